@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""The repository @libtorch: headers and link flags of an installed libtorch.
+
+It is found in this order:
+  1. TORCH_PATH, the folder of a Python torch package;
+  2. LIBTORCH, an unpacked libtorch;
+  3. the pinned wheel in <workspace>/.deps, fetched if it is not there.
+
+The libraries are named by -L and -rpath with absolute paths and are never
+inputs of a rule: Bazel would load them through its own symbolic links, and
+then the wheel's $ORIGIN/../../nvidia does not lead to the NVIDIA libraries.
+"""
+
+# What every libtorch has.
+_LANDMARK = "include/torch/csrc/api/include/torch/torch.h"
+
+_HEADER = """\
+// Where the libtorch of this build is. Written by third_party/libtorch.bzl.
+#pragma once
+
+namespace zero {{
+
+inline constexpr char kLibtorchVersion[] = "{version}";
+inline constexpr char kLibtorchIncludePath[] = "{root}/include";
+
+}}  // namespace zero
+"""
+
+def _torch_root(rctx, cuda):
+    for name in ["TORCH_PATH", "LIBTORCH"]:
+        given = rctx.os.environ.get(name, "")
+        if given:
+            if not rctx.path(given + "/" + _LANDMARK).exists:
+                fail("%s=%s has no %s; expected a torch package folder or an unpacked libtorch" % (name, given, _LANDMARK))
+            return rctx.path(given).realpath
+
+    # Naming the pins makes Bazel run this rule again when they change.
+    workspace = rctx.path(Label("//third_party:versions.env")).dirname.dirname
+    flavour = "cuda" if cuda else "cpu"
+    result = rctx.execute(
+        [rctx.path(Label("//third_party:fetch_libtorch.sh")), flavour],
+        timeout = 7200,
+        quiet = False,
+    )
+    if result.return_code != 0:
+        fail("there is no libtorch in .deps and it could not be fetched; run ./bazelw, or set TORCH_PATH or LIBTORCH")
+    return rctx.path("%s/.deps/libtorch-%s/torch" % (workspace, flavour)).realpath
+
+def _version(rctx, root):
+    # A Python package says it in version.py, an unpacked libtorch in
+    # build-version.
+    if rctx.path("%s/version.py" % root).exists:
+        for line in rctx.read("%s/version.py" % root).split("\n"):
+            if line.startswith("__version__ = "):
+                return line.split("'")[1]
+    if rctx.path("%s/build-version" % root).exists:
+        return rctx.read("%s/build-version" % root).strip()
+    return "unknown"
+
+def _libtorch_impl(rctx):
+    cuda = rctx.os.environ.get("ZERO_CUDA", "") == "1"
+    root = _torch_root(rctx, cuda)
+    version = _version(rctx, root)
+    rctx.symlink("%s/include" % root, "include")
+    rctx.file("paths/zero_libtorch_paths.h", _HEADER.format(root = root, version = version))
+
+    # The wheels of NVIDIA lie beside torch; an unpacked libtorch has none and
+    # takes nccl.h from the CUDA toolkit.
+    nccl = rctx.path("%s/nvidia/nccl/include" % root.dirname)
+    if nccl.exists:
+        rctx.symlink(nccl, "nccl_include")
+    rctx.template("BUILD", Label("//third_party:libtorch.BUILD"), substitutions = {
+        "%{lib}": "%s/lib" % root,
+        "%{nccl_include}": '["nccl_include"]' if nccl.exists else "[]",
+        "%{version}": version,
+    })
+
+libtorch_repository = repository_rule(
+    implementation = _libtorch_impl,
+    environ = ["TORCH_PATH", "LIBTORCH", "ZERO_CUDA"],
+    local = True,
+)

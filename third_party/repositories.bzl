@@ -1,0 +1,59 @@
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""Everything from outside this repository."""
+
+load("//third_party:cuda.bzl", "cuda_repository")
+load("//third_party:libtorch.bzl", "libtorch_repository")
+load("//third_party:system_library.bzl", "system_library")
+
+def _debian_bazel():
+    """What Debian's Bazel 4.2.3 would download, from files that are here.
+
+    Debian's own rules_cc package is too old for its Bazel, hence the shim.
+    Later versions bring what they need and are left alone.
+    """
+    if native.bazel_version and int(native.bazel_version.split(".")[0]) > 4:
+        return
+    for name, path in {
+        "platforms": "/usr/share/bazel/platforms",
+        "remote_coverage_tools": "third_party/remote_coverage_tools",
+        "rules_cc": "third_party/rules_cc",
+        "rules_java": "/usr/share/bazel/rules/java",
+        "rules_proto": "/usr/share/bazel/rules/proto",
+    }.items():
+        native.local_repository(name = name, path = path)
+
+def zero_repositories():
+    _debian_bazel()
+    libtorch_repository(name = "libtorch")
+    cuda_repository(name = "cuda")
+    system_library(
+        name = "gtest",
+        header = "gtest/gtest.h",
+        linkopts = ["-lgtest", "-lpthread"],
+        main_linkopts = ["-lgtest_main"],
+        package = "libgtest-dev",
+    )
+    system_library(
+        name = "benchmark",
+        header = "benchmark/benchmark.h",
+        linkopts = ["-lbenchmark", "-lpthread"],
+        main_linkopts = ["-lbenchmark_main"],
+        package = "libbenchmark-dev",
+    )
+    system_library(
+        name = "cli11",
+        header = "CLI/CLI.hpp",
+        package = "libcli11-dev",
+    )
+    system_library(
+        name = "nlohmann_json",
+        header = "nlohmann/json.hpp",
+        package = "nlohmann-json3-dev",
+    )
+    system_library(
+        name = "xxhash",
+        header = "xxhash.h",
+        linkopts = ["-lxxhash"],
+        package = "libxxhash-dev",
+    )

@@ -1,0 +1,47 @@
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""How our own code is compiled: cc rules with warnings as errors.
+
+native.cc_* and not @rules_cc: the native rules are in every Bazel from 4 to 8,
+and this file is the only one to change where they are not.
+"""
+
+_COPTS = [
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+
+    # These three look through inlined functions and so report what they think
+    # they see inside libtorch's headers. They stay visible and do not stop us.
+    "-Wno-error=maybe-uninitialized",
+    "-Wno-error=array-bounds",
+    "-Wno-error=stringop-overflow",
+]
+
+# at::parallel_for is a template: without -fopenmp in the file that calls it, it
+# runs on one thread and says nothing.
+_OPENMP = ["-fopenmp"]
+
+def _options(kwargs, openmp):
+    kwargs["copts"] = _COPTS + (_OPENMP if openmp else []) + kwargs.get("copts", [])
+    kwargs["linkopts"] = (_OPENMP if openmp else []) + kwargs.get("linkopts", [])
+
+    # Static everywhere: each file is compiled once, and a program has one
+    # run path, the one to libtorch.
+    kwargs["linkstatic"] = True
+    return kwargs
+
+def zero_cc_library(openmp = False, **kwargs):
+    native.cc_library(**_options(kwargs, openmp))
+
+def zero_cc_binary(openmp = False, **kwargs):
+    native.cc_binary(**_options(kwargs, openmp))
+
+def zero_cc_test(openmp = False, data = [], deps = [], **kwargs):
+    """A gtest. A main() of its own takes precedence over gtest's."""
+    native.cc_test(
+        # --config=tsan looks for it in the test's run folder.
+        data = data + ["//third_party:tsan.supp"],
+        deps = deps + ["@gtest//:main"],
+        **_options(kwargs, openmp)
+    )
