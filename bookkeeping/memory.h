@@ -1,0 +1,41 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Bytes one rank holds, by kind. The formulas are those of Rajbhandari et al.,
+// "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
+// with padding counted and the gradient shard in fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "bookkeeping/plan.h"
+
+namespace zero {
+
+struct MemoryReport {
+  int64_t working_parameters = 0;  // full, padding included
+  int64_t master_parameters = 0;   // this rank's rows in fp32; 0 where the working row is the master
+  int64_t optimizer_state = 0;     // what the inner optimizer keeps for this rank's segments
+  int64_t gradient_shards = 0;     // this rank's rows in fp32
+  int64_t full_gradients = 0;      // stage 1: averaged gradients in full; and unsent p.grad()
+  int64_t buckets = 0;             // send and receive buffers held now
+  int64_t peak_buckets = 0;        // the most held at once since construction; not in total()
+
+  int64_t total() const {
+    return working_parameters + master_parameters + optimizer_state + gradient_shards +
+           full_gradients + buckets;
+  }
+};
+
+struct MemoryOptions {
+  int64_t stage = 2;
+  bool stage1_full_gradients = true;
+  // fp32 tensors the inner optimizer keeps per element: 2 for Adam, 1 for SGD
+  // with momentum, 0 for plain SGD.
+  int64_t state_per_element = 2;
+};
+
+// What a rank holds between steps by the plan alone; buckets are left at 0.
+MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions& options);
+
+}  // namespace zero
