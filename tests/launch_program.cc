@@ -1,0 +1,99 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The program that process_group_test starts: launch_program <ranks> <scene> [prefix]
+
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "zero/launch.h"
+#include "zero/process_group.h"
+
+namespace {
+
+zero::Group init(std::chrono::milliseconds timeout) {
+  zero::InitOptions options;
+  options.timeout = timeout;
+  return zero::init_process_group(options);
+}
+
+void say(const std::string& text) {
+  std::printf("%s\n", text.c_str());
+  std::fflush(stdout);
+}
+
+// All ranks talk over two communicators of one name and two inits.
+int scene_ok() {
+  for (int round = 0; round < 2; ++round) {
+    const zero::Group group = init(std::chrono::seconds(20));
+    const auto first = group.make_communicator("data", zero::Purpose::kData);
+    const auto second = group.make_communicator("data", zero::Purpose::kData);
+    std::string all;
+    for (const std::string& text :
+         second->all_gather_text(std::to_string(group.rank() * group.rank()), "squares")) {
+      all += text + " ";
+    }
+    say("round " + std::to_string(round) + " of rank " + std::to_string(group.rank()) + ": " + all);
+  }
+  const char* threads = std::getenv("OMP_NUM_THREADS");
+  say(std::string("threads ") + (threads == nullptr ? "unset" : threads));
+  return 0;
+}
+
+// Rank 1 ends as `how` says after all have met; the others would go on for a minute.
+int scene_fail(const std::string& how) {
+  const zero::Group group = init(std::chrono::seconds(20));
+  group.make_communicator("data", zero::Purpose::kControl)->all_gather_text("", "start");
+  if (group.rank() == 1) {
+    if (how == "code") return 7;
+    if (how == "signal") raise(SIGKILL);
+    if (how == "stubborn") return 9;
+    throw std::runtime_error("this is what rank 1 throws");
+  }
+  if (how == "stubborn") std::signal(SIGTERM, SIG_IGN);
+  std::this_thread::sleep_for(std::chrono::minutes(1));
+  return 0;
+}
+
+// Rank 1 does not come to the rendezvous.
+int scene_late() {
+  if (std::string(std::getenv("RANK")) == "1") {
+    std::this_thread::sleep_for(std::chrono::minutes(1));
+    return 0;
+  }
+  init(std::chrono::seconds(3));
+  return 0;
+}
+
+int scene_sleep() {
+  say("pid " + std::to_string(getpid()));
+  std::this_thread::sleep_for(std::chrono::minutes(1));
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 3) return 2;
+  const std::string scene = argv[2];
+  zero::LaunchOptions options;
+  options.prefix_lines = argc > 3;
+  options.grace = std::chrono::milliseconds(scene == "stubborn" ? 300 : 10000);
+  return zero::launch_local(
+      std::atoi(argv[1]),
+      [&] {
+        if (scene == "ok") return scene_ok();
+        if (scene == "late") return scene_late();
+        if (scene == "sleep") return scene_sleep();
+        return scene_fail(scene);
+      },
+      options);
+}

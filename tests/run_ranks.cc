@@ -1,0 +1,78 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "tests/run_ranks.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace zero {
+namespace {
+
+// A store whose waits end when a rank has failed, so that nobody waits at a rendezvous for it.
+class RunStore : public c10d::HashStore {
+ public:
+  using HashStore::wait;
+  void wait(const std::vector<std::string>& keys,
+            const std::chrono::milliseconds& timeout) override {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    while (!check(keys)) {
+      TORCH_CHECK(!failed, "another rank has failed");
+      TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "timed out waiting for ", keys);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+  std::atomic<bool> failed{false};
+};
+
+}  // namespace
+
+void run_ranks(int world_size, const std::function<void(const Group&)>& body,
+               const RunOptions& options) {
+  const auto store = c10::make_intrusive<RunStore>();
+  store->setTimeout(options.timeout);
+  const auto network = options.network ? options.network : std::make_shared<MemoryNetwork>();
+  std::mutex mutex;
+  std::exception_ptr first;
+  const auto run = [&](int rank) {
+    try {
+      const BackendFactory factory = options.transport == Transport::kMemory
+                                         ? network->factory(rank)
+                                         : default_backend_factory(at::kCPU, "127.0.0.1");
+      body(Group(store, rank, world_size, "test", factory, at::kCPU, options.timeout));
+    } catch (...) {
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (!first) first = std::current_exception();
+      }
+      store->failed = true;
+      if (options.transport == Transport::kMemory) network->stop();
+    }
+  };
+  // libtorch's flight recorder registers groups without a lock; ranks that are
+  // threads of one process would race there.
+  setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/0);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world_size; ++rank) threads.emplace_back(run, rank);
+  for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
+}
+
+Group simulated_group(int world_size, int rank) {
+  const BackendFactory factory = [](const c10::intrusive_ptr<c10d::Store>&, int rank,
+                                    int world_size, Purpose, std::chrono::milliseconds) {
+    return make_simulated_backend(rank, world_size);
+  };
+  return Group(c10::make_intrusive<c10d::HashStore>(), rank, world_size, "simulated", factory,
+               at::kCPU, std::chrono::seconds(30));
+}
+
+}  // namespace zero

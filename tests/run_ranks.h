@@ -1,0 +1,39 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Ranks as threads of the test, each with a Group of its own. Much faster than processes, and
+// sanitizers see all ranks at once.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+
+#include "tests/in_memory_backend.h"
+#include "zero/process_group.h"
+
+namespace zero {
+
+enum class Transport {
+  kGloo,    // The real one, over 127.0.0.1.
+  kMemory,  // MemoryNetwork: faster, injects faults, runs under ThreadSanitizer.
+};
+
+struct RunOptions {
+  Transport transport = Transport::kGloo;
+  // Of the groups: bounds every wait of a rank for another.
+  std::chrono::milliseconds timeout = std::chrono::seconds(30);
+  // For kMemory, to inject faults and to read counts; a network of this run's own by default.
+  std::shared_ptr<MemoryNetwork> network = nullptr;
+};
+
+// Calls body(group) on `world_size` threads, rank by rank, and returns when all have returned.
+// Rethrows what the first failing rank threw. A rank that fails drops its communicators, which
+// makes the others fail rather than wait for it; so expectations belong into the body.
+void run_ranks(int world_size, const std::function<void(const Group&)>& body,
+               const RunOptions& options = {});
+
+// Rank `rank` of a job of any size, alone in this thread: see make_simulated_backend().
+Group simulated_group(int world_size, int rank = 0);
+
+}  // namespace zero

@@ -1,0 +1,62 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the launcher of this process says about the job, read from environment
+// variables and from nothing else: no network, no files, no c10d.
+//
+// Launchers, in this order; the first one that names a rank is believed:
+//   torchrun, zero/launch.h   RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+//                             MASTER_ADDR MASTER_PORT TORCHELASTIC_*
+//   mpirun of OpenMPI         OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}
+//   srun                      SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID
+//                             SLURM_STEP_TASKS_PER_NODE SLURM_STEP_NODELIST
+//   none                      one process alone
+//
+// A batch script of SLURM that does not use srun is one process alone, although
+// SLURM_PROCID and SLURM_NTASKS are set in it: its tasks do not exist.
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace zero {
+
+struct Environment {
+  enum class Source { kAlone, kTorchrun, kOpenMpi, kSlurm };
+
+  Source source = Source::kAlone;
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;        // Among the ranks of this machine; counts its GPUs.
+  int local_world_size = 1;  // 0 where the launcher does not say.
+
+  // Where the key-value store of the job listens. MASTER_ADDR and MASTER_PORT win. Otherwise:
+  //   address  loopback when all ranks are on this machine; with srun the first host of the
+  //            step, which is where rank 0 runs, or SLURM_LAUNCH_NODE_IPADDR without a host list
+  //   port     10000..29999, derived from the number of the SLURM step or the OpenMPI job
+  // Unused (empty and 0) with one rank.
+  std::string master_addr;
+  int master_port = 0;
+
+  // True when the launcher serves the store itself (torchrun's agent): then no rank may.
+  bool agent_serves_store = false;
+  // How often the launcher has restarted the job; keeps the keys of dead attempts apart.
+  int restart_count = 0;
+  // The key-value store's event library: off with USE_LIBUV=0, as in Python.
+  bool use_libuv = true;
+};
+
+// Like getenv: null when the variable is not set.
+using Getenv = std::function<const char*(const char* name)>;
+
+// Throws c10::Error naming the variables, what they hold and what is expected, when one is
+// missing, is not a number, or contradicts another.
+Environment read_environment(const Getenv& getenv);
+
+// Of this process.
+Environment read_environment();
+
+// The first host of a SLURM host list: "gpu[03-05,9],login1" -> "gpu03".
+std::string first_host(const std::string& host_list);
+
+}  // namespace zero

@@ -1,0 +1,36 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Makes Gloo transports: host memory over TCP, the transport of CPU training
+// and of every control message.
+//
+// Gloo's own headers are not part of a libtorch wheel, so that the one source
+// file behind this header is the only one that sees ProcessGroupGloo.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace zero {
+
+// Collective over the ranks 0..world_size-1 that share `store`, which must hold
+// nothing of another transport. Returns when this rank is connected to all
+// others; throws when that takes longer than `timeout`, which also bounds every
+// operation that brings no timeout of its own.
+//
+// `hostname` is a name or address of this machine that the other ranks can
+// reach. When it is empty, Gloo listens on the interfaces that
+// GLOO_SOCKET_IFNAME lists, or else on the address that the machine's own name
+// resolves to.
+//
+// Connections are made here and not at first use, whatever
+// TORCH_GLOO_LAZY_INIT says: a lazy connection to a rank that has died can wait
+// for ever.
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int world_size,
+                                                    std::chrono::milliseconds timeout,
+                                                    const std::string& hostname);
+
+}  // namespace zero

@@ -1,0 +1,56 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Ranks on this machine without a launcher: a program that calls launch_local()
+// first thing in main() starts itself as many times as it is told.
+//
+//   int main(int argc, char** argv) {
+//     const int ranks = parse(argc, argv);               // for example --ranks 4
+//     return zero::launch_local(ranks, [&] {
+//       zero::Group group = zero::init_process_group();
+//       return train(group);
+//     });
+//   }
+//
+// The same binary also works under torchrun, mpirun and srun: they have started
+// one process per rank already, so launch_local() only calls the body.
+#pragma once
+
+#include <chrono>
+#include <functional>
+
+namespace zero {
+
+struct LaunchOptions {
+  // Put "[rank] " before every line that a rank prints, and never mix two lines.
+  bool prefix_lines = false;
+  // How long ranks may take to end by themselves after SIGTERM, before SIGKILL.
+  std::chrono::milliseconds grace = std::chrono::seconds(10);
+};
+
+// Returns the exit code for main().
+//
+// In a process that a launcher has started as one of several ranks (RANK is set, or mpirun's or
+// srun's variables say so), and for ranks == 1: calls body() here. What it throws is printed to
+// stderr, and 1 returned.
+//
+// Otherwise this process becomes the parent of `ranks` processes and does not call body():
+//   - Each child runs this same program with the same arguments, by fork and exec, so that it
+//     inherits no thread, lock or random state. It comes to the same call of launch_local(), with
+//     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as torchrun
+//     sets them. What main() does before that call happens in the parent and in every child.
+//   - The parent serves the key-value store, on a port of 127.0.0.1 that the system chose, so that
+//     jobs cannot collide (children find TORCHELASTIC_USE_AGENT_STORE=True).
+//   - OMP_NUM_THREADS is the number of usable cores divided by `ranks`, unless it is set: ranks
+//     with a thread for every core each would only wait for each other.
+//   - SIGINT and SIGTERM are passed on. When a rank fails, the others get SIGTERM, and SIGKILL
+//     after options.grace: they would wait for it in vain. If the parent dies, the children are
+//     killed.
+//   - Returns 0 when all ranks returned 0, otherwise the exit code of the rank that failed first,
+//     or 128 + the number of the signal that ended it. Says on stderr which rank that was.
+//
+// Throws c10::Error when ranks < 1 or processes cannot be started. Call it once per process, before
+// threads exist, and not from two threads: it handles the signals above while it waits.
+int launch_local(int ranks, const std::function<int()>& body, const LaunchOptions& options = {});
+
+}  // namespace zero

@@ -1,0 +1,265 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "zero/process_group.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <sstream>
+
+#include "zero/environment.h"
+#include "zero/gloo_backend.h"
+#include "zero/nccl_backend.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+std::string first_line(const std::exception& error) {
+  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
+  const std::string text = from_torch ? from_torch->what_without_backtrace() : error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+std::string arrival_key(int rank) { return c10::str("arrived/", rank); }
+
+void announce(c10d::Store& store, int rank) { store.set(arrival_key(rank), "1"); }
+
+// "; ranks 2, 5 have not arrived", as far as the store knows.
+std::string missing_text(c10d::Store& store, int world_size) {
+  std::ostringstream text;
+  int missing = 0;
+  try {
+    for (int rank = 0; rank < world_size; ++rank) {
+      if (store.check({arrival_key(rank)})) continue;
+      text << (missing++ == 0 ? "" : ", ") << rank;
+    }
+  } catch (const std::exception& error) {
+    return "; the store does not answer: " + first_line(error);
+  }
+  if (missing == 0) return "; all ranks have arrived";
+  return (missing == 1 ? "; missing: rank " : "; missing: ranks ") + text.str();
+}
+
+// A number for a list of ranks that is the same on all of them; a mesh has thousands of long ones.
+std::string fingerprint(const std::vector<int>& ranks) {
+  uint64_t hash = 14695981039346656037u;
+  for (const int rank : ranks) hash = (hash ^ static_cast<uint64_t>(rank)) * 1099511628211u;
+  std::ostringstream text;
+  text << ranks.size() << "-" << std::hex << hash;
+  return text.str();
+}
+
+}  // namespace
+
+struct Group::State {
+  StorePtr store;
+  int rank;
+  int world_size;
+  std::string name;
+  BackendFactory factory;
+  c10::Device device = at::kCPU;
+  milliseconds timeout;
+  std::vector<int> global_ranks;
+
+  // How often each name was used, so that equal names never meet in the store.
+  int next_instance(const std::string& key) const {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return instances[key]++;
+  }
+  mutable std::mutex mutex;
+  mutable std::map<std::string, int> instances;
+};
+
+Group::Group(StorePtr store, int rank, int world_size, std::string name, BackendFactory factory,
+             c10::Device device, milliseconds timeout) {
+  TORCH_CHECK(store, "Group \"", name, "\": expected a store, got a null pointer");
+  TORCH_CHECK(0 <= rank && rank < world_size, "Group \"", name, "\": expected a rank in [0, ",
+              world_size, "), got ", rank);
+  TORCH_CHECK(timeout.count() > 0, "Group \"", name, "\": expected a timeout above 0 ms, got ",
+              timeout.count(), " ms on rank ", rank);
+  TORCH_CHECK(factory || world_size == 1, "Group \"", name, "\": expected a backend factory for ",
+              world_size, " ranks, got none");
+  auto state = std::make_shared<State>();
+  state->store = std::move(store);
+  state->rank = rank;
+  state->world_size = world_size;
+  state->name = std::move(name);
+  state->factory = std::move(factory);
+  state->device = device;
+  state->timeout = timeout;
+  state->global_ranks.resize(static_cast<size_t>(world_size));
+  std::iota(state->global_ranks.begin(), state->global_ranks.end(), 0);
+  state_ = std::move(state);
+}
+
+int Group::rank() const { return state_->rank; }
+int Group::world_size() const { return state_->world_size; }
+const std::string& Group::name() const { return state_->name; }
+c10::Device Group::device() const { return state_->device; }
+milliseconds Group::timeout() const { return state_->timeout; }
+const StorePtr& Group::store() const { return state_->store; }
+int Group::global_rank() const { return state_->global_ranks[static_cast<size_t>(rank())]; }
+const std::vector<int>& Group::global_ranks() const { return state_->global_ranks; }
+
+Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) const {
+  std::vector<int> sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  const bool distinct = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+  TORCH_CHECK(!sorted.empty() && distinct && sorted.front() >= 0 && sorted.back() < world_size(),
+              "subgroup \"", name, "\" of group \"", this->name(),
+              "\": expected different ranks in [0, ", world_size(), "), got ", ranks, " on rank ",
+              rank());
+  const auto here = std::find(ranks.begin(), ranks.end(), rank());
+  TORCH_CHECK(here != ranks.end(), "subgroup \"", name, "\" of group \"", this->name(), "\": rank ",
+              rank(), " is not among its ranks ", ranks, ": only its members may make it");
+
+  auto state = std::make_shared<State>();
+  const std::string key = c10::str("subgroup/", name, "/", fingerprint(ranks));
+  const std::string prefix = c10::str(key, "/", state_->next_instance(key));
+  state->store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->store);
+  state->rank = static_cast<int>(here - ranks.begin());
+  state->world_size = static_cast<int>(ranks.size());
+  state->name = c10::str(this->name(), "/", name);
+  state->factory = state_->factory;
+  state->device = device();
+  state->timeout = timeout();
+  for (const int rank : ranks) {
+    state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
+  }
+  Group group = *this;
+  group.state_ = std::move(state);
+  return group;
+}
+
+StorePtr Group::make_store(const std::string& name) const {
+  const std::string key = c10::str("store/", name);
+  return c10::make_intrusive<c10d::PrefixStore>(c10::str(key, "/", state_->next_instance(key)),
+                                                state_->store);
+}
+
+std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
+                                                       Purpose purpose) const {
+  const std::string full_name = c10::str(this->name(), "/", name);
+  if (world_size() == 1) return std::make_unique<Communicator>(nullptr, full_name, timeout());
+  const std::string key = c10::str("communicator/", this->name(), "/", name);
+  const std::string prefix = c10::str(key, "/", state_->next_instance(key));
+  const StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->store);
+  try {
+    announce(*store, rank());
+    return std::make_unique<Communicator>(
+        state_->factory(store, rank(), world_size(), purpose, timeout()), full_name, timeout());
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "communicator \"", full_name, "\": cannot connect its ", world_size(),
+                " ranks within ", timeout().count(), " ms (this is rank ", rank(), ")",
+                missing_text(*store, world_size()), ". ", first_line(error));
+  }
+}
+
+BackendFactory default_backend_factory(c10::Device device, const std::string& hostname) {
+  return [device, hostname](StorePtr store, int rank, int world_size, Purpose purpose,
+                            milliseconds timeout) {
+    if (purpose == Purpose::kData && device.is_cuda()) {
+      return make_nccl_backend(store, rank, world_size, device, timeout);
+    }
+    return make_gloo_backend(store, rank, world_size, timeout, hostname);
+  };
+}
+
+namespace {
+
+c10::Device default_device(const Environment& env) {
+  const int devices = cuda_device_count();
+  if (devices == 0) return at::kCPU;
+  // Schedulers may show each rank only its own GPU, which then is number 0.
+  const int index = devices == 1 ? 0 : env.local_rank;
+  TORCH_CHECK(index < devices, "init_process_group: rank ", env.rank, " has local rank ",
+              env.local_rank, " and sees ", devices, " GPUs: start at most ", devices,
+              " ranks on this machine, or set InitOptions::device");
+  return c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
+}
+
+// Empty: Gloo looks at GLOO_SOCKET_IFNAME or resolves this machine's name.
+std::string default_hostname(const Environment& env) {
+  const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
+  const bool named = interfaces != nullptr && *interfaces != '\0';
+  return !named && env.local_world_size == env.world_size ? "127.0.0.1" : "";
+}
+
+StorePtr connect(const std::string& host, c10d::TCPStoreOptions options) {
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(host, options);
+  } catch (const std::exception& error) {
+    // A libtorch built without libuv refuses its own default.
+    if (!options.useLibUV || first_line(error).find("USE_LIBUV") == std::string::npos) throw;
+    options.useLibUV = false;
+    return c10::make_intrusive<c10d::TCPStore>(host, options);
+  }
+}
+
+StorePtr open_store(const Environment& env, milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(env.master_port);
+  options.isServer = !env.agent_serves_store && env.rank == 0;
+  options.numWorkers = static_cast<size_t>(env.world_size);
+  options.waitWorkers = false;  // meet() waits, and can say who is missing.
+  options.timeout = timeout;
+  options.multiTenant = true;  // A second init_process_group() shares the server.
+  options.useLibUV = env.use_libuv;
+  try {
+    return connect(env.master_addr, options);
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
+                options.isServer ? "serve" : "reach", " the store of the job at ", env.master_addr,
+                ":", env.master_port, " (MASTER_ADDR, MASTER_PORT) within ", timeout.count(),
+                " ms: ", first_line(error),
+                options.isServer ? ". Is the port taken by another job? Choose another MASTER_PORT"
+                                 : ". Is rank 0 running, and can this machine reach it?");
+  }
+}
+
+// The counter lets a job of thousands wait for one key instead of one per rank.
+void meet(c10d::Store& store, const Environment& env, milliseconds timeout) {
+  try {
+    announce(store, env.rank);
+    if (store.add("arrivals", 1) == env.world_size) store.set("complete", "1");
+    store.wait({"complete"}, timeout);
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "init_process_group: not all ", env.world_size, " ranks arrived within ",
+                timeout.count(), " ms (this is rank ", env.rank, ")",
+                missing_text(store, env.world_size), ". ", first_line(error));
+  }
+}
+
+}  // namespace
+
+Group init_process_group(const InitOptions& options) {
+  static std::atomic<int> inits{0};
+  const Environment env = read_environment();
+  const c10::Device device = options.device ? *options.device : default_device(env);
+  const std::string hostname = options.hostname.empty() ? default_hostname(env) : options.hostname;
+  StorePtr store;
+  if (env.world_size == 1) {
+    store = c10::make_intrusive<c10d::HashStore>();
+  } else {
+    const std::string prefix = c10::str("zero/", env.restart_count, "/", inits++);
+    store = c10::make_intrusive<c10d::PrefixStore>(prefix, open_store(env, options.timeout));
+    meet(*store, env, options.timeout);
+  }
+  return Group(store, env.rank, env.world_size, "world", default_backend_factory(device, hostname),
+               device, options.timeout);
+}
+
+}  // namespace zero

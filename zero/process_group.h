@@ -1,0 +1,108 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which ranks work together: a Group knows its rank, its size, the key-value
+// store its ranks share and how to make communicators over it. It sends nothing
+// itself.
+//
+//   zero::Group group = zero::init_process_group();
+//
+// init_process_group() understands the variables of torchrun (RANK, WORLD_SIZE,
+// LOCAL_RANK, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*), of mpirun (OpenMPI's
+// OMPI_COMM_WORLD_*), of srun (SLURM_*), and of the local launcher
+// (zero/launch.h), which speaks torchrun's. With none of them it is one process
+// alone, and needs no network.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "zero/collectives.h"
+
+namespace zero {
+
+// What a communicator is for. Control messages are host memory and stay on
+// Gloo, whatever carries the data.
+enum class Purpose { kData, kControl };
+
+// Makes the transport of one communicator. `store` is private to it. Tests
+// put their in-memory backend here.
+using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
+    c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, Purpose purpose,
+    std::chrono::milliseconds timeout)>;
+
+// What init_process_group() uses: NCCL for the data of a `device` that is a GPU,
+// Gloo for everything else, listening on `hostname` (zero/gloo_backend.h).
+BackendFactory default_backend_factory(c10::Device device, const std::string& hostname);
+
+// A value: copies share the store and the counters behind its names. Thread
+// safety: any number of threads may use one Group, but collective calls, and
+// subgroup(), must come in the same order on all ranks.
+class Group {
+ public:
+  // Of `world_size` ranks that share `store`. `name` must be the same on all of
+  // them and different from other groups of that store.
+  Group(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, std::string name,
+        BackendFactory factory, c10::Device device, std::chrono::milliseconds timeout);
+
+  int rank() const;
+  int world_size() const;
+  const std::string& name() const;
+  // Where this rank's parameters are expected: cpu, or the GPU of its local rank.
+  c10::Device device() const;
+  std::chrono::milliseconds timeout() const;
+  const c10::intrusive_ptr<c10d::Store>& store() const;
+
+  // This rank's number in the group that init_process_group() made, and those
+  // of all ranks of this group in rank order.
+  int global_rank() const;
+  const std::vector<int>& global_ranks() const;
+
+  // The subgroup of the ranks `ranks` of this group, in that order. Sends
+  // nothing. Subgroups of different ranks never meet, whatever their names, so a
+  // mesh may call all its columns "dp"; for equal names and ranks the first call
+  // on one rank belongs to the first call on another. Throws when this rank is
+  // not among `ranks`.
+  Group subgroup(const std::vector<int>& ranks, const std::string& name) const;
+
+  // Collective. A new communicator under its own prefix of the store. Two calls
+  // never share a connection, not even with the same `name`: those are numbered,
+  // so the first call of one rank meets the first call of another. Throws when
+  // not all ranks arrive within the timeout, and says which are missing. The
+  // communicator calls itself "<group>/<name>" in errors.
+  std::unique_ptr<Communicator> make_communicator(const std::string& name, Purpose purpose) const;
+
+  // Sends nothing. A part of the store that is private to this call: numbered
+  // like communicators, so that the first call of one rank meets that of another.
+  c10::intrusive_ptr<c10d::Store> make_store(const std::string& name) const;
+
+ private:
+  struct State;
+  std::shared_ptr<const State> state_;
+};
+
+struct InitOptions {
+  // Bounds the rendezvous and every later operation.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  // Default: cuda:LOCAL_RANK when built with CUDA and a GPU is there, else cpu.
+  std::optional<c10::Device> device;
+  // The interface Gloo listens on: a host name or address of this machine.
+  // Default: GLOO_SOCKET_IFNAME's interface if set; the loopback address when
+  // all ranks are on this machine; else the address the host name resolves to.
+  std::string hostname;
+};
+
+// Collective over all ranks of the job. Throws c10::Error when the environment
+// contradicts itself (naming the variables, what they hold and what is
+// expected) and when not all ranks arrive within the timeout.
+Group init_process_group(const InitOptions& options = {});
+
+}  // namespace zero
