@@ -1,0 +1,493 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a Communicator moves, counts, and says when a rank is missing.
+
+#include "zero/collectives.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/run_ranks.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+enum class Wire { kGloo, kMemory, kNative };
+
+RunOptions on(Wire wire, milliseconds timeout = std::chrono::seconds(30)) {
+  RunOptions options;
+  options.timeout = timeout;
+  options.transport = wire == Wire::kGloo ? Transport::kGloo : Transport::kMemory;
+  options.network = std::make_shared<MemoryNetwork>(
+      wire == Wire::kNative ? MemoryNetwork::Kind::kNative : MemoryNetwork::Kind::kPairwise);
+  return options;
+}
+
+std::unique_ptr<Communicator> data_of(const Group& group) {
+  return group.make_communicator("data", Purpose::kData);
+}
+
+// What `operation` throws; empty when it does not throw.
+template <typename Function>
+std::string error_of(Function operation) {
+  try {
+    operation();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+void expect_part(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
+}
+
+// Element i of what rank `from` has for rank `to`. Exact in 16 bits.
+at::Tensor values(int from, int to, int64_t n, at::ScalarType dtype) {
+  return at::arange(n, at::kFloat).remainder(8).add_(8 * from + 64 * to).to(dtype);
+}
+
+struct Case {
+  Wire wire;
+  int world_size;
+};
+
+class CollectivesTest : public ::testing::TestWithParam<Case> {
+ protected:
+  void run(const std::function<void(const Group&)>& body) {
+    run_ranks(GetParam().world_size, body, on(GetParam().wire));
+  }
+};
+
+std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  const char* wire = info.param.wire == Wire::kGloo     ? "Gloo"
+                     : info.param.wire == Wire::kMemory ? "Memory"
+                                                        : "Native";
+  return wire + std::to_string(info.param.world_size);
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const Wire wire : {Wire::kMemory, Wire::kNative, Wire::kGloo}) {
+    for (int world_size = 1; world_size <= 4; ++world_size) all.push_back({wire, world_size});
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Wires, CollectivesTest, ::testing::ValuesIn(cases()), case_name);
+
+TEST_P(CollectivesTest, ExchangeAndGatherInEveryDtype) {
+  run([](const Group& group) {
+    const auto data = data_of(group);
+    const int world = group.world_size();
+    const int me = group.rank();
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      for (const int64_t n : {1, 7, 1000, 70001}) {
+        at::Tensor rows = at::empty({world, n}, dtype);
+        for (int to = 0; to < world; ++to) rows.select(0, to).copy_(values(me, to, n, dtype));
+        const at::Tensor before = rows.clone();
+        at::Tensor received = at::zeros({world, n}, dtype);
+        data->exchange_rows(rows, received, "bucket").wait();
+        EXPECT_TRUE(rows.equal(before));
+        for (int from = 0; from < world; ++from) {
+          if (from == me) continue;
+          EXPECT_TRUE(received.select(0, from).equal(values(from, me, n, dtype)));
+        }
+        at::Tensor full = at::zeros({world, n}, dtype);
+        full.select(0, me).copy_(values(me, 3, n, dtype));
+        data->gather_rows(full, "bucket").wait();
+        for (int from = 0; from < world; ++from) {
+          EXPECT_TRUE(full.select(0, from).equal(values(from, 3, n, dtype)));
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CollectivesTest, SmallOperations) {
+  run([](const Group& group) {
+    const auto control = group.make_communicator("control", Purpose::kControl);
+    const int world = group.world_size();
+    const int me = group.rank();
+    at::Tensor sum = at::full({3}, me + 0.5, at::kDouble);
+    at::Tensor longs = at::full({2}, (int64_t{1} << 40) + me, at::kLong);
+    at::Tensor ints = at::full({2}, 10 - me, at::kInt);
+    at::Tensor sent = at::full({2, 3}, me, at::kBFloat16);
+    Pending first = control->all_reduce_sum(sum, "norm");
+    Pending second = control->all_reduce_max(longs, "control");
+    Pending third = control->all_reduce_max(ints, "control");
+    Pending fourth = control->broadcast(sent, world - 1, "parameters");
+    // In any order, since each is an operation of its own.
+    fourth.wait();
+    second.wait();
+    third.wait();
+    first.wait();
+    EXPECT_EQ(sum[2].item<double>(), world * (world - 1) / 2 + 0.5 * world);
+    EXPECT_EQ(longs[1].item<int64_t>(), (int64_t{1} << 40) + world - 1);
+    EXPECT_EQ(ints[0].item<int>(), 10);
+    EXPECT_EQ(sent[1][2].item<float>(), world - 1);
+    std::vector<std::string> expected;
+    for (int rank = 0; rank < world; ++rank) {
+      expected.push_back(std::string(static_cast<size_t>(rank * 5), static_cast<char>('a' + rank)));
+    }
+    EXPECT_EQ(control->all_gather_text(expected[static_cast<size_t>(me)], "names"), expected);
+    EXPECT_EQ(control->all_gather_text("", "nothing"),
+              std::vector<std::string>(static_cast<size_t>(world)));
+  });
+}
+
+TEST_P(CollectivesTest, NothingIsAlsoSomethingToSend) {
+  run([](const Group& group) {
+    const auto data = data_of(group);
+    at::Tensor none = at::empty({group.world_size(), 0});
+    at::Tensor other = at::empty({group.world_size(), 0});
+    data->exchange_rows(none, other, "empty").wait();
+    data->gather_rows(none, "empty").wait();
+    data->broadcast(none, 0, "empty").wait();
+    EXPECT_EQ(data->traffic().exchange_bytes_sent, 0);
+  });
+}
+
+TEST_P(CollectivesTest, TrafficIsWhatLeavesTheRank) {
+  const bool whole = GetParam().wire == Wire::kNative;
+  run([whole](const Group& group) {
+    const auto data = data_of(group);
+    const int64_t world = group.world_size();
+    at::Tensor rows = at::zeros({world, 10}, at::kBFloat16);
+    at::Tensor received = at::zeros({world, 10}, at::kBFloat16);
+    for (int i = 0; i < 3; ++i) data->exchange_rows(rows, received, "bucket").wait();
+    data->gather_rows(rows, "bucket").wait();
+    data->all_reduce_sum(at::zeros({4}, at::kDouble), "norm").wait();
+    data->broadcast(rows, 0, "parameters").wait();
+    const Traffic traffic = data->traffic();
+    const int64_t calls = world == 1 ? 0 : 1;
+    EXPECT_EQ(traffic.exchange_calls, 3 * calls);
+    EXPECT_EQ(traffic.exchange_bytes_sent, 3 * (world - 1) * 10 * 2);
+    EXPECT_EQ(traffic.gather_calls, calls);
+    EXPECT_EQ(traffic.gather_bytes_sent, (world - 1) * 10 * 2);
+    EXPECT_EQ(traffic.small_calls, 2 * calls);
+    const int64_t reduced = whole ? 2 * (world - 1) * 32 / world : (world - 1) * 32;
+    const int64_t sent = group.rank() == 0 ? (world - 1) * world * 10 * 2 : 0;
+    EXPECT_EQ(traffic.small_bytes_sent, reduced + sent);
+  });
+}
+
+TEST_P(CollectivesTest, ManyAtOnceStartedHereAndWaitedForThere) {
+  run([](const Group& group) {
+    const auto data = data_of(group);
+    const int world = group.world_size();
+    constexpr int kOperations = 40;
+    std::vector<at::Tensor> rows;
+    std::vector<Pending> pending;
+    for (int i = 0; i < kOperations; ++i) {
+      rows.push_back(at::zeros({world, 100}));
+      rows.back().select(0, group.rank()).fill_(100 * i + group.rank());
+    }
+    std::promise<void> started;
+    std::thread waiter([&, ready = started.get_future()]() mutable {
+      ready.wait();
+      for (int i = kOperations / 2; i-- > 0;) pending[static_cast<size_t>(i)].wait();
+    });
+    pending.reserve(kOperations);
+    for (int i = 0; i < kOperations; ++i) {
+      pending.push_back(data->gather_rows(rows[static_cast<size_t>(i)], "bucket"));
+      if (i == kOperations / 2) started.set_value();
+    }
+    waiter.join();
+    for (int i = kOperations / 2; i < kOperations; ++i) pending[static_cast<size_t>(i)].wait();
+    for (int i = 0; i < kOperations; ++i) {
+      for (int from = 0; from < world; ++from) {
+        EXPECT_EQ(rows[static_cast<size_t>(i)][from][99].item<float>(), 100 * i + from);
+      }
+    }
+  });
+}
+
+TEST_P(CollectivesTest, NativeReduceScatterIsForFp32) {
+  run([](const Group& group) {
+    const auto data = data_of(group);
+    const int world = group.world_size();
+    at::Tensor rows = at::full({world, 5}, group.rank() + 1.0F, at::kFloat);
+    at::Tensor row = at::zeros({5});
+    EXPECT_FALSE(data->has_native_reduce_scatter(at::kBFloat16));
+    if (world > 1 && !data->has_native_reduce_scatter(at::kFloat)) {
+      expect_part(error_of([&] { data->reduce_scatter_rows(rows, row, "bucket"); }),
+                  "exchange_rows");
+      EXPECT_TRUE(data->failed().empty());  // Nothing was sent, so nothing is broken.
+      return;
+    }
+    data->reduce_scatter_rows(rows, row, "bucket").wait();
+    EXPECT_EQ(row[4].item<float>(), world * (world + 1) / 2);
+  });
+}
+
+TEST_P(CollectivesTest, WrongArgumentsAreRefusedAndBreakNothing) {
+  run([](const Group& group) {
+    const auto data = data_of(group);
+    const int64_t world = group.world_size();
+    const at::Tensor rows = at::zeros({world, 4});
+    const at::Tensor other = at::zeros({world, 4});
+    expect_part(error_of([&] { data->gather_rows(at::zeros({world + 1, 4}), "b"); }), "world_size");
+    expect_part(error_of([&] { data->gather_rows(at::zeros({world, 4, 1}), "b"); }), "contiguous");
+    expect_part(error_of([&] { data->gather_rows(at::Tensor(), "b"); }), "undefined");
+    expect_part(error_of([&] { data->exchange_rows(rows, rows, "b"); }), "share memory");
+    expect_part(error_of([&] { data->exchange_rows(rows, other.to(at::kHalf), "b"); }), "dtype");
+    expect_part(error_of([&] { data->all_reduce_sum(at::zeros({1}), "b"); }), "double");
+    expect_part(error_of([&] { data->all_reduce_max(at::zeros({1}), "b"); }), "NaN");
+    expect_part(error_of([&] { data->broadcast(rows, static_cast<int>(world), "b"); }), "source");
+    data->gather_rows(rows, "b").wait();
+  });
+}
+
+TEST(CommunicatorTest, OneRankNeedsNoBackend) {
+  Communicator alone(nullptr, "alone", milliseconds(1));
+  EXPECT_EQ(alone.rank(), 0);
+  EXPECT_EQ(alone.world_size(), 1);
+  Pending pending = alone.gather_rows(at::zeros({1, 3}), "bucket");
+  EXPECT_TRUE(pending.valid());
+  pending.wait();
+  EXPECT_FALSE(pending.valid());
+  EXPECT_THROW(Communicator(nullptr, "no limit", milliseconds(0)), c10::Error);
+}
+
+// ---- Failures: on the real transport and on ours ----
+
+class FailureTest : public ::testing::TestWithParam<Wire> {};
+
+INSTANTIATE_TEST_SUITE_P(Wires, FailureTest, ::testing::Values(Wire::kMemory, Wire::kGloo),
+                         [](const auto& info) {
+                           return info.param == Wire::kGloo ? "Gloo" : "Memory";
+                         });
+
+// Rank 2 of 4 comes to a first operation and to no other. Small rows fit into socket buffers,
+// large ones do not.
+TEST_P(FailureTest, ARankThatNeverCallsIsNamedInTime) {
+  for (const int64_t n : {int64_t{10}, int64_t{2000000}}) {
+    for (const std::string operation : {"exchange_rows", "gather_rows", "all_reduce_max"}) {
+      run_ranks(
+          4,
+          [&](const Group& group) {
+            const auto data = data_of(group);
+            at::Tensor rows = at::zeros({4, n});
+            at::Tensor received = at::zeros({4, n});
+            at::Tensor flags = at::zeros({n / 10}, at::kInt);
+            data->gather_rows(rows, "warm-up").wait();
+            if (group.rank() == 2) {
+              std::this_thread::sleep_for(milliseconds(1500));
+              return;
+            }
+            const auto start = Clock::now();
+            const std::string text = error_of([&] {
+              Pending pending = operation == "exchange_rows"
+                                    ? data->exchange_rows(rows, received, "b 3")
+                                : operation == "gather_rows" ? data->gather_rows(rows, "b 3")
+                                                             : data->all_reduce_max(flags, "b 3");
+              pending.wait();
+            });
+            EXPECT_LT(Clock::now() - start, milliseconds(500 + 1000));
+            expect_part(text, operation + " of b 3: rank 2 did not send within 500 ms");
+            expect_part(text, "this is rank " + std::to_string(group.rank()) + " of 4");
+            expect_part(text, "\"test/data\"");
+            EXPECT_EQ(data->failed(), text);
+            const std::string later = error_of([&] { data->gather_rows(rows, "b 4"); });
+            expect_part(later, "gather_rows of b 4: refused");
+            expect_part(later, "rank 2 did not send");
+          },
+          on(GetParam(), milliseconds(500)));
+    }
+  }
+}
+
+TEST_P(FailureTest, TwoMissingRanksAreBothNamed) {
+  run_ranks(
+      4,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::zeros({4, 10});
+        data->gather_rows(rows, "warm-up").wait();
+        if (group.rank() == 1 || group.rank() == 2) {
+          std::this_thread::sleep_for(milliseconds(1200));
+          return;
+        }
+        expect_part(error_of([&] { data->gather_rows(rows, "b").wait(); }),
+                    "ranks 1, 2 did not send within 400 ms");
+      },
+      on(GetParam(), milliseconds(400)));
+}
+
+// The rank's communicator goes away with an operation under way, as when its body throws.
+TEST_P(FailureTest, ARankThatEndsIsNoticedLongBeforeTheTimeout) {
+  run_ranks(
+      4,
+      [](const Group& group) {
+        auto data = data_of(group);
+        at::Tensor rows = at::zeros({4, 10});
+        at::Tensor some = at::zeros({5});
+        data->gather_rows(rows, "warm-up").wait();
+        const auto start = Clock::now();
+        if (group.rank() == 2) {
+          const Pending never_waited_for = data->broadcast(some, 0, "parameters");
+          data.reset();
+        } else {
+          const std::string text = error_of([&] { data->gather_rows(rows, "b 3").wait(); });
+          expect_part(text, "gather_rows of b 3: ");
+          expect_part(text, "rank 2");
+          EXPECT_FALSE(data->failed().empty());
+        }
+        EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+      },
+      on(GetParam(), std::chrono::seconds(20)));
+}
+
+TEST_P(FailureTest, AbortEndsWaitsHereAndThere) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::zeros({2, 10});
+        data->gather_rows(rows, "warm-up").wait();
+        const auto start = Clock::now();
+        if (group.rank() == 0) {
+          at::Tensor received = at::zeros({2, 10});
+          Pending pending = data->exchange_rows(rows, received, "b 1");
+          std::thread aborter([&] {
+            std::this_thread::sleep_for(milliseconds(100));
+            data->abort();
+          });
+          expect_part(error_of([&] { pending.wait(); }), "aborted by this rank");
+          aborter.join();
+          expect_part(data->failed(), "aborted by this rank");
+        } else {
+          std::this_thread::sleep_for(milliseconds(400));
+          EXPECT_NE(error_of([&] {
+                      data->gather_rows(rows, "b 1").wait();
+                      data->gather_rows(rows, "b 2").wait();
+                    }),
+                    "");
+        }
+        EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+      },
+      on(GetParam(), std::chrono::seconds(20)));
+}
+
+TEST_P(FailureTest, AnOperationThatNobodyWaitedForIsAFailure) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::zeros({2, 10});
+        data->gather_rows(rows, "dropped");
+        expect_part(error_of([&] { data->gather_rows(rows, "next").wait(); }), "dropped");
+      },
+      on(GetParam(), std::chrono::seconds(10)));
+}
+
+TEST_P(FailureTest, AFailingRankEndsTheRun) {
+  const auto start = Clock::now();
+  try {
+    run_ranks(
+        3,
+        [](const Group& group) {
+          if (group.rank() == 1) throw std::runtime_error("this one");
+          const auto data = data_of(group);  // Would wait for rank 1.
+          data->gather_rows(at::zeros({3, 1}), "b").wait();
+        },
+        on(GetParam()));
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "this one");
+  }
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(10));
+}
+
+// ---- Faults that only our own transport can make ----
+
+TEST(MemoryNetworkTest, ALostSendIsMissedByItsReceiverOnly) {
+  const RunOptions options = on(Wire::kMemory, milliseconds(300));
+  options.network->drop_next(1, MemoryOp::kSend);  // Rank 1 sends to rank 2 first.
+  run_ranks(
+      3,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::zeros({3, 4});
+        const std::string text = error_of([&] { data->gather_rows(rows, "b").wait(); });
+        if (group.rank() == 2) {
+          expect_part(text, "rank 1 did not send within 300 ms");
+        } else {
+          EXPECT_EQ(text, "");
+          std::this_thread::sleep_for(milliseconds(600));  // Or rank 2 would see this rank end.
+        }
+      },
+      options);
+}
+
+TEST(MemoryNetworkTest, ADelayIsWaitedOut) {
+  const RunOptions options = on(Wire::kMemory);
+  options.network->delay(1, MemoryOp::kSend, milliseconds(200));
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::full({2, 4}, group.rank(), at::kFloat);
+        const auto start = Clock::now();
+        data->gather_rows(rows, "b").wait();
+        EXPECT_EQ(rows[1][0].item<float>(), 1);
+        const bool waited = Clock::now() - start >= milliseconds(200);
+        EXPECT_TRUE(waited || group.rank() == 1);
+      },
+      options);
+  EXPECT_EQ(options.network->counts(0).calls_of(MemoryOp::kSend), 1);
+  EXPECT_EQ(options.network->counts(0).bytes_of(MemoryOp::kSend), 16);
+}
+
+TEST(MemoryNetworkTest, ADeadRankIsNamed) {
+  for (const Wire wire : {Wire::kMemory, Wire::kNative}) {
+    const RunOptions options = on(wire, std::chrono::seconds(20));
+    options.network->kill_at(1, MemoryOp::kSend, 5);  // Two per gather: in the third one.
+    options.network->kill_at(1, MemoryOp::kAllGather, 3);
+    run_ranks(
+        3,
+        [](const Group& group) {
+          const auto data = data_of(group);
+          int gathers = 0;
+          const std::string text = error_of([&] {
+            for (; gathers < 10; ++gathers) data->gather_rows(at::zeros({3, 4}), "b").wait();
+          });
+          EXPECT_EQ(gathers, 2);
+          expect_part(text, "rank 1");
+        },
+        options);
+  }
+}
+
+TEST(SimulatedTest, ThousandsOfRanksInOneThread) {
+  const Group group = simulated_group(4096, 17);
+  const auto data = data_of(group);
+  at::Tensor rows = at::full({4096, 3}, 2.0F, at::kFloat);
+  at::Tensor received = at::full({4096, 3}, 5.0F, at::kFloat);
+  data->exchange_rows(rows, received, "b").wait();
+  data->gather_rows(rows, "b").wait();
+  EXPECT_EQ(data->traffic().exchange_bytes_sent, 4095 * 12);
+  EXPECT_EQ(data->traffic().gather_bytes_sent, 4095 * 12);
+  EXPECT_EQ(received.min().item<float>(), 5.0F);
+  EXPECT_FALSE(data->has_native_reduce_scatter(at::kFloat));
+  EXPECT_EQ(data->all_gather_text("plan", "b"), std::vector<std::string>(4096, "plan"));
+}
+
+}  // namespace
+}  // namespace zero

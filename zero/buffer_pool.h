@@ -1,0 +1,44 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reusable flat buffers for buckets on their way, so that the step path makes
+// no allocation once it has warmed up. The pool never refuses: hooks must not wait
+// for communication, so it allocates beyond what it keeps and drops the surplus
+// when it is trimmed.
+//
+// Thread safety: all calls may come from any thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace zero {
+
+class BufferPool {
+ public:
+  // `keep_bytes` is what trim() leaves allocated.
+  BufferPool(c10::Device device, int64_t keep_bytes) : device_(device), keep_bytes_(keep_bytes) {}
+
+  // A 1-D tensor of `numel` elements of `dtype` with unspecified contents.
+  at::Tensor take(int64_t numel, c10::ScalarType dtype);
+  // Gives back what take() returned; nobody may use it afterwards.
+  void give(const at::Tensor& buffer);
+  // Frees buffers that are not in use until at most keep_bytes are held.
+  void trim();
+
+  int64_t held_bytes() const;
+  int64_t peak_bytes() const;
+
+ private:
+  const c10::Device device_;
+  const int64_t keep_bytes_;
+  mutable std::mutex mutex_;
+  std::vector<at::Tensor> free_;  // of bytes
+  int64_t held_bytes_ = 0;
+  int64_t peak_bytes_ = 0;
+};
+
+}  // namespace zero

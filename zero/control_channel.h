@@ -1,0 +1,71 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The control message: before ranks send data they agree, host to host, that
+// all of them make the same call, that none has a problem, how many rounds must
+// be sent and which parameters any rank used. This is what turns misuse on one
+// rank into an exception on all of them instead of a hang or mixed-up data.
+//
+// One all-reduce (MAX) of int32: 6 words and one per parameter.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "zero/collectives.h"
+
+namespace zero {
+
+// The collective calls of a ZeroOptimizer. Values are sent: never reorder.
+enum class Call : int32_t {
+  kReduceGradients = 1,
+  kClipGradNorm,
+  kStep,
+  kZeroGrad,
+  kGradient,
+  kMaster,
+  kRefreshMasters,
+  kRefreshWorking,
+  kBroadcastBuffers,
+  kCheckReplicas,
+  kSaveCheckpoint,
+  kLoadCheckpoint,
+};
+
+const char* call_name(Call call);
+
+struct Agreement {
+  int64_t rounds = 0;         // the most any rank needs
+  std::vector<uint8_t> used;  // 1 where any rank used the parameter
+};
+
+class ControlChannel {
+ public:
+  // `store` is private to this channel and shared by its ranks: it carries the
+  // texts of problems, which the message only announces.
+  ControlChannel(Communicator& communicator, c10::intrusive_ptr<c10d::Store> store);
+
+  // Collective, blocks. `detail` is what the arguments of the call hash to.
+  // Throws c10::Error on every rank when any rank has a `problem` (empty: none),
+  // or when calls or details differ; the text says which rank and why.
+  Agreement agree(Call call, int32_t detail, const std::string& problem, int64_t rounds,
+                  const std::vector<uint8_t>& used);
+
+  // Puts a problem where the others find it if this rank never reaches its
+  // next agree(). Never throws, waits for nobody.
+  void announce(const std::string& problem) noexcept;
+  // What other ranks announced, one line each; empty if nothing. Never throws.
+  std::string announced() noexcept;
+
+ private:
+  std::string describe_calls(Call call, int32_t detail);
+
+  Communicator& communicator_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  int64_t sequence_ = 0;
+};
+
+}  // namespace zero

@@ -1,0 +1,18 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Where the kernels of this thread run for memory of a device: its own cores
+// for the CPU, the stream that is current for a GPU.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include "kernels/stream.h"
+
+namespace zero {
+
+// Throws c10::Error for a device without kernels, and for a GPU in a program
+// that was built without --config=cuda.
+kernels::Stream current_stream(c10::Device device);
+
+}  // namespace zero

@@ -1,0 +1,324 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/gradient_reducer.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "kernels/cast.h"
+#include "zero/device_stream.h"
+
+namespace zero {
+namespace {
+
+// The gradient in the memory order of its parameter, as one flat stretch.
+at::Tensor in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
+  TORCH_CHECK(gradient.layout() == at::kStrided, "gradient of ", p.name,
+              ": expected a dense tensor, got layout ", gradient.layout(),
+              "; build the layer with sparse=false");
+  TORCH_CHECK(gradient.device() == p.tensor.device(), "gradient of ", p.name, ": expected device ",
+              p.tensor.device(), ", got ", gradient.device());
+  TORCH_CHECK(gradient.sizes() == p.tensor.sizes(), "gradient of ", p.name, ": expected shape ",
+              p.tensor.sizes(), ", got ", gradient.sizes());
+  const auto dtype = gradient.scalar_type();
+  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  if (known && (gradient.strides() == at::IntArrayRef(p.strides) || gradient.numel() <= 1)) {
+    return gradient;
+  }
+  at::Tensor copy = at::empty_strided(p.tensor.sizes(), p.strides,
+                                      gradient.options().dtype(known ? dtype : at::kFloat));
+  return copy.copy_(gradient);
+}
+
+}  // namespace
+
+GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
+                                 std::vector<DomainLinks> links, BufferPool& pool,
+                                 const ReducerOptions& options)
+    : plan_(plan),
+      table_(table),
+      links_(std::move(links)),
+      pool_(pool),
+      options_(options),
+      used_(table.parameters().size(), 0),
+      averaged_(table.parameters().size(), 0),
+      kept_(table.parameters().size(), 0),
+      kept_fp32_(table.parameters().size()),
+      queue_(pool) {
+  const auto float_options =
+      at::TensorOptions().dtype(at::kFloat).device(table.parameters().front().tensor.device());
+  // One allocation: shards are read bucket by bucket, but a norm reads them all.
+  int64_t total = 0;
+  for (const Bucket& bucket : plan.buckets) total += bucket.row_numel;
+  const at::Tensor flat = at::zeros({total}, float_options);
+  int64_t begin = 0;
+  for (const Bucket& bucket : plan.buckets) {
+    shards_.push_back(flat.narrow(0, begin, bucket.row_numel));
+    begin += bucket.row_numel;
+  }
+  start_round();
+}
+
+void GradientReducer::start_round() {
+  packed_.assign(table_.parameters().size(), 0);
+  open_.resize(plan_.buckets.size());
+  for (size_t b = 0; b < open_.size(); ++b) {
+    open_[b].missing = static_cast<int64_t>(plan_.buckets[b].slots.size());
+  }
+  next_ = 0;
+}
+
+void GradientReducer::set_average_aside(int64_t parameter) {
+  if (averaged_[parameter] == 0) return;
+  averaged_[parameter] = 0;
+  at::Tensor tensor = table_.parameters()[parameter].tensor;
+  tensor.mutable_grad().reset();
+}
+
+bool GradientReducer::has_gradient(int64_t parameter) const {
+  if (kept_fp32_[parameter].defined()) return true;
+  return averaged_[parameter] == 0 && table_.parameters()[parameter].tensor.grad().defined();
+}
+
+bool GradientReducer::bucket_sent(int64_t parameter) const {
+  const auto& buckets = plan_.parameter_buckets[parameter];
+  return !buckets.empty() && buckets.front() < next_;
+}
+
+void GradientReducer::begin_pass() {
+  // What plain backward() calls left open must not mix with this pass: its
+  // buckets that were sent would make this pass's gradients late.
+  if (next_ > 0) close_round();
+  in_pass_ = true;
+}
+
+void GradientReducer::gradient_kept(int64_t parameter) {
+  used_[parameter] = 1;
+  at::Tensor tensor = table_.parameters()[parameter].tensor;
+  if (!options_.no_sync_fp32 || tensor.scalar_type() == at::kFloat) {
+    kept_[parameter] = 1;
+    return;
+  }
+  const at::Tensor gradient = in_parameter_order(tensor.grad(), table_.parameters()[parameter]);
+  at::Tensor& sum = kept_fp32_[parameter];
+  const bool first = !sum.defined();
+  if (first) {
+    sum = at::empty_strided(tensor.sizes(), table_.parameters()[parameter].strides,
+                            tensor.options().dtype(at::kFloat));
+  }
+  kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(), sum.mutable_data_ptr(),
+                     at::kFloat, sum.numel(), !first, current_stream(sum.device()));
+  tensor.mutable_grad().reset();
+}
+
+void GradientReducer::gradient_ready(int64_t parameter) {
+  used_[parameter] = 1;
+  if (bucket_sent(parameter)) {
+    if (in_pass_) {
+      kept_[parameter] = 1;  // late: travels in the next round
+      return;
+    }
+    close_round();  // a new pass began with a plain backward()
+  }
+  pack(parameter);
+  send_complete();
+}
+
+// Everything this rank has for the parameter, and nothing is left in p.grad().
+at::Tensor GradientReducer::take_gradient(int64_t parameter) {
+  const Parameter& p = table_.parameters()[parameter];
+  at::Tensor tensor = p.tensor;
+  at::Tensor gradient = tensor.grad();
+  if (gradient.defined()) gradient = in_parameter_order(gradient, p);
+  at::Tensor& kept = kept_fp32_[parameter];
+  if (kept.defined()) {
+    if (gradient.defined()) {
+      kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(),
+                         kept.mutable_data_ptr(), at::kFloat, kept.numel(), true,
+                         current_stream(kept.device()));
+    }
+    gradient = std::move(kept);
+    kept = at::Tensor();
+  }
+  tensor.mutable_grad().reset();
+  kept_[parameter] = 0;
+  return gradient;
+}
+
+void GradientReducer::open(int64_t bucket_index) {
+  Open& open = open_[bucket_index];
+  if (open.rows.defined()) return;
+  const Bucket& bucket = plan_.buckets[bucket_index];
+  const Arena& arena = plan_.arena_of(bucket);
+  const auto dtype = options_.reduce_dtype.value_or(arena.dtype);
+  open.rows = pool_.take(plan_.bucket_numel(bucket), dtype)
+                  .view({arena.world_size, bucket.row_numel});
+  // Padding is sent, so it must not be what another program left in memory.
+  int64_t end = 0;
+  const auto clear = [&](int64_t from, int64_t to) {
+    if (to > from) {
+      kernels::fill_zero(static_cast<char*>(open.rows.mutable_data_ptr()) +
+                             from * open.rows.element_size(),
+                         (to - from) * open.rows.element_size(),
+                         current_stream(open.rows.device()));
+    }
+  };
+  if (plan_.layout == Layout::kPerParameter) {
+    clear(0, open.rows.numel());
+    return;
+  }
+  for (const Slot& slot : bucket.slots) {
+    clear(end, slot.offset);
+    end = slot.offset + slot.numel;
+  }
+  clear(end, open.rows.numel());
+}
+
+void GradientReducer::pack(int64_t parameter) {
+  const at::Tensor gradient = take_gradient(parameter);
+  const bool again = packed_[parameter] != 0;
+  packed_[parameter] = 1;
+  used_[parameter] = 1;
+  for (int64_t b : plan_.parameter_buckets[parameter]) {
+    open(b);
+    const Bucket& bucket = plan_.buckets[b];
+    const at::Tensor& rows = open_[b].rows;
+    const auto stream = current_stream(rows.device());
+    const auto slot = std::find_if(bucket.slots.begin(), bucket.slots.end(),
+                                   [&](const Slot& s) { return s.parameter == parameter; });
+    for (const Piece& piece : plan_.pieces(bucket, *slot)) {
+      kernels::cast_copy(
+          static_cast<const char*>(gradient.const_data_ptr()) +
+              piece.parameter_begin * gradient.element_size(),
+          gradient.scalar_type(),
+          static_cast<char*>(rows.mutable_data_ptr()) + piece.bucket_begin * rows.element_size(),
+          rows.scalar_type(), piece.numel, again, stream);
+    }
+    if (!again) --open_[b].missing;
+  }
+}
+
+void GradientReducer::send_complete() {
+  while (next_ < static_cast<int64_t>(open_.size()) && open_[next_].missing == 0) send(next_);
+}
+
+void GradientReducer::send(int64_t b) {
+  TORCH_INTERNAL_ASSERT(b == next_, "buckets must be sent in plan order");
+  const Bucket& bucket = plan_.buckets[b];
+  const Arena& arena = plan_.arena_of(bucket);
+  const DomainLinks& links = links_[arena.domain];
+  const int64_t ranks =
+      arena.world_size * (links.replicas == nullptr ? 1 : links.replicas->world_size());
+  Reduction reduction;
+  reduction.rows = std::move(open_[b].rows);
+  reduction.shard = shards_[b];
+  // What replicas hold after reduce_over_replicas() is already their common mean:
+  // only the first of them carries it into a further sum.
+  const bool carries = links.replicas == nullptr || links.replicas->rank() == 0;
+  reduction.accumulate = rounds_ > (carries ? 0 : replicated_);
+  reduction.scale = static_cast<float>(scale_ / static_cast<double>(ranks));
+  reduction.group = links.data;
+  reduction.label = "gradient bucket " + std::to_string(b);
+  open_[b].rows = at::Tensor();
+  ++next_;
+  queue_.push(std::move(reduction));
+}
+
+void GradientReducer::close_round() {
+  in_pass_ = false;
+  const auto count = static_cast<int64_t>(table_.parameters().size());
+  for (int64_t p = 0; p < count; ++p) {
+    if (has_gradient(p) && !bucket_sent(p)) pack(p);
+  }
+  for (int64_t b = next_; b < static_cast<int64_t>(open_.size()); ++b) {
+    open(b);
+    const Bucket& bucket = plan_.buckets[b];
+    const at::Tensor& rows = open_[b].rows;
+    for (const Slot& slot : bucket.slots) {
+      if (packed_[slot.parameter] != 0) continue;
+      for (const Piece& piece : plan_.pieces(bucket, slot)) {
+        kernels::fill_zero(
+            static_cast<char*>(rows.mutable_data_ptr()) + piece.bucket_begin * rows.element_size(),
+            piece.numel * rows.element_size(), current_stream(rows.device()));
+      }
+    }
+    send(b);
+  }
+  ++rounds_;
+  ++total_rounds_;
+  start_round();
+}
+
+int64_t GradientReducer::rounds_needed() const {
+  bool open_round = next_ > 0;
+  bool late = false;
+  for (size_t p = 0; p < used_.size(); ++p) {
+    if (packed_[p] != 0) open_round = true;
+    if (!has_gradient(static_cast<int64_t>(p))) continue;
+    (bucket_sent(static_cast<int64_t>(p)) ? late : open_round) = true;
+  }
+  return rounds_ + (open_round ? 1 : 0) + (late ? 1 : 0);
+}
+
+void GradientReducer::complete(int64_t rounds) {
+  while (rounds_ < rounds) close_round();
+  queue_.drain();
+  if (rounds > replicated_) {
+    reduce_over_replicas();
+    replicated_ = rounds;
+  }
+}
+
+void GradientReducer::reduce_over_replicas() {
+  std::vector<Pending> pending;
+  for (size_t b = 0; b < shards_.size(); ++b) {
+    Communicator* replicas = links_[plan_.arena_of(plan_.buckets[b]).domain].replicas;
+    if (replicas == nullptr || replicas->world_size() == 1) continue;
+    pending.push_back(
+        replicas->all_reduce_sum(shards_[b], "gradient shard " + std::to_string(b)));
+  }
+  for (Pending& p : pending) p.wait();
+}
+
+void GradientReducer::consume() {
+  TORCH_INTERNAL_ASSERT(next_ == 0, "consume() with a round under way");
+  std::fill(used_.begin(), used_.end(), 0);
+  rounds_ = 0;
+  replicated_ = 0;
+  pool_.trim();
+}
+
+bool GradientReducer::any_used() const {
+  return std::any_of(used_.begin(), used_.end(), [](uint8_t u) { return u != 0; });
+}
+
+void GradientReducer::verify() const {
+  for (size_t p = 0; p < kept_.size(); ++p) {
+    TORCH_CHECK(kept_[p] == 0 || table_.parameters()[p].tensor.grad().defined(), "parameter ",
+                table_.parameters()[p].name,
+                ": expected the gradient that was accumulated since the last step, got none: it "
+                "was reset by zero_grad() of the module or of a base class; use "
+                "ZeroOptimizer::zero_grad() on all ranks, or none at all");
+  }
+}
+
+int64_t GradientReducer::local_bytes() const {
+  int64_t bytes = 0;
+  for (size_t p = 0; p < used_.size(); ++p) {
+    const at::Tensor& grad = table_.parameters()[p].tensor.grad();
+    if (averaged_[p] == 0 && grad.defined()) bytes += static_cast<int64_t>(grad.nbytes());
+    if (kept_fp32_[p].defined()) bytes += static_cast<int64_t>(kept_fp32_[p].nbytes());
+  }
+  return bytes;
+}
+
+int64_t GradientReducer::shard_bytes() const {
+  int64_t bytes = 0;
+  for (const at::Tensor& shard : shards_) bytes += static_cast<int64_t>(shard.nbytes());
+  return bytes;
+}
+
+}  // namespace zero

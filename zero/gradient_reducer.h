@@ -1,0 +1,135 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// From working gradients to gradient shards: fills buckets as backward produces
+// gradients and sends each as soon as it and all before it are complete.
+//
+// The order of everything sent is the plan's order, round by round. In which
+// round a gradient travels depends only on this rank's calls, never on timing,
+// so that results are the same bits run after run; and since a sum does not care,
+// it need not be the same round on every rank.
+//
+//   begin_pass  gradient_ready* close_round      optimizer.backward(loss)
+//               gradient_ready*                  loss.backward(): the round stays open
+//   complete(n) agreed by all ranks: whoever is behind sends zeros up to round n
+//   consume()   forgets it all; the next step begins
+//
+// A gradient that arrives after its bucket was sent (a shared weight under
+// activation checkpointing fires several times in one pass) stays in p.grad()
+// and travels in the next round.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/buffer_pool.h"
+#include "zero/collectives.h"
+#include "zero/parameter_table.h"
+#include "zero/reduction_queue.h"
+
+namespace zero {
+
+// The communicators of one domain of the plan.
+struct DomainLinks {
+  Communicator* data = nullptr;      // over the ranks that share the shards
+  Communicator* replicas = nullptr;  // null, or over the ranks that hold copies of this shard
+};
+
+struct ReducerOptions {
+  std::optional<c10::ScalarType> reduce_dtype;
+  bool no_sync_fp32 = false;
+};
+
+class GradientReducer {
+ public:
+  // References must outlive the reducer.
+  GradientReducer(const Plan& plan, const ParameterTable& table, std::vector<DomainLinks> links,
+                  BufferPool& pool, const ReducerOptions& options);
+
+  // Factor on every gradient besides the mean over ranks: 1 / loss scale.
+  void set_scale(double scale) { scale_ = scale; }
+
+  // A backward pass begins whose end will be marked by close_round().
+  void begin_pass();
+  // parameter.grad() was accumulated. Packs it, frees it and sends what became
+  // complete; or leaves it there when its bucket is gone. Throws c10::Error for a
+  // sparse gradient or one on another device.
+  void gradient_ready(int64_t parameter);
+  // The same under no_sync: the gradient stays local.
+  void gradient_kept(int64_t parameter);
+  // Sends the rest of the open round with zeros for what is missing.
+  void close_round();
+
+  // Rounds this rank needs so that nothing it has is left behind.
+  int64_t rounds_needed() const;
+  // Closes rounds until `rounds` were sent and waits for all of them. Throws
+  // when the communication failed.
+  void complete(int64_t rounds);
+  // Forgets gradients, rounds and used flags. Requires complete().
+  void consume();
+
+  // Throws c10::Error when a gradient that was kept under no_sync is gone.
+  void verify() const;
+
+  // 1 where this rank had a gradient since consume().
+  const std::vector<uint8_t>& used() const { return used_; }
+  bool any_used() const;
+  // [row_numel] fp32: the mean over ranks, valid after complete() if rounds > 0.
+  const at::Tensor& shard(int64_t bucket) const { return shards_[bucket]; }
+
+  // The next gradient of this parameter replaces p.grad(), which holds an average.
+  void mark_averaged(int64_t parameter) { averaged_[parameter] = 1; }
+  // Drops p.grad() if it holds an average; called before a gradient is accumulated.
+  void set_average_aside(int64_t parameter);
+
+  int64_t rounds_sent() const { return total_rounds_; }
+  // Bytes of local gradients that wait for a later round.
+  int64_t local_bytes() const;
+  int64_t shard_bytes() const;
+
+ private:
+  struct Open {          // a bucket of the open round
+    at::Tensor rows;     // undefined until its first gradient arrives
+    int64_t missing = 0;
+  };
+
+  void start_round();
+  bool has_gradient(int64_t parameter) const;
+  bool bucket_sent(int64_t parameter) const;
+  void pack(int64_t parameter);
+  at::Tensor take_gradient(int64_t parameter);
+  void open(int64_t bucket);
+  void send_complete();
+  void send(int64_t bucket);
+  void reduce_over_replicas();
+
+  const Plan& plan_;
+  const ParameterTable& table_;
+  const std::vector<DomainLinks> links_;
+  BufferPool& pool_;
+  const ReducerOptions options_;
+  double scale_ = 1.0;
+
+  std::vector<at::Tensor> shards_;             // per bucket
+  std::vector<uint8_t> used_;                  // per parameter, since consume()
+  std::vector<uint8_t> averaged_;              // p.grad() holds an average
+  std::vector<uint8_t> kept_;                  // p.grad() holds a gradient not yet packed
+  std::vector<at::Tensor> kept_fp32_;          // with no_sync_fp32
+
+  // The open round.
+  std::vector<uint8_t> packed_;                // per parameter
+  std::vector<Open> open_;                     // per bucket
+  int64_t next_ = 0;                           // first bucket not yet sent
+  bool in_pass_ = false;
+
+  int64_t rounds_ = 0;                         // closed since consume()
+  int64_t replicated_ = 0;                     // of those, averaged over replicas
+  int64_t total_rounds_ = 0;
+  ReductionQueue queue_;
+};
+
+}  // namespace zero

@@ -1,0 +1,68 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The factor that keeps small fp16 gradients above zero. A pure state machine:
+// every rank feeds it the same decisions, so every rank holds the same scale.
+//
+// After a step with a non-finite gradient the scale shrinks (once `hysteresis`
+// such steps were seen); after `growth_interval` good steps in a row it grows.
+// Source of the rule: Micikevicius et al., "Mixed Precision Training", 2018.
+#pragma once
+
+#include <torch/arg.h>
+
+#include <cstdint>
+
+namespace zero {
+
+struct LossScalerOptions {
+  TORCH_ARG(double, initial_scale) = 65536.0;
+  TORCH_ARG(double, growth_factor) = 2.0;
+  TORCH_ARG(double, backoff_factor) = 0.5;
+  // Good steps in a row before the scale grows.
+  TORCH_ARG(int64_t, growth_interval) = 2000;
+  // Bad steps before the scale shrinks; refilled when the scale grows.
+  TORCH_ARG(int64_t, hysteresis) = 1;
+  TORCH_ARG(double, min_scale) = 1.0;
+  TORCH_ARG(double, max_scale) = 16777216.0;
+  // step() throws after this many skipped steps in a row at the minimum scale.
+  TORCH_ARG(int64_t, max_skipped_at_min) = 50;
+};
+
+class LossScaler {
+ public:
+  // A constant 1 that never changes.
+  LossScaler() = default;
+  // Throws c10::Error for a scale that is not positive and finite, a growth
+  // factor below 1, a backoff factor outside (0, 1), an interval or hysteresis
+  // below 1, or min_scale > initial_scale or initial_scale > max_scale.
+  explicit LossScaler(const LossScalerOptions& options);
+
+  bool dynamic() const { return dynamic_; }
+  double scale() const { return scale_; }
+
+  // Takes the outcome of one step. Throws c10::Error when the scale has been at
+  // its minimum for max_skipped_at_min skipped steps in a row.
+  void update(bool skipped);
+
+  // Everything that changes, for checkpoints.
+  struct State {
+    double scale = 1.0;
+    int64_t good_steps = 0;       // in a row since the last change
+    int64_t hysteresis_left = 1;  // bad steps until the scale shrinks
+    int64_t skipped_at_min = 0;   // in a row
+  };
+  State state() const { return {scale_, good_steps_, hysteresis_left_, skipped_at_min_}; }
+  // Throws c10::Error when the scale in `state` is not positive and finite.
+  void set_state(const State& state);
+
+ private:
+  LossScalerOptions options_;
+  bool dynamic_ = false;
+  double scale_ = 1.0;
+  int64_t good_steps_ = 0;
+  int64_t hysteresis_left_ = 1;
+  int64_t skipped_at_min_ = 0;
+};
+
+}  // namespace zero

@@ -1,0 +1,76 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a ZeroOptimizer can be asked for. All ranks must pass equal options;
+// the constructor compares them.
+//
+//   zero::ZeroOptions().stage(2).reduce_dtype(torch::kFloat32)
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <torch/arg.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "bookkeeping/plan.h"
+#include "zero/loss_scaler.h"
+
+namespace zero {
+
+struct ZeroOptions {
+  // ---------------------------------------------------------------------
+  // Memory and speed. These change where numbers are kept and when they are
+  // sent, never what is computed.
+
+  // 1: every rank can read the averaged gradients in full. 2: only this rank's
+  // shard of them exists. Both keep masters and moments sharded.
+  TORCH_ARG(int64_t, stage) = 2;
+
+  // Stage 1 only. False drops the gather of the averaged gradients into
+  // p.grad() with its traffic and memory; what is left costs what stage 2 costs.
+  TORCH_ARG(bool, stage1_full_gradients) = true;
+
+  // Gradients travel in buckets of about this many bytes. Larger buckets use
+  // the network better; smaller ones start earlier and keep less in flight.
+  TORCH_ARG(int64_t, bucket_bytes) = int64_t{4} << 20;
+
+  // kContiguous makes working parameters views of one flat arena, so that the
+  // gather lands in place. kPerParameter leaves the model's storage alone and
+  // pays a copy and an fp32 master for it.
+  TORCH_ARG(Layout, layout) = Layout::kContiguous;
+
+  // Update with the fused kernels where the inner optimizer is exactly torch's
+  // AdamW, Adam or SGD. False always calls the inner optimizer's own step(),
+  // which rounds in a different order.
+  TORCH_ARG(bool, fused) = true;
+
+  // ---------------------------------------------------------------------
+  // Numerics
+
+  // Dtype in which gradients travel. Default: each parameter's own. The sum
+  // over ranks is made in fp32 either way.
+  TORCH_ARG(std::optional<c10::ScalarType>, reduce_dtype) = std::nullopt;
+
+  // Under no_sync, keep the local sum of 16-bit gradients in fp32 (4 bytes per
+  // element instead of 2) and round once when it is sent.
+  TORCH_ARG(bool, no_sync_fp32) = false;
+
+  // Skip the step on all ranks when any gradient is NaN or infinite anywhere.
+  TORCH_ARG(bool, skip_nonfinite) = true;
+
+  // Default: dynamic when a working parameter is fp16, else none (a constant 1).
+  TORCH_ARG(std::optional<LossScalerOptions>, loss_scaler) = std::nullopt;
+
+  // ---------------------------------------------------------------------
+  // Safety
+
+  // The user's word that an inner optimizer of a class we do not know treats
+  // every element by itself, so that it may be given flat pieces of parameters.
+  TORCH_ARG(bool, elementwise) = false;
+
+  // Call check_replicas() in every n-th step; 0: never.
+  TORCH_ARG(int64_t, check_replicas_every) = 0;
+};
+
+}  // namespace zero

@@ -1,0 +1,82 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which tensors a ZeroOptimizer manages, under which names, and whether they
+// are still as the last step left them.
+//
+// Parameters are identified by their index in this table (module registration
+// order), never by address, so that all ranks and all files mean the same.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace zero {
+
+struct Parameter {
+  std::string name;
+  at::Tensor tensor;  // the working parameter
+  int64_t group = 0;  // parameter group of the inner optimizer
+  // The memory order of the parameter, of its gradient in a bucket and of its
+  // segments: its own strides if they are dense, else contiguous ones.
+  std::vector<int64_t> strides;
+};
+
+// A tensor that is sent from rank 0 but not optimized.
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+class ParameterTable {
+ public:
+  // Collects the parameters of `groups` that require gradients. A tensor that
+  // is registered in `module` under several names (tied) may also be given
+  // several times within one group; it is managed once, under its first name.
+  // Throws c10::Error naming the parameter for everything the constructor of
+  // ZeroOptimizer refuses.
+  ParameterTable(const torch::nn::Module& module,
+                 const std::vector<torch::optim::OptimizerParamGroup>& groups);
+
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  // Parameters without gradients, and of the module but of no group.
+  const std::vector<NamedTensor>& frozen() const { return frozen_; }
+  const std::vector<NamedTensor>& buffers() const { return buffers_; }
+
+  // Throws c10::Error when `tensor` is not managed.
+  int64_t index_of(const at::Tensor& tensor) const;
+
+  // One line per parameter with everything the ranks must agree on.
+  std::vector<std::string> describe() const;
+
+  // Takes note of where every parameter is now and of its version.
+  void remember();
+  // Throws c10::Error naming the first parameter that was replaced, moved, cast,
+  // edited in place, frozen or unfrozen since remember(), and saying what to do.
+  void verify(const torch::nn::Module& module) const;
+
+ private:
+  struct Memory {
+    const void* data = nullptr;
+    uint32_t version = 0;
+    c10::ScalarType dtype = c10::ScalarType::Float;
+  };
+
+  void collect_group(const torch::optim::OptimizerParamGroup& group, int64_t group_index,
+                     const std::unordered_map<const void*, std::vector<std::string>>& names,
+                     std::unordered_map<const void*, int64_t>& groups_seen);
+
+  std::vector<Parameter> parameters_;
+  std::vector<NamedTensor> frozen_;
+  std::vector<NamedTensor> buffers_;
+  std::unordered_map<const void*, int64_t> index_;  // of parameters_, by TensorImpl
+  std::vector<Memory> memory_;
+};
+
+}  // namespace zero

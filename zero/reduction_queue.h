@@ -1,0 +1,74 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reduces packed buckets in the order they are pushed, beside the backward
+// pass: exchange rows, sum them in rank order, add the result to the shard.
+//
+// On the host one worker thread waits for the peers and sums, since Gloo can
+// not be asked whether an exchange is complete. push() starts the exchange at
+// once while fewer than kExchangesInFlight are under way, so that sending never
+// waits for summing.
+//
+// Thread safety: push() and drain() are for one thread; the worker is private.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "zero/buffer_pool.h"
+#include "zero/collectives.h"
+
+namespace zero {
+
+// One bucket on its way.
+struct Reduction {
+  at::Tensor rows;      // [world_size, n] in the wire dtype, from the pool; given back when done
+  at::Tensor shard;     // [n] fp32
+  bool accumulate;      // add to the shard, or assign it
+  float scale;          // factor after the sum
+  Communicator* group;  // null or of one rank: nothing is sent
+  std::string label;    // for errors
+};
+
+class ReductionQueue {
+ public:
+  explicit ReductionQueue(BufferPool& pool) : pool_(pool) {}
+  // Drops what is not finished; blocks until the operation under way ends or fails.
+  ~ReductionQueue();
+
+  // Never waits. Errors surface in drain().
+  void push(Reduction reduction);
+  // Returns when everything pushed has reached its shard. Throws the first
+  // error, again at every later call.
+  void drain();
+
+ private:
+  static constexpr int kExchangesInFlight = 2;
+
+  struct Exchange {
+    Reduction reduction;
+    at::Tensor received;
+    Pending pending;
+  };
+
+  void start_waiting();  // with the lock held: moves from waiting_ to under_way_
+  void finish(Exchange& exchange);
+  void work();
+
+  BufferPool& pool_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Reduction> waiting_;
+  std::deque<Exchange> under_way_;  // exchanges started, the front one being finished
+  std::exception_ptr error_;
+  bool stop_ = false;
+  std::thread worker_;  // started with the first exchange
+};
+
+}  // namespace zero

@@ -1,0 +1,22 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Finds ranks whose parameters drifted apart: by an edit from outside on one of
+// them, by memory that flipped a bit, by a bug.
+#pragma once
+
+#include "zero/collectives.h"
+#include "zero/parameter_table.h"
+#include "zero/shard_optimizer.h"
+
+namespace zero {
+
+// Collective, blocks. Compares 64-bit hashes of every working parameter over
+// the ranks of `group`, and this rank's masters, rounded to the working dtype,
+// with its part of the working parameters. Throws c10::Error on every rank that
+// names the first parameter that differs and the ranks.
+void check_working_parameters(const ParameterTable& table,
+                              const ShardOptimizer& shards, int rank,
+                              Communicator& group);
+
+}  // namespace zero

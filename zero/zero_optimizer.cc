@@ -1,0 +1,303 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/zero_optimizer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full_like.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <sstream>
+
+#include "zero/construction_check.h"
+#include "zero/inner_optimizer.h"
+#include "zero/zero_optimizer_impl.h"
+
+namespace zero {
+namespace {
+
+void check_options(const ZeroOptions& options) {
+  TORCH_CHECK(options.stage() == 1 || options.stage() == 2, "stage: expected 1 or 2, got ",
+              options.stage(),
+              "; stage 0 is plain data parallelism, and stage 3 (sharded working parameters) is "
+              "not what this library does");
+  TORCH_CHECK(options.bucket_bytes() >= 0, "bucket_bytes: expected 0 or more, got ",
+              options.bucket_bytes());
+  TORCH_CHECK(options.check_replicas_every() >= 0, "check_replicas_every: expected 0 or more, got ",
+              options.check_replicas_every());
+  if (const auto dtype = options.reduce_dtype()) {
+    TORCH_CHECK(*dtype == at::kFloat || *dtype == at::kBFloat16 || *dtype == at::kHalf,
+                "reduce_dtype: expected float, bfloat16 or half, got ", *dtype);
+  }
+  TORCH_CHECK(!options.loss_scaler() || options.skip_nonfinite(),
+              "loss_scaler: expected skip_nonfinite(true) with a dynamic loss scale, got false; "
+              "the scale can only follow overflows that are noticed");
+}
+
+std::vector<std::string> describe(const ZeroOptions& options,
+                                  const torch::optim::Optimizer& inner,
+                                  const ParameterTable& table) {
+  std::vector<std::string> lines;
+  std::ostringstream line;
+  line << "options stage " << options.stage() << " full gradients "
+       << options.stage1_full_gradients() << " bucket_bytes " << options.bucket_bytes()
+       << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()
+       << " skip_nonfinite " << options.skip_nonfinite() << " no_sync_fp32 "
+       << options.no_sync_fp32() << " check_replicas_every " << options.check_replicas_every();
+  if (options.reduce_dtype()) line << " reduce_dtype " << *options.reduce_dtype();
+  if (const auto& s = options.loss_scaler()) {
+    line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
+         << s->backoff_factor() << " " << s->growth_interval() << " " << s->hysteresis() << " "
+         << s->min_scale() << " " << s->max_scale() << " " << s->max_skipped_at_min();
+  }
+  lines.push_back(line.str());
+  lines.push_back("inner optimizer " + optimizer_name(inner));
+  for (size_t g = 0; g < inner.param_groups().size(); ++g) {
+    std::ostringstream group;
+    group << "options of parameter group " << g;
+    for (const auto& [name, value] : option_values(inner.param_groups()[g].options())) {
+      group << " " << name << " " << value;
+    }
+    lines.push_back(group.str());
+  }
+  for (std::string& text : table.describe()) lines.push_back(std::move(text));
+  return lines;
+}
+
+// The groups that users see: the inner optimizer's, tied parameters once.
+std::vector<torch::optim::OptimizerParamGroup> visible_groups(
+    const torch::optim::Optimizer* inner) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  if (inner == nullptr) return groups;
+  for (const auto& group : inner->param_groups()) {
+    std::vector<at::Tensor> unique;
+    for (const at::Tensor& tensor : group.params()) {
+      const bool known = std::any_of(unique.begin(), unique.end(),
+                                     [&](const at::Tensor& t) { return t.is_same(tensor); });
+      if (!known) unique.push_back(tensor);
+    }
+    groups.emplace_back(std::move(unique), group.options().clone());
+  }
+  return groups;
+}
+
+}  // namespace
+
+ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
+                             std::unique_ptr<torch::optim::Optimizer> inner, Group group,
+                             ZeroOptions options)
+    : torch::optim::Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
+                              inner ? inner->defaults().clone()
+                                    : std::make_unique<torch::optim::OptimizerOptions>()) {
+  auto links = std::make_unique<OptimizerLinks>(group);
+  std::unique_ptr<ParameterTable> table;
+  std::string problem;
+  std::vector<std::string> lines;
+  try {
+    check_options(options);
+    TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
+    check_inner_optimizer(*inner, options.elementwise());
+    table = std::make_unique<ParameterTable>(module, inner->param_groups());
+    for (const Parameter& p : table->parameters()) {
+      TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p.tensor) == nullptr, "parameter ",
+                  p.name, ": expected no post-accumulate hook, got one; a parameter can belong to "
+                  "one ZeroOptimizer at a time");
+    }
+    lines = describe(options, *inner, *table);
+  } catch (const std::exception& error) {
+    problem = error_text(error);
+  }
+  check_construction(*links->control, problem, lines);
+  param_groups_ = visible_groups(inner.get());
+  impl_ = std::make_unique<Impl>(module, std::move(inner), std::move(group), options,
+                                 std::move(links), std::move(*table));
+  for (const auto& g : param_groups_) impl_->group_sizes.push_back(g.params().size());
+}
+
+ZeroOptimizer::~ZeroOptimizer() = default;
+
+void ZeroOptimizer::backward(const at::Tensor& loss) {
+  impl_->run_backward([&] {
+    TORCH_CHECK(loss.defined() && loss.dim() == 0, "rank ", impl_->group.rank(),
+                ": loss: expected a 0-dim tensor, got ",
+                loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined"),
+                "; use backward(outputs, output_gradients)");
+    // A loss that touches nothing trainable has no graph; its gradient is zero.
+    if (!loss.requires_grad()) return;
+    loss.backward(at::full_like(loss, impl_->scaler.scale(), loss.options().requires_grad(false)));
+  });
+}
+
+void ZeroOptimizer::backward(const std::vector<at::Tensor>& outputs,
+                             const std::vector<at::Tensor>& output_gradients, bool retain_graph) {
+  impl_->run_backward([&] {
+    const double scale = impl_->scaler.scale();
+    std::vector<at::Tensor> gradients;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (i < output_gradients.size() && output_gradients[i].defined()) {
+        gradients.push_back(scale == 1.0 ? output_gradients[i] : output_gradients[i] * scale);
+      } else {
+        TORCH_CHECK(outputs[i].dim() == 0, "rank ", impl_->group.rank(), ": output ", i,
+                    ": expected an output gradient for shape ", outputs[i].sizes(), ", got none");
+        gradients.push_back(
+            at::full_like(outputs[i], scale, outputs[i].options().requires_grad(false)));
+      }
+    }
+    torch::autograd::backward(outputs, gradients, retain_graph);
+  });
+}
+
+at::Tensor ZeroOptimizer::scale_loss(const at::Tensor& loss) const {
+  return impl_->scaler.scale() == 1.0 ? loss : loss * impl_->scaler.scale();
+}
+
+ZeroOptimizer::NoSync::NoSync(NoSync&& other) noexcept : active_(std::move(other.active_)) {
+  other.active_ = nullptr;
+}
+
+ZeroOptimizer::NoSync::~NoSync() {
+  if (active_) *active_ = false;
+}
+
+ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
+  if (!enabled) return NoSync(nullptr);
+  impl_->check_usable();
+  if (*impl_->no_sync_active) {
+    impl_->report("no_sync inside no_sync: expected one guard at a time, got a second one; "
+                  "let the first go out of scope");
+  }
+  *impl_->no_sync_active = true;
+  return NoSync(impl_->no_sync_active);
+}
+
+void ZeroOptimizer::reduce_gradients() {
+  at::NoGradGuard no_grad;
+  impl_->guarded([&] {
+    impl_->reduce(impl_->agree(Call::kReduceGradients, 0, [&] { impl_->verify_untouched(); }));
+  });
+}
+
+at::Tensor ZeroOptimizer::clip_grad_norm_(std::optional<double> max_norm, double norm_type) {
+  at::NoGradGuard no_grad;
+  at::Tensor norm;
+  impl_->guarded([&] { norm = impl_->clip(max_norm, norm_type); });
+  return norm;
+}
+
+at::Tensor ZeroOptimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    at::AutoGradMode enable(true);
+    loss = closure();
+  }
+  at::NoGradGuard no_grad;
+  impl_->guarded([&] { impl_->step(param_groups_); });
+  return loss;
+}
+
+void ZeroOptimizer::zero_grad(bool) {
+  at::NoGradGuard no_grad;
+  impl_->guarded([&] { impl_->zero_grad(); });
+}
+
+bool ZeroOptimizer::step_skipped() const { return impl_->skipped; }
+
+double ZeroOptimizer::loss_scale() const { return impl_->scaler.scale(); }
+
+at::Tensor ZeroOptimizer::gradient(const at::Tensor& parameter) {
+  at::NoGradGuard no_grad;
+  at::Tensor result;
+  const int64_t index = impl_->table.index_of(parameter);
+  impl_->guarded([&] { result = impl_->gather_parameter(index, true); });
+  return result;
+}
+
+at::Tensor ZeroOptimizer::master(const at::Tensor& parameter) {
+  at::NoGradGuard no_grad;
+  at::Tensor result;
+  const int64_t index = impl_->table.index_of(parameter);
+  impl_->guarded([&] { result = impl_->gather_parameter(index, false); });
+  return result;
+}
+
+void ZeroOptimizer::refresh_master_parameters() {
+  impl_->guarded([&] { impl_->refresh_masters(); });
+}
+
+void ZeroOptimizer::refresh_working_parameters() {
+  at::NoGradGuard no_grad;
+  impl_->guarded([&] {
+    impl_->agree(Call::kRefreshWorking, 0);
+    impl_->arena.attach();
+    impl_->gather_rows(
+        [&](const ShardOptimizer::RowWritten& written) { impl_->shards.write_working(written); });
+    for (const Parameter& p : impl_->table.parameters()) {
+      torch::autograd::impl::bump_version(p.tensor);
+    }
+    impl_->table.remember();
+  });
+}
+
+void ZeroOptimizer::broadcast_buffers() {
+  impl_->guarded([&] {
+    impl_->agree(Call::kBroadcastBuffers, 0);
+    std::vector<at::Tensor> buffers;
+    for (const NamedTensor& item : impl_->table.buffers()) buffers.push_back(item.tensor);
+    impl_->broadcast_from_first(buffers, "buffers");
+  });
+}
+
+void ZeroOptimizer::check_replicas() {
+  at::NoGradGuard no_grad;
+  impl_->guarded([&] {
+    impl_->agree(Call::kCheckReplicas, 0);
+    impl_->check_replicas_now();
+  });
+}
+
+MemoryReport ZeroOptimizer::memory() const {
+  MemoryReport report;
+  const Impl& impl = *impl_;
+  for (size_t a = 0; a < impl.plan.arenas.size(); ++a) {
+    const Arena& arena = impl.plan.arenas[a];
+    report.working_parameters +=
+        (impl.plan.layout == Layout::kContiguous ? arena.numel : arena.parameter_numel) *
+        static_cast<int64_t>(c10::elementSize(arena.dtype));
+  }
+  report.master_parameters = impl.shards.master_bytes();
+  report.optimizer_state = impl.shards.state_bytes();
+  report.gradient_shards = impl.reducer.shard_bytes();
+  report.full_gradients = impl.full_gradients.bytes() + impl.reducer.local_bytes();
+  report.buckets = impl.pool.held_bytes();
+  report.peak_buckets = impl.pool.peak_bytes();
+  return report;
+}
+
+Stats ZeroOptimizer::stats() const {
+  Stats stats;
+  stats.data = impl_->links->data->traffic();
+  stats.control = impl_->links->control->traffic();
+  stats.steps = impl_->steps;
+  stats.skipped_steps = impl_->skipped_steps;
+  stats.rounds = impl_->reducer.rounds_sent();
+  return stats;
+}
+
+const Plan& ZeroOptimizer::plan() const { return impl_->plan; }
+const Group& ZeroOptimizer::group() const { return impl_->group; }
+const ZeroOptions& ZeroOptimizer::options() const { return impl_->options; }
+const torch::optim::Optimizer& ZeroOptimizer::inner() const { return impl_->shards.inner(); }
+
+void ZeroOptimizer::save(torch::serialize::OutputArchive&) const {
+  TORCH_CHECK(false, "rank ", impl_->group.rank(),
+              ": torch::save of a ZeroOptimizer: expected save_checkpoint(), since a torch archive "
+              "would hold one rank's segments by address, without a checksum");
+}
+
+void ZeroOptimizer::load(torch::serialize::InputArchive&) {
+  TORCH_CHECK(false, "rank ", impl_->group.rank(),
+              ": torch::load of a ZeroOptimizer: expected load_checkpoint()");
+}
+
+}  // namespace zero

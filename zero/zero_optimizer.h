@@ -1,0 +1,199 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Data-parallel training with the optimizer's state (stage 1) and the gradients
+// (stage 2) split evenly over the ranks of a group.
+//
+//   zero::Group group = zero::init_process_group();
+//   zero::ZeroOptimizer optimizer(
+//       *model, std::make_unique<torch::optim::AdamW>(model->parameters(), 3e-4), group,
+//       zero::ZeroOptions().stage(2));
+//   for (auto& batch : batches) {
+//     optimizer.backward(loss(model, batch));  // buckets are reduced meanwhile
+//     optimizer.clip_grad_norm_(1.0);
+//     optimizer.step();                        // every rank has the new parameters
+//   }
+//
+// Words, used with these meanings everywhere in this library:
+//   working parameter  what the model computes with: full, on every rank, in its own dtype
+//   master parameter   its fp32 copy, sharded; what the inner optimizer updates
+//   bucket             parameters that are sent together, seen as [world_size, row]
+//   shard              the 1/world_size of a bucket that one rank owns: its row
+//   segment            the part of one parameter inside one shard
+//   arena              the flat buffer of all parameters of one dtype, device and group
+//   padding            zeros between and after parameters
+//   round              one reduction of all buckets
+//   working gradient   what autograd produced; gradient shard: its reduced fp32 row
+//   dropped parameter  one without a gradient since the last step
+//
+// Promises:
+//   1. A gradient is the mean over ranks; a rank that did not use a parameter
+//      counts as zero. Sums are fp32 in rank order, whatever dtype travels.
+//   2. A parameter dropped on every rank is skipped as torch skips an undefined
+//      gradient: no decay, no momentum, no step count. Ranks may use different
+//      parameters and run different numbers of backward passes.
+//   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run;
+//      without clipping for every bucket size and layout too.
+//   4. With one fp32 rank, unclipped and fused(false): the inner optimizer's own bits.
+//   5. A non-finite gradient on any rank skips the step on all ranks.
+//   6. The norm returned by clip_grad_norm_ is that of the averaged, unscaled
+//      gradient before clipping. Clipping takes effect inside step(): p.grad() and
+//      gradient() show unclipped values.
+//   7. no_sync works in both stages and sends nothing.
+//   8. Misuse throws c10::Error saying expected, got, remedy and rank, on this
+//      rank at once and on all ranks at their next collective call, before
+//      anything else is sent.
+//   9. param_groups() of this class are the truth for options (learning-rate
+//      schedulers work); they are pushed to the inner optimizer at each step.
+//
+// Thread safety: none; use from one thread. Streams: work is enqueued behind
+// the stream that is current at the call. After a communication error the
+// optimizer refuses further use with that reason.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bookkeeping/memory.h"
+#include "zero/options.h"
+#include "zero/process_group.h"
+
+namespace zero {
+
+// Counted since construction, on this rank.
+struct Stats {
+  Traffic data;               // gradients, parameters and norms
+  Traffic control;            // control messages
+  int64_t steps = 0;          // step() calls that updated parameters
+  int64_t skipped_steps = 0;  // step() calls skipped for non-finite gradients
+  int64_t rounds = 0;         // reductions of all buckets
+};
+
+class ZeroOptimizer final : public torch::optim::Optimizer {
+ public:
+  // Collective: all ranks of `group` call it with equal models, options and
+  // optimizers. Rank 0's parameters and buffers are sent to the others. The
+  // parameters of `inner` that require gradients become managed; `inner`'s
+  // parameters are replaced by this rank's fp32 master segments.
+  //
+  // Working parameters must be dense leaves in float, bfloat16 or half, and
+  // belong to `module`. Layout::kContiguous re-points them at views of a flat arena
+  // (sizes and dense strides are kept). `module` must outlive the optimizer.
+  //
+  // Throws c10::Error on every rank when any rank finds its arguments unusable
+  // (a parameter given twice, sparse, complex, not a leaf or of another module;
+  // nothing to optimize; state in `inner`; an inner optimizer that is not
+  // elementwise) or when ranks differ, naming the first difference.
+  ZeroOptimizer(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
+                Group group, ZeroOptions options = {});
+  // Removes the hooks. Not collective; never throws.
+  ~ZeroOptimizer() override;
+
+  // Runs backward from a 0-dim `loss` (times loss_scale()) and closes the
+  // round: complete buckets have been sent meanwhile, the rest is sent now with
+  // zeros for missing gradients. Waits for no other rank. Calls add up.
+  // Throws what the backward pass throws; the gradients are then incomplete
+  // and every rank's next step() throws until zero_grad() is called.
+  void backward(const at::Tensor& loss);
+  // The same from several outputs. `output_gradients` as in torch::autograd::backward,
+  // times loss_scale(); empty for 0-dim outputs.
+  void backward(const std::vector<at::Tensor>& outputs,
+                const std::vector<at::Tensor>& output_gradients, bool retain_graph = false);
+  // loss * loss_scale(), for those who call loss.backward() themselves. A round
+  // then stays open until a parameter gets its next gradient or until step().
+  at::Tensor scale_loss(const at::Tensor& loss) const;
+
+  // While the guard lives, backward passes accumulate into p.grad() and send
+  // nothing; the next pass without it, or step(), sends the sum. Stage 2 then
+  // holds full gradients meanwhile. `enabled` false: an inert guard. Not
+  // collective. Throws when nested, and step() throws while a guard lives.
+  class NoSync {
+   public:
+    NoSync(NoSync&& other) noexcept;
+    NoSync& operator=(NoSync&&) = delete;
+    ~NoSync();
+
+   private:
+    friend class ZeroOptimizer;
+    explicit NoSync(std::shared_ptr<bool> active) : active_(std::move(active)) {}
+    std::shared_ptr<bool> active_;
+  };
+  [[nodiscard]] NoSync no_sync(bool enabled = true);
+
+  // Collective. Completes the reduction of all gradients since the last step.
+  // In stage 1, p.grad() then holds this parameter's averaged gradient in the
+  // parameter's dtype, until the next backward pass, step() or zero_grad(). Called by
+  // clip_grad_norm_() and step(); call it only to read gradients earlier.
+  void reduce_gradients();
+
+  // Collective. The norm of the averaged gradient over all parameters, before
+  // clipping: 0-dim fp64, equal on every rank. step() then multiplies gradients
+  // by min(1, max_norm / (norm + 1e-6)). `norm_type` is any p > 0 or infinity.
+  // nullopt only measures. A second call sees the clipped norm. Throws for
+  // max_norm <= 0 or NaN and for norm_type <= 0 or NaN. NaN or infinity is returned as
+  // it is; step() then skips.
+  at::Tensor clip_grad_norm_(std::optional<double> max_norm, double norm_type = 2.0);
+  at::Tensor grad_norm(double norm_type = 2.0) { return clip_grad_norm_(std::nullopt, norm_type); }
+
+  // Collective. Updates this rank's masters, then brings every working parameter
+  // up to date on every rank. Gradients are consumed. Without a gradient on any rank since the
+  // last step it does nothing. Returns the closure's loss, else an undefined tensor.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  // Forgets the gradients accumulated since the last step. Collective when
+  // there are any, otherwise local and free. Rarely needed: step() consumes gradients.
+  void zero_grad(bool set_to_none = true);
+
+  // Whether the last step() was skipped for non-finite gradients.
+  bool step_skipped() const;
+  // The factor that backward() puts on the loss.
+  double loss_scale() const;
+
+  // Collective. The averaged, unclipped gradient of a managed parameter since
+  // the last step, or its master: full, fp32, in the parameter's shape, a copy.
+  // gradient() is undefined when no rank used the parameter.
+  at::Tensor gradient(const at::Tensor& parameter);
+  at::Tensor master(const at::Tensor& parameter);
+
+  // Collective. Takes over working parameters that were changed from outside
+  // (loaded, moved to other storage, edited in place): re-attaches them, sends
+  // rank 0's values to all ranks, and sets the masters from them.
+  void refresh_master_parameters();
+  // Collective. The reverse: working parameters are set from the masters.
+  void refresh_working_parameters();
+
+  // Collective. Sends rank 0's module buffers to all ranks.
+  void broadcast_buffers();
+
+  // Collective. Compares hashes of working parameters over all ranks and, over
+  // replicas, of masters and moments. Throws on every rank, naming the first
+  // parameter that differs and the ranks.
+  void check_replicas();
+
+  // Bytes this rank holds now, by kind.
+  MemoryReport memory() const;
+  Stats stats() const;
+  const Plan& plan() const;
+  const Group& group() const;
+  const ZeroOptions& options() const;
+  // The wrapped optimizer over master segments, for its state(). Its options
+  // are overwritten at each step; change param_groups() of this class instead.
+  const torch::optim::Optimizer& inner() const;
+
+  // Refused with a pointer to save_checkpoint: torch archives hold one rank's
+  // segments by address and accept flipped bits.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace zero

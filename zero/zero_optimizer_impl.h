@@ -1,0 +1,112 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The parts of a ZeroOptimizer and the state machine between them. Internal:
+// included by zero_optimizer*.cc and by the checkpoint.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "zero/control_channel.h"
+#include "zero/full_gradients.h"
+#include "zero/gradient_reducer.h"
+#include "zero/loss_scaler.h"
+#include "zero/shard_norm.h"
+#include "zero/shard_optimizer.h"
+#include "zero/working_arena.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+
+// The communicators of one optimizer, made before anything else and used by
+// nobody else.
+struct OptimizerLinks {
+  explicit OptimizerLinks(const Group& group);
+
+  std::unique_ptr<Communicator> control;
+  std::unique_ptr<Communicator> data;
+  ControlChannel channel;
+};
+
+struct ZeroOptimizer::Impl {
+  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner, Group group,
+       const ZeroOptions& options, std::unique_ptr<OptimizerLinks> links, ParameterTable table);
+  ~Impl();
+
+  // --- Errors. A problem is misuse on this rank: thrown at once by report(),
+  // and told to all ranks by the next agreement. A failure is a broken
+  // transport: final.
+  [[noreturn]] void report(const std::string& problem);
+  void check_usable() const;
+  // Runs `body`; a c10::Error that leaves a communicator failed makes this
+  // optimizer refuse further use.
+  void guarded(const std::function<void()>& body);
+  // Collective. Agrees on `call`; `check` may throw this rank's problem.
+  Agreement agree(Call call, int32_t detail, const std::function<void()>& check = nullptr);
+  // The checks that every call with gradients makes.
+  void verify_untouched() const;
+
+  // --- Backward
+  void install_hooks();
+  void remove_hooks() noexcept;
+  void before_accumulation(int64_t parameter);
+  void after_accumulation(int64_t parameter);
+  void run_backward(const std::function<void()>& backward);
+
+  // --- Collective calls
+  void reduce(const Agreement& agreement);
+  void measure(double norm_type);
+  at::Tensor clip(std::optional<double> max_norm, double norm_type);
+  void step(const ParamGroups& groups);
+  void update(const Agreement& agreement);
+  void finish_step();
+  void zero_grad();
+  at::Tensor gather_parameter(int64_t parameter, bool gradient);
+  void gather_rows(const std::function<void(const ShardOptimizer::RowWritten&)>& write);
+  void broadcast_from_first(const std::vector<at::Tensor>& tensors, const char* what);
+  void check_replicas_now();
+  void refresh_masters();
+
+  torch::nn::Module& module;
+  const Group group;
+  const ZeroOptions options;
+  const std::unique_ptr<OptimizerLinks> links;
+  ParameterTable table;
+  const Plan plan;
+  BufferPool pool;
+  WorkingArena arena;
+  GradientReducer reducer;
+  FullGradients full_gradients;
+  ShardOptimizer shards;
+  LossScaler scaler;
+  std::vector<double> norm_weights;        // per parameter group
+  std::vector<size_t> group_sizes;         // parameters per group, as at construction
+  std::vector<unsigned> accumulation_hooks;
+
+  std::shared_ptr<bool> no_sync_active = std::make_shared<bool>(false);
+  std::string problem;                     // seen outside a collective call, not yet told
+  std::string broken_backward;             // until zero_grad()
+  std::string failure;                     // final
+
+  bool clipped = false;                    // between clip_grad_norm_() and step()
+  double coefficient = 1.0;
+  std::optional<ShardNorm> measured;       // of the reduced gradient
+  double measured_type = 0.0;
+  int64_t gathered_rounds = 0;             // stage 1: rounds that p.grad() contains
+  bool skipped = false;
+  int64_t steps = 0;
+  int64_t skipped_steps = 0;
+};
+
+// The text of an error without its backtrace.
+std::string error_text(const std::exception& error);
+
+}  // namespace zero
