@@ -21,8 +21,7 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
   }
   for (const Arena& arena : plan.arenas) {
     const auto element = static_cast<int64_t>(c10::elementSize(arena.dtype));
-    const int64_t numel =
-        plan.layout == Layout::kContiguous ? arena.numel : arena.parameter_numel;
+    const int64_t numel = plan.layout == Layout::kContiguous ? arena.numel : arena.parameter_numel;
     report.working_parameters += element * numel;
     if (options.stage == 1 && options.stage1_full_gradients) {
       report.full_gradients += element * arena.numel;

@@ -14,12 +14,12 @@ namespace zero {
 
 struct MemoryReport {
   int64_t working_parameters = 0;  // full, padding included
-  int64_t master_parameters = 0;   // this rank's rows in fp32; 0 where the working row is the master
-  int64_t optimizer_state = 0;     // what the inner optimizer keeps for this rank's segments
-  int64_t gradient_shards = 0;     // this rank's rows in fp32
-  int64_t full_gradients = 0;      // stage 1: averaged gradients in full; and unsent p.grad()
-  int64_t buckets = 0;             // send and receive buffers held now
-  int64_t peak_buckets = 0;        // the most held at once since construction; not in total()
+  int64_t master_parameters = 0;  // this rank's rows in fp32; 0 where the working row is the master
+  int64_t optimizer_state = 0;    // what the inner optimizer keeps for this rank's segments
+  int64_t gradient_shards = 0;    // this rank's rows in fp32
+  int64_t full_gradients = 0;     // stage 1: averaged gradients in full; and unsent p.grad()
+  int64_t buckets = 0;            // send and receive buffers held now
+  int64_t peak_buckets = 0;       // the most held at once since construction; not in total()
 
   int64_t total() const {
     return working_parameters + master_parameters + optimizer_state + gradient_shards +

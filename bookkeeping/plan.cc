@@ -148,8 +148,8 @@ std::vector<Piece> Plan::pieces(const Bucket& bucket, const Slot& slot) const {
   std::vector<Piece> result;
   for (int64_t row = 0; row * slot.chunk < slot.numel; ++row) {
     const int64_t begin = row * slot.chunk;
-    result.push_back({begin, row * bucket.row_numel + slot.offset,
-                      std::min(slot.chunk, slot.numel - begin)});
+    result.push_back(
+        {begin, row * bucket.row_numel + slot.offset, std::min(slot.chunk, slot.numel - begin)});
   }
   return result;
 }

@@ -74,7 +74,6 @@ TEST(EnvironmentTest, NothingIsOneProcessAlone) {
   EXPECT_EQ(env.rank, 0);
   EXPECT_EQ(env.world_size, 1);
   EXPECT_EQ(env.local_world_size, 1);
-  EXPECT_TRUE(env.use_libuv);
 }
 
 TEST(EnvironmentTest, Torchrun) {
@@ -93,11 +92,6 @@ TEST(EnvironmentTest, Torchrun) {
 TEST(EnvironmentTest, OnlyTrueMeansThatTheAgentServes) {
   EXPECT_FALSE(read(with(torchrun(), "TORCHELASTIC_USE_AGENT_STORE", "False")).agent_serves_store);
   EXPECT_FALSE(read(without(torchrun(), "TORCHELASTIC_USE_AGENT_STORE")).agent_serves_store);
-}
-
-TEST(EnvironmentTest, LibuvCanBeTurnedOff) {
-  EXPECT_FALSE(read({{"USE_LIBUV", "0"}}).use_libuv);
-  EXPECT_TRUE(read({{"USE_LIBUV", "1"}}).use_libuv);
 }
 
 TEST(EnvironmentTest, ContradictionsNameTheVariables) {
@@ -269,12 +263,12 @@ TEST(GroupTest, EqualNamesNeverShareAConnection) {
 
 TEST(GroupTest, ARankThatMakesNoCommunicatorIsNamed) {
   RunOptions options;
-  options.timeout = std::chrono::milliseconds(500);
+  options.timeout = std::chrono::milliseconds(1500);
   run_ranks(
       3,
       [](const Group& group) {
         if (group.rank() == 1) {
-          std::this_thread::sleep_for(std::chrono::seconds(2));
+          std::this_thread::sleep_for(std::chrono::seconds(3));
           return;
         }
         try {
@@ -330,6 +324,13 @@ TEST(LaunchTest, RanksMeetAndTalk) {
     EXPECT_EQ(line.substr(0, 1), "[") << "a line without its rank: " << line;
   }
   EXPECT_FALSE(outcome.has("threads unset"));
+}
+
+TEST(LaunchTest, WithoutLibuv) {
+  setenv("USE_LIBUV", "0", 1);
+  const Outcome outcome = launch("2 ok prefix");
+  unsetenv("USE_LIBUV");
+  EXPECT_EQ(outcome.code, 0) << outcome.output;
 }
 
 TEST(LaunchTest, OneRankIsThisProcess) {

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
 #include <limits>
@@ -71,6 +72,13 @@ at::Tensor reduced(const at::Tensor& rows, c10d::ReduceOp::RedOpType op) {
   return sum;
 }
 
+// Whether two contiguous tensors share memory; parts of one buffer need not.
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto* begin_a = static_cast<const char*>(a.const_data_ptr());
+  const auto* begin_b = static_cast<const char*>(b.const_data_ptr());
+  return begin_a < begin_b + b.nbytes() && begin_b < begin_a + a.nbytes();
+}
+
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 }  // namespace
@@ -90,7 +98,6 @@ struct Communicator::Impl {
   Pending all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                      const std::string& what);
 
-  BackendPtr current_backend() const;
   void hang_up() noexcept;
   void count(int64_t Traffic::*calls, int64_t Traffic::*bytes, int64_t sent);
   bool waits_on_stream(const at::Tensor& tensor) const {
@@ -101,18 +108,17 @@ struct Communicator::Impl {
   const bool native_reduce_scatter;
   const int rank;
   const int world_size;
+  const BackendPtr backend;  // Null for one rank alone.
+  const std::shared_ptr<GroupHealth> health;
+  milliseconds timeout() const { return health->timeout(); }
 
   // Held while an operation is handed to the backend: backends number their calls without locks,
   // and tags must be given out in the order of the calls.
   std::mutex issue_mutex;
   int next_tag = 0;
 
-  mutable std::mutex mutex;  // Guards what follows. Never held while calling the backend.
-  BackendPtr backend;
+  std::mutex traffic_mutex;
   Traffic traffic;
-
-  std::shared_ptr<GroupHealth> health;
-  milliseconds timeout() const { return health->timeout(); }
 };
 
 Communicator::Impl::Impl(BackendPtr backend_in, std::string name, milliseconds timeout)
@@ -124,36 +130,30 @@ Communicator::Impl::Impl(BackendPtr backend_in, std::string name, milliseconds t
       backend(std::move(backend_in)),
       health(std::make_shared<GroupHealth>(rank, world_size, std::move(name), timeout)) {}
 
-BackendPtr Communicator::Impl::current_backend() const {
-  const std::lock_guard<std::mutex> lock(mutex);
-  return backend;
-}
-
 // Gloo closes the connections of the whole group when one wait times out, and has no other call
 // for that: its abort() does nothing. So wait for something that nobody sends.
 void Communicator::Impl::hang_up() noexcept {
-  const BackendPtr stopped = current_backend();
-  if (style == Style::kAlone || !stopped) return;
+  if (style == Style::kAlone) return;
   try {
     if (style == Style::kPairwise) {
       std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
       c10::intrusive_ptr<c10d::Work> work;
       {
         const std::lock_guard<std::mutex> lock(issue_mutex);
-        work = stopped->recv(nothing, (rank + 1) % world_size, kHangUpTag);
+        work = backend->recv(nothing, (rank + 1) % world_size, kHangUpTag);
       }
       work->wait(milliseconds(1));
     }
   } catch (...) {  // This is how it succeeds.
   }
   try {
-    stopped->abort();
+    backend->abort();
   } catch (...) {  // A backend that cannot even stop leaves nothing to be done.
   }
 }
 
 void Communicator::Impl::count(int64_t Traffic::*calls, int64_t Traffic::*bytes, int64_t sent) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(traffic_mutex);
   traffic.*calls += 1;
   traffic.*bytes += sent;
 }
@@ -163,18 +163,19 @@ Pending Communicator::Impl::start(const std::string& what, Issue issue) {
   const at::NoGradGuard no_grad;
   health->check(what);
   auto operation = std::make_shared<Operation>(health, what);
-  std::string reason;
+  std::exception_ptr thrown;
   {
     const std::lock_guard<std::mutex> lock(issue_mutex);
     try {
-      issue(*current_backend(), *operation);
+      issue(*backend, *operation);
     } catch (...) {
-      reason = reason_of(std::current_exception());
+      thrown = std::current_exception();
     }
   }
-  if (!reason.empty()) {
+  if (thrown) {
     operation->cancel();
-    const std::string message = c10::str(what, ": could not start: ", reason, health->where());
+    const std::string message =
+        c10::str(what, ": could not start: ", reason_of(thrown), health->where());
     health->fail(message);
     TORCH_CHECK(false, message);
   }
@@ -284,7 +285,7 @@ const std::string& Communicator::name() const { return impl_->health->name(); }
 std::string Communicator::failed() const { return impl_->health->first_failure(); }
 
 Traffic Communicator::traffic() const {
-  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  const std::lock_guard<std::mutex> lock(impl_->traffic_mutex);
   return impl_->traffic;
 }
 
@@ -302,7 +303,7 @@ Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& re
               what, ": expected two tensors of one shape, dtype and device, got ", rows.sizes(),
               " ", rows.dtype(), " on ", rows.device(), " and ", received.sizes(), " ",
               received.dtype(), " on ", received.device());
-  TORCH_CHECK(rows.numel() == 0 || !rows.is_alias_of(received), what,
+  TORCH_CHECK(rows.numel() == 0 || !overlap(rows, received), what,
               ": `received` must not share memory with `rows`, which is still being sent");
   if (impl_->style == Style::kAlone) return Pending([] {});
   Pending pending = impl_->start(what, [&](c10d::Backend& transport, Operation& operation) {
@@ -405,7 +406,7 @@ std::vector<std::string> Communicator::all_gather_text(const std::string& text,
   const std::string what = "all_gather_text of " + label;
   if (impl_->style == Style::kAlone) return {text};
   const int64_t world = impl_->world_size;
-  const auto device = impl_->current_backend()->getBoundDeviceId().value_or(at::kCPU);
+  const auto device = impl_->backend->getBoundDeviceId().value_or(at::kCPU);
   at::Tensor lengths = at::empty({world, 1}, at::TensorOptions(at::kLong).device(device));
   lengths.fill_(static_cast<int64_t>(text.size()));
   impl_->gather(lengths, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();

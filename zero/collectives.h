@@ -23,14 +23,19 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/util/intrusive_ptr.h>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
+
+// Not its header, which costs every file that includes this one ten seconds.
+namespace c10d {
+class Backend;
+}
 
 namespace zero {
 

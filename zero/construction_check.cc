@@ -52,7 +52,8 @@ std::string line_at(const std::vector<std::string>& lines, size_t i) {
     }
     TORCH_CHECK(got.empty(), "rank ", communicator.rank(),
                 ": expected the same model, options and optimizer on every rank; the first "
-                "difference is\n  rank 0: ", line_at(first, i), got,
+                "difference is\n  rank 0: ",
+                line_at(first, i), got,
                 "\nbuild the model alike on all ranks, with names, shapes and dtypes in the same "
                 "order");
     TORCH_INTERNAL_ASSERT(i < first.size() + 1, "descriptions hash differently but are equal");

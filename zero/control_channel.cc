@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
 
@@ -31,24 +32,38 @@ std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), 
 
 const char* call_name(Call call) {
   switch (call) {
-    case Call::kReduceGradients: return "reduce_gradients()";
-    case Call::kClipGradNorm: return "clip_grad_norm_()";
-    case Call::kStep: return "step()";
-    case Call::kZeroGrad: return "zero_grad()";
-    case Call::kGradient: return "gradient()";
-    case Call::kMaster: return "master()";
-    case Call::kRefreshMasters: return "refresh_master_parameters()";
-    case Call::kRefreshWorking: return "refresh_working_parameters()";
-    case Call::kBroadcastBuffers: return "broadcast_buffers()";
-    case Call::kCheckReplicas: return "check_replicas()";
-    case Call::kSaveCheckpoint: return "save_checkpoint()";
-    case Call::kLoadCheckpoint: return "load_checkpoint()";
+    case Call::kReduceGradients:
+      return "reduce_gradients()";
+    case Call::kClipGradNorm:
+      return "clip_grad_norm_()";
+    case Call::kStep:
+      return "step()";
+    case Call::kZeroGrad:
+      return "zero_grad()";
+    case Call::kGradient:
+      return "gradient()";
+    case Call::kMaster:
+      return "master()";
+    case Call::kRefreshMasters:
+      return "refresh_master_parameters()";
+    case Call::kRefreshWorking:
+      return "refresh_working_parameters()";
+    case Call::kBroadcastBuffers:
+      return "broadcast_buffers()";
+    case Call::kCheckReplicas:
+      return "check_replicas()";
+    case Call::kSaveCheckpoint:
+      return "save_checkpoint()";
+    case Call::kLoadCheckpoint:
+      return "load_checkpoint()";
   }
   return "an unknown call";
 }
 
-ControlChannel::ControlChannel(Communicator& communicator, c10::intrusive_ptr<c10d::Store> store)
-    : communicator_(communicator), store_(std::move(store)) {}
+ControlChannel::ControlChannel(Communicator& communicator, const Group& group)
+    : communicator_(communicator), store_(group.make_store("control")) {}
+
+ControlChannel::~ControlChannel() = default;
 
 Agreement ControlChannel::agree(Call call, int32_t detail, const std::string& problem,
                                 int64_t rounds, const std::vector<uint8_t>& used) {
@@ -72,12 +87,16 @@ Agreement ControlChannel::agree(Call call, int32_t detail, const std::string& pr
   if (words[kProblemRank] != 0) {
     const int from = words[kProblemRank] - 1;
     TORCH_CHECK(problem.empty(), "rank ", rank, ": ", problem);
-    TORCH_CHECK(false, "rank ", rank, ": ", call_name(call), " was given up by all ranks because "
-                "of rank ", from, ": ", to_text(store_->get(text_key(sequence_, from))));
+    TORCH_CHECK(false, "rank ", rank, ": ", call_name(call),
+                " was given up by all ranks because "
+                "of rank ",
+                from, ": ", to_text(store_->get(text_key(sequence_, from))));
   }
   if (words[kCall] != -words[kMinusCall] || words[kDetail] != -words[kMinusDetail]) {
-    TORCH_CHECK(false, "rank ", rank, ": expected the same call with the same arguments on every "
-                "rank, got ", describe_calls(call, detail),
+    TORCH_CHECK(false, "rank ", rank,
+                ": expected the same call with the same arguments on every "
+                "rank, got ",
+                describe_calls(call, detail),
                 "; collective calls must be made by all ranks in the same order");
   }
   Agreement agreement{words[kRounds], {}};
@@ -89,9 +108,8 @@ std::string ControlChannel::describe_calls(Call call, int32_t detail) {
   const auto key = [&](int rank) {
     return "call/" + std::to_string(sequence_) + "/" + std::to_string(rank);
   };
-  store_->set(key(communicator_.rank()),
-              to_bytes(std::string(call_name(call)) + " (arguments " + std::to_string(detail) +
-                       ")"));
+  store_->set(key(communicator_.rank()), to_bytes(std::string(call_name(call)) + " (arguments " +
+                                                  std::to_string(detail) + ")"));
   std::string text;
   for (int r = 0; r < std::min(communicator_.world_size(), kTextsAtMost); ++r) {
     text += (r == 0 ? "" : ", ") + to_text(store_->get(key(r))) + " on rank " + std::to_string(r);
@@ -112,8 +130,8 @@ std::string ControlChannel::announced() noexcept {
   try {
     for (int r = 0; r < std::min(communicator_.world_size(), kTextsAtMost); ++r) {
       if (r == communicator_.rank() || !store_->check({announcement_key(r)})) continue;
-      text += "\nrank " + std::to_string(r) + " had reported: " +
-              to_text(store_->get(announcement_key(r)));
+      text += "\nrank " + std::to_string(r) +
+              " had reported: " + to_text(store_->get(announcement_key(r)));
     }
   } catch (...) {
   }

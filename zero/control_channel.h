@@ -9,13 +9,13 @@
 // One all-reduce (MAX) of int32: 6 words and one per parameter.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "zero/collectives.h"
+#include "zero/process_group.h"
 
 namespace zero {
 
@@ -44,9 +44,10 @@ struct Agreement {
 
 class ControlChannel {
  public:
-  // `store` is private to this channel and shared by its ranks: it carries the
-  // texts of problems, which the message only announces.
-  ControlChannel(Communicator& communicator, c10::intrusive_ptr<c10d::Store> store);
+  // `communicator` spans `group`, whose store carries the texts of problems;
+  // the message only announces them.
+  ControlChannel(Communicator& communicator, const Group& group);
+  ~ControlChannel();
 
   // Collective, blocks. `detail` is what the arguments of the call hash to.
   // Throws c10::Error on every rank when any rank has a `problem` (empty: none),

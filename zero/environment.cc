@@ -165,7 +165,6 @@ void check_consistent(const Variables& variables, const Environment& env) {
 Environment read_environment(const Getenv& getenv) {
   const Variables variables(getenv);
   Environment env;
-  env.use_libuv = variables.text("USE_LIBUV") != "0";
   if (variables.has("RANK")) {
     read_torchrun(variables, env);
   } else if (variables.has("OMPI_COMM_WORLD_RANK") || variables.has("OMPI_COMM_WORLD_SIZE")) {

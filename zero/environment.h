@@ -42,8 +42,6 @@ struct Environment {
   bool agent_serves_store = false;
   // How often the launcher has restarted the job; keeps the keys of dead attempts apart.
   int restart_count = 0;
-  // The key-value store's event library: off with USE_LIBUV=0, as in Python.
-  bool use_libuv = true;
 };
 
 // Like getenv: null when the variable is not set.

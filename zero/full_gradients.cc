@@ -56,17 +56,16 @@ void FullGradients::copy_out(int64_t bucket_index, const at::Tensor& rows,
     const Parameter& p = table_.parameters()[slot.parameter];
     at::Tensor& single = single_[slot.parameter];
     if (!single.defined()) {
-      single = at::empty_strided(p.tensor.sizes(), p.strides,
-                                 p.tensor.options().requires_grad(false));
+      single =
+          at::empty_strided(p.tensor.sizes(), p.strides, p.tensor.options().requires_grad(false));
     }
     for (const Piece& piece : plan_.pieces(bucket, slot)) {
-      kernels::cast_copy(
-          static_cast<const char*>(rows.const_data_ptr()) +
-              piece.bucket_begin * rows.element_size(),
-          rows.scalar_type(),
-          static_cast<char*>(single.mutable_data_ptr()) +
-              piece.parameter_begin * single.element_size(),
-          single.scalar_type(), piece.numel, false, current_stream(rows.device()));
+      kernels::cast_copy(static_cast<const char*>(rows.const_data_ptr()) +
+                             piece.bucket_begin * rows.element_size(),
+                         rows.scalar_type(),
+                         static_cast<char*>(single.mutable_data_ptr()) +
+                             piece.parameter_begin * single.element_size(),
+                         single.scalar_type(), piece.numel, false, current_stream(rows.device()));
     }
   }
   pool_.give(rows);
@@ -83,8 +82,8 @@ void FullGradients::give_views(GradientReducer& reducer, const std::vector<uint8
     } else if (p.tensor.numel() > 0) {
       tensor.mutable_grad() = single_[i];
     } else {
-      tensor.mutable_grad() = at::empty_strided(p.tensor.sizes(), p.strides,
-                                                p.tensor.options().requires_grad(false));
+      tensor.mutable_grad() =
+          at::empty_strided(p.tensor.sizes(), p.strides, p.tensor.options().requires_grad(false));
     }
     reducer.mark_averaged(static_cast<int64_t>(i));
   }

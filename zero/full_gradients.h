@@ -40,8 +40,8 @@ class FullGradients {
   const ParameterTable& table_;
   const std::vector<DomainLinks> links_;
   BufferPool& pool_;
-  std::vector<at::Tensor> flat_;     // kContiguous: per arena
-  std::vector<at::Tensor> single_;   // kPerParameter: per parameter
+  std::vector<at::Tensor> flat_;    // kContiguous: per arena
+  std::vector<at::Tensor> single_;  // kPerParameter: per parameter
 };
 
 }  // namespace zero

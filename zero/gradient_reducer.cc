@@ -136,9 +136,8 @@ at::Tensor GradientReducer::take_gradient(int64_t parameter) {
   at::Tensor& kept = kept_fp32_[parameter];
   if (kept.defined()) {
     if (gradient.defined()) {
-      kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(),
-                         kept.mutable_data_ptr(), at::kFloat, kept.numel(), true,
-                         current_stream(kept.device()));
+      kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(), kept.mutable_data_ptr(),
+                         at::kFloat, kept.numel(), true, current_stream(kept.device()));
     }
     gradient = std::move(kept);
     kept = at::Tensor();
@@ -154,16 +153,15 @@ void GradientReducer::open(int64_t bucket_index) {
   const Bucket& bucket = plan_.buckets[bucket_index];
   const Arena& arena = plan_.arena_of(bucket);
   const auto dtype = options_.reduce_dtype.value_or(arena.dtype);
-  open.rows = pool_.take(plan_.bucket_numel(bucket), dtype)
-                  .view({arena.world_size, bucket.row_numel});
+  open.rows =
+      pool_.take(plan_.bucket_numel(bucket), dtype).view({arena.world_size, bucket.row_numel});
   // Padding is sent, so it must not be what another program left in memory.
   int64_t end = 0;
   const auto clear = [&](int64_t from, int64_t to) {
     if (to > from) {
-      kernels::fill_zero(static_cast<char*>(open.rows.mutable_data_ptr()) +
-                             from * open.rows.element_size(),
-                         (to - from) * open.rows.element_size(),
-                         current_stream(open.rows.device()));
+      kernels::fill_zero(
+          static_cast<char*>(open.rows.mutable_data_ptr()) + from * open.rows.element_size(),
+          (to - from) * open.rows.element_size(), current_stream(open.rows.device()));
     }
   };
   if (plan_.layout == Layout::kPerParameter) {
@@ -277,8 +275,7 @@ void GradientReducer::reduce_over_replicas() {
   for (size_t b = 0; b < shards_.size(); ++b) {
     Communicator* replicas = links_[plan_.arena_of(plan_.buckets[b]).domain].replicas;
     if (replicas == nullptr || replicas->world_size() == 1) continue;
-    pending.push_back(
-        replicas->all_reduce_sum(shards_[b], "gradient shard " + std::to_string(b)));
+    pending.push_back(replicas->all_reduce_sum(shards_[b], "gradient shard " + std::to_string(b)));
   }
   for (Pending& p : pending) p.wait();
 }

@@ -92,8 +92,8 @@ class GradientReducer {
   int64_t shard_bytes() const;
 
  private:
-  struct Open {          // a bucket of the open round
-    at::Tensor rows;     // undefined until its first gradient arrives
+  struct Open {       // a bucket of the open round
+    at::Tensor rows;  // undefined until its first gradient arrives
     int64_t missing = 0;
   };
 
@@ -114,20 +114,20 @@ class GradientReducer {
   const ReducerOptions options_;
   double scale_ = 1.0;
 
-  std::vector<at::Tensor> shards_;             // per bucket
-  std::vector<uint8_t> used_;                  // per parameter, since consume()
-  std::vector<uint8_t> averaged_;              // p.grad() holds an average
-  std::vector<uint8_t> kept_;                  // p.grad() holds a gradient not yet packed
-  std::vector<at::Tensor> kept_fp32_;          // with no_sync_fp32
+  std::vector<at::Tensor> shards_;     // per bucket
+  std::vector<uint8_t> used_;          // per parameter, since consume()
+  std::vector<uint8_t> averaged_;      // p.grad() holds an average
+  std::vector<uint8_t> kept_;          // p.grad() holds a gradient not yet packed
+  std::vector<at::Tensor> kept_fp32_;  // with no_sync_fp32
 
   // The open round.
-  std::vector<uint8_t> packed_;                // per parameter
-  std::vector<Open> open_;                     // per bucket
-  int64_t next_ = 0;                           // first bucket not yet sent
+  std::vector<uint8_t> packed_;  // per parameter
+  std::vector<Open> open_;       // per bucket
+  int64_t next_ = 0;             // first bucket not yet sent
   bool in_pass_ = false;
 
-  int64_t rounds_ = 0;                         // closed since consume()
-  int64_t replicated_ = 0;                     // of those, averaged over replicas
+  int64_t rounds_ = 0;      // closed since consume()
+  int64_t replicated_ = 0;  // of those, averaged over replicas
   int64_t total_rounds_ = 0;
   ReductionQueue queue_;
 };

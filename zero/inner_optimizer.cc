@@ -50,16 +50,17 @@ void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elemen
               "needs dot products over all parameters and a closure per iteration; on flat "
               "shards it would compute something else. Use AdamW, Adam, SGD, RMSprop or Adagrad");
   const std::string name = optimizer_name(optimizer);
-  const bool known = name == "AdamW" || name == "Adam" || name == "SGD" || name == "RMSprop" ||
-                     name == "Adagrad";
-  TORCH_CHECK(known || elementwise, "inner optimizer: expected AdamW, Adam, SGD, RMSprop or "
-              "Adagrad of torch::optim, got ", name,
+  const bool known =
+      name == "AdamW" || name == "Adam" || name == "SGD" || name == "RMSprop" || name == "Adagrad";
+  TORCH_CHECK(known || elementwise,
+              "inner optimizer: expected AdamW, Adam, SGD, RMSprop or "
+              "Adagrad of torch::optim, got ",
+              name,
               ". An optimizer that looks at the shape or the norm of a parameter (LAMB, Muon, "
               "Adafactor) would compute something else on flat shards; if this one treats "
               "every element by itself, say so with ZeroOptions().elementwise(true)");
   for (const auto& item : optimizer.state()) {
-    const auto* adagrad =
-        dynamic_cast<const torch::optim::AdagradParamState*>(item.second.get());
+    const auto* adagrad = dynamic_cast<const torch::optim::AdagradParamState*>(item.second.get());
     TORCH_CHECK(adagrad != nullptr && adagrad->step() == 0,
                 "inner optimizer: expected no state yet, got ", optimizer.state().size(),
                 " entries: it has stepped or was loaded. Make a new one; to continue a run, use "
@@ -92,12 +93,9 @@ bool equal_options(const torch::optim::OptimizerOptions& a,
 std::vector<std::pair<std::string, double>> option_values(
     const torch::optim::OptimizerOptions& options) {
   const auto adam = [](const auto& o) {
-    return std::vector<std::pair<std::string, double>>{{"lr", o.lr()},
-                                                       {"beta1", std::get<0>(o.betas())},
-                                                       {"beta2", std::get<1>(o.betas())},
-                                                       {"eps", o.eps()},
-                                                       {"weight_decay", o.weight_decay()},
-                                                       {"amsgrad", o.amsgrad() ? 1.0 : 0.0}};
+    return std::vector<std::pair<std::string, double>>{
+        {"lr", o.lr()},   {"beta1", std::get<0>(o.betas())},  {"beta2", std::get<1>(o.betas())},
+        {"eps", o.eps()}, {"weight_decay", o.weight_decay()}, {"amsgrad", o.amsgrad() ? 1.0 : 0.0}};
   };
   if (const auto* o = dynamic_cast<const torch::optim::AdamWOptions*>(&options)) return adam(*o);
   if (const auto* o = dynamic_cast<const torch::optim::AdamOptions*>(&options)) return adam(*o);
@@ -109,9 +107,12 @@ std::vector<std::pair<std::string, double>> option_values(
             {"nesterov", o->nesterov() ? 1.0 : 0.0}};
   }
   if (const auto* o = dynamic_cast<const torch::optim::RMSpropOptions*>(&options)) {
-    return {{"lr", o->lr()},           {"alpha", o->alpha()},
-            {"eps", o->eps()},         {"weight_decay", o->weight_decay()},
-            {"momentum", o->momentum()}, {"centered", o->centered() ? 1.0 : 0.0}};
+    return {{"lr", o->lr()},
+            {"alpha", o->alpha()},
+            {"eps", o->eps()},
+            {"weight_decay", o->weight_decay()},
+            {"momentum", o->momentum()},
+            {"centered", o->centered() ? 1.0 : 0.0}};
   }
   if (const auto* o = dynamic_cast<const torch::optim::AdagradOptions*>(&options)) {
     return {{"lr", o->lr()},

@@ -10,7 +10,6 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <array>
@@ -28,6 +27,7 @@
 #include <vector>
 
 #include "zero/environment.h"
+#include "zero/tcp_store.h"
 
 namespace zero {
 namespace {
@@ -337,8 +337,7 @@ c10::intrusive_ptr<c10d::TCPStore> serve_store(int ranks) {
   options.isServer = true;
   options.numWorkers = static_cast<size_t>(ranks);
   options.waitWorkers = false;
-  options.useLibUV = read_environment().use_libuv;
-  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  return open_tcp_store("127.0.0.1", options);
 }
 
 int run_here(const std::function<int()>& body) {

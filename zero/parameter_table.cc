@@ -3,6 +3,7 @@
 #include "zero/parameter_table.h"
 
 #include <c10/util/Exception.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <sstream>

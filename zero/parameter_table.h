@@ -9,13 +9,16 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+namespace torch::nn {
+class Module;
+}
 
 namespace zero {
 

@@ -4,9 +4,9 @@
 #include "zero/process_group.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -20,6 +20,7 @@
 #include "zero/environment.h"
 #include "zero/gloo_backend.h"
 #include "zero/nccl_backend.h"
+#include "zero/tcp_store.h"
 
 namespace zero {
 namespace {
@@ -198,17 +199,6 @@ std::string default_hostname(const Environment& env) {
   return !named && env.local_world_size == env.world_size ? "127.0.0.1" : "";
 }
 
-StorePtr connect(const std::string& host, c10d::TCPStoreOptions options) {
-  try {
-    return c10::make_intrusive<c10d::TCPStore>(host, options);
-  } catch (const std::exception& error) {
-    // A libtorch built without libuv refuses its own default.
-    if (!options.useLibUV || first_line(error).find("USE_LIBUV") == std::string::npos) throw;
-    options.useLibUV = false;
-    return c10::make_intrusive<c10d::TCPStore>(host, options);
-  }
-}
-
 StorePtr open_store(const Environment& env, milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(env.master_port);
@@ -217,9 +207,8 @@ StorePtr open_store(const Environment& env, milliseconds timeout) {
   options.waitWorkers = false;  // meet() waits, and can say who is missing.
   options.timeout = timeout;
   options.multiTenant = true;  // A second init_process_group() shares the server.
-  options.useLibUV = env.use_libuv;
   try {
-    return connect(env.master_addr, options);
+    return open_tcp_store(env.master_addr, options);
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
                 options.isServer ? "serve" : "reach", " the store of the job at ", env.master_addr,

@@ -16,16 +16,20 @@
 
 #include <c10/core/Device.h>
 
+#include <c10/util/intrusive_ptr.h>
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
 #include "zero/collectives.h"
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
 
 namespace zero {
 

@@ -48,8 +48,7 @@ std::string ranks_by_hash(Communicator& group, int64_t hash) {
 
 }  // namespace
 
-void check_working_parameters(const ParameterTable& table,
-                              const ShardOptimizer& shards, int rank,
+void check_working_parameters(const ParameterTable& table, const ShardOptimizer& shards, int rank,
                               Communicator& group) {
   const auto count = static_cast<int64_t>(table.parameters().size());
   // Per parameter: hash, its negative, and the first rank whose master differs.

@@ -15,8 +15,7 @@ namespace zero {
 // the ranks of `group`, and this rank's masters, rounded to the working dtype,
 // with its part of the working parameters. Throws c10::Error on every rank that
 // names the first parameter that differs and the ranks.
-void check_working_parameters(const ParameterTable& table,
-                              const ShardOptimizer& shards, int rank,
+void check_working_parameters(const ParameterTable& table, const ShardOptimizer& shards, int rank,
                               Communicator& group);
 
 }  // namespace zero

@@ -64,9 +64,9 @@ void ShardOptimizer::read_masters() {
   for (size_t b = 0; b < master_rows_.size(); ++b) {
     const auto bucket = static_cast<int64_t>(b);
     if (shards_.arena.is_master(bucket)) continue;
-    shards_.arena.read_row(
-        bucket, shards_.ranks[shards_.plan.arena_of(shards_.plan.buckets[b]).domain],
-        master_rows_[b]);
+    shards_.arena.read_row(bucket,
+                           shards_.ranks[shards_.plan.arena_of(shards_.plan.buckets[b]).domain],
+                           master_rows_[b]);
   }
 }
 
@@ -78,7 +78,8 @@ void ShardOptimizer::push_options(const ParamGroups& groups) {
   for (size_t g = 0; g < groups.size(); ++g) {
     TORCH_CHECK(equal_options(inner_groups[g].options(), *pushed_[g]), "parameter group ", g,
                 ": expected the inner optimizer's options as they were pushed, got others; "
-                "change param_groups()[", g, "].options() of the ZeroOptimizer instead");
+                "change param_groups()[",
+                g, "].options() of the ZeroOptimizer instead");
     inner_groups[g].set_options(groups[g].options().clone());
     pushed_[g] = groups[g].options().clone();
   }
@@ -88,8 +89,7 @@ void ShardOptimizer::write_row(int64_t bucket, const at::Tensor& own_row) const 
   if (shards_.arena.is_master(bucket)) return;
   const at::Tensor& master = master_rows_[bucket];
   kernels::cast_copy(master.const_data_ptr(), at::kFloat, own_row.mutable_data_ptr(),
-                     own_row.scalar_type(), master.numel(), false,
-                     current_stream(master.device()));
+                     own_row.scalar_type(), master.numel(), false, current_stream(master.device()));
 }
 
 void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& used,

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/zero_optimizer.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 #include <c10/util/Exception.h>
@@ -35,8 +36,7 @@ void check_options(const ZeroOptions& options) {
               "the scale can only follow overflows that are noticed");
 }
 
-std::vector<std::string> describe(const ZeroOptions& options,
-                                  const torch::optim::Optimizer& inner,
+std::vector<std::string> describe(const ZeroOptions& options, const torch::optim::Optimizer& inner,
                                   const ParameterTable& table) {
   std::vector<std::string> lines;
   std::ostringstream line;
@@ -87,9 +87,9 @@ std::vector<torch::optim::OptimizerParamGroup> visible_groups(
 ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
                              std::unique_ptr<torch::optim::Optimizer> inner, Group group,
                              ZeroOptions options)
-    : torch::optim::Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
-                              inner ? inner->defaults().clone()
-                                    : std::make_unique<torch::optim::OptimizerOptions>()) {
+    : torch::optim::Optimizer(
+          std::vector<torch::optim::OptimizerParamGroup>(),
+          inner ? inner->defaults().clone() : std::make_unique<torch::optim::OptimizerOptions>()) {
   auto links = std::make_unique<OptimizerLinks>(group);
   std::unique_ptr<ParameterTable> table;
   std::string problem;
@@ -101,7 +101,8 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     table = std::make_unique<ParameterTable>(module, inner->param_groups());
     for (const Parameter& p : table->parameters()) {
       TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p.tensor) == nullptr, "parameter ",
-                  p.name, ": expected no post-accumulate hook, got one; a parameter can belong to "
+                  p.name,
+                  ": expected no post-accumulate hook, got one; a parameter can belong to "
                   "one ZeroOptimizer at a time");
     }
     lines = describe(options, *inner, *table);
@@ -164,8 +165,9 @@ ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
   if (!enabled) return NoSync(nullptr);
   impl_->check_usable();
   if (*impl_->no_sync_active) {
-    impl_->report("no_sync inside no_sync: expected one guard at a time, got a second one; "
-                  "let the first go out of scope");
+    impl_->report(
+        "no_sync inside no_sync: expected one guard at a time, got a second one; "
+        "let the first go out of scope");
   }
   *impl_->no_sync_active = true;
   return NoSync(impl_->no_sync_active);

@@ -52,7 +52,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <memory>
@@ -63,6 +62,10 @@
 #include "bookkeeping/memory.h"
 #include "zero/options.h"
 #include "zero/process_group.h"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace zero {
 

@@ -35,9 +35,9 @@ std::vector<ParameterInfo> infos(const ParameterTable& table) {
 int64_t kept_bytes(const Plan& plan) {
   int64_t largest = 0;
   for (const Bucket& bucket : plan.buckets) {
-    largest = std::max<int64_t>(largest, plan.bucket_numel(bucket) *
-                                             static_cast<int64_t>(c10::elementSize(
-                                                 plan.arena_of(bucket).dtype)));
+    largest = std::max<int64_t>(
+        largest, plan.bucket_numel(bucket) *
+                     static_cast<int64_t>(c10::elementSize(plan.arena_of(bucket).dtype)));
   }
   return kBuffersKept * largest;
 }
@@ -69,12 +69,11 @@ std::string error_text(const std::exception& error) {
 OptimizerLinks::OptimizerLinks(const Group& group)
     : control(group.make_communicator("control", Purpose::kControl)),
       data(group.make_communicator("data", Purpose::kData)),
-      channel(*control, group.make_store("control")) {}
+      channel(*control, group) {}
 
-ZeroOptimizer::Impl::Impl(torch::nn::Module& module,
-                          std::unique_ptr<torch::optim::Optimizer> inner, Group group,
-                          const ZeroOptions& options, std::unique_ptr<OptimizerLinks> links,
-                          ParameterTable parameter_table)
+ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
+                          Group group, const ZeroOptions& options,
+                          std::unique_ptr<OptimizerLinks> links, ParameterTable parameter_table)
     : module(module),
       group(std::move(group)),
       options(options),
@@ -122,7 +121,8 @@ void ZeroOptimizer::Impl::report(const std::string& text) {
 void ZeroOptimizer::Impl::check_usable() const {
   TORCH_CHECK(failure.empty(), "rank ", group.rank(),
               ": expected a working optimizer, got one whose communication failed earlier; end "
-              "all ranks and resume from a checkpoint. The first failure was: ", failure);
+              "all ranks and resume from a checkpoint. The first failure was: ",
+              failure);
 }
 
 void ZeroOptimizer::Impl::guarded(const std::function<void()>& body) {
@@ -167,11 +167,10 @@ void ZeroOptimizer::Impl::install_hooks() {
     const at::Tensor& tensor = table.parameters()[i].tensor;
     tensor.mutable_grad().reset();
     torch::autograd::impl::set_post_acc_grad_hooks(
-        tensor,
-        std::make_unique<AfterAccumulation>([this, index] { after_accumulation(index); }));
+        tensor, std::make_unique<AfterAccumulation>([this, index] { after_accumulation(index); }));
     if (options.stage() == 1 && options.stage1_full_gradients()) {
-      accumulation_hooks.push_back(tensor.register_hook(
-          [this, index](const at::Tensor&) { before_accumulation(index); }));
+      accumulation_hooks.push_back(
+          tensor.register_hook([this, index](const at::Tensor&) { before_accumulation(index); }));
     }
   }
 }
@@ -195,8 +194,10 @@ void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
   if (!table.parameters()[parameter].tensor.grad().defined()) return;
   check_usable();
   if (clipped) {
-    report("backward() between clip_grad_norm_() and step(): expected step() next, got a gradient of " +
-           table.parameters()[parameter].name + "; clip after the last backward pass");
+    report(
+        "backward() between clip_grad_norm_() and step(): expected step() next, got a gradient "
+        "of " +
+        table.parameters()[parameter].name + "; clip after the last backward pass");
   }
   measured.reset();
   try {
@@ -214,17 +215,19 @@ void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
 void ZeroOptimizer::Impl::run_backward(const std::function<void()>& backward) {
   check_usable();
   if (clipped) {
-    report("backward() between clip_grad_norm_() and step(): expected step() next; clip after the "
-           "last backward pass");
+    report(
+        "backward() between clip_grad_norm_() and step(): expected step() next; clip after the "
+        "last backward pass");
   }
   const bool sync = !*no_sync_active;
   if (sync) reducer.begin_pass();
   try {
     backward();
   } catch (const std::exception& error) {
-    broken_backward = "a backward pass ended with an exception, so gradients are incomplete; call "
-                      "zero_grad() on all ranks and repeat the batch. It was: " +
-                      error_text(error);
+    broken_backward =
+        "a backward pass ended with an exception, so gradients are incomplete; call "
+        "zero_grad() on all ranks and repeat the batch. It was: " +
+        error_text(error);
     links->channel.announce(broken_backward);
     throw;
   }
@@ -276,9 +279,10 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
   const Agreement agreement = agree(Call::kStep, 0, [&] {
     for (size_t g = 0; g < groups.size(); ++g) {
       TORCH_CHECK(g < group_sizes.size() && groups[g].params().size() == group_sizes[g],
-                  "parameter group ", g, ": expected the groups of construction, got one that was "
-                  "added or changed afterwards (", groups[g].params().size(),
-                  " parameters); make a new optimizer");
+                  "parameter group ", g,
+                  ": expected the groups of construction, got one that was "
+                  "added or changed afterwards (",
+                  groups[g].params().size(), " parameters); make a new optimizer");
     }
     shards.push_options(groups);
     verify_untouched();
@@ -323,9 +327,9 @@ void ZeroOptimizer::Impl::gather_rows(
   };
   std::vector<Gather> gathers;
   write([&](int64_t bucket, const at::Tensor& rows) {
-    gathers.push_back({bucket, rows,
-                       links->data->gather_rows(rows, "parameter bucket " +
-                                                          std::to_string(bucket))});
+    gathers.push_back(
+        {bucket, rows,
+         links->data->gather_rows(rows, "parameter bucket " + std::to_string(bucket))});
   });
   for (Gather& g : gathers) {
     g.pending.wait();
@@ -364,9 +368,8 @@ at::Tensor ZeroOptimizer::Impl::gather_parameter(int64_t index, bool gradient) {
     if (agreement.used[index] == 0) return {};
   }
   const Parameter& p = table.parameters()[index];
-  at::Tensor result =
-      at::empty_strided(p.tensor.sizes(), p.strides,
-                        p.tensor.options().dtype(at::kFloat).requires_grad(false));
+  at::Tensor result = at::empty_strided(p.tensor.sizes(), p.strides,
+                                        p.tensor.options().dtype(at::kFloat).requires_grad(false));
   for (int64_t b : plan.parameter_buckets[index]) {
     const Bucket& bucket = plan.buckets[b];
     at::Tensor rows = pool.take(plan.bucket_numel(bucket), at::kFloat)

@@ -5,8 +5,6 @@
 // included by zero_optimizer*.cc and by the checkpoint.
 #pragma once
 
-#include <torch/nn/module.h>
-
 #include <functional>
 #include <memory>
 #include <optional>
@@ -87,20 +85,20 @@ struct ZeroOptimizer::Impl {
   FullGradients full_gradients;
   ShardOptimizer shards;
   LossScaler scaler;
-  std::vector<double> norm_weights;        // per parameter group
-  std::vector<size_t> group_sizes;         // parameters per group, as at construction
+  std::vector<double> norm_weights;  // per parameter group
+  std::vector<size_t> group_sizes;   // parameters per group, as at construction
   std::vector<unsigned> accumulation_hooks;
 
   std::shared_ptr<bool> no_sync_active = std::make_shared<bool>(false);
-  std::string problem;                     // seen outside a collective call, not yet told
-  std::string broken_backward;             // until zero_grad()
-  std::string failure;                     // final
+  std::string problem;          // seen outside a collective call, not yet told
+  std::string broken_backward;  // until zero_grad()
+  std::string failure;          // final
 
-  bool clipped = false;                    // between clip_grad_norm_() and step()
+  bool clipped = false;  // between clip_grad_norm_() and step()
   double coefficient = 1.0;
-  std::optional<ShardNorm> measured;       // of the reduced gradient
+  std::optional<ShardNorm> measured;  // of the reduced gradient
   double measured_type = 0.0;
-  int64_t gathered_rounds = 0;             // stage 1: rounds that p.grad() contains
+  int64_t gathered_rounds = 0;  // stage 1: rounds that p.grad() contains
   bool skipped = false;
   int64_t steps = 0;
   int64_t skipped_steps = 0;

@@ -1,0 +1,21 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What one rank of a sharded AdamW run holds, beside what it would hold alone.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <string>
+
+#include "bookkeeping/memory.h"
+
+namespace zero::examples {
+
+// One line a kind, in MB. The unsharded figures follow from the number of
+// parameters: parameters and gradients in `dtype`, two fp32 moments, and an
+// fp32 master copy unless the parameters are fp32 themselves.
+std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype);
+
+}  // namespace zero::examples

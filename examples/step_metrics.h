@@ -1,0 +1,24 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What is known about one training step once it is over.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace zero::examples {
+
+struct StepMetrics {
+  int64_t step = 0;                       // counted from 1: steps done so far
+  double loss = 0.0;                      // nats per byte, mean over the global batch
+  std::optional<double> validation_loss;  // the same over the held-out text, where measured
+  double gradient_norm = 0.0;             // of the averaged gradient before clipping
+  double learning_rate = 0.0;
+  double loss_scale = 1.0;  // what this step's loss was multiplied by
+  bool skipped = false;     // gradients were not finite: nothing was updated
+  int64_t tokens = 0;       // in this step, over all ranks
+  double seconds = 0.0;     // of this step, validation excluded
+};
+
+}  // namespace zero::examples

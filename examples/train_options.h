@@ -1,0 +1,62 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What train_gpt can be asked for on its command line.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace zero::examples {
+
+// The exit status for a command line that cannot be used.
+inline constexpr int kUsageError = 2;
+
+// The defaults train for about three minutes on two cores.
+struct TrainOptions {
+  // Text and model.
+  std::vector<std::string> data;  // files and folders; empty: libtorch's own headers
+  int64_t context = 128;          // bytes a sequence
+  int64_t layers = 4;
+  int64_t width = 128;
+  int64_t heads = 4;
+  std::string dtype_name = "float32";
+  c10::ScalarType dtype = c10::kFloat;  // what dtype_name says
+
+  // Optimisation.
+  int64_t steps = 1000;
+  int64_t batch = 16;  // sequences a step over all ranks and micro-batches
+  int64_t accumulate = 1;
+  double learning_rate = 3e-3;
+  double warmup = 0.2;  // part of the steps; a short one is unstable at this learning rate
+  double weight_decay = 0.1;
+  double max_norm = 1.0;
+  uint64_t seed = 1;
+
+  // Ranks.
+  int nproc = 2;
+  int threads = 1;  // of every rank
+  int64_t stage = 2;
+
+  // Reports.
+  std::string log;  // JSONL file; empty: none
+  int64_t validate_every = 50;
+  int64_t validation_sequences = 64;
+  std::string prompt = "#include <";
+  int64_t sample_bytes = 400;
+  double temperature = 0.8;
+};
+
+// Fills `options` from the command line. Returns the exit status when the
+// program should end now: after --help, or after one line about what is wrong.
+std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& options);
+
+// Why the global batch cannot be cut evenly into `world_size` ranks times
+// `accumulate` micro-batches; empty when it can.
+std::string batch_problem(const TrainOptions& options, int world_size);
+
+}  // namespace zero::examples

@@ -1,0 +1,159 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "examples/trainer.h"
+
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/full.h>
+#include <c10/core/GradMode.h>
+#include <torch/optim/adamw.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include "examples/metrics_log.h"
+#include "examples/progress.h"
+
+namespace zero::examples {
+
+namespace {
+
+// Held-out sequences in one forward pass: enough to keep a core busy, few
+// enough not to decide the peak of memory.
+constexpr int64_t kValidationBatch = 16;
+
+// The library's default suits models a hundred times larger; this one would fit
+// into one bucket, and buffers for it would outweigh what sharding saves.
+constexpr int64_t kBucketBytes = 256 << 10;
+
+Gpt make_model(const TrainOptions& options) {
+  torch::manual_seed(options.seed);
+  Gpt model(GptOptions{.context = options.context,
+                       .layers = options.layers,
+                       .width = options.width,
+                       .heads = options.heads});
+  model->to(options.dtype);
+  return model;
+}
+
+// Decay pulls matrices towards zero and leaves biases and layer norms alone,
+// which have no redundancy to shed.
+std::unique_ptr<torch::optim::Optimizer> make_adamw(Gpt& model, const TrainOptions& options) {
+  std::vector<at::Tensor> matrices;
+  std::vector<at::Tensor> vectors;
+  for (const at::Tensor& parameter : model->parameters()) {
+    (parameter.dim() > 1 ? matrices : vectors).push_back(parameter);
+  }
+  // Some true gradients are zero, such as those of the keys' biases, which cancel
+  // in the softmax. With AdamW's usual 1e-8 their rounding errors would become
+  // steps of full size, and runs on different numbers of ranks would drift apart.
+  const auto defaults = torch::optim::AdamWOptions(options.learning_rate)
+                            .betas({0.9, 0.95})
+                            .eps(1e-6)
+                            .weight_decay(options.weight_decay);
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::move(matrices));
+  groups.emplace_back(std::move(vectors));
+  auto adamw = std::make_unique<torch::optim::AdamW>(groups, defaults);
+  // Set here and not on the group above: torch takes a group's option that
+  // happens to equal AdamWOptions' own default for one that was not given.
+  static_cast<torch::optim::AdamWOptions&>(adamw->param_groups()[1].options()).weight_decay(0.0);
+  return adamw;
+}
+
+}  // namespace
+
+Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group)
+    : options_(options),
+      data_(data),
+      metrics_(group.make_communicator("metrics", Purpose::kControl)),
+      model_(make_model(options)),
+      optimizer_(*model_, make_adamw(model_, options), group,
+                 ZeroOptions().stage(options.stage).bucket_bytes(kBucketBytes)),
+      schedule_(optimizer_,
+                {.warmup_steps = std::llround(options.warmup * static_cast<double>(options.steps)),
+                 .total_steps = options.steps}) {}
+
+int64_t Trainer::parameter_count() const {
+  int64_t count = 0;
+  for (const at::Tensor& parameter : model_->parameters()) count += parameter.numel();
+  return count;
+}
+
+at::Tensor Trainer::loss(const Sequences& sequences) {
+  const at::Tensor logits = model_(sequences.inputs);
+  return at::cross_entropy_loss(logits.flatten(0, 1), sequences.targets.flatten());
+}
+
+double Trainer::mean_over_ranks(double value) {
+  const at::Tensor sum = at::full({1}, value, at::kDouble);
+  metrics_->all_reduce_sum(sum, "mean of a loss").wait();
+  return sum.item<double>() / metrics_->world_size();
+}
+
+StepMetrics Trainer::train_step(int64_t step) {
+  const auto start = std::chrono::steady_clock::now();
+  StepMetrics metrics;
+  schedule_.set_step(step);
+  const int64_t micro_batch = options_.batch / (metrics_->world_size() * options_.accumulate);
+  double local_loss = 0.0;
+  for (int64_t micro = 0; micro < options_.accumulate; ++micro) {
+    // All but the last micro-batch only add to p.grad(); the last one sends.
+    const auto guard = optimizer_.no_sync(micro + 1 < options_.accumulate);
+    const int64_t first = (metrics_->rank() * options_.accumulate + micro) * micro_batch;
+    const at::Tensor part =
+        loss(data_.training_sequences(step, first, micro_batch)) / options_.accumulate;
+    optimizer_.backward(part);
+    local_loss += part.item<double>();
+  }
+  metrics.loss_scale = optimizer_.loss_scale();
+  const at::Tensor norm = optimizer_.clip_grad_norm_(options_.max_norm);
+  if (step + 1 == options_.steps) memory_ = optimizer_.memory();
+  optimizer_.step();
+  metrics.step = step + 1;
+  metrics.loss = mean_over_ranks(local_loss);
+  metrics.gradient_norm = norm.item<double>();
+  metrics.learning_rate = options_.learning_rate * schedule_.factor(step);
+  metrics.skipped = optimizer_.step_skipped();
+  metrics.tokens = options_.batch * options_.context;
+  metrics.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return metrics;
+}
+
+double Trainer::validation_loss() {
+  const c10::NoGradGuard no_grad;
+  const int64_t total = options_.validation_sequences;
+  const int64_t world_size = metrics_->world_size();
+  // This rank's share; ranks may have one sequence more or less than others, or none.
+  int64_t next = total * metrics_->rank() / world_size;
+  const int64_t end = total * (metrics_->rank() + 1) / world_size;
+  double sum = 0.0;
+  while (next < end) {
+    const int64_t count = std::min(end - next, kValidationBatch);
+    sum += loss(data_.validation_sequences(total, next, count)).item<double>() *
+           static_cast<double>(count);
+    next += count;
+  }
+  return mean_over_ranks(sum) * static_cast<double>(world_size) / static_cast<double>(total);
+}
+
+void Trainer::train(int64_t first_step) {
+  const bool reports = metrics_->rank() == 0;
+  std::optional<Progress> progress;
+  std::optional<MetricsLog> log;
+  if (reports) progress.emplace(stdout, first_step, options_.steps);
+  if (reports && !options_.log.empty()) log.emplace(options_.log);
+  for (int64_t step = first_step; step < options_.steps; ++step) {
+    StepMetrics metrics = train_step(step);
+    if (metrics.step % options_.validate_every == 0 || metrics.step == options_.steps) {
+      metrics.validation_loss = validation_loss();
+    }
+    if (progress) progress->show(metrics);
+    if (log) log->write(metrics);
+  }
+}
+
+}  // namespace zero::examples

@@ -1,0 +1,66 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The training loop of train_gpt: one model, one ZeroOptimizer, and the steps
+// that join them. Every method is called by all ranks.
+//
+//   Trainer trainer(options, data, zero::init_process_group());
+//   trainer.train(/*first_step=*/0);
+//
+// What a step computes depends on (options, data, step) and on the model it
+// starts from, not on how many ranks share the global batch.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "examples/byte_dataset.h"
+#include "examples/cosine_schedule.h"
+#include "examples/gpt.h"
+#include "examples/step_metrics.h"
+#include "examples/train_options.h"
+#include "zero/process_group.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero::examples {
+
+class Trainer {
+ public:
+  // Collective. Builds the model from options.seed. `data` must outlive the
+  // trainer.
+  Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group);
+
+  // Collective. Trains steps first_step to options.steps - 1. Rank 0 reports
+  // each on standard output and in options.log.
+  void train(int64_t first_step);
+
+  // Collective. Nats per byte over the held-out text, the same on every rank.
+  double validation_loss();
+
+  Gpt& model() { return model_; }
+  ZeroOptimizer& optimizer() { return optimizer_; }
+  int64_t parameter_count() const;
+
+  // Bytes this rank held in the last step, when gradients were complete and
+  // not yet used: the most it holds at any time outside the backward pass.
+  const MemoryReport& memory() const { return memory_; }
+
+ private:
+  // Collective. Step `step`, counted from 0. The result lacks the validation loss.
+  StepMetrics train_step(int64_t step);
+  // The mean loss over `sequences`, and over its graph the gradient.
+  at::Tensor loss(const Sequences& sequences);
+  // Collective.
+  double mean_over_ranks(double value);
+
+  TrainOptions options_;
+  const ByteDataset& data_;
+  std::unique_ptr<Communicator> metrics_;  // losses travel apart from gradients
+  Gpt model_;
+  ZeroOptimizer optimizer_;
+  CosineSchedule schedule_;
+  MemoryReport memory_;
+};
+
+}  // namespace zero::examples

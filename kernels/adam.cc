@@ -1,0 +1,109 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+#include "kernels/adam.h"
+
+#include <c10/util/Exception.h>
+
+#include <vector>
+
+#include "kernels/bias_correction.h"
+#include "kernels/block_map.h"
+#include "kernels/cpu_capability.h"
+#include "kernels/cuda_kernels.h"
+#include "kernels/element_type.h"
+
+namespace zero::kernels {
+namespace {
+
+void check_segments(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options) {
+  for (const AdamSegment& segment : segments) {
+    TORCH_CHECK(segment.numel >= 0, "zero::kernels::adam_step: numel must be >= 0, got ",
+                segment.numel);
+    TORCH_CHECK(segment.device_step != nullptr || segment.step >= 1,
+                "zero::kernels::adam_step: step counts this update too, so it must be >= 1, got ",
+                segment.step);
+    if (segment.numel == 0) {
+      continue;
+    }
+    TORCH_CHECK(segment.master != nullptr && segment.exp_avg != nullptr &&
+                    segment.exp_avg_sq != nullptr && segment.gradient != nullptr,
+                "zero::kernels::adam_step: null pointer for ", segment.numel, " elements");
+    TORCH_CHECK(!options.amsgrad || segment.max_exp_avg_sq != nullptr,
+                "zero::kernels::adam_step: amsgrad needs max_exp_avg_sq");
+  }
+}
+
+// All but the two fields that depend on the step.
+AdamCoefficients coefficients_of(const AdamOptions& options) {
+  AdamCoefficients c{};
+  c.decay = static_cast<float>(1.0 - options.lr * options.weight_decay);
+  c.weight_decay = static_cast<float>(options.weight_decay);
+  c.beta1 = static_cast<float>(options.beta1);
+  c.one_minus_beta1 = static_cast<float>(1.0 - options.beta1);
+  c.beta2 = static_cast<float>(options.beta2);
+  c.one_minus_beta2 = static_cast<float>(1.0 - options.beta2);
+  c.eps = static_cast<float>(options.eps);
+  c.amsgrad = options.amsgrad;
+  c.decoupled = options.decoupled;
+  return c;
+}
+
+AdamSegment part_of(const AdamSegment& segment, int64_t begin, int64_t end, int64_t working_size) {
+  AdamSegment part = segment;
+  part.master += begin;
+  part.exp_avg += begin;
+  part.exp_avg_sq += begin;
+  part.gradient += begin;
+  part.numel = end - begin;
+  if (segment.max_exp_avg_sq != nullptr) {
+    part.max_exp_avg_sq += begin;
+  }
+  if (segment.working != nullptr) {
+    part.working = static_cast<char*>(segment.working) + begin * working_size;
+  }
+  // What is the master itself must stay recognisable whatever working_dtype says.
+  if (segment.working == static_cast<void*>(segment.master)) {
+    part.working = nullptr;
+  }
+  return part;
+}
+
+}  // namespace
+
+void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
+               const float* gradient_coefficient, const double* nonfinite,
+               c10::ScalarType working_dtype, Stream stream) {
+  const ElementType working_type = element_type(working_dtype, "adam_step", "working_dtype");
+  check_segments(segments, options);
+  const AdamCoefficients shared = coefficients_of(options);
+  const AdamPowers powers{options.lr, options.beta1, options.beta2};
+  const auto count = static_cast<int64_t>(segments.size());
+  if (stream.cuda) {
+    const char* error =
+        cuda::adam_step(segments.data(), count, shared, powers, gradient_coefficient, nonfinite,
+                        working_type, stream.handle);
+    TORCH_CHECK(error == nullptr, "zero::kernels::adam_step: CUDA error: ", error);
+    return;
+  }
+  // Also true for NaN: when in doubt the step is skipped.
+  if (nonfinite != nullptr && *nonfinite != 0.0) {
+    return;
+  }
+  std::vector<AdamCoefficients> coefficients(segments.size(), shared);
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const AdamSegment& segment = segments[i];
+    const double step = segment.device_step != nullptr ? static_cast<double>(*segment.device_step)
+                                                       : static_cast<double>(segment.step);
+    set_bias_correction(powers, step, coefficients[i]);
+  }
+  const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
+  const RangeKernels& kernels = range_kernels();
+  const BlockMap map(count, [&](int64_t i) { return segments[i].numel; });
+  map.parallel_for_each_run([&](int64_t i, int64_t begin, int64_t end, int64_t) {
+    kernels.adam(part_of(segments[i], begin, end, element_size(working_type)), coefficients[i],
+                 coefficient, working_type);
+  });
+}
+
+}  // namespace zero::kernels

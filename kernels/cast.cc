@@ -1,0 +1,76 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+#include "kernels/cast.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstring>
+
+#include "kernels/block_map.h"
+#include "kernels/cpu_capability.h"
+#include "kernels/cuda_kernels.h"
+#include "kernels/element_type.h"
+
+namespace zero::kernels {
+namespace {
+
+void check_spans(c10::ArrayRef<CopySpan> spans) {
+  for (const CopySpan& span : spans) {
+    TORCH_CHECK(span.numel >= 0, "zero::kernels::cast_copy: numel must be >= 0, got ", span.numel);
+    TORCH_CHECK(span.numel == 0 || (span.source != nullptr && span.destination != nullptr),
+                "zero::kernels::cast_copy: null pointer for ", span.numel, " elements");
+  }
+}
+
+void copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
+                c10::ScalarType destination_dtype, bool accumulate, Stream stream) {
+  const ElementType from = element_type(source_dtype, "cast_copy", "source_dtype");
+  const ElementType to = element_type(destination_dtype, "cast_copy", "destination_dtype");
+  check_spans(spans);
+  if (stream.cuda) {
+    const char* error = cuda::cast_copy_spans(spans.data(), static_cast<int64_t>(spans.size()),
+                                              from, to, accumulate, stream.handle);
+    TORCH_CHECK(error == nullptr, "zero::kernels::cast_copy: CUDA error: ", error);
+    return;
+  }
+  const RangeKernels& kernels = range_kernels();
+  const BlockMap map(static_cast<int64_t>(spans.size()), [&](int64_t i) { return spans[i].numel; });
+  map.parallel_for_each_run([&](int64_t i, int64_t begin, int64_t end, int64_t) {
+    const CopySpan& span = spans[i];
+    kernels.cast_copy(static_cast<const char*>(span.source) + begin * element_size(from), from,
+                      static_cast<char*>(span.destination) + begin * element_size(to), to,
+                      end - begin, accumulate);
+  });
+}
+
+}  // namespace
+
+void cast_copy(const void* source, c10::ScalarType source_dtype, void* destination,
+               c10::ScalarType destination_dtype, int64_t numel, bool accumulate, Stream stream) {
+  copy_spans(CopySpan{source, destination, numel}, source_dtype, destination_dtype, accumulate,
+             stream);
+}
+
+void cast_copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
+                     c10::ScalarType destination_dtype, Stream stream) {
+  copy_spans(spans, source_dtype, destination_dtype, /*accumulate=*/false, stream);
+}
+
+void fill_zero(void* destination, int64_t bytes, Stream stream) {
+  TORCH_CHECK(bytes >= 0, "zero::kernels::fill_zero: bytes must be >= 0, got ", bytes);
+  if (bytes == 0) {
+    return;
+  }
+  if (stream.cuda) {
+    const char* error = cuda::fill_zero(destination, bytes, stream.handle);
+    TORCH_CHECK(error == nullptr, "zero::kernels::fill_zero: CUDA error: ", error);
+    return;
+  }
+  const BlockMap map(1, [&](int64_t) { return bytes; });
+  map.parallel_for_each_run([&](int64_t, int64_t begin, int64_t end, int64_t) {
+    std::memset(static_cast<char*>(destination) + begin, 0, static_cast<size_t>(end - begin));
+  });
+}
+
+}  // namespace zero::kernels

@@ -1,0 +1,61 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The flat pieces of memory that kernels are called with, many at a time. Plain
+// structs without torch types, so that device code can include them too.
+//
+// Whether a pointer is host or device memory follows from the Stream of the
+// call. Pointers need only the alignment of their element type, and numel may
+// be 0, in which case none of them is looked at.
+#pragma once
+
+#include <cstdint>
+
+namespace zero::kernels {
+
+// One copy of cast_copy_spans(); the call gives the dtypes.
+struct CopySpan {
+  const void* source = nullptr;
+  void* destination = nullptr;
+  int64_t numel = 0;
+};
+
+// fp32 values [numel] that are only read.
+struct ConstSpan {
+  const float* data = nullptr;
+  int64_t numel = 0;
+};
+
+// A run of elements that share options and step count, for adam_step(). All
+// arrays are [numel]; p, m, v and max_v name them in the formula of adam.h. No
+// two arrays overlap, except that `working` may be `master`.
+struct AdamSegment {
+  float* master = nullptr;          // p, updated
+  float* exp_avg = nullptr;         // m, updated
+  float* exp_avg_sq = nullptr;      // v, updated
+  float* max_exp_avg_sq = nullptr;  // max_v, updated; used with amsgrad alone
+  const float* gradient = nullptr;  // unchanged
+  // Of the call's working_dtype: receives the new master value, rounded to
+  // nearest even. Null, or equal to `master`: nothing is written.
+  void* working = nullptr;
+  int64_t numel = 0;
+  // k: how many updates this segment has had, this one included, so >= 1.
+  int64_t step = 1;
+  // [1]; where not null, k is read from here instead.
+  const float* device_step = nullptr;
+};
+
+// A run of elements that share options, for sgd_step(). All arrays are [numel];
+// p and b name them in the formula of sgd.h. No two arrays overlap, except that
+// `working` may be `master`.
+struct SgdSegment {
+  float* master = nullptr;          // p, updated
+  float* momentum = nullptr;        // b, updated; may be null when momentum is 0
+  const float* gradient = nullptr;  // unchanged
+  void* working = nullptr;          // as in AdamSegment
+  int64_t numel = 0;
+  // True: `momentum` holds nothing yet; it is assigned and not read.
+  bool first_step = false;
+};
+
+}  // namespace zero::kernels

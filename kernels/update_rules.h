@@ -1,0 +1,95 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Private: the arithmetic of one element of Adam and SGD, written once for the
+// CPU loops and for the CUDA kernels. The formulas are in adam.h and sgd.h.
+//
+// Products and sums are separate roundings: whoever includes this file compiles
+// with -ffp-contract=off (g++, clang) or -fmad=false (nvcc), which costs nothing
+// because these loops wait for memory.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define ZERO_KERNELS_INLINE static __host__ __device__ __forceinline__
+#else
+#define ZERO_KERNELS_INLINE static inline __attribute__((always_inline))
+#endif
+
+namespace zero::kernels {
+
+// The scalars of one Adam step, computed in double and rounded once.
+struct AdamCoefficients {
+  float decay;         // 1 - lr * weight_decay
+  float weight_decay;  // for Adam; 0 leaves the gradient as it is
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float eps;
+  float sqrt_bias_correction2;  // sqrt(1 - beta2^k)
+  float negative_step_size;     // -lr / (1 - beta1^k)
+  bool amsgrad;
+  bool decoupled;
+};
+
+// What the two fields that depend on the step are computed from.
+struct AdamPowers {
+  double lr;
+  double beta1;
+  double beta2;
+};
+
+// The scalars of one SGD step.
+struct SgdCoefficients {
+  float negative_lr;
+  float momentum;
+  float one_minus_dampening;
+  float weight_decay;
+  bool nesterov;
+};
+
+ZERO_KERNELS_INLINE float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+// `g` is the gradient times the clip coefficient. `max_v` is touched with kAmsgrad alone.
+template <bool kAmsgrad, bool kDecoupled>
+ZERO_KERNELS_INLINE void adam_element(const AdamCoefficients& c, float g, float& p, float& m,
+                                      float& v, float& max_v) {
+  if constexpr (kDecoupled) {
+    p = p * c.decay;
+  } else if (c.weight_decay != 0.0F) {
+    g = g + c.weight_decay * p;
+  }
+  m = c.beta1 * m + c.one_minus_beta1 * g;
+  v = c.beta2 * v + (c.one_minus_beta2 * g) * g;
+  float u = v;
+  if constexpr (kAmsgrad) {
+    // Written so that a NaN in v wins, as in torch::maximum.
+    u = v <= max_v ? max_v : v;
+    max_v = u;
+  }
+  const float denominator = square_root(u) / c.sqrt_bias_correction2 + c.eps;
+  p = p + (c.negative_step_size * m) / denominator;
+}
+
+// `b` is touched with kMomentum alone, and not read on the first step.
+template <bool kMomentum, bool kFirst>
+ZERO_KERNELS_INLINE void sgd_element(const SgdCoefficients& c, float g, float& p, float& b) {
+  if (c.weight_decay != 0.0F) {
+    g = g + c.weight_decay * p;
+  }
+  if constexpr (kMomentum) {
+    b = kFirst ? g : c.momentum * b + c.one_minus_dampening * g;
+    g = c.nesterov ? g + c.momentum * b : b;
+  }
+  p = p + c.negative_lr * g;
+}
+
+}  // namespace zero::kernels

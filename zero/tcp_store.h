@@ -1,0 +1,18 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Opens c10d's key-value store, with or without libuv.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <string>
+
+namespace zero {
+
+// c10d uses libuv by default and throws where libtorch was built without it. Takes the other
+// implementation then, and with USE_LIBUV=0 as in Python. Throws what TCPStore throws.
+c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host,
+                                                  c10d::TCPStoreOptions options);
+
+}  // namespace zero
