@@ -1,0 +1,221 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The invariants at the top of bookkeeping/plan.h, one test each, over odd
+// sizes, world sizes, layouts and bucket sizes.
+#include "bookkeeping/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <random>
+
+#include "bookkeeping/memory.h"
+
+namespace zero {
+namespace {
+
+using c10::ScalarType;
+
+struct Case {
+  std::vector<ParameterInfo> parameters;
+  std::vector<int64_t> world_sizes;
+  PlanOptions options;
+};
+
+// Two dtypes and two domains in one model, sizes 0, 1, primes and one large.
+std::vector<ParameterInfo> odd_parameters() {
+  std::vector<ParameterInfo> result;
+  const int64_t sizes[] = {1, 0, 7, 123 * 253, 253, 64, 3, 1021, 16, 0, 2, 4096, 5, 1};
+  for (size_t i = 0; i < std::size(sizes); ++i) {
+    result.push_back({sizes[i], i % 5 == 0 ? ScalarType::BFloat16 : ScalarType::Float,
+                      static_cast<int64_t>(i % 7 == 3 ? 1 : 0)});
+  }
+  return result;
+}
+
+void for_each_case(const std::function<void(const Case&, const Plan&)>& check) {
+  for (int64_t world_size : {1, 2, 3, 4, 5, 8}) {
+    for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      for (int64_t bucket_bytes : {0, 1, 300, 4096, 1 << 20}) {
+        Case c{odd_parameters(), {world_size, (world_size + 1) / 2}, {layout, bucket_bytes}};
+        SCOPED_TRACE(::testing::Message() << "W " << world_size << " layout "
+                                          << static_cast<int>(layout) << " bytes " << bucket_bytes);
+        check(c, make_plan(c.parameters, c.world_sizes, c.options));
+      }
+    }
+  }
+}
+
+TEST(PlanTest, EveryElementLiesInExactlyOneBucketAndRow) {
+  for_each_case([](const Case& c, const Plan& plan) {
+    std::vector<std::vector<int>> by_segment, by_piece;
+    for (const ParameterInfo& p : c.parameters) {
+      by_segment.emplace_back(p.numel, 0);
+      by_piece.emplace_back(p.numel, 0);
+    }
+    for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
+      const Bucket& bucket = plan.buckets[b];
+      std::vector<int> taken(plan.bucket_numel(bucket), 0);
+      for (const Slot& slot : bucket.slots) {
+        for (const Piece& piece : plan.pieces(bucket, slot)) {
+          for (int64_t i = 0; i < piece.numel; ++i) {
+            ++by_piece[slot.parameter][piece.parameter_begin + i];
+            EXPECT_EQ(taken[piece.bucket_begin + i]++, 0);
+          }
+        }
+      }
+      for (int64_t rank = 0; rank < plan.arena_of(bucket).world_size; ++rank) {
+        for (const Segment& s : plan.segments(b, rank)) {
+          ASSERT_LE(s.offset + s.numel, bucket.row_numel);
+          for (int64_t i = 0; i < s.numel; ++i) ++by_segment[s.parameter][s.begin + i];
+        }
+      }
+    }
+    for (size_t p = 0; p < c.parameters.size(); ++p) {
+      for (int count : by_segment[p]) ASSERT_EQ(count, 1) << "parameter " << p;
+      for (int count : by_piece[p]) ASSERT_EQ(count, 1) << "parameter " << p;
+    }
+  });
+}
+
+TEST(PlanTest, SegmentsAndPiecesDescribeTheSamePlaces) {
+  for_each_case([](const Case&, const Plan& plan) {
+    for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
+      const Bucket& bucket = plan.buckets[b];
+      std::vector<std::pair<int64_t, int64_t>> from_pieces(plan.bucket_numel(bucket), {-1, -1});
+      auto from_segments = from_pieces;
+      for (const Slot& slot : bucket.slots) {
+        for (const Piece& piece : plan.pieces(bucket, slot)) {
+          for (int64_t i = 0; i < piece.numel; ++i) {
+            from_pieces[piece.bucket_begin + i] = {slot.parameter, piece.parameter_begin + i};
+          }
+        }
+      }
+      for (int64_t rank = 0; rank < plan.arena_of(bucket).world_size; ++rank) {
+        for (const Segment& s : plan.segments(b, rank)) {
+          for (int64_t i = 0; i < s.numel; ++i) {
+            from_segments[rank * bucket.row_numel + s.offset + i] = {s.parameter, s.begin + i};
+          }
+        }
+      }
+      ASSERT_EQ(from_pieces, from_segments);
+    }
+  });
+}
+
+TEST(PlanTest, RowsAreEquallyLongAndAligned) {
+  for_each_case([](const Case&, const Plan& plan) {
+    for (const Bucket& bucket : plan.buckets) {
+      const auto element = static_cast<int64_t>(c10::elementSize(plan.arena_of(bucket).dtype));
+      EXPECT_GT(bucket.row_numel, 0);
+      EXPECT_EQ(bucket.row_numel * element % kAlignmentBytes, 0);
+    }
+  });
+}
+
+TEST(PlanTest, ContiguousParametersAreAlignedAndBucketsCoverTheArena) {
+  for_each_case([](const Case& c, const Plan& plan) {
+    if (plan.layout != Layout::kContiguous) return;
+    for (size_t p = 0; p < c.parameters.size(); ++p) {
+      const auto element = static_cast<int64_t>(c10::elementSize(c.parameters[p].dtype));
+      EXPECT_EQ(plan.parameter_offset[p] * element % kAlignmentBytes, 0);
+    }
+    std::vector<int64_t> end(plan.arenas.size(), 0);
+    for (const Bucket& bucket : plan.buckets) {
+      EXPECT_EQ(bucket.begin, end[bucket.arena]);
+      end[bucket.arena] += plan.bucket_numel(bucket);
+    }
+    for (size_t a = 0; a < end.size(); ++a) EXPECT_EQ(end[a], plan.arenas[a].numel);
+  });
+}
+
+TEST(PlanTest, PaddingIsBounded) {
+  for_each_case([](const Case&, const Plan& plan) {
+    for (const Arena& arena : plan.arenas) {
+      const int64_t unit = kAlignmentBytes / static_cast<int64_t>(c10::elementSize(arena.dtype));
+      const int64_t padding = arena.numel - arena.parameter_numel;
+      const auto count = static_cast<int64_t>(arena.parameters.size());
+      if (plan.layout == Layout::kContiguous) {
+        EXPECT_LE(padding, count * (unit - 1) + arena.world_size * unit);
+      } else {
+        EXPECT_LE(padding, count * arena.world_size * unit);
+      }
+    }
+  });
+}
+
+TEST(PlanTest, BucketsAreNumberedByTheLastParameterTheyWaitFor) {
+  for_each_case([](const Case&, const Plan& plan) {
+    int64_t previous = -1;
+    for (const Bucket& bucket : plan.buckets) {
+      int64_t first_registered = INT64_MAX;
+      for (const Slot& s : bucket.slots) {
+        first_registered = std::min(first_registered, s.parameter);
+      }
+      if (previous >= 0) {
+        EXPECT_LE(first_registered, previous);
+      }
+      previous = first_registered;
+    }
+  });
+}
+
+TEST(PlanTest, DependsOnItsArgumentsAlone) {
+  for_each_case([](const Case& c, const Plan& plan) {
+    EXPECT_EQ(make_plan(c.parameters, c.world_sizes, c.options).fingerprint(), plan.fingerprint());
+    Case other = c;
+    other.parameters[3].numel += 64;
+    EXPECT_NE(make_plan(other.parameters, other.world_sizes, other.options).fingerprint(),
+              plan.fingerprint());
+  });
+}
+
+TEST(PlanTest, BucketsAreAboutAsLargeAsAsked) {
+  const std::vector<ParameterInfo> parameters(100, {10000, ScalarType::Float, 0});
+  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    const Plan plan = make_plan(parameters, {4}, {layout, 400000});
+    EXPECT_GE(plan.buckets.size(), 10u);
+    EXPECT_LE(plan.buckets.size(), 12u);
+  }
+}
+
+TEST(PlanTest, MoreRanksThanElements) {
+  const Plan plan = make_plan({{1, ScalarType::Float, 0}}, {8}, {});
+  ASSERT_EQ(plan.buckets.size(), 1u);
+  int owners = 0;
+  for (int64_t rank = 0; rank < 8; ++rank) owners += plan.segments(0, rank).empty() ? 0 : 1;
+  EXPECT_EQ(owners, 1);
+}
+
+TEST(PlanTest, RefusesWhatItCannotPlan) {
+  EXPECT_THROW(make_plan({{-1, ScalarType::Float, 0}}, {2}, {}), c10::Error);
+  EXPECT_THROW(make_plan({{1, ScalarType::Float, 1}}, {2}, {}), c10::Error);
+  EXPECT_THROW(make_plan({{1, ScalarType::Float, 0}}, {0}, {}), c10::Error);
+  EXPECT_THROW(make_plan({{1, ScalarType::Long, 0}}, {2}, {}), c10::Error);
+  EXPECT_THROW(make_plan({{1, ScalarType::Float, 0}}, {2}, {Layout::kContiguous, -1}), c10::Error);
+}
+
+// The formulas of the paper, with the gradient shard in fp32: for P parameters
+// that need no padding, W ranks and Adam.
+TEST(MemoryTest, MatchesTheFormulas) {
+  const int64_t p = 64 * 64 * 60;
+  for (int64_t w : {1, 2, 3, 4, 5}) {
+    const auto expect = [&](ScalarType dtype, int64_t stage, int64_t bytes) {
+      const Plan plan = make_plan({{p, dtype, 0}}, {w}, {});
+      int64_t total = 0;
+      for (int64_t rank = 0; rank < w; ++rank) {
+        total += expected_memory(plan, rank, {stage, true, 2}).total();
+      }
+      EXPECT_EQ(total, bytes) << "W " << w << " stage " << stage;
+    };
+    // Summed over ranks: w times what is full, once what is sharded.
+    expect(ScalarType::BFloat16, 2, w * 2 * p + 4 * p + 12 * p);
+    expect(ScalarType::BFloat16, 1, w * (2 + 2) * p + 4 * p + 12 * p);
+    expect(ScalarType::Float, 2, w * 4 * p + 4 * p + 8 * p);
+    expect(ScalarType::Float, 1, w * (4 + 4) * p + 4 * p + 8 * p);
+  }
+}
+
+}  // namespace
+}  // namespace zero
