@@ -24,7 +24,7 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
     const int64_t numel = plan.layout == Layout::kContiguous ? arena.numel : arena.parameter_numel;
     report.working_parameters += element * numel;
     if (options.stage == 1 && options.stage1_full_gradients) {
-      report.full_gradients += element * arena.numel;
+      report.full_gradients += element * numel;
     }
   }
   report.optimizer_state = kFloatBytes * options.state_per_element * segment_numel;

@@ -6,6 +6,7 @@
 // Usage:
 //   ./bazelw run //examples:train_gpt
 //   ./bazelw run //examples:train_gpt -- --nproc 4 --stage 1 --data ~/notes --log metrics.jsonl
+//   ./bazelw run //examples:train_gpt -- --checkpoints run --save-every 100 --resume
 //   torchrun --no-python --nproc-per-node 2 bazel-bin/examples/train_gpt
 //
 // Without --data it reads the C++ headers of the libtorch it was built with.
@@ -21,6 +22,7 @@
 #include "examples/byte_dataset.h"
 #include "examples/memory_table.h"
 #include "examples/sample_text.h"
+#include "examples/stop_signal.h"
 #include "examples/train_options.h"
 #include "examples/trainer.h"
 #include "zero/launch.h"
@@ -72,10 +74,18 @@ int train(const TrainOptions& options, const ByteDataset& data) {
   if (reports) {
     print_beginning(options, data, group.world_size(), trainer.parameter_count());
   }
+  if (!options.checkpoints.empty()) zero::examples::watch_stop_signal();
+  const int64_t first_step = options.resume ? trainer.resume() : 0;
+  if (reports && first_step > 0) {
+    std::printf("resumed after step %lld\n", static_cast<long long>(first_step));
+  }
   const double before = trainer.validation_loss();
   if (reports) std::printf("validation loss before training: %.4f nats per byte\n", before);
-  trainer.train(/*first_step=*/0);
-  if (reports) print_end(options, trainer);
+  const bool finished = trainer.train(first_step);
+  if (!finished && reports) {
+    std::printf("stopped by SIGTERM; --resume goes on from %s\n", options.checkpoints.c_str());
+  }
+  if (finished && reports) print_end(options, trainer);
   return 0;
 }
 

@@ -121,6 +121,28 @@ void add_rank_options(CLI::App& app, TrainOptions& options) {
       ->group(group);
 }
 
+void add_checkpoint_options(CLI::App& app, TrainOptions& options) {
+  const std::string group = "Checkpoints";
+  auto* folder = app.add_option("--checkpoints", options.checkpoints,
+                                "Folder that all ranks share; SIGTERM saves there and ends")
+                     ->type_name("DIR")
+                     ->group(group);
+  app.add_option("--save-every", options.save_every, "Steps between two checkpoints")
+      ->check(whole_number(1))
+      ->needs(folder)
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--keep", options.keep, "Checkpoints to keep, the newest ones")
+      ->check(whole_number(1))
+      ->needs(folder)
+      ->type_name("N")
+      ->group(group);
+  app.add_flag("--resume", options.resume,
+               "Go on from the newest one, on any number of ranks; without one begin")
+      ->needs(folder)
+      ->group(group);
+}
+
 void add_report_options(CLI::App& app, TrainOptions& options) {
   const std::string group = "Reports";
   app.add_option("--log", options.log, "Write one JSON object a step to this file")
@@ -166,6 +188,7 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
   add_model_options(app, options);
   add_optimisation_options(app, options);
   add_rank_options(app, options);
+  add_checkpoint_options(app, options);
   add_report_options(app, options);
   try {
     app.parse(argc, argv);

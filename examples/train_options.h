@@ -42,6 +42,12 @@ struct TrainOptions {
   int threads = 1;  // of every rank
   int64_t stage = 2;
 
+  // Checkpoints.
+  std::string checkpoints;  // folder of them; empty: none
+  int64_t save_every = 200;
+  int64_t keep = 2;
+  bool resume = false;
+
   // Reports.
   std::string log;  // JSONL file; empty: none
   int64_t validate_every = 50;

@@ -16,6 +16,8 @@
 
 #include "examples/metrics_log.h"
 #include "examples/progress.h"
+#include "examples/stop_signal.h"
+#include "zero/checkpoint.h"
 
 namespace zero::examples {
 
@@ -111,10 +113,13 @@ StepMetrics Trainer::train_step(int64_t step) {
   }
   metrics.loss_scale = optimizer_.loss_scale();
   const at::Tensor norm = optimizer_.clip_grad_norm_(options_.max_norm);
+  const bool stop_here = stop_requested();
   if (step + 1 == options_.steps) memory_ = optimizer_.memory();
   optimizer_.step();
   metrics.step = step + 1;
   metrics.loss = mean_over_ranks(local_loss);
+  // Signals come to ranks at different times; only together may they stop.
+  if (!options_.checkpoints.empty()) stop_ = mean_over_ranks(stop_here ? 1.0 : 0.0) > 0;
   metrics.gradient_norm = norm.item<double>();
   metrics.learning_rate = options_.learning_rate * schedule_.factor(step);
   metrics.skipped = optimizer_.step_skipped();
@@ -140,7 +145,39 @@ double Trainer::validation_loss() {
   return mean_over_ranks(sum) * static_cast<double>(world_size) / static_cast<double>(total);
 }
 
-void Trainer::train(int64_t first_step) {
+void Trainer::save(int64_t steps) {
+  // What a step draws from the text depends on these alone.
+  optimizer_.save_checkpoint(
+      options_.checkpoints + "/step-" + std::to_string(steps),
+      SaveOptions().overwrite(true).metadata({{"step", std::to_string(steps)},
+                                              {"batch", std::to_string(options_.batch)},
+                                              {"seed", std::to_string(options_.seed)}}));
+  if (metrics_->rank() == 0) keep_last(options_.checkpoints, options_.keep);
+}
+
+int64_t Trainer::resume() {
+  const auto newest = latest(options_.checkpoints);
+  // All ranks must find the same one.
+  const auto found = metrics_->all_gather_text(newest.value_or("none"), "newest checkpoint");
+  for (const std::string& path : found) {
+    TORCH_CHECK(path == found[0],
+                "--resume: expected the same newest checkpoint on all ranks, got ", found[0],
+                " and ", path);
+  }
+  if (!newest) return 0;
+  const LoadReport report = optimizer_.load_checkpoint(*newest);
+  const auto expect = [&](const char* name, const std::string& value) {
+    const auto saved = report.metadata.find(name);
+    TORCH_CHECK(saved != report.metadata.end() && saved->second == value, "--", name, ": expected ",
+                saved == report.metadata.end() ? "one" : saved->second, " as in ", *newest,
+                ", got ", value);
+  };
+  expect("batch", std::to_string(options_.batch));
+  expect("seed", std::to_string(options_.seed));
+  return std::stoll(report.metadata.at("step"));
+}
+
+bool Trainer::train(int64_t first_step) {
   const bool reports = metrics_->rank() == 0;
   std::optional<Progress> progress;
   std::optional<MetricsLog> log;
@@ -153,7 +190,12 @@ void Trainer::train(int64_t first_step) {
     }
     if (progress) progress->show(metrics);
     if (log) log->write(metrics);
+    const bool save_now =
+        stop_ || metrics.step % options_.save_every == 0 || metrics.step == options_.steps;
+    if (!options_.checkpoints.empty() && save_now) save(metrics.step);
+    if (stop_) return false;
   }
+  return true;
 }
 
 }  // namespace zero::examples

@@ -31,9 +31,16 @@ class Trainer {
   // trainer.
   Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group);
 
-  // Collective. Trains steps first_step to options.steps - 1. Rank 0 reports
-  // each on standard output and in options.log.
-  void train(int64_t first_step);
+  // Collective. Loads the newest checkpoint in options.checkpoints and returns the
+  // step to go on with; 0 if there is none. Throws when it was made with another
+  // batch or seed, since the data would not go on where it ended.
+  int64_t resume();
+
+  // Collective. Trains steps first_step to options.steps - 1, and saves every
+  // options.save_every of them. Rank 0 reports each on standard output and in
+  // options.log. False when SIGTERM reached any rank: then all have saved and stopped
+  // after the same step.
+  bool train(int64_t first_step);
 
   // Collective. Nats per byte over the held-out text, the same on every rank.
   double validation_loss();
@@ -49,6 +56,8 @@ class Trainer {
  private:
   // Collective. Step `step`, counted from 0. The result lacks the validation loss.
   StepMetrics train_step(int64_t step);
+  // Collective. After `steps` steps.
+  void save(int64_t steps);
   // The mean loss over `sequences`, and over its graph the gradient.
   at::Tensor loss(const Sequences& sequences);
   // Collective.
@@ -61,6 +70,7 @@ class Trainer {
   ZeroOptimizer optimizer_;
   CosineSchedule schedule_;
   MemoryReport memory_;
+  bool stop_ = false;  // SIGTERM came to some rank; the same on all
 };
 
 }  // namespace zero::examples

@@ -19,8 +19,15 @@ enum class Transport {
   kMemory,  // MemoryNetwork: faster, injects faults, runs under ThreadSanitizer.
 };
 
+// ThreadSanitizer does not see the atomics inside Gloo and libtorch that order its threads.
+#if defined(__SANITIZE_THREAD__)
+inline constexpr Transport kDefaultTransport = Transport::kMemory;
+#else
+inline constexpr Transport kDefaultTransport = Transport::kGloo;
+#endif
+
 struct RunOptions {
-  Transport transport = Transport::kGloo;
+  Transport transport = kDefaultTransport;
   // Of the groups: bounds every wait of a rank for another.
   std::chrono::milliseconds timeout = std::chrono::seconds(30);
   // For kMemory, to inject faults and to read counts; a network of this run's own by default.

@@ -15,7 +15,6 @@
 #include <cmath>
 #include <random>
 
-#include "tests/run_ranks.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -76,6 +75,7 @@ at::Tensor OddModelImpl::loss(const at::Tensor& x, const at::Tensor& target, uns
   hidden = at::tanh(hidden);
   at::Tensor out = at::zeros_like(target);
   if ((use & kLeft) != 0) out = out + left(hidden);
+  if ((use & kLeftAgain) != 0) out = out - left(hidden * 0.5);
   if ((use & kRight) != 0) out = out + at::tanh(right(hidden));
   if ((use & kScale) != 0) {
     out = out * scale + last.select(3, 1).reshape({1, 11}) * last.select(3, 0).reshape({1, 11});
@@ -126,9 +126,13 @@ Trajectory train_sharded(const Training& t, const Group& group) {
   for (int step = 0; step < t.steps; ++step) {
     for (int micro = 0; micro < t.micro_batches; ++micro) {
       if (!t.runs(group.rank(), step, micro)) continue;
-      auto guard = optimizer.no_sync(t.no_sync && micro + 1 < t.micro_batches);
+      const bool last = micro + 1 == t.micro_batches;
+      const bool plain =
+          t.by_plain_backward ? t.by_plain_backward(group.rank(), step, micro) : t.plain_backward;
+      auto guard = optimizer.no_sync(t.under_no_sync ? t.under_no_sync(group.rank(), step, micro)
+                                                     : t.no_sync && !last);
       const at::Tensor loss = batch_loss(*model, t, group.rank(), step, micro);
-      if (!t.plain_backward) {
+      if (!plain) {
         optimizer.backward(loss);
       } else if (loss.requires_grad()) {
         optimizer.scale_loss(loss).backward();
@@ -213,8 +217,11 @@ int64_t differing_elements(const Trajectory& a, const Trajectory& b) {
 
 Trajectory train_on_ranks(const Training& training) {
   std::vector<Trajectory> all(training.world_size);
-  run_ranks(training.world_size,
-            [&](const Group& group) { all[group.rank()] = train_sharded(training, group); });
+  RunOptions run;
+  run.transport = training.transport;
+  run_ranks(
+      training.world_size,
+      [&](const Group& group) { all[group.rank()] = train_sharded(training, group); }, run);
   for (const Trajectory& t : all) {
     TORCH_CHECK(differing_elements(t, all[0]) == 0, "ranks hold different parameters");
   }

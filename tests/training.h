@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/run_ranks.h"
 #include "zero/options.h"
 #include "zero/process_group.h"
 
@@ -31,7 +32,8 @@ at::Tensor numbers(at::IntArrayRef shape, uint64_t seed);
 // that is never used.
 struct OddModelImpl : torch::nn::Module {
   // Which branches a forward pass uses, as bits.
-  enum Use : unsigned { kLeft = 1, kRight = 2, kScale = 4, kTrunk = 8, kAll = 15 };
+  // kLeftAgain is a second use of the left branch, in the same pass.
+  enum Use : unsigned { kLeft = 1, kRight = 2, kScale = 4, kTrunk = 8, kAll = 15, kLeftAgain = 16 };
 
   explicit OddModelImpl(uint64_t seed, int64_t width = 23);
   // The loss of a batch [n, 17] -> [n, 11]; without any use a constant.
@@ -55,12 +57,16 @@ struct Training {
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t width = 23;
   ZeroOptions options;
+  Transport transport = kDefaultTransport;
   // Which layers a rank uses in a micro batch; Use bits. 0: the loss is a constant.
   std::function<unsigned(int rank, int step, int micro)> use = [](int, int, int) {
     return static_cast<unsigned>(OddModelImpl::kAll);
   };
   // Whether the rank runs this backward pass at all.
   std::function<bool(int rank, int step, int micro)> runs = [](int, int, int) { return true; };
+  // Where given, these decide for each pass by itself and the flags above do not.
+  std::function<bool(int rank, int step, int micro)> under_no_sync;
+  std::function<bool(int rank, int step, int micro)> by_plain_backward;
 };
 
 // Parameter values, in the model's order, after each step.
@@ -78,7 +84,7 @@ double largest_difference(const Trajectory& a, const Trajectory& b);
 // How many elements differ in any bit.
 int64_t differing_elements(const Trajectory& a, const Trajectory& b);
 
-// Runs train_sharded on all ranks (threads over Gloo); returns rank 0's, after
+// Runs train_sharded on all ranks (threads); returns rank 0's, after
 // checking that all ranks hold the same bits.
 Trajectory train_on_ranks(const Training& training);
 

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <string>
 
+#include "tests/run_ranks.h"
 #include "tests/training.h"
 
 namespace zero {
@@ -151,6 +152,31 @@ TEST(ZeroOptimizerTest, OneRankHasTheInnerOptimizersOwnBits) {
       t.options.fused(false).layout(layout).bucket_bytes(0);
       SCOPED_TRACE(describe(t));
       EXPECT_EQ(differing_elements(train_on_ranks(t), train_reference(t)), 0);
+    }
+  }
+}
+
+// A transport that reduces by itself, as NCCL does, goes another way in the library.
+TEST(ZeroOptimizerTest, TransportWithItsOwnReduceScatter) {
+  for (int world_size : {2, 3}) {
+    for (int64_t stage : {1, 2}) {
+      Training t;
+      t.world_size = world_size;
+      t.inner = Inner::kSgdMomentum;
+      t.micro_batches = 2;
+      t.max_norm = 0.05;
+      t.options.stage(stage).bucket_bytes(700);
+      const Trajectory expected = train_reference(t);
+      RunOptions run;
+      run.transport = Transport::kMemory;
+      run.network = std::make_shared<MemoryNetwork>(MemoryNetwork::Kind::kNative);
+      run_ranks(
+          world_size,
+          [&](const Group& group) {
+            EXPECT_LE(largest_difference(train_sharded(t, group), expected), 1e-6);
+          },
+          run);
+      EXPECT_GT(run.network->counts(0).calls_of(MemoryOp::kReduceScatter), 0);
     }
   }
 }

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
+#include <functional>
 
 namespace zero {
 namespace {
@@ -65,7 +66,7 @@ ControlChannel::ControlChannel(Communicator& communicator, const Group& group)
 
 ControlChannel::~ControlChannel() = default;
 
-Agreement ControlChannel::agree(Call call, int32_t detail, const std::string& problem,
+Agreement ControlChannel::agree(Call call, const std::string& arguments, const std::string& problem,
                                 int64_t rounds, const std::vector<uint8_t>& used) {
   const int rank = communicator_.rank();
   ++sequence_;
@@ -73,6 +74,7 @@ Agreement ControlChannel::agree(Call call, int32_t detail, const std::string& pr
     store_->set(text_key(sequence_, rank), to_bytes(problem));
   }
   const auto size = static_cast<int64_t>(used.size());
+  const auto detail = static_cast<int32_t>(std::hash<std::string>()(arguments) & 0x7fffffff);
   at::Tensor message = at::empty({kHeader + size}, at::TensorOptions().dtype(at::kInt));
   auto* words = message.mutable_data_ptr<int32_t>();
   words[kCall] = static_cast<int32_t>(call);
@@ -93,32 +95,40 @@ Agreement ControlChannel::agree(Call call, int32_t detail, const std::string& pr
                 from, ": ", to_text(store_->get(text_key(sequence_, from))));
   }
   if (words[kCall] != -words[kMinusCall] || words[kDetail] != -words[kMinusDetail]) {
-    TORCH_CHECK(false, "rank ", rank,
-                ": expected the same call with the same arguments on every "
-                "rank, got ",
-                describe_calls(call, detail),
-                "; collective calls must be made by all ranks in the same order");
+    throw_different_calls(call, arguments);
   }
+  if (has_announced_) announce("");
   Agreement agreement{words[kRounds], {}};
   agreement.used.assign(words + kHeader, words + kHeader + size);
   return agreement;
 }
 
-std::string ControlChannel::describe_calls(Call call, int32_t detail) {
-  const auto key = [&](int rank) {
-    return "call/" + std::to_string(sequence_) + "/" + std::to_string(rank);
+void ControlChannel::throw_different_calls(Call call, const std::string& arguments) {
+  const int rank = communicator_.rank();
+  const auto key = [&](int r) {
+    return "call/" + std::to_string(sequence_) + "/" + std::to_string(r);
   };
-  store_->set(key(communicator_.rank()), to_bytes(std::string(call_name(call)) + " (arguments " +
-                                                  std::to_string(detail) + ")"));
+  const std::string own =
+      call_name(call) + (arguments.empty() ? std::string() : " with " + arguments);
+  store_->set(key(rank), to_bytes(own));
   std::string text;
   for (int r = 0; r < std::min(communicator_.world_size(), kTextsAtMost); ++r) {
-    text += (r == 0 ? "" : ", ") + to_text(store_->get(key(r))) + " on rank " + std::to_string(r);
+    text += "\n  rank " + std::to_string(r) + ": " + to_text(store_->get(key(r)));
   }
-  return text;
+  const bool zero_grad = text.find(call_name(Call::kZeroGrad)) != std::string::npos;
+  TORCH_CHECK(false, "rank ", rank,
+              ": expected the same call with the same arguments on every rank, got", text,
+              "\nmake collective calls on all ranks in the same order; nothing was sent, so they "
+              "can be made again",
+              zero_grad ? ". zero_grad() is collective on a rank that has gradients and local on "
+                          "one that has none: some ranks had none"
+                        : "",
+              announced());
 }
 
 void ControlChannel::announce(const std::string& problem) noexcept {
   if (communicator_.world_size() == 1) return;
+  has_announced_ = !problem.empty();
   try {
     store_->set(announcement_key(communicator_.rank()), to_bytes(problem));
   } catch (...) {  // the store may be gone with its host; nothing depends on it
@@ -130,8 +140,8 @@ std::string ControlChannel::announced() noexcept {
   try {
     for (int r = 0; r < std::min(communicator_.world_size(), kTextsAtMost); ++r) {
       if (r == communicator_.rank() || !store_->check({announcement_key(r)})) continue;
-      text += "\nrank " + std::to_string(r) +
-              " had reported: " + to_text(store_->get(announcement_key(r)));
+      const std::string problem = to_text(store_->get(announcement_key(r)));
+      if (!problem.empty()) text += "\nrank " + std::to_string(r) + " had reported: " + problem;
     }
   } catch (...) {
   }

@@ -49,24 +49,26 @@ class ControlChannel {
   ControlChannel(Communicator& communicator, const Group& group);
   ~ControlChannel();
 
-  // Collective, blocks. `detail` is what the arguments of the call hash to.
-  // Throws c10::Error on every rank when any rank has a `problem` (empty: none),
-  // or when calls or details differ; the text says which rank and why.
-  Agreement agree(Call call, int32_t detail, const std::string& problem, int64_t rounds,
-                  const std::vector<uint8_t>& used);
+  // Collective, blocks. `arguments` are those of the call, in words for the
+  // error; only their hash is sent. Throws c10::Error on every rank when any
+  // rank has a `problem` (empty: none), or when calls or arguments differ; the
+  // text says which rank and why.
+  Agreement agree(Call call, const std::string& arguments, const std::string& problem,
+                  int64_t rounds, const std::vector<uint8_t>& used);
 
   // Puts a problem where the others find it if this rank never reaches its
-  // next agree(). Never throws, waits for nobody.
+  // next agree(). Forgotten when an agree() succeeds. Never throws, waits for nobody.
   void announce(const std::string& problem) noexcept;
   // What other ranks announced, one line each; empty if nothing. Never throws.
   std::string announced() noexcept;
 
  private:
-  std::string describe_calls(Call call, int32_t detail);
+  [[noreturn]] void throw_different_calls(Call call, const std::string& arguments);
 
   Communicator& communicator_;
   c10::intrusive_ptr<c10d::Store> store_;
   int64_t sequence_ = 0;
+  bool has_announced_ = false;
 };
 
 }  // namespace zero

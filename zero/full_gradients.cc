@@ -77,8 +77,11 @@ void FullGradients::give_views(GradientReducer& reducer, const std::vector<uint8
     const Parameter& p = table_.parameters()[i];
     at::Tensor tensor = p.tensor;
     if (plan_.layout == Layout::kContiguous) {
-      tensor.mutable_grad() = flat_[plan_.parameter_arena[i]].as_strided(
-          p.tensor.sizes(), p.strides, plan_.parameter_offset[i]);
+      // Detached, since torch's zero_grad() cannot detach a view in place.
+      tensor.mutable_grad() =
+          flat_[plan_.parameter_arena[i]]
+              .as_strided(p.tensor.sizes(), p.strides, plan_.parameter_offset[i])
+              .detach();
     } else if (p.tensor.numel() > 0) {
       tensor.mutable_grad() = single_[i];
     } else {

@@ -25,6 +25,9 @@ namespace zero {
 // GLOO_SOCKET_IFNAME lists, or else on the address that the machine's own name
 // resolves to.
 //
+// The first call makes this process ignore SIGPIPE unless it handles it: Gloo
+// would let a peer that ends take this process with it, without a word.
+//
 // Connections are made here and not at first use, whatever
 // TORCH_GLOO_LAZY_INIT says: a lazy connection to a rank that has died can wait
 // for ever.

@@ -10,19 +10,28 @@
 
 #include "kernels/cast.h"
 #include "zero/device_stream.h"
+#include "zero/replica_sum.h"
 
 namespace zero {
 namespace {
 
-// The gradient in the memory order of its parameter, as one flat stretch.
-at::Tensor in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
+void check_gradient(const at::Tensor& gradient, const Parameter& p) {
   TORCH_CHECK(gradient.layout() == at::kStrided, "gradient of ", p.name,
               ": expected a dense tensor, got layout ", gradient.layout(),
               "; build the layer with sparse=false");
   TORCH_CHECK(gradient.device() == p.tensor.device(), "gradient of ", p.name, ": expected device ",
-              p.tensor.device(), ", got ", gradient.device());
-  TORCH_CHECK(gradient.sizes() == p.tensor.sizes(), "gradient of ", p.name, ": expected shape ",
-              p.tensor.sizes(), ", got ", gradient.sizes());
+              p.tensor.device(), ", got ", gradient.device(), "; keep them together");
+  // Not the parameter's shape of today: a bucket has room for that of construction.
+  TORCH_CHECK(gradient.sizes() == p.sizes, "gradient of ", p.name, ": expected shape ",
+              at::IntArrayRef(p.sizes), " as at construction, got ", gradient.sizes(),
+              "; give the parameter back its shape, or make a new optimizer");
+  TORCH_CHECK(!gradient.is_complex(), "gradient of ", p.name, ": expected a real dtype, got ",
+              gradient.scalar_type(),
+              "; do not replace the parameter's storage by complex numbers");
+}
+
+// The gradient in the memory order of its parameter, as one flat stretch.
+at::Tensor in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
   const auto dtype = gradient.scalar_type();
   const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
   if (known && (gradient.strides() == at::IntArrayRef(p.strides) || gradient.numel() <= 1)) {
@@ -83,21 +92,21 @@ bool GradientReducer::has_gradient(int64_t parameter) const {
   return averaged_[parameter] == 0 && table_.parameters()[parameter].tensor.grad().defined();
 }
 
-bool GradientReducer::bucket_sent(int64_t parameter) const {
-  const auto& buckets = plan_.parameter_buckets[parameter];
-  return !buckets.empty() && buckets.front() < next_;
+bool GradientReducer::round_open() const {
+  return std::any_of(packed_.begin(), packed_.end(), [](uint8_t p) { return p != 0; });
 }
 
 void GradientReducer::begin_pass() {
-  // What plain backward() calls left open must not mix with this pass: its
-  // buckets that were sent would make this pass's gradients late.
-  if (next_ > 0) close_round();
+  // What plain backward() calls left open must not mix with this pass: what was
+  // packed would make this pass's gradients late.
+  if (round_open()) close_round();
   in_pass_ = true;
 }
 
 void GradientReducer::gradient_kept(int64_t parameter) {
-  used_[parameter] = 1;
   at::Tensor tensor = table_.parameters()[parameter].tensor;
+  check_gradient(tensor.grad(), table_.parameters()[parameter]);
+  used_[parameter] = 1;
   if (!options_.no_sync_fp32 || tensor.scalar_type() == at::kFloat) {
     kept_[parameter] = 1;
     return;
@@ -115,8 +124,13 @@ void GradientReducer::gradient_kept(int64_t parameter) {
 }
 
 void GradientReducer::gradient_ready(int64_t parameter) {
+  const Parameter& p = table_.parameters()[parameter];
+  check_gradient(p.tensor.grad(), p);
   used_[parameter] = 1;
-  if (bucket_sent(parameter)) {
+  // Never two gradients of a parameter in one round, even while its bucket is still
+  // here: a 16-bit bucket would lose what fp32 shards keep, and whether it is still
+  // here depends on the size of buckets, on which results must not depend.
+  if (packed_[parameter] != 0) {
     if (in_pass_) {
       kept_[parameter] = 1;  // late: travels in the next round
       return;
@@ -177,7 +191,6 @@ void GradientReducer::open(int64_t bucket_index) {
 
 void GradientReducer::pack(int64_t parameter) {
   const at::Tensor gradient = take_gradient(parameter);
-  const bool again = packed_[parameter] != 0;
   packed_[parameter] = 1;
   used_[parameter] = 1;
   for (int64_t b : plan_.parameter_buckets[parameter]) {
@@ -193,9 +206,9 @@ void GradientReducer::pack(int64_t parameter) {
               piece.parameter_begin * gradient.element_size(),
           gradient.scalar_type(),
           static_cast<char*>(rows.mutable_data_ptr()) + piece.bucket_begin * rows.element_size(),
-          rows.scalar_type(), piece.numel, again, stream);
+          rows.scalar_type(), piece.numel, false, stream);
     }
-    if (!again) --open_[b].missing;
+    --open_[b].missing;
   }
 }
 
@@ -209,7 +222,9 @@ void GradientReducer::send(int64_t b) {
   const Arena& arena = plan_.arena_of(bucket);
   const DomainLinks& links = links_[arena.domain];
   const int64_t ranks =
-      arena.world_size * (links.replicas == nullptr ? 1 : links.replicas->world_size());
+      links.averaged_over > 0
+          ? links.averaged_over
+          : arena.world_size * (links.replicas == nullptr ? 1 : links.replicas->world_size());
   Reduction reduction;
   reduction.rows = std::move(open_[b].rows);
   reduction.shard = shards_[b];
@@ -229,7 +244,7 @@ void GradientReducer::close_round() {
   in_pass_ = false;
   const auto count = static_cast<int64_t>(table_.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
-    if (has_gradient(p) && !bucket_sent(p)) pack(p);
+    if (has_gradient(p) && packed_[p] == 0) pack(p);
   }
   for (int64_t b = next_; b < static_cast<int64_t>(open_.size()); ++b) {
     open(b);
@@ -251,12 +266,11 @@ void GradientReducer::close_round() {
 }
 
 int64_t GradientReducer::rounds_needed() const {
-  bool open_round = next_ > 0;
+  bool open_round = round_open();
   bool late = false;
   for (size_t p = 0; p < used_.size(); ++p) {
-    if (packed_[p] != 0) open_round = true;
     if (!has_gradient(static_cast<int64_t>(p))) continue;
-    (bucket_sent(static_cast<int64_t>(p)) ? late : open_round) = true;
+    (packed_[p] != 0 ? late : open_round) = true;
   }
   return rounds_ + (open_round ? 1 : 0) + (late ? 1 : 0);
 }
@@ -271,17 +285,18 @@ void GradientReducer::complete(int64_t rounds) {
 }
 
 void GradientReducer::reduce_over_replicas() {
-  std::vector<Pending> pending;
+  std::vector<ReplicaShard> items;
   for (size_t b = 0; b < shards_.size(); ++b) {
     Communicator* replicas = links_[plan_.arena_of(plan_.buckets[b]).domain].replicas;
-    if (replicas == nullptr || replicas->world_size() == 1) continue;
-    pending.push_back(replicas->all_reduce_sum(shards_[b], "gradient shard " + std::to_string(b)));
+    if (replicas == nullptr || replicas->world_size() == 1 || shards_[b].numel() == 0) continue;
+    items.push_back({shards_[b], replicas, "gradient shard " + std::to_string(b)});
   }
-  for (Pending& p : pending) p.wait();
+  sum_over_replicas(items, pool_);
 }
 
 void GradientReducer::consume() {
   TORCH_INTERNAL_ASSERT(next_ == 0, "consume() with a round under way");
+  in_pass_ = false;  // also of a pass that ended with an exception
   std::fill(used_.begin(), used_.end(), 0);
   rounds_ = 0;
   replicated_ = 0;
@@ -292,14 +307,33 @@ bool GradientReducer::any_used() const {
   return std::any_of(used_.begin(), used_.end(), [](uint8_t u) { return u != 0; });
 }
 
-void GradientReducer::verify() const {
-  for (size_t p = 0; p < kept_.size(); ++p) {
-    TORCH_CHECK(kept_[p] == 0 || table_.parameters()[p].tensor.grad().defined(), "parameter ",
-                table_.parameters()[p].name,
-                ": expected the gradient that was accumulated since the last step, got none: it "
-                "was reset by zero_grad() of the module or of a base class; use "
-                "ZeroOptimizer::zero_grad() on all ranks, or none at all");
+void GradientReducer::claim_gradients() {
+  for (size_t p = 0; p < used_.size(); ++p) {
+    if (has_gradient(static_cast<int64_t>(p))) used_[p] = 1;
   }
+}
+
+void GradientReducer::verify() const {
+  for (size_t i = 0; i < kept_.size(); ++i) {
+    const Parameter& p = table_.parameters()[i];
+    const at::Tensor& gradient = p.tensor.grad();
+    TORCH_CHECK((kept_[i] == 0 && averaged_[i] == 0) || gradient.defined(), "parameter ", p.name,
+                ": expected the gradient that was accumulated since the last step, got none: it "
+                "was reset by zero_grad() of the module or of a base class, which cannot reset "
+                "what was sent; use ZeroOptimizer::zero_grad() on all ranks, or none at all");
+    if (gradient.defined() && averaged_[i] == 0) check_gradient(gradient, p);
+  }
+}
+
+void GradientReducer::discard() {
+  for (size_t i = 0; i < kept_.size(); ++i) {
+    at::Tensor tensor = table_.parameters()[i].tensor;
+    tensor.mutable_grad().reset();
+    averaged_[i] = 0;
+    kept_[i] = 0;
+    kept_fp32_[i] = at::Tensor();
+  }
+  in_pass_ = false;
 }
 
 int64_t GradientReducer::local_bytes() const {

@@ -14,9 +14,10 @@
 //   complete(n) agreed by all ranks: whoever is behind sends zeros up to round n
 //   consume()   forgets it all; the next step begins
 //
-// A gradient that arrives after its bucket was sent (a shared weight under
-// activation checkpointing fires several times in one pass) stays in p.grad()
-// and travels in the next round.
+// A parameter has one place per round. Its second gradient in one pass (a shared
+// weight under activation checkpointing fires several times) stays in p.grad()
+// and travels in the next round; its second gradient by plain backward() calls
+// closes the round, so that micro-batches add up in the fp32 shards.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,6 +38,7 @@ namespace zero {
 struct DomainLinks {
   Communicator* data = nullptr;      // over the ranks that share the shards
   Communicator* replicas = nullptr;  // null, or over the ranks that hold copies of this shard
+  int64_t averaged_over = 0;         // divides sums of gradients; 0: the number of all these ranks
 };
 
 struct ReducerOptions {
@@ -56,7 +58,7 @@ class GradientReducer {
   // A backward pass begins whose end will be marked by close_round().
   void begin_pass();
   // parameter.grad() was accumulated. Packs it, frees it and sends what became
-  // complete; or leaves it there when its bucket is gone. Throws c10::Error for a
+  // complete; or leaves it there when it comes second in a pass. Throws c10::Error for a
   // sparse gradient or one on another device.
   void gradient_ready(int64_t parameter);
   // The same under no_sync: the gradient stays local.
@@ -72,8 +74,13 @@ class GradientReducer {
   // Forgets gradients, rounds and used flags. Requires complete().
   void consume();
 
-  // Throws c10::Error when a gradient that was kept under no_sync is gone.
+  // Counts as used what was put into p.grad() by hand, without a backward pass.
+  void claim_gradients();
+  // Throws c10::Error when a gradient in p.grad() was reset or replaced by one
+  // that cannot be sent.
   void verify() const;
+  // Forgets what this rank has not sent; complete() then sends zeros for it.
+  void discard();
 
   // 1 where this rank had a gradient since consume().
   const std::vector<uint8_t>& used() const { return used_; }
@@ -99,7 +106,7 @@ class GradientReducer {
 
   void start_round();
   bool has_gradient(int64_t parameter) const;
-  bool bucket_sent(int64_t parameter) const;
+  bool round_open() const;  // a gradient was packed that closes with this round
   void pack(int64_t parameter);
   at::Tensor take_gradient(int64_t parameter);
   void open(int64_t bucket);

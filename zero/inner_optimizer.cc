@@ -12,6 +12,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <charconv>
 #include <typeinfo>
 
 namespace zero {
@@ -122,6 +123,19 @@ std::vector<std::pair<std::string, double>> option_values(
             {"eps", o->eps()}};
   }
   return {};
+}
+
+std::string exact_text(double value) {
+  char digits[32];
+  return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
+}
+
+std::string options_text(const torch::optim::OptimizerOptions& options) {
+  std::string text;
+  for (const auto& [name, value] : option_values(options)) {
+    text += (text.empty() ? "" : " ") + name + " " + exact_text(value);
+  }
+  return text;
 }
 
 void visit_state_tensors(const torch::optim::OptimizerParamState& state,

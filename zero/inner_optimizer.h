@@ -37,6 +37,12 @@ bool equal_options(const torch::optim::OptimizerOptions& a,
 std::vector<std::pair<std::string, double>> option_values(
     const torch::optim::OptimizerOptions& options);
 
+// The fewest digits that read back as the same double.
+std::string exact_text(double value);
+
+// Options in words: "lr 0.1 weight_decay 0.01".
+std::string options_text(const torch::optim::OptimizerOptions& options);
+
 // Calls `visit(name, tensor)` for every defined tensor of `state`, under the
 // name of its accessor. Nothing for a class we do not know.
 void visit_state_tensors(const torch::optim::OptimizerParamState& state,

@@ -11,10 +11,13 @@
 #include <torch/arg.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <utility>
 
 #include "bookkeeping/plan.h"
 #include "zero/loss_scaler.h"
+#include "zero/placement.h"
 
 namespace zero {
 
@@ -59,8 +62,32 @@ struct ZeroOptions {
   // Skip the step on all ranks when any gradient is NaN or infinite anywhere.
   TORCH_ARG(bool, skip_nonfinite) = true;
 
-  // Default: dynamic when a working parameter is fp16, else none (a constant 1).
+  // Default: dynamic when a working parameter is fp16, else none (a constant 1);
+  // none with skip_nonfinite(false) either, since a scale that cannot see overflows
+  // would only grow.
   TORCH_ARG(std::optional<LossScalerOptions>, loss_scaler) = std::nullopt;
+
+  // ---------------------------------------------------------------------
+  // Parallelism beyond one data-parallel group
+
+  // The ranks that train one model together, whatever they hold of it: calls, skipped steps, loss
+  // scale and clip norm are agreed over it, and "every rank" in comments means these. Default: the
+  // optimizer's group. All groups below lie within it. Where ranks hold different parameters
+  // (experts, stages), those that share shards of one group must have equally shaped parameters in
+  // all groups.
+  TORCH_ARG(std::optional<Group>, mesh_group) = std::nullopt;
+
+  // Where a parameter group of the inner optimizer lives; see zero/placement.h. Default: on all
+  // ranks of the optimizer's group, in one copy.
+ public:
+  ZeroOptions& placement(int64_t parameter_group, GroupPlacement placement) {
+    placements_.insert_or_assign(parameter_group, std::move(placement));
+    return *this;
+  }
+  const std::map<int64_t, GroupPlacement>& placements() const { return placements_; }
+
+ private:
+  std::map<int64_t, GroupPlacement> placements_;
 
   // ---------------------------------------------------------------------
   // Safety

@@ -64,9 +64,10 @@ ParameterTable::ParameterTable(const torch::nn::Module& module,
     if (seen != groups_seen.end() && item.tensor.requires_grad()) {
       check_usable(item.tensor, item.name);
       index_[key(item.tensor)] = static_cast<int64_t>(parameters_.size());
-      parameters_.push_back({item.name, item.tensor, seen->second, dense_strides(item.tensor)});
+      parameters_.push_back({item.name, item.tensor, seen->second, dense_strides(item.tensor),
+                             item.tensor.sizes().vec()});
     } else {
-      frozen_.push_back(item);
+      frozen_.push_back({item.name, item.tensor, item.tensor.requires_grad()});
     }
   }
   TORCH_CHECK(!parameters_.empty(),
@@ -110,13 +111,21 @@ void ParameterTable::collect_group(
   }
 }
 
+int64_t ParameterTable::find(const at::Tensor& tensor) const {
+  const auto found = tensor.defined() ? index_.find(key(tensor)) : index_.end();
+  return found == index_.end() ? -1 : found->second;
+}
+
 int64_t ParameterTable::index_of(const at::Tensor& tensor) const {
-  TORCH_CHECK(tensor.defined(), "expected a parameter of this optimizer, got an undefined tensor");
-  const auto found = index_.find(key(tensor));
-  TORCH_CHECK(found != index_.end(),
-              "expected a parameter of this optimizer, got a tensor of shape ", tensor.sizes(),
-              " that it does not manage");
-  return found->second;
+  TORCH_CHECK(tensor.defined(),
+              "expected a parameter of this optimizer, got an undefined tensor; pass one that "
+              "module.parameters() returns");
+  const int64_t index = find(tensor);
+  TORCH_CHECK(index >= 0, "expected a parameter of this optimizer, got a tensor of shape ",
+              tensor.sizes(),
+              " that it does not manage; pass one that module.parameters() returns and that "
+              "requires gradients");
+  return index;
 }
 
 std::vector<std::string> ParameterTable::describe() const {
@@ -143,19 +152,36 @@ void ParameterTable::remember() {
   memory_.resize(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& t = parameters_[i].tensor;
-    memory_[i] = {t.const_data_ptr(), static_cast<uint32_t>(t._version()), t.scalar_type()};
+    memory_[i] = {t.const_data_ptr(), static_cast<uint32_t>(t._version()), t.scalar_type(),
+                  t.device()};
+  }
+}
+
+void ParameterTable::verify_shapes() const {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& p = parameters_[i];
+    const at::Tensor& t = p.tensor;
+    TORCH_CHECK(t.sizes() == p.sizes, "parameter ", p.name, ": expected shape ",
+                at::IntArrayRef(p.sizes), " as at construction, got ", t.sizes(),
+                "; give it back its shape, or make a new optimizer");
+    TORCH_CHECK(t.scalar_type() == memory_[i].dtype, "parameter ", p.name, ": expected dtype ",
+                memory_[i].dtype, " as at construction, got ", t.scalar_type(),
+                "; move it back and call refresh_master_parameters(), or convert the model before "
+                "making an optimizer");
+    TORCH_CHECK(t.device() == memory_[i].device, "parameter ", p.name, ": expected device ",
+                memory_[i].device, " as at construction, got ", t.device(),
+                "; move it back and call refresh_master_parameters(), or move the model before "
+                "making an optimizer");
   }
 }
 
 void ParameterTable::verify(const torch::nn::Module& module) const {
+  verify_shapes();
   constexpr const char* kRefresh =
       "; call refresh_master_parameters() after changing parameters from outside";
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& p = parameters_[i];
     const at::Tensor& t = p.tensor;
-    TORCH_CHECK(t.scalar_type() == memory_[i].dtype, "parameter ", p.name, ": expected dtype ",
-                memory_[i].dtype, " as at construction, got ", t.scalar_type(),
-                "; convert the model before making the optimizer");
     TORCH_CHECK(t.const_data_ptr() == memory_[i].data, "parameter ", p.name,
                 ": expected the storage the last step left, got another (module.to(), "
                 "torch::load and set_data replace it)",
@@ -169,6 +195,7 @@ void ParameterTable::verify(const torch::nn::Module& module) const {
                 "optimizer to freeze or unfreeze parameters");
   }
   for (const NamedTensor& f : frozen_) {
+    if (f.trainable) continue;
     TORCH_CHECK(!f.tensor.requires_grad() || !f.tensor.grad().defined(), "parameter ", f.name,
                 ": expected it to stay without gradients as at construction, got "
                 "requires_grad and a gradient; make a new optimizer to unfreeze parameters");

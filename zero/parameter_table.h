@@ -29,12 +29,14 @@ struct Parameter {
   // The memory order of the parameter, of its gradient in a bucket and of its
   // segments: its own strides if they are dense, else contiguous ones.
   std::vector<int64_t> strides;
+  std::vector<int64_t> sizes;  // as at construction, like all of the above
 };
 
 // A tensor that is sent from rank 0 but not optimized.
 struct NamedTensor {
   std::string name;
   at::Tensor tensor;
+  bool trainable = false;  // required gradients at construction: another optimizer's
 };
 
 class ParameterTable {
@@ -52,6 +54,8 @@ class ParameterTable {
   const std::vector<NamedTensor>& frozen() const { return frozen_; }
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
 
+  // -1 when `tensor` is not managed.
+  int64_t find(const at::Tensor& tensor) const;
   // Throws c10::Error when `tensor` is not managed.
   int64_t index_of(const at::Tensor& tensor) const;
 
@@ -63,12 +67,15 @@ class ParameterTable {
   // Throws c10::Error naming the first parameter that was replaced, moved, cast,
   // edited in place, frozen or unfrozen since remember(), and saying what to do.
   void verify(const torch::nn::Module& module) const;
+  // The part of it without which no element may be read: shapes, dtypes, devices.
+  void verify_shapes() const;
 
  private:
   struct Memory {
     const void* data = nullptr;
     uint32_t version = 0;
     c10::ScalarType dtype = c10::ScalarType::Float;
+    at::Device device = at::kCPU;
   };
 
   void collect_group(const torch::optim::OptimizerParamGroup& group, int64_t group_index,

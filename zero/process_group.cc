@@ -16,6 +16,7 @@
 #include <mutex>
 #include <numeric>
 #include <sstream>
+#include <utility>
 
 #include "zero/environment.h"
 #include "zero/gloo_backend.h"
@@ -82,6 +83,10 @@ struct Group::State {
   }
   mutable std::mutex mutex;
   mutable std::map<std::string, int> instances;
+
+  // Held while a shared communicator is made, so that two threads do not make two.
+  mutable std::mutex shared_mutex;
+  mutable std::map<std::pair<std::string, Purpose>, std::shared_ptr<Communicator>> shared;
 };
 
 Group::Group(StorePtr store, int rank, int world_size, std::string name, BackendFactory factory,
@@ -169,9 +174,54 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
   }
 }
 
+std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name,
+                                                         Purpose purpose) const {
+  const std::lock_guard<std::mutex> lock(state_->shared_mutex);
+  std::shared_ptr<Communicator>& shared = state_->shared[{name, purpose}];
+  if (!shared) shared = make_communicator(name, purpose);
+  return shared;
+}
+
+namespace {
+
+// Before a backend is made: Gloo would connect the part of the ranks that fits together, and wait
+// for the rest until the timeout.
+void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseconds timeout) {
+  const auto bytes = [](const std::string& text) {
+    return std::vector<uint8_t>(text.begin(), text.end());
+  };
+  // Sets the key if it is missing; returns what it holds then.
+  const auto claim = [&](const std::string& key, const std::string& text) {
+    const std::vector<uint8_t> held = store.compareSet(key, {}, bytes(text));
+    return std::string(held.begin(), held.end());
+  };
+  // The first verdict counts. Without libuv, c10d's server wakes nobody for a compareSet.
+  const auto decide = [&](const std::string& verdict) {
+    claim("verdict", verdict);
+    store.set("decided", "1");
+  };
+  const std::string own = c10::str(world_size, " on rank ", rank);
+  const std::string first = claim("world_size", own);
+  if (std::atoi(first.c_str()) != world_size) {
+    const std::string problem =
+        c10::str("expected the same world size on every rank, got ", first, " and ", own,
+                 "; start all ranks with the same WORLD_SIZE, or make the group with the same one");
+    decide(problem);
+    TORCH_CHECK(false, problem);
+  }
+  if (store.add("agreed", 1) == world_size) decide("equal");
+  store.wait({"decided"}, timeout);
+  const std::vector<uint8_t> verdict = store.get("verdict");
+  const std::string text(verdict.begin(), verdict.end());
+  TORCH_CHECK(text == "equal", text);
+}
+
+}  // namespace
+
 BackendFactory default_backend_factory(c10::Device device, const std::string& hostname) {
   return [device, hostname](StorePtr store, int rank, int world_size, Purpose purpose,
                             milliseconds timeout) {
+    agree_on_world_size(*store, rank, world_size, timeout);
     if (purpose == Purpose::kData && device.is_cuda()) {
       return make_nccl_backend(store, rank, world_size, device, timeout);
     }

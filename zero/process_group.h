@@ -84,6 +84,12 @@ class Group {
   // communicator calls itself "<group>/<name>" in errors.
   std::unique_ptr<Communicator> make_communicator(const std::string& name, Purpose purpose) const;
 
+  // Collective the first time for a name and purpose. A communicator that all copies of this Group
+  // share, made once and kept as long as one of them lives: for functions that are called again and
+  // again and have no place of their own to keep one. All users of one name must order their calls
+  // alike on all ranks.
+  std::shared_ptr<Communicator> shared_communicator(const std::string& name, Purpose purpose) const;
+
   // Sends nothing. A part of the store that is private to this call: numbered
   // like communicators, so that the first call of one rank meets that of another.
   c10::intrusive_ptr<c10d::Store> make_store(const std::string& name) const;

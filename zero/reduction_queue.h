@@ -7,7 +7,8 @@
 // On the host one worker thread waits for the peers and sums, since Gloo can
 // not be asked whether an exchange is complete. push() starts the exchange at
 // once while fewer than kExchangesInFlight are under way, so that sending never
-// waits for summing.
+// waits for summing. On a GPU nothing waits: exchanges run on the transport's
+// stream, and the calling thread enqueues each sum behind its exchange.
 //
 // Thread safety: push() and drain() are for one thread; the worker is private.
 #pragma once
@@ -59,6 +60,7 @@ class ReductionQueue {
 
   void start_waiting();  // with the lock held: moves from waiting_ to under_way_
   void finish(Exchange& exchange);
+  void finish_front(std::unique_lock<std::mutex>& lock);  // unlocks meanwhile
   void work();
 
   BufferPool& pool_;

@@ -49,19 +49,20 @@ std::string ranks_by_hash(Communicator& group, int64_t hash) {
 }  // namespace
 
 void check_working_parameters(const ParameterTable& table, const ShardOptimizer& shards, int rank,
-                              Communicator& group) {
+                              Communicator& group, const std::function<bool(int64_t)>& includes) {
   const auto count = static_cast<int64_t>(table.parameters().size());
   // Per parameter: hash, its negative, and the first rank whose master differs.
   at::Tensor message = at::empty({count, 3}, at::TensorOptions().dtype(at::kLong));
   auto* words = message.mutable_data_ptr<int64_t>();
   std::vector<int64_t> hashes(count);
   for (int64_t p = 0; p < count; ++p) {
-    hashes[p] = hash_of(table.parameters()[p].tensor);
+    hashes[p] = includes(p) ? hash_of(table.parameters()[p].tensor) : 0;
     words[3 * p] = hashes[p];
     words[3 * p + 1] = -hashes[p];
     words[3 * p + 2] = 0;
   }
   for (const SegmentTensors& s : shards.segments()) {
+    if (!includes(s.segment.parameter)) continue;
     if (!masters_agree(table, s)) words[3 * s.segment.parameter + 2] = rank + 1;
   }
   group.all_reduce_max(message.view({-1}), "hashes of all parameters").wait();

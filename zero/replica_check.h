@@ -5,17 +5,20 @@
 // them, by memory that flipped a bit, by a bug.
 #pragma once
 
+#include <cstdint>
+#include <functional>
+
 #include "zero/collectives.h"
 #include "zero/parameter_table.h"
 #include "zero/shard_optimizer.h"
 
 namespace zero {
 
-// Collective, blocks. Compares 64-bit hashes of every working parameter over
-// the ranks of `group`, and this rank's masters, rounded to the working dtype,
+// Collective, blocks. Compares 64-bit hashes of every working parameter p with
+// includes(p) over the ranks of `group`, and this rank's masters, rounded to the working dtype,
 // with its part of the working parameters. Throws c10::Error on every rank that
 // names the first parameter that differs and the ranks.
 void check_working_parameters(const ParameterTable& table, const ShardOptimizer& shards, int rank,
-                              Communicator& group);
+                              Communicator& group, const std::function<bool(int64_t)>& includes);
 
 }  // namespace zero

@@ -2,14 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/shard_norm.h"
 
-#include <ATen/ops/zeros.h>
-
 #include <cmath>
-#include <cstring>
-#include <limits>
 
-#include "kernels/norm.h"
-#include "zero/device_stream.h"
+#include "zero/norm_parts.h"
 
 namespace zero {
 namespace {
@@ -25,48 +20,27 @@ std::vector<kernels::ConstSpan> spans_of(const std::vector<SegmentTensors>& segm
   return spans;
 }
 
-at::TensorOptions options_like(const std::vector<SegmentTensors>& segments) {
-  return segments.empty() ? at::TensorOptions() : segments.front().gradient.options();
-}
-
-ShardNorm maximum(const std::vector<SegmentTensors>& segments, Communicator& group) {
-  at::Tensor bits = at::zeros({1}, options_like(segments).dtype(at::kLong));
-  kernels::max_abs_bits(spans_of(segments, -1), bits.mutable_data_ptr<int64_t>(),
-                        current_stream(bits.device()));
-  group.all_reduce_max(bits, "infinity norm").wait();
-  constexpr int64_t kInfinityBits = 0x7f800000;
-  const auto value = bits.item<int64_t>();
-  const auto low = static_cast<uint32_t>(value);
-  float maximum = 0;
-  std::memcpy(&maximum, &low, sizeof(maximum));
-  return {maximum, value >= kInfinityBits};
-}
-
 }  // namespace
 
 ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
                      const std::vector<double>& weights, double norm_type, Communicator& group) {
-  if (std::isinf(norm_type)) return maximum(segments, group);
-  const auto options = options_like(segments).dtype(at::kDouble);
-  at::Tensor total = at::zeros({2}, options);
-  for (size_t g = 0; g < weights.size(); ++g) {
-    const auto spans = spans_of(segments, static_cast<int64_t>(g));
-    if (spans.empty()) continue;
-    at::Tensor part = at::zeros({2}, options);
-    auto* result = part.mutable_data_ptr<double>();
-    if (norm_type == 2.0) {
-      kernels::sum_of_squares(spans, result, current_stream(part.device()));
-    } else {
-      kernels::sum_of_abs_powers(spans, norm_type, result, current_stream(part.device()));
-    }
-    total.add_(part, weights[g]);
+  const at::Device device =
+      segments.empty() ? at::Device(at::kCPU) : segments.front().gradient.device();
+  const at::Tensor parts = empty_norm_parts(1, norm_type, device);
+  if (std::isinf(norm_type)) {
+    add_to_norm_part(parts.select(0, 0), spans_of(segments, -1), norm_type, 1.0);
   }
-  group.all_reduce_sum(total, "gradient norm").wait();
-  const at::Tensor host = total.cpu();
-  const auto* sums = host.const_data_ptr<double>();
+  for (size_t g = 0; g < weights.size() && !std::isinf(norm_type); ++g) {
+    const auto spans = spans_of(segments, static_cast<int64_t>(g));
+    add_to_norm_part(parts.select(0, 0), spans, norm_type, weights[g]);
+  }
+  all_reduce_norm_parts(parts, group, "gradient norm").wait();
+  const at::Tensor part = parts.cpu().select(0, 0);
   ShardNorm result;
-  result.norm = norm_type == 2.0 ? std::sqrt(sums[0]) : std::pow(sums[0], 1.0 / norm_type);
-  result.nonfinite = sums[1] != 0;
+  result.norm = norm_of(part, norm_type).item<double>();
+  // A sum of powers may overflow although every value is finite.
+  result.nonfinite =
+      std::isinf(norm_type) ? !std::isfinite(result.norm) : part[1].item<double>() != 0;
   return result;
 }
 

@@ -20,7 +20,8 @@ struct ShardNorm {
 // Collective over `group`, blocks. The `norm_type`-norm (any p > 0, or infinity)
 // of all segments of all ranks. `weights[g]` multiplies what parameter group g
 // adds to the sum: one divided by how many ranks of `group` hold the same
-// shards, so that every element counts once; not used for infinity.
+// shards, so that every element counts once, or 0 where other ranks count it; not
+// used for infinity nor for what is not finite.
 // Sums are made in double. NaN in, NaN out, on every rank.
 ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
                      const std::vector<double>& weights, double norm_type, Communicator& group);

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/working_arena.h"
 
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -33,19 +34,24 @@ WorkingArena::WorkingArena(const Plan& plan, const ParameterTable& table, Buffer
   attach();
 }
 
-void WorkingArena::attach() {
+void WorkingArena::attach(bool keep_values) {
   for (size_t i = 0; i < table_.parameters().size(); ++i) {
     const Parameter& p = table_.parameters()[i];
     if (plan_.layout == Layout::kPerParameter) {
       TORCH_CHECK(p.tensor.is_non_overlapping_and_dense(), "parameter ", p.name,
                   ": expected dense memory, got strides ", p.tensor.strides(), " for shape ",
                   p.tensor.sizes(), "; use Layout::kContiguous or make it contiguous");
+      if (p.tensor.numel() > 1 && p.tensor.strides() != at::IntArrayRef(p.strides)) {
+        at::Tensor ordered = at::empty_strided(p.sizes, p.strides, p.tensor.detach().options());
+        ordered.copy_(p.tensor.detach());
+        at::Tensor(p.tensor).set_data(ordered);
+      }
       continue;
     }
     const at::Tensor& flat = flat_[plan_.parameter_arena[i]];
     at::Tensor place = flat.as_strided(p.tensor.sizes(), p.strides, plan_.parameter_offset[i]);
     if (p.tensor.numel() > 0 && p.tensor.const_data_ptr() == place.const_data_ptr()) continue;
-    place.copy_(p.tensor.detach());
+    if (keep_values) place.copy_(p.tensor.detach());
     at::Tensor parameter = p.tensor;
     parameter.set_data(place);
   }

@@ -25,10 +25,11 @@ class WorkingArena {
   // and calls attach().
   WorkingArena(const Plan& plan, const ParameterTable& table, BufferPool& pool);
 
-  // kContiguous: copies every parameter's present values into its place and
-  // makes it a view of it. Idempotent; restores views that were replaced.
-  // kPerParameter: checks that the parameters are dense.
-  void attach();
+  // kContiguous: makes every parameter a view of its place, after copying its
+  // present values there if `keep_values`. Idempotent; restores views that were replaced.
+  // kPerParameter: gives back their memory order to parameters that were
+  // replaced; throws c10::Error when one is not dense.
+  void attach(bool keep_values = true);
 
   // [world_size, row] in the arena's dtype. kContiguous: the memory of the
   // parameters. kPerParameter: a pool buffer with unspecified contents, to be ended with publish().

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <sstream>
 
 #include "zero/construction_check.h"
@@ -36,8 +37,9 @@ void check_options(const ZeroOptions& options) {
               "the scale can only follow overflows that are noticed");
 }
 
+// What all ranks must agree on.
 std::vector<std::string> describe(const ZeroOptions& options, const torch::optim::Optimizer& inner,
-                                  const ParameterTable& table) {
+                                  const Domains& domains) {
   std::vector<std::string> lines;
   std::ostringstream line;
   line << "options stage " << options.stage() << " full gradients "
@@ -51,17 +53,34 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
          << s->backoff_factor() << " " << s->growth_interval() << " " << s->hysteresis() << " "
          << s->min_scale() << " " << s->max_scale() << " " << s->max_skipped_at_min();
   }
+  line << " ranks " << domains.mesh.world_size() << (domains.uniform ? "" : " in domains");
   lines.push_back(line.str());
   lines.push_back("inner optimizer " + optimizer_name(inner));
+  return lines;
+}
+
+// What ranks with the same parameters must agree on: of domain `domain`, or -1 for all.
+std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inner,
+                                             const ParameterTable& table, const Domains& domains,
+                                             int64_t domain) {
+  std::vector<std::string> lines = domains.describe();
   for (size_t g = 0; g < inner.param_groups().size(); ++g) {
-    std::ostringstream group;
-    group << "options of parameter group " << g;
-    for (const auto& [name, value] : option_values(inner.param_groups()[g].options())) {
-      group << " " << name << " " << value;
-    }
-    lines.push_back(group.str());
+    lines.push_back("options of parameter group " + std::to_string(g) + " " +
+                    options_text(inner.param_groups()[g].options()));
   }
-  for (std::string& text : table.describe()) lines.push_back(std::move(text));
+  const std::vector<std::string> texts = table.describe();
+  for (size_t i = 0; i < texts.size(); ++i) {
+    const bool managed = i < table.parameters().size();
+    const bool here =
+        domain < 0 || (managed && domains.of_group[table.parameters()[i].group] == domain);
+    if (here) {
+      lines.push_back(texts[i]);
+    } else if (managed) {
+      // Its values are other ranks' business, but not when it travels: ranks that share a group
+      // send in one order.
+      lines.push_back("parameter of another domain" + texts[i].substr(texts[i].find(" shape ")));
+    }
+  }
   return lines;
 }
 
@@ -90,8 +109,9 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     : torch::optim::Optimizer(
           std::vector<torch::optim::OptimizerParamGroup>(),
           inner ? inner->defaults().clone() : std::make_unique<torch::optim::OptimizerOptions>()) {
-  auto links = std::make_unique<OptimizerLinks>(group);
+  auto links = std::make_unique<OptimizerLinks>(options.mesh_group().value_or(group));
   std::unique_ptr<ParameterTable> table;
+  std::optional<Domains> domains;
   std::string problem;
   std::vector<std::string> lines;
   try {
@@ -104,23 +124,41 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
                   p.name,
                   ": expected no post-accumulate hook, got one; a parameter can belong to "
                   "one ZeroOptimizer at a time");
+      TORCH_CHECK(
+          options.layout() == Layout::kContiguous || p.tensor.is_non_overlapping_and_dense(),
+          "parameter ", p.name, ": expected dense memory, got strides ", p.tensor.strides(),
+          " for shape ", p.tensor.sizes(), "; use Layout::kContiguous or make it contiguous");
     }
-    lines = describe(options, *inner, *table);
+    domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
+    lines = describe(options, *inner, *domains);
+    if (domains->uniform) {
+      for (std::string& line : describe_parameters(*inner, *table, *domains, -1)) {
+        lines.push_back(std::move(line));
+      }
+    }
   } catch (const std::exception& error) {
     problem = error_text(error);
   }
   check_construction(*links->control, problem, lines);
+  links->connect(*domains);
+  links->check_domains(*domains, [&](int64_t domain) {
+    return describe_parameters(*inner, *table, *domains, domain);
+  });
+  links->agree_on_half(*domains, std::any_of(table->parameters().begin(), table->parameters().end(),
+                                             [](const Parameter& p) {
+                                               return p.tensor.scalar_type() == at::kHalf;
+                                             }));
   param_groups_ = visible_groups(inner.get());
-  impl_ = std::make_unique<Impl>(module, std::move(inner), std::move(group), options,
+  impl_ = std::make_unique<Impl>(module, std::move(inner), std::move(*domains), options,
                                  std::move(links), std::move(*table));
-  for (const auto& g : param_groups_) impl_->group_sizes.push_back(g.params().size());
+  for (const auto& g : param_groups_) impl_->group_members.push_back(g.params());
 }
 
 ZeroOptimizer::~ZeroOptimizer() = default;
 
 void ZeroOptimizer::backward(const at::Tensor& loss) {
   impl_->run_backward([&] {
-    TORCH_CHECK(loss.defined() && loss.dim() == 0, "rank ", impl_->group.rank(),
+    TORCH_CHECK(loss.defined() && loss.dim() == 0, "rank ", impl_->links->rank(),
                 ": loss: expected a 0-dim tensor, got ",
                 loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined"),
                 "; use backward(outputs, output_gradients)");
@@ -139,7 +177,7 @@ void ZeroOptimizer::backward(const std::vector<at::Tensor>& outputs,
       if (i < output_gradients.size() && output_gradients[i].defined()) {
         gradients.push_back(scale == 1.0 ? output_gradients[i] : output_gradients[i] * scale);
       } else {
-        TORCH_CHECK(outputs[i].dim() == 0, "rank ", impl_->group.rank(), ": output ", i,
+        TORCH_CHECK(outputs[i].dim() == 0, "rank ", impl_->links->rank(), ": output ", i,
                     ": expected an output gradient for shape ", outputs[i].sizes(), ", got none");
         gradients.push_back(
             at::full_like(outputs[i], scale, outputs[i].options().requires_grad(false)));
@@ -176,7 +214,7 @@ ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
 void ZeroOptimizer::reduce_gradients() {
   at::NoGradGuard no_grad;
   impl_->guarded([&] {
-    impl_->reduce(impl_->agree(Call::kReduceGradients, 0, [&] { impl_->verify_untouched(); }));
+    impl_->reduce(impl_->agree(Call::kReduceGradients, [&] { impl_->verify_untouched(); }));
   });
 }
 
@@ -210,16 +248,14 @@ double ZeroOptimizer::loss_scale() const { return impl_->scaler.scale(); }
 at::Tensor ZeroOptimizer::gradient(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   at::Tensor result;
-  const int64_t index = impl_->table.index_of(parameter);
-  impl_->guarded([&] { result = impl_->gather_parameter(index, true); });
+  impl_->guarded([&] { result = impl_->gather_parameter(parameter, true); });
   return result;
 }
 
 at::Tensor ZeroOptimizer::master(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   at::Tensor result;
-  const int64_t index = impl_->table.index_of(parameter);
-  impl_->guarded([&] { result = impl_->gather_parameter(index, false); });
+  impl_->guarded([&] { result = impl_->gather_parameter(parameter, false); });
   return result;
 }
 
@@ -229,31 +265,17 @@ void ZeroOptimizer::refresh_master_parameters() {
 
 void ZeroOptimizer::refresh_working_parameters() {
   at::NoGradGuard no_grad;
-  impl_->guarded([&] {
-    impl_->agree(Call::kRefreshWorking, 0);
-    impl_->arena.attach();
-    impl_->gather_rows(
-        [&](const ShardOptimizer::RowWritten& written) { impl_->shards.write_working(written); });
-    for (const Parameter& p : impl_->table.parameters()) {
-      torch::autograd::impl::bump_version(p.tensor);
-    }
-    impl_->table.remember();
-  });
+  impl_->guarded([&] { impl_->refresh_working(); });
 }
 
 void ZeroOptimizer::broadcast_buffers() {
-  impl_->guarded([&] {
-    impl_->agree(Call::kBroadcastBuffers, 0);
-    std::vector<at::Tensor> buffers;
-    for (const NamedTensor& item : impl_->table.buffers()) buffers.push_back(item.tensor);
-    impl_->broadcast_from_first(buffers, "buffers");
-  });
+  impl_->guarded([&] { impl_->broadcast_buffers(); });
 }
 
 void ZeroOptimizer::check_replicas() {
   at::NoGradGuard no_grad;
   impl_->guarded([&] {
-    impl_->agree(Call::kCheckReplicas, 0);
+    impl_->agree(Call::kCheckReplicas, [&] { impl_->verify_shapes(); });
     impl_->check_replicas_now();
   });
 }
@@ -278,8 +300,8 @@ MemoryReport ZeroOptimizer::memory() const {
 
 Stats ZeroOptimizer::stats() const {
   Stats stats;
-  stats.data = impl_->links->data->traffic();
-  stats.control = impl_->links->control->traffic();
+  stats.data = impl_->links->data_traffic();
+  stats.control = impl_->links->control_traffic();
   stats.steps = impl_->steps;
   stats.skipped_steps = impl_->skipped_steps;
   stats.rounds = impl_->reducer.rounds_sent();
@@ -292,13 +314,13 @@ const ZeroOptions& ZeroOptimizer::options() const { return impl_->options; }
 const torch::optim::Optimizer& ZeroOptimizer::inner() const { return impl_->shards.inner(); }
 
 void ZeroOptimizer::save(torch::serialize::OutputArchive&) const {
-  TORCH_CHECK(false, "rank ", impl_->group.rank(),
+  TORCH_CHECK(false, "rank ", impl_->links->rank(),
               ": torch::save of a ZeroOptimizer: expected save_checkpoint(), since a torch archive "
               "would hold one rank's segments by address, without a checksum");
 }
 
 void ZeroOptimizer::load(torch::serialize::InputArchive&) {
-  TORCH_CHECK(false, "rank ", impl_->group.rank(),
+  TORCH_CHECK(false, "rank ", impl_->links->rank(),
               ": torch::load of a ZeroOptimizer: expected load_checkpoint()");
 }
 

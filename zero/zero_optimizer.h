@@ -60,6 +60,7 @@
 #include <vector>
 
 #include "bookkeeping/memory.h"
+#include "zero/checkpoint_options.h"
 #include "zero/options.h"
 #include "zero/process_group.h"
 
@@ -68,6 +69,8 @@ class Module;
 }
 
 namespace zero {
+
+class PendingCheckpoint;
 
 // Counted since construction, on this rank.
 struct Stats {
@@ -145,12 +148,17 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   at::Tensor grad_norm(double norm_type = 2.0) { return clip_grad_norm_(std::nullopt, norm_type); }
 
   // Collective. Updates this rank's masters, then brings every working parameter
-  // up to date on every rank. Gradients are consumed. Without a gradient on any rank since the
+  // up to date on every rank. Throws when ranks have different options, a
+  // learning rate for example. Gradients are consumed. Without a gradient on any rank since the
   // last step it does nothing. Returns the closure's loss, else an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Forgets the gradients accumulated since the last step. Collective when
-  // there are any, otherwise local and free. Rarely needed: step() consumes gradients.
+  // there are any and after a call that threw, otherwise local and free; when only some ranks have any, the
+  // next collective call throws on all ranks and nothing is lost. Rarely needed:
+  // step() consumes gradients. zero_grad() of the module or of the base class
+  // cannot take back what was sent: it has no effect between backward() and
+  // step(), and step() throws where it sees that it was called.
   void zero_grad(bool set_to_none = true);
 
   // Whether the last step() was skipped for non-finite gradients.
@@ -166,9 +174,12 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Collective. Takes over working parameters that were changed from outside
   // (loaded, moved to other storage, edited in place): re-attaches them, sends
-  // rank 0's values to all ranks, and sets the masters from them.
+  // rank 0's values, also of frozen parameters, to all ranks, and sets the masters
+  // from them.
   void refresh_master_parameters();
-  // Collective. The reverse: working parameters are set from the masters.
+  // Collective. The reverse: working parameters are set from the masters. In
+  // Layout::kContiguous the fp32 masters are this rank's part of the working
+  // parameters themselves: edits in place there cannot be taken back.
   void refresh_working_parameters();
 
   // Collective. Sends rank 0's module buffers to all ranks.
@@ -178,6 +189,30 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // replicas, of masters and moments. Throws on every rank, naming the first
   // parameter that differs and the ranks.
   void check_replicas();
+
+  // Collective. Writes a folder that all ranks can see: masters, all state of the
+  // inner optimizer, step counts, loss scale, options; rank 0's frozen parameters
+  // and buffers. It appears complete or not at all, and any number of ranks can
+  // load it. Every rank needs memory for one tensor more, and the slowest must
+  // be done within the group's timeout. See zero/checkpoint.h.
+  // Throws c10::Error on all ranks, leaving what was at `folder`: gradients since
+  // the last step (they are not part of a checkpoint), an existing `folder`
+  // without overwrite(true), a folder that not all ranks see, errors of the disk.
+  void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
+  // Collective. The same, but returns once this rank's shard is copied in host memory;
+  // steps may follow. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
+  std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
+                                                           const SaveOptions& options = {});
+  // Collective. Loads what any number of ranks saved, with any stage, layout and
+  // bucket size. Each rank reads the stored tensors that overlap its shard, and its
+  // part of all files to verify them. Working parameters are set from the masters.
+  // Throws c10::Error on all ranks, and then nothing has changed: gradients since
+  // the last step, damage, another model (see LoadOptions::strict).
+  LoadReport load_checkpoint(const std::string& folder, const LoadOptions& options = {});
+  // Collective. Takes over the state of an unsharded optimizer of the same class
+  // over the same module's parameters, to go on with a run of plain torch. `plain`
+  // is loaded on every rank; options and parameters are not taken over.
+  void load_plain_state(const torch::optim::Optimizer& plain);
 
   // Bytes this rank holds now, by kind.
   MemoryReport memory() const;

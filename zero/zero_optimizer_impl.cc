@@ -11,10 +11,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <cmath>
+#include <sstream>
 
 #include "kernels/cast.h"
 #include "zero/device_stream.h"
+#include "zero/inner_optimizer.h"
 #include "zero/replica_check.h"
 
 namespace zero {
@@ -24,30 +25,61 @@ namespace {
 // directions, and two that are being filled.
 constexpr int64_t kBuffersKept = 6;
 
-std::vector<ParameterInfo> infos(const ParameterTable& table) {
-  std::vector<ParameterInfo> result;
-  for (const Parameter& p : table.parameters()) {
-    result.push_back({p.tensor.numel(), p.tensor.scalar_type(), 0});
-  }
+std::vector<int64_t> parameter_domains(const ParameterTable& table, const Domains& domains) {
+  std::vector<int64_t> result;
+  for (const Parameter& p : table.parameters()) result.push_back(domains.of_group[p.group]);
   return result;
 }
 
-int64_t kept_bytes(const Plan& plan) {
+Plan make_plan_of(const ParameterTable& table, const Domains& domains, const ZeroOptions& options) {
+  std::vector<ParameterInfo> infos;
+  for (const Parameter& p : table.parameters()) {
+    infos.push_back({p.tensor.numel(), p.tensor.scalar_type(), domains.of_group[p.group]});
+  }
+  std::vector<int64_t> world_sizes;
+  for (const Domain& d : domains.list) world_sizes.push_back(d.group.world_size());
+  return make_plan(infos, world_sizes, {options.layout(), options.bucket_bytes()});
+}
+
+// This rank's number in each domain: the shards it owns.
+std::vector<int64_t> ranks_in(const Domains& domains) {
+  std::vector<int64_t> ranks;
+  for (const Domain& d : domains.list) ranks.push_back(d.group.rank());
+  return ranks;
+}
+
+int64_t kept_bytes(const Plan& plan, const ZeroOptions& options) {
   int64_t largest = 0;
   for (const Bucket& bucket : plan.buckets) {
+    const auto dtype = options.reduce_dtype().value_or(plan.arena_of(bucket).dtype);
     largest = std::max<int64_t>(
-        largest, plan.bucket_numel(bucket) *
-                     static_cast<int64_t>(c10::elementSize(plan.arena_of(bucket).dtype)));
+        largest, plan.bucket_numel(bucket) * static_cast<int64_t>(c10::elementSize(dtype)));
   }
   return kBuffersKept * largest;
 }
 
-LossScaler make_scaler(const ParameterTable& table, const ZeroOptions& options) {
+LossScaler make_scaler(bool any_half, const ZeroOptions& options) {
   if (options.loss_scaler()) return LossScaler(*options.loss_scaler());
-  for (const Parameter& p : table.parameters()) {
-    if (p.tensor.scalar_type() == at::kHalf) return LossScaler(LossScalerOptions());
+  // A scale that is never told of an overflow would only grow.
+  if (!options.skip_nonfinite()) return {};
+  return any_half ? LossScaler(LossScalerOptions()) : LossScaler();
+}
+
+std::vector<at::Tensor> tensors_of(const std::vector<NamedTensor>& list) {
+  std::vector<at::Tensor> result;
+  for (const NamedTensor& item : list) result.push_back(item.tensor);
+  return result;
+}
+
+// What must be equal on all ranks before they are sent: a transport that is
+// given different sizes aborts or hangs.
+std::string shapes_of(const std::vector<NamedTensor>& list) {
+  std::ostringstream text;
+  for (const NamedTensor& item : list) {
+    text << (item.tensor.is_same(list.front().tensor) ? "" : ", ") << item.name << " "
+         << item.tensor.sizes() << " " << item.tensor.scalar_type();
   }
-  return {};
+  return text.str();
 }
 
 class AfterAccumulation final : public torch::autograd::PostAccumulateGradHook {
@@ -66,38 +98,33 @@ std::string error_text(const std::exception& error) {
   return ours != nullptr ? ours->what_without_backtrace() : error.what();
 }
 
-OptimizerLinks::OptimizerLinks(const Group& group)
-    : control(group.make_communicator("control", Purpose::kControl)),
-      data(group.make_communicator("data", Purpose::kData)),
-      channel(*control, group) {}
-
 ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
-                          Group group, const ZeroOptions& options,
+                          Domains all_domains, const ZeroOptions& options,
                           std::unique_ptr<OptimizerLinks> links, ParameterTable parameter_table)
     : module(module),
-      group(std::move(group)),
+      domains(std::move(all_domains)),
+      group(domains.home),
       options(options),
       links(std::move(links)),
       table(std::move(parameter_table)),
-      plan(make_plan(infos(table), {this->group.world_size()},
-                     {options.layout(), options.bucket_bytes()})),
-      pool(table.parameters().front().tensor.device(), kept_bytes(plan)),
+      domain_of(parameter_domains(table, domains)),
+      plan(make_plan_of(table, domains, options)),
+      pool(table.parameters().front().tensor.device(), kept_bytes(plan, options)),
       arena(plan, table, pool),
-      reducer(plan, table, {{this->links->data.get(), nullptr}}, pool,
+      reducer(plan, table, this->links->domains, pool,
               {options.reduce_dtype(), options.no_sync_fp32()}),
-      full_gradients(plan, table, {{this->links->data.get(), nullptr}}, pool),
+      full_gradients(plan, table, this->links->domains, pool),
       // The masters are read here, so rank 0's values must have arrived.
-      shards((broadcast_from_first(arena.broadcast_tensors(), "parameters"),
-              ShardOptimizer::Shards{plan, table, {this->group.rank()}, arena, reducer}),
+      shards((broadcast_parameters(),
+              ShardOptimizer::Shards{plan, table, ranks_in(domains), arena, reducer}),
              std::move(inner), options.fused()),
-      scaler(make_scaler(table, options)) {
-  norm_weights.assign(shards.inner().param_groups().size(), 1.0);
+      scaler(make_scaler(this->links->any_half, options)) {
   reducer.set_scale(1.0 / scaler.scale());
   std::vector<at::Tensor> others;
   for (const auto* list : {&table.frozen(), &table.buffers()}) {
     for (const NamedTensor& item : *list) others.push_back(item.tensor);
   }
-  broadcast_from_first(others, "frozen parameters and buffers");
+  broadcast_from_first(others, this->links->home, "frozen parameters and buffers");
   table.remember();
   install_hooks();
 }
@@ -106,20 +133,21 @@ ZeroOptimizer::Impl::~Impl() {
   remove_hooks();
   // Without this the reducer's worker would wait for peers until the timeout.
   if (!failure.empty() || reducer.rounds_needed() > 0) {
-    links->channel.announce("its optimizer was destroyed with gradients on their way");
-    links->data->abort();
-    links->control->abort();
+    if (failure.empty()) {
+      links->channel.announce("its optimizer was destroyed with gradients on their way");
+    }
+    links->abort();
   }
 }
 
 void ZeroOptimizer::Impl::report(const std::string& text) {
   problem = text;
   links->channel.announce(text);
-  TORCH_CHECK(false, "rank ", group.rank(), ": ", text);
+  TORCH_CHECK(false, "rank ", links->rank(), ": ", text);
 }
 
 void ZeroOptimizer::Impl::check_usable() const {
-  TORCH_CHECK(failure.empty(), "rank ", group.rank(),
+  TORCH_CHECK(failure.empty(), "rank ", links->rank(),
               ": expected a working optimizer, got one whose communication failed earlier; end "
               "all ranks and resume from a checkpoint. The first failure was: ",
               failure);
@@ -130,15 +158,15 @@ void ZeroOptimizer::Impl::guarded(const std::function<void()>& body) {
   try {
     body();
   } catch (const std::exception& error) {
-    if (links->data->failed().empty() && links->control->failed().empty()) throw;
+    if (links->failed().empty()) throw;
     failure = error_text(error) + links->channel.announced();
-    links->channel.announce("communication failed: " + error_text(error));
-    TORCH_CHECK(false, "rank ", group.rank(), ": ", failure);
+    links->channel.announce(error_text(error));
+    TORCH_CHECK(false, "rank ", links->rank(), ": ", failure);
   }
 }
 
-Agreement ZeroOptimizer::Impl::agree(Call call, int32_t detail,
-                                     const std::function<void()>& check) {
+Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& check,
+                                     const std::string& arguments) {
   std::string text;
   text.swap(problem);
   if (text.empty() && call != Call::kZeroGrad) text = broken_backward;
@@ -153,12 +181,36 @@ Agreement ZeroOptimizer::Impl::agree(Call call, int32_t detail,
       text = error_text(error);
     }
   }
-  return links->channel.agree(call, detail, text, reducer.rounds_needed(), reducer.used());
+  reducer.claim_gradients();
+  refused = true;
+  const std::vector<uint8_t>& used = reducer.used();
+  if (domains.uniform) {
+    Agreement agreement =
+        links->channel.agree(call, arguments, text, reducer.rounds_needed(), used);
+    refused = false;
+    return agreement;
+  }
+  // The same number stands for different parameters on other ranks of the mesh.
+  Agreement agreement = links->channel.agree(call, {}, text, reducer.rounds_needed(), {});
+  refused = false;
+  agreement.used = used;
+  if (agreement.rounds > 0) links->agree_used(domain_of, agreement.used);
+  return agreement;
 }
 
 void ZeroOptimizer::Impl::verify_untouched() const {
   table.verify(module);
   reducer.verify();
+}
+
+void ZeroOptimizer::Impl::verify_shapes() const {
+  table.verify_shapes();
+  if (options.layout() == Layout::kContiguous) return;
+  for (const Parameter& p : table.parameters()) {
+    TORCH_CHECK(p.tensor.is_non_overlapping_and_dense(), "parameter ", p.name,
+                ": expected dense memory, got strides ", p.tensor.strides(), " for shape ",
+                p.tensor.sizes(), "; make it contiguous");
+  }
 }
 
 void ZeroOptimizer::Impl::install_hooks() {
@@ -194,6 +246,8 @@ void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
   if (!table.parameters()[parameter].tensor.grad().defined()) return;
   check_usable();
   if (clipped) {
+    // It must not travel with the clipped gradients after the error.
+    table.parameters()[parameter].tensor.mutable_grad().reset();
     report(
         "backward() between clip_grad_norm_() and step(): expected step() next, got a gradient "
         "of " +
@@ -207,8 +261,11 @@ void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
       reducer.gradient_ready(parameter);
     }
   } catch (const std::exception& error) {
-    broken_backward = error_text(error);
-    report(broken_backward);
+    broken_backward = error_text(error) +
+                      ". Gradients are incomplete: call zero_grad() on all ranks and repeat the "
+                      "batch";
+    links->channel.announce(broken_backward);
+    TORCH_CHECK(false, "rank ", links->rank(), ": ", broken_backward);
   }
 }
 
@@ -220,18 +277,21 @@ void ZeroOptimizer::Impl::run_backward(const std::function<void()>& backward) {
         "last backward pass");
   }
   const bool sync = !*no_sync_active;
-  if (sync) reducer.begin_pass();
   try {
+    if (sync) reducer.begin_pass();
     backward();
+    if (sync) reducer.close_round();
   } catch (const std::exception& error) {
-    broken_backward =
-        "a backward pass ended with an exception, so gradients are incomplete; call "
-        "zero_grad() on all ranks and repeat the batch. It was: " +
-        error_text(error);
+    // A hook of ours has said it already, with what to do.
+    if (broken_backward.empty()) {
+      broken_backward =
+          "a backward pass ended with an exception, so gradients are incomplete; call "
+          "zero_grad() on all ranks and repeat the batch. It was: " +
+          error_text(error);
+    }
     links->channel.announce(broken_backward);
     throw;
   }
-  if (sync) reducer.close_round();
 }
 
 void ZeroOptimizer::Impl::reduce(const Agreement& agreement) {
@@ -245,20 +305,23 @@ void ZeroOptimizer::Impl::reduce(const Agreement& agreement) {
 
 void ZeroOptimizer::Impl::measure(double norm_type) {
   if (measured && measured_type == norm_type) return;
-  measured = shard_norm(shards.segments(), norm_weights, norm_type, *links->data);
+  measured = shard_norm(shards.segments(), domains.norm_weights, norm_type, *links->norm);
   measured_type = norm_type;
 }
 
 at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm_type) {
-  // Arguments must agree, since the coefficient is computed on every rank.
-  const double key = max_norm.value_or(-1.0) * 1e3 + (std::isinf(norm_type) ? 7.0 : norm_type);
-  const auto detail = static_cast<int32_t>(std::hash<double>()(key) & 0x7fffffff);
-  const Agreement agreement = agree(Call::kClipGradNorm, detail, [&] {
+  const auto check = [&] {
     TORCH_CHECK(!max_norm || *max_norm > 0, "max_norm: expected a number above 0, got ", *max_norm,
                 "; pass nullopt to measure only");
-    TORCH_CHECK(norm_type > 0, "norm_type: expected a number above 0 or infinity, got ", norm_type);
+    TORCH_CHECK(norm_type > 0, "norm_type: expected a number above 0 or infinity, got ", norm_type,
+                "; 2 is the usual one");
     verify_untouched();
-  });
+  };
+  // Arguments must agree, since the coefficient is computed on every rank.
+  const Agreement agreement =
+      agree(Call::kClipGradNorm, check,
+            "max_norm " + (max_norm ? exact_text(*max_norm) : std::string("nullopt")) +
+                ", norm_type " + exact_text(norm_type));
   reduce(agreement);
   if (agreement.rounds == 0) return at::scalar_tensor(0.0, at::kDouble);
   measure(norm_type);
@@ -275,18 +338,33 @@ at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm
                                : shards.segments().front().master.options().dtype(at::kDouble));
 }
 
+void ZeroOptimizer::Impl::check_groups(const ParamGroups& groups) const {
+  const auto& expected = group_members;
+  for (size_t g = 0; g < std::max(groups.size(), expected.size()); ++g) {
+    const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+    TORCH_CHECK(
+        g < expected.size() && g < groups.size() &&
+            std::equal(groups[g].params().begin(), groups[g].params().end(), expected[g].begin(),
+                       expected[g].end(), same),
+        "parameter group ", g, ": expected the ", expected.size(), " groups of construction, got ",
+        groups.size(), " of which this one was added, removed or changed afterwards (",
+        g < groups.size() ? groups[g].params().size() : 0,
+        " parameters); give all parameters to the inner optimizer and make a new optimizer");
+  }
+}
+
 void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
-  const Agreement agreement = agree(Call::kStep, 0, [&] {
-    for (size_t g = 0; g < groups.size(); ++g) {
-      TORCH_CHECK(g < group_sizes.size() && groups[g].params().size() == group_sizes[g],
-                  "parameter group ", g,
-                  ": expected the groups of construction, got one that was "
-                  "added or changed afterwards (",
-                  groups[g].params().size(), " parameters); make a new optimizer");
-    }
+  const auto check = [&] {
+    check_groups(groups);
     shards.push_options(groups);
     verify_untouched();
-  });
+  };
+  // A schedule that differs between ranks would tear the model apart shard by shard.
+  std::string arguments;
+  for (const auto& g : groups) {
+    arguments += (arguments.empty() ? "options " : "; ") + options_text(g.options());
+  }
+  const Agreement agreement = agree(Call::kStep, check, arguments);
   skipped = false;
   if (agreement.rounds == 0) {
     finish_step();
@@ -326,11 +404,20 @@ void ZeroOptimizer::Impl::gather_rows(
     Pending pending;
   };
   std::vector<Gather> gathers;
-  write([&](int64_t bucket, const at::Tensor& rows) {
-    gathers.push_back(
-        {bucket, rows,
-         links->data->gather_rows(rows, "parameter bucket " + std::to_string(bucket))});
-  });
+  try {
+    write([&](int64_t bucket, const at::Tensor& rows) {
+      Communicator& ranks = *links->domains[plan.arena_of(plan.buckets[bucket]).domain].data;
+      gathers.push_back(
+          {bucket, rows, ranks.gather_rows(rows, "parameter bucket " + std::to_string(bucket))});
+    });
+  } catch (const std::exception& error) {
+    // The others wait for rows that will not come, and some shards are updated
+    // while others are not: no way back.
+    links->channel.announce("the update of this rank's shard failed: " + error_text(error));
+    if (!links->failed().empty()) throw;
+    links->abort_data();
+    TORCH_CHECK(false, "the update of this rank's shard failed: ", error_text(error));
+  }
   for (Gather& g : gathers) {
     g.pending.wait();
     arena.publish(g.bucket, g.rows);
@@ -350,9 +437,11 @@ void ZeroOptimizer::Impl::finish_step() {
 
 void ZeroOptimizer::Impl::zero_grad() {
   const bool local_only = reducer.rounds_needed() == 0 && !reducer.any_used() && !clipped &&
-                          broken_backward.empty() && problem.empty();
+                          broken_backward.empty() && problem.empty() && !refused;
   if (!local_only) {
-    const Agreement agreement = agree(Call::kZeroGrad, 0);
+    const Agreement agreement = agree(Call::kZeroGrad);
+    // First: what cannot be sent, a sparse gradient for example, must not be tried again.
+    reducer.discard();
     reducer.complete(agreement.rounds);
     broken_backward.clear();
   }
@@ -360,9 +449,15 @@ void ZeroOptimizer::Impl::zero_grad() {
   for (const Parameter& p : table.parameters()) p.tensor.mutable_grad().reset();
 }
 
-at::Tensor ZeroOptimizer::Impl::gather_parameter(int64_t index, bool gradient) {
-  const Agreement agreement = agree(gradient ? Call::kGradient : Call::kMaster,
-                                    static_cast<int32_t>(index), [&] { verify_untouched(); });
+at::Tensor ZeroOptimizer::Impl::gather_parameter(const at::Tensor& parameter, bool gradient) {
+  const int64_t index = table.find(parameter);
+  const auto check = [&] {
+    table.index_of(parameter);
+    verify_untouched();
+  };
+  const Agreement agreement =
+      agree(gradient ? Call::kGradient : Call::kMaster, check,
+            index < 0 ? std::string() : "parameter " + table.parameters()[index].name);
   if (gradient) {
     reduce(agreement);
     if (agreement.used[index] == 0) return {};
@@ -372,11 +467,11 @@ at::Tensor ZeroOptimizer::Impl::gather_parameter(int64_t index, bool gradient) {
                                         p.tensor.options().dtype(at::kFloat).requires_grad(false));
   for (int64_t b : plan.parameter_buckets[index]) {
     const Bucket& bucket = plan.buckets[b];
+    Communicator& ranks = *links->domains[domain_of[index]].data;
     at::Tensor rows = pool.take(plan.bucket_numel(bucket), at::kFloat)
-                          .view({group.world_size(), bucket.row_numel});
-    rows.select(0, group.rank()).copy_(gradient ? reducer.shard(b) : shards.master_row(b));
-    links->data->gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name)
-        .wait();
+                          .view({ranks.world_size(), bucket.row_numel});
+    rows.select(0, ranks.rank()).copy_(gradient ? reducer.shard(b) : shards.master_row(b));
+    ranks.gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name).wait();
     for (const Slot& slot : bucket.slots) {
       if (slot.parameter != index) continue;
       for (const Piece& piece : plan.pieces(bucket, slot)) {
@@ -391,40 +486,66 @@ at::Tensor ZeroOptimizer::Impl::gather_parameter(int64_t index, bool gradient) {
 }
 
 void ZeroOptimizer::Impl::broadcast_from_first(const std::vector<at::Tensor>& tensors,
-                                               const char* what) {
+                                               const DomainLinks& domain, const char* what) {
   at::NoGradGuard no_grad;
+  const bool alone = domain.data->world_size() == 1 && domain.replicas == nullptr;
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() == 0 || group.world_size() == 1) continue;
+    if (tensor.numel() == 0 || alone) continue;
     // As bytes, since not every transport knows every dtype.
     at::Tensor flat = tensor.detach().contiguous().reshape({-1}).view(at::kByte);
-    links->data->broadcast(flat, 0, what).wait();
+    domain.data->broadcast(flat, 0, what).wait();
+    if (domain.replicas != nullptr) domain.replicas->broadcast(flat, 0, what).wait();
     if (!tensor.is_contiguous()) {
       tensor.detach().copy_(flat.view(tensor.scalar_type()).view(tensor.sizes()));
     }
   }
 }
 
+void ZeroOptimizer::Impl::broadcast_parameters() {
+  const std::vector<at::Tensor> tensors = arena.broadcast_tensors();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    // One tensor per arena, or per parameter.
+    const int64_t domain =
+        plan.layout == Layout::kContiguous ? plan.arenas[i].domain : domain_of[i];
+    broadcast_from_first({tensors[i]}, links->domains[domain], "parameters");
+  }
+}
+
 void ZeroOptimizer::Impl::check_replicas_now() {
-  check_working_parameters(table, shards, group.rank(), *links->control);
+  if (domains.uniform) {
+    check_working_parameters(table, shards, links->rank(), *links->control,
+                             [](int64_t) { return true; });
+    return;
+  }
+  links->check_each_domain([&](int64_t domain, Communicator& ranks) {
+    check_working_parameters(table, shards, ranks.rank(), ranks,
+                             [&](int64_t p) { return domain_of[p] == domain; });
+  });
 }
 
 void ZeroOptimizer::Impl::refresh_masters() {
-  agree(Call::kRefreshMasters, 0, [&] {
-    for (size_t i = 0; i < table.parameters().size(); ++i) {
-      const Parameter& p = table.parameters()[i];
-      const auto dtype = plan.arenas[plan.parameter_arena[i]].dtype;
-      const at::Device device = reducer.shard(0).device();
-      TORCH_CHECK(p.tensor.scalar_type() == dtype && p.tensor.device() == device, "parameter ",
-                  p.name, ": expected dtype ", dtype, " on ", device, " as at construction, got ",
-                  p.tensor.scalar_type(), " on ", p.tensor.device(),
-                  "; move it back before refreshing, or make a new optimizer");
-    }
-  });
+  agree(
+      Call::kRefreshMasters, [&] { verify_shapes(); }, shapes_of(table.frozen()));
   at::NoGradGuard no_grad;
   arena.attach();
-  broadcast_from_first(arena.broadcast_tensors(), "parameters");
+  broadcast_parameters();
+  broadcast_from_first(tensors_of(table.frozen()), links->home, "frozen parameters");
   shards.read_masters();
   table.remember();
+}
+
+void ZeroOptimizer::Impl::refresh_working() {
+  agree(Call::kRefreshWorking, [&] { verify_shapes(); });
+  // An fp32 arena is its masters' home: values from elsewhere must not get in.
+  arena.attach(/*keep_values=*/false);
+  gather_rows([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
+  for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
+  table.remember();
+}
+
+void ZeroOptimizer::Impl::broadcast_buffers() {
+  agree(Call::kBroadcastBuffers, nullptr, shapes_of(table.buffers()));
+  broadcast_from_first(tensors_of(table.buffers()), links->home, "buffers");
 }
 
 }  // namespace zero

@@ -11,10 +11,13 @@
 #include <string>
 #include <vector>
 
+#include "zero/checkpoint_writer.h"
 #include "zero/control_channel.h"
+#include "zero/domains.h"
 #include "zero/full_gradients.h"
 #include "zero/gradient_reducer.h"
 #include "zero/loss_scaler.h"
+#include "zero/optimizer_links.h"
 #include "zero/shard_norm.h"
 #include "zero/shard_optimizer.h"
 #include "zero/working_arena.h"
@@ -22,20 +25,11 @@
 
 namespace zero {
 
-// The communicators of one optimizer, made before anything else and used by
-// nobody else.
-struct OptimizerLinks {
-  explicit OptimizerLinks(const Group& group);
-
-  std::unique_ptr<Communicator> control;
-  std::unique_ptr<Communicator> data;
-  ControlChannel channel;
-};
-
 struct ZeroOptimizer::Impl {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner, Group group,
+  // `links` are connected.
+  Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner, Domains domains,
        const ZeroOptions& options, std::unique_ptr<OptimizerLinks> links, ParameterTable table);
   ~Impl();
 
@@ -47,10 +41,14 @@ struct ZeroOptimizer::Impl {
   // Runs `body`; a c10::Error that leaves a communicator failed makes this
   // optimizer refuse further use.
   void guarded(const std::function<void()>& body);
-  // Collective. Agrees on `call`; `check` may throw this rank's problem.
-  Agreement agree(Call call, int32_t detail, const std::function<void()>& check = nullptr);
+  // Collective. Agrees on `call`; `check` may throw this rank's problem. `arguments`
+  // must be equal on all ranks.
+  Agreement agree(Call call, const std::function<void()>& check = nullptr,
+                  const std::string& arguments = {});
   // The checks that every call with gradients makes.
   void verify_untouched() const;
+  // The checks of calls that read or write parameters which may have been changed.
+  void verify_shapes() const;
 
   // --- Backward
   void install_hooks();
@@ -67,17 +65,38 @@ struct ZeroOptimizer::Impl {
   void update(const Agreement& agreement);
   void finish_step();
   void zero_grad();
-  at::Tensor gather_parameter(int64_t parameter, bool gradient);
+  at::Tensor gather_parameter(const at::Tensor& parameter, bool gradient);
   void gather_rows(const std::function<void(const ShardOptimizer::RowWritten&)>& write);
-  void broadcast_from_first(const std::vector<at::Tensor>& tensors, const char* what);
+  void broadcast_from_first(const std::vector<at::Tensor>& tensors, const DomainLinks& domain,
+                            const char* what);
+  void broadcast_parameters();
   void check_replicas_now();
   void refresh_masters();
+  void refresh_working();
+  void broadcast_buffers();
+  void check_groups(const ParamGroups& groups) const;
+
+  // --- Checkpoints (checkpoint_save.cc, checkpoint_load.cc)
+  struct Save {
+    std::shared_ptr<CheckpointWriter> writer;
+    std::vector<FileToSave> files;  // of this rank; copies of its tensors if asked for
+    Manifest manifest;              // without files
+  };
+  void check_no_gradients() const;
+  void check_can_be_stored(const ParamGroups& groups) const;
+  Manifest make_manifest(const SaveOptions& save, const ParamGroups& groups) const;
+  Save begin_save(const std::string& folder, const SaveOptions& save, bool copy,
+                  const ParamGroups& groups);
+  LoadReport load_checkpoint(const std::string& folder, const LoadOptions& load,
+                             ParamGroups& groups);
 
   torch::nn::Module& module;
-  const Group group;
+  const Domains domains;
+  const Group group;  // of construction: the home domain's
   const ZeroOptions options;
   const std::unique_ptr<OptimizerLinks> links;
   ParameterTable table;
+  const std::vector<int64_t> domain_of;  // per parameter
   const Plan plan;
   BufferPool pool;
   WorkingArena arena;
@@ -85,13 +104,13 @@ struct ZeroOptimizer::Impl {
   FullGradients full_gradients;
   ShardOptimizer shards;
   LossScaler scaler;
-  std::vector<double> norm_weights;  // per parameter group
-  std::vector<size_t> group_sizes;   // parameters per group, as at construction
+  std::vector<std::vector<at::Tensor>> group_members;  // as at construction
   std::vector<unsigned> accumulation_hooks;
 
   std::shared_ptr<bool> no_sync_active = std::make_shared<bool>(false);
   std::string problem;          // seen outside a collective call, not yet told
   std::string broken_backward;  // until zero_grad()
+  bool refused = false;         // the last call, on all ranks
   std::string failure;          // final
 
   bool clipped = false;  // between clip_grad_norm_() and step()

@@ -1,0 +1,42 @@
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a checkpoint and its exported model as a Python user would.
+
+read_checkpoint.py <folder> <exported file> <sum of all parameters>
+"""
+
+import glob
+import json
+import sys
+
+import safetensors.torch
+import torch
+
+folder, model_file, expected_sum = sys.argv[1], sys.argv[2], float(sys.argv[3])
+with open(folder + "/manifest.json") as file:
+    manifest = json.load(file)
+
+# Master pieces, put together by their ranges, are the exported model.
+pieces = {}
+for path in glob.glob(folder + "/rank-*.safetensors"):
+    pieces.update(safetensors.torch.load_file(path))
+exported = safetensors.torch.load_file(model_file)
+for p in manifest["parameters"]:
+    numel = torch.Size(p["shape"]).numel()
+    flat = torch.full((numel,), float("nan"))
+    for f in manifest["files"]:
+        for t in f["tensors"]:
+            if t["of"] == p["name"] and t["kind"] == "master":
+                flat[t["begin"] : t["begin"] + t["numel"]] = pieces[t["key"]]
+    full = flat.as_strided(p["shape"], p["strides"]).to(exported[p["name"]].dtype)
+    assert torch.equal(full, exported[p["name"]]), p["name"]
+
+names = [p["name"] for p in manifest["parameters"] + manifest["frozen"]]
+total = sum(exported[name].double().sum().item() for name in names)
+assert abs(total - expected_sum) < 1e-4, (total, expected_sum)
+
+# And a module of the same names takes it.
+trunk = torch.nn.Linear(17, 23).to(exported["trunk.weight"].dtype)
+trunk.load_state_dict({k[6:]: v for k, v in exported.items() if k.startswith("trunk.")})
+assert torch.equal(trunk.weight.detach(), exported["trunk.weight"])
+print("python read", len(pieces), "pieces and", len(exported), "tensors")

@@ -1,0 +1,96 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Files whose every byte is hashed and whose every error carries path and
+// errno. What they throw is c10::Error.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace zero {
+
+// XXH3 (64 bits) of bytes that come in parts.
+class ContentHash {
+ public:
+  ContentHash();
+  ~ContentHash();
+  void add(const void* data, size_t bytes);
+  uint64_t value() const;
+  void reset();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+uint64_t content_hash(const void* data, size_t bytes);
+// 16 hexadecimal digits, and back. parse_hash() throws for anything else.
+std::string hash_text(uint64_t hash);
+uint64_t parse_hash(const std::string& text);
+
+// A new file. Nothing is on disk for sure before finish().
+class FileWriter {
+ public:
+  // Throws when `path` exists.
+  explicit FileWriter(std::string path);
+  ~FileWriter();
+  FileWriter(const FileWriter&) = delete;
+  FileWriter& operator=(const FileWriter&) = delete;
+
+  // Also hashes. A file-size limit is an error here and not a signal.
+  void write(const void* data, size_t bytes);
+  // Waits until the content is on disk, and closes.
+  void finish();
+
+  uint64_t bytes() const { return bytes_; }
+  uint64_t hash() const { return hash_.value(); }
+
+ private:
+  const std::string path_;
+  int descriptor_ = -1;
+  uint64_t bytes_ = 0;
+  ContentHash hash_;
+};
+
+// Reads parts of a file, without mapping it: a file that shrinks or a disk that
+// fails is then an error and not a signal, and memory is this class's buffer.
+class FileReader {
+ public:
+  explicit FileReader(std::string path);
+  ~FileReader();
+  FileReader(const FileReader&) = delete;
+  FileReader& operator=(const FileReader&) = delete;
+
+  const std::string& path() const { return path_; }
+  uint64_t size() const { return size_; }
+  // Throws when the file ends before.
+  void read(uint64_t offset, void* data, size_t bytes);
+  std::string read_text(uint64_t offset, size_t bytes);
+  // Gives [begin, end) to `take` in parts of at most kPart bytes, and returns
+  // the hash of it all. `at` counts from `begin`.
+  static constexpr size_t kPart = size_t{1} << 20;
+  using Take = std::function<void(uint64_t at, const char* data, size_t bytes)>;
+  uint64_t scan(uint64_t begin, uint64_t end, const Take& take = nullptr);
+
+  // Of all reads so far.
+  uint64_t bytes_read() const { return bytes_read_; }
+
+ private:
+  const std::string path_;
+  int descriptor_ = -1;
+  uint64_t size_ = 0;
+  uint64_t bytes_read_ = 0;
+  std::unique_ptr<char[]> buffer_;
+};
+
+// Waits until the names in a folder are on disk.
+void sync_folder(const std::string& path);
+
+// "text: No space left on device (errno 28)".
+[[noreturn]] void throw_errno(const std::string& text, int error);
+
+}  // namespace zero

@@ -1,0 +1,32 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What differs between a checkpoint and the model and optimizer it is loaded into.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "zero/checkpoint_manifest.h"
+#include "zero/parameter_table.h"
+
+namespace zero {
+
+struct CheckpointDifferences {
+  std::vector<std::string> lines;  // for people, in the order of the model
+  std::set<std::string> unusable;  // names in the model that the checkpoint cannot fill
+  bool same_optimizer = true;      // by class
+};
+
+// Another dtype or parameter group is a difference, but no hindrance: masters are
+// fp32 in every checkpoint. Another shape or memory order is one.
+CheckpointDifferences find_differences(const Manifest& manifest, const ParameterTable& table,
+                                       const torch::optim::Optimizer& inner);
+
+// Throws c10::Error with the count and the first ten, if there are any.
+void throw_differences(const CheckpointDifferences& differences, const std::string& folder);
+
+}  // namespace zero

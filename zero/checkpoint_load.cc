@@ -1,0 +1,208 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Everything that can go wrong goes wrong in stage(), which changes nothing. Once
+// all ranks have staged, commit() only moves memory.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <set>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/checkpoint_differences.h"
+#include "zero/checkpoint_reader.h"
+#include "zero/inner_optimizer.h"
+#include "zero/inner_optimizer_state.h"
+#include "zero/shared_outcome.h"
+#include "zero/zero_optimizer_impl.h"
+
+namespace zero {
+namespace {
+
+// One segment as it will be, in host memory until its state is made.
+struct StagedSegment {
+  const SegmentTensors* target = nullptr;
+  at::Tensor master;
+  std::unique_ptr<torch::optim::OptimizerParamState> state;
+  bool has_state = false;  // whether `state`, which may be none, replaces the present one
+};
+
+struct Staged {
+  Manifest manifest;
+  std::vector<StagedSegment> segments;
+  std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // to, from
+  LoadReport report;
+};
+
+class Staging {
+ public:
+  Staging(CheckpointReader& reader, const ParameterTable& table, const ShardOptimizer& shards,
+          const CheckpointDifferences& differences)
+      : reader_(reader), table_(table), shards_(shards), differences_(differences) {}
+
+  void read_segments(Staged& staged) {
+    for (const SegmentTensors& s : shards_.segments()) {
+      const std::string& name = table_.parameters()[s.segment.parameter].name;
+      if (differences_.unusable.count(name) != 0) continue;
+      wanted_.push_back({name, s.segment.begin, s.segment.numel});
+      staged.segments.push_back({&s, buffer(s.segment.numel), nullptr, false});
+    }
+    std::vector<at::Tensor> masters;
+    for (const StagedSegment& s : staged.segments) masters.push_back(s.master);
+    reader_.read("master", wanted_, masters);
+    if (differences_.same_optimizer) read_states(staged);
+  }
+
+  void read_whole(Staged& staged, const std::vector<NamedTensor>& present,
+                  const std::vector<ManifestParameter>& stored, const char* kind) {
+    std::map<std::string, const ManifestParameter*> by_name;
+    for (const ManifestParameter& p : stored) by_name[p.name] = &p;
+    for (const NamedTensor& item : present) {
+      if (differences_.unusable.count(item.name) != 0) continue;
+      staged.whole.emplace_back(item.tensor, reader_.read_whole(*by_name.at(item.name), kind));
+    }
+  }
+
+ private:
+  static at::Tensor buffer(int64_t numel) {
+    return at::empty({numel}, at::TensorOptions().dtype(at::kFloat));
+  }
+
+  void read_states(Staged& staged) {
+    // By kind, because a parameter that was never used has none.
+    std::map<std::string, std::vector<size_t>> segments_with;
+    for (size_t i = 0; i < wanted_.size(); ++i) {
+      for (const std::string& kind : reader_.kinds(wanted_[i].owner)) {
+        if (kind != "master" && kind != "step") segments_with[kind].push_back(i);
+      }
+    }
+    std::vector<InnerState> states(wanted_.size());
+    for (const auto& [kind, segments] : segments_with) {
+      std::vector<WantedRange> wanted;
+      std::vector<at::Tensor> into;
+      for (size_t i : segments) {
+        wanted.push_back(wanted_[i]);
+        into.push_back(buffer(wanted_[i].numel));
+      }
+      reader_.read(kind, wanted, into);
+      for (size_t n = 0; n < segments.size(); ++n) {
+        const at::Device device = staged.segments[segments[n]].target->master.device();
+        states[segments[n]].tensors.emplace_back(kind, into[n].to(device));
+      }
+    }
+    const auto step_counts = reader_.read_steps(wanted_);
+    for (size_t i = 0; i < wanted_.size(); ++i) {
+      StagedSegment& s = staged.segments[i];
+      s.has_state = true;
+      states[i].step = step_counts[i];
+      if (states[i].tensors.empty() && !states[i].step) continue;
+      s.state = make_inner_state(shards_.inner(), states[i]);
+    }
+  }
+
+  CheckpointReader& reader_;
+  const ParameterTable& table_;
+  const ShardOptimizer& shards_;
+  const CheckpointDifferences& differences_;
+  std::vector<WantedRange> wanted_;
+};
+
+Staged stage(const std::string& folder, const LoadOptions& load, const ParameterTable& table,
+             const ShardOptimizer& shards, const Communicator& ranks) {
+  CheckpointReader reader(folder);
+  CheckpointDifferences differences = find_differences(reader.manifest(), table, shards.inner());
+  if (load.strict()) throw_differences(differences, folder);
+  Staged staged;
+  Staging staging(reader, table, shards, differences);
+  staging.read_segments(staged);
+  staging.read_whole(staged, table.frozen(), reader.manifest().frozen, "frozen");
+  staging.read_whole(staged, table.buffers(), reader.manifest().buffers, "buffer");
+  // Together the ranks read every byte of every file, needed or not.
+  for (size_t f = 0; f < reader.manifest().files.size(); ++f) {
+    const auto reads_it = static_cast<int>(f % static_cast<size_t>(ranks.world_size()));
+    if (reads_it == ranks.rank()) reader.verify_file(f);
+  }
+  staged.manifest = reader.manifest();
+  staged.report = {staged.manifest.metadata, staged.manifest.world_size,
+                   std::move(differences.lines), reader.bytes_read()};
+  return staged;
+}
+
+// Moves what was read to where it belongs. Nothing here can fail.
+void commit(Staged& staged, torch::optim::Optimizer& inner) {
+  for (StagedSegment& s : staged.segments) {
+    s.target->master.copy_(s.master);
+    if (!s.has_state) continue;
+    if (s.state) {
+      inner.state()[s.target->master.unsafeGetTensorImpl()] = std::move(s.state);
+    } else {
+      inner.state().erase(s.target->master.unsafeGetTensorImpl());
+    }
+  }
+  for (auto& [to, from] : staged.whole) to.copy_(from);
+}
+
+void restore_options(const Manifest& manifest,
+                     std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  if (manifest.groups.size() != groups.size()) return;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    set_option_values(groups[g].options(), manifest.groups[g]);
+  }
+}
+
+}  // namespace
+
+LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const LoadOptions& load,
+                                                ParamGroups& groups) {
+  const auto check = [&] {
+    check_can_be_stored(groups);
+    verify_shapes();
+  };
+  agree(Call::kLoadCheckpoint, check,
+        folder + (load.strict() ? ", strict" : "") +
+            (load.restore_options() ? ", restore options" : ""));
+  Staged staged;
+  const auto ids = share_outcome(*links->control, "load_checkpoint(" + folder + ")", [&] {
+    staged = stage(folder, load, table, shards, *links->control);
+    return staged.manifest.id;
+  });
+  for (size_t r = 0; r < ids.size(); ++r) {
+    TORCH_CHECK(ids[r] == ids[0], "rank ", links->rank(), ": load_checkpoint(", folder,
+                "): expected the same checkpoint on all ranks, got ", ids[0], " on rank 0 and ",
+                ids[r], " on rank ", r, "; load from a folder that all ranks share");
+  }
+
+  arena.attach(/*keep_values=*/false);
+  commit(staged, shards.inner());
+  const Manifest& m = staged.manifest;
+  if (m.dynamic_scale) {
+    scaler.set_state({m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min});
+  }
+  reducer.set_scale(1.0 / scaler.scale());
+  steps = m.steps;
+  skipped_steps = m.skipped_steps;
+  skipped = false;
+  if (load.restore_options()) restore_options(m, groups);
+  finish_step();
+  gather_rows([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
+  for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
+  table.remember();
+  return std::move(staged.report);
+}
+
+LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {
+  at::NoGradGuard no_grad;
+  LoadReport report;
+  impl_->guarded([&] { report = impl_->load_checkpoint(folder, options, param_groups_); });
+  return report;
+}
+
+}  // namespace zero

@@ -1,0 +1,94 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The last file of a checkpoint to be written: what the run was, which files
+// belong to it, and what every byte of them hashes to. A folder without a valid
+// one is no checkpoint.
+//
+// It is JSON. Its last line holds the XXH3 of all bytes before, so that a
+// changed or missing byte anywhere in it is noticed.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace zero {
+
+inline constexpr char kManifestName[] = "manifest.json";
+// Grows when older versions of this library could not read what is written.
+inline constexpr int64_t kCheckpointVersion = 1;
+
+// A tensor of a file: elements [begin, begin + numel) of `owner` in its memory
+// order. `kind` is "master", the name of a state tensor ("exp_avg"), "step",
+// "frozen" or "buffer".
+struct ManifestTensor {
+  std::string key;  // in the file
+  std::string owner;
+  std::string kind;
+  int64_t begin = 0;
+  int64_t numel = 0;
+  uint64_t hash = 0;
+};
+
+struct ManifestFile {
+  std::string name;
+  uint64_t bytes = 0;
+  uint64_t hash = 0;
+  std::vector<ManifestTensor> tensors;
+};
+
+struct ManifestParameter {
+  std::string name;
+  std::vector<int64_t> shape;
+  std::vector<int64_t> strides;  // of the memory order; empty for frozen ones and buffers
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  int64_t group = 0;
+};
+
+struct Manifest {
+  std::string id;  // random; the same in every file of one checkpoint
+  std::string library_version;
+  std::string torch_version;
+
+  int64_t world_size = 0;
+  int64_t stage = 0;
+  std::string layout;
+  int64_t bucket_bytes = 0;
+  uint64_t plan_fingerprint = 0;
+
+  std::string optimizer;
+  int64_t steps = 0;
+  int64_t skipped_steps = 0;
+  bool dynamic_scale = false;
+  double scale = 1.0;
+  int64_t good_steps = 0;
+  int64_t hysteresis_left = 1;
+  int64_t skipped_at_min = 0;
+  std::vector<std::vector<std::pair<std::string, double>>> groups;  // options by name
+
+  std::vector<ManifestParameter> parameters;
+  std::vector<ManifestParameter> frozen;
+  std::vector<ManifestParameter> buffers;
+  std::vector<ManifestFile> files;
+  std::map<std::string, std::string> metadata;  // the user's
+};
+
+// What goes into the file, checksum included. Throws c10::Error for text that is
+// not UTF-8.
+std::string manifest_text(const Manifest& manifest);
+// `path` is for errors. Throws c10::Error for anything that manifest_text()
+// cannot have written.
+Manifest parse_manifest(const std::string& text, const std::string& path);
+// From a checkpoint's folder. Throws when it is none.
+Manifest read_manifest(const std::string& folder);
+
+// A rank's files as text, for rank 0 to put into the manifest.
+std::string files_text(const std::vector<ManifestFile>& files);
+std::vector<ManifestFile> parse_files(const std::string& text, const std::string& origin);
+
+}  // namespace zero

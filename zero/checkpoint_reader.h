@@ -1,0 +1,77 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reads parts of a checkpoint, whatever number of ranks wrote it. Nothing is
+// returned whose checksum was not verified; what is damaged, missing or of another
+// checkpoint is a c10::Error that names the file. Knows nothing of optimizers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "zero/checked_file.h"
+#include "zero/checkpoint_manifest.h"
+#include "zero/safetensors.h"
+
+namespace zero {
+
+// Elements [begin, begin + numel) of a parameter in its memory order.
+struct WantedRange {
+  std::string owner;
+  int64_t begin = 0;
+  int64_t numel = 0;
+};
+
+class CheckpointReader {
+ public:
+  // Reads the manifest alone.
+  explicit CheckpointReader(std::string folder);
+  ~CheckpointReader();
+
+  const Manifest& manifest() const { return manifest_; }
+  // The same for two readers of the same checkpoint only.
+  const std::string& id() const { return manifest_.id; }
+
+  // The kinds of tensors stored for a parameter: "master", "exp_avg", "step".
+  const std::set<std::string>& kinds(const std::string& owner) const;
+
+  // Fills into[i], 1-D in host memory, with elements wanted[i] of `kind`. Reads
+  // only stored tensors that overlap, each once and in full, for its checksum.
+  void read(const std::string& kind, const std::vector<WantedRange>& wanted,
+            const std::vector<at::Tensor>& into);
+  // The step count of each wanted range; none where none is stored.
+  std::vector<std::optional<int64_t>> read_steps(const std::vector<WantedRange>& wanted);
+  // A frozen parameter or buffer, contiguous, with its own dtype.
+  at::Tensor read_whole(const ManifestParameter& about, const std::string& kind);
+
+  // Compares a file of manifest().files with its size and checksum.
+  void verify_file(size_t index);
+
+  uint64_t bytes_read() const;
+
+ private:
+  struct Place {  // of a stored tensor
+    size_t file = 0;
+    const ManifestTensor* tensor = nullptr;
+  };
+  struct OpenFile;
+
+  OpenFile& open(size_t index);
+  const std::vector<Place>& places(const std::string& owner, const std::string& kind) const;
+  // Gives all bytes to `take`, then throws if the checksum is wrong.
+  void scan(const Place& place, c10::ScalarType dtype, int64_t numel, const FileReader::Take& take);
+
+  const std::string folder_;
+  const Manifest manifest_;
+  std::map<std::string, std::map<std::string, std::vector<Place>>> places_;  // by owner, kind
+  std::map<std::string, std::set<std::string>> kinds_;
+  std::map<size_t, std::unique_ptr<OpenFile>> files_;
+};
+
+}  // namespace zero

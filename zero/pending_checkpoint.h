@@ -1,0 +1,39 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A save that goes on while training does.
+//
+//   auto save = optimizer.save_checkpoint_async("run/step-100");
+//   ...                                  // steps as usual, on all ranks
+//   save->finish();                      // at the same place on all ranks
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "zero/checkpoint_writer.h"
+
+namespace zero {
+
+class PendingCheckpoint {
+ public:
+  // Made by ZeroOptimizer::save_checkpoint_async(). `finish` runs the collective end.
+  PendingCheckpoint(std::shared_ptr<CheckpointWriter> writer, std::vector<FileToSave> files,
+                    std::function<void()> finish);
+  // Waits for this rank's files. Without finish() no checkpoint appears.
+  ~PendingCheckpoint();
+  PendingCheckpoint(const PendingCheckpoint&) = delete;
+  PendingCheckpoint& operator=(const PendingCheckpoint&) = delete;
+
+  // Collective, once, while the optimizer lives. Waits for this rank's files, then
+  // for all ranks, and gives the checkpoint its name. Throws what save_checkpoint()
+  // would throw.
+  void finish();
+
+ private:
+  std::function<void()> finish_;
+  std::thread thread_;
+};
+
+}  // namespace zero

@@ -1,0 +1,68 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Where a parameter lives among the ranks of a job that combines several kinds of parallelism:
+// what an exact norm and an exact mean need to know, and cannot see in a plain tensor.
+//
+//   parameter                          placement
+//   tensor-parallel matrix             sharded_over({mesh.group({"tp"})})
+//   layer norm beside it               replicated_over({mesh.group({"tp"})})
+//   shard of either over data ranks    sharded_over({mesh.group({"dp_shard", "tp"})}), or dp_shard
+//   expert                             sharded_over({mesh.group({"ep"})}).expert(true)
+//   embedding shared by two stages     owner(true) on one of them, owner(false) on the other
+//
+// Pipeline stages hold different parameters; that is no part of a placement.
+#pragma once
+
+#include <torch/arg.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "zero/process_group.h"
+
+namespace zero {
+
+// Of one tensor that this rank holds, for zero/grad_norm.h.
+struct Placement {
+  // Every rank of these groups holds a different part of the parameter. Best one group for all
+  // dimensions together: several are reduced one after the other, with a message each.
+  TORCH_ARG(std::vector<Group>, sharded_over);
+
+  // Every rank of these groups holds the same values and the same gradient, which counts once.
+  // Nothing is sent over them; they are checked not to overlap with sharded_over.
+  TORCH_ARG(std::vector<Group>, replicated_over);
+
+  // An expert's norm is added up apart from that of dense parameters.
+  TORCH_ARG(bool, expert) = false;
+
+  // False on all ranks but one pipeline stage's for a parameter that stages share: it is clipped
+  // here and counted there.
+  TORCH_ARG(bool, owner) = true;
+};
+
+// Of one parameter group inside ZeroOptimizer, for ZeroOptions::placement().
+struct GroupPlacement {
+  // The ranks that share masters, moments and gradient shards, and over which gradients are
+  // reduced: the expert-data group for experts. Default: the optimizer's group.
+  TORCH_ARG(std::optional<Group>, reduce_group) = std::nullopt;
+
+  // Ranks that hold copies of this rank's shards: gradient shards are averaged over it after the
+  // reduction, and nothing else is sent over it. Default: no copies.
+  TORCH_ARG(std::optional<Group>, replicate_group) = std::nullopt;
+
+  // The sum of gradients is divided by this. 0: by the number of ranks of reduce_group times those
+  // of replicate_group, the mean. An expert that sees the tokens of several data ranks, whose
+  // losses are means of their own tokens, needs the number of all those ranks here.
+  TORCH_ARG(int64_t, averaged_over) = 0;
+
+  // For the norm: how many ranks of the mesh hold the same gradients besides those of
+  // replicate_group, for example the size of the tensor-parallel group for a layer norm.
+  TORCH_ARG(int64_t, copies) = 1;
+
+  // False where another pipeline stage counts these parameters in the norm.
+  TORCH_ARG(bool, owner) = true;
+};
+
+}  // namespace zero
