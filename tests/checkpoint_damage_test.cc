@@ -172,7 +172,7 @@ TEST(DamageTest, AMissingFileAndOneOfAnotherCheckpointAreNamed) {
         overwrite(file, content(parent + "/b/" + name));
         const std::string error = loader.error(parent + "/a");
         EXPECT_NE(error.find(name), std::string::npos) << error;
-        EXPECT_NE(error.find("another checkpoint"), std::string::npos) << error;
+        EXPECT_NE(error.find("mixed in from another checkpoint"), std::string::npos) << error;
       }
       overwrite(file, whole);
     }

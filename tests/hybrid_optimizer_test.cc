@@ -141,8 +141,12 @@ struct Local {
   Local(const Topology& t, const Mesh& mesh, c10::ScalarType dtype) : groups(group_count(t)) {
     for (const Logical& l : t.parameters) {
       if (l.stage >= 0 && l.stage != mesh.coordinate("pp")) continue;
-      // Rank 0 of a domain sends its values to the others.
-      const bool first = mesh.group(t.home).rank() == 0 || !l.cut.empty();
+      // The first rank of a domain and its replicas sends its values to the others.
+      bool first = true;
+      for (const std::string& d : t.data) {
+        const bool cut = std::find(l.cut.begin(), l.cut.end(), d) != l.cut.end();
+        first = first && (cut || mesh.coordinate(d) == 0);
+      }
       const at::Tensor value = part_of(initial(l), l, mesh).clone() * (first ? 1.0 : 5.0);
       tensors.push_back(module.register_parameter(l.name, value.to(dtype)));
       logical.push_back(&l);

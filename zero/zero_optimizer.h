@@ -154,11 +154,11 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Forgets the gradients accumulated since the last step. Collective when
-  // there are any and after a call that threw, otherwise local and free; when only some ranks have any, the
-  // next collective call throws on all ranks and nothing is lost. Rarely needed:
-  // step() consumes gradients. zero_grad() of the module or of the base class
-  // cannot take back what was sent: it has no effect between backward() and
-  // step(), and step() throws where it sees that it was called.
+  // there are any and after a call that threw, otherwise local and free; when only some ranks have
+  // any, the next collective call throws on all ranks and nothing is lost. Rarely needed: step()
+  // consumes gradients. zero_grad() of the module or of the base class cannot take back what was
+  // sent: it has no effect between backward() and step(), and step() throws where it sees that it
+  // was called.
   void zero_grad(bool set_to_none = true);
 
   // Whether the last step() was skipped for non-finite gradients.
