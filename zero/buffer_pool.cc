@@ -3,6 +3,9 @@
 #include "zero/buffer_pool.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 
@@ -16,6 +19,31 @@ int64_t storage_bytes(const at::Tensor& tensor) {
 at::Tensor as_flat(const at::Tensor& bytes, int64_t numel, c10::ScalarType dtype) {
   const auto used = numel * static_cast<int64_t>(c10::elementSize(dtype));
   return bytes.narrow(0, 0, used).view(dtype);
+}
+
+constexpr int64_t kHugePage = 2 << 20;
+
+// A mapping of its own, so that freeing it gives the memory back to the system: malloc keeps what
+// lies between other blocks. In huge pages, since a trimmed buffer is touched anew in the next
+// step, and 4 KiB at a time that would cost as much as sending it.
+at::Tensor map_buffer(int64_t bytes) {
+  const int64_t length = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  void* const mapped = mmap(nullptr, length + kHugePage, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(mapped != MAP_FAILED, "bucket buffer: expected ", length,
+              " bytes of memory, got none; choose smaller buckets or a smaller model");
+  void* const aligned = reinterpret_cast<void*>(
+      (reinterpret_cast<uintptr_t>(mapped) + kHugePage - 1) / kHugePage * kHugePage);
+  madvise(aligned, length, MADV_HUGEPAGE);  // without it the buffer works all the same
+  return at::from_blob(
+      aligned, {bytes}, [mapped, length](void*) { munmap(mapped, length + kHugePage); },
+      at::TensorOptions().dtype(at::kByte));
+}
+
+// Small ones would waste most of a page.
+at::Tensor allocate(int64_t bytes, c10::Device device) {
+  if (device.is_cpu() && bytes >= kHugePage) return map_buffer(bytes);
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
 }
 
 }  // namespace
@@ -38,8 +66,7 @@ at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype) {
   held_bytes_ += bytes;
   peak_bytes_ = std::max(peak_bytes_, held_bytes_);
   lock.unlock();
-  return as_flat(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)), numel,
-                 dtype);
+  return as_flat(allocate(bytes, device_), numel, dtype);
 }
 
 void BufferPool::give(const at::Tensor& buffer) {

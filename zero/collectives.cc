@@ -183,7 +183,9 @@ Pending Communicator::Impl::start(const std::string& what, Issue issue) {
 }
 
 // All transfers are posted at once, so that no peer waits for another one, and rank r begins with
-// r+1, so that not everybody begins with the same rank.
+// r+1, so that not everybody begins with the same rank. Sends come first: when a peer's receive
+// reaches Gloo before the send for it, Gloo writes the data on the thread that called send(), and
+// its event thread, which wants to read from that peer, spins meanwhile.
 template <typename RowTo>
 void Communicator::Impl::exchange(c10d::Backend& transport, RowTo row_to, const at::Tensor& into,
                                   Operation& operation) {
@@ -192,14 +194,14 @@ void Communicator::Impl::exchange(c10d::Backend& transport, RowTo row_to, const 
   int peer = rank;
   try {
     for (int k = 1; k < world_size; ++k) {
-      peer = (rank + world_size - k) % world_size;
-      std::vector<at::Tensor> row{into.select(0, peer)};
-      operation.add_receive(peer, transport.recv(row, peer, tag));
-    }
-    for (int k = 1; k < world_size; ++k) {
       peer = (rank + k) % world_size;
       std::vector<at::Tensor> row{row_to(peer)};
       operation.add_send(peer, transport.send(row, peer, tag));
+    }
+    for (int k = 1; k < world_size; ++k) {
+      peer = (rank + world_size - k) % world_size;
+      std::vector<at::Tensor> row{into.select(0, peer)};
+      operation.add_receive(peer, transport.recv(row, peer, tag));
     }
   } catch (...) {
     TORCH_CHECK(false, "lost rank ", peer, ": ", reason_of(std::current_exception()));

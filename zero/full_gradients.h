@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bookkeeping/plan.h"
-#include "zero/buffer_pool.h"
+#include "zero/bucket_memory.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_table.h"
 
@@ -22,7 +22,10 @@ class FullGradients {
   // References must outlive it. Memory is allocated by the first gather().
   FullGradients(const Plan& plan, const ParameterTable& table, std::vector<DomainLinks> links,
                 BufferPool& pool)
-      : plan_(plan), table_(table), links_(std::move(links)), pool_(pool) {}
+      : plan_(plan),
+        table_(table),
+        links_(std::move(links)),
+        memory_(plan, pool, table.parameters().front().tensor.device()) {}
 
   // Collective. Sets p.grad() of every parameter with used[p] != 0 to its
   // average, in the parameter's dtype, shape and strides, and marks it as such
@@ -32,15 +35,13 @@ class FullGradients {
   int64_t bytes() const;
 
  private:
-  at::Tensor rows(int64_t bucket);
   void give_views(GradientReducer& reducer, const std::vector<uint8_t>& used);
   void copy_out(int64_t bucket, const at::Tensor& rows, const std::vector<uint8_t>& used);
 
   const Plan& plan_;
   const ParameterTable& table_;
   const std::vector<DomainLinks> links_;
-  BufferPool& pool_;
-  std::vector<at::Tensor> flat_;    // kContiguous: per arena
+  BucketMemory memory_;
   std::vector<at::Tensor> single_;  // kPerParameter: per parameter
 };
 

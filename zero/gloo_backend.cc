@@ -3,6 +3,8 @@
 
 #include "zero/gloo_backend.h"
 
+#include <sched.h>
+
 #include <csignal>
 #include <cstdlib>
 #include <mutex>
@@ -32,10 +34,6 @@ Devices make_devices(const std::string& hostname) {
   return devices;
 }
 
-}  // namespace
-
-namespace {
-
 // Gloo writes to sockets without MSG_NOSIGNAL, so a peer that ends would end this
 // process without a word. Python programs ignore the signal from the start; others
 // keep a handler of their own if they have one.
@@ -50,6 +48,29 @@ void survive_broken_pipes() {
   });
 }
 
+// While one lives, threads that this thread starts do not preempt others when they wake up.
+//
+// What wakes Gloo's event thread is mostly a small write of another thread, which still holds the
+// connection's lock. An event thread that took its core at once would spin on that lock for as long
+// as the scheduler lets it: a tenth of a step, with as many ranks as cores.
+class PatientThreads {
+ public:
+  PatientThreads() : policy_(sched_getscheduler(0)) {
+    const sched_param none{};
+    changed_ = policy_ == SCHED_OTHER && sched_setscheduler(0, SCHED_BATCH, &none) == 0;
+  }
+  ~PatientThreads() {
+    const sched_param none{};
+    if (changed_) sched_setscheduler(0, policy_, &none);
+  }
+  PatientThreads(const PatientThreads&) = delete;
+  PatientThreads& operator=(const PatientThreads&) = delete;
+
+ private:
+  const int policy_;
+  bool changed_ = false;
+};
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
@@ -57,6 +78,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     std::chrono::milliseconds timeout,
                                                     const std::string& hostname) {
   survive_broken_pipes();
+  const PatientThreads threads;
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices = make_devices(hostname);
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, std::move(options));

@@ -9,8 +9,10 @@
 #include <algorithm>
 
 #include "kernels/cast.h"
+#include "zero/bucket_memory.h"
 #include "zero/device_stream.h"
 #include "zero/replica_sum.h"
+#include "zero/trace_range.h"
 
 namespace zero {
 namespace {
@@ -68,16 +70,34 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
     shards_.push_back(flat.narrow(0, begin, bucket.row_numel));
     begin += bucket.row_numel;
   }
+  expect_unused(std::vector<uint8_t>(used_.size(), 1));
   start_round();
 }
 
 void GradientReducer::start_round() {
-  packed_.assign(table_.parameters().size(), 0);
-  open_.resize(plan_.buckets.size());
-  for (size_t b = 0; b < open_.size(); ++b) {
-    open_[b].missing = static_cast<int64_t>(plan_.buckets[b].slots.size());
+  taken_.assign(table_.parameters().size(), 0);
+  held_.resize(table_.parameters().size());
+  missing_.clear();
+  for (const Bucket& bucket : plan_.buckets) {
+    missing_.push_back(static_cast<int64_t>(bucket.slots.size()));
   }
   next_ = 0;
+}
+
+void GradientReducer::expect_unused(const std::vector<uint8_t>& used) {
+  TORCH_INTERNAL_ASSERT(next_ == 0 && !round_open(), "the order of a round under way is fixed");
+  order_.clear();
+  last_bucket_.assign(used_.size(), -1);
+  for (const bool complete : {true, false}) {
+    for (size_t b = 0; b < plan_.buckets.size(); ++b) {
+      const auto& slots = plan_.buckets[b].slots;
+      const bool all = std::all_of(slots.begin(), slots.end(),
+                                   [&](const Slot& slot) { return used[slot.parameter] != 0; });
+      if (all != complete) continue;
+      order_.push_back(static_cast<int64_t>(b));
+      for (const Slot& slot : slots) last_bucket_[slot.parameter] = static_cast<int64_t>(b);
+    }
+  }
 }
 
 void GradientReducer::set_average_aside(int64_t parameter) {
@@ -93,12 +113,12 @@ bool GradientReducer::has_gradient(int64_t parameter) const {
 }
 
 bool GradientReducer::round_open() const {
-  return std::any_of(packed_.begin(), packed_.end(), [](uint8_t p) { return p != 0; });
+  return std::any_of(taken_.begin(), taken_.end(), [](uint8_t t) { return t != 0; });
 }
 
 void GradientReducer::begin_pass() {
   // What plain backward() calls left open must not mix with this pass: what was
-  // packed would make this pass's gradients late.
+  // taken would make this pass's gradients late.
   if (round_open()) close_round();
   in_pass_ = true;
 }
@@ -130,14 +150,14 @@ void GradientReducer::gradient_ready(int64_t parameter) {
   // Never two gradients of a parameter in one round, even while its bucket is still
   // here: a 16-bit bucket would lose what fp32 shards keep, and whether it is still
   // here depends on the size of buckets, on which results must not depend.
-  if (packed_[parameter] != 0) {
+  if (taken_[parameter] != 0) {
     if (in_pass_) {
       kept_[parameter] = 1;  // late: travels in the next round
       return;
     }
     close_round();  // a new pass began with a plain backward()
   }
-  pack(parameter);
+  take(parameter);
   send_complete();
 }
 
@@ -161,63 +181,22 @@ at::Tensor GradientReducer::take_gradient(int64_t parameter) {
   return gradient;
 }
 
-void GradientReducer::open(int64_t bucket_index) {
-  Open& open = open_[bucket_index];
-  if (open.rows.defined()) return;
-  const Bucket& bucket = plan_.buckets[bucket_index];
-  const Arena& arena = plan_.arena_of(bucket);
-  const auto dtype = options_.reduce_dtype.value_or(arena.dtype);
-  open.rows =
-      pool_.take(plan_.bucket_numel(bucket), dtype).view({arena.world_size, bucket.row_numel});
-  // Padding is sent, so it must not be what another program left in memory.
-  int64_t end = 0;
-  const auto clear = [&](int64_t from, int64_t to) {
-    if (to > from) {
-      kernels::fill_zero(
-          static_cast<char*>(open.rows.mutable_data_ptr()) + from * open.rows.element_size(),
-          (to - from) * open.rows.element_size(), current_stream(open.rows.device()));
-    }
-  };
-  if (plan_.layout == Layout::kPerParameter) {
-    clear(0, open.rows.numel());
-    return;
-  }
-  for (const Slot& slot : bucket.slots) {
-    clear(end, slot.offset);
-    end = slot.offset + slot.numel;
-  }
-  clear(end, open.rows.numel());
-}
-
-void GradientReducer::pack(int64_t parameter) {
-  const at::Tensor gradient = take_gradient(parameter);
-  packed_[parameter] = 1;
+void GradientReducer::take(int64_t parameter) {
+  held_[parameter] = take_gradient(parameter);
+  taken_[parameter] = 1;
   used_[parameter] = 1;
-  for (int64_t b : plan_.parameter_buckets[parameter]) {
-    open(b);
-    const Bucket& bucket = plan_.buckets[b];
-    const at::Tensor& rows = open_[b].rows;
-    const auto stream = current_stream(rows.device());
-    const auto slot = std::find_if(bucket.slots.begin(), bucket.slots.end(),
-                                   [&](const Slot& s) { return s.parameter == parameter; });
-    for (const Piece& piece : plan_.pieces(bucket, *slot)) {
-      kernels::cast_copy(
-          static_cast<const char*>(gradient.const_data_ptr()) +
-              piece.parameter_begin * gradient.element_size(),
-          gradient.scalar_type(),
-          static_cast<char*>(rows.mutable_data_ptr()) + piece.bucket_begin * rows.element_size(),
-          rows.scalar_type(), piece.numel, false, stream);
-    }
-    --open_[b].missing;
-  }
+  unsent_bytes_ += static_cast<int64_t>(held_[parameter].nbytes());
+  peak_unsent_bytes_ = std::max(peak_unsent_bytes_, unsent_bytes_);
+  for (int64_t b : plan_.parameter_buckets[parameter]) --missing_[b];
+  if (last_bucket_[parameter] < 0) held_[parameter] = at::Tensor();  // empty: in no bucket
 }
 
 void GradientReducer::send_complete() {
-  while (next_ < static_cast<int64_t>(open_.size()) && open_[next_].missing == 0) send(next_);
+  while (next_ < static_cast<int64_t>(order_.size()) && missing_[order_[next_]] == 0) send_next();
 }
 
-void GradientReducer::send(int64_t b) {
-  TORCH_INTERNAL_ASSERT(b == next_, "buckets must be sent in plan order");
+void GradientReducer::send_next() {
+  const int64_t b = order_[next_++];
   const Bucket& bucket = plan_.buckets[b];
   const Arena& arena = plan_.arena_of(bucket);
   const DomainLinks& links = links_[arena.domain];
@@ -225,8 +204,24 @@ void GradientReducer::send(int64_t b) {
       links.averaged_over > 0
           ? links.averaged_over
           : arena.world_size * (links.replicas == nullptr ? 1 : links.replicas->world_size());
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(bucket.slots.size());
+  for (const Slot& slot : bucket.slots) {
+    at::Tensor& held = held_[slot.parameter];
+    gradients.push_back(held);
+    if (!held.defined() || last_bucket_[slot.parameter] != b) continue;
+    unsent_bytes_ -= static_cast<int64_t>(held.nbytes());
+    held = at::Tensor();
+  }
+  const auto dtype = options_.reduce_dtype.value_or(arena.dtype);
   Reduction reduction;
-  reduction.rows = std::move(open_[b].rows);
+  reduction.rows =
+      pool_.take(plan_.bucket_numel(bucket), dtype).view({arena.world_size, bucket.row_numel});
+  {
+    const TraceRange range("pack", b);
+    fill_bucket(plan_, bucket, gradients, reduction.rows);
+  }
+  gradients.clear();
   reduction.shard = shards_[b];
   // What replicas hold after reduce_over_replicas() is already their common mean:
   // only the first of them carries it into a further sum.
@@ -234,9 +229,7 @@ void GradientReducer::send(int64_t b) {
   reduction.accumulate = rounds_ > (carries ? 0 : replicated_);
   reduction.scale = static_cast<float>(scale_ / static_cast<double>(ranks));
   reduction.group = links.data;
-  reduction.label = "gradient bucket " + std::to_string(b);
-  open_[b].rows = at::Tensor();
-  ++next_;
+  reduction.bucket = b;
   queue_.push(std::move(reduction));
 }
 
@@ -244,22 +237,9 @@ void GradientReducer::close_round() {
   in_pass_ = false;
   const auto count = static_cast<int64_t>(table_.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
-    if (has_gradient(p) && packed_[p] == 0) pack(p);
+    if (has_gradient(p) && taken_[p] == 0) take(p);
   }
-  for (int64_t b = next_; b < static_cast<int64_t>(open_.size()); ++b) {
-    open(b);
-    const Bucket& bucket = plan_.buckets[b];
-    const at::Tensor& rows = open_[b].rows;
-    for (const Slot& slot : bucket.slots) {
-      if (packed_[slot.parameter] != 0) continue;
-      for (const Piece& piece : plan_.pieces(bucket, slot)) {
-        kernels::fill_zero(
-            static_cast<char*>(rows.mutable_data_ptr()) + piece.bucket_begin * rows.element_size(),
-            piece.numel * rows.element_size(), current_stream(rows.device()));
-      }
-    }
-    send(b);
-  }
+  while (next_ < static_cast<int64_t>(order_.size())) send_next();
   ++rounds_;
   ++total_rounds_;
   start_round();
@@ -270,7 +250,7 @@ int64_t GradientReducer::rounds_needed() const {
   bool late = false;
   for (size_t p = 0; p < used_.size(); ++p) {
     if (!has_gradient(static_cast<int64_t>(p))) continue;
-    (packed_[p] != 0 ? late : open_round) = true;
+    (taken_[p] != 0 ? late : open_round) = true;
   }
   return rounds_ + (open_round ? 1 : 0) + (late ? 1 : 0);
 }

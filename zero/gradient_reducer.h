@@ -1,10 +1,11 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// From working gradients to gradient shards: fills buckets as backward produces
-// gradients and sends each as soon as it and all before it are complete.
+// From working gradients to gradient shards: takes gradients as backward produces
+// them and sends each bucket as soon as it and all before it are complete.
 //
-// The order of everything sent is the plan's order, round by round. In which
+// The order of everything sent is the plan's order, round by round, except that buckets which
+// stayed incomplete in the last step come last (expect_unused()). In which
 // round a gradient travels depends only on this rank's calls, never on timing,
 // so that results are the same bits run after run; and since a sum does not care,
 // it need not be the same round on every rank.
@@ -57,7 +58,7 @@ class GradientReducer {
 
   // A backward pass begins whose end will be marked by close_round().
   void begin_pass();
-  // parameter.grad() was accumulated. Packs it, frees it and sends what became
+  // parameter.grad() was accumulated. Takes it out of there and sends what became
   // complete; or leaves it there when it comes second in a pass. Throws c10::Error for a
   // sparse gradient or one on another device.
   void gradient_ready(int64_t parameter);
@@ -73,6 +74,9 @@ class GradientReducer {
   void complete(int64_t rounds);
   // Forgets gradients, rounds and used flags. Requires complete().
   void consume();
+  // Lets buckets with a parameter that no rank or not every rank will use go last, so that they do
+  // not hold the others back. `used` must be the same on all ranks. To be called after consume().
+  void expect_unused(const std::vector<uint8_t>& used);
 
   // Counts as used what was put into p.grad() by hand, without a backward pass.
   void claim_gradients();
@@ -94,24 +98,20 @@ class GradientReducer {
   void set_average_aside(int64_t parameter);
 
   int64_t rounds_sent() const { return total_rounds_; }
-  // Bytes of local gradients that wait for a later round.
+  // Bytes of local gradients that wait for a later round, and the most that ever waited for
+  // their bucket to become complete.
   int64_t local_bytes() const;
+  int64_t peak_unsent_bytes() const { return peak_unsent_bytes_; }
   int64_t shard_bytes() const;
 
  private:
-  struct Open {       // a bucket of the open round
-    at::Tensor rows;  // undefined until its first gradient arrives
-    int64_t missing = 0;
-  };
-
   void start_round();
   bool has_gradient(int64_t parameter) const;
-  bool round_open() const;  // a gradient was packed that closes with this round
-  void pack(int64_t parameter);
+  bool round_open() const;  // a gradient was taken that closes with this round
+  void take(int64_t parameter);
   at::Tensor take_gradient(int64_t parameter);
-  void open(int64_t bucket);
   void send_complete();
-  void send(int64_t bucket);
+  void send_next();
   void reduce_over_replicas();
 
   const Plan& plan_;
@@ -128,10 +128,16 @@ class GradientReducer {
   std::vector<at::Tensor> kept_fp32_;  // with no_sync_fp32
 
   // The open round.
-  std::vector<uint8_t> packed_;  // per parameter
-  std::vector<Open> open_;       // per bucket
-  int64_t next_ = 0;             // first bucket not yet sent
+  std::vector<uint8_t> taken_;    // per parameter: it has its place in this round
+  std::vector<at::Tensor> held_;  // per parameter: taken, and not sent in all its buckets
+  std::vector<int64_t> missing_;  // per bucket: parameters not yet taken
+  int64_t next_ = 0;              // position in order_ of the first bucket not yet sent
   bool in_pass_ = false;
+
+  std::vector<int64_t> order_;        // buckets, as they are sent
+  std::vector<int64_t> last_bucket_;  // per parameter: the last of its buckets in that order
+  int64_t unsent_bytes_ = 0;
+  int64_t peak_unsent_bytes_ = 0;
 
   int64_t rounds_ = 0;      // closed since consume()
   int64_t replicated_ = 0;  // of those, averaged over replicas

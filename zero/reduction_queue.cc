@@ -2,10 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/reduction_queue.h"
 
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "kernels/sum_rows.h"
 #include "zero/device_stream.h"
+#include "zero/trace_range.h"
 
 namespace zero {
 namespace {
@@ -13,18 +16,19 @@ namespace {
 // shard (+)= scale * the sum over ranks, where `received` is [world_size, n] with
 // the other ranks' rows, or [n] where the transport has summed them already.
 void sum(const Reduction& reduction, const at::Tensor& received) {
+  const at::Tensor& rows = reduction.rows;
   const bool summed = reduction.group == nullptr || received.dim() == 1;
   kernels::SumRowsArgs args;
   args.world_size = summed ? 1 : reduction.group->world_size();
   args.own_rank = summed ? 0 : reduction.group->rank();
   args.numel = reduction.shard.numel();
-  args.dtype = reduction.rows.scalar_type();
+  args.dtype = rows.scalar_type();
   if (received.defined() && summed) {
     args.own = received.const_data_ptr();
   } else {
     args.received = received.defined() ? received.const_data_ptr() : nullptr;
-    args.own = static_cast<const char*>(reduction.rows.const_data_ptr()) +
-               args.own_rank * args.numel * reduction.rows.element_size();
+    args.own = static_cast<const char*>(rows.const_data_ptr()) +
+               args.own_rank * args.numel * rows.element_size();
   }
   args.scale = reduction.scale;
   args.shard = reduction.shard.mutable_data_ptr<float>();
@@ -45,53 +49,83 @@ ReductionQueue::~ReductionQueue() {
 }
 
 void ReductionQueue::push(Reduction reduction) {
-  if (reduction.group == nullptr || reduction.group->world_size() == 1) {
-    reduction.group = nullptr;
+  if (reduction.group != nullptr && reduction.group->world_size() == 1) reduction.group = nullptr;
+  if (reduction.group == nullptr) {
     sum(reduction, at::Tensor());
     pool_.give(reduction.rows);
     return;
   }
-  const bool on_stream = reduction.rows.is_cuda();
-  std::unique_lock<std::mutex> lock(mutex_);
+  const bool on_stream = reduction.shard.is_cuda();
+  reduction.profiled = profiled_thread();
+  Lock lock(mutex_);
   if (error_) return;  // drain() reports it; nothing more is sent
   waiting_.push_back(std::move(reduction));
   if (on_stream && under_way_.size() == static_cast<size_t>(kExchangesInFlight)) finish_front(lock);
-  start_waiting();
+  start_waiting(lock);
   if (on_stream) return;
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
+  changed_.wait_for(lock, kPatience,
+                    [this] { return error_ || waiting_.size() <= static_cast<size_t>(kWaiting); });
+}
+
+// One thread at a time, so that exchanges start in order. Another that comes meanwhile may go: the
+// first looks again.
+void ReductionQueue::start_waiting(Lock& lock) {
+  if (starting_) return;
+  starting_ = true;
+  while (!error_ && !stop_ && !waiting_.empty() &&
+         under_way_.size() < static_cast<size_t>(kExchangesInFlight)) {
+    Reduction reduction = std::move(waiting_.front());
+    waiting_.pop_front();
+    lock.unlock();
+    Exchange exchange;
+    std::exception_ptr error;
+    try {
+      exchange = start(std::move(reduction));
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    if (error) {
+      if (!error_) error_ = error;
+      waiting_.clear();
+    } else {
+      under_way_.push_back(std::move(exchange));
+    }
+    changed_.notify_all();
+  }
+  starting_ = false;
   changed_.notify_all();
 }
 
-void ReductionQueue::start_waiting() {
-  while (!error_ && !stop_ && !waiting_.empty() &&
-         under_way_.size() < static_cast<size_t>(kExchangesInFlight)) {
-    Exchange exchange{std::move(waiting_.front()), {}, {}};
-    waiting_.pop_front();
-    const Reduction& r = exchange.reduction;
-    try {
-      if (r.group->has_native_reduce_scatter(r.rows.scalar_type())) {
-        exchange.received = pool_.take(r.rows.size(1), r.rows.scalar_type());
-        exchange.pending = r.group->reduce_scatter_rows(r.rows, exchange.received, r.label);
-      } else {
-        exchange.received =
-            pool_.take(r.rows.numel(), r.rows.scalar_type()).view({r.rows.size(0), r.rows.size(1)});
-        exchange.pending = r.group->exchange_rows(r.rows, exchange.received, r.label);
-      }
-      under_way_.push_back(std::move(exchange));
-    } catch (...) {
-      error_ = std::current_exception();
-    }
+ReductionQueue::Exchange ReductionQueue::start(Reduction reduction) {
+  Exchange exchange{std::move(reduction), {}, {}};
+  const Reduction& r = exchange.reduction;
+  const int64_t row = r.rows.size(1);
+  const auto dtype = r.rows.scalar_type();
+  const std::string label = "gradient bucket " + std::to_string(r.bucket);
+  if (r.group->has_native_reduce_scatter(dtype)) {
+    exchange.received = pool_.take(row, dtype);
+    exchange.pending = r.group->reduce_scatter_rows(r.rows, exchange.received, label);
+  } else {
+    exchange.received = pool_.take(r.rows.numel(), dtype).view({r.rows.size(0), row});
+    exchange.pending = r.group->exchange_rows(r.rows, exchange.received, label);
   }
+  return exchange;
 }
 
 void ReductionQueue::finish(Exchange& exchange) {
+  // On behalf of the thread that pushed.
+  std::optional<at::ThreadLocalStateGuard> listening;
+  if (exchange.reduction.profiled) listening.emplace(*exchange.reduction.profiled);
+  const TraceRange range("reduce", exchange.reduction.bucket);
   exchange.pending.wait();
   sum(exchange.reduction, exchange.received);
   pool_.give(exchange.reduction.rows);
   pool_.give(exchange.received);
 }
 
-void ReductionQueue::finish_front(std::unique_lock<std::mutex>& lock) {
+void ReductionQueue::finish_front(Lock& lock) {
   // References into a deque stay valid while others push at its end.
   Exchange& exchange = under_way_.front();
   lock.unlock();
@@ -109,23 +143,24 @@ void ReductionQueue::finish_front(std::unique_lock<std::mutex>& lock) {
 }
 
 void ReductionQueue::work() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stop_ || !under_way_.empty(); });
     if (under_way_.empty()) return;
     finish_front(lock);
-    start_waiting();
+    start_waiting(lock);
     changed_.notify_all();
   }
 }
 
 void ReductionQueue::drain() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   while (!worker_.joinable() && !under_way_.empty()) {
     finish_front(lock);
-    start_waiting();
+    start_waiting(lock);
   }
-  changed_.wait(lock, [this] { return error_ || (waiting_.empty() && under_way_.empty()); });
+  changed_.wait(
+      lock, [this] { return error_ || (waiting_.empty() && under_way_.empty() && !starting_); });
   if (error_) std::rethrow_exception(error_);
 }
 

@@ -13,11 +13,14 @@
 // Thread safety: push() and drain() are for one thread; the worker is private.
 #pragma once
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -29,21 +32,27 @@ namespace zero {
 
 // One bucket on its way.
 struct Reduction {
-  at::Tensor rows;      // [world_size, n] in the wire dtype, from the pool; given back when done
-  at::Tensor shard;     // [n] fp32
-  bool accumulate;      // add to the shard, or assign it
-  float scale;          // factor after the sum
-  Communicator* group;  // null or of one rank: nothing is sent
-  std::string label;    // for errors
+  at::Tensor rows;   // [world_size, n] in the wire dtype, from the pool; given back when done
+  at::Tensor shard;  // [n] fp32
+  bool accumulate = false;        // add to the shard, or assign it
+  float scale = 1.0F;             // factor after the sum
+  Communicator* group = nullptr;  // null or of one rank: nothing is sent
+  int64_t bucket = 0;             // for errors and traces
+  std::shared_ptr<const at::ThreadLocalState> profiled = nullptr;  // who listens, see trace_range.h
 };
 
 class ReductionQueue {
  public:
+  // What a pool should keep for it between steps: the exchanges under way, in both directions.
+  static constexpr int kBuffersKept = 4;
+
   explicit ReductionQueue(BufferPool& pool) : pool_(pool) {}
   // Drops what is not finished; blocks until the operation under way ends or fails.
   ~ReductionQueue();
 
-  // Never waits. Errors surface in drain().
+  // Takes a moment off while kWaiting buckets wait already, so that memory stays small where the
+  // network is slower than the backward pass; but never waits for longer than kPatience, since the
+  // peers may need something else of this thread first. Errors surface in drain().
   void push(Reduction reduction);
   // Returns when everything pushed has reached its shard. Throws the first
   // error, again at every later call.
@@ -51,6 +60,8 @@ class ReductionQueue {
 
  private:
   static constexpr int kExchangesInFlight = 2;
+  static constexpr int kWaiting = 2;
+  static constexpr std::chrono::milliseconds kPatience{20};
 
   struct Exchange {
     Reduction reduction;
@@ -58,9 +69,13 @@ class ReductionQueue {
     Pending pending;
   };
 
-  void start_waiting();  // with the lock held: moves from waiting_ to under_way_
+  using Lock = std::unique_lock<std::mutex>;
+  // With the lock held, which they give up meanwhile.
+  void start_waiting(Lock& lock);
+  void finish_front(Lock& lock);
+
+  Exchange start(Reduction reduction);
   void finish(Exchange& exchange);
-  void finish_front(std::unique_lock<std::mutex>& lock);  // unlocks meanwhile
   void work();
 
   BufferPool& pool_;
@@ -69,6 +84,7 @@ class ReductionQueue {
   std::deque<Reduction> waiting_;
   std::deque<Exchange> under_way_;  // exchanges started, the front one being finished
   std::exception_ptr error_;
+  bool starting_ = false;  // a thread is in start_waiting()
   bool stop_ = false;
   std::thread worker_;  // started with the first exchange
 };

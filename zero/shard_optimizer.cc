@@ -10,6 +10,7 @@
 #include "zero/device_stream.h"
 #include "zero/fused_update.h"
 #include "zero/inner_optimizer.h"
+#include "zero/trace_range.h"
 
 namespace zero {
 
@@ -128,11 +129,15 @@ void ShardOptimizer::update_inner(const std::vector<uint8_t>& used, float coeffi
 void ShardOptimizer::update(const std::vector<uint8_t>& used, float coefficient,
                             const RowWritten& written) {
   at::NoGradGuard no_grad;
-  if (!fused_) update_inner(used, coefficient);
+  if (!fused_) {
+    const TraceRange range("update");
+    update_inner(used, coefficient);
+  }
   const auto count = static_cast<int64_t>(master_rows_.size());
   for (int64_t b = 0; b < count; ++b) {
     const at::Tensor rows = shards_.arena.rows(b);
     const at::Tensor own = own_row(b, rows);
+    const TraceRange range("update", b);
     if (fused_) {
       update_bucket(b, used, coefficient, own);
     } else {

@@ -3,34 +3,15 @@
 #include "zero/working_arena.h"
 
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include "kernels/cast.h"
 #include "zero/device_stream.h"
 
 namespace zero {
-namespace {
-
-const char* address(const at::Tensor& tensor, int64_t element) {
-  return static_cast<const char*>(tensor.const_data_ptr()) + element * tensor.element_size();
-}
-
-char* mutable_address(const at::Tensor& tensor, int64_t element) {
-  return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
-}
-
-}  // namespace
-
 WorkingArena::WorkingArena(const Plan& plan, const ParameterTable& table, BufferPool& pool)
-    : plan_(plan), table_(table), pool_(pool) {
-  if (plan.layout == Layout::kContiguous) {
-    const at::Device device = table.parameters().front().tensor.device();
-    for (const Arena& arena : plan.arenas) {
-      flat_.push_back(
-          at::zeros({arena.numel}, at::TensorOptions().dtype(arena.dtype).device(device)));
-    }
-  }
+    : plan_(plan), table_(table), memory_(plan, pool, table.parameters().front().tensor.device()) {
+  memory_.allocate();
   attach();
 }
 
@@ -48,8 +29,7 @@ void WorkingArena::attach(bool keep_values) {
       }
       continue;
     }
-    const at::Tensor& flat = flat_[plan_.parameter_arena[i]];
-    at::Tensor place = flat.as_strided(p.tensor.sizes(), p.strides, plan_.parameter_offset[i]);
+    at::Tensor place = memory_.place(static_cast<int64_t>(i), p.tensor.sizes(), p.strides);
     if (p.tensor.numel() > 0 && p.tensor.const_data_ptr() == place.const_data_ptr()) continue;
     if (keep_values) place.copy_(p.tensor.detach());
     at::Tensor parameter = p.tensor;
@@ -62,44 +42,30 @@ bool WorkingArena::is_master(int64_t bucket) const {
          plan_.arena_of(plan_.buckets[bucket]).dtype == at::kFloat;
 }
 
-at::Tensor WorkingArena::rows(int64_t bucket_index) {
-  const Bucket& bucket = plan_.buckets[bucket_index];
-  const Arena& arena = plan_.arena_of(bucket);
-  const int64_t numel = plan_.bucket_numel(bucket);
-  const at::Tensor flat = plan_.layout == Layout::kContiguous
-                              ? flat_[bucket.arena].narrow(0, bucket.begin, numel)
-                              : pool_.take(numel, arena.dtype);
-  return flat.view({arena.world_size, bucket.row_numel});
-}
-
 void WorkingArena::publish(int64_t bucket_index, const at::Tensor& rows) {
   if (plan_.layout == Layout::kContiguous) return;
   const Bucket& bucket = plan_.buckets[bucket_index];
-  const auto dtype = rows.scalar_type();
-  std::vector<kernels::CopySpan> spans;
+  std::vector<at::Tensor> tensors;
   for (const Slot& slot : bucket.slots) {
-    const at::Tensor& tensor = table_.parameters()[slot.parameter].tensor;
-    for (const Piece& piece : plan_.pieces(bucket, slot)) {
-      spans.push_back({address(rows, piece.bucket_begin),
-                       mutable_address(tensor, piece.parameter_begin), piece.numel});
-    }
+    tensors.push_back(table_.parameters()[slot.parameter].tensor);
   }
-  kernels::cast_copy_spans(spans, dtype, dtype, current_stream(rows.device()));
-  pool_.give(rows);
+  copy_out_of_bucket(plan_, bucket, rows, tensors);
+  memory_.release(rows);
 }
 
 void WorkingArena::read_row(int64_t bucket, int64_t rank, const at::Tensor& row) const {
   row.zero_();
   for (const Segment& s : plan_.segments(bucket, rank)) {
     const at::Tensor& tensor = table_.parameters()[s.parameter].tensor;
-    kernels::cast_copy(address(tensor, s.begin), tensor.scalar_type(),
-                       mutable_address(row, s.offset), at::kFloat, s.numel, false,
-                       current_stream(row.device()));
+    const auto* source =
+        static_cast<const char*>(tensor.const_data_ptr()) + s.begin * tensor.element_size();
+    kernels::cast_copy(source, tensor.scalar_type(), row.mutable_data_ptr<float>() + s.offset,
+                       at::kFloat, s.numel, false, current_stream(row.device()));
   }
 }
 
 std::vector<at::Tensor> WorkingArena::broadcast_tensors() const {
-  if (plan_.layout == Layout::kContiguous) return flat_;
+  if (plan_.layout == Layout::kContiguous) return memory_.flat();
   std::vector<at::Tensor> result;
   for (const Parameter& p : table_.parameters()) {
     result.push_back(

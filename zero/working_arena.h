@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "bookkeeping/plan.h"
-#include "zero/buffer_pool.h"
+#include "zero/bucket_memory.h"
 #include "zero/parameter_table.h"
 
 namespace zero {
@@ -33,7 +33,7 @@ class WorkingArena {
 
   // [world_size, row] in the arena's dtype. kContiguous: the memory of the
   // parameters. kPerParameter: a pool buffer with unspecified contents, to be ended with publish().
-  at::Tensor rows(int64_t bucket);
+  at::Tensor rows(int64_t bucket) { return memory_.rows(bucket); }
   // Makes gathered rows visible in the working parameters. kContiguous: they
   // already are.
   void publish(int64_t bucket, const at::Tensor& rows);
@@ -52,8 +52,7 @@ class WorkingArena {
  private:
   const Plan& plan_;
   const ParameterTable& table_;
-  BufferPool& pool_;
-  std::vector<at::Tensor> flat_;  // kContiguous: per arena
+  BucketMemory memory_;
 };
 
 }  // namespace zero

@@ -13,17 +13,13 @@
 #include <algorithm>
 #include <sstream>
 
-#include "kernels/cast.h"
-#include "zero/device_stream.h"
+#include "zero/bucket_memory.h"
 #include "zero/inner_optimizer.h"
 #include "zero/replica_check.h"
+#include "zero/trace_range.h"
 
 namespace zero {
 namespace {
-
-// What a pool keeps between steps: the buckets of the exchanges in flight, both
-// directions, and two that are being filled.
-constexpr int64_t kBuffersKept = 6;
 
 std::vector<int64_t> parameter_domains(const ParameterTable& table, const Domains& domains) {
   std::vector<int64_t> result;
@@ -48,6 +44,7 @@ std::vector<int64_t> ranks_in(const Domains& domains) {
   return ranks;
 }
 
+// What a pool keeps between steps.
 int64_t kept_bytes(const Plan& plan, const ZeroOptions& options) {
   int64_t largest = 0;
   for (const Bucket& bucket : plan.buckets) {
@@ -55,7 +52,7 @@ int64_t kept_bytes(const Plan& plan, const ZeroOptions& options) {
     largest = std::max<int64_t>(
         largest, plan.bucket_numel(bucket) * static_cast<int64_t>(c10::elementSize(dtype)));
   }
-  return kBuffersKept * largest;
+  return ReductionQueue::kBuffersKept * largest;
 }
 
 LossScaler make_scaler(bool any_half, const ZeroOptions& options) {
@@ -305,6 +302,7 @@ void ZeroOptimizer::Impl::reduce(const Agreement& agreement) {
 
 void ZeroOptimizer::Impl::measure(double norm_type) {
   if (measured && measured_type == norm_type) return;
+  const TraceRange range("norm");
   measured = shard_norm(shards.segments(), domains.norm_weights, norm_type, *links->norm);
   measured_type = norm_type;
 }
@@ -318,6 +316,7 @@ at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm
     verify_untouched();
   };
   // Arguments must agree, since the coefficient is computed on every rank.
+  const TraceRange range("clip");
   const Agreement agreement =
       agree(Call::kClipGradNorm, check,
             "max_norm " + (max_norm ? exact_text(*max_norm) : std::string("nullopt")) +
@@ -366,6 +365,7 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
   }
   const Agreement agreement = agree(Call::kStep, check, arguments);
   skipped = false;
+  const TraceRange range("step");
   if (agreement.rounds == 0) {
     finish_step();
     return;
@@ -373,6 +373,8 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
   reduce(agreement);
   update(agreement);
   finish_step();
+  // Elsewhere ranks would not all have the same order.
+  if (domains.uniform) reducer.expect_unused(agreement.used);
   ++(skipped ? skipped_steps : steps);
   scaler.update(skipped);
   reducer.set_scale(1.0 / scaler.scale());
@@ -419,6 +421,7 @@ void ZeroOptimizer::Impl::gather_rows(
     TORCH_CHECK(false, "the update of this rank's shard failed: ", error_text(error));
   }
   for (Gather& g : gathers) {
+    const TraceRange range("gather", g.bucket);
     g.pending.wait();
     arena.publish(g.bucket, g.rows);
   }
@@ -472,14 +475,11 @@ at::Tensor ZeroOptimizer::Impl::gather_parameter(const at::Tensor& parameter, bo
                           .view({ranks.world_size(), bucket.row_numel});
     rows.select(0, ranks.rank()).copy_(gradient ? reducer.shard(b) : shards.master_row(b));
     ranks.gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name).wait();
-    for (const Slot& slot : bucket.slots) {
-      if (slot.parameter != index) continue;
-      for (const Piece& piece : plan.pieces(bucket, slot)) {
-        kernels::cast_copy(rows.const_data_ptr<float>() + piece.bucket_begin, at::kFloat,
-                           result.mutable_data_ptr<float>() + piece.parameter_begin, at::kFloat,
-                           piece.numel, false, current_stream(rows.device()));
-      }
+    std::vector<at::Tensor> tensors(bucket.slots.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (bucket.slots[i].parameter == index) tensors[i] = result;
     }
+    copy_out_of_bucket(plan, bucket, rows, tensors);
     pool.give(rows);
   }
   return result;

@@ -1,0 +1,114 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/bucket_memory.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <map>
+
+#include "kernels/cast.h"
+#include "zero/device_stream.h"
+
+namespace zero {
+namespace {
+
+const char* address(const at::Tensor& tensor, int64_t element) {
+  return static_cast<const char*>(tensor.const_data_ptr()) + element * tensor.element_size();
+}
+
+char* mutable_address(const at::Tensor& tensor, int64_t element) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
+}
+
+void clear(const at::Tensor& rows, int64_t begin, int64_t end) {
+  if (end <= begin) return;
+  kernels::fill_zero(mutable_address(rows, begin), (end - begin) * rows.element_size(),
+                     current_stream(rows.device()));
+}
+
+// What is sent must not be what another program left in memory.
+void clear_padding(const Plan& plan, const Bucket& bucket, const at::Tensor& rows) {
+  if (plan.layout == Layout::kPerParameter) return clear(rows, 0, rows.numel());
+  int64_t end = 0;
+  for (const Slot& slot : bucket.slots) {
+    clear(rows, end, slot.offset);
+    end = slot.offset + slot.numel;
+  }
+  clear(rows, end, rows.numel());
+}
+
+}  // namespace
+
+void BucketMemory::allocate() {
+  if (plan_.layout == Layout::kPerParameter || !flat_.empty()) return;
+  for (const Arena& arena : plan_.arenas) {
+    flat_.push_back(
+        at::zeros({arena.numel}, at::TensorOptions().dtype(arena.dtype).device(device_)));
+  }
+}
+
+at::Tensor BucketMemory::rows(int64_t bucket_index) {
+  const Bucket& bucket = plan_.buckets[bucket_index];
+  const Arena& arena = plan_.arena_of(bucket);
+  const int64_t numel = plan_.bucket_numel(bucket);
+  const at::Tensor flat = plan_.layout == Layout::kContiguous
+                              ? flat_[bucket.arena].narrow(0, bucket.begin, numel)
+                              : pool_.take(numel, arena.dtype);
+  return flat.view({arena.world_size, bucket.row_numel});
+}
+
+void BucketMemory::release(const at::Tensor& rows) {
+  if (plan_.layout == Layout::kPerParameter) pool_.give(rows);
+}
+
+at::Tensor BucketMemory::place(int64_t parameter, at::IntArrayRef sizes,
+                               at::IntArrayRef strides) const {
+  return flat_[plan_.parameter_arena[parameter]].as_strided(sizes, strides,
+                                                            plan_.parameter_offset[parameter]);
+}
+
+int64_t BucketMemory::bytes() const {
+  int64_t bytes = 0;
+  for (const at::Tensor& flat : flat_) bytes += static_cast<int64_t>(flat.nbytes());
+  return bytes;
+}
+
+void fill_bucket(const Plan& plan, const Bucket& bucket, c10::ArrayRef<at::Tensor> tensors,
+                 const at::Tensor& rows) {
+  TORCH_INTERNAL_ASSERT(tensors.size() == bucket.slots.size(), "a tensor for every slot");
+  clear_padding(plan, bucket, rows);
+  std::map<c10::ScalarType, std::vector<kernels::CopySpan>> spans;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    for (const Piece& piece : plan.pieces(bucket, bucket.slots[i])) {
+      if (tensors[i].defined()) {
+        spans[tensors[i].scalar_type()].push_back({address(tensors[i], piece.parameter_begin),
+                                                   mutable_address(rows, piece.bucket_begin),
+                                                   piece.numel});
+      } else if (plan.layout == Layout::kContiguous) {
+        clear(rows, piece.bucket_begin, piece.bucket_begin + piece.numel);
+      }
+    }
+  }
+  for (const auto& [dtype, list] : spans) {
+    kernels::cast_copy_spans(list, dtype, rows.scalar_type(), current_stream(rows.device()));
+  }
+}
+
+void copy_out_of_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& rows,
+                        c10::ArrayRef<at::Tensor> tensors) {
+  TORCH_INTERNAL_ASSERT(tensors.size() == bucket.slots.size(), "a tensor for every slot");
+  std::vector<kernels::CopySpan> spans;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) continue;
+    TORCH_INTERNAL_ASSERT(tensors[i].scalar_type() == rows.scalar_type());
+    for (const Piece& piece : plan.pieces(bucket, bucket.slots[i])) {
+      spans.push_back({address(rows, piece.bucket_begin),
+                       mutable_address(tensors[i], piece.parameter_begin), piece.numel});
+    }
+  }
+  kernels::cast_copy_spans(spans, rows.scalar_type(), rows.scalar_type(),
+                           current_stream(rows.device()));
+}
+
+}  // namespace zero

@@ -1,0 +1,59 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Memory seen as the buckets of a plan, and the copies between a bucket and the
+// parameters it holds.
+//
+// kContiguous: one flat tensor per arena, and a bucket is a part of it.
+// kPerParameter: a bucket is a pool buffer for as long as somebody uses it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/buffer_pool.h"
+
+namespace zero {
+
+class BucketMemory {
+ public:
+  // References must outlive it. Allocates nothing.
+  BucketMemory(const Plan& plan, BufferPool& pool, at::Device device)
+      : plan_(plan), pool_(pool), device_(device) {}
+
+  // kContiguous: makes the flat tensors, zeros in their arena's dtype, unless they are there.
+  void allocate();
+
+  // [world_size, row] in the arena's dtype, to be ended with release(). kContiguous: a view of
+  // the flat tensor. kPerParameter: unspecified contents.
+  at::Tensor rows(int64_t bucket);
+  void release(const at::Tensor& rows);
+
+  // kContiguous: the place of one parameter, as a view of the flat tensor.
+  at::Tensor place(int64_t parameter, at::IntArrayRef sizes, at::IntArrayRef strides) const;
+  // kContiguous: [arena.numel] per arena; else empty.
+  const std::vector<at::Tensor>& flat() const { return flat_; }
+  int64_t bytes() const;  // of the flat tensors
+
+ private:
+  const Plan& plan_;
+  BufferPool& pool_;
+  const at::Device device_;
+  std::vector<at::Tensor> flat_;
+};
+
+// Both copy, with a cast where dtypes differ, on the current stream. `rows` is [world_size, row],
+// contiguous. tensors[i] belongs to bucket.slots[i] and holds the whole parameter in its memory
+// order.
+
+// Everything in `rows` is written: an undefined tensor and padding become zeros.
+void fill_bucket(const Plan& plan, const Bucket& bucket, c10::ArrayRef<at::Tensor> tensors,
+                 const at::Tensor& rows);
+// Of an undefined tensor nothing is copied.
+void copy_out_of_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& rows,
+                        c10::ArrayRef<at::Tensor> tensors);
+
+}  // namespace zero

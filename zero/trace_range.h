@@ -1,0 +1,39 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Names a stretch of work for profilers: torch's own, and those that hook into it (NVTX). Costs a
+// few nanoseconds while nobody listens.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace zero {
+
+class TraceRange {
+ public:
+  // Recorded as "zero::<phase>", or "zero::<phase> bucket <bucket>".
+  explicit TraceRange(const char* phase, int64_t bucket = -1)
+      : range_(at::RecordScope::USER_SCOPE) {
+    if (!range_.isActive()) return;
+    std::string name = std::string("zero::") + phase;
+    if (bucket >= 0) name += " bucket " + std::to_string(bucket);
+    range_.before(name);
+  }
+
+ private:
+  at::RecordFunction range_;
+};
+
+// A profiler listens to the thread that started it. What another thread does on that one's behalf
+// is recorded under at::ThreadLocalStateGuard with this state; null while nobody listens.
+inline std::shared_ptr<const at::ThreadLocalState> profiled_thread() {
+  if (!at::hasThreadLocalCallbacks()) return nullptr;
+  return std::make_shared<const at::ThreadLocalState>();
+}
+
+}  // namespace zero
