@@ -20,6 +20,8 @@ struct MemoryReport {
   int64_t full_gradients = 0;     // stage 1: averaged gradients in full; and unsent p.grad()
   int64_t buckets = 0;            // send and receive buffers held now
   int64_t peak_buckets = 0;       // the most held at once since construction; not in total()
+  // Gradients that wait for the rest of their bucket, or for the buckets before it; not in total().
+  int64_t unsent_gradients = 0;
 
   int64_t total() const {
     return working_parameters + master_parameters + optimizer_state + gradient_shards +

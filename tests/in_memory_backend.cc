@@ -78,6 +78,7 @@ struct MemoryNetwork::State {
   int64_t next_channel = 0;
   std::map<int, Counts> counts;
   std::map<std::pair<int, MemoryOp>, milliseconds> delays;
+  std::map<int, int> holds;  // Sends left to arrive.
   std::map<std::pair<int, MemoryOp>, int> drops;
   std::map<std::pair<int, MemoryOp>, int> deaths;  // Calls left to live.
   std::set<int> dead;
@@ -226,6 +227,10 @@ class MemoryBackend : public c10d::Backend {
       --drop->second;
       return std::nullopt;
     }
+    const auto hold = state_->holds.find(global_rank_);
+    if (op == MemoryOp::kSend && hold != state_->holds.end() && --hold->second < 0) {
+      return Parcel{std::move(data), Clock::time_point::max()};
+    }
     const auto delay = state_->delays.find(key);
     return Parcel{std::move(data),
                   Clock::now() + (delay == state_->delays.end() ? milliseconds(0) : delay->second)};
@@ -346,6 +351,24 @@ MemoryNetwork::Counts MemoryNetwork::counts(int rank) const {
 void MemoryNetwork::delay(int rank, MemoryOp op, milliseconds by) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   state_->delays[{rank, op}] = by;
+}
+
+void MemoryNetwork::hold_after(int rank, int sends) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->holds[rank] = sends;
+}
+
+void MemoryNetwork::release(int rank) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->holds.erase(rank);
+  for (auto& [name, channel] : state_->channels) {
+    for (auto& [key, letters] : channel->mail) {
+      const int from = channel->global_ranks[static_cast<size_t>(std::get<0>(key))];
+      if (from != rank) continue;
+      for (Parcel& parcel : letters) parcel.arrives = Clock::now();
+    }
+  }
+  state_->changed.notify_all();
 }
 
 void MemoryNetwork::drop_next(int rank, MemoryOp op) {

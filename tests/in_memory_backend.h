@@ -60,6 +60,10 @@ class MemoryNetwork {
 
   // From now on, what `rank` contributes to `op` arrives `by` later.
   void delay(int rank, MemoryOp op, std::chrono::milliseconds by);
+  // Of what `rank` sends from now on, the first `sends` arrive, and the rest does when release() is
+  // called.
+  void hold_after(int rank, int sends);
+  void release(int rank);
   // What `rank` contributes to its next `op` is lost, without an error on its side.
   void drop_next(int rank, MemoryOp op);
   // The rank is dead: its calls and waits throw, and so do waits for something it did not send.

@@ -27,17 +27,6 @@ void clear(const at::Tensor& rows, int64_t begin, int64_t end) {
                      current_stream(rows.device()));
 }
 
-// What is sent must not be what another program left in memory.
-void clear_padding(const Plan& plan, const Bucket& bucket, const at::Tensor& rows) {
-  if (plan.layout == Layout::kPerParameter) return clear(rows, 0, rows.numel());
-  int64_t end = 0;
-  for (const Slot& slot : bucket.slots) {
-    clear(rows, end, slot.offset);
-    end = slot.offset + slot.numel;
-  }
-  clear(rows, end, rows.numel());
-}
-
 }  // namespace
 
 void BucketMemory::allocate() {
@@ -77,7 +66,6 @@ int64_t BucketMemory::bytes() const {
 void fill_bucket(const Plan& plan, const Bucket& bucket, c10::ArrayRef<at::Tensor> tensors,
                  const at::Tensor& rows) {
   TORCH_INTERNAL_ASSERT(tensors.size() == bucket.slots.size(), "a tensor for every slot");
-  clear_padding(plan, bucket, rows);
   std::map<c10::ScalarType, std::vector<kernels::CopySpan>> spans;
   for (size_t i = 0; i < tensors.size(); ++i) {
     for (const Piece& piece : plan.pieces(bucket, bucket.slots[i])) {
@@ -85,7 +73,7 @@ void fill_bucket(const Plan& plan, const Bucket& bucket, c10::ArrayRef<at::Tenso
         spans[tensors[i].scalar_type()].push_back({address(tensors[i], piece.parameter_begin),
                                                    mutable_address(rows, piece.bucket_begin),
                                                    piece.numel});
-      } else if (plan.layout == Layout::kContiguous) {
+      } else {
         clear(rows, piece.bucket_begin, piece.bucket_begin + piece.numel);
       }
     }

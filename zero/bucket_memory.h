@@ -49,7 +49,8 @@ class BucketMemory {
 // contiguous. tensors[i] belongs to bucket.slots[i] and holds the whole parameter in its memory
 // order.
 
-// Everything in `rows` is written: an undefined tensor and padding become zeros.
+// An undefined tensor becomes zeros. Padding is left as it is, since nobody reads it: to clear it
+// would cost a small model on many ranks more than all the rest.
 void fill_bucket(const Plan& plan, const Bucket& bucket, c10::ArrayRef<at::Tensor> tensors,
                  const at::Tensor& rows);
 // Of an undefined tensor nothing is copied.

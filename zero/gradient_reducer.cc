@@ -186,7 +186,6 @@ void GradientReducer::take(int64_t parameter) {
   taken_[parameter] = 1;
   used_[parameter] = 1;
   unsent_bytes_ += static_cast<int64_t>(held_[parameter].nbytes());
-  peak_unsent_bytes_ = std::max(peak_unsent_bytes_, unsent_bytes_);
   for (int64_t b : plan_.parameter_buckets[parameter]) --missing_[b];
   if (last_bucket_[parameter] < 0) held_[parameter] = at::Tensor();  // empty: in no bucket
 }

@@ -98,10 +98,10 @@ class GradientReducer {
   void set_average_aside(int64_t parameter);
 
   int64_t rounds_sent() const { return total_rounds_; }
-  // Bytes of local gradients that wait for a later round, and the most that ever waited for
-  // their bucket to become complete.
+  // Bytes of local gradients that wait for a later round, and of those that wait for the rest of
+  // this one.
   int64_t local_bytes() const;
-  int64_t peak_unsent_bytes() const { return peak_unsent_bytes_; }
+  int64_t unsent_bytes() const { return unsent_bytes_; }
   int64_t shard_bytes() const;
 
  private:
@@ -137,7 +137,6 @@ class GradientReducer {
   std::vector<int64_t> order_;        // buckets, as they are sent
   std::vector<int64_t> last_bucket_;  // per parameter: the last of its buckets in that order
   int64_t unsent_bytes_ = 0;
-  int64_t peak_unsent_bytes_ = 0;
 
   int64_t rounds_ = 0;      // closed since consume()
   int64_t replicated_ = 0;  // of those, averaged over replicas

@@ -48,6 +48,11 @@ struct ZeroOptions {
   // which rounds in a different order.
   TORCH_ARG(bool, fused) = true;
 
+  // step() returns while updated parameters are still on their way, so that they travel during the
+  // next forward pass. Call wait_for(module) before a module computes; everything else of
+  // ZeroOptimizer waits by itself.
+  TORCH_ARG(bool, overlap_gather) = false;
+
   // ---------------------------------------------------------------------
   // Numerics
 

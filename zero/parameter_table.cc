@@ -128,6 +128,15 @@ int64_t ParameterTable::index_of(const at::Tensor& tensor) const {
   return index;
 }
 
+std::vector<int64_t> ParameterTable::managed_by(const torch::nn::Module& module) const {
+  std::vector<int64_t> result;
+  for (const at::Tensor& tensor : module.parameters()) {
+    const int64_t index = find(tensor);
+    if (index >= 0) result.push_back(index);
+  }
+  return result;
+}
+
 std::vector<std::string> ParameterTable::describe() const {
   std::vector<std::string> lines;
   for (const Parameter& p : parameters_) {
@@ -175,7 +184,7 @@ void ParameterTable::verify_shapes() const {
   }
 }
 
-void ParameterTable::verify(const torch::nn::Module& module) const {
+void ParameterTable::verify() const {
   verify_shapes();
   constexpr const char* kRefresh =
       "; call refresh_master_parameters() after changing parameters from outside";
@@ -200,6 +209,9 @@ void ParameterTable::verify(const torch::nn::Module& module) const {
                 ": expected it to stay without gradients as at construction, got "
                 "requires_grad and a gradient; make a new optimizer to unfreeze parameters");
   }
+}
+
+void ParameterTable::verify_registered(const torch::nn::Module& module) const {
   std::unordered_set<const void*> registered;
   for (const at::Tensor& t : module.parameters()) registered.insert(key(t));
   for (const Parameter& p : parameters_) {

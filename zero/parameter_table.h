@@ -59,14 +59,20 @@ class ParameterTable {
   // Throws c10::Error when `tensor` is not managed.
   int64_t index_of(const at::Tensor& tensor) const;
 
+  // The managed parameters of `module` and its children.
+  std::vector<int64_t> managed_by(const torch::nn::Module& module) const;
+
   // One line per parameter with everything the ranks must agree on.
   std::vector<std::string> describe() const;
 
   // Takes note of where every parameter is now and of its version.
   void remember();
-  // Throws c10::Error naming the first parameter that was replaced, moved, cast,
+  // Throws c10::Error naming the first parameter that was moved, cast, given other storage,
   // edited in place, frozen or unfrozen since remember(), and saying what to do.
-  void verify(const torch::nn::Module& module) const;
+  void verify() const;
+  // The same for one in whose place `module` now holds another tensor. Costs ten times as much,
+  // since a module makes its list of parameters anew for everybody who asks.
+  void verify_registered(const torch::nn::Module& module) const;
   // The part of it without which no element may be read: shapes, dtypes, devices.
   void verify_shapes() const;
 

@@ -59,6 +59,7 @@ void ShardOptimizer::replace_parameters() {
     make_initial_state(*inner_, s.group, s.master);
   }
   for (const auto& group : groups) pushed_.push_back(group.options().clone());
+  by_group_.resize(groups.size());
 }
 
 void ShardOptimizer::read_masters() {
@@ -98,16 +99,18 @@ void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& u
   const bool in_place = shards_.plan.layout == Layout::kContiguous;
   const bool cast = in_place && !shards_.arena.is_master(bucket);
   char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
-  const auto groups = static_cast<int64_t>(inner_->param_groups().size());
-  for (int64_t g = 0; g < groups; ++g) {
-    std::vector<FusedSegment> list;
-    for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) {
-      const SegmentTensors& s = segments_[i];
-      if (s.group != g || used[s.segment.parameter] == 0) continue;
-      list.push_back({&s.master, s.gradient.const_data_ptr<float>(),
-                      cast ? row + s.segment.offset * own_row.element_size() : nullptr});
-    }
-    fused_update(*inner_, g, list, coefficient, own_row.scalar_type());
+  for (auto& list : by_group_) list.clear();
+  for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) {
+    const SegmentTensors& s = segments_[i];
+    if (used[s.segment.parameter] == 0) continue;
+    by_group_[s.group].push_back(
+        {&s.master, s.gradient.const_data_ptr<float>(),
+         cast ? row + s.segment.offset * own_row.element_size() : nullptr});
+  }
+  for (size_t g = 0; g < by_group_.size(); ++g) {
+    if (by_group_[g].empty()) continue;
+    fused_update(*inner_, static_cast<int64_t>(g), by_group_[g], coefficient,
+                 own_row.scalar_type());
   }
   // A bucket assembled in a buffer also needs the rows of what was not updated.
   if (!in_place) write_row(bucket, own_row);

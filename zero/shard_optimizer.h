@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "bookkeeping/plan.h"
+#include "zero/fused_update.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_table.h"
 #include "zero/working_arena.h"
@@ -89,6 +90,7 @@ class ShardOptimizer {
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> pushed_;
+  std::vector<std::vector<FusedSegment>> by_group_;  // of update_bucket(), kept for its memory
 };
 
 }  // namespace zero

@@ -9,8 +9,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
 #include <sstream>
+#include <unordered_set>
 
 #include "zero/construction_check.h"
 #include "zero/inner_optimizer.h"
@@ -46,7 +46,8 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
        << options.stage1_full_gradients() << " bucket_bytes " << options.bucket_bytes()
        << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()
        << " skip_nonfinite " << options.skip_nonfinite() << " no_sync_fp32 "
-       << options.no_sync_fp32() << " check_replicas_every " << options.check_replicas_every();
+       << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather()
+       << " check_replicas_every " << options.check_replicas_every();
   if (options.reduce_dtype()) line << " reduce_dtype " << *options.reduce_dtype();
   if (const auto& s = options.loss_scaler()) {
     line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
@@ -91,10 +92,9 @@ std::vector<torch::optim::OptimizerParamGroup> visible_groups(
   if (inner == nullptr) return groups;
   for (const auto& group : inner->param_groups()) {
     std::vector<at::Tensor> unique;
+    std::unordered_set<const void*> known;
     for (const at::Tensor& tensor : group.params()) {
-      const bool known = std::any_of(unique.begin(), unique.end(),
-                                     [&](const at::Tensor& t) { return t.is_same(tensor); });
-      if (!known) unique.push_back(tensor);
+      if (known.insert(tensor.unsafeGetTensorImpl()).second) unique.push_back(tensor);
     }
     groups.emplace_back(std::move(unique), group.options().clone());
   }
@@ -236,6 +236,11 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   return loss;
 }
 
+void ZeroOptimizer::wait_for(const torch::nn::Module& module) {
+  at::NoGradGuard no_grad;
+  impl_->guarded([&] { impl_->wait_for(module); });
+}
+
 void ZeroOptimizer::zero_grad(bool) {
   at::NoGradGuard no_grad;
   impl_->guarded([&] { impl_->zero_grad(); });
@@ -295,6 +300,7 @@ MemoryReport ZeroOptimizer::memory() const {
   report.full_gradients = impl.full_gradients.bytes() + impl.reducer.local_bytes();
   report.buckets = impl.pool.held_bytes();
   report.peak_buckets = impl.pool.peak_bytes();
+  report.unsent_gradients = impl.reducer.unsent_bytes();
   return report;
 }
 

@@ -153,6 +153,16 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // last step it does nothing. Returns the closure's loss, else an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
 
+  // With ZeroOptions::overlap_gather: blocks until the last step has brought the parameters of
+  // `module` and its children up to date. To be called before a module computes, in any order and
+  // as often as is convenient. Not collective. Does nothing without the option.
+  // Throws c10::Error when the communication failed.
+  //   for (const auto& layer : *layers) {
+  //     optimizer.wait_for(*layer);
+  //     x = layer->forward(x);
+  //   }
+  void wait_for(const torch::nn::Module& module);
+
   // Forgets the gradients accumulated since the last step. Collective when
   // there are any and after a call that threw, otherwise local and free; when only some ranks have
   // any, the next collective call throws on all ranks and nothing is lost. Rarely needed: step()

@@ -115,7 +115,8 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       shards((broadcast_parameters(),
               ShardOptimizer::Shards{plan, table, ranks_in(domains), arena, reducer}),
              std::move(inner), options.fused()),
-      scaler(make_scaler(this->links->any_half, options)) {
+      scaler(make_scaler(this->links->any_half, options)),
+      gathers(plan.buckets.size()) {
   reducer.set_scale(1.0 / scaler.scale());
   std::vector<at::Tensor> others;
   for (const auto* list : {&table.frozen(), &table.buffers()}) {
@@ -128,6 +129,10 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
 
 ZeroOptimizer::Impl::~Impl() {
   remove_hooks();
+  try {
+    finish_gathers();  // the module may outlive this
+  } catch (...) {      // told by the communicator's failure
+  }
   // Without this the reducer's worker would wait for peers until the timeout.
   if (!failure.empty() || reducer.rounds_needed() > 0) {
     if (failure.empty()) {
@@ -164,6 +169,7 @@ void ZeroOptimizer::Impl::guarded(const std::function<void()>& body) {
 
 Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& check,
                                      const std::string& arguments) {
+  finish_gathers();
   std::string text;
   text.swap(problem);
   if (text.empty() && call != Call::kZeroGrad) text = broken_backward;
@@ -196,7 +202,7 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
 }
 
 void ZeroOptimizer::Impl::verify_untouched() const {
-  table.verify(module);
+  table.verify();
   reducer.verify();
 }
 
@@ -273,6 +279,7 @@ void ZeroOptimizer::Impl::run_backward(const std::function<void()>& backward) {
         "backward() between clip_grad_norm_() and step(): expected step() next; clip after the "
         "last backward pass");
   }
+  guarded([this] { finish_gathers(); });
   const bool sync = !*no_sync_active;
   try {
     if (sync) reducer.begin_pass();
@@ -357,6 +364,7 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
     check_groups(groups);
     shards.push_options(groups);
     verify_untouched();
+    table.verify_registered(module);
   };
   // A schedule that differs between ranks would tear the model apart shard by shard.
   std::string arguments;
@@ -391,6 +399,7 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
   gather_rows([&](const ShardOptimizer::RowWritten& written) {
     shards.update(agreement.used, static_cast<float>(coefficient), written);
   });
+  if (!options.overlap_gather()) finish_gathers();
   for (size_t i = 0; i < agreement.used.size(); ++i) {
     // A graph that saved the old values must notice, as with any in-place update.
     if (agreement.used[i] != 0) torch::autograd::impl::bump_version(table.parameters()[i].tensor);
@@ -400,17 +409,11 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
 
 void ZeroOptimizer::Impl::gather_rows(
     const std::function<void(const ShardOptimizer::RowWritten&)>& write) {
-  struct Gather {
-    int64_t bucket;
-    at::Tensor rows;
-    Pending pending;
-  };
-  std::vector<Gather> gathers;
   try {
     write([&](int64_t bucket, const at::Tensor& rows) {
       Communicator& ranks = *links->domains[plan.arena_of(plan.buckets[bucket]).domain].data;
-      gathers.push_back(
-          {bucket, rows, ranks.gather_rows(rows, "parameter bucket " + std::to_string(bucket))});
+      gathers[bucket] = {rows,
+                         ranks.gather_rows(rows, "parameter bucket " + std::to_string(bucket))};
     });
   } catch (const std::exception& error) {
     // The others wait for rows that will not come, and some shards are updated
@@ -420,10 +423,23 @@ void ZeroOptimizer::Impl::gather_rows(
     links->abort_data();
     TORCH_CHECK(false, "the update of this rank's shard failed: ", error_text(error));
   }
-  for (Gather& g : gathers) {
-    const TraceRange range("gather", g.bucket);
-    g.pending.wait();
-    arena.publish(g.bucket, g.rows);
+}
+
+void ZeroOptimizer::Impl::finish_gather(int64_t bucket) {
+  Gather gather = std::exchange(gathers[bucket], {});
+  if (!gather.rows.defined()) return;
+  const TraceRange range("gather", bucket);
+  gather.pending.wait();
+  arena.publish(bucket, gather.rows);
+}
+
+void ZeroOptimizer::Impl::finish_gathers() {
+  for (size_t b = 0; b < gathers.size(); ++b) finish_gather(static_cast<int64_t>(b));
+}
+
+void ZeroOptimizer::Impl::wait_for(const torch::nn::Module& used) {
+  for (const int64_t parameter : table.managed_by(used)) {
+    for (const int64_t b : plan.parameter_buckets[parameter]) finish_gather(b);
   }
 }
 
@@ -539,6 +555,7 @@ void ZeroOptimizer::Impl::refresh_working() {
   // An fp32 arena is its masters' home: values from elsewhere must not get in.
   arena.attach(/*keep_values=*/false);
   gather_rows([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
+  finish_gathers();
   for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
   table.remember();
 }

@@ -66,7 +66,11 @@ struct ZeroOptimizer::Impl {
   void finish_step();
   void zero_grad();
   at::Tensor gather_parameter(const at::Tensor& parameter, bool gradient);
+  // Starts a gather of every bucket that `write` reports. Whoever reads parameters finishes them.
   void gather_rows(const std::function<void(const ShardOptimizer::RowWritten&)>& write);
+  void finish_gather(int64_t bucket);
+  void finish_gathers();
+  void wait_for(const torch::nn::Module& used);
   void broadcast_from_first(const std::vector<at::Tensor>& tensors, const DomainLinks& domain,
                             const char* what);
   void broadcast_parameters();
@@ -104,6 +108,11 @@ struct ZeroOptimizer::Impl {
   FullGradients full_gradients;
   ShardOptimizer shards;
   LossScaler scaler;
+  struct Gather {
+    at::Tensor rows;  // undefined: none under way
+    Pending pending;
+  };
+  std::vector<Gather> gathers;                         // per bucket
   std::vector<std::vector<at::Tensor>> group_members;  // as at construction
   std::vector<unsigned> accumulation_hooks;
 
