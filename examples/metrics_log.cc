@@ -8,8 +8,21 @@
 
 namespace zero::examples {
 
+namespace {
+
+nlohmann::ordered_json by_kind(const MemoryReport& memory) {
+  return {{"working_parameters", memory.working_parameters},
+          {"master_parameters", memory.master_parameters},
+          {"optimizer_state", memory.optimizer_state},
+          {"gradient_shards", memory.gradient_shards},
+          {"full_gradients", memory.full_gradients},
+          {"buckets", memory.buckets}};
+}
+
+}  // namespace
+
 MetricsLog::MetricsLog(const std::string& path) : path_(path), file_(path) {
-  TORCH_CHECK(file_.good(), "cannot write --log ", path);
+  TORCH_CHECK(file_.good(), "cannot write ", path);
 }
 
 void MetricsLog::write(const StepMetrics& metrics) {
@@ -23,10 +36,12 @@ void MetricsLog::write(const StepMetrics& metrics) {
       {"skipped", metrics.skipped},
       {"tokens", metrics.tokens},
       {"seconds", metrics.seconds},
+      {"tokens_per_second", static_cast<double>(metrics.tokens) / metrics.seconds},
+      {"memory", by_kind(metrics.memory)},
   };
   if (metrics.validation_loss) line["validation_loss"] = *metrics.validation_loss;
   file_ << line.dump() << std::endl;
-  TORCH_CHECK(file_.good(), "cannot write --log ", path_);
+  TORCH_CHECK(file_.good(), "cannot write ", path_);
 }
 
 }  // namespace zero::examples

@@ -2,8 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A training run as JSON lines: one object a step, for plots and comparisons.
+// examples/plot_metrics.py draws them.
 //
 //   {"step":1,"loss":5.55,"gradient_norm":1.9,...,"validation_loss":5.55}
+//
+// TensorBoard's event files would need its protocol buffers; Debian has no C++
+// library that writes them.
 #pragma once
 
 #include <fstream>

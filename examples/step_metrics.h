@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "bookkeeping/memory.h"
+
 namespace zero::examples {
 
 struct StepMetrics {
@@ -19,6 +21,7 @@ struct StepMetrics {
   bool skipped = false;     // gradients were not finite: nothing was updated
   int64_t tokens = 0;       // in this step, over all ranks
   double seconds = 0.0;     // of this step, validation excluded
+  MemoryReport memory;      // bytes of this rank at the end of the last backward pass
 };
 
 }  // namespace zero::examples

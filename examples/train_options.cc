@@ -5,8 +5,10 @@
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <map>
+#include <utility>
 
 namespace zero::examples {
 
@@ -148,6 +150,19 @@ void add_report_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--log", options.log, "Write one JSON object a step to this file")
       ->type_name("FILE")
       ->group(group);
+  app.add_option("--metrics", options.metrics,
+                 "Write the same to steps-<first step>.jsonl in this folder, for plot_metrics.py")
+      ->type_name("DIR")
+      ->group(group);
+  auto* trace = app.add_option("--trace", options.trace,
+                               "Write a Chrome trace of some steps of rank 0 to this file")
+                    ->type_name("FILE")
+                    ->group(group);
+  app.add_option("--trace-steps", options.trace_steps, "Steps in it, from the third of the run on")
+      ->check(whole_number(1, 1000))
+      ->needs(trace)
+      ->type_name("N")
+      ->group(group);
   app.add_option("--validate-every", options.validate_every,
                  "Steps between measurements of the validation loss")
       ->check(whole_number(1))
@@ -202,8 +217,15 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
     return refuse("--width: expected a multiple of --heads " + std::to_string(options.heads) +
                   ", got " + std::to_string(options.width));
   }
-  if (!options.log.empty() && !std::ofstream(options.log, std::ios::app)) {
-    return refuse("--log: cannot write " + options.log);
+  for (const auto& [name, file] : {std::pair("--log", options.log), {"--trace", options.trace}}) {
+    if (!file.empty() && !std::ofstream(file, std::ios::app)) {
+      return refuse(std::string(name) + ": cannot write " + file);
+    }
+  }
+  std::error_code error;
+  if (!options.metrics.empty() && !std::filesystem::create_directories(options.metrics, error) &&
+      !std::filesystem::is_directory(options.metrics)) {
+    return refuse("--metrics: cannot make the folder " + options.metrics);
   }
   if (options.sample_bytes > 0 && options.prompt.empty()) {
     return refuse("--prompt: expected some text to begin with; --sample-bytes 0 samples none");

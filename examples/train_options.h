@@ -49,7 +49,10 @@ struct TrainOptions {
   bool resume = false;
 
   // Reports.
-  std::string log;  // JSONL file; empty: none
+  std::string log;      // JSONL file; empty: none
+  std::string metrics;  // folder for the same, one file a start; empty: none
+  std::string trace;    // Chrome trace of rank 0; empty: none
+  int64_t trace_steps = 3;
   int64_t validate_every = 50;
   int64_t validation_sequences = 64;
   std::string prompt = "#include <";

@@ -4,6 +4,7 @@
 
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/full.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <torch/optim/adamw.h>
 #include <torch/utils.h>
@@ -14,8 +15,8 @@
 #include <optional>
 #include <utility>
 
-#include "examples/metrics_log.h"
 #include "examples/progress.h"
+#include "examples/step_trace.h"
 #include "examples/stop_signal.h"
 #include "zero/checkpoint.h"
 
@@ -86,6 +87,7 @@ int64_t Trainer::parameter_count() const {
 }
 
 at::Tensor Trainer::loss(const Sequences& sequences) {
+  RECORD_FUNCTION("train_gpt::forward", std::vector<c10::IValue>());
   const at::Tensor logits = model_(sequences.inputs);
   return at::cross_entropy_loss(logits.flatten(0, 1), sequences.targets.flatten());
 }
@@ -98,6 +100,7 @@ double Trainer::mean_over_ranks(double value) {
 
 StepMetrics Trainer::train_step(int64_t step) {
   const auto start = std::chrono::steady_clock::now();
+  RECORD_FUNCTION("train_gpt::step", std::vector<c10::IValue>());
   StepMetrics metrics;
   schedule_.set_step(step);
   const int64_t micro_batch = options_.batch / (metrics_->world_size() * options_.accumulate);
@@ -114,7 +117,7 @@ StepMetrics Trainer::train_step(int64_t step) {
   metrics.loss_scale = optimizer_.loss_scale();
   const at::Tensor norm = optimizer_.clip_grad_norm_(options_.max_norm);
   const bool stop_here = stop_requested();
-  if (step + 1 == options_.steps) memory_ = optimizer_.memory();
+  metrics.memory = memory_ = optimizer_.memory();
   optimizer_.step();
   metrics.step = step + 1;
   metrics.loss = mean_over_ranks(local_loss);
@@ -177,19 +180,33 @@ int64_t Trainer::resume() {
   return std::stoll(report.metadata.at("step"));
 }
 
+std::vector<MetricsLog> Trainer::open_logs(int64_t first_step) const {
+  std::vector<MetricsLog> logs;
+  if (metrics_->rank() != 0) return logs;
+  if (!options_.log.empty()) logs.emplace_back(options_.log);
+  // A run that goes on leaves what its beginning wrote.
+  if (!options_.metrics.empty()) {
+    logs.emplace_back(options_.metrics + "/steps-" + std::to_string(first_step) + ".jsonl");
+  }
+  return logs;
+}
+
 bool Trainer::train(int64_t first_step) {
   const bool reports = metrics_->rank() == 0;
   std::optional<Progress> progress;
-  std::optional<MetricsLog> log;
+  std::vector<MetricsLog> logs = open_logs(first_step);
   if (reports) progress.emplace(stdout, first_step, options_.steps);
-  if (reports && !options_.log.empty()) log.emplace(options_.log);
+  // The first steps make buffers and connections: not what one wants to see.
+  const int64_t settled = std::min(first_step + 2, options_.steps - 1);
+  StepTrace trace(reports ? options_.trace : "", settled, options_.trace_steps);
   for (int64_t step = first_step; step < options_.steps; ++step) {
+    trace.before_step(step);
     StepMetrics metrics = train_step(step);
     if (metrics.step % options_.validate_every == 0 || metrics.step == options_.steps) {
       metrics.validation_loss = validation_loss();
     }
     if (progress) progress->show(metrics);
-    if (log) log->write(metrics);
+    for (MetricsLog& log : logs) log.write(metrics);
     const bool save_now =
         stop_ || metrics.step % options_.save_every == 0 || metrics.step == options_.steps;
     if (!options_.checkpoints.empty() && save_now) save(metrics.step);

@@ -18,6 +18,7 @@
 #include "examples/byte_dataset.h"
 #include "examples/cosine_schedule.h"
 #include "examples/gpt.h"
+#include "examples/metrics_log.h"
 #include "examples/step_metrics.h"
 #include "examples/train_options.h"
 #include "zero/process_group.h"
@@ -38,8 +39,8 @@ class Trainer {
 
   // Collective. Trains steps first_step to options.steps - 1, and saves every
   // options.save_every of them. Rank 0 reports each on standard output and in
-  // options.log. False when SIGTERM reached any rank: then all have saved and stopped
-  // after the same step.
+  // options.log and options.metrics, and writes options.trace. False when SIGTERM reached any rank:
+  // then all have saved and stopped after the same step.
   bool train(int64_t first_step);
 
   // Collective. Nats per byte over the held-out text, the same on every rank.
@@ -56,6 +57,8 @@ class Trainer {
  private:
   // Collective. Step `step`, counted from 0. The result lacks the validation loss.
   StepMetrics train_step(int64_t step);
+  // The files of options.log and options.metrics, on rank 0.
+  std::vector<MetricsLog> open_logs(int64_t first_step) const;
   // Collective. After `steps` steps.
   void save(int64_t steps);
   // The mean loss over `sequences`, and over its graph the gradient.
