@@ -42,8 +42,9 @@ SimulatedSteps::SimulatedSteps(const SimulatedOptions& options) : model_(options
       ZeroOptions().stage(options.stage).layout(options.layout));
 }
 
-void SimulatedSteps::step() {
-  optimizer_->backward(model_.parameters(), model_.gradients());
+void SimulatedSteps::backward() { optimizer_->backward(model_.parameters(), model_.gradients()); }
+
+void SimulatedSteps::update() {
   optimizer_->clip_grad_norm_(1.0);
   optimizer_->step();
 }

@@ -47,9 +47,15 @@ class SimulatedSteps {
  public:
   explicit SimulatedSteps(const SimulatedOptions& options);
 
-  // Backward, clip and step. No model is run: backward() starts at the parameters with given
-  // gradients, so that all of autograd that is left is the accumulation into p.grad().
-  void step();
+  // No model is run: backward starts at the parameters with given gradients, so that all of
+  // autograd that is left is the accumulation into p.grad().
+  void backward();
+  // Clip and step.
+  void update();
+  void step() {
+    backward();
+    update();
+  }
 
   const ZeroOptimizer& optimizer() const { return *optimizer_; }
 
