@@ -3,7 +3,7 @@
 //
 // The models and data of the benchmark: no random numbers, so that a program
 // in any language trains the same and its losses can be compared, not only its
-// time. examples/compare_with_pytorch.py has the same definitions.
+// time. examples/pytorch_workload.py has the same definitions.
 //
 //   hash32(x)   x ^= x>>16; x *= 0x7feb352d; x ^= x>>15; x *= 0x846ca68b; x ^= x>>16
 //   raw(t, i)   hash32(i ^ hash32(t * 0x9E3779B9 + 0x85EBCA6B))
