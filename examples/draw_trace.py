@@ -19,7 +19,7 @@ import sys
 STEP = "train_gpt::step"
 WIDTH, LEFT, ROW = 1100, 130, 20
 COLOURS = {"forward": "#7aa6c2", "pack": "#e0a458", "reduce": "#c8553d", "clip": "#8f6bb3",
-           "update": "#4f9d69", "gather": "#1f6f8b"}
+           "norm": "#b28fd0", "update": "#4f9d69", "gather": "#1f6f8b", "step": "#7d8790"}
 
 
 def ranges(trace):
@@ -109,6 +109,12 @@ def draw(trace, number):
         body.append(f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{name}</text>')
         body += shapes
         y += height
+    x = LEFT
+    for word, colour in COLOURS.items():
+        body.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>'
+                    f'<text x="{x + 16}" y="{y + 10}">{word}</text>')
+        x += 80
+    y += 18
     milliseconds = (end - begin) / 1e3
     title = f"one step on rank 0, {milliseconds:.1f} ms"
     body.append(f'<text x="{LEFT}" y="20" font-weight="bold">{title}</text>')

@@ -39,6 +39,9 @@ names = [e["name"] for e in events]
 assert names.count("train_gpt::step") == 2, names.count("train_gpt::step")
 for name in ("train_gpt::forward", "aten::layer_norm", "MmBackward0", "gloo:send"):
     assert name in names, name
+# The optimizer's phases, by bucket, whichever thread they are on.
+for phase in ("pack bucket 0", "reduce bucket 0", "clip", "update bucket 0", "gather bucket 0"):
+    assert "zero::" + phase in names, phase
 steps = [e for e in events if e["name"] == "train_gpt::step"]
 # Validation is a forward pass outside of steps.
 inside = [e for e in events if e["name"] == "train_gpt::forward" and any(
