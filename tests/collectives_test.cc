@@ -507,7 +507,12 @@ TEST(SimulatedTest, ThousandsOfRanksInOneThread) {
   EXPECT_EQ(data->traffic().exchange_bytes_sent, 4095 * 12);
   EXPECT_EQ(data->traffic().gather_bytes_sent, 4095 * 12);
   EXPECT_EQ(received.min().item<float>(), 5.0F);
-  EXPECT_FALSE(data->has_native_reduce_scatter(at::kFloat));
+  EXPECT_TRUE(data->has_native_reduce_scatter(at::kFloat));
+  EXPECT_FALSE(data->has_native_reduce_scatter(at::kBFloat16));
+  at::Tensor row = at::zeros({3});
+  rows.select(0, 17).fill_(9.0F);
+  data->reduce_scatter_rows(rows, row, "b").wait();
+  EXPECT_EQ(row.min().item<float>(), 9.0F);
   EXPECT_EQ(data->all_gather_text("plan", "b"), std::vector<std::string>(4096, "plan"));
 }
 

@@ -80,8 +80,8 @@ class MemoryNetwork {
 };
 
 // "zero-simulated": rank `rank` of `world_size`, alone. Operations succeed at once and leave what
-// they would receive as it was, except that texts and lengths (bytes and int64) gathered from the
-// other ranks equal the own: a simulated job consists of equal ranks.
+// they would receive as it was (a reduced row is the own one), except that texts and lengths (bytes
+// and int64) gathered from the other ranks equal the own: a simulated job consists of equal ranks.
 c10::intrusive_ptr<c10d::Backend> make_simulated_backend(int rank, int world_size);
 
 }  // namespace zero

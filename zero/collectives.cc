@@ -123,8 +123,7 @@ struct Communicator::Impl {
 
 Communicator::Impl::Impl(BackendPtr backend_in, std::string name, milliseconds timeout)
     : style(style_of(backend_in)),
-      native_reduce_scatter(style == Style::kWhole &&
-                            backend_in->getBackendName() != "zero-simulated"),
+      native_reduce_scatter(style == Style::kWhole),
       rank(backend_in ? backend_in->getRank() : 0),
       world_size(backend_in ? backend_in->getSize() : 1),
       backend(std::move(backend_in)),
