@@ -439,6 +439,43 @@ TEST_P(AtStage, MovedToAnotherDtype) {
   }
 }
 
+// What module.to(device) leaves behind, made without the device: nothing may read its memory.
+at::Tensor as_if_on_gpu(const at::Tensor& tensor) {
+  const at::Device gpu(at::kCUDA, 0);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.nbytes(), c10::DataPtr(nullptr, gpu),
+                       nullptr, false);
+  at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_contiguous(tensor.sizes());
+  return result;
+}
+
+TEST_P(AtStage, MovedToAnotherDevice) {
+  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    expect_survives(stage(GetParam()).layout(layout), [](Rank& r) {
+      r.backward(1);
+      const Words words = {"parameter scale", "expected device cpu as at construction",
+                           "got cuda:0", "move it back", "refresh_master_parameters()"};
+      const at::Tensor there = r.model->scale.detach().clone();
+      if (r.is(1)) r.model->scale.set_data(as_if_on_gpu(there));
+      r.refuses_step(1, words);
+      r.refuses(
+          1, [&] { r.optimizer->clip_grad_norm_(1.0); }, words);
+      r.refuses(
+          1, [&] { r.optimizer->master(r.model->scale); }, words);
+      r.refuses(
+          1, [&] { r.optimizer->refresh_master_parameters(); }, words);
+      r.refuses(
+          1, [&] { r.optimizer->check_replicas(); }, words);
+      if (r.is(1)) r.model->scale.set_data(there);
+      r.refuses_step(1, {"parameter scale", "expected the storage the last step left",
+                         "got another", "call refresh_master_parameters()"});
+      r.optimizer->refresh_master_parameters();
+      r.clip_and_step();
+    });
+  }
+}
+
 TEST_P(AtStage, ShapeReplaced) {
   for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
     expect_survives(stage(GetParam()).layout(layout), [](Rank& r) {

@@ -10,6 +10,8 @@
 #include <sstream>
 #include <utility>
 
+#include "zero/error_text.h"
+
 namespace zero {
 namespace {
 
@@ -31,17 +33,13 @@ std::string ranks_text(std::vector<int> ranks) {
 }  // namespace
 
 std::string reason_of(const std::exception_ptr& thrown) {
-  std::string text;
   try {
     std::rethrow_exception(thrown);
-  } catch (const c10::Error& error) {
-    text = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    text = error.what();
+    return error_line(error);
   } catch (...) {
-    text = "unknown exception";
+    return "unknown exception";
   }
-  return text.substr(0, text.find('\n'));
 }
 
 GroupHealth::GroupHealth(int rank, int world_size, std::string name, milliseconds timeout)

@@ -8,14 +8,10 @@
 #include <algorithm>
 
 #include "zero/construction_check.h"
+#include "zero/error_text.h"
 
 namespace zero {
 namespace {
-
-std::string text_of(const std::exception& error) {
-  const auto* ours = dynamic_cast<const c10::Error*>(&error);
-  return ours != nullptr ? ours->what_without_backtrace() : error.what();
-}
 
 void add(const Traffic& from, Traffic& to) {
   to.exchange_calls += from.exchange_calls;
@@ -97,7 +93,8 @@ void OptimizerLinks::check_each_domain(const std::function<void(int64_t, Communi
         check(static_cast<int64_t>(d), *group);
       } catch (const std::exception& error) {
         // Others may not know: they get as far as the common check, and so must this rank.
-        if (problem.empty()) problem = text_of(error) + " (ranks of group " + group->name() + ")";
+        if (problem.empty())
+          problem = error_text(error) + " (ranks of group " + group->name() + ")";
       }
     }
   }

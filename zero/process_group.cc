@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "zero/environment.h"
+#include "zero/error_text.h"
 #include "zero/gloo_backend.h"
 #include "zero/nccl_backend.h"
 #include "zero/tcp_store.h"
@@ -28,12 +29,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
-
-std::string first_line(const std::exception& error) {
-  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = from_torch ? from_torch->what_without_backtrace() : error.what();
-  return text.substr(0, text.find('\n'));
-}
 
 std::string arrival_key(int rank) { return c10::str("arrived/", rank); }
 
@@ -49,7 +44,7 @@ std::string missing_text(c10d::Store& store, int world_size) {
       text << (missing++ == 0 ? "" : ", ") << rank;
     }
   } catch (const std::exception& error) {
-    return "; the store does not answer: " + first_line(error);
+    return "; the store does not answer: " + error_line(error);
   }
   if (missing == 0) return "; all ranks have arrived";
   return (missing == 1 ? "; missing: rank " : "; missing: ranks ") + text.str();
@@ -170,7 +165,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "communicator \"", full_name, "\": cannot connect its ", world_size(),
                 " ranks within ", timeout().count(), " ms (this is rank ", rank(), ")",
-                missing_text(*store, world_size()), ". ", first_line(error));
+                missing_text(*store, world_size()), ". ", error_line(error));
   }
 }
 
@@ -263,7 +258,7 @@ StorePtr open_store(const Environment& env, milliseconds timeout) {
     TORCH_CHECK(false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
                 options.isServer ? "serve" : "reach", " the store of the job at ", env.master_addr,
                 ":", env.master_port, " (MASTER_ADDR, MASTER_PORT) within ", timeout.count(),
-                " ms: ", first_line(error),
+                " ms: ", error_line(error),
                 options.isServer ? ". Is the port taken by another job? Choose another MASTER_PORT"
                                  : ". Is rank 0 running, and can this machine reach it?");
   }
@@ -278,7 +273,7 @@ void meet(c10d::Store& store, const Environment& env, milliseconds timeout) {
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "init_process_group: not all ", env.world_size, " ranks arrived within ",
                 timeout.count(), " ms (this is rank ", env.rank, ")",
-                missing_text(store, env.world_size), ". ", first_line(error));
+                missing_text(store, env.world_size), ". ", error_line(error));
   }
 }
 

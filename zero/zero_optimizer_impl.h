@@ -14,6 +14,7 @@
 #include "zero/checkpoint_writer.h"
 #include "zero/control_channel.h"
 #include "zero/domains.h"
+#include "zero/error_text.h"
 #include "zero/full_gradients.h"
 #include "zero/gradient_reducer.h"
 #include "zero/loss_scaler.h"
@@ -131,8 +132,5 @@ struct ZeroOptimizer::Impl {
   int64_t steps = 0;
   int64_t skipped_steps = 0;
 };
-
-// The text of an error without its backtrace.
-std::string error_text(const std::exception& error);
 
 }  // namespace zero

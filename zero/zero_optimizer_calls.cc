@@ -1,0 +1,284 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The collective calls: what is agreed, sent and computed, in order.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "zero/bucket_memory.h"
+#include "zero/inner_optimizer.h"
+#include "zero/replica_check.h"
+#include "zero/trace_range.h"
+#include "zero/zero_optimizer_impl.h"
+
+namespace zero {
+namespace {
+
+std::vector<at::Tensor> tensors_of(const std::vector<NamedTensor>& list) {
+  std::vector<at::Tensor> result;
+  for (const NamedTensor& item : list) result.push_back(item.tensor);
+  return result;
+}
+
+// What must be equal on all ranks before they are sent: a transport that is
+// given different sizes aborts or hangs.
+std::string shapes_of(const std::vector<NamedTensor>& list) {
+  std::ostringstream text;
+  for (const NamedTensor& item : list) {
+    text << (item.tensor.is_same(list.front().tensor) ? "" : ", ") << item.name << " "
+         << item.tensor.sizes() << " " << item.tensor.scalar_type();
+  }
+  return text.str();
+}
+
+}  // namespace
+
+void ZeroOptimizer::Impl::reduce(const Agreement& agreement) {
+  reducer.complete(agreement.rounds);
+  const bool gather = options.stage() == 1 && options.stage1_full_gradients();
+  if (gather && agreement.rounds > gathered_rounds) {
+    full_gradients.gather(reducer, agreement.used);
+    gathered_rounds = agreement.rounds;
+  }
+}
+
+void ZeroOptimizer::Impl::measure(double norm_type) {
+  if (measured && measured_type == norm_type) return;
+  const TraceRange range("norm");
+  measured = shard_norm(shards.segments(), domains.norm_weights, norm_type, *links->norm);
+  measured_type = norm_type;
+}
+
+at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm_type) {
+  const auto check = [&] {
+    TORCH_CHECK(!max_norm || *max_norm > 0, "max_norm: expected a number above 0, got ", *max_norm,
+                "; pass nullopt to measure only");
+    TORCH_CHECK(norm_type > 0, "norm_type: expected a number above 0 or infinity, got ", norm_type,
+                "; 2 is the usual one");
+    verify_untouched();
+  };
+  // Arguments must agree, since the coefficient is computed on every rank.
+  const TraceRange range("clip");
+  const Agreement agreement =
+      agree(Call::kClipGradNorm, check,
+            "max_norm " + (max_norm ? exact_text(*max_norm) : std::string("nullopt")) +
+                ", norm_type " + exact_text(norm_type));
+  reduce(agreement);
+  if (agreement.rounds == 0) return at::scalar_tensor(0.0, at::kDouble);
+  measure(norm_type);
+  const double norm = measured->norm * coefficient;
+  if (max_norm) {
+    clipped = true;
+    // As torch's clamp: a NaN stays a NaN.
+    const double factor = *max_norm / (norm + 1e-6);
+    coefficient *= factor > 1.0 ? 1.0 : factor;
+  }
+  return at::scalar_tensor(norm,
+                           shards.segments().empty()
+                               ? at::TensorOptions().dtype(at::kDouble)
+                               : shards.segments().front().master.options().dtype(at::kDouble));
+}
+
+void ZeroOptimizer::Impl::check_groups(const ParamGroups& groups) const {
+  const auto& expected = group_members;
+  for (size_t g = 0; g < std::max(groups.size(), expected.size()); ++g) {
+    const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+    TORCH_CHECK(
+        g < expected.size() && g < groups.size() &&
+            std::equal(groups[g].params().begin(), groups[g].params().end(), expected[g].begin(),
+                       expected[g].end(), same),
+        "parameter group ", g, ": expected the ", expected.size(), " groups of construction, got ",
+        groups.size(), " of which this one was added, removed or changed afterwards (",
+        g < groups.size() ? groups[g].params().size() : 0,
+        " parameters); give all parameters to the inner optimizer and make a new optimizer");
+  }
+}
+
+void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
+  const auto check = [&] {
+    check_groups(groups);
+    shards.push_options(groups);
+    verify_untouched();
+    table.verify_registered(module);
+  };
+  // A schedule that differs between ranks would tear the model apart shard by shard.
+  std::string arguments;
+  for (const auto& g : groups) {
+    arguments += (arguments.empty() ? "options " : "; ") + options_text(g.options());
+  }
+  const Agreement agreement = agree(Call::kStep, check, arguments);
+  skipped = false;
+  const TraceRange range("step");
+  if (agreement.rounds == 0) {
+    finish_step();
+    return;
+  }
+  reduce(agreement);
+  update(agreement);
+  finish_step();
+  // Elsewhere ranks would not all have the same order.
+  if (domains.uniform) reducer.expect_unused(agreement.used);
+  ++(skipped ? skipped_steps : steps);
+  scaler.update(skipped);
+  reducer.set_scale(1.0 / scaler.scale());
+  const int64_t every = options.check_replicas_every();
+  if (every > 0 && (steps + skipped_steps) % every == 0) check_replicas_now();
+}
+
+void ZeroOptimizer::Impl::update(const Agreement& agreement) {
+  if (options.skip_nonfinite()) {
+    if (!measured) measure(2.0);
+    skipped = measured->nonfinite;
+    if (skipped) return;
+  }
+  gather_rows([&](const ShardOptimizer::RowWritten& written) {
+    shards.update(agreement.used, static_cast<float>(coefficient), written);
+  });
+  if (!options.overlap_gather()) finish_gathers();
+  for (size_t i = 0; i < agreement.used.size(); ++i) {
+    // A graph that saved the old values must notice, as with any in-place update.
+    if (agreement.used[i] != 0) torch::autograd::impl::bump_version(table.parameters()[i].tensor);
+  }
+  table.remember();
+}
+
+void ZeroOptimizer::Impl::gather_rows(
+    const std::function<void(const ShardOptimizer::RowWritten&)>& write) {
+  try {
+    write([&](int64_t bucket, const at::Tensor& rows) {
+      Communicator& ranks = *links->domains[plan.arena_of(plan.buckets[bucket]).domain].data;
+      gathers[bucket] = {rows,
+                         ranks.gather_rows(rows, "parameter bucket " + std::to_string(bucket))};
+    });
+  } catch (const std::exception& error) {
+    // The others wait for rows that will not come, and some shards are updated
+    // while others are not: no way back.
+    links->channel.announce("the update of this rank's shard failed: " + error_text(error));
+    if (!links->failed().empty()) throw;
+    links->abort_data();
+    TORCH_CHECK(false, "the update of this rank's shard failed: ", error_text(error));
+  }
+}
+
+void ZeroOptimizer::Impl::finish_gather(int64_t bucket) {
+  Gather gather = std::exchange(gathers[bucket], {});
+  if (!gather.rows.defined()) return;
+  const TraceRange range("gather", bucket);
+  gather.pending.wait();
+  arena.publish(bucket, gather.rows);
+}
+
+void ZeroOptimizer::Impl::finish_gathers() {
+  for (size_t b = 0; b < gathers.size(); ++b) finish_gather(static_cast<int64_t>(b));
+}
+
+void ZeroOptimizer::Impl::wait_for(const torch::nn::Module& used) {
+  for (const int64_t parameter : table.managed_by(used)) {
+    for (const int64_t b : plan.parameter_buckets[parameter]) finish_gather(b);
+  }
+}
+
+void ZeroOptimizer::Impl::finish_step() {
+  for (size_t i = 0; i < table.parameters().size(); ++i) {
+    reducer.set_average_aside(static_cast<int64_t>(i));
+  }
+  reducer.consume();
+  gathered_rounds = 0;
+  measured.reset();
+  clipped = false;
+  coefficient = 1.0;
+}
+
+void ZeroOptimizer::Impl::zero_grad() {
+  const bool local_only = reducer.rounds_needed() == 0 && !reducer.any_used() && !clipped &&
+                          broken_backward.empty() && problem.empty() && !refused;
+  if (!local_only) {
+    const Agreement agreement = agree(Call::kZeroGrad);
+    // First: what cannot be sent, a sparse gradient for example, must not be tried again.
+    reducer.discard();
+    reducer.complete(agreement.rounds);
+    broken_backward.clear();
+  }
+  finish_step();
+  for (const Parameter& p : table.parameters()) p.tensor.mutable_grad().reset();
+}
+
+at::Tensor ZeroOptimizer::Impl::gather_parameter(const at::Tensor& parameter, bool gradient) {
+  const int64_t index = table.find(parameter);
+  const auto check = [&] {
+    table.index_of(parameter);
+    verify_untouched();
+  };
+  const Agreement agreement =
+      agree(gradient ? Call::kGradient : Call::kMaster, check,
+            index < 0 ? std::string() : "parameter " + table.parameters()[index].name);
+  if (gradient) {
+    reduce(agreement);
+    if (agreement.used[index] == 0) return {};
+  }
+  const Parameter& p = table.parameters()[index];
+  at::Tensor result = at::empty_strided(p.tensor.sizes(), p.strides,
+                                        p.tensor.options().dtype(at::kFloat).requires_grad(false));
+  for (int64_t b : plan.parameter_buckets[index]) {
+    const Bucket& bucket = plan.buckets[b];
+    Communicator& ranks = *links->domains[domain_of[index]].data;
+    at::Tensor rows = pool.take(plan.bucket_numel(bucket), at::kFloat)
+                          .view({ranks.world_size(), bucket.row_numel});
+    rows.select(0, ranks.rank()).copy_(gradient ? reducer.shard(b) : shards.master_row(b));
+    ranks.gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name).wait();
+    std::vector<at::Tensor> tensors(bucket.slots.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (bucket.slots[i].parameter == index) tensors[i] = result;
+    }
+    copy_out_of_bucket(plan, bucket, rows, tensors);
+    pool.give(rows);
+  }
+  return result;
+}
+
+void ZeroOptimizer::Impl::check_replicas_now() {
+  if (domains.uniform) {
+    check_working_parameters(table, shards, links->rank(), *links->control,
+                             [](int64_t) { return true; });
+    return;
+  }
+  links->check_each_domain([&](int64_t domain, Communicator& ranks) {
+    check_working_parameters(table, shards, ranks.rank(), ranks,
+                             [&](int64_t p) { return domain_of[p] == domain; });
+  });
+}
+
+void ZeroOptimizer::Impl::refresh_masters() {
+  agree(
+      Call::kRefreshMasters, [&] { verify_shapes(); }, shapes_of(table.frozen()));
+  at::NoGradGuard no_grad;
+  arena.attach();
+  broadcast_parameters();
+  broadcast_from_first(tensors_of(table.frozen()), links->home, "frozen parameters");
+  shards.read_masters();
+  table.remember();
+}
+
+void ZeroOptimizer::Impl::refresh_working() {
+  agree(Call::kRefreshWorking, [&] { verify_shapes(); });
+  // An fp32 arena is its masters' home: values from elsewhere must not get in.
+  arena.attach(/*keep_values=*/false);
+  gather_rows([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
+  finish_gathers();
+  for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
+  table.remember();
+}
+
+void ZeroOptimizer::Impl::broadcast_buffers() {
+  agree(Call::kBroadcastBuffers, nullptr, shapes_of(table.buffers()));
+  broadcast_from_first(tensors_of(table.buffers()), links->home, "buffers");
+}
+
+}  // namespace zero
