@@ -5,17 +5,20 @@
 // of parameters are cut anew without a gap.
 #include <gtest/gtest.h>
 
+#include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "bookkeeping/recut.h"
 #include "zero/checkpoint_manifest.h"
+#include "zero/checkpoint_reader.h"
 #include "zero/safetensors.h"
 
 namespace zero {
@@ -177,6 +180,83 @@ TEST(ManifestTest, HostileContentWithAMatchingChecksumIsRefused) {
   refused(m);
   m.files[0].tensors[0].begin = INT64_MAX;
   refused(m);
+  m.files[0].tensors[0].begin = 0;
+  const auto refused_parameter = [&](std::vector<int64_t> shape, std::vector<int64_t> strides) {
+    m.parameters = {{"p", std::move(shape), std::move(strides), at::kFloat, 0}};
+    refused(m);
+  };
+  refused_parameter({int64_t{1} << 40, int64_t{1} << 40}, {});
+  refused_parameter({0, int64_t{1} << 40, int64_t{1} << 40}, {});
+  refused_parameter({-1}, {});
+  refused_parameter({2, 3}, {1});
+  refused_parameter({2, 3}, {4, 1});
+  refused_parameter({2, 3}, {INT64_MAX, INT64_MAX});
+  refused_parameter({2, 3}, {-1, 1});
+}
+
+// The same manifest with other text in it, and a checksum that matches.
+std::string forged(const std::string& what, const std::string& by) {
+  std::string text = replaced(manifest_text(Manifest()), what, by);
+  text.resize(text.rfind("\"xxh3\""));
+  return text + "\"xxh3\": \"" + hash_text(content_hash(text.data(), text.size())) + "\"}\n";
+}
+
+TEST(ManifestTest, NumbersThatNoIntegerHoldsAreRefused) {
+  EXPECT_NO_THROW(parse_manifest(forged("\"steps\":0", "\"steps\":7"), "m"));
+  const std::string deep = std::string(300000, '[') + std::string(300000, ']');
+  for (const std::string& value : {std::string("1e20"), std::string("0.5"), std::string("-1"),
+                                   std::string("9223372036854775808"), std::string("null"), deep}) {
+    EXPECT_THROW(parse_manifest(forged("\"steps\":0", "\"steps\":" + value), "m"), c10::Error)
+        << value.substr(0, 30);
+    EXPECT_THROW(parse_files(R"([{"name":"f","bytes":)" + value + "}]", "m"), c10::Error);
+  }
+}
+
+// Of what a manifest promises, nothing is believed before the file was looked at.
+TEST(ReaderTest, SizesAreComparedWithTheFileBeforeMemoryIsTaken) {
+  const std::string folder = ::testing::TempDir() + "/promises";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  SafetensorsWriter writer(folder + "/f", {{"k", at::kFloat, {0}, 0, 0}}, {{"checkpoint", "1"}});
+  const uint64_t hash = writer.write(nullptr, 0);
+  writer.finish();
+  const int64_t huge = int64_t{1} << 62;  // times 4 bytes is 0 in 64 bits
+  Manifest m;
+  m.id = "1";
+  m.parameters = {{"p", {huge / 16}, {1}, at::kByte, 0}};
+  m.files = {{"f", writer.bytes(), writer.hash(), {{"k", "p", "master", 0, huge, hash}}}};
+  const auto refusal = [&](const std::function<void(CheckpointReader&)>& read) -> std::string {
+    std::filesystem::remove(folder + "/" + kManifestName);
+    FileWriter manifest(folder + "/" + kManifestName);
+    const std::string text = manifest_text(m);
+    manifest.write(text.data(), text.size());
+    manifest.finish();
+    try {
+      CheckpointReader reader(folder);
+      read(reader);
+    } catch (const c10::Error& error) {
+      return error.what_without_backtrace();
+    }
+    return "accepted";
+  };
+  const at::Tensor into = at::ones({4});
+  const auto expected = [](const std::string& text, const char* part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  expected(refusal([&](auto& reader) {
+             reader.read("master", {{"p", 0, 4}}, {into});
+           }),
+           "elements of Float, got 0 bytes");
+  expected(refusal([&](auto& reader) { reader.read_all(m.parameters[0], "master"); }),
+           "elements of Float, got 0 bytes");
+  expected(refusal([&](auto& reader) { reader.read_whole(m.parameters[0], "master"); }),
+           "elements of Byte, got 0 bytes");
+  m.files[0].tensors[0].numel = 0;
+  expected(refusal([&](auto& reader) { reader.read_all(m.parameters[0], "master"); }),
+           "stored elements for its shape, got 0");
+  m.files[0].bytes = huge;
+  expected(refusal([&](auto& reader) { reader.read_whole(m.parameters[0], "master"); }),
+           "bytes as the manifest says, got");
 }
 
 TEST(RecutTest, EveryWantedElementComesFromItsPlace) {

@@ -69,12 +69,6 @@ class Comparison {
   std::vector<std::string> lines;
 
  private:
-  static int64_t numel(const ManifestParameter& p) {
-    int64_t result = 1;
-    for (int64_t size : p.shape) result *= size;
-    return result;
-  }
-
   template <typename Value>
   bool different(const char* what, const Value& stored, const Value& model, bool usable) {
     std::ostringstream line;

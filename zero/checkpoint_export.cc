@@ -43,11 +43,7 @@ std::map<std::string, Source> sources(const Manifest& manifest,
 at::Tensor read(CheckpointReader& reader, const Source& source) {
   const ManifestParameter& about = *source.about;
   if (std::string(source.kind) != "master") return reader.read_whole(about, source.kind);
-  int64_t numel = 1;
-  for (int64_t size : about.shape) numel *= size;
-  const at::Tensor flat = at::empty({numel}, at::TensorOptions().dtype(at::kFloat));
-  reader.read("master", {{about.name, 0, numel}}, {flat});
-  return flat.as_strided(about.shape, about.strides);
+  return reader.read_all(about, "master").as_strided(about.shape, about.strides);
 }
 
 // What a module expects of a file, and what is wrong with it.

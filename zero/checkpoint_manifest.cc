@@ -2,8 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/checkpoint_manifest.h"
 
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -19,6 +21,8 @@ constexpr char kFormat[] = "zero checkpoint";
 constexpr char kChecksumField[] = "\"xxh3\": \"";
 // Nobody's manifest; what is larger is not read into memory.
 constexpr uint64_t kLargest = uint64_t{1} << 30;
+// {"files": [{"tensors": [{...}]}]} has six levels with the values in it.
+constexpr int kDeepest = 6;
 
 std::string checksum_line(uint64_t hash) { return kChecksumField + hash_text(hash) + "\"}\n"; }
 
@@ -106,23 +110,42 @@ void check_file_name(const std::string& name) {
               "expected a plain file name, got \"", name, "\"");
 }
 
+// From 0 to 2^63 - 1. The JSON library's own conversion is undefined for 1e20 and
+// wraps around for -1.
+int64_t whole_number(const json& value, const char* field) {
+  TORCH_CHECK(
+      value.is_number_unsigned() && value.get<uint64_t>() <= std::numeric_limits<int64_t>::max(),
+      field, ": expected a whole number from 0 to 2^63 - 1, got another ", value.type_name());
+  return value.get<int64_t>();
+}
+
+int64_t whole(const json& object, const char* field) {
+  return whole_number(object.at(field), field);
+}
+
+std::vector<int64_t> wholes(const json& object, const char* field) {
+  const json& list = object.at(field);
+  TORCH_CHECK(list.is_array(), field, ": expected a list of whole numbers, got ", list.dump());
+  std::vector<int64_t> result;
+  for (const json& value : list) result.push_back(whole_number(value, field));
+  return result;
+}
+
 std::vector<ManifestFile> files_from(const json& value) {
   std::vector<ManifestFile> files;
   for (const json& item : value) {
     ManifestFile file{item.at("name").get<std::string>(),
-                      item.at("bytes").get<uint64_t>(),
+                      static_cast<uint64_t>(whole(item, "bytes")),
                       parse_hash(item.at("xxh3").get<std::string>()),
                       {}};
     check_file_name(file.name);
     for (const json& t : item.at("tensors")) {
       file.tensors.push_back({t.at("key").get<std::string>(), t.at("of").get<std::string>(),
-                              t.at("kind").get<std::string>(), t.at("begin").get<int64_t>(),
-                              t.at("numel").get<int64_t>(),
+                              t.at("kind").get<std::string>(), whole(t, "begin"), whole(t, "numel"),
                               parse_hash(t.at("xxh3").get<std::string>())});
       const ManifestTensor& last = file.tensors.back();
-      TORCH_CHECK(last.begin >= 0 && last.numel >= 0 &&
-                      last.begin <= std::numeric_limits<int64_t>::max() - last.numel,
-                  "tensor ", last.key, ": expected a range of elements, got ", last.begin, " and ",
+      TORCH_CHECK(last.begin <= std::numeric_limits<int64_t>::max() - last.numel, "tensor ",
+                  last.key, ": expected a range of elements, got ", last.begin, " and ",
                   last.numel);
     }
     files.push_back(std::move(file));
@@ -138,13 +161,35 @@ c10::ScalarType dtype_from(const std::string& text) {
   TORCH_CHECK(false, "expected a dtype of torch, got ", text);
 }
 
+// That a tensor of this shape exists, and that its elements lie within as many
+// elements of memory: what is read is seen through these strides.
+void check_geometry(const ManifestParameter& p) {
+  // As wide as any dtype, so that bytes can be counted in 63 bits.
+  int64_t bytes = 16;
+  bool fits = true;
+  for (const int64_t size : p.shape) {
+    fits = fits && !__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
+  }
+  TORCH_CHECK(fits, "parameter ", p.name, ": expected a shape whose bytes fit 63 bits, got ",
+              c10::IntArrayRef(p.shape));
+  if (p.strides.empty()) return;
+  bool within = p.strides.size() == p.shape.size();
+  int64_t last = 0;
+  for (size_t i = 0; within && numel(p) > 0 && i < p.shape.size(); ++i) {
+    int64_t reach = 0;
+    within = !__builtin_mul_overflow(p.shape[i] - 1, p.strides[i], &reach) &&
+             !__builtin_add_overflow(last, reach, &last) && last < numel(p);
+  }
+  TORCH_CHECK(within, "parameter ", p.name, ": expected strides of a dense tensor of shape ",
+              c10::IntArrayRef(p.shape), ", got ", c10::IntArrayRef(p.strides));
+}
+
 std::vector<ManifestParameter> parameters_from(const json& value) {
   std::vector<ManifestParameter> parameters;
   for (const json& p : value) {
-    parameters.push_back(
-        {p.at("name").get<std::string>(), p.at("shape").get<std::vector<int64_t>>(),
-         p.at("strides").get<std::vector<int64_t>>(), dtype_from(p.at("dtype").get<std::string>()),
-         p.at("group").get<int64_t>()});
+    parameters.push_back({p.at("name").get<std::string>(), wholes(p, "shape"), wholes(p, "strides"),
+                          dtype_from(p.at("dtype").get<std::string>()), whole(p, "group")});
+    check_geometry(parameters.back());
   }
   return parameters;
 }
@@ -155,12 +200,12 @@ Manifest manifest_from(const json& root) {
   m.library_version = root.at("library_version").get<std::string>();
   m.torch_version = root.at("torch_version").get<std::string>();
   m.metadata = root.at("metadata").get<std::map<std::string, std::string>>();
-  m.steps = root.at("steps").get<int64_t>();
-  m.skipped_steps = root.at("skipped_steps").get<int64_t>();
-  m.world_size = root.at("world_size").get<int64_t>();
-  m.stage = root.at("stage").get<int64_t>();
+  m.steps = whole(root, "steps");
+  m.skipped_steps = whole(root, "skipped_steps");
+  m.world_size = whole(root, "world_size");
+  m.stage = whole(root, "stage");
   m.layout = root.at("layout").get<std::string>();
-  m.bucket_bytes = root.at("bucket_bytes").get<int64_t>();
+  m.bucket_bytes = whole(root, "bucket_bytes");
   m.plan_fingerprint = parse_hash(root.at("plan").get<std::string>());
   m.optimizer = root.at("optimizer").get<std::string>();
   for (const json& group : root.at("groups")) {
@@ -174,9 +219,9 @@ Manifest manifest_from(const json& root) {
   const json& scale = root.at("loss_scale");
   m.dynamic_scale = scale.at("dynamic").get<bool>();
   m.scale = scale.at("scale").get<double>();
-  m.good_steps = scale.at("good_steps").get<int64_t>();
-  m.hysteresis_left = scale.at("hysteresis_left").get<int64_t>();
-  m.skipped_at_min = scale.at("skipped_at_min").get<int64_t>();
+  m.good_steps = whole(scale, "good_steps");
+  m.hysteresis_left = whole(scale, "hysteresis_left");
+  m.skipped_at_min = whole(scale, "skipped_at_min");
   m.parameters = parameters_from(root.at("parameters"));
   m.frozen = parameters_from(root.at("frozen"));
   m.buffers = parameters_from(root.at("buffers"));
@@ -184,11 +229,21 @@ Manifest manifest_from(const json& root) {
   return m;
 }
 
+// The library's own conversions and destructors recurse, so that what is nested a
+// hundred thousand deep would overflow the stack.
+json parse_flat(const std::string& text) {
+  const auto check_depth = [](int depth, json::parse_event_t, json&) {
+    TORCH_CHECK(depth <= kDeepest, "expected at most ", kDeepest, " levels, got one nested deeper");
+    return true;
+  };
+  return json::parse(text, check_depth);
+}
+
 // Runs `read` on what `text` says; whatever goes wrong names `origin`.
 template <typename Read>
 auto read_json(const std::string& text, const std::string& origin, const Read& read) {
   try {
-    return read(json::parse(text));
+    return read(parse_flat(text));
   } catch (const json::exception& error) {
     TORCH_CHECK(false, origin,
                 ": expected what this library writes, got something else: ", error.what());
@@ -198,6 +253,12 @@ auto read_json(const std::string& text, const std::string& origin, const Read& r
 }
 
 }  // namespace
+
+int64_t numel(const ManifestParameter& parameter) {
+  int64_t result = 1;
+  for (const int64_t size : parameter.shape) result *= size;
+  return result;
+}
 
 std::string manifest_text(const Manifest& manifest) {
   std::string text = dump(to_json(manifest));
@@ -218,7 +279,7 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
   return read_json(text, path, [](const json& root) {
     TORCH_CHECK(root.at("format").get<std::string>() == kFormat, "expected \"", kFormat,
                 "\", got another format");
-    const auto version = root.at("version").get<int64_t>();
+    const int64_t version = whole(root, "version");
     TORCH_CHECK(version == kCheckpointVersion, "expected format version ", kCheckpointVersion,
                 ", got ", version, " of library ", root.value("library_version", "(unknown)"),
                 "; use a version of this library that reads it");

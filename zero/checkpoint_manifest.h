@@ -50,6 +50,8 @@ struct ManifestParameter {
   int64_t group = 0;
 };
 
+int64_t numel(const ManifestParameter& parameter);
+
 struct Manifest {
   std::string id;  // random; the same in every file of one checkpoint
   std::string library_version;
@@ -82,7 +84,8 @@ struct Manifest {
 // not UTF-8.
 std::string manifest_text(const Manifest& manifest);
 // `path` is for errors. Throws c10::Error for anything that manifest_text()
-// cannot have written.
+// cannot have written: numbers, shapes, strides and file names of the result are
+// safe to calculate with, although a file need not hold what they say.
 Manifest parse_manifest(const std::string& text, const std::string& path);
 // From a checkpoint's folder. Throws when it is none.
 Manifest read_manifest(const std::string& folder);

@@ -66,20 +66,29 @@ CheckpointReader::OpenFile& CheckpointReader::open(size_t index) {
   return *slot;
 }
 
-void CheckpointReader::scan(const Place& place, c10::ScalarType dtype, int64_t numel,
-                            const FileReader::Take& take) {
+const StoredTensor& CheckpointReader::stored(const Place& place, c10::ScalarType dtype,
+                                             int64_t numel) {
   OpenFile& file = open(place.file);
   const auto found = file.tensors.find(place.tensor->key);
   TORCH_CHECK(found != file.tensors.end(), file.reader.path(), ": expected tensor ",
               place.tensor->key, " as the manifest says, got none of that name");
-  const StoredTensor& stored = found->second;
-  const auto bytes = static_cast<uint64_t>(numel) * c10::elementSize(dtype);
-  TORCH_CHECK(
-      (stored.dtype == dtype || stored.dtype == at::kByte) && stored.end - stored.begin == bytes,
-      file.reader.path(), ": tensor ", stored.name, ": expected ", numel, " elements of ", dtype,
-      ", got ", stored.end - stored.begin, " bytes of ", stored.dtype);
-  const uint64_t hash = file.reader.scan(stored.begin, stored.end, take);
-  TORCH_CHECK(hash == place.tensor->hash, file.reader.path(), ": tensor ", stored.name,
+  const StoredTensor& result = found->second;
+  uint64_t bytes = 0;
+  const bool fits =
+      !__builtin_mul_overflow(static_cast<uint64_t>(numel), c10::elementSize(dtype), &bytes);
+  TORCH_CHECK(fits && (result.dtype == dtype || result.dtype == at::kByte) &&
+                  result.end - result.begin == bytes,
+              file.reader.path(), ": tensor ", result.name, ": expected ", numel, " elements of ",
+              dtype, ", got ", result.end - result.begin, " bytes of ", result.dtype);
+  return result;
+}
+
+void CheckpointReader::scan(const Place& place, c10::ScalarType dtype, int64_t numel,
+                            const FileReader::Take& take) {
+  const StoredTensor& tensor = stored(place, dtype, numel);
+  OpenFile& file = open(place.file);
+  const uint64_t hash = file.reader.scan(tensor.begin, tensor.end, take);
+  TORCH_CHECK(hash == place.tensor->hash, file.reader.path(), ": tensor ", tensor.name,
               ": expected checksum ", hash_text(place.tensor->hash), ", got ", hash_text(hash),
               "; the file is damaged, use another checkpoint");
 }
@@ -170,18 +179,25 @@ std::vector<std::optional<int64_t>> CheckpointReader::read_steps(
   return steps;
 }
 
+at::Tensor CheckpointReader::read_all(const ManifestParameter& about, const std::string& kind) {
+  const int64_t wanted = numel(about);
+  int64_t there = 0;
+  for (const Place& place : places(about.name, kind)) {
+    stored(place, at::kFloat, place.tensor->numel);
+    there += place.tensor->numel;
+  }
+  TORCH_CHECK(there == wanted, folder_, ": ", kind, " ", about.name, ": expected ", wanted,
+              " stored elements for its shape, got ", there);
+  at::Tensor result = at::empty({wanted}, at::TensorOptions().dtype(at::kFloat));
+  read(kind, {{about.name, 0, wanted}}, {result});
+  return result;
+}
+
 at::Tensor CheckpointReader::read_whole(const ManifestParameter& about, const std::string& kind) {
   const auto& list = places(about.name, kind);
   TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", about.name,
               ": expected one stored tensor, got ", list.size());
-  // Before memory is asked for: no tensor is larger than its file.
-  uint64_t bytes = c10::elementSize(about.dtype);
-  for (int64_t size : about.shape) {
-    TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes) &&
-                    bytes <= manifest_.files[list[0].file].bytes,
-                folder_, ": ", kind, " ", about.name, ": expected a shape that fits its file, got ",
-                c10::IntArrayRef(about.shape));
-  }
+  stored(list[0], about.dtype, numel(about));
   at::Tensor result = at::empty(about.shape, at::TensorOptions().dtype(about.dtype));
   char* target = static_cast<char*>(result.mutable_data_ptr());
   scan(list[0], about.dtype, result.numel(),

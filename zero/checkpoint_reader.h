@@ -3,7 +3,8 @@
 //
 // Reads parts of a checkpoint, whatever number of ranks wrote it. Nothing is
 // returned whose checksum was not verified; what is damaged, missing or of another
-// checkpoint is a c10::Error that names the file. Knows nothing of optimizers.
+// checkpoint is a c10::Error that names the file. Nothing is allocated that is larger
+// than the files that are there. Knows nothing of optimizers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,6 +48,8 @@ class CheckpointReader {
             const std::vector<at::Tensor>& into);
   // The step count of each wanted range; none where none is stored.
   std::vector<std::optional<int64_t>> read_steps(const std::vector<WantedRange>& wanted);
+  // All elements of a parameter, fp32, 1-D in memory order.
+  at::Tensor read_all(const ManifestParameter& about, const std::string& kind);
   // A frozen parameter or buffer, contiguous, with its own dtype.
   at::Tensor read_whole(const ManifestParameter& about, const std::string& kind);
 
@@ -64,6 +67,9 @@ class CheckpointReader {
 
   OpenFile& open(size_t index);
   const std::vector<Place>& places(const std::string& owner, const std::string& kind) const;
+  // Where the bytes of a tensor are. Throws unless they are `numel` of `dtype`; so
+  // that of this size may be allocated.
+  const StoredTensor& stored(const Place& place, c10::ScalarType dtype, int64_t numel);
   // Gives all bytes to `take`, then throws if the checksum is wrong.
   void scan(const Place& place, c10::ScalarType dtype, int64_t numel, const FileReader::Take& take);
 

@@ -1,0 +1,95 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/fuzz/seed_checkpoint.h"
+
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "zero/checked_file.h"
+#include "zero/safetensors.h"
+
+namespace zero {
+namespace {
+
+constexpr char kFile[] = "rank-00000.safetensors";
+
+// A tensor as it is stored, and as the manifest describes it.
+struct Seed {
+  StoredTensor stored;
+  ManifestTensor about;
+};
+
+// Both pieces of a parameter, and what a saver stores beside them.
+std::vector<Seed> seeds() {
+  std::vector<Seed> result;
+  const auto add = [&](const std::string& owner, const char* kind, int64_t begin, int64_t numel,
+                       c10::ScalarType dtype, std::vector<int64_t> shape) {
+    const std::string key = owner + std::to_string(begin) + kind;
+    result.push_back({{key, dtype, std::move(shape), 0, 0}, {key, owner, kind, begin, numel, 0}});
+  };
+  for (const auto& [begin, numel] : {std::pair<int64_t, int64_t>{0, 4}, {4, 2}}) {
+    add("w", "master", begin, numel, c10::kFloat, {numel});
+    add("w", "exp_avg", begin, numel, c10::kFloat, {numel});
+    add("w", "step", begin, numel, c10::kLong, {1});
+  }
+  add("f", "frozen", 0, 2, c10::kHalf, {2});
+  add("b", "buffer", 0, 1, c10::kLong, {});
+  add("c", "buffer", 0, 3, c10::kByte, {24});  // complex numbers travel as bytes
+  return result;
+}
+
+}  // namespace
+
+Manifest write_seed_file(const std::string& folder) {
+  Manifest m;
+  m.id = "0123456789abcdef";
+  m.library_version = "0.1";
+  m.torch_version = "2";
+  m.world_size = 1;
+  m.stage = 2;
+  m.layout = "contiguous";
+  m.optimizer = "AdamW";
+  m.steps = 3;
+  m.groups = {{{"lr", 0.5}, {"amsgrad", 0.0}}};
+  m.parameters = {{"w", {2, 3}, {1, 2}, c10::kBFloat16, 0}};
+  m.frozen = {{"f", {2}, {}, c10::kHalf, 0}};
+  m.buffers = {{"b", {}, {}, c10::kLong, 0}, {"c", {3, 1}, {}, c10::kComplexFloat, 0}};
+  m.metadata = {{"epoch", "3"}};
+
+  std::vector<StoredTensor> stored;
+  std::map<std::string, ManifestTensor> about;
+  for (const Seed& seed : seeds()) {
+    stored.push_back(seed.stored);
+    about[seed.stored.name] = seed.about;
+  }
+  SafetensorsWriter writer(folder + "/" + kFile, std::move(stored), {{"checkpoint", m.id}});
+  ManifestFile file{kFile, 0, 0, {}};
+  for (const StoredTensor& place : writer.tensors()) {
+    std::vector<uint8_t> bytes(place.end - place.begin);
+    // Steps of all pieces must agree, so every tensor counts from zero.
+    for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(i);
+    file.tensors.push_back(about.at(place.name));
+    file.tensors.back().hash = writer.write(bytes.data(), bytes.size());
+  }
+  writer.finish();
+  file.bytes = writer.bytes();
+  file.hash = writer.hash();
+  m.files = {std::move(file)};
+  return m;
+}
+
+std::string with_checksum(std::string body) {
+  if (!body.empty()) body.back() = ',';
+  body += '\n';
+  return body + "\"xxh3\": \"" + hash_text(content_hash(body.data(), body.size())) + "\"}\n";
+}
+
+std::string without_checksum(const Manifest& manifest) {
+  std::string text = manifest_text(manifest);
+  text.resize(text.find(",\n\"xxh3\""));
+  return text + "}";
+}
+
+}  // namespace zero
