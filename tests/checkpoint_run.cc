@@ -74,7 +74,9 @@ Snapshot CheckpointRun::snapshot() {
   }
   // State is gathered by sum: every element lives on one rank and is zero elsewhere.
   const auto link = group_.make_communicator("snapshot", Purpose::kControl);
-  const char* kinds[] = {"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "step"};
+  const char* kinds[] = {"exp_avg", "exp_avg_sq",  "momentum_buffer", "square_avg",  "sum",
+                         "step",    "value:step",  "value:product",   "value:moved", "momentum",
+                         "sign",    "scalar:power"};
   std::map<std::string, at::Tensor> full;
   for (size_t p = 0; p < names.size(); ++p) {
     for (const char* kind : kinds) {
@@ -110,7 +112,7 @@ Snapshot CheckpointRun::snapshot() {
       };
       full["present/" + names[s.parameter]].fill_(1);
       for (const auto& [kind, tensor] : state->tensors) part(kind).copy_(tensor);
-      if (state->step) part("step").fill_(*state->step);
+      for (const auto& [kind, value] : state->values) part(kind).copy_(value);
     }
   }
   for (auto& [name, tensor] : full) {
@@ -119,7 +121,7 @@ Snapshot CheckpointRun::snapshot() {
     result[name] = tensor;
   }
   for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
-    for (const auto& [name, value] : option_values(optimizer->param_groups()[g].options())) {
+    for (const auto& [name, value] : stored_option_values(optimizer->param_groups()[g].options())) {
       result["option/" + std::to_string(g) + "/" + name] = number(value);
     }
   }

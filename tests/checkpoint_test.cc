@@ -46,6 +46,7 @@ Training training(Inner inner, c10::ScalarType dtype, int world_size, int64_t st
   t.world_size = world_size;
   t.max_norm = 0.7;
   t.options.stage(stage).layout(layout).bucket_bytes(bucket_bytes);
+  t.options.elementwise(inner == Inner::kLion);
   // A layer is dropped everywhere in every third step, so that step counts differ.
   t.use = [](int, int step, int) {
     return step % 3 == 1 ? Use::kLeft | Use::kTrunk : static_cast<unsigned>(Use::kAll);
@@ -56,14 +57,11 @@ Training training(Inner inner, c10::ScalarType dtype, int world_size, int64_t st
 class Reload : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(SavedBy, Reload, ::testing::Values(1, 2, 3, 4, 5));
 
-// Every cell also changes stage, layout and bucket size.
-TEST_P(Reload, AnyNumberOfRanksAnyStageLayoutAndBucketSizeBringBackEveryBit) {
-  const int saved_by = GetParam();
+// Saved by `saved_by` ranks, loaded by 1 to 5. Every cell also changes stage, layout and
+// bucket size.
+void expect_every_bit_back(int saved_by, Inner inner) {
   const std::vector<int64_t> sizes = {0, 300, 1500, 4096};
-  const std::vector<Inner> inners = {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop,
-                                     Inner::kAdagrad, Inner::kAdam};
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
-    const Inner inner = inners[saved_by - 1];
     const Training saver =
         training(inner, dtype, saved_by, 1 + saved_by % 2,
                  saved_by % 2 ? Layout::kContiguous : Layout::kPerParameter, sizes[saved_by % 4]);
@@ -98,9 +96,19 @@ TEST_P(Reload, AnyNumberOfRanksAnyStageLayoutAndBucketSizeBringBackEveryBit) {
   }
 }
 
+TEST_P(Reload, AnyNumberOfRanksAnyStageLayoutAndBucketSizeBringBackEveryBit) {
+  const std::vector<Inner> inners = {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop,
+                                     Inner::kAdagrad, Inner::kAdam};
+  expect_every_bit_back(GetParam(), inners[GetParam() - 1]);
+}
+
+TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfAClassOfTheUsersOwn) {
+  expect_every_bit_back(GetParam(), Inner::kLion);
+}
+
 TEST(ResumeTest, TwentyStepsEqualTenSaveLoadTenInEveryBit) {
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-    for (Inner inner : {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop}) {
+    for (Inner inner : {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kLion}) {
       for (int world_size : {1, 3}) {
         Training t = training(inner, dtype, world_size, 2, Layout::kContiguous, 900);
         if (dtype == at::kHalf) {

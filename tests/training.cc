@@ -15,6 +15,7 @@
 #include <cmath>
 #include <random>
 
+#include "tests/lion.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -113,6 +114,8 @@ std::unique_ptr<torch::optim::Optimizer> make_inner(Inner inner, OddModelImpl& m
     case Inner::kAdagrad:
       return make.operator()<Adagrad, AdagradOptions>(
           AdagradOptions(0.05).initial_accumulator_value(0.1), 0.05);
+    case Inner::kLion:
+      return make.operator()<Lion, LionOptions>(LionOptions(0.01), 0.05);
   }
   TORCH_CHECK(false, "unknown inner optimizer");
 }

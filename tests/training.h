@@ -44,7 +44,8 @@ struct OddModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(OddModel);
 
-enum class Inner { kSgd, kSgdMomentum, kAdamW, kAdam, kRmsprop, kAdagrad };
+// kLion is a class of the user's own, which needs ZeroOptions().elementwise(true).
+enum class Inner { kSgd, kSgdMomentum, kAdamW, kAdam, kRmsprop, kAdagrad, kLion };
 
 struct Training {
   int world_size = 2;

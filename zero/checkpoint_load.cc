@@ -44,7 +44,7 @@ struct Staged {
 
 class Staging {
  public:
-  Staging(CheckpointReader& reader, const ParameterTable& table, const ShardOptimizer& shards,
+  Staging(CheckpointReader& reader, const ParameterTable& table, ShardOptimizer& shards,
           const CheckpointDifferences& differences)
       : reader_(reader), table_(table), shards_(shards), differences_(differences) {}
 
@@ -53,7 +53,7 @@ class Staging {
       const std::string& name = table_.parameters()[s.segment.parameter].name;
       if (differences_.unusable.count(name) != 0) continue;
       wanted_.push_back({name, s.segment.begin, s.segment.numel});
-      staged.segments.push_back({&s, buffer(s.segment.numel), nullptr, false});
+      staged.segments.push_back({&s, buffer(s.segment.numel, at::kFloat), nullptr, false});
     }
     std::vector<at::Tensor> masters;
     for (const StagedSegment& s : staged.segments) masters.push_back(s.master);
@@ -72,8 +72,8 @@ class Staging {
   }
 
  private:
-  static at::Tensor buffer(int64_t numel) {
-    return at::empty({numel}, at::TensorOptions().dtype(at::kFloat));
+  static at::Tensor buffer(int64_t numel, c10::ScalarType dtype) {
+    return at::empty({numel}, at::TensorOptions().dtype(dtype));
   }
 
   void read_states(Staged& staged) {
@@ -81,42 +81,61 @@ class Staging {
     std::map<std::string, std::vector<size_t>> segments_with;
     for (size_t i = 0; i < wanted_.size(); ++i) {
       for (const std::string& kind : reader_.kinds(wanted_[i].owner)) {
-        if (kind != "master" && kind != "step") segments_with[kind].push_back(i);
+        if (kind != "master") segments_with[kind].push_back(i);
       }
     }
     std::vector<InnerState> states(wanted_.size());
     for (const auto& [kind, segments] : segments_with) {
-      std::vector<WantedRange> wanted;
-      std::vector<at::Tensor> into;
-      for (size_t i : segments) {
-        wanted.push_back(wanted_[i]);
-        into.push_back(buffer(wanted_[i].numel));
-      }
-      reader_.read(kind, wanted, into);
-      for (size_t n = 0; n < segments.size(); ++n) {
-        const at::Device device = staged.segments[segments[n]].target->master.device();
-        states[segments[n]].tensors.emplace_back(kind, into[n].to(device));
+      if (is_value(kind)) {
+        read_values(kind, segments, states);
+      } else {
+        read_tensors(staged, kind, segments, states);
       }
     }
-    const auto step_counts = reader_.read_steps(wanted_);
     for (size_t i = 0; i < wanted_.size(); ++i) {
       StagedSegment& s = staged.segments[i];
       s.has_state = true;
-      states[i].step = step_counts[i];
-      if (states[i].tensors.empty() && !states[i].step) continue;
-      s.state = make_inner_state(shards_.inner(), states[i]);
+      // Freed one after the other: some classes copy.
+      const InnerState state = std::exchange(states[i], {});
+      if (state.tensors.empty() && state.values.empty()) continue;
+      s.state = make_inner_state(shards_.inner(), s.target->group, s.target->master, state);
+    }
+  }
+
+  void read_tensors(const Staged& staged, const std::string& kind,
+                    const std::vector<size_t>& segments, std::vector<InnerState>& states) {
+    std::vector<WantedRange> wanted;
+    std::vector<at::Tensor> into;
+    for (size_t i : segments) {
+      wanted.push_back(wanted_[i]);
+      into.push_back(buffer(wanted_[i].numel, reader_.dtype(wanted_[i].owner, kind)));
+    }
+    reader_.read(kind, wanted, into);
+    for (size_t n = 0; n < segments.size(); ++n) {
+      const at::Device device = staged.segments[segments[n]].target->master.device();
+      states[segments[n]].tensors.emplace_back(kind, into[n].to(device));
+    }
+  }
+
+  void read_values(const std::string& kind, const std::vector<size_t>& segments,
+                   std::vector<InnerState>& states) {
+    std::vector<WantedRange> wanted;
+    for (size_t i : segments) wanted.push_back(wanted_[i]);
+    const std::vector<at::Tensor> values = reader_.read_values(kind, wanted);
+    for (size_t n = 0; n < segments.size(); ++n) {
+      if (values[n].defined()) states[segments[n]].values.emplace_back(kind, values[n]);
     }
   }
 
   CheckpointReader& reader_;
   const ParameterTable& table_;
-  const ShardOptimizer& shards_;
+  ShardOptimizer& shards_;
   const CheckpointDifferences& differences_;
   std::vector<WantedRange> wanted_;
 };
 
 Staged stage(const std::string& folder, const LoadOptions& load, const ParameterTable& table,
-             const ShardOptimizer& shards, const Communicator& ranks) {
+             ShardOptimizer& shards, const Communicator& ranks) {
   CheckpointReader reader(folder);
   CheckpointDifferences differences = find_differences(reader.manifest(), table, shards.inner());
   if (load.strict()) throw_differences(differences, folder);
@@ -172,6 +191,9 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   Staged staged;
   const auto ids = share_outcome(*links->control, "load_checkpoint(" + folder + ")", [&] {
     staged = stage(folder, load, table, shards, *links->control);
+    // On copies, because a class of the user's may refuse its options.
+    ParamGroups tried = groups;
+    if (load.restore_options()) restore_options(staged.manifest, tried);
     return staged.manifest.id;
   });
   for (size_t r = 0; r < ids.size(); ++r) {

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -62,7 +63,10 @@ json to_json(const Manifest& m) {
   json groups = json::array();
   for (const auto& options : m.groups) {
     json group = json::object();
-    for (const auto& [name, value] : options) group[name] = value;
+    for (const auto& [name, value] : options) {
+      // JSON has no infinity or NaN and would write null.
+      group[name] = std::isfinite(value) ? json(value) : json(std::to_string(value));
+    }
     groups.push_back(std::move(group));
   }
   return {
@@ -194,6 +198,16 @@ std::vector<ManifestParameter> parameters_from(const json& value) {
   return parameters;
 }
 
+double option_from(const json& value) {
+  if (!value.is_string()) return value.get<double>();
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto text = value.get<std::string>();
+  TORCH_CHECK(text == "inf" || text == "-inf" || text == "nan" || text == "-nan",
+              "expected an option that is a number, got ", text);
+  if (text.find("nan") != std::string::npos) return std::numeric_limits<double>::quiet_NaN();
+  return text == "inf" ? kInfinity : -kInfinity;
+}
+
 Manifest manifest_from(const json& root) {
   Manifest m;
   m.id = root.at("id").get<std::string>();
@@ -211,9 +225,7 @@ Manifest manifest_from(const json& root) {
   for (const json& group : root.at("groups")) {
     m.groups.emplace_back();
     for (const auto& [name, value] : group.items()) {
-      // JSON has no infinity or NaN and writes null.
-      m.groups.back().emplace_back(
-          name, value.is_null() ? std::numeric_limits<double>::quiet_NaN() : value.get<double>());
+      m.groups.back().emplace_back(name, option_from(value));
     }
   }
   const json& scale = root.at("loss_scale");
@@ -258,6 +270,24 @@ int64_t numel(const ManifestParameter& parameter) {
   int64_t result = 1;
   for (const int64_t size : parameter.shape) result *= size;
   return result;
+}
+
+bool is_value(const std::string& kind) {
+  return kind == "step" || kind.rfind("value:", 0) == 0 || kind.rfind("scalar:", 0) == 0;
+}
+
+void check_values_agree(const std::vector<ManifestFile>& files) {
+  std::map<std::pair<std::string, std::string>, uint64_t> seen;
+  for (const ManifestFile& file : files) {
+    for (const ManifestTensor& t : file.tensors) {
+      if (!is_value(t.kind)) continue;
+      const auto [first, added] = seen.emplace(std::pair(t.owner, t.kind), t.hash);
+      TORCH_CHECK(added || first->second == t.hash, "parameter ", t.owner, ": expected one ",
+                  t.kind, " for all its pieces, got different ones in ", file.name,
+                  "; an optimizer that keeps a value of the piece it was given, such as a norm, "
+                  "does not treat every element by itself");
+    }
+  }
 }
 
 std::string manifest_text(const Manifest& manifest) {

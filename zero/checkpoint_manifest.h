@@ -24,8 +24,9 @@ inline constexpr char kManifestName[] = "manifest.json";
 inline constexpr int64_t kCheckpointVersion = 1;
 
 // A tensor of a file: elements [begin, begin + numel) of `owner` in its memory
-// order. `kind` is "master", the name of a state tensor ("exp_avg"), "step",
-// "frozen" or "buffer".
+// order. `kind` is "master", the name of a state tensor ("exp_avg"), "frozen" or
+// "buffer"; or, for one value that stands for all elements, "step", and for classes of
+// optimizers that are not torch's, "value:<name>" or "scalar:<name>".
 struct ManifestTensor {
   std::string key;  // in the file
   std::string owner;
@@ -34,6 +35,8 @@ struct ManifestTensor {
   int64_t numel = 0;
   uint64_t hash = 0;
 };
+
+bool is_value(const std::string& kind);
 
 struct ManifestFile {
   std::string name;
@@ -79,6 +82,9 @@ struct Manifest {
   std::vector<ManifestFile> files;
   std::map<std::string, std::string> metadata;  // the user's
 };
+
+// Throws c10::Error unless the pieces of each parameter have the same values.
+void check_values_agree(const std::vector<ManifestFile>& files);
 
 // What goes into the file, checksum included. Throws c10::Error for text that is
 // not UTF-8.

@@ -66,20 +66,25 @@ CheckpointReader::OpenFile& CheckpointReader::open(size_t index) {
   return *slot;
 }
 
-const StoredTensor& CheckpointReader::stored(const Place& place, c10::ScalarType dtype,
-                                             int64_t numel) {
+const StoredTensor& CheckpointReader::stored(const Place& place) {
   OpenFile& file = open(place.file);
   const auto found = file.tensors.find(place.tensor->key);
   TORCH_CHECK(found != file.tensors.end(), file.reader.path(), ": expected tensor ",
               place.tensor->key, " as the manifest says, got none of that name");
-  const StoredTensor& result = found->second;
+  return found->second;
+}
+
+const StoredTensor& CheckpointReader::stored(const Place& place, c10::ScalarType dtype,
+                                             int64_t numel) {
+  const StoredTensor& result = stored(place);
   uint64_t bytes = 0;
   const bool fits =
       !__builtin_mul_overflow(static_cast<uint64_t>(numel), c10::elementSize(dtype), &bytes);
   TORCH_CHECK(fits && (result.dtype == dtype || result.dtype == at::kByte) &&
                   result.end - result.begin == bytes,
-              file.reader.path(), ": tensor ", result.name, ": expected ", numel, " elements of ",
-              dtype, ", got ", result.end - result.begin, " bytes of ", result.dtype);
+              open(place.file).reader.path(), ": tensor ", result.name, ": expected ", numel,
+              " elements of ", dtype, ", got ", result.end - result.begin, " bytes of ",
+              result.dtype);
   return result;
 }
 
@@ -158,25 +163,36 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
   }
 }
 
-std::vector<std::optional<int64_t>> CheckpointReader::read_steps(
-    const std::vector<WantedRange>& wanted) {
-  std::vector<std::optional<int64_t>> steps(wanted.size());
+std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
+                                                      const std::vector<WantedRange>& wanted) {
+  std::vector<at::Tensor> values(wanted.size());
   for (size_t w = 0; w < wanted.size(); ++w) {
-    for (const Place& place : places(wanted[w].owner, "step")) {
+    std::string first;
+    for (const Place& place : places(wanted[w].owner, kind)) {
       const ManifestTensor& t = *place.tensor;
       const bool overlaps =
           t.begin < wanted[w].begin + wanted[w].numel && wanted[w].begin < t.begin + t.numel;
       if (!overlaps) continue;
-      int64_t value = 0;
-      scan(place, at::kLong, 1, [&](uint64_t, const char* data, size_t bytes) {
-        std::memcpy(&value, data, std::min(bytes, sizeof(value)));
+      const c10::ScalarType dtype = stored(place).dtype;
+      const at::Tensor value = at::empty({1}, at::TensorOptions().dtype(dtype));
+      scan(place, dtype, 1, [&](uint64_t, const char* data, size_t bytes) {
+        std::memcpy(value.mutable_data_ptr(), data, bytes);
       });
-      TORCH_CHECK(!steps[w] || *steps[w] == value, folder_, ": parameter ", t.owner,
-                  ": expected one step count for all its pieces, got ", value, " and ", *steps[w]);
-      steps[w] = value;
+      const std::string bytes(static_cast<const char*>(value.const_data_ptr()), value.nbytes());
+      TORCH_CHECK(first.empty() || first == bytes, folder_, ": parameter ", t.owner,
+                  ": expected one ", kind, " for all its pieces, got different ones");
+      first = bytes;
+      values[w] = value;
     }
   }
-  return steps;
+  return values;
+}
+
+c10::ScalarType CheckpointReader::dtype(const std::string& owner, const std::string& kind) {
+  const auto& list = places(owner, kind);
+  TORCH_CHECK(!list.empty(), folder_, ": parameter ", owner, ": expected stored ", kind,
+              ", got none");
+  return stored(list[0]).dtype;
 }
 
 at::Tensor CheckpointReader::read_all(const ManifestParameter& about, const std::string& kind) {

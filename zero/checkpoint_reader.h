@@ -11,7 +11,6 @@
 
 #include <map>
 #include <memory>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -46,8 +45,11 @@ class CheckpointReader {
   // only stored tensors that overlap, each once and in full, for its checksum.
   void read(const std::string& kind, const std::vector<WantedRange>& wanted,
             const std::vector<at::Tensor>& into);
-  // The step count of each wanted range; none where none is stored.
-  std::vector<std::optional<int64_t>> read_steps(const std::vector<WantedRange>& wanted);
+  // The value of `kind` of each wanted range, shape [1]; undefined where none is stored.
+  std::vector<at::Tensor> read_values(const std::string& kind,
+                                      const std::vector<WantedRange>& wanted);
+  // Of what read() reads of a parameter; `kind` must be stored for it.
+  c10::ScalarType dtype(const std::string& owner, const std::string& kind);
   // All elements of a parameter, fp32, 1-D in memory order.
   at::Tensor read_all(const ManifestParameter& about, const std::string& kind);
   // A frozen parameter or buffer, contiguous, with its own dtype.
@@ -67,6 +69,7 @@ class CheckpointReader {
 
   OpenFile& open(size_t index);
   const std::vector<Place>& places(const std::string& owner, const std::string& kind) const;
+  const StoredTensor& stored(const Place& place);
   // Where the bytes of a tensor are. Throws unless they are `numel` of `dtype`; so
   // that of this size may be allocated.
   const StoredTensor& stored(const Place& place, c10::ScalarType dtype, int64_t numel);

@@ -1,7 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 
@@ -15,6 +14,7 @@
 #include "zero/inner_optimizer.h"
 #include "zero/inner_optimizer_state.h"
 #include "zero/pending_checkpoint.h"
+#include "zero/safetensors.h"
 #include "zero/zero_optimizer_impl.h"
 
 namespace zero {
@@ -40,13 +40,13 @@ FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, 
     file.tensors.push_back(piece(owner, "master", s.segment, s.master));
     const auto state = read_inner_state(shards.inner(), s.master);
     if (!state) continue;
-    for (const auto& [kind, tensor] : state->tensors) {
-      file.tensors.push_back(piece(owner, kind, s.segment, tensor));
-    }
-    if (state->step) {
-      file.tensors.push_back(
-          piece(owner, "step", s.segment,
-                at::full({1}, *state->step, at::TensorOptions().dtype(at::kLong))));
+    for (const auto& list : {state->tensors, state->values}) {
+      for (const auto& [kind, tensor] : list) {
+        TORCH_CHECK(safetensors_knows(tensor.scalar_type()), "checkpoint: parameter ", owner,
+                    ": expected state ", kind, " of a dtype that safetensors has, got ",
+                    tensor.scalar_type());
+        file.tensors.push_back(piece(owner, kind, s.segment, tensor));
+      }
     }
   }
   return file;
@@ -94,7 +94,7 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
   m.good_steps = state.good_steps;
   m.hysteresis_left = state.hysteresis_left;
   m.skipped_at_min = state.skipped_at_min;
-  for (const auto& g : groups) m.groups.push_back(option_values(g.options()));
+  for (const auto& g : groups) m.groups.push_back(stored_option_values(g.options()));
   for (const Parameter& p : table.parameters()) {
     m.parameters.push_back({p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group});
   }
@@ -107,9 +107,15 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
 ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& folder,
                                                           const SaveOptions& save, bool copy,
                                                           const ParamGroups& groups) {
+  // The inner optimizer's state is looked at here, where all ranks learn of an error.
+  FileToSave own;
   const auto check = [&] {
     check_can_be_stored(groups);
     verify_untouched();
+    own = rank_file(table, shards, links->rank(), [&](int64_t parameter) {
+      const auto& replicas = domains.list[domain_of[parameter]].replicas;
+      return !replicas || replicas->rank() == 0;
+    });
   };
   agree(Call::kSaveCheckpoint, check,
         folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : ""));
@@ -117,10 +123,7 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
               {},
               make_manifest(save, groups)};
   result.writer->begin();
-  result.files.push_back(rank_file(table, shards, links->rank(), [&](int64_t parameter) {
-    const auto& replicas = domains.list[domain_of[parameter]].replicas;
-    return !replicas || replicas->rank() == 0;
-  }));
+  result.files.push_back(std::move(own));
   if (links->rank() == 0) result.files.push_back(frozen_file(table));
   if (copy) {
     for (FileToSave& file : result.files) {
@@ -138,7 +141,6 @@ void ZeroOptimizer::Impl::check_can_be_stored(const ParamGroups& groups) const {
       "master() and inner().state()");
   check_no_gradients();
   check_groups(groups);
-  check_state_can_be_stored(shards.inner());
 }
 
 void ZeroOptimizer::Impl::check_no_gradients() const {

@@ -124,6 +124,7 @@ void CheckpointWriter::write_manifest(Manifest& manifest, const std::vector<std:
       manifest.files.push_back(std::move(file));
     }
   }
+  check_values_agree(manifest.files);
   if (unlink((saving_ + kSighting).c_str()) != 0) {
     throw_errno("cannot remove " + saving_ + kSighting, errno);
   }

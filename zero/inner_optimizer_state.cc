@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/inner_optimizer_state.h"
 
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -12,6 +13,7 @@
 #include <map>
 #include <memory>
 
+#include "zero/archived_state.h"
 #include "zero/inner_optimizer.h"
 
 namespace zero {
@@ -107,23 +109,23 @@ void set_adam(Options& o, const NamedValues& v) {
 
 }  // namespace
 
-void check_state_can_be_stored(const torch::optim::Optimizer& optimizer) {
+bool is_known(const torch::optim::Optimizer& optimizer) {
   const std::string name = optimizer_name(optimizer);
-  TORCH_CHECK(
-      name == "AdamW" || name == "Adam" || name == "SGD" || name == "RMSprop" || name == "Adagrad",
-      "checkpoint: expected an inner optimizer that is exactly torch's AdamW, Adam, SGD, "
-      "RMSprop or Adagrad, got ",
-      name,
-      ", whose state cannot be cut for other numbers of ranks; save it yourself from "
-      "inner().state()");
+  return name == "AdamW" || name == "Adam" || name == "SGD" || name == "RMSprop" ||
+         name == "Adagrad";
 }
 
 std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer,
                                            const at::Tensor& parameter) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
   if (found == optimizer.state().end() || !found->second) return std::nullopt;
+  if (!is_known(optimizer)) {
+    return read_archived_state(optimizer_name(optimizer), *found->second, parameter);
+  }
   InnerState state;
-  state.step = step_of(*found->second);
+  if (const auto step = step_of(*found->second)) {
+    state.values.emplace_back("step", at::full({1}, *step, at::TensorOptions().dtype(at::kLong)));
+  }
   visit_state_tensors(*found->second, [&](const char* name, const at::Tensor& tensor) {
     state.tensors.emplace_back(name, tensor);
   });
@@ -131,17 +133,37 @@ std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimi
 }
 
 std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
-    const torch::optim::Optimizer& optimizer, const InnerState& state) {
-  NamedTensors tensors(state);
+    torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
+    const InnerState& state) {
+  if (!is_known(optimizer)) return make_archived_state(optimizer, group, parameter, state);
   const std::string name = optimizer_name(optimizer);
-  auto made = make_state(name, tensors, state.step.value_or(0));
+  for (const auto& [kind, tensor] : state.tensors) {
+    TORCH_CHECK(tensor.scalar_type() == at::kFloat, "state ", kind, " of ", name,
+                ": expected Float, got ", tensor.scalar_type());
+  }
+  int64_t step = 0;
+  for (const auto& [kind, tensor] : state.values) {
+    TORCH_CHECK(kind == "step" && tensor.scalar_type() == at::kLong, "state of ", name,
+                ": expected step, of Long, as its only value, got ", kind, " of ",
+                tensor.scalar_type());
+    step = tensor.item<int64_t>();
+  }
+  NamedTensors tensors(state);
+  auto made = make_state(name, tensors, step);
   tensors.check_empty(name);
   return made;
+}
+
+std::vector<std::pair<std::string, double>> stored_option_values(
+    const torch::optim::OptimizerOptions& options) {
+  auto values = option_values(options);
+  return values.empty() ? archived_options(options) : values;
 }
 
 void set_option_values(torch::optim::OptimizerOptions& options,
                        const std::vector<std::pair<std::string, double>>& values) {
   using namespace torch::optim;
+  if (option_values(options).empty()) set_archived_options(options, values);
   const NamedValues v(values);
   if (auto* o = dynamic_cast<AdamWOptions*>(&options)) set_adam(*o, v);
   if (auto* o = dynamic_cast<AdamOptions*>(&options)) set_adam(*o, v);

@@ -27,15 +27,16 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const Parameter& p) {
 }
 
 std::unique_ptr<torch::optim::OptimizerParamState> cut(const torch::optim::Optimizer& plain,
-                                                       const Parameter& p, const Segment& segment) {
+                                                       const Parameter& p, const SegmentTensors& s,
+                                                       torch::optim::Optimizer& inner) {
   auto state = read_inner_state(plain, p.tensor);
   if (!state) return nullptr;
   for (auto& [name, tensor] : state->tensors) {
     TORCH_CHECK(tensor.sizes() == p.tensor.sizes(), "parameter ", p.name, ": expected ", name,
                 " of shape ", p.tensor.sizes(), ", got ", tensor.sizes());
-    tensor = in_memory_order(tensor, p).narrow(0, segment.begin, segment.numel).clone();
+    tensor = in_memory_order(tensor, p).narrow(0, s.segment.begin, s.segment.numel).clone();
   }
-  return make_inner_state(plain, *state);
+  return make_inner_state(inner, s.group, s.master, *state);
 }
 
 }  // namespace
@@ -48,7 +49,9 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
     const auto check = [&] {
       impl_->check_no_gradients();
       impl_->verify_untouched();
-      check_state_can_be_stored(shards.inner());
+      TORCH_CHECK(is_known(shards.inner()),
+                  "load_plain_state: expected torch's AdamW, Adam, SGD, RMSprop or Adagrad, got ",
+                  optimizer_name(shards.inner()), "; for other classes use load_checkpoint()");
       TORCH_CHECK(optimizer_name(plain) == optimizer_name(shards.inner()),
                   "load_plain_state: expected state of ", optimizer_name(shards.inner()), ", got ",
                   optimizer_name(plain));
@@ -66,7 +69,8 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
                     "some of another tensor; make the plain optimizer over the same module");
       }
       for (const SegmentTensors& s : shards.segments()) {
-        states.push_back(cut(plain, impl_->table.parameters()[s.segment.parameter], s.segment));
+        states.push_back(
+            cut(plain, impl_->table.parameters()[s.segment.parameter], s, shards.inner()));
       }
     };
     impl_->agree(Call::kLoadCheckpoint, check, "load_plain_state");

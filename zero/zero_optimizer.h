@@ -207,7 +207,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // be done within the group's timeout. See zero/checkpoint.h.
   // Throws c10::Error on all ranks, leaving what was at `folder`: gradients since
   // the last step (they are not part of a checkpoint), an existing `folder`
-  // without overwrite(true), a folder that not all ranks see, errors of the disk.
+  // without overwrite(true), a folder that not all ranks see, errors of the disk,
+  // state of an inner optimizer that cannot be cut for other numbers of ranks.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns once this rank's shard is copied in host memory;
   // steps may follow. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.

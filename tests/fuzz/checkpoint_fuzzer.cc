@@ -50,8 +50,9 @@ void read_everything(const std::string& folder) {
   const zero::Manifest& m = reader.manifest();
   for (size_t f = 0; f < m.files.size(); ++f) refused_or_not([&] { reader.verify_file(f); });
   for (const auto& p : m.parameters) {
-    refused_or_not([&] { reader.read_steps({{p.name, 0, 1}}); });
     for (const std::string& kind : reader.kinds(p.name)) {
+      refused_or_not([&] { reader.dtype(p.name, kind); });
+      refused_or_not([&] { reader.read_values(kind, {{p.name, 0, 1}}); });
       refused_or_not([&] { reader.read_all(p, kind); });
     }
   }
