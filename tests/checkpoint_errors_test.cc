@@ -5,6 +5,7 @@
 // everything as it was.
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <sys/mount.h>
 #include <sys/resource.h>
 #include <torch/optim/adamw.h>
 #include <unistd.h>
@@ -142,6 +143,70 @@ TEST(SaveErrorTest, AFileSizeLimitIsAnErrorOnAllRanksAndThePreviousCheckpointSta
   EXPECT_EQ(left_over(parent), 0);
   EXPECT_NO_THROW(verify_checkpoint(parent + "/a"));
   EXPECT_NO_THROW(verify_checkpoint(parent + "/b"));
+}
+
+// Lets this thread, and those it makes, mount what nobody else sees.
+bool own_mounts() {
+  const std::string map = "0 " + std::to_string(geteuid()) + " 1";
+  if (unshare(CLONE_NEWNS) != 0) {
+    if (unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return false;
+    std::ofstream("/proc/self/setgroups") << "deny";
+    std::ofstream("/proc/self/uid_map") << map;
+  }
+  return mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0;
+}
+
+// False where the kernel does not allow it.
+bool mount_at(const std::string& path, const char* options, unsigned long flags) {
+  static const bool own = own_mounts();
+  return own && mount("zero", path.c_str(), "tmpfs", flags, options) == 0;
+}
+
+TEST(SaveErrorTest, AFullDiskIsAnErrorOnAllRanksAndThePreviousCheckpointStays) {
+  const std::string parent = fresh_folder("disk");
+  if (!mount_at(parent, "size=96k", 0)) GTEST_SKIP() << "cannot mount a small file system";
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 1);
+    run.optimizer->save_checkpoint(parent + "/a");
+    const Snapshot saved = run.snapshot();
+    run.train(1, 2);
+    int errors = 0;
+    for (int i = 0; i < 8; ++i) {  // the disk is full before
+      const std::string folder = parent + "/b" + std::to_string(i);
+      const std::string error = error_of([&] { run.optimizer->save_checkpoint(folder); });
+      if (error.empty()) {
+        run.optimizer->load_checkpoint(folder);  // saved means complete
+        continue;
+      }
+      ++errors;
+      expect_contains(error, {"rank " + std::to_string(group.rank()), "No space left on device"});
+      expect_contains(error_of([&] {
+                        run.optimizer->save_checkpoint(parent + "/a",
+                                                       SaveOptions().overwrite(true));
+                      }),
+                      {"No space left on device"});
+    }
+    EXPECT_GT(errors, 0) << "the disk is larger than thought";
+    run.optimizer->load_checkpoint(parent + "/a");
+    EXPECT_EQ(differing(saved, run.snapshot()), 0);
+    run.train(1, 2);
+  });
+  EXPECT_EQ(left_over(parent), 0);
+  EXPECT_NO_THROW(verify_checkpoint(parent + "/a"));
+  umount(parent.c_str());
+}
+
+TEST(SaveErrorTest, AReadOnlyFileSystemIsAnErrorOnAllRanks) {
+  const std::string parent = fresh_folder("read-only");
+  if (!mount_at(parent, "", MS_RDONLY)) GTEST_SKIP() << "cannot mount a file system";
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    expect_contains(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }),
+                    {"rank " + std::to_string(group.rank()), parent, "Read-only file system"});
+    run.train(0, 1);
+  });
+  umount(parent.c_str());
 }
 
 TEST(SaveErrorTest, AFolderThatCannotBeMadeIsAnErrorOnAllRanks) {

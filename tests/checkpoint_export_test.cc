@@ -110,7 +110,7 @@ TEST(PlainStateTest, ARunOfPlainTorchGoesOnInEveryBit) {
 }
 
 // Python's own package reads every file, and a model takes the exported weights.
-TEST(PythonTest, SafetensorsAndLoadStateDictReadWhatIsWritten) {
+TEST(PythonTest, SafetensorsAndLoadStateDictReadWhatIsWrittenAndSaveItBack) {
   const char* python = std::getenv("ZERO_PYTHON");
   const std::string command = python != nullptr ? python : "python3";
   if (std::system((command + " -c 'import safetensors.torch, torch' 2>/dev/null").c_str()) != 0) {
@@ -135,6 +135,11 @@ TEST(PythonTest, SafetensorsAndLoadStateDictReadWhatIsWritten) {
                            std::to_string(sum))
                               .c_str()),
               0);
+    OddModel exported(8), returned(9);
+    for (OddModelImpl* model : {exported.get(), returned.get()}) model->to(dtype);
+    import_model(folder + ".safetensors", *exported);
+    import_model(folder + ".safetensors.python", *returned);
+    EXPECT_TRUE(equal(*exported, *returned)) << "what Python saved is not what it loaded";
   }
 }
 

@@ -9,53 +9,19 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
+#include <cstdlib>
 #include <functional>
 #include <string>
-#include <thread>
 
 #include "tests/checkpoint_run.h"
+#include "tests/peak_memory.h"
 #include "tests/run_ranks.h"
 #include "zero/pending_checkpoint.h"
 
 namespace zero {
 namespace {
-
-constexpr double kMiB = 1024.0 * 1024.0;
-
-// Anonymous memory of this process, in MiB: without pages of files, which the
-// kernel takes back when it needs them.
-double anonymous_mib() {
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;) {
-    if (word != "RssAnon:") continue;
-    double kib = 0;
-    status >> kib;
-    return kib / 1024.0;
-  }
-  return 0;
-}
-
-// The most that `work` adds to it, in MiB.
-double peak_growth(const std::function<void()>& work) {
-  const double before = anonymous_mib();
-  std::atomic<double> peak{before};
-  std::atomic<bool> done{false};
-  std::thread sampler([&] {
-    while (!done) {
-      const double now = anonymous_mib();
-      if (now > peak) peak = now;
-      std::this_thread::sleep_for(std::chrono::microseconds(500));
-    }
-  });
-  work();
-  done = true;
-  sampler.join();
-  return peak - before;
-}
 
 double seconds(const std::function<void()>& work) {
   const auto start = std::chrono::steady_clock::now();
@@ -100,6 +66,16 @@ TEST(MemoryTest, SaveAndLoadNeedTheShardAnd64MiBAtMost) {
     EXPECT_LE(load, shard + 64);
     EXPECT_LT(blocked, sync);
   });
+}
+
+// The program prints its figures and checks them.
+TEST(MemoryTest, EachOfTwoProcessesNeedsItsShardAnd64MiBAtMost) {
+  const std::string parent = fresh_folder("processes");
+  for (const char* inner : {"adamw", "own"}) {
+    const std::string command =
+        std::string("tests/checkpoint_memory_program 2 ") + inner + " " + parent + "/" + inner;
+    EXPECT_EQ(std::system(command.c_str()), 0) << command;
+  }
 }
 
 }  // namespace

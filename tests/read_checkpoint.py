@@ -3,6 +3,9 @@
 """Reads a checkpoint and its exported model as a Python user would.
 
 read_checkpoint.py <folder> <exported file> <sum of all parameters>
+
+Writes <exported file>.python: a torch.nn.Module's state_dict() after it has
+loaded the exported model.
 """
 
 import glob
@@ -35,8 +38,26 @@ names = [p["name"] for p in manifest["parameters"] + manifest["frozen"]]
 total = sum(exported[name].double().sum().item() for name in names)
 assert abs(total - expected_sum) < 1e-4, (total, expected_sum)
 
-# And a module of the same names takes it.
-trunk = torch.nn.Linear(17, 23).to(exported["trunk.weight"].dtype)
-trunk.load_state_dict({k[6:]: v for k, v in exported.items() if k.startswith("trunk.")})
-assert torch.equal(trunk.weight.detach(), exported["trunk.weight"])
+
+
+# And a module of the same names takes it, and gives back the same file.
+class OddModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = torch.nn.Linear(17, 23)
+        self.left = torch.nn.Linear(23, 11)
+        self.right = torch.nn.Linear(23, 11)
+        self.never = torch.nn.Linear(5, 3)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.empty = torch.nn.Parameter(torch.zeros(0))
+        self.last = torch.nn.Parameter(torch.zeros(1, 11, 1, 2))
+        self.frozen = torch.nn.Parameter(torch.zeros(7), requires_grad=False)
+        self.register_buffer("counter", torch.zeros(1))
+
+
+model = OddModel().to(exported["trunk.weight"].dtype)
+model.load_state_dict(exported, strict=True)
+for name, tensor in model.state_dict().items():
+    assert tensor.dtype == exported[name].dtype and torch.equal(tensor, exported[name]), name
+safetensors.torch.save_file(model.state_dict(), model_file + ".python")
 print("python read", len(pieces), "pieces and", len(exported), "tensors")
