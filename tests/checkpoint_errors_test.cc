@@ -20,6 +20,7 @@
 #include "tests/checkpoint_run.h"
 #include "tests/run_ranks.h"
 #include "zero/checkpoint.h"
+#include "zero/mesh.h"
 
 namespace zero {
 namespace {
@@ -241,6 +242,27 @@ TEST(SaveErrorTest, AFolderThatNotAllRanksSeeIsAnErrorThatSaysSo) {
   });
   EXPECT_FALSE(fs::exists(parent + "/0/a"));
   EXPECT_EQ(left_over(parent + "/0"), 0);
+}
+
+TEST(SaveErrorTest, ExpertsAndStagesAreRefusedOnAllRanks) {
+  const std::string parent = fresh_folder("experts");
+  RunOptions memory;
+  memory.transport = Transport::kMemory;
+  run_ranks(
+      4,
+      [&](const Group& group) {
+        const Mesh mesh(group, {{"ep", 2}, {"dp", 2}});
+        Training t;
+        t.options.placement(0, GroupPlacement().reduce_group(mesh.group({"dp"})));
+        CheckpointRun run(t, group, 1);
+        run.train(0, 1);
+        const std::vector<std::string> expected = {"experts or stages", "master()"};
+        expect_contains(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }), expected);
+        expect_contains(error_of([&] { run.optimizer->load_checkpoint(parent + "/a"); }), expected);
+        run.train(1, 2);
+      },
+      memory);
+  EXPECT_FALSE(fs::exists(parent + "/a"));
 }
 
 TEST(SaveErrorTest, MetadataThatIsNotTextIsRefused) {

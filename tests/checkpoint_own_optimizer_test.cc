@@ -69,6 +69,14 @@ TEST(OwnOptimizerTest, StateAndOptionsOfEveryKindAreStored) {
           << kind;
     }
     EXPECT_EQ(saved.at("value:step/never.weight").max().item<double>(), 0);
+    // momentum and sign of every element, power of every segment.
+    int64_t bytes = 0;
+    for (const auto& item : run.optimizer->inner().state()) {
+      const auto& state = static_cast<const LionParamState&>(*item.second);
+      bytes += 5 * state.momentum().numel() + 8;
+    }
+    EXPECT_GT(bytes, 0);
+    EXPECT_EQ(run.optimizer->memory().optimizer_state, bytes);
 
     CheckpointRun other(t, group, 5);
     other.optimizer->load_checkpoint(folder);

@@ -218,6 +218,20 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_archived_state(
   return state;
 }
 
+void visit_archived_tensors(
+    const torch::optim::OptimizerParamState& state,
+    const std::function<void(const char* name, const at::Tensor& copy)>& visit) {
+  std::map<std::string, c10::IValue> named;
+  try {
+    named = named_values(state);
+  } catch (const c10::Error&) {  // torch's own serialize(), which is to be overridden
+    return;
+  }
+  for (const auto& [name, value] : named) {
+    if (value.isTensor() && value.toTensor().defined()) visit(name.c_str(), value.toTensor());
+  }
+}
+
 std::vector<std::pair<std::string, double>> archived_options(
     const torch::optim::OptimizerOptions& options) {
   std::vector<std::pair<std::string, double>> result;

@@ -13,6 +13,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -38,6 +39,12 @@ InnerState read_archived_state(const std::string& optimizer,
 std::unique_ptr<torch::optim::OptimizerParamState> make_archived_state(
     torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
     const InnerState& content);
+
+// Calls `visit(name, copy)` for every tensor that `state` writes; for none where the
+// class has no serialize().
+void visit_archived_tensors(
+    const torch::optim::OptimizerParamState& state,
+    const std::function<void(const char* name, const at::Tensor& copy)>& visit);
 
 // The numbers that `options` writes, a pair of them as "<name>.0" and "<name>.1". Of a
 // class without serialize() the learning rate, if it has one.

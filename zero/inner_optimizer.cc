@@ -15,6 +15,8 @@
 #include <charconv>
 #include <typeinfo>
 
+#include "zero/archived_state.h"
+
 namespace zero {
 namespace {
 
@@ -148,18 +150,20 @@ void visit_state_tensors(const torch::optim::OptimizerParamState& state,
     give("exp_avg_sq", s.exp_avg_sq());
     give("max_exp_avg_sq", s.max_exp_avg_sq());
   };
-  if (const auto* s = dynamic_cast<const torch::optim::AdamWParamState*>(&state)) adam(*s);
-  if (const auto* s = dynamic_cast<const torch::optim::AdamParamState*>(&state)) adam(*s);
-  if (const auto* s = dynamic_cast<const torch::optim::SGDParamState*>(&state)) {
+  if (const auto* s = dynamic_cast<const torch::optim::AdamWParamState*>(&state)) {
+    adam(*s);
+  } else if (const auto* s = dynamic_cast<const torch::optim::AdamParamState*>(&state)) {
+    adam(*s);
+  } else if (const auto* s = dynamic_cast<const torch::optim::SGDParamState*>(&state)) {
     give("momentum_buffer", s->momentum_buffer());
-  }
-  if (const auto* s = dynamic_cast<const torch::optim::RMSpropParamState*>(&state)) {
+  } else if (const auto* s = dynamic_cast<const torch::optim::RMSpropParamState*>(&state)) {
     give("square_avg", s->square_avg());
     give("momentum_buffer", s->momentum_buffer());
     give("grad_avg", s->grad_avg());
-  }
-  if (const auto* s = dynamic_cast<const torch::optim::AdagradParamState*>(&state)) {
+  } else if (const auto* s = dynamic_cast<const torch::optim::AdagradParamState*>(&state)) {
     give("sum", s->sum());
+  } else {
+    visit_archived_tensors(state, visit);
   }
 }
 

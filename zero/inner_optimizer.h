@@ -44,7 +44,8 @@ std::string exact_text(double value);
 std::string options_text(const torch::optim::OptimizerOptions& options);
 
 // Calls `visit(name, tensor)` for every defined tensor of `state`, under the
-// name of its accessor. Nothing for a class we do not know.
+// name of its accessor; for copies of them where we do not know the class, and for
+// none where that has no serialize().
 void visit_state_tensors(const torch::optim::OptimizerParamState& state,
                          const std::function<void(const char* name, const at::Tensor&)>& visit);
 
