@@ -215,6 +215,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   if (load.restore_options()) restore_options(m, groups);
   finish_step();
   gather_rows([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
+  finish_gathers();
   for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
   table.remember();
   return std::move(staged.report);
