@@ -5,8 +5,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include <map>
-
 #include "kernels/cast.h"
 #include "zero/device_stream.h"
 
@@ -19,12 +17,6 @@ const char* address(const at::Tensor& tensor, int64_t element) {
 
 char* mutable_address(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
-}
-
-void clear(const at::Tensor& rows, int64_t begin, int64_t end) {
-  if (end <= begin) return;
-  kernels::fill_zero(mutable_address(rows, begin), (end - begin) * rows.element_size(),
-                     current_stream(rows.device()));
 }
 
 }  // namespace
@@ -63,23 +55,17 @@ int64_t BucketMemory::bytes() const {
   return bytes;
 }
 
-void fill_bucket(const Plan& plan, const Bucket& bucket, c10::ArrayRef<at::Tensor> tensors,
-                 const at::Tensor& rows) {
-  TORCH_INTERNAL_ASSERT(tensors.size() == bucket.slots.size(), "a tensor for every slot");
-  std::map<c10::ScalarType, std::vector<kernels::CopySpan>> spans;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    for (const Piece& piece : plan.pieces(bucket, bucket.slots[i])) {
-      if (tensors[i].defined()) {
-        spans[tensors[i].scalar_type()].push_back({address(tensors[i], piece.parameter_begin),
-                                                   mutable_address(rows, piece.bucket_begin),
-                                                   piece.numel});
-      } else {
-        clear(rows, piece.bucket_begin, piece.bucket_begin + piece.numel);
-      }
+void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
+                      const at::Tensor& tensor, const at::Tensor& rows) {
+  const auto stream = current_stream(rows.device());
+  for (const Piece& piece : plan.pieces(bucket, slot)) {
+    char* const to = mutable_address(rows, piece.bucket_begin);
+    if (tensor.defined()) {
+      kernels::cast_copy(address(tensor, piece.parameter_begin), tensor.scalar_type(), to,
+                         rows.scalar_type(), piece.numel, false, stream);
+    } else {
+      kernels::fill_zero(to, piece.numel * rows.element_size(), stream);
     }
-  }
-  for (const auto& [dtype, list] : spans) {
-    kernels::cast_copy_spans(list, dtype, rows.scalar_type(), current_stream(rows.device()));
   }
 }
 

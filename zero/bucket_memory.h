@@ -45,15 +45,16 @@ class BucketMemory {
   std::vector<at::Tensor> flat_;
 };
 
-// Both copy, with a cast where dtypes differ, on the current stream. `rows` is [world_size, row],
-// contiguous. tensors[i] belongs to bucket.slots[i] and holds the whole parameter in its memory
-// order.
+// The copies below run on the current stream. `rows` is [world_size, row], contiguous; a tensor
+// holds a whole parameter in its memory order.
 
-// An undefined tensor becomes zeros. Padding is left as it is, since nobody reads it: to clear it
-// would cost a small model on many ranks more than all the rest.
-void fill_bucket(const Plan& plan, const Bucket& bucket, c10::ArrayRef<at::Tensor> tensors,
-                 const at::Tensor& rows);
-// Of an undefined tensor nothing is copied.
+// Writes the part of one parameter, with a cast where dtypes differ; zeros for an undefined tensor.
+// Padding is left as it is, since nobody reads it: to clear it would cost a small model on many
+// ranks more than all the rest.
+void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
+                      const at::Tensor& tensor, const at::Tensor& rows);
+// tensors[i] belongs to bucket.slots[i] and has the dtype of `rows`. Of an undefined one nothing is
+// copied.
 void copy_out_of_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& rows,
                         c10::ArrayRef<at::Tensor> tensors);
 

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/cast.h"
 #include "zero/bucket_memory.h"
@@ -70,16 +71,22 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
     shards_.push_back(flat.narrow(0, begin, bucket.row_numel));
     begin += bucket.row_numel;
   }
+  places_.resize(used_.size());
+  for (size_t b = 0; b < plan.buckets.size(); ++b) {
+    const auto& slots = plan.buckets[b].slots;
+    for (size_t i = 0; i < slots.size(); ++i) {
+      places_[slots[i].parameter].push_back({static_cast<int64_t>(b), i});
+    }
+  }
   expect_unused(std::vector<uint8_t>(used_.size(), 1));
   start_round();
 }
 
 void GradientReducer::start_round() {
-  taken_.assign(table_.parameters().size(), 0);
-  held_.resize(table_.parameters().size());
-  missing_.clear();
-  for (const Bucket& bucket : plan_.buckets) {
-    missing_.push_back(static_cast<int64_t>(bucket.slots.size()));
+  packed_.assign(used_.size(), 0);
+  open_.resize(plan_.buckets.size());
+  for (size_t b = 0; b < open_.size(); ++b) {
+    open_[b].missing = static_cast<int64_t>(plan_.buckets[b].slots.size());
   }
   next_ = 0;
 }
@@ -87,15 +94,12 @@ void GradientReducer::start_round() {
 void GradientReducer::expect_unused(const std::vector<uint8_t>& used) {
   TORCH_INTERNAL_ASSERT(next_ == 0 && !round_open(), "the order of a round under way is fixed");
   order_.clear();
-  last_bucket_.assign(used_.size(), -1);
   for (const bool complete : {true, false}) {
     for (size_t b = 0; b < plan_.buckets.size(); ++b) {
       const auto& slots = plan_.buckets[b].slots;
       const bool all = std::all_of(slots.begin(), slots.end(),
                                    [&](const Slot& slot) { return used[slot.parameter] != 0; });
-      if (all != complete) continue;
-      order_.push_back(static_cast<int64_t>(b));
-      for (const Slot& slot : slots) last_bucket_[slot.parameter] = static_cast<int64_t>(b);
+      if (all == complete) order_.push_back(static_cast<int64_t>(b));
     }
   }
 }
@@ -113,12 +117,12 @@ bool GradientReducer::has_gradient(int64_t parameter) const {
 }
 
 bool GradientReducer::round_open() const {
-  return std::any_of(taken_.begin(), taken_.end(), [](uint8_t t) { return t != 0; });
+  return std::any_of(packed_.begin(), packed_.end(), [](uint8_t p) { return p != 0; });
 }
 
 void GradientReducer::begin_pass() {
   // What plain backward() calls left open must not mix with this pass: what was
-  // taken would make this pass's gradients late.
+  // packed would make this pass's gradients late.
   if (round_open()) close_round();
   in_pass_ = true;
 }
@@ -150,14 +154,14 @@ void GradientReducer::gradient_ready(int64_t parameter) {
   // Never two gradients of a parameter in one round, even while its bucket is still
   // here: a 16-bit bucket would lose what fp32 shards keep, and whether it is still
   // here depends on the size of buckets, on which results must not depend.
-  if (taken_[parameter] != 0) {
+  if (packed_[parameter] != 0) {
     if (in_pass_) {
       kept_[parameter] = 1;  // late: travels in the next round
       return;
     }
     close_round();  // a new pass began with a plain backward()
   }
-  take(parameter);
+  pack(parameter);
   send_complete();
 }
 
@@ -181,17 +185,38 @@ at::Tensor GradientReducer::take_gradient(int64_t parameter) {
   return gradient;
 }
 
-void GradientReducer::take(int64_t parameter) {
-  held_[parameter] = take_gradient(parameter);
-  taken_[parameter] = 1;
+const at::Tensor& GradientReducer::open(int64_t b) {
+  const Bucket& bucket = plan_.buckets[b];
+  const Arena& arena = plan_.arena_of(bucket);
+  at::Tensor& rows = open_[b].rows;
+  if (!rows.defined()) {
+    const auto dtype = options_.reduce_dtype.value_or(arena.dtype);
+    rows = pool_.take(plan_.bucket_numel(bucket), dtype).view({arena.world_size, bucket.row_numel});
+  }
+  return rows;
+}
+
+void GradientReducer::pack(int64_t parameter) {
+  const at::Tensor gradient = take_gradient(parameter);
+  packed_[parameter] = 1;
   used_[parameter] = 1;
-  unsent_bytes_ += static_cast<int64_t>(held_[parameter].nbytes());
-  for (int64_t b : plan_.parameter_buckets[parameter]) --missing_[b];
-  if (last_bucket_[parameter] < 0) held_[parameter] = at::Tensor();  // empty: in no bucket
+  for (const Place& place : places_[parameter]) {
+    const TraceRange range("pack", place.bucket);
+    const Bucket& bucket = plan_.buckets[place.bucket];
+    const Slot& slot = bucket.slots[place.slot];
+    const at::Tensor& rows = open(place.bucket);
+    copy_into_bucket(plan_, bucket, slot, gradient, rows);
+    Open& open = open_[place.bucket];
+    --open.missing;
+    const int64_t bytes = slot.numel * static_cast<int64_t>(rows.element_size());
+    open.packed_bytes += bytes;
+    unsent_bytes_ += bytes;
+  }
 }
 
 void GradientReducer::send_complete() {
-  while (next_ < static_cast<int64_t>(order_.size()) && missing_[order_[next_]] == 0) send_next();
+  while (next_ < static_cast<int64_t>(order_.size()) && open_[order_[next_]].missing == 0)
+    send_next();
 }
 
 void GradientReducer::send_next() {
@@ -203,24 +228,16 @@ void GradientReducer::send_next() {
       links.averaged_over > 0
           ? links.averaged_over
           : arena.world_size * (links.replicas == nullptr ? 1 : links.replicas->world_size());
-  std::vector<at::Tensor> gradients;
-  gradients.reserve(bucket.slots.size());
+  // Of a round that is being closed.
+  open(b);
   for (const Slot& slot : bucket.slots) {
-    at::Tensor& held = held_[slot.parameter];
-    gradients.push_back(held);
-    if (!held.defined() || last_bucket_[slot.parameter] != b) continue;
-    unsent_bytes_ -= static_cast<int64_t>(held.nbytes());
-    held = at::Tensor();
+    if (packed_[slot.parameter] == 0) {
+      copy_into_bucket(plan_, bucket, slot, at::Tensor(), open_[b].rows);
+    }
   }
-  const auto dtype = options_.reduce_dtype.value_or(arena.dtype);
   Reduction reduction;
-  reduction.rows =
-      pool_.take(plan_.bucket_numel(bucket), dtype).view({arena.world_size, bucket.row_numel});
-  {
-    const TraceRange range("pack", b);
-    fill_bucket(plan_, bucket, gradients, reduction.rows);
-  }
-  gradients.clear();
+  reduction.rows = std::exchange(open_[b].rows, at::Tensor());
+  unsent_bytes_ -= std::exchange(open_[b].packed_bytes, 0);
   reduction.shard = shards_[b];
   // What replicas hold after reduce_over_replicas() is already their common mean:
   // only the first of them carries it into a further sum.
@@ -236,7 +253,7 @@ void GradientReducer::close_round() {
   in_pass_ = false;
   const auto count = static_cast<int64_t>(table_.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
-    if (has_gradient(p) && taken_[p] == 0) take(p);
+    if (has_gradient(p) && packed_[p] == 0) pack(p);
   }
   while (next_ < static_cast<int64_t>(order_.size())) send_next();
   ++rounds_;
@@ -249,7 +266,7 @@ int64_t GradientReducer::rounds_needed() const {
   bool late = false;
   for (size_t p = 0; p < used_.size(); ++p) {
     if (!has_gradient(static_cast<int64_t>(p))) continue;
-    (taken_[p] != 0 ? late : open_round) = true;
+    (packed_[p] != 0 ? late : open_round) = true;
   }
   return rounds_ + (open_round ? 1 : 0) + (late ? 1 : 0);
 }

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// From working gradients to gradient shards: takes gradients as backward produces
-// them and sends each bucket as soon as it and all before it are complete.
+// From working gradients to gradient shards: fills buckets as backward produces
+// gradients and sends each as soon as it and all before it are complete.
 //
 // The order of everything sent is the plan's order, round by round, except that buckets which
 // stayed incomplete in the last step come last (expect_unused()). In which
@@ -58,9 +58,9 @@ class GradientReducer {
 
   // A backward pass begins whose end will be marked by close_round().
   void begin_pass();
-  // parameter.grad() was accumulated. Takes it out of there and sends what became
-  // complete; or leaves it there when it comes second in a pass. Throws c10::Error for a
-  // sparse gradient or one on another device.
+  // parameter.grad() was accumulated. Packs it, frees it at once, so that the next one is made in
+  // the same warm memory, and sends what became complete; or leaves it there when it comes second
+  // in a pass. Throws c10::Error for a sparse gradient or one on another device.
   void gradient_ready(int64_t parameter);
   // The same under no_sync: the gradient stays local.
   void gradient_kept(int64_t parameter);
@@ -98,17 +98,28 @@ class GradientReducer {
   void set_average_aside(int64_t parameter);
 
   int64_t rounds_sent() const { return total_rounds_; }
-  // Bytes of local gradients that wait for a later round, and of those that wait for the rest of
-  // this one.
+  // Bytes of local gradients that wait for a later round, and of those that are packed and wait for
+  // the rest of their bucket or for the buckets before it.
   int64_t local_bytes() const;
   int64_t unsent_bytes() const { return unsent_bytes_; }
   int64_t shard_bytes() const;
 
  private:
+  struct Place {
+    int64_t bucket = 0;
+    size_t slot = 0;  // in the bucket
+  };
+  struct Open {                // a bucket of the open round
+    at::Tensor rows;           // undefined until its first gradient arrives
+    int64_t missing = 0;       // parameters not yet packed
+    int64_t packed_bytes = 0;  // of those that are
+  };
+
   void start_round();
   bool has_gradient(int64_t parameter) const;
-  bool round_open() const;  // a gradient was taken that closes with this round
-  void take(int64_t parameter);
+  bool round_open() const;  // a gradient was packed that closes with this round
+  void pack(int64_t parameter);
+  const at::Tensor& open(int64_t bucket);
   at::Tensor take_gradient(int64_t parameter);
   void send_complete();
   void send_next();
@@ -128,14 +139,13 @@ class GradientReducer {
   std::vector<at::Tensor> kept_fp32_;  // with no_sync_fp32
 
   // The open round.
-  std::vector<uint8_t> taken_;    // per parameter: it has its place in this round
-  std::vector<at::Tensor> held_;  // per parameter: taken, and not sent in all its buckets
-  std::vector<int64_t> missing_;  // per bucket: parameters not yet taken
-  int64_t next_ = 0;              // position in order_ of the first bucket not yet sent
+  std::vector<uint8_t> packed_;  // per parameter
+  std::vector<Open> open_;       // per bucket
+  int64_t next_ = 0;             // position in order_ of the first bucket not yet sent
   bool in_pass_ = false;
 
-  std::vector<int64_t> order_;        // buckets, as they are sent
-  std::vector<int64_t> last_bucket_;  // per parameter: the last of its buckets in that order
+  std::vector<int64_t> order_;              // buckets, as they are sent
+  std::vector<std::vector<Place>> places_;  // per parameter
   int64_t unsent_bytes_ = 0;
 
   int64_t rounds_ = 0;      // closed since consume()
