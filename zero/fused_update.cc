@@ -27,7 +27,7 @@ State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& master) {
 
 template <typename Options, typename State>
 void adam(torch::optim::Optimizer& optimizer, int64_t group,
-          const std::vector<FusedSegment>& segments, float coefficient,
+          const std::vector<FusedSegment>& segments, const float* coefficient,
           c10::ScalarType working_dtype, bool decoupled) {
   const auto& options = static_cast<const Options&>(optimizer.param_groups()[group].options());
   std::vector<kernels::AdamSegment> list;
@@ -64,12 +64,12 @@ void adam(torch::optim::Optimizer& optimizer, int64_t group,
   o.weight_decay = options.weight_decay();
   o.amsgrad = options.amsgrad();
   o.decoupled = decoupled;
-  kernels::adam_step(list, o, &coefficient, nullptr, working_dtype,
+  kernels::adam_step(list, o, coefficient, nullptr, working_dtype,
                      current_stream(segments.front().master->device()));
 }
 
 void sgd(torch::optim::Optimizer& optimizer, int64_t group,
-         const std::vector<FusedSegment>& segments, float coefficient,
+         const std::vector<FusedSegment>& segments, const float* coefficient,
          c10::ScalarType working_dtype) {
   const auto& options =
       static_cast<const torch::optim::SGDOptions&>(optimizer.param_groups()[group].options());
@@ -95,7 +95,7 @@ void sgd(torch::optim::Optimizer& optimizer, int64_t group,
   o.dampening = options.dampening();
   o.weight_decay = options.weight_decay();
   o.nesterov = options.nesterov();
-  kernels::sgd_step(list, o, &coefficient, nullptr, working_dtype,
+  kernels::sgd_step(list, o, coefficient, nullptr, working_dtype,
                     current_stream(segments.front().master->device()));
 }
 
@@ -108,7 +108,7 @@ bool has_fused_update(const torch::optim::Optimizer& optimizer) {
 }
 
 void fused_update(torch::optim::Optimizer& optimizer, int64_t group,
-                  const std::vector<FusedSegment>& segments, float coefficient,
+                  const std::vector<FusedSegment>& segments, const float* coefficient,
                   c10::ScalarType working_dtype) {
   if (segments.empty()) return;
   const std::type_info& type = typeid(optimizer);

@@ -24,9 +24,10 @@ struct FusedSegment {
 bool has_fused_update(const torch::optim::Optimizer& optimizer);
 
 // Updates `segments`, all of parameter group `group` and on one device, from
-// coefficient * gradient. State is made on first use, as torch does.
+// *coefficient * gradient, where `coefficient` is memory of that device and read when the kernel
+// runs. State is made on first use, as torch does.
 void fused_update(torch::optim::Optimizer& optimizer, int64_t group,
-                  const std::vector<FusedSegment>& segments, float coefficient,
+                  const std::vector<FusedSegment>& segments, const float* coefficient,
                   c10::ScalarType working_dtype);
 
 }  // namespace zero

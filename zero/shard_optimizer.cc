@@ -31,6 +31,9 @@ at::Tensor ShardOptimizer::own_row(int64_t bucket, const at::Tensor& rows) const
 void ShardOptimizer::make_masters() {
   const Plan& plan = shards_.plan;
   const auto count = static_cast<int64_t>(plan.buckets.size());
+  coefficient_ = at::empty({1}, at::TensorOptions()
+                                    .dtype(at::kFloat)
+                                    .device(shards_.table.parameters().front().tensor.device()));
   for (int64_t b = 0; b < count; ++b) {
     const Bucket& bucket = plan.buckets[b];
     if (shards_.arena.is_master(b)) {
@@ -95,7 +98,7 @@ void ShardOptimizer::write_row(int64_t bucket, const at::Tensor& own_row) const 
 }
 
 void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& used,
-                                   float coefficient, const at::Tensor& own_row) {
+                                   const at::Tensor& own_row) {
   const bool in_place = shards_.plan.layout == Layout::kContiguous;
   const bool cast = in_place && !shards_.arena.is_master(bucket);
   char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
@@ -109,8 +112,8 @@ void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& u
   }
   for (size_t g = 0; g < by_group_.size(); ++g) {
     if (by_group_[g].empty()) continue;
-    fused_update(*inner_, static_cast<int64_t>(g), by_group_[g], coefficient,
-                 own_row.scalar_type());
+    fused_update(*inner_, static_cast<int64_t>(g), by_group_[g],
+                 coefficient_.const_data_ptr<float>(), own_row.scalar_type());
   }
   // A bucket assembled in a buffer also needs the rows of what was not updated.
   if (!in_place) write_row(bucket, own_row);
@@ -132,7 +135,9 @@ void ShardOptimizer::update_inner(const std::vector<uint8_t>& used, float coeffi
 void ShardOptimizer::update(const std::vector<uint8_t>& used, float coefficient,
                             const RowWritten& written) {
   at::NoGradGuard no_grad;
-  if (!fused_) {
+  if (fused_) {
+    coefficient_.fill_(coefficient);
+  } else {
     const TraceRange range("update");
     update_inner(used, coefficient);
   }
@@ -142,7 +147,7 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, float coefficient,
     const at::Tensor own = own_row(b, rows);
     const TraceRange range("update", b);
     if (fused_) {
-      update_bucket(b, used, coefficient, own);
+      update_bucket(b, used, own);
     } else {
       write_row(b, own);
     }

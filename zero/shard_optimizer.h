@@ -76,8 +76,7 @@ class ShardOptimizer {
  private:
   void make_masters();
   void replace_parameters();
-  void update_bucket(int64_t bucket, const std::vector<uint8_t>& used, float coefficient,
-                     const at::Tensor& own_row);
+  void update_bucket(int64_t bucket, const std::vector<uint8_t>& used, const at::Tensor& own_row);
   void update_inner(const std::vector<uint8_t>& used, float coefficient);
   void write_row(int64_t bucket, const at::Tensor& own_row) const;
   at::Tensor own_row(int64_t bucket, const at::Tensor& rows) const;
@@ -87,6 +86,7 @@ class ShardOptimizer {
   const bool fused_;
 
   std::vector<at::Tensor> master_rows_;   // per bucket
+  at::Tensor coefficient_;                // [1] fp32 beside the masters, for the fused kernels
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> pushed_;
