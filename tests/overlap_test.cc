@@ -6,7 +6,6 @@
 #include <ATen/ops/mse_loss.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <functional>

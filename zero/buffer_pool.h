@@ -1,10 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reusable flat buffers for buckets on their way, so that the step path makes
-// no allocation once it has warmed up. The pool never refuses: hooks must not wait
-// for communication, so it allocates beyond what it keeps and drops the surplus
-// when it is trimmed.
+// Reusable flat buffers for buckets on their way. The pool never refuses: a hook must not depend on
+// a peer to get on, so it allocates beyond what it keeps and drops the surplus when it is trimmed.
 //
 // Thread safety: all calls may come from any thread.
 #pragma once

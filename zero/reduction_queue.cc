@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/reduction_queue.h"
 
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -56,7 +55,6 @@ void ReductionQueue::push(Reduction reduction) {
     return;
   }
   const bool on_stream = reduction.shard.is_cuda();
-  reduction.profiled = profiled_thread();
   Lock lock(mutex_);
   if (error_) return;  // drain() reports it; nothing more is sent
   waiting_.push_back(std::move(reduction));
@@ -115,9 +113,6 @@ ReductionQueue::Exchange ReductionQueue::start(Reduction reduction) {
 }
 
 void ReductionQueue::finish(Exchange& exchange) {
-  // On behalf of the thread that pushed.
-  std::optional<at::ThreadLocalStateGuard> listening;
-  if (exchange.reduction.profiled) listening.emplace(*exchange.reduction.profiled);
   const TraceRange range("reduce", exchange.reduction.bucket);
   exchange.pending.wait();
   sum(exchange.reduction, exchange.received);

@@ -13,14 +13,12 @@
 // Thread safety: push() and drain() are for one thread; the worker is private.
 #pragma once
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -38,7 +36,6 @@ struct Reduction {
   float scale = 1.0F;             // factor after the sum
   Communicator* group = nullptr;  // null or of one rank: nothing is sent
   int64_t bucket = 0;             // for errors and traces
-  std::shared_ptr<const at::ThreadLocalState> profiled = nullptr;  // who listens, see trace_range.h
 };
 
 class ReductionQueue {

@@ -2,14 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Names a stretch of work for profilers: torch's own, and those that hook into it (NVTX). Costs a
-// few nanoseconds while nobody listens.
+// few nanoseconds while nobody listens. Reductions are on a worker thread: a profiler sees them
+// when it records all threads, as train_gpt --trace does.
 #pragma once
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 
 #include <cstdint>
-#include <memory>
 #include <string>
 
 namespace zero {
@@ -28,12 +27,5 @@ class TraceRange {
  private:
   at::RecordFunction range_;
 };
-
-// A profiler listens to the thread that started it. What another thread does on that one's behalf
-// is recorded under at::ThreadLocalStateGuard with this state; null while nobody listens.
-inline std::shared_ptr<const at::ThreadLocalState> profiled_thread() {
-  if (!at::hasThreadLocalCallbacks()) return nullptr;
-  return std::make_shared<const at::ThreadLocalState>();
-}
 
 }  // namespace zero

@@ -64,8 +64,8 @@ at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm
                 "; 2 is the usual one");
     verify_untouched();
   };
-  // Arguments must agree, since the coefficient is computed on every rank.
   const TraceRange range("clip");
+  // Arguments must agree, since the coefficient is computed on every rank.
   const Agreement agreement =
       agree(Call::kClipGradNorm, check,
             "max_norm " + (max_norm ? exact_text(*max_norm) : std::string("nullopt")) +

@@ -51,14 +51,14 @@ struct ZeroOptimizer::Impl {
   // The checks of calls that read or write parameters which may have been changed.
   void verify_shapes() const;
 
-  // --- Backward
+  // --- Backward (zero_optimizer_backward.cc)
   void install_hooks();
   void remove_hooks() noexcept;
   void before_accumulation(int64_t parameter);
   void after_accumulation(int64_t parameter);
   void run_backward(const std::function<void()>& backward);
 
-  // --- Collective calls
+  // --- Collective calls (zero_optimizer_calls.cc)
   void reduce(const Agreement& agreement);
   void measure(double norm_type);
   at::Tensor clip(std::optional<double> max_norm, double norm_type);
