@@ -235,7 +235,7 @@ struct Pair {
   template <class Buffers>
   static SgdSegment sgd(Buffers& buffers, int64_t numel, bool first_step) {
     const AdamSegment s = adam(buffers, numel, 1);
-    return {s.master, s.exp_avg, s.gradient, s.working, numel, first_step};
+    return {s.master, s.exp_avg, s.gradient, s.working, numel, first_step, nullptr};
   }
   bool same_bytes() {
     for (size_t array = 0; array < host.size(); ++array) {
@@ -319,6 +319,20 @@ TEST_F(CudaKernels, SgdHasTheBitsOfTheCpu) {
             << c10::toString(dtype) << " variant " << variant << " numel " << numel;
       }
     }
+  }
+}
+
+TEST_F(CudaKernels, SgdReadsOnTheDeviceWhichStepIsTheFirst) {
+  for (const bool first : {true, false}) {
+    Pair pair(20000, ScalarType::BFloat16, 0);
+    Buffer count = scalar(first ? 1.0F : 2.0F);
+    DeviceBuffer device_count(count, 0);
+    SgdSegment device = Pair::sgd(pair.device, 20000, !first);
+    device.device_step = device_count.as<float>();
+    sgd_step(Pair::sgd(pair.host, 20000, first), {.momentum = 0.9}, nullptr, nullptr,
+             ScalarType::BFloat16, Stream{});
+    sgd_step(device, {.momentum = 0.9}, nullptr, nullptr, ScalarType::BFloat16, kCuda);
+    ASSERT_TRUE(pair.same_bytes()) << first;
   }
 }
 

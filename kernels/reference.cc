@@ -146,6 +146,7 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
     return;
   }
   for (const SgdSegment& s : segments) {
+    const bool first_step = s.device_step != nullptr ? *s.device_step == 1.0F : s.first_step;
     for (int64_t i = 0; i < s.numel; ++i) {
       float d = s.gradient[i];
       if (gradient_coefficient != nullptr) {
@@ -157,7 +158,7 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
       if (options.momentum != 0.0) {
         const auto momentum = static_cast<float>(options.momentum);
         float& b = s.momentum[i];
-        if (s.first_step) {
+        if (first_step) {
           b = d;
         } else {
           b *= momentum;

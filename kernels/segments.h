@@ -41,7 +41,7 @@ struct AdamSegment {
   int64_t numel = 0;
   // k: how many updates this segment has had, this one included, so >= 1.
   int64_t step = 1;
-  // [1]; where not null, k is read from here instead.
+  // [1]; where not null, k is read from here instead: memory of the stream's kind.
   const float* device_step = nullptr;
 };
 
@@ -56,6 +56,9 @@ struct SgdSegment {
   int64_t numel = 0;
   // True: `momentum` holds nothing yet; it is assigned and not read.
   bool first_step = false;
+  // [1]: how many updates this segment has had, this one included; where not null, the first step
+  // is the one where it is 1.
+  const float* device_step = nullptr;
 };
 
 }  // namespace zero::kernels

@@ -42,6 +42,9 @@ SgdSegment part_of(const SgdSegment& segment, int64_t begin, int64_t end, int64_
   if (segment.working == static_cast<void*>(segment.master)) {
     part.working = nullptr;
   }
+  if (segment.device_step != nullptr) {
+    part.first_step = *segment.device_step == 1.0F;
+  }
   return part;
 }
 

@@ -44,11 +44,12 @@ __global__ void __launch_bounds__(kThreads)
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
   for_each_tile(table, [&](const SgdSegment& s, int64_t begin, int64_t end) {
     W* working = static_cast<W*>(s.working);
+    const bool first = s.device_step != nullptr ? *s.device_step == 1.0F : s.first_step;
     const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.gradient) &&
                          aligned<kWidth>(working) && (!kMomentum || aligned<kWidth>(s.momentum));
     for_each_pack<kWidth>(begin, end, vectors, [&](auto width, int64_t i) {
       constexpr int kCount = decltype(width)::value;
-      if (s.first_step) {
+      if (first) {
         update<kMomentum, true, kCount>(s, c, coefficient, i, working);
       } else {
         update<kMomentum, false, kCount>(s, c, coefficient, i, working);

@@ -207,6 +207,22 @@ TEST(SgdStep, TheFirstStepDoesNotReadTheMomentum) {
   }
 }
 
+TEST(SgdStep, AStepCountInMemorySaysWhichStepIsTheFirst) {
+  const float counts[2] = {1.0F, 2.0F};
+  for (const bool first_step : {true, false}) {
+    Arrays expected(100, ScalarType::BFloat16, 1);
+    Arrays got = expected;
+    SgdSegment segment = expected.sgd();
+    segment.first_step = first_step;
+    sgd_step(segment, {.momentum = 0.9}, nullptr, nullptr, ScalarType::BFloat16, Stream{});
+    segment = got.sgd();
+    segment.first_step = !first_step;  // not looked at
+    segment.device_step = &counts[first_step ? 0 : 1];
+    sgd_step(segment, {.momentum = 0.9}, nullptr, nullptr, ScalarType::BFloat16, Stream{});
+    EXPECT_TRUE(got.same_bytes(expected)) << first_step;
+  }
+}
+
 TEST(Steps, RefuseWhatTheyCannotDo) {
   Arrays arrays(10, ScalarType::Float, 0);
   AdamSegment adam = arrays.adam();
