@@ -17,6 +17,7 @@ std::string sample_text(Gpt& model, const std::string& prompt, const SampleOptio
   const c10::NoGradGuard no_grad;
   // A generator of its own: sampling leaves the run's random numbers alone.
   const at::Generator generator = at::detail::createCPUGenerator(options.seed);
+  const at::Device device = model->parameters().front().device();
   std::string text = prompt;
   for (int64_t i = 0; i < options.bytes; ++i) {
     const auto time =
@@ -24,9 +25,9 @@ std::string sample_text(Gpt& model, const std::string& prompt, const SampleOptio
     at::Tensor tokens = at::empty({1, time}, at::kLong);
     std::transform(text.end() - time, text.end(), tokens.mutable_data_ptr<int64_t>(),
                    [](char c) { return static_cast<unsigned char>(c); });
-    const at::Tensor logits = model(tokens).select(1, time - 1) / options.temperature;
+    const at::Tensor logits = model(tokens.to(device)).select(1, time - 1) / options.temperature;
     const at::Tensor next =
-        at::multinomial(at::softmax(logits, -1), 1, /*replacement=*/false, generator);
+        at::multinomial(at::softmax(logits.cpu(), -1), 1, /*replacement=*/false, generator);
     text.push_back(static_cast<char>(next.item<int64_t>()));
   }
   return text;

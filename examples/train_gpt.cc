@@ -40,9 +40,9 @@ void print_beginning(const TrainOptions& options, const ByteDataset& data, int w
               static_cast<double>(data.training_bytes() + data.validation_bytes()) / 1e6,
               static_cast<long long>(data.files()),
               static_cast<double>(data.validation_bytes()) / 1e6);
-  std::printf("model: %lld parameters in %s; %d ranks, stage %lld\n",
-              static_cast<long long>(parameters), options.dtype_name.c_str(), world_size,
-              static_cast<long long>(options.stage));
+  std::printf("model: %lld parameters in %s on %s; %d ranks, stage %lld\n",
+              static_cast<long long>(parameters), options.dtype_name.c_str(),
+              options.device.c_str(), world_size, static_cast<long long>(options.stage));
   std::fflush(stdout);
 }
 
@@ -65,9 +65,20 @@ bool accepts_batch(const TrainOptions& options, int world_size, bool reports) {
   return problem.empty();
 }
 
+zero::Group make_group(const TrainOptions& options) {
+  zero::InitOptions init;
+  if (options.device == "cpu") init.device = at::kCPU;
+  init.nccl = options.transport == "nccl";
+  const zero::Group group = zero::init_process_group(init);
+  TORCH_CHECK(group.device().str().starts_with(options.device), "--device ", options.device,
+              ": expected a GPU and a program built with --config=cuda, got ", group.device().str(),
+              " on rank ", group.rank());
+  return group;
+}
+
 int train(const TrainOptions& options, const ByteDataset& data) {
   at::set_num_threads(options.threads);
-  const zero::Group group = zero::init_process_group();
+  const zero::Group group = make_group(options);
   const bool reports = group.rank() == 0;
   if (!accepts_batch(options, group.world_size(), reports)) return kUsageError;
   zero::examples::Trainer trainer(options, data, group);

@@ -61,6 +61,10 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
   for (const char* name : {"--context", "--layers", "--width", "--heads"}) {
     app.get_option(name)->check(whole_number(1))->type_name("N");
   }
+  app.add_option("--device", options.device, "Where the model is; cuda needs --config=cuda")
+      ->type_name("")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->group(group);
   app.add_option("--dtype", options.dtype_name, "Of parameters and gradients")
       ->type_name("")
       ->check(CLI::IsMember(kDtypes))
@@ -119,6 +123,11 @@ void add_rank_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--stage", options.stage,
                  "What is split over the ranks: 1 optimizer state, 2 gradients as well")
       ->check(CLI::IsMember({1, 2}))
+      ->type_name("")
+      ->group(group);
+  app.add_option("--transport", options.transport,
+                 "Between GPUs; gloo also where ranks share a GPU")
+      ->check(CLI::IsMember({"nccl", "gloo"}))
       ->type_name("")
       ->group(group);
 }

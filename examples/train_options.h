@@ -24,6 +24,7 @@ struct TrainOptions {
   int64_t layers = 4;
   int64_t width = 128;
   int64_t heads = 4;
+  std::string device = "cpu";  // or "cuda"
   std::string dtype_name = "float32";
   c10::ScalarType dtype = c10::kFloat;  // what dtype_name says
 
@@ -41,6 +42,7 @@ struct TrainOptions {
   int nproc = 2;
   int threads = 1;  // of every rank
   int64_t stage = 2;
+  std::string transport = "nccl";  // between GPUs; or "gloo"
 
   // Checkpoints.
   std::string checkpoints;  // folder of them; empty: none

@@ -32,13 +32,14 @@ constexpr int64_t kValidationBatch = 16;
 // into one bucket, and buffers for it would outweigh what sharding saves.
 constexpr int64_t kBucketBytes = 256 << 10;
 
-Gpt make_model(const TrainOptions& options) {
+// The same initial values on every device.
+Gpt make_model(const TrainOptions& options, at::Device device) {
   torch::manual_seed(options.seed);
   Gpt model(GptOptions{.context = options.context,
                        .layers = options.layers,
                        .width = options.width,
                        .heads = options.heads});
-  model->to(options.dtype);
+  model->to(device, options.dtype);
   return model;
 }
 
@@ -72,8 +73,9 @@ std::unique_ptr<torch::optim::Optimizer> make_adamw(Gpt& model, const TrainOptio
 Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group)
     : options_(options),
       data_(data),
+      device_(group.device()),
       metrics_(group.make_communicator("metrics", Purpose::kControl)),
-      model_(make_model(options)),
+      model_(make_model(options, device_)),
       optimizer_(*model_, make_adamw(model_, options), group,
                  ZeroOptions().stage(options.stage).bucket_bytes(kBucketBytes)),
       schedule_(optimizer_,
@@ -88,8 +90,8 @@ int64_t Trainer::parameter_count() const {
 
 at::Tensor Trainer::loss(const Sequences& sequences) {
   RECORD_FUNCTION("train_gpt::forward", std::vector<c10::IValue>());
-  const at::Tensor logits = model_(sequences.inputs);
-  return at::cross_entropy_loss(logits.flatten(0, 1), sequences.targets.flatten());
+  const at::Tensor logits = model_(sequences.inputs.to(device_));
+  return at::cross_entropy_loss(logits.flatten(0, 1), sequences.targets.to(device_).flatten());
 }
 
 double Trainer::mean_over_ranks(double value) {

@@ -68,6 +68,7 @@ class Trainer {
 
   TrainOptions options_;
   const ByteDataset& data_;
+  const at::Device device_;
   std::unique_ptr<Communicator> metrics_;  // losses travel apart from gradients
   Gpt model_;
   ZeroOptimizer optimizer_;

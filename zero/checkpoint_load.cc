@@ -85,6 +85,7 @@ class Staging {
       }
     }
     std::vector<InnerState> states(wanted_.size());
+    torch::optim::Optimizer& inner = shards_.inner();
     for (const auto& [kind, segments] : segments_with) {
       if (is_value(kind)) {
         read_values(kind, segments, states);
@@ -98,7 +99,7 @@ class Staging {
       // Freed one after the other: some classes copy.
       const InnerState state = std::exchange(states[i], {});
       if (state.tensors.empty() && state.values.empty()) continue;
-      s.state = make_inner_state(shards_.inner(), s.target->group, s.target->master, state);
+      s.state = make_inner_state(inner, s.target->group, s.target->master, state);
     }
   }
 
@@ -156,7 +157,8 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
 }
 
 // Moves what was read to where it belongs. Nothing here can fail.
-void commit(Staged& staged, torch::optim::Optimizer& inner) {
+void commit(Staged& staged, ShardOptimizer& shards) {
+  torch::optim::Optimizer& inner = shards.inner();
   for (StagedSegment& s : staged.segments) {
     s.target->master.copy_(s.master);
     if (!s.has_state) continue;
@@ -166,6 +168,7 @@ void commit(Staged& staged, torch::optim::Optimizer& inner) {
       inner.state().erase(s.target->master.unsafeGetTensorImpl());
     }
   }
+  shards.take_state();
   for (auto& [to, from] : staged.whole) to.copy_(from);
 }
 
@@ -203,18 +206,17 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   }
 
   arena.attach(/*keep_values=*/false);
-  commit(staged, shards.inner());
+  commit(staged, shards);
   const Manifest& m = staged.manifest;
   if (m.dynamic_scale) {
     scaler.set_state({m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min});
   }
   reducer.set_scale(1.0 / scaler.scale());
-  steps = m.steps;
-  skipped_steps = m.skipped_steps;
-  skipped = false;
+  counts.write({m.steps, m.skipped_steps, false});
+  calls_of_step = m.steps + m.skipped_steps;
   if (load.restore_options()) restore_options(m, groups);
   finish_step();
-  gather_rows([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
+  start_gathers([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
   finish_gathers();
   for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
   table.remember();

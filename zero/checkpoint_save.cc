@@ -34,11 +34,12 @@ TensorToSave piece(const std::string& owner, const std::string& kind, const Segm
 FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, int rank,
                      const std::function<bool(int64_t parameter)>& saves) {
   FileToSave file{rank_file_name(rank), {}};
+  const torch::optim::Optimizer& inner = shards.inner();
   for (const SegmentTensors& s : shards.segments()) {
     if (!saves(s.segment.parameter)) continue;
     const std::string& owner = table.parameters()[s.segment.parameter].name;
     file.tensors.push_back(piece(owner, "master", s.segment, s.master));
-    const auto state = read_inner_state(shards.inner(), s.master);
+    const auto state = read_inner_state(inner, s.master);
     if (!state) continue;
     for (const auto& list : {state->tensors, state->values}) {
       for (const auto& [kind, tensor] : list) {
@@ -86,8 +87,9 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
   m.bucket_bytes = options.bucket_bytes();
   m.plan_fingerprint = plan.fingerprint();
   m.optimizer = optimizer_name(shards.inner());
-  m.steps = steps;
-  m.skipped_steps = skipped_steps;
+  const StepCounts::Values made = counts.read();
+  m.steps = made.steps;
+  m.skipped_steps = made.skipped_steps;
   const LossScaler::State state = scaler.state();
   m.dynamic_scale = scaler.dynamic();
   m.scale = state.scale;

@@ -35,8 +35,10 @@ constexpr int kHangUpTag = std::numeric_limits<int>::max();
 // The last two belong to tests/in_memory_backend.h: thousands of ranks in one thread, which no
 // number of sends would suit, and threads that stand for NCCL.
 Style style_of(const BackendPtr& backend) {
-  if (!backend || backend->getSize() == 1) return Style::kAlone;
+  if (!backend) return Style::kAlone;
   const std::string name = backend->getBackendName();
+  // NCCL also does what one rank asks of it, so that one GPU is enough to try it.
+  if (backend->getSize() == 1 && name != "nccl") return Style::kAlone;
   const bool whole = name == "nccl" || name == "zero-simulated" || name == "zero-memory-native";
   return whole ? Style::kWhole : Style::kPairwise;
 }

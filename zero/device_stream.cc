@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #ifdef ZERO_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -18,6 +19,15 @@ kernels::Stream current_stream(c10::Device device) {
 #else
   TORCH_CHECK(false, "got parameters on ", device,
               ", but this program was built without CUDA; build it with --config=cuda");
+#endif
+}
+
+bool is_capturing(c10::Device device) {
+#ifdef ZERO_CUDA
+  return device.is_cuda() &&
+         c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+#else
+  return false && device.is_cuda();
 #endif
 }
 

@@ -17,32 +17,81 @@
 namespace zero {
 namespace {
 
-// The state of one segment, made when it is first updated.
+using torch::optim::Optimizer;
+
+// The classes that Adam and AdamW each have of their own, with the same members.
+struct Adam {
+  using Options = torch::optim::AdamOptions;
+  using State = torch::optim::AdamParamState;
+  static constexpr bool kDecoupled = false;
+};
+struct AdamW {
+  using Options = torch::optim::AdamWOptions;
+  using State = torch::optim::AdamWParamState;
+  static constexpr bool kDecoupled = true;
+};
+
+// Calls function(Adam()) or function(AdamW()), or with any other class, SGD, otherwise().
+template <typename Function, typename Otherwise>
+auto with_class(const Optimizer& optimizer, Function function, Otherwise otherwise) {
+  const std::type_info& type = typeid(optimizer);
+  if (type == typeid(torch::optim::AdamW)) return function(AdamW());
+  if (type == typeid(torch::optim::Adam)) return function(Adam());
+  return otherwise();
+}
+
 template <typename State>
-State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& master) {
+State* find_state(const Optimizer& optimizer, const at::Tensor& master) {
+  const auto& all = optimizer.state();
+  const auto found = all.find(master.unsafeGetTensorImpl());
+  return found == all.end() ? nullptr : static_cast<State*>(found->second.get());
+}
+
+template <typename State>
+State& state_of(Optimizer& optimizer, const at::Tensor& master) {
   auto& slot = optimizer.state()[master.unsafeGetTensorImpl()];
   if (!slot) slot = std::make_unique<State>();
   return static_cast<State&>(*slot);
 }
 
-template <typename Options, typename State>
-void adam(torch::optim::Optimizer& optimizer, int64_t group,
-          const std::vector<FusedSegment>& segments, const float* coefficient,
-          c10::ScalarType working_dtype, bool decoupled) {
-  const auto& options = static_cast<const Options&>(optimizer.param_groups()[group].options());
+template <typename Class>
+bool make_adam_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) {
+  const auto& options =
+      static_cast<const typename Class::Options&>(optimizer.param_groups()[group].options());
+  auto& state = state_of<typename Class::State>(optimizer, master);
+  const bool made = !state.exp_avg().defined();
+  if (made) {
+    state.step(0);
+    state.exp_avg(at::zeros_like(master));
+    state.exp_avg_sq(at::zeros_like(master));
+  }
+  if (options.amsgrad() && !state.max_exp_avg_sq().defined()) {
+    state.max_exp_avg_sq(at::zeros_like(master));
+  }
+  return made;
+}
+
+bool make_sgd_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) {
+  const auto& options =
+      static_cast<const torch::optim::SGDOptions&>(optimizer.param_groups()[group].options());
+  if (options.momentum() == 0) return false;
+  auto& state = state_of<torch::optim::SGDParamState>(optimizer, master);
+  const bool made = !state.momentum_buffer().defined();
+  if (made) state.momentum_buffer(at::empty_like(master));
+  return made;
+}
+
+template <typename Class>
+void update_adam(Optimizer& optimizer, int64_t group, const std::vector<FusedSegment>& segments,
+                 const FusedScalars& scalars, c10::ScalarType working_dtype) {
+  const auto& options =
+      static_cast<const typename Class::Options&>(optimizer.param_groups()[group].options());
   std::vector<kernels::AdamSegment> list;
   list.reserve(segments.size());
   for (const FusedSegment& s : segments) {
-    auto& state = state_of<State>(optimizer, *s.master);
-    if (!state.exp_avg().defined()) {
-      state.step(0);
-      state.exp_avg(at::zeros_like(*s.master));
-      state.exp_avg_sq(at::zeros_like(*s.master));
-    }
-    if (options.amsgrad() && !state.max_exp_avg_sq().defined()) {
-      state.max_exp_avg_sq(at::zeros_like(*s.master));
-    }
-    state.step(state.step() + 1);
+    make_adam_state<Class>(optimizer, group, *s.master);
+    auto& state = state_of<typename Class::State>(optimizer, *s.master);
+    if (s.count == nullptr) state.step(state.step() + 1);
     kernels::AdamSegment segment;
     segment.master = s.master->template mutable_data_ptr<float>();
     segment.exp_avg = state.exp_avg().template mutable_data_ptr<float>();
@@ -54,6 +103,7 @@ void adam(torch::optim::Optimizer& optimizer, int64_t group,
     segment.working = s.working;
     segment.numel = s.master->numel();
     segment.step = state.step();
+    segment.device_step = s.count;
     list.push_back(segment);
   }
   kernels::AdamOptions o;
@@ -63,30 +113,29 @@ void adam(torch::optim::Optimizer& optimizer, int64_t group,
   o.eps = options.eps();
   o.weight_decay = options.weight_decay();
   o.amsgrad = options.amsgrad();
-  o.decoupled = decoupled;
-  kernels::adam_step(list, o, coefficient, nullptr, working_dtype,
+  o.decoupled = Class::kDecoupled;
+  kernels::adam_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype,
                      current_stream(segments.front().master->device()));
 }
 
-void sgd(torch::optim::Optimizer& optimizer, int64_t group,
-         const std::vector<FusedSegment>& segments, const float* coefficient,
-         c10::ScalarType working_dtype) {
+void update_sgd(Optimizer& optimizer, int64_t group, const std::vector<FusedSegment>& segments,
+                const FusedScalars& scalars, c10::ScalarType working_dtype) {
   const auto& options =
       static_cast<const torch::optim::SGDOptions&>(optimizer.param_groups()[group].options());
   std::vector<kernels::SgdSegment> list;
   list.reserve(segments.size());
   for (const FusedSegment& s : segments) {
     kernels::SgdSegment segment;
+    segment.first_step = make_sgd_state(optimizer, group, *s.master);
     if (options.momentum() != 0) {
       auto& state = state_of<torch::optim::SGDParamState>(optimizer, *s.master);
-      segment.first_step = !state.momentum_buffer().defined();
-      if (segment.first_step) state.momentum_buffer(at::empty_like(*s.master));
       segment.momentum = state.momentum_buffer().mutable_data_ptr<float>();
     }
     segment.master = s.master->mutable_data_ptr<float>();
     segment.gradient = s.gradient;
     segment.working = s.working;
     segment.numel = s.master->numel();
+    segment.device_step = s.count;
     list.push_back(segment);
   }
   kernels::SgdOptions o;
@@ -95,32 +144,58 @@ void sgd(torch::optim::Optimizer& optimizer, int64_t group,
   o.dampening = options.dampening();
   o.weight_decay = options.weight_decay();
   o.nesterov = options.nesterov();
-  kernels::sgd_step(list, o, coefficient, nullptr, working_dtype,
+  kernels::sgd_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype,
                     current_stream(segments.front().master->device()));
 }
 
 }  // namespace
 
-bool has_fused_update(const torch::optim::Optimizer& optimizer) {
+bool has_fused_update(const Optimizer& optimizer) {
   const std::type_info& type = typeid(optimizer);
   return type == typeid(torch::optim::AdamW) || type == typeid(torch::optim::Adam) ||
          type == typeid(torch::optim::SGD);
 }
 
-void fused_update(torch::optim::Optimizer& optimizer, int64_t group,
-                  const std::vector<FusedSegment>& segments, const float* coefficient,
-                  c10::ScalarType working_dtype) {
+bool make_fused_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) {
+  return with_class(
+      optimizer, [&](auto c) { return make_adam_state<decltype(c)>(optimizer, group, master); },
+      [&] { return make_sgd_state(optimizer, group, master); });
+}
+
+void fused_update(Optimizer& optimizer, int64_t group, const std::vector<FusedSegment>& segments,
+                  const FusedScalars& scalars, c10::ScalarType working_dtype) {
   if (segments.empty()) return;
-  const std::type_info& type = typeid(optimizer);
-  if (type == typeid(torch::optim::AdamW)) {
-    adam<torch::optim::AdamWOptions, torch::optim::AdamWParamState>(
-        optimizer, group, segments, coefficient, working_dtype, true);
-  } else if (type == typeid(torch::optim::Adam)) {
-    adam<torch::optim::AdamOptions, torch::optim::AdamParamState>(
-        optimizer, group, segments, coefficient, working_dtype, false);
-  } else {
-    sgd(optimizer, group, segments, coefficient, working_dtype);
+  with_class(
+      optimizer,
+      [&](auto c) { update_adam<decltype(c)>(optimizer, group, segments, scalars, working_dtype); },
+      [&] { update_sgd(optimizer, group, segments, scalars, working_dtype); });
+}
+
+int64_t update_count(const Optimizer& optimizer, const at::Tensor& master) {
+  return with_class(
+      optimizer,
+      [&](auto c) {
+        const auto* state = find_state<typename decltype(c)::State>(optimizer, master);
+        return state == nullptr ? int64_t{0} : state->step();
+      },
+      [&] {
+        const auto* state = find_state<torch::optim::SGDParamState>(optimizer, master);
+        return int64_t{state != nullptr && state->momentum_buffer().defined() ? 1 : 0};
+      });
+}
+
+void set_update_count(Optimizer& optimizer, const at::Tensor& master, int64_t count) {
+  if (count == 0) {
+    optimizer.state().erase(master.unsafeGetTensorImpl());
+    return;
   }
+  with_class(
+      optimizer,
+      [&](auto c) {
+        auto* state = find_state<typename decltype(c)::State>(optimizer, master);
+        if (state != nullptr) state->step(count);
+      },
+      [] {});
 }
 
 }  // namespace zero

@@ -93,6 +93,8 @@ void GradientReducer::start_round() {
 
 void GradientReducer::expect_unused(const std::vector<uint8_t>& used) {
   TORCH_INTERNAL_ASSERT(next_ == 0 && !round_open(), "the order of a round under way is fixed");
+  if (used == expected_) return;
+  expected_ = used;
   order_.clear();
   for (const bool complete : {true, false}) {
     for (size_t b = 0; b < plan_.buckets.size(); ++b) {

@@ -144,6 +144,7 @@ class GradientReducer {
   int64_t next_ = 0;             // position in order_ of the first bucket not yet sent
   bool in_pass_ = false;
 
+  std::vector<uint8_t> expected_;           // what order_ was made from
   std::vector<int64_t> order_;              // buckets, as they are sent
   std::vector<std::vector<Place>> places_;  // per parameter
   int64_t unsent_bytes_ = 0;

@@ -53,6 +53,17 @@ struct ZeroOptions {
   // ZeroOptimizer waits by itself.
   TORCH_ARG(bool, overlap_gather) = false;
 
+  // The caller's word that every rank uses every parameter in every step and makes the same calls
+  // with the same options. The first step is agreed as always; from then on reduce_gradients(),
+  // clip_grad_norm_() and step() send no control messages, each rank only compares itself with its
+  // own first step. A rank that breaks the word throws, and the others do so when their time is up:
+  // nothing tells them earlier. Neither does the host wait for a skipped step: see step_skipped().
+  //
+  // On a GPU over NCCL, with a fused optimizer and a constant loss scale, an iteration from
+  // backward() to step() can then be captured in a CUDA graph after at least one that was not. The
+  // learning rate and all other options are those of the capture.
+  TORCH_ARG(bool, static_graph) = false;
+
   // ---------------------------------------------------------------------
   // Numerics
 

@@ -45,15 +45,16 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
   at::NoGradGuard no_grad;
   impl_->guarded([&] {
     ShardOptimizer& shards = impl_->shards;
+    torch::optim::Optimizer& inner = shards.inner();
     std::vector<std::unique_ptr<torch::optim::OptimizerParamState>> states;
     const auto check = [&] {
       impl_->check_no_gradients();
       impl_->verify_untouched();
-      TORCH_CHECK(is_known(shards.inner()),
+      TORCH_CHECK(is_known(inner),
                   "load_plain_state: expected torch's AdamW, Adam, SGD, RMSprop or Adagrad, got ",
-                  optimizer_name(shards.inner()), "; for other classes use load_checkpoint()");
-      TORCH_CHECK(optimizer_name(plain) == optimizer_name(shards.inner()),
-                  "load_plain_state: expected state of ", optimizer_name(shards.inner()), ", got ",
+                  optimizer_name(inner), "; for other classes use load_checkpoint()");
+      TORCH_CHECK(optimizer_name(plain) == optimizer_name(inner),
+                  "load_plain_state: expected state of ", optimizer_name(inner), ", got ",
                   optimizer_name(plain));
       for (const auto& item : plain.state()) {
         bool known = false;
@@ -69,13 +70,12 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
                     "some of another tensor; make the plain optimizer over the same module");
       }
       for (const SegmentTensors& s : shards.segments()) {
-        states.push_back(
-            cut(plain, impl_->table.parameters()[s.segment.parameter], s, shards.inner()));
+        states.push_back(cut(plain, impl_->table.parameters()[s.segment.parameter], s, inner));
       }
     };
     impl_->agree(Call::kLoadCheckpoint, check, "load_plain_state");
     for (size_t i = 0; i < states.size(); ++i) {
-      auto& all = shards.inner().state();
+      auto& all = inner.state();
       void* key = shards.segments()[i].master.unsafeGetTensorImpl();
       if (states[i]) {
         all[key] = std::move(states[i]);
@@ -83,6 +83,7 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
         all.erase(key);
       }
     }
+    shards.take_state();
   });
 }
 

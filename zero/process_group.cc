@@ -213,11 +213,11 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
 
 }  // namespace
 
-BackendFactory default_backend_factory(c10::Device device, const std::string& hostname) {
-  return [device, hostname](StorePtr store, int rank, int world_size, Purpose purpose,
-                            milliseconds timeout) {
+BackendFactory default_backend_factory(c10::Device device, const std::string& hostname, bool nccl) {
+  return [device, hostname, nccl](StorePtr store, int rank, int world_size, Purpose purpose,
+                                  milliseconds timeout) {
     agree_on_world_size(*store, rank, world_size, timeout);
-    if (purpose == Purpose::kData && device.is_cuda()) {
+    if (purpose == Purpose::kData && device.is_cuda() && nccl) {
       return make_nccl_backend(store, rank, world_size, device, timeout);
     }
     return make_gloo_backend(store, rank, world_size, timeout, hostname);
@@ -292,8 +292,8 @@ Group init_process_group(const InitOptions& options) {
     store = c10::make_intrusive<c10d::PrefixStore>(prefix, open_store(env, options.timeout));
     meet(*store, env, options.timeout);
   }
-  return Group(store, env.rank, env.world_size, "world", default_backend_factory(device, hostname),
-               device, options.timeout);
+  return Group(store, env.rank, env.world_size, "world",
+               default_backend_factory(device, hostname, options.nccl), device, options.timeout);
 }
 
 }  // namespace zero

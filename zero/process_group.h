@@ -45,7 +45,8 @@ using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
 
 // What init_process_group() uses: NCCL for the data of a `device` that is a GPU,
 // Gloo for everything else, listening on `hostname` (zero/gloo_backend.h).
-BackendFactory default_backend_factory(c10::Device device, const std::string& hostname);
+BackendFactory default_backend_factory(c10::Device device, const std::string& hostname,
+                                       bool nccl = true);
 
 // A value: copies share the store and the counters behind its names. Thread
 // safety: any number of threads may use one Group, but collective calls, and
@@ -104,6 +105,9 @@ struct InitOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // Default: cuda:LOCAL_RANK when built with CUDA and a GPU is there, else cpu.
   std::optional<c10::Device> device;
+  // False: the data of GPUs travels over Gloo too, through host memory. Much slower, and the only
+  // way for ranks that share a GPU, which NCCL refuses.
+  bool nccl = true;
   // The interface Gloo listens on: a host name or address of this machine.
   // Default: GLOO_SOCKET_IFNAME's interface if set; the loopback address when
   // all ranks are on this machine; else the address the host name resolves to.

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/shard_norm.h"
 
+#include <ATen/ops/isfinite.h>
+
 #include <cmath>
 
 #include "zero/norm_parts.h"
@@ -23,9 +25,8 @@ std::vector<kernels::ConstSpan> spans_of(const std::vector<SegmentTensors>& segm
 }  // namespace
 
 ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
-                     const std::vector<double>& weights, double norm_type, Communicator& group) {
-  const at::Device device =
-      segments.empty() ? at::Device(at::kCPU) : segments.front().gradient.device();
+                     const std::vector<double>& weights, double norm_type, at::Device device,
+                     Communicator& group) {
   const at::Tensor parts = empty_norm_parts(1, norm_type, device);
   if (std::isinf(norm_type)) {
     add_to_norm_part(parts.select(0, 0), spans_of(segments, -1), norm_type, 1.0);
@@ -35,12 +36,12 @@ ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
     add_to_norm_part(parts.select(0, 0), spans, norm_type, weights[g]);
   }
   all_reduce_norm_parts(parts, group, "gradient norm").wait();
-  const at::Tensor part = parts.cpu().select(0, 0);
+  const at::Tensor part = parts.select(0, 0);
   ShardNorm result;
-  result.norm = norm_of(part, norm_type).item<double>();
-  // A sum of powers may overflow although every value is finite.
-  result.nonfinite =
-      std::isinf(norm_type) ? !std::isfinite(result.norm) : part[1].item<double>() != 0;
+  result.norm = norm_of(part, norm_type);
+  // Not by the norm: a sum of powers may overflow although every value is finite.
+  result.nonfinite = std::isinf(norm_type) ? at::isfinite(result.norm).logical_not().to(at::kDouble)
+                                           : part.select(0, 1);
   return result;
 }
 

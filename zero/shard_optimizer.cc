@@ -15,13 +15,41 @@
 namespace zero {
 
 ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Optimizer> inner,
-                               bool fused)
+                               Options options)
     : shards_(std::move(shards)),
       inner_(std::move(inner)),
-      fused_(fused && has_fused_update(*inner_)) {
+      fused_(options.fused && has_fused_update(*inner_)) {
   at::NoGradGuard no_grad;
   make_masters();
   replace_parameters();
+  if (fused_ && options.deferred) {
+    counts_.emplace(static_cast<int64_t>(segments_.size()), coefficient_.device());
+  }
+}
+
+torch::optim::Optimizer& ShardOptimizer::inner() {
+  give_state();
+  return *inner_;
+}
+
+const torch::optim::Optimizer& ShardOptimizer::inner() const {
+  give_state();
+  return *inner_;
+}
+
+void ShardOptimizer::give_state() const {
+  if (!counts_) return;
+  const std::vector<int64_t> counts = counts_->read();
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    set_update_count(*inner_, segments_[i].master, counts[i]);
+  }
+}
+
+void ShardOptimizer::take_state() {
+  if (!counts_) return;
+  std::vector<int64_t> counts;
+  for (const SegmentTensors& s : segments_) counts.push_back(update_count(*inner_, s.master));
+  counts_->write(counts);
 }
 
 at::Tensor ShardOptimizer::own_row(int64_t bucket, const at::Tensor& rows) const {
@@ -97,8 +125,19 @@ void ShardOptimizer::write_row(int64_t bucket, const at::Tensor& own_row) const 
                      own_row.scalar_type(), master.numel(), false, current_stream(master.device()));
 }
 
+void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite) {
+  std::vector<uint8_t> updated(segments_.size());
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    const SegmentTensors& s = segments_[i];
+    updated[i] = used[s.segment.parameter];
+    // Also a momentum that was switched on later has its first update then.
+    if (updated[i] != 0 && make_fused_state(*inner_, s.group, s.master)) counts_->reset(i);
+  }
+  counts_->add(updated, nonfinite);
+}
+
 void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& used,
-                                   const at::Tensor& own_row) {
+                                   const FusedScalars& scalars, const at::Tensor& own_row) {
   const bool in_place = shards_.plan.layout == Layout::kContiguous;
   const bool cast = in_place && !shards_.arena.is_master(bucket);
   char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
@@ -106,40 +145,44 @@ void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& u
   for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) {
     const SegmentTensors& s = segments_[i];
     if (used[s.segment.parameter] == 0) continue;
-    by_group_[s.group].push_back(
-        {&s.master, s.gradient.const_data_ptr<float>(),
-         cast ? row + s.segment.offset * own_row.element_size() : nullptr});
+    by_group_[s.group].push_back({&s.master, s.gradient.const_data_ptr<float>(),
+                                  cast ? row + s.segment.offset * own_row.element_size() : nullptr,
+                                  counts_ ? counts_->of(i) : nullptr});
   }
   for (size_t g = 0; g < by_group_.size(); ++g) {
     if (by_group_[g].empty()) continue;
-    fused_update(*inner_, static_cast<int64_t>(g), by_group_[g],
-                 coefficient_.const_data_ptr<float>(), own_row.scalar_type());
+    fused_update(*inner_, static_cast<int64_t>(g), by_group_[g], scalars, own_row.scalar_type());
   }
   // A bucket assembled in a buffer also needs the rows of what was not updated.
   if (!in_place) write_row(bucket, own_row);
 }
 
-void ShardOptimizer::update_inner(const std::vector<uint8_t>& used, float coefficient) {
+void ShardOptimizer::update_inner(const std::vector<uint8_t>& used, double coefficient) {
   for (SegmentTensors& s : segments_) {
     if (used[s.segment.parameter] == 0) {
       s.master.mutable_grad().reset();
       continue;
     }
-    if (coefficient != 1.0F) s.gradient.mul_(coefficient);
+    if (coefficient != 1.0) s.gradient.mul_(coefficient);
     s.master.mutable_grad() = s.gradient;
   }
   inner_->step();
   for (SegmentTensors& s : segments_) s.master.mutable_grad().reset();
 }
 
-void ShardOptimizer::update(const std::vector<uint8_t>& used, float coefficient,
-                            const RowWritten& written) {
+void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
+                            const at::Tensor& nonfinite, const RowWritten& written) {
   at::NoGradGuard no_grad;
+  TORCH_INTERNAL_ASSERT(counts_ || !nonfinite.defined());
+  FusedScalars scalars;
   if (fused_) {
-    coefficient_.fill_(coefficient);
+    coefficient_.copy_(coefficient);
+    scalars.coefficient = coefficient_.const_data_ptr<float>();
+    if (nonfinite.defined()) scalars.nonfinite = nonfinite.const_data_ptr<double>();
+    if (counts_) count(used, nonfinite);
   } else {
     const TraceRange range("update");
-    update_inner(used, coefficient);
+    update_inner(used, coefficient.item<double>());
   }
   const auto count = static_cast<int64_t>(master_rows_.size());
   for (int64_t b = 0; b < count; ++b) {
@@ -147,7 +190,7 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, float coefficient,
     const at::Tensor own = own_row(b, rows);
     const TraceRange range("update", b);
     if (fused_) {
-      update_bucket(b, used, own);
+      update_bucket(b, used, scalars, own);
     } else {
       write_row(b, own);
     }

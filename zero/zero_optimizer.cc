@@ -47,7 +47,8 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
        << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()
        << " skip_nonfinite " << options.skip_nonfinite() << " no_sync_fp32 "
        << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather()
-       << " check_replicas_every " << options.check_replicas_every();
+       << " static_graph " << options.static_graph() << " check_replicas_every "
+       << options.check_replicas_every();
   if (options.reduce_dtype()) line << " reduce_dtype " << *options.reduce_dtype();
   if (const auto& s = options.loss_scaler()) {
     line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
@@ -188,6 +189,7 @@ void ZeroOptimizer::backward(const std::vector<at::Tensor>& outputs,
 }
 
 at::Tensor ZeroOptimizer::scale_loss(const at::Tensor& loss) const {
+  impl_->settle();
   return impl_->scaler.scale() == 1.0 ? loss : loss * impl_->scaler.scale();
 }
 
@@ -246,9 +248,12 @@ void ZeroOptimizer::zero_grad(bool) {
   impl_->guarded([&] { impl_->zero_grad(); });
 }
 
-bool ZeroOptimizer::step_skipped() const { return impl_->skipped; }
+bool ZeroOptimizer::step_skipped() const { return impl_->counts.read().skipped; }
 
-double ZeroOptimizer::loss_scale() const { return impl_->scaler.scale(); }
+double ZeroOptimizer::loss_scale() const {
+  impl_->settle();
+  return impl_->scaler.scale();
+}
 
 at::Tensor ZeroOptimizer::gradient(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
@@ -308,8 +313,9 @@ Stats ZeroOptimizer::stats() const {
   Stats stats;
   stats.data = impl_->links->data_traffic();
   stats.control = impl_->links->control_traffic();
-  stats.steps = impl_->steps;
-  stats.skipped_steps = impl_->skipped_steps;
+  const StepCounts::Values made = impl_->counts.read();
+  stats.steps = made.steps;
+  stats.skipped_steps = made.skipped_steps;
   stats.rounds = impl_->reducer.rounds_sent();
   return stats;
 }

@@ -171,9 +171,11 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // was called.
   void zero_grad(bool set_to_none = true);
 
-  // Whether the last step() was skipped for non-finite gradients.
+  // Whether the last step() was skipped for non-finite gradients. On a GPU, and with static_graph,
+  // step() does not wait to learn that: this waits for the device, and so do stats() and inner().
   bool step_skipped() const;
-  // The factor that backward() puts on the loss.
+  // The factor that backward() puts on the loss. On a GPU a dynamic scale makes the next backward()
+  // wait until the last step's gradients have been measured.
   double loss_scale() const;
 
   // Collective. The averaged, unclipped gradient of a managed parameter since

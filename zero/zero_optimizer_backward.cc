@@ -54,6 +54,7 @@ void ZeroOptimizer::Impl::before_accumulation(int64_t parameter) {
 void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
   if (!table.parameters()[parameter].tensor.grad().defined()) return;
   check_usable();
+  settle();
   if (clipped) {
     // It must not travel with the clipped gradients after the error.
     table.parameters()[parameter].tensor.mutable_grad().reset();
@@ -86,6 +87,7 @@ void ZeroOptimizer::Impl::run_backward(const std::function<void()>& backward) {
         "last backward pass");
   }
   guarded([this] { finish_gathers(); });
+  settle();
   const bool sync = !*no_sync_active;
   try {
     if (sync) reducer.begin_pass();

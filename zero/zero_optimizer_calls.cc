@@ -2,9 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The collective calls: what is agreed, sent and computed, in order.
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -52,7 +53,7 @@ void ZeroOptimizer::Impl::reduce(const Agreement& agreement) {
 void ZeroOptimizer::Impl::measure(double norm_type) {
   if (measured && measured_type == norm_type) return;
   const TraceRange range("norm");
-  measured = shard_norm(shards.segments(), domains.norm_weights, norm_type, *links->norm);
+  measured = shard_norm(shards.segments(), domains.norm_weights, norm_type, device, *links->norm);
   measured_type = norm_type;
 }
 
@@ -71,19 +72,15 @@ at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm
             "max_norm " + (max_norm ? exact_text(*max_norm) : std::string("nullopt")) +
                 ", norm_type " + exact_text(norm_type));
   reduce(agreement);
-  if (agreement.rounds == 0) return at::scalar_tensor(0.0, at::kDouble);
+  if (agreement.rounds == 0) return at::zeros({}, coefficient.options());
   measure(norm_type);
-  const double norm = measured->norm * coefficient;
+  const at::Tensor norm = measured->norm * coefficient;
   if (max_norm) {
     clipped = true;
-    // As torch's clamp: a NaN stays a NaN.
-    const double factor = *max_norm / (norm + 1e-6);
-    coefficient *= factor > 1.0 ? 1.0 : factor;
+    // A NaN stays a NaN. Never read here: the device knows it when the update runs.
+    coefficient.mul_((*max_norm / (norm + 1e-6)).clamp_max_(1.0));
   }
-  return at::scalar_tensor(norm,
-                           shards.segments().empty()
-                               ? at::TensorOptions().dtype(at::kDouble)
-                               : shards.segments().front().master.options().dtype(at::kDouble));
+  return norm;
 }
 
 void ZeroOptimizer::Impl::check_groups(const ParamGroups& groups) const {
@@ -114,32 +111,48 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
     arguments += (arguments.empty() ? "options " : "; ") + options_text(g.options());
   }
   const Agreement agreement = agree(Call::kStep, check, arguments);
-  skipped = false;
   const TraceRange range("step");
   if (agreement.rounds == 0) {
+    counts.add_nothing();
     finish_step();
     return;
   }
+  if (options.static_graph()) static_rounds = agreement.rounds;
   reduce(agreement);
   update(agreement);
   finish_step();
   // Elsewhere ranks would not all have the same order.
   if (domains.uniform) reducer.expect_unused(agreement.used);
-  ++(skipped ? skipped_steps : steps);
-  scaler.update(skipped);
-  reducer.set_scale(1.0 / scaler.scale());
+  settled = false;
+  if (!shards.deferred()) settle();
+  ++calls_of_step;
   const int64_t every = options.check_replicas_every();
-  if (every > 0 && (steps + skipped_steps) % every == 0) check_replicas_now();
+  if (every > 0 && calls_of_step % every == 0) check_replicas_now();
+}
+
+void ZeroOptimizer::Impl::settle() {
+  if (std::exchange(settled, true) || !scaler.dynamic()) return;
+  scaler.update(counts.read().skipped);
+  reducer.set_scale(1.0 / scaler.scale());
 }
 
 void ZeroOptimizer::Impl::update(const Agreement& agreement) {
+  at::Tensor nonfinite;
   if (options.skip_nonfinite()) {
     if (!measured) measure(2.0);
-    skipped = measured->nonfinite;
-    if (skipped) return;
+    nonfinite = measured->nonfinite;
   }
-  gather_rows([&](const ShardOptimizer::RowWritten& written) {
-    shards.update(agreement.used, static_cast<float>(coefficient), written);
+  if (shards.deferred()) {
+    // A skipped step sends rows that did not change: rarer than waiting for the device would be.
+    counts.add(nonfinite);
+  } else {
+    const bool skipped = nonfinite.defined() && nonfinite.item<double>() != 0;
+    counts.add(skipped);
+    if (skipped) return;
+    nonfinite = at::Tensor();
+  }
+  start_gathers([&](const ShardOptimizer::RowWritten& written) {
+    shards.update(agreement.used, coefficient, nonfinite, written);
   });
   if (!options.overlap_gather()) finish_gathers();
   for (size_t i = 0; i < agreement.used.size(); ++i) {
@@ -149,7 +162,7 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
   table.remember();
 }
 
-void ZeroOptimizer::Impl::gather_rows(
+void ZeroOptimizer::Impl::start_gathers(
     const std::function<void(const ShardOptimizer::RowWritten&)>& write) {
   try {
     write([&](int64_t bucket, const at::Tensor& rows) {
@@ -193,7 +206,7 @@ void ZeroOptimizer::Impl::finish_step() {
   gathered_rounds = 0;
   measured.reset();
   clipped = false;
-  coefficient = 1.0;
+  coefficient.fill_(1.0);
 }
 
 void ZeroOptimizer::Impl::zero_grad() {
@@ -270,7 +283,7 @@ void ZeroOptimizer::Impl::refresh_working() {
   agree(Call::kRefreshWorking, [&] { verify_shapes(); });
   // An fp32 arena is its masters' home: values from elsewhere must not get in.
   arena.attach(/*keep_values=*/false);
-  gather_rows([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
+  start_gathers([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
   finish_gathers();
   for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
   table.remember();

@@ -3,9 +3,12 @@
 #include "zero/zero_optimizer_impl.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+
+#include "zero/device_stream.h"
 
 namespace zero {
 namespace {
@@ -44,6 +47,10 @@ int64_t kept_bytes(const Plan& plan, const ZeroOptions& options) {
   return ReductionQueue::kBuffersKept * largest;
 }
 
+bool is_of_a_step(Call call) {
+  return call == Call::kReduceGradients || call == Call::kClipGradNorm || call == Call::kStep;
+}
+
 LossScaler make_scaler(bool any_half, const ZeroOptions& options) {
   if (options.loss_scaler()) return LossScaler(*options.loss_scaler());
   // A scale that is never told of an overflow would only grow.
@@ -62,9 +69,10 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       options(options),
       links(std::move(links)),
       table(std::move(parameter_table)),
+      device(table.parameters().front().tensor.device()),
       domain_of(parameter_domains(table, domains)),
       plan(make_plan_of(table, domains, options)),
-      pool(table.parameters().front().tensor.device(), kept_bytes(plan, options)),
+      pool(device, kept_bytes(plan, options)),
       arena(plan, table, pool),
       reducer(plan, table, this->links->domains, pool,
               {options.reduce_dtype(), options.no_sync_fp32()}),
@@ -72,9 +80,11 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       // The masters are read here, so rank 0's values must have arrived.
       shards((broadcast_parameters(),
               ShardOptimizer::Shards{plan, table, ranks_in(domains), arena, reducer}),
-             std::move(inner), options.fused()),
+             std::move(inner), {options.fused(), device.is_cuda() || options.static_graph()}),
       scaler(make_scaler(this->links->any_half, options)),
-      gathers(plan.buckets.size()) {
+      counts(shards.deferred() ? std::optional<at::Device>(device) : std::nullopt),
+      gathers(plan.buckets.size()),
+      coefficient(at::ones({}, at::TensorOptions().dtype(at::kDouble).device(device))) {
   reducer.set_scale(1.0 / scaler.scale());
   std::vector<at::Tensor> others;
   for (const auto* list : {&table.frozen(), &table.buffers()}) {
@@ -125,9 +135,35 @@ void ZeroOptimizer::Impl::guarded(const std::function<void()>& body) {
   }
 }
 
+std::string ZeroOptimizer::Impl::static_problem() const {
+  const std::vector<uint8_t>& used = reducer.used();
+  for (size_t i = 0; i < used.size(); ++i) {
+    if (used[i] != 0) continue;
+    return "parameter " + table.parameters()[i].name +
+           ": expected a gradient in every step on every rank, as static_graph(true) promises, got "
+           "none; make the optimizer without that option";
+  }
+  const int64_t rounds = reducer.rounds_needed();
+  if (static_rounds > 0 && rounds != static_rounds) {
+    return "backward passes since the last step: expected as many as in the first one, which "
+           "needed " +
+           std::to_string(static_rounds) + " reductions, got " + std::to_string(rounds) +
+           "; static_graph(true) promises that all steps are alike";
+  }
+  if (is_capturing(device) && (static_rounds == 0 || !shards.deferred() || scaler.dynamic())) {
+    return "CUDA graph capture: expected one step that was not captured before, an optimizer with "
+           "fused kernels and a constant loss scale, got " +
+           std::string(static_rounds == 0   ? "the first step"
+                       : !shards.deferred() ? "an optimizer that runs its own step()"
+                                            : "a dynamic loss scale");
+  }
+  return {};
+}
+
 Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& check,
                                      const std::string& arguments) {
   finish_gathers();
+  settle();
   std::string text;
   text.swap(problem);
   if (text.empty() && call != Call::kZeroGrad) text = broken_backward;
@@ -145,6 +181,15 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
   reducer.claim_gradients();
   refused = true;
   const std::vector<uint8_t>& used = reducer.used();
+  if (options.static_graph() && is_of_a_step(call)) {
+    if (text.empty()) text = static_problem();
+    if (static_rounds > 0) {
+      if (!text.empty()) links->channel.announce(text);
+      TORCH_CHECK(text.empty(), "rank ", links->rank(), ": ", text);
+      refused = false;
+      return {static_rounds, used};
+    }
+  }
   if (domains.uniform) {
     Agreement agreement =
         links->channel.agree(call, arguments, text, reducer.rounds_needed(), used);

@@ -21,6 +21,7 @@
 #include "zero/optimizer_links.h"
 #include "zero/shard_norm.h"
 #include "zero/shard_optimizer.h"
+#include "zero/step_counts.h"
 #include "zero/working_arena.h"
 #include "zero/zero_optimizer.h"
 
@@ -46,6 +47,9 @@ struct ZeroOptimizer::Impl {
   // must be equal on all ranks.
   Agreement agree(Call call, const std::function<void()>& check = nullptr,
                   const std::string& arguments = {});
+  // With static_graph, of the calls of a training step: this rank's deviation from what was
+  // promised, or nothing.
+  std::string static_problem() const;
   // The checks that every call with gradients makes.
   void verify_untouched() const;
   // The checks of calls that read or write parameters which may have been changed.
@@ -64,11 +68,13 @@ struct ZeroOptimizer::Impl {
   at::Tensor clip(std::optional<double> max_norm, double norm_type);
   void step(const ParamGroups& groups);
   void update(const Agreement& agreement);
+  // Lets the loss scale follow the last step; waits until the device knows how it ended.
+  void settle();
   void finish_step();
   void zero_grad();
   at::Tensor gather_parameter(const at::Tensor& parameter, bool gradient);
   // Starts a gather of every bucket that `write` reports. Whoever reads parameters finishes them.
-  void gather_rows(const std::function<void(const ShardOptimizer::RowWritten&)>& write);
+  void start_gathers(const std::function<void(const ShardOptimizer::RowWritten&)>& write);
   void finish_gather(int64_t bucket);
   void finish_gathers();
   void wait_for(const torch::nn::Module& used);
@@ -101,6 +107,7 @@ struct ZeroOptimizer::Impl {
   const ZeroOptions options;
   const std::unique_ptr<OptimizerLinks> links;
   ParameterTable table;
+  const at::Device device;
   const std::vector<int64_t> domain_of;  // per parameter
   const Plan plan;
   BufferPool pool;
@@ -109,6 +116,7 @@ struct ZeroOptimizer::Impl {
   FullGradients full_gradients;
   ShardOptimizer shards;
   LossScaler scaler;
+  StepCounts counts;
   struct Gather {
     at::Tensor rows;  // undefined: none under way
     Pending pending;
@@ -123,14 +131,14 @@ struct ZeroOptimizer::Impl {
   bool refused = false;         // the last call, on all ranks
   std::string failure;          // final
 
-  bool clipped = false;  // between clip_grad_norm_() and step()
-  double coefficient = 1.0;
+  bool clipped = false;               // between clip_grad_norm_() and step()
+  const at::Tensor coefficient;       // 0-dim double beside the gradients
   std::optional<ShardNorm> measured;  // of the reduced gradient
   double measured_type = 0.0;
   int64_t gathered_rounds = 0;  // stage 1: rounds that p.grad() contains
-  bool skipped = false;
-  int64_t steps = 0;
-  int64_t skipped_steps = 0;
+  bool settled = true;          // the loss scale knows the last step
+  int64_t calls_of_step = 0;    // with gradients
+  int64_t static_rounds = 0;    // with static_graph: of the first step, 0 before it
 };
 
 }  // namespace zero

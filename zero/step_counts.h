@@ -1,0 +1,66 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Counts that a step leaves behind without the host knowing whether the step was skipped: memory of
+// the device, written by work enqueued on the current stream and read when somebody asks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace zero {
+
+// How many updates each segment of a rank has had, for kernels that read it themselves.
+class SegmentCounts {
+ public:
+  SegmentCounts(int64_t segments, at::Device device);
+
+  // One more for every segment with updated[i] != 0, unless `nonfinite`, 0-dim on the device, is
+  // not 0. Undefined counts as 0. Moves memory to the device only where `updated` changes.
+  void add(const std::vector<uint8_t>& updated, const at::Tensor& nonfinite);
+  // Begins again for one segment.
+  void reset(size_t segment) { counts_.select(0, static_cast<int64_t>(segment)).zero_(); }
+  // [1] fp32 on the device, valid for the lifetime of this. Exact up to 2^24 updates.
+  const float* of(size_t segment) const { return counts_.const_data_ptr<float>() + segment; }
+
+  // These wait for the device.
+  std::vector<int64_t> read() const;
+  void write(const std::vector<int64_t>& counts);
+
+ private:
+  at::Tensor counts_;             // [segments] fp32
+  at::Tensor increment_;          // [segments] fp32: 1 where updated_ is not 0
+  std::vector<uint8_t> updated_;  // what increment_ was made from
+};
+
+// How many steps updated parameters and how many were skipped.
+class StepCounts {
+ public:
+  struct Values {
+    int64_t steps = 0;
+    int64_t skipped_steps = 0;
+    bool skipped = false;  // the last one
+  };
+
+  // Without a device the host is told of every step, and these are plain numbers.
+  explicit StepCounts(std::optional<at::Device> device);
+
+  void add(bool skipped);
+  // `nonfinite` as above. Only with a device.
+  void add(const at::Tensor& nonfinite);
+  // A step without gradients is not counted, but is the last one.
+  void add_nothing();
+
+  // Waits for the device, if there is one.
+  Values read() const;
+  void write(const Values& values);
+
+ private:
+  Values values_;
+  at::Tensor on_device_;  // [3] double, in the order of Values; undefined without a device
+};
+
+}  // namespace zero
