@@ -105,7 +105,9 @@ class Communicator {
 
   // Collective. Sends row r of `rows` to rank r and receives into row r of
   // `received` what rank r sent here. The own row of `received` is unspecified
-  // afterwards: read it from `rows`. Sends (W-1)/W of `rows`.
+  // afterwards: read it from `rows`. Sends (W-1)/W of `rows`. Where rows travel
+  // pairwise this rank takes nothing before wait(): so ranks that exchange over
+  // several communicators must wait in one order on all of them.
   //   rows      [world_size, n] contiguous, any dtype; unchanged
   //   received  [world_size, n] contiguous, same dtype; must not alias `rows`
   // `label` names the operation in errors, for example "bucket 3".

@@ -123,15 +123,22 @@ void Operation::add(Kind kind, int peer, WorkPtr work) {
 }
 
 void Operation::wait() {
-  std::vector<Step> steps = std::exchange(steps_, {});
   const std::function<void()> finish = std::exchange(finish_, nullptr);
-  if (steps.empty() && !finish) return;
+  if (steps_.empty() && !finish) return;
   const Clock::time_point start = Clock::now();
   health_->check(what_);
+  Failures failures;
+  if (const auto begin = std::exchange(start_, nullptr)) {
+    try {
+      begin();
+    } catch (...) {
+      failures.broken = reason_of(std::current_exception());
+    }
+  }
+  std::vector<Step> steps = std::exchange(steps_, {});
   // What did not come tells more than what was not taken.
   std::stable_partition(steps.begin(), steps.end(),
                         [](const Step& step) { return step.kind != Kind::kSend; });
-  Failures failures;
   for (const Step& step : steps) await(step, start, failures);
   if (failures.any()) {
     const std::string message = describe(failures, start);

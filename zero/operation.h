@@ -73,10 +73,15 @@ class Operation {
   void add_send(int peer, c10::intrusive_ptr<c10d::Work> work);
   // Of all ranks at once. `stream`: wait() must let the current stream wait, not the host.
   void add_whole(c10::intrusive_ptr<c10d::Work> work, bool stream);
+  // Runs first in wait(), to start what is not started yet. What it throws counts as lost.
+  void before(std::function<void()> start) { start_ = std::move(start); }
   // Runs after success, on the thread that waited.
   void then(std::function<void()> finish) { finish_ = std::move(finish); }
   // Forgets everything: it could not be started.
-  void cancel() { steps_.clear(); }
+  void cancel() {
+    steps_.clear();
+    start_ = nullptr;
+  }
 
   // Throws when something did not come within the group's timeout, counted from here.
   void wait();
@@ -98,6 +103,7 @@ class Operation {
   const std::shared_ptr<GroupHealth> health_;
   const std::string what_;
   std::vector<Step> steps_;
+  std::function<void()> start_;
   std::function<void()> finish_;
 };
 
