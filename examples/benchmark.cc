@@ -43,6 +43,7 @@ struct Options {
   int steps = 12;
   bool no_sync = false;
   bool full_gradients = true;
+  bool static_graph = false;
   bool json = false;
 };
 
@@ -101,6 +102,7 @@ class Run {
     peak_before_ = status_mb("VmHWM");
     ZeroOptions zero_options;
     zero_options.stage(options.stage).stage1_full_gradients(options.full_gradients);
+    zero_options.static_graph(options.static_graph);
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
                                                        : Layout::kPerParameter);
     if (options.bucket_mb > 0) {
@@ -253,6 +255,7 @@ int main(int argc, char** argv) {
   app.add_flag("--no-sync", options.no_sync, "Send only in the last micro batch of a step");
   app.add_flag("!--no-full-gradients", options.full_gradients,
                "Stage 1 without the gather of averaged gradients");
+  app.add_flag("--static-graph", options.static_graph, "Without control messages");
   app.add_flag("--json", options.json, "One JSON line instead of a table");
   CLI11_PARSE(app, argc, argv);
   return zero::launch_local(options.nproc, [&] { return zero::examples::run(options); });
