@@ -43,12 +43,23 @@ class Plain:
         with self.silent() if self.no_sync and not last else contextlib.nullcontext():
             loss = self.forward(*data) / parts
             loss.backward()
+        if type(self) is Plain:
+            # This process stands for several ranks: a sum of theirs in a bf16 p.grad would be
+            # rounded once more than the fp32 sums that it is to check.
+            self.move_gradients()
         return loss.item()
 
+    def move_gradients(self):
+        """What 16-bit parameters have in p.grad is added to their masters' gradients."""
+        if self.updated is self.parameters:
+            return
+        for master, p in zip(self.updated, self.parameters):
+            if p.grad is not None:
+                gradient, p.grad = p.grad.float(), None
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
     def clip(self, max_norm):
-        if self.updated is not self.parameters:
-            for master, p in zip(self.updated, self.parameters):
-                master.grad = p.grad.float()
+        self.move_gradients()
         if type(self) is Plain and self.norm_fp64 is None:
             squares = [float(p.grad.double().square().sum()) for p in self.updated]
             self.norm_fp64 = sum(squares) ** 0.5
