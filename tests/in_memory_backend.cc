@@ -6,6 +6,7 @@
 #include <ATen/ops/maximum.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -78,6 +79,11 @@ struct MemoryNetwork::State {
   int64_t next_channel = 0;
   std::map<int, Counts> counts;
   std::map<std::pair<int, MemoryOp>, milliseconds> delays;
+  struct Link {
+    double bytes_per_second = 0;  // 0: no limit.
+    Clock::time_point free;       // When what was handed over before has left.
+  };
+  std::map<int, Link> links;
   std::map<int, int> holds;  // Sends left to arrive.
   std::map<std::pair<int, MemoryOp>, int> drops;
   std::map<std::pair<int, MemoryOp>, int> deaths;  // Calls left to live.
@@ -232,8 +238,18 @@ class MemoryBackend : public c10d::Backend {
       return Parcel{std::move(data), Clock::time_point::max()};
     }
     const auto delay = state_->delays.find(key);
-    return Parcel{std::move(data),
-                  Clock::now() + (delay == state_->delays.end() ? milliseconds(0) : delay->second)};
+    return Parcel{std::move(data), leaves(bytes) + (delay == state_->delays.end() ? milliseconds(0)
+                                                                                  : delay->second)};
+  }
+
+  // When the last of `bytes` is on its way.
+  Clock::time_point leaves(int64_t bytes) {
+    State::Link& link = state_->links[global_rank_];
+    const Clock::time_point now = Clock::now();
+    if (link.bytes_per_second <= 0) return now;
+    const std::chrono::duration<double> takes(static_cast<double>(bytes) / link.bytes_per_second);
+    link.free = std::max(link.free, now) + std::chrono::duration_cast<Clock::duration>(takes);
+    return link.free;
   }
 
   bool unreachable(int rank) const {
@@ -351,6 +367,11 @@ MemoryNetwork::Counts MemoryNetwork::counts(int rank) const {
 void MemoryNetwork::delay(int rank, MemoryOp op, milliseconds by) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   state_->delays[{rank, op}] = by;
+}
+
+void MemoryNetwork::limit_rate(int rank, double bytes_per_second) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->links[rank].bytes_per_second = bytes_per_second;
 }
 
 void MemoryNetwork::hold_after(int rank, int sends) {

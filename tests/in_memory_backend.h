@@ -60,6 +60,9 @@ class MemoryNetwork {
 
   // From now on, what `rank` contributes to `op` arrives `by` later.
   void delay(int rank, MemoryOp op, std::chrono::milliseconds by);
+  // From now on, what `rank` hands over leaves one piece after another, at this many bytes a
+  // second; 0: at once.
+  void limit_rate(int rank, double bytes_per_second);
   // Of what `rank` sends from now on, the first `sends` arrive, and the rest does when release() is
   // called.
   void hold_after(int rank, int sends);
