@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "tests/checkpoint_run.h"
+#include "tests/error_of.h"
 #include "tests/run_ranks.h"
 #include "zero/checkpoint.h"
 
@@ -65,12 +66,7 @@ class Loader {
 
   // What load_checkpoint() throws; empty when it accepts.
   std::string error(const std::string& folder) {
-    try {
-      run_.optimizer->load_checkpoint(folder);
-      return {};
-    } catch (const c10::Error& error) {
-      return error.what_without_backtrace();
-    }
+    return error_of([&] { run_.optimizer->load_checkpoint(folder); });
   }
   bool unchanged() { return differing(before_, run_.snapshot()) == 0; }
 

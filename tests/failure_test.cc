@@ -18,6 +18,7 @@
 #include <string>
 #include <thread>
 
+#include "tests/error_of.h"
 #include "tests/run_ranks.h"
 #include "tests/training.h"
 #include "zero/zero_optimizer.h"
@@ -36,21 +37,10 @@ constexpr milliseconds kPrompt{1000};
 // What `action` throws, without a backtrace; empty if nothing.
 std::string error_within(milliseconds limit, const std::function<void()>& action) {
   const auto start = Clock::now();
-  std::string text;
-  try {
-    action();
-  } catch (const c10::Error& error) {
-    text = error.what_without_backtrace();
-  }
+  const std::string text = error_of(action);
   const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - start);
   EXPECT_LE(took.count(), limit.count()) << text;
   return text;
-}
-
-void expect_words(const std::string& text, const Words& words) {
-  for (const std::string& word : words) {
-    EXPECT_NE(text.find(word), std::string::npos) << "no \"" << word << "\" in: " << text;
-  }
 }
 
 struct Rank {

@@ -15,11 +15,11 @@
 #include <cstdio>
 #include <limits>
 #include <mutex>
-#include <random>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "tests/numbers.h"
 #include "tests/run_ranks.h"
 #include "zero/mesh.h"
 
@@ -41,16 +41,6 @@ void on_mesh(const Dimensions& dimensions, const std::function<void(const Mesh&)
   options.network = std::move(network);
   run_ranks(
       ranks, [&](const Group& world) { body(Mesh(world, dimensions)); }, options);
-}
-
-at::Tensor numbers(at::IntArrayRef shape, uint64_t seed) {
-  std::mt19937_64 generator(seed * 0x9E3779B97F4A7C15u + 1);
-  at::Tensor result = at::empty(shape, at::kFloat);
-  auto* data = result.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < result.numel(); ++i) {
-    data[i] = static_cast<float>(generator() >> 40) * 0x1p-23F - 1.0F;
-  }
-  return result;
 }
 
 at::Tensor parameter(const at::Tensor& gradient) {

@@ -4,7 +4,6 @@
 // Reading gradients and masters, and bringing parameters, masters and buffers
 // into step again after they were changed from outside. Compared with plain torch.
 #include <ATen/Functions.h>
-#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
@@ -13,6 +12,7 @@
 #include <sstream>
 #include <string>
 
+#include "tests/error_of.h"
 #include "tests/run_ranks.h"
 #include "tests/training.h"
 #include "zero/zero_optimizer.h"
@@ -32,21 +32,6 @@ void copy_values(OddModel& from, OddModel& to) {
   at::NoGradGuard no_grad;
   const auto source = from->parameters(), target = to->parameters();
   for (size_t i = 0; i < source.size(); ++i) target[i].copy_(source[i]);
-}
-
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
-
-void expect_words(const std::string& text, const std::vector<std::string>& words) {
-  for (const std::string& word : words) {
-    EXPECT_NE(text.find(word), std::string::npos) << "no \"" << word << "\" in: " << text;
-  }
 }
 
 void expect_near(const at::Tensor& got, const at::Tensor& expected, double tolerance,

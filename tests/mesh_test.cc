@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/error_of.h"
 #include "tests/run_ranks.h"
 
 namespace zero {
@@ -24,12 +25,7 @@ RunOptions in_memory() {
 }
 
 std::string refusal(int world_size, const std::vector<Mesh::Dimension>& dimensions) {
-  try {
-    Mesh mesh(simulated_group(world_size), dimensions);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
+  return error_of([&] { Mesh mesh(simulated_group(world_size), dimensions); });
 }
 
 TEST(MeshTest, TheLastDimensionVariesFastest) {

@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <random>
 
 #include "tests/lion.h"
 #include "zero/zero_optimizer.h"
@@ -40,16 +39,6 @@ at::Tensor batch_loss(OddModelImpl& model, const Training& t, int rank, int step
 }
 
 }  // namespace
-
-at::Tensor numbers(at::IntArrayRef shape, uint64_t seed) {
-  std::mt19937_64 generator(seed * 0x9E3779B97F4A7C15u + 1);
-  at::Tensor result = at::empty(shape, at::kFloat);
-  float* data = result.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < result.numel(); ++i) {
-    data[i] = static_cast<float>(generator() >> 40) * 0x1p-23F - 1.0F;
-  }
-  return result;
-}
 
 OddModelImpl::OddModelImpl(uint64_t seed, int64_t width) {
   trunk = register_module("trunk", torch::nn::Linear(17, width));

@@ -18,14 +18,12 @@
 #include <string>
 #include <vector>
 
+#include "tests/numbers.h"
 #include "tests/run_ranks.h"
 #include "zero/options.h"
 #include "zero/process_group.h"
 
 namespace zero {
-
-// Uniform in [-1, 1), the same for the same seed on every thread and machine.
-at::Tensor numbers(at::IntArrayRef shape, uint64_t seed);
 
 // Sizes that divide by nothing, a parameter of one element, one of none, a
 // convolution-like channels_last weight, two branches of equal size and a layer
