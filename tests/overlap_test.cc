@@ -180,5 +180,35 @@ TEST(OverlapTest, ParametersTravelDuringTheNextForwardPass) {
   }
 }
 
+// Of each rank's rows only the first arrive: enough for the layer that computes first.
+TEST(OverlapTest, WhatTheNextForwardPassNeedsFirstTravelsFirst) {
+  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    const RunOptions run = on_memory();
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          const int rank = group.global_rank();
+          Stack model(6, false), same(6, false);
+          const auto options = ZeroOptions().bucket_bytes(kLayerBytes).layout(layout);
+          ZeroOptimizer overlapped(*model, sgd(*model), group,
+                                   ZeroOptions(options).overlap_gather(true));
+          ZeroOptimizer plain(*same, sgd(*same), group, options);
+          plain.backward(same->loss(rank));
+          plain.step();
+          overlapped.backward(model->loss(rank));
+          overlapped.clip_grad_norm_(1e9);   // all gradients have been sent after this
+          run.network->hold_after(rank, 3);  // but for the control message and two buckets
+          overlapped.step();
+          overlapped.wait_for(*model->list[0]);
+          EXPECT_TRUE(at::equal(model->list[0]->weight, same->list[0]->weight));
+          EXPECT_TRUE(at::equal(model->list[0]->bias, same->list[0]->bias));
+          EXPECT_FALSE(at::equal(model->list[5]->weight, same->list[5]->weight));
+          run.network->release(rank);
+          overlapped.wait_for(*model);
+        },
+        run);
+  }
+}
+
 }  // namespace
 }  // namespace zero

@@ -185,7 +185,8 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& 
     update_inner(used, coefficient.item<double>());
   }
   const auto count = static_cast<int64_t>(master_rows_.size());
-  for (int64_t b = 0; b < count; ++b) {
+  // Backwards: the next forward pass needs first what backward came to last.
+  for (int64_t b = count - 1; b >= 0; --b) {
     const at::Tensor rows = shards_.arena.rows(b);
     const at::Tensor own = own_row(b, rows);
     const TraceRange range("update", b);
