@@ -25,7 +25,8 @@ struct LossScalerOptions {
   TORCH_ARG(int64_t, hysteresis) = 1;
   TORCH_ARG(double, min_scale) = 1.0;
   TORCH_ARG(double, max_scale) = 16777216.0;
-  // step() throws after this many skipped steps in a row at the minimum scale.
+  // step() throws after this many skipped steps in a row at the minimum scale; where it does not
+  // wait for the device, the next backward() does.
   TORCH_ARG(int64_t, max_skipped_at_min) = 50;
 };
 

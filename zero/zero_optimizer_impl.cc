@@ -150,13 +150,21 @@ std::string ZeroOptimizer::Impl::static_problem() const {
            std::to_string(static_rounds) + " reductions, got " + std::to_string(rounds) +
            "; static_graph(true) promises that all steps are alike";
   }
-  if (is_capturing(device) && (static_rounds == 0 || !shards.deferred() || scaler.dynamic())) {
-    return "CUDA graph capture: expected one step that was not captured before, an optimizer with "
-           "fused kernels and a constant loss scale, got " +
-           std::string(static_rounds == 0   ? "the first step"
-                       : !shards.deferred() ? "an optimizer that runs its own step()"
-                                            : "a dynamic loss scale");
-  }
+  return {};
+}
+
+std::string ZeroOptimizer::Impl::capture_problem(Call call) const {
+  const auto refuse = [](const std::string& got) {
+    return "CUDA graph capture: expected a training step with static_graph(true), fused kernels "
+           "and "
+           "a constant loss scale, after one that was not captured, got " +
+           got + "; end the capture and run it without";
+  };
+  if (!options.static_graph()) return refuse("an optimizer without that option");
+  if (!is_of_a_step(call)) return refuse(call_name(call));
+  if (static_rounds == 0) return refuse("the first step");
+  if (!shards.deferred()) return refuse("an optimizer that runs its own step()");
+  if (scaler.dynamic()) return refuse("a dynamic loss scale");
   return {};
 }
 
@@ -171,6 +179,7 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
     text = std::string(call_name(call)) +
            " inside no_sync: expected no guard to be alive, got an active one; end its scope first";
   }
+  if (text.empty() && is_capturing(device)) text = capture_problem(call);
   if (text.empty() && check) {
     try {
       check();

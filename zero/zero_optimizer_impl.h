@@ -50,6 +50,8 @@ struct ZeroOptimizer::Impl {
   // With static_graph, of the calls of a training step: this rank's deviation from what was
   // promised, or nothing.
   std::string static_problem() const;
+  // Why this call cannot be captured in a CUDA graph, or nothing.
+  std::string capture_problem(Call call) const;
   // The checks that every call with gradients makes.
   void verify_untouched() const;
   // The checks of calls that read or write parameters which may have been changed.
