@@ -222,7 +222,7 @@ void print_table(const nlohmann::json& line) {
 }
 
 int run(const Options& options) {
-  const Group group = init_process_group();
+  const Group group = init_process_group({.device = at::kCPU});
   Run benchmark(options, group);
   const nlohmann::json line = benchmark.measure();
   if (group.rank() != 0) return 0;

@@ -151,7 +151,7 @@ double largest_gap(const std::vector<at::Tensor>& a, const std::vector<at::Tenso
 }
 
 int train() {
-  const zero::Group world = zero::init_process_group();
+  const zero::Group world = zero::init_process_group({.device = at::kCPU});
   const zero::Mesh mesh(world, {{"edp", kRanks / kExperts}, {"ep", kExperts}});
   const auto expert_ranks = mesh.group({"ep"}).make_communicator("tokens", zero::Purpose::kData);
   Moe model(expert_ranks.get());

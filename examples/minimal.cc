@@ -59,7 +59,7 @@ torch::nn::Sequential train_plainly() {
 }
 
 int train() {
-  const zero::Group group = zero::init_process_group();
+  const zero::Group group = zero::init_process_group({.device = at::kCPU});
   torch::nn::Sequential model = make_model();
   auto adamw = std::make_unique<torch::optim::AdamW>(model->parameters(), kLearningRate);
   zero::ZeroOptimizer optimizer(*model, std::move(adamw), group, zero::ZeroOptions().stage(2));

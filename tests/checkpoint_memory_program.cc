@@ -30,7 +30,7 @@ struct LayersImpl : torch::nn::Module {
 };
 
 int measure(const std::string& inner, const std::string& folder) {
-  const zero::Group group = zero::init_process_group();
+  const zero::Group group = zero::init_process_group({.device = at::kCPU});
   LayersImpl model;
   const bool own = inner == "own";
   std::unique_ptr<torch::optim::Optimizer> optimizer;

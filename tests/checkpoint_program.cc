@@ -19,7 +19,7 @@ namespace {
 constexpr int kSteps = 40;
 
 int train(const std::string& folder) {
-  const zero::Group group = zero::init_process_group();
+  const zero::Group group = zero::init_process_group({.device = at::kCPU});
   zero::CheckpointRun run(zero::Training(), group, 1);
   if (const auto newest = zero::latest(folder)) run.optimizer->load_checkpoint(*newest);
   auto step = static_cast<int>(run.optimizer->stats().steps);

@@ -58,7 +58,7 @@ void write(const zero::Snapshot& snapshot, const std::string& path) {
 }
 
 int train(const std::string& kind, int from, int to, const std::string& folder) {
-  const zero::Group group = zero::init_process_group();
+  const zero::Group group = zero::init_process_group({.device = at::kCPU});
   // Another model on resume, frozen parameters included: nothing is right by chance.
   const auto seed = static_cast<uint64_t>(1 + from + group.rank() * from);
   zero::CheckpointRun run(training(kind), group, seed);

@@ -824,6 +824,16 @@ TEST(ConstructionTest, ParametersThatCannotBeSharded) {
       {"parameter last: expected dense memory, got strides", "use Layout::kContiguous"});
 }
 
+TEST(ConstructionTest, ParametersElsewhereThanWhereTheDataTravels) {
+  const Group group(c10::make_intrusive<c10d::HashStore>(), 0, 1, "gpu", nullptr,
+                    at::Device(at::kCUDA, 0), std::chrono::seconds(30));
+  OddModel model(1);
+  const std::string text =
+      error_of([&] { ZeroOptimizer(*model, make_inner(Inner::kSgd, *model), group); });
+  expect_words(text, {"rank 0: ", "parameters: expected them on cuda:0", "got cpu",
+                      "to(group.device()) on the model"});
+}
+
 TEST(ConstructionTest, EmptyGroupAndNothingToOptimize) {
   expect_unusable(
       [](Ingredients& in, const Group&) {

@@ -120,6 +120,11 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
     check_inner_optimizer(*inner, options.elementwise());
     table = std::make_unique<ParameterTable>(module, inner->param_groups());
+    const at::Device device = table->parameters().front().tensor.device();
+    TORCH_CHECK(group.device().is_cpu() || device == group.device(),
+                "parameters: expected them on ", group.device(),
+                ", where the group's data travels, got ", device,
+                "; call to(group.device()) on the model first, or set InitOptions::device");
     for (const Parameter& p : table->parameters()) {
       TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p.tensor) == nullptr, "parameter ",
                   p.name,

@@ -88,9 +88,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // parameters of `inner` that require gradients become managed; `inner`'s
   // parameters are replaced by this rank's fp32 master segments.
   //
-  // Working parameters must be dense leaves in float, bfloat16 or half, and
-  // belong to `module`. Layout::kContiguous re-points them at views of a flat arena
-  // (sizes and dense strides are kept). `module` must outlive the optimizer.
+  // Working parameters must be dense leaves in float, bfloat16 or half, on
+  // group.device() where that is a GPU, and belong to `module`. Layout::kContiguous re-points them
+  // at views of a flat arena (sizes and dense strides are kept). `module` must outlive the
+  // optimizer.
   //
   // Throws c10::Error on every rank when any rank finds its arguments unusable
   // (a parameter given twice, sparse, complex, not a leaf or of another module;
