@@ -111,7 +111,7 @@ struct InitOptions {
   // The interface Gloo listens on: a host name or address of this machine.
   // Default: GLOO_SOCKET_IFNAME's interface if set; the loopback address when
   // all ranks are on this machine; else the address the host name resolves to.
-  std::string hostname;
+  std::string hostname = {};
 };
 
 // Collective over all ranks of the job. Throws c10::Error when the environment
