@@ -101,7 +101,7 @@ class CudaOptimizer : public ::testing::Test {
 TEST_F(CudaOptimizer, FollowsTheCpu) {
   for (const int world_size : {1, 2, 3}) {
     for (const bool adamw : {true, false}) {
-      for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
         for (const int64_t stage : {1, 2}) {
           for (const bool fused : {true, false}) {
             for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {

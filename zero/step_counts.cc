@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -42,6 +43,15 @@ void SegmentCounts::write(const std::vector<int64_t>& counts) {
   counts_.copy_(host);
 }
 
+namespace {
+
+StepCounts::Values values_of(const at::Tensor& host) {
+  const auto* v = host.const_data_ptr<double>();
+  return {static_cast<int64_t>(v[0]), static_cast<int64_t>(v[1]), v[2] != 0};
+}
+
+}  // namespace
+
 StepCounts::StepCounts(std::optional<at::Device> device) {
   if (device) on_device_ = at::zeros({3}, at::TensorOptions().dtype(at::kDouble).device(*device));
 }
@@ -72,10 +82,26 @@ void StepCounts::add_nothing() {
 }
 
 StepCounts::Values StepCounts::read() const {
+  return on_device_.defined() ? values_of(on_device_.to(at::kCPU)) : values_;
+}
+
+void StepCounts::fetch() {
+  if (!on_device_.defined()) return;
+  if (!on_host_.defined()) {
+    on_host_ =
+        at::empty({3}, on_device_.options().device(at::kCPU).pinned_memory(on_device_.is_cuda()));
+  }
+  on_host_.copy_(on_device_, /*non_blocking=*/true);
+  if (!on_device_.is_cuda()) return;
+  const at::Device device = on_device_.device();
+  if (!fetched_) fetched_.emplace(device.type());
+  fetched_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+StepCounts::Values StepCounts::fetched() {
   if (!on_device_.defined()) return values_;
-  const at::Tensor host = on_device_.to(at::kCPU);
-  const auto* v = host.const_data_ptr<double>();
-  return {static_cast<int64_t>(v[0]), static_cast<int64_t>(v[1]), v[2] != 0};
+  if (fetched_) fetched_->synchronize();
+  return values_of(on_host_);
 }
 
 void StepCounts::write(const Values& values) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 
 #include <cstdint>
 #include <optional>
@@ -58,9 +59,16 @@ class StepCounts {
   Values read() const;
   void write(const Values& values);
 
+  // In two parts, for a caller that goes on meanwhile: fetch() starts a copy behind what is
+  // enqueued now, and fetched() waits for no more than that.
+  void fetch();
+  Values fetched();
+
  private:
   Values values_;
   at::Tensor on_device_;  // [3] double, in the order of Values; undefined without a device
+  at::Tensor on_host_;    // the same as fetched
+  std::optional<c10::Event> fetched_;
 };
 
 }  // namespace zero

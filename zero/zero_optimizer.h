@@ -176,7 +176,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // step() does not wait to learn that: this waits for the device, and so do stats() and inner().
   bool step_skipped() const;
   // The factor that backward() puts on the loss. On a GPU a dynamic scale makes the next backward()
-  // wait until the last step's gradients have been measured.
+  // wait until the last step is done, though not for the forward pass enqueued since.
   double loss_scale() const;
 
   // Collective. The averaged, unclipped gradient of a managed parameter since

@@ -123,7 +123,8 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
   finish_step();
   // Elsewhere ranks would not all have the same order.
   if (domains.uniform) reducer.expect_unused(agreement.used);
-  settled = false;
+  settled = !scaler.dynamic();
+  if (!settled) counts.fetch();
   if (!shards.deferred()) settle();
   ++calls_of_step;
   const int64_t every = options.check_replicas_every();
@@ -131,8 +132,8 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
 }
 
 void ZeroOptimizer::Impl::settle() {
-  if (std::exchange(settled, true) || !scaler.dynamic()) return;
-  scaler.update(counts.read().skipped);
+  if (std::exchange(settled, true)) return;
+  scaler.update(counts.fetched().skipped);
   reducer.set_scale(1.0 / scaler.scale());
 }
 

@@ -70,7 +70,8 @@ struct ZeroOptimizer::Impl {
   at::Tensor clip(std::optional<double> max_norm, double norm_type);
   void step(const ParamGroups& groups);
   void update(const Agreement& agreement);
-  // Lets the loss scale follow the last step; waits until the device knows how it ended.
+  // Lets the loss scale follow the last step; waits until the device has done that step, though not
+  // for what was enqueued since.
   void settle();
   void finish_step();
   void zero_grad();
