@@ -22,6 +22,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "tests/error_of.h"
 #include "tests/run_ranks.h"
 #include "tests/training.h"
 #include "zero/zero_optimizer.h"
@@ -37,8 +38,8 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 // Far below the groups' timeout: nobody may learn of misuse by waiting for it.
 constexpr std::chrono::seconds kSoon{5};
 
-// What `action` throws, without a backtrace; empty if nothing.
-std::string error_of(const std::function<void()>& action) {
+// What `action` throws, and soon; without a backtrace, empty if nothing.
+std::string error_soon(const std::function<void()>& action) {
   const auto start = Clock::now();
   std::string text;
   try {
@@ -50,12 +51,6 @@ std::string error_of(const std::function<void()>& action) {
   }
   EXPECT_LT(Clock::now() - start, kSoon) << text;
   return text;
-}
-
-void expect_words(const std::string& text, const Words& words) {
-  for (const std::string& word : words) {
-    EXPECT_NE(text.find(word), std::string::npos) << "no \"" << word << "\" in: " << text;
-  }
 }
 
 // One rank's model and optimizer, and the training that all tests do.
@@ -105,7 +100,7 @@ struct Rank {
   // What backward passes sent may still be on its way, but nothing is added to it.
   std::string error_without_data(const std::function<void()>& call) {
     const Stats before = optimizer->stats();
-    const std::string text = error_of(call);
+    const std::string text = error_soon(call);
     const Stats after = optimizer->stats();
     EXPECT_EQ(before.rounds, after.rounds) << text;
     EXPECT_EQ(before.data.gather_calls, after.data.gather_calls) << text;
@@ -187,7 +182,7 @@ TEST(MisuseTest, NestedNoSync) {
                          "let the first go out of scope"};
     if (r.is(1)) {
       auto guard = r.optimizer->no_sync();
-      const std::string text = error_of([&] { auto second = r.optimizer->no_sync(); });
+      const std::string text = error_soon([&] { auto second = r.optimizer->no_sync(); });
       expect_words(text, words);
       expect_words(text, {"rank 1: "});
     }
@@ -207,7 +202,7 @@ TEST_P(AtStage, BackwardBetweenClipAndStep) {
       r.backward(1);
       r.optimizer->clip_grad_norm_(0.1);
       if (r.is(1)) {
-        const std::string text = error_of([&] {
+        const std::string text = error_soon([&] {
           if (plain) {
             r.loss(7).backward();
           } else {
@@ -269,7 +264,7 @@ TEST_P(AtStage, ExceptionInAUsersHook) {
     if (r.is(1)) {
       hook = bias.register_hook(
           [](const at::Tensor&) { throw std::runtime_error("the dog ate this gradient"); });
-      expect_words(error_of([&] { r.backward(7); }), {"the dog ate this gradient"});
+      expect_words(error_soon([&] { r.backward(7); }), {"the dog ate this gradient"});
       bias.remove_hook(hook);
     } else {
       r.backward(7);
@@ -486,7 +481,7 @@ TEST_P(AtStage, ShapeReplaced) {
                            "back",     "its shape"};
       if (r.is(1)) {
         scale.set_data(at::ones({11}));
-        expect_words(error_of([&] { r.backward(7); }), words);
+        expect_words(error_soon([&] { r.backward(7); }), words);
       }
       r.refuses_step(1, words);
       r.optimizer->zero_grad();
@@ -557,7 +552,7 @@ TEST_P(AtStage, SparseGradient) {
         if (r.is(1)) {
           const at::Tensor rows = at::embedding(r.model->trunk->weight, at::arange(2), -1, false,
                                                 /*sparse=*/true);
-          const std::string text = error_of(
+          const std::string text = error_soon(
               [&] { way == kPlain ? rows.sum().backward() : r.optimizer->backward(rows.sum()); });
           expect_words(text, words);
           expect_words(text, {"rank 1: "});
@@ -634,10 +629,10 @@ TEST(MisuseTest, TorchSaveOfTheOptimizer) {
   expect_survives(stage(2), [](Rank& r) {
     std::stringstream stream;
     const std::string rank = "rank " + std::to_string(r.group.rank()) + ": ";
-    expect_words(error_of([&] { torch::save(*r.optimizer, stream); }),
+    expect_words(error_soon([&] { torch::save(*r.optimizer, stream); }),
                  {rank, "expected save_checkpoint()"});
     torch::save(r.model, stream);
-    expect_words(error_of([&] { torch::load(*r.optimizer, stream); }),
+    expect_words(error_soon([&] { torch::load(*r.optimizer, stream); }),
                  {rank, "expected load_checkpoint()"});
     r.train(1);
   });
@@ -647,8 +642,8 @@ TEST(MisuseTest, BackwardFromSomethingThatIsNoLoss) {
   expect_survives(stage(2), [](Rank& r) {
     const Words words = {"loss: expected a 0-dim tensor, got", "use backward(outputs"};
     if (r.is(1)) {
-      expect_words(error_of([&] { r.optimizer->backward(r.model->last.reshape({22})); }), words);
-      expect_words(error_of([&] { r.optimizer->backward(at::Tensor()); }), words);
+      expect_words(error_soon([&] { r.optimizer->backward(r.model->last.reshape({22})); }), words);
+      expect_words(error_soon([&] { r.optimizer->backward(at::Tensor()); }), words);
     }
     r.refuses_step(1, words);
     r.optimizer->zero_grad();
@@ -679,7 +674,7 @@ Words construction_errors(int culprit, const Spoil& spoil) {
     {
       Ingredients in;
       if (group.rank() == culprit) spoil(in, group);
-      texts[group.rank()] = error_of(
+      texts[group.rank()] = error_soon(
           [&] { ZeroOptimizer optimizer(*in.model, std::move(in.inner), group, in.options); });
     }
     Rank rank(group);
@@ -829,7 +824,7 @@ TEST(ConstructionTest, ParametersElsewhereThanWhereTheDataTravels) {
                     at::Device(at::kCUDA, 0), std::chrono::seconds(30));
   OddModel model(1);
   const std::string text =
-      error_of([&] { ZeroOptimizer(*model, make_inner(Inner::kSgd, *model), group); });
+      error_soon([&] { ZeroOptimizer(*model, make_inner(Inner::kSgd, *model), group); });
   expect_words(text, {"rank 0: ", "parameters: expected them on cuda:0", "got cpu",
                       "to(group.device()) on the model"});
 }
@@ -847,7 +842,7 @@ TEST(ConstructionTest, EmptyGroupAndNothingToOptimize) {
       },
       {"nothing to optimize", "got 12 frozen ones", "unfreeze some"});
   run_ranks(2, [](const Group& group) {
-    expect_words(error_of([&] { group.subgroup({}, "nobody"); }),
+    expect_words(error_soon([&] { group.subgroup({}, "nobody"); }),
                  {"subgroup \"nobody\"", "expected different ranks in [0, 2)"});
   });
 }
@@ -855,7 +850,7 @@ TEST(ConstructionTest, EmptyGroupAndNothingToOptimize) {
 TEST(ConstructionTest, ParametersOfAnotherZeroOptimizer) {
   run_ranks(2, [](const Group& group) {
     Rank rank(group);
-    const std::string text = error_of(
+    const std::string text = error_soon(
         [&] { ZeroOptimizer second(*rank.model, make_inner(Inner::kAdamW, *rank.model), group); });
     expect_words(text, {"rank " + std::to_string(group.rank()), "parameter scale",
                         "can belong to one ZeroOptimizer at a time"});
@@ -903,7 +898,7 @@ TEST(ConstructionTest, NamesAndOrderThatDiffer) {
     run_ranks(2, [&](const Group& group) {
       TwoLayers model(group.rank() == 0 ? "a" : names.first,
                       group.rank() == 0 ? "b" : names.second);
-      const std::string text = error_of([&] {
+      const std::string text = error_soon([&] {
         ZeroOptimizer optimizer(
             model, std::make_unique<torch::optim::AdamW>(model.parameters(), 0.1), group);
       });
@@ -927,7 +922,7 @@ TEST(ConstructionTest, WorldSizesThatDiffer) {
         const Group group(store, static_cast<int>(r), sizes[r], "test",
                           default_backend_factory(at::kCPU, "127.0.0.1"), at::kCPU,
                           std::chrono::seconds(30));
-        texts[r] = error_of([&] { Rank rank(group); });
+        texts[r] = error_soon([&] { Rank rank(group); });
       });
     }
     for (std::thread& thread : threads) thread.join();

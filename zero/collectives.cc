@@ -185,11 +185,11 @@ Pending Communicator::Impl::start(const std::string& what, Issue issue) {
   return Pending([operation] { operation->wait(); });
 }
 
-// All transfers are posted at once, so that no peer waits for another one, and rank r begins with
-// r+1, so that not everybody begins with the same rank. Sends come first: when a peer's receive
-// reaches Gloo before the send for it, Gloo writes the data on the thread that called send(), and
-// its event thread, which wants to read from that peer, spins meanwhile. A receive in wait() is
-// seldom there before the peer's send at all: 3 to 6 % of a step's processor time on two cores.
+// All sends are posted at once, so that no peer waits for another one, and rank r begins with r+1,
+// so that not everybody begins with the same rank. Sends come first: when a peer's receive reaches
+// Gloo before the send for it, Gloo writes the data on the thread that called send(), and its event
+// thread, which wants to read from that peer, spins meanwhile. A receive in wait() is seldom there
+// before the peer's send at all: 3 to 6 % of a step's processor time on two cores.
 template <typename RowTo>
 void Communicator::Impl::exchange(c10d::Backend& transport, RowTo row_to, const at::Tensor& into,
                                   Operation& operation, Receives receives) {

@@ -54,8 +54,16 @@ State& state_of(Optimizer& optimizer, const at::Tensor& master) {
   return static_cast<State&>(*slot);
 }
 
+// The state of a segment and whether it was made just now.
+template <typename State>
+struct MadeState {
+  State* state;
+  bool made;
+};
+
 template <typename Class>
-bool make_adam_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) {
+MadeState<typename Class::State> make_adam_state(Optimizer& optimizer, int64_t group,
+                                                 const at::Tensor& master) {
   const auto& options =
       static_cast<const typename Class::Options&>(optimizer.param_groups()[group].options());
   auto& state = state_of<typename Class::State>(optimizer, master);
@@ -68,17 +76,19 @@ bool make_adam_state(Optimizer& optimizer, int64_t group, const at::Tensor& mast
   if (options.amsgrad() && !state.max_exp_avg_sq().defined()) {
     state.max_exp_avg_sq(at::zeros_like(master));
   }
-  return made;
+  return {&state, made};
 }
 
-bool make_sgd_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) {
+// Without momentum there is none.
+MadeState<torch::optim::SGDParamState> make_sgd_state(Optimizer& optimizer, int64_t group,
+                                                      const at::Tensor& master) {
   const auto& options =
       static_cast<const torch::optim::SGDOptions&>(optimizer.param_groups()[group].options());
-  if (options.momentum() == 0) return false;
+  if (options.momentum() == 0) return {nullptr, false};
   auto& state = state_of<torch::optim::SGDParamState>(optimizer, master);
   const bool made = !state.momentum_buffer().defined();
   if (made) state.momentum_buffer(at::empty_like(master));
-  return made;
+  return {&state, made};
 }
 
 template <typename Class>
@@ -89,8 +99,7 @@ void update_adam(Optimizer& optimizer, int64_t group, const std::vector<FusedSeg
   std::vector<kernels::AdamSegment> list;
   list.reserve(segments.size());
   for (const FusedSegment& s : segments) {
-    make_adam_state<Class>(optimizer, group, *s.master);
-    auto& state = state_of<typename Class::State>(optimizer, *s.master);
+    auto& state = *make_adam_state<Class>(optimizer, group, *s.master).state;
     if (s.count == nullptr) state.step(state.step() + 1);
     kernels::AdamSegment segment;
     segment.master = s.master->template mutable_data_ptr<float>();
@@ -126,11 +135,9 @@ void update_sgd(Optimizer& optimizer, int64_t group, const std::vector<FusedSegm
   list.reserve(segments.size());
   for (const FusedSegment& s : segments) {
     kernels::SgdSegment segment;
-    segment.first_step = make_sgd_state(optimizer, group, *s.master);
-    if (options.momentum() != 0) {
-      auto& state = state_of<torch::optim::SGDParamState>(optimizer, *s.master);
-      segment.momentum = state.momentum_buffer().mutable_data_ptr<float>();
-    }
+    const auto [state, made] = make_sgd_state(optimizer, group, *s.master);
+    segment.first_step = made;
+    if (state != nullptr) segment.momentum = state->momentum_buffer().mutable_data_ptr<float>();
     segment.master = s.master->mutable_data_ptr<float>();
     segment.gradient = s.gradient;
     segment.working = s.working;
@@ -158,8 +165,9 @@ bool has_fused_update(const Optimizer& optimizer) {
 
 bool make_fused_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) {
   return with_class(
-      optimizer, [&](auto c) { return make_adam_state<decltype(c)>(optimizer, group, master); },
-      [&] { return make_sgd_state(optimizer, group, master); });
+      optimizer,
+      [&](auto c) { return make_adam_state<decltype(c)>(optimizer, group, master).made; },
+      [&] { return make_sgd_state(optimizer, group, master).made; });
 }
 
 void fused_update(Optimizer& optimizer, int64_t group, const std::vector<FusedSegment>& segments,

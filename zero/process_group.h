@@ -44,7 +44,8 @@ using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
     std::chrono::milliseconds timeout)>;
 
 // What init_process_group() uses: NCCL for the data of a `device` that is a GPU,
-// Gloo for everything else, listening on `hostname` (zero/gloo_backend.h).
+// Gloo for everything else, and without `nccl` for that too, listening on `hostname`
+// (zero/gloo_backend.h).
 BackendFactory default_backend_factory(c10::Device device, const std::string& hostname,
                                        bool nccl = true);
 

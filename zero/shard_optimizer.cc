@@ -23,7 +23,8 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
   make_masters();
   replace_parameters();
   if (fused_ && options.deferred) {
-    counts_.emplace(static_cast<int64_t>(segments_.size()), coefficient_.device());
+    counts_.emplace(static_cast<int64_t>(segments_.size()),
+                    shards_.table.parameters().front().tensor.device());
   }
 }
 
@@ -59,9 +60,6 @@ at::Tensor ShardOptimizer::own_row(int64_t bucket, const at::Tensor& rows) const
 void ShardOptimizer::make_masters() {
   const Plan& plan = shards_.plan;
   const auto count = static_cast<int64_t>(plan.buckets.size());
-  coefficient_ = at::empty({1}, at::TensorOptions()
-                                    .dtype(at::kFloat)
-                                    .device(shards_.table.parameters().front().tensor.device()));
   for (int64_t b = 0; b < count; ++b) {
     const Bucket& bucket = plan.buckets[b];
     if (shards_.arena.is_master(b)) {
@@ -174,10 +172,11 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& 
                             const at::Tensor& nonfinite, const RowWritten& written) {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(counts_ || !nonfinite.defined());
+  // What the kernels read, beside the masters.
+  const at::Tensor coefficient32 = coefficient.to(at::kFloat);
   FusedScalars scalars;
   if (fused_) {
-    coefficient_.copy_(coefficient);
-    scalars.coefficient = coefficient_.const_data_ptr<float>();
+    scalars.coefficient = coefficient32.const_data_ptr<float>();
     if (nonfinite.defined()) scalars.nonfinite = nonfinite.const_data_ptr<double>();
     if (counts_) count(used, nonfinite);
   } else {

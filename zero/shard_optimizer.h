@@ -107,7 +107,6 @@ class ShardOptimizer {
   const bool fused_;
 
   std::vector<at::Tensor> master_rows_;   // per bucket
-  at::Tensor coefficient_;                // [1] fp32 beside the masters, for the fused kernels
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::optional<SegmentCounts> counts_;   // updates of each segment, with deferred()
