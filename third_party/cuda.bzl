@@ -26,6 +26,18 @@ genrule(name = "missing", outs = ["cuda_runtime_api.h"], cmd = "echo '{message}'
 cc_library(name = "cudart", hdrs = [":missing"], includes = ["."])
 """
 
+# nvcc names its intermediate files by process number, which is the same in
+# every sandbox, while all share /tmp: one build can delete another's. They lie
+# beside the object file, which is the last argument, instead.
+_NVCC = """\
+#!/bin/sh
+for object; do :; done
+TMPDIR=$(mktemp -d "$PWD/$object.XXXXXX") || exit 1
+export TMPDIR
+trap 'rm -rf "$TMPDIR"' EXIT
+"%s/bin/nvcc" "$@"
+"""
+
 def _home(rctx):
     on_path = rctx.which("nvcc")
     candidates = [rctx.os.environ.get(name, "") for name in ["CUDA_HOME", "CUDA_PATH"]]
@@ -44,7 +56,7 @@ def _cuda_impl(rctx):
         rctx.file("BUILD", _FOUND_BUILD.format(home = home))
 
         # A script and not a link: nvcc finds its toolkit from its own path.
-        rctx.file("nvcc.sh", '#!/bin/sh\nexec "%s/bin/nvcc" "$@"\n' % home, executable = True)
+        rctx.file("nvcc.sh", _NVCC % home, executable = True)
     else:
         rctx.file("BUILD", _MISSING_BUILD.format(message = _MISSING))
         rctx.file("nvcc.sh", "#!/bin/sh\necho '%s' >&2\nexit 1\n" % _MISSING, executable = True)
