@@ -23,8 +23,10 @@ namespace zero::kernels {
 enum class ElementType : int { kFloat = 0, kBFloat16 = 1, kHalf = 2 };
 
 // sum_rows() for elements [0, numel) of the given pointers; rows are row_stride
-// elements apart.
+// elements apart, or begin at element `begin` of rows[r] where that is given.
 struct SumRowsRange {
+  const void* const* rows;
+  int64_t begin;
   const void* received;
   const void* own;
   float* shard;

@@ -132,6 +132,7 @@ inline void scale_row(const T* row, const SumRowsRange& range) {
 template <class T>
 inline void sum_rows_of(const SumRowsRange& range) {
   const auto row = [&](int64_t r) {
+    if (range.rows != nullptr) return static_cast<const T*>(range.rows[r]) + range.begin;
     return r == range.own_rank ? static_cast<const T*>(range.own)
                                : static_cast<const T*>(range.received) + r * range.row_stride;
   };

@@ -21,12 +21,15 @@ void sum_rows(const SumRowsArgs& args, Stream stream) {
   if (args.numel == 0) {
     return;
   }
-  TORCH_CHECK(args.own != nullptr && args.shard != nullptr &&
-                  (args.received != nullptr || args.world_size == 1),
-              "zero::kernels::sum_rows: null pointer for ", args.numel, " elements");
+  const bool given = args.rows != nullptr ? !stream.cuda
+                                          : args.own != nullptr &&
+                                                (args.received != nullptr || args.world_size == 1);
+  TORCH_CHECK(given && args.shard != nullptr, "zero::kernels::sum_rows: null pointer for ",
+              args.numel, " elements, or row addresses for a stream");
 
-  SumRowsRange all{args.received,   args.own,      args.shard, args.numel, args.numel,
-                   args.world_size, args.own_rank, type,       args.scale, args.accumulate};
+  SumRowsRange all{args.rows,     0,          args.received, args.own,
+                   args.shard,    args.numel, args.numel,    args.world_size,
+                   args.own_rank, type,       args.scale,    args.accumulate};
   if (stream.cuda) {
     const char* error = cuda::sum_rows(all, args.device_scale, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::sum_rows: CUDA error: ", error);
@@ -40,10 +43,13 @@ void sum_rows(const SumRowsArgs& args, Stream stream) {
   const BlockMap map(1, [&](int64_t) { return args.numel; });
   map.parallel_for_each_run([&](int64_t, int64_t begin, int64_t end, int64_t) {
     SumRowsRange range = all;
+    range.begin = begin;
     if (range.received != nullptr) {
       range.received = static_cast<const char*>(all.received) + begin * size;
     }
-    range.own = static_cast<const char*>(all.own) + begin * size;
+    if (range.own != nullptr) {
+      range.own = static_cast<const char*>(all.own) + begin * size;
+    }
     range.shard = all.shard + begin;
     range.numel = end - begin;
     kernels.sum_rows(range);

@@ -52,6 +52,11 @@ TEST(SumRows, EveryWorldRankTypeAndSettingMatchesTheSerialSum) {
           args.numel = numel;
           args.dtype = dtype;
           args.scale = 1.0F / static_cast<float>(world);
+          std::vector<const void*> addresses;
+          for (int64_t r = 0; r < world; ++r) {
+            const auto* row = rows.received.as<char>() + r * numel * size_of(dtype);
+            addresses.push_back(r == own_rank ? rows.own.as<char>() : row);
+          }
           args.device_scale = numel % 2 == 0 ? &device_scale : nullptr;
           for (bool accumulate : {false, true}) {
             args.accumulate = accumulate;
@@ -60,13 +65,19 @@ TEST(SumRows, EveryWorldRankTypeAndSettingMatchesTheSerialSum) {
             Buffer expected = start;
             args.shard = expected.as<float>();
             reference::sum_rows(args);
+            SumRowsArgs in_place = args;
+            in_place.rows = addresses.data();
+            in_place.received = in_place.own = nullptr;
             for_each_setting([&] {
-              Buffer got = start;
-              args.shard = got.as<float>();
-              sum_rows(args, Stream{});
-              ASSERT_TRUE(got.same_bytes(expected))
-                  << c10::toString(dtype) << " world " << world << " numel " << numel;
-              ASSERT_TRUE(got.guards_intact());
+              for (const SumRowsArgs& way : {args, in_place}) {
+                Buffer got = start;
+                SumRowsArgs now = way;
+                now.shard = got.as<float>();
+                sum_rows(now, Stream{});
+                ASSERT_TRUE(got.same_bytes(expected))
+                    << c10::toString(dtype) << " world " << world << " numel " << numel;
+                ASSERT_TRUE(got.guards_intact());
+              }
             });
           }
         }
