@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <future>
 #include <memory>
 #include <string>
@@ -22,6 +23,7 @@
 
 #include "tests/error_of.h"
 #include "tests/run_ranks.h"
+#include "zero/shared_memory.h"
 
 namespace zero {
 namespace {
@@ -29,12 +31,15 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-enum class Wire { kGloo, kMemory, kNative };
+enum class Wire { kGloo, kShared, kMemory, kNative };
 
 RunOptions on(Wire wire, milliseconds timeout = std::chrono::seconds(30)) {
   RunOptions options;
   options.timeout = timeout;
-  options.transport = wire == Wire::kGloo ? Transport::kGloo : Transport::kMemory;
+  options.transport = wire == Wire::kGloo     ? Transport::kGloo
+                      : wire == Wire::kShared ? kDefaultTransport
+                                              : Transport::kMemory;
+  options.shared_memory = wire == Wire::kShared;
   options.network = std::make_shared<MemoryNetwork>(
       wire == Wire::kNative ? MemoryNetwork::Kind::kNative : MemoryNetwork::Kind::kPairwise);
   return options;
@@ -61,16 +66,20 @@ class CollectivesTest : public ::testing::TestWithParam<Case> {
   }
 };
 
+std::string wire_name(Wire wire) {
+  return wire == Wire::kGloo     ? "Gloo"
+         : wire == Wire::kShared ? "Shared"
+         : wire == Wire::kMemory ? "Memory"
+                                 : "Native";
+}
+
 std::string case_name(const ::testing::TestParamInfo<Case>& info) {
-  const char* wire = info.param.wire == Wire::kGloo     ? "Gloo"
-                     : info.param.wire == Wire::kMemory ? "Memory"
-                                                        : "Native";
-  return wire + std::to_string(info.param.world_size);
+  return wire_name(info.param.wire) + std::to_string(info.param.world_size);
 }
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  for (const Wire wire : {Wire::kMemory, Wire::kNative, Wire::kGloo}) {
+  for (const Wire wire : {Wire::kMemory, Wire::kNative, Wire::kGloo, Wire::kShared}) {
     for (int world_size = 1; world_size <= 4; ++world_size) all.push_back({wire, world_size});
   }
   return all;
@@ -248,6 +257,140 @@ TEST_P(CollectivesTest, WrongArgumentsAreRefusedAndBreakNothing) {
   });
 }
 
+// ---- Memory that ranks share ----
+
+// What rank `from` has for rank `to` in round `round`.
+float value_of(int from, int to, int round) {
+  return static_cast<float>(100 * round + 10 * from + to);
+}
+
+// Each rank overwrites its rows as soon as it may, while the others are slow to read them.
+TEST_P(CollectivesTest, RowsReadInPlaceAreThereUntilTheyAreUsed) {
+  const bool shared = GetParam().wire == Wire::kShared;
+  run([shared](const Group& group) {
+    const auto data = data_of(group);
+    const int world = group.world_size();
+    const int me = group.rank();
+    const bool in_place = data->reads_in_place(at::zeros({world, 300}));
+    EXPECT_EQ(in_place, shared && world > 1);
+    if (!in_place) {
+      expect_words(error_of([&] {
+                     data->exchange_in_place(
+                         at::zeros({world, 4}), [](auto) {}, "bucket");
+                   }),
+                   {"use exchange_rows"});
+      return;
+    }
+    EXPECT_FALSE(data->reads_in_place(at::zeros({world, 0})));
+    // Rows in shared memory are read where they are, others are copied there first.
+    const at::Tensor allocated = data->allocate(world * 300 * 4);
+    ASSERT_TRUE(allocated.defined());
+    for (at::Tensor rows :
+         {allocated.view(at::kFloat).view({world, 300}), at::empty({world, 300})}) {
+      for (int round = 0; round < 4; ++round) {
+        for (int to = 0; to < world; ++to) rows.select(0, to).fill_(value_of(me, to, round));
+        at::Tensor received = at::zeros({world, 300});
+        const auto use = [&](c10::ArrayRef<const void*> addresses) {
+          ASSERT_EQ(static_cast<int>(addresses.size()), world);
+          if (me == round % world) std::this_thread::sleep_for(milliseconds(20));
+          for (int from = 0; from < world; ++from) {
+            std::memcpy(received[from].mutable_data_ptr(), addresses[from], 300 * sizeof(float));
+          }
+        };
+        // A rank may also copy while others read in place.
+        Pending pending = round == 3 && me == 0 ? data->exchange_rows(rows, received, "bucket")
+                                                : data->exchange_in_place(rows, use, "bucket");
+        pending.wait();
+        rows.fill_(-1.0F);
+        for (int from = 0; from < world; ++from) {
+          if (from == me && round == 3) continue;
+          EXPECT_EQ(received[from].min().item<float>(), value_of(from, me, round));
+          EXPECT_EQ(received[from].max().item<float>(), value_of(from, me, round));
+        }
+      }
+    }
+  });
+}
+
+TEST(CommunicatorTest, OneRankMaySendWhereOthersShare) {
+  RunOptions options = on(Wire::kShared);
+  options.unwilling = 1;
+  run_ranks(
+      3,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        const int me = group.rank();
+        at::Tensor rows = at::empty({3, 70000});
+        for (int to = 0; to < 3; ++to) rows.select(0, to).fill_(value_of(me, to, 0));
+        EXPECT_FALSE(data->reads_in_place(rows));
+        EXPECT_EQ(data->allocate(1).defined(), me != 1);
+        at::Tensor received = at::zeros({3, 70000});
+        data->exchange_rows(rows, received, "bucket").wait();
+        data->gather_rows(rows, "bucket").wait();
+        for (int from = 0; from < 3; ++from) {
+          EXPECT_EQ(rows[from][69999].item<float>(), value_of(from, from, 0));
+          if (from == me) continue;
+          EXPECT_EQ(received[from][0].item<float>(), value_of(from, me, 0));
+        }
+      },
+      options);
+}
+
+// With shared memory used up, rows are told to follow as messages.
+TEST(CommunicatorTest, RowsTravelWithoutRoomInSharedMemory) {
+  const auto memory = SharedMemory::instance();
+  ASSERT_TRUE(memory);
+  std::vector<at::Tensor> all;  // of it, and untouched
+  for (int64_t bytes = memory->address().bytes; bytes >= 4096; bytes /= 2) {
+    for (at::Tensor block = memory->allocate(bytes); block.defined();) {
+      all.push_back(block);
+      block = memory->allocate(bytes);
+    }
+  }
+  run_ranks(
+      3,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        const int me = group.rank();
+        at::Tensor rows = at::empty({3, 70000});
+        for (int to = 0; to < 3; ++to) rows.select(0, to).fill_(value_of(me, to, 0));
+        at::Tensor received = at::zeros({3, 70000});
+        data->exchange_rows(rows, received, "bucket").wait();
+        double sum = 0;
+        const auto use = [&](c10::ArrayRef<const void*> addresses) {
+          for (const void* row : addresses) sum += static_cast<const float*>(row)[69999];
+        };
+        data->exchange_in_place(rows, use, "bucket").wait();
+        EXPECT_EQ(sum, value_of(0, me, 0) + value_of(1, me, 0) + value_of(2, me, 0));
+        data->gather_rows(rows, "bucket").wait();
+        for (int from = 0; from < 3; ++from) {
+          EXPECT_EQ(rows[from][69999].item<float>(), value_of(from, from, 0));
+          if (from == me) continue;
+          EXPECT_EQ(received[from][0].item<float>(), value_of(from, me, 0));
+        }
+      },
+      on(Wire::kShared));
+}
+
+// A sender must not depend on when the others wait: rank 1 waits for nothing before rank 0 is done.
+TEST_P(CollectivesTest, RowsAreTakenFromARankThatOthersDoNotWaitForYet) {
+  if (GetParam().world_size != 2 || GetParam().wire == Wire::kNative) GTEST_SKIP();
+  std::promise<void> done;
+  const std::shared_future<void> first_is_done = done.get_future().share();
+  run([&](const Group& group) {
+    const auto data = data_of(group);
+    at::Tensor rows = at::full({2, 300}, group.rank(), at::kFloat);
+    Pending pending = data->gather_rows(rows, "bucket");
+    if (group.rank() == 1) {
+      EXPECT_EQ(first_is_done.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+    }
+    pending.wait();
+    if (group.rank() == 0) done.set_value();
+    EXPECT_EQ(rows[0][299].item<float>(), 0);
+    EXPECT_EQ(rows[1][299].item<float>(), 1);
+  });
+}
+
 TEST(CommunicatorTest, OneRankNeedsNoBackend) {
   Communicator alone(nullptr, "alone", milliseconds(1));
   EXPECT_EQ(alone.rank(), 0);
@@ -280,10 +423,9 @@ constexpr milliseconds kMissed{1500};
 
 class FailureTest : public ::testing::TestWithParam<Wire> {};
 
-INSTANTIATE_TEST_SUITE_P(Wires, FailureTest, ::testing::Values(Wire::kMemory, Wire::kGloo),
-                         [](const auto& info) {
-                           return info.param == Wire::kGloo ? "Gloo" : "Memory";
-                         });
+INSTANTIATE_TEST_SUITE_P(Wires, FailureTest,
+                         ::testing::Values(Wire::kMemory, Wire::kGloo, Wire::kShared),
+                         [](const auto& info) { return wire_name(info.param); });
 
 // Rank 2 of 4 comes to a first operation and to no other.
 void expect_rank_2_named(Wire wire, const std::string& operation, int64_t n) {

@@ -301,11 +301,12 @@ TEST(EndedTest, BrokenPipesAreSurvived) {
 }
 
 // The network dies under a rank at every point of two steps in turn.
-TEST(EndedTest, DeathAtEveryMessage) {
+void die_at_every_message(bool shared_memory) {
   int refused = 0;
   for (int call = 1; call < 40; ++call) {
     SCOPED_TRACE("message " + std::to_string(call));
     RunOptions options = with_timeout(Transport::kMemory);
+    options.shared_memory = shared_memory;
     options.network = std::make_shared<MemoryNetwork>();
     std::array<std::string, 3> texts;
     run_ranks(
@@ -330,6 +331,11 @@ TEST(EndedTest, DeathAtEveryMessage) {
   }
   EXPECT_GT(refused, 40);
 }
+
+TEST(EndedTest, DeathAtEveryMessage) { die_at_every_message(false); }
+
+// The same where rows pass through memory: each is two messages then.
+TEST(EndedTest, DeathAtEveryMessageAboutSharedMemory) { die_at_every_message(true); }
 
 TEST(EndedTest, LostMessageIsATimeout) {
   RunOptions options = with_timeout(Transport::kMemory);

@@ -380,17 +380,25 @@ TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
   }
 }
 
-// The real transport once, for the two topologies with all kinds of links.
+// The real transport once, for the two topologies with all kinds of links, through sockets and
+// through shared memory.
 TEST(HybridOptimizerTest, OverGloo) {
   const auto all = topologies();
   for (const Topology& t : {all[0], all[3]}) {
     const Reference reference = train_whole(t, false, std::nullopt);
-    run_ranks(t.ranks(), [&](const Group& world) {
-      const Mesh mesh(world, t.dimensions);
-      const Largest mine = train_in_parts(t, mesh, false, std::nullopt, {}, reference);
-      EXPECT_LE(mine.value, 1e-6) << t.name;
-      EXPECT_LE(mine.norm, 1e-6) << t.name;
-    });
+    for (const bool shared_memory : {false, true}) {
+      RunOptions options;
+      options.shared_memory = shared_memory;
+      run_ranks(
+          t.ranks(),
+          [&](const Group& world) {
+            const Mesh mesh(world, t.dimensions);
+            const Largest mine = train_in_parts(t, mesh, false, std::nullopt, {}, reference);
+            EXPECT_LE(mine.value, 1e-6) << t.name;
+            EXPECT_LE(mine.norm, 1e-6) << t.name;
+          },
+          options);
+    }
   }
 }
 

@@ -25,9 +25,11 @@ namespace {
 #if defined(__SANITIZE_THREAD__)
 constexpr int kMemoryCases = 60;
 constexpr int kGlooCases = 0;
+constexpr int kSharedCases = 20;
 #else
 constexpr int kMemoryCases = 300;
 constexpr int kGlooCases = 60;
+constexpr int kSharedCases = 60;
 #endif
 
 // Equally distributed bits that depend on the arguments alone, so that every rank
@@ -99,12 +101,13 @@ std::string describe(uint64_t seed, const Training& t) {
   return text.str();
 }
 
-void run_cases(Transport transport, uint64_t first_seed, int count) {
+void run_cases(Transport transport, bool shared_memory, uint64_t first_seed, int count) {
   double worst = 0;
   for (int i = 0; i < count; ++i) {
     const uint64_t seed = first_seed + static_cast<uint64_t>(i);
     Training t = random_training(seed);
     t.transport = transport;
+    t.shared_memory = shared_memory;
     SCOPED_TRACE(describe(seed, t));
     const double difference = largest_difference(train_on_ranks(t), train_reference(t));
     ASSERT_LE(difference, 1e-6);
@@ -114,12 +117,16 @@ void run_cases(Transport transport, uint64_t first_seed, int count) {
 }
 
 TEST(RandomUsageTest, OverMemoryEqualsTheUnshardedReference) {
-  run_cases(Transport::kMemory, 1, kMemoryCases);
+  run_cases(Transport::kMemory, false, 1, kMemoryCases);
 }
 
 TEST(RandomUsageTest, OverGlooEqualsTheUnshardedReference) {
   if (kGlooCases == 0) GTEST_SKIP() << "ThreadSanitizer does not see what orders Gloo's threads";
-  run_cases(Transport::kGloo, 10001, kGlooCases);
+  run_cases(Transport::kGloo, false, 10001, kGlooCases);
+}
+
+TEST(RandomUsageTest, OverSharedMemoryEqualsTheUnshardedReference) {
+  run_cases(kDefaultTransport, true, 20001, kSharedCases);
 }
 
 // --- A weight whose gradient arrives several times in one pass

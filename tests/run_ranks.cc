@@ -12,7 +12,10 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "zero/shared_memory_backend.h"
 
 namespace zero {
 namespace {
@@ -33,6 +36,16 @@ class RunStore : public c10d::HashStore {
   std::atomic<bool> failed{false};
 };
 
+BackendFactory sharing(BackendFactory under, int unwilling) {
+  return [under, unwilling](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                            Purpose purpose, std::chrono::milliseconds timeout) {
+    const auto backend = under(store, rank, world_size, purpose, timeout);
+    return purpose == Purpose::kData
+               ? share_memory(backend, timeout, rank != unwilling, kSharedRowBytes)
+               : backend;
+  };
+}
+
 }  // namespace
 
 void run_ranks(int world_size, const std::function<void(const Group&)>& body,
@@ -44,9 +57,11 @@ void run_ranks(int world_size, const std::function<void(const Group&)>& body,
   std::exception_ptr first;
   const auto run = [&](int rank) {
     try {
-      const BackendFactory factory = options.transport == Transport::kMemory
-                                         ? network->factory(rank)
-                                         : default_backend_factory(at::kCPU, "127.0.0.1");
+      BackendFactory factory = options.transport == Transport::kMemory
+                                   ? network->factory(rank)
+                                   : default_backend_factory(at::kCPU, "127.0.0.1", false,
+                                                             /*shared_memory=*/false);
+      if (options.shared_memory) factory = sharing(std::move(factory), options.unwilling);
       body(Group(store, rank, world_size, "test", factory, at::kCPU, options.timeout));
     } catch (...) {
       {

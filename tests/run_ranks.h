@@ -26,8 +26,15 @@ inline constexpr Transport kDefaultTransport = Transport::kMemory;
 inline constexpr Transport kDefaultTransport = Transport::kGloo;
 #endif
 
+// Less than any row of a test, more than what a failed group sends to itself.
+inline constexpr int64_t kSharedRowBytes = 2;
+
 struct RunOptions {
   Transport transport = kDefaultTransport;
+  // Rows of at least kSharedRowBytes pass through memory that the ranks share. The threshold of
+  // zero::share_memory() is for large models.
+  bool shared_memory = false;
+  int unwilling = -1;  // the rank that does not share its memory
   // Of the groups: bounds every wait of a rank for another.
   std::chrono::milliseconds timeout = std::chrono::seconds(30);
   // For kMemory, to inject faults and to read counts; a network of this run's own by default.

@@ -211,6 +211,7 @@ Trajectory train_on_ranks(const Training& training) {
   std::vector<Trajectory> all(training.world_size);
   RunOptions run;
   run.transport = training.transport;
+  run.shared_memory = training.shared_memory;
   run_ranks(
       training.world_size,
       [&](const Group& group) { all[group.rank()] = train_sharded(training, group); }, run);

@@ -57,6 +57,7 @@ struct Training {
   int64_t width = 23;
   ZeroOptions options;
   Transport transport = kDefaultTransport;
+  bool shared_memory = false;
   // Which layers a rank uses in a micro batch; Use bits. 0: the loss is a constant.
   std::function<unsigned(int rank, int step, int micro)> use = [](int, int, int) {
     return static_cast<unsigned>(OddModelImpl::kAll);

@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/bucket_memory.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include "kernels/cast.h"
@@ -24,8 +23,8 @@ char* mutable_address(const at::Tensor& tensor, int64_t element) {
 void BucketMemory::allocate() {
   if (plan_.layout == Layout::kPerParameter || !flat_.empty()) return;
   for (const Arena& arena : plan_.arenas) {
-    flat_.push_back(
-        at::zeros({arena.numel}, at::TensorOptions().dtype(arena.dtype).device(device_)));
+    const auto bytes = arena.numel * static_cast<int64_t>(c10::elementSize(arena.dtype));
+    flat_.push_back(pool_.allocate(bytes).zero_().view(arena.dtype));
   }
 }
 

@@ -21,10 +21,10 @@ namespace zero {
 class BucketMemory {
  public:
   // References must outlive it. Allocates nothing.
-  BucketMemory(const Plan& plan, BufferPool& pool, at::Device device)
-      : plan_(plan), pool_(pool), device_(device) {}
+  BucketMemory(const Plan& plan, BufferPool& pool) : plan_(plan), pool_(pool) {}
 
-  // kContiguous: makes the flat tensors, zeros in their arena's dtype, unless they are there.
+  // kContiguous: makes the flat tensors, zeros in their arena's dtype, in memory like the pool's,
+  // unless they are there.
   void allocate();
 
   // [world_size, row] in the arena's dtype, to be ended with release(). kContiguous: a view of
@@ -41,7 +41,6 @@ class BucketMemory {
  private:
   const Plan& plan_;
   BufferPool& pool_;
-  const at::Device device_;
   std::vector<at::Tensor> flat_;
 };
 

@@ -22,6 +22,7 @@ at::Tensor as_flat(const at::Tensor& bytes, int64_t numel, c10::ScalarType dtype
 }
 
 constexpr int64_t kHugePage = 2 << 20;
+constexpr int64_t kLargeBuffer = 64 << 10;
 
 // A mapping of its own, so that freeing it gives the memory back to the system: malloc keeps what
 // lies between other blocks. In huge pages, since a trimmed buffer is touched anew in the next
@@ -40,13 +41,16 @@ at::Tensor map_buffer(int64_t bytes) {
       at::TensorOptions().dtype(at::kByte));
 }
 
-// Small ones would waste most of a page.
-at::Tensor allocate(int64_t bytes, c10::Device device) {
-  if (device.is_cpu() && bytes >= kHugePage) return map_buffer(bytes);
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
-}
-
 }  // namespace
+
+// Small ones would waste most of a page.
+at::Tensor BufferPool::allocate(int64_t bytes) const {
+  if (allocate_ && bytes >= kLargeBuffer) {
+    if (at::Tensor buffer = allocate_(bytes); buffer.defined()) return buffer;
+  }
+  if (device_.is_cpu() && bytes >= kHugePage) return map_buffer(bytes);
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+}
 
 at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
@@ -66,7 +70,7 @@ at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype) {
   held_bytes_ += bytes;
   peak_bytes_ = std::max(peak_bytes_, held_bytes_);
   lock.unlock();
-  return as_flat(allocate(bytes, device_), numel, dtype);
+  return as_flat(allocate(bytes), numel, dtype);
 }
 
 void BufferPool::give(const at::Tensor& buffer) {

@@ -10,18 +10,27 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace zero {
 
 class BufferPool {
  public:
-  // `keep_bytes` is what trim() leaves allocated.
-  BufferPool(c10::Device device, int64_t keep_bytes) : device_(device), keep_bytes_(keep_bytes) {}
+  // Returns [bytes] of kByte on the pool's device, or an undefined tensor to leave it to the pool.
+  using Allocate = std::function<at::Tensor(int64_t bytes)>;
+
+  // `keep_bytes` is what trim() leaves allocated. `allocate` is asked first for large buffers.
+  BufferPool(c10::Device device, int64_t keep_bytes, Allocate allocate = nullptr)
+      : device_(device), keep_bytes_(keep_bytes), allocate_(std::move(allocate)) {}
 
   // A 1-D tensor of `numel` elements of `dtype` with unspecified contents.
   at::Tensor take(int64_t numel, c10::ScalarType dtype);
+  // [bytes] of kByte that is not the pool's: where it keeps buffers of this size, for as long as
+  // the tensor lives. Unspecified contents.
+  at::Tensor allocate(int64_t bytes) const;
   // Gives back what take() returned; nobody may use it afterwards.
   void give(const at::Tensor& buffer);
   // Frees buffers that are not in use until at most keep_bytes are held.
@@ -33,6 +42,7 @@ class BufferPool {
  private:
   const c10::Device device_;
   const int64_t keep_bytes_;
+  const Allocate allocate_;
   mutable std::mutex mutex_;
   std::vector<at::Tensor> free_;  // of bytes
   int64_t held_bytes_ = 0;

@@ -15,6 +15,7 @@
 #include <mutex>
 
 #include "zero/operation.h"
+#include "zero/shared_memory_backend.h"
 
 namespace zero {
 namespace {
@@ -29,6 +30,8 @@ enum class Style {
   kWhole,     // One collective of the backend: what NCCL does best.
 };
 
+// Tags of operations are below this, as zero/shared_memory_backend.h asks.
+constexpr int kTags = 1 << 30;
 // No operation reaches this tag: see hang_up().
 constexpr int kHangUpTag = std::numeric_limits<int>::max();
 
@@ -91,11 +94,13 @@ struct Communicator::Impl : std::enable_shared_from_this<Communicator::Impl> {
   // Runs issue(backend, operation) under the lock that orders calls.
   template <typename Issue>
   Pending start(const std::string& what, Issue issue);
-  // Sends row_to(peer) of the own data to each peer and receives row `peer` of `into` from it.
-  enum class Receives { kNow, kInWait };
+  // Sends row_to(peer) of the own data to each peer; returns the tag.
   template <typename RowTo>
-  void exchange(c10d::Backend& transport, RowTo row_to, const at::Tensor& into,
-                Operation& operation, Receives receives = Receives::kNow);
+  int send(c10d::Backend& transport, RowTo row_to, Operation& operation);
+  // Calls start(peer) for each peer, in the order in which their rows arrive.
+  template <typename Start>
+  void for_each_sender(Start start);
+  // Receives row `peer` of `into` from each peer.
   void receive(c10d::Backend& transport, int tag, const at::Tensor& into, Operation& operation);
   Pending gather(const at::Tensor& rows, const std::string& what, int64_t Traffic::*calls,
                  int64_t Traffic::*bytes);
@@ -112,7 +117,8 @@ struct Communicator::Impl : std::enable_shared_from_this<Communicator::Impl> {
   const bool native_reduce_scatter;
   const int rank;
   const int world_size;
-  const BackendPtr backend;  // Null for one rank alone.
+  const BackendPtr backend;           // Null for one rank alone.
+  SharedMemoryBackend* const shared;  // The backend, if it is one.
   const std::shared_ptr<GroupHealth> health;
   milliseconds timeout() const { return health->timeout(); }
 
@@ -131,6 +137,7 @@ Communicator::Impl::Impl(BackendPtr backend_in, std::string name, milliseconds t
       rank(backend_in ? backend_in->getRank() : 0),
       world_size(backend_in ? backend_in->getSize() : 1),
       backend(std::move(backend_in)),
+      shared(dynamic_cast<SharedMemoryBackend*>(backend.get())),
       health(std::make_shared<GroupHealth>(rank, world_size, std::move(name), timeout)) {}
 
 // Gloo closes the connections of the whole group when one wait times out, and has no other call
@@ -191,10 +198,9 @@ Pending Communicator::Impl::start(const std::string& what, Issue issue) {
 // thread, which wants to read from that peer, spins meanwhile. A receive in wait() is seldom there
 // before the peer's send at all: 3 to 6 % of a step's processor time on two cores.
 template <typename RowTo>
-void Communicator::Impl::exchange(c10d::Backend& transport, RowTo row_to, const at::Tensor& into,
-                                  Operation& operation, Receives receives) {
+int Communicator::Impl::send(c10d::Backend& transport, RowTo row_to, Operation& operation) {
   const int tag = next_tag;
-  next_tag = next_tag + 1 == kHangUpTag ? 0 : next_tag + 1;
+  next_tag = (next_tag + 1) % kTags;
   int peer = rank;
   try {
     for (int k = 1; k < world_size; ++k) {
@@ -205,26 +211,28 @@ void Communicator::Impl::exchange(c10d::Backend& transport, RowTo row_to, const 
   } catch (...) {
     TORCH_CHECK(false, "lost rank ", peer, ": ", reason_of(std::current_exception()));
   }
-  if (receives == Receives::kNow) return receive(transport, tag, into, operation);
-  operation.before([self = shared_from_this(), tag, into, &operation] {
-    const at::NoGradGuard no_grad;
-    const std::lock_guard<std::mutex> lock(self->issue_mutex);
-    self->receive(*self->backend, tag, into, operation);
-  });
+  return tag;
 }
 
-void Communicator::Impl::receive(c10d::Backend& transport, int tag, const at::Tensor& into,
-                                 Operation& operation) {
+template <typename Start>
+void Communicator::Impl::for_each_sender(Start start) {
   int peer = rank;
   try {
     for (int k = 1; k < world_size; ++k) {
       peer = (rank + world_size - k) % world_size;
-      std::vector<at::Tensor> row{into.select(0, peer)};
-      operation.add_receive(peer, transport.recv(row, peer, tag));
+      start(peer);
     }
   } catch (...) {
     TORCH_CHECK(false, "lost rank ", peer, ": ", reason_of(std::current_exception()));
   }
+}
+
+void Communicator::Impl::receive(c10d::Backend& transport, int tag, const at::Tensor& into,
+                                 Operation& operation) {
+  for_each_sender([&](int peer) {
+    std::vector<at::Tensor> row{into.select(0, peer)};
+    operation.add_receive(peer, transport.recv(row, peer, tag));
+  });
 }
 
 Pending Communicator::Impl::gather(const at::Tensor& rows, const std::string& what,
@@ -237,9 +245,9 @@ Pending Communicator::Impl::gather(const at::Tensor& rows, const std::string& wh
     at::Tensor own = carrier.select(0, rank);
     operation.then(settle(rows, carrier));
     if (style == Style::kPairwise) {
-      exchange(
-          transport, [&](int) { return own; }, carrier, operation);
-      return;
+      const int tag = send(
+          transport, [&](int) { return own; }, operation);
+      return receive(transport, tag, carrier, operation);
     }
     c10d::AllgatherOptions options;
     options.timeout = timeout();
@@ -263,9 +271,9 @@ Pending Communicator::Impl::all_reduce(const at::Tensor& values, c10d::ReduceOp:
       at::Tensor own = all.select(0, rank);
       own.copy_(values);
       operation.then([values, all, op] { values.copy_(reduced(all, op)); });
-      exchange(
-          transport, [&](int) { return own; }, all, operation);
-      return;
+      const int tag = send(
+          transport, [&](int) { return own; }, operation);
+      return receive(transport, tag, all, operation);
     }
     std::vector<at::Tensor> tensors{values};
     c10d::AllreduceOptions options;
@@ -314,6 +322,11 @@ bool Communicator::has_native_reduce_scatter(c10::ScalarType dtype) const {
   return impl_->native_reduce_scatter && dtype == at::kFloat;
 }
 
+at::Tensor Communicator::allocate(int64_t bytes) const {
+  const bool host = impl_->style == Style::kPairwise && impl_->backend->supportsTensorAlloc(0);
+  return host ? impl_->backend->allocateTensor(bytes, at::kByte) : at::Tensor();
+}
+
 Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& received,
                                     const std::string& label) {
   const std::string what = "exchange_rows of " + label;
@@ -333,9 +346,13 @@ Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& re
     at::Tensor into = staged(received, impl_->style, /*copy=*/false);
     operation.then([rows, done = settle(received, into)] { done(); });
     if (impl_->style == Style::kPairwise) {
-      impl_->exchange(
-          transport, [&](int peer) { return from.select(0, peer); }, into, operation,
-          Impl::Receives::kInWait);
+      const int tag = impl_->send(
+          transport, [&](int peer) { return from.select(0, peer); }, operation);
+      operation.before([impl = impl_, tag, into, &operation] {
+        const at::NoGradGuard no_grad;
+        const std::lock_guard<std::mutex> lock(impl->issue_mutex);
+        impl->receive(*impl->backend, tag, into, operation);
+      });
       return;
     }
     std::vector<int64_t> equal_splits;
@@ -343,6 +360,51 @@ Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& re
     options.timeout = impl_->timeout();
     operation.add_whole(transport.alltoall_base(into, from, equal_splits, equal_splits, options),
                         impl_->waits_on_stream(rows));
+  });
+  impl_->count(&Traffic::exchange_calls, &Traffic::exchange_bytes_sent,
+               (impl_->world_size - 1) * bytes_of(rows) / impl_->world_size);
+  return pending;
+}
+
+bool Communicator::reads_in_place(const at::Tensor& rows) const {
+  if (impl_->shared == nullptr || rows.is_cuda()) return false;
+  for (int peer = 0; peer < impl_->world_size; ++peer) {
+    const bool own = peer == impl_->rank;
+    if (!own && !impl_->shared->reads(peer, bytes_of(rows) / impl_->world_size)) return false;
+  }
+  return true;
+}
+
+Pending Communicator::exchange_in_place(const at::Tensor& rows, UseRows use,
+                                        const std::string& label) {
+  const std::string what = "exchange_in_place of " + label;
+  check_rows(rows, impl_->world_size, what);
+  TORCH_CHECK(reads_in_place(rows), what, ": expected rows that every rank can read in place, got ",
+              rows.sizes(), " ", rows.dtype(), "; use exchange_rows", impl_->health->where());
+  using Row = c10::intrusive_ptr<SharedMemoryBackend::Row>;
+  auto received = std::make_shared<std::vector<Row>>(impl_->world_size);
+  Pending pending = impl_->start(what, [&](c10d::Backend& transport, Operation& operation) {
+    const int tag = impl_->send(
+        transport, [&](int peer) { return rows.select(0, peer); }, operation);
+    operation.before([impl = impl_, rows, received, tag, &operation] {
+      const std::lock_guard<std::mutex> lock(impl->issue_mutex);
+      impl->for_each_sender([&](int peer) {
+        Row& row = (*received)[peer];
+        row = impl->shared->receive_in_place(bytes_of(rows) / impl->world_size, peer, tag);
+        operation.add_receive(peer, row);
+      });
+    });
+    operation.between([rows, received, use = std::move(use)] {
+      std::vector<const void*> addresses;
+      for (int64_t r = 0; r < rows.size(0); ++r) {
+        const Row& row = (*received)[r];
+        addresses.push_back(row ? row->address() : rows.select(0, r).const_data_ptr());
+      }
+      use(addresses);
+      for (const Row& row : *received) {
+        if (row) row->release();
+      }
+    });
   });
   impl_->count(&Traffic::exchange_calls, &Traffic::exchange_bytes_sent,
                (impl_->world_size - 1) * bytes_of(rows) / impl_->world_size);

@@ -22,6 +22,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <c10/util/intrusive_ptr.h>
 #include <chrono>
@@ -103,6 +104,10 @@ class Communicator {
   // reduce-scatter is a clone and a full all-reduce.
   bool has_native_reduce_scatter(c10::ScalarType dtype) const;
 
+  // [bytes] of kByte in host memory with unspecified contents, where this transport sends from
+  // without a copy; undefined when any memory will do. For buffers that are used again and again.
+  at::Tensor allocate(int64_t bytes) const;
+
   // Collective. Sends row r of `rows` to rank r and receives into row r of
   // `received` what rank r sent here. The own row of `received` is unspecified
   // afterwards: read it from `rows`. Sends (W-1)/W of `rows`. Where rows travel
@@ -113,6 +118,17 @@ class Communicator {
   // `label` names the operation in errors, for example "bucket 3".
   Pending exchange_rows(const at::Tensor& rows, const at::Tensor& received,
                         const std::string& label);
+
+  // True where the rows of all other ranks, of as many bytes as these, can be read where they lie:
+  // in memory that the ranks share.
+  bool reads_in_place(const at::Tensor& rows) const;
+
+  // Collective; others may call exchange_rows() meanwhile. The same without a copy, only where
+  // reads_in_place(): wait() calls use(addresses) with where each rank has what it sends here, in
+  // rank order, the own row too. They are valid within that call.
+  //   rows      [world_size, n] contiguous, any dtype; unchanged
+  using UseRows = std::function<void(c10::ArrayRef<const void*> addresses)>;
+  Pending exchange_in_place(const at::Tensor& rows, UseRows use, const std::string& label);
 
   // Collective. row = sum over ranks of row `rank()` of their `rows`, by the
   // backend. Only where has_native_reduce_scatter(). Sends (W-1)/W of `rows`.

@@ -22,10 +22,7 @@ class FullGradients {
   // References must outlive it. Memory is allocated by the first gather().
   FullGradients(const Plan& plan, const ParameterTable& table, std::vector<DomainLinks> links,
                 BufferPool& pool)
-      : plan_(plan),
-        table_(table),
-        links_(std::move(links)),
-        memory_(plan, pool, table.parameters().front().tensor.device()) {}
+      : plan_(plan), table_(table), links_(std::move(links)), memory_(plan, pool) {}
 
   // Collective. Sets p.grad() of every parameter with used[p] != 0 to its
   // average, in the parameter's dtype, shape and strides, and marks it as such

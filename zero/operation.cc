@@ -123,6 +123,7 @@ void Operation::add(Kind kind, int peer, WorkPtr work) {
 }
 
 void Operation::wait() {
+  const std::function<void()> use = std::exchange(use_, nullptr);
   const std::function<void()> finish = std::exchange(finish_, nullptr);
   if (steps_.empty() && !finish) return;
   const Clock::time_point start = Clock::now();
@@ -136,10 +137,21 @@ void Operation::wait() {
     }
   }
   std::vector<Step> steps = std::exchange(steps_, {});
-  // What did not come tells more than what was not taken.
-  std::stable_partition(steps.begin(), steps.end(),
-                        [](const Step& step) { return step.kind != Kind::kSend; });
-  for (const Step& step : steps) await(step, start, failures);
+  // What did not come tells more than what was not taken: then nobody is asked for that.
+  const auto sends = std::stable_partition(
+      steps.begin(), steps.end(), [](const Step& step) { return step.kind != Kind::kSend; });
+  for (auto step = steps.begin(); step != sends; ++step) await(*step, start, failures);
+  if (use && !failures.any()) {
+    try {
+      const at::NoGradGuard no_grad;
+      use();
+    } catch (...) {
+      failures.broken = reason_of(std::current_exception());
+    }
+  }
+  if (!failures.any()) {
+    for (auto step = sends; step != steps.end(); ++step) await(*step, start, failures);
+  }
   if (failures.any()) {
     const std::string message = describe(failures, start);
     health_->fail(message);

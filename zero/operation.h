@@ -75,6 +75,9 @@ class Operation {
   void add_whole(c10::intrusive_ptr<c10d::Work> work, bool stream);
   // Runs first in wait(), to start what is not started yet. What it throws counts as lost.
   void before(std::function<void()> start) { start_ = std::move(start); }
+  // Runs when everything has been received, and before what was sent is waited for. What it throws
+  // counts as lost.
+  void between(std::function<void()> use) { use_ = std::move(use); }
   // Runs after success, on the thread that waited.
   void then(std::function<void()> finish) { finish_ = std::move(finish); }
   // Forgets everything: it could not be started.
@@ -104,6 +107,7 @@ class Operation {
   const std::string what_;
   std::vector<Step> steps_;
   std::function<void()> start_;
+  std::function<void()> use_;
   std::function<void()> finish_;
 };
 

@@ -22,6 +22,7 @@
 #include "zero/error_text.h"
 #include "zero/gloo_backend.h"
 #include "zero/nccl_backend.h"
+#include "zero/shared_memory_backend.h"
 #include "zero/tcp_store.h"
 
 namespace zero {
@@ -213,14 +214,15 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
 
 }  // namespace
 
-BackendFactory default_backend_factory(c10::Device device, const std::string& hostname, bool nccl) {
-  return [device, hostname, nccl](StorePtr store, int rank, int world_size, Purpose purpose,
-                                  milliseconds timeout) {
+BackendFactory default_backend_factory(c10::Device device, const std::string& hostname, bool nccl,
+                                       bool shared_memory) {
+  return [=](StorePtr store, int rank, int world_size, Purpose purpose, milliseconds timeout) {
     agree_on_world_size(*store, rank, world_size, timeout);
     if (purpose == Purpose::kData && device.is_cuda() && nccl) {
       return make_nccl_backend(store, rank, world_size, device, timeout);
     }
-    return make_gloo_backend(store, rank, world_size, timeout, hostname);
+    const auto gloo = make_gloo_backend(store, rank, world_size, timeout, hostname);
+    return purpose == Purpose::kData ? share_memory(gloo, timeout, shared_memory) : gloo;
   };
 }
 
@@ -293,7 +295,8 @@ Group init_process_group(const InitOptions& options) {
     meet(*store, env, options.timeout);
   }
   return Group(store, env.rank, env.world_size, "world",
-               default_backend_factory(device, hostname, options.nccl), device, options.timeout);
+               default_backend_factory(device, hostname, options.nccl, options.shared_memory),
+               device, options.timeout);
 }
 
 }  // namespace zero

@@ -43,11 +43,12 @@ using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
     c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, Purpose purpose,
     std::chrono::milliseconds timeout)>;
 
-// What init_process_group() uses: NCCL for the data of a `device` that is a GPU,
-// Gloo for everything else, and without `nccl` for that too, listening on `hostname`
-// (zero/gloo_backend.h).
+// What init_process_group() uses: NCCL for the data of a `device` that is a GPU, Gloo for
+// everything else, and without `nccl` for that too, listening on `hostname` (zero/gloo_backend.h).
+// Data on Gloo passes through shared memory where ranks are on one machine
+// (zero/shared_memory_backend.h), unless `shared_memory` is false.
 BackendFactory default_backend_factory(c10::Device device, const std::string& hostname,
-                                       bool nccl = true);
+                                       bool nccl = true, bool shared_memory = true);
 
 // A value: copies share the store and the counters behind its names. Thread
 // safety: any number of threads may use one Group, but collective calls, and
@@ -109,6 +110,9 @@ struct InitOptions {
   // False: the data of GPUs travels over Gloo too, through host memory. Much slower, and the only
   // way for ranks that share a GPU, which NCCL refuses.
   bool nccl = true;
+  // False: this rank and others of its machine send each other data through sockets too, as ranks
+  // of different machines do.
+  bool shared_memory = true;
   // The interface Gloo listens on: a host name or address of this machine.
   // Default: GLOO_SOCKET_IFNAME's interface if set; the loopback address when
   // all ranks are on this machine; else the address the host name resolves to.

@@ -12,16 +12,32 @@
 namespace zero {
 namespace {
 
-// shard (+)= scale * the sum over ranks, where `received` is [world_size, n] with
-// the other ranks' rows, or [n] where the transport has summed them already.
+kernels::SumRowsArgs sum_of(const Reduction& reduction) {
+  kernels::SumRowsArgs args;
+  args.numel = reduction.shard.numel();
+  args.dtype = reduction.rows.scalar_type();
+  args.scale = reduction.scale;
+  args.shard = reduction.shard.mutable_data_ptr<float>();
+  args.accumulate = reduction.accumulate;
+  return args;
+}
+
+// shard (+)= scale * the sum over ranks of the rows at these addresses.
+void sum_in_place(const Reduction& reduction, c10::ArrayRef<const void*> addresses) {
+  kernels::SumRowsArgs args = sum_of(reduction);
+  args.rows = addresses.data();
+  args.world_size = static_cast<int64_t>(addresses.size());
+  kernels::sum_rows(args, current_stream(reduction.shard.device()));
+}
+
+// The same, where `received` is [world_size, n] with the other ranks' rows, or [n] where the
+// transport has summed them already.
 void sum(const Reduction& reduction, const at::Tensor& received) {
   const at::Tensor& rows = reduction.rows;
   const bool summed = reduction.group == nullptr || received.dim() == 1;
-  kernels::SumRowsArgs args;
+  kernels::SumRowsArgs args = sum_of(reduction);
   args.world_size = summed ? 1 : reduction.group->world_size();
   args.own_rank = summed ? 0 : reduction.group->rank();
-  args.numel = reduction.shard.numel();
-  args.dtype = rows.scalar_type();
   if (received.defined() && summed) {
     args.own = received.const_data_ptr();
   } else {
@@ -29,9 +45,6 @@ void sum(const Reduction& reduction, const at::Tensor& received) {
     args.own = static_cast<const char*>(rows.const_data_ptr()) +
                args.own_rank * args.numel * rows.element_size();
   }
-  args.scale = reduction.scale;
-  args.shard = reduction.shard.mutable_data_ptr<float>();
-  args.accumulate = reduction.accumulate;
   kernels::sum_rows(args, current_stream(reduction.shard.device()));
 }
 
@@ -97,6 +110,7 @@ void ReductionQueue::start_waiting(Lock& lock) {
 }
 
 ReductionQueue::Exchange ReductionQueue::start(Reduction reduction) {
+  // Without `received`, waiting also adds up.
   Exchange exchange{std::move(reduction), {}, {}};
   const Reduction& r = exchange.reduction;
   const int64_t row = r.rows.size(1);
@@ -105,6 +119,9 @@ ReductionQueue::Exchange ReductionQueue::start(Reduction reduction) {
   if (r.group->has_native_reduce_scatter(dtype)) {
     exchange.received = pool_.take(row, dtype);
     exchange.pending = r.group->reduce_scatter_rows(r.rows, exchange.received, label);
+  } else if (r.group->reads_in_place(r.rows)) {
+    exchange.pending = r.group->exchange_in_place(
+        r.rows, [r](c10::ArrayRef<const void*> addresses) { sum_in_place(r, addresses); }, label);
   } else {
     exchange.received = pool_.take(r.rows.numel(), dtype).view({r.rows.size(0), row});
     exchange.pending = r.group->exchange_rows(r.rows, exchange.received, label);
@@ -115,9 +132,11 @@ ReductionQueue::Exchange ReductionQueue::start(Reduction reduction) {
 void ReductionQueue::finish(Exchange& exchange) {
   const TraceRange range("reduce", exchange.reduction.bucket);
   exchange.pending.wait();
-  sum(exchange.reduction, exchange.received);
+  if (exchange.received.defined()) {
+    sum(exchange.reduction, exchange.received);
+    pool_.give(exchange.received);
+  }
   pool_.give(exchange.reduction.rows);
-  pool_.give(exchange.received);
 }
 
 void ReductionQueue::finish_front(Lock& lock) {

@@ -10,7 +10,7 @@
 
 namespace zero {
 WorkingArena::WorkingArena(const Plan& plan, const ParameterTable& table, BufferPool& pool)
-    : plan_(plan), table_(table), memory_(plan, pool, table.parameters().front().tensor.device()) {
+    : plan_(plan), table_(table), memory_(plan, pool) {
   memory_.allocate();
   attach();
 }

@@ -47,6 +47,17 @@ int64_t kept_bytes(const Plan& plan, const ZeroOptions& options) {
   return ReductionQueue::kBuffersKept * largest;
 }
 
+// Buffers may travel over the links of any domain, and those agree about memory: it is the
+// machine's.
+BufferPool::Allocate allocator_of(const OptimizerLinks& links) {
+  return [&links](int64_t bytes) {
+    for (const DomainLinks& domain : links.domains) {
+      if (at::Tensor buffer = domain.data->allocate(bytes); buffer.defined()) return buffer;
+    }
+    return at::Tensor();
+  };
+}
+
 bool is_of_a_step(Call call) {
   return call == Call::kReduceGradients || call == Call::kClipGradNorm || call == Call::kStep;
 }
@@ -72,7 +83,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       device(table.parameters().front().tensor.device()),
       domain_of(parameter_domains(table, domains)),
       plan(make_plan_of(table, domains, options)),
-      pool(device, kept_bytes(plan, options)),
+      pool(device, kept_bytes(plan, options), allocator_of(*this->links)),
       arena(plan, table, pool),
       reducer(plan, table, this->links->domains, pool,
               {options.reduce_dtype(), options.no_sync_fp32()}),

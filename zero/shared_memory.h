@@ -1,0 +1,80 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Memory of this process that other processes of the machine can read in place.
+//
+// It is one anonymous file (memfd), as large as the machine's memory and nearly all holes: a peer
+// maps it once, and sees what is allocated later; a block that is freed becomes a hole again, also
+// for those who mapped it. It has no name in a file system, ends with the last process that uses
+// it, and is not bounded by the size of /dev/shm, which is 64 MB in a usual container.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+namespace zero {
+
+// Where a process's shared memory is to be found. Plain bytes, to be sent as they are.
+struct SharedMemoryAddress {
+  std::array<char, 40> machine{};     // the kernel's boot id
+  int64_t process = 0;                // as this process calls itself: another container may differ
+  int64_t descriptor = -1;            // -1: has none
+  int64_t bytes = 0;                  // size of the file
+  std::array<int64_t, 2> password{};  // random, at its beginning: proof of the right file
+};
+
+// Of this process. Thread safety: every member.
+class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
+ public:
+  // The only one, made at first use. Null where the system refuses it: no memfd, a limit on the
+  // address space or on the size of files, or a process that was forked after the first use.
+  static std::shared_ptr<SharedMemory> instance();
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  const SharedMemoryAddress& address() const { return address_; }
+  // [bytes] of kByte, zeros, at the beginning of a page; undefined when there is no room. Freed
+  // with the last tensor that uses it.
+  at::Tensor allocate(int64_t bytes);
+  // Where the elements of a contiguous tensor are in the file; nothing if they are elsewhere.
+  std::optional<int64_t> offset_of(const at::Tensor& tensor) const;
+
+ private:
+  SharedMemory() = default;
+  bool open();
+  void free(int64_t begin);
+
+  SharedMemoryAddress address_;
+  char* base_ = nullptr;
+  mutable std::mutex mutex_;
+  std::map<int64_t, int64_t> holes_;   // begin -> bytes; no two of them touch
+  std::map<int64_t, int64_t> blocks_;  // begin -> bytes
+};
+
+// Another process's shared memory, mapped read-only.
+class PeerMemory {
+ public:
+  // Null when this process may not or cannot see it: another machine, container or user.
+  static std::unique_ptr<PeerMemory> open(const SharedMemoryAddress& address);
+  ~PeerMemory();
+  PeerMemory(const PeerMemory&) = delete;
+  PeerMemory& operator=(const PeerMemory&) = delete;
+
+  // The `bytes` bytes at `offset`. Throws c10::Error when they are not within the file.
+  const void* at(int64_t offset, int64_t bytes) const;
+
+ private:
+  PeerMemory(const char* base, int64_t bytes) : base_(base), bytes_(bytes) {}
+
+  const char* const base_;
+  const int64_t bytes_;
+};
+
+}  // namespace zero
