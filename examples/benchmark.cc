@@ -10,8 +10,9 @@
 // The numbers: a step's time is the difference of consecutive step starts, the
 // median over steps and the largest over ranks; fb is forward and backward,
 // clip and opt the calls of that name; cpu is user and system time of one rank
-// per step; anon growth is resident anonymous memory after the last step, peak
-// growth the process's high-water mark, both minus their value before the
+// per step; anon growth is resident anonymous memory after the last step, pages
+// that ranks share counted in equal parts; peak growth is the process's high-water
+// mark, in which they count in every rank; both minus their value before the
 // optimizer was made. One thread a rank unless OMP_NUM_THREADS says otherwise.
 #include <ATen/Parallel.h>
 #include <sys/resource.h>
@@ -44,6 +45,7 @@ struct Options {
   bool no_sync = false;
   bool full_gradients = true;
   bool static_graph = false;
+  bool sockets = false;
   bool json = false;
 };
 
@@ -53,13 +55,18 @@ double now_ms() {
       .count();
 }
 
-// A field of /proc/self/status, in MB.
-double status_mb(const std::string& field) {
-  std::ifstream file("/proc/self/status");
+// A field of a file of /proc/self, in MB.
+double proc_mb(const std::string& name, const std::string& field) {
+  std::ifstream file("/proc/self/" + name);
   for (std::string line; std::getline(file, line);) {
     if (line.rfind(field + ":", 0) == 0) return std::stod(line.substr(field.size() + 1)) / 1024;
   }
   return 0;
+}
+
+// Resident memory that belongs to no file on a disk; what several ranks see counts in equal parts.
+double anonymous_mb() {
+  return proc_mb("smaps_rollup", "Pss_Anon") + proc_mb("smaps_rollup", "Pss_Shmem");
 }
 
 double cpu_ms() {
@@ -98,8 +105,8 @@ class Run {
         model_(make_workload(options.workload)),
         metrics_(group.make_communicator("benchmark", Purpose::kControl)) {
     model_->make_data(group.rank(), info_.micro_batches);
-    anon_before_ = status_mb("RssAnon");
-    peak_before_ = status_mb("VmHWM");
+    anon_before_ = anonymous_mb();
+    peak_before_ = proc_mb("status", "VmHWM");
     ZeroOptions zero_options;
     zero_options.stage(options.stage).stage1_full_gradients(options.full_gradients);
     zero_options.static_graph(options.static_graph);
@@ -133,8 +140,8 @@ class Run {
     line["min_ms"] = largest(*std::min_element(times.begin(), times.end()));
     for (const auto& [name, values] : phases_) line[name] = largest(median(values));
     line["cpu_ms"] = largest((cpu_ms() - cpu_before_) / options_.steps);
-    line["anon_growth_mb"] = largest(status_mb("RssAnon") - anon_before_);
-    line["rss_growth_mb"] = largest(status_mb("VmHWM") - peak_before_);
+    line["anon_growth_mb"] = largest(anonymous_mb() - anon_before_);
+    line["rss_growth_mb"] = largest(proc_mb("status", "VmHWM") - peak_before_);
     line["bytes_sent"] = bytes_last_step_;
     line["loss_first"] = loss_first_;
     line["loss_last"] = loss_last_;
@@ -222,7 +229,7 @@ void print_table(const nlohmann::json& line) {
 }
 
 int run(const Options& options) {
-  const Group group = init_process_group({.device = at::kCPU});
+  const Group group = init_process_group({.device = at::kCPU, .shared_memory = !options.sockets});
   Run benchmark(options, group);
   const nlohmann::json line = benchmark.measure();
   if (group.rank() != 0) return 0;
@@ -256,6 +263,7 @@ int main(int argc, char** argv) {
   app.add_flag("!--no-full-gradients", options.full_gradients,
                "Stage 1 without the gather of averaged gradients");
   app.add_flag("--static-graph", options.static_graph, "Without control messages");
+  app.add_flag("--sockets", options.sockets, "Without shared memory between the ranks");
   app.add_flag("--json", options.json, "One JSON line instead of a table");
   CLI11_PARSE(app, argc, argv);
   return zero::launch_local(options.nproc, [&] { return zero::examples::run(options); });

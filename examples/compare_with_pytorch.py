@@ -37,6 +37,11 @@ SYSTEMS = {
     "FSDP2, no resharding": ("fsdp2_zero2", [], ["--no-sync"]),
     "DeepSpeed ZeRO-2": ("deepspeed", [], []),
     "zero stage 2": ("zero", ["--stage", "2"], ["--stage", "2", "--no-sync"]),
+    "zero stage 2, sockets": (
+        "zero",
+        ["--stage", "2", "--sockets"],
+        ["--stage", "2", "--sockets", "--no-sync"],
+    ),
     "zero stage 1": ("zero", ["--stage", "1"], ["--stage", "1", "--no-sync"]),
     "zero stage 1, reduce-scatter": (
         "zero",
