@@ -39,9 +39,15 @@ struct Reduction {
 };
 
 class ReductionQueue {
+  static constexpr int kExchangesInFlight = 2;
+  static constexpr int kWaiting = 2;
+  static constexpr std::chrono::milliseconds kPatience{20};
+
  public:
-  // What a pool should keep for it between steps: the exchanges under way, in both directions.
-  static constexpr int kBuffersKept = 4;
+  // What a pool should keep between steps for a queue and who fills it: the exchanges under way, in
+  // both directions, what waits, and two that are being filled. What is dropped costs a page fault
+  // for every 4 KiB in the next step.
+  static constexpr int kBuffersKept = 2 * kExchangesInFlight + kWaiting + 2;
 
   explicit ReductionQueue(BufferPool& pool) : pool_(pool) {}
   // Drops what is not finished; blocks until the operation under way ends or fails.
@@ -56,10 +62,6 @@ class ReductionQueue {
   void drain();
 
  private:
-  static constexpr int kExchangesInFlight = 2;
-  static constexpr int kWaiting = 2;
-  static constexpr std::chrono::milliseconds kPatience{20};
-
   struct Exchange {
     Reduction reduction;
     at::Tensor received;

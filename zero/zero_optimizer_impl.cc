@@ -7,6 +7,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 
 #include "zero/device_stream.h"
 
@@ -38,13 +40,16 @@ std::vector<int64_t> ranks_in(const Domains& domains) {
 
 // What a pool keeps between steps.
 int64_t kept_bytes(const Plan& plan, const ZeroOptions& options) {
-  int64_t largest = 0;
+  std::vector<int64_t> bytes;
   for (const Bucket& bucket : plan.buckets) {
     const auto dtype = options.reduce_dtype().value_or(plan.arena_of(bucket).dtype);
-    largest = std::max<int64_t>(
-        largest, plan.bucket_numel(bucket) * static_cast<int64_t>(c10::elementSize(dtype)));
+    bytes.push_back(plan.bucket_numel(bucket) * static_cast<int64_t>(c10::elementSize(dtype)));
   }
-  return ReductionQueue::kBuffersKept * largest;
+  // Those in use at one time are different buckets: at most the largest ones.
+  const auto count = std::min<size_t>(bytes.size(), ReductionQueue::kBuffersKept);
+  const auto end = bytes.begin() + static_cast<int64_t>(count);
+  std::partial_sort(bytes.begin(), end, bytes.end(), std::greater<>());
+  return std::accumulate(bytes.begin(), end, int64_t{0});
 }
 
 // Buffers may travel over the links of any domain, and those agree about memory: it is the
