@@ -179,7 +179,7 @@ void cast_float_to_float_vs_copy(benchmark::State& state) {
   compare(
       state, 8.0 * n,
       [&] {
-        cast_copy(array(0), ScalarType::Float, array(1), ScalarType::Float, n, false, Stream{});
+        cast_copy(array(0), ScalarType::Float, array(1), ScalarType::Float, n, nullptr, Stream{});
       },
       [&] {
         on_threads(n, [&](int64_t begin, int64_t end) {
@@ -194,7 +194,7 @@ void cast_float_to_16_bits_vs_move(benchmark::State& state) {
   auto* narrow = reinterpret_cast<uint16_t*>(array(1));
   compare(
       state, 6.0 * n,
-      [&] { cast_copy(array(0), ScalarType::Float, narrow, kType, n, false, Stream{}); },
+      [&] { cast_copy(array(0), ScalarType::Float, narrow, kType, n, nullptr, Stream{}); },
       [&] {
         on_threads(n, [&](int64_t begin, int64_t end) {
           move_cast(reinterpret_cast<uint32_t*>(array(0)) + begin, narrow + begin, end - begin);
@@ -208,7 +208,7 @@ void cast_16_bits_to_float_vs_move(benchmark::State& state) {
   auto* narrow = reinterpret_cast<uint16_t*>(array(1));
   compare(
       state, 6.0 * n,
-      [&] { cast_copy(narrow, kType, array(2), ScalarType::Float, n, false, Stream{}); },
+      [&] { cast_copy(narrow, kType, array(2), ScalarType::Float, n, nullptr, Stream{}); },
       [&] {
         on_threads(n, [&](int64_t begin, int64_t end) {
           move_cast(narrow + begin, reinterpret_cast<uint32_t*>(array(2)) + begin, end - begin);

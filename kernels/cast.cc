@@ -24,13 +24,13 @@ void check_spans(c10::ArrayRef<CopySpan> spans) {
 }
 
 void copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
-                c10::ScalarType destination_dtype, bool accumulate, Stream stream) {
+                c10::ScalarType destination_dtype, bool with_addend, Stream stream) {
   const ElementType from = element_type(source_dtype, "cast_copy", "source_dtype");
   const ElementType to = element_type(destination_dtype, "cast_copy", "destination_dtype");
   check_spans(spans);
   if (stream.cuda) {
     const char* error = cuda::cast_copy_spans(spans.data(), static_cast<int64_t>(spans.size()),
-                                              from, to, accumulate, stream.handle);
+                                              from, to, with_addend, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::cast_copy: CUDA error: ", error);
     return;
   }
@@ -38,23 +38,25 @@ void copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
   const BlockMap map(static_cast<int64_t>(spans.size()), [&](int64_t i) { return spans[i].numel; });
   map.parallel_for_each_run([&](int64_t i, int64_t begin, int64_t end, int64_t) {
     const CopySpan& span = spans[i];
+    const auto* addend = static_cast<const char*>(span.addend);
     kernels.cast_copy(static_cast<const char*>(span.source) + begin * element_size(from), from,
                       static_cast<char*>(span.destination) + begin * element_size(to), to,
-                      end - begin, accumulate);
+                      end - begin, with_addend ? addend + begin * element_size(to) : nullptr);
   });
 }
 
 }  // namespace
 
 void cast_copy(const void* source, c10::ScalarType source_dtype, void* destination,
-               c10::ScalarType destination_dtype, int64_t numel, bool accumulate, Stream stream) {
-  copy_spans(CopySpan{source, destination, numel}, source_dtype, destination_dtype, accumulate,
-             stream);
+               c10::ScalarType destination_dtype, int64_t numel, const void* addend,
+               Stream stream) {
+  copy_spans(CopySpan{source, destination, numel, addend}, source_dtype, destination_dtype,
+             addend != nullptr, stream);
 }
 
 void cast_copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
                      c10::ScalarType destination_dtype, Stream stream) {
-  copy_spans(spans, source_dtype, destination_dtype, /*accumulate=*/false, stream);
+  copy_spans(spans, source_dtype, destination_dtype, /*with_addend=*/false, stream);
 }
 
 void fill_zero(void* destination, int64_t bytes, Stream stream) {

@@ -21,16 +21,18 @@
 
 namespace zero::kernels {
 
-// destination[i] = cast(source[i]), or with `accumulate`
-// destination[i] = cast(float(destination[i]) + float(source[i])): one rounding.
+// destination[i] = cast(source[i]), or with an addend
+// destination[i] = cast(float(addend[i]) + float(source[i])): one rounding.
 //   source       [numel] of source_dtype
 //   destination  [numel] of destination_dtype; not overlapping `source`, except
 //                that both may be the same address when the dtypes are equal
+//   addend       null, or [numel] of destination_dtype, not overlapping `destination`
+//                except that it may be the same address
 // numel may be 0, and then the pointers are not looked at.
 void cast_copy(const void* source, c10::ScalarType source_dtype, void* destination,
-               c10::ScalarType destination_dtype, int64_t numel, bool accumulate, Stream stream);
+               c10::ScalarType destination_dtype, int64_t numel, const void* addend, Stream stream);
 
-// cast_copy() without accumulate of every span, as one parallel region on the CPU and one launch
+// cast_copy() without an addend of every span, as one parallel region on the CPU and one launch
 // for each hundred-odd spans on CUDA. No destination may overlap another span's memory.
 void cast_copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
                      c10::ScalarType destination_dtype, Stream stream);

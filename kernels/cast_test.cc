@@ -35,7 +35,7 @@ float value_at(Buffer& buffer, ScalarType dtype, int64_t i) {
 void fill(Buffer& buffer, ScalarType dtype, int64_t numel, uint32_t seed) {
   std::vector<float> values(static_cast<size_t>(numel));
   fill_any_bits(values.data(), numel, seed);
-  reference::cast_copy(values.data(), ScalarType::Float, buffer.as<void>(), dtype, numel, false);
+  reference::cast_copy(values.data(), ScalarType::Float, buffer.as<void>(), dtype, numel, nullptr);
 }
 
 void expect_equal(Buffer& expected, Buffer& got, ScalarType dtype, int64_t numel) {
@@ -53,20 +53,27 @@ TEST(CastCopy, EveryPairOfTypesEverySizeAndSettingMatchesTheReference) {
   for (ScalarType from : kTypes) {
     for (ScalarType to : kTypes) {
       for (int64_t numel : kSizes) {
-        for (bool accumulate : {false, true}) {
+        for (const std::string added : {"nothing", "the destination", "another array"}) {
           SCOPED_TRACE(std::string(c10::toString(from)) + " to " + c10::toString(to) + ", numel " +
-                       std::to_string(numel) + (accumulate ? ", accumulate" : ""));
+                       std::to_string(numel) + ", adding " + added);
           Buffer source(numel * size_of(from), size_of(from));
           fill(source, from, numel, 1);
           Buffer expected(numel * size_of(to), 0);
           fill(expected, to, numel, 2);
           Buffer start = expected;
-          reference::cast_copy(source.as<void>(), from, expected.as<void>(), to, numel, accumulate);
+          Buffer other(numel * size_of(to), size_of(to));
+          fill(other, to, numel, 3);
+          const auto addend = [&](Buffer& destination) -> const void* {
+            if (added == "nothing") return nullptr;
+            return (added == "another array" ? other : destination).as<void>();
+          };
+          reference::cast_copy(source.as<void>(), from, expected.as<void>(), to, numel,
+                               addend(expected));
           for_each_setting([&] {
             for (int64_t offset : {int64_t{0}, size_of(to)}) {
               Buffer got(numel * size_of(to), offset);
               std::memcpy(got.as<char>(), start.as<char>(), static_cast<size_t>(start.bytes()));
-              cast_copy(source.as<void>(), from, got.as<void>(), to, numel, accumulate, Stream{});
+              cast_copy(source.as<void>(), from, got.as<void>(), to, numel, addend(got), Stream{});
               expect_equal(expected, got, to, numel);
             }
           });
@@ -86,8 +93,8 @@ TEST(CastCopy, EveryHalfAndBFloat16SurvivesTheWayThroughFloat) {
     for_each_setting([&] {
       Buffer wide(4 * kAll, 0);
       Buffer back(2 * kAll, 0);
-      cast_copy(all.as<void>(), type, wide.as<void>(), ScalarType::Float, kAll, false, Stream{});
-      cast_copy(wide.as<void>(), ScalarType::Float, back.as<void>(), type, kAll, false, Stream{});
+      cast_copy(all.as<void>(), type, wide.as<void>(), ScalarType::Float, kAll, nullptr, Stream{});
+      cast_copy(wide.as<void>(), ScalarType::Float, back.as<void>(), type, kAll, nullptr, Stream{});
       for (int64_t i = 0; i < kAll; ++i) {
         const float value = wide.as<float>()[i];
         if (!std::isnan(value)) {
@@ -111,7 +118,7 @@ TEST(CastCopy, TheBitsOfNaNDoNotDependOnTheInstructionSet) {
     std::vector<Buffer> results;
     for_each_setting([&] {
       Buffer got(2 * kNumel, 0);
-      cast_copy(source.as<void>(), ScalarType::Float, got.as<void>(), type, kNumel, false,
+      cast_copy(source.as<void>(), ScalarType::Float, got.as<void>(), type, kNumel, nullptr,
                 Stream{});
       results.push_back(got);
       ASSERT_TRUE(results.front().same_bytes(got));
@@ -138,7 +145,7 @@ TEST(CastCopySpans, MovesEverySpanAndNothingElse) {
     for (int64_t i = 0; i < kSpans; ++i) {
       Buffer expected(destinations[i].bytes(), 0);
       reference::cast_copy(sources[i].as<void>(), ScalarType::Float, expected.as<void>(),
-                           ScalarType::BFloat16, spans[i].numel, false);
+                           ScalarType::BFloat16, spans[i].numel, nullptr);
       ASSERT_TRUE(expected.same_bytes(destinations[i])) << "span " << i;
       ASSERT_TRUE(destinations[i].guards_intact());
     }
@@ -158,7 +165,7 @@ TEST(CastCopy, ThreadsOtherThanTheMainOneMayCall) {
   for (Buffer& result : results) {
     threads.emplace_back([&] {
       cast_copy(source.as<void>(), ScalarType::Float, result.as<void>(), ScalarType::Half, kNumel,
-                false, Stream{});
+                nullptr, Stream{});
     });
   }
   for (std::thread& thread : threads) {
@@ -182,11 +189,11 @@ TEST(FillZero, ClearsExactlyTheBytesGiven) {
 
 TEST(CastCopy, RefusesOtherTypesNegativeSizesAndNullPointers) {
   float x = 0.0F;
-  EXPECT_THROW(cast_copy(&x, ScalarType::Double, &x, ScalarType::Float, 1, false, Stream{}),
+  EXPECT_THROW(cast_copy(&x, ScalarType::Double, &x, ScalarType::Float, 1, nullptr, Stream{}),
                c10::Error);
-  EXPECT_THROW(cast_copy(&x, ScalarType::Float, &x, ScalarType::Float, -1, false, Stream{}),
+  EXPECT_THROW(cast_copy(&x, ScalarType::Float, &x, ScalarType::Float, -1, nullptr, Stream{}),
                c10::Error);
-  EXPECT_THROW(cast_copy(nullptr, ScalarType::Float, &x, ScalarType::Float, 1, false, Stream{}),
+  EXPECT_THROW(cast_copy(nullptr, ScalarType::Float, &x, ScalarType::Float, 1, nullptr, Stream{}),
                c10::Error);
 }
 

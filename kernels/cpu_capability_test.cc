@@ -51,7 +51,7 @@ TEST(NoCuda, ACudaStreamIsAnErrorThatNamesTheBuildOption) {
   float x = 0.0F;
   float y = 0.0F;
   try {
-    cast_copy(&x, c10::ScalarType::Float, &y, c10::ScalarType::Float, 1, false,
+    cast_copy(&x, c10::ScalarType::Float, &y, c10::ScalarType::Float, 1, nullptr,
               Stream{true, nullptr});
     FAIL() << "expected an exception";
   } catch (const c10::Error& error) {

@@ -19,7 +19,7 @@
 namespace zero::kernels::cuda {
 
 const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType source_type,
-                            ElementType destination_type, bool accumulate, void* stream);
+                            ElementType destination_type, bool with_addend, void* stream);
 
 const char* fill_zero(void* destination, int64_t bytes, void* stream);
 

@@ -71,7 +71,7 @@ Buffer ordinary(int64_t numel, ScalarType dtype, uint32_t seed) {
   Buffer wide(4 * numel, 0);
   fill_ordinary(wide.as<float>(), numel, seed);
   Buffer buffer(numel * size_of(dtype), 0);
-  cast_copy(wide.as<void>(), ScalarType::Float, buffer.as<void>(), dtype, numel, false, Stream{});
+  cast_copy(wide.as<void>(), ScalarType::Float, buffer.as<void>(), dtype, numel, nullptr, Stream{});
   return buffer;
 }
 
@@ -86,16 +86,22 @@ TEST_F(CudaKernels, CastCopyHasTheBitsOfTheCpu) {
   for (ScalarType from : kTypes) {
     for (ScalarType to : kTypes) {
       for (int64_t numel : kCudaSizes) {
-        for (bool accumulate : {false, true}) {
+        for (const std::string added : {"nothing", "the destination", "another array"}) {
           for (int64_t offset : {0, 1}) {
             Buffer source = ordinary(numel, from, 1);
             Buffer destination = ordinary(numel, to, 2);
+            Buffer other = ordinary(numel, to, 3);
             DeviceBuffer device_source(source, offset * size_of(from));
             DeviceBuffer device_destination(destination, 0);
-            cast_copy(source.as<void>(), from, destination.as<void>(), to, numel, accumulate,
-                      Stream{});
+            DeviceBuffer device_other(other, offset * size_of(to));
+            const auto addend = [&](void* destination, void* other) -> const void* {
+              if (added == "nothing") return nullptr;
+              return added == "another array" ? other : destination;
+            };
+            cast_copy(source.as<void>(), from, destination.as<void>(), to, numel,
+                      addend(destination.as<void>(), other.as<void>()), Stream{});
             cast_copy(device_source.as<void>(), from, device_destination.as<void>(), to, numel,
-                      accumulate, kCuda);
+                      addend(device_destination.as<void>(), device_other.as<void>()), kCuda);
             ASSERT_TRUE(device_destination.to_host().same_bytes(destination))
                 << c10::toString(from) << " to " << c10::toString(to) << " numel " << numel;
           }
@@ -117,7 +123,7 @@ TEST_F(CudaKernels, MoreSpansThanFitIntoOneLaunch) {
     memory.push_back(std::make_unique<DeviceBuffer>(destination, 2 * (i % 3)));
     spans.push_back({memory[2 * i]->as<void>(), memory[2 * i + 1]->as<void>(), numel});
     cast_copy(source.as<void>(), ScalarType::Float, destination.as<void>(), ScalarType::Half, numel,
-              false, Stream{});
+              nullptr, Stream{});
     expected.push_back(destination);
   }
   cast_copy_spans(spans, ScalarType::Float, ScalarType::Half, kCuda);

@@ -42,7 +42,7 @@ struct SumRowsRange {
 struct RangeKernels {
   const char* name;
   void (*cast_copy)(const void* source, ElementType source_type, void* destination,
-                    ElementType destination_type, int64_t numel, bool accumulate);
+                    ElementType destination_type, int64_t numel, const void* addend);
   void (*sum_rows)(const SumRowsRange& range);
   // The sums add up in an order that depends on numel alone.
   double (*sum_of_squares)(const float* values, int64_t numel);

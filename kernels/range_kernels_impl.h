@@ -65,14 +65,25 @@ inline void cast_range(const S* source, D* destination, int64_t numel) {
   }
 }
 
+// The addend, or the source, may be the destination: hence the chunks.
+inline void add_range(const float* source, const float* addend, float* destination, int64_t numel) {
+  float sum[kChunk];
+  for (int64_t begin = 0; begin < numel; begin += kChunk) {
+    const int64_t n = smaller(kChunk, numel - begin);
+    for (int64_t i = 0; i < n; ++i) {
+      sum[i] = addend[begin + i] + source[begin + i];
+    }
+    cast_range(sum, destination + begin, n);
+  }
+}
 template <class S, class D>
-inline void accumulate_range(const S* source, D* destination, int64_t numel) {
+inline void add_range(const S* source, const D* addend, D* destination, int64_t numel) {
   float added[kChunk];
   float sum[kChunk];
   for (int64_t begin = 0; begin < numel; begin += kChunk) {
     const int64_t n = smaller(kChunk, numel - begin);
     widen(source + begin, added, n);
-    widen(destination + begin, sum, n);
+    widen(addend + begin, sum, n);
     for (int64_t i = 0; i < n; ++i) {
       sum[i] = sum[i] + added[i];
     }
@@ -81,12 +92,13 @@ inline void accumulate_range(const S* source, D* destination, int64_t numel) {
 }
 
 void cast_copy_range(const void* source, ElementType source_type, void* destination,
-                     ElementType destination_type, int64_t numel, bool accumulate) {
+                     ElementType destination_type, int64_t numel, const void* addend) {
   with_type(source_type, [&]<class S>(S*) {
     with_type(destination_type, [&]<class D>(D*) {
       const S* from = static_cast<const S*>(source);
       D* to = static_cast<D*>(destination);
-      accumulate ? accumulate_range(from, to, numel) : cast_range(from, to, numel);
+      addend != nullptr ? add_range(from, static_cast<const D*>(addend), to, numel)
+                        : cast_range(from, to, numel);
     });
   });
 }

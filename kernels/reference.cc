@@ -52,11 +52,11 @@ bool writes_working(const void* working, const float* master) {
 }  // namespace
 
 void cast_copy(const void* source, c10::ScalarType source_dtype, void* destination,
-               c10::ScalarType destination_dtype, int64_t numel, bool accumulate) {
+               c10::ScalarType destination_dtype, int64_t numel, const void* addend) {
   for (int64_t i = 0; i < numel; ++i) {
     float value = load(source, source_dtype, i);
-    if (accumulate) {
-      value = load(destination, destination_dtype, i) + value;
+    if (addend != nullptr) {
+      value = load(addend, destination_dtype, i) + value;
     }
     store(value, destination, destination_dtype, i);
   }

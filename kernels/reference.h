@@ -21,7 +21,7 @@
 namespace zero::kernels::reference {
 
 void cast_copy(const void* source, c10::ScalarType source_dtype, void* destination,
-               c10::ScalarType destination_dtype, int64_t numel, bool accumulate);
+               c10::ScalarType destination_dtype, int64_t numel, const void* addend);
 
 void sum_rows(const SumRowsArgs& args);
 

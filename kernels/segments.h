@@ -18,6 +18,7 @@ struct CopySpan {
   const void* source = nullptr;
   void* destination = nullptr;
   int64_t numel = 0;
+  const void* addend = nullptr;
 };
 
 // fp32 values [numel] that are only read.

@@ -23,12 +23,12 @@ struct Rows {
     std::vector<float> values(static_cast<size_t>(world * numel));
     fill_ordinary(values.data(), world * numel, 5, 300.0F);
     reference::cast_copy(values.data() + own_rank * numel, ScalarType::Float, own.as<void>(), dtype,
-                         numel, false);
+                         numel, nullptr);
     for (int64_t i = 0; i < numel; ++i) {
       values[own_rank * numel + i] = NAN;
     }
     reference::cast_copy(values.data(), ScalarType::Float, received.as<void>(), dtype,
-                         world * numel, false);
+                         world * numel, nullptr);
   }
   Buffer received;
   Buffer own;

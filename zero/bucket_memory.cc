@@ -55,13 +55,14 @@ int64_t BucketMemory::bytes() const {
 }
 
 void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
-                      const at::Tensor& tensor, const at::Tensor& rows) {
+                      const at::Tensor& tensor, const at::Tensor& rows, const at::Tensor& added) {
   const auto stream = current_stream(rows.device());
   for (const Piece& piece : plan.pieces(bucket, slot)) {
     char* const to = mutable_address(rows, piece.bucket_begin);
     if (tensor.defined()) {
+      const char* const addend = added.defined() ? address(added, piece.parameter_begin) : nullptr;
       kernels::cast_copy(address(tensor, piece.parameter_begin), tensor.scalar_type(), to,
-                         rows.scalar_type(), piece.numel, false, stream);
+                         rows.scalar_type(), piece.numel, addend, stream);
     } else {
       kernels::fill_zero(to, piece.numel * rows.element_size(), stream);
     }

@@ -48,10 +48,12 @@ class BucketMemory {
 // holds a whole parameter in its memory order.
 
 // Writes the part of one parameter, with a cast where dtypes differ; zeros for an undefined tensor.
+// `added`, which has the dtype of `rows`, is added to the tensor unless it is undefined.
 // Padding is left as it is, since nobody reads it: to clear it would cost a small model on many
 // ranks more than all the rest.
 void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
-                      const at::Tensor& tensor, const at::Tensor& rows);
+                      const at::Tensor& tensor, const at::Tensor& rows,
+                      const at::Tensor& added = {});
 // tensors[i] belongs to bucket.slots[i] and has the dtype of `rows`. Of an undefined one nothing is
 // copied.
 void copy_out_of_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& rows,

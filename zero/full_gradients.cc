@@ -20,7 +20,7 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
     const at::Tensor own = rows.select(0, group.rank());
     const at::Tensor& shard = reducer.shard(b);
     kernels::cast_copy(shard.const_data_ptr(), at::kFloat, own.mutable_data_ptr(),
-                       own.scalar_type(), own.numel(), false, current_stream(own.device()));
+                       own.scalar_type(), own.numel(), nullptr, current_stream(own.device()));
     pending.push_back(group.gather_rows(rows, "averaged gradient bucket " + std::to_string(b)));
     all_rows.push_back(rows);
   }

@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -33,15 +34,21 @@ void check_gradient(const at::Tensor& gradient, const Parameter& p) {
               "; do not replace the parameter's storage by complex numbers");
 }
 
-// The gradient in the memory order of its parameter, as one flat stretch.
+bool is_known(c10::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+// Whether it is one flat stretch in the memory order of its parameter.
+bool is_in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
+  return is_known(gradient.scalar_type()) &&
+         (gradient.strides() == at::IntArrayRef(p.strides) || gradient.numel() <= 1);
+}
+
 at::Tensor in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
+  if (is_in_parameter_order(gradient, p)) return gradient;
   const auto dtype = gradient.scalar_type();
-  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-  if (known && (gradient.strides() == at::IntArrayRef(p.strides) || gradient.numel() <= 1)) {
-    return gradient;
-  }
-  at::Tensor copy = at::empty_strided(p.tensor.sizes(), p.strides,
-                                      gradient.options().dtype(known ? dtype : at::kFloat));
+  at::Tensor copy = at::empty_strided(
+      p.tensor.sizes(), p.strides, gradient.options().dtype(is_known(dtype) ? dtype : at::kFloat));
   return copy.copy_(gradient);
 }
 
@@ -145,8 +152,36 @@ void GradientReducer::gradient_kept(int64_t parameter) {
                             tensor.options().dtype(at::kFloat));
   }
   kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(), sum.mutable_data_ptr(),
-                     at::kFloat, sum.numel(), !first, current_stream(sum.device()));
+                     at::kFloat, sum.numel(), first ? nullptr : sum.const_data_ptr(),
+                     current_stream(sum.device()));
   tensor.mutable_grad().reset();
+}
+
+bool GradientReducer::take_gradient(int64_t parameter, const at::Tensor& gradient) {
+  const Parameter& p = table_.parameters()[parameter];
+  // A gradient with a graph of its own must stay a tensor, and a late one waits.
+  if (c10::GradMode::is_enabled() || packed_[parameter] != 0 || averaged_[parameter] != 0 ||
+      places_[parameter].empty()) {
+    return false;
+  }
+  const at::Tensor& grad = p.tensor.grad();
+  const at::Tensor& kept = kept_fp32_[parameter];
+  if (grad.defined() && kept.defined()) return false;
+  const at::Tensor sum = kept.defined() ? kept : grad;
+  const auto fits = [&](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && tensor.device() == p.tensor.device() &&
+           tensor.sizes() == p.sizes && is_in_parameter_order(tensor, p) && !tensor.is_neg();
+  };
+  if (!fits(gradient)) return false;
+  if (sum.defined()) {
+    // Accumulated apart, the sum would be rounded to its own dtype before it is to the bucket's.
+    const Bucket& bucket = plan_.buckets[places_[parameter].front().bucket];
+    if (!fits(sum) || sum.scalar_type() != dtype(plan_.arena_of(bucket))) return false;
+  }
+  release_gradient(parameter);
+  pack(parameter, gradient, sum);
+  send_complete();
+  return true;
 }
 
 void GradientReducer::gradient_ready(int64_t parameter) {
@@ -163,12 +198,12 @@ void GradientReducer::gradient_ready(int64_t parameter) {
     }
     close_round();  // a new pass began with a plain backward()
   }
-  pack(parameter);
+  pack(parameter, release_gradient(parameter));
   send_complete();
 }
 
 // Everything this rank has for the parameter, and nothing is left in p.grad().
-at::Tensor GradientReducer::take_gradient(int64_t parameter) {
+at::Tensor GradientReducer::release_gradient(int64_t parameter) {
   const Parameter& p = table_.parameters()[parameter];
   at::Tensor tensor = p.tensor;
   at::Tensor gradient = tensor.grad();
@@ -177,7 +212,8 @@ at::Tensor GradientReducer::take_gradient(int64_t parameter) {
   if (kept.defined()) {
     if (gradient.defined()) {
       kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(), kept.mutable_data_ptr(),
-                         at::kFloat, kept.numel(), true, current_stream(kept.device()));
+                         at::kFloat, kept.numel(), kept.const_data_ptr(),
+                         current_stream(kept.device()));
     }
     gradient = std::move(kept);
     kept = at::Tensor();
@@ -187,19 +223,23 @@ at::Tensor GradientReducer::take_gradient(int64_t parameter) {
   return gradient;
 }
 
+c10::ScalarType GradientReducer::dtype(const Arena& arena) const {
+  return options_.reduce_dtype.value_or(arena.dtype);
+}
+
 const at::Tensor& GradientReducer::open(int64_t b) {
   const Bucket& bucket = plan_.buckets[b];
   const Arena& arena = plan_.arena_of(bucket);
   at::Tensor& rows = open_[b].rows;
   if (!rows.defined()) {
-    const auto dtype = options_.reduce_dtype.value_or(arena.dtype);
-    rows = pool_.take(plan_.bucket_numel(bucket), dtype).view({arena.world_size, bucket.row_numel});
+    rows = pool_.take(plan_.bucket_numel(bucket), dtype(arena))
+               .view({arena.world_size, bucket.row_numel});
   }
   return rows;
 }
 
-void GradientReducer::pack(int64_t parameter) {
-  const at::Tensor gradient = take_gradient(parameter);
+// gradient + added, or only `gradient`.
+void GradientReducer::pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added) {
   packed_[parameter] = 1;
   used_[parameter] = 1;
   for (const Place& place : places_[parameter]) {
@@ -207,7 +247,7 @@ void GradientReducer::pack(int64_t parameter) {
     const Bucket& bucket = plan_.buckets[place.bucket];
     const Slot& slot = bucket.slots[place.slot];
     const at::Tensor& rows = open(place.bucket);
-    copy_into_bucket(plan_, bucket, slot, gradient, rows);
+    copy_into_bucket(plan_, bucket, slot, gradient, rows, added);
     Open& open = open_[place.bucket];
     --open.missing;
     const int64_t bytes = slot.numel * static_cast<int64_t>(rows.element_size());
@@ -255,7 +295,7 @@ void GradientReducer::close_round() {
   in_pass_ = false;
   const auto count = static_cast<int64_t>(table_.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
-    if (has_gradient(p) && packed_[p] == 0) pack(p);
+    if (has_gradient(p) && packed_[p] == 0) pack(p, release_gradient(p));
   }
   while (next_ < static_cast<int64_t>(order_.size())) send_next();
   ++rounds_;

@@ -58,6 +58,10 @@ class GradientReducer {
 
   // A backward pass begins whose end will be marked by close_round().
   void begin_pass();
+  // `gradient` is about to be added to what parameter.grad() holds. Where that can be done on the
+  // way into a bucket, which saves a pass over memory, does it, with the bits of gradient_ready(),
+  // and returns true: it is not to be accumulated then. Else changes nothing.
+  bool take_gradient(int64_t parameter, const at::Tensor& gradient);
   // parameter.grad() was accumulated. Packs it, frees it at once, so that the next one is made in
   // the same warm memory, and sends what became complete; or leaves it there when it comes second
   // in a pass. Throws c10::Error for a sparse gradient or one on another device.
@@ -118,9 +122,10 @@ class GradientReducer {
   void start_round();
   bool has_gradient(int64_t parameter) const;
   bool round_open() const;  // a gradient was packed that closes with this round
-  void pack(int64_t parameter);
+  c10::ScalarType dtype(const Arena& arena) const;  // of a bucket
   const at::Tensor& open(int64_t bucket);
-  at::Tensor take_gradient(int64_t parameter);
+  at::Tensor release_gradient(int64_t parameter);
+  void pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added = {});
   void send_complete();
   void send_next();
   void reduce_over_replicas();

@@ -60,7 +60,7 @@ class Widened {
       kernels::cast_copy(
           static_cast<const char*>(values.const_data_ptr()) + begin * values.element_size(),
           values.scalar_type(), buffer_.mutable_data_ptr<float>() + filled_, at::kFloat, numel,
-          /*accumulate=*/false, current_stream(buffer_.device()));
+          /*addend=*/nullptr, current_stream(buffer_.device()));
       begin += numel;
       filled_ += numel;
       if (filled_ == buffer_.numel()) flush();

@@ -31,7 +31,7 @@ bool masters_agree(const ParameterTable& table, const SegmentTensors& s) {
   const at::Tensor master = s.master.cpu();
   at::Tensor rounded = at::empty({s.segment.numel}, host.options());
   kernels::cast_copy(master.const_data_ptr(), at::kFloat, rounded.mutable_data_ptr(),
-                     host.scalar_type(), s.segment.numel, false, {});
+                     host.scalar_type(), s.segment.numel, nullptr, {});
   const auto* working =
       static_cast<const char*>(host.const_data_ptr()) + s.segment.begin * host.element_size();
   return std::memcmp(working, rounded.const_data_ptr(), rounded.nbytes()) == 0;

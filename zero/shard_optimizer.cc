@@ -120,7 +120,8 @@ void ShardOptimizer::write_row(int64_t bucket, const at::Tensor& own_row) const 
   if (shards_.arena.is_master(bucket)) return;
   const at::Tensor& master = master_rows_[bucket];
   kernels::cast_copy(master.const_data_ptr(), at::kFloat, own_row.mutable_data_ptr(),
-                     own_row.scalar_type(), master.numel(), false, current_stream(master.device()));
+                     own_row.scalar_type(), master.numel(), nullptr,
+                     current_stream(master.device()));
 }
 
 void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite) {

@@ -60,7 +60,7 @@ void WorkingArena::read_row(int64_t bucket, int64_t rank, const at::Tensor& row)
     const auto* source =
         static_cast<const char*>(tensor.const_data_ptr()) + s.begin * tensor.element_size();
     kernels::cast_copy(source, tensor.scalar_type(), row.mutable_data_ptr<float>() + s.offset,
-                       at::kFloat, s.numel, false, current_stream(row.device()));
+                       at::kFloat, s.numel, nullptr, current_stream(row.device()));
   }
 }
 

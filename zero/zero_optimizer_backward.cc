@@ -4,12 +4,35 @@
 // What happens in backward passes: hooks, rounds, and passes that fail.
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "zero/zero_optimizer_impl.h"
 
 namespace zero {
 namespace {
+
+// A graph of which only some gradients are wanted, as by torch::autograd::grad(), calls the hooks
+// of tensors too, and accumulates none or few of them.
+bool wants_all_gradients() {
+  const auto* const chosen = torch::autograd::get_current_graph_task_exec_info();
+  return chosen != nullptr && chosen->empty();
+}
+
+class BeforeAccumulation final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BeforeAccumulation(std::function<bool(const at::Tensor&)> taken)
+      : taken_(std::move(taken)) {}
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    const bool taken = gradients.at(0).defined() && taken_(gradients[0]);
+    // Of an undefined gradient nothing is accumulated, and AfterAccumulation is not called.
+    return taken ? torch::autograd::variable_list(1) : gradients;
+  }
+
+ private:
+  std::function<bool(const at::Tensor&)> taken_;
+};
 
 class AfterAccumulation final : public torch::autograd::PostAccumulateGradHook {
  public:
@@ -29,10 +52,14 @@ void ZeroOptimizer::Impl::install_hooks() {
     tensor.mutable_grad().reset();
     torch::autograd::impl::set_post_acc_grad_hooks(
         tensor, std::make_unique<AfterAccumulation>([this, index] { after_accumulation(index); }));
-    if (options.stage() == 1 && options.stage1_full_gradients()) {
-      accumulation_hooks.push_back(
-          tensor.register_hook([this, index](const at::Tensor&) { before_accumulation(index); }));
-    }
+    // What register_hook() adds, at whatever time, belongs to one entry. Its first call makes that
+    // entry and drops all others, so it is made here: before ours, which sees what the user's hooks
+    // made of a gradient.
+    tensor.remove_hook(tensor.register_hook([](const at::Tensor&) {}));
+    auto before = std::make_unique<BeforeAccumulation>(
+        [this, index](const at::Tensor& gradient) { return before_accumulation(index, gradient); });
+    before_hooks.push_back(before.get());
+    torch::autograd::impl::hooks(tensor).push_back(std::move(before));
   }
 }
 
@@ -41,20 +68,24 @@ void ZeroOptimizer::Impl::remove_hooks() noexcept {
     for (size_t i = 0; i < table.parameters().size(); ++i) {
       const at::Tensor& tensor = table.parameters()[i].tensor;
       torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
-      if (i < accumulation_hooks.size()) tensor.remove_hook(accumulation_hooks[i]);
+      std::erase_if(torch::autograd::impl::hooks(tensor),
+                    [&](const auto& hook) { return hook.get() == before_hooks[i]; });
     }
   } catch (...) {  // a tensor that lost its autograd state has no hooks either
   }
 }
 
-void ZeroOptimizer::Impl::before_accumulation(int64_t parameter) {
+bool ZeroOptimizer::Impl::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
   reducer.set_average_aside(parameter);
+  if (*no_sync_active || clipped || !wants_all_gradients()) return false;
+  bool taken = false;
+  accept([&] { taken = reducer.take_gradient(parameter, gradient); });
+  return taken;
 }
 
 void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
   if (!table.parameters()[parameter].tensor.grad().defined()) return;
   check_usable();
-  settle();
   if (clipped) {
     // It must not travel with the clipped gradients after the error.
     table.parameters()[parameter].tensor.mutable_grad().reset();
@@ -63,13 +94,21 @@ void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
         "of " +
         table.parameters()[parameter].name + "; clip after the last backward pass");
   }
-  measured.reset();
-  try {
+  accept([&] {
     if (*no_sync_active) {
       reducer.gradient_kept(parameter);
     } else {
       reducer.gradient_ready(parameter);
     }
+  });
+}
+
+void ZeroOptimizer::Impl::accept(const std::function<void()>& gradient) {
+  check_usable();
+  settle();
+  measured.reset();
+  try {
+    gradient();
   } catch (const std::exception& error) {
     broken_backward = error_text(error) +
                       ". Gradients are incomplete: call zero_grad() on all ranks and repeat the "

@@ -5,6 +5,8 @@
 // included by zero_optimizer*.cc and by the checkpoint.
 #pragma once
 
+#include <torch/csrc/autograd/function_hook.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
@@ -60,8 +62,11 @@ struct ZeroOptimizer::Impl {
   // --- Backward (zero_optimizer_backward.cc)
   void install_hooks();
   void remove_hooks() noexcept;
-  void before_accumulation(int64_t parameter);
+  // True: the gradient is on its way, and is not to be accumulated.
+  bool before_accumulation(int64_t parameter, const at::Tensor& gradient);
   void after_accumulation(int64_t parameter);
+  // Runs `gradient`, which hands one to the reducer; an error is told to all ranks.
+  void accept(const std::function<void()>& gradient);
   void run_backward(const std::function<void()>& backward);
 
   // --- Collective calls (zero_optimizer_calls.cc)
@@ -124,9 +129,9 @@ struct ZeroOptimizer::Impl {
     at::Tensor rows;  // undefined: none under way
     Pending pending;
   };
-  std::vector<Gather> gathers;                         // per bucket
-  std::vector<std::vector<at::Tensor>> group_members;  // as at construction
-  std::vector<unsigned> accumulation_hooks;
+  std::vector<Gather> gathers;                                        // per bucket
+  std::vector<std::vector<at::Tensor>> group_members;                 // as at construction
+  std::vector<const torch::autograd::FunctionPreHook*> before_hooks;  // per parameter
 
   std::shared_ptr<bool> no_sync_active = std::make_shared<bool>(false);
   std::string problem;          // seen outside a collective call, not yet told
