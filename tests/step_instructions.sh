@@ -52,14 +52,13 @@ count() {
 for width in $widths; do
   plain=$(count 0 "$width")
   echo "$parameters parameters, width $width, $layout, stage $stage; autograd alone: $plain"
-  printf '%8s %14s %14s %14s %10s %10s\n' ranks step "less autograd" "per parameter" growth "of step"
-  first='' first_step=''
+  printf '%8s %14s %16s %14s %10s\n' ranks step "beyond autograd" "per parameter" growth
+  first=''
   for world in $worlds; do
     step=$(count "$world" "$width")
-    own=$((step - plain))
-    : "${first:=$own}" "${first_step:=$step}"
-    awk -v w="$world" -v s="$step" -v o="$own" -v n="$parameters" -v f="$first" -v fs="$first_step" \
-      'BEGIN { printf "%8d %14d %14d %14d %+9.1f%% %+9.1f%%\n", w, s, o, o / n, (o / f - 1) * 100, (s / fs - 1) * 100 }'
+    : "${first:=$step}"
+    awk -v w="$world" -v s="$step" -v o=$((step - plain)) -v n="$parameters" -v f="$first" \
+      'BEGIN { printf "%8d %14d %16d %14d %+9.1f%%\n", w, s, o, o / n, (s / f - 1) * 100 }'
   done
   if ((top > 0)); then
     for world in $worlds; do
