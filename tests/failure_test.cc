@@ -358,11 +358,11 @@ TEST(EndedTest, LostMessageIsATimeout) {
 // ---------------------------------------------------------------------
 // Processes
 
-TEST(ProcessTest, KilledInTheMiddleOfTraining) {
+void expect_death_noticed(const std::string& arguments) {
   const char* path = std::getenv("FAILURE_PROGRAM");
   const std::string program = path == nullptr ? "tests/failure_program" : path;
   const auto start = Clock::now();
-  FILE* pipe = popen(("exec " + program + " 2>&1").c_str(), "r");
+  FILE* pipe = popen(("exec " + program + " " + arguments + " 2>&1").c_str(), "r");
   ASSERT_NE(pipe, nullptr);
   std::string output;
   std::array<char, 4096> buffer;
@@ -379,6 +379,11 @@ TEST(ProcessTest, KilledInTheMiddleOfTraining) {
   }
   expect_words(output, {"control message of step()", "lost rank 1"});
 }
+
+TEST(ProcessTest, KilledInTheMiddleOfTraining) { expect_death_noticed("23 600"); }
+
+// The others are reading its memory, or it is reading theirs.
+TEST(ProcessTest, KilledWhileRowsAreShared) { expect_death_noticed("30000 600000"); }
 
 }  // namespace
 }  // namespace zero
