@@ -104,7 +104,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Runs backward from a 0-dim `loss` (times loss_scale()) and closes the
   // round: complete buckets have been sent meanwhile, the rest is sent now with
-  // zeros for missing gradients. Waits for no other rank. Calls add up.
+  // zeros for missing gradients. Waits for no other rank. Calls add up. Hooks that
+  // register_hook() adds to a parameter, before or after construction, run as ever, and
+  // what they return travels; gradients of torch::autograd::grad() do not.
   // Throws what the backward pass throws; the gradients are then incomplete
   // and every rank's next step() throws until zero_grad() is called.
   void backward(const at::Tensor& loss);
