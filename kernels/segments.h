@@ -18,7 +18,7 @@ struct CopySpan {
   const void* source = nullptr;
   void* destination = nullptr;
   int64_t numel = 0;
-  const void* addend = nullptr;
+  const void* addend = nullptr;  // set by cast_copy() alone
 };
 
 // fp32 values [numel] that are only read.

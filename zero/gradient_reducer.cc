@@ -4,7 +4,6 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -159,9 +158,8 @@ void GradientReducer::gradient_kept(int64_t parameter) {
 
 bool GradientReducer::take_gradient(int64_t parameter, const at::Tensor& gradient) {
   const Parameter& p = table_.parameters()[parameter];
-  // A gradient with a graph of its own must stay a tensor, and a late one waits.
-  if (c10::GradMode::is_enabled() || packed_[parameter] != 0 || averaged_[parameter] != 0 ||
-      places_[parameter].empty()) {
+  // A late one waits.
+  if (packed_[parameter] != 0 || averaged_[parameter] != 0 || places_[parameter].empty()) {
     return false;
   }
   const at::Tensor& grad = p.tensor.grad();
