@@ -27,8 +27,8 @@ struct Draft {
 
 void check_arguments(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> world_sizes,
                      const PlanOptions& options) {
-  TORCH_CHECK(options.bucket_bytes >= 0, "bucket_bytes: expected 0 or more, got ",
-              options.bucket_bytes);
+  TORCH_CHECK(options.bucket_bytes.value_or(0) >= 0, "bucket_bytes: expected 0 or more, got ",
+              *options.bucket_bytes);
   for (int64_t world_size : world_sizes) {
     TORCH_CHECK(world_size >= 1, "world size: expected 1 or more, got ", world_size);
   }
@@ -195,6 +195,13 @@ uint64_t Plan::fingerprint() const {
   return hash.value();
 }
 
+int64_t default_bucket_bytes(int64_t world_size) {
+  constexpr int64_t kRow = int64_t{256} << 10;
+  constexpr int64_t kLeast = int64_t{4} << 20;
+  constexpr int64_t kMost = int64_t{64} << 20;
+  return std::clamp(kRow * world_size, kLeast, kMost);
+}
+
 Plan make_plan(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> world_sizes,
                const PlanOptions& options) {
   check_arguments(parameters, world_sizes, options);
@@ -206,10 +213,12 @@ Plan make_plan(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> w
 
   std::vector<Draft> drafts;
   for (int64_t a = 0; a < static_cast<int64_t>(plan.arenas.size()); ++a) {
+    const int64_t bucket_bytes =
+        options.bucket_bytes.value_or(default_bucket_bytes(plan.arenas[a].world_size));
     if (options.layout == Layout::kContiguous) {
-      cut_contiguous(parameters, a, options.bucket_bytes, plan, drafts);
+      cut_contiguous(parameters, a, bucket_bytes, plan, drafts);
     } else {
-      cut_per_parameter(parameters, a, options.bucket_bytes, plan, drafts);
+      cut_per_parameter(parameters, a, bucket_bytes, plan, drafts);
     }
   }
   std::stable_sort(drafts.begin(), drafts.end(),

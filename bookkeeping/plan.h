@@ -28,6 +28,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -55,11 +56,16 @@ struct ParameterInfo {
   int64_t domain = 0;
 };
 
+// 256 KiB a row, so that messages stay large when ranks are many; 4 MiB at least and 64 MiB at
+// most.
+int64_t default_bucket_bytes(int64_t world_size);
+
 struct PlanOptions {
   Layout layout = Layout::kContiguous;
   // A bucket holds about this many bytes of its arena's dtype, at least one
-  // aligned row per rank. 0: one bucket per arena.
-  int64_t bucket_bytes = 0;
+  // aligned row per rank. 0: one bucket per arena. Default: default_bucket_bytes()
+  // of the ranks that share the arena.
+  std::optional<int64_t> bucket_bytes = std::nullopt;
 };
 
 // One parameter's part in one bucket.

@@ -30,7 +30,7 @@ struct Options {
   JobOptions job;
   std::string dtype = "bfloat16";
   std::string layout = "contiguous";
-  double bucket_mb = 4;
+  std::optional<double> bucket_mb;
   double bandwidth = 50;
   double latency = 10;
   bool json = false;
@@ -127,7 +127,7 @@ void add_options(CLI::App& app, Options& options) {
       ->check(CLI::IsMember(kDtypes));
   app.add_option("--layout", options.layout, "Layout of buckets")
       ->check(CLI::IsMember({"contiguous", "per_parameter"}));
-  app.add_option("--bucket-mb", options.bucket_mb, "Bucket size in MiB")
+  app.add_option("--bucket-mb", options.bucket_mb, "Bucket size in MiB; default: by the number of ranks")
       ->check(CLI::PositiveNumber);
   app.add_option("--expert-parallel", options.job.expert_parallel,
                  "Ranks over which the experts of a layer are dealt out")
@@ -143,7 +143,9 @@ int run(Options options) {
   options.job.dtype = kDtypes.at(options.dtype);
   options.job.plan.layout =
       options.layout == "contiguous" ? Layout::kContiguous : Layout::kPerParameter;
-  options.job.plan.bucket_bytes = static_cast<int64_t>(options.bucket_mb * 1024 * 1024);
+  if (options.bucket_mb) {
+    options.job.plan.bucket_bytes = static_cast<int64_t>(*options.bucket_mb * 1024 * 1024);
+  }
   const nlohmann::ordered_json result = report(options);
   if (options.json) {
     std::cout << result.dump() << "\n";

@@ -138,7 +138,7 @@ TEST_P(FailureTest, AbortEndsWaitsHereAndThere) {
           Pending pending = data->exchange_rows(rows, received, "b 1");
           std::thread aborter([&] {
             std::this_thread::sleep_for(milliseconds(100));
-            data->abort();
+            data->abort("aborted by this rank");
           });
           expect_words(error_of([&] { pending.wait(); }), {"aborted by this rank"});
           aborter.join();

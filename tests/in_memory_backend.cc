@@ -133,14 +133,25 @@ class MemoryBackend : public c10d::Backend {
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
                     const c10d::AllreduceOptions& options) override {
     const at::Tensor values = tensors.at(0);
-    const bool sum = options.reduceOp == c10d::ReduceOp::SUM;
-    TORCH_CHECK(sum || options.reduceOp == c10d::ReduceOp::MAX, "zero-memory: SUM and MAX only");
-    return collective(MemoryOp::kAllReduce, sum ? "sum" : "max", values,
-                      2 * (getSize() - 1) * bytes_of(values) / getSize(),
-                      [values, sum](const auto& parts) {
+    const c10d::ReduceOp::RedOpType op = options.reduceOp;
+    const bool sum = op == c10d::ReduceOp::SUM;
+    const bool either = op == c10d::ReduceOp::BOR;
+    TORCH_CHECK(sum || either || op == c10d::ReduceOp::MAX, "zero-memory: SUM, BOR and MAX only");
+    return collective(MemoryOp::kAllReduce,
+                      sum      ? "sum"
+                      : either ? "or"
+                               : "max",
+                      values, 2 * (getSize() - 1) * bytes_of(values) / getSize(),
+                      [values, sum, either](const auto& parts) {
                         values.copy_(parts[0]);
                         for (size_t r = 1; r < parts.size(); ++r) {
-                          sum ? values.add_(parts[r]) : values.copy_(at::maximum(values, parts[r]));
+                          if (sum) {
+                            values.add_(parts[r]);
+                          } else if (either) {
+                            values.bitwise_or_(parts[r]);
+                          } else {
+                            values.copy_(at::maximum(values, parts[r]));
+                          }
                         }
                       });
   }

@@ -95,7 +95,7 @@ Training random_training(uint64_t seed) {
 std::string describe(uint64_t seed, const Training& t) {
   std::ostringstream text;
   text << "seed " << seed << " W " << t.world_size << " stage " << t.options.stage() << " layout "
-       << static_cast<int>(t.options.layout()) << " bucket " << t.options.bucket_bytes()
+       << static_cast<int>(t.options.layout()) << " bucket " << t.options.bucket_bytes().value_or(0)
        << " micro " << t.micro_batches << " width " << t.width << " fused " << t.options.fused()
        << " full " << t.options.stage1_full_gradients() << " clip " << t.max_norm.value_or(0);
   return text.str();

@@ -8,9 +8,13 @@
 //   stage 1, full gradients (W-1)/W * P   averaged gradients back
 //   every step              (W-1)/W * P   parameters
 //   norm                    16 (W-1)      two doubles
-//   control message         4 (6 + N) (W-1)   per collective call, N parameters
+//   control message         56 (W-1)      per collective call; and a bit per parameter where ranks
+//                                         used different ones
 #include <gtest/gtest.h>
+#include <torch/nn/module.h>
+#include <torch/optim/sgd.h>
 
+#include "tests/numbers.h"
 #include "tests/run_ranks.h"
 #include "tests/training.h"
 #include "zero/zero_optimizer.h"
@@ -79,6 +83,37 @@ TEST(TrafficTest, BytesPerStepAreTheFormula) {
         }
       }
     }
+  }
+}
+
+// Flags of used parameters are sent where ranks differ only, and then as bits.
+TEST(TrafficTest, ControlMessagesDoNotGrowWithTheModelWhileRanksAgree) {
+  for (const int world_size : {2, 3}) {
+    run_ranks(world_size,
+              [&](const Group& group) {
+                torch::nn::Module module;
+                constexpr int64_t kParameters = 100;
+                for (int64_t p = 0; p < kParameters; ++p) {
+                  module.register_parameter("p" + std::to_string(p), numbers({2}, p));
+                }
+                const auto parameters = module.parameters();
+                ZeroOptimizer optimizer(
+                    module, std::make_unique<torch::optim::SGD>(parameters, 0.1), group);
+                const auto sent_by_step = [&](int64_t used) {
+                  at::Tensor loss = parameters[0].sum();
+                  for (int64_t p = 1; p < used; ++p) loss = loss + parameters[p].sum();
+                  optimizer.backward(loss);
+                  const int64_t before = optimizer.stats().control.small_bytes_sent;
+                  optimizer.step();
+                  return optimizer.stats().control.small_bytes_sent - before;
+                };
+                const int64_t others = world_size - 1;
+                EXPECT_EQ(sent_by_step(kParameters), 14 * 4 * others);
+                EXPECT_EQ(sent_by_step(kParameters / 2), 14 * 4 * others);
+                const int64_t bits = (kParameters + 31) / 32 * 4;
+                EXPECT_EQ(sent_by_step(group.rank() == 1 ? 33 : 1), (14 * 4 + bits) * others);
+              },
+              {Transport::kMemory});
   }
 }
 

@@ -114,6 +114,17 @@ Trajectory train_sharded(const Training& t, const Group& group) {
   OddModel model(group.rank() == 0 ? 1 : 100 + group.rank(), t.width);
   model->to(t.dtype);
   ZeroOptimizer optimizer(*model, make_inner(t.inner, *model), group, t.options);
+  // A step without a pass on any rank has nothing to clip, which is an error.
+  const auto has_pass = [&](int step) {
+    for (int rank = 0; rank < t.world_size; ++rank) {
+      for (int micro = 0; micro < t.micro_batches; ++micro) {
+        const bool plain =
+            t.by_plain_backward ? t.by_plain_backward(rank, step, micro) : t.plain_backward;
+        if (t.runs(rank, step, micro) && (!plain || t.use(rank, step, micro) != 0)) return true;
+      }
+    }
+    return false;
+  };
   Trajectory trajectory;
   for (int step = 0; step < t.steps; ++step) {
     for (int micro = 0; micro < t.micro_batches; ++micro) {
@@ -130,7 +141,7 @@ Trajectory train_sharded(const Training& t, const Group& group) {
         optimizer.scale_loss(loss).backward();
       }
     }
-    if (t.max_norm) optimizer.clip_grad_norm_(*t.max_norm);
+    if (t.max_norm && has_pass(step)) optimizer.clip_grad_norm_(*t.max_norm);
     optimizer.step();
     trajectory.push_back(values(*model));
   }

@@ -17,7 +17,7 @@ namespace {
 std::string describe(const Training& t) {
   std::ostringstream text;
   text << "W " << t.world_size << " stage " << t.options.stage() << " layout "
-       << static_cast<int>(t.options.layout()) << " bucket " << t.options.bucket_bytes()
+       << static_cast<int>(t.options.layout()) << " bucket " << t.options.bucket_bytes().value_or(0)
        << " inner " << static_cast<int>(t.inner) << " micro " << t.micro_batches << " no_sync "
        << t.no_sync << " plain " << t.plain_backward << " clip " << t.max_norm.value_or(0);
   return text.str();

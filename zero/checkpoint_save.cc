@@ -84,7 +84,7 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
   m.world_size = links->control->world_size();
   m.stage = options.stage();
   m.layout = options.layout() == Layout::kContiguous ? "contiguous" : "per parameter";
-  m.bucket_bytes = options.bucket_bytes();
+  m.bucket_bytes = options.bucket_bytes().value_or(default_bucket_bytes(domains.home.world_size()));
   m.plan_fingerprint = plan.fingerprint();
   m.optimizer = optimizer_name(shards.inner());
   const StepCounts::Values made = counts.read();
@@ -146,7 +146,7 @@ void ZeroOptimizer::Impl::check_can_be_stored(const ParamGroups& groups) const {
 }
 
 void ZeroOptimizer::Impl::check_no_gradients() const {
-  TORCH_CHECK(reducer.rounds_needed() == 0 && !reducer.any_used() && !clipped,
+  TORCH_CHECK(reducer.rounds_needed() == 0 && !reducer.any_used() && clips.empty(),
               "expected no gradients since the last step, got some; a checkpoint holds no "
               "gradients: call step() first, or zero_grad() to drop them");
 }

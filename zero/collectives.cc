@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <mutex>
 
@@ -72,9 +73,12 @@ std::function<void()> settle(const at::Tensor& tensor, const at::Tensor& carrier
 // In rank order on every rank, so that all get the same bits at every run.
 at::Tensor reduced(const at::Tensor& rows, c10d::ReduceOp::RedOpType op) {
   if (op == c10d::ReduceOp::MAX) return rows.amax(0);
-  at::Tensor sum = rows.select(0, 0).clone();
-  for (int64_t r = 1; r < rows.size(0); ++r) sum.add_(rows.select(0, r));
-  return sum;
+  at::Tensor result = rows.select(0, 0).clone();
+  for (int64_t r = 1; r < rows.size(0); ++r) {
+    op == c10d::ReduceOp::BOR ? result.bitwise_or_(rows.select(0, r))
+                              : result.add_(rows.select(0, r));
+  }
+  return result;
 }
 
 // Whether two contiguous tensors share memory; parts of one buffer need not.
@@ -108,6 +112,8 @@ struct Communicator::Impl : std::enable_shared_from_this<Communicator::Impl> {
                      const std::string& what);
 
   void hang_up() noexcept;
+  // Refuses what would overtake queued reductions.
+  void check_no_reductions(const std::string& what) const;
   void count(int64_t Traffic::*calls, int64_t Traffic::*bytes, int64_t sent);
   bool waits_on_stream(const at::Tensor& tensor) const {
     return style == Style::kWhole && tensor.is_cuda();
@@ -122,6 +128,9 @@ struct Communicator::Impl : std::enable_shared_from_this<Communicator::Impl> {
   const std::shared_ptr<GroupHealth> health;
   milliseconds timeout() const { return health->timeout(); }
 
+  // Between begin_reductions() and end_reductions().
+  std::atomic<bool> reducing = false;
+
   // Held while an operation is handed to the backend: backends number their calls without locks,
   // and tags must be given out in the order of the calls.
   std::mutex issue_mutex;
@@ -129,6 +138,8 @@ struct Communicator::Impl : std::enable_shared_from_this<Communicator::Impl> {
 
   std::mutex traffic_mutex;
   Traffic traffic;
+
+  std::function<void(const std::string& reason)> on_failure;
 };
 
 Communicator::Impl::Impl(BackendPtr backend_in, std::string name, milliseconds timeout)
@@ -160,6 +171,12 @@ void Communicator::Impl::hang_up() noexcept {
     backend->abort();
   } catch (...) {  // A backend that cannot even stop leaves nothing to be done.
   }
+}
+
+void Communicator::Impl::check_no_reductions(const std::string& what) const {
+  TORCH_INTERNAL_ASSERT(!reducing, what,
+                        ": started while gradient reductions are queued; complete them first",
+                        health->where());
 }
 
 void Communicator::Impl::count(int64_t Traffic::*calls, int64_t Traffic::*bytes, int64_t sent) {
@@ -238,6 +255,7 @@ void Communicator::Impl::receive(c10d::Backend& transport, int tag, const at::Te
 Pending Communicator::Impl::gather(const at::Tensor& rows, const std::string& what,
                                    int64_t Traffic::*calls, int64_t Traffic::*bytes) {
   check_rows(rows, world_size, what);
+  check_no_reductions(what);
   if (style == Style::kAlone) return Pending([] {});
   Pending pending = start(what, [&](c10d::Backend& transport, Operation& operation) {
     if (rows.numel() == 0) return;
@@ -263,6 +281,7 @@ Pending Communicator::Impl::all_reduce(const at::Tensor& values, c10d::ReduceOp:
                                        const std::string& what) {
   TORCH_CHECK(values.dim() == 1 && values.is_contiguous(), what,
               ": expected a contiguous 1-D tensor, got ", values.sizes());
+  check_no_reductions(what);
   if (style == Style::kAlone) return Pending([] {});
   Pending pending = start(what, [&](c10d::Backend& transport, Operation& operation) {
     if (values.numel() == 0) return;
@@ -291,8 +310,11 @@ Pending Communicator::Impl::all_reduce(const at::Tensor& values, c10d::ReduceOp:
 
 Communicator::Communicator(BackendPtr backend, std::string name, milliseconds timeout)
     : impl_(std::make_shared<Impl>(std::move(backend), std::move(name), timeout)) {
-  impl_->health->on_first_failure([impl = std::weak_ptr<Impl>(impl_)] {
-    if (const auto alive = impl.lock()) alive->hang_up();
+  impl_->health->on_first_failure([impl = std::weak_ptr<Impl>(impl_)](const std::string& reason) {
+    const auto alive = impl.lock();
+    if (!alive) return;
+    if (alive->on_failure) alive->on_failure(reason);
+    alive->hang_up();
   });
 }
 
@@ -462,12 +484,19 @@ Pending Communicator::all_reduce_max(const at::Tensor& values, const std::string
   return impl_->all_reduce(values, c10d::ReduceOp::MAX, what);
 }
 
+Pending Communicator::all_reduce_or(const at::Tensor& values, const std::string& label) {
+  const std::string what = "all_reduce_or of " + label;
+  TORCH_CHECK(values.scalar_type() == at::kInt, what, ": expected int32, got ", values.dtype());
+  return impl_->all_reduce(values, c10d::ReduceOp::BOR, what);
+}
+
 Pending Communicator::broadcast(const at::Tensor& tensor, int source, const std::string& label) {
   const std::string what = "broadcast of " + label;
   TORCH_CHECK(tensor.is_contiguous(), what, ": expected a contiguous tensor, got strides ",
               tensor.strides(), " for ", tensor.sizes());
   TORCH_CHECK(0 <= source && source < impl_->world_size, what, ": expected a source in [0, ",
               impl_->world_size, "), got ", source, impl_->health->where());
+  impl_->check_no_reductions(what);
   if (impl_->style == Style::kAlone) return Pending([] {});
   Pending pending = impl_->start(what, [&](c10d::Backend& transport, Operation& operation) {
     if (tensor.numel() == 0) return;
@@ -512,8 +541,13 @@ std::vector<std::string> Communicator::all_gather_text(const std::string& text,
   return texts;
 }
 
-void Communicator::abort() noexcept {
-  impl_->health->fail("aborted by this rank" + impl_->health->where());
+void Communicator::begin_reductions() { impl_->reducing = true; }
+void Communicator::end_reductions() { impl_->reducing = false; }
+
+void Communicator::abort(const std::string& reason) noexcept { impl_->health->fail(reason); }
+
+void Communicator::on_failure(std::function<void(const std::string&)> action) {
+  impl_->on_failure = std::move(action);
 }
 
 }  // namespace zero

@@ -144,10 +144,12 @@ class Communicator {
 
   // Collective. In place. `values` is 1-D, contiguous and small. Sums are for double, in rank
   // order except on NCCL; the maximum is for int64 and int32 only, since a float maximum loses NaN
-  // on Gloo. Where rows travel pairwise (Gloo) it is an exchange of all values, counted as W-1
-  // times their bytes, and names a rank that is missing; on NCCL counted as 2(W-1)/W.
+  // on Gloo; the bitwise OR is for int32. Where rows travel pairwise (Gloo) it is an exchange of
+  // all values, counted as W-1 times their bytes, and names a rank that is missing; on NCCL, which
+  // has no OR, counted as 2(W-1)/W.
   Pending all_reduce_sum(const at::Tensor& values, const std::string& label);
   Pending all_reduce_max(const at::Tensor& values, const std::string& label);
+  Pending all_reduce_or(const at::Tensor& values, const std::string& label);
 
   // Collective. In place: rank `source`'s values reach every rank. Counted as
   // (W-1) times its bytes on the source and nothing elsewhere.
@@ -158,10 +160,19 @@ class Communicator {
   // the texts padded to the longest, W-1 times each, and counts as two small calls.
   std::vector<std::string> all_gather_text(const std::string& text, const std::string& label);
 
+  // Between these two calls only exchange_rows(), exchange_in_place() and reduce_scatter_rows() may
+  // be started; every other operation throws. While reductions are queued, ranks stand at different
+  // buckets, so another operation would take the messages of one. Local; calls do not nest.
+  void begin_reductions();
+  void end_reductions();
+
   // Stops using the backend and closes its connections, so that operations pending
-  // here and on the peers fail now and not at their timeouts. Never throws. A failed
-  // operation does this by itself.
-  void abort() noexcept;
+  // here and on the peers fail now and not at their timeouts. `reason` becomes failed(), unless
+  // there is one. Never throws. A failed operation does this by itself.
+  void abort(const std::string& reason) noexcept;
+  // `action` runs once, at the first failure, with its reason: before the connections are closed,
+  // on the thread that saw it. It must not throw. To be set before the first operation.
+  void on_failure(std::function<void(const std::string& reason)> action);
 
  private:
   struct Impl;

@@ -7,14 +7,25 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
-#include <functional>
+
+#include "zero/used_flags.h"
 
 namespace zero {
 namespace {
 
 // The words of the message. A maximum of a value and of its negative shows
 // whether all ranks sent the same.
-enum Word : int64_t { kCall, kMinusCall, kDetail, kMinusDetail, kProblemRank, kRounds, kHeader };
+enum Word : int64_t {
+  kCall,
+  kMinusCall,
+  kProblemRank,
+  kRounds,
+  kPasses,
+  kArgumentsDiffer,
+  kArguments,
+  kUsed = kArguments + kFingerprintWords,
+  kWords = kUsed + kFingerprintWords
+};
 
 // A store is asked for at most this many texts, however many ranks there are.
 constexpr int kTextsAtMost = 64;
@@ -66,26 +77,25 @@ ControlChannel::ControlChannel(Communicator& communicator, const Group& group)
 
 ControlChannel::~ControlChannel() = default;
 
-Agreement ControlChannel::agree(Call call, const std::string& arguments, const std::string& problem,
-                                int64_t rounds, const std::vector<uint8_t>& used) {
+Agreement ControlChannel::agree(Call call, const CallArguments& arguments,
+                                const std::string& problem, const Agreement& own) {
   const int rank = communicator_.rank();
   ++sequence_;
   if (!problem.empty() && communicator_.world_size() > 1) {
     store_->set(text_key(sequence_, rank), to_bytes(problem));
   }
-  const auto size = static_cast<int64_t>(used.size());
-  const auto detail = static_cast<int32_t>(std::hash<std::string>()(arguments) & 0x7fffffff);
-  at::Tensor message = at::empty({kHeader + size}, at::TensorOptions().dtype(at::kInt));
+  at::Tensor message = at::empty({kWords}, at::TensorOptions().dtype(at::kInt));
   auto* words = message.mutable_data_ptr<int32_t>();
   words[kCall] = static_cast<int32_t>(call);
   words[kMinusCall] = -words[kCall];
-  words[kDetail] = detail;
-  words[kMinusDetail] = -detail;
   words[kProblemRank] = problem.empty() ? 0 : rank + 1;
-  words[kRounds] = static_cast<int32_t>(rounds);
-  std::copy(used.begin(), used.end(), words + kHeader);
-  communicator_.all_reduce_max(message, std::string("control message of ") + call_name(call))
-      .wait();
+  words[kRounds] = static_cast<int32_t>(own.rounds);
+  words[kPasses] = own.passes ? 1 : 0;
+  words[kArgumentsDiffer] = arguments.differ ? 1 : 0;
+  std::ranges::copy(fingerprint_of(arguments.of_all), words + kArguments);
+  std::ranges::copy(fingerprint_of(own.used), words + kUsed);
+  const std::string label = std::string("control message of ") + call_name(call);
+  communicator_.all_reduce_max(message, label).wait();
   if (words[kProblemRank] != 0) {
     const int from = words[kProblemRank] - 1;
     TORCH_CHECK(problem.empty(), "rank ", rank, ": ", problem);
@@ -94,22 +104,29 @@ Agreement ControlChannel::agree(Call call, const std::string& arguments, const s
                 "of rank ",
                 from, ": ", to_text(store_->get(text_key(sequence_, from))));
   }
-  if (words[kCall] != -words[kMinusCall] || words[kDetail] != -words[kMinusDetail]) {
+  const bool same_arguments = all_equal(words + kArguments) && words[kArgumentsDiffer] == 0;
+  if (words[kCall] != -words[kMinusCall] || !same_arguments) {
     throw_different_calls(call, arguments);
   }
   if (has_announced_) announce("");
-  Agreement agreement{words[kRounds], {}};
-  agreement.used.assign(words + kHeader, words + kHeader + size);
+  Agreement agreement{words[kRounds], words[kPasses] != 0, own.used};
+  if (!all_equal(words + kUsed)) {
+    const at::Tensor bits = pack_flags(own.used);
+    communicator_.all_reduce_or(bits, "used parameters, " + label).wait();
+    unpack_flags(bits, agreement.used);
+  }
   return agreement;
 }
 
-void ControlChannel::throw_different_calls(Call call, const std::string& arguments) {
+void ControlChannel::throw_different_calls(Call call, const CallArguments& arguments) {
   const int rank = communicator_.rank();
   const auto key = [&](int r) {
     return "call/" + std::to_string(sequence_) + "/" + std::to_string(r);
   };
+  const bool both = !arguments.of_all.empty() && !arguments.of_some.empty();
+  const std::string text_of_arguments = arguments.of_all + (both ? ", " : "") + arguments.of_some;
   const std::string own =
-      call_name(call) + (arguments.empty() ? std::string() : " with " + arguments);
+      call_name(call) + (text_of_arguments.empty() ? "" : " with " + text_of_arguments);
   store_->set(key(rank), to_bytes(own));
   std::string text;
   for (int r = 0; r < std::min(communicator_.world_size(), kTextsAtMost); ++r) {

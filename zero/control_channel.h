@@ -6,11 +6,13 @@
 // be sent and which parameters any rank used. This is what turns misuse on one
 // rank into an exception on all of them instead of a hang or mixed-up data.
 //
-// One all-reduce (MAX) of int32: 6 words and one per parameter.
+// One all-reduce (MAX) of 14 int32 words. Where ranks used different parameters, a second message
+// carries one bit per parameter.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -39,7 +41,15 @@ const char* call_name(Call call);
 
 struct Agreement {
   int64_t rounds = 0;         // the most any rank needs
+  bool passes = false;        // whether any rank began a backward pass
   std::vector<uint8_t> used;  // 1 where any rank used the parameter
+};
+
+// The arguments of a call, as text for errors.
+struct CallArguments {
+  std::string of_all;   // equal on every rank; only a hash is sent
+  std::string of_some;  // equal on the ranks that hold the same parameters, who have compared it
+  bool differ = false;  // what they found
 };
 
 class ControlChannel {
@@ -49,12 +59,11 @@ class ControlChannel {
   ControlChannel(Communicator& communicator, const Group& group);
   ~ControlChannel();
 
-  // Collective, blocks. `arguments` are those of the call, in words for the
-  // error; only their hash is sent. Throws c10::Error on every rank when any
-  // rank has a `problem` (empty: none), or when calls or arguments differ; the
-  // text says which rank and why.
-  Agreement agree(Call call, const std::string& arguments, const std::string& problem,
-                  int64_t rounds, const std::vector<uint8_t>& used);
+  // Collective, blocks. Puts together what each rank has of its `own`. Throws c10::Error on every
+  // rank when any rank has a `problem` (empty: none), or when calls or arguments differ; the text
+  // says which rank and why.
+  Agreement agree(Call call, const CallArguments& arguments, const std::string& problem,
+                  const Agreement& own);
 
   // Puts a problem where the others find it if this rank never reaches its
   // next agree(). Forgotten when an agree() succeeds. Never throws, waits for nobody.
@@ -63,12 +72,12 @@ class ControlChannel {
   std::string announced() noexcept;
 
  private:
-  [[noreturn]] void throw_different_calls(Call call, const std::string& arguments);
+  [[noreturn]] void throw_different_calls(Call call, const CallArguments& arguments);
 
   Communicator& communicator_;
   c10::intrusive_ptr<c10d::Store> store_;
   int64_t sequence_ = 0;
-  bool has_announced_ = false;
+  std::atomic<bool> has_announced_ = false;
 };
 
 }  // namespace zero

@@ -4,30 +4,50 @@
 
 #include <ATen/ops/empty_strided.h>
 
+#include <deque>
+#include <string>
+#include <utility>
+
 #include "kernels/cast.h"
 #include "zero/device_stream.h"
 
 namespace zero {
+namespace {
+
+// Of Layout::kPerParameter, where each bucket has a buffer of its own until its gather is done.
+constexpr size_t kBuffers = 4;
+
+struct Gather {
+  int64_t bucket;
+  at::Tensor rows;
+  Pending pending;
+};
+
+}  // namespace
 
 void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>& used) {
   memory_.allocate();
-  std::vector<at::Tensor> all_rows;
-  std::vector<Pending> pending;
+  const bool buffered = plan_.layout == Layout::kPerParameter;
+  std::deque<Gather> under_way;
+  const auto finish_front = [&] {
+    Gather gather = std::move(under_way.front());
+    under_way.pop_front();
+    gather.pending.wait();
+    if (buffered) copy_out(gather.bucket, gather.rows, used);
+  };
   const auto count = static_cast<int64_t>(plan_.buckets.size());
   for (int64_t b = 0; b < count; ++b) {
+    if (buffered && under_way.size() == kBuffers) finish_front();
     const at::Tensor rows = memory_.rows(b);
     Communicator& group = *links_[plan_.arena_of(plan_.buckets[b]).domain].data;
     const at::Tensor own = rows.select(0, group.rank());
     const at::Tensor& shard = reducer.shard(b);
     kernels::cast_copy(shard.const_data_ptr(), at::kFloat, own.mutable_data_ptr(),
                        own.scalar_type(), own.numel(), nullptr, current_stream(own.device()));
-    pending.push_back(group.gather_rows(rows, "averaged gradient bucket " + std::to_string(b)));
-    all_rows.push_back(rows);
+    under_way.push_back(
+        {b, rows, group.gather_rows(rows, "averaged gradient bucket " + std::to_string(b))});
   }
-  for (int64_t b = 0; b < count; ++b) {
-    pending[b].wait();
-    if (plan_.layout == Layout::kPerParameter) copy_out(b, all_rows[b], used);
-  }
+  while (!under_way.empty()) finish_front();
   give_views(reducer, used);
 }
 

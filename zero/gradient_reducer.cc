@@ -63,6 +63,7 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
       options_(options),
       used_(table.parameters().size(), 0),
       averaged_(table.parameters().size(), 0),
+      average_(table.parameters().size()),
       kept_(table.parameters().size(), 0),
       kept_fp32_(table.parameters().size()),
       queue_(pool) {
@@ -110,6 +111,12 @@ void GradientReducer::expect_unused(const std::vector<uint8_t>& used) {
       if (all == complete) order_.push_back(static_cast<int64_t>(b));
     }
   }
+}
+
+void GradientReducer::mark_averaged(int64_t parameter) {
+  const at::Tensor& average = table_.parameters()[parameter].tensor.grad();
+  averaged_[parameter] = 1;
+  average_[parameter] = {average.unsafeGetTensorImpl(), average._version()};
 }
 
 void GradientReducer::set_average_aside(int64_t parameter) {
@@ -286,6 +293,7 @@ void GradientReducer::send_next() {
   reduction.scale = static_cast<float>(scale_ / static_cast<double>(ranks));
   reduction.group = links.data;
   reduction.bucket = b;
+  set_reducing(true);
   queue_.push(std::move(reduction));
 }
 
@@ -311,9 +319,17 @@ int64_t GradientReducer::rounds_needed() const {
   return rounds_ + (open_round ? 1 : 0) + (late ? 1 : 0);
 }
 
+void GradientReducer::set_reducing(bool reducing) {
+  if (std::exchange(reducing_, reducing) == reducing) return;
+  for (const DomainLinks& links : links_) {
+    reducing ? links.data->begin_reductions() : links.data->end_reductions();
+  }
+}
+
 void GradientReducer::complete(int64_t rounds) {
   while (rounds_ < rounds) close_round();
   queue_.drain();
+  set_reducing(false);
   if (rounds > replicated_) {
     reduce_over_replicas();
     replicated_ = rounds;
@@ -358,6 +374,13 @@ void GradientReducer::verify() const {
                 "was reset by zero_grad() of the module or of a base class, which cannot reset "
                 "what was sent; use ZeroOptimizer::zero_grad() on all ranks, or none at all");
     if (gradient.defined() && averaged_[i] == 0) check_gradient(gradient, p);
+    TORCH_CHECK(averaged_[i] == 0 || (average_[i].first == gradient.unsafeGetTensorImpl() &&
+                                      average_[i].second == gradient._version()),
+                "parameter ", p.name,
+                ": expected the averaged gradient in p.grad() to be only read, got a change, which "
+                "would have no effect: step() uses the gradient shards. Clip with "
+                "clip_grad_norm_() of the ZeroOptimizer, change gradients with register_hook(), or "
+                "call zero_grad() on all ranks");
   }
 }
 

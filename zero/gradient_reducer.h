@@ -25,6 +25,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bookkeeping/plan.h"
@@ -74,8 +75,11 @@ class GradientReducer {
   // Rounds this rank needs so that nothing it has is left behind.
   int64_t rounds_needed() const;
   // Closes rounds until `rounds` were sent and waits for all of them. Throws
-  // when the communication failed.
+  // when the communication failed. Until then, from the first bucket on, the data communicators
+  // refuse every other operation.
   void complete(int64_t rounds);
+  // Throws when a reduction has failed already. Local.
+  void check() { queue_.check(); }
   // Forgets gradients, rounds and used flags. Requires complete().
   void consume();
   // Lets buckets with a parameter that no rank or not every rank will use go last, so that they do
@@ -97,7 +101,7 @@ class GradientReducer {
   const at::Tensor& shard(int64_t bucket) const { return shards_[bucket]; }
 
   // The next gradient of this parameter replaces p.grad(), which holds an average.
-  void mark_averaged(int64_t parameter) { averaged_[parameter] = 1; }
+  void mark_averaged(int64_t parameter);
   // Drops p.grad() if it holds an average; called before a gradient is accumulated.
   void set_average_aside(int64_t parameter);
 
@@ -120,6 +124,7 @@ class GradientReducer {
   };
 
   void start_round();
+  void set_reducing(bool reducing);
   bool has_gradient(int64_t parameter) const;
   bool round_open() const;  // a gradient was packed that closes with this round
   c10::ScalarType dtype(const Arena& arena) const;  // of a bucket
@@ -137,9 +142,11 @@ class GradientReducer {
   const ReducerOptions options_;
   double scale_ = 1.0;
 
-  std::vector<at::Tensor> shards_;     // per bucket
-  std::vector<uint8_t> used_;          // per parameter, since consume()
-  std::vector<uint8_t> averaged_;      // p.grad() holds an average
+  std::vector<at::Tensor> shards_;  // per bucket
+  std::vector<uint8_t> used_;       // per parameter, since consume()
+  std::vector<uint8_t> averaged_;   // p.grad() holds an average
+  // Which tensor that is, and its version: changes to it would have no effect.
+  std::vector<std::pair<const void*, int64_t>> average_;
   std::vector<uint8_t> kept_;          // p.grad() holds a gradient not yet packed
   std::vector<at::Tensor> kept_fp32_;  // with no_sync_fp32
 
@@ -154,6 +161,7 @@ class GradientReducer {
   std::vector<std::vector<Place>> places_;  // per parameter
   int64_t unsent_bytes_ = 0;
 
+  bool reducing_ = false;   // a bucket was pushed since complete()
   int64_t rounds_ = 0;      // closed since consume()
   int64_t replicated_ = 0;  // of those, averaged over replicas
   int64_t total_rounds_ = 0;

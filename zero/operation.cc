@@ -63,7 +63,7 @@ void GroupHealth::fail(const std::string& message) noexcept {
     if (!failure_.empty()) return;
     failure_ = message;
   }
-  if (on_failure_) on_failure_();
+  if (on_failure_) on_failure_(message);
 }
 
 std::string GroupHealth::first_failure() const {

@@ -27,8 +27,10 @@ std::string reason_of(const std::exception_ptr& thrown);
 class GroupHealth {
  public:
   GroupHealth(int rank, int world_size, std::string name, std::chrono::milliseconds timeout);
-  // `action` runs at the first failure; it must not throw. To be set before the first operation.
-  void on_first_failure(std::function<void()> action) { on_failure_ = std::move(action); }
+  // `action` runs at the first failure, with its message; it must not throw. To be set before the
+  // first operation.
+  using FailureAction = std::function<void(const std::string& message)>;
+  void on_first_failure(FailureAction action) { on_failure_ = std::move(action); }
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -53,7 +55,7 @@ class GroupHealth {
   const int world_size_;
   const std::string name_;
   const std::chrono::milliseconds timeout_;
-  std::function<void()> on_failure_;
+  FailureAction on_failure_;
   mutable std::mutex mutex_;
   std::string failure_;
   int under_way_ = 0;

@@ -9,6 +9,7 @@
 
 #include "zero/construction_check.h"
 #include "zero/error_text.h"
+#include "zero/used_flags.h"
 
 namespace zero {
 namespace {
@@ -25,7 +26,19 @@ void add(const Traffic& from, Traffic& to) {
 }  // namespace
 
 OptimizerLinks::OptimizerLinks(const Group& mesh)
-    : control(mesh.make_communicator("control", Purpose::kControl)), channel(*control, mesh) {}
+    : control(mesh.make_communicator("control", Purpose::kControl)), channel(*control, mesh) {
+  watch(*control);
+}
+
+OptimizerLinks::~OptimizerLinks() {
+  // What fails from here on is the end of this rank's own communicators.
+  control->on_failure(nullptr);
+  for (const auto& item : made_) item.second->on_failure(nullptr);
+}
+
+void OptimizerLinks::watch(Communicator& communicator) {
+  communicator.on_failure([this](const std::string& reason) { abort(reason); });
+}
 
 Communicator* OptimizerLinks::get(const Group& group, Role role) {
   static constexpr const char* kNames[] = {"data", "replicas", "norm", "agreement"};
@@ -34,6 +47,7 @@ Communicator* OptimizerLinks::get(const Group& group, Role role) {
   if (found != made_.end()) return found->second.get();
   const Purpose purpose = role == Role::kAgreement ? Purpose::kControl : Purpose::kData;
   auto made = group.make_communicator(kNames[static_cast<int>(role)], purpose);
+  watch(*made);
   return made_.emplace(key, std::move(made)).first->second.get();
 }
 
@@ -117,32 +131,72 @@ void OptimizerLinks::agree_on_half(const Domains& all, bool half_here) {
   any_half = word.item<int32_t>() != 0;
 }
 
-void OptimizerLinks::agree_used(const std::vector<int64_t>& domain_of, std::vector<uint8_t>& used) {
-  std::vector<std::vector<size_t>> members(agreements_.size());
-  for (size_t p = 0; p < domain_of.size(); ++p) members[domain_of[p]].push_back(p);
-  std::vector<at::Tensor> flags;
-  for (const auto& list : members) {
-    flags.push_back(
-        at::empty({static_cast<int64_t>(list.size())}, at::TensorOptions().dtype(at::kInt)));
-    auto* words = flags.back().mutable_data_ptr<int32_t>();
-    for (size_t i = 0; i < list.size(); ++i) words[i] = used[list[i]];
+namespace {
+
+// What the ranks of one domain put together in one message and, where they differ, a second one.
+struct DomainMessage {
+  at::Tensor words;  // fingerprints of arguments and flags, for a maximum
+  std::vector<uint8_t> flags;
+  at::Tensor bits;  // of the flags, for an OR
+};
+
+const int32_t* arguments_of(const DomainMessage& message) {
+  return message.words.const_data_ptr<int32_t>();
+}
+const int32_t* flags_of(const DomainMessage& message) {
+  return arguments_of(message) + kFingerprintWords;
+}
+
+// Starts `send` for every domain before it waits for the first.
+template <typename Send>
+void for_all_domains(size_t count, Send send) {
+  std::vector<Pending> pending;
+  for (size_t d = 0; d < count; ++d) {
+    if (Pending sent = send(d); sent.valid()) pending.push_back(std::move(sent));
+  }
+  for (Pending& p : pending) p.wait();
+}
+
+}  // namespace
+
+bool OptimizerLinks::agree_domains(const std::vector<std::string>& arguments,
+                                   const std::vector<int64_t>& domain_of,
+                                   std::vector<uint8_t>& used) {
+  const size_t count = agreements_.size();
+  std::vector<DomainMessage> messages(count);
+  for (size_t p = 0; p < domain_of.size(); ++p) messages[domain_of[p]].flags.push_back(used[p]);
+  for (size_t d = 0; d < count; ++d) {
+    messages[d].words = at::empty({2 * kFingerprintWords}, at::TensorOptions().dtype(at::kInt));
+    std::ranges::copy(fingerprint_of(arguments[d]), messages[d].words.mutable_data_ptr<int32_t>());
   }
   // First within every domain, then between those results and the replicas'.
   for (Communicator* DomainLinks::*link : {&DomainLinks::data, &DomainLinks::replicas}) {
-    std::vector<Pending> pending;
-    for (size_t d = 0; d < agreements_.size(); ++d) {
+    for_all_domains(count, [&](size_t d) {
+      DomainMessage& m = messages[d];
+      std::ranges::copy(fingerprint_of(m.flags),
+                        m.words.mutable_data_ptr<int32_t>() + kFingerprintWords);
       Communicator* group = agreements_[d].*link;
-      if (group == nullptr || members[d].empty()) continue;
-      pending.push_back(group->all_reduce_max(flags[d], "used parameters"));
+      return group == nullptr ? Pending() : group->all_reduce_max(m.words, "call and arguments");
+    });
+    for_all_domains(count, [&](size_t d) {
+      DomainMessage& m = messages[d];
+      m.bits = at::Tensor();
+      Communicator* group = agreements_[d].*link;
+      if (group == nullptr || all_equal(flags_of(m))) return Pending();
+      m.bits = pack_flags(m.flags);
+      return group->all_reduce_or(m.bits, "used parameters");
+    });
+    for (DomainMessage& m : messages) {
+      if (m.bits.defined()) unpack_flags(m.bits, m.flags);
     }
-    for (Pending& p : pending) p.wait();
   }
-  for (size_t d = 0; d < members.size(); ++d) {
-    const auto* words = flags[d].const_data_ptr<int32_t>();
-    for (size_t i = 0; i < members[d].size(); ++i) {
-      used[members[d][i]] = static_cast<uint8_t>(words[i]);
-    }
+  std::vector<size_t> next(count, 0);
+  for (size_t p = 0; p < domain_of.size(); ++p) {
+    const int64_t d = domain_of[p];
+    used[p] = messages[d].flags[next[d]++];
   }
+  return std::ranges::all_of(messages,
+                             [](const DomainMessage& m) { return all_equal(arguments_of(m)); });
 }
 
 std::string OptimizerLinks::failed() const {
@@ -153,13 +207,12 @@ std::string OptimizerLinks::failed() const {
   return text;
 }
 
-void OptimizerLinks::abort_data() noexcept {
-  for (const auto& item : made_) item.second->abort();
-}
-
-void OptimizerLinks::abort() noexcept {
-  abort_data();
-  control->abort();
+void OptimizerLinks::abort(const std::string& reason) noexcept {
+  if (aborted_.exchange(true)) return;
+  // Before any connection is closed, so that the peers find it when they notice.
+  channel.announce(reason);
+  for (const auto& item : made_) item.second->abort(reason);
+  control->abort(reason);
 }
 
 Traffic OptimizerLinks::data_traffic() const {

@@ -6,6 +6,7 @@
 // group of the optimizer, which then has one control and one data communicator.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -24,6 +25,7 @@ namespace zero {
 struct OptimizerLinks {
   // Collective over `mesh`. Only what is needed to agree that all is well.
   explicit OptimizerLinks(const Group& mesh);
+  ~OptimizerLinks();
 
   // Collective over the mesh. Makes the rest and sends nothing else.
   void connect(const Domains& domains);
@@ -36,16 +38,20 @@ struct OptimizerLinks {
   // alike.
   void agree_on_half(const Domains& domains, bool half_here);
   // Collective over the mesh, where it is not uniform: makes used[p] the maximum over parameter
-  // p's domain, `domain_of[p]`, and its replicas. One message each.
-  void agree_used(const std::vector<int64_t>& domain_of, std::vector<uint8_t>& used);
+  // p's domain, `domain_of[p]`, and its replicas. `arguments[d]` are those of the call that concern
+  // domain d: returns whether ranks that hold the same parameters gave the same everywhere. A
+  // message in each domain and to its replicas, and one more where ranks used different parameters.
+  bool agree_domains(const std::vector<std::string>& arguments,
+                     const std::vector<int64_t>& domain_of, std::vector<uint8_t>& used);
   // Calls check(d, group) for every domain d and each of the two groups that hold the same
   // parameters, all of them even if one throws; then all ranks of the mesh throw.
   void check_each_domain(const std::function<void(int64_t, Communicator&)>& check);
 
   // The first failure of any communicator; empty if there is none.
   std::string failed() const;
-  void abort_data() noexcept;
-  void abort() noexcept;
+  // Closes all connections, so that no rank waits for this one until its timeout, and lets the
+  // others find `reason`. The failure of any communicator does the same.
+  void abort(const std::string& reason) noexcept;
   Traffic data_traffic() const;
   Traffic control_traffic() const;
 
@@ -63,9 +69,11 @@ struct OptimizerLinks {
   enum class Role { kData, kReplicas, kNorm, kAgreement };
 
   Communicator* get(const Group& group, Role role);
+  void watch(Communicator& communicator);
 
   std::map<std::pair<GroupKey, Role>, std::unique_ptr<Communicator>> made_;
   std::vector<DomainLinks> agreements_;  // host communicators, by domain; empty if uniform
+  std::atomic<bool> aborted_ = false;
 };
 
 }  // namespace zero

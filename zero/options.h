@@ -35,8 +35,9 @@ struct ZeroOptions {
   TORCH_ARG(bool, stage1_full_gradients) = true;
 
   // Gradients travel in buckets of about this many bytes. Larger buckets use
-  // the network better; smaller ones start earlier and keep less in flight.
-  TORCH_ARG(int64_t, bucket_bytes) = int64_t{4} << 20;
+  // the network better; smaller ones start earlier and keep less in flight. Default:
+  // default_bucket_bytes() of bookkeeping/plan.h, 4 MiB up to 16 ranks and 64 MiB at most.
+  TORCH_ARG(std::optional<int64_t>, bucket_bytes) = std::nullopt;
 
   // kContiguous makes working parameters views of one flat arena, so that the
   // gather lands in place. kPerParameter leaves the model's storage alone and
@@ -77,6 +78,12 @@ struct ZeroOptions {
 
   // Skip the step on all ranks when any gradient is NaN or infinite anywhere.
   TORCH_ARG(bool, skip_nonfinite) = true;
+
+  // step() throws on all ranks when more steps than this were skipped in a row for non-finite
+  // gradients under a constant loss scale; 0: never. The first skipped step warns. A dynamic scale
+  // has LossScalerOptions::max_skipped_at_min instead. Where step() does not wait for the device,
+  // it learns of skipped steps up to 32 steps later.
+  TORCH_ARG(int64_t, max_skipped_in_a_row) = 50;
 
   // Default: dynamic when a working parameter is fp16, else none (a constant 1);
   // none with skip_nonfinite(false) either, since a scale that cannot see overflows

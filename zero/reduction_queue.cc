@@ -2,11 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/reduction_queue.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
 #include "kernels/sum_rows.h"
 #include "zero/device_stream.h"
+#include "zero/error_text.h"
 #include "zero/trace_range.h"
 
 namespace zero {
@@ -48,6 +50,20 @@ void sum(const Reduction& reduction, const at::Tensor& received) {
   kernels::sum_rows(args, current_stream(reduction.shard.device()));
 }
 
+// An error of this rank alone, for want of memory perhaps: the peers wait for what will not come.
+void end_group(Communicator& group, const std::exception_ptr& error) {
+  if (!group.failed().empty()) return;
+  std::string text = "unknown exception";
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    text = error_text(known);
+  } catch (...) {
+  }
+  group.abort(c10::str("a reduction failed on rank ", group.rank(), " of group \"", group.name(),
+                       "\": ", text));
+}
+
 }  // namespace
 
 ReductionQueue::~ReductionQueue() {
@@ -75,8 +91,12 @@ void ReductionQueue::push(Reduction reduction) {
   start_waiting(lock);
   if (on_stream) return;
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
-  changed_.wait_for(lock, kPatience,
-                    [this] { return error_ || waiting_.size() <= static_cast<size_t>(kWaiting); });
+  using Clock = std::chrono::steady_clock;
+  if (std::exchange(done_at_push_, done_) != done_) patience_ = kPatience;
+  const auto may_go = [this] { return error_ || waiting_.size() <= static_cast<size_t>(kWaiting); };
+  const Clock::time_point begin = Clock::now();
+  if (changed_.wait_for(lock, patience_, may_go)) return;
+  patience_ = std::max(patience_ - (Clock::now() - begin), patience_.zero());
 }
 
 // One thread at a time, so that exchanges start in order. Another that comes meanwhile may go: the
@@ -91,10 +111,12 @@ void ReductionQueue::start_waiting(Lock& lock) {
     lock.unlock();
     Exchange exchange;
     std::exception_ptr error;
+    Communicator& group = *reduction.group;
     try {
       exchange = start(std::move(reduction));
     } catch (...) {
       error = std::current_exception();
+      end_group(group, error);
     }
     lock.lock();
     if (error) {
@@ -148,8 +170,10 @@ void ReductionQueue::finish_front(Lock& lock) {
     finish(exchange);
   } catch (...) {
     error = std::current_exception();
+    end_group(*exchange.reduction.group, error);
   }
   lock.lock();
+  ++done_;
   if (error && !error_) error_ = error;
   under_way_.pop_front();
   // After an error the transport is gone: what is left can never arrive.
@@ -165,6 +189,11 @@ void ReductionQueue::work() {
     start_waiting(lock);
     changed_.notify_all();
   }
+}
+
+void ReductionQueue::check() {
+  const Lock lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
 }
 
 void ReductionQueue::drain() {

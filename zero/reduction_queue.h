@@ -53,13 +53,15 @@ class ReductionQueue {
   // Drops what is not finished; blocks until the operation under way ends or fails.
   ~ReductionQueue();
 
-  // Takes a moment off while kWaiting buckets wait already, so that memory stays small where the
-  // network is slower than the backward pass; but never waits for longer than kPatience, since the
-  // peers may need something else of this thread first. Errors surface in drain().
+  // Blocks while kWaiting buckets wait already, which bounds memory where the network is slower
+  // than the backward pass: for kPatience at most, over any number of calls, until another bucket
+  // is done. A peer may be waiting for this thread. Errors surface in check() and drain().
   void push(Reduction reduction);
   // Returns when everything pushed has reached its shard. Throws the first
   // error, again at every later call.
   void drain();
+  // Throws the first error, if there is one by now.
+  void check();
 
  private:
   struct Exchange {
@@ -83,7 +85,10 @@ class ReductionQueue {
   std::deque<Reduction> waiting_;
   std::deque<Exchange> under_way_;  // exchanges started, the front one being finished
   std::exception_ptr error_;
-  bool starting_ = false;  // a thread is in start_waiting()
+  int64_t done_ = 0;                               // buckets
+  int64_t done_at_push_ = 0;                       // at the last push()
+  std::chrono::nanoseconds patience_ = kPatience;  // left until another bucket is done
+  bool starting_ = false;                          // a thread is in start_waiting()
   bool stop_ = false;
   std::thread worker_;  // started with the first exchange
 };

@@ -87,6 +87,7 @@ void ShardOptimizer::replace_parameters() {
     groups[s.group].params().push_back(s.master);
     make_initial_state(*inner_, s.group, s.master);
   }
+  trap_.emplace(*inner_);
   for (const auto& group : groups) pushed_.push_back(group.options().clone());
   by_group_.resize(groups.size());
 }
@@ -165,7 +166,9 @@ void ShardOptimizer::update_inner(const std::vector<uint8_t>& used, double coeff
     if (coefficient != 1.0) s.gradient.mul_(coefficient);
     s.master.mutable_grad() = s.gradient;
   }
+  trap_->disarm();
   inner_->step();
+  trap_->arm();
   for (SegmentTensors& s : segments_) s.master.mutable_grad().reset();
 }
 

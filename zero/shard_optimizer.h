@@ -23,6 +23,7 @@
 #include "bookkeeping/plan.h"
 #include "zero/fused_update.h"
 #include "zero/gradient_reducer.h"
+#include "zero/inner_step_trap.h"
 #include "zero/parameter_table.h"
 #include "zero/step_counts.h"
 #include "zero/working_arena.h"
@@ -73,6 +74,8 @@ class ShardOptimizer {
   void update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
               const at::Tensor& nonfinite, const RowWritten& written);
   bool deferred() const { return counts_.has_value(); }
+  // Whether the user called step() of the inner optimizer since this was asked last.
+  bool inner_was_stepped() { return trap_->sprung(); }
 
   // Masters from working parameters, and working rows from masters.
   void read_masters();
@@ -104,6 +107,7 @@ class ShardOptimizer {
 
   const Shards shards_;
   std::unique_ptr<torch::optim::Optimizer> inner_;
+  std::optional<InnerStepTrap> trap_;
   const bool fused_;
 
   std::vector<at::Tensor> master_rows_;   // per bucket

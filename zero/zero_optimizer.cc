@@ -24,8 +24,10 @@ void check_options(const ZeroOptions& options) {
               options.stage(),
               "; stage 0 is plain data parallelism, and stage 3 (sharded working parameters) is "
               "not what this library does");
-  TORCH_CHECK(options.bucket_bytes() >= 0, "bucket_bytes: expected 0 or more, got ",
-              options.bucket_bytes());
+  TORCH_CHECK(options.bucket_bytes().value_or(0) >= 0, "bucket_bytes: expected 0 or more, got ",
+              *options.bucket_bytes());
+  TORCH_CHECK(options.max_skipped_in_a_row() >= 0, "max_skipped_in_a_row: expected 0 or more, got ",
+              options.max_skipped_in_a_row(), "; 0 accepts any number");
   TORCH_CHECK(options.check_replicas_every() >= 0, "check_replicas_every: expected 0 or more, got ",
               options.check_replicas_every());
   if (const auto dtype = options.reduce_dtype()) {
@@ -43,11 +45,13 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
   std::vector<std::string> lines;
   std::ostringstream line;
   line << "options stage " << options.stage() << " full gradients "
-       << options.stage1_full_gradients() << " bucket_bytes " << options.bucket_bytes()
+       << options.stage1_full_gradients() << " bucket_bytes "
+       << (options.bucket_bytes() ? std::to_string(*options.bucket_bytes()) : "by default")
        << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()
        << " skip_nonfinite " << options.skip_nonfinite() << " no_sync_fp32 "
        << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather()
-       << " static_graph " << options.static_graph() << " check_replicas_every "
+       << " static_graph " << options.static_graph() << " max_skipped_in_a_row "
+       << options.max_skipped_in_a_row() << " check_replicas_every "
        << options.check_replicas_every();
   if (options.reduce_dtype()) line << " reduce_dtype " << *options.reduce_dtype();
   if (const auto& s = options.loss_scaler()) {
@@ -195,6 +199,7 @@ void ZeroOptimizer::backward(const std::vector<at::Tensor>& outputs,
 
 at::Tensor ZeroOptimizer::scale_loss(const at::Tensor& loss) const {
   impl_->settle();
+  impl_->scaled = true;
   return impl_->scaler.scale() == 1.0 ? loss : loss * impl_->scaler.scale();
 }
 
@@ -221,7 +226,8 @@ ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
 void ZeroOptimizer::reduce_gradients() {
   at::NoGradGuard no_grad;
   impl_->guarded([&] {
-    impl_->reduce(impl_->agree(Call::kReduceGradients, [&] { impl_->verify_untouched(); }));
+    impl_->gather_full_gradients(
+        impl_->agree(Call::kReduceGradients, [&] { impl_->verify_untouched(); }));
   });
 }
 

@@ -104,7 +104,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Runs backward from a 0-dim `loss` (times loss_scale()) and closes the
   // round: complete buckets have been sent meanwhile, the rest is sent now with
-  // zeros for missing gradients. Waits for no other rank. Calls add up. Hooks that
+  // zeros for missing gradients. Waits for other ranks 20 ms at most, which bounds memory where the
+  // network is slower than the backward pass. Calls add up. Hooks that
   // register_hook() adds to a parameter, before or after construction, run as ever, and
   // what they return travels; gradients of torch::autograd::grad() do not.
   // Throws what the backward pass throws; the gradients are then incomplete
@@ -115,7 +116,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   void backward(const std::vector<at::Tensor>& outputs,
                 const std::vector<at::Tensor>& output_gradients, bool retain_graph = false);
   // loss * loss_scale(), for those who call loss.backward() themselves. A round
-  // then stays open until a parameter gets its next gradient or until step().
+  // then stays open until a parameter gets its next gradient or until step(). With a loss scale
+  // other than 1, gradients throw unless this or backward() was called since the last step.
   at::Tensor scale_loss(const at::Tensor& loss) const;
 
   // While the guard lives, backward passes accumulate into p.grad() and send
@@ -137,23 +139,26 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Collective. Completes the reduction of all gradients since the last step.
   // In stage 1, p.grad() then holds this parameter's averaged gradient in the
-  // parameter's dtype, until the next backward pass, step() or zero_grad(). Called by
+  // parameter's dtype, until the next backward pass, step() or zero_grad(). It is there to be read:
+  // the next collective call throws where it was changed, which would have no effect. Called by
   // clip_grad_norm_() and step(); call it only to read gradients earlier.
   void reduce_gradients();
 
   // Collective. The norm of the averaged gradient over all parameters, before
   // clipping: 0-dim fp64, equal on every rank. step() then multiplies gradients
   // by min(1, max_norm / (norm + 1e-6)). `norm_type` is any p > 0 or infinity.
-  // nullopt only measures. A second call sees the clipped norm. Throws for
-  // max_norm <= 0 or NaN and for norm_type <= 0 or NaN. NaN or infinity is returned as
-  // it is; step() then skips.
+  // nullopt only measures. A second call sees the clipped norm. Gradients that are put into
+  // p.grad() by hand after it are clipped with the rest. Throws for max_norm <= 0 or NaN, for
+  // norm_type <= 0 or NaN, and for a max_norm without a backward pass on any rank since the last
+  // step. NaN or infinity is returned as it is; step() then skips.
   at::Tensor clip_grad_norm_(std::optional<double> max_norm, double norm_type = 2.0);
   at::Tensor grad_norm(double norm_type = 2.0) { return clip_grad_norm_(std::nullopt, norm_type); }
 
   // Collective. Updates this rank's masters, then brings every working parameter
   // up to date on every rank. Throws when ranks have different options, a
-  // learning rate for example. Gradients are consumed. Without a gradient on any rank since the
-  // last step it does nothing. Returns the closure's loss, else an undefined tensor.
+  // learning rate for example, and after ZeroOptions::max_skipped_in_a_row skipped steps. Gradients
+  // are consumed. Without a gradient on any rank since the last step it does nothing. Returns the
+  // closure's loss, else an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // With ZeroOptions::overlap_gather: blocks until the last step has brought the parameters of
@@ -183,7 +188,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Collective. The averaged, unclipped gradient of a managed parameter since
   // the last step, or its master: full, fp32, in the parameter's shape, a copy.
-  // gradient() is undefined when no rank used the parameter.
+  // gradient() is undefined when no rank used the parameter. Allowed at any time, also
+  // between backward passes.
   at::Tensor gradient(const at::Tensor& parameter);
   at::Tensor master(const at::Tensor& parameter);
 

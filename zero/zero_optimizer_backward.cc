@@ -19,6 +19,15 @@ bool wants_all_gradients() {
   return chosen != nullptr && chosen->empty();
 }
 
+// Whether this pass adds to the gradient of `leaf`: torch::autograd::grad() captures what it is
+// asked for instead, and backward() with a list of inputs adds to those alone.
+bool accumulates_into(const at::Tensor& leaf) {
+  const auto* const chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) return true;
+  const auto found = chosen->find(torch::autograd::impl::grad_accumulator(leaf).get());
+  return found != chosen->end() && found->second.needed_;
+}
+
 class BeforeAccumulation final : public torch::autograd::FunctionPreHook {
  public:
   explicit BeforeAccumulation(std::function<bool(const at::Tensor&)> taken)
@@ -76,8 +85,9 @@ void ZeroOptimizer::Impl::remove_hooks() noexcept {
 }
 
 bool ZeroOptimizer::Impl::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
+  if (!accumulates_into(table.parameters()[parameter].tensor)) return false;
   reducer.set_average_aside(parameter);
-  if (*no_sync_active || clipped || !wants_all_gradients()) return false;
+  if (*no_sync_active || !wants_all_gradients() || !untimely_gradient().empty()) return false;
   bool taken = false;
   accept([&] { taken = reducer.take_gradient(parameter, gradient); });
   return taken;
@@ -86,13 +96,10 @@ bool ZeroOptimizer::Impl::before_accumulation(int64_t parameter, const at::Tenso
 void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
   if (!table.parameters()[parameter].tensor.grad().defined()) return;
   check_usable();
-  if (clipped) {
-    // It must not travel with the clipped gradients after the error.
+  if (const std::string text = untimely_gradient(); !text.empty()) {
+    // It must not be sent with other gradients after the error.
     table.parameters()[parameter].tensor.mutable_grad().reset();
-    report(
-        "backward() between clip_grad_norm_() and step(): expected step() next, got a gradient "
-        "of " +
-        table.parameters()[parameter].name + "; clip after the last backward pass");
+    report("gradient of " + table.parameters()[parameter].name + ": " + text);
   }
   accept([&] {
     if (*no_sync_active) {
@@ -103,10 +110,18 @@ void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
   });
 }
 
+std::string ZeroOptimizer::Impl::untimely_gradient() const {
+  if (!clips.empty()) {
+    return "backward() between clip_grad_norm_() and step(): expected step() next; clip after the "
+           "last backward pass";
+  }
+  return unscaled_problem();
+}
+
 void ZeroOptimizer::Impl::accept(const std::function<void()>& gradient) {
   check_usable();
   settle();
-  measured.reset();
+  if (const std::string text = inner_step_problem(); !text.empty()) report(text);
   try {
     gradient();
   } catch (const std::exception& error) {
@@ -120,13 +135,11 @@ void ZeroOptimizer::Impl::accept(const std::function<void()>& gradient) {
 
 void ZeroOptimizer::Impl::run_backward(const std::function<void()>& backward) {
   check_usable();
-  if (clipped) {
-    report(
-        "backward() between clip_grad_norm_() and step(): expected step() next; clip after the "
-        "last backward pass");
-  }
   guarded([this] { finish_gathers(); });
   settle();
+  scaled = true;
+  if (const std::string text = inner_step_problem(); !text.empty()) report(text);
+  if (const std::string text = untimely_gradient(); !text.empty()) report(text);
   const bool sync = !*no_sync_active;
   try {
     if (sync) reducer.begin_pass();

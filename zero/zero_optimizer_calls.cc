@@ -10,10 +10,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <deque>
 #include <sstream>
 #include <utility>
 
 #include "zero/bucket_memory.h"
+#include "zero/device_stream.h"
 #include "zero/inner_optimizer.h"
 #include "zero/replica_check.h"
 #include "zero/trace_range.h"
@@ -41,8 +43,7 @@ std::string shapes_of(const std::vector<NamedTensor>& list) {
 
 }  // namespace
 
-void ZeroOptimizer::Impl::reduce(const Agreement& agreement) {
-  reducer.complete(agreement.rounds);
+void ZeroOptimizer::Impl::gather_full_gradients(const Agreement& agreement) {
   const bool gather = options.stage() == 1 && options.stage1_full_gradients();
   if (gather && agreement.rounds > gathered_rounds) {
     full_gradients.gather(reducer, agreement.used);
@@ -50,11 +51,25 @@ void ZeroOptimizer::Impl::reduce(const Agreement& agreement) {
   }
 }
 
-void ZeroOptimizer::Impl::measure(double norm_type) {
-  if (measured && measured_type == norm_type) return;
+void ZeroOptimizer::Impl::measure(double norm_type, int64_t rounds) {
+  if (is_measured(rounds) && measured_type == norm_type) return;
   const TraceRange range("norm");
   measured = shard_norm(shards.segments(), domains.norm_weights, norm_type, device, *links->norm);
   measured_type = norm_type;
+  measured_rounds = rounds;
+}
+
+void ZeroOptimizer::Impl::apply_clip(double max_norm, double norm_type, int64_t rounds) {
+  measure(norm_type, rounds);
+  // A NaN stays a NaN. Never read here: the device knows it when the update runs.
+  coefficient.mul_((max_norm / (measured->norm * coefficient + 1e-6)).clamp_max_(1.0));
+  clipped_rounds = rounds;
+}
+
+void ZeroOptimizer::Impl::renew_clips(int64_t rounds) {
+  if (clips.empty() || clipped_rounds == rounds) return;
+  coefficient.fill_(1.0);
+  for (const Clip& clip : clips) apply_clip(clip.max_norm, clip.norm_type, rounds);
 }
 
 at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm_type) {
@@ -71,14 +86,22 @@ at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm
       agree(Call::kClipGradNorm, check,
             "max_norm " + (max_norm ? exact_text(*max_norm) : std::string("nullopt")) +
                 ", norm_type " + exact_text(norm_type));
-  reduce(agreement);
-  if (agreement.rounds == 0) return at::zeros({}, coefficient.options());
-  measure(norm_type);
+  gather_full_gradients(agreement);
+  if (agreement.rounds == 0) {
+    // After passes in which every rank dropped every layer there is nothing to clip, rightly.
+    TORCH_CHECK(
+        !max_norm || agreement.passes, "rank ", links->rank(),
+        ": clip_grad_norm_(): expected gradients since the last step, got no backward pass "
+        "on any rank, so nothing would be clipped; call it after the last backward() and before "
+        "step()");
+    return at::zeros({}, coefficient.options());
+  }
+  renew_clips(agreement.rounds);
+  measure(norm_type, agreement.rounds);
   const at::Tensor norm = measured->norm * coefficient;
   if (max_norm) {
-    clipped = true;
-    // A NaN stays a NaN. Never read here: the device knows it when the update runs.
-    coefficient.mul_((*max_norm / (norm + 1e-6)).clamp_max_(1.0));
+    clips.push_back({*max_norm, norm_type});
+    apply_clip(*max_norm, norm_type, agreement.rounds);
   }
   return norm;
 }
@@ -106,11 +129,12 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
     table.verify_registered(module);
   };
   // A schedule that differs between ranks would tear the model apart shard by shard.
-  std::string arguments;
-  for (const auto& g : groups) {
-    arguments += (arguments.empty() ? "options " : "; ") + options_text(g.options());
+  std::vector<std::string> by_domain(domains.list.size());
+  for (size_t g = 0; g < groups.size() && g < domains.of_group.size(); ++g) {
+    std::string& text = by_domain[domains.of_group[g]];
+    text += (text.empty() ? "options " : "; ") + options_text(groups[g].options());
   }
-  const Agreement agreement = agree(Call::kStep, check, arguments);
+  const Agreement agreement = agree(Call::kStep, check, {}, std::move(by_domain));
   const TraceRange range("step");
   if (agreement.rounds == 0) {
     counts.add_nothing();
@@ -118,7 +142,7 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
     return;
   }
   if (options.static_graph()) static_rounds = agreement.rounds;
-  reduce(agreement);
+  gather_full_gradients(agreement);
   update(agreement);
   finish_step();
   // Elsewhere ranks would not all have the same order.
@@ -127,6 +151,7 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
   if (!settled) counts.fetch();
   if (!shards.deferred()) settle();
   ++calls_of_step;
+  watch_skips();
   const int64_t every = options.check_replicas_every();
   if (every > 0 && calls_of_step % every == 0) check_replicas_now();
 }
@@ -137,10 +162,30 @@ void ZeroOptimizer::Impl::settle() {
   reducer.set_scale(1.0 / scaler.scale());
 }
 
+void ZeroOptimizer::Impl::watch_skips() {
+  // A dynamic scale has a limit of its own.
+  if (scaler.dynamic() || !options.skip_nonfinite()) return;
+  if (!shards.deferred()) {
+    const StepCounts::Values values = counts.read();
+    skip_watch.see(values.steps, values.skipped_steps);
+    return;
+  }
+  // What was copied kSampled steps ago has long arrived, so nothing waits; and all ranks read the
+  // counts of the same step.
+  constexpr int64_t kSampled = 16;
+  if (calls_of_step % kSampled != 0 || is_capturing(device)) return;
+  if (std::exchange(skips_fetched, true)) {
+    const StepCounts::Values values = counts.fetched();
+    skip_watch.see(values.steps, values.skipped_steps);
+  }
+  counts.fetch();
+}
+
 void ZeroOptimizer::Impl::update(const Agreement& agreement) {
   at::Tensor nonfinite;
+  renew_clips(agreement.rounds);
   if (options.skip_nonfinite()) {
-    if (!measured) measure(2.0);
+    if (!is_measured(agreement.rounds)) measure(2.0, agreement.rounds);
     nonfinite = measured->nonfinite;
   }
   if (shards.deferred()) {
@@ -165,8 +210,19 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
 
 void ZeroOptimizer::Impl::start_gathers(
     const std::function<void(const ShardOptimizer::RowWritten&)>& write) {
+  // Each bucket of Layout::kPerParameter has a buffer of its own until its gather is done: without
+  // a limit, all of them together would be another copy of the model.
+  constexpr size_t kBuffers = 4;
+  std::deque<int64_t> buffered;
   try {
     write([&](int64_t bucket, const at::Tensor& rows) {
+      if (options.layout() == Layout::kPerParameter) {
+        if (buffered.size() == kBuffers) {
+          finish_gather(buffered.front());
+          buffered.pop_front();
+        }
+        buffered.push_back(bucket);
+      }
       Communicator& ranks = *links->domains[plan.arena_of(plan.buckets[bucket]).domain].data;
       gathers[bucket] = {rows,
                          ranks.gather_rows(rows, "parameter bucket " + std::to_string(bucket))};
@@ -174,10 +230,10 @@ void ZeroOptimizer::Impl::start_gathers(
   } catch (const std::exception& error) {
     // The others wait for rows that will not come, and some shards are updated
     // while others are not: no way back.
-    links->channel.announce("the update of this rank's shard failed: " + error_text(error));
     if (!links->failed().empty()) throw;
-    links->abort_data();
-    TORCH_CHECK(false, "the update of this rank's shard failed: ", error_text(error));
+    const std::string text = "the update of this rank's shard failed: " + error_text(error);
+    links->abort("rank " + std::to_string(links->rank()) + ": " + text);
+    TORCH_CHECK(false, text);
   }
 }
 
@@ -206,18 +262,16 @@ void ZeroOptimizer::Impl::finish_step() {
   reducer.consume();
   gathered_rounds = 0;
   measured.reset();
-  clipped = false;
-  coefficient.fill_(1.0);
+  if (!clips.empty()) coefficient.fill_(1.0);
+  clips.clear();
+  scaled = false;
 }
 
 void ZeroOptimizer::Impl::zero_grad() {
-  const bool local_only = reducer.rounds_needed() == 0 && !reducer.any_used() && !clipped &&
+  const bool local_only = reducer.rounds_needed() == 0 && !reducer.any_used() && clips.empty() &&
                           broken_backward.empty() && problem.empty() && !refused;
   if (!local_only) {
-    const Agreement agreement = agree(Call::kZeroGrad);
-    // First: what cannot be sent, a sparse gradient for example, must not be tried again.
-    reducer.discard();
-    reducer.complete(agreement.rounds);
+    agree(Call::kZeroGrad);
     broken_backward.clear();
   }
   finish_step();
@@ -230,11 +284,12 @@ at::Tensor ZeroOptimizer::Impl::gather_parameter(const at::Tensor& parameter, bo
     table.index_of(parameter);
     verify_untouched();
   };
+  std::vector<std::string> by_domain(domains.list.size());
+  if (index >= 0) by_domain[domain_of[index]] = "parameter " + table.parameters()[index].name;
   const Agreement agreement =
-      agree(gradient ? Call::kGradient : Call::kMaster, check,
-            index < 0 ? std::string() : "parameter " + table.parameters()[index].name);
+      agree(gradient ? Call::kGradient : Call::kMaster, check, {}, std::move(by_domain));
   if (gradient) {
-    reduce(agreement);
+    gather_full_gradients(agreement);
     if (agreement.used[index] == 0) return {};
   }
   const Parameter& p = table.parameters()[index];
@@ -271,7 +326,7 @@ void ZeroOptimizer::Impl::check_replicas_now() {
 
 void ZeroOptimizer::Impl::refresh_masters() {
   agree(
-      Call::kRefreshMasters, [&] { verify_shapes(); }, shapes_of(table.frozen()));
+      Call::kRefreshMasters, [&] { verify_shapes(); }, {}, at_home(shapes_of(table.frozen())));
   at::NoGradGuard no_grad;
   arena.attach();
   broadcast_parameters();
@@ -291,7 +346,7 @@ void ZeroOptimizer::Impl::refresh_working() {
 }
 
 void ZeroOptimizer::Impl::broadcast_buffers() {
-  agree(Call::kBroadcastBuffers, nullptr, shapes_of(table.buffers()));
+  agree(Call::kBroadcastBuffers, nullptr, {}, at_home(shapes_of(table.buffers())));
   broadcast_from_first(tensors_of(table.buffers()), links->home, "buffers");
 }
 

@@ -100,7 +100,8 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       scaler(make_scaler(this->links->any_half, options)),
       counts(shards.deferred() ? std::optional<at::Device>(device) : std::nullopt),
       gathers(plan.buckets.size()),
-      coefficient(at::ones({}, at::TensorOptions().dtype(at::kDouble).device(device))) {
+      coefficient(at::ones({}, at::TensorOptions().dtype(at::kDouble).device(device))),
+      skip_watch(options.max_skipped_in_a_row(), this->links->rank()) {
   reducer.set_scale(1.0 / scaler.scale());
   std::vector<at::Tensor> others;
   for (const auto* list : {&table.frozen(), &table.buffers()}) {
@@ -119,10 +120,8 @@ ZeroOptimizer::Impl::~Impl() {
   }
   // Without this the reducer's worker would wait for peers until the timeout.
   if (!failure.empty() || reducer.rounds_needed() > 0) {
-    if (failure.empty()) {
-      links->channel.announce("its optimizer was destroyed with gradients on their way");
-    }
-    links->abort();
+    links->abort("rank " + std::to_string(links->rank()) +
+                 ": its optimizer was destroyed with gradients on their way");
   }
 }
 
@@ -169,6 +168,21 @@ std::string ZeroOptimizer::Impl::static_problem() const {
   return {};
 }
 
+std::string ZeroOptimizer::Impl::inner_step_problem() {
+  if (!shards.inner_was_stepped()) return {};
+  return "step() of the inner optimizer: expected step() of the ZeroOptimizer, which is what "
+         "updates parameters, got a call through a pointer that was kept; nothing was updated";
+}
+
+std::string ZeroOptimizer::Impl::unscaled_problem() const {
+  if (scaled || scaler.scale() == 1.0) return {};
+  return "gradients of a loss that was not scaled: expected optimizer.backward(loss), or "
+         "optimizer.scale_loss(loss).backward(), with a loss scale of " +
+         std::to_string(scaler.scale()) +
+         ", got gradients although neither was called since the last step; they would be divided "
+         "by that scale";
+}
+
 std::string ZeroOptimizer::Impl::capture_problem(Call call) const {
   const auto refuse = [](const std::string& got) {
     return "CUDA graph capture: expected a training step with static_graph(true), fused kernels "
@@ -185,9 +199,12 @@ std::string ZeroOptimizer::Impl::capture_problem(Call call) const {
 }
 
 Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& check,
-                                     const std::string& arguments) {
+                                     const std::string& arguments,
+                                     std::vector<std::string> by_domain) {
   finish_gathers();
   settle();
+  // What a failed reduction says is known now; the control message would wait for its timeout.
+  reducer.check();
   std::string text;
   text.swap(problem);
   if (text.empty() && call != Call::kZeroGrad) text = broken_backward;
@@ -196,6 +213,7 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
            " inside no_sync: expected no guard to be alive, got an active one; end its scope first";
   }
   if (text.empty() && is_capturing(device)) text = capture_problem(call);
+  if (text.empty()) text = inner_step_problem();
   if (text.empty() && check) {
     try {
       check();
@@ -204,29 +222,52 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
     }
   }
   reducer.claim_gradients();
+  if (text.empty() && call != Call::kZeroGrad && reducer.any_used()) text = unscaled_problem();
+  const Agreement agreement = exchange_calls(call, text, arguments, std::move(by_domain));
+  // First: what cannot be sent, a sparse gradient for example, must not be tried again.
+  if (call == Call::kZeroGrad) reducer.discard();
+  reducer.complete(agreement.rounds);
+  return agreement;
+}
+
+Agreement ZeroOptimizer::Impl::exchange_calls(Call call, const std::string& problem,
+                                              const std::string& arguments,
+                                              std::vector<std::string> by_domain) {
   refused = true;
-  const std::vector<uint8_t>& used = reducer.used();
+  std::string text = problem;
+  std::vector<uint8_t> used = reducer.used();
   if (options.static_graph() && is_of_a_step(call)) {
     if (text.empty()) text = static_problem();
     if (static_rounds > 0) {
       if (!text.empty()) links->channel.announce(text);
       TORCH_CHECK(text.empty(), "rank ", links->rank(), ": ", text);
       refused = false;
-      return {static_rounds, used};
+      return {static_rounds, true, used};
     }
   }
-  if (domains.uniform) {
-    Agreement agreement =
-        links->channel.agree(call, arguments, text, reducer.rounds_needed(), used);
-    refused = false;
-    return agreement;
+  by_domain.resize(domains.list.size());
+  CallArguments all{arguments, {}, false};
+  std::string& joined = domains.uniform ? all.of_all : all.of_some;
+  for (const std::string& of_domain : by_domain) {
+    if (!of_domain.empty()) joined += (joined.empty() ? "" : "; ") + of_domain;
   }
-  // The same number stands for different parameters on other ranks of the mesh.
-  Agreement agreement = links->channel.agree(call, {}, text, reducer.rounds_needed(), {});
+  // The same number stands for different parameters on other ranks of the mesh, so used flags and
+  // what concerns parameters are compared where parameters are the same.
+  if (!domains.uniform) all.differ = !links->agree_domains(by_domain, domain_of, used);
+  Agreement own{reducer.rounds_needed(), scaled, {}};
+  if (domains.uniform) own.used = used;
+  Agreement agreement = links->channel.agree(call, all, text, own);
+  if (!domains.uniform) agreement.used = std::move(used);
   refused = false;
-  agreement.used = used;
-  if (agreement.rounds > 0) links->agree_used(domain_of, agreement.used);
   return agreement;
+}
+
+std::vector<std::string> ZeroOptimizer::Impl::at_home(const std::string& text) const {
+  std::vector<std::string> by_domain;
+  for (const Domain& d : domains.list) {
+    by_domain.push_back(key_of(d.group) == key_of(domains.home) ? text : std::string());
+  }
+  return by_domain;
 }
 
 void ZeroOptimizer::Impl::verify_untouched() const {

@@ -23,6 +23,7 @@
 #include "zero/optimizer_links.h"
 #include "zero/shard_norm.h"
 #include "zero/shard_optimizer.h"
+#include "zero/skip_watch.h"
 #include "zero/step_counts.h"
 #include "zero/working_arena.h"
 #include "zero/zero_optimizer.h"
@@ -45,13 +46,24 @@ struct ZeroOptimizer::Impl {
   // Runs `body`; a c10::Error that leaves a communicator failed makes this
   // optimizer refuse further use.
   void guarded(const std::function<void()>& body);
-  // Collective. Agrees on `call`; `check` may throw this rank's problem. `arguments`
-  // must be equal on all ranks.
+  // Collective: every collective call begins with it. Agrees on `call`; `check` may throw this
+  // rank's problem. `arguments` must be equal on all ranks, and `by_domain[d]` on those that hold
+  // the parameters of domain d. Completes all rounds that any rank needs, zero_grad() with zeros,
+  // so that whatever the call sends comes after all reductions on every rank.
   Agreement agree(Call call, const std::function<void()>& check = nullptr,
-                  const std::string& arguments = {});
+                  const std::string& arguments = {}, std::vector<std::string> by_domain = {});
+  // Collective. What agree() does before it completes rounds.
+  Agreement exchange_calls(Call call, const std::string& problem, const std::string& arguments,
+                           std::vector<std::string> by_domain);
+  // `text` for the domains over whose ranks `home` sends.
+  std::vector<std::string> at_home(const std::string& text) const;
   // With static_graph, of the calls of a training step: this rank's deviation from what was
   // promised, or nothing.
   std::string static_problem() const;
+  // Of a step() of the inner optimizer that the user made, or nothing. Says so once.
+  std::string inner_step_problem();
+  // Of gradients of a loss that was not multiplied by the loss scale, or nothing.
+  std::string unscaled_problem() const;
   // Why this call cannot be captured in a CUDA graph, or nothing.
   std::string capture_problem(Call call) const;
   // The checks that every call with gradients makes.
@@ -65,13 +77,23 @@ struct ZeroOptimizer::Impl {
   // True: the gradient is on its way, and is not to be accumulated.
   bool before_accumulation(int64_t parameter, const at::Tensor& gradient);
   void after_accumulation(int64_t parameter);
+  // Why gradients cannot be taken at present, or nothing.
+  std::string untimely_gradient() const;
   // Runs `gradient`, which hands one to the reducer; an error is told to all ranks.
   void accept(const std::function<void()>& gradient);
   void run_backward(const std::function<void()>& backward);
 
   // --- Collective calls (zero_optimizer_calls.cc)
-  void reduce(const Agreement& agreement);
-  void measure(double norm_type);
+  // Stage 1: brings p.grad() up to `rounds`.
+  void gather_full_gradients(const Agreement& agreement);
+  // The norm of the gradient reduced in `rounds`, which all ranks have agreed on: so all of them
+  // send, or none does.
+  void measure(double norm_type, int64_t rounds);
+  bool is_measured(int64_t rounds) const { return measured && measured_rounds == rounds; }
+  void apply_clip(double max_norm, double norm_type, int64_t rounds);
+  // Computes the coefficient again where gradients were added after the last clip.
+  void renew_clips(int64_t rounds);
+  void watch_skips();
   at::Tensor clip(std::optional<double> max_norm, double norm_type);
   void step(const ParamGroups& groups);
   void update(const Agreement& agreement);
@@ -139,10 +161,19 @@ struct ZeroOptimizer::Impl {
   bool refused = false;         // the last call, on all ranks
   std::string failure;          // final
 
-  bool clipped = false;               // between clip_grad_norm_() and step()
-  const at::Tensor coefficient;       // 0-dim double beside the gradients
+  struct Clip {
+    double max_norm;
+    double norm_type;
+  };
+  std::vector<Clip> clips;            // since the last step
+  int64_t clipped_rounds = 0;         // of the gradient that they saw
+  const at::Tensor coefficient;       // of `clips`: 0-dim double beside the gradients
   std::optional<ShardNorm> measured;  // of the reduced gradient
   double measured_type = 0.0;
+  int64_t measured_rounds = 0;
+  bool scaled = false;  // backward() or scale_loss() was called since the last step
+  SkipWatch skip_watch;
+  bool skips_fetched = false;   // with deferred updates: a copy of the counts is under way
   int64_t gathered_rounds = 0;  // stage 1: rounds that p.grad() contains
   bool settled = true;          // the loss scale knows the last step
   int64_t calls_of_step = 0;    // with gradients

@@ -1,0 +1,34 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Notices a step() of the inner optimizer that its ZeroOptimizer did not make, through a pointer
+// that the user kept. Master segments have no gradients between steps, so such a call would do
+// nothing, and nothing would ever be trained, in silence.
+//
+// The trap is one more parameter of the inner optimizer, a 0 in host memory that has a gradient:
+// the call changes it, unless its learning rate is 0.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+namespace zero {
+
+class InnerStepTrap {
+ public:
+  // Adds the trap to the first parameter group of `inner`, which must outlive this.
+  explicit InnerStepTrap(torch::optim::Optimizer& inner);
+
+  // Before the ZeroOptimizer itself calls inner.step().
+  void disarm();
+  // After it, and whenever the user may have called inner.zero_grad(), which disarms it.
+  void arm();
+  // Whether inner.step() was called while it was armed; says so once.
+  bool sprung();
+
+ private:
+  torch::optim::Optimizer& inner_;
+  const at::Tensor parameter_;
+};
+
+}  // namespace zero
