@@ -1,0 +1,142 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/lr_schedule.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <numbers>
+#include <utility>
+
+namespace zero {
+namespace {
+
+// Learning rates of one formula differ by less, whatever computes them.
+constexpr double kTolerance = 1e-9;
+
+void check_steps(const char* what, int64_t steps, int64_t least) {
+  TORCH_CHECK(steps >= least, what, ": expected at least ", least, " steps, got ", steps);
+}
+
+void check_factor(const char* what, double factor) {
+  TORCH_CHECK(std::isfinite(factor) && factor >= 0.0, what,
+              ": expected a factor of at least 0, got ", factor);
+}
+
+// How much of `steps` is done, from 0 to 1.
+double progress(int64_t step, int64_t steps) {
+  return std::min(static_cast<double>(step) / static_cast<double>(steps), 1.0);
+}
+
+struct SavedStep {
+  int64_t step = 0;
+  std::vector<double> rates;
+};
+
+SavedStep parse(const std::string& state) {
+  try {
+    const nlohmann::json saved = nlohmann::json::parse(state);
+    TORCH_CHECK(saved.at("step").is_number_unsigned(), "a step below 0");
+    return {saved.at("step").get<int64_t>(), saved.at("learning_rates").get<std::vector<double>>()};
+  } catch (const std::exception&) {
+    TORCH_CHECK(false, "LrSchedule: expected what its state() returned, got ",
+                state.substr(0, 100));
+  }
+}
+
+bool close(const std::vector<double>& a, const std::vector<double>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](double x, double y) {
+    return std::abs(x - y) <= kTolerance * std::max(std::abs(x), std::abs(y));
+  });
+}
+
+}  // namespace
+
+LrFactor constant_lr(double factor) {
+  check_factor("constant_lr", factor);
+  return [=](int64_t) { return factor; };
+}
+
+LrFactor step_decay(int64_t step_size, double gamma) {
+  check_steps("step_decay", step_size, 1);
+  check_factor("step_decay", gamma);
+  return [=](int64_t step) { return std::pow(gamma, static_cast<double>(step / step_size)); };
+}
+
+LrFactor linear_decay(int64_t steps, double final_factor) {
+  check_steps("linear_decay", steps, 1);
+  check_factor("linear_decay", final_factor);
+  return [=](int64_t step) { return 1.0 + (final_factor - 1.0) * progress(step, steps); };
+}
+
+LrFactor cosine_decay(int64_t steps, double final_factor) {
+  check_steps("cosine_decay", steps, 1);
+  check_factor("cosine_decay", final_factor);
+  return [=](int64_t step) {
+    const double cosine = 0.5 * (1.0 + std::cos(std::numbers::pi * progress(step, steps)));
+    return final_factor + (1.0 - final_factor) * cosine;
+  };
+}
+
+LrFactor linear_warmup(int64_t warmup_steps, LrFactor after) {
+  check_steps("linear_warmup", warmup_steps, 0);
+  TORCH_CHECK(after != nullptr, "linear_warmup: expected what follows, got an empty function");
+  return [warmup_steps, after = std::move(after)](int64_t step) {
+    if (step >= warmup_steps) return after(step - warmup_steps);
+    return static_cast<double>(step + 1) / static_cast<double>(warmup_steps);
+  };
+}
+
+LrSchedule::LrSchedule(torch::optim::Optimizer& optimizer, LrFactor factor)
+    : LrSchedule(optimizer, std::vector<LrFactor>(optimizer.param_groups().size(), factor)) {}
+
+LrSchedule::LrSchedule(torch::optim::Optimizer& optimizer, std::vector<LrFactor> factors)
+    : optimizer_(optimizer), factors_(std::move(factors)) {
+  const auto& groups = optimizer.param_groups();
+  TORCH_CHECK(factors_.size() == groups.size(), "LrSchedule: expected a factor for each of ",
+              groups.size(), " parameter groups, got ", factors_.size());
+  for (const auto& group : groups) base_.push_back(group.options().get_lr());
+  for (size_t g = 0; g < base_.size(); ++g) {
+    TORCH_CHECK(factors_[g] != nullptr, "LrSchedule: expected a factor for parameter group ", g,
+                ", got an empty function");
+    TORCH_CHECK(std::isfinite(base_[g]), "LrSchedule: expected a finite learning rate in group ", g,
+                ", got ", base_[g]);
+  }
+  set_step(0);
+}
+
+std::vector<double> LrSchedule::rates(int64_t step) const {
+  std::vector<double> result;
+  for (size_t g = 0; g < base_.size(); ++g) result.push_back(base_[g] * factors_[g](step));
+  return result;
+}
+
+void LrSchedule::set_step(int64_t step) {
+  TORCH_CHECK(step >= 0, "LrSchedule: expected a step of at least 0, got ", step);
+  auto& groups = optimizer_.param_groups();
+  TORCH_CHECK(groups.size() == base_.size(), "LrSchedule: expected the ", base_.size(),
+              " parameter groups of construction, got ", groups.size());
+  const std::vector<double> now = rates(step);
+  for (size_t g = 0; g < groups.size(); ++g) groups[g].options().set_lr(now[g]);
+  step_ = step;
+}
+
+std::string LrSchedule::state() const {
+  return nlohmann::ordered_json{{"step", step_}, {"learning_rates", rates(step_)}}.dump();
+}
+
+void LrSchedule::set_state(const std::string& state) {
+  const SavedStep saved = parse(state);
+  const std::vector<double> here = rates(saved.step);
+  TORCH_CHECK(close(saved.rates, here), "LrSchedule: expected learning rates ",
+              c10::ArrayRef<double>(saved.rates), " in step ", saved.step,
+              " as in the run that was saved, got ", c10::ArrayRef<double>(here),
+              "; make the optimizer and the schedule with the same arguments, or leave the "
+              "schedule out of the load and call set_step(",
+              saved.step, ") to go on with another one");
+  set_step(saved.step);
+}
+
+}  // namespace zero
