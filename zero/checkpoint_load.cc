@@ -19,6 +19,7 @@
 
 #include "zero/checkpoint_differences.h"
 #include "zero/checkpoint_reader.h"
+#include "zero/checkpoint_states.h"
 #include "zero/inner_optimizer.h"
 #include "zero/inner_optimizer_state.h"
 #include "zero/shared_outcome.h"
@@ -39,6 +40,7 @@ struct Staged {
   Manifest manifest;
   std::vector<StagedSegment> segments;
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // to, from
+  StatesToSet states;
   LoadReport report;
 };
 
@@ -139,12 +141,16 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
              ShardOptimizer& shards, const Communicator& ranks) {
   CheckpointReader reader(folder);
   CheckpointDifferences differences = find_differences(reader.manifest(), table, shards.inner());
+  const std::vector<std::string> notes =
+      compare_states(reader, load, ranks.world_size(), differences);
   if (load.strict()) throw_differences(differences, folder);
+  differences.lines.insert(differences.lines.end(), notes.begin(), notes.end());
   Staged staged;
   Staging staging(reader, table, shards, differences);
   staging.read_segments(staged);
   staging.read_whole(staged, table.frozen(), reader.manifest().frozen, "frozen");
   staging.read_whole(staged, table.buffers(), reader.manifest().buffers, "buffer");
+  staged.states = read_states(reader, load, ranks.rank());
   // Together the ranks read every byte of every file, needed or not.
   for (size_t f = 0; f < reader.manifest().files.size(); ++f) {
     const auto reads_it = static_cast<int>(f % static_cast<size_t>(ranks.world_size()));
@@ -180,6 +186,14 @@ void restore_options(const Manifest& manifest,
   }
 }
 
+// Of what a strict load allows, and a resumed run may have forgotten.
+void warn_of(const std::vector<std::string>& differences, const std::string& folder) {
+  if (differences.empty()) return;
+  std::string text;
+  for (const std::string& line : differences) text += "\n  " + line;
+  TORCH_WARN("load_checkpoint(", folder, "):", text);
+}
+
 }  // namespace
 
 LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const LoadOptions& load,
@@ -190,13 +204,15 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   };
   agree(Call::kLoadCheckpoint, check,
         folder + (load.strict() ? ", strict" : "") +
-            (load.restore_options() ? ", restore options" : ""));
+            (load.restore_options() ? ", restore options" : "") + included_text(load));
   Staged staged;
+  StateChange states(groups);
   const auto ids = share_outcome(*links->control, "load_checkpoint(" + folder + ")", [&] {
     staged = stage(folder, load, table, shards, *links->control);
     // On copies, because a class of the user's may refuse its options.
     ParamGroups tried = groups;
     if (load.restore_options()) restore_options(staged.manifest, tried);
+    states.set(staged.states);
     return staged.manifest.id;
   });
   for (size_t r = 0; r < ids.size(); ++r) {
@@ -205,6 +221,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
                 ids[r], " on rank ", r, "; load from a folder that all ranks share");
   }
 
+  states.keep();
   arena.attach(/*keep_values=*/false);
   commit(staged, shards);
   const Manifest& m = staged.manifest;
@@ -220,6 +237,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   finish_gathers();
   for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
   table.remember();
+  if (load.strict() && links->control->rank() == 0) warn_of(staged.report.differences, folder);
   return std::move(staged.report);
 }
 

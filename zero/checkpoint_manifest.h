@@ -23,10 +23,15 @@ inline constexpr char kManifestName[] = "manifest.json";
 // Grows when older versions of this library could not read what is written.
 inline constexpr int64_t kCheckpointVersion = 1;
 
+// No parameter or buffer of a module has a name that begins with a dot.
+inline constexpr char kStatePrefix = '.';
+
 // A tensor of a file: elements [begin, begin + numel) of `owner` in its memory
 // order. `kind` is "master", the name of a state tensor ("exp_avg"), "frozen" or
 // "buffer"; or, for one value that stands for all elements, "step", and for classes of
-// optimizers that are not torch's, "value:<name>" or "scalar:<name>".
+// optimizers that are not torch's, "value:<name>" or "scalar:<name>". The state of an object that
+// the save included is a tensor of bytes: `owner` is kStatePrefix and its name, and `kind` "state",
+// or "state of rank 3" where each rank has its own.
 struct ManifestTensor {
   std::string key;  // in the file
   std::string owner;

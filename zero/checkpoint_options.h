@@ -12,16 +12,38 @@
 #include <string>
 #include <vector>
 
+#include "zero/stateful.h"
+
 namespace zero {
+
+// An object that a save or a load includes.
+template <typename Object>
+struct IncludedState {
+  std::string name;
+  Object* object = nullptr;
+  bool per_rank = false;
+};
 
 struct SaveOptions {
   // Replace a checkpoint that is there, atomically. False refuses.
   TORCH_ARG(bool, overwrite) = false;
 
-  // The user's own text, given back by load_checkpoint(): epoch, data position,
-  // random states. UTF-8; rank 0's counts.
+  // The user's own text, given back by load_checkpoint(): the name of the run, the
+  // epoch. UTF-8; rank 0's counts.
   using Metadata = std::map<std::string, std::string>;
   TORCH_ARG(Metadata, metadata);
+
+ public:
+  // Saves the state of `object` too, under a name of its own; the names are equal on all
+  // ranks. include(): of an object that is equal on all ranks, such as a schedule; rank
+  // 0's counts. include_per_rank(): that of every rank, such as zero::RandomState. The
+  // state is read while save_checkpoint() or save_checkpoint_async() runs.
+  SaveOptions& include(const std::string& name, const Stateful& object);
+  SaveOptions& include_per_rank(const std::string& name, const Stateful& object);
+  const std::vector<IncludedState<const Stateful>>& states() const { return states_; }
+
+ private:
+  std::vector<IncludedState<const Stateful>> states_;
 };
 
 struct LoadOptions {
@@ -33,12 +55,26 @@ struct LoadOptions {
   // Set param_groups()' options to the saved ones, learning rate included, as
   // torch does in Python. False keeps the present ones.
   TORCH_ARG(bool, restore_options) = true;
+
+ public:
+  // Sets the state of `object` to the one that was saved under `name` in the same way. When
+  // any object on any rank throws, the load throws on all ranks and every object has its
+  // former state again. On another number of ranks than the one that saved, ranks without a
+  // state of their own leave the object as it is, and differences says so.
+  LoadOptions& include(const std::string& name, Stateful& object);
+  LoadOptions& include_per_rank(const std::string& name, Stateful& object);
+  const std::vector<IncludedState<Stateful>>& states() const { return states_; }
+
+ private:
+  std::vector<IncludedState<Stateful>> states_;
 };
 
 struct LoadReport {
   std::map<std::string, std::string> metadata;  // as given to save_checkpoint()
   int64_t world_size = 0;                       // that saved it
-  std::vector<std::string> differences;         // empty after a strict load
+  // What does not match. After a strict load only: states that the checkpoint holds and the load
+  // did not include, and states per rank of another number of ranks. Rank 0 warns of these.
+  std::vector<std::string> differences;
   uint64_t bytes_read = 0;  // by this rank, its part of verifying files included
 };
 

@@ -38,6 +38,15 @@ const std::set<std::string>& CheckpointReader::kinds(const std::string& owner) c
   return found == kinds_.end() ? none : found->second;
 }
 
+std::vector<std::string> CheckpointReader::state_names() const {
+  std::vector<std::string> names;
+  for (auto item = kinds_.lower_bound(std::string(1, kStatePrefix));
+       item != kinds_.end() && item->first[0] == kStatePrefix; ++item) {
+    names.push_back(item->first.substr(1));
+  }
+  return names;
+}
+
 const std::vector<CheckpointReader::Place>& CheckpointReader::places(
     const std::string& owner, const std::string& kind) const {
   static const std::vector<Place> none;
@@ -219,6 +228,16 @@ at::Tensor CheckpointReader::read_whole(const ManifestParameter& about, const st
   scan(list[0], about.dtype, result.numel(),
        [&](uint64_t at, const char* data, size_t bytes) { std::memcpy(target + at, data, bytes); });
   return result;
+}
+
+std::string CheckpointReader::read_bytes(const std::string& owner, const std::string& kind) {
+  const auto& list = places(owner, kind);
+  TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", owner,
+              ": expected one stored tensor, got ", list.size());
+  std::string bytes;
+  scan(list[0], at::kByte, list[0].tensor->numel,
+       [&](uint64_t, const char* data, size_t size) { bytes.append(data, size); });
+  return bytes;
 }
 
 void CheckpointReader::verify_file(size_t index) {

@@ -41,6 +41,9 @@ class CheckpointReader {
   // The kinds of tensors stored for a parameter: "master", "exp_avg", "step".
   const std::set<std::string>& kinds(const std::string& owner) const;
 
+  // Of the objects that the save included.
+  std::vector<std::string> state_names() const;
+
   // Fills into[i], 1-D in host memory, with elements wanted[i] of `kind`. Reads
   // only stored tensors that overlap, each once and in full, for its checksum.
   void read(const std::string& kind, const std::vector<WantedRange>& wanted,
@@ -54,6 +57,8 @@ class CheckpointReader {
   at::Tensor read_all(const ManifestParameter& about, const std::string& kind);
   // A frozen parameter or buffer, contiguous, with its own dtype.
   at::Tensor read_whole(const ManifestParameter& about, const std::string& kind);
+  // The bytes of the state of an included object.
+  std::string read_bytes(const std::string& owner, const std::string& kind);
 
   // Compares a file of manifest().files with its size and checksum.
   void verify_file(size_t index);

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/checkpoint_states.h"
 #include "zero/checkpoint_writer.h"
 #include "zero/inner_optimizer.h"
 #include "zero/inner_optimizer_state.h"
@@ -118,9 +119,13 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
       const auto& replicas = domains.list[domain_of[parameter]].replicas;
       return !replicas || replicas->rank() == 0;
     });
+    for (TensorToSave& state : states_to_save(save, links->control->rank())) {
+      own.tensors.push_back(std::move(state));
+    }
   };
   agree(Call::kSaveCheckpoint, check,
-        folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : ""));
+        folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
+            included_text(save));
   Save result{std::make_shared<CheckpointWriter>(*links->control, folder, save.overwrite()),
               {},
               make_manifest(save, groups)};
