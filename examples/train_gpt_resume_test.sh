@@ -41,6 +41,10 @@ diff <(losses "$work/whole.jsonl" 4) <(losses "$work/resumed-3.jsonl" 4) || fail
 $program $common --steps 20 --nproc 2 --checkpoints "$work/run" --resume --seed 7 \
   > "$work/out" 2>&1 && fail "another seed was accepted"
 
+$program $common --steps 40 --nproc 2 --checkpoints "$work/run" --resume \
+  > "$work/out" 2>&1 && fail "the learning rates of another number of steps were accepted"
+grep -q "learning rates" "$work/out" || fail "another number of steps: $(cat "$work/out")"
+
 $program $common --steps 1000000 --nproc 2 --checkpoints "$work/term" --save-every 1000000 \
   > "$work/out" &
 launcher=$!

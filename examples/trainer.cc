@@ -68,6 +68,13 @@ std::unique_ptr<torch::optim::Optimizer> make_adamw(Gpt& model, const TrainOptio
   return adamw;
 }
 
+// Reaches its end in the last step.
+LrFactor make_schedule(const TrainOptions& options) {
+  const int64_t warmup = std::llround(options.warmup * static_cast<double>(options.steps));
+  const int64_t falling = std::max<int64_t>(options.steps - 1 - warmup, 1);
+  return linear_warmup(warmup, cosine_decay(falling, 0.1));
+}
+
 }  // namespace
 
 Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group)
@@ -78,9 +85,7 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
       model_(make_model(options, device_)),
       optimizer_(*model_, make_adamw(model_, options), group,
                  ZeroOptions().stage(options.stage).bucket_bytes(kBucketBytes)),
-      schedule_(optimizer_,
-                {.warmup_steps = std::llround(options.warmup * static_cast<double>(options.steps)),
-                 .total_steps = options.steps}) {}
+      schedule_(optimizer_, make_schedule(options)) {}
 
 int64_t Trainer::parameter_count() const {
   int64_t count = 0;
@@ -104,7 +109,6 @@ StepMetrics Trainer::train_step(int64_t step) {
   const auto start = std::chrono::steady_clock::now();
   RECORD_FUNCTION("train_gpt::step", std::vector<c10::IValue>());
   StepMetrics metrics;
-  schedule_.set_step(step);
   const int64_t micro_batch = options_.batch / (metrics_->world_size() * options_.accumulate);
   double local_loss = 0.0;
   for (int64_t micro = 0; micro < options_.accumulate; ++micro) {
@@ -120,13 +124,14 @@ StepMetrics Trainer::train_step(int64_t step) {
   const at::Tensor norm = optimizer_.clip_grad_norm_(options_.max_norm);
   const bool stop_here = stop_requested();
   metrics.memory = memory_ = optimizer_.memory();
+  metrics.learning_rate = optimizer_.param_groups()[0].options().get_lr();
   optimizer_.step();
+  schedule_.step();
   metrics.step = step + 1;
   metrics.loss = mean_over_ranks(local_loss);
   // Signals come to ranks at different times; only together may they stop.
   if (!options_.checkpoints.empty()) stop_ = mean_over_ranks(stop_here ? 1.0 : 0.0) > 0;
   metrics.gradient_norm = norm.item<double>();
-  metrics.learning_rate = options_.learning_rate * schedule_.factor(step);
   metrics.skipped = optimizer_.step_skipped();
   metrics.tokens = options_.batch * options_.context;
   metrics.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -152,11 +157,13 @@ double Trainer::validation_loss() {
 
 void Trainer::save(int64_t steps) {
   // What a step draws from the text depends on these alone.
-  optimizer_.save_checkpoint(
-      options_.checkpoints + "/step-" + std::to_string(steps),
-      SaveOptions().overwrite(true).metadata({{"step", std::to_string(steps)},
-                                              {"batch", std::to_string(options_.batch)},
-                                              {"seed", std::to_string(options_.seed)}}));
+  optimizer_.save_checkpoint(options_.checkpoints + "/step-" + std::to_string(steps),
+                             SaveOptions()
+                                 .overwrite(true)
+                                 .include("schedule", schedule_)
+                                 .metadata({{"step", std::to_string(steps)},
+                                            {"batch", std::to_string(options_.batch)},
+                                            {"seed", std::to_string(options_.seed)}}));
   if (metrics_->rank() == 0) keep_last(options_.checkpoints, options_.keep);
 }
 
@@ -170,7 +177,8 @@ int64_t Trainer::resume() {
                 " and ", path);
   }
   if (!newest) return 0;
-  const LoadReport report = optimizer_.load_checkpoint(*newest);
+  const LoadReport report =
+      optimizer_.load_checkpoint(*newest, LoadOptions().include("schedule", schedule_));
   const auto expect = [&](const char* name, const std::string& value) {
     const auto saved = report.metadata.find(name);
     TORCH_CHECK(saved != report.metadata.end() && saved->second == value, "--", name, ": expected ",

@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "examples/byte_dataset.h"
-#include "examples/cosine_schedule.h"
 #include "examples/gpt.h"
 #include "examples/metrics_log.h"
 #include "examples/step_metrics.h"
 #include "examples/train_options.h"
+#include "zero/lr_schedule.h"
 #include "zero/process_group.h"
 #include "zero/zero_optimizer.h"
 
@@ -34,7 +34,8 @@ class Trainer {
 
   // Collective. Loads the newest checkpoint in options.checkpoints and returns the
   // step to go on with; 0 if there is none. Throws when it was made with another
-  // batch or seed, since the data would not go on where it ended.
+  // batch or seed, since the data would not go on where it ended, or when its learning
+  // rates are those of other options.
   int64_t resume();
 
   // Collective. Trains steps first_step to options.steps - 1, and saves every
@@ -72,7 +73,7 @@ class Trainer {
   std::unique_ptr<Communicator> metrics_;  // losses travel apart from gradients
   Gpt model_;
   ZeroOptimizer optimizer_;
-  CosineSchedule schedule_;
+  LrSchedule schedule_;
   MemoryReport memory_;
   bool stop_ = false;  // SIGTERM came to some rank; the same on all
 };
