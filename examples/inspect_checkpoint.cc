@@ -14,8 +14,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <map>
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include "zero/checkpoint.h"
 #include "zero/checkpoint_manifest.h"
@@ -28,6 +30,24 @@ void print_tensors(const char* title, const std::vector<zero::ManifestParameter>
     std::ostringstream shape;
     shape << c10::IntArrayRef(p.shape);
     std::printf("  %-40s %-10s %s\n", p.name.c_str(), c10::toString(p.dtype), shape.str().c_str());
+  }
+}
+
+// Of the objects that the save included; one that each rank has counts once per rank.
+void print_states(const zero::Manifest& m) {
+  std::map<std::string, std::pair<int64_t, int64_t>> states;  // count, bytes
+  for (const zero::ManifestFile& file : m.files) {
+    for (const zero::ManifestTensor& t : file.tensors) {
+      if (t.owner.empty() || t.owner[0] != zero::kStatePrefix) continue;
+      auto& [count, bytes] = states[t.owner.substr(1)];
+      count += 1;
+      bytes += t.numel;
+    }
+  }
+  for (const auto& [name, state] : states) {
+    std::printf("state %s: %lld bytes", name.c_str(), static_cast<long long>(state.second));
+    if (state.first > 1) std::printf(" of %lld ranks", static_cast<long long>(state.first));
+    std::printf("\n");
   }
 }
 
@@ -49,6 +69,7 @@ void print(const std::string& folder, const zero::Manifest& m) {
     for (const auto& [name, value] : m.groups[g]) std::printf(" %s %g", name.c_str(), value);
     std::printf("\n");
   }
+  print_states(m);
   print_tensors("parameters", m.parameters);
   print_tensors("frozen parameters", m.frozen);
   print_tensors("buffers", m.buffers);

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Objects that a save includes come back with the checkpoint, on all ranks or not at all.
+// Objects that a save includes get their state from the checkpoint, on all ranks or on none.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/randn.h>
@@ -108,7 +108,7 @@ TEST_P(CheckpointStatesTest, AScheduleAndRandomNumbersGoOnAsIfTheyHadNotStopped)
     at::randn({7}, generator);
     run.optimizer->save_checkpoint(
         folder, SaveOptions().include("schedule", schedule).include_per_rank("random", random));
-    // The learning rates come with the schedule, where options are not restored too.
+    // The schedule sets its learning rates although options are not restored.
     other.optimizer->load_checkpoint(folder, LoadOptions()
                                                  .restore_options(false)
                                                  .include("schedule", resumed)

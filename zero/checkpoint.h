@@ -12,7 +12,8 @@
 // A checkpoint holds, each file with its size and XXH3 in the manifest, and each
 // tensor with its XXH3:
 //   rank-00000.safetensors ...       pieces "<name>[<begin>:<end>].<kind>" of parameters in their
-//                                    memory order; kind: master, exp_avg, step and so on
+//                                    memory order; kind: master, exp_avg, step and so on;
+//                                    ".<name>": the state of an object that the save includes
 //   frozen-and-buffers.safetensors   by name, from rank 0
 //   manifest.json                    the rest; written last. See zero/checkpoint_manifest.h
 //

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The interface of objects whose state is saved with a checkpoint: zero::LrSchedule and
-// zero::RandomState implement it, and so can a sampler or a data loader of your own.
+// The interface of objects whose state is saved with a checkpoint. zero::LrSchedule and
+// zero::RandomState implement it, and a sampler or a data loader of your own can.
 //
 //   class Batches : public zero::Stateful {
 //    public:

@@ -213,7 +213,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Collective. Writes a folder that all ranks can see: masters, all state of the
   // inner optimizer, step counts, loss scale, options; rank 0's frozen parameters
-  // and buffers. It appears complete or not at all, and any number of ranks can
+  // and buffers; the objects that SaveOptions include, such as schedules. It appears complete or not at all, and any number of ranks can
   // load it. Every rank needs memory for one tensor more, and the slowest must
   // be done within the group's timeout. See zero/checkpoint.h.
   // Throws c10::Error on all ranks, leaving what was at `folder`: gradients since
@@ -229,7 +229,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // bucket size. Each rank reads the stored tensors that overlap its shard, and its
   // part of all files to verify them. Working parameters are set from the masters.
   // Throws c10::Error on all ranks, and then nothing has changed: gradients since
-  // the last step, damage, another model (see LoadOptions::strict).
+  // the last step, damage, another model (see LoadOptions::strict), an included object that
+  // refuses its state.
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& options = {});
   // Collective. Takes over the state of an unsharded optimizer of the same class
   // over the same module's parameters, to go on with a run of plain torch. `plain`
