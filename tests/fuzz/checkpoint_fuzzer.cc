@@ -56,6 +56,12 @@ void read_everything(const std::string& folder) {
       refused_or_not([&] { reader.read_all(p, kind); });
     }
   }
+  for (const std::string& name : reader.state_names()) {
+    const std::string owner = zero::kStatePrefix + name;
+    for (const std::string& kind : reader.kinds(owner)) {
+      refused_or_not([&] { reader.read_bytes(owner, kind); });
+    }
+  }
   for (const auto& p : m.frozen) refused_or_not([&] { reader.read_whole(p, "frozen"); });
   for (const auto& p : m.buffers) refused_or_not([&] { reader.read_whole(p, "buffer"); });
 }

@@ -37,6 +37,8 @@ std::vector<Seed> seeds() {
   add("f", "frozen", 0, 2, c10::kHalf, {2});
   add("b", "buffer", 0, 1, c10::kLong, {});
   add("c", "buffer", 0, 3, c10::kByte, {24});  // as dtypes travel that safetensors lacks
+  add(".s", "state", 0, 5, c10::kByte, {5});
+  add(".r", "state of rank 0", 0, 0, c10::kByte, {0});
   return result;
 }
 
