@@ -144,7 +144,7 @@ TEST(ManifestTest, TextReadBackIsTheSameAndMutationsAreRefused) {
   Manifest m;
   m.id = "0123";
   m.scale = 0.1;
-  m.groups = {{{"lr", 1e-3}, {"beta2", 0.999}}};
+  m.groups = {{{"beta2", 0.999}, {"lr", 1e-3}}};
   m.parameters = {{"p \"quoted\" \u00e4", {2, 3}, {1, 2}, at::kBFloat16, 0}};
   m.files = {{"f", 10, ~uint64_t{0}, {{"k", "p", "master", 3, 4, 5}}}};
   m.metadata = {{"epoch", "3"}};

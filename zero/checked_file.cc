@@ -76,7 +76,27 @@ uint64_t parse_hash(const std::string& text) {
   return std::stoull(text, nullptr, 16);
 }
 
+std::string printable(const std::string& text) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string result;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= 0x20 && byte != 0x7f) {
+      result += c;
+    } else {
+      result += {'\\', 'x', kDigits[byte >> 4], kDigits[byte & 15]};
+    }
+  }
+  return result;
+}
+
+void check_path(const std::string& path) {
+  TORCH_CHECK(path.find('\0') == std::string::npos, "expected a path without a NUL, got ",
+              printable(path));
+}
+
 FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
+  check_path(path_);
   descriptor_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (descriptor_ < 0) throw_errno("cannot create " + path_, errno);
 }
@@ -110,7 +130,9 @@ void FileWriter::finish() {
 }
 
 FileReader::FileReader(std::string path) : path_(std::move(path)) {
-  descriptor_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  check_path(path_);
+  // A pipe without a writer would block the open for ever; files do not know the flag.
+  descriptor_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (descriptor_ < 0) throw_errno("cannot open " + path_, errno);
   struct stat status {};
   const int result = fstat(descriptor_, &status);

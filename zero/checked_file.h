@@ -32,6 +32,12 @@ uint64_t content_hash(const void* data, size_t bytes);
 std::string hash_text(uint64_t hash);
 uint64_t parse_hash(const std::string& text);
 
+// `text` for an error: "\\x00" and so on in place of control characters, at which some
+// readers of errors stop.
+std::string printable(const std::string& text);
+// Throws for a NUL, at which the system's calls would cut the path off.
+void check_path(const std::string& path);
+
 // A new file. Nothing is on disk for sure before finish().
 class FileWriter {
  public:
@@ -60,6 +66,7 @@ class FileWriter {
 // fails is then an error and not a signal, and memory is this class's buffer.
 class FileReader {
  public:
+  // Throws, at once, for anything but a file: folders, pipes, devices.
   explicit FileReader(std::string path);
   ~FileReader();
   FileReader(const FileReader&) = delete;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "zero/inner_optimizer.h"
+#include "zero/inner_optimizer_state.h"
 
 namespace zero {
 namespace {
@@ -96,6 +97,14 @@ void compare_optimizers(const Manifest& manifest, const torch::optim::Optimizer&
   }
 }
 
+// What a step of torch's class reads of a parameter that has any state.
+std::vector<std::string> needed_state(const std::string& optimizer) {
+  if (optimizer == "AdamW" || optimizer == "Adam") return {"exp_avg", "exp_avg_sq", "step"};
+  if (optimizer == "RMSprop") return {"square_avg", "step"};
+  if (optimizer == "Adagrad") return {"sum", "step"};
+  return {};
+}
+
 }  // namespace
 
 CheckpointDifferences find_differences(const Manifest& manifest, const ParameterTable& table,
@@ -122,6 +131,42 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
   result.lines = std::move(comparison.lines);
   compare_optimizers(manifest, inner, result);
   return result;
+}
+
+void find_missing_state(const Manifest& manifest, const ParameterTable& table,
+                        CheckpointDifferences& differences) {
+  const std::vector<std::string> needed = needed_state(manifest.optimizer);
+  std::map<std::string, std::set<std::string>> kinds;
+  for (const ManifestFile& file : manifest.files) {
+    for (const ManifestTensor& t : file.tensors) kinds[t.owner].insert(t.kind);
+  }
+  for (const Parameter& p : table.parameters()) {
+    const std::set<std::string>& stored = kinds[p.name];
+    // A parameter that was never used has no state.
+    if (stored.size() <= stored.count("master")) continue;
+    for (const std::string& kind : needed) {
+      if (stored.count(kind) != 0) continue;
+      differences.lines.push_back("parameter " + p.name + ": state " + kind +
+                                  " missing in the checkpoint");
+      differences.without_state.insert(p.name);
+    }
+  }
+}
+
+void find_unknown_options(const Manifest& manifest, const torch::optim::Optimizer& inner,
+                          CheckpointDifferences& differences) {
+  const size_t groups = std::min(manifest.groups.size(), inner.param_groups().size());
+  for (size_t g = 0; g < groups; ++g) {
+    std::set<std::string> known;
+    for (const auto& option : stored_option_values(inner.param_groups()[g].options())) {
+      known.insert(option.first);
+    }
+    for (const auto& option : manifest.groups[g]) {
+      if (known.count(option.first) != 0) continue;
+      differences.lines.push_back("parameter group " + std::to_string(g) + ": option " +
+                                  option.first + " in the checkpoint, unknown here");
+    }
+  }
 }
 
 void throw_differences(const CheckpointDifferences& differences, const std::string& folder) {

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <memory>
 #include <set>
@@ -43,6 +44,25 @@ struct Staged {
   StatesToSet states;
   LoadReport report;
 };
+
+// The next steps add to it. Of classes that are not torch's own, nothing is known.
+void check_step(const std::string& owner, const std::string& kind, const at::Tensor& value) {
+  if (kind != "step" || value.scalar_type() != at::kLong) return;
+  const auto step = value.item<int64_t>();
+  TORCH_CHECK(step >= 0 && step <= kCountLimit, "parameter ", owner, ": expected a step from 0 to ",
+              kCountLimit, ", got ", step);
+}
+
+// torch compares options with those of the last step, and NaN equals nothing.
+void check_options(const Manifest& manifest, const std::string& folder) {
+  for (size_t g = 0; g < manifest.groups.size(); ++g) {
+    for (const auto& [name, value] : manifest.groups[g]) {
+      TORCH_CHECK(!std::isnan(value) && (name != "lr" || std::isfinite(value)), folder,
+                  ": parameter group ", g, ": expected a number as ", name, ", got ", value,
+                  "; restore_options(false) keeps the present options");
+    }
+  }
+}
 
 class Staging {
  public:
@@ -97,6 +117,7 @@ class Staging {
     }
     for (size_t i = 0; i < wanted_.size(); ++i) {
       StagedSegment& s = staged.segments[i];
+      if (differences_.without_state.count(wanted_[i].owner) != 0) continue;
       s.has_state = true;
       // Freed one after the other: some classes copy.
       const InnerState state = std::exchange(states[i], {});
@@ -126,7 +147,9 @@ class Staging {
     for (size_t i : segments) wanted.push_back(wanted_[i]);
     const std::vector<at::Tensor> values = reader_.read_values(kind, wanted);
     for (size_t n = 0; n < segments.size(); ++n) {
-      if (values[n].defined()) states[segments[n]].values.emplace_back(kind, values[n]);
+      if (!values[n].defined()) continue;
+      check_step(wanted[n].owner, kind, values[n]);
+      states[segments[n]].values.emplace_back(kind, values[n]);
     }
   }
 
@@ -141,6 +164,13 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
              ShardOptimizer& shards, const Communicator& ranks) {
   CheckpointReader reader(folder);
   CheckpointDifferences differences = find_differences(reader.manifest(), table, shards.inner());
+  if (differences.same_optimizer) {
+    find_missing_state(reader.manifest(), table, differences);
+    if (load.restore_options()) {
+      find_unknown_options(reader.manifest(), shards.inner(), differences);
+    }
+  }
+  if (load.restore_options()) check_options(reader.manifest(), folder);
   const std::vector<std::string> notes =
       compare_states(reader, load, ranks.world_size(), differences);
   if (load.strict()) throw_differences(differences, folder);
@@ -157,8 +187,10 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
     if (reads_it == ranks.rank()) reader.verify_file(f);
   }
   staged.manifest = reader.manifest();
-  staged.report = {staged.manifest.metadata, staged.manifest.world_size,
-                   std::move(differences.lines), reader.bytes_read()};
+  staged.report.metadata = staged.manifest.metadata;
+  staged.report.world_size = staged.manifest.world_size;
+  staged.report.differences = std::move(differences.lines);
+  staged.report.bytes_read = reader.bytes_read();
   return staged;
 }
 

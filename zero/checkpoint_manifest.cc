@@ -11,26 +11,25 @@
 #include <nlohmann/json.hpp>
 
 #include "zero/checked_file.h"
+#include "zero/limited_json.h"
 
 namespace zero {
 namespace {
 
 // Keeps the order of the fields, for people who read the file.
-using json = nlohmann::ordered_json;
+using ordered_json = nlohmann::ordered_json;
+// For reading: finds a field in logarithmic time, however many a file has.
+using nlohmann::json;
 
 constexpr char kFormat[] = "zero checkpoint";
 constexpr char kChecksumField[] = "\"xxh3\": \"";
-// Nobody's manifest; what is larger is not read into memory.
-constexpr uint64_t kLargest = uint64_t{1} << 30;
-// {"files": [{"tensors": [{...}]}]} has six levels with the values in it.
-constexpr int kDeepest = 6;
 
 std::string checksum_line(uint64_t hash) { return kChecksumField + hash_text(hash) + "\"}\n"; }
 
-json to_json(const std::vector<ManifestFile>& files) {
-  json result = json::array();
+ordered_json to_json(const std::vector<ManifestFile>& files) {
+  ordered_json result = ordered_json::array();
   for (const ManifestFile& file : files) {
-    json tensors = json::array();
+    ordered_json tensors = ordered_json::array();
     for (const ManifestTensor& t : file.tensors) {
       tensors.push_back({{"key", t.key},
                          {"of", t.owner},
@@ -47,8 +46,8 @@ json to_json(const std::vector<ManifestFile>& files) {
   return result;
 }
 
-json to_json(const std::vector<ManifestParameter>& parameters) {
-  json result = json::array();
+ordered_json to_json(const std::vector<ManifestParameter>& parameters) {
+  ordered_json result = ordered_json::array();
   for (const ManifestParameter& p : parameters) {
     result.push_back({{"name", p.name},
                       {"shape", p.shape},
@@ -59,13 +58,14 @@ json to_json(const std::vector<ManifestParameter>& parameters) {
   return result;
 }
 
-json to_json(const Manifest& m) {
-  json groups = json::array();
+ordered_json to_json(const Manifest& m) {
+  ordered_json groups = ordered_json::array();
   for (const auto& options : m.groups) {
-    json group = json::object();
+    ordered_json group = ordered_json::object();
     for (const auto& [name, value] : options) {
       // JSON has no infinity or NaN and would write null.
-      group[name] = std::isfinite(value) ? json(value) : json(std::to_string(value));
+      group[name] =
+          std::isfinite(value) ? ordered_json(value) : ordered_json(std::to_string(value));
     }
     groups.push_back(std::move(group));
   }
@@ -98,7 +98,7 @@ json to_json(const Manifest& m) {
   };
 }
 
-std::string dump(const json& value) {
+std::string dump(const ordered_json& value) {
   try {
     return value.dump();
   } catch (const json::exception& error) {
@@ -111,7 +111,7 @@ std::string dump(const json& value) {
 void check_file_name(const std::string& name) {
   TORCH_CHECK(!name.empty() && name[0] != '.' && name.find('/') == std::string::npos &&
                   name.find('\0') == std::string::npos,
-              "expected a plain file name, got \"", name, "\"");
+              "expected a plain file name, got \"", printable(name), "\"");
 }
 
 // From 0 to 2^63 - 1. The JSON library's own conversion is undefined for 1e20 and
@@ -125,6 +125,12 @@ int64_t whole_number(const json& value, const char* field) {
 
 int64_t whole(const json& object, const char* field) {
   return whole_number(object.at(field), field);
+}
+
+int64_t count(const json& object, const char* field) {
+  const int64_t number = whole(object, field);
+  TORCH_CHECK(number <= kCountLimit, field, ": expected at most ", kCountLimit, ", got ", number);
+  return number;
 }
 
 std::vector<int64_t> wholes(const json& object, const char* field) {
@@ -214,8 +220,8 @@ Manifest manifest_from(const json& root) {
   m.library_version = root.at("library_version").get<std::string>();
   m.torch_version = root.at("torch_version").get<std::string>();
   m.metadata = root.at("metadata").get<std::map<std::string, std::string>>();
-  m.steps = whole(root, "steps");
-  m.skipped_steps = whole(root, "skipped_steps");
+  m.steps = count(root, "steps");
+  m.skipped_steps = count(root, "skipped_steps");
   m.world_size = whole(root, "world_size");
   m.stage = whole(root, "stage");
   m.layout = root.at("layout").get<std::string>();
@@ -223,6 +229,7 @@ Manifest manifest_from(const json& root) {
   m.plan_fingerprint = parse_hash(root.at("plan").get<std::string>());
   m.optimizer = root.at("optimizer").get<std::string>();
   for (const json& group : root.at("groups")) {
+    TORCH_CHECK(group.is_object(), "groups: expected options by name, got a ", group.type_name());
     m.groups.emplace_back();
     for (const auto& [name, value] : group.items()) {
       m.groups.back().emplace_back(name, option_from(value));
@@ -231,9 +238,12 @@ Manifest manifest_from(const json& root) {
   const json& scale = root.at("loss_scale");
   m.dynamic_scale = scale.at("dynamic").get<bool>();
   m.scale = scale.at("scale").get<double>();
-  m.good_steps = whole(scale, "good_steps");
-  m.hysteresis_left = whole(scale, "hysteresis_left");
-  m.skipped_at_min = whole(scale, "skipped_at_min");
+  // Gradients are divided by it.
+  TORCH_CHECK(std::isnormal(m.scale) && m.scale > 0,
+              "loss scale: expected a positive, finite number, got ", m.scale);
+  m.good_steps = count(scale, "good_steps");
+  m.hysteresis_left = count(scale, "hysteresis_left");
+  m.skipped_at_min = count(scale, "skipped_at_min");
   m.parameters = parameters_from(root.at("parameters"));
   m.frozen = parameters_from(root.at("frozen"));
   m.buffers = parameters_from(root.at("buffers"));
@@ -241,27 +251,30 @@ Manifest manifest_from(const json& root) {
   return m;
 }
 
-// The library's own conversions and destructors recurse, so that what is nested a
-// hundred thousand deep would overflow the stack.
-json parse_flat(const std::string& text) {
-  const auto check_depth = [](int depth, json::parse_event_t, json&) {
-    TORCH_CHECK(depth <= kDeepest, "expected at most ", kDeepest, " levels, got one nested deeper");
-    return true;
-  };
-  return json::parse(text, check_depth);
-}
-
 // Runs `read` on what `text` says; whatever goes wrong names `origin`.
 template <typename Read>
 auto read_json(const std::string& text, const std::string& origin, const Read& read) {
   try {
-    return read(parse_flat(text));
+    return read(parse_limited_json(text));
   } catch (const json::exception& error) {
     TORCH_CHECK(false, origin,
                 ": expected what this library writes, got something else: ", error.what());
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, origin, ": ", error.what_without_backtrace());
   }
+}
+
+void check_length(uint64_t bytes, const std::string& path) {
+  TORCH_CHECK(bytes > checksum_line(0).size(), path, ": expected a checkpoint's manifest, got ",
+              bytes, " bytes; the file was truncated");
+  TORCH_CHECK(bytes <= kManifestLimit + checksum_line(0).size(), path,
+              ": expected a manifest of at most ", kManifestLimit, " bytes, got ", bytes);
+}
+
+void check_last_line(const std::string& line, uint64_t hash, const std::string& path) {
+  TORCH_CHECK(line == checksum_line(hash), path,
+              ": expected content that matches its checksum, got other bytes; the file is damaged, "
+              "use another checkpoint");
 }
 
 }  // namespace
@@ -291,21 +304,25 @@ void check_values_agree(const std::vector<ManifestFile>& files) {
 }
 
 std::string manifest_text(const Manifest& manifest) {
+  TORCH_CHECK(manifest.metadata.size() <= kEntriesLimit, "checkpoint: expected at most ",
+              kEntriesLimit, " entries of metadata, got ", manifest.metadata.size(),
+              "; put many values into one text");
+  TORCH_CHECK(manifest.groups.size() <= kEntriesLimit, "checkpoint: expected at most ",
+              kEntriesLimit, " parameter groups, got ", manifest.groups.size());
   std::string text = dump(to_json(manifest));
+  TORCH_CHECK(text.size() < kManifestLimit, "checkpoint: expected a manifest of less than ",
+              kManifestLimit, " bytes, got ", text.size(),
+              "; larger buckets have fewer pieces of parameters, and metadata counts too");
   text.back() = ',';  // in place of the closing brace
   text += '\n';
   return text + checksum_line(content_hash(text.data(), text.size()));
 }
 
 Manifest parse_manifest(const std::string& text, const std::string& path) {
-  const size_t tail = checksum_line(0).size();
-  TORCH_CHECK(text.size() > tail, path, ": expected a checkpoint's manifest, got ", text.size(),
-              " bytes; the file was truncated");
-  const size_t body = text.size() - tail;
+  check_length(text.size(), path);
+  const size_t body = text.size() - checksum_line(0).size();
   // First of all, so that nothing else sees a damaged one.
-  TORCH_CHECK(text.compare(body, tail, checksum_line(content_hash(text.data(), body))) == 0, path,
-              ": expected content that matches its checksum, got other bytes; the file is damaged, "
-              "use another checkpoint");
+  check_last_line(text.substr(body), content_hash(text.data(), body), path);
   return read_json(text, path, [](const json& root) {
     TORCH_CHECK(root.at("format").get<std::string>() == kFormat, "expected \"", kFormat,
                 "\", got another format");
@@ -320,8 +337,11 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
 Manifest read_manifest(const std::string& folder) {
   const std::string path = folder + "/" + kManifestName;
   FileReader file(path);
-  TORCH_CHECK(file.size() <= kLargest, path, ": expected a manifest of at most ", kLargest,
-              " bytes, got ", file.size());
+  check_length(file.size(), path);
+  const size_t tail = checksum_line(0).size();
+  const uint64_t body = file.size() - tail;
+  const uint64_t hash = file.scan(0, body);
+  check_last_line(file.read_text(body, tail), hash, path);
   return parse_manifest(file.read_text(0, file.size()), path);
 }
 

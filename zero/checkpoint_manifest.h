@@ -7,6 +7,9 @@
 //
 // It is JSON. Its last line holds the XXH3 of all bytes before, so that a
 // changed or missing byte anywhere in it is noticed.
+//
+// A manifest may have fields that this library does not know, which a reader ignores. The
+// limits below hold for writing too, so that what is saved can be loaded.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -25,6 +28,11 @@ inline constexpr int64_t kCheckpointVersion = 1;
 
 // No parameter or buffer of a module has a name that begins with a dot.
 inline constexpr char kStatePrefix = '.';
+
+inline constexpr uint64_t kManifestLimit = uint64_t{1} << 30;  // bytes
+inline constexpr int64_t kEntriesLimit = 100'000;  // parameter groups; entries of metadata
+// Of steps and of counters of the loss scale, so that no sum of them overflows.
+inline constexpr int64_t kCountLimit = int64_t{1} << 53;
 
 // A tensor of a file: elements [begin, begin + numel) of `owner` in its memory
 // order. `kind` is "master", the name of a state tensor ("exp_avg"), "frozen" or
@@ -92,13 +100,14 @@ struct Manifest {
 void check_values_agree(const std::vector<ManifestFile>& files);
 
 // What goes into the file, checksum included. Throws c10::Error for text that is
-// not UTF-8.
+// not UTF-8, and beyond the limits.
 std::string manifest_text(const Manifest& manifest);
 // `path` is for errors. Throws c10::Error for anything that manifest_text()
 // cannot have written: numbers, shapes, strides and file names of the result are
 // safe to calculate with, although a file need not hold what they say.
 Manifest parse_manifest(const std::string& text, const std::string& path);
-// From a checkpoint's folder. Throws when it is none.
+// From a checkpoint's folder. Throws when it is none. Nothing of a file's size is
+// allocated before its checksum was found right.
 Manifest read_manifest(const std::string& folder);
 
 // A rank's files as text, for rank 0 to put into the manifest.

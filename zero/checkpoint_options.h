@@ -29,7 +29,7 @@ struct SaveOptions {
   TORCH_ARG(bool, overwrite) = false;
 
   // The user's own text, given back by load_checkpoint(): the name of the run, the
-  // epoch. UTF-8; rank 0's counts.
+  // epoch. UTF-8, at most 100,000 entries; rank 0's counts.
   using Metadata = std::map<std::string, std::string>;
   TORCH_ARG(Metadata, metadata);
 
@@ -49,7 +49,7 @@ struct SaveOptions {
 struct LoadOptions {
   // False loads the parameters whose name, shape and memory order match and
   // leaves the others as they are; LoadReport says which. State is loaded where
-  // the optimizer's class matches.
+  // the optimizer's class matches and nothing that it needs is missing.
   TORCH_ARG(bool, strict) = true;
 
   // Set param_groups()' options to the saved ones, learning rate included, as

@@ -20,8 +20,17 @@ struct CheckpointReader::OpenFile {
   std::unordered_map<std::string, StoredTensor> tensors;
 };
 
+namespace {
+
+Manifest find_manifest(const std::string& folder) {
+  check_path(folder);
+  return read_manifest(folder);
+}
+
+}  // namespace
+
 CheckpointReader::CheckpointReader(std::string folder)
-    : folder_(std::move(folder)), manifest_(read_manifest(folder_)) {
+    : folder_(std::move(folder)), manifest_(find_manifest(folder_)) {
   for (size_t f = 0; f < manifest_.files.size(); ++f) {
     for (const ManifestTensor& t : manifest_.files[f].tensors) {
       places_[t.owner][t.kind].push_back({f, &t});
@@ -136,10 +145,10 @@ std::vector<Cut> cuts_of(const std::vector<ParameterRange>& stored,
 
 }  // namespace
 
-void CheckpointReader::read(const std::string& kind, const std::vector<WantedRange>& wanted,
-                            const std::vector<at::Tensor>& into) {
+std::vector<Cut> CheckpointReader::cuts(const std::string& kind,
+                                        const std::vector<WantedRange>& wanted,
+                                        std::vector<Place>& stored) const {
   const auto owners = number_owners(wanted);
-  std::vector<Place> stored;
   std::vector<ParameterRange> ranges;
   for (const auto& [owner, number] : owners) {
     for (const Place& place : places(owner, kind)) {
@@ -147,7 +156,13 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
       ranges.push_back({number, place.tensor->begin, place.tensor->numel});
     }
   }
-  const std::vector<Cut> cuts = cuts_of(ranges, wanted, owners, folder_ + ": " + kind);
+  return cuts_of(ranges, wanted, owners, folder_ + ": " + kind);
+}
+
+void CheckpointReader::read(const std::string& kind, const std::vector<WantedRange>& wanted,
+                            const std::vector<at::Tensor>& into) {
+  std::vector<Place> stored;
+  const std::vector<Cut> cuts = this->cuts(kind, wanted, stored);
   for (size_t first = 0; first < cuts.size();) {
     size_t last = first;
     while (last < cuts.size() && cuts[last].stored == cuts[first].stored) ++last;
@@ -174,6 +189,8 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
 
 std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
                                                       const std::vector<WantedRange>& wanted) {
+  std::vector<Place> stored_values;
+  cuts(kind, wanted, stored_values);  // throws where one is missing
   std::vector<at::Tensor> values(wanted.size());
   for (size_t w = 0; w < wanted.size(); ++w) {
     std::string first;

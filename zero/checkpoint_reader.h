@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "bookkeeping/recut.h"
 #include "zero/checked_file.h"
 #include "zero/checkpoint_manifest.h"
 #include "zero/safetensors.h"
@@ -48,7 +49,8 @@ class CheckpointReader {
   // only stored tensors that overlap, each once and in full, for its checksum.
   void read(const std::string& kind, const std::vector<WantedRange>& wanted,
             const std::vector<at::Tensor>& into);
-  // The value of `kind` of each wanted range, shape [1]; undefined where none is stored.
+  // The value of `kind` of each wanted range, shape [1]; undefined for a range without
+  // elements. Throws unless what is stored stands for every wanted element.
   std::vector<at::Tensor> read_values(const std::string& kind,
                                       const std::vector<WantedRange>& wanted);
   // Of what read() reads of a parameter; `kind` must be stored for it.
@@ -74,6 +76,9 @@ class CheckpointReader {
 
   OpenFile& open(size_t index);
   const std::vector<Place>& places(const std::string& owner, const std::string& kind) const;
+  // How the stored pieces, which are appended to `stored`, make up `wanted`.
+  std::vector<Cut> cuts(const std::string& kind, const std::vector<WantedRange>& wanted,
+                        std::vector<Place>& stored) const;
   const StoredTensor& stored(const Place& place);
   // Where the bytes of a tensor are. Throws unless they are `numel` of `dtype`; so
   // that of this size may be allocated.

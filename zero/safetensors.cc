@@ -68,7 +68,7 @@ uint64_t tensor_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
 
 StoredTensor parse_tensor(const std::string& name, const json& value, uint64_t data_begin,
                           uint64_t data_bytes, const std::string& path) {
-  const std::string where = path + ": tensor " + name;
+  const std::string where = path + ": tensor " + printable(name);
   TORCH_CHECK(value.is_object() && value.contains("dtype") && value.contains("shape") &&
                   value.contains("data_offsets") && value["dtype"].is_string() &&
                   value["shape"].is_array() && value["data_offsets"].is_array() &&
@@ -96,8 +96,8 @@ StoredTensor parse_tensor(const std::string& name, const json& value, uint64_t d
 void check_covers(const SafetensorsHeader& header, uint64_t file_bytes, const std::string& path) {
   uint64_t at = header.data_begin;
   for (const StoredTensor& tensor : header.tensors) {
-    TORCH_CHECK(tensor.begin == at, path, ": tensor ", tensor.name, ": expected it to begin at ",
-                at, " where the one before ends, got ", tensor.begin,
+    TORCH_CHECK(tensor.begin == at, path, ": tensor ", printable(tensor.name),
+                ": expected it to begin at ", at, " where the one before ends, got ", tensor.begin,
                 "; tensors must not overlap or leave holes");
     at = tensor.end;
   }

@@ -229,8 +229,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // bucket size. Each rank reads the stored tensors that overlap its shard, and its
   // part of all files to verify them. Working parameters are set from the masters.
   // Throws c10::Error on all ranks, and then nothing has changed: gradients since
-  // the last step, damage, another model (see LoadOptions::strict), an included object that
-  // refuses its state.
+  // the last step, damage, another model (see LoadOptions::strict), numbers that no
+  // optimizer can go on with, an included object that refuses its state.
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& options = {});
   // Collective. Takes over the state of an unsharded optimizer of the same class
   // over the same module's parameters, to go on with a run of plain torch. `plain`
