@@ -2,49 +2,95 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A folder that appears under its name complete or not at all: it is filled
-// beside its place, under a hidden name, and renamed.
+// beside its place, under a hidden name of its own, and renamed. One process owns it.
 //
-// A process that dies meanwhile leaves the hidden folder behind, which the next
-// save to that place removes. Sends nothing; one process owns it.
+// Two saves to one place never share a hidden folder, so neither can publish the
+// other's files. The second one is refused while the first is alive, and replaces
+// what a dead one left. Alive is what this process knows to be under way, and what
+// holds the lock on the file `lock` in its hidden folder: a POSIX record lock,
+// because it ends with its process, a forked child does not inherit it, and NFS
+// has it. A file system without locks takes every save of another process for
+// dead; the save that loses its hidden folder in this way throws at publish().
+//
+// A hidden folder is renamed before it is removed. Either its owner publishes it
+// whole, or the owner's rename fails.
 #pragma once
 
+#include <functional>
 #include <string>
+#include <vector>
 
 namespace zero {
 
+// 32 hexadecimal digits that are different at every call, on every machine.
+std::string random_id();
+
 // "/a/b/.c.saving", for the target "/a/b/c".
 std::string saving_path(const std::string& target);
+// "/a/b/.c.<the first 16 digits of id>.saving".
+std::string saving_path(const std::string& target, const std::string& id);
 // "/a/b/.c.replaced": where a replaced folder waits for its removal.
 std::string replaced_path(const std::string& target);
+// "/a/b", or "." for a target without a folder.
+std::string parent_of(const std::string& target);
+// What is in a folder; nothing where there is no folder.
+std::vector<std::string> names_in(const std::string& parent);
 
 class AtomicDirectory {
  public:
-  // Makes the hidden folder, removing what a dead process left. Missing parents
-  // are made too. Throws when `target` exists and may not be replaced: without
+  // Makes the hidden folder, removing what dead saves to `target` left. Missing
+  // parents are made too. Throws when `target` exists and may not be replaced: without
   // `overwrite`, or if it does not hold a file `required` (a checkpoint's
-  // manifest), since it may be somebody's folder.
+  // manifest), since it may be a folder of the user's. Throws while another save to
+  // `target` is under way.
   AtomicDirectory(std::string target, bool overwrite, const char* required);
-  // Removes the hidden folder unless it was published.
+  // Removes the hidden folder unless it was published. A forked child removes nothing.
   ~AtomicDirectory();
   AtomicDirectory(const AtomicDirectory&) = delete;
   AtomicDirectory& operator=(const AtomicDirectory&) = delete;
 
-  const std::string& path() const { return path_; }
+  const std::string& id() const { return id_; }
+  const std::string& path() const { return path_; }  // saving_path(target, id())
+
+  // Throws when another process has removed the hidden folder.
+  void check_present() const;
 
   // Waits until the folder's names are on disk, and gives it its name. An
   // existing target is exchanged in one system call and then removed. Where a file
   // system cannot do that (NFS), it is first renamed to replaced_path(): a crash
-  // between the two renames leaves it there, complete.
+  // between the two renames leaves it there, for restore_replaced().
   void publish();
 
  private:
+  void make();
+  void unlock();
   void replace();
 
   const std::string target_;
+  const std::string id_;
   const std::string path_;
   const bool overwrite_;
+  const int process_;
+  int lock_ = -1;
   bool published_ = false;
 };
+
+using IsComplete = std::function<bool(const std::string& folder)>;
+
+// Undoes a replacement that a crash has cut short: renames replaced_path(target) back
+// to `target` where nothing is there and `is_complete` accepts it. What may not be
+// renamed, on a read-only file system, stays where it is.
+void restore_replaced(const std::string& target, const IsComplete& is_complete);
+// The same for all targets in `parent`.
+void restore_all_replaced(const std::string& parent, const IsComplete& is_complete);
+
+// Whether `path` is a replaced folder whose target is missing.
+bool is_hidden_by_crash(const std::string& path);
+
+// Removes what dead saves and removals left in `parent`. Keeps what saves that are
+// alive own, links, files, and replaced folders whose target is missing, unless they
+// lack a file `required`.
+void remove_left_overs(const std::string& parent, const char* required);
 
 // Removes a folder so that it never is there by halves under its own name.
 void remove_directory(const std::string& path);

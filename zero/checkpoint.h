@@ -17,8 +17,11 @@
 //   frozen-and-buffers.safetensors   by name, from rank 0
 //   manifest.json                    the rest; written last. See zero/checkpoint_manifest.h
 //
-// A save that dies leaves at most a hidden folder ".<name>.saving", which is never
-// taken for a checkpoint. Nothing here is collective: call it on one rank, or, to
+// A save that dies leaves at most a hidden folder ".<name>.<random>.saving", which is
+// never taken for a checkpoint and which the next save to <name> removes. On a file
+// system that cannot exchange folders (NFS) it may also leave the previous checkpoint
+// under the name ".<name>.replaced". Every function here and every load gives that its
+// name back, where <name> is missing. Nothing here is collective: call it on one rank, or, to
 // read, on any number. Everything throws c10::Error with the path and errno.
 #pragma once
 
@@ -35,14 +38,19 @@ class Module;
 
 namespace zero {
 
-// The checkpoint in the folder `parent` with the most optimizer steps, skipped ones
-// included; of equals the last by name. None if there is none, or no such folder.
-// What has no valid manifest does not count; other files are not looked at.
+// The checkpoint in the folder `parent` that was saved last, of whatever run. None if
+// there is none, or no such folder. Checkpoints that do not say when they were
+// saved, because an earlier version of this library wrote them, are older than all
+// others; of them, the one with the most steps, skipped ones included, and then the last
+// by name. What has no valid manifest does not count; other files are not looked at.
+// Links to checkpoints do not count either: they may be given to load_checkpoint(), but are
+// neither found nor removed.
 std::optional<std::string> latest(const std::string& parent);
 
-// Removes all checkpoints in `parent` but the `count` that latest() would prefer,
-// and what dead saves left there. Returns the paths removed. No save into `parent`
-// may be under way. Throws for a count below 1.
+// Removes all checkpoints in `parent` but the `count` that were saved last, of whatever
+// run, and what dead saves left there. Returns the paths removed. A save by this process
+// that is under way is left alone; so is one of another process, where the file system has
+// locks. Throws for a count below 1.
 std::vector<std::string> keep_last(const std::string& parent, int64_t count);
 
 // Reads every byte. Throws when one is not as it was saved.

@@ -189,6 +189,7 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
   staged.manifest = reader.manifest();
   staged.report.metadata = staged.manifest.metadata;
   staged.report.world_size = staged.manifest.world_size;
+  staged.report.run = staged.manifest.run;
   staged.report.differences = std::move(differences.lines);
   staged.report.bytes_read = reader.bytes_read();
   return staged;
@@ -263,6 +264,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   reducer.set_scale(1.0 / scaler.scale());
   counts.write({m.steps, m.skipped_steps, false});
   calls_of_step = m.steps + m.skipped_steps;
+  if (staged.report.differences.empty()) run.resume(m);
   if (load.restore_options()) restore_options(m, groups);
   finish_step();
   start_gathers([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -73,6 +74,8 @@ ordered_json to_json(const Manifest& m) {
       {"format", kFormat},
       {"version", kCheckpointVersion},
       {"id", m.id},
+      {"run", m.run},
+      {"saved", m.saved},
       {"library_version", m.library_version},
       {"torch_version", m.torch_version},
       {"metadata", m.metadata},
@@ -217,6 +220,8 @@ double option_from(const json& value) {
 Manifest manifest_from(const json& root) {
   Manifest m;
   m.id = root.at("id").get<std::string>();
+  m.run = root.value("run", "");
+  if (root.contains("saved")) m.saved = whole(root, "saved");
   m.library_version = root.at("library_version").get<std::string>();
   m.torch_version = root.at("torch_version").get<std::string>();
   m.metadata = root.at("metadata").get<std::map<std::string, std::string>>();
@@ -343,6 +348,17 @@ Manifest read_manifest(const std::string& folder) {
   const uint64_t hash = file.scan(0, body);
   check_last_line(file.read_text(body, tail), hash, path);
   return parse_manifest(file.read_text(0, file.size()), path);
+}
+
+bool is_complete_checkpoint(const std::string& folder) {
+  try {
+    for (const ManifestFile& file : read_manifest(folder).files) {
+      if (FileReader(folder + "/" + file.name).size() != file.bytes) return false;
+    }
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 std::string files_text(const std::vector<ManifestFile>& files) { return dump(to_json(files)); }

@@ -8,7 +8,8 @@
 // It is JSON. Its last line holds the XXH3 of all bytes before, so that a
 // changed or missing byte anywhere in it is noticed.
 //
-// A manifest may have fields that this library does not know, which a reader ignores. The
+// A manifest of the same version may lack fields that are marked as optional below,
+// and may have fields that this library does not know, which a reader ignores. The
 // limits below hold for writing too, so that what is saved can be loaded.
 #pragma once
 
@@ -70,6 +71,9 @@ int64_t numel(const ManifestParameter& parameter);
 
 struct Manifest {
   std::string id;  // random; the same in every file of one checkpoint
+  // Optional, like `saved`; see RunIdentity.
+  std::string run;
+  int64_t saved = 0;
   std::string library_version;
   std::string torch_version;
 
@@ -109,6 +113,8 @@ Manifest parse_manifest(const std::string& text, const std::string& path);
 // From a checkpoint's folder. Throws when it is none. Nothing of a file's size is
 // allocated before its checksum was found right.
 Manifest read_manifest(const std::string& folder);
+// Whether `folder` has a manifest, and files of the sizes it says. Never throws.
+bool is_complete_checkpoint(const std::string& folder);
 
 // A rank's files as text, for rank 0 to put into the manifest.
 std::string files_text(const std::vector<ManifestFile>& files);

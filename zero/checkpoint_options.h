@@ -49,7 +49,8 @@ struct SaveOptions {
 struct LoadOptions {
   // False loads the parameters whose name, shape and memory order match and
   // leaves the others as they are; LoadReport says which. State is loaded where
-  // the optimizer's class matches and nothing that it needs is missing.
+  // the optimizer's class matches and nothing that it needs is missing. What is saved
+  // afterwards is of a run of its own.
   TORCH_ARG(bool, strict) = true;
 
   // Set param_groups()' options to the saved ones, learning rate included, as
@@ -72,6 +73,7 @@ struct LoadOptions {
 struct LoadReport {
   std::map<std::string, std::string> metadata;  // as given to save_checkpoint()
   int64_t world_size = 0;                       // that saved it
+  std::string run;  // the run's random id, which a run that goes on keeps; may be empty
   // What does not match. After a strict load only: states that the checkpoint holds and the load
   // did not include, and states per rank of another number of ranks. Rank 0 warns of these.
   std::vector<std::string> differences;

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "bookkeeping/recut.h"
+#include "zero/atomic_directory.h"
 
 namespace zero {
 
@@ -24,6 +25,7 @@ namespace {
 
 Manifest find_manifest(const std::string& folder) {
   check_path(folder);
+  restore_replaced(folder, is_complete_checkpoint);
   return read_manifest(folder);
 }
 

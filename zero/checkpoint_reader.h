@@ -31,7 +31,7 @@ struct WantedRange {
 
 class CheckpointReader {
  public:
-  // Reads the manifest alone.
+  // Reads the manifest alone. Gives a checkpoint that a crash has hidden its name back.
   explicit CheckpointReader(std::string folder);
   ~CheckpointReader();
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/atomic_directory.h"
 #include "zero/checkpoint_states.h"
 #include "zero/checkpoint_writer.h"
 #include "zero/inner_optimizer.h"
@@ -130,6 +131,10 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
               {},
               make_manifest(save, groups)};
   result.writer->begin();
+  if (links->rank() == 0) {
+    result.manifest.run = run.id();
+    result.manifest.saved = run.next_save(parent_of(folder));
+  }
   result.files.push_back(std::move(own));
   if (links->rank() == 0) result.files.push_back(frozen_file(table));
   if (copy) {

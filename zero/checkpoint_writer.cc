@@ -7,7 +7,8 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <random>
+#include <filesystem>
+#include <system_error>
 #include <utility>
 
 #include "zero/checked_file.h"
@@ -18,12 +19,6 @@ namespace zero {
 namespace {
 
 constexpr char kSighting[] = "/sighting";
-
-std::string random_id() {
-  std::random_device device;
-  const auto word = [&] { return (uint64_t{device()} << 32) ^ device(); };
-  return hash_text(word()) + hash_text(word());
-}
 
 void write_text(const std::string& path, const std::string& text) {
   FileWriter file(path);
@@ -51,17 +46,17 @@ CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bo
 
 void CheckpointWriter::begin() {
   const std::string what = "save_checkpoint(" + folder_ + ")";
-  saving_ = saving_path(folder_);
   try {
     const auto ids = share_outcome(control_, what, [&]() -> std::string {
       if (control_.rank() != 0) return {};
+      restore_replaced(folder_, is_complete_checkpoint);
       directory_ = std::make_unique<AtomicDirectory>(folder_, overwrite_, kManifestName);
-      const std::string id = random_id();
-      write_text(saving_ + kSighting, id);
-      sync_folder(saving_);
-      return id;
+      write_text(directory_->path() + kSighting, directory_->id());
+      sync_folder(directory_->path());
+      return directory_->id();
     });
     id_ = ids[0];
+    saving_ = saving_path(folder_, id_);
     share_outcome(control_, what, [&]() -> std::string {
       std::string seen;
       try {
@@ -125,6 +120,7 @@ void CheckpointWriter::write_manifest(Manifest& manifest, const std::vector<std:
     }
   }
   check_values_agree(manifest.files);
+  directory_->check_present();
   if (unlink((saving_ + kSighting).c_str()) != 0) {
     throw_errno("cannot remove " + saving_ + kSighting, errno);
   }
@@ -136,7 +132,12 @@ void CheckpointWriter::finish(Manifest manifest) {
   const std::string what = "save_checkpoint(" + folder_ + ")";
   try {
     const auto files = share_outcome(control_, what, [&] {
-      TORCH_CHECK(problem_.empty(), problem_);
+      std::error_code ignored;
+      TORCH_CHECK(
+          problem_.empty(), problem_,
+          std::filesystem::exists(saving_, ignored)
+              ? ""
+              : "; another save to the same folder, or keep_last(), has removed " + saving_);
       return files_text(files_);
     });
     share_outcome(control_, what, [&]() -> std::string {

@@ -4,7 +4,8 @@
 // One save under way: a hidden folder beside the target, files of every rank in
 // it, and a manifest written last. Knows nothing of optimizers.
 //
-//   begin()        collective: the folder exists and every rank sees it
+//   begin()        collective: the folder exists and every rank sees it; refused
+//                  while another save to the same place is under way
 //   write_files()  by this rank alone, on any thread
 //   finish()       collective: all files are on disk; manifest, rename
 //

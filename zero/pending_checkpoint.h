@@ -21,7 +21,8 @@ class PendingCheckpoint {
   // Made by ZeroOptimizer::save_checkpoint_async(). `finish` runs the collective end.
   PendingCheckpoint(std::shared_ptr<CheckpointWriter> writer, std::vector<FileToSave> files,
                     std::function<void()> finish);
-  // Waits for this rank's files. Without finish() no checkpoint appears.
+  // Waits for this rank's files. Without finish() no checkpoint appears. As long as rank
+  // 0's object lives and was not finished, no other save to the folder can begin.
   ~PendingCheckpoint();
   PendingCheckpoint(const PendingCheckpoint&) = delete;
   PendingCheckpoint& operator=(const PendingCheckpoint&) = delete;

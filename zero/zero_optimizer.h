@@ -218,8 +218,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // be done within the group's timeout. See zero/checkpoint.h.
   // Throws c10::Error on all ranks, leaving what was at `folder`: gradients since
   // the last step (they are not part of a checkpoint), an existing `folder`
-  // without overwrite(true), a folder that not all ranks see, errors of the disk,
-  // state of an inner optimizer that cannot be cut for other numbers of ranks.
+  // without overwrite(true), another save to `folder` that is unfinished, a folder that
+  // not all ranks see, errors of the disk, state of an inner optimizer that cannot be
+  // cut for other numbers of ranks.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns once this rank's shard is copied in host memory;
   // steps may follow. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
@@ -230,7 +231,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // part of all files to verify them. Working parameters are set from the masters.
   // Throws c10::Error on all ranks, and then nothing has changed: gradients since
   // the last step, damage, another model (see LoadOptions::strict), numbers that no
-  // optimizer can go on with, an included object that refuses its state.
+  // optimizer can go on with, an included object that refuses its state. The run that saved it
+  // goes on: the next save has its id.
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& options = {});
   // Collective. Takes over the state of an unsharded optimizer of the same class
   // over the same module's parameters, to go on with a run of plain torch. `plain`

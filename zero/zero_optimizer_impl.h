@@ -21,6 +21,7 @@
 #include "zero/gradient_reducer.h"
 #include "zero/loss_scaler.h"
 #include "zero/optimizer_links.h"
+#include "zero/run_identity.h"
 #include "zero/shard_norm.h"
 #include "zero/shard_optimizer.h"
 #include "zero/skip_watch.h"
@@ -147,6 +148,7 @@ struct ZeroOptimizer::Impl {
   ShardOptimizer shards;
   LossScaler scaler;
   StepCounts counts;
+  RunIdentity run;  // of checkpoints
   struct Gather {
     at::Tensor rows;  // undefined: none under way
     Pending pending;
