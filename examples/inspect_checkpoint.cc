@@ -13,6 +13,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <exception>
 #include <map>
 #include <sstream>
@@ -51,10 +52,22 @@ void print_states(const zero::Manifest& m) {
   }
 }
 
+// Of microseconds since 1970: "2026-01-31 12:00:00 UTC".
+std::string date(int64_t microseconds) {
+  const auto seconds = static_cast<std::time_t>(microseconds / 1000000);
+  std::tm parts{};
+  char text[64] = "at an unknown time";
+  if (gmtime_r(&seconds, &parts) != nullptr) {
+    std::strftime(text, sizeof(text), "%F %T UTC", &parts);
+  }
+  return text;
+}
+
 void print(const std::string& folder, const zero::Manifest& m) {
   std::printf("%s\n", folder.c_str());
   std::printf("id %s, written by zero %s with torch %s\n", m.id.c_str(), m.library_version.c_str(),
               m.torch_version.c_str());
+  if (!m.run.empty()) std::printf("run %s, saved %s\n", m.run.c_str(), date(m.saved).c_str());
   std::printf("saved by %lld ranks, stage %lld, layout %s, buckets of %lld bytes\n",
               static_cast<long long>(m.world_size), static_cast<long long>(m.stage),
               m.layout.c_str(), static_cast<long long>(m.bucket_bytes));

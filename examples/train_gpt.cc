@@ -86,7 +86,7 @@ int train(const TrainOptions& options, const ByteDataset& data) {
     print_beginning(options, data, group.world_size(), trainer.parameter_count());
   }
   if (!options.checkpoints.empty()) zero::examples::watch_stop_signal();
-  const int64_t first_step = options.resume ? trainer.resume() : 0;
+  const int64_t first_step = trainer.begin();
   if (reports && first_step > 0) {
     std::printf("resumed after step %lld\n", static_cast<long long>(first_step));
   }

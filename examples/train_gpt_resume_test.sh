@@ -3,7 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # train_gpt goes on where it was: on as many ranks with the same losses to the last
-# digit, on another number up to rounding; and SIGTERM saves and ends with 0.
+# digit, on another number up to rounding; a new run leaves an earlier one's checkpoints
+# alone; and SIGTERM saves and ends with 0.
 set -u
 program=examples/train_gpt
 work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/resume.XXXXXX")
@@ -44,6 +45,14 @@ $program $common --steps 20 --nproc 2 --checkpoints "$work/run" --resume --seed 
 $program $common --steps 40 --nproc 2 --checkpoints "$work/run" --resume \
   > "$work/out" 2>&1 && fail "the learning rates of another number of steps were accepted"
 grep -q "learning rates" "$work/out" || fail "another number of steps: $(cat "$work/out")"
+
+before=$(cat "$work"/run/*/manifest.json | cksum)
+$program $common --steps 4 --nproc 2 --checkpoints "$work/run" --save-every 2 \
+  > "$work/out" 2>&1 && fail "a new run was accepted in an earlier one's folder"
+grep -q "expected a folder without checkpoints.*step-20.*--resume" "$work/out" ||
+  fail "the refusal of a new run: $(cat "$work/out")"
+[ "$before" = "$(cat "$work"/run/*/manifest.json | cksum)" ] ||
+  fail "a refused run changed the checkpoints"
 
 $program $common --steps 1000000 --nproc 2 --checkpoints "$work/term" --save-every 1000000 \
   > "$work/out" &

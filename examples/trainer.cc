@@ -167,22 +167,31 @@ void Trainer::save(int64_t steps) {
   if (metrics_->rank() == 0) keep_last(options_.checkpoints, options_.keep);
 }
 
-int64_t Trainer::resume() {
+int64_t Trainer::begin() {
+  if (options_.checkpoints.empty()) return 0;
   const auto newest = latest(options_.checkpoints);
   // All ranks must find the same one.
   const auto found = metrics_->all_gather_text(newest.value_or("none"), "newest checkpoint");
   for (const std::string& path : found) {
     TORCH_CHECK(path == found[0],
-                "--resume: expected the same newest checkpoint on all ranks, got ", found[0],
+                "--checkpoints: expected the same newest checkpoint on all ranks, got ", found[0],
                 " and ", path);
   }
   if (!newest) return 0;
+  // Steps have the same names in every run: this one would write over the other's.
+  TORCH_CHECK(options_.resume, "--checkpoints: expected a folder without checkpoints for a new ",
+              "run, got ", *newest, " of an earlier one; add --resume to go on from it, or choose ",
+              "another folder");
+  return resume(*newest);
+}
+
+int64_t Trainer::resume(const std::string& checkpoint) {
   const LoadReport report =
-      optimizer_.load_checkpoint(*newest, LoadOptions().include("schedule", schedule_));
+      optimizer_.load_checkpoint(checkpoint, LoadOptions().include("schedule", schedule_));
   const auto expect = [&](const char* name, const std::string& value) {
     const auto saved = report.metadata.find(name);
     TORCH_CHECK(saved != report.metadata.end() && saved->second == value, "--", name, ": expected ",
-                saved == report.metadata.end() ? "one" : saved->second, " as in ", *newest,
+                saved == report.metadata.end() ? "one" : saved->second, " as in ", checkpoint,
                 ", got ", value);
   };
   expect("batch", std::to_string(options_.batch));

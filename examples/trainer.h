@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "examples/byte_dataset.h"
@@ -32,11 +33,12 @@ class Trainer {
   // trainer.
   Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group);
 
-  // Collective. Loads the newest checkpoint in options.checkpoints and returns the
-  // step to go on with; 0 if there is none. Throws when it was made with another
-  // batch or seed, since the data would not go on where it ended, or when its learning
-  // rates are those of other options.
-  int64_t resume();
+  // Collective. With options.resume loads the newest checkpoint in options.checkpoints and
+  // returns the step to go on with; 0 if there is none. Throws when it was made with another
+  // batch or seed, since the data would not go on where it ended; when its learning rates are
+  // those of other options; and without options.resume when there is one, which a new run would
+  // overwrite.
+  int64_t begin();
 
   // Collective. Trains steps first_step to options.steps - 1, and saves every
   // options.save_every of them. Rank 0 reports each on standard output and in
@@ -56,6 +58,8 @@ class Trainer {
   const MemoryReport& memory() const { return memory_; }
 
  private:
+  // Collective. The step to go on with.
+  int64_t resume(const std::string& checkpoint);
   // Collective. Step `step`, counted from 0. The result lacks the validation loss.
   StepMetrics train_step(int64_t step);
   // The files of options.log and options.metrics, on rank 0.
