@@ -15,6 +15,8 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <set>
 #include <sstream>
@@ -375,6 +377,31 @@ std::set<int> start_sleepers(FILE*& pipe, int& parent) {
   return pids;
 }
 
+// The local addresses, as /proc/net shows them, at which process `pid` listens.
+std::set<std::string> listening(int pid) {
+  std::set<std::string> inodes;
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/fd")) {
+    std::error_code ignored;
+    const std::string target = std::filesystem::read_symlink(entry.path(), ignored).string();
+    if (target.rfind("socket:[", 0) == 0) inodes.insert(target.substr(8, target.size() - 9));
+  }
+  std::set<std::string> addresses;
+  for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    std::ifstream file(path);
+    std::string line;
+    while (std::getline(file, line)) {
+      std::istringstream words(line);
+      std::string word, local, remote, state, inode;
+      words >> word >> local >> remote >> state >> word >> word >> word >> word >> word >> inode;
+      if (state == "0A" && inodes.count(inode) > 0) {
+        addresses.insert(local.substr(0, local.find(':')));
+      }
+    }
+  }
+  return addresses;
+}
+
 bool all_gone(const std::set<int>& pids) {
   for (int tries = 0; tries < 500; ++tries) {
     bool gone = true;
@@ -383,6 +410,21 @@ bool all_gone(const std::set<int>& pids) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   return false;
+}
+
+TEST(LaunchTest, TheStoreIsOutOfReachOfOtherMachines) {
+  for (const char* libuv : {"1", "0"}) {
+    setenv("USE_LIBUV", libuv, 1);
+    FILE* pipe = nullptr;
+    int parent = 0;
+    const std::set<int> pids = start_sleepers(pipe, parent);
+    unsetenv("USE_LIBUV");
+    ASSERT_EQ(pids.size(), 2u);
+    EXPECT_EQ(listening(parent), std::set<std::string>{"0100007F"});
+    kill(parent, SIGKILL);
+    pclose(pipe);
+    EXPECT_TRUE(all_gone(pids));
+  }
 }
 
 TEST(LaunchTest, SigtermReachesTheRanks) {

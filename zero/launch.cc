@@ -5,9 +5,11 @@
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sched.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -36,6 +38,8 @@ using Clock = std::chrono::steady_clock;
 
 // How late the end of a rank may be noticed.
 constexpr int kPollMilliseconds = 20;
+// The store is served and asked by this process.
+constexpr std::chrono::seconds kServeTimeout{10};
 
 // One of a child's output streams, passed on line by line.
 class LinePipe {
@@ -331,12 +335,28 @@ class Parent {
   Clock::time_point kill_at_ = Clock::time_point::max();
 };
 
+// c10d would listen on all interfaces. The system chooses the port, so no other job can have it.
+int bind_to_loopback(uint16_t& port) {
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  TORCH_CHECK(listener >= 0 && bind(listener, generic, size) == 0 &&
+                  getsockname(listener, generic, &size) == 0,
+              "launch_local: cannot serve the store at 127.0.0.1: ", std::strerror(errno));
+  port = ntohs(address.sin_port);
+  return listener;
+}
+
 c10::intrusive_ptr<c10d::TCPStore> serve_store(int ranks) {
   c10d::TCPStoreOptions options;
-  options.port = 0;  // The system chooses, so no other job can have it.
+  options.masterListenFd = bind_to_loopback(options.port);  // The store closes it.
   options.isServer = true;
   options.numWorkers = static_cast<size_t>(ranks);
   options.waitWorkers = false;
+  options.timeout = kServeTimeout;
   return open_tcp_store("127.0.0.1", options);
 }
 

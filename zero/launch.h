@@ -40,7 +40,8 @@ struct LaunchOptions {
 //     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as torchrun
 //     sets them. What main() does before that call happens in the parent and in every child.
 //   - The parent serves the key-value store, on a port of 127.0.0.1 that the system chose, so that
-//     jobs cannot collide (children find TORCHELASTIC_USE_AGENT_STORE=True).
+//     jobs cannot collide and other machines cannot reach it (docs/security.md). Children find
+//     TORCHELASTIC_USE_AGENT_STORE=True.
 //   - OMP_NUM_THREADS is the number of usable cores divided by `ranks`, unless it is set: ranks
 //     with a thread for every core each would only wait for each other.
 //   - SIGINT and SIGTERM are passed on. When a rank fails, the others get SIGTERM, and SIGKILL
