@@ -177,6 +177,27 @@ TEST(EnvironmentTest, TorchrunWinsOverTheLauncherOfTorchrun) {
             Environment::Source::kTorchrun);
 }
 
+TEST(EnvironmentTest, ZeroTimeoutHasAUnit) {
+  EXPECT_FALSE(read({}).timeout.has_value());
+  EXPECT_FALSE(read({{"ZERO_TIMEOUT", ""}}).timeout.has_value());
+  const std::map<std::string, std::chrono::milliseconds> good{
+      {"90", std::chrono::seconds(90)},
+      {"90s", std::chrono::seconds(90)},
+      {"500ms", std::chrono::milliseconds(500)},
+      {"10min", std::chrono::minutes(10)},
+      {"2h", std::chrono::hours(2)},
+      {"8760h", std::chrono::hours(8760)}};
+  for (const auto& [text, expected] : good) {
+    EXPECT_EQ(read({{"ZERO_TIMEOUT", text}}).timeout, expected) << text;
+    EXPECT_EQ(read(with(torchrun(), "ZERO_TIMEOUT", text)).timeout, expected) << text;
+  }
+  for (const char* bad : {"0", "-1", "0s", "1.5", "10 s", "s", "10m", "10x", "ten", "8761h",
+                          "99999999999999999999", "9223372036854775807h"}) {
+    expect_words(refusal({{"ZERO_TIMEOUT", bad}}),
+                 {std::string("ZERO_TIMEOUT=\"") + bad + "\"", "90, 90s, 500ms, 10min or 2h"});
+  }
+}
+
 TEST(EnvironmentTest, FirstHost) {
   EXPECT_EQ(first_host("n1"), "n1");
   EXPECT_EQ(first_host("n1,n2"), "n1");
@@ -192,6 +213,20 @@ TEST(GroupTest, OneProcessAloneNeedsNothing) {
   EXPECT_EQ(group.global_rank(), 0);
   const auto communicator = group.make_communicator("data", Purpose::kData);
   EXPECT_EQ(communicator->all_gather_text("me", "x"), std::vector<std::string>{"me"});
+}
+
+TEST(GroupTest, TheTimeoutIsTheOptionsThenTheEnvironments) {
+  EXPECT_EQ(init_process_group().timeout(), std::chrono::minutes(10));
+  setenv("ZERO_TIMEOUT", "7s", 1);
+  EXPECT_EQ(init_process_group().timeout(), std::chrono::seconds(7));
+  InitOptions options;
+  options.timeout = std::chrono::seconds(3);
+  EXPECT_EQ(init_process_group(options).timeout(), std::chrono::seconds(3));
+  setenv("ZERO_TIMEOUT", "soon", 1);
+  EXPECT_THROW(init_process_group(options), c10::Error);
+  unsetenv("ZERO_TIMEOUT");
+  options.timeout = std::chrono::seconds(0);
+  EXPECT_THROW(init_process_group(options), c10::Error);
 }
 
 TEST(GroupTest, RefusesWhatCannotBe) {

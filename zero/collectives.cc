@@ -491,7 +491,7 @@ Pending Communicator::all_reduce_or(const at::Tensor& values, const std::string&
 }
 
 Pending Communicator::broadcast(const at::Tensor& tensor, int source, const std::string& label) {
-  const std::string what = "broadcast of " + label;
+  const std::string what = "broadcast of " + label + " from rank " + std::to_string(source);
   TORCH_CHECK(tensor.is_contiguous(), what, ": expected a contiguous tensor, got strides ",
               tensor.strides(), " for ", tensor.sizes());
   TORCH_CHECK(0 <= source && source < impl_->world_size, what, ": expected a source in [0, ",

@@ -4,7 +4,6 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
 
@@ -27,18 +26,9 @@ enum Word : int64_t {
   kWords = kUsed + kFingerprintWords
 };
 
-// A store is asked for at most this many texts, however many ranks there are.
-constexpr int kTextsAtMost = 64;
+std::string problem_topic(int64_t sequence) { return "problem/" + std::to_string(sequence); }
 
-std::string text_key(int64_t sequence, int rank) {
-  return "problem/" + std::to_string(sequence) + "/" + std::to_string(rank);
-}
-
-std::string announcement_key(int rank) { return "announced/" + std::to_string(rank); }
-
-std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
-
-std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+std::string call_topic(int64_t sequence) { return "call/" + std::to_string(sequence); }
 
 }  // namespace
 
@@ -73,7 +63,8 @@ const char* call_name(Call call) {
 }
 
 ControlChannel::ControlChannel(Communicator& communicator, const Group& group)
-    : communicator_(communicator), store_(group.make_store("control")) {}
+    : communicator_(communicator),
+      board_(group.make_store("control"), group.rank(), group.world_size(), group.timeout()) {}
 
 ControlChannel::~ControlChannel() = default;
 
@@ -82,7 +73,7 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments,
   const int rank = communicator_.rank();
   ++sequence_;
   if (!problem.empty() && communicator_.world_size() > 1) {
-    store_->set(text_key(sequence_, rank), to_bytes(problem));
+    board_.leave(problem_topic(sequence_), problem);
   }
   at::Tensor message = at::empty({kWords}, at::TensorOptions().dtype(at::kInt));
   auto* words = message.mutable_data_ptr<int32_t>();
@@ -102,7 +93,7 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments,
     TORCH_CHECK(false, "rank ", rank, ": ", call_name(call),
                 " was given up by all ranks because "
                 "of rank ",
-                from, ": ", to_text(store_->get(text_key(sequence_, from))));
+                from, ": ", board_.text_of(problem_topic(sequence_), from));
   }
   const bool same_arguments = all_equal(words + kArguments) && words[kArgumentsDiffer] == 0;
   if (words[kCall] != -words[kMinusCall] || !same_arguments) {
@@ -120,17 +111,15 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments,
 
 void ControlChannel::throw_different_calls(Call call, const CallArguments& arguments) {
   const int rank = communicator_.rank();
-  const auto key = [&](int r) {
-    return "call/" + std::to_string(sequence_) + "/" + std::to_string(r);
-  };
   const bool both = !arguments.of_all.empty() && !arguments.of_some.empty();
   const std::string text_of_arguments = arguments.of_all + (both ? ", " : "") + arguments.of_some;
   const std::string own =
       call_name(call) + (text_of_arguments.empty() ? "" : " with " + text_of_arguments);
-  store_->set(key(rank), to_bytes(own));
+  board_.leave(call_topic(sequence_), own);
+  const std::vector<std::string> calls = board_.texts_of(call_topic(sequence_));
   std::string text;
-  for (int r = 0; r < std::min(communicator_.world_size(), kTextsAtMost); ++r) {
-    text += "\n  rank " + std::to_string(r) + ": " + to_text(store_->get(key(r)));
+  for (size_t r = 0; r < calls.size(); ++r) {
+    text += "\n  rank " + std::to_string(r) + ": " + calls[r];
   }
   const bool zero_grad = text.find(call_name(Call::kZeroGrad)) != std::string::npos;
   TORCH_CHECK(false, "rank ", rank,
@@ -140,29 +129,19 @@ void ControlChannel::throw_different_calls(Call call, const CallArguments& argum
               zero_grad ? ". zero_grad() is collective on a rank that has gradients and local on "
                           "one that has none: some ranks had none"
                         : "",
-              announced());
+              board_.announced());
 }
 
 void ControlChannel::announce(const std::string& problem) noexcept {
   if (communicator_.world_size() == 1) return;
   has_announced_ = !problem.empty();
-  try {
-    store_->set(announcement_key(communicator_.rank()), to_bytes(problem));
-  } catch (...) {  // the store may be gone with its host; nothing depends on it
-  }
+  board_.announce(problem);
 }
 
-std::string ControlChannel::announced() noexcept {
-  std::string text;
-  try {
-    for (int r = 0; r < std::min(communicator_.world_size(), kTextsAtMost); ++r) {
-      if (r == communicator_.rank() || !store_->check({announcement_key(r)})) continue;
-      const std::string problem = to_text(store_->get(announcement_key(r)));
-      if (!problem.empty()) text += "\nrank " + std::to_string(r) + " had reported: " + problem;
-    }
-  } catch (...) {
-  }
-  return text;
+std::string ControlChannel::report_failure(const std::string& text) noexcept {
+  if (communicator_.world_size() == 1) return {};
+  if (!has_announced_) announce(text);
+  return board_.announced_after_failure();
 }
 
 }  // namespace zero

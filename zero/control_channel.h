@@ -10,13 +10,12 @@
 // carries one bit per parameter.
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
-
 #include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "zero/problem_board.h"
 #include "zero/process_group.h"
 
 namespace zero {
@@ -66,16 +65,19 @@ class ControlChannel {
                   const Agreement& own);
 
   // Puts a problem where the others find it if this rank never reaches its
-  // next agree(). Forgotten when an agree() succeeds. Never throws, waits for nobody.
+  // next agree(). Forgotten when an agree() succeeds. Never throws, waits for no rank and at most
+  // 200 ms for the store.
   void announce(const std::string& problem) noexcept;
-  // What other ranks announced, one line each; empty if nothing. Never throws.
-  std::string announced() noexcept;
+  // After a failure of the transport: announces `text`, unless this rank has announced what led to
+  // it, and returns what the other ranks announce, one line each, and which ranks announce nothing.
+  // Never throws, takes at most 500 ms.
+  std::string report_failure(const std::string& text) noexcept;
 
  private:
   [[noreturn]] void throw_different_calls(Call call, const CallArguments& arguments);
 
   Communicator& communicator_;
-  c10::intrusive_ptr<c10d::Store> store_;
+  ProblemBoard board_;
   int64_t sequence_ = 0;
   std::atomic<bool> has_announced_ = false;
 };

@@ -56,6 +56,27 @@ class Variables {
   const Getenv& getenv_;
 };
 
+std::optional<std::chrono::milliseconds> read_timeout(const Variables& variables) {
+  const auto text = variables.text("ZERO_TIMEOUT");
+  if (!text) return std::nullopt;
+  int64_t count = 0;
+  const char* const end = text->data() + text->size();
+  const auto [number_end, error] = std::from_chars(text->data(), end, count);
+  const std::string unit(number_end, end);
+  int64_t factor = 0;
+  if (unit == "ms") factor = 1;
+  if (unit.empty() || unit == "s") factor = 1000;
+  if (unit == "min") factor = 60 * 1000;
+  if (unit == "h") factor = 60 * 60 * 1000;
+  // Longer ones would overflow somewhere below.
+  constexpr int64_t kYear = int64_t{365} * 24 * 60 * 60 * 1000;
+  TORCH_CHECK(error == std::errc() && factor > 0 && count > 0 && count <= kYear / factor,
+              "environment variable ZERO_TIMEOUT=\"", *text,
+              "\": expected a whole number above 0 of seconds or with a unit, of at most a year: "
+              "90, 90s, 500ms, 10min or 2h");
+  return std::chrono::milliseconds(count * factor);
+}
+
 // FNV-1a: the same on every machine, unlike std::hash.
 uint32_t hash(std::string_view text) {
   uint32_t value = 2166136261u;
@@ -175,6 +196,7 @@ Environment read_environment(const Getenv& getenv) {
     read_torchrun(variables, env);  // Throws: RANK is missing.
   }
   check_consistent(variables, env);
+  env.timeout = read_timeout(variables);
   if (env.world_size > 1) read_rendezvous(variables, env);
   return env;
 }

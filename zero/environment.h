@@ -16,7 +16,9 @@
 // SLURM_PROCID and SLURM_NTASKS are set in it: its tasks do not exist.
 #pragma once
 
+#include <chrono>
 #include <functional>
+#include <optional>
 #include <string>
 
 namespace zero {
@@ -42,13 +44,16 @@ struct Environment {
   bool agent_serves_store = false;
   // How often the launcher has restarted the job; keeps the keys of dead attempts apart.
   int restart_count = 0;
+
+  // ZERO_TIMEOUT: a whole number above 0 of ms, s, min or h, of seconds without a unit.
+  std::optional<std::chrono::milliseconds> timeout;
 };
 
 // Like getenv: null when the variable is not set.
 using Getenv = std::function<const char*(const char* name)>;
 
 // Throws c10::Error naming the variables, what they hold and what is expected, when one is
-// missing, is not a number, or contradicts another.
+// missing, is not a number or a duration, or contradicts another.
 Environment read_environment(const Getenv& getenv);
 
 // Of this process.

@@ -5,6 +5,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdlib>
 #include <mutex>
@@ -48,6 +49,11 @@ void survive_broken_pipes() {
   });
 }
 
+// Gloo waits five times its timeout for a peer to connect.
+std::chrono::milliseconds connect_timeout(std::chrono::milliseconds timeout) {
+  return std::max(timeout / 5, std::chrono::milliseconds(1));
+}
+
 // While one lives, threads that this thread starts do not preempt others when they wake up.
 //
 // What wakes Gloo's event thread is mostly a small write of another thread, which still holds the
@@ -79,9 +85,12 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     const std::string& hostname) {
   survive_broken_pipes();
   const PatientThreads threads;
-  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  auto options = c10d::ProcessGroupGloo::Options::create(connect_timeout(timeout));
   options->devices = make_devices(hostname);
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, std::move(options));
+  auto backend =
+      c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, std::move(options));
+  backend->setTimeout(timeout);
+  return backend;
 }
 
 }  // namespace zero

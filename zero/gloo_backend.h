@@ -18,7 +18,8 @@ namespace zero {
 // Collective over the ranks 0..world_size-1 that share `store`, which must hold
 // nothing of another transport. Returns when this rank is connected to all
 // others; throws when that takes longer than `timeout`, which also bounds every
-// operation that brings no timeout of its own.
+// operation that brings no timeout of its own. Each wait for a key of `store` that Gloo makes has a
+// fifth of `timeout`, unless `store` has a limit of its own (BoundedStore::within).
 //
 // `hostname` is a name or address of this machine that the other ranks can
 // reach. When it is empty, Gloo listens on the interfaces that

@@ -7,10 +7,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <sstream>
 #include <utility>
 
 #include "zero/error_text.h"
+#include "zero/slow_wait.h"
 
 namespace zero {
 namespace {
@@ -128,6 +130,7 @@ void Operation::wait() {
   if (steps_.empty() && !finish) return;
   const Clock::time_point start = Clock::now();
   health_->check(what_);
+  const SlowWait notice([this] { return slow_text(); });
   Failures failures;
   if (const auto begin = std::exchange(start_, nullptr)) {
     try {
@@ -167,9 +170,10 @@ void Operation::wait() {
 
 // After the first failure, the rest is only asked whether it is there. So a peer that delivered is
 // not blamed, one that did not is named too, and nothing waits beyond the limit.
-void Operation::await(const Step& step, Clock::time_point start, Failures& failures) const {
+void Operation::await(const Step& step, Clock::time_point start, Failures& failures) {
   const Clock::time_point deadline = start + health_->timeout();
   const bool first = !failures.any();
+  awaited_ = step.peer;
   auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
   if (!first || left < milliseconds(1)) left = milliseconds(1);
   if (step.kind == Kind::kWhole) left += kGrace;
@@ -190,6 +194,14 @@ void Operation::await(const Step& step, Clock::time_point start, Failures& failu
     failures.late.push_back(step.peer);
     if (step.kind == Kind::kReceive) failures.sends_only = false;
   }
+}
+
+std::string Operation::slow_text() const {
+  const int peer = awaited_;
+  return c10::str("rank ", health_->rank(), " of ", health_->world_size(), " waits for ",
+                  peer < 0 ? std::string("the other ranks") : c10::str("rank ", peer), ": ", what_,
+                  " in group \"", health_->name(), "\" (up to ", duration_text(health_->timeout()),
+                  ")");
 }
 
 std::string Operation::describe(const Failures& failures, Clock::time_point start) const {

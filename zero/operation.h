@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -102,7 +103,9 @@ class Operation {
   using Clock = std::chrono::steady_clock;
 
   void add(Kind kind, int peer, c10::intrusive_ptr<c10d::Work> work);
-  void await(const Step& step, Clock::time_point start, Failures& failures) const;
+  void await(const Step& step, Clock::time_point start, Failures& failures);
+  // For the line on stderr about a long wait.
+  std::string slow_text() const;
   std::string describe(const Failures& failures, Clock::time_point start) const;
 
   const std::shared_ptr<GroupHealth> health_;
@@ -111,6 +114,7 @@ class Operation {
   std::function<void()> start_;
   std::function<void()> use_;
   std::function<void()> finish_;
+  std::atomic<int> awaited_{-1};  // The peer that wait() waits for.
 };
 
 }  // namespace zero

@@ -199,6 +199,16 @@ bool OptimizerLinks::agree_domains(const std::vector<std::string>& arguments,
                              [](const DomainMessage& m) { return all_equal(arguments_of(m)); });
 }
 
+void OptimizerLinks::explained(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    if (failed().empty()) throw;
+    const std::string text = error_text(error);
+    TORCH_CHECK(false, text, channel.report_failure(text));
+  }
+}
+
 std::string OptimizerLinks::failed() const {
   std::string text = control->failed();
   for (const auto& item : made_) {

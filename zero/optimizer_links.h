@@ -47,6 +47,10 @@ struct OptimizerLinks {
   // parameters, all of them even if one throws; then all ranks of the mesh throw.
   void check_each_domain(const std::function<void(int64_t, Communicator&)>& check);
 
+  // Runs body(), which communicates. When it throws because a communicator failed, the other ranks
+  // are told, and the error has what they report.
+  void explained(const std::function<void()>& body);
+
   // The first failure of any communicator; empty if there is none.
   std::string failed() const;
   // Closes all connections, so that no rank waits for this one until its timeout, and lets the

@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -18,11 +17,14 @@
 #include <sstream>
 #include <utility>
 
+#include "zero/bounded_store.h"
 #include "zero/environment.h"
 #include "zero/error_text.h"
 #include "zero/gloo_backend.h"
 #include "zero/nccl_backend.h"
+#include "zero/rendezvous.h"
 #include "zero/shared_memory_backend.h"
+#include "zero/slow_wait.h"
 #include "zero/tcp_store.h"
 
 namespace zero {
@@ -30,26 +32,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
-
-std::string arrival_key(int rank) { return c10::str("arrived/", rank); }
-
-void announce(c10d::Store& store, int rank) { store.set(arrival_key(rank), "1"); }
-
-// "; ranks 2, 5 have not arrived", as far as the store knows.
-std::string missing_text(c10d::Store& store, int world_size) {
-  std::ostringstream text;
-  int missing = 0;
-  try {
-    for (int rank = 0; rank < world_size; ++rank) {
-      if (store.check({arrival_key(rank)})) continue;
-      text << (missing++ == 0 ? "" : ", ") << rank;
-    }
-  } catch (const std::exception& error) {
-    return "; the store does not answer: " + error_line(error);
-  }
-  if (missing == 0) return "; all ranks have arrived";
-  return (missing == 1 ? "; missing: rank " : "; missing: ranks ") + text.str();
-}
 
 // A number for a list of ranks that is the same on all of them; a mesh has thousands of long ones.
 std::string fingerprint(const std::vector<int>& ranks) {
@@ -63,7 +45,8 @@ std::string fingerprint(const std::vector<int>& ranks) {
 }  // namespace
 
 struct Group::State {
-  StorePtr store;
+  c10::intrusive_ptr<BoundedStore> bounded;
+  StorePtr store;  // The same.
   int rank;
   int world_size;
   std::string name;
@@ -95,7 +78,8 @@ Group::Group(StorePtr store, int rank, int world_size, std::string name, Backend
   TORCH_CHECK(factory || world_size == 1, "Group \"", name, "\": expected a backend factory for ",
               world_size, " ranks, got none");
   auto state = std::make_shared<State>();
-  state->store = std::move(store);
+  state->bounded = BoundedStore::of(std::move(store), timeout);
+  state->store = state->bounded;
   state->rank = rank;
   state->world_size = world_size;
   state->name = std::move(name);
@@ -131,7 +115,8 @@ Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) co
   auto state = std::make_shared<State>();
   const std::string key = c10::str("subgroup/", name, "/", fingerprint(ranks));
   const std::string prefix = c10::str(key, "/", state_->next_instance(key));
-  state->store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->store);
+  state->bounded = state_->bounded->under(prefix);
+  state->store = state->bounded;
   state->rank = static_cast<int>(here - ranks.begin());
   state->world_size = static_cast<int>(ranks.size());
   state->name = c10::str(this->name(), "/", name);
@@ -148,8 +133,7 @@ Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) co
 
 StorePtr Group::make_store(const std::string& name) const {
   const std::string key = c10::str("store/", name);
-  return c10::make_intrusive<c10d::PrefixStore>(c10::str(key, "/", state_->next_instance(key)),
-                                                state_->store);
+  return state_->bounded->under(c10::str(key, "/", state_->next_instance(key)));
 }
 
 std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
@@ -158,16 +142,16 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
   if (world_size() == 1) return std::make_unique<Communicator>(nullptr, full_name, timeout());
   const std::string key = c10::str("communicator/", this->name(), "/", name);
   const std::string prefix = c10::str(key, "/", state_->next_instance(key));
-  const StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->store);
-  try {
-    announce(*store, rank());
-    return std::make_unique<Communicator>(
-        state_->factory(store, rank(), world_size(), purpose, timeout()), full_name, timeout());
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "communicator \"", full_name, "\": cannot connect its ", world_size(),
-                " ranks within ", timeout().count(), " ms (this is rank ", rank(), ")",
-                missing_text(*store, world_size()), ". ", error_line(error));
-  }
+  Rendezvous rendezvous(
+      state_->bounded->under(prefix), rank(), world_size(), timeout(),
+      std::chrono::steady_clock::now(),
+      c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
+      c10::str("to connect communicator \"", full_name, "\""));
+  auto backend = rendezvous.run([factory = state_->factory, rank = rank(), size = world_size(),
+                                 purpose, limit = timeout()](const StorePtr& store) {
+    return factory(store, rank, size, purpose, limit);
+  });
+  return std::make_unique<Communicator>(std::move(backend), full_name, timeout());
 }
 
 std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name,
@@ -219,6 +203,8 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
   return [=](StorePtr store, int rank, int world_size, Purpose purpose, milliseconds timeout) {
     agree_on_world_size(*store, rank, world_size, timeout);
     if (purpose == Purpose::kData && device.is_cuda() && nccl) {
+      // NCCL keeps its store for connections that it makes later.
+      store = BoundedStore::of(store, timeout)->each_within(timeout);
       return make_nccl_backend(store, rank, world_size, device, timeout);
     }
     const auto gloo = make_gloo_backend(store, rank, world_size, timeout, hostname);
@@ -246,7 +232,11 @@ std::string default_hostname(const Environment& env) {
   return !named && env.local_world_size == env.world_size ? "127.0.0.1" : "";
 }
 
-StorePtr open_store(const Environment& env, milliseconds timeout) {
+std::string address_of(const Environment& env) {
+  return c10::str(env.master_addr, ":", env.master_port);
+}
+
+c10::intrusive_ptr<BoundedStore> open_store(const Environment& env, milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(env.master_port);
   options.isServer = !env.agent_serves_store && env.rank == 0;
@@ -254,29 +244,38 @@ StorePtr open_store(const Environment& env, milliseconds timeout) {
   options.waitWorkers = false;  // meet() waits, and can say who is missing.
   options.timeout = timeout;
   options.multiTenant = true;  // A second init_process_group() shares the server.
+  const char* server = env.agent_serves_store ? "the launcher" : "rank 0";
+  const SlowWait notice([&] {
+    return c10::str("rank ", env.rank, " of ", env.world_size, " waits for the store of ", server,
+                    " at ", address_of(env), " (up to ", duration_text(timeout), ")");
+  });
   try {
-    return open_tcp_store(env.master_addr, options);
+    return c10::make_intrusive<BoundedStore>(
+        open_tcp_store(env.master_addr, options), timeout,
+        c10::str("the store of ", server, " at ", address_of(env)), options.isServer);
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
-                options.isServer ? "serve" : "reach", " the store of the job at ", env.master_addr,
-                ":", env.master_port, " (MASTER_ADDR, MASTER_PORT) within ", timeout.count(),
+                options.isServer ? "serve" : "reach", " the store of ", server, " at ",
+                address_of(env), " (MASTER_ADDR, MASTER_PORT) within ", timeout.count(),
                 " ms: ", error_line(error),
                 options.isServer ? ". Is the port taken by another job? Choose another MASTER_PORT"
-                                 : ". Is rank 0 running, and can this machine reach it?");
+                                 : c10::str(". Is ", server,
+                                            " running, can this machine reach it, and does no "
+                                            "other program use the port?"));
   }
 }
 
 // The counter lets a job of thousands wait for one key instead of one per rank.
-void meet(c10d::Store& store, const Environment& env, milliseconds timeout) {
-  try {
-    announce(store, env.rank);
-    if (store.add("arrivals", 1) == env.world_size) store.set("complete", "1");
-    store.wait({"complete"}, timeout);
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "init_process_group: not all ", env.world_size, " ranks arrived within ",
-                timeout.count(), " ms (this is rank ", env.rank, ")",
-                missing_text(store, env.world_size), ". ", error_line(error));
-  }
+void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
+          milliseconds timeout, std::chrono::steady_clock::time_point since) {
+  Rendezvous rendezvous(store, env.rank, env.world_size, timeout, since,
+                        c10::str("init_process_group: not all ", env.world_size, " ranks arrived"),
+                        c10::str("at ", address_of(env)));
+  rendezvous.run([size = env.world_size](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
+    if (own->add("arrivals", 1) == size) own->set("complete", std::string("1"));
+    own->wait({"complete"});
+    return nullptr;
+  });
 }
 
 }  // namespace
@@ -286,17 +285,23 @@ Group init_process_group(const InitOptions& options) {
   const Environment env = read_environment();
   const c10::Device device = options.device ? *options.device : default_device(env);
   const std::string hostname = options.hostname.empty() ? default_hostname(env) : options.hostname;
+  const milliseconds timeout =
+      options.timeout.value_or(env.timeout.value_or(InitOptions::kDefaultTimeout));
+  TORCH_CHECK(timeout.count() > 0, "InitOptions::timeout: expected more than 0 ms, got ",
+              timeout.count(), " ms on rank ", env.rank);
   StorePtr store;
   if (env.world_size == 1) {
     store = c10::make_intrusive<c10d::HashStore>();
   } else {
     const std::string prefix = c10::str("zero/", env.restart_count, "/", inits++);
-    store = c10::make_intrusive<c10d::PrefixStore>(prefix, open_store(env, options.timeout));
-    meet(*store, env, options.timeout);
+    const auto start = std::chrono::steady_clock::now();
+    const auto bounded = open_store(env, timeout)->under(prefix);
+    meet(bounded->under("meeting"), env, timeout, start);
+    store = bounded;
   }
   return Group(store, env.rank, env.world_size, "world",
                default_backend_factory(device, hostname, options.nccl, options.shared_memory),
-               device, options.timeout);
+               device, timeout);
 }
 
 }  // namespace zero

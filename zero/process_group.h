@@ -56,7 +56,8 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
 class Group {
  public:
   // Of `world_size` ranks that share `store`. `name` must be the same on all of
-  // them and different from other groups of that store.
+  // them and different from other groups of that store. No call of the group waits
+  // for `store` longer than `timeout` (zero/bounded_store.h).
   Group(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, std::string name,
         BackendFactory factory, c10::Device device, std::chrono::milliseconds timeout);
 
@@ -82,9 +83,10 @@ class Group {
 
   // Collective. A new communicator under its own prefix of the store. Two calls
   // never share a connection, not even with the same `name`: those are numbered,
-  // so the first call of one rank meets the first call of another. Throws when
-  // not all ranks arrive within the timeout, and says which are missing. The
-  // communicator calls itself "<group>/<name>" in errors.
+  // so the first call of one rank meets the first call of another. Throws within
+  // the timeout and a second when a rank does not arrive, ends or stops before it
+  // is connected, and says which one. After 10 s of waiting one line on stderr
+  // says for whom. The communicator calls itself "<group>/<name>" in errors.
   std::unique_ptr<Communicator> make_communicator(const std::string& name, Purpose purpose) const;
 
   // Collective the first time for a name and purpose. A communicator that all copies of this Group
@@ -103,8 +105,10 @@ class Group {
 };
 
 struct InitOptions {
-  // Bounds the rendezvous and every later operation.
-  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  // Bounds the rendezvous and every later operation. Default: the environment variable ZERO_TIMEOUT
+  // (such as 90, 90s, 500ms, 10min or 2h) if set, else kDefaultTimeout.
+  std::optional<std::chrono::milliseconds> timeout;
+  static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
   // Default: cuda:LOCAL_RANK when built with CUDA and a GPU is there, else cpu.
   std::optional<c10::Device> device;
   // False: the data of GPUs travels over Gloo too, through host memory. Much slower, and the only
@@ -121,7 +125,9 @@ struct InitOptions {
 
 // Collective over all ranks of the job. Throws c10::Error when the environment
 // contradicts itself (naming the variables, what they hold and what is
-// expected) and when not all ranks arrive within the timeout.
+// expected) and, within the timeout and a second, when not all ranks arrive or
+// the store does not answer. After 10 s of waiting one line on stderr says for
+// whom.
 Group init_process_group(const InitOptions& options = {});
 
 }  // namespace zero

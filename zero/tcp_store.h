@@ -11,7 +11,8 @@
 namespace zero {
 
 // c10d uses libuv by default and throws where libtorch was built without it. Takes the other
-// implementation then, and with USE_LIBUV=0 as in Python. Throws what TCPStore throws.
+// implementation then, and with USE_LIBUV=0 as in Python. Throws what TCPStore throws, within
+// options.timeout and half a second, also where a server accepts the connection and says nothing.
 c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host,
                                                   c10d::TCPStoreOptions options);
 

@@ -149,15 +149,17 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   } catch (const std::exception& error) {
     problem = error_text(error);
   }
-  check_construction(*links->control, problem, lines);
-  links->connect(*domains);
-  links->check_domains(*domains, [&](int64_t domain) {
-    return describe_parameters(*inner, *table, *domains, domain);
+  links->explained([&] {
+    check_construction(*links->control, problem, lines);
+    links->connect(*domains);
+    links->check_domains(*domains, [&](int64_t domain) {
+      return describe_parameters(*inner, *table, *domains, domain);
+    });
+    links->agree_on_half(*domains, std::any_of(table->parameters().begin(),
+                                               table->parameters().end(), [](const Parameter& p) {
+                                                 return p.tensor.scalar_type() == at::kHalf;
+                                               }));
   });
-  links->agree_on_half(*domains, std::any_of(table->parameters().begin(), table->parameters().end(),
-                                             [](const Parameter& p) {
-                                               return p.tensor.scalar_type() == at::kHalf;
-                                             }));
   param_groups_ = visible_groups(inner.get());
   impl_ = std::make_unique<Impl>(module, std::move(inner), std::move(*domains), options,
                                  std::move(links), std::move(*table));

@@ -94,7 +94,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
               {options.reduce_dtype(), options.no_sync_fp32()}),
       full_gradients(plan, table, this->links->domains, pool),
       // The masters are read here, so rank 0's values must have arrived.
-      shards((broadcast_parameters(),
+      shards((this->links->explained([this] { broadcast_parameters(); }),
               ShardOptimizer::Shards{plan, table, ranks_in(domains), arena, reducer}),
              std::move(inner), {options.fused(), device.is_cuda() || options.static_graph()}),
       scaler(make_scaler(this->links->any_half, options)),
@@ -107,7 +107,8 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
   for (const auto* list : {&table.frozen(), &table.buffers()}) {
     for (const NamedTensor& item : *list) others.push_back(item.tensor);
   }
-  broadcast_from_first(others, this->links->home, "frozen parameters and buffers");
+  this->links->explained(
+      [&] { broadcast_from_first(others, this->links->home, "frozen parameters and buffers"); });
   table.remember();
   install_hooks();
 }
@@ -141,11 +142,10 @@ void ZeroOptimizer::Impl::check_usable() const {
 void ZeroOptimizer::Impl::guarded(const std::function<void()>& body) {
   check_usable();
   try {
-    body();
+    links->explained(body);
   } catch (const std::exception& error) {
     if (links->failed().empty()) throw;
-    failure = error_text(error) + links->channel.announced();
-    links->channel.announce(error_text(error));
+    failure = error_text(error);
     TORCH_CHECK(false, "rank ", links->rank(), ": ", failure);
   }
 }

@@ -1,0 +1,45 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A call on a thread of its own that the caller may stop waiting for: libtorch's store and Gloo's
+// connections have calls that wait for ever when the other side is stopped or silent.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <future>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <type_traits>
+#include <utility>
+
+namespace zero {
+
+// Runs call() on a new thread. `call` must own all that it uses, since it may outlive the caller.
+// It is destroyed before the result is there, so that what it owns ends on the thread that waits.
+template <typename Call>
+std::future<std::invoke_result_t<Call&>> start_detached(Call call) {
+  using Result = std::invoke_result_t<Call&>;
+  std::promise<Result> promise;
+  std::future<Result> future = promise.get_future();
+  auto body = [promise = std::move(promise), call = std::make_optional(std::move(call))]() mutable {
+    try {
+      Result result = (*call)();
+      call.reset();
+      promise.set_value(std::move(result));
+    } catch (...) {
+      call.reset();
+      promise.set_exception(std::current_exception());
+    }
+  };
+  try {
+    std::thread(std::move(body)).detach();
+  } catch (const std::system_error& error) {
+    TORCH_CHECK(false, "cannot start a thread: ", error.what(),
+                "; raise the limits of this process (ulimit -u, ulimit -v)");
+  }
+  return future;
+}
+
+}  // namespace zero

@@ -1,0 +1,42 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// One line on stderr for a wait that is long, so that a job that stands still says for whom.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+
+namespace zero {
+
+// "90 s", "10 min", "1500 ms".
+std::string duration_text(std::chrono::milliseconds duration);
+
+// While one lives, this thread waits. After slow_wait_after() it prints "zero: <text()>", once.
+// text() runs on another thread and must not block. Costs two locks; one thread per process, which
+// starts with the first, looks at all of them once a second or more often.
+class SlowWait {
+ public:
+  explicit SlowWait(std::function<std::string()> text);
+  ~SlowWait();
+  SlowWait(const SlowWait&) = delete;
+  SlowWait& operator=(const SlowWait&) = delete;
+
+ private:
+  friend struct SlowWaits;
+  const std::function<std::string()> text_;
+  const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
+  bool printed_ = false;
+  SlowWait* previous_ = nullptr;  // In the list of all.
+  SlowWait* next_ = nullptr;
+};
+
+// How long a wait may be before its line: 10 s. Tests set less.
+std::chrono::milliseconds slow_wait_after();
+void set_slow_wait_after(std::chrono::milliseconds duration);
+
+// "zero: <text>" and a newline, in one piece.
+void print_slow_wait(const std::string& text);
+
+}  // namespace zero
