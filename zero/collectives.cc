@@ -16,6 +16,7 @@
 #include <mutex>
 
 #include "zero/operation.h"
+#include "zero/own_process.h"
 #include "zero/shared_memory_backend.h"
 
 namespace zero {
@@ -189,7 +190,7 @@ template <typename Issue>
 Pending Communicator::Impl::start(const std::string& what, Issue issue) {
   const at::NoGradGuard no_grad;
   health->check(what);
-  auto operation = std::make_shared<Operation>(health, what);
+  auto operation = make_owned<Operation>(health, what);
   std::exception_ptr thrown;
   {
     const std::lock_guard<std::mutex> lock(issue_mutex);
@@ -309,7 +310,7 @@ Pending Communicator::Impl::all_reduce(const at::Tensor& values, c10d::ReduceOp:
 }
 
 Communicator::Communicator(BackendPtr backend, std::string name, milliseconds timeout)
-    : impl_(std::make_shared<Impl>(std::move(backend), std::move(name), timeout)) {
+    : impl_(make_owned<Impl>(std::move(backend), std::move(name), timeout)) {
   impl_->health->on_first_failure([impl = std::weak_ptr<Impl>(impl_)](const std::string& reason) {
     const auto alive = impl.lock();
     if (!alive) return;
@@ -319,6 +320,7 @@ Communicator::Communicator(BackendPtr backend, std::string name, milliseconds ti
 }
 
 Communicator::~Communicator() {
+  if (!impl_->health->in_own_process()) return;
   // Gloo's destructor waits for its collectives, for as long as their timeouts say.
   if (impl_->health->operations_under_way() > 0) {
     impl_->health->fail("destroyed with operations under way" + impl_->health->where());

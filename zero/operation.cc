@@ -55,11 +55,13 @@ std::string GroupHealth::where() const {
 }
 
 void GroupHealth::check(const std::string& what) const {
+  check_process(what);
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(failure_.empty(), what, ": refused, because the group failed before: ", failure_);
 }
 
 void GroupHealth::fail(const std::string& message) noexcept {
+  if (!in_own_process()) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) return;
@@ -125,6 +127,7 @@ void Operation::add(Kind kind, int peer, WorkPtr work) {
 }
 
 void Operation::wait() {
+  health_->check_process(what_);
   const std::function<void()> use = std::exchange(use_, nullptr);
   const std::function<void()> finish = std::exchange(finish_, nullptr);
   if (steps_.empty() && !finish) return;

@@ -18,6 +18,8 @@
 #include <string>
 #include <vector>
 
+#include "zero/own_process.h"
+
 namespace zero {
 
 // The first line of what a transport threw, without the C++ backtrace.
@@ -40,9 +42,12 @@ class GroupHealth {
 
   // " (this is rank 1 of 4 in group ...)": every message has it.
   std::string where() const;
-  // Throws when the group has failed.
+  // Throws in a forked child, and when the group has failed.
   void check(const std::string& what) const;
-  // Remembers `message` if it is the first, since later ones follow from it.
+  void check_process(const std::string& what) const { process_.check(what + where()); }
+  bool in_own_process() const { return process_.here(); }
+  // Remembers `message` if it is the first, since later ones follow from it. Does nothing in a
+  // forked child, whose group is its parent's.
   void fail(const std::string& message) noexcept;
   // Empty while all is well.
   std::string first_failure() const;
@@ -56,6 +61,7 @@ class GroupHealth {
   const int world_size_;
   const std::string name_;
   const std::chrono::milliseconds timeout_;
+  const OwnProcess process_;
   FailureAction on_failure_;
   mutable std::mutex mutex_;
   std::string failure_;

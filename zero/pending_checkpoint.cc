@@ -4,24 +4,39 @@
 
 #include <c10/util/Exception.h>
 
+#include <thread>
 #include <utility>
+
+#include "zero/own_process.h"
 
 namespace zero {
 
+// A forked child keeps it: destroyed there, the writer would remove the parent's files.
+struct PendingCheckpoint::State {
+  OwnProcess process;
+  std::function<void()> finish;
+  std::thread thread;
+  ~State() { join(); }
+  void join() {
+    if (thread.joinable()) thread.join();
+  }
+};
+
 PendingCheckpoint::PendingCheckpoint(std::shared_ptr<CheckpointWriter> writer,
                                      std::vector<FileToSave> files, std::function<void()> finish)
-    : finish_(std::move(finish)), thread_([writer = std::move(writer), files = std::move(files)] {
-        writer->write_files(files);
-      }) {}
-
-PendingCheckpoint::~PendingCheckpoint() {
-  if (thread_.joinable()) thread_.join();
+    : state_(make_owned<State>()) {
+  state_->finish = std::move(finish);
+  state_->thread = std::thread(
+      [writer = std::move(writer), files = std::move(files)] { writer->write_files(files); });
 }
 
+PendingCheckpoint::~PendingCheckpoint() = default;
+
 void PendingCheckpoint::finish() {
-  TORCH_CHECK(finish_ != nullptr, "finish(): expected one call for each save, got another");
-  if (thread_.joinable()) thread_.join();
-  std::exchange(finish_, nullptr)();
+  state_->process.check("finish() of a checkpoint");
+  TORCH_CHECK(state_->finish != nullptr, "finish(): expected one call for each save, got another");
+  state_->join();
+  std::exchange(state_->finish, nullptr)();
 }
 
 }  // namespace zero

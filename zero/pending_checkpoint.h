@@ -10,7 +10,7 @@
 
 #include <functional>
 #include <memory>
-#include <thread>
+#include <vector>
 
 #include "zero/checkpoint_writer.h"
 
@@ -33,8 +33,8 @@ class PendingCheckpoint {
   void finish();
 
  private:
-  std::function<void()> finish_;
-  std::thread thread_;
+  struct State;
+  const std::shared_ptr<State> state_;
 };
 
 }  // namespace zero

@@ -22,6 +22,7 @@
 #include "zero/error_text.h"
 #include "zero/gloo_backend.h"
 #include "zero/nccl_backend.h"
+#include "zero/own_process.h"
 #include "zero/rendezvous.h"
 #include "zero/shared_memory_backend.h"
 #include "zero/slow_wait.h"
@@ -54,6 +55,7 @@ struct Group::State {
   c10::Device device = at::kCPU;
   milliseconds timeout;
   std::vector<int> global_ranks;
+  OwnProcess process;
 
   // How often each name was used, so that equal names never meet in the store.
   int next_instance(const std::string& key) const {
@@ -77,7 +79,7 @@ Group::Group(StorePtr store, int rank, int world_size, std::string name, Backend
               timeout.count(), " ms on rank ", rank);
   TORCH_CHECK(factory || world_size == 1, "Group \"", name, "\": expected a backend factory for ",
               world_size, " ranks, got none");
-  auto state = std::make_shared<State>();
+  auto state = make_owned<State>();
   state->bounded = BoundedStore::of(std::move(store), timeout);
   state->store = state->bounded;
   state->rank = rank;
@@ -112,7 +114,7 @@ Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) co
   TORCH_CHECK(here != ranks.end(), "subgroup \"", name, "\" of group \"", this->name(), "\": rank ",
               rank(), " is not among its ranks ", ranks, ": only its members may make it");
 
-  auto state = std::make_shared<State>();
+  auto state = make_owned<State>();
   const std::string key = c10::str("subgroup/", name, "/", fingerprint(ranks));
   const std::string prefix = c10::str(key, "/", state_->next_instance(key));
   state->bounded = state_->bounded->under(prefix);
@@ -139,6 +141,7 @@ StorePtr Group::make_store(const std::string& name) const {
 std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
                                                        Purpose purpose) const {
   const std::string full_name = c10::str(this->name(), "/", name);
+  state_->process.check(c10::str("communicator \"", full_name, "\" (this is rank ", rank(), ")"));
   if (world_size() == 1) return std::make_unique<Communicator>(nullptr, full_name, timeout());
   const std::string key = c10::str("communicator/", this->name(), "/", name);
   const std::string prefix = c10::str(key, "/", state_->next_instance(key));
@@ -156,6 +159,8 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
 
 std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name,
                                                          Purpose purpose) const {
+  state_->process.check(
+      c10::str("communicator \"", this->name(), "/", name, "\" (this is rank ", rank(), ")"));
   const std::lock_guard<std::mutex> lock(state_->shared_mutex);
   std::shared_ptr<Communicator>& shared = state_->shared[{name, purpose}];
   if (!shared) shared = make_communicator(name, purpose);

@@ -106,16 +106,16 @@ at::Tensor SharedMemory::allocate(int64_t bytes) {
 }
 
 void SharedMemory::free(int64_t begin) {
+  // A forked child leaves the pages to its parent, whose threads may have held the lock at the
+  // fork.
+  if (address_.process != getpid()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto block = blocks_.find(begin);
   int64_t length = block->second;
   blocks_.erase(block);
-  // Gives the pages back, and makes them zeros for the next owner. A forked child leaves them to
-  // its parent.
-  if (address_.process == getpid()) {
-    fallocate(static_cast<int>(address_.descriptor), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-              begin, length);
-  }
+  // Gives the pages back, and makes them zeros for the next owner.
+  fallocate(static_cast<int>(address_.descriptor), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+            begin, length);
   auto next = holes_.upper_bound(begin);
   if (next != holes_.end() && next->first == begin + length) {
     length += next->second;

@@ -166,7 +166,10 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   for (const auto& g : param_groups_) impl_->group_members.push_back(g.params());
 }
 
-ZeroOptimizer::~ZeroOptimizer() = default;
+ZeroOptimizer::~ZeroOptimizer() {
+  // See own_process.h: a forked child keeps what is its parent's.
+  if (impl_ && !impl_->process.here()) static_cast<void>(impl_.release());
+}
 
 void ZeroOptimizer::backward(const at::Tensor& loss) {
   impl_->run_backward([&] {

@@ -133,6 +133,7 @@ void ZeroOptimizer::Impl::report(const std::string& text) {
 }
 
 void ZeroOptimizer::Impl::check_usable() const {
+  process.check("rank " + std::to_string(links->rank()));
   TORCH_CHECK(failure.empty(), "rank ", links->rank(),
               ": expected a working optimizer, got one whose communication failed earlier; end "
               "all ranks and resume from a checkpoint. The first failure was: ",

@@ -21,6 +21,7 @@
 #include "zero/gradient_reducer.h"
 #include "zero/loss_scaler.h"
 #include "zero/optimizer_links.h"
+#include "zero/own_process.h"
 #include "zero/run_identity.h"
 #include "zero/shard_norm.h"
 #include "zero/shard_optimizer.h"
@@ -132,6 +133,7 @@ struct ZeroOptimizer::Impl {
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& load,
                              ParamGroups& groups);
 
+  const OwnProcess process;
   torch::nn::Module& module;
   const Domains domains;
   const Group group;  // of construction: the home domain's
