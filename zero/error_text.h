@@ -5,20 +5,37 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <new>
 #include <string>
 
 namespace zero {
 
 // What an error says, without the C++ backtrace that c10::Error carries.
 inline std::string error_text(const std::exception& error) {
-  const auto* ours = dynamic_cast<const c10::Error*>(&error);
-  return ours != nullptr ? ours->what_without_backtrace() : error.what();
+  if (const auto* ours = dynamic_cast<const c10::Error*>(&error)) {
+    return ours->what_without_backtrace();
+  }
+  const bool memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+  return memory ? c10::str("out of memory (", error.what(), ")") : error.what();
 }
 
 // The same for a message within a message: its first line.
 inline std::string error_line(const std::exception& error) {
   const std::string text = error_text(error);
   return text.substr(0, text.find('\n'));
+}
+
+// Returns action(). What it throws that is no c10::Error, such as std::bad_alloc or the
+// std::system_error of a thread that cannot start, becomes one that begins with `what`.
+template <typename Action>
+auto with_c10_errors(const char* what, Action action) {
+  try {
+    return action();
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, what, ": ", error_text(error));
+  }
 }
 
 }  // namespace zero

@@ -13,10 +13,23 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
+#include "zero/descriptors.h"
+
 namespace zero {
 namespace {
 
 using Devices = decltype(c10d::ProcessGroupGloo::Options::devices);
+
+// Of GLOO_SOCKET_IFNAME. Each becomes a device, with connections of its own.
+std::vector<std::string> interface_names() {
+  const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
+  std::istringstream text(interfaces == nullptr ? "" : interfaces);
+  std::vector<std::string> names;
+  for (std::string name; std::getline(text, name, ',');) {
+    if (!name.empty()) names.push_back(name);
+  }
+  return names;
+}
 
 Devices make_devices(const std::string& hostname) {
   constexpr bool kLazy = false;
@@ -24,12 +37,8 @@ Devices make_devices(const std::string& hostname) {
     return {c10d::ProcessGroupGloo::createDeviceForHostname(hostname, kLazy)};
   }
   Devices devices;
-  const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
-  std::istringstream names(interfaces == nullptr ? "" : interfaces);
-  for (std::string name; std::getline(names, name, ',');) {
-    if (!name.empty()) {
-      devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(name, kLazy));
-    }
+  for (const std::string& name : interface_names()) {
+    devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(name, kLazy));
   }
   if (devices.empty()) devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice(kLazy));
   return devices;
@@ -85,12 +94,22 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     const std::string& hostname) {
   survive_broken_pipes();
   const PatientThreads threads;
+  const NewDescriptors descriptors;
   auto options = c10d::ProcessGroupGloo::Options::create(connect_timeout(timeout));
   options->devices = make_devices(hostname);
   auto backend =
       c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, std::move(options));
   backend->setTimeout(timeout);
+  // All connections are there: Gloo makes none later.
+  descriptors.close_watched_on_exec();
   return backend;
+}
+
+int gloo_descriptors(int world_size, const std::string& hostname) {
+  constexpr int kOfDevice = 4;  // the listener, an epoll instance and a pipe
+  const int devices =
+      hostname.empty() ? std::max<int>(1, static_cast<int>(interface_names().size())) : 1;
+  return devices * (world_size - 1 + kOfDevice);
 }
 
 }  // namespace zero

@@ -32,9 +32,15 @@ namespace zero {
 // Connections are made here and not at first use, whatever
 // TORCH_GLOO_LAZY_INIT says: a lazy connection to a rank that has died can wait
 // for ever.
+//
+// Programs that this process starts do not inherit the connections.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int world_size,
                                                     std::chrono::milliseconds timeout,
                                                     const std::string& hostname);
+
+// How many descriptors make_gloo_backend() opens: a connection to each peer, and a few to listen
+// and to wait.
+int gloo_descriptors(int world_size, const std::string& hostname);
 
 }  // namespace zero

@@ -28,7 +28,9 @@
 #include <string>
 #include <vector>
 
+#include "zero/descriptors.h"
 #include "zero/environment.h"
+#include "zero/error_text.h"
 #include "zero/tcp_store.h"
 
 namespace zero {
@@ -360,6 +362,11 @@ c10::intrusive_ptr<c10d::TCPStore> serve_store(int ranks) {
   return open_tcp_store("127.0.0.1", options);
 }
 
+// What the parent opens: the store, and two pipes for each rank.
+int parent_descriptors(int ranks, const LaunchOptions& options) {
+  return store_descriptors(ranks) + (options.prefix_lines ? 2 * ranks : 0);
+}
+
 int run_here(const std::function<int()>& body) {
   try {
     return body();
@@ -379,11 +386,15 @@ int launch_local(int ranks, const std::function<int()>& body, const LaunchOption
   const bool launched = env.source == Environment::Source::kTorchrun || env.world_size > 1;
   if (launched || ranks == 1) return run_here(body);
   std::fflush(nullptr);
-  const SignalCatcher signals;
-  const auto store = serve_store(ranks);
-  Parent parent(ranks, options);
-  parent.start_all(store->getPort());
-  return parent.run();
+  return with_c10_errors("launch_local", [&] {
+    const std::string problem = make_room_for_descriptors(parent_descriptors(ranks, options));
+    TORCH_CHECK(problem.empty(), "launch_local: cannot start ", ranks, " ranks: ", problem);
+    const SignalCatcher signals;
+    const auto store = serve_store(ranks);
+    Parent parent(ranks, options);
+    parent.start_all(store->getPort());
+    return parent.run();
+  });
 }
 
 }  // namespace zero

@@ -50,7 +50,8 @@ struct LaunchOptions {
 //   - Returns 0 when all ranks returned 0, otherwise the exit code of the rank that failed first,
 //     or 128 + the number of the signal that ended it. Says on stderr which rank that was.
 //
-// Throws c10::Error when ranks < 1 or processes cannot be started. Call it once per process, before
+// Throws c10::Error when ranks < 1 or processes cannot be started, also for too few file
+// descriptors (`ulimit -n`) or memory. Call it once per process, before
 // threads exist, and not from two threads: it handles the signals above while it waits.
 int launch_local(int ranks, const std::function<int()>& body, const LaunchOptions& options = {});
 

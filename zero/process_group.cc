@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "zero/bounded_store.h"
+#include "zero/descriptors.h"
 #include "zero/environment.h"
 #include "zero/error_text.h"
 #include "zero/gloo_backend.h"
@@ -170,8 +171,10 @@ std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name
 namespace {
 
 // Before a backend is made: Gloo would connect the part of the ranks that fits together, and wait
-// for the rest until the timeout.
-void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseconds timeout) {
+// for the rest until the timeout. `problem` is why this rank cannot make one, or empty: all ranks
+// throw it.
+void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseconds timeout,
+                         const std::string& problem) {
   const auto bytes = [](const std::string& text) {
     return std::vector<uint8_t>(text.begin(), text.end());
   };
@@ -185,14 +188,19 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
     claim("verdict", verdict);
     store.set("decided", "1");
   };
+  // Before this rank is counted: "equal" needs all of them.
+  if (!problem.empty()) {
+    decide(c10::str("rank ", rank, ": ", problem));
+    TORCH_CHECK(false, problem);
+  }
   const std::string own = c10::str(world_size, " on rank ", rank);
   const std::string first = claim("world_size", own);
   if (std::atoi(first.c_str()) != world_size) {
-    const std::string problem =
+    const std::string difference =
         c10::str("expected the same world size on every rank, got ", first, " and ", own,
                  "; start all ranks with the same WORLD_SIZE, or make the group with the same one");
-    decide(problem);
-    TORCH_CHECK(false, problem);
+    decide(difference);
+    TORCH_CHECK(false, difference);
   }
   if (store.add("agreed", 1) == world_size) decide("equal");
   store.wait({"decided"}, timeout);
@@ -206,8 +214,11 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
 BackendFactory default_backend_factory(c10::Device device, const std::string& hostname, bool nccl,
                                        bool shared_memory) {
   return [=](StorePtr store, int rank, int world_size, Purpose purpose, milliseconds timeout) {
-    agree_on_world_size(*store, rank, world_size, timeout);
-    if (purpose == Purpose::kData && device.is_cuda() && nccl) {
+    const bool over_nccl = purpose == Purpose::kData && device.is_cuda() && nccl;
+    const std::string problem =
+        over_nccl ? "" : make_room_for_descriptors(gloo_descriptors(world_size, hostname));
+    agree_on_world_size(*store, rank, world_size, timeout, problem);
+    if (over_nccl) {
       // NCCL keeps its store for connections that it makes later.
       store = BoundedStore::of(store, timeout)->each_within(timeout);
       return make_nccl_backend(store, rank, world_size, device, timeout);
@@ -255,6 +266,10 @@ c10::intrusive_ptr<BoundedStore> open_store(const Environment& env, milliseconds
                     " at ", address_of(env), " (up to ", duration_text(timeout), ")");
   });
   try {
+    if (options.isServer) {
+      const std::string problem = make_room_for_descriptors(store_descriptors(env.world_size));
+      TORCH_CHECK(problem.empty(), problem);
+    }
     return c10::make_intrusive<BoundedStore>(
         open_tcp_store(env.master_addr, options), timeout,
         c10::str("the store of ", server, " at ", address_of(env)), options.isServer);
@@ -283,9 +298,7 @@ void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
   });
 }
 
-}  // namespace
-
-Group init_process_group(const InitOptions& options) {
+Group init(const InitOptions& options) {
   static std::atomic<int> inits{0};
   const Environment env = read_environment();
   const c10::Device device = options.device ? *options.device : default_device(env);
@@ -307,6 +320,12 @@ Group init_process_group(const InitOptions& options) {
   return Group(store, env.rank, env.world_size, "world",
                default_backend_factory(device, hostname, options.nccl, options.shared_memory),
                device, timeout);
+}
+
+}  // namespace
+
+Group init_process_group(const InitOptions& options) {
+  return with_c10_errors("init_process_group", [&] { return init(options); });
 }
 
 }  // namespace zero

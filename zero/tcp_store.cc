@@ -14,6 +14,7 @@
 #include <mutex>
 #include <thread>
 
+#include "zero/descriptors.h"
 #include "zero/detached_call.h"
 
 namespace zero {
@@ -27,11 +28,22 @@ using TcpStorePtr = c10::intrusive_ptr<c10d::TCPStore>;
 constexpr milliseconds kGrace{400};
 constexpr milliseconds kPause{50};
 
+TcpStorePtr open(const std::string& host, const c10d::TCPStoreOptions& options) {
+  if (options.useLibUV || !options.isServer) {
+    return c10::make_intrusive<c10d::TCPStore>(host, options);
+  }
+  // The server without libuv has a pipe that programs would inherit. Nothing else of a store is.
+  const NewDescriptors descriptors;
+  auto store = c10::make_intrusive<c10d::TCPStore>(host, options);
+  descriptors.close_pipes_on_exec();
+  return store;
+}
+
 TcpStorePtr open_once(const std::string& host, c10d::TCPStoreOptions options) {
   const char* wanted = std::getenv("USE_LIBUV");
   options.useLibUV = wanted == nullptr || std::string(wanted) != "0";
   try {
-    return c10::make_intrusive<c10d::TCPStore>(host, options);
+    return open(host, options);
   } catch (const std::exception& error) {
     // The message for a libtorch without libuv says to set USE_LIBUV=0.
     if (!options.useLibUV || std::string(error.what()).find("USE_LIBUV") == std::string::npos) {
@@ -39,7 +51,7 @@ TcpStorePtr open_once(const std::string& host, c10d::TCPStoreOptions options) {
     }
   }
   options.useLibUV = false;
-  return c10::make_intrusive<c10d::TCPStore>(host, options);
+  return open(host, options);
 }
 
 // Why the last try failed, if one did.
@@ -69,6 +81,11 @@ TcpStorePtr open_in_time(const std::string& host, c10d::TCPStoreOptions options,
 }
 
 }  // namespace
+
+int store_descriptors(int world_size) {
+  constexpr int kOwn = 12;  // the listener, libuv's loop, and a client of its own
+  return world_size + kOwn;
+}
 
 TcpStorePtr open_tcp_store(const std::string& host, c10d::TCPStoreOptions options) {
   const auto failure = std::make_shared<Failure>();

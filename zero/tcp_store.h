@@ -16,4 +16,7 @@ namespace zero {
 c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host,
                                                   c10d::TCPStoreOptions options);
 
+// How many descriptors a store that serves `world_size` ranks opens.
+int store_descriptors(int world_size);
+
 }  // namespace zero

@@ -1,0 +1,39 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The file descriptors of this process: whether there is room for those of a communicator, and
+// that programs which this process starts do not inherit them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace zero {
+
+// Makes room for `needed` more descriptors: raises the soft limit to the hard one where the soft
+// one is too low. Returns an empty text, or why there is no room.
+std::string make_room_for_descriptors(int needed);
+
+// Gloo and c10d's store open some descriptors without FD_CLOEXEC. A program that a rank has started
+// would keep these connections open when the rank is killed, so that its peers would notice only at
+// their timeout.
+//
+// This object knows what was open when it was made, and sets the flag on what a library has opened
+// since. Until then a program that another thread starts can still inherit them. Another thread may
+// open descriptors too: those are left alone, unless they are of the kind that is named below.
+// Even then little is lost, since dup2(), posix_spawn() and popen() pass descriptors to a program
+// under numbers without the flag. Where /proc cannot be read nothing is changed.
+class NewDescriptors {
+ public:
+  NewDescriptors();
+  // New epoll instances, everything that they watch, and both ends of the pipes among it. That is
+  // all that Gloo opens.
+  void close_watched_on_exec() const;
+  // New pipes of which this process has both ends.
+  void close_pipes_on_exec() const;
+
+ private:
+  const std::vector<int> before_;
+};
+
+}  // namespace zero
