@@ -18,15 +18,11 @@ std::string join(const std::vector<std::string>& lines) {
   return text;
 }
 
-std::vector<std::string> split(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
+constexpr char kEnd[] = "(nothing more)";
 
-std::string line_at(const std::vector<std::string>& lines, size_t i) {
-  return i < lines.size() ? lines[i] : "(nothing more)";
+std::string next_line(std::istringstream& text) {
+  std::string line;
+  return std::getline(text, line) ? line : kEnd;
 }
 
 [[noreturn]] void throw_problem(Communicator& communicator, const std::string& problem) {
@@ -43,20 +39,23 @@ std::string line_at(const std::vector<std::string>& lines, size_t i) {
 [[noreturn]] void throw_difference(Communicator& communicator,
                                    const std::vector<std::string>& lines) {
   const auto all = communicator.all_gather_text(join(lines), "arguments at construction");
-  const std::vector<std::string> first = split(all[0]);
-  for (size_t i = 0;; ++i) {
+  // Of rank 0, then the others. Each text is read once, side by side: models have 100,000 lines.
+  std::vector<std::istringstream> texts;
+  for (const std::string& text : all) texts.emplace_back(text);
+  while (true) {
+    const std::string first = next_line(texts[0]);
     std::string got;
-    for (size_t r = 1; r < all.size(); ++r) {
-      const std::string line = line_at(split(all[r]), i);
-      if (line != line_at(first, i)) got += "\n  rank " + std::to_string(r) + ": " + line;
+    for (size_t r = 1; r < texts.size(); ++r) {
+      const std::string line = next_line(texts[r]);
+      if (line != first) got += "\n  rank " + std::to_string(r) + ": " + line;
     }
     TORCH_CHECK(got.empty(), "rank ", communicator.rank(),
                 ": expected the same model, options and optimizer on every rank; the first "
                 "difference is\n  rank 0: ",
-                line_at(first, i), got,
+                first, got,
                 "\nbuild the model alike on all ranks, with names, shapes and dtypes in the same "
                 "order");
-    TORCH_INTERNAL_ASSERT(i < first.size() + 1, "descriptions hash differently but are equal");
+    TORCH_INTERNAL_ASSERT(first != kEnd, "descriptions hash differently but are equal");
   }
 }
 

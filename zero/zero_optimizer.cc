@@ -90,6 +90,21 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
   return lines;
 }
 
+// Runs `make`, which sends. Where it throws on this rank only, as for lack of memory, the others
+// wait for something that is not sent: this tells them why and closes the connections. `agreed`: a
+// c10::Error is the same on all ranks.
+void construct(OptimizerLinks& links, bool agreed, const std::function<void()>& make) {
+  try {
+    make();
+  } catch (const std::exception& error) {
+    const bool local = links.failed().empty();
+    if (local && agreed && dynamic_cast<const c10::Error*>(&error) != nullptr) throw;
+    const std::string text = "the optimizer could not be made: " + error_text(error);
+    if (local) links.abort("rank " + std::to_string(links.rank()) + ": " + text);
+    TORCH_CHECK(false, "rank ", links.rank(), ": ", text);
+  }
+}
+
 // The groups that users see: the inner optimizer's, tied parameters once.
 std::vector<torch::optim::OptimizerParamGroup> visible_groups(
     const torch::optim::Optimizer* inner) {
@@ -114,7 +129,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     : torch::optim::Optimizer(
           std::vector<torch::optim::OptimizerParamGroup>(),
           inner ? inner->defaults().clone() : std::make_unique<torch::optim::OptimizerOptions>()) {
-  auto links = std::make_unique<OptimizerLinks>(options.mesh_group().value_or(group));
+  auto links = std::make_shared<OptimizerLinks>(options.mesh_group().value_or(group));
   std::unique_ptr<ParameterTable> table;
   std::optional<Domains> domains;
   std::string problem;
@@ -149,7 +164,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   } catch (const std::exception& error) {
     problem = error_text(error);
   }
-  links->explained([&] {
+  const auto agree = [&] {
     check_construction(*links->control, problem, lines);
     links->connect(*domains);
     links->check_domains(*domains, [&](int64_t domain) {
@@ -159,10 +174,13 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
                                                table->parameters().end(), [](const Parameter& p) {
                                                  return p.tensor.scalar_type() == at::kHalf;
                                                }));
+  };
+  construct(*links, /*agreed=*/true, [&] { links->explained(agree); });
+  construct(*links, /*agreed=*/false, [&] {
+    param_groups_ = visible_groups(inner.get());
+    impl_ = std::make_unique<Impl>(module, std::move(inner), std::move(*domains), options, links,
+                                   std::move(*table));
   });
-  param_groups_ = visible_groups(inner.get());
-  impl_ = std::make_unique<Impl>(module, std::move(inner), std::move(*domains), options,
-                                 std::move(links), std::move(*table));
   for (const auto& g : param_groups_) impl_->group_members.push_back(g.params());
 }
 

@@ -78,7 +78,7 @@ LossScaler make_scaler(bool any_half, const ZeroOptions& options) {
 
 ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
                           Domains all_domains, const ZeroOptions& options,
-                          std::unique_ptr<OptimizerLinks> links, ParameterTable parameter_table)
+                          std::shared_ptr<OptimizerLinks> links, ParameterTable parameter_table)
     : module(module),
       domains(std::move(all_domains)),
       group(domains.home),

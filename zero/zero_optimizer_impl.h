@@ -37,7 +37,7 @@ struct ZeroOptimizer::Impl {
 
   // `links` are connected.
   Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner, Domains domains,
-       const ZeroOptions& options, std::unique_ptr<OptimizerLinks> links, ParameterTable table);
+       const ZeroOptions& options, std::shared_ptr<OptimizerLinks> links, ParameterTable table);
   ~Impl();
 
   // --- Errors. A problem is misuse on this rank: thrown at once by report(),
@@ -138,7 +138,7 @@ struct ZeroOptimizer::Impl {
   const Domains domains;
   const Group group;  // of construction: the home domain's
   const ZeroOptions options;
-  const std::unique_ptr<OptimizerLinks> links;
+  const std::shared_ptr<OptimizerLinks> links;  // of the constructor too, while it runs
   ParameterTable table;
   const at::Device device;
   const std::vector<int64_t> domain_of;  // per parameter
