@@ -8,11 +8,14 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <functional>
@@ -87,6 +90,71 @@ TEST(SharedMemory, OnlyTheRightFileIsOpened) {
   wrong[4].bytes += 4096;
   wrong[5].password[1] += 1;
   for (size_t i = 0; i < wrong.size(); ++i) EXPECT_FALSE(PeerMemory::open(wrong[i])) << i;
+}
+
+// A copy of this process's address that leads to another file with the same contents.
+struct OtherFile {
+  explicit OtherFile(unsigned flags, int seals = 0) : file(memfd_create("zero", flags)) {
+    address = SharedMemory::instance()->address();
+    address.descriptor = file;
+    address.bytes = 8192;
+    EXPECT_EQ(ftruncate(file, address.bytes), 0);
+    EXPECT_EQ(pwrite(file, address.password.data(), sizeof(address.password), 0),
+              ssize_t{sizeof(address.password)});
+    EXPECT_EQ(seals == 0 ? 0 : fcntl(file, F_ADD_SEALS, seals), 0);
+  }
+  ~OtherFile() { close(file); }
+  SharedMemoryAddress address;
+  int file;
+};
+
+TEST(SharedMemory, NoProcessCanCutItOff) {
+  const SharedMemoryAddress address = SharedMemory::instance()->address();
+  const auto file = static_cast<int>(address.descriptor);
+  for (const int64_t bytes : {int64_t{0}, address.bytes - 4096, address.bytes + 4096}) {
+    EXPECT_EQ(ftruncate(file, bytes), -1);
+    EXPECT_EQ(errno, EPERM);
+  }
+  EXPECT_EQ(fcntl(file, F_ADD_SEALS, F_SEAL_WRITE), -1) << "blocks could not be freed any more";
+  EXPECT_TRUE(PeerMemory::open(address));
+}
+
+TEST(SharedMemory, AFileThatCanBeCutOffIsNotOpened) {
+  constexpr int kAll = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  EXPECT_TRUE(PeerMemory::open(OtherFile(MFD_ALLOW_SEALING, kAll).address));
+  EXPECT_FALSE(PeerMemory::open(OtherFile(0).address));
+  EXPECT_FALSE(PeerMemory::open(OtherFile(MFD_ALLOW_SEALING).address));
+  for (const int seal : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL}) {
+    EXPECT_FALSE(PeerMemory::open(OtherFile(MFD_ALLOW_SEALING, kAll & ~seal).address)) << seal;
+  }
+}
+
+int mappings() {
+  std::ifstream file("/proc/self/maps");
+  int count = 0;
+  for (std::string line; std::getline(file, line);) {
+    count += line.find("/memfd:zero") != std::string::npos;
+  }
+  return count;
+}
+
+TEST(SharedMemory, APeerIsMappedOnceAndAsLongAsItIsRead) {
+  const SharedMemoryAddress address = SharedMemory::instance()->address();
+  const int before = mappings();
+  auto first = PeerMemory::open(address);
+  auto second = PeerMemory::open(address);
+  ASSERT_TRUE(first && second);
+  EXPECT_EQ(mappings(), before + 1);
+  EXPECT_EQ(first->at(4096, 1), second->at(4096, 1));
+  // What has another size or place is not the same.
+  SharedMemoryAddress wrong = address;
+  wrong.bytes += 4096;
+  EXPECT_FALSE(PeerMemory::open(wrong));
+  first.reset();
+  EXPECT_EQ(std::memcmp(second->at(0, 16), address.password.data(), 16), 0);
+  second.reset();
+  EXPECT_EQ(mappings(), before);
+  EXPECT_TRUE(PeerMemory::open(address));
 }
 
 TEST(SharedMemory, NothingOutsideTheFileIsRead) {

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -21,6 +22,19 @@ namespace zero {
 namespace {
 
 constexpr char kName[] = "zero";
+
+// No process can change the size, which would end those who read with a signal, nor these seals.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// A file that can be sealed and, where the kernel knows how to say so, never executed.
+int make_file() {
+#ifndef MFD_NOEXEC_SEAL  // of Linux 6.3
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+  const int file = memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+  const bool unknown = file < 0 && errno == EINVAL;
+  return unknown ? memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING) : file;
+}
 
 int64_t page_bytes() {
   static const int64_t bytes = sysconf(_SC_PAGESIZE);
@@ -57,10 +71,10 @@ bool SharedMemory::open() {
   const std::string machine = boot_id();
   if (machine.empty() || !unlimited(RLIMIT_FSIZE) || !unlimited(RLIMIT_AS)) return false;
   const int64_t bytes = sysconf(_SC_PHYS_PAGES) * page_bytes();
-  const int descriptor = memfd_create(kName, MFD_CLOEXEC);
+  const int descriptor = make_file();
   if (descriptor < 0) return false;
   void* base = MAP_FAILED;
-  if (ftruncate(descriptor, bytes) == 0) {
+  if (ftruncate(descriptor, bytes) == 0 && fcntl(descriptor, F_ADD_SEALS, kSeals) == 0) {
     base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
   }
   if (base == MAP_FAILED) {
@@ -134,7 +148,19 @@ std::optional<int64_t> SharedMemory::offset_of(const at::Tensor& tensor) const {
   return begin - base_;
 }
 
-std::unique_ptr<PeerMemory> PeerMemory::open(const SharedMemoryAddress& address) {
+std::shared_ptr<PeerMemory> PeerMemory::open(const SharedMemoryAddress& address) {
+  // A mapping is as large as the machine's memory: one is enough for all communicators.
+  static std::mutex mutex;
+  static std::map<SharedMemoryAddress, std::weak_ptr<PeerMemory>> opened;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::erase_if(opened, [](const auto& item) { return item.second.expired(); });
+  const auto known = opened.find(address);
+  std::shared_ptr<PeerMemory> peer = known == opened.end() ? nullptr : known->second.lock();
+  if (peer == nullptr && (peer = map(address)) != nullptr) opened[address] = peer;
+  return peer;
+}
+
+std::shared_ptr<PeerMemory> PeerMemory::map(const SharedMemoryAddress& address) {
   const std::string machine = boot_id();
   if (address.descriptor < 0 || machine.empty() ||
       machine.compare(0, std::string::npos, address.machine.data(),
@@ -153,22 +179,25 @@ std::unique_ptr<PeerMemory> PeerMemory::open(const SharedMemoryAddress& address)
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) return nullptr;
   void* base = MAP_FAILED;
-  if (lseek(descriptor, 0, SEEK_END) == address.bytes) {
+  const int seals = fcntl(descriptor, F_GET_SEALS);
+  const bool sealed = seals >= 0 && (seals & kSeals) == kSeals;
+  if (sealed && lseek(descriptor, 0, SEEK_END) == address.bytes) {
     base = mmap(nullptr, address.bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
   }
   close(descriptor);
   if (base == MAP_FAILED) return nullptr;
   madvise(base, address.bytes, MADV_DONTDUMP);
-  std::unique_ptr<PeerMemory> peer(new PeerMemory(static_cast<const char*>(base), address.bytes));
+  std::shared_ptr<PeerMemory> peer(new PeerMemory(static_cast<const char*>(base), address));
   const bool proven = std::memcmp(base, address.password.data(), sizeof(address.password)) == 0;
-  return proven ? std::move(peer) : nullptr;
+  return proven ? peer : nullptr;
 }
 
-PeerMemory::~PeerMemory() { munmap(const_cast<char*>(base_), bytes_); }
+PeerMemory::~PeerMemory() { munmap(const_cast<char*>(base_), address_.bytes); }
 
 const void* PeerMemory::at(int64_t offset, int64_t bytes) const {
-  TORCH_CHECK(0 <= offset && 0 <= bytes && offset <= bytes_ - bytes, "shared memory: expected ",
-              bytes, " bytes within the peer's ", bytes_, ", got offset ", offset);
+  TORCH_CHECK(0 <= offset && 0 <= bytes && offset <= address_.bytes - bytes,
+              "shared memory: expected ", bytes, " bytes within the peer's ", address_.bytes,
+              ", got offset ", offset);
   return base_ + offset;
 }
 

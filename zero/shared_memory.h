@@ -6,12 +6,14 @@
 // It is one anonymous file (memfd), as large as the machine's memory and nearly all holes: a peer
 // maps it once, and sees what is allocated later; a block that is freed becomes a hole again, also
 // for those who mapped it. It has no name in a file system, ends with the last process that uses
-// it, and is not bounded by the size of /dev/shm, which is 64 MB in a usual container.
+// it, and is not bounded by the size of /dev/shm, which is 64 MB in a usual container. Its size is
+// sealed, so that no process can cut off memory that others read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -27,6 +29,7 @@ struct SharedMemoryAddress {
   int64_t descriptor = -1;            // -1: has none
   int64_t bytes = 0;                  // size of the file
   std::array<int64_t, 2> password{};  // random, at its beginning: proof of the right file
+  auto operator<=>(const SharedMemoryAddress&) const = default;
 };
 
 // Of this process. Thread safety: every member.
@@ -61,8 +64,10 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
 // Another process's shared memory, mapped read-only.
 class PeerMemory {
  public:
-  // Null when this process may not or cannot see it: another machine, container or user.
-  static std::unique_ptr<PeerMemory> open(const SharedMemoryAddress& address);
+  // Null when this process may not or cannot see it, as that of another machine, container or user,
+  // and when its size is not sealed. There is one mapping of an address at a time, which all
+  // callers share. Thread safety: any thread may call.
+  static std::shared_ptr<PeerMemory> open(const SharedMemoryAddress& address);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
@@ -71,10 +76,12 @@ class PeerMemory {
   const void* at(int64_t offset, int64_t bytes) const;
 
  private:
-  PeerMemory(const char* base, int64_t bytes) : base_(base), bytes_(bytes) {}
+  PeerMemory(const char* base, const SharedMemoryAddress& address)
+      : base_(base), address_(address) {}
+  static std::shared_ptr<PeerMemory> map(const SharedMemoryAddress& address);
 
   const char* const base_;
-  const int64_t bytes_;
+  const SharedMemoryAddress address_;
 };
 
 }  // namespace zero

@@ -27,7 +27,7 @@ namespace {
 using std::chrono::milliseconds;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Peers = std::vector<std::unique_ptr<PeerMemory>>;  // by rank; null: not shared
+using Peers = std::vector<std::shared_ptr<PeerMemory>>;  // by rank; null: not shared
 
 // The answer to a message has its tag and this bit.
 constexpr int kTakenTag = 1 << 30;
