@@ -73,6 +73,20 @@ int scene_late() {
   return 0;
 }
 
+// Prints as a progress bar does, and goes on without a line feed.
+int scene_bar() {
+  std::printf("\r10%%\r20%%\rdone\r\nnext\r\n\nlast\rhalf\r");
+  std::fflush(stdout);
+  std::this_thread::sleep_for(std::chrono::minutes(1));
+  return 0;
+}
+
+// 300,000 bytes without the end of a line.
+int scene_long() {
+  say(std::string(300000, static_cast<char>('a' + std::atoi(std::getenv("RANK")))) + "e");
+  return 0;
+}
+
 int scene_sleep() {
   say("pid " + std::to_string(getpid()));
   std::this_thread::sleep_for(std::chrono::minutes(1));
@@ -92,6 +106,8 @@ int main(int argc, char** argv) {
       [&] {
         if (scene == "ok") return scene_ok();
         if (scene == "late") return scene_late();
+        if (scene == "bar") return scene_bar();
+        if (scene == "long") return scene_long();
         if (scene == "sleep") return scene_sleep();
         return scene_fail(scene);
       },

@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <csignal>
@@ -460,6 +461,45 @@ TEST(LaunchTest, TheStoreIsOutOfReachOfOtherMachines) {
     pclose(pipe);
     EXPECT_TRUE(all_gone(pids));
   }
+}
+
+TEST(LaunchTest, AProgressBarIsSeenWhileItRuns) {
+  FILE* pipe = popen(("echo $$; exec " + program() + " 2 bar prefix 2>&1").c_str(), "r");
+  ASSERT_NE(pipe, nullptr);
+  char line[256];
+  ASSERT_NE(std::fgets(line, sizeof(line), pipe), nullptr);
+  const int parent = std::atoi(line);
+  std::map<std::string, std::string> seen;  // by rank
+  for (int ends = 0; ends < 2 && std::fgets(line, sizeof(line), pipe) != nullptr;) {
+    const std::string text = line;
+    if (text.size() > 3) seen[text.substr(0, 4)] += text.substr(4);
+    ends += text.find("half") != std::string::npos;
+  }
+  kill(parent, SIGTERM);
+  while (std::fgetc(pipe) != EOF) {  // What it says at the end must have a reader.
+  }
+  pclose(pipe);
+  const std::string expected = "10%\n20%\ndone\nnext\n\nlast\nhalf\n";
+  EXPECT_EQ(seen, (std::map<std::string, std::string>{{"[0] ", expected}, {"[1] ", expected}}));
+}
+
+TEST(LaunchTest, ALineWithoutEndIsPassedOnInParts) {
+  const Outcome outcome = launch("2 long prefix");
+  EXPECT_EQ(outcome.code, 0);
+  std::map<char, size_t> bytes;
+  size_t longest = 0;
+  std::istringstream lines(outcome.output);
+  for (std::string line; std::getline(lines, line);) {
+    ASSERT_GT(line.size(), 4u);
+    const char rank = line[1];
+    const char letter = rank == '0' ? 'a' : 'b';
+    EXPECT_EQ(line.substr(4).find_first_not_of(std::string{letter, 'e'}), std::string::npos)
+        << "two ranks share a line";
+    bytes[rank] += line.size() - 4;
+    longest = std::max(longest, line.size() - 4);
+  }
+  EXPECT_EQ(bytes, (std::map<char, size_t>{{'0', 300001}, {'1', 300001}}));
+  EXPECT_EQ(longest, size_t{64 << 10});
 }
 
 TEST(LaunchTest, SigtermReachesTheRanks) {

@@ -43,7 +43,12 @@ constexpr int kPollMilliseconds = 20;
 // The store is served and asked by this process.
 constexpr std::chrono::seconds kServeTimeout{10};
 
-// One of a child's output streams, passed on line by line.
+// A longer line is passed on in parts, so that a rank that ends none takes no more memory.
+constexpr size_t kLineBytes = 64 << 10;
+
+// One of a child's output streams, passed on line by line. A progress bar ends its lines by a
+// carriage return. It becomes a line feed: the next line may be another rank's, and must not
+// overwrite this one.
 class LinePipe {
  public:
   LinePipe(int from, int to, std::string prefix)
@@ -81,9 +86,16 @@ class LinePipe {
   void pass_on_lines() {
     std::string out;
     size_t begin = 0;
-    for (size_t end; (end = text_.find('\n', begin)) != std::string::npos; begin = end + 1) {
-      out += prefix_;
-      out.append(text_, begin, end + 1 - begin);
+    while (begin < text_.size()) {
+      const size_t end = std::min(text_.find_first_of("\r\n", begin), begin + kLineBytes);
+      if (end >= text_.size()) break;
+      const char last = text_[end];
+      const bool ended = last == '\r' || last == '\n';
+      // Nothing is left of "\r\n" at its second half, and of a bar that returns first.
+      const bool empty = end == begin && (last == '\r' || (last == '\n' && returned_));
+      if (!empty) out += prefix_ + text_.substr(begin, end - begin) + '\n';
+      returned_ = last == '\r';
+      begin = ended ? end + 1 : end;
     }
     text_.erase(0, begin);
     for (size_t done = 0; done < out.size();) {
@@ -97,6 +109,7 @@ class LinePipe {
   const int to_;
   const std::string prefix_;
   std::string text_;
+  bool returned_ = false;  // the last line ended with a carriage return
 };
 
 struct Child {

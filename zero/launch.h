@@ -22,7 +22,8 @@
 namespace zero {
 
 struct LaunchOptions {
-  // Put "[rank] " before every line that a rank prints, and never mix two lines.
+  // Put "[rank] " before every line that a rank prints, and never mix two lines. A line also ends
+  // with a carriage return, as progress bars write them, and after 64 KiB.
   bool prefix_lines = false;
   // How long ranks may take to end by themselves after SIGTERM, before SIGKILL.
   std::chrono::milliseconds grace = std::chrono::seconds(10);
