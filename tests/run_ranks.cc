@@ -30,17 +30,22 @@ class RunStore : public c10d::HashStore {
   std::atomic<bool> failed{false};
 };
 
-BackendFactory sharing(BackendFactory under, int unwilling) {
-  return [under, unwilling](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-                            Purpose purpose, std::chrono::milliseconds timeout) {
+BackendFactory sharing(BackendFactory under, bool willing) {
+  return [under, willing](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                          Purpose purpose, std::chrono::milliseconds timeout) {
     const auto backend = under(store, rank, world_size, purpose, timeout);
-    return purpose == Purpose::kData
-               ? share_memory(backend, timeout, rank != unwilling, kSharedRowBytes)
-               : backend;
+    return purpose == Purpose::kData ? share_memory(backend, timeout, willing, kSharedRowBytes)
+                                     : backend;
   };
 }
 
 }  // namespace
+
+BackendFactory gloo_factory(bool shared_memory, bool willing) {
+  BackendFactory sockets =
+      default_backend_factory(at::kCPU, "127.0.0.1", false, /*shared_memory=*/false);
+  return shared_memory ? sharing(std::move(sockets), willing) : sockets;
+}
 
 void run_ranks(int world_size, const std::function<void(const Group&)>& body,
                const RunOptions& options) {
@@ -51,11 +56,12 @@ void run_ranks(int world_size, const std::function<void(const Group&)>& body,
   std::exception_ptr first;
   const auto run = [&](int rank) {
     try {
-      BackendFactory factory = options.transport == Transport::kMemory
-                                   ? network->factory(rank)
-                                   : default_backend_factory(at::kCPU, "127.0.0.1", false,
-                                                             /*shared_memory=*/false);
-      if (options.shared_memory) factory = sharing(std::move(factory), options.unwilling);
+      const bool willing = rank != options.unwilling;
+      BackendFactory factory = gloo_factory(options.shared_memory, willing);
+      if (options.transport == Transport::kMemory) {
+        factory = network->factory(rank);
+        if (options.shared_memory) factory = sharing(std::move(factory), willing);
+      }
       body(Group(store, rank, world_size, "test", factory, at::kCPU, options.timeout));
     } catch (...) {
       {

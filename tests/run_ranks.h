@@ -29,6 +29,10 @@ inline constexpr Transport kDefaultTransport = Transport::kGloo;
 // Less than any row of a test, more than what a failed group sends to itself.
 inline constexpr int64_t kSharedRowBytes = 2;
 
+// Gloo over 127.0.0.1, and with `shared_memory`, rows of at least kSharedRowBytes through memory
+// that ranks share. A rank that is not `willing` does not share its own.
+BackendFactory gloo_factory(bool shared_memory, bool willing = true);
+
 struct RunOptions {
   Transport transport = kDefaultTransport;
   // Rows of at least kSharedRowBytes pass through memory that the ranks share. The threshold of
