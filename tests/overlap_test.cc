@@ -180,6 +180,29 @@ TEST(OverlapTest, ParametersTravelDuringTheNextForwardPass) {
   }
 }
 
+// Not while the rows of the step itself are being received.
+TEST(OverlapTest, ReplicasAreComparedWhenParametersHaveArrived) {
+  for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          Stack model(3, false);
+          ZeroOptimizer optimizer(*model, sgd(*model), group,
+                                  ZeroOptions()
+                                      .layout(layout)
+                                      .bucket_bytes(kLayerBytes)
+                                      .overlap_gather(true)
+                                      .check_replicas_every(1));
+          for (int step = 0; step < 2; ++step) {
+            optimizer.wait_for(*model);
+            optimizer.backward(model->loss(group.rank()));
+            optimizer.step();
+          }
+        },
+        on_memory());
+  }
+}
+
 // Of each rank's rows only the first arrive: enough for the layer that computes first.
 TEST(OverlapTest, WhatTheNextForwardPassNeedsFirstTravelsFirst) {
   for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {

@@ -313,6 +313,7 @@ at::Tensor ZeroOptimizer::Impl::gather_parameter(const at::Tensor& parameter, bo
 }
 
 void ZeroOptimizer::Impl::check_replicas_now() {
+  finish_gathers();  // of this very step, with overlap_gather
   if (domains.uniform) {
     check_working_parameters(table, shards, links->rank(), *links->control,
                              [](int64_t) { return true; });
