@@ -4,6 +4,7 @@
 // Between autograd and the buckets: hooks of the user, graphs of which only some gradients are
 // wanted, gradients with a graph of their own, and the bits of a sum that is made on the way.
 #include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/linear.h>
@@ -142,6 +143,29 @@ TEST(AutogradTest, PenaltyOnAGradient) {
     const at::Tensor loss = net.loss(x);
     const auto gradient = grad({loss}, {net.linear->weight}, {}, true, /*create_graph=*/true);
     return loss + 0.1 * gradient[0].pow(2).sum();
+  };
+  expect_trains_as_plain_torch(user);
+}
+
+// Mixed precision as torch's own autocast does it: fp32 parameters, of which the forward pass makes
+// bf16 copies.
+TEST(AutogradTest, Autocast) {
+  struct Bfloat16 {
+    Bfloat16() {
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    }
+    ~Bfloat16() {
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      at::autocast::clear_cache();
+    }
+  };
+  User user;
+  user.loss = [](Net& net, const at::Tensor& x) {
+    const Bfloat16 autocast;
+    const at::Tensor y = net.linear(x);
+    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    return y.to(at::kFloat).tanh().pow(2).sum();
   };
   expect_trains_as_plain_torch(user);
 }

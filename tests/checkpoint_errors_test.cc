@@ -11,10 +11,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/checkpoint_run.h"
@@ -22,6 +24,7 @@
 #include "tests/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/mesh.h"
+#include "zero/pending_checkpoint.h"
 
 namespace zero {
 namespace {
@@ -292,6 +295,82 @@ TEST(LoadErrorTest, AnotherModelIsListedAndStrictFalseLoadsWhatMatches) {
     EXPECT_GT(report.differences.size(), 10u);
     EXPECT_TRUE(other.left->weight.equal(run.model->left->weight));
     EXPECT_TRUE(optimizer.master(other.trunk->weight).equal(before));
+  });
+}
+
+// Storage is seldom equally fast everywhere: the others wait, as long as the group's timeout says.
+TEST(SlowRankTest, ARankTenTimesSlowerThanTheOthersIsWaitedFor) {
+  const std::string parent = fresh_folder("slow");
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 1);
+    const auto start = std::chrono::steady_clock::now();
+    run.optimizer->save_checkpoint(parent + "/a");
+    const auto usual = std::chrono::steady_clock::now() - start;
+    run.train(1, 2);
+    if (group.rank() == 1) std::this_thread::sleep_for(10 * usual);
+    run.optimizer->save_checkpoint(parent + "/b");
+    // In the middle of a save.
+    const auto pending = run.optimizer->save_checkpoint_async(parent + "/c");
+    run.train(2, 3);
+    if (group.rank() == 2) std::this_thread::sleep_for(10 * usual);
+    pending->finish();
+    const Snapshot now = run.snapshot();
+    run.optimizer->load_checkpoint(parent + "/c");
+    run.train(2, 3);
+    EXPECT_EQ(differing(run.snapshot(), now), 0);
+  });
+  EXPECT_EQ(left_over(parent), 0);
+}
+
+TEST(SlowRankTest, ARankSlowerThanTheTimeoutIsNamedAndThePreviousCheckpointStays) {
+  const std::string parent = fresh_folder("too_slow");
+  const std::string folder = parent + "/a";
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  options.timeout = std::chrono::seconds(2);
+  run_ranks(
+      kRanks,
+      [&](const Group& group) {
+        CheckpointRun run(Training(), group, 1);
+        run.train(0, 1);
+        run.optimizer->save_checkpoint(folder);
+        run.train(1, 2);
+        const auto pending =
+            run.optimizer->save_checkpoint_async(folder, SaveOptions().overwrite(true));
+        if (group.rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(4));
+        const std::string text = error_of([&] { pending->finish(); });
+        EXPECT_FALSE(text.empty());
+        if (group.rank() != 1) expect_words(text, {"rank 1"});
+      },
+      options);
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 3);
+    run.optimizer->load_checkpoint(folder);
+    EXPECT_EQ(run.optimizer->stats().steps, 1);
+  });
+}
+
+// Groups decide on learning rates and decay: they are not taken for each other.
+TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
+  const std::string folder = fresh_folder("groups") + "/a";
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 2);
+    run.optimizer->save_checkpoint(folder);
+    OddModel model(3);
+    auto inner = make_inner(Inner::kAdamW, *model);
+    auto& groups = inner->param_groups();
+    std::swap(groups[0], groups[1]);
+    ZeroOptimizer optimizer(*model, std::move(inner), group);
+    const at::Tensor before = model->trunk->weight.detach().clone();
+    expect_words(error_of([&] { optimizer.load_checkpoint(folder); }),
+                 {"parameter trunk.weight: parameter group 0 in the checkpoint, 1 in the model",
+                  "strict(false)"});
+    EXPECT_TRUE(model->trunk->weight.equal(before));
+    const auto report = optimizer.load_checkpoint(folder, LoadOptions().strict(false));
+    EXPECT_GT(report.differences.size(), 5u);
+    EXPECT_TRUE(model->trunk->weight.equal(run.model->trunk->weight));
   });
 }
 

@@ -10,9 +10,15 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <map>
+#include <string>
 
 #include "tests/run_ranks.h"
 #include "tests/training.h"
+#include "zero/checkpoint_manifest.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -81,6 +87,101 @@ TEST(ModelsTest, TiedParametersAreOneParameter) {
         expect_close(*model, expected[step]);
       }
     });
+  }
+}
+
+TEST(ModelsTest, TiedParametersCountOnceInTheNormAndInACheckpoint) {
+  for (const int world_size : {1, 2, 3}) {
+    Tied reference;
+    fill(*reference, 3);
+    for (int rank = 0; rank < world_size; ++rank) {
+      (reference->loss(numbers({4, 9}, rank)) / world_size).backward();
+    }
+    const auto squares = [](const at::Tensor& p) {
+      return p.grad().to(at::kDouble).pow(2).sum().item<double>();
+    };
+    const double norm = std::sqrt(squares(reference->in) + squares(reference->bias));
+    const std::string folder =
+        ::testing::TempDir() + "/tied" + std::to_string(world_size) + std::to_string(getpid());
+    run_ranks(world_size, [&](const Group& group) {
+      Tied model, again;
+      fill(*model, 3);
+      const auto optimizer_of = [&](Tied& tied) {
+        return std::make_unique<ZeroOptimizer>(
+            *tied, std::make_unique<torch::optim::AdamW>(tied->parameters(), 0.1), group);
+      };
+      const auto optimizer = optimizer_of(model);
+      optimizer->backward(model->loss(numbers({4, 9}, group.rank())));
+      EXPECT_NEAR(optimizer->grad_norm().item<double>(), norm, 1e-6 * norm);
+      optimizer->step();
+      optimizer->save_checkpoint(folder, SaveOptions().overwrite(true));
+      std::map<std::string, int64_t> stored;
+      for (const ManifestFile& file : read_manifest(folder).files) {
+        for (const ManifestTensor& tensor : file.tensors) {
+          if (tensor.kind == "master") stored[tensor.owner] += tensor.numel;
+        }
+      }
+      EXPECT_EQ(stored, (std::map<std::string, int64_t>{{"in", 45}, {"bias", 9}}));
+      optimizer_of(again)->load_checkpoint(folder);
+      EXPECT_TRUE(again->in.is_same(again->out));
+      EXPECT_TRUE(at::equal(again->out, model->out));
+    });
+  }
+}
+
+// A module that is used twice, two heads on it, and a backward pass for the loss of each.
+struct TwoHeadsImpl : torch::nn::Module {
+  TwoHeadsImpl() : body(6, 6), first(6, 3), second(6, 2) {
+    register_module("body", body);
+    register_module("first", first);
+    register_module("second", second);
+    fill(*this, 5);
+  }
+  std::vector<at::Tensor> losses(const at::Tensor& x) {
+    const at::Tensor h = at::tanh(body(at::tanh(body(x))));
+    return {first(h).pow(2).mean(), second(h).pow(2).mean()};
+  }
+  torch::nn::Linear body, first, second;
+};
+TORCH_MODULE(TwoHeads);
+
+TEST(ModelsTest, TwoLossesOverOneGraphAndASharedModule) {
+  for (const int world_size : {1, 2, 3}) {
+    TwoHeads reference;
+    torch::optim::SGD sgd(reference->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    std::vector<std::vector<at::Tensor>> expected;
+    for (int step = 0; step < 3; ++step) {
+      sgd.zero_grad();
+      for (int rank = 0; rank < world_size; ++rank) {
+        for (const at::Tensor& loss : reference->losses(numbers({4, 6}, 10 * step + rank))) {
+          (loss / world_size).backward({}, /*retain_graph=*/true);
+        }
+      }
+      sgd.step();
+      expected.push_back(values(*reference));
+    }
+    for (const int64_t stage : {1, 2}) {
+      for (const bool no_sync : {false, true}) {
+        run_ranks(world_size, [&](const Group& group) {
+          TwoHeads model;
+          ZeroOptimizer optimizer(
+              *model,
+              std::make_unique<torch::optim::SGD>(model->parameters(),
+                                                  torch::optim::SGDOptions(0.1).momentum(0.9)),
+              group, ZeroOptions().stage(stage).bucket_bytes(100));
+          for (int step = 0; step < 3; ++step) {
+            const auto losses = model->losses(numbers({4, 6}, 10 * step + group.rank()));
+            {
+              const auto guard = optimizer.no_sync(no_sync);
+              optimizer.backward({losses[0]}, {}, /*retain_graph=*/true);
+            }
+            optimizer.backward(losses[1]);
+            optimizer.step();
+            expect_close(*model, expected[step]);
+          }
+        });
+      }
+    }
   }
 }
 
