@@ -107,10 +107,10 @@ class Group {
 struct InitOptions {
   // Bounds the rendezvous and every later operation. Default: the environment variable ZERO_TIMEOUT
   // (such as 90, 90s, 500ms, 10min or 2h) if set, else kDefaultTimeout.
-  std::optional<std::chrono::milliseconds> timeout;
+  std::optional<std::chrono::milliseconds> timeout = std::nullopt;
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
   // Default: cuda:LOCAL_RANK when built with CUDA and a GPU is there, else cpu.
-  std::optional<c10::Device> device;
+  std::optional<c10::Device> device = std::nullopt;
   // False: the data of GPUs travels over Gloo too, through host memory. Much slower, and the only
   // way for ranks that share a GPU, which NCCL refuses.
   bool nccl = true;
