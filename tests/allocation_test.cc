@@ -40,7 +40,7 @@ void watch_allocations() {
   c10::SetCPUAllocator(&watched, /*priority=*/255);
 }
 
-// A control message has four bytes for every parameter, and each rank sends its own.
+// A control message has 56 bytes, and each rank receives those of all.
 constexpr int64_t kMessage = 1024;
 
 TEST(AllocationTest, ClippingAndSteppingAllocateNothingThatGrows) {

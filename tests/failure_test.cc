@@ -377,7 +377,8 @@ void expect_death_noticed(const std::string& arguments) {
     expect_words(output, {"survivor " + std::to_string(survivor) + " at step 3: rank " +
                           std::to_string(survivor) + ": "});
   }
-  expect_words(output, {"control message of step()", "lost rank 1"});
+  // In whichever message it is noticed: of a reduction, or the control message.
+  expect_words(output, {"lost rank 1"});
 }
 
 TEST(ProcessTest, KilledInTheMiddleOfTraining) { expect_death_noticed("23 600"); }

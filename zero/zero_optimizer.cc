@@ -100,7 +100,7 @@ void construct(OptimizerLinks& links, bool agreed, const std::function<void()>& 
     const bool local = links.failed().empty();
     if (local && agreed && dynamic_cast<const c10::Error*>(&error) != nullptr) throw;
     const std::string text = "the optimizer could not be made: " + error_text(error);
-    if (local) links.abort("rank " + std::to_string(links.rank()) + ": " + text);
+    if (local) links.abort(text);
     TORCH_CHECK(false, "rank ", links.rank(), ": ", text);
   }
 }

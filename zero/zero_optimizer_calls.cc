@@ -232,7 +232,7 @@ void ZeroOptimizer::Impl::start_gathers(
     // while others are not: no way back.
     if (!links->failed().empty()) throw;
     const std::string text = "the update of this rank's shard failed: " + error_text(error);
-    links->abort("rank " + std::to_string(links->rank()) + ": " + text);
+    links->abort(text);
     TORCH_CHECK(false, text);
   }
 }

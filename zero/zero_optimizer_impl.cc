@@ -121,8 +121,7 @@ ZeroOptimizer::Impl::~Impl() {
   }
   // Without this the reducer's worker would wait for peers until the timeout.
   if (!failure.empty() || reducer.rounds_needed() > 0) {
-    links->abort("rank " + std::to_string(links->rank()) +
-                 ": its optimizer was destroyed with gradients on their way");
+    links->abort("its optimizer was destroyed with gradients on their way");
   }
 }
 
