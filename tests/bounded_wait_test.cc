@@ -224,7 +224,7 @@ TEST(ProblemBoardTest, NamesWhoReportedAndWhoDidNot) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   ProblemBoard first(store, 0, 3, milliseconds(5000));
   ProblemBoard second(store, 1, 3, milliseconds(5000));
-  second.announce("no more sugar");
+  second.announce("rank 1: no more sugar");
   const std::string text = first.announced_after_failure();
   EXPECT_EQ(text, "\nrank 1 had reported: no more sugar\nrank 2 has reported nothing");
   EXPECT_EQ(first.announced(), "\nrank 1 had reported: no more sugar");

@@ -82,10 +82,12 @@ std::vector<std::string> ProblemBoard::announcements(BoundedStore& store) const 
   std::vector<std::string> lines(texts());
   for (int rank = 0; rank < texts(); ++rank) {
     if (rank == rank_ || !store.check({announcement_key(rank)})) continue;
-    const std::string problem = to_text(store.get(announcement_key(rank)));
-    if (!problem.empty()) {
-      lines[rank] = "\nrank " + std::to_string(rank) + " had reported: " + problem;
-    }
+    std::string problem = to_text(store.get(announcement_key(rank)));
+    if (problem.empty()) continue;
+    const std::string name = "rank " + std::to_string(rank);
+    // Some begin with it, as errors do.
+    if (problem.compare(0, name.size() + 2, name + ": ") == 0) problem.erase(0, name.size() + 2);
+    lines[rank] = "\n" + name + " had reported: " + problem;
   }
   return lines;
 }
