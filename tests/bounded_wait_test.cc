@@ -294,25 +294,35 @@ TEST(RendezvousTest, ARankThatHangsAnywhereIsNamedInTime) {
   EXPECT_GE(refused, 6);
 }
 
-// Its thread would be left behind otherwise, for five timeouts.
-TEST(RendezvousTest, GlooItselfGivesUpInTime) {
-  constexpr milliseconds kTimeout{1500};
+// What rank 0 of 2 gets from Gloo alone when the other has agreed and published its address, and
+// then hangs; empty where rank 0 is the one that calls the other, which it needs no answer for.
+std::string connect_to_a_hanging_rank(milliseconds timeout) {
   const auto shared = c10::make_intrusive<c10d::HashStore>();
   auto released = std::make_shared<std::latch>(1);
-  const auto connect = [&](c10::intrusive_ptr<c10d::Store> store, int rank) {
+  const auto connect = [&](const c10::intrusive_ptr<c10d::Store>& store, int rank) {
     default_backend_factory(at::kCPU, "127.0.0.1", false, false)(store, rank, 2, Purpose::kControl,
-                                                                 kTimeout);
+                                                                 timeout);
   };
   std::thread hanging([&] {
-    // After it has agreed and published its address.
     const auto store = c10::make_intrusive<StoppingStore>(shared, 5, [&] { released->wait(); });
     error_of([&] { connect(store, 1); });
   });
-  // Agrees last, so that the calls of the other are counted alike in every run.
+  // It agrees first, so that its calls are counted alike in every run.
   while (!shared->check({"agreed"})) std::this_thread::sleep_for(milliseconds(1));
-  EXPECT_NE(error_within(kTimeout + milliseconds(500), [&] { connect(shared, 0); }), "");
+  const std::string error = error_within(timeout + milliseconds(500), [&] { connect(shared, 0); });
   released->count_down();
   hanging.join();
+  return error;
+}
+
+// Its thread would be left behind otherwise, for five timeouts.
+TEST(RendezvousTest, GlooItselfGivesUpInTime) {
+  std::string error;
+  // Their ports decide which of the two calls.
+  for (int tries = 0; tries < 30 && error.empty(); ++tries) {
+    error = connect_to_a_hanging_rank(milliseconds(1500));
+  }
+  EXPECT_NE(error, "");
 }
 
 TEST(RendezvousTest, WhoGivesUpEndsTheWaitOfTheOthers) {
