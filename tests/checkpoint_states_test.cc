@@ -153,6 +153,10 @@ TEST_P(OtherRanksTest, RanksWithoutAStateKeepTheirOwnAndTheReportSaysSo) {
     ASSERT_EQ(report.differences.size(), 1u);
     expect_words(report.differences[0],
                  {"state own", std::to_string(saved) + " ranks", std::to_string(to) + " ranks"});
+    // It is the same run still.
+    run.optimizer->save_checkpoint(folder + "-next");
+    EXPECT_EQ(read_manifest(folder + "-next").run, report.run);
+    EXPECT_NE(report.run, "");
   });
 }
 

@@ -42,6 +42,7 @@ struct Staged {
   std::vector<StagedSegment> segments;
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // to, from
   StatesToSet states;
+  bool same_run = false;
   LoadReport report;
 };
 
@@ -174,8 +175,9 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
   const std::vector<std::string> notes =
       compare_states(reader, load, ranks.world_size(), differences);
   if (load.strict()) throw_differences(differences, folder);
-  differences.lines.insert(differences.lines.end(), notes.begin(), notes.end());
   Staged staged;
+  staged.same_run = differences.lines.empty();
+  differences.lines.insert(differences.lines.end(), notes.begin(), notes.end());
   Staging staging(reader, table, shards, differences);
   staging.read_segments(staged);
   staging.read_whole(staged, table.frozen(), reader.manifest().frozen, "frozen");
@@ -264,7 +266,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   reducer.set_scale(1.0 / scaler.scale());
   counts.write({m.steps, m.skipped_steps, false});
   calls_of_step = m.steps + m.skipped_steps;
-  if (staged.report.differences.empty()) run.resume(m);
+  if (staged.same_run) run.resume(m);
   if (load.restore_options()) restore_options(m, groups);
   finish_step();
   start_gathers([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
