@@ -15,6 +15,7 @@
 #include "tests/checkpoint_run.h"
 #include "tests/error_of.h"
 #include "tests/run_ranks.h"
+#include "zero/atomic_directory.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint_manifest.h"
 #include "zero/pending_checkpoint.h"
@@ -212,6 +213,28 @@ TEST(UnfinishedTest, ASecondSaveToTheSameFolderIsRefusedOnAllRanks) {
     verify_checkpoint(parent + "/elsewhere");
     EXPECT_EQ(latest(parent), folder);
   }
+}
+
+// As a kill between the two renames of a replacement leaves it, without RENAME_EXCHANGE.
+TEST(UnfinishedTest, ASaveAndALoadGiveAHiddenCheckpointItsNameBack) {
+  const std::string folder = fresh_folder("hidden") + "/current";
+  on_ranks(3, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 1);
+    run.optimizer->save_checkpoint(folder);
+    run.train(1, 2);
+    const auto hide = [&] {
+      run.optimizer->check_replicas();
+      if (group.rank() == 0) fs::rename(folder, replaced_path(folder));
+      run.optimizer->check_replicas();
+    };
+    hide();
+    expect_words(error_of([&] { run.optimizer->save_checkpoint(folder); }), {"overwrite(true)"});
+    hide();
+    run.optimizer->load_checkpoint(folder);
+    EXPECT_EQ(run.optimizer->stats().steps, 1);
+  });
+  verify_checkpoint(folder);
 }
 
 // What another process does that takes the save for dead.
