@@ -20,6 +20,7 @@
 #include "zero/checkpoint_manifest.h"
 #include "zero/pending_checkpoint.h"
 #include "zero/run_identity.h"
+#include "zero/stateful.h"
 
 namespace zero {
 namespace {
@@ -111,6 +112,11 @@ TEST(RunTest, ANewRunInAnOlderRunsFolderKeepsWhatItSavesAndIsTheNewest) {
   }
 }
 
+struct Note : Stateful {
+  std::string state() const override { return "x"; }
+  void set_state(const std::string&) override {}
+};
+
 TEST(RunTest, AResumedRunKeepsItsIdentityAndAnotherHasAnother) {
   const std::string parent = fresh_folder("identity");
   const auto run_of = [&](const std::string& name) {
@@ -130,7 +136,12 @@ TEST(RunTest, AResumedRunKeepsItsIdentityAndAnotherHasAnother) {
     const LoadReport report = run.optimizer->load_checkpoint(parent + "/a");
     EXPECT_EQ(report.run, run_of("a"));
     run.train(1, 2);
-    run.optimizer->save_checkpoint(parent + "/c");
+    const Note note;
+    run.optimizer->save_checkpoint(parent + "/c", SaveOptions().include("note", note));
+    // A load that leaves an included object out is reported, and continues the run all the same.
+    CheckpointRun without(Training(), group, 3);
+    EXPECT_EQ(without.optimizer->load_checkpoint(parent + "/c").differences.size(), 1u);
+    without.optimizer->save_checkpoint(parent + "/d");
     Training sgd;
     sgd.inner = Inner::kSgd;
     CheckpointRun partial(sgd, group, 2);
@@ -138,6 +149,7 @@ TEST(RunTest, AResumedRunKeepsItsIdentityAndAnotherHasAnother) {
     partial.optimizer->save_checkpoint(parent + "/partial");
   });
   EXPECT_EQ(run_of("c"), run_of("a"));
+  EXPECT_EQ(run_of("d"), run_of("a"));
   EXPECT_NE(run_of("other"), run_of("a"));
   EXPECT_NE(run_of("partial"), run_of("a")) << "a partial load begins a run of its own";
   EXPECT_EQ(latest(parent), parent + "/partial");
