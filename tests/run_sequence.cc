@@ -117,8 +117,9 @@ class SequenceRank {
       for (size_t i = 0; i < gradients.size(); ++i) {
         if (!gradients[i].defined()) continue;
         const at::Tensor p = model_->managed()[i].tensor;
-        TORCH_CHECK(!p.grad().defined(), "p.grad(): expected none, got one");
-        p.mutable_grad() = optimizer_->scale_loss(gradients[i]);
+        // One that a refused call left there stays.
+        const at::Tensor gradient = optimizer_->scale_loss(gradients[i]);
+        p.mutable_grad() = p.grad().defined() ? p.grad() + gradient : gradient;
       }
       return;
     }
