@@ -35,9 +35,13 @@ class Fault(NamedTuple):
     new: str
     before: str  # the lines that the fault touches, joined, without indentation
     after: str   # the same with the fault
+    nth: int = 1  # among the equal lines of the file
+
+    def text(self):
+        return f"{self.path}\n- {self.before}\n+ {self.after}"
 
     def key(self):
-        return f"{self.path}\n- {self.before}\n+ {self.after}"
+        return self.text() + (f"\n{self.nth}" if self.nth > 1 else "")
 
     def applied(self, text):
         return text[:self.start] + self.new + text[self.end:]
@@ -273,8 +277,8 @@ def drawn(sources, seed):
         seen = {}
         for _, kinds in sorted(lines.items()):
             kind = min(kinds, key=lambda k: rank(path, k, kinds[k][0].before))
-            fault = min(kinds[kind], key=lambda f: rank(f.key()))
-            # Equal lines of one file are told apart by their order.
+            fault = min(kinds[kind], key=lambda f: rank(f.text()))
             seen[fault.before] = seen.get(fault.before, 0) + 1
-            order.append((rank(path, fault.before, seen[fault.before]), fault))
+            fault = fault._replace(nth=seen[fault.before])
+            order.append((rank(path, fault.before, fault.nth), fault))
     return [fault for _, fault in sorted(order)]
