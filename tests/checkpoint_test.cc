@@ -3,6 +3,7 @@
 //
 // Checkpoints bring back every bit, on any number of ranks and in any layout.
 #include <gtest/gtest.h>
+#include <torch/version.h>
 
 #include <cstdio>
 #include <functional>
@@ -11,6 +12,7 @@
 
 #include "tests/checkpoint_run.h"
 #include "tests/run_ranks.h"
+#include "zero/checkpoint_manifest.h"
 #include "zero/mesh.h"
 #include "zero/pending_checkpoint.h"
 
@@ -182,6 +184,37 @@ TEST(ResumeTest, OptionsAreRestoredOrKeptAsAsked) {
       EXPECT_EQ(run.optimizer->param_groups()[0].options().get_lr(), restore ? saved : 0.5);
       run.train(2, 3);
     }
+    return Snapshot();
+  });
+}
+
+TEST(ResumeTest, TheManifestSaysWhatWasSavedAndByWhat) {
+  const std::string folder = fresh_folder("manifest") + "/a";
+  Training t = training(Inner::kAdamW, at::kHalf, 2, 1, Layout::kPerParameter, 700);
+  t.options.loss_scaler(LossScalerOptions().initial_scale(64).growth_interval(5).hysteresis(3));
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(t, group, 1);
+    run.train(0, 3);
+    run.optimizer->save_checkpoint(folder, SaveOptions().metadata({{"epoch", "3"}}));
+    const Manifest m = read_manifest(folder);
+    EXPECT_EQ(m.torch_version, TORCH_VERSION);
+    EXPECT_EQ(m.world_size, 2);
+    EXPECT_EQ(m.stage, 1);
+    EXPECT_EQ(m.layout, "per parameter");
+    EXPECT_EQ(m.bucket_bytes, 700);
+    EXPECT_EQ(m.plan_fingerprint, run.optimizer->plan().fingerprint());
+    EXPECT_EQ(m.optimizer, "AdamW");
+    EXPECT_EQ(m.steps, 3);
+    EXPECT_EQ(m.skipped_steps, 0);
+    EXPECT_TRUE(m.dynamic_scale);
+    EXPECT_EQ(m.scale, 64);
+    EXPECT_EQ(m.good_steps, 3);
+    EXPECT_EQ(m.hysteresis_left, 3);
+    EXPECT_EQ(m.groups.size(), 2U);
+    EXPECT_EQ(m.parameters.size(), 11U);
+    EXPECT_EQ(m.frozen.size(), 1U);
+    EXPECT_EQ(m.buffers.size(), 1U);
+    EXPECT_EQ(m.metadata.at("epoch"), "3");
     return Snapshot();
   });
 }

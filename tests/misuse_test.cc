@@ -526,6 +526,30 @@ TEST(MisuseTest, EditedInPlace) {
   });
 }
 
+TEST(MisuseTest, EveryCallThatReadsParametersSeesAnEdit) {
+  expect_survives(stage(2), [](Rank& r) {
+    at::Tensor& edited = r.model->last;
+    const at::Tensor old = edited.detach().clone();
+    const auto set = [&](const at::Tensor& value) {
+      const at::NoGradGuard no_grad;
+      if (r.is(1)) edited.copy_(value);
+    };
+    const auto refuses_all = [&](const std::vector<std::function<void()>>& calls) {
+      set(old + 1);
+      for (const auto& call : calls) r.refuses(1, call, {"parameter last", "edited in place"});
+      set(old);
+      r.optimizer->refresh_master_parameters();
+    };
+    refuses_all({[&] { r.optimizer->save_checkpoint(::testing::TempDir() + "/never"); }});
+    r.backward(1);
+    refuses_all({[&] { r.optimizer->master(r.model->scale); },
+                 [&] { r.optimizer->gradient(r.model->scale); },
+                 [&] { r.optimizer->reduce_gradients(); }, [&] { r.optimizer->grad_norm(); },
+                 [&] { r.optimizer->step(); }});
+    r.clip_and_step();
+  });
+}
+
 TEST(MisuseTest, BuffersThatDiffer) {
   expect_survives(stage(2), [](Rank& r) {
     if (r.is(1)) r.model->counter.set_data(at::zeros({5}, at::kLong));

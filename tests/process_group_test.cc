@@ -508,10 +508,12 @@ TEST(LaunchTest, SigtermReachesTheRanks) {
   const std::set<int> pids = start_sleepers(pipe, parent);
   ASSERT_EQ(pids.size(), 2u);
   kill(parent, SIGTERM);
-  while (std::fgetc(pipe) != EOF) {  // What it says at the end must have a reader.
-  }
+  std::string output;
+  for (int c = std::fgetc(pipe); c != EOF; c = std::fgetc(pipe)) output += static_cast<char>(c);
   const int status = pclose(pipe);
   EXPECT_EQ(WEXITSTATUS(status), 128 + SIGTERM);
+  EXPECT_NE(output.find("ended by signal 15"), std::string::npos) << output;
+  EXPECT_EQ(output.find("stopping the others"), std::string::npos) << "all were told: " << output;
   EXPECT_TRUE(all_gone(pids));
 }
 

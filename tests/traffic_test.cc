@@ -78,6 +78,7 @@ TEST(TrafficTest, BytesPerStepAreTheFormula) {
                 }
                 EXPECT_EQ(after.rounds - before.rounds, 2);
                 EXPECT_EQ(after.steps - before.steps, 1);
+                EXPECT_EQ(optimizer.memory().unsent_gradients, 0);
               },
               {Transport::kMemory});
         }
@@ -115,6 +116,29 @@ TEST(TrafficTest, ControlMessagesDoNotGrowWithTheModelWhileRanksAgree) {
               },
               {Transport::kMemory});
   }
+}
+
+// Two halves of a mesh with different parameters each agree by themselves first.
+TEST(TrafficTest, MessagesWithinADomainOfAMeshAreCounted) {
+  run_ranks(4,
+            [](const Group& world) {
+              const int first = world.rank() / 2 * 2;
+              const Group half = world.subgroup({first, first + 1}, "half");
+              torch::nn::Module module;
+              const at::Tensor p = module.register_parameter("p", at::ones({5 + first}));
+              ZeroOptimizer optimizer(module,
+                                      std::make_unique<torch::optim::SGD>(module.parameters(), 0.1),
+                                      half, ZeroOptions().mesh_group(world));
+              for (int step = 0; step < 2; ++step) {
+                optimizer.backward(p.sum());
+                const Traffic before = optimizer.stats().control;
+                optimizer.step();
+                const Traffic after = optimizer.stats().control;
+                EXPECT_EQ(after.small_calls - before.small_calls, 2);
+                EXPECT_EQ(after.small_bytes_sent - before.small_bytes_sent, 14 * 4 * 3 + 8 * 4);
+              }
+            },
+            {Transport::kMemory});
 }
 
 TEST(TrafficTest, NoSyncSendsNothing) {
