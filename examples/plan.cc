@@ -127,7 +127,8 @@ void add_options(CLI::App& app, Options& options) {
       ->check(CLI::IsMember(kDtypes));
   app.add_option("--layout", options.layout, "Layout of buckets")
       ->check(CLI::IsMember({"contiguous", "per_parameter"}));
-  app.add_option("--bucket-mb", options.bucket_mb, "Bucket size in MiB; default: by the number of ranks")
+  app.add_option("--bucket-mb", options.bucket_mb,
+                 "Bucket size in MiB; default: by the number of ranks")
       ->check(CLI::PositiveNumber);
   app.add_option("--expert-parallel", options.job.expert_parallel,
                  "Ranks over which the experts of a layer are dealt out")

@@ -213,14 +213,13 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Collective. Writes a folder that all ranks can see: masters, all state of the
   // inner optimizer, step counts, loss scale, options; rank 0's frozen parameters
-  // and buffers; the objects that SaveOptions include, such as schedules. It appears complete or not at all, and any number of ranks can
-  // load it. Every rank needs memory for one tensor more, and the slowest must
-  // be done within the group's timeout. See zero/checkpoint.h.
-  // Throws c10::Error on all ranks, leaving what was at `folder`: gradients since
-  // the last step (they are not part of a checkpoint), an existing `folder`
-  // without overwrite(true), another save to `folder` that is unfinished, a folder that
-  // not all ranks see, errors of the disk, state of an inner optimizer that cannot be
-  // cut for other numbers of ranks.
+  // and buffers; the objects that SaveOptions include, such as schedules. It appears complete or
+  // not at all, and any number of ranks can load it. Every rank needs memory for one tensor more,
+  // and the slowest must be done within the group's timeout. See zero/checkpoint.h. Throws
+  // c10::Error on all ranks, leaving what was at `folder`: gradients since the last step (they are
+  // not part of a checkpoint), an existing `folder` without overwrite(true), another save to
+  // `folder` that is unfinished, a folder that not all ranks see, errors of the disk, state of an
+  // inner optimizer that cannot be cut for other numbers of ranks.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns once this rank's shard is copied in host memory;
   // steps may follow. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
