@@ -107,7 +107,7 @@ TEST(ReductionQueueTest, AFailedCommunicatorClosesItsSiblings) {
                 at::Tensor word = at::zeros({1}, at::kInt);
                 const std::string text =
                     error_of([&] { links.control->all_reduce_max(word, "x").wait(); });
-                expect_words(text + links.channel.announced(), {"rank 0", "is on fire"});
+                expect_words(text + links.channel.report_failure(text), {"rank 0", "is on fire"});
               }
             },
             {.timeout = std::chrono::seconds(60)});
