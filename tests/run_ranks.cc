@@ -20,7 +20,7 @@
 namespace zero {
 namespace {
 
-// A store that refuses once a rank has failed, so that nobody waits at a rendezvous for it.
+// A store that refuses once a rank has failed, so that no rank waits at a rendezvous for it.
 class RunStore : public c10d::HashStore {
  public:
   bool check(const std::vector<std::string>& keys) override {

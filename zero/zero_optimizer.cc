@@ -91,7 +91,7 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
 }
 
 // Runs `make`, which sends. Where it throws on this rank only, as for lack of memory, the others
-// wait for something that is not sent: this tells them why and closes the connections. `agreed`: a
+// wait for something that is not sent: this reports why and closes the connections. `agreed`: a
 // c10::Error is the same on all ranks.
 void construct(OptimizerLinks& links, bool agreed, const std::function<void()>& make) {
   try {
