@@ -371,6 +371,14 @@ TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
     const auto report = optimizer.load_checkpoint(folder, LoadOptions().strict(false));
     EXPECT_GT(report.differences.size(), 5u);
     EXPECT_TRUE(model->trunk->weight.equal(run.model->trunk->weight));
+    // The options of a group belong to its parameters.
+    const auto decay_of = [](ZeroOptimizer& of, size_t g) {
+      return static_cast<torch::optim::AdamWOptions&>(of.param_groups()[g].options())
+          .weight_decay();
+    };
+    EXPECT_NE(decay_of(*run.optimizer, 0), decay_of(*run.optimizer, 1));
+    EXPECT_EQ(decay_of(optimizer, 0), decay_of(*run.optimizer, 1));
+    EXPECT_EQ(decay_of(optimizer, 1), decay_of(*run.optimizer, 0));
   });
 }
 

@@ -64,10 +64,13 @@ class Comparison {
                          c10::IntArrayRef(b.strides), false);
     }
     if (a.dtype != b.dtype) different("dtype", a.dtype, b.dtype, true);
-    if (a.group != b.group) different("parameter group", a.group, b.group, true);
+    if (a.group != b.group) {
+      same_groups = different("parameter group", a.group, b.group, false);
+    }
     return usable;
   }
   std::vector<std::string> lines;
+  bool same_groups = true;
 
  private:
   template <typename Value>
@@ -91,6 +94,7 @@ void compare_optimizers(const Manifest& manifest, const torch::optim::Optimizer&
                            name + " here; masters load, its state does not");
   }
   if (manifest.groups.size() != inner.param_groups().size()) {
+    result.same_groups = false;
     result.lines.push_back("parameter groups: " + std::to_string(manifest.groups.size()) +
                            " in the checkpoint, " + std::to_string(inner.param_groups().size()) +
                            " here; their options stay as they are");
@@ -129,6 +133,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
                                ": in the checkpoint, missing in the model");
   }
   result.lines = std::move(comparison.lines);
+  result.same_groups = comparison.same_groups;
   compare_optimizers(manifest, inner, result);
   return result;
 }

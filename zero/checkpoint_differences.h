@@ -19,6 +19,7 @@ struct CheckpointDifferences {
   std::vector<std::string> lines;  // for people, in the order of the model
   std::set<std::string> unusable;  // names in the model that the checkpoint cannot fill
   bool same_optimizer = true;      // by class
+  bool same_groups = true;         // by number, and by the parameters of each
   // Names of the model whose state stays as it is, because the checkpoint lacks a part of it.
   std::set<std::string> without_state;
 };

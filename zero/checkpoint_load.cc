@@ -43,6 +43,7 @@ struct Staged {
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // to, from
   StatesToSet states;
   bool same_run = false;
+  bool restores_options = false;
   LoadReport report;
 };
 
@@ -177,6 +178,8 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
   if (load.strict()) throw_differences(differences, folder);
   Staged staged;
   staged.same_run = differences.lines.empty();
+  // Those of a group that holds other parameters here are not meant for them.
+  staged.restores_options = load.restore_options() && differences.same_groups;
   differences.lines.insert(differences.lines.end(), notes.begin(), notes.end());
   Staging staging(reader, table, shards, differences);
   staging.read_segments(staged);
@@ -215,7 +218,6 @@ void commit(Staged& staged, ShardOptimizer& shards) {
 
 void restore_options(const Manifest& manifest,
                      std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  if (manifest.groups.size() != groups.size()) return;
   for (size_t g = 0; g < groups.size(); ++g) {
     set_option_values(groups[g].options(), manifest.groups[g]);
   }
@@ -246,7 +248,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
     staged = stage(folder, load, table, shards, *links->control);
     // On copies, because a class of the user's may refuse its options.
     ParamGroups tried = groups;
-    if (load.restore_options()) restore_options(staged.manifest, tried);
+    if (staged.restores_options) restore_options(staged.manifest, tried);
     states.set(staged.states);
     return staged.manifest.id;
   });
@@ -267,7 +269,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   counts.write({m.steps, m.skipped_steps, false});
   calls_of_step = m.steps + m.skipped_steps;
   if (staged.same_run) run.resume(m);
-  if (load.restore_options()) restore_options(m, groups);
+  if (staged.restores_options) restore_options(m, groups);
   finish_step();
   start_gathers([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
   finish_gathers();

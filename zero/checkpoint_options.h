@@ -54,7 +54,8 @@ struct LoadOptions {
   TORCH_ARG(bool, strict) = true;
 
   // Set param_groups()' options to the saved ones, learning rate included, as
-  // torch does in Python. False keeps the present ones.
+  // torch does in Python. False keeps the present ones, and so does a load whose groups
+  // hold other parameters than the saved ones (with strict false).
   TORCH_ARG(bool, restore_options) = true;
 
  public:
