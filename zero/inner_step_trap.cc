@@ -8,7 +8,11 @@
 namespace zero {
 
 InnerStepTrap::InnerStepTrap(torch::optim::Optimizer& inner)
-    : inner_(inner), parameter_(at::zeros({1}, at::TensorOptions().dtype(at::kFloat))) {
+    : inner_(inner),
+      parameter_(at::zeros({1}, at::TensorOptions().dtype(at::kFloat))),
+      gradient_(at::ones({1}, parameter_.options())),
+      value_(parameter_.mutable_data_ptr<float>()),
+      gradient_value_(gradient_.mutable_data_ptr<float>()) {
   inner_.param_groups()[0].params().push_back(parameter_);
   arm();
 }
@@ -16,16 +20,14 @@ InnerStepTrap::InnerStepTrap(torch::optim::Optimizer& inner)
 void InnerStepTrap::disarm() { parameter_.mutable_grad().reset(); }
 
 void InnerStepTrap::arm() {
-  const at::Tensor& gradient = parameter_.grad();
-  if (gradient.defined() && *gradient.const_data_ptr<float>() == 1.0F) return;
-  parameter_.mutable_grad() = at::ones({1}, parameter_.options());
+  *gradient_value_ = 1.0F;
+  if (!parameter_.grad().is_same(gradient_)) parameter_.mutable_grad() = gradient_;
 }
 
 bool InnerStepTrap::sprung() {
-  float& value = *parameter_.mutable_data_ptr<float>();
-  const bool stepped = value != 0.0F;
+  const bool stepped = *value_ != 0.0F;
   if (stepped) {
-    value = 0.0F;
+    *value_ = 0.0F;
     // The state that the call made belongs to no parameter of the model.
     inner_.state().erase(parameter_.unsafeGetTensorImpl());
   }

@@ -29,6 +29,10 @@ class InnerStepTrap {
  private:
   torch::optim::Optimizer& inner_;
   const at::Tensor parameter_;
+  const at::Tensor gradient_;
+  // The only elements of the two. Each gradient of the model asks for them.
+  float* const value_;
+  float* const gradient_value_;
 };
 
 }  // namespace zero

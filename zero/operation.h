@@ -44,7 +44,9 @@ class GroupHealth {
   std::string where() const;
   // Throws in a forked child, and when the group has failed.
   void check(const std::string& what) const;
-  void check_process(const std::string& what) const { process_.check(what + where()); }
+  void check_process(const std::string& what) const {
+    if (!process_.here()) process_.check(what + where());
+  }
   bool in_own_process() const { return process_.here(); }
   // Remembers `message` if it is the first, since later ones follow from it. Does nothing in a
   // forked child, whose group is its parent's.

@@ -87,7 +87,7 @@ void ZeroOptimizer::Impl::remove_hooks() noexcept {
 bool ZeroOptimizer::Impl::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
   if (!accumulates_into(table.parameters()[parameter].tensor)) return false;
   reducer.set_average_aside(parameter);
-  if (*no_sync_active || !wants_all_gradients() || !untimely_gradient().empty()) return false;
+  if (*no_sync_active || !wants_all_gradients() || !takes_gradients()) return false;
   bool taken = false;
   accept([&] { taken = reducer.take_gradient(parameter, gradient); });
   return taken;
@@ -96,10 +96,10 @@ bool ZeroOptimizer::Impl::before_accumulation(int64_t parameter, const at::Tenso
 void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
   if (!table.parameters()[parameter].tensor.grad().defined()) return;
   check_usable();
-  if (const std::string text = untimely_gradient(); !text.empty()) {
+  if (!takes_gradients()) {
     // It must not be sent with other gradients after the error.
     table.parameters()[parameter].tensor.mutable_grad().reset();
-    report("gradient of " + table.parameters()[parameter].name + ": " + text);
+    report("gradient of " + table.parameters()[parameter].name + ": " + untimely_gradient());
   }
   accept([&] {
     if (*no_sync_active) {
@@ -121,7 +121,7 @@ std::string ZeroOptimizer::Impl::untimely_gradient() const {
 void ZeroOptimizer::Impl::accept(const std::function<void()>& gradient) {
   check_usable();
   settle();
-  if (const std::string text = inner_step_problem(); !text.empty()) report(text);
+  if (shards.inner_was_stepped()) report(kInnerStep);
   try {
     gradient();
   } catch (const std::exception& error) {
@@ -138,8 +138,8 @@ void ZeroOptimizer::Impl::run_backward(const std::function<void()>& backward) {
   guarded([this] { finish_gathers(); });
   settle();
   scaled = true;
-  if (const std::string text = inner_step_problem(); !text.empty()) report(text);
-  if (const std::string text = untimely_gradient(); !text.empty()) report(text);
+  if (shards.inner_was_stepped()) report(kInnerStep);
+  if (!takes_gradients()) report(untimely_gradient());
   const bool sync = !*no_sync_active;
   try {
     if (sync) reducer.begin_pass();

@@ -132,7 +132,8 @@ void ZeroOptimizer::Impl::report(const std::string& text) {
 }
 
 void ZeroOptimizer::Impl::check_usable() const {
-  process.check("rank " + std::to_string(links->rank()));
+  // Each gradient comes here, so the text is made where it is needed only.
+  if (!process.here()) process.check("rank " + std::to_string(links->rank()));
   TORCH_CHECK(failure.empty(), "rank ", links->rank(),
               ": expected a working optimizer, got one whose communication failed earlier; end "
               "all ranks and resume from a checkpoint. The first failure was: ",
@@ -166,12 +167,6 @@ std::string ZeroOptimizer::Impl::static_problem() const {
            "; static_graph(true) promises that all steps are alike";
   }
   return {};
-}
-
-std::string ZeroOptimizer::Impl::inner_step_problem() {
-  if (!shards.inner_was_stepped()) return {};
-  return "step() of the inner optimizer: expected step() of the ZeroOptimizer, which is what "
-         "updates parameters, got a call through a pointer that was kept; nothing was updated";
 }
 
 std::string ZeroOptimizer::Impl::unscaled_problem() const {
@@ -213,7 +208,7 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
            " inside no_sync: expected no guard to be alive, got an active one; end its scope first";
   }
   if (text.empty() && is_capturing(device)) text = capture_problem(call);
-  if (text.empty()) text = inner_step_problem();
+  if (shards.inner_was_stepped() && text.empty()) text = kInnerStep;
   if (text.empty() && check) {
     try {
       check();

@@ -62,8 +62,10 @@ struct ZeroOptimizer::Impl {
   // With static_graph, of the calls of a training step: this rank's deviation from what was
   // promised, or nothing.
   std::string static_problem() const;
-  // Of a step() of the inner optimizer that the user made, or nothing. Says so once.
-  std::string inner_step_problem();
+  // What is said of a step() of the inner optimizer that the user made.
+  static constexpr char kInnerStep[] =
+      "step() of the inner optimizer: expected step() of the ZeroOptimizer, which is what updates "
+      "parameters, got a call through a pointer that was kept; nothing was updated";
   // Of gradients of a loss that was not multiplied by the loss scale, or nothing.
   std::string unscaled_problem() const;
   // Why this call cannot be captured in a CUDA graph, or nothing.
@@ -79,7 +81,8 @@ struct ZeroOptimizer::Impl {
   // True: the gradient is on its way, and is not to be accumulated.
   bool before_accumulation(int64_t parameter, const at::Tensor& gradient);
   void after_accumulation(int64_t parameter);
-  // Why gradients cannot be taken at present, or nothing.
+  // Whether a gradient may come at present; and why not. Asked for each gradient.
+  bool takes_gradients() const { return clips.empty() && (scaled || scaler.scale() == 1.0); }
   std::string untimely_gradient() const;
   // Runs `gradient`, which hands one to the reducer; an error is told to all ranks.
   void accept(const std::function<void()>& gradient);
