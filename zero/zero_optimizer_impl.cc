@@ -258,6 +258,8 @@ Agreement ZeroOptimizer::Impl::exchange_calls(Call call, const std::string& prob
 }
 
 std::vector<std::string> ZeroOptimizer::Impl::at_home(const std::string& text) const {
+  // Then arguments are compared over the mesh, of which home is a part.
+  if (domains.uniform) return {text};
   std::vector<std::string> by_domain;
   for (const Domain& d : domains.list) {
     by_domain.push_back(key_of(d.group) == key_of(domains.home) ? text : std::string());
