@@ -59,17 +59,20 @@ void ZeroOptimizer::Impl::measure(double norm_type, int64_t rounds) {
   measured_rounds = rounds;
 }
 
-void ZeroOptimizer::Impl::apply_clip(double max_norm, double norm_type, int64_t rounds) {
+at::Tensor ZeroOptimizer::Impl::clipped_norm(double norm_type, int64_t rounds) {
   measure(norm_type, rounds);
+  return measured->norm * coefficient;
+}
+
+void ZeroOptimizer::Impl::apply_clip(double max_norm, const at::Tensor& norm) {
   // A NaN stays a NaN. Never read here: the device knows it when the update runs.
-  coefficient.mul_((max_norm / (measured->norm * coefficient + 1e-6)).clamp_max_(1.0));
-  clipped_rounds = rounds;
+  coefficient.mul_((max_norm / (norm + 1e-6)).clamp_max_(1.0));
 }
 
 void ZeroOptimizer::Impl::renew_clips(int64_t rounds) {
-  if (clips.empty() || clipped_rounds == rounds) return;
+  if (clips.empty() || std::exchange(clipped_rounds, rounds) == rounds) return;
   coefficient.fill_(1.0);
-  for (const Clip& clip : clips) apply_clip(clip.max_norm, clip.norm_type, rounds);
+  for (const Clip& c : clips) apply_clip(c.max_norm, clipped_norm(c.norm_type, rounds));
 }
 
 at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm_type) {
@@ -97,11 +100,11 @@ at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm
     return at::zeros({}, coefficient.options());
   }
   renew_clips(agreement.rounds);
-  measure(norm_type, agreement.rounds);
-  const at::Tensor norm = measured->norm * coefficient;
+  const at::Tensor norm = clipped_norm(norm_type, agreement.rounds);
   if (max_norm) {
     clips.push_back({*max_norm, norm_type});
-    apply_clip(*max_norm, norm_type, agreement.rounds);
+    clipped_rounds = agreement.rounds;
+    apply_clip(*max_norm, norm);
   }
   return norm;
 }

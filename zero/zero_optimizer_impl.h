@@ -95,7 +95,9 @@ struct ZeroOptimizer::Impl {
   // send, or none does.
   void measure(double norm_type, int64_t rounds);
   bool is_measured(int64_t rounds) const { return measured && measured_rounds == rounds; }
-  void apply_clip(double max_norm, double norm_type, int64_t rounds);
+  // The same after the clips so far.
+  at::Tensor clipped_norm(double norm_type, int64_t rounds);
+  void apply_clip(double max_norm, const at::Tensor& norm);
   // Computes the coefficient again where gradients were added after the last clip.
   void renew_clips(int64_t rounds);
   void watch_skips();
