@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -22,6 +23,7 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
 #include "tests/error_of.h"
@@ -29,6 +31,7 @@
 #include "tests/stopping_store.h"
 #include "zero/bounded_store.h"
 #include "zero/problem_board.h"
+#include "zero/rendezvous.h"
 #include "zero/slow_wait.h"
 #include "zero/tcp_store.h"
 
@@ -346,6 +349,43 @@ TEST(RendezvousTest, WhoGivesUpEndsTheWaitOfTheOthers) {
   for (std::thread& thread : threads) thread.join();
   expect_words(errors[1], {"all ranks have arrived", ". no more sugar"});
   for (int rank : {0, 2}) expect_words(errors[rank], {"Rank 1 gave up: no more sugar"});
+}
+
+// The server of a store that ends after some of the marks were read.
+class VanishingStore : public c10d::PrefixStore {
+ public:
+  explicit VanishingStore(const c10::intrusive_ptr<c10d::Store>& store, int reads)
+      : PrefixStore("", store), left_(reads) {}
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    if (left_-- <= 0) C10_THROW_ERROR(DistNetworkError, "Connection was likely closed");
+    return PrefixStore::multiGet(keys);
+  }
+
+ private:
+  std::atomic<int> left_;
+};
+
+// As when rank 0, which serves the store, gave up a little earlier than rank 1.
+TEST(RendezvousTest, ASilentRankIsNamedThoughTheStoreEndsMeanwhile) {
+  for (const int reads : {0, 1, 3}) {
+    const auto shared = c10::make_intrusive<c10d::HashStore>();
+    const auto prefixed = c10::make_intrusive<c10d::PrefixStore>("", shared);
+    prefixed->set("meeting/rank/2", std::string("arrived"));
+    const auto store = c10::make_intrusive<VanishingStore>(shared, reads);
+    const auto bounded = c10::make_intrusive<BoundedStore>(store, milliseconds(5000));
+    Rendezvous rendezvous(bounded->under("meeting"), 1, 3, milliseconds(5000), Clock::now(),
+                          "cannot meet", "here");
+    const std::string error = error_within(milliseconds(1000), [&] {
+      rendezvous.run([](const auto&) -> c10::intrusive_ptr<c10d::Backend> {
+        TORCH_CHECK(false, "no more sugar");
+      });
+    });
+    expect_words(error, {"cannot meet within 5000 ms (this is rank 1); ", "no more sugar"});
+    const bool known = reads > 0;
+    EXPECT_EQ(error.find("rank 2 has arrived and did not connect") != std::string::npos, known)
+        << error;
+    EXPECT_EQ(error.find("is gone") == std::string::npos, known) << error;
+  }
 }
 
 // Gloo connects with a fraction of the timeout, which must not bound what follows.

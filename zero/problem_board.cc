@@ -114,7 +114,11 @@ std::string ProblemBoard::announced_after_failure() noexcept {
       std::this_thread::sleep_for(kPause);
     }
   } catch (const std::exception& error) {
-    return "\nwhat other ranks reported is not known: " + error_line(error);
+    // A rank that serves the store ends with it; what it reported before counts.
+    std::string known;
+    for (const std::string& line : lines) known += line;
+    if (known.empty()) return "\nwhat other ranks reported is not known: " + error_line(error);
+    return known;
   }
   std::string text;
   for (int rank = 0; rank < texts(); ++rank) {

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
+#include <optional>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -164,26 +165,29 @@ Rendezvous::Marks Rendezvous::read_marks(c10d::Store& store) const {
 std::string Rendezvous::give_up(const std::string& reason) const {
   const auto start = Clock::now();
   const auto store = store_->within(kMarks + kReaders);
+  std::optional<Marks> marks;
   try {
     store->set(mark_key(rank_), std::string(kGivenUp));
     // The first reason stays, since later ones follow from it.
     const std::string text = c10::str("Rank ", rank_, " gave up: ", reason);
     if (!store->check({kGivenUp})) store->set(kGivenUp, text);
-    Marks marks = read_marks(*store);
+    marks = read_marks(*store);
     // A rank that looks finds the reason within kLook, and marks that it gives up too.
-    while (!marks.silent.empty() && Clock::now() < start + kMarks) {
+    while (!marks->silent.empty() && Clock::now() < start + kMarks) {
       std::this_thread::sleep_for(kPause);
       marks = read_marks(*store);
     }
     store->add(kReasons, 1);
-    while (store_->served_here() && store->add(kReasons, 0) <= marks.given_up &&
+    while (store_->served_here() && store->add(kReasons, 0) <= marks->given_up &&
            Clock::now() < start + kMarks + kReaders) {
       std::this_thread::sleep_for(kPause);
     }
-    return marks.text();
   } catch (const std::exception& error) {
-    return "; " + error_line(error);
+    // The rank that serves the store may have given up earlier, and ends with it. What was read
+    // before that still names who is silent.
+    if (!marks) return "; " + error_line(error);
   }
+  return marks->text();
 }
 
 }  // namespace zero
