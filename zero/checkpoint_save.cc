@@ -183,8 +183,10 @@ std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
         writer->finish(manifest);
       });
     };
-    pending =
-        std::make_unique<PendingCheckpoint>(save.writer, std::move(save.files), std::move(finish));
+    auto write = [writer = save.writer, files = std::move(save.files)] {
+      writer->write_files(files);
+    };
+    pending = std::make_unique<PendingCheckpoint>(std::move(write), std::move(finish));
   });
   return pending;
 }

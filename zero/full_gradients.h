@@ -12,6 +12,7 @@
 
 #include "bookkeeping/plan.h"
 #include "zero/bucket_memory.h"
+#include "zero/domain_links.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_table.h"
 

@@ -30,18 +30,11 @@
 
 #include "bookkeeping/plan.h"
 #include "zero/buffer_pool.h"
-#include "zero/collectives.h"
+#include "zero/domain_links.h"
 #include "zero/parameter_table.h"
 #include "zero/reduction_queue.h"
 
 namespace zero {
-
-// The communicators of one domain of the plan.
-struct DomainLinks {
-  Communicator* data = nullptr;      // over the ranks that share the shards
-  Communicator* replicas = nullptr;  // null, or over the ranks that hold copies of this shard
-  int64_t averaged_over = 0;         // divides sums of gradients; 0: the number of all these ranks
-};
 
 struct ReducerOptions {
   std::optional<c10::ScalarType> reduce_dtype;

@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "zero/control_channel.h"
+#include "zero/domain_links.h"
 #include "zero/domains.h"
-#include "zero/gradient_reducer.h"
 #include "zero/group_order.h"
 
 namespace zero {

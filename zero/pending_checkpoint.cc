@@ -22,12 +22,10 @@ struct PendingCheckpoint::State {
   }
 };
 
-PendingCheckpoint::PendingCheckpoint(std::shared_ptr<CheckpointWriter> writer,
-                                     std::vector<FileToSave> files, std::function<void()> finish)
+PendingCheckpoint::PendingCheckpoint(std::function<void()> write, std::function<void()> finish)
     : state_(make_owned<State>()) {
   state_->finish = std::move(finish);
-  state_->thread = std::thread(
-      [writer = std::move(writer), files = std::move(files)] { writer->write_files(files); });
+  state_->thread = std::thread(std::move(write));
 }
 
 PendingCheckpoint::~PendingCheckpoint() = default;

@@ -10,17 +10,14 @@
 
 #include <functional>
 #include <memory>
-#include <vector>
-
-#include "zero/checkpoint_writer.h"
 
 namespace zero {
 
 class PendingCheckpoint {
  public:
-  // Made by ZeroOptimizer::save_checkpoint_async(). `finish` runs the collective end.
-  PendingCheckpoint(std::shared_ptr<CheckpointWriter> writer, std::vector<FileToSave> files,
-                    std::function<void()> finish);
+  // Made by ZeroOptimizer::save_checkpoint_async(). `write` writes this rank's files on a thread of
+  // its own and does not throw; `finish` runs the collective end.
+  PendingCheckpoint(std::function<void()> write, std::function<void()> finish);
   // Waits for this rank's files. Without finish() no checkpoint appears. As long as rank
   // 0's object lives and was not finished, no other save to the folder can begin.
   ~PendingCheckpoint();

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "zero/collectives.h"
-#include "zero/shard_optimizer.h"
+#include "zero/segment_tensors.h"
 
 namespace zero {
 

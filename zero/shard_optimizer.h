@@ -25,18 +25,11 @@
 #include "zero/gradient_reducer.h"
 #include "zero/inner_step_trap.h"
 #include "zero/parameter_table.h"
+#include "zero/segment_tensors.h"
 #include "zero/step_counts.h"
 #include "zero/working_arena.h"
 
 namespace zero {
-
-// One segment with its tensors, 1-D of the segment's length.
-struct SegmentTensors {
-  Segment segment;
-  int64_t group = 0;    // parameter group
-  at::Tensor master;    // fp32 view of the bucket's master row
-  at::Tensor gradient;  // fp32 view of the bucket's gradient shard
-};
 
 class ShardOptimizer {
  public:
