@@ -21,7 +21,7 @@
 #include <utility>
 
 #include "zero/checkpoint.h"
-#include "zero/checkpoint_manifest.h"
+#include "zero/checkpoint/manifest.h"
 
 namespace {
 

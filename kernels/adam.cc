@@ -7,11 +7,11 @@
 
 #include <vector>
 
-#include "kernels/bias_correction.h"
-#include "kernels/block_map.h"
-#include "kernels/cpu_capability.h"
-#include "kernels/cuda_kernels.h"
-#include "kernels/element_type.h"
+#include "kernels/cpu/block_map.h"
+#include "kernels/cpu/cpu_capability.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/detail/bias_correction.h"
+#include "kernels/detail/element_type.h"
 
 namespace zero::kernels {
 namespace {

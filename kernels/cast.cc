@@ -7,10 +7,10 @@
 
 #include <cstring>
 
-#include "kernels/block_map.h"
-#include "kernels/cpu_capability.h"
-#include "kernels/cuda_kernels.h"
-#include "kernels/element_type.h"
+#include "kernels/cpu/block_map.h"
+#include "kernels/cpu/cpu_capability.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/detail/element_type.h"
 
 namespace zero::kernels {
 namespace {

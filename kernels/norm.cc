@@ -9,9 +9,9 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/block_map.h"
-#include "kernels/cpu_capability.h"
-#include "kernels/cuda_kernels.h"
+#include "kernels/cpu/block_map.h"
+#include "kernels/cpu/cpu_capability.h"
+#include "kernels/cuda/cuda_kernels.h"
 
 namespace zero::kernels {
 namespace {

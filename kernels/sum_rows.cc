@@ -5,10 +5,10 @@
 
 #include <c10/util/Exception.h>
 
-#include "kernels/block_map.h"
-#include "kernels/cpu_capability.h"
-#include "kernels/cuda_kernels.h"
-#include "kernels/element_type.h"
+#include "kernels/cpu/block_map.h"
+#include "kernels/cpu/cpu_capability.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/detail/element_type.h"
 
 namespace zero::kernels {
 

@@ -15,7 +15,7 @@
 //                                    memory order; kind: master, exp_avg, step and so on;
 //                                    ".<name>": the state of an object that the save includes
 //   frozen-and-buffers.safetensors   by name, from rank 0
-//   manifest.json                    the rest; written last. See zero/checkpoint_manifest.h
+//   manifest.json                    the rest; written last. See zero/checkpoint/manifest.h
 //
 // A save that dies leaves at most a hidden folder ".<name>.<random>.saving", which is
 // never taken for a checkpoint and which the next save to <name> removes. On a file

@@ -134,7 +134,7 @@ struct ZeroOptions {
 
   // The user's word that an inner optimizer of a class we do not know treats
   // every element by itself, so that it may be given flat pieces of parameters. For
-  // checkpoints its state's class must override serialize(): see zero/archived_state.h.
+  // checkpoints its state's class must override serialize(): see zero/inner/serialized_state.h.
   TORCH_ARG(bool, elementwise) = false;
 
   // Call check_replicas() in every n-th step; 0: never.

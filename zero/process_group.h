@@ -24,7 +24,7 @@
 #include <string>
 #include <vector>
 
-#include "zero/collectives.h"
+#include "zero/communicator.h"
 
 namespace c10d {
 class Backend;
@@ -44,9 +44,9 @@ using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
     std::chrono::milliseconds timeout)>;
 
 // What init_process_group() uses: NCCL for the data of a `device` that is a GPU, Gloo for
-// everything else, and without `nccl` for that too, listening on `hostname` (zero/gloo_backend.h).
-// Data on Gloo passes through shared memory where ranks are on one machine
-// (zero/shared_memory_backend.h), unless `shared_memory` is false.
+// everything else, and without `nccl` for that too, listening on `hostname`
+// (zero/comm/backends/gloo.h). Data on Gloo passes through shared memory where ranks are on one
+// machine (zero/comm/backends/shared_rows.h), unless `shared_memory` is false.
 BackendFactory default_backend_factory(c10::Device device, const std::string& hostname,
                                        bool nccl = true, bool shared_memory = true);
 
@@ -57,7 +57,7 @@ class Group {
  public:
   // Of `world_size` ranks that share `store`. `name` must be the same on all of
   // them and different from other groups of that store. No call of the group waits
-  // for `store` longer than `timeout` (zero/bounded_store.h).
+  // for `store` longer than `timeout` (zero/rendezvous/bounded_store.h).
   Group(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, std::string name,
         BackendFactory factory, c10::Device device, std::chrono::milliseconds timeout);
 

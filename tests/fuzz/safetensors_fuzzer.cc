@@ -13,8 +13,8 @@
 #include <string>
 #include <string_view>
 
-#include "zero/checked_file.h"
-#include "zero/safetensors.h"
+#include "zero/checkpoint/hashed_file.h"
+#include "zero/checkpoint/safetensors.h"
 
 namespace {
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "zero/checked_file.h"
-#include "zero/safetensors.h"
+#include "zero/checkpoint/hashed_file.h"
+#include "zero/checkpoint/safetensors.h"
 
 namespace zero {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "zero/checkpoint_manifest.h"
+#include "zero/checkpoint/manifest.h"
 
 namespace zero {
 

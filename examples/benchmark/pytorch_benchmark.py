@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of one PyTorch system on one workload; rank 0 prints a JSON line.
+
+  torchrun --standalone --nproc-per-node 2 examples/benchmark/pytorch_benchmark.py --system ddp \
+      --workload mlp25m
+
+examples/benchmark/compare_with_pytorch.py runs this beside the C++ benchmark. The fields mean what they
+mean there; bytes_sent is what the loopback interface counted, headers included, so it is right
+only while nothing else talks over it.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import resource
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+import pytorch_systems
+import pytorch_workload
+
+WARM_UP = 3
+
+
+def status_mb(field):
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def cpu_ms():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return 1e3 * (usage.ru_utime + usage.ru_stime)
+
+
+def loopback_bytes():
+    with open("/proc/net/dev") as file:
+        for line in file:
+            name, _, counts = line.partition(":")
+            if name.strip() == "lo":
+                return int(counts.split()[8])
+    return 0
+
+
+def over_ranks(value, op):
+    if not dist.is_initialized():
+        return value
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor, op)
+    return tensor.item()
+
+
+class Run:
+    def __init__(self, args):
+        self.args = args
+        self.micro_batches = pytorch_workload.MICRO_BATCHES[args.workload]
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        model = pytorch_workload.make_model(args.workload)
+        # One process that stands for several ranks has the data of all of them.
+        ranks = range(args.emulate) if args.system == "plain" else [self.rank]
+        self.data = [model.make_data(r, m) for r in ranks for m in range(self.micro_batches)]
+        bf16 = args.workload.endswith("bf16")
+        if bf16 and not args.system.startswith("fsdp2"):
+            model.to(torch.bfloat16)  # FSDP2 keeps fp32 and casts by itself
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self.anon_before = status_mb("RssAnon")
+        self.peak_before = status_mb("VmHWM")
+        self.system = pytorch_systems.make(args.system, model, bf16, args.no_sync)
+        self.line = {}
+        self.starts, self.phases = [], {"fb_ms": [], "clip_ms": [], "opt_ms": []}
+
+    def one_step(self, step):
+        last = step == WARM_UP + self.args.steps - 1
+        if step == WARM_UP:
+            self.cpu_before, self.sent_before = cpu_ms(), loopback_bytes()
+        start = time.perf_counter()
+        self.starts.append(start)
+        loss = 0.0
+        for i, data in enumerate(self.data):
+            loss += self.system.backward(data, len(self.data), last=i + 1 == len(self.data))
+        backward_end = time.perf_counter()
+        norm = self.system.clip(1.0)
+        clip_end = time.perf_counter()
+        self.system.step()
+        if step >= WARM_UP:
+            ends = (backward_end - start, clip_end - backward_end, time.perf_counter() - clip_end)
+            for name, seconds in zip(self.phases, ends):
+                self.phases[name].append(1e3 * seconds)
+        if step == 0 or last:
+            suffix = "first" if step == 0 else "last"
+            self.line["loss_" + suffix] = over_ranks(loss, dist.ReduceOp.SUM) / self.world
+            self.line["norm_" + suffix] = norm
+        if step in (0, 2):
+            self.line[f"l2_{step + 1}"], self.line[f"dot_{step + 1}"] = self.system.checksums()
+
+    def measure(self):
+        args, line = self.args, self.line
+        for step in range(WARM_UP + args.steps):
+            self.one_step(step)
+        self.starts.append(time.perf_counter())
+        cpu = (cpu_ms() - self.cpu_before) / args.steps
+        sent = (loopback_bytes() - self.sent_before) / args.steps / self.world
+        anon, peak = status_mb("RssAnon"), status_mb("VmHWM")
+        pairs = list(zip(self.starts, self.starts[1:]))[WARM_UP:]
+        times = [1e3 * (b - a) for a, b in pairs]
+        largest = dist.ReduceOp.MAX
+        line.update(system=args.system, workload=args.workload, steps=args.steps)
+        line.update(world=args.emulate if args.system == "plain" else self.world)
+        line["median_ms"] = over_ranks(statistics.median_high(times), largest)
+        line["min_ms"] = over_ranks(min(times), largest)
+        for name, numbers in self.phases.items():
+            line[name] = over_ranks(statistics.median_high(numbers), largest)
+        line["cpu_ms"] = over_ranks(cpu, largest)
+        line["anon_growth_mb"] = over_ranks(anon - self.anon_before, largest)
+        line["rss_growth_mb"] = over_ranks(peak - self.peak_before, largest)
+        line["bytes_sent"] = round(over_ranks(sent, dist.ReduceOp.SUM) / self.world)
+        line["param_l2"], line["param_dot"] = self.system.checksums()
+        line.update(self.system.extra())
+        return line
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--system", required=True, choices=pytorch_systems.NAMES)
+    parser.add_argument("--workload", required=True, choices=pytorch_workload.MICRO_BATCHES)
+    parser.add_argument("--steps", type=int, default=12, help="timed steps, after 3 that are not")
+    parser.add_argument("--no-sync", action="store_true", help="send in the last micro batch only")
+    parser.add_argument("--emulate", type=int, default=1,
+                        help="plain: train on the data of this many ranks in one process")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.system != "plain":
+        dist.init_process_group("gloo")
+    line = Run(args).measure()
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(line))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

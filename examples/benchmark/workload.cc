@@ -1,0 +1,176 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "examples/benchmark/workload.h"
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+
+namespace zero::examples {
+namespace {
+
+uint32_t hash32(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  x ^= x >> 15;
+  x *= 0x846ca68bU;
+  x ^= x >> 16;
+  return x;
+}
+
+uint32_t raw(uint32_t stream, uint32_t index) {
+  return hash32(index ^ hash32(stream * 0x9E3779B9U + 0x85EBCA6BU));
+}
+
+uint32_t input_stream(int rank, int micro_batch) { return 100000U + 64U * rank + micro_batch; }
+uint32_t target_stream(int rank, int micro_batch) { return 200000U + 64U * rank + micro_batch; }
+
+// 24 layers of 1024 x 1024 with ReLU between them; 25,190,400 parameters.
+class Mlp final : public Workload {
+ public:
+  Mlp() {
+    const auto scale = static_cast<float>(std::sqrt(6.0 / kWidth));
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      const std::string name = "layer" + std::to_string(layer);
+      add(name + "_weight", workload_tensor({kWidth, kWidth}, 2 * layer, scale));
+      add(name + "_bias", workload_tensor({kWidth}, 2 * layer + 1, 0.01F));
+    }
+  }
+  void make_data(int rank, int micro_batches) override {
+    for (int m = 0; m < micro_batches; ++m) {
+      inputs_.push_back(workload_tensor({8, kWidth}, input_stream(rank, m), 1.0F));
+      targets_.push_back(workload_tensor({8, kWidth}, target_stream(rank, m), 0.5F));
+    }
+  }
+  at::Tensor loss(int m) override {
+    at::Tensor y = inputs_[m];
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      y = at::linear(y, numbered_[2 * layer], numbered_[2 * layer + 1]);
+      if (layer + 1 < kLayers) y = at::relu(y);
+    }
+    return at::mse_loss(y, targets_[m]);
+  }
+
+ private:
+  static constexpr int64_t kWidth = 1024;
+  static constexpr uint32_t kLayers = 24;
+  std::vector<at::Tensor> inputs_, targets_;
+};
+
+// Six blocks of width 384 over bytes; 10,893,312 parameters in 77 tensors.
+class GptWorkload final : public Workload {
+ public:
+  explicit GptWorkload(c10::ScalarType dtype) : dtype_(dtype) {
+    const auto wide = static_cast<float>(0.02 * std::sqrt(3.0));
+    const auto narrow = static_cast<float>(0.02 * std::sqrt(3.0) / std::sqrt(12.0));
+    matrix("wte", {256, kWidth}, wide);
+    matrix("wpe", {kTime, kWidth}, wide);
+    for (int block = 0; block < kBlocks; ++block) {
+      const std::string b = "block" + std::to_string(block) + "_";
+      norm(b + "ln1");
+      layer(b + "qkv", 3 * kWidth, kWidth, wide);
+      layer(b + "proj", kWidth, kWidth, narrow);
+      norm(b + "ln2");
+      layer(b + "fc", 4 * kWidth, kWidth, wide);
+      layer(b + "out", kWidth, 4 * kWidth, narrow);
+    }
+    norm("lnf");
+    matrix("head", {256, kWidth}, wide);
+  }
+  void make_data(int rank, int micro_batches) override {
+    for (int m = 0; m < micro_batches; ++m) {
+      at::Tensor tokens = at::empty({2, kTime + 1}, at::kLong);
+      for (int64_t i = 0; i < tokens.numel(); ++i) {
+        tokens.mutable_data_ptr<int64_t>()[i] =
+            raw(input_stream(rank, m), static_cast<uint32_t>(i)) & 255U;
+      }
+      tokens_.push_back(tokens);
+    }
+  }
+  at::Tensor loss(int m) override {
+    const at::Tensor input = tokens_[m].narrow(1, 0, kTime);
+    const at::Tensor labels = tokens_[m].narrow(1, 1, kTime).reshape({-1});
+    at::Tensor h = at::embedding(numbered_[0], input) + numbered_[1];
+    size_t next = 2;
+    const auto take = [&]() -> const at::Tensor& { return numbered_[next++]; };
+    const auto normed = [&](const at::Tensor& x) {
+      const at::Tensor &weight = take(), &bias = take();
+      return at::layer_norm(x, {kWidth}, weight, bias, 1e-5);
+    };
+    const auto linear = [&](const at::Tensor& x) {
+      const at::Tensor &weight = take(), &bias = take();
+      return at::linear(x, weight, bias);
+    };
+    for (int block = 0; block < kBlocks; ++block) {
+      const auto parts = linear(normed(h)).split(kWidth, 2);
+      std::vector<at::Tensor> heads;
+      for (const at::Tensor& part : parts) {
+        heads.push_back(part.view({2, kTime, kHeads, kWidth / kHeads}).transpose(1, 2));
+      }
+      const at::Tensor o =
+          at::scaled_dot_product_attention(heads[0], heads[1], heads[2], {}, 0.0, true);
+      h = h + linear(o.transpose(1, 2).reshape({2, kTime, kWidth}));
+      h = h + linear(at::gelu(linear(normed(h))));
+    }
+    const at::Tensor logits = at::matmul(normed(h), numbered_.back().t()).to(at::kFloat);
+    return at::cross_entropy_loss(logits.reshape({-1, 256}), labels);
+  }
+
+ private:
+  static constexpr int64_t kWidth = 384, kTime = 128, kHeads = 6;
+  static constexpr int kBlocks = 6;
+
+  void matrix(const std::string& name, at::IntArrayRef shape, float scale) {
+    add(name, workload_tensor(shape, static_cast<uint32_t>(numbered_.size()), scale).to(dtype_));
+  }
+  void constant(const std::string& name, int64_t size, double value) {
+    add(name, at::full({size}, value, at::kFloat).to(dtype_));
+  }
+  void norm(const std::string& name) {
+    constant(name + "_weight", kWidth, 1.0);
+    constant(name + "_bias", kWidth, 0.0);
+  }
+  void layer(const std::string& name, int64_t out, int64_t in, float scale) {
+    matrix(name + "_weight", {out, in}, scale);
+    constant(name + "_bias", out, 0.0);
+  }
+
+  const c10::ScalarType dtype_;
+  std::vector<at::Tensor> tokens_;
+};
+
+}  // namespace
+
+float workload_value(uint32_t stream, uint32_t index) {
+  return static_cast<float>(raw(stream, index) >> 8) * 0x1p-23F - 1.0F;
+}
+
+at::Tensor workload_tensor(at::IntArrayRef shape, uint32_t stream, float scale) {
+  at::Tensor result = at::empty(shape, at::kFloat);
+  float* data = result.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < result.numel(); ++i) {
+    data[i] = scale * workload_value(stream, static_cast<uint32_t>(i));
+  }
+  return result;
+}
+
+at::Tensor Workload::add(const std::string& name, const at::Tensor& value) {
+  numbered_.push_back(register_parameter(name, value));
+  return numbered_.back();
+}
+
+WorkloadInfo workload_info(const std::string& name) {
+  if (name == "mlp25m" || name == "gpt10m") return {};
+  if (name == "mlp25m_accum4") return {4, at::kFloat};
+  if (name == "gpt10m_bf16") return {1, at::kBFloat16};
+  TORCH_CHECK(false, "workload: expected mlp25m, mlp25m_accum4, gpt10m or gpt10m_bf16, got ", name);
+}
+
+std::shared_ptr<Workload> make_workload(const std::string& name) {
+  const WorkloadInfo info = workload_info(name);
+  if (name.rfind("gpt", 0) == 0) return std::make_shared<GptWorkload>(info.dtype);
+  return std::make_shared<Mlp>();
+}
+
+}  // namespace zero::examples

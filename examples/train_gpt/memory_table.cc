@@ -1,0 +1,38 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "examples/train_gpt/memory_table.h"
+
+#include <iomanip>
+#include <sstream>
+
+namespace zero::examples {
+
+namespace {
+
+void add_row(std::ostringstream& table, const std::string& kind, int64_t sharded,
+             int64_t unsharded) {
+  constexpr double kMegabyte = 1e6;
+  table << "  " << std::left << std::setw(20) << kind << std::right << std::setw(12)
+        << static_cast<double>(sharded) / kMegabyte << std::setw(12)
+        << static_cast<double>(unsharded) / kMegabyte << "\n";
+}
+
+}  // namespace
+
+std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype) {
+  const int64_t working = parameters * static_cast<int64_t>(c10::elementSize(dtype));
+  const int64_t masters = dtype == c10::kFloat ? 0 : 4 * parameters;
+  const int64_t moments = 2 * 4 * parameters;
+  std::ostringstream table;
+  table << std::fixed << std::setprecision(2);
+  table << "  MB                     this rank   unsharded\n";
+  add_row(table, "parameters", sharded.working_parameters, working);
+  add_row(table, "master parameters", sharded.master_parameters, masters);
+  add_row(table, "optimizer state", sharded.optimizer_state, moments);
+  add_row(table, "gradients", sharded.gradient_shards + sharded.full_gradients, working);
+  add_row(table, "buckets", sharded.buckets, 0);
+  add_row(table, "total", sharded.total(), 2 * working + masters + moments);
+  return table.str();
+}
+
+}  // namespace zero::examples

@@ -1,0 +1,47 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "examples/train_gpt/metrics_log.h"
+
+#include <c10/util/Exception.h>
+
+#include <nlohmann/json.hpp>
+
+namespace zero::examples {
+
+namespace {
+
+nlohmann::ordered_json by_kind(const MemoryReport& memory) {
+  return {{"working_parameters", memory.working_parameters},
+          {"master_parameters", memory.master_parameters},
+          {"optimizer_state", memory.optimizer_state},
+          {"gradient_shards", memory.gradient_shards},
+          {"full_gradients", memory.full_gradients},
+          {"buckets", memory.buckets}};
+}
+
+}  // namespace
+
+MetricsLog::MetricsLog(const std::string& path) : path_(path), file_(path) {
+  TORCH_CHECK(file_.good(), "cannot write ", path);
+}
+
+void MetricsLog::write(const StepMetrics& metrics) {
+  // JSON has no NaN and no infinity: nlohmann writes null for them.
+  nlohmann::ordered_json line = {
+      {"step", metrics.step},
+      {"loss", metrics.loss},
+      {"gradient_norm", metrics.gradient_norm},
+      {"learning_rate", metrics.learning_rate},
+      {"loss_scale", metrics.loss_scale},
+      {"skipped", metrics.skipped},
+      {"tokens", metrics.tokens},
+      {"seconds", metrics.seconds},
+      {"tokens_per_second", static_cast<double>(metrics.tokens) / metrics.seconds},
+      {"memory", by_kind(metrics.memory)},
+  };
+  if (metrics.validation_loss) line["validation_loss"] = *metrics.validation_loss;
+  file_ << line.dump() << std::endl;
+  TORCH_CHECK(file_.good(), "cannot write ", path_);
+}
+
+}  // namespace zero::examples

@@ -1,0 +1,140 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Trains a byte-level GPT on real text with several ranks.
+//
+// Usage:
+//   ./bazelw run //examples:train_gpt
+//   ./bazelw run //examples:train_gpt -- --nproc 4 --stage 1 --data ~/notes --log metrics.jsonl
+//   ./bazelw run //examples:train_gpt -- --checkpoints run --save-every 100 --resume
+//   torchrun --no-python --nproc-per-node 2 bazel-bin/examples/train_gpt/train_gpt
+//
+// Without --data it reads the C++ headers of the libtorch it was built with.
+#include <ATen/Parallel.h>
+#include <unistd.h>
+#include <zero_libtorch_paths.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string>
+
+#include "examples/train_gpt/byte_dataset.h"
+#include "examples/train_gpt/memory_table.h"
+#include "examples/train_gpt/sample_text.h"
+#include "examples/train_gpt/stop_signal.h"
+#include "examples/train_gpt/train_options.h"
+#include "examples/train_gpt/trainer.h"
+#include "zero/launch.h"
+#include "zero/process_group.h"
+
+namespace {
+
+using zero::examples::ByteDataset;
+using zero::examples::kUsageError;
+using zero::examples::TrainOptions;
+
+void print_beginning(const TrainOptions& options, const ByteDataset& data, int world_size,
+                     int64_t parameters) {
+  std::printf("text: %.1f MB in %lld files, %.1f MB of it held out\n",
+              static_cast<double>(data.training_bytes() + data.validation_bytes()) / 1e6,
+              static_cast<long long>(data.files()),
+              static_cast<double>(data.validation_bytes()) / 1e6);
+  std::printf("model: %lld parameters in %s on %s; %d ranks, stage %lld\n",
+              static_cast<long long>(parameters), options.dtype_name.c_str(),
+              options.device.c_str(), world_size, static_cast<long long>(options.stage));
+  std::fflush(stdout);
+}
+
+void print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
+  std::printf(
+      "\nmemory at the end of the last backward pass\n%s",
+      zero::examples::memory_table(trainer.memory(), trainer.parameter_count(), options.dtype)
+          .c_str());
+  if (options.sample_bytes == 0) return;
+  const std::string text = zero::examples::sample_text(
+      trainer.model(), options.prompt,
+      {.bytes = options.sample_bytes, .temperature = options.temperature, .seed = options.seed});
+  std::printf("\nsample\n%s\n", zero::examples::printable(text).c_str());
+}
+
+// False, after a line from one rank, when the global batch does not suit `world_size` ranks.
+bool accepts_batch(const TrainOptions& options, int world_size, bool reports) {
+  const std::string problem = zero::examples::batch_problem(options, world_size);
+  if (!problem.empty() && reports) std::fprintf(stderr, "train_gpt: %s\n", problem.c_str());
+  return problem.empty();
+}
+
+zero::Group make_group(const TrainOptions& options) {
+  zero::InitOptions init;
+  if (options.device == "cpu") init.device = at::kCPU;
+  init.nccl = options.transport == "nccl";
+  const zero::Group group = zero::init_process_group(init);
+  TORCH_CHECK(group.device().str().starts_with(options.device), "--device ", options.device,
+              ": expected a GPU and a program built with --config=cuda, got ", group.device().str(),
+              " on rank ", group.rank());
+  return group;
+}
+
+int train(const TrainOptions& options, const ByteDataset& data) {
+  at::set_num_threads(options.threads);
+  const zero::Group group = make_group(options);
+  const bool reports = group.rank() == 0;
+  if (!accepts_batch(options, group.world_size(), reports)) return kUsageError;
+  zero::examples::Trainer trainer(options, data, group);
+  if (reports) {
+    print_beginning(options, data, group.world_size(), trainer.parameter_count());
+  }
+  if (!options.checkpoints.empty()) zero::examples::watch_stop_signal();
+  const int64_t first_step = trainer.begin();
+  if (reports && first_step > 0) {
+    std::printf("resumed after step %lld\n", static_cast<long long>(first_step));
+  }
+  const double before = trainer.validation_loss();
+  if (reports) std::printf("validation loss before training: %.4f nats per byte\n", before);
+  const bool finished = trainer.train(first_step);
+  if (!finished && reports) {
+    std::printf("stopped by SIGTERM; --resume goes on from %s\n", options.checkpoints.c_str());
+  }
+  if (finished && reports) print_end(options, trainer);
+  return 0;
+}
+
+// Whether a launcher decides the number of ranks, and not --nproc.
+bool is_launched() {
+  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}) {
+    if (std::getenv(name) != nullptr) return true;
+  }
+  return false;
+}
+
+// What can be wrong with the arguments is found here where possible, before
+// there are several ranks to complain about it.
+int run(int argc, char** argv) {
+  TrainOptions options;
+  if (const auto status = zero::examples::parse_train_options(argc, argv, options)) return *status;
+  if (!is_launched() && !accepts_batch(options, options.nproc, /*reports=*/true)) {
+    return kUsageError;
+  }
+  if (options.data.empty()) options.data.push_back(zero::kLibtorchIncludePath);
+  const ByteDataset data({.paths = options.data, .context = options.context, .seed = options.seed});
+  return zero::launch_local(options.nproc, [&] { return train(options, data); });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  // `bazel run` starts programs elsewhere; paths mean what they meant to the user.
+  if (const char* folder = std::getenv("BUILD_WORKING_DIRECTORY")) {
+    if (chdir(folder) != 0) std::perror(folder);
+  }
+  try {
+    return run(argc, argv);
+  } catch (const c10::Error& error) {
+    // Not what(), which adds a C++ backtrace.
+    std::fprintf(stderr, "train_gpt: %s\n", error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "train_gpt: %s\n", error.what());
+  }
+  return 1;
+}

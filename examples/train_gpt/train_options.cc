@@ -1,0 +1,253 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "examples/train_gpt/train_options.h"
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <utility>
+
+namespace zero::examples {
+
+namespace {
+
+const std::map<std::string, c10::ScalarType> kDtypes = {
+    {"float32", c10::kFloat}, {"bfloat16", c10::kBFloat16}, {"float16", c10::kHalf}};
+
+// CLI11's own range check prints the limits as reals.
+CLI::Validator whole_number(int64_t low, int64_t high = 1'000'000'000) {
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        int64_t value = 0;
+        if (CLI::detail::lexical_cast(text, value) && value >= low && value <= high) return {};
+        return "expected a whole number from " + std::to_string(low) + " to " +
+               std::to_string(high) + ", got " + text;
+      },
+      "");
+}
+
+// CLI11 would take "nan" and "inf" for numbers.
+CLI::Validator number(double low, double high, const std::string& expected) {
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        double value = 0.0;
+        const bool parsed = CLI::detail::lexical_cast(text, value) && std::isfinite(value);
+        return parsed && value >= low && value <= high ? ""
+                                                       : "expected " + expected + ", got " + text;
+      },
+      "");
+}
+
+CLI::Validator positive() { return number(1e-30, 1e30, "a number above 0"); }
+
+void add_model_options(CLI::App& app, TrainOptions& options) {
+  const std::string group = "Text and model";
+  CLI::Validator existing = CLI::ExistingPath;
+  existing.description("");
+  app.add_option("--data", options.data,
+                 "Files, and folders whose text files are read (default: libtorch's headers)")
+      ->default_str("")
+      ->type_name("PATH")
+      ->check(existing)
+      ->group(group);
+  app.add_option("--context", options.context, "Bytes in a sequence")->group(group);
+  app.add_option("--layers", options.layers, "Transformer blocks")->group(group);
+  app.add_option("--width", options.width, "Width of the model, a multiple of --heads")
+      ->group(group);
+  app.add_option("--heads", options.heads, "Attention heads of a block")->group(group);
+  for (const char* name : {"--context", "--layers", "--width", "--heads"}) {
+    app.get_option(name)->check(whole_number(1))->type_name("N");
+  }
+  app.add_option("--device", options.device, "Where the model is; cuda needs --config=cuda")
+      ->type_name("")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->group(group);
+  app.add_option("--dtype", options.dtype_name, "Of parameters and gradients")
+      ->type_name("")
+      ->check(CLI::IsMember(kDtypes))
+      ->group(group);
+}
+
+void add_optimisation_options(CLI::App& app, TrainOptions& options) {
+  const std::string group = "Optimisation";
+  app.add_option("--steps", options.steps, "Optimizer steps")
+      ->check(whole_number(1))
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--batch", options.batch,
+                 "Sequences in a step, over all ranks and micro-batches together")
+      ->check(whole_number(1))
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--accumulate", options.accumulate,
+                 "Micro-batches a rank computes one after another in a step")
+      ->check(whole_number(1))
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--lr", options.learning_rate, "Peak learning rate of AdamW")
+      ->check(positive())
+      ->type_name("X")
+      ->group(group);
+  app.add_option("--warmup", options.warmup, "Part of the steps in which the learning rate rises")
+      ->check(number(0.0, 1.0, "a number from 0 to 1"))
+      ->type_name("X")
+      ->group(group);
+  app.add_option("--weight-decay", options.weight_decay, "Of the matrices; vectors have none")
+      ->check(number(0.0, 1e30, "a number of at least 0"))
+      ->type_name("X")
+      ->group(group);
+  app.add_option("--max-norm", options.max_norm, "Gradients are clipped to this norm")
+      ->check(positive())
+      ->type_name("X")
+      ->group(group);
+  app.add_option("--seed", options.seed, "Of the initial model and of the order of the data")
+      ->check(whole_number(0))
+      ->type_name("N")
+      ->group(group);
+}
+
+void add_rank_options(CLI::App& app, TrainOptions& options) {
+  const std::string group = "Ranks";
+  app.add_option("--nproc", options.nproc,
+                 "Ranks to start here, unless torchrun, mpirun or srun started this one")
+      ->check(whole_number(1, 1024))
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--threads", options.threads, "Threads of every rank")
+      ->check(whole_number(1))
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--stage", options.stage,
+                 "What is split over the ranks: 1 optimizer state, 2 gradients as well")
+      ->check(CLI::IsMember({1, 2}))
+      ->type_name("")
+      ->group(group);
+  app.add_option("--transport", options.transport,
+                 "Between GPUs; gloo also where ranks share a GPU")
+      ->check(CLI::IsMember({"nccl", "gloo"}))
+      ->type_name("")
+      ->group(group);
+}
+
+void add_checkpoint_options(CLI::App& app, TrainOptions& options) {
+  const std::string group = "Checkpoints";
+  auto* folder = app.add_option("--checkpoints", options.checkpoints,
+                                "Folder that all ranks share; SIGTERM saves there and ends")
+                     ->type_name("DIR")
+                     ->group(group);
+  app.add_option("--save-every", options.save_every, "Steps between two checkpoints")
+      ->check(whole_number(1))
+      ->needs(folder)
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--keep", options.keep, "Checkpoints to keep, the newest ones")
+      ->check(whole_number(1))
+      ->needs(folder)
+      ->type_name("N")
+      ->group(group);
+  app.add_flag("--resume", options.resume,
+               "Go on from the newest one, on any number of ranks; without one begin")
+      ->needs(folder)
+      ->group(group);
+}
+
+void add_report_options(CLI::App& app, TrainOptions& options) {
+  const std::string group = "Reports";
+  app.add_option("--log", options.log, "Write one JSON object a step to this file")
+      ->type_name("FILE")
+      ->group(group);
+  app.add_option("--metrics", options.metrics,
+                 "Write the same to steps-<first step>.jsonl in this folder, for plot_metrics.py")
+      ->type_name("DIR")
+      ->group(group);
+  auto* trace = app.add_option("--trace", options.trace,
+                               "Write a Chrome trace of some steps of rank 0 to this file")
+                    ->type_name("FILE")
+                    ->group(group);
+  app.add_option("--trace-steps", options.trace_steps, "Steps in it, from the third of the run on")
+      ->check(whole_number(1, 1000))
+      ->needs(trace)
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--validate-every", options.validate_every,
+                 "Steps between measurements of the validation loss")
+      ->check(whole_number(1))
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--validation-sequences", options.validation_sequences,
+                 "Held-out sequences in one such measurement")
+      ->check(whole_number(1))
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--prompt", options.prompt, "Where the text sampled at the end begins")
+      ->type_name("TEXT")
+      ->group(group);
+  app.add_option("--sample-bytes", options.sample_bytes, "Bytes of text to sample; 0: none")
+      ->check(whole_number(0))
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--temperature", options.temperature,
+                 "Of the sampling: below 1 likelier text, above 1 wilder text")
+      ->check(positive())
+      ->type_name("X")
+      ->group(group);
+}
+
+int refuse(const std::string& reason) {
+  std::fprintf(stderr, "train_gpt: %s\n", reason.c_str());
+  return kUsageError;
+}
+
+}  // namespace
+
+std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& options) {
+  CLI::App app(
+      "Trains a byte-level GPT on text, with the optimizer's state (stage 1) and the\n"
+      "gradients (stage 2) split over the ranks.");
+  app.option_defaults()->always_capture_default();
+  app.get_formatter()->column_width(32);
+  add_model_options(app, options);
+  add_optimisation_options(app, options);
+  add_rank_options(app, options);
+  add_checkpoint_options(app, options);
+  add_report_options(app, options);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    return refuse(std::string(error.what()) + " (--help lists the options)");
+  }
+  options.dtype = kDtypes.at(options.dtype_name);
+  if (options.width % options.heads != 0) {
+    return refuse("--width: expected a multiple of --heads " + std::to_string(options.heads) +
+                  ", got " + std::to_string(options.width));
+  }
+  for (const auto& [name, file] : {std::pair("--log", options.log), {"--trace", options.trace}}) {
+    if (!file.empty() && !std::ofstream(file, std::ios::app)) {
+      return refuse(std::string(name) + ": cannot write " + file);
+    }
+  }
+  std::error_code error;
+  if (!options.metrics.empty() && !std::filesystem::create_directories(options.metrics, error) &&
+      !std::filesystem::is_directory(options.metrics)) {
+    return refuse("--metrics: cannot make the folder " + options.metrics);
+  }
+  if (options.sample_bytes > 0 && options.prompt.empty()) {
+    return refuse("--prompt: expected some text to begin with; --sample-bytes 0 samples none");
+  }
+  return std::nullopt;
+}
+
+std::string batch_problem(const TrainOptions& options, int world_size) {
+  const int64_t parts = world_size * options.accumulate;
+  if (options.batch % parts == 0) return {};
+  return "--batch: expected a multiple of " + std::to_string(parts) + " (" +
+         std::to_string(world_size) + " ranks times --accumulate " +
+         std::to_string(options.accumulate) + "), got " + std::to_string(options.batch);
+}
+
+}  // namespace zero::examples

@@ -1,0 +1,237 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "examples/train_gpt/trainer.h"
+
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/full.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+#include <torch/optim/adamw.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include "examples/train_gpt/progress.h"
+#include "examples/train_gpt/step_trace.h"
+#include "examples/train_gpt/stop_signal.h"
+#include "zero/checkpoint.h"
+
+namespace zero::examples {
+
+namespace {
+
+// Held-out sequences in one forward pass: enough to keep a core busy, few
+// enough not to decide the peak of memory.
+constexpr int64_t kValidationBatch = 16;
+
+// The library's default suits models a hundred times larger; this one would fit
+// into one bucket, and buffers for it would outweigh what sharding saves.
+constexpr int64_t kBucketBytes = 256 << 10;
+
+// The same initial values on every device.
+Gpt make_model(const TrainOptions& options, at::Device device) {
+  torch::manual_seed(options.seed);
+  Gpt model(GptOptions{.context = options.context,
+                       .layers = options.layers,
+                       .width = options.width,
+                       .heads = options.heads});
+  model->to(device, options.dtype);
+  return model;
+}
+
+// Decay pulls matrices towards zero and leaves biases and layer norms alone,
+// which have no redundancy to shed.
+std::unique_ptr<torch::optim::Optimizer> make_adamw(Gpt& model, const TrainOptions& options) {
+  std::vector<at::Tensor> matrices;
+  std::vector<at::Tensor> vectors;
+  for (const at::Tensor& parameter : model->parameters()) {
+    (parameter.dim() > 1 ? matrices : vectors).push_back(parameter);
+  }
+  // Some true gradients are zero, such as those of the keys' biases, which cancel
+  // in the softmax. With AdamW's usual 1e-8 their rounding errors would become
+  // steps of full size, and runs on different numbers of ranks would drift apart.
+  const auto defaults = torch::optim::AdamWOptions(options.learning_rate)
+                            .betas({0.9, 0.95})
+                            .eps(1e-6)
+                            .weight_decay(options.weight_decay);
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::move(matrices));
+  groups.emplace_back(std::move(vectors));
+  auto adamw = std::make_unique<torch::optim::AdamW>(groups, defaults);
+  // Set here and not on the group above: torch takes a group's option that
+  // happens to equal AdamWOptions' own default for one that was not given.
+  static_cast<torch::optim::AdamWOptions&>(adamw->param_groups()[1].options()).weight_decay(0.0);
+  return adamw;
+}
+
+// Reaches its end in the last step.
+LrFactor make_schedule(const TrainOptions& options) {
+  const int64_t warmup = std::llround(options.warmup * static_cast<double>(options.steps));
+  const int64_t falling = std::max<int64_t>(options.steps - 1 - warmup, 1);
+  return linear_warmup(warmup, cosine_decay(falling, 0.1));
+}
+
+}  // namespace
+
+Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group)
+    : options_(options),
+      data_(data),
+      device_(group.device()),
+      metrics_(group.make_communicator("metrics", Purpose::kControl)),
+      model_(make_model(options, device_)),
+      optimizer_(*model_, make_adamw(model_, options), group,
+                 ZeroOptions().stage(options.stage).bucket_bytes(kBucketBytes)),
+      schedule_(optimizer_, make_schedule(options)) {}
+
+int64_t Trainer::parameter_count() const {
+  int64_t count = 0;
+  for (const at::Tensor& parameter : model_->parameters()) count += parameter.numel();
+  return count;
+}
+
+at::Tensor Trainer::loss(const Sequences& sequences) {
+  RECORD_FUNCTION("train_gpt::forward", std::vector<c10::IValue>());
+  const at::Tensor logits = model_(sequences.inputs.to(device_));
+  return at::cross_entropy_loss(logits.flatten(0, 1), sequences.targets.to(device_).flatten());
+}
+
+double Trainer::mean_over_ranks(double value) {
+  const at::Tensor sum = at::full({1}, value, at::kDouble);
+  metrics_->all_reduce_sum(sum, "mean of a loss").wait();
+  return sum.item<double>() / metrics_->world_size();
+}
+
+StepMetrics Trainer::train_step(int64_t step) {
+  const auto start = std::chrono::steady_clock::now();
+  RECORD_FUNCTION("train_gpt::step", std::vector<c10::IValue>());
+  StepMetrics metrics;
+  const int64_t micro_batch = options_.batch / (metrics_->world_size() * options_.accumulate);
+  double local_loss = 0.0;
+  for (int64_t micro = 0; micro < options_.accumulate; ++micro) {
+    // All but the last micro-batch only add to p.grad(); the last one sends.
+    const auto guard = optimizer_.no_sync(micro + 1 < options_.accumulate);
+    const int64_t first = (metrics_->rank() * options_.accumulate + micro) * micro_batch;
+    const at::Tensor part =
+        loss(data_.training_sequences(step, first, micro_batch)) / options_.accumulate;
+    optimizer_.backward(part);
+    local_loss += part.item<double>();
+  }
+  metrics.loss_scale = optimizer_.loss_scale();
+  const at::Tensor norm = optimizer_.clip_grad_norm_(options_.max_norm);
+  const bool stop_here = stop_requested();
+  metrics.memory = memory_ = optimizer_.memory();
+  metrics.learning_rate = optimizer_.param_groups()[0].options().get_lr();
+  optimizer_.step();
+  schedule_.step();
+  metrics.step = step + 1;
+  metrics.loss = mean_over_ranks(local_loss);
+  // Signals come to ranks at different times; only together may they stop.
+  if (!options_.checkpoints.empty()) stop_ = mean_over_ranks(stop_here ? 1.0 : 0.0) > 0;
+  metrics.gradient_norm = norm.item<double>();
+  metrics.skipped = optimizer_.step_skipped();
+  metrics.tokens = options_.batch * options_.context;
+  metrics.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return metrics;
+}
+
+double Trainer::validation_loss() {
+  const c10::NoGradGuard no_grad;
+  const int64_t total = options_.validation_sequences;
+  const int64_t world_size = metrics_->world_size();
+  // This rank's share; ranks may have one sequence more or less than others, or none.
+  int64_t next = total * metrics_->rank() / world_size;
+  const int64_t end = total * (metrics_->rank() + 1) / world_size;
+  double sum = 0.0;
+  while (next < end) {
+    const int64_t count = std::min(end - next, kValidationBatch);
+    sum += loss(data_.validation_sequences(total, next, count)).item<double>() *
+           static_cast<double>(count);
+    next += count;
+  }
+  return mean_over_ranks(sum) * static_cast<double>(world_size) / static_cast<double>(total);
+}
+
+void Trainer::save(int64_t steps) {
+  // What a step draws from the text depends on these alone.
+  optimizer_.save_checkpoint(options_.checkpoints + "/step-" + std::to_string(steps),
+                             SaveOptions()
+                                 .overwrite(true)
+                                 .include("schedule", schedule_)
+                                 .metadata({{"step", std::to_string(steps)},
+                                            {"batch", std::to_string(options_.batch)},
+                                            {"seed", std::to_string(options_.seed)}}));
+  if (metrics_->rank() == 0) keep_last(options_.checkpoints, options_.keep);
+}
+
+int64_t Trainer::begin() {
+  if (options_.checkpoints.empty()) return 0;
+  const auto newest = latest(options_.checkpoints);
+  // All ranks must find the same one.
+  const auto found = metrics_->all_gather_text(newest.value_or("none"), "newest checkpoint");
+  for (const std::string& path : found) {
+    TORCH_CHECK(path == found[0],
+                "--checkpoints: expected the same newest checkpoint on all ranks, got ", found[0],
+                " and ", path);
+  }
+  if (!newest) return 0;
+  // Steps have the same names in every run: this one would write over the other's.
+  TORCH_CHECK(options_.resume, "--checkpoints: expected a folder without checkpoints for a new ",
+              "run, got ", *newest, " of an earlier one; add --resume to go on from it, or choose ",
+              "another folder");
+  return resume(*newest);
+}
+
+int64_t Trainer::resume(const std::string& checkpoint) {
+  const LoadReport report =
+      optimizer_.load_checkpoint(checkpoint, LoadOptions().include("schedule", schedule_));
+  const auto expect = [&](const char* name, const std::string& value) {
+    const auto saved = report.metadata.find(name);
+    TORCH_CHECK(saved != report.metadata.end() && saved->second == value, "--", name, ": expected ",
+                saved == report.metadata.end() ? "one" : saved->second, " as in ", checkpoint,
+                ", got ", value);
+  };
+  expect("batch", std::to_string(options_.batch));
+  expect("seed", std::to_string(options_.seed));
+  return std::stoll(report.metadata.at("step"));
+}
+
+std::vector<MetricsLog> Trainer::open_logs(int64_t first_step) const {
+  std::vector<MetricsLog> logs;
+  if (metrics_->rank() != 0) return logs;
+  if (!options_.log.empty()) logs.emplace_back(options_.log);
+  // A run that goes on leaves what its beginning wrote.
+  if (!options_.metrics.empty()) {
+    logs.emplace_back(options_.metrics + "/steps-" + std::to_string(first_step) + ".jsonl");
+  }
+  return logs;
+}
+
+bool Trainer::train(int64_t first_step) {
+  const bool reports = metrics_->rank() == 0;
+  std::optional<Progress> progress;
+  std::vector<MetricsLog> logs = open_logs(first_step);
+  if (reports) progress.emplace(stdout, first_step, options_.steps);
+  // The first steps make buffers and connections: not what one wants to see.
+  const int64_t settled = std::min(first_step + 2, options_.steps - 1);
+  StepTrace trace(reports ? options_.trace : "", settled, options_.trace_steps);
+  for (int64_t step = first_step; step < options_.steps; ++step) {
+    trace.before_step(step);
+    StepMetrics metrics = train_step(step);
+    if (metrics.step % options_.validate_every == 0 || metrics.step == options_.steps) {
+      metrics.validation_loss = validation_loss();
+    }
+    if (progress) progress->show(metrics);
+    for (MetricsLog& log : logs) log.write(metrics);
+    const bool save_now =
+        stop_ || metrics.step % options_.save_every == 0 || metrics.step == options_.steps;
+    if (!options_.checkpoints.empty() && save_now) save(metrics.step);
+    if (stop_) return false;
+  }
+  return true;
+}
+
+}  // namespace zero::examples

@@ -1,0 +1,85 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The training loop of train_gpt: one model, one ZeroOptimizer, and the steps
+// that join them. Every method is called by all ranks.
+//
+//   Trainer trainer(options, data, zero::init_process_group());
+//   trainer.train(/*first_step=*/0);
+//
+// What a step computes depends on (options, data, step) and on the model it
+// starts from, not on how many ranks share the global batch.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "examples/train_gpt/byte_dataset.h"
+#include "examples/train_gpt/gpt.h"
+#include "examples/train_gpt/metrics_log.h"
+#include "examples/train_gpt/step_metrics.h"
+#include "examples/train_gpt/train_options.h"
+#include "zero/lr_schedule.h"
+#include "zero/process_group.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero::examples {
+
+class Trainer {
+ public:
+  // Collective. Builds the model from options.seed. `data` must outlive the
+  // trainer.
+  Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group);
+
+  // Collective. With options.resume loads the newest checkpoint in options.checkpoints and
+  // returns the step to go on with; 0 if there is none. Throws when it was made with another
+  // batch or seed, since the data would not go on where it ended; when its learning rates are
+  // those of other options; and without options.resume when there is one, which a new run would
+  // overwrite.
+  int64_t begin();
+
+  // Collective. Trains steps first_step to options.steps - 1, and saves every
+  // options.save_every of them. Rank 0 reports each on standard output and in
+  // options.log and options.metrics, and writes options.trace. False when SIGTERM reached any rank:
+  // then all have saved and stopped after the same step.
+  bool train(int64_t first_step);
+
+  // Collective. Nats per byte over the held-out text, the same on every rank.
+  double validation_loss();
+
+  Gpt& model() { return model_; }
+  ZeroOptimizer& optimizer() { return optimizer_; }
+  int64_t parameter_count() const;
+
+  // Bytes this rank held in the last step, when gradients were complete and
+  // not yet used: the most it holds at any time outside the backward pass.
+  const MemoryReport& memory() const { return memory_; }
+
+ private:
+  // Collective. The step to go on with.
+  int64_t resume(const std::string& checkpoint);
+  // Collective. Step `step`, counted from 0. The result lacks the validation loss.
+  StepMetrics train_step(int64_t step);
+  // The files of options.log and options.metrics, on rank 0.
+  std::vector<MetricsLog> open_logs(int64_t first_step) const;
+  // Collective. After `steps` steps.
+  void save(int64_t steps);
+  // The mean loss over `sequences`, and over its graph the gradient.
+  at::Tensor loss(const Sequences& sequences);
+  // Collective.
+  double mean_over_ranks(double value);
+
+  TrainOptions options_;
+  const ByteDataset& data_;
+  const at::Device device_;
+  std::unique_ptr<Communicator> metrics_;  // losses travel apart from gradients
+  Gpt model_;
+  ZeroOptimizer optimizer_;
+  LrSchedule schedule_;
+  MemoryReport memory_;
+  bool stop_ = false;  // SIGTERM came to some rank; the same on all
+};
+
+}  // namespace zero::examples

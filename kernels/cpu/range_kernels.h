@@ -1,0 +1,64 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Private: the single-threaded CPU loops, one table of them per instruction set.
+//
+// A range is a contiguous piece that one thread works on. The loops are written
+// once, in range_kernels_impl.h, and compiled by range_kernels_default.cc,
+// range_kernels_avx2.cc and range_kernels_avx512.cc with the flags of their
+// names and with -ffp-contract=off, so that all three give the same bits.
+//
+// This header and all that those files include hold no inline functions with
+// external linkage: the linker could keep the AVX-512 copy of such a function
+// for everybody, which then would crash on older processors.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/detail/update_rules.h"
+#include "kernels/segments.h"
+
+namespace zero::kernels {
+
+enum class ElementType : int { kFloat = 0, kBFloat16 = 1, kHalf = 2 };
+
+// sum_rows() for elements [0, numel) of the given pointers; rows are row_stride
+// elements apart, or begin at element `begin` of rows[r] where that is given.
+struct SumRowsRange {
+  const void* const* rows;
+  int64_t begin;
+  const void* received;
+  const void* own;
+  float* shard;
+  int64_t row_stride;
+  int64_t numel;
+  int64_t world_size;
+  int64_t own_rank;
+  ElementType type;
+  float factor;
+  bool accumulate;
+};
+
+struct RangeKernels {
+  const char* name;
+  void (*cast_copy)(const void* source, ElementType source_type, void* destination,
+                    ElementType destination_type, int64_t numel, const void* addend);
+  void (*sum_rows)(const SumRowsRange& range);
+  // The sums add up in an order that depends on numel alone.
+  double (*sum_of_squares)(const float* values, int64_t numel);
+  double (*sum_of_abs)(const float* values, int64_t numel);
+  int64_t (*count_nonfinite)(const float* values, int64_t numel);
+  int32_t (*max_abs_bits)(const float* values, int64_t numel);
+  // Here `working` is null where nothing is to be written, never the master.
+  void (*adam)(const AdamSegment& range, const AdamCoefficients& coefficients,
+               float gradient_coefficient, ElementType working_type);
+  void (*sgd)(const SgdSegment& range, const SgdCoefficients& coefficients,
+              float gradient_coefficient, ElementType working_type);
+};
+
+// Null where the file was compiled for another processor.
+const RangeKernels* default_range_kernels();
+const RangeKernels* avx2_range_kernels();
+const RangeKernels* avx512_range_kernels();
+
+}  // namespace zero::kernels

@@ -1,0 +1,18 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CPU loops for -mavx2 -mfma -mf16c.
+#include "kernels/cpu/range_kernels_impl.h"
+
+namespace zero::kernels {
+
+const RangeKernels* avx2_range_kernels() {
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+  static constexpr RangeKernels kTable = make_range_kernels("avx2");
+  return &kTable;
+#else
+  return nullptr;
+#endif
+}
+
+}  // namespace zero::kernels

@@ -1,0 +1,45 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Private: what the .cu files offer. They are compiled with the CUDA toolkit
+// alone, so nothing here mentions torch; no_cuda.cc has the same functions for
+// programs built without CUDA.
+//
+// The arguments are those of the public functions, checked by them. `stream` is a
+// cudaStream_t. Every function enqueues, never waits, and returns null or the
+// text of the CUDA error.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cpu/range_kernels.h"
+#include "kernels/detail/update_rules.h"
+#include "kernels/segments.h"
+
+namespace zero::kernels::cuda {
+
+const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType source_type,
+                            ElementType destination_type, bool with_addend, void* stream);
+
+const char* fill_zero(void* destination, int64_t bytes, void* stream);
+
+// The factor is range.factor, times *device_scale where that is not null.
+const char* sum_rows(const SumRowsRange& range, const float* device_scale, void* stream);
+
+// p = 2 is the sum of squares.
+const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,
+                              void* stream);
+
+const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result, void* stream);
+
+// The fields of `coefficients` that depend on the step are set for each segment.
+const char* adam_step(const AdamSegment* segments, int64_t count,
+                      const AdamCoefficients& coefficients, const AdamPowers& powers,
+                      const float* gradient_coefficient, const double* nonfinite,
+                      ElementType working_type, void* stream);
+
+const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
+                     const float* gradient_coefficient, const double* nonfinite,
+                     ElementType working_type, void* stream);
+
+}  // namespace zero::kernels::cuda

@@ -1,0 +1,38 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Stands in for the .cu files in programs built without CUDA.
+#include <c10/util/Exception.h>
+
+#include "kernels/cuda/cuda_kernels.h"
+
+namespace zero::kernels::cuda {
+namespace {
+
+[[noreturn]] void fail(const char* function) {
+  TORCH_CHECK(false, "zero::kernels::", function,
+              " was called for CUDA memory, but this program was built without CUDA kernels. "
+              "Build it with --config=cuda.");
+}
+
+}  // namespace
+
+const char* cast_copy_spans(const CopySpan*, int64_t, ElementType, ElementType, bool, void*) {
+  fail("cast_copy");
+}
+const char* fill_zero(void*, int64_t, void*) { fail("fill_zero"); }
+const char* sum_rows(const SumRowsRange&, const float*, void*) { fail("sum_rows"); }
+const char* sum_of_abs_powers(const ConstSpan*, int64_t, double, double*, void*) {
+  fail("sum_of_abs_powers");
+}
+const char* max_abs_bits(const ConstSpan*, int64_t, int64_t*, void*) { fail("max_abs_bits"); }
+const char* adam_step(const AdamSegment*, int64_t, const AdamCoefficients&, const AdamPowers&,
+                      const float*, const double*, ElementType, void*) {
+  fail("adam_step");
+}
+const char* sgd_step(const SgdSegment*, int64_t, const SgdCoefficients&, const float*,
+                     const double*, ElementType, void*) {
+  fail("sgd_step");
+}
+
+}  // namespace zero::kernels::cuda

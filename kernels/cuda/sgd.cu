@@ -1,0 +1,84 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// sgd_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
+#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/cuda_tiles.cuh"
+
+namespace zero::kernels::cuda {
+namespace {
+
+// One pack of elements; kFirst: the momentum is assigned and not read.
+template <bool kMomentum, bool kFirst, int kCount, class W>
+__device__ void update(const SgdSegment& s, const SgdCoefficients& c, float coefficient, int64_t i,
+                       W* working) {
+  auto p = load<kCount>(static_cast<const float*>(s.master + i));
+  const auto g = load<kCount>(s.gradient + i);
+  Pack<float, kCount> b{};
+  if constexpr (kMomentum && !kFirst) {
+    b = load<kCount>(static_cast<const float*>(s.momentum + i));
+  }
+  Pack<W, kCount> narrowed;
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    sgd_element<kMomentum, kFirst>(c, g.values[e] * coefficient, p.values[e], b.values[e]);
+    narrow(p.values[e], narrowed.values[e]);
+  }
+  store<kCount>(s.master + i, p);
+  if constexpr (kMomentum) {
+    store<kCount>(s.momentum + i, b);
+  }
+  if (working != nullptr) {
+    store<kCount>(working + i, narrowed);
+  }
+}
+
+template <class W, bool kMomentum>
+__global__ void __launch_bounds__(kThreads)
+    sgd_kernel(const __grid_constant__ Tiles<SgdSegment> table, const SgdCoefficients c,
+               const float* gradient_coefficient, const double* nonfinite) {
+  constexpr int kWidth = 4;  // 16 bytes of fp32
+  if (nonfinite != nullptr && *nonfinite != 0.0) {
+    return;
+  }
+  const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
+  for_each_tile(table, [&](const SgdSegment& s, int64_t begin, int64_t end) {
+    W* working = static_cast<W*>(s.working);
+    const bool first = s.device_step != nullptr ? *s.device_step == 1.0F : s.first_step;
+    const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.gradient) &&
+                         aligned<kWidth>(working) && (!kMomentum || aligned<kWidth>(s.momentum));
+    for_each_pack<kWidth>(begin, end, vectors, [&](auto width, int64_t i) {
+      constexpr int kCount = decltype(width)::value;
+      if (first) {
+        update<kMomentum, true, kCount>(s, c, coefficient, i, working);
+      } else {
+        update<kMomentum, false, kCount>(s, c, coefficient, i, working);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
+                     const float* gradient_coefficient, const double* nonfinite,
+                     ElementType working_type, void* stream) {
+  const auto segment_of = [&](int64_t i) {
+    SgdSegment segment = segments[i];
+    if (segment.working == static_cast<void*>(segment.master)) {
+      segment.working = nullptr;
+    }
+    return segment;
+  };
+  return for_each_table<SgdSegment>(
+      count, segment_of, [&](const Tiles<SgdSegment>& table, int grid) {
+        with_device_type(working_type, [&]<class W>(W*) {
+          const auto kernel =
+              coefficients.momentum != 0.0F ? sgd_kernel<W, true> : sgd_kernel<W, false>;
+          kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+              table, coefficients, gradient_coefficient, nonfinite);
+        });
+      });
+}
+
+}  // namespace zero::kernels::cuda

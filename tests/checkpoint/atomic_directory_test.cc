@@ -1,0 +1,330 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Folders that appear complete or not at all, on file systems that cannot exchange
+// folders or have no locks, with saves that overlap and saves that are killed.
+//
+// This file's own renameat2(), rename() and fcntl() take the place of the C library's in
+// the whole program: they play such a file system, or end the process.
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdarg>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "zero/checkpoint.h"
+#include "zero/checkpoint/atomic_directory.h"
+#include "zero/checkpoint/hashed_file.h"
+#include "zero/checkpoint/manifest.h"
+
+namespace {
+
+bool has_exchange = true;
+bool has_locks = true;
+std::function<void()> before_rename;
+
+}  // namespace
+
+extern "C" int renameat2(int from_folder, const char* from, int to_folder, const char* to,
+                         unsigned int flags) noexcept {
+  if (!has_exchange && flags != 0) {
+    errno = EINVAL;
+    return -1;
+  }
+  return static_cast<int>(syscall(SYS_renameat2, from_folder, from, to_folder, to, flags));
+}
+
+extern "C" int rename(const char* from, const char* to) noexcept {
+  if (before_rename) before_rename();
+  return static_cast<int>(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0));
+}
+
+extern "C" int fcntl(int file, int command, ...) {
+  va_list arguments;
+  va_start(arguments, command);
+  void* argument = va_arg(arguments, void*);
+  va_end(arguments);
+  if (!has_locks && (command == F_GETLK || command == F_SETLK)) {
+    errno = ENOLCK;
+    return -1;
+  }
+  return static_cast<int>(syscall(SYS_fcntl, file, command, argument));
+}
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+class AtomicDirectoryTest : public ::testing::Test {
+ protected:
+  AtomicDirectoryTest() {
+    fs::remove_all(parent_);
+    fs::create_directories(parent_);
+  }
+  ~AtomicDirectoryTest() override {
+    has_exchange = has_locks = true;
+    before_rename = nullptr;
+  }
+
+  int hidden() const {
+    int count = 0;
+    for (const auto& entry : fs::directory_iterator(parent_)) {
+      count += entry.path().filename().string()[0] == '.' ? 1 : 0;
+    }
+    return count;
+  }
+
+  const std::string parent_ = ::testing::TempDir() + "/atomic";
+  const std::string target_ = parent_ + "/current";
+};
+
+// A checkpoint without tensors after `steps` steps.
+void fill(const std::string& folder, int64_t steps) {
+  Manifest m;
+  m.steps = steps;
+  m.saved = steps;
+  std::ofstream(folder + "/" + kManifestName) << manifest_text(m);
+}
+
+void save(const std::string& target, int64_t steps) {
+  restore_replaced(target, is_complete_checkpoint);
+  AtomicDirectory directory(target, /*overwrite=*/true, kManifestName);
+  fill(directory.path(), steps);
+  directory.publish();
+}
+
+int64_t steps_at(const std::string& folder) { return read_manifest(folder).steps; }
+
+// A process that runs `body` and is then gone, and its exit status: -1 where it was killed.
+class Child {
+ public:
+  explicit Child(const std::function<void()>& body) : id_(fork()) {
+    if (id_ != 0) return;
+    body();
+    _exit(0);
+  }
+  pid_t id() const { return id_; }
+  int wait() {
+    int status = 0;
+    waitpid(id_, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+ private:
+  const pid_t id_;
+};
+
+// One side tells the other that it may go on.
+class Signal {
+ public:
+  Signal() { EXPECT_EQ(pipe(ends_), 0); }
+  ~Signal() {
+    close(ends_[0]);
+    close(ends_[1]);
+  }
+  void give() { EXPECT_EQ(write(ends_[1], "x", 1), 1); }
+  void await() {
+    char byte = 0;
+    EXPECT_EQ(read(ends_[0], &byte, 1), 1);
+  }
+
+ private:
+  int ends_[2] = {};
+};
+
+TEST_F(AtomicDirectoryTest, WithAndWithoutExchangeATargetIsReplaced) {
+  for (const bool exchange : {true, false}) {
+    has_exchange = exchange;
+    for (int64_t steps = 1; steps < 4; ++steps) {
+      save(target_, steps);
+      EXPECT_EQ(steps_at(target_), steps);
+      EXPECT_EQ(hidden(), 0);
+    }
+    EXPECT_NE(error_of([&] { AtomicDirectory(target_, /*overwrite=*/false, kManifestName); }), "");
+    fs::remove_all(target_);
+  }
+}
+
+// Dies before the n-th rename() of a save, where a file system cannot exchange.
+void die_at_rename(const std::string& target, int number) {
+  Child child([&] {
+    has_exchange = false;
+    before_rename = [&number] {
+      if (--number == 0) _exit(9);
+    };
+    save(target, 2);
+  });
+  child.wait();
+}
+
+TEST_F(AtomicDirectoryTest, AReplacementThatWasCutShortIsUndoneBeforeAnythingIsRemoved) {
+  const std::vector<std::pair<const char*, std::function<void()>>> who = {
+      {"latest", [&] { EXPECT_EQ(latest(parent_), target_); }},
+      {"keep_last", [&] { EXPECT_TRUE(keep_last(parent_, 1).empty()); }},
+      {"verify_checkpoint", [&] { verify_checkpoint(target_); }},
+      {"the next save", [&] { save(target_, 7); }},
+  };
+  for (const auto& [name, call] : who) {
+    save(target_, 1);
+    die_at_rename(target_, 2);
+    ASSERT_FALSE(fs::exists(target_)) << "the kill did not come between the renames";
+    call();
+    EXPECT_EQ(steps_at(target_), std::string(name) == "the next save" ? 7 : 1) << name;
+    keep_last(parent_, 1);
+    EXPECT_EQ(hidden(), 0) << name;
+    fs::remove_all(target_);
+  }
+}
+
+TEST_F(AtomicDirectoryTest, AKillAtAnyRenameLosesNothing) {
+  for (int number = 1; number < 6; ++number) {
+    save(target_, 1);
+    die_at_rename(target_, number);
+    EXPECT_EQ(latest(parent_), target_) << number;
+    EXPECT_GE(steps_at(target_), 1);
+    // What is restored must not come back after it was removed on purpose.
+    save(parent_ + "/newer", 9);
+    EXPECT_EQ(keep_last(parent_, 1), std::vector<std::string>{target_});
+    EXPECT_EQ(latest(parent_), parent_ + "/newer") << number;
+    EXPECT_FALSE(fs::exists(target_));
+    EXPECT_EQ(hidden(), 0) << number;
+    fs::remove_all(parent_ + "/newer");
+  }
+}
+
+TEST_F(AtomicDirectoryTest, AReaderThatUndoesALiveReplacementDoesNotStopIt) {
+  has_exchange = false;
+  save(target_, 1);
+  int renames = 0;
+  before_rename = [&] {
+    if (++renames == 2) {
+      EXPECT_FALSE(fs::exists(target_));
+      EXPECT_EQ(latest(parent_), target_);
+    }
+  };
+  save(target_, 2);
+  EXPECT_GT(renames, 3);
+  before_rename = nullptr;
+  EXPECT_EQ(steps_at(target_), 2);
+  EXPECT_EQ(hidden(), 0);
+}
+
+TEST_F(AtomicDirectoryTest, AHalfRemovedFolderIsNotTakenForACheckpoint) {
+  Manifest m;
+  m.files = {{"rank-00000.safetensors", 100, 1, {}}};
+  fs::create_directories(replaced_path(target_));
+  std::ofstream(replaced_path(target_) + "/" + kManifestName) << manifest_text(m);
+  EXPECT_EQ(latest(parent_), std::nullopt);
+  EXPECT_FALSE(fs::exists(target_));
+  save(target_, 1);
+  EXPECT_EQ(hidden(), 0);
+}
+
+TEST_F(AtomicDirectoryTest, ASecondSaveInThisProcessIsRefused) {
+  save(target_, 1);
+  {
+    AtomicDirectory first(target_, true, kManifestName);
+    for (const std::string& same :
+         {target_, parent_ + "/./current/", parent_ + "/../atomic/current"}) {
+      expect_words(error_of([&] { AtomicDirectory(same, true, kManifestName); }),
+                   {"under way", "by this process", first.path(), "finish()"});
+    }
+    AtomicDirectory other(parent_ + "/other", true, kManifestName);
+    EXPECT_TRUE(keep_last(parent_, 1).empty());
+    fill(first.path(), 2);
+    first.publish();
+  }
+  EXPECT_EQ(steps_at(target_), 2);
+  save(target_, 3);
+  EXPECT_EQ(hidden(), 0);
+}
+
+TEST_F(AtomicDirectoryTest, ASaveOfALivingProcessIsRefusedAndOneOfADeadProcessReplaced) {
+  save(target_, 1);
+  Signal begun;
+  Child child([&] {
+    setpgid(0, 0);
+    AtomicDirectory directory(target_, true, kManifestName);
+    // A data loader, for example: it outlives its parent and must not keep the lock.
+    Child loader([&] { pause(); });
+    begun.give();
+    pause();
+  });
+  begun.await();
+  expect_words(error_of([&] { save(target_, 2); }),
+               {"under way", "by process " + std::to_string(child.id())});
+  keep_last(parent_, 1);
+  EXPECT_EQ(hidden(), 1) << "keep_last() removed what a living process writes";
+  kill(child.id(), SIGKILL);
+  EXPECT_EQ(child.wait(), -1);
+  save(target_, 2);
+  EXPECT_EQ(steps_at(target_), 2);
+  EXPECT_EQ(hidden(), 0);
+  EXPECT_EQ(kill(-child.id(), SIGKILL), 0) << "the data loader was to live on";
+}
+
+// Without locks the first save cannot be seen to live. It must not publish the second's files.
+TEST_F(AtomicDirectoryTest, WithoutLocksTheSaveThatLostItsFolderIsRefused) {
+  has_locks = false;
+  save(target_, 1);
+  Signal begun, go_on;
+  Child child([&] {
+    AtomicDirectory directory(target_, true, kManifestName);
+    begun.give();
+    go_on.await();
+    const std::string error = error_of([&] { directory.publish(); });
+    _exit(error.find("save again") != std::string::npos ? 7 : 1);
+  });
+  begun.await();
+  AtomicDirectory second(target_, true, kManifestName);
+  go_on.give();
+  EXPECT_EQ(child.wait(), 7);
+  EXPECT_EQ(steps_at(target_), 1) << "the old one stays until the second is complete";
+  fill(second.path(), 2);
+  second.publish();
+  EXPECT_EQ(steps_at(target_), 2);
+  EXPECT_EQ(hidden(), 0);
+}
+
+TEST_F(AtomicDirectoryTest, AForkedChildRemovesNothing) {
+  AtomicDirectory directory(target_, true, kManifestName);
+  fill(directory.path(), 1);
+  Child child([&] { directory.~AtomicDirectory(); });
+  EXPECT_EQ(child.wait(), 0);
+  directory.publish();
+  EXPECT_EQ(steps_at(target_), 1);
+}
+
+TEST_F(AtomicDirectoryTest, FoldersOfTheUsersAreKept) {
+  fs::create_directories(parent_ + "/real");
+  fill(parent_ + "/real", 1);
+  fs::create_directory_symlink("real", parent_ + "/.a.saving");
+  fs::create_directory_symlink("real", parent_ + "/.b.replaced");
+  std::ofstream(parent_ + "/.c.saving") << "a file";
+  EXPECT_TRUE(keep_last(parent_, 1).empty());
+  EXPECT_EQ(hidden(), 3);
+  EXPECT_EQ(steps_at(parent_ + "/real"), 1);
+}
+
+TEST_F(AtomicDirectoryTest, APathWithANulIsRefused) {
+  const std::string path = parent_ + std::string("/a\0b", 4);
+  const std::vector<std::string> words = {"without a NUL", "/a\\x00b"};
+  expect_words(error_of([&] { AtomicDirectory(path, true, kManifestName); }), words);
+  expect_words(error_of([&] { verify_checkpoint(path); }), words);
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,430 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saves and loads that cannot succeed fail on every rank, say why, and leave
+// everything as it was.
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <torch/optim/adamw.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "zero/checkpoint.h"
+#include "zero/mesh.h"
+#include "zero/pending_checkpoint.h"
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kRanks = 3;
+
+void on_ranks(const std::function<void(const Group&)>& body) {
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  run_ranks(kRanks, body, options);
+}
+
+// Hidden folders that a save leaves.
+int left_over(const std::string& parent) {
+  int count = 0;
+  for (const auto& entry : fs::directory_iterator(parent)) {
+    count += entry.path().filename().string()[0] == '.' ? 1 : 0;
+  }
+  return count;
+}
+
+TEST(SaveErrorTest, AnExistingTargetIsKeptUnlessOverwriteSwapsIt) {
+  const std::string parent = fresh_folder("existing");
+  const std::string folder = parent + "/a";
+  fs::create_directories(parent + "/photos");
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 1);
+    run.optimizer->save_checkpoint(folder);
+    run.train(1, 2);
+    expect_words(error_of([&] { run.optimizer->save_checkpoint(folder); }),
+                 {"rank " + std::to_string(group.rank()), folder, "overwrite(true)"});
+    CheckpointRun other(Training(), group, 5);
+    other.optimizer->load_checkpoint(folder);
+    EXPECT_EQ(other.optimizer->stats().steps, 1);
+    run.optimizer->save_checkpoint(folder, SaveOptions().overwrite(true));
+    other.optimizer->load_checkpoint(folder);
+    EXPECT_EQ(other.optimizer->stats().steps, 2);
+    EXPECT_EQ(differing(run.snapshot(), other.snapshot()), 0);
+    expect_words(error_of([&] {
+                   run.optimizer->save_checkpoint(parent + "/photos",
+                                                  SaveOptions().overwrite(true));
+                 }),
+                 {"photos", "manifest.json"});
+    run.train(2, 3);  // the optimizer still works
+  });
+  EXPECT_EQ(left_over(parent), 0);
+}
+
+TEST(SaveErrorTest, GradientsSinceTheLastStepAreRefused) {
+  const std::string parent = fresh_folder("gradients");
+  for (bool no_sync : {false, true}) {
+    on_ranks([&](const Group& group) {
+      CheckpointRun run(Training(), group, 1);
+      run.train(0, 1);
+      run.optimizer->save_checkpoint(parent + "/" + std::to_string(no_sync));
+      {
+        const auto guard = run.optimizer->no_sync(no_sync);
+        // On one rank only: the others must learn of it.
+        if (group.rank() == 1) {
+          run.optimizer->backward(
+              run.model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll));
+        }
+      }
+      const std::vector<std::string> expected = {"rank 1", "gradients since the last step",
+                                                 "zero_grad()"};
+      expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/b"); }), expected);
+      expect_words(
+          error_of([&] { run.optimizer->load_checkpoint(parent + "/" + std::to_string(no_sync)); }),
+          expected);
+      run.optimizer->step();
+      run.optimizer->save_checkpoint(parent + "/c" + std::to_string(no_sync));
+    });
+  }
+}
+
+TEST(SaveErrorTest, AFileSizeLimitIsAnErrorOnAllRanksAndThePreviousCheckpointStays) {
+  const std::string parent = fresh_folder("limit");
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 1);
+    run.optimizer->save_checkpoint(parent + "/a");
+    // Applies to the process, so that all ranks come here first.
+    run.optimizer->reduce_gradients();
+    rlimit small = before;
+    small.rlim_cur = 4096;
+    if (group.rank() == 0) setrlimit(RLIMIT_FSIZE, &small);
+    run.optimizer->reduce_gradients();
+    for (bool overwrite : {false, true}) {
+      const std::string folder = parent + (overwrite ? "/a" : "/b");
+      expect_words(error_of([&] {
+                     run.optimizer->save_checkpoint(folder, SaveOptions().overwrite(overwrite));
+                   }),
+                   {"cannot write", ".safetensors", "errno 27"});
+    }
+    if (group.rank() == 0) setrlimit(RLIMIT_FSIZE, &before);
+    run.optimizer->reduce_gradients();
+    run.optimizer->save_checkpoint(parent + "/b");
+  });
+  setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_EQ(left_over(parent), 0);
+  EXPECT_NO_THROW(verify_checkpoint(parent + "/a"));
+  EXPECT_NO_THROW(verify_checkpoint(parent + "/b"));
+}
+
+// Lets this thread, and those it makes, mount what nobody else sees.
+bool own_mounts() {
+  const std::string map = "0 " + std::to_string(geteuid()) + " 1";
+  if (unshare(CLONE_NEWNS) != 0) {
+    if (unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return false;
+    std::ofstream("/proc/self/setgroups") << "deny";
+    std::ofstream("/proc/self/uid_map") << map;
+  }
+  return mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0;
+}
+
+// False where the kernel does not allow it.
+bool mount_at(const std::string& path, const char* options, unsigned long flags) {
+  static const bool own = own_mounts();
+  return own && mount("zero", path.c_str(), "tmpfs", flags, options) == 0;
+}
+
+TEST(SaveErrorTest, AFullDiskIsAnErrorOnAllRanksAndThePreviousCheckpointStays) {
+  const std::string parent = fresh_folder("disk");
+  if (!mount_at(parent, "size=96k", 0)) GTEST_SKIP() << "cannot mount a small file system";
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 1);
+    run.optimizer->save_checkpoint(parent + "/a");
+    const Snapshot saved = run.snapshot();
+    run.train(1, 2);
+    int errors = 0;
+    for (int i = 0; i < 8; ++i) {  // the disk is full before
+      const std::string folder = parent + "/b" + std::to_string(i);
+      const std::string error = error_of([&] { run.optimizer->save_checkpoint(folder); });
+      if (error.empty()) {
+        run.optimizer->load_checkpoint(folder);  // saved means complete
+        continue;
+      }
+      ++errors;
+      expect_words(error, {"rank " + std::to_string(group.rank()), "No space left on device"});
+      expect_words(error_of([&] {
+                     run.optimizer->save_checkpoint(parent + "/a", SaveOptions().overwrite(true));
+                   }),
+                   {"No space left on device"});
+    }
+    EXPECT_GT(errors, 0) << "the disk is larger than thought";
+    run.optimizer->load_checkpoint(parent + "/a");
+    EXPECT_EQ(differing(saved, run.snapshot()), 0);
+    run.train(1, 2);
+  });
+  EXPECT_EQ(left_over(parent), 0);
+  EXPECT_NO_THROW(verify_checkpoint(parent + "/a"));
+  umount(parent.c_str());
+}
+
+TEST(SaveErrorTest, AReadOnlyFileSystemIsAnErrorOnAllRanks) {
+  const std::string parent = fresh_folder("read-only");
+  if (!mount_at(parent, "", MS_RDONLY)) GTEST_SKIP() << "cannot mount a file system";
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }),
+                 {"rank " + std::to_string(group.rank()), parent, "Read-only file system"});
+    run.train(0, 1);
+  });
+  umount(parent.c_str());
+}
+
+TEST(SaveErrorTest, AFolderThatCannotBeMadeIsAnErrorOnAllRanks) {
+  const std::string parent = fresh_folder("unwritable");
+  std::ofstream(parent + "/file") << "x";
+  std::vector<std::string> folders = {parent + "/file/a", "/proc/zero/a", ""};
+  if (geteuid() != 0) {  // root writes everywhere
+    fs::create_directories(parent + "/read-only");
+    fs::permissions(parent + "/read-only", fs::perms::owner_read | fs::perms::owner_exec);
+    folders.push_back(parent + "/read-only/a");
+  }
+  for (const std::string& folder : folders) {
+    on_ranks([&](const Group& group) {
+      CheckpointRun run(Training(), group, 1);
+      const std::string error = error_of([&] { run.optimizer->save_checkpoint(folder); });
+      expect_words(error, {folder, folder.empty() ? "new folder" : "errno"});
+    });
+  }
+}
+
+TEST(SaveErrorTest, AFolderThatNotAllRanksSeeIsAnErrorThatSaysSo) {
+  const std::string parent = fresh_folder("hosts");
+  on_ranks([&](const Group& group) {
+    // Ranks with working folders of their own, as machines have disks of their own.
+    ASSERT_EQ(unshare(CLONE_FS), 0);
+    const std::string own = parent + "/" + std::to_string(group.rank() / 2);
+    fs::create_directories(own);
+    ASSERT_EQ(chdir(own.c_str()), 0);
+    CheckpointRun run(Training(), group, 1);
+    expect_words(error_of([&] { run.optimizer->save_checkpoint("a"); }),
+                 {"rank 2", "a folder that all ranks share"});
+  });
+  EXPECT_FALSE(fs::exists(parent + "/0/a"));
+  EXPECT_EQ(left_over(parent + "/0"), 0);
+}
+
+TEST(SaveErrorTest, ExpertsAndStagesAreRefusedOnAllRanks) {
+  const std::string parent = fresh_folder("experts");
+  RunOptions memory;
+  memory.transport = Transport::kMemory;
+  run_ranks(
+      4,
+      [&](const Group& group) {
+        const Mesh mesh(group, {{"ep", 2}, {"dp", 2}});
+        Training t;
+        t.options.placement(0, GroupPlacement().reduce_group(mesh.group({"dp"})));
+        CheckpointRun run(t, group, 1);
+        run.train(0, 1);
+        const std::vector<std::string> expected = {"experts or stages", "master()"};
+        expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }), expected);
+        expect_words(error_of([&] { run.optimizer->load_checkpoint(parent + "/a"); }), expected);
+        run.train(1, 2);
+      },
+      memory);
+  EXPECT_FALSE(fs::exists(parent + "/a"));
+}
+
+TEST(SaveErrorTest, MetadataThatIsNotTextIsRefused) {
+  const std::string parent = fresh_folder("metadata");
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    const auto options = SaveOptions().metadata({{"random state", "\xff\xfe\x01"}});
+    expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a", options); }),
+                 {"UTF-8", "hexadecimal"});
+  });
+  EXPECT_EQ(left_over(parent), 0);
+}
+
+// Another model: wider, without one layer, with another one.
+struct OtherModelImpl : torch::nn::Module {
+  OtherModelImpl() {
+    trunk = register_module("trunk", torch::nn::Linear(17, 24));
+    left = register_module("left", torch::nn::Linear(23, 11));
+    extra = register_module("extra", torch::nn::Linear(3, 2));
+  }
+  torch::nn::Linear trunk{nullptr}, left{nullptr}, extra{nullptr};
+};
+
+TEST(LoadErrorTest, AnotherModelIsListedAndStrictFalseLoadsWhatMatches) {
+  const std::string folder = fresh_folder("model") + "/a";
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 2);
+    run.optimizer->save_checkpoint(folder);
+    OtherModelImpl other;
+    const at::Tensor trunk = other.trunk->weight.detach().clone();
+    ZeroOptimizer optimizer(other, std::make_unique<torch::optim::AdamW>(other.parameters(), 0.01),
+                            group);
+    const std::string error = error_of([&] { optimizer.load_checkpoint(folder); });
+    expect_words(error, {"parameter trunk.weight: shape [23, 17] in the checkpoint, [24, 17]",
+                         "parameter extra.bias: in the model, missing in the checkpoint",
+                         "differences", "...", "strict(false)"});
+    EXPECT_EQ(std::count(error.begin(), error.end(), '\n'), 12) << error;
+    EXPECT_FALSE(other.left->weight.equal(run.model->left->weight));
+    const at::Tensor before = optimizer.master(other.trunk->weight);
+
+    const LoadReport report = optimizer.load_checkpoint(folder, LoadOptions().strict(false));
+    EXPECT_GT(report.differences.size(), 10u);
+    EXPECT_TRUE(other.left->weight.equal(run.model->left->weight));
+    EXPECT_TRUE(optimizer.master(other.trunk->weight).equal(before));
+  });
+}
+
+// Storage is seldom equally fast everywhere: the others wait, as long as the group's timeout says.
+TEST(SlowRankTest, ARankTenTimesSlowerThanTheOthersIsWaitedFor) {
+  const std::string parent = fresh_folder("slow");
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 1);
+    const auto start = std::chrono::steady_clock::now();
+    run.optimizer->save_checkpoint(parent + "/a");
+    const auto usual = std::chrono::steady_clock::now() - start;
+    run.train(1, 2);
+    if (group.rank() == 1) std::this_thread::sleep_for(10 * usual);
+    run.optimizer->save_checkpoint(parent + "/b");
+    // In the middle of a save.
+    const auto pending = run.optimizer->save_checkpoint_async(parent + "/c");
+    run.train(2, 3);
+    if (group.rank() == 2) std::this_thread::sleep_for(10 * usual);
+    pending->finish();
+    const Snapshot now = run.snapshot();
+    run.optimizer->load_checkpoint(parent + "/c");
+    run.train(2, 3);
+    EXPECT_EQ(differing(run.snapshot(), now), 0);
+  });
+  EXPECT_EQ(left_over(parent), 0);
+}
+
+TEST(SlowRankTest, ARankSlowerThanTheTimeoutIsNamedAndThePreviousCheckpointStays) {
+  const std::string parent = fresh_folder("too_slow");
+  const std::string folder = parent + "/a";
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  options.timeout = std::chrono::seconds(2);
+  run_ranks(
+      kRanks,
+      [&](const Group& group) {
+        CheckpointRun run(Training(), group, 1);
+        run.train(0, 1);
+        run.optimizer->save_checkpoint(folder);
+        run.train(1, 2);
+        const auto pending =
+            run.optimizer->save_checkpoint_async(folder, SaveOptions().overwrite(true));
+        if (group.rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(4));
+        const std::string text = error_of([&] { pending->finish(); });
+        EXPECT_FALSE(text.empty());
+        if (group.rank() != 1) expect_words(text, {"rank 1"});
+      },
+      options);
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 3);
+    run.optimizer->load_checkpoint(folder);
+    EXPECT_EQ(run.optimizer->stats().steps, 1);
+  });
+}
+
+// Groups decide on learning rates and decay: they are not taken for each other.
+TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
+  const std::string folder = fresh_folder("groups") + "/a";
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 2);
+    run.optimizer->save_checkpoint(folder);
+    OddModel model(3);
+    auto inner = make_inner(Inner::kAdamW, *model);
+    auto& groups = inner->param_groups();
+    std::swap(groups[0], groups[1]);
+    ZeroOptimizer optimizer(*model, std::move(inner), group);
+    const at::Tensor before = model->trunk->weight.detach().clone();
+    expect_words(error_of([&] { optimizer.load_checkpoint(folder); }),
+                 {"parameter trunk.weight: parameter group 0 in the checkpoint, 1 in the model",
+                  "strict(false)"});
+    EXPECT_TRUE(model->trunk->weight.equal(before));
+    const auto report = optimizer.load_checkpoint(folder, LoadOptions().strict(false));
+    EXPECT_GT(report.differences.size(), 5u);
+    EXPECT_TRUE(model->trunk->weight.equal(run.model->trunk->weight));
+    // The options of a group belong to its parameters.
+    const auto decay_of = [](ZeroOptimizer& of, size_t g) {
+      return static_cast<torch::optim::AdamWOptions&>(of.param_groups()[g].options())
+          .weight_decay();
+    };
+    EXPECT_NE(decay_of(*run.optimizer, 0), decay_of(*run.optimizer, 1));
+    EXPECT_EQ(decay_of(optimizer, 0), decay_of(*run.optimizer, 1));
+    EXPECT_EQ(decay_of(optimizer, 1), decay_of(*run.optimizer, 0));
+  });
+}
+
+TEST(LoadErrorTest, AnotherInnerOptimizerIsADifference) {
+  const std::string folder = fresh_folder("inner") + "/a";
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 2);
+    run.optimizer->save_checkpoint(folder);
+    Training t;
+    t.inner = Inner::kSgdMomentum;
+    CheckpointRun other(t, group, 3);
+    expect_words(error_of([&] { other.optimizer->load_checkpoint(folder); }),
+                 {"inner optimizer: AdamW in the checkpoint, SGD here"});
+    const auto report = other.optimizer->load_checkpoint(folder, LoadOptions().strict(false));
+    EXPECT_EQ(report.differences.size(), 1u);
+    EXPECT_TRUE(other.model->trunk->weight.equal(run.model->trunk->weight));
+    other.train(2, 3);
+  });
+}
+
+TEST(FolderTest, LatestAndKeepLastCountCompleteCheckpointsOnly) {
+  const std::string parent = fresh_folder("kept");
+  EXPECT_EQ(latest(parent), std::nullopt);
+  EXPECT_EQ(latest(parent + "/nowhere"), std::nullopt);
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    for (int step = 0; step < 5; ++step) {
+      run.train(step, step + 1);
+      run.optimizer->save_checkpoint(parent + "/s" + std::to_string(9 - step));
+    }
+  });
+  EXPECT_EQ(latest(parent), parent + "/s5") << "by steps, not by name";
+  fs::create_directories(parent + "/zzz");
+  fs::create_directories(parent + "/.s4.saving");
+  fs::copy(parent + "/s5/manifest.json", parent + "/.s4.saving/manifest.json");
+  fs::create_directories(parent + "/broken");
+  std::ofstream(parent + "/broken/manifest.json") << "{}";
+  EXPECT_EQ(latest(parent), parent + "/s5");
+  EXPECT_EQ(keep_last(parent, 2),
+            (std::vector<std::string>{parent + "/s9", parent + "/s8", parent + "/s7"}));
+  EXPECT_TRUE(fs::exists(parent + "/zzz") && fs::exists(parent + "/broken"));
+  EXPECT_TRUE(fs::exists(parent + "/s6") && fs::exists(parent + "/s5"));
+  EXPECT_EQ(left_over(parent), 0);
+  EXPECT_ANY_THROW(keep_last(parent, 0));
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,375 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Checkpoints whose checksums are right and whose content is not: a load refuses them,
+// in bounded time and memory, before it has changed anything.
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
+#include "tests/support/peak_memory.h"
+#include "tests/support/run_ranks.h"
+#include "zero/checkpoint.h"
+#include "zero/checkpoint/hashed_file.h"
+#include "zero/checkpoint/manifest.h"
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+void on_ranks(int world_size, const std::function<void(const Group&)>& body) {
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  run_ranks(world_size, body, options);
+}
+
+std::string content(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void write(const std::string& path, const std::string& bytes) {
+  std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
+}
+
+// The text with a checksum that matches it.
+std::string signed_again(std::string text) {
+  text.resize(text.rfind("\"xxh3\": \""));
+  return text + "\"xxh3\": \"" + hash_text(content_hash(text.data(), text.size())) + "\"}\n";
+}
+
+std::string replaced(std::string text, const std::string& what, const std::string& by) {
+  const size_t at = text.find(what);
+  EXPECT_NE(at, std::string::npos) << what;
+  return text.replace(at, what.size(), by);
+}
+
+Training fp16(Inner inner = Inner::kAdamW) {
+  Training t;
+  t.inner = inner;
+  t.dtype = at::kHalf;
+  t.options.loss_scaler(LossScalerOptions().initial_scale(256));
+  return t;
+}
+
+// A checkpoint of two ranks whose manifest can be changed and signed again.
+class Forgery {
+ public:
+  explicit Forgery(const std::string& name, Inner inner = Inner::kAdamW)
+      : training_(fp16(inner)), folder_(fresh_folder(name) + "/a") {
+    on_ranks(2, [&](const Group& group) {
+      CheckpointRun run(training_, group, 1);
+      run.train(0, 2);
+      run.optimizer->save_checkpoint(folder_);
+    });
+    text_ = content(manifest());
+  }
+
+  std::string manifest() const { return folder_ + "/" + kManifestName; }
+  const std::string& folder() const { return folder_; }
+  const Training& training() const { return training_; }
+
+  void change(const std::function<void(Manifest&)>& edit) {
+    Manifest m = parse_manifest(text_, "m");
+    edit(m);
+    write(manifest(), manifest_text(m));
+  }
+  void change_text(const std::string& what, const std::string& by) {
+    write(manifest(), signed_again(replaced(text_, what, by)));
+  }
+
+  // Loads on `world_size` ranks and expects an error with `words`, and no change at all.
+  void expect_refused(const std::vector<std::string>& words, int world_size = 2,
+                      const LoadOptions& options = {}) const {
+    on_ranks(world_size, [&](const Group& group) {
+      CheckpointRun run(training_, group, 7);
+      run.train(0, 1);
+      const Snapshot before = run.snapshot();
+      expect_words(error_of([&] { run.optimizer->load_checkpoint(folder_, options); }), words);
+      EXPECT_EQ(differing(before, run.snapshot()), 0) << words[0];
+      run.train(1, 2);
+    });
+  }
+
+ private:
+  const Training training_;
+  const std::string folder_;
+  std::string text_;
+};
+
+using Edit = std::function<void(Manifest&)>;
+
+TEST(HostileTest, ALossScaleThatCannotBeOneIsRefusedBeforeAnythingChanges) {
+  Forgery forgery("scale");
+  for (const double scale : {0.0, -1.0, 1e-320}) {
+    forgery.change([&](Manifest& m) { m.scale = scale; });
+    for (int world_size : {1, 2, 3}) forgery.expect_refused({"loss scale", "positive"}, world_size);
+  }
+  for (const char* text : {"null", "1e999", "\"inf\"", "true"}) {
+    forgery.change_text("\"scale\":256.0", std::string("\"scale\":") + text);
+    forgery.expect_refused({kManifestName});
+  }
+}
+
+TEST(HostileTest, CountersThatWouldOverflowAreRefused) {
+  Forgery forgery("counters");
+  const std::vector<Edit> edits = {
+      [](Manifest& m) { m.steps = INT64_MAX; },
+      [](Manifest& m) { m.skipped_steps = INT64_MAX - 1; },
+      [](Manifest& m) { m.good_steps = INT64_MAX; },
+      [](Manifest& m) { m.hysteresis_left = INT64_MAX; },
+      [](Manifest& m) { m.skipped_at_min = INT64_MAX; },
+  };
+  for (const Edit& edit : edits) {
+    forgery.change(edit);
+    forgery.expect_refused({kManifestName, "expected at most 9007199254740992"});
+  }
+}
+
+void drop_tensors(Manifest& m, const std::string& owner, const std::string& kind,
+                  bool first_only = false) {
+  for (ManifestFile& file : m.files) {
+    const auto is_it = [&](const ManifestTensor& t) { return t.owner == owner && t.kind == kind; };
+    const auto found = std::find_if(file.tensors.begin(), file.tensors.end(), is_it);
+    if (found == file.tensors.end()) continue;
+    file.tensors.erase(found);
+    if (first_only) return;
+  }
+}
+
+TEST(HostileTest, StateThatTheOptimizerCannotDoWithoutIsADifference) {
+  const std::vector<std::pair<Inner, std::vector<std::string>>> needed = {
+      {Inner::kAdamW, {"exp_avg", "exp_avg_sq", "step"}},
+      {Inner::kAdam, {"exp_avg", "exp_avg_sq", "step"}},
+      {Inner::kRmsprop, {"square_avg", "step"}},
+      {Inner::kAdagrad, {"sum", "step"}},
+  };
+  for (const auto& [inner, kinds] : needed) {
+    Forgery forgery("state", inner);
+    for (const std::string& kind : kinds) {
+      forgery.change([&](Manifest& m) { drop_tensors(m, "trunk.weight", kind); });
+      forgery.expect_refused(
+          {"parameter trunk.weight: state " + kind + " missing", "strict(false)"});
+      // Without strict its state stays as it is, and everything else is loaded.
+      on_ranks(2, [&](const Group& group) {
+        CheckpointRun run(forgery.training(), group, 7);
+        run.train(0, 1);
+        const Snapshot before = run.snapshot();
+        const auto report =
+            run.optimizer->load_checkpoint(forgery.folder(), LoadOptions().strict(false));
+        EXPECT_EQ(report.differences.size(), 1u);
+        const Snapshot after = run.snapshot();
+        for (const char* part : {"exp_avg", "exp_avg_sq", "square_avg", "sum", "step"}) {
+          const std::string name = std::string(part) + "/trunk.weight";
+          EXPECT_TRUE(after.at(name).equal(before.at(name))) << name;
+        }
+        EXPECT_FALSE(after.at("master/trunk.weight").equal(before.at("master/trunk.weight")));
+        run.train(1, 2);
+      });
+    }
+  }
+}
+
+TEST(HostileTest, APieceWithoutAStepIsRefused) {
+  Forgery forgery("piece");
+  std::string cut;  // a parameter with pieces on both ranks
+  forgery.change([&](Manifest& m) {
+    for (const ManifestParameter& p : m.parameters) {
+      int pieces = 0;
+      for (const ManifestFile& file : m.files) {
+        for (const ManifestTensor& t : file.tensors)
+          pieces += t.owner == p.name && t.kind == "step";
+      }
+      if (pieces > 1) cut = p.name;
+    }
+    drop_tensors(m, cut, "step", /*first_only=*/true);
+  });
+  ASSERT_FALSE(cut.empty());
+  for (int world_size : {1, 2, 3})
+    forgery.expect_refused({cut, "step", "in a stored range, got none"}, world_size);
+}
+
+TEST(HostileTest, AStepThatIsNegativeOrWouldOverflowIsRefused) {
+  for (const int64_t step : {int64_t{-1}, INT64_MAX}) {
+    Forgery forgery("step");
+    const std::string path = forgery.folder() + "/rank-00000.safetensors";
+    std::string bytes = content(path);
+    // Its values of 8 bytes come first, and are the steps of its parameters.
+    const size_t data = 8 + static_cast<size_t>(static_cast<uint8_t>(bytes[0])) +
+                        (static_cast<size_t>(static_cast<uint8_t>(bytes[1])) << 8) +
+                        (static_cast<size_t>(static_cast<uint8_t>(bytes[2])) << 16);
+    forgery.change([&](Manifest& m) {
+      for (ManifestFile& file : m.files) {
+        if (file.name != "rank-00000.safetensors") continue;
+        size_t at = data;
+        for (ManifestTensor& t : file.tensors) {
+          if (t.kind != "step") continue;
+          std::memcpy(bytes.data() + at, &step, sizeof(step));
+          t.hash = content_hash(&step, sizeof(step));
+          at += sizeof(step);
+        }
+        EXPECT_GT(at, data);
+        write(path, bytes);
+        file.hash = content_hash(bytes.data(), bytes.size());
+      }
+    });
+    forgery.expect_refused({"expected a step from 0", std::to_string(step)});
+  }
+}
+
+TEST(HostileTest, OptionsThatNoOptimizerHasAreRefused) {
+  Forgery forgery("options");
+  forgery.change([](Manifest& m) { m.groups[0].emplace_back("speed", 3.0); });
+  forgery.expect_refused({"parameter group 0: option speed in the checkpoint, unknown here"});
+  const auto set_option = [&](const std::string& name, double value) {
+    forgery.change([&](Manifest& m) {
+      for (auto& option : m.groups[0]) {
+        if (option.first == name) option.second = value;
+      }
+    });
+  };
+  for (const double value : {INFINITY, -INFINITY, NAN}) {
+    set_option("lr", value);
+    forgery.expect_refused(
+        {"parameter group 0: expected a number as lr", "restore_options(false)"});
+    forgery.expect_refused({"a number as lr"}, 1, LoadOptions().strict(false));
+  }
+  // The present options are kept, so those of the checkpoint do no harm.
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(forgery.training(), group, 7);
+    run.optimizer->load_checkpoint(forgery.folder(), LoadOptions().restore_options(false));
+    run.train(2, 3);
+  });
+  set_option("beta1", NAN);
+  forgery.expect_refused({"expected a number as beta1, got nan"});
+  for (const char* groups : {"[3]", "[[]]", "[null]", "3", "\"x\""}) {
+    forgery.change([](Manifest& m) { m.groups.clear(); });
+    write(forgery.manifest(), signed_again(replaced(content(forgery.manifest()), "\"groups\":[]",
+                                                    std::string("\"groups\":") + groups)));
+    forgery.expect_refused({kManifestName});
+  }
+}
+
+// A manifest without tensors, with something in place of `what`.
+std::string forged(const std::string& what, const std::string& by) {
+  return signed_again(replaced(manifest_text(Manifest()), what, by));
+}
+
+std::string refusal(const std::string& text) {
+  return error_of([&] { parse_manifest(text, "m"); });
+}
+
+std::string many(int count, const std::function<std::string(int)>& entry) {
+  std::string text;
+  for (int i = 0; i < count; ++i) text += (i > 0 ? "," : "") + entry(i);
+  return text;
+}
+
+double cpu_seconds(const std::function<void()>& work) {
+  const std::clock_t start = std::clock();
+  work();
+  return static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+}
+
+TEST(LimitTest, ManyEntriesTakeTimeInProportionAndMoreAreRefused) {
+  const auto entry = [](int i) { return "\"entry" + std::to_string(i) + "\":\"x\""; };
+  const std::string most = forged("\"metadata\":{}", "\"metadata\":{" + many(100000, entry) + "}");
+  // A linear search for each of them took 7 s.
+  EXPECT_LT(cpu_seconds([&] { EXPECT_EQ(parse_manifest(most, "m").metadata.size(), 100000u); }), 3);
+  expect_words(refusal(forged("\"metadata\":{}", "\"metadata\":{" + many(100001, entry) + "}")),
+               {"metadata", "at most 100000"});
+  expect_words(
+      refusal(forged("\"groups\":[]",
+                     "\"groups\":[" + many(100001, [](int) { return std::string("{}"); }) + "]")),
+      {"groups", "at most 100000"});
+}
+
+TEST(LimitTest, WhatCouldNotBeLoadedIsNotSaved) {
+  const std::string parent = fresh_folder("unloadable");
+  SaveOptions options;
+  for (int i = 0; i < 100001; ++i) options.metadata()[std::to_string(i)] = "x";
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 1);
+    run.optimizer->save_checkpoint(parent + "/a");
+    expect_words(error_of([&] {
+                   run.optimizer->save_checkpoint(parent + "/a",
+                                                  SaveOptions(options).overwrite(true));
+                 }),
+                 {"at most 100000 entries of metadata, got 100001"});
+    run.optimizer->load_checkpoint(parent + "/a");
+  });
+}
+
+TEST(LimitTest, FieldsThatThisLibraryDoesNotKnowAreIgnored) {
+  const std::string text =
+      forged("\"steps\":0", "\"later\":{\"deep\":[[1],{\"a\":null}]},\"steps\":7");
+  EXPECT_EQ(parse_manifest(text, "m").steps, 7);
+}
+
+TEST(LimitTest, ALargeFileThatIsNoManifestTakesNoMemory) {
+  const std::string folder = fresh_folder("large");
+  write(folder + "/" + kManifestName, "{");
+  fs::resize_file(folder + "/" + kManifestName, kManifestLimit - 1);  // sparse
+  const double grown = peak_growth([&] {
+    expect_words(error_of([&] { verify_checkpoint(folder); }), {"matches its checksum"});
+  });
+  EXPECT_LT(grown, 64);
+  fs::resize_file(folder + "/" + kManifestName, kManifestLimit + 1000);
+  expect_words(error_of([&] { verify_checkpoint(folder); }), {"expected a manifest of at most"});
+}
+
+TEST(NotAFileTest, PipesAndDevicesAreRefusedAtOnce) {
+  Forgery forgery("pipes");
+  const std::string parent = fs::path(forgery.folder()).parent_path();
+  for (const char* name :
+       {kManifestName, "rank-00001.safetensors", "frozen-and-buffers.safetensors"}) {
+    const std::string path = forgery.folder() + "/" + name;
+    const std::string bytes = content(path);
+    fs::remove(path);
+    ASSERT_EQ(mkfifo(path.c_str(), 0644), 0);
+    forgery.expect_refused({name, "as a file"});
+    EXPECT_NE(error_of([&] { verify_checkpoint(forgery.folder()); }), "");
+    if (name == std::string(kManifestName)) {
+      EXPECT_EQ(latest(parent), std::nullopt);
+      EXPECT_TRUE(keep_last(parent, 1).empty());
+    }
+    fs::remove(path);
+    fs::create_symlink("/dev/zero", path);
+    forgery.expect_refused({name, "as a file"});
+    fs::remove(path);
+    write(path, bytes);
+  }
+  verify_checkpoint(forgery.folder());
+}
+
+TEST(TextTest, ANulIsShownAndEndsNoErrorText) {
+  const auto with_name = [](const std::string& name) {
+    return forged("\"files\":[]", "\"files\":[{\"name\":\"" + name +
+                                      "\",\"bytes\":1,\"xxh3\":\"0000000000000000\","
+                                      "\"tensors\":[]}]");
+  };
+  expect_words(refusal(with_name("rank\\u0000zero")), {"without a NUL", "rank\\x00zero\""});
+  expect_words(refusal(with_name("../a\\u0007")), {"plain file name", "../a\\x07\""});
+  // A user's own text may hold anything that is UTF-8.
+  const std::string text = forged("\"metadata\":{}", "\"metadata\":{\"a\":\"b\\u0000c\"}");
+  EXPECT_EQ(parse_manifest(text, "m").metadata.at("a"), std::string("b\0c", 3));
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,151 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// kill -9 at any moment of a save leaves the previous checkpoint or the new one,
+// complete, and never a half one that loads.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/run_ranks.h"
+#include "zero/checkpoint.h"
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kRanks = 2;
+
+RunOptions in_memory() {
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  return options;
+}
+
+// The program in a process group of its own.
+class Program {
+ public:
+  explicit Program(const std::string& folder) {
+    int ends[2];
+    if (pipe(ends) != 0) std::abort();
+    pid_ = fork();
+    if (pid_ == 0) {
+      setpgid(0, 0);
+      dup2(ends[1], STDOUT_FILENO);
+      close(ends[0]);
+      const char* program = "tests/checkpoint/checkpoint_program";
+      execl(program, program, std::to_string(kRanks).c_str(), folder.c_str(), nullptr);
+      _exit(127);
+    }
+    close(ends[1]);
+    output_ = fdopen(ends[0], "r");
+  }
+  ~Program() { fclose(output_); }
+
+  // The step of the next save it reports; -1 when it has ended.
+  int next_save() {
+    char line[256];
+    int step = -1;
+    while (std::fgets(line, sizeof(line), output_) != nullptr) {
+      if (std::sscanf(line, "saved %d", &step) == 1) return step;
+    }
+    return -1;
+  }
+
+  // Returns the last save it reported before it died.
+  int kill_now(int last) {
+    kill(-pid_, SIGKILL);
+    for (int step = next_save(); step >= 0; step = next_save()) last = step;
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    return last;
+  }
+
+ private:
+  pid_t pid_ = 0;
+  FILE* output_ = nullptr;
+};
+
+// The state after every number of steps, computed once.
+std::map<int64_t, Snapshot> expected_states() {
+  std::map<int64_t, Snapshot> states;
+  run_ranks(
+      kRanks,
+      [&](const Group& group) {
+        CheckpointRun run(Training(), group, 1);
+        for (int step = 0; step < 40; ++step) {
+          run.train(step, step + 1);
+          Snapshot state = run.snapshot();
+          if (group.rank() == 0) states[step + 1] = std::move(state);
+        }
+      },
+      in_memory());
+  return states;
+}
+
+// The number of steps in a checkpoint whose every bit is right; -1 otherwise.
+int64_t loaded_steps(const std::string& folder, const std::map<int64_t, Snapshot>& expected) {
+  int64_t steps = -1;
+  run_ranks(
+      1,
+      [&](const Group& group) {
+        CheckpointRun run(Training(), group, 5);
+        run.optimizer->load_checkpoint(folder);
+        const Snapshot state = run.snapshot();
+        const int64_t number = run.optimizer->stats().steps;
+        EXPECT_EQ(differing(state, expected.at(number)), 0) << folder << " at step " << number;
+        steps = number;
+      },
+      in_memory());
+  return steps;
+}
+
+TEST(KillTest, EveryKilledSaveLeavesALoadableCheckpoint) {
+  const char* count = std::getenv("ZERO_KILLS");
+  const int kills = count != nullptr ? std::atoi(count) : 20;
+  const std::string folder = fresh_folder("kills");
+  const auto expected = expected_states();
+  std::mt19937 random(5);
+  int lost = 0, unfinished = 0;
+  for (int i = 0; i < kills; ++i) {
+    Program program(folder);
+    const int first = program.next_save();
+    ASSERT_GE(first, 0) << "the program ended by itself";
+    // Up to a few saves later, at any place within one.
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 40000));
+    const int last = program.kill_now(first);
+    for (const auto& entry : fs::directory_iterator(folder)) {
+      const std::string name = entry.path().filename().string();
+      unfinished += name[0] == '.' ? 1 : 0;
+      // Whatever has a manifest has everything.
+      if (name[0] == '.') continue;
+      EXPECT_GE(loaded_steps(entry.path().string(), expected), 1) << name;
+    }
+    const auto newest = latest(folder);
+    const bool kept = newest && loaded_steps(*newest, expected) >= last &&
+                      loaded_steps(folder + "/current", expected) >= last;
+    EXPECT_TRUE(kept) << "kill " << i << " after save " << last;
+    lost += kept ? 0 : 1;
+    if (last >= 30) fs::remove_all(folder), fs::create_directories(folder);
+  }
+  std::printf("kills: %d tried, %d of them within a save, %d checkpoints lost\n", kills, unfinished,
+              lost);
+  EXPECT_EQ(lost, 0);
+  EXPECT_GT(unfinished, 0) << "no kill met a save; widen the times";
+}
+
+}  // namespace
+}  // namespace zero

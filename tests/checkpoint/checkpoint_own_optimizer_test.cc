@@ -1,0 +1,158 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Checkpoints of inner optimizers that this library has never heard of: what they
+// bring back, and what is refused. That they bring back every bit on any number of
+// ranks, and that a run goes on in every bit, is in checkpoint_test and
+// checkpoint_resume_test.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize/archive.h>
+
+#include <cmath>
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
+#include "tests/support/lion.h"
+#include "tests/support/run_ranks.h"
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+void on_ranks(const std::function<void(const Group&)>& body) {
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  run_ranks(3, body, options);
+}
+
+TEST(OwnOptimizerTest, StateAndOptionsOfEveryKindAreStored) {
+  const std::string folder = fresh_folder("kinds") + "/a";
+  Training t;
+  t.inner = Inner::kLion;
+  t.options.elementwise(true).bucket_bytes(300);
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(t, group, 1);
+    auto& options = static_cast<LionOptions&>(run.optimizer->param_groups()[1].options());
+    options.warmup(7).decays(false).betas({0.8, 0.95});
+    options.weight_decay(std::numeric_limits<double>::infinity());
+    run.train(0, 2);
+    run.optimizer->save_checkpoint(folder);
+    // Otherwise that both sides agree would say nothing.
+    const Snapshot saved = run.snapshot();
+    for (const char* kind :
+         {"momentum", "sign", "scalar:power", "value:step", "value:product", "value:moved"}) {
+      EXPECT_NE(saved.at(std::string(kind) + "/trunk.weight").abs().max().item<double>(), 0)
+          << kind;
+    }
+    EXPECT_EQ(saved.at("value:step/never.weight").max().item<double>(), 0);
+    // momentum and sign of every element, power of every segment.
+    int64_t bytes = 0;
+    for (const auto& item : run.optimizer->inner().state()) {
+      const auto& state = static_cast<const LionParamState&>(*item.second);
+      bytes += 5 * state.momentum().numel() + 8;
+    }
+    EXPECT_GT(bytes, 0);
+    EXPECT_EQ(run.optimizer->memory().optimizer_state, bytes);
+
+    CheckpointRun other(t, group, 5);
+    other.optimizer->load_checkpoint(folder);
+    const auto& loaded =
+        static_cast<const LionOptions&>(other.optimizer->param_groups()[1].options());
+    EXPECT_EQ(loaded.warmup(), 7);
+    EXPECT_EQ(loaded.decays(), false);
+    EXPECT_EQ(loaded.betas(), std::make_tuple(0.8, 0.95));
+    EXPECT_TRUE(std::isinf(loaded.weight_decay()));
+    EXPECT_EQ(loaded.lr(), options.lr());
+    EXPECT_EQ(differing(saved, other.snapshot()), 0);
+  });
+}
+
+// What a class of the user's own may keep that no checkpoint can hold.
+enum class Habit { kNoSerialize, kList, kRow, kNormOfPiece, kForgets, kReservedName, kComplex };
+
+struct AwkwardState : torch::optim::OptimizerCloneableParamState<AwkwardState> {
+  Habit habit = Habit::kForgets;
+  double norm = 0;
+  at::Tensor sum;
+
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    if (habit == Habit::kNoSerialize) OptimizerParamState::serialize(archive);
+    if (habit == Habit::kList) archive.write("list", c10::IValue(std::vector<int64_t>{1, 2}));
+    if (habit == Habit::kRow) archive.write("row", c10::IValue(at::ones({1, 2})));
+    if (habit == Habit::kNormOfPiece) archive.write("norm", c10::IValue(norm));
+    if (habit == Habit::kForgets) archive.write("sum", c10::IValue(sum));
+    if (habit == Habit::kReservedName) archive.write("master", c10::IValue(sum));
+    if (habit == Habit::kComplex) archive.write("sum", c10::IValue(sum.to(at::kComplexFloat)));
+  }
+  void serialize(torch::serialize::InputArchive&) override {}
+};
+
+class Awkward : public torch::optim::Optimizer {
+ public:
+  Awkward(const std::vector<at::Tensor>& parameters, Habit habit)
+      : Optimizer({torch::optim::OptimizerParamGroup(parameters)},
+                  std::make_unique<torch::optim::SGDOptions>(0.1)),
+        habit_(habit) {}
+  at::Tensor step(LossClosure) override {
+    at::NoGradGuard no_grad;
+    for (at::Tensor& p : param_groups_[0].params()) {
+      if (!p.grad().defined()) continue;
+      auto state = std::make_unique<AwkwardState>();
+      state->habit = habit_;
+      state->norm = p.grad().norm().item<double>();
+      state->sum = p + p.grad();
+      p.sub_(p.grad(), 0.1);
+      state_[p.unsafeGetTensorImpl()] = std::move(state);
+    }
+    return {};
+  }
+
+ private:
+  const Habit habit_;
+};
+
+TEST(OwnOptimizerTest, StateThatCannotBeCutIsRefusedOnAllRanks) {
+  const std::vector<std::pair<Habit, std::vector<std::string>>> cases = {
+      {Habit::kNoSerialize, {"Awkward", "overrides serialize()"}},
+      {Habit::kList, {"state list of", "Awkward", "a tensor, an int, a double or a bool"}},
+      {Habit::kRow, {"state row of", "one value for each element", "[1, 2]"}},
+      {Habit::kNormOfPiece, {"value:norm for all its pieces", "every element by itself"}},
+      {Habit::kReservedName, {"state master of", "another name"}},
+      {Habit::kComplex, {"state sum", "dtype that safetensors has", "ComplexFloat"}},
+      {Habit::kForgets, {"Awkward", "to read what it wrote"}},
+  };
+  for (const auto& [habit, expected] : cases) {
+    const std::string parent = fresh_folder("own");
+    on_ranks([&, habit = habit, &expected = expected](const Group& group) {
+      OddModel model(1);
+      const auto step = [&](ZeroOptimizer& optimizer) {
+        optimizer.backward(
+            model->loss(numbers({3, 17}, group.rank()), numbers({3, 11}, 2), OddModelImpl::kAll));
+        optimizer.step();
+      };
+      ZeroOptimizer optimizer(*model, std::make_unique<Awkward>(model->parameters(), habit), group,
+                              ZeroOptions().elementwise(true).bucket_bytes(300));
+      step(optimizer);
+      const std::string error = error_of([&] {
+        optimizer.save_checkpoint(parent + "/a");
+        optimizer.load_checkpoint(parent + "/a");
+      });
+      expect_words(error, expected);
+      step(optimizer);  // the optimizer still works
+    });
+    const auto entries = std::distance(fs::directory_iterator(parent), fs::directory_iterator());
+    EXPECT_EQ(entries, habit == Habit::kForgets ? 1 : 0);
+  }
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,271 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Checkpoints bring back every bit, on any number of ranks and in any layout.
+#include <gtest/gtest.h>
+#include <torch/version.h>
+
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/run_ranks.h"
+#include "zero/checkpoint/manifest.h"
+#include "zero/mesh.h"
+#include "zero/pending_checkpoint.h"
+
+namespace zero {
+namespace {
+
+using Use = OddModelImpl::Use;
+
+RunOptions in_memory() {
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  return options;
+}
+
+// Runs on all ranks and returns rank 0's snapshot.
+Snapshot on_ranks(int world_size, const std::function<Snapshot(const Group&)>& body) {
+  Snapshot result;
+  run_ranks(
+      world_size,
+      [&](const Group& group) {
+        Snapshot own = body(group);
+        if (group.rank() == 0) result = std::move(own);
+      },
+      in_memory());
+  return result;
+}
+
+Training training(Inner inner, c10::ScalarType dtype, int world_size, int64_t stage, Layout layout,
+                  int64_t bucket_bytes) {
+  Training t;
+  t.inner = inner;
+  t.dtype = dtype;
+  t.world_size = world_size;
+  t.max_norm = 0.7;
+  t.options.stage(stage).layout(layout).bucket_bytes(bucket_bytes);
+  t.options.elementwise(inner == Inner::kLion);
+  // A layer is dropped everywhere in every third step, so that step counts differ.
+  t.use = [](int, int step, int) {
+    return step % 3 == 1 ? Use::kLeft | Use::kTrunk : static_cast<unsigned>(Use::kAll);
+  };
+  return t;
+}
+
+class Reload : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(SavedBy, Reload, ::testing::Values(1, 2, 3, 4, 5));
+
+// Saved by `saved_by` ranks, loaded by 1 to 5. Every cell also changes stage, layout and
+// bucket size.
+void expect_every_bit_back(int saved_by, Inner inner) {
+  const std::vector<int64_t> sizes = {0, 300, 1500, 4096};
+  for (auto dtype : {at::kFloat, at::kBFloat16}) {
+    const Training saver =
+        training(inner, dtype, saved_by, 1 + saved_by % 2,
+                 saved_by % 2 ? Layout::kContiguous : Layout::kPerParameter, sizes[saved_by % 4]);
+    const std::string folder =
+        fresh_folder("reload" + std::to_string(saved_by)) + "/" + c10::toString(dtype);
+    const Snapshot saved = on_ranks(saved_by, [&](const Group& group) {
+      CheckpointRun run(saver, group, 1);
+      run.train(0, 5);
+      run.optimizer->save_checkpoint(folder, SaveOptions().metadata({{"epoch", "3"}}));
+      return run.snapshot();
+    });
+    std::string row = "saved by " + std::to_string(saved_by) + ", loaded by 1 2 3 4 5:";
+    for (int loaded_by = 1; loaded_by <= 5; ++loaded_by) {
+      const int number = saved_by + loaded_by;
+      const Training loader =
+          training(inner, dtype, loaded_by, 1 + number % 2,
+                   number % 3 ? Layout::kPerParameter : Layout::kContiguous, sizes[number % 4]);
+      const Snapshot loaded = on_ranks(loaded_by, [&](const Group& group) {
+        CheckpointRun run(loader, group, 50 + group.rank());
+        if (loaded_by % 2 == 0) run.train(0, 2);  // what was there must not shine through
+        const LoadReport report = run.optimizer->load_checkpoint(folder);
+        EXPECT_EQ(report.metadata.at("epoch"), "3");
+        EXPECT_EQ(report.world_size, saved_by);
+        run.optimizer->check_replicas();
+        return run.snapshot();
+      });
+      const int64_t count = differing(saved, loaded);
+      row += " " + std::to_string(count);
+      EXPECT_EQ(count, 0) << "loaded by " << loaded_by;
+    }
+    std::printf("%s differing values, %s\n", row.c_str(), c10::toString(dtype));
+  }
+}
+
+TEST_P(Reload, AnyNumberOfRanksAnyStageLayoutAndBucketSizeBringBackEveryBit) {
+  const std::vector<Inner> inners = {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop,
+                                     Inner::kAdagrad, Inner::kAdam};
+  expect_every_bit_back(GetParam(), inners[GetParam() - 1]);
+}
+
+TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfAClassOfTheUsersOwn) {
+  expect_every_bit_back(GetParam(), Inner::kLion);
+}
+
+TEST(ResumeTest, TwentyStepsEqualTenSaveLoadTenInEveryBit) {
+  for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (Inner inner : {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kLion}) {
+      for (int world_size : {1, 3}) {
+        Training t = training(inner, dtype, world_size, 2, Layout::kContiguous, 900);
+        if (dtype == at::kHalf) {
+          // Grows and overflows within the run, on both sides of the save.
+          t.options.loss_scaler(
+              LossScalerOptions().initial_scale(8192).growth_interval(2).growth_factor(64));
+        }
+        // In between two changes of the scale, which is where its counters matter.
+        const int middle = dtype == at::kHalf ? 11 : 10;
+        const std::string folder = fresh_folder("resume") + "/a";
+        const Snapshot whole = on_ranks(world_size, [&](const Group& group) {
+          CheckpointRun run(t, group, 1);
+          run.train(0, 20);
+          return run.snapshot();
+        });
+        on_ranks(world_size, [&](const Group& group) {
+          CheckpointRun run(t, group, 1);
+          run.train(0, middle);
+          run.optimizer->save_checkpoint(folder);
+          return Snapshot();
+        });
+        const Snapshot resumed = on_ranks(world_size, [&](const Group& group) {
+          CheckpointRun run(t, group, 9);
+          run.optimizer->load_checkpoint(folder);
+          run.train(middle, 20);
+          return run.snapshot();
+        });
+        EXPECT_EQ(differing(whole, resumed), 0)
+            << c10::toString(dtype) << " inner " << static_cast<int>(inner) << " W " << world_size;
+        if (dtype == at::kHalf) {
+          EXPECT_GT(whole.at("steps/skipped").item<double>(), 1) << "the scaler had nothing to do";
+        }
+      }
+    }
+  }
+}
+
+TEST(ResumeTest, AsynchronousSaveIsOfTheMomentItWasCalled) {
+  const Training t = training(Inner::kAdamW, at::kFloat, 3, 2, Layout::kContiguous, 900);
+  const std::string folder = fresh_folder("async") + "/a";
+  Snapshot saved;
+  on_ranks(3, [&](const Group& group) {
+    CheckpointRun run(t, group, 1);
+    run.train(0, 4);
+    Snapshot then = run.snapshot();
+    auto pending = run.optimizer->save_checkpoint_async(folder);
+    run.train(4, 9);
+    pending->finish();
+    if (group.rank() == 0) saved = std::move(then);
+    return Snapshot();
+  });
+  const Snapshot loaded = on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(t, group, 9);
+    run.optimizer->load_checkpoint(folder);
+    return run.snapshot();
+  });
+  EXPECT_EQ(differing(saved, loaded), 0);
+}
+
+TEST(ResumeTest, OptionsAreRestoredOrKeptAsAsked) {
+  const Training t = training(Inner::kAdamW, at::kFloat, 2, 2, Layout::kContiguous, 900);
+  const std::string folder = fresh_folder("options") + "/a";
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(t, group, 1);
+    run.train(0, 2);
+    const double saved = run.optimizer->param_groups()[0].options().get_lr();
+    run.optimizer->save_checkpoint(folder);
+    for (bool restore : {false, true}) {
+      for (auto& g : run.optimizer->param_groups()) g.options().set_lr(0.5);
+      run.optimizer->load_checkpoint(folder, LoadOptions().restore_options(restore));
+      EXPECT_EQ(run.optimizer->param_groups()[0].options().get_lr(), restore ? saved : 0.5);
+      run.train(2, 3);
+    }
+    return Snapshot();
+  });
+}
+
+TEST(ResumeTest, TheManifestSaysWhatWasSavedAndByWhat) {
+  const std::string folder = fresh_folder("manifest") + "/a";
+  Training t = training(Inner::kAdamW, at::kHalf, 2, 1, Layout::kPerParameter, 700);
+  t.options.loss_scaler(LossScalerOptions().initial_scale(64).growth_interval(5).hysteresis(3));
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(t, group, 1);
+    run.train(0, 3);
+    run.optimizer->save_checkpoint(folder, SaveOptions().metadata({{"epoch", "3"}}));
+    const Manifest m = read_manifest(folder);
+    EXPECT_EQ(m.torch_version, TORCH_VERSION);
+    EXPECT_EQ(m.world_size, 2);
+    EXPECT_EQ(m.stage, 1);
+    EXPECT_EQ(m.layout, "per parameter");
+    EXPECT_EQ(m.bucket_bytes, 700);
+    EXPECT_EQ(m.plan_fingerprint, run.optimizer->plan().fingerprint());
+    EXPECT_EQ(m.optimizer, "AdamW");
+    EXPECT_EQ(m.steps, 3);
+    EXPECT_EQ(m.skipped_steps, 0);
+    EXPECT_TRUE(m.dynamic_scale);
+    EXPECT_EQ(m.scale, 64);
+    EXPECT_EQ(m.good_steps, 3);
+    EXPECT_EQ(m.hysteresis_left, 3);
+    EXPECT_EQ(m.groups.size(), 2U);
+    EXPECT_EQ(m.parameters.size(), 11U);
+    EXPECT_EQ(m.frozen.size(), 1U);
+    EXPECT_EQ(m.buffers.size(), 1U);
+    EXPECT_EQ(m.metadata.at("epoch"), "3");
+    return Snapshot();
+  });
+}
+
+// Two copies of two shards, and back into one copy of any number.
+TEST(ReplicasTest, CopiesOfAShardAreSavedOnceAndAllOfThemAreLoaded) {
+  const std::string parent = fresh_folder("replicas");
+  const Training plain = training(Inner::kAdamW, at::kBFloat16, 4, 2, Layout::kContiguous, 900);
+  const auto replicated = [&](const Group& group) {
+    const Mesh mesh(group, {{"dp_replicate", 2}, {"dp_shard", 2}});
+    Training t = plain;
+    for (int g = 0; g < 2; ++g) {
+      t.options.placement(g, GroupPlacement()
+                                 .reduce_group(mesh.group({"dp_shard"}))
+                                 .replicate_group(mesh.group({"dp_replicate"})));
+    }
+    return t;
+  };
+  const auto masters = [](CheckpointRun& run) {
+    Snapshot result;
+    for (const auto& item : run.model->named_parameters()) {
+      if (!item.value().requires_grad()) continue;
+      result["master/" + item.key()] = run.optimizer->master(item.value());
+    }
+    return result;
+  };
+  const auto load = [&](int world_size, const std::string& name) {
+    return on_ranks(world_size, [&](const Group& group) {
+      CheckpointRun run(plain, group, 9);
+      run.optimizer->load_checkpoint(parent + name);
+      return run.snapshot();
+    });
+  };
+  const Snapshot saved = on_ranks(4, [&](const Group& group) {
+    CheckpointRun run(replicated(group), group, 1);
+    run.train(0, 3);
+    run.optimizer->save_checkpoint(parent + "/a");
+    return masters(run);
+  });
+  const Snapshot one = load(1, "/a");
+  EXPECT_EQ(differing(one, load(3, "/a")), 0);
+  for (const auto& [name, tensor] : saved) EXPECT_TRUE(tensor.equal(one.at(name))) << name;
+  on_ranks(4, [&](const Group& group) {
+    CheckpointRun run(replicated(group), group, 7);
+    run.optimizer->load_checkpoint(parent + "/a");
+    run.optimizer->check_replicas();
+    run.optimizer->save_checkpoint(parent + "/b");
+    return Snapshot();
+  });
+  EXPECT_EQ(differing(one, load(2, "/b")), 0);
+}
+
+}  // namespace
+}  // namespace zero

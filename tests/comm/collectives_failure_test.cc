@@ -1,0 +1,251 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a Communicator says when a rank is missing, ends, aborts or is slow.
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "tests/support/error_of.h"
+#include "tests/support/transports.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+// Keeps a rank there, calling nothing, until the others have seen what they wait for.
+class Bystander {
+ public:
+  explicit Bystander(int others) : left_(others) {}
+  void done() { --left_; }
+  void stand_by() const {
+    const auto limit = Clock::now() + std::chrono::seconds(10);
+    while (left_ > 0 && Clock::now() < limit) std::this_thread::sleep_for(milliseconds(5));
+  }
+
+ private:
+  std::atomic<int> left_;
+};
+
+// Long enough for a loaded machine to bring everybody else, short enough to wait for.
+constexpr milliseconds kMissed{1500};
+
+class FailureTest : public ::testing::TestWithParam<Wire> {};
+
+INSTANTIATE_TEST_SUITE_P(Wires, FailureTest,
+                         ::testing::Values(Wire::kMemory, Wire::kGloo, Wire::kShared),
+                         [](const auto& info) { return wire_name(info.param); });
+
+// Rank 2 of 4 comes to a first operation and to no other.
+void expect_rank_2_named(Wire wire, const std::string& operation, int64_t n) {
+  Bystander absent(3);
+  const auto body = [&](const Group& group) {
+    const auto data = data_of(group);
+    at::Tensor rows = at::zeros({4, n});
+    at::Tensor received = at::zeros({4, n});
+    at::Tensor flags = at::zeros({n}, at::kInt);
+    data->gather_rows(rows, "warm-up").wait();
+    if (group.rank() == 2) {
+      absent.stand_by();
+      return;
+    }
+    const auto start = Clock::now();
+    const std::string text = error_of([&] {
+      Pending pending = operation == "exchange_rows" ? data->exchange_rows(rows, received, "b 3")
+                        : operation == "gather_rows" ? data->gather_rows(rows, "b 3")
+                                                     : data->all_reduce_max(flags, "b 3");
+      pending.wait();
+    });
+    EXPECT_LT(Clock::now() - start, kMissed + std::chrono::seconds(1));
+    expect_words(text, {operation + " of b 3: rank 2 did not send within 1500 ms",
+                        "this is rank " + std::to_string(group.rank()) + " of 4", "\"test/data\""});
+    EXPECT_EQ(data->failed(), text);
+    const std::string later = error_of([&] { data->gather_rows(rows, "b 4"); });
+    expect_words(later, {"gather_rows of b 4: refused", "rank 2 did not send"});
+    absent.done();
+  };
+  run_ranks(4, body, on(wire, kMissed));
+}
+
+TEST_P(FailureTest, ARankThatNeverCallsIsNamedInTime) {
+  expect_rank_2_named(GetParam(), "exchange_rows", 10);
+  expect_rank_2_named(GetParam(), "exchange_rows", 500000);
+  expect_rank_2_named(GetParam(), "gather_rows", 10);
+  expect_rank_2_named(GetParam(), "all_reduce_max", 10);
+}
+
+TEST_P(FailureTest, TwoMissingRanksAreBothNamed) {
+  Bystander absent(2);
+  run_ranks(
+      4,
+      [&](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::zeros({4, 10});
+        data->gather_rows(rows, "warm-up").wait();
+        if (group.rank() == 1 || group.rank() == 2) {
+          absent.stand_by();
+          return;
+        }
+        expect_words(error_of([&] { data->gather_rows(rows, "b").wait(); }),
+                     {"ranks 1, 2 did not send within 1500 ms"});
+        absent.done();
+      },
+      on(GetParam(), kMissed));
+}
+
+// The rank's communicator goes away with an operation under way, as when its body throws.
+TEST_P(FailureTest, ARankThatEndsIsNoticedLongBeforeTheTimeout) {
+  run_ranks(
+      4,
+      [](const Group& group) {
+        auto data = data_of(group);
+        at::Tensor rows = at::zeros({4, 10});
+        at::Tensor some = at::zeros({5});
+        data->gather_rows(rows, "warm-up").wait();
+        const auto start = Clock::now();
+        if (group.rank() == 2) {
+          const Pending never_waited_for = data->broadcast(some, 0, "parameters");
+          data.reset();
+        } else {
+          const std::string text = error_of([&] { data->gather_rows(rows, "b 3").wait(); });
+          expect_words(text, {"gather_rows of b 3: ", "rank 2"});
+          EXPECT_FALSE(data->failed().empty());
+        }
+        EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+      },
+      on(GetParam(), std::chrono::seconds(20)));
+}
+
+TEST_P(FailureTest, AbortEndsWaitsHereAndThere) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::zeros({2, 10});
+        data->gather_rows(rows, "warm-up").wait();
+        const auto start = Clock::now();
+        if (group.rank() == 0) {
+          at::Tensor received = at::zeros({2, 10});
+          Pending pending = data->exchange_rows(rows, received, "b 1");
+          std::thread aborter([&] {
+            std::this_thread::sleep_for(milliseconds(100));
+            data->abort("aborted by this rank");
+          });
+          expect_words(error_of([&] { pending.wait(); }), {"aborted by this rank"});
+          aborter.join();
+          expect_words(data->failed(), {"aborted by this rank"});
+        } else {
+          std::this_thread::sleep_for(milliseconds(400));
+          EXPECT_NE(error_of([&] {
+                      data->gather_rows(rows, "b 1").wait();
+                      data->gather_rows(rows, "b 2").wait();
+                    }),
+                    "");
+        }
+        EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+      },
+      on(GetParam(), std::chrono::seconds(20)));
+}
+
+TEST_P(FailureTest, AnOperationThatNobodyWaitedForIsAFailure) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::zeros({2, 10});
+        data->gather_rows(rows, "dropped");
+        expect_words(error_of([&] { data->gather_rows(rows, "next").wait(); }), {"dropped"});
+      },
+      on(GetParam(), std::chrono::seconds(10)));
+}
+
+TEST_P(FailureTest, AFailingRankEndsTheRun) {
+  const auto start = Clock::now();
+  try {
+    run_ranks(
+        3,
+        [](const Group& group) {
+          if (group.rank() == 1) throw std::runtime_error("this one");
+          const auto data = data_of(group);  // Would wait for rank 1.
+          data->gather_rows(at::zeros({3, 1}), "b").wait();
+        },
+        on(GetParam()));
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "this one");
+  }
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(10));
+}
+
+// ---- Faults that only our own transport can make ----
+
+TEST(MemoryNetworkTest, ALostSendIsMissedByItsReceiverOnly) {
+  const RunOptions options = on(Wire::kMemory, kMissed);
+  Bystander waiting(1);
+  options.network->drop_next(1, MemoryOp::kSend);  // Rank 1 sends to rank 2 first.
+  run_ranks(
+      3,
+      [&](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::zeros({3, 4});
+        const std::string text = error_of([&] { data->gather_rows(rows, "b").wait(); });
+        if (group.rank() == 2) {
+          expect_words(text, {"rank 1 did not send within 1500 ms"});
+          waiting.done();
+        } else {
+          EXPECT_EQ(text, "");
+          waiting.stand_by();  // Or rank 2 would see this rank end.
+        }
+      },
+      options);
+}
+
+TEST(MemoryNetworkTest, ADelayIsWaitedOut) {
+  const RunOptions options = on(Wire::kMemory);
+  options.network->delay(1, MemoryOp::kSend, milliseconds(200));
+  const auto start = Clock::now();
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::full({2, 4}, group.rank(), at::kFloat);
+        data->gather_rows(rows, "b").wait();
+        EXPECT_EQ(rows[1][0].item<float>(), 1);
+      },
+      options);
+  EXPECT_GE(Clock::now() - start, milliseconds(200));
+  EXPECT_EQ(options.network->counts(0).calls_of(MemoryOp::kSend), 1);
+  EXPECT_EQ(options.network->counts(0).bytes_of(MemoryOp::kSend), 16);
+}
+
+TEST(MemoryNetworkTest, ADeadRankIsNamed) {
+  for (const Wire wire : {Wire::kMemory, Wire::kNative}) {
+    const RunOptions options = on(wire, std::chrono::seconds(20));
+    options.network->kill_at(1, MemoryOp::kSend, 5);  // Two per gather: in the third one.
+    options.network->kill_at(1, MemoryOp::kAllGather, 3);
+    run_ranks(
+        3,
+        [](const Group& group) {
+          const auto data = data_of(group);
+          int gathers = 0;
+          const std::string text = error_of([&] {
+            for (; gathers < 10; ++gathers) data->gather_rows(at::zeros({3, 4}), "b").wait();
+          });
+          EXPECT_EQ(gathers, 2);
+          expect_words(text, {"rank 1"});
+        },
+        options);
+  }
+}
+
+}  // namespace
+}  // namespace zero

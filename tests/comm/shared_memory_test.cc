@@ -1,0 +1,237 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Memory that another process reads in place. How rows travel through it is in
+// tests/comm/collectives_test.cc.
+
+#include "zero/comm/backends/shared_memory.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+
+namespace zero {
+namespace {
+
+// What `body` returns in a forked process.
+bool in_another_process(const std::function<bool()>& body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(body() ? 0 : 1);
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+int64_t resident_shared_kib() {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("RssShmem:", 0) == 0) return std::stoll(line.substr(9));
+  }
+  return -1;
+}
+
+TEST(SharedMemory, AnotherProcessSeesWhatIsWrittenLater) {
+  const auto memory = SharedMemory::instance();
+  ASSERT_TRUE(memory);
+  at::Tensor block = memory->allocate(4000);
+  ASSERT_EQ(memory->offset_of(block), *memory->offset_of(block));
+  at::Tensor longs = block.view(at::kLong);
+  const SharedMemoryAddress address = memory->address();
+  const int64_t offset = *memory->offset_of(longs);
+  int to_child[2];
+  int to_parent[2];
+  ASSERT_EQ(pipe(to_child) + pipe(to_parent), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto peer = PeerMemory::open(address);
+    char byte = 0;
+    bool good =
+        peer != nullptr && write(to_parent[1], &byte, 1) == 1 && read(to_child[0], &byte, 1) == 1;
+    if (good) {
+      int64_t seen = 0;
+      std::memcpy(&seen, peer->at(offset + 499 * 8, 8), 8);
+      good = seen == 499;
+    }
+    _exit(good ? 0 : 1);
+  }
+  char byte = 0;
+  ASSERT_EQ(read(to_parent[0], &byte, 1), 1);
+  longs.copy_(at::arange(500, at::kLong));
+  ASSERT_EQ(write(to_child[1], &byte, 1), 1);
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+TEST(SharedMemory, OnlyTheRightFileIsOpened) {
+  const auto memory = SharedMemory::instance();
+  ASSERT_TRUE(memory);
+  const SharedMemoryAddress right = memory->address();
+  EXPECT_TRUE(PeerMemory::open(right));
+  std::vector<SharedMemoryAddress> wrong(6, right);
+  wrong[0].machine[3] = 'x';
+  wrong[1].process = 1;
+  wrong[2].descriptor = 1;  // some file, and not to be opened
+  wrong[3].descriptor = -1;
+  wrong[4].bytes += 4096;
+  wrong[5].password[1] += 1;
+  for (size_t i = 0; i < wrong.size(); ++i) EXPECT_FALSE(PeerMemory::open(wrong[i])) << i;
+}
+
+// A copy of this process's address that leads to another file with the same contents.
+struct OtherFile {
+  explicit OtherFile(unsigned flags, int seals = 0) : file(memfd_create("zero", flags)) {
+    address = SharedMemory::instance()->address();
+    address.descriptor = file;
+    address.bytes = 8192;
+    EXPECT_EQ(ftruncate(file, address.bytes), 0);
+    EXPECT_EQ(pwrite(file, address.password.data(), sizeof(address.password), 0),
+              ssize_t{sizeof(address.password)});
+    EXPECT_EQ(seals == 0 ? 0 : fcntl(file, F_ADD_SEALS, seals), 0);
+  }
+  ~OtherFile() { close(file); }
+  SharedMemoryAddress address;
+  int file;
+};
+
+TEST(SharedMemory, NoProcessCanCutItOff) {
+  const SharedMemoryAddress address = SharedMemory::instance()->address();
+  const auto file = static_cast<int>(address.descriptor);
+  for (const int64_t bytes : {int64_t{0}, address.bytes - 4096, address.bytes + 4096}) {
+    EXPECT_EQ(ftruncate(file, bytes), -1);
+    EXPECT_EQ(errno, EPERM);
+  }
+  EXPECT_EQ(fcntl(file, F_ADD_SEALS, F_SEAL_WRITE), -1) << "blocks could not be freed any more";
+  EXPECT_TRUE(PeerMemory::open(address));
+}
+
+TEST(SharedMemory, AFileThatCanBeCutOffIsNotOpened) {
+  constexpr int kAll = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  EXPECT_TRUE(PeerMemory::open(OtherFile(MFD_ALLOW_SEALING, kAll).address));
+  EXPECT_FALSE(PeerMemory::open(OtherFile(0).address));
+  EXPECT_FALSE(PeerMemory::open(OtherFile(MFD_ALLOW_SEALING).address));
+  for (const int seal : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL}) {
+    EXPECT_FALSE(PeerMemory::open(OtherFile(MFD_ALLOW_SEALING, kAll & ~seal).address)) << seal;
+  }
+}
+
+int mappings() {
+  std::ifstream file("/proc/self/maps");
+  int count = 0;
+  for (std::string line; std::getline(file, line);) {
+    count += line.find("/memfd:zero") != std::string::npos;
+  }
+  return count;
+}
+
+TEST(SharedMemory, APeerIsMappedOnceAndAsLongAsItIsRead) {
+  const SharedMemoryAddress address = SharedMemory::instance()->address();
+  const int before = mappings();
+  auto first = PeerMemory::open(address);
+  auto second = PeerMemory::open(address);
+  ASSERT_TRUE(first && second);
+  EXPECT_EQ(mappings(), before + 1);
+  EXPECT_EQ(first->at(4096, 1), second->at(4096, 1));
+  // What has another size or place is not the same.
+  SharedMemoryAddress wrong = address;
+  wrong.bytes += 4096;
+  EXPECT_FALSE(PeerMemory::open(wrong));
+  first.reset();
+  EXPECT_EQ(std::memcmp(second->at(0, 16), address.password.data(), 16), 0);
+  second.reset();
+  EXPECT_EQ(mappings(), before);
+  EXPECT_TRUE(PeerMemory::open(address));
+}
+
+TEST(SharedMemory, NothingOutsideTheFileIsRead) {
+  const auto memory = SharedMemory::instance();
+  const auto peer = PeerMemory::open(memory->address());
+  ASSERT_TRUE(peer);
+  const int64_t bytes = memory->address().bytes;
+  EXPECT_NE(peer->at(bytes - 8, 8), nullptr);
+  for (const auto& [offset, length] : {std::pair{bytes - 8, int64_t{9}},
+                                       {int64_t{-1}, int64_t{8}},
+                                       {int64_t{1} << 62, int64_t{8}},
+                                       {int64_t{0}, int64_t{-1}},
+                                       {bytes, int64_t{1}}}) {
+    EXPECT_NE(error_of([&, o = offset, l = length] { peer->at(o, l); }), "");
+  }
+}
+
+TEST(SharedMemory, BlocksAreApartAndUsedAgainAsZeros) {
+  const auto memory = SharedMemory::instance();
+  const auto offset = [&](const at::Tensor& block) { return *memory->offset_of(block); };
+  at::Tensor a = memory->allocate(1);
+  at::Tensor b = memory->allocate(5000);
+  at::Tensor c = memory->allocate(4096);
+  EXPECT_EQ(offset(b) - offset(a), 4096);
+  EXPECT_EQ(offset(c) - offset(b), 8192);
+  EXPECT_EQ(offset(b.narrow(0, 100, 10)) - offset(b), 100);
+  EXPECT_FALSE(memory->offset_of(at::empty({10})).has_value());
+  const int64_t first = offset(a);
+  b.fill_(7);
+  a.fill_(7);
+  // In both orders, so that a hole grows at its end and at its beginning.
+  b = at::Tensor();
+  a = at::Tensor();
+  at::Tensor both = memory->allocate(3 * 4096);
+  EXPECT_EQ(offset(both), first);
+  EXPECT_EQ(both.max().item<uint8_t>(), 0);
+  both.fill_(7);
+  both = at::Tensor();
+  c = at::Tensor();
+  at::Tensor all = memory->allocate(4 * 4096);
+  EXPECT_EQ(offset(all), first);
+  EXPECT_EQ(all.max().item<uint8_t>(), 0);
+}
+
+TEST(SharedMemory, FreedMemoryGoesBackToTheSystemForEverybody) {
+  const auto memory = SharedMemory::instance();
+  const auto peer = PeerMemory::open(memory->address());
+  ASSERT_TRUE(peer);
+  const int64_t before = resident_shared_kib();
+  constexpr int64_t kBytes = 64 << 20;
+  at::Tensor block = memory->allocate(kBytes);
+  block.fill_(1);
+  std::string copy(kBytes, '\0');
+  std::memcpy(copy.data(), peer->at(*memory->offset_of(block), kBytes), kBytes);
+  EXPECT_EQ(copy.back(), 1);
+  EXPECT_GT(resident_shared_kib() - before, 120 << 10);  // in both mappings
+  block = at::Tensor();
+  EXPECT_LT(resident_shared_kib() - before, 1 << 10);
+}
+
+TEST(SharedMemory, MoreThanThereIsIsRefused) {
+  const auto memory = SharedMemory::instance();
+  EXPECT_FALSE(memory->allocate(memory->address().bytes).defined());
+  EXPECT_TRUE(memory->allocate(4096).defined());
+}
+
+TEST(SharedMemory, AForkedProcessDoesNotGiveOutItsParentsMemory) {
+  ASSERT_TRUE(SharedMemory::instance());
+  at::Tensor block = SharedMemory::instance()->allocate(4096);
+  block.fill_(5);
+  EXPECT_TRUE(in_another_process([&] {
+    const bool none = SharedMemory::instance() == nullptr;
+    block = at::Tensor();  // frees nothing of the parent's
+    return none;
+  }));
+  EXPECT_EQ(block.min().item<uint8_t>(), 5);
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,70 @@
+#!/bin/bash
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+#
+# What train_gpt writes beside the model: metrics by step that plot_metrics.py reads, and a
+# trace with the training's own ranges and libtorch's.
+set -u
+program=examples/train_gpt/train_gpt
+work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/outputs.XXXXXX")
+common="--data examples --validation-sequences 4 --sample-bytes 0 --nproc 2
+        --layers 1 --width 32 --context 32 --batch 4"
+
+fail() {
+  echo "FAILED: $1"
+  exit 1
+}
+
+$program $common --steps 6 --validate-every 3 --metrics "$work/metrics" \
+  --trace "$work/trace.json" --trace-steps 2 > "$work/out" 2>&1 || fail "$(cat "$work/out")"
+
+python3 - "$work/metrics/steps-0.jsonl" <<'END' || fail "metrics: $(cat "$work/metrics/steps-0.jsonl")"
+import json, sys
+lines = [json.loads(line) for line in open(sys.argv[1])]
+assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+for line in lines:
+    assert 0 < line["loss"] < 10 and 0 < line["gradient_norm"] < 100, line
+    assert line["learning_rate"] > 0 and line["seconds"] > 0, line
+    assert abs(line["tokens_per_second"] * line["seconds"] / line["tokens"] - 1) < 1e-6, line
+    assert line["memory"]["working_parameters"] > 0, line
+assert lines[-1]["memory"]["optimizer_state"] > 0
+assert [line["step"] for line in lines if "validation_loss" in line] == [3, 6]
+END
+
+python3 - "$work/trace.json" <<'END' || fail "the trace"
+import json, sys
+events = [e for e in json.load(open(sys.argv[1]))["traceEvents"] if e.get("ph") == "X"]
+names = [e["name"] for e in events]
+# Two steps, on rank 0 alone.
+assert names.count("train_gpt::step") == 2, names.count("train_gpt::step")
+for name in ("train_gpt::forward", "aten::layer_norm", "MmBackward0", "gloo:send"):
+    assert name in names, name
+# The optimizer's phases, by bucket, whichever thread they are on.
+for phase in ("pack bucket 0", "reduce bucket 0", "clip", "update bucket 0", "gather bucket 0"):
+    assert "zero::" + phase in names, phase
+steps = [e for e in events if e["name"] == "train_gpt::step"]
+# Validation is a forward pass outside of steps.
+inside = [e for e in events if e["name"] == "train_gpt::forward" and any(
+    s["ts"] <= e["ts"] and e["ts"] + e["dur"] <= s["ts"] + s["dur"] for s in steps)]
+assert len(inside) == 2, len(inside)
+END
+
+python3 examples/train_gpt/draw_trace.py "$work/trace.json" --out "$work/step.svg" > /dev/null &&
+  grep -q "train_gpt::forward" "$work/step.svg" || fail "the picture of a trace"
+
+# The plot where matplotlib is; elsewhere a sentence that says what to install.
+python3 examples/train_gpt/plot_metrics.py "$work/metrics" --out "$work/run.png" > "$work/out" 2>&1
+status=$?
+if python3 -c "import matplotlib" 2> /dev/null; then
+  [ $status -eq 0 ] && [ -s "$work/run.png" ] || fail "plot_metrics: $(cat "$work/out")"
+else
+  [ $status -ne 0 ] && grep -q "apt-get install python3-matplotlib" "$work/out" ||
+    fail "plot_metrics: $(cat "$work/out")"
+fi
+
+$program $common --steps 2 --trace "$work/no/such/folder.json" > "$work/out" 2>&1
+[ $? -eq 2 ] && grep -q "cannot write" "$work/out" || fail "a trace that cannot be written: $(cat "$work/out")"
+# Fewer steps than it would skip: the last one is traced.
+$program $common --steps 2 --trace "$work/short.json" > "$work/out" 2>&1 || fail "$(cat "$work/out")"
+grep -q '"train_gpt::step"' "$work/short.json" || fail "a short run has no trace"
+echo "metrics, trace, picture and plot are as they should be"

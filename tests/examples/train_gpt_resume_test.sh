@@ -1,0 +1,70 @@
+#!/bin/bash
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+#
+# train_gpt goes on where it was: on as many ranks with the same losses to the last
+# digit, on another number up to rounding; a new run leaves an earlier one's checkpoints
+# alone; and SIGTERM saves and ends with 0.
+set -u
+program=examples/train_gpt/train_gpt
+work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/resume.XXXXXX")
+common="--data examples --validate-every 1000 --validation-sequences 4 --sample-bytes 0
+        --layers 1 --width 32 --context 32 --batch 12"
+
+fail() {
+  echo "FAILED: $1"
+  exit 1
+}
+
+# The losses of the steps after 10, rounded to $2 digits.
+losses() {
+  python3 -c '
+import json, sys
+for line in open(sys.argv[1]):
+    entry = json.loads(line)
+    if entry["step"] > 10:
+        print(entry["step"], round(entry["loss"], int(sys.argv[2])))' "$1" "$2"
+}
+
+$program $common --steps 20 --nproc 2 --checkpoints "$work/run" --save-every 10 \
+  --log "$work/whole.jsonl" > "$work/out" || fail "the first run: $(cat "$work/out")"
+for ranks in 2 3; do
+  rm -rf "$work/run/step-20"
+  [ -e "$work/run/step-10/manifest.json" ] || fail "no checkpoint after step 10"
+  $program $common --steps 20 --nproc $ranks --checkpoints "$work/run" --resume \
+    --log "$work/resumed-$ranks.jsonl" > "$work/out" || fail "resuming: $(cat "$work/out")"
+  grep -q "resumed after step 10" "$work/out" || fail "did not resume: $(cat "$work/out")"
+done
+[ -n "$(losses "$work/whole.jsonl" 17)" ] || fail "no losses"
+diff <(losses "$work/whole.jsonl" 17) <(losses "$work/resumed-2.jsonl" 17) || fail "other losses on 2 ranks"
+diff <(losses "$work/whole.jsonl" 4) <(losses "$work/resumed-3.jsonl" 4) || fail "other losses on 3 ranks"
+
+$program $common --steps 20 --nproc 2 --checkpoints "$work/run" --resume --seed 7 \
+  > "$work/out" 2>&1 && fail "another seed was accepted"
+
+$program $common --steps 40 --nproc 2 --checkpoints "$work/run" --resume \
+  > "$work/out" 2>&1 && fail "the learning rates of another number of steps were accepted"
+grep -q "learning rates" "$work/out" || fail "another number of steps: $(cat "$work/out")"
+
+before=$(cat "$work"/run/*/manifest.json | cksum)
+$program $common --steps 4 --nproc 2 --checkpoints "$work/run" --save-every 2 \
+  > "$work/out" 2>&1 && fail "a new run was accepted in an earlier one's folder"
+grep -q "expected a folder without checkpoints.*step-20.*--resume" "$work/out" ||
+  fail "the refusal of a new run: $(cat "$work/out")"
+[ "$before" = "$(cat "$work"/run/*/manifest.json | cksum)" ] ||
+  fail "a refused run changed the checkpoints"
+
+$program $common --steps 1000000 --nproc 2 --checkpoints "$work/term" --save-every 1000000 \
+  > "$work/out" &
+launcher=$!
+for _ in $(seq 600); do
+  grep -q "step" "$work/out" && break
+  sleep 0.1
+done
+# To one rank only: the others must stop with it.
+kill -TERM "$(pgrep -P $launcher | head -1)"
+wait $launcher
+status=$?
+[ $status -eq 0 ] || fail "SIGTERM ended with $status: $(tail -5 "$work/out")"
+ls "$work"/term/step-*/manifest.json > /dev/null || fail "SIGTERM saved nothing"
+echo "resumed on 2 and 3 ranks; SIGTERM saved $(ls "$work/term")"

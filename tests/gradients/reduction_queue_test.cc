@@ -1,0 +1,118 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The reduction queue alone: how long a peer that takes no part may hold up the thread that pushes,
+// and who learns of an error that only one rank has.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "zero/agreement/communicators.h"
+#include "zero/agreement/shard_domains.h"
+#include "zero/gradients/reduction_queue.h"
+
+namespace zero {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Buckets {
+  Buckets(int count, int64_t row, Communicator& group, BufferPool& pool) {
+    for (int b = 0; b < count; ++b) {
+      Reduction reduction;
+      reduction.rows = pool.take(2 * row, at::kFloat).view({2, row}).fill_(b + 1);
+      reduction.shard = at::zeros({row});
+      reduction.group = &group;
+      reduction.bucket = b;
+      list.push_back(std::move(reduction));
+    }
+  }
+  void push_all(ReductionQueue& queue) {
+    for (const Reduction& reduction : list) queue.push(reduction);
+  }
+  std::vector<Reduction> list;
+};
+
+TEST(ReductionQueueTest, APeerThatTakesNoPartHoldsUpAPassOnceAndNotPerBucket) {
+  run_ranks(2, [](const Group& group) {
+    const auto data = group.make_communicator("data", Purpose::kData);
+    const auto turn = group.make_communicator("turn", Purpose::kControl);
+    BufferPool pool(at::kCPU, 1 << 20);
+    ReductionQueue queue(pool);
+    // 20 ms for each of them would be 6 s.
+    Buckets buckets(300, 8, *data, pool);
+    if (group.rank() == 0) {
+      const auto start = Clock::now();
+      buckets.push_all(queue);
+      EXPECT_LT(Clock::now() - start, std::chrono::seconds(3));
+    }
+    turn->all_reduce_max(at::zeros({1}, at::kInt), "rank 0 has pushed").wait();
+    if (group.rank() == 1) buckets.push_all(queue);
+    queue.drain();
+    for (const Reduction& r : buckets.list) {
+      EXPECT_TRUE(at::equal(r.shard, at::full({8}, 2.0 * (static_cast<double>(r.bucket) + 1))));
+    }
+  });
+}
+
+TEST(ReductionQueueTest, AnErrorOfOneRankReachesTheOthersAtOnce) {
+  for (const int bad : {0, 1}) {
+    const auto start = Clock::now();
+    run_ranks(2,
+              [&](const Group& group) {
+                const auto data = group.make_communicator("data", Purpose::kData);
+                bool full = false;  // no memory for what a bucket receives
+                BufferPool pool(at::kCPU, 0, [&](int64_t) -> at::Tensor {
+                  if (full) throw std::bad_alloc();
+                  return {};
+                });
+                ReductionQueue queue(pool);
+                Buckets buckets(10, 1 << 14, *data, pool);
+                full = group.rank() == bad;
+                EXPECT_THROW(
+                    {
+                      buckets.push_all(queue);
+                      queue.drain();
+                    },
+                    std::exception);
+                EXPECT_FALSE(data->failed().empty());
+                if (group.rank() == bad) {
+                  expect_words(data->failed(),
+                               {"a reduction failed on rank " + std::to_string(bad)});
+                }
+                EXPECT_THROW(queue.check(), std::exception);
+              },
+              {.timeout = std::chrono::seconds(60)});
+    EXPECT_LT(Clock::now() - start, std::chrono::seconds(30));
+  }
+}
+
+// The other ranks may wait in any communicator of the optimizer.
+TEST(ReductionQueueTest, AFailedCommunicatorClosesItsSiblings) {
+  const auto start = Clock::now();
+  run_ranks(2,
+            [](const Group& group) {
+              OptimizerLinks links(group);
+              links.connect(make_domains(group, ZeroOptions(), 1));
+              if (group.rank() == 0) {
+                links.home.data->abort("the disk of rank 0 is on fire");
+                EXPECT_FALSE(links.control->failed().empty());
+              } else {
+                at::Tensor word = at::zeros({1}, at::kInt);
+                const std::string text =
+                    error_of([&] { links.control->all_reduce_max(word, "x").wait(); });
+                expect_words(text + links.channel.report_failure(text), {"rank 0", "is on fire"});
+              }
+            },
+            {.timeout = std::chrono::seconds(60)});
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(30));
+}
+
+}  // namespace
+}  // namespace zero

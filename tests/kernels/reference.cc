@@ -1,0 +1,177 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Conversions are libtorch's own scalar ones, arithmetic is float without fused
+// operations (compile with -ffp-contract=off).
+#include "tests/kernels/reference.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+namespace zero::kernels::reference {
+namespace {
+
+float load(const void* values, c10::ScalarType dtype, int64_t i) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return static_cast<const float*>(values)[i];
+    case c10::ScalarType::BFloat16:
+      return static_cast<const c10::BFloat16*>(values)[i];
+    case c10::ScalarType::Half:
+      return static_cast<const c10::Half*>(values)[i];
+    default:
+      TORCH_CHECK(false, "unsupported dtype ", dtype);
+  }
+}
+
+void store(float value, void* values, c10::ScalarType dtype, int64_t i) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      static_cast<float*>(values)[i] = value;
+      return;
+    case c10::ScalarType::BFloat16:
+      static_cast<c10::BFloat16*>(values)[i] = value;
+      return;
+    case c10::ScalarType::Half:
+      static_cast<c10::Half*>(values)[i] = value;
+      return;
+    default:
+      TORCH_CHECK(false, "unsupported dtype ", dtype);
+  }
+}
+
+bool writes_working(const void* working, const float* master) {
+  return working != nullptr && working != static_cast<const void*>(master);
+}
+
+}  // namespace
+
+void cast_copy(const void* source, c10::ScalarType source_dtype, void* destination,
+               c10::ScalarType destination_dtype, int64_t numel, const void* addend) {
+  for (int64_t i = 0; i < numel; ++i) {
+    float value = load(source, source_dtype, i);
+    if (addend != nullptr) {
+      value = load(addend, destination_dtype, i) + value;
+    }
+    store(value, destination, destination_dtype, i);
+  }
+}
+
+void sum_rows(const SumRowsArgs& args) {
+  const float factor = args.device_scale != nullptr ? args.scale * *args.device_scale : args.scale;
+  for (int64_t i = 0; i < args.numel; ++i) {
+    float sum = 0.0F;
+    for (int64_t r = 0; r < args.world_size; ++r) {
+      const float value = r == args.own_rank ? load(args.own, args.dtype, i)
+                                             : load(args.received, args.dtype, r * args.numel + i);
+      sum = r == 0 ? value : sum + value;
+    }
+    const float product = factor * sum;
+    args.shard[i] = args.accumulate ? args.shard[i] + product : product;
+  }
+}
+
+void sum_of_abs_powers(c10::ArrayRef<ConstSpan> spans, double p, double* result) {
+  long double sum = 0.0L;
+  int64_t nonfinite = 0;
+  for (const ConstSpan& span : spans) {
+    for (int64_t i = 0; i < span.numel; ++i) {
+      sum += std::pow(std::fabs(static_cast<long double>(span.data[i])), p);
+      nonfinite += std::isfinite(span.data[i]) ? 0 : 1;
+    }
+  }
+  result[0] += static_cast<double>(sum);
+  result[1] += static_cast<double>(nonfinite);
+}
+
+void max_abs_bits(c10::ArrayRef<ConstSpan> spans, int64_t* result) {
+  for (const ConstSpan& span : spans) {
+    for (int64_t i = 0; i < span.numel; ++i) {
+      *result = std::max<int64_t>(*result, std::bit_cast<uint32_t>(std::fabs(span.data[i])));
+    }
+  }
+}
+
+void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
+               const float* gradient_coefficient, const double* nonfinite,
+               c10::ScalarType working_dtype) {
+  if (nonfinite != nullptr && *nonfinite != 0.0) {
+    return;
+  }
+  for (const AdamSegment& s : segments) {
+    const double k = s.device_step != nullptr ? *s.device_step : static_cast<double>(s.step);
+    const auto step_size = static_cast<float>(-(options.lr / (1.0 - std::pow(options.beta1, k))));
+    const auto correction = static_cast<float>(std::sqrt(1.0 - std::pow(options.beta2, k)));
+    for (int64_t i = 0; i < s.numel; ++i) {
+      float g = s.gradient[i];
+      if (gradient_coefficient != nullptr) {
+        g *= *gradient_coefficient;
+      }
+      if (options.weight_decay != 0.0) {
+        if (options.decoupled) {
+          s.master[i] *= static_cast<float>(1.0 - options.lr * options.weight_decay);
+        } else {
+          g += static_cast<float>(options.weight_decay) * s.master[i];
+        }
+      }
+      float& m = s.exp_avg[i];
+      m *= static_cast<float>(options.beta1);
+      m += static_cast<float>(1.0 - options.beta1) * g;
+      float& v = s.exp_avg_sq[i];
+      v *= static_cast<float>(options.beta2);
+      v += static_cast<float>(1.0 - options.beta2) * g * g;
+      float u = v;
+      if (options.amsgrad) {
+        s.max_exp_avg_sq[i] = std::max(s.max_exp_avg_sq[i], v);
+        u = s.max_exp_avg_sq[i];
+      }
+      const float denominator = std::sqrt(u) / correction + static_cast<float>(options.eps);
+      s.master[i] += step_size * m / denominator;
+      if (writes_working(s.working, s.master)) {
+        store(s.master[i], s.working, working_dtype, i);
+      }
+    }
+  }
+}
+
+void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
+              const float* gradient_coefficient, const double* nonfinite,
+              c10::ScalarType working_dtype) {
+  if (nonfinite != nullptr && *nonfinite != 0.0) {
+    return;
+  }
+  for (const SgdSegment& s : segments) {
+    const bool first_step = s.device_step != nullptr ? *s.device_step == 1.0F : s.first_step;
+    for (int64_t i = 0; i < s.numel; ++i) {
+      float d = s.gradient[i];
+      if (gradient_coefficient != nullptr) {
+        d *= *gradient_coefficient;
+      }
+      if (options.weight_decay != 0.0) {
+        d += static_cast<float>(options.weight_decay) * s.master[i];
+      }
+      if (options.momentum != 0.0) {
+        const auto momentum = static_cast<float>(options.momentum);
+        float& b = s.momentum[i];
+        if (first_step) {
+          b = d;
+        } else {
+          b *= momentum;
+          b += static_cast<float>(1.0 - options.dampening) * d;
+        }
+        d = options.nesterov ? d + momentum * b : b;
+      }
+      s.master[i] += static_cast<float>(-options.lr) * d;
+      if (writes_working(s.working, s.master)) {
+        store(s.master[i], s.working, working_dtype, i);
+      }
+    }
+  }
+}
+
+}  // namespace zero::kernels::reference

@@ -1,0 +1,89 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/memory/buffer_pool.h"
+
+#include <ATen/ops/empty.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace zero {
+namespace {
+
+constexpr int64_t kMiB = 1 << 20;
+
+const void* place(const at::Tensor& buffer) { return buffer.storage().data(); }
+
+TEST(BufferPoolTest, TheSmallestThatFitsIsUsedAgain) {
+  BufferPool pool(at::kCPU, 1 << 20);
+  const at::Tensor large = pool.take(60, at::kFloat), small = pool.take(40, at::kFloat);
+  const void *large_place = place(large), *small_place = place(small);
+  pool.give(large);
+  pool.give(small);
+  const at::Tensor first = pool.take(70, at::kBFloat16);
+  EXPECT_EQ(place(first), small_place);
+  EXPECT_EQ(first.numel(), 70);
+  EXPECT_EQ(first.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(place(pool.take(50, at::kFloat)), large_place);
+  EXPECT_EQ(pool.held_bytes(), 400);
+}
+
+TEST(BufferPoolTest, OneMoreThanTwiceAsLargeIsLeft) {
+  BufferPool pool(at::kCPU, 1 << 20);
+  const at::Tensor given = pool.take(100, at::kByte);
+  pool.give(given);
+  EXPECT_NE(place(pool.take(49, at::kByte)), place(given));
+  EXPECT_EQ(place(pool.take(50, at::kByte)), place(given));
+  EXPECT_EQ(pool.held_bytes(), 149);
+}
+
+TEST(BufferPoolTest, TrimFreesWhatIsTooMuchAndPeakRemembers) {
+  BufferPool pool(at::kCPU, 250);
+  std::vector<at::Tensor> taken;
+  for (int i = 0; i < 4; ++i) taken.push_back(pool.take(100, at::kByte));
+  EXPECT_EQ(pool.held_bytes(), 400);
+  pool.trim();  // nothing of it is free
+  EXPECT_EQ(pool.held_bytes(), 400);
+  for (const at::Tensor& t : taken) pool.give(t);
+  taken.clear();
+  pool.trim();
+  EXPECT_EQ(pool.held_bytes(), 200);
+  pool.trim();
+  EXPECT_EQ(pool.held_bytes(), 200);
+  const at::Tensor again = pool.take(100, at::kByte), and_again = pool.take(100, at::kByte);
+  EXPECT_EQ(pool.held_bytes(), 200);
+  const at::Tensor new_one = pool.take(100, at::kByte);
+  EXPECT_EQ(pool.held_bytes(), 300);
+  EXPECT_EQ(pool.peak_bytes(), 400);
+}
+
+TEST(BufferPoolTest, LargeBuffersAreAskedForAndSmallOnesAreNot) {
+  std::vector<int64_t> asked;
+  bool full = false;
+  BufferPool pool(at::kCPU, 0, [&](int64_t bytes) {
+    asked.push_back(bytes);
+    return full ? at::Tensor() : at::empty({bytes}, at::kByte);
+  });
+  pool.allocate(65535);
+  EXPECT_TRUE(asked.empty());
+  EXPECT_EQ(pool.allocate(65536).numel(), 65536);
+  full = true;
+  EXPECT_EQ(pool.take(100000, at::kFloat).numel(), 100000);
+  EXPECT_EQ(asked, (std::vector<int64_t>{65536, 400000}));
+}
+
+TEST(BufferPoolTest, BuffersOfSeveralPagesAreWholeAndAligned) {
+  const BufferPool pool(at::kCPU, 0);
+  for (const int64_t bytes : {2 * kMiB, 2 * kMiB + 1, 6 * kMiB - 1, 6 * kMiB}) {
+    const at::Tensor buffer = pool.allocate(bytes);
+    ASSERT_EQ(buffer.numel(), bytes);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(buffer.data_ptr()) % static_cast<uintptr_t>(2 * kMiB),
+              0U);
+    buffer.fill_(1);
+    EXPECT_EQ(buffer.sum().item<int64_t>(), bytes);
+  }
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,534 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// zero/grad_norm.h without an optimizer: the norm of a model that is cut up in
+// every way against the same model in one piece.
+#include "zero/grad_norm.h"
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/support/random_tensors.h"
+#include "tests/support/run_ranks.h"
+#include "zero/mesh.h"
+#include "zero/norm/scale_gradients.h"
+
+namespace zero {
+namespace {
+
+using Names = std::vector<std::string>;
+using Dimensions = std::vector<Mesh::Dimension>;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+void on_mesh(const Dimensions& dimensions, const std::function<void(const Mesh&)>& body,
+             std::shared_ptr<MemoryNetwork> network = nullptr) {
+  int ranks = 1;
+  for (const Mesh::Dimension& d : dimensions) ranks *= d.size;
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  options.network = std::move(network);
+  run_ranks(
+      ranks, [&](const Group& world) { body(Mesh(world, dimensions)); }, options);
+}
+
+at::Tensor parameter(const at::Tensor& gradient) {
+  at::Tensor result = at::zeros(gradient.sizes(), gradient.options());
+  result.mutable_grad() = gradient;
+  return result;
+}
+
+at::Tensor ones(at::IntArrayRef shape) { return parameter(at::ones(shape)); }
+
+// In double and in one piece.
+double plain_norm(const std::vector<at::Tensor>& gradients, double p) {
+  std::vector<at::Tensor> flat;
+  for (const at::Tensor& g : gradients) flat.push_back(g.to(at::kDouble).reshape({-1}).abs());
+  const at::Tensor all = at::cat(flat);
+  return std::isinf(p) ? all.max().item<double>()
+                       : std::pow(all.pow(p).sum().item<double>(), 1.0 / p);
+}
+
+int64_t messages(const Group& group) {
+  if (group.world_size() == 1) return 0;
+  return group.shared_communicator("norm", Purpose::kData)->traffic().small_calls;
+}
+
+// One logical parameter: its whole gradient and the dimensions it is cut over.
+struct Logical {
+  at::Tensor gradient;
+  Names sharded;
+  bool expert = false;
+  int stage = 0;
+};
+
+// Odd sizes, so that ranks have different amounts and some nothing.
+std::vector<Logical> model(const Names& dimensions, c10::ScalarType dtype) {
+  std::vector<Names> cuts{{}};
+  for (const std::string& d : dimensions) {
+    if (d != "pp" && d != "dp_replicate") cuts.push_back({d});
+  }
+  if (cuts.size() == 3) cuts.push_back({cuts[1][0], cuts[2][0]});
+  std::vector<Logical> result;
+  uint64_t seed = 1;
+  for (const Names& cut : cuts) {
+    for (const int64_t rows : {1, 3, 13}) {
+      const bool expert = cut == Names{"ep"};
+      const double size = expert ? 3.0 : 1.0;
+      result.push_back({(numbers({rows, 7}, seed) * size).to(dtype), cut, expert,
+                        static_cast<int>(seed % 3 == 0)});
+      ++seed;
+    }
+  }
+  return result;
+}
+
+std::string name_of(const Names& names) {
+  std::string text;
+  for (const std::string& n : names) text += (text.empty() ? "" : "+") + n;
+  return text.empty() ? "replicated" : text;
+}
+
+struct Row {
+  std::string topology;
+  double error = 0;
+  int64_t messages = 0;
+};
+
+// Measures and clips `logical` on this rank; returns the largest relative error of the norm and,
+// where fp32, of the clipped gradients.
+double compare(const Mesh& mesh, const std::vector<Logical>& logical, double p, double max_norm) {
+  const bool staged = std::any_of(mesh.dimensions().begin(), mesh.dimensions().end(),
+                                  [](const Mesh::Dimension& d) { return d.name == "pp"; });
+  std::vector<at::Tensor> whole;
+  std::vector<NormParameter> parameters;
+  std::vector<at::Tensor> expected;
+  for (const Logical& l : logical) whole.push_back(l.gradient);
+  const double norm = plain_norm(whole, p);
+  const double factor = std::min(1.0, max_norm / (norm + 1e-6));
+  for (const Logical& l : logical) {
+    const Group group = mesh.group(l.sharded);
+    Placement placement;
+    placement.sharded_over({group}).expert(l.expert);
+    if (staged && mesh.coordinate("pp") != l.stage) {
+      // Not this stage's, but its peers of the group may list one.
+      parameters.push_back({at::Tensor(), placement});
+      continue;
+    }
+    const at::Tensor part = l.gradient.tensor_split(group.world_size())[group.rank()].clone();
+    parameters.push_back({parameter(part), placement});
+    expected.push_back(part.to(at::kDouble) * factor);
+  }
+  const auto groups = group_parameters_for_norm(parameters);
+  const auto pipeline = staged ? std::optional(mesh.group({"pp"})) : std::nullopt;
+  const double measured = clip_grad_norm_(groups, max_norm, p, pipeline).item<double>();
+  double error = std::abs(measured - norm) / norm;
+  size_t i = 0;
+  for (const NormParameter& item : parameters) {
+    if (!item.tensor.defined()) continue;
+    const at::Tensor difference = item.tensor.grad().to(at::kDouble) - expected[i++];
+    if (difference.numel() == 0) continue;
+    const double tolerance = item.tensor.scalar_type() == at::kFloat ? 1e-6 : 0x1p-8;
+    EXPECT_LE(difference.abs().max().item<double>(), tolerance * 3 * factor);
+  }
+  return error;
+}
+
+Names names_of(const Dimensions& dimensions) {
+  Names names;
+  for (const Mesh::Dimension& d : dimensions) names.push_back(d.name);
+  return names;
+}
+
+// All meshes of two and of three dimensions out of the five, and for each the model cut over every
+// one of its dimensions alone and in pairs.
+std::vector<std::pair<Dimensions, Names>> topologies() {
+  const Names all{"pp", "dp_replicate", "dp_shard", "ep", "tp"};
+  std::vector<Dimensions> meshes;
+  for (size_t a = 0; a < all.size(); ++a) {
+    for (size_t b = a + 1; b < all.size(); ++b) {
+      meshes.push_back({{all[a], 2}, {all[b], 2}});
+      for (size_t c = b + 1; c < all.size(); ++c) {
+        meshes.push_back({{all[a], 2}, {all[b], 2}, {all[c], 2}});
+      }
+    }
+  }
+  std::vector<std::pair<Dimensions, Names>> result;
+  for (const Dimensions& mesh : meshes) {
+    const Names names = names_of(mesh);
+    for (size_t a = 0; a < names.size(); ++a) {
+      result.push_back({mesh, {names[a]}});
+      for (size_t b = a + 1; b < names.size(); ++b) result.push_back({mesh, {names[a], names[b]}});
+    }
+  }
+  return result;
+}
+
+void expect_exact(c10::ScalarType dtype, double tolerance) {
+  std::printf("%-28s %-20s %-16s %s\n", "mesh (2 each)", "cut over", "largest error",
+              "messages per call");
+  for (const auto& [dimensions, cut] : topologies()) {
+    const std::vector<Logical> logical = model(cut, dtype);
+    std::mutex mutex;
+    double largest = 0;
+    int64_t most = 0;
+    on_mesh(dimensions, [&](const Mesh& mesh) {
+      std::set<Names> distinct;
+      for (const Logical& l : logical) distinct.insert(l.sharded);
+      distinct.insert({"pp"});
+      const auto count = [&] {
+        int64_t sum = 0;
+        for (const Names& names : distinct) {
+          if (names == Names{"pp"} && dimensions[0].name != "pp") continue;
+          sum += messages(mesh.group(names));
+        }
+        return sum;
+      };
+      const int64_t before = count();
+      double error = 0;
+      int calls = 0;
+      for (const double p : {1.0, 2.0, 3.0, kInfinity}) {
+        for (const double max_norm : {0.5, 1e6}) {
+          const double here = compare(mesh, logical, p, max_norm);
+          if (!(here <= error)) error = here;  // a NaN must not pass
+          ++calls;
+        }
+      }
+      const int64_t sent = count() - before;
+      EXPECT_EQ(sent % calls, 0);
+      // At most one for each distinct set of groups, the pipeline included.
+      EXPECT_LE(sent / calls, static_cast<int64_t>(distinct.size()));
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!(error <= largest)) largest = error;
+      most = std::max(most, sent / calls);
+    });
+    std::printf("%-28s %-20s %-16.2e %lld\n", name_of(names_of(dimensions)).c_str(),
+                name_of(cut).c_str(), largest, static_cast<long long>(most));
+    EXPECT_LE(largest, tolerance) << name_of(names_of(dimensions)) << " cut over " << name_of(cut);
+  }
+}
+
+TEST(GradNormTest, EveryDimensionAloneAndInPairsEqualsOneProcessInFloat) {
+  expect_exact(at::kFloat, 1e-6);
+}
+
+// Against the bf16 values in one piece: sums are in double, so rounding to bf16 costs the norm
+// nothing. Only clipped gradients are rounded, once, to 8 bits.
+TEST(GradNormTest, EveryDimensionAloneAndInPairsEqualsOneProcessInBfloat16) {
+  expect_exact(at::kBFloat16, 1e-6);
+}
+
+TEST(GradNormTest, ReplicatedStageShardedStageAndEmptyStages) {
+  on_mesh({{"pp", 4}, {"ep", 2}}, [](const Mesh& mesh) {
+    std::vector<NormParameter> parameters;
+    if (mesh.coordinate("pp") == 0) {
+      parameters.push_back({ones({8, 8}), Placement().replicated_over({mesh.group({"ep"})})});
+    } else if (mesh.coordinate("pp") == 1) {
+      parameters.push_back(
+          {ones({8, 8}), Placement().sharded_over({mesh.group({"ep"})}).expert(true)});
+    }
+    const auto groups = group_parameters_for_norm(parameters);
+    const at::Tensor norm = clip_grad_norm_(groups, 1.0, 2.0, mesh.group({"pp"}));
+    EXPECT_EQ(norm.dim(), 0);
+    EXPECT_EQ(norm.scalar_type(), at::kDouble);
+    EXPECT_DOUBLE_EQ(norm.item<double>(), std::sqrt(192.0));
+    for (const NormParameter& p : parameters) {
+      EXPECT_FLOAT_EQ(p.tensor.grad().max().item<float>(), 0.0721688F);
+      EXPECT_FLOAT_EQ(p.tensor.grad().min().item<float>(), 0.0721688F);
+    }
+  });
+}
+
+// 40 dense and twice 40 expert elements: summed over experts, not averaged.
+TEST(GradNormTest, ExpertsAreSummedAndDenseIsCountedOnce) {
+  on_mesh({{"ep", 2}}, [](const Mesh& mesh) {
+    const Group ep = mesh.group({"ep"});
+    const auto groups =
+        group_parameters_for_norm({{ones({40}), Placement().replicated_over({ep})},
+                                   {ones({4, 10}), Placement().sharded_over({ep}).expert(true)}});
+    ASSERT_EQ(groups.size(), 2u);
+    EXPECT_TRUE(groups[0].expert);
+    EXPECT_NEAR(clip_grad_norm_(groups, std::nullopt).item<double>(), 10.954451150103322, 1e-14);
+    EXPECT_EQ(messages(ep), 1);
+  });
+}
+
+TEST(GradNormTest, TwoGroupsWithNorms3And4Give5) {
+  on_mesh({{"tp", 2}, {"ep", 2}}, [](const Mesh& mesh) {
+    // Two dense ranks with 3/sqrt(2) each; two expert ranks with 4/sqrt(2) each.
+    const at::Tensor dense = parameter(at::full({1}, 3 / std::sqrt(2.0), at::kDouble));
+    const at::Tensor expert = parameter(at::full({1}, 4 / std::sqrt(2.0), at::kDouble));
+    const auto groups = group_parameters_for_norm(
+        {{dense, Placement().sharded_over({mesh.group({"tp"})})},
+         {expert, Placement().sharded_over({mesh.group({"ep"})}).expert(true)}});
+    EXPECT_NEAR(clip_grad_norm_(groups, std::nullopt).item<double>(), 5.0, 1e-14);
+  });
+}
+
+TEST(GradNormTest, CoefficientAndUntouchedBits) {
+  const at::Tensor p = parameter(at::tensor({6.0, 8.0}, at::kDouble));
+  const auto groups = group_parameters_for_norm({{p, {}}});
+  EXPECT_EQ(clip_grad_norm_(groups, 1.0).item<double>(), 10.0);
+  EXPECT_DOUBLE_EQ(p.grad()[0].item<double>(), 6.0 / (10.0 + 1e-6));
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+    const at::Tensor before = numbers({1000}, 3).to(dtype);
+    const at::Tensor q = parameter(before.clone());
+    const auto group = group_parameters_for_norm({{q, {}}});
+    const double norm = clip_grad_norm_(group, std::nullopt).item<double>();
+    clip_grad_norm_(group, norm + 1e-5);
+    EXPECT_TRUE(at::equal(q.grad(), before)) << dtype;
+    clip_grad_norm_(group, norm / 2);
+    EXPECT_FALSE(at::equal(q.grad(), before)) << dtype;
+  }
+}
+
+TEST(GradNormTest, AParameterOfTwoStagesCountsOnceAndIsClippedOnBoth) {
+  on_mesh({{"pp", 2}, {"tp", 2}}, [](const Mesh& mesh) {
+    const bool first = mesh.coordinate("pp") == 0;
+    const at::Tensor shared = ones({9});
+    const auto groups = group_parameters_for_norm(
+        {{shared, Placement().sharded_over({mesh.group({"tp"})}).owner(first)}});
+    const at::Tensor norm = clip_grad_norm_(groups, 1.0, 2.0, mesh.group({"pp"}));
+    EXPECT_DOUBLE_EQ(norm.item<double>(), std::sqrt(18.0));
+    EXPECT_NEAR(shared.grad()[0].item<float>(), 1 / (std::sqrt(18.0) + 1e-6), 1e-7);
+  });
+}
+
+TEST(GradNormTest, RanksWithoutGradientsOrParametersTakePart) {
+  on_mesh({{"ep", 4}}, [](const Mesh& mesh) {
+    const Group ep = mesh.group({"ep"});
+    const Placement placement = Placement().sharded_over({ep}).expert(true);
+    // Rank 0 has a gradient, rank 1 an empty part, rank 2 no gradient, rank 3 no parameter.
+    at::Tensor mine;
+    if (mesh.all().rank() == 0) mine = ones({16});
+    if (mesh.all().rank() == 1) mine = parameter(at::empty({0}));
+    if (mesh.all().rank() == 2) mine = at::zeros({5});
+    const auto groups = group_parameters_for_norm({{mine, placement}});
+    for (const double p : {1.0, 2.0, kInfinity}) {
+      const double expected = std::isinf(p) ? 1.0 : std::pow(16.0, 1.0 / p);
+      EXPECT_DOUBLE_EQ(clip_grad_norm_(groups, std::nullopt, p).item<double>(), expected);
+    }
+    clip_grad_norm_(groups, 0.5);
+    EXPECT_FALSE(mesh.all().rank() == 2 && mine.grad().defined());
+    if (mesh.all().rank() == 0) mine.mutable_grad().reset();
+    for (const double p : {2.0, kInfinity}) {
+      EXPECT_EQ(clip_grad_norm_(groups, 1.0, p).item<double>(), 0.0);
+    }
+    // A gradient that comes later, and in another dtype, needs no new groups.
+    if (mesh.all().rank() == 2) mine.mutable_grad() = at::full({5}, 2.0);
+    EXPECT_DOUBLE_EQ(clip_grad_norm_(groups, std::nullopt).item<double>(), std::sqrt(20.0));
+  });
+  EXPECT_EQ(clip_grad_norm_({}, 1.0).item<double>(), 0.0);
+}
+
+TEST(GradNormTest, DtypesMayDifferBetweenRanks) {
+  on_mesh({{"tp", 4}}, [](const Mesh& mesh) {
+    const std::vector<c10::ScalarType> dtypes{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+    const at::Tensor g = at::full({6}, 0.5, at::kDouble).to(dtypes[mesh.all().rank()]);
+    const auto groups =
+        group_parameters_for_norm({{parameter(g), Placement().sharded_over({mesh.group({"tp"})})}});
+    EXPECT_DOUBLE_EQ(clip_grad_norm_(groups, std::nullopt).item<double>(), std::sqrt(6.0));
+    EXPECT_DOUBLE_EQ(clip_grad_norm_(groups, std::nullopt, 1.0).item<double>(), 12.0);
+    EXPECT_EQ(clip_grad_norm_(groups, std::nullopt, kInfinity).item<double>(), 0.5);
+  });
+}
+
+TEST(GradNormTest, NanAndInfinityReachEveryRank) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+    on_mesh({{"pp", 2}, {"dp_shard", 2}}, [&](const Mesh& mesh) {
+      const auto norm = [&](double bad, double p) {
+        at::Tensor g = numbers({300}, 5).to(dtype);
+        if (mesh.all().rank() == 3) g[17].fill_(bad);
+        const auto groups = group_parameters_for_norm(
+            {{parameter(g), Placement().sharded_over({mesh.group({"dp_shard"})})}});
+        return clip_grad_norm_(groups, std::nullopt, p, mesh.group({"pp"})).item<double>();
+      };
+      for (const double p : {1.0, 2.0, 3.0, kInfinity}) {
+        EXPECT_TRUE(std::isnan(norm(kNan, p))) << dtype << " " << p;
+        EXPECT_TRUE(std::isnan(norm(-kNan, p))) << dtype << " " << p;
+        EXPECT_EQ(norm(-kInfinity, p), kInfinity) << dtype << " " << p;
+      }
+      EXPECT_EQ(norm(-7.0, kInfinity), 7.0);
+    });
+  }
+}
+
+// Squares that leave the range of the gradient's own dtype, in both directions.
+TEST(GradNormTest, LargeAndTinyGradientsHaveTheirNorms) {
+  const auto norm = [](double value, c10::ScalarType dtype) {
+    const at::Tensor g = at::full({100}, value, at::kDouble).to(dtype);
+    const double exact = 10 * g[0].item<double>();
+    const auto groups = group_parameters_for_norm({{parameter(g), {}}});
+    return clip_grad_norm_(groups, std::nullopt).item<double>() / exact;
+  };
+  EXPECT_NEAR(norm(1e19, at::kFloat), 1, 1e-14);
+  EXPECT_NEAR(norm(1e-30, at::kFloat), 1, 1e-14);
+  EXPECT_NEAR(norm(300, at::kHalf), 1, 1e-14);
+  EXPECT_NEAR(norm(1e-4, at::kHalf), 1, 1e-14);
+  EXPECT_NEAR(norm(3e38, at::kBFloat16), 1, 1e-14);
+}
+
+TEST(GradNormTest, ThePartitionDoesNotChangeABfloat16Norm) {
+  const at::Tensor whole = numbers({4096, 300}, 9).to(at::kBFloat16);
+  const double expected = plain_norm({whole}, 2.0);
+  for (const int ranks : {1, 2, 4}) {
+    on_mesh({{"tp", ranks}}, [&](const Mesh& mesh) {
+      const Group tp = mesh.group({"tp"});
+      const at::Tensor part = whole.tensor_split(ranks)[tp.rank()].contiguous();
+      const auto groups =
+          group_parameters_for_norm({{parameter(part), Placement().sharded_over({tp})}});
+      EXPECT_NEAR(clip_grad_norm_(groups, std::nullopt).item<double>() / expected, 1, 1e-6);
+    });
+  }
+}
+
+TEST(GradNormTest, AnyStrides) {
+  const at::Tensor whole = numbers({6, 5, 4, 3}, 4);
+  for (const at::Tensor& g : {whole, whole.contiguous(at::MemoryFormat::ChannelsLast),
+                              whole.transpose(0, 3), whole.slice(1, 1, 4)}) {
+    for (const auto dtype : {at::kFloat, at::kHalf, at::kDouble}) {
+      at::Tensor strided = at::empty_strided(g.sizes(), g.strides(), g.options().dtype(dtype));
+      strided.copy_(g);
+      at::Tensor p = at::zeros_like(strided);
+      p.mutable_grad() = strided;
+      const double expected = plain_norm({strided}, 3.0);
+      const auto groups = group_parameters_for_norm({{p, {}}});
+      EXPECT_NEAR(clip_grad_norm_(groups, expected / 2, 3.0).item<double>(), expected, 1e-6);
+      EXPECT_NEAR(plain_norm({p.grad()}, 3.0) / expected, 0.5, 1e-3);
+    }
+  }
+}
+
+// The factory counts: two calls make no more process groups than one, and new groups of parameters
+// find the old communicators.
+TEST(GradNormTest, NoProcessGroupIsMadePerCall) {
+  const auto network = std::make_shared<MemoryNetwork>();
+  std::atomic<int> made{0};
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  options.network = network;
+  run_ranks(
+      4,
+      [&](const Group& job) {
+        const BackendFactory factory = network->factory(job.rank());
+        const Group world(
+            job.store(), job.rank(), job.world_size(), "counted",
+            [&, factory](auto&&... arguments) {
+              ++made;
+              return factory(std::forward<decltype(arguments)>(arguments)...);
+            },
+            at::kCPU, job.timeout());
+        const Mesh mesh(world, {{"pp", 2}, {"tp", 2}});
+        for (int call = 0; call < 3; ++call) {
+          const auto groups = group_parameters_for_norm(
+              {{ones({3}), Placement().sharded_over({mesh.group({"tp"})})}});
+          clip_grad_norm_(groups, 1.0, call % 2 ? kInfinity : 2.0, mesh.group({"pp"}));
+        }
+        EXPECT_EQ(messages(mesh.group({"tp"})), 3);
+        EXPECT_EQ(messages(mesh.group({"pp"})), 3);
+      },
+      options);
+  EXPECT_EQ(made, 2 * 4);  // tensor and pipeline group of every rank, once
+}
+
+TEST(GradNormTest, AListOfGroupsIsReducedOneAfterTheOther) {
+  on_mesh({{"dp_shard", 2}, {"tp", 2}}, [](const Mesh& mesh) {
+    const Group dp = mesh.group({"dp_shard"}), tp = mesh.group({"tp"});
+    const auto groups = group_parameters_for_norm(
+        {{ones({4}), Placement().sharded_over({dp, tp})},
+         {ones({4}), Placement().sharded_over({tp, dp})},
+         {ones({4}), Placement().sharded_over({tp}).replicated_over({dp})}});
+    EXPECT_EQ(groups.size(), 2u);
+    EXPECT_DOUBLE_EQ(clip_grad_norm_(groups, std::nullopt).item<double>(), std::sqrt(40.0));
+    EXPECT_EQ(messages(dp), 1);
+    EXPECT_EQ(messages(tp), 2);  // {dp, tp} and {tp} are two sets
+  });
+}
+
+TEST(GradNormTest, GroupsComeByReductionKindOwnerAndDtype) {
+  on_mesh({{"tp", 2}}, [](const Mesh& mesh) {
+    const Group tp = mesh.group({"tp"});
+    const at::Tensor half = parameter(at::ones({2}, at::kHalf));
+    const auto groups = group_parameters_for_norm({{ones({1}), {}},
+                                                   {ones({2}), Placement().sharded_over({tp})},
+                                                   {half, Placement().sharded_over({tp})},
+                                                   {ones({3}), Placement().sharded_over({tp})},
+                                                   {ones({4}), {}}});
+    ASSERT_EQ(groups.size(), 3u);
+    EXPECT_EQ(groups[0].sharded_over.size(), 1u) << "sharded groups come first";
+    EXPECT_EQ(groups[2].sharded_over.size(), 0u);
+    EXPECT_EQ(groups[2].parameters.size(), 2u);
+    clip_grad_norm_(groups, std::nullopt);
+    EXPECT_EQ(messages(tp), 1) << "two dtypes, one message";
+  });
+}
+
+TEST(GradNormTest, MisuseIsRefused) {
+  const at::Tensor p = ones({2});
+  const auto groups = group_parameters_for_norm({{p, {}}});
+  EXPECT_THROW(clip_grad_norm_(groups, 0.0), c10::Error);
+  EXPECT_THROW(clip_grad_norm_(groups, kNan), c10::Error);
+  EXPECT_THROW(clip_grad_norm_(groups, 1.0, 0.0), c10::Error);
+  EXPECT_THROW(clip_grad_norm_(groups, 1.0, kNan), c10::Error);
+  EXPECT_THROW(group_parameters_for_norm({{p, {}}, {p, {}}}), c10::Error);
+  EXPECT_THROW(group_parameters_for_norm({{at::zeros({2}, at::kLong), {}}}), c10::Error);
+  const Mesh mesh(simulated_group(4), {{"dp", 2}, {"tp", 2}});
+  const Group both = mesh.group({"dp", "tp"}), tp = mesh.group({"tp"});
+  EXPECT_THROW(group_parameters_for_norm({{p, Placement().sharded_over({both, tp})}}), c10::Error);
+  EXPECT_THROW(
+      group_parameters_for_norm({{p, Placement().sharded_over({both}).replicated_over({tp})}}),
+      c10::Error);
+  at::Tensor sparse = at::zeros({2, 2});
+  sparse.mutable_grad() = at::ones({2, 2}).to_sparse();
+  EXPECT_THROW(clip_grad_norm_(group_parameters_for_norm({{sparse, {}}}), 1.0), c10::Error);
+}
+
+// The way of a GPU, tried in host memory, and that of the host.
+TEST(ScaleGradientsTest, BothWaysMultiplyByTheFactorOfTheClip) {
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    for (const double norm : {0.0, 0.5, 2.0, 7.0}) {
+      const double factor = std::min(1.0, 1.5 / (norm + 1e-6));
+      const auto make = [&] {
+        const at::Tensor a = numbers({5, 7}, 1).to(dtype), b = numbers({6, 8}, 2).to(dtype);
+        const at::Tensor c = numbers({6, 8}, 3).to(dtype);
+        return std::vector<at::Tensor>{a, b.t(), c.select(1, 3)};
+      };
+      const auto expect_scaled = [&](const std::vector<at::Tensor>& gradients) {
+        std::vector<at::Tensor> expected = make();
+        for (at::Tensor& e : expected) {
+          e.copy_((e.to(at::kDouble) * factor).to(dtype));
+        }
+        for (size_t i = 0; i < expected.size(); ++i) {
+          const double tolerance = dtype == at::kDouble ? 1e-14 : 1e-6;
+          EXPECT_TRUE(at::allclose(gradients[i].to(at::kDouble), expected[i].to(at::kDouble),
+                                   dtype == at::kFloat || dtype == at::kDouble ? tolerance : 8e-3,
+                                   tolerance))
+              << dtype << " norm " << norm << " tensor " << i;
+        }
+      };
+      std::vector<at::Tensor> host = make(), device = make();
+      scale_by_host_norm(host, 1.5, norm);
+      scale_by_device_norm(device, 1.5, at::full({}, norm, at::kDouble));
+      expect_scaled(host);
+      expect_scaled(device);
+      if (factor == 1.0) {
+        for (size_t i = 0; i < device.size(); ++i) EXPECT_TRUE(device[i].equal(make()[i]));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace zero

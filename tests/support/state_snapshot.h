@@ -1,0 +1,54 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// All that a step can change, to be compared bit by bit.
+#pragma once
+
+#include <ATen/Functions.h>
+#include <torch/optim/adamw.h>
+
+#include <cstring>
+#include <vector>
+
+#include "tests/support/fixed_gradients.h"
+#include "zero/inner/classes.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+
+// Every bit a step can change: working parameters, masters, moments, step counts.
+inline std::vector<at::Tensor> everything(const GivenGradients& model,
+                                          const ZeroOptimizer& optimizer) {
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& p : model.values) result.push_back(p.detach().clone());
+  const auto& inner = optimizer.inner();
+  for (const auto& group : inner.param_groups()) {
+    for (const at::Tensor& master : group.params()) {
+      result.push_back(master.detach().clone());
+      const auto found = inner.state().find(master.unsafeGetTensorImpl());
+      if (found == inner.state().end()) continue;
+      visit_state_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
+        result.push_back(tensor.clone());
+      });
+      if (const auto* adam =
+              dynamic_cast<const torch::optim::AdamWParamState*>(found->second.get())) {
+        result.push_back(at::full({1}, static_cast<double>(adam->step())));
+      }
+    }
+  }
+  return result;
+}
+
+inline bool same_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i].nbytes() != b[i].nbytes()) return false;
+    if (a[i].nbytes() > 0 &&
+        std::memcmp(a[i].const_data_ptr(), b[i].const_data_ptr(), a[i].nbytes()) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace zero

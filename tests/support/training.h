@@ -1,0 +1,91 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// One small training run in two ways: sharded by ZeroOptimizer, and unsharded
+// in plain torch, where the ranks' gradients are computed one after another in
+// one process, averaged in rank order and given to the plain optimizer. Tests
+// compare the two after every step.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tests/support/random_tensors.h"
+#include "tests/support/run_ranks.h"
+#include "zero/options.h"
+#include "zero/process_group.h"
+
+namespace zero {
+
+// Sizes that divide by nothing, a parameter of one element, one of none, a
+// convolution-like channels_last weight, two branches of equal size and a layer
+// that is never used.
+struct OddModelImpl : torch::nn::Module {
+  // Which branches a forward pass uses, as bits.
+  // kLeftAgain is a second use of the left branch, in the same pass.
+  enum Use : unsigned { kLeft = 1, kRight = 2, kScale = 4, kTrunk = 8, kAll = 15, kLeftAgain = 16 };
+
+  explicit OddModelImpl(uint64_t seed, int64_t width = 23);
+  // The loss of a batch [n, 17] -> [n, 11]; without any use a constant.
+  at::Tensor loss(const at::Tensor& x, const at::Tensor& target, unsigned use);
+
+  torch::nn::Linear trunk{nullptr}, left{nullptr}, right{nullptr}, never{nullptr};
+  at::Tensor scale, empty, last, frozen, counter;
+};
+TORCH_MODULE(OddModel);
+
+// kLion is a class of the user's own, which needs ZeroOptions().elementwise(true).
+enum class Inner { kSgd, kSgdMomentum, kAdamW, kAdam, kRmsprop, kAdagrad, kLion };
+
+struct Training {
+  int world_size = 2;
+  int steps = 4;
+  int micro_batches = 1;
+  bool no_sync = false;         // for all micro batches but the last
+  bool plain_backward = false;  // loss.backward() instead of optimizer.backward()
+  std::optional<double> max_norm;
+  Inner inner = Inner::kAdamW;
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  int64_t width = 23;
+  ZeroOptions options;
+  Transport transport = kDefaultTransport;
+  bool shared_memory = false;
+  // Which layers a rank uses in a micro batch; Use bits. 0: the loss is a constant.
+  std::function<unsigned(int rank, int step, int micro)> use = [](int, int, int) {
+    return static_cast<unsigned>(OddModelImpl::kAll);
+  };
+  // Whether the rank runs this backward pass at all.
+  std::function<bool(int rank, int step, int micro)> runs = [](int, int, int) { return true; };
+  // Where given, these decide for each pass by itself and the flags above do not.
+  std::function<bool(int rank, int step, int micro)> under_no_sync;
+  std::function<bool(int rank, int step, int micro)> by_plain_backward;
+};
+
+// Parameter values, in the model's order, after each step.
+using Trajectory = std::vector<std::vector<at::Tensor>>;
+
+std::unique_ptr<torch::optim::Optimizer> make_inner(Inner inner, OddModelImpl& model);
+
+// On the calling rank. Also checks that p.grad() reads as promised.
+Trajectory train_sharded(const Training& training, const Group& group);
+// The same, by plain torch in this thread.
+Trajectory train_reference(const Training& training);
+
+// The largest |a - b| over all steps and parameters, relative to 1 + |b|.
+double largest_difference(const Trajectory& a, const Trajectory& b);
+// How many elements differ in any bit.
+int64_t differing_elements(const Trajectory& a, const Trajectory& b);
+
+// Runs train_sharded on all ranks (threads); returns rank 0's, after
+// checking that all ranks hold the same bits.
+Trajectory train_on_ranks(const Training& training);
+
+}  // namespace zero

@@ -1,0 +1,493 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Collective calls in every order that is allowed: between backward passes, between a clip and its
+// step, with ranks that run different numbers of passes. A model whose gradients are given numbers
+// makes every value known in advance.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/module.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "zero/mesh.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+constexpr int64_t kParameters = 9;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Parameter k has the value k at the start and gradient `factor * (k + 1)` in every element.
+struct Linear final : torch::nn::Module {
+  explicit Linear(c10::ScalarType dtype = at::kFloat) {
+    for (int64_t k = 0; k < kParameters; ++k) {
+      const auto options = at::TensorOptions().dtype(dtype);
+      register_parameter("p" + std::to_string(k),
+                         at::full({100 + k}, static_cast<double>(k), options));
+    }
+  }
+  at::Tensor loss(double factor) {
+    at::Tensor sum = at::zeros({}, at::kFloat);
+    double k = 0;
+    for (const at::Tensor& p : parameters()) sum = sum + p.to(at::kFloat).sum() * (++k * factor);
+    return sum;
+  }
+};
+
+double norm_of(double factor) {
+  double sum = 0;
+  for (int64_t k = 0; k < kParameters; ++k) {
+    sum += static_cast<double>(100 + k) * std::pow(factor * static_cast<double>(k + 1), 2);
+  }
+  return std::sqrt(sum);
+}
+
+struct Rank {
+  Rank(const Group& group, const ZeroOptions& options, c10::ScalarType dtype = at::kFloat)
+      : group(group), model(dtype) {
+    auto sgd = std::make_unique<torch::optim::SGD>(model.parameters(), 1.0);
+    inner = sgd.get();
+    optimizer = std::make_unique<ZeroOptimizer>(model, std::move(sgd), group, options);
+  }
+  void backward(double factor) { optimizer->backward(model.loss(factor)); }
+  // After a step of learning rate 1 with a mean gradient of `factor * (k + 1)`.
+  void expect_moved(double factor, double tolerance = 0) {
+    double k = 0;
+    for (const at::Tensor& p : model.parameters()) {
+      const at::Tensor expected = at::full_like(p.detach(), k - factor * (k + 1));
+      EXPECT_TRUE(at::allclose(p.detach(), expected, tolerance, tolerance))
+          << "parameter " << k << " is " << p[0].item<double>() << ", expected "
+          << expected[0].item<double>() << " on rank " << group.rank();
+      ++k;
+    }
+  }
+
+  Group group;
+  Linear model;
+  torch::optim::Optimizer* inner;
+  std::unique_ptr<ZeroOptimizer> optimizer;
+};
+
+ZeroOptions options_of(int64_t stage, Layout layout = Layout::kContiguous) {
+  return ZeroOptions().stage(stage).layout(layout).bucket_bytes(512);
+}
+
+void on_all(const std::function<void(const Group&, const ZeroOptions&)>& body) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    for (const int64_t stage : {1, 2}) {
+      for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+        for (const bool shared : {false, true}) {
+          SCOPED_TRACE("ranks " + std::to_string(world_size) + " stage " + std::to_string(stage));
+          RunOptions run;
+          run.shared_memory = shared;
+          run_ranks(
+              world_size, [&](const Group& group) { body(group, options_of(stage, layout)); }, run);
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------
+// What is sent comes after the reductions
+
+// Every rank's first rounds are still queued when the call is made; rank 0 has one more.
+void expect_harmless(const std::function<void(Rank&)>& call) {
+  on_all([&](const Group& group, const ZeroOptions& options) {
+    Rank r(group, options);
+    r.backward(0.5);
+    if (group.rank() == 0) r.backward(0.5 * group.world_size());
+    call(r);
+    r.optimizer->step();
+    r.expect_moved(1.0);
+    r.optimizer->check_replicas();
+  });
+}
+
+TEST(CallOrderTest, MasterBetweenBackwardAndStep) {
+  expect_harmless([](Rank& r) {
+    for (int64_t k = 0; k < 4; ++k) {
+      const at::Tensor master = r.optimizer->master(r.model.parameters()[k]);
+      EXPECT_TRUE(at::equal(master, at::full_like(master, static_cast<double>(k))));
+    }
+  });
+}
+
+TEST(CallOrderTest, RefreshWorkingParametersBetweenBackwardAndStep) {
+  expect_harmless([](Rank& r) {
+    r.optimizer->refresh_working_parameters();
+    r.expect_moved(0.0);
+  });
+}
+
+TEST(CallOrderTest, RefreshMasterParametersBetweenBackwardAndStep) {
+  expect_harmless([](Rank& r) { r.optimizer->refresh_master_parameters(); });
+}
+
+TEST(CallOrderTest, GradientAndChecksBetweenBackwardAndStep) {
+  expect_harmless([](Rank& r) {
+    r.optimizer->broadcast_buffers();
+    r.optimizer->check_replicas();
+    const at::Tensor gradient = r.optimizer->gradient(r.model.parameters()[2]);
+    EXPECT_TRUE(at::equal(gradient, at::full_like(gradient, 3.0)));
+    r.optimizer->check_replicas();
+  });
+}
+
+TEST(CallOrderTest, ACommunicatorRefusesToOvertakeReductions) {
+  run_ranks(2, [](const Group& group) {
+    const auto data = group.make_communicator("data", Purpose::kData);
+    data->begin_reductions();
+    at::Tensor rows = at::zeros({2, 4});
+    const auto expect_refused = [](const std::function<void()>& call) {
+      expect_words(error_of(call), {"while gradient reductions are queued"});
+    };
+    expect_refused([&] { data->gather_rows(rows, "x").wait(); });
+    expect_refused([&] { data->broadcast(rows, 0, "x").wait(); });
+    expect_refused([&] { data->all_reduce_sum(at::zeros({2}, at::kDouble), "x").wait(); });
+    expect_refused([&] { data->all_gather_text("a", "x"); });
+    data->exchange_rows(rows, at::zeros({2, 4}), "x").wait();
+    data->end_reductions();
+    data->gather_rows(rows, "x").wait();
+  });
+}
+
+// ---------------------------------------------------------------------
+// The norm is that of the agreed gradients
+
+TEST(CallOrderTest, OneMoreBackwardOnOneRankIsInTheNextNorm) {
+  on_all([](const Group& group, const ZeroOptions& options) {
+    Rank r(group, options);
+    const double ranks = group.world_size();
+    r.backward(0.5);
+    EXPECT_NEAR(r.optimizer->grad_norm().item<double>(), norm_of(0.5), 1e-3);
+    if (group.rank() == 0) r.backward(0.25 * ranks);
+    EXPECT_NEAR(r.optimizer->grad_norm().item<double>(), norm_of(0.75), 1e-3);
+    EXPECT_NEAR(r.optimizer->grad_norm(kInfinity).item<double>(), 0.75 * kParameters, 1e-5);
+    if (group.rank() + 1 == group.world_size()) r.backward(0.25 * ranks);
+    r.optimizer->step();
+    r.expect_moved(1.0);
+  });
+}
+
+TEST(CallOrderTest, APassWithoutAGraphOnOneRankIsInTheNextNorm) {
+  on_all([](const Group& group, const ZeroOptions& options) {
+    Rank r(group, options);
+    r.backward(0.5);
+    r.optimizer->grad_norm();
+    if (group.rank() == 0) r.optimizer->backward(at::zeros({}));
+    EXPECT_NEAR(r.optimizer->grad_norm().item<double>(), norm_of(0.5), 1e-3);
+    r.optimizer->step();
+    r.expect_moved(0.5);
+  });
+}
+
+// p.grad() of stage 1 is a copy of the average: a gradient of one's own goes in before.
+TEST(CallOrderTest, AnInfinityPutIntoAGradientAfterTheClipSkipsTheStep) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [](const Group& group) {
+      Rank r(group, options_of(2));
+      r.backward(1.0);
+      r.optimizer->clip_grad_norm_(1e9);
+      if (group.rank() == 0) {
+        const at::Tensor p = r.model.parameters()[3];
+        p.mutable_grad() = at::full_like(p.detach(), kInfinity);
+      }
+      r.optimizer->step();
+      EXPECT_TRUE(r.optimizer->step_skipped());
+      r.expect_moved(0.0);
+      r.backward(1.0);
+      r.optimizer->step();
+      r.expect_moved(1.0);
+    });
+  }
+}
+
+TEST(CallOrderTest, AGradientPutInAfterTheClipIsClippedWithTheRest) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [](const Group& group) {
+      Rank r(group, options_of(2));
+      r.backward(0.5);
+      r.optimizer->clip_grad_norm_(1.0);
+      double k = 0;
+      for (const at::Tensor& p : r.model.parameters()) {
+        p.mutable_grad() = at::full_like(p.detach(), 0.5 * ++k);
+      }
+      EXPECT_NEAR(r.optimizer->grad_norm().item<double>(), 1.0, 1e-4);
+      r.optimizer->step();
+      r.expect_moved(1.0 / norm_of(1.0), 1e-5);
+    });
+  }
+}
+
+// ---------------------------------------------------------------------
+// A mesh whose ranks hold different parameters
+
+// Each rank is a domain of its own, and the mesh is all of them.
+struct Apart {
+  explicit Apart(const Group& group, double lr = 1.0) {
+    const Group alone = group.subgroup({group.rank()}, "alone");
+    optimizer = std::make_unique<ZeroOptimizer>(
+        model, std::make_unique<torch::optim::SGD>(model.parameters(), lr), alone,
+        ZeroOptions().mesh_group(group));
+  }
+  Linear model;
+  std::unique_ptr<ZeroOptimizer> optimizer;
+};
+
+TEST(CallOrderTest, ClipArgumentsAreComparedOverAMeshOfDifferentParameters) {
+  for (const int world_size : {2, 3}) {
+    run_ranks(world_size, [](const Group& group) {
+      Apart r(group);
+      const bool other = group.rank() == 1;
+      const auto expect_refused = [&](double max_norm, double type) {
+        r.optimizer->backward(r.model.loss(1.0));
+        expect_words(error_of([&] { r.optimizer->clip_grad_norm_(max_norm, type); }),
+                     {"expected the same call with the same arguments", "max_norm", "rank 1"});
+      };
+      expect_refused(other ? 1000.0 : 1.0, 2.0);
+      expect_refused(1.0, other ? kInfinity : 2.0);
+      r.optimizer->clip_grad_norm_(1e9);
+      r.optimizer->step();
+    });
+  }
+}
+
+TEST(CallOrderTest, StepOptionsAreComparedWithinADomain) {
+  run_ranks(4, [](const Group& world) {
+    const Mesh mesh(world, {{"expert", 2}, {"data", 2}});
+    Linear model;
+    const double lr = world.rank() < 2 ? 0.5 : 0.25;  // domains may differ
+    ZeroOptimizer optimizer(model, std::make_unique<torch::optim::SGD>(model.parameters(), lr),
+                            mesh.group({"data"}), ZeroOptions().mesh_group(mesh.all()));
+    optimizer.backward(model.loss(1.0));
+    auto& options = static_cast<torch::optim::SGDOptions&>(optimizer.param_groups()[0].options());
+    if (world.rank() == 3) options.lr(0.125);
+    expect_words(error_of([&] { optimizer.step(); }),
+                 {"expected the same call with the same arguments", "rank 2: step() with options",
+                  "lr 0.125"});
+    options.lr(lr);
+    optimizer.step();
+    EXPECT_FLOAT_EQ(model.parameters()[0][0].item<float>(), static_cast<float>(-lr));
+  });
+}
+
+TEST(CallOrderTest, DifferentCallsOnAMeshOfDifferentParametersAreNamed) {
+  run_ranks(2, [](const Group& group) {
+    Apart r(group);
+    r.optimizer->backward(r.model.loss(1.0));
+    const std::string text = error_of([&] {
+      group.rank() == 0 ? r.optimizer->step() : r.optimizer->master(r.model.parameters()[0]);
+    });
+    expect_words(text, {"rank 0: step() with options lr 1", "rank 1: master() with parameter p0"});
+    r.optimizer->step();
+  });
+}
+
+// ---------------------------------------------------------------------
+// Calls that would do nothing
+
+TEST(CallOrderTest, ClippingWithoutGradientsThrows) {
+  on_all([](const Group& group, const ZeroOptions& options) {
+    Rank r(group, options);
+    const auto expect_refused = [&] {
+      expect_words(error_of([&] { r.optimizer->clip_grad_norm_(1.0); }),
+                   {"expected gradients since the last step, got no backward pass",
+                    "after the last backward", "rank " + std::to_string(group.rank())});
+      EXPECT_EQ(r.optimizer->grad_norm().item<double>(), 0.0);
+    };
+    expect_refused();
+    r.backward(1.0);
+    r.optimizer->step();
+    expect_refused();
+    // A loss that reaches no parameter is a pass all the same.
+    r.optimizer->backward(at::zeros({}));
+    EXPECT_EQ(r.optimizer->clip_grad_norm_(1.0).item<double>(), 0.0);
+    r.optimizer->step();
+    if (group.rank() == 0) {
+      auto guard = r.optimizer->no_sync();
+      r.optimizer->backward(at::zeros({}));
+    }
+    EXPECT_EQ(r.optimizer->clip_grad_norm_(1.0).item<double>(), 0.0);
+    r.optimizer->step();
+    r.expect_moved(1.0);
+  });
+}
+
+TEST(CallOrderTest, PlainBackwardWithoutTheLossScaleThrows) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [](const Group& group) {
+      Rank r(group, options_of(2).loss_scaler(LossScalerOptions()));
+      const std::string words = "expected optimizer.backward(loss)";
+      for (int i = 0; i < 2; ++i) {
+        expect_words(error_of([&] { r.model.loss(1.0).backward(); }),
+                     {words, "scale_loss", "65536"});
+        expect_words(error_of([&] { r.optimizer->step(); }), {words});
+        // Without a loss at all.
+        const at::Tensor p = r.model.parameters()[0];
+        p.mutable_grad() = at::ones_like(p.detach());
+        expect_words(error_of([&] { r.optimizer->step(); }), {words});
+        r.optimizer->zero_grad();
+        const double factor = std::exp2(-i - 1);
+        i == 0 ? r.backward(factor) : r.optimizer->scale_loss(r.model.loss(factor)).backward();
+        r.optimizer->step();
+        r.expect_moved(1.0 - factor);
+      }
+    });
+  }
+}
+
+template <typename Inner, typename Options>
+void expect_seen(const Options& inner_options, bool fused) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [&](const Group& group) {
+      Linear model, plain;
+      auto given = std::make_unique<Inner>(model.parameters(), inner_options);
+      torch::optim::Optimizer* const kept = given.get();
+      ZeroOptimizer optimizer(model, std::move(given), group, ZeroOptions().fused(fused));
+      Inner reference(plain.parameters(), inner_options);
+      for (int i = 0; i < 3; ++i) {
+        // The loop of a trainer for plain torch.
+        kept->zero_grad();
+        optimizer.backward(model.loss(1.0));
+        kept->step();
+        expect_words(error_of([&] { optimizer.backward(model.loss(1.0)); }),
+                     {"step() of the inner optimizer", "expected step() of the ZeroOptimizer"});
+        expect_words(error_of([&] { optimizer.step(); }), {"step() of the inner optimizer"});
+        optimizer.step();
+        plain.zero_grad();
+        plain.loss(1.0).backward();
+        reference.step();
+        for (size_t p = 0; p < plain.parameters().size(); ++p) {
+          EXPECT_TRUE(at::allclose(model.parameters()[p], plain.parameters()[p], 1e-5, 1e-6));
+        }
+      }
+    });
+  }
+}
+
+TEST(CallOrderTest, AStepOfTheInnerOptimizerIsSeenAtTheNextCall) {
+  for (const bool fused : {true, false}) {
+    expect_seen<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9), fused);
+    expect_seen<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1), fused);
+  }
+  expect_seen<torch::optim::RMSprop>(torch::optim::RMSpropOptions(0.1), false);
+}
+
+TEST(CallOrderTest, TooManySkippedStepsInARowThrow) {
+  for (const bool deferred : {false, true}) {
+    for (const int world_size : {1, 2}) {
+      run_ranks(world_size, [&](const Group& group) {
+        Rank r(group, options_of(2).max_skipped_in_a_row(20).static_graph(deferred));
+        const auto run = [&](int steps, double factor) {
+          for (int i = 0; i < steps; ++i) {
+            r.backward(group.rank() == 0 ? factor : 1.0);
+            r.optimizer->step();
+          }
+        };
+        run(15, kInfinity);
+        run(1, 0.0);
+        run(deferred ? 4 : 20, kInfinity);
+        const std::string text = error_of([&] { run(64, kInfinity); });
+        expect_words(text, {"steps in a row were skipped", "at most 20, ZeroOptions"});
+        r.backward(0.0);
+        r.optimizer->step();
+      });
+    }
+  }
+}
+
+// ---------------------------------------------------------------------
+// Averages in p.grad()
+
+TEST(CallOrderTest, AChangeOfAnAverageInStage1Throws) {
+  for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    run_ranks(2, [&](const Group& group) {
+      Rank r(group, options_of(1, layout));
+      const auto expect_refused = [&](const std::function<void(const at::Tensor&)>& change) {
+        r.backward(1.0);
+        r.optimizer->reduce_gradients();
+        if (group.rank() == 1) change(r.model.parameters()[4]);
+        expect_words(error_of([&] { r.optimizer->step(); }),
+                     {"expected the averaged gradient in p.grad() to be only read"});
+        r.optimizer->zero_grad();
+      };
+      expect_refused([](const at::Tensor& p) { p.mutable_grad().mul_(0.5); });
+      expect_refused([](const at::Tensor& p) { p.mutable_grad() = at::ones_like(p.detach()); });
+      r.backward(1.0);
+      r.optimizer->step();
+      r.expect_moved(1.0);
+    });
+  }
+}
+
+TEST(CallOrderTest, AutogradGradLeavesAveragesAlone) {
+  for (const int64_t stage : {1, 2}) {
+    run_ranks(2, [&](const Group& group) {
+      Rank r(group, options_of(stage));
+      r.backward(1.0);
+      r.optimizer->reduce_gradients();
+      const at::Tensor p = r.model.parameters()[5];
+      const auto found = torch::autograd::grad({r.model.loss(3.0)}, {p});
+      EXPECT_TRUE(at::equal(found[0], at::full_like(p.detach(), 18.0)));
+      if (stage == 1) {
+        ASSERT_TRUE(p.grad().defined());
+        EXPECT_TRUE(at::equal(p.grad(), at::full_like(p.detach(), 6.0)));
+      }
+      r.optimizer->step();
+      r.expect_moved(1.0);
+    });
+  }
+}
+
+// backward() with a list of inputs adds to those.
+TEST(CallOrderTest, BackwardIntoChosenInputsIsCounted) {
+  for (const int64_t stage : {1, 2}) {
+    run_ranks(2, [&](const Group& group) {
+      Rank r(group, options_of(stage));
+      r.backward(1.0);
+      r.optimizer->reduce_gradients();
+      torch::autograd::backward({r.model.loss(1.0)}, {}, c10::nullopt, false,
+                                {r.model.parameters()[0]});
+      r.optimizer->step();
+      const auto parameters = r.model.parameters();
+      EXPECT_EQ(parameters[0][0].item<double>(), -2.0);
+      EXPECT_EQ(parameters[1][0].item<double>(), -1.0);
+    });
+  }
+}
+
+// ---------------------------------------------------------------------
+// Memory
+
+TEST(CallOrderTest, BucketsOfThePerParameterLayoutAreBounded) {
+  for (const int64_t stage : {1, 2}) {
+    run_ranks(1, [&](const Group& group) {
+      Rank r(group, options_of(stage, Layout::kPerParameter).bucket_bytes(64));
+      for (int i = 0; i < 2; ++i) {
+        r.backward(1.0);
+        r.optimizer->step();
+      }
+      // Each of the nine parameters is a bucket. Four gathers are under way at most, and one more
+      // bucket is written.
+      EXPECT_EQ(r.optimizer->plan().buckets.size(), 9);
+      EXPECT_LE(r.optimizer->memory().peak_buckets, 5 * 448);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace zero

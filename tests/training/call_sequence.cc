@@ -1,0 +1,417 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/training/call_sequence.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <random>
+#include <sstream>
+
+namespace zero {
+namespace {
+
+// Gradients of a pass are multiples of 1/4 of at most 16 such units, and a 16-bit float holds 256.
+constexpr int kPassesAStep = 12;
+
+template <class T>
+struct Choice {
+  T value;
+  int weight;
+};
+
+class Generator {
+ public:
+  explicit Generator(uint64_t seed) : random_(seed * 0x9E3779B97F4A7C15u) { s_.seed = seed; }
+
+  CallSequence draw() {
+    draw_group();
+    s_.options = draw_options();
+    readable_ = is_readable(s_.options);
+    static_graph_ = percent(8);
+    s_.options.static_graph(static_graph_);
+    if (static_graph_) {
+      draw_equal_steps();
+    } else {
+      const int64_t count = 5 + below(9);
+      for (int64_t i = 0; i < count; ++i) s_.events.push_back(draw_event());
+      s_.events.push_back(event(Action::kStep));
+    }
+    if (percent(50)) s_.events.push_back(event(Action::kAllMasters));
+    return std::move(s_);
+  }
+
+ private:
+  int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
+  bool percent(int64_t n) { return below(100) < n; }
+  int rank() { return static_cast<int>(below(s_.world_size)); }
+  int unit() { return static_cast<int>(below(static_cast<int64_t>(s_.layers.size()) + 1)); }
+  template <class T>
+  T pick(const std::vector<Choice<T>>& choices) {
+    int64_t total = 0;
+    for (const auto& c : choices) total += c.weight;
+    int64_t left = below(total);
+    for (const auto& c : choices) {
+      if ((left -= c.weight) < 0) return c.value;
+    }
+    return choices.back().value;
+  }
+
+  void draw_group() {
+    s_.world_size = pick<int>({{1, 8}, {2, 46}, {3, 36}, {4, 10}});
+    s_.topology =
+        s_.world_size == 1
+            ? Topology::kFlat
+            : pick<Topology>(
+                  {{Topology::kFlat, 76}, {Topology::kReplicas, 12}, {Topology::kExperts, 12}});
+    s_.wire = pick<Wire>(
+        {{Wire::kMemory, 30}, {Wire::kNative, 15}, {Wire::kGloo, 30}, {Wire::kShared, 25}});
+    s_.dtype = pick<c10::ScalarType>({{c10::ScalarType::Float, 60},
+                                      {c10::ScalarType::BFloat16, 30},
+                                      {c10::ScalarType::Half, 10}});
+    s_.inner = pick<Inner>(
+        {{Inner::kSgd, 25}, {Inner::kSgdMomentum, 25}, {Inner::kAdam, 20}, {Inner::kAdamW, 30}});
+    const int64_t count = 2 + below(5);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t inputs = 1 + below(13);
+      s_.layers.emplace_back(inputs, 1 + below(9));
+    }
+    // Between optimizers that hand over a checkpoint these stay.
+    const bool half = s_.dtype == c10::ScalarType::Half;
+    if (half || percent(25)) {
+      scaler_ = LossScalerOptions()
+                    .initial_scale(static_cast<double>(int64_t{1} << below(6)))
+                    .growth_interval(1 + below(3))
+                    .max_scale(64);
+    }
+  }
+
+  ZeroOptions draw_options() {
+    ZeroOptions options;
+    options.stage(1 + below(2))
+        .stage1_full_gradients(percent(75))
+        .layout(percent(50) ? Layout::kContiguous : Layout::kPerParameter)
+        .bucket_bytes(draw_bucket_bytes())
+        .fused(percent(70))
+        .overlap_gather(percent(40))
+        .no_sync_fp32(percent(25))
+        .check_replicas_every(percent(15) ? 1 + below(2) : 0)
+        .loss_scaler(scaler_);
+    if (percent(25)) options.reduce_dtype(c10::ScalarType::Float);
+    if (percent(15)) options.reduce_dtype(c10::ScalarType::BFloat16);
+    return options;
+  }
+
+  static bool is_readable(const ZeroOptions& options) {
+    return options.stage() == 1 && options.stage1_full_gradients();
+  }
+
+  int64_t draw_bucket_bytes() {
+    switch (below(4)) {
+      case 0:
+        return below(2) * 16;
+      case 1:
+        return 16 + below(100);
+      case 2:
+        return 64 + below(800);
+      default:
+        return 1 << 20;
+    }
+  }
+
+  PassKind draw_kind(bool first) {
+    return pick<PassKind>({{PassKind::kOwn, 34},
+                           {PassKind::kPlain, 22},
+                           {PassKind::kNoSync, 14},
+                           {PassKind::kPlainNoSync, 5},
+                           {PassKind::kWithGrad, 10},
+                           {PassKind::kOnlyGrad, 4},
+                           {PassKind::kNoGraph, 6},
+                           {first ? PassKind::kByHand : PassKind::kOwn, 5}});
+  }
+
+  Pass draw_pass(PassKind kind) {
+    Pass pass;
+    pass.kind = kind;
+    pass.seed = random_();
+    if (pass.kind == PassKind::kNoGraph) return pass;
+    const int64_t share = 30 + below(71);
+    for (size_t u = 0; u <= s_.layers.size(); ++u) {
+      if (percent(share)) pass.units |= 1U << u;
+    }
+    if (pass.units == 0) pass.units = 1U << unit();
+    const int special = unit();
+    if ((pass.units >> special & 1) != 0) {
+      if (percent(15)) pass.again = special;
+      if (pass.kind != PassKind::kOnlyGrad && percent(6)) pass.nonfinite = special;
+    }
+    return pass;
+  }
+
+  // Of all ranks, of one, or of none.
+  std::vector<std::vector<Pass>> draw_passes() {
+    std::vector<std::vector<Pass>> passes(s_.world_size);
+    if (passes_ + 2 > kPassesAStep) return passes;
+    if (clipped_) {
+      if (!readable_ && percent(15)) passes[rank()] = {draw_pass(PassKind::kByHand)};
+      return passes;
+    }
+    const int style = pick<int>({{0, 30}, {1, 25}, {2, 20}, {3, 25}});
+    const int only = rank();
+    for (int r = 0; r < s_.world_size; ++r) {
+      const int64_t count = style == 0 ? below(3) : style == 1 ? 1 : style == 2 ? r == only : 0;
+      for (int64_t i = 0; i < count; ++i)
+        passes[r].push_back(draw_pass(draw_kind(i == 0 && !pending_)));
+    }
+    return passes;
+  }
+
+  Action draw_action() {
+    if (percent(4)) return draw_misuse();
+    std::vector<Choice<Action>> choices = {{Action::kNothing, clipped_ ? 0 : 8},
+                                           {Action::kReduce, 8},
+                                           {Action::kNorm, 14},
+                                           {Action::kGradient, 8},
+                                           {Action::kMaster, 10},
+                                           {Action::kCheckReplicas, 5},
+                                           {Action::kRefreshWorking, 5},
+                                           {Action::kRefreshMasters, 4},
+                                           {Action::kBroadcastBuffers, 4},
+                                           {Action::kStep, clipped_ ? 40 : 25},
+                                           {Action::kClip, pending_ ? 9 : 0}};
+    if (!pending_ || everywhere_ || refused_) choices.push_back({Action::kZeroGrad, 4});
+    if (!pending_ && s_.topology != Topology::kExperts) {  // whose names would meet in one folder
+      choices.push_back({Action::kCheckpoint, 2});
+      choices.push_back({Action::kCheckpointAsync, 1});
+    }
+    return pick(choices);
+  }
+
+  Action draw_misuse() {
+    std::vector<Choice<Action>> choices = {{Action::kInvalidNorm, 1}, {Action::kInsideNoSync, 1}};
+    if (s_.world_size > 1) {
+      for (Action a : {Action::kDifferentNorms, Action::kDifferentClips, Action::kDifferentRates,
+                       Action::kDifferentCalls}) {
+        choices.push_back({a, 1});
+      }
+      // Of experts each rank may ask for another.
+      if (s_.topology != Topology::kExperts) choices.push_back({Action::kDifferentParameters, 1});
+    }
+    if (clipped_) choices.push_back({Action::kBackwardAfterClip, 4});
+    if (!clipped_) choices.push_back({Action::kBrokenBackward, 1});
+    if (pending_) choices.push_back({Action::kSaveWithGradients, 1});
+    if (only_now_ && some_ && !everywhere_ && !refused_) {
+      choices.push_back({Action::kUnevenZeroGrad, 3});
+    }
+    return pick(choices);
+  }
+
+  Event event(Action action) {
+    Event e;
+    e.passes.resize(s_.world_size);
+    e.action = action;
+    e.seed = random_();
+    e.odd = rank();
+    if (percent(20)) e.late = rank();
+    e.norm_type =
+        pick<double>({{2.0, 50}, {std::numeric_limits<double>::infinity(), 30}, {1.0, 20}});
+    e.parameter = below(2 * static_cast<int64_t>(s_.layers.size()) + 3);
+    if (action == Action::kClip) e.max_norm = pick<double>({{0.05, 1}, {1.0, 1}, {30.0, 1}});
+    if (action == Action::kStep && percent(30)) e.rate = 0.01 * static_cast<double>(1 + below(8));
+    // Of 16-bit parameters those that are not edited would round their masters.
+    e.units = s_.all_units();
+    if (s_.dtype == c10::ScalarType::Float) e.units &= static_cast<unsigned>(random_());
+    e.look = percent(50) ? s_.all_units() : static_cast<unsigned>(random_()) & s_.all_units();
+    e.options = draw_options();
+    return e;
+  }
+
+  Event draw_event() {
+    auto passes = draw_passes();
+    size_t most = 0, with = 0;
+    for (const auto& of_rank : passes) {
+      most = std::max(most, of_rank.size());
+      with += std::any_of(of_rank.begin(), of_rank.end(), needs_round) ? 1 : 0;
+    }
+    only_now_ = !pending_;
+    some_ = with > 0;
+    everywhere_ = everywhere_ || with == passes.size();
+    pending_ = pending_ || some_;
+    passes_ += static_cast<int>(most);
+    Event e = event(draw_action());
+    e.passes = std::move(passes);
+    follow(e.action);
+    if (e.action == Action::kCheckpoint || e.action == Action::kCheckpointAsync) {
+      readable_ = is_readable(e.options);
+    }
+    return e;
+  }
+
+  // What later draws must know.
+  void follow(Action action) {
+    switch (action) {
+      case Action::kNothing:
+        return;
+      case Action::kStep:
+      case Action::kZeroGrad:
+      case Action::kBrokenBackward:
+        pending_ = everywhere_ = clipped_ = refused_ = false;
+        passes_ = 0;
+        return;
+      case Action::kClip:
+        clipped_ = true;
+        [[fallthrough]];
+      case Action::kReduce:
+      case Action::kNorm:
+      case Action::kGradient:
+        everywhere_ = pending_;
+        break;
+      default:
+        break;
+    }
+    refused_ = action >= Action::kDifferentNorms;
+  }
+
+  // As static_graph promises: every step like the first, with all parameters on all ranks.
+  void draw_equal_steps() {
+    std::vector<std::vector<Pass>> passes(s_.world_size);
+    const int64_t count = 1 + below(2);
+    for (int64_t i = 0; i < count; ++i) {
+      const auto kind = pick<PassKind>(
+          {{PassKind::kOwn, 3}, {PassKind::kPlain, 2}, {PassKind::kNoSync, i + 1 < count ? 2 : 0}});
+      for (auto& of_rank : passes) {
+        of_rank.push_back({kind, s_.all_units(), -1, -1, 0});
+      }
+    }
+    std::vector<Action> calls;
+    while (percent(50)) {
+      calls.push_back(pick<Action>({{Action::kReduce, 1},
+                                    {Action::kNorm, 2},
+                                    {Action::kGradient, 1},
+                                    {Action::kMaster, 1},
+                                    {Action::kCheckReplicas, 1}}));
+    }
+    if (percent(40)) calls.push_back(Action::kClip);
+    calls.push_back(Action::kStep);
+    std::vector<Event> step;
+    for (Action action : calls) step.push_back(event(action));
+    step.front().passes = passes;
+    for (int64_t i = 0; i < 4; ++i) {
+      for (Event e : step) {
+        for (auto& of_rank : e.passes) {
+          for (Pass& pass : of_rank) {
+            pass.seed = random_();
+            if (percent(3)) pass.nonfinite = unit();
+          }
+        }
+        s_.events.push_back(std::move(e));
+      }
+      if (percent(20)) s_.events.push_back(event(Action::kMaster));
+    }
+  }
+
+  std::mt19937_64 random_;
+  CallSequence s_;
+  std::optional<LossScalerOptions> scaler_;
+  bool static_graph_ = false;
+  bool readable_ = false;  // p.grad() holds averages after calls that reduce
+  // Since the last step:
+  bool pending_ = false;     // some rank needs a round
+  bool everywhere_ = false;  // all ranks do, as far as each of them knows
+  bool some_ = false;        // some rank needs one for the passes of this event
+  bool only_now_ = false;    // and there were none before it
+  bool clipped_ = false;
+  bool refused_ = false;  // the last collective call
+  int passes_ = 0;        // at most, of a rank
+};
+
+constexpr std::array<const char*, 3> kTopologyNames = {"", " with replicas", " with experts"};
+constexpr std::array<const char*, 8> kPassNames = {
+    "own", "plain", "no_sync", "plain_no_sync", "with_grad", "only_grad", "no_graph", "by_hand"};
+constexpr std::array<const char*, 26> kActionNames = {"nothing",
+                                                      "reduce_gradients",
+                                                      "grad_norm",
+                                                      "clip_grad_norm_",
+                                                      "step",
+                                                      "zero_grad",
+                                                      "gradient",
+                                                      "master",
+                                                      "master of all",
+                                                      "check_replicas",
+                                                      "refresh_working_parameters",
+                                                      "refresh_master_parameters",
+                                                      "broadcast_buffers",
+                                                      "save_checkpoint, load_checkpoint",
+                                                      "save_checkpoint_async, load_checkpoint",
+                                                      "misuse: different norm types",
+                                                      "misuse: different max_norm",
+                                                      "misuse: gradient of different parameters",
+                                                      "misuse: different learning rates",
+                                                      "misuse: different calls",
+                                                      "misuse: an invalid norm type",
+                                                      "misuse: a call inside no_sync",
+                                                      "misuse: a hook throws",
+                                                      "misuse: backward after clipping",
+                                                      "misuse: zero_grad on some ranks only",
+                                                      "misuse: save with gradients"};
+
+std::string text_of(const ZeroOptions& o) {
+  std::ostringstream text;
+  text << "stage " << o.stage() << (o.stage1_full_gradients() ? "" : " without full gradients")
+       << (o.layout() == Layout::kContiguous ? " contiguous" : " per parameter") << " bucket_bytes "
+       << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
+       << (o.overlap_gather() ? " overlap_gather" : "") << (o.static_graph() ? " static_graph" : "")
+       << (o.no_sync_fp32() ? " no_sync_fp32" : "");
+  if (o.reduce_dtype()) text << " reduce_dtype " << c10::toString(*o.reduce_dtype());
+  if (o.check_replicas_every() > 0) text << " check_replicas_every " << o.check_replicas_every();
+  if (o.loss_scaler()) {
+    text << " loss_scale " << o.loss_scaler()->initial_scale() << " grows after "
+         << o.loss_scaler()->growth_interval();
+  }
+  return text.str();
+}
+
+}  // namespace
+
+bool needs_round(const Pass& pass) { return pass.kind != PassKind::kOnlyGrad; }
+
+CallSequence draw_sequence(uint64_t seed) { return Generator(seed).draw(); }
+
+const char* name_of(Action action) { return kActionNames[static_cast<size_t>(action)]; }
+
+std::string describe(const CallSequence& s) {
+  constexpr std::array<const char*, 4> kInners = {"SGD", "SGD with momentum", "AdamW", "Adam"};
+  std::ostringstream text;
+  text << "seed " << s.seed << ": W " << s.world_size
+       << kTopologyNames[static_cast<size_t>(s.topology)] << " over " << wire_name(s.wire) << ", "
+       << c10::toString(s.dtype) << ", " << kInners[static_cast<size_t>(s.inner)] << ", "
+       << text_of(s.options) << ", layers";
+  for (const auto& [in, out] : s.layers) text << " " << in << "x" << out;
+  for (size_t i = 0; i < s.events.size(); ++i) {
+    const Event& e = s.events[i];
+    text << "\n  " << i << ":";
+    for (size_t r = 0; r < e.passes.size(); ++r) {
+      for (const Pass& p : e.passes[r]) {
+        text << " rank " << r << " " << kPassNames[static_cast<size_t>(p.kind)] << " units 0x"
+             << std::hex << p.units << std::dec;
+        if (p.again >= 0) text << " again " << p.again;
+        if (p.nonfinite >= 0) text << " nonfinite " << p.nonfinite;
+        text << ";";
+      }
+    }
+    text << " " << name_of(e.action);
+    if (e.action == Action::kNorm || e.action == Action::kClip) text << " type " << e.norm_type;
+    if (e.max_norm) text << " max " << *e.max_norm;
+    if (e.rate) text << " rate " << *e.rate;
+    if (e.action == Action::kGradient || e.action == Action::kMaster) text << " " << e.parameter;
+    if (e.late >= 0) text << " late on rank " << e.late;
+    if (e.action >= Action::kDifferentNorms) text << " on rank " << e.odd;
+    if (e.action == Action::kCheckpoint || e.action == Action::kCheckpointAsync) {
+      text << " into " << text_of(e.options);
+    }
+  }
+  text << "\n";
+  return text.str();
+}
+
+}  // namespace zero

@@ -1,0 +1,224 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// ZeroOptimizer on a GPU, against the same run on the CPU. Every test skips, and says so, where
+// there is no GPU.
+#include <ATen/Functions.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <chrono>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "tests/support/run_ranks.h"
+#include "tests/support/training.h"
+#include "zero/comm/backends/nccl.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+const at::Device kGpu(at::kCUDA, 0);
+
+struct MlpImpl : torch::nn::Module {
+  explicit MlpImpl(at::Device device, c10::ScalarType dtype)
+      : in(register_module("in", torch::nn::Linear(64, 129))),
+        out(register_module("out", torch::nn::Linear(129, 33))) {
+    const at::NoGradGuard no_grad;
+    uint64_t seed = 1;
+    for (at::Tensor& p : parameters()) p.copy_(numbers(p.sizes(), seed++).mul(0.2));
+    to(device, dtype);
+  }
+  at::Tensor loss(const at::Tensor& x, const at::Tensor& target) {
+    return (out(at::tanh(in(x))).to(at::kFloat) - target).pow(2).mean();
+  }
+  torch::nn::Linear in, out;
+};
+TORCH_MODULE(Mlp);
+
+struct Setting {
+  bool adamw = true;
+  c10::ScalarType dtype = at::kFloat;
+  ZeroOptions options;
+};
+
+std::unique_ptr<torch::optim::Optimizer> make_inner(const Setting& s, Mlp& model) {
+  if (s.adamw) {
+    return std::make_unique<torch::optim::AdamW>(model->parameters(), 0.01);
+  }
+  return std::make_unique<torch::optim::SGD>(
+      model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.2));
+}
+
+struct Batch {
+  at::Tensor x, target;
+};
+
+Batch batch_of(int rank, int step, at::Device device, c10::ScalarType dtype) {
+  const auto seed = static_cast<uint64_t>(1000 * rank + 10 * step);
+  return {numbers({16, 64}, seed + 100).to(device, dtype),
+          numbers({16, 33}, seed + 101).to(device)};
+}
+
+// All parameters after each step, in host memory as fp32.
+Trajectory train(const Group& group, at::Device device, const Setting& s, int steps) {
+  Mlp model(device, s.dtype);
+  ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
+  Trajectory result;
+  for (int step = 0; step < steps; ++step) {
+    const Batch batch = batch_of(group.rank(), step, device, s.dtype);
+    at::Tensor loss = model->loss(batch.x, batch.target);
+    if (step == 2 && group.rank() == 0) loss = loss * std::numeric_limits<double>::infinity();
+    optimizer.backward(loss);
+    optimizer.clip_grad_norm_(0.5);
+    optimizer.step();
+    EXPECT_EQ(optimizer.step_skipped(), step == 2);
+    result.emplace_back();
+    for (const at::Tensor& p : model->parameters()) {
+      result.back().push_back(p.detach().to(at::kCPU, at::kFloat, false, /*copy=*/true));
+    }
+  }
+  EXPECT_EQ(optimizer.stats().steps, steps - 1);
+  return result;
+}
+
+class CudaOptimizer : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (cuda_device_count() == 0) GTEST_SKIP() << "no CUDA device";
+  }
+};
+
+// Over Gloo, since ranks that share a GPU cannot use NCCL.
+TEST_F(CudaOptimizer, FollowsTheCpu) {
+  for (const int world_size : {1, 2, 3}) {
+    for (const bool adamw : {true, false}) {
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+        for (const int64_t stage : {1, 2}) {
+          for (const bool fused : {true, false}) {
+            for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {
+              Setting s{adamw, dtype,
+                        ZeroOptions().stage(stage).fused(fused).layout(layout).bucket_bytes(8192)};
+              run_ranks(world_size, [&](const Group& group) {
+                const Trajectory cpu = train(group, at::kCPU, s, 6);
+                const Trajectory gpu = train(group, kGpu, s, 6);
+                // What differs is the order in which the model's products are added up.
+                EXPECT_LT(largest_difference(gpu, cpu), dtype == at::kFloat ? 1e-4 : 3e-2)
+                    << "W " << world_size << " adamw " << adamw << " " << dtype << " stage "
+                    << stage << " fused " << fused;
+              });
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// A stop of the host between backward() and the end of step() is an error here.
+TEST_F(CudaOptimizer, AStepNeverWaitsForTheDevice) {
+  run_ranks(1, [&](const Group& group) {
+    Setting s{true, at::kBFloat16, ZeroOptions().bucket_bytes(8192)};
+    Mlp model(kGpu, s.dtype);
+    ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
+    const Batch batch = batch_of(0, 0, kGpu, s.dtype);
+    for (int step = 0; step < 5; ++step) {
+      if (step == 2) {
+        c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);
+      }
+      optimizer.backward(model->loss(batch.x, batch.target));
+      optimizer.clip_grad_norm_(0.5);
+      optimizer.step();
+    }
+    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED);
+    EXPECT_EQ(optimizer.stats().steps, 5);
+  });
+}
+
+TEST_F(CudaOptimizer, AnIterationInACudaGraphHasTheBitsOfOneWithout) {
+  run_ranks(1, [&](const Group& group) {
+    for (const bool adamw : {true, false}) {
+      Setting s{adamw, at::kBFloat16, ZeroOptions().static_graph(true).bucket_bytes(8192)};
+      std::vector<at::Tensor> results[2];
+      for (const bool captured : {false, true}) {
+        const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+        Mlp model(kGpu, s.dtype);
+        ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
+        const Batch batch = batch_of(0, 0, kGpu, s.dtype);
+        const auto iteration = [&] {
+          optimizer.backward(model->loss(batch.x, batch.target));
+          optimizer.clip_grad_norm_(0.5);
+          optimizer.step();
+        };
+        iteration();
+        iteration();
+        if (captured) {
+          at::cuda::CUDAGraph graph;
+          graph.capture_begin();
+          iteration();
+          graph.capture_end();
+          for (int i = 0; i < 4; ++i) graph.replay();
+          c10::cuda::device_synchronize();
+        } else {
+          for (int i = 0; i < 4; ++i) iteration();
+        }
+        EXPECT_EQ(optimizer.stats().steps, 6);
+        for (const at::Tensor& p : model->parameters()) {
+          results[captured].push_back(p.detach().cpu());
+        }
+      }
+      for (size_t i = 0; i < results[0].size(); ++i) {
+        EXPECT_TRUE(at::equal(results[0][i], results[1][i])) << "parameter " << i;
+      }
+    }
+  });
+}
+
+TEST_F(CudaOptimizer, CaptureOfTheFirstStepIsRefused) {
+  run_ranks(1, [&](const Group& group) {
+    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+    Setting s{true, at::kFloat, ZeroOptions().static_graph(true)};
+    Mlp model(kGpu, s.dtype);
+    ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
+    const Batch batch = batch_of(0, 0, kGpu, s.dtype);
+    optimizer.backward(model->loss(batch.x, batch.target));
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin();
+    EXPECT_THROW(optimizer.step(), c10::Error);
+    graph.capture_end();
+  });
+}
+
+// One rank, because one GPU may be all there is: the calls, their streams and their results, while
+// what travels between ranks is not tested by it.
+TEST_F(CudaOptimizer, NcclCarriesEveryCollective) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Communicator ranks(make_nccl_backend(store, 0, 1, kGpu, std::chrono::seconds(60)), "nccl",
+                     std::chrono::seconds(60));
+  const at::Tensor rows = numbers({1, 1000}, 1).to(kGpu);
+  const at::Tensor received = at::zeros_like(rows);
+  const at::Tensor sum = at::zeros({1000}, rows.options());
+  ranks.exchange_rows(rows, received, "rows").wait();
+  ranks.reduce_scatter_rows(rows, sum, "rows").wait();
+  at::Tensor gathered = rows.clone();
+  ranks.gather_rows(gathered, "rows").wait();
+  at::Tensor values = rows[0].to(at::kDouble);
+  ranks.all_reduce_sum(values, "values").wait();
+  EXPECT_TRUE(at::equal(received, rows));
+  EXPECT_TRUE(at::equal(sum, rows[0]));
+  EXPECT_TRUE(at::equal(gathered, rows));
+  EXPECT_TRUE(at::equal(values, rows[0].to(at::kDouble)));
+  EXPECT_TRUE(ranks.has_native_reduce_scatter(at::kFloat));
+  EXPECT_FALSE(ranks.has_native_reduce_scatter(at::kBFloat16));
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,575 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// ZeroOptimizer over meshes: replicas, experts, stages and tensor-parallel parts
+// against the same model in one piece in one process, compared after every step.
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tests/support/run_ranks.h"
+#include "tests/support/training.h"
+#include "zero/mesh.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+using Names = std::vector<std::string>;
+
+constexpr int kSteps = 5;
+
+// A parameter of the whole model.
+struct Logical {
+  std::string name;
+  std::vector<int64_t> shape;
+  size_t group = 0;        // parameter group
+  Names cut = {};          // mesh dimensions over which its rows are split
+  Names sees = {};         // data dimensions whose batches all pass through every rank (experts)
+  int stage = -1;          // pipeline stage, -1: all
+  bool sometimes = false;  // only one batch uses it, in odd steps
+};
+
+struct Topology {
+  std::string name;
+  std::vector<Mesh::Dimension> dimensions;
+  Names data;  // dimensions over which batches differ
+  Names home;  // of the optimizer's group
+  std::vector<Logical> parameters;
+  std::function<void(const Mesh&, ZeroOptions&)> place;
+
+  int ranks() const {
+    int product = 1;
+    for (const auto& d : dimensions) product *= d.size;
+    return product;
+  }
+  int batches() const {
+    int product = 1;
+    for (const auto& d : dimensions) product *= is_data(d.name) ? d.size : 1;
+    return product;
+  }
+  bool is_data(const std::string& name) const {
+    return std::find(data.begin(), data.end(), name) != data.end();
+  }
+};
+
+// The loss of a batch is the sum over parameters of c * p + d * p^2 / 2, element by element: any
+// part of a parameter can be trained by itself, and gradients depend on the parameter.
+struct Coefficients {
+  at::Tensor c, d;
+};
+
+Coefficients coefficients(const Logical& l, int step, int batch) {
+  const uint64_t seed = std::hash<std::string>()(l.name) % 1000 + 7919u * step + 104729u * batch;
+  return {numbers(l.shape, seed), numbers(l.shape, seed + 1)};
+}
+
+bool uses(const Logical& l, int step, int batch) {
+  return !l.sometimes || (step % 2 == 1 && batch == 0);
+}
+
+at::Tensor part_of(const at::Tensor& whole, const Logical& l, const Mesh& mesh) {
+  const Group group = mesh.group(l.cut);
+  return whole.tensor_split(group.world_size())[group.rank()];
+}
+
+// The batches that pass through this rank's part of `l`.
+std::vector<int> batches_of(const Topology& t, const Logical& l, const Mesh& mesh) {
+  std::vector<int> result{0};
+  for (const Mesh::Dimension& d : t.dimensions) {
+    if (!t.is_data(d.name)) continue;
+    const bool all = std::find(l.sees.begin(), l.sees.end(), d.name) != l.sees.end();
+    std::vector<int> next;
+    for (const int batch : result) {
+      for (int c = 0; c < d.size; ++c) {
+        if (all || c == mesh.coordinate(d.name)) next.push_back(batch * d.size + c);
+      }
+    }
+    result = std::move(next);
+  }
+  return result;
+}
+
+at::Tensor initial(const Logical& l) {
+  return numbers(l.shape, std::hash<std::string>()(l.name) % 997) * 0.5;
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(
+    const std::vector<std::vector<at::Tensor>>& groups, bool adam) {
+  std::vector<torch::optim::OptimizerParamGroup> list;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const double decay = 0.05 * static_cast<double>(g + 1);
+    std::unique_ptr<torch::optim::OptimizerOptions> options;
+    if (adam) {
+      options = std::make_unique<torch::optim::AdamWOptions>(
+          torch::optim::AdamWOptions(0.01).weight_decay(decay));
+    } else {
+      options = std::make_unique<torch::optim::SGDOptions>(
+          torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(decay));
+    }
+    list.emplace_back(groups[g], std::move(options));
+  }
+  if (adam) return std::make_unique<torch::optim::AdamW>(list, torch::optim::AdamWOptions(0.01));
+  return std::make_unique<torch::optim::SGD>(list, torch::optim::SGDOptions(0.1));
+}
+
+size_t group_count(const Topology& t) {
+  size_t count = 0;
+  for (const Logical& l : t.parameters) count = std::max(count, l.group + 1);
+  return count;
+}
+
+// This rank's part of the model.
+struct Local {
+  torch::nn::Module module;
+  std::vector<const Logical*> logical;
+  std::vector<at::Tensor> tensors;
+  std::vector<std::vector<at::Tensor>> groups;
+
+  Local(const Topology& t, const Mesh& mesh, c10::ScalarType dtype) : groups(group_count(t)) {
+    for (const Logical& l : t.parameters) {
+      if (l.stage >= 0 && l.stage != mesh.coordinate("pp")) continue;
+      // The first rank of a domain and its replicas sends its values to the others.
+      bool first = true;
+      for (const std::string& d : t.data) {
+        const bool cut = std::find(l.cut.begin(), l.cut.end(), d) != l.cut.end();
+        first = first && (cut || mesh.coordinate(d) == 0);
+      }
+      const at::Tensor value = part_of(initial(l), l, mesh).clone() * (first ? 1.0 : 5.0);
+      tensors.push_back(module.register_parameter(l.name, value.to(dtype)));
+      logical.push_back(&l);
+      groups[l.group].push_back(tensors.back());
+    }
+  }
+
+  at::Tensor loss(const Topology& t, const Mesh& mesh, int step) const {
+    at::Tensor sum = at::zeros({});
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const Logical& l = *logical[i];
+      for (const int batch : batches_of(t, l, mesh)) {
+        if (!uses(l, step, batch)) continue;
+        const Coefficients k = coefficients(l, step, batch);
+        const at::Tensor p = tensors[i].to(at::kFloat);
+        sum = sum + (part_of(k.c, l, mesh) * p + part_of(k.d, l, mesh) * p * p * 0.5).sum();
+      }
+    }
+    return sum;
+  }
+};
+
+struct Reference {
+  std::vector<double> norms;
+  std::vector<std::map<std::string, at::Tensor>> values;  // after each step
+};
+
+Reference train_whole(const Topology& t, bool adam, std::optional<double> max_norm) {
+  std::vector<at::Tensor> tensors;
+  std::vector<std::vector<at::Tensor>> groups(group_count(t));
+  for (const Logical& l : t.parameters) {
+    tensors.push_back(initial(l));
+    groups[l.group].push_back(tensors.back());
+  }
+  const auto optimizer = make_optimizer(groups, adam);
+  Reference reference;
+  for (int step = 0; step < kSteps; ++step) {
+    double square = 0;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      at::Tensor gradient;
+      for (int batch = 0; batch < t.batches(); ++batch) {
+        if (!uses(t.parameters[i], step, batch)) continue;
+        const Coefficients k = coefficients(t.parameters[i], step, batch);
+        const at::Tensor g = (k.c + k.d * tensors[i]).to(at::kDouble) / t.batches();
+        gradient = gradient.defined() ? gradient + g : g;
+      }
+      if (gradient.defined()) square += gradient.pow(2).sum().item<double>();
+      tensors[i].mutable_grad() = gradient.defined() ? gradient.to(at::kFloat) : at::Tensor();
+    }
+    reference.norms.push_back(std::sqrt(square));
+    if (max_norm) {
+      const double factor = std::min(1.0, *max_norm / (std::sqrt(square) + 1e-6));
+      for (at::Tensor& p : tensors) {
+        if (p.grad().defined()) p.mutable_grad().mul_(factor);
+      }
+    }
+    optimizer->step();
+    reference.values.emplace_back();
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      reference.values.back()[t.parameters[i].name] = tensors[i].clone();
+    }
+  }
+  return reference;
+}
+
+struct Largest {
+  double value = 0;
+  double norm = 0;
+  int64_t control_messages = 0;  // per step with clipping
+  int64_t norm_messages = 0;
+};
+
+double error_of(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0) return 0;
+  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
+  return ((x - y).abs() / (1 + y.abs())).max().item<double>();
+}
+
+void raise(double& largest, double value) {
+  if (!(value <= largest)) largest = value;  // a NaN must not pass
+}
+
+Largest train_in_parts(const Topology& t, const Mesh& mesh, bool adam,
+                       std::optional<double> max_norm, ZeroOptions options,
+                       const Reference& reference) {
+  Local local(t, mesh, at::kFloat);
+  t.place(mesh, options);
+  ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, adam), mesh.group(t.home),
+                          options);
+  Largest largest;
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.backward(local.loss(t, mesh, step));
+    const Stats before = optimizer.stats();
+    const double norm = optimizer.clip_grad_norm_(max_norm).item<double>();
+    largest.norm_messages = optimizer.stats().data.small_calls - before.data.small_calls;
+    raise(largest.norm, std::abs(norm - reference.norms[step]) / reference.norms[step]);
+    optimizer.step();
+    largest.control_messages = optimizer.stats().control.small_calls - before.control.small_calls;
+    for (size_t i = 0; i < local.tensors.size(); ++i) {
+      const Logical& l = *local.logical[i];
+      const at::Tensor& whole = reference.values[step].at(l.name);
+      raise(largest.value, error_of(local.tensors[i].detach(), part_of(whole, l, mesh)));
+    }
+  }
+  optimizer.check_replicas();
+  EXPECT_TRUE(at::equal(optimizer.master(local.tensors[0]), local.tensors[0].detach()));
+  return largest;
+}
+
+GroupPlacement expert(const Mesh& mesh, const Names& reduce, int64_t batches) {
+  return GroupPlacement().reduce_group(mesh.group(reduce)).averaged_over(batches);
+}
+
+std::vector<Topology> topologies() {
+  const std::vector<Logical> dense{
+      {"a", {7, 5}, 0}, {"b", {13}, 1}, {"s", {3, 3}, 1, {}, {}, -1, true}};
+  const auto with = [&](const std::vector<Logical>& more) {
+    std::vector<Logical> list = dense;
+    list.insert(list.end(), more.begin(), more.end());
+    return list;
+  };
+  const std::vector<Logical> experts{{"e", {6, 11}, 2, {"ep"}, {"ep"}},
+                                     {"f", {4, 3}, 2, {"ep"}, {"ep"}, -1, true}};
+  std::vector<Topology> list;
+  list.push_back({"replicate 2 x shard 2",
+                  {{"rep", 2}, {"shard", 2}},
+                  {"rep", "shard"},
+                  {"shard"},
+                  dense,
+                  [](const Mesh& mesh, ZeroOptions& options) {
+                    const auto copies = GroupPlacement().replicate_group(mesh.group({"rep"}));
+                    options.mesh_group(mesh.all()).placement(0, copies).placement(1, copies);
+                  }});
+  list.push_back({"replicate 3 x shard 2",
+                  {{"rep", 3}, {"shard", 2}},
+                  {"rep", "shard"},
+                  {"shard"},
+                  dense,
+                  list[0].place});
+  list.push_back({"expert data 2 x expert 2",
+                  {{"edp", 2}, {"ep", 2}},
+                  {"edp", "ep"},
+                  {"edp", "ep"},
+                  with(experts),
+                  [](const Mesh& mesh, ZeroOptions& options) {
+                    options.placement(2, expert(mesh, {"edp"}, 4));
+                  }});
+  list.push_back({"replicate 2 x expert data 2 x expert 2",
+                  {{"rep", 2}, {"edp", 2}, {"ep", 2}},
+                  {"rep", "edp", "ep"},
+                  {"edp", "ep"},
+                  with(experts),
+                  [](const Mesh& mesh, ZeroOptions& options) {
+                    const Group rep = mesh.group({"rep"});
+                    options.mesh_group(mesh.all());
+                    options.placement(0, GroupPlacement().replicate_group(rep));
+                    options.placement(1, GroupPlacement().replicate_group(rep));
+                    options.placement(2, expert(mesh, {"edp"}, 8).replicate_group(rep));
+                  }});
+  list.push_back({"pipeline 2 x data 2",
+                  {{"pp", 2}, {"dp", 2}},
+                  {"dp"},
+                  {"dp"},
+                  {{"a", {7, 5}, 0, {}, {}, 0},
+                   {"b", {13}, 1, {}, {}, 0},
+                   {"c", {2, 9}, 0, {}, {}, 1},
+                   {"d", {5}, 1, {}, {}, 1},
+                   {"e", {31}, 1, {}, {}, 1, true}},
+                  [](const Mesh& mesh, ZeroOptions& options) { options.mesh_group(mesh.all()); }});
+  list.push_back(
+      {"data 2 x tensor 2",
+       {{"dp", 2}, {"tp", 2}},
+       {"dp"},
+       {"dp"},
+       {{"m", {7, 5}, 0, {"tp"}}, {"n", {13}, 1}, {"o", {6, 6}, 0, {"tp"}, {}, -1, true}},
+       [](const Mesh& mesh, ZeroOptions& options) {
+         options.mesh_group(mesh.all()).placement(1, GroupPlacement().copies(2));
+       }});
+  list.push_back(
+      {"pipeline 2 x data 2 x tensor 2, tied",
+       {{"pp", 2}, {"dp", 2}, {"tp", 2}},
+       {"dp"},
+       {"dp"},
+       {{"m", {7, 5}, 0, {"tp"}, {}, 0},
+        {"n", {9, 4}, 0, {"tp"}, {}, 1},
+        {"v", {13}, 1},
+        {"w", {3}, 1}},
+       [](const Mesh& mesh, ZeroOptions& options) {
+         // "v" and "w" are on both stages: the first one counts them.
+         const bool first = mesh.coordinate("pp") == 0;
+         options.mesh_group(mesh.all()).placement(1, GroupPlacement().copies(2).owner(first));
+       }});
+  return list;
+}
+
+TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
+  std::printf("%-40s %-10s %-10s %-10s %s\n", "topology", "SGD", "AdamW", "norm",
+              "messages per step: control, norm");
+  for (const Topology& t : topologies()) {
+    Largest sgd, adamw;
+    for (const bool adam : {false, true}) {
+      const Reference reference = train_whole(t, adam, 0.5);
+      for (const int64_t stage : {1, 2}) {
+        for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+          std::mutex mutex;
+          run_ranks(t.ranks(),
+                    [&](const Group& world) {
+                      const Mesh mesh(world, t.dimensions);
+                      const auto options =
+                          ZeroOptions().stage(stage).layout(layout).bucket_bytes(100);
+                      const Largest mine = train_in_parts(t, mesh, adam, 0.5, options, reference);
+                      const std::lock_guard<std::mutex> lock(mutex);
+                      Largest& all = adam ? adamw : sgd;
+                      raise(all.value, mine.value);
+                      raise(all.norm, mine.norm);
+                      all.control_messages = std::max(all.control_messages, mine.control_messages);
+                      all.norm_messages = std::max(all.norm_messages, mine.norm_messages);
+                    },
+                    {Transport::kMemory});
+        }
+      }
+    }
+    std::printf("%-40s %-10.1e %-10.1e %-10.1e %lld, %lld\n", t.name.c_str(), sgd.value,
+                adamw.value, std::max(sgd.norm, adamw.norm),
+                static_cast<long long>(sgd.control_messages),
+                static_cast<long long>(sgd.norm_messages));
+    EXPECT_LE(sgd.value, 1e-6) << t.name;
+    EXPECT_LE(adamw.value, 2e-5) << t.name;
+    EXPECT_LE(std::max(sgd.norm, adamw.norm), 1e-6) << t.name;
+    EXPECT_EQ(sgd.norm_messages, 1) << t.name;
+  }
+}
+
+// The real transport once, for the two topologies with all kinds of links, through sockets and
+// through shared memory.
+TEST(HybridOptimizerTest, OverGloo) {
+  const auto all = topologies();
+  for (const Topology& t : {all[0], all[3]}) {
+    const Reference reference = train_whole(t, false, std::nullopt);
+    for (const bool shared_memory : {false, true}) {
+      RunOptions options;
+      options.shared_memory = shared_memory;
+      run_ranks(
+          t.ranks(),
+          [&](const Group& world) {
+            const Mesh mesh(world, t.dimensions);
+            const Largest mine = train_in_parts(t, mesh, false, std::nullopt, {}, reference);
+            EXPECT_LE(mine.value, 1e-6) << t.name;
+            EXPECT_LE(mine.norm, 1e-6) << t.name;
+          },
+          options);
+    }
+  }
+}
+
+// Many rounds, in which the mean over replicas of one round must not be averaged again.
+TEST(HybridOptimizerTest, MicroBatchesAddUpOverReplicas) {
+  const Topology t = topologies()[0];
+  for (const int64_t stage : {1, 2}) {
+    run_ranks(4,
+              [&](const Group& world) {
+                const Mesh mesh(world, t.dimensions);
+                Local local(t, mesh, at::kFloat);
+                ZeroOptions options = ZeroOptions().stage(stage).bucket_bytes(100);
+                t.place(mesh, options);
+                ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, false),
+                                        mesh.group(t.home), options);
+                at::Tensor expected = at::zeros(t.parameters[0].shape);
+                for (int round = 0; round < 3; ++round) {
+                  for (int batch = 0; batch < 4; ++batch) {
+                    const Coefficients k = coefficients(t.parameters[0], round, batch);
+                    expected += (k.c + k.d * local.tensors[0].detach()) / 4;
+                  }
+                  optimizer.backward(local.loss(t, mesh, round));
+                  // Reading completes the reduction, over replicas too, in the middle of the sum.
+                  EXPECT_LE(error_of(optimizer.gradient(local.tensors[0]), expected), 1e-6)
+                      << round;
+                }
+                optimizer.step();
+              },
+              {Transport::kMemory});
+  }
+}
+
+// `bad` multiplies the loss of one rank in step 1.
+void expect_all_skip(const Topology& t, c10::ScalarType dtype, double bad, int bad_rank) {
+  std::mutex mutex;
+  std::vector<double> scales(t.ranks());
+  run_ranks(
+      t.ranks(),
+      [&](const Group& world) {
+        const Mesh mesh(world, t.dimensions);
+        Local local(t, mesh, dtype);
+        ZeroOptions options;
+        t.place(mesh, options);
+        ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true),
+                                mesh.group(t.home), options);
+        const double scale = optimizer.loss_scale();
+        EXPECT_EQ(scale, dtype == at::kHalf ? 65536.0 : 1.0);
+        for (int step = 0; step < 3; ++step) {
+          std::vector<at::Tensor> before;
+          for (const at::Tensor& p : local.tensors) before.push_back(p.detach().clone());
+          const at::Tensor loss = local.loss(t, mesh, step) * (dtype == at::kHalf ? 1e-4 : 1.0);
+          optimizer.backward(step == 1 && world.rank() == bad_rank ? loss * bad : loss);
+          optimizer.step();
+          EXPECT_EQ(optimizer.step_skipped(), step == 1) << t.name << " rank " << world.rank();
+          for (size_t i = 0; i < before.size(); ++i) {
+            const bool unused = local.logical[i]->sometimes && step != 1;
+            EXPECT_EQ(at::equal(before[i], local.tensors[i].detach()), step == 1 || unused)
+                << t.name << " " << local.logical[i]->name << " step " << step;
+          }
+        }
+        EXPECT_EQ(optimizer.loss_scale(), dtype == at::kHalf ? scale / 2 : scale);
+        EXPECT_EQ(optimizer.stats().skipped_steps, 1);
+      },
+      {Transport::kMemory});
+}
+
+TEST(HybridOptimizerTest, OneBadRankMakesTheWholeMeshSkip) {
+  for (const Topology& t : topologies()) {
+    for (const int rank : {0, t.ranks() - 1}) {
+      expect_all_skip(t, at::kHalf, 1e9, rank);
+      expect_all_skip(t, at::kFloat, std::nan(""), rank);
+    }
+  }
+}
+
+// Stages scale alike even where only one has fp16 parameters.
+TEST(HybridOptimizerTest, OneFp16StageScalesAllStages) {
+  const Topology t = topologies()[4];
+  run_ranks(4,
+            [&](const Group& world) {
+              const Mesh mesh(world, t.dimensions);
+              Local local(t, mesh, mesh.coordinate("pp") == 1 ? at::kHalf : at::kFloat);
+              ZeroOptions options;
+              t.place(mesh, options);
+              ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true),
+                                      mesh.group(t.home), options);
+              EXPECT_EQ(optimizer.loss_scale(), 65536.0);
+            },
+            {Transport::kMemory});
+}
+
+TEST(HybridOptimizerTest, ADriftedExpertIsFoundByEveryRank) {
+  const Topology t = topologies()[2];
+  run_ranks(4,
+            [&](const Group& world) {
+              const Mesh mesh(world, t.dimensions);
+              Local local(t, mesh, at::kBFloat16);
+              ZeroOptions options;
+              t.place(mesh, options);
+              ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true),
+                                      mesh.group(t.home), options);
+              optimizer.check_replicas();
+              if (world.rank() == 3) local.tensors[3].detach()[0][0] += 1;
+              EXPECT_THROW(optimizer.check_replicas(), c10::Error);
+              EXPECT_THROW(optimizer.save_checkpoint(::testing::TempDir() + "/hybrid"), c10::Error);
+            },
+            {Transport::kMemory});
+}
+
+// What `construct` throws on every rank; all must throw and none may hang.
+void expect_refused(const Topology& t, const std::string& part) {
+  run_ranks(t.ranks(),
+            [&](const Group& world) {
+              const Mesh mesh(world, t.dimensions);
+              Local local(t, mesh, at::kFloat);
+              try {
+                ZeroOptions options;
+                t.place(mesh, options);
+                ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true),
+                                        mesh.group(t.home), options);
+                ADD_FAILURE() << "not refused on rank " << world.rank() << ": " << part;
+              } catch (const c10::Error& error) {
+                const std::string text = error.what_without_backtrace();
+                EXPECT_NE(text.find(part), std::string::npos) << text;
+              }
+            },
+            {Transport::kMemory});
+}
+
+TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
+  Topology t = topologies()[2];
+  t.place = [](const Mesh& mesh, ZeroOptions& o) { o.placement(3, expert(mesh, {"edp"}, 4)); };
+  expect_refused(t, "one of the 3 groups");
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    // On one rank only: the others hear of it.
+    if (mesh.all().rank() == 2) o.placement(2, GroupPlacement().copies(0));
+  };
+  expect_refused(t, "copies of 1 or more");
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    o.placement(2, expert(mesh, {"edp"}, 4).replicate_group(mesh.group({"edp", "ep"})));
+  };
+  expect_refused(t, "share only rank");
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    o.placement(2, expert(mesh, {"edp"}, mesh.all().rank() == 1 ? 2 : 4));
+  };
+  expect_refused(t, "averaged over");
+  t.home = {"edp"};
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    o.placement(0, GroupPlacement().replicate_group(mesh.group({"ep"})));
+  };
+  expect_refused(t, "mesh_group()");
+}
+
+// One expert more on half of the ranks: dense buckets would travel in different orders.
+TEST(HybridOptimizerTest, UnequalExpertsAreRefusedOnEveryRank) {
+  run_ranks(4,
+            [&](const Group& world) {
+              const Mesh mesh(world, {{"edp", 2}, {"ep", 2}});
+              torch::nn::Module module;
+              std::vector<std::vector<at::Tensor>> groups(2);
+              groups[0].push_back(module.register_parameter("dense", at::ones({5})));
+              for (int e = 0; e <= mesh.coordinate("ep"); ++e) {
+                groups[1].push_back(
+                    module.register_parameter("expert" + std::to_string(e), at::ones({3})));
+              }
+              EXPECT_THROW(ZeroOptimizer(module, make_optimizer(groups, true), world,
+                                         ZeroOptions().placement(1, expert(mesh, {"edp"}, 4))),
+                           c10::Error);
+            },
+            {Transport::kMemory});
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,360 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Trainers as people write them: two optimizers at once (a GAN), tied and
+// frozen parameters, learning-rate schedulers, several outputs, closures,
+// buffers, and models whose memory is not row-major.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/optim/sgd.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <map>
+#include <string>
+
+#include "tests/support/run_ranks.h"
+#include "tests/support/training.h"
+#include "zero/checkpoint/manifest.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+void fill(torch::nn::Module& module, uint64_t seed) {
+  at::NoGradGuard no_grad;
+  for (at::Tensor& p : module.parameters()) p.copy_(numbers(p.sizes(), seed++) * 0.3);
+}
+
+std::vector<at::Tensor> values(const torch::nn::Module& module) {
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& p : module.parameters()) result.push_back(p.detach().clone());
+  return result;
+}
+
+void expect_close(const torch::nn::Module& module, const std::vector<at::Tensor>& expected) {
+  const auto parameters = module.parameters();
+  ASSERT_EQ(parameters.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(at::allclose(parameters[i], expected[i], 1e-5, 1e-6)) << "parameter " << i;
+  }
+}
+
+// A weight used by two layers and registered under both names.
+struct TiedImpl : torch::nn::Module {
+  TiedImpl() {
+    in = register_parameter("in", at::zeros({9, 5}));
+    out = register_parameter("out", in);
+    bias = register_parameter("bias", at::zeros({9}));
+  }
+  at::Tensor loss(const at::Tensor& x) {
+    return (at::matmul(at::tanh(at::matmul(x, in)), out.t()) + bias - x).pow(2).mean();
+  }
+  at::Tensor in, out, bias;
+};
+TORCH_MODULE(Tied);
+
+TEST(ModelsTest, TiedParametersAreOneParameter) {
+  Tied reference;
+  fill(*reference, 3);
+  torch::optim::SGD sgd({reference->in, reference->bias},
+                        torch::optim::SGDOptions(0.1).momentum(0.9));
+  std::vector<std::vector<at::Tensor>> expected;
+  for (int step = 0; step < 3; ++step) {
+    sgd.zero_grad();
+    for (int rank = 0; rank < 2; ++rank) {
+      (reference->loss(numbers({4, 9}, 10 * step + rank)) / 2).backward();
+    }
+    sgd.step();
+    expected.push_back(values(*reference));
+  }
+  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    run_ranks(2, [&](const Group& group) {
+      Tied model;
+      fill(*model, 3);
+      // parameters() lists the tied tensor twice.
+      ZeroOptimizer optimizer(*model,
+                              std::make_unique<torch::optim::SGD>(
+                                  model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)),
+                              group, ZeroOptions().layout(layout));
+      for (int step = 0; step < 3; ++step) {
+        optimizer.backward(model->loss(numbers({4, 9}, 10 * step + group.rank())));
+        optimizer.step();
+        EXPECT_TRUE(model->in.is_same(model->out));
+        expect_close(*model, expected[step]);
+      }
+    });
+  }
+}
+
+TEST(ModelsTest, TiedParametersCountOnceInTheNormAndInACheckpoint) {
+  for (const int world_size : {1, 2, 3}) {
+    Tied reference;
+    fill(*reference, 3);
+    for (int rank = 0; rank < world_size; ++rank) {
+      (reference->loss(numbers({4, 9}, rank)) / world_size).backward();
+    }
+    const auto squares = [](const at::Tensor& p) {
+      return p.grad().to(at::kDouble).pow(2).sum().item<double>();
+    };
+    const double norm = std::sqrt(squares(reference->in) + squares(reference->bias));
+    const std::string folder =
+        ::testing::TempDir() + "/tied" + std::to_string(world_size) + std::to_string(getpid());
+    run_ranks(world_size, [&](const Group& group) {
+      Tied model, again;
+      fill(*model, 3);
+      const auto optimizer_of = [&](Tied& tied) {
+        return std::make_unique<ZeroOptimizer>(
+            *tied, std::make_unique<torch::optim::AdamW>(tied->parameters(), 0.1), group);
+      };
+      const auto optimizer = optimizer_of(model);
+      optimizer->backward(model->loss(numbers({4, 9}, group.rank())));
+      EXPECT_NEAR(optimizer->grad_norm().item<double>(), norm, 1e-6 * norm);
+      optimizer->step();
+      optimizer->save_checkpoint(folder, SaveOptions().overwrite(true));
+      std::map<std::string, int64_t> stored;
+      for (const ManifestFile& file : read_manifest(folder).files) {
+        for (const ManifestTensor& tensor : file.tensors) {
+          if (tensor.kind == "master") stored[tensor.owner] += tensor.numel;
+        }
+      }
+      EXPECT_EQ(stored, (std::map<std::string, int64_t>{{"in", 45}, {"bias", 9}}));
+      optimizer_of(again)->load_checkpoint(folder);
+      EXPECT_TRUE(again->in.is_same(again->out));
+      EXPECT_TRUE(at::equal(again->out, model->out));
+    });
+  }
+}
+
+// A module that is used twice, two heads on it, and a backward pass for the loss of each.
+struct TwoHeadsImpl : torch::nn::Module {
+  TwoHeadsImpl() : body(6, 6), first(6, 3), second(6, 2) {
+    register_module("body", body);
+    register_module("first", first);
+    register_module("second", second);
+    fill(*this, 5);
+  }
+  std::vector<at::Tensor> losses(const at::Tensor& x) {
+    const at::Tensor h = at::tanh(body(at::tanh(body(x))));
+    return {first(h).pow(2).mean(), second(h).pow(2).mean()};
+  }
+  torch::nn::Linear body, first, second;
+};
+TORCH_MODULE(TwoHeads);
+
+TEST(ModelsTest, TwoLossesOverOneGraphAndASharedModule) {
+  for (const int world_size : {1, 2, 3}) {
+    TwoHeads reference;
+    torch::optim::SGD sgd(reference->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    std::vector<std::vector<at::Tensor>> expected;
+    for (int step = 0; step < 3; ++step) {
+      sgd.zero_grad();
+      for (int rank = 0; rank < world_size; ++rank) {
+        for (const at::Tensor& loss : reference->losses(numbers({4, 6}, 10 * step + rank))) {
+          (loss / world_size).backward({}, /*retain_graph=*/true);
+        }
+      }
+      sgd.step();
+      expected.push_back(values(*reference));
+    }
+    for (const int64_t stage : {1, 2}) {
+      for (const bool no_sync : {false, true}) {
+        run_ranks(world_size, [&](const Group& group) {
+          TwoHeads model;
+          ZeroOptimizer optimizer(
+              *model,
+              std::make_unique<torch::optim::SGD>(model->parameters(),
+                                                  torch::optim::SGDOptions(0.1).momentum(0.9)),
+              group, ZeroOptions().stage(stage).bucket_bytes(100));
+          for (int step = 0; step < 3; ++step) {
+            const auto losses = model->losses(numbers({4, 6}, 10 * step + group.rank()));
+            {
+              const auto guard = optimizer.no_sync(no_sync);
+              optimizer.backward({losses[0]}, {}, /*retain_graph=*/true);
+            }
+            optimizer.backward(losses[1]);
+            optimizer.step();
+            expect_close(*model, expected[step]);
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(ModelsTest, TwoOptimizersAtOnce) {
+  const auto run = [](torch::nn::Linear& generator, torch::nn::Linear& critic, int rank, int step,
+                      const std::function<void(const at::Tensor&)>& generator_step,
+                      const std::function<void(const at::Tensor&)>& critic_step) {
+    const at::Tensor x = numbers({4, 6}, 100 * step + rank);
+    critic_step(critic(generator(x).detach()).pow(2).mean() - critic(x).mean());
+    // The critic also receives gradients here; they belong to its next step.
+    generator_step(critic(generator(x)).mean());
+  };
+  torch::nn::Linear g(6, 6), d(6, 1);
+  fill(*g, 1);
+  fill(*d, 5);
+  torch::optim::SGD g_sgd(g->parameters(), 0.1), d_sgd(d->parameters(), 0.1);
+  std::vector<std::vector<at::Tensor>> expected;
+  for (int step = 0; step < 3; ++step) {
+    // The mean over two ranks, pass by pass.
+    std::vector<at::Tensor> x;
+    for (int rank = 0; rank < 2; ++rank) x.push_back(numbers({4, 6}, 100 * step + rank));
+    d_sgd.zero_grad();  // what the generator's pass left behind
+    for (const at::Tensor& b : x) {
+      ((d(g(b).detach()).pow(2).mean() - d(b).mean()) / 2).backward();
+    }
+    d_sgd.step();
+    for (const at::Tensor& b : x) (d(g(b)).mean() / 2).backward();
+    g_sgd.step();
+    g_sgd.zero_grad();
+    expected.push_back(values(*g));
+    for (const at::Tensor& v : values(*d)) expected.back().push_back(v);
+  }
+  run_ranks(2, [&](const Group& group) {
+    torch::nn::Linear generator(6, 6), critic(6, 1);
+    fill(*generator, 1);
+    fill(*critic, 5);
+    ZeroOptimizer g_optimizer(
+        *generator, std::make_unique<torch::optim::SGD>(generator->parameters(), 0.1), group);
+    ZeroOptimizer d_optimizer(
+        *critic, std::make_unique<torch::optim::SGD>(critic->parameters(), 0.1), group);
+    for (int step = 0; step < 3; ++step) {
+      run(
+          generator, critic, group.rank(), step,
+          [&](const at::Tensor& loss) {
+            g_optimizer.backward(loss);
+            g_optimizer.step();
+          },
+          [&](const at::Tensor& loss) {
+            // Drops what the generator's pass left behind; torch's loop does the same.
+            d_optimizer.zero_grad();
+            d_optimizer.backward(loss);
+            d_optimizer.step();
+          });
+      expect_close(*generator, {expected[step].begin(), expected[step].begin() + 2});
+      expect_close(*critic, {expected[step].begin() + 2, expected[step].end()});
+    }
+  });
+}
+
+TEST(ModelsTest, SchedulersChangeTheRate) {
+  const auto train = [](torch::nn::Linear& model, torch::optim::Optimizer& optimizer,
+                        const std::function<void(const at::Tensor&)>& backward) {
+    torch::optim::StepLR schedule(optimizer, 1, 0.5);
+    for (int step = 0; step < 4; ++step) {
+      backward(model(numbers({4, 6}, step)).pow(2).mean());
+      optimizer.step();
+      schedule.step();
+    }
+  };
+  torch::nn::Linear reference(6, 3);
+  fill(*reference, 1);
+  torch::optim::SGD sgd(reference->parameters(), 0.2);
+  train(reference, sgd, [&](const at::Tensor& loss) {
+    sgd.zero_grad();
+    loss.backward();
+  });
+  const auto expected = values(*reference);
+  run_ranks(2, [&](const Group& group) {
+    torch::nn::Linear model(6, 3);
+    fill(*model, 1);
+    ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::SGD>(model->parameters(), 0.2),
+                            group);
+    train(model, optimizer, [&](const at::Tensor& loss) { optimizer.backward(loss); });
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(),
+              sgd.param_groups()[0].options().get_lr());
+    expect_close(*model, expected);
+  });
+}
+
+TEST(ModelsTest, SeveralOutputsAndAClosure) {
+  torch::nn::Linear reference(6, 3);
+  fill(*reference, 1);
+  torch::optim::SGD sgd(reference->parameters(), 0.2);
+  const at::Tensor x = numbers({4, 6}, 8), seed = numbers({4, 3}, 9);
+  at::Tensor y = reference(x);
+  y.backward(seed, /*retain_graph=*/true);
+  y.pow(2).sum().backward();
+  sgd.step();
+  run_ranks(3, [&](const Group& group) {
+    torch::nn::Linear model(6, 3);
+    fill(*model, 1);
+    ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::SGD>(model->parameters(), 0.2),
+                            group);
+    const at::Tensor loss = optimizer.step([&] {
+      at::Tensor out = model(x);
+      optimizer.backward({out, out.pow(2).sum()}, {seed, at::Tensor()}, false);
+      return out.sum().detach();
+    });
+    EXPECT_TRUE(loss.defined());
+    expect_close(*model, values(*reference));
+  });
+}
+
+TEST(ModelsTest, EverythingStartsFromRankZero) {
+  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    run_ranks(3, [&](const Group& group) {
+      OddModel model(40 + group.rank());
+      const std::vector<int64_t> strides = model->last.strides().vec();
+      model->counter.fill_(7 + group.rank());
+      ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group,
+                              ZeroOptions().layout(layout));
+      OddModel first(40);
+      expect_close(*model, values(*first));
+      EXPECT_EQ(model->counter.item<int64_t>(), 7);
+      EXPECT_EQ(model->last.strides().vec(), strides) << "channels_last must stay";
+      model->counter.fill_(20 + group.rank());
+      optimizer.broadcast_buffers();
+      EXPECT_EQ(model->counter.item<int64_t>(), 20);
+      EXPECT_FALSE(model->frozen.grad().defined());
+    });
+  }
+}
+
+TEST(ModelsTest, StepWithoutGradientsDoesNothing) {
+  run_ranks(2, [&](const Group& group) {
+    OddModel model(1);
+    ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group);
+    const auto before = values(*model);
+    optimizer.step();
+    expect_close(*model, before);
+    optimizer.backward(model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll));
+    optimizer.zero_grad();
+    optimizer.step();
+    for (size_t i = 0; i < before.size(); ++i) {
+      EXPECT_TRUE(at::equal(model->parameters()[i], before[i]));
+    }
+    EXPECT_EQ(optimizer.stats().steps, 0);
+  });
+}
+
+TEST(ModelsTest, ParametersOutliveTheOptimizer) {
+  run_ranks(2, [&](const Group& group) {
+    OddModel model(1);
+    { ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group); }
+    at::Tensor loss = model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll);
+    loss.backward();
+    EXPECT_TRUE(model->trunk->weight.grad().defined()) << "hooks must be gone";
+    ZeroOptimizer again(*model, make_inner(Inner::kSgd, *model), group);
+  });
+}
+
+TEST(ModelsTest, ASavedGraphNoticesTheUpdate) {
+  run_ranks(1, [&](const Group& group) {
+    torch::nn::Linear model(4, 4), second(4, 4);
+    ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::SGD>(model->parameters(), 0.2),
+                            group);
+    const at::Tensor x = numbers({2, 4}, 1).requires_grad_();
+    const at::Tensor stale = model(model(x)).sum();  // saves the weight for backward
+    optimizer.backward(model(numbers({2, 4}, 2)).sum());
+    optimizer.step();
+    EXPECT_ANY_THROW(stale.backward());
+  });
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,237 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What travels while something else is computed, in the order of events: two ranks on the few cores
+// of a test machine cannot show it in time.
+#include <ATen/ops/mse_loss.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "tests/support/run_ranks.h"
+#include "tests/support/training.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+// Layers of one bucket each. The extra one comes last, as the first to be reduced, and is not used.
+struct StackImpl : torch::nn::Module {
+  StackImpl(int64_t layers, bool extra) {
+    for (int64_t i = 0; i < layers; ++i) {
+      list.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(32, 32)));
+    }
+    if (extra) unused = register_module("unused", torch::nn::Linear(32, 32));
+    uint64_t seed = 1;
+    at::NoGradGuard no_grad;
+    for (at::Tensor& p : parameters()) p.copy_(numbers(p.sizes(), seed++) * 0.2);
+  }
+  // `before` is called before each layer computes, `after` when its gradient was made.
+  at::Tensor loss(int rank, const std::function<void(torch::nn::Linear&)>& before = nullptr,
+                  const std::function<void()>& after = nullptr) {
+    at::Tensor x = numbers({4, 32}, 100 + rank);
+    for (torch::nn::Linear& layer : list) {
+      if (before) before(layer);
+      x = layer->forward(x).tanh();
+      if (after) {
+        x.register_hook([after](const at::Tensor&) { after(); });
+      }
+    }
+    return at::mse_loss(x, numbers({4, 32}, 7));
+  }
+  std::vector<torch::nn::Linear> list;
+  torch::nn::Linear unused{nullptr};
+};
+TORCH_MODULE(Stack);
+
+std::unique_ptr<torch::optim::Optimizer> sgd(torch::nn::Module& module) {
+  return std::make_unique<torch::optim::SGD>(module.parameters(), torch::optim::SGDOptions(0.1));
+}
+
+constexpr int64_t kLayerBytes = (32 * 32 + 32) * 4;
+
+RunOptions on_memory() {
+  RunOptions run;
+  run.transport = Transport::kMemory;
+  run.network = std::make_shared<MemoryNetwork>();
+  return run;
+}
+
+// Nothing that a rank sends arrives before all ranks have ended their backward passes, which they
+// do: hooks do not wait for peers. What has been sent by then was sent during the pass.
+TEST(OverlapTest, ReductionsStartDuringTheBackwardPassAndNeverHoldItUp) {
+  const RunOptions run = on_memory();
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        const int rank = group.global_rank();
+        Stack model(6, false);
+        ZeroOptimizer optimizer(*model, sgd(*model), group,
+                                ZeroOptions().bucket_bytes(kLayerBytes));
+        const auto sends = [&] { return run.network->counts(rank).calls_of(MemoryOp::kSend); };
+        run.network->hold_after(rank, 0);
+        const int64_t before = sends();
+        int64_t during = 0;
+        optimizer.backward(model->loss(rank, nullptr, [&] { during = sends() - before; }));
+        EXPECT_GE(during, 2) << "of 6 buckets, when the first layer's gradient was made";
+        run.network->release(rank);
+        optimizer.step();
+      },
+      run);
+}
+
+// The gathers of the first buckets cannot end while the last ones are being updated, since nothing
+// arrives; so step() must have updated all of them before it waits for any.
+TEST(OverlapTest, GathersOfFinishedBucketsRunWhileOthersAreUpdated) {
+  const RunOptions run = on_memory();
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        const int rank = group.global_rank();
+        Stack model(6, false);
+        ZeroOptimizer optimizer(*model, sgd(*model), group,
+                                ZeroOptions().bucket_bytes(kLayerBytes).overlap_gather(true));
+        const auto buckets = static_cast<int64_t>(optimizer.plan().buckets.size());
+        ASSERT_GE(buckets, 5);
+        optimizer.backward(model->loss(rank));
+        optimizer.clip_grad_norm_(1.0);
+        run.network->hold_after(rank, 1);  // but for the control message of step()
+        const int64_t before = run.network->counts(rank).calls_of(MemoryOp::kSend);
+        optimizer.step();
+        EXPECT_EQ(run.network->counts(rank).calls_of(MemoryOp::kSend) - before, 1 + buckets);
+        run.network->release(rank);
+        optimizer.wait_for(*model);
+      },
+      run);
+}
+
+// An unused layer that would be reduced first holds everything back in the first step only.
+TEST(OverlapTest, BucketsWithUnusedParametersGoLast) {
+  constexpr int kLayers = 6;
+  for (int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [&](const Group& group) {
+      Stack model(kLayers, true);
+      ZeroOptimizer optimizer(*model, sgd(*model), group, ZeroOptions().bucket_bytes(kLayerBytes));
+      Stack reference(kLayers, true);
+      torch::optim::SGD plain(reference->parameters(), torch::optim::SGDOptions(0.1));
+      int64_t first_peak = 0;
+      for (int step = 0; step < 3; ++step) {
+        int64_t most = 0;
+        optimizer.backward(model->loss(group.rank(), nullptr, [&] {
+          most = std::max(most, optimizer.memory().unsent_gradients);
+        }));
+        if (step == 0) {
+          first_peak = most;
+          EXPECT_GE(most, (kLayers - 1) * kLayerBytes) << "the unused layer should hold all back";
+        } else {
+          EXPECT_LE(most, 3 * kLayerBytes) << "first step " << first_peak;
+        }
+        optimizer.step();
+        plain.zero_grad();
+        for (int r = 0; r < world_size; ++r) (reference->loss(r) / world_size).backward();
+        plain.step();
+        for (size_t i = 0; i < reference->parameters().size(); ++i) {
+          EXPECT_TRUE(at::allclose(model->parameters()[i], reference->parameters()[i], 1e-6, 1e-7));
+        }
+      }
+    });
+  }
+}
+
+TEST(OverlapTest, ParametersTravelDuringTheNextForwardPass) {
+  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    const RunOptions run = on_memory();
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          const int rank = group.global_rank();
+          Stack model(4, false), same(4, false);
+          const auto options = ZeroOptions().bucket_bytes(kLayerBytes).layout(layout);
+          ZeroOptimizer overlapped(*model, sgd(*model), group,
+                                   ZeroOptions(options).overlap_gather(true));
+          ZeroOptimizer plain(*same, sgd(*same), group, options);
+          for (int step = 0; step < 4; ++step) {
+            const auto wait = [&](torch::nn::Linear& layer) { overlapped.wait_for(*layer); };
+            overlapped.backward(model->loss(rank, wait));
+            plain.backward(same->loss(rank));
+            plain.step();
+            overlapped.clip_grad_norm_(1e9);   // all gradients have been sent after this
+            run.network->hold_after(rank, 1);  // but for the control message
+            overlapped.step();
+            EXPECT_FALSE(at::equal(model->list[2]->weight, same->list[2]->weight))
+                << "no rank has the other's half yet";
+            run.network->release(rank);
+            overlapped.wait_for(*model->list[2]);
+            EXPECT_TRUE(at::equal(model->list[2]->weight, same->list[2]->weight));
+            EXPECT_TRUE(at::equal(model->list[2]->bias, same->list[2]->bias));
+            if (step == 2) overlapped.check_replicas();  // waits by itself
+          }
+          overlapped.backward(model->loss(rank));  // so does this
+          for (size_t i = 0; i < same->parameters().size(); ++i) {
+            EXPECT_TRUE(at::equal(model->parameters()[i], same->parameters()[i]));
+          }
+          overlapped.step();
+        },
+        run);
+  }
+}
+
+// Not while the rows of the step itself are being received.
+TEST(OverlapTest, ReplicasAreComparedWhenParametersHaveArrived) {
+  for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          Stack model(3, false);
+          ZeroOptimizer optimizer(*model, sgd(*model), group,
+                                  ZeroOptions()
+                                      .layout(layout)
+                                      .bucket_bytes(kLayerBytes)
+                                      .overlap_gather(true)
+                                      .check_replicas_every(1));
+          for (int step = 0; step < 2; ++step) {
+            optimizer.wait_for(*model);
+            optimizer.backward(model->loss(group.rank()));
+            optimizer.step();
+          }
+        },
+        on_memory());
+  }
+}
+
+// Of each rank's rows only the first arrive: enough for the layer that computes first.
+TEST(OverlapTest, WhatTheNextForwardPassNeedsFirstTravelsFirst) {
+  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    const RunOptions run = on_memory();
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          const int rank = group.global_rank();
+          Stack model(6, false), same(6, false);
+          const auto options = ZeroOptions().bucket_bytes(kLayerBytes).layout(layout);
+          ZeroOptimizer overlapped(*model, sgd(*model), group,
+                                   ZeroOptions(options).overlap_gather(true));
+          ZeroOptimizer plain(*same, sgd(*same), group, options);
+          plain.backward(same->loss(rank));
+          plain.step();
+          overlapped.backward(model->loss(rank));
+          overlapped.clip_grad_norm_(1e9);   // all gradients have been sent after this
+          run.network->hold_after(rank, 3);  // but for the control message and two buckets
+          overlapped.step();
+          overlapped.wait_for(*model->list[0]);
+          EXPECT_TRUE(at::equal(model->list[0]->weight, same->list[0]->weight));
+          EXPECT_TRUE(at::equal(model->list[0]->bias, same->list[0]->bias));
+          EXPECT_FALSE(at::equal(model->list[5]->weight, same->list[5]->weight));
+          run.network->release(rank);
+          overlapped.wait_for(*model);
+        },
+        run);
+  }
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,318 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/training/plain_sequence.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+
+namespace zero {
+
+at::Tensor grid(at::IntArrayRef shape, uint64_t seed, int64_t range, double divisor) {
+  std::mt19937_64 random(seed);
+  at::Tensor result = at::empty(shape, at::kFloat);
+  float* const data = result.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < result.numel(); ++i) {
+    const auto value = static_cast<int64_t>(random() % static_cast<uint64_t>(2 * range + 1));
+    data[i] = static_cast<float>(static_cast<double>(value - range) / divisor);
+  }
+  return result;
+}
+
+SequenceModelImpl::SequenceModelImpl(const CallSequence& sequence, uint64_t seed) {
+  const auto manage = [&](const std::string& name, const at::Tensor& tensor, size_t unit) {
+    const bool expert = sequence.topology == Topology::kExperts && tensor.dim() != 2;
+    managed_.push_back({name, tensor, static_cast<int>(unit), expert});
+  };
+  const auto dtype = at::TensorOptions().dtype(sequence.dtype);
+  for (size_t i = 0; i < sequence.layers.size(); ++i) {
+    const auto [inputs, outputs] = sequence.layers[i];
+    const std::string name = "layer" + std::to_string(i);
+    layers.push_back(register_module(name, torch::nn::Linear(inputs, outputs)));
+    layers.back()->to(sequence.dtype);
+    manage(name + ".weight", layers.back()->weight, i);
+    manage(name + ".bias", layers.back()->bias, i);
+  }
+  gain = register_parameter("gain", at::zeros({1}, dtype));
+  odd = register_parameter(
+      "odd", at::zeros({1, 3, 1, 2}, dtype).contiguous(at::MemoryFormat::ChannelsLast));
+  empty = register_parameter("empty", at::zeros({0}, dtype));
+  frozen = register_parameter("frozen", at::zeros({5}, dtype), /*requires_grad=*/false);
+  buffer = register_buffer("buffer", at::zeros({3}));
+  manage("gain", gain, layers.size());
+  manage("odd", odd, layers.size());
+  manage("empty", empty, layers.size());
+  at::NoGradGuard no_grad;
+  for (const Managed& p : managed_) p.tensor.copy_(grid(p.tensor.sizes(), ++seed, 8, 8));
+  frozen.copy_(grid({5}, ++seed, 8, 8));
+  buffer.copy_(grid({3}, ++seed, 8, 8));
+}
+
+std::vector<at::Tensor> SequenceModelImpl::tensors() const {
+  std::vector<at::Tensor> result;
+  for (const Managed& p : managed_) result.push_back(p.tensor);
+  return result;
+}
+
+at::Tensor SequenceModelImpl::unit_loss(int unit, uint64_t seed, bool nonfinite) {
+  const auto constant = [&](at::IntArrayRef shape, double divisor) {
+    at::Tensor values = grid(shape, ++seed, 2, divisor);
+    if (nonfinite && divisor == 4) {
+      values.view({-1})[0] = seed % 2 == 0 ? std::numeric_limits<float>::infinity()
+                                           : std::numeric_limits<float>::quiet_NaN();
+    }
+    return values.to(gain.scalar_type());
+  };
+  if (unit == static_cast<int>(layers.size())) {
+    return at::sum(gain * constant({1}, 4)) + at::sum(odd * constant({1, 3, 1, 2}, 4)) +
+           at::sum(empty);
+  }
+  torch::nn::Linear layer = layers[unit];
+  const at::Tensor x = constant({2, layer->weight.size(1)}, 1);
+  return at::sum(layer(x) * constant({2, layer->weight.size(0)}, 4));
+}
+
+at::Tensor SequenceModelImpl::loss(const Pass& pass) {
+  at::Tensor sum = at::zeros({}, gain.options().requires_grad(false));
+  for (int unit = 0; unit <= static_cast<int>(layers.size()); ++unit) {
+    if ((pass.units >> unit & 1) == 0) continue;
+    const uint64_t seed = pass.seed + 64 * static_cast<unsigned>(unit);
+    sum = sum + unit_loss(unit, seed, pass.nonfinite == unit);
+    if (pass.again == unit) sum = sum + unit_loss(unit, seed + 32, false);
+  }
+  return sum;
+}
+
+std::vector<at::Tensor> SequenceModelImpl::gradients_by_hand(const Pass& pass) const {
+  std::vector<at::Tensor> result(managed_.size());
+  for (size_t i = 0; i < managed_.size(); ++i) {
+    const Managed& p = managed_[i];
+    if ((pass.units >> p.unit & 1) == 0) continue;
+    result[i] = grid(p.tensor.sizes(), pass.seed + i, 8, 4).to(p.tensor.scalar_type());
+    if (pass.nonfinite == p.unit && p.tensor.numel() > 0) {
+      result[i].view({-1})[0] = std::numeric_limits<float>::infinity();
+    }
+  }
+  return result;
+}
+
+std::vector<at::Tensor> SequenceModelImpl::edited(const Event& event, int rank) const {
+  std::vector<at::Tensor> result(managed_.size());
+  for (size_t i = 0; i < managed_.size(); ++i) {
+    if ((event.units >> managed_[i].unit & 1) == 0) continue;
+    result[i] =
+        grid(managed_[i].tensor.sizes(), event.seed + i + 100 * static_cast<uint64_t>(rank), 16, 8);
+  }
+  return result;
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(Inner inner,
+                                                        const std::vector<at::Tensor>& parameters) {
+  using namespace torch::optim;
+  std::vector<at::Tensor> matrices, others;
+  for (const at::Tensor& p : parameters) (p.dim() == 2 ? matrices : others).push_back(p);
+  const auto make = [&]<typename Optimizer, typename Options>(Options defaults) {
+    std::vector<OptimizerParamGroup> groups;
+    groups.emplace_back(matrices, std::make_unique<Options>(Options(defaults).weight_decay(0.05)));
+    groups.emplace_back(others, std::make_unique<Options>(Options(defaults).weight_decay(0.001)));
+    return std::unique_ptr<torch::optim::Optimizer>(
+        std::make_unique<Optimizer>(std::move(groups), defaults));
+  };
+  // Shards of several rounds are sums of thirds, which may leave 1e-8 where the exact sum is 0; the
+  // usual eps would make a step of it.
+  constexpr double kEps = 0.05;
+  switch (inner) {
+    case Inner::kSgd:
+      return make.operator()<SGD, SGDOptions>(SGDOptions(0.05));
+    case Inner::kSgdMomentum:
+      return make.operator()<SGD, SGDOptions>(SGDOptions(0.05).momentum(0.9));
+    case Inner::kAdamW:
+      return make.operator()<AdamW, AdamWOptions>(AdamWOptions(0.02).eps(kEps));
+    default:
+      return make.operator()<Adam, AdamOptions>(AdamOptions(0.02).eps(kEps).amsgrad(true));
+  }
+}
+
+namespace {
+
+class PlainRun {
+ public:
+  PlainRun(const CallSequence& sequence, int rank)
+      : s_(sequence),
+        rank_(rank),
+        model_(sequence, model_seed(sequence, 0)),
+        sums_(sequence.world_size, std::vector<at::Tensor>(model_->managed().size())) {
+    const SequenceModel own(sequence, model_seed(sequence, rank));
+    for (size_t i = 0; i < sums_[0].size(); ++i) {
+      const at::Tensor initial = (is_expert(i) ? own : model_)->managed()[i].tensor;
+      masters_.push_back(initial.detach().to(at::kDouble).requires_grad_());
+    }
+    optimizer_ = make_optimizer(s_.inner, masters_);
+    if (s_.options.loss_scaler()) scale_ = s_.options.loss_scaler()->initial_scale();
+  }
+
+  Expected run(const Event& event) {
+    for (int r = 0; r < s_.world_size; ++r) {
+      for (const Pass& pass : event.passes[r]) add(pass, sums_[r]);
+    }
+    at::NoGradGuard no_grad;
+    Expected e;
+    for (size_t i = 0; i < masters_.size(); ++i) {
+      e.gradients.push_back(is_expert(i) ? sums_[rank_][i] : mean_of(i));
+    }
+    act(event, e);
+    for (const at::Tensor& p : masters_) e.parameters.push_back(p.detach().clone());
+    e.frozen = model_->frozen.clone();
+    e.buffer = model_->buffer.clone();
+    e.loss_scale = scale_;
+    return e;
+  }
+
+ private:
+  bool is_expert(size_t parameter) const { return model_->managed()[parameter].expert; }
+
+  void add(const Pass& pass, std::vector<at::Tensor>& sums) {
+    rounds_ = rounds_ || needs_round(pass);
+    if (pass.kind == PassKind::kOnlyGrad || pass.kind == PassKind::kNoGraph) return;
+    std::vector<at::Tensor> gradients;
+    if (pass.kind == PassKind::kByHand) {
+      gradients = model_->gradients_by_hand(pass);
+    } else {
+      for (const at::Tensor& p : model_->tensors()) p.mutable_grad().reset();
+      model_->loss(pass).backward();
+      for (const at::Tensor& p : model_->tensors()) gradients.push_back(p.grad());
+    }
+    for (size_t i = 0; i < sums.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      const at::Tensor exact = gradients[i].to(at::kDouble);
+      sums[i] = sums[i].defined() ? sums[i] + exact : exact;
+    }
+  }
+
+  at::Tensor mean_of(size_t parameter) const {
+    at::Tensor sum;
+    for (const auto& of_rank : sums_) {
+      const at::Tensor& g = of_rank[parameter];
+      if (g.defined()) sum = sum.defined() ? sum + g : g;
+    }
+    return sum.defined() ? sum / s_.world_size : sum;
+  }
+
+  // Over all parameters of all ranks, each once.
+  double norm(const Expected& e, double type) const {
+    std::vector<at::Tensor> flat = {at::zeros({1}, at::kDouble)};
+    for (size_t i = 0; i < masters_.size(); ++i) {
+      for (const auto& of_rank : sums_) {
+        const at::Tensor& g = is_expert(i) ? of_rank[i] : e.gradients[i];
+        if (g.defined()) flat.push_back(g.reshape({-1}));
+        if (!is_expert(i)) break;
+      }
+    }
+    return at::norm(at::cat(flat), type).item<double>();
+  }
+
+  // Of all calls since the last step, for the gradients of now.
+  double coefficient(const Expected& e) const {
+    double result = 1.0;
+    for (const Event& clip : clips_) {
+      result *= std::min(1.0, *clip.max_norm / (norm(e, clip.norm_type) * result + 1e-6));
+    }
+    return result;
+  }
+
+  void act(const Event& event, Expected& e) {
+    switch (event.action) {
+      case Action::kNorm:
+      case Action::kClip:
+        e.norm = norm(e, event.norm_type) * coefficient(e);
+        if (event.max_norm) clips_.push_back(event);
+        break;
+      case Action::kStep:
+        step(event, e);
+        forget();
+        break;
+      case Action::kZeroGrad:
+      case Action::kBrokenBackward:
+        forget();
+        break;
+      case Action::kRefreshMasters: {
+        const auto first = model_->edited(event, 0), own = model_->edited(event, rank_);
+        for (size_t i = 0; i < own.size(); ++i) {
+          if (own[i].defined()) masters_[i].copy_(is_expert(i) ? own[i] : first[i]);
+        }
+        model_->frozen.copy_(grid({5}, event.seed, 8, 8));
+        break;
+      }
+      case Action::kBroadcastBuffers:
+        model_->buffer.copy_(grid({3}, event.seed, 8, 8));
+        break;
+      default:
+        break;
+    }
+  }
+
+  void step(const Event& event, Expected& e) {
+    if (event.rate) {
+      for (auto& group : optimizer_->param_groups()) group.options().set_lr(*event.rate);
+    }
+    if (!rounds_) return;
+    e.skipped = !std::isfinite(norm(e, 1.0));
+    if (!e.skipped) {
+      const double factor = coefficient(e);
+      for (size_t i = 0; i < masters_.size(); ++i) {
+        const at::Tensor& g = e.gradients[i];
+        masters_[i].mutable_grad() = g.defined() ? g * factor : at::Tensor();
+      }
+      optimizer_->step();
+      const auto tensors = model_->tensors();
+      for (size_t i = 0; i < masters_.size(); ++i) tensors[i].copy_(masters_[i]);
+    }
+    if (s_.options.loss_scaler()) follow(*s_.options.loss_scaler(), e.skipped);
+  }
+
+  // The rule of zero/update/loss_scaler.h, for a hysteresis of 1.
+  void follow(const LossScalerOptions& scaler, bool skipped) {
+    if (skipped) {
+      good_steps_ = 0;
+      scale_ = std::max(scale_ * scaler.backoff_factor(), scaler.min_scale());
+    } else if (++good_steps_ == scaler.growth_interval()) {
+      good_steps_ = 0;
+      scale_ = std::min(scale_ * scaler.growth_factor(), scaler.max_scale());
+    }
+  }
+
+  void forget() {
+    for (auto& of_rank : sums_) std::fill(of_rank.begin(), of_rank.end(), at::Tensor());
+    clips_.clear();
+    rounds_ = false;
+  }
+
+  const CallSequence& s_;
+  const int rank_;
+  SequenceModel model_;                        // rank 0's
+  std::vector<std::vector<at::Tensor>> sums_;  // of gradients since the last step, by rank
+  std::vector<at::Tensor> masters_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::vector<Event> clips_;  // since the last step
+  bool rounds_ = false;
+  double scale_ = 1.0;
+  int64_t good_steps_ = 0;
+};
+
+}  // namespace
+
+std::vector<Expected> run_plain(const CallSequence& sequence, int rank) {
+  PlainRun run(sequence, rank);
+  std::vector<Expected> result;
+  for (const Event& event : sequence.events) result.push_back(run.run(event));
+  return result;
+}
+
+}  // namespace zero

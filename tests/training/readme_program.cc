@@ -1,0 +1,158 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The code of README.md's Usage and Checkpoints sections, as a program that readme_test runs:
+//   readme_program <ranks> <batches> <folder>
+//
+// Trains up to batch <batches> and saves after every third one in <folder>/run; where there are
+// checkpoints, it goes on from the newest. Every rank writes its parameters and its next random
+// numbers to <folder>/state-<rank>-<batches>. readme_test compares README.md with this file.
+#include <ATen/ops/mse_loss.h>
+#include <ATen/ops/randn.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim.h>
+#include <torch/utils.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "tests/support/random_tensors.h"
+#include "zero/checkpoint.h"
+#include "zero/launch.h"
+#include "zero/lr_schedule.h"
+#include "zero/random_state.h"
+#include "zero/zero_optimizer.h"
+
+namespace {
+
+constexpr int64_t accumulation = 2;
+constexpr int64_t steps = 12;
+constexpr int64_t warmup = 4;
+
+struct GptConfig {
+  int64_t width = 13;
+};
+
+struct GptImpl : torch::nn::Module {
+  explicit GptImpl(const GptConfig& config)
+      : first(register_module("first", torch::nn::Linear(config.width, 37))),
+        dropout(register_module("dropout", torch::nn::Dropout(0.3))),
+        second(register_module("second", torch::nn::Linear(37, 5))) {}
+  at::Tensor forward(const at::Tensor& x) { return second(dropout(first(x).relu())); }
+
+  torch::nn::Linear first;
+  torch::nn::Dropout dropout;
+  torch::nn::Linear second;
+};
+TORCH_MODULE(Gpt);
+
+struct Batch {
+  int64_t number = 0;
+  int rank = 0;
+};
+
+at::Tensor loss(Gpt& model, const Batch& batch, int64_t micro) {
+  const auto seed = static_cast<uint64_t>(1000 * batch.number + 10 * micro + batch.rank);
+  const at::Tensor x = zero::numbers({3, 13}, seed), y = zero::numbers({3, 5}, seed + 7);
+  const at::Device device = model->parameters()[0].device();
+  return at::mse_loss(model(x.to(device)), y.to(device));
+}
+
+// A loader that goes on behind the last batch that it gave out.
+class Batches : public zero::Stateful {
+ public:
+  explicit Batches(int64_t end) : end_(end) {}
+
+  std::string state() const override { return std::to_string(given_); }
+  void set_state(const std::string& state) override { given_ = std::stoll(state); }
+
+  struct Iterator {
+    Batches* batches;
+    Batch& operator*() const { return batches->batch_; }
+    void operator++() { batches->next(); }
+    bool operator!=(const Iterator&) const { return batches->given_ <= batches->end_; }
+  };
+  Iterator begin() {
+    next();
+    return {this};
+  }
+  Iterator end() { return {this}; }
+
+  void set_rank(int rank) { batch_.rank = rank; }
+
+ private:
+  void next() { batch_.number = given_++; }
+
+  const int64_t end_;
+  int64_t given_ = 0;
+  Batch batch_;
+};
+
+void write_state(Gpt& model, const std::string& path) {
+  std::ofstream file(path, std::ios::binary);
+  std::vector<at::Tensor> tensors = model->parameters();
+  tensors.push_back(at::randn({5}));
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor host = tensor.detach().cpu().contiguous();
+    file.write(static_cast<const char*>(host.const_data_ptr()),
+               static_cast<std::streamsize>(host.nbytes()));
+  }
+}
+
+int train(int64_t last) {
+  const GptConfig config;
+  Batches batches(last);
+
+  zero::Group group = zero::init_process_group();
+  torch::manual_seed(1234 + group.rank());
+  Gpt model(config);
+  model->to(group.device());
+  auto adamw = std::make_unique<torch::optim::AdamW>(model->parameters(), 3e-4);
+  zero::ZeroOptimizer optimizer(*model, std::move(adamw), group, zero::ZeroOptions().stage(2));
+  zero::LrSchedule schedule(optimizer,
+                            zero::linear_warmup(warmup, zero::cosine_decay(steps - warmup)));
+
+  batches.set_rank(group.rank());
+  zero::RandomState random(group.device());
+  if (auto newest = zero::latest("run")) {
+    optimizer.load_checkpoint(*newest, zero::LoadOptions()
+                                           .include("schedule", schedule)
+                                           .include("batches", batches)
+                                           .include_per_rank("random", random));
+  }
+  for (Batch& batch : batches) {
+    for (int64_t micro = 0; micro < accumulation; ++micro) {
+      auto guard = optimizer.no_sync(micro + 1 < accumulation);
+      optimizer.backward(loss(model, batch, micro) / accumulation);
+    }
+    at::Tensor norm = optimizer.clip_grad_norm_(1.0);
+    optimizer.step();
+    schedule.step();
+
+    if (schedule.steps() % 3 != 0) continue;
+    optimizer.save_checkpoint("run/step-" + std::to_string(schedule.steps()),
+                              zero::SaveOptions()
+                                  .include("schedule", schedule)
+                                  .include("batches", batches)
+                                  .include_per_rank("random", random));
+    if (group.rank() == 0) zero::keep_last("run", 2);
+  }
+  write_state(model, "state-" + std::to_string(group.rank()) + "-" + std::to_string(last));
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 4) return 2;
+  return zero::launch_local(std::atoi(argv[1]), [&] {
+    if (chdir(argv[3]) != 0) std::perror(argv[3]);
+    return train(std::atoll(argv[2]));
+  });
+}

@@ -1,0 +1,359 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// static_graph(true): no control messages and no host decision about skipped steps, and still the
+// same bits. On the CPU this runs the path that a GPU takes: the kernels read the clip coefficient,
+// the flag of a step that is not finite and the counts of updates from memory.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/fixed_gradients.h"
+#include "tests/support/state_snapshot.h"
+#include "tests/support/training.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+using namespace torch::optim;
+
+constexpr int64_t kSizes[] = {37, 1, 70};
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+std::vector<at::Tensor> initial_values(c10::ScalarType first, c10::ScalarType other) {
+  return {numbers({kSizes[0]}, 1).to(first), numbers({kSizes[1]}, 2).to(other),
+          numbers({kSizes[2]}, 3).to(other)};
+}
+
+std::vector<at::Tensor> gradients(int rank, int step) {
+  std::vector<at::Tensor> result;
+  for (size_t i = 0; i < 3; ++i) {
+    result.push_back(numbers({kSizes[i]}, static_cast<uint64_t>(100 * rank + 10 * step) + i + 4));
+  }
+  return result;
+}
+
+enum class Kind { kAdamW, kAdamWAmsgrad, kAdam, kSgd, kSgdMomentum };
+
+std::unique_ptr<Optimizer> make_inner(Kind kind, const std::vector<at::Tensor>& values) {
+  switch (kind) {
+    case Kind::kAdamW:
+      return std::make_unique<AdamW>(values, AdamWOptions(0.01).weight_decay(0.1));
+    case Kind::kAdamWAmsgrad:
+      return std::make_unique<AdamW>(values, AdamWOptions(0.01).amsgrad(true));
+    case Kind::kAdam:
+      return std::make_unique<Adam>(values, AdamOptions(0.01).weight_decay(0.1));
+    case Kind::kSgd:
+      return std::make_unique<SGD>(values, SGDOptions(0.1));
+    case Kind::kSgdMomentum:
+      // Dampening tells a first update from the others.
+      return std::make_unique<SGD>(values, SGDOptions(0.1).momentum(0.9).dampening(0.3));
+  }
+  return nullptr;
+}
+
+struct Setting {
+  Kind kind;
+  c10::ScalarType first, other;
+  int64_t stage;
+  Layout layout;
+  bool fused;
+  bool overlap;
+};
+
+const Setting kSettings[] = {
+    {Kind::kAdamW, at::kFloat, at::kFloat, 2, Layout::kContiguous, true, false},
+    {Kind::kAdamW, at::kBFloat16, at::kFloat, 1, Layout::kPerParameter, true, false},
+    {Kind::kAdamWAmsgrad, at::kBFloat16, at::kBFloat16, 2, Layout::kContiguous, true, true},
+    {Kind::kAdam, at::kFloat, at::kFloat, 2, Layout::kPerParameter, true, false},
+    {Kind::kSgd, at::kFloat, at::kBFloat16, 1, Layout::kContiguous, true, false},
+    {Kind::kSgdMomentum, at::kFloat, at::kFloat, 2, Layout::kContiguous, true, false},
+    {Kind::kSgdMomentum, at::kBFloat16, at::kFloat, 2, Layout::kPerParameter, true, true},
+    {Kind::kSgdMomentum, at::kFloat, at::kFloat, 1, Layout::kContiguous, false, false},
+};
+
+// A step in plain torch on `values`, unless a gradient is not finite. The clip norm, if any.
+std::optional<double> plain_step(Optimizer& optimizer, std::vector<at::Tensor>& values,
+                                 int world_size, int step, int bad_rank, double max_norm) {
+  double squares = 0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    at::Tensor mean = at::zeros({kSizes[i]}, at::kDouble);
+    for (int rank = 0; rank < world_size; ++rank) {
+      mean.add_(gradients(rank, step)[i].to(at::kDouble), 1.0 / world_size);
+    }
+    squares += mean.pow(2).sum().item<double>();
+    values[i].mutable_grad() = mean.to(at::kFloat);
+  }
+  if (bad_rank >= 0) return std::nullopt;
+  const double norm = std::sqrt(squares);
+  for (at::Tensor& v : values) v.mutable_grad().mul_(std::min(1.0, max_norm / (norm + 1e-6)));
+  optimizer.step();
+  return norm;
+}
+
+class StaticGraphAt : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(W, StaticGraphAt, ::testing::Values(1, 2, 3, 4));
+
+// With skipped steps among them, the first one too, for then nothing has made the state yet.
+TEST_P(StaticGraphAt, HasTheBitsOfAnOrdinaryRunAndSendsNoControlMessages) {
+  const int world_size = GetParam();
+  for (const Setting& s : kSettings) {
+    for (const bool first_is_bad : {false, true}) {
+      run_ranks(world_size, [&](const Group& group) {
+        SCOPED_TRACE(c10::str("kind ", static_cast<int>(s.kind), " first ", s.first, " stage ",
+                              s.stage, " fused ", s.fused, " first bad ", first_is_bad));
+        const auto options = ZeroOptions()
+                                 .stage(s.stage)
+                                 .layout(s.layout)
+                                 .fused(s.fused)
+                                 .overlap_gather(s.overlap)
+                                 .bucket_bytes(128);
+        GivenGradients model(initial_values(s.first, s.other));
+        GivenGradients ordinary_model(initial_values(s.first, s.other));
+        ZeroOptimizer optimizer(model, make_inner(s.kind, model.parameters()), group,
+                                ZeroOptions(options).static_graph(true));
+        ZeroOptimizer ordinary(ordinary_model, make_inner(s.kind, ordinary_model.parameters()),
+                               group, options);
+        std::vector<at::Tensor> plain_values = initial_values(at::kFloat, at::kFloat);
+        for (at::Tensor& v : plain_values) v.requires_grad_(true);
+        const auto plain = make_inner(s.kind, plain_values);
+
+        int64_t messages = 0;
+        int64_t skipped = 0;
+        for (int step = 0; step < 6; ++step) {
+          const bool bad = step == 3 || (step == 0 && first_is_bad);
+          const int bad_rank = bad ? step % world_size : -1;
+          double norms[2];
+          for (ZeroOptimizer* one : {&optimizer, &ordinary}) {
+            const GivenGradients& m = one == &optimizer ? model : ordinary_model;
+            for (int micro = 0; micro < 2; ++micro) {  // halves of one gradient
+              std::vector<at::Tensor> g = gradients(group.rank(), step);
+              for (at::Tensor& t : g) t.mul_(0.5);
+              if (group.rank() == bad_rank && micro == 1) g[2][69].fill_(kInfinity);
+              one->backward(m.loss(g));
+            }
+            // Also a step without a norm of its own, and one measured twice.
+            if (step != 4) norms[one == &optimizer] = one->clip_grad_norm_(0.5).item<double>();
+            if (step == 5) {
+              EXPECT_NEAR(one->grad_norm().item<double>(), 0.5, 1e-5);
+            }
+            one->step();
+            EXPECT_EQ(one->step_skipped(), bad);
+            if (s.overlap) one->wait_for(m);
+          }
+          skipped += bad ? 1 : 0;
+          if (step != 4) {
+            EXPECT_EQ(norms[0], norms[1]);
+          }
+          EXPECT_TRUE(same_bits(everything(model, optimizer), everything(ordinary_model, ordinary)))
+              << "step " << step;
+          const Stats stats = optimizer.stats();
+          EXPECT_EQ(stats.steps, step + 1 - skipped);
+          EXPECT_EQ(stats.skipped_steps, skipped);
+          if (step == 0) messages = stats.control.small_calls;
+          EXPECT_EQ(stats.control.small_calls, messages);
+
+          const auto norm = plain_step(*plain, plain_values, world_size, step, bad_rank,
+                                       step == 4 ? kInfinity : 0.5);
+          if (s.first != at::kFloat || s.other != at::kFloat) continue;
+          if (norm && step != 4) {
+            EXPECT_NEAR(norms[1], *norm, 1e-6 * *norm);
+          }
+          for (size_t i = 0; i < plain_values.size(); ++i) {
+            EXPECT_LT((model.values[i] - plain_values[i]).abs().max().item<double>(), 2e-6)
+                << "step " << step << " parameter " << i;
+          }
+        }
+        optimizer.check_replicas();
+      });
+    }
+  }
+}
+
+// The scale follows a step that the host did not wait for.
+TEST_P(StaticGraphAt, TheLossScaleFollowsSkippedSteps) {
+  run_ranks(GetParam(), [&](const Group& group) {
+    const auto options = ZeroOptions().loss_scaler(
+        LossScalerOptions().initial_scale(1024).growth_interval(2).max_skipped_at_min(3).min_scale(
+            512));
+    GivenGradients model(initial_values(at::kHalf, at::kFloat));
+    GivenGradients ordinary_model(initial_values(at::kHalf, at::kFloat));
+    ZeroOptimizer optimizer(model, make_inner(Kind::kAdamW, model.parameters()), group,
+                            ZeroOptions(options).static_graph(true));
+    ZeroOptimizer ordinary(ordinary_model, make_inner(Kind::kAdamW, ordinary_model.parameters()),
+                           group, options);
+    const std::string outcomes = "..x..xx";
+    for (size_t step = 0; step < outcomes.size(); ++step) {
+      for (ZeroOptimizer* one : {&optimizer, &ordinary}) {
+        const GivenGradients& m = one == &optimizer ? model : ordinary_model;
+        std::vector<at::Tensor> g = gradients(group.rank(), static_cast<int>(step));
+        if (outcomes[step] == 'x' && group.rank() == 0) g[0].fill_(kInfinity);
+        if (step % 2 == 0) {
+          one->backward(m.loss(g));
+        } else {
+          one->scale_loss(m.loss(g)).backward();
+        }
+        one->step();
+      }
+      if (step % 3 == 2) {
+        EXPECT_EQ(optimizer.loss_scale(), ordinary.loss_scale());
+      }
+      EXPECT_TRUE(same_bits(everything(model, optimizer), everything(ordinary_model, ordinary)))
+          << "step " << step;
+    }
+    EXPECT_EQ(optimizer.loss_scale(), ordinary.loss_scale());
+    EXPECT_EQ(optimizer.loss_scale(), 512);
+    const auto fail = [&] {
+      for (int i = 0; i < 4; ++i) {
+        optimizer.backward(model.loss(
+            {at::full({kSizes[0]}, kInfinity), at::ones({kSizes[1]}), at::ones({kSizes[2]})}));
+        optimizer.step();
+      }
+    };
+    EXPECT_THROW(fail(), c10::Error);
+  });
+}
+
+// Counts on the device reach a checkpoint, and come back from one.
+TEST_P(StaticGraphAt, CheckpointsPassBetweenBothKinds) {
+  const auto folder =
+      std::filesystem::path(::testing::TempDir()) / ("static_graph_" + std::to_string(GetParam()));
+  std::filesystem::remove_all(folder);
+  for (const Kind kind : {Kind::kAdamW, Kind::kSgdMomentum}) {
+    run_ranks(GetParam(), [&](const Group& group) {
+      const auto path = [&](const char* name) {
+        return (folder / (std::to_string(static_cast<int>(kind)) + name)).string();
+      };
+      std::filesystem::create_directories(folder);
+      const auto train = [&](GivenGradients& m, ZeroOptimizer& o, int begin, int end) {
+        for (int step = begin; step < end; ++step) {
+          std::vector<at::Tensor> g = gradients(group.rank(), step);
+          if (step == 1) g[0][0].fill_(kInfinity);
+          o.backward(m.loss(g));
+          o.step();
+        }
+      };
+      std::vector<at::Tensor> expected;
+      for (const bool saved_static : {false, true}) {
+        GivenGradients model(initial_values(at::kFloat, at::kFloat));
+        ZeroOptimizer optimizer(model, make_inner(kind, model.parameters()), group,
+                                ZeroOptions().static_graph(saved_static));
+        train(model, optimizer, 0, 3);
+        optimizer.save_checkpoint(path(saved_static ? "static" : "ordinary"));
+        train(model, optimizer, 3, 6);
+        if (expected.empty()) expected = everything(model, optimizer);
+        EXPECT_TRUE(same_bits(everything(model, optimizer), expected));
+        for (const bool loaded_static : {false, true}) {
+          GivenGradients other(initial_values(at::kFloat, at::kFloat));
+          ZeroOptimizer resumed(other, make_inner(kind, other.parameters()), group,
+                                ZeroOptions().static_graph(loaded_static));
+          if (loaded_static) train(other, resumed, 0, 1);  // counts that must not stay
+          resumed.load_checkpoint(path(saved_static ? "static" : "ordinary"));
+          EXPECT_EQ(resumed.stats().steps, 2);
+          EXPECT_EQ(resumed.stats().skipped_steps, 1);
+          train(other, resumed, 3, 6);
+          EXPECT_TRUE(same_bits(everything(other, resumed), expected))
+              << "saved static " << saved_static << ", loaded static " << loaded_static;
+        }
+      }
+    });
+  }
+  std::filesystem::remove_all(folder);
+}
+
+// --- A broken promise
+
+class BrokenPromiseAt : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(W, BrokenPromiseAt, ::testing::Values(2, 3));
+
+TEST_P(BrokenPromiseAt, AnUnusedParameterInTheFirstStepReachesEveryRank) {
+  run_ranks(GetParam(), [&](const Group& group) {
+    GivenGradients model(initial_values(at::kFloat, at::kFloat));
+    ZeroOptimizer optimizer(model, make_inner(Kind::kAdamW, model.parameters()), group,
+                            ZeroOptions().static_graph(true));
+    std::vector<at::Tensor> g = gradients(group.rank(), 0);
+    if (group.rank() == 1) g[2] = at::Tensor();
+    optimizer.backward(model.loss(g));
+    const std::string error = error_of([&] { optimizer.step(); });
+    EXPECT_NE(error.find("parameter value2: expected a gradient in every step on every rank"),
+              std::string::npos)
+        << error;
+    EXPECT_NE(error.find("rank 1"), std::string::npos) << error;
+    // Nothing is lost: the first step can be made again.
+    optimizer.zero_grad();
+    optimizer.backward(model.loss(gradients(group.rank(), 0)));
+    optimizer.step();
+    EXPECT_EQ(optimizer.stats().steps, 1);
+  });
+}
+
+// Later nobody is told, so the others' time runs out: an error that names the rank, not a hang.
+TEST_P(BrokenPromiseAt, LaterThatRankThrowsAndTheOthersTimeOut) {
+  for (const bool unused : {true, false}) {
+    std::atomic<int> timed_out{0};
+    run_ranks(GetParam(),
+              [&](const Group& group) {
+                GivenGradients model(initial_values(at::kFloat, at::kFloat));
+                ZeroOptimizer optimizer(model, make_inner(Kind::kAdamW, model.parameters()), group,
+                                        ZeroOptions().static_graph(true));
+                const auto pass = [&](int step, bool all) {
+                  std::vector<at::Tensor> g = gradients(group.rank(), step);
+                  if (!all) g[0] = at::Tensor();
+                  optimizer.backward(model.loss(g));
+                };
+                pass(0, true);
+                optimizer.step();
+                pass(1, group.rank() != 1 || !unused);
+                if (group.rank() == 1 && !unused) {
+                  // Sends a second round, which no other rank expects.
+                  const auto guard = optimizer.no_sync();
+                  pass(1, true);
+                }
+                const std::string error = error_of([&] { optimizer.step(); });
+                if (group.rank() == 1) {
+                  EXPECT_NE(
+                      error.find(unused ? "parameter value0: expected a gradient in every step"
+                                        : "expected as many as in the first one, which needed 1"),
+                      std::string::npos)
+                      << error;
+                  // Its connections stay open until the others have waited in vain.
+                  while (timed_out < group.world_size() - 1) {
+                    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+                  }
+                } else {
+                  EXPECT_NE(error.find("rank 1"), std::string::npos) << error;
+                  EXPECT_NE(error.find("had reported"), std::string::npos) << error;
+                  ++timed_out;
+                }
+              },
+              {.timeout = std::chrono::seconds(3)});
+  }
+}
+
+TEST(StaticGraph, IsComparedBetweenRanks) {
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial_values(at::kFloat, at::kFloat));
+    EXPECT_THROW(ZeroOptimizer(model, make_inner(Kind::kSgd, model.parameters()), group,
+                               ZeroOptions().static_graph(group.rank() == 0)),
+                 c10::Error);
+  });
+}
+
+}  // namespace
+}  // namespace zero

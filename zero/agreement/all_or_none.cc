@@ -1,0 +1,34 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/agreement/all_or_none.h"
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+
+namespace zero {
+
+std::vector<std::string> share_outcome(Communicator& control, const std::string& what,
+                                       const std::function<std::string()>& body) {
+  // The first letter says which of the two the rest is.
+  std::string text;
+  try {
+    text = "+" + body();
+  } catch (const c10::Error& error) {
+    text = std::string("-") + error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    text = std::string("-") + error.what();
+  }
+  std::vector<std::string> texts = control.all_gather_text(text, what);
+  for (size_t r = 0; r < texts.size(); ++r) {
+    const bool own = static_cast<int>(r) == control.rank();
+    TORCH_CHECK(texts[r][0] == '+', "rank ", control.rank(), ": ", what,
+                own ? std::string(" failed: ")
+                    : " was given up by all ranks because of rank " + std::to_string(r) + ": ",
+                texts[r].substr(1));
+  }
+  for (std::string& t : texts) t.erase(0, 1);
+  return texts;
+}
+
+}  // namespace zero

@@ -1,0 +1,21 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Success or failure of something every rank did by itself, told to all ranks.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "zero/communicator.h"
+
+namespace zero {
+
+// Collective. Runs `body` on every rank and returns what it returned on each, by
+// rank. Where it threw on any rank, throws c10::Error on all: the lowest of those
+// ranks and what it said.
+std::vector<std::string> share_outcome(Communicator& control, const std::string& what,
+                                       const std::function<std::string()>& body);
+
+}  // namespace zero

@@ -1,0 +1,244 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/agreement/communicators.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "zero/agreement/construction_check.h"
+#include "zero/agreement/used_flags.h"
+#include "zero/base/error_text.h"
+
+namespace zero {
+namespace {
+
+void add(const Traffic& from, Traffic& to) {
+  to.exchange_calls += from.exchange_calls;
+  to.exchange_bytes_sent += from.exchange_bytes_sent;
+  to.gather_calls += from.gather_calls;
+  to.gather_bytes_sent += from.gather_bytes_sent;
+  to.small_calls += from.small_calls;
+  to.small_bytes_sent += from.small_bytes_sent;
+}
+
+}  // namespace
+
+OptimizerLinks::OptimizerLinks(const Group& mesh)
+    : control(mesh.make_communicator("control", Purpose::kControl)), channel(*control, mesh) {
+  watch(*control);
+}
+
+OptimizerLinks::~OptimizerLinks() {
+  // What fails from here on is the end of this rank's own communicators.
+  control->on_failure(nullptr);
+  for (const auto& item : made_) item.second->on_failure(nullptr);
+}
+
+void OptimizerLinks::watch(Communicator& communicator) {
+  communicator.on_failure([this](const std::string& reason) { abort(reason); });
+}
+
+Communicator* OptimizerLinks::get(const Group& group, Role role) {
+  static constexpr const char* kNames[] = {"data", "replicas", "norm", "agreement"};
+  const std::pair<GroupKey, Role> key{key_of(group), role};
+  const auto found = made_.find(key);
+  if (found != made_.end()) return found->second.get();
+  const Purpose purpose = role == Role::kAgreement ? Purpose::kControl : Purpose::kData;
+  auto made = group.make_communicator(kNames[static_cast<int>(role)], purpose);
+  watch(*made);
+  return made_.emplace(key, std::move(made)).first->second.get();
+}
+
+void OptimizerLinks::connect(const Domains& all) {
+  // The home domain, so that replicas get what belongs to no parameter group too.
+  Domain home_domain{all.home, std::nullopt, 1};
+  for (const Domain& d : all.list) {
+    if (key_of(d.group) == key_of(all.home)) {
+      home_domain = d;
+      break;
+    }
+  }
+  std::map<GroupKey, std::vector<Role>> roles;
+  std::vector<Group> groups;
+  const auto want = [&](const Group& group, Role role) {
+    auto& list = roles[key_of(group)];
+    if (std::find(list.begin(), list.end(), role) == list.end()) list.push_back(role);
+    groups.push_back(group);
+  };
+  want(home_domain.group, Role::kData);
+  for (const Domain& d : all.list) {
+    want(d.group, Role::kData);
+    if (d.replicas) want(*d.replicas, Role::kReplicas);
+    if (all.uniform) continue;
+    want(d.group, Role::kAgreement);
+    if (d.replicas) want(*d.replicas, Role::kAgreement);
+  }
+  const auto& mesh_roles = roles[key_of(all.mesh)];
+  const bool mesh_has_data =
+      std::find(mesh_roles.begin(), mesh_roles.end(), Role::kData) != mesh_roles.end();
+  const Role norm_role = mesh_has_data ? Role::kData : Role::kNorm;
+  want(all.mesh, norm_role);
+  // Making one waits for its ranks: all ranks make them in one order.
+  for (const Group& group : agreed_order(groups)) {
+    auto& list = roles[key_of(group)];
+    std::sort(list.begin(), list.end());
+    for (const Role role : list) get(group, role);
+  }
+  const auto links = [&](const Domain& d, Role data, Role replicas) {
+    return DomainLinks{get(d.group, data), d.replicas ? get(*d.replicas, replicas) : nullptr,
+                       d.averaged_over};
+  };
+  norm = get(all.mesh, norm_role);
+  home = links(home_domain, Role::kData, Role::kReplicas);
+  for (const Domain& d : all.list) {
+    domains.push_back(links(d, Role::kData, Role::kReplicas));
+    if (!all.uniform) agreements_.push_back(links(d, Role::kAgreement, Role::kAgreement));
+  }
+}
+
+void OptimizerLinks::check_each_domain(const std::function<void(int64_t, Communicator&)>& check) {
+  std::string problem;
+  for (size_t d = 0; d < agreements_.size(); ++d) {
+    for (Communicator* group : {agreements_[d].data, agreements_[d].replicas}) {
+      if (group == nullptr) continue;
+      try {
+        check(static_cast<int64_t>(d), *group);
+      } catch (const std::exception& error) {
+        // Others may not know: they get as far as the common check, and so must this rank.
+        if (problem.empty())
+          problem = error_text(error) + " (ranks of group " + group->name() + ")";
+      }
+    }
+  }
+  check_construction(*control, problem, {});
+}
+
+void OptimizerLinks::check_domains(const Domains& all,
+                                   const std::function<std::vector<std::string>(int64_t)>& lines) {
+  if (all.uniform) return;
+  check_each_domain(
+      [&](int64_t domain, Communicator& group) { check_construction(group, "", lines(domain)); });
+}
+
+void OptimizerLinks::agree_on_half(const Domains& all, bool half_here) {
+  any_half = half_here;
+  if (all.uniform) return;
+  at::Tensor word = at::empty({1}, at::TensorOptions().dtype(at::kInt));
+  word.fill_(half_here ? 1 : 0);
+  control->all_reduce_max(word, "whether any parameter is fp16").wait();
+  any_half = word.item<int32_t>() != 0;
+}
+
+namespace {
+
+// What the ranks of one domain put together in one message and, where they differ, a second one.
+struct DomainMessage {
+  at::Tensor words;  // fingerprints of arguments and flags, for a maximum
+  std::vector<uint8_t> flags;
+  at::Tensor bits;  // of the flags, for an OR
+};
+
+const int32_t* arguments_of(const DomainMessage& message) {
+  return message.words.const_data_ptr<int32_t>();
+}
+const int32_t* flags_of(const DomainMessage& message) {
+  return arguments_of(message) + kFingerprintWords;
+}
+
+// Starts `send` for every domain before it waits for the first.
+template <typename Send>
+void for_all_domains(size_t count, Send send) {
+  std::vector<Pending> pending;
+  for (size_t d = 0; d < count; ++d) {
+    if (Pending sent = send(d); sent.valid()) pending.push_back(std::move(sent));
+  }
+  for (Pending& p : pending) p.wait();
+}
+
+}  // namespace
+
+bool OptimizerLinks::agree_domains(const std::vector<std::string>& arguments,
+                                   const std::vector<int64_t>& domain_of,
+                                   std::vector<uint8_t>& used) {
+  const size_t count = agreements_.size();
+  std::vector<DomainMessage> messages(count);
+  for (size_t p = 0; p < domain_of.size(); ++p) messages[domain_of[p]].flags.push_back(used[p]);
+  for (size_t d = 0; d < count; ++d) {
+    messages[d].words = at::empty({2 * kFingerprintWords}, at::TensorOptions().dtype(at::kInt));
+    std::ranges::copy(fingerprint_of(arguments[d]), messages[d].words.mutable_data_ptr<int32_t>());
+  }
+  // First within every domain, then between those results and the replicas'.
+  for (Communicator* DomainLinks::*link : {&DomainLinks::data, &DomainLinks::replicas}) {
+    for_all_domains(count, [&](size_t d) {
+      DomainMessage& m = messages[d];
+      std::ranges::copy(fingerprint_of(m.flags),
+                        m.words.mutable_data_ptr<int32_t>() + kFingerprintWords);
+      Communicator* group = agreements_[d].*link;
+      return group == nullptr ? Pending() : group->all_reduce_max(m.words, "call and arguments");
+    });
+    for_all_domains(count, [&](size_t d) {
+      DomainMessage& m = messages[d];
+      m.bits = at::Tensor();
+      Communicator* group = agreements_[d].*link;
+      if (group == nullptr || all_equal(flags_of(m))) return Pending();
+      m.bits = pack_flags(m.flags);
+      return group->all_reduce_or(m.bits, "used parameters");
+    });
+    for (DomainMessage& m : messages) {
+      if (m.bits.defined()) unpack_flags(m.bits, m.flags);
+    }
+  }
+  std::vector<size_t> next(count, 0);
+  for (size_t p = 0; p < domain_of.size(); ++p) {
+    const int64_t d = domain_of[p];
+    used[p] = messages[d].flags[next[d]++];
+  }
+  return std::ranges::all_of(messages,
+                             [](const DomainMessage& m) { return all_equal(arguments_of(m)); });
+}
+
+void OptimizerLinks::explained(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    if (failed().empty()) throw;
+    const std::string text = error_text(error);
+    TORCH_CHECK(false, text, channel.report_failure(text));
+  }
+}
+
+std::string OptimizerLinks::failed() const {
+  std::string text = control->failed();
+  for (const auto& item : made_) {
+    if (text.empty()) text = item.second->failed();
+  }
+  return text;
+}
+
+void OptimizerLinks::abort(const std::string& reason) noexcept {
+  if (aborted_.exchange(true)) return;
+  // Before any connection is closed, so that the peers find it when they notice.
+  channel.announce(reason);
+  for (const auto& item : made_) item.second->abort(reason);
+  control->abort(reason);
+}
+
+Traffic OptimizerLinks::data_traffic() const {
+  Traffic sum;
+  for (const auto& [key, communicator] : made_) {
+    if (key.second != Role::kAgreement) add(communicator->traffic(), sum);
+  }
+  return sum;
+}
+
+Traffic OptimizerLinks::control_traffic() const {
+  Traffic sum = control->traffic();
+  for (const auto& [key, communicator] : made_) {
+    if (key.second == Role::kAgreement) add(communicator->traffic(), sum);
+  }
+  return sum;
+}
+
+}  // namespace zero

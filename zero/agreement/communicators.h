@@ -1,0 +1,83 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The communicators of one optimizer, used by nobody else: control and norm
+// over the mesh, data over each domain. Without placements the mesh is the one
+// group of the optimizer, which then has one control and one data communicator.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/agreement/control_channel.h"
+#include "zero/agreement/shard_domains.h"
+#include "zero/comm/domain_communicators.h"
+#include "zero/comm/group_order.h"
+
+namespace zero {
+
+struct OptimizerLinks {
+  // Collective over `mesh`. Only what is needed to agree that all is well.
+  explicit OptimizerLinks(const Group& mesh);
+  ~OptimizerLinks();
+
+  // Collective over the mesh. Makes the rest and sends nothing else.
+  void connect(const Domains& domains);
+
+  // Collective over the mesh, only where it is not uniform; see check_construction(). `lines(d)`
+  // describes what the ranks of domain d must have in common. Throws on every rank of the mesh.
+  void check_domains(const Domains& domains,
+                     const std::function<std::vector<std::string>(int64_t)>& lines);
+  // Collective over the mesh, where it is not uniform: sets any_half, so that all ranks scale
+  // alike.
+  void agree_on_half(const Domains& domains, bool half_here);
+  // Collective over the mesh, where it is not uniform: makes used[p] the maximum over parameter
+  // p's domain, `domain_of[p]`, and its replicas. `arguments[d]` are those of the call that concern
+  // domain d: returns whether ranks that hold the same parameters gave the same everywhere. A
+  // message in each domain and to its replicas, and one more where ranks used different parameters.
+  bool agree_domains(const std::vector<std::string>& arguments,
+                     const std::vector<int64_t>& domain_of, std::vector<uint8_t>& used);
+  // Calls check(d, group) for every domain d and each of the two groups that hold the same
+  // parameters, all of them even if one throws; then all ranks of the mesh throw.
+  void check_each_domain(const std::function<void(int64_t, Communicator&)>& check);
+
+  // Runs body(), which communicates. When it throws because a communicator failed, the other ranks
+  // are told, and the error has what they report.
+  void explained(const std::function<void()>& body);
+
+  // The first failure of any communicator; empty if there is none.
+  std::string failed() const;
+  // Closes all connections, so that no rank waits for this one until its timeout, and lets the
+  // others find `reason`. The failure of any communicator does the same.
+  void abort(const std::string& reason) noexcept;
+  Traffic data_traffic() const;
+  Traffic control_traffic() const;
+
+  int rank() const { return control->rank(); }  // in the mesh: the one that errors name
+
+  const std::unique_ptr<Communicator> control;  // over the mesh
+  ControlChannel channel;                       // over the mesh
+  Communicator* norm = nullptr;                 // data over the mesh
+  DomainLinks home;                             // for what belongs to no parameter group
+  std::vector<DomainLinks> domains;             // data, by domain
+  bool any_half = false;                        // whether any rank of the mesh has fp16 parameters
+
+ private:
+  // What a communicator is for. One group may have several roles.
+  enum class Role { kData, kReplicas, kNorm, kAgreement };
+
+  Communicator* get(const Group& group, Role role);
+  void watch(Communicator& communicator);
+
+  std::map<std::pair<GroupKey, Role>, std::unique_ptr<Communicator>> made_;
+  std::vector<DomainLinks> agreements_;  // host communicators, by domain; empty if uniform
+  std::atomic<bool> aborted_ = false;
+};
+
+}  // namespace zero

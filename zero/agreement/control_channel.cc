@@ -1,0 +1,147 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/agreement/control_channel.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "zero/agreement/used_flags.h"
+
+namespace zero {
+namespace {
+
+// The words of the message. A maximum of a value and of its negative shows
+// whether all ranks sent the same.
+enum Word : int64_t {
+  kCall,
+  kMinusCall,
+  kProblemRank,
+  kRounds,
+  kPasses,
+  kArgumentsDiffer,
+  kArguments,
+  kUsed = kArguments + kFingerprintWords,
+  kWords = kUsed + kFingerprintWords
+};
+
+std::string problem_topic(int64_t sequence) { return "problem/" + std::to_string(sequence); }
+
+std::string call_topic(int64_t sequence) { return "call/" + std::to_string(sequence); }
+
+}  // namespace
+
+const char* call_name(Call call) {
+  switch (call) {
+    case Call::kReduceGradients:
+      return "reduce_gradients()";
+    case Call::kClipGradNorm:
+      return "clip_grad_norm_()";
+    case Call::kStep:
+      return "step()";
+    case Call::kZeroGrad:
+      return "zero_grad()";
+    case Call::kGradient:
+      return "gradient()";
+    case Call::kMaster:
+      return "master()";
+    case Call::kRefreshMasters:
+      return "refresh_master_parameters()";
+    case Call::kRefreshWorking:
+      return "refresh_working_parameters()";
+    case Call::kBroadcastBuffers:
+      return "broadcast_buffers()";
+    case Call::kCheckReplicas:
+      return "check_replicas()";
+    case Call::kSaveCheckpoint:
+      return "save_checkpoint()";
+    case Call::kLoadCheckpoint:
+      return "load_checkpoint()";
+  }
+  return "an unknown call";
+}
+
+ControlChannel::ControlChannel(Communicator& communicator, const Group& group)
+    : communicator_(communicator),
+      board_(group.make_store("control"), group.rank(), group.world_size(), group.timeout()) {}
+
+ControlChannel::~ControlChannel() = default;
+
+Agreement ControlChannel::agree(Call call, const CallArguments& arguments,
+                                const std::string& problem, const Agreement& own) {
+  const int rank = communicator_.rank();
+  ++sequence_;
+  if (!problem.empty() && communicator_.world_size() > 1) {
+    board_.leave(problem_topic(sequence_), problem);
+  }
+  at::Tensor message = at::empty({kWords}, at::TensorOptions().dtype(at::kInt));
+  auto* words = message.mutable_data_ptr<int32_t>();
+  words[kCall] = static_cast<int32_t>(call);
+  words[kMinusCall] = -words[kCall];
+  words[kProblemRank] = problem.empty() ? 0 : rank + 1;
+  words[kRounds] = static_cast<int32_t>(own.rounds);
+  words[kPasses] = own.passes ? 1 : 0;
+  words[kArgumentsDiffer] = arguments.differ ? 1 : 0;
+  std::ranges::copy(fingerprint_of(arguments.of_all), words + kArguments);
+  std::ranges::copy(fingerprint_of(own.used), words + kUsed);
+  const std::string label = std::string("control message of ") + call_name(call);
+  communicator_.all_reduce_max(message, label).wait();
+  if (words[kProblemRank] != 0) {
+    const int from = words[kProblemRank] - 1;
+    TORCH_CHECK(problem.empty(), "rank ", rank, ": ", problem);
+    TORCH_CHECK(false, "rank ", rank, ": ", call_name(call),
+                " was given up by all ranks because "
+                "of rank ",
+                from, ": ", board_.text_of(problem_topic(sequence_), from));
+  }
+  const bool same_arguments = all_equal(words + kArguments) && words[kArgumentsDiffer] == 0;
+  if (words[kCall] != -words[kMinusCall] || !same_arguments) {
+    throw_different_calls(call, arguments);
+  }
+  if (has_announced_) announce("");
+  Agreement agreement{words[kRounds], words[kPasses] != 0, own.used};
+  if (!all_equal(words + kUsed)) {
+    const at::Tensor bits = pack_flags(own.used);
+    communicator_.all_reduce_or(bits, "used parameters, " + label).wait();
+    unpack_flags(bits, agreement.used);
+  }
+  return agreement;
+}
+
+void ControlChannel::throw_different_calls(Call call, const CallArguments& arguments) {
+  const int rank = communicator_.rank();
+  const bool both = !arguments.of_all.empty() && !arguments.of_some.empty();
+  const std::string text_of_arguments = arguments.of_all + (both ? ", " : "") + arguments.of_some;
+  const std::string own =
+      call_name(call) + (text_of_arguments.empty() ? "" : " with " + text_of_arguments);
+  board_.leave(call_topic(sequence_), own);
+  const std::vector<std::string> calls = board_.texts_of(call_topic(sequence_));
+  std::string text;
+  for (size_t r = 0; r < calls.size(); ++r) {
+    text += "\n  rank " + std::to_string(r) + ": " + calls[r];
+  }
+  const bool zero_grad = text.find(call_name(Call::kZeroGrad)) != std::string::npos;
+  TORCH_CHECK(false, "rank ", rank,
+              ": expected the same call with the same arguments on every rank, got", text,
+              "\nmake collective calls on all ranks in the same order; nothing was sent, so they "
+              "can be made again",
+              zero_grad ? ". zero_grad() is collective on a rank that has gradients and local on "
+                          "one that has none: some ranks had none"
+                        : "",
+              board_.announced());
+}
+
+void ControlChannel::announce(const std::string& problem) noexcept {
+  if (communicator_.world_size() == 1) return;
+  has_announced_ = !problem.empty();
+  board_.announce(problem);
+}
+
+std::string ControlChannel::report_failure(const std::string& text) noexcept {
+  if (communicator_.world_size() == 1) return {};
+  if (!has_announced_) announce(text);
+  return board_.announced_after_failure();
+}
+
+}  // namespace zero

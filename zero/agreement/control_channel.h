@@ -1,0 +1,85 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The control message: before ranks send data they agree, host to host, that
+// all of them make the same call, that none has a problem, how many rounds must
+// be sent and which parameters any rank used. This is what turns misuse on one
+// rank into an exception on all of them instead of a hang or mixed-up data.
+//
+// One all-reduce (MAX) of 14 int32 words. Where ranks used different parameters, a second message
+// carries one bit per parameter.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "zero/agreement/problem_board.h"
+#include "zero/process_group.h"
+
+namespace zero {
+
+// The collective calls of a ZeroOptimizer. Values are sent: never reorder.
+enum class Call : int32_t {
+  kReduceGradients = 1,
+  kClipGradNorm,
+  kStep,
+  kZeroGrad,
+  kGradient,
+  kMaster,
+  kRefreshMasters,
+  kRefreshWorking,
+  kBroadcastBuffers,
+  kCheckReplicas,
+  kSaveCheckpoint,
+  kLoadCheckpoint,
+};
+
+const char* call_name(Call call);
+
+struct Agreement {
+  int64_t rounds = 0;         // the most any rank needs
+  bool passes = false;        // whether any rank began a backward pass
+  std::vector<uint8_t> used;  // 1 where any rank used the parameter
+};
+
+// The arguments of a call, as text for errors.
+struct CallArguments {
+  std::string of_all;   // equal on every rank; only a hash is sent
+  std::string of_some;  // equal on the ranks that hold the same parameters, who have compared it
+  bool differ = false;  // what they found
+};
+
+class ControlChannel {
+ public:
+  // `communicator` spans `group`, whose store carries the texts of problems;
+  // the message only announces them.
+  ControlChannel(Communicator& communicator, const Group& group);
+  ~ControlChannel();
+
+  // Collective, blocks. Puts together what each rank has of its `own`. Throws c10::Error on every
+  // rank when any rank has a `problem` (empty: none), or when calls or arguments differ; the text
+  // says which rank and why.
+  Agreement agree(Call call, const CallArguments& arguments, const std::string& problem,
+                  const Agreement& own);
+
+  // Puts a problem where the others find it if this rank never reaches its
+  // next agree(). Forgotten when an agree() succeeds. Never throws, waits for no rank and at most
+  // 200 ms for the store.
+  void announce(const std::string& problem) noexcept;
+  // After a failure of the transport: announces `text`, unless this rank has announced what led to
+  // it, and returns what the other ranks announce, one line each, and which ranks announce nothing.
+  // Never throws, takes at most 500 ms.
+  std::string report_failure(const std::string& text) noexcept;
+
+ private:
+  [[noreturn]] void throw_different_calls(Call call, const CallArguments& arguments);
+
+  Communicator& communicator_;
+  ProblemBoard board_;
+  int64_t sequence_ = 0;
+  std::atomic<bool> has_announced_ = false;
+};
+
+}  // namespace zero

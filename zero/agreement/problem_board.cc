@@ -1,0 +1,132 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "zero/agreement/problem_board.h"
+
+#include <algorithm>
+#include <exception>
+#include <thread>
+#include <utility>
+
+#include "zero/base/error_text.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+// A store is asked for at most this many texts, however many ranks there are.
+constexpr int kTextsAtMost = 64;
+
+constexpr milliseconds kLeave{500};
+constexpr milliseconds kAnnounce{200};
+constexpr milliseconds kAnnounced{300};
+constexpr milliseconds kPause{20};
+
+std::string key_of(const std::string& topic, int rank) {
+  return topic + "/" + std::to_string(rank);
+}
+
+std::string announcement_key(int rank) { return key_of("announced", rank); }
+
+std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+}  // namespace
+
+ProblemBoard::ProblemBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+                           milliseconds timeout)
+    : store_(BoundedStore::of(std::move(store), timeout)),
+      rank_(rank),
+      world_size_(world_size),
+      timeout_(timeout) {}
+
+int ProblemBoard::texts() const { return std::min(world_size_, kTextsAtMost); }
+
+void ProblemBoard::leave(const std::string& topic, const std::string& text) noexcept {
+  try {
+    store_->within(std::min(kLeave, timeout_))->set(key_of(topic, rank_), text);
+  } catch (const std::exception&) {
+  }
+}
+
+std::string ProblemBoard::text_of(const std::string& topic, int rank) noexcept {
+  try {
+    return to_text(store_->within(timeout_)->get(key_of(topic, rank)));
+  } catch (const std::exception& error) {
+    return "(its text is not here: " + error_line(error) + ")";
+  }
+}
+
+std::vector<std::string> ProblemBoard::texts_of(const std::string& topic) noexcept {
+  const auto store = store_->within(timeout_);
+  std::vector<std::string> result;
+  for (int rank = 0; rank < texts(); ++rank) {
+    try {
+      result.push_back(to_text(store->get(key_of(topic, rank))));
+    } catch (const std::exception& error) {
+      result.push_back("(its text is not here: " + error_line(error) + ")");
+    }
+  }
+  return result;
+}
+
+void ProblemBoard::announce(const std::string& problem) noexcept {
+  try {
+    store_->within(kAnnounce)->set(announcement_key(rank_), problem);
+  } catch (const std::exception&) {  // The store may be gone with its host; nothing depends on it.
+  }
+}
+
+std::vector<std::string> ProblemBoard::announcements(BoundedStore& store) const {
+  std::vector<std::string> lines(texts());
+  for (int rank = 0; rank < texts(); ++rank) {
+    if (rank == rank_ || !store.check({announcement_key(rank)})) continue;
+    std::string problem = to_text(store.get(announcement_key(rank)));
+    if (problem.empty()) continue;
+    const std::string name = "rank " + std::to_string(rank);
+    // Some begin with it, as errors do.
+    if (problem.compare(0, name.size() + 2, name + ": ") == 0) problem.erase(0, name.size() + 2);
+    lines[rank] = "\n" + name + " had reported: " + problem;
+  }
+  return lines;
+}
+
+std::string ProblemBoard::announced() noexcept {
+  std::string text;
+  try {
+    for (const std::string& line : announcements(*store_->within(kAnnounced))) text += line;
+  } catch (const std::exception&) {
+  }
+  return text;
+}
+
+std::string ProblemBoard::announced_after_failure() noexcept {
+  const auto deadline = Clock::now() + kAnnounced;
+  std::vector<std::string> lines(texts());
+  try {
+    const auto store = store_->within(kAnnounced);
+    while (true) {
+      lines = announcements(*store);
+      const auto silent = std::count(lines.begin(), lines.end(), "") - (rank_ < texts() ? 1 : 0);
+      const bool all = silent == 0 && !store_->served_here();
+      if (all || Clock::now() + kPause >= deadline) break;
+      std::this_thread::sleep_for(kPause);
+    }
+  } catch (const std::exception& error) {
+    // A rank that serves the store ends with it; what it reported before counts.
+    std::string known;
+    for (const std::string& line : lines) known += line;
+    if (known.empty()) return "\nwhat other ranks reported is not known: " + error_line(error);
+    return known;
+  }
+  std::string text;
+  for (int rank = 0; rank < texts(); ++rank) {
+    if (rank == rank_) continue;
+    text += lines[rank].empty() ? "\nrank " + std::to_string(rank) + " has reported nothing"
+                                : lines[rank];
+  }
+  return text;
+}
+
+}  // namespace zero

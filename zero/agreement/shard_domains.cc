@@ -1,0 +1,94 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/agreement/shard_domains.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "zero/comm/group_order.h"
+
+namespace zero {
+namespace {
+
+int64_t ranks_of(const std::optional<Group>& group) { return group ? group->world_size() : 1; }
+
+void check_within_mesh(const Group& group, const Group& mesh, const std::string& where) {
+  const std::vector<int>& all = mesh.global_ranks();
+  for (const int rank : group.global_ranks()) {
+    TORCH_CHECK(std::find(all.begin(), all.end(), rank) != all.end(), where,
+                ": expected groups of ranks of the mesh, got group \"", group.name(),
+                "\" with rank ", rank, ", which is not in group \"", mesh.name(),
+                "\"; give mesh_group() all ranks that train the model together");
+  }
+}
+
+// An element that two ranks own and hold copies of would be averaged twice.
+void check_disjoint(const Group& group, const Group& replicas, const std::string& where) {
+  for (const int rank : replicas.global_ranks()) {
+    const std::vector<int>& ranks = group.global_ranks();
+    TORCH_CHECK(
+        rank == group.global_rank() || std::find(ranks.begin(), ranks.end(), rank) == ranks.end(),
+        where, ": expected a reduce group and a replicate group that share only rank ",
+        group.global_rank(), ", got \"", group.name(), "\" and \"", replicas.name(),
+        "\", which share rank ", rank, " too; take them from different mesh dimensions");
+  }
+}
+
+}  // namespace
+
+Domains make_domains(const Group& group, const ZeroOptions& options, int64_t parameter_groups) {
+  Domains domains{group, options.mesh_group().value_or(group), {}, {}, {}, true};
+  check_within_mesh(group, domains.mesh, "optimizer");
+  for (const auto& [index, placement] : options.placements()) {
+    TORCH_CHECK(0 <= index && index < parameter_groups, "placement of parameter group ", index,
+                ": expected one of the ", parameter_groups, " groups of the inner optimizer");
+  }
+  using Key = std::tuple<GroupKey, GroupKey, int64_t>;
+  std::map<Key, int64_t> known;
+  for (int64_t g = 0; g < parameter_groups; ++g) {
+    const auto found = options.placements().find(g);
+    const GroupPlacement placement =
+        found == options.placements().end() ? GroupPlacement() : found->second;
+    const std::string where = "placement of parameter group " + std::to_string(g);
+    Domain domain{placement.reduce_group().value_or(group), placement.replicate_group(), 0};
+    if (ranks_of(domain.replicas) == 1) domain.replicas.reset();
+    check_within_mesh(domain.group, domains.mesh, where);
+    if (domain.replicas) {
+      check_within_mesh(*domain.replicas, domains.mesh, where);
+      check_disjoint(domain.group, *domain.replicas, where);
+    }
+    TORCH_CHECK(placement.averaged_over() >= 0, where,
+                ": expected averaged_over of 0 or more, got ", placement.averaged_over());
+    TORCH_CHECK(placement.copies() >= 1, where, ": expected copies of 1 or more, got ",
+                placement.copies());
+    const int64_t ranks = domain.group.world_size() * ranks_of(domain.replicas);
+    domain.averaged_over = placement.averaged_over() == 0 ? ranks : placement.averaged_over();
+    domains.uniform = domains.uniform && ranks == domains.mesh.world_size();
+    const int64_t holders = ranks_of(domain.replicas) * placement.copies();
+    domains.norm_weights.push_back(placement.owner() ? 1.0 / static_cast<double>(holders) : 0.0);
+    const Key key{key_of(domain.group), domain.replicas ? key_of(*domain.replicas) : GroupKey(),
+                  domain.averaged_over};
+    const auto [entry, added] = known.try_emplace(key, domains.list.size());
+    if (added) domains.list.push_back(std::move(domain));
+    domains.of_group.push_back(entry->second);
+  }
+  return domains;
+}
+
+std::vector<std::string> Domains::describe() const {
+  std::vector<std::string> lines;
+  for (size_t g = 0; g < of_group.size(); ++g) {
+    const Domain& d = list[of_group[g]];
+    lines.push_back("placement of parameter group " + std::to_string(g) + ": shared by " +
+                    std::to_string(d.group.world_size()) + " ranks, copies on " +
+                    std::to_string(ranks_of(d.replicas)) + ", averaged over " +
+                    std::to_string(d.averaged_over) + ", domain " + std::to_string(of_group[g]));
+  }
+  return lines;
+}
+
+}  // namespace zero

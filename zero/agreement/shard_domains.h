@@ -1,0 +1,43 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which ranks a ZeroOptimizer works with: from the placements of its parameter
+// groups to the domains of the plan. Sends nothing.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "zero/options.h"
+#include "zero/process_group.h"
+
+namespace zero {
+
+struct Domain {
+  Group group;                    // the ranks that share the shards
+  std::optional<Group> replicas;  // of more than one rank: copies of this rank's shards
+  int64_t averaged_over = 1;      // what sums of gradients are divided by
+};
+
+struct Domains {
+  Group home;  // as given to the constructor; what belongs to no parameter group is sent over it
+  Group mesh;  // decides together: calls, problems, rounds, skipped steps, norms
+  std::vector<Domain> list;
+  std::vector<int64_t> of_group;     // per parameter group: its domain
+  std::vector<double> norm_weights;  // per parameter group, see zero/norm/shard_norm.h
+  // Whether all ranks of the mesh hold the same parameters: each domain and its
+  // replicas are the whole mesh. Otherwise, with experts or stages, parameters
+  // can be compared within a domain only.
+  bool uniform = true;
+
+  // Per parameter group with a placement: what ranks must agree on.
+  std::vector<std::string> describe() const;
+};
+
+// Throws c10::Error for a placement of a group that does not exist, groups that
+// share more than this rank or are not part of the mesh, and numbers out of range.
+Domains make_domains(const Group& group, const ZeroOptions& options, int64_t parameter_groups);
+
+}  // namespace zero

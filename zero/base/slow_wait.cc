@@ -1,0 +1,95 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "zero/base/slow_wait.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+namespace zero {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+std::atomic<int64_t> after_ms{10000};
+
+}  // namespace
+
+milliseconds slow_wait_after() { return milliseconds(after_ms); }
+void set_slow_wait_after(milliseconds duration) { after_ms = duration.count(); }
+
+void print_slow_wait(const std::string& text) {
+  std::fprintf(stderr, "%s", ("zero: " + text + "\n").c_str());
+}
+
+std::string duration_text(milliseconds duration) {
+  const int64_t ms = duration.count();
+  if (ms % 1000 != 0) return std::to_string(ms) + " ms";
+  if (ms % 60000 != 0 || ms == 0) return std::to_string(ms / 1000) + " s";
+  return std::to_string(ms / 60000) + " min";
+}
+
+// All waits of this process. Never destroyed: its thread runs until the process ends.
+struct SlowWaits {
+  static SlowWaits& instance() {
+    static auto* waits = new SlowWaits;
+    return *waits;
+  }
+
+  void add(SlowWait& wait) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    wait.next_ = first;
+    if (first != nullptr) first->previous_ = &wait;
+    first = &wait;
+    if (!started) start();
+  }
+
+  void remove(SlowWait& wait) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (wait.next_ != nullptr) wait.next_->previous_ = wait.previous_;
+    (wait.previous_ != nullptr ? wait.previous_->next_ : first) = wait.next_;
+  }
+
+ private:
+  void start() {
+    try {
+      std::thread([this] { look_for_ever(); }).detach();
+      started = true;
+    } catch (const std::system_error&) {  // No thread, no lines. The next wait tries again.
+    }
+  }
+
+  [[noreturn]] void look_for_ever() {
+    while (true) {
+      std::this_thread::sleep_for(std::clamp(slow_wait_after() / 4, milliseconds(10), kPeriod));
+      const std::lock_guard<std::mutex> lock(mutex);
+      const auto before = std::chrono::steady_clock::now() - slow_wait_after();
+      for (SlowWait* wait = first; wait != nullptr; wait = wait->next_) {
+        if (wait->printed_ || wait->since_ > before) continue;
+        wait->printed_ = true;
+        print_slow_wait(wait->text_());
+      }
+    }
+  }
+
+  static constexpr milliseconds kPeriod{1000};
+  std::mutex mutex;
+  SlowWait* first = nullptr;
+  bool started = false;
+};
+
+SlowWait::SlowWait(std::function<std::string()> text) : text_(std::move(text)) {
+  SlowWaits::instance().add(*this);
+}
+
+SlowWait::~SlowWait() { SlowWaits::instance().remove(*this); }
+
+}  // namespace zero

@@ -1,0 +1,42 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What differs between a checkpoint and the model and optimizer it is loaded into.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "zero/checkpoint/manifest.h"
+#include "zero/memory/parameter_table.h"
+
+namespace zero {
+
+struct CheckpointDifferences {
+  std::vector<std::string> lines;  // for people, in the order of the model
+  std::set<std::string> unusable;  // names in the model that the checkpoint cannot fill
+  bool same_optimizer = true;      // by class
+  bool same_groups = true;         // by number, and by the parameters of each
+  // Names of the model whose state stays as it is, because the checkpoint lacks a part of it.
+  std::set<std::string> without_state;
+};
+
+// Another dtype or parameter group is a difference, but no hindrance: masters are
+// fp32 in every checkpoint. Another shape or memory order is one.
+CheckpointDifferences find_differences(const Manifest& manifest, const ParameterTable& table,
+                                       const torch::optim::Optimizer& inner);
+
+// Of the same class of optimizer: adds parameters with a part of the state that torch's
+// class cannot do without, and options of which this class has none.
+void find_missing_state(const Manifest& manifest, const ParameterTable& table,
+                        CheckpointDifferences& differences);
+void find_unknown_options(const Manifest& manifest, const torch::optim::Optimizer& inner,
+                          CheckpointDifferences& differences);
+
+// Throws c10::Error with the count and the first ten, if there are any.
+void throw_differences(const CheckpointDifferences& differences, const std::string& folder);
+
+}  // namespace zero

@@ -1,0 +1,83 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/limited_json.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+
+#include "zero/checkpoint/hashed_file.h"
+#include "zero/checkpoint/manifest.h"
+
+namespace zero {
+namespace {
+
+using nlohmann::json;
+// {"files": [{"tensors": [{...}]}]} has six levels with the values in it.
+constexpr int kDeepest = 6;
+
+// Reads the text without keeping it. Not the callback of json::parse(), which searches all
+// that was read of a list whenever an entry of it ends.
+class Limits : public nlohmann::json_sax<json> {
+ public:
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool string(string_t& text) override { return check_text(text); }
+
+  bool key(string_t& name) override {
+    if (depth_ == 1) {
+      section_ = name;
+      entries_ = 0;
+    }
+    if (depth_ == 2 && section_ == "metadata") count();
+    return check_text(name);
+  }
+  bool start_object(std::size_t) override {
+    if (depth_ == 2 && section_ == "groups") count();
+    return descend();
+  }
+  bool start_array(std::size_t) override { return descend(); }
+  bool end_object() override { return --depth_ >= 0; }
+  bool end_array() override { return --depth_ >= 0; }
+
+  // What is no JSON is for json::parse() to explain.
+  bool parse_error(std::size_t, const std::string&, const json::exception&) override {
+    return false;
+  }
+
+ private:
+  // The library's own conversions and destructors recurse, so that what is nested a
+  // hundred thousand deep would overflow the stack.
+  bool descend() {
+    TORCH_CHECK(++depth_ <= kDeepest, "expected at most ", kDeepest,
+                " levels, got one nested deeper");
+    return true;
+  }
+  void count() {
+    TORCH_CHECK(++entries_ <= kEntriesLimit, section_, ": expected at most ", kEntriesLimit,
+                " entries, got more");
+  }
+  bool check_text(const std::string& text) const {
+    TORCH_CHECK(section_ == "metadata" || text.find('\0') == std::string::npos,
+                "expected text without a NUL, got \"", printable(text), "\"");
+    return true;
+  }
+
+  int depth_ = 0;        // objects and lists that are open
+  std::string section_;  // the field of the root that is being read
+  int64_t entries_ = 0;
+};
+
+}  // namespace
+
+json parse_limited_json(const std::string& text) {
+  Limits limits;
+  json::sax_parse(text, &limits);
+  return json::parse(text);
+}
+
+}  // namespace zero

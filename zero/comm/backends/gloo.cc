@@ -1,0 +1,115 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "zero/comm/backends/gloo.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <mutex>
+#include <sstream>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <vector>
+
+#include "zero/base/descriptors.h"
+
+namespace zero {
+namespace {
+
+using Devices = decltype(c10d::ProcessGroupGloo::Options::devices);
+
+// Of GLOO_SOCKET_IFNAME. Each becomes a device, with connections of its own.
+std::vector<std::string> interface_names() {
+  const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
+  std::istringstream text(interfaces == nullptr ? "" : interfaces);
+  std::vector<std::string> names;
+  for (std::string name; std::getline(text, name, ',');) {
+    if (!name.empty()) names.push_back(name);
+  }
+  return names;
+}
+
+Devices make_devices(const std::string& hostname) {
+  constexpr bool kLazy = false;
+  if (!hostname.empty()) {
+    return {c10d::ProcessGroupGloo::createDeviceForHostname(hostname, kLazy)};
+  }
+  Devices devices;
+  for (const std::string& name : interface_names()) {
+    devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(name, kLazy));
+  }
+  if (devices.empty()) devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice(kLazy));
+  return devices;
+}
+
+// Gloo writes to sockets without MSG_NOSIGNAL, so a peer that ends would end this
+// process without a word. Python programs ignore the signal from the start; others
+// keep a handler of their own if they have one.
+void survive_broken_pipes() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    struct sigaction action = {};
+    if (sigaction(SIGPIPE, nullptr, &action) == 0 && (action.sa_flags & SA_SIGINFO) == 0 &&
+        action.sa_handler == SIG_DFL) {
+      std::signal(SIGPIPE, SIG_IGN);
+    }
+  });
+}
+
+// Gloo waits five times its timeout for a peer to connect.
+std::chrono::milliseconds connect_timeout(std::chrono::milliseconds timeout) {
+  return std::max(timeout / 5, std::chrono::milliseconds(1));
+}
+
+// While one lives, threads that this thread starts do not preempt others when they wake up.
+//
+// What wakes Gloo's event thread is mostly a small write of another thread, which still holds the
+// connection's lock. An event thread that took its core at once would spin on that lock for as long
+// as the scheduler lets it: a tenth of a step, with as many ranks as cores.
+class PatientThreads {
+ public:
+  PatientThreads() : policy_(sched_getscheduler(0)) {
+    const sched_param none{};
+    changed_ = policy_ == SCHED_OTHER && sched_setscheduler(0, SCHED_BATCH, &none) == 0;
+  }
+  ~PatientThreads() {
+    const sched_param none{};
+    if (changed_) sched_setscheduler(0, policy_, &none);
+  }
+  PatientThreads(const PatientThreads&) = delete;
+  PatientThreads& operator=(const PatientThreads&) = delete;
+
+ private:
+  const int policy_;
+  bool changed_ = false;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int world_size,
+                                                    std::chrono::milliseconds timeout,
+                                                    const std::string& hostname) {
+  survive_broken_pipes();
+  const PatientThreads threads;
+  const NewDescriptors descriptors;
+  auto options = c10d::ProcessGroupGloo::Options::create(connect_timeout(timeout));
+  options->devices = make_devices(hostname);
+  auto backend =
+      c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, std::move(options));
+  backend->setTimeout(timeout);
+  // All connections are there: Gloo makes none later.
+  descriptors.close_watched_on_exec();
+  return backend;
+}
+
+int gloo_descriptors(int world_size, const std::string& hostname) {
+  constexpr int kOfDevice = 4;  // the listener, an epoll instance and a pipe
+  const int devices =
+      hostname.empty() ? std::max<int>(1, static_cast<int>(interface_names().size())) : 1;
+  return devices * (world_size - 1 + kOfDevice);
+}
+
+}  // namespace zero

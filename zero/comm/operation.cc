@@ -1,0 +1,239 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "zero/comm/operation.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <sstream>
+#include <utility>
+
+#include "zero/base/error_text.h"
+#include "zero/base/slow_wait.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// A backend's own collective may take this much longer than the timeout it was given, so that its
+// message, which knows more, comes before ours.
+constexpr milliseconds kGrace{500};
+
+std::string ranks_text(std::vector<int> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  std::ostringstream text;
+  text << (ranks.size() == 1 ? "rank " : "ranks ");
+  for (size_t i = 0; i < ranks.size(); ++i) text << (i == 0 ? "" : ", ") << ranks[i];
+  return text.str();
+}
+
+}  // namespace
+
+std::string reason_of(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::exception& error) {
+    return error_line(error);
+  } catch (...) {
+    return "unknown exception";
+  }
+}
+
+GroupHealth::GroupHealth(int rank, int world_size, std::string name, milliseconds timeout)
+    : rank_(rank), world_size_(world_size), name_(std::move(name)), timeout_(timeout) {
+  TORCH_CHECK(timeout_.count() > 0, "communicator: expected a timeout above 0 ms, got ",
+              timeout_.count(), " ms; nothing may wait without a limit", where());
+}
+
+std::string GroupHealth::where() const {
+  return c10::str(" (this is rank ", rank_, " of ", world_size_, " in group \"", name_, "\")");
+}
+
+void GroupHealth::check(const std::string& what) const {
+  check_process(what);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(failure_.empty(), what, ": refused, because the group failed before: ", failure_);
+}
+
+void GroupHealth::fail(const std::string& message) noexcept {
+  if (!in_own_process()) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!failure_.empty()) return;
+    failure_ = message;
+  }
+  if (on_failure_) on_failure_(message);
+}
+
+std::string GroupHealth::first_failure() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
+}
+
+void GroupHealth::operation_begins() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++under_way_;
+}
+
+void GroupHealth::operation_ends() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --under_way_;
+}
+
+int GroupHealth::operations_under_way() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return under_way_;
+}
+
+// What went wrong in one operation.
+struct Operation::Failures {
+  std::string broken;     // What broke before the time was up, if anything did.
+  int broken_peer = -1;   // Whose connection that was.
+  std::vector<int> late;  // Peers whose data, or whose readiness for ours, did not come.
+  bool sends_only = true;
+  bool any() const { return !broken.empty() || !late.empty(); }
+};
+
+Operation::Operation(std::shared_ptr<GroupHealth> health, std::string what)
+    : health_(std::move(health)), what_(std::move(what)) {
+  health_->operation_begins();
+}
+
+Operation::~Operation() {
+  health_->operation_ends();
+  const bool in_transfer = std::any_of(steps_.begin(), steps_.end(), [](const Step& step) {
+    return step.kind == Kind::kReceive || step.kind == Kind::kSend;
+  });
+  if (in_transfer) {
+    health_->fail(c10::str(what_, ": dropped without being waited for", health_->where()));
+  }
+}
+
+void Operation::add_receive(int peer, WorkPtr work) { add(Kind::kReceive, peer, std::move(work)); }
+
+void Operation::add_send(int peer, WorkPtr work) { add(Kind::kSend, peer, std::move(work)); }
+
+void Operation::add_whole(WorkPtr work, bool stream) {
+  add(stream ? Kind::kStream : Kind::kWhole, -1, std::move(work));
+}
+
+void Operation::add(Kind kind, int peer, WorkPtr work) {
+  if (work) steps_.push_back({kind, peer, std::move(work)});
+}
+
+void Operation::wait() {
+  health_->check_process(what_);
+  const std::function<void()> use = std::exchange(use_, nullptr);
+  const std::function<void()> finish = std::exchange(finish_, nullptr);
+  if (steps_.empty() && !finish) return;
+  const Clock::time_point start = Clock::now();
+  health_->check(what_);
+  const SlowWait notice([this] { return slow_text(); });
+  Failures failures;
+  if (const auto begin = std::exchange(start_, nullptr)) {
+    try {
+      begin();
+    } catch (...) {
+      failures.broken = reason_of(std::current_exception());
+    }
+  }
+  std::vector<Step> steps = std::exchange(steps_, {});
+  // What did not come tells more than what was not taken: then nobody is asked for that.
+  const auto sends = std::stable_partition(
+      steps.begin(), steps.end(), [](const Step& step) { return step.kind != Kind::kSend; });
+  for (auto step = steps.begin(); step != sends; ++step) await(*step, start, failures);
+  if (use && !failures.any()) {
+    try {
+      const at::NoGradGuard no_grad;
+      use();
+    } catch (...) {
+      failures.broken = reason_of(std::current_exception());
+    }
+  }
+  if (!failures.any()) {
+    for (auto step = sends; step != steps.end(); ++step) await(*step, start, failures);
+  }
+  if (failures.any()) {
+    const std::string message = describe(failures, start);
+    health_->fail(message);
+    const std::string first = health_->first_failure();
+    TORCH_CHECK(first == message, message, "\nThe group failed before: ", first);
+    TORCH_CHECK(false, message);
+  }
+  if (finish) {
+    const at::NoGradGuard no_grad;
+    finish();
+  }
+}
+
+// After the first failure, the rest is only asked whether it is there. So a peer that delivered is
+// not blamed, one that did not is named too, and nothing waits beyond the limit.
+void Operation::await(const Step& step, Clock::time_point start, Failures& failures) {
+  const Clock::time_point deadline = start + health_->timeout();
+  const bool first = !failures.any();
+  awaited_ = step.peer;
+  auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
+  if (!first || left < milliseconds(1)) left = milliseconds(1);
+  if (step.kind == Kind::kWhole) left += kGrace;
+  std::string reason = "aborted";
+  try {
+    // A stream cannot be waited for with a limit without spinning on the host.
+    if (step.kind == Kind::kStream ? step.work->wait() : step.work->wait(left)) return;
+  } catch (...) {
+    reason = reason_of(std::current_exception());
+  }
+  const bool of_a_peer = step.kind == Kind::kReceive || step.kind == Kind::kSend;
+  if (first && (!of_a_peer || Clock::now() < deadline)) {
+    failures.broken = reason;
+    failures.broken_peer = step.peer;
+  } else if (step.peer != failures.broken_peer &&
+             std::find(failures.late.begin(), failures.late.end(), step.peer) ==
+                 failures.late.end()) {
+    failures.late.push_back(step.peer);
+    if (step.kind == Kind::kReceive) failures.sends_only = false;
+  }
+}
+
+std::string Operation::slow_text() const {
+  const int peer = awaited_;
+  return c10::str("rank ", health_->rank(), " of ", health_->world_size(), " waits for ",
+                  peer < 0 ? std::string("the other ranks") : c10::str("rank ", peer), ": ", what_,
+                  " in group \"", health_->name(), "\" (up to ", duration_text(health_->timeout()),
+                  ")");
+}
+
+std::string Operation::describe(const Failures& failures, Clock::time_point start) const {
+  const auto elapsed = std::chrono::duration_cast<milliseconds>(Clock::now() - start).count();
+  std::ostringstream text;
+  text << what_ << ": ";
+  if (!failures.broken.empty()) {
+    if (failures.broken_peer >= 0) text << "lost rank " << failures.broken_peer << ": ";
+    text << failures.broken << " (after " << elapsed << " ms of at most "
+         << health_->timeout().count() << " ms)";
+  }
+  if (!failures.late.empty()) {
+    const char* verb = failures.sends_only ? " did not take its data" : " did not send";
+    text << (failures.broken.empty() ? "" : "; ") << ranks_text(failures.late) << verb;
+    // When a connection broke, the others were given no more time.
+    if (failures.broken.empty()) {
+      text << " within " << health_->timeout().count() << " ms";
+    } else {
+      text << " so far";
+    }
+  }
+  text << health_->where() << ". ";
+  if (failures.broken.empty()) {
+    text << "It may be stuck, have ended, or have skipped this call: see its output. If it is only "
+            "slow, raise the group's timeout";
+  } else {
+    text << "The rank that failed first has the reason in its output";
+  }
+  return text.str();
+}
+
+}  // namespace zero

@@ -1,0 +1,331 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "zero/process_group.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <sstream>
+#include <utility>
+
+#include "zero/base/descriptors.h"
+#include "zero/base/error_text.h"
+#include "zero/base/own_process.h"
+#include "zero/base/slow_wait.h"
+#include "zero/comm/backends/gloo.h"
+#include "zero/comm/backends/nccl.h"
+#include "zero/comm/backends/shared_rows.h"
+#include "zero/rendezvous/bounded_store.h"
+#include "zero/rendezvous/environment.h"
+#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/tcp_store.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// A number for a list of ranks that is the same on all of them; a mesh has thousands of long ones.
+std::string fingerprint(const std::vector<int>& ranks) {
+  uint64_t hash = 14695981039346656037u;
+  for (const int rank : ranks) hash = (hash ^ static_cast<uint64_t>(rank)) * 1099511628211u;
+  std::ostringstream text;
+  text << ranks.size() << "-" << std::hex << hash;
+  return text.str();
+}
+
+}  // namespace
+
+struct Group::State {
+  c10::intrusive_ptr<BoundedStore> bounded;
+  StorePtr store;  // The same.
+  int rank;
+  int world_size;
+  std::string name;
+  BackendFactory factory;
+  c10::Device device = at::kCPU;
+  milliseconds timeout;
+  std::vector<int> global_ranks;
+  OwnProcess process;
+
+  // How often each name was used, so that equal names never meet in the store.
+  int next_instance(const std::string& key) const {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return instances[key]++;
+  }
+  mutable std::mutex mutex;
+  mutable std::map<std::string, int> instances;
+
+  // Held while a shared communicator is made, so that two threads do not make two.
+  mutable std::mutex shared_mutex;
+  mutable std::map<std::pair<std::string, Purpose>, std::shared_ptr<Communicator>> shared;
+};
+
+Group::Group(StorePtr store, int rank, int world_size, std::string name, BackendFactory factory,
+             c10::Device device, milliseconds timeout) {
+  TORCH_CHECK(store, "Group \"", name, "\": expected a store, got a null pointer");
+  TORCH_CHECK(0 <= rank && rank < world_size, "Group \"", name, "\": expected a rank in [0, ",
+              world_size, "), got ", rank);
+  TORCH_CHECK(timeout.count() > 0, "Group \"", name, "\": expected a timeout above 0 ms, got ",
+              timeout.count(), " ms on rank ", rank);
+  TORCH_CHECK(factory || world_size == 1, "Group \"", name, "\": expected a backend factory for ",
+              world_size, " ranks, got none");
+  auto state = make_owned<State>();
+  state->bounded = BoundedStore::of(std::move(store), timeout);
+  state->store = state->bounded;
+  state->rank = rank;
+  state->world_size = world_size;
+  state->name = std::move(name);
+  state->factory = std::move(factory);
+  state->device = device;
+  state->timeout = timeout;
+  state->global_ranks.resize(static_cast<size_t>(world_size));
+  std::iota(state->global_ranks.begin(), state->global_ranks.end(), 0);
+  state_ = std::move(state);
+}
+
+int Group::rank() const { return state_->rank; }
+int Group::world_size() const { return state_->world_size; }
+const std::string& Group::name() const { return state_->name; }
+c10::Device Group::device() const { return state_->device; }
+milliseconds Group::timeout() const { return state_->timeout; }
+const StorePtr& Group::store() const { return state_->store; }
+int Group::global_rank() const { return state_->global_ranks[static_cast<size_t>(rank())]; }
+const std::vector<int>& Group::global_ranks() const { return state_->global_ranks; }
+
+Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) const {
+  std::vector<int> sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  const bool distinct = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+  TORCH_CHECK(!sorted.empty() && distinct && sorted.front() >= 0 && sorted.back() < world_size(),
+              "subgroup \"", name, "\" of group \"", this->name(),
+              "\": expected different ranks in [0, ", world_size(), "), got ", ranks, " on rank ",
+              rank());
+  const auto here = std::find(ranks.begin(), ranks.end(), rank());
+  TORCH_CHECK(here != ranks.end(), "subgroup \"", name, "\" of group \"", this->name(), "\": rank ",
+              rank(), " is not among its ranks ", ranks, ": only its members may make it");
+
+  auto state = make_owned<State>();
+  const std::string key = c10::str("subgroup/", name, "/", fingerprint(ranks));
+  const std::string prefix = c10::str(key, "/", state_->next_instance(key));
+  state->bounded = state_->bounded->under(prefix);
+  state->store = state->bounded;
+  state->rank = static_cast<int>(here - ranks.begin());
+  state->world_size = static_cast<int>(ranks.size());
+  state->name = c10::str(this->name(), "/", name);
+  state->factory = state_->factory;
+  state->device = device();
+  state->timeout = timeout();
+  for (const int rank : ranks) {
+    state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
+  }
+  Group group = *this;
+  group.state_ = std::move(state);
+  return group;
+}
+
+StorePtr Group::make_store(const std::string& name) const {
+  const std::string key = c10::str("store/", name);
+  return state_->bounded->under(c10::str(key, "/", state_->next_instance(key)));
+}
+
+std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
+                                                       Purpose purpose) const {
+  const std::string full_name = c10::str(this->name(), "/", name);
+  state_->process.check(c10::str("communicator \"", full_name, "\" (this is rank ", rank(), ")"));
+  if (world_size() == 1) return std::make_unique<Communicator>(nullptr, full_name, timeout());
+  const std::string key = c10::str("communicator/", this->name(), "/", name);
+  const std::string prefix = c10::str(key, "/", state_->next_instance(key));
+  Rendezvous rendezvous(
+      state_->bounded->under(prefix), rank(), world_size(), timeout(),
+      std::chrono::steady_clock::now(),
+      c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
+      c10::str("to connect communicator \"", full_name, "\""));
+  auto backend = rendezvous.run([factory = state_->factory, rank = rank(), size = world_size(),
+                                 purpose, limit = timeout()](const StorePtr& store) {
+    return factory(store, rank, size, purpose, limit);
+  });
+  return std::make_unique<Communicator>(std::move(backend), full_name, timeout());
+}
+
+std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name,
+                                                         Purpose purpose) const {
+  state_->process.check(
+      c10::str("communicator \"", this->name(), "/", name, "\" (this is rank ", rank(), ")"));
+  const std::lock_guard<std::mutex> lock(state_->shared_mutex);
+  std::shared_ptr<Communicator>& shared = state_->shared[{name, purpose}];
+  if (!shared) shared = make_communicator(name, purpose);
+  return shared;
+}
+
+namespace {
+
+// Before a backend is made: Gloo would connect the part of the ranks that fits together, and wait
+// for the rest until the timeout. `problem` is why this rank cannot make one, or empty: all ranks
+// throw it.
+void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseconds timeout,
+                         const std::string& problem) {
+  const auto bytes = [](const std::string& text) {
+    return std::vector<uint8_t>(text.begin(), text.end());
+  };
+  // Sets the key if it is missing; returns what it holds then.
+  const auto claim = [&](const std::string& key, const std::string& text) {
+    const std::vector<uint8_t> held = store.compareSet(key, {}, bytes(text));
+    return std::string(held.begin(), held.end());
+  };
+  // The first verdict counts. Without libuv, c10d's server wakes nobody for a compareSet.
+  const auto decide = [&](const std::string& verdict) {
+    claim("verdict", verdict);
+    store.set("decided", "1");
+  };
+  // Before this rank is counted: "equal" needs all of them.
+  if (!problem.empty()) {
+    decide(c10::str("rank ", rank, ": ", problem));
+    TORCH_CHECK(false, problem);
+  }
+  const std::string own = c10::str(world_size, " on rank ", rank);
+  const std::string first = claim("world_size", own);
+  if (std::atoi(first.c_str()) != world_size) {
+    const std::string difference =
+        c10::str("expected the same world size on every rank, got ", first, " and ", own,
+                 "; start all ranks with the same WORLD_SIZE, or make the group with the same one");
+    decide(difference);
+    TORCH_CHECK(false, difference);
+  }
+  if (store.add("agreed", 1) == world_size) decide("equal");
+  store.wait({"decided"}, timeout);
+  const std::vector<uint8_t> verdict = store.get("verdict");
+  const std::string text(verdict.begin(), verdict.end());
+  TORCH_CHECK(text == "equal", text);
+}
+
+}  // namespace
+
+BackendFactory default_backend_factory(c10::Device device, const std::string& hostname, bool nccl,
+                                       bool shared_memory) {
+  return [=](StorePtr store, int rank, int world_size, Purpose purpose, milliseconds timeout) {
+    const bool over_nccl = purpose == Purpose::kData && device.is_cuda() && nccl;
+    const std::string problem =
+        over_nccl ? "" : make_room_for_descriptors(gloo_descriptors(world_size, hostname));
+    agree_on_world_size(*store, rank, world_size, timeout, problem);
+    if (over_nccl) {
+      // NCCL keeps its store for connections that it makes later.
+      store = BoundedStore::of(store, timeout)->each_within(timeout);
+      return make_nccl_backend(store, rank, world_size, device, timeout);
+    }
+    const auto gloo = make_gloo_backend(store, rank, world_size, timeout, hostname);
+    return purpose == Purpose::kData ? share_memory(gloo, timeout, shared_memory) : gloo;
+  };
+}
+
+namespace {
+
+c10::Device default_device(const Environment& env) {
+  const int devices = cuda_device_count();
+  if (devices == 0) return at::kCPU;
+  // Schedulers may show each rank only its own GPU, which then is number 0.
+  const int index = devices == 1 ? 0 : env.local_rank;
+  TORCH_CHECK(index < devices, "init_process_group: rank ", env.rank, " has local rank ",
+              env.local_rank, " and sees ", devices, " GPUs: start at most ", devices,
+              " ranks on this machine, or set InitOptions::device");
+  return c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
+}
+
+// Empty: Gloo looks at GLOO_SOCKET_IFNAME or resolves this machine's name.
+std::string default_hostname(const Environment& env) {
+  const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
+  const bool named = interfaces != nullptr && *interfaces != '\0';
+  return !named && env.local_world_size == env.world_size ? "127.0.0.1" : "";
+}
+
+std::string address_of(const Environment& env) {
+  return c10::str(env.master_addr, ":", env.master_port);
+}
+
+c10::intrusive_ptr<BoundedStore> open_store(const Environment& env, milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(env.master_port);
+  options.isServer = !env.agent_serves_store && env.rank == 0;
+  options.numWorkers = static_cast<size_t>(env.world_size);
+  options.waitWorkers = false;  // meet() waits, and can say who is missing.
+  options.timeout = timeout;
+  options.multiTenant = true;  // A second init_process_group() shares the server.
+  const char* server = env.agent_serves_store ? "the launcher" : "rank 0";
+  const SlowWait notice([&] {
+    return c10::str("rank ", env.rank, " of ", env.world_size, " waits for the store of ", server,
+                    " at ", address_of(env), " (up to ", duration_text(timeout), ")");
+  });
+  try {
+    if (options.isServer) {
+      const std::string problem = make_room_for_descriptors(store_descriptors(env.world_size));
+      TORCH_CHECK(problem.empty(), problem);
+    }
+    return c10::make_intrusive<BoundedStore>(
+        open_tcp_store(env.master_addr, options), timeout,
+        c10::str("the store of ", server, " at ", address_of(env)), options.isServer);
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
+                options.isServer ? "serve" : "reach", " the store of ", server, " at ",
+                address_of(env), " (MASTER_ADDR, MASTER_PORT) within ", timeout.count(),
+                " ms: ", error_line(error),
+                options.isServer ? ". Is the port taken by another job? Choose another MASTER_PORT"
+                                 : c10::str(". Is ", server,
+                                            " running, can this machine reach it, and does no "
+                                            "other program use the port?"));
+  }
+}
+
+// The counter lets a job of thousands wait for one key instead of one per rank.
+void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
+          milliseconds timeout, std::chrono::steady_clock::time_point since) {
+  Rendezvous rendezvous(store, env.rank, env.world_size, timeout, since,
+                        c10::str("init_process_group: not all ", env.world_size, " ranks arrived"),
+                        c10::str("at ", address_of(env)));
+  rendezvous.run([size = env.world_size](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
+    if (own->add("arrivals", 1) == size) own->set("complete", std::string("1"));
+    own->wait({"complete"});
+    return nullptr;
+  });
+}
+
+Group init(const InitOptions& options) {
+  static std::atomic<int> inits{0};
+  const Environment env = read_environment();
+  const c10::Device device = options.device ? *options.device : default_device(env);
+  const std::string hostname = options.hostname.empty() ? default_hostname(env) : options.hostname;
+  const milliseconds timeout =
+      options.timeout.value_or(env.timeout.value_or(InitOptions::kDefaultTimeout));
+  TORCH_CHECK(timeout.count() > 0, "InitOptions::timeout: expected more than 0 ms, got ",
+              timeout.count(), " ms on rank ", env.rank);
+  StorePtr store;
+  if (env.world_size == 1) {
+    store = c10::make_intrusive<c10d::HashStore>();
+  } else {
+    const std::string prefix = c10::str("zero/", env.restart_count, "/", inits++);
+    const auto start = std::chrono::steady_clock::now();
+    const auto bounded = open_store(env, timeout)->under(prefix);
+    meet(bounded->under("meeting"), env, timeout, start);
+    store = bounded;
+  }
+  return Group(store, env.rank, env.world_size, "world",
+               default_backend_factory(device, hostname, options.nccl, options.shared_memory),
+               device, timeout);
+}
+
+}  // namespace
+
+Group init_process_group(const InitOptions& options) {
+  return with_c10_errors("init_process_group", [&] { return init(options); });
+}
+
+}  // namespace zero

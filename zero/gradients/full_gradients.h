@@ -1,0 +1,46 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Stage 1: the averaged gradients in full, readable as p.grad(). The second
+// half of an all-reduce whose first half filled the gradient shards.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/comm/domain_communicators.h"
+#include "zero/gradients/gradient_reducer.h"
+#include "zero/memory/bucket_memory.h"
+#include "zero/memory/parameter_table.h"
+
+namespace zero {
+
+class FullGradients {
+ public:
+  // References must outlive it. Memory is allocated by the first gather().
+  FullGradients(const Plan& plan, const ParameterTable& table, std::vector<DomainLinks> links,
+                BufferPool& pool)
+      : plan_(plan), table_(table), links_(std::move(links)), memory_(plan, pool) {}
+
+  // Collective. Sets p.grad() of every parameter with used[p] != 0 to its
+  // average, in the parameter's dtype, shape and strides, and marks it as such
+  // in `reducer`. kContiguous: a view of memory that the next gather overwrites.
+  void gather(GradientReducer& reducer, const std::vector<uint8_t>& used);
+
+  int64_t bytes() const;
+
+ private:
+  void give_views(GradientReducer& reducer, const std::vector<uint8_t>& used);
+  void copy_out(int64_t bucket, const at::Tensor& rows, const std::vector<uint8_t>& used);
+
+  const Plan& plan_;
+  const ParameterTable& table_;
+  const std::vector<DomainLinks> links_;
+  BucketMemory memory_;
+  std::vector<at::Tensor> single_;  // kPerParameter: per parameter
+};
+
+}  // namespace zero

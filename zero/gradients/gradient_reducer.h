@@ -1,0 +1,164 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// From working gradients to gradient shards: fills buckets as backward produces
+// gradients and sends each as soon as it and all before it are complete.
+//
+// The order of everything sent is the plan's order, round by round, except that buckets which
+// stayed incomplete in the last step come last (expect_unused()). In which
+// round a gradient travels depends only on this rank's calls, never on timing,
+// so that results are the same bits run after run; and since a sum does not care,
+// it need not be the same round on every rank.
+//
+//   begin_pass  gradient_ready* close_round      optimizer.backward(loss)
+//               gradient_ready*                  loss.backward(): the round stays open
+//   complete(n) agreed by all ranks: whoever is behind sends zeros up to round n
+//   consume()   forgets it all; the next step begins
+//
+// A parameter has one place per round. Its second gradient in one pass (a shared
+// weight under activation checkpointing fires several times) stays in p.grad()
+// and travels in the next round; its second gradient by plain backward() calls
+// closes the round, so that micro-batches add up in the fp32 shards.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/comm/domain_communicators.h"
+#include "zero/gradients/reduction_queue.h"
+#include "zero/memory/buffer_pool.h"
+#include "zero/memory/parameter_table.h"
+
+namespace zero {
+
+struct ReducerOptions {
+  std::optional<c10::ScalarType> reduce_dtype;
+  bool no_sync_fp32 = false;
+};
+
+class GradientReducer {
+ public:
+  // References must outlive the reducer.
+  GradientReducer(const Plan& plan, const ParameterTable& table, std::vector<DomainLinks> links,
+                  BufferPool& pool, const ReducerOptions& options);
+
+  // Factor on every gradient besides the mean over ranks: 1 / loss scale.
+  void set_scale(double scale) { scale_ = scale; }
+
+  // A backward pass begins whose end will be marked by close_round().
+  void begin_pass();
+  // `gradient` is about to be added to what parameter.grad() holds. Where that can be done on the
+  // way into a bucket, which saves a pass over memory, does it, with the bits of gradient_ready(),
+  // and returns true: it is not to be accumulated then. Else changes nothing.
+  bool take_gradient(int64_t parameter, const at::Tensor& gradient);
+  // parameter.grad() was accumulated. Packs it, frees it at once, so that the next one is made in
+  // the same warm memory, and sends what became complete; or leaves it there when it comes second
+  // in a pass. Throws c10::Error for a sparse gradient or one on another device.
+  void gradient_ready(int64_t parameter);
+  // The same under no_sync: the gradient stays local.
+  void gradient_kept(int64_t parameter);
+  // Sends the rest of the open round with zeros for what is missing.
+  void close_round();
+
+  // Rounds this rank needs so that nothing it has is left behind.
+  int64_t rounds_needed() const;
+  // Closes rounds until `rounds` were sent and waits for all of them. Throws
+  // when the communication failed. Until then, from the first bucket on, the data communicators
+  // refuse every other operation.
+  void complete(int64_t rounds);
+  // Throws when a reduction has failed already. Local.
+  void check() { queue_.check(); }
+  // Forgets gradients, rounds and used flags. Requires complete().
+  void consume();
+  // Lets buckets with a parameter that no rank or not every rank will use go last, so that they do
+  // not hold the others back. `used` must be the same on all ranks. To be called after consume().
+  void expect_unused(const std::vector<uint8_t>& used);
+
+  // Counts as used what was put into p.grad() by hand, without a backward pass.
+  void claim_gradients();
+  // Throws c10::Error when a gradient in p.grad() was reset or replaced by one
+  // that cannot be sent.
+  void verify() const;
+  // Forgets what this rank has not sent; complete() then sends zeros for it.
+  void discard();
+
+  // 1 where this rank had a gradient since consume().
+  const std::vector<uint8_t>& used() const { return used_; }
+  bool any_used() const;
+  // [row_numel] fp32: the mean over ranks, valid after complete() if rounds > 0.
+  const at::Tensor& shard(int64_t bucket) const { return shards_[bucket]; }
+
+  // The next gradient of this parameter replaces p.grad(), which holds an average.
+  void mark_averaged(int64_t parameter);
+  // Drops p.grad() if it holds an average; called before a gradient is accumulated.
+  void set_average_aside(int64_t parameter);
+
+  int64_t rounds_sent() const { return total_rounds_; }
+  // Bytes of local gradients that wait for a later round, and of those that are packed and wait for
+  // the rest of their bucket or for the buckets before it.
+  int64_t local_bytes() const;
+  int64_t unsent_bytes() const { return unsent_bytes_; }
+  int64_t shard_bytes() const;
+
+ private:
+  struct Place {
+    int64_t bucket = 0;
+    size_t slot = 0;  // in the bucket
+  };
+  struct Open {                // a bucket of the open round
+    at::Tensor rows;           // undefined until its first gradient arrives
+    int64_t missing = 0;       // parameters not yet packed
+    int64_t packed_bytes = 0;  // of those that are
+  };
+
+  void start_round();
+  void set_reducing(bool reducing);
+  bool has_gradient(int64_t parameter) const;
+  bool round_open() const;  // a gradient was packed that closes with this round
+  c10::ScalarType dtype(const Arena& arena) const;  // of a bucket
+  const at::Tensor& open(int64_t bucket);
+  at::Tensor release_gradient(int64_t parameter);
+  void pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added = {});
+  void send_complete();
+  void send_next();
+  void reduce_over_replicas();
+
+  const Plan& plan_;
+  const ParameterTable& table_;
+  const std::vector<DomainLinks> links_;
+  BufferPool& pool_;
+  const ReducerOptions options_;
+  double scale_ = 1.0;
+
+  std::vector<at::Tensor> shards_;  // per bucket
+  std::vector<uint8_t> used_;       // per parameter, since consume()
+  std::vector<uint8_t> averaged_;   // p.grad() holds an average
+  // Which tensor that is, and its version: changes to it would have no effect.
+  std::vector<std::pair<const void*, int64_t>> average_;
+  std::vector<uint8_t> kept_;          // p.grad() holds a gradient not yet packed
+  std::vector<at::Tensor> kept_fp32_;  // with no_sync_fp32
+
+  // The open round.
+  std::vector<uint8_t> packed_;  // per parameter
+  std::vector<Open> open_;       // per bucket
+  int64_t next_ = 0;             // position in order_ of the first bucket not yet sent
+  bool in_pass_ = false;
+
+  std::vector<uint8_t> expected_;           // what order_ was made from
+  std::vector<int64_t> order_;              // buckets, as they are sent
+  std::vector<std::vector<Place>> places_;  // per parameter
+  int64_t unsent_bytes_ = 0;
+
+  bool reducing_ = false;   // a bucket was pushed since complete()
+  int64_t rounds_ = 0;      // closed since consume()
+  int64_t replicated_ = 0;  // of those, averaged over replicas
+  int64_t total_rounds_ = 0;
+  ReductionQueue queue_;
+};
+
+}  // namespace zero

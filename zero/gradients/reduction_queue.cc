@@ -1,0 +1,210 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/gradients/reduction_queue.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "kernels/sum_rows.h"
+#include "zero/base/error_text.h"
+#include "zero/memory/device_stream.h"
+#include "zero/memory/trace_range.h"
+
+namespace zero {
+namespace {
+
+kernels::SumRowsArgs sum_of(const Reduction& reduction) {
+  kernels::SumRowsArgs args;
+  args.numel = reduction.shard.numel();
+  args.dtype = reduction.rows.scalar_type();
+  args.scale = reduction.scale;
+  args.shard = reduction.shard.mutable_data_ptr<float>();
+  args.accumulate = reduction.accumulate;
+  return args;
+}
+
+// shard (+)= scale * the sum over ranks of the rows at these addresses.
+void sum_in_place(const Reduction& reduction, c10::ArrayRef<const void*> addresses) {
+  kernels::SumRowsArgs args = sum_of(reduction);
+  args.rows = addresses.data();
+  args.world_size = static_cast<int64_t>(addresses.size());
+  kernels::sum_rows(args, current_stream(reduction.shard.device()));
+}
+
+// The same, where `received` is [world_size, n] with the other ranks' rows, or [n] where the
+// transport has summed them already.
+void sum(const Reduction& reduction, const at::Tensor& received) {
+  const at::Tensor& rows = reduction.rows;
+  const bool summed = reduction.group == nullptr || received.dim() == 1;
+  kernels::SumRowsArgs args = sum_of(reduction);
+  args.world_size = summed ? 1 : reduction.group->world_size();
+  args.own_rank = summed ? 0 : reduction.group->rank();
+  if (received.defined() && summed) {
+    args.own = received.const_data_ptr();
+  } else {
+    args.received = received.defined() ? received.const_data_ptr() : nullptr;
+    args.own = static_cast<const char*>(rows.const_data_ptr()) +
+               args.own_rank * args.numel * rows.element_size();
+  }
+  kernels::sum_rows(args, current_stream(reduction.shard.device()));
+}
+
+// An error of this rank alone, for want of memory perhaps: the peers wait for what will not come.
+void end_group(Communicator& group, const std::exception_ptr& error) {
+  if (!group.failed().empty()) return;
+  std::string text = "unknown exception";
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    text = error_text(known);
+  } catch (...) {
+  }
+  group.abort(c10::str("a reduction failed on rank ", group.rank(), " of group \"", group.name(),
+                       "\": ", text));
+}
+
+}  // namespace
+
+ReductionQueue::~ReductionQueue() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+    waiting_.clear();
+  }
+  changed_.notify_all();
+  if (worker_.joinable()) worker_.join();
+}
+
+void ReductionQueue::push(Reduction reduction) {
+  if (reduction.group != nullptr && reduction.group->world_size() == 1) reduction.group = nullptr;
+  if (reduction.group == nullptr) {
+    sum(reduction, at::Tensor());
+    pool_.give(reduction.rows);
+    return;
+  }
+  const bool on_stream = reduction.shard.is_cuda();
+  Lock lock(mutex_);
+  if (error_) return;  // drain() reports it; nothing more is sent
+  waiting_.push_back(std::move(reduction));
+  if (on_stream && under_way_.size() == static_cast<size_t>(kExchangesInFlight)) finish_front(lock);
+  start_waiting(lock);
+  if (on_stream) return;
+  if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
+  using Clock = std::chrono::steady_clock;
+  if (std::exchange(done_at_push_, done_) != done_) patience_ = kPatience;
+  const auto may_go = [this] { return error_ || waiting_.size() <= static_cast<size_t>(kWaiting); };
+  const Clock::time_point begin = Clock::now();
+  if (changed_.wait_for(lock, patience_, may_go)) return;
+  patience_ = std::max(patience_ - (Clock::now() - begin), patience_.zero());
+}
+
+// One thread at a time, so that exchanges start in order. Another that comes meanwhile may go: the
+// first looks again.
+void ReductionQueue::start_waiting(Lock& lock) {
+  if (starting_) return;
+  starting_ = true;
+  while (!error_ && !stop_ && !waiting_.empty() &&
+         under_way_.size() < static_cast<size_t>(kExchangesInFlight)) {
+    Reduction reduction = std::move(waiting_.front());
+    waiting_.pop_front();
+    lock.unlock();
+    Exchange exchange;
+    std::exception_ptr error;
+    Communicator& group = *reduction.group;
+    try {
+      exchange = start(std::move(reduction));
+    } catch (...) {
+      error = std::current_exception();
+      end_group(group, error);
+    }
+    lock.lock();
+    if (error) {
+      if (!error_) error_ = error;
+      waiting_.clear();
+    } else {
+      under_way_.push_back(std::move(exchange));
+    }
+    changed_.notify_all();
+  }
+  starting_ = false;
+  changed_.notify_all();
+}
+
+ReductionQueue::Exchange ReductionQueue::start(Reduction reduction) {
+  // Without `received`, waiting also adds up.
+  Exchange exchange{std::move(reduction), {}, {}};
+  const Reduction& r = exchange.reduction;
+  const int64_t row = r.rows.size(1);
+  const auto dtype = r.rows.scalar_type();
+  const std::string label = "gradient bucket " + std::to_string(r.bucket);
+  if (r.group->has_native_reduce_scatter(dtype)) {
+    exchange.received = pool_.take(row, dtype);
+    exchange.pending = r.group->reduce_scatter_rows(r.rows, exchange.received, label);
+  } else if (r.group->reads_in_place(r.rows)) {
+    exchange.pending = r.group->exchange_in_place(
+        r.rows, [r](c10::ArrayRef<const void*> addresses) { sum_in_place(r, addresses); }, label);
+  } else {
+    exchange.received = pool_.take(r.rows.numel(), dtype).view({r.rows.size(0), row});
+    exchange.pending = r.group->exchange_rows(r.rows, exchange.received, label);
+  }
+  return exchange;
+}
+
+void ReductionQueue::finish(Exchange& exchange) {
+  const TraceRange range("reduce", exchange.reduction.bucket);
+  exchange.pending.wait();
+  if (exchange.received.defined()) {
+    sum(exchange.reduction, exchange.received);
+    pool_.give(exchange.received);
+  }
+  pool_.give(exchange.reduction.rows);
+}
+
+void ReductionQueue::finish_front(Lock& lock) {
+  // References into a deque stay valid while others push at its end.
+  Exchange& exchange = under_way_.front();
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    finish(exchange);
+  } catch (...) {
+    error = std::current_exception();
+    end_group(*exchange.reduction.group, error);
+  }
+  lock.lock();
+  ++done_;
+  if (error && !error_) error_ = error;
+  under_way_.pop_front();
+  // After an error the transport is gone: what is left can never arrive.
+  if (error_) waiting_.clear();
+}
+
+void ReductionQueue::work() {
+  Lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stop_ || !under_way_.empty(); });
+    if (under_way_.empty()) return;
+    finish_front(lock);
+    start_waiting(lock);
+    changed_.notify_all();
+  }
+}
+
+void ReductionQueue::check() {
+  const Lock lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+}
+
+void ReductionQueue::drain() {
+  Lock lock(mutex_);
+  while (!worker_.joinable() && !under_way_.empty()) {
+    finish_front(lock);
+    start_waiting(lock);
+  }
+  changed_.wait(
+      lock, [this] { return error_ || (waiting_.empty() && under_way_.empty() && !starting_); });
+  if (error_) std::rethrow_exception(error_);
+}
+
+}  // namespace zero

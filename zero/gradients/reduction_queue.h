@@ -1,0 +1,96 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reduces packed buckets in the order they are pushed, beside the backward
+// pass: exchange rows, sum them in rank order, add the result to the shard.
+//
+// On the host one worker thread waits for the peers and sums, since Gloo can
+// not be asked whether an exchange is complete. push() starts the exchange at
+// once while fewer than kExchangesInFlight are under way, so that sending never
+// waits for summing. On a GPU nothing waits: exchanges run on the transport's
+// stream, and the calling thread enqueues each sum behind its exchange.
+//
+// Thread safety: push() and drain() are for one thread; the worker is private.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "zero/communicator.h"
+#include "zero/memory/buffer_pool.h"
+
+namespace zero {
+
+// One bucket on its way.
+struct Reduction {
+  at::Tensor rows;   // [world_size, n] in the wire dtype, from the pool; given back when done
+  at::Tensor shard;  // [n] fp32
+  bool accumulate = false;        // add to the shard, or assign it
+  float scale = 1.0F;             // factor after the sum
+  Communicator* group = nullptr;  // null or of one rank: nothing is sent
+  int64_t bucket = 0;             // for errors and traces
+};
+
+class ReductionQueue {
+  static constexpr int kExchangesInFlight = 2;
+  static constexpr int kWaiting = 2;
+  static constexpr std::chrono::milliseconds kPatience{20};
+
+ public:
+  // What a pool should keep between steps for a queue and who fills it: the exchanges under way, in
+  // both directions, what waits, and two that are being filled. What is dropped costs a page fault
+  // for every 4 KiB in the next step.
+  static constexpr int kBuffersKept = 2 * kExchangesInFlight + kWaiting + 2;
+
+  explicit ReductionQueue(BufferPool& pool) : pool_(pool) {}
+  // Drops what is not finished; blocks until the operation under way ends or fails.
+  ~ReductionQueue();
+
+  // Blocks while kWaiting buckets wait already, which bounds memory where the network is slower
+  // than the backward pass: for kPatience at most, over any number of calls, until another bucket
+  // is done. A peer may be waiting for this thread. Errors surface in check() and drain().
+  void push(Reduction reduction);
+  // Returns when everything pushed has reached its shard. Throws the first
+  // error, again at every later call.
+  void drain();
+  // Throws the first error, if there is one by now.
+  void check();
+
+ private:
+  struct Exchange {
+    Reduction reduction;
+    at::Tensor received;
+    Pending pending;
+  };
+
+  using Lock = std::unique_lock<std::mutex>;
+  // With the lock held, which they give up meanwhile.
+  void start_waiting(Lock& lock);
+  void finish_front(Lock& lock);
+
+  Exchange start(Reduction reduction);
+  void finish(Exchange& exchange);
+  void work();
+
+  BufferPool& pool_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Reduction> waiting_;
+  std::deque<Exchange> under_way_;  // exchanges started, the front one being finished
+  std::exception_ptr error_;
+  int64_t done_ = 0;                               // buckets
+  int64_t done_at_push_ = 0;                       // at the last push()
+  std::chrono::nanoseconds patience_ = kPatience;  // left until another bucket is done
+  bool starting_ = false;                          // a thread is in start_waiting()
+  bool stop_ = false;
+  std::thread worker_;  // started with the first exchange
+};
+
+}  // namespace zero

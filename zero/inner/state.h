@@ -1,0 +1,49 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The state that optimizers keep per parameter as named tensors and values, and
+// back; likewise their options as named numbers. torch's own classes give their
+// tensors themselves, others copies: see zero/inner/serialized_state.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace zero {
+
+struct InnerState {
+  // One value per element of the parameter, by the name of the accessor.
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  // One for all elements, shape [1]. Of torch's classes "step", int64, if they count.
+  std::vector<std::pair<std::string, at::Tensor>> values;
+};
+
+// Whether it is torch's AdamW, Adam, SGD, RMSprop or Adagrad.
+bool is_known(const torch::optim::Optimizer& optimizer);
+
+// None where the optimizer has no state for `parameter`. Throws c10::Error for state
+// that cannot be stored; see read_archived_state().
+std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer,
+                                           const at::Tensor& parameter);
+// What `optimizer` would keep for `parameter`, of parameter group `group`, in that
+// state. May take over the tensors, and leaves `optimizer` as it was. Throws
+// c10::Error for a name or dtype that the class does not have.
+std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
+    torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
+    const InnerState& state);
+
+// option_values(), and for classes without them what archived_options() gives.
+std::vector<std::pair<std::string, double>> stored_option_values(
+    const torch::optim::OptimizerOptions& options);
+// Sets those. Names that the class does not have are ignored.
+void set_option_values(torch::optim::OptimizerOptions& options,
+                       const std::vector<std::pair<std::string, double>>& values);
+
+}  // namespace zero

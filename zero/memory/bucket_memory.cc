@@ -1,0 +1,88 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/memory/bucket_memory.h"
+
+#include <c10/util/Exception.h>
+
+#include "kernels/cast.h"
+#include "zero/memory/device_stream.h"
+
+namespace zero {
+namespace {
+
+const char* address(const at::Tensor& tensor, int64_t element) {
+  return static_cast<const char*>(tensor.const_data_ptr()) + element * tensor.element_size();
+}
+
+char* mutable_address(const at::Tensor& tensor, int64_t element) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
+}
+
+}  // namespace
+
+void BucketMemory::allocate() {
+  if (plan_.layout == Layout::kPerParameter || !flat_.empty()) return;
+  for (const Arena& arena : plan_.arenas) {
+    const auto bytes = arena.numel * static_cast<int64_t>(c10::elementSize(arena.dtype));
+    flat_.push_back(pool_.allocate(bytes).zero_().view(arena.dtype));
+  }
+}
+
+at::Tensor BucketMemory::rows(int64_t bucket_index) {
+  const Bucket& bucket = plan_.buckets[bucket_index];
+  const Arena& arena = plan_.arena_of(bucket);
+  const int64_t numel = plan_.bucket_numel(bucket);
+  const at::Tensor flat = plan_.layout == Layout::kContiguous
+                              ? flat_[bucket.arena].narrow(0, bucket.begin, numel)
+                              : pool_.take(numel, arena.dtype);
+  return flat.view({arena.world_size, bucket.row_numel});
+}
+
+void BucketMemory::release(const at::Tensor& rows) {
+  if (plan_.layout == Layout::kPerParameter) pool_.give(rows);
+}
+
+at::Tensor BucketMemory::place(int64_t parameter, at::IntArrayRef sizes,
+                               at::IntArrayRef strides) const {
+  return flat_[plan_.parameter_arena[parameter]].as_strided(sizes, strides,
+                                                            plan_.parameter_offset[parameter]);
+}
+
+int64_t BucketMemory::bytes() const {
+  int64_t bytes = 0;
+  for (const at::Tensor& flat : flat_) bytes += static_cast<int64_t>(flat.nbytes());
+  return bytes;
+}
+
+void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
+                      const at::Tensor& tensor, const at::Tensor& rows, const at::Tensor& added) {
+  const auto stream = current_stream(rows.device());
+  for (const Piece& piece : plan.pieces(bucket, slot)) {
+    char* const to = mutable_address(rows, piece.bucket_begin);
+    if (tensor.defined()) {
+      const char* const addend = added.defined() ? address(added, piece.parameter_begin) : nullptr;
+      kernels::cast_copy(address(tensor, piece.parameter_begin), tensor.scalar_type(), to,
+                         rows.scalar_type(), piece.numel, addend, stream);
+    } else {
+      kernels::fill_zero(to, piece.numel * rows.element_size(), stream);
+    }
+  }
+}
+
+void copy_out_of_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& rows,
+                        c10::ArrayRef<at::Tensor> tensors) {
+  TORCH_INTERNAL_ASSERT(tensors.size() == bucket.slots.size(), "a tensor for every slot");
+  std::vector<kernels::CopySpan> spans;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) continue;
+    TORCH_INTERNAL_ASSERT(tensors[i].scalar_type() == rows.scalar_type());
+    for (const Piece& piece : plan.pieces(bucket, bucket.slots[i])) {
+      spans.push_back({address(rows, piece.bucket_begin),
+                       mutable_address(tensors[i], piece.parameter_begin), piece.numel});
+    }
+  }
+  kernels::cast_copy_spans(spans, rows.scalar_type(), rows.scalar_type(),
+                           current_stream(rows.device()));
+}
+
+}  // namespace zero

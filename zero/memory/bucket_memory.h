@@ -1,0 +1,62 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Memory seen as the buckets of a plan, and the copies between a bucket and the
+// parameters it holds.
+//
+// kContiguous: one flat tensor per arena, and a bucket is a part of it.
+// kPerParameter: a bucket is a pool buffer for as long as somebody uses it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/memory/buffer_pool.h"
+
+namespace zero {
+
+class BucketMemory {
+ public:
+  // References must outlive it. Allocates nothing.
+  BucketMemory(const Plan& plan, BufferPool& pool) : plan_(plan), pool_(pool) {}
+
+  // kContiguous: makes the flat tensors, zeros in their arena's dtype, in memory like the pool's,
+  // unless they are there.
+  void allocate();
+
+  // [world_size, row] in the arena's dtype, to be ended with release(). kContiguous: a view of
+  // the flat tensor. kPerParameter: unspecified contents.
+  at::Tensor rows(int64_t bucket);
+  void release(const at::Tensor& rows);
+
+  // kContiguous: the place of one parameter, as a view of the flat tensor.
+  at::Tensor place(int64_t parameter, at::IntArrayRef sizes, at::IntArrayRef strides) const;
+  // kContiguous: [arena.numel] per arena; else empty.
+  const std::vector<at::Tensor>& flat() const { return flat_; }
+  int64_t bytes() const;  // of the flat tensors
+
+ private:
+  const Plan& plan_;
+  BufferPool& pool_;
+  std::vector<at::Tensor> flat_;
+};
+
+// The copies below run on the current stream. `rows` is [world_size, row], contiguous; a tensor
+// holds a whole parameter in its memory order.
+
+// Writes the part of one parameter, with a cast where dtypes differ; zeros for an undefined tensor.
+// `added`, which has the dtype of `rows`, is added to the tensor unless it is undefined.
+// Padding is left as it is, since nobody reads it: to clear it would cost a small model on many
+// ranks more than all the rest.
+void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
+                      const at::Tensor& tensor, const at::Tensor& rows,
+                      const at::Tensor& added = {});
+// tensors[i] belongs to bucket.slots[i] and has the dtype of `rows`. Of an undefined one nothing is
+// copied.
+void copy_out_of_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& rows,
+                        c10::ArrayRef<at::Tensor> tensors);
+
+}  // namespace zero

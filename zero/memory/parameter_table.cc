@@ -1,0 +1,224 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/memory/parameter_table.h"
+
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <sstream>
+#include <unordered_set>
+
+namespace zero {
+namespace {
+
+const void* key(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl(); }
+
+std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
+  std::vector<int64_t> strides(tensor.dim());
+  int64_t stride = 1;
+  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(tensor.size(d), 1);
+  }
+  return strides;
+}
+
+void check_usable(const at::Tensor& tensor, const std::string& name) {
+  TORCH_CHECK(tensor.layout() == at::kStrided, "parameter ", name,
+              ": expected a dense (strided) tensor, got layout ", tensor.layout(),
+              "; sparse parameters cannot be cut into flat shards, use a dense one");
+  TORCH_CHECK(!tensor.is_complex(), "parameter ", name, ": expected a real dtype, got ",
+              tensor.scalar_type(), "; split it into real and imaginary parts");
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "parameter ",
+              name, ": expected dtype float, bfloat16 or half, got ", dtype,
+              "; convert the model with module.to(dtype) before making the optimizer");
+  TORCH_CHECK(tensor.is_leaf(), "parameter ", name,
+              ": expected a leaf tensor, got the result of an operation; pass the tensors that "
+              "module.parameters() returns");
+}
+
+}  // namespace
+
+ParameterTable::ParameterTable(const torch::nn::Module& module,
+                               const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  // Tied tensors are listed once for each name they have.
+  std::unordered_map<const void*, std::vector<std::string>> names;
+  std::vector<NamedTensor> in_order;
+  for (const auto& item : module.named_parameters()) {
+    if (!item.value().defined()) continue;
+    auto& list = names[key(item.value())];
+    if (list.empty()) in_order.push_back({item.key(), item.value()});
+    list.push_back(item.key());
+  }
+  std::unordered_map<const void*, int64_t> groups_seen;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    TORCH_CHECK(!groups[g].params().empty(), "parameter group ", g,
+                ": expected at least one parameter, got an empty group; leave the group out");
+    collect_group(groups[g], static_cast<int64_t>(g), names, groups_seen);
+  }
+  for (const NamedTensor& item : in_order) {
+    const auto seen = groups_seen.find(key(item.tensor));
+    if (seen != groups_seen.end() && item.tensor.requires_grad()) {
+      check_usable(item.tensor, item.name);
+      index_[key(item.tensor)] = static_cast<int64_t>(parameters_.size());
+      parameters_.push_back({item.name, item.tensor, seen->second, dense_strides(item.tensor),
+                             item.tensor.sizes().vec()});
+    } else {
+      frozen_.push_back({item.name, item.tensor, item.tensor.requires_grad()});
+    }
+  }
+  TORCH_CHECK(!parameters_.empty(),
+              "nothing to optimize: expected at least one parameter with requires_grad, got ",
+              groups_seen.size(), " frozen ones; unfreeze some before making the optimizer");
+  for (const auto& item : module.named_buffers()) {
+    if (item.value().defined()) buffers_.push_back({item.key(), item.value()});
+  }
+  const at::Device device = parameters_.front().tensor.device();
+  for (const Parameter& p : parameters_) {
+    TORCH_CHECK(p.tensor.device() == device, "parameter ", p.name, ": expected device ", device,
+                " like ", parameters_.front().name, ", got ", p.tensor.device(),
+                "; move the whole model to one device first");
+  }
+}
+
+void ParameterTable::collect_group(
+    const torch::optim::OptimizerParamGroup& group, int64_t group_index,
+    const std::unordered_map<const void*, std::vector<std::string>>& names,
+    std::unordered_map<const void*, int64_t>& groups_seen) {
+  std::unordered_map<const void*, size_t> times;
+  for (size_t i = 0; i < group.params().size(); ++i) {
+    const at::Tensor& tensor = group.params()[i];
+    TORCH_CHECK(tensor.defined(), "parameter ", i, " of group ", group_index,
+                ": expected a tensor, got an undefined one");
+    const auto found = names.find(key(tensor));
+    if (found == names.end()) {
+      check_usable(tensor, "(number " + std::to_string(i) + " of group " +
+                               std::to_string(group_index) + ")");
+    }
+    TORCH_CHECK(found != names.end(), "parameter ", i, " of group ", group_index, " of shape ",
+                tensor.sizes(),
+                ": expected a parameter of the module, got a tensor that is not registered "
+                "in it; register it or leave it to another optimizer");
+    const auto [seen, added] = groups_seen.try_emplace(key(tensor), group_index);
+    const size_t count = ++times[key(tensor)];
+    TORCH_CHECK(seen->second == group_index && count <= found->second.size(), "parameter ",
+                found->second.front(), ": expected once, given again in group ", group_index,
+                added ? "" : " after group " + std::to_string(seen->second),
+                "; give every parameter to one group, once");
+  }
+}
+
+int64_t ParameterTable::find(const at::Tensor& tensor) const {
+  const auto found = tensor.defined() ? index_.find(key(tensor)) : index_.end();
+  return found == index_.end() ? -1 : found->second;
+}
+
+int64_t ParameterTable::index_of(const at::Tensor& tensor) const {
+  TORCH_CHECK(tensor.defined(),
+              "expected a parameter of this optimizer, got an undefined tensor; pass one that "
+              "module.parameters() returns");
+  const int64_t index = find(tensor);
+  TORCH_CHECK(index >= 0, "expected a parameter of this optimizer, got a tensor of shape ",
+              tensor.sizes(),
+              " that it does not manage; pass one that module.parameters() returns and that "
+              "requires gradients");
+  return index;
+}
+
+std::vector<int64_t> ParameterTable::managed_by(const torch::nn::Module& module) const {
+  std::vector<int64_t> result;
+  for (const at::Tensor& tensor : module.parameters()) {
+    const int64_t index = find(tensor);
+    if (index >= 0) result.push_back(index);
+  }
+  return result;
+}
+
+std::vector<std::string> ParameterTable::describe() const {
+  std::vector<std::string> lines;
+  for (const Parameter& p : parameters_) {
+    std::ostringstream line;
+    line << "parameter " << p.name << " shape " << p.tensor.sizes() << " dtype "
+         << p.tensor.scalar_type() << " strides " << at::IntArrayRef(p.strides) << " group "
+         << p.group;
+    lines.push_back(line.str());
+  }
+  for (const auto* list : {&frozen_, &buffers_}) {
+    for (const NamedTensor& item : *list) {
+      std::ostringstream line;
+      line << (list == &frozen_ ? "frozen parameter " : "buffer ") << item.name << " shape "
+           << item.tensor.sizes() << " dtype " << item.tensor.scalar_type();
+      lines.push_back(line.str());
+    }
+  }
+  return lines;
+}
+
+void ParameterTable::remember() {
+  memory_.resize(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& t = parameters_[i].tensor;
+    memory_[i] = {t.const_data_ptr(), static_cast<uint32_t>(t._version()), t.scalar_type(),
+                  t.device()};
+  }
+}
+
+void ParameterTable::verify_shapes() const {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& p = parameters_[i];
+    const at::Tensor& t = p.tensor;
+    TORCH_CHECK(t.sizes() == p.sizes, "parameter ", p.name, ": expected shape ",
+                at::IntArrayRef(p.sizes), " as at construction, got ", t.sizes(),
+                "; give it back its shape, or make a new optimizer");
+    TORCH_CHECK(t.scalar_type() == memory_[i].dtype, "parameter ", p.name, ": expected dtype ",
+                memory_[i].dtype, " as at construction, got ", t.scalar_type(),
+                "; move it back and call refresh_master_parameters(), or convert the model before "
+                "making an optimizer");
+    TORCH_CHECK(t.device() == memory_[i].device, "parameter ", p.name, ": expected device ",
+                memory_[i].device, " as at construction, got ", t.device(),
+                "; move it back and call refresh_master_parameters(), or move the model before "
+                "making an optimizer");
+  }
+}
+
+void ParameterTable::verify() const {
+  verify_shapes();
+  constexpr const char* kRefresh =
+      "; call refresh_master_parameters() after changing parameters from outside";
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& p = parameters_[i];
+    const at::Tensor& t = p.tensor;
+    TORCH_CHECK(t.const_data_ptr() == memory_[i].data, "parameter ", p.name,
+                ": expected the storage the last step left, got another (module.to(), "
+                "torch::load and set_data replace it)",
+                kRefresh);
+    TORCH_CHECK(static_cast<uint32_t>(t._version()) == memory_[i].version, "parameter ", p.name,
+                ": expected the values the last step left (version ", memory_[i].version,
+                "), got version ", t._version(), ": it was loaded over or edited in place",
+                kRefresh);
+    TORCH_CHECK(t.requires_grad(), "parameter ", p.name,
+                ": expected requires_grad as at construction, got a frozen one; make a new "
+                "optimizer to freeze or unfreeze parameters");
+  }
+  for (const NamedTensor& f : frozen_) {
+    if (f.trainable) continue;
+    TORCH_CHECK(!f.tensor.requires_grad() || !f.tensor.grad().defined(), "parameter ", f.name,
+                ": expected it to stay without gradients as at construction, got "
+                "requires_grad and a gradient; make a new optimizer to unfreeze parameters");
+  }
+}
+
+void ParameterTable::verify_registered(const torch::nn::Module& module) const {
+  std::unordered_set<const void*> registered;
+  for (const at::Tensor& t : module.parameters()) registered.insert(key(t));
+  for (const Parameter& p : parameters_) {
+    TORCH_CHECK(registered.count(key(p.tensor)) == 1, "parameter ", p.name,
+                ": expected the tensor that was registered at construction, but the module now "
+                "holds another in its place; make a new optimizer");
+  }
+}
+
+}  // namespace zero

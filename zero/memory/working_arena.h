@@ -1,0 +1,58 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Where working parameters live, seen as buckets.
+//
+// kContiguous: one flat tensor per arena; every working parameter becomes a
+// view of it, so that the rows of a bucket are the parameters' own memory.
+// kPerParameter: the model keeps its storage; a bucket is assembled in a
+// pool buffer and copied out to the parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/memory/bucket_memory.h"
+#include "zero/memory/parameter_table.h"
+
+namespace zero {
+
+class WorkingArena {
+ public:
+  // References must outlive the arena. kContiguous allocates the flat tensors
+  // and calls attach().
+  WorkingArena(const Plan& plan, const ParameterTable& table, BufferPool& pool);
+
+  // kContiguous: makes every parameter a view of its place, after copying its
+  // present values there if `keep_values`. Idempotent; restores views that were replaced.
+  // kPerParameter: gives back their memory order to parameters that were
+  // replaced; throws c10::Error when one is not dense.
+  void attach(bool keep_values = true);
+
+  // [world_size, row] in the arena's dtype. kContiguous: the memory of the
+  // parameters. kPerParameter: a pool buffer with unspecified contents, to be ended with publish().
+  at::Tensor rows(int64_t bucket) { return memory_.rows(bucket); }
+  // Makes gathered rows visible in the working parameters. kContiguous: they
+  // already are.
+  void publish(int64_t bucket, const at::Tensor& rows);
+  // Copies what `rank` owns of the working parameters into `row`: [row_numel]
+  // fp32; padding becomes zero.
+  void read_row(int64_t bucket, int64_t rank, const at::Tensor& row) const;
+
+  // One tensor per broadcast that covers all managed parameters: the flat
+  // arenas, or the parameters one by one.
+  std::vector<at::Tensor> broadcast_tensors() const;
+
+  // True where a bucket's rows are the parameters' memory in fp32: the own row
+  // is then the master.
+  bool is_master(int64_t bucket) const;
+
+ private:
+  const Plan& plan_;
+  const ParameterTable& table_;
+  BucketMemory memory_;
+};
+
+}  // namespace zero

@@ -1,0 +1,158 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/norm/norm_accumulator.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/cast.h"
+#include "kernels/norm.h"
+#include "zero/memory/device_stream.h"
+
+namespace zero {
+namespace {
+
+constexpr int64_t kPiece = int64_t{1} << 18;  // elements
+
+// The elements in memory order, without a copy where memory is dense.
+at::Tensor flat(const at::Tensor& gradient) {
+  TORCH_CHECK(gradient.layout() == at::kStrided && !gradient.is_complex() &&
+                  at::isFloatingType(gradient.scalar_type()),
+              "gradient norm: expected dense gradients of a real floating dtype, got layout ",
+              gradient.layout(), " and dtype ", gradient.scalar_type(),
+              "; build the layer without sparse or complex gradients");
+  const at::Tensor dense =
+      gradient.is_non_overlapping_and_dense() ? gradient : gradient.contiguous();
+  return dense.detach().as_strided({dense.numel()}, {1}, dense.storage_offset());
+}
+
+void add_doubles(const at::Tensor& part, const at::Tensor& values, double norm_type) {
+  for (int64_t begin = 0; begin < values.numel(); begin += kPiece) {
+    const at::Tensor piece =
+        values.narrow(0, begin, std::min(kPiece, values.numel() - begin)).abs();
+    if (std::isinf(norm_type)) {
+      // The maximum of values with a NaN is some NaN, with any sign.
+      part.copy_(at::maximum(part, piece.max().abs().reshape({1}).view(at::kLong)));
+    } else {
+      part.select(0, 1).add_(at::isfinite(piece).logical_not().sum());
+      part.select(0, 0).add_(piece.pow(norm_type).sum());
+    }
+  }
+}
+
+// 16-bit values as fp32, many small gradients in one buffer, so that kernels run on long stretches.
+class Widened {
+ public:
+  Widened(const at::Tensor& part, double norm_type, int64_t numel)
+      : part_(part),
+        norm_type_(norm_type),
+        buffer_(at::empty({std::min(numel, kPiece)}, part.options().dtype(at::kFloat))) {}
+
+  void add(const at::Tensor& values) {
+    for (int64_t begin = 0; begin < values.numel();) {
+      const int64_t numel = std::min(buffer_.numel() - filled_, values.numel() - begin);
+      kernels::cast_copy(
+          static_cast<const char*>(values.const_data_ptr()) + begin * values.element_size(),
+          values.scalar_type(), buffer_.mutable_data_ptr<float>() + filled_, at::kFloat, numel,
+          /*addend=*/nullptr, current_stream(buffer_.device()));
+      begin += numel;
+      filled_ += numel;
+      if (filled_ == buffer_.numel()) flush();
+    }
+  }
+  void flush() {
+    if (filled_ == 0) return;
+    add_to_norm_part(part_, {{buffer_.const_data_ptr<float>(), filled_}}, norm_type_, 1.0);
+    filled_ = 0;
+  }
+
+ private:
+  const at::Tensor part_;
+  const double norm_type_;
+  const at::Tensor buffer_;
+  int64_t filled_ = 0;
+};
+
+}  // namespace
+
+at::Tensor empty_norm_parts(int64_t parts, double norm_type, at::Device device) {
+  const bool largest = std::isinf(norm_type);
+  return at::zeros({parts, largest ? 1 : 2},
+                   at::TensorOptions().dtype(largest ? at::kLong : at::kDouble).device(device));
+}
+
+void add_to_norm_part(const at::Tensor& part, const std::vector<kernels::ConstSpan>& spans,
+                      double norm_type, double weight) {
+  if (spans.empty()) return;
+  const kernels::Stream stream = current_stream(part.device());
+  if (std::isinf(norm_type)) {
+    at::Tensor bits = at::zeros({1}, part.options());
+    kernels::max_abs_bits(spans, bits.mutable_data_ptr<int64_t>(), stream);
+    // From the pattern of a float to that of the same number as a double.
+    const at::Tensor wide = bits.to(at::kInt).view(at::kFloat).to(at::kDouble).view(at::kLong);
+    part.copy_(at::maximum(part, wide));
+    return;
+  }
+  at::Tensor sums = at::zeros({2}, part.options());
+  if (norm_type == 2.0) {
+    kernels::sum_of_squares(spans, sums.mutable_data_ptr<double>(), stream);
+  } else {
+    kernels::sum_of_abs_powers(spans, norm_type, sums.mutable_data_ptr<double>(), stream);
+  }
+  // Not by a product with 0, which is NaN for a sum that is not finite.
+  if (weight != 0.0) part.select(0, 0).add_(sums.select(0, 0), weight);
+  part.select(0, 1).add_(sums.select(0, 1));
+}
+
+void add_to_norm_part(const at::Tensor& part, const std::vector<at::Tensor>& gradients,
+                      double norm_type) {
+  std::vector<at::Tensor> alive;  // copies of gradients that were not dense
+  std::vector<kernels::ConstSpan> spans;
+  int64_t numel16 = 0;
+  for (const at::Tensor& gradient : gradients) {
+    const at::Tensor values = flat(gradient);
+    if (values.numel() == 0) continue;
+    if (values.scalar_type() == at::kFloat) {
+      spans.push_back({values.const_data_ptr<float>(), values.numel()});
+    } else if (values.scalar_type() == at::kDouble) {
+      add_doubles(part, values, norm_type);
+      continue;
+    } else {
+      numel16 += values.numel();
+    }
+    alive.push_back(values);
+  }
+  add_to_norm_part(part, spans, norm_type, 1.0);
+  if (numel16 == 0) return;
+  Widened widened(part, norm_type, numel16);
+  for (const at::Tensor& values : alive) {
+    if (values.scalar_type() != at::kFloat) widened.add(values);
+  }
+  widened.flush();
+}
+
+Pending all_reduce_norm_parts(const at::Tensor& parts, Communicator& group,
+                              const std::string& label) {
+  const at::Tensor flat = parts.view({-1});
+  return parts.scalar_type() == at::kLong ? group.all_reduce_max(flat, label)
+                                          : group.all_reduce_sum(flat, label);
+}
+
+at::Tensor combine_norm_parts(const at::Tensor& parts) {
+  return parts.scalar_type() == at::kLong ? parts.amax(0) : parts.sum(0);
+}
+
+at::Tensor norm_of(const at::Tensor& part, double norm_type) {
+  if (std::isinf(norm_type)) return part.view(at::kDouble).select(0, 0).clone();
+  const at::Tensor sum = part.select(0, 0);
+  if (norm_type == 1.0) return sum.clone();
+  return norm_type == 2.0 ? sum.sqrt() : sum.pow(1.0 / norm_type);
+}
+
+}  // namespace zero

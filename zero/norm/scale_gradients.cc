@@ -1,0 +1,60 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/norm/scale_gradients.h"
+
+#include <ATen/TensorOperators.h>
+
+#include <algorithm>
+
+namespace zero {
+namespace {
+
+// In fp32: a product of a 16-bit tensor and a number rounds the number to 16 bits first, which is
+// wrong by up to 0.4 % in bf16. `factor` is a double or a 0-dim fp32 tensor.
+template <typename Factor>
+void scale_16_bit(const at::Tensor& gradient, const Factor& factor) {
+  constexpr int64_t kPiece = int64_t{1} << 18;
+  at::Tensor target = gradient;
+  if (!gradient.is_non_overlapping_and_dense()) {
+    target.copy_(gradient.to(at::kFloat).mul_(factor));
+    return;
+  }
+  target = gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset());
+  for (int64_t begin = 0; begin < target.numel(); begin += kPiece) {
+    at::Tensor piece = target.narrow(0, begin, std::min(kPiece, target.numel() - begin));
+    piece.copy_(piece.to(at::kFloat).mul_(factor));
+  }
+}
+
+}  // namespace
+
+void scale_by_host_norm(const std::vector<at::Tensor>& gradients, double max_norm, double norm) {
+  const double factor = max_norm / (norm + 1e-6);
+  if (factor >= 1.0) return;
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.element_size() == 2) {
+      scale_16_bit(gradient, factor);
+    } else {
+      gradient.mul_(factor);
+    }
+  }
+}
+
+void scale_by_device_norm(const std::vector<at::Tensor>& gradients, double max_norm,
+                          const at::Tensor& norm) {
+  if (gradients.empty()) return;
+  const at::Tensor factor =
+      norm.to(gradients.front().device()).add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0);
+  const at::Tensor rounded = factor.to(at::kFloat);
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.scalar_type() == at::kDouble) {
+      gradient.mul_(factor);
+    } else if (gradient.scalar_type() == at::kFloat) {
+      gradient.mul_(rounded);
+    } else {
+      scale_16_bit(gradient, rounded);
+    }
+  }
+}
+
+}  // namespace zero

@@ -1,0 +1,30 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The norm of the averaged gradient from the flat fp32 shards: one pass over
+// this rank's shards and one small message.
+#pragma once
+
+#include <vector>
+
+#include "zero/communicator.h"
+#include "zero/memory/segment_tensors.h"
+
+namespace zero {
+
+// Both 0-dim double beside the gradients; not read on the host.
+struct ShardNorm {
+  at::Tensor norm;
+  at::Tensor nonfinite;  // not 0 where a value is NaN or infinite on any rank
+};
+
+// Collective over `group`, blocks on the host. The `norm_type`-norm (any p > 0, or
+// infinity) of all segments of all ranks, which are on `device`. `weights[g]` multiplies what
+// parameter group g adds to the sum: one divided by how many ranks of `group` hold the same shards,
+// so that every element counts once, or 0 where other ranks count it; not used for infinity nor for
+// what is not finite. Sums are made in double. NaN in, NaN out, on every rank.
+ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
+                     const std::vector<double>& weights, double norm_type, at::Device device,
+                     Communicator& group);
+
+}  // namespace zero

@@ -1,0 +1,155 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/included_states.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "zero/inner/state.h"
+
+namespace zero {
+namespace {
+
+constexpr char kShared[] = "state";
+
+std::string kind_of(bool per_rank, int rank) {
+  return per_rank ? "state of rank " + std::to_string(rank) : kShared;
+}
+
+template <typename Object>
+void add(std::vector<IncludedState<Object>>& states, IncludedState<Object> state) {
+  TORCH_CHECK(!state.name.empty(), "include(): expected a name, got an empty one");
+  for (const auto& other : states) {
+    TORCH_CHECK(other.name != state.name,
+                "include(): expected one object under each name, got two "
+                "under \"",
+                state.name, "\"");
+  }
+  states.push_back(std::move(state));
+}
+
+template <typename Object>
+std::string text_of(const std::vector<IncludedState<Object>>& states) {
+  std::string text;
+  for (const auto& state : states) {
+    text += (state.per_rank ? ", state per rank " : ", state ") + state.name;
+  }
+  return text;
+}
+
+// "state X: included for all ranks, in the checkpoint per rank", or empty where it is there.
+std::string missing(const CheckpointReader& reader, const IncludedState<Stateful>& wanted) {
+  const auto& kinds = reader.kinds(kStatePrefix + wanted.name);
+  const std::string line = "state " + wanted.name + ": included in this load, ";
+  if (kinds.empty()) return line + "missing in the checkpoint";
+  if ((kinds.count(kShared) == 0) == wanted.per_rank) return {};
+  return line + (wanted.per_rank ? "saved by include() and not by include_per_rank()"
+                                 : "saved by include_per_rank() and not by include()");
+}
+
+}  // namespace
+
+SaveOptions& SaveOptions::include(const std::string& name, const Stateful& object) {
+  add(states_, {name, &object, false});
+  return *this;
+}
+
+SaveOptions& SaveOptions::include_per_rank(const std::string& name, const Stateful& object) {
+  add(states_, {name, &object, true});
+  return *this;
+}
+
+LoadOptions& LoadOptions::include(const std::string& name, Stateful& object) {
+  add(states_, {name, &object, false});
+  return *this;
+}
+
+LoadOptions& LoadOptions::include_per_rank(const std::string& name, Stateful& object) {
+  add(states_, {name, &object, true});
+  return *this;
+}
+
+std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank) {
+  std::vector<TensorToSave> result;
+  for (const auto& included : save.states()) {
+    if (!included.per_rank && rank != 0) continue;
+    const std::string state = included.object->state();
+    const auto size = static_cast<int64_t>(state.size());
+    const at::Tensor bytes = at::empty({size}, at::TensorOptions().dtype(at::kByte));
+    if (size > 0) std::memcpy(bytes.mutable_data_ptr(), state.data(), state.size());
+    const std::string owner = kStatePrefix + included.name;
+    result.push_back({{owner, owner, kind_of(included.per_rank, rank), 0, size, 0}, bytes});
+  }
+  return result;
+}
+
+std::string included_text(const SaveOptions& save) { return text_of(save.states()); }
+std::string included_text(const LoadOptions& load) { return text_of(load.states()); }
+
+std::vector<std::string> compare_states(const CheckpointReader& reader, const LoadOptions& load,
+                                        int world_size, CheckpointDifferences& differences) {
+  std::vector<std::string> notes;
+  const int64_t saved = reader.manifest().world_size;
+  for (const auto& wanted : load.states()) {
+    const std::string line = missing(reader, wanted);
+    if (!line.empty()) {
+      differences.lines.push_back(line);
+    } else if (wanted.per_rank && saved != world_size) {
+      notes.push_back(
+          "state " + wanted.name + ": in the checkpoint of " + std::to_string(saved) +
+          " ranks, here " + std::to_string(world_size) + " ranks; " +
+          (saved < world_size
+               ? "the ranks from " + std::to_string(saved) + " on keep the state they have"
+               : "those of the ranks from " + std::to_string(world_size) + " on are not used"));
+    }
+  }
+  for (const std::string& name : reader.state_names()) {
+    const bool included =
+        std::any_of(load.states().begin(), load.states().end(),
+                    [&](const IncludedState<Stateful>& state) { return state.name == name; });
+    if (!included) {
+      notes.push_back("state " + name + ": in the checkpoint, not included in this load");
+    }
+  }
+  return notes;
+}
+
+StatesToSet read_states(CheckpointReader& reader, const LoadOptions& load, int rank) {
+  StatesToSet result;
+  for (const auto& wanted : load.states()) {
+    const std::string owner = kStatePrefix + wanted.name;
+    const std::string kind = kind_of(wanted.per_rank, rank);
+    if (reader.kinds(owner).count(kind) == 0) continue;
+    result.emplace_back(wanted.object, reader.read_bytes(owner, kind));
+  }
+  return result;
+}
+
+void StateChange::set(const StatesToSet& states) {
+  for (const auto& group : groups_)
+    former_options_.push_back(stored_option_values(group.options()));
+  for (const auto& [object, state] : states) {
+    former_.emplace_back(object, object->state());
+    object->set_state(state);
+  }
+}
+
+StateChange::~StateChange() {
+  if (former_.empty()) return;
+  for (auto former = former_.rbegin(); former != former_.rend(); ++former) {
+    try {
+      former->first->set_state(former->second);
+    } catch (const std::exception& error) {
+      TORCH_WARN("load_checkpoint: an object did not take back its own former state: ",
+                 error.what());
+    }
+  }
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    set_option_values(groups_[g].options(), former_options_[g]);
+  }
+}
+
+}  // namespace zero

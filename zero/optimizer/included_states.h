@@ -1,0 +1,58 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The states of the objects that SaveOptions and LoadOptions include. Each is a tensor of bytes in
+// the file of the rank whose state it is, so that the manifest stays small with any number of
+// ranks.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/checkpoint/differences.h"
+#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/writer.h"
+#include "zero/checkpoint_options.h"
+
+namespace zero {
+
+// What the file of rank `rank` holds of them. Throws what the objects throw.
+std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank);
+
+// The included names, for comparing ranks.
+std::string included_text(const SaveOptions& save);
+std::string included_text(const LoadOptions& load);
+
+// Adds to `differences` the states that `load` includes and the checkpoint does not hold. Returns
+// what is no hindrance: states that `load` leaves out, and states per rank of another number of
+// ranks than `world_size`.
+std::vector<std::string> compare_states(const CheckpointReader& reader, const LoadOptions& load,
+                                        int world_size, CheckpointDifferences& differences);
+
+// Objects with the state that rank `rank` gives them.
+using StatesToSet = std::vector<std::pair<Stateful*, std::string>>;
+StatesToSet read_states(CheckpointReader& reader, const LoadOptions& load, int rank);
+
+// Sets states; unless keep() is called, the objects get their former states back, and `groups`
+// the options that objects such as schedules have set.
+class StateChange {
+ public:
+  explicit StateChange(std::vector<torch::optim::OptimizerParamGroup>& groups) : groups_(groups) {}
+  ~StateChange();
+  StateChange(const StateChange&) = delete;
+  StateChange& operator=(const StateChange&) = delete;
+
+  // Once. Throws what the objects throw.
+  void set(const StatesToSet& states);
+  void keep() { former_.clear(); }
+
+ private:
+  std::vector<torch::optim::OptimizerParamGroup>& groups_;
+  std::vector<std::vector<std::pair<std::string, double>>> former_options_;  // by group
+  StatesToSet former_;
+};
+
+}  // namespace zero

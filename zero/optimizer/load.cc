@@ -1,0 +1,289 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Everything that can go wrong goes wrong in stage(), which changes nothing. Once
+// all ranks have staged, commit() only moves memory.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <set>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/agreement/all_or_none.h"
+#include "zero/checkpoint/differences.h"
+#include "zero/checkpoint/reader.h"
+#include "zero/inner/classes.h"
+#include "zero/inner/state.h"
+#include "zero/optimizer/impl.h"
+#include "zero/optimizer/included_states.h"
+
+namespace zero {
+namespace {
+
+// One segment as it will be, in host memory until its state is made.
+struct StagedSegment {
+  const SegmentTensors* target = nullptr;
+  at::Tensor master;
+  std::unique_ptr<torch::optim::OptimizerParamState> state;
+  bool has_state = false;  // whether `state`, which may be none, replaces the present one
+};
+
+struct Staged {
+  Manifest manifest;
+  std::vector<StagedSegment> segments;
+  std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // to, from
+  StatesToSet states;
+  bool same_run = false;
+  bool restores_options = false;
+  LoadReport report;
+};
+
+// The next steps add to it. Of classes that are not torch's own, nothing is known.
+void check_step(const std::string& owner, const std::string& kind, const at::Tensor& value) {
+  if (kind != "step" || value.scalar_type() != at::kLong) return;
+  const auto step = value.item<int64_t>();
+  TORCH_CHECK(step >= 0 && step <= kCountLimit, "parameter ", owner, ": expected a step from 0 to ",
+              kCountLimit, ", got ", step);
+}
+
+// torch compares options with those of the last step, and NaN equals nothing.
+void check_options(const Manifest& manifest, const std::string& folder) {
+  for (size_t g = 0; g < manifest.groups.size(); ++g) {
+    for (const auto& [name, value] : manifest.groups[g]) {
+      TORCH_CHECK(!std::isnan(value) && (name != "lr" || std::isfinite(value)), folder,
+                  ": parameter group ", g, ": expected a number as ", name, ", got ", value,
+                  "; restore_options(false) keeps the present options");
+    }
+  }
+}
+
+class Staging {
+ public:
+  Staging(CheckpointReader& reader, const ParameterTable& table, ShardOptimizer& shards,
+          const CheckpointDifferences& differences)
+      : reader_(reader), table_(table), shards_(shards), differences_(differences) {}
+
+  void read_segments(Staged& staged) {
+    for (const SegmentTensors& s : shards_.segments()) {
+      const std::string& name = table_.parameters()[s.segment.parameter].name;
+      if (differences_.unusable.count(name) != 0) continue;
+      wanted_.push_back({name, s.segment.begin, s.segment.numel});
+      staged.segments.push_back({&s, buffer(s.segment.numel, at::kFloat), nullptr, false});
+    }
+    std::vector<at::Tensor> masters;
+    for (const StagedSegment& s : staged.segments) masters.push_back(s.master);
+    reader_.read("master", wanted_, masters);
+    if (differences_.same_optimizer) read_states(staged);
+  }
+
+  void read_whole(Staged& staged, const std::vector<NamedTensor>& present,
+                  const std::vector<ManifestParameter>& stored, const char* kind) {
+    std::map<std::string, const ManifestParameter*> by_name;
+    for (const ManifestParameter& p : stored) by_name[p.name] = &p;
+    for (const NamedTensor& item : present) {
+      if (differences_.unusable.count(item.name) != 0) continue;
+      staged.whole.emplace_back(item.tensor, reader_.read_whole(*by_name.at(item.name), kind));
+    }
+  }
+
+ private:
+  static at::Tensor buffer(int64_t numel, c10::ScalarType dtype) {
+    return at::empty({numel}, at::TensorOptions().dtype(dtype));
+  }
+
+  void read_states(Staged& staged) {
+    // By kind, because a parameter that was never used has none.
+    std::map<std::string, std::vector<size_t>> segments_with;
+    for (size_t i = 0; i < wanted_.size(); ++i) {
+      for (const std::string& kind : reader_.kinds(wanted_[i].owner)) {
+        if (kind != "master") segments_with[kind].push_back(i);
+      }
+    }
+    std::vector<InnerState> states(wanted_.size());
+    torch::optim::Optimizer& inner = shards_.inner();
+    for (const auto& [kind, segments] : segments_with) {
+      if (is_value(kind)) {
+        read_values(kind, segments, states);
+      } else {
+        read_tensors(staged, kind, segments, states);
+      }
+    }
+    for (size_t i = 0; i < wanted_.size(); ++i) {
+      StagedSegment& s = staged.segments[i];
+      if (differences_.without_state.count(wanted_[i].owner) != 0) continue;
+      s.has_state = true;
+      // Freed one after the other: some classes copy.
+      const InnerState state = std::exchange(states[i], {});
+      if (state.tensors.empty() && state.values.empty()) continue;
+      s.state = make_inner_state(inner, s.target->group, s.target->master, state);
+    }
+  }
+
+  void read_tensors(const Staged& staged, const std::string& kind,
+                    const std::vector<size_t>& segments, std::vector<InnerState>& states) {
+    std::vector<WantedRange> wanted;
+    std::vector<at::Tensor> into;
+    for (size_t i : segments) {
+      wanted.push_back(wanted_[i]);
+      into.push_back(buffer(wanted_[i].numel, reader_.dtype(wanted_[i].owner, kind)));
+    }
+    reader_.read(kind, wanted, into);
+    for (size_t n = 0; n < segments.size(); ++n) {
+      const at::Device device = staged.segments[segments[n]].target->master.device();
+      states[segments[n]].tensors.emplace_back(kind, into[n].to(device));
+    }
+  }
+
+  void read_values(const std::string& kind, const std::vector<size_t>& segments,
+                   std::vector<InnerState>& states) {
+    std::vector<WantedRange> wanted;
+    for (size_t i : segments) wanted.push_back(wanted_[i]);
+    const std::vector<at::Tensor> values = reader_.read_values(kind, wanted);
+    for (size_t n = 0; n < segments.size(); ++n) {
+      if (!values[n].defined()) continue;
+      check_step(wanted[n].owner, kind, values[n]);
+      states[segments[n]].values.emplace_back(kind, values[n]);
+    }
+  }
+
+  CheckpointReader& reader_;
+  const ParameterTable& table_;
+  ShardOptimizer& shards_;
+  const CheckpointDifferences& differences_;
+  std::vector<WantedRange> wanted_;
+};
+
+Staged stage(const std::string& folder, const LoadOptions& load, const ParameterTable& table,
+             ShardOptimizer& shards, const Communicator& ranks) {
+  CheckpointReader reader(folder);
+  CheckpointDifferences differences = find_differences(reader.manifest(), table, shards.inner());
+  if (differences.same_optimizer) {
+    find_missing_state(reader.manifest(), table, differences);
+    if (load.restore_options()) {
+      find_unknown_options(reader.manifest(), shards.inner(), differences);
+    }
+  }
+  if (load.restore_options()) check_options(reader.manifest(), folder);
+  const std::vector<std::string> notes =
+      compare_states(reader, load, ranks.world_size(), differences);
+  if (load.strict()) throw_differences(differences, folder);
+  Staged staged;
+  staged.same_run = differences.lines.empty();
+  // Those of a group that holds other parameters here are not meant for them.
+  staged.restores_options = load.restore_options() && differences.same_groups;
+  differences.lines.insert(differences.lines.end(), notes.begin(), notes.end());
+  Staging staging(reader, table, shards, differences);
+  staging.read_segments(staged);
+  staging.read_whole(staged, table.frozen(), reader.manifest().frozen, "frozen");
+  staging.read_whole(staged, table.buffers(), reader.manifest().buffers, "buffer");
+  staged.states = read_states(reader, load, ranks.rank());
+  // Together the ranks read every byte of every file, needed or not.
+  for (size_t f = 0; f < reader.manifest().files.size(); ++f) {
+    const auto reads_it = static_cast<int>(f % static_cast<size_t>(ranks.world_size()));
+    if (reads_it == ranks.rank()) reader.verify_file(f);
+  }
+  staged.manifest = reader.manifest();
+  staged.report.metadata = staged.manifest.metadata;
+  staged.report.world_size = staged.manifest.world_size;
+  staged.report.run = staged.manifest.run;
+  staged.report.differences = std::move(differences.lines);
+  staged.report.bytes_read = reader.bytes_read();
+  return staged;
+}
+
+// Moves what was read to where it belongs. Nothing here can fail.
+void commit(Staged& staged, ShardOptimizer& shards) {
+  torch::optim::Optimizer& inner = shards.inner();
+  for (StagedSegment& s : staged.segments) {
+    s.target->master.copy_(s.master);
+    if (!s.has_state) continue;
+    if (s.state) {
+      inner.state()[s.target->master.unsafeGetTensorImpl()] = std::move(s.state);
+    } else {
+      inner.state().erase(s.target->master.unsafeGetTensorImpl());
+    }
+  }
+  shards.take_state();
+  for (auto& [to, from] : staged.whole) to.copy_(from);
+}
+
+void restore_options(const Manifest& manifest,
+                     std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    set_option_values(groups[g].options(), manifest.groups[g]);
+  }
+}
+
+// Of what a strict load allows, and a resumed run may have forgotten.
+void warn_of(const std::vector<std::string>& differences, const std::string& folder) {
+  if (differences.empty()) return;
+  std::string text;
+  for (const std::string& line : differences) text += "\n  " + line;
+  TORCH_WARN("load_checkpoint(", folder, "):", text);
+}
+
+}  // namespace
+
+LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const LoadOptions& load,
+                                                ParamGroups& groups) {
+  const auto check = [&] {
+    check_can_be_stored(groups);
+    verify_shapes();
+  };
+  agree(Call::kLoadCheckpoint, check,
+        folder + (load.strict() ? ", strict" : "") +
+            (load.restore_options() ? ", restore options" : "") + included_text(load));
+  Staged staged;
+  StateChange states(groups);
+  const auto ids = share_outcome(*links->control, "load_checkpoint(" + folder + ")", [&] {
+    staged = stage(folder, load, table, shards, *links->control);
+    // On copies, because a class of the user's may refuse its options.
+    ParamGroups tried = groups;
+    if (staged.restores_options) restore_options(staged.manifest, tried);
+    states.set(staged.states);
+    return staged.manifest.id;
+  });
+  for (size_t r = 0; r < ids.size(); ++r) {
+    TORCH_CHECK(ids[r] == ids[0], "rank ", links->rank(), ": load_checkpoint(", folder,
+                "): expected the same checkpoint on all ranks, got ", ids[0], " on rank 0 and ",
+                ids[r], " on rank ", r, "; load from a folder that all ranks share");
+  }
+
+  states.keep();
+  arena.attach(/*keep_values=*/false);
+  commit(staged, shards);
+  const Manifest& m = staged.manifest;
+  if (m.dynamic_scale) {
+    scaler.set_state({m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min});
+  }
+  reducer.set_scale(1.0 / scaler.scale());
+  counts.write({m.steps, m.skipped_steps, false});
+  calls_of_step = m.steps + m.skipped_steps;
+  if (staged.same_run) run.resume(m);
+  if (staged.restores_options) restore_options(m, groups);
+  finish_step();
+  start_gathers([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
+  finish_gathers();
+  for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
+  table.remember();
+  if (load.strict() && links->control->rank() == 0) warn_of(staged.report.differences, folder);
+  return std::move(staged.report);
+}
+
+LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {
+  at::NoGradGuard no_grad;
+  LoadReport report;
+  impl_->guarded([&] { report = impl_->load_checkpoint(folder, options, param_groups_); });
+  return report;
+}
+
+}  // namespace zero

@@ -1,0 +1,194 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <torch/version.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/checkpoint/atomic_directory.h"
+#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/writer.h"
+#include "zero/inner/classes.h"
+#include "zero/inner/state.h"
+#include "zero/optimizer/impl.h"
+#include "zero/optimizer/included_states.h"
+#include "zero/pending_checkpoint.h"
+
+namespace zero {
+namespace {
+
+constexpr char kLibraryVersion[] = "0.1";
+
+TensorToSave piece(const std::string& owner, const std::string& kind, const Segment& segment,
+                   at::Tensor tensor) {
+  const std::string range = "[" + std::to_string(segment.begin) + ":" +
+                            std::to_string(segment.begin + segment.numel) + "]";
+  return {{owner + range + "." + kind, owner, kind, segment.begin, segment.numel, 0},
+          std::move(tensor)};
+}
+
+// Of a shard that several ranks hold copies of, the first one saves it.
+FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, int rank,
+                     const std::function<bool(int64_t parameter)>& saves) {
+  FileToSave file{rank_file_name(rank), {}};
+  const torch::optim::Optimizer& inner = shards.inner();
+  for (const SegmentTensors& s : shards.segments()) {
+    if (!saves(s.segment.parameter)) continue;
+    const std::string& owner = table.parameters()[s.segment.parameter].name;
+    file.tensors.push_back(piece(owner, "master", s.segment, s.master));
+    const auto state = read_inner_state(inner, s.master);
+    if (!state) continue;
+    for (const auto& list : {state->tensors, state->values}) {
+      for (const auto& [kind, tensor] : list) {
+        TORCH_CHECK(safetensors_knows(tensor.scalar_type()), "checkpoint: parameter ", owner,
+                    ": expected state ", kind, " of a dtype that safetensors has, got ",
+                    tensor.scalar_type());
+        file.tensors.push_back(piece(owner, kind, s.segment, tensor));
+      }
+    }
+  }
+  return file;
+}
+
+FileToSave frozen_file(const ParameterTable& table) {
+  FileToSave file{kFrozenFileName, {}};
+  const auto add = [&](const std::vector<NamedTensor>& list, const char* kind) {
+    for (const NamedTensor& item : list) {
+      file.tensors.push_back(
+          {{item.name, item.name, kind, 0, item.tensor.numel(), 0}, item.tensor.detach()});
+    }
+  };
+  add(table.frozen(), "frozen");
+  add(table.buffers(), "buffer");
+  return file;
+}
+
+std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
+  std::vector<ManifestParameter> result;
+  for (const NamedTensor& item : list) {
+    result.push_back({item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0});
+  }
+  return result;
+}
+
+}  // namespace
+
+Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
+                                            const ParamGroups& groups) const {
+  Manifest m;
+  m.library_version = kLibraryVersion;
+  m.torch_version = TORCH_VERSION;
+  m.world_size = links->control->world_size();
+  m.stage = options.stage();
+  m.layout = options.layout() == Layout::kContiguous ? "contiguous" : "per parameter";
+  m.bucket_bytes = options.bucket_bytes().value_or(default_bucket_bytes(domains.home.world_size()));
+  m.plan_fingerprint = plan.fingerprint();
+  m.optimizer = optimizer_name(shards.inner());
+  const StepCounts::Values made = counts.read();
+  m.steps = made.steps;
+  m.skipped_steps = made.skipped_steps;
+  const LossScaler::State state = scaler.state();
+  m.dynamic_scale = scaler.dynamic();
+  m.scale = state.scale;
+  m.good_steps = state.good_steps;
+  m.hysteresis_left = state.hysteresis_left;
+  m.skipped_at_min = state.skipped_at_min;
+  for (const auto& g : groups) m.groups.push_back(stored_option_values(g.options()));
+  for (const Parameter& p : table.parameters()) {
+    m.parameters.push_back({p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group});
+  }
+  m.frozen = describe(table.frozen());
+  m.buffers = describe(table.buffers());
+  m.metadata = save.metadata();
+  return m;
+}
+
+ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& folder,
+                                                          const SaveOptions& save, bool copy,
+                                                          const ParamGroups& groups) {
+  // The inner optimizer's state is looked at here, where all ranks learn of an error.
+  FileToSave own;
+  const auto check = [&] {
+    check_can_be_stored(groups);
+    verify_untouched();
+    own = rank_file(table, shards, links->rank(), [&](int64_t parameter) {
+      const auto& replicas = domains.list[domain_of[parameter]].replicas;
+      return !replicas || replicas->rank() == 0;
+    });
+    for (TensorToSave& state : states_to_save(save, links->control->rank())) {
+      own.tensors.push_back(std::move(state));
+    }
+  };
+  agree(Call::kSaveCheckpoint, check,
+        folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
+            included_text(save));
+  Save result{std::make_shared<CheckpointWriter>(*links->control, folder, save.overwrite()),
+              {},
+              make_manifest(save, groups)};
+  result.writer->begin();
+  if (links->rank() == 0) {
+    result.manifest.run = run.id();
+    result.manifest.saved = run.next_save(parent_of(folder));
+  }
+  result.files.push_back(std::move(own));
+  if (links->rank() == 0) result.files.push_back(frozen_file(table));
+  if (copy) {
+    for (FileToSave& file : result.files) {
+      for (TensorToSave& t : file.tensors) t.tensor = t.tensor.to(at::kCPU, false, /*copy=*/true);
+    }
+  }
+  return result;
+}
+
+void ZeroOptimizer::Impl::check_can_be_stored(const ParamGroups& groups) const {
+  TORCH_CHECK(
+      domains.uniform,
+      "checkpoint: expected every rank of the mesh to hold the same parameters, got experts "
+      "or stages, which would share names in one folder; save these models yourself from "
+      "master() and inner().state()");
+  check_no_gradients();
+  check_groups(groups);
+}
+
+void ZeroOptimizer::Impl::check_no_gradients() const {
+  TORCH_CHECK(reducer.rounds_needed() == 0 && !reducer.any_used() && clips.empty(),
+              "expected no gradients since the last step, got some; a checkpoint holds no "
+              "gradients: call step() first, or zero_grad() to drop them");
+}
+
+void ZeroOptimizer::save_checkpoint(const std::string& folder, const SaveOptions& options) {
+  at::NoGradGuard no_grad;
+  impl_->guarded([&] {
+    Impl::Save save = impl_->begin_save(folder, options, /*copy=*/false, param_groups_);
+    save.writer->write_files(save.files);
+    save.writer->finish(std::move(save.manifest));
+  });
+}
+
+std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
+    const std::string& folder, const SaveOptions& options) {
+  at::NoGradGuard no_grad;
+  std::unique_ptr<PendingCheckpoint> pending;
+  impl_->guarded([&] {
+    Impl::Save save = impl_->begin_save(folder, options, /*copy=*/true, param_groups_);
+    auto finish = [impl = impl_.get(), writer = save.writer, folder,
+                   manifest = std::move(save.manifest)] {
+      impl->guarded([&] {
+        impl->agree(Call::kSaveCheckpoint, nullptr, "the end of " + folder);
+        writer->finish(manifest);
+      });
+    };
+    auto write = [writer = save.writer, files = std::move(save.files)] {
+      writer->write_files(files);
+    };
+    pending = std::make_unique<PendingCheckpoint>(std::move(write), std::move(finish));
+  });
+  return pending;
+}
+
+}  // namespace zero

@@ -1,0 +1,413 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "zero/launch.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "zero/base/descriptors.h"
+#include "zero/base/error_text.h"
+#include "zero/rendezvous/environment.h"
+#include "zero/rendezvous/tcp_store.h"
+
+namespace zero {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How late the end of a rank may be noticed.
+constexpr int kPollMilliseconds = 20;
+// The store is served and asked by this process.
+constexpr std::chrono::seconds kServeTimeout{10};
+
+// A longer line is passed on in parts, so that a rank that ends none takes no more memory.
+constexpr size_t kLineBytes = 64 << 10;
+
+// One of a child's output streams, passed on line by line. A progress bar ends its lines by a
+// carriage return. It becomes a line feed: the next line may be another rank's, and must not
+// overwrite this one.
+class LinePipe {
+ public:
+  LinePipe(int from, int to, std::string prefix)
+      : from_(from), to_(to), prefix_(std::move(prefix)) {}
+  int descriptor() const { return from_; }
+  bool open() const { return from_ >= 0; }
+
+  // Passes on what is there, without waiting.
+  void drain() {
+    std::array<char, 65536> buffer;
+    while (open()) {
+      const ssize_t count = read(from_, buffer.data(), buffer.size());
+      if (count > 0) {
+        text_.append(buffer.data(), static_cast<size_t>(count));
+        pass_on_lines();
+      } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
+        close_now();
+      } else if (errno == EAGAIN) {
+        return;
+      }
+    }
+  }
+
+  void close_now() {
+    if (!open()) return;
+    if (!text_.empty()) {
+      text_ += '\n';
+      pass_on_lines();
+    }
+    close(from_);
+    from_ = -1;
+  }
+
+ private:
+  void pass_on_lines() {
+    std::string out;
+    size_t begin = 0;
+    while (begin < text_.size()) {
+      const size_t end = std::min(text_.find_first_of("\r\n", begin), begin + kLineBytes);
+      if (end >= text_.size()) break;
+      const char last = text_[end];
+      const bool ended = last == '\r' || last == '\n';
+      // Nothing is left of "\r\n" at its second half, and of a bar that returns first.
+      const bool empty = end == begin && (last == '\r' || (last == '\n' && returned_));
+      if (!empty) out += prefix_ + text_.substr(begin, end - begin) + '\n';
+      returned_ = last == '\r';
+      begin = ended ? end + 1 : end;
+    }
+    text_.erase(0, begin);
+    for (size_t done = 0; done < out.size();) {
+      const ssize_t count = write(to_, out.data() + done, out.size() - done);
+      if (count < 0 && errno != EINTR) return;  // Nobody reads us any more.
+      done += static_cast<size_t>(std::max<ssize_t>(count, 0));
+    }
+  }
+
+  int from_;
+  const int to_;
+  const std::string prefix_;
+  std::string text_;
+  bool returned_ = false;  // the last line ended with a carriage return
+};
+
+struct Child {
+  pid_t pid = -1;  // -1 once it has ended.
+  std::vector<LinePipe> pipes;
+};
+
+// The signal to pass on, 0 for none.
+std::atomic<int> received_signal{0};
+
+extern "C" void remember_signal(int number, siginfo_t* info, void*) {
+  // A terminal has sent its Ctrl-C to the children as well: a second one would look impatient.
+  if (info->si_code != SI_KERNEL) received_signal = number;
+}
+
+// While it lives, SIGINT and SIGTERM are remembered instead of ending this process.
+class SignalCatcher {
+ public:
+  SignalCatcher() {
+    struct sigaction action = {};
+    action.sa_sigaction = remember_signal;
+    action.sa_flags = SA_SIGINFO | SA_RESTART;
+    sigemptyset(&action.sa_mask);
+    received_signal = 0;
+    sigaction(SIGINT, &action, &old_interrupt_);
+    sigaction(SIGTERM, &action, &old_terminate_);
+  }
+  ~SignalCatcher() {
+    sigaction(SIGINT, &old_interrupt_, nullptr);
+    sigaction(SIGTERM, &old_terminate_, nullptr);
+  }
+  SignalCatcher(const SignalCatcher&) = delete;
+  SignalCatcher& operator=(const SignalCatcher&) = delete;
+
+ private:
+  struct sigaction old_interrupt_ = {};
+  struct sigaction old_terminate_ = {};
+};
+
+int usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
+
+std::vector<std::string> own_arguments() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  const std::string all{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  std::vector<std::string> arguments;
+  for (size_t begin = 0; begin < all.size();) {
+    arguments.emplace_back(all.c_str() + begin);
+    begin += arguments.back().size() + 1;
+  }
+  TORCH_CHECK(!arguments.empty(), "launch_local: cannot read /proc/self/cmdline");
+  return arguments;
+}
+
+// This process's variables with those of rank `rank` in place of its own.
+std::vector<std::string> child_environment(int rank, int ranks, int port) {
+  std::map<std::string, std::string> ours{
+      {"RANK", std::to_string(rank)},
+      {"WORLD_SIZE", std::to_string(ranks)},
+      {"LOCAL_RANK", std::to_string(rank)},
+      {"LOCAL_WORLD_SIZE", std::to_string(ranks)},
+      {"MASTER_ADDR", "127.0.0.1"},
+      {"MASTER_PORT", std::to_string(port)},
+      {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+      {"TORCHELASTIC_RESTART_COUNT", "0"},
+  };
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) {
+    ours["OMP_NUM_THREADS"] = std::to_string(std::max(1, usable_cores() / ranks));
+  }
+  std::vector<std::string> result;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    if (ours.count(text.substr(0, text.find('='))) == 0) result.push_back(text);
+  }
+  for (const auto& [name, value] : ours) result.push_back(name + "=" + value);
+  return result;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& texts) {
+  std::vector<char*> result;
+  for (std::string& text : texts) result.push_back(text.data());
+  result.push_back(nullptr);
+  return result;
+}
+
+// What the child does between fork and exec. Another thread of the parent may have held any lock
+// at the fork, so only calls that take none are allowed here.
+[[noreturn]] void become(char** arguments, char** environment, int out, int error, pid_t parent) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() == parent) {  // Otherwise it died before the call above, and nobody would know.
+    if (out >= 0) dup2(out, STDOUT_FILENO);
+    if (error >= 0) dup2(error, STDERR_FILENO);
+    execve("/proc/self/exe", arguments, environment);
+  }
+  _exit(127);
+}
+
+Child start_child(int rank, int ranks, int port, const LaunchOptions& options) {
+  std::vector<std::string> arguments = own_arguments();
+  std::vector<std::string> environment = child_environment(rank, ranks, port);
+  const std::vector<char*> argument_pointers = pointers(arguments);
+  const std::vector<char*> environment_pointers = pointers(environment);
+  std::array<int, 2> out{-1, -1};
+  std::array<int, 2> error{-1, -1};
+  if (options.prefix_lines) {
+    TORCH_CHECK(pipe2(out.data(), O_CLOEXEC) == 0 && pipe2(error.data(), O_CLOEXEC) == 0,
+                "launch_local: cannot make a pipe for rank ", rank, ": ", std::strerror(errno));
+  }
+  const pid_t parent = getpid();
+  Child child;
+  child.pid = fork();
+  if (child.pid == 0) {
+    become(const_cast<char**>(argument_pointers.data()),
+           const_cast<char**>(environment_pointers.data()), out[1], error[1], parent);
+  }
+  const int fork_error = errno;
+  const std::string prefix = c10::str("[", rank, "] ");
+  for (const auto& [pipe, to] : {std::pair(out, STDOUT_FILENO), std::pair(error, STDERR_FILENO)}) {
+    if (!options.prefix_lines) continue;
+    close(pipe[1]);
+    fcntl(pipe[0], F_SETFL, O_NONBLOCK);
+    child.pipes.emplace_back(pipe[0], to, prefix);
+  }
+  TORCH_CHECK(child.pid > 0, "launch_local: cannot start rank ", rank, " of ", ranks, ": ",
+              std::strerror(fork_error));
+  return child;
+}
+
+// Looks after the children until the last one has ended.
+class Parent {
+ public:
+  Parent(int ranks, const LaunchOptions& options) : ranks_(ranks), options_(options) {}
+
+  ~Parent() {  // Children are left only when starting one has failed.
+    send_all(SIGKILL);
+    for (Child& child : children_) {
+      if (child.pid > 0) waitpid(child.pid, nullptr, 0);
+    }
+  }
+  Parent(const Parent&) = delete;
+  Parent& operator=(const Parent&) = delete;
+
+  void start_all(int port) {
+    for (int rank = 0; rank < ranks_; ++rank) {
+      children_.push_back(start_child(rank, ranks_, port, options_));
+    }
+  }
+
+  int run() {
+    while (alive() > 0) {
+      wait_for_output();
+      reap();
+      if (const int signal = received_signal.exchange(0)) {
+        send_all(signal);
+        begin_ending();
+      }
+      if (Clock::now() >= kill_at_) {
+        send_all(SIGKILL);
+        kill_at_ = Clock::time_point::max();
+      }
+    }
+    return exit_code_;
+  }
+
+ private:
+  int alive() const {
+    return static_cast<int>(std::count_if(children_.begin(), children_.end(),
+                                          [](const Child& child) { return child.pid > 0; }));
+  }
+
+  void send_all(int signal) const {
+    for (const Child& child : children_) {
+      if (child.pid > 0) kill(child.pid, signal);
+    }
+  }
+
+  void begin_ending() {
+    if (!ending_) kill_at_ = Clock::now() + options_.grace;
+    ending_ = true;
+  }
+
+  void wait_for_output() {
+    std::vector<pollfd> polled;
+    for (Child& child : children_) {
+      for (LinePipe& pipe : child.pipes) {
+        if (pipe.open()) polled.push_back({pipe.descriptor(), POLLIN, 0});
+      }
+    }
+    poll(polled.data(), polled.size(), kPollMilliseconds);
+    drain();
+  }
+
+  void drain() {
+    for (Child& child : children_) {
+      for (LinePipe& pipe : child.pipes) pipe.drain();
+    }
+  }
+
+  void reap() {
+    for (int rank = 0; rank < ranks_; ++rank) {
+      Child& child = children_[static_cast<size_t>(rank)];
+      int status = 0;
+      if (child.pid <= 0 || waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
+      child.pid = -1;
+      for (LinePipe& pipe : child.pipes) {
+        pipe.drain();
+        pipe.close_now();  // A process that the rank has left behind may hold the other end.
+      }
+      report(rank, status);
+    }
+  }
+
+  void report(int rank, int status) {
+    const bool by_signal = WIFSIGNALED(status);
+    const int code = by_signal ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+    if (code == 0 || exit_code_ != 0) return;
+    exit_code_ = code;
+    if (by_signal) {
+      std::fprintf(stderr, "launch_local: rank %d of %d ended by signal %d (%s)", rank, ranks_,
+                   WTERMSIG(status), strsignal(WTERMSIG(status)));
+    } else {
+      std::fprintf(stderr, "launch_local: rank %d of %d failed with exit code %d", rank, ranks_,
+                   code);
+    }
+    std::fprintf(stderr, "%s\n", alive() > 0 && !ending_ ? "; stopping the others" : "");
+    if (!ending_) send_all(SIGTERM);
+    begin_ending();
+  }
+
+  const int ranks_;
+  const LaunchOptions options_;
+  std::vector<Child> children_;
+  int exit_code_ = 0;  // Of the first failure.
+  bool ending_ = false;
+  Clock::time_point kill_at_ = Clock::time_point::max();
+};
+
+// c10d would listen on all interfaces. The system chooses the port, so no other job can have it.
+int bind_to_loopback(uint16_t& port) {
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  TORCH_CHECK(listener >= 0 && bind(listener, generic, size) == 0 &&
+                  getsockname(listener, generic, &size) == 0,
+              "launch_local: cannot serve the store at 127.0.0.1: ", std::strerror(errno));
+  port = ntohs(address.sin_port);
+  return listener;
+}
+
+c10::intrusive_ptr<c10d::TCPStore> serve_store(int ranks) {
+  c10d::TCPStoreOptions options;
+  options.masterListenFd = bind_to_loopback(options.port);  // The store closes it.
+  options.isServer = true;
+  options.numWorkers = static_cast<size_t>(ranks);
+  options.waitWorkers = false;
+  options.timeout = kServeTimeout;
+  return open_tcp_store("127.0.0.1", options);
+}
+
+// What the parent opens: the store, and two pipes for each rank.
+int parent_descriptors(int ranks, const LaunchOptions& options) {
+  return store_descriptors(ranks) + (options.prefix_lines ? 2 * ranks : 0);
+}
+
+int run_here(const std::function<int()>& body) {
+  try {
+    return body();
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+  }
+  return 1;
+}
+
+}  // namespace
+
+int launch_local(int ranks, const std::function<int()>& body, const LaunchOptions& options) {
+  TORCH_CHECK(ranks >= 1, "launch_local: expected at least 1 rank, got ", ranks);
+  const Environment env = read_environment();
+  const bool launched = env.source == Environment::Source::kTorchrun || env.world_size > 1;
+  if (launched || ranks == 1) return run_here(body);
+  std::fflush(nullptr);
+  return with_c10_errors("launch_local", [&] {
+    const std::string problem = make_room_for_descriptors(parent_descriptors(ranks, options));
+    TORCH_CHECK(problem.empty(), "launch_local: cannot start ", ranks, " ranks: ", problem);
+    const SignalCatcher signals;
+    const auto store = serve_store(ranks);
+    Parent parent(ranks, options);
+    parent.start_all(store->getPort());
+    return parent.run();
+  });
+}
+
+}  // namespace zero

@@ -1,0 +1,193 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "zero/rendezvous/meeting.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <algorithm>
+#include <optional>
+#include <sstream>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "zero/base/detached_call.h"
+#include "zero/base/error_text.h"
+#include "zero/base/slow_wait.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How often a rank that waits looks whether another gave up.
+constexpr milliseconds kLook{200};
+// How long a rank that gives up waits for the marks of the others.
+constexpr milliseconds kMarks{500};
+// How long a rank that serves the store waits for the others to have read them.
+constexpr milliseconds kReaders{200};
+constexpr milliseconds kPause{20};
+// Work has its own limit, and its error says more than ours.
+constexpr milliseconds kGrace{100};
+constexpr size_t kRanksNamed = 8;
+
+constexpr const char* kArrived = "arrived";
+constexpr const char* kConnected = "connected";
+constexpr const char* kGivenUp = "given up";
+constexpr const char* kReasons = "reasons read";
+
+std::string mark_key(int rank) { return "rank/" + std::to_string(rank); }
+
+std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::ostringstream text;
+  text << (ranks.size() == 1 ? "rank " : "ranks ");
+  for (size_t i = 0; i < std::min(ranks.size(), kRanksNamed); ++i) {
+    text << (i == 0 ? "" : ", ") << ranks[i];
+  }
+  if (ranks.size() > kRanksNamed) text << " and " << ranks.size() - kRanksNamed << " more";
+  return text.str();
+}
+
+// The ranks in [begin, end) that have a mark. Asks about all at once, and about halves only where
+// some are missing.
+void find_marked(c10d::Store& store, int begin, int end, std::vector<int>& marked) {
+  std::vector<std::string> keys;
+  for (int rank = begin; rank < end; ++rank) keys.push_back(mark_key(rank));
+  if (store.check(keys)) {
+    for (int rank = begin; rank < end; ++rank) marked.push_back(rank);
+  } else if (end - begin > 1) {
+    const int middle = begin + (end - begin) / 2;
+    find_marked(store, begin, middle, marked);
+    find_marked(store, middle, end, marked);
+  }
+}
+
+}  // namespace
+
+// What the other ranks have marked.
+struct Rendezvous::Marks {
+  std::vector<int> missing;  // Never arrived.
+  std::vector<int> silent;   // Arrived, neither connected nor given up.
+  int given_up = 0;
+
+  std::string text() const {
+    std::string text;
+    if (!missing.empty()) text += "; missing: " + ranks_text(missing);
+    if (!silent.empty()) {
+      text += "; " + ranks_text(silent) + (silent.size() == 1 ? " has" : " have") +
+              " arrived and did not connect: ended, stopped or out of reach";
+    }
+    return text.empty() ? "; all ranks have arrived" : text;
+  }
+};
+
+Rendezvous::Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int world_size,
+                       milliseconds timeout, Clock::time_point since, std::string failed,
+                       std::string purpose)
+    : store_(std::move(store)),
+      rank_(rank),
+      world_size_(world_size),
+      timeout_(timeout),
+      since_(since),
+      failed_(std::move(failed)),
+      purpose_(std::move(purpose)) {}
+
+Rendezvous::Backend Rendezvous::run(const Work& work) {
+  const auto left = std::chrono::ceil<milliseconds>(since_ + timeout_ - Clock::now());
+  const auto store = store_->within(std::max(left, kGrace));
+  std::string reason;
+  try {
+    store->set(mark_key(rank_), std::string(kArrived));
+    Backend backend = await(start_detached([work, store] { return work(store); }), *store);
+    try {
+      store_->within(kMarks)->set(mark_key(rank_), std::string(kConnected));
+    } catch (const std::exception&) {  // Only the errors of others would have become better.
+    }
+    return backend;
+  } catch (const std::exception& error) {
+    reason = error_line(error);
+  }
+  const std::string others = give_up(reason);
+  TORCH_CHECK(false, failed_, " within ", timeout_.count(), " ms (this is rank ", rank_, ")",
+              others, ". ", reason);
+}
+
+Rendezvous::Backend Rendezvous::await(std::future<Backend> made, BoundedStore& store) const {
+  const auto start = Clock::now();
+  const auto deadline = std::max(since_ + timeout_, start) + kGrace;
+  bool printed = false;
+  while (made.wait_until(std::min(Clock::now() + kLook, deadline)) != std::future_status::ready) {
+    TORCH_CHECK(Clock::now() < deadline, "The time is up");
+    if (!printed && Clock::now() - start >= slow_wait_after()) {
+      printed = true;
+      print_whom(store);
+    }
+    if (store.check({kGivenUp}) && made.wait_for(milliseconds(0)) != std::future_status::ready) {
+      TORCH_CHECK(false, text_of(store.get(kGivenUp)));
+    }
+  }
+  return made.get();
+}
+
+void Rendezvous::print_whom(BoundedStore& store) const {
+  const Marks marks = read_marks(store);
+  // A rank that has arrived may itself wait for those that have not.
+  const std::vector<int>& whom = marks.missing.empty() ? marks.silent : marks.missing;
+  if (whom.empty()) return;
+  print_slow_wait(c10::str("rank ", rank_, " of ", world_size_, " waits for ", ranks_text(whom),
+                           " ", purpose_, " (up to ", duration_text(timeout_), ")"));
+}
+
+Rendezvous::Marks Rendezvous::read_marks(c10d::Store& store) const {
+  std::vector<int> marked;
+  find_marked(store, 0, world_size_, marked);
+  std::vector<std::string> keys;
+  for (const int rank : marked) keys.push_back(mark_key(rank));
+  const auto values = store.multiGet(keys);
+  Marks marks;
+  int next = 0;  // The first rank that is not looked at yet.
+  for (size_t i = 0; i <= marked.size(); ++i) {
+    const int rank = i < marked.size() ? marked[i] : world_size_;
+    for (; next < rank; ++next) marks.missing.push_back(next);
+    next = rank + 1;
+    if (i == marked.size() || rank == rank_) continue;
+    const std::string mark = text_of(values[i]);
+    if (mark == kArrived) marks.silent.push_back(rank);
+    if (mark == kGivenUp) ++marks.given_up;
+  }
+  return marks;
+}
+
+std::string Rendezvous::give_up(const std::string& reason) const {
+  const auto start = Clock::now();
+  const auto store = store_->within(kMarks + kReaders);
+  std::optional<Marks> marks;
+  try {
+    store->set(mark_key(rank_), std::string(kGivenUp));
+    // The first reason stays, since later ones follow from it.
+    const std::string text = c10::str("Rank ", rank_, " gave up: ", reason);
+    if (!store->check({kGivenUp})) store->set(kGivenUp, text);
+    marks = read_marks(*store);
+    // A rank that looks finds the reason within kLook, and marks that it gives up too.
+    while (!marks->silent.empty() && Clock::now() < start + kMarks) {
+      std::this_thread::sleep_for(kPause);
+      marks = read_marks(*store);
+    }
+    store->add(kReasons, 1);
+    while (store_->served_here() && store->add(kReasons, 0) <= marks->given_up &&
+           Clock::now() < start + kMarks + kReaders) {
+      std::this_thread::sleep_for(kPause);
+    }
+  } catch (const std::exception& error) {
+    // The rank that serves the store may have given up earlier, and ends with it. What was read
+    // before that still names who is silent.
+    if (!marks) return "; " + error_line(error);
+  }
+  return marks->text();
+}
+
+}  // namespace zero

@@ -1,0 +1,65 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A meeting of ranks in their store that ends in time and names who did not take part.
+//
+// Each rank marks in the store that it has arrived, and later that it is connected or why it gave
+// up. A rank that gives up makes the others give up within a second, and reads their marks: a rank
+// that has arrived and says nothing any more is one that ended, is stopped or cannot be reached.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <functional>
+#include <future>
+#include <string>
+
+#include "zero/rendezvous/bounded_store.h"
+
+namespace c10d {
+class Backend;
+}
+
+namespace zero {
+
+// Used once, by one thread.
+class Rendezvous {
+ public:
+  // Returns the transport that connects the ranks; null where they only meet. Everything it uses
+  // must be its own: it runs on a thread that may be left behind. `store` bounds all its calls.
+  using Work = std::function<c10::intrusive_ptr<c10d::Backend>(
+      const c10::intrusive_ptr<c10d::Store>& store)>;
+
+  // `store` is this meeting's alone. The timeout counts from `since`. `failed` begins the error and
+  // `purpose` ends the line about a long wait: "rank 0 of 2 waits for rank 1 <purpose> (up to 10
+  // min)".
+  Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int world_size,
+             std::chrono::milliseconds timeout, std::chrono::steady_clock::time_point since,
+             std::string failed, std::string purpose);
+
+  // Collective. Throws c10::Error within the timeout and a second when a rank does not take part or
+  // gives up.
+  c10::intrusive_ptr<c10d::Backend> run(const Work& work);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using Backend = c10::intrusive_ptr<c10d::Backend>;
+  struct Marks;
+
+  Backend await(std::future<Backend> made, BoundedStore& store) const;
+  void print_whom(BoundedStore& store) const;
+  Marks read_marks(c10d::Store& store) const;
+  // Tells the others, and returns who is missing as far as the store says.
+  std::string give_up(const std::string& reason) const;
+
+  const c10::intrusive_ptr<BoundedStore> store_;
+  const int rank_;
+  const int world_size_;
+  const std::chrono::milliseconds timeout_;
+  const Clock::time_point since_;
+  const std::string failed_;
+  const std::string purpose_;
+};
+
+}  // namespace zero

@@ -1,0 +1,85 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/update/replica_check.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <cstring>
+#include <map>
+#include <sstream>
+
+#include "kernels/cast.h"
+
+namespace zero {
+namespace {
+
+// 62 bits, so that the value and its negative are both int64.
+int64_t hash_of(const at::Tensor& tensor) {
+  const at::Tensor host = tensor.detach().cpu();
+  // Dense memory: the storage order is the same on every rank.
+  return static_cast<int64_t>(XXH3_64bits(host.const_data_ptr(), host.nbytes()) >> 2);
+}
+
+// Whether this rank's masters of a parameter round to its working values.
+bool masters_agree(const ParameterTable& table, const SegmentTensors& s) {
+  const at::Tensor& tensor = table.parameters()[s.segment.parameter].tensor;
+  const at::Tensor host = tensor.detach().cpu();
+  const at::Tensor master = s.master.cpu();
+  at::Tensor rounded = at::empty({s.segment.numel}, host.options());
+  kernels::cast_copy(master.const_data_ptr(), at::kFloat, rounded.mutable_data_ptr(),
+                     host.scalar_type(), s.segment.numel, nullptr, {});
+  const auto* working =
+      static_cast<const char*>(host.const_data_ptr()) + s.segment.begin * host.element_size();
+  return std::memcmp(working, rounded.const_data_ptr(), rounded.nbytes()) == 0;
+}
+
+std::string ranks_by_hash(Communicator& group, int64_t hash) {
+  const auto texts = group.all_gather_text(std::to_string(hash), "hashes of one parameter");
+  std::map<std::string, std::string> ranks;
+  for (size_t r = 0; r < texts.size(); ++r) ranks[texts[r]] += " " + std::to_string(r);
+  std::ostringstream text;
+  for (const auto& [value, list] : ranks) text << "\n  ranks" << list << " hold hash " << value;
+  return text.str();
+}
+
+}  // namespace
+
+void check_working_parameters(const ParameterTable& table, const ShardOptimizer& shards, int rank,
+                              Communicator& group, const std::function<bool(int64_t)>& includes) {
+  const auto count = static_cast<int64_t>(table.parameters().size());
+  // Per parameter: hash, its negative, and the first rank whose master differs.
+  at::Tensor message = at::empty({count, 3}, at::TensorOptions().dtype(at::kLong));
+  auto* words = message.mutable_data_ptr<int64_t>();
+  std::vector<int64_t> hashes(count);
+  for (int64_t p = 0; p < count; ++p) {
+    hashes[p] = includes(p) ? hash_of(table.parameters()[p].tensor) : 0;
+    words[3 * p] = hashes[p];
+    words[3 * p + 1] = -hashes[p];
+    words[3 * p + 2] = 0;
+  }
+  for (const SegmentTensors& s : shards.segments()) {
+    if (!includes(s.segment.parameter)) continue;
+    if (!masters_agree(table, s)) words[3 * s.segment.parameter + 2] = rank + 1;
+  }
+  group.all_reduce_max(message.view({-1}), "hashes of all parameters").wait();
+  for (int64_t p = 0; p < count; ++p) {
+    const std::string& name = table.parameters()[p].name;
+    if (words[3 * p] != -words[3 * p + 1]) {
+      TORCH_CHECK(false, "rank ", rank, ": parameter ", name,
+                  ": expected the same values on every rank, got different ones:",
+                  ranks_by_hash(group, hashes[p]),
+                  "\ncall refresh_master_parameters() to take rank 0's values, or load a "
+                  "checkpoint");
+    }
+    TORCH_CHECK(words[3 * p + 2] == 0, "rank ", rank, ": parameter ", name,
+                ": expected working values that are the rounded masters, got others on rank ",
+                words[3 * p + 2] - 1,
+                "; call refresh_master_parameters() or refresh_working_parameters()");
+  }
+}
+
+}  // namespace zero

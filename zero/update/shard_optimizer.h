@@ -1,0 +1,114 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The inner optimizer over this rank's fp32 master segments.
+//
+// torch's AdamW, Adam and SGD run through fused kernels, bucket by bucket: one
+// pass that clips, updates and writes the working row. Every other optimizer,
+// and these with fused(false), runs its own step() over all segments. State
+// lives in the inner optimizer's state() either way.
+//
+// On a GPU the fused path never waits to learn whether a step is skipped: the kernels read that,
+// the clip coefficient and the counts of updates from the device's memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/gradients/gradient_reducer.h"
+#include "zero/inner/step_trap.h"
+#include "zero/memory/parameter_table.h"
+#include "zero/memory/segment_tensors.h"
+#include "zero/memory/working_arena.h"
+#include "zero/update/fused_update.h"
+#include "zero/update/step_counts.h"
+
+namespace zero {
+
+class ShardOptimizer {
+ public:
+  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+  // Receives a bucket whose own working row is complete, to be gathered.
+  using RowWritten = std::function<void(int64_t bucket, const at::Tensor& rows)>;
+
+  // What the segments are views of, with the lifetime of the optimizer.
+  // `ranks[d]` is this rank's number in domain d of the plan.
+  struct Shards {
+    const Plan& plan;
+    const ParameterTable& table;
+    std::vector<int64_t> ranks;
+    WorkingArena& arena;
+    const GradientReducer& reducer;
+  };
+
+  struct Options {
+    bool fused = true;      // where the kernels exist for this class of optimizer
+    bool deferred = false;  // then update() learns on the device whether the step is skipped
+  };
+
+  // Takes masters from the working parameters and replaces `inner`'s
+  // parameters by them. `inner` must have passed check_inner_optimizer().
+  ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Optimizer> inner, Options options);
+
+  // Makes `groups`' options the inner optimizer's. Throws c10::Error when the
+  // inner options are not what the last call left.
+  void push_options(const ParamGroups& groups);
+
+  // Updates the segments of parameters with used[p] != 0 from coefficient * gradient, and this
+  // rank's row of every bucket's working rows. `coefficient` and `nonfinite` are 0-dim double
+  // beside the gradients. Where `nonfinite` is not 0, nothing changes, state and counts included;
+  // undefined means 0, and without deferred() that is what it must be.
+  void update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
+              const at::Tensor& nonfinite, const RowWritten& written);
+  bool deferred() const { return counts_.has_value(); }
+  // Whether the user called step() of the inner optimizer since this was asked last.
+  bool inner_was_stepped() { return trap_->sprung(); }
+
+  // Masters from working parameters, and working rows from masters.
+  void read_masters();
+  void write_working(const RowWritten& written);
+
+  // [row_numel] fp32.
+  const at::Tensor& master_row(int64_t bucket) const { return master_rows_[bucket]; }
+  const std::vector<SegmentTensors>& segments() const { return segments_; }
+  // With deferred() this waits for the device, to bring the state's counts up to date: not for the
+  // step path, nor once per parameter.
+  torch::optim::Optimizer& inner();
+  const torch::optim::Optimizer& inner() const;
+  // To be called after inner().state() was changed.
+  void take_state();
+
+  int64_t master_bytes() const;  // without masters that are working rows
+  int64_t state_bytes() const;
+
+ private:
+  void make_masters();
+  void replace_parameters();
+  void count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite);
+  void update_bucket(int64_t bucket, const std::vector<uint8_t>& used, const FusedScalars& scalars,
+                     const at::Tensor& own_row);
+  void update_inner(const std::vector<uint8_t>& used, double coefficient);
+  void give_state() const;
+  void write_row(int64_t bucket, const at::Tensor& own_row) const;
+  at::Tensor own_row(int64_t bucket, const at::Tensor& rows) const;
+
+  const Shards shards_;
+  std::unique_ptr<torch::optim::Optimizer> inner_;
+  std::optional<InnerStepTrap> trap_;
+  const bool fused_;
+
+  std::vector<at::Tensor> master_rows_;   // per bucket
+  std::vector<SegmentTensors> segments_;  // by bucket, then by offset
+  std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
+  std::optional<SegmentCounts> counts_;   // updates of each segment, with deferred()
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> pushed_;
+  std::vector<std::vector<FusedSegment>> by_group_;  // of update_bucket(), kept for its memory
+};
+
+}  // namespace zero

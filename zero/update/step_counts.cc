@@ -1,0 +1,118 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/update/step_counts.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+namespace zero {
+
+SegmentCounts::SegmentCounts(int64_t segments, at::Device device)
+    : counts_(at::zeros({segments}, at::TensorOptions().dtype(at::kFloat).device(device))),
+      increment_(at::zeros_like(counts_)),
+      updated_(static_cast<size_t>(segments), 0) {}
+
+void SegmentCounts::add(const std::vector<uint8_t>& updated, const at::Tensor& nonfinite) {
+  if (updated != updated_) {
+    updated_ = updated;
+    at::Tensor host =
+        at::empty({increment_.numel()},
+                  increment_.options().device(at::kCPU).pinned_memory(increment_.is_cuda()));
+    std::copy(updated.begin(), updated.end(), host.mutable_data_ptr<float>());
+    increment_.copy_(host, /*non_blocking=*/true);
+  }
+  counts_.add_(nonfinite.defined() ? increment_ * nonfinite.eq(0) : increment_);
+}
+
+std::vector<int64_t> SegmentCounts::read() const {
+  const at::Tensor host = counts_.to(at::kCPU);
+  const auto* begin = host.const_data_ptr<float>();
+  return {begin, begin + host.numel()};
+}
+
+void SegmentCounts::write(const std::vector<int64_t>& counts) {
+  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(counts.size()) == counts_.numel());
+  at::Tensor host = at::empty({counts_.numel()}, counts_.options().device(at::kCPU));
+  std::copy(counts.begin(), counts.end(), host.mutable_data_ptr<float>());
+  counts_.copy_(host);
+}
+
+namespace {
+
+StepCounts::Values values_of(const at::Tensor& host) {
+  const auto* v = host.const_data_ptr<double>();
+  return {static_cast<int64_t>(v[0]), static_cast<int64_t>(v[1]), v[2] != 0};
+}
+
+}  // namespace
+
+StepCounts::StepCounts(std::optional<at::Device> device) {
+  if (device) on_device_ = at::zeros({3}, at::TensorOptions().dtype(at::kDouble).device(*device));
+}
+
+void StepCounts::add(bool skipped) {
+  TORCH_INTERNAL_ASSERT(!on_device_.defined());
+  ++(skipped ? values_.skipped_steps : values_.steps);
+  values_.skipped = skipped;
+}
+
+void StepCounts::add(const at::Tensor& nonfinite) {
+  TORCH_INTERNAL_ASSERT(on_device_.defined());
+  const at::Tensor steps = on_device_.select(0, 0);
+  if (!nonfinite.defined()) {
+    steps.add_(1);
+    on_device_.select(0, 2).zero_();
+    return;
+  }
+  const at::Tensor skipped = nonfinite.ne(0).to(at::kDouble);
+  steps.add_(1).sub_(skipped);
+  on_device_.select(0, 1).add_(skipped);
+  on_device_.select(0, 2).copy_(skipped);
+}
+
+void StepCounts::add_nothing() {
+  values_.skipped = false;
+  if (on_device_.defined()) on_device_.select(0, 2).zero_();
+}
+
+StepCounts::Values StepCounts::read() const {
+  return on_device_.defined() ? values_of(on_device_.to(at::kCPU)) : values_;
+}
+
+void StepCounts::fetch() {
+  if (!on_device_.defined()) return;
+  if (!on_host_.defined()) {
+    on_host_ =
+        at::empty({3}, on_device_.options().device(at::kCPU).pinned_memory(on_device_.is_cuda()));
+  }
+  on_host_.copy_(on_device_, /*non_blocking=*/true);
+  if (!on_device_.is_cuda()) return;
+  const at::Device device = on_device_.device();
+  if (!fetched_) fetched_.emplace(device.type());
+  fetched_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+StepCounts::Values StepCounts::fetched() {
+  if (!on_device_.defined()) return values_;
+  if (fetched_) fetched_->synchronize();
+  return values_of(on_host_);
+}
+
+void StepCounts::write(const Values& values) {
+  values_ = values;
+  if (!on_device_.defined()) return;
+  at::Tensor host = at::empty({3}, on_device_.options().device(at::kCPU));
+  auto* v = host.mutable_data_ptr<double>();
+  v[0] = static_cast<double>(values.steps);
+  v[1] = static_cast<double>(values.skipped_steps);
+  v[2] = values.skipped ? 1.0 : 0.0;
+  on_device_.copy_(host);
+}
+
+}  // namespace zero
