@@ -17,8 +17,8 @@ import re
 import sys
 
 STEP = "train_gpt::step"
-WIDTH, LEFT, ROW = 1100, 130, 20
-COLOURS = {"forward": "#7aa6c2", "pack": "#e0a458", "reduce": "#c8553d", "clip": "#8f6bb3",
+WIDTH, LEFT, ROW = 1100, 90, 24
+COLOURS = {"forward": "#4f86a8", "backward": "#c3d9e6", "pack": "#e0a458", "reduce": "#c8553d", "clip": "#8f6bb3",
            "norm": "#b28fd0", "update": "#4f9d69", "gather": "#1f6f8b", "step": "#7d8790"}
 
 
@@ -65,18 +65,28 @@ def with_depth(events):
     return found
 
 
+def backward_span(named):
+    """[begin, end] from the end of the forward pass to the next range that is no packing."""
+    forward = [e for e in named if kind(e["name"]) == "forward"]
+    if not forward:
+        return None
+    begin = forward[-1]["ts"] + forward[-1]["dur"]
+    after = [e["ts"] for e in named if e["ts"] >= begin and kind(e["name"]) != "pack"]
+    return [begin, min(after)] if after else None
+
+
 def draw_thread(events, begin, end, y):
     """(shapes, height) of one thread between two times."""
     scale = (WIDTH - LEFT - 20) / (end - begin)
     shapes = []
 
     def box(start, stop, row, colour, title, label=""):
-        x, width = LEFT + (start - begin) * scale, max((stop - start) * scale, 0.4)
+        x, width = LEFT + (start - begin) * scale, max((stop - start) * scale, 1)
         top = y + row * ROW
         shapes.append(f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{ROW - 4}" '
                       f'fill="{colour}"><title>{html.escape(title)}</title></rect>')
-        if label and width > 6.5 * len(label):
-            shapes.append(f'<text x="{x + 3:.1f}" y="{top + 12}" fill="white">'
+        if label and width > 8 * len(label):
+            shapes.append(f'<text x="{x + 4:.1f}" y="{top + 14}" fill="white">'
                           f'{html.escape(label)}</text>')
 
     inside = [e for e in events if e["ts"] < end and e["ts"] + e["dur"] > begin]
@@ -84,11 +94,18 @@ def draw_thread(events, begin, end, y):
         box(max(start, begin), min(stop, end), 0, "#c9ced2", "operations and autograd")
     depth = 0
     named = [e for e in inside if is_named(e) and e["name"] != STEP]
+    backward = backward_span(named)
+    if backward:
+        box(*backward, 1, COLOURS["backward"], "backward")
     for event, level in with_depth(named):
         depth = max(depth, level + 1)
         word = kind(event["name"])
         box(event["ts"], event["ts"] + event["dur"], level + 1, COLOURS.get(word, "#666"),
             f"{event['name']}: {event['dur'] / 1e3:.3f} ms", event["name"].split("::", 1)[1])
+    if backward:
+        x = LEFT + (backward[0] - begin) * scale + 4
+        shapes.append(f'<text x="{x:.1f}" y="{y + ROW + 14}" stroke="{COLOURS["backward"]}" '
+                      'stroke-width="4" paint-order="stroke">backward</text>')
     return shapes, (depth + 1) * ROW + 10
 
 
@@ -102,25 +119,27 @@ def draw(trace, number):
     body, y = [], 34
     main = steps[number]["tid"]
     for thread in sorted(threads, key=lambda tid: (tid != main, str(tid))):
+        if thread != main and not any(is_named(event) for event in threads[thread]):
+            continue  # of OpenMP
         shapes, height = draw_thread(threads[thread], begin, end, y)
         if not shapes:
             continue
         name = "training" if thread == main else "worker"
-        body.append(f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{name}</text>')
+        body.append(f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{name}</text>')
         body += shapes
         y += height
     x = LEFT
-    for word, colour in COLOURS.items():
+    for word, colour in [*COLOURS.items(), ("operations and autograd", "#c9ced2")]:
         body.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>'
                     f'<text x="{x + 16}" y="{y + 10}">{word}</text>')
-        x += 80
+        x += 90
     y += 18
     milliseconds = (end - begin) / 1e3
     title = f"one step on rank 0, {milliseconds:.1f} ms"
     body.append(f'<text x="{LEFT}" y="20" font-weight="bold">{title}</text>')
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 6}" '
-            'font-family="sans-serif" font-size="11">\n'
-            '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n")
+            'font-family="sans-serif" font-size="12.5">\n'
+            '<rect width="100%" height="100%" rx="6" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n")
 
 
 def main():
