@@ -1,12 +1,15 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The code of README.md's Usage and Checkpoints sections, as a program that readme_test runs:
-//   readme_program <ranks> <batches> <folder>
+// The code of the documents as a program that readme_test runs and compares with them:
+//   readme_program <ranks> loop <folder>        README.md's loop
+//   readme_program <ranks> <batches> <folder>   that of docs/training.md and docs/checkpoints.md
+//   readme_program 8 mesh <folder>              the optimizer of docs/parallelism.md
 //
-// Trains up to batch <batches> and saves after every third one in <folder>/run; where there are
-// checkpoints, it goes on from the newest. Every rank writes its parameters and its next random
-// numbers to <folder>/state-<rank>-<batches>. readme_test compares README.md with this file.
+// The second trains up to batch <batches> and saves after every third one in <folder>/run. Where
+// there are checkpoints, it goes on from the newest. Every rank writes its parameters and its next
+// random numbers to <folder>/state-<rank>-<batches>, after the first its parameters to
+// <folder>/loop-<rank>.
 #include <ATen/ops/mse_loss.h>
 #include <ATen/ops/randn.h>
 #include <torch/nn/modules/dropout.h>
@@ -26,6 +29,7 @@
 #include "zero/checkpoint.h"
 #include "zero/launch.h"
 #include "zero/lr_schedule.h"
+#include "zero/mesh.h"
 #include "zero/random_state.h"
 #include "zero/zero_optimizer.h"
 
@@ -57,7 +61,7 @@ struct Batch {
   int rank = 0;
 };
 
-at::Tensor loss(Gpt& model, const Batch& batch, int64_t micro) {
+at::Tensor loss(Gpt& model, const Batch& batch, int64_t micro = 0) {
   const auto seed = static_cast<uint64_t>(1000 * batch.number + 10 * micro + batch.rank);
   const at::Tensor x = zero::numbers({3, 13}, seed), y = zero::numbers({3, 5}, seed + 7);
   const at::Device device = model->parameters()[0].device();
@@ -94,15 +98,62 @@ class Batches : public zero::Stateful {
   Batch batch_;
 };
 
-void write_state(Gpt& model, const std::string& path) {
+void write_tensors(const std::vector<at::Tensor>& tensors, const std::string& path) {
   std::ofstream file(path, std::ios::binary);
-  std::vector<at::Tensor> tensors = model->parameters();
-  tensors.push_back(at::randn({5}));
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor host = tensor.detach().cpu().contiguous();
     file.write(static_cast<const char*>(host.const_data_ptr()),
                static_cast<std::streamsize>(host.nbytes()));
   }
+}
+
+int train_in_a_loop() {
+  const GptConfig config;
+  Batches batches(steps);
+
+  zero::Group group = zero::init_process_group();
+  Gpt model(config);
+  model->to(group.device());
+  auto adamw = std::make_unique<torch::optim::AdamW>(model->parameters(), 3e-4);
+  zero::ZeroOptimizer optimizer(*model, std::move(adamw), group, zero::ZeroOptions().stage(2));
+
+  batches.set_rank(group.rank());
+  for (Batch& batch : batches) {
+    optimizer.backward(loss(model, batch));
+    optimizer.clip_grad_norm_(1.0);
+    optimizer.step();
+  }
+  write_tensors(model->parameters(), "loop-" + std::to_string(group.rank()));
+  return 0;
+}
+
+struct ExpertModel : torch::nn::Module {
+  ExpertModel()
+      : dense(register_module("dense", torch::nn::Linear(13, 7))),
+        expert(register_module("expert", torch::nn::Linear(7, 5))) {}
+
+  torch::nn::Linear dense;
+  torch::nn::Linear expert;
+};
+
+int step_over_a_mesh() {
+  zero::Group world = zero::init_process_group();
+  ExpertModel model;
+  std::vector<torch::optim::OptimizerParamGroup> groups{model.dense->parameters(),
+                                                        model.expert->parameters()};
+  auto adamw = std::make_unique<torch::optim::AdamW>(std::move(groups));
+
+  zero::Mesh mesh(world, {{"rep", 2}, {"edp", 2}, {"ep", 2}});
+  auto copies = zero::GroupPlacement().replicate_group(mesh.group({"rep"}));
+  auto experts = zero::GroupPlacement(copies).reduce_group(mesh.group({"edp"})).averaged_over(8);
+  zero::ZeroOptimizer optimizer(
+      model, std::move(adamw), mesh.group({"edp", "ep"}),
+      zero::ZeroOptions().mesh_group(world).placement(0, copies).placement(1, experts));
+
+  const at::Tensor x = zero::numbers({3, 13}, static_cast<uint64_t>(world.rank()));
+  optimizer.backward(model.expert(model.dense(x.to(world.device()))).square().mean());
+  optimizer.step();
+  return optimizer.stats().steps == 1 ? 0 : 1;
 }
 
 int train(int64_t last) {
@@ -143,7 +194,9 @@ int train(int64_t last) {
                                   .include_per_rank("random", random));
     if (group.rank() == 0) zero::keep_last("run", 2);
   }
-  write_state(model, "state-" + std::to_string(group.rank()) + "-" + std::to_string(last));
+  std::vector<at::Tensor> tensors = model->parameters();
+  tensors.push_back(at::randn({5}));
+  write_tensors(tensors, "state-" + std::to_string(group.rank()) + "-" + std::to_string(last));
   return 0;
 }
 
@@ -153,6 +206,9 @@ int main(int argc, char** argv) {
   if (argc != 4) return 2;
   return zero::launch_local(std::atoi(argv[1]), [&] {
     if (chdir(argv[3]) != 0) std::perror(argv[3]);
+    const std::string what = argv[2];
+    if (what == "loop") return train_in_a_loop();
+    if (what == "mesh") return step_over_a_mesh();
     return train(std::atoll(argv[2]));
   });
 }

@@ -1,7 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// README.md's own code, compiled: a run that stops and goes on in new processes is the run that
+// The documents' own code, compiled and run: the loop of README.md trains, the optimizer of
+// docs/parallelism.md is made, and a run that stops and goes on in new processes is the run that
 // never stopped, in every bit, with dropout and a schedule.
 #include <gtest/gtest.h>
 
@@ -20,13 +21,19 @@ std::string content(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// The lines of the C++ blocks of a section of README.md.
-std::string code_of_section(const std::string& title) {
-  std::istringstream readme(content("README.md"));
+struct Section {
+  const char* name;  // of the test
+  const char* file;
+  const char* title;
+};
+
+// The lines of the C++ blocks of a section.
+std::string code_of(const Section& section) {
+  std::istringstream document(content(section.file));
   std::string code;
   bool here = false, inside = false;
-  for (std::string line; std::getline(readme, line);) {
-    if (line.rfind("## ", 0) == 0) here = line == "## " + title;
+  for (std::string line; std::getline(document, line);) {
+    if (line.rfind("## ", 0) == 0) here = line == std::string("## ") + section.title;
     if (!here) continue;
     if (line.rfind("```", 0) == 0) {
       inside = line == "```cpp";
@@ -56,21 +63,36 @@ std::vector<std::string> statements(const std::string& code) {
   return result;
 }
 
-class ReadmeTest : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Sections, ReadmeTest, ::testing::Values("Usage", "Checkpoints"),
-                         [](const auto& info) { return std::string(info.param); });
+class ReadmeTest : public ::testing::TestWithParam<Section> {};
+INSTANTIATE_TEST_SUITE_P(
+    Sections, ReadmeTest,
+    ::testing::Values(Section{"Loop", "README.md", "How"},
+                      Section{"WholeLoop", "docs/training.md", "The loop"},
+                      Section{"Mesh", "docs/parallelism.md", "A mesh and placements"},
+                      Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"}),
+    [](const auto& info) { return std::string(info.param.name); });
 
 TEST_P(ReadmeTest, EveryStatementIsOneOfTheProgramInTheSameOrder) {
-  const std::vector<std::string> shown = statements(code_of_section(GetParam()));
+  const std::vector<std::string> shown = statements(code_of(GetParam()));
   const std::vector<std::string> compiled = statements(content("tests/training/readme_program.cc"));
-  ASSERT_GE(shown.size(), 5u);
+  ASSERT_GE(shown.size(), 4u);
   size_t next = 0;
   for (const std::string& statement : shown) {
     const size_t from = next;
     while (next < compiled.size() && compiled[next] != statement) ++next;
-    EXPECT_LT(next, compiled.size()) << "README.md only: " << statement;
+    EXPECT_LT(next, compiled.size()) << GetParam().file << " only: " << statement;
     next = next < compiled.size() ? next + 1 : from;
   }
+}
+
+// Runs readme_program in a folder of its own, which it returns.
+std::string run_program(const std::string& name, int ranks, const std::string& what) {
+  const std::string folder = ::testing::TempDir() + "/" + name + std::to_string(ranks);
+  std::filesystem::create_directories(folder + "/run");
+  const std::string command =
+      "tests/training/readme_program " + std::to_string(ranks) + " " + what + " " + folder;
+  EXPECT_EQ(std::system(command.c_str()), 0) << command;
+  return folder;
 }
 
 class ReadmeRunTest : public ::testing::TestWithParam<int> {};
@@ -78,14 +100,8 @@ INSTANTIATE_TEST_SUITE_P(Ranks, ReadmeRunTest, ::testing::Values(1, 2, 3),
                          [](const auto& info) { return "W" + std::to_string(info.param); });
 
 TEST_P(ReadmeRunTest, ANewProcessGoesOnAsIfTheRunHadNotStopped) {
-  const std::string ranks = std::to_string(GetParam());
   const auto run = [&](const std::string& name, int batches) {
-    const std::string folder = ::testing::TempDir() + "/" + name + ranks;
-    std::filesystem::create_directories(folder + "/run");
-    const std::string command =
-        "tests/training/readme_program " + ranks + " " + std::to_string(batches) + " " + folder;
-    EXPECT_EQ(std::system(command.c_str()), 0) << command;
-    return folder;
+    return run_program(name, GetParam(), std::to_string(batches));
   };
   const std::string whole = run("whole", 12);
   run("stopped", 8);  // saved after 6: what follows is lost
@@ -101,5 +117,16 @@ TEST_P(ReadmeRunTest, ANewProcessGoesOnAsIfTheRunHadNotStopped) {
   }
   EXPECT_FALSE(content(whole + "/state-0-12") == content(resumed + "/state-0-8"));
 }
+
+TEST_P(ReadmeRunTest, TheLoopOfTheReadmeLeavesEqualParametersOnAllRanks) {
+  const std::string folder = run_program("loop", GetParam(), "loop");
+  const std::string expected = content(folder + "/loop-0");
+  ASSERT_GT(expected.size(), 2000u);
+  for (int rank = 1; rank < GetParam(); ++rank) {
+    EXPECT_TRUE(expected == content(folder + "/loop-" + std::to_string(rank))) << "rank " << rank;
+  }
+}
+
+TEST(ReadmeMeshTest, TheOptimizerOfTheMeshIsMadeAndSteps) { run_program("mesh", 8, "mesh"); }
 
 }  // namespace
