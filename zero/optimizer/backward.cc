@@ -1,13 +1,18 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-//
-// What happens in backward passes: hooks, rounds, and passes that fail.
+#include "zero/optimizer/backward.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/full_like.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "zero/optimizer/impl.h"
+#include <utility>
+
+#include "zero/base/error_text.h"
 
 namespace zero {
 namespace {
@@ -54,10 +59,17 @@ class AfterAccumulation final : public torch::autograd::PostAccumulateGradHook {
 
 }  // namespace
 
-void ZeroOptimizer::Impl::install_hooks() {
-  for (size_t i = 0; i < table.parameters().size(); ++i) {
+const char* const kInnerStepProblem =
+    "step() of the inner optimizer: expected step() of the ZeroOptimizer, which is what updates "
+    "parameters, got a call through a pointer that was kept; nothing was updated";
+
+BackwardPasses::BackwardPasses(Parts parts) : parts_(parts) { install_hooks(); }
+
+void BackwardPasses::install_hooks() {
+  const std::vector<Parameter>& parameters = parts_.table.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
-    const at::Tensor& tensor = table.parameters()[i].tensor;
+    const at::Tensor& tensor = parameters[i].tensor;
     tensor.mutable_grad().reset();
     torch::autograd::impl::set_post_acc_grad_hooks(
         tensor, std::make_unique<AfterAccumulation>([this, index] { after_accumulation(index); }));
@@ -67,95 +79,157 @@ void ZeroOptimizer::Impl::install_hooks() {
     tensor.remove_hook(tensor.register_hook([](const at::Tensor&) {}));
     auto before = std::make_unique<BeforeAccumulation>(
         [this, index](const at::Tensor& gradient) { return before_accumulation(index, gradient); });
-    before_hooks.push_back(before.get());
+    before_hooks_.push_back(before.get());
     torch::autograd::impl::hooks(tensor).push_back(std::move(before));
   }
 }
 
-void ZeroOptimizer::Impl::remove_hooks() noexcept {
+void BackwardPasses::remove_hooks() noexcept {
   try {
-    for (size_t i = 0; i < table.parameters().size(); ++i) {
-      const at::Tensor& tensor = table.parameters()[i].tensor;
+    for (size_t i = 0; i < before_hooks_.size(); ++i) {
+      const at::Tensor& tensor = parts_.table.parameters()[i].tensor;
       torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
       std::erase_if(torch::autograd::impl::hooks(tensor),
-                    [&](const auto& hook) { return hook.get() == before_hooks[i]; });
+                    [&](const auto& hook) { return hook.get() == before_hooks_[i]; });
     }
   } catch (...) {  // a tensor that lost its autograd state has no hooks either
   }
+  before_hooks_.clear();
 }
 
-bool ZeroOptimizer::Impl::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
-  if (!accumulates_into(table.parameters()[parameter].tensor)) return false;
-  reducer.set_average_aside(parameter);
-  if (*no_sync_active || !wants_all_gradients() || !takes_gradients()) return false;
-  bool taken = false;
-  accept([&] { taken = reducer.take_gradient(parameter, gradient); });
-  return taken;
+bool BackwardPasses::takes_gradients() const {
+  return !parts_.clipping.has_clips() && (any_ || parts_.record.scaler().scale() == 1.0);
 }
 
-void ZeroOptimizer::Impl::after_accumulation(int64_t parameter) {
-  if (!table.parameters()[parameter].tensor.grad().defined()) return;
-  check_usable();
-  if (!takes_gradients()) {
-    // It must not be sent with other gradients after the error.
-    table.parameters()[parameter].tensor.mutable_grad().reset();
-    report("gradient of " + table.parameters()[parameter].name + ": " + untimely_gradient());
-  }
-  accept([&] {
-    if (*no_sync_active) {
-      reducer.gradient_kept(parameter);
-    } else {
-      reducer.gradient_ready(parameter);
-    }
-  });
+std::string BackwardPasses::unscaled_problem() const {
+  const double scale = parts_.record.scaler().scale();
+  if (any_ || scale == 1.0) return {};
+  return "gradients of a loss that was not scaled: expected optimizer.backward(loss), or "
+         "optimizer.scale_loss(loss).backward(), with a loss scale of " +
+         std::to_string(scale) +
+         ", got gradients although neither was called since the last step; they would be divided "
+         "by that scale";
 }
 
-std::string ZeroOptimizer::Impl::untimely_gradient() const {
-  if (!clips.empty()) {
+std::string BackwardPasses::untimely_problem() const {
+  if (parts_.clipping.has_clips()) {
     return "backward() between clip_grad_norm_() and step(): expected step() next; clip after the "
            "last backward pass";
   }
   return unscaled_problem();
 }
 
-void ZeroOptimizer::Impl::accept(const std::function<void()>& gradient) {
-  check_usable();
-  settle();
-  if (shards.inner_was_stepped()) report(kInnerStep);
+bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
+  if (!accumulates_into(parts_.table.parameters()[parameter].tensor)) return false;
+  parts_.reducer.set_average_aside(parameter);
+  if (parts_.protocol.in_no_sync() || !wants_all_gradients() || !takes_gradients()) return false;
+  bool taken = false;
+  run_in_hook([&] { taken = parts_.reducer.take_gradient(parameter, gradient); });
+  return taken;
+}
+
+void BackwardPasses::after_accumulation(int64_t parameter) {
+  const Parameter& p = parts_.table.parameters()[parameter];
+  if (!p.tensor.grad().defined()) return;
+  parts_.protocol.check_usable();
+  if (!takes_gradients()) {
+    // It must not be sent with other gradients after the error.
+    p.tensor.mutable_grad().reset();
+    parts_.protocol.throw_misuse("gradient of " + p.name + ": " + untimely_problem());
+  }
+  run_in_hook([&] {
+    if (parts_.protocol.in_no_sync()) {
+      parts_.reducer.gradient_kept(parameter);
+    } else {
+      parts_.reducer.gradient_ready(parameter);
+    }
+  });
+}
+
+void BackwardPasses::run_in_hook(const std::function<void()>& hand_over) {
+  parts_.protocol.check_usable();
+  parts_.record.follow_loss_scale();
+  if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
   try {
-    gradient();
+    hand_over();
   } catch (const std::exception& error) {
-    broken_backward = error_text(error) +
-                      ". Gradients are incomplete: call zero_grad() on all ranks and repeat the "
-                      "batch";
-    links->channel.announce(broken_backward);
-    TORCH_CHECK(false, "rank ", links->rank(), ": ", broken_backward);
+    const std::string text = error_text(error) +
+                             ". Gradients are incomplete: call zero_grad() on all ranks and repeat "
+                             "the batch";
+    parts_.protocol.break_backward(text);
+    TORCH_CHECK(false, "rank ", parts_.protocol.rank(), ": ", text);
   }
 }
 
-void ZeroOptimizer::Impl::run_backward(const std::function<void()>& backward) {
-  check_usable();
-  guarded([this] { finish_gathers(); });
-  settle();
-  scaled = true;
-  if (shards.inner_was_stepped()) report(kInnerStep);
-  if (!takes_gradients()) report(untimely_gradient());
-  const bool sync = !*no_sync_active;
+void BackwardPasses::begin() {
+  parts_.protocol.fail_stop([this] { parts_.gathers.finish(); });
+  parts_.record.follow_loss_scale();
+  any_ = true;
+  if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
+  if (!takes_gradients()) parts_.protocol.throw_misuse(untimely_problem());
+}
+
+std::vector<at::Tensor> BackwardPasses::scaled_gradients(
+    const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& output_gradients) const {
+  const double scale = parts_.record.scaler().scale();
+  std::vector<at::Tensor> gradients;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (i < output_gradients.size() && output_gradients[i].defined()) {
+      gradients.push_back(scale == 1.0 ? output_gradients[i] : output_gradients[i] * scale);
+      continue;
+    }
+    TORCH_CHECK(outputs[i].dim() == 0, "rank ", parts_.protocol.rank(), ": output ", i,
+                ": expected an output gradient for shape ", outputs[i].sizes(), ", got none");
+    gradients.push_back(
+        at::full_like(outputs[i], scale, outputs[i].options().requires_grad(false)));
+  }
+  return gradients;
+}
+
+void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
+  begin();
+  const bool sync = !parts_.protocol.in_no_sync();
   try {
-    if (sync) reducer.begin_pass();
-    backward();
-    if (sync) reducer.close_round();
+    if (sync) parts_.reducer.begin_pass();
+    differentiate();
+    if (sync) parts_.reducer.close_round();
   } catch (const std::exception& error) {
     // A hook of ours has said it already, with what to do.
-    if (broken_backward.empty()) {
-      broken_backward =
+    if (!parts_.protocol.is_backward_broken()) {
+      parts_.protocol.break_backward(
           "a backward pass ended with an exception, so gradients are incomplete; call "
           "zero_grad() on all ranks and repeat the batch. It was: " +
-          error_text(error);
+          error_text(error));
     }
-    links->channel.announce(broken_backward);
     throw;
   }
+}
+
+void BackwardPasses::run(const at::Tensor& loss) {
+  run_pass([&] {
+    TORCH_CHECK(loss.defined() && loss.dim() == 0, "rank ", parts_.protocol.rank(),
+                ": loss: expected a 0-dim tensor, got ",
+                loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined"),
+                "; use backward(outputs, output_gradients)");
+    // A loss that touches nothing trainable has no graph; its gradient is zero.
+    if (!loss.requires_grad()) return;
+    const double scale = parts_.record.scaler().scale();
+    loss.backward(at::full_like(loss, scale, loss.options().requires_grad(false)));
+  });
+}
+
+void BackwardPasses::run(const std::vector<at::Tensor>& outputs,
+                         const std::vector<at::Tensor>& output_gradients, bool retain_graph) {
+  run_pass([&] {
+    torch::autograd::backward(outputs, scaled_gradients(outputs, output_gradients), retain_graph);
+  });
+}
+
+at::Tensor BackwardPasses::scale_loss(const at::Tensor& loss) {
+  parts_.record.follow_loss_scale();
+  any_ = true;
+  const double scale = parts_.record.scaler().scale();
+  return scale == 1.0 ? loss : loss * scale;
 }
 
 }  // namespace zero

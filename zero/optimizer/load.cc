@@ -240,8 +240,9 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
     verify_shapes();
   };
   agree(Call::kLoadCheckpoint, check,
-        folder + (load.strict() ? ", strict" : "") +
-            (load.restore_options() ? ", restore options" : "") + included_text(load));
+        {folder + (load.strict() ? ", strict" : "") +
+             (load.restore_options() ? ", restore options" : "") + included_text(load),
+         {}});
   Staged staged;
   StateChange states(groups);
   const auto ids = share_outcome(*links->control, "load_checkpoint(" + folder + ")", [&] {
@@ -262,19 +263,12 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   arena.attach(/*keep_values=*/false);
   commit(staged, shards);
   const Manifest& m = staged.manifest;
-  if (m.dynamic_scale) {
-    scaler.set_state({m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min});
-  }
-  reducer.set_scale(1.0 / scaler.scale());
-  counts.write({m.steps, m.skipped_steps, false});
-  calls_of_step = m.steps + m.skipped_steps;
+  record.restore({m.steps, m.skipped_steps, false},
+                 {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min}, m.dynamic_scale);
   if (staged.same_run) run.resume(m);
   if (staged.restores_options) restore_options(m, groups);
-  finish_step();
-  start_gathers([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
-  finish_gathers();
-  for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
-  table.remember();
+  forget_gradients();
+  write_working_parameters();
   if (load.strict() && links->control->rank() == 0) warn_of(staged.report.differences, folder);
   return std::move(staged.report);
 }
@@ -282,7 +276,8 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
 LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {
   at::NoGradGuard no_grad;
   LoadReport report;
-  impl_->guarded([&] { report = impl_->load_checkpoint(folder, options, param_groups_); });
+  impl_->protocol.fail_stop(
+      [&] { report = impl_->load_checkpoint(folder, options, param_groups_); });
   return report;
 }
 

@@ -89,11 +89,11 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
   m.bucket_bytes = options.bucket_bytes().value_or(default_bucket_bytes(domains.home.world_size()));
   m.plan_fingerprint = plan.fingerprint();
   m.optimizer = optimizer_name(shards.inner());
-  const StepCounts::Values made = counts.read();
+  const StepCounts::Values made = record.counts();
   m.steps = made.steps;
   m.skipped_steps = made.skipped_steps;
-  const LossScaler::State state = scaler.state();
-  m.dynamic_scale = scaler.dynamic();
+  const LossScaler::State state = record.scaler().state();
+  m.dynamic_scale = record.scaler().dynamic();
   m.scale = state.scale;
   m.good_steps = state.good_steps;
   m.hysteresis_left = state.hysteresis_left;
@@ -125,8 +125,9 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
     }
   };
   agree(Call::kSaveCheckpoint, check,
-        folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
-            included_text(save));
+        {folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
+             included_text(save),
+         {}});
   Save result{std::make_shared<CheckpointWriter>(*links->control, folder, save.overwrite()),
               {},
               make_manifest(save, groups)};
@@ -155,15 +156,9 @@ void ZeroOptimizer::Impl::check_can_be_stored(const ParamGroups& groups) const {
   check_groups(groups);
 }
 
-void ZeroOptimizer::Impl::check_no_gradients() const {
-  TORCH_CHECK(reducer.rounds_needed() == 0 && !reducer.any_used() && clips.empty(),
-              "expected no gradients since the last step, got some; a checkpoint holds no "
-              "gradients: call step() first, or zero_grad() to drop them");
-}
-
 void ZeroOptimizer::save_checkpoint(const std::string& folder, const SaveOptions& options) {
   at::NoGradGuard no_grad;
-  impl_->guarded([&] {
+  impl_->protocol.fail_stop([&] {
     Impl::Save save = impl_->begin_save(folder, options, /*copy=*/false, param_groups_);
     save.writer->write_files(save.files);
     save.writer->finish(std::move(save.manifest));
@@ -174,12 +169,12 @@ std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
     const std::string& folder, const SaveOptions& options) {
   at::NoGradGuard no_grad;
   std::unique_ptr<PendingCheckpoint> pending;
-  impl_->guarded([&] {
+  impl_->protocol.fail_stop([&] {
     Impl::Save save = impl_->begin_save(folder, options, /*copy=*/true, param_groups_);
     auto finish = [impl = impl_.get(), writer = save.writer, folder,
                    manifest = std::move(save.manifest)] {
-      impl->guarded([&] {
-        impl->agree(Call::kSaveCheckpoint, nullptr, "the end of " + folder);
+      impl->protocol.fail_stop([&] {
+        impl->agree(Call::kSaveCheckpoint, nullptr, {"the end of " + folder, {}});
         writer->finish(manifest);
       });
     };

@@ -43,7 +43,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> cut(const torch::optim::Optim
 
 void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
   at::NoGradGuard no_grad;
-  impl_->guarded([&] {
+  impl_->protocol.fail_stop([&] {
     ShardOptimizer& shards = impl_->shards;
     torch::optim::Optimizer& inner = shards.inner();
     std::vector<std::unique_ptr<torch::optim::OptimizerParamState>> states;
@@ -73,7 +73,7 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
         states.push_back(cut(plain, impl_->table.parameters()[s.segment.parameter], s, inner));
       }
     };
-    impl_->agree(Call::kLoadCheckpoint, check, "load_plain_state");
+    impl_->agree(Call::kLoadCheckpoint, check, {"load_plain_state", {}});
     for (size_t i = 0; i < states.size(); ++i) {
       auto& all = inner.state();
       void* key = shards.segments()[i].master.unsafeGetTensorImpl();

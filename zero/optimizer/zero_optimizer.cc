@@ -2,17 +2,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/zero_optimizer.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/full_like.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <sstream>
 #include <unordered_set>
 
 #include "zero/agreement/construction_check.h"
+#include "zero/base/error_text.h"
 #include "zero/inner/classes.h"
 #include "zero/optimizer/impl.h"
 
@@ -39,7 +37,7 @@ void check_options(const ZeroOptions& options) {
               "the scale can only follow overflows that are noticed");
 }
 
-// What all ranks must agree on.
+// The facts that all ranks must agree on.
 std::vector<std::string> describe(const ZeroOptions& options, const torch::optim::Optimizer& inner,
                                   const Domains& domains) {
   std::vector<std::string> lines;
@@ -65,7 +63,7 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
   return lines;
 }
 
-// What ranks with the same parameters must agree on: of domain `domain`, or -1 for all.
+// The facts that ranks with the same parameters must agree on: of domain `domain`, or -1 for all.
 std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inner,
                                              const ParameterTable& table, const Domains& domains,
                                              int64_t domain) {
@@ -82,8 +80,7 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
     if (here) {
       lines.push_back(texts[i]);
     } else if (managed) {
-      // Its values are other ranks' business, but not when it travels: ranks that share a group
-      // send in one order.
+      // Other ranks compare its values, but all ranks that share a group must send in one order.
       lines.push_back("parameter of another domain" + texts[i].substr(texts[i].find(" shape ")));
     }
   }
@@ -186,44 +183,18 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
 
 ZeroOptimizer::~ZeroOptimizer() {
   // See own_process.h: a forked child keeps what is its parent's.
-  if (impl_ && !impl_->process.here()) static_cast<void>(impl_.release());
+  if (impl_ && !impl_->protocol.in_own_process()) static_cast<void>(impl_.release());
 }
 
-void ZeroOptimizer::backward(const at::Tensor& loss) {
-  impl_->run_backward([&] {
-    TORCH_CHECK(loss.defined() && loss.dim() == 0, "rank ", impl_->links->rank(),
-                ": loss: expected a 0-dim tensor, got ",
-                loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined"),
-                "; use backward(outputs, output_gradients)");
-    // A loss that touches nothing trainable has no graph; its gradient is zero.
-    if (!loss.requires_grad()) return;
-    loss.backward(at::full_like(loss, impl_->scaler.scale(), loss.options().requires_grad(false)));
-  });
-}
+void ZeroOptimizer::backward(const at::Tensor& loss) { impl_->passes.run(loss); }
 
 void ZeroOptimizer::backward(const std::vector<at::Tensor>& outputs,
                              const std::vector<at::Tensor>& output_gradients, bool retain_graph) {
-  impl_->run_backward([&] {
-    const double scale = impl_->scaler.scale();
-    std::vector<at::Tensor> gradients;
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      if (i < output_gradients.size() && output_gradients[i].defined()) {
-        gradients.push_back(scale == 1.0 ? output_gradients[i] : output_gradients[i] * scale);
-      } else {
-        TORCH_CHECK(outputs[i].dim() == 0, "rank ", impl_->links->rank(), ": output ", i,
-                    ": expected an output gradient for shape ", outputs[i].sizes(), ", got none");
-        gradients.push_back(
-            at::full_like(outputs[i], scale, outputs[i].options().requires_grad(false)));
-      }
-    }
-    torch::autograd::backward(outputs, gradients, retain_graph);
-  });
+  impl_->passes.run(outputs, output_gradients, retain_graph);
 }
 
 at::Tensor ZeroOptimizer::scale_loss(const at::Tensor& loss) const {
-  impl_->settle();
-  impl_->scaled = true;
-  return impl_->scaler.scale() == 1.0 ? loss : loss * impl_->scaler.scale();
+  return impl_->passes.scale_loss(loss);
 }
 
 ZeroOptimizer::NoSync::NoSync(NoSync&& other) noexcept : active_(std::move(other.active_)) {
@@ -236,28 +207,26 @@ ZeroOptimizer::NoSync::~NoSync() {
 
 ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
   if (!enabled) return NoSync(nullptr);
-  impl_->check_usable();
-  if (*impl_->no_sync_active) {
-    impl_->report(
+  CallProtocol& protocol = impl_->protocol;
+  protocol.check_usable();
+  if (protocol.in_no_sync()) {
+    protocol.throw_misuse(
         "no_sync inside no_sync: expected one guard at a time, got a second one; "
         "let the first go out of scope");
   }
-  *impl_->no_sync_active = true;
-  return NoSync(impl_->no_sync_active);
+  *protocol.no_sync() = true;
+  return NoSync(protocol.no_sync());
 }
 
 void ZeroOptimizer::reduce_gradients() {
   at::NoGradGuard no_grad;
-  impl_->guarded([&] {
-    impl_->gather_full_gradients(
-        impl_->agree(Call::kReduceGradients, [&] { impl_->verify_untouched(); }));
-  });
+  impl_->protocol.fail_stop([&] { impl_->reduce_gradients(); });
 }
 
 at::Tensor ZeroOptimizer::clip_grad_norm_(std::optional<double> max_norm, double norm_type) {
   at::NoGradGuard no_grad;
   at::Tensor norm;
-  impl_->guarded([&] { norm = impl_->clip(max_norm, norm_type); });
+  impl_->protocol.fail_stop([&] { norm = impl_->clip(max_norm, norm_type); });
   return norm;
 }
 
@@ -268,60 +237,57 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   at::NoGradGuard no_grad;
-  impl_->guarded([&] { impl_->step(param_groups_); });
+  impl_->protocol.fail_stop([&] { impl_->step(param_groups_); });
   return loss;
 }
 
 void ZeroOptimizer::wait_for(const torch::nn::Module& module) {
   at::NoGradGuard no_grad;
-  impl_->guarded([&] { impl_->wait_for(module); });
+  impl_->protocol.fail_stop([&] { impl_->gathers.finish_those_of(module); });
 }
 
 void ZeroOptimizer::zero_grad(bool) {
   at::NoGradGuard no_grad;
-  impl_->guarded([&] { impl_->zero_grad(); });
+  impl_->protocol.fail_stop([&] { impl_->zero_grad(); });
 }
 
-bool ZeroOptimizer::step_skipped() const { return impl_->counts.read().skipped; }
+bool ZeroOptimizer::step_skipped() const { return impl_->record.counts().skipped; }
 
 double ZeroOptimizer::loss_scale() const {
-  impl_->settle();
-  return impl_->scaler.scale();
+  impl_->record.follow_loss_scale();
+  return impl_->record.scaler().scale();
 }
 
 at::Tensor ZeroOptimizer::gradient(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   at::Tensor result;
-  impl_->guarded([&] { result = impl_->gather_parameter(parameter, true); });
+  impl_->protocol.fail_stop([&] { result = impl_->gather_parameter(parameter, true); });
   return result;
 }
 
 at::Tensor ZeroOptimizer::master(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   at::Tensor result;
-  impl_->guarded([&] { result = impl_->gather_parameter(parameter, false); });
+  impl_->protocol.fail_stop([&] { result = impl_->gather_parameter(parameter, false); });
   return result;
 }
 
 void ZeroOptimizer::refresh_master_parameters() {
-  impl_->guarded([&] { impl_->refresh_masters(); });
+  impl_->protocol.fail_stop([&] { impl_->refresh_masters(); });
 }
 
 void ZeroOptimizer::refresh_working_parameters() {
   at::NoGradGuard no_grad;
-  impl_->guarded([&] { impl_->refresh_working(); });
+  impl_->protocol.fail_stop([&] { impl_->refresh_working(); });
 }
 
 void ZeroOptimizer::broadcast_buffers() {
-  impl_->guarded([&] { impl_->broadcast_buffers(); });
+  impl_->protocol.fail_stop([&] { impl_->broadcast_buffers(); });
 }
 
 void ZeroOptimizer::check_replicas() {
   at::NoGradGuard no_grad;
-  impl_->guarded([&] {
-    impl_->agree(Call::kCheckReplicas, [&] { impl_->verify_shapes(); });
-    impl_->check_replicas_now();
-  });
+  impl_->protocol.fail_stop([&] { impl_->check_replicas(); });
 }
 
 MemoryReport ZeroOptimizer::memory() const {
@@ -347,7 +313,7 @@ Stats ZeroOptimizer::stats() const {
   Stats stats;
   stats.data = impl_->links->data_traffic();
   stats.control = impl_->links->control_traffic();
-  const StepCounts::Values made = impl_->counts.read();
+  const StepCounts::Values made = impl_->record.counts();
   stats.steps = made.steps;
   stats.skipped_steps = made.skipped_steps;
   stats.rounds = impl_->reducer.rounds_sent();

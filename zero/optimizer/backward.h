@@ -1,0 +1,89 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Backward passes: the hooks that hand each gradient to the reducer, the round that a pass opens
+// and closes, and passes that fail.
+//
+// A gradient goes from autograd to its bucket in this order: the user's hooks, then
+// before_accumulation(), which writes it into the bucket where that is possible; otherwise autograd
+// accumulates it into p.grad(), and after_accumulation() hands over the sum.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "zero/gradients/gradient_reducer.h"
+#include "zero/memory/parameter_table.h"
+#include "zero/optimizer/call_protocol.h"
+#include "zero/optimizer/clipping.h"
+#include "zero/optimizer/parameter_gathers.h"
+#include "zero/optimizer/step_record.h"
+#include "zero/update/shard_optimizer.h"
+
+namespace torch::autograd {
+struct FunctionPreHook;
+}
+
+namespace zero {
+
+class BackwardPasses {
+ public:
+  // What a gradient may meet. All must outlive the passes.
+  struct Parts {
+    const ParameterTable& table;
+    GradientReducer& reducer;
+    ShardOptimizer& shards;
+    CallProtocol& protocol;
+    const Clipping& clipping;
+    StepRecord& record;
+    ParameterGathers& gathers;
+  };
+
+  // Adds hooks to every managed parameter; the destructor removes them.
+  explicit BackwardPasses(Parts parts);
+  ~BackwardPasses() { remove_hooks(); }
+  BackwardPasses(const BackwardPasses&) = delete;
+  BackwardPasses& operator=(const BackwardPasses&) = delete;
+
+  // See ZeroOptimizer::backward() and scale_loss().
+  void run(const at::Tensor& loss);
+  void run(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& output_gradients,
+           bool retain_graph);
+  at::Tensor scale_loss(const at::Tensor& loss);
+
+  // Whether a pass began or a loss was scaled since the last step.
+  bool any() const { return any_; }
+  void forget() { any_ = false; }
+  // The problem of gradients whose loss was not multiplied by the loss scale, or nothing.
+  std::string unscaled_problem() const;
+  void remove_hooks() noexcept;
+
+ private:
+  void install_hooks();
+  // Returns true when the gradient is on its way and is not to be accumulated.
+  bool before_accumulation(int64_t parameter, const at::Tensor& gradient);
+  void after_accumulation(int64_t parameter);
+  // Whether a gradient may arrive at present, and why not. Asked for each gradient.
+  bool takes_gradients() const;
+  std::string untimely_problem() const;
+  // Runs `hand_over`; an error leaves the pass broken on all ranks.
+  void run_in_hook(const std::function<void()>& hand_over);
+  void begin();
+  std::vector<at::Tensor> scaled_gradients(const std::vector<at::Tensor>& outputs,
+                                           const std::vector<at::Tensor>& output_gradients) const;
+  // Opens and closes the round around `differentiate`.
+  void run_pass(const std::function<void()>& differentiate);
+
+  const Parts parts_;
+  std::vector<const torch::autograd::FunctionPreHook*> before_hooks_;  // per parameter
+  bool any_ = false;
+};
+
+// The problem of a step() of the inner optimizer that the user made.
+extern const char* const kInnerStepProblem;
+
+}  // namespace zero

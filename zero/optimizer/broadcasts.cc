@@ -1,0 +1,47 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/broadcasts.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <sstream>
+
+namespace zero {
+
+void Broadcasts::send(const at::Tensor& tensor, const DomainLinks& comms, const char* what) const {
+  const bool alone = comms.data->world_size() == 1 && comms.replicas == nullptr;
+  if (tensor.numel() == 0 || alone) return;
+  at::NoGradGuard no_grad;
+  // As bytes, since not every transport knows every dtype.
+  at::Tensor flat = tensor.detach().contiguous().reshape({-1}).view(at::kByte);
+  comms.data->broadcast(flat, 0, what).wait();
+  if (comms.replicas != nullptr) comms.replicas->broadcast(flat, 0, what).wait();
+  if (!tensor.is_contiguous()) {
+    tensor.detach().copy_(flat.view(tensor.scalar_type()).view(tensor.sizes()));
+  }
+}
+
+void Broadcasts::parameters() const {
+  const std::vector<at::Tensor> tensors = arena_.broadcast_tensors();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    // One tensor per arena, or per parameter.
+    const int64_t domain =
+        plan_.layout == Layout::kContiguous ? plan_.arenas[i].domain : domain_of_[i];
+    send(tensors[i], comms_.domains[domain], "parameters");
+  }
+}
+
+void Broadcasts::over_home(const std::vector<NamedTensor>& tensors, const char* what) const {
+  for (const NamedTensor& item : tensors) send(item.tensor, comms_.home, what);
+}
+
+std::string shapes_of(const std::vector<NamedTensor>& tensors) {
+  std::ostringstream text;
+  for (const NamedTensor& item : tensors) {
+    text << (item.tensor.is_same(tensors.front().tensor) ? "" : ", ") << item.name << " "
+         << item.tensor.sizes() << " " << item.tensor.scalar_type();
+  }
+  return text.str();
+}
+
+}  // namespace zero

@@ -1,0 +1,46 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sends rank 0's values of parameters and buffers to the other ranks, and to replicas.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/agreement/communicators.h"
+#include "zero/comm/domain_communicators.h"
+#include "zero/memory/parameter_table.h"
+#include "zero/memory/working_arena.h"
+
+namespace zero {
+
+class Broadcasts {
+ public:
+  // `domain_of` is per parameter. References must outlive this.
+  Broadcasts(const Plan& plan, const std::vector<int64_t>& domain_of, const WorkingArena& arena,
+             OptimizerLinks& comms)
+      : plan_(plan), domain_of_(domain_of), arena_(arena), comms_(comms) {}
+
+  // Collective. All managed parameters, each within its domain.
+  void parameters() const;
+  // Collective over the home group. `what` is named in errors.
+  void over_home(const std::vector<NamedTensor>& tensors, const char* what) const;
+
+ private:
+  void send(const at::Tensor& tensor, const DomainLinks& comms, const char* what) const;
+
+  const Plan& plan_;
+  const std::vector<int64_t>& domain_of_;
+  const WorkingArena& arena_;
+  OptimizerLinks& comms_;
+};
+
+// Names, shapes and dtypes, which must be equal on all ranks before tensors are sent: a transport
+// that is given different sizes aborts or hangs.
+std::string shapes_of(const std::vector<NamedTensor>& tensors);
+
+}  // namespace zero

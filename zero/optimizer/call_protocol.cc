@@ -1,0 +1,97 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/call_protocol.h"
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+#include "zero/base/error_text.h"
+
+namespace zero {
+
+void CallProtocol::check_usable() const {
+  // This runs for each gradient, so it makes the text only if it throws.
+  if (!process_.here()) process_.check("rank " + std::to_string(rank()));
+  TORCH_CHECK(failure_.empty(), "rank ", rank(),
+              ": expected a working optimizer, got one whose communication failed earlier; end "
+              "all ranks and resume from a checkpoint. The first failure was: ",
+              failure_);
+}
+
+void CallProtocol::throw_misuse(const std::string& problem) {
+  misuse_ = problem;
+  comms_.channel.announce(problem);
+  TORCH_CHECK(false, "rank ", rank(), ": ", problem);
+}
+
+void CallProtocol::fail_stop(const std::function<void()>& body) {
+  check_usable();
+  try {
+    comms_.explained(body);
+  } catch (const std::exception& error) {
+    if (comms_.failed().empty()) throw;
+    failure_ = error_text(error);
+    TORCH_CHECK(false, "rank ", rank(), ": ", failure_);
+  }
+}
+
+void CallProtocol::break_backward(const std::string& reason) {
+  broken_backward_ = reason;
+  comms_.channel.announce(reason);
+}
+
+std::string CallProtocol::take_problem(Call call) {
+  std::string text = std::exchange(misuse_, {});
+  if (text.empty() && call != Call::kZeroGrad) text = broken_backward_;
+  if (text.empty() && in_no_sync()) {
+    text = std::string(call_name(call)) +
+           " inside no_sync: expected no guard to be alive, got an active one; end its scope first";
+  }
+  return text;
+}
+
+Agreement CallProtocol::exchange(Call call, const std::string& problem, AgreedArguments arguments,
+                                 Agreement own) {
+  refused_ = true;
+  if (expected_rounds_ > 0 && is_of_a_step(call)) {
+    if (!problem.empty()) comms_.channel.announce(problem);
+    TORCH_CHECK(problem.empty(), "rank ", rank(), ": ", problem);
+    refused_ = false;
+    return {expected_rounds_, true, std::move(own.used)};
+  }
+  arguments.by_domain.resize(domains_.list.size());
+  CallArguments all{arguments.on_all_ranks, {}, false};
+  std::string& joined = domains_.uniform ? all.of_all : all.of_some;
+  for (const std::string& of_domain : arguments.by_domain) {
+    if (!of_domain.empty()) joined += (joined.empty() ? "" : "; ") + of_domain;
+  }
+  // The same number stands for different parameters on other ranks of the mesh, so used flags and
+  // what concerns parameters are compared where parameters are the same.
+  std::vector<uint8_t> used;
+  if (!domains_.uniform) {
+    used = std::exchange(own.used, {});
+    all.differ = !comms_.agree_domains(arguments.by_domain, domain_of_, used);
+  }
+  Agreement agreement = comms_.channel.agree(call, all, problem, own);
+  if (!domains_.uniform) agreement.used = std::move(used);
+  refused_ = false;
+  return agreement;
+}
+
+AgreedArguments CallProtocol::at_home(const std::string& text) const {
+  // Then arguments are compared over the mesh, of which home is a part.
+  if (domains_.uniform) return {{}, {text}};
+  AgreedArguments arguments;
+  for (const Domain& d : domains_.list) {
+    const bool home = key_of(d.group) == key_of(domains_.home);
+    arguments.by_domain.push_back(home ? text : std::string());
+  }
+  return arguments;
+}
+
+bool is_of_a_step(Call call) {
+  return call == Call::kReduceGradients || call == Call::kClipGradNorm || call == Call::kStep;
+}
+
+}  // namespace zero

@@ -1,0 +1,95 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The protocol of collective calls on one rank: whether a call is allowed, how all ranks agree on
+// it, and how an error of one rank reaches the others.
+//
+// Four states lead to an error, each until something ends it:
+//
+//   misuse            thrown at once here, and on all ranks by their next collective call
+//   broken backward   gradients are incomplete; thrown by every call until zero_grad()
+//   refused           the last call threw on all ranks; zero_grad() is collective then
+//   failure           a communicator is broken; final
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "zero/agreement/communicators.h"
+#include "zero/agreement/control_channel.h"
+#include "zero/agreement/shard_domains.h"
+#include "zero/base/own_process.h"
+
+namespace zero {
+
+// Arguments of a call that ranks must give alike.
+struct AgreedArguments {
+  std::string on_all_ranks;
+  // By domain, those that concern its parameters: equal on the ranks that hold them. May be empty.
+  std::vector<std::string> by_domain;
+};
+
+class CallProtocol {
+ public:
+  // `domain_of` is per parameter. References must outlive this.
+  CallProtocol(const Domains& domains, const std::vector<int64_t>& domain_of, OptimizerLinks& comms)
+      : domains_(domains), domain_of_(domain_of), comms_(comms) {}
+
+  bool in_own_process() const { return process_.here(); }
+  // Throws after a failure and in a forked child. Called for each gradient.
+  void check_usable() const;
+  // Throws `problem`, and leaves it for all ranks to throw in the next collective call.
+  [[noreturn]] void throw_misuse(const std::string& problem);
+  // Runs `body`; an error that leaves a communicator broken makes it a failure.
+  void fail_stop(const std::function<void()>& body);
+  bool has_failed() const { return !failure_.empty(); }
+
+  // Gradients are incomplete for `reason` until repaired().
+  void break_backward(const std::string& reason);
+  bool is_backward_broken() const { return !broken_backward_.empty(); }
+  void repaired() { broken_backward_.clear(); }
+  // Whether the next zero_grad() must be collective for an error.
+  bool owes_an_error() const { return !broken_backward_.empty() || !misuse_.empty() || refused_; }
+
+  // The flag that a guard of no_sync() holds.
+  const std::shared_ptr<bool>& no_sync() const { return no_sync_; }
+  bool in_no_sync() const { return *no_sync_; }
+
+  // The problem that `call` must throw for what happened before it, or nothing. Forgets misuse.
+  std::string take_problem(Call call);
+  // Collective: every collective call begins with it. Throws on all ranks when any rank has a
+  // `problem` or different arguments; else returns what all ranks agreed on. With a promise of
+  // static_graph the ranks do not send: see expect_rounds().
+  Agreement exchange(Call call, const std::string& problem, AgreedArguments arguments,
+                     Agreement own);
+
+  // With static_graph: each later step has `rounds` rounds and uses every parameter, so that calls
+  // of a step need no message.
+  void expect_rounds(int64_t rounds) { expected_rounds_ = rounds; }
+  int64_t expected_rounds() const { return expected_rounds_; }
+
+  // `text` for the domains whose ranks receive what is sent over the home group.
+  AgreedArguments at_home(const std::string& text) const;
+  int rank() const { return comms_.rank(); }
+
+ private:
+  const OwnProcess process_;
+  const Domains& domains_;
+  const std::vector<int64_t>& domain_of_;
+  OptimizerLinks& comms_;
+
+  std::string misuse_;
+  std::string broken_backward_;
+  bool refused_ = false;
+  std::string failure_;
+  const std::shared_ptr<bool> no_sync_ = std::make_shared<bool>(false);
+  int64_t expected_rounds_ = 0;  // 0: not promised, or the first step is not over
+};
+
+// Whether a call belongs to a training step, which static_graph makes alike.
+bool is_of_a_step(Call call);
+
+}  // namespace zero

@@ -1,0 +1,54 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The gathers of working parameters that are under way, one per bucket. With overlap_gather they
+// outlive the step that started them; whoever reads parameters finishes them first.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/agreement/communicators.h"
+#include "zero/communicator.h"
+#include "zero/memory/parameter_table.h"
+#include "zero/memory/working_arena.h"
+#include "zero/update/shard_optimizer.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace zero {
+
+class ParameterGathers {
+ public:
+  // References must outlive this.
+  ParameterGathers(const Plan& plan, const ParameterTable& table, WorkingArena& arena,
+                   OptimizerLinks& comms);
+
+  // Collective. Starts a gather of every bucket that `write` reports. When `write` throws here
+  // alone, shards are updated on some ranks only: the communicators are closed.
+  void start(const std::function<void(const ShardOptimizer::RowWritten&)>& write);
+  // These wait for gathers of this rank and make their rows visible. Not collective.
+  void finish();
+  void finish_those_of(const torch::nn::Module& module);
+
+ private:
+  struct Gather {
+    at::Tensor rows;  // undefined: none under way
+    Pending pending;
+  };
+
+  void finish_one(int64_t bucket);
+
+  const Plan& plan_;
+  const ParameterTable& table_;
+  WorkingArena& arena_;
+  OptimizerLinks& comms_;
+  std::vector<Gather> gathers_;  // per bucket
+};
+
+}  // namespace zero

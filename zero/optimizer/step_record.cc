@@ -1,0 +1,75 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/step_record.h"
+
+#include <optional>
+#include <utility>
+
+#include "zero/memory/device_stream.h"
+
+namespace zero {
+namespace {
+
+LossScaler make_scaler(bool any_half, const ZeroOptions& options) {
+  if (options.loss_scaler()) return LossScaler(*options.loss_scaler());
+  // A scale that is never told of an overflow would only grow.
+  if (!options.skip_nonfinite()) return {};
+  return any_half ? LossScaler(LossScalerOptions()) : LossScaler();
+}
+
+}  // namespace
+
+StepRecord::StepRecord(const ZeroOptions& options, bool any_half, bool deferred, at::Device device,
+                       int rank, GradientReducer& reducer)
+    : options_(options),
+      deferred_(deferred),
+      device_(device),
+      reducer_(reducer),
+      scaler_(make_scaler(any_half, options)),
+      counts_(deferred ? std::optional<at::Device>(device) : std::nullopt),
+      skip_watch_(options.max_skipped_in_a_row(), rank) {
+  reducer_.set_scale(1.0 / scaler_.scale());
+}
+
+void StepRecord::finish_step() {
+  followed_ = !scaler_.dynamic();
+  if (!followed_) counts_.fetch();
+  if (!deferred_) follow_loss_scale();
+  ++calls_;
+  watch_skips();
+}
+
+void StepRecord::follow_loss_scale() {
+  if (std::exchange(followed_, true)) return;
+  scaler_.update(counts_.fetched().skipped);
+  reducer_.set_scale(1.0 / scaler_.scale());
+}
+
+void StepRecord::watch_skips() {
+  // A dynamic scale has a limit of its own.
+  if (scaler_.dynamic() || !options_.skip_nonfinite()) return;
+  if (!deferred_) {
+    const StepCounts::Values values = counts_.read();
+    skip_watch_.see(values.steps, values.skipped_steps);
+    return;
+  }
+  // A copy that started kSampled steps ago has long arrived, so nothing waits; and all ranks read
+  // the counts of the same step.
+  constexpr int64_t kSampled = 16;
+  if (calls_ % kSampled != 0 || is_capturing(device_)) return;
+  if (std::exchange(skips_fetched_, true)) {
+    const StepCounts::Values values = counts_.fetched();
+    skip_watch_.see(values.steps, values.skipped_steps);
+  }
+  counts_.fetch();
+}
+
+void StepRecord::restore(const StepCounts::Values& counts, const LossScaler::State& scale,
+                         bool dynamic_scale) {
+  if (dynamic_scale) scaler_.set_state(scale);
+  reducer_.set_scale(1.0 / scaler_.scale());
+  counts_.write(counts);
+  calls_ = counts.steps + counts.skipped_steps;
+}
+
+}  // namespace zero

@@ -1,0 +1,66 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The record of steps: how many were made and skipped, and the loss scale that follows them.
+//
+// With deferred updates only the device knows whether a step was skipped. The host then learns it
+// later, from copies that it does not wait for in step().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "zero/gradients/gradient_reducer.h"
+#include "zero/options.h"
+#include "zero/update/loss_scaler.h"
+#include "zero/update/skip_watch.h"
+#include "zero/update/step_counts.h"
+
+namespace zero {
+
+class StepRecord {
+ public:
+  // `any_half`: any rank has fp16 parameters. `deferred`: updates learn on `device` whether they
+  // are skipped. References must outlive this; `reducer` gets the scale of gradients.
+  StepRecord(const ZeroOptions& options, bool any_half, bool deferred, at::Device device, int rank,
+             GradientReducer& reducer);
+
+  // A step whose update is not deferred.
+  void add(bool skipped) { counts_.add(skipped); }
+  // A deferred one; `nonfinite` is 0-dim on the device.
+  void add(const at::Tensor& nonfinite) { counts_.add(nonfinite); }
+  // A step without gradients is not counted, but is the last one.
+  void add_nothing() { counts_.add_nothing(); }
+  // After the update of a step. Throws when too many steps in a row were skipped.
+  void finish_step();
+
+  // Lets the loss scale follow the last step. Waits until the device has done that step, though
+  // not for what was enqueued since.
+  void follow_loss_scale();
+  const LossScaler& scaler() const { return scaler_; }
+  // These wait for the device, if updates are deferred.
+  StepCounts::Values counts() const { return counts_.read(); }
+  // step() calls with gradients.
+  int64_t calls() const { return calls_; }
+
+  // From a checkpoint. A constant scale stays what the options say.
+  void restore(const StepCounts::Values& counts, const LossScaler::State& scale,
+               bool dynamic_scale);
+
+ private:
+  void watch_skips();
+
+  const ZeroOptions& options_;
+  const bool deferred_;
+  const at::Device device_;
+  GradientReducer& reducer_;
+  LossScaler scaler_;
+  StepCounts counts_;
+  SkipWatch skip_watch_;
+  bool followed_ = true;        // the loss scale knows the last step
+  bool skips_fetched_ = false;  // with deferred updates: a copy of the counts is under way
+  int64_t calls_ = 0;
+};
+
+}  // namespace zero
