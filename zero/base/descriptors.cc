@@ -49,7 +49,7 @@ std::string target_of(int descriptor) {
 
 bool is_pipe(const std::string& target) { return target.rfind("pipe:", 0) == 0; }
 
-// What is open now and was not then, with its target.
+// Returns the descriptors that are open now and were not then, with their targets.
 std::map<int, std::string> opened_since(const std::vector<int>& before) {
   std::map<int, std::string> result;
   for (const int descriptor : open_descriptors()) {

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The file descriptors of this process: whether there is room for those of a communicator, and
-// that programs which this process starts do not inherit them.
+// Makes room for the file descriptors of communicators, and keeps programs that this process starts
+// from inheriting them.
 #pragma once
 
 #include <string>
@@ -10,19 +10,20 @@
 
 namespace zero {
 
-// Makes room for `needed` more descriptors: raises the soft limit to the hard one where the soft
-// one is too low. Returns an empty text, or why there is no room.
+// Raises the soft limit to the hard one if it is too low for `needed` more descriptors. Returns an
+// empty text, or the reason why there is no room.
 std::string make_room_for_descriptors(int needed);
 
 // Gloo and c10d's store open some descriptors without FD_CLOEXEC. A program that a rank has started
 // would keep these connections open when the rank is killed, so that its peers would notice only at
 // their timeout.
 //
-// This object knows what was open when it was made, and sets the flag on what a library has opened
-// since. Until then a program that another thread starts can still inherit them. Another thread may
-// open descriptors too: those are left alone, unless they are of the kind that is named below.
-// Even then little is lost, since dup2(), posix_spawn() and popen() pass descriptors to a program
-// under numbers without the flag. Where /proc cannot be read nothing is changed.
+// This object remembers the descriptors that were open when it was made, and sets the flag on those
+// that a library has opened since. Until then a program that another thread starts can still
+// inherit them. Another thread may open descriptors too: those are left alone, unless they are of
+// the kind that is named below. Even then little is lost, since dup2(), posix_spawn() and popen()
+// pass descriptors to a program under numbers without the flag. Where /proc cannot be read nothing
+// is changed.
 class NewDescriptors {
  public:
   NewDescriptors();

@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A call on a thread of its own that the caller may stop waiting for: libtorch's store and Gloo's
-// connections have calls that wait for ever when the other side is stopped or silent.
+// Runs a call on a thread of its own, so that the caller can stop waiting for it: calls of
+// libtorch's store and of Gloo's connections block for ever when the other side is stopped or
+// silent.
 #pragma once
 
 #include <c10/util/Exception.h>

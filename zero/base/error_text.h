@@ -10,7 +10,7 @@
 
 namespace zero {
 
-// What an error says, without the C++ backtrace that c10::Error carries.
+// Returns the text of an error without the C++ backtrace that c10::Error carries.
 inline std::string error_text(const std::exception& error) {
   if (const auto* ours = dynamic_cast<const c10::Error*>(&error)) {
     return ours->what_without_backtrace();
@@ -25,7 +25,7 @@ inline std::string error_line(const std::exception& error) {
   return text.substr(0, text.find('\n'));
 }
 
-// Returns action(). What it throws that is no c10::Error, such as std::bad_alloc or the
+// Returns action(). An exception that is no c10::Error, such as std::bad_alloc or the
 // std::system_error of a thread that cannot start, becomes one that begins with `what`.
 template <typename Action>
 auto with_c10_errors(const char* what, Action action) {

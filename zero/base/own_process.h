@@ -1,10 +1,10 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What an object that owns threads or connections does in a forked child. The child has a copy of
-// the object and none of its threads, so that a join or the destructor of a condition variable
-// would wait for ever; and it shares the sockets, so that closing a connection properly would end
-// it for the parent. There the object is never destroyed, and collective calls throw.
+// Protects objects that own threads or connections in a forked child. The child has a copy of the
+// object and none of its threads, so that a join or the destructor of a condition variable would
+// block for ever; and it shares the sockets, so that closing a connection properly would end it for
+// the parent. In the child the object is never destroyed, and collective calls throw.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -16,7 +16,7 @@
 
 namespace zero {
 
-// The process that an object belongs to: the one that made it.
+// Remembers the process that made an object.
 class OwnProcess {
  public:
   bool here() const { return process_ == getpid(); }

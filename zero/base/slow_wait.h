@@ -1,7 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// One line on stderr for a wait that is long, so that a job that stands still says for whom.
+// Prints one line to stderr when a wait is long, so that a job that stands still names the rank it
+// waits for.
 #pragma once
 
 #include <chrono>
@@ -13,7 +14,8 @@ namespace zero {
 // "90 s", "10 min", "1500 ms".
 std::string duration_text(std::chrono::milliseconds duration);
 
-// While one lives, this thread waits. After slow_wait_after() it prints "zero: <text()>", once.
+// Marks that this thread waits while the object lives. After slow_wait_after() it prints
+// "zero: <text()>", once.
 // text() runs on another thread and must not block. Costs two locks; one thread per process, which
 // starts with the first, looks at all of them once a second or more often.
 class SlowWait {

@@ -3,9 +3,9 @@
 //
 // A key-value store whose calls all end in time.
 //
-// The calls of c10d's TCPStore wait for ever when the process that serves it is stopped or its
-// machine is silent. Each call runs on a thread of its own here, and its caller leaves it behind
-// when the time is up.
+// The calls of c10d's TCPStore block for ever when the process that serves it is stopped or its
+// machine is silent. Here each call runs on a thread of its own, and its caller leaves it behind at
+// the time limit.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -36,7 +36,8 @@ class BoundedStore final : public c10d::Store {
   // The same store for calls that end within `limit` from now, all together. wait() and get() wait
   // that long for a key, whatever time their caller asks for.
   c10::intrusive_ptr<BoundedStore> within(std::chrono::milliseconds limit) const;
-  // The same store with `limit` for each call, whatever bounded this one: for who keeps it.
+  // The same store with `limit` for each call, whatever bounded this one: for an owner that keeps
+  // it.
   c10::intrusive_ptr<BoundedStore> each_within(std::chrono::milliseconds limit) const;
 
   bool served_here() const;
@@ -67,7 +68,7 @@ class BoundedStore final : public c10d::Store {
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct Server;  // What all copies of one store share.
+  struct Server;  // Shared by all copies of one store.
 
   BoundedStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Server> server,
                std::chrono::milliseconds limit, std::optional<Clock::time_point> deadline);

@@ -113,7 +113,7 @@ void read_slurm(const Variables& variables, Environment& env) {
   env.local_world_size = one_node ? env.world_size : 0;
 }
 
-// What tells this job from others on the same machines, the same text on every rank.
+// Returns a text that differs between jobs on the same machines and is equal on all ranks of one.
 std::string job_identity(const Variables& variables, Environment::Source source) {
   std::string identity;
   const auto append = [&](const char* name) {

@@ -1,10 +1,10 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the launcher of this process says about the job, read from environment
-// variables and from nothing else: no network, no files, no c10d.
+// Reads from environment variables how the launcher of this process describes the job. Uses no
+// network, no files and no c10d.
 //
-// Launchers, in this order; the first one that names a rank is believed:
+// Launchers, in this order; the first one that names a rank counts:
 //   torchrun, zero/launch.h   RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 //                             MASTER_ADDR MASTER_PORT TORCHELASTIC_*
 //   mpirun of OpenMPI         OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}
@@ -30,9 +30,9 @@ struct Environment {
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;        // Among the ranks of this machine; counts its GPUs.
-  int local_world_size = 1;  // 0 where the launcher does not say.
+  int local_world_size = 1;  // 0 if the launcher does not say.
 
-  // Where the key-value store of the job listens. MASTER_ADDR and MASTER_PORT win. Otherwise:
+  // The address of the job's key-value store: MASTER_ADDR and MASTER_PORT if set. Otherwise:
   //   address  loopback when all ranks are on this machine; with srun the first host of the
   //            step, which is where rank 0 runs, or SLURM_LAUNCH_NODE_IPADDR without a host list
   //   port     10000..29999, derived from the number of the SLURM step or the OpenMPI job
@@ -56,7 +56,7 @@ using Getenv = std::function<const char*(const char* name)>;
 // missing, is not a number or a duration, or contradicts another.
 Environment read_environment(const Getenv& getenv);
 
-// Of this process.
+// The environment of this process.
 Environment read_environment();
 
 // The first host of a SLURM host list: "gpu[03-05,9],login1" -> "gpu03".

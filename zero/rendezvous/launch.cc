@@ -31,6 +31,7 @@
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"
 #include "zero/rendezvous/environment.h"
+#include "zero/rendezvous/line_pipe.h"
 #include "zero/rendezvous/tcp_store.h"
 
 namespace zero {
@@ -43,75 +44,6 @@ constexpr int kPollMilliseconds = 20;
 // The store is served and asked by this process.
 constexpr std::chrono::seconds kServeTimeout{10};
 
-// A longer line is passed on in parts, so that a rank that ends none takes no more memory.
-constexpr size_t kLineBytes = 64 << 10;
-
-// One of a child's output streams, passed on line by line. A progress bar ends its lines by a
-// carriage return. It becomes a line feed: the next line may be another rank's, and must not
-// overwrite this one.
-class LinePipe {
- public:
-  LinePipe(int from, int to, std::string prefix)
-      : from_(from), to_(to), prefix_(std::move(prefix)) {}
-  int descriptor() const { return from_; }
-  bool open() const { return from_ >= 0; }
-
-  // Passes on what is there, without waiting.
-  void drain() {
-    std::array<char, 65536> buffer;
-    while (open()) {
-      const ssize_t count = read(from_, buffer.data(), buffer.size());
-      if (count > 0) {
-        text_.append(buffer.data(), static_cast<size_t>(count));
-        pass_on_lines();
-      } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
-        close_now();
-      } else if (errno == EAGAIN) {
-        return;
-      }
-    }
-  }
-
-  void close_now() {
-    if (!open()) return;
-    if (!text_.empty()) {
-      text_ += '\n';
-      pass_on_lines();
-    }
-    close(from_);
-    from_ = -1;
-  }
-
- private:
-  void pass_on_lines() {
-    std::string out;
-    size_t begin = 0;
-    while (begin < text_.size()) {
-      const size_t end = std::min(text_.find_first_of("\r\n", begin), begin + kLineBytes);
-      if (end >= text_.size()) break;
-      const char last = text_[end];
-      const bool ended = last == '\r' || last == '\n';
-      // Nothing is left of "\r\n" at its second half, and of a bar that returns first.
-      const bool empty = end == begin && (last == '\r' || (last == '\n' && returned_));
-      if (!empty) out += prefix_ + text_.substr(begin, end - begin) + '\n';
-      returned_ = last == '\r';
-      begin = ended ? end + 1 : end;
-    }
-    text_.erase(0, begin);
-    for (size_t done = 0; done < out.size();) {
-      const ssize_t count = write(to_, out.data() + done, out.size() - done);
-      if (count < 0 && errno != EINTR) return;  // Nobody reads us any more.
-      done += static_cast<size_t>(std::max<ssize_t>(count, 0));
-    }
-  }
-
-  int from_;
-  const int to_;
-  const std::string prefix_;
-  std::string text_;
-  bool returned_ = false;  // the last line ended with a carriage return
-};
-
 struct Child {
   pid_t pid = -1;  // -1 once it has ended.
   std::vector<LinePipe> pipes;
@@ -121,7 +53,7 @@ struct Child {
 std::atomic<int> received_signal{0};
 
 extern "C" void remember_signal(int number, siginfo_t* info, void*) {
-  // A terminal has sent its Ctrl-C to the children as well: a second one would look impatient.
+  // A terminal has sent its Ctrl-C to the children as well, and a second one may end them at once.
   if (info->si_code != SI_KERNEL) received_signal = number;
 }
 
@@ -198,11 +130,11 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
   return result;
 }
 
-// What the child does between fork and exec. Another thread of the parent may have held any lock
+// Runs in the child between fork and exec. Another thread of the parent may have held any lock
 // at the fork, so only calls that take none are allowed here.
 [[noreturn]] void become(char** arguments, char** environment, int out, int error, pid_t parent) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() == parent) {  // Otherwise it died before the call above, and nobody would know.
+  if (getppid() == parent) {  // Otherwise it died before the call above, and no signal follows.
     if (out >= 0) dup2(out, STDOUT_FILENO);
     if (error >= 0) dup2(error, STDERR_FILENO);
     execve("/proc/self/exe", arguments, environment);
@@ -375,7 +307,7 @@ c10::intrusive_ptr<c10d::TCPStore> serve_store(int ranks) {
   return open_tcp_store("127.0.0.1", options);
 }
 
-// What the parent opens: the store, and two pipes for each rank.
+// The parent opens the store, and two pipes for each rank.
 int parent_descriptors(int ranks, const LaunchOptions& options) {
   return store_descriptors(ranks) + (options.prefix_lines ? 2 * ranks : 0);
 }

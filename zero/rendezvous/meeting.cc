@@ -22,7 +22,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How often a rank that waits looks whether another gave up.
+// The interval at which a waiting rank checks whether another gave up.
 constexpr milliseconds kLook{200};
 // How long a rank that gives up waits for the marks of the others.
 constexpr milliseconds kMarks{500};
@@ -68,7 +68,7 @@ void find_marked(c10d::Store& store, int begin, int end, std::vector<int>& marke
 
 }  // namespace
 
-// What the other ranks have marked.
+// The marks of the other ranks.
 struct Rendezvous::Marks {
   std::vector<int> missing;  // Never arrived.
   std::vector<int> silent;   // Arrived, neither connected nor given up.

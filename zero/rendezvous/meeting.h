@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A meeting of ranks in their store that ends in time and names who did not take part.
+// A meeting of ranks in their store that ends in time and names the ranks that did not take part.
 //
 // Each rank marks in the store that it has arrived, and later that it is connected or why it gave
 // up. A rank that gives up makes the others give up within a second, and reads their marks: a rank
-// that has arrived and says nothing any more is one that ended, is stopped or cannot be reached.
+// that has arrived and marks nothing more has ended, is stopped or cannot be reached.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -26,7 +26,7 @@ namespace zero {
 // Used once, by one thread.
 class Rendezvous {
  public:
-  // Returns the transport that connects the ranks; null where they only meet. Everything it uses
+  // Returns the transport that connects the ranks, or null if they only meet. Everything it uses
   // must be its own: it runs on a thread that may be left behind. `store` bounds all its calls.
   using Work = std::function<c10::intrusive_ptr<c10d::Backend>(
       const c10::intrusive_ptr<c10d::Store>& store)>;
@@ -50,7 +50,7 @@ class Rendezvous {
   Backend await(std::future<Backend> made, BoundedStore& store) const;
   void print_whom(BoundedStore& store) const;
   Marks read_marks(c10d::Store& store) const;
-  // Tells the others, and returns who is missing as far as the store says.
+  // Makes the others give up too, and returns the ranks that are missing as far as the store shows.
   std::string give_up(const std::string& reason) const;
 
   const c10::intrusive_ptr<BoundedStore> store_;

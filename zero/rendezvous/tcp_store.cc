@@ -24,7 +24,7 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using TcpStorePtr = c10::intrusive_ptr<c10d::TCPStore>;
 
-// How much longer than its timeout c10d may take, so that its error comes before ours.
+// How much longer than its timeout c10d may take, so that it reports its error before ours.
 constexpr milliseconds kGrace{400};
 constexpr milliseconds kPause{50};
 

@@ -10,9 +10,9 @@
 
 namespace zero {
 
-// c10d uses libuv by default and throws where libtorch was built without it. Takes the other
+// c10d uses libuv by default and throws if libtorch was built without it. This uses the other
 // implementation then, and with USE_LIBUV=0 as in Python. Throws what TCPStore throws, within
-// options.timeout and half a second, also where a server accepts the connection and says nothing.
+// options.timeout and half a second, also when a server accepts the connection and sends nothing.
 c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host,
                                                   c10d::TCPStoreOptions options);
 

@@ -1,0 +1,65 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/rendezvous/line_pipe.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+
+namespace zero {
+namespace {
+
+constexpr size_t kLineBytes = 64 << 10;
+
+}  // namespace
+
+void LinePipe::drain() {
+  std::array<char, 65536> buffer;
+  while (open()) {
+    const ssize_t count = read(from_, buffer.data(), buffer.size());
+    if (count > 0) {
+      text_.append(buffer.data(), static_cast<size_t>(count));
+      pass_on_lines();
+    } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
+      close_now();
+    } else if (errno == EAGAIN) {
+      return;
+    }
+  }
+}
+
+void LinePipe::close_now() {
+  if (!open()) return;
+  if (!text_.empty()) {
+    text_ += '\n';
+    pass_on_lines();
+  }
+  close(from_);
+  from_ = -1;
+}
+
+void LinePipe::pass_on_lines() {
+  std::string out;
+  size_t begin = 0;
+  while (begin < text_.size()) {
+    const size_t end = std::min(text_.find_first_of("\r\n", begin), begin + kLineBytes);
+    if (end >= text_.size()) break;
+    const char last = text_[end];
+    const bool ended = last == '\r' || last == '\n';
+    // Nothing is left of "\r\n" at its second half, and of a bar that returns first.
+    const bool empty = end == begin && (last == '\r' || (last == '\n' && returned_));
+    if (!empty) out += prefix_ + text_.substr(begin, end - begin) + '\n';
+    returned_ = last == '\r';
+    begin = ended ? end + 1 : end;
+  }
+  text_.erase(0, begin);
+  for (size_t done = 0; done < out.size();) {
+    const ssize_t count = write(to_, out.data() + done, out.size() - done);
+    if (count < 0 && errno != EINTR) return;  // The reader has closed its end.
+    done += static_cast<size_t>(std::max<ssize_t>(count, 0));
+  }
+}
+
+}  // namespace zero
