@@ -9,7 +9,7 @@
 //   bucket 0  as [world_size, row]:  | row 0 | row 1 | ... |   rank r owns row r
 //
 // Invariants (each one is a test in tests/bookkeeping/plan_test.cc):
-//   1. Every element of every parameter lies in exactly one bucket and so in
+//   1. Every element of every parameter is in exactly one bucket and so in
 //      exactly one row.
 //   2. All rows of a bucket are equally long, a multiple of kAlignmentBytes.
 //   3. kContiguous: every parameter starts on kAlignmentBytes in its arena, and

@@ -165,7 +165,7 @@ int train() {
   zero::ZeroOptimizer optimizer(
       model, std::move(adamw), world,
       zero::ZeroOptions().placement(
-          1, zero::GroupPlacement().reduce_group(mesh.group({"edp"})).averaged_over(kRanks)));
+          1, zero::GroupPlacement().sharded_over(mesh.group({"edp"})).averaged_over(kRanks)));
 
   std::vector<double> norms;
   for (int step = 0; step < kSteps; ++step) {

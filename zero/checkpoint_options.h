@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What save_checkpoint() and load_checkpoint() can be asked for, and what a load
+// The options of save_checkpoint() and load_checkpoint(), and what a load
 // says it found.
 #pragma once
 
@@ -75,7 +75,7 @@ struct LoadReport {
   std::map<std::string, std::string> metadata;  // as given to save_checkpoint()
   int64_t world_size = 0;                       // that saved it
   std::string run;  // the run's random id, which a run that goes on keeps; may be empty
-  // What does not match. After a strict load only: states that the checkpoint holds and the load
+  // The differences found. After a strict load only: states that the checkpoint holds and the load
   // did not include, and states per rank of another number of ranks. Rank 0 warns of these.
   std::vector<std::string> differences;
   uint64_t bytes_read = 0;  // by this rank, its part of verifying files included

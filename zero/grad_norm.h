@@ -14,7 +14,7 @@
 //     optimizer.step();
 //   }
 //
-// With g the gradient of one whole model, every element once, wherever it lies:
+// With g the gradient of one whole model, every element once, whichever rank holds it:
 //
 //   norm = (sum over dense |g|^p + sum over experts |g|^p)^(1/p),  or max |g| for p = infinity
 //

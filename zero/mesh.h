@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A small named grid of ranks, so that nobody makes subgroups by hand.
+// A named grid of ranks that makes the subgroups of combined kinds of parallelism.
 //
 //   zero::Mesh mesh(world, {{"pp", 2}, {"dp_replicate", 2}, {"dp_shard", 2}, {"tp", 1}});
 //   zero::Group tensor = mesh.group({"tp"});

@@ -1,8 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a ZeroOptimizer can be asked for. All ranks must pass equal options;
-// the constructor compares them.
+// The options of a ZeroOptimizer. All ranks must pass equal options; the constructor compares them.
 //
 //   zero::ZeroOptions().stage(2).reduce_dtype(torch::kFloat32)
 #pragma once
@@ -39,9 +38,7 @@ struct LossScalerOptions {
 };
 
 struct ZeroOptions {
-  // ---------------------------------------------------------------------
-  // Memory and speed. These change where numbers are kept and when they are
-  // sent, never what is computed.
+  // ---- Memory and speed: where numbers are kept and when they are sent, never their values ----
 
   // 1: every rank can read the averaged gradients in full. 2: only this rank's
   // shard of them exists. Both keep masters and moments sharded.
@@ -51,42 +48,40 @@ struct ZeroOptions {
   // p.grad() with its traffic and memory; what is left costs what stage 2 costs.
   TORCH_ARG(bool, stage1_full_gradients) = true;
 
-  // Gradients travel in buckets of about this many bytes. Larger buckets use
-  // the network better; smaller ones start earlier and keep less in flight. Default:
-  // default_bucket_bytes() of bookkeeping/plan.h, 4 MiB up to 16 ranks and 64 MiB at most.
+  // Gradients are sent in buckets of about this many bytes. Larger buckets use the network better;
+  // smaller ones start earlier and keep less in flight. Default: default_bucket_bytes() of
+  // bookkeeping/plan.h, 4 MiB up to 16 ranks and 64 MiB at most.
   TORCH_ARG(std::optional<int64_t>, bucket_bytes) = std::nullopt;
 
-  // kContiguous makes working parameters views of one flat arena, so that the
-  // gather lands in place. kPerParameter leaves the model's storage alone and
+  // kContiguous makes working parameters views of one flat arena, so that the gather writes them in
+  // place. kPerParameter leaves the model's storage alone and
   // pays a copy and an fp32 master for it.
   TORCH_ARG(Layout, layout) = Layout::kContiguous;
 
-  // Update with the fused kernels where the inner optimizer is exactly torch's
-  // AdamW, Adam or SGD. False always calls the inner optimizer's own step(),
-  // which rounds in a different order.
+  // Update with the fused kernels when the inner optimizer is exactly torch's AdamW, Adam or SGD.
+  // False always calls the inner optimizer's own step(), which rounds in a different order.
   TORCH_ARG(bool, fused) = true;
 
-  // step() returns while updated parameters are still on their way, so that they travel during the
-  // next forward pass. Call wait_for(module) before a module computes; everything else of
+  // step() returns while updated parameters are still being sent, which goes on during the next
+  // forward pass. Call wait_for(module) before a module computes; everything else of
   // ZeroOptimizer waits by itself.
   TORCH_ARG(bool, overlap_gather) = false;
 
-  // The caller's word that every rank uses every parameter in every step and makes the same calls
-  // with the same options. The first step is agreed as always; from then on reduce_gradients(),
-  // clip_grad_norm_() and step() send no control messages, each rank only compares itself with its
-  // own first step. A rank that breaks the word throws, and the others do so when their time is up:
-  // nothing tells them earlier. Neither does the host wait for a skipped step: see step_skipped().
+  // Promises that every rank uses every parameter in every step and makes the same calls with the
+  // same options. The first step is agreed as always; from then on reduce_gradients(),
+  // clip_grad_norm_() and step() send no control messages, and each rank compares itself with its
+  // own first step only. A rank that violates the promise throws; the others time out. The host
+  // does not wait for a skipped step either: see step_skipped().
   //
   // On a GPU over NCCL, with a fused optimizer and a constant loss scale, an iteration from
   // backward() to step() can then be captured in a CUDA graph after at least one that was not. The
   // learning rate and all other options are those of the capture.
   TORCH_ARG(bool, static_graph) = false;
 
-  // ---------------------------------------------------------------------
-  // Numerics
+  // ---- Numerics ----
 
-  // Dtype in which gradients travel. Default: each parameter's own. The sum
-  // over ranks is made in fp32 either way.
+  // The dtype in which gradients are sent. Default: each parameter's own. The sum over ranks is
+  // made in fp32 either way.
   TORCH_ARG(std::optional<c10::ScalarType>, reduce_dtype) = std::nullopt;
 
   // Under no_sync, keep the local sum of 16-bit gradients in fp32 (4 bytes per
@@ -107,18 +102,17 @@ struct ZeroOptions {
   // would only grow.
   TORCH_ARG(std::optional<LossScalerOptions>, loss_scaler) = std::nullopt;
 
-  // ---------------------------------------------------------------------
-  // Parallelism beyond one data-parallel group
+  // ---- Parallelism beyond one data-parallel group ----
 
   // The ranks that train one model together, whatever they hold of it: calls, skipped steps, loss
   // scale and clip norm are agreed over it, and "every rank" in comments means these. Default: the
-  // optimizer's group. All groups below lie within it. Where ranks hold different parameters
+  // optimizer's group. All groups below are parts of it. If ranks hold different parameters
   // (experts, stages), those that share shards of one group must have equally shaped parameters in
   // all groups.
   TORCH_ARG(std::optional<Group>, mesh_group) = std::nullopt;
 
-  // Where a parameter group of the inner optimizer lives; see zero/placement.h. Default: on all
-  // ranks of the optimizer's group, in one copy.
+  // The ranks that hold a parameter group of the inner optimizer; see zero/placement.h. Default:
+  // all ranks of the optimizer's group, in one copy.
  public:
   ZeroOptions& placement(int64_t parameter_group, GroupPlacement placement) {
     placements_.insert_or_assign(parameter_group, std::move(placement));
@@ -129,12 +123,11 @@ struct ZeroOptions {
  private:
   std::map<int64_t, GroupPlacement> placements_;
 
-  // ---------------------------------------------------------------------
-  // Safety
+  // ---- Safety ----
 
-  // The user's word that an inner optimizer of a class we do not know treats
-  // every element by itself, so that it may be given flat pieces of parameters. For
-  // checkpoints its state's class must override serialize(): see zero/inner/serialized_state.h.
+  // Promises that an inner optimizer of a class that this library does not know treats every
+  // element by itself, so that it may be given flat pieces of parameters. For checkpoints its
+  // state's class must override serialize(): see zero/inner/serialized_state.h.
   TORCH_ARG(bool, elementwise) = false;
 
   // Call check_replicas() in every n-th step; 0: never.

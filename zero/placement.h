@@ -1,8 +1,10 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where a parameter lives among the ranks of a job that combines several kinds of parallelism:
-// what an exact norm and an exact mean need to know, and cannot see in a plain tensor.
+// A placement says which ranks hold parts or copies of a parameter in a job that combines several
+// kinds of parallelism. An exact norm and an exact mean need to know it, and a plain tensor does
+// not say it. Both structs use the same terms: a parameter is sharded over the ranks that hold
+// different parts of it, and replicated over those that hold copies.
 //
 //   parameter                          placement
 //   tensor-parallel matrix             sharded_over({mesh.group({"tp"})})
@@ -24,7 +26,7 @@
 
 namespace zero {
 
-// Of one tensor that this rank holds, for zero/grad_norm.h.
+// The placement of one tensor that this rank holds, for zero/grad_norm.h.
 struct Placement {
   // Every rank of these groups holds a different part of the parameter. Best one group for all
   // dimensions together: several are reduced one after the other, with a message each.
@@ -42,23 +44,24 @@ struct Placement {
   TORCH_ARG(bool, owner) = true;
 };
 
-// Of one parameter group inside ZeroOptimizer, for ZeroOptions::placement().
+// The placement of one parameter group inside ZeroOptimizer, for ZeroOptions::placement(). It
+// concerns the shards that the optimizer makes.
 struct GroupPlacement {
   // The ranks that share masters, moments and gradient shards, and over which gradients are
   // reduced: the expert-data group for experts. Default: the optimizer's group.
-  TORCH_ARG(std::optional<Group>, reduce_group) = std::nullopt;
+  TORCH_ARG(std::optional<Group>, sharded_over) = std::nullopt;
 
   // Ranks that hold copies of this rank's shards: gradient shards are averaged over it after the
   // reduction, and nothing else is sent over it. Default: no copies.
-  TORCH_ARG(std::optional<Group>, replicate_group) = std::nullopt;
+  TORCH_ARG(std::optional<Group>, replicated_over) = std::nullopt;
 
-  // The sum of gradients is divided by this. 0: by the number of ranks of reduce_group times those
-  // of replicate_group, the mean. An expert that sees the tokens of several data ranks, whose
+  // The sum of gradients is divided by this. 0: by the number of ranks of sharded_over times those
+  // of replicated_over, the mean. An expert that sees the tokens of several data ranks, whose
   // losses are means of their own tokens, needs the number of all those ranks here.
   TORCH_ARG(int64_t, averaged_over) = 0;
 
   // For the norm: how many ranks of the mesh hold the same gradients besides those of
-  // replicate_group, for example the size of the tensor-parallel group for a layer norm.
+  // replicated_over, for example the size of the tensor-parallel group for a layer norm.
   TORCH_ARG(int64_t, copies) = 1;
 
   // False where another pipeline stage counts these parameters in the norm.

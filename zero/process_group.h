@@ -33,7 +33,7 @@ class Store;
 
 namespace zero {
 
-// What a communicator is for. Control messages are host memory and stay on
+// The purpose of a communicator. Control messages are host memory and stay on
 // Gloo, whatever carries the data.
 enum class Purpose { kData, kControl };
 
@@ -43,8 +43,8 @@ using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
     c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, Purpose purpose,
     std::chrono::milliseconds timeout)>;
 
-// What init_process_group() uses: NCCL for the data of a `device` that is a GPU, Gloo for
-// everything else, and without `nccl` for that too, listening on `hostname`
+// The factory that init_process_group() uses: NCCL for the data of a `device` that is a GPU, Gloo
+// for everything else, and without `nccl` for that too, listening on `hostname`
 // (zero/comm/backends/gloo.h). Data on Gloo passes through shared memory where ranks are on one
 // machine (zero/comm/backends/shared_rows.h), unless `shared_memory` is false.
 BackendFactory default_backend_factory(c10::Device device, const std::string& hostname,
@@ -55,7 +55,7 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
 // subgroup(), must come in the same order on all ranks.
 class Group {
  public:
-  // Of `world_size` ranks that share `store`. `name` must be the same on all of
+  // Makes a group of `world_size` ranks that share `store`. `name` must be the same on all of
   // them and different from other groups of that store. No call of the group waits
   // for `store` longer than `timeout` (zero/rendezvous/bounded_store.h).
   Group(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, std::string name,
@@ -64,7 +64,7 @@ class Group {
   int rank() const;
   int world_size() const;
   const std::string& name() const;
-  // Where this rank's parameters are expected: cpu, or the GPU of its local rank.
+  // The device of this rank's parameters: cpu, or the GPU of its local rank.
   c10::Device device() const;
   std::chrono::milliseconds timeout() const;
   const c10::intrusive_ptr<c10d::Store>& store() const;
@@ -111,7 +111,7 @@ struct InitOptions {
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
   // Default: cuda:LOCAL_RANK when built with CUDA and a GPU is there, else cpu.
   std::optional<c10::Device> device = std::nullopt;
-  // False: the data of GPUs travels over Gloo too, through host memory. Much slower, and the only
+  // False: the data of GPUs is sent over Gloo too, through host memory. Much slower, and the only
   // way for ranks that share a GPU, which NCCL refuses.
   bool nccl = true;
   // False: this rank and others of its machine send each other data through sockets too, as ranks

@@ -14,41 +14,40 @@
 //     optimizer.step();                        // every rank has the new parameters
 //   }
 //
-// Words, used with these meanings everywhere in this library:
+// Terms:
 //   working parameter  what the model computes with: full, on every rank, in its own dtype
-//   master parameter   its fp32 copy, sharded; what the inner optimizer updates
-//   bucket             parameters that are sent together, seen as [world_size, row]
+//   master parameter   its fp32 copy, sharded; the inner optimizer updates it
+//   bucket             parameters that are sent together, seen as a matrix [world_size, row]
 //   shard              the 1/world_size of a bucket that one rank owns: its row
 //   segment            the part of one parameter inside one shard
 //   arena              the flat buffer of all parameters of one dtype, device and group
-//   padding            zeros between and after parameters
+//   padding            unused elements between and after parameters
 //   round              one reduction of all buckets
 //   working gradient   what autograd produced; gradient shard: its reduced fp32 row
 //   dropped parameter  one without a gradient since the last step
 //
 // Promises:
-//   1. A gradient is the mean over ranks; a rank that did not use a parameter
-//      counts as zero. Sums are fp32 in rank order, whatever dtype travels.
-//   2. A parameter dropped on every rank is skipped as torch skips an undefined
-//      gradient: no decay, no momentum, no step count. Ranks may use different
-//      parameters and run different numbers of backward passes.
-//   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run;
-//      without clipping for every bucket size and layout too.
+//   1. A gradient is the mean over ranks; a rank that did not use a parameter counts as zero. Sums
+//      are fp32 in rank order, whatever dtype is sent.
+//   2. A parameter dropped on every rank is skipped as torch skips an undefined gradient: no
+//      decay, no momentum, no step count. Ranks may use different parameters and run different
+//      numbers of backward passes.
+//   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run; without clipping for
+//      every bucket size and layout too.
 //   4. With one fp32 rank, unclipped and fused(false): the inner optimizer's own bits.
 //   5. A non-finite gradient on any rank skips the step on all ranks.
-//   6. The norm returned by clip_grad_norm_ is that of the averaged, unscaled
-//      gradient before clipping. Clipping takes effect inside step(): p.grad() and
-//      gradient() show unclipped values.
+//   6. The norm returned by clip_grad_norm_ is that of the averaged, unscaled gradient before
+//      clipping. Clipping takes effect inside step(): p.grad() and gradient() show unclipped
+//      values.
 //   7. no_sync works in both stages and sends nothing.
-//   8. Misuse throws c10::Error saying expected, got, remedy and rank, on this
-//      rank at once and on all ranks at their next collective call, before
-//      anything else is sent.
-//   9. param_groups() of this class are the truth for options (learning-rate
-//      schedulers work); they are pushed to the inner optimizer at each step.
+//   8. Misuse throws c10::Error saying expected, got, remedy and rank, on this rank at once and on
+//      all ranks at their next collective call, before anything else is sent.
+//   9. param_groups() of this class are the truth for options (learning-rate schedulers work); they
+//      are pushed to the inner optimizer at each step.
 //
-// Thread safety: none; use from one thread. Streams: work is enqueued behind
-// the stream that is current at the call. After a communication error the
-// optimizer refuses further use with that reason.
+// Thread safety: none; use from one thread. Streams: work is enqueued behind the stream that is
+// current at the call. After a communication error the optimizer refuses further use with that
+// reason.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -83,47 +82,44 @@ struct Stats {
 
 class ZeroOptimizer final : public torch::optim::Optimizer {
  public:
-  // Collective: all ranks of `group` call it with equal models, options and
-  // optimizers. Rank 0's parameters and buffers are sent to the others. The
-  // parameters of `inner` that require gradients become managed; `inner`'s
-  // parameters are replaced by this rank's fp32 master segments.
+  // Collective: all ranks of `group` call it with equal models, options and optimizers. Rank 0's
+  // parameters and buffers are sent to the others. The parameters of `inner` that require gradients
+  // become managed; `inner`'s parameters are replaced by this rank's fp32 master segments.
   //
-  // Working parameters must be dense leaves in float, bfloat16 or half, on
-  // group.device() where that is a GPU, and belong to `module`. Layout::kContiguous re-points them
-  // at views of a flat arena (sizes and dense strides are kept). `module` must outlive the
-  // optimizer.
+  // Working parameters must be dense leaves in float, bfloat16 or half, on group.device() if that
+  // is a GPU, and belong to `module`, which must outlive the optimizer. Layout::kContiguous
+  // re-points them at views of a flat arena; sizes and dense strides are kept.
   //
-  // Throws c10::Error on every rank when any rank finds its arguments unusable
-  // (a parameter given twice, sparse, complex, not a leaf or of another module;
-  // nothing to optimize; state in `inner`; an inner optimizer that is not
-  // elementwise) or when ranks differ, naming the first difference.
+  // Throws c10::Error on every rank when any rank finds its arguments unusable (a parameter given
+  // twice, sparse, complex, not a leaf or of another module; nothing to optimize; state in `inner`;
+  // an inner optimizer that is not elementwise) or when ranks differ, naming the first difference.
   ZeroOptimizer(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
                 Group group, ZeroOptions options = {});
   // Removes the hooks. Not collective; never throws.
   ~ZeroOptimizer() override;
 
-  // Runs backward from a 0-dim `loss` (times loss_scale()) and closes the
-  // round: complete buckets have been sent meanwhile, the rest is sent now with
-  // zeros for missing gradients. Waits for other ranks 20 ms at most, which bounds memory where the
-  // network is slower than the backward pass. Calls add up. Hooks that
-  // register_hook() adds to a parameter, before or after construction, run as ever, and
-  // what they return travels; gradients of torch::autograd::grad() do not.
-  // Throws what the backward pass throws; the gradients are then incomplete
-  // and every rank's next step() throws until zero_grad() is called.
+  // ---- Training ----
+
+  // Runs backward from a 0-dim `loss` (times loss_scale()) and closes the round: complete buckets
+  // were sent meanwhile, the rest is sent now with zeros for missing gradients. Blocks for other
+  // ranks 20 ms at most, which bounds memory when the network is slower than the backward pass.
+  // Calls add up. Hooks that register_hook() adds to a parameter, before or after construction,
+  // run as ever, and the gradients that they return are sent; those of torch::autograd::grad() are
+  // not. Throws what the backward pass throws; the gradients are then incomplete, and every rank's
+  // next step() throws until zero_grad() is called.
   void backward(const at::Tensor& loss);
-  // The same from several outputs. `output_gradients` as in torch::autograd::backward,
-  // times loss_scale(); empty for 0-dim outputs.
+  // The same from several outputs. `output_gradients` as in torch::autograd::backward, times
+  // loss_scale(); empty for 0-dim outputs.
   void backward(const std::vector<at::Tensor>& outputs,
                 const std::vector<at::Tensor>& output_gradients, bool retain_graph = false);
-  // loss * loss_scale(), for those who call loss.backward() themselves. A round
-  // then stays open until a parameter gets its next gradient or until step(). With a loss scale
-  // other than 1, gradients throw unless this or backward() was called since the last step.
+  // Returns loss * loss_scale(), for callers of loss.backward(). A round then stays open until a
+  // parameter gets its next gradient or until step(). With a loss scale other than 1, gradients
+  // throw unless this or backward() was called since the last step.
   at::Tensor scale_loss(const at::Tensor& loss) const;
 
-  // While the guard lives, backward passes accumulate into p.grad() and send
-  // nothing; the next pass without it, or step(), sends the sum. Stage 2 then
-  // holds full gradients meanwhile. `enabled` false: an inert guard. Not
-  // collective. Throws when nested, and step() throws while a guard lives.
+  // While the guard lives, backward passes accumulate into p.grad() and send nothing; the next pass
+  // without it, or step(), sends the sum. Stage 2 then holds full gradients meanwhile. `enabled`
+  // false: an inert guard. Not collective. Throws when nested; step() throws while a guard lives.
   class NoSync {
    public:
     NoSync(NoSync&& other) noexcept;
@@ -137,48 +133,52 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   };
   [[nodiscard]] NoSync no_sync(bool enabled = true);
 
-  // Collective. Completes the reduction of all gradients since the last step.
-  // In stage 1, p.grad() then holds this parameter's averaged gradient in the
-  // parameter's dtype, until the next backward pass, step() or zero_grad(). It is there to be read:
-  // the next collective call throws where it was changed, which would have no effect. Called by
-  // clip_grad_norm_() and step(); call it only to read gradients earlier.
-  void reduce_gradients();
-
-  // Collective. The norm of the averaged gradient over all parameters, before
-  // clipping: 0-dim fp64, equal on every rank. step() then multiplies gradients
-  // by min(1, max_norm / (norm + 1e-6)). `norm_type` is any p > 0 or infinity.
-  // nullopt only measures. A second call sees the clipped norm. Gradients that are put into
-  // p.grad() by hand after it are clipped with the rest. Throws for max_norm <= 0 or NaN, for
-  // norm_type <= 0 or NaN, and for a max_norm without a backward pass on any rank since the last
-  // step. NaN or infinity is returned as it is; step() then skips.
+  // Collective. Returns the norm of the averaged gradient over all parameters, before clipping:
+  // 0-dim fp64, equal on every rank. step() then multiplies gradients by
+  // min(1, max_norm / (norm + 1e-6)). `norm_type` is any p > 0 or infinity; nullopt only measures.
+  // A second call sees the clipped norm. Gradients that are put into p.grad() by hand after it are
+  // clipped with the rest. Throws for max_norm <= 0 or NaN, for norm_type <= 0 or NaN, and for a
+  // max_norm without a backward pass on any rank since the last step. NaN and infinity are
+  // returned as they are; step() then skips.
   at::Tensor clip_grad_norm_(std::optional<double> max_norm, double norm_type = 2.0);
   at::Tensor grad_norm(double norm_type = 2.0) { return clip_grad_norm_(std::nullopt, norm_type); }
 
-  // Collective. Updates this rank's masters, then brings every working parameter
-  // up to date on every rank. Throws when ranks have different options, a
-  // learning rate for example, and after ZeroOptions::max_skipped_in_a_row skipped steps. Gradients
-  // are consumed. Without a gradient on any rank since the last step it does nothing. Returns the
-  // closure's loss, else an undefined tensor.
+  // Collective. Updates this rank's masters, then brings every working parameter up to date on
+  // every rank. Gradients are consumed. Without a gradient on any rank since the last step it does
+  // nothing. Throws when ranks have different options, a learning rate for example, and after
+  // ZeroOptions::max_skipped_in_a_row skipped steps. Returns the closure's loss, else an undefined
+  // tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // With ZeroOptions::overlap_gather: blocks until the last step has brought the parameters of
-  // `module` and its children up to date. To be called before a module computes, in any order and
-  // as often as is convenient. Not collective. Does nothing without the option.
-  // Throws c10::Error when the communication failed.
+  // `module` and its children up to date. Call it before a module computes, in any order and as
+  // often as is convenient. Not collective. Does nothing without the option. Throws c10::Error when
+  // the communication failed.
   //   for (const auto& layer : *layers) {
   //     optimizer.wait_for(*layer);
   //     x = layer->forward(x);
   //   }
   void wait_for(const torch::nn::Module& module);
 
-  // Forgets the gradients accumulated since the last step. Collective when
-  // there are any and after a call that threw, otherwise local and free; when only some ranks have
-  // any, the next collective call throws on all ranks and nothing is lost. Rarely needed: step()
-  // consumes gradients. zero_grad() of the module or of the base class cannot take back what was
-  // sent: it has no effect between backward() and step(), and step() throws where it sees that it
-  // was called.
+  // Forgets the gradients accumulated since the last step. Collective when there are any and after
+  // a call that threw, otherwise local and free; when only some ranks have any, the next collective
+  // call throws on all ranks and nothing is lost. Rarely needed: step() consumes gradients.
+  // zero_grad() of the module or of the base class cannot take back what was sent: it has no effect
+  // between backward() and step(), and step() throws if it was called there.
   void zero_grad(bool set_to_none = true);
 
+  // ---- Reading ----
+
+  // Collective. Completes the reduction of all gradients since the last step. In stage 1, p.grad()
+  // then holds this parameter's averaged gradient in the parameter's dtype, until the next backward
+  // pass, step() or zero_grad(). It may be read only: a change has no effect, and the next
+  // collective call throws. Called by clip_grad_norm_() and step().
+  void reduce_gradients();
+  // Collective. The averaged, unclipped gradient of a managed parameter since the last step, or its
+  // master: full, fp32, in the parameter's shape, a copy. gradient() is undefined when no rank used
+  // the parameter. Allowed at any time, also between backward passes.
+  at::Tensor gradient(const at::Tensor& parameter);
+  at::Tensor master(const at::Tensor& parameter);
   // Whether the last step() was skipped for non-finite gradients. On a GPU, and with static_graph,
   // step() does not wait to learn that: this waits for the device, and so do stats() and inner().
   bool step_skipped() const;
@@ -186,57 +186,51 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // wait until the last step is done, though not for the forward pass enqueued since.
   double loss_scale() const;
 
-  // Collective. The averaged, unclipped gradient of a managed parameter since
-  // the last step, or its master: full, fp32, in the parameter's shape, a copy.
-  // gradient() is undefined when no rank used the parameter. Allowed at any time, also
-  // between backward passes.
-  at::Tensor gradient(const at::Tensor& parameter);
-  at::Tensor master(const at::Tensor& parameter);
+  // ---- Checkpoints ----
 
-  // Collective. Takes over working parameters that were changed from outside
-  // (loaded, moved to other storage, edited in place): re-attaches them, sends
-  // rank 0's values, also of frozen parameters, to all ranks, and sets the masters
-  // from them.
-  void refresh_master_parameters();
-  // Collective. The reverse: working parameters are set from the masters. In
-  // Layout::kContiguous the fp32 masters are this rank's part of the working
-  // parameters themselves: edits in place there cannot be taken back.
-  void refresh_working_parameters();
-
-  // Collective. Sends rank 0's module buffers to all ranks.
-  void broadcast_buffers();
-
-  // Collective. Compares hashes of working parameters over all ranks and, over
-  // replicas, of masters and moments. Throws on every rank, naming the first
-  // parameter that differs and the ranks.
-  void check_replicas();
-
-  // Collective. Writes a folder that all ranks can see: masters, all state of the
-  // inner optimizer, step counts, loss scale, options; rank 0's frozen parameters
-  // and buffers; the objects that SaveOptions include, such as schedules. It appears complete or
-  // not at all, and any number of ranks can load it. Every rank needs memory for one tensor more,
-  // and the slowest must be done within the group's timeout. See zero/checkpoint.h. Throws
-  // c10::Error on all ranks, leaving what was at `folder`: gradients since the last step (they are
-  // not part of a checkpoint), an existing `folder` without overwrite(true), another save to
-  // `folder` that is unfinished, a folder that not all ranks see, errors of the disk, state of an
-  // inner optimizer that cannot be cut for other numbers of ranks.
+  // Collective. Writes a folder that all ranks can see: masters, all state of the inner optimizer,
+  // step counts, loss scale, options; rank 0's frozen parameters and buffers; the objects that
+  // SaveOptions include, such as schedules. It appears complete or not at all, and any number of
+  // ranks can load it. Every rank needs memory for one tensor more, and the slowest must be done
+  // within the group's timeout. See zero/checkpoint.h. Throws c10::Error on all ranks, leaving what
+  // was at `folder`: gradients since the last step (they are not part of a checkpoint), an existing
+  // `folder` without overwrite(true), another save to `folder` that is unfinished, a folder that
+  // not all ranks see, errors of the disk, state of an inner optimizer that cannot be cut for other
+  // numbers of ranks.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
-  // Collective. The same, but returns once this rank's shard is copied in host memory;
-  // steps may follow. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
+  // Collective. The same, but returns once this rank's shard is copied in host memory; steps may
+  // follow. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
   std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
                                                            const SaveOptions& options = {});
-  // Collective. Loads what any number of ranks saved, with any stage, layout and
-  // bucket size. Each rank reads the stored tensors that overlap its shard, and its
-  // part of all files to verify them. Working parameters are set from the masters.
-  // Throws c10::Error on all ranks, and then nothing has changed: gradients since
-  // the last step, damage, another model (see LoadOptions::strict), numbers that no
-  // optimizer can go on with, an included object that refuses its state. The run that saved it
-  // goes on: the next save has its id.
+  // Collective. Loads what any number of ranks saved, with any stage, layout and bucket size. Each
+  // rank reads the stored tensors that overlap its shard, and its part of all files to verify them.
+  // Working parameters are set from the masters. The run that saved it goes on: the next save has
+  // its id. Throws c10::Error on all ranks, and then nothing has changed: gradients since the last
+  // step, damage, another model (see LoadOptions::strict), numbers that no optimizer can go on
+  // with, an included object that refuses its state.
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& options = {});
-  // Collective. Takes over the state of an unsharded optimizer of the same class
-  // over the same module's parameters, to go on with a run of plain torch. `plain`
-  // is loaded on every rank; options and parameters are not taken over.
+  // Collective. Takes over the state of an unsharded optimizer of the same class over the same
+  // module's parameters, to go on with a run of plain torch. `plain` is loaded on every rank;
+  // options and parameters are not taken over.
   void load_plain_state(const torch::optim::Optimizer& plain);
+
+  // ---- Repair ----
+
+  // Collective. Takes over working parameters that were changed from outside (loaded, moved to
+  // other storage, edited in place): re-attaches them, sends rank 0's values, also of frozen
+  // parameters, to all ranks, and sets the masters from them.
+  void refresh_master_parameters();
+  // Collective. The reverse: sets working parameters from the masters. In Layout::kContiguous the
+  // fp32 masters are this rank's part of the working parameters themselves: edits in place there
+  // cannot be taken back.
+  void refresh_working_parameters();
+  // Collective. Sends rank 0's module buffers to all ranks.
+  void broadcast_buffers();
+  // Collective. Compares hashes of working parameters over all ranks and, over replicas, of masters
+  // and moments. Throws on every rank, naming the first parameter that differs and the ranks.
+  void check_replicas();
+
+  // ---- Observing ----
 
   // Bytes this rank holds now, by kind.
   MemoryReport memory() const;
@@ -244,12 +238,12 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   const Plan& plan() const;
   const Group& group() const;
   const ZeroOptions& options() const;
-  // The wrapped optimizer over master segments, for its state(). Its options
-  // are overwritten at each step; change param_groups() of this class instead.
+  // The wrapped optimizer over master segments, for its state(). Its options are overwritten at
+  // each step; change param_groups() of this class instead.
   const torch::optim::Optimizer& inner() const;
 
-  // Refused with a pointer to save_checkpoint: torch archives hold one rank's
-  // segments by address and accept flipped bits.
+  // Refused with a pointer to save_checkpoint: torch archives hold one rank's segments by address
+  // and accept flipped bits.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 

@@ -240,7 +240,7 @@ TEST(SaveErrorTest, ExpertsAndStagesAreRefusedOnAllRanks) {
       [&](const Group& group) {
         const Mesh mesh(group, {{"ep", 2}, {"dp", 2}});
         Training t;
-        t.options.placement(0, GroupPlacement().reduce_group(mesh.group({"dp"})));
+        t.options.placement(0, GroupPlacement().sharded_over(mesh.group({"dp"})));
         CheckpointRun run(t, group, 1);
         run.train(0, 1);
         const std::vector<std::string> expected = {"experts or stages", "master()"};

@@ -228,8 +228,8 @@ TEST(ReplicasTest, CopiesOfAShardAreSavedOnceAndAllOfThemAreLoaded) {
     Training t = plain;
     for (int g = 0; g < 2; ++g) {
       t.options.placement(g, GroupPlacement()
-                                 .reduce_group(mesh.group({"dp_shard"}))
-                                 .replicate_group(mesh.group({"dp_replicate"})));
+                                 .sharded_over(mesh.group({"dp_shard"}))
+                                 .replicated_over(mesh.group({"dp_replicate"})));
     }
     return t;
   };

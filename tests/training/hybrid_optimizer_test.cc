@@ -257,7 +257,7 @@ Largest train_in_parts(const Topology& t, const Mesh& mesh, bool adam,
 }
 
 GroupPlacement expert(const Mesh& mesh, const Names& reduce, int64_t batches) {
-  return GroupPlacement().reduce_group(mesh.group(reduce)).averaged_over(batches);
+  return GroupPlacement().sharded_over(mesh.group(reduce)).averaged_over(batches);
 }
 
 std::vector<Topology> topologies() {
@@ -277,7 +277,7 @@ std::vector<Topology> topologies() {
                   {"shard"},
                   dense,
                   [](const Mesh& mesh, ZeroOptions& options) {
-                    const auto copies = GroupPlacement().replicate_group(mesh.group({"rep"}));
+                    const auto copies = GroupPlacement().replicated_over(mesh.group({"rep"}));
                     options.mesh_group(mesh.all()).placement(0, copies).placement(1, copies);
                   }});
   list.push_back({"replicate 3 x shard 2",
@@ -302,9 +302,9 @@ std::vector<Topology> topologies() {
                   [](const Mesh& mesh, ZeroOptions& options) {
                     const Group rep = mesh.group({"rep"});
                     options.mesh_group(mesh.all());
-                    options.placement(0, GroupPlacement().replicate_group(rep));
-                    options.placement(1, GroupPlacement().replicate_group(rep));
-                    options.placement(2, expert(mesh, {"edp"}, 8).replicate_group(rep));
+                    options.placement(0, GroupPlacement().replicated_over(rep));
+                    options.placement(1, GroupPlacement().replicated_over(rep));
+                    options.placement(2, expert(mesh, {"edp"}, 8).replicated_over(rep));
                   }});
   list.push_back({"pipeline 2 x data 2",
                   {{"pp", 2}, {"dp", 2}},
@@ -538,7 +538,7 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
   };
   expect_refused(t, "copies of 1 or more");
   t.place = [](const Mesh& mesh, ZeroOptions& o) {
-    o.placement(2, expert(mesh, {"edp"}, 4).replicate_group(mesh.group({"edp", "ep"})));
+    o.placement(2, expert(mesh, {"edp"}, 4).replicated_over(mesh.group({"edp", "ep"})));
   };
   expect_refused(t, "share only rank");
   t.place = [](const Mesh& mesh, ZeroOptions& o) {
@@ -547,7 +547,7 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
   expect_refused(t, "averaged over");
   t.home = {"edp"};
   t.place = [](const Mesh& mesh, ZeroOptions& o) {
-    o.placement(0, GroupPlacement().replicate_group(mesh.group({"ep"})));
+    o.placement(0, GroupPlacement().replicated_over(mesh.group({"ep"})));
   };
   expect_refused(t, "mesh_group()");
 }

@@ -144,8 +144,8 @@ int step_over_a_mesh() {
   auto adamw = std::make_unique<torch::optim::AdamW>(std::move(groups));
 
   zero::Mesh mesh(world, {{"rep", 2}, {"edp", 2}, {"ep", 2}});
-  auto copies = zero::GroupPlacement().replicate_group(mesh.group({"rep"}));
-  auto experts = zero::GroupPlacement(copies).reduce_group(mesh.group({"edp"})).averaged_over(8);
+  auto copies = zero::GroupPlacement().replicated_over(mesh.group({"rep"}));
+  auto experts = zero::GroupPlacement(copies).sharded_over(mesh.group({"edp"})).averaged_over(8);
   zero::ZeroOptimizer optimizer(
       model, std::move(adamw), mesh.group({"edp", "ep"}),
       zero::ZeroOptions().mesh_group(world).placement(0, copies).placement(1, experts));

@@ -83,7 +83,7 @@ class SequenceRank {
   void place(ZeroOptions& options) const {
     const int rank = group_.rank(), size = s_.world_size;
     if (s_.topology == Topology::kExperts) {
-      options.placement(1, GroupPlacement().reduce_group(group_.subgroup({rank}, "own")));
+      options.placement(1, GroupPlacement().sharded_over(group_.subgroup({rank}, "own")));
     }
     if (s_.topology != Topology::kReplicas) return;
     const int shards = size % 2 == 0 ? size / 2 : 1;
@@ -93,8 +93,8 @@ class SequenceRank {
       if (r % shards == rank % shards) copies.push_back(r);
     }
     const auto placement = GroupPlacement()
-                               .reduce_group(group_.subgroup(shared, "shared"))
-                               .replicate_group(group_.subgroup(copies, "copies"));
+                               .sharded_over(group_.subgroup(shared, "shared"))
+                               .replicated_over(group_.subgroup(copies, "copies"));
     options.placement(0, placement);
     if (s_.seed % 2 == 0) options.placement(1, placement);
   }

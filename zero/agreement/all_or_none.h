@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Success or failure of something every rank did by itself, told to all ranks.
+// Runs a function on every rank; if it throws on any, throws on all.
 #pragma once
 
 #include <functional>

@@ -31,7 +31,7 @@ OptimizerLinks::OptimizerLinks(const Group& mesh)
 }
 
 OptimizerLinks::~OptimizerLinks() {
-  // What fails from here on is the end of this rank's own communicators.
+  // A failure from here on is the end of this rank's own communicators.
   control->on_failure(nullptr);
   for (const auto& item : made_) item.second->on_failure(nullptr);
 }
@@ -133,7 +133,7 @@ void OptimizerLinks::agree_on_half(const Domains& all, bool half_here) {
 
 namespace {
 
-// What the ranks of one domain put together in one message and, where they differ, a second one.
+// Combines values of the ranks of one domain in one message and, if they differ, a second one.
 struct DomainMessage {
   at::Tensor words;  // fingerprints of arguments and flags, for a maximum
   std::vector<uint8_t> flags;

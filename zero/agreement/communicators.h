@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The communicators of one optimizer, used by nobody else: control and norm
-// over the mesh, data over each domain. Without placements the mesh is the one
-// group of the optimizer, which then has one control and one data communicator.
+// The communicators of one optimizer, which no other object uses: control and norm over the mesh,
+// data over each domain. Without placements the mesh is the one group of the optimizer, which then
+// has one control and one data communicator.
 #pragma once
 
 #include <atomic>
@@ -47,8 +47,8 @@ struct OptimizerLinks {
   // parameters, all of them even if one throws; then all ranks of the mesh throw.
   void check_each_domain(const std::function<void(int64_t, Communicator&)>& check);
 
-  // Runs body(), which communicates. When it throws because a communicator failed, the other ranks
-  // are told, and the error has what they report.
+  // Runs body(), which communicates. When it throws because a communicator failed, this announces
+  // it to the other ranks and adds what they announce to the error.
   void explained(const std::function<void()>& body);
 
   // The first failure of any communicator; empty if there is none.
@@ -64,12 +64,12 @@ struct OptimizerLinks {
   const std::unique_ptr<Communicator> control;  // over the mesh
   ControlChannel channel;                       // over the mesh
   Communicator* norm = nullptr;                 // data over the mesh
-  DomainLinks home;                             // for what belongs to no parameter group
+  DomainLinks home;                             // for frozen parameters and buffers
   std::vector<DomainLinks> domains;             // data, by domain
   bool any_half = false;                        // whether any rank of the mesh has fp16 parameters
 
  private:
-  // What a communicator is for. One group may have several roles.
+  // The use of a communicator. One group may have several roles.
   enum class Role { kData, kReplicas, kNorm, kAgreement };
 
   Communicator* get(const Group& group, Role role);

@@ -39,7 +39,8 @@ std::string next_line(std::istringstream& text) {
 [[noreturn]] void throw_difference(Communicator& communicator,
                                    const std::vector<std::string>& lines) {
   const auto all = communicator.all_gather_text(join(lines), "arguments at construction");
-  // Of rank 0, then the others. Each text is read once, side by side: models have 100,000 lines.
+  // Rank 0's, then those of the others. Each text is read once, side by side: models have 100,000
+  // lines.
   std::vector<std::istringstream> texts;
   for (const std::string& text : all) texts.emplace_back(text);
   while (true) {

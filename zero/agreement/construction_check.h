@@ -1,10 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The first messages of a new optimizer: all ranks learn whether any of them
-// found its arguments unusable, and whether they all were given the same. Gloo
-// aborts the process on a size mismatch and NCCL hangs, so nothing of a size
-// that depends on the model may be sent before this.
+// Sends the first messages of a new optimizer: all ranks learn whether any of them found its
+// arguments unusable, and whether all were given the same. Gloo aborts the process on a size
+// mismatch and NCCL hangs, so nothing of a size that depends on the model may be sent before this.
 #pragma once
 
 #include <string>
@@ -14,10 +13,10 @@
 
 namespace zero {
 
-// Collective, blocks. `problem` is empty or why this rank cannot go on; `lines`
-// describes what must be equal, one fact a line. Throws c10::Error on every
-// rank when a rank has a problem (saying which and why) or when lines differ
-// (giving the first difference: rank 0's line as expected, and who got what).
+// Collective, blocks. `problem` is empty or the reason why this rank cannot go on; `lines`
+// describes what must be equal, one fact a line. Throws c10::Error on every rank when a rank has a
+// problem (naming it and the reason) or when lines differ (giving the first difference: rank 0's
+// line as expected, and the ranks that got another one).
 void check_construction(Communicator& communicator, const std::string& problem,
                         const std::vector<std::string>& lines);
 

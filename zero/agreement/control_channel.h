@@ -1,13 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The control message: before ranks send data they agree, host to host, that
-// all of them make the same call, that none has a problem, how many rounds must
-// be sent and which parameters any rank used. This is what turns misuse on one
-// rank into an exception on all of them instead of a hang or mixed-up data.
+// Agrees on every collective call before data is sent: host to host, the ranks compare that all of
+// them make the same call and that none has a problem, and learn how many rounds must be sent and
+// which parameters any rank used. This turns misuse on one rank into an exception on all of them
+// instead of a hang or mixed-up data.
 //
-// One all-reduce (MAX) of 14 int32 words. Where ranks used different parameters, a second message
-// carries one bit per parameter.
+// A call costs one all-reduce (MAX) of 14 int32. If ranks used different parameters, a second
+// message carries one bit per parameter.
 #pragma once
 
 #include <atomic>
@@ -47,8 +47,8 @@ struct Agreement {
 // The arguments of a call, as text for errors.
 struct CallArguments {
   std::string of_all;   // equal on every rank; only a hash is sent
-  std::string of_some;  // equal on the ranks that hold the same parameters, who have compared it
-  bool differ = false;  // what they found
+  std::string of_some;  // equal on the ranks that hold the same parameters, which compared it
+  bool differ = false;  // the result of that comparison
 };
 
 class ControlChannel {
@@ -64,9 +64,9 @@ class ControlChannel {
   Agreement agree(Call call, const CallArguments& arguments, const std::string& problem,
                   const Agreement& own);
 
-  // Puts a problem where the others find it if this rank never reaches its
-  // next agree(). Forgotten when an agree() succeeds. Never throws, waits for no rank and at most
-  // 200 ms for the store.
+  // Leaves a problem in the store for the others in case this rank never reaches its next agree().
+  // Forgotten when an agree() succeeds. Never throws, waits for no rank and at most 200 ms for the
+  // store.
   void announce(const std::string& problem) noexcept;
   // After a failure of the transport: announces `text`, unless this rank has announced what led to
   // it, and returns what the other ranks announce, one line each, and which ranks announce nothing.

@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Texts that ranks leave for each other in their store: why a rank refuses a call, what it calls,
-// and how it failed. No call waits for a store that does not answer for longer than its comment
-// says.
+// Exchanges texts between ranks through their store: why a rank refuses a call, which call it
+// makes, and how it failed. If the store does not answer, no function blocks for longer than its
+// comment says.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -25,17 +25,17 @@ class ProblemBoard {
                std::chrono::milliseconds timeout);
 
   // Leaves this rank's text under `topic`, which is used once. Gives up after 500 ms without an
-  // error: what follows waits for the ranks, and says more.
+  // error: the calls after it wait for the ranks, and their errors say more.
   void leave(const std::string& topic, const std::string& text) noexcept;
-  // What `rank` has left under `topic`. Waits for it up to the timeout, and then returns a text
-  // that says so.
+  // Returns the text that `rank` has left under `topic`. Waits for it up to the timeout, and then
+  // returns a text that says so.
   std::string text_of(const std::string& topic, int rank) noexcept;
   // Those of all ranks, of the first 64 where there are more.
   std::vector<std::string> texts_of(const std::string& topic) noexcept;
 
   // Replaces what this rank announces to all; empty: nothing. Takes at most 200 ms.
   void announce(const std::string& problem) noexcept;
-  // What other ranks announce, one line each; empty if nothing. Takes at most 300 ms.
+  // Returns what other ranks announce, one line each; empty if nothing. Takes at most 300 ms.
   std::string announced() noexcept;
   // The same after a failure that all ranks notice: gives them 300 ms to announce it, and names
   // those that do not. A rank that serves the store stays that long for the others to read it.

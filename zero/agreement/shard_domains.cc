@@ -54,7 +54,7 @@ Domains make_domains(const Group& group, const ZeroOptions& options, int64_t par
     const GroupPlacement placement =
         found == options.placements().end() ? GroupPlacement() : found->second;
     const std::string where = "placement of parameter group " + std::to_string(g);
-    Domain domain{placement.reduce_group().value_or(group), placement.replicate_group(), 0};
+    Domain domain{placement.sharded_over().value_or(group), placement.replicated_over(), 0};
     if (ranks_of(domain.replicas) == 1) domain.replicas.reset();
     check_within_mesh(domain.group, domains.mesh, where);
     if (domain.replicas) {

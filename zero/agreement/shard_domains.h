@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which ranks a ZeroOptimizer works with: from the placements of its parameter
-// groups to the domains of the plan. Sends nothing.
+// Turns the placements of parameter groups into domains: the groups of ranks that share shards, and
+// those that hold copies of them. Sends nothing.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +22,13 @@ struct Domain {
 };
 
 struct Domains {
-  Group home;  // as given to the constructor; what belongs to no parameter group is sent over it
-  Group mesh;  // decides together: calls, problems, rounds, skipped steps, norms
+  Group home;  // as given to the constructor; sends frozen parameters and buffers
+  Group mesh;  // all ranks that agree on calls, problems, rounds, skipped steps and norms
   std::vector<Domain> list;
   std::vector<int64_t> of_group;     // per parameter group: its domain
   std::vector<double> norm_weights;  // per parameter group, see zero/norm/shard_norm.h
-  // Whether all ranks of the mesh hold the same parameters: each domain and its
-  // replicas are the whole mesh. Otherwise, with experts or stages, parameters
-  // can be compared within a domain only.
+  // True if all ranks of the mesh hold the same parameters: each domain and its replicas are the
+  // whole mesh. Otherwise, with experts or stages, parameters can be compared within a domain only.
   bool uniform = true;
 
   // Per parameter group with a placement: what ranks must agree on.

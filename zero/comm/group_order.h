@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// One order of groups for all ranks. Making a communicator waits for its ranks, so ranks that made
-// those of overlapping groups in different orders would wait for each other in a circle; and
-// partial sums that go through several groups are right only where all ranks take them in one
+// Puts groups into one order on all ranks. Making a communicator blocks for its ranks, so ranks
+// that made those of overlapping groups in different orders would wait for each other in a circle;
+// and partial sums that go through several groups are right only if all ranks take them in one
 // order.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace zero {
 
-// What makes two Groups the same. By name first: groups of one role have one name on all ranks, as
+// Identifies a Group. Sorts by name first: groups of one role have one name on all ranks, as
 // those of a Mesh do, while their ranks differ.
 using GroupKey = std::pair<std::string, std::vector<int>>;
 

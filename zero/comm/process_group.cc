@@ -183,7 +183,7 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
     const std::vector<uint8_t> held = store.compareSet(key, {}, bytes(text));
     return std::string(held.begin(), held.end());
   };
-  // The first verdict counts. Without libuv, c10d's server wakes nobody for a compareSet.
+  // The first verdict counts. Without libuv, c10d's server wakes no waiting rank for a compareSet.
   const auto decide = [&](const std::string& verdict) {
     claim("verdict", verdict);
     store.set("decided", "1");

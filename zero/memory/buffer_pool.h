@@ -1,10 +1,10 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reusable flat buffers for buckets on their way. The pool never refuses: a hook must not depend on
-// a peer to get on, so it allocates beyond what it keeps and drops the surplus when it is trimmed.
+// Reuses flat buffers for buckets that are being sent. The pool never refuses: a hook must not wait
+// for a peer, so the pool allocates beyond what it keeps and frees the surplus in trim().
 //
-// Thread safety: all calls may come from any thread.
+// Thread safety: every member.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +31,7 @@ class BufferPool {
   // [bytes] of kByte that is not the pool's: where it keeps buffers of this size, for as long as
   // the tensor lives. Unspecified contents.
   at::Tensor allocate(int64_t bytes) const;
-  // Gives back what take() returned; nobody may use it afterwards.
+  // Gives back a buffer of take(), which must not be used afterwards.
   void give(const at::Tensor& buffer);
   // Frees buffers that are not in use until at most keep_bytes are held.
   void trim();

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where the kernels of this thread run for memory of a device: its own cores
-// for the CPU, the stream that is current for a GPU.
+// Returns the Stream on which kernels of this thread run for memory of a device: its own cores for
+// the CPU, the current CUDA stream for a GPU.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which tensors a ZeroOptimizer manages, under which names, and whether they
-// are still as the last step left them.
+// Lists the tensors that a ZeroOptimizer manages, with their names, and notices when one is no
+// longer as the last step left it.
 //
 // Parameters are identified by their index in this table (module registration
 // order), never by address, so that all ranks and all files mean the same.
@@ -65,13 +65,13 @@ class ParameterTable {
   // One line per parameter with everything the ranks must agree on.
   std::vector<std::string> describe() const;
 
-  // Takes note of where every parameter is now and of its version.
+  // Remembers the memory and the version of every parameter.
   void remember();
   // Throws c10::Error naming the first parameter that was moved, cast, given other storage,
   // edited in place, frozen or unfrozen since remember(), and saying what to do.
   void verify() const;
-  // The same for one in whose place `module` now holds another tensor. Costs ten times as much,
-  // since a module makes its list of parameters anew for everybody who asks.
+  // Throws in the same way when `module` now holds another tensor in the place of one. Costs ten
+  // times as much, since a module makes its list of parameters anew for every caller.
   void verify_registered(const torch::nn::Module& module) const;
   // The part of it without which no element may be read: shapes, dtypes, devices.
   void verify_shapes() const;

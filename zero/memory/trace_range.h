@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Names a stretch of work for profilers: torch's own, and those that hook into it (NVTX). Costs a
-// few nanoseconds while nobody listens. Reductions are on a worker thread: a profiler sees them
+// few nanoseconds while no profiler runs. Reductions are on a worker thread: a profiler sees them
 // when it records all threads, as train_gpt --trace does.
 #pragma once
 

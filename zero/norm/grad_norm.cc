@@ -21,7 +21,7 @@
 namespace zero {
 namespace {
 
-// Two numbers travel in every message, whether or not a rank has both kinds, since peers may.
+// Every message has two numbers, whether or not a rank has both kinds, since peers may.
 enum Kind : int64_t { kDense, kExpert, kKinds };
 
 using SetKey = std::vector<GroupKey>;
@@ -175,7 +175,7 @@ std::vector<GradNormGroup> group_parameters_for_norm(const std::vector<NormParam
     } else if (!group.sharded_over.empty()) {
       group.device = group.sharded_over.front().device();
     } else {
-      continue;  // nobody waits for it
+      continue;  // no rank waits for it
     }
     // Sharded groups come first, as their messages do.
     const Key key{group.sharded_over.empty(),

@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a gradient norm is added up from, in a form that travels: per part, for
-// p < infinity, the sum of |x|^p in double and how many x are not finite; for
-// infinity the bit pattern of max |x| as a double. Patterns of magnitudes are
-// ordered like the magnitudes, with infinity and then NaN on top, so their
-// integer maximum is exact and never loses a NaN as a maximum of floats would.
+// Adds up a gradient norm in a form that ranks can reduce. For p < infinity each part is the sum of
+// |x|^p in double and the number of x that are not finite; for infinity it is the bit pattern of
+// max |x| as a double. Patterns of magnitudes are ordered like the magnitudes, with infinity and
+// then NaN on top, so their integer maximum is exact and never loses a NaN as a maximum of floats
+// would.
 //
 // Nothing here reads device memory on the host.
 #pragma once

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The norm of the averaged gradient from the flat fp32 shards: one pass over
-// this rank's shards and one small message.
+// Computes the norm of the averaged gradient from the flat fp32 shards, in one pass over this
+// rank's shards and one small message.
 #pragma once
 
 #include <vector>

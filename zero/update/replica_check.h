@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Finds ranks whose parameters drifted apart: by an edit from outside on one of
-// them, by memory that flipped a bit, by a bug.
+// Finds ranks whose parameters differ: after an edit from outside on one of them, a flipped bit in
+// memory, or a bug.
 #pragma once
 
 #include <cstdint>

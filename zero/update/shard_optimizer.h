@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The inner optimizer over this rank's fp32 master segments.
+// Runs the inner optimizer over this rank's fp32 master segments.
 //
 // torch's AdamW, Adam and SGD run through fused kernels, bucket by bucket: one
 // pass that clips, updates and writes the working row. Every other optimizer,
@@ -37,8 +37,8 @@ class ShardOptimizer {
   // Receives a bucket whose own working row is complete, to be gathered.
   using RowWritten = std::function<void(int64_t bucket, const at::Tensor& rows)>;
 
-  // What the segments are views of, with the lifetime of the optimizer.
-  // `ranks[d]` is this rank's number in domain d of the plan.
+  // The objects that the segments are views of; they outlive the optimizer. `ranks[d]` is this
+  // rank's number in domain d of the plan.
   struct Shards {
     const Plan& plan;
     const ParameterTable& table;
@@ -67,10 +67,10 @@ class ShardOptimizer {
   void update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
               const at::Tensor& nonfinite, const RowWritten& written);
   bool deferred() const { return counts_.has_value(); }
-  // Whether the user called step() of the inner optimizer since this was asked last.
+  // Returns whether the user called step() of the inner optimizer since the last call of this.
   bool inner_was_stepped() { return trap_->sprung(); }
 
-  // Masters from working parameters, and working rows from masters.
+  // Sets masters from working parameters, and working rows from masters.
   void read_masters();
   void write_working(const RowWritten& written);
 

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Notices training that does not train: steps that are skipped for non-finite gradients, one after
-// another, under a loss scale that does not change.
+// Counts steps in a row that are skipped for non-finite gradients under a constant loss scale, so
+// that training that makes no progress warns and then throws.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Counts that a step leaves behind without the host knowing whether the step was skipped: memory of
-// the device, written by work enqueued on the current stream and read when somebody asks.
+// Step counters in device memory, so that the host need not wait to learn whether a step was
+// skipped. Work enqueued on the current stream writes them; a call that needs them waits for the
+// device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +15,7 @@
 
 namespace zero {
 
-// How many updates each segment of a rank has had, for kernels that read it themselves.
+// Counts the updates of each segment of a rank, for kernels that read the count themselves.
 class SegmentCounts {
  public:
   SegmentCounts(int64_t segments, at::Device device);
@@ -37,7 +38,7 @@ class SegmentCounts {
   std::vector<uint8_t> updated_;  // what increment_ was made from
 };
 
-// How many steps updated parameters and how many were skipped.
+// Counts steps that updated parameters and steps that were skipped.
 class StepCounts {
  public:
   struct Values {
@@ -46,7 +47,7 @@ class StepCounts {
     bool skipped = false;  // the last one
   };
 
-  // Without a device the host is told of every step, and these are plain numbers.
+  // Without a device the host learns of every step at once, and these are plain numbers.
   explicit StepCounts(std::optional<at::Device> device);
 
   void add(bool skipped);

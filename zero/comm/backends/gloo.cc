@@ -20,7 +20,7 @@ namespace {
 
 using Devices = decltype(c10d::ProcessGroupGloo::Options::devices);
 
-// Of GLOO_SOCKET_IFNAME. Each becomes a device, with connections of its own.
+// The interfaces of GLOO_SOCKET_IFNAME. Each becomes a device, with connections of its own.
 std::vector<std::string> interface_names() {
   const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
   std::istringstream text(interfaces == nullptr ? "" : interfaces);
@@ -45,7 +45,7 @@ Devices make_devices(const std::string& hostname) {
 }
 
 // Gloo writes to sockets without MSG_NOSIGNAL, so a peer that ends would end this
-// process without a word. Python programs ignore the signal from the start; others
+// process without a message. Python programs ignore the signal from the start; others
 // keep a handler of their own if they have one.
 void survive_broken_pipes() {
   static std::once_flag once;

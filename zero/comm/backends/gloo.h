@@ -27,7 +27,7 @@ namespace zero {
 // resolves to.
 //
 // The first call makes this process ignore SIGPIPE unless it handles it: Gloo
-// would let a peer that ends take this process with it, without a word.
+// would let a peer that ends take this process with it, without a message.
 //
 // Connections are made here and not at first use, whatever
 // TORCH_GLOO_LAZY_INIT says: a lazy connection to a rank that has died can wait

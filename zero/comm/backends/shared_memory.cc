@@ -169,7 +169,7 @@ std::shared_ptr<PeerMemory> PeerMemory::map(const SharedMemoryAddress& address) 
   }
   const std::string path =
       "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
-  // In another container that process is somebody else, whose files are not to be opened.
+  // In another container that number belongs to an unrelated process.
   std::array<char, 64> target{};
   const std::string expected = std::string("/memfd:") + kName + " ";
   if (readlink(path.c_str(), target.data(), target.size() - 1) < 0 ||

@@ -22,7 +22,7 @@
 
 namespace zero {
 
-// Where a process's shared memory is to be found. Plain bytes, to be sent as they are.
+// The address of a process's shared memory. Plain bytes, to be sent as they are.
 struct SharedMemoryAddress {
   std::array<char, 40> machine{};     // the kernel's boot id
   int64_t process = 0;                // as this process calls itself: another container may differ
@@ -32,7 +32,7 @@ struct SharedMemoryAddress {
   auto operator<=>(const SharedMemoryAddress&) const = default;
 };
 
-// Of this process. Thread safety: every member.
+// The shared memory of this process. Thread safety: every member.
 class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
  public:
   // The only one, made at first use. Null where the system refuses it: no memfd, a limit on the
@@ -46,7 +46,8 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   // [bytes] of kByte, zeros, at the beginning of a page; undefined when there is no room. Freed
   // with the last tensor that uses it.
   at::Tensor allocate(int64_t bytes);
-  // Where the elements of a contiguous tensor are in the file; nothing if they are elsewhere.
+  // Returns the offset of a contiguous tensor's elements in the file; nothing if they are
+  // elsewhere.
   std::optional<int64_t> offset_of(const at::Tensor& tensor) const;
 
  private:

@@ -33,7 +33,7 @@ using Peers = std::vector<std::shared_ptr<PeerMemory>>;  // by rank; null: not s
 constexpr int kTakenTag = 1 << 30;
 // In place of an offset: the row follows as a message.
 constexpr int64_t kFollows = -1;
-// Whoever waits this long is told to stop, or sees its connection end.
+// A wait ends earlier: it is aborted, or its connection ends.
 constexpr milliseconds kForever = std::chrono::hours(24 * 365);
 
 class RowBackend;
@@ -205,7 +205,7 @@ WorkPtr RowBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {
   const at::Tensor place =
       at::full({1}, carrier.defined() ? *memory_->offset_of(carrier) : kFollows, at::kLong);
   const at::Tensor answer = at::empty({1}, at::kByte);
-  // The answer's receive comes first, so that nobody waits for it to be there.
+  // The receive of the answer is posted first, so that the answer never waits for it.
   std::vector<WorkPtr> steps{receive_under(answer, to, tag | kTakenTag),
                              send_under(place, to, tag)};
   if (!carrier.defined()) steps.push_back(send_under(bytes_of(row), to, tag));
