@@ -32,9 +32,10 @@ std::vector<int64_t> sorted_numbers(c10::ArrayRef<ParameterRange> stored) {
 
 }  // namespace
 
-std::vector<Cut> recut(c10::ArrayRef<ParameterRange> stored, c10::ArrayRef<ParameterRange> wanted) {
+std::vector<RangeOverlap> reshard(c10::ArrayRef<ParameterRange> stored,
+                                  c10::ArrayRef<ParameterRange> wanted) {
   const std::vector<int64_t> order = sorted_numbers(stored);
-  std::vector<Cut> cuts;
+  std::vector<RangeOverlap> overlaps;
   for (size_t w = 0; w < wanted.size(); ++w) {
     const ParameterRange& want = wanted[w];
     // The first stored range that ends behind the wanted range's beginning.
@@ -52,14 +53,15 @@ std::vector<Cut> recut(c10::ArrayRef<ParameterRange> stored, c10::ArrayRef<Param
                   " in a stored range, got none that holds it");
       const ParameterRange& have = stored[*next];
       const int64_t numel = std::min(have.begin + have.numel, want.begin + want.numel) - at;
-      cuts.push_back({*next, static_cast<int64_t>(w), at - have.begin, done, numel});
+      overlaps.push_back({*next, static_cast<int64_t>(w), at - have.begin, done, numel});
       done += numel;
       ++next;
     }
   }
-  std::stable_sort(cuts.begin(), cuts.end(),
-                   [](const Cut& a, const Cut& b) { return a.stored < b.stored; });
-  return cuts;
+  std::stable_sort(
+      overlaps.begin(), overlaps.end(),
+      [](const RangeOverlap& a, const RangeOverlap& b) { return a.stored < b.stored; });
+  return overlaps;
 }
 
 }  // namespace zero

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// From pieces of parameters as one number of ranks stored them to pieces as
-// another number of ranks wants them. Pure arithmetic on ranges.
+// Finds which elements to copy where when another number of ranks reads the pieces of parameters
+// that one number of ranks stored. Pure arithmetic on ranges.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -19,9 +19,9 @@ struct ParameterRange {
   int64_t numel = 0;
 };
 
-// Elements that stored range `stored` and wanted range `wanted` share, with
-// their place in each.
-struct Cut {
+// The elements that stored range `stored` and wanted range `wanted` share, with their place in
+// each.
+struct RangeOverlap {
   int64_t stored = 0;
   int64_t wanted = 0;
   int64_t stored_begin = 0;
@@ -29,9 +29,10 @@ struct Cut {
   int64_t numel = 0;
 };
 
-// The cuts that fill every wanted range, ordered by stored range, so that each
-// of those is read once. Empty ranges are ignored. O((S + W) log S + cuts).
-// Throws c10::Error when stored ranges overlap, or leave a hole in a wanted range.
-std::vector<Cut> recut(c10::ArrayRef<ParameterRange> stored, c10::ArrayRef<ParameterRange> wanted);
+// Returns the overlaps that fill every wanted range, ordered by stored range, so that each of those
+// is read once. Empty ranges are ignored. O((S + W) log S + overlaps). Throws c10::Error when
+// stored ranges overlap each other, or leave a hole in a wanted range.
+std::vector<RangeOverlap> reshard(c10::ArrayRef<ParameterRange> stored,
+                                  c10::ArrayRef<ParameterRange> wanted);
 
 }  // namespace zero

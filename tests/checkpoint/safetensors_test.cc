@@ -259,7 +259,7 @@ TEST(ReaderTest, SizesAreComparedWithTheFileBeforeMemoryIsTaken) {
            "bytes as the manifest says, got");
 }
 
-TEST(RecutTest, EveryWantedElementComesFromItsPlace) {
+TEST(ReshardTest, EveryWantedElementComesFromItsPlace) {
   std::mt19937 random(6);
   const auto cut_up = [&](int64_t parameter, int64_t numel, std::vector<ParameterRange>& out) {
     for (int64_t at = 0; at < numel;) {
@@ -280,15 +280,15 @@ TEST(RecutTest, EveryWantedElementComesFromItsPlace) {
     std::vector<std::vector<int>> filled(wanted.size());
     for (size_t w = 0; w < wanted.size(); ++w) filled[w].resize(wanted[w].numel);
     int64_t last = -1;
-    for (const Cut& cut : recut(stored, wanted)) {
-      EXPECT_GE(cut.stored, last) << "each stored range is read once";
-      last = cut.stored;
-      for (int64_t i = 0; i < cut.numel; ++i) {
-        ++filled[cut.wanted].at(cut.wanted_begin + i);
-        EXPECT_EQ(stored[cut.stored].parameter, wanted[cut.wanted].parameter);
-        EXPECT_EQ(stored[cut.stored].begin + cut.stored_begin,
-                  wanted[cut.wanted].begin + cut.wanted_begin);
-        EXPECT_LE(cut.stored_begin + cut.numel, stored[cut.stored].numel);
+    for (const RangeOverlap& overlap : reshard(stored, wanted)) {
+      EXPECT_GE(overlap.stored, last) << "each stored range is read once";
+      last = overlap.stored;
+      for (int64_t i = 0; i < overlap.numel; ++i) {
+        ++filled[overlap.wanted].at(overlap.wanted_begin + i);
+        EXPECT_EQ(stored[overlap.stored].parameter, wanted[overlap.wanted].parameter);
+        EXPECT_EQ(stored[overlap.stored].begin + overlap.stored_begin,
+                  wanted[overlap.wanted].begin + overlap.wanted_begin);
+        EXPECT_LE(overlap.stored_begin + overlap.numel, stored[overlap.stored].numel);
       }
     }
     for (const auto& counts : filled) {
@@ -297,11 +297,11 @@ TEST(RecutTest, EveryWantedElementComesFromItsPlace) {
   }
 }
 
-TEST(RecutTest, HolesAndOverlapsAreRefused) {
-  EXPECT_THROW(recut({{0, 0, 4}}, {{0, 2, 4}}), c10::Error);
-  EXPECT_THROW(recut({{0, 0, 4}, {0, 5, 4}}, {{0, 2, 4}}), c10::Error);
-  EXPECT_THROW(recut({{0, 0, 4}, {0, 3, 4}}, {{0, 0, 1}}), c10::Error);
-  EXPECT_THROW(recut({{0, 0, 4}}, {{1, 0, 1}}), c10::Error);
+TEST(ReshardTest, HolesAndOverlapsAreRefused) {
+  EXPECT_THROW(reshard({{0, 0, 4}}, {{0, 2, 4}}), c10::Error);
+  EXPECT_THROW(reshard({{0, 0, 4}, {0, 5, 4}}, {{0, 2, 4}}), c10::Error);
+  EXPECT_THROW(reshard({{0, 0, 4}, {0, 3, 4}}, {{0, 0, 1}}), c10::Error);
+  EXPECT_THROW(reshard({{0, 0, 4}}, {{1, 0, 1}}), c10::Error);
 }
 
 }  // namespace

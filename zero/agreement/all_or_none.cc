@@ -8,8 +8,8 @@
 
 namespace zero {
 
-std::vector<std::string> share_outcome(Communicator& control, const std::string& what,
-                                       const std::function<std::string()>& body) {
+std::vector<std::string> run_on_all_ranks(Communicator& control, const std::string& what,
+                                          const std::function<std::string()>& body) {
   // The first letter says which of the two the rest is.
   std::string text;
   try {

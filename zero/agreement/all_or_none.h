@@ -15,7 +15,7 @@ namespace zero {
 // Collective. Runs `body` on every rank and returns what it returned on each, by
 // rank. Where it threw on any rank, throws c10::Error on all: the lowest of those
 // ranks and what it said.
-std::vector<std::string> share_outcome(Communicator& control, const std::string& what,
-                                       const std::function<std::string()>& body);
+std::vector<std::string> run_on_all_ranks(Communicator& control, const std::string& what,
+                                          const std::function<std::string()>& body);
 
 }  // namespace zero

@@ -129,13 +129,14 @@ std::map<std::string, int64_t> number_owners(const std::vector<WantedRange>& wan
   return numbers;
 }
 
-std::vector<Cut> cuts_of(const std::vector<ParameterRange>& stored,
-                         const std::vector<WantedRange>& wanted,
-                         const std::map<std::string, int64_t>& owners, const std::string& what) {
+std::vector<RangeOverlap> overlaps_of(const std::vector<ParameterRange>& stored,
+                                      const std::vector<WantedRange>& wanted,
+                                      const std::map<std::string, int64_t>& owners,
+                                      const std::string& what) {
   std::vector<ParameterRange> ranges;
   for (const WantedRange& w : wanted) ranges.push_back({owners.at(w.owner), w.begin, w.numel});
   try {
-    return recut(stored, ranges);
+    return reshard(stored, ranges);
   } catch (const c10::Error& error) {
     std::string names;
     for (const auto& [name, number] : owners) {
@@ -147,9 +148,9 @@ std::vector<Cut> cuts_of(const std::vector<ParameterRange>& stored,
 
 }  // namespace
 
-std::vector<Cut> CheckpointReader::cuts(const std::string& kind,
-                                        const std::vector<WantedRange>& wanted,
-                                        std::vector<Place>& stored) const {
+std::vector<RangeOverlap> CheckpointReader::overlaps(const std::string& kind,
+                                                     const std::vector<WantedRange>& wanted,
+                                                     std::vector<Place>& stored) const {
   const auto owners = number_owners(wanted);
   std::vector<ParameterRange> ranges;
   for (const auto& [owner, number] : owners) {
@@ -158,30 +159,30 @@ std::vector<Cut> CheckpointReader::cuts(const std::string& kind,
       ranges.push_back({number, place.tensor->begin, place.tensor->numel});
     }
   }
-  return cuts_of(ranges, wanted, owners, folder_ + ": " + kind);
+  return overlaps_of(ranges, wanted, owners, folder_ + ": " + kind);
 }
 
 void CheckpointReader::read(const std::string& kind, const std::vector<WantedRange>& wanted,
                             const std::vector<at::Tensor>& into) {
   std::vector<Place> stored;
-  const std::vector<Cut> cuts = this->cuts(kind, wanted, stored);
-  for (size_t first = 0; first < cuts.size();) {
+  const std::vector<RangeOverlap> overlaps = this->overlaps(kind, wanted, stored);
+  for (size_t first = 0; first < overlaps.size();) {
     size_t last = first;
-    while (last < cuts.size() && cuts[last].stored == cuts[first].stored) ++last;
-    const Place& place = stored[cuts[first].stored];
-    const at::Tensor& like = into[cuts[first].wanted];
+    while (last < overlaps.size() && overlaps[last].stored == overlaps[first].stored) ++last;
+    const Place& place = stored[overlaps[first].stored];
+    const at::Tensor& like = into[overlaps[first].wanted];
     const int64_t size = like.element_size();
     scan(place, like.scalar_type(), place.tensor->numel,
          [&](uint64_t at, const char* data, size_t bytes) {
            const auto part_begin = static_cast<int64_t>(at);
            const int64_t part_end = part_begin + static_cast<int64_t>(bytes);
            for (size_t i = first; i < last; ++i) {
-             const Cut& cut = cuts[i];
-             const int64_t from = std::max(part_begin, cut.stored_begin * size);
-             const int64_t to = std::min(part_end, (cut.stored_begin + cut.numel) * size);
+             const RangeOverlap& overlap = overlaps[i];
+             const int64_t from = std::max(part_begin, overlap.stored_begin * size);
+             const int64_t to = std::min(part_end, (overlap.stored_begin + overlap.numel) * size);
              if (from >= to) continue;
-             char* target = static_cast<char*>(into[cut.wanted].mutable_data_ptr()) +
-                            (cut.wanted_begin - cut.stored_begin) * size;
+             char* target = static_cast<char*>(into[overlap.wanted].mutable_data_ptr()) +
+                            (overlap.wanted_begin - overlap.stored_begin) * size;
              std::memcpy(target + from, data + (from - part_begin), to - from);
            }
          });
@@ -192,7 +193,7 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
 std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
                                                       const std::vector<WantedRange>& wanted) {
   std::vector<Place> stored_values;
-  cuts(kind, wanted, stored_values);  // throws where one is missing
+  overlaps(kind, wanted, stored_values);  // throws where one is missing
   std::vector<at::Tensor> values(wanted.size());
   for (size_t w = 0; w < wanted.size(); ++w) {
     std::string first;

@@ -77,8 +77,9 @@ class CheckpointReader {
   OpenFile& open(size_t index);
   const std::vector<Place>& places(const std::string& owner, const std::string& kind) const;
   // How the stored pieces, which are appended to `stored`, make up `wanted`.
-  std::vector<Cut> cuts(const std::string& kind, const std::vector<WantedRange>& wanted,
-                        std::vector<Place>& stored) const;
+  std::vector<RangeOverlap> overlaps(const std::string& kind,
+                                     const std::vector<WantedRange>& wanted,
+                                     std::vector<Place>& stored) const;
   const StoredTensor& stored(const Place& place);
   // Where the bytes of a tensor are. Throws unless they are `numel` of `dtype`; so
   // that of this size may be allocated.

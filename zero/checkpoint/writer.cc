@@ -47,7 +47,7 @@ CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bo
 void CheckpointWriter::begin() {
   const std::string what = "save_checkpoint(" + folder_ + ")";
   try {
-    const auto ids = share_outcome(control_, what, [&]() -> std::string {
+    const auto ids = run_on_all_ranks(control_, what, [&]() -> std::string {
       if (control_.rank() != 0) return {};
       restore_replaced(folder_, is_complete_checkpoint);
       directory_ = std::make_unique<AtomicDirectory>(folder_, overwrite_, kManifestName);
@@ -57,7 +57,7 @@ void CheckpointWriter::begin() {
     });
     id_ = ids[0];
     saving_ = saving_path(folder_, id_);
-    share_outcome(control_, what, [&]() -> std::string {
+    run_on_all_ranks(control_, what, [&]() -> std::string {
       std::string seen;
       try {
         FileReader file(saving_ + kSighting);
@@ -131,7 +131,7 @@ void CheckpointWriter::write_manifest(Manifest& manifest, const std::vector<std:
 void CheckpointWriter::finish(Manifest manifest) {
   const std::string what = "save_checkpoint(" + folder_ + ")";
   try {
-    const auto files = share_outcome(control_, what, [&] {
+    const auto files = run_on_all_ranks(control_, what, [&] {
       std::error_code ignored;
       TORCH_CHECK(
           problem_.empty(), problem_,
@@ -140,7 +140,7 @@ void CheckpointWriter::finish(Manifest manifest) {
               : "; another save to the same folder, or keep_last(), has removed " + saving_);
       return files_text(files_);
     });
-    share_outcome(control_, what, [&]() -> std::string {
+    run_on_all_ranks(control_, what, [&]() -> std::string {
       if (control_.rank() == 0) write_manifest(manifest, files);
       return {};
     });

@@ -47,9 +47,9 @@ void add_doubles(const at::Tensor& part, const at::Tensor& values, double norm_t
 }
 
 // 16-bit values as fp32, many small gradients in one buffer, so that kernels run on long stretches.
-class Widened {
+class Fp32Staging {
  public:
-  Widened(const at::Tensor& part, double norm_type, int64_t numel)
+  Fp32Staging(const at::Tensor& part, double norm_type, int64_t numel)
       : part_(part),
         norm_type_(norm_type),
         buffer_(at::empty({std::min(numel, kPiece)}, part.options().dtype(at::kFloat))) {}
@@ -130,11 +130,11 @@ void add_to_norm_part(const at::Tensor& part, const std::vector<at::Tensor>& gra
   }
   add_to_norm_part(part, spans, norm_type, 1.0);
   if (numel16 == 0) return;
-  Widened widened(part, norm_type, numel16);
+  Fp32Staging staging(part, norm_type, numel16);
   for (const at::Tensor& values : alive) {
-    if (values.scalar_type() != at::kFloat) widened.add(values);
+    if (values.scalar_type() != at::kFloat) staging.add(values);
   }
-  widened.flush();
+  staging.flush();
 }
 
 Pending all_reduce_norm_parts(const at::Tensor& parts, Communicator& group,

@@ -245,7 +245,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
          {}});
   Staged staged;
   StateChange states(groups);
-  const auto ids = share_outcome(*links->control, "load_checkpoint(" + folder + ")", [&] {
+  const auto ids = run_on_all_ranks(*links->control, "load_checkpoint(" + folder + ")", [&] {
     staged = stage(folder, load, table, shards, *links->control);
     // On copies, because a class of the user's may refuse its options.
     ParamGroups tried = groups;
