@@ -6,6 +6,8 @@
 
 #include <exception>
 
+#include "zero/base/error_text.h"
+
 namespace zero {
 
 std::vector<std::string> run_on_all_ranks(Communicator& control, const std::string& what,
@@ -14,10 +16,8 @@ std::vector<std::string> run_on_all_ranks(Communicator& control, const std::stri
   std::string text;
   try {
     text = "+" + body();
-  } catch (const c10::Error& error) {
-    text = std::string("-") + error.what_without_backtrace();
   } catch (const std::exception& error) {
-    text = std::string("-") + error.what();
+    text = "-" + error_text(error);
   }
   std::vector<std::string> texts = control.all_gather_text(text, what);
   for (size_t r = 0; r < texts.size(); ++r) {

@@ -11,6 +11,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "zero/base/error_text.h"
 #include "zero/checkpoint/hashed_file.h"
 #include "zero/checkpoint/limited_json.h"
 
@@ -265,7 +266,7 @@ auto read_json(const std::string& text, const std::string& origin, const Read& r
     TORCH_CHECK(false, origin,
                 ": expected what this library writes, got something else: ", error.what());
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, origin, ": ", error.what_without_backtrace());
+    TORCH_CHECK(false, origin, ": ", error_text(error));
   }
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "bookkeeping/reshard.h"
+#include "zero/base/error_text.h"
 #include "zero/checkpoint/atomic_directory.h"
 
 namespace zero {
@@ -142,7 +143,7 @@ std::vector<RangeOverlap> overlaps_of(const std::vector<ParameterRange>& stored,
     for (const auto& [name, number] : owners) {
       if (names.size() < 1000) names += " " + std::to_string(number) + "=" + name;
     }
-    TORCH_CHECK(false, what, ": ", error.what_without_backtrace(), " (numbers:", names, ")");
+    TORCH_CHECK(false, what, ": ", error_text(error), " (numbers:", names, ")");
   }
 }
 

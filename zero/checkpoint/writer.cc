@@ -7,11 +7,13 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <exception>
 #include <filesystem>
 #include <system_error>
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
+#include "zero/base/error_text.h"
 #include "zero/checkpoint/hashed_file.h"
 #include "zero/checkpoint/safetensors.h"
 
@@ -63,7 +65,7 @@ void CheckpointWriter::begin() {
         FileReader file(saving_ + kSighting);
         seen = file.read_text(0, file.size());
       } catch (const c10::Error& error) {
-        seen = error.what_without_backtrace();
+        seen = error_text(error);
       }
       TORCH_CHECK(seen == id_, saving_,
                   ": expected the folder that rank 0 has just made, got another or none (", seen,
@@ -105,10 +107,8 @@ void CheckpointWriter::write_file(const FileToSave& file) {
 void CheckpointWriter::write_files(const std::vector<FileToSave>& files) noexcept {
   try {
     for (const FileToSave& file : files) write_file(file);
-  } catch (const c10::Error& error) {
-    problem_ = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    problem_ = error.what();
+    problem_ = error_text(error);
   }
 }
 

@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 
+#include "zero/base/error_text.h"
 #include "zero/inner/state.h"
 
 namespace zero {
@@ -144,7 +146,7 @@ StateChange::~StateChange() {
       former->first->set_state(former->second);
     } catch (const std::exception& error) {
       TORCH_WARN("load_checkpoint: an object did not take back its own former state: ",
-                 error.what());
+                 error_text(error));
     }
   }
   for (size_t g = 0; g < groups_.size(); ++g) {

@@ -315,10 +315,8 @@ int parent_descriptors(int ranks, const LaunchOptions& options) {
 int run_here(const std::function<int()>& body) {
   try {
     return body();
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "error: %s\n", error.what_without_backtrace());
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
+    std::fprintf(stderr, "error: %s\n", error_text(error).c_str());
   }
   return 1;
 }
