@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The program that process_group_test starts: launch_program <ranks> <scene> [prefix]
+// The program that launch_test starts: launch_program <ranks> <scene> [prefix]
 
 #include <c10/util/Exception.h>
 #include <unistd.h>

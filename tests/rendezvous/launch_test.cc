@@ -1,0 +1,241 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// launch_local() with real processes.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+#include <system_error>
+#include <thread>
+
+namespace zero {
+namespace {
+
+struct Outcome {
+  int code = -1;  // As a shell would show it.
+  std::string output;
+  std::chrono::milliseconds duration{};
+  bool has(const std::string& text) const { return output.find(text) != std::string::npos; }
+};
+
+std::string program() {
+  const char* path = std::getenv("LAUNCH_PROGRAM");
+  return path == nullptr ? "tests/rendezvous/launch_program" : path;
+}
+
+Outcome launch(const std::string& arguments) {
+  const auto start = std::chrono::steady_clock::now();
+  Outcome outcome;
+  FILE* pipe = popen(("exec " + program() + " " + arguments + " 2>&1").c_str(), "r");
+  if (pipe == nullptr) return outcome;
+  std::array<char, 4096> buffer;
+  while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
+    outcome.output.append(buffer.data(), count);
+  }
+  const int status = pclose(pipe);
+  outcome.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  outcome.duration = std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::steady_clock::now() - start);
+  return outcome;
+}
+
+TEST(LaunchTest, RanksMeetAndTalk) {
+  const Outcome outcome = launch("3 ok prefix");
+  EXPECT_EQ(outcome.code, 0) << outcome.output;
+  for (const char* line : {"[0] round 0 of rank 0: 0 1 4 \n", "[2] round 1 of rank 2: 0 1 4 \n"}) {
+    EXPECT_TRUE(outcome.has(line)) << outcome.output;
+  }
+  std::istringstream lines(outcome.output);
+  for (std::string line; std::getline(lines, line);) {
+    EXPECT_EQ(line.substr(0, 1), "[") << "a line without its rank: " << line;
+  }
+  EXPECT_FALSE(outcome.has("threads unset"));
+}
+
+TEST(LaunchTest, WithoutLibuv) {
+  setenv("USE_LIBUV", "0", 1);
+  const Outcome outcome = launch("2 ok prefix");
+  unsetenv("USE_LIBUV");
+  EXPECT_EQ(outcome.code, 0) << outcome.output;
+}
+
+TEST(LaunchTest, OneRankIsThisProcess) {
+  const Outcome outcome = launch("1 ok prefix");
+  EXPECT_EQ(outcome.code, 0);
+  EXPECT_TRUE(outcome.has("round 0 of rank 0: 0 \n")) << outcome.output;
+  EXPECT_FALSE(outcome.has("[0]"));
+}
+
+TEST(LaunchTest, TheFirstFailureDecidesAndEndsTheOthers) {
+  const Outcome outcome = launch("3 code");
+  EXPECT_EQ(outcome.code, 7);
+  EXPECT_TRUE(outcome.has("rank 1 of 3 failed with exit code 7")) << outcome.output;
+  EXPECT_LT(outcome.duration, std::chrono::seconds(30));
+}
+
+TEST(LaunchTest, ASignalIsAFailure) {
+  const Outcome outcome = launch("2 signal");
+  EXPECT_EQ(outcome.code, 128 + SIGKILL);
+  EXPECT_TRUE(outcome.has("rank 1 of 2 ended by signal 9")) << outcome.output;
+}
+
+TEST(LaunchTest, AnExceptionIsAFailure) {
+  const Outcome outcome = launch("2 throw prefix");
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_TRUE(outcome.has("[1] error: this is what rank 1 throws\n")) << outcome.output;
+}
+
+TEST(LaunchTest, ARankThatIgnoresSigtermIsKilled) {
+  const Outcome outcome = launch("3 stubborn");
+  EXPECT_EQ(outcome.code, 9) << outcome.output;
+  EXPECT_LT(outcome.duration, std::chrono::seconds(30));
+}
+
+TEST(LaunchTest, ALateRankIsNamed) {
+  const Outcome outcome = launch("3 late prefix");
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_TRUE(outcome.has("missing: rank 1")) << outcome.output;
+}
+
+// Starts a job of two sleeping ranks and returns the pids that they print; `parent` gets its own.
+std::set<int> start_sleepers(FILE*& pipe, int& parent) {
+  pipe = popen(("echo $$; exec " + program() + " 2 sleep 2>&1").c_str(), "r");
+  std::set<int> pids;
+  char line[256];
+  if (pipe == nullptr || std::fgets(line, sizeof(line), pipe) == nullptr) return pids;
+  parent = std::atoi(line);
+  while (pids.size() < 2 && std::fgets(line, sizeof(line), pipe) != nullptr) {
+    int pid = 0;
+    if (std::sscanf(line, "pid %d", &pid) == 1) pids.insert(pid);
+  }
+  return pids;
+}
+
+// The local addresses, as /proc/net shows them, at which process `pid` listens.
+std::set<std::string> listening(int pid) {
+  std::set<std::string> inodes;
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/fd")) {
+    std::error_code ignored;
+    const std::string target = std::filesystem::read_symlink(entry.path(), ignored).string();
+    if (target.rfind("socket:[", 0) == 0) inodes.insert(target.substr(8, target.size() - 9));
+  }
+  std::set<std::string> addresses;
+  for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    std::ifstream file(path);
+    std::string line;
+    while (std::getline(file, line)) {
+      std::istringstream words(line);
+      std::string word, local, remote, state, inode;
+      words >> word >> local >> remote >> state >> word >> word >> word >> word >> word >> inode;
+      if (state == "0A" && inodes.count(inode) > 0) {
+        addresses.insert(local.substr(0, local.find(':')));
+      }
+    }
+  }
+  return addresses;
+}
+
+bool all_gone(const std::set<int>& pids) {
+  for (int tries = 0; tries < 500; ++tries) {
+    bool gone = true;
+    for (const int pid : pids) gone = gone && kill(pid, 0) != 0;
+    if (gone) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  return false;
+}
+
+TEST(LaunchTest, TheStoreIsOutOfReachOfOtherMachines) {
+  for (const char* libuv : {"1", "0"}) {
+    setenv("USE_LIBUV", libuv, 1);
+    FILE* pipe = nullptr;
+    int parent = 0;
+    const std::set<int> pids = start_sleepers(pipe, parent);
+    unsetenv("USE_LIBUV");
+    ASSERT_EQ(pids.size(), 2u);
+    EXPECT_EQ(listening(parent), std::set<std::string>{"0100007F"});
+    kill(parent, SIGKILL);
+    pclose(pipe);
+    EXPECT_TRUE(all_gone(pids));
+  }
+}
+
+TEST(LaunchTest, AProgressBarIsSeenWhileItRuns) {
+  FILE* pipe = popen(("echo $$; exec " + program() + " 2 bar prefix 2>&1").c_str(), "r");
+  ASSERT_NE(pipe, nullptr);
+  char line[256];
+  ASSERT_NE(std::fgets(line, sizeof(line), pipe), nullptr);
+  const int parent = std::atoi(line);
+  std::map<std::string, std::string> seen;  // by rank
+  for (int ends = 0; ends < 2 && std::fgets(line, sizeof(line), pipe) != nullptr;) {
+    const std::string text = line;
+    if (text.size() > 3) seen[text.substr(0, 4)] += text.substr(4);
+    ends += text.find("half") != std::string::npos;
+  }
+  kill(parent, SIGTERM);
+  while (std::fgetc(pipe) != EOF) {  // What it says at the end must have a reader.
+  }
+  pclose(pipe);
+  const std::string expected = "10%\n20%\ndone\nnext\n\nlast\nhalf\n";
+  EXPECT_EQ(seen, (std::map<std::string, std::string>{{"[0] ", expected}, {"[1] ", expected}}));
+}
+
+TEST(LaunchTest, ALineWithoutEndIsPassedOnInParts) {
+  const Outcome outcome = launch("2 long prefix");
+  EXPECT_EQ(outcome.code, 0);
+  std::map<char, size_t> bytes;
+  size_t longest = 0;
+  std::istringstream lines(outcome.output);
+  for (std::string line; std::getline(lines, line);) {
+    ASSERT_GT(line.size(), 4u);
+    const char rank = line[1];
+    const char letter = rank == '0' ? 'a' : 'b';
+    EXPECT_EQ(line.substr(4).find_first_not_of(std::string{letter, 'e'}), std::string::npos)
+        << "two ranks share a line";
+    bytes[rank] += line.size() - 4;
+    longest = std::max(longest, line.size() - 4);
+  }
+  EXPECT_EQ(bytes, (std::map<char, size_t>{{'0', 300001}, {'1', 300001}}));
+  EXPECT_EQ(longest, size_t{64 << 10});
+}
+
+TEST(LaunchTest, SigtermReachesTheRanks) {
+  FILE* pipe = nullptr;
+  int parent = 0;
+  const std::set<int> pids = start_sleepers(pipe, parent);
+  ASSERT_EQ(pids.size(), 2u);
+  kill(parent, SIGTERM);
+  std::string output;
+  for (int c = std::fgetc(pipe); c != EOF; c = std::fgetc(pipe)) output += static_cast<char>(c);
+  const int status = pclose(pipe);
+  EXPECT_EQ(WEXITSTATUS(status), 128 + SIGTERM);
+  EXPECT_NE(output.find("ended by signal 15"), std::string::npos) << output;
+  EXPECT_EQ(output.find("stopping the others"), std::string::npos) << "all were told: " << output;
+  EXPECT_TRUE(all_gone(pids));
+}
+
+TEST(LaunchTest, RanksDieWithTheirParent) {
+  FILE* pipe = nullptr;
+  int parent = 0;
+  const std::set<int> pids = start_sleepers(pipe, parent);
+  ASSERT_EQ(pids.size(), 2u);
+  kill(parent, SIGKILL);
+  pclose(pipe);
+  EXPECT_TRUE(all_gone(pids));
+}
+
+}  // namespace
+}  // namespace zero
