@@ -8,9 +8,20 @@
 // It is JSON. Its last line holds the XXH3 of all bytes before, so that a
 // changed or missing byte anywhere in it is noticed.
 //
-// A manifest of the same version may lack fields that are marked as optional below,
-// and may have fields that this library does not know, which a reader ignores. The
-// limits below hold for writing too, so that what is saved can be loaded.
+// Versions. The field "version" is that of the format. A library of version N writes N and reads
+// every version from 1 to N; it refuses a later one and names the library to use.
+// manifest_fields.cc has the table of all fields, each with the version that introduced it:
+//   required   every manifest of that version or a later one has it, or is refused by the field's
+//              name. A manifest of an earlier version gets the member's initial value.
+//   optional   any manifest may lack it, and gets the member's initial value.
+//   unknown    a reader ignores a field that its table lacks, at any level, whatever it holds
+//   within
+//              the limits of limited_json.h. So a new optional field needs no new version: earlier
+//              libraries load what has it, and this one loads what they wrote.
+// A new version is for a change that an earlier library must not ignore: a new required field, or
+// another meaning of an old one. What is saved today can be loaded for ever.
+//
+// The limits below hold for writing too, so that what is saved can be loaded.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -24,11 +35,14 @@
 namespace zero {
 
 inline constexpr char kManifestName[] = "manifest.json";
-// Grows when older versions of this library could not read what is written.
+// See "Versions" above: what is written, and the oldest that is read.
 inline constexpr int64_t kCheckpointVersion = 1;
+inline constexpr int64_t kOldestCheckpointVersion = 1;
 
 // No parameter or buffer of a module has a name that begins with a dot.
 inline constexpr char kStatePrefix = '.';
+// The kind of an included object's state that is equal on all ranks.
+inline constexpr char kSharedState[] = "state";
 
 inline constexpr uint64_t kManifestLimit = uint64_t{1} << 30;  // bytes
 inline constexpr int64_t kEntriesLimit = 100'000;  // parameter groups; entries of metadata
@@ -70,7 +84,8 @@ struct ManifestParameter {
 int64_t numel(const ManifestParameter& parameter);
 
 struct Manifest {
-  std::string id;  // random; the same in every file of one checkpoint
+  int64_t version = kCheckpointVersion;  // of the file that was read; not a field of the table
+  std::string id;                        // random; the same in every file of one checkpoint
   // Optional, like `saved`; see RunIdentity.
   std::string run;
   int64_t saved = 0;

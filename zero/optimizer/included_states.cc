@@ -15,10 +15,8 @@
 namespace zero {
 namespace {
 
-constexpr char kShared[] = "state";
-
 std::string kind_of(bool per_rank, int rank) {
-  return per_rank ? "state of rank " + std::to_string(rank) : kShared;
+  return per_rank ? "state of rank " + std::to_string(rank) : kSharedState;
 }
 
 template <typename Object>
@@ -47,7 +45,7 @@ std::string missing(const CheckpointReader& reader, const IncludedState<Stateful
   const auto& kinds = reader.kinds(kStatePrefix + wanted.name);
   const std::string line = "state " + wanted.name + ": included in this load, ";
   if (kinds.empty()) return line + "missing in the checkpoint";
-  if ((kinds.count(kShared) == 0) == wanted.per_rank) return {};
+  if ((kinds.count(kSharedState) == 0) == wanted.per_rank) return {};
   return line + (wanted.per_rank ? "saved by include() and not by include_per_rank()"
                                  : "saved by include_per_rank() and not by include()");
 }
