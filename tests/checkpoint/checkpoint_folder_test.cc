@@ -18,7 +18,6 @@
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/manifest.h"
-#include "zero/checkpoint/run_identity.h"
 #include "zero/pending_checkpoint.h"
 #include "zero/stateful.h"
 
@@ -153,23 +152,6 @@ TEST(RunTest, AResumedRunKeepsItsIdentityAndAnotherHasAnother) {
   EXPECT_NE(run_of("other"), run_of("a"));
   EXPECT_NE(run_of("partial"), run_of("a")) << "a partial load begins a run of its own";
   EXPECT_EQ(latest(parent), parent + "/partial");
-}
-
-TEST(RunTest, AClockThatWasSetBackChangesNoOrder) {
-  const std::string parent = fresh_folder("clock");
-  constexpr int64_t kFuture = int64_t{9} << 50;  // microseconds: after the year 2200
-  write_manifest(parent + "/old", 1000, kFuture);
-  RunIdentity run;
-  EXPECT_EQ(run.next_save(parent), kFuture + 1);
-  EXPECT_EQ(run.next_save(parent), kFuture + 2);
-  RunIdentity resumed;
-  resumed.resume(read_manifest(parent + "/old"));
-  EXPECT_GT(resumed.next_save(parent + "/elsewhere"), kFuture);
-  RunIdentity elsewhere;
-  EXPECT_LT(elsewhere.next_save(fresh_folder("clock2")), kFuture);
-  write_manifest(parent + "/last", 1000, INT64_MAX);
-  RunIdentity hostile;
-  EXPECT_EQ(hostile.next_save(parent), INT64_MAX);
 }
 
 TEST(RunTest, CheckpointsOfEarlierVersionsComeFirstAndByTheirSteps) {

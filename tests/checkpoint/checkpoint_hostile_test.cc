@@ -21,6 +21,7 @@
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
+#include "tests/support/forged_manifest.h"
 #include "tests/support/peak_memory.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
@@ -45,18 +46,6 @@ std::string content(const std::string& path) {
 
 void write(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
-}
-
-// The text with a checksum that matches it.
-std::string signed_again(std::string text) {
-  text.resize(text.rfind("\"xxh3\": \""));
-  return text + "\"xxh3\": \"" + hash_text(content_hash(text.data(), text.size())) + "\"}\n";
-}
-
-std::string replaced(std::string text, const std::string& what, const std::string& by) {
-  const size_t at = text.find(what);
-  EXPECT_NE(at, std::string::npos) << what;
-  return text.replace(at, what.size(), by);
 }
 
 Training fp16(Inner inner = Inner::kAdamW) {
@@ -263,11 +252,6 @@ TEST(HostileTest, OptionsThatNoOptimizerHasAreRefused) {
                                                     std::string("\"groups\":") + groups)));
     forgery.expect_refused({kManifestName});
   }
-}
-
-// A manifest without tensors, with something in place of `what`.
-std::string forged(const std::string& what, const std::string& by) {
-  return signed_again(replaced(manifest_text(Manifest()), what, by));
 }
 
 std::string refusal(const std::string& text) {

@@ -197,6 +197,7 @@ std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
   overlaps(kind, wanted, stored_values);  // throws where one is missing
   std::vector<at::Tensor> values(wanted.size());
   for (size_t w = 0; w < wanted.size(); ++w) {
+    if (wanted[w].numel == 0) continue;
     std::string first;
     for (const Place& place : places(wanted[w].owner, kind)) {
       const ManifestTensor& t = *place.tensor;

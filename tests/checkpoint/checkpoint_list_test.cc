@@ -1,0 +1,95 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What counts as a checkpoint of a folder, and which of them is the newest.
+#include "zero/checkpoint/checkpoint_list.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "zero/checkpoint/atomic_directory.h"
+#include "zero/checkpoint/manifest.h"
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+class CheckpointListTest : public ::testing::Test {
+ protected:
+  CheckpointListTest() : parent_(::testing::TempDir() + "/list") {
+    fs::remove_all(parent_);
+    fs::create_directories(parent_);
+  }
+
+  void write(const std::string& name, int64_t saved, int64_t steps, int64_t skipped = 0) {
+    Manifest m;
+    m.saved = saved;
+    m.steps = steps;
+    m.skipped_steps = skipped;
+    fs::create_directories(parent_ + "/" + name);
+    std::ofstream(parent_ + "/" + name + "/" + kManifestName) << manifest_text(m);
+  }
+
+  // Names, the newest last.
+  std::vector<std::string> names() const {
+    std::vector<std::string> result;
+    for (const ListedCheckpoint& c : list_checkpoints(parent_)) {
+      result.push_back(fs::path(c.path).filename().string());
+    }
+    return result;
+  }
+
+  const std::string parent_;
+};
+
+using Names = std::vector<std::string>;
+
+TEST_F(CheckpointListTest, TheOneThatWasSavedLastIsLast) {
+  write("c", 10, 300);
+  write("a", 30, 100);
+  write("b", 20, 200);
+  EXPECT_EQ(names(), (Names{"c", "b", "a"}));
+  const auto last = list_checkpoints(parent_).back();
+  EXPECT_EQ(last.path, parent_ + "/a");
+  EXPECT_EQ(last.saved, 30);
+  EXPECT_EQ(last.steps, 100);
+}
+
+TEST_F(CheckpointListTest, WithoutATimeTheyComeFirstBySteps) {
+  write("new", 1, 0);
+  write("z", 0, 5);
+  write("b", 0, 3, 4);
+  write("y", 0, 5);
+  EXPECT_EQ(names(), (Names{"y", "z", "b", "new"})) << "equals by path; skipped steps count";
+}
+
+TEST_F(CheckpointListTest, OnlyFoldersWithAValidManifestCount) {
+  write("good", 1, 1);
+  write("damaged", 2, 1);
+  std::ofstream(parent_ + "/damaged/" + kManifestName, std::ios::app) << "x";
+  fs::create_directories(parent_ + "/empty");
+  std::ofstream(parent_ + "/file") << "x";
+  write(".hidden", 3, 1);
+  fs::create_directory_symlink("good", parent_ + "/link");
+  EXPECT_EQ(names(), Names{"good"});
+}
+
+TEST_F(CheckpointListTest, OneThatACrashHasHiddenGetsItsNameBack) {
+  write("good", 1, 1);
+  fs::rename(parent_ + "/good", replaced_path(parent_ + "/good"));
+  EXPECT_EQ(names(), Names{"good"});
+  EXPECT_TRUE(fs::exists(parent_ + "/good"));
+}
+
+TEST_F(CheckpointListTest, AFolderThatIsNotThereHasNone) {
+  EXPECT_TRUE(list_checkpoints(parent_ + "/none").empty());
+}
+
+}  // namespace
+}  // namespace zero

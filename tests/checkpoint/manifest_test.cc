@@ -1,0 +1,260 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The manifest reader trusts nothing, names what is wrong, and reads what earlier and later
+// libraries write.
+#include "zero/checkpoint/manifest.h"
+
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/forged_manifest.h"
+
+namespace zero {
+namespace {
+
+TEST(ManifestTest, TextReadBackIsTheSameAndMutationsAreRefused) {
+  Manifest m;
+  m.id = "0123";
+  m.scale = 0.1;
+  m.groups = {{{"beta2", 0.999}, {"lr", 1e-3}}};
+  m.parameters = {{"p \"quoted\" \u00e4", {2, 3}, {1, 2}, at::kBFloat16, 0}};
+  m.files = {{"f", 10, ~uint64_t{0}, {{"k", "p", "master", 3, 4, 5}}}};
+  m.metadata = {{"epoch", "3"}};
+  const std::string text = manifest_text(m);
+  EXPECT_EQ(manifest_text(parse_manifest(text, "m")), text);
+  EXPECT_EQ(parse_manifest(text, "m").scale, 0.1);
+  std::mt19937 random(4);
+  for (int i = 0; i < 5000; ++i) {
+    std::string changed = text;
+    if (i % 2 == 0) {
+      changed[random() % changed.size()] ^= static_cast<char>(1 << (random() % 8));
+    } else {
+      changed.resize(random() % changed.size());
+    }
+    EXPECT_THROW(parse_manifest(changed, "m"), c10::Error);
+  }
+}
+
+// A checksum that matches makes nothing else safe.
+TEST(ManifestTest, HostileContentWithAMatchingChecksumIsRefused) {
+  Manifest m;
+  m.files = {{"f", 10, 1, {{"k", "p", "master", 3, 4, 5}}}};
+  const auto refused = [](const Manifest& manifest) {
+    EXPECT_THROW(parse_manifest(manifest_text(manifest), "m"), c10::Error);
+  };
+  EXPECT_NO_THROW(parse_manifest(manifest_text(m), "m"));
+  for (const char* name : {"../f", "/etc/passwd", "", ".hidden"}) {
+    m.files[0].name = name;
+    refused(m);
+  }
+  m.files[0].name = "f";
+  m.files[0].tensors[0].begin = -1;
+  refused(m);
+  m.files[0].tensors[0].begin = INT64_MAX;
+  refused(m);
+  m.files[0].tensors[0].begin = 0;
+  const auto refused_parameter = [&](std::vector<int64_t> shape, std::vector<int64_t> strides) {
+    m.parameters = {{"p", std::move(shape), std::move(strides), at::kFloat, 0}};
+    refused(m);
+  };
+  refused_parameter({int64_t{1} << 40, int64_t{1} << 40}, {});
+  refused_parameter({0, int64_t{1} << 40, int64_t{1} << 40}, {});
+  refused_parameter({-1}, {});
+  refused_parameter({2, 3}, {1});
+  refused_parameter({2, 3}, {4, 1});
+  refused_parameter({2, 3}, {INT64_MAX, INT64_MAX});
+  refused_parameter({2, 3}, {-1, 1});
+}
+
+TEST(ManifestTest, NumbersThatNoIntegerHoldsAreRefused) {
+  EXPECT_NO_THROW(parse_manifest(forged("\"steps\":0", "\"steps\":7"), "m"));
+  const std::string deep = std::string(300000, '[') + std::string(300000, ']');
+  for (const std::string& value : {std::string("1e20"), std::string("0.5"), std::string("-1"),
+                                   std::string("9223372036854775808"), std::string("null"), deep}) {
+    EXPECT_THROW(parse_manifest(forged("\"steps\":0", "\"steps\":" + value), "m"), c10::Error)
+        << value.substr(0, 30);
+    EXPECT_THROW(parse_files(R"([{"name":"f","bytes":)" + value + "}]", "m"), c10::Error);
+  }
+}
+
+// ---- Every field, whatever the table holds ----
+
+using nlohmann::ordered_json;
+using Pointer = ordered_json::json_pointer;
+
+// A value that no default has in every field.
+Manifest full_manifest() {
+  Manifest m;
+  m.id = "0123";
+  m.run = "4567";
+  m.saved = 89;
+  m.library_version = "0.1";
+  m.torch_version = "2";
+  m.world_size = 3;
+  m.stage = 2;
+  m.layout = "contiguous";
+  m.bucket_bytes = 4096;
+  m.plan_fingerprint = 0xabc;
+  m.optimizer = "AdamW";
+  m.steps = 5;
+  m.skipped_steps = 6;
+  m.dynamic_scale = true;
+  m.scale = 0.1;
+  m.good_steps = 7;
+  m.hysteresis_left = 8;
+  m.skipped_at_min = 9;
+  m.groups = {{{"beta2", 0.999}, {"lr", std::numeric_limits<double>::infinity()}}};
+  m.parameters = {{"p", {2, 3}, {1, 2}, at::kBFloat16, 1}};
+  m.frozen = {{"f", {2}, {}, at::kHalf, 0}};
+  m.buffers = {{"b", {}, {}, at::kLong, 0}};
+  m.files = {{"r", 10, ~uint64_t{0}, {{"k", "p", "master", 3, 4, 5}}}};
+  m.metadata = {{"epoch", "3"}};
+  return m;
+}
+
+constexpr char kVersionOne[] =
+    R"({"format":"zero checkpoint","version":1,"id":"0123","run":"4567","saved":89,)"
+    R"("library_version":"0.1","torch_version":"2","metadata":{"epoch":"3"},"steps":5,)"
+    R"("skipped_steps":6,"world_size":3,"stage":2,"layout":"contiguous","bucket_bytes":4096,)"
+    R"("plan":"0000000000000abc","optimizer":"AdamW","groups":[{"beta2":0.999,"lr":"inf"}],)"
+    R"("loss_scale":{"dynamic":true,"scale":0.1,"good_steps":7,"hysteresis_left":8,)"
+    R"("skipped_at_min":9},"parameters":[{"name":"p","shape":[2,3],"strides":[1,2],)"
+    R"("dtype":"BFloat16","group":1}],"frozen":[{"name":"f","shape":[2],"strides":[],)"
+    R"("dtype":"Half","group":0}],"buffers":[{"name":"b","shape":[],"strides":[],)"
+    R"("dtype":"Long","group":0}],"files":[{"name":"r","bytes":10,"xxh3":"ffffffffffffffff",)"
+    R"("tensors":[{"key":"k","of":"p","kind":"master","begin":3,"numel":4,)"
+    R"("xxh3":"0000000000000005"}]}],)"
+    "\n\"xxh3\": \"";
+
+// Its text as JSON, and JSON as text with a checksum.
+ordered_json fields_of(const Manifest& m) {
+  ordered_json root = ordered_json::parse(manifest_text(m));
+  root.erase("xxh3");
+  return root;
+}
+
+std::string text_of(const ordered_json& root) {
+  std::string text = root.dump();
+  text.back() = ',';
+  return signed_again(text + "\n\"xxh3\": \"\"}\n");
+}
+
+// All fields of the table: not the options of a group and not metadata, whose names are free.
+void visit_fields(const ordered_json& value, const Pointer& at,
+                  const std::function<void(const Pointer& field)>& visit) {
+  if (value.is_array()) {
+    for (size_t i = 0; i < value.size(); ++i) visit_fields(value[i], at / i, visit);
+  }
+  if (!value.is_object()) return;
+  for (const auto& [name, field] : value.items()) {
+    visit(at / name);
+    if (name != "groups" && name != "metadata") visit_fields(field, at / name, visit);
+  }
+}
+
+// Calls `visit` with each field in turn, and returns how many there are.
+int for_each_field(const std::function<void(const Pointer& field)>& visit) {
+  int count = 0;
+  visit_fields(fields_of(full_manifest()), Pointer(), [&](const Pointer& field) {
+    SCOPED_TRACE(field.to_string());
+    ++count;
+    visit(field);
+  });
+  return count;
+}
+
+ordered_json without(ordered_json root, const Pointer& field) {
+  root[field.parent_pointer()].erase(field.back());
+  return root;
+}
+
+bool may_be_missing(const Pointer& field) {
+  return field.to_string() == "/run" || field.to_string() == "/saved";
+}
+
+TEST(ManifestTest, TheBytesOfVersionOneAreTheseForEver) {
+  const std::string text = manifest_text(full_manifest());
+  EXPECT_EQ(text.substr(0, sizeof(kVersionOne) - 1), kVersionOne);
+  EXPECT_EQ(text.size(), sizeof(kVersionOne) - 1 + 16 + 3) << "hash, quote, brace, line feed";
+  EXPECT_EQ(manifest_text(parse_manifest(text, "m")), text);
+}
+
+TEST(ManifestTest, AFieldThatIsMissingNamesItself) {
+  const int count = for_each_field([](const Pointer& field) {
+    const std::string text = text_of(without(fields_of(full_manifest()), field));
+    const std::string error = error_of([&] { parse_manifest(text, "the/path"); });
+    if (may_be_missing(field)) {
+      EXPECT_EQ(error, "");
+      return;
+    }
+    const bool before_all = field.back() == "format" || field.back() == "version";
+    const char quote = before_all ? '\'' : '"';
+    expect_words(error, {"the/path", quote + field.back() + quote});
+  });
+  EXPECT_EQ(count, 22 + 5 + 3 * 5 + 4 + 6) << "root, loss_scale, parameters, file, tensor";
+  expect_words(error_of([&] {
+                 parse_manifest(text_of(without(fields_of(full_manifest()), Pointer("/steps"))),
+                                "m");
+               }),
+               {"\"steps\" of the manifest", "since version 1"});
+}
+
+TEST(ManifestTest, AFieldOfAnotherTypeNamesItself) {
+  for_each_field([](const Pointer& field) {
+    ordered_json root = fields_of(full_manifest());
+    root[field] = nullptr;
+    EXPECT_NE(error_of([&] { parse_manifest(text_of(root), "m"); }), "");
+    if (field.to_string() == "/format") return;  // no manifest at all
+    expect_words(error_of([&] { parse_manifest(text_of(root), "m"); }), {field.back(), "null"});
+  });
+}
+
+TEST(ManifestTest, WithoutOptionalFieldsItIsOfAnUnknownRun) {
+  ordered_json root = fields_of(full_manifest());
+  root.erase("run");
+  root.erase("saved");
+  const Manifest m = parse_manifest(text_of(root), "m");
+  EXPECT_EQ(m.run, "");
+  EXPECT_EQ(m.saved, 0);
+  Manifest expected = full_manifest();
+  expected.run = "";
+  expected.saved = 0;
+  EXPECT_EQ(manifest_text(m), manifest_text(expected));
+}
+
+TEST(ManifestTest, UnknownFieldsAreIgnoredAtEveryLevel) {
+  int places = 0;
+  for_each_field([&](const Pointer& field) {
+    ordered_json root = fields_of(full_manifest());
+    root[field.parent_pointer()]["of a later library"] = 7;
+    EXPECT_EQ(manifest_text(parse_manifest(text_of(root), "m")), manifest_text(full_manifest()));
+    ++places;
+  });
+  EXPECT_GT(places, 0);
+}
+
+TEST(ManifestTest, AnotherVersionIsRefusedWithTheLibraryThatReadsIt) {
+  EXPECT_EQ(parse_manifest(manifest_text(Manifest()), "m").version, kCheckpointVersion);
+  for (const int64_t version : {int64_t{0}, kCheckpointVersion + 1, INT64_MAX}) {
+    ordered_json root = fields_of(full_manifest());
+    root["version"] = version;
+    root["library_version"] = "7.5";
+    expect_words(error_of([&] { parse_manifest(text_of(root), "m"); }),
+                 {"expected format version 1 to " + std::to_string(kCheckpointVersion),
+                  "got " + std::to_string(version) + " of library 7.5", "load it with that"});
+  }
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,170 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// One save by all ranks without an optimizer: all of it appears, or none of it and an error on
+// every rank.
+#include "zero/checkpoint/writer.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "zero/checkpoint.h"
+#include "zero/checkpoint/reader.h"
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+using Body = std::function<void(Communicator& control, CheckpointWriter& writer)>;
+
+// Calls `body` on each rank with a writer of its own.
+void on_ranks(int world_size, const std::string& folder, bool overwrite, const Body& body) {
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  run_ranks(
+      world_size,
+      [&](const Group& group) {
+        const auto control = group.make_communicator("control", Purpose::kControl);
+        CheckpointWriter writer(*control, folder, overwrite);
+        body(*control, writer);
+      },
+      options);
+}
+
+std::string empty_parent(const std::string& name) {
+  const std::string parent = ::testing::TempDir() + "/" + name;
+  fs::remove_all(parent);
+  return parent;
+}
+
+// Two elements of the parameter "p" of each rank, and a step.
+FileToSave file_of(int rank, int64_t step = 3) {
+  const std::string name = "p" + std::to_string(rank);
+  return {rank_file_name(rank),
+          {{{name, "p", "master", 2 * rank, 2, 0}, at::arange(2.0f) + 2.0f * rank},
+           {{name + "s", "p", "step", 2 * rank, 2, 0}, at::full({1}, step, at::kLong)}}};
+}
+
+Manifest manifest_for(int world_size) {
+  Manifest m;
+  m.world_size = world_size;
+  m.steps = 3;
+  m.parameters = {{"p", {2 * world_size}, {1}, at::kFloat, 0}};
+  return m;
+}
+
+void save(int world_size, const std::string& folder, bool overwrite = false) {
+  on_ranks(world_size, folder, overwrite, [&](Communicator& control, CheckpointWriter& writer) {
+    writer.begin();
+    writer.write_files({file_of(control.rank())});
+    writer.finish(manifest_for(world_size));
+  });
+}
+
+TEST(CheckpointWriterTest, FilesOfAllRanksAreOneCheckpoint) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    const std::string parent = empty_parent("files");
+    save(world_size, parent + "/a");
+    verify_checkpoint(parent + "/a");
+    CheckpointReader reader(parent + "/a");
+    EXPECT_EQ(reader.id().size(), 32u);
+    EXPECT_EQ(reader.manifest().steps, 3);
+    ASSERT_EQ(reader.manifest().files.size(), static_cast<size_t>(world_size));
+    for (int rank = 0; rank < world_size; ++rank) {
+      EXPECT_EQ(reader.manifest().files[rank].name, rank_file_name(rank));
+    }
+    EXPECT_TRUE(reader.read_all(reader.manifest().parameters[0], "master")
+                    .equal(at::arange(2.0f * world_size)));
+    int entries = 0;
+    for (const auto& entry : fs::directory_iterator(parent)) entries += entry.exists() ? 1 : 0;
+    EXPECT_EQ(entries, 1) << "nothing beside the checkpoint";
+    entries = 0;
+    for (const auto& entry : fs::directory_iterator(parent + "/a"))
+      entries += entry.exists() ? 1 : 0;
+    EXPECT_EQ(entries, world_size + 1) << "nothing but files and manifest";
+  }
+}
+
+TEST(CheckpointWriterTest, ADtypeThatSafetensorsLacksIsStoredAsBytes) {
+  const std::string parent = empty_parent("dtypes");
+  const at::Tensor value = at::full({3}, c10::complex<double>(1, -2), at::kComplexDouble);
+  on_ranks(1, parent + "/a", false, [&](Communicator&, CheckpointWriter& writer) {
+    writer.begin();
+    writer.write_files({{"f", {{{"b", "b", "buffer", 0, 3, 0}, value}}}});
+    Manifest m;
+    m.buffers = {{"b", {3}, {}, at::kComplexDouble, 0}};
+    writer.finish(m);
+  });
+  CheckpointReader reader(parent + "/a");
+  EXPECT_TRUE(reader.read_whole(reader.manifest().buffers[0], "buffer").equal(value));
+}
+
+TEST(CheckpointWriterTest, WhatIsThereIsReplacedOnlyIfAsked) {
+  const std::string folder = empty_parent("overwrite") + "/a";
+  save(2, folder);
+  const std::string first = CheckpointReader(folder).id();
+  on_ranks(2, folder, /*overwrite=*/false, [&](Communicator& control, CheckpointWriter& writer) {
+    expect_words(error_of([&] { writer.begin(); }),
+                 {"rank " + std::to_string(control.rank()), folder, "overwrite(true)"});
+  });
+  EXPECT_EQ(CheckpointReader(folder).id(), first);
+  save(3, folder, /*overwrite=*/true);
+  EXPECT_NE(CheckpointReader(folder).id(), first);
+  EXPECT_EQ(CheckpointReader(folder).manifest().world_size, 3);
+}
+
+// A file that one rank cannot write: its name is taken.
+TEST(CheckpointWriterTest, AFileThatCannotBeWrittenIsAnErrorOnAllRanksAndNothingStays) {
+  for (const int failing : {0, 1, 2}) {
+    const std::string parent = empty_parent("failing");
+    on_ranks(3, parent + "/a", false, [&](Communicator& control, CheckpointWriter& writer) {
+      writer.begin();
+      const FileToSave file = file_of(control.rank());
+      if (control.rank() == failing) {
+        writer.write_files({file, file});
+      } else {
+        writer.write_files({file});
+      }
+      expect_words(
+          error_of([&] { writer.finish(manifest_for(3)); }),
+          {rank_file_name(failing), "File exists",
+           control.rank() == failing ? "failed" : "because of rank " + std::to_string(failing)});
+    });
+    EXPECT_TRUE(fs::is_empty(parent)) << failing;
+  }
+}
+
+TEST(CheckpointWriterTest, PiecesOfOneParameterWithDifferentValuesAreRefused) {
+  const std::string parent = empty_parent("values");
+  on_ranks(2, parent + "/a", false, [&](Communicator& control, CheckpointWriter& writer) {
+    writer.begin();
+    writer.write_files({file_of(control.rank(), /*step=*/control.rank())});
+    expect_words(error_of([&] { writer.finish(manifest_for(2)); }),
+                 {"parameter p: expected one step for all its pieces"});
+  });
+  EXPECT_TRUE(fs::is_empty(parent));
+}
+
+TEST(CheckpointWriterTest, WithoutFinishNothingStays) {
+  const std::string parent = empty_parent("given-up");
+  on_ranks(2, parent + "/a", false, [&](Communicator& control, CheckpointWriter& writer) {
+    writer.begin();
+    writer.write_files({file_of(control.rank())});
+    control.all_gather_text("", "all have written");
+  });
+  EXPECT_TRUE(fs::is_empty(parent));
+}
+
+}  // namespace
+}  // namespace zero
