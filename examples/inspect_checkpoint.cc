@@ -15,39 +15,28 @@
 #include <cstdlib>
 #include <ctime>
 #include <exception>
-#include <map>
 #include <sstream>
 #include <string>
-#include <utility>
+#include <vector>
 
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/manifest.h"
 
 namespace {
 
-void print_tensors(const char* title, const std::vector<zero::ManifestParameter>& list) {
+void print_tensors(const char* title, const std::vector<zero::CheckpointTensor>& list) {
   std::printf("%s: %zu\n", title, list.size());
-  for (const zero::ManifestParameter& p : list) {
+  for (const zero::CheckpointTensor& t : list) {
     std::ostringstream shape;
-    shape << c10::IntArrayRef(p.shape);
-    std::printf("  %-40s %-10s %s\n", p.name.c_str(), c10::toString(p.dtype), shape.str().c_str());
+    shape << c10::IntArrayRef(t.shape);
+    std::printf("  %-40s %-10s %s\n", t.name.c_str(), c10::toString(t.dtype), shape.str().c_str());
   }
 }
 
-// Of the objects that the save included; one that each rank has counts once per rank.
-void print_states(const zero::Manifest& m) {
-  std::map<std::string, std::pair<int64_t, int64_t>> states;  // count, bytes
-  for (const zero::ManifestFile& file : m.files) {
-    for (const zero::ManifestTensor& t : file.tensors) {
-      if (t.owner.empty() || t.owner[0] != zero::kStatePrefix) continue;
-      auto& [count, bytes] = states[t.owner.substr(1)];
-      count += 1;
-      bytes += t.numel;
-    }
-  }
-  for (const auto& [name, state] : states) {
-    std::printf("state %s: %lld bytes", name.c_str(), static_cast<long long>(state.second));
-    if (state.first > 1) std::printf(" of %lld ranks", static_cast<long long>(state.first));
+// Of the objects that the save included.
+void print_states(const std::vector<zero::CheckpointState>& states) {
+  for (const zero::CheckpointState& state : states) {
+    std::printf("state %s: %lld bytes", state.name.c_str(), static_cast<long long>(state.bytes));
+    if (state.ranks > 0) std::printf(" of %lld ranks", static_cast<long long>(state.ranks));
     std::printf("\n");
   }
 }
@@ -63,38 +52,40 @@ std::string date(int64_t microseconds) {
   return text;
 }
 
-void print(const std::string& folder, const zero::Manifest& m) {
+void print(const std::string& folder, const zero::CheckpointDescription& d) {
   std::printf("%s\n", folder.c_str());
-  std::printf("id %s, written by zero %s with torch %s\n", m.id.c_str(), m.library_version.c_str(),
-              m.torch_version.c_str());
-  if (!m.run.empty()) std::printf("run %s, saved %s\n", m.run.c_str(), date(m.saved).c_str());
+  std::printf("id %s, format version %lld, written by zero %s with torch %s\n", d.id.c_str(),
+              static_cast<long long>(d.version), d.library_version.c_str(),
+              d.torch_version.c_str());
+  if (!d.run.empty()) std::printf("run %s, saved %s\n", d.run.c_str(), date(d.saved).c_str());
   std::printf("saved by %lld ranks, stage %lld, layout %s, buckets of %lld bytes\n",
-              static_cast<long long>(m.world_size), static_cast<long long>(m.stage),
-              m.layout.c_str(), static_cast<long long>(m.bucket_bytes));
+              static_cast<long long>(d.world_size), static_cast<long long>(d.stage),
+              d.layout.c_str(), static_cast<long long>(d.bucket_bytes));
   std::printf("after %lld steps and %lld skipped ones; loss scale %g%s\n",
-              static_cast<long long>(m.steps), static_cast<long long>(m.skipped_steps), m.scale,
-              m.dynamic_scale ? ", dynamic" : "");
-  for (const auto& [name, value] : m.metadata) {
+              static_cast<long long>(d.steps), static_cast<long long>(d.skipped_steps),
+              d.loss_scale, d.dynamic_loss_scale ? ", dynamic" : "");
+  for (const auto& [name, value] : d.metadata) {
     std::printf("metadata %s: %s\n", name.c_str(), value.c_str());
   }
-  for (size_t g = 0; g < m.groups.size(); ++g) {
-    std::printf("%s group %zu:", m.optimizer.c_str(), g);
-    for (const auto& [name, value] : m.groups[g]) std::printf(" %s %g", name.c_str(), value);
+  for (size_t g = 0; g < d.groups.size(); ++g) {
+    std::printf("%s group %zu:", d.optimizer.c_str(), g);
+    for (const auto& [name, value] : d.groups[g]) std::printf(" %s %g", name.c_str(), value);
     std::printf("\n");
   }
-  print_states(m);
-  print_tensors("parameters", m.parameters);
-  print_tensors("frozen parameters", m.frozen);
-  print_tensors("buffers", m.buffers);
-  for (const zero::ManifestFile& file : m.files) {
-    std::printf("%-32s %12llu bytes, %zu tensors\n", file.name.c_str(),
-                static_cast<unsigned long long>(file.bytes), file.tensors.size());
+  print_states(d.states);
+  print_tensors("parameters", d.parameters);
+  print_tensors("frozen parameters", d.frozen);
+  print_tensors("buffers", d.buffers);
+  for (const zero::CheckpointFile& file : d.files) {
+    std::printf("%-32s %12llu bytes, %lld tensors, XXH3 %016llx\n", file.name.c_str(),
+                static_cast<unsigned long long>(file.bytes), static_cast<long long>(file.tensors),
+                static_cast<unsigned long long>(file.xxh3));
   }
 }
 
 int inspect(std::string folder, const char* model) {
   if (const auto newest = zero::latest(folder)) folder = *newest;
-  print(folder, zero::read_manifest(folder));
+  print(folder, zero::describe_checkpoint(folder));
   zero::verify_checkpoint(folder);
   std::printf("all checksums match\n");
   if (model != nullptr) {

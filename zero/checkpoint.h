@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Checkpoints as folders: finding, thinning out, checking and exporting them.
+// Checkpoints as folders: finding, thinning out, describing, checking and exporting them.
 // Saving and loading are methods of ZeroOptimizer.
 //
 //   optimizer.save_checkpoint("run/step-100", SaveOptions().metadata({{"epoch", "3"}}));
@@ -15,7 +15,7 @@
 //                                    memory order; kind: master, exp_avg, step and so on;
 //                                    ".<name>": the state of an object that the save includes
 //   frozen-and-buffers.safetensors   by name, from rank 0
-//   manifest.json                    the rest; written last. See zero/checkpoint/manifest.h
+//   manifest.json                    the rest; written last. describe_checkpoint() reads it
 //
 // A save that dies leaves at most a hidden folder ".<name>.<random>.saving", which is
 // never taken for a checkpoint and which the next save to <name> removes. On a file
@@ -28,8 +28,10 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torch::nn {
@@ -52,6 +54,65 @@ std::optional<std::string> latest(const std::string& parent);
 // that is under way is left alone; so is one of another process, where the file system has
 // locks. Throws for a count below 1.
 std::vector<std::string> keep_last(const std::string& parent, int64_t count);
+
+// A parameter, a frozen parameter or a buffer of the model.
+struct CheckpointTensor {
+  std::string name;
+  std::vector<int64_t> shape;
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  int64_t group = 0;  // the parameter group; 0 for frozen parameters and buffers
+};
+
+struct CheckpointFile {
+  std::string name;  // in the folder
+  uint64_t bytes = 0;
+  uint64_t xxh3 = 0;  // XXH3, 64 bits, of all of it
+  int64_t tensors = 0;
+};
+
+// The state of an object that the save included.
+struct CheckpointState {
+  std::string name;
+  int64_t bytes = 0;  // of all ranks together
+  // How many ranks have a state of their own; 0 where one state is that of all ranks.
+  int64_t ranks = 0;
+};
+
+struct CheckpointDescription {
+  int64_t version = 0;          // of the format
+  std::string library_version;  // of zero, which wrote it
+  std::string torch_version;
+  std::string id;  // random; another one for each save
+  // The run's random id, and when it was saved: microseconds since 1970, more for each later save
+  // of the run. Empty and 0 where an earlier version of this library wrote the checkpoint.
+  std::string run;
+  int64_t saved = 0;
+  std::map<std::string, std::string> metadata;  // as given to save_checkpoint()
+
+  int64_t world_size = 0;  // that saved it
+  int64_t stage = 0;
+  std::string layout;  // "contiguous" or "per parameter"
+  int64_t bucket_bytes = 0;
+
+  int64_t steps = 0;  // without the skipped ones
+  int64_t skipped_steps = 0;
+  double loss_scale = 1.0;
+  bool dynamic_loss_scale = false;
+
+  std::string optimizer;  // its class, "AdamW"
+  // The options of each parameter group, by name.
+  std::vector<std::vector<std::pair<std::string, double>>> groups;
+
+  std::vector<CheckpointTensor> parameters;
+  std::vector<CheckpointTensor> frozen;
+  std::vector<CheckpointTensor> buffers;
+  std::vector<CheckpointState> states;  // by name
+  std::vector<CheckpointFile> files;
+};
+
+// Says what the checkpoint in `folder` holds. Reads and checks the manifest alone: other files may
+// be damaged or missing, see verify_checkpoint(). Throws when `folder` holds no checkpoint.
+CheckpointDescription describe_checkpoint(const std::string& folder);
 
 // Reads every byte. Throws when one is not as it was saved.
 void verify_checkpoint(const std::string& folder);

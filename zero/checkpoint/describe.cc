@@ -1,0 +1,74 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include <c10/util/Exception.h>
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/checkpoint.h"
+#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/reader.h"
+
+namespace zero {
+namespace {
+
+std::vector<CheckpointTensor> tensors_of(const std::vector<ManifestParameter>& list) {
+  std::vector<CheckpointTensor> result;
+  for (const ManifestParameter& p : list) result.push_back({p.name, p.shape, p.dtype, p.group});
+  return result;
+}
+
+std::vector<CheckpointState> states_of(const std::vector<ManifestFile>& files) {
+  std::map<std::string, CheckpointState> states;
+  for (const ManifestFile& file : files) {
+    for (const ManifestTensor& t : file.tensors) {
+      if (t.owner.empty() || t.owner[0] != kStatePrefix) continue;
+      CheckpointState& state = states[t.owner];
+      state.name = t.owner.substr(1);
+      TORCH_CHECK(!__builtin_add_overflow(state.bytes, t.numel, &state.bytes), "state ", state.name,
+                  ": expected bytes that fit 63 bits, got more");
+      state.ranks += t.kind == kSharedState ? 0 : 1;
+    }
+  }
+  std::vector<CheckpointState> result;
+  for (auto& [owner, state] : states) result.push_back(std::move(state));
+  return result;
+}
+
+}  // namespace
+
+CheckpointDescription describe_checkpoint(const std::string& folder) {
+  const CheckpointReader reader(folder);
+  const Manifest& m = reader.manifest();
+  CheckpointDescription d;
+  d.version = m.version;
+  d.library_version = m.library_version;
+  d.torch_version = m.torch_version;
+  d.id = m.id;
+  d.run = m.run;
+  d.saved = m.saved;
+  d.metadata = m.metadata;
+  d.world_size = m.world_size;
+  d.stage = m.stage;
+  d.layout = m.layout;
+  d.bucket_bytes = m.bucket_bytes;
+  d.steps = m.steps;
+  d.skipped_steps = m.skipped_steps;
+  d.loss_scale = m.scale;
+  d.dynamic_loss_scale = m.dynamic_scale;
+  d.optimizer = m.optimizer;
+  d.groups = m.groups;
+  d.parameters = tensors_of(m.parameters);
+  d.frozen = tensors_of(m.frozen);
+  d.buffers = tensors_of(m.buffers);
+  d.states = states_of(m.files);
+  for (const ManifestFile& file : m.files) {
+    d.files.push_back(
+        {file.name, file.bytes, file.hash, static_cast<int64_t>(file.tensors.size())});
+  }
+  return d;
+}
+
+}  // namespace zero
