@@ -1,0 +1,41 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Writes a checkpoint for tests/checkpoint/golden_checkpoint: write_golden_checkpoint <folder>
+//
+// To be run once for each version of the format, and once where a version gets new optional fields,
+// from the library that first writes them; `version-1-states` is from this program. No test runs
+// it, and a folder that is there is never written again: it stands for what users have.
+#include <cstdio>
+#include <string>
+
+#include "tests/checkpoint/golden_model.h"
+#include "zero/launch.h"
+
+namespace {
+
+int save(const std::string& folder) {
+  const zero::Group group = zero::init_process_group({.device = at::kCPU});
+  zero::GoldenModel model(0.5);
+  zero::ZeroOptimizer optimizer(
+      *model, zero::golden_adamw(*model), group,
+      zero::ZeroOptions().loss_scaler(zero::LossScalerOptions().initial_scale(1024)));
+  zero::train_golden(optimizer, *model, 0, zero::kGoldenSteps);
+  const zero::GoldenNote shared("of all ranks");
+  const zero::GoldenNote own("of rank " + std::to_string(group.rank()));
+  optimizer.save_checkpoint(folder, zero::SaveOptions()
+                                        .metadata({{"epoch", "3"}})
+                                        .include("shared", shared)
+                                        .include_per_rank("own", own));
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) {
+    std::fprintf(stderr, "usage: write_golden_checkpoint <folder>\n");
+    return 2;
+  }
+  return zero::launch_local(2, [&] { return save(argv[1]); });
+}
