@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The one door to c10d: everything that can block on another rank goes through
-// a Communicator, so reading collectives.cc is enough to know what is sent.
+// a Communicator, so reading zero/comm is enough to know what is sent.
 //
 // Rules that hold for every call:
 //   - All ranks of the group make the same calls in the same order, with equal
@@ -22,7 +22,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/ArrayRef.h>
 
 #include <c10/util/intrusive_ptr.h>
 #include <chrono>
@@ -46,12 +45,33 @@ namespace zero {
 // algorithm is the backend's own is counted by the formula given beside it.
 struct Traffic {
   int64_t exchange_calls = 0;
-  int64_t exchange_bytes_sent = 0;  // exchange_rows, reduce_scatter_rows
+  int64_t exchange_bytes_sent = 0;  // exchange_rows, reduce_rows
   int64_t gather_calls = 0;
   int64_t gather_bytes_sent = 0;  // gather_rows
   int64_t small_calls = 0;
   int64_t small_bytes_sent = 0;  // all_reduce_*, broadcast, all_gather_text
 };
+
+// How a backend moves the rows of a matrix best.
+enum class RowTransport {
+  kPairwise,  // A send and a receive per peer, in host memory: Gloo.
+  kWhole,     // One collective of its own for each operation: NCCL.
+};
+
+// Rows of n elements whose sum, in this order, is the result of reduce_rows().
+struct SummandRows {
+  // The dtype of the rows sent, or fp32 for partial sums.
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  int64_t count = 1;
+  // Host only: the address of each row. If null, the rows are those of `received` and `own_row`.
+  const void* const* addresses = nullptr;
+  // [count, n]; its row `own` is unspecified, and `own_row` takes its place. Null for one row.
+  const void* received = nullptr;
+  const void* own_row = nullptr;
+  int64_t own = 0;
+};
+
+using UseRows = std::function<void(const SummandRows& rows)>;
 
 // An operation under way. wait() must be called exactly once, before the
 // tensors are read or written; they are kept alive until then. The time limit
@@ -82,9 +102,9 @@ class Pending {
 class Communicator {
  public:
   // `name` appears in errors. `timeout` bounds every wait of this communicator.
-  // A null `backend` stands for one rank alone.
+  // A null `backend` stands for one rank alone. `rows` must be equal on all ranks.
   Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::string name,
-               std::chrono::milliseconds timeout);
+               std::chrono::milliseconds timeout, RowTransport rows = RowTransport::kPairwise);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -99,19 +119,14 @@ class Communicator {
   // Every later call throws with this text instead of sending.
   std::string failed() const;
 
-  // True where one call can reduce and scatter rows in `dtype` without rounding
-  // partial sums to 16 bits: NCCL with fp32. False on Gloo, whose
-  // reduce-scatter is a clone and a full all-reduce.
-  bool has_native_reduce_scatter(c10::ScalarType dtype) const;
-
   // [bytes] of kByte in host memory with unspecified contents, where this transport sends from
   // without a copy; undefined when any memory will do. For buffers that are used again and again.
   at::Tensor allocate(int64_t bytes) const;
 
   // Collective. Sends row r of `rows` to rank r and receives into row r of
   // `received` what rank r sent here. The own row of `received` is unspecified
-  // afterwards: read it from `rows`. Sends (W-1)/W of `rows`. Where rows travel
-  // pairwise this rank takes nothing before wait(): so ranks that exchange over
+  // afterwards: read it from `rows`. Sends (W-1)/W of `rows`. With a
+  // pairwise transport this rank takes nothing before wait(): so ranks that exchange over
   // several communicators must wait in one order on all of them.
   //   rows      [world_size, n] contiguous, any dtype; unchanged
   //   received  [world_size, n] contiguous, same dtype; must not alias `rows`
@@ -119,22 +134,19 @@ class Communicator {
   Pending exchange_rows(const at::Tensor& rows, const at::Tensor& received,
                         const std::string& label);
 
-  // True where the rows of all other ranks, of as many bytes as these, can be read where they lie:
-  // in memory that the ranks share.
-  bool reads_in_place(const at::Tensor& rows) const;
-
-  // Collective; others may call exchange_rows() meanwhile. The same without a copy, only where
-  // reads_in_place(): wait() calls use(addresses) with where each rank has what it sends here, in
-  // rank order, the own row too. They are valid within that call.
-  //   rows      [world_size, n] contiguous, any dtype; unchanged
-  using UseRows = std::function<void(c10::ArrayRef<const void*> addresses)>;
-  Pending exchange_in_place(const at::Tensor& rows, UseRows use, const std::string& label);
-
-  // Collective. row = sum over ranks of row `rank()` of their `rows`, by the
-  // backend. Only where has_native_reduce_scatter(). Sends (W-1)/W of `rows`.
-  //   rows  [world_size, n] contiguous;   row  [n] contiguous, same dtype
-  Pending reduce_scatter_rows(const at::Tensor& rows, const at::Tensor& row,
-                              const std::string& label);
+  // Collective. wait() calls use(summands) once, unless `rows` has no elements: with rows that add
+  // up to the sum over ranks of row `rank()` of their `rows`. These rows are valid within that
+  // call, and on a GPU for the work that it enqueues on the current stream. NCCL adds fp32 itself
+  // and leaves one row; everywhere else the rows of all ranks arrive in rank order, without a copy
+  // if the ranks share memory. Sends (W-1)/W of `rows`. Ranks must wait in one order, as with
+  // exchange_rows().
+  //   rows    [world_size, n] contiguous, any dtype; unchanged
+  //   buffer  [reduction_bytes(rows)] of kByte on the device of `rows`, for this call to work in;
+  //           undefined for 0 bytes
+  Pending reduce_rows(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
+                      const std::string& label);
+  // Returns the size of the buffer that reduce_rows() needs.
+  int64_t reduction_bytes(const at::Tensor& rows) const;
 
   // Collective. Fills row r of `rows` with rank r's row r, in place: the own
   // row is input and keeps its value, the others are output. Sends W-1 times a
@@ -144,7 +156,7 @@ class Communicator {
 
   // Collective. In place. `values` is 1-D, contiguous and small. Sums are for double, in rank
   // order except on NCCL; the maximum is for int64 and int32 only, since a float maximum loses NaN
-  // on Gloo; the bitwise OR is for int32. Where rows travel pairwise (Gloo) it is an exchange of
+  // on Gloo; the bitwise OR is for int32. With a pairwise transport (Gloo) it is an exchange of
   // all values, counted as W-1 times their bytes, and names a rank that is missing; on NCCL, which
   // has no OR, counted as 2(W-1)/W.
   Pending all_reduce_sum(const at::Tensor& values, const std::string& label);
@@ -160,8 +172,8 @@ class Communicator {
   // the texts padded to the longest, W-1 times each, and counts as two small calls.
   std::vector<std::string> all_gather_text(const std::string& text, const std::string& label);
 
-  // Between these two calls only exchange_rows(), exchange_in_place() and reduce_scatter_rows() may
-  // be started; every other operation throws. While reductions are queued, ranks stand at different
+  // Between these two calls only exchange_rows() and reduce_rows() may be started; every other
+  // operation throws. While reductions are queued, ranks stand at different
   // buckets, so another operation would take the messages of one. Local; calls do not nest.
   void begin_reductions();
   void end_reductions();

@@ -22,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/communicator.h"
@@ -37,11 +38,21 @@ namespace zero {
 // Gloo, whatever carries the data.
 enum class Purpose { kData, kControl };
 
+// What a BackendFactory makes: a backend, and how it moves rows. Any pointer to a backend converts.
+struct NewBackend {
+  template <typename Backend>
+  NewBackend(c10::intrusive_ptr<Backend> made, RowTransport moves_rows = RowTransport::kPairwise)
+      : backend(std::move(made)), rows(moves_rows) {}
+
+  c10::intrusive_ptr<c10d::Backend> backend;
+  RowTransport rows;  // The same on all ranks.
+};
+
 // Makes the transport of one communicator. `store` is private to it. Tests
 // put their in-memory backend here.
-using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
-    c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, Purpose purpose,
-    std::chrono::milliseconds timeout)>;
+using BackendFactory =
+    std::function<NewBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+                             Purpose purpose, std::chrono::milliseconds timeout)>;
 
 // The factory that init_process_group() uses: NCCL for the data of a `device` that is a GPU, Gloo
 // for everything else, and without `nccl` for that too, listening on `hostname`

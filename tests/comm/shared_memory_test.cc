@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory that another process reads in place. How rows travel through it is in
-// tests/comm/collectives_test.cc.
+// Memory that another process reads in place. tests/comm/row_exchange_test.cc has the rows that
+// pass through it.
 
 #include "zero/comm/backends/shared_memory.h"
 

@@ -70,8 +70,8 @@ int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.
 }  // namespace
 
 struct MemoryNetwork::State {
-  explicit State(Kind kind_in) : kind(kind_in) {}
-  const Kind kind;
+  explicit State(RowTransport rows_in) : rows(rows_in) {}
+  const RowTransport rows;
 
   mutable std::mutex mutex;  // Guards everything below, and the channels.
   std::condition_variable changed;
@@ -106,9 +106,7 @@ class MemoryBackend : public c10d::Backend {
 
   ~MemoryBackend() override { leave(); }
 
-  const std::string getBackendName() const override {
-    return state_->kind == MemoryNetwork::Kind::kNative ? "zero-memory-native" : "zero-memory";
-  }
+  const std::string getBackendName() const override { return "zero-memory"; }
   void setTimeout(milliseconds timeout) override { timeout_ = timeout; }
   void abort() override { leave(); }
 
@@ -343,30 +341,31 @@ class MemoryBackend : public c10d::Backend {
   int64_t next_round_ = 0;
 };
 
-MemoryNetwork::MemoryNetwork(Kind kind) : state_(std::make_shared<State>(kind)) {}
+MemoryNetwork::MemoryNetwork(RowTransport rows) : state_(std::make_shared<State>(rows)) {}
 MemoryNetwork::~MemoryNetwork() = default;
 
 BackendFactory MemoryNetwork::factory(int rank) {
-  return
-      [state = state_, global_rank = rank](const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                           int world_size, Purpose, milliseconds timeout) {
-        std::string fresh;
-        {
-          const std::lock_guard<std::mutex> lock(state->mutex);
-          fresh = std::to_string(state->next_channel++);
-        }
-        // Whoever comes first names the channel.
-        const std::string id = store->compareSet("zero-memory", "", fresh);
-        const std::lock_guard<std::mutex> lock(state->mutex);
-        std::shared_ptr<Channel>& channel = state->channels[id];
-        if (!channel) {
-          channel = std::make_shared<Channel>();
-          channel->global_ranks.assign(static_cast<size_t>(world_size), -1);
-        }
-        channel->global_ranks[static_cast<size_t>(rank)] = global_rank;
-        return c10::make_intrusive<MemoryBackend>(state, channel, rank, world_size, global_rank,
-                                                  timeout);
-      };
+  return [state = state_, global_rank = rank](const c10::intrusive_ptr<c10d::Store>& store,
+                                              int rank, int world_size, Purpose,
+                                              milliseconds timeout) {
+    std::string fresh;
+    {
+      const std::lock_guard<std::mutex> lock(state->mutex);
+      fresh = std::to_string(state->next_channel++);
+    }
+    // Whoever comes first names the channel.
+    const std::string id = store->compareSet("zero-memory", "", fresh);
+    const std::lock_guard<std::mutex> lock(state->mutex);
+    std::shared_ptr<Channel>& channel = state->channels[id];
+    if (!channel) {
+      channel = std::make_shared<Channel>();
+      channel->global_ranks.assign(static_cast<size_t>(world_size), -1);
+    }
+    channel->global_ranks[static_cast<size_t>(rank)] = global_rank;
+    return NewBackend(
+        c10::make_intrusive<MemoryBackend>(state, channel, rank, world_size, global_rank, timeout),
+        state->rows);
+  };
 }
 
 MemoryNetwork::Counts MemoryNetwork::counts(int rank) const {

@@ -8,7 +8,7 @@
 //                   clean under ThreadSanitizer because all of it is our own code.
 //   make_simulated_backend   claims thousands of ranks in one thread and moves no data.
 //
-// They implement the operations that zero/comm/communicator.cc calls and no others.
+// They implement the operations that the exchanges of zero/comm call and no others.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -39,11 +39,8 @@ constexpr size_t kMemoryOps = 7;
 // Thread safety: every member.
 class MemoryNetwork {
  public:
-  enum class Kind {
-    kPairwise,  // Backend "zero-memory": rows travel as sends and receives, as on Gloo.
-    kNative,    // Backend "zero-memory-native": whole collectives, as on NCCL.
-  };
-  explicit MemoryNetwork(Kind kind = Kind::kPairwise);
+  // Its backends stand for Gloo, or, with kWhole, for NCCL.
+  explicit MemoryNetwork(RowTransport rows = RowTransport::kPairwise);
   ~MemoryNetwork();
 
   // For the Group of rank `rank`. The ranks of a communicator find each other through the store.
@@ -82,9 +79,10 @@ class MemoryNetwork {
   std::shared_ptr<State> state_;
 };
 
-// "zero-simulated": rank `rank` of `world_size`, alone. Operations succeed at once and leave what
-// they would receive as it was (a reduced row is the own one), except that texts and lengths (bytes
-// and int64) gathered from the other ranks equal the own: a simulated job consists of equal ranks.
+// Rank `rank` of `world_size`, alone; for RowTransport::kWhole. Operations succeed at once and
+// leave what they would receive as it was (a reduced row is the own one), except that texts and
+// lengths (bytes and int64) gathered from the other ranks equal the own: a simulated job consists
+// of equal ranks.
 c10::intrusive_ptr<c10d::Backend> make_simulated_backend(int rank, int world_size);
 
 }  // namespace zero

@@ -33,9 +33,11 @@ class RunStore : public c10d::HashStore {
 BackendFactory sharing(BackendFactory under, bool willing) {
   return [under, willing](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                           Purpose purpose, std::chrono::milliseconds timeout) {
-    const auto backend = under(store, rank, world_size, purpose, timeout);
-    return purpose == Purpose::kData ? share_memory(backend, timeout, willing, kSharedRowBytes)
-                                     : backend;
+    NewBackend made = under(store, rank, world_size, purpose, timeout);
+    if (purpose == Purpose::kData) {
+      made.backend = share_memory(made.backend, timeout, willing, kSharedRowBytes);
+    }
+    return made;
   };
 }
 
@@ -84,7 +86,7 @@ void run_ranks(int world_size, const std::function<void(const Group&)>& body,
 Group simulated_group(int world_size, int rank) {
   const BackendFactory factory = [](const c10::intrusive_ptr<c10d::Store>&, int rank,
                                     int world_size, Purpose, std::chrono::milliseconds) {
-    return make_simulated_backend(rank, world_size);
+    return NewBackend(make_simulated_backend(rank, world_size), RowTransport::kWhole);
   };
   return Group(c10::make_intrusive<c10d::HashStore>(), rank, world_size, "simulated", factory,
                at::kCPU, std::chrono::seconds(30));

@@ -4,9 +4,14 @@
 // The ways on which the tests of a Communicator let its ranks reach each other.
 #pragma once
 
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "tests/support/run_ranks.h"
 #include "zero/communicator.h"
@@ -14,10 +19,11 @@
 namespace zero {
 
 enum class Wire {
-  kGloo,
-  kShared,  // rows through memory that the ranks share, messages by the default transport
-  kMemory,
-  kNative,  // kMemory with reduce-scatter and all-gather of its own
+  kGloo,    // PairwiseExchange
+  kShared,  // InPlaceExchange: through memory that the ranks share, messages by the default
+            // transport
+  kMemory,  // PairwiseExchange
+  kNative,  // WholeExchange: kMemory with collectives of its own
 };
 
 inline RunOptions on(Wire wire, std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
@@ -28,7 +34,7 @@ inline RunOptions on(Wire wire, std::chrono::milliseconds timeout = std::chrono:
                                               : Transport::kMemory;
   options.shared_memory = wire == Wire::kShared;
   options.network = std::make_shared<MemoryNetwork>(
-      wire == Wire::kNative ? MemoryNetwork::Kind::kNative : MemoryNetwork::Kind::kPairwise);
+      wire == Wire::kNative ? RowTransport::kWhole : RowTransport::kPairwise);
   return options;
 }
 
@@ -39,8 +45,58 @@ inline std::string wire_name(Wire wire) {
                                  : "Native";
 }
 
+// Every transport at 1, 2, 3 and 4 ranks.
+struct WireCase {
+  Wire wire;
+  int world_size;
+};
+
+inline std::vector<WireCase> wire_cases() {
+  std::vector<WireCase> all;
+  for (const Wire wire : {Wire::kMemory, Wire::kNative, Wire::kGloo, Wire::kShared}) {
+    for (int world_size = 1; world_size <= 4; ++world_size) all.push_back({wire, world_size});
+  }
+  return all;
+}
+
+template <typename Info>
+std::string wire_case_name(const Info& info) {
+  return wire_name(info.param.wire) + std::to_string(info.param.world_size);
+}
+
 inline std::unique_ptr<Communicator> data_of(const Group& group) {
   return group.make_communicator("data", Purpose::kData);
+}
+
+// Copies of the rows that a reduction brought, of `n` elements each.
+inline std::vector<at::Tensor> copies_of(const SummandRows& rows, int64_t n,
+                                         c10::Device device = at::kCPU) {
+  const auto options = at::TensorOptions(rows.dtype).device(device);
+  const auto bytes = n * static_cast<int64_t>(c10::elementSize(rows.dtype));
+  std::vector<at::Tensor> copies;
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const void* row = rows.addresses != nullptr ? rows.addresses[i]
+                      : i == rows.own           ? rows.own_row
+                                      : static_cast<const char*>(rows.received) + i * bytes;
+    copies.push_back(at::from_blob(const_cast<void*>(row), {n}, options).clone());
+  }
+  return copies;
+}
+
+// Copies of the rows that reduce_rows() brings, in memory that holds NaN before.
+inline std::vector<at::Tensor> reduced_rows(Communicator& ranks, const at::Tensor& rows,
+                                            const std::string& label) {
+  const int64_t bytes = ranks.reduction_bytes(rows);
+  at::Tensor buffer;
+  if (bytes > 0) {
+    buffer = at::full({bytes}, 0xFF, at::TensorOptions(at::kByte).device(rows.device()));
+  }
+  std::vector<at::Tensor> result;
+  const auto use = [&](const SummandRows& summands) {
+    result = copies_of(summands, rows.size(1), rows.device());
+  };
+  ranks.reduce_rows(rows, buffer, use, label).wait();
+  return result;
 }
 
 }  // namespace zero

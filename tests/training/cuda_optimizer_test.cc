@@ -20,6 +20,7 @@
 
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
+#include "tests/support/transports.h"
 #include "zero/comm/backends/nccl.h"
 #include "zero/zero_optimizer.h"
 
@@ -202,22 +203,21 @@ TEST_F(CudaOptimizer, CaptureOfTheFirstStepIsRefused) {
 TEST_F(CudaOptimizer, NcclCarriesEveryCollective) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Communicator ranks(make_nccl_backend(store, 0, 1, kGpu, std::chrono::seconds(60)), "nccl",
-                     std::chrono::seconds(60));
+                     std::chrono::seconds(60), RowTransport::kWhole);
   const at::Tensor rows = numbers({1, 1000}, 1).to(kGpu);
   const at::Tensor received = at::zeros_like(rows);
-  const at::Tensor sum = at::zeros({1000}, rows.options());
   ranks.exchange_rows(rows, received, "rows").wait();
-  ranks.reduce_scatter_rows(rows, sum, "rows").wait();
+  const std::vector<at::Tensor> sum = reduced_rows(ranks, rows, "rows");
+  const std::vector<at::Tensor> halves = reduced_rows(ranks, rows.to(at::kHalf), "rows");
   at::Tensor gathered = rows.clone();
   ranks.gather_rows(gathered, "rows").wait();
   at::Tensor values = rows[0].to(at::kDouble);
   ranks.all_reduce_sum(values, "values").wait();
   EXPECT_TRUE(at::equal(received, rows));
-  EXPECT_TRUE(at::equal(sum, rows[0]));
+  EXPECT_TRUE(at::equal(sum.at(0), rows[0]));
+  EXPECT_TRUE(at::equal(halves.at(0), rows[0].to(at::kHalf)));
   EXPECT_TRUE(at::equal(gathered, rows));
   EXPECT_TRUE(at::equal(values, rows[0].to(at::kDouble)));
-  EXPECT_TRUE(ranks.has_native_reduce_scatter(at::kFloat));
-  EXPECT_FALSE(ranks.has_native_reduce_scatter(at::kBFloat16));
 }
 
 }  // namespace

@@ -169,7 +169,7 @@ TEST(ZeroOptimizerTest, TransportWithItsOwnReduceScatter) {
       const Trajectory expected = train_reference(t);
       RunOptions run;
       run.transport = Transport::kMemory;
-      run.network = std::make_shared<MemoryNetwork>(MemoryNetwork::Kind::kNative);
+      run.network = std::make_shared<MemoryNetwork>(RowTransport::kWhole);
       run_ranks(
           world_size,
           [&](const Group& group) {

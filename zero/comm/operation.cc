@@ -21,7 +21,7 @@ using std::chrono::milliseconds;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // A backend's own collective may take this much longer than the timeout it was given, so that its
-// message, which knows more, comes before ours.
+// message, which knows more, is the first.
 constexpr milliseconds kGrace{500};
 
 std::string ranks_text(std::vector<int> ranks) {
@@ -90,9 +90,9 @@ int GroupHealth::operations_under_way() const {
   return under_way_;
 }
 
-// What went wrong in one operation.
+// The failures of one operation.
 struct Operation::Failures {
-  std::string broken;     // What broke before the time was up, if anything did.
+  std::string broken;     // The reason, if a transfer broke before the time was up.
   int broken_peer = -1;   // Whose connection that was.
   std::vector<int> late;  // Peers whose data, or whose readiness for ours, did not come.
   bool sends_only = true;
@@ -128,35 +128,23 @@ void Operation::add(Kind kind, int peer, WorkPtr work) {
 
 void Operation::wait() {
   health_->check_process(what_);
-  const std::function<void()> use = std::exchange(use_, nullptr);
-  const std::function<void()> finish = std::exchange(finish_, nullptr);
-  if (steps_.empty() && !finish) return;
+  const std::function<void()> succeed = std::exchange(on_success_, nullptr);
+  if (steps_.empty() && !on_received_ && !succeed) return;
   const Clock::time_point start = Clock::now();
   health_->check(what_);
   const SlowWait notice([this] { return slow_text(); });
   Failures failures;
-  if (const auto begin = std::exchange(start_, nullptr)) {
+  if (const auto begin = std::exchange(on_wait_, nullptr)) {
     try {
       begin();
     } catch (...) {
       failures.broken = reason_of(std::current_exception());
     }
   }
-  std::vector<Step> steps = std::exchange(steps_, {});
-  // What did not come tells more than what was not taken: then nobody is asked for that.
-  const auto sends = std::stable_partition(
-      steps.begin(), steps.end(), [](const Step& step) { return step.kind != Kind::kSend; });
-  for (auto step = steps.begin(); step != sends; ++step) await(*step, start, failures);
-  if (use && !failures.any()) {
-    try {
-      const at::NoGradGuard no_grad;
-      use();
-    } catch (...) {
-      failures.broken = reason_of(std::current_exception());
-    }
-  }
+  const std::vector<Step> sends = receive_all(start, failures);
+  // A missing receive says more than a send that was not taken: then no send is waited for.
   if (!failures.any()) {
-    for (auto step = sends; step != steps.end(); ++step) await(*step, start, failures);
+    for (const Step& step : sends) await(step, start, failures);
   }
   if (failures.any()) {
     const std::string message = describe(failures, start);
@@ -165,14 +153,35 @@ void Operation::wait() {
     TORCH_CHECK(first == message, message, "\nThe group failed before: ", first);
     TORCH_CHECK(false, message);
   }
-  if (finish) {
+  if (succeed) {
     const at::NoGradGuard no_grad;
-    finish();
+    succeed();
   }
 }
 
-// After the first failure, the rest is only asked whether it is there. So a peer that delivered is
-// not blamed, one that did not is named too, and nothing waits beyond the limit.
+std::vector<Operation::Step> Operation::receive_all(Clock::time_point start, Failures& failures) {
+  std::vector<Step> sends;
+  while (!steps_.empty() || on_received_) {
+    const std::vector<Step> steps = std::exchange(steps_, {});
+    const std::function<void()> received = std::exchange(on_received_, nullptr);
+    for (const Step& step : steps) {
+      if (step.kind == Kind::kSend) {
+        sends.push_back(step);
+      } else {
+        await(step, start, failures);
+      }
+    }
+    if (!received || failures.any()) continue;
+    try {
+      const at::NoGradGuard no_grad;
+      received();
+    } catch (...) {
+      failures.broken = reason_of(std::current_exception());
+    }
+  }
+  return sends;
+}
+
 void Operation::await(const Step& step, Clock::time_point start, Failures& failures) {
   const Clock::time_point deadline = start + health_->timeout();
   const bool first = !failures.any();

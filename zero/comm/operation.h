@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a Communicator waits for, and what it says when that does not come.
-// Private to zero/comm/communicator.cc; starts nothing itself.
+// One operation of a Communicator: its waits and its errors.
+// Private to zero/comm/communicator.cc and the exchanges beside it; starts nothing itself.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@ namespace zero {
 // The first line of what a transport threw, without the C++ backtrace.
 std::string reason_of(const std::exception_ptr& thrown);
 
-// Whether a group still works, and who is asking. Shared by a Communicator and its operations,
+// Knows whether a group still works. Shared by a Communicator and its operations,
 // which may be waited for on other threads. Thread safety: every member.
 class GroupHealth {
  public:
@@ -70,11 +70,11 @@ class GroupHealth {
   int under_way_ = 0;
 };
 
-// An operation under way: what to wait for, in order, and what to do then.
+// An operation under way: a list of transfers to wait for, and actions around them.
 class Operation {
  public:
   Operation(std::shared_ptr<GroupHealth> health, std::string what);
-  // Data of a transfer that nobody waited for may still arrive: the group counts as failed then.
+  // Without wait(), data of a transfer may still arrive: the group counts as failed then.
   ~Operation();
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
@@ -82,22 +82,26 @@ class Operation {
   // A null `work` stands for something that is done already.
   void add_receive(int peer, c10::intrusive_ptr<c10d::Work> work);
   void add_send(int peer, c10::intrusive_ptr<c10d::Work> work);
-  // Of all ranks at once. `stream`: wait() must let the current stream wait, not the host.
+  // `work` involves all ranks at once. `stream`: wait() must let the current stream wait, not the
+  // host.
   void add_whole(c10::intrusive_ptr<c10d::Work> work, bool stream);
-  // Runs first in wait(), to start what is not started yet. What it throws counts as lost.
-  void before(std::function<void()> start) { start_ = std::move(start); }
-  // Runs when everything has been received, and before what was sent is waited for. What it throws
-  // counts as lost.
-  void between(std::function<void()> use) { use_ = std::move(use); }
-  // Runs after success, on the thread that waited.
-  void then(std::function<void()> finish) { finish_ = std::move(finish); }
-  // Forgets everything: it could not be started.
+  // `action` runs first in wait(), and may start further transfers. If it throws, the operation
+  // has failed.
+  void on_wait(std::function<void()> action) { on_wait_ = std::move(action); }
+  // `action` runs when everything has been received, before wait() waits for the sends. If it
+  // throws, the operation has failed. It may add further sends and receives, and an on_received()
+  // for them: wait() goes on with those, within the same time limit.
+  void on_received(std::function<void()> action) { on_received_ = std::move(action); }
+  // `action` runs after success, on the thread that waited, and lives until wait() returns.
+  void on_success(std::function<void()> action) { on_success_ = std::move(action); }
+  // Drops all transfers of an operation that could not be started.
   void cancel() {
     steps_.clear();
-    start_ = nullptr;
+    on_wait_ = nullptr;
   }
 
-  // Throws when something did not come within the group's timeout, counted from here.
+  // Blocks until all transfers are complete. Throws when one is not within the group's timeout,
+  // counted from here.
   void wait();
 
  private:
@@ -111,6 +115,8 @@ class Operation {
   using Clock = std::chrono::steady_clock;
 
   void add(Kind kind, int peer, c10::intrusive_ptr<c10d::Work> work);
+  // Waits for all receives, stage by stage; returns the sends.
+  std::vector<Step> receive_all(Clock::time_point start, Failures& failures);
   void await(const Step& step, Clock::time_point start, Failures& failures);
   // For the line on stderr about a long wait.
   std::string slow_text() const;
@@ -119,9 +125,9 @@ class Operation {
   const std::shared_ptr<GroupHealth> health_;
   const std::string what_;
   std::vector<Step> steps_;
-  std::function<void()> start_;
-  std::function<void()> use_;
-  std::function<void()> finish_;
+  std::function<void()> on_wait_;
+  std::function<void()> on_received_;
+  std::function<void()> on_success_;
   std::atomic<int> awaited_{-1};  // The peer that wait() waits for.
 };
 

@@ -151,11 +151,15 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
       std::chrono::steady_clock::now(),
       c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
       c10::str("to connect communicator \"", full_name, "\""));
+  // Shared with a thread that may be left behind.
+  const auto rows = std::make_shared<RowTransport>(RowTransport::kPairwise);
   auto backend = rendezvous.run([factory = state_->factory, rank = rank(), size = world_size(),
-                                 purpose, limit = timeout()](const StorePtr& store) {
-    return factory(store, rank, size, purpose, limit);
+                                 purpose, limit = timeout(), rows](const StorePtr& store) {
+    NewBackend made = factory(store, rank, size, purpose, limit);
+    *rows = made.rows;
+    return std::move(made.backend);
   });
-  return std::make_unique<Communicator>(std::move(backend), full_name, timeout());
+  return std::make_unique<Communicator>(std::move(backend), full_name, timeout(), *rows);
 }
 
 std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name,
@@ -213,7 +217,8 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
 
 BackendFactory default_backend_factory(c10::Device device, const std::string& hostname, bool nccl,
                                        bool shared_memory) {
-  return [=](StorePtr store, int rank, int world_size, Purpose purpose, milliseconds timeout) {
+  return [=](StorePtr store, int rank, int world_size, Purpose purpose,
+             milliseconds timeout) -> NewBackend {
     const bool over_nccl = purpose == Purpose::kData && device.is_cuda() && nccl;
     const std::string problem =
         over_nccl ? "" : make_room_for_descriptors(gloo_descriptors(world_size, hostname));
@@ -221,7 +226,7 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
     if (over_nccl) {
       // NCCL keeps its store for connections that it makes later.
       store = BoundedStore::of(store, timeout)->each_within(timeout);
-      return make_nccl_backend(store, rank, world_size, device, timeout);
+      return {make_nccl_backend(store, rank, world_size, device, timeout), RowTransport::kWhole};
     }
     const auto gloo = make_gloo_backend(store, rank, world_size, timeout, hostname);
     return purpose == Purpose::kData ? share_memory(gloo, timeout, shared_memory) : gloo;

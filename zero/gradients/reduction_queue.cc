@@ -14,39 +14,19 @@
 namespace zero {
 namespace {
 
-kernels::SumRowsArgs sum_of(const Reduction& reduction) {
+// shard (+)= scale * the sum of these rows.
+void sum(const Reduction& reduction, const SummandRows& rows) {
   kernels::SumRowsArgs args;
+  args.rows = rows.addresses;
+  args.received = rows.received;
+  args.own = rows.own_row;
+  args.world_size = rows.count;
+  args.own_rank = rows.own;
   args.numel = reduction.shard.numel();
-  args.dtype = reduction.rows.scalar_type();
+  args.dtype = rows.dtype;
   args.scale = reduction.scale;
   args.shard = reduction.shard.mutable_data_ptr<float>();
   args.accumulate = reduction.accumulate;
-  return args;
-}
-
-// shard (+)= scale * the sum over ranks of the rows at these addresses.
-void sum_in_place(const Reduction& reduction, c10::ArrayRef<const void*> addresses) {
-  kernels::SumRowsArgs args = sum_of(reduction);
-  args.rows = addresses.data();
-  args.world_size = static_cast<int64_t>(addresses.size());
-  kernels::sum_rows(args, current_stream(reduction.shard.device()));
-}
-
-// The same, where `received` is [world_size, n] with the other ranks' rows, or [n] where the
-// transport has summed them already.
-void sum(const Reduction& reduction, const at::Tensor& received) {
-  const at::Tensor& rows = reduction.rows;
-  const bool summed = reduction.group == nullptr || received.dim() == 1;
-  kernels::SumRowsArgs args = sum_of(reduction);
-  args.world_size = summed ? 1 : reduction.group->world_size();
-  args.own_rank = summed ? 0 : reduction.group->rank();
-  if (received.defined() && summed) {
-    args.own = received.const_data_ptr();
-  } else {
-    args.received = received.defined() ? received.const_data_ptr() : nullptr;
-    args.own = static_cast<const char*>(rows.const_data_ptr()) +
-               args.own_rank * args.numel * rows.element_size();
-  }
   kernels::sum_rows(args, current_stream(reduction.shard.device()));
 }
 
@@ -79,7 +59,10 @@ ReductionQueue::~ReductionQueue() {
 void ReductionQueue::push(Reduction reduction) {
   if (reduction.group != nullptr && reduction.group->world_size() == 1) reduction.group = nullptr;
   if (reduction.group == nullptr) {
-    sum(reduction, at::Tensor());
+    SummandRows own;
+    own.dtype = reduction.rows.scalar_type();
+    own.own_row = reduction.rows.const_data_ptr();
+    sum(reduction, own);
     pool_.give(reduction.rows);
     return;
   }
@@ -132,32 +115,20 @@ void ReductionQueue::start_waiting(Lock& lock) {
 }
 
 ReductionQueue::Exchange ReductionQueue::start(Reduction reduction) {
-  // Without `received`, waiting also adds up.
   Exchange exchange{std::move(reduction), {}, {}};
   const Reduction& r = exchange.reduction;
-  const int64_t row = r.rows.size(1);
-  const auto dtype = r.rows.scalar_type();
   const std::string label = "gradient bucket " + std::to_string(r.bucket);
-  if (r.group->has_native_reduce_scatter(dtype)) {
-    exchange.received = pool_.take(row, dtype);
-    exchange.pending = r.group->reduce_scatter_rows(r.rows, exchange.received, label);
-  } else if (r.group->reads_in_place(r.rows)) {
-    exchange.pending = r.group->exchange_in_place(
-        r.rows, [r](c10::ArrayRef<const void*> addresses) { sum_in_place(r, addresses); }, label);
-  } else {
-    exchange.received = pool_.take(r.rows.numel(), dtype).view({r.rows.size(0), row});
-    exchange.pending = r.group->exchange_rows(r.rows, exchange.received, label);
-  }
+  const int64_t bytes = r.group->reduction_bytes(r.rows);
+  if (bytes > 0) exchange.buffer = pool_.take(bytes, at::kByte);
+  exchange.pending = r.group->reduce_rows(
+      r.rows, exchange.buffer, [r](const SummandRows& rows) { sum(r, rows); }, label);
   return exchange;
 }
 
 void ReductionQueue::finish(Exchange& exchange) {
   const TraceRange range("reduce", exchange.reduction.bucket);
-  exchange.pending.wait();
-  if (exchange.received.defined()) {
-    sum(exchange.reduction, exchange.received);
-    pool_.give(exchange.received);
-  }
+  exchange.pending.wait();  // And adds up.
+  if (exchange.buffer.defined()) pool_.give(exchange.buffer);
   pool_.give(exchange.reduction.rows);
 }
 

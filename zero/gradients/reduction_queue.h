@@ -66,7 +66,7 @@ class ReductionQueue {
  private:
   struct Exchange {
     Reduction reduction;
-    at::Tensor received;
+    at::Tensor buffer;
     Pending pending;
   };
 

@@ -1,0 +1,33 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reads the rows of a reduction in the memory of the peers, which ranks of one machine share. All
+// other operations are pairwise, and so are reductions with a peer that shares no memory.
+#pragma once
+
+#include "zero/comm/backends/shared_rows.h"
+#include "zero/comm/pairwise_exchange.h"
+
+namespace zero {
+
+class InPlaceExchange : public PairwiseExchange {
+ public:
+  InPlaceExchange(const c10::intrusive_ptr<SharedMemoryBackend>& backend,
+                  std::chrono::milliseconds timeout)
+      : PairwiseExchange(backend, timeout), shared_(*backend) {}
+
+  // Passes the rows of all ranks to `use`, in rank order. A rank whose peers do not all share
+  // memory may receive the same rows pairwise.
+  int64_t reduce(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
+                 Operation& operation) override;
+  // Returns 0 if the rows of all other ranks can be read in place.
+  int64_t reduction_bytes(const at::Tensor& rows) const override;
+  at::Tensor allocate(int64_t bytes) const override;
+
+ private:
+  bool reads(const at::Tensor& rows) const;
+
+  SharedMemoryBackend& shared_;  // The backend.
+};
+
+}  // namespace zero
