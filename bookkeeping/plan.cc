@@ -6,24 +6,12 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <utility>
+
+#include "bookkeeping/layout.h"
 
 namespace zero {
 namespace {
-
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
-int64_t alignment(c10::ScalarType dtype) {
-  return kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype));
-}
-
-// A bucket before it is numbered: `ready` is the position, in reverse
-// registration order, of the last parameter it waits for.
-struct Draft {
-  Bucket bucket;
-  int64_t ready = 0;
-};
 
 void check_arguments(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> world_sizes,
                      const PlanOptions& options) {
@@ -63,68 +51,13 @@ void make_arenas(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t>
   }
 }
 
-// Buckets are cut every `target` elements of the arena; the last one takes what
-// is left, padded to whole aligned rows.
-void cut_contiguous(c10::ArrayRef<ParameterInfo> parameters, int64_t arena_index,
-                    int64_t bucket_bytes, Plan& plan, std::vector<Draft>& drafts) {
-  Arena& arena = plan.arenas[arena_index];
-  const int64_t align = alignment(arena.dtype);
-  const int64_t unit = arena.world_size * align;
-  int64_t end = 0;
-  for (int64_t p : arena.parameters) {
-    plan.parameter_offset[p] = end;
-    end += round_up(parameters[p].numel, align);
+// The position, in reverse registration order, of the last parameter that `bucket` waits for.
+int64_t ready(const Bucket& bucket, c10::ArrayRef<ParameterInfo> parameters) {
+  int64_t last = 0;
+  for (const Slot& slot : bucket.slots) {
+    last = std::max(last, static_cast<int64_t>(parameters.size()) - 1 - slot.parameter);
   }
-  arena.numel = round_up(end, unit);
-  const int64_t element = static_cast<int64_t>(c10::elementSize(arena.dtype));
-  const int64_t target =
-      bucket_bytes == 0 ? arena.numel : std::max(unit, round_up(bucket_bytes / element, unit));
-  size_t next = 0;  // position in arena.parameters of the first one not fully placed
-  for (int64_t begin = 0; begin < arena.numel; begin += target) {
-    const int64_t numel = std::min(target, arena.numel - begin);
-    Draft draft{{arena_index, begin, numel / arena.world_size, {}}, 0};
-    while (next < arena.parameters.size()) {
-      const int64_t p = arena.parameters[next];
-      const int64_t start = plan.parameter_offset[p];
-      const int64_t stop = start + parameters[p].numel;
-      if (start >= begin + numel) break;
-      const int64_t from = std::max(start, begin), to = std::min(stop, begin + numel);
-      if (to > from) {
-        draft.bucket.slots.push_back({p, from - start, to - from, from - begin, 0});
-        draft.ready = std::max(draft.ready, static_cast<int64_t>(parameters.size()) - 1 - p);
-      }
-      if (stop > begin + numel) break;
-      ++next;
-    }
-    drafts.push_back(std::move(draft));
-  }
-}
-
-// Rows grow parameter by parameter and a bucket ends once it is large enough: a
-// parameter is never cut.
-void cut_per_parameter(c10::ArrayRef<ParameterInfo> parameters, int64_t arena_index,
-                       int64_t bucket_bytes, Plan& plan, std::vector<Draft>& drafts) {
-  Arena& arena = plan.arenas[arena_index];
-  const int64_t align = alignment(arena.dtype);
-  const int64_t element = static_cast<int64_t>(c10::elementSize(arena.dtype));
-  Draft draft{{arena_index, 0, 0, {}}, 0};
-  auto finish = [&] {
-    if (draft.bucket.slots.empty()) return;
-    arena.numel += draft.bucket.row_numel * arena.world_size;
-    drafts.push_back(std::move(draft));
-    draft = Draft{{arena_index, arena.numel, 0, {}}, 0};
-  };
-  for (int64_t p : arena.parameters) {
-    const int64_t numel = parameters[p].numel;
-    if (numel == 0) continue;
-    const int64_t chunk = (numel + arena.world_size - 1) / arena.world_size;
-    draft.bucket.slots.push_back({p, 0, numel, draft.bucket.row_numel, chunk});
-    draft.bucket.row_numel += round_up(chunk, align);
-    draft.ready = static_cast<int64_t>(parameters.size()) - 1 - p;
-    const int64_t bytes = draft.bucket.row_numel * arena.world_size * element;
-    if (bucket_bytes != 0 && bytes >= bucket_bytes) finish();
-  }
-  finish();
+  return last;
 }
 
 // FNV-1a over 64-bit words: enough to compare plans, and free of dependencies.
@@ -141,51 +74,43 @@ class Hash {
   uint64_t state_ = 0xcbf29ce484222325ULL;
 };
 
+// Rows of one length add that; others add -1, which is no length, and every end.
+void add(const BucketRows& rows, Hash& hash) {
+  hash.add(rows.equal() ? rows.equal_numel() : -1);
+  if (rows.equal()) return;
+  for (int64_t r = 0; r < rows.count(); ++r) hash.add(rows.end(r));
+}
+
 }  // namespace
 
 std::vector<Piece> Plan::pieces(const Bucket& bucket, const Slot& slot) const {
-  if (layout == Layout::kContiguous) return {{slot.begin, slot.offset, slot.numel}};
-  std::vector<Piece> result;
-  for (int64_t row = 0; row * slot.chunk < slot.numel; ++row) {
-    const int64_t begin = row * slot.chunk;
-    result.push_back(
-        {begin, row * bucket.row_numel + slot.offset, std::min(slot.chunk, slot.numel - begin)});
-  }
-  return result;
+  return layout->pieces(bucket, slot);
 }
 
 std::vector<Segment> Plan::segments(int64_t bucket_index, int64_t rank) const {
   const Bucket& bucket = buckets[bucket_index];
+  const int64_t row_begin = bucket.rows.begin(rank);
   std::vector<Segment> result;
   for (const Slot& slot : bucket.slots) {
-    int64_t begin = 0, end = 0, offset = 0;
-    if (layout == Layout::kContiguous) {
-      const int64_t row_begin = rank * bucket.row_numel;
-      const int64_t from = std::max(slot.offset, row_begin);
-      const int64_t to = std::min(slot.offset + slot.numel, row_begin + bucket.row_numel);
-      begin = slot.begin + from - slot.offset;
-      end = slot.begin + to - slot.offset;
-      offset = from - row_begin;
-    } else {
-      begin = std::min(slot.numel, rank * slot.chunk);
-      end = std::min(slot.numel, begin + slot.chunk);
-      offset = slot.offset;
-    }
-    if (end > begin) result.push_back({slot.parameter, begin, end - begin, bucket_index, offset});
+    const Piece piece = layout->piece_in_row(bucket, slot, rank);
+    if (piece.numel == 0) continue;
+    result.push_back({slot.parameter, piece.parameter_begin, piece.numel, bucket_index,
+                      piece.bucket_begin - row_begin});
   }
   return result;
 }
 
 uint64_t Plan::fingerprint() const {
   Hash hash;
-  hash.add(static_cast<int64_t>(layout));
+  hash.add(static_cast<int64_t>(layout->id()));
   for (const Arena& arena : arenas) {
     hash.add(static_cast<int64_t>(arena.dtype));
     for (int64_t value : {arena.domain, arena.world_size, arena.numel}) hash.add(value);
     for (int64_t p : arena.parameters) hash.add(p);
   }
   for (const Bucket& bucket : buckets) {
-    for (int64_t value : {bucket.arena, bucket.begin, bucket.row_numel}) hash.add(value);
+    for (int64_t value : {bucket.arena, bucket.begin}) hash.add(value);
+    add(bucket.rows, hash);
     for (const Slot& slot : bucket.slots) {
       for (int64_t value : {slot.parameter, slot.begin, slot.numel, slot.offset, slot.chunk}) {
         hash.add(value);
@@ -206,29 +131,29 @@ Plan make_plan(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> w
                const PlanOptions& options) {
   check_arguments(parameters, world_sizes, options);
   Plan plan;
-  plan.layout = options.layout;
+  plan.layout = &layout_of(options.layout);
   plan.parameter_offset.assign(parameters.size(), 0);
   plan.parameter_buckets.resize(parameters.size());
   make_arenas(parameters, world_sizes, plan);
 
-  std::vector<Draft> drafts;
+  std::vector<Bucket> drafts;                     // before they are numbered
+  std::vector<std::pair<int64_t, size_t>> order;  // ready() and the place in `drafts`
   for (int64_t a = 0; a < static_cast<int64_t>(plan.arenas.size()); ++a) {
     const int64_t bucket_bytes =
         options.bucket_bytes.value_or(default_bucket_bytes(plan.arenas[a].world_size));
-    if (options.layout == Layout::kContiguous) {
-      cut_contiguous(parameters, a, bucket_bytes, plan, drafts);
-    } else {
-      cut_per_parameter(parameters, a, bucket_bytes, plan, drafts);
+    for (Bucket& bucket : plan.layout->cut(parameters, a, bucket_bytes, plan)) {
+      order.emplace_back(ready(bucket, parameters), drafts.size());
+      drafts.push_back(std::move(bucket));
     }
   }
-  std::stable_sort(drafts.begin(), drafts.end(),
-                   [](const Draft& a, const Draft& b) { return a.ready < b.ready; });
-  for (Draft& draft : drafts) {
+  std::sort(order.begin(), order.end());
+  plan.buckets.reserve(drafts.size());
+  for (const auto& [last, draft] : order) {
     const auto number = static_cast<int64_t>(plan.buckets.size());
-    for (const Slot& slot : draft.bucket.slots) {
+    for (const Slot& slot : drafts[draft].slots) {
       plan.parameter_buckets[slot.parameter].push_back(number);
     }
-    plan.buckets.push_back(std::move(draft.bucket));
+    plan.buckets.push_back(std::move(drafts[draft]));
   }
   return plan;
 }

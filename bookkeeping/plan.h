@@ -11,7 +11,8 @@
 // Invariants (each one is a test in tests/bookkeeping/plan_test.cc):
 //   1. Every element of every parameter is in exactly one bucket and so in
 //      exactly one row.
-//   2. All rows of a bucket are equally long, a multiple of kAlignmentBytes.
+//   2. Rows of a bucket follow each other without a gap and begin and end on
+//      kAlignmentBytes. make_plan() makes all rows of a bucket equally long.
 //   3. kContiguous: every parameter starts on kAlignmentBytes in its arena, and
 //      buckets are consecutive ranges that cover the arena exactly.
 //   4. Padding is less than one alignment unit per parameter, plus less than
@@ -32,12 +33,15 @@
 #include <string>
 #include <vector>
 
+#include "bookkeeping/bucket_rows.h"
+
 namespace zero {
 
 // 64 bytes: a cache line and a full AVX-512 vector. A Linear weight off by one
 // float measured 1.27x slower.
 inline constexpr int64_t kAlignmentBytes = 64;
 
+// How parameters lie in buckets. bookkeeping/layout.h answers what depends on it.
 enum class Layout {
   // Parameters lie one after another; a bucket is a range of the arena and may
   // cut through a parameter. Working parameters can be views of the arena.
@@ -96,8 +100,8 @@ struct Segment {
 
 struct Bucket {
   int64_t arena = 0;
-  int64_t begin = 0;      // in the arena: of element 0 of the flat bucket
-  int64_t row_numel = 0;  // the bucket has world_size * row_numel elements
+  int64_t begin = 0;  // in the arena: of element 0 of the flat bucket
+  BucketRows rows;    // one for each rank of the arena
   std::vector<Slot> slots;
 };
 
@@ -110,27 +114,28 @@ struct Arena {
   std::vector<int64_t> parameters;  // in arena order
 };
 
+class ParameterLayout;
+const ParameterLayout& layout_of(Layout layout);
+
 struct Plan {
-  Layout layout = Layout::kContiguous;
+  const ParameterLayout* layout = &layout_of(Layout::kContiguous);  // never null
   std::vector<Arena> arenas;
   std::vector<Bucket> buckets;  // in the order they are reduced
   // Per parameter: its arena, its first element there (kContiguous; undefined
-  // meaning in kPerParameter), and the buckets [first_bucket, last_bucket] that
-  // hold it in the order of `parameter_buckets`.
+  // meaning in kPerParameter), and the buckets that hold it.
   std::vector<int64_t> parameter_arena;
   std::vector<int64_t> parameter_offset;
   std::vector<std::vector<int64_t>> parameter_buckets;
 
   const Arena& arena_of(const Bucket& bucket) const { return arenas[bucket.arena]; }
-  int64_t bucket_numel(const Bucket& bucket) const {
-    return arena_of(bucket).world_size * bucket.row_numel;
-  }
+  int64_t bucket_numel(const Bucket& bucket) const { return bucket.rows.total(); }
   // The contiguous stretches of `slot` in its flat bucket, in the parameter's
   // order: one for kContiguous, at most world_size for kPerParameter.
   std::vector<Piece> pieces(const Bucket& bucket, const Slot& slot) const;
   // The segments of `rank`'s row of bucket `bucket`, by offset.
   std::vector<Segment> segments(int64_t bucket, int64_t rank) const;
-  // Equal plans have equal fingerprints; the text is for people to compare.
+  // Equal plans have equal fingerprints. The manifest of a checkpoint holds it; no load compares
+  // it, since a checkpoint fits every plan of the same parameters.
   uint64_t fingerprint() const;
 };
 

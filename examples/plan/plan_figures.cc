@@ -8,6 +8,8 @@
 #include <bit>
 #include <numeric>
 
+#include "bookkeeping/layout.h"
+
 namespace zero::examples {
 namespace {
 
@@ -31,7 +33,7 @@ class Owned {
 
 // A slot of the contiguous layout covers whole rows but for its two ends.
 void add_contiguous(const Bucket& bucket, const Slot& slot, Owned& owned) {
-  const int64_t row = bucket.row_numel, end = slot.offset + slot.numel;
+  const int64_t row = bucket.rows.equal_numel(), end = slot.offset + slot.numel;
   const int64_t first = slot.offset / row, last = (end - 1) / row;
   if (first == last) {
     owned.add(first, first + 1, slot.numel);
@@ -59,7 +61,7 @@ int64_t hops(int64_t world_size) { return std::bit_width(static_cast<uint64_t>(w
 void add_traffic(const Plan& plan, const Bucket& bucket, int64_t calls, PlanFigures& figures) {
   const int64_t world_size = plan.arena_of(bucket).world_size;
   if (world_size == 1) return;
-  const int64_t row_bytes = bucket.row_numel * element_bytes(plan.arena_of(bucket));
+  const int64_t row_bytes = bucket.rows.equal_numel() * element_bytes(plan.arena_of(bucket));
   figures.collective_calls += calls;
   figures.bytes_sent += calls * (world_size - 1) * row_bytes;
   figures.ring_messages += calls * (world_size - 1);
@@ -101,7 +103,7 @@ std::vector<int64_t> owned_elements(const Plan& plan) {
     for (const Bucket& bucket : plan.buckets) {
       if (bucket.arena != a) continue;
       for (const Slot& slot : bucket.slots) {
-        if (plan.layout == Layout::kContiguous) {
+        if (plan.layout->id() == Layout::kContiguous) {
           add_contiguous(bucket, slot, owned);
         } else {
           add_per_parameter(slot, owned);

@@ -10,6 +10,8 @@
 #include <functional>
 #include <random>
 
+#include "bookkeeping/layout.h"
+
 namespace zero {
 namespace {
 
@@ -65,7 +67,7 @@ TEST(PlanTest, EveryElementLiesInExactlyOneBucketAndRow) {
       }
       for (int64_t rank = 0; rank < plan.arena_of(bucket).world_size; ++rank) {
         for (const Segment& s : plan.segments(b, rank)) {
-          ASSERT_LE(s.offset + s.numel, bucket.row_numel);
+          ASSERT_LE(s.offset + s.numel, bucket.rows.numel(rank));
           for (int64_t i = 0; i < s.numel; ++i) ++by_segment[s.parameter][s.begin + i];
         }
       }
@@ -93,7 +95,7 @@ TEST(PlanTest, SegmentsAndPiecesDescribeTheSamePlaces) {
       for (int64_t rank = 0; rank < plan.arena_of(bucket).world_size; ++rank) {
         for (const Segment& s : plan.segments(b, rank)) {
           for (int64_t i = 0; i < s.numel; ++i) {
-            from_segments[rank * bucket.row_numel + s.offset + i] = {s.parameter, s.begin + i};
+            from_segments[bucket.rows.begin(rank) + s.offset + i] = {s.parameter, s.begin + i};
           }
         }
       }
@@ -106,15 +108,16 @@ TEST(PlanTest, RowsAreEquallyLongAndAligned) {
   for_each_case([](const Case&, const Plan& plan) {
     for (const Bucket& bucket : plan.buckets) {
       const auto element = static_cast<int64_t>(c10::elementSize(plan.arena_of(bucket).dtype));
-      EXPECT_GT(bucket.row_numel, 0);
-      EXPECT_EQ(bucket.row_numel * element % kAlignmentBytes, 0);
+      EXPECT_EQ(bucket.rows.count(), plan.arena_of(bucket).world_size);
+      EXPECT_GT(bucket.rows.equal_numel(), 0);
+      EXPECT_EQ(bucket.rows.equal_numel() * element % kAlignmentBytes, 0);
     }
   });
 }
 
 TEST(PlanTest, ContiguousParametersAreAlignedAndBucketsCoverTheArena) {
   for_each_case([](const Case& c, const Plan& plan) {
-    if (plan.layout != Layout::kContiguous) return;
+    if (plan.layout->id() != Layout::kContiguous) return;
     for (size_t p = 0; p < c.parameters.size(); ++p) {
       const auto element = static_cast<int64_t>(c10::elementSize(c.parameters[p].dtype));
       EXPECT_EQ(plan.parameter_offset[p] * element % kAlignmentBytes, 0);
@@ -134,7 +137,7 @@ TEST(PlanTest, PaddingIsBounded) {
       const int64_t unit = kAlignmentBytes / static_cast<int64_t>(c10::elementSize(arena.dtype));
       const int64_t padding = arena.numel - arena.parameter_numel;
       const auto count = static_cast<int64_t>(arena.parameters.size());
-      if (plan.layout == Layout::kContiguous) {
+      if (plan.layout->id() == Layout::kContiguous) {
         EXPECT_LE(padding, count * (unit - 1) + arena.world_size * unit);
       } else {
         EXPECT_LE(padding, count * arena.world_size * unit);
@@ -167,6 +170,16 @@ TEST(PlanTest, DependsOnItsArgumentsAlone) {
     EXPECT_NE(make_plan(other.parameters, other.world_sizes, other.options).fingerprint(),
               plan.fingerprint());
   });
+}
+
+// Manifests of stored checkpoints hold them.
+TEST(PlanTest, FingerprintsAreThoseOfEarlierVersions) {
+  const std::vector<ParameterInfo> parameters = {{1000, ScalarType::Float, 0},
+                                                 {77, ScalarType::BFloat16, 0}};
+  EXPECT_EQ(make_plan(parameters, {3}, {Layout::kContiguous, 300}).fingerprint(),
+            0xd403d393b8baba1aULL);
+  EXPECT_EQ(make_plan(parameters, {3}, {Layout::kPerParameter, 300}).fingerprint(),
+            0x47a8df27555bde35ULL);
 }
 
 TEST(PlanTest, BucketsAreAboutAsLargeAsAsked) {

@@ -8,14 +8,12 @@
 #include <string>
 #include <utility>
 
+#include "bookkeeping/layout.h"
 #include "kernels/cast.h"
 #include "zero/memory/device_stream.h"
 
 namespace zero {
 namespace {
-
-// Of Layout::kPerParameter, where each bucket has a buffer of its own until its gather is done.
-constexpr size_t kBuffers = 4;
 
 struct Gather {
   int64_t bucket;
@@ -27,17 +25,18 @@ struct Gather {
 
 void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>& used) {
   memory_.allocate();
-  const bool buffered = plan_.layout == Layout::kPerParameter;
+  const size_t max_gathers = plan_.layout->max_gathers();
+  const auto tensor_of = [&](int64_t p) { return used[p] != 0 ? average(p) : at::Tensor(); };
   std::deque<Gather> under_way;
   const auto finish_front = [&] {
     Gather gather = std::move(under_way.front());
     under_way.pop_front();
     gather.pending.wait();
-    if (buffered) copy_out(gather.bucket, gather.rows, used);
+    memory_.publish(gather.bucket, gather.rows, tensor_of);
   };
   const auto count = static_cast<int64_t>(plan_.buckets.size());
   for (int64_t b = 0; b < count; ++b) {
-    if (buffered && under_way.size() == kBuffers) finish_front();
+    if (under_way.size() == max_gathers) finish_front();
     const at::Tensor rows = memory_.rows(b);
     Communicator& group = *links_[plan_.arena_of(plan_.buckets[b]).domain].data;
     const at::Tensor own = rows.select(0, group.rank());
@@ -48,46 +47,27 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
         {b, rows, group.gather_rows(rows, "averaged gradient bucket " + std::to_string(b))});
   }
   while (!under_way.empty()) finish_front();
-  give_views(reducer, used);
-}
-
-void FullGradients::copy_out(int64_t bucket_index, const at::Tensor& rows,
-                             const std::vector<uint8_t>& used) {
-  const Bucket& bucket = plan_.buckets[bucket_index];
-  single_.resize(table_.parameters().size());
-  std::vector<at::Tensor> tensors(bucket.slots.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const int64_t parameter = bucket.slots[i].parameter;
-    if (used[parameter] == 0) continue;
-    const Parameter& p = table_.parameters()[parameter];
-    at::Tensor& single = single_[parameter];
-    if (!single.defined()) {
-      single =
-          at::empty_strided(p.tensor.sizes(), p.strides, p.tensor.options().requires_grad(false));
-    }
-    tensors[i] = single;
-  }
-  copy_out_of_bucket(plan_, bucket, rows, tensors);
-  memory_.release(rows);
-}
-
-void FullGradients::give_views(GradientReducer& reducer, const std::vector<uint8_t>& used) {
-  for (size_t i = 0; i < table_.parameters().size(); ++i) {
+  for (size_t i = 0; i < used.size(); ++i) {
     if (used[i] == 0) continue;
-    const Parameter& p = table_.parameters()[i];
-    at::Tensor tensor = p.tensor;
-    if (plan_.layout == Layout::kContiguous) {
-      // Detached, since torch's zero_grad() cannot detach a view in place.
-      tensor.mutable_grad() =
-          memory_.place(static_cast<int64_t>(i), p.tensor.sizes(), p.strides).detach();
-    } else if (p.tensor.numel() > 0) {
-      tensor.mutable_grad() = single_[i];
-    } else {
-      tensor.mutable_grad() =
-          at::empty_strided(p.tensor.sizes(), p.strides, p.tensor.options().requires_grad(false));
-    }
-    reducer.mark_averaged(static_cast<int64_t>(i));
+    const auto parameter = static_cast<int64_t>(i);
+    at::Tensor tensor = table_.parameters()[i].tensor;
+    tensor.mutable_grad() = average(parameter);
+    reducer.mark_averaged(parameter);
   }
+}
+
+at::Tensor FullGradients::average(int64_t parameter) {
+  const Parameter& p = table_.parameters()[parameter];
+  const at::Tensor place = memory_.place(parameter, p.tensor.sizes(), p.strides);
+  // Detached, since torch's zero_grad() cannot detach a view in place.
+  if (place.defined()) return place.detach();
+  single_.resize(table_.parameters().size());
+  at::Tensor& single = single_[parameter];
+  if (!single.defined()) {
+    single =
+        at::empty_strided(p.tensor.sizes(), p.strides, p.tensor.options().requires_grad(false));
+  }
+  return single;
 }
 
 int64_t FullGradients::bytes() const {

@@ -27,20 +27,21 @@ class FullGradients {
 
   // Collective. Sets p.grad() of every parameter with used[p] != 0 to its
   // average, in the parameter's dtype, shape and strides, and marks it as such
-  // in `reducer`. kContiguous: a view of memory that the next gather overwrites.
+  // in `reducer`. With a layout that is in place, a view of memory that the next gather
+  // overwrites.
   void gather(GradientReducer& reducer, const std::vector<uint8_t>& used);
 
   int64_t bytes() const;
 
  private:
-  void give_views(GradientReducer& reducer, const std::vector<uint8_t>& used);
-  void copy_out(int64_t bucket, const at::Tensor& rows, const std::vector<uint8_t>& used);
+  // What p.grad() of a parameter becomes.
+  at::Tensor average(int64_t parameter);
 
   const Plan& plan_;
   const ParameterTable& table_;
   const std::vector<DomainLinks> links_;
   BucketMemory memory_;
-  std::vector<at::Tensor> single_;  // kPerParameter: per parameter
+  std::vector<at::Tensor> single_;  // per parameter, of those without a place in memory_
 };
 
 }  // namespace zero

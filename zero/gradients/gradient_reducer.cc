@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "kernels/cast.h"
@@ -70,13 +71,16 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
   const auto float_options =
       at::TensorOptions().dtype(at::kFloat).device(table.parameters().front().tensor.device());
   // One allocation: shards are read bucket by bucket, but a norm reads them all.
-  int64_t total = 0;
-  for (const Bucket& bucket : plan.buckets) total += bucket.row_numel;
-  const at::Tensor flat = at::zeros({total}, float_options);
-  int64_t begin = 0;
+  std::vector<int64_t> own;  // elements of this rank's row of each bucket
   for (const Bucket& bucket : plan.buckets) {
-    shards_.push_back(flat.narrow(0, begin, bucket.row_numel));
-    begin += bucket.row_numel;
+    own.push_back(bucket.rows.numel(links_[plan.arena_of(bucket).domain].data->rank()));
+  }
+  const at::Tensor flat =
+      at::zeros({std::accumulate(own.begin(), own.end(), int64_t{0})}, float_options);
+  int64_t begin = 0;
+  for (const int64_t numel : own) {
+    shards_.push_back(flat.narrow(0, begin, numel));
+    begin += numel;
   }
   places_.resize(used_.size());
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
@@ -238,7 +242,7 @@ const at::Tensor& GradientReducer::open(int64_t b) {
   at::Tensor& rows = open_[b].rows;
   if (!rows.defined()) {
     rows = pool_.take(plan_.bucket_numel(bucket), dtype(arena))
-               .view({arena.world_size, bucket.row_numel});
+               .view({arena.world_size, bucket.rows.equal_numel()});
   }
   return rows;
 }

@@ -90,7 +90,7 @@ class GradientReducer {
   // 1 where this rank had a gradient since consume().
   const std::vector<uint8_t>& used() const { return used_; }
   bool any_used() const;
-  // [row_numel] fp32: the mean over ranks, valid after complete() if rounds > 0.
+  // The own row, fp32: the mean over ranks, valid after complete() if rounds > 0.
   const at::Tensor& shard(int64_t bucket) const { return shards_[bucket]; }
 
   // The next gradient of this parameter replaces p.grad(), which holds an average.

@@ -4,6 +4,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "bookkeeping/layout.h"
 #include "kernels/cast.h"
 #include "zero/memory/device_stream.h"
 
@@ -21,7 +22,7 @@ char* mutable_address(const at::Tensor& tensor, int64_t element) {
 }  // namespace
 
 void BucketMemory::allocate() {
-  if (plan_.layout == Layout::kPerParameter || !flat_.empty()) return;
+  if (!plan_.layout->in_place() || !flat_.empty()) return;
   for (const Arena& arena : plan_.arenas) {
     const auto bytes = arena.numel * static_cast<int64_t>(c10::elementSize(arena.dtype));
     flat_.push_back(pool_.allocate(bytes).zero_().view(arena.dtype));
@@ -32,18 +33,25 @@ at::Tensor BucketMemory::rows(int64_t bucket_index) {
   const Bucket& bucket = plan_.buckets[bucket_index];
   const Arena& arena = plan_.arena_of(bucket);
   const int64_t numel = plan_.bucket_numel(bucket);
-  const at::Tensor flat = plan_.layout == Layout::kContiguous
+  const at::Tensor flat = plan_.layout->in_place()
                               ? flat_[bucket.arena].narrow(0, bucket.begin, numel)
                               : pool_.take(numel, arena.dtype);
-  return flat.view({arena.world_size, bucket.row_numel});
+  return flat.view({arena.world_size, bucket.rows.equal_numel()});
 }
 
-void BucketMemory::release(const at::Tensor& rows) {
-  if (plan_.layout == Layout::kPerParameter) pool_.give(rows);
+void BucketMemory::publish(int64_t bucket_index, const at::Tensor& rows,
+                           c10::function_ref<at::Tensor(int64_t)> tensor_of) {
+  if (plan_.layout->in_place()) return;
+  const Bucket& bucket = plan_.buckets[bucket_index];
+  std::vector<at::Tensor> tensors;
+  for (const Slot& slot : bucket.slots) tensors.push_back(tensor_of(slot.parameter));
+  copy_out_of_bucket(plan_, bucket, rows, tensors);
+  pool_.give(rows);
 }
 
 at::Tensor BucketMemory::place(int64_t parameter, at::IntArrayRef sizes,
                                at::IntArrayRef strides) const {
+  if (!plan_.layout->in_place()) return {};
   return flat_[plan_.parameter_arena[parameter]].as_strided(sizes, strides,
                                                             plan_.parameter_offset[parameter]);
 }

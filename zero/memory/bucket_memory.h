@@ -4,12 +4,13 @@
 // Memory seen as the buckets of a plan, and the copies between a bucket and the
 // parameters it holds.
 //
-// kContiguous: one flat tensor per arena, and a bucket is a part of it.
-// kPerParameter: a bucket is a pool buffer for as long as somebody uses it.
+// With a layout that is in place there is one flat tensor per arena, and a bucket is a part of it.
+// With others a bucket is a pool buffer until it is published.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/FunctionRef.h>
 
 #include <vector>
 
@@ -23,18 +24,21 @@ class BucketMemory {
   // References must outlive it. Allocates nothing.
   BucketMemory(const Plan& plan, BufferPool& pool) : plan_(plan), pool_(pool) {}
 
-  // kContiguous: makes the flat tensors, zeros in their arena's dtype, in memory like the pool's,
+  // In place: makes the flat tensors, zeros in their arena's dtype, in memory like the pool's,
   // unless they are there.
   void allocate();
 
-  // [world_size, row] in the arena's dtype, to be ended with release(). kContiguous: a view of
-  // the flat tensor. kPerParameter: unspecified contents.
+  // [world_size, row] in the arena's dtype, to be ended with publish(). In place: a view of the
+  // flat tensor. Else: unspecified contents.
   at::Tensor rows(int64_t bucket);
-  void release(const at::Tensor& rows);
+  // Copies `rows` to the tensors of the bucket's parameters, as copy_out_of_bucket() does, and
+  // gives their buffer back. In place: they are there already, and nothing is asked for.
+  void publish(int64_t bucket, const at::Tensor& rows,
+               c10::function_ref<at::Tensor(int64_t parameter)> tensor_of);
 
-  // kContiguous: the place of one parameter, as a view of the flat tensor.
+  // In place: the part of the flat tensor that holds one parameter. Else: undefined.
   at::Tensor place(int64_t parameter, at::IntArrayRef sizes, at::IntArrayRef strides) const;
-  // kContiguous: [arena.numel] per arena; else empty.
+  // In place: [arena.numel] per arena. Else: empty.
   const std::vector<at::Tensor>& flat() const { return flat_; }
   int64_t bytes() const;  // of the flat tensors
 

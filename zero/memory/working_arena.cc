@@ -5,10 +5,29 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 
+#include "bookkeeping/layout.h"
 #include "kernels/cast.h"
 #include "zero/memory/device_stream.h"
 
 namespace zero {
+namespace {
+
+// Gives a parameter whose memory was replaced the order that its elements had at construction.
+void restore_order(const Parameter& p) {
+  if (p.tensor.numel() <= 1 || p.tensor.strides() == at::IntArrayRef(p.strides)) return;
+  at::Tensor ordered = at::empty_strided(p.sizes, p.strides, p.tensor.detach().options());
+  ordered.copy_(p.tensor.detach());
+  at::Tensor(p.tensor).set_data(ordered);
+}
+
+}  // namespace
+
+void check_dense(const ParameterLayout& layout, const Parameter& p) {
+  TORCH_CHECK(!layout.needs_dense_parameters() || p.tensor.is_non_overlapping_and_dense(),
+              "parameter ", p.name, ": expected dense memory, got strides ", p.tensor.strides(),
+              " for shape ", p.tensor.sizes(), "; use Layout::kContiguous or make it contiguous");
+}
+
 WorkingArena::WorkingArena(const Plan& plan, const ParameterTable& table, BufferPool& pool)
     : plan_(plan), table_(table), memory_(plan, pool) {
   memory_.allocate();
@@ -18,18 +37,12 @@ WorkingArena::WorkingArena(const Plan& plan, const ParameterTable& table, Buffer
 void WorkingArena::attach(bool keep_values) {
   for (size_t i = 0; i < table_.parameters().size(); ++i) {
     const Parameter& p = table_.parameters()[i];
-    if (plan_.layout == Layout::kPerParameter) {
-      TORCH_CHECK(p.tensor.is_non_overlapping_and_dense(), "parameter ", p.name,
-                  ": expected dense memory, got strides ", p.tensor.strides(), " for shape ",
-                  p.tensor.sizes(), "; use Layout::kContiguous or make it contiguous");
-      if (p.tensor.numel() > 1 && p.tensor.strides() != at::IntArrayRef(p.strides)) {
-        at::Tensor ordered = at::empty_strided(p.sizes, p.strides, p.tensor.detach().options());
-        ordered.copy_(p.tensor.detach());
-        at::Tensor(p.tensor).set_data(ordered);
-      }
+    check_dense(*plan_.layout, p);
+    const at::Tensor place = memory_.place(static_cast<int64_t>(i), p.tensor.sizes(), p.strides);
+    if (!place.defined()) {
+      restore_order(p);
       continue;
     }
-    at::Tensor place = memory_.place(static_cast<int64_t>(i), p.tensor.sizes(), p.strides);
     if (p.tensor.numel() > 0 && p.tensor.const_data_ptr() == place.const_data_ptr()) continue;
     if (keep_values) place.copy_(p.tensor.detach());
     at::Tensor parameter = p.tensor;
@@ -38,19 +51,11 @@ void WorkingArena::attach(bool keep_values) {
 }
 
 bool WorkingArena::is_master(int64_t bucket) const {
-  return plan_.layout == Layout::kContiguous &&
-         plan_.arena_of(plan_.buckets[bucket]).dtype == at::kFloat;
+  return plan_.layout->is_master(plan_.arena_of(plan_.buckets[bucket]));
 }
 
-void WorkingArena::publish(int64_t bucket_index, const at::Tensor& rows) {
-  if (plan_.layout == Layout::kContiguous) return;
-  const Bucket& bucket = plan_.buckets[bucket_index];
-  std::vector<at::Tensor> tensors;
-  for (const Slot& slot : bucket.slots) {
-    tensors.push_back(table_.parameters()[slot.parameter].tensor);
-  }
-  copy_out_of_bucket(plan_, bucket, rows, tensors);
-  memory_.release(rows);
+void WorkingArena::publish(int64_t bucket, const at::Tensor& rows) {
+  memory_.publish(bucket, rows, [&](int64_t p) { return table_.parameters()[p].tensor; });
 }
 
 void WorkingArena::read_row(int64_t bucket, int64_t rank, const at::Tensor& row) const {
@@ -64,12 +69,16 @@ void WorkingArena::read_row(int64_t bucket, int64_t rank, const at::Tensor& row)
   }
 }
 
-std::vector<at::Tensor> WorkingArena::broadcast_tensors() const {
-  if (plan_.layout == Layout::kContiguous) return memory_.flat();
-  std::vector<at::Tensor> result;
-  for (const Parameter& p : table_.parameters()) {
-    result.push_back(
-        p.tensor.detach().as_strided({p.tensor.numel()}, {1}, p.tensor.storage_offset()));
+std::vector<WorkingArena::Broadcast> WorkingArena::broadcasts() const {
+  std::vector<Broadcast> result;
+  for (size_t a = 0; a < memory_.flat().size(); ++a) {
+    result.push_back({memory_.flat()[a], plan_.arenas[a].domain});
+  }
+  if (!result.empty()) return result;
+  for (size_t i = 0; i < table_.parameters().size(); ++i) {
+    const at::Tensor& tensor = table_.parameters()[i].tensor;
+    result.push_back({tensor.detach().as_strided({tensor.numel()}, {1}, tensor.storage_offset()),
+                      plan_.arenas[plan_.parameter_arena[i]].domain});
   }
   return result;
 }

@@ -1,12 +1,12 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where working parameters live, seen as buckets.
+// The working parameters, seen as buckets.
 //
-// kContiguous: one flat tensor per arena; every working parameter becomes a
-// view of it, so that the rows of a bucket are the parameters' own memory.
-// kPerParameter: the model keeps its storage; a bucket is assembled in a
-// pool buffer and copied out to the parameters.
+// With a layout that is in place there is one flat tensor per arena; every working parameter
+// becomes a view of it, so that the rows of a bucket are the parameters' own memory. With others
+// the model keeps its storage; a bucket is assembled in a pool buffer and copied out to the
+// parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,31 +19,37 @@
 
 namespace zero {
 
+// Throws c10::Error when `parameter` has holes in its memory and `layout` leaves it there.
+void check_dense(const ParameterLayout& layout, const Parameter& parameter);
+
 class WorkingArena {
  public:
-  // References must outlive the arena. kContiguous allocates the flat tensors
-  // and calls attach().
+  // References must outlive the arena. Calls attach().
   WorkingArena(const Plan& plan, const ParameterTable& table, BufferPool& pool);
 
-  // kContiguous: makes every parameter a view of its place, after copying its
+  // In place: makes every parameter a view of its place, after copying its
   // present values there if `keep_values`. Idempotent; restores views that were replaced.
-  // kPerParameter: gives back their memory order to parameters that were
+  // Else: gives back their memory order to parameters that were
   // replaced; throws c10::Error when one is not dense.
   void attach(bool keep_values = true);
 
-  // [world_size, row] in the arena's dtype. kContiguous: the memory of the
-  // parameters. kPerParameter: a pool buffer with unspecified contents, to be ended with publish().
+  // [world_size, row] in the arena's dtype, to be ended with publish(). In place: the memory of
+  // the parameters. Else: a pool buffer with unspecified contents.
   at::Tensor rows(int64_t bucket) { return memory_.rows(bucket); }
-  // Makes gathered rows visible in the working parameters. kContiguous: they
+  // Makes gathered rows visible in the working parameters. In place: they
   // already are.
   void publish(int64_t bucket, const at::Tensor& rows);
-  // Copies what `rank` owns of the working parameters into `row`: [row_numel]
-  // fp32; padding becomes zero.
+  // Copies what `rank` owns of the working parameters into `row`: fp32, as long as that row of the
+  // bucket; padding becomes zero.
   void read_row(int64_t bucket, int64_t rank, const at::Tensor& row) const;
 
-  // One tensor per broadcast that covers all managed parameters: the flat
+  struct Broadcast {
+    at::Tensor tensor;
+    int64_t domain = 0;  // whose ranks receive it
+  };
+  // What to broadcast so that all ranks have all managed parameters: the flat
   // arenas, or the parameters one by one.
-  std::vector<at::Tensor> broadcast_tensors() const;
+  std::vector<Broadcast> broadcasts() const;
 
   // True where a bucket's rows are the parameters' memory in fp32: the own row
   // is then the master.

@@ -22,12 +22,8 @@ void Broadcasts::send(const at::Tensor& tensor, const DomainLinks& comms, const 
 }
 
 void Broadcasts::parameters() const {
-  const std::vector<at::Tensor> tensors = arena_.broadcast_tensors();
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    // One tensor per arena, or per parameter.
-    const int64_t domain =
-        plan_.layout == Layout::kContiguous ? plan_.arenas[i].domain : domain_of_[i];
-    send(tensors[i], comms_.domains[domain], "parameters");
+  for (const WorkingArena::Broadcast& item : arena_.broadcasts()) {
+    send(item.tensor, comms_.domains[item.domain], "parameters");
   }
 }
 

@@ -6,11 +6,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
-#include "bookkeeping/plan.h"
 #include "zero/agreement/communicators.h"
 #include "zero/comm/domain_communicators.h"
 #include "zero/memory/parameter_table.h"
@@ -20,10 +18,8 @@ namespace zero {
 
 class Broadcasts {
  public:
-  // `domain_of` is per parameter. References must outlive this.
-  Broadcasts(const Plan& plan, const std::vector<int64_t>& domain_of, const WorkingArena& arena,
-             OptimizerLinks& comms)
-      : plan_(plan), domain_of_(domain_of), arena_(arena), comms_(comms) {}
+  // References must outlive this.
+  Broadcasts(const WorkingArena& arena, OptimizerLinks& comms) : arena_(arena), comms_(comms) {}
 
   // Collective. All managed parameters, each within its domain.
   void parameters() const;
@@ -33,8 +29,6 @@ class Broadcasts {
  private:
   void send(const at::Tensor& tensor, const DomainLinks& comms, const char* what) const;
 
-  const Plan& plan_;
-  const std::vector<int64_t>& domain_of_;
   const WorkingArena& arena_;
   OptimizerLinks& comms_;
 };

@@ -80,7 +80,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       protocol(domains, domain_of, *links),
       pool(device, kept_bytes(plan, options), allocator_of(*links)),
       arena(plan, table, pool),
-      broadcasts(plan, domain_of, arena, *links),
+      broadcasts(arena, *links),
       reducer(plan, table, links->domains, pool, {options.reduce_dtype(), options.no_sync_fp32()}),
       full_gradients(plan, table, links->domains, pool),
       shards(make_shards(std::move(inner))),
@@ -192,12 +192,7 @@ void ZeroOptimizer::Impl::verify_untouched() const {
 
 void ZeroOptimizer::Impl::verify_shapes() const {
   table.verify_shapes();
-  if (options.layout() == Layout::kContiguous) return;
-  for (const Parameter& p : table.parameters()) {
-    TORCH_CHECK(p.tensor.is_non_overlapping_and_dense(), "parameter ", p.name,
-                ": expected dense memory, got strides ", p.tensor.strides(), " for shape ",
-                p.tensor.sizes(), "; make it contiguous");
-  }
+  for (const Parameter& p : table.parameters()) check_dense(*plan.layout, p);
 }
 
 void ZeroOptimizer::Impl::check_groups(const ParamGroups& groups) const {

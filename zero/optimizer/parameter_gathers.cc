@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
 #include "zero/memory/trace_range.h"
 
@@ -18,19 +19,14 @@ ParameterGathers::ParameterGathers(const Plan& plan, const ParameterTable& table
     : plan_(plan), table_(table), arena_(arena), comms_(comms), gathers_(plan.buckets.size()) {}
 
 void ParameterGathers::start(const std::function<void(const ShardOptimizer::RowWritten&)>& write) {
-  // Each bucket of Layout::kPerParameter has a buffer of its own until its gather is done: without
-  // a limit, all of them together would be another copy of the model.
-  constexpr size_t kBuffers = 4;
-  std::deque<int64_t> buffered;
+  std::deque<int64_t> under_way;
   try {
     write([&](int64_t bucket, const at::Tensor& rows) {
-      if (plan_.layout == Layout::kPerParameter) {
-        if (buffered.size() == kBuffers) {
-          finish_one(buffered.front());
-          buffered.pop_front();
-        }
-        buffered.push_back(bucket);
+      if (under_way.size() == plan_.layout->max_gathers()) {
+        finish_one(under_way.front());
+        under_way.pop_front();
       }
+      under_way.push_back(bucket);
       Communicator& comm = *comms_.domains[plan_.arena_of(plan_.buckets[bucket]).domain].data;
       gathers_[bucket] = {rows,
                           comm.gather_rows(rows, "parameter bucket " + std::to_string(bucket))};

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "bookkeeping/layout.h"
 #include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/safetensors.h"
 #include "zero/checkpoint/writer.h"
@@ -85,7 +86,7 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
   m.torch_version = TORCH_VERSION;
   m.world_size = links->control->world_size();
   m.stage = options.stage();
-  m.layout = options.layout() == Layout::kContiguous ? "contiguous" : "per parameter";
+  m.layout = plan.layout->name();
   m.bucket_bytes = options.bucket_bytes().value_or(default_bucket_bytes(domains.home.world_size()));
   m.plan_fingerprint = plan.fingerprint();
   m.optimizer = optimizer_name(shards.inner());

@@ -167,7 +167,7 @@ at::Tensor ZeroOptimizer::Impl::gather_parameter(const at::Tensor& parameter, bo
     const Bucket& bucket = plan.buckets[b];
     Communicator& ranks = *links->domains[domain_of[index]].data;
     at::Tensor rows = pool.take(plan.bucket_numel(bucket), at::kFloat)
-                          .view({ranks.world_size(), bucket.row_numel});
+                          .view({ranks.world_size(), bucket.rows.equal_numel()});
     rows.select(0, ranks.rank()).copy_(gradient ? reducer.shard(b) : shards.master_row(b));
     ranks.gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name).wait();
     std::vector<at::Tensor> tensors(bucket.slots.size());

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <unordered_set>
 
+#include "bookkeeping/layout.h"
 #include "zero/agreement/construction_check.h"
 #include "zero/base/error_text.h"
 #include "zero/inner/classes.h"
@@ -146,10 +147,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
                   p.name,
                   ": expected no post-accumulate hook, got one; a parameter can belong to "
                   "one ZeroOptimizer at a time");
-      TORCH_CHECK(
-          options.layout() == Layout::kContiguous || p.tensor.is_non_overlapping_and_dense(),
-          "parameter ", p.name, ": expected dense memory, got strides ", p.tensor.strides(),
-          " for shape ", p.tensor.sizes(), "; use Layout::kContiguous or make it contiguous");
+      check_dense(layout_of(options.layout()), p);
     }
     domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
     lines = describe(options, *inner, *domains);
@@ -296,8 +294,7 @@ MemoryReport ZeroOptimizer::memory() const {
   for (size_t a = 0; a < impl.plan.arenas.size(); ++a) {
     const Arena& arena = impl.plan.arenas[a];
     report.working_parameters +=
-        (impl.plan.layout == Layout::kContiguous ? arena.numel : arena.parameter_numel) *
-        static_cast<int64_t>(c10::elementSize(arena.dtype));
+        impl.plan.layout->full_numel(arena) * static_cast<int64_t>(c10::elementSize(arena.dtype));
   }
   report.master_parameters = impl.shards.master_bytes();
   report.optimizer_state = impl.shards.state_bytes();

@@ -3,9 +3,10 @@
 #include "zero/update/shard_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
+#include "bookkeeping/layout.h"
 #include "kernels/cast.h"
 #include "zero/inner/classes.h"
 #include "zero/memory/device_stream.h"
@@ -61,14 +62,13 @@ void ShardOptimizer::make_masters() {
   const Plan& plan = shards_.plan;
   const auto count = static_cast<int64_t>(plan.buckets.size());
   for (int64_t b = 0; b < count; ++b) {
-    const Bucket& bucket = plan.buckets[b];
     if (shards_.arena.is_master(b)) {
       master_rows_.push_back(own_row(b, shards_.arena.rows(b)));
     } else {
-      master_rows_.push_back(at::empty({bucket.row_numel}, shards_.reducer.shard(b).options()));
+      master_rows_.push_back(at::empty_like(shards_.reducer.shard(b)));
     }
     first_segment_.push_back(segments_.size());
-    const int64_t rank = shards_.ranks[plan.arena_of(bucket).domain];
+    const int64_t rank = shards_.ranks[plan.arena_of(plan.buckets[b]).domain];
     for (const Segment& s : plan.segments(b, rank)) {
       segments_.push_back({s, shards_.table.parameters()[s.parameter].group,
                            master_rows_[b].narrow(0, s.offset, s.numel).detach(),
@@ -138,7 +138,7 @@ void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& n
 
 void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& used,
                                    const FusedScalars& scalars, const at::Tensor& own_row) {
-  const bool in_place = shards_.plan.layout == Layout::kContiguous;
+  const bool in_place = shards_.plan.layout->in_place();
   const bool cast = in_place && !shards_.arena.is_master(bucket);
   char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
   for (auto& list : by_group_) list.clear();

@@ -74,7 +74,7 @@ class ShardOptimizer {
   void read_masters();
   void write_working(const RowWritten& written);
 
-  // [row_numel] fp32.
+  // The own row of a bucket, fp32.
   const at::Tensor& master_row(int64_t bucket) const { return master_rows_[bucket]; }
   const std::vector<SegmentTensors>& segments() const { return segments_; }
   // With deferred() this waits for the device, to bring the state's counts up to date: not for the

@@ -1,0 +1,70 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// How parameters lie in memory: one class per Layout answers every question that depends on it, and
+// no other code asks which layout it is. A new layout is such a class, a value of Layout and a line
+// in layout_of().
+//
+// The answers are facts about sizes, so the class is in this room: the plan and the memory formulas
+// need them too, and the tensors that follow from them are made in zero/memory.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "bookkeeping/plan.h"
+
+namespace zero {
+
+class ParameterLayout {
+ public:
+  virtual ~ParameterLayout() = default;
+
+  virtual Layout id() const = 0;
+  // In the manifest of a checkpoint.
+  virtual const char* name() const = 0;
+
+  // --- Places ---
+
+  // Cuts one arena of `plan` into buckets of about `bucket_bytes`, or into one for 0, in arena
+  // order. Sets the arena's numel, and parameter_offset where in_place().
+  virtual std::vector<Bucket> cut(c10::ArrayRef<ParameterInfo> parameters, int64_t arena,
+                                  int64_t bucket_bytes, Plan& plan) const = 0;
+  // The contiguous stretches of `slot` in its flat bucket, in the parameter's order. They are as
+  // long as they can be: one may reach over several rows.
+  virtual std::vector<Piece> pieces(const Bucket& bucket, const Slot& slot) const = 0;
+  // The one stretch of `slot` in `row`; its numel is 0 where there is none.
+  virtual Piece piece_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const = 0;
+
+  // --- Memory ---
+
+  // True: working parameters are views of flat arenas, so that a bucket's rows are the parameters'
+  // memory. False: parameters keep their own storage, and rows are copied to and from a buffer.
+  virtual bool in_place() const = 0;
+  // Whether the own row of the working parameters is the fp32 master.
+  bool is_master(const Arena& arena) const;
+  // Elements that working parameters occupy, or gradients in full; with padding where in_place().
+  int64_t full_numel(const Arena& arena) const;
+  // Whether a parameter must fill its storage without holes: its elements are then copied by their
+  // number in memory.
+  bool needs_dense_parameters() const { return !in_place(); }
+  // How many gathers of rows may be under way. Each has a buffer of its own unless in_place():
+  // without a limit, all of them together would be another copy of the model.
+  size_t max_gathers() const;
+};
+
+// Lives as long as the process.
+const ParameterLayout& layout_of(Layout layout);
+
+// One for each value of Layout, each in a file of its name.
+const ParameterLayout& contiguous_layout();
+const ParameterLayout& per_parameter_layout();
+
+// Elements of `dtype` in kAlignmentBytes, and `value` rounded up to a multiple of `unit`.
+int64_t alignment_of(c10::ScalarType dtype);
+inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace zero
