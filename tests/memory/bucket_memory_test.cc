@@ -1,0 +1,73 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/memory/bucket_memory.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "bookkeeping/layout.h"
+
+namespace zero {
+namespace {
+
+Plan plan_of(Layout layout) {
+  return make_plan({{40, at::kFloat, 0}, {33, at::kFloat, 0}}, {3}, {layout, 0});
+}
+
+TEST(BucketMemoryTest, InPlaceRowsAreTheMemoryOfThePlaces) {
+  const Plan plan = plan_of(Layout::kContiguous);
+  BufferPool pool(at::kCPU, 0);
+  BucketMemory memory(plan, pool);
+  memory.allocate();
+  memory.rows(0).copy_(at::arange(plan.bucket_numel(plan.buckets[0]), at::kFloat).view({3, -1}));
+  // Parameter 1 is first, and parameter 0 follows at the next unit.
+  EXPECT_TRUE(memory.place(1, {33}, {1}).equal(at::arange(33, at::kFloat)));
+  EXPECT_TRUE(memory.place(0, {40}, {1}).equal(at::arange(48, 88, at::kFloat)));
+  EXPECT_EQ(memory.bytes(), 4 * plan.arenas[0].numel);
+  memory.publish(0, memory.rows(0), [](int64_t) -> at::Tensor {
+    ADD_FAILURE() << "nothing is to be copied";
+    return {};
+  });
+  EXPECT_EQ(pool.held_bytes(), 0);
+}
+
+TEST(BucketMemoryTest, OtherRowsAreABufferUntilTheyArePublished) {
+  const Plan plan = plan_of(Layout::kPerParameter);
+  BufferPool pool(at::kCPU, 0);
+  BucketMemory memory(plan, pool);
+  memory.allocate();
+  EXPECT_TRUE(memory.flat().empty());
+  EXPECT_FALSE(memory.place(0, {40}, {1}).defined());
+  const at::Tensor rows = memory.rows(0);
+  const at::Tensor from = at::arange(40, at::kFloat), to = at::zeros({40});
+  for (const Slot& slot : plan.buckets[0].slots) {
+    if (slot.parameter == 0) copy_into_bucket(plan, plan.buckets[0], slot, from, rows);
+  }
+  memory.publish(0, rows, [&](int64_t p) { return p == 0 ? to : at::Tensor(); });
+  EXPECT_TRUE(to.equal(from));
+}
+
+// Until the transports take rows of other lengths, such a bucket is refused where a tensor of its
+// rows is made.
+TEST(BucketMemoryTest, UnequalRowsAreNoTensor) {
+  for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    Plan plan = plan_of(layout);
+    const int64_t total = plan.bucket_numel(plan.buckets[0]);
+    plan.buckets[0].rows = BucketRows({16, 32, total});
+    BufferPool pool(at::kCPU, 0);
+    BucketMemory memory(plan, pool);
+    memory.allocate();
+    try {
+      memory.rows(0);
+      ADD_FAILURE() << "expected an error";
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find("must be equally long"), std::string::npos);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace zero
