@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "tests/support/lion.h"
+#include "tests/support/own_optimizer.h"
 #include "tests/support/peak_memory.h"
 #include "zero/launch.h"
 #include "zero/zero_optimizer.h"
@@ -35,8 +35,8 @@ int measure(const std::string& inner, const std::string& folder) {
   const bool own = inner == "own";
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   if (own) {
-    optimizer = std::make_unique<zero::Lion>(
-        std::vector<torch::optim::OptimizerParamGroup>{model.parameters()}, zero::LionOptions());
+    optimizer = std::make_unique<zero::OwnOptimizer>(
+        std::vector<torch::optim::OptimizerParamGroup>{model.parameters()}, zero::OwnOptions());
   } else {
     optimizer = std::make_unique<torch::optim::AdamW>(model.parameters(), 1e-3);
   }

@@ -20,7 +20,7 @@
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
-#include "tests/support/lion.h"
+#include "tests/support/own_optimizer.h"
 #include "tests/support/run_ranks.h"
 
 namespace zero {
@@ -37,11 +37,11 @@ void on_ranks(const std::function<void(const Group&)>& body) {
 TEST(OwnOptimizerTest, StateAndOptionsOfEveryKindAreStored) {
   const std::string folder = fresh_folder("kinds") + "/a";
   Training t;
-  t.inner = Inner::kLion;
+  t.inner = Inner::kOwn;
   t.options.elementwise(true).bucket_bytes(300);
   on_ranks([&](const Group& group) {
     CheckpointRun run(t, group, 1);
-    auto& options = static_cast<LionOptions&>(run.optimizer->param_groups()[1].options());
+    auto& options = static_cast<OwnOptions&>(run.optimizer->param_groups()[1].options());
     options.warmup(7).decays(false).betas({0.8, 0.95});
     options.weight_decay(std::numeric_limits<double>::infinity());
     run.train(0, 2);
@@ -57,7 +57,7 @@ TEST(OwnOptimizerTest, StateAndOptionsOfEveryKindAreStored) {
     // momentum and sign of every element, power of every segment.
     int64_t bytes = 0;
     for (const auto& item : run.optimizer->inner().state()) {
-      const auto& state = static_cast<const LionParamState&>(*item.second);
+      const auto& state = static_cast<const OwnState&>(*item.second);
       bytes += 5 * state.momentum().numel() + 8;
     }
     EXPECT_GT(bytes, 0);
@@ -66,7 +66,7 @@ TEST(OwnOptimizerTest, StateAndOptionsOfEveryKindAreStored) {
     CheckpointRun other(t, group, 5);
     other.optimizer->load_checkpoint(folder);
     const auto& loaded =
-        static_cast<const LionOptions&>(other.optimizer->param_groups()[1].options());
+        static_cast<const OwnOptions&>(other.optimizer->param_groups()[1].options());
     EXPECT_EQ(loaded.warmup(), 7);
     EXPECT_EQ(loaded.decays(), false);
     EXPECT_EQ(loaded.betas(), std::make_tuple(0.8, 0.95));

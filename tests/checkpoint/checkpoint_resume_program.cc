@@ -38,7 +38,7 @@ zero::Training training(const std::string& kind) {
         zero::LossScalerOptions().initial_scale(8192).growth_interval(2).growth_factor(64));
   }
   if (kind == "own") {
-    t.inner = zero::Inner::kLion;
+    t.inner = zero::Inner::kOwn;
     t.options.elementwise(true);
   }
   return t;

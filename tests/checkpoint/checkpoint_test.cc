@@ -48,7 +48,7 @@ Training training(Inner inner, c10::ScalarType dtype, int world_size, int64_t st
   t.world_size = world_size;
   t.max_norm = 0.7;
   t.options.stage(stage).layout(layout).bucket_bytes(bucket_bytes);
-  t.options.elementwise(inner == Inner::kLion);
+  t.options.elementwise(inner == Inner::kOwn);
   // A layer is dropped everywhere in every third step, so that step counts differ.
   t.use = [](int, int step, int) {
     return step % 3 == 1 ? Use::kLeft | Use::kTrunk : static_cast<unsigned>(Use::kAll);
@@ -105,12 +105,12 @@ TEST_P(Reload, AnyNumberOfRanksAnyStageLayoutAndBucketSizeBringBackEveryBit) {
 }
 
 TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfAClassOfTheUsersOwn) {
-  expect_every_bit_back(GetParam(), Inner::kLion);
+  expect_every_bit_back(GetParam(), Inner::kOwn);
 }
 
 TEST(ResumeTest, TwentyStepsEqualTenSaveLoadTenInEveryBit) {
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-    for (Inner inner : {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kLion}) {
+    for (Inner inner : {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kOwn}) {
       for (int world_size : {1, 3}) {
         Training t = training(inner, dtype, world_size, 2, Layout::kContiguous, 900);
         if (dtype == at::kHalf) {

@@ -14,7 +14,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "tests/support/lion.h"
+#include "tests/support/own_optimizer.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -103,8 +103,8 @@ std::unique_ptr<torch::optim::Optimizer> make_inner(Inner inner, OddModelImpl& m
     case Inner::kAdagrad:
       return make.operator()<Adagrad, AdagradOptions>(
           AdagradOptions(0.05).initial_accumulator_value(0.1), 0.05);
-    case Inner::kLion:
-      return make.operator()<Lion, LionOptions>(LionOptions(0.01), 0.05);
+    case Inner::kOwn:
+      return make.operator()<OwnOptimizer, OwnOptions>(OwnOptions(0.01), 0.05);
   }
   TORCH_CHECK(false, "unknown inner optimizer");
 }

@@ -42,8 +42,8 @@ struct OddModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(OddModel);
 
-// kLion is a class of the user's own, which needs ZeroOptions().elementwise(true).
-enum class Inner { kSgd, kSgdMomentum, kAdamW, kAdam, kRmsprop, kAdagrad, kLion };
+// kOwn is a class of the user's own, which needs ZeroOptions().elementwise(true).
+enum class Inner { kSgd, kSgdMomentum, kAdamW, kAdam, kRmsprop, kAdagrad, kOwn };
 
 struct Training {
   int world_size = 2;

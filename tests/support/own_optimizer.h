@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // An optimizer as a user writes one: a class of its own that treats every element
-// by itself, with options and a state that this library has never heard of. Lion
+// by itself, with options and a state for which there is no adapter: the update of Lion
 // (Chen et al. 2023) and a few values more, each of which the next step depends on.
 #pragma once
 
@@ -16,8 +16,8 @@
 
 namespace zero {
 
-struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
-  explicit LionOptions(double lr = 1e-3) : lr_(lr) {}
+struct OwnOptions : torch::optim::OptimizerCloneableOptions<OwnOptions> {
+  explicit OwnOptions(double lr = 1e-3) : lr_(lr) {}
   TORCH_ARG(double, lr);
   using Betas = std::tuple<double, double>;
   TORCH_ARG(Betas, betas) = std::make_tuple(0.9, 0.99);
@@ -32,7 +32,7 @@ struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
   void set_lr(double lr) override { lr_ = lr; }
 };
 
-struct LionParamState : torch::optim::OptimizerCloneableParamState<LionParamState> {
+struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {
   TORCH_ARG(at::Tensor, momentum);
   TORCH_ARG(at::Tensor, sign);   // of the last update, int8
   TORCH_ARG(at::Tensor, power);  // 0-dim
@@ -45,9 +45,9 @@ struct LionParamState : torch::optim::OptimizerCloneableParamState<LionParamStat
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-class Lion : public torch::optim::Optimizer {
+class OwnOptimizer : public torch::optim::Optimizer {
  public:
-  Lion(std::vector<torch::optim::OptimizerParamGroup> groups, LionOptions defaults);
+  OwnOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups, OwnOptions defaults);
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/support/lion.h"
+#include "tests/support/own_optimizer.h"
 
 #include <ATen/Functions.h>
 #include <torch/optim/serialize.h>
@@ -10,7 +10,7 @@
 
 namespace zero {
 
-void LionOptions::serialize(torch::serialize::OutputArchive& archive) const {
+void OwnOptions::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
@@ -18,7 +18,7 @@ void LionOptions::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(decays);
 }
 
-void LionOptions::serialize(torch::serialize::InputArchive& archive) {
+void OwnOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(Betas, betas);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
@@ -26,7 +26,7 @@ void LionOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, decays);
 }
 
-void LionParamState::serialize(torch::serialize::OutputArchive& archive) const {
+void OwnState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(sign);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(power);
@@ -35,7 +35,7 @@ void LionParamState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(moved);
 }
 
-void LionParamState::serialize(torch::serialize::InputArchive& archive) {
+void OwnState::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, momentum);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, sign);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, power);
@@ -44,25 +44,26 @@ void LionParamState::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, moved);
 }
 
-Lion::Lion(std::vector<torch::optim::OptimizerParamGroup> groups, LionOptions defaults)
-    : Optimizer(groups, std::make_unique<LionOptions>(defaults)) {}
+OwnOptimizer::OwnOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
+                           OwnOptions defaults)
+    : Optimizer(groups, std::make_unique<OwnOptions>(defaults)) {}
 
-at::Tensor Lion::step(LossClosure) {
+at::Tensor OwnOptimizer::step(LossClosure) {
   at::NoGradGuard no_grad;
   for (auto& group : param_groups_) {
-    const auto& o = static_cast<const LionOptions&>(group.options());
+    const auto& o = static_cast<const OwnOptions&>(group.options());
     const auto [beta1, beta2] = o.betas();
     for (at::Tensor& p : group.params()) {
       if (!p.grad().defined()) continue;
       auto& slot = state_[p.unsafeGetTensorImpl()];
       if (!slot) {
-        auto fresh = std::make_unique<LionParamState>();
+        auto fresh = std::make_unique<OwnState>();
         fresh->momentum(at::zeros_like(p));
         fresh->sign(at::zeros(p.sizes(), p.options().dtype(at::kChar)));
         fresh->power(at::ones({}, at::TensorOptions().dtype(at::kDouble)));
         slot = std::move(fresh);
       }
-      auto& s = static_cast<LionParamState&>(*slot);
+      auto& s = static_cast<OwnState&>(*slot);
       s.step(s.step() + 1);
       s.product(s.product() * 0.9);
       s.power().mul_(0.99);
