@@ -54,7 +54,7 @@ int64_t InPlaceExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer
     const std::lock_guard<std::mutex> lock(mutex());
     for_each_sender([&](int peer) {
       Row& row = (*received)[peer];
-      row = shared_.receive_in_place(bytes, peer, tag);
+      naming(peer, [&] { row = shared_.receive_in_place(bytes, peer, tag); });
       operation.add_receive(peer, row);
     });
   });

@@ -32,6 +32,12 @@ class PairwiseExchange : public RowExchange {
   void hang_up() noexcept override;
 
  protected:
+  // Returns a tag that is the same on all ranks and that no other operation under way has.
+  int new_tag();
+  // Calls start(); an error names `peer`.
+  static void naming(int peer, c10::function_ref<void()> start);
+  void send_row(const at::Tensor& row, int peer, int tag, Operation& operation);
+  void receive_row(const at::Tensor& into, int peer, int tag, Operation& operation);
   // Sends row_to(peer) to each peer; returns the tag.
   int send(c10::function_ref<at::Tensor(int peer)> row_to, Operation& operation);
   // Calls start(peer) for each peer, in the order in which the peers send to this rank.
