@@ -9,7 +9,6 @@ namespace zero {
 MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions& options) {
   constexpr int64_t kFloatBytes = 4;
   MemoryReport report;
-  int64_t segment_numel = 0;
   for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
     const Bucket& bucket = plan.buckets[b];
     const Arena& arena = plan.arena_of(bucket);
@@ -18,7 +17,7 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
     report.gradient_shards += row_bytes;
     if (!plan.layout->is_master(arena)) report.master_parameters += row_bytes;
     for (const Segment& segment : plan.segments(b, row)) {
-      segment_numel += segment.numel;
+      if (options.state_bytes) report.optimizer_state += options.state_bytes(segment.numel);
     }
   }
   for (const Arena& arena : plan.arenas) {
@@ -27,7 +26,6 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
     report.working_parameters += bytes;
     if (options.stage == 1 && options.stage1_full_gradients) report.full_gradients += bytes;
   }
-  report.optimizer_state = kFloatBytes * options.state_per_element * segment_numel;
   return report;
 }
 

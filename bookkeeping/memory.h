@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "bookkeeping/plan.h"
 
@@ -32,9 +33,9 @@ struct MemoryReport {
 struct MemoryOptions {
   int64_t stage = 2;
   bool stage1_full_gradients = true;
-  // fp32 tensors the inner optimizer keeps per element: 2 for Adam, 1 for SGD
-  // with momentum, 0 for plain SGD.
-  int64_t state_per_element = 2;
+  // Bytes that the inner optimizer keeps for a segment of `numel` elements: 8 * numel for Adam, 4 *
+  // numel for SGD with momentum. None if not given.
+  std::function<int64_t(int64_t numel)> state_bytes;
 };
 
 // What a rank holds between steps by the plan alone; buckets are left at 0.

@@ -142,6 +142,7 @@ PlanFigures plan_figures(const Plan& plan, int64_t stage) {
   figures.imbalance = mean > 0 ? (static_cast<double>(*most) - mean) / mean : 0;
   MemoryOptions options;
   options.stage = stage;
+  options.state_bytes = [](int64_t numel) { return 8 * numel; };  // Adam: two fp32 tensors
   figures.memory = expected_memory(plan, most - owned.begin(), options);
   return figures;
 }

@@ -18,12 +18,13 @@ using c10::ScalarType;
 // that need no padding, W ranks and Adam.
 TEST(MemoryTest, MatchesTheFormulas) {
   const int64_t p = 64 * 64 * 60;
+  const auto adam = [](int64_t numel) { return 8 * numel; };
   for (int64_t w : {1, 2, 3, 4, 5}) {
     const auto expect = [&](ScalarType dtype, int64_t stage, int64_t bytes) {
       const Plan plan = make_plan({{p, dtype, 0}}, {w}, {});
       int64_t total = 0;
       for (int64_t rank = 0; rank < w; ++rank) {
-        total += expected_memory(plan, rank, {stage, true, 2}).total();
+        total += expected_memory(plan, rank, {stage, true, adam}).total();
       }
       EXPECT_EQ(total, bytes) << "W " << w << " stage " << stage;
     };
