@@ -101,14 +101,6 @@ void compare_optimizers(const Manifest& manifest, const torch::optim::Optimizer&
   }
 }
 
-// What a step of torch's class reads of a parameter that has any state.
-std::vector<std::string> needed_state(const std::string& optimizer) {
-  if (optimizer == "AdamW" || optimizer == "Adam") return {"exp_avg", "exp_avg_sq", "step"};
-  if (optimizer == "RMSprop") return {"square_avg", "step"};
-  if (optimizer == "Adagrad") return {"sum", "step"};
-  return {};
-}
-
 }  // namespace
 
 CheckpointDifferences find_differences(const Manifest& manifest, const ParameterTable& table,
@@ -140,7 +132,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
 
 void find_missing_state(const Manifest& manifest, const ParameterTable& table,
                         CheckpointDifferences& differences) {
-  const std::vector<std::string> needed = needed_state(manifest.optimizer);
+  const std::vector<std::string> needed = required_state(manifest.optimizer);
   std::map<std::string, std::set<std::string>> kinds;
   for (const ManifestFile& file : manifest.files) {
     for (const ManifestTensor& t : file.tensors) kinds[t.owner].insert(t.kind);

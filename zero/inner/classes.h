@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What we must know of torch::optim's classes one by one: which may work on
-// flat pieces of parameters, how to compare options, what their state holds.
+// Names, checks and options of inner optimizers, whatever their class. The knowledge of each class
+// is in its adapter; see zero/inner/adapter.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,16 +15,19 @@
 
 namespace zero {
 
-// Throws c10::Error for LBFGS, for a class that is not torch's AdamW, Adam,
-// SGD, RMSprop or Adagrad unless `elementwise`, and for state that is not empty.
-// Adagrad's, which its constructor makes, must be unused.
+// Throws c10::Error for LBFGS, for a class that has no adapter of its own unless `elementwise`, and
+// for state that is not empty. State that the constructor makes, as Adagrad's does, must be unused.
 void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elementwise);
 
-// "AdamW" and so on; the demangled type for other classes.
+// "AdamW" and so on; the demangled type for classes without an adapter of their own.
 std::string optimizer_name(const torch::optim::Optimizer& optimizer);
 
-// Gives `segment` the state that the optimizer's constructor makes for a
-// parameter of group `group`. Only Adagrad makes any.
+// The classes with an adapter: "AdamW, Adam, SGD, RMSprop or Adagrad", then `of_torch`, then those
+// that are not torch's.
+std::string known_classes(const std::string& of_torch = {});
+
+// Gives `segment` the state that the optimizer's constructor makes for a parameter of group
+// `group`, if it makes any.
 void make_initial_state(torch::optim::Optimizer& optimizer, int64_t group,
                         const at::Tensor& segment);
 
@@ -32,20 +35,15 @@ void make_initial_state(torch::optim::Optimizer& optimizer, int64_t group,
 bool equal_options(const torch::optim::OptimizerOptions& a,
                    const torch::optim::OptimizerOptions& b);
 
-// The options of a class we know by the names of their accessors, for
-// comparing ranks and for checkpoints. Empty for other classes.
-std::vector<std::pair<std::string, double>> option_values(
-    const torch::optim::OptimizerOptions& options);
-
 // The fewest digits that read back as the same double.
 std::string exact_text(double value);
 
-// Options in words: "lr 0.1 weight_decay 0.01".
+// The options that ranks compare, by the names of their accessors: "lr 0.1 weight_decay 0.01".
+// Empty for a class without an adapter of its own.
 std::string options_text(const torch::optim::OptimizerOptions& options);
 
-// Calls `visit(name, tensor)` for every defined tensor of `state`, under the
-// name of its accessor; for copies of them where we do not know the class, and for
-// none where that has no serialize().
+// Calls `visit(name, tensor)` for every defined tensor of `state`, under the name of its accessor.
+// Of a class without an adapter of its own these are copies, and none without serialize().
 void visit_state_tensors(const torch::optim::OptimizerParamState& state,
                          const std::function<void(const char* name, const at::Tensor&)>& visit);
 

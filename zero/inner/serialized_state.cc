@@ -7,14 +7,14 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 #include <torch/serialize/archive.h>
 
 #include <cstring>
 #include <map>
 #include <optional>
+#include <typeinfo>
 #include <utility>
-
-#include "zero/inner/classes.h"
 
 namespace zero {
 namespace {
@@ -133,24 +133,52 @@ void visit_numbers(const std::string& name, c10::IValue& value,
   value = c10::ivalue::Tuple::create(std::move(elements));
 }
 
-}  // namespace
+class SerializedAdapter : public OptimizerAdapter {
+ public:
+  std::string name() const override { return {}; }
+  bool is_class_of(const Optimizer&) const override { return true; }
+  bool is_class_of(const Options&) const override { return true; }
+  bool is_class_of(const State&) const override { return true; }
 
-InnerState read_archived_state(const std::string& optimizer,
-                               const torch::optim::OptimizerParamState& state,
-                               const at::Tensor& parameter) {
+  OptionValues option_values(const Options& options) const override;
+  void set_option_values(Options& options, const OptionValues& values) const override;
+  // Both would serialize options at every step.
+  bool equal_options(const Options&, const Options&) const override { return true; }
+  bool ranks_compare_options() const override { return false; }
+
+  std::unique_ptr<State> initial_state(const Optimizer&, int64_t,
+                                       const at::Tensor&) const override {
+    return nullptr;
+  }
+  bool is_unused(const State&) const override { return false; }
+  void visit_tensors(const State& state, const VisitTensor& visit) const override;
+  InnerState read_state(const Optimizer& optimizer, const State& state,
+                        const at::Tensor& parameter) const override;
+  std::unique_ptr<State> make_state(Optimizer& optimizer, int64_t group,
+                                    const at::Tensor& parameter,
+                                    const InnerState& content) const override;
+  std::vector<std::string> required_state() const override { return {}; }
+};
+
+std::string type_name(const torch::optim::Optimizer& optimizer) {
+  return c10::demangle(typeid(optimizer).name());
+}
+
+InnerState SerializedAdapter::read_state(const Optimizer& optimizer, const State& state,
+                                         const at::Tensor& parameter) const {
   at::NoGradGuard no_grad;
   InnerState result;
   std::map<std::string, c10::IValue> named;
   try {
     named = named_values(state);
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, "state of ", optimizer,
+    TORCH_CHECK(false, "state of ", type_name(optimizer),
                 ": expected a class that overrides serialize() of OptimizerParamState, got one "
                 "whose serialize() throws: ",
                 error.what_without_backtrace());
   }
   for (const auto& [name, value] : named) {
-    const std::string where = "state " + name + " of " + optimizer;
+    const std::string where = "state " + name + " of " + type_name(optimizer);
     if (value.isNone()) continue;
     if (!value.isTensor()) {
       const auto number = as_value(value);
@@ -176,11 +204,11 @@ InnerState read_archived_state(const std::string& optimizer,
   return result;
 }
 
-std::unique_ptr<torch::optim::OptimizerParamState> make_archived_state(
-    torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
-    const InnerState& content) {
+std::unique_ptr<torch::optim::OptimizerParamState> SerializedAdapter::make_state(
+    Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
+    const InnerState& content) const {
   at::NoGradGuard no_grad;
-  const std::string name = optimizer_name(optimizer);
+  const std::string name = type_name(optimizer);
   auto state = Probe(optimizer, group, parameter).new_state();
   TORCH_CHECK(state, "state of ", name, ": expected step() to make some, got none");
   const auto present = named_values(*state);
@@ -202,7 +230,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_archived_state(
   const auto wanted = by_kind(content);
   std::map<std::string, at::Tensor> made;
   try {
-    made = by_kind(read_archived_state(name, *state, parameter));
+    made = by_kind(read_state(optimizer, *state, parameter));
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "state of ", name, ": expected serialize() to read what it wrote, got: ",
                 error.what_without_backtrace());
@@ -218,9 +246,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_archived_state(
   return state;
 }
 
-void visit_archived_tensors(
-    const torch::optim::OptimizerParamState& state,
-    const std::function<void(const char* name, const at::Tensor& copy)>& visit) {
+void SerializedAdapter::visit_tensors(const State& state, const VisitTensor& visit) const {
   std::map<std::string, c10::IValue> named;
   try {
     named = named_values(state);
@@ -232,9 +258,8 @@ void visit_archived_tensors(
   }
 }
 
-std::vector<std::pair<std::string, double>> archived_options(
-    const torch::optim::OptimizerOptions& options) {
-  std::vector<std::pair<std::string, double>> result;
+OptimizerAdapter::OptionValues SerializedAdapter::option_values(const Options& options) const {
+  OptionValues result;
   try {
     for (auto& [name, value] : named_values(options)) {
       visit_numbers(name, value, [&](const std::string& number, c10::IValue& v) {
@@ -251,8 +276,7 @@ std::vector<std::pair<std::string, double>> archived_options(
   }
 }
 
-void set_archived_options(torch::optim::OptimizerOptions& options,
-                          const std::vector<std::pair<std::string, double>>& values) {
+void SerializedAdapter::set_option_values(Options& options, const OptionValues& values) const {
   const std::map<std::string, double> wanted(values.begin(), values.end());
   std::map<std::string, c10::IValue> named;
   try {
@@ -271,6 +295,13 @@ void set_archived_options(torch::optim::OptimizerOptions& options,
     });
   }
   read_values(options, named);
+}
+
+}  // namespace
+
+const OptimizerAdapter& serialized_adapter() {
+  static const SerializedAdapter adapter;
+  return adapter;
 }
 
 }  // namespace zero

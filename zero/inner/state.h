@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The state that optimizers keep per parameter as named tensors and values, and
-// back; likewise their options as named numbers. torch's own classes give their
+// The state that inner optimizers keep per parameter as named tensors and values, and back;
+// likewise their options as named numbers. The classes with an adapter of their own give their
 // tensors themselves, others copies: see zero/inner/serialized_state.h.
 #pragma once
 
@@ -16,20 +16,15 @@
 #include <utility>
 #include <vector>
 
+#include "zero/inner/adapter.h"
+
 namespace zero {
 
-struct InnerState {
-  // One value per element of the parameter, by the name of the accessor.
-  std::vector<std::pair<std::string, at::Tensor>> tensors;
-  // One for all elements, shape [1]. Of torch's classes "step", int64, if they count.
-  std::vector<std::pair<std::string, at::Tensor>> values;
-};
-
-// Whether it is torch's AdamW, Adam, SGD, RMSprop or Adagrad.
+// True for a class with an adapter of its own.
 bool is_known(const torch::optim::Optimizer& optimizer);
 
 // None where the optimizer has no state for `parameter`. Throws c10::Error for state
-// that cannot be stored; see read_archived_state().
+// that cannot be stored; see OptimizerAdapter::read_state().
 std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer,
                                            const at::Tensor& parameter);
 // What `optimizer` would keep for `parameter`, of parameter group `group`, in that
@@ -39,7 +34,11 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
     torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
     const InnerState& state);
 
-// option_values(), and for classes without them what archived_options() gives.
+// The names that a step reads of a parameter that has any state, by the name of the class: tensors
+// and "step". Empty for classes without an adapter of their own.
+std::vector<std::string> required_state(const std::string& optimizer_name);
+
+// The options by name, for checkpoints.
 std::vector<std::pair<std::string, double>> stored_option_values(
     const torch::optim::OptimizerOptions& options);
 // Sets those. Names that the class does not have are ignored.

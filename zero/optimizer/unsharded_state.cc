@@ -50,8 +50,7 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
     const auto check = [&] {
       impl_->check_no_gradients();
       impl_->verify_untouched();
-      TORCH_CHECK(is_known(inner),
-                  "load_plain_state: expected torch's AdamW, Adam, SGD, RMSprop or Adagrad, got ",
+      TORCH_CHECK(is_known(inner), "load_plain_state: expected torch's ", known_classes(), ", got ",
                   optimizer_name(inner), "; for other classes use load_checkpoint()");
       TORCH_CHECK(optimizer_name(plain) == optimizer_name(inner),
                   "load_plain_state: expected state of ", optimizer_name(inner), ", got ",

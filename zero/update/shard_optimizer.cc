@@ -9,9 +9,9 @@
 #include "bookkeeping/layout.h"
 #include "kernels/cast.h"
 #include "zero/inner/classes.h"
+#include "zero/inner/registry.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
-#include "zero/update/fused_update.h"
 
 namespace zero {
 
@@ -19,11 +19,11 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
                                Options options)
     : shards_(std::move(shards)),
       inner_(std::move(inner)),
-      fused_(options.fused && has_fused_update(*inner_)) {
+      fused_(options.fused ? adapter_of(*inner_).fused() : nullptr) {
   at::NoGradGuard no_grad;
   make_masters();
   replace_parameters();
-  if (fused_ && options.deferred) {
+  if (fused_ != nullptr && options.deferred) {
     counts_.emplace(static_cast<int64_t>(segments_.size()),
                     shards_.table.parameters().front().tensor.device());
   }
@@ -43,14 +43,21 @@ void ShardOptimizer::give_state() const {
   if (!counts_) return;
   const std::vector<int64_t> counts = counts_->read();
   for (size_t i = 0; i < segments_.size(); ++i) {
-    set_update_count(*inner_, segments_[i].master, counts[i]);
+    const at::Tensor& master = segments_[i].master;
+    if (counts[i] == 0) {  // what it holds was never written
+      inner_->state().erase(master.unsafeGetTensorImpl());
+    } else {
+      fused_->set_update_count(*inner_, master, counts[i]);
+    }
   }
 }
 
 void ShardOptimizer::take_state() {
   if (!counts_) return;
   std::vector<int64_t> counts;
-  for (const SegmentTensors& s : segments_) counts.push_back(update_count(*inner_, s.master));
+  for (const SegmentTensors& s : segments_) {
+    counts.push_back(fused_->update_count(*inner_, s.master));
+  }
   counts_->write(counts);
 }
 
@@ -131,7 +138,7 @@ void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& n
     const SegmentTensors& s = segments_[i];
     updated[i] = used[s.segment.parameter];
     // Also a momentum that was switched on later has its first update then.
-    if (updated[i] != 0 && make_fused_state(*inner_, s.group, s.master)) counts_->reset(i);
+    if (updated[i] != 0 && fused_->prepare_state(*inner_, s.group, s.master)) counts_->reset(i);
   }
   counts_->add(updated, nonfinite);
 }
@@ -151,7 +158,8 @@ void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& u
   }
   for (size_t g = 0; g < by_group_.size(); ++g) {
     if (by_group_[g].empty()) continue;
-    fused_update(*inner_, static_cast<int64_t>(g), by_group_[g], scalars, own_row.scalar_type());
+    fused_->update(*inner_, static_cast<int64_t>(g), by_group_[g], scalars, own_row.scalar_type(),
+                   current_stream(own_row.device()));
   }
   // A bucket assembled in a buffer also needs the rows of what was not updated.
   if (!in_place) write_row(bucket, own_row);
@@ -179,7 +187,7 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& 
   // What the kernels read, beside the masters.
   const at::Tensor coefficient32 = coefficient.to(at::kFloat);
   FusedScalars scalars;
-  if (fused_) {
+  if (fused_ != nullptr) {
     scalars.coefficient = coefficient32.const_data_ptr<float>();
     if (nonfinite.defined()) scalars.nonfinite = nonfinite.const_data_ptr<double>();
     if (counts_) count(used, nonfinite);
@@ -193,7 +201,7 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& 
     const at::Tensor rows = shards_.arena.rows(b);
     const at::Tensor own = own_row(b, rows);
     const TraceRange range("update", b);
-    if (fused_) {
+    if (fused_ != nullptr) {
       update_bucket(b, used, scalars, own);
     } else {
       write_row(b, own);

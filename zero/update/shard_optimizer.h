@@ -3,10 +3,10 @@
 //
 // Runs the inner optimizer over this rank's fp32 master segments.
 //
-// torch's AdamW, Adam and SGD run through fused kernels, bucket by bucket: one
-// pass that clips, updates and writes the working row. Every other optimizer,
-// and these with fused(false), runs its own step() over all segments. State
-// lives in the inner optimizer's state() either way.
+// Classes with a fused kernel run through it, bucket by bucket: one pass that
+// clips, updates and writes the working row. Every other optimizer, and these
+// with fused(false), runs its own step() over all segments. State lives in the
+// inner optimizer's state() either way.
 //
 // On a GPU the fused path never waits to learn whether a step is skipped: the kernels read that,
 // the clip coefficient and the counts of updates from the device's memory.
@@ -22,11 +22,11 @@
 
 #include "bookkeeping/plan.h"
 #include "zero/gradients/gradient_reducer.h"
+#include "zero/inner/fused_update.h"
 #include "zero/inner/step_trap.h"
 #include "zero/memory/parameter_table.h"
 #include "zero/memory/segment_tensors.h"
 #include "zero/memory/working_arena.h"
-#include "zero/update/fused_update.h"
 #include "zero/update/step_counts.h"
 
 namespace zero {
@@ -101,7 +101,7 @@ class ShardOptimizer {
   const Shards shards_;
   std::unique_ptr<torch::optim::Optimizer> inner_;
   std::optional<InnerStepTrap> trap_;
-  const bool fused_;
+  const FusedUpdate* const fused_;  // null where the inner optimizer makes the update
 
   std::vector<at::Tensor> master_rows_;   // per bucket
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset

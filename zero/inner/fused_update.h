@@ -1,0 +1,59 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The fused update of an optimizer class: reads the options of the optimizer and keeps the state
+// where its own step() keeps it, so that either path can continue what the other began.
+//
+// How many updates a segment has had is counted in that state, or, where the host is not to wait
+// until it knows whether a step was skipped, in memory of the device. The state's own count is then
+// behind until set_update_count().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/stream.h"
+
+namespace zero {
+
+// One segment to update; all arrays have the master's length.
+struct FusedSegment {
+  const at::Tensor* master = nullptr;  // fp32, 1-D; the key of its state
+  const float* gradient = nullptr;
+  void* working = nullptr;       // the segment's part of the working row, or null for none
+  const float* count = nullptr;  // [1], this update included; null: counted in its state
+};
+
+// The same for all segments of a step. Memory of the segments' device, read when the kernel runs.
+struct FusedScalars {
+  const float* coefficient = nullptr;  // [1], multiplies gradients
+  const double* nonfinite = nullptr;   // [1] or null: where it is not 0, nothing is written
+};
+
+class FusedUpdate {
+ public:
+  virtual ~FusedUpdate() = default;
+
+  // Makes what step() makes at a parameter's first update, unless it is there. True if it was not.
+  virtual bool prepare_state(torch::optim::Optimizer& optimizer, int64_t group,
+                             const at::Tensor& master) const = 0;
+
+  // Updates `segments`, at least one, all of parameter group `group` and on the device of
+  // `stream`. Makes their state.
+  virtual void update(torch::optim::Optimizer& optimizer, int64_t group,
+                      const std::vector<FusedSegment>& segments, const FusedScalars& scalars,
+                      c10::ScalarType working_dtype, kernels::Stream stream) const = 0;
+
+  // The number of updates in the state of `master`: 0 without state. A class that does not count
+  // returns 1 with state.
+  virtual int64_t update_count(const torch::optim::Optimizer& optimizer,
+                               const at::Tensor& master) const = 0;
+  // Sets that number, above 0, in a class that counts.
+  virtual void set_update_count(torch::optim::Optimizer& optimizer, const at::Tensor& master,
+                                int64_t count) const = 0;
+};
+
+}  // namespace zero
