@@ -62,4 +62,15 @@ struct SgdSegment {
   const float* device_step = nullptr;
 };
 
+// A run of elements that share options, for lion_step(). All arrays are [numel];
+// p and m name them in the formula of lion.h. No two arrays overlap, except that
+// `working` may be `master`.
+struct LionSegment {
+  float* master = nullptr;          // p, updated
+  float* exp_avg = nullptr;         // m, updated
+  const float* gradient = nullptr;  // unchanged
+  void* working = nullptr;          // as in AdamSegment
+  int64_t numel = 0;
+};
+
 }  // namespace zero::kernels

@@ -54,6 +54,8 @@ struct RangeKernels {
                float gradient_coefficient, ElementType working_type);
   void (*sgd)(const SgdSegment& range, const SgdCoefficients& coefficients,
               float gradient_coefficient, ElementType working_type);
+  void (*lion)(const LionSegment& range, const LionCoefficients& coefficients,
+               float gradient_coefficient, ElementType working_type);
 };
 
 // Null where the file was compiled for another processor.

@@ -326,6 +326,31 @@ void sgd_range(const SgdSegment& range, const SgdCoefficients& c, float gradient
   range.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
 }
 
+template <class W>
+void lion_loop(const LionCoefficients c, float gradient_coefficient, int64_t numel,
+               float* __restrict p, float* __restrict m, const float* __restrict gradient,
+               W* __restrict working) {
+  for (int64_t i = 0; i < numel; ++i) {
+    float p_i = p[i];
+    float m_i = m[i];
+    lion_element(c, gradient[i] * gradient_coefficient, p_i, m_i);
+    p[i] = p_i;
+    m[i] = m_i;
+    if constexpr (!__is_same(W, NoWorking)) {
+      store_one(p_i, working[i]);
+    }
+  }
+}
+
+void lion_range(const LionSegment& range, const LionCoefficients& c, float gradient_coefficient,
+                ElementType working_type) {
+  const auto run = [&]<class W>(W*) {
+    lion_loop<W>(c, gradient_coefficient, range.numel, range.master, range.exp_avg, range.gradient,
+                 static_cast<W*>(range.working));
+  };
+  range.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+}
+
 constexpr RangeKernels make_range_kernels(const char* name) {
   return {name,
           cast_copy_range,
@@ -335,7 +360,8 @@ constexpr RangeKernels make_range_kernels(const char* name) {
           count_nonfinite_range,
           max_abs_bits_range,
           adam_range,
-          sgd_range};
+          sgd_range,
+          lion_range};
 }
 
 }  // namespace

@@ -42,4 +42,8 @@ const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoeffic
                      const float* gradient_coefficient, const double* nonfinite,
                      ElementType working_type, void* stream);
 
+const char* lion_step(const LionSegment* segments, int64_t count,
+                      const LionCoefficients& coefficients, const float* gradient_coefficient,
+                      const double* nonfinite, ElementType working_type, void* stream);
+
 }  // namespace zero::kernels::cuda

@@ -34,5 +34,9 @@ const char* sgd_step(const SgdSegment*, int64_t, const SgdCoefficients&, const f
                      const double*, ElementType, void*) {
   fail("sgd_step");
 }
+const char* lion_step(const LionSegment*, int64_t, const LionCoefficients&, const float*,
+                      const double*, ElementType, void*) {
+  fail("lion_step");
+}
 
 }  // namespace zero::kernels::cuda

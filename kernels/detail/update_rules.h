@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Private: the arithmetic of one element of Adam and SGD, written once for the
-// CPU loops and for the CUDA kernels. The formulas are in adam.h and sgd.h.
+// Private: the arithmetic of one element of Adam, SGD and Lion, written once for the
+// CPU loops and for the CUDA kernels. The formulas are in adam.h, sgd.h and lion.h.
 //
 // Products and sums are separate roundings: whoever includes this file compiles
 // with -ffp-contract=off (g++, clang) or -fmad=false (nvcc), which costs nothing
@@ -50,6 +50,16 @@ struct SgdCoefficients {
   bool nesterov;
 };
 
+// The scalars of one Lion step.
+struct LionCoefficients {
+  float decay;  // 1 - lr * weight_decay
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float negative_lr;
+};
+
 ZERO_KERNELS_INLINE float square_root(float x) {
 #if defined(__CUDA_ARCH__)
   return __fsqrt_rn(x);
@@ -90,6 +100,15 @@ ZERO_KERNELS_INLINE void sgd_element(const SgdCoefficients& c, float g, float& p
     g = c.nesterov ? g + c.momentum * b : b;
   }
   p = p + c.negative_lr * g;
+}
+
+ZERO_KERNELS_INLINE void lion_element(const LionCoefficients& c, float g, float& p, float& m) {
+  const float direction = c.beta1 * m + c.one_minus_beta1 * g;
+  // Both comparisons are false for NaN.
+  const float sign = (direction > 0.0F ? 1.0F : 0.0F) - (direction < 0.0F ? 1.0F : 0.0F);
+  p = p * c.decay;
+  p = p + c.negative_lr * sign;
+  m = c.beta2 * m + c.one_minus_beta2 * g;
 }
 
 }  // namespace zero::kernels

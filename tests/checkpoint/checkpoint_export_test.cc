@@ -65,7 +65,8 @@ TEST(PlainStateTest, ARunOfPlainTorchGoesOnInEveryBit) {
     use(model.loss(numbers({3, 17}, 900 + i), numbers({3, 11}, 800 + i),
                    i % 2 ? OddModelImpl::kAll : OddModelImpl::kTrunk | OddModelImpl::kLeft));
   };
-  for (Inner inner : {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kAdagrad}) {
+  for (Inner inner :
+       {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kAdagrad, Inner::kLion}) {
     OddModel plain(1);
     const auto optimizer = make_inner(inner, *plain);
     Snapshot at_eight;

@@ -104,13 +104,18 @@ TEST_P(Reload, AnyNumberOfRanksAnyStageLayoutAndBucketSizeBringBackEveryBit) {
   expect_every_bit_back(GetParam(), inners[GetParam() - 1]);
 }
 
+TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfLion) {
+  expect_every_bit_back(GetParam(), Inner::kLion);
+}
+
 TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfAClassOfTheUsersOwn) {
   expect_every_bit_back(GetParam(), Inner::kOwn);
 }
 
 TEST(ResumeTest, TwentyStepsEqualTenSaveLoadTenInEveryBit) {
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-    for (Inner inner : {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kOwn}) {
+    for (Inner inner :
+         {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kLion, Inner::kOwn}) {
       for (int world_size : {1, 3}) {
         Training t = training(inner, dtype, world_size, 2, Layout::kContiguous, 900);
         if (dtype == at::kHalf) {

@@ -22,6 +22,7 @@
 #include "zero/inner/classes.h"
 #include "zero/inner/registry.h"
 #include "zero/inner/state.h"
+#include "zero/lion.h"
 
 namespace zero {
 namespace {
@@ -121,6 +122,15 @@ std::vector<Kind> kinds() {
   adagrad.tensors = {"sum"};
   adagrad.required = {"sum", "step"};
   result.push_back(std::move(adagrad));
+  Kind lion = kind<Lion>("Lion", lion_adapter, LionOptions(),
+                         LionOptions(0.25).betas({0.8, 0.95}).weight_decay(0.125));
+  lion.name = "zero::Lion";
+  lion.values = {{"lr", 0.25}, {"beta1", 0.8}, {"beta2", 0.95}, {"weight_decay", 0.125}};
+  lion.tensors = {"exp_avg"};
+  lion.required = {"exp_avg"};
+  lion.counts = false;
+  lion.fused = true;
+  result.push_back(std::move(lion));
   return result;
 }
 
@@ -306,7 +316,7 @@ TEST(SerializedAdapterTest, AClassOfTheUsersOwnHasItsTypeAsNameAndNeedsPermissio
   EXPECT_EQ(options_text(optimizer->param_groups()[0].options()), "");
   check_inner_optimizer(*optimizer, true);
   expect_words(error_of([&] { check_inner_optimizer(*optimizer, false); }),
-               {"expected AdamW, Adam, SGD, RMSprop or Adagrad of torch::optim",
+               {"expected AdamW, Adam, SGD, RMSprop or Adagrad of torch::optim, or zero::Lion,",
                 "got zero::OwnOptimizer", "elementwise(true)"});
 }
 
@@ -331,7 +341,7 @@ TEST(SerializedAdapterTest, StateAndOptionsGoOnInEveryBit) {
 TEST(InnerOptimizerTest, LbfgsIsRefusedAndTheErrorNamesTheClassesThatAreNot) {
   LBFGS optimizer(std::vector<at::Tensor>{parameter()}, LBFGSOptions());
   expect_words(error_of([&] { check_inner_optimizer(optimizer, true); }),
-               {"got LBFGS", "Use AdamW, Adam, SGD, RMSprop or Adagrad"});
+               {"got LBFGS", "Use AdamW, Adam, SGD, RMSprop or Adagrad, or zero::Lion"});
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 
 #include "kernels/adam.h"
 #include "kernels/cast.h"
+#include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/sgd.h"
 #include "kernels/sum_rows.h"
@@ -243,6 +244,11 @@ struct Pair {
     const AdamSegment s = adam(buffers, numel, 1);
     return {s.master, s.exp_avg, s.gradient, s.working, numel, first_step, nullptr};
   }
+  template <class Buffers>
+  static LionSegment lion(Buffers& buffers, int64_t numel) {
+    const AdamSegment s = adam(buffers, numel, 1);
+    return {s.master, s.exp_avg, s.gradient, s.working, numel};
+  }
   bool same_bytes() {
     for (size_t array = 0; array < host.size(); ++array) {
       if (!device[array]->to_host().same_bytes(host[array])) {
@@ -342,6 +348,22 @@ TEST_F(CudaKernels, SgdReadsOnTheDeviceWhichStepIsTheFirst) {
   }
 }
 
+TEST_F(CudaKernels, LionHasTheBitsOfTheCpu) {
+  for (ScalarType dtype : kTypes) {
+    for (int variant = 0; variant < 4; ++variant) {
+      LionOptions options{.lr = 0.1};
+      options.weight_decay = (variant & 1) != 0 ? 0.01 : 0.0;
+      for (int64_t numel : kCudaSizes) {
+        Pair pair(numel, dtype, variant / 2);
+        lion_step(Pair::lion(pair.host, numel), options, nullptr, nullptr, dtype, Stream{});
+        lion_step(Pair::lion(pair.device, numel), options, nullptr, nullptr, dtype, kCuda);
+        ASSERT_TRUE(pair.same_bytes())
+            << c10::toString(dtype) << " variant " << variant << " numel " << numel;
+      }
+    }
+  }
+}
+
 TEST_F(CudaKernels, ANonFiniteCountLeavesEveryBitAsItWas) {
   Pair pair(1000, ScalarType::Half, 0);
   Buffer one = scalar(1.0);
@@ -350,6 +372,8 @@ TEST_F(CudaKernels, ANonFiniteCountLeavesEveryBitAsItWas) {
             ScalarType::Half, kCuda);
   sgd_step(Pair::sgd(pair.device, 1000, true), {.momentum = 0.9}, nullptr, device_one.as<double>(),
            ScalarType::Half, kCuda);
+  lion_step(Pair::lion(pair.device, 1000), {}, nullptr, device_one.as<double>(), ScalarType::Half,
+            kCuda);
   EXPECT_TRUE(pair.same_bytes());
 }
 

@@ -174,4 +174,36 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
   }
 }
 
+void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
+               const float* gradient_coefficient, const double* nonfinite,
+               c10::ScalarType working_dtype) {
+  if (nonfinite != nullptr && *nonfinite != 0.0) {
+    return;
+  }
+  for (const LionSegment& s : segments) {
+    for (int64_t i = 0; i < s.numel; ++i) {
+      float g = s.gradient[i];
+      if (gradient_coefficient != nullptr) {
+        g *= *gradient_coefficient;
+      }
+      float& m = s.exp_avg[i];
+      const auto beta1 = static_cast<float>(options.beta1);
+      const float direction = beta1 * m + static_cast<float>(1.0 - options.beta1) * g;
+      if (options.weight_decay != 0.0) {
+        s.master[i] *= static_cast<float>(1.0 - options.lr * options.weight_decay);
+      }
+      if (direction > 0.0F) {
+        s.master[i] -= static_cast<float>(options.lr);
+      } else if (direction < 0.0F) {
+        s.master[i] += static_cast<float>(options.lr);
+      }
+      m *= static_cast<float>(options.beta2);
+      m += static_cast<float>(1.0 - options.beta2) * g;
+      if (writes_working(s.working, s.master)) {
+        store(s.master[i], s.working, working_dtype, i);
+      }
+    }
+  }
+}
+
 }  // namespace zero::kernels::reference

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "kernels/adam.h"
+#include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/sgd.h"
 #include "kernels/sum_rows.h"
@@ -37,5 +38,9 @@ void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
 void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
               const float* gradient_coefficient, const double* nonfinite,
               c10::ScalarType working_dtype);
+
+void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
+               const float* gradient_coefficient, const double* nonfinite,
+               c10::ScalarType working_dtype);
 
 }  // namespace zero::kernels::reference

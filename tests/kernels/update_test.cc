@@ -1,12 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// adam_step and sgd_step against their scalar definitions: equal bits in every
+// adam_step, sgd_step and lion_step against their scalar definitions: equal bits in every
 // setting, for every working dtype, size and alignment.
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include "kernels/adam.h"
+#include "kernels/lion.h"
 #include "kernels/sgd.h"
 #include "tests/kernels/reference.h"
 #include "tests/kernels/test_buffers.h"
@@ -56,6 +57,9 @@ struct Arrays {
     segment.working = working.as<void>();
     segment.numel = numel;
     return segment;
+  }
+  LionSegment lion() {
+    return {master.as<float>(), first.as<float>(), gradient.as<float>(), working.as<void>(), numel};
   }
 
   bool same_bytes(const Arrays& other) const {
@@ -154,6 +158,8 @@ TEST(Steps, ANonFiniteCountLeavesEveryBitAsItWas) {
     EXPECT_TRUE(arrays.same_bytes(before));
     sgd_step(arrays.sgd(), {.momentum = 0.9}, &coefficient, &nonfinite, ScalarType::Half, Stream{});
     EXPECT_TRUE(arrays.same_bytes(before));
+    lion_step(arrays.lion(), {}, &coefficient, &nonfinite, ScalarType::Half, Stream{});
+    EXPECT_TRUE(arrays.same_bytes(before));
   }
   const double none = 0.0;
   Arrays arrays = before;
@@ -223,6 +229,58 @@ TEST(SgdStep, AStepCountInMemorySaysWhichStepIsTheFirst) {
   }
 }
 
+TEST(LionStep, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
+  const float coefficient = 0.37F;
+  for (ScalarType dtype : kWorkingTypes) {
+    for (int64_t numel : kSizes) {
+      for (int variant = 0; variant < 4; ++variant) {
+        if (numel > 1100 && variant != 3) {
+          continue;  // the threads' shares are the same for every variant
+        }
+        LionOptions options{.lr = 1e-2, .beta1 = 0.8, .beta2 = 0.95};
+        options.weight_decay = (variant & 1) != 0 ? 0.1 : 0.0;
+        const float* scale = (variant & 2) != 0 ? &coefficient : nullptr;
+        Arrays start(numel, dtype, variant % 2);
+        for (int64_t i = 0; i < numel; i += 5) {  // no direction
+          start.first.as<float>()[i] = 0.0F;
+          start.gradient.as<float>()[i] = i % 2 == 0 ? 0.0F : -0.0F;
+        }
+        Arrays expected = start;
+        reference::lion_step(expected.lion(), options, scale, nullptr, dtype);
+        for_each_setting([&] {
+          Arrays got = start;
+          lion_step(got.lion(), options, scale, nullptr, dtype, Stream{});
+          ASSERT_TRUE(got.same_bytes(expected))
+              << c10::toString(dtype) << " numel " << numel << " variant " << variant;
+          ASSERT_TRUE(got.guards_intact());
+        });
+      }
+    }
+  }
+}
+
+TEST(LionStep, ManySegmentsAndTheMasterItselfAsWorkingArray) {
+  std::vector<Arrays> expected;
+  for (int64_t i = 0; i < 70; ++i) {
+    expected.emplace_back(i == 3 ? 40000 : i * 3 % 50, ScalarType::Float, i % 4);
+  }
+  std::vector<Arrays> got = expected;
+  const auto segments_of = [&](std::vector<Arrays>& arrays) {
+    std::vector<LionSegment> segments;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      segments.push_back(arrays[i].lion());
+      if (i % 3 == 0) segments.back().working = segments.back().master;
+      if (i % 3 == 1) segments.back().working = nullptr;
+    }
+    return segments;
+  };
+  reference::lion_step(segments_of(expected), {}, nullptr, nullptr, ScalarType::Float);
+  lion_step(segments_of(got), {}, nullptr, nullptr, ScalarType::Float, Stream{});
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_TRUE(got[i].same_bytes(expected[i])) << "segment " << i;
+  }
+}
+
 TEST(Steps, RefuseWhatTheyCannotDo) {
   Arrays arrays(10, ScalarType::Float, 0);
   AdamSegment adam = arrays.adam();
@@ -237,6 +295,10 @@ TEST(Steps, RefuseWhatTheyCannotDo) {
   sgd.momentum = nullptr;
   EXPECT_THROW(sgd_step(sgd, {.momentum = 0.9}, nullptr, nullptr, ScalarType::Float, Stream{}),
                c10::Error);
+  LionSegment lion = arrays.lion();
+  EXPECT_THROW(lion_step(lion, {}, nullptr, nullptr, ScalarType::Double, Stream{}), c10::Error);
+  lion.exp_avg = nullptr;
+  EXPECT_THROW(lion_step(lion, {}, nullptr, nullptr, ScalarType::Float, Stream{}), c10::Error);
 }
 
 }  // namespace

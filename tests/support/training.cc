@@ -15,6 +15,7 @@
 #include <cmath>
 
 #include "tests/support/own_optimizer.h"
+#include "zero/lion.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -103,6 +104,8 @@ std::unique_ptr<torch::optim::Optimizer> make_inner(Inner inner, OddModelImpl& m
     case Inner::kAdagrad:
       return make.operator()<Adagrad, AdagradOptions>(
           AdagradOptions(0.05).initial_accumulator_value(0.1), 0.05);
+    case Inner::kLion:
+      return make.operator()<Lion, LionOptions>(LionOptions(0.01), 0.05);
     case Inner::kOwn:
       return make.operator()<OwnOptimizer, OwnOptions>(OwnOptions(0.01), 0.05);
   }
@@ -166,13 +169,14 @@ Trajectory train_reference(const Training& t) {
       for (size_t i = 0; i < parameters.size(); ++i) {
         const at::Tensor& grad = parameters[i].grad();
         if (!grad.defined()) continue;
-        sums[i] = sums[i].defined() ? sums[i] + grad.to(at::kDouble) : grad.to(at::kDouble);
+        const at::Tensor wide = grad.to(t.reference_in_fp32 ? at::kFloat : at::kDouble);
+        sums[i] = sums[i].defined() ? sums[i] + wide : wide;
       }
     }
     double square = 0;
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (!sums[i].defined()) continue;
-      sums[i] = sums[i] / t.world_size;
+      sums[i] = t.reference_in_fp32 ? sums[i] * (1.0 / t.world_size) : sums[i] / t.world_size;
       square += sums[i].pow(2).sum().item<double>();
     }
     const double factor =

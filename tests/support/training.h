@@ -43,7 +43,7 @@ struct OddModelImpl : torch::nn::Module {
 TORCH_MODULE(OddModel);
 
 // kOwn is a class of the user's own, which needs ZeroOptions().elementwise(true).
-enum class Inner { kSgd, kSgdMomentum, kAdamW, kAdam, kRmsprop, kAdagrad, kOwn };
+enum class Inner { kSgd, kSgdMomentum, kAdamW, kAdam, kRmsprop, kAdagrad, kLion, kOwn };
 
 struct Training {
   int world_size = 2;
@@ -58,6 +58,8 @@ struct Training {
   ZeroOptions options;
   Transport transport = kDefaultTransport;
   bool shared_memory = false;
+  // The reference averages in fp32 as the ranks do, so that W > 2 has equal bits too.
+  bool reference_in_fp32 = false;
   // Which layers a rank uses in a micro batch; Use bits. 0: the loss is a constant.
   std::function<unsigned(int rank, int step, int micro)> use = [](int, int, int) {
     return static_cast<unsigned>(OddModelImpl::kAll);

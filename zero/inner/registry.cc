@@ -24,6 +24,7 @@ c10::ArrayRef<const OptimizerAdapter*> registered_adapters() {
       &sgd_adapter(),      //
       &rmsprop_adapter(),  //
       &adagrad_adapter(),  //
+      &lion_adapter(),     //
   };
   return kAdapters;
 }

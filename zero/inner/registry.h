@@ -23,6 +23,7 @@ const OptimizerAdapter& adapter_of(const torch::optim::OptimizerParamState& stat
 const OptimizerAdapter& adagrad_adapter();
 const OptimizerAdapter& adam_adapter();
 const OptimizerAdapter& adamw_adapter();
+const OptimizerAdapter& lion_adapter();
 const OptimizerAdapter& rmsprop_adapter();
 const OptimizerAdapter& sgd_adapter();
 

@@ -1,0 +1,65 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// lion_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
+#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/cuda_tiles.cuh"
+
+namespace zero::kernels::cuda {
+namespace {
+
+template <class W>
+__global__ void __launch_bounds__(kThreads)
+    lion_kernel(const __grid_constant__ Tiles<LionSegment> table, const LionCoefficients c,
+                const float* gradient_coefficient, const double* nonfinite) {
+  constexpr int kWidth = 4;  // 16 bytes of fp32
+  if (nonfinite != nullptr && *nonfinite != 0.0) {
+    return;
+  }
+  const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
+  for_each_tile(table, [&](const LionSegment& s, int64_t begin, int64_t end) {
+    W* working = static_cast<W*>(s.working);
+    const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.exp_avg) &&
+                         aligned<kWidth>(s.gradient) && aligned<kWidth>(working);
+    for_each_pack<kWidth>(begin, end, vectors, [&](auto width, int64_t i) {
+      constexpr int kCount = decltype(width)::value;
+      auto p = load<kCount>(static_cast<const float*>(s.master + i));
+      auto m = load<kCount>(static_cast<const float*>(s.exp_avg + i));
+      const auto g = load<kCount>(s.gradient + i);
+      Pack<W, kCount> narrowed;
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        lion_element(c, g.values[e] * coefficient, p.values[e], m.values[e]);
+        narrow(p.values[e], narrowed.values[e]);
+      }
+      store<kCount>(s.master + i, p);
+      store<kCount>(s.exp_avg + i, m);
+      if (working != nullptr) {
+        store<kCount>(working + i, narrowed);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+const char* lion_step(const LionSegment* segments, int64_t count,
+                      const LionCoefficients& coefficients, const float* gradient_coefficient,
+                      const double* nonfinite, ElementType working_type, void* stream) {
+  const auto segment_of = [&](int64_t i) {
+    LionSegment segment = segments[i];
+    if (segment.working == static_cast<void*>(segment.master)) {
+      segment.working = nullptr;
+    }
+    return segment;
+  };
+  return for_each_table<LionSegment>(
+      count, segment_of, [&](const Tiles<LionSegment>& table, int grid) {
+        with_device_type(working_type, [&]<class W>(W*) {
+          lion_kernel<W><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+              table, coefficients, gradient_coefficient, nonfinite);
+        });
+      });
+}
+
+}  // namespace zero::kernels::cuda
