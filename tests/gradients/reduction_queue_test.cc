@@ -15,6 +15,7 @@
 #include "tests/support/run_ranks.h"
 #include "zero/agreement/communicators.h"
 #include "zero/agreement/shard_domains.h"
+#include "zero/gradients/elementwise_wire.h"
 #include "zero/gradients/reduction_queue.h"
 
 namespace zero {
@@ -26,6 +27,7 @@ struct Buckets {
   Buckets(int count, int64_t row, Communicator& group, BufferPool& pool) {
     for (int b = 0; b < count; ++b) {
       Reduction reduction;
+      reduction.wire = &wire;
       reduction.rows = pool.take(2 * row, at::kFloat).view({2, row}).fill_(b + 1);
       reduction.shard = at::zeros({row});
       reduction.group = &group;
@@ -36,6 +38,7 @@ struct Buckets {
   void push_all(ReductionQueue& queue) {
     for (const Reduction& reduction : list) queue.push(reduction);
   }
+  const ElementwiseWire wire{at::kFloat};
   std::vector<Reduction> list;
 };
 

@@ -185,7 +185,7 @@ bool GradientReducer::take_gradient(int64_t parameter, const at::Tensor& gradien
   if (sum.defined()) {
     // Accumulated apart, the sum would be rounded to its own dtype before it is to the bucket's.
     const Bucket& bucket = plan_.buckets[places_[parameter].front().bucket];
-    if (!fits(sum) || sum.scalar_type() != dtype(plan_.arena_of(bucket))) return false;
+    if (!fits(sum) || sum.scalar_type() != wire_of(bucket).packed_dtype()) return false;
   }
   release_gradient(parameter);
   pack(parameter, gradient, sum);
@@ -232,19 +232,25 @@ at::Tensor GradientReducer::release_gradient(int64_t parameter) {
   return gradient;
 }
 
-c10::ScalarType GradientReducer::dtype(const Arena& arena) const {
-  return options_.reduce_dtype.value_or(arena.dtype);
-}
-
 const at::Tensor& GradientReducer::open(int64_t b) {
   const Bucket& bucket = plan_.buckets[b];
-  const Arena& arena = plan_.arena_of(bucket);
-  at::Tensor& rows = open_[b].rows;
-  if (!rows.defined()) {
-    rows = pool_.take(plan_.bucket_numel(bucket), dtype(arena))
-               .view({arena.world_size, bucket.rows.equal_numel()});
+  at::Tensor& packed = open_[b].packed;
+  if (!packed.defined()) {
+    packed = wire_of(bucket).open(plan_.arena_of(bucket).world_size, bucket.rows.equal_numel(),
+                                  pool_);
   }
-  return rows;
+  return packed;
+}
+
+// At once when a bucket is full: it may have to wait for the buckets before it, and encoded it may
+// be smaller.
+void GradientReducer::encode(int64_t b) {
+  Open& open = open_[b];
+  const WireFormat& wire = wire_of(plan_.buckets[b]);
+  open.encoded = wire.encode(std::exchange(open.packed, at::Tensor()), pool_);
+  if (wire.packs_in_place()) return;
+  const auto bytes = static_cast<int64_t>(open.encoded.nbytes());
+  unsent_bytes_ += bytes - std::exchange(open.unsent_bytes, bytes);
 }
 
 // gradient + added, or only `gradient`.
@@ -255,13 +261,13 @@ void GradientReducer::pack(int64_t parameter, const at::Tensor& gradient, const 
     const TraceRange range("pack", place.bucket);
     const Bucket& bucket = plan_.buckets[place.bucket];
     const Slot& slot = bucket.slots[place.slot];
-    const at::Tensor& rows = open(place.bucket);
-    copy_into_bucket(plan_, bucket, slot, gradient, rows, added);
+    const at::Tensor& packed = open(place.bucket);
+    copy_into_bucket(plan_, bucket, slot, gradient, packed, added);
     Open& open = open_[place.bucket];
-    --open.missing;
-    const int64_t bytes = slot.numel * static_cast<int64_t>(rows.element_size());
-    open.packed_bytes += bytes;
+    const int64_t bytes = slot.numel * static_cast<int64_t>(packed.element_size());
+    open.unsent_bytes += bytes;
     unsent_bytes_ += bytes;
+    if (--open.missing == 0) encode(place.bucket);
   }
 }
 
@@ -280,15 +286,17 @@ void GradientReducer::send_next() {
           ? links.averaged_over
           : arena.world_size * (links.replicas == nullptr ? 1 : links.replicas->world_size());
   // Of a round that is being closed.
-  open(b);
-  for (const Slot& slot : bucket.slots) {
-    if (packed_[slot.parameter] == 0) {
-      copy_into_bucket(plan_, bucket, slot, at::Tensor(), open_[b].rows);
+  if (!open_[b].encoded.defined()) {
+    const at::Tensor& packed = open(b);
+    for (const Slot& slot : bucket.slots) {
+      if (packed_[slot.parameter] == 0) copy_into_bucket(plan_, bucket, slot, at::Tensor(), packed);
     }
+    encode(b);
   }
   Reduction reduction;
-  reduction.rows = std::exchange(open_[b].rows, at::Tensor());
-  unsent_bytes_ -= std::exchange(open_[b].packed_bytes, 0);
+  reduction.wire = &wire_of(bucket);
+  reduction.rows = std::exchange(open_[b].encoded, at::Tensor());
+  unsent_bytes_ -= std::exchange(open_[b].unsent_bytes, 0);
   reduction.shard = shards_[b];
   // What replicas hold after reduce_over_replicas() is already their common mean:
   // only the first of them carries it into a further sum.

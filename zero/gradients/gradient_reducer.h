@@ -24,20 +24,20 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "bookkeeping/plan.h"
 #include "zero/comm/domain_communicators.h"
 #include "zero/gradients/reduction_queue.h"
+#include "zero/gradients/wire_format.h"
 #include "zero/memory/buffer_pool.h"
 #include "zero/memory/parameter_table.h"
 
 namespace zero {
 
 struct ReducerOptions {
-  std::optional<c10::ScalarType> reduce_dtype;
+  WireFormats wires;  // per arena
   bool no_sync_fp32 = false;
 };
 
@@ -111,17 +111,19 @@ class GradientReducer {
     size_t slot = 0;  // in the bucket
   };
   struct Open {                // a bucket of the open round
-    at::Tensor rows;           // undefined until its first gradient arrives
+    at::Tensor packed;         // undefined until its first gradient arrives, and when encoded
+    at::Tensor encoded;        // from when it is full until it is sent
     int64_t missing = 0;       // parameters not yet packed
-    int64_t packed_bytes = 0;  // of those that are
+    int64_t unsent_bytes = 0;  // of those that are
   };
 
   void start_round();
   void set_reducing(bool reducing);
   bool has_gradient(int64_t parameter) const;
   bool round_open() const;  // a gradient was packed that closes with this round
-  c10::ScalarType dtype(const Arena& arena) const;  // of a bucket
+  const WireFormat& wire_of(const Bucket& bucket) const { return *options_.wires[bucket.arena]; }
   const at::Tensor& open(int64_t bucket);
+  void encode(int64_t bucket);
   at::Tensor release_gradient(int64_t parameter);
   void pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added = {});
   void send_complete();

@@ -6,9 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "kernels/sum_rows.h"
 #include "zero/base/error_text.h"
-#include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
 
 namespace zero {
@@ -16,18 +14,7 @@ namespace {
 
 // shard (+)= scale * the sum of these rows.
 void sum(const Reduction& reduction, const SummandRows& rows) {
-  kernels::SumRowsArgs args;
-  args.rows = rows.addresses;
-  args.received = rows.received;
-  args.own = rows.own_row;
-  args.world_size = rows.count;
-  args.own_rank = rows.own;
-  args.numel = reduction.shard.numel();
-  args.dtype = rows.dtype;
-  args.scale = reduction.scale;
-  args.shard = reduction.shard.mutable_data_ptr<float>();
-  args.accumulate = reduction.accumulate;
-  kernels::sum_rows(args, current_stream(reduction.shard.device()));
+  reduction.wire->decode_and_sum(rows, reduction.shard, reduction.scale, reduction.accumulate);
 }
 
 // An error of this rank alone, for want of memory perhaps: the peers wait for what will not come.

@@ -24,14 +24,16 @@
 #include <thread>
 
 #include "zero/communicator.h"
+#include "zero/gradients/wire_format.h"
 #include "zero/memory/buffer_pool.h"
 
 namespace zero {
 
 // One bucket on its way.
 struct Reduction {
-  at::Tensor rows;   // [world_size, n] in the wire dtype, from the pool; given back when done
-  at::Tensor shard;  // [n] fp32
+  const WireFormat* wire = nullptr;  // outlives the queue
+  at::Tensor rows;   // [world_size, n] as encoded by `wire`, from the pool; given back when done
+  at::Tensor shard;  // [row_numel] fp32
   bool accumulate = false;        // add to the shard, or assign it
   float scale = 1.0F;             // factor after the sum
   Communicator* group = nullptr;  // null or of one rank: nothing is sent

@@ -53,8 +53,8 @@ class BucketMemory {
 
 // Writes the part of one parameter, with a cast where dtypes differ; zeros for an undefined tensor.
 // `added`, which has the dtype of `rows`, is added to the tensor unless it is undefined.
-// Padding is left as it is, since nobody reads it: to clear it would cost a small model on many
-// ranks more than all the rest.
+// Padding is left as it is, since no gradient depends on it, or zero/gradients/wire_format.h has
+// cleared it: to clear it here would cost a small model on many ranks more than all the rest.
 void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
                       const at::Tensor& tensor, const at::Tensor& rows,
                       const at::Tensor& added = {});

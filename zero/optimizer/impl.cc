@@ -4,9 +4,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <functional>
-#include <numeric>
 #include <utility>
 
 #include "zero/base/error_text.h"
@@ -38,20 +36,6 @@ std::vector<int64_t> ranks_in(const Domains& domains) {
   return ranks;
 }
 
-// The bytes that a pool keeps between steps.
-int64_t kept_bytes(const Plan& plan, const ZeroOptions& options) {
-  std::vector<int64_t> bytes;
-  for (const Bucket& bucket : plan.buckets) {
-    const auto dtype = options.reduce_dtype().value_or(plan.arena_of(bucket).dtype);
-    bytes.push_back(plan.bucket_numel(bucket) * static_cast<int64_t>(c10::elementSize(dtype)));
-  }
-  // Those in use at one time are different buckets: at most the largest ones.
-  const auto count = std::min<size_t>(bytes.size(), ReductionQueue::kBuffersKept);
-  const auto end = bytes.begin() + static_cast<int64_t>(count);
-  std::partial_sort(bytes.begin(), end, bytes.end(), std::greater<>());
-  return std::accumulate(bytes.begin(), end, int64_t{0});
-}
-
 // Any domain's communicator can send these buffers: memory that ranks of a machine share is the
 // same for all of them.
 BufferPool::Allocate allocator_of(const OptimizerLinks& links) {
@@ -78,10 +62,11 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       domain_of(parameter_domains(table, domains)),
       plan(make_plan_of(table, domains, options)),
       protocol(domains, domain_of, *links),
-      pool(device, kept_bytes(plan, options), allocator_of(*links)),
+      wires(make_wire_formats(plan, options)),
+      pool(device, buffer_bytes(plan, wires, ReductionQueue::kBuffersKept), allocator_of(*links)),
       arena(plan, table, pool),
       broadcasts(arena, *links),
-      reducer(plan, table, links->domains, pool, {options.reduce_dtype(), options.no_sync_fp32()}),
+      reducer(plan, table, links->domains, pool, {wires, options.no_sync_fp32()}),
       full_gradients(plan, table, links->domains, pool),
       shards(make_shards(std::move(inner))),
       clipping(shards.segments(), domains.norm_weights, device, *links->norm),

@@ -20,6 +20,7 @@
 #include "zero/checkpoint/writer.h"
 #include "zero/gradients/full_gradients.h"
 #include "zero/gradients/gradient_reducer.h"
+#include "zero/gradients/wire_format.h"
 #include "zero/memory/working_arena.h"
 #include "zero/optimizer/backward.h"
 #include "zero/optimizer/broadcasts.h"
@@ -103,6 +104,7 @@ struct ZeroOptimizer::Impl {
   const std::vector<int64_t> domain_of;  // per parameter
   const Plan plan;
   CallProtocol protocol;
+  const WireFormats wires;  // per arena of `plan`
   BufferPool pool;
   WorkingArena arena;
   Broadcasts broadcasts;

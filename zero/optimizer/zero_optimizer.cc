@@ -12,6 +12,7 @@
 #include "bookkeeping/layout.h"
 #include "zero/agreement/construction_check.h"
 #include "zero/base/error_text.h"
+#include "zero/gradients/wire_format.h"
 #include "zero/inner/classes.h"
 #include "zero/optimizer/impl.h"
 
@@ -29,10 +30,6 @@ void check_options(const ZeroOptions& options) {
               options.max_skipped_in_a_row(), "; 0 accepts any number");
   TORCH_CHECK(options.check_replicas_every() >= 0, "check_replicas_every: expected 0 or more, got ",
               options.check_replicas_every());
-  if (const auto dtype = options.reduce_dtype()) {
-    TORCH_CHECK(*dtype == at::kFloat || *dtype == at::kBFloat16 || *dtype == at::kHalf,
-                "reduce_dtype: expected float, bfloat16 or half, got ", *dtype);
-  }
   TORCH_CHECK(!options.loss_scaler() || options.skip_nonfinite(),
               "loss_scaler: expected skip_nonfinite(true) with a dynamic loss scale, got false; "
               "the scale can only follow overflows that are noticed");
@@ -51,8 +48,7 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
        << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather()
        << " static_graph " << options.static_graph() << " max_skipped_in_a_row "
        << options.max_skipped_in_a_row() << " check_replicas_every "
-       << options.check_replicas_every();
-  if (options.reduce_dtype()) line << " reduce_dtype " << *options.reduce_dtype();
+       << options.check_replicas_every() << describe_wire_options(options);
   if (const auto& s = options.loss_scaler()) {
     line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
          << s->backoff_factor() << " " << s->growth_interval() << " " << s->hysteresis() << " "
@@ -142,6 +138,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
                 "parameters: expected them on ", group.device(),
                 ", where the group's data travels, got ", device,
                 "; call to(group.device()) on the model first, or set InitOptions::device");
+    check_wire_options(options, device);
     for (const Parameter& p : table->parameters()) {
       TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p.tensor) == nullptr, "parameter ",
                   p.name,

@@ -1,0 +1,36 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/gradients/elementwise_wire.h"
+
+#include "kernels/sum_rows.h"
+#include "zero/memory/device_stream.h"
+
+namespace zero {
+
+int64_t ElementwiseWire::bytes(int64_t numel) const {
+  return numel * static_cast<int64_t>(c10::elementSize(dtype_));
+}
+
+at::Tensor ElementwiseWire::open(int64_t world_size, int64_t row_numel, BufferPool& pool) const {
+  return pool.take(world_size * row_numel, dtype_).view({world_size, row_numel});
+}
+
+at::Tensor ElementwiseWire::encode(at::Tensor packed, BufferPool& /*pool*/) const { return packed; }
+
+void ElementwiseWire::decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
+                                     bool accumulate) const {
+  kernels::SumRowsArgs args;
+  args.rows = rows.addresses;
+  args.received = rows.received;
+  args.own = rows.own_row;
+  args.world_size = rows.count;
+  args.own_rank = rows.own;
+  args.numel = shard.numel();
+  args.dtype = rows.dtype;
+  args.scale = scale;
+  args.shard = shard.mutable_data_ptr<float>();
+  args.accumulate = accumulate;
+  kernels::sum_rows(args, current_stream(shard.device()));
+}
+
+}  // namespace zero

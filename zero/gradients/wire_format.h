@@ -1,0 +1,81 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A WireFormat decides how the gradients of a bucket are sent: it makes the memory that gradients
+// are packed into, encodes it into one row for each rank, and adds the encoded rows of all ranks up
+// into a gradient shard. Exchanges see encoded rows as bytes. A new format is one more class, an
+// option that asks for it, and a line in wire_format.cc.
+//
+//   open() -> packed [world_size, row], gradients are copied into it -> encode() -> exchange
+//   -> the row of every rank -> decode_and_sum() -> shard (+)= scale * sum, in fp32
+//
+// Formats hold no state. Their functions may be called from several threads at a time; they run on
+// the current stream of the tensors' device and do not wait for it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/communicator.h"
+#include "zero/memory/buffer_pool.h"
+
+namespace zero {
+
+struct ZeroOptions;
+
+class WireFormat {
+ public:
+  virtual ~WireFormat() = default;
+
+  // Bytes of the encoded row of `numel` gradients. Each row is encoded by itself, so that its owner
+  // can decode it without the others.
+  virtual int64_t bytes(int64_t numel) const = 0;
+
+  // The dtype in which gradients are packed.
+  virtual c10::ScalarType packed_dtype() const = 0;
+  // True when gradients are packed straight into the encoded rows, so that encode() copies nothing
+  // and a bucket needs no second buffer.
+  virtual bool packs_in_place() const = 0;
+
+  // Takes memory from `pool` to pack a bucket into: [world_size, row_numel] of packed_dtype(). The
+  // caller writes a gradient, or zeros, for every parameter of the bucket, and leaves padding as it
+  // is: open() clears the memory in formats whose padding has an effect on other values.
+  virtual at::Tensor open(int64_t world_size, int64_t row_numel, BufferPool& pool) const = 0;
+
+  // Takes over what open() returned, once it is full. Returns the encoded rows, [world_size, n]
+  // contiguous, where a row has bytes(row_numel) bytes; the caller gives them back to `pool`.
+  // Their dtype is that of their elements where adding up rows element by element is the same as
+  // decode_and_sum(), so that a transport may do it; else kByte.
+  virtual at::Tensor encode(at::Tensor packed, BufferPool& pool) const = 0;
+
+  // shard = scale * (row 0 + row 1 + ...), or shard += that product with `accumulate`. `rows` are
+  // those of encode(), or partial sums of them in fp32 if their dtype is not kByte. Decoded
+  // values are added up in rank order; each addition and product is rounded to fp32, so that the
+  // bits depend on the rows alone. A gradient that is not finite makes an element of the shard
+  // that is not finite. Gradients of 0 add 0.
+  //   shard  [row_numel] fp32
+  virtual void decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
+                              bool accumulate) const = 0;
+};
+
+// Throws c10::Error when `options` ask for a format that there is not, or not for gradients on
+// `device`.
+void check_wire_options(const ZeroOptions& options, c10::Device device);
+// What of them all ranks must agree on.
+std::string describe_wire_options(const ZeroOptions& options);
+
+using WireFormats = std::vector<std::shared_ptr<const WireFormat>>;
+
+// The format of each arena of `plan`. The same on all ranks for equal options.
+WireFormats make_wire_formats(const Plan& plan, const ZeroOptions& options);
+
+// What a pool should keep between steps for `buffers` buckets in use at a time: the bytes of the
+// largest ones.
+int64_t buffer_bytes(const Plan& plan, const WireFormats& wires, size_t buffers);
+
+}  // namespace zero
