@@ -13,6 +13,9 @@
 
 namespace zero::kernels {
 
+// Values that share a scale in block_int8.h.
+inline constexpr int64_t kInt8Block = 256;
+
 // One copy of cast_copy_spans(); the call gives the dtypes.
 struct CopySpan {
   const void* source = nullptr;

@@ -32,9 +32,9 @@
 //   2. A parameter dropped on every rank is skipped as torch skips an undefined gradient: no
 //      decay, no momentum, no step count. Ranks may use different parameters and run different
 //      numbers of backward passes.
-//   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run; without clipping for
-//      every bucket size and layout too.
-//   4. With one fp32 rank, unclipped and fused(false): the inner optimizer's own bits.
+//   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run; without clipping, and
+//      with GradientWire::kDtype, for every bucket size and layout too.
+//   4. With one fp32 rank, unclipped, fused(false) and kDtype: the inner optimizer's own bits.
 //   5. A non-finite gradient on any rank skips the step on all ranks.
 //   6. The norm returned by clip_grad_norm_ is that of the averaged, unscaled gradient before
 //      clipping. Clipping takes effect inside step(): p.grad() and gradient() show unclipped

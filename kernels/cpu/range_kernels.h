@@ -39,11 +39,32 @@ struct SumRowsRange {
   bool accumulate;
 };
 
+// sum_block_int8() for elements [begin, end), whole blocks but for the last one. A row is row_bytes
+// long, and its values begin at byte values_begin.
+struct SumBlockInt8Range {
+  const void* const* rows;
+  const void* received;
+  const void* own;
+  float* shard;
+  int64_t row_bytes;
+  int64_t values_begin;
+  int64_t begin;
+  int64_t end;
+  int64_t world_size;
+  int64_t own_rank;
+  float factor;
+  bool accumulate;
+};
+
 struct RangeKernels {
   const char* name;
   void (*cast_copy)(const void* source, ElementType source_type, void* destination,
                     ElementType destination_type, int64_t numel, const void* addend);
   void (*sum_rows)(const SumRowsRange& range);
+  // Of whole blocks but for the last one.
+  void (*encode_block_int8)(const void* source, ElementType source_type, int64_t numel,
+                            float* scales, int8_t* values);
+  void (*sum_block_int8)(const SumBlockInt8Range& range);
   // The sums add up in an order that depends on numel alone.
   double (*sum_of_squares)(const float* values, int64_t numel);
   double (*sum_of_abs)(const float* values, int64_t numel);

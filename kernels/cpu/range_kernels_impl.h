@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/cpu/range_block_int8.h"
 #include "kernels/cpu/range_conversions.h"
 #include "kernels/cpu/range_kernels.h"
 
@@ -355,6 +356,8 @@ constexpr RangeKernels make_range_kernels(const char* name) {
   return {name,
           cast_copy_range,
           sum_rows_range,
+          encode_block_int8_range,
+          sum_block_int8_range,
           sum_of_squares_range,
           sum_of_abs_range,
           count_nonfinite_range,

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "tests/support/random_tensors.h"
+#include "zero/gradients/block_int8_wire.h"
 #include "zero/gradients/elementwise_wire.h"
 #include "zero/memory/buffer_pool.h"
 
@@ -35,6 +36,9 @@ const std::vector<Wire> kWires = {
     {"Fp32", std::make_shared<ElementwiseWire>(at::kFloat), 0},
     {"Bf16", std::make_shared<ElementwiseWire>(at::kBFloat16), 0},
     {"Fp16", std::make_shared<ElementwiseWire>(at::kHalf), 0},
+    {"BlockInt8OfFp32", std::make_shared<BlockInt8Wire>(at::kFloat), 1.0 / 254 + 0x1p-22},
+    {"BlockInt8OfBf16", std::make_shared<BlockInt8Wire>(at::kBFloat16), 1.0 / 254 + 0x1p-22},
+    {"BlockInt8OfFp16", std::make_shared<BlockInt8Wire>(at::kHalf), 1.0 / 254 + 0x1p-22},
 };
 
 constexpr int64_t kRows[] = {1, 16, 255, 256, 257, 1000, 20000};

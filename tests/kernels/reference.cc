@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
+#include <limits>
 
 namespace zero::kernels::reference {
 namespace {
@@ -49,6 +51,10 @@ bool writes_working(const void* working, const float* master) {
   return working != nullptr && working != static_cast<const void*>(master);
 }
 
+// The bytes of a row of `numel` values at which the scale and the encoded value of element i begin.
+int64_t scale_at(int64_t i) { return 4 * (i / 256); }
+int64_t value_at(int64_t numel, int64_t i) { return 4 * ((numel + 255) / 256) + i; }
+
 }  // namespace
 
 void cast_copy(const void* source, c10::ScalarType source_dtype, void* destination,
@@ -72,6 +78,53 @@ void sum_rows(const SumRowsArgs& args) {
       sum = r == 0 ? value : sum + value;
     }
     const float product = factor * sum;
+    args.shard[i] = args.accumulate ? args.shard[i] + product : product;
+  }
+}
+
+void encode_block_int8(const void* source, c10::ScalarType source_dtype, int64_t rows,
+                       int64_t numel, void* destination) {
+  const int64_t bytes = (numel + 255) / 256 * 4 + (numel + 3) / 4 * 4;
+  std::memset(destination, 0, static_cast<size_t>(rows * bytes));
+  for (int64_t r = 0; r < rows; ++r) {
+    auto* row = static_cast<char*>(destination) + r * bytes;
+    for (int64_t first = 0; first < numel; first += 256) {
+      const int64_t end = std::min(first + 256, numel);
+      float largest = 0.0F;
+      bool finite = true;
+      for (int64_t i = first; i < end; ++i) {
+        const float x = load(source, source_dtype, r * numel + i);
+        finite = finite && std::isfinite(x);
+        largest = std::max(largest, std::fabs(x));
+      }
+      float scale = finite ? largest / 127.0F : std::numeric_limits<float>::quiet_NaN();
+      if (std::isinf(127.0F * scale)) scale = std::nextafter(scale, 0.0F);
+      std::memcpy(row + scale_at(first), &scale, sizeof(scale));
+      for (int64_t i = first; i < end; ++i) {
+        const float x = load(source, source_dtype, r * numel + i);
+        const float q = finite && scale > 0.0F ? std::nearbyint(x / scale) : 0.0F;
+        row[value_at(numel, i)] =
+            static_cast<char>(static_cast<signed char>(std::clamp(q, -127.0F, 127.0F)));
+      }
+    }
+  }
+}
+
+void sum_block_int8(const SumBlockInt8Args& args) {
+  const int64_t bytes = (args.numel + 255) / 256 * 4 + (args.numel + 3) / 4 * 4;
+  for (int64_t i = 0; i < args.numel; ++i) {
+    float sum = 0.0F;
+    for (int64_t r = 0; r < args.world_size; ++r) {
+      const char* row = args.rows != nullptr ? static_cast<const char*>(args.rows[r])
+                        : r == args.own_rank ? static_cast<const char*>(args.own)
+                                             : static_cast<const char*>(args.received) + r * bytes;
+      float scale = 0.0F;
+      std::memcpy(&scale, row + scale_at(i), sizeof(scale));
+      const auto q = static_cast<signed char>(row[value_at(args.numel, i)]);
+      const float decoded = scale * static_cast<float>(q);
+      sum = r == 0 ? decoded : sum + decoded;
+    }
+    const float product = args.scale * sum;
     args.shard[i] = args.accumulate ? args.shard[i] + product : product;
   }
 }

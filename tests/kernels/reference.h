@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "kernels/adam.h"
+#include "kernels/block_int8.h"
 #include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/sgd.h"
@@ -25,6 +26,11 @@ void cast_copy(const void* source, c10::ScalarType source_dtype, void* destinati
                c10::ScalarType destination_dtype, int64_t numel, const void* addend);
 
 void sum_rows(const SumRowsArgs& args);
+
+void encode_block_int8(const void* source, c10::ScalarType source_dtype, int64_t rows,
+                       int64_t numel, void* destination);
+
+void sum_block_int8(const SumBlockInt8Args& args);
 
 // Added up in long double, so closer to the exact sum than the fast code.
 void sum_of_abs_powers(c10::ArrayRef<ConstSpan> spans, double p, double* result);

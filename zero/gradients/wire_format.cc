@@ -8,6 +8,7 @@
 #include <functional>
 #include <numeric>
 
+#include "zero/gradients/block_int8_wire.h"
 #include "zero/gradients/elementwise_wire.h"
 #include "zero/options.h"
 
@@ -23,7 +24,15 @@ int64_t sum_of_largest(std::vector<int64_t> bytes, size_t count) {
 
 }  // namespace
 
-void check_wire_options(const ZeroOptions& options, c10::Device /*device*/) {
+void check_wire_options(const ZeroOptions& options, c10::Device device) {
+  if (options.gradient_wire() == GradientWire::kBlockInt8) {
+    TORCH_CHECK(!options.reduce_dtype(),
+                "gradient_wire: expected no reduce_dtype with kBlockInt8, which sends 8-bit "
+                "integers and fp32 scales, got reduce_dtype ",
+                *options.reduce_dtype(), "; leave one of them out");
+    TORCH_CHECK(device.is_cpu(), "gradient_wire: expected parameters on cpu with kBlockInt8, got ",
+                device, "; use reduce_dtype(torch::kBFloat16), or no option, on a GPU");
+  }
   if (const auto dtype = options.reduce_dtype()) {
     TORCH_CHECK(*dtype == at::kFloat || *dtype == at::kBFloat16 || *dtype == at::kHalf,
                 "reduce_dtype: expected float, bfloat16 or half, got ", *dtype);
@@ -31,6 +40,7 @@ void check_wire_options(const ZeroOptions& options, c10::Device /*device*/) {
 }
 
 std::string describe_wire_options(const ZeroOptions& options) {
+  if (options.gradient_wire() == GradientWire::kBlockInt8) return " gradient_wire block_int8";
   if (!options.reduce_dtype()) return {};
   return c10::str(" reduce_dtype ", *options.reduce_dtype());
 }
@@ -38,20 +48,28 @@ std::string describe_wire_options(const ZeroOptions& options) {
 WireFormats make_wire_formats(const Plan& plan, const ZeroOptions& options) {
   WireFormats wires;
   for (const Arena& arena : plan.arenas) {
-    wires.push_back(
-        std::make_shared<ElementwiseWire>(options.reduce_dtype().value_or(arena.dtype)));
+    if (options.gradient_wire() == GradientWire::kBlockInt8) {
+      wires.push_back(
+          std::make_shared<BlockInt8Wire>(options.no_sync_fp32() ? at::kFloat : arena.dtype));
+    } else {
+      wires.push_back(
+          std::make_shared<ElementwiseWire>(options.reduce_dtype().value_or(arena.dtype)));
+    }
   }
   return wires;
 }
 
 int64_t buffer_bytes(const Plan& plan, const WireFormats& wires, size_t buffers) {
-  std::vector<int64_t> encoded;
+  std::vector<int64_t> encoded, packed;
   for (const Bucket& bucket : plan.buckets) {
-    const int64_t row = wires[bucket.arena]->bytes(bucket.rows.equal_numel());
-    encoded.push_back(plan.arena_of(bucket).world_size * row);
+    const WireFormat& wire = *wires[bucket.arena];
+    encoded.push_back(plan.arena_of(bucket).world_size * wire.bytes(bucket.rows.equal_numel()));
+    if (wire.packs_in_place()) continue;
+    packed.push_back(plan.bucket_numel(bucket) *
+                     static_cast<int64_t>(c10::elementSize(wire.packed_dtype())));
   }
   // Those in use at one time are different buckets: at most the largest ones.
-  return sum_of_largest(encoded, buffers);
+  return sum_of_largest(encoded, buffers) + sum_of_largest(packed, 2);
 }
 
 }  // namespace zero

@@ -75,7 +75,7 @@ using WireFormats = std::vector<std::shared_ptr<const WireFormat>>;
 WireFormats make_wire_formats(const Plan& plan, const ZeroOptions& options);
 
 // What a pool should keep between steps for `buffers` buckets in use at a time: the bytes of the
-// largest ones.
+// largest ones; and of two more that are being filled, in formats that do not pack in place.
 int64_t buffer_bytes(const Plan& plan, const WireFormats& wires, size_t buffers);
 
 }  // namespace zero
