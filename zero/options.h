@@ -73,8 +73,8 @@ struct ZeroOptions {
   // pays a copy and an fp32 master for it.
   TORCH_ARG(Layout, layout) = Layout::kContiguous;
 
-  // Update with the fused kernels when the inner optimizer is exactly torch's AdamW, Adam or SGD, or
-  // zero::Lion. False always calls the inner optimizer's own step(), which rounds in a different
+  // Update with the fused kernels when the inner optimizer is exactly torch's AdamW, Adam or SGD,
+  // or zero::Lion. False always calls the inner optimizer's own step(), which rounds in a different
   // order; Lion's has the same bits.
   TORCH_ARG(bool, fused) = true;
 

@@ -236,8 +236,8 @@ const at::Tensor& GradientReducer::open(int64_t b) {
   const Bucket& bucket = plan_.buckets[b];
   at::Tensor& packed = open_[b].packed;
   if (!packed.defined()) {
-    packed = wire_of(bucket).open(plan_.arena_of(bucket).world_size, bucket.rows.equal_numel(),
-                                  pool_);
+    packed =
+        wire_of(bucket).open(plan_.arena_of(bucket).world_size, bucket.rows.equal_numel(), pool_);
   }
   return packed;
 }
