@@ -32,7 +32,7 @@ void print_tensors(const char* title, const std::vector<zero::CheckpointTensor>&
   }
 }
 
-// Of the objects that the save included.
+// The states of the objects that the save included.
 void print_states(const std::vector<zero::CheckpointState>& states) {
   for (const zero::CheckpointState& state : states) {
     std::printf("state %s: %lld bytes", state.name.c_str(), static_cast<long long>(state.bytes));

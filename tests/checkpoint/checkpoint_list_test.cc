@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What counts as a checkpoint of a folder, and which of them is the newest.
+// list_checkpoints() finds the checkpoints of a folder and orders them.
 #include "zero/checkpoint/checkpoint_list.h"
 
 #include <gtest/gtest.h>

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What describe_checkpoint() says of a checkpoint is what was saved. Public headers only.
+// describe_checkpoint() says what was saved. The test uses public headers only.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>

@@ -25,7 +25,7 @@
 namespace zero {
 namespace {
 
-// Of what a manifest promises, nothing is believed before the file was looked at.
+// The reader believes no promise of a manifest before it has looked at the file.
 TEST(ReaderTest, SizesAreComparedWithTheFileBeforeMemoryIsTaken) {
   const std::string folder = ::testing::TempDir() + "/promises";
   std::filesystem::remove_all(folder);

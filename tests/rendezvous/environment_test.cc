@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What launchers say.
+// read_environment() on the variables of each launcher.
 #include "zero/rendezvous/environment.h"
 
 #include <c10/util/Exception.h>
@@ -26,7 +26,7 @@ Environment read(const Variables& variables) {
   });
 }
 
-// What reading throws; empty when it does not.
+// The error of reading, empty if there is none.
 std::string refusal(const Variables& variables) {
   return error_of([&] { read(variables); });
 }

@@ -46,7 +46,7 @@ auto read_json(const std::string& text, const std::string& origin, const Read& r
   }
 }
 
-// Of a manifest that this library reads.
+// Returns the version of the manifest. Throws for one that this library cannot read.
 int64_t version_of(const json& root) {
   const json& version = root.at("version");
   TORCH_CHECK(version.is_number_unsigned(), "version: expected a whole number, got another ",

@@ -15,7 +15,7 @@ namespace zero {
 
 // Appends all fields of the current version to `root`.
 void write_fields(const Manifest& manifest, nlohmann::ordered_json& root);
-// Of a manifest of version `version`. Throws c10::Error for what write_fields() cannot have
+// Reads a manifest of version `version`. Throws c10::Error for what write_fields() cannot have
 // written, and for a missing field, which it names.
 Manifest read_fields(const nlohmann::json& root, int64_t version);
 
