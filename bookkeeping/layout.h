@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// How parameters lie in memory: one class per Layout answers every question that depends on it, and
-// no other code asks which layout it is. A new layout is such a class, a value of Layout and a line
-// in layout_of().
+// A ParameterLayout answers every question that depends on how parameters are placed in memory.
+// There is one class per Layout, and no other code of the library asks which layout it is. A new
+// layout is such a class, a value of Layout and a line in layout_of().
 //
 // The answers are facts about sizes, so the class is in this room: the plan and the memory formulas
 // need them too, and the tensors that follow from them are made in zero/memory.
@@ -24,7 +24,7 @@ class ParameterLayout {
   virtual ~ParameterLayout() = default;
 
   virtual Layout id() const = 0;
-  // In the manifest of a checkpoint.
+  // The name in the manifest of a checkpoint.
   virtual const char* name() const = 0;
 
   // --- Places ---
@@ -44,14 +44,14 @@ class ParameterLayout {
   // True: working parameters are views of flat arenas, so that a bucket's rows are the parameters'
   // memory. False: parameters keep their own storage, and rows are copied to and from a buffer.
   virtual bool in_place() const = 0;
-  // Whether the own row of the working parameters is the fp32 master.
+  // True: the own row of the working parameters is the fp32 master.
   bool is_master(const Arena& arena) const;
   // Elements that working parameters occupy, or gradients in full; with padding where in_place().
   int64_t full_numel(const Arena& arena) const;
-  // Whether a parameter must fill its storage without holes: its elements are then copied by their
-  // number in memory.
+  // True: a parameter must fill its memory without holes, since its elements are copied in their
+  // order there.
   bool needs_dense_parameters() const { return !in_place(); }
-  // How many gathers of rows may be under way. Each has a buffer of its own unless in_place():
+  // The limit of gathers under way at a time. Each has a buffer of its own unless in_place():
   // without a limit, all of them together would be another copy of the model.
   size_t max_gathers() const;
 };
@@ -59,7 +59,7 @@ class ParameterLayout {
 // Lives as long as the process.
 const ParameterLayout& layout_of(Layout layout);
 
-// One for each value of Layout, each in a file of its name.
+// The objects behind layout_of(), each in a file of its name.
 const ParameterLayout& contiguous_layout();
 const ParameterLayout& per_parameter_layout();
 

@@ -41,7 +41,7 @@ namespace zero {
 // float measured 1.27x slower.
 inline constexpr int64_t kAlignmentBytes = 64;
 
-// How parameters lie in buckets. bookkeeping/layout.h answers what depends on it.
+// How parameters are placed in buckets; bookkeeping/layout.h answers what depends on it.
 enum class Layout {
   // Parameters lie one after another; a bucket is a range of the arena and may
   // cut through a parameter. Working parameters can be views of the arena.

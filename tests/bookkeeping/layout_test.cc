@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What bookkeeping/layout.h answers, and plans whose rows differ in length. make_plan() makes none
-// of those; here they are made by hand.
+// The answers of bookkeeping/layout.h, and plans whose rows differ in length. make_plan() makes
+// none of those; here they are made by hand.
 #include "bookkeeping/layout.h"
 
 #include <gtest/gtest.h>
@@ -92,7 +92,7 @@ TEST(UnequalRowsTest, RowsFollowEachOtherAndBeginOnTheAlignment) {
   }
 }
 
-TEST(UnequalRowsTest, EveryElementLiesInExactlyOneRow) {
+TEST(UnequalRowsTest, EveryElementIsInExactlyOneRow) {
   for (const Plan& plan : unequal_plans()) {
     std::vector<std::vector<int>> owners;
     for (const int64_t numel : kNumels) owners.emplace_back(numel, 0);
@@ -124,7 +124,7 @@ TEST(UnequalRowsTest, SegmentsAndPiecesDescribeTheSamePlaces) {
   }
 }
 
-// What a layout of whole parameters is: every row holds whole ones, and each has one owner.
+// A layout of whole parameters is such a plan: every row holds whole ones, and each has one owner.
 TEST(UnequalRowsTest, ARowCanHoldWholeParameters) {
   const Plan plan = with_rows(Layout::kContiguous, kNumels, {kUnit, 7 * kUnit, 7 * kUnit, 144});
   const std::vector<std::vector<int64_t>> owned = {{4}, {3, 2}, {}, {1, 0}};

@@ -34,7 +34,7 @@ class FullGradients {
   int64_t bytes() const;
 
  private:
-  // What p.grad() of a parameter becomes.
+  // The tensor that p.grad() of a parameter becomes.
   at::Tensor average(int64_t parameter);
 
   const Plan& plan_;

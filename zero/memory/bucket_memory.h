@@ -32,7 +32,7 @@ class BucketMemory {
   // flat tensor. Else: unspecified contents.
   at::Tensor rows(int64_t bucket);
   // Copies `rows` to the tensors of the bucket's parameters, as copy_out_of_bucket() does, and
-  // gives their buffer back. In place: they are there already, and nothing is asked for.
+  // gives their buffer back. In place: does nothing, since the places hold them already.
   void publish(int64_t bucket, const at::Tensor& rows,
                c10::function_ref<at::Tensor(int64_t parameter)> tensor_of);
 

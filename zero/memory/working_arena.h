@@ -45,10 +45,10 @@ class WorkingArena {
 
   struct Broadcast {
     at::Tensor tensor;
-    int64_t domain = 0;  // whose ranks receive it
+    int64_t domain = 0;  // the ranks that hold it
   };
-  // What to broadcast so that all ranks have all managed parameters: the flat
-  // arenas, or the parameters one by one.
+  // The tensors that hold all managed parameters: the flat arenas, or the
+  // parameters one by one.
   std::vector<Broadcast> broadcasts() const;
 
   // True where a bucket's rows are the parameters' memory in fp32: the own row
