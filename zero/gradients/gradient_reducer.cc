@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/gradients/gradient_reducer.h"
 
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -10,50 +9,12 @@
 #include <numeric>
 #include <utility>
 
-#include "kernels/cast.h"
 #include "zero/gradients/replica_sum.h"
 #include "zero/memory/bucket_memory.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
 
 namespace zero {
-namespace {
-
-void check_gradient(const at::Tensor& gradient, const Parameter& p) {
-  TORCH_CHECK(gradient.layout() == at::kStrided, "gradient of ", p.name,
-              ": expected a dense tensor, got layout ", gradient.layout(),
-              "; build the layer with sparse=false");
-  TORCH_CHECK(gradient.device() == p.tensor.device(), "gradient of ", p.name, ": expected device ",
-              p.tensor.device(), ", got ", gradient.device(), "; keep them together");
-  // Not the parameter's shape of today: a bucket has room for that of construction.
-  TORCH_CHECK(gradient.sizes() == p.sizes, "gradient of ", p.name, ": expected shape ",
-              at::IntArrayRef(p.sizes), " as at construction, got ", gradient.sizes(),
-              "; give the parameter back its shape, or make a new optimizer");
-  TORCH_CHECK(!gradient.is_complex(), "gradient of ", p.name, ": expected a real dtype, got ",
-              gradient.scalar_type(),
-              "; do not replace the parameter's storage by complex numbers");
-}
-
-bool is_known(c10::ScalarType dtype) {
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-}
-
-// Whether it is one flat stretch in the memory order of its parameter.
-bool is_in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
-  return is_known(gradient.scalar_type()) &&
-         (gradient.strides() == at::IntArrayRef(p.strides) || gradient.numel() <= 1);
-}
-
-at::Tensor in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
-  if (is_in_parameter_order(gradient, p)) return gradient;
-  const auto dtype = gradient.scalar_type();
-  at::Tensor copy = at::empty_strided(
-      p.tensor.sizes(), p.strides, gradient.options().dtype(is_known(dtype) ? dtype : at::kFloat));
-  return copy.copy_(gradient);
-}
-
-}  // namespace
-
 GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
                                  std::vector<DomainLinks> links, BufferPool& pool,
                                  const ReducerOptions& options)
@@ -62,11 +23,8 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
       links_(std::move(links)),
       pool_(pool),
       options_(options),
+      local_(table, options.no_sync_fp32),
       used_(table.parameters().size(), 0),
-      averaged_(table.parameters().size(), 0),
-      average_(table.parameters().size()),
-      kept_(table.parameters().size(), 0),
-      kept_fp32_(table.parameters().size()),
       queue_(pool) {
   const auto float_options =
       at::TensorOptions().dtype(at::kFloat).device(table.parameters().front().tensor.device());
@@ -117,119 +75,51 @@ void GradientReducer::expect_unused(const std::vector<uint8_t>& used) {
   }
 }
 
-void GradientReducer::mark_averaged(int64_t parameter) {
-  const at::Tensor& average = table_.parameters()[parameter].tensor.grad();
-  averaged_[parameter] = 1;
-  average_[parameter] = {average.unsafeGetTensorImpl(), average._version()};
-}
-
-void GradientReducer::set_average_aside(int64_t parameter) {
-  if (averaged_[parameter] == 0) return;
-  averaged_[parameter] = 0;
-  at::Tensor tensor = table_.parameters()[parameter].tensor;
-  tensor.mutable_grad().reset();
-}
-
-bool GradientReducer::has_gradient(int64_t parameter) const {
-  if (kept_fp32_[parameter].defined()) return true;
-  return averaged_[parameter] == 0 && table_.parameters()[parameter].tensor.grad().defined();
-}
-
 bool GradientReducer::round_open() const {
   return std::any_of(packed_.begin(), packed_.end(), [](uint8_t p) { return p != 0; });
 }
 
 void GradientReducer::begin_pass() {
-  // What plain backward() calls left open must not mix with this pass: what was
-  // packed would make this pass's gradients late.
+  // A round that plain backward() calls left open must not mix with this pass: gradients packed in
+  // it would make those of this pass late.
   if (round_open()) close_round();
   in_pass_ = true;
 }
 
 void GradientReducer::gradient_kept(int64_t parameter) {
-  at::Tensor tensor = table_.parameters()[parameter].tensor;
-  check_gradient(tensor.grad(), table_.parameters()[parameter]);
+  local_.keep(parameter);
   used_[parameter] = 1;
-  if (!options_.no_sync_fp32 || tensor.scalar_type() == at::kFloat) {
-    kept_[parameter] = 1;
-    return;
-  }
-  const at::Tensor gradient = in_parameter_order(tensor.grad(), table_.parameters()[parameter]);
-  at::Tensor& sum = kept_fp32_[parameter];
-  const bool first = !sum.defined();
-  if (first) {
-    sum = at::empty_strided(tensor.sizes(), table_.parameters()[parameter].strides,
-                            tensor.options().dtype(at::kFloat));
-  }
-  kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(), sum.mutable_data_ptr(),
-                     at::kFloat, sum.numel(), first ? nullptr : sum.const_data_ptr(),
-                     current_stream(sum.device()));
-  tensor.mutable_grad().reset();
 }
 
 bool GradientReducer::take_gradient(int64_t parameter, const at::Tensor& gradient) {
-  const Parameter& p = table_.parameters()[parameter];
   // A late one waits.
-  if (packed_[parameter] != 0 || averaged_[parameter] != 0 || places_[parameter].empty()) {
+  if (packed_[parameter] != 0 || local_.is_average(parameter) || places_[parameter].empty()) {
     return false;
   }
-  const at::Tensor& grad = p.tensor.grad();
-  const at::Tensor& kept = kept_fp32_[parameter];
-  if (grad.defined() && kept.defined()) return false;
-  const at::Tensor sum = kept.defined() ? kept : grad;
-  const auto fits = [&](const at::Tensor& tensor) {
-    return tensor.layout() == at::kStrided && tensor.device() == p.tensor.device() &&
-           tensor.sizes() == p.sizes && is_in_parameter_order(tensor, p) && !tensor.is_neg();
-  };
-  if (!fits(gradient)) return false;
-  if (sum.defined()) {
-    // Accumulated apart, the sum would be rounded to its own dtype before it is to the bucket's.
-    const Bucket& bucket = plan_.buckets[places_[parameter].front().bucket];
-    if (!fits(sum) || sum.scalar_type() != wire_of(bucket).packed_dtype()) return false;
-  }
-  release_gradient(parameter);
-  pack(parameter, gradient, sum);
+  const Bucket& bucket = plan_.buckets[places_[parameter].front().bucket];
+  const auto sum = local_.addend(parameter, gradient, wire_of(bucket).packed_dtype());
+  if (!sum) return false;
+  local_.release(parameter);
+  pack(parameter, gradient, *sum);
   send_complete();
   return true;
 }
 
 void GradientReducer::gradient_ready(int64_t parameter) {
-  const Parameter& p = table_.parameters()[parameter];
-  check_gradient(p.tensor.grad(), p);
+  local_.check(parameter);
   used_[parameter] = 1;
   // Never two gradients of a parameter in one round, even while its bucket is still
   // here: a 16-bit bucket would lose what fp32 shards keep, and whether it is still
   // here depends on the size of buckets, on which results must not depend.
   if (packed_[parameter] != 0) {
     if (in_pass_) {
-      kept_[parameter] = 1;  // late: travels in the next round
+      local_.leave(parameter);  // late: it is sent in the next round
       return;
     }
     close_round();  // a new pass began with a plain backward()
   }
-  pack(parameter, release_gradient(parameter));
+  pack(parameter, local_.release(parameter));
   send_complete();
-}
-
-// Everything this rank has for the parameter, and nothing is left in p.grad().
-at::Tensor GradientReducer::release_gradient(int64_t parameter) {
-  const Parameter& p = table_.parameters()[parameter];
-  at::Tensor tensor = p.tensor;
-  at::Tensor gradient = tensor.grad();
-  if (gradient.defined()) gradient = in_parameter_order(gradient, p);
-  at::Tensor& kept = kept_fp32_[parameter];
-  if (kept.defined()) {
-    if (gradient.defined()) {
-      kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(), kept.mutable_data_ptr(),
-                         at::kFloat, kept.numel(), kept.const_data_ptr(),
-                         current_stream(kept.device()));
-    }
-    gradient = std::move(kept);
-    kept = at::Tensor();
-  }
-  tensor.mutable_grad().reset();
-  kept_[parameter] = 0;
-  return gradient;
 }
 
 const at::Tensor& GradientReducer::open(int64_t b) {
@@ -298,8 +188,8 @@ void GradientReducer::send_next() {
   reduction.rows = std::exchange(open_[b].encoded, at::Tensor());
   unsent_bytes_ -= std::exchange(open_[b].unsent_bytes, 0);
   reduction.shard = shards_[b];
-  // What replicas hold after reduce_over_replicas() is already their common mean:
-  // only the first of them carries it into a further sum.
+  // After reduce_over_replicas() all replicas hold their common mean: only the first of them
+  // carries it into a further sum.
   const bool carries = links.replicas == nullptr || links.replicas->rank() == 0;
   reduction.accumulate = rounds_ > (carries ? 0 : replicated_);
   reduction.scale = static_cast<float>(scale_ / static_cast<double>(ranks));
@@ -313,7 +203,7 @@ void GradientReducer::close_round() {
   in_pass_ = false;
   const auto count = static_cast<int64_t>(table_.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
-    if (has_gradient(p) && packed_[p] == 0) pack(p, release_gradient(p));
+    if (local_.has(p) && packed_[p] == 0) pack(p, local_.release(p));
   }
   while (next_ < static_cast<int64_t>(order_.size())) send_next();
   ++rounds_;
@@ -325,7 +215,7 @@ int64_t GradientReducer::rounds_needed() const {
   bool open_round = round_open();
   bool late = false;
   for (size_t p = 0; p < used_.size(); ++p) {
-    if (!has_gradient(static_cast<int64_t>(p))) continue;
+    if (!local_.has(static_cast<int64_t>(p))) continue;
     (packed_[p] != 0 ? late : open_round) = true;
   }
   return rounds_ + (open_round ? 1 : 0) + (late ? 1 : 0);
@@ -373,48 +263,13 @@ bool GradientReducer::any_used() const {
 
 void GradientReducer::claim_gradients() {
   for (size_t p = 0; p < used_.size(); ++p) {
-    if (has_gradient(static_cast<int64_t>(p))) used_[p] = 1;
-  }
-}
-
-void GradientReducer::verify() const {
-  for (size_t i = 0; i < kept_.size(); ++i) {
-    const Parameter& p = table_.parameters()[i];
-    const at::Tensor& gradient = p.tensor.grad();
-    TORCH_CHECK((kept_[i] == 0 && averaged_[i] == 0) || gradient.defined(), "parameter ", p.name,
-                ": expected the gradient that was accumulated since the last step, got none: it "
-                "was reset by zero_grad() of the module or of a base class, which cannot reset "
-                "what was sent; use ZeroOptimizer::zero_grad() on all ranks, or none at all");
-    if (gradient.defined() && averaged_[i] == 0) check_gradient(gradient, p);
-    TORCH_CHECK(averaged_[i] == 0 || (average_[i].first == gradient.unsafeGetTensorImpl() &&
-                                      average_[i].second == gradient._version()),
-                "parameter ", p.name,
-                ": expected the averaged gradient in p.grad() to be only read, got a change, which "
-                "would have no effect: step() uses the gradient shards. Clip with "
-                "clip_grad_norm_() of the ZeroOptimizer, change gradients with register_hook(), or "
-                "call zero_grad() on all ranks");
+    if (local_.has(static_cast<int64_t>(p))) used_[p] = 1;
   }
 }
 
 void GradientReducer::discard() {
-  for (size_t i = 0; i < kept_.size(); ++i) {
-    at::Tensor tensor = table_.parameters()[i].tensor;
-    tensor.mutable_grad().reset();
-    averaged_[i] = 0;
-    kept_[i] = 0;
-    kept_fp32_[i] = at::Tensor();
-  }
+  local_.discard();
   in_pass_ = false;
-}
-
-int64_t GradientReducer::local_bytes() const {
-  int64_t bytes = 0;
-  for (size_t p = 0; p < used_.size(); ++p) {
-    const at::Tensor& grad = table_.parameters()[p].tensor.grad();
-    if (averaged_[p] == 0 && grad.defined()) bytes += static_cast<int64_t>(grad.nbytes());
-    if (kept_fp32_[p].defined()) bytes += static_cast<int64_t>(kept_fp32_[p].nbytes());
-  }
-  return bytes;
 }
 
 int64_t GradientReducer::shard_bytes() const {

@@ -1,14 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// From working gradients to gradient shards: fills buckets as backward produces
-// gradients and sends each as soon as it and all before it are complete.
+// Turns working gradients into gradient shards: fills buckets as backward produces gradients, and
+// sends each as soon as it and all before it are complete.
 //
-// The order of everything sent is the plan's order, round by round, except that buckets which
-// stayed incomplete in the last step come last (expect_unused()). In which
-// round a gradient travels depends only on this rank's calls, never on timing,
-// so that results are the same bits run after run; and since a sum does not care,
-// it need not be the same round on every rank.
+// Buckets are sent in the plan's order, round by round, except that those which stayed incomplete
+// in the last step are last (expect_unused()). The round in which a gradient is sent depends only
+// on this rank's calls, never on timing, so that results are the same bits run after run; a sum has
+// the same terms whichever round they are in, so ranks need not choose the same one.
 //
 //   begin_pass  gradient_ready* close_round      optimizer.backward(loss)
 //               gradient_ready*                  loss.backward(): the round stays open
@@ -17,7 +16,7 @@
 //
 // A parameter has one place per round. Its second gradient in one pass (a shared
 // weight under activation checkpointing fires several times) stays in p.grad()
-// and travels in the next round; its second gradient by plain backward() calls
+// and is sent in the next round; its second gradient by plain backward() calls
 // closes the round, so that micro-batches add up in the fp32 shards.
 #pragma once
 
@@ -29,6 +28,7 @@
 
 #include "bookkeeping/plan.h"
 #include "zero/comm/domain_communicators.h"
+#include "zero/gradients/local_gradients.h"
 #include "zero/gradients/reduction_queue.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/memory/buffer_pool.h"
@@ -52,9 +52,9 @@ class GradientReducer {
 
   // A backward pass begins whose end will be marked by close_round().
   void begin_pass();
-  // `gradient` is about to be added to what parameter.grad() holds. Where that can be done on the
-  // way into a bucket, which saves a pass over memory, does it, with the bits of gradient_ready(),
-  // and returns true: it is not to be accumulated then. Else changes nothing.
+  // Tries to write parameter.grad() + gradient straight into the bucket, which saves a pass over
+  // memory. Returns true if it did; autograd must then not accumulate. The bits are those of
+  // gradient_ready(). Otherwise it changes nothing.
   bool take_gradient(int64_t parameter, const at::Tensor& gradient);
   // parameter.grad() was accumulated. Packs it, frees it at once, so that the next one is made in
   // the same warm memory, and sends what became complete; or leaves it there when it comes second
@@ -83,7 +83,7 @@ class GradientReducer {
   void claim_gradients();
   // Throws c10::Error when a gradient in p.grad() was reset or replaced by one
   // that cannot be sent.
-  void verify() const;
+  void verify() const { local_.verify(); }
   // Forgets what this rank has not sent; complete() then sends zeros for it.
   void discard();
 
@@ -94,14 +94,14 @@ class GradientReducer {
   const at::Tensor& shard(int64_t bucket) const { return shards_[bucket]; }
 
   // The next gradient of this parameter replaces p.grad(), which holds an average.
-  void mark_averaged(int64_t parameter);
+  void mark_averaged(int64_t parameter) { local_.mark_average(parameter); }
   // Drops p.grad() if it holds an average; called before a gradient is accumulated.
-  void set_average_aside(int64_t parameter);
+  void set_average_aside(int64_t parameter) { local_.drop_average(parameter); }
 
   int64_t rounds_sent() const { return total_rounds_; }
   // Bytes of local gradients that wait for a later round, and of those that are packed and wait for
   // the rest of their bucket or for the buckets before it.
-  int64_t local_bytes() const;
+  int64_t local_bytes() const { return local_.bytes(); }
   int64_t unsent_bytes() const { return unsent_bytes_; }
   int64_t shard_bytes() const;
 
@@ -119,12 +119,10 @@ class GradientReducer {
 
   void start_round();
   void set_reducing(bool reducing);
-  bool has_gradient(int64_t parameter) const;
   bool round_open() const;  // a gradient was packed that closes with this round
   const WireFormat& wire_of(const Bucket& bucket) const { return *options_.wires[bucket.arena]; }
   const at::Tensor& open(int64_t bucket);
   void encode(int64_t bucket);
-  at::Tensor release_gradient(int64_t parameter);
   void pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added = {});
   void send_complete();
   void send_next();
@@ -137,13 +135,9 @@ class GradientReducer {
   const ReducerOptions options_;
   double scale_ = 1.0;
 
+  LocalGradients local_;
   std::vector<at::Tensor> shards_;  // per bucket
   std::vector<uint8_t> used_;       // per parameter, since consume()
-  std::vector<uint8_t> averaged_;   // p.grad() holds an average
-  // Which tensor that is, and its version: changes to it would have no effect.
-  std::vector<std::pair<const void*, int64_t>> average_;
-  std::vector<uint8_t> kept_;          // p.grad() holds a gradient not yet packed
-  std::vector<at::Tensor> kept_fp32_;  // with no_sync_fp32
 
   // The open round.
   std::vector<uint8_t> packed_;  // per parameter

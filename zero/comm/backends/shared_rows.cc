@@ -40,7 +40,7 @@ class RowBackend;
 
 at::Tensor bytes_of(const at::Tensor& row) { return row.view({-1}).view(at::kByte); }
 
-// A row that the sender has told this rank of, or will.
+// A row whose place the sender has sent to this rank, or will send.
 struct Announced {
   int64_t bytes = 0;
   int from = 0;
@@ -49,11 +49,10 @@ struct Announced {
   WorkPtr told;      // of `place`
 };
 
-// A row to be copied here.
+// A row to be copied here. The backend's mutex guards the last three.
 struct Arrival {
   Announced row;
   at::Tensor into;
-  // Guarded by the backend's mutex.
   bool taken = false;  // by the thread that copies it
   bool done = false;
   std::exception_ptr error;
