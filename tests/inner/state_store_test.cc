@@ -121,7 +121,7 @@ TEST(StateStoreTest, CutsAtSegmentBoundariesKeepElements) {
     for (const ParameterRange& r : wanted) {
       joined.push_back(at::empty({r.numel}, pieces[0].options()));
     }
-    for (const Cut& c : recut(saved, wanted)) {
+    for (const RangeOverlap& c : reshard(saved, wanted)) {
       joined[c.wanted]
           .narrow(0, c.wanted_begin, c.numel)
           .copy_(pieces[c.stored].narrow(0, c.stored_begin, c.numel));
