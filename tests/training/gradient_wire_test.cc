@@ -107,7 +107,7 @@ Expected expected(const Plan& plan,
   }
   for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
     const int64_t world_size = plan.arena_of(plan.buckets[b]).world_size;
-    const at::Tensor none = at::zeros({world_size, plan.buckets[b].row_numel});
+    const at::Tensor none = at::zeros({world_size, plan.buckets[b].rows.equal_numel()});
     at::Tensor total = none.clone();
     at::Tensor exact = none.to(at::kDouble), bound = none.to(at::kDouble);
     for (const auto& round : rounds) {
@@ -238,7 +238,7 @@ TEST(GradientWireTest, SumsOverReplicasKeepTheBound) {
         int8_options()
             .mesh_group(mesh.all())
             .bucket_bytes(kBucketBytes)
-            .placement(0, GroupPlacement().replicate_group(mesh.group({"rep"}))));
+            .placement(0, GroupPlacement().replicated_over(mesh.group({"rep"}))));
     const Expected want =
         expected(optimizer.plan(), sent(4, Passes::kTwoRounds, at::kFloat, false));
     for (int micro = 0; micro < 2; ++micro) {
@@ -304,7 +304,7 @@ TEST_P(GradientWireAt, BytesOnTheWireAreTheFormula) {
                   const Stats after = optimizer.stats();
                   int64_t row_bytes = 0;
                   for (const Bucket& bucket : optimizer.plan().buckets) {
-                    const int64_t n = bucket.row_numel;
+                    const int64_t n = bucket.rows.equal_numel();
                     row_bytes += 4 * ((n + kBlock - 1) / kBlock) + (n + 3) / 4 * 4;
                   }
                   EXPECT_EQ(after.data.exchange_bytes_sent - before.data.exchange_bytes_sent,
@@ -334,7 +334,7 @@ TEST_P(GradientWireAt, FullBucketsWaitEncoded) {
               // round stays open.
               ASSERT_EQ(buckets[1].slots[0].parameter, 0);
               model.loss({at::ones({4096})}).backward();
-              const int64_t n = buckets[1].row_numel;
+              const int64_t n = buckets[1].rows.equal_numel();
               EXPECT_EQ(optimizer.memory().unsent_gradients,
                         group.world_size() * (4 * ((n + kBlock - 1) / kBlock) + n));
               optimizer.step();

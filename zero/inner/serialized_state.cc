@@ -16,6 +16,8 @@
 #include <typeinfo>
 #include <utility>
 
+#include "zero/base/error_text.h"
+
 namespace zero {
 namespace {
 
@@ -175,7 +177,7 @@ InnerState SerializedAdapter::read_state(const Optimizer& optimizer, const State
     TORCH_CHECK(false, "state of ", type_name(optimizer),
                 ": expected a class that overrides serialize() of OptimizerParamState, got one "
                 "whose serialize() throws: ",
-                error.what_without_backtrace());
+                error_text(error));
   }
   for (const auto& [name, value] : named) {
     const std::string where = "state " + name + " of " + type_name(optimizer);
@@ -232,8 +234,8 @@ std::unique_ptr<torch::optim::OptimizerParamState> SerializedAdapter::make_state
   try {
     made = by_kind(read_state(optimizer, *state, parameter));
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, "state of ", name, ": expected serialize() to read what it wrote, got: ",
-                error.what_without_backtrace());
+    TORCH_CHECK(false, "state of ", name,
+                ": expected serialize() to read what it wrote, got: ", error_text(error));
   }
   for (const auto& [kind, tensor] : wanted) {
     const auto found = made.find(kind);
