@@ -31,7 +31,7 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-// Of very different sizes, and a run of zeros.
+// Elements of very different sizes, and a run of zeros.
 at::Tensor elements(int64_t numel) {
   at::Tensor result =
       numbers({numel}, 5) * at::pow(10.0, at::remainder(at::arange(numel, at::kFloat), 9) - 4);

@@ -23,7 +23,7 @@ namespace zero {
 struct InnerState {
   // One value per element of the parameter, by the name of the accessor.
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  // One for all elements, shape [1]. Of the classes in the registry "step", int64, if they count.
+  // One for all elements, shape [1]. Classes in the registry have "step", int64, if they count.
   std::vector<std::pair<std::string, at::Tensor>> values;
 };
 

@@ -43,7 +43,7 @@ std::string exact_text(double value);
 std::string options_text(const torch::optim::OptimizerOptions& options);
 
 // Calls `visit(name, tensor)` for every defined tensor of `state`, under the name of its accessor.
-// Of a class without an adapter of its own these are copies, and none without serialize().
+// A class without an adapter of its own gives copies, and none if it has no serialize().
 void visit_state_tensors(const torch::optim::OptimizerParamState& state,
                          const std::function<void(const char* name, const at::Tensor&)>& visit);
 

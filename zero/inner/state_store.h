@@ -32,7 +32,7 @@ struct StateFormat {
   at::Tensor zeros(const at::Tensor& segment) const;
   at::Tensor empty(const at::Tensor& segment) const;
 
-  // What kernels work on. T is the C++ type of `element`; throws c10::Error for another.
+  // The elements, for kernels. T is the C++ type of `element`; throws c10::Error for another.
   template <typename T>
   T* values(const at::Tensor& stored, int64_t numel) const {
     if (block == 1) return stored.mutable_data_ptr<T>();
@@ -46,8 +46,8 @@ struct StateFormat {
   // it is `stored` itself, else a copy.
   at::Tensor to_elements(const at::Tensor& stored, int64_t numel) const;
   c10::ScalarType exchange_type() const;
-  // The inverse, which may take over `elements`. What to_elements() gave for a whole tensor comes
-  // back in every bit; a part of it is rounded again in the blocks that the cut changes.
+  // The inverse, which may take over `elements`. It restores every bit of a whole tensor; of a part
+  // it rounds again the blocks that the cut changes.
   at::Tensor from_elements(const at::Tensor& elements) const;
   // The types that from_elements() takes: exchange_type() and, to be rounded, fp32.
   bool accepts(c10::ScalarType type) const;
