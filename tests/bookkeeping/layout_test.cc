@@ -142,9 +142,11 @@ TEST(UnequalRowsTest, ARowCanHoldWholeParameters) {
 
 TEST(UnequalRowsTest, MemoryIsThatOfTheOwnRow) {
   const Plan plan = with_rows(Layout::kContiguous, kNumels, {0, 4 * kUnit, 9 * kUnit});
+  MemoryOptions adam;
+  adam.state_bytes = [](int64_t numel) { return 8 * numel; };
   MemoryReport sum;
   for (int64_t rank = 0; rank < 3; ++rank) {
-    const MemoryReport report = expected_memory(plan, rank, {});
+    const MemoryReport report = expected_memory(plan, rank, adam);
     EXPECT_EQ(report.gradient_shards, 4 * plan.buckets[0].rows.numel(rank));
     EXPECT_EQ(report.working_parameters, 4 * 144);
     sum.gradient_shards += report.gradient_shards;
