@@ -37,14 +37,14 @@ struct LossScalerOptions {
   TORCH_ARG(int64_t, max_skipped_at_min) = 50;
 };
 
-// How gradients are sent to the rank that owns their shard.
+// The format in which a gradient is sent to the rank that owns its shard.
 enum class GradientWire {
-  // As numbers of ZeroOptions::reduce_dtype, or of each parameter's dtype.
+  // Numbers of ZeroOptions::reduce_dtype, or of each parameter's dtype.
   kDtype,
-  // As 8-bit integers with one fp32 scale for each 256 values of a row: 1.016 bytes a value. A rank
+  // 8-bit integers with one fp32 scale for each 256 values of a row: 1.016 bytes a value. A rank
   // quantises what it has accumulated locally, once each time that it is sent, and the sum over
   // ranks is made in fp32. With s = max|x| / 127 of its block, a value x is received as
-  // s * round(x / s), which differs from x by at most max|x| / 254, but for fp32 rounding; zeros
+  // s * round(x / s), which differs from x by at most max|x| / 254 apart from fp32 rounding. Zeros
   // stay zeros. The error of a mean over ranks is at most the mean of these bounds. A NaN or an
   // infinity makes its whole block NaN, so that the step is skipped, or, with
   // skip_nonfinite(false), those 256 values are lost. Rows depend on bucket size and layout, and
@@ -100,8 +100,8 @@ struct ZeroOptions {
   // made in fp32 either way.
   TORCH_ARG(std::optional<c10::ScalarType>, reduce_dtype) = std::nullopt;
 
-  // The format in which gradients travel. kBlockInt8 has no dtype to choose: with reduce_dtype it
-  // is refused.
+  // The format in which gradients are sent. kBlockInt8 is refused with reduce_dtype: it has no
+  // dtype to choose.
   TORCH_ARG(GradientWire, gradient_wire) = GradientWire::kDtype;
 
   // Under no_sync, keep the local sum of 16-bit gradients in fp32 (4 bytes per

@@ -31,7 +31,7 @@ at::Tensor BlockInt8Wire::encode(at::Tensor packed, BufferPool& pool) const {
 
 void BlockInt8Wire::decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                                    bool accumulate) const {
-  TORCH_INTERNAL_ASSERT(rows.dtype == at::kByte, "encoded rows cannot be added up on the way");
+  TORCH_INTERNAL_ASSERT(rows.dtype == at::kByte, "rows as they were encoded, got ", rows.dtype);
   kernels::SumBlockInt8Args args;
   args.rows = rows.addresses;
   args.received = rows.received;

@@ -49,15 +49,15 @@ class WireFormat {
 
   // Takes over what open() returned, once it is full. Returns the encoded rows, [world_size, n]
   // contiguous, where a row has bytes(row_numel) bytes; the caller gives them back to `pool`.
-  // Their dtype is that of their elements where adding up rows element by element is the same as
-  // decode_and_sum(), so that a transport may do it; else kByte.
+  // Their dtype is that of their elements if adding up rows element by element is the same as
+  // decode_and_sum(), so that an exchange may add some of them in fp32; else kByte.
   virtual at::Tensor encode(at::Tensor packed, BufferPool& pool) const = 0;
 
   // shard = scale * (row 0 + row 1 + ...), or shard += that product with `accumulate`. `rows` are
-  // those of encode(), or partial sums of them in fp32 if their dtype is not kByte. Decoded
-  // values are added up in rank order; each addition and product is rounded to fp32, so that the
-  // bits depend on the rows alone. A gradient that is not finite makes an element of the shard
-  // that is not finite. Gradients of 0 add 0.
+  // encoded rows or, unless those are kByte, partial sums of them in fp32. Decoded values are added
+  // up in the order of the rows; each addition and product is rounded to fp32, so that the bits
+  // depend on the rows alone. A gradient that is not finite makes an element of the shard that is
+  // not finite. Gradients of 0 add 0.
   //   shard  [row_numel] fp32
   virtual void decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                               bool accumulate) const = 0;
@@ -66,7 +66,7 @@ class WireFormat {
 // Throws c10::Error when `options` ask for a format that there is not, or not for gradients on
 // `device`.
 void check_wire_options(const ZeroOptions& options, c10::Device device);
-// What of them all ranks must agree on.
+// Returns the part of the options on which all ranks must agree, as text.
 std::string describe_wire_options(const ZeroOptions& options);
 
 using WireFormats = std::vector<std::shared_ptr<const WireFormat>>;
@@ -74,8 +74,9 @@ using WireFormats = std::vector<std::shared_ptr<const WireFormat>>;
 // The format of each arena of `plan`. The same on all ranks for equal options.
 WireFormats make_wire_formats(const Plan& plan, const ZeroOptions& options);
 
-// What a pool should keep between steps for `buffers` buckets in use at a time: the bytes of the
-// largest ones; and of two more that are being filled, in formats that do not pack in place.
+// Returns the bytes that a pool should keep between steps for `buffers` buckets in use at a time,
+// those of the largest ones; and for two more that are being filled, in formats that do not pack in
+// place.
 int64_t buffer_bytes(const Plan& plan, const WireFormats& wires, size_t buffers);
 
 }  // namespace zero
