@@ -87,8 +87,8 @@ TEST(SaveErrorTest, GradientsSinceTheLastStepAreRefused) {
         const auto guard = run.optimizer->no_sync(no_sync);
         // On one rank only: the others must learn of it.
         if (group.rank() == 1) {
-          run.optimizer->backward(
-              run.model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll));
+          run.optimizer->backward(run.model->loss(random_tensor({3, 17}, 1),
+                                                  random_tensor({3, 11}, 2), OddModelImpl::kAll));
         }
       }
       const std::vector<std::string> expected = {"rank 1", "gradients since the last step",

@@ -62,7 +62,7 @@ TEST(ExportTest, AModelGoesOutAndComesBackInEveryBit) {
 
 TEST(PlainStateTest, ARunOfPlainTorchGoesOnInEveryBit) {
   const auto step = [](OddModelImpl& model, int i, const std::function<void(at::Tensor)>& use) {
-    use(model.loss(numbers({3, 17}, 900 + i), numbers({3, 11}, 800 + i),
+    use(model.loss(random_tensor({3, 17}, 900 + i), random_tensor({3, 11}, 800 + i),
                    i % 2 ? OddModelImpl::kAll : OddModelImpl::kTrunk | OddModelImpl::kLeft));
   };
   for (Inner inner :

@@ -45,7 +45,7 @@ void write_manifest(const std::string& folder, int64_t steps, int64_t saved) {
 
 TEST(LinkTest, ALinkToACheckpointNeitherCountsNorIsFollowed) {
   for (int64_t count : {1, 2, 3}) {
-    const std::string parent = fresh_folder("links");
+    const std::string parent = fresh_folder("comms");
     on_ranks(2, [&](const Group& group) {
       CheckpointRun run(Training(), group, 1);
       for (int step = 1; step < 4; ++step) {

@@ -135,8 +135,8 @@ TEST(OwnOptimizerTest, StateThatCannotBeCutIsRefusedOnAllRanks) {
     on_ranks([&, habit = habit, &expected = expected](const Group& group) {
       OddModel model(1);
       const auto step = [&](ZeroOptimizer& optimizer) {
-        optimizer.backward(
-            model->loss(numbers({3, 17}, group.rank()), numbers({3, 11}, 2), OddModelImpl::kAll));
+        optimizer.backward(model->loss(random_tensor({3, 17}, group.rank()),
+                                       random_tensor({3, 11}, 2), OddModelImpl::kAll));
         optimizer.step();
       };
       ZeroOptimizer optimizer(*model, std::make_unique<Awkward>(model->parameters(), habit), group,

@@ -77,7 +77,7 @@ TEST_P(RowExchangeTest, ExchangeAndGatherInEveryDtype) {
 
 // The row of rank `from` for rank `to`, with values that round in every sum.
 at::Tensor fractions(int from, int to, int64_t n, at::ScalarType dtype) {
-  return numbers({n}, 10 * from + to).to(dtype);
+  return random_tensor({n}, 10 * from + to).to(dtype);
 }
 
 at::Tensor serial_sum(const std::vector<at::Tensor>& rows) {

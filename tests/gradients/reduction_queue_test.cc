@@ -101,16 +101,16 @@ TEST(ReductionQueueTest, AFailedCommunicatorClosesItsSiblings) {
   const auto start = Clock::now();
   run_ranks(2,
             [](const Group& group) {
-              OptimizerLinks links(group);
-              links.connect(make_domains(group, ZeroOptions(), 1));
+              OptimizerCommunicators comms(group);
+              comms.connect(make_domains(group, ZeroOptions(), 1));
               if (group.rank() == 0) {
-                links.home.data->abort("the disk of rank 0 is on fire");
-                EXPECT_FALSE(links.control->failed().empty());
+                comms.home.data->abort("the disk of rank 0 is on fire");
+                EXPECT_FALSE(comms.control->failed().empty());
               } else {
                 at::Tensor word = at::zeros({1}, at::kInt);
                 const std::string text =
-                    error_of([&] { links.control->all_reduce_max(word, "x").wait(); });
-                expect_words(text + links.channel.report_failure(text), {"rank 0", "is on fire"});
+                    error_of([&] { comms.control->all_reduce_max(word, "x").wait(); });
+                expect_words(text + comms.channel.report_failure(text), {"rank 0", "is on fire"});
               }
             },
             {.timeout = std::chrono::seconds(60)});

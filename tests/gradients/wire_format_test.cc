@@ -49,7 +49,7 @@ class WireFormatAt : public ::testing::TestWithParam<Wire> {
 
   // [world_size, n] in the format's dtype of packing, with zeros here and there.
   at::Tensor gradients(int64_t world_size, int64_t n, uint64_t seed) const {
-    at::Tensor values = numbers({world_size, n}, seed);
+    at::Tensor values = random_tensor({world_size, n}, seed);
     values.view({-1}).slice(0, 0, std::numeric_limits<int64_t>::max(), 7).zero_();
     return values.to(wire().packed_dtype());
   }
@@ -130,7 +130,7 @@ TEST_P(WireFormatAt, SumsAreThoseOfThePackedGradientsInRankOrder) {
       const float scale = 1.0F / static_cast<float>(world_size);
       for (int64_t me = 0; me < world_size; ++me) {
         for (const bool accumulate : {false, true}) {
-          const at::Tensor before = numbers({n}, 99);
+          const at::Tensor before = random_tensor({n}, 99);
           const at::Tensor got = sum_in_place(sent, me, before.clone(), scale, accumulate);
           EXPECT_TRUE(at::equal(got, received_sum(sent, me, before.clone(), scale, accumulate)));
           // One rank after the other, each decoded alone.
@@ -214,7 +214,7 @@ TEST_P(WireFormatAt, WhatIsNotFiniteIsSeen) {
 }
 
 TEST_P(WireFormatAt, ZerosAddZero) {
-  const at::Tensor before = numbers({1000}, 3);
+  const at::Tensor before = random_tensor({1000}, 3);
   const at::Tensor zeros = at::zeros({2, 1000}, wire().packed_dtype());
   EXPECT_TRUE(at::equal(sum_in_place({encode(zeros), encode(zeros)}, 1, before.clone(), 0.5F, true),
                         before));

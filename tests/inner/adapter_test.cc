@@ -134,8 +134,8 @@ std::vector<Kind> kinds() {
   return result;
 }
 
-at::Tensor parameter() { return numbers({7}, 3).requires_grad_(); }
-at::Tensor gradient(int step) { return numbers({7}, 100 + static_cast<uint64_t>(step)); }
+at::Tensor parameter() { return random_tensor({7}, 3).requires_grad_(); }
+at::Tensor gradient(int step) { return random_tensor({7}, 100 + static_cast<uint64_t>(step)); }
 
 void steps(Optimizer& optimizer, at::Tensor p, int first, int last) {
   for (int step = first; step < last; ++step) {

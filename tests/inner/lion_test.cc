@@ -24,11 +24,11 @@ namespace {
 
 constexpr int64_t kNumel = 1003;
 
-at::Tensor initial() { return numbers({kNumel}, 3).requires_grad_(); }
+at::Tensor initial() { return random_tensor({kNumel}, 3).requires_grad_(); }
 
 // Every tenth element has no gradient.
 at::Tensor gradient(int step) {
-  at::Tensor g = numbers({kNumel}, 100 + static_cast<uint64_t>(step));
+  at::Tensor g = random_tensor({kNumel}, 100 + static_cast<uint64_t>(step));
   for (int64_t i = 0; i < kNumel; i += 10) g[i] = 0;
   return g;
 }

@@ -33,8 +33,8 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 
 // Elements of very different sizes, and a run of zeros.
 at::Tensor elements(int64_t numel) {
-  at::Tensor result =
-      numbers({numel}, 5) * at::pow(10.0, at::remainder(at::arange(numel, at::kFloat), 9) - 4);
+  at::Tensor result = random_tensor({numel}, 5) *
+                      at::pow(10.0, at::remainder(at::arange(numel, at::kFloat), 9) - 4);
   if (numel > 70) result.narrow(0, 32, 32).zero_();
   return result.to(at::kFloat);
 }

@@ -87,7 +87,7 @@ std::vector<Logical> model(const Names& dimensions, c10::ScalarType dtype) {
     for (const int64_t rows : {1, 3, 13}) {
       const bool expert = cut == Names{"ep"};
       const double size = expert ? 3.0 : 1.0;
-      result.push_back({(numbers({rows, 7}, seed) * size).to(dtype), cut, expert,
+      result.push_back({(random_tensor({rows, 7}, seed) * size).to(dtype), cut, expert,
                         static_cast<int>(seed % 3 == 0)});
       ++seed;
     }
@@ -283,7 +283,7 @@ TEST(GradNormTest, CoefficientAndUntouchedBits) {
   EXPECT_EQ(clip_grad_norm_(groups, 1.0).item<double>(), 10.0);
   EXPECT_DOUBLE_EQ(p.grad()[0].item<double>(), 6.0 / (10.0 + 1e-6));
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
-    const at::Tensor before = numbers({1000}, 3).to(dtype);
+    const at::Tensor before = random_tensor({1000}, 3).to(dtype);
     const at::Tensor q = parameter(before.clone());
     const auto group = group_parameters_for_norm({{q, {}}});
     const double norm = clip_grad_norm_(group, std::nullopt).item<double>();
@@ -349,7 +349,7 @@ TEST(GradNormTest, NanAndInfinityReachEveryRank) {
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
     on_mesh({{"pp", 2}, {"dp_shard", 2}}, [&](const Mesh& mesh) {
       const auto norm = [&](double bad, double p) {
-        at::Tensor g = numbers({300}, 5).to(dtype);
+        at::Tensor g = random_tensor({300}, 5).to(dtype);
         if (mesh.all().rank() == 3) g[17].fill_(bad);
         const auto groups = group_parameters_for_norm(
             {{parameter(g), Placement().sharded_over({mesh.group({"dp_shard"})})}});
@@ -381,7 +381,7 @@ TEST(GradNormTest, LargeAndTinyGradientsHaveTheirNorms) {
 }
 
 TEST(GradNormTest, ThePartitionDoesNotChangeABfloat16Norm) {
-  const at::Tensor whole = numbers({4096, 300}, 9).to(at::kBFloat16);
+  const at::Tensor whole = random_tensor({4096, 300}, 9).to(at::kBFloat16);
   const double expected = plain_norm({whole}, 2.0);
   for (const int ranks : {1, 2, 4}) {
     on_mesh({{"tp", ranks}}, [&](const Mesh& mesh) {
@@ -395,7 +395,7 @@ TEST(GradNormTest, ThePartitionDoesNotChangeABfloat16Norm) {
 }
 
 TEST(GradNormTest, AnyStrides) {
-  const at::Tensor whole = numbers({6, 5, 4, 3}, 4);
+  const at::Tensor whole = random_tensor({6, 5, 4, 3}, 4);
   for (const at::Tensor& g : {whole, whole.contiguous(at::MemoryFormat::ChannelsLast),
                               whole.transpose(0, 3), whole.slice(1, 1, 4)}) {
     for (const auto dtype : {at::kFloat, at::kHalf, at::kDouble}) {
@@ -501,8 +501,9 @@ TEST(ScaleGradientsTest, BothWaysMultiplyByTheFactorOfTheClip) {
     for (const double norm : {0.0, 0.5, 2.0, 7.0}) {
       const double factor = std::min(1.0, 1.5 / (norm + 1e-6));
       const auto make = [&] {
-        const at::Tensor a = numbers({5, 7}, 1).to(dtype), b = numbers({6, 8}, 2).to(dtype);
-        const at::Tensor c = numbers({6, 8}, 3).to(dtype);
+        const at::Tensor a = random_tensor({5, 7}, 1).to(dtype),
+                         b = random_tensor({6, 8}, 2).to(dtype);
+        const at::Tensor c = random_tensor({6, 8}, 3).to(dtype);
         return std::vector<at::Tensor>{a, b.t(), c.select(1, 3)};
       };
       const auto expect_scaled = [&](const std::vector<at::Tensor>& gradients) {

@@ -42,8 +42,8 @@ void CheckpointRun::train(int first, int last) {
       const uint64_t seed = 1000u * static_cast<unsigned>(step) +
                             10u * static_cast<unsigned>(micro) +
                             static_cast<unsigned>(group_.rank());
-      const at::Tensor x = numbers({3, 17}, seed).to(t.dtype);
-      const at::Tensor target = numbers({3, 11}, seed + 7000).to(t.dtype);
+      const at::Tensor x = random_tensor({3, 17}, seed).to(t.dtype);
+      const at::Tensor target = random_tensor({3, 11}, seed + 7000).to(t.dtype);
       optimizer->backward(model->loss(x, target, t.use(group_.rank(), step, micro)));
     }
     if (t.max_norm) optimizer->clip_grad_norm_(*t.max_norm);

@@ -83,7 +83,7 @@ struct MemoryNetwork::State {
     double bytes_per_second = 0;  // 0: no limit.
     Clock::time_point free;       // When what was handed over before has left.
   };
-  std::map<int, Link> links;
+  std::map<int, Link> comms;
   std::map<int, int> holds;  // Sends left to arrive.
   std::map<std::pair<int, MemoryOp>, int> drops;
   std::map<std::pair<int, MemoryOp>, int> deaths;  // Calls left to live.
@@ -253,7 +253,7 @@ class MemoryBackend : public c10d::Backend {
 
   // When the last of `bytes` is on its way.
   Clock::time_point leaves(int64_t bytes) {
-    State::Link& link = state_->links[global_rank_];
+    State::Link& link = state_->comms[global_rank_];
     const Clock::time_point now = Clock::now();
     if (link.bytes_per_second <= 0) return now;
     const std::chrono::duration<double> takes(static_cast<double>(bytes) / link.bytes_per_second);
@@ -381,7 +381,7 @@ void MemoryNetwork::delay(int rank, MemoryOp op, milliseconds by) {
 
 void MemoryNetwork::limit_rate(int rank, double bytes_per_second) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->links[rank].bytes_per_second = bytes_per_second;
+  state_->comms[rank].bytes_per_second = bytes_per_second;
 }
 
 void MemoryNetwork::hold_after(int rank, int sends) {

@@ -8,7 +8,7 @@
 
 namespace zero {
 
-at::Tensor numbers(at::IntArrayRef shape, uint64_t seed) {
+at::Tensor random_tensor(at::IntArrayRef shape, uint64_t seed) {
   std::mt19937_64 generator(seed * 0x9E3779B97F4A7C15u + 1);
   at::Tensor result = at::empty(shape, at::kFloat);
   float* data = result.mutable_data_ptr<float>();

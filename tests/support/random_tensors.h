@@ -9,6 +9,6 @@
 namespace zero {
 
 // Uniform in [-1, 1), the same for the same seed on every thread and machine.
-at::Tensor numbers(at::IntArrayRef shape, uint64_t seed);
+at::Tensor random_tensor(at::IntArrayRef shape, uint64_t seed);
 
 }  // namespace zero

@@ -34,8 +34,8 @@ std::vector<at::Tensor> values(const OddModelImpl& model) {
 
 at::Tensor batch_loss(OddModelImpl& model, const Training& t, int rank, int step, int micro) {
   const uint64_t seed = batch_seed(rank, step, micro);
-  const at::Tensor x = numbers({3, 17}, seed).to(t.dtype);
-  const at::Tensor target = numbers({3, 11}, seed + 500000).to(t.dtype);
+  const at::Tensor x = random_tensor({3, 17}, seed).to(t.dtype);
+  const at::Tensor target = random_tensor({3, 11}, seed + 500000).to(t.dtype);
   return model.loss(x, target, t.use(rank, step, micro)) / t.micro_batches;
 }
 
@@ -56,7 +56,7 @@ OddModelImpl::OddModelImpl(uint64_t seed, int64_t width) {
   at::NoGradGuard no_grad;
   uint64_t number = 0;
   for (at::Tensor& p : parameters()) {
-    p.copy_(numbers(p.sizes(), seed * 131 + number++) * 0.3);
+    p.copy_(random_tensor(p.sizes(), seed * 131 + number++) * 0.3);
   }
 }
 

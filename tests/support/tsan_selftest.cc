@@ -35,8 +35,8 @@ int main() {
     zero::ZeroOptimizer optimizer(*model, zero::make_inner(zero::Inner::kSgd, *model), group,
                                   zero::ZeroOptions().stage(1));
     for (uint64_t step = 0; step < 5; ++step) {
-      optimizer.backward(model->loss(zero::numbers({3, 17}, step), zero::numbers({3, 11}, step),
-                                     zero::OddModelImpl::kAll));
+      optimizer.backward(model->loss(zero::random_tensor({3, 17}, step),
+                                     zero::random_tensor({3, 11}, step), zero::OddModelImpl::kAll));
       optimizer.step();
     }
   });

@@ -54,8 +54,9 @@ TEST(AllocationTest, ClippingAndSteppingAllocateNothingThatGrows) {
           ZeroOptimizer optimizer(*model, make_inner(inner, *model), group,
                                   ZeroOptions().bucket_bytes(20000));
           for (int step = 0; step < 4; ++step) {
-            optimizer.backward(model->loss(numbers({3, 17}, group.rank()).to(dtype),
-                                           numbers({3, 11}, 9).to(dtype), OddModelImpl::kAll));
+            optimizer.backward(model->loss(random_tensor({3, 17}, group.rank()).to(dtype),
+                                           random_tensor({3, 11}, 9).to(dtype),
+                                           OddModelImpl::kAll));
             optimizer.reduce_gradients();
             largest_allocation = 0;
             optimizer.clip_grad_norm_(1.0);

@@ -29,7 +29,7 @@ struct Net : torch::nn::Module {
     register_module("linear", linear);
     at::NoGradGuard no_grad;
     uint64_t seed = 1;
-    for (at::Tensor& p : parameters()) p.copy_(numbers(p.sizes(), seed++) * 0.3);
+    for (at::Tensor& p : parameters()) p.copy_(random_tensor(p.sizes(), seed++) * 0.3);
   }
   at::Tensor loss(const at::Tensor& x) { return linear(x).tanh().pow(2).sum(); }
   torch::nn::Linear linear;
@@ -45,7 +45,7 @@ struct User {
 };
 
 at::Tensor batch(int rank, int step, int micro) {
-  return numbers({3, 6}, static_cast<uint64_t>(100 * rank + 10 * step + micro));
+  return random_tensor({3, 6}, static_cast<uint64_t>(100 * rank + 10 * step + micro));
 }
 
 std::vector<at::Tensor> values(const Net& net) {
@@ -195,8 +195,9 @@ void expect_sum_of_two(at::ScalarType dtype, bool no_sync_fp32, bool reduce_fp32
   options.loss_scaler(LossScalerOptions().initial_scale(1)).no_sync_fp32(no_sync_fp32);
   if (reduce_fp32) options.reduce_dtype(at::kFloat);
   run_ranks(1, [&](const Group& group) {
-    const at::Tensor initial = numbers({1001}, 1).to(dtype);
-    const at::Tensor first = numbers({1001}, 2).to(dtype), second = numbers({1001}, 3).to(dtype);
+    const at::Tensor initial = random_tensor({1001}, 1).to(dtype);
+    const at::Tensor first = random_tensor({1001}, 2).to(dtype),
+                     second = random_tensor({1001}, 3).to(dtype);
     GivenGradients model({initial});
     ZeroOptimizer optimizer(model, std::make_unique<torch::optim::SGD>(model.values, 1.0), group,
                             options);

@@ -35,7 +35,7 @@ struct MlpImpl : torch::nn::Module {
         out(register_module("out", torch::nn::Linear(129, 33))) {
     const at::NoGradGuard no_grad;
     uint64_t seed = 1;
-    for (at::Tensor& p : parameters()) p.copy_(numbers(p.sizes(), seed++).mul(0.2));
+    for (at::Tensor& p : parameters()) p.copy_(random_tensor(p.sizes(), seed++).mul(0.2));
     to(device, dtype);
   }
   at::Tensor loss(const at::Tensor& x, const at::Tensor& target) {
@@ -65,8 +65,8 @@ struct Batch {
 
 Batch batch_of(int rank, int step, at::Device device, c10::ScalarType dtype) {
   const auto seed = static_cast<uint64_t>(1000 * rank + 10 * step);
-  return {numbers({16, 64}, seed + 100).to(device, dtype),
-          numbers({16, 33}, seed + 101).to(device)};
+  return {random_tensor({16, 64}, seed + 100).to(device, dtype),
+          random_tensor({16, 33}, seed + 101).to(device)};
 }
 
 // All parameters after each step, in host memory as fp32.
@@ -204,7 +204,7 @@ TEST_F(CudaOptimizer, NcclCarriesEveryCollective) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Communicator ranks(make_nccl_backend(store, 0, 1, kGpu, std::chrono::seconds(60)), "nccl",
                      std::chrono::seconds(60), RowTransport::kWhole);
-  const at::Tensor rows = numbers({1, 1000}, 1).to(kGpu);
+  const at::Tensor rows = random_tensor({1, 1000}, 1).to(kGpu);
   const at::Tensor received = at::zeros_like(rows);
   ranks.exchange_rows(rows, received, "rows").wait();
   const std::vector<at::Tensor> sum = reduced_rows(ranks, rows, "rows");

@@ -36,8 +36,8 @@ int train(int64_t width, int64_t bucket_bytes) {
   try {
     for (; step < 1000; ++step) {
       const auto seed = static_cast<uint64_t>(step);
-      optimizer.backward(model->loss(zero::numbers({3, 17}, seed), zero::numbers({3, 11}, seed),
-                                     zero::OddModelImpl::kAll));
+      optimizer.backward(model->loss(zero::random_tensor({3, 17}, seed),
+                                     zero::random_tensor({3, 11}, seed), zero::OddModelImpl::kAll));
       optimizer.step();
     }
   } catch (const c10::Error& error) {

@@ -50,7 +50,7 @@ struct Rank {
                                                 group, options);
   }
   at::Tensor loss() {
-    return model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll);
+    return model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll);
   }
   void backward() { optimizer->backward(loss()); }
   void train() {
@@ -171,7 +171,7 @@ void interrupt_update(const std::function<void()>& before,
                 model->parameters(), group.rank() == 1 ? before : std::function<void()>(nothing)),
             group, ZeroOptions().elementwise(true));
         optimizer.backward(
-            model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll));
+            model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
         check(group, optimizer, model);
       },
       with_timeout());

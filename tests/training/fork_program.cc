@@ -55,8 +55,8 @@ struct Run {
   }
   void backward() {
     const auto seed = static_cast<uint64_t>(step++);
-    optimizer->backward(model->loss(zero::numbers({3, 17}, seed), zero::numbers({3, 11}, seed),
-                                    zero::OddModelImpl::kAll));
+    optimizer->backward(model->loss(zero::random_tensor({3, 17}, seed),
+                                    zero::random_tensor({3, 11}, seed), zero::OddModelImpl::kAll));
   }
   void train(int steps) {
     for (int i = 0; i < steps; ++i) {

@@ -25,7 +25,8 @@ constexpr unsigned kUsed = OddModelImpl::kAll;
 at::Tensor batch_loss(OddModelImpl& model, int rank, int batch) {
   const auto seed = static_cast<uint64_t>(100 * batch + rank);
   const auto dtype = model.scale.scalar_type();
-  return model.loss(numbers({3, 17}, seed).to(dtype), numbers({3, 11}, seed + 50).to(dtype), kUsed);
+  return model.loss(random_tensor({3, 17}, seed).to(dtype),
+                    random_tensor({3, 11}, seed + 50).to(dtype), kUsed);
 }
 
 void copy_values(OddModel& from, OddModel& to) {

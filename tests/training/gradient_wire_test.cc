@@ -37,7 +37,8 @@ constexpr int64_t kBucketBytes = 6000;
 
 std::vector<at::Tensor> initial_values(c10::ScalarType dtype) {
   std::vector<at::Tensor> values;
-  for (size_t i = 0; i < kSizes.size(); ++i) values.push_back(numbers({kSizes[i]}, i).to(dtype));
+  for (size_t i = 0; i < kSizes.size(); ++i)
+    values.push_back(random_tensor({kSizes[i]}, i).to(dtype));
   return values;
 }
 
@@ -50,7 +51,7 @@ std::vector<at::Tensor> gradients(int rank, int micro, c10::ScalarType dtype) {
   std::vector<at::Tensor> result;
   for (size_t i = 0; i < kSizes.size(); ++i) {
     const auto seed = 1000u + static_cast<unsigned>(100 * rank + 10 * micro) + i;
-    at::Tensor g = numbers({kSizes[i]}, seed) * (i % 2 == 0 ? 1e-3 : 4.0);
+    at::Tensor g = random_tensor({kSizes[i]}, seed) * (i % 2 == 0 ? 1e-3 : 4.0);
     g[0].zero_();
     const bool unused = i == 2 || (i == 3 && rank == 0);
     result.push_back(unused ? at::Tensor() : g.to(dtype).to(at::kFloat));

@@ -73,7 +73,7 @@ struct Coefficients {
 
 Coefficients coefficients(const Logical& l, int step, int batch) {
   const uint64_t seed = std::hash<std::string>()(l.name) % 1000 + 7919u * step + 104729u * batch;
-  return {numbers(l.shape, seed), numbers(l.shape, seed + 1)};
+  return {random_tensor(l.shape, seed), random_tensor(l.shape, seed + 1)};
 }
 
 bool uses(const Logical& l, int step, int batch) {
@@ -103,7 +103,7 @@ std::vector<int> batches_of(const Topology& t, const Logical& l, const Mesh& mes
 }
 
 at::Tensor initial(const Logical& l) {
-  return numbers(l.shape, std::hash<std::string>()(l.name) % 997) * 0.5;
+  return random_tensor(l.shape, std::hash<std::string>()(l.name) % 997) * 0.5;
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(
@@ -380,7 +380,7 @@ TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
   }
 }
 
-// The real transport once, for the two topologies with all kinds of links, through sockets and
+// The real transport once, for the two topologies with all kinds of groups, through sockets and
 // through shared memory.
 TEST(HybridOptimizerTest, OverGloo) {
   const auto all = topologies();

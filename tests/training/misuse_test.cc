@@ -64,7 +64,8 @@ struct Rank {
   bool is(int rank) const { return group.rank() == rank; }
   at::Tensor loss(int step) {
     const auto seed = static_cast<uint64_t>(100 * step + group.rank());
-    return model->loss(numbers({3, 17}, seed), numbers({3, 11}, seed + 50), OddModelImpl::kAll);
+    return model->loss(random_tensor({3, 17}, seed), random_tensor({3, 11}, seed + 50),
+                       OddModelImpl::kAll);
   }
   void backward(int step) { optimizer->backward(loss(step)); }
   void clip_and_step() {
@@ -389,7 +390,8 @@ TEST(MisuseTest, AnotherOptimizersParametersMayHaveGradients) {
     const std::vector<at::Tensor> ours = model->trunk->parameters();
     ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::SGD>(ours, 0.1), group);
     torch::optim::SGD theirs(model->left->parameters(), 0.1);
-    optimizer.backward(model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll));
+    optimizer.backward(
+        model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
     EXPECT_TRUE(model->left->weight.grad().defined());
     optimizer.step();
     theirs.step();
@@ -779,7 +781,7 @@ TEST(ConstructionTest, UnknownOptimizerNeedsTheUsersWord) {
                             ZeroOptions().elementwise(true));
     SignDescent reference(plain->parameters());
     const auto loss = [](OddModel& m) {
-      return m->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll);
+      return m->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll);
     };
     optimizer.backward(loss(model));
     optimizer.step();
@@ -792,7 +794,8 @@ TEST(ConstructionTest, UnknownOptimizerNeedsTheUsersWord) {
 TEST(ConstructionTest, StateThatIsNotEmpty) {
   expect_unusable(
       [](Ingredients& in, const Group&) {
-        in.model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll).backward();
+        in.model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll)
+            .backward();
         in.inner->step();
       },
       {"expected no state yet, got", "Make a new one", "load_checkpoint()"});

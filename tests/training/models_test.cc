@@ -26,7 +26,7 @@ namespace {
 
 void fill(torch::nn::Module& module, uint64_t seed) {
   at::NoGradGuard no_grad;
-  for (at::Tensor& p : module.parameters()) p.copy_(numbers(p.sizes(), seed++) * 0.3);
+  for (at::Tensor& p : module.parameters()) p.copy_(random_tensor(p.sizes(), seed++) * 0.3);
 }
 
 std::vector<at::Tensor> values(const torch::nn::Module& module) {
@@ -66,7 +66,7 @@ TEST(ModelsTest, TiedParametersAreOneParameter) {
   for (int step = 0; step < 3; ++step) {
     sgd.zero_grad();
     for (int rank = 0; rank < 2; ++rank) {
-      (reference->loss(numbers({4, 9}, 10 * step + rank)) / 2).backward();
+      (reference->loss(random_tensor({4, 9}, 10 * step + rank)) / 2).backward();
     }
     sgd.step();
     expected.push_back(values(*reference));
@@ -81,7 +81,7 @@ TEST(ModelsTest, TiedParametersAreOneParameter) {
                                   model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)),
                               group, ZeroOptions().layout(layout));
       for (int step = 0; step < 3; ++step) {
-        optimizer.backward(model->loss(numbers({4, 9}, 10 * step + group.rank())));
+        optimizer.backward(model->loss(random_tensor({4, 9}, 10 * step + group.rank())));
         optimizer.step();
         EXPECT_TRUE(model->in.is_same(model->out));
         expect_close(*model, expected[step]);
@@ -95,7 +95,7 @@ TEST(ModelsTest, TiedParametersCountOnceInTheNormAndInACheckpoint) {
     Tied reference;
     fill(*reference, 3);
     for (int rank = 0; rank < world_size; ++rank) {
-      (reference->loss(numbers({4, 9}, rank)) / world_size).backward();
+      (reference->loss(random_tensor({4, 9}, rank)) / world_size).backward();
     }
     const auto squares = [](const at::Tensor& p) {
       return p.grad().to(at::kDouble).pow(2).sum().item<double>();
@@ -111,7 +111,7 @@ TEST(ModelsTest, TiedParametersCountOnceInTheNormAndInACheckpoint) {
             *tied, std::make_unique<torch::optim::AdamW>(tied->parameters(), 0.1), group);
       };
       const auto optimizer = optimizer_of(model);
-      optimizer->backward(model->loss(numbers({4, 9}, group.rank())));
+      optimizer->backward(model->loss(random_tensor({4, 9}, group.rank())));
       EXPECT_NEAR(optimizer->grad_norm().item<double>(), norm, 1e-6 * norm);
       optimizer->step();
       optimizer->save_checkpoint(folder, SaveOptions().overwrite(true));
@@ -153,7 +153,7 @@ TEST(ModelsTest, TwoLossesOverOneGraphAndASharedModule) {
     for (int step = 0; step < 3; ++step) {
       sgd.zero_grad();
       for (int rank = 0; rank < world_size; ++rank) {
-        for (const at::Tensor& loss : reference->losses(numbers({4, 6}, 10 * step + rank))) {
+        for (const at::Tensor& loss : reference->losses(random_tensor({4, 6}, 10 * step + rank))) {
           (loss / world_size).backward({}, /*retain_graph=*/true);
         }
       }
@@ -170,7 +170,7 @@ TEST(ModelsTest, TwoLossesOverOneGraphAndASharedModule) {
                                                   torch::optim::SGDOptions(0.1).momentum(0.9)),
               group, ZeroOptions().stage(stage).bucket_bytes(100));
           for (int step = 0; step < 3; ++step) {
-            const auto losses = model->losses(numbers({4, 6}, 10 * step + group.rank()));
+            const auto losses = model->losses(random_tensor({4, 6}, 10 * step + group.rank()));
             {
               const auto guard = optimizer.no_sync(no_sync);
               optimizer.backward({losses[0]}, {}, /*retain_graph=*/true);
@@ -189,7 +189,7 @@ TEST(ModelsTest, TwoOptimizersAtOnce) {
   const auto run = [](torch::nn::Linear& generator, torch::nn::Linear& critic, int rank, int step,
                       const std::function<void(const at::Tensor&)>& generator_step,
                       const std::function<void(const at::Tensor&)>& critic_step) {
-    const at::Tensor x = numbers({4, 6}, 100 * step + rank);
+    const at::Tensor x = random_tensor({4, 6}, 100 * step + rank);
     critic_step(critic(generator(x).detach()).pow(2).mean() - critic(x).mean());
     // The critic also receives gradients here; they belong to its next step.
     generator_step(critic(generator(x)).mean());
@@ -202,7 +202,7 @@ TEST(ModelsTest, TwoOptimizersAtOnce) {
   for (int step = 0; step < 3; ++step) {
     // The mean over two ranks, pass by pass.
     std::vector<at::Tensor> x;
-    for (int rank = 0; rank < 2; ++rank) x.push_back(numbers({4, 6}, 100 * step + rank));
+    for (int rank = 0; rank < 2; ++rank) x.push_back(random_tensor({4, 6}, 100 * step + rank));
     d_sgd.zero_grad();  // what the generator's pass left behind
     for (const at::Tensor& b : x) {
       ((d(g(b).detach()).pow(2).mean() - d(b).mean()) / 2).backward();
@@ -246,7 +246,7 @@ TEST(ModelsTest, SchedulersChangeTheRate) {
                         const std::function<void(const at::Tensor&)>& backward) {
     torch::optim::StepLR schedule(optimizer, 1, 0.5);
     for (int step = 0; step < 4; ++step) {
-      backward(model(numbers({4, 6}, step)).pow(2).mean());
+      backward(model(random_tensor({4, 6}, step)).pow(2).mean());
       optimizer.step();
       schedule.step();
     }
@@ -275,7 +275,7 @@ TEST(ModelsTest, SeveralOutputsAndAClosure) {
   torch::nn::Linear reference(6, 3);
   fill(*reference, 1);
   torch::optim::SGD sgd(reference->parameters(), 0.2);
-  const at::Tensor x = numbers({4, 6}, 8), seed = numbers({4, 3}, 9);
+  const at::Tensor x = random_tensor({4, 6}, 8), seed = random_tensor({4, 3}, 9);
   at::Tensor y = reference(x);
   y.backward(seed, /*retain_graph=*/true);
   y.pow(2).sum().backward();
@@ -322,7 +322,8 @@ TEST(ModelsTest, StepWithoutGradientsDoesNothing) {
     const auto before = values(*model);
     optimizer.step();
     expect_close(*model, before);
-    optimizer.backward(model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll));
+    optimizer.backward(
+        model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
     optimizer.zero_grad();
     optimizer.step();
     for (size_t i = 0; i < before.size(); ++i) {
@@ -336,7 +337,8 @@ TEST(ModelsTest, ParametersOutliveTheOptimizer) {
   run_ranks(2, [&](const Group& group) {
     OddModel model(1);
     { ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group); }
-    at::Tensor loss = model->loss(numbers({3, 17}, 1), numbers({3, 11}, 2), OddModelImpl::kAll);
+    at::Tensor loss =
+        model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll);
     loss.backward();
     EXPECT_TRUE(model->trunk->weight.grad().defined()) << "hooks must be gone";
     ZeroOptimizer again(*model, make_inner(Inner::kSgd, *model), group);
@@ -348,9 +350,9 @@ TEST(ModelsTest, ASavedGraphNoticesTheUpdate) {
     torch::nn::Linear model(4, 4), second(4, 4);
     ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::SGD>(model->parameters(), 0.2),
                             group);
-    const at::Tensor x = numbers({2, 4}, 1).requires_grad_();
+    const at::Tensor x = random_tensor({2, 4}, 1).requires_grad_();
     const at::Tensor stale = model(model(x)).sum();  // saves the weight for backward
-    optimizer.backward(model(numbers({2, 4}, 2)).sum());
+    optimizer.backward(model(random_tensor({2, 4}, 2)).sum());
     optimizer.step();
     EXPECT_ANY_THROW(stale.backward());
   });

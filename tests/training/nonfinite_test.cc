@@ -28,12 +28,12 @@ constexpr double kBadValues[] = {kNan, kInfinity, -kInfinity};
 constexpr int64_t kSizes[] = {37, 70};
 
 std::vector<at::Tensor> initial_values(c10::ScalarType first, c10::ScalarType second) {
-  return {numbers({kSizes[0]}, 1).to(first), numbers({kSizes[1]}, 2).to(second)};
+  return {random_tensor({kSizes[0]}, 1).to(first), random_tensor({kSizes[1]}, 2).to(second)};
 }
 
 std::vector<at::Tensor> gradients(int rank, int step) {
   const auto seed = static_cast<uint64_t>(100 * rank + 10 * step);
-  return {numbers({kSizes[0]}, seed + 3), numbers({kSizes[1]}, seed + 4)};
+  return {random_tensor({kSizes[0]}, seed + 3), random_tensor({kSizes[1]}, seed + 4)};
 }
 
 std::unique_ptr<torch::optim::Optimizer> inner_of(const GivenGradients& model, Inner inner) {

@@ -28,12 +28,12 @@ struct StackImpl : torch::nn::Module {
     if (extra) unused = register_module("unused", torch::nn::Linear(32, 32));
     uint64_t seed = 1;
     at::NoGradGuard no_grad;
-    for (at::Tensor& p : parameters()) p.copy_(numbers(p.sizes(), seed++) * 0.2);
+    for (at::Tensor& p : parameters()) p.copy_(random_tensor(p.sizes(), seed++) * 0.2);
   }
   // `before` is called before each layer computes, `after` when its gradient was made.
   at::Tensor loss(int rank, const std::function<void(torch::nn::Linear&)>& before = nullptr,
                   const std::function<void()>& after = nullptr) {
-    at::Tensor x = numbers({4, 32}, 100 + rank);
+    at::Tensor x = random_tensor({4, 32}, 100 + rank);
     for (torch::nn::Linear& layer : list) {
       if (before) before(layer);
       x = layer->forward(x).tanh();
@@ -41,7 +41,7 @@ struct StackImpl : torch::nn::Module {
         x.register_hook([after](const at::Tensor&) { after(); });
       }
     }
-    return at::mse_loss(x, numbers({4, 32}, 7));
+    return at::mse_loss(x, random_tensor({4, 32}, 7));
   }
   std::vector<torch::nn::Linear> list;
   torch::nn::Linear unused{nullptr};

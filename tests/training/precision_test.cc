@@ -98,7 +98,7 @@ TEST_P(PrecisionAt, ReduceDtypeRoundsEachRanksGradientOnce) {
       ZeroOptimizer optimizer(model, sgd(model, 0.1), group, ZeroOptions().reduce_dtype(wire));
       at::Tensor sum = at::zeros({100});
       for (int rank = 0; rank < world_size; ++rank) {
-        const at::Tensor gradient = numbers({100}, 40u + static_cast<unsigned>(rank));
+        const at::Tensor gradient = random_tensor({100}, 40u + static_cast<unsigned>(rank));
         sum.add_(gradient.to(wire).to(at::kFloat));
         if (rank == group.rank()) optimizer.backward(model.loss({gradient}));
       }
@@ -125,7 +125,7 @@ constexpr int kMicroGradients = 512;
 
 at::Tensor micro_gradient(int rank, int micro) {
   const auto seed = static_cast<uint64_t>(rank * 1000 + micro);
-  return (numbers({64}, seed) * 0.5 + 1.0).to(at::kBFloat16).to(at::kFloat);
+  return (random_tensor({64}, seed) * 0.5 + 1.0).to(at::kBFloat16).to(at::kFloat);
 }
 
 double relative_error(const at::Tensor& got, const at::Tensor& exact) {
@@ -252,7 +252,7 @@ struct MixedModel : torch::nn::Module {
   explicit MixedModel(c10::ScalarType dtype_in) : dtype(dtype_in) {
     const auto add = [&](const char* name, at::IntArrayRef shape, c10::ScalarType type) {
       const auto seed = static_cast<uint64_t>(parameters().size());
-      return register_parameter(name, (numbers(shape, seed) * 0.4).to(type));
+      return register_parameter(name, (random_tensor(shape, seed) * 0.4).to(type));
     };
     up = add("up", {19, 13}, dtype);
     bias = add("bias", {19}, at::kFloat);
@@ -262,10 +262,11 @@ struct MixedModel : torch::nn::Module {
   }
   at::Tensor loss(int rank, int step, int micro) const {
     const auto seed = 1000u + static_cast<unsigned>(100 * rank + 10 * step + micro);
-    const at::Tensor x = numbers({5, 13}, seed).to(dtype);
+    const at::Tensor x = random_tensor({5, 13}, seed).to(dtype);
     at::Tensor h = at::linear(x, up).to(at::kFloat) + bias;
     h = at::tanh(at::layer_norm(h, {19}, gain, shift)).to(dtype);
-    const at::Tensor error = at::linear(h, down).to(at::kFloat) - numbers({5, 7}, seed + 5000);
+    const at::Tensor error =
+        at::linear(h, down).to(at::kFloat) - random_tensor({5, 7}, seed + 5000);
     return at::mean(error * error);
   }
   c10::ScalarType dtype;

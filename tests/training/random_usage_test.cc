@@ -156,7 +156,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
 struct CheckpointedModel : torch::nn::Module {
   CheckpointedModel() {
     const auto add = [&](const char* name, at::IntArrayRef shape, uint64_t seed) {
-      return register_parameter(name, numbers(shape, seed) * 0.4);
+      return register_parameter(name, random_tensor(shape, seed) * 0.4);
     };
     first = add("first", {9, 9}, 1);
     shared = add("shared", {9, 9}, 2);
@@ -189,7 +189,7 @@ constexpr int kSteps = 3;
 constexpr int kMicroBatches = 2;
 
 at::Tensor checkpointed_batch(int rank, int step, int micro) {
-  return numbers({4, 9}, 1000u + static_cast<unsigned>(100 * rank + 10 * step + micro));
+  return random_tensor({4, 9}, 1000u + static_cast<unsigned>(100 * rank + 10 * step + micro));
 }
 
 std::unique_ptr<torch::optim::Optimizer> sgd_of(const CheckpointedModel& model) {

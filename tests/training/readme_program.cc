@@ -63,7 +63,8 @@ struct Batch {
 
 at::Tensor loss(Gpt& model, const Batch& batch, int64_t micro = 0) {
   const auto seed = static_cast<uint64_t>(1000 * batch.number + 10 * micro + batch.rank);
-  const at::Tensor x = zero::numbers({3, 13}, seed), y = zero::numbers({3, 5}, seed + 7);
+  const at::Tensor x = zero::random_tensor({3, 13}, seed),
+                   y = zero::random_tensor({3, 5}, seed + 7);
   const at::Device device = model->parameters()[0].device();
   return at::mse_loss(model(x.to(device)), y.to(device));
 }
@@ -150,7 +151,7 @@ int step_over_a_mesh() {
       model, std::move(adamw), mesh.group({"edp", "ep"}),
       zero::ZeroOptions().mesh_group(world).placement(0, copies).placement(1, experts));
 
-  const at::Tensor x = zero::numbers({3, 13}, static_cast<uint64_t>(world.rank()));
+  const at::Tensor x = zero::random_tensor({3, 13}, static_cast<uint64_t>(world.rank()));
   optimizer.backward(model.expert(model.dense(x.to(world.device()))).square().mean());
   optimizer.step();
   return optimizer.stats().steps == 1 ? 0 : 1;

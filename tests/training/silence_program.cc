@@ -81,7 +81,8 @@ int train(const Death& death) {
     death.at("step", step);
     const auto seed = static_cast<uint64_t>(step);
     guarded("training", [&] {
-      optimizer->backward(model->loss(zero::numbers({3, 17}, seed), zero::numbers({3, 11}, seed),
+      optimizer->backward(model->loss(zero::random_tensor({3, 17}, seed),
+                                      zero::random_tensor({3, 11}, seed),
                                       zero::OddModelImpl::kAll));
       optimizer->step();
     });

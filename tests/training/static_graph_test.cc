@@ -37,14 +37,15 @@ constexpr int64_t kSizes[] = {37, 1, 70};
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 std::vector<at::Tensor> initial_values(c10::ScalarType first, c10::ScalarType other) {
-  return {numbers({kSizes[0]}, 1).to(first), numbers({kSizes[1]}, 2).to(other),
-          numbers({kSizes[2]}, 3).to(other)};
+  return {random_tensor({kSizes[0]}, 1).to(first), random_tensor({kSizes[1]}, 2).to(other),
+          random_tensor({kSizes[2]}, 3).to(other)};
 }
 
 std::vector<at::Tensor> gradients(int rank, int step) {
   std::vector<at::Tensor> result;
   for (size_t i = 0; i < 3; ++i) {
-    result.push_back(numbers({kSizes[i]}, static_cast<uint64_t>(100 * rank + 10 * step) + i + 4));
+    result.push_back(
+        random_tensor({kSizes[i]}, static_cast<uint64_t>(100 * rank + 10 * step) + i + 4));
   }
   return result;
 }

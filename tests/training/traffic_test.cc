@@ -34,7 +34,7 @@ int64_t padded_bytes(const Plan& plan) {
 void one_step(OddModel& model, ZeroOptimizer& optimizer, int rank, int rounds, bool clip) {
   for (int i = 0; i < rounds; ++i) {
     optimizer.backward(
-        model->loss(numbers({3, 17}, rank), numbers({3, 11}, 9), OddModelImpl::kAll));
+        model->loss(random_tensor({3, 17}, rank), random_tensor({3, 11}, 9), OddModelImpl::kAll));
   }
   if (clip) optimizer.clip_grad_norm_(1.0);
   optimizer.step();
@@ -95,7 +95,7 @@ TEST(TrafficTest, ControlMessagesDoNotGrowWithTheModelWhileRanksAgree) {
                 torch::nn::Module module;
                 constexpr int64_t kParameters = 100;
                 for (int64_t p = 0; p < kParameters; ++p) {
-                  module.register_parameter("p" + std::to_string(p), numbers({2}, p));
+                  module.register_parameter("p" + std::to_string(p), random_tensor({2}, p));
                 }
                 const auto parameters = module.parameters();
                 ZeroOptimizer optimizer(
@@ -150,7 +150,7 @@ TEST(TrafficTest, NoSyncSendsNothing) {
       auto guard = optimizer.no_sync();
       for (int i = 0; i < 3; ++i) {
         optimizer.backward(
-            model->loss(numbers({3, 17}, i), numbers({3, 11}, 9), OddModelImpl::kAll));
+            model->loss(random_tensor({3, 17}, i), random_tensor({3, 11}, 9), OddModelImpl::kAll));
       }
     }
     const Stats after = optimizer.stats();

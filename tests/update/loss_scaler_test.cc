@@ -202,7 +202,8 @@ TEST(LossScalerTest, TheScaleThatMultipliedTheLossIsDividedOut) {
               for (int micro = 0; micro < 2; ++micro) {
                 // Few bits, so that no dtype rounds it whatever the scale.
                 const at::Tensor factor =
-                    at::round(numbers({50}, static_cast<unsigned>(step * 10 + rank + micro)) * 64) /
+                    at::round(random_tensor({50}, static_cast<unsigned>(step * 10 + rank + micro)) *
+                              64) /
                     64;
                 sum.add_(factor);
                 if (rank != group.rank()) continue;

@@ -25,22 +25,22 @@ void add(const Traffic& from, Traffic& to) {
 
 }  // namespace
 
-OptimizerLinks::OptimizerLinks(const Group& mesh)
+OptimizerCommunicators::OptimizerCommunicators(const Group& mesh)
     : control(mesh.make_communicator("control", Purpose::kControl)), channel(*control, mesh) {
   watch(*control);
 }
 
-OptimizerLinks::~OptimizerLinks() {
+OptimizerCommunicators::~OptimizerCommunicators() {
   // A failure from here on is the end of this rank's own communicators.
   control->on_failure(nullptr);
   for (const auto& item : made_) item.second->on_failure(nullptr);
 }
 
-void OptimizerLinks::watch(Communicator& communicator) {
+void OptimizerCommunicators::watch(Communicator& communicator) {
   communicator.on_failure([this](const std::string& reason) { abort(reason); });
 }
 
-Communicator* OptimizerLinks::get(const Group& group, Role role) {
+Communicator* OptimizerCommunicators::get(const Group& group, Role role) {
   static constexpr const char* kNames[] = {"data", "replicas", "norm", "agreement"};
   const std::pair<GroupKey, Role> key{key_of(group), role};
   const auto found = made_.find(key);
@@ -51,10 +51,10 @@ Communicator* OptimizerLinks::get(const Group& group, Role role) {
   return made_.emplace(key, std::move(made)).first->second.get();
 }
 
-void OptimizerLinks::connect(const Domains& all) {
+void OptimizerCommunicators::connect(const ShardDomains& all) {
   // The home domain, so that replicas get what belongs to no parameter group too.
-  Domain home_domain{all.home, std::nullopt, 1};
-  for (const Domain& d : all.list) {
+  ShardDomain home_domain{all.home, std::nullopt, 1};
+  for (const ShardDomain& d : all.list) {
     if (key_of(d.group) == key_of(all.home)) {
       home_domain = d;
       break;
@@ -68,7 +68,7 @@ void OptimizerLinks::connect(const Domains& all) {
     groups.push_back(group);
   };
   want(home_domain.group, Role::kData);
-  for (const Domain& d : all.list) {
+  for (const ShardDomain& d : all.list) {
     want(d.group, Role::kData);
     if (d.replicas) want(*d.replicas, Role::kReplicas);
     if (all.uniform) continue;
@@ -86,19 +86,20 @@ void OptimizerLinks::connect(const Domains& all) {
     std::sort(list.begin(), list.end());
     for (const Role role : list) get(group, role);
   }
-  const auto links = [&](const Domain& d, Role data, Role replicas) {
-    return DomainLinks{get(d.group, data), d.replicas ? get(*d.replicas, replicas) : nullptr,
-                       d.averaged_over};
+  const auto comms = [&](const ShardDomain& d, Role data, Role replicas) {
+    return DomainCommunicators{get(d.group, data),
+                               d.replicas ? get(*d.replicas, replicas) : nullptr, d.averaged_over};
   };
   norm = get(all.mesh, norm_role);
-  home = links(home_domain, Role::kData, Role::kReplicas);
-  for (const Domain& d : all.list) {
-    domains.push_back(links(d, Role::kData, Role::kReplicas));
-    if (!all.uniform) agreements_.push_back(links(d, Role::kAgreement, Role::kAgreement));
+  home = comms(home_domain, Role::kData, Role::kReplicas);
+  for (const ShardDomain& d : all.list) {
+    domains.push_back(comms(d, Role::kData, Role::kReplicas));
+    if (!all.uniform) agreements_.push_back(comms(d, Role::kAgreement, Role::kAgreement));
   }
 }
 
-void OptimizerLinks::check_each_domain(const std::function<void(int64_t, Communicator&)>& check) {
+void OptimizerCommunicators::check_each_domain(
+    const std::function<void(int64_t, Communicator&)>& check) {
   std::string problem;
   for (size_t d = 0; d < agreements_.size(); ++d) {
     for (Communicator* group : {agreements_[d].data, agreements_[d].replicas}) {
@@ -115,14 +116,14 @@ void OptimizerLinks::check_each_domain(const std::function<void(int64_t, Communi
   check_construction(*control, problem, {});
 }
 
-void OptimizerLinks::check_domains(const Domains& all,
-                                   const std::function<std::vector<std::string>(int64_t)>& lines) {
+void OptimizerCommunicators::check_domains(
+    const ShardDomains& all, const std::function<std::vector<std::string>(int64_t)>& lines) {
   if (all.uniform) return;
   check_each_domain(
       [&](int64_t domain, Communicator& group) { check_construction(group, "", lines(domain)); });
 }
 
-void OptimizerLinks::agree_on_half(const Domains& all, bool half_here) {
+void OptimizerCommunicators::agree_on_half(const ShardDomains& all, bool half_here) {
   any_half = half_here;
   if (all.uniform) return;
   at::Tensor word = at::empty({1}, at::TensorOptions().dtype(at::kInt));
@@ -159,9 +160,9 @@ void for_all_domains(size_t count, Send send) {
 
 }  // namespace
 
-bool OptimizerLinks::agree_domains(const std::vector<std::string>& arguments,
-                                   const std::vector<int64_t>& domain_of,
-                                   std::vector<uint8_t>& used) {
+bool OptimizerCommunicators::agree_domains(const std::vector<std::string>& arguments,
+                                           const std::vector<int64_t>& domain_of,
+                                           std::vector<uint8_t>& used) {
   const size_t count = agreements_.size();
   std::vector<DomainMessage> messages(count);
   for (size_t p = 0; p < domain_of.size(); ++p) messages[domain_of[p]].flags.push_back(used[p]);
@@ -170,7 +171,8 @@ bool OptimizerLinks::agree_domains(const std::vector<std::string>& arguments,
     std::ranges::copy(fingerprint_of(arguments[d]), messages[d].words.mutable_data_ptr<int32_t>());
   }
   // First within every domain, then between those results and the replicas'.
-  for (Communicator* DomainLinks::*link : {&DomainLinks::data, &DomainLinks::replicas}) {
+  for (Communicator* DomainCommunicators::*link :
+       {&DomainCommunicators::data, &DomainCommunicators::replicas}) {
     for_all_domains(count, [&](size_t d) {
       DomainMessage& m = messages[d];
       std::ranges::copy(fingerprint_of(m.flags),
@@ -199,7 +201,7 @@ bool OptimizerLinks::agree_domains(const std::vector<std::string>& arguments,
                              [](const DomainMessage& m) { return all_equal(arguments_of(m)); });
 }
 
-void OptimizerLinks::explained(const std::function<void()>& body) {
+void OptimizerCommunicators::explained(const std::function<void()>& body) {
   try {
     body();
   } catch (const std::exception& error) {
@@ -209,7 +211,7 @@ void OptimizerLinks::explained(const std::function<void()>& body) {
   }
 }
 
-std::string OptimizerLinks::failed() const {
+std::string OptimizerCommunicators::failed() const {
   std::string text = control->failed();
   for (const auto& item : made_) {
     if (text.empty()) text = item.second->failed();
@@ -217,7 +219,7 @@ std::string OptimizerLinks::failed() const {
   return text;
 }
 
-void OptimizerLinks::abort(const std::string& reason) noexcept {
+void OptimizerCommunicators::abort(const std::string& reason) noexcept {
   if (aborted_.exchange(true)) return;
   // Before any connection is closed, so that the peers find it when they notice.
   channel.announce(reason);
@@ -225,7 +227,7 @@ void OptimizerLinks::abort(const std::string& reason) noexcept {
   control->abort(reason);
 }
 
-Traffic OptimizerLinks::data_traffic() const {
+Traffic OptimizerCommunicators::data_traffic() const {
   Traffic sum;
   for (const auto& [key, communicator] : made_) {
     if (key.second != Role::kAgreement) add(communicator->traffic(), sum);
@@ -233,7 +235,7 @@ Traffic OptimizerLinks::data_traffic() const {
   return sum;
 }
 
-Traffic OptimizerLinks::control_traffic() const {
+Traffic OptimizerCommunicators::control_traffic() const {
   Traffic sum = control->traffic();
   for (const auto& [key, communicator] : made_) {
     if (key.second == Role::kAgreement) add(communicator->traffic(), sum);

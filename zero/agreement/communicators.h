@@ -22,21 +22,21 @@
 
 namespace zero {
 
-struct OptimizerLinks {
+struct OptimizerCommunicators {
   // Collective over `mesh`. Only what is needed to agree that all is well.
-  explicit OptimizerLinks(const Group& mesh);
-  ~OptimizerLinks();
+  explicit OptimizerCommunicators(const Group& mesh);
+  ~OptimizerCommunicators();
 
   // Collective over the mesh. Makes the rest and sends nothing else.
-  void connect(const Domains& domains);
+  void connect(const ShardDomains& domains);
 
   // Collective over the mesh, only where it is not uniform; see check_construction(). `lines(d)`
   // describes what the ranks of domain d must have in common. Throws on every rank of the mesh.
-  void check_domains(const Domains& domains,
+  void check_domains(const ShardDomains& domains,
                      const std::function<std::vector<std::string>(int64_t)>& lines);
   // Collective over the mesh, where it is not uniform: sets any_half, so that all ranks scale
   // alike.
-  void agree_on_half(const Domains& domains, bool half_here);
+  void agree_on_half(const ShardDomains& domains, bool half_here);
   // Collective over the mesh, where it is not uniform: makes used[p] the maximum over parameter
   // p's domain, `domain_of[p]`, and its replicas. `arguments[d]` are those of the call that concern
   // domain d: returns whether ranks that hold the same parameters gave the same everywhere. A
@@ -64,8 +64,8 @@ struct OptimizerLinks {
   const std::unique_ptr<Communicator> control;  // over the mesh
   ControlChannel channel;                       // over the mesh
   Communicator* norm = nullptr;                 // data over the mesh
-  DomainLinks home;                             // for frozen parameters and buffers
-  std::vector<DomainLinks> domains;             // data, by domain
+  DomainCommunicators home;                     // for frozen parameters and buffers
+  std::vector<DomainCommunicators> domains;     // data, by domain
   bool any_half = false;                        // whether any rank of the mesh has fp16 parameters
 
  private:
@@ -76,7 +76,7 @@ struct OptimizerLinks {
   void watch(Communicator& communicator);
 
   std::map<std::pair<GroupKey, Role>, std::unique_ptr<Communicator>> made_;
-  std::vector<DomainLinks> agreements_;  // host communicators, by domain; empty if uniform
+  std::vector<DomainCommunicators> agreements_;  // host communicators, by domain; empty if uniform
   std::atomic<bool> aborted_ = false;
 };
 

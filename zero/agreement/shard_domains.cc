@@ -40,8 +40,9 @@ void check_disjoint(const Group& group, const Group& replicas, const std::string
 
 }  // namespace
 
-Domains make_domains(const Group& group, const ZeroOptions& options, int64_t parameter_groups) {
-  Domains domains{group, options.mesh_group().value_or(group), {}, {}, {}, true};
+ShardDomains make_domains(const Group& group, const ZeroOptions& options,
+                          int64_t parameter_groups) {
+  ShardDomains domains{group, options.mesh_group().value_or(group), {}, {}, {}, true};
   check_within_mesh(group, domains.mesh, "optimizer");
   for (const auto& [index, placement] : options.placements()) {
     TORCH_CHECK(0 <= index && index < parameter_groups, "placement of parameter group ", index,
@@ -54,7 +55,7 @@ Domains make_domains(const Group& group, const ZeroOptions& options, int64_t par
     const GroupPlacement placement =
         found == options.placements().end() ? GroupPlacement() : found->second;
     const std::string where = "placement of parameter group " + std::to_string(g);
-    Domain domain{placement.sharded_over().value_or(group), placement.replicated_over(), 0};
+    ShardDomain domain{placement.sharded_over().value_or(group), placement.replicated_over(), 0};
     if (ranks_of(domain.replicas) == 1) domain.replicas.reset();
     check_within_mesh(domain.group, domains.mesh, where);
     if (domain.replicas) {
@@ -79,10 +80,10 @@ Domains make_domains(const Group& group, const ZeroOptions& options, int64_t par
   return domains;
 }
 
-std::vector<std::string> Domains::describe() const {
+std::vector<std::string> ShardDomains::describe() const {
   std::vector<std::string> lines;
   for (size_t g = 0; g < of_group.size(); ++g) {
-    const Domain& d = list[of_group[g]];
+    const ShardDomain& d = list[of_group[g]];
     lines.push_back("placement of parameter group " + std::to_string(g) + ": shared by " +
                     std::to_string(d.group.world_size()) + " ranks, copies on " +
                     std::to_string(ranks_of(d.replicas)) + ", averaged over " +

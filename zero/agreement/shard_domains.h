@@ -15,16 +15,16 @@
 
 namespace zero {
 
-struct Domain {
+struct ShardDomain {
   Group group;                    // the ranks that share the shards
   std::optional<Group> replicas;  // of more than one rank: copies of this rank's shards
   int64_t averaged_over = 1;      // what sums of gradients are divided by
 };
 
-struct Domains {
+struct ShardDomains {
   Group home;  // as given to the constructor; sends frozen parameters and buffers
   Group mesh;  // all ranks that agree on calls, problems, rounds, skipped steps and norms
-  std::vector<Domain> list;
+  std::vector<ShardDomain> list;
   std::vector<int64_t> of_group;     // per parameter group: its domain
   std::vector<double> norm_weights;  // per parameter group, see zero/norm/shard_norm.h
   // True if all ranks of the mesh hold the same parameters: each domain and its replicas are the
@@ -37,6 +37,6 @@ struct Domains {
 
 // Throws c10::Error for a placement of a group that does not exist, groups that
 // share more than this rank or are not part of the mesh, and numbers out of range.
-Domains make_domains(const Group& group, const ZeroOptions& options, int64_t parameter_groups);
+ShardDomains make_domains(const Group& group, const ZeroOptions& options, int64_t parameter_groups);
 
 }  // namespace zero

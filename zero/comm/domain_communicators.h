@@ -10,7 +10,7 @@
 
 namespace zero {
 
-struct DomainLinks {
+struct DomainCommunicators {
   Communicator* data = nullptr;      // over the ranks that share the shards
   Communicator* replicas = nullptr;  // null, or over the ranks that hold copies of this shard
   int64_t averaged_over = 0;         // divides sums of gradients; 0: the number of all these ranks

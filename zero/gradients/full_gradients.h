@@ -21,9 +21,9 @@ namespace zero {
 class FullGradients {
  public:
   // References must outlive it. Memory is allocated by the first gather().
-  FullGradients(const Plan& plan, const ParameterTable& table, std::vector<DomainLinks> links,
-                BufferPool& pool)
-      : plan_(plan), table_(table), links_(std::move(links)), memory_(plan, pool) {}
+  FullGradients(const Plan& plan, const ParameterTable& table,
+                std::vector<DomainCommunicators> comms, BufferPool& pool)
+      : plan_(plan), table_(table), comms_(std::move(comms)), memory_(plan, pool) {}
 
   // Collective. Sets p.grad() of every parameter with used[p] != 0 to its
   // average, in the parameter's dtype, shape and strides, and marks it as such
@@ -39,7 +39,7 @@ class FullGradients {
 
   const Plan& plan_;
   const ParameterTable& table_;
-  const std::vector<DomainLinks> links_;
+  const std::vector<DomainCommunicators> comms_;
   BucketMemory memory_;
   std::vector<at::Tensor> single_;  // per parameter, of those without a place in memory_
 };

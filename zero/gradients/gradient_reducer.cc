@@ -16,11 +16,11 @@
 
 namespace zero {
 GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
-                                 std::vector<DomainLinks> links, BufferPool& pool,
+                                 std::vector<DomainCommunicators> comms, BufferPool& pool,
                                  const ReducerOptions& options)
     : plan_(plan),
       table_(table),
-      links_(std::move(links)),
+      comms_(std::move(comms)),
       pool_(pool),
       options_(options),
       local_(table, options.no_sync_fp32),
@@ -31,7 +31,7 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
   // One allocation: shards are read bucket by bucket, but a norm reads them all.
   std::vector<int64_t> own;  // elements of this rank's row of each bucket
   for (const Bucket& bucket : plan.buckets) {
-    own.push_back(bucket.rows.numel(links_[plan.arena_of(bucket).domain].data->rank()));
+    own.push_back(bucket.rows.numel(comms_[plan.arena_of(bucket).domain].data->rank()));
   }
   const at::Tensor flat =
       at::zeros({std::accumulate(own.begin(), own.end(), int64_t{0})}, float_options);
@@ -170,11 +170,11 @@ void GradientReducer::send_next() {
   const int64_t b = order_[next_++];
   const Bucket& bucket = plan_.buckets[b];
   const Arena& arena = plan_.arena_of(bucket);
-  const DomainLinks& links = links_[arena.domain];
+  const DomainCommunicators& comms = comms_[arena.domain];
   const int64_t ranks =
-      links.averaged_over > 0
-          ? links.averaged_over
-          : arena.world_size * (links.replicas == nullptr ? 1 : links.replicas->world_size());
+      comms.averaged_over > 0
+          ? comms.averaged_over
+          : arena.world_size * (comms.replicas == nullptr ? 1 : comms.replicas->world_size());
   // Of a round that is being closed.
   if (!open_[b].encoded.defined()) {
     const at::Tensor& packed = open(b);
@@ -190,10 +190,10 @@ void GradientReducer::send_next() {
   reduction.shard = shards_[b];
   // After reduce_over_replicas() all replicas hold their common mean: only the first of them
   // carries it into a further sum.
-  const bool carries = links.replicas == nullptr || links.replicas->rank() == 0;
+  const bool carries = comms.replicas == nullptr || comms.replicas->rank() == 0;
   reduction.accumulate = rounds_ > (carries ? 0 : replicated_);
   reduction.scale = static_cast<float>(scale_ / static_cast<double>(ranks));
-  reduction.group = links.data;
+  reduction.group = comms.data;
   reduction.bucket = b;
   set_reducing(true);
   queue_.push(std::move(reduction));
@@ -223,8 +223,8 @@ int64_t GradientReducer::rounds_needed() const {
 
 void GradientReducer::set_reducing(bool reducing) {
   if (std::exchange(reducing_, reducing) == reducing) return;
-  for (const DomainLinks& links : links_) {
-    reducing ? links.data->begin_reductions() : links.data->end_reductions();
+  for (const DomainCommunicators& comms : comms_) {
+    reducing ? comms.data->begin_reductions() : comms.data->end_reductions();
   }
 }
 
@@ -241,7 +241,7 @@ void GradientReducer::complete(int64_t rounds) {
 void GradientReducer::reduce_over_replicas() {
   std::vector<ReplicaShard> items;
   for (size_t b = 0; b < shards_.size(); ++b) {
-    Communicator* replicas = links_[plan_.arena_of(plan_.buckets[b]).domain].replicas;
+    Communicator* replicas = comms_[plan_.arena_of(plan_.buckets[b]).domain].replicas;
     if (replicas == nullptr || replicas->world_size() == 1 || shards_[b].numel() == 0) continue;
     items.push_back({shards_[b], replicas, "gradient shard " + std::to_string(b)});
   }

@@ -44,8 +44,9 @@ struct ReducerOptions {
 class GradientReducer {
  public:
   // References must outlive the reducer.
-  GradientReducer(const Plan& plan, const ParameterTable& table, std::vector<DomainLinks> links,
-                  BufferPool& pool, const ReducerOptions& options);
+  GradientReducer(const Plan& plan, const ParameterTable& table,
+                  std::vector<DomainCommunicators> comms, BufferPool& pool,
+                  const ReducerOptions& options);
 
   // Factor on every gradient besides the mean over ranks: 1 / loss scale.
   void set_scale(double scale) { scale_ = scale; }
@@ -130,7 +131,7 @@ class GradientReducer {
 
   const Plan& plan_;
   const ParameterTable& table_;
-  const std::vector<DomainLinks> links_;
+  const std::vector<DomainCommunicators> comms_;
   BufferPool& pool_;
   const ReducerOptions options_;
   double scale_ = 1.0;

@@ -8,7 +8,8 @@
 
 namespace zero {
 
-void Broadcasts::send(const at::Tensor& tensor, const DomainLinks& comms, const char* what) const {
+void Broadcasts::send(const at::Tensor& tensor, const DomainCommunicators& comms,
+                      const char* what) const {
   const bool alone = comms.data->world_size() == 1 && comms.replicas == nullptr;
   if (tensor.numel() == 0 || alone) return;
   at::NoGradGuard no_grad;

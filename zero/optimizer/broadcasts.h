@@ -19,7 +19,8 @@ namespace zero {
 class Broadcasts {
  public:
   // References must outlive this.
-  Broadcasts(const WorkingArena& arena, OptimizerLinks& comms) : arena_(arena), comms_(comms) {}
+  Broadcasts(const WorkingArena& arena, OptimizerCommunicators& comms)
+      : arena_(arena), comms_(comms) {}
 
   // Collective. All managed parameters, each within its domain.
   void parameters() const;
@@ -27,10 +28,10 @@ class Broadcasts {
   void over_home(const std::vector<NamedTensor>& tensors, const char* what) const;
 
  private:
-  void send(const at::Tensor& tensor, const DomainLinks& comms, const char* what) const;
+  void send(const at::Tensor& tensor, const DomainCommunicators& comms, const char* what) const;
 
   const WorkingArena& arena_;
-  OptimizerLinks& comms_;
+  OptimizerCommunicators& comms_;
 };
 
 // Names, shapes and dtypes, which must be equal on all ranks before tensors are sent: a transport

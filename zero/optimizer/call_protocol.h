@@ -35,7 +35,8 @@ struct AgreedArguments {
 class CallProtocol {
  public:
   // `domain_of` is per parameter. References must outlive this.
-  CallProtocol(const Domains& domains, const std::vector<int64_t>& domain_of, OptimizerLinks& comms)
+  CallProtocol(const ShardDomains& domains, const std::vector<int64_t>& domain_of,
+               OptimizerCommunicators& comms)
       : domains_(domains), domain_of_(domain_of), comms_(comms) {}
 
   bool in_own_process() const { return process_.here(); }
@@ -77,9 +78,9 @@ class CallProtocol {
 
  private:
   const OwnProcess process_;
-  const Domains& domains_;
+  const ShardDomains& domains_;
   const std::vector<int64_t>& domain_of_;
-  OptimizerLinks& comms_;
+  OptimizerCommunicators& comms_;
 
   std::string misuse_;
   std::string broken_backward_;

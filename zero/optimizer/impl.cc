@@ -13,34 +13,35 @@
 namespace zero {
 namespace {
 
-std::vector<int64_t> parameter_domains(const ParameterTable& table, const Domains& domains) {
+std::vector<int64_t> parameter_domains(const ParameterTable& table, const ShardDomains& domains) {
   std::vector<int64_t> result;
   for (const Parameter& p : table.parameters()) result.push_back(domains.of_group[p.group]);
   return result;
 }
 
-Plan make_plan_of(const ParameterTable& table, const Domains& domains, const ZeroOptions& options) {
+Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
+                  const ZeroOptions& options) {
   std::vector<ParameterInfo> infos;
   for (const Parameter& p : table.parameters()) {
     infos.push_back({p.tensor.numel(), p.tensor.scalar_type(), domains.of_group[p.group]});
   }
   std::vector<int64_t> world_sizes;
-  for (const Domain& d : domains.list) world_sizes.push_back(d.group.world_size());
+  for (const ShardDomain& d : domains.list) world_sizes.push_back(d.group.world_size());
   return make_plan(infos, world_sizes, {options.layout(), options.bucket_bytes()});
 }
 
 // This rank's number in each domain: the shards it owns.
-std::vector<int64_t> ranks_in(const Domains& domains) {
+std::vector<int64_t> ranks_in(const ShardDomains& domains) {
   std::vector<int64_t> ranks;
-  for (const Domain& d : domains.list) ranks.push_back(d.group.rank());
+  for (const ShardDomain& d : domains.list) ranks.push_back(d.group.rank());
   return ranks;
 }
 
 // Any domain's communicator can send these buffers: memory that ranks of a machine share is the
 // same for all of them.
-BufferPool::Allocate allocator_of(const OptimizerLinks& links) {
-  return [&links](int64_t bytes) {
-    for (const DomainLinks& domain : links.domains) {
+BufferPool::Allocate allocator_of(const OptimizerCommunicators& comms) {
+  return [&comms](int64_t bytes) {
+    for (const DomainCommunicators& domain : comms.domains) {
       if (at::Tensor buffer = domain.data->allocate(bytes); buffer.defined()) return buffer;
     }
     return at::Tensor();
@@ -50,34 +51,35 @@ BufferPool::Allocate allocator_of(const OptimizerLinks& links) {
 }  // namespace
 
 ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
-                          Domains all_domains, const ZeroOptions& options,
-                          std::shared_ptr<OptimizerLinks> connected, ParameterTable parameter_table)
+                          ShardDomains all_domains, const ZeroOptions& options,
+                          std::shared_ptr<OptimizerCommunicators> connected,
+                          ParameterTable parameter_table)
     : module(module),
       domains(std::move(all_domains)),
       group(domains.home),
       options(options),
-      links(std::move(connected)),
+      comms(std::move(connected)),
       table(std::move(parameter_table)),
       device(table.parameters().front().tensor.device()),
       domain_of(parameter_domains(table, domains)),
       plan(make_plan_of(table, domains, options)),
-      protocol(domains, domain_of, *links),
+      protocol(domains, domain_of, *comms),
       wires(make_wire_formats(plan, options)),
-      pool(device, buffer_bytes(plan, wires, ReductionQueue::kBuffersKept), allocator_of(*links)),
+      pool(device, buffer_bytes(plan, wires, ReductionQueue::kBuffersKept), allocator_of(*comms)),
       arena(plan, table, pool),
-      broadcasts(arena, *links),
-      reducer(plan, table, links->domains, pool, {wires, options.no_sync_fp32()}),
-      full_gradients(plan, table, links->domains, pool),
+      broadcasts(arena, *comms),
+      reducer(plan, table, comms->domains, pool, {wires, options.no_sync_fp32()}),
+      full_gradients(plan, table, comms->domains, pool),
       shards(make_shards(std::move(inner))),
-      clipping(shards.segments(), domains.norm_weights, device, *links->norm),
-      gathers(plan, table, arena, *links),
-      record(options, links->any_half, shards.deferred(), device, links->rank(), reducer),
+      clipping(shards.segments(), domains.norm_weights, device, *comms->norm),
+      gathers(plan, table, arena, *comms),
+      record(options, comms->any_half, shards.deferred(), device, comms->rank(), reducer),
       passes({table, reducer, shards, protocol, clipping, record, gathers}) {
   table.remember();
 }
 
 ShardOptimizer ZeroOptimizer::Impl::make_shards(std::unique_ptr<torch::optim::Optimizer> inner) {
-  links->explained([this] {
+  comms->explained([this] {
     broadcasts.parameters();
     broadcasts.over_home(table.frozen(), "frozen parameters and buffers");
     broadcasts.over_home(table.buffers(), "frozen parameters and buffers");
@@ -94,7 +96,7 @@ ZeroOptimizer::Impl::~Impl() {
   }
   // Without this the reducer's worker would wait for peers until the timeout.
   if (protocol.has_failed() || reducer.rounds_needed() > 0) {
-    links->abort("its optimizer was destroyed with gradients on their way");
+    comms->abort("its optimizer was destroyed with gradients on their way");
   }
 }
 

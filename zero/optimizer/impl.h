@@ -36,9 +36,10 @@ namespace zero {
 struct ZeroOptimizer::Impl {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // `links` are connected.
-  Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner, Domains domains,
-       const ZeroOptions& options, std::shared_ptr<OptimizerLinks> links, ParameterTable table);
+  // `comms` are connected.
+  Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
+       ShardDomains domains, const ZeroOptions& options,
+       std::shared_ptr<OptimizerCommunicators> comms, ParameterTable table);
   ~Impl();
 
   // --- Agreement (impl.cc)
@@ -95,10 +96,10 @@ struct ZeroOptimizer::Impl {
                              ParamGroups& groups);
 
   torch::nn::Module& module;
-  const Domains domains;
+  const ShardDomains domains;
   const Group group;  // of construction: the home domain's
   const ZeroOptions options;
-  const std::shared_ptr<OptimizerLinks> links;  // of the constructor too, while it runs
+  const std::shared_ptr<OptimizerCommunicators> comms;  // of the constructor too, while it runs
   ParameterTable table;
   const at::Device device;
   const std::vector<int64_t> domain_of;  // per parameter

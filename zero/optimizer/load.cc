@@ -245,8 +245,8 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
          {}});
   Staged staged;
   StateChange states(groups);
-  const auto ids = run_on_all_ranks(*links->control, "load_checkpoint(" + folder + ")", [&] {
-    staged = stage(folder, load, table, shards, *links->control);
+  const auto ids = run_on_all_ranks(*comms->control, "load_checkpoint(" + folder + ")", [&] {
+    staged = stage(folder, load, table, shards, *comms->control);
     // On copies, because a class of the user's may refuse its options.
     ParamGroups tried = groups;
     if (staged.restores_options) restore_options(staged.manifest, tried);
@@ -254,7 +254,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
     return staged.manifest.id;
   });
   for (size_t r = 0; r < ids.size(); ++r) {
-    TORCH_CHECK(ids[r] == ids[0], "rank ", links->rank(), ": load_checkpoint(", folder,
+    TORCH_CHECK(ids[r] == ids[0], "rank ", comms->rank(), ": load_checkpoint(", folder,
                 "): expected the same checkpoint on all ranks, got ", ids[0], " on rank 0 and ",
                 ids[r], " on rank ", r, "; load from a folder that all ranks share");
   }
@@ -269,7 +269,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   if (staged.restores_options) restore_options(m, groups);
   forget_gradients();
   write_working_parameters();
-  if (load.strict() && links->control->rank() == 0) warn_of(staged.report.differences, folder);
+  if (load.strict() && comms->control->rank() == 0) warn_of(staged.report.differences, folder);
   return std::move(staged.report);
 }
 

@@ -15,7 +15,7 @@
 namespace zero {
 
 ParameterGathers::ParameterGathers(const Plan& plan, const ParameterTable& table,
-                                   WorkingArena& arena, OptimizerLinks& comms)
+                                   WorkingArena& arena, OptimizerCommunicators& comms)
     : plan_(plan), table_(table), arena_(arena), comms_(comms), gathers_(plan.buckets.size()) {}
 
 void ParameterGathers::start(const std::function<void(const ShardOptimizer::RowWritten&)>& write) {

@@ -27,7 +27,7 @@ class ParameterGathers {
  public:
   // References must outlive this.
   ParameterGathers(const Plan& plan, const ParameterTable& table, WorkingArena& arena,
-                   OptimizerLinks& comms);
+                   OptimizerCommunicators& comms);
 
   // Collective. Starts a gather of every bucket that `write` reports. When `write` throws here
   // alone, shards are updated on some ranks only: the communicators are closed.
@@ -47,7 +47,7 @@ class ParameterGathers {
   const Plan& plan_;
   const ParameterTable& table_;
   WorkingArena& arena_;
-  OptimizerLinks& comms_;
+  OptimizerCommunicators& comms_;
   std::vector<Gather> gathers_;  // per bucket
 };
 

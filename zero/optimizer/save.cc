@@ -84,7 +84,7 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
   Manifest m;
   m.library_version = kLibraryVersion;
   m.torch_version = TORCH_VERSION;
-  m.world_size = links->control->world_size();
+  m.world_size = comms->control->world_size();
   m.stage = options.stage();
   m.layout = plan.layout->name();
   m.bucket_bytes = options.bucket_bytes().value_or(default_bucket_bytes(domains.home.world_size()));
@@ -117,11 +117,11 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
   const auto check = [&] {
     check_can_be_stored(groups);
     verify_untouched();
-    own = rank_file(table, shards, links->rank(), [&](int64_t parameter) {
+    own = rank_file(table, shards, comms->rank(), [&](int64_t parameter) {
       const auto& replicas = domains.list[domain_of[parameter]].replicas;
       return !replicas || replicas->rank() == 0;
     });
-    for (TensorToSave& state : states_to_save(save, links->control->rank())) {
+    for (TensorToSave& state : states_to_save(save, comms->control->rank())) {
       own.tensors.push_back(std::move(state));
     }
   };
@@ -129,16 +129,16 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
         {folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
              included_text(save),
          {}});
-  Save result{std::make_shared<CheckpointWriter>(*links->control, folder, save.overwrite()),
+  Save result{std::make_shared<CheckpointWriter>(*comms->control, folder, save.overwrite()),
               {},
               make_manifest(save, groups)};
   result.writer->begin();
-  if (links->rank() == 0) {
+  if (comms->rank() == 0) {
     result.manifest.run = run.id();
     result.manifest.saved = run.next_save(parent_of(folder));
   }
   result.files.push_back(std::move(own));
-  if (links->rank() == 0) result.files.push_back(frozen_file(table));
+  if (comms->rank() == 0) result.files.push_back(frozen_file(table));
   if (copy) {
     for (FileToSave& file : result.files) {
       for (TensorToSave& t : file.tensors) t.tensor = t.tensor.to(at::kCPU, false, /*copy=*/true);

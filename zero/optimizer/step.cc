@@ -51,7 +51,7 @@ at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm
   if (agreement.rounds == 0) {
     // After passes in which every rank dropped every layer there is nothing to clip, rightly.
     TORCH_CHECK(
-        !max_norm || agreement.passes, "rank ", links->rank(),
+        !max_norm || agreement.passes, "rank ", comms->rank(),
         ": clip_grad_norm_(): expected gradients since the last step, got no backward pass "
         "on any rank, so nothing would be clipped; call it after the last backward() and before "
         "step()");
@@ -165,7 +165,7 @@ at::Tensor ZeroOptimizer::Impl::gather_parameter(const at::Tensor& parameter, bo
                                         p.tensor.options().dtype(at::kFloat).requires_grad(false));
   for (int64_t b : plan.parameter_buckets[index]) {
     const Bucket& bucket = plan.buckets[b];
-    Communicator& ranks = *links->domains[domain_of[index]].data;
+    Communicator& ranks = *comms->domains[domain_of[index]].data;
     at::Tensor rows = pool.take(plan.bucket_numel(bucket), at::kFloat)
                           .view({ranks.world_size(), bucket.rows.equal_numel()});
     rows.select(0, ranks.rank()).copy_(gradient ? reducer.shard(b) : shards.master_row(b));
@@ -188,11 +188,11 @@ void ZeroOptimizer::Impl::check_replicas() {
 void ZeroOptimizer::Impl::compare_replicas() {
   gathers.finish();  // of this very step, with overlap_gather
   if (domains.uniform) {
-    check_working_parameters(table, shards, links->rank(), *links->control,
+    check_working_parameters(table, shards, comms->rank(), *comms->control,
                              [](int64_t) { return true; });
     return;
   }
-  links->check_each_domain([&](int64_t domain, Communicator& ranks) {
+  comms->check_each_domain([&](int64_t domain, Communicator& ranks) {
     check_working_parameters(table, shards, ranks.rank(), ranks,
                              [&](int64_t p) { return domain_of[p] == domain; });
   });

@@ -37,7 +37,7 @@ void check_options(const ZeroOptions& options) {
 
 // The facts that all ranks must agree on.
 std::vector<std::string> describe(const ZeroOptions& options, const torch::optim::Optimizer& inner,
-                                  const Domains& domains) {
+                                  const ShardDomains& domains) {
   std::vector<std::string> lines;
   std::ostringstream line;
   line << "options stage " << options.stage() << " full gradients "
@@ -62,8 +62,8 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
 
 // The facts that ranks with the same parameters must agree on: of domain `domain`, or -1 for all.
 std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inner,
-                                             const ParameterTable& table, const Domains& domains,
-                                             int64_t domain) {
+                                             const ParameterTable& table,
+                                             const ShardDomains& domains, int64_t domain) {
   std::vector<std::string> lines = domains.describe();
   for (size_t g = 0; g < inner.param_groups().size(); ++g) {
     lines.push_back("options of parameter group " + std::to_string(g) + " " +
@@ -87,15 +87,15 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
 // Runs `make`, which sends. Where it throws on this rank only, as for lack of memory, the others
 // wait for something that is not sent: this reports why and closes the connections. `agreed`: a
 // c10::Error is the same on all ranks.
-void construct(OptimizerLinks& links, bool agreed, const std::function<void()>& make) {
+void construct(OptimizerCommunicators& comms, bool agreed, const std::function<void()>& make) {
   try {
     make();
   } catch (const std::exception& error) {
-    const bool local = links.failed().empty();
+    const bool local = comms.failed().empty();
     if (local && agreed && dynamic_cast<const c10::Error*>(&error) != nullptr) throw;
     const std::string text = "the optimizer could not be made: " + error_text(error);
-    if (local) links.abort(text);
-    TORCH_CHECK(false, "rank ", links.rank(), ": ", text);
+    if (local) comms.abort(text);
+    TORCH_CHECK(false, "rank ", comms.rank(), ": ", text);
   }
 }
 
@@ -123,9 +123,9 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     : torch::optim::Optimizer(
           std::vector<torch::optim::OptimizerParamGroup>(),
           inner ? inner->defaults().clone() : std::make_unique<torch::optim::OptimizerOptions>()) {
-  auto links = std::make_shared<OptimizerLinks>(options.mesh_group().value_or(group));
+  auto comms = std::make_shared<OptimizerCommunicators>(options.mesh_group().value_or(group));
   std::unique_ptr<ParameterTable> table;
-  std::optional<Domains> domains;
+  std::optional<ShardDomains> domains;
   std::string problem;
   std::vector<std::string> lines;
   try {
@@ -157,20 +157,20 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     problem = error_text(error);
   }
   const auto agree = [&] {
-    check_construction(*links->control, problem, lines);
-    links->connect(*domains);
-    links->check_domains(*domains, [&](int64_t domain) {
+    check_construction(*comms->control, problem, lines);
+    comms->connect(*domains);
+    comms->check_domains(*domains, [&](int64_t domain) {
       return describe_parameters(*inner, *table, *domains, domain);
     });
-    links->agree_on_half(*domains, std::any_of(table->parameters().begin(),
+    comms->agree_on_half(*domains, std::any_of(table->parameters().begin(),
                                                table->parameters().end(), [](const Parameter& p) {
                                                  return p.tensor.scalar_type() == at::kHalf;
                                                }));
   };
-  construct(*links, /*agreed=*/true, [&] { links->explained(agree); });
-  construct(*links, /*agreed=*/false, [&] {
+  construct(*comms, /*agreed=*/true, [&] { comms->explained(agree); });
+  construct(*comms, /*agreed=*/false, [&] {
     param_groups_ = visible_groups(inner.get());
-    impl_ = std::make_unique<Impl>(module, std::move(inner), std::move(*domains), options, links,
+    impl_ = std::make_unique<Impl>(module, std::move(inner), std::move(*domains), options, comms,
                                    std::move(*table));
   });
   for (const auto& g : param_groups_) impl_->group_members.push_back(g.params());
@@ -305,8 +305,8 @@ MemoryReport ZeroOptimizer::memory() const {
 
 Stats ZeroOptimizer::stats() const {
   Stats stats;
-  stats.data = impl_->links->data_traffic();
-  stats.control = impl_->links->control_traffic();
+  stats.data = impl_->comms->data_traffic();
+  stats.control = impl_->comms->control_traffic();
   const StepCounts::Values made = impl_->record.counts();
   stats.steps = made.steps;
   stats.skipped_steps = made.skipped_steps;
@@ -320,13 +320,13 @@ const ZeroOptions& ZeroOptimizer::options() const { return impl_->options; }
 const torch::optim::Optimizer& ZeroOptimizer::inner() const { return impl_->shards.inner(); }
 
 void ZeroOptimizer::save(torch::serialize::OutputArchive&) const {
-  TORCH_CHECK(false, "rank ", impl_->links->rank(),
+  TORCH_CHECK(false, "rank ", impl_->comms->rank(),
               ": torch::save of a ZeroOptimizer: expected save_checkpoint(), since a torch archive "
               "would hold one rank's segments by address, without a checksum");
 }
 
 void ZeroOptimizer::load(torch::serialize::InputArchive&) {
-  TORCH_CHECK(false, "rank ", impl_->links->rank(),
+  TORCH_CHECK(false, "rank ", impl_->comms->rank(),
               ": torch::load of a ZeroOptimizer: expected load_checkpoint()");
 }
 
