@@ -1,0 +1,304 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What an optimizer cannot be made of. See tests/training/misuse.h.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/sgd.h>
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <utility>
+#include <vector>
+
+#include "tests/training/misuse.h"
+
+namespace zero {
+namespace {
+
+struct Ingredients {
+  OddModel model{1};
+  std::unique_ptr<torch::optim::Optimizer> inner = make_inner(Inner::kAdamW, *model);
+  ZeroOptions options;
+  std::unique_ptr<ZeroOptimizer> earlier;  // must outlive the attempt
+
+  void optimize(std::vector<at::Tensor> parameters) {
+    inner = std::make_unique<torch::optim::AdamW>(std::move(parameters), 0.01);
+  }
+};
+using Spoil = std::function<void(Ingredients&, const Group&)>;
+
+// Rank `culprit` of 3 makes its optimizer from what `spoil` left. Returns what
+// each rank read. A correct optimizer on the same group then works.
+Words construction_errors(int culprit, const Spoil& spoil) {
+  Words texts(3);
+  run_ranks(3, [&](const Group& group) {
+    {
+      Ingredients in;
+      if (group.rank() == culprit) spoil(in, group);
+      texts[group.rank()] = error_soon(
+          [&] { ZeroOptimizer optimizer(*in.model, std::move(in.inner), group, in.options); });
+    }
+    Rank rank(group);
+    rank.train(0);
+    EXPECT_EQ(rank.optimizer->stats().steps, 1);
+  });
+  return texts;
+}
+
+void expect_unusable(const Spoil& spoil, const Words& words) {
+  const Words texts = construction_errors(1, spoil);
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    SCOPED_TRACE("rank " + std::to_string(rank));
+    expect_words(texts[rank], words);
+    expect_words(texts[rank], {"rank " + std::to_string(rank) + ": "});
+    if (rank != 1) {
+      expect_words(texts[rank], {"not made on any rank because of:", "\n  rank 1: "});
+    }
+  }
+}
+
+void expect_differs(const Spoil& spoil, const std::string& first, const std::string& second) {
+  const Words texts = construction_errors(2, spoil);
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    expect_words(texts[rank], {"rank " + std::to_string(rank) + ": ", "expected the same model",
+                               "the first difference is\n  rank 0: ", first, "\n  rank 2: ", second,
+                               "build the model alike on all ranks"});
+    EXPECT_EQ(texts[rank].find("\n  rank 1: "), std::string::npos) << texts[rank];
+  }
+}
+
+TEST(ConstructionTest, StageZeroAndThreeAndOtherOptions) {
+  for (int64_t wrong : {int64_t{0}, int64_t{3}}) {
+    expect_unusable([&](Ingredients& in, const Group&) { in.options.stage(wrong); },
+                    {"stage: expected 1 or 2, got " + std::to_string(wrong),
+                     "stage 0 is plain data parallelism", "stage 3"});
+  }
+  expect_unusable([](Ingredients& in, const Group&) { in.options.bucket_bytes(-1); },
+                  {"bucket_bytes: expected 0 or more, got -1"});
+  expect_unusable([](Ingredients& in, const Group&) { in.options.reduce_dtype(at::kDouble); },
+                  {"reduce_dtype: expected float, bfloat16 or half, got Double"});
+}
+
+TEST(ConstructionTest, LbfgsIsRefusedWithOrWithoutAClosure) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.inner = std::make_unique<torch::optim::LBFGS>(in.model->parameters());
+        in.options.elementwise(true);
+      },
+      {"expected one that treats every element by itself, got LBFGS", "closure", "Use AdamW"});
+}
+
+// p -= sign(grad) / 64
+class SignDescent : public torch::optim::Optimizer {
+ public:
+  explicit SignDescent(std::vector<at::Tensor> parameters)
+      : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
+                  std::make_unique<torch::optim::SGDOptions>(0.1)) {}
+  at::Tensor step(LossClosure) override {
+    at::NoGradGuard no_grad;
+    for (at::Tensor& p : param_groups()[0].params()) {
+      if (p.grad().defined()) p.sub_(p.grad().sign(), 1.0 / 64);
+    }
+    return {};
+  }
+};
+
+TEST(ConstructionTest, UnknownOptimizerNeedsTheUsersWord) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.inner = std::make_unique<SignDescent>(in.model->parameters());
+      },
+      {"expected AdamW, Adam, SGD, RMSprop or Adagrad", "SignDescent",
+       "say so with ZeroOptions().elementwise(true)"});
+  run_ranks(2, [](const Group& group) {
+    OddModel model{1}, plain{1};
+    ZeroOptimizer optimizer(*model, std::make_unique<SignDescent>(model->parameters()), group,
+                            ZeroOptions().elementwise(true));
+    SignDescent reference(plain->parameters());
+    const auto loss = [](OddModel& m) {
+      return m->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll);
+    };
+    optimizer.backward(loss(model));
+    optimizer.step();
+    loss(plain).backward();
+    reference.step(nullptr);
+    EXPECT_EQ(differing_elements({model->parameters()}, {plain->parameters()}), 0);
+  });
+}
+
+TEST(ConstructionTest, StateThatIsNotEmpty) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll)
+            .backward();
+        in.inner->step();
+      },
+      {"expected no state yet, got", "Make a new one", "load_checkpoint()"});
+  expect_unusable([](Ingredients& in, const Group&) { in.inner = nullptr; },
+                  {"inner optimizer: expected one, got a null pointer"});
+}
+
+TEST(ConstructionTest, ParametersThatCannotBeSharded) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        auto parameters = in.model->parameters();
+        parameters.push_back(parameters[1]);
+        in.optimize(parameters);
+      },
+      {"parameter", "expected once, given again in group 0", "give every parameter to one group"});
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.model->register_parameter("s", at::eye(3).to_sparse());
+        in.optimize(in.model->parameters());
+      },
+      {"parameter s: expected a dense (strided) tensor, got layout Sparse", "use a dense one"});
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.model->register_parameter("c", at::ones({3}, at::kComplexFloat));
+        in.optimize(in.model->parameters());
+      },
+      {"parameter c: expected a real dtype, got ComplexFloat", "real and imaginary parts"});
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.model->to(at::kDouble);
+        in.optimize(in.model->parameters());
+      },
+      {"expected dtype float, bfloat16 or half, got Double", "module.to(dtype)"});
+  // torch refuses non-leaf tensors itself, unless they become so afterwards.
+  expect_unusable([](Ingredients& in,
+                     const Group&) { in.model->frozen.mul_(at::ones({7}).requires_grad_(true)); },
+                  {"parameter frozen: expected a leaf tensor, got the result of an operation",
+                   "module.parameters()"});
+  expect_unusable(
+      [](Ingredients& in, const Group&) { in.optimize({at::ones({4}).requires_grad_()}); },
+      {"expected a parameter of the module, got a tensor that is not registered",
+       "register it or leave it to another optimizer"});
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.options.layout(Layout::kPerParameter);
+        in.model->last.set_data(at::ones({1, 11, 1, 4}).slice(3, 0, 4, 2));
+      },
+      {"parameter last: expected dense memory, got strides", "use Layout::kContiguous"});
+}
+
+TEST(ConstructionTest, ParametersElsewhereThanWhereTheDataTravels) {
+  const Group group(c10::make_intrusive<c10d::HashStore>(), 0, 1, "gpu", nullptr,
+                    at::Device(at::kCUDA, 0), std::chrono::seconds(30));
+  OddModel model(1);
+  const std::string text =
+      error_soon([&] { ZeroOptimizer(*model, make_inner(Inner::kSgd, *model), group); });
+  expect_words(text, {"rank 0: ", "parameters: expected them on cuda:0", "got cpu",
+                      "to(group.device()) on the model"});
+}
+
+TEST(ConstructionTest, EmptyGroupAndNothingToOptimize) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.inner->add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
+      },
+      {"parameter group 2: expected at least one parameter, got an empty group",
+       "leave the group out"});
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        for (at::Tensor& p : in.model->parameters()) p.requires_grad_(false);
+      },
+      {"nothing to optimize", "got 12 frozen ones", "unfreeze some"});
+  run_ranks(2, [](const Group& group) {
+    expect_words(error_soon([&] { group.subgroup({}, "nobody"); }),
+                 {"subgroup \"nobody\"", "expected different ranks in [0, 2)"});
+  });
+}
+
+TEST(ConstructionTest, ParametersOfAnotherZeroOptimizer) {
+  run_ranks(2, [](const Group& group) {
+    Rank rank(group);
+    const std::string text = error_soon(
+        [&] { ZeroOptimizer second(*rank.model, make_inner(Inner::kAdamW, *rank.model), group); });
+    expect_words(text, {"rank " + std::to_string(group.rank()), "parameter scale",
+                        "can belong to one ZeroOptimizer at a time"});
+    rank.train(0);  // the first is none the worse
+    EXPECT_EQ(rank.optimizer->stats().steps, 1);
+  });
+}
+
+TEST(ConstructionTest, ModelsAndOptionsThatDiffer) {
+  expect_differs(
+      [](Ingredients& in, const Group&) {
+        in.model = OddModel(1, 24);
+        in.inner = make_inner(Inner::kAdamW, *in.model);
+      },
+      "parameter trunk.weight shape [23, 17]", "parameter trunk.weight shape [24, 17]");
+  expect_differs([](Ingredients& in, const Group&) { in.model->to(at::kBFloat16); }, "dtype Float",
+                 "dtype BFloat16");
+  expect_differs([](Ingredients& in, const Group&) { in.options.stage(1); }, "options stage 2",
+                 "options stage 1");
+  expect_differs([](Ingredients& in, const Group&) { in.options.check_replicas_every(3); },
+                 "check_replicas_every 0", "check_replicas_every 3");
+  expect_differs([](Ingredients& in,
+                    const Group&) { in.inner->param_groups()[1].options().set_lr(0.01000000001); },
+                 "group 1 lr 0.01 ", "group 1 lr 0.01000000001 ");
+  expect_differs(
+      [](Ingredients& in, const Group&) { in.inner = make_inner(Inner::kAdam, *in.model); },
+      "inner optimizer AdamW", "inner optimizer Adam\n");
+  expect_differs([](Ingredients& in, const Group&) { in.model->scale.requires_grad_(false); },
+                 "parameter scale", "parameter empty");
+  expect_differs(
+      [](Ingredients& in, const Group&) { in.model->register_buffer("more", at::ones({2})); },
+      "(nothing more)", "buffer more shape [2] dtype Float");
+}
+
+struct TwoLayers : torch::nn::Module {
+  TwoLayers(const std::string& first, const std::string& second) {
+    register_parameter(first, at::ones({4}));
+    register_parameter(second, at::ones({4}));
+  }
+};
+
+TEST(ConstructionTest, NamesAndOrderThatDiffer) {
+  const std::vector<std::pair<std::string, std::string>> other = {{"a", "c"}, {"b", "a"}};
+  for (const auto& names : other) {
+    run_ranks(2, [&](const Group& group) {
+      TwoLayers model(group.rank() == 0 ? "a" : names.first,
+                      group.rank() == 0 ? "b" : names.second);
+      const std::string text = error_soon([&] {
+        ZeroOptimizer optimizer(
+            model, std::make_unique<torch::optim::AdamW>(model.parameters(), 0.1), group);
+      });
+      const bool order = names.first == "b";
+      expect_words(text,
+                   {"first difference", order ? "rank 0: parameter a" : "rank 0: parameter b",
+                    order ? "rank 1: parameter b" : "rank 1: parameter c", "in the same order"});
+    });
+  }
+}
+
+// Every rank believes in another number of ranks.
+TEST(ConstructionTest, WorldSizesThatDiffer) {
+  const std::vector<std::vector<int>> cases = {{2, 3}, {3, 2, 3}, {4, 3, 3}};
+  for (const std::vector<int>& sizes : cases) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    std::vector<std::string> texts(sizes.size());
+    std::vector<std::thread> threads;
+    for (size_t r = 0; r < sizes.size(); ++r) {
+      threads.emplace_back([&, r] {
+        const Group group(store, static_cast<int>(r), sizes[r], "test",
+                          default_backend_factory(at::kCPU, "127.0.0.1"), at::kCPU,
+                          std::chrono::seconds(30));
+        texts[r] = error_soon([&] { Rank rank(group); });
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (size_t r = 0; r < sizes.size(); ++r) {
+      expect_words(texts[r], {"expected the same world size on every rank, got ", " on rank ",
+                              "this is rank " + std::to_string(r),
+                              "start all ranks with the same WORLD_SIZE"});
+    }
+  }
+}
+
+}  // namespace
+}  // namespace zero

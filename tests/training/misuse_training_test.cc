@@ -1,0 +1,328 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Calls at the wrong time, gradients that cannot be sent, wrong options and arguments. See
+// tests/training/misuse.h.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "tests/training/misuse.h"
+
+namespace zero {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+INSTANTIATE_TEST_SUITE_P(Stage, AtStage, ::testing::Values(1, 2));
+
+// ---------------------------------------------------------------------
+// Calls at the wrong time
+
+TEST_P(AtStage, StepInsideNoSync) {
+  expect_survives(
+      stage(GetParam()),
+      [](Rank& r) {
+        {
+          auto guard = r.optimizer->no_sync(r.is(1));
+          r.backward(1);
+          r.refuses_step(1, {"step() inside no_sync", "got an active one", "end its scope first"});
+        }
+        r.clip_and_step();
+      },
+      /*world_size=*/3);
+}
+
+TEST(MisuseTest, OtherCollectiveCallsInsideNoSync) {
+  expect_survives(stage(2), [](Rank& r) {
+    {
+      auto guard = r.optimizer->no_sync(r.is(0));
+      r.backward(1);
+      ZeroOptimizer& o = *r.optimizer;
+      r.refuses(0, [&] { o.clip_grad_norm_(1.0); }, {"clip_grad_norm_() inside no_sync"});
+      r.refuses(0, [&] { o.reduce_gradients(); }, {"reduce_gradients() inside no_sync"});
+      r.refuses(0, [&] { o.zero_grad(); }, {"zero_grad() inside no_sync"});
+      r.refuses(0, [&] { o.gradient(r.model->scale); }, {"gradient() inside no_sync"});
+      r.refuses(0, [&] { o.check_replicas(); }, {"check_replicas() inside no_sync"});
+    }
+    r.clip_and_step();
+  });
+}
+
+TEST(MisuseTest, NestedNoSync) {
+  expect_survives(stage(2), [](Rank& r) {
+    const Words words = {"no_sync inside no_sync", "expected one guard at a time",
+                         "let the first go out of scope"};
+    if (r.is(1)) {
+      auto guard = r.optimizer->no_sync();
+      const std::string text = error_soon([&] { auto second = r.optimizer->no_sync(); });
+      expect_words(text, words);
+      expect_words(text, {"rank 1: "});
+    }
+    r.backward(1);
+    r.refuses(
+        1, [&] { r.optimizer->clip_grad_norm_(0.1); }, words);
+    r.clip_and_step();
+  });
+}
+
+TEST_P(AtStage, BackwardBetweenClipAndStep) {
+  for (bool plain : {false, true}) {
+    SCOPED_TRACE(plain ? "plain" : "ours");
+    expect_survives(stage(GetParam()), [&](Rank& r) {
+      const Words words = {"backward() between clip_grad_norm_() and step()",
+                           "expected step() next", "clip after the last backward pass"};
+      r.backward(1);
+      r.optimizer->clip_grad_norm_(0.1);
+      if (r.is(1)) {
+        const std::string text = error_soon([&] {
+          if (plain) {
+            r.loss(7).backward();
+          } else {
+            r.backward(7);
+          }
+        });
+        expect_words(text, words);
+        expect_words(text, {"rank 1: "});
+      }
+      r.refuses_step(1, words);
+      r.optimizer->step();
+    });
+  }
+}
+
+TEST_P(AtStage, ModuleZeroGradBetweenBackwardAndStep) {
+  // Of gradients that wait for their sum under no_sync it is seen.
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    {
+      auto guard = r.optimizer->no_sync();
+      r.backward(7);
+      if (r.is(1)) r.model->zero_grad();
+    }
+    r.refuses_step(1, {"parameter scale", "expected the gradient that was accumulated", "got none",
+                       "reset by zero_grad() of the module", "use ZeroOptimizer::zero_grad()"});
+    r.optimizer->zero_grad();
+    r.train(1);
+  });
+  // Of gradients that were sent it has no effect.
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    r.model->zero_grad();
+    r.backward(1);
+    r.model->zero_grad();
+    r.clip_and_step();
+    r.model->zero_grad();
+  });
+}
+
+TEST(MisuseTest, BaseClassZeroGradOnAveragedGradients) {
+  expect_survives(stage(1), [](Rank& r) {
+    r.backward(1);
+    r.optimizer->reduce_gradients();
+    torch::optim::Optimizer& base = *r.optimizer;
+    std::vector<at::Tensor> averages;
+    for (const at::Tensor& p : r.model->parameters()) averages.push_back(p.grad());
+    if (r.is(0)) base.zero_grad();
+    r.refuses_step(0, {"parameter scale", "cannot reset what was sent"});
+    // Put back, nothing has happened.
+    const auto parameters = r.model->parameters();
+    for (size_t i = 0; i < averages.size(); ++i) parameters[i].mutable_grad() = averages[i];
+    r.clip_and_step();
+  });
+}
+
+TEST_P(AtStage, ExceptionInAUsersHook) {
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    unsigned hook = 0;
+    at::Tensor bias = r.model->trunk->bias;
+    if (r.is(1)) {
+      hook = bias.register_hook(
+          [](const at::Tensor&) { throw std::runtime_error("the dog ate this gradient"); });
+      expect_words(error_soon([&] { r.backward(7); }), {"the dog ate this gradient"});
+      bias.remove_hook(hook);
+    } else {
+      r.backward(7);
+    }
+    const Words words = {"a backward pass ended with an exception", "gradients are incomplete",
+                         "call zero_grad() on all ranks", "the dog ate this gradient"};
+    r.refuses_step(1, words);
+    r.refuses(
+        1, [&] { r.optimizer->clip_grad_norm_(1.0); }, words);  // until:
+    r.optimizer->zero_grad();
+    r.train(1);
+  });
+}
+
+TEST(MisuseTest, WrongMaxNormAndNormType) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  expect_survives(stage(2), [&](Rank& r) {
+    r.backward(1);
+    for (double wrong : {0.0, -1.0, kNaN}) {
+      const double max_norm = r.is(1) ? wrong : 1.0;
+      r.refuses(1, [&] { r.optimizer->clip_grad_norm_(max_norm); },
+                {"max_norm: expected a number above 0, got", "pass nullopt to measure only"});
+      const double norm_type = r.is(0) ? wrong : 2.0;
+      r.refuses(0, [&] { r.optimizer->clip_grad_norm_(1.0, norm_type); },
+                {"norm_type: expected a number above 0 or infinity, got"});
+    }
+    r.refuses(1, [&] { r.optimizer->grad_norm(r.is(1) ? -infinity : infinity); }, {"got -inf"});
+    EXPECT_GT(r.optimizer->grad_norm(infinity).item<double>(), 0);
+    r.clip_and_step();
+  });
+}
+
+TEST_P(AtStage, DifferentCallsOnDifferentRanks) {
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    ZeroOptimizer& o = *r.optimizer;
+    r.backward(1);
+    r.differs([&] { r.is(0) ? void(o.clip_grad_norm_(0.5)) : void(o.step()); },
+              {"rank 0: clip_grad_norm_() with max_norm 0.5, norm_type 2",
+               "rank 1: step() with options lr 0.1 momentum 0.9"});
+    r.differs([&] { o.clip_grad_norm_(r.is(0) ? 1.0 : 0.999, r.is(0) ? 2.0 : 3.0); },
+              {"max_norm 1, norm_type 2", "max_norm 0.999", "norm_type 3"});
+    r.differs([&] { o.gradient(r.is(0) ? r.model->scale : r.model->last); },
+              {"gradient() with parameter scale", "gradient() with parameter last"});
+    r.differs([&] { r.is(0) ? o.check_replicas() : o.broadcast_buffers(); },
+              {"check_replicas()", "broadcast_buffers() with counter [1] Long"});
+    r.clip_and_step();
+  });
+}
+
+TEST_P(AtStage, ZeroGradWhereOnlySomeRanksHaveGradients) {
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    if (r.is(0)) {
+      r.backward(7);
+    } else {
+      r.optimizer->zero_grad();  // there is nothing to forget here: local
+      r.backward(8);
+    }
+    r.differs([&] { r.is(0) ? r.optimizer->zero_grad() : void(r.optimizer->step()); },
+              {"rank 0: zero_grad()", "rank 1: step()",
+               "zero_grad() is collective on a rank that has gradients", "some ranks had none"});
+    r.optimizer->zero_grad();
+    r.train(1);
+  });
+}
+
+// ---------------------------------------------------------------------
+// Gradients that cannot be sent
+
+TEST_P(AtStage, SparseGradient) {
+  enum Way { kOurs, kPlain, kNoSync };
+  for (Way way : {kOurs, kPlain, kNoSync}) {
+    SCOPED_TRACE(way);
+    expect_survives(stage(GetParam()), [&](Rank& r) {
+      const Words words = {"gradient of trunk.weight", "expected a dense tensor",
+                           "got layout Sparse", "build the layer with sparse=false",
+                           "call zero_grad() on all ranks"};
+      {
+        auto guard = r.optimizer->no_sync(way == kNoSync);
+        if (r.is(1)) {
+          const at::Tensor rows = at::embedding(r.model->trunk->weight, at::arange(2), -1, false,
+                                                /*sparse=*/true);
+          const std::string text = error_soon(
+              [&] { way == kPlain ? rows.sum().backward() : r.optimizer->backward(rows.sum()); });
+          expect_words(text, words);
+          expect_words(text, {"rank 1: "});
+        } else {
+          r.backward(7);
+        }
+      }
+      r.refuses_step(1, words);
+      r.optimizer->zero_grad();
+      r.train(1);
+    });
+  }
+}
+
+TEST(MisuseTest, GradientReplacedByHand) {
+  expect_survives(stage(2), [](Rank& r) {
+    {
+      auto guard = r.optimizer->no_sync();
+      r.backward(7);
+    }
+    if (r.is(1)) r.model->scale.mutable_grad() = at::ones({1}).to_sparse();
+    r.refuses_step(1, {"gradient of scale", "expected a dense tensor"});
+    r.optimizer->zero_grad();
+    r.train(1);
+  });
+}
+
+// ---------------------------------------------------------------------
+// Options and arguments
+
+TEST(MisuseTest, InnerOptionsChangedBehindOurBack) {
+  expect_survives(stage(2), [](Rank& r) {
+    auto& options = static_cast<torch::optim::SGDOptions&>(r.inner->param_groups()[1].options());
+    r.backward(1);
+    if (r.is(1)) options.lr(5);
+    r.refuses_step(1, {"parameter group 1", "expected the inner optimizer's options as they were",
+                       "change param_groups()[1].options() of the ZeroOptimizer instead"});
+    if (r.is(1)) {
+      auto& again = static_cast<torch::optim::SGDOptions&>(r.inner->param_groups()[1].options());
+      again.lr(0.1);
+    }
+    r.clip_and_step();
+  });
+}
+
+TEST(MisuseTest, LearningRateThatDiffersBetweenRanks) {
+  expect_survives(stage(2), [](Rank& r) {
+    auto& options = r.optimizer->param_groups()[0].options();
+    r.backward(1);
+    if (r.is(1)) options.set_lr(0.1000001);
+    r.differs([&] { r.optimizer->step(); }, {"lr 0.1 ", "lr 0.1000001 "});
+    options.set_lr(0.1);
+    r.clip_and_step();
+  });
+}
+
+TEST(MisuseTest, GradientAndMasterOfAForeignTensor) {
+  expect_survives(stage(2), [](Rank& r) {
+    r.backward(1);
+    const auto pick = [&](const at::Tensor& wrong) { return r.is(1) ? wrong : r.model->scale; };
+    const Words words = {"expected a parameter of this optimizer", "got", "module.parameters()"};
+    for (const at::Tensor& wrong : {at::ones({4, 5}), at::Tensor(), r.model->frozen}) {
+      r.refuses(
+          1, [&] { r.optimizer->gradient(pick(wrong)); }, words);
+      r.refuses(
+          1, [&] { r.optimizer->master(pick(wrong)); }, words);
+    }
+    EXPECT_TRUE(r.optimizer->gradient(r.model->scale).defined());
+    r.clip_and_step();
+  });
+}
+
+TEST(MisuseTest, TorchSaveOfTheOptimizer) {
+  expect_survives(stage(2), [](Rank& r) {
+    std::stringstream stream;
+    const std::string rank = "rank " + std::to_string(r.group.rank()) + ": ";
+    expect_words(error_soon([&] { torch::save(*r.optimizer, stream); }),
+                 {rank, "expected save_checkpoint()"});
+    torch::save(r.model, stream);
+    expect_words(error_soon([&] { torch::load(*r.optimizer, stream); }),
+                 {rank, "expected load_checkpoint()"});
+    r.train(1);
+  });
+}
+
+TEST(MisuseTest, BackwardFromSomethingThatIsNoLoss) {
+  expect_survives(stage(2), [](Rank& r) {
+    const Words words = {"loss: expected a 0-dim tensor, got", "use backward(outputs"};
+    if (r.is(1)) {
+      expect_words(error_soon([&] { r.optimizer->backward(r.model->last.reshape({22})); }), words);
+      expect_words(error_soon([&] { r.optimizer->backward(at::Tensor()); }), words);
+    }
+    r.refuses_step(1, words);
+    r.optimizer->zero_grad();
+    r.train(1);
+  });
+}
+
+}  // namespace
+}  // namespace zero
