@@ -1,0 +1,107 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/base/slow_wait.h"
+
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "tests/support/run_ranks.h"
+#include "zero/communicator.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+
+class SlowWaitTest : public testing::Test {
+ protected:
+  SlowWaitTest() : before_(slow_wait_after()) { set_slow_wait_after(milliseconds(300)); }
+  ~SlowWaitTest() override { set_slow_wait_after(before_); }
+  const milliseconds before_;
+};
+
+int count(const std::string& text, const std::string& part) {
+  int found = 0;
+  for (size_t at = 0; (at = text.find(part, at)) != std::string::npos; ++at) ++found;
+  return found;
+}
+
+TEST_F(SlowWaitTest, EveryLongWaitHasOneLine) {
+  set_slow_wait_after(milliseconds(10));
+  testing::internal::CaptureStderr();
+  std::array<std::atomic<int>, 3> asked{};
+  const auto text_of = [&](int wait) {
+    return [&asked, wait] {
+      ++asked[wait];
+      return "wait " + std::to_string(wait);
+    };
+  };
+  const auto await = [&](int wait) {
+    while (asked[wait] == 0) std::this_thread::sleep_for(milliseconds(5));
+  };
+  {
+    const SlowWait first(text_of(0)), second(text_of(1));
+    {
+      const SlowWait third(text_of(2));
+      await(2);
+    }
+    for (const int wait : {0, 1}) await(wait);
+    std::this_thread::sleep_for(milliseconds(100));
+  }
+  const std::string text = testing::internal::GetCapturedStderr();
+  for (const char* line : {"zero: wait 0\n", "zero: wait 1\n", "zero: wait 2\n"}) {
+    EXPECT_EQ(count(text, line), 1) << text;
+  }
+}
+
+TEST_F(SlowWaitTest, SaysOnceForWhom) {
+  testing::internal::CaptureStderr();
+  run_ranks(3, [](const Group& group) {
+    if (group.rank() == 1) std::this_thread::sleep_for(milliseconds(1200));
+    const auto communicator = group.make_communicator("data", Purpose::kData);
+    if (group.rank() == 2) std::this_thread::sleep_for(milliseconds(1200));
+    communicator->gather_rows(at::full({3, 1}, 1.0), "rows").wait();
+    communicator->gather_rows(at::full({3, 1}, 1.0), "more rows").wait();
+  });
+  const std::string text = testing::internal::GetCapturedStderr();
+  for (int rank : {0, 2}) {
+    EXPECT_EQ(count(text, "zero: rank " + std::to_string(rank) +
+                              " of 3 waits for rank 1 to connect communicator \"test/data\" (up to "
+                              "30 s)\n"),
+              1)
+        << text;
+  }
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(count(text, "zero: rank " + std::to_string(rank) +
+                              " of 3 waits for rank 2: gather_rows of rows in group \"test/data\" "
+                              "(up to 30 s)\n"),
+              1)
+        << text;
+  }
+  EXPECT_EQ(count(text, "more rows"), 0) << text;
+}
+
+TEST_F(SlowWaitTest, ShortWaitsSayNothing) {
+  testing::internal::CaptureStderr();
+  {
+    const SlowWait wait([] { return std::string("unexpected"); });
+    std::this_thread::sleep_for(milliseconds(100));
+  }
+  std::this_thread::sleep_for(milliseconds(500));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
+TEST(DurationTest, Texts) {
+  EXPECT_EQ(duration_text(milliseconds(1500)), "1500 ms");
+  EXPECT_EQ(duration_text(milliseconds(90000)), "90 s");
+  EXPECT_EQ(duration_text(milliseconds(600000)), "10 min");
+}
+
+}  // namespace
+}  // namespace zero
