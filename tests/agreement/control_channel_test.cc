@@ -1,0 +1,171 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/agreement/control_channel.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "zero/communicator.h"
+
+namespace zero {
+namespace {
+
+struct Link {
+  explicit Link(const Group& group)
+      : communicator(group.make_communicator("control", Purpose::kControl)),
+        channel(*communicator, group) {}
+  const std::unique_ptr<Communicator> communicator;
+  ControlChannel channel;
+};
+
+Agreement rounds(int64_t count) {
+  Agreement own;
+  own.rounds = count;
+  return own;
+}
+
+Agreement used(std::vector<uint8_t> flags) {
+  Agreement own;
+  own.used = std::move(flags);
+  return own;
+}
+
+CallArguments arguments(const std::string& of_all, const std::string& of_some = "",
+                        bool differ = false) {
+  return {of_all, of_some, differ};
+}
+
+void on_ranks(int world_size, const std::function<void(const Group&, Link&)>& body) {
+  run_ranks(world_size,
+            [&](const Group& group) {
+              Link link(group);
+              body(group, link);
+            },
+            {.transport = Transport::kMemory});
+}
+
+// That a call which all ranks make is still possible.
+void expect_agrees(Link& link) {
+  EXPECT_EQ(link.channel.agree(Call::kStep, {}, "", rounds(3)).rounds, 3);
+}
+
+TEST(ControlChannelTest, PutsTogetherWhatTheRanksHave) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    on_ranks(world_size, [&](const Group& group, Link& link) {
+      Agreement own;
+      own.rounds = 5 - group.rank();
+      own.passes = group.rank() == world_size - 1;
+      own.used.assign(40, 0);
+      own.used[group.rank()] = 1;
+      own.used[39] = 1;
+      std::vector<uint8_t> any(40, 0);
+      for (int r = 0; r < world_size; ++r) any[r] = 1;
+      any[39] = 1;
+      const Agreement all = link.channel.agree(Call::kStep, arguments("lr 0.1"), "", own);
+      EXPECT_EQ(all.rounds, 5);
+      EXPECT_TRUE(all.passes);
+      EXPECT_EQ(all.used, any);
+      EXPECT_FALSE(link.channel.agree(Call::kStep, {}, "", {}).passes);
+    });
+  }
+}
+
+TEST(ControlChannelTest, SendsASecondMessageOnlyWhereUsedParametersDiffer) {
+  on_ranks(3, [](const Group& group, Link& link) {
+    const int64_t before = link.communicator->traffic().small_calls;
+    link.channel.agree(Call::kStep, {}, "", used({1, 0, 1}));
+    EXPECT_EQ(link.communicator->traffic().small_calls - before, 1);
+    link.channel.agree(Call::kStep, {}, "", used({1, group.rank() == 2, 1}));
+    EXPECT_EQ(link.communicator->traffic().small_calls - before, 3);
+  });
+}
+
+TEST(ControlChannelTest, AProblemOfOneRankIsAnErrorOnAllThatNamesIt) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    on_ranks(world_size, [&](const Group& group, Link& link) {
+      const int bad = world_size / 2;
+      const bool own = group.rank() == bad;
+      const std::string text = error_of(
+          [&] { link.channel.agree(Call::kZeroGrad, {}, own ? "no more sugar" : "", {}); });
+      const std::string rank = "rank " + std::to_string(group.rank()) + ": ";
+      const std::string rest = own ? "no more sugar"
+                                   : "zero_grad() was given up by all ranks because of rank " +
+                                         std::to_string(bad) + ": no more sugar";
+      EXPECT_EQ(text, rank + rest);
+      expect_agrees(link);
+    });
+  }
+}
+
+TEST(ControlChannelTest, DifferentCallsAreNamedOnEveryRank) {
+  for (const int world_size : {2, 3, 4}) {
+    on_ranks(world_size, [](const Group& group, Link& link) {
+      const bool other = group.rank() == 1;
+      const std::string text = error_of(
+          [&] { link.channel.agree(other ? Call::kMaster : Call::kGradient, {}, "", {}); });
+      expect_words(text, {"expected the same call with the same arguments on every rank",
+                          "\n  rank 0: gradient()\n  rank 1: master()", "can be made again"});
+      EXPECT_EQ(text.find("zero_grad"), std::string::npos);
+      expect_agrees(link);
+    });
+  }
+}
+
+TEST(ControlChannelTest, DifferentArgumentsAreNamedOnEveryRank) {
+  on_ranks(3, [](const Group& group, Link& link) {
+    const bool other = group.rank() == 2;
+    const auto step = [&](const CallArguments& given) {
+      return error_of([&] { link.channel.agree(Call::kStep, given, "", {}); });
+    };
+    expect_words(
+        step(arguments(other ? "lr 0.2" : "lr 0.1", "parameter 7")),
+        {"rank 1: step() with lr 0.1, parameter 7", "rank 2: step() with lr 0.2, parameter 7"});
+    // Those that only some ranks share are compared elsewhere.
+    const std::string expert = other ? "expert 2" : "expert 1";
+    EXPECT_EQ(step(arguments("", expert)), "");
+    expect_words(step(arguments("", expert, other)),
+                 {"rank 1: step() with expert 1", "rank 2: step() with expert 2"});
+    expect_agrees(link);
+  });
+}
+
+TEST(ControlChannelTest, ZeroGradAgainstAnotherCallSaysWhenItIsCollective) {
+  on_ranks(2, [](const Group& group, Link& link) {
+    const Call call = group.rank() == 0 ? Call::kStep : Call::kZeroGrad;
+    expect_words(error_of([&] { link.channel.agree(call, {}, "", {}); }),
+                 {"rank 1: zero_grad()", "local on one that has none"});
+  });
+}
+
+TEST(ControlChannelTest, AFailureIsReportedWithWhatOthersAnnouncedBefore) {
+  on_ranks(3, [](const Group& group, Link& link) {
+    if (group.rank() == 1) link.channel.announce("rank 1: no more sugar");
+    if (group.rank() == 2) link.channel.announce("forgotten by the next call");
+    // Only a call that all ranks complete forgets what was announced.
+    if (group.rank() == 2) link.channel.announce("");
+    link.communicator->all_gather_text("", "rank 1 has announced");
+    const std::string text = link.channel.report_failure("the connection broke");
+    if (group.rank() != 1) expect_words(text, {"\nrank 1 had reported: no more sugar"});
+    // Of its own two reasons a rank announces the first.
+    if (group.rank() == 0) {
+      EXPECT_EQ(text.find("rank 1 had reported: the connection"), std::string::npos);
+      expect_words(text, {"rank 2 had reported: the connection broke"});
+    }
+    link.communicator->all_gather_text("", "all have read");
+    expect_agrees(link);
+    link.communicator->all_gather_text("", "all have agreed");
+    const std::string later = link.channel.report_failure("once more");
+    EXPECT_EQ(later.find("sugar"), std::string::npos) << later;
+    link.communicator->all_gather_text("", "all have read again");
+  });
+}
+
+}  // namespace
+}  // namespace zero

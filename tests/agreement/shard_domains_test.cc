@@ -1,0 +1,105 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/agreement/shard_domains.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+
+namespace zero {
+namespace {
+
+// Rank 1 of a mesh of 2 x 4: it shares its shards with ranks 0 to 3, and rank 5 has copies of them.
+struct Grid {
+  Group mesh = simulated_group(8, 1);
+  Group row = mesh.subgroup({0, 1, 2, 3}, "row");
+  Group column = mesh.subgroup({1, 5}, "column");
+  Group alone = mesh.subgroup({1}, "alone");
+};
+
+TEST(ShardDomainsTest, WithoutPlacementsTheGroupIsTheOnlyDomain) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    const ShardDomains domains = make_domains(simulated_group(world_size), ZeroOptions(), 3);
+    ASSERT_EQ(domains.list.size(), 1u);
+    EXPECT_FALSE(domains.list[0].replicas.has_value());
+    EXPECT_EQ(domains.list[0].averaged_over, world_size);
+    EXPECT_EQ(domains.of_group, (std::vector<int64_t>{0, 0, 0}));
+    EXPECT_EQ(domains.norm_weights, (std::vector<double>{1, 1, 1}));
+    EXPECT_TRUE(domains.uniform);
+  }
+}
+
+TEST(ShardDomainsTest, AGradientIsAveragedOverShardsAndReplicas) {
+  const Grid g;
+  const auto options = ZeroOptions().mesh_group(g.mesh).placement(
+      1, GroupPlacement().sharded_over(g.row).replicated_over(g.column));
+  const ShardDomains domains = make_domains(g.mesh, options, 2);
+  ASSERT_EQ(domains.list.size(), 2u);
+  EXPECT_EQ(domains.of_group, (std::vector<int64_t>{0, 1}));
+  EXPECT_EQ(domains.list[1].group.name(), g.row.name());
+  EXPECT_EQ(domains.list[1].replicas->name(), g.column.name());
+  EXPECT_EQ(domains.list[1].averaged_over, 8);
+  // Of its copies on two ranks each counts half in the norm.
+  EXPECT_EQ(domains.norm_weights, (std::vector<double>{1, 0.5}));
+  EXPECT_TRUE(domains.uniform);
+  EXPECT_EQ(domains.describe()[1],
+            "placement of parameter group 1: shared by 4 ranks, copies on 2, averaged over 8, "
+            "domain 1");
+}
+
+TEST(ShardDomainsTest, GroupsWithOnePlacementShareADomain) {
+  const Grid g;
+  const auto row = GroupPlacement().sharded_over(g.row);
+  const auto options = ZeroOptions()
+                           .placement(0, row)
+                           .placement(1, GroupPlacement(row).averaged_over(3))
+                           .placement(2, GroupPlacement(row).averaged_over(4))
+                           .placement(3, GroupPlacement(row).replicated_over(g.alone));
+  const ShardDomains domains = make_domains(g.mesh, options, 5);
+  EXPECT_EQ(domains.of_group, (std::vector<int64_t>{0, 1, 0, 0, 2}));
+  EXPECT_EQ(domains.list[1].averaged_over, 3);
+  // Ranks 4 to 7 hold something else.
+  EXPECT_FALSE(domains.uniform);
+}
+
+TEST(ShardDomainsTest, CopiesAndOtherOwnersAreLeftOutOfTheNorm) {
+  const Grid g;
+  const auto options =
+      ZeroOptions()
+          .placement(0, GroupPlacement().copies(4))
+          .placement(1, GroupPlacement().owner(false))
+          .placement(2, GroupPlacement().sharded_over(g.row).replicated_over(g.column).copies(2));
+  EXPECT_EQ(make_domains(g.mesh, options, 3).norm_weights, (std::vector<double>{0.25, 0, 0.25}));
+}
+
+TEST(ShardDomainsTest, PlacementsThatCannotWorkAreRefused) {
+  const Grid g;
+  const auto refused = [&](int64_t index, const GroupPlacement& placement) {
+    return error_of([&] { make_domains(g.mesh, ZeroOptions().placement(index, placement), 2); });
+  };
+  EXPECT_EQ(refused(1, GroupPlacement()), "");
+  expect_words(refused(2, GroupPlacement()),
+               {"placement of parameter group 2", "expected one of the 2 groups"});
+  expect_words(refused(-1, GroupPlacement()), {"placement of parameter group -1"});
+  expect_words(refused(0, GroupPlacement().replicated_over(g.column)),
+               {"share only rank 1", "which share rank 5 too"});
+  expect_words(refused(1, GroupPlacement().averaged_over(-1)), {"averaged_over of 0 or more"});
+  expect_words(refused(1, GroupPlacement().copies(0)), {"copies of 1 or more"});
+  expect_words(
+      error_of([&] { make_domains(g.mesh, ZeroOptions().mesh_group(g.row), 1); }),
+      {"optimizer: expected groups of ranks of the mesh", "with rank 4, which is not in group"});
+  expect_words(error_of([&] {
+                 make_domains(g.row,
+                              ZeroOptions().mesh_group(g.row).placement(
+                                  0, GroupPlacement().replicated_over(g.column)),
+                              1);
+               }),
+               {"placement of parameter group 0", "with rank 5"});
+}
+
+}  // namespace
+}  // namespace zero

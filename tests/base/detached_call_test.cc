@@ -1,0 +1,63 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/base/detached_call.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <future>
+#include <latch>
+#include <memory>
+#include <stdexcept>
+#include <thread>
+
+namespace zero {
+namespace {
+
+TEST(DetachedCallTest, ReturnsOrThrowsWhatTheCallDoesOnAnotherThread) {
+  EXPECT_NE(start_detached([] { return std::this_thread::get_id(); }).get(),
+            std::this_thread::get_id());
+  EXPECT_EQ(start_detached([] { return std::make_unique<int>(7); }).get().operator*(), 7);
+  auto thrown = start_detached([]() -> int { throw std::invalid_argument("no more sugar"); });
+  EXPECT_THROW(thrown.get(), std::invalid_argument);
+}
+
+TEST(DetachedCallTest, ACallMayBeLeftBehind) {
+  const auto released = std::make_shared<std::latch>(1), ended = std::make_shared<std::latch>(1);
+  {
+    const auto left = start_detached([released, ended] {
+      released->wait();
+      ended->count_down();
+      return 0;
+    });
+    EXPECT_EQ(left.wait_for(std::chrono::milliseconds(1)), std::future_status::timeout);
+  }
+  released->count_down();
+  ended->wait();
+}
+
+// Says when it ends, and takes its time for it.
+struct Owned {
+  ~Owned() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    *ended = true;
+  }
+  std::shared_ptr<bool> ended;
+};
+
+TEST(DetachedCallTest, WhatTheCallOwnsHasEndedWhenTheResultIsThere) {
+  for (const bool throws : {false, true}) {
+    const auto ended = std::make_shared<bool>(false);
+    auto owned = std::make_unique<Owned>();
+    owned->ended = ended;
+    auto result = start_detached([owned = std::move(owned), throws]() -> int {
+      if (throws) throw std::invalid_argument("no more sugar");
+      return 0;
+    });
+    result.wait();
+    EXPECT_TRUE(*ended);
+  }
+}
+
+}  // namespace
+}  // namespace zero
