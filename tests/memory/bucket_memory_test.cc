@@ -2,13 +2,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/memory/bucket_memory.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "bookkeeping/layout.h"
+#include "tests/support/flat_model.h"
+#include "tests/support/random_tensors.h"
 
 namespace zero {
 namespace {
@@ -67,6 +68,22 @@ TEST(BucketMemoryTest, UnequalRowsAreNoTensor) {
       EXPECT_NE(std::string(error.what()).find("must be equally long"), std::string::npos);
     }
   }
+}
+
+TEST(BucketMemoryTest, CopiesCastAndAddAndClear) {
+  FlatModel flat({at::zeros({9})}, 1, {Layout::kContiguous, 256});
+  const Bucket& bucket = flat.plan.buckets[0];
+  const at::Tensor source = random_tensor({9}, 1), added = random_tensor({9}, 2).to(at::kBFloat16);
+  const at::Tensor rows = at::full({1, flat.row_numel(0)}, 5.0, at::kBFloat16);
+  const auto got = [&] { return rows[0].narrow(0, 0, 9); };
+  copy_into_bucket(flat.plan, bucket, bucket.slots[0], source, rows);
+  EXPECT_TRUE(at::equal(got(), source.to(at::kBFloat16)));
+  copy_into_bucket(flat.plan, bucket, bucket.slots[0], source, rows, added);
+  EXPECT_TRUE(at::equal(got(), (source + added.to(at::kFloat)).to(at::kBFloat16)));
+  copy_into_bucket(flat.plan, bucket, bucket.slots[0], at::Tensor(), rows);
+  EXPECT_TRUE(at::equal(got(), at::zeros({9}, at::kBFloat16)));
+  // Padding is left as it is.
+  EXPECT_TRUE(at::all(rows[0].narrow(0, 9, flat.row_numel(0) - 9) == 5).item<bool>());
 }
 
 }  // namespace

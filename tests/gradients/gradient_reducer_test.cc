@@ -1,0 +1,393 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/gradients/gradient_reducer.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/flat_model.h"
+#include "tests/support/random_tensors.h"
+#include "tests/support/reducer_options.h"
+#include "tests/support/run_ranks.h"
+#include "zero/communicator.h"
+
+namespace zero {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+Tensors zeros(c10::ScalarType dtype) {
+  Tensors result;
+  for (const std::vector<int64_t>& shape :
+       std::vector<std::vector<int64_t>>{{3, 5}, {7}, {1}, {33}}) {
+    result.push_back(at::zeros(shape, dtype));
+  }
+  return result;
+}
+
+// Multiples of 1/8 of at most 8, so that all sums are exact in every dtype.
+at::Tensor exact(at::IntArrayRef shape, uint64_t seed) {
+  return random_tensor(shape, seed).mul_(64).round_().div_(8);
+}
+
+struct Options {
+  Layout layout = Layout::kContiguous;
+  c10::ScalarType dtype = at::kFloat;
+  std::optional<c10::ScalarType> reduce_dtype = std::nullopt;
+  bool no_sync_fp32 = false;
+};
+
+// One rank with a reducer, whose buckets are as small as they get.
+struct Rank {
+  explicit Rank(const Group& group_in, const Options& options = {})
+      : group(group_in),
+        flat(zeros(options.dtype), group.world_size(), {options.layout, 256}),
+        data(group.make_communicator("data", Purpose::kData)),
+        reducer(flat.plan, flat.table, {{data.get(), nullptr, 0}}, flat.pool,
+                reducer_options(flat.plan, options.reduce_dtype, options.no_sync_fp32)) {}
+
+  int64_t parameters() const { return static_cast<int64_t>(flat.model.values.size()); }
+  at::Tensor& grad(int64_t p) { return flat.model.values[p].mutable_grad(); }
+  // What this rank's gradient of pass `pass` is.
+  at::Tensor gradient(int64_t p, int pass, int rank) const {
+    return exact(flat.model.values[p].sizes(), 100 * rank + 10 * pass + p);
+  }
+  // As autograd does, without the hook that follows.
+  void accumulate(int64_t p, const at::Tensor& gradient) {
+    const at::Tensor added = gradient.to(flat.model.values[p].scalar_type());
+    grad(p) = grad(p).defined() ? grad(p) + added : added.clone();
+  }
+  void ready(int64_t p, int pass) {
+    accumulate(p, gradient(p, pass, group.rank()));
+    reducer.gradient_ready(p);
+  }
+  void backward(int pass) {
+    for (int64_t p = parameters() - 1; p >= 0; --p) ready(p, pass);
+  }
+  // The mean over ranks of the sum of these passes.
+  at::Tensor mean(int64_t p, const std::vector<int>& passes) const {
+    at::Tensor sum = at::zeros(flat.model.values[p].sizes(), at::kDouble);
+    for (int rank = 0; rank < group.world_size(); ++rank) {
+      for (const int pass : passes) sum += gradient(p, pass, rank);
+    }
+    return sum / group.world_size();
+  }
+  void expect_shards(const std::function<at::Tensor(int64_t p)>& expected) const {
+    for (int64_t b = 0; b < flat.buckets(); ++b) {
+      for (const Segment& s : flat.plan.segments(b, group.rank())) {
+        const at::Tensor got = reducer.shard(b).narrow(0, s.offset, s.numel);
+        EXPECT_TRUE(at::allclose(got, part_of(expected(s.parameter), s), 1e-6, 0))
+            << "parameter " << s.parameter << " on rank " << group.rank() << " of "
+            << group.world_size();
+      }
+    }
+  }
+  void expect_mean(const std::vector<int>& passes) const {
+    expect_shards([&](int64_t p) { return mean(p, passes); });
+  }
+
+  const Group group;
+  FlatModel flat;
+  const std::unique_ptr<Communicator> data;
+  GradientReducer reducer;
+};
+
+void on_ranks(int world_size, const std::function<void(Rank&)>& body, const Options& options = {}) {
+  run_ranks(world_size,
+            [&](const Group& group) {
+              Rank rank(group, options);
+              body(rank);
+            },
+            {.transport = Transport::kMemory});
+}
+
+TEST(GradientReducerTest, AShardIsTheMeanOverRanksAndGradientsAreFreedAtOnce) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      on_ranks(world_size,
+               [](Rank& r) {
+                 for (const int step : {0, 1}) {
+                   for (int64_t p = r.parameters() - 1; p >= 0; --p) {
+                     r.ready(p, step);
+                     EXPECT_FALSE(r.grad(p).defined());
+                   }
+                   EXPECT_EQ(r.reducer.rounds_needed(), 1);
+                   EXPECT_EQ(r.reducer.unsent_bytes(), 0);
+                   r.reducer.complete(1);
+                   r.expect_mean({step});
+                   EXPECT_TRUE(r.reducer.any_used());
+                   r.reducer.consume();
+                   EXPECT_FALSE(r.reducer.any_used());
+                   EXPECT_EQ(r.reducer.rounds_needed(), 0);
+                 }
+               },
+               {layout});
+    }
+  }
+}
+
+TEST(GradientReducerTest, TheScaleMultipliesEveryGradient) {
+  on_ranks(2, [](Rank& r) {
+    r.reducer.set_scale(0.25);
+    r.backward(0);
+    r.reducer.complete(1);
+    r.expect_shards([&](int64_t p) { return r.mean(p, {0}) * 0.25; });
+  });
+}
+
+TEST(GradientReducerTest, ASecondPlainBackwardClosesTheRoundAndAddsUp) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    on_ranks(world_size, [](Rank& r) {
+      for (const int pass : {0, 1, 2}) r.backward(pass);
+      EXPECT_EQ(r.reducer.rounds_needed(), 3);
+      EXPECT_EQ(r.reducer.rounds_sent(), 2);
+      r.reducer.complete(3);
+      r.expect_mean({0, 1, 2});
+    });
+  }
+}
+
+TEST(GradientReducerTest, ASecondGradientInAPassWaitsForTheNextRound) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    on_ranks(world_size, [](Rank& r) {
+      r.reducer.begin_pass();
+      r.backward(0);
+      r.ready(1, 1);
+      EXPECT_TRUE(r.grad(1).defined());
+      EXPECT_EQ(r.reducer.local_bytes(), 7 * 4);
+      EXPECT_EQ(r.reducer.rounds_needed(), 2);
+      r.reducer.close_round();
+      EXPECT_EQ(r.reducer.rounds_needed(), 2);
+      r.reducer.complete(2);
+      EXPECT_EQ(r.reducer.local_bytes(), 0);
+      r.expect_shards([&](int64_t p) { return p == 1 ? r.mean(p, {0, 1}) : r.mean(p, {0}); });
+    });
+  }
+}
+
+TEST(GradientReducerTest, WhatAPlainBackwardLeftOpenDoesNotMixWithAPass) {
+  on_ranks(2, [](Rank& r) {
+    r.ready(3, 0);
+    EXPECT_EQ(r.reducer.rounds_sent(), 0);
+    r.reducer.begin_pass();
+    EXPECT_EQ(r.reducer.rounds_sent(), 1);
+    r.backward(1);
+    r.reducer.close_round();
+    r.reducer.complete(2);
+    r.expect_shards([&](int64_t p) { return p == 3 ? r.mean(p, {0, 1}) : r.mean(p, {1}); });
+  });
+}
+
+TEST(GradientReducerTest, AKeptGradientStaysLocalUntilARoundIsSent) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    on_ranks(world_size, [](Rank& r) {
+      for (const int pass : {0, 1}) {
+        for (int64_t p = 0; p < r.parameters(); ++p) {
+          r.accumulate(p, r.gradient(p, pass, r.group.rank()));
+          r.reducer.gradient_kept(p);
+        }
+      }
+      EXPECT_EQ(r.reducer.rounds_sent(), 0);
+      EXPECT_EQ(r.reducer.unsent_bytes(), 0);
+      EXPECT_EQ(r.reducer.local_bytes(), (15 + 7 + 1 + 33) * 4);
+      EXPECT_EQ(r.reducer.rounds_needed(), 1);
+      r.reducer.verify();
+      r.reducer.complete(1);
+      r.expect_mean({0, 1});
+    });
+  }
+}
+
+TEST(GradientReducerTest, AResetOfAKeptGradientIsNoticed) {
+  on_ranks(1, [](Rank& r) {
+    r.accumulate(2, r.gradient(2, 0, 0));
+    r.reducer.gradient_kept(2);
+    r.grad(2).reset();
+    expect_words(error_of([&] { r.reducer.verify(); }),
+                 {"parameter value2", "expected the gradient that was accumulated", "got none"});
+  });
+}
+
+TEST(GradientReducerTest, KeptSumsAreFp32WhereAskedFor) {
+  for (const bool fp32 : {false, true}) {
+    on_ranks(2,
+             [&](Rank& r) {
+               // 256 + 1 is no bfloat16 number.
+               for (const double value : {256.0, 1.0}) {
+                 r.accumulate(1, at::full({7}, value));
+                 r.reducer.gradient_kept(1);
+               }
+               r.reducer.complete(1);
+               r.expect_shards([&](int64_t p) {
+                 return p == 1 ? at::full({7}, fp32 ? 257.0 : 256.0) : at::zeros({33});
+               });
+             },
+             {.dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .no_sync_fp32 = fp32});
+  }
+}
+
+TEST(GradientReducerTest, ARankThatIsBehindSendsZeros) {
+  for (const int world_size : {2, 3, 4}) {
+    on_ranks(world_size, [](Rank& r) {
+      if (r.group.rank() == 0) {
+        r.backward(0);
+        r.backward(1);
+      }
+      EXPECT_EQ(r.reducer.rounds_needed(), r.group.rank() == 0 ? 2 : 0);
+      r.reducer.complete(2);
+      r.expect_shards([&](int64_t p) {
+        return (r.gradient(p, 0, 0) + r.gradient(p, 1, 0)) / r.group.world_size();
+      });
+      EXPECT_EQ(r.reducer.any_used(), r.group.rank() == 0);
+    });
+  }
+}
+
+TEST(GradientReducerTest, AnAverageIsNeverSentAndAChangeOfItIsNoticed) {
+  on_ranks(2, [](Rank& r) {
+    r.grad(0) = at::ones({3, 5});
+    r.reducer.mark_averaged(0);
+    EXPECT_EQ(r.reducer.rounds_needed(), 0);
+    EXPECT_EQ(r.reducer.local_bytes(), 0);
+    r.reducer.verify();
+    r.grad(0).add_(1);
+    expect_words(error_of([&] { r.reducer.verify(); }),
+                 {"parameter value0", "averaged gradient", "to be only read, got a change"});
+    // The next gradient replaces it.
+    r.reducer.set_average_aside(0);
+    EXPECT_FALSE(r.grad(0).defined());
+    r.reducer.verify();
+    r.backward(0);
+    r.reducer.complete(1);
+    r.expect_mean({0});
+  });
+}
+
+TEST(GradientReducerTest, DiscardForgetsWhatThisRankHasNotSent) {
+  on_ranks(2, [](Rank& r) {
+    r.accumulate(3, r.gradient(3, 0, r.group.rank()));
+    r.reducer.gradient_kept(3);
+    if (r.group.rank() == 1) r.reducer.discard();
+    EXPECT_EQ(r.reducer.rounds_needed(), r.group.rank() == 1 ? 0 : 1);
+    r.reducer.complete(1);
+    r.expect_shards([&](int64_t p) { return p == 3 ? r.gradient(p, 0, 0) / 2 : at::zeros({33}); });
+  });
+}
+
+TEST(GradientReducerTest, BucketsWithAnUnusedParameterGoLast) {
+  on_ranks(1, [](Rank& r) {
+    // Bucket 0 holds parameters 3 and 2, bucket 1 the others.
+    ASSERT_EQ(r.flat.plan.parameter_buckets[3], std::vector<int64_t>{0});
+    ASSERT_EQ(r.flat.plan.parameter_buckets[2], std::vector<int64_t>{0});
+    ASSERT_EQ(r.flat.plan.parameter_buckets[0], std::vector<int64_t>{1});
+    for (int64_t p = 2; p >= 0; --p) r.ready(p, 0);
+    EXPECT_EQ(r.reducer.unsent_bytes(), (1 + 7 + 15) * 4);
+    r.reducer.complete(1);
+    r.reducer.consume();
+    r.reducer.expect_unused({1, 1, 1, 0});
+    for (int64_t p = 2; p >= 0; --p) r.ready(p, 0);
+    EXPECT_EQ(r.reducer.unsent_bytes(), 1 * 4);
+    r.reducer.complete(1);
+    r.expect_shards([&](int64_t p) { return p == 3 ? at::zeros({33}) : r.mean(p, {0}); });
+  });
+}
+
+TEST(GradientReducerTest, GradientsThatWerePutThereByHandAreClaimed) {
+  on_ranks(2, [](Rank& r) {
+    r.grad(1) = r.gradient(1, 0, r.group.rank());
+    EXPECT_FALSE(r.reducer.any_used());
+    r.reducer.claim_gradients();
+    EXPECT_EQ(r.reducer.used(), (std::vector<uint8_t>{0, 1, 0, 0}));
+    r.reducer.complete(r.reducer.rounds_needed());
+    r.expect_shards([&](int64_t p) { return p == 1 ? r.mean(p, {0}) : at::zeros({33}); });
+  });
+}
+
+TEST(GradientReducerTest, AGradientTakenOnTheWayHasTheBitsOfOneThatWasAccumulated) {
+  on_ranks(2,
+           [](Rank& r) {
+             const auto inexact = [&](int64_t p, int pass) {
+               return random_tensor(r.flat.model.values[p].sizes(), 7 * pass + p).to(at::kBFloat16);
+             };
+             std::vector<at::Tensor> shards;
+             for (const bool taken : {false, true}) {
+               for (int64_t p = r.parameters() - 1; p >= 0; --p) {
+                 r.accumulate(p, inexact(p, 0));
+                 if (taken) {
+                   EXPECT_TRUE(r.reducer.take_gradient(p, inexact(p, 1)));
+                 } else {
+                   r.accumulate(p, inexact(p, 1));
+                   r.reducer.gradient_ready(p);
+                 }
+                 EXPECT_FALSE(r.grad(p).defined());
+               }
+               // Its place in the round is taken.
+               EXPECT_FALSE(r.reducer.take_gradient(0, inexact(0, 2)));
+               r.reducer.complete(1);
+               for (int64_t b = 0; b < r.flat.buckets(); ++b) {
+                 for (const Segment& s : r.flat.plan.segments(b, r.group.rank())) {
+                   shards.push_back(r.reducer.shard(b).narrow(0, s.offset, s.numel).clone());
+                 }
+               }
+               r.reducer.consume();
+             }
+             const size_t half = shards.size() / 2;
+             for (size_t i = 0; i < half; ++i) EXPECT_TRUE(at::equal(shards[i], shards[half + i]));
+           },
+           {.dtype = at::kBFloat16});
+}
+
+TEST(GradientReducerTest, WhatCannotBeSentIsRefusedByName) {
+  on_ranks(1, [](Rank& r) {
+    const auto refused = [&](const at::Tensor& gradient) {
+      r.grad(3) = gradient;
+      return error_of([&] { r.reducer.gradient_ready(3); });
+    };
+    expect_words(refused(at::zeros({33}).to_sparse()), {"gradient of value3", "dense"});
+    expect_words(refused(at::zeros({32})), {"gradient of value3", "expected shape [33]"});
+    expect_words(refused(at::zeros({33}, at::kComplexFloat)), {"gradient of value3", "real"});
+    r.grad(3).reset();
+    EXPECT_EQ(r.reducer.rounds_needed(), 0);
+  });
+}
+
+// Two data groups of two ranks, and two groups of replicas across them.
+TEST(GradientReducerTest, RoundsThatAreCompletedApartAddUpOverReplicas) {
+  run_ranks(4,
+            [](const Group& group) {
+              const int half = group.rank() / 2, row = group.rank() % 2;
+              const Group within = group.subgroup({2 * half, 2 * half + 1}, "within");
+              const Group across = group.subgroup({row, row + 2}, "across");
+              const auto data = within.make_communicator("data", Purpose::kData);
+              const auto replicas = across.make_communicator("replicas", Purpose::kData);
+              FlatModel flat(zeros(at::kFloat), 2, {Layout::kContiguous, 256});
+              GradientReducer reducer(flat.plan, flat.table, {{data.get(), replicas.get(), 0}},
+                                      flat.pool, reducer_options(flat.plan));
+              at::Tensor expected = at::zeros({33});
+              for (const int round : {1, 2, 3}) {
+                flat.model.values[3].mutable_grad() = exact({33}, 10 * group.rank() + round);
+                reducer.gradient_ready(3);
+                reducer.complete(round);
+                for (int r = 0; r < 4; ++r) expected += exact({33}, 10 * r + round) / 4;
+                for (int64_t b = 0; b < flat.buckets(); ++b) {
+                  for (const Segment& s : flat.plan.segments(b, within.rank())) {
+                    if (s.parameter != 3) continue;
+                    EXPECT_TRUE(at::allclose(reducer.shard(b).narrow(0, s.offset, s.numel),
+                                             part_of(expected, s), 1e-6, 0))
+                        << "round " << round << " on rank " << group.rank();
+                  }
+                }
+              }
+            },
+            {.transport = Transport::kMemory});
+}
+
+}  // namespace
+}  // namespace zero

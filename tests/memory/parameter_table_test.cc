@@ -1,0 +1,209 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/memory/parameter_table.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+
+namespace zero {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+struct Layer : torch::nn::Module {
+  explicit Layer(const at::Tensor& value) : weight(register_parameter("weight", value)) {}
+  at::Tensor weight;
+};
+
+// first.weight and second.weight, which are optimized, and what is not.
+struct Model : torch::nn::Module {
+  Model() {
+    first = register_module("first", std::make_shared<Layer>(at::ones({2, 3})));
+    second = register_module("second", std::make_shared<Layer>(at::ones({5}, at::kBFloat16)));
+    frozen = register_parameter("frozen", at::ones({4}), /*requires_grad=*/false);
+    counter = register_buffer("counter", at::ones({1}, at::kLong));
+  }
+  Groups groups() const {
+    return {torch::optim::OptimizerParamGroup(Tensors{first->weight}),
+            torch::optim::OptimizerParamGroup(Tensors{second->weight, frozen})};
+  }
+  std::shared_ptr<Layer> first, second;
+  at::Tensor frozen, counter;
+};
+
+TEST(ParameterTableTest, ParametersComeInTheModulesOrderWithNamesAndGroups) {
+  const Model model;
+  Groups groups = model.groups();
+  std::swap(groups[0], groups[1]);
+  const ParameterTable table(model, groups);
+  ASSERT_EQ(table.parameters().size(), 2u);
+  EXPECT_EQ(table.parameters()[0].name, "first.weight");
+  EXPECT_EQ(table.parameters()[0].group, 1);
+  EXPECT_EQ(table.parameters()[0].sizes, (std::vector<int64_t>{2, 3}));
+  EXPECT_EQ(table.parameters()[1].name, "second.weight");
+  EXPECT_EQ(table.parameters()[1].group, 0);
+  ASSERT_EQ(table.frozen().size(), 1u);
+  EXPECT_EQ(table.frozen()[0].name, "frozen");
+  EXPECT_FALSE(table.frozen()[0].trainable);
+  ASSERT_EQ(table.buffers().size(), 1u);
+  EXPECT_EQ(table.buffers()[0].name, "counter");
+}
+
+TEST(ParameterTableTest, AParameterOfNoGroupIsSentAndNotOptimized) {
+  const Model model;
+  const ParameterTable table(model, {model.groups()[0]});
+  EXPECT_EQ(table.parameters().size(), 1u);
+  ASSERT_EQ(table.frozen().size(), 2u);
+  EXPECT_EQ(table.frozen()[0].name + " " + table.frozen()[1].name, "frozen second.weight");
+  EXPECT_TRUE(table.frozen()[1].trainable);
+}
+
+TEST(ParameterTableTest, ATiedParameterIsManagedOnceUnderItsFirstName) {
+  Model model;
+  model.register_parameter("again", model.first->weight);
+  for (const Tensors& given :
+       {Tensors{model.first->weight}, Tensors{model.first->weight, model.first->weight}}) {
+    const ParameterTable table(model, {torch::optim::OptimizerParamGroup(given)});
+    ASSERT_EQ(table.parameters().size(), 1u);
+    EXPECT_EQ(table.parameters()[0].name, "again");
+  }
+}
+
+TEST(ParameterTableTest, MemoryWithGapsCountsAsContiguous) {
+  const at::Tensor turned = at::ones({4, 3}).t();
+  const at::Tensor gaps = at::ones({4, 6}).slice(1, 0, 6, 2);
+  for (const auto& [value, strides] :
+       std::vector<std::pair<at::Tensor, std::vector<int64_t>>>{{turned, {1, 3}}, {gaps, {3, 1}}}) {
+    const Layer layer(value);
+    const ParameterTable table(layer, {torch::optim::OptimizerParamGroup(Tensors{layer.weight})});
+    EXPECT_EQ(table.parameters()[0].strides, strides);
+  }
+}
+
+TEST(ParameterTableTest, FindsItsParametersAndNoOthers) {
+  const Model model;
+  const ParameterTable table(model, model.groups());
+  EXPECT_EQ(table.find(model.second->weight), 1);
+  EXPECT_EQ(table.index_of(model.first->weight), 0);
+  for (const at::Tensor& other : {model.frozen, model.counter, at::ones({5}), at::Tensor()}) {
+    EXPECT_EQ(table.find(other), -1);
+    EXPECT_NE(error_of([&] { table.index_of(other); }), "");
+  }
+  expect_words(error_of([&] { table.index_of(at::ones({5})); }), {"of shape [5]"});
+  EXPECT_EQ(table.managed_by(model), (std::vector<int64_t>{0, 1}));
+  EXPECT_EQ(table.managed_by(*model.second), std::vector<int64_t>{1});
+}
+
+TEST(ParameterTableTest, DescribesAllThatRanksMustHaveInCommon) {
+  const auto lines = [](const std::function<void(Model&)>& change) {
+    Model model;
+    change(model);
+    return ParameterTable(model, model.groups()).describe();
+  };
+  const std::vector<std::string> plain = lines([](Model&) {});
+  EXPECT_EQ(plain, (std::vector<std::string>{
+                       "parameter first.weight shape [2, 3] dtype Float strides [3, 1] group 0",
+                       "parameter second.weight shape [5] dtype BFloat16 strides [1] group 1",
+                       "frozen parameter frozen shape [4] dtype Float",
+                       "buffer counter shape [1] dtype Long"}));
+  EXPECT_NE(lines([](Model& m) { m.first->weight.set_data(at::ones({3, 2})); }), plain);
+  EXPECT_NE(lines([](Model& m) { m.first->weight.set_data(at::ones({3, 2}).t()); }), plain);
+  EXPECT_NE(lines([](Model& m) { m.second->to(at::kHalf); }), plain);
+  EXPECT_NE(lines([](Model& m) { m.counter.set_data(at::ones({2}, at::kLong)); }), plain);
+}
+
+TEST(ParameterTableTest, EveryChangeFromOutsideIsNamed) {
+  struct Change {
+    std::function<void(Model&)> make;
+    std::vector<std::string> words;
+    bool of_shapes = false;  // seen by verify_shapes() too
+    bool lasts = false;      // remember() does not accept it
+  };
+  const std::vector<Change> changes{
+      {[](Model& m) {
+         m.first->weight.set_data(at::ones({2, 3}));
+       },
+       {"first.weight", "expected the storage the last step left", "refresh_master_parameters()"}},
+      {[](Model& m) { m.second->weight.detach().add_(1); },
+       {"second.weight", "edited in place", "refresh_master_parameters()"}},
+      {[](Model& m) { m.first->weight.set_requires_grad(false); },
+       {"first.weight", "expected requires_grad as at construction"},
+       false,
+       true},
+      {[](Model& m) {
+         m.frozen.set_requires_grad(true);
+         m.frozen.mutable_grad() = at::ones({4});
+       },
+       {"frozen", "expected it to stay without gradients"},
+       false,
+       true},
+      {[](Model& m) { m.second->to(at::kHalf); },
+       {"second.weight", "expected dtype BFloat16 as at construction, got Half"},
+       true},
+      {[](Model& m) {
+         m.first->weight.set_data(at::ones({3, 2}));
+       },
+       {"first.weight", "expected shape [2, 3] as at construction, got [3, 2]"},
+       true,
+       true},
+  };
+  for (size_t i = 0; i < changes.size(); ++i) {
+    SCOPED_TRACE("change " + std::to_string(i));
+    Model model;
+    ParameterTable table(model, model.groups());
+    table.remember();
+    table.verify();
+    changes[i].make(model);
+    expect_words(error_of([&] { table.verify(); }), changes[i].words);
+    EXPECT_EQ(error_of([&] { table.verify_shapes(); }) != "", changes[i].of_shapes);
+    table.remember();
+    EXPECT_EQ(error_of([&] { table.verify(); }) != "", changes[i].lasts);
+  }
+}
+
+TEST(ParameterTableTest, AnotherTensorInAParametersPlaceIsNamed) {
+  Model model;
+  const ParameterTable table(model, model.groups());
+  table.verify_registered(model);
+  model.replace_module("second", std::make_shared<Layer>(at::ones({5}, at::kBFloat16)));
+  expect_words(error_of([&] { table.verify_registered(model); }),
+               {"parameter second.weight", "holds another in its place"});
+}
+
+TEST(ParameterTableTest, RefusesWhatCannotBeOptimized) {
+  const auto refused = [](const torch::nn::Module& module, const Groups& groups) {
+    return error_of([&] { const ParameterTable table(module, groups); });
+  };
+  const auto refused_layer = [&](const at::Tensor& value) {
+    const Layer layer(value);
+    return refused(layer, {torch::optim::OptimizerParamGroup(Tensors{layer.weight})});
+  };
+  expect_words(refused_layer(at::ones({2}, at::kDouble)), {"weight", "float, bfloat16 or half"});
+  expect_words(refused_layer(at::ones({2}, at::kComplexFloat)), {"weight", "real dtype"});
+  const Model model;
+  Groups groups = model.groups();
+  expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{})}), {"empty group"});
+  expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{model.frozen})}),
+               {"nothing to optimize"});
+  expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{at::ones({9})})}),
+               {"of shape [9]", "not registered"});
+  expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{at::Tensor()})}),
+               {"undefined"});
+  groups.push_back(groups[0]);
+  expect_words(refused(model, groups), {"first.weight", "given again in group 2 after group 0"});
+  expect_words(refused(model, {torch::optim::OptimizerParamGroup(
+                                  Tensors{model.first->weight, model.first->weight})}),
+               {"first.weight", "expected once"});
+}
+
+}  // namespace
+}  // namespace zero
