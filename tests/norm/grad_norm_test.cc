@@ -22,7 +22,6 @@
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "zero/mesh.h"
-#include "zero/norm/scale_gradients.h"
 
 namespace zero {
 namespace {
@@ -493,42 +492,6 @@ TEST(GradNormTest, MisuseIsRefused) {
   at::Tensor sparse = at::zeros({2, 2});
   sparse.mutable_grad() = at::ones({2, 2}).to_sparse();
   EXPECT_THROW(clip_grad_norm_(group_parameters_for_norm({{sparse, {}}}), 1.0), c10::Error);
-}
-
-// The way of a GPU, tried in host memory, and that of the host.
-TEST(ScaleGradientsTest, BothWaysMultiplyByTheFactorOfTheClip) {
-  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
-    for (const double norm : {0.0, 0.5, 2.0, 7.0}) {
-      const double factor = std::min(1.0, 1.5 / (norm + 1e-6));
-      const auto make = [&] {
-        const at::Tensor a = random_tensor({5, 7}, 1).to(dtype),
-                         b = random_tensor({6, 8}, 2).to(dtype);
-        const at::Tensor c = random_tensor({6, 8}, 3).to(dtype);
-        return std::vector<at::Tensor>{a, b.t(), c.select(1, 3)};
-      };
-      const auto expect_scaled = [&](const std::vector<at::Tensor>& gradients) {
-        std::vector<at::Tensor> expected = make();
-        for (at::Tensor& e : expected) {
-          e.copy_((e.to(at::kDouble) * factor).to(dtype));
-        }
-        for (size_t i = 0; i < expected.size(); ++i) {
-          const double tolerance = dtype == at::kDouble ? 1e-14 : 1e-6;
-          EXPECT_TRUE(at::allclose(gradients[i].to(at::kDouble), expected[i].to(at::kDouble),
-                                   dtype == at::kFloat || dtype == at::kDouble ? tolerance : 8e-3,
-                                   tolerance))
-              << dtype << " norm " << norm << " tensor " << i;
-        }
-      };
-      std::vector<at::Tensor> host = make(), device = make();
-      scale_by_host_norm(host, 1.5, norm);
-      scale_by_device_norm(device, 1.5, at::full({}, norm, at::kDouble));
-      expect_scaled(host);
-      expect_scaled(device);
-      if (factor == 1.0) {
-        for (size_t i = 0; i < device.size(); ++i) EXPECT_TRUE(device[i].equal(make()[i]));
-      }
-    }
-  }
 }
 
 }  // namespace
