@@ -1,0 +1,142 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a group remembers of its operations, and whom they name, with transfers that do as the test
+// says.
+#include "zero/comm/operation.h"
+
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tests/support/error_of.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+
+// One that does `at_wait` when it is waited for.
+class GivenWork : public c10d::Work {
+ public:
+  explicit GivenWork(std::function<void(milliseconds limit)> at_wait)
+      : at_wait_(std::move(at_wait)) {}
+  bool wait(milliseconds limit) override {
+    at_wait_(limit);
+    return true;
+  }
+
+ private:
+  const std::function<void(milliseconds)> at_wait_;
+};
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Log = std::vector<std::string>;
+
+WorkPtr done() {
+  return c10::make_intrusive<GivenWork>([](milliseconds) {});
+}
+WorkPtr logged(Log& log, const std::string& name) {
+  return c10::make_intrusive<GivenWork>([&log, name](milliseconds) { log.push_back(name); });
+}
+WorkPtr broken() {
+  return c10::make_intrusive<GivenWork>(
+      [](milliseconds) { TORCH_CHECK(false, "connection reset\nand a backtrace"); });
+}
+// One whose data does not come.
+WorkPtr late() {
+  return c10::make_intrusive<GivenWork>([](milliseconds limit) {
+    std::this_thread::sleep_for(limit);
+    TORCH_CHECK(false, "timed out");
+  });
+}
+
+std::shared_ptr<GroupHealth> health_of(milliseconds timeout = std::chrono::seconds(10)) {
+  return std::make_shared<GroupHealth>(1, 4, "test", timeout);
+}
+
+TEST(GroupHealthTest, ALostConnectionNamesItsRankAndWhatElseIsMissing) {
+  const auto health = health_of();
+  Log log;
+  Operation operation(health, "gather_rows of x");
+  operation.add_receive(0, done());
+  operation.add_receive(2, broken());
+  operation.add_receive(3, late());
+  operation.add_send(3, logged(log, "send"));
+  const std::string text = error_of([&] { operation.wait(); });
+  expect_words(text, {"gather_rows of x: lost rank 2: connection reset (after ",
+                      "of at most 10000 ms); rank 3 did not send so far",
+                      "(this is rank 1 of 4 in group \"test\")", "has the reason in its output"});
+  EXPECT_EQ(text.find("backtrace"), std::string::npos);
+  EXPECT_TRUE(log.empty());
+  EXPECT_EQ(health->first_failure(), text);
+}
+
+TEST(GroupHealthTest, RanksThatDoNotSendInTimeAreAllNamed) {
+  const auto start = std::chrono::steady_clock::now();
+  Operation operation(health_of(milliseconds(50)), "exchange");
+  operation.add_receive(3, late());
+  operation.add_receive(0, late());
+  operation.add_receive(2, done());
+  expect_words(error_of([&] { operation.wait(); }),
+               {"exchange: ranks 0, 3 did not send within 50 ms", "raise the group's timeout"});
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+}
+
+TEST(GroupHealthTest, ARankThatTakesNothingIsNamedForThat) {
+  Operation operation(health_of(milliseconds(20)), "exchange");
+  operation.add_receive(2, done());
+  operation.add_send(2, late());
+  expect_words(error_of([&] { operation.wait(); }), {"rank 2 did not take its data within 20 ms"});
+}
+
+TEST(GroupHealthTest, ATransferThatIsDroppedIsAFailureOfTheGroup) {
+  for (const bool cancelled : {false, true}) {
+    const auto health = health_of();
+    {
+      Operation operation(health, "exchange");
+      EXPECT_EQ(health->operations_under_way(), 1);
+      operation.add_receive(0, done());
+      if (cancelled) operation.cancel();
+    }
+    EXPECT_EQ(health->operations_under_way(), 0);
+    if (cancelled) {
+      EXPECT_EQ(health->first_failure(), "");
+    } else {
+      expect_words(health->first_failure(), {"exchange: dropped without being waited for"});
+    }
+  }
+}
+
+TEST(GroupHealthTest, TheFirstFailureIsKeptAndEveryLaterOperationRefused) {
+  const auto health = health_of();
+  Log log;
+  health->on_first_failure([&](const std::string& message) { log.push_back(message); });
+  health->check("broadcast");
+  health->fail("first");
+  health->fail("second");
+  EXPECT_EQ(health->first_failure(), "first");
+  EXPECT_EQ(log, Log{"first"});
+  expect_words(error_of([&] { health->check("broadcast"); }),
+               {"broadcast: refused, because the group failed before: first"});
+  Operation operation(health, "exchange");
+  operation.add_receive(0, logged(log, "received"));
+  expect_words(error_of([&] { operation.wait(); }), {"exchange: refused"});
+  EXPECT_EQ(log, Log{"first"});
+  operation.cancel();
+}
+
+TEST(GroupHealthTest, NothingMayWaitWithoutALimit) {
+  expect_words(error_of([] { const GroupHealth health(0, 2, "test", milliseconds(0)); }),
+               {"expected a timeout above 0 ms", "rank 0 of 2"});
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,216 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rows between ranks of one machine, over a transport that counts what is sent through it.
+#include "zero/comm/backends/shared_rows.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
+
+#include "tests/support/in_memory_backend.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+constexpr milliseconds kTimeout = std::chrono::seconds(20);
+constexpr int64_t kLeast = 64;   // bytes
+constexpr int64_t kNumel = 100;  // floats of a row that is shared
+
+struct Rank {
+  int rank;
+  BackendPtr backend;
+  std::shared_ptr<MemoryNetwork> network;
+
+  SharedMemoryBackend* shared() const { return dynamic_cast<SharedMemoryBackend*>(backend.get()); }
+  int64_t sent() const { return network->counts(rank).bytes_of(MemoryOp::kSend); }
+  // In memory that others can read.
+  at::Tensor allocate(int64_t numel) const {
+    return backend->allocateTensor(numel, at::TensorOptions().dtype(at::kFloat));
+  }
+  WorkPtr send(const at::Tensor& row, int to, int tag) const {
+    std::vector<at::Tensor> one{row};
+    return backend->send(one, to, tag);
+  }
+  WorkPtr receive(const at::Tensor& row, int from, int tag) const {
+    std::vector<at::Tensor> one{row};
+    return backend->recv(one, from, tag);
+  }
+};
+
+void on_ranks(int world_size, const std::function<void(const Rank&)>& body, int unwilling = -1) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto network = std::make_shared<MemoryNetwork>();
+  std::exception_ptr error;
+  const auto run = [&](int rank) {
+    try {
+      const BackendPtr under =
+          network->factory(rank)(store, rank, world_size, Purpose::kData, kTimeout).backend;
+      body({rank, share_memory(under, kTimeout, rank != unwilling, kLeast), network});
+    } catch (...) {
+      error = std::current_exception();
+      network->stop();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 1; rank < world_size; ++rank) threads.emplace_back(run, rank);
+  run(0);
+  for (std::thread& thread : threads) thread.join();
+  if (error) std::rethrow_exception(error);
+}
+
+at::Tensor values(int from, int to, int64_t numel = kNumel) {
+  return at::arange(numel, at::kFloat) + 1000 * from + 10000 * to;
+}
+
+TEST(SharedRowsTest, RowsOfEveryPairArriveWhereverTheyAre) {
+  for (const int world_size : {2, 3, 4}) {
+    for (const bool in_shared_memory : {true, false}) {
+      on_ranks(world_size, [&](const Rank& r) {
+        const int64_t before = r.sent();
+        std::vector<WorkPtr> works;
+        std::vector<at::Tensor> sent, received(world_size);
+        for (int peer = 0; peer < world_size; ++peer) {
+          if (peer == r.rank) continue;
+          received[peer] = at::zeros({kNumel});
+          works.push_back(r.receive(received[peer], peer, 7));
+          sent.push_back(in_shared_memory ? r.allocate(kNumel) : at::empty({kNumel}));
+          sent.back().copy_(values(r.rank, peer));
+          works.push_back(r.send(sent.back(), peer, 7));
+        }
+        for (const WorkPtr& work : works) EXPECT_TRUE(work->wait(kTimeout));
+        for (int peer = 0; peer < world_size; ++peer) {
+          if (peer == r.rank) continue;
+          EXPECT_TRUE(at::equal(received[peer], values(peer, r.rank)));
+        }
+        // To each peer where a row is, and that its row was taken.
+        EXPECT_EQ(r.sent() - before, (world_size - 1) * (8 + 1));
+      });
+    }
+  }
+}
+
+TEST(SharedRowsTest, ShortRowsAreSentUnderneath) {
+  on_ranks(2, [](const Rank& r) {
+    ASSERT_NE(r.shared(), nullptr);
+    EXPECT_FALSE(r.shared()->reads(1 - r.rank, kLeast - 1));
+    EXPECT_TRUE(r.shared()->reads(1 - r.rank, kLeast));
+    EXPECT_FALSE(r.shared()->reads(r.rank, kLeast));
+    const int64_t before = r.sent();
+    const at::Tensor own = values(r.rank, 1 - r.rank, 3), theirs = at::zeros({3});
+    const WorkPtr receive = r.receive(theirs, 1 - r.rank, 7), send = r.send(own, 1 - r.rank, 7);
+    receive->wait(kTimeout);
+    send->wait(kTimeout);
+    EXPECT_TRUE(at::equal(theirs, values(1 - r.rank, r.rank, 3)));
+    EXPECT_EQ(r.sent() - before, 12);
+  });
+}
+
+TEST(SharedRowsTest, ARowIsReadInPlaceAndItsSenderWaitsUntilItIsReleased) {
+  on_ranks(2, [](const Rank& r) {
+    const at::Tensor done = at::zeros({1});
+    if (r.rank == 0) {
+      const at::Tensor row = r.allocate(kNumel);
+      row.copy_(values(0, 1));
+      const WorkPtr sent = r.send(row, 1, 7);
+      // The receiver has the address now, and what is written there later is what it reads.
+      r.receive(done, 1, 8)->wait(kTimeout);
+      row.fill_(5);
+      r.send(done, 1, 9)->wait(kTimeout);
+      EXPECT_TRUE(sent->wait(kTimeout));
+    } else {
+      const auto row = r.shared()->receive_in_place(kNumel * 4, 0, 7);
+      row->wait(kTimeout);
+      at::Tensor read = at::empty({kNumel});
+      std::memcpy(read.mutable_data_ptr(), row->address(), read.nbytes());
+      EXPECT_TRUE(at::equal(read, values(0, 1)));
+      const int64_t before = r.sent();
+      r.send(done, 0, 8)->wait(kTimeout);
+      r.receive(done, 0, 9)->wait(kTimeout);
+      std::memcpy(read.mutable_data_ptr(), row->address(), read.nbytes());
+      EXPECT_TRUE(at::equal(read, at::full({kNumel}, 5.0)));
+      EXPECT_EQ(r.sent() - before, 4);
+      row->release();
+      EXPECT_EQ(r.sent() - before, 5);
+    }
+  });
+}
+
+TEST(SharedRowsTest, ARowThatIsNotTakenInTimeIsAnErrorOfItsSender) {
+  on_ranks(2, [](const Rank& r) {
+    const at::Tensor done = at::zeros({1});
+    if (r.rank == 0) {
+      const at::Tensor row = r.allocate(kNumel);
+      const WorkPtr sent = r.send(row, 1, 7);
+      EXPECT_THROW(sent->wait(milliseconds(50)), std::exception);
+      r.send(done, 1, 8)->wait(kTimeout);
+    } else {
+      const auto row = r.shared()->receive_in_place(kNumel * 4, 0, 7);
+      r.receive(done, 0, 8)->wait(kTimeout);
+      row->wait(kTimeout);
+      row->release();
+    }
+  });
+}
+
+TEST(SharedRowsTest, ASenderDoesNotDependOnWhenItsPeerWaits) {
+  on_ranks(2, [](const Rank& r) {
+    const at::Tensor done = at::zeros({1});
+    if (r.rank == 0) {
+      const at::Tensor row = r.allocate(kNumel);
+      row.copy_(values(0, 1));
+      EXPECT_TRUE(r.send(row, 1, 7)->wait(kTimeout));
+      r.send(done, 1, 8)->wait(kTimeout);
+    } else {
+      const at::Tensor into = at::zeros({kNumel});
+      const WorkPtr received = r.receive(into, 0, 7);
+      r.receive(done, 0, 8)->wait(kTimeout);
+      received->wait(kTimeout);
+      EXPECT_TRUE(at::equal(into, values(0, 1)));
+    }
+  });
+}
+
+TEST(SharedRowsTest, ARankThatSharesWithNobodyUsesTheTransportItself) {
+  on_ranks(
+      3,
+      [](const Rank& r) {
+        EXPECT_EQ(r.shared() == nullptr, r.rank == 1);
+        if (r.rank != 1) {
+          EXPECT_FALSE(r.shared()->reads(1, kLeast));
+          EXPECT_TRUE(r.shared()->reads(2 - r.rank, kLeast));
+        }
+      },
+      /*unwilling=*/1);
+}
+
+TEST(SharedRowsTest, AbortEndsAWait) {
+  on_ranks(2, [](const Rank& r) {
+    const at::Tensor into = at::zeros({kNumel});
+    if (r.rank == 0) {
+      const WorkPtr received = r.receive(into, 1, 7);
+      std::thread other([&] {
+        std::this_thread::sleep_for(milliseconds(20));
+        r.backend->abort();
+      });
+      EXPECT_THROW(received->wait(kTimeout), std::exception);
+      other.join();
+    }
+  });
+}
+
+}  // namespace
+}  // namespace zero
