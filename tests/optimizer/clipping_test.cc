@@ -1,0 +1,153 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/clipping.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "tests/support/random_tensors.h"
+#include "tests/support/run_ranks.h"
+#include "zero/communicator.h"
+
+namespace zero {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+double factor(double max_norm, double norm) { return std::min(1.0, max_norm / (norm + 1e-6)); }
+
+// One rank with a gradient of 20 elements.
+struct Rank {
+  explicit Rank(const Group& group)
+      : world_size(group.world_size()),
+        rank(group.rank()),
+        norms(group.make_communicator("norm", Purpose::kData)),
+        clipping(segments, weights, at::kCPU, *norms) {
+    SegmentTensors segment;
+    segment.segment.numel = 20;
+    segment.gradient = at::empty({20});
+    segments.push_back(segment);
+    set_gradients(0);
+  }
+  void set_gradients(int step) { segments[0].gradient.copy_(gradient(rank, step)); }
+  static at::Tensor gradient(int rank, int step) { return random_tensor({20}, 10 * step + rank); }
+  // By torch, in double, over all ranks.
+  double plain_norm(double norm_type, int step) const {
+    std::vector<at::Tensor> all;
+    for (int r = 0; r < world_size; ++r) all.push_back(gradient(r, step).to(at::kDouble));
+    return at::linalg_vector_norm(at::cat(all), norm_type).item<double>();
+  }
+  double clip(double max_norm, double norm_type, int64_t rounds) {
+    const at::Tensor norm = clipping.norm(norm_type, rounds);
+    clipping.clip(max_norm, norm_type, norm, rounds);
+    return norm.item<double>();
+  }
+  double coefficient() const { return clipping.coefficient().item<double>(); }
+  int64_t messages() const { return norms->traffic().small_calls; }
+
+  const int world_size, rank;
+  std::vector<SegmentTensors> segments;
+  std::vector<double> weights{1};
+  const std::unique_ptr<Communicator> norms;
+  Clipping clipping;
+};
+
+void on_ranks(int world_size, const std::function<void(Rank&)>& body) {
+  run_ranks(world_size,
+            [&](const Group& group) {
+              Rank rank(group);
+              body(rank);
+            },
+            {.transport = Transport::kMemory});
+}
+
+TEST(ClippingTest, TheCoefficientIsThatOfTorchsClip) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    for (const double norm_type : {1.0, 2.0, kInfinity}) {
+      for (const double max_norm : {0.1, 1000.0}) {
+        on_ranks(world_size, [&](Rank& r) {
+          EXPECT_EQ(r.coefficient(), 1);
+          EXPECT_FALSE(r.clipping.has_clips());
+          const double norm = r.plain_norm(norm_type, 0);
+          EXPECT_NEAR(r.clip(max_norm, norm_type, 1), norm, 1e-6);
+          EXPECT_TRUE(r.clipping.has_clips());
+          EXPECT_NEAR(r.coefficient(), factor(max_norm, norm), 1e-6);
+        });
+      }
+    }
+  }
+}
+
+TEST(ClippingTest, ALaterNormIsThatOfTheClippedGradient) {
+  on_ranks(2, [](Rank& r) {
+    const double norm = r.plain_norm(2, 0), largest = r.plain_norm(kInfinity, 0);
+    r.clip(1, 2, 1);
+    EXPECT_NEAR(r.clipping.norm(2, 1).item<double>(), norm * factor(1, norm), 1e-6);
+    EXPECT_NEAR(r.clip(0.01, kInfinity, 1), largest * factor(1, norm), 1e-6);
+    EXPECT_NEAR(r.coefficient(), factor(1, norm) * factor(0.01, largest * factor(1, norm)), 1e-6);
+  });
+}
+
+TEST(ClippingTest, ANormIsSentOncePerGradient) {
+  on_ranks(2, [](Rank& r) {
+    r.clipping.norm(2, 1);
+    r.clipping.norm(2, 1);
+    EXPECT_EQ(r.clipping.nonfinite(1).item<double>(), 0);
+    EXPECT_EQ(r.messages(), 1);
+    r.clipping.norm(1, 1);
+    EXPECT_EQ(r.messages(), 2);
+    r.clipping.norm(1, 2);
+    EXPECT_EQ(r.messages(), 3);
+    r.clipping.reset();
+    r.clipping.norm(1, 2);
+    EXPECT_EQ(r.messages(), 4);
+  });
+}
+
+TEST(ClippingTest, ClipsAreRenewedForGradientsThatWereAddedLater) {
+  on_ranks(3, [](Rank& r) {
+    r.clip(1, 2, 1);
+    r.clip(0.5, 1, 1);
+    const int64_t before = r.messages();
+    r.clipping.renew(1);
+    EXPECT_EQ(r.messages(), before);
+    r.set_gradients(1);
+    r.clipping.renew(2);
+    const double first = factor(1, r.plain_norm(2, 1));
+    const double second = factor(0.5, r.plain_norm(1, 1) * first);
+    EXPECT_NEAR(r.coefficient(), first * second, 1e-6);
+    EXPECT_EQ(r.messages(), before + 2);
+  });
+}
+
+TEST(ClippingTest, WithoutAClipThereIsNothingToRenew) {
+  on_ranks(2, [](Rank& r) {
+    r.clipping.renew(2);
+    EXPECT_EQ(r.messages(), 0);
+    r.clip(0.1, 2, 1);
+    r.clipping.reset();
+    EXPECT_EQ(r.coefficient(), 1);
+    EXPECT_FALSE(r.clipping.has_clips());
+    r.clipping.renew(2);
+    EXPECT_EQ(r.messages(), 1);
+  });
+}
+
+TEST(ClippingTest, NanOfOneRankIsInTheCoefficientOfAll) {
+  on_ranks(3, [](Rank& r) {
+    if (r.rank == 2) r.segments[0].gradient[7] = std::nan("");
+    r.clip(1, 2, 1);
+    EXPECT_TRUE(std::isnan(r.coefficient()));
+    EXPECT_NE(r.clipping.nonfinite(1).item<double>(), 0);
+  });
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,146 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/parameter_gathers.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/flat_model.h"
+#include "tests/support/random_tensors.h"
+#include "tests/support/run_ranks.h"
+
+namespace zero {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Each parameter fills more than a bucket of the smallest size.
+constexpr int kParameters = 8;
+constexpr int64_t kNumel = 70;
+
+Tensors zeros() {
+  Tensors result;
+  for (int p = 0; p < kParameters; ++p) result.push_back(at::zeros({kNumel}));
+  return result;
+}
+
+at::Tensor updated(int64_t p) { return random_tensor({kNumel}, p); }
+
+struct Rank {
+  Rank(const Group& group, Layout layout)
+      : rank(group.rank()),
+        flat(zeros(), group.world_size(), {layout, 256}),
+        arena(flat.plan, flat.table, flat.pool),
+        comms(group),
+        gathers(flat.plan, flat.table, arena, comms) {
+    comms.connect(make_domains(group, ZeroOptions(), 1));
+  }
+  // Writes this rank's rows, as an update does.
+  void write(const ShardOptimizer::RowWritten& written) {
+    for (int64_t b = 0; b < flat.buckets(); ++b) {
+      const at::Tensor rows = arena.rows(b);
+      for (const Segment& s : flat.plan.segments(b, rank)) {
+        rows.select(0, rank).narrow(0, s.offset, s.numel).copy_(part_of(updated(s.parameter), s));
+      }
+      written(b, rows);
+    }
+  }
+  void start() {
+    gathers.start([this](const ShardOptimizer::RowWritten& written) { write(written); });
+  }
+  bool is_updated(int64_t p) const { return at::equal(flat.model.values[p].detach(), updated(p)); }
+
+  const int rank;
+  FlatModel flat;
+  WorkingArena arena;
+  OptimizerCommunicators comms;
+  ParameterGathers gathers;
+};
+
+void on_ranks(int world_size, Layout layout, const std::function<void(Rank&)>& body) {
+  run_ranks(world_size,
+            [&](const Group& group) {
+              Rank rank(group, layout);
+              body(rank);
+            },
+            {.transport = Transport::kMemory, .timeout = std::chrono::seconds(60)});
+}
+
+TEST(ParameterGathersTest, AllParametersHaveEveryRanksRowsWhenTheyAreFinished) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      on_ranks(world_size, layout, [](Rank& r) {
+        r.start();
+        r.gathers.finish();
+        for (int p = 0; p < kParameters; ++p) EXPECT_TRUE(r.is_updated(p)) << p;
+        // There is nothing more to wait for.
+        r.gathers.finish();
+      });
+    }
+  }
+}
+
+TEST(ParameterGathersTest, AModuleWaitsForTheBucketsOfItsParametersAlone) {
+  for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    on_ranks(2, layout, [](Rank& r) {
+      r.start();
+      // The buckets of the first parameters are the last ones.
+      torch::nn::Module part;
+      part.register_parameter("first", r.flat.model.values[0]);
+      const int64_t before = r.flat.buckets();
+      ASSERT_GT(before, 4);
+      EXPECT_FALSE(r.is_updated(0));
+      r.gathers.finish_those_of(part);
+      EXPECT_TRUE(r.is_updated(0));
+      EXPECT_FALSE(r.is_updated(2));
+      r.gathers.finish();
+      for (int p = 0; p < kParameters; ++p) EXPECT_TRUE(r.is_updated(p)) << p;
+    });
+  }
+}
+
+TEST(ParameterGathersTest, AFewBuffersAreInUseHoweverManyBucketsThereAre) {
+  on_ranks(2, Layout::kPerParameter, [](Rank& r) {
+    int64_t largest = 0;
+    for (int64_t b = 0; b < r.flat.buckets(); ++b) {
+      largest = std::max(largest, 2 * r.flat.row_numel(b) * 4);
+    }
+    ASSERT_GT(r.flat.buckets(), 6);
+    r.start();
+    r.gathers.finish();
+    EXPECT_LE(r.flat.pool.peak_bytes(), 5 * largest);
+  });
+}
+
+TEST(ParameterGathersTest, AnUpdateThatFailsOnOneRankFailsAllOfThem) {
+  on_ranks(3, Layout::kContiguous, [](Rank& r) {
+    if (r.rank == 1) {
+      expect_words(error_of([&] {
+                     r.gathers.start([](const ShardOptimizer::RowWritten&) {
+                       throw std::runtime_error("no more sugar");
+                     });
+                   }),
+                   {"the update of this rank's shard failed: no more sugar"});
+    } else {
+      expect_words(error_of([&] {
+                     r.comms.explained([&] {
+                       r.start();
+                       r.gathers.finish();
+                     });
+                   }),
+                   {"no more sugar"});
+    }
+    EXPECT_NE(r.comms.failed(), "");
+  });
+}
+
+}  // namespace
+}  // namespace zero
