@@ -128,6 +128,7 @@ struct Plan {
   std::vector<std::vector<int64_t>> parameter_buckets;
 
   const Arena& arena_of(const Bucket& bucket) const { return arenas[bucket.arena]; }
+  int64_t domain_of(int64_t bucket) const { return arena_of(buckets[bucket]).domain; }
   int64_t bucket_numel(const Bucket& bucket) const { return bucket.rows.total(); }
   // The contiguous stretches of `slot` in its flat bucket, in the parameter's
   // order: one for kContiguous, at most world_size for kPerParameter.

@@ -27,16 +27,13 @@ void sum_rows(const SumRowsArgs& args, Stream stream) {
   TORCH_CHECK(given && args.shard != nullptr, "zero::kernels::sum_rows: null pointer for ",
               args.numel, " elements, or row addresses for a stream");
 
-  SumRowsRange all{args.rows,     0,          args.received, args.own,
-                   args.shard,    args.numel, args.numel,    args.world_size,
-                   args.own_rank, type,       args.scale,    args.accumulate};
+  const SumRowsRange all{args.rows,     0,          args.received, args.own,
+                         args.shard,    args.numel, args.numel,    args.world_size,
+                         args.own_rank, type,       args.scale,    args.accumulate};
   if (stream.cuda) {
-    const char* error = cuda::sum_rows(all, args.device_scale, stream.handle);
+    const char* error = cuda::sum_rows(all, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::sum_rows: CUDA error: ", error);
     return;
-  }
-  if (args.device_scale != nullptr) {
-    all.factor = args.scale * *args.device_scale;
   }
   const RangeKernels& kernels = range_kernels();
   const int64_t size = element_size(type);

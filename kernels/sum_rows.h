@@ -29,16 +29,13 @@ struct SumRowsArgs {
   int64_t own_rank = 0;
   int64_t numel = 0;
   c10::ScalarType dtype = c10::ScalarType::Float;  // Float, BFloat16 or Half
-  // The factor is `scale`, or scale * *device_scale (rounded to fp32) where
-  // device_scale is given. device_scale is host or device memory like the rest.
   float scale = 1.0F;
-  const float* device_scale = nullptr;
   // [numel] fp32. Overlaps nothing else but, as said there, `own`.
   float* shard = nullptr;
   bool accumulate = false;
 };
 
-// shard[i] = factor * (((row_0[i] + row_1[i]) + row_2[i]) + ...), or, with
+// shard[i] = scale * (((row_0[i] + row_1[i]) + row_2[i]) + ...), or, with
 // accumulate, shard[i] += that product. All in fp32: each addition rounds, the
 // product rounds, the accumulation rounds; nothing is fused, so that the bits
 // are the same on every CPU, for every thread count, and on CUDA.

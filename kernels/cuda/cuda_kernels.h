@@ -23,8 +23,7 @@ const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType so
 
 const char* fill_zero(void* destination, int64_t bytes, void* stream);
 
-// The factor is range.factor, times *device_scale where that is not null.
-const char* sum_rows(const SumRowsRange& range, const float* device_scale, void* stream);
+const char* sum_rows(const SumRowsRange& range, void* stream);
 
 // p = 2 is the sum of squares.
 const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,

@@ -21,7 +21,7 @@ const char* cast_copy_spans(const CopySpan*, int64_t, ElementType, ElementType, 
   fail("cast_copy");
 }
 const char* fill_zero(void*, int64_t, void*) { fail("fill_zero"); }
-const char* sum_rows(const SumRowsRange&, const float*, void*) { fail("sum_rows"); }
+const char* sum_rows(const SumRowsRange&, void*) { fail("sum_rows"); }
 const char* sum_of_abs_powers(const ConstSpan*, int64_t, double, double*, void*) {
   fail("sum_of_abs_powers");
 }

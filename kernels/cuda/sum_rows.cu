@@ -10,12 +10,11 @@ namespace {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    sum_rows_kernel(const __grid_constant__ SumRowsRange range, const float* device_scale) {
+    sum_rows_kernel(const __grid_constant__ SumRowsRange range) {
   constexpr int kWidth = 8;  // 16 bytes of a 16-bit type
   const T* received = static_cast<const T*>(range.received);
   const T* own = static_cast<const T*>(range.own);
   float* shard = range.shard;
-  const float factor = device_scale != nullptr ? range.factor * *device_scale : range.factor;
   // Every row must begin at an aligned address, not only the first.
   const bool vectors = aligned<kWidth>(received) && aligned<kWidth>(own) &&
                        aligned<kWidth>(shard) && range.row_stride % kWidth == 0;
@@ -40,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
-        const float product = factor * sum.values[e];
+        const float product = range.factor * sum.values[e];
         result.values[e] = range.accumulate ? result.values[e] + product : product;
       }
       store<kCount>(shard + i, result);
@@ -50,11 +49,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-const char* sum_rows(const SumRowsRange& range, const float* device_scale, void* stream) {
+const char* sum_rows(const SumRowsRange& range, void* stream) {
   const int grid = grid_for((range.numel + kTile - 1) / kTile);
   with_device_type(range.type, [&]<class T>(T*) {
-    sum_rows_kernel<T>
-        <<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(range, device_scale);
+    sum_rows_kernel<T><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(range);
   });
   return launch_error();
 }

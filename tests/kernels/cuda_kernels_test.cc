@@ -141,11 +141,9 @@ TEST_F(CudaKernels, SumRowsHasTheBitsOfTheCpu) {
           Buffer received = ordinary(world * numel, dtype, 3);
           Buffer own = ordinary(numel, dtype, 4);
           Buffer shard = ordinary(numel, ScalarType::Float, 5);
-          Buffer scale = scalar(0.001F);
           DeviceBuffer device_received(received, 0);
           DeviceBuffer device_own(own, 0);
           DeviceBuffer device_shard(shard, 0);
-          DeviceBuffer device_scale(scale, 0);
           SumRowsArgs args;
           args.received = received.as<void>();
           args.own = own.as<void>();
@@ -154,13 +152,11 @@ TEST_F(CudaKernels, SumRowsHasTheBitsOfTheCpu) {
           args.numel = numel;
           args.dtype = dtype;
           args.scale = 0.3F;
-          args.device_scale = scale.as<float>();
           args.shard = shard.as<float>();
           args.accumulate = accumulate;
           sum_rows(args, Stream{});
           args.received = device_received.as<void>();
           args.own = device_own.as<void>();
-          args.device_scale = device_scale.as<float>();
           args.shard = device_shard.as<float>();
           sum_rows(args, kCuda);
           ASSERT_TRUE(device_shard.to_host().same_bytes(shard))

@@ -69,7 +69,6 @@ void cast_copy(const void* source, c10::ScalarType source_dtype, void* destinati
 }
 
 void sum_rows(const SumRowsArgs& args) {
-  const float factor = args.device_scale != nullptr ? args.scale * *args.device_scale : args.scale;
   for (int64_t i = 0; i < args.numel; ++i) {
     float sum = 0.0F;
     for (int64_t r = 0; r < args.world_size; ++r) {
@@ -77,7 +76,7 @@ void sum_rows(const SumRowsArgs& args) {
                                              : load(args.received, args.dtype, r * args.numel + i);
       sum = r == 0 ? value : sum + value;
     }
-    const float product = factor * sum;
+    const float product = args.scale * sum;
     args.shard[i] = args.accumulate ? args.shard[i] + product : product;
   }
 }

@@ -38,7 +38,7 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
   for (int64_t b = 0; b < count; ++b) {
     if (under_way.size() == max_gathers) finish_front();
     const at::Tensor rows = memory_.rows(b);
-    Communicator& group = *comms_[plan_.arena_of(plan_.buckets[b]).domain].data;
+    Communicator& group = *comms_[plan_.domain_of(b)].data;
     const at::Tensor own = rows.select(0, group.rank());
     const at::Tensor& shard = reducer.shard(b);
     kernels::cast_copy(shard.const_data_ptr(), at::kFloat, own.mutable_data_ptr(),

@@ -241,7 +241,7 @@ void GradientReducer::complete(int64_t rounds) {
 void GradientReducer::reduce_over_replicas() {
   std::vector<ReplicaShard> items;
   for (size_t b = 0; b < shards_.size(); ++b) {
-    Communicator* replicas = comms_[plan_.arena_of(plan_.buckets[b]).domain].replicas;
+    Communicator* replicas = comms_[plan_.domain_of(static_cast<int64_t>(b))].replicas;
     if (replicas == nullptr || replicas->world_size() == 1 || shards_[b].numel() == 0) continue;
     items.push_back({shards_[b], replicas, "gradient shard " + std::to_string(b)});
   }

@@ -27,7 +27,7 @@ void ParameterGathers::start(const std::function<void(const ShardOptimizer::RowW
         under_way.pop_front();
       }
       under_way.push_back(bucket);
-      Communicator& comm = *comms_.domains[plan_.arena_of(plan_.buckets[bucket]).domain].data;
+      Communicator& comm = *comms_.domains[plan_.domain_of(bucket)].data;
       gathers_[bucket] = {rows,
                           comm.gather_rows(rows, "parameter bucket " + std::to_string(bucket))};
     });

@@ -62,7 +62,7 @@ void ShardOptimizer::take_state() {
 }
 
 at::Tensor ShardOptimizer::own_row(int64_t bucket, const at::Tensor& rows) const {
-  return rows.select(0, shards_.ranks[shards_.plan.arena_of(shards_.plan.buckets[bucket]).domain]);
+  return rows.select(0, shards_.ranks[shards_.plan.domain_of(bucket)]);
 }
 
 void ShardOptimizer::make_masters() {
@@ -75,7 +75,7 @@ void ShardOptimizer::make_masters() {
       master_rows_.push_back(at::empty_like(shards_.reducer.shard(b)));
     }
     first_segment_.push_back(segments_.size());
-    const int64_t rank = shards_.ranks[plan.arena_of(plan.buckets[b]).domain];
+    const int64_t rank = shards_.ranks[plan.domain_of(b)];
     for (const Segment& s : plan.segments(b, rank)) {
       segments_.push_back({s, shards_.table.parameters()[s.parameter].group,
                            master_rows_[b].narrow(0, s.offset, s.numel).detach(),
