@@ -38,7 +38,7 @@ struct MemoryOptions {
   std::function<int64_t(int64_t numel)> state_bytes;
 };
 
-// What a rank holds between steps by the plan alone; buckets are left at 0.
+// Returns what a rank holds between steps by the plan alone; buckets are left at 0.
 MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions& options);
 
 }  // namespace zero

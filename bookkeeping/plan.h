@@ -51,7 +51,7 @@ enum class Layout {
   kPerParameter,
 };
 
-// What the plan needs to know of one parameter.
+// The facts about one parameter that the plan needs.
 struct ParameterInfo {
   int64_t numel = 0;
   c10::ScalarType dtype = c10::ScalarType::Float;

@@ -62,7 +62,7 @@ AdamSegment part_of(const AdamSegment& segment, int64_t begin, int64_t end, int6
   if (segment.working != nullptr) {
     part.working = static_cast<char*>(segment.working) + begin * working_size;
   }
-  // What is the master itself must stay recognisable whatever working_dtype says.
+  // A working pointer that is the master must stay recognisable whatever working_dtype says.
   if (segment.working == static_cast<void*>(segment.master)) {
     part.working = nullptr;
   }

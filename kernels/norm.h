@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a gradient norm is made of. Each function reads its input once and
+// Computes the parts of a gradient norm. Each function reads its input once and
 // combines what it finds into `result`, so that calls for several lists of
 // spans add up; the caller sets `result` to zero first.
 //

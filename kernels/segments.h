@@ -4,9 +4,8 @@
 // The flat pieces of memory that kernels are called with, many at a time. Plain
 // structs without torch types, so that device code can include them too.
 //
-// Whether a pointer is host or device memory follows from the Stream of the
-// call. Pointers need only the alignment of their element type, and numel may
-// be 0, in which case none of them is looked at.
+// The Stream of a call decides whether its pointers are host or device memory. Pointers need only
+// the alignment of their element type, and numel may be 0, in which case none of them is looked at.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +38,7 @@ struct AdamSegment {
   float* exp_avg_sq = nullptr;      // v, updated
   float* max_exp_avg_sq = nullptr;  // max_v, updated; used with amsgrad alone
   const float* gradient = nullptr;  // unchanged
-  // Of the call's working_dtype: receives the new master value, rounded to
+  // In the call's working_dtype: receives the new master value, rounded to
   // nearest even. Null, or equal to `master`: nothing is written.
   void* working = nullptr;
   int64_t numel = 0;

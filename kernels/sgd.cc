@@ -38,7 +38,7 @@ SgdSegment part_of(const SgdSegment& segment, int64_t begin, int64_t end, int64_
   if (segment.working != nullptr) {
     part.working = static_cast<char*>(segment.working) + begin * working_size;
   }
-  // What is the master itself must stay recognisable whatever working_dtype says.
+  // A working pointer that is the master must stay recognisable whatever working_dtype says.
   if (segment.working == static_cast<void*>(segment.master)) {
     part.working = nullptr;
   }

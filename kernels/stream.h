@@ -1,7 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where a kernel runs. Every function of this folder takes a Stream last.
+// A Stream says on which processor a kernel runs. Every function of this folder takes a Stream
+// last.
 //
 //   Stream{}             The memory is host memory. The work is done by the
 //                        calling thread and its share of the CPU threads

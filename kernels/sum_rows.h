@@ -17,7 +17,7 @@ namespace zero::kernels {
 
 struct SumRowsArgs {
   // On the host, instead of `received` and `own`: the address of every rank's row, [numel] of dtype
-  // each, wherever it lies.
+  // each, wherever it is.
   const void* const* rows = nullptr;
   // [world_size, numel] of dtype; row r begins at element r * numel. Row
   // own_rank is never read. May be null when world_size is 1.

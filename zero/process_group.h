@@ -38,7 +38,8 @@ namespace zero {
 // Gloo, whatever carries the data.
 enum class Purpose { kData, kControl };
 
-// What a BackendFactory makes: a backend, and how it moves rows. Any pointer to a backend converts.
+// The result of a BackendFactory: a backend, and how it moves rows. Any pointer to a backend
+// converts.
 struct NewBackend {
   template <typename Backend>
   NewBackend(c10::intrusive_ptr<Backend> made, RowTransport moves_rows = RowTransport::kPairwise)

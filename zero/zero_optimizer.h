@@ -179,8 +179,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // the parameter. Allowed at any time, also between backward passes.
   at::Tensor gradient(const at::Tensor& parameter);
   at::Tensor master(const at::Tensor& parameter);
-  // Whether the last step() was skipped for non-finite gradients. On a GPU, and with static_graph,
-  // step() does not wait to learn that: this waits for the device, and so do stats() and inner().
+  // Returns whether the last step() was skipped for non-finite gradients. On a GPU, and with
+  // static_graph, step() does not wait to learn that: this waits for the device, and so do stats()
+  // and inner().
   bool step_skipped() const;
   // The factor that backward() puts on the loss. On a GPU a dynamic scale makes the next backward()
   // wait until the last step is done, though not for the forward pass enqueued since.

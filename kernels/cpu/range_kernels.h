@@ -61,7 +61,7 @@ struct RangeKernels {
   void (*cast_copy)(const void* source, ElementType source_type, void* destination,
                     ElementType destination_type, int64_t numel, const void* addend);
   void (*sum_rows)(const SumRowsRange& range);
-  // Of whole blocks but for the last one.
+  // A range of whole blocks, but for the last one.
   void (*encode_block_int8)(const void* source, ElementType source_type, int64_t numel,
                             float* scales, int8_t* values);
   void (*sum_block_int8)(const SumBlockInt8Range& range);

@@ -34,7 +34,7 @@ struct AdamCoefficients {
   bool decoupled;
 };
 
-// What the two fields that depend on the step are computed from.
+// The values that the two fields which depend on the step are computed from.
 struct AdamPowers {
   double lr;
   double beta1;

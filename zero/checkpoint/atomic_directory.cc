@@ -258,7 +258,7 @@ void AtomicDirectory::replace() {
   if (!unsupported(errno)) throw_errno("cannot exchange " + path_ + " and " + target_, errno);
   const std::string aside = replaced_path(target_);
   for (int attempt = 1;; ++attempt) {
-    // What waits there is older than what is at the target.
+    // The folder that waits there is older than the one at the target.
     if (exists(target_) && exists(aside)) remove_renamed(aside);
     if (rename(target_.c_str(), aside.c_str()) != 0 && errno != ENOENT) {
       throw_errno("cannot rename " + target_ + " to " + aside, errno);
@@ -274,7 +274,7 @@ void AtomicDirectory::replace() {
 void restore_replaced(const std::string& target, const IsComplete& is_complete) {
   const std::string aside = replaced_path(target);
   if (exists(target) || !is_folder(aside) || !is_complete(aside)) return;
-  // Of several processes one succeeds. A folder with something in it is never renamed over.
+  // One of several processes succeeds. A folder with something in it is never renamed over.
   if (rename(aside.c_str(), target.c_str()) == 0) sync_folder(parent_of(target));
 }
 

@@ -33,7 +33,7 @@ std::string saving_path(const std::string& target, const std::string& id);
 std::string replaced_path(const std::string& target);
 // "/a/b", or "." for a target without a folder.
 std::string parent_of(const std::string& target);
-// What is in a folder; nothing where there is no folder.
+// Returns the names in a folder; none if there is no folder.
 std::vector<std::string> names_in(const std::string& parent);
 
 class AtomicDirectory {
@@ -84,7 +84,7 @@ void restore_replaced(const std::string& target, const IsComplete& is_complete);
 // The same for all targets in `parent`.
 void restore_all_replaced(const std::string& parent, const IsComplete& is_complete);
 
-// Whether `path` is a replaced folder whose target is missing.
+// Returns whether `path` is a replaced folder whose target is missing.
 bool is_hidden_by_crash(const std::string& path);
 
 // Removes what dead saves and removals left in `parent`. Keeps what saves that are

@@ -16,8 +16,8 @@ struct ListedCheckpoint {
   int64_t steps = 0;  // skipped ones included
 };
 
-// Of `parent`, the newest last: in the order in which they were saved. Before them, by
-// steps, those whose manifest does not say when it was saved: of earlier versions of this
+// The checkpoints in `parent`, the newest last: in the order in which they were saved. Before them,
+// by steps, those whose manifest does not say when it was saved: of earlier versions of this
 // library. Equals are ordered by path.
 //
 // Links are not followed: a link is another name of a checkpoint, and no checkpoint.

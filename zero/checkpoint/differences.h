@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What differs between a checkpoint and the model and optimizer it is loaded into.
+// Finds the differences between a checkpoint and the model and optimizer it is loaded into.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -29,7 +29,7 @@ struct CheckpointDifferences {
 CheckpointDifferences find_differences(const Manifest& manifest, const ParameterTable& table,
                                        const torch::optim::Optimizer& inner);
 
-// Of the same class of optimizer: adds parameters with a part of the state that torch's
+// For the same class of optimizer: adds parameters with a part of the state that torch's
 // class cannot do without, and options of which this class has none.
 void find_missing_state(const Manifest& manifest, const ParameterTable& table,
                         CheckpointDifferences& differences);

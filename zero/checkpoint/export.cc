@@ -20,7 +20,7 @@
 namespace zero {
 namespace {
 
-// What one exported tensor is made of.
+// The source of one exported tensor.
 struct Source {
   const ManifestParameter* about = nullptr;
   const char* kind = "";  // of read_whole(); "master" for parameters
@@ -46,7 +46,7 @@ at::Tensor read(CheckpointReader& reader, const Source& source) {
   return reader.read_all(about, "master").as_strided(about.shape, about.strides);
 }
 
-// What a module expects of a file, and what is wrong with it.
+// Compares a file with what a module expects of it.
 struct Import {
   std::vector<std::pair<at::Tensor, const StoredTensor*>> copies;
   std::vector<std::string> differences;

@@ -20,7 +20,7 @@
 namespace zero {
 namespace {
 
-// Where a file-size limit is exceeded the kernel sends SIGXFSZ, which ends the
+// When a file exceeds its size limit, the kernel sends SIGXFSZ, which ends the
 // process. Held back on this thread, write() returns EFBIG instead.
 class WithoutSizeSignal {
  public:

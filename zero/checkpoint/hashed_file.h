@@ -83,7 +83,7 @@ class FileReader {
   using Take = std::function<void(uint64_t at, const char* data, size_t bytes)>;
   uint64_t scan(uint64_t begin, uint64_t end, const Take& take = nullptr);
 
-  // Of all reads so far.
+  // The bytes of all reads so far.
   uint64_t bytes_read() const { return bytes_read_; }
 
  private:

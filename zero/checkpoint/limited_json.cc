@@ -44,7 +44,7 @@ class Limits : public nlohmann::json_sax<json> {
   bool end_object() override { return --depth_ >= 0; }
   bool end_array() override { return --depth_ >= 0; }
 
-  // What is no JSON is for json::parse() to explain.
+  // json::parse() explains a text that is no JSON.
   bool parse_error(std::size_t, const std::string&, const json::exception&) override {
     return false;
   }

@@ -46,7 +46,7 @@ inline constexpr char kSharedState[] = "state";
 
 inline constexpr uint64_t kManifestLimit = uint64_t{1} << 30;  // bytes
 inline constexpr int64_t kEntriesLimit = 100'000;  // parameter groups; entries of metadata
-// Of steps and of counters of the loss scale, so that no sum of them overflows.
+// The limit of steps and of counters of the loss scale, so that no sum of them overflows.
 inline constexpr int64_t kCountLimit = int64_t{1} << 53;
 
 // A tensor of a file: elements [begin, begin + numel) of `owner` in its memory
@@ -118,7 +118,7 @@ struct Manifest {
 // Throws c10::Error unless the pieces of each parameter have the same values.
 void check_values_agree(const std::vector<ManifestFile>& files);
 
-// What goes into the file, checksum included. Throws c10::Error for text that is
+// Returns the text of the file, checksum included. Throws c10::Error for text that is
 // not UTF-8, and beyond the limits.
 std::string manifest_text(const Manifest& manifest);
 // `path` is for errors. Throws c10::Error for anything that manifest_text()
@@ -128,7 +128,7 @@ Manifest parse_manifest(const std::string& text, const std::string& path);
 // From a checkpoint's folder. Throws when it is none. Nothing of a file's size is
 // allocated before its checksum was found right.
 Manifest read_manifest(const std::string& folder);
-// Whether `folder` has a manifest, and files of the sizes it says. Never throws.
+// Returns whether `folder` has a manifest, and files of the sizes it says. Never throws.
 bool is_complete_checkpoint(const std::string& folder);
 
 // A rank's files as text, for rank 0 to put into the manifest.

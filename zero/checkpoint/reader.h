@@ -42,7 +42,7 @@ class CheckpointReader {
   // The kinds of tensors stored for a parameter: "master", "exp_avg", "step".
   const std::set<std::string>& kinds(const std::string& owner) const;
 
-  // Of the objects that the save included.
+  // The states of the objects that the save included.
   std::vector<std::string> state_names() const;
 
   // Fills into[i], 1-D in host memory, with elements wanted[i] of `kind`. Reads
@@ -53,7 +53,7 @@ class CheckpointReader {
   // elements. Throws unless what is stored stands for every wanted element.
   std::vector<at::Tensor> read_values(const std::string& kind,
                                       const std::vector<WantedRange>& wanted);
-  // Of what read() reads of a parameter; `kind` must be stored for it.
+  // The dtype of what read() reads of a parameter; `kind` must be stored for it.
   c10::ScalarType dtype(const std::string& owner, const std::string& kind);
   // All elements of a parameter, fp32, 1-D in memory order.
   at::Tensor read_all(const ManifestParameter& about, const std::string& kind);
@@ -81,7 +81,7 @@ class CheckpointReader {
                                      const std::vector<WantedRange>& wanted,
                                      std::vector<Place>& stored) const;
   const StoredTensor& stored(const Place& place);
-  // Where the bytes of a tensor are. Throws unless they are `numel` of `dtype`; so
+  // Returns the place of a tensor's bytes. Throws unless they are `numel` of `dtype`; so
   // that of this size may be allocated.
   const StoredTensor& stored(const Place& place, c10::ScalarType dtype, int64_t numel);
   // Gives all bytes to `take`, then throws if the checksum is wrong.

@@ -41,7 +41,7 @@ struct SafetensorsHeader {
   const StoredTensor* find(const std::string& name) const;
 };
 
-// Whether the format has a name for `dtype`.
+// Returns whether the format has a name for `dtype`.
 bool safetensors_knows(c10::ScalarType dtype);
 
 // `json` is the header alone; `path` is for errors.

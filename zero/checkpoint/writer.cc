@@ -28,7 +28,7 @@ void write_text(const std::string& path, const std::string& text) {
   file.finish();
 }
 
-// As safetensors can hold it: dtypes it has no name for travel as bytes.
+// As safetensors can hold it: dtypes it has no name for become bytes.
 at::Tensor storable(const at::Tensor& tensor) {
   const at::Tensor host = tensor.detach().cpu().contiguous();
   if (safetensors_knows(host.scalar_type())) return host;

@@ -175,7 +175,7 @@ void GradientReducer::send_next() {
       comms.averaged_over > 0
           ? comms.averaged_over
           : arena.world_size * (comms.replicas == nullptr ? 1 : comms.replicas->world_size());
-  // Of a round that is being closed.
+  // The bucket is not full: its round is being closed.
   if (!open_[b].encoded.defined()) {
     const at::Tensor& packed = open(b);
     for (const Slot& slot : bucket.slots) {

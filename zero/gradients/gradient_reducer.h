@@ -58,7 +58,7 @@ class GradientReducer {
   // gradient_ready(). Otherwise it changes nothing.
   bool take_gradient(int64_t parameter, const at::Tensor& gradient);
   // parameter.grad() was accumulated. Packs it, frees it at once, so that the next one is made in
-  // the same warm memory, and sends what became complete; or leaves it there when it comes second
+  // the same warm memory, and sends what became complete; or leaves it there when it is the second
   // in a pass. Throws c10::Error for a sparse gradient or one on another device.
   void gradient_ready(int64_t parameter);
   // The same under no_sync: the gradient stays local.

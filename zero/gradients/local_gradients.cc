@@ -32,7 +32,7 @@ bool is_known(c10::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-// Whether `gradient` is one flat stretch in the memory order of its parameter.
+// Returns whether `gradient` is one flat stretch in the memory order of its parameter.
 bool is_in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
   return is_known(gradient.scalar_type()) &&
          (gradient.strides() == at::IntArrayRef(p.strides) || gradient.numel() <= 1);

@@ -26,7 +26,7 @@ class LocalGradients {
   LocalGradients(const ParameterTable& table, bool fp32)
       : table_(table), fp32_(fp32), states_(table.parameters().size()) {}
 
-  // Whether there is a gradient that was not sent.
+  // Returns whether there is a gradient that was not sent.
   bool has(int64_t parameter) const;
   // Throws c10::Error when p.grad() cannot be sent.
   void check(int64_t parameter) const;

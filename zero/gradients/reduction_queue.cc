@@ -69,8 +69,8 @@ void ReductionQueue::push(Reduction reduction) {
   patience_ = std::max(patience_ - (Clock::now() - begin), patience_.zero());
 }
 
-// One thread at a time, so that exchanges start in order. Another that comes meanwhile may go: the
-// first looks again.
+// One thread at a time, so that exchanges start in order. Another that arrives meanwhile returns:
+// the first looks again.
 void ReductionQueue::start_waiting(Lock& lock) {
   if (starting_) return;
   starting_ = true;

@@ -46,18 +46,19 @@ class ReductionQueue {
   static constexpr std::chrono::milliseconds kPatience{20};
 
  public:
-  // What a pool should keep between steps for a queue and who fills it: the exchanges under way, in
-  // both directions, what waits, and two that are being filled. What is dropped costs a page fault
-  // for every 4 KiB in the next step.
+  // A pool should keep these between steps for a queue and the thread that fills it: the exchanges
+  // under way, in both directions, what waits, and two that are being filled. What is dropped costs
+  // a page fault for every 4 KiB in the next step.
   static constexpr int kBuffersKept = 2 * kExchangesInFlight + kWaiting + 2;
 
   explicit ReductionQueue(BufferPool& pool) : pool_(pool) {}
   // Drops what is not finished; blocks until the operation under way ends or fails.
   ~ReductionQueue();
 
-  // Blocks while kWaiting buckets wait already, which bounds memory where the network is slower
-  // than the backward pass: for kPatience at most, over any number of calls, until another bucket
-  // is done. A peer may be waiting for this thread. Errors surface in check() and drain().
+  // Blocks while more than kWaiting buckets are queued, which bounds memory when the network is
+  // slower than the backward pass. It blocks for kPatience at most, over any number of calls, until
+  // another bucket is done: a peer may be waiting for this thread. Errors surface in check() and
+  // drain().
   void push(Reduction reduction);
   // Returns when everything pushed has reached its shard. Throws the first
   // error, again at every later call.

@@ -27,9 +27,9 @@ bool is_known(const torch::optim::Optimizer& optimizer);
 // that cannot be stored; see OptimizerAdapter::read_state().
 std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer,
                                            const at::Tensor& parameter);
-// What `optimizer` would keep for `parameter`, of parameter group `group`, in that
-// state. May take over the tensors, and leaves `optimizer` as it was. Throws
-// c10::Error for a name or dtype that the class does not have.
+// Returns the state that `optimizer` would keep for `parameter`, of parameter group `group`, in
+// that state. May take over the tensors, and leaves `optimizer` as it was. Throws c10::Error for a
+// name or dtype that the class does not have.
 std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
     torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
     const InnerState& state);

@@ -23,7 +23,7 @@ class InnerStepTrap {
   void disarm();
   // After it, and whenever the user may have called inner.zero_grad(), which disarms it.
   void arm();
-  // Whether inner.step() was called while it was armed; says so once.
+  // Returns whether inner.step() was called while it was armed; says so once.
   bool sprung();
 
  private:

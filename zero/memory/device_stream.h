@@ -15,7 +15,7 @@ namespace zero {
 // that was built without --config=cuda.
 kernels::Stream current_stream(c10::Device device);
 
-// Whether that stream is being captured in a CUDA graph.
+// Returns whether that stream is being captured in a CUDA graph.
 bool is_capturing(c10::Device device);
 
 }  // namespace zero

@@ -24,8 +24,8 @@ bool wants_all_gradients() {
   return chosen != nullptr && chosen->empty();
 }
 
-// Whether this pass adds to the gradient of `leaf`: torch::autograd::grad() captures what it is
-// asked for instead, and backward() with a list of inputs adds to those alone.
+// Returns whether this pass adds to the gradient of `leaf`: torch::autograd::grad() captures what
+// it is asked for instead, and backward() with a list of inputs adds to those alone.
 bool accumulates_into(const at::Tensor& leaf) {
   const auto* const chosen = torch::autograd::get_current_graph_task_exec_info();
   if (chosen == nullptr || chosen->empty()) return true;
@@ -40,7 +40,7 @@ class BeforeAccumulation final : public torch::autograd::FunctionPreHook {
   torch::autograd::variable_list operator()(
       const torch::autograd::variable_list& gradients) override {
     const bool taken = gradients.at(0).defined() && taken_(gradients[0]);
-    // Of an undefined gradient nothing is accumulated, and AfterAccumulation is not called.
+    // Autograd accumulates no undefined gradient, and does not call AfterAccumulation.
     return taken ? torch::autograd::variable_list(1) : gradients;
   }
 
@@ -73,9 +73,9 @@ void BackwardPasses::install_hooks() {
     tensor.mutable_grad().reset();
     torch::autograd::impl::set_post_acc_grad_hooks(
         tensor, std::make_unique<AfterAccumulation>([this, index] { after_accumulation(index); }));
-    // What register_hook() adds, at whatever time, belongs to one entry. Its first call makes that
-    // entry and drops all others, so it is made here: before ours, which sees what the user's hooks
-    // made of a gradient.
+    // All hooks of register_hook(), added at any time, belong to one entry. Its first call makes
+    // that entry and drops all others, so it is made here: before ours, which sees what the user's
+    // hooks made of a gradient.
     tensor.remove_hook(tensor.register_hook([](const at::Tensor&) {}));
     auto before = std::make_unique<BeforeAccumulation>(
         [this, index](const at::Tensor& gradient) { return before_accumulation(index, gradient); });

@@ -32,7 +32,7 @@ namespace zero {
 
 class BackwardPasses {
  public:
-  // What a gradient may meet. All must outlive the passes.
+  // The objects that a pass uses. All must outlive the passes.
   struct Parts {
     const ParameterTable& table;
     GradientReducer& reducer;
@@ -55,7 +55,7 @@ class BackwardPasses {
            bool retain_graph);
   at::Tensor scale_loss(const at::Tensor& loss);
 
-  // Whether a pass began or a loss was scaled since the last step.
+  // Returns whether a pass began or a loss was scaled since the last step.
   bool any() const { return any_; }
   void forget() { any_ = false; }
   // The problem of gradients whose loss was not multiplied by the loss scale, or nothing.
@@ -67,7 +67,7 @@ class BackwardPasses {
   // Returns true when the gradient is on its way and is not to be accumulated.
   bool before_accumulation(int64_t parameter, const at::Tensor& gradient);
   void after_accumulation(int64_t parameter);
-  // Whether a gradient may arrive at present, and why not. Asked for each gradient.
+  // Returns whether a gradient may arrive at present, and why not. Asked for each gradient.
   bool takes_gradients() const;
   std::string untimely_problem() const;
   // Runs `hand_over`; an error leaves the pass broken on all ranks.

@@ -52,7 +52,7 @@ class CallProtocol {
   void break_backward(const std::string& reason);
   bool is_backward_broken() const { return !broken_backward_.empty(); }
   void repaired() { broken_backward_.clear(); }
-  // Whether the next zero_grad() must be collective for an error.
+  // Returns whether the next zero_grad() must be collective for an error.
   bool owes_an_error() const { return !broken_backward_.empty() || !misuse_.empty() || refused_; }
 
   // The flag that a guard of no_sync() holds.
@@ -90,7 +90,7 @@ class CallProtocol {
   int64_t expected_rounds_ = 0;  // 0: not promised, or the first step is not over
 };
 
-// Whether a call belongs to a training step, which static_graph makes alike.
+// Returns whether a call belongs to a training step, which static_graph makes alike.
 bool is_of_a_step(Call call);
 
 }  // namespace zero

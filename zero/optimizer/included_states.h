@@ -19,7 +19,7 @@
 
 namespace zero {
 
-// What the file of rank `rank` holds of them. Throws what the objects throw.
+// Returns the tensors for the file of rank `rank`. Throws what the objects throw.
 std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank);
 
 // The included names, for comparing ranks.

@@ -223,7 +223,7 @@ void restore_options(const Manifest& manifest,
   }
 }
 
-// Of what a strict load allows, and a resumed run may have forgotten.
+// Warns of differences that a strict load allows and that a resumed run may not intend.
 void warn_of(const std::vector<std::string>& differences, const std::string& folder) {
   if (differences.empty()) return;
   std::string text;

@@ -33,7 +33,7 @@ TensorToSave piece(const std::string& owner, const std::string& kind, const Segm
           std::move(tensor)};
 }
 
-// Of a shard that several ranks hold copies of, the first one saves it.
+// If several ranks hold copies of a shard, the first one saves it.
 FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, int rank,
                      const std::function<bool(int64_t parameter)>& saves) {
   FileToSave file{rank_file_name(rank), {}};

@@ -24,7 +24,7 @@ int64_t hash_of(const at::Tensor& tensor) {
   return static_cast<int64_t>(XXH3_64bits(host.const_data_ptr(), host.nbytes()) >> 2);
 }
 
-// Whether this rank's masters of a parameter round to its working values.
+// Returns whether this rank's masters of a parameter round to its working values.
 bool masters_agree(const ParameterTable& table, const SegmentTensors& s) {
   const at::Tensor& tensor = table.parameters()[s.segment.parameter].tensor;
   const at::Tensor host = tensor.detach().cpu();

@@ -184,7 +184,7 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& 
                             const at::Tensor& nonfinite, const RowWritten& written) {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(counts_ || !nonfinite.defined());
-  // What the kernels read, beside the masters.
+  // The kernels read these beside the masters.
   const at::Tensor coefficient32 = coefficient.to(at::kFloat);
   FusedScalars scalars;
   if (fused_ != nullptr) {

@@ -65,9 +65,9 @@ std::chrono::milliseconds connect_timeout(std::chrono::milliseconds timeout) {
 
 // While one lives, threads that this thread starts do not preempt others when they wake up.
 //
-// What wakes Gloo's event thread is mostly a small write of another thread, which still holds the
-// connection's lock. An event thread that took its core at once would spin on that lock for as long
-// as the scheduler lets it: a tenth of a step, with as many ranks as cores.
+// The wake-up of Gloo's event thread is mostly a small write of another thread, which still holds
+// the connection's lock. An event thread that took its core at once would spin on that lock for as
+// long as the scheduler lets it: a tenth of a step, with as many ranks as cores.
 class PatientThreads {
  public:
   PatientThreads() : policy_(sched_getscheduler(0)) {

@@ -151,8 +151,8 @@ class RowBackend : public SharedMemoryBackend {
   }
   c10::intrusive_ptr<Row> receive_in_place(int64_t bytes, int from, int tag) override;
 
-  // Where the row is when the sender has told: there, or in `followed`, made if need be. Throws
-  // when it cannot come, or not in time.
+  // Returns the row's address once the sender has sent it: there, or in `followed`, made if need
+  // be. Throws when it cannot come, or not in time.
   const void* find(const Announced& row, at::Tensor& followed, milliseconds timeout);
   void tell_taken(const Announced& row) noexcept;
   // Returns when the row has been copied.
