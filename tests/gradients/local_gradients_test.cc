@@ -1,0 +1,132 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/gradients/local_gradients.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/flat_model.h"
+
+namespace zero {
+namespace {
+
+// A matrix and a vector.
+struct Model {
+  explicit Model(c10::ScalarType dtype, bool fp32 = false)
+      : flat({at::zeros({2, 3}, dtype), at::zeros({4}, dtype)}, 1, {Layout::kContiguous, 256}),
+        local(flat.table, fp32) {}
+  at::Tensor& grad(int64_t p) { return flat.model.values[p].mutable_grad(); }
+  void accumulate(int64_t p, double value) {
+    const at::Tensor added = at::full_like(flat.model.values[p].detach(), value);
+    grad(p) = grad(p).defined() ? grad(p) + added : added;
+  }
+
+  FlatModel flat;
+  LocalGradients local;
+};
+
+TEST(LocalGradientsTest, ReleaseReturnsEverythingOnce) {
+  Model m(at::kFloat);
+  EXPECT_FALSE(m.local.has(0));
+  m.accumulate(0, 2);
+  m.local.keep(0);
+  m.accumulate(0, 3);
+  EXPECT_TRUE(m.local.has(0));
+  EXPECT_EQ(m.local.bytes(), 6 * 4);
+  EXPECT_TRUE(at::equal(m.local.release(0), at::full({2, 3}, 5.0)));
+  EXPECT_FALSE(m.grad(0).defined());
+  EXPECT_FALSE(m.local.has(0));
+  EXPECT_EQ(m.local.bytes(), 0);
+}
+
+// 256 + 1 is no bfloat16, so a sum in that dtype would stay at 256.
+TEST(LocalGradientsTest, SixteenBitGradientsAddUpInFp32WhenAsked) {
+  for (const bool fp32 : {false, true}) {
+    Model m(at::kBFloat16, fp32);
+    for (const double value : {256.0, 1.0, 1.0, 1.0}) {
+      m.accumulate(1, value);
+      m.local.keep(1);
+      EXPECT_EQ(m.grad(1).defined(), !fp32);
+    }
+    EXPECT_EQ(m.local.bytes(), fp32 ? 4 * 4 : 4 * 2);
+    m.accumulate(1, 1.0);
+    const at::Tensor sum = m.local.release(1);
+    EXPECT_EQ(sum.scalar_type(), fp32 ? at::kFloat : at::kBFloat16);
+    EXPECT_TRUE(at::equal(sum.to(at::kFloat), at::full({4}, fp32 ? 260.0 : 256.0))) << sum;
+  }
+}
+
+TEST(LocalGradientsTest, AnAverageIsNoGradientAndMayOnlyBeRead) {
+  Model m(at::kFloat);
+  m.accumulate(0, 2);
+  m.local.mark_average(0);
+  EXPECT_TRUE(m.local.is_average(0));
+  EXPECT_FALSE(m.local.has(0));
+  EXPECT_EQ(m.local.bytes(), 0);
+  m.local.verify();
+  m.grad(0).mul_(0.5);
+  expect_words(error_of([&] { m.local.verify(); }), {"to be only read, got a change"});
+  m.grad(0) = at::zeros({2, 3});
+  expect_words(error_of([&] { m.local.verify(); }), {"to be only read, got a change"});
+  m.local.drop_average(0);
+  EXPECT_FALSE(m.grad(0).defined());
+  m.local.verify();
+  m.accumulate(0, 1);
+  m.local.drop_average(0);  // It is none any more.
+  EXPECT_TRUE(m.local.has(0));
+}
+
+TEST(LocalGradientsTest, AKeptGradientThatWasResetIsAnError) {
+  for (const bool late : {false, true}) {
+    Model m(at::kFloat);
+    m.accumulate(1, 1);
+    late ? m.local.leave(1) : m.local.keep(1);
+    m.local.verify();
+    m.grad(1).reset();
+    expect_words(error_of([&] { m.local.verify(); }), {"was reset by zero_grad() of the module"});
+    m.local.discard();
+    m.local.verify();
+    EXPECT_FALSE(m.local.has(1));
+  }
+}
+
+TEST(LocalGradientsTest, AGradientThatCannotBeSentIsRefused) {
+  Model m(at::kFloat);
+  m.accumulate(0, 1);
+  m.flat.model.values[0].mutable_grad() = at::zeros({2, 3}).to_sparse();
+  expect_words(error_of([&] { m.local.keep(0); }), {"expected a dense tensor"});
+  expect_words(error_of([&] { m.local.verify(); }), {"expected a dense tensor"});
+}
+
+// The sum of an addend and a gradient is rounded once: to the dtype of the bucket.
+TEST(LocalGradientsTest, AnAddendIsTakenInTheDtypeOfTheBucketOnly) {
+  const at::Tensor gradient = at::ones({4}, at::kBFloat16);
+  Model none(at::kBFloat16);
+  ASSERT_TRUE(none.local.addend(1, gradient, at::kFloat));
+  EXPECT_FALSE(none.local.addend(1, gradient, at::kFloat)->defined());
+  EXPECT_FALSE(none.local.addend(1, gradient.to_sparse(), at::kFloat));
+  EXPECT_FALSE(none.local.addend(1, at::ones({5}, at::kBFloat16), at::kFloat));
+
+  Model kept(at::kBFloat16);
+  kept.accumulate(1, 3);
+  kept.local.keep(1);
+  const auto same = kept.local.addend(1, gradient, at::kBFloat16);
+  ASSERT_TRUE(same && same->defined());
+  EXPECT_TRUE(at::equal(*same, at::full({4}, 3, at::kBFloat16)));
+  EXPECT_FALSE(kept.local.addend(1, gradient, at::kFloat));
+
+  Model in_fp32(at::kBFloat16, /*fp32=*/true);
+  in_fp32.accumulate(1, 3);
+  in_fp32.local.keep(1);
+  EXPECT_TRUE(in_fp32.local.addend(1, gradient, at::kFloat));
+  EXPECT_FALSE(in_fp32.local.addend(1, gradient, at::kBFloat16));
+  in_fp32.accumulate(1, 1);  // Two addends are not taken at once.
+  EXPECT_FALSE(in_fp32.local.addend(1, gradient, at::kFloat));
+}
+
+}  // namespace
+}  // namespace zero
