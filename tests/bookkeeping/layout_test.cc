@@ -7,7 +7,6 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -198,11 +197,14 @@ TEST(UnequalRowsTest, SegmentsOfAnyPlanReshardToThoseOfAnyOther) {
   }
 }
 
-TEST(UnequalRowsTest, HaveFingerprintsOfTheirOwn) {
-  std::vector<uint64_t> fingerprints;
-  for (const Plan& plan : unequal_plans()) fingerprints.push_back(plan.fingerprint());
-  std::sort(fingerprints.begin(), fingerprints.end());
-  EXPECT_EQ(std::unique(fingerprints.begin(), fingerprints.end()), fingerprints.end());
+TEST(UnequalRowsTest, TheFingerprintDependsOnWhereEachRowEnds) {
+  const auto fingerprint = [](const std::vector<int64_t>& ends) {
+    return with_rows(Layout::kContiguous, kNumels, ends).fingerprint();
+  };
+  const uint64_t expected = fingerprint({kUnit, 4 * kUnit, 9 * kUnit});
+  EXPECT_EQ(fingerprint({kUnit, 4 * kUnit, 9 * kUnit}), expected);
+  EXPECT_NE(fingerprint({kUnit, 5 * kUnit, 9 * kUnit}), expected);
+  EXPECT_NE(fingerprint({3 * kUnit, 6 * kUnit, 9 * kUnit}), expected);
 }
 
 TEST(BucketRowsTest, EqualEndsAreEqualRows) {
