@@ -6,9 +6,11 @@
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -28,7 +30,7 @@ struct Rank {
             {random_tensor({3, 5}, 1).to(at::kBFloat16), random_tensor({133}, 2).to(at::kBFloat16)},
             group.world_size(), {Layout::kContiguous, 0}),
         arena(flat.plan, flat.table, flat.pool),
-        reducer(flat.plan, flat.table, {DomainCommunicators()}, flat.pool,
+        reducer(flat.plan, flat.table, {{&data, nullptr, 0}}, flat.pool,
                 reducer_options(flat.plan)),
         shards({flat.plan, flat.table, {rank}, arena, reducer},
                std::make_unique<torch::optim::SGD>(flat.model.values, 0.1), {}),
@@ -45,6 +47,7 @@ struct Rank {
   const int rank;
   FlatModel flat;
   WorkingArena arena;
+  Communicator data{nullptr, "data", std::chrono::seconds(1)};  // Nothing is sent.
   GradientReducer reducer;
   ShardOptimizer shards;
   const std::unique_ptr<Communicator> control;

@@ -10,9 +10,11 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
 
@@ -20,6 +22,7 @@
 #include "tests/support/flat_model.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/reducer_options.h"
+#include "zero/communicator.h"
 
 namespace zero {
 namespace {
@@ -57,7 +60,7 @@ struct Shard {
       : rank(rank_in),
         flat(initial(dtype), world_size, plan),
         arena(flat.plan, flat.table, flat.pool),
-        reducer(flat.plan, flat.table, {DomainCommunicators()}, flat.pool,
+        reducer(flat.plan, flat.table, {{&data, nullptr, 0}}, flat.pool,
                 reducer_options(flat.plan)),
         optimizer({flat.plan, flat.table, {rank}, arena, reducer}, make(flat.model.values),
                   options) {}
@@ -96,6 +99,7 @@ struct Shard {
   const int64_t rank;
   FlatModel flat;
   WorkingArena arena;
+  Communicator data{nullptr, "data", std::chrono::seconds(1)};  // Nothing is sent.
   GradientReducer reducer;
   ShardOptimizer optimizer;
 };
