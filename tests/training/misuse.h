@@ -29,7 +29,7 @@ namespace zero {
 using Clock = std::chrono::steady_clock;
 using Words = std::vector<std::string>;
 
-// Far below the groups' timeout: nobody may learn of misuse by waiting for it.
+// Far below the groups' timeout: no rank may learn of misuse by waiting for it.
 inline constexpr std::chrono::seconds kSoon{5};
 
 // What `action` throws, and soon; without a backtrace, empty if nothing.

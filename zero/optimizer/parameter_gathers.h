@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The gathers of working parameters that are under way, one per bucket. With overlap_gather they
-// outlive the step that started them; whoever reads parameters finishes them first.
+// outlive the step that started them; a call that reads parameters finishes them first.
 #pragma once
 
 #include <ATen/core/Tensor.h>
