@@ -12,9 +12,11 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <utility>
 #include <vector>
 
 #include "tests/support/in_memory_backend.h"
@@ -51,7 +53,11 @@ struct Rank {
   }
 };
 
-void on_ranks(int world_size, const std::function<void(const Rank&)>& body, int unwilling = -1) {
+using Wrap = std::function<BackendPtr(const BackendPtr& under)>;
+
+void on_ranks(
+    int world_size, const std::function<void(const Rank&)>& body, int unwilling = -1,
+    const Wrap& wrap = [](const BackendPtr& under) { return under; }) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto network = std::make_shared<MemoryNetwork>();
   std::exception_ptr error;
@@ -59,7 +65,7 @@ void on_ranks(int world_size, const std::function<void(const Rank&)>& body, int 
     try {
       const BackendPtr under =
           network->factory(rank)(store, rank, world_size, Purpose::kData, kTimeout).backend;
-      body({rank, share_memory(under, kTimeout, rank != unwilling, kLeast), network});
+      body({rank, share_memory(wrap(under), kTimeout, rank != unwilling, kLeast), network});
     } catch (...) {
       error = std::current_exception();
       network->stop();
@@ -71,6 +77,30 @@ void on_ranks(int world_size, const std::function<void(const Rank&)>& body, int 
   for (std::thread& thread : threads) thread.join();
   if (error) std::rethrow_exception(error);
 }
+
+// A transport whose acknowledgements of rows are never taken, as when the other side has closed.
+class WithoutAcknowledgements : public c10d::Backend {
+ public:
+  explicit WithoutAcknowledgements(BackendPtr under)
+      : Backend(under->getRank(), under->getSize()), under_(std::move(under)) {}
+  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override {
+    struct Never : c10d::Work {
+      bool wait(milliseconds timeout) override {
+        std::this_thread::sleep_for(timeout);
+        throw std::runtime_error("nothing is taken");
+      }
+    };
+    if ((tag & (1 << 30)) != 0) return c10::make_intrusive<Never>();
+    return under_->send(tensors, to, tag);
+  }
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
+    return under_->recv(tensors, from, tag);
+  }
+  void abort() override { under_->abort(); }
+
+ private:
+  const BackendPtr under_;
+};
 
 at::Tensor values(int from, int to, int64_t numel = kNumel) {
   return at::arange(numel, at::kFloat) + 1000 * from + 10000 * to;
@@ -116,6 +146,33 @@ TEST(SharedRowsTest, ShortRowsAreSentUnderneath) {
     send->wait(kTimeout);
     EXPECT_TRUE(at::equal(theirs, values(1 - r.rank, r.rank, 3)));
     EXPECT_EQ(r.sent() - before, 12);
+  });
+}
+
+// A wait that has little time left after another peer was late.
+TEST(SharedRowsTest, AnAcknowledgementDoesNotOutlastTheWait) {
+  const auto body = [](const Rank& r) {
+    if (r.rank == 0) {
+      const at::Tensor row = r.allocate(kNumel), done = at::zeros({1});
+      row.copy_(values(0, 1));
+      const WorkPtr sent = r.send(row, 1, 7);
+      r.receive(done, 1, 9)->wait(kTimeout);
+      return;
+    }
+    const at::Tensor theirs = at::zeros({kNumel}), never = at::zeros({kNumel});
+    // The copying thread waits for a row that is not sent, so that this thread copies the other.
+    const WorkPtr second = r.receive(never, 0, 8);
+    std::this_thread::sleep_for(milliseconds(100));
+    const WorkPtr first = r.receive(theirs, 0, 7);
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_TRUE(first->wait(milliseconds(200)));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, kTimeout / 2);
+    EXPECT_TRUE(at::equal(theirs, values(0, 1)));
+    r.send(at::zeros({1}), 0, 9)->wait(kTimeout);
+    r.backend->abort();
+  };
+  on_ranks(2, body, -1, [](const BackendPtr& under) {
+    return c10::make_intrusive<WithoutAcknowledgements>(under);
   });
 }
 

@@ -154,7 +154,7 @@ class RowBackend : public SharedMemoryBackend {
   // Returns the row's address once the sender has sent it: there, or in `followed`, made if need
   // be. Throws when it cannot come, or not in time.
   const void* find(const Announced& row, at::Tensor& followed, milliseconds timeout);
-  void tell_taken(const Announced& row) noexcept;
+  void tell_taken(const Announced& row, milliseconds timeout) noexcept;
   // Returns when the row has been copied.
   bool finish(const std::shared_ptr<Arrival>& arrival, milliseconds timeout);
 
@@ -263,9 +263,9 @@ const void* RowBackend::find(const Announced& row, at::Tensor& followed, millise
   return followed.const_data_ptr();
 }
 
-void RowBackend::tell_taken(const Announced& row) noexcept {
+void RowBackend::tell_taken(const Announced& row, milliseconds timeout) noexcept {
   try {
-    await(send_under(taken_, row.from, row.tag | kTakenTag), timeout_);
+    await(send_under(taken_, row.from, row.tag | kTakenTag), std::min(timeout, timeout_));
   } catch (...) {  // The row is here. That the sender is gone concerns the next operation.
   }
 }
@@ -282,7 +282,7 @@ void RowBackend::copy(Arrival& arrival, milliseconds timeout) {
   if (row != arrival.into.const_data_ptr()) {
     std::memcpy(arrival.into.mutable_data_ptr(), row, arrival.row.bytes);
   }
-  tell_taken(arrival.row);
+  tell_taken(arrival.row, timeout);
 }
 
 void RowBackend::copy_arrivals() {
@@ -341,7 +341,7 @@ void RowBackend::stop() {
 
 bool ArrivalWork::wait(milliseconds timeout) { return backend_->finish(arrival_, timeout); }
 
-void RowInPlace::release() noexcept { backend_->tell_taken(row_); }
+void RowInPlace::release() noexcept { backend_->tell_taken(row_, kForever); }
 
 bool RowInPlace::wait(milliseconds timeout) {
   address_ = backend_->find(row_, followed_, timeout);
