@@ -51,13 +51,13 @@ BufferPool::Allocate allocator_of(const OptimizerCommunicators& comms) {
 }  // namespace
 
 ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
-                          ShardDomains all_domains, const ZeroOptions& options,
+                          ShardDomains all_domains, const ZeroOptions& asked,
                           std::shared_ptr<OptimizerCommunicators> connected,
                           ParameterTable parameter_table)
     : module(module),
       domains(std::move(all_domains)),
       group(domains.home),
-      options(options),
+      options(asked),
       comms(std::move(connected)),
       table(std::move(parameter_table)),
       device(table.parameters().front().tensor.device()),

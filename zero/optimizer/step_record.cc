@@ -21,7 +21,7 @@ LossScaler make_scaler(bool any_half, const ZeroOptions& options) {
 
 StepRecord::StepRecord(const ZeroOptions& options, bool any_half, bool deferred, at::Device device,
                        int rank, GradientReducer& reducer)
-    : options_(options),
+    : skip_nonfinite_(options.skip_nonfinite()),
       deferred_(deferred),
       device_(device),
       reducer_(reducer),
@@ -47,7 +47,7 @@ void StepRecord::follow_loss_scale() {
 
 void StepRecord::watch_skips() {
   // A dynamic scale has a limit of its own.
-  if (scaler_.dynamic() || !options_.skip_nonfinite()) return;
+  if (scaler_.dynamic() || !skip_nonfinite_) return;
   if (!deferred_) {
     const StepCounts::Values values = counts_.read();
     skip_watch_.see(values.steps, values.skipped_steps);

@@ -22,7 +22,7 @@ namespace zero {
 class StepRecord {
  public:
   // `any_half`: any rank has fp16 parameters. `deferred`: updates learn on `device` whether they
-  // are skipped. References must outlive this; `reducer` gets the scale of gradients.
+  // are skipped. `reducer` gets the scale of gradients and must outlive this.
   StepRecord(const ZeroOptions& options, bool any_half, bool deferred, at::Device device, int rank,
              GradientReducer& reducer);
 
@@ -51,7 +51,7 @@ class StepRecord {
  private:
   void watch_skips();
 
-  const ZeroOptions& options_;
+  const bool skip_nonfinite_;
   const bool deferred_;
   const at::Device device_;
   GradientReducer& reducer_;
