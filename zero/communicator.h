@@ -50,6 +50,7 @@ struct Traffic {
   int64_t gather_bytes_sent = 0;  // gather_rows
   int64_t small_calls = 0;
   int64_t small_bytes_sent = 0;  // all_reduce_*, broadcast, all_gather_text
+  int64_t link_bytes_sent = 0;   // of all these bytes, those for ranks of other machines
 };
 
 // How a backend moves the rows of a matrix best.
@@ -72,6 +73,29 @@ struct SummandRows {
 };
 
 using UseRows = std::function<void(const SummandRows& rows)>;
+
+// The meaning of rows, for an exchange that adds up the rows of one machine before it sends their
+// sum to others. Functions may be called on any thread, on the current stream.
+class RowFormat {
+ public:
+  virtual ~RowFormat() = default;
+  // Writes the fp32 sum of `rows`, added in their order, to `sum`: [numel] fp32.
+  virtual void sum(const SummandRows& rows, const at::Tensor& sum) const = 0;
+  // True: sums are sent in this format, rounded once on each machine. False: in fp32.
+  virtual bool encodes_sums() const = 0;
+  // Encodes sums [count, numel] fp32 as rows [count, n] of the dtype that is sent. Only where
+  // encodes_sums().
+  virtual void encode_sums(const at::Tensor& sums, const at::Tensor& rows) const = 0;
+};
+
+// A format and the number of values in a row. Without a format, rows are numbers of their dtype
+// (fp32, bf16 or fp16) and sums are sent in fp32.
+struct RowValues {
+  const RowFormat* format = nullptr;  // outlives the operation
+  int64_t numel = 0;                  // with a format
+};
+
+class RowExchange;
 
 // An operation under way. wait() must be called exactly once, before the
 // tensors are read or written; they are kept alive until then. The time limit
@@ -105,6 +129,9 @@ class Communicator {
   // A null `backend` stands for one rank alone. `rows` must be equal on all ranks.
   Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::string name,
                std::chrono::milliseconds timeout, RowTransport rows = RowTransport::kPairwise);
+  // Of ranks that `exchange` connects (zero/comm/row_exchange.h); null for one rank alone.
+  Communicator(std::shared_ptr<RowExchange> exchange, int rank, int world_size, std::string name,
+               std::chrono::milliseconds timeout);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -136,29 +163,34 @@ class Communicator {
 
   // Collective. wait() calls use(summands) once, unless `rows` has no elements: with rows that add
   // up to the sum over ranks of row `rank()` of their `rows`. These rows are valid within that
-  // call, and on a GPU for the work that it enqueues on the current stream. NCCL adds fp32 itself
-  // and leaves one row; everywhere else the rows of all ranks arrive in rank order, without a copy
-  // if the ranks share memory. Sends (W-1)/W of `rows`. Ranks must wait in one order, as with
+  // call, and on a GPU for the work that it enqueues on the current stream. On one machine the rows
+  // of all ranks arrive in rank order, without a copy if the ranks share memory; but NCCL adds fp32
+  // itself and leaves one row. Sends (W-1)/W of `rows`. Ranks must wait in one order, as with
   // exchange_rows().
+  // In two levels (H machines of L ranks) the rows of a machine are added up first, in rank order,
+  // as `values` says, and the sums of the machines arrive in the order of machines. Sends
+  // (L-1)/L of `rows` within the machine and H-1 sums of a row to others.
   //   rows    [world_size, n] contiguous, any dtype; unchanged
   //   buffer  [reduction_bytes(rows)] of kByte on the device of `rows`, for this call to work in;
   //           undefined for 0 bytes
   Pending reduce_rows(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
-                      const std::string& label);
+                      const std::string& label, const RowValues& values = {});
   // Returns the size of the buffer that reduce_rows() needs.
-  int64_t reduction_bytes(const at::Tensor& rows) const;
+  int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values = {}) const;
 
   // Collective. Fills row r of `rows` with rank r's row r, in place: the own
   // row is input and keeps its value, the others are output. Sends W-1 times a
-  // row.
+  // row; in two levels H-1 times a row to other machines and H times L-1 within its own.
   //   rows  [world_size, n] contiguous, any dtype
   Pending gather_rows(const at::Tensor& rows, const std::string& label);
 
-  // Collective. In place. `values` is 1-D, contiguous and small. Sums are for double, in rank
-  // order except on NCCL; the maximum is for int64 and int32 only, since a float maximum loses NaN
-  // on Gloo; the bitwise OR is for int32. With a pairwise transport (Gloo) it is an exchange of
-  // all values, counted as W-1 times their bytes, and names a rank that is missing; on NCCL, which
-  // has no OR, counted as 2(W-1)/W.
+  // Collective. In place. `values` is 1-D, contiguous and small. Sums are for double; the
+  // maximum is for int64 and int32 only, since a float maximum loses NaN
+  // on Gloo; the bitwise OR is for int32. All ranks get the same bits. Sums are in rank order up to
+  // 8 ranks, pairwise in a tree beyond, and in two levels within a machine first; NCCL has an order
+  // of its own. With a pairwise transport (Gloo) up to 8 ranks exchange all values, so that a rank
+  // that is missing is named, counted as W-1 times their bytes; more take log2(W) steps. On NCCL,
+  // which has no OR, counted as 2(W-1)/W.
   Pending all_reduce_sum(const at::Tensor& values, const std::string& label);
   Pending all_reduce_max(const at::Tensor& values, const std::string& label);
   Pending all_reduce_or(const at::Tensor& values, const std::string& label);

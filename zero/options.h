@@ -104,6 +104,17 @@ struct ZeroOptions {
   // dtype to choose.
   TORCH_ARG(GradientWire, gradient_wire) = GradientWire::kDtype;
 
+  // Ranks on several machines exchange gradients in two levels where each machine has the same
+  // number of ranks, one after the other (Group::topology()): a machine adds up its own gradients
+  // first, in rank order, and the sums of the machines are added up in the order of machines.
+  // False: every rank exchanges with every other, and bits depend on the number of ranks alone.
+  TORCH_ARG(bool, two_level) = true;
+
+  // In two levels with 16-bit gradients, a machine sends its sums to others in fp32. False: in the
+  // dtype of the gradients, which is half the bytes, and rounds each sum once more. kBlockInt8
+  // always encodes these sums once more.
+  TORCH_ARG(bool, fp32_machine_sums) = true;
+
   // Under no_sync, keep the local sum of 16-bit gradients in fp32 (4 bytes per
   // element instead of 2) and round once when it is sent.
   TORCH_ARG(bool, no_sync_fp32) = false;

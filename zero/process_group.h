@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "zero/communicator.h"
+#include "zero/topology.h"
 
 namespace c10d {
 class Backend;
@@ -70,8 +71,10 @@ class Group {
   // Makes a group of `world_size` ranks that share `store`. `name` must be the same on all of
   // them and different from other groups of that store. No call of the group waits
   // for `store` longer than `timeout` (zero/rendezvous/bounded_store.h).
+  // `topology` must be the same on all ranks; default: one machine.
   Group(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, std::string name,
-        BackendFactory factory, c10::Device device, std::chrono::milliseconds timeout);
+        BackendFactory factory, c10::Device device, std::chrono::milliseconds timeout,
+        std::optional<Topology> topology = std::nullopt);
 
   int rank() const;
   int world_size() const;
@@ -80,6 +83,9 @@ class Group {
   c10::Device device() const;
   std::chrono::milliseconds timeout() const;
   const c10::intrusive_ptr<c10d::Store>& store() const;
+
+  // Which ranks of this group share a machine.
+  const Topology& topology() const;
 
   // This rank's number in the group that init_process_group() made, and those
   // of all ranks of this group in rank order.
@@ -99,7 +105,12 @@ class Group {
   // the timeout and a second when a rank does not arrive, ends or stops before it
   // is connected, and says which one. After 10 s of waiting one line on stderr
   // says for whom. The communicator calls itself "<group>/<name>" in errors.
-  std::unique_ptr<Communicator> make_communicator(const std::string& name, Purpose purpose) const;
+  // Where the topology has two levels, the communicator works in two levels and connects this rank
+  // with the others of its machine and with those that have its place on other machines. It is
+  // flat, with a connection to every rank, with `two_level` false, which must be equal on all
+  // ranks.
+  std::unique_ptr<Communicator> make_communicator(const std::string& name, Purpose purpose,
+                                                  bool two_level = true) const;
 
   // Collective the first time for a name and purpose. A communicator that all copies of this Group
   // share, made once and kept as long as one of them lives: for functions that are called again and
@@ -126,9 +137,12 @@ struct InitOptions {
   // False: the data of GPUs is sent over Gloo too, through host memory. Much slower, and the only
   // way for ranks that share a GPU, which NCCL refuses.
   bool nccl = true;
-  // False: this rank and others of its machine send each other data through sockets too, as ranks
-  // of different machines do.
+  // False: this rank and others of its machine send each other data through sockets too, and count
+  // as ranks of different machines.
   bool shared_memory = true;
+  // Which ranks share a machine; must be equal on all ranks. Default: those that can read each
+  // other's shared memory, which ranks in different containers of one machine cannot.
+  std::optional<Topology> topology = std::nullopt;
   // The interface Gloo listens on: a host name or address of this machine.
   // Default: GLOO_SOCKET_IFNAME's interface if set; the loopback address when
   // all ranks are on this machine; else the address the host name resolves to.

@@ -104,11 +104,14 @@ TEST(GroupHealthTest, ATransferThatIsDroppedIsAFailureOfTheGroup) {
       Operation operation(health, "exchange");
       EXPECT_EQ(health->operations_under_way(), 1);
       operation.add_receive(0, done());
-      if (cancelled) operation.cancel();
+      if (cancelled) {
+        const auto no_memory = std::make_exception_ptr(std::bad_alloc());
+        error_of([&] { operation.fail_to_start(no_memory); });
+      }
     }
     EXPECT_EQ(health->operations_under_way(), 0);
     if (cancelled) {
-      EXPECT_EQ(health->first_failure(), "");
+      expect_words(health->first_failure(), {"exchange: could not start: ", "bad_alloc"});
     } else {
       expect_words(health->first_failure(), {"exchange: dropped without being waited for"});
     }
@@ -130,7 +133,7 @@ TEST(GroupHealthTest, TheFirstFailureIsKeptAndEveryLaterOperationRefused) {
   operation.add_receive(0, logged(log, "received"));
   expect_words(error_of([&] { operation.wait(); }), {"exchange: refused"});
   EXPECT_EQ(log, Log{"first"});
-  operation.cancel();
+  error_of([&] { operation.fail_to_start(std::make_exception_ptr(std::bad_alloc())); });
 }
 
 TEST(GroupHealthTest, NothingMayWaitWithoutALimit) {

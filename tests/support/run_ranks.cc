@@ -64,7 +64,10 @@ void run_ranks(int world_size, const std::function<void(const Group&)>& body,
         factory = network->factory(rank);
         if (options.shared_memory) factory = sharing(std::move(factory), willing);
       }
-      body(Group(store, rank, world_size, "test", factory, at::kCPU, options.timeout));
+      const int local_ranks =
+          options.ranks_per_machine > 0 ? options.ranks_per_machine : world_size;
+      body(Group(store, rank, world_size, "test", factory, at::kCPU, options.timeout,
+                 Topology::of_equal_machines(world_size, local_ranks)));
     } catch (...) {
       {
         const std::lock_guard<std::mutex> lock(mutex);

@@ -39,6 +39,8 @@ struct RunOptions {
   // zero::share_memory() is for large models.
   bool shared_memory = false;
   int unwilling = -1;  // the rank that does not share its memory
+  // The groups state that so many ranks share a machine; 0: all of them.
+  int ranks_per_machine = 0;
   // Of the groups: bounds every wait of a rank for another.
   std::chrono::milliseconds timeout = std::chrono::seconds(30);
   // For kMemory, to inject faults and to read counts; a network of this run's own by default.

@@ -151,6 +151,12 @@ Trajectory train_sharded(const Training& t, const Group& group) {
   return trajectory;
 }
 
+namespace {
+
+void add_to(at::Tensor& sum, const at::Tensor& more) { sum = sum.defined() ? sum + more : more; }
+
+}  // namespace
+
 Trajectory train_reference(const Training& t) {
   OddModel model(1, t.width);
   model->to(t.dtype);
@@ -158,7 +164,7 @@ Trajectory train_reference(const Training& t) {
   Trajectory trajectory;
   for (int step = 0; step < t.steps; ++step) {
     const auto parameters = model->parameters();
-    std::vector<at::Tensor> sums(parameters.size());
+    std::vector<at::Tensor> sums(parameters.size()), sums_of_machine(parameters.size());
     for (int rank = 0; rank < t.world_size; ++rank) {
       for (const at::Tensor& p : parameters) p.mutable_grad().reset();
       for (int micro = 0; micro < t.micro_batches; ++micro) {
@@ -170,7 +176,14 @@ Trajectory train_reference(const Training& t) {
         const at::Tensor& grad = parameters[i].grad();
         if (!grad.defined()) continue;
         const at::Tensor wide = grad.to(t.reference_in_fp32 ? at::kFloat : at::kDouble);
-        sums[i] = sums[i].defined() ? sums[i] + wide : wide;
+        add_to(sums_of_machine[i], wide);
+      }
+      const bool last = rank + 1 == t.world_size;
+      const int local = t.reference_ranks_per_machine;
+      if (!last && (local == 0 || (rank + 1) % local != 0)) continue;
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        const at::Tensor sum = std::exchange(sums_of_machine[i], at::Tensor());
+        if (sum.defined()) add_to(sums[i], sum);
       }
     }
     double square = 0;

@@ -60,6 +60,8 @@ struct Training {
   bool shared_memory = false;
   // The reference averages in fp32 as the ranks do, so that W > 2 has equal bits too.
   bool reference_in_fp32 = false;
+  // The reference adds up the ranks of each machine first; 0: all ranks are on one.
+  int reference_ranks_per_machine = 0;
   // Which layers a rank uses in a micro batch; Use bits. 0: the loss is a constant.
   std::function<unsigned(int rank, int step, int micro)> use = [](int, int, int) {
     return static_cast<unsigned>(OddModelImpl::kAll);

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/support/run_ranks.h"
@@ -26,8 +27,10 @@ enum class Wire {
   kNative,  // WholeExchange: kMemory with collectives of its own
 };
 
-inline RunOptions on(Wire wire, std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
+inline RunOptions on(Wire wire, std::chrono::milliseconds timeout = std::chrono::seconds(30),
+                     int ranks_per_machine = 0) {
   RunOptions options;
+  options.ranks_per_machine = ranks_per_machine;
   options.timeout = timeout;
   options.transport = wire == Wire::kGloo     ? Transport::kGloo
                       : wire == Wire::kShared ? kDefaultTransport
@@ -45,23 +48,34 @@ inline std::string wire_name(Wire wire) {
                                  : "Native";
 }
 
-// Every transport at 1, 2, 3 and 4 ranks.
+// Every transport at 1, 2, 3 and 4 ranks of one machine, and at 2 x 2, 2 x 3 and 3 x 2 in two
+// levels.
 struct WireCase {
   Wire wire;
   int world_size;
+  int ranks_per_machine = 0;  // 0: all
+
+  bool two_level() const { return ranks_per_machine > 0; }
+  int machines() const { return two_level() ? world_size / ranks_per_machine : 1; }
 };
 
 inline std::vector<WireCase> wire_cases() {
   std::vector<WireCase> all;
   for (const Wire wire : {Wire::kMemory, Wire::kNative, Wire::kGloo, Wire::kShared}) {
     for (int world_size = 1; world_size <= 4; ++world_size) all.push_back({wire, world_size});
+    for (const auto& [world_size, local] : {std::pair{4, 2}, {6, 3}, {6, 2}}) {
+      all.push_back({wire, world_size, local});
+    }
   }
   return all;
 }
 
 template <typename Info>
 std::string wire_case_name(const Info& info) {
-  return wire_name(info.param.wire) + std::to_string(info.param.world_size);
+  const WireCase& c = info.param;
+  return wire_name(c.wire) +
+         (c.two_level() ? std::to_string(c.machines()) + "x" + std::to_string(c.ranks_per_machine)
+                        : std::to_string(c.world_size));
 }
 
 inline std::unique_ptr<Communicator> data_of(const Group& group) {

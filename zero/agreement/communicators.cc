@@ -21,6 +21,7 @@ void add(const Traffic& from, Traffic& to) {
   to.gather_bytes_sent += from.gather_bytes_sent;
   to.small_calls += from.small_calls;
   to.small_bytes_sent += from.small_bytes_sent;
+  to.link_bytes_sent += from.link_bytes_sent;
 }
 
 }  // namespace
@@ -40,18 +41,20 @@ void OptimizerCommunicators::watch(Communicator& communicator) {
   communicator.on_failure([this](const std::string& reason) { abort(reason); });
 }
 
-Communicator* OptimizerCommunicators::get(const Group& group, Role role) {
+Communicator* OptimizerCommunicators::get(const Group& group, Role role, bool two_level) {
   static constexpr const char* kNames[] = {"data", "replicas", "norm", "agreement"};
   const std::pair<GroupKey, Role> key{key_of(group), role};
   const auto found = made_.find(key);
   if (found != made_.end()) return found->second.get();
   const Purpose purpose = role == Role::kAgreement ? Purpose::kControl : Purpose::kData;
-  auto made = group.make_communicator(kNames[static_cast<int>(role)], purpose);
+  // The result of a control message does not depend on the order in which it is combined.
+  auto made = group.make_communicator(kNames[static_cast<int>(role)], purpose,
+                                      two_level || purpose == Purpose::kControl);
   watch(*made);
   return made_.emplace(key, std::move(made)).first->second.get();
 }
 
-void OptimizerCommunicators::connect(const ShardDomains& all) {
+void OptimizerCommunicators::connect(const ShardDomains& all, bool two_level) {
   // The home domain, so that replicas get what belongs to no parameter group too.
   ShardDomain home_domain{all.home, std::nullopt, 1};
   for (const ShardDomain& d : all.list) {
@@ -84,13 +87,14 @@ void OptimizerCommunicators::connect(const ShardDomains& all) {
   for (const Group& group : agreed_order(groups)) {
     auto& list = roles[key_of(group)];
     std::sort(list.begin(), list.end());
-    for (const Role role : list) get(group, role);
+    for (const Role role : list) get(group, role, two_level);
   }
   const auto comms = [&](const ShardDomain& d, Role data, Role replicas) {
-    return DomainCommunicators{get(d.group, data),
-                               d.replicas ? get(*d.replicas, replicas) : nullptr, d.averaged_over};
+    return DomainCommunicators{get(d.group, data, two_level),
+                               d.replicas ? get(*d.replicas, replicas, two_level) : nullptr,
+                               d.averaged_over};
   };
-  norm = get(all.mesh, norm_role);
+  norm = get(all.mesh, norm_role, two_level);
   home = comms(home_domain, Role::kData, Role::kReplicas);
   for (const ShardDomain& d : all.list) {
     domains.push_back(comms(d, Role::kData, Role::kReplicas));

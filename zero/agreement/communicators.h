@@ -27,8 +27,9 @@ struct OptimizerCommunicators {
   explicit OptimizerCommunicators(const Group& mesh);
   ~OptimizerCommunicators();
 
-  // Collective over the mesh. Makes the rest and sends nothing else.
-  void connect(const ShardDomains& domains);
+  // Collective over the mesh. Makes the rest and sends nothing else. Without `two_level`, data is
+  // exchanged between all ranks, whatever the topology.
+  void connect(const ShardDomains& domains, bool two_level = true);
 
   // Collective over the mesh, only where it is not uniform; see check_construction(). `lines(d)`
   // describes what the ranks of domain d must have in common. Throws on every rank of the mesh.
@@ -72,7 +73,8 @@ struct OptimizerCommunicators {
   // The use of a communicator. One group may have several roles.
   enum class Role { kData, kReplicas, kNorm, kAgreement };
 
-  Communicator* get(const Group& group, Role role);
+  // Makes it the first time.
+  Communicator* get(const Group& group, Role role, bool two_level);
   void watch(Communicator& communicator);
 
   std::map<std::pair<GroupKey, Role>, std::unique_ptr<Communicator>> made_;

@@ -41,9 +41,14 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 struct Communicator::Impl {
-  Impl(BackendPtr backend_in, std::string name, milliseconds timeout, RowTransport rows);
+  Impl(std::shared_ptr<RowExchange> exchange_in, int rank_in, int world_size_in, std::string name,
+       milliseconds timeout)
+      : rank(rank_in),
+        world_size(world_size_in),
+        exchange(std::move(exchange_in)),
+        health(std::make_shared<GroupHealth>(rank, world_size, std::move(name), timeout)) {}
 
-  // Runs issue(operation), which returns the bytes that leave this rank, under the lock that orders
+  // Runs issue(operation), which returns what leaves this rank, under the lock that orders
   // calls, and counts the operation. Without `elements` nothing is sent.
   template <typename Issue>
   Pending start(const std::string& what, bool elements, int64_t Traffic::*calls,
@@ -57,8 +62,8 @@ struct Communicator::Impl {
 
   const int rank;
   const int world_size;
-  const BackendPtr backend;
   const std::shared_ptr<RowExchange> exchange;  // Null for one rank alone.
+  int64_t operations = 0;                       // started; guarded by the exchange's mutex
   const std::shared_ptr<GroupHealth> health;
 
   // Between begin_reductions() and end_reductions().
@@ -69,14 +74,6 @@ struct Communicator::Impl {
 
   std::function<void(const std::string& reason)> on_failure;
 };
-
-Communicator::Impl::Impl(BackendPtr backend_in, std::string name, milliseconds timeout,
-                         RowTransport rows)
-    : rank(backend_in ? backend_in->getRank() : 0),
-      world_size(backend_in ? backend_in->getSize() : 1),
-      backend(std::move(backend_in)),
-      exchange(make_row_exchange(backend, rows, timeout)),
-      health(std::make_shared<GroupHealth>(rank, world_size, std::move(name), timeout)) {}
 
 void Communicator::Impl::check_no_reductions(const std::string& what) const {
   TORCH_INTERNAL_ASSERT(!reducing, what,
@@ -89,28 +86,25 @@ Pending Communicator::Impl::start(const std::string& what, bool elements, int64_
                                   int64_t Traffic::*bytes, Issue issue) {
   const at::NoGradGuard no_grad;
   health->check(what);
-  auto operation = make_owned<Operation>(health, what);
-  int64_t sent = 0;
+  SentBytes sent;
+  std::shared_ptr<Operation> operation;
   std::exception_ptr thrown;
-  if (elements) {
+  {
     const std::lock_guard<std::mutex> lock(exchange->mutex());
+    operation = make_owned<Operation>(health, what, operations++);
     try {
-      sent = issue(*operation);
+      if (elements) sent = issue(*operation);
     } catch (...) {
       thrown = std::current_exception();
     }
   }
-  if (thrown) {
-    operation->cancel();
-    const std::string message =
-        c10::str(what, ": could not start: ", reason_of(thrown), health->where());
-    health->fail(message);
-    TORCH_CHECK(false, message);
-  }
+  // Without the lock, which the end of the group takes.
+  if (thrown) operation->fail_to_start(thrown);
   {
     const std::lock_guard<std::mutex> lock(traffic_mutex);
     traffic.*calls += 1;
-    traffic.*bytes += sent;
+    traffic.*bytes += sent.all;
+    traffic.link_bytes_sent += sent.links;
   }
   return Pending([operation] { operation->wait(); });
 }
@@ -136,7 +130,12 @@ Pending Communicator::Impl::all_reduce(const at::Tensor& values, c10d::ReduceOp:
 
 Communicator::Communicator(BackendPtr backend, std::string name, milliseconds timeout,
                            RowTransport rows)
-    : impl_(make_owned<Impl>(std::move(backend), std::move(name), timeout, rows)) {
+    : Communicator(make_row_exchange(backend, rows, timeout), backend ? backend->getRank() : 0,
+                   backend ? backend->getSize() : 1, std::move(name), timeout) {}
+
+Communicator::Communicator(std::shared_ptr<RowExchange> exchange, int rank, int world_size,
+                           std::string name, milliseconds timeout)
+    : impl_(make_owned<Impl>(std::move(exchange), rank, world_size, std::move(name), timeout)) {
   impl_->health->on_first_failure([impl = std::weak_ptr<Impl>(impl_)](const std::string& reason) {
     const auto alive = impl.lock();
     if (!alive) return;
@@ -153,8 +152,8 @@ Communicator::~Communicator() {
   }
   if (!impl_->exchange || !failed().empty()) return;
   try {
-    impl_->backend->shutdown();  // NCCL complains about a group that ends without.
-  } catch (...) {                // A destructor cannot report it.
+    impl_->exchange->shutdown();  // NCCL complains about a group that ends without.
+  } catch (...) {                 // A destructor cannot report it.
   }
 }
 
@@ -190,15 +189,15 @@ Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& re
       [&](Operation& operation) { return impl_->exchange->exchange(rows, received, operation); });
 }
 
-int64_t Communicator::reduction_bytes(const at::Tensor& rows) const {
-  return impl_->exchange && rows.numel() > 0 ? impl_->exchange->reduction_bytes(rows) : 0;
+int64_t Communicator::reduction_bytes(const at::Tensor& rows, const RowValues& values) const {
+  return impl_->exchange && rows.numel() > 0 ? impl_->exchange->reduction_bytes(rows, values) : 0;
 }
 
 Pending Communicator::reduce_rows(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
-                                  const std::string& label) {
+                                  const std::string& label, const RowValues& values) {
   const std::string what = "reduce_rows of " + label;
   check_rows(rows, impl_->world_size, what);
-  const int64_t bytes = reduction_bytes(rows);
+  const int64_t bytes = reduction_bytes(rows, values);
   TORCH_CHECK(bytes == 0 || (buffer.defined() && buffer.scalar_type() == at::kByte &&
                              buffer.dim() == 1 && buffer.numel() == bytes &&
                              buffer.is_contiguous() && buffer.device() == rows.device()),
@@ -217,7 +216,8 @@ Pending Communicator::reduce_rows(const at::Tensor& rows, const at::Tensor& buff
   }
   return impl_->start(what, rows.numel() > 0, &Traffic::exchange_calls,
                       &Traffic::exchange_bytes_sent, [&](Operation& operation) {
-                        return impl_->exchange->reduce(rows, buffer, std::move(use), operation);
+                        return impl_->exchange->reduce(rows, buffer, values, std::move(use),
+                                                       operation);
                       });
 }
 
@@ -266,7 +266,7 @@ std::vector<std::string> Communicator::all_gather_text(const std::string& text,
   const std::string what = "all_gather_text of " + label;
   if (!impl_->exchange) return {text};
   const int64_t world = impl_->world_size;
-  const auto device = impl_->backend->getBoundDeviceId().value_or(at::kCPU);
+  const auto device = impl_->exchange->device();
   at::Tensor lengths = at::empty({world, 1}, at::TensorOptions(at::kLong).device(device));
   lengths.fill_(static_cast<int64_t>(text.size()));
   impl_->gather(lengths, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();

@@ -40,13 +40,14 @@ bool InPlaceExchange::reads(const at::Tensor& rows) const {
   return true;
 }
 
-int64_t InPlaceExchange::reduction_bytes(const at::Tensor& rows) const {
-  return reads(rows) ? 0 : PairwiseExchange::reduction_bytes(rows);
+int64_t InPlaceExchange::reduction_bytes(const at::Tensor& rows, const RowValues& values) const {
+  return reads(rows) ? 0 : PairwiseExchange::reduction_bytes(rows, values);
 }
 
-int64_t InPlaceExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
-                                Operation& operation) {
-  if (!reads(rows)) return PairwiseExchange::reduce(rows, buffer, std::move(use), operation);
+SentBytes InPlaceExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer,
+                                  const RowValues& values, UseRows use, Operation& operation) {
+  if (!reads(rows))
+    return PairwiseExchange::reduce(rows, buffer, values, std::move(use), operation);
   auto received = std::make_shared<std::vector<Row>>(world_size());
   const int tag = send([&](int peer) { return rows.select(0, peer); }, operation);
   operation.on_wait([self = shared_from_this(), this, rows, received, tag, &operation] {
@@ -55,13 +56,13 @@ int64_t InPlaceExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer
     for_each_sender([&](int peer) {
       Row& row = (*received)[peer];
       naming(peer, [&] { row = shared_.receive_in_place(bytes, peer, tag); });
-      operation.add_receive(peer, row);
+      operation.add_receive(name_of(peer), row);
     });
   });
   operation.on_received(
       [rows, received, use = std::move(use)] { use_in_place(rows, *received, use); });
   operation.on_success([rows] {});
-  return bytes_to_peers(rows);
+  return sent(bytes_to_peers(rows));
 }
 
 at::Tensor InPlaceExchange::allocate(int64_t bytes) const {

@@ -5,6 +5,8 @@
 // other operations are pairwise, and so are reductions with a peer that shares no memory.
 #pragma once
 
+#include <utility>
+
 #include "zero/comm/backends/shared_rows.h"
 #include "zero/comm/pairwise_exchange.h"
 
@@ -13,15 +15,15 @@ namespace zero {
 class InPlaceExchange : public PairwiseExchange {
  public:
   InPlaceExchange(const c10::intrusive_ptr<SharedMemoryBackend>& backend,
-                  std::chrono::milliseconds timeout)
-      : PairwiseExchange(backend, timeout), shared_(*backend) {}
+                  std::chrono::milliseconds timeout, BackendRanks ranks)
+      : PairwiseExchange(backend, timeout, std::move(ranks)), shared_(*backend) {}
 
   // Passes the rows of all ranks to `use`, in rank order. A rank whose peers do not all share
   // memory may receive the same rows pairwise.
-  int64_t reduce(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
-                 Operation& operation) override;
+  SentBytes reduce(const at::Tensor& rows, const at::Tensor& buffer, const RowValues& values,
+                   UseRows use, Operation& operation) override;
   // Returns 0 if the rows of all other ranks can be read in place.
-  int64_t reduction_bytes(const at::Tensor& rows) const override;
+  int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values) const override;
   at::Tensor allocate(int64_t bytes) const override;
 
  private:

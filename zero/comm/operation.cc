@@ -24,6 +24,11 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 // message, which knows more, is the first.
 constexpr milliseconds kGrace{500};
 
+// A tag is the number of the operation, that of its part, and a counter.
+constexpr int kNumbers = 1 << 15;
+constexpr int kParts = 4;
+constexpr int kTagsOfPart = 1 << 13;
+
 std::string ranks_text(std::vector<int> ranks) {
   std::sort(ranks.begin(), ranks.end());
   std::ostringstream text;
@@ -99,9 +104,37 @@ struct Operation::Failures {
   bool any() const { return !broken.empty() || !late.empty(); }
 };
 
-Operation::Operation(std::shared_ptr<GroupHealth> health, std::string what)
-    : health_(std::move(health)), what_(std::move(what)) {
+Operation::Operation(std::shared_ptr<GroupHealth> health, std::string what, int64_t number)
+    : health_(std::move(health)), what_(std::move(what)), number_(number) {
   health_->operation_begins();
+}
+
+std::shared_ptr<Operation> Operation::part() {
+  TORCH_INTERNAL_ASSERT(part_ == 0 && parts_ < kParts - 1, "parts of ", what_);
+  auto part = make_owned<Operation>(health_, what_, number_);
+  part->part_ = ++parts_;
+  return part;
+}
+
+void Operation::consists_of(std::function<void(Clock::time_point)> wait_for_parts) {
+  wait_for_parts_ = std::move(wait_for_parts);
+}
+
+int Operation::take_tags(int count) {
+  const int first = next_tag_;
+  next_tag_ += count;
+  TORCH_INTERNAL_ASSERT(next_tag_ <= kTagsOfPart, what_, " takes ", next_tag_, " tags");
+  const auto number = static_cast<int>(number_ % kNumbers);
+  return (number * kParts + part_) * kTagsOfPart + first;
+}
+
+void Operation::fail_to_start(const std::exception_ptr& reason) {
+  steps_.clear();
+  on_wait_.clear();
+  const std::string message =
+      c10::str(what_, ": could not start: ", reason_of(reason), health_->where());
+  health_->fail(message);
+  TORCH_CHECK(false, message);
 }
 
 Operation::~Operation() {
@@ -126,60 +159,77 @@ void Operation::add(Kind kind, int peer, WorkPtr work) {
   if (work) steps_.push_back({kind, peer, std::move(work)});
 }
 
-void Operation::wait() {
+void Operation::wait(Clock::time_point start) {
   health_->check_process(what_);
-  const std::function<void()> succeed = std::exchange(on_success_, nullptr);
-  if (steps_.empty() && !on_received_ && !succeed) return;
-  const Clock::time_point start = Clock::now();
+  if (const auto wait = std::exchange(wait_for_parts_, nullptr)) {
+    wait(start);
+    return;
+  }
+  if (steps_.empty() && on_received_.empty() && on_success_.empty()) return;
   health_->check(what_);
   const SlowWait notice([this] { return slow_text(); });
   Failures failures;
-  if (const auto begin = std::exchange(on_wait_, nullptr)) {
+  receive_all(start, failures);
+  // A missing receive says more than a send that was not taken: then no send is waited for.
+  const std::vector<Step> sends = std::exchange(steps_, {});
+  if (!failures.any()) {
+    for (const Step& step : sends) await(step, start, failures);
+  }
+  check(failures, start);
+  // Kept to the end: actions keep alive what was sent.
+  Actions actions = std::exchange(on_success_, {});
+  const at::NoGradGuard no_grad;
+  for (const auto& action : actions) action();
+}
+
+void Operation::receive(Clock::time_point start) {
+  health_->check(what_);
+  const SlowWait notice([this] { return slow_text(); });
+  Failures failures;
+  receive_all(start, failures);
+  if (failures.any()) steps_.clear();
+  check(failures, start);
+}
+
+void Operation::check(const Failures& failures, Clock::time_point start) {
+  if (!failures.any()) return;
+  const std::string message = describe(failures, start);
+  health_->fail(message);
+  const std::string first = health_->first_failure();
+  TORCH_CHECK(first == message, message, "\nThe group failed before: ", first);
+  TORCH_CHECK(false, message);
+}
+
+void Operation::run(Actions& actions, Failures& failures) {
+  const at::NoGradGuard no_grad;
+  for (const auto& action : std::exchange(actions, {})) {
+    if (failures.any()) return;
     try {
-      begin();
+      action();
     } catch (...) {
       failures.broken = reason_of(std::current_exception());
     }
   }
-  const std::vector<Step> sends = receive_all(start, failures);
-  // A missing receive says more than a send that was not taken: then no send is waited for.
-  if (!failures.any()) {
-    for (const Step& step : sends) await(step, start, failures);
-  }
-  if (failures.any()) {
-    const std::string message = describe(failures, start);
-    health_->fail(message);
-    const std::string first = health_->first_failure();
-    TORCH_CHECK(first == message, message, "\nThe group failed before: ", first);
-    TORCH_CHECK(false, message);
-  }
-  if (succeed) {
-    const at::NoGradGuard no_grad;
-    succeed();
-  }
 }
 
-std::vector<Operation::Step> Operation::receive_all(Clock::time_point start, Failures& failures) {
+void Operation::receive_all(Clock::time_point start, Failures& failures) {
   std::vector<Step> sends;
-  while (!steps_.empty() || on_received_) {
+  while (true) {
+    run(on_wait_, failures);
     const std::vector<Step> steps = std::exchange(steps_, {});
-    const std::function<void()> received = std::exchange(on_received_, nullptr);
+    bool received = false;
     for (const Step& step : steps) {
       if (step.kind == Kind::kSend) {
         sends.push_back(step);
       } else {
         await(step, start, failures);
+        received = true;
       }
     }
-    if (!received || failures.any()) continue;
-    try {
-      const at::NoGradGuard no_grad;
-      received();
-    } catch (...) {
-      failures.broken = reason_of(std::current_exception());
-    }
+    if (!received && on_received_.empty()) break;
+    run(on_received_, failures);
   }
-  return sends;
+  steps_ = std::move(sends);
 }
 
 void Operation::await(const Step& step, Clock::time_point start, Failures& failures) {

@@ -70,14 +70,31 @@ class GroupHealth {
   int under_way_ = 0;
 };
 
-// An operation under way: a list of transfers to wait for, and actions around them.
+// An operation under way: a list of transfers to wait for, and actions around them. Actions of one
+// kind run in the order in which they were added.
 class Operation {
  public:
-  Operation(std::shared_ptr<GroupHealth> health, std::string what);
+  // `number` is that of the operation in its communicator, the same on all ranks.
+  Operation(std::shared_ptr<GroupHealth> health, std::string what, int64_t number = 0);
   // Without wait(), data of a transfer may still arrive: the group counts as failed then.
   ~Operation();
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
+
+  // Makes an operation for a part of this one, which has its name, its number and tags of its own.
+  // An operation has at most two parts.
+  std::shared_ptr<Operation> part();
+  // `wait_for_parts(start)` takes the place of everything that wait() does. Its errors are final.
+  using Clock = std::chrono::steady_clock;
+  void consists_of(std::function<void(Clock::time_point start)> wait_for_parts);
+
+  // Returns the first of `count` tags that are the same on all ranks and that no other operation
+  // under way has. They are below 2^30, as zero/comm/backends/shared_rows.h asks.
+  int take_tags(int count = 1);
+
+  // Drops all transfers: the group has failed, since one of them threw `reason` when it was to
+  // start. Throws c10::Error.
+  [[noreturn]] void fail_to_start(const std::exception_ptr& reason);
 
   // A null `work` stands for something that is done already.
   void add_receive(int peer, c10::intrusive_ptr<c10d::Work> work);
@@ -87,22 +104,20 @@ class Operation {
   void add_whole(c10::intrusive_ptr<c10d::Work> work, bool stream);
   // `action` runs first in wait(), and may start further transfers. If it throws, the operation
   // has failed.
-  void on_wait(std::function<void()> action) { on_wait_ = std::move(action); }
+  void on_wait(std::function<void()> action) { on_wait_.push_back(std::move(action)); }
   // `action` runs when everything has been received, before wait() waits for the sends. If it
-  // throws, the operation has failed. It may add further sends and receives, and an on_received()
-  // for them: wait() goes on with those, within the same time limit.
-  void on_received(std::function<void()> action) { on_received_ = std::move(action); }
+  // throws, the operation has failed. It may add further sends and receives, and actions for
+  // them: wait() goes on with those, within the same time limit.
+  void on_received(std::function<void()> action) { on_received_.push_back(std::move(action)); }
   // `action` runs after success, on the thread that waited, and lives until wait() returns.
-  void on_success(std::function<void()> action) { on_success_ = std::move(action); }
-  // Drops all transfers of an operation that could not be started.
-  void cancel() {
-    steps_.clear();
-    on_wait_ = nullptr;
-  }
+  void on_success(std::function<void()> action) { on_success_.push_back(std::move(action)); }
 
   // Blocks until all transfers are complete. Throws when one is not within the group's timeout,
-  // counted from here.
-  void wait();
+  // counted from `start`.
+  void wait(Clock::time_point start = Clock::now());
+  // Blocks until everything has been received and the actions for it have run; wait() is still to
+  // follow, for the sends.
+  void receive(Clock::time_point start = Clock::now());
 
  private:
   enum class Kind { kReceive, kSend, kWhole, kStream };
@@ -112,11 +127,15 @@ class Operation {
     c10::intrusive_ptr<c10d::Work> work;
   };
   struct Failures;
-  using Clock = std::chrono::steady_clock;
+  using Actions = std::vector<std::function<void()>>;
 
+  // Takes all actions; an error of one is a failure of the operation.
+  static void run(Actions& actions, Failures& failures);
   void add(Kind kind, int peer, c10::intrusive_ptr<c10d::Work> work);
-  // Waits for all receives, stage by stage; returns the sends.
-  std::vector<Step> receive_all(Clock::time_point start, Failures& failures);
+  // Waits for all receives, stage by stage; leaves the sends in steps_.
+  void receive_all(Clock::time_point start, Failures& failures);
+  // Throws if there are failures, which are the group's then.
+  void check(const Failures& failures, Clock::time_point start);
   void await(const Step& step, Clock::time_point start, Failures& failures);
   // For the line on stderr about a long wait.
   std::string slow_text() const;
@@ -124,10 +143,15 @@ class Operation {
 
   const std::shared_ptr<GroupHealth> health_;
   const std::string what_;
+  const int64_t number_;
   std::vector<Step> steps_;
-  std::function<void()> on_wait_;
-  std::function<void()> on_received_;
-  std::function<void()> on_success_;
+  Actions on_wait_;
+  Actions on_received_;
+  Actions on_success_;
+  std::function<void(Clock::time_point)> wait_for_parts_;
+  int parts_ = 0;
+  int part_ = 0;                  // 0: the whole
+  int next_tag_ = 0;              // within this part
   std::atomic<int> awaited_{-1};  // The peer that wait() waits for.
 };
 

@@ -6,17 +6,20 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
+
+#include "zero/comm/doubling_steps.h"
 
 namespace zero {
 namespace {
 
-// Tags of operations are below this, as zero/comm/backends/shared_rows.h asks.
-constexpr int kTags = 1 << 30;
 // No operation reaches this tag: see hang_up().
 constexpr int kHangUpTag = std::numeric_limits<int>::max();
 
@@ -52,24 +55,18 @@ int64_t PairwiseExchange::bytes_to_peers(const at::Tensor& rows) const {
   return (world_size() - 1) * bytes_of(rows) / world_size();
 }
 
-int PairwiseExchange::new_tag() {
-  const int tag = next_tag_;
-  next_tag_ = (next_tag_ + 1) % kTags;
-  return tag;
-}
-
-void PairwiseExchange::naming(int peer, c10::function_ref<void()> start) {
+void PairwiseExchange::naming(int peer, c10::function_ref<void()> start) const {
   try {
     start();
   } catch (...) {
-    TORCH_CHECK(false, "lost rank ", peer, ": ", reason_of(std::current_exception()));
+    TORCH_CHECK(false, "lost rank ", name_of(peer), ": ", reason_of(std::current_exception()));
   }
 }
 
 void PairwiseExchange::send_row(const at::Tensor& row, int peer, int tag, Operation& operation) {
   naming(peer, [&] {
     std::vector<at::Tensor> tensors{row};
-    operation.add_send(peer, backend().send(tensors, peer, tag));
+    operation.add_send(name_of(peer), backend().send(tensors, peer, tag));
   });
 }
 
@@ -77,7 +74,7 @@ void PairwiseExchange::receive_row(const at::Tensor& into, int peer, int tag,
                                    Operation& operation) {
   naming(peer, [&] {
     std::vector<at::Tensor> tensors{into};
-    operation.add_receive(peer, backend().recv(tensors, peer, tag));
+    operation.add_receive(name_of(peer), backend().recv(tensors, peer, tag));
   });
 }
 
@@ -87,7 +84,7 @@ void PairwiseExchange::receive_row(const at::Tensor& into, int peer, int tag,
 // thread, which wants to read from that peer, spins meanwhile. A receive in wait() is seldom there
 // before the peer's send at all: 3 to 6 % of a step's processor time on two cores.
 int PairwiseExchange::send(c10::function_ref<at::Tensor(int peer)> row_to, Operation& operation) {
-  const int tag = new_tag();
+  const int tag = operation.take_tags();
   for (int k = 1; k < world_size(); ++k) {
     const int peer = (rank() + k) % world_size();
     send_row(row_to(peer), peer, tag, operation);
@@ -108,25 +105,31 @@ at::Tensor PairwiseExchange::start_exchange(const at::Tensor& rows, const at::Te
   const at::Tensor from = staged(rows, /*copy=*/true);
   const at::Tensor into = staged(received, /*copy=*/false);
   const int tag = send([&](int peer) { return from.select(0, peer); }, operation);
-  operation.on_wait([self = shared_from_this(), this, tag, into, &operation] {
-    const at::NoGradGuard no_grad;
-    const std::lock_guard<std::mutex> lock(mutex());
+  if (over_links()) {
     receive(tag, into, operation);
-  });
+  } else {
+    operation.on_wait([self = shared_from_this(), this, tag, into, &operation] {
+      const std::lock_guard<std::mutex> lock(mutex());
+      receive(tag, into, operation);
+    });
+  }
   return into;
 }
 
-int64_t PairwiseExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
-                                   Operation& operation) {
+SentBytes PairwiseExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
+                                     Operation& operation) {
   const at::Tensor into = start_exchange(rows, received, operation);
   operation.on_success([rows, received, into] { copy_back(received, into); });
-  return bytes_to_peers(rows);
+  return sent(bytes_to_peers(rows));
 }
 
-int64_t PairwiseExchange::reduction_bytes(const at::Tensor& rows) const { return bytes_of(rows); }
+int64_t PairwiseExchange::reduction_bytes(const at::Tensor& rows,
+                                          const RowValues& /*values*/) const {
+  return bytes_of(rows);
+}
 
-int64_t PairwiseExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
-                                 Operation& operation) {
+SentBytes PairwiseExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer,
+                                   const RowValues& /*values*/, UseRows use, Operation& operation) {
   const at::Tensor received = buffer.view(rows.scalar_type()).view(rows.sizes());
   const at::Tensor into = start_exchange(rows, received, operation);
   operation.on_received([rows, received, into, use = std::move(use), own = rank()] {
@@ -140,37 +143,103 @@ int64_t PairwiseExchange::reduce(const at::Tensor& rows, const at::Tensor& buffe
     use(summands);
   });
   operation.on_success([rows, received] {});
-  return bytes_to_peers(rows);
+  return sent(bytes_to_peers(rows));
 }
 
-int64_t PairwiseExchange::gather(const at::Tensor& rows, Operation& operation) {
+SentBytes PairwiseExchange::gather(const at::Tensor& rows, Operation& operation) {
   const at::Tensor carrier = staged(rows, /*copy=*/true);
   const at::Tensor own = carrier.select(0, rank());
   operation.on_success([rows, carrier] { copy_back(rows, carrier); });
   const int tag = send([&](int) { return own; }, operation);
   receive(tag, carrier, operation);
-  return bytes_to_peers(rows);
+  return sent(bytes_to_peers(rows));
 }
 
-int64_t PairwiseExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
-                                     Operation& operation) {
+int64_t PairwiseExchange::all_reduce_bytes(const at::Tensor& values) const {
+  if (world_size() <= kAllWithAll) return (world_size() - 1) * bytes_of(values);
+  const auto steps = doubling_steps(rank(), world_size());
+  const auto sends =
+      std::count_if(steps.begin(), steps.end(), [](const DoublingStep& s) { return s.sends; });
+  return sends * bytes_of(values);
+}
+
+SentBytes PairwiseExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+                                       Operation& operation) {
+  return world_size() <= kAllWithAll ? all_with_all(values, op, operation)
+                                     : recursive_doubling(values, op, operation);
+}
+
+SentBytes PairwiseExchange::all_with_all(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+                                         Operation& operation) {
   at::Tensor all = at::empty({world_size(), values.numel()}, values.options().device(at::kCPU));
   at::Tensor own = all.select(0, rank());
   own.copy_(values);
-  operation.on_success([values, all, op] { values.copy_(reduced(all, op)); });
   const int tag = send([&](int) { return own; }, operation);
   receive(tag, all, operation);
-  return (world_size() - 1) * bytes_of(values);
+  operation.on_received([values, all, op] { values.copy_(reduced(all, op)); });
+  operation.on_success([all] {});
+  return sent(all_reduce_bytes(values));
 }
 
-int64_t PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
+struct PairwiseExchange::Doubling {
+  std::vector<DoublingStep> steps;
+  int tag;              // the first one
+  at::Tensor known;     // [steps + 1, n]: before each step, since it may be sent until the end
+  at::Tensor received;  // [n]
+  at::Tensor result;    // [n]
+  c10d::ReduceOp::RedOpType op;
+};
+
+SentBytes PairwiseExchange::recursive_doubling(const at::Tensor& values,
+                                               c10d::ReduceOp::RedOpType op, Operation& operation) {
+  auto doubling = std::make_shared<Doubling>();
+  doubling->steps = doubling_steps(rank(), world_size());
+  doubling->tag = operation.take_tags(kDoublingTags);
+  const auto count = static_cast<int64_t>(doubling->steps.size());
+  const auto options = values.options().device(at::kCPU);
+  doubling->known = at::empty({count + 1, values.numel()}, options);
+  doubling->received = at::empty({values.numel()}, options);
+  doubling->result = values;
+  doubling->op = op;
+  doubling->known.select(0, 0).copy_(values);
+  operation.on_wait([self = shared_from_this(), this, doubling, &operation] {
+    start_doubling_step(0, doubling, operation);
+  });
+  operation.on_success([doubling] {});
+  return sent(all_reduce_bytes(values));
+}
+
+void PairwiseExchange::start_doubling_step(size_t i, const std::shared_ptr<Doubling>& doubling,
+                                           Operation& operation) {
+  const at::Tensor before = doubling->known.select(0, static_cast<int64_t>(i));
+  if (i == doubling->steps.size()) {
+    doubling->result.copy_(before);
+    return;
+  }
+  const DoublingStep& step = doubling->steps[i];
+  {
+    const std::lock_guard<std::mutex> lock(mutex());
+    const int tag = doubling->tag + step.tag;
+    if (step.sends) send_row(before, step.peer, tag, operation);
+    if (step.receives) receive_row(doubling->received, step.peer, tag, operation);
+  }
+  operation.on_received([self = shared_from_this(), this, i, before, step, doubling, &operation] {
+    at::Tensor known = before;
+    if (step.receives) known = doubling->received;
+    if (step.combines) known = reduced(at::stack({before, doubling->received}), doubling->op);
+    doubling->known.select(0, static_cast<int64_t>(i) + 1).copy_(known);
+    start_doubling_step(i + 1, doubling, operation);
+  });
+}
+
+SentBytes PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
   std::vector<at::Tensor> carrier{staged(tensor, rank() == source)};
   c10d::BroadcastOptions options;
   options.rootRank = source;
   options.timeout = timeout();
   operation.on_success([tensor, carrier = carrier[0]] { copy_back(tensor, carrier); });
   operation.add_whole(backend().broadcast(carrier, options), /*stream=*/false);
-  return rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0;
+  return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
 }
 
 // Gloo closes the connections of the whole group when one wait times out, and has no other call
@@ -186,7 +255,7 @@ void PairwiseExchange::hang_up() noexcept {
     work->wait(std::chrono::milliseconds(1));
   } catch (...) {  // This is how it succeeds.
   }
-  RowExchange::hang_up();
+  BackendExchange::hang_up();
 }
 
 }  // namespace zero

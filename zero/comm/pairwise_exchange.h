@@ -8,34 +8,40 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include <cstddef>
+#include <memory>
+
 #include "zero/comm/row_exchange.h"
 
 namespace zero {
 
-// The receives of exchange() and reduce() start in Operation::wait().
-class PairwiseExchange : public RowExchange {
+// Between ranks of one machine the receives of exchange() and reduce() start in Operation::wait();
+// over links they start at once, so that no sender waits for them.
+class PairwiseExchange : public BackendExchange {
  public:
-  using RowExchange::RowExchange;
+  using BackendExchange::BackendExchange;
 
-  int64_t exchange(const at::Tensor& rows, const at::Tensor& received,
-                   Operation& operation) override;
-  // Passes the rows of all ranks to `use`, in rank order.
-  int64_t reduce(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
-                 Operation& operation) override;
-  int64_t reduction_bytes(const at::Tensor& rows) const override;
-  int64_t gather(const at::Tensor& rows, Operation& operation) override;
-  // An exchange of all values with all ranks: they are few, a ring would take 2(W-1) delays one
-  // after the other instead of one, and a rank that is missing is named.
-  int64_t all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+  SentBytes exchange(const at::Tensor& rows, const at::Tensor& received,
                      Operation& operation) override;
-  int64_t broadcast(const at::Tensor& tensor, int source, Operation& operation) override;
+  // Passes the rows of all ranks to `use`, in rank order.
+  SentBytes reduce(const at::Tensor& rows, const at::Tensor& buffer, const RowValues& values,
+                   UseRows use, Operation& operation) override;
+  int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values) const override;
+  SentBytes gather(const at::Tensor& rows, Operation& operation) override;
+  // Up to kAllWithAll ranks an exchange of all values with all ranks, added up in rank order: they
+  // are few, a ring would take 2(W-1) delays one after the other instead of one, and a rank that is
+  // missing is named. More ranks combine their values in log2(W) steps with one rank each
+  // (doubling_steps.h).
+  static constexpr int kAllWithAll = 8;
+  SentBytes all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+                       Operation& operation) override;
+  int64_t all_reduce_bytes(const at::Tensor& values) const override;
+  SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) override;
   void hang_up() noexcept override;
 
  protected:
-  // Returns a tag that is the same on all ranks and that no other operation under way has.
-  int new_tag();
   // Calls start(); an error names `peer`.
-  static void naming(int peer, c10::function_ref<void()> start);
+  void naming(int peer, c10::function_ref<void()> start) const;
   void send_row(const at::Tensor& row, int peer, int tag, Operation& operation);
   void receive_row(const at::Tensor& into, int peer, int tag, Operation& operation);
   // Sends row_to(peer) to each peer; returns the tag.
@@ -51,8 +57,13 @@ class PairwiseExchange : public RowExchange {
   // Returns the memory that receives for `received`.
   at::Tensor start_exchange(const at::Tensor& rows, const at::Tensor& received,
                             Operation& operation);
-
-  int next_tag_ = 0;
+  SentBytes all_with_all(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+                         Operation& operation);
+  SentBytes recursive_doubling(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+                               Operation& operation);
+  struct Doubling;
+  void start_doubling_step(size_t i, const std::shared_ptr<Doubling>& doubling,
+                           Operation& operation);
 };
 
 }  // namespace zero

@@ -24,6 +24,9 @@
 #include "zero/comm/backends/gloo.h"
 #include "zero/comm/backends/nccl.h"
 #include "zero/comm/backends/shared_rows.h"
+#include "zero/comm/find_topology.h"
+#include "zero/comm/row_exchange.h"
+#include "zero/comm/two_level_exchange.h"
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/meeting.h"
@@ -56,6 +59,7 @@ struct Group::State {
   c10::Device device = at::kCPU;
   milliseconds timeout;
   std::vector<int> global_ranks;
+  std::optional<Topology> topology;  // always there
   OwnProcess process;
 
   // How often each name was used, so that equal names never meet in the store.
@@ -72,7 +76,7 @@ struct Group::State {
 };
 
 Group::Group(StorePtr store, int rank, int world_size, std::string name, BackendFactory factory,
-             c10::Device device, milliseconds timeout) {
+             c10::Device device, milliseconds timeout, std::optional<Topology> topology) {
   TORCH_CHECK(store, "Group \"", name, "\": expected a store, got a null pointer");
   TORCH_CHECK(0 <= rank && rank < world_size, "Group \"", name, "\": expected a rank in [0, ",
               world_size, "), got ", rank);
@@ -80,7 +84,12 @@ Group::Group(StorePtr store, int rank, int world_size, std::string name, Backend
               timeout.count(), " ms on rank ", rank);
   TORCH_CHECK(factory || world_size == 1, "Group \"", name, "\": expected a backend factory for ",
               world_size, " ranks, got none");
+  if (!topology) topology = Topology::of_one_machine(world_size);
+  TORCH_CHECK(topology->world_size() == world_size, "Group \"", name,
+              "\": expected a topology of its ", world_size, " ranks, got one of ",
+              topology->world_size(), " on rank ", rank);
   auto state = make_owned<State>();
+  state->topology = std::move(topology);
   state->bounded = BoundedStore::of(std::move(store), timeout);
   state->store = state->bounded;
   state->rank = rank;
@@ -99,6 +108,7 @@ int Group::world_size() const { return state_->world_size; }
 const std::string& Group::name() const { return state_->name; }
 c10::Device Group::device() const { return state_->device; }
 milliseconds Group::timeout() const { return state_->timeout; }
+const Topology& Group::topology() const { return *state_->topology; }
 const StorePtr& Group::store() const { return state_->store; }
 int Group::global_rank() const { return state_->global_ranks[static_cast<size_t>(rank())]; }
 const std::vector<int>& Group::global_ranks() const { return state_->global_ranks; }
@@ -126,6 +136,7 @@ Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) co
   state->factory = state_->factory;
   state->device = device();
   state->timeout = timeout();
+  state->topology = topology().of_ranks(ranks);
   for (const int rank : ranks) {
     state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
   }
@@ -139,8 +150,40 @@ StorePtr Group::make_store(const std::string& name) const {
   return state_->bounded->under(c10::str(key, "/", state_->next_instance(key)));
 }
 
-std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
-                                                       Purpose purpose) const {
+namespace {
+
+// Makes the transport of ranks 0 to size - 1 that share `store`.
+using Connect = std::function<NewBackend(const StorePtr& store, int rank, int size)>;
+
+// Collective. The levels find each other under prefixes of `store`.
+std::shared_ptr<RowExchange> connect_two_levels(const Connect& connect, const StorePtr& store,
+                                                const TwoLevelExchange::Place& place,
+                                                milliseconds timeout) {
+  const auto part = [&](const std::string& level, int number) -> StorePtr {
+    return BoundedStore::of(store, timeout)->under(c10::str(level, "/", number));
+  };
+  BackendRanks machine;
+  for (int l = 0; l < place.ranks_per_machine; ++l) {
+    machine.names.push_back(place.machine * place.ranks_per_machine + l);
+  }
+  BackendRanks peers;
+  peers.over_links = true;
+  for (int g = 0; g < place.machines; ++g) {
+    peers.names.push_back(g * place.ranks_per_machine + place.local);
+  }
+  const NewBackend inside =
+      connect(part("machine", place.machine), place.local, place.ranks_per_machine);
+  const NewBackend between = connect(part("place", place.local), place.machine, place.machines);
+  return make_owned<TwoLevelExchange>(
+      make_row_exchange(inside.backend, inside.rows, timeout, machine),
+      make_row_exchange(between.backend, between.rows, timeout, peers), place,
+      inside.rows == RowTransport::kWhole);
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, Purpose purpose,
+                                                       bool two_level) const {
   const std::string full_name = c10::str(this->name(), "/", name);
   state_->process.check(c10::str("communicator \"", full_name, "\" (this is rank ", rank(), ")"));
   if (world_size() == 1) return std::make_unique<Communicator>(nullptr, full_name, timeout());
@@ -151,15 +194,33 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name,
       std::chrono::steady_clock::now(),
       c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
       c10::str("to connect communicator \"", full_name, "\""));
+  const auto connect = [factory = state_->factory, purpose, limit = timeout()](
+                           const StorePtr& store, int rank, int size) {
+    return factory(store, rank, size, purpose, limit);
+  };
+  const Topology& machines = topology();
   // Shared with a thread that may be left behind.
-  const auto rows = std::make_shared<RowTransport>(RowTransport::kPairwise);
-  auto backend = rendezvous.run([factory = state_->factory, rank = rank(), size = world_size(),
-                                 purpose, limit = timeout(), rows](const StorePtr& store) {
-    NewBackend made = factory(store, rank, size, purpose, limit);
-    *rows = made.rows;
-    return std::move(made.backend);
-  });
-  return std::make_unique<Communicator>(std::move(backend), full_name, timeout(), *rows);
+  const auto exchange = std::make_shared<std::shared_ptr<RowExchange>>();
+  if (two_level && machines.has_two_levels()) {
+    const int local_ranks = machines.ranks_per_machine();
+    const TwoLevelExchange::Place place{machines.machines(), local_ranks, rank() / local_ranks,
+                                        rank() % local_ranks};
+    rendezvous.run([connect, place, exchange, limit = timeout()](const StorePtr& store) {
+      *exchange = connect_two_levels(connect, store, place, limit);
+      return c10::intrusive_ptr<c10d::Backend>();
+    });
+  } else {
+    BackendRanks ranks;
+    ranks.over_links = machines.machines() > 1;
+    rendezvous.run([connect, exchange, ranks, rank = rank(), size = world_size(),
+                    limit = timeout()](const StorePtr& store) {
+      const NewBackend made = connect(store, rank, size);
+      *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
+      return c10::intrusive_ptr<c10d::Backend>();
+    });
+  }
+  return std::make_unique<Communicator>(std::move(*exchange), rank(), world_size(), full_name,
+                                        timeout());
 }
 
 std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name,
@@ -312,6 +373,10 @@ Group init(const InitOptions& options) {
       options.timeout.value_or(env.timeout.value_or(InitOptions::kDefaultTimeout));
   TORCH_CHECK(timeout.count() > 0, "InitOptions::timeout: expected more than 0 ms, got ",
               timeout.count(), " ms on rank ", env.rank);
+  std::optional<Topology> topology = options.topology;
+  TORCH_CHECK(!topology || topology->world_size() == env.world_size,
+              "InitOptions::topology: expected one of ", env.world_size, " ranks, got one of ",
+              topology->world_size(), " on rank ", env.rank);
   StorePtr store;
   if (env.world_size == 1) {
     store = c10::make_intrusive<c10d::HashStore>();
@@ -320,11 +385,13 @@ Group init(const InitOptions& options) {
     const auto start = std::chrono::steady_clock::now();
     const auto bounded = open_store(env, timeout)->under(prefix);
     meet(bounded->under("meeting"), env, timeout, start);
+    topology = agree_on_topology(bounded->under("topology"), env.rank, env.world_size, timeout,
+                                 start, topology, options.shared_memory);
     store = bounded;
   }
   return Group(store, env.rank, env.world_size, "world",
                default_backend_factory(device, hostname, options.nccl, options.shared_memory),
-               device, timeout);
+               device, timeout, topology);
 }
 
 }  // namespace

@@ -13,30 +13,34 @@
 
 namespace zero {
 
-RowExchange::RowExchange(BackendPtr backend, std::chrono::milliseconds timeout)
-    : backend_(std::move(backend)), timeout_(timeout) {}
+BackendExchange::BackendExchange(BackendPtr backend, std::chrono::milliseconds timeout,
+                                 BackendRanks ranks)
+    : backend_(std::move(backend)), timeout_(timeout), ranks_(std::move(ranks)) {}
 
-at::Tensor RowExchange::allocate(int64_t /*bytes*/) const { return {}; }
+c10::Device BackendExchange::device() const {
+  return backend_->getBoundDeviceId().value_or(at::kCPU);
+}
 
-void RowExchange::hang_up() noexcept {
+void BackendExchange::hang_up() noexcept {
   try {
     backend_->abort();
   } catch (...) {  // A backend that cannot even stop leaves nothing to be done.
   }
 }
 
-std::shared_ptr<RowExchange> make_row_exchange(const RowExchange::BackendPtr& backend,
-                                               RowTransport rows,
-                                               std::chrono::milliseconds timeout) {
+std::shared_ptr<RowExchange> make_row_exchange(const c10::intrusive_ptr<c10d::Backend>& backend,
+                                               RowTransport rows, std::chrono::milliseconds timeout,
+                                               BackendRanks ranks) {
   if (!backend) return nullptr;
   // NCCL also does what one rank asks of it, so that one GPU is enough to try it.
-  if (rows == RowTransport::kWhole) return make_owned<WholeExchange>(backend, timeout);
+  if (rows == RowTransport::kWhole)
+    return make_owned<WholeExchange>(backend, timeout, std::move(ranks));
   if (backend->getSize() == 1) return nullptr;
   if (auto* shared = dynamic_cast<SharedMemoryBackend*>(backend.get())) {
     return make_owned<InPlaceExchange>(
-        c10::intrusive_ptr<SharedMemoryBackend>::reclaim_copy(shared), timeout);
+        c10::intrusive_ptr<SharedMemoryBackend>::reclaim_copy(shared), timeout, std::move(ranks));
   }
-  return make_owned<PairwiseExchange>(backend, timeout);
+  return make_owned<PairwiseExchange>(backend, timeout, std::move(ranks));
 }
 
 }  // namespace zero

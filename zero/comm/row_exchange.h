@@ -7,7 +7,7 @@
 //
 // Each collective method starts an operation and does not block: it adds the sends, the receives
 // and the actions that follow them to `operation`, which blocks later and names the ranks that are
-// missing. It returns the bytes that leave this rank, and throws if it cannot start.
+// missing. It returns what leaves this rank, and throws if it cannot start.
 //
 // `rows` is a contiguous matrix [world_size, n] of any dtype with at least one element. The caller
 // leaves all tensors alone until the operation ends; the exchange keeps them alive until then.
@@ -21,20 +21,23 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "zero/comm/operation.h"
 #include "zero/communicator.h"
 
 namespace zero {
 
-// An exchange belongs to one backend. Thread safety: the caller of a collective method holds
-// mutex().
+// Payload that leaves this rank.
+struct SentBytes {
+  int64_t all = 0;
+  int64_t links = 0;  // of these, for ranks of other machines
+};
+
+// Thread safety: the caller of a collective method holds mutex().
 class RowExchange : public std::enable_shared_from_this<RowExchange> {
  public:
-  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-
-  // No operation of `backend` may wait longer than `timeout`.
-  RowExchange(BackendPtr backend, std::chrono::milliseconds timeout);
+  RowExchange() = default;
   virtual ~RowExchange() = default;
   RowExchange(const RowExchange&) = delete;
   RowExchange& operator=(const RowExchange&) = delete;
@@ -46,54 +49,86 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
   // Collective. Row r of `received` becomes row `rank()` of rank r's `rows`. The own row of
   // `received` is unspecified.
   //   received  like `rows`, and apart from it
-  virtual int64_t exchange(const at::Tensor& rows, const at::Tensor& received,
-                           Operation& operation) = 0;
+  virtual SentBytes exchange(const at::Tensor& rows, const at::Tensor& received,
+                             Operation& operation) = 0;
 
   // Collective. Operation::wait() calls `use` once, with rows that add up to the sum over ranks of
-  // row `rank()` of their `rows`. An exchange may add rows of fp32, bf16 and fp16 itself, in fp32
-  // and in an order that depends on the ranks alone; rows of other dtypes arrive as they were sent,
-  // in rank order.
-  //   buffer  [reduction_bytes(rows)] of kByte on the device of `rows`; undefined for 0 bytes
-  virtual int64_t reduce(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
-                         Operation& operation) = 0;
+  // row `rank()` of their `rows`. An exchange may add rows itself as `values` says, in fp32 and
+  // in an order that depends on the ranks and their machines alone.
+  //   buffer  [reduction_bytes(rows, values)] of kByte on the device of `rows`; undefined for 0
+  virtual SentBytes reduce(const at::Tensor& rows, const at::Tensor& buffer,
+                           const RowValues& values, UseRows use, Operation& operation) = 0;
   // Returns the size of the buffer that reduce() needs.
-  virtual int64_t reduction_bytes(const at::Tensor& rows) const = 0;
+  virtual int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values) const = 0;
 
-  // Collective. Row r of `rows` becomes rank r's own row, in place.
-  virtual int64_t gather(const at::Tensor& rows, Operation& operation) = 0;
+  // Collective. Row r of `rows` becomes rank r's own row, in place. Only each row need be
+  // contiguous.
+  virtual SentBytes gather(const at::Tensor& rows, Operation& operation) = 0;
 
-  // Collective. In place. `op` is SUM, MAX or BOR; sums are in rank order unless the backend adds.
+  // Collective. In place: `values` has the result when the operation has received. `op` is SUM, MAX
+  // or BOR.
   //   values  [n] contiguous
-  virtual int64_t all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
-                             Operation& operation) = 0;
+  virtual SentBytes all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+                               Operation& operation) = 0;
+  // Returns the payload that leaves this rank in an all_reduce().
+  virtual int64_t all_reduce_bytes(const at::Tensor& values) const = 0;
 
   // Collective. In place: the values of rank `source` reach every rank.
   //   tensor  contiguous, of any shape
-  virtual int64_t broadcast(const at::Tensor& tensor, int source, Operation& operation) = 0;
+  virtual SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) = 0;
 
   // Returns [bytes] of kByte in memory that rows are sent from without a copy; undefined if any
   // memory will do.
-  virtual at::Tensor allocate(int64_t bytes) const;
+  virtual at::Tensor allocate(int64_t /*bytes*/) const { return {}; }
+  // The device of values that all_reduce() takes fastest.
+  virtual c10::Device device() const = 0;
 
   // Ends all operations under way, here and on the peers. Locks mutex() itself.
-  virtual void hang_up() noexcept;
+  virtual void hang_up() noexcept = 0;
+  // Ends the use of a transport without operations under way.
+  virtual void shutdown() = 0;
+
+ private:
+  std::mutex mutex_;
+};
+
+// The ranks that one backend connects, as its communicator sees them.
+struct BackendRanks {
+  std::vector<int> names = {};  // the rank in the communicator of each rank; empty: the same
+  bool over_links = false;      // ranks of different machines
+};
+
+// An exchange over one backend.
+class BackendExchange : public RowExchange {
+ public:
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+  // No operation of `backend` may wait longer than `timeout`.
+  BackendExchange(BackendPtr backend, std::chrono::milliseconds timeout, BackendRanks ranks);
+
+  c10::Device device() const override;
+  void hang_up() noexcept override;
+  void shutdown() override { backend_->shutdown(); }
 
  protected:
   c10d::Backend& backend() const { return *backend_; }
   int rank() const { return backend_->getRank(); }
   int world_size() const { return backend_->getSize(); }
   std::chrono::milliseconds timeout() const { return timeout_; }
+  bool over_links() const { return ranks_.over_links; }
+  int name_of(int peer) const { return ranks_.names.empty() ? peer : ranks_.names.at(peer); }
+  SentBytes sent(int64_t bytes) const { return {bytes, ranks_.over_links ? bytes : 0}; }
 
  private:
   const BackendPtr backend_;
   const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;
+  const BackendRanks ranks_;
 };
 
 // Returns the exchange for a backend that moves rows as `rows` says; null for one rank alone, which
 // sends nothing.
-std::shared_ptr<RowExchange> make_row_exchange(const RowExchange::BackendPtr& backend,
-                                               RowTransport rows,
-                                               std::chrono::milliseconds timeout);
+std::shared_ptr<RowExchange> make_row_exchange(const c10::intrusive_ptr<c10d::Backend>& backend,
+                                               RowTransport rows, std::chrono::milliseconds timeout,
+                                               BackendRanks ranks = {});
 
 }  // namespace zero

@@ -27,18 +27,18 @@ void WholeExchange::start_all_to_all(const at::Tensor& rows, const at::Tensor& r
                       rows.is_cuda());
 }
 
-int64_t WholeExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
-                                Operation& operation) {
+SentBytes WholeExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
+                                  Operation& operation) {
   start_all_to_all(rows, received, operation);
-  return (world_size() - 1) * bytes_of(rows) / world_size();
+  return sent((world_size() - 1) * bytes_of(rows) / world_size());
 }
 
-int64_t WholeExchange::reduction_bytes(const at::Tensor& rows) const {
+int64_t WholeExchange::reduction_bytes(const at::Tensor& rows, const RowValues& /*values*/) const {
   return summed_by_backend(rows) ? bytes_of(rows) / world_size() : bytes_of(rows);
 }
 
-int64_t WholeExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
-                              Operation& operation) {
+SentBytes WholeExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer,
+                                const RowValues& /*values*/, UseRows use, Operation& operation) {
   SummandRows summands;
   summands.dtype = rows.scalar_type();
   at::Tensor received = buffer.view(rows.scalar_type());
@@ -58,38 +58,43 @@ int64_t WholeExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer, 
     summands.own = rank();
   }
   operation.on_received([summands, use = std::move(use)] { use(summands); });
-  return (world_size() - 1) * bytes_of(rows) / world_size();
+  return sent((world_size() - 1) * bytes_of(rows) / world_size());
 }
 
-int64_t WholeExchange::gather(const at::Tensor& rows, Operation& operation) {
-  at::Tensor all = rows;
+SentBytes WholeExchange::gather(const at::Tensor& rows, Operation& operation) {
+  at::Tensor all = rows.contiguous();
   at::Tensor own = rows.select(0, rank());
   c10d::AllgatherOptions options;
   options.timeout = timeout();
-  operation.on_success([rows] {});
+  if (!all.is_same(rows)) operation.on_received([rows, all] { rows.copy_(all); });
+  operation.on_success([rows, all] {});
   operation.add_whole(backend()._allgather_base(all, own, options), rows.is_cuda());
-  return (world_size() - 1) * bytes_of(rows) / world_size();
+  return sent((world_size() - 1) * bytes_of(rows) / world_size());
 }
 
-int64_t WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
-                                  Operation& operation) {
+int64_t WholeExchange::all_reduce_bytes(const at::Tensor& values) const {
+  return 2 * (world_size() - 1) * bytes_of(values) / world_size();
+}
+
+SentBytes WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+                                    Operation& operation) {
   std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   options.timeout = timeout();
   operation.on_success([values] {});
   operation.add_whole(backend().allreduce(tensors, options), values.is_cuda());
-  return 2 * (world_size() - 1) * bytes_of(values) / world_size();
+  return sent(all_reduce_bytes(values));
 }
 
-int64_t WholeExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
+SentBytes WholeExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = source;
   options.timeout = timeout();
   operation.on_success([tensor] {});
   operation.add_whole(backend().broadcast(tensors, options), tensor.is_cuda());
-  return rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0;
+  return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
 }
 
 }  // namespace zero

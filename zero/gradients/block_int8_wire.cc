@@ -45,4 +45,9 @@ void BlockInt8Wire::decode_and_sum(const SummandRows& rows, const at::Tensor& sh
   kernels::sum_block_int8(args, current_stream(shard.device()));
 }
 
+void BlockInt8Wire::encode_sums(const at::Tensor& sums, const at::Tensor& rows) const {
+  kernels::encode_block_int8(sums.const_data_ptr(), at::kFloat, sums.size(0), sums.size(1),
+                             rows.mutable_data_ptr(), current_stream(sums.device()));
+}
+
 }  // namespace zero

@@ -26,6 +26,9 @@ class BlockInt8Wire final : public WireFormat {
   at::Tensor encode(at::Tensor packed, BufferPool& pool) const override;
   void decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                       bool accumulate) const override;
+  // The sum of a machine's rows is encoded once more for other machines.
+  bool encodes_sums() const override { return true; }
+  void encode_sums(const at::Tensor& sums, const at::Tensor& rows) const override;
 
  private:
   const c10::ScalarType packed_dtype_;

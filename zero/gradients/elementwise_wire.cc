@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/gradients/elementwise_wire.h"
 
+#include "kernels/cast.h"
 #include "kernels/sum_rows.h"
 #include "zero/memory/device_stream.h"
 
@@ -31,6 +32,11 @@ void ElementwiseWire::decode_and_sum(const SummandRows& rows, const at::Tensor& 
   args.shard = shard.mutable_data_ptr<float>();
   args.accumulate = accumulate;
   kernels::sum_rows(args, current_stream(shard.device()));
+}
+
+void ElementwiseWire::encode_sums(const at::Tensor& sums, const at::Tensor& rows) const {
+  kernels::cast_copy(sums.const_data_ptr(), at::kFloat, rows.mutable_data_ptr(), dtype_,
+                     sums.numel(), /*addend=*/nullptr, current_stream(sums.device()));
 }
 
 }  // namespace zero

@@ -105,10 +105,11 @@ ReductionQueue::Exchange ReductionQueue::start(Reduction reduction) {
   Exchange exchange{std::move(reduction), {}, {}};
   const Reduction& r = exchange.reduction;
   const std::string label = "gradient bucket " + std::to_string(r.bucket);
-  const int64_t bytes = r.group->reduction_bytes(r.rows);
+  const RowValues values{r.wire, r.shard.numel()};
+  const int64_t bytes = r.group->reduction_bytes(r.rows, values);
   if (bytes > 0) exchange.buffer = pool_.take(bytes, at::kByte);
   exchange.pending = r.group->reduce_rows(
-      r.rows, exchange.buffer, [r](const SummandRows& rows) { sum(r, rows); }, label);
+      r.rows, exchange.buffer, [r](const SummandRows& rows) { sum(r, rows); }, label, values);
   return exchange;
 }
 

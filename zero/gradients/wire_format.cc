@@ -40,9 +40,10 @@ void check_wire_options(const ZeroOptions& options, c10::Device device) {
 }
 
 std::string describe_wire_options(const ZeroOptions& options) {
-  if (options.gradient_wire() == GradientWire::kBlockInt8) return " gradient_wire block_int8";
-  if (!options.reduce_dtype()) return {};
-  return c10::str(" reduce_dtype ", *options.reduce_dtype());
+  std::string text = options.fp32_machine_sums() ? "" : " fp32_machine_sums 0";
+  if (options.gradient_wire() == GradientWire::kBlockInt8) text += " gradient_wire block_int8";
+  if (options.reduce_dtype()) text += c10::str(" reduce_dtype ", *options.reduce_dtype());
+  return text;
 }
 
 WireFormats make_wire_formats(const Plan& plan, const ZeroOptions& options) {
@@ -52,8 +53,8 @@ WireFormats make_wire_formats(const Plan& plan, const ZeroOptions& options) {
       wires.push_back(
           std::make_shared<BlockInt8Wire>(options.no_sync_fp32() ? at::kFloat : arena.dtype));
     } else {
-      wires.push_back(
-          std::make_shared<ElementwiseWire>(options.reduce_dtype().value_or(arena.dtype)));
+      wires.push_back(std::make_shared<ElementwiseWire>(
+          options.reduce_dtype().value_or(arena.dtype), options.fp32_machine_sums()));
     }
   }
   return wires;

@@ -28,10 +28,8 @@ namespace zero {
 
 struct ZeroOptions;
 
-class WireFormat {
+class WireFormat : public RowFormat {
  public:
-  virtual ~WireFormat() = default;
-
   // Bytes of the encoded row of `numel` gradients. Each row is encoded by itself, so that its owner
   // can decode it without the others.
   virtual int64_t bytes(int64_t numel) const = 0;
@@ -61,6 +59,10 @@ class WireFormat {
   //   shard  [row_numel] fp32
   virtual void decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                               bool accumulate) const = 0;
+
+  void sum(const SummandRows& rows, const at::Tensor& sum) const final {
+    decode_and_sum(rows, sum, 1.0F, /*accumulate=*/false);
+  }
 };
 
 // Throws c10::Error when `options` ask for a format that there is not, or not for gradients on

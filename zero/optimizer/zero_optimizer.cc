@@ -45,9 +45,9 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
        << (options.bucket_bytes() ? std::to_string(*options.bucket_bytes()) : "by default")
        << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()
        << " skip_nonfinite " << options.skip_nonfinite() << " no_sync_fp32 "
-       << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather()
-       << " static_graph " << options.static_graph() << " max_skipped_in_a_row "
-       << options.max_skipped_in_a_row() << " check_replicas_every "
+       << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather() << " two_level "
+       << options.two_level() << " static_graph " << options.static_graph()
+       << " max_skipped_in_a_row " << options.max_skipped_in_a_row() << " check_replicas_every "
        << options.check_replicas_every() << describe_wire_options(options);
   if (const auto& s = options.loss_scaler()) {
     line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
@@ -158,7 +158,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   }
   const auto agree = [&] {
     check_construction(*comms->control, problem, lines);
-    comms->connect(*domains);
+    comms->connect(*domains, options.two_level());
     comms->check_domains(*domains, [&](int64_t domain) {
       return describe_parameters(*inner, *table, *domains, domain);
     });

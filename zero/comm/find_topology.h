@@ -1,0 +1,25 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Finds which ranks share a machine.
+#pragma once
+
+#include <chrono>
+#include <optional>
+
+#include "zero/rendezvous/bounded_store.h"
+#include "zero/topology.h"
+
+namespace zero {
+
+// Collective; `store` is for this call alone. Returns the same on all ranks: `stated`, which all
+// ranks must have equal, or the machines that it finds. Ranks share a machine if each of them can
+// read the shared memory of all others; a rank that is not `willing` shares none. Throws c10::Error
+// when ranks state different topologies, and within `timeout`, counted from `since`, and a second
+// when a rank does not take part.
+Topology agree_on_topology(const c10::intrusive_ptr<BoundedStore>& store, int rank, int world_size,
+                           std::chrono::milliseconds timeout,
+                           std::chrono::steady_clock::time_point since,
+                           const std::optional<Topology>& stated, bool willing);
+
+}  // namespace zero

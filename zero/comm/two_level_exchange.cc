@@ -1,0 +1,286 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/comm/two_level_exchange.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+
+#include <future>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace zero {
+namespace {
+
+// Buffers of a reduction begin at multiples of this.
+constexpr int64_t kAlignment = 64;
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+int64_t row_bytes(const at::Tensor& rows) {
+  return static_cast<int64_t>(rows.nbytes()) / rows.size(0);
+}
+
+// Calls start(exchange), which returns a SentBytes, with the exchange locked.
+template <typename Start>
+SentBytes locked(RowExchange& exchange, Start start) {
+  const std::lock_guard<std::mutex> lock(exchange.mutex());
+  return start(exchange);
+}
+
+void add(const SentBytes& sent, SentBytes& to) {
+  to.all += sent.all;
+  to.links += sent.links;
+}
+
+}  // namespace
+
+TwoLevelExchange::TwoLevelExchange(std::shared_ptr<RowExchange> inside,
+                                   std::shared_ptr<RowExchange> between, const Place& place,
+                                   bool in_call_order)
+    : inside_(std::move(inside)),
+      between_(std::move(between)),
+      place_(place),
+      in_call_order_(in_call_order) {}
+
+at::Tensor TwoLevelExchange::of_machine(const at::Tensor& rows, int machine) const {
+  return rows.narrow(0, int64_t{machine} * place_.ranks_per_machine, place_.ranks_per_machine);
+}
+
+at::Tensor TwoLevelExchange::of_place(const at::Tensor& rows) const {
+  return rows.view({place_.machines, place_.ranks_per_machine, rows.size(1)})
+      .select(1, place_.local);
+}
+
+void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, Level second) {
+  const std::shared_ptr<Operation> one = operation.part();
+  const std::shared_ptr<Operation> two = operation.part();
+  auto started = std::make_shared<std::promise<void>>();
+  first(*one);
+  const auto go_on = [one, two, started, second = std::move(second)] {
+    try {
+      one->receive();
+      try {
+        second(*two);
+      } catch (...) {
+        two->fail_to_start(std::current_exception());
+      }
+      started->set_value();
+    } catch (...) {
+      started->set_exception(std::current_exception());
+    }
+  };
+  operation.consists_of([one, two, started](Operation::Clock::time_point start) {
+    started->get_future().get();
+    two->wait(start);
+    one->wait(start);
+  });
+  if (in_call_order_) {
+    go_on();
+  } else {
+    second_levels_.push(go_on);
+  }
+}
+
+// ---- Reduce ----
+
+struct TwoLevelExchange::Buffers {
+  std::vector<at::Tensor> inside;  // for each machine, what inside_ needs for the rows to it
+  at::Tensor sums;                 // [machines, numel] fp32
+  at::Tensor encoded;              // [machines, row]; the same as `sums` if they are sent in fp32
+  at::Tensor between;              // what between_ needs
+  int64_t bytes = 0;
+};
+
+// Without a `buffer`, finds its size.
+TwoLevelExchange::Buffers TwoLevelExchange::split(const at::Tensor& rows, const at::Tensor& buffer,
+                                                  const RowValues& values) const {
+  Buffers result;
+  const auto options = rows.options();
+  const auto take = [&](at::IntArrayRef sizes, at::ScalarType dtype) {
+    // Sizes are all that is asked of a tensor before there is a buffer, so that it has no memory.
+    const at::Tensor shape = at::empty(sizes, options.dtype(dtype).device(at::kMeta));
+    const auto bytes = static_cast<int64_t>(shape.nbytes());
+    const int64_t begin = std::exchange(result.bytes, result.bytes + aligned(bytes));
+    if (!buffer.defined()) return shape;
+    return buffer.narrow(0, begin, bytes).view(dtype).view(sizes);
+  };
+  const at::Tensor block = of_machine(rows, 0);
+  const int64_t inside = inside_->reduction_bytes(block, {});
+  for (int g = 0; g < place_.machines; ++g) {
+    result.inside.push_back(inside > 0 ? take({inside}, at::kByte) : at::Tensor());
+  }
+  const RowFormat* format = values.format;
+  const int64_t numel = format != nullptr ? values.numel : rows.size(1);
+  result.sums = take({place_.machines, numel}, at::kFloat);
+  result.encoded = format != nullptr && format->encodes_sums()
+                       ? take({place_.machines, rows.size(1)}, rows.scalar_type())
+                       : result.sums;
+  const int64_t between = between_->reduction_bytes(result.encoded, {});
+  if (between > 0) result.between = take({between}, at::kByte);
+  return result;
+}
+
+int64_t TwoLevelExchange::reduction_bytes(const at::Tensor& rows, const RowValues& values) const {
+  return split(rows, {}, values).bytes;
+}
+
+namespace {
+
+// Adds up rows that are numbers of their dtype.
+void sum_numbers(const SummandRows& rows, const at::Tensor& sum) {
+  const auto options = sum.options().dtype(rows.dtype);
+  const auto bytes = sum.numel() * static_cast<int64_t>(c10::elementSize(rows.dtype));
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const void* row = rows.addresses != nullptr ? rows.addresses[i]
+                      : i == rows.own           ? rows.own_row
+                                      : static_cast<const char*>(rows.received) + i * bytes;
+    const at::Tensor numbers = at::from_blob(const_cast<void*>(row), {sum.numel()}, options);
+    i == 0 ? sum.copy_(numbers) : sum.add_(numbers.to(at::kFloat));
+  }
+}
+
+}  // namespace
+
+SentBytes TwoLevelExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer,
+                                   const RowValues& values, UseRows use, Operation& operation) {
+  const auto buffers = std::make_shared<const Buffers>(split(rows, buffer, values));
+  const RowFormat* format = values.format;
+  SentBytes sent;
+  const Level first = [&](Operation& part) {
+    for (int g = 0; g < place_.machines; ++g) {
+      const at::Tensor sum = buffers->sums.select(0, g);
+      const auto add_up = [format, sum](const SummandRows& summands) {
+        if (format != nullptr) {
+          format->sum(summands, sum);
+        } else {
+          sum_numbers(summands, sum);
+        }
+      };
+      add(locked(*inside_,
+                 [&](RowExchange& inside) {
+                   return inside.reduce(of_machine(rows, g), buffers->inside[g], {}, add_up, part);
+                 }),
+          sent);
+    }
+  };
+  const auto second = [between = between_, rows, buffer, buffers, format,
+                       use = std::move(use)](Operation& part) {
+    const at::Tensor& sums = buffers->encoded;
+    if (!sums.is_same(buffers->sums)) format->encode_sums(buffers->sums, sums);
+    locked(*between,
+           [&](RowExchange& ranks) { return ranks.reduce(sums, buffers->between, {}, use, part); });
+    part.on_success([rows, buffer] {});
+  };
+  in_two_levels(operation, first, second);
+  const int64_t bytes = (place_.machines - 1) * row_bytes(buffers->encoded);
+  add({bytes, bytes}, sent);
+  return sent;
+}
+
+// ---- Gather and exchange ----
+
+SentBytes TwoLevelExchange::gather(const at::Tensor& rows, Operation& operation) {
+  SentBytes sent;
+  const int here = place_.machine;
+  const Level first = [&](Operation& part) {
+    add(locked(*between_, [&](RowExchange& ranks) { return ranks.gather(of_place(rows), part); }),
+        sent);
+  };
+  // Rows of the own machine wait for nothing, but are sent with the others, in one order
+  // everywhere.
+  std::vector<at::Tensor> blocks;
+  for (int g = 0; g < place_.machines; ++g) {
+    blocks.push_back(of_machine(rows, (here + g) % place_.machines));
+  }
+  const auto second = [inside = inside_, blocks](Operation& part) {
+    for (const at::Tensor& block : blocks) {
+      locked(*inside, [&](RowExchange& ranks) { return ranks.gather(block, part); });
+    }
+  };
+  in_two_levels(operation, first, second);
+  sent.all += (place_.ranks_per_machine - 1) * place_.machines * row_bytes(rows);
+  return sent;
+}
+
+// Rank (h, l) first hands its row for (g, m) to (h, m), which sends the rows of its whole machine
+// for (g, m) there.
+SentBytes TwoLevelExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
+                                     Operation& operation) {
+  SentBytes sent;
+  const at::Tensor routed = at::empty_like(rows);
+  const Level first = [&](Operation& part) {
+    for (int g = 0; g < place_.machines; ++g) {
+      const at::Tensor from = of_machine(rows, g);
+      const at::Tensor into = of_machine(routed, g);
+      into.select(0, place_.local).copy_(from.select(0, place_.local));
+      add(locked(*inside_, [&](RowExchange& ranks) { return ranks.exchange(from, into, part); }),
+          sent);
+    }
+  };
+  const auto by_machine = [this](const at::Tensor& matrix) {
+    return matrix.view({place_.machines, place_.ranks_per_machine * matrix.size(1)});
+  };
+  const auto second = [between = between_, from = by_machine(routed), into = by_machine(received),
+                       here = place_.machine](Operation& part) {
+    locked(*between, [&](RowExchange& ranks) { return ranks.exchange(from, into, part); });
+    part.on_success([from, into, here] { into.select(0, here).copy_(from.select(0, here)); });
+  };
+  in_two_levels(operation, first, second);
+  const int64_t bytes = (place_.machines - 1) * int64_t{place_.ranks_per_machine} * row_bytes(rows);
+  add({bytes, bytes}, sent);
+  return sent;
+}
+
+// ---- Few values ----
+
+int64_t TwoLevelExchange::all_reduce_bytes(const at::Tensor& values) const {
+  return inside_->all_reduce_bytes(values) + between_->all_reduce_bytes(values);
+}
+
+SentBytes TwoLevelExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+                                       Operation& operation) {
+  const Level first = [&](Operation& part) {
+    locked(*inside_, [&](RowExchange& ranks) { return ranks.all_reduce(values, op, part); });
+  };
+  const auto second = [between = between_, values, op](Operation& part) {
+    locked(*between, [&](RowExchange& ranks) { return ranks.all_reduce(values, op, part); });
+  };
+  in_two_levels(operation, first, second);
+  return {all_reduce_bytes(values), between_->all_reduce_bytes(values)};
+}
+
+SentBytes TwoLevelExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
+  SentBytes sent;
+  const int machine = source / place_.ranks_per_machine;
+  const int local = source % place_.ranks_per_machine;
+  const Level first = [&](Operation& part) {
+    if (local != place_.local) return;
+    add(locked(*between_,
+               [&](RowExchange& ranks) { return ranks.broadcast(tensor, machine, part); }),
+        sent);
+  };
+  const auto second = [inside = inside_, tensor, local](Operation& part) {
+    locked(*inside, [&](RowExchange& ranks) { return ranks.broadcast(tensor, local, part); });
+  };
+  in_two_levels(operation, first, second);
+  if (local == place_.local) {
+    sent.all += (place_.ranks_per_machine - 1) * static_cast<int64_t>(tensor.nbytes());
+  }
+  return sent;
+}
+
+void TwoLevelExchange::hang_up() noexcept {
+  inside_->hang_up();
+  between_->hang_up();
+}
+
+void TwoLevelExchange::shutdown() {
+  inside_->shutdown();
+  between_->shutdown();
+}
+
+}  // namespace zero
