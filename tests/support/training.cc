@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "tests/support/own_optimizer.h"
 #include "zero/lion.h"
