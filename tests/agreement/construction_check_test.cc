@@ -67,6 +67,19 @@ TEST(ConstructionCheckTest, TheFirstDifferenceIsNamedWithTheRanksThatHaveIt) {
   });
 }
 
+TEST(ConstructionCheckTest, OnlyTheLineThatDiffersIsSent) {
+  for (const int64_t at : {0, 1, 4999, 9999}) {
+    on_ranks(3, [&](Communicator& group) {
+      Lines lines(10000, "a line of a large model");
+      if (group.rank() == 1) lines[at] = "another line";
+      expect_words(check(group, "", lines),
+                   {"the first difference is\n  rank 0: a line of a large model\n  rank 1: another "
+                    "line\nbuild"});
+      EXPECT_LT(group.traffic().small_bytes_sent, 2000);
+    });
+  }
+}
+
 TEST(ConstructionCheckTest, ARankWithFewerLinesHasNothingMore) {
   on_ranks(2, [](Communicator& group) {
     const Lines lines = group.rank() == 0 ? Lines{"a", "b"} : Lines{"a"};

@@ -3,11 +3,12 @@
 #include "zero/agreement/construction_check.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <functional>
-#include <sstream>
+#include <string>
+#include <vector>
 
 namespace zero {
 namespace {
@@ -20,9 +21,24 @@ std::string join(const std::vector<std::string>& lines) {
 
 constexpr char kEnd[] = "(nothing more)";
 
-std::string next_line(std::istringstream& text) {
-  std::string line;
-  return std::getline(text, line) ? line : kEnd;
+// Returns whether `value` is the same on all ranks. Collective.
+bool same_everywhere(Communicator& communicator, int64_t value) {
+  at::Tensor message = at::empty({2}, at::TensorOptions().dtype(at::kLong));
+  auto* words = message.mutable_data_ptr<int64_t>();
+  words[0] = value;
+  words[1] = -value;
+  communicator.all_reduce_max(message, "search for different arguments").wait();
+  return words[0] == -words[1];
+}
+
+// Hashes of the first 0, 1, ... lines.
+std::vector<int64_t> hashes_of_prefixes(const std::vector<std::string>& lines) {
+  std::vector<int64_t> hashes{0};
+  for (const std::string& line : lines) {
+    const std::string chained = std::to_string(hashes.back()) + "/" + line;
+    hashes.push_back(static_cast<int64_t>(std::hash<std::string>()(chained) >> 2));
+  }
+  return hashes;
 }
 
 [[noreturn]] void throw_problem(Communicator& communicator, const std::string& problem) {
@@ -36,28 +52,30 @@ std::string next_line(std::istringstream& text) {
               ": the optimizer was not made on any rank because of:", text);
 }
 
-[[noreturn]] void throw_difference(Communicator& communicator,
-                                   const std::vector<std::string>& lines) {
-  const auto all = communicator.all_gather_text(join(lines), "arguments at construction");
-  // Rank 0's, then those of the others. Each text is read once, side by side: models have 100,000
-  // lines.
-  std::vector<std::istringstream> texts;
-  for (const std::string& text : all) texts.emplace_back(text);
-  while (true) {
-    const std::string first = next_line(texts[0]);
-    std::string got;
-    for (size_t r = 1; r < texts.size(); ++r) {
-      const std::string line = next_line(texts[r]);
-      if (line != first) got += "\n  rank " + std::to_string(r) + ": " + line;
-    }
-    TORCH_CHECK(got.empty(), "rank ", communicator.rank(),
-                ": expected the same model, options and optimizer on every rank; the first "
-                "difference is\n  rank 0: ",
-                first, got,
-                "\nbuild the model alike on all ranks, with names, shapes and dtypes in the same "
-                "order");
-    TORCH_INTERNAL_ASSERT(first != kEnd, "descriptions hash differently but are equal");
+// Ranks send the line that differs and not all lines: models have 100,000 of them.
+[[noreturn]] void throw_difference(Communicator& communicator, std::vector<std::string> lines) {
+  at::Tensor longest = at::full({1}, static_cast<int64_t>(lines.size()), at::kLong);
+  communicator.all_reduce_max(longest, "number of arguments at construction").wait();
+  lines.resize(static_cast<size_t>(longest.item<int64_t>()), kEnd);
+  const std::vector<int64_t> hashes = hashes_of_prefixes(lines);
+  // The first `same` lines are equal on all ranks, and of the first `different` some is not.
+  size_t same = 0, different = lines.size();
+  while (different - same > 1) {
+    const size_t middle = same + (different - same) / 2;
+    (same_everywhere(communicator, hashes[middle]) ? same : different) = middle;
   }
+  const auto all = communicator.all_gather_text(lines[same], "arguments at construction");
+  std::string got;
+  for (size_t r = 1; r < all.size(); ++r) {
+    if (all[r] != all[0]) got += "\n  rank " + std::to_string(r) + ": " + all[r];
+  }
+  TORCH_INTERNAL_ASSERT(!got.empty(), "descriptions hash differently but are equal");
+  TORCH_CHECK(false, "rank ", communicator.rank(),
+              ": expected the same model, options and optimizer on every rank; the first "
+              "difference is\n  rank 0: ",
+              all[0], got,
+              "\nbuild the model alike on all ranks, with names, shapes and dtypes in the same "
+              "order");
 }
 
 }  // namespace
