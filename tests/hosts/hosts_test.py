@@ -10,25 +10,12 @@ import time
 import unittest
 from pathlib import Path
 
+import host_traffic
 import simulated_hosts
 import training_job
 
 # Headers of frames and acknowledgements, and control messages, are 1 % of these rows.
 OVERHEAD = 1.04
-
-
-def flat_bytes(hosts, ranks_per_host, gradients, parameters):
-    """What a host sends in a step if each rank exchanges rows with each rank elsewhere."""
-    return ranks_per_host * (gradients + parameters) * (1 - 1 / hosts)
-
-
-def two_level_bytes(hosts, _, gradients, parameters):
-    """What a host sends in a step if each row passes between two hosts once."""
-    return (gradients + parameters) * (1 - 1 / hosts)
-
-
-# The formula of the library's exchange, which measured bytes have to match.
-expected_bytes = flat_bytes
 
 
 class Run:
@@ -60,13 +47,13 @@ class HostsTest(unittest.TestCase):
         for host in range(hosts):
             # All that is not part of a step is in both.
             measured = (long.sent[host] - short.sent[host]) / 4
+            expected = host_traffic.expected_bytes(*shape)
             about = (f"{hosts} hosts of {ranks_per_host}: host {host} sends {measured:.0f} bytes a "
-                     f"step, {measured / expected_bytes(*shape):.4f} of the formula")
+                     f"step, {measured / expected:.4f} of the formula")
             print(about, flush=True)
-            self.assertGreaterEqual(measured, two_level_bytes(*shape), about)
-            self.assertLessEqual(measured, OVERHEAD * flat_bytes(*shape), about)
-            self.assertAlmostEqual(measured / expected_bytes(*shape), 1, delta=OVERHEAD - 1,
-                                   msg=about)
+            self.assertGreaterEqual(measured, host_traffic.two_level_bytes(*shape), about)
+            self.assertLessEqual(measured, OVERHEAD * host_traffic.flat_bytes(*shape), about)
+            self.assertAlmostEqual(measured / expected, 1, delta=OVERHEAD - 1, msg=about)
 
     def test_two_hosts_of_one_rank(self):
         self.check_shape(2, 1)
