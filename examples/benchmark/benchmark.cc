@@ -13,7 +13,9 @@
 // per step; anon growth is resident anonymous memory after the last step, pages
 // that ranks share counted in equal parts; peak growth is the process's high-water
 // mark, in which they count in every rank; both minus their value before the
-// optimizer was made. One thread a rank unless OMP_NUM_THREADS says otherwise.
+// optimizer was made; host bytes are what the interface GLOO_SOCKET_IFNAME, else lo, sent per step,
+// headers included, so it is right only while nothing else talks over it. One thread a rank unless
+// OMP_NUM_THREADS says otherwise.
 #include <ATen/Parallel.h>
 #include <sys/resource.h>
 #include <torch/optim/adamw.h>
@@ -23,10 +25,12 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "examples/benchmark/workload.h"
 #include "zero/launch.h"
@@ -45,6 +49,9 @@ struct Options {
   bool no_sync = false;
   bool full_gradients = true;
   bool static_graph = false;
+  bool overlap_gather = false;
+  std::string reduce_dtype;  // empty: the library's default
+  std::string wire = "dtype";
   bool sockets = false;
   bool json = false;
 };
@@ -69,6 +76,23 @@ double anonymous_mb() {
   return proc_mb("smaps_rollup", "Pss_Anon") + proc_mb("smaps_rollup", "Pss_Shmem");
 }
 
+// What the interface that connects ranks has sent, for whichever program.
+double interface_bytes() {
+  const char* const named = std::getenv("GLOO_SOCKET_IFNAME");
+  const std::string interface = named != nullptr && *named != '\0' ? named : "lo";
+  std::ifstream file("/proc/self/net/dev");
+  for (std::string line; std::getline(file, line);) {
+    const size_t colon = line.find(':');
+    const size_t name = line.find_first_not_of(' ');
+    if (colon == std::string::npos || line.substr(name, colon - name) != interface) continue;
+    std::istringstream counts(line.substr(colon + 1));
+    double value = 0;
+    for (int field = 0; field < 9; ++field) counts >> value;
+    return value;
+  }
+  return 0;
+}
+
 double cpu_ms() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -80,21 +104,6 @@ double median(std::vector<double> values) {
   if (values.empty()) return 0;
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
-}
-
-// l2 norm of all parameters, and their dot product with fixed numbers.
-std::pair<double, double> checksums(const Workload& model) {
-  double square = 0, dot = 0;
-  for (size_t t = 0; t < model.numbered().size(); ++t) {
-    const at::Tensor p = model.numbered()[t].detach().to(at::kFloat).contiguous();
-    const float* data = p.const_data_ptr<float>();
-    for (int64_t i = 0; i < p.numel(); ++i) {
-      square += static_cast<double>(data[i]) * data[i];
-      dot += static_cast<double>(data[i]) *
-             workload_value(static_cast<uint32_t>(900000 + t), static_cast<uint32_t>(i));
-    }
-  }
-  return {std::sqrt(square), dot};
 }
 
 class Run {
@@ -112,6 +121,11 @@ class Run {
     zero_options.static_graph(options.static_graph);
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
                                                        : Layout::kPerParameter);
+    zero_options.overlap_gather(options.overlap_gather);
+    if (!options.reduce_dtype.empty()) {
+      zero_options.reduce_dtype(options.reduce_dtype == "bf16" ? at::kBFloat16 : at::kFloat);
+    }
+    if (options.wire == "int8") zero_options.gradient_wire(GradientWire::kBlockInt8);
     if (options.bucket_mb > 0) {
       zero_options.bucket_bytes(static_cast<int64_t>(options.bucket_mb * 1024 * 1024));
     }
@@ -120,12 +134,15 @@ class Run {
         std::make_unique<torch::optim::AdamW>(model_->parameters(),
                                               torch::optim::AdamWOptions(1e-3).weight_decay(0.01)),
         group, zero_options);
+    // Without overlap_gather it returns at once.
+    model_->before_layer = [this](const auto& layer) { optimizer_->wait_for(layer); };
   }
 
   nlohmann::json measure() {
     for (int step = 0; step < kWarmUp + options_.steps; ++step) one_step(step);
-    const double end = now_ms();
-    starts_.push_back(end);
+    optimizer_->wait_for(*model_);
+    starts_.push_back(now_ms());
+    const double host_bytes = (interface_bytes() - host_bytes_before_) / options_.steps;
     std::vector<double> times;
     for (size_t i = kWarmUp; i + 1 < starts_.size(); ++i) {
       times.push_back(starts_[i + 1] - starts_[i]);
@@ -143,12 +160,13 @@ class Run {
     line["anon_growth_mb"] = largest(anonymous_mb() - anon_before_);
     line["rss_growth_mb"] = largest(proc_mb("status", "VmHWM") - peak_before_);
     line["bytes_sent"] = bytes_last_step_;
+    line["host_bytes"] = mean(host_bytes);
     line["loss_first"] = loss_first_;
     line["loss_last"] = loss_last_;
     line["norm_first"] = norm_first_;
     line["norm_last"] = norm_last_;
     for (const auto& [name, value] : sums_) line[name] = value;
-    const auto [l2, dot] = checksums(*model_);
+    const auto [l2, dot] = checksums();
     line["param_l2"] = l2;
     line["param_dot"] = dot;
     return line;
@@ -158,7 +176,10 @@ class Run {
   static constexpr int kWarmUp = 3;
 
   void one_step(int step) {
-    if (step == kWarmUp) cpu_before_ = cpu_ms();
+    if (step == kWarmUp) {
+      cpu_before_ = cpu_ms();
+      host_bytes_before_ = interface_bytes();
+    }
     const int64_t sent_before = sent();
     starts_.push_back(now_ms());
     double loss = 0;
@@ -180,17 +201,30 @@ class Run {
     bytes_last_step_ = sent() - sent_before;
     if (step == 0 || step == kWarmUp + options_.steps - 1) report(step, loss, norm);
     if (step == 0 || step == 2) {
-      const auto [l2, dot] = checksums(*model_);
+      const auto [l2, dot] = checksums();
       sums_["l2_" + std::to_string(step + 1)] = l2;
       sums_["dot_" + std::to_string(step + 1)] = dot;
     }
   }
 
+  // l2 norm of all parameters, and their dot product with fixed numbers.
+  std::pair<double, double> checksums() const {
+    optimizer_->wait_for(*model_);
+    double square = 0, dot = 0;
+    for (size_t t = 0; t < model_->numbered().size(); ++t) {
+      const at::Tensor p = model_->numbered()[t].detach().to(at::kFloat).contiguous();
+      const float* data = p.const_data_ptr<float>();
+      for (int64_t i = 0; i < p.numel(); ++i) {
+        square += static_cast<double>(data[i]) * data[i];
+        dot += static_cast<double>(data[i]) *
+               workload_value(static_cast<uint32_t>(900000 + t), static_cast<uint32_t>(i));
+      }
+    }
+    return {std::sqrt(square), dot};
+  }
+
   void report(int step, double loss, double norm) {
-    at::Tensor sum = at::scalar_tensor(loss, at::kDouble).reshape({1});
-    metrics_->all_reduce_sum(sum, "loss").wait();
-    const double mean = sum.item<double>() / metrics_->world_size();
-    (step == 0 ? loss_first_ : loss_last_) = mean;
+    (step == 0 ? loss_first_ : loss_last_) = mean(loss);
     (step == 0 ? norm_first_ : norm_last_) = norm;
   }
 
@@ -198,6 +232,12 @@ class Run {
     const Stats stats = optimizer_->stats();
     return stats.data.exchange_bytes_sent + stats.data.gather_bytes_sent +
            stats.data.small_bytes_sent + stats.control.small_bytes_sent;
+  }
+
+  double mean(double value) {
+    at::Tensor sum = at::scalar_tensor(value, at::kDouble).reshape({1});
+    metrics_->all_reduce_sum(sum, "mean over ranks").wait();
+    return sum.item<double>() / metrics_->world_size();
   }
 
   // The maximum over ranks of a number that is not negative: its bits, as an
@@ -214,7 +254,7 @@ class Run {
   const std::shared_ptr<Workload> model_;
   const std::unique_ptr<Communicator> metrics_;
   std::unique_ptr<ZeroOptimizer> optimizer_;
-  double anon_before_ = 0, peak_before_ = 0, cpu_before_ = 0;
+  double anon_before_ = 0, peak_before_ = 0, cpu_before_ = 0, host_bytes_before_ = 0;
   double loss_first_ = 0, loss_last_ = 0, norm_first_ = 0, norm_last_ = 0;
   int64_t bytes_last_step_ = 0;
   std::vector<double> starts_;
@@ -263,6 +303,12 @@ int main(int argc, char** argv) {
   app.add_flag("!--no-full-gradients", options.full_gradients,
                "Stage 1 without the gather of averaged gradients");
   app.add_flag("--static-graph", options.static_graph, "Without control messages");
+  app.add_flag("--overlap-gather", options.overlap_gather,
+               "Gather parameters during the next forward pass");
+  app.add_option("--reduce-dtype", options.reduce_dtype, "Send gradients in this dtype")
+      ->check(CLI::IsMember({"fp32", "bf16"}));
+  app.add_option("--wire", options.wire, "Format of gradients on the wire")
+      ->check(CLI::IsMember({"dtype", "int8"}));
   app.add_flag("--sockets", options.sockets, "Without shared memory between the ranks");
   app.add_flag("--json", options.json, "One JSON line instead of a table");
   CLI11_PARSE(app, argc, argv);

@@ -13,20 +13,14 @@ The Python that runs this needs torch; DeepSpeed takes part where that Python ha
 nothing.
 """
 
-import argparse
-import datetime
-import json
 import os
-import platform
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import comparison_report
-
-HERE = Path(__file__).resolve().parent
-WORKLOADS = ["mlp25m", "mlp25m_accum4", "gpt10m", "gpt10m_bf16"]
+import comparison_runs
 
 # name: (what runs, its arguments, the same for workloads with several micro batches).
 SYSTEMS = {
@@ -65,18 +59,11 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def last_json_line(text):
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            return json.loads(line)
-    return None
-
-
 def run_ranks(command, world, timeout):
     """Starts `command` once per rank; rank 0's output is the result."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    environment.update(WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    environment.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
     ranks = []
     for rank in range(world):
         environment.update(RANK=str(rank), LOCAL_RANK=str(rank))
@@ -99,116 +86,49 @@ def run_ranks(command, world, timeout):
 
 def run(kind, extra, workload, world, args):
     """One run of one system. Throws RuntimeError with the end of its output."""
-    common = ["--workload", workload, "--steps", str(args.steps)]
     if kind == "zero":
-        command = [args.zero, *common, "--nproc", str(world), "--json", *extra]
+        command = comparison_runs.command(kind, workload, ["--nproc", str(world), *extra], args)
         environment = dict(os.environ, OMP_NUM_THREADS="1")
         done = subprocess.run(command, env=environment, capture_output=True, text=True,
                               timeout=args.timeout)
         out, err = done.stdout, done.stderr
+    elif kind in ("alone", "plain"):
+        emulated = ["--emulate", str(world if kind == "plain" else 1)]
+        command = comparison_runs.command("plain", workload, emulated, args)
+        out, err = run_ranks(command, 1, args.timeout)
     else:
-        worker = [sys.executable, str(HERE / "pytorch_benchmark.py"), *common]
-        if kind in ("alone", "plain"):
-            emulated = world if kind == "plain" else 1
-            worker += ["--system", "plain", "--emulate", str(emulated)]
-            out, err = run_ranks(worker, 1, args.timeout)
-        else:
-            out, err = run_ranks([*worker, "--system", kind, *extra], world, args.timeout)
-    line = last_json_line(out)
-    if line is None:
-        tail = "\n".join((out + err).splitlines()[-8:])
-        raise RuntimeError(f"{kind} {' '.join(extra)} on {workload}, {world} ranks:\n{tail}")
-    return line
-
-
-def environment():
-    cpu = platform.processor()
-    with open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-    git = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty"],
-                         capture_output=True, text=True)
-    import torch
-    found = {
-        "date": datetime.date.today().isoformat(),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "zero": git.stdout.strip(),
-    }
-    if has_deepspeed():
-        import importlib.metadata
-        found["deepspeed"] = importlib.metadata.version("deepspeed")
-    return found
-
-
-def has_deepspeed():
-    import pytorch_systems
-    return pytorch_systems.available("deepspeed")
+        command = comparison_runs.command(kind, workload, extra, args)
+        out, err = run_ranks(command, world, args.timeout)
+    about = f"{kind} {' '.join(extra)} on {workload}, {world} ranks"
+    return comparison_runs.result(out, err, about)
 
 
 def taking_part(args, workload):
-    names = args.systems.split(";") if args.systems else list(SYSTEMS)
-    unknown = [name for name in names if name not in SYSTEMS]
-    if unknown:
-        sys.exit(f"--systems: expected some of {', '.join(SYSTEMS)}; got {', '.join(unknown)}")
-    if "DDP" not in names:
-        names.insert(0, "DDP")  # ratios need it
-    return [n for n in names if arguments(n, workload) is not None
-            and (SYSTEMS[n][0] != "deepspeed" or has_deepspeed())]
+    return [n for n in comparison_runs.chosen(SYSTEMS, args.systems)
+            if arguments(n, workload) is not None
+            and (SYSTEMS[n][0] != "deepspeed" or comparison_runs.has_deepspeed())]
 
 
-def measure(args, results):
+def measure(args, results, save):
     for workload in args.workloads.split(","):
         for world in (int(w) for w in args.worlds.split(",")):
             cell = {"workload": workload, "world": world, "runs": [], "errors": []}
             results["cells"].append(cell)
             cell["plain"] = run("plain", [], workload, world, args)
-            names = taking_part(args, workload)
-            for turn in range(args.repeats):
-                # Every turn begins elsewhere, so that nobody always follows the same neighbour.
-                for name in names[turn % len(names):] + names[:turn % len(names)]:
-                    load = os.getloadavg()[0]
-                    try:
-                        line = run(SYSTEMS[name][0], arguments(name, workload), workload, world,
-                                   args)
-                    except (RuntimeError, subprocess.TimeoutExpired) as error:
-                        cell["errors"].append(f"{name}: {error}")
-                        print(f"FAILED {name}: {error}", file=sys.stderr)
-                        continue
-                    line.update(name=name, turn=turn, load=load)
-                    cell["runs"].append(line)
-                    print(f"{workload} W={world} turn {turn + 1}/{args.repeats} {name}: "
-                          f"{line['median_ms']:.1f} ms", file=sys.stderr, flush=True)
-            if args.json:
-                Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+
+            def one(name):
+                return run(SYSTEMS[name][0], arguments(name, workload), workload, world, args)
+
+            comparison_runs.take_turns(cell, taking_part(args, workload), one,
+                                       f"{workload} W={world}", args, save)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser = comparison_runs.parser(__doc__, comparison_runs.WORKLOADS, repeats=7)
     parser.add_argument("--worlds", default="2", help="numbers of ranks, for example 2,4")
-    parser.add_argument("--systems", default="", help="names as in the table, with ; between them")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of a run, after 3")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
-    parser.add_argument("--zero", default=str(HERE.parent.parent / ".bazel/bin/examples/benchmark/benchmark"),
-                        help="the program //examples:benchmark")
-    parser.add_argument("--json", help="write all runs to this file, after every workload")
-    parser.add_argument("--chart", help="write a bar chart, an SVG, to this file")
-    parser.add_argument("--from", dest="source", help="measure nothing; report this --json file")
     args = parser.parse_args()
-    if args.source:
-        results = json.loads(Path(args.source).read_text())
-    else:
-        if not os.access(args.zero, os.X_OK):
-            sys.exit(f"--zero: {args.zero} is missing; ./bazelw build //examples:benchmark")
-        results = {"environment": environment(), "steps": args.steps, "cells": []}
-        measure(args, results)
-    print(comparison_report.tables(results))
+    results = comparison_runs.measured(args, lambda *found: measure(args, *found))
+    print(comparison_report.tables(results, comparison_report.LOCAL_COLUMNS))
     if args.chart:
         Path(args.chart).write_text(comparison_report.chart(results))
     sys.exit(0 if comparison_report.agrees(results) else 1)

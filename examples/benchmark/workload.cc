@@ -32,9 +32,9 @@ class Mlp final : public Workload {
   Mlp() {
     const auto scale = static_cast<float>(std::sqrt(6.0 / kWidth));
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
-      const std::string name = "layer" + std::to_string(layer);
-      add(name + "_weight", workload_tensor({kWidth, kWidth}, 2 * layer, scale));
-      add(name + "_bias", workload_tensor({kWidth}, 2 * layer + 1, 0.01F));
+      begin_layer("layer" + std::to_string(layer));
+      add("weight", workload_tensor({kWidth, kWidth}, 2 * layer, scale));
+      add("bias", workload_tensor({kWidth}, 2 * layer + 1, 0.01F));
     }
   }
   void make_data(int rank, int micro_batches) override {
@@ -46,6 +46,7 @@ class Mlp final : public Workload {
   at::Tensor loss(int m) override {
     at::Tensor y = inputs_[m];
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      enter(layer);
       y = at::linear(y, numbered_[2 * layer], numbered_[2 * layer + 1]);
       if (layer + 1 < kLayers) y = at::relu(y);
     }
@@ -64,17 +65,19 @@ class GptWorkload final : public Workload {
   explicit GptWorkload(c10::ScalarType dtype) : dtype_(dtype) {
     const auto wide = static_cast<float>(0.02 * std::sqrt(3.0));
     const auto narrow = static_cast<float>(0.02 * std::sqrt(3.0) / std::sqrt(12.0));
+    begin_layer("embedding");
     matrix("wte", {256, kWidth}, wide);
     matrix("wpe", {kTime, kWidth}, wide);
     for (int block = 0; block < kBlocks; ++block) {
-      const std::string b = "block" + std::to_string(block) + "_";
-      norm(b + "ln1");
-      layer(b + "qkv", 3 * kWidth, kWidth, wide);
-      layer(b + "proj", kWidth, kWidth, narrow);
-      norm(b + "ln2");
-      layer(b + "fc", 4 * kWidth, kWidth, wide);
-      layer(b + "out", kWidth, 4 * kWidth, narrow);
+      begin_layer("block" + std::to_string(block));
+      norm("ln1");
+      layer("qkv", 3 * kWidth, kWidth, wide);
+      layer("proj", kWidth, kWidth, narrow);
+      norm("ln2");
+      layer("fc", 4 * kWidth, kWidth, wide);
+      layer("out", kWidth, 4 * kWidth, narrow);
     }
+    begin_layer("end");
     norm("lnf");
     matrix("head", {256, kWidth}, wide);
   }
@@ -89,6 +92,7 @@ class GptWorkload final : public Workload {
     }
   }
   at::Tensor loss(int m) override {
+    enter(0);
     const at::Tensor input = tokens_[m].narrow(1, 0, kTime);
     const at::Tensor labels = tokens_[m].narrow(1, 1, kTime).reshape({-1});
     at::Tensor h = at::embedding(numbered_[0], input) + numbered_[1];
@@ -103,6 +107,7 @@ class GptWorkload final : public Workload {
       return at::linear(x, weight, bias);
     };
     for (int block = 0; block < kBlocks; ++block) {
+      enter(1 + block);
       const auto parts = linear(normed(h)).split(kWidth, 2);
       std::vector<at::Tensor> heads;
       for (const at::Tensor& part : parts) {
@@ -113,6 +118,7 @@ class GptWorkload final : public Workload {
       h = h + linear(o.transpose(1, 2).reshape({2, kTime, kWidth}));
       h = h + linear(at::gelu(linear(normed(h))));
     }
+    enter(1 + kBlocks);
     const at::Tensor logits = at::matmul(normed(h), numbered_.back().t()).to(at::kFloat);
     return at::cross_entropy_loss(logits.reshape({-1, 256}), labels);
   }
@@ -155,8 +161,12 @@ at::Tensor workload_tensor(at::IntArrayRef shape, uint32_t stream, float scale) 
   return result;
 }
 
+void Workload::begin_layer(const std::string& name) {
+  layers_.push_back(register_module(name, std::make_shared<torch::nn::Module>(name)));
+}
+
 at::Tensor Workload::add(const std::string& name, const at::Tensor& value) {
-  numbered_.push_back(register_parameter(name, value));
+  numbered_.push_back(layers_.back()->register_parameter(name, value));
   return numbered_.back();
 }
 

@@ -16,6 +16,7 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,9 +36,19 @@ class Workload : public torch::nn::Module {
   // Parameters in the order in which they are numbered.
   const std::vector<at::Tensor>& numbered() const { return numbered_; }
 
+  // Called in loss() with each layer before it computes.
+  std::function<void(const torch::nn::Module& layer)> before_layer = [](const auto&) {};
+
  protected:
+  // Begins a layer, to which the next parameters belong.
+  void begin_layer(const std::string& name);
   at::Tensor add(const std::string& name, const at::Tensor& value);
+  // To be called in loss() when the layer of this number is next.
+  void enter(size_t layer) const { before_layer(*layers_[layer]); }
   std::vector<at::Tensor> numbered_;
+
+ private:
+  std::vector<std::shared_ptr<torch::nn::Module>> layers_;
 };
 
 struct WorkloadInfo {

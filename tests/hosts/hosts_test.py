@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""Training on several hosts is the training on one host, and sends the bytes of the formula."""
+
+import signal
+import subprocess
+import sys
+import time
+import unittest
+from pathlib import Path
+
+import host_traffic
+import simulated_hosts
+import training_job
+
+# Headers of frames and acknowledgements, and control messages, are 1 % of these rows.
+OVERHEAD = 1.04
+
+
+class Run:
+    """A training of `steps` steps on hosts, with its log and what each host has sent."""
+
+    def __init__(self, hosts, ranks_per_host, steps, rate="none"):
+        folder = training_job.new_folder()
+        with simulated_hosts.SimulatedHosts(hosts, ranks_per_host, rate) as simulated:
+            start = time.monotonic()
+            job = simulated.start(training_job.command(folder, steps), folder)
+            ended = job.wait(timeout=60, grace=5)
+            self.seconds = time.monotonic() - start
+            self.sent = simulated.bytes_sent()
+        if not (ended and job.succeeded()):
+            raise AssertionError(job.failures())
+        self.log = training_job.log(folder)
+
+
+class HostsTest(unittest.TestCase):
+    def check_shape(self, hosts, ranks_per_host):
+        short, long = (Run(hosts, ranks_per_host, steps) for steps in (2, 6))
+        alone = training_job.train_on_one_host(hosts * ranks_per_host, 6)
+        self.assertEqual(len(long.log), 6)
+        for ours, theirs in zip(long.log, alone, strict=True):
+            # Another exchange may add in another order.
+            self.assertLess(abs(ours["loss"] / theirs["loss"] - 1), 1e-5, (ours, theirs))
+        parameters = long.log[-1]["memory"]["working_parameters"]
+        shape = hosts, ranks_per_host, parameters, parameters
+        for host in range(hosts):
+            # All that is not part of a step is in both.
+            measured = (long.sent[host] - short.sent[host]) / 4
+            expected = host_traffic.expected_bytes(*shape)
+            about = (f"{hosts} hosts of {ranks_per_host}: host {host} sends {measured:.0f} bytes a "
+                     f"step, {measured / expected:.4f} of the formula")
+            print(about, flush=True)
+            self.assertGreaterEqual(measured, host_traffic.two_level_bytes(*shape), about)
+            self.assertLessEqual(measured, OVERHEAD * host_traffic.flat_bytes(*shape), about)
+            self.assertAlmostEqual(measured / expected, 1, delta=OVERHEAD - 1, msg=about)
+
+    def test_two_hosts_of_one_rank(self):
+        self.check_shape(2, 1)
+
+    def test_two_hosts_of_two_ranks(self):
+        self.check_shape(2, 2)
+
+    def test_three_hosts_of_one_rank(self):
+        self.check_shape(3, 1)
+
+    def test_a_link_is_no_faster_than_its_rate(self):
+        run = Run(2, 1, 6, rate="100mbit")
+        burst = 512 * 1024
+        self.assertGreater(run.seconds, (max(run.sent) - burst) / (100e6 / 8))
+
+    def test_a_killed_runner_leaves_nothing(self):
+        runner = Path(simulated_hosts.__file__).resolve()
+        # An argument that no other process of this machine has.
+        sleep = ["sleep", f"{1000 + time.time():.6f}"]
+        job = subprocess.Popen([sys.executable, "-B", runner, "--hosts", "2", "--", *sleep])
+        try:
+            self.assertTrue(within(20, lambda: processes(sleep) == 2))
+        finally:
+            job.send_signal(signal.SIGKILL)
+            job.wait()
+        self.assertTrue(within(20, lambda: processes(sleep) == 0))
+
+
+def processes(command):
+    """How many processes run `command`."""
+    wanted = b"\0".join(word.encode() for word in command) + b"\0"
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            count += path.read_bytes() == wanted
+        except OSError:
+            pass  # It has ended.
+    return count
+
+
+def within(seconds, condition):
+    """Whether `condition` becomes true in that time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+if __name__ == "__main__":
+    training_job.skip_unless_available()
+    unittest.main(verbosity=2)
