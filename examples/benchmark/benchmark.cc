@@ -52,6 +52,8 @@ struct Options {
   bool overlap_gather = false;
   std::string reduce_dtype;  // empty: the library's default
   std::string wire = "dtype";
+  bool flat = false;
+  bool encoded_sums = false;
   bool sockets = false;
   bool json = false;
 };
@@ -122,6 +124,7 @@ class Run {
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
                                                        : Layout::kPerParameter);
     zero_options.overlap_gather(options.overlap_gather);
+    zero_options.two_level(!options.flat).fp32_machine_sums(!options.encoded_sums);
     if (!options.reduce_dtype.empty()) {
       zero_options.reduce_dtype(options.reduce_dtype == "bf16" ? at::kBFloat16 : at::kFloat);
     }
@@ -305,6 +308,9 @@ int main(int argc, char** argv) {
   app.add_flag("--static-graph", options.static_graph, "Without control messages");
   app.add_flag("--overlap-gather", options.overlap_gather,
                "Gather parameters during the next forward pass");
+  app.add_flag("--flat", options.flat, "Exchange with every rank, whatever its machine");
+  app.add_flag("--encoded-sums", options.encoded_sums,
+               "Send the sums of a machine in the dtype of the gradients");
   app.add_option("--reduce-dtype", options.reduce_dtype, "Send gradients in this dtype")
       ->check(CLI::IsMember({"fp32", "bf16"}));
   app.add_option("--wire", options.wire, "Format of gradients on the wire")

@@ -33,7 +33,11 @@ SYSTEMS = {
     "FSDP2, no resharding": ("fsdp2_zero2", []),
     "zero stage 2": ("zero", ["--stage", "2"]),
     "zero stage 2, overlapped gather": ("zero", ["--stage", "2", "--overlap-gather"]),
-    "zero stage 2, bf16 wire": ("zero", ["--stage", "2", "--reduce-dtype", "bf16"]),
+    "zero stage 2, flat": ("zero", ["--stage", "2", "--flat"]),
+    "zero stage 2, bf16 wire": (
+        "zero",
+        ["--stage", "2", "--reduce-dtype", "bf16", "--encoded-sums"],
+    ),
     "zero stage 2, int8 wire": ("zero", ["--stage", "2", "--wire", "int8"]),
 }
 
@@ -55,8 +59,9 @@ def formula(cell, name):
     if SYSTEMS[name][0] != "zero":
         return None
     wire = name.split()[-2] if name.endswith(" wire") else own
-    return host_traffic.expected_bytes(hosts, local, elements * BYTES[wire],
-                                       elements * BYTES[own])
+    flat = "--flat" in SYSTEMS[name][1]
+    bytes_of = host_traffic.flat_bytes if flat else host_traffic.expected_bytes
+    return bytes_of(hosts, local, elements * BYTES[wire], elements * BYTES[own])
 
 
 def bytes_per_second(rate):
