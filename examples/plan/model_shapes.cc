@@ -53,7 +53,14 @@ ModelShape gpt2() {
   return model.finish(0);
 }
 
-// What the models of the Llama family differ in; Mixtral is one of them with experts.
+// The model of `//examples:benchmark -- --workload mlp25m`, which was measured.
+ModelShape mlp25m() {
+  Builder model;
+  for (int layer = 0; layer < 24; ++layer) model.linear(std::to_string(layer), 1024, 1024);
+  return model.finish(0);
+}
+
+// The numbers in which models of the Llama family differ; Mixtral is one of them with experts.
 struct Llama {
   int64_t vocabulary, width, layers, hidden, key_value_width, experts;
 };
@@ -99,12 +106,13 @@ int64_t ModelShape::numel() const {
 }
 
 const std::vector<std::string>& model_names() {
-  static const std::vector<std::string> names = {"gpt2", "llama_7b", "llama_70b", "llama3_405b",
-                                                 "mixtral_8x7b"};
+  static const std::vector<std::string> names = {"mlp25m",    "gpt2",        "llama_7b",
+                                                 "llama_70b", "llama3_405b", "mixtral_8x7b"};
   return names;
 }
 
 ModelShape model_shape(const std::string& name) {
+  if (name == "mlp25m") return mlp25m();
   if (name == "gpt2") return gpt2();
   const auto found = kLlamas.find(name);
   TORCH_CHECK(found != kLlamas.end(), "model: expected one of ",

@@ -23,7 +23,8 @@ struct ModelShape {
   int64_t numel() const;
 };
 
-// gpt2 (124M, head tied to the embedding), llama_7b, llama_70b, llama3_405b or mixtral_8x7b.
+// mlp25m, gpt2 (124M, head tied to the embedding), llama_7b, llama_70b, llama3_405b or
+// mixtral_8x7b.
 const std::vector<std::string>& model_names();
 // Throws c10::Error for another name.
 ModelShape model_shape(const std::string& name);

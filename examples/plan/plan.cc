@@ -1,12 +1,14 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What training a large model would cost a rank, from its shapes alone: no
-// tensor is made, so that a laptop plans a job of any size in seconds.
+// Prints the costs of training a large model, from its shapes alone: no tensor is made, so that a
+// laptop plans a job of any size in seconds.
 //
 // Usage:
 //   ./bazelw run //examples:plan -- --model llama3_405b --world 16384 --stage 2
 //   ./bazelw run //examples:plan -- --model mixtral_8x7b --world 512 --expert-parallel 8
+//   ./bazelw run //examples:plan -- --model mlp25m --dtype float32 --world 4
+//       --ranks-per-machine 2 --link-gbit 1 --local-gbit 80 --latency-us 50 --compute-ms 98
 //
 // The figures are arithmetic over the plan that a ZeroOptimizer with AdamW would use,
 // not measurements.
@@ -14,11 +16,16 @@
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "examples/plan/plan_figures.h"
 
@@ -31,13 +38,47 @@ struct Options {
   std::string dtype = "bfloat16";
   std::string layout = "contiguous";
   std::optional<double> bucket_mb;
-  double bandwidth = 50;
-  double latency = 10;
+  // Less than the default where there are fewer ranks.
+  int64_t ranks_per_machine = Machines{}.ranks_per_machine;
+  double link_gbit = Machines{}.link_bytes_per_second * 8e-9;
+  double local_gbit = Machines{}.local_bytes_per_second * 8e-9;
+  double latency_us = Machines{}.link_latency_seconds * 1e6;
+  double local_latency_us = Machines{}.local_latency_seconds * 1e6;
+  std::optional<double> compute_ms;
   bool json = false;
 };
 
 const std::map<std::string, c10::ScalarType> kDtypes = {
     {"float32", c10::kFloat}, {"bfloat16", c10::kBFloat16}, {"float16", c10::kHalf}};
+
+const std::vector<std::pair<std::string, ExchangeAlgorithm>> kAlgorithms = {
+    {"flat pairwise", ExchangeAlgorithm::kPairwise},
+    {"ring over all ranks", ExchangeAlgorithm::kRing},
+    {"two levels", ExchangeAlgorithm::kTwoLevels},
+    {"two levels, log2 steps *", ExchangeAlgorithm::kTwoLevelsLog2Steps}};
+constexpr double kLatencyShare = 0.2;  // that the last column of the table allows
+
+Machines machines(const Options& options) {
+  return {std::min(options.ranks_per_machine, options.job.world_size), options.link_gbit / 8e-9,
+          options.local_gbit / 8e-9, options.latency_us * 1e-6, options.local_latency_us * 1e-6};
+}
+
+nlohmann::ordered_json exchange_json(const Communication& sent, const Options& options) {
+  const ExchangeCost total = sent.total();
+  nlohmann::ordered_json result = {
+      {"machine_bytes", total.machine_bytes},
+      {"link_messages", total.link_messages},
+      {"local_messages", total.local_messages},
+      {"wire_seconds", total.wire_seconds},
+      {"seconds", total.seconds()},
+      {"bucket_bytes_for_latency", bucket_bytes_for_latency(sent, kLatencyShare)}};
+  if (options.compute_ms) {
+    const Compute compute = split_compute(*options.compute_ms * 1e-3);
+    result["step_seconds"] = step_seconds(sent, compute, false);
+    result["step_seconds_overlap_gather"] = step_seconds(sent, compute, true);
+  }
+  return result;
+}
 
 nlohmann::ordered_json memory_json(const MemoryReport& memory) {
   return {{"working_parameters", memory.working_parameters},
@@ -51,14 +92,16 @@ nlohmann::ordered_json memory_json(const MemoryReport& memory) {
 nlohmann::ordered_json report(const Options& options) {
   const auto start = std::chrono::steady_clock::now();
   const ModelShape model = model_shape(options.model);
-  const PlanFigures figures = plan_figures(plan_job(model, options.job), options.job.stage);
+  const Plan plan = plan_job(model, options.job);
+  const PlanFigures figures = plan_figures(plan, options.job.stage);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [&](int64_t messages) {
-    return communication_seconds(messages, figures.bytes_sent, options.latency * 1e-6,
-                                 options.bandwidth * 1e9);
-  };
+  nlohmann::ordered_json exchanges;
+  for (const auto& [name, algorithm] : kAlgorithms) {
+    exchanges[name] = exchange_json(
+        communication(plan, options.job.stage, machines(options), algorithm), options);
+  }
   return {{"model", options.model},
           {"world", options.job.world_size},
           {"stage", options.job.stage},
@@ -74,10 +117,8 @@ nlohmann::ordered_json report(const Options& options) {
           {"buckets", figures.buckets},
           {"largest_bucket_bytes", figures.largest_bucket_bytes},
           {"collective_calls", figures.collective_calls},
-          {"pair_messages", figures.pair_messages},
           {"bytes_sent", figures.bytes_sent},
-          {"ring_seconds", seconds(figures.ring_messages)},
-          {"tree_seconds", seconds(figures.tree_messages)},
+          {"exchanges", exchanges},
           {"plan_seconds", elapsed.count()},
           {"plan_peak_mb", static_cast<double>(usage.ru_maxrss) / 1024}};
 }
@@ -88,6 +129,36 @@ void line(const char* name, double value, const char* unit) {
 
 void count(const char* name, const nlohmann::ordered_json& value) {
   std::printf("  %-34s %14lld\n", name, value.get<long long>());
+}
+
+void print_exchanges(const nlohmann::ordered_json& exchanges, const Options& options) {
+  const int64_t local = machines(options).ranks_per_machine;
+  std::printf("exchanges of the step, machines x ranks: %lld x %lld\n",
+              static_cast<long long>(options.job.world_size / local),
+              static_cast<long long>(local));
+  std::printf("  between machines: %g Gbit/s a machine, %g us a message\n", options.link_gbit,
+              options.latency_us);
+  std::printf("  inside: %g Gbit/s a rank, %g us a message\n", options.local_gbit,
+              options.local_latency_us);
+  std::printf("  %-25s %10s %12s %12s %9s %10s %11s", "", "machine", "messages", "messages", "wire",
+              "with", "bucket MiB");
+  std::printf("%s\n", options.compute_ms ? "      step    overlap" : "");
+  std::printf("  %-25s %10s %12s %12s %9s %10s %11s", "", "sends GB", "between", "inside", "s",
+              "latency s", "for 20 %");
+  std::printf("%s\n", options.compute_ms ? "        ms  gather ms" : "");
+  for (const auto& [name, e] : exchanges.items()) {
+    std::printf("  %-25s %10.4f %12lld %12lld %9.4f %10.4f %11.1f", name.c_str(),
+                e["machine_bytes"].get<double>() * 1e-9, e["link_messages"].get<long long>(),
+                e["local_messages"].get<long long>(), e["wire_seconds"].get<double>(),
+                e["seconds"].get<double>(),
+                e["bucket_bytes_for_latency"].get<double>() / (1024 * 1024));
+    if (options.compute_ms) {
+      std::printf(" %9.1f %10.1f", e["step_seconds"].get<double>() * 1e3,
+                  e["step_seconds_overlap_gather"].get<double>() * 1e3);
+    }
+    std::printf("\n");
+  }
+  std::printf("  * no exchange of this library: what one in log2(machines) messages would take\n");
 }
 
 void print(const nlohmann::ordered_json& r, const Options& options) {
@@ -108,12 +179,8 @@ void print(const nlohmann::ordered_json& r, const Options& options) {
   count("buckets", r["buckets"]);
   line("largest bucket", r["largest_bucket_bytes"].get<double>() * 1e-6, "MB");
   count("collective calls", r["collective_calls"]);
-  count("messages of a rank, pairwise", r["pair_messages"]);
-  line("sent by a rank", r["bytes_sent"].get<double>() * 1e-9, "GB");
-  std::printf("communication at %g GB/s and %g us a message, nothing hidden\n", options.bandwidth,
-              options.latency);
-  line("rings (ranks - 1 messages a call)", r["ring_seconds"].get<double>(), "s");
-  line("trees (log2 of ranks)", r["tree_seconds"].get<double>(), "s");
+  line("sent by a rank in one level", r["bytes_sent"].get<double>() * 1e-9, "GB");
+  print_exchanges(r["exchanges"], options);
   std::printf("planned in %.2f s with %.0f MB\n", r["plan_seconds"].get<double>(),
               r["plan_peak_mb"].get<double>());
 }
@@ -133,9 +200,20 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--expert-parallel", options.job.expert_parallel,
                  "Ranks over which the experts of a layer are dealt out")
       ->check(CLI::PositiveNumber);
-  app.add_option("--bandwidth", options.bandwidth, "GB/s that a rank can send")
+  app.add_option("--ranks-per-machine", options.ranks_per_machine,
+                 "Ranks that share a machine and its link; at most all")
       ->check(CLI::PositiveNumber);
-  app.add_option("--latency", options.latency, "Microseconds of one message")
+  app.add_option("--link-gbit", options.link_gbit, "Gbit/s that a machine can send to others")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--local-gbit", options.local_gbit, "Gbit/s that a rank can send within a machine")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--latency-us", options.latency_us, "Microseconds of a message between machines")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--local-latency-us", options.local_latency_us,
+                 "Microseconds of a message within a machine")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--compute-ms", options.compute_ms,
+                 "Milliseconds of forward and backward together; adds the time of a step")
       ->check(CLI::NonNegativeNumber);
   app.add_flag("--json", options.json, "One JSON line instead of a table");
 }

@@ -13,7 +13,7 @@
 namespace zero::examples {
 namespace {
 
-// What each rank owns, built from ranges of ranks that all own the same more.
+// The elements that each rank owns, built from ranges of ranks that all own the same more.
 class Owned {
  public:
   explicit Owned(int64_t ranks) : change_(ranks + 1, 0) {}
@@ -57,16 +57,92 @@ int64_t element_bytes(const Arena& arena) {
 
 int64_t hops(int64_t world_size) { return std::bit_width(static_cast<uint64_t>(world_size - 1)); }
 
-// What `calls` collectives over a bucket send.
+int64_t row_bytes(const Plan& plan, const Bucket& bucket) {
+  return bucket.rows.equal_numel() * element_bytes(plan.arena_of(bucket));
+}
+
+// Parameters go back to all ranks; stage 1 also returns averaged gradients.
+int64_t gathers_of(int64_t stage) { return stage == 1 ? 2 : 1; }
+
+// Adds what `calls` collectives over a bucket send in one level.
 void add_traffic(const Plan& plan, const Bucket& bucket, int64_t calls, PlanFigures& figures) {
   const int64_t world_size = plan.arena_of(bucket).world_size;
   if (world_size == 1) return;
-  const int64_t row_bytes = bucket.rows.equal_numel() * element_bytes(plan.arena_of(bucket));
   figures.collective_calls += calls;
-  figures.bytes_sent += calls * (world_size - 1) * row_bytes;
-  figures.ring_messages += calls * (world_size - 1);
-  figures.tree_messages += calls * hops(world_size);
-  figures.pair_messages += calls * (world_size - 1);
+  figures.bytes_sent += calls * (world_size - 1) * row_bytes(plan, bucket);
+}
+
+// The ranks of one domain on the machines of a job.
+struct DomainShape {
+  int64_t machines = 1;            // with ranks of one group
+  int64_t local = 1;               // ranks of one group on a machine
+  int64_t groups_per_machine = 1;  // that share its link
+  int64_t ranks() const { return machines * local; }
+  bool has_two_levels() const { return machines > 1 && local > 1; }
+};
+
+DomainShape shape_of(int64_t domain_ranks, int64_t world_size, int64_t ranks_per_machine) {
+  TORCH_CHECK(ranks_per_machine >= 1 && world_size % ranks_per_machine == 0,
+              "ranks_per_machine: expected a divisor of ", world_size, " ranks, got ",
+              ranks_per_machine);
+  const int64_t groups = world_size / domain_ranks;
+  TORCH_CHECK(ranks_per_machine % groups == 0 || groups % ranks_per_machine == 0,
+              "ranks_per_machine: expected a divisor or a multiple of expert_parallel, ", groups,
+              ", got ", ranks_per_machine);
+  DomainShape shape;
+  shape.groups_per_machine = std::min(groups, ranks_per_machine);
+  shape.local = ranks_per_machine / shape.groups_per_machine;
+  shape.machines = domain_ranks / shape.local;
+  return shape;
+}
+
+// Messages and bytes of one collective over one bucket, of a rank.
+struct Sent {
+  int64_t link_messages = 0, local_messages = 0;
+  int64_t machine_bytes = 0, local_bytes = 0;
+  bool levels_in_turn = false;
+};
+
+// `row` and `sum` are the bytes of a row within a machine and between machines in two levels.
+Sent sent_by(ExchangeAlgorithm algorithm, const DomainShape& shape, int64_t row, int64_t sum) {
+  const int64_t w = shape.ranks(), h = shape.machines, l = shape.local;
+  if (algorithm == ExchangeAlgorithm::kPairwise ||
+      (algorithm == ExchangeAlgorithm::kTwoLevels && !shape.has_two_levels())) {
+    return {w - l, l - 1, l * (w - l) * row, (l - 1) * row, false};
+  }
+  if (algorithm == ExchangeAlgorithm::kRing) {
+    return {h - 1, w - h, h > 1 ? (w - 1) * row : 0, l > 1 ? (w - 1) * row : 0, false};
+  }
+  Sent sent{h - 1, h * (l - 1), l * (h - 1) * sum, h * (l - 1) * row, true};
+  if (algorithm == ExchangeAlgorithm::kTwoLevelsLog2Steps) {
+    sent.link_messages = hops(h);
+    sent.local_messages = l - 1;
+  }
+  return sent;
+}
+
+void add(const Sent& sent, int64_t calls, int64_t groups_per_machine, const Machines& machines,
+         ExchangeCost& cost) {
+  const int64_t machine_bytes = calls * groups_per_machine * sent.machine_bytes;
+  const int64_t local_bytes = calls * sent.local_bytes;
+  const double link = static_cast<double>(machine_bytes) / machines.link_bytes_per_second;
+  const double local = static_cast<double>(local_bytes) / machines.local_bytes_per_second;
+  cost.machine_bytes += machine_bytes;
+  cost.local_bytes += local_bytes;
+  cost.link_messages += calls * sent.link_messages;
+  cost.local_messages += calls * sent.local_messages;
+  cost.wire_seconds += sent.levels_in_turn ? link + local : std::max(link, local);
+  cost.latency_seconds +=
+      static_cast<double>(calls * sent.link_messages) * machines.link_latency_seconds +
+      static_cast<double>(calls * sent.local_messages) * machines.local_latency_seconds;
+}
+
+// The end of two pieces of work of `pieces` equal parts each, where a part of the second starts
+// after the same part of the first.
+double overlapped_seconds(double first, double second, int64_t pieces) {
+  if (pieces == 0) return first + second;
+  const auto n = static_cast<double>(pieces);
+  return std::max(first + second / n, first / n + second);
 }
 
 }  // namespace
@@ -125,8 +201,7 @@ PlanFigures plan_figures(const Plan& plan, int64_t stage) {
   figures.padding_share =
       static_cast<double>(figures.padding) / static_cast<double>(figures.parameters);
   figures.buckets = static_cast<int64_t>(plan.buckets.size());
-  // Gradients to their owners, parameters back; stage 1 also returns averaged gradients.
-  const int64_t calls = stage == 1 ? 3 : 2;
+  const int64_t calls = 1 + gathers_of(stage);
   for (const Bucket& bucket : plan.buckets) {
     figures.largest_bucket_bytes =
         std::max(figures.largest_bucket_bytes,
@@ -147,10 +222,54 @@ PlanFigures plan_figures(const Plan& plan, int64_t stage) {
   return figures;
 }
 
-double communication_seconds(int64_t messages, int64_t bytes, double latency_seconds,
-                             double bytes_per_second) {
-  return static_cast<double>(messages) * latency_seconds +
-         static_cast<double>(bytes) / bytes_per_second;
+ExchangeCost Communication::total() const {
+  return {reductions.machine_bytes + gathers.machine_bytes,
+          reductions.local_bytes + gathers.local_bytes,
+          reductions.link_messages + gathers.link_messages,
+          reductions.local_messages + gathers.local_messages,
+          reductions.wire_seconds + gathers.wire_seconds,
+          reductions.latency_seconds + gathers.latency_seconds};
+}
+
+Communication communication(const Plan& plan, int64_t stage, const Machines& machines,
+                            ExchangeAlgorithm algorithm) {
+  constexpr int64_t kSumBytes = 4;  // fp32_machine_sums
+  int64_t world_size = 1, bytes = 0;
+  for (const Arena& arena : plan.arenas) world_size = std::max(world_size, arena.world_size);
+  Communication result;
+  for (const Bucket& bucket : plan.buckets) {
+    const DomainShape shape =
+        shape_of(plan.arena_of(bucket).world_size, world_size, machines.ranks_per_machine);
+    const int64_t row = row_bytes(plan, bucket);
+    const int64_t sum = shape.has_two_levels() ? bucket.rows.equal_numel() * kSumBytes : row;
+    add(sent_by(algorithm, shape, row, sum), 1, shape.groups_per_machine, machines,
+        result.reductions);
+    add(sent_by(algorithm, shape, row, row), gathers_of(stage), shape.groups_per_machine, machines,
+        result.gathers);
+    bytes += shape.ranks() * row;
+    ++result.buckets;
+  }
+  if (result.buckets > 0) result.mean_bucket_bytes = bytes / result.buckets;
+  return result;
+}
+
+double bucket_bytes_for_latency(const Communication& communication, double share) {
+  const ExchangeCost total = communication.total();
+  if (total.wire_seconds == 0) return 0;
+  // Latency is in proportion to the number of buckets, and the time of bytes does not depend on it.
+  return static_cast<double>(communication.mean_bucket_bytes) * total.latency_seconds /
+         (share * total.wire_seconds);
+}
+
+Compute split_compute(double seconds) { return {seconds / 3, seconds * 2 / 3}; }
+
+double step_seconds(const Communication& communication, const Compute& compute,
+                    bool overlap_gather) {
+  const double reduced = overlapped_seconds(
+      compute.backward_seconds, communication.reductions.seconds(), communication.buckets);
+  const double gather = communication.gathers.seconds();
+  if (!overlap_gather) return compute.forward_seconds + reduced + gather;
+  return reduced + overlapped_seconds(gather, compute.forward_seconds, communication.buckets);
 }
 
 }  // namespace zero::examples

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What //examples:plan prints, held to hand arithmetic and to the plan itself.
+// The figures of //examples:plan, held to hand arithmetic and to the plan itself.
 #include "examples/plan/plan_figures.h"
 
 #include <gtest/gtest.h>
@@ -20,6 +20,7 @@ JobOptions job(int64_t world_size, c10::ScalarType dtype = c10::ScalarType::BFlo
 }
 
 TEST(ModelShapesTest, ModelsHaveTheirPublishedNumberOfParameters) {
+  EXPECT_EQ(model_shape("mlp25m").numel(), 25190400);
   EXPECT_EQ(model_shape("gpt2").numel(), 124439808);
   EXPECT_EQ(model_shape("llama_7b").numel(), 6738415616);
   EXPECT_EQ(model_shape("llama_70b").numel(), 68976648192);
@@ -62,8 +63,6 @@ TEST(PlanFiguresTest, LargestModelAtLargestScale) {
   const double expected = 2.0 * 16383 / 16384 * 2 * 405853388800.0;
   EXPECT_NEAR(static_cast<double>(figures.bytes_sent), expected, 0.001 * expected);
   EXPECT_EQ(figures.collective_calls, 2 * figures.buckets);
-  EXPECT_EQ(figures.ring_messages, figures.collective_calls * 16383);
-  EXPECT_EQ(figures.tree_messages, figures.collective_calls * 14);
 }
 
 TEST(PlanFiguresTest, OneRankSendsNothing) {
@@ -89,6 +88,156 @@ TEST(PlanFiguresTest, ExpertsOfADomainAreSharedByFewerRanks) {
   EXPECT_THROW(plan_job(model, options), c10::Error);
   options.expert_parallel = 8;
   EXPECT_THROW(plan_job(model_shape("gpt2"), options), c10::Error);
+}
+
+// One bucket of 1536 elements on 2 machines of 3 ranks: rows of 256 elements.
+Plan one_bucket(c10::ScalarType dtype) {
+  JobOptions options = job(6, dtype);
+  options.plan.bucket_bytes = 0;
+  ModelShape model;
+  model.parameters.push_back({"p", 1536, false});
+  return plan_job(model, options);
+}
+
+// Numbers that are easy to divide by: a link of 1000 B/s, memory of 2000 B/s.
+Machines slow_machines(int64_t ranks_per_machine) {
+  return {ranks_per_machine, 1000, 2000, 1, 0.1};
+}
+
+void expect_cost(const ExchangeCost& cost, int64_t machine_bytes, int64_t local_bytes,
+                 int64_t link_messages, int64_t local_messages, double wire_seconds,
+                 double latency_seconds) {
+  EXPECT_EQ(cost.machine_bytes, machine_bytes);
+  EXPECT_EQ(cost.local_bytes, local_bytes);
+  EXPECT_EQ(cost.link_messages, link_messages);
+  EXPECT_EQ(cost.local_messages, local_messages);
+  EXPECT_DOUBLE_EQ(cost.wire_seconds, wire_seconds);
+  EXPECT_DOUBLE_EQ(cost.latency_seconds, latency_seconds);
+}
+
+TEST(CommunicationTest, PairsSendEveryRowOfEveryRankOverTheLink) {
+  // bf16: rows of 512 bytes; 3 ranks send 3 rows each to the other machine, and 2 inside.
+  const Communication sent =
+      communication(one_bucket(c10::kBFloat16), 2, slow_machines(3), ExchangeAlgorithm::kPairwise);
+  expect_cost(sent.reductions, 9 * 512, 2 * 512, 3, 2, 4.608, 3.2);
+  expect_cost(sent.gathers, 9 * 512, 2 * 512, 3, 2, 4.608, 3.2);
+}
+
+TEST(CommunicationTest, ARingSendsAllRowsButOneOverEachLink) {
+  // 5 steps, 1 of them to the other machine.
+  const Communication sent =
+      communication(one_bucket(c10::kBFloat16), 2, slow_machines(3), ExchangeAlgorithm::kRing);
+  expect_cost(sent.reductions, 5 * 512, 5 * 512, 1, 4, 2.56, 1.4);
+  expect_cost(sent.gathers, 5 * 512, 5 * 512, 1, 4, 2.56, 1.4);
+}
+
+TEST(CommunicationTest, TwoLevelsSendEachSumAndEachRowOnceOverTheLink) {
+  // 3 sums of 1024 bytes, then 3 rows of 512; inside, 2 machines' rows to 2 ranks.
+  const Communication sent =
+      communication(one_bucket(c10::kBFloat16), 2, slow_machines(3), ExchangeAlgorithm::kTwoLevels);
+  expect_cost(sent.reductions, 3 * 1024, 4 * 512, 1, 4, 3.072 + 1.024, 1.4);
+  expect_cost(sent.gathers, 3 * 512, 4 * 512, 1, 4, 1.536 + 1.024, 1.4);
+  expect_cost(sent.total(), 4608, 4096, 2, 8, 6.656, 2.8);
+  // Stage 1 gathers averages as well.
+  const Communication stage1 =
+      communication(one_bucket(c10::kBFloat16), 1, slow_machines(3), ExchangeAlgorithm::kTwoLevels);
+  expect_cost(stage1.gathers, 6 * 512, 8 * 512, 2, 8, 3.072 + 2.048, 2.8);
+}
+
+TEST(CommunicationTest, Log2StepsSendTheSameBytesInFewerMessages) {
+  JobOptions options = job(4096);
+  options.plan.bucket_bytes = 0;
+  const Plan plan = plan_job(model_shape("gpt2"), options);
+  const auto cost = [&](ExchangeAlgorithm algorithm) {
+    return communication(plan, 2, slow_machines(8), algorithm).reductions;
+  };
+  const ExchangeCost two = cost(ExchangeAlgorithm::kTwoLevels);
+  const ExchangeCost log2 = cost(ExchangeAlgorithm::kTwoLevelsLog2Steps);
+  EXPECT_EQ(two.machine_bytes, log2.machine_bytes);
+  EXPECT_EQ(two.link_messages, 511);
+  EXPECT_EQ(two.local_messages, 512 * 7);
+  EXPECT_EQ(log2.link_messages, 9);
+  EXPECT_EQ(log2.local_messages, 7);
+  EXPECT_NEAR(log2.latency_seconds, 9 + 0.7, 1e-9);
+}
+
+TEST(CommunicationTest, OneRankAMachineOrOneMachineNeedsNoSums) {
+  const Plan plan = one_bucket(c10::kBFloat16);
+  expect_cost(communication(plan, 2, slow_machines(1), ExchangeAlgorithm::kTwoLevels).reductions,
+              5 * 512, 0, 5, 0, 2.56, 5);
+  for (const ExchangeAlgorithm algorithm :
+       {ExchangeAlgorithm::kPairwise, ExchangeAlgorithm::kRing, ExchangeAlgorithm::kTwoLevels,
+        ExchangeAlgorithm::kTwoLevelsLog2Steps}) {
+    expect_cost(communication(plan, 2, slow_machines(6), algorithm).reductions, 0, 5 * 512, 0, 5,
+                1.28, 0.5);
+  }
+  EXPECT_THROW(communication(plan, 2, slow_machines(4), ExchangeAlgorithm::kRing), c10::Error);
+}
+
+// 8 ranks on 2 machines, 2 experts of one layer: the 4 ranks with one expert are 2 on each machine,
+// and two such groups share a link.
+TEST(CommunicationTest, GroupsOfExpertsShareALink) {
+  ModelShape model;
+  model.experts = 2;
+  for (int i = 0; i < 6; ++i) model.parameters.push_back({"e", 128, true});
+  model.parameters.push_back({"dense", 512, false});
+  JobOptions options = job(8, c10::ScalarType::Float);
+  options.expert_parallel = 2;
+  options.plan.bucket_bytes = 0;
+  const Plan plan = plan_job(model, options);
+  // Dense: 4 rows of 256 bytes. Experts: 2 groups with 2 rows of 3 * 128 * 4 / 4 bytes.
+  EXPECT_EQ(
+      communication(plan, 2, slow_machines(4), ExchangeAlgorithm::kTwoLevels).gathers.machine_bytes,
+      4 * 256 + 2 * 2 * 384);
+  EXPECT_THROW(communication(plan, 2, slow_machines(3), ExchangeAlgorithm::kRing), c10::Error);
+}
+
+TEST(CommunicationTest, LatencyAddsTheShareAtTheSizeOfBuckets) {
+  const ModelShape model = model_shape("gpt2");
+  const Machines machines;
+  const auto cost = [&](int64_t bucket_bytes) {
+    JobOptions options = job(64);
+    options.plan.bucket_bytes = bucket_bytes;
+    return communication(plan_job(model, options), 2, machines, ExchangeAlgorithm::kTwoLevels);
+  };
+  const double bytes = bucket_bytes_for_latency(cost(int64_t{1} << 20), 3);
+  const ExchangeCost total = cost(static_cast<int64_t>(bytes)).total();
+  EXPECT_NEAR(total.latency_seconds / total.wire_seconds, 3, 0.15);
+}
+
+TEST(StepTest, AStepHidesReductionsButNotGathers) {
+  Communication sent;
+  sent.buckets = 10;
+  sent.reductions.wire_seconds = 4;
+  sent.gathers.wire_seconds = 3;
+  const Compute compute = split_compute(3);
+  EXPECT_DOUBLE_EQ(compute.forward_seconds, 1);
+  EXPECT_DOUBLE_EQ(compute.backward_seconds, 2);
+  // The first bucket is complete after 0.2 s of backward.
+  EXPECT_DOUBLE_EQ(step_seconds(sent, compute, false), 1 + (0.2 + 4) + 3);
+  // The last tenth of forward follows the last bucket.
+  EXPECT_DOUBLE_EQ(step_seconds(sent, compute, true), (0.2 + 4) + (3 + 0.1));
+  // A fast link leaves the last bucket to reduce after backward.
+  sent.reductions.wire_seconds = 1;
+  EXPECT_DOUBLE_EQ(step_seconds(sent, compute, false), 1 + (2 + 0.1) + 3);
+}
+
+// Measured on simulated hosts (examples/benchmark/compare_hosts.py): 909 ms on 2 hosts with 1 or 2
+// ranks each over links of 1 Gbit/s; forward and backward take 98 ms on a rank alone.
+TEST(StepTest, TheEstimateOfMlp25mIsWithin15PercentOfTheMeasuredStep) {
+  Machines machines;
+  machines.link_bytes_per_second = 125e6;
+  machines.local_bytes_per_second = 10e9;
+  machines.link_latency_seconds = 50e-6;
+  for (const int64_t local : {1, 2}) {
+    machines.ranks_per_machine = local;
+    const Plan plan = plan_job(model_shape("mlp25m"), job(2 * local, c10::ScalarType::Float));
+    const Communication sent = communication(plan, 2, machines, ExchangeAlgorithm::kTwoLevels);
+    // Half of all gradients, and half of all parameters.
+    EXPECT_EQ(sent.reductions.machine_bytes, 50380800);
+    EXPECT_EQ(sent.gathers.machine_bytes, 50380800);
+    EXPECT_NEAR(step_seconds(sent, split_compute(0.098), false), 0.909, 0.15 * 0.909);
+  }
 }
 
 TEST(PlanFiguresTest, OwnedElementsAreThoseOfTheSegments) {
