@@ -49,7 +49,9 @@ SentBytes InPlaceExchange::reduce(const at::Tensor& rows, const at::Tensor& buff
   if (!reads(rows))
     return PairwiseExchange::reduce(rows, buffer, values, std::move(use), operation);
   auto received = std::make_shared<std::vector<Row>>(world_size());
-  const int tag = send([&](int peer) { return rows.select(0, peer); }, operation);
+  const int tag = operation.take_tags();
+  send(
+      tag, [&](int peer) { return rows.select(0, peer); }, operation);
   operation.on_wait([self = shared_from_this(), this, rows, received, tag, &operation] {
     const auto bytes = static_cast<int64_t>(rows.nbytes()) / world_size();
     const std::lock_guard<std::mutex> lock(mutex());

@@ -79,17 +79,21 @@ void PairwiseExchange::receive_row(const at::Tensor& into, int peer, int tag,
 }
 
 // All sends are posted at once, so that no peer waits for another one, and rank r begins with r+1,
-// so that not all ranks begin with the same one. Sends come first: when a peer's receive reaches
-// Gloo before the send for it, Gloo writes the data on the thread that called send(), and its event
-// thread, which wants to read from that peer, spins meanwhile. A receive in wait() is seldom there
-// before the peer's send at all: 3 to 6 % of a step's processor time on two cores.
-int PairwiseExchange::send(c10::function_ref<at::Tensor(int peer)> row_to, Operation& operation) {
-  const int tag = operation.take_tags();
+// so that not all ranks begin with the same one.
+//
+// Over links receives come first. Gloo sends data once the peer has a receive for it, and says so
+// on the connection that data takes: behind a row of its own that is being sent, the peer would
+// learn of it too late, and the link would be used in one direction at a time. On one machine sends
+// come first: when a peer's receive reaches Gloo before the send for it, Gloo writes the data on
+// the thread that called send(), and its event thread, which wants to read from that peer, spins
+// meanwhile. A receive in wait() is seldom there before the peer's send at all: 3 to 6 % of a
+// step's processor time on two cores.
+void PairwiseExchange::send(int tag, c10::function_ref<at::Tensor(int peer)> row_to,
+                            Operation& operation) {
   for (int k = 1; k < world_size(); ++k) {
     const int peer = (rank() + k) % world_size();
     send_row(row_to(peer), peer, tag, operation);
   }
-  return tag;
 }
 
 void PairwiseExchange::for_each_sender(c10::function_ref<void(int peer)> start) const {
@@ -104,10 +108,11 @@ at::Tensor PairwiseExchange::start_exchange(const at::Tensor& rows, const at::Te
                                             Operation& operation) {
   const at::Tensor from = staged(rows, /*copy=*/true);
   const at::Tensor into = staged(received, /*copy=*/false);
-  const int tag = send([&](int peer) { return from.select(0, peer); }, operation);
-  if (over_links()) {
-    receive(tag, into, operation);
-  } else {
+  const int tag = operation.take_tags();
+  if (over_links()) receive(tag, into, operation);
+  send(
+      tag, [&](int peer) { return from.select(0, peer); }, operation);
+  if (!over_links()) {
     operation.on_wait([self = shared_from_this(), this, tag, into, &operation] {
       const std::lock_guard<std::mutex> lock(mutex());
       receive(tag, into, operation);
@@ -150,8 +155,11 @@ SentBytes PairwiseExchange::gather(const at::Tensor& rows, Operation& operation)
   const at::Tensor carrier = staged(rows, /*copy=*/true);
   const at::Tensor own = carrier.select(0, rank());
   operation.on_success([rows, carrier] { copy_back(rows, carrier); });
-  const int tag = send([&](int) { return own; }, operation);
-  receive(tag, carrier, operation);
+  const int tag = operation.take_tags();
+  if (over_links()) receive(tag, carrier, operation);
+  send(
+      tag, [&](int) { return own; }, operation);
+  if (!over_links()) receive(tag, carrier, operation);
   return sent(bytes_to_peers(rows));
 }
 
@@ -174,7 +182,9 @@ SentBytes PairwiseExchange::all_with_all(const at::Tensor& values, c10d::ReduceO
   at::Tensor all = at::empty({world_size(), values.numel()}, values.options().device(at::kCPU));
   at::Tensor own = all.select(0, rank());
   own.copy_(values);
-  const int tag = send([&](int) { return own; }, operation);
+  const int tag = operation.take_tags();
+  send(
+      tag, [&](int) { return own; }, operation);
   receive(tag, all, operation);
   operation.on_received([values, all, op] { values.copy_(reduced(all, op)); });
   operation.on_success([all] {});

@@ -44,8 +44,8 @@ class PairwiseExchange : public BackendExchange {
   void naming(int peer, c10::function_ref<void()> start) const;
   void send_row(const at::Tensor& row, int peer, int tag, Operation& operation);
   void receive_row(const at::Tensor& into, int peer, int tag, Operation& operation);
-  // Sends row_to(peer) to each peer; returns the tag.
-  int send(c10::function_ref<at::Tensor(int peer)> row_to, Operation& operation);
+  // Sends row_to(peer) to each peer.
+  void send(int tag, c10::function_ref<at::Tensor(int peer)> row_to, Operation& operation);
   // Calls start(peer) for each peer, in the order in which the peers send to this rank.
   void for_each_sender(c10::function_ref<void(int peer)> start) const;
   // Returns the size of the W-1 rows of `rows` that are for peers.

@@ -57,7 +57,7 @@ void ReductionQueue::push(Reduction reduction) {
   Lock lock(mutex_);
   if (error_) return;  // drain() reports it; nothing more is sent
   waiting_.push_back(std::move(reduction));
-  if (on_stream && under_way_.size() == static_cast<size_t>(kExchangesInFlight)) finish_front(lock);
+  if (on_stream && !has_room()) finish_front(lock);
   start_waiting(lock);
   if (on_stream) return;
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
@@ -69,13 +69,24 @@ void ReductionQueue::push(Reduction reduction) {
   patience_ = std::max(patience_ - (Clock::now() - begin), patience_.zero());
 }
 
+size_t ReductionQueue::buffers_kept(int64_t bucket_bytes) {
+  const int64_t bytes = std::max<int64_t>(bucket_bytes, 1);
+  const int64_t under_way =
+      std::max<int64_t>(kExchangesInFlight, (kBytesInFlight + bytes - 1) / bytes);
+  return static_cast<size_t>(2 * under_way + kWaiting + 2);
+}
+
+bool ReductionQueue::has_room() const {
+  return under_way_.size() < static_cast<size_t>(kExchangesInFlight) ||
+         bytes_under_way_ < kBytesInFlight;
+}
+
 // One thread at a time, so that exchanges start in order. Another that arrives meanwhile returns:
 // the first looks again.
 void ReductionQueue::start_waiting(Lock& lock) {
   if (starting_) return;
   starting_ = true;
-  while (!error_ && !stop_ && !waiting_.empty() &&
-         under_way_.size() < static_cast<size_t>(kExchangesInFlight)) {
+  while (!error_ && !stop_ && !waiting_.empty() && has_room()) {
     Reduction reduction = std::move(waiting_.front());
     waiting_.pop_front();
     lock.unlock();
@@ -93,6 +104,7 @@ void ReductionQueue::start_waiting(Lock& lock) {
       if (!error_) error_ = error;
       waiting_.clear();
     } else {
+      bytes_under_way_ += static_cast<int64_t>(exchange.reduction.rows.nbytes());
       under_way_.push_back(std::move(exchange));
     }
     changed_.notify_all();
@@ -123,6 +135,7 @@ void ReductionQueue::finish(Exchange& exchange) {
 void ReductionQueue::finish_front(Lock& lock) {
   // References into a deque stay valid while others push at its end.
   Exchange& exchange = under_way_.front();
+  const auto bytes = static_cast<int64_t>(exchange.reduction.rows.nbytes());
   lock.unlock();
   std::exception_ptr error;
   try {
@@ -133,6 +146,7 @@ void ReductionQueue::finish_front(Lock& lock) {
   }
   lock.lock();
   ++done_;
+  bytes_under_way_ -= bytes;
   if (error && !error_) error_ = error;
   under_way_.pop_front();
   // After an error the transport is gone: what is left can never arrive.

@@ -6,9 +6,10 @@
 //
 // On the host one worker thread waits for the peers and sums, since Gloo can
 // not be asked whether an exchange is complete. push() starts the exchange at
-// once while fewer than kExchangesInFlight are under way, so that sending never
-// waits for summing. On a GPU nothing waits: exchanges run on the transport's
-// stream, and the calling thread enqueues each sum behind its exchange.
+// once while fewer than kExchangesInFlight, or fewer than kBytesInFlight, are
+// under way, so that sending never waits for summing, also with small buckets. On a GPU nothing
+// waits: exchanges run on the transport's stream, and the calling thread enqueues each sum behind
+// its exchange.
 //
 // Thread safety: push() and drain() are for one thread; the worker is private.
 #pragma once
@@ -42,14 +43,16 @@ struct Reduction {
 
 class ReductionQueue {
   static constexpr int kExchangesInFlight = 2;
+  static constexpr int64_t kBytesInFlight = int64_t{8} << 20;
   static constexpr int kWaiting = 2;
   static constexpr std::chrono::milliseconds kPatience{20};
 
  public:
-  // A pool should keep these between steps for a queue and the thread that fills it: the exchanges
-  // under way, in both directions, what waits, and two that are being filled. What is dropped costs
-  // a page fault for every 4 KiB in the next step.
-  static constexpr int kBuffersKept = 2 * kExchangesInFlight + kWaiting + 2;
+  // Returns the number of buffers of `bucket_bytes` that a pool should keep between steps for a
+  // queue and the thread that fills it: the exchanges under way, in both directions, what waits,
+  // and two that are being filled. What is dropped costs a page fault for every 4 KiB in the next
+  // step.
+  static size_t buffers_kept(int64_t bucket_bytes);
 
   explicit ReductionQueue(BufferPool& pool) : pool_(pool) {}
   // Drops what is not finished; blocks until the operation under way ends or fails.
@@ -74,6 +77,8 @@ class ReductionQueue {
   };
 
   using Lock = std::unique_lock<std::mutex>;
+  // With the lock held. Returns whether one more exchange may be under way.
+  bool has_room() const;
   // With the lock held, which they give up meanwhile.
   void start_waiting(Lock& lock);
   void finish_front(Lock& lock);
@@ -88,6 +93,7 @@ class ReductionQueue {
   std::deque<Reduction> waiting_;
   std::deque<Exchange> under_way_;  // exchanges started, the front one being finished
   std::exception_ptr error_;
+  int64_t bytes_under_way_ = 0;
   int64_t done_ = 0;                               // buckets
   int64_t done_at_push_ = 0;                       // at the last push()
   std::chrono::nanoseconds patience_ = kPatience;  // left until another bucket is done
