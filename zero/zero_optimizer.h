@@ -28,7 +28,7 @@
 //
 // Promises:
 //   1. A gradient is the mean over ranks; a rank that did not use a parameter counts as zero. Sums
-//      are fp32 in rank order, whatever dtype is sent.
+//      are fp32 in rank order, whatever dtype is sent; over several machines, first within each.
 //   2. A parameter dropped on every rank is skipped as torch skips an undefined gradient: no
 //      decay, no momentum, no step count. Ranks may use different parameters and run different
 //      numbers of backward passes.

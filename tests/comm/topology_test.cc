@@ -45,6 +45,15 @@ TEST(TopologyTest, TwoLevelsNeedEqualMachinesInRankOrder) {
   EXPECT_EQ(Topology({0, 0, 1}).describe(), "2 machines with 1 to 2 ranks each");
 }
 
+TEST(TopologyTest, AdviceForMachinesThatCannotExchangeInTwoLevels) {
+  for (const std::vector<int>& good : {std::vector<int>{0, 0, 1, 1}, {0, 0, 0}, {0, 1, 2}, {0}}) {
+    EXPECT_EQ(advice(Topology(good)), "");
+  }
+  expect_words(advice(Topology({0, 0, 1})), {"2 machines with 1 to 2 ranks each", "same number"});
+  expect_words(advice(Topology({0, 1, 0, 1})),
+               {"do not follow one another", "one after the other"});
+}
+
 TEST(TopologyTest, OfASubgroup) {
   const Topology topology({0, 0, 1, 1, 2, 2});
   EXPECT_EQ(topology.of_ranks({1, 3, 5}), Topology({0, 1, 2}));

@@ -168,4 +168,12 @@ Topology agree_on_topology(const c10::intrusive_ptr<BoundedStore>& store, int ra
   return **result;
 }
 
+std::string advice(const Topology& topology) {
+  const bool one_each = topology.machines() == topology.world_size();
+  if (topology.machines() == 1 || one_each || topology.has_two_levels()) return {};
+  return c10::str("got ", topology.describe(),
+                  ": every rank exchanges with every other. Start the same number of ranks on each "
+                  "machine, numbered one after the other, so that a machine sends each byte once");
+}
+
 }  // namespace zero

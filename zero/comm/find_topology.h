@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <optional>
+#include <string>
 
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/topology.h"
@@ -21,5 +22,9 @@ Topology agree_on_topology(const c10::intrusive_ptr<BoundedStore>& store, int ra
                            std::chrono::milliseconds timeout,
                            std::chrono::steady_clock::time_point since,
                            const std::optional<Topology>& stated, bool willing);
+
+// Returns what to change so that exchanges can work in two levels; empty if they do, or if there is
+// nothing to gain.
+std::string advice(const Topology& topology);
 
 }  // namespace zero

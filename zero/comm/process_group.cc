@@ -387,6 +387,8 @@ Group init(const InitOptions& options) {
     meet(bounded->under("meeting"), env, timeout, start);
     topology = agree_on_topology(bounded->under("topology"), env.rank, env.world_size, timeout,
                                  start, topology, options.shared_memory);
+    const std::string text = advice(*topology);
+    if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
     store = bounded;
   }
   return Group(store, env.rank, env.world_size, "world",
