@@ -96,6 +96,10 @@ DomainShape shape_of(int64_t domain_ranks, int64_t world_size, int64_t ranks_per
   return shape;
 }
 
+// With more machines one exchange inside serves all of them, as in
+// zero/comm/two_level_exchange.cc.
+constexpr int64_t kFewMachines = 4;
+
 // Messages and bytes of one collective over one bucket, of a rank.
 struct Sent {
   int64_t link_messages = 0, local_messages = 0;
@@ -113,11 +117,9 @@ Sent sent_by(ExchangeAlgorithm algorithm, const DomainShape& shape, int64_t row,
   if (algorithm == ExchangeAlgorithm::kRing) {
     return {h - 1, w - h, h > 1 ? (w - 1) * row : 0, l > 1 ? (w - 1) * row : 0, false};
   }
-  Sent sent{h - 1, h * (l - 1), l * (h - 1) * sum, h * (l - 1) * row, true};
-  if (algorithm == ExchangeAlgorithm::kTwoLevelsLog2Steps) {
-    sent.link_messages = hops(h);
-    sent.local_messages = l - 1;
-  }
+  const int64_t exchanges_inside = h > kFewMachines ? 1 : h;
+  Sent sent{h - 1, exchanges_inside * (l - 1), l * (h - 1) * sum, h * (l - 1) * row, true};
+  if (algorithm == ExchangeAlgorithm::kTwoLevelsLog2Steps) sent.link_messages = hops(h);
   return sent;
 }
 

@@ -63,8 +63,8 @@ enum class ExchangeAlgorithm {
   kPairwise,            // each rank sends a row to each other rank
   kRing,                // one ring over all ranks, as NCCL has it
   kTwoLevels,           // zero/comm/two_level_exchange.h; with H or L = 1 the same as kPairwise
-  kTwoLevelsLog2Steps,  // the bytes of kTwoLevels in log2(H) messages, and one exchange inside
-                        // instead of one for each machine. No exchange of the library does that.
+  kTwoLevelsLog2Steps,  // the bytes of kTwoLevels in log2(H) messages. No exchange of the library
+                        // does that.
 };
 
 // An estimate for the reductions or the gathers of one step.
@@ -93,8 +93,8 @@ struct Communication {
 //                 bytes a machine sends   messages between machines   within a machine
 //   kPairwise     L (W - L) b             W - L                       L - 1
 //   kRing         (W - 1) b               H - 1                       W - H
-//   kTwoLevels    L (H - 1) b             H - 1                       H (L - 1)
-//   ...Log2Steps  L (H - 1) b             log2(H), rounded up         L - 1
+//   kTwoLevels    L (H - 1) b             H - 1                       L - 1, or H (L - 1) if H <= 4
+//   ...Log2Steps  L (H - 1) b             log2(H), rounded up         the same
 //
 // A sum between two levels has four bytes an element. Messages of a ring cross to another machine
 // H - 1 times on their way, as in NCCL's own model (src/graph/tuning.cc, nInterSteps). Links and

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -117,6 +118,63 @@ TEST_F(OperationTest, AStageThatThrowsIsALoss) {
   expect_words(error_of([&] { operation.wait(); }),
                {"move: out of paper (after ", "rank 2 did not send so far"});
   EXPECT_EQ(said, "from 1");
+}
+
+TEST_F(OperationTest, ReceiveLeavesTheSendsToWait) {
+  Operation operation(health, "move");
+  operation.add_send(1, done("to 1"));
+  operation.add_receive(1, done("from 1"));
+  operation.on_received([&] { say("received"); });
+  operation.on_success([&] { say("success"); });
+  operation.receive();
+  EXPECT_EQ(said, "from 1, received");
+  operation.wait();
+  EXPECT_EQ(said, "from 1, received, to 1, success");
+}
+
+TEST_F(OperationTest, ActionsOfOneKindRunInTheirOrder) {
+  Operation operation(health, "move");
+  for (const char* text : {"a", "b"}) {
+    operation.on_wait([&, text] { say(std::string("wait ") + text); });
+    operation.on_received([&, text] { say(std::string("received ") + text); });
+    operation.on_success([&, text] { say(std::string("success ") + text); });
+  }
+  operation.wait();
+  EXPECT_EQ(said, "wait a, wait b, received a, received b, success a, success b");
+}
+
+TEST_F(OperationTest, PartsHaveTheTimeAndTheNameOfTheWhole) {
+  Operation operation(health, "move", 7);
+  const std::shared_ptr<Operation> one = operation.part(), two = operation.part();
+  one->add_receive(1, done("from 1"));
+  two->add_receive(2, missing());
+  operation.consists_of([&](Operation::Clock::time_point start) {
+    std::this_thread::sleep_for(milliseconds(30));
+    one->wait(start);
+    two->wait(start);
+  });
+  const auto start = std::chrono::steady_clock::now();
+  expect_words(error_of([&] { operation.wait(); }), {"move: rank 2 did not send within 50 ms"});
+  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(75));
+}
+
+// Below 2^30, and the same for the same operation of another rank.
+TEST_F(OperationTest, TagsOfOperationsUnderWayDiffer) {
+  std::set<int> tags;
+  for (int number = 0; number < 100; ++number) {
+    Operation operation(health, "move", number), elsewhere(health, "move", number);
+    const std::shared_ptr<Operation> parts[] = {operation.part(), operation.part()};
+    EXPECT_EQ(operation.take_tags(2), elsewhere.take_tags(2));
+    const int first = operation.take_tags(3);
+    for (const int tag : {first, first + 1, first + 2, operation.take_tags(), parts[0]->take_tags(),
+                          parts[1]->take_tags()}) {
+      EXPECT_GE(tag, 0);
+      EXPECT_LT(tag, 1 << 30);
+      EXPECT_TRUE(tags.insert(tag).second);
+    }
+  }
+  Operation last(health, "move", (int64_t{1} << 40) - 1);
+  EXPECT_LT(last.part()->take_tags(8192), 1 << 30);
 }
 
 TEST_F(OperationTest, RunsActionsWithoutAnythingToWaitFor) {

@@ -21,6 +21,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -206,6 +207,59 @@ TEST_P(RowExchangeTest, FewValuesAndBroadcasts) {
     EXPECT_EQ(ints[0].item<int>(), 10);
     EXPECT_EQ(sent[1][2].item<float>(), world - 1);
   });
+}
+
+// More than 8 ranks combine their values in steps.
+TEST(ManyRanksTest, FewValuesReachEveryRankWithTheSameBits) {
+  for (const auto& [wire, world] :
+       {std::pair{Wire::kMemory, 9}, {Wire::kMemory, 11}, {Wire::kMemory, 16}, {Wire::kGloo, 13}}) {
+    std::vector<at::Tensor> sums(world);
+    run_ranks(
+        world,
+        [&, world = world](const Group& group) {
+          const auto control = group.make_communicator("control", Purpose::kControl);
+          const int me = group.rank();
+          at::Tensor sum = random_tensor({5}, 100 + me).to(at::kDouble);
+          at::Tensor longs = at::full({2}, (int64_t{1} << 40) + (7 * me) % world, at::kLong);
+          at::Tensor bits = at::full({1}, 1 << me, at::kInt);
+          Pending first = control->all_reduce_sum(sum, "norm");
+          Pending second = control->all_reduce_max(longs, "control");
+          Pending third = control->all_reduce_or(bits, "flags");
+          third.wait();
+          first.wait();
+          second.wait();
+          sums[me] = sum;
+          EXPECT_EQ(longs[1].item<int64_t>(), (int64_t{1} << 40) + world - 1);
+          EXPECT_EQ(bits[0].item<int>(), (1 << world) - 1);
+        },
+        on(wire));
+    at::Tensor expected = at::zeros({5}, at::kDouble);
+    for (int r = 0; r < world; ++r) expected += random_tensor({5}, 100 + r).to(at::kDouble);
+    for (const at::Tensor& sum : sums) {
+      EXPECT_TRUE(sum.equal(sums[0]));
+      EXPECT_TRUE(sum.allclose(expected, 1e-14, 1e-14));
+    }
+  }
+}
+
+TEST(ManyRanksTest, ARankThatNeverCallsIsNamedByOneThatWaitsForIt) {
+  std::atomic<int> named = 0;
+  run_ranks(
+      12,
+      [&](const Group& group) {
+        const auto control = group.make_communicator("control", Purpose::kControl);
+        if (group.rank() == 5) {
+          std::this_thread::sleep_for(milliseconds(1500));
+          return;
+        }
+        at::Tensor values = at::ones({3}, at::kInt);
+        const std::string text =
+            error_of([&] { control->all_reduce_max(values, "control message").wait(); });
+        expect_words(text, {"all_reduce_max of control message: ", "rank "});
+        if (text.find("rank 5 did not send") != std::string::npos) ++named;
+      },
+      on(Wire::kMemory, milliseconds(500)));
+  EXPECT_GE(named, 1);
 }
 
 TEST_P(RowExchangeTest, TrafficIsWhatLeavesTheRank) {

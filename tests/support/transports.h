@@ -48,8 +48,8 @@ inline std::string wire_name(Wire wire) {
                                  : "Native";
 }
 
-// Every transport at 1, 2, 3 and 4 ranks of one machine, and at 2 x 2, 2 x 3 and 3 x 2 in two
-// levels.
+// Every transport at 1, 2, 3 and 4 ranks of one machine, and at 2 x 2, 2 x 3, 3 x 2 and
+// 5 x 2 in two levels.
 struct WireCase {
   Wire wire;
   int world_size;
@@ -66,6 +66,8 @@ inline std::vector<WireCase> wire_cases() {
     for (const auto& [world_size, local] : {std::pair{4, 2}, {6, 3}, {6, 2}}) {
       all.push_back({wire, world_size, local});
     }
+    // So many machines that rows are copied into the order of places.
+    if (wire != Wire::kGloo) all.push_back({wire, 10, 2});
   }
   return all;
 }

@@ -28,7 +28,8 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 constexpr const char* kTable = "machines";
 constexpr const char* kFinal = "final";
 
-std::string key_of(int rank) { return "rank/" + std::to_string(rank); }
+// The meeting of the ranks has its own keys in the same store: zero/rendezvous/meeting.cc.
+std::string key_of(int rank) { return "member/" + std::to_string(rank); }
 std::string refused_key(int machine) { return "refused/" + std::to_string(machine); }
 
 // What a rank states, or the memory that it shares: the first byte says which.

@@ -15,6 +15,8 @@
 namespace zero {
 namespace {
 
+// With more machines rows are copied, so that each rank gets one message and not one for each.
+constexpr int kFewMachines = 4;
 // Buffers of a reduction begin at multiples of this.
 constexpr int64_t kAlignment = 64;
 
@@ -44,15 +46,19 @@ TwoLevelExchange::TwoLevelExchange(std::shared_ptr<RowExchange> inside,
     : inside_(std::move(inside)),
       between_(std::move(between)),
       place_(place),
-      in_call_order_(in_call_order) {}
+      in_call_order_(in_call_order),
+      packs_(in_call_order || place.machines > kFewMachines) {}
 
 at::Tensor TwoLevelExchange::of_machine(const at::Tensor& rows, int machine) const {
   return rows.narrow(0, int64_t{machine} * place_.ranks_per_machine, place_.ranks_per_machine);
 }
 
+at::Tensor TwoLevelExchange::by_machine(const at::Tensor& rows) const {
+  return rows.view({place_.machines, place_.ranks_per_machine, rows.size(1)});
+}
+
 at::Tensor TwoLevelExchange::of_place(const at::Tensor& rows) const {
-  return rows.view({place_.machines, place_.ranks_per_machine, rows.size(1)})
-      .select(1, place_.local);
+  return by_machine(rows).select(1, place_.local);
 }
 
 void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, Level second) {
@@ -88,7 +94,8 @@ void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, L
 // ---- Reduce ----
 
 struct TwoLevelExchange::Buffers {
-  std::vector<at::Tensor> inside;  // for each machine, what inside_ needs for the rows to it
+  at::Tensor packed;  // [ranks_per_machine, machines * row], in the order of places; if packs_
+  std::vector<at::Tensor> inside;  // for each exchange within the machine, what inside_ needs
   at::Tensor sums;                 // [machines, numel] fp32
   at::Tensor encoded;              // [machines, row]; the same as `sums` if they are sent in fp32
   at::Tensor between;              // what between_ needs
@@ -108,9 +115,12 @@ TwoLevelExchange::Buffers TwoLevelExchange::split(const at::Tensor& rows, const 
     if (!buffer.defined()) return shape;
     return buffer.narrow(0, begin, bytes).view(dtype).view(sizes);
   };
-  const at::Tensor block = of_machine(rows, 0);
-  const int64_t inside = inside_->reduction_bytes(block, {});
-  for (int g = 0; g < place_.machines; ++g) {
+  if (packs_) {
+    result.packed =
+        take({place_.ranks_per_machine, place_.machines * rows.size(1)}, rows.scalar_type());
+  }
+  const int64_t inside = inside_->reduction_bytes(packs_ ? result.packed : of_machine(rows, 0), {});
+  for (int i = 0; i < (packs_ ? 1 : place_.machines); ++i) {
     result.inside.push_back(inside > 0 ? take({inside}, at::kByte) : at::Tensor());
   }
   const RowFormat* format = values.format;
@@ -130,16 +140,48 @@ int64_t TwoLevelExchange::reduction_bytes(const at::Tensor& rows, const RowValue
 
 namespace {
 
+// Returns the address of row `i` of rows of `bytes` bytes each.
+const void* row_at(const SummandRows& rows, int64_t i, int64_t bytes) {
+  if (rows.addresses != nullptr) return rows.addresses[i];
+  return i == rows.own ? rows.own_row : static_cast<const char*>(rows.received) + i * bytes;
+}
+
 // Adds up rows that are numbers of their dtype.
 void sum_numbers(const SummandRows& rows, const at::Tensor& sum) {
   const auto options = sum.options().dtype(rows.dtype);
   const auto bytes = sum.numel() * static_cast<int64_t>(c10::elementSize(rows.dtype));
   for (int64_t i = 0; i < rows.count; ++i) {
-    const void* row = rows.addresses != nullptr ? rows.addresses[i]
-                      : i == rows.own           ? rows.own_row
-                                      : static_cast<const char*>(rows.received) + i * bytes;
+    const void* row = row_at(rows, i, bytes);
     const at::Tensor numbers = at::from_blob(const_cast<void*>(row), {sum.numel()}, options);
     i == 0 ? sum.copy_(numbers) : sum.add_(numbers.to(at::kFloat));
+  }
+}
+
+void sum_rows_of(const RowFormat* format, const SummandRows& rows, const at::Tensor& sum) {
+  format != nullptr ? format->sum(rows, sum) : sum_numbers(rows, sum);
+}
+
+// Adds up rows of which each holds one row for every machine, one after the other.
+//   sums  [machines, numel]
+void sum_packed(const RowFormat* format, const SummandRows& places, int64_t row_bytes,
+                const at::Tensor& sums) {
+  // Numbers may be added all at once; on a GPU all rows are numbers.
+  if (format == nullptr || sums.is_cuda()) {
+    sum_rows_of(format, places, sums.view({-1}));
+    return;
+  }
+  const int64_t machines = sums.size(0);
+  std::vector<const void*> addresses(static_cast<size_t>(places.count));
+  for (int64_t g = 0; g < machines; ++g) {
+    for (int64_t i = 0; i < places.count; ++i) {
+      addresses[i] =
+          static_cast<const char*>(row_at(places, i, machines * row_bytes)) + g * row_bytes;
+    }
+    SummandRows rows;
+    rows.dtype = places.dtype;
+    rows.count = places.count;
+    rows.addresses = addresses.data();
+    format->sum(rows, sums.select(0, g));
   }
 }
 
@@ -150,21 +192,31 @@ SentBytes TwoLevelExchange::reduce(const at::Tensor& rows, const at::Tensor& buf
   const auto buffers = std::make_shared<const Buffers>(split(rows, buffer, values));
   const RowFormat* format = values.format;
   SentBytes sent;
+  const auto reduce_inside = [&](const at::Tensor& block, size_t i, const UseRows& add_up,
+                                 Operation& part) {
+    add(locked(*inside_,
+               [&](RowExchange& ranks) {
+                 return ranks.reduce(block, buffers->inside[i], {}, add_up, part);
+               }),
+        sent);
+  };
   const Level first = [&](Operation& part) {
+    if (packs_) {
+      buffers->packed.view({place_.ranks_per_machine, place_.machines, rows.size(1)})
+          .copy_(by_machine(rows).transpose(0, 1));
+      reduce_inside(
+          buffers->packed, 0,
+          [format, buffers, bytes = row_bytes(rows)](const SummandRows& places) {
+            sum_packed(format, places, bytes, buffers->sums);
+          },
+          part);
+      return;
+    }
     for (int g = 0; g < place_.machines; ++g) {
       const at::Tensor sum = buffers->sums.select(0, g);
-      const auto add_up = [format, sum](const SummandRows& summands) {
-        if (format != nullptr) {
-          format->sum(summands, sum);
-        } else {
-          sum_numbers(summands, sum);
-        }
-      };
-      add(locked(*inside_,
-                 [&](RowExchange& inside) {
-                   return inside.reduce(of_machine(rows, g), buffers->inside[g], {}, add_up, part);
-                 }),
-          sent);
+      reduce_inside(
+          of_machine(rows, g), static_cast<size_t>(g),
+          [format, sum](const SummandRows& summands) { sum_rows_of(format, summands, sum); }, part);
     }
   };
   const auto second = [between = between_, rows, buffer, buffers, format,
@@ -183,6 +235,23 @@ SentBytes TwoLevelExchange::reduce(const at::Tensor& rows, const at::Tensor& buf
 
 // ---- Gather and exchange ----
 
+namespace {
+
+// Hands the rows of this rank's place to the ranks of its machine, and puts theirs into `rows`.
+void gather_packed(RowExchange& inside, const at::Tensor& rows,
+                   const TwoLevelExchange::Place& place, Operation& part) {
+  const at::Tensor places =
+      rows.view({place.machines, place.ranks_per_machine, rows.size(1)}).transpose(0, 1);
+  const at::Tensor packed = at::empty(places.sizes(), rows.options());
+  packed.select(0, place.local).copy_(places.select(0, place.local));
+  locked(inside, [&](RowExchange& ranks) {
+    return ranks.gather(packed.view({place.ranks_per_machine, -1}), part);
+  });
+  part.on_received([places, packed] { places.copy_(packed); });
+}
+
+}  // namespace
+
 SentBytes TwoLevelExchange::gather(const at::Tensor& rows, Operation& operation) {
   SentBytes sent;
   const int here = place_.machine;
@@ -193,10 +262,11 @@ SentBytes TwoLevelExchange::gather(const at::Tensor& rows, Operation& operation)
   // Rows of the own machine wait for nothing, but are sent with the others, in one order
   // everywhere.
   std::vector<at::Tensor> blocks;
-  for (int g = 0; g < place_.machines; ++g) {
+  for (int g = 0; g < place_.machines && !packs_; ++g) {
     blocks.push_back(of_machine(rows, (here + g) % place_.machines));
   }
-  const auto second = [inside = inside_, blocks](Operation& part) {
+  const auto second = [inside = inside_, blocks, rows, place = place_](Operation& part) {
+    if (blocks.empty()) gather_packed(*inside, rows, place, part);
     for (const at::Tensor& block : blocks) {
       locked(*inside, [&](RowExchange& ranks) { return ranks.gather(block, part); });
     }
@@ -221,10 +291,10 @@ SentBytes TwoLevelExchange::exchange(const at::Tensor& rows, const at::Tensor& r
           sent);
     }
   };
-  const auto by_machine = [this](const at::Tensor& matrix) {
+  const auto grouped = [this](const at::Tensor& matrix) {
     return matrix.view({place_.machines, place_.ranks_per_machine * matrix.size(1)});
   };
-  const auto second = [between = between_, from = by_machine(routed), into = by_machine(received),
+  const auto second = [between = between_, from = grouped(routed), into = grouped(received),
                        here = place_.machine](Operation& part) {
     locked(*between, [&](RowExchange& ranks) { return ranks.exchange(from, into, part); });
     part.on_success([from, into, here] { into.select(0, here).copy_(from.select(0, here)); });

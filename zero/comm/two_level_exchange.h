@@ -11,6 +11,10 @@
 //   gather   rank (h, l) sends its row to the ranks (g, l) of the other machines, which hand it on
 //            within theirs
 //
+// Within a machine there is one exchange for each of a few machines, of rows as they are. For many
+// machines, and for backends that launch kernels, rows are first copied into the order of places,
+// so that one exchange serves all machines.
+//
 // The order of a sum depends on the topology alone: over every transport that hands on rows as they
 // were sent, the bits are the same.
 #pragma once
@@ -62,6 +66,8 @@ class TwoLevelExchange : public RowExchange {
 
   // Returns the rows of, or for, the ranks of one machine: [ranks_per_machine, n].
   at::Tensor of_machine(const at::Tensor& rows, int machine) const;
+  // Returns the rows [world_size, n] as [machines, ranks_per_machine, n].
+  at::Tensor by_machine(const at::Tensor& rows) const;
   // Returns those of, or for, the ranks with this rank's place: [machines, n], each contiguous.
   at::Tensor of_place(const at::Tensor& rows) const;
   Buffers split(const at::Tensor& rows, const at::Tensor& buffer, const RowValues& values) const;
@@ -74,6 +80,7 @@ class TwoLevelExchange : public RowExchange {
   const std::shared_ptr<RowExchange> between_;
   const Place place_;
   const bool in_call_order_;
+  const bool packs_;  // rows are copied into the order of places
   SerialThread second_levels_;
 };
 

@@ -1,0 +1,56 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/base/serial_thread.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace zero {
+namespace {
+
+TEST(SerialThreadTest, RunsTasksInTheirOrderOnOneThread) {
+  std::vector<int> order;
+  std::vector<std::thread::id> threads;
+  {
+    SerialThread thread;
+    for (int i = 0; i < 100; ++i) {
+      thread.push([&, i] {
+        order.push_back(i);
+        threads.push_back(std::this_thread::get_id());
+      });
+    }
+  }
+  ASSERT_EQ(order.size(), 100U);
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(order[i], i);
+  for (const std::thread::id id : threads) {
+    EXPECT_EQ(id, threads[0]);
+    EXPECT_NE(id, std::this_thread::get_id());
+  }
+}
+
+TEST(SerialThreadTest, EndsWithoutATask) { const SerialThread thread; }
+
+TEST(SerialThreadTest, ATaskMayPushAnother) {
+  std::promise<int> done;
+  SerialThread thread;
+  thread.push([&] { thread.push([&] { done.set_value(3); }); });
+  EXPECT_EQ(done.get_future().get(), 3);
+}
+
+// What a task owns ends before the next one starts.
+TEST(SerialThreadTest, ATaskIsGoneWhenItIsDone) {
+  SerialThread thread;
+  const auto owned = std::make_shared<int>(1);
+  std::promise<long> count;
+  thread.push([owned] {});
+  thread.push([&] { count.set_value(owned.use_count()); });
+  EXPECT_EQ(count.get_future().get(), 1);
+}
+
+}  // namespace
+}  // namespace zero
