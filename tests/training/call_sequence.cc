@@ -58,12 +58,13 @@ class Generator {
   }
 
   void draw_group() {
-    s_.world_size = pick<int>({{1, 8}, {2, 46}, {3, 36}, {4, 10}});
-    s_.topology =
+    s_.world_size = pick<int>({{1, 8}, {2, 46}, {3, 30}, {4, 16}});
+    if (s_.world_size == 4) s_.ranks_per_machine = pick<int>({{0, 4}, {2, 12}});
+    s_.mesh_kind =
         s_.world_size == 1
-            ? Topology::kFlat
-            : pick<Topology>(
-                  {{Topology::kFlat, 76}, {Topology::kReplicas, 12}, {Topology::kExperts, 12}});
+            ? MeshKind::kFlat
+            : pick<MeshKind>(
+                  {{MeshKind::kFlat, 76}, {MeshKind::kReplicas, 12}, {MeshKind::kExperts, 12}});
     s_.wire = pick<Wire>(
         {{Wire::kMemory, 30}, {Wire::kNative, 15}, {Wire::kGloo, 30}, {Wire::kShared, 25}});
     s_.dtype = pick<c10::ScalarType>({{c10::ScalarType::Float, 60},
@@ -180,7 +181,7 @@ class Generator {
                                            {Action::kStep, clipped_ ? 40 : 25},
                                            {Action::kClip, pending_ ? 9 : 0}};
     if (!pending_ || everywhere_ || refused_) choices.push_back({Action::kZeroGrad, 4});
-    if (!pending_ && s_.topology != Topology::kExperts) {  // whose names would meet in one folder
+    if (!pending_ && s_.mesh_kind != MeshKind::kExperts) {  // whose names would meet in one folder
       choices.push_back({Action::kCheckpoint, 2});
       choices.push_back({Action::kCheckpointAsync, 1});
     }
@@ -195,7 +196,7 @@ class Generator {
         choices.push_back({a, 1});
       }
       // Of experts each rank may ask for another.
-      if (s_.topology != Topology::kExperts) choices.push_back({Action::kDifferentParameters, 1});
+      if (s_.mesh_kind != MeshKind::kExperts) choices.push_back({Action::kDifferentParameters, 1});
     }
     if (clipped_) choices.push_back({Action::kBackwardAfterClip, 4});
     if (!clipped_) choices.push_back({Action::kBrokenBackward, 1});
@@ -325,7 +326,7 @@ class Generator {
   int passes_ = 0;        // at most, of a rank
 };
 
-constexpr std::array<const char*, 3> kTopologyNames = {"", " with replicas", " with experts"};
+constexpr std::array<const char*, 3> kMeshNames = {"", " with replicas", " with experts"};
 constexpr std::array<const char*, 8> kPassNames = {
     "own", "plain", "no_sync", "plain_no_sync", "with_grad", "only_grad", "no_graph", "by_hand"};
 constexpr std::array<const char*, 26> kActionNames = {"nothing",
@@ -383,7 +384,8 @@ std::string describe(const CallSequence& s) {
   constexpr std::array<const char*, 4> kInners = {"SGD", "SGD with momentum", "AdamW", "Adam"};
   std::ostringstream text;
   text << "seed " << s.seed << ": W " << s.world_size
-       << kTopologyNames[static_cast<size_t>(s.topology)] << " over " << wire_name(s.wire) << ", "
+       << (s.ranks_per_machine > 0 ? " on 2 machines" : "")
+       << kMeshNames[static_cast<size_t>(s.mesh_kind)] << " over " << wire_name(s.wire) << ", "
        << c10::toString(s.dtype) << ", " << kInners[static_cast<size_t>(s.inner)] << ", "
        << text_of(s.options) << ", layers";
   for (const auto& [in, out] : s.layers) text << " " << in << "x" << out;

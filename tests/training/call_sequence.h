@@ -85,7 +85,7 @@ struct Event {
 };
 
 // Where parameters live. Vectors are parameter group 1.
-enum class Topology {
+enum class MeshKind {
   kFlat,      // shards over all ranks
   kReplicas,  // matrices, and with an even seed vectors, have shards over two ranks or one
   kExperts,   // each rank has vectors of its own
@@ -94,7 +94,8 @@ enum class Topology {
 struct CallSequence {
   uint64_t seed = 0;
   int world_size = 2;
-  Topology topology = Topology::kFlat;
+  int ranks_per_machine = 0;  // 0: all
+  MeshKind mesh_kind = MeshKind::kFlat;
   Wire wire = Wire::kMemory;
   c10::ScalarType dtype = c10::ScalarType::Float;
   Inner inner = Inner::kSgd;

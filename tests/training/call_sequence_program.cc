@@ -32,8 +32,11 @@ int run(int ranks, const Seeds& seeds, const std::string& folder) {
     const std::string text = describe(sequence);
     print_if_aborted(&text, kSequenceLimit);
     const bool shared = sequence.wire == Wire::kShared || sequence.wire == Wire::kNative;
-    const Group group(job.store(), job.rank(), ranks, "sequence " + std::to_string(seed),
-                      gloo_factory(shared), at::kCPU, kSequenceTimeout);
+    const Group group(
+        job.store(), job.rank(), ranks, "sequence " + std::to_string(seed), gloo_factory(shared),
+        at::kCPU, kSequenceTimeout,
+        Topology::of_equal_machines(
+            ranks, sequence.ranks_per_machine > 0 ? sequence.ranks_per_machine : ranks));
     const std::filesystem::path own = std::filesystem::path(folder) / std::to_string(seed);
     std::filesystem::create_directories(own);
     try {

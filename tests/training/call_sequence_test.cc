@@ -37,7 +37,7 @@ std::string run_on_threads(const CallSequence& sequence, const std::string& fold
   try {
     run_ranks(
         sequence.world_size, [&](const Group& group) { run_sequence(sequence, group, folder); },
-        on(sequence.wire, kSequenceTimeout));
+        on(sequence.wire, kSequenceTimeout, sequence.ranks_per_machine));
   } catch (const std::exception& error) {
     return error.what();
   }

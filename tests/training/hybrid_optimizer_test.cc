@@ -42,7 +42,7 @@ struct Logical {
   bool sometimes = false;  // only one batch uses it, in odd steps
 };
 
-struct Topology {
+struct JobShape {
   std::string name;
   std::vector<Mesh::Dimension> dimensions;
   Names data;  // dimensions over which batches differ
@@ -86,7 +86,7 @@ at::Tensor part_of(const at::Tensor& whole, const Logical& l, const Mesh& mesh) 
 }
 
 // The batches that pass through this rank's part of `l`.
-std::vector<int> batches_of(const Topology& t, const Logical& l, const Mesh& mesh) {
+std::vector<int> batches_of(const JobShape& t, const Logical& l, const Mesh& mesh) {
   std::vector<int> result{0};
   for (const Mesh::Dimension& d : t.dimensions) {
     if (!t.is_data(d.name)) continue;
@@ -125,7 +125,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   return std::make_unique<torch::optim::SGD>(list, torch::optim::SGDOptions(0.1));
 }
 
-size_t group_count(const Topology& t) {
+size_t group_count(const JobShape& t) {
   size_t count = 0;
   for (const Logical& l : t.parameters) count = std::max(count, l.group + 1);
   return count;
@@ -138,7 +138,7 @@ struct Local {
   std::vector<at::Tensor> tensors;
   std::vector<std::vector<at::Tensor>> groups;
 
-  Local(const Topology& t, const Mesh& mesh, c10::ScalarType dtype) : groups(group_count(t)) {
+  Local(const JobShape& t, const Mesh& mesh, c10::ScalarType dtype) : groups(group_count(t)) {
     for (const Logical& l : t.parameters) {
       if (l.stage >= 0 && l.stage != mesh.coordinate("pp")) continue;
       // The first rank of a domain and its replicas sends its values to the others.
@@ -154,7 +154,7 @@ struct Local {
     }
   }
 
-  at::Tensor loss(const Topology& t, const Mesh& mesh, int step) const {
+  at::Tensor loss(const JobShape& t, const Mesh& mesh, int step) const {
     at::Tensor sum = at::zeros({});
     for (size_t i = 0; i < tensors.size(); ++i) {
       const Logical& l = *logical[i];
@@ -174,7 +174,7 @@ struct Reference {
   std::vector<std::map<std::string, at::Tensor>> values;  // after each step
 };
 
-Reference train_whole(const Topology& t, bool adam, std::optional<double> max_norm) {
+Reference train_whole(const JobShape& t, bool adam, std::optional<double> max_norm) {
   std::vector<at::Tensor> tensors;
   std::vector<std::vector<at::Tensor>> groups(group_count(t));
   for (const Logical& l : t.parameters) {
@@ -229,7 +229,7 @@ void raise(double& largest, double value) {
   if (!(value <= largest)) largest = value;  // a NaN must not pass
 }
 
-Largest train_in_parts(const Topology& t, const Mesh& mesh, bool adam,
+Largest train_in_parts(const JobShape& t, const Mesh& mesh, bool adam,
                        std::optional<double> max_norm, ZeroOptions options,
                        const Reference& reference) {
   Local local(t, mesh, at::kFloat);
@@ -260,7 +260,7 @@ GroupPlacement expert(const Mesh& mesh, const Names& reduce, int64_t batches) {
   return GroupPlacement().sharded_over(mesh.group(reduce)).averaged_over(batches);
 }
 
-std::vector<Topology> topologies() {
+std::vector<JobShape> topologies() {
   const std::vector<Logical> dense{
       {"a", {7, 5}, 0}, {"b", {13}, 1}, {"s", {3, 3}, 1, {}, {}, -1, true}};
   const auto with = [&](const std::vector<Logical>& more) {
@@ -270,7 +270,7 @@ std::vector<Topology> topologies() {
   };
   const std::vector<Logical> experts{{"e", {6, 11}, 2, {"ep"}, {"ep"}},
                                      {"f", {4, 3}, 2, {"ep"}, {"ep"}, -1, true}};
-  std::vector<Topology> list;
+  std::vector<JobShape> list;
   list.push_back({"replicate 2 x shard 2",
                   {{"rep", 2}, {"shard", 2}},
                   {"rep", "shard"},
@@ -345,7 +345,7 @@ std::vector<Topology> topologies() {
 TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
   std::printf("%-40s %-10s %-10s %-10s %s\n", "topology", "SGD", "AdamW", "norm",
               "messages per step: control, norm");
-  for (const Topology& t : topologies()) {
+  for (const JobShape& t : topologies()) {
     Largest sgd, adamw;
     for (const bool adam : {false, true}) {
       const Reference reference = train_whole(t, adam, 0.5);
@@ -384,7 +384,7 @@ TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
 // through shared memory.
 TEST(HybridOptimizerTest, OverGloo) {
   const auto all = topologies();
-  for (const Topology& t : {all[0], all[3]}) {
+  for (const JobShape& t : {all[0], all[3]}) {
     const Reference reference = train_whole(t, false, std::nullopt);
     for (const bool shared_memory : {false, true}) {
       RunOptions options;
@@ -404,7 +404,7 @@ TEST(HybridOptimizerTest, OverGloo) {
 
 // Many rounds, in which the mean over replicas of one round must not be averaged again.
 TEST(HybridOptimizerTest, MicroBatchesAddUpOverReplicas) {
-  const Topology t = topologies()[0];
+  const JobShape t = topologies()[0];
   for (const int64_t stage : {1, 2}) {
     run_ranks(4,
               [&](const Group& world) {
@@ -432,7 +432,7 @@ TEST(HybridOptimizerTest, MicroBatchesAddUpOverReplicas) {
 }
 
 // `bad` multiplies the loss of one rank in step 1.
-void expect_all_skip(const Topology& t, c10::ScalarType dtype, double bad, int bad_rank) {
+void expect_all_skip(const JobShape& t, c10::ScalarType dtype, double bad, int bad_rank) {
   std::mutex mutex;
   std::vector<double> scales(t.ranks());
   run_ranks(
@@ -466,7 +466,7 @@ void expect_all_skip(const Topology& t, c10::ScalarType dtype, double bad, int b
 }
 
 TEST(HybridOptimizerTest, OneBadRankMakesTheWholeMeshSkip) {
-  for (const Topology& t : topologies()) {
+  for (const JobShape& t : topologies()) {
     for (const int rank : {0, t.ranks() - 1}) {
       expect_all_skip(t, at::kHalf, 1e9, rank);
       expect_all_skip(t, at::kFloat, std::nan(""), rank);
@@ -476,7 +476,7 @@ TEST(HybridOptimizerTest, OneBadRankMakesTheWholeMeshSkip) {
 
 // Stages scale alike even where only one has fp16 parameters.
 TEST(HybridOptimizerTest, OneFp16StageScalesAllStages) {
-  const Topology t = topologies()[4];
+  const JobShape t = topologies()[4];
   run_ranks(4,
             [&](const Group& world) {
               const Mesh mesh(world, t.dimensions);
@@ -491,7 +491,7 @@ TEST(HybridOptimizerTest, OneFp16StageScalesAllStages) {
 }
 
 TEST(HybridOptimizerTest, ADriftedExpertIsFoundByEveryRank) {
-  const Topology t = topologies()[2];
+  const JobShape t = topologies()[2];
   run_ranks(4,
             [&](const Group& world) {
               const Mesh mesh(world, t.dimensions);
@@ -509,7 +509,7 @@ TEST(HybridOptimizerTest, ADriftedExpertIsFoundByEveryRank) {
 }
 
 // What `construct` throws on every rank; all must throw and none may hang.
-void expect_refused(const Topology& t, const std::string& part) {
+void expect_refused(const JobShape& t, const std::string& part) {
   run_ranks(t.ranks(),
             [&](const Group& world) {
               const Mesh mesh(world, t.dimensions);
@@ -529,7 +529,7 @@ void expect_refused(const Topology& t, const std::string& part) {
 }
 
 TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
-  Topology t = topologies()[2];
+  JobShape t = topologies()[2];
   t.place = [](const Mesh& mesh, ZeroOptions& o) { o.placement(3, expert(mesh, {"edp"}, 4)); };
   expect_refused(t, "one of the 3 groups");
   t.place = [](const Mesh& mesh, ZeroOptions& o) {

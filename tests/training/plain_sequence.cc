@@ -28,7 +28,7 @@ at::Tensor grid(at::IntArrayRef shape, uint64_t seed, int64_t range, double divi
 
 SequenceModelImpl::SequenceModelImpl(const CallSequence& sequence, uint64_t seed) {
   const auto manage = [&](const std::string& name, const at::Tensor& tensor, size_t unit) {
-    const bool expert = sequence.topology == Topology::kExperts && tensor.dim() != 2;
+    const bool expert = sequence.mesh_kind == MeshKind::kExperts && tensor.dim() != 2;
     managed_.push_back({name, tensor, static_cast<int>(unit), expert});
   };
   const auto dtype = at::TensorOptions().dtype(sequence.dtype);

@@ -82,10 +82,10 @@ class SequenceRank {
 
   void place(ZeroOptions& options) const {
     const int rank = group_.rank(), size = s_.world_size;
-    if (s_.topology == Topology::kExperts) {
+    if (s_.mesh_kind == MeshKind::kExperts) {
       options.placement(1, GroupPlacement().sharded_over(group_.subgroup({rank}, "own")));
     }
-    if (s_.topology != Topology::kReplicas) return;
+    if (s_.mesh_kind != MeshKind::kReplicas) return;
     const int shards = size % 2 == 0 ? size / 2 : 1;
     std::vector<int> shared, copies;
     for (int r = 0; r < size; ++r) {

@@ -128,9 +128,13 @@ int Operation::take_tags(int count) {
   return (number * kParts + part_) * kTagsOfPart + first;
 }
 
-void Operation::fail_to_start(const std::exception_ptr& reason) {
+void Operation::cancel() {
   steps_.clear();
   on_wait_.clear();
+}
+
+void Operation::fail_to_start(const std::exception_ptr& reason) {
+  cancel();
   const std::string message =
       c10::str(what_, ": could not start: ", reason_of(reason), health_->where());
   health_->fail(message);

@@ -92,7 +92,9 @@ class Operation {
   // under way has. They are below 2^30, as zero/comm/backends/shared_rows.h asks.
   int take_tags(int count = 1);
 
-  // Drops all transfers: the group has failed, since one of them threw `reason` when it was to
+  // Drops all transfers of an operation that could not be started.
+  void cancel();
+  // The same: the group has failed, since one of them threw `reason` when it was to
   // start. Throws c10::Error.
   [[noreturn]] void fail_to_start(const std::exception_ptr& reason);
 

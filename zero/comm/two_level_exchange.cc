@@ -65,7 +65,12 @@ void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, L
   const std::shared_ptr<Operation> one = operation.part();
   const std::shared_ptr<Operation> two = operation.part();
   auto started = std::make_shared<std::promise<void>>();
-  first(*one);
+  try {
+    first(*one);
+  } catch (...) {
+    one->cancel();  // The caller knows the reason.
+    throw;
+  }
   const auto go_on = [one, two, started, second = std::move(second)] {
     try {
       one->receive();
