@@ -99,7 +99,8 @@ class RowExchange;
 
 // An operation under way. wait() must be called exactly once, before the
 // tensors are read or written; they are kept alive until then. The time limit
-// runs from the call of wait(), since a rank may start early and compute on.
+// runs from the call of wait(), since a rank may start early and compute on; in
+// two levels the first has a limit of its own, from when its turn comes.
 // Dropping a Pending of several ranks without waiting leaves the peers' data on
 // the wire, so the communicator counts as failed from then on.
 class Pending {
