@@ -62,8 +62,8 @@ at::Tensor TwoLevelExchange::of_place(const at::Tensor& rows) const {
 }
 
 void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, Level second) {
-  const std::shared_ptr<Operation> one = operation.part();
-  const std::shared_ptr<Operation> two = operation.part();
+  std::shared_ptr<Operation> one = operation.part();
+  std::shared_ptr<Operation> two = operation.part();
   auto started = std::make_shared<std::promise<void>>();
   try {
     first(*one);
@@ -71,7 +71,7 @@ void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, L
     one->cancel();  // The caller knows the reason.
     throw;
   }
-  const auto go_on = [one, two, started, second = std::move(second)] {
+  auto go_on = [one, two, started, second = std::move(second)]() mutable {
     try {
       one->receive();
       try {
@@ -79,6 +79,10 @@ void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, L
       } catch (...) {
         two->fail_to_start(std::current_exception());
       }
+      // What the parts keep alive ends with the caller's wait(), not later on this thread.
+      second = nullptr;
+      one.reset();
+      two.reset();
       started->set_value();
     } catch (...) {
       started->set_exception(std::current_exception());
@@ -92,7 +96,7 @@ void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, L
   if (in_call_order_) {
     go_on();
   } else {
-    second_levels_.push(go_on);
+    second_levels_.push(std::move(go_on));
   }
 }
 
