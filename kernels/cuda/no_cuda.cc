@@ -1,7 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Stands in for the .cu files in programs built without CUDA.
+// Stands in for the .cu files in programs built without CUDA. The functions are weak, so that tests
+// can link others in their place.
 #include <c10/util/Exception.h>
 
 #include "kernels/cuda/cuda_kernels.h"
@@ -17,25 +18,29 @@ namespace {
 
 }  // namespace
 
-const char* cast_copy_spans(const CopySpan*, int64_t, ElementType, ElementType, bool, void*) {
+[[gnu::weak]] const char* cast_copy_spans(const CopySpan*, int64_t, ElementType, ElementType, bool,
+                                          void*) {
   fail("cast_copy");
 }
-const char* fill_zero(void*, int64_t, void*) { fail("fill_zero"); }
-const char* sum_rows(const SumRowsRange&, void*) { fail("sum_rows"); }
-const char* sum_of_abs_powers(const ConstSpan*, int64_t, double, double*, void*) {
+[[gnu::weak]] const char* fill_zero(void*, int64_t, void*) { fail("fill_zero"); }
+[[gnu::weak]] const char* sum_rows(const SumRowsRange&, void*) { fail("sum_rows"); }
+[[gnu::weak]] const char* sum_of_abs_powers(const ConstSpan*, int64_t, double, double*, void*) {
   fail("sum_of_abs_powers");
 }
-const char* max_abs_bits(const ConstSpan*, int64_t, int64_t*, void*) { fail("max_abs_bits"); }
-const char* adam_step(const AdamSegment*, int64_t, const AdamCoefficients&, const AdamPowers&,
-                      const float*, const double*, ElementType, void*) {
+[[gnu::weak]] const char* max_abs_bits(const ConstSpan*, int64_t, int64_t*, void*) {
+  fail("max_abs_bits");
+}
+[[gnu::weak]] const char* adam_step(const AdamSegment*, int64_t, const AdamCoefficients&,
+                                    const AdamPowers&, const float*, const double*, ElementType,
+                                    void*) {
   fail("adam_step");
 }
-const char* sgd_step(const SgdSegment*, int64_t, const SgdCoefficients&, const float*,
-                     const double*, ElementType, void*) {
+[[gnu::weak]] const char* sgd_step(const SgdSegment*, int64_t, const SgdCoefficients&, const float*,
+                                   const double*, ElementType, void*) {
   fail("sgd_step");
 }
-const char* lion_step(const LionSegment*, int64_t, const LionCoefficients&, const float*,
-                      const double*, ElementType, void*) {
+[[gnu::weak]] const char* lion_step(const LionSegment*, int64_t, const LionCoefficients&,
+                                    const float*, const double*, ElementType, void*) {
   fail("lion_step");
 }
 

@@ -29,31 +29,41 @@ uint64_t batch_seed(int rank, int step, int micro) {
 
 std::vector<at::Tensor> values(const OddModelImpl& model) {
   std::vector<at::Tensor> result;
-  for (const at::Tensor& p : model.parameters()) result.push_back(p.detach().clone());
+  for (const at::Tensor& p : model.parameters()) {
+    result.push_back(p.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+  }
   return result;
 }
 
 at::Tensor batch_loss(OddModelImpl& model, const Training& t, int rank, int step, int micro) {
   const uint64_t seed = batch_seed(rank, step, micro);
-  const at::Tensor x = random_tensor({3, 17}, seed).to(t.dtype);
-  const at::Tensor target = random_tensor({3, 11}, seed + 500000).to(t.dtype);
+  const at::Device device = model.scale.device();
+  const at::Tensor x = random_tensor({3, 17}, seed).to(device, t.dtype);
+  const at::Tensor target = random_tensor({3, 11}, seed + 500000).to(device, t.dtype);
   return model.loss(x, target, t.use(rank, step, micro)) / t.micro_batches;
 }
 
 }  // namespace
 
-OddModelImpl::OddModelImpl(uint64_t seed, int64_t width) {
-  trunk = register_module("trunk", torch::nn::Linear(17, width));
-  left = register_module("left", torch::nn::Linear(width, 11));
-  right = register_module("right", torch::nn::Linear(width, 11));
-  never = register_module("never", torch::nn::Linear(5, 3));
-  scale = register_parameter("scale", at::ones({1}));
-  empty = register_parameter("empty", at::zeros({0}));
+AffineImpl::AffineImpl(int64_t in, int64_t out, at::Device device) {
+  weight = register_parameter("weight", at::zeros({out, in}, device));
+  bias = register_parameter("bias", at::zeros({out}, device));
+}
+
+at::Tensor AffineImpl::forward(const at::Tensor& x) { return at::linear(x, weight, bias); }
+
+OddModelImpl::OddModelImpl(uint64_t seed, int64_t width, at::Device device) {
+  trunk = register_module("trunk", Affine(17, width, device));
+  left = register_module("left", Affine(width, 11, device));
+  right = register_module("right", Affine(width, 11, device));
+  never = register_module("never", Affine(5, 3, device));
+  scale = register_parameter("scale", at::ones({1}, device));
+  empty = register_parameter("empty", at::zeros({0}, device));
   // Dense, but not in row-major order.
-  last = register_parameter("last",
-                            at::zeros({1, 11, 1, 2}).contiguous(at::MemoryFormat::ChannelsLast));
-  frozen = register_parameter("frozen", at::zeros({7}), /*requires_grad=*/false);
-  counter = register_buffer("counter", at::zeros({1}, at::kLong));
+  last = register_parameter(
+      "last", at::zeros({1, 11, 1, 2}, device).contiguous(at::MemoryFormat::ChannelsLast));
+  frozen = register_parameter("frozen", at::zeros({7}, device), /*requires_grad=*/false);
+  counter = register_buffer("counter", at::zeros({1}, at::TensorOptions(at::kLong).device(device)));
   at::NoGradGuard no_grad;
   uint64_t number = 0;
   for (at::Tensor& p : parameters()) {
@@ -115,7 +125,7 @@ std::unique_ptr<torch::optim::Optimizer> make_inner(Inner inner, OddModelImpl& m
 
 Trajectory train_sharded(const Training& t, const Group& group) {
   // Only rank 0's values may matter.
-  OddModel model(group.rank() == 0 ? 1 : 100 + group.rank(), t.width);
+  OddModel model(group.rank() == 0 ? 1 : 100 + group.rank(), t.width, group.device());
   model->to(t.dtype);
   ZeroOptimizer optimizer(*model, make_inner(t.inner, *model), group, t.options);
   // A step without a pass on any rank has nothing to clip, which is an error.
@@ -144,9 +154,11 @@ Trajectory train_sharded(const Training& t, const Group& group) {
       } else if (loss.requires_grad()) {
         optimizer.scale_loss(loss).backward();
       }
+      if (t.reads_loss) loss.item<double>();
     }
     if (t.max_norm && has_pass(step)) optimizer.clip_grad_norm_(*t.max_norm);
     optimizer.step();
+    optimizer.wait_for(*model);
     trajectory.push_back(values(*model));
   }
   return trajectory;

@@ -8,7 +8,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/modules/linear.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
@@ -25,6 +26,15 @@
 
 namespace zero {
 
+// torch::nn::Linear on any device: libtorch moves no module to a private-use backend.
+struct AffineImpl : torch::nn::Module {
+  AffineImpl(int64_t in, int64_t out, at::Device device);
+  at::Tensor forward(const at::Tensor& x);
+
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(Affine);
+
 // Sizes that divide by nothing, a parameter of one element, one of none, a
 // convolution-like channels_last weight, two branches of equal size and a layer
 // that is never used.
@@ -33,11 +43,11 @@ struct OddModelImpl : torch::nn::Module {
   // kLeftAgain is a second use of the left branch, in the same pass.
   enum Use : unsigned { kLeft = 1, kRight = 2, kScale = 4, kTrunk = 8, kAll = 15, kLeftAgain = 16 };
 
-  explicit OddModelImpl(uint64_t seed, int64_t width = 23);
+  explicit OddModelImpl(uint64_t seed, int64_t width = 23, at::Device device = at::kCPU);
   // The loss of a batch [n, 17] -> [n, 11]; without any use a constant.
   at::Tensor loss(const at::Tensor& x, const at::Tensor& target, unsigned use);
 
-  torch::nn::Linear trunk{nullptr}, left{nullptr}, right{nullptr}, never{nullptr};
+  Affine trunk{nullptr}, left{nullptr}, right{nullptr}, never{nullptr};
   at::Tensor scale, empty, last, frozen, counter;
 };
 TORCH_MODULE(OddModel);
@@ -51,6 +61,7 @@ struct Training {
   int micro_batches = 1;
   bool no_sync = false;         // for all micro batches but the last
   bool plain_backward = false;  // loss.backward() instead of optimizer.backward()
+  bool reads_loss = false;      // on the host, after each pass
   std::optional<double> max_norm;
   Inner inner = Inner::kAdamW;
   c10::ScalarType dtype = c10::ScalarType::Float;

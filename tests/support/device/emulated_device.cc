@@ -1,0 +1,487 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/device/emulated_device.h"
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "tests/support/device/emulated_operations.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// Streams have the numbers device * kStreams + 1, +2, ...; the default stream of every device is 0,
+// as CUDA's is null.
+constexpr int kStreams = 32;
+constexpr unsigned char kPoison = 0xFF;
+constexpr size_t kQuarantine = size_t{64} << 20;
+
+std::atomic<int64_t> longest_delay_us{200};
+std::atomic<int64_t> patience_ms{20000};
+std::array<std::atomic<int64_t>, kEmulatedDevices> waits{};
+
+struct Violations {
+  std::mutex mutex;
+  std::vector<std::string> list;
+};
+
+// Never destroyed: threads of streams run until the process ends.
+Violations& violations() {
+  static auto* const all = new Violations;
+  return *all;
+}
+
+}  // namespace
+
+namespace emulated {
+
+void report(const std::string& violation) {
+  Violations& all = violations();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.list.push_back(violation);
+}
+
+milliseconds patience() { return milliseconds(patience_ms.load()); }
+
+struct Gate::State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool open = false;
+};
+
+Gate::Gate() : state_(std::make_shared<State>()) {}
+
+void Gate::open() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->open = true;
+  state_->changed.notify_all();
+}
+
+bool Gate::is_open() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->open;
+}
+
+void Gate::wait(const std::string& what) const {
+  std::unique_lock<std::mutex> lock(state_->mutex);
+  if (state_->changed.wait_for(lock, patience(), [this] { return state_->open; })) return;
+  lock.unlock();
+  report("deadlock: " + what + " waited for more than " + std::to_string(patience().count()) +
+         " ms");
+}
+
+}  // namespace emulated
+
+namespace {
+
+using emulated::Gate;
+
+// ---- Streams ----
+
+class StreamThread {
+ public:
+  explicit StreamThread(int number) : random_(static_cast<unsigned>(number)) {
+    std::thread([this] { run(); }).detach();
+  }
+
+  void push(std::function<void()> work) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back(std::move(work));
+    changed_.notify_all();
+  }
+
+  Gate mark() {
+    Gate gate;
+    push([gate]() mutable { gate.open(); });
+    return gate;
+  }
+
+  bool idle() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return queue_.empty() && !running_;
+  }
+
+ private:
+  void run() {
+    while (true) {
+      std::function<void()> work;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        running_ = false;
+        changed_.wait(lock, [this] { return !queue_.empty(); });
+        work = std::move(queue_.front());
+        queue_.pop_front();
+        running_ = true;
+      }
+      const int64_t longest = longest_delay_us;
+      if (longest > 0 && random_() % 4 == 0) {
+        std::this_thread::sleep_for(microseconds(random_() % static_cast<uint64_t>(longest)));
+      }
+      work();
+    }
+  }
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  bool running_ = false;
+  std::mt19937_64 random_;
+};
+
+StreamThread& thread_of(int device, c10::StreamId id) {
+  static std::mutex mutex;
+  static auto* const all = new std::map<std::pair<int, c10::StreamId>, StreamThread*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  StreamThread*& found = (*all)[{device, id}];
+  if (found == nullptr)
+    found = new StreamThread(device * kStreams + static_cast<int>(id) % kStreams);
+  return *found;
+}
+
+StreamThread& thread_of(const c10::Stream& stream) {
+  return thread_of(stream.device_index(), stream.id());
+}
+
+thread_local int this_device = 0;
+thread_local std::array<c10::StreamId, kEmulatedDevices> these_streams{};
+
+c10::Stream stream_of(int device, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE,
+                     c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)), id);
+}
+
+// ---- Memory ----
+
+struct Block {
+  int device = 0;
+  size_t bytes = 0;
+  c10::StreamId stream = 0;
+  std::vector<c10::Stream> used_on = {};  // besides `stream`
+};
+
+class Memory {
+ public:
+  void* allocate(size_t bytes) {
+    void* const memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
+    // What it holds is not known: it may have been something else's.
+    std::memset(memory, kPoison, bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    blocks_[memory] = {this_device, bytes, these_streams[this_device]};
+    return memory;
+  }
+
+  void free(void* memory) {
+    Block block;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      block = std::move(blocks_.at(memory));
+      blocks_.erase(memory);
+    }
+    StreamThread& owner = thread_of(block.device, block.stream);
+    for (const c10::Stream& stream : block.used_on) {
+      owner.push([gate = thread_of(stream).mark()] { gate.wait("memory of another stream"); });
+    }
+    owner.push([this, memory, bytes = block.bytes] {
+      std::memset(memory, kPoison, bytes);
+      retire(memory, bytes);
+    });
+  }
+
+  void record(const void* memory, const c10::Stream& stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = find(memory);
+    if (found == blocks_.end() || found->second.stream == stream.id()) return;
+    auto& streams = found->second.used_on;
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+      streams.push_back(stream);
+    }
+  }
+
+  int device_of(const void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = find(memory);
+    return found == blocks_.end() ? -1 : found->second.device;
+  }
+
+  void check_quarantine() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [memory, bytes] : quarantine_) check(memory, bytes);
+  }
+
+ private:
+  using Blocks = std::map<const void*, Block>;
+
+  Blocks::iterator find(const void* memory) {
+    auto found = blocks_.upper_bound(memory);
+    if (found == blocks_.begin()) return blocks_.end();
+    --found;
+    const auto* const begin = static_cast<const char*>(found->first);
+    return static_cast<const char*>(memory) < begin + std::max<size_t>(found->second.bytes, 1)
+               ? found
+               : blocks_.end();
+  }
+
+  static void check(const void* memory, size_t bytes) {
+    const auto* const begin = static_cast<const unsigned char*>(memory);
+    if (std::all_of(begin, begin + bytes, [](unsigned char c) { return c == kPoison; })) return;
+    emulated::report("memory of " + std::to_string(bytes) +
+                     " bytes was written after it was freed");
+  }
+
+  void retire(void* memory, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    quarantine_.emplace_back(memory, bytes);
+    quarantined_ += bytes;
+    while (quarantined_ > kQuarantine) {
+      const auto [oldest, size] = quarantine_.front();
+      quarantine_.pop_front();
+      check(oldest, size);
+      quarantined_ -= size;
+      std::free(oldest);
+    }
+  }
+
+  std::mutex mutex_;
+  Blocks blocks_;
+  std::deque<std::pair<void*, size_t>> quarantine_;
+  size_t quarantined_ = 0;
+};
+
+Memory& device_memory() {
+  static auto* const all = new Memory;
+  return *all;
+}
+
+void free_device_memory(void* memory) {
+  if (memory != nullptr) device_memory().free(memory);
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device device(kEmulated, static_cast<c10::DeviceIndex>(this_device));
+    if (bytes == 0) return {nullptr, device};
+    void* const memory = device_memory().allocate(bytes);
+    return {memory, memory, &free_device_memory, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_device_memory; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+
+// Host memory that a stream may copy while the host goes on.
+struct PinnedMemory {
+  std::mutex mutex;
+  std::map<const void*, size_t> blocks;
+
+  bool contains(const void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto found = blocks.upper_bound(memory);
+    if (found == blocks.begin()) return false;
+    --found;
+    return static_cast<const char*>(memory) <
+           static_cast<const char*>(found->first) + found->second;
+  }
+};
+
+PinnedMemory& pinned_memory() {
+  static auto* const all = new PinnedMemory;
+  return *all;
+}
+
+void free_pinned_memory(void* memory) {
+  PinnedMemory& pinned = pinned_memory();
+  const std::lock_guard<std::mutex> lock(pinned.mutex);
+  pinned.blocks.erase(memory);
+  std::free(memory);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* const memory = std::aligned_alloc(64, (std::max<size_t>(bytes, 1) + 63) / 64 * 64);
+    PinnedMemory& pinned = pinned_memory();
+    const std::lock_guard<std::mutex> lock(pinned.mutex);
+    pinned.blocks[memory] = std::max<size_t>(bytes, 1);
+    return {memory, memory, &free_pinned_memory, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned_memory; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+
+// ---- What libtorch asks of a device ----
+
+struct DeviceGuardImpl final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kEmulated; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = getDevice();
+    this_device = device.index();
+    return before;
+  }
+  c10::Device getDevice() const override {
+    return {kEmulated, static_cast<c10::DeviceIndex>(this_device)};
+  }
+  void setDevice(c10::Device device) const override { this_device = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    this_device = device.index();
+  }
+  c10::Stream getStream(c10::Device device) const override {
+    return emulated::current_stream(device.has_index() ? device.index() : this_device);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(device.index(), 0);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    static std::atomic<int> next{0};
+    return stream_of(device.index(), device.index() * kStreams + 1 + next++ % (kStreams - 1));
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return getStreamFromGlobalPool(device, false);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const c10::Stream before = emulated::current_stream(stream.device_index());
+    these_streams[stream.device_index()] = stream.id();
+    return before;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Gate*>(event);
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Gate;
+    *static_cast<Gate*>(*event) = thread_of(stream).mark();
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event == nullptr) return;
+    thread_of(stream).push([gate = *static_cast<Gate*>(event)] { gate.wait("a stream"); });
+  }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || static_cast<Gate*>(event)->is_open();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kEmulatedDevices; }
+  bool queryStream(const c10::Stream& stream) const override { return thread_of(stream).idle(); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    emulated::count_host_wait(stream.device_index());
+    thread_of(stream).mark().wait("synchronizing a stream");
+  }
+  void synchronizeEvent(void* event) const override {
+    emulated::count_host_wait(this_device);
+    if (event != nullptr) static_cast<Gate*>(event)->wait("synchronizing an event");
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    emulated::count_host_wait(device);
+    for (int n = 0; n < kStreams; ++n) {
+      thread_of(device, n == 0 ? 0 : device * kStreams + n).mark().wait("synchronizing a device");
+    }
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    device_memory().record(data.get(), stream);
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kEmulatedDevices; }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(this_device);
+  }
+  void setCurrentDevice(c10::DeviceIndex device) const override { this_device = device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return static_cast<c10::DeviceIndex>(std::exchange(this_device, device));
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return exchangeDevice(device);
+  }
+  at::Device getDeviceFromPtr(void* data) const override {
+    return {kEmulated, static_cast<c10::DeviceIndex>(device_memory().device_of(data))};
+  }
+  bool isPinnedPtr(const void* data) const override { return pinned_memory().contains(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    static PinnedAllocator allocator;
+    return &allocator;
+  }
+};
+
+// Before main(): autograd counts the devices when it is first used.
+const bool registered = [] {
+  static DeviceAllocator allocator;
+  static DeviceGuardImpl guard;
+  static Hooks hooks;
+  c10::SetAllocator(kEmulated, &allocator);
+  c10::impl::registerDeviceGuard(kEmulated, &guard);
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  c10::register_privateuse1_backend("emulated");
+  return true;
+}();
+
+}  // namespace
+
+namespace emulated {
+
+void enqueue(c10::Stream stream, std::function<void()> work) {
+  thread_of(stream).push(std::move(work));
+}
+
+const char* launch(void* native_stream, const void* memory, std::function<void()> work) {
+  const auto id = static_cast<c10::StreamId>(reinterpret_cast<intptr_t>(native_stream));
+  const int device = id == 0 ? this_device : static_cast<int>(id) / kStreams;
+  if (device != this_device) {
+    report("a kernel for a stream of device " + std::to_string(device) +
+           " was launched on device " + std::to_string(this_device));
+    return "invalid resource handle";
+  }
+  if (const int owner = device_of(memory); owner != device) {
+    report("a kernel on device " + std::to_string(device) + " was given memory of " +
+           (owner < 0 ? std::string("the host, or freed") : "device " + std::to_string(owner)));
+    return "an illegal memory access was encountered";
+  }
+  thread_of(device, id).push(std::move(work));
+  return nullptr;
+}
+
+c10::Stream current_stream(int device) { return stream_of(device, these_streams[device]); }
+int device_of(const void* memory) { return device_memory().device_of(memory); }
+void count_host_wait(int device) { ++waits[device]; }
+void record_on_stream(const void* memory, const c10::Stream& stream) {
+  device_memory().record(memory, stream);
+}
+
+// Not counted: it stands for the host that runs ahead of what it enqueues.
+void catch_up(int device) { thread_of(current_stream(device)).mark().wait("an operation"); }
+
+}  // namespace emulated
+
+int64_t EmulatedDevice::host_waits(int device) { return waits[device]; }
+
+std::vector<std::string> EmulatedDevice::take_violations() {
+  Violations& all = violations();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return std::exchange(all.list, {});
+}
+
+void EmulatedDevice::check_freed_memory() { device_memory().check_quarantine(); }
+void EmulatedDevice::set_delay(microseconds longest) { longest_delay_us = longest.count(); }
+void EmulatedDevice::set_patience(milliseconds longest) { patience_ms = longest.count(); }
+
+}  // namespace zero

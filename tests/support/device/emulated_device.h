@@ -1,0 +1,79 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A device that behaves like a GPU and runs on the CPU, so that mistakes with streams, devices and
+// memory fail a test on every machine. It is libtorch's private-use backend.
+//
+//   streams     A stream is a thread that runs its work in order and late: the host is far ahead.
+//               Kernels of kernels/, copies and collectives run there. Other ATen operations wait
+//               until the current stream is empty and then run on the host.
+//   memory      It belongs to the stream that was current when it was allocated. Memory that is
+//               freed is filled with NaN in the order of that stream, as if it had been given to
+//               something else, and is watched for later writes.
+//   devices     The current device is per thread, 0 at first. A kernel for memory of another
+//               device, or on a stream of another, is a violation.
+//   host waits  Everything for which CUDA makes the host wait is counted.
+//
+// It is registered when the program starts. Link :emulated_kernels too: it replaces the CUDA kernels by kernels for this device.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace zero {
+
+inline constexpr c10::DeviceType kEmulated = c10::DeviceType::PrivateUse1;
+inline constexpr int kEmulatedDevices = 8;
+
+// Thread safety: every member.
+class EmulatedDevice {
+ public:
+  // How often the host has waited for work of a device since the process began.
+  static int64_t host_waits(int device);
+  // What would have been an error, a race or a deadlock on a GPU, since the last call.
+  static std::vector<std::string> take_violations();
+  // Looks for writes to memory after it was freed, which take_violations() reports.
+  static void check_freed_memory();
+
+  // Work of a stream begins up to this much later than it could.
+  static void set_delay(std::chrono::microseconds longest);
+  // A wait of a stream for longer than this is a violation, and ends.
+  static void set_patience(std::chrono::milliseconds longest);
+};
+
+// For kernels and collectives of the emulated device.
+namespace emulated {
+
+// Appends work to a stream.
+void enqueue(c10::Stream stream, std::function<void()> work);
+// Enqueues a kernel as CUDA does: on a stream given by its number, of which 0 is the default stream
+// of the current device. `memory` is any that it touches. Returns null or an error text.
+const char* launch(void* native_stream, const void* memory, std::function<void()> work);
+// What a stream waits for.
+class Gate {
+ public:
+  Gate();
+  void open();
+  bool is_open() const;
+  // Returns when it is open, or when patience ends, which is a violation of `what`.
+  void wait(const std::string& what) const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+c10::Stream current_stream(int device);
+// Returns the device that owns this memory; -1 for host memory.
+int device_of(const void* memory);
+void report(const std::string& violation);
+std::chrono::milliseconds patience();
+
+}  // namespace emulated
+}  // namespace zero

@@ -1,0 +1,135 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels of the emulated device: those of the CPU, enqueued on a stream. They take the place
+// of kernels/cuda/no_cuda.cc, whose functions are weak.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "kernels/cpu/cpu_capability.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/detail/bias_correction.h"
+#include "tests/support/device/emulated_device.h"
+
+namespace zero::kernels::cuda {
+namespace {
+
+template <class T>
+std::vector<T> copied(const T* items, int64_t count) {
+  return {items, items + count};
+}
+
+bool skips(const double* nonfinite) { return nonfinite != nullptr && *nonfinite != 0.0; }
+float factor_of(const float* coefficient) { return coefficient != nullptr ? *coefficient : 1.0F; }
+
+// Drops `working` where nothing is to be written.
+template <class Segment>
+Segment with_working(Segment segment) {
+  if (segment.working == static_cast<void*>(segment.master)) segment.working = nullptr;
+  return segment;
+}
+
+}  // namespace
+
+const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType source_type,
+                            ElementType destination_type, bool with_addend, void* stream) {
+  if (count == 0) return nullptr;
+  return emulated::launch(
+      stream, spans[0].destination,
+      [spans = copied(spans, count), source_type, destination_type, with_addend] {
+        for (const CopySpan& s : spans) {
+          range_kernels().cast_copy(s.source, source_type, s.destination, destination_type, s.numel,
+                                    with_addend ? s.addend : nullptr);
+        }
+      });
+}
+
+const char* fill_zero(void* destination, int64_t bytes, void* stream) {
+  if (bytes == 0) return nullptr;
+  return emulated::launch(stream, destination, [destination, bytes] {
+    std::fill_n(static_cast<char*>(destination), bytes, char{0});
+  });
+}
+
+const char* sum_rows(const SumRowsRange& range, void* stream) {
+  if (range.numel == 0) return nullptr;
+  return emulated::launch(stream, range.shard, [range] { range_kernels().sum_rows(range); });
+}
+
+const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,
+                              void* stream) {
+  return emulated::launch(stream, result, [spans = copied(spans, count), p, result] {
+    for (const ConstSpan& s : spans) {
+      for (int64_t i = 0; i < s.numel; ++i) {
+        const double x = std::fabs(static_cast<double>(s.data[i]));
+        result[0] += p == 2.0 ? x * x : std::pow(x, p);
+      }
+      result[1] += static_cast<double>(range_kernels().count_nonfinite(s.data, s.numel));
+    }
+  });
+}
+
+const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result, void* stream) {
+  return emulated::launch(stream, result, [spans = copied(spans, count), result] {
+    for (const ConstSpan& s : spans) {
+      *result = std::max<int64_t>(*result, range_kernels().max_abs_bits(s.data, s.numel));
+    }
+  });
+}
+
+const char* adam_step(const AdamSegment* segments, int64_t count,
+                      const AdamCoefficients& coefficients, const AdamPowers& powers,
+                      const float* gradient_coefficient, const double* nonfinite,
+                      ElementType working_type, void* stream) {
+  if (count == 0) return nullptr;
+  return emulated::launch(
+      stream, segments[0].master,
+      [segments = copied(segments, count), coefficients, powers, gradient_coefficient, nonfinite,
+       working_type] {
+        if (skips(nonfinite)) return;
+        for (const AdamSegment& s : segments) {
+          AdamCoefficients c = coefficients;
+          const double step =
+              s.device_step != nullptr ? *s.device_step : static_cast<double>(s.step);
+          set_bias_correction(powers, step, c);
+          range_kernels().adam(with_working(s), c, factor_of(gradient_coefficient), working_type);
+        }
+      });
+}
+
+const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
+                     const float* gradient_coefficient, const double* nonfinite,
+                     ElementType working_type, void* stream) {
+  if (count == 0) return nullptr;
+  return emulated::launch(stream, segments[0].master,
+                          [segments = copied(segments, count), coefficients, gradient_coefficient,
+                           nonfinite, working_type] {
+                            if (skips(nonfinite)) return;
+                            for (SgdSegment s : segments) {
+                              s = with_working(s);
+                              if (s.device_step != nullptr) s.first_step = *s.device_step == 1.0F;
+                              range_kernels().sgd(s, coefficients, factor_of(gradient_coefficient),
+                                                  working_type);
+                            }
+                          });
+}
+
+const char* lion_step(const LionSegment* segments, int64_t count,
+                      const LionCoefficients& coefficients, const float* gradient_coefficient,
+                      const double* nonfinite, ElementType working_type, void* stream) {
+  if (count == 0) return nullptr;
+  return emulated::launch(stream, segments[0].master,
+                          [segments = copied(segments, count), coefficients, gradient_coefficient,
+                           nonfinite, working_type] {
+                            if (skips(nonfinite)) return;
+                            for (const LionSegment& s : segments) {
+                              range_kernels().lion(with_working(s), coefficients,
+                                                   factor_of(gradient_coefficient), working_type);
+                            }
+                          });
+}
+
+}  // namespace zero::kernels::cuda

@@ -1,0 +1,50 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Collectives between emulated devices that behave as NCCL's do. Ranks are threads of this process,
+// each with a device of its own.
+//
+//   Each communicator has a stream, where its collectives run one after the other. A collective
+//   waits for the stream that is current at the call, and starts when all ranks have called it.
+//   Work::wait() makes the current stream wait, never the host.
+//   What NCCL forbids is a violation: another call or size on another rank, calls on one
+//   communicator by two threads at once, and memory of another device.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+
+#include "tests/support/in_memory_backend.h"
+#include "zero/process_group.h"
+
+namespace zero {
+
+class EmulatedNetwork {
+ public:
+  EmulatedNetwork();
+  ~EmulatedNetwork();
+  // For the Group of rank `rank`, whose data is on device `rank`; control messages use the host.
+  BackendFactory factory(int rank);
+  // Ends all collectives.
+  void stop();
+
+  struct State;
+
+ private:
+  const std::shared_ptr<State> state_;
+  MemoryNetwork host_;
+};
+
+struct DeviceRunOptions {
+  int ranks_per_machine = 0;  // as in RunOptions
+  bool over_host = false;     // data of devices is staged through the host, as with Gloo
+  std::chrono::milliseconds timeout = std::chrono::seconds(30);
+};
+
+// Calls body(group) on `world_size` threads, each with a device of its own, which is not made
+// current. Then expects that there was no violation. Rethrows what the first failing rank threw.
+void run_device_ranks(int world_size, const std::function<void(const Group&)>& body,
+                      const DeviceRunOptions& options = {});
+
+}  // namespace zero

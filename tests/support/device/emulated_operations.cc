@@ -1,0 +1,202 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// ATen operations of the emulated device: memory, views and copies are its own, and everything else
+// runs on the host over the same memory.
+#include "tests/support/device/emulated_operations.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace zero::emulated {
+namespace {
+
+c10::Device device_or_current(std::optional<c10::Device> device) {
+  if (device && device->has_index()) return *device;
+  return c10::impl::getDeviceGuardImpl(kEmulated)->getDevice();
+}
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(device_or_current(device));
+  return at::detail::empty_generic(size, c10::GetAllocator(kEmulated),
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device> device, std::optional<bool>) {
+  const c10::DeviceGuard guard(device_or_current(device));
+  return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(kEmulated),
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+// Returns a tensor of the host over the same memory; keeps nothing alive.
+at::Tensor on_host(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.device().type() != kEmulated) return tensor;
+  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       at::TensorOptions().dtype(tensor.scalar_type()));
+}
+
+// A copy as CUDA makes it: between memory of one device, and with pinned host memory on request,
+// it runs on the current stream.
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const bool to_device = to.device().type() == kEmulated;
+  const bool from_device = from.device().type() == kEmulated;
+  const int device = to_device ? to.device().index() : from.device().index();
+  const at::Tensor& host = to_device ? from : to;
+  const bool on_stream =
+      (to_device && from_device) || (non_blocking && host.device().is_cpu() && host.is_pinned());
+  TORCH_CHECK(!to_device || !from_device || from.device() == to.device(),
+              "the emulated devices do not copy between each other");
+  if (on_stream) {
+    // The host tensor is kept, as CUDA's host allocator does. Device memory is not.
+    enqueue(current_stream(device),
+            [from = on_host(from), to = on_host(to), host] { to.copy_(from); });
+    return to;
+  }
+  count_host_wait(device);
+  catch_up(device);
+  on_host(to).copy_(on_host(from));
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) at::native::resize_(to, from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+  count_host_wait(tensor.device().index());
+  catch_up(tensor.device().index());
+  return on_host(tensor).item();
+}
+
+void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  if (tensor.storage().nbytes() > 0) record_on_stream(tensor.storage().data(), stream);
+}
+
+// ---- Everything else ----
+
+struct Argument {
+  at::Tensor device;
+  at::Tensor host;
+};
+
+class HostCall {
+ public:
+  at::Tensor take(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.device().type() != kEmulated) return tensor;
+    device_ = tensor.device();
+    arguments_.push_back({tensor, on_host(tensor)});
+    return arguments_.back().host;
+  }
+
+  c10::IValue take_value(const c10::IValue& value) {
+    if (value.isTensor()) return take(value.toTensor());
+    if (value.isTensorList()) {
+      std::vector<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(take(tensor));
+      return c10::List<at::Tensor>(list);
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+        list.push_back(tensor ? std::optional<at::Tensor>(take(*tensor)) : std::nullopt);
+      }
+      return list;
+    }
+    if (value.isDevice() && value.toDevice().type() == kEmulated) {
+      device_ = value.toDevice();
+      return c10::Device(c10::DeviceType::CPU);
+    }
+    return value;
+  }
+
+  at::Tensor give(const at::Tensor& result) const {
+    if (!result.defined() || !device_) return result;
+    for (const Argument& argument : arguments_) {
+      if (result.is_same(argument.host)) return argument.device;
+      if (result.storage().data() == argument.host.storage().data() && result.numel() > 0) {
+        const auto bytes = static_cast<const char*>(result.const_data_ptr()) -
+                           static_cast<const char*>(argument.host.const_data_ptr());
+        return argument.device.as_strided(
+            result.sizes(), result.strides(),
+            argument.device.storage_offset() + bytes / static_cast<int64_t>(result.element_size()));
+      }
+    }
+    const at::Tensor copy = at::empty_strided(
+        result.sizes(), result.strides(), result.options().device(*device_).pinned_memory(false));
+    if (result.numel() > 0) on_host(copy).copy_(result);
+    return copy;
+  }
+
+  c10::IValue give_value(const c10::IValue& value) const {
+    if (value.isTensor()) return give(value.toTensor());
+    if (value.isTensorList()) {
+      std::vector<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(give(tensor));
+      return c10::List<at::Tensor>(list);
+    }
+    return value;
+  }
+
+  const std::optional<c10::Device>& device() const { return device_; }
+
+ private:
+  std::optional<c10::Device> device_;
+  std::vector<Argument> arguments_;
+};
+
+void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  const size_t count = operation.schema().arguments().size();
+  HostCall call;
+  const size_t begin = stack->size() - count;
+  for (size_t i = begin; i < stack->size(); ++i) (*stack)[i] = call.take_value((*stack)[i]);
+  TORCH_CHECK(call.device(), "no argument of ", operation.schema().name(), " is on the device");
+  catch_up(call.device()->index());
+  operation.callBoxed(stack);
+  for (c10::IValue& value : *stack) value = call.give_value(value);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", &at::native::view);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("resize_", &at::native::resize_);
+  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &local_scalar_dense);
+  m.impl("record_stream", &record_stream);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+}  // namespace zero::emulated

@@ -1,0 +1,18 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What emulated_operations.cc, which has the ATen operations of the emulated device, needs of
+// emulated_device.cc. Private to these two.
+#pragma once
+
+#include "tests/support/device/emulated_device.h"
+
+namespace zero::emulated {
+
+void count_host_wait(int device);
+// Blocks until the current stream of a device has done what it was given.
+void catch_up(int device);
+// The memory may be given to something else only after what this stream has to do now.
+void record_on_stream(const void* memory, const c10::Stream& stream);
+
+}  // namespace zero::emulated
