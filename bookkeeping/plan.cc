@@ -120,11 +120,10 @@ uint64_t Plan::fingerprint() const {
   return hash.value();
 }
 
-int64_t default_bucket_bytes(int64_t world_size) {
-  constexpr int64_t kRow = int64_t{256} << 10;
-  constexpr int64_t kLeast = int64_t{4} << 20;
-  constexpr int64_t kMost = int64_t{64} << 20;
-  return std::clamp(kRow * world_size, kLeast, kMost);
+int64_t default_bucket_bytes(int64_t world_size, bool on_gpu) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  return std::clamp(world_size * kMiB / 4, on_gpu ? 32 * kMiB : 4 * kMiB,
+                    on_gpu ? 128 * kMiB : 64 * kMiB);
 }
 
 Plan make_plan(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> world_sizes,
@@ -139,8 +138,8 @@ Plan make_plan(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> w
   std::vector<Bucket> drafts;                     // before they are numbered
   std::vector<std::pair<int64_t, size_t>> order;  // ready() and the place in `drafts`
   for (int64_t a = 0; a < static_cast<int64_t>(plan.arenas.size()); ++a) {
-    const int64_t bucket_bytes =
-        options.bucket_bytes.value_or(default_bucket_bytes(plan.arenas[a].world_size));
+    const int64_t bucket_bytes = options.bucket_bytes.value_or(
+        default_bucket_bytes(plan.arenas[a].world_size, options.on_gpu));
     for (Bucket& bucket : plan.layout->cut(parameters, a, bucket_bytes, plan)) {
       order.emplace_back(ready(bucket, parameters), drafts.size());
       drafts.push_back(std::move(bucket));

@@ -60,9 +60,10 @@ struct ParameterInfo {
   int64_t domain = 0;
 };
 
-// 256 KiB a row, so that messages stay large when ranks are many; 4 MiB at least and 64 MiB at
-// most.
-int64_t default_bucket_bytes(int64_t world_size);
+// 256 KiB a row, so that messages stay large when ranks are many; at least 4 MiB and at most 64 MiB
+// for host memory. On a GPU each bucket costs several launches and its links are faster: at least
+// 32 MiB and at most 128 MiB.
+int64_t default_bucket_bytes(int64_t world_size, bool on_gpu = false);
 
 struct PlanOptions {
   Layout layout = Layout::kContiguous;
@@ -70,6 +71,7 @@ struct PlanOptions {
   // aligned row per rank. 0: one bucket per arena. Default: default_bucket_bytes()
   // of the ranks that share the arena.
   std::optional<int64_t> bucket_bytes = std::nullopt;
+  bool on_gpu = false;  // where parameters are; for that default
 };
 
 // One parameter's part in one bucket.

@@ -143,6 +143,10 @@ class Communicator {
   // A snapshot; nothing is counted for a communicator of one rank.
   Traffic traffic() const;
 
+  // Returns whether wait() of operations on memory of this device blocks the host, and not the
+  // current stream.
+  bool waits_on_host(c10::Device device) const;
+
   // The reason of the first failure; empty while the communicator is usable.
   // Every later call throws with this text instead of sending.
   std::string failed() const;

@@ -65,7 +65,8 @@ struct ZeroOptions {
 
   // Gradients are sent in buckets of about this many bytes. Larger buckets use the network better;
   // smaller ones start earlier and keep less in flight. Default: default_bucket_bytes() of
-  // bookkeeping/plan.h, 4 MiB up to 16 ranks and 64 MiB at most.
+  // bookkeeping/plan.h: 4 MiB up to 16 ranks and 64 MiB at most; on a GPU 32 MiB up to 128 ranks
+  // and 128 MiB at most.
   TORCH_ARG(std::optional<int64_t>, bucket_bytes) = std::nullopt;
 
   // kContiguous makes working parameters views of one flat arena, so that the gather writes them in

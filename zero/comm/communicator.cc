@@ -167,6 +167,10 @@ Traffic Communicator::traffic() const {
   return impl_->traffic;
 }
 
+bool Communicator::waits_on_host(c10::Device device) const {
+  return impl_->exchange && impl_->exchange->waits_on_host(device);
+}
+
 at::Tensor Communicator::allocate(int64_t bytes) const {
   return impl_->exchange ? impl_->exchange->allocate(bytes) : at::Tensor();
 }

@@ -25,7 +25,7 @@ constexpr int kHangUpTag = std::numeric_limits<int>::max();
 
 // Returns the host memory that stands for `tensor`: these transports take no other.
 at::Tensor staged(const at::Tensor& tensor, bool copy) {
-  if (!tensor.is_cuda()) return tensor;
+  if (tensor.is_cpu()) return tensor;
   at::Tensor host = at::empty_like(tensor, tensor.options().device(at::kCPU).pinned_memory(true));
   if (copy) host.copy_(tensor);
   return host;
@@ -124,7 +124,9 @@ at::Tensor PairwiseExchange::start_exchange(const at::Tensor& rows, const at::Te
 SentBytes PairwiseExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
                                      Operation& operation) {
   const at::Tensor into = start_exchange(rows, received, operation);
-  operation.on_success([rows, received, into] { copy_back(received, into); });
+  // Not after the sends: a second level begins with what was received.
+  operation.on_received([received, into] { copy_back(received, into); });
+  operation.on_success([rows] {});
   return sent(bytes_to_peers(rows));
 }
 
@@ -152,9 +154,11 @@ SentBytes PairwiseExchange::reduce(const at::Tensor& rows, const at::Tensor& buf
 }
 
 SentBytes PairwiseExchange::gather(const at::Tensor& rows, Operation& operation) {
-  const at::Tensor carrier = staged(rows, /*copy=*/true);
+  const at::Tensor carrier = staged(rows, /*copy=*/false);
   const at::Tensor own = carrier.select(0, rank());
-  operation.on_success([rows, carrier] { copy_back(rows, carrier); });
+  if (!carrier.is_same(rows)) own.copy_(rows.select(0, rank()));
+  operation.on_received([rows, carrier] { copy_back(rows, carrier); });
+  operation.on_success([carrier] {});
   const int tag = operation.take_tags();
   if (over_links()) receive(tag, carrier, operation);
   send(
@@ -247,7 +251,7 @@ SentBytes PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Oper
   c10d::BroadcastOptions options;
   options.rootRank = source;
   options.timeout = timeout();
-  operation.on_success([tensor, carrier = carrier[0]] { copy_back(tensor, carrier); });
+  operation.on_received([tensor, carrier = carrier[0]] { copy_back(tensor, carrier); });
   operation.add_whole(backend().broadcast(carrier, options), /*stream=*/false);
   return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
 }

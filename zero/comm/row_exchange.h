@@ -82,6 +82,8 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
   virtual at::Tensor allocate(int64_t /*bytes*/) const { return {}; }
   // The device of values that all_reduce() takes fastest.
   virtual c10::Device device() const = 0;
+  // Returns whether the host, and not a stream, waits for transfers of memory of this device.
+  virtual bool waits_on_host(c10::Device /*device*/) const { return true; }
 
   // Ends all operations under way, here and on the peers. Locks mutex() itself.
   virtual void hang_up() noexcept = 0;

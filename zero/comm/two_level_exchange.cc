@@ -5,12 +5,15 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
 #include <future>
 #include <mutex>
 #include <utility>
 #include <vector>
+
+#include "zero/base/streams.h"
 
 namespace zero {
 namespace {
@@ -31,6 +34,11 @@ template <typename Start>
 SentBytes locked(RowExchange& exchange, Start start) {
   const std::lock_guard<std::mutex> lock(exchange.mutex());
   return start(exchange);
+}
+
+// The current stream uses memory that was allocated on the stream of the levels.
+void use_here(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) tensor.record_stream(current_torch_stream(tensor.device()));
 }
 
 void add(const SentBytes& sent, SentBytes& to) {
@@ -61,7 +69,20 @@ at::Tensor TwoLevelExchange::of_place(const at::Tensor& rows) const {
   return by_machine(rows).select(1, place_.local);
 }
 
-void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, Level second) {
+std::optional<c10::Stream> TwoLevelExchange::stream_for(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  const c10::Stream current = current_torch_stream(device);
+  // The host waits for transfers, in whatever thread, so the stream of the caller need not.
+  if (!in_call_order_) return current;
+  if (!stream_) stream_ = new_stream(device);
+  make_wait(*stream_, current);
+  return stream_;
+}
+
+void TwoLevelExchange::in_two_levels(c10::Device device, Operation& operation, const Level& first,
+                                     Level second) {
+  const std::optional<c10::Stream> stream = stream_for(device);
+  const c10::OptionalStreamGuard guard(stream);
   std::shared_ptr<Operation> one = operation.part();
   std::shared_ptr<Operation> two = operation.part();
   auto started = std::make_shared<std::promise<void>>();
@@ -71,7 +92,8 @@ void TwoLevelExchange::in_two_levels(Operation& operation, const Level& first, L
     one->cancel();  // The caller knows the reason.
     throw;
   }
-  auto go_on = [one, two, started, second = std::move(second)]() mutable {
+  auto go_on = [one, two, started, stream, second = std::move(second)]() mutable {
+    const c10::OptionalStreamGuard guard(stream);
     try {
       one->receive();
       try {
@@ -175,7 +197,7 @@ void sum_rows_of(const RowFormat* format, const SummandRows& rows, const at::Ten
 void sum_packed(const RowFormat* format, const SummandRows& places, int64_t row_bytes,
                 const at::Tensor& sums) {
   // Numbers may be added all at once; on a GPU all rows are numbers.
-  if (format == nullptr || sums.is_cuda()) {
+  if (format == nullptr || !sums.is_cpu()) {
     sum_rows_of(format, places, sums.view({-1}));
     return;
   }
@@ -236,7 +258,7 @@ SentBytes TwoLevelExchange::reduce(const at::Tensor& rows, const at::Tensor& buf
            [&](RowExchange& ranks) { return ranks.reduce(sums, buffers->between, {}, use, part); });
     part.on_success([rows, buffer] {});
   };
-  in_two_levels(operation, first, second);
+  in_two_levels(rows.device(), operation, first, second);
   const int64_t bytes = (place_.machines - 1) * row_bytes(buffers->encoded);
   add({bytes, bytes}, sent);
   return sent;
@@ -256,7 +278,10 @@ void gather_packed(RowExchange& inside, const at::Tensor& rows,
   locked(inside, [&](RowExchange& ranks) {
     return ranks.gather(packed.view({place.ranks_per_machine, -1}), part);
   });
-  part.on_received([places, packed] { places.copy_(packed); });
+  part.on_received([places, packed] {
+    use_here(packed);
+    places.copy_(packed);
+  });
 }
 
 }  // namespace
@@ -280,7 +305,7 @@ SentBytes TwoLevelExchange::gather(const at::Tensor& rows, Operation& operation)
       locked(*inside, [&](RowExchange& ranks) { return ranks.gather(block, part); });
     }
   };
-  in_two_levels(operation, first, second);
+  in_two_levels(rows.device(), operation, first, second);
   sent.all += (place_.ranks_per_machine - 1) * place_.machines * row_bytes(rows);
   return sent;
 }
@@ -306,9 +331,12 @@ SentBytes TwoLevelExchange::exchange(const at::Tensor& rows, const at::Tensor& r
   const auto second = [between = between_, from = grouped(routed), into = grouped(received),
                        here = place_.machine](Operation& part) {
     locked(*between, [&](RowExchange& ranks) { return ranks.exchange(from, into, part); });
-    part.on_success([from, into, here] { into.select(0, here).copy_(from.select(0, here)); });
+    part.on_success([from, into, here] {
+      use_here(from);
+      into.select(0, here).copy_(from.select(0, here));
+    });
   };
-  in_two_levels(operation, first, second);
+  in_two_levels(rows.device(), operation, first, second);
   const int64_t bytes = (place_.machines - 1) * int64_t{place_.ranks_per_machine} * row_bytes(rows);
   add({bytes, bytes}, sent);
   return sent;
@@ -328,7 +356,7 @@ SentBytes TwoLevelExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp:
   const auto second = [between = between_, values, op](Operation& part) {
     locked(*between, [&](RowExchange& ranks) { return ranks.all_reduce(values, op, part); });
   };
-  in_two_levels(operation, first, second);
+  in_two_levels(values.device(), operation, first, second);
   return {all_reduce_bytes(values), between_->all_reduce_bytes(values)};
 }
 
@@ -345,7 +373,7 @@ SentBytes TwoLevelExchange::broadcast(const at::Tensor& tensor, int source, Oper
   const auto second = [inside = inside_, tensor, local](Operation& part) {
     locked(*inside, [&](RowExchange& ranks) { return ranks.broadcast(tensor, local, part); });
   };
-  in_two_levels(operation, first, second);
+  in_two_levels(tensor.device(), operation, first, second);
   if (local == place_.local) {
     sent.all += (place_.ranks_per_machine - 1) * static_cast<int64_t>(tensor.nbytes());
   }

@@ -19,8 +19,11 @@
 // were sent, the bits are the same.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "zero/base/serial_thread.h"
 #include "zero/comm/row_exchange.h"
@@ -39,9 +42,9 @@ class TwoLevelExchange : public RowExchange {
 
   // `inside` connects the ranks of a machine, by their place on it; `between` those with one place
   // on all machines, by machine. With `in_call_order` the backends match operations by the order of
-  // calls, as NCCL does: then the second level starts in the call that starts the first, which
-  // blocks the current stream (on the host: the caller) for the first. Else a thread of this object
-  // starts it as soon as the first is complete, whatever the caller does.
+  // calls, as NCCL does: then the second level starts in the call that starts the first, on a
+  // stream of this object that waits for the first (on the host the caller waits). Else a thread of
+  // this object starts it as soon as the first is complete, whatever the caller does.
   TwoLevelExchange(std::shared_ptr<RowExchange> inside, std::shared_ptr<RowExchange> between,
                    const Place& place, bool in_call_order);
 
@@ -57,6 +60,7 @@ class TwoLevelExchange : public RowExchange {
   SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) override;
   at::Tensor allocate(int64_t bytes) const override { return inside_->allocate(bytes); }
   c10::Device device() const override { return inside_->device(); }
+  bool waits_on_host(c10::Device device) const override { return inside_->waits_on_host(device); }
   void hang_up() noexcept override;
   void shutdown() override;
 
@@ -74,13 +78,16 @@ class TwoLevelExchange : public RowExchange {
 
   // Runs `first` now, and `second` when the first has received; the operation consists of both.
   using Level = std::function<void(Operation& part)>;
-  void in_two_levels(Operation& operation, const Level& first, Level second);
+  void in_two_levels(c10::Device device, Operation& operation, const Level& first, Level second);
+  // Returns the stream for both levels; nothing on the host.
+  std::optional<c10::Stream> stream_for(c10::Device device);
 
   const std::shared_ptr<RowExchange> inside_;
   const std::shared_ptr<RowExchange> between_;
   const Place place_;
   const bool in_call_order_;
-  const bool packs_;  // rows are copied into the order of places
+  const bool packs_;                   // rows are copied into the order of places
+  std::optional<c10::Stream> stream_;  // with in_call_order_, on a GPU
   SerialThread second_levels_;
 };
 

@@ -24,7 +24,7 @@ void WholeExchange::start_all_to_all(const at::Tensor& rows, const at::Tensor& r
   options.timeout = timeout();
   operation.on_success([rows, received] {});
   operation.add_whole(backend().alltoall_base(into, from, equal_splits, equal_splits, options),
-                      rows.is_cuda());
+                      !rows.is_cpu());
 }
 
 SentBytes WholeExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
@@ -48,7 +48,7 @@ SentBytes WholeExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer
     options.reduceOp = c10d::ReduceOp::SUM;
     options.timeout = timeout();
     operation.on_success([rows, received] {});
-    operation.add_whole(backend()._reduce_scatter_base(received, from, options), rows.is_cuda());
+    operation.add_whole(backend()._reduce_scatter_base(received, from, options), !rows.is_cpu());
     summands.own_row = received.const_data_ptr();
   } else {
     start_all_to_all(rows, received.view(rows.sizes()), operation);
@@ -68,7 +68,7 @@ SentBytes WholeExchange::gather(const at::Tensor& rows, Operation& operation) {
   options.timeout = timeout();
   if (!all.is_same(rows)) operation.on_received([rows, all] { rows.copy_(all); });
   operation.on_success([rows, all] {});
-  operation.add_whole(backend()._allgather_base(all, own, options), rows.is_cuda());
+  operation.add_whole(backend()._allgather_base(all, own, options), !rows.is_cpu());
   return sent((world_size() - 1) * bytes_of(rows) / world_size());
 }
 
@@ -83,7 +83,7 @@ SentBytes WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::Re
   options.reduceOp = op;
   options.timeout = timeout();
   operation.on_success([values] {});
-  operation.add_whole(backend().allreduce(tensors, options), values.is_cuda());
+  operation.add_whole(backend().allreduce(tensors, options), !values.is_cpu());
   return sent(all_reduce_bytes(values));
 }
 
@@ -93,7 +93,7 @@ SentBytes WholeExchange::broadcast(const at::Tensor& tensor, int source, Operati
   options.rootRank = source;
   options.timeout = timeout();
   operation.on_success([tensor] {});
-  operation.add_whole(backend().broadcast(tensors, options), tensor.is_cuda());
+  operation.add_whole(backend().broadcast(tensors, options), !tensor.is_cpu());
   return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
 }
 

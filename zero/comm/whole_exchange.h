@@ -25,6 +25,7 @@ class WholeExchange : public BackendExchange {
                        Operation& operation) override;
   int64_t all_reduce_bytes(const at::Tensor& values) const override;
   SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) override;
+  bool waits_on_host(c10::Device device) const override { return device.is_cpu(); }
 
  private:
   void start_all_to_all(const at::Tensor& rows, const at::Tensor& received, Operation& operation);

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <utility>
 
+#include "zero/base/streams.h"
 #include "zero/gradients/replica_sum.h"
 #include "zero/memory/bucket_memory.h"
 #include "zero/memory/device_stream.h"
@@ -25,7 +26,8 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
       options_(options),
       local_(table, options.no_sync_fp32),
       used_(table.parameters().size(), 0),
-      queue_(pool) {
+      queue_(pool),
+      stream_reductions_(pool) {
   const auto float_options =
       at::TensorOptions().dtype(at::kFloat).device(table.parameters().front().tensor.device());
   // One allocation: shards are read bucket by bucket, but a norm reads them all.
@@ -132,6 +134,15 @@ const at::Tensor& GradientReducer::open(int64_t b) {
   return packed;
 }
 
+void GradientReducer::follow_packing(int64_t b) {
+  const c10::Device device = shards_[b].device();
+  if (device.is_cpu()) return;
+  const c10::Stream current = current_torch_stream(device);
+  std::optional<c10::Stream>& last = open_[b].stream;
+  if (last && *last != current) make_wait(current, *last);
+  last = current;
+}
+
 // At once when a bucket is full: it may have to wait for the buckets before it, and encoded it may
 // be smaller.
 void GradientReducer::encode(int64_t b) {
@@ -152,6 +163,7 @@ void GradientReducer::pack(int64_t parameter, const at::Tensor& gradient, const 
     const Bucket& bucket = plan_.buckets[place.bucket];
     const Slot& slot = bucket.slots[place.slot];
     const at::Tensor& packed = open(place.bucket);
+    follow_packing(place.bucket);
     copy_into_bucket(plan_, bucket, slot, gradient, packed, added);
     Open& open = open_[place.bucket];
     const int64_t bytes = slot.numel * static_cast<int64_t>(packed.element_size());
@@ -175,6 +187,7 @@ void GradientReducer::send_next() {
       comms.averaged_over > 0
           ? comms.averaged_over
           : arena.world_size * (comms.replicas == nullptr ? 1 : comms.replicas->world_size());
+  follow_packing(b);
   // The bucket is not full: its round is being closed.
   if (!open_[b].encoded.defined()) {
     const at::Tensor& packed = open(b);
@@ -196,7 +209,14 @@ void GradientReducer::send_next() {
   reduction.group = comms.data;
   reduction.bucket = b;
   set_reducing(true);
-  queue_.push(std::move(reduction));
+  open_[b].stream.reset();
+  if (!has_peers(reduction)) {
+    reduce_alone(reduction, pool_);
+  } else if (comms.data->waits_on_host(reduction.shard.device())) {
+    queue_.push(std::move(reduction));
+  } else {
+    stream_reductions_.push(std::move(reduction));
+  }
 }
 
 void GradientReducer::close_round() {
@@ -231,6 +251,8 @@ void GradientReducer::set_reducing(bool reducing) {
 void GradientReducer::complete(int64_t rounds) {
   while (rounds_ < rounds) close_round();
   queue_.drain();
+  stream_reductions_.drain();
+  pool_.joined();
   set_reducing(false);
   if (rounds > replicated_) {
     reduce_over_replicas();

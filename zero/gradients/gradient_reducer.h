@@ -23,6 +23,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -30,6 +31,7 @@
 #include "zero/comm/domain_communicators.h"
 #include "zero/gradients/local_gradients.h"
 #include "zero/gradients/reduction_queue.h"
+#include "zero/gradients/stream_reductions.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/memory/buffer_pool.h"
 #include "zero/memory/parameter_table.h"
@@ -73,7 +75,10 @@ class GradientReducer {
   // refuse every other operation.
   void complete(int64_t rounds);
   // Throws when a reduction has failed already. Local.
-  void check() { queue_.check(); }
+  void check() {
+    queue_.check();
+    stream_reductions_.check();
+  }
   // Forgets gradients, rounds and used flags. Requires complete().
   void consume();
   // Lets buckets with a parameter that no rank or not every rank will use go last, so that they do
@@ -111,11 +116,12 @@ class GradientReducer {
     int64_t bucket = 0;
     size_t slot = 0;  // in the bucket
   };
-  struct Open {                // a bucket of the open round
-    at::Tensor packed;         // undefined until its first gradient arrives, and when encoded
-    at::Tensor encoded;        // from when it is full until it is sent
-    int64_t missing = 0;       // parameters not yet packed
-    int64_t unsent_bytes = 0;  // of those that are
+  struct Open {          // a bucket of the open round
+    at::Tensor packed;   // undefined until its first gradient arrives, and when encoded
+    at::Tensor encoded;  // from when it is full until it is sent
+    std::optional<c10::Stream> stream = std::nullopt;  // on a GPU: the last that packed
+    int64_t missing = 0;                               // parameters not yet packed
+    int64_t unsent_bytes = 0;                          // of those that are
   };
 
   void start_round();
@@ -123,6 +129,8 @@ class GradientReducer {
   bool round_open() const;  // a gradient was packed that closes with this round
   const WireFormat& wire_of(const Bucket& bucket) const { return *options_.wires[bucket.arena]; }
   const at::Tensor& open(int64_t bucket);
+  // Makes the current stream wait for others that packed into the bucket: a model may use several.
+  void follow_packing(int64_t bucket);
   void encode(int64_t bucket);
   void pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added = {});
   void send_complete();
@@ -156,6 +164,7 @@ class GradientReducer {
   int64_t replicated_ = 0;  // of those, averaged over replicas
   int64_t total_rounds_ = 0;
   ReductionQueue queue_;
+  StreamReductions stream_reductions_;
 };
 
 }  // namespace zero

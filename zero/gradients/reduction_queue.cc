@@ -2,37 +2,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/gradients/reduction_queue.h"
 
+#include <c10/core/StreamGuard.h>
+
 #include <algorithm>
-#include <string>
 #include <utility>
 
-#include "zero/base/error_text.h"
-#include "zero/memory/trace_range.h"
+#include "zero/base/streams.h"
 
 namespace zero {
-namespace {
-
-// shard (+)= scale * the sum of these rows.
-void sum(const Reduction& reduction, const SummandRows& rows) {
-  reduction.wire->decode_and_sum(rows, reduction.shard, reduction.scale, reduction.accumulate);
-}
-
-// An error of this rank alone, for want of memory perhaps: the peers wait for what will not come.
-void end_group(Communicator& group, const std::exception_ptr& error) {
-  if (!group.failed().empty()) return;
-  std::string text = "unknown exception";
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    text = error_text(known);
-  } catch (...) {
-  }
-  group.abort(c10::str("a reduction failed on rank ", group.rank(), " of group \"", group.name(),
-                       "\": ", text));
-}
-
-}  // namespace
-
 ReductionQueue::~ReductionQueue() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -44,23 +21,24 @@ ReductionQueue::~ReductionQueue() {
 }
 
 void ReductionQueue::push(Reduction reduction) {
-  if (reduction.group != nullptr && reduction.group->world_size() == 1) reduction.group = nullptr;
-  if (reduction.group == nullptr) {
-    SummandRows own;
-    own.dtype = reduction.rows.scalar_type();
-    own.own_row = reduction.rows.const_data_ptr();
-    sum(reduction, own);
-    pool_.give(reduction.rows);
-    return;
+  const c10::Device device = reduction.shard.device();
+  std::optional<c10::Event> packed;
+  if (!device.is_cpu()) {
+    packed.emplace(device.type());
+    packed->record(current_torch_stream(device));
   }
-  const bool on_stream = reduction.shard.is_cuda();
   Lock lock(mutex_);
   if (error_) return;  // drain() reports it; nothing more is sent
-  waiting_.push_back(std::move(reduction));
-  if (on_stream && !has_room()) finish_front(lock);
-  start_waiting(lock);
-  if (on_stream) return;
+  if (packed && !stream_) stream_ = new_stream(device);
+  waiting_.push_back({std::move(reduction), std::move(packed)});
+  // From a GPU the exchange begins with a copy that waits for the device, which is for the worker.
+  if (!stream_) start_waiting(lock);
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
+  changed_.notify_all();
+  bound_memory(lock);
+}
+
+void ReductionQueue::bound_memory(Lock& lock) {
   using Clock = std::chrono::steady_clock;
   if (std::exchange(done_at_push_, done_) != done_) patience_ = kPatience;
   const auto may_go = [this] { return error_ || waiting_.size() <= static_cast<size_t>(kWaiting); };
@@ -76,25 +54,21 @@ size_t ReductionQueue::buffers_kept(int64_t bucket_bytes) {
   return static_cast<size_t>(2 * under_way + kWaiting + 2);
 }
 
-bool ReductionQueue::has_room() const {
-  return under_way_.size() < static_cast<size_t>(kExchangesInFlight) ||
-         bytes_under_way_ < kBytesInFlight;
-}
-
 // One thread at a time, so that exchanges start in order. Another that arrives meanwhile returns:
 // the first looks again.
 void ReductionQueue::start_waiting(Lock& lock) {
   if (starting_) return;
   starting_ = true;
   while (!error_ && !stop_ && !waiting_.empty() && has_room()) {
-    Reduction reduction = std::move(waiting_.front());
+    Waiting next = std::move(waiting_.front());
     waiting_.pop_front();
     lock.unlock();
     Exchange exchange;
     std::exception_ptr error;
-    Communicator& group = *reduction.group;
+    Communicator& group = *next.reduction.group;
     try {
-      exchange = start(std::move(reduction));
+      if (next.packed) next.packed->block(*stream_);
+      exchange = start_exchange(std::move(next.reduction), pool_);
     } catch (...) {
       error = std::current_exception();
       end_group(group, error);
@@ -113,25 +87,6 @@ void ReductionQueue::start_waiting(Lock& lock) {
   changed_.notify_all();
 }
 
-ReductionQueue::Exchange ReductionQueue::start(Reduction reduction) {
-  Exchange exchange{std::move(reduction), {}, {}};
-  const Reduction& r = exchange.reduction;
-  const std::string label = "gradient bucket " + std::to_string(r.bucket);
-  const RowValues values{r.wire, r.shard.numel()};
-  const int64_t bytes = r.group->reduction_bytes(r.rows, values);
-  if (bytes > 0) exchange.buffer = pool_.take(bytes, at::kByte);
-  exchange.pending = r.group->reduce_rows(
-      r.rows, exchange.buffer, [r](const SummandRows& rows) { sum(r, rows); }, label, values);
-  return exchange;
-}
-
-void ReductionQueue::finish(Exchange& exchange) {
-  const TraceRange range("reduce", exchange.reduction.bucket);
-  exchange.pending.wait();  // And adds up.
-  if (exchange.buffer.defined()) pool_.give(exchange.buffer);
-  pool_.give(exchange.reduction.rows);
-}
-
 void ReductionQueue::finish_front(Lock& lock) {
   // References into a deque stay valid while others push at its end.
   Exchange& exchange = under_way_.front();
@@ -139,7 +94,7 @@ void ReductionQueue::finish_front(Lock& lock) {
   lock.unlock();
   std::exception_ptr error;
   try {
-    finish(exchange);
+    finish_exchange(exchange, pool_);
   } catch (...) {
     error = std::current_exception();
     end_group(*exchange.reduction.group, error);
@@ -155,11 +110,14 @@ void ReductionQueue::finish_front(Lock& lock) {
 
 void ReductionQueue::work() {
   Lock lock(mutex_);
+  std::optional<c10::StreamGuard> guard;
+  if (stream_) guard.emplace(*stream_);
   while (true) {
-    changed_.wait(lock, [this] { return stop_ || !under_way_.empty(); });
-    if (under_way_.empty()) return;
-    finish_front(lock);
+    changed_.wait(
+        lock, [this] { return stop_ || !under_way_.empty() || (!waiting_.empty() && !starting_); });
+    if (stop_ && under_way_.empty()) return;
     start_waiting(lock);
+    if (!under_way_.empty()) finish_front(lock);
     changed_.notify_all();
   }
 }
@@ -171,12 +129,9 @@ void ReductionQueue::check() {
 
 void ReductionQueue::drain() {
   Lock lock(mutex_);
-  while (!worker_.joinable() && !under_way_.empty()) {
-    finish_front(lock);
-    start_waiting(lock);
-  }
   changed_.wait(
       lock, [this] { return error_ || (waiting_.empty() && under_way_.empty() && !starting_); });
+  if (stream_) make_wait(current_torch_stream(stream_->device()), *stream_);
   if (error_) std::rethrow_exception(error_);
 }
 

@@ -1,53 +1,46 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reduces packed buckets in the order they are pushed, beside the backward
-// pass: exchange rows, sum them in rank order, add the result to the shard.
+// Reduces packed buckets in the order they are pushed, beside the backward pass, over a transport
+// for which the host waits.
 //
-// On the host one worker thread waits for the peers and sums, since Gloo can
-// not be asked whether an exchange is complete. push() starts the exchange at
-// once while fewer than kExchangesInFlight, or fewer than kBytesInFlight, are
-// under way, so that sending never waits for summing, also with small buckets. On a GPU nothing
-// waits: exchanges run on the transport's stream, and the calling thread enqueues each sum behind
-// its exchange.
+// One worker thread waits for the peers and sums, since Gloo can not be asked whether an exchange
+// is complete. push() starts the exchange at once while fewer than kExchangesInFlight, or fewer
+// than kBytesInFlight, are under way, so that sending never waits for summing, also with small
+// buckets. Memory of a GPU is copied to the host and back by the worker, on a stream of its own, so
+// that neither the thread nor the stream of the backward pass waits for a peer.
 //
 // Thread safety: push() and drain() are for one thread; the worker is private.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
 #include <mutex>
-#include <string>
+#include <optional>
 #include <thread>
 
-#include "zero/communicator.h"
-#include "zero/gradients/wire_format.h"
-#include "zero/memory/buffer_pool.h"
+#include "zero/gradients/reduction.h"
 
 namespace zero {
-
-// One bucket on its way.
-struct Reduction {
-  const WireFormat* wire = nullptr;  // outlives the queue
-  at::Tensor rows;   // [world_size, n] as encoded by `wire`, from the pool; given back when done
-  at::Tensor shard;  // [row_numel] fp32
-  bool accumulate = false;        // add to the shard, or assign it
-  float scale = 1.0F;             // factor after the sum
-  Communicator* group = nullptr;  // null or of one rank: nothing is sent
-  int64_t bucket = 0;             // for errors and traces
-};
 
 class ReductionQueue {
   static constexpr int kExchangesInFlight = 2;
   static constexpr int64_t kBytesInFlight = int64_t{8} << 20;
-  static constexpr int kWaiting = 2;
   static constexpr std::chrono::milliseconds kPatience{20};
 
  public:
+  // So many buckets may wait behind those under way before push() blocks.
+  static constexpr int kWaiting = 2;
+
+  // Returns whether one more exchange may be under way, or `waiting` more than that.
+  static bool has_room(size_t exchanges, int64_t bytes, int waiting = 0) {
+    return exchanges < static_cast<size_t>(kExchangesInFlight + waiting) || bytes < kBytesInFlight;
+  }
   // Returns the number of buffers of `bucket_bytes` that a pool should keep between steps for a
   // queue and the thread that fills it: the exchanges under way, in both directions, what waits,
   // and two that are being filled. What is dropped costs a page fault for every 4 KiB in the next
@@ -70,27 +63,26 @@ class ReductionQueue {
   void check();
 
  private:
-  struct Exchange {
+  struct Waiting {
     Reduction reduction;
-    at::Tensor buffer;
-    Pending pending;
+    std::optional<c10::Event> packed;  // on a GPU
   };
 
   using Lock = std::unique_lock<std::mutex>;
-  // With the lock held. Returns whether one more exchange may be under way.
-  bool has_room() const;
+  // With the lock held.
+  bool has_room() const { return has_room(under_way_.size(), bytes_under_way_); }
   // With the lock held, which they give up meanwhile.
   void start_waiting(Lock& lock);
   void finish_front(Lock& lock);
 
-  Exchange start(Reduction reduction);
-  void finish(Exchange& exchange);
   void work();
+  // Blocks push() as long as it may.
+  void bound_memory(Lock& lock);
 
   BufferPool& pool_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Reduction> waiting_;
+  std::deque<Waiting> waiting_;
   std::deque<Exchange> under_way_;  // exchanges started, the front one being finished
   std::exception_ptr error_;
   int64_t bytes_under_way_ = 0;
@@ -99,7 +91,8 @@ class ReductionQueue {
   std::chrono::nanoseconds patience_ = kPatience;  // left until another bucket is done
   bool starting_ = false;                          // a thread is in start_waiting()
   bool stop_ = false;
-  std::thread worker_;  // started with the first exchange
+  std::optional<c10::Stream> stream_;  // the worker's, on a GPU
+  std::thread worker_;                 // started with the first exchange
 };
 
 }  // namespace zero

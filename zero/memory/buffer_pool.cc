@@ -9,6 +9,9 @@
 
 #include <algorithm>
 
+#include "zero/base/streams.h"
+#include "zero/memory/device_stream.h"
+
 namespace zero {
 namespace {
 
@@ -52,20 +55,31 @@ at::Tensor BufferPool::allocate(int64_t bytes) const {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
-at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype) {
+bool BufferPool::is_free(const Free& free) const {
+  return !free.given || *free.stream == current_torch_stream(device_) || free.given->query();
+}
+
+at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype, Order order) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  // All ranks of a captured step run the same passes, so that any stream may wait.
+  const bool capturing = is_capturing(device_);
+  const bool may_wait = order == Order::kWait || capturing;
   std::unique_lock<std::mutex> lock(mutex_);
+  captured_ = captured_ || capturing;
   // The smallest that fits; one far too large is left for a larger bucket.
   auto best = free_.end();
   for (auto it = free_.begin(); it != free_.end(); ++it) {
-    const int64_t size = storage_bytes(*it);
+    const int64_t size = storage_bytes(it->buffer);
     if (size < bytes || size > 2 * bytes) continue;
-    if (best == free_.end() || size < storage_bytes(*best)) best = it;
+    if (best != free_.end() && size >= storage_bytes(best->buffer)) continue;
+    if (may_wait || is_free(*it)) best = it;
   }
   if (best != free_.end()) {
-    at::Tensor found = std::move(*best);
+    const Free found = std::move(*best);
     free_.erase(best);
-    return as_flat(found, numel, dtype);
+    if (found.given && may_wait) found.given->block(current_torch_stream(device_));
+    if (found.stream && !found.given) make_wait(current_torch_stream(device_), *found.stream);
+    return as_flat(found.buffer, numel, dtype);
   }
   held_bytes_ += bytes;
   peak_bytes_ = std::max(peak_bytes_, held_bytes_);
@@ -75,15 +89,32 @@ at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype) {
 
 void BufferPool::give(const at::Tensor& buffer) {
   const int64_t bytes = storage_bytes(buffer);
-  at::Tensor whole = buffer.view(at::kByte).as_strided({bytes}, {1}, 0);
+  Free free{buffer.view(at::kByte).as_strided({bytes}, {1}, 0)};
+  if (!device_.is_cpu()) {
+    free.stream = current_torch_stream(device_);
+    free.given.emplace(device_.type());
+    free.given->record(*free.stream);
+    // For the day on which the memory goes back to libtorch.
+    free.buffer.record_stream(*free.stream);
+  }
   std::lock_guard<std::mutex> lock(mutex_);
-  free_.push_back(std::move(whole));
+  free_.push_back(std::move(free));
+}
+
+void BufferPool::joined() {
+  if (device_.is_cpu()) return;
+  const c10::Stream current = current_torch_stream(device_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Free& free : free_) {
+    free.stream = current;
+    free.given.reset();
+  }
 }
 
 void BufferPool::trim() {
   std::lock_guard<std::mutex> lock(mutex_);
-  while (!free_.empty() && held_bytes_ > keep_bytes_) {
-    held_bytes_ -= storage_bytes(free_.back());
+  while (!captured_ && !free_.empty() && held_bytes_ > keep_bytes_) {
+    held_bytes_ -= storage_bytes(free_.back().buffer);
     free_.pop_back();
   }
 }

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/memory/device_stream.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #ifdef ZERO_CUDA
@@ -13,13 +14,19 @@ namespace zero {
 
 kernels::Stream current_stream(c10::Device device) {
   if (device.is_cpu()) return {};
-  TORCH_CHECK(device.is_cuda(), "expected parameters on cpu or cuda, got ", device);
+  const c10::impl::VirtualGuardImpl backend(device.type());
+  // A kernel is launched on the current device, whatever device its memory and its stream are of.
+  TORCH_INTERNAL_ASSERT(backend.getDevice() == device, "a kernel for memory on ", device,
+                        " was asked for while ", backend.getDevice(), " is the current device");
 #ifdef ZERO_CUDA
-  return {true, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
-#else
-  TORCH_CHECK(false, "got parameters on ", device,
-              ", but this program was built without CUDA; build it with --config=cuda");
+  if (device.is_cuda()) return {true, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
 #endif
+  TORCH_CHECK(!device.is_cuda(), "got parameters on ", device,
+              ", but this program was built without CUDA; build it with --config=cuda");
+  TORCH_CHECK(device.is_privateuseone(), "expected parameters on cpu or cuda, got ", device);
+  // Kernels for a device of another backend are linked in the place of those for CUDA, and know
+  // streams by their numbers.
+  return {true, reinterpret_cast<void*>(static_cast<intptr_t>(backend.getStream(device).id()))};
 }
 
 bool is_capturing([[maybe_unused]] c10::Device device) {

@@ -11,8 +11,8 @@
 
 namespace zero {
 
-// Throws c10::Error for a device without kernels, and for a GPU in a program
-// that was built without --config=cuda.
+// `device` must be the current one. Throws c10::Error for a device without kernels, and for a GPU
+// in a program that was built without --config=cuda.
 kernels::Stream current_stream(c10::Device device);
 
 // Returns whether that stream is being captured in a CUDA graph.

@@ -6,6 +6,7 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -90,6 +91,7 @@ at::Tensor empty_norm_parts(int64_t parts, double norm_type, at::Device device) 
 void add_to_norm_part(const at::Tensor& part, const std::vector<kernels::ConstSpan>& spans,
                       double norm_type, double weight) {
   if (spans.empty()) return;
+  const c10::OptionalDeviceGuard guard(part.device());
   const kernels::Stream stream = current_stream(part.device());
   if (std::isinf(norm_type)) {
     at::Tensor bits = at::zeros({1}, part.options());
@@ -112,6 +114,7 @@ void add_to_norm_part(const at::Tensor& part, const std::vector<kernels::ConstSp
 
 void add_to_norm_part(const at::Tensor& part, const std::vector<at::Tensor>& gradients,
                       double norm_type) {
+  const c10::OptionalDeviceGuard guard(part.device());
   std::vector<at::Tensor> alive;  // copies of gradients that were not dense
   std::vector<kernels::ConstSpan> spans;
   int64_t numel16 = 0;

@@ -4,6 +4,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full_like.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -148,6 +149,7 @@ void BackwardPasses::after_accumulation(int64_t parameter) {
 
 void BackwardPasses::run_in_hook(const std::function<void()>& hand_over) {
   parts_.protocol.check_usable();
+  const c10::OptionalDeviceGuard guard(parts_.protocol.device());
   parts_.record.follow_loss_scale();
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
   try {
@@ -187,6 +189,7 @@ std::vector<at::Tensor> BackwardPasses::scaled_gradients(
 }
 
 void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
+  const c10::OptionalDeviceGuard guard(parts_.protocol.device());
   begin();
   const bool sync = !parts_.protocol.in_no_sync();
   try {

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/optimizer/call_protocol.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
@@ -27,6 +28,7 @@ void CallProtocol::throw_misuse(const std::string& problem) {
 
 void CallProtocol::fail_stop(const std::function<void()>& body) {
   check_usable();
+  const c10::OptionalDeviceGuard guard(device_);
   try {
     comms_.explained(body);
   } catch (const std::exception& error) {

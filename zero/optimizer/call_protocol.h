@@ -12,6 +12,8 @@
 //   failure           a communicator is broken; final
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -34,17 +36,18 @@ struct AgreedArguments {
 
 class CallProtocol {
  public:
-  // `domain_of` is per parameter. References must outlive this.
+  // `domain_of` is per parameter; `device` is that of all parameters. References must outlive this.
   CallProtocol(const ShardDomains& domains, const std::vector<int64_t>& domain_of,
-               OptimizerCommunicators& comms)
-      : domains_(domains), domain_of_(domain_of), comms_(comms) {}
+               OptimizerCommunicators& comms, c10::Device device)
+      : domains_(domains), domain_of_(domain_of), comms_(comms), device_(device) {}
 
   bool in_own_process() const { return process_.here(); }
   // Throws after a failure and in a forked child. Called for each gradient.
   void check_usable() const;
   // Throws `problem`, and leaves it for all ranks to throw in the next collective call.
   [[noreturn]] void throw_misuse(const std::string& problem);
-  // Runs `body`; an error that leaves a communicator broken makes it a failure.
+  // Runs `body` with the parameters' device as the current one, as kernels ask for. An error that
+  // leaves a communicator broken makes it a failure.
   void fail_stop(const std::function<void()>& body);
   bool has_failed() const { return !failure_.empty(); }
 
@@ -75,12 +78,14 @@ class CallProtocol {
   // `text` for the domains whose ranks receive what is sent over the home group.
   AgreedArguments at_home(const std::string& text) const;
   int rank() const { return comms_.rank(); }
+  c10::Device device() const { return device_; }
 
  private:
   const OwnProcess process_;
   const ShardDomains& domains_;
   const std::vector<int64_t>& domain_of_;
   OptimizerCommunicators& comms_;
+  const c10::Device device_;
 
   std::string misuse_;
   std::string broken_backward_;

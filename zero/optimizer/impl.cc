@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/optimizer/impl.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <functional>
@@ -27,7 +28,8 @@ Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
   }
   std::vector<int64_t> world_sizes;
   for (const ShardDomain& d : domains.list) world_sizes.push_back(d.group.world_size());
-  return make_plan(infos, world_sizes, {options.layout(), options.bucket_bytes()});
+  const bool on_gpu = !table.parameters().front().tensor.is_cpu();
+  return make_plan(infos, world_sizes, {options.layout(), options.bucket_bytes(), on_gpu});
 }
 
 // This rank's number in each domain: the shards it owns.
@@ -63,7 +65,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       device(table.parameters().front().tensor.device()),
       domain_of(parameter_domains(table, domains)),
       plan(make_plan_of(table, domains, options)),
-      protocol(domains, domain_of, *comms),
+      protocol(domains, domain_of, *comms, device),
       wires(make_wire_formats(plan, options)),
       pool(device,
            buffer_bytes(plan, wires, ReductionQueue::buffers_kept(buffer_bytes(plan, wires, 1))),
@@ -87,10 +89,11 @@ ShardOptimizer ZeroOptimizer::Impl::make_shards(std::unique_ptr<torch::optim::Op
     broadcasts.over_home(table.buffers(), "frozen parameters and buffers");
   });
   return ShardOptimizer({plan, table, ranks_in(domains), arena, reducer}, std::move(inner),
-                        {options.fused(), device.is_cuda() || options.static_graph()});
+                        {options.fused(), !device.is_cpu() || options.static_graph()});
 }
 
 ZeroOptimizer::Impl::~Impl() {
+  const c10::OptionalDeviceGuard guard(device);
   passes.remove_hooks();
   try {
     gathers.finish();  // the module may outlive this

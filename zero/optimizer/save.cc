@@ -87,7 +87,8 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
   m.world_size = comms->control->world_size();
   m.stage = options.stage();
   m.layout = plan.layout->name();
-  m.bucket_bytes = options.bucket_bytes().value_or(default_bucket_bytes(domains.home.world_size()));
+  m.bucket_bytes = options.bucket_bytes().value_or(
+      default_bucket_bytes(domains.home.world_size(), !device.is_cpu()));
   m.plan_fingerprint = plan.fingerprint();
   m.optimizer = optimizer_name(shards.inner());
   const StepCounts::Values made = record.counts();

@@ -3,6 +3,7 @@
 #include "zero/zero_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -169,6 +170,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   };
   construct(*comms, /*agreed=*/true, [&] { comms->explained(agree); });
   construct(*comms, /*agreed=*/false, [&] {
+    const c10::OptionalDeviceGuard guard(table->parameters().front().tensor.device());
     param_groups_ = visible_groups(inner.get());
     impl_ = std::make_unique<Impl>(module, std::move(inner), std::move(*domains), options, comms,
                                    std::move(*table));

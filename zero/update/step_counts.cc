@@ -23,7 +23,7 @@ void SegmentCounts::add(const std::vector<uint8_t>& updated, const at::Tensor& n
     updated_ = updated;
     at::Tensor host =
         at::empty({increment_.numel()},
-                  increment_.options().device(at::kCPU).pinned_memory(increment_.is_cuda()));
+                  increment_.options().device(at::kCPU).pinned_memory(!increment_.is_cpu()));
     std::copy(updated.begin(), updated.end(), host.mutable_data_ptr<float>());
     increment_.copy_(host, /*non_blocking=*/true);
   }
@@ -89,10 +89,10 @@ void StepCounts::fetch() {
   if (!on_device_.defined()) return;
   if (!on_host_.defined()) {
     on_host_ =
-        at::empty({3}, on_device_.options().device(at::kCPU).pinned_memory(on_device_.is_cuda()));
+        at::empty({3}, on_device_.options().device(at::kCPU).pinned_memory(!on_device_.is_cpu()));
   }
   on_host_.copy_(on_device_, /*non_blocking=*/true);
-  if (!on_device_.is_cuda()) return;
+  if (on_device_.is_cpu()) return;
   const at::Device device = on_device_.device();
   if (!fetched_) fetched_.emplace(device.type());
   fetched_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));

@@ -1,0 +1,205 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// ZeroOptimizer on a device with streams of its own, against plain torch. The device is emulated:
+// see tests/support/device/emulated_device.h for the mistakes that it finds.
+#include <ATen/Functions.h>
+#include <c10/core/StreamGuard.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tests/support/device/emulated_device.h"
+#include "tests/support/device/emulated_network.h"
+#include "tests/support/training.h"
+#include "zero/base/streams.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+// Rank 0's, after checking that all ranks hold the same bits.
+Trajectory train_on_devices(const Training& training, const DeviceRunOptions& options = {}) {
+  std::vector<Trajectory> all(training.world_size);
+  run_device_ranks(
+      training.world_size,
+      [&](const Group& group) { all[group.rank()] = train_sharded(training, group); }, options);
+  for (const Trajectory& t : all) EXPECT_EQ(differing_elements(t, all[0]), 0);
+  return all[0];
+}
+
+// Compares with plain torch, and bit by bit with the same run on the CPU.
+void expect_same_training(const Training& training, const DeviceRunOptions& options = {}) {
+  const Trajectory device = train_on_devices(training, options);
+  EXPECT_LT(largest_difference(device, train_reference(training)), 1e-6)
+      << "W " << training.world_size << " stage " << training.options.stage();
+  EXPECT_EQ(differing_elements(device, train_on_ranks(training)), 0)
+      << "W " << training.world_size << " stage " << training.options.stage();
+}
+
+TEST(DeviceTest, HasTheBitsOfTheCpu) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    for (const Inner inner : {Inner::kSgd, Inner::kAdamW}) {
+      for (const int64_t stage : {1, 2}) {
+        for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+          Training training;
+          training.world_size = world_size;
+          training.inner = inner;
+          training.transport = Transport::kMemory;
+          training.options = ZeroOptions().stage(stage).layout(layout).bucket_bytes(2048);
+          expect_same_training(training);
+        }
+      }
+    }
+  }
+}
+
+std::string text_of(const DeviceRunOptions& options) {
+  return (options.ranks_per_machine > 0 ? "two levels" : "one level") +
+         std::string(options.over_host ? " over the host" : "");
+}
+
+// Layers that ranks drop, accumulation, gathers that overlap, clipping and 16 bits.
+TEST(DeviceTest, UnevenPassesHaveTheBitsOfTheCpu) {
+  for (const DeviceRunOptions& options : {DeviceRunOptions{},
+                                          {.over_host = true},
+                                          {.ranks_per_machine = 2},
+                                          {.ranks_per_machine = 2, .over_host = true}}) {
+    for (const c10::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for (const bool overlap : {false, true}) {
+        Training training;
+        training.world_size = 4;
+        training.inner = Inner::kSgdMomentum;
+        training.dtype = dtype;
+        training.micro_batches = 3;
+        training.max_norm = 0.1;
+        training.use = [](int rank, int step, int micro) {
+          return static_cast<unsigned>((7 * rank + 5 * step + 3 * micro) % 16);
+        };
+        training.under_no_sync = [](int rank, int, int micro) { return micro == 0 && rank < 2; };
+        training.runs = [](int rank, int step, int micro) {
+          return (rank + step + micro) % 4 != 0;
+        };
+        training.transport = Transport::kMemory;
+        training.options =
+            ZeroOptions().overlap_gather(overlap).stage(overlap ? 2 : 1).bucket_bytes(1024);
+        const Trajectory device = train_on_devices(training, options);
+        if (options.ranks_per_machine == 0) {
+          EXPECT_EQ(differing_elements(device, train_on_ranks(training)), 0)
+              << text_of(options) << " " << dtype;
+        }
+        EXPECT_LT(largest_difference(device, train_reference(training)),
+                  dtype == at::kFloat ? 1e-6 : 2e-2)
+            << text_of(options) << " " << dtype;
+      }
+    }
+  }
+}
+
+TEST(DeviceTest, AStepDoesNotWaitForTheDevice) {
+  for (const int ranks_per_machine : {0, 2}) {
+    DeviceRunOptions options;
+    options.ranks_per_machine = ranks_per_machine;
+    run_device_ranks(
+        4,
+        [&](const Group& group) {
+          OddModel model(1, 23, group.device());
+          ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                                  ZeroOptions().bucket_bytes(1024));
+          const at::Tensor x = random_tensor({3, 17}, 1).to(group.device());
+          const at::Tensor target = random_tensor({3, 11}, 2).to(group.device());
+          int64_t before = 0;
+          for (int step = 0; step < 5; ++step) {
+            if (step == 2) before = EmulatedDevice::host_waits(group.rank());
+            optimizer.backward(model->loss(x, target, OddModelImpl::kAll));
+            optimizer.clip_grad_norm_(0.5);
+            optimizer.step();
+          }
+          EXPECT_EQ(EmulatedDevice::host_waits(group.rank()) - before, 0);
+          EXPECT_EQ(optimizer.stats().steps, 5);
+        },
+        options);
+  }
+}
+
+// Runs `work` on a stream of its own, behind the current one and before what follows.
+void on_another_stream(at::Device device, const std::function<void()>& work) {
+  if (device.is_cpu()) return work();
+  const c10::Stream current = current_torch_stream(device);
+  const c10::Stream other = new_stream(device);
+  make_wait(other, current);
+  {
+    const c10::StreamGuard guard(other);
+    work();
+  }
+  make_wait(current, other);
+}
+
+// Each step runs on another stream, and its forward pass on three.
+Trajectory train_on_streams(const Group& group) {
+  const at::Device device = group.device();
+  OddModel model(1, 23, device);
+  ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group,
+                          ZeroOptions().bucket_bytes(1 << 20));
+  Trajectory result;
+  for (int step = 0; step < 4; ++step) {
+    on_another_stream(device, [&] {
+      const auto seed = static_cast<uint64_t>(10 * step + group.rank());
+      const at::Tensor x = random_tensor({3, 17}, seed).to(device);
+      const at::Tensor hidden = at::tanh(model->trunk(x));
+      at::Tensor left;
+      at::Tensor right;
+      on_another_stream(device, [&] { left = model->left(hidden); });
+      on_another_stream(device, [&] { right = model->right(hidden); });
+      optimizer.backward(at::mean(left * right));
+      optimizer.step();
+      result.emplace_back();
+      for (const at::Tensor& p : model->parameters()) {
+        result.back().push_back(p.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+      }
+    });
+  }
+  return result;
+}
+
+TEST(DeviceTest, AModelMayUseSeveralStreams) {
+  std::vector<Trajectory> device(2);
+  std::vector<Trajectory> cpu(2);
+  run_device_ranks(2, [&](const Group& group) { device[group.rank()] = train_on_streams(group); });
+  run_ranks(2, [&](const Group& group) { cpu[group.rank()] = train_on_streams(group); });
+  EXPECT_EQ(differing_elements(device[0], device[1]), 0);
+  EXPECT_EQ(differing_elements(device[0], cpu[0]), 0);
+}
+
+// A gradient of more bytes than a queue keeps in flight, and a pass that only rank 0 runs. Rank 1
+// learns of it in step(), which rank 0 calls only when it has read its loss.
+TEST(DeviceTest, APassOfOneRankWaitsForNoPeer) {
+  EmulatedDevice::set_patience(std::chrono::seconds(5));
+  for (const int ranks_per_machine : {0, 2}) {
+    for (const bool over_host : {false, true}) {
+      Training training;
+      training.world_size = ranks_per_machine == 0 ? 2 : 4;
+      training.steps = 2;
+      training.width = 60013;
+      training.micro_batches = 2;
+      training.runs = [](int rank, int, int micro) { return rank == 0 || micro == 0; };
+      training.reads_loss = true;
+      training.transport = Transport::kMemory;
+      training.options = ZeroOptions().bucket_bytes(1 << 20);
+      DeviceRunOptions options;
+      options.ranks_per_machine = ranks_per_machine;
+      options.over_host = over_host;
+      options.timeout = std::chrono::seconds(5);
+      EXPECT_LT(largest_difference(train_on_devices(training, options), train_reference(training)),
+                1e-3)
+          << ranks_per_machine << (over_host ? " over the host" : "");
+    }
+  }
+  EmulatedDevice::set_patience(std::chrono::seconds(20));
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,61 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/gradients/reduction.h"
+
+#include <string>
+#include <utility>
+
+#include "zero/base/error_text.h"
+#include "zero/memory/trace_range.h"
+
+namespace zero {
+namespace {
+
+// shard (+)= scale * the sum of these rows.
+void sum(const Reduction& reduction, const SummandRows& rows) {
+  reduction.wire->decode_and_sum(rows, reduction.shard, reduction.scale, reduction.accumulate);
+}
+
+}  // namespace
+
+void reduce_alone(const Reduction& reduction, BufferPool& pool) {
+  SummandRows own;
+  own.dtype = reduction.rows.scalar_type();
+  own.own_row = reduction.rows.const_data_ptr();
+  sum(reduction, own);
+  pool.give(reduction.rows);
+}
+
+Exchange start_exchange(Reduction reduction, BufferPool& pool) {
+  Exchange exchange{std::move(reduction), {}, {}};
+  const Reduction& r = exchange.reduction;
+  const std::string label = "gradient bucket " + std::to_string(r.bucket);
+  const RowValues values{r.wire, r.shard.numel()};
+  const int64_t bytes = r.group->reduction_bytes(r.rows, values);
+  if (bytes > 0) exchange.buffer = pool.take(bytes, at::kByte, BufferPool::Order::kWait);
+  exchange.pending = r.group->reduce_rows(
+      r.rows, exchange.buffer, [r](const SummandRows& rows) { sum(r, rows); }, label, values);
+  return exchange;
+}
+
+void finish_exchange(Exchange& exchange, BufferPool& pool) {
+  const TraceRange range("reduce", exchange.reduction.bucket);
+  exchange.pending.wait();
+  if (exchange.buffer.defined()) pool.give(exchange.buffer);
+  pool.give(exchange.reduction.rows);
+}
+
+void end_group(Communicator& group, const std::exception_ptr& error) {
+  if (!group.failed().empty()) return;
+  std::string text = "unknown exception";
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    text = error_text(known);
+  } catch (...) {
+  }
+  group.abort(c10::str("a reduction failed on rank ", group.rank(), " of group \"", group.name(),
+                       "\": ", text));
+}
+
+}  // namespace zero

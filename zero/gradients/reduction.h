@@ -1,0 +1,50 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The reduction of one packed bucket: exchange rows, sum them in rank order, add the result to the
+// shard. reduction_queue.h runs it on a thread, stream_reductions.h on streams of a GPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <exception>
+
+#include "zero/communicator.h"
+#include "zero/gradients/wire_format.h"
+#include "zero/memory/buffer_pool.h"
+
+namespace zero {
+
+// One bucket on its way.
+struct Reduction {
+  const WireFormat* wire = nullptr;  // outlives the reduction
+  at::Tensor rows;   // [world_size, n] as encoded by `wire`, from the pool; given back when done
+  at::Tensor shard;  // [row_numel] fp32
+  bool accumulate = false;        // add to the shard, or assign it
+  float scale = 1.0F;             // factor after the sum
+  Communicator* group = nullptr;  // null or of one rank: nothing is sent
+  int64_t bucket = 0;             // for errors and traces
+};
+
+// A Reduction whose rows are being sent.
+struct Exchange {
+  Reduction reduction;
+  at::Tensor buffer;  // from the pool; may be undefined
+  Pending pending;    // its wait() adds up
+};
+
+inline bool has_peers(const Reduction& reduction) {
+  return reduction.group != nullptr && reduction.group->world_size() > 1;
+}
+// Reduces a bucket without peers, on the current stream.
+void reduce_alone(const Reduction& reduction, BufferPool& pool);
+// Starts the exchange from the current stream.
+Exchange start_exchange(Reduction reduction, BufferPool& pool);
+// Waits, adds up and gives the buffers back. On a GPU the current stream does.
+void finish_exchange(Exchange& exchange, BufferPool& pool);
+// Ends the group for an error of this rank alone, for want of memory perhaps: the peers wait for
+// what will not be sent.
+void end_group(Communicator& group, const std::exception_ptr& error);
+
+}  // namespace zero
