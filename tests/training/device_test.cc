@@ -125,6 +125,21 @@ TEST(DeviceTest, AStepDoesNotWaitForTheDevice) {
   }
 }
 
+// A parameter of many segments is not copied to the host for each of them.
+TEST(DeviceTest, ChecksOfReplicasCopyEachValueOnce) {
+  run_device_ranks(2, [&](const Group& group) {
+    OddModel model(1, 5003, group.device());
+    ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group,
+                            ZeroOptions().bucket_bytes(4096));
+    int64_t bytes = 0;
+    for (const at::Tensor& p : model->parameters()) bytes += static_cast<int64_t>(p.nbytes());
+    const int64_t before = EmulatedDevice::bytes_to_host(group.rank());
+    optimizer.check_replicas();
+    // The parameters, and this rank's segments of them and of their masters.
+    EXPECT_LE(EmulatedDevice::bytes_to_host(group.rank()) - before, 2 * bytes + 4096);
+  });
+}
+
 // Runs `work` on a stream of its own, behind the current one and before what follows.
 void on_another_stream(at::Device device, const std::function<void()>& work) {
   if (device.is_cpu()) return work();

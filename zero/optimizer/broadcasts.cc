@@ -4,6 +4,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <sstream>
 
 namespace zero {
@@ -15,8 +16,12 @@ void Broadcasts::send(const at::Tensor& tensor, const DomainCommunicators& comms
   at::NoGradGuard no_grad;
   // As bytes, since not every transport knows every dtype.
   at::Tensor flat = tensor.detach().contiguous().reshape({-1}).view(at::kByte);
-  comms.data->broadcast(flat, 0, what).wait();
-  if (comms.replicas != nullptr) comms.replicas->broadcast(flat, 0, what).wait();
+  // In pieces, since each operation has the timeout to itself.
+  for (int64_t begin = 0; begin < flat.numel(); begin += kBroadcastBytes) {
+    const at::Tensor piece = flat.narrow(0, begin, std::min(kBroadcastBytes, flat.numel() - begin));
+    comms.data->broadcast(piece, 0, what).wait();
+    if (comms.replicas != nullptr) comms.replicas->broadcast(piece, 0, what).wait();
+  }
   if (!tensor.is_contiguous()) {
     tensor.detach().copy_(flat.view(tensor.scalar_type()).view(tensor.sizes()));
   }

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,9 @@ namespace zero {
 
 class Broadcasts {
  public:
+  // The most that one operation sends.
+  static constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
+
   // References must outlive this.
   Broadcasts(const WorkingArena& arena, OptimizerCommunicators& comms)
       : arena_(arena), comms_(comms) {}

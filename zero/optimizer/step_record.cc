@@ -40,6 +40,8 @@ void StepRecord::finish_step() {
 }
 
 void StepRecord::follow_loss_scale() {
+  // A capture cannot wait. If the scale is dynamic, step() refuses the capture.
+  if (is_capturing(device_)) return;
   if (std::exchange(followed_, true)) return;
   scaler_.update(counts_.fetched().skipped);
   reducer_.set_scale(1.0 / scaler_.scale());

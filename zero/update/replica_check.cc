@@ -27,14 +27,16 @@ int64_t hash_of(const at::Tensor& tensor) {
 // Returns whether this rank's masters of a parameter round to its working values.
 bool masters_agree(const ParameterTable& table, const SegmentTensors& s) {
   const at::Tensor& tensor = table.parameters()[s.segment.parameter].tensor;
-  const at::Tensor host = tensor.detach().cpu();
+  // Only the segment: a parameter may have many.
+  const at::Tensor working =
+      tensor.detach()
+          .as_strided({s.segment.numel}, {1}, tensor.storage_offset() + s.segment.begin)
+          .cpu();
   const at::Tensor master = s.master.cpu();
-  at::Tensor rounded = at::empty({s.segment.numel}, host.options());
+  at::Tensor rounded = at::empty({s.segment.numel}, working.options());
   kernels::cast_copy(master.const_data_ptr(), at::kFloat, rounded.mutable_data_ptr(),
-                     host.scalar_type(), s.segment.numel, nullptr, {});
-  const auto* working =
-      static_cast<const char*>(host.const_data_ptr()) + s.segment.begin * host.element_size();
-  return std::memcmp(working, rounded.const_data_ptr(), rounded.nbytes()) == 0;
+                     working.scalar_type(), s.segment.numel, nullptr, {});
+  return std::memcmp(working.const_data_ptr(), rounded.const_data_ptr(), rounded.nbytes()) == 0;
 }
 
 std::string ranks_by_hash(Communicator& group, int64_t hash) {

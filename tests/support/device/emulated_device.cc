@@ -37,6 +37,7 @@ constexpr size_t kQuarantine = size_t{64} << 20;
 std::atomic<int64_t> longest_delay_us{200};
 std::atomic<int64_t> patience_ms{20000};
 std::array<std::atomic<int64_t>, kEmulatedDevices> waits{};
+std::array<std::atomic<int64_t>, kEmulatedDevices> copied{};
 
 struct Violations {
   std::mutex mutex;
@@ -463,6 +464,7 @@ const char* launch(void* native_stream, const void* memory, std::function<void()
 c10::Stream current_stream(int device) { return stream_of(device, these_streams[device]); }
 int device_of(const void* memory) { return device_memory().device_of(memory); }
 void count_host_wait(int device) { ++waits[device]; }
+void count_to_host(int device, int64_t bytes) { copied[device] += bytes; }
 void record_on_stream(const void* memory, const c10::Stream& stream) {
   device_memory().record(memory, stream);
 }
@@ -473,6 +475,7 @@ void catch_up(int device) { thread_of(current_stream(device)).mark().wait("an op
 }  // namespace emulated
 
 int64_t EmulatedDevice::host_waits(int device) { return waits[device]; }
+int64_t EmulatedDevice::bytes_to_host(int device) { return copied[device]; }
 
 std::vector<std::string> EmulatedDevice::take_violations() {
   Violations& all = violations();

@@ -37,6 +37,8 @@ class EmulatedDevice {
  public:
   // How often the host has waited for work of a device since the process began.
   static int64_t host_waits(int device);
+  // Bytes copied from a device to the host since the process began.
+  static int64_t bytes_to_host(int device);
   // What would have been an error, a race or a deadlock on a GPU, since the last call.
   static std::vector<std::string> take_violations();
   // Looks for writes to memory after it was freed, which take_violations() reports.

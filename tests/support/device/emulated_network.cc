@@ -95,7 +95,9 @@ class EmulatedBackend : public c10d::Backend {
         channel_(std::move(channel)),
         device_(device),
         stream_(c10::impl::getDeviceGuardImpl(kEmulated)->getStreamFromGlobalPool(
-            c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)), true)) {}
+            c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)), true)) {
+    setBoundDeviceId(c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)));
+  }
 
   const std::string getBackendName() const override { return "emulated"; }
 

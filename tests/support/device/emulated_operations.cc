@@ -65,6 +65,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const bool from_device = from.device().type() == kEmulated;
   const int device = to_device ? to.device().index() : from.device().index();
   const at::Tensor& host = to_device ? from : to;
+  if (!to_device) count_to_host(device, static_cast<int64_t>(from.nbytes()));
   const bool on_stream =
       (to_device && from_device) || (non_blocking && host.device().is_cpu() && host.is_pinned());
   TORCH_CHECK(!to_device || !from_device || from.device() == to.device(),

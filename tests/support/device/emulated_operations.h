@@ -10,6 +10,7 @@
 namespace zero::emulated {
 
 void count_host_wait(int device);
+void count_to_host(int device, int64_t bytes);
 // Blocks until the current stream of a device has done what it was given.
 void catch_up(int device);
 // The memory may be given to something else only after what this stream has to do now.
