@@ -85,8 +85,8 @@ TEST(MisuseTest, AnotherOptimizersParametersMayHaveGradients) {
 TEST(MisuseTest, ParameterReassigned) {
   expect_survives(stage(2), [](Rank& r) {
     r.backward(1);
-    torch::nn::Linear old = r.model->never;
-    if (r.is(1)) r.model->replace_module("never", torch::nn::Linear(5, 3));
+    Affine old = r.model->never;
+    if (r.is(1)) r.model->replace_module("never", Affine(5, 3, at::kCPU));
     r.refuses_step(1, {"parameter never.weight", "the tensor that was registered at construction",
                        "holds another in its place", "make a new optimizer"});
     if (r.is(1)) r.model->replace_module("never", old);

@@ -26,16 +26,17 @@ at::Tensor grid(at::IntArrayRef shape, uint64_t seed, int64_t range, double divi
   return result;
 }
 
-SequenceModelImpl::SequenceModelImpl(const CallSequence& sequence, uint64_t seed) {
+SequenceModelImpl::SequenceModelImpl(const CallSequence& sequence, uint64_t seed,
+                                     at::Device device) {
   const auto manage = [&](const std::string& name, const at::Tensor& tensor, size_t unit) {
     const bool expert = sequence.mesh_kind == MeshKind::kExperts && tensor.dim() != 2;
     managed_.push_back({name, tensor, static_cast<int>(unit), expert});
   };
-  const auto dtype = at::TensorOptions().dtype(sequence.dtype);
+  const auto dtype = at::TensorOptions().dtype(sequence.dtype).device(device);
   for (size_t i = 0; i < sequence.layers.size(); ++i) {
     const auto [inputs, outputs] = sequence.layers[i];
     const std::string name = "layer" + std::to_string(i);
-    layers.push_back(register_module(name, torch::nn::Linear(inputs, outputs)));
+    layers.push_back(register_module(name, Affine(inputs, outputs, device)));
     layers.back()->to(sequence.dtype);
     manage(name + ".weight", layers.back()->weight, i);
     manage(name + ".bias", layers.back()->bias, i);
@@ -45,7 +46,7 @@ SequenceModelImpl::SequenceModelImpl(const CallSequence& sequence, uint64_t seed
       "odd", at::zeros({1, 3, 1, 2}, dtype).contiguous(at::MemoryFormat::ChannelsLast));
   empty = register_parameter("empty", at::zeros({0}, dtype));
   frozen = register_parameter("frozen", at::zeros({5}, dtype), /*requires_grad=*/false);
-  buffer = register_buffer("buffer", at::zeros({3}));
+  buffer = register_buffer("buffer", at::zeros({3}, device));
   manage("gain", gain, layers.size());
   manage("odd", odd, layers.size());
   manage("empty", empty, layers.size());
@@ -68,13 +69,13 @@ at::Tensor SequenceModelImpl::unit_loss(int unit, uint64_t seed, bool nonfinite)
       values.view({-1})[0] = seed % 2 == 0 ? std::numeric_limits<float>::infinity()
                                            : std::numeric_limits<float>::quiet_NaN();
     }
-    return values.to(gain.scalar_type());
+    return values.to(gain.device(), gain.scalar_type());
   };
   if (unit == static_cast<int>(layers.size())) {
     return at::sum(gain * constant({1}, 4)) + at::sum(odd * constant({1, 3, 1, 2}, 4)) +
            at::sum(empty);
   }
-  torch::nn::Linear layer = layers[unit];
+  Affine layer = layers[unit];
   const at::Tensor x = constant({2, layer->weight.size(1)}, 1);
   return at::sum(layer(x) * constant({2, layer->weight.size(0)}, 4));
 }
@@ -95,10 +96,11 @@ std::vector<at::Tensor> SequenceModelImpl::gradients_by_hand(const Pass& pass) c
   for (size_t i = 0; i < managed_.size(); ++i) {
     const Managed& p = managed_[i];
     if ((pass.units >> p.unit & 1) == 0) continue;
-    result[i] = grid(p.tensor.sizes(), pass.seed + i, 8, 4).to(p.tensor.scalar_type());
+    result[i] = grid(p.tensor.sizes(), pass.seed + i, 8, 4);
     if (pass.nonfinite == p.unit && p.tensor.numel() > 0) {
       result[i].view({-1})[0] = std::numeric_limits<float>::infinity();
     }
+    result[i] = result[i].to(p.tensor.device(), p.tensor.scalar_type());
   }
   return result;
 }

@@ -9,7 +9,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/modules/linear.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
 #include <memory>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/training.h"
 #include "tests/training/call_sequence.h"
 
 namespace zero {
@@ -32,7 +34,7 @@ at::Tensor grid(at::IntArrayRef shape, uint64_t seed, int64_t range, double divi
 
 // Layers beside each other, and parameters of one element, of none and in another memory order.
 struct SequenceModelImpl : torch::nn::Module {
-  SequenceModelImpl(const CallSequence& sequence, uint64_t seed);
+  SequenceModelImpl(const CallSequence& sequence, uint64_t seed, at::Device device = at::kCPU);
 
   // Parameters that require gradients, with their names and units.
   struct Managed {
@@ -50,7 +52,7 @@ struct SequenceModelImpl : torch::nn::Module {
   // What a rank puts into its parameters before Action::kRefreshMasters; undefined where nothing.
   std::vector<at::Tensor> edited(const Event& event, int rank) const;
 
-  std::vector<torch::nn::Linear> layers;
+  std::vector<Affine> layers;
   at::Tensor gain, odd, empty, frozen, buffer;
 
  private:

@@ -36,7 +36,7 @@ void expect_close(const at::Tensor& got, const at::Tensor& expected, const std::
   TORCH_CHECK(got.sizes() == expected.sizes(), what, ": expected shape ", expected.sizes(),
               ", got ", got.sizes());
   const double relative = kTolerance + rounding_of(got.scalar_type());
-  const at::Tensor a = got.detach().to(at::kDouble).contiguous();
+  const at::Tensor a = got.detach().to(at::kCPU, at::kDouble).contiguous();
   const at::Tensor b = expected.detach().contiguous();
   for (int64_t i = 0; i < a.numel(); ++i) {
     const double x = a.const_data_ptr<double>()[i], y = b.const_data_ptr<double>()[i];
@@ -75,7 +75,8 @@ class SequenceRank {
   void make(ZeroOptions options, uint64_t generation) {
     optimizer_.reset();
     place(options);
-    model_ = SequenceModel(s_, model_seed(s_, group_.rank()) + 100000 * generation);
+    model_ =
+        SequenceModel(s_, model_seed(s_, group_.rank()) + 100000 * generation, group_.device());
     optimizer_ = std::make_unique<ZeroOptimizer>(
         *model_, make_optimizer(s_.inner, model_->tensors()), group_, options);
   }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -17,9 +18,13 @@
 namespace zero::kernels::cuda {
 namespace {
 
+// Those that are not empty: nothing is launched for the others.
 template <class T>
 std::vector<T> copied(const T* items, int64_t count) {
-  return {items, items + count};
+  std::vector<T> result;
+  std::copy_if(items, items + count, std::back_inserter(result),
+               [](const T& item) { return item.numel > 0; });
+  return result;
 }
 
 bool skips(const double* nonfinite) { return nonfinite != nullptr && *nonfinite != 0.0; }
@@ -36,10 +41,10 @@ Segment with_working(Segment segment) {
 
 const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType source_type,
                             ElementType destination_type, bool with_addend, void* stream) {
-  if (count == 0) return nullptr;
+  const std::vector<CopySpan> filled = copied(spans, count);
+  if (filled.empty()) return nullptr;
   return emulated::launch(
-      stream, spans[0].destination,
-      [spans = copied(spans, count), source_type, destination_type, with_addend] {
+      stream, filled[0].destination, [spans = filled, source_type, destination_type, with_addend] {
         for (const CopySpan& s : spans) {
           range_kernels().cast_copy(s.source, source_type, s.destination, destination_type, s.numel,
                                     with_addend ? s.addend : nullptr);
@@ -84,11 +89,11 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
                       const AdamCoefficients& coefficients, const AdamPowers& powers,
                       const float* gradient_coefficient, const double* nonfinite,
                       ElementType working_type, void* stream) {
-  if (count == 0) return nullptr;
+  const std::vector<AdamSegment> filled = copied(segments, count);
+  if (filled.empty()) return nullptr;
   return emulated::launch(
-      stream, segments[0].master,
-      [segments = copied(segments, count), coefficients, powers, gradient_coefficient, nonfinite,
-       working_type] {
+      stream, filled[0].master,
+      [segments = filled, coefficients, powers, gradient_coefficient, nonfinite, working_type] {
         if (skips(nonfinite)) return;
         for (const AdamSegment& s : segments) {
           AdamCoefficients c = coefficients;
@@ -103,33 +108,34 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
 const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
                      const float* gradient_coefficient, const double* nonfinite,
                      ElementType working_type, void* stream) {
-  if (count == 0) return nullptr;
-  return emulated::launch(stream, segments[0].master,
-                          [segments = copied(segments, count), coefficients, gradient_coefficient,
-                           nonfinite, working_type] {
-                            if (skips(nonfinite)) return;
-                            for (SgdSegment s : segments) {
-                              s = with_working(s);
-                              if (s.device_step != nullptr) s.first_step = *s.device_step == 1.0F;
-                              range_kernels().sgd(s, coefficients, factor_of(gradient_coefficient),
-                                                  working_type);
-                            }
-                          });
+  const std::vector<SgdSegment> filled = copied(segments, count);
+  if (filled.empty()) return nullptr;
+  return emulated::launch(
+      stream, filled[0].master,
+      [segments = filled, coefficients, gradient_coefficient, nonfinite, working_type] {
+        if (skips(nonfinite)) return;
+        for (SgdSegment s : segments) {
+          s = with_working(s);
+          if (s.device_step != nullptr) s.first_step = *s.device_step == 1.0F;
+          range_kernels().sgd(s, coefficients, factor_of(gradient_coefficient), working_type);
+        }
+      });
 }
 
 const char* lion_step(const LionSegment* segments, int64_t count,
                       const LionCoefficients& coefficients, const float* gradient_coefficient,
                       const double* nonfinite, ElementType working_type, void* stream) {
-  if (count == 0) return nullptr;
-  return emulated::launch(stream, segments[0].master,
-                          [segments = copied(segments, count), coefficients, gradient_coefficient,
-                           nonfinite, working_type] {
-                            if (skips(nonfinite)) return;
-                            for (const LionSegment& s : segments) {
-                              range_kernels().lion(with_working(s), coefficients,
-                                                   factor_of(gradient_coefficient), working_type);
-                            }
-                          });
+  const std::vector<LionSegment> filled = copied(segments, count);
+  if (filled.empty()) return nullptr;
+  return emulated::launch(
+      stream, filled[0].master,
+      [segments = filled, coefficients, gradient_coefficient, nonfinite, working_type] {
+        if (skips(nonfinite)) return;
+        for (const LionSegment& s : segments) {
+          range_kernels().lion(with_working(s), coefficients, factor_of(gradient_coefficient),
+                               working_type);
+        }
+      });
 }
 
 }  // namespace zero::kernels::cuda

@@ -11,6 +11,7 @@
 #include <ATen/core/stack.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
@@ -102,6 +103,7 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
 struct Argument {
   at::Tensor device;
   at::Tensor host;
+  bool out = false;  // written as a whole, and perhaps resized
 };
 
 class HostCall {
@@ -111,6 +113,14 @@ class HostCall {
     device_ = tensor.device();
     arguments_.push_back({tensor, on_host(tensor)});
     return arguments_.back().host;
+  }
+
+  c10::IValue take_out(const at::Tensor& tensor) {
+    if (tensor.device().type() != kEmulated) return tensor;
+    device_ = tensor.device();
+    const at::Tensor host = at::empty({0}, at::TensorOptions().dtype(tensor.scalar_type()));
+    arguments_.push_back({tensor, host, true});
+    return host;
   }
 
   c10::IValue take_value(const c10::IValue& value) {
@@ -137,7 +147,10 @@ class HostCall {
   at::Tensor give(const at::Tensor& result) const {
     if (!result.defined() || !device_) return result;
     for (const Argument& argument : arguments_) {
-      if (result.is_same(argument.host)) return argument.device;
+      if (result.is_same(argument.host)) {
+        if (argument.out) write(argument);
+        return argument.device;
+      }
       if (result.storage().data() == argument.host.storage().data() && result.numel() > 0) {
         const auto bytes = static_cast<const char*>(result.const_data_ptr()) -
                            static_cast<const char*>(argument.host.const_data_ptr());
@@ -165,6 +178,13 @@ class HostCall {
   const std::optional<c10::Device>& device() const { return device_; }
 
  private:
+  static void write(const Argument& argument) {
+    if (argument.device.sizes() != argument.host.sizes()) {
+      at::native::resize_(argument.device, argument.host.sizes());
+    }
+    on_host(argument.device).copy_(argument.host);
+  }
+
   std::optional<c10::Device> device_;
   std::vector<Argument> arguments_;
 };
@@ -173,7 +193,11 @@ void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack)
   const size_t count = operation.schema().arguments().size();
   HostCall call;
   const size_t begin = stack->size() - count;
-  for (size_t i = begin; i < stack->size(); ++i) (*stack)[i] = call.take_value((*stack)[i]);
+  for (size_t i = begin; i < stack->size(); ++i) {
+    c10::IValue& value = (*stack)[i];
+    const bool out = operation.schema().arguments()[i - begin].is_out() && value.isTensor();
+    value = out ? call.take_out(value.toTensor()) : call.take_value(value);
+  }
   TORCH_CHECK(call.device(), "no argument of ", operation.schema().name(), " is on the device");
   catch_up(call.device()->index());
   operation.callBoxed(stack);
