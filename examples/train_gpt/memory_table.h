@@ -18,4 +18,8 @@ namespace zero::examples {
 // fp32 master copy unless the parameters are fp32 themselves.
 std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype);
 
+// One line: what a rank of such a run would hold with a billion parameters in bf16, beside what it
+// would hold alone.
+std::string billion_line(int64_t stage, int64_t world_size);
+
 }  // namespace zero::examples

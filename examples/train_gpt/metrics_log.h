@@ -1,19 +1,22 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A training run as JSON lines: one object a step, for plots and comparisons.
+// A training run as JSON lines: what was run, then one object a step, for plots and comparisons.
 // examples/train_gpt/plot_metrics.py draws them.
 //
+//   {"run":{"world_size":2,"first_step":0,"dtype":"float32",...}}
 //   {"step":1,"loss":5.55,"gradient_norm":1.9,...,"validation_loss":5.55}
 //
 // TensorBoard's event files would need its protocol buffers; Debian has no C++
 // library that writes them.
 #pragma once
 
+#include <cstdint>
 #include <fstream>
 #include <string>
 
 #include "examples/train_gpt/step_metrics.h"
+#include "examples/train_gpt/train_options.h"
 
 namespace zero::examples {
 
@@ -21,6 +24,9 @@ class MetricsLog {
  public:
   // Replaces `path`. Throws c10::Error when it cannot be written.
   explicit MetricsLog(const std::string& path);
+
+  // The first line.
+  void write_run(const TrainOptions& options, int world_size, int64_t first_step);
 
   // Each line is on its way to the file when this returns, so that a run that
   // is killed leaves whole lines.

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what train_gpt --metrics DIR wrote: loss, gradient norm, step time and memory.
+"""Draws what train_gpt --metrics DIR wrote: losses, gradient norm, learning rate, speed, step time
+and memory. Several runs share the pictures.
 
-  python3 examples/train_gpt/plot_metrics.py DIR --out run.png
+  python3 examples/train_gpt/plot_metrics.py DIR [DIR ...] --out run.png
 
 Needs matplotlib.
 """
@@ -14,28 +15,96 @@ import sys
 from pathlib import Path
 
 
-def read(folder):
-    """{step: line}, where a later start of the run overrides what it repeats."""
-    files = sorted(Path(folder).glob("steps-*.jsonl"), key=lambda path: int(path.stem[6:]))
-    if not files:
-        sys.exit(f"plot_metrics: expected steps-*.jsonl in {folder}, as train_gpt --metrics "
-                 f"{folder} writes them")
-    steps = {}
-    for path in files:
-        with open(path) as file:
-            for line in file:
-                if line.endswith("\n"):  # a run that was killed may leave half a line
-                    entry = json.loads(line)
-                    steps[entry["step"]] = entry
-    return dict(sorted(steps.items()))
+class Run:
+    """The steps of one folder, where a later start overrides what it repeats."""
+
+    def __init__(self, folder):
+        self.name = Path(folder).resolve().name
+        self.steps = {}
+        self.restarts = []
+        self.configuration = {}
+        files = sorted(Path(folder).glob("steps-*.jsonl"), key=lambda path: int(path.stem[6:]))
+        if not files:
+            sys.exit(f"plot_metrics: expected steps-*.jsonl in {folder}, as train_gpt --metrics "
+                     f"{folder} writes them")
+        for path in files:
+            with open(path) as file:
+                for line in file:
+                    if line.endswith("\n"):  # a run that was killed may leave half a line
+                        self._add(json.loads(line))
+        self.steps = dict(sorted(self.steps.items()))
+        if not self.steps:
+            sys.exit(f"plot_metrics: expected at least one step in {folder}, got none")
+
+    def _add(self, entry):
+        if "run" in entry:
+            self.configuration = self.configuration or entry["run"]
+            if entry["run"]["first_step"] > 0:
+                self.restarts.append(entry["run"]["first_step"])
+        else:
+            self.steps[entry["step"]] = entry
+
+    def label(self):
+        c = self.configuration
+        if not c:
+            return self.name
+        return f"{self.name}: {c['world_size']} ranks, stage {c['stage']}, {c['dtype']}"
+
+    def series(self, field):
+        found = [(step, line[field]) for step, line in self.steps.items()
+                 if line.get(field) is not None]
+        return [step for step, _ in found], [value for _, value in found]
 
 
-def series(steps, field):
-    found = [(step, line[field]) for step, line in steps.items() if line.get(field) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+def smooth(values):
+    """A running mean over a fiftieth of the run, so that curves of several runs can be told apart."""
+    width = max(1, len(values) // 50)
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return [(sums[i + 1] - sums[max(0, i + 1 - width)]) / min(i + 1, width)
+            for i in range(len(values))]
 
 
-def plot(steps, out):
+def draw_run(run, color, alone, panels):
+    loss, norm, rate, speed, time, _ = panels
+    at, losses = run.series("loss")
+    loss.plot(at, losses, linewidth=0.5, color=color, alpha=0.3)
+    loss.plot(at, smooth(losses), linewidth=1, color=color, label=run.label())
+    validation = run.series("validation_loss")
+    loss.plot(*validation, marker=".", linestyle=":", color=color,
+              label="validation" if alone and validation[0] else None)
+    norm.plot(*run.series("gradient_norm"), linewidth=0.8, color=color)
+    rate.plot(*run.series("learning_rate"), linewidth=0.8, color=color)
+    at, speeds = run.series("tokens_per_second")
+    speed.plot(at, smooth(speeds), linewidth=0.8, color=color)
+    at, seconds = run.series("seconds")
+    time.plot(at, [1e3 * value for value in seconds], linewidth=0.8, color=color)
+    skipped = [step for step, line in run.steps.items() if line.get("skipped")]
+    for axes in (loss, norm):
+        for step in run.restarts:
+            axes.axvline(step, color=color, linestyle="--", linewidth=0.8)
+    if skipped:
+        norm.plot(skipped, [0] * len(skipped), "x", color=color, label="skipped steps")
+        norm.legend(fontsize="small")
+
+
+def draw_memory(runs, axes):
+    """By kind for one run, in total for several."""
+    if len(runs) > 1:
+        for i, run in enumerate(runs):
+            totals = [sum(line["memory"].values()) / 1e6 for line in run.steps.values()]
+            axes.plot(list(run.steps), totals, color=f"C{i}")
+        return
+    steps = runs[0].steps
+    kinds = [kind for kind in next(iter(steps.values()))["memory"]
+             if any(line["memory"][kind] for line in steps.values())]
+    stacked = [[line["memory"][kind] / 1e6 for line in steps.values()] for kind in kinds]
+    axes.stackplot(list(steps), stacked, labels=[kind.replace("_", " ") for kind in kinds])
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+
+
+def plot(runs, out):
     try:
         import matplotlib
     except ImportError:
@@ -43,38 +112,32 @@ def plot(steps, out):
                  "pip install matplotlib")
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, ((loss, norm), (time, memory)) = pyplot.subplots(2, 2, figsize=(11, 7))
-    loss.plot(*series(steps, "loss"), linewidth=0.8, label="training")
-    validation = series(steps, "validation_loss")
-    if validation[0]:
-        loss.plot(*validation, marker=".", label="validation")
-    loss.set_title("loss, nats per byte")
-    loss.legend()
-    norm.plot(*series(steps, "gradient_norm"), linewidth=0.8)
-    norm.set_title("gradient norm before clipping")
-    at, seconds = series(steps, "seconds")
-    time.plot(at, [1e3 * value for value in seconds], linewidth=0.8)
-    time.set_title("time of a step, ms")
-    time.set_ylim(bottom=0)
-    kinds = list(next(iter(steps.values()))["memory"])
-    stacked = [[line["memory"][kind] / 1e6 for line in steps.values()] for kind in kinds]
-    memory.stackplot(list(steps), stacked, labels=[kind.replace("_", " ") for kind in kinds])
-    memory.set_title("memory of rank 0 by kind, MB")
-    memory.legend(loc="lower right", fontsize="small")
-    for axes in (loss, norm, time, memory):
+    figure, grid = pyplot.subplots(2, 3, figsize=(16, 8))
+    panels = list(grid.flat)
+    for i, run in enumerate(runs):
+        draw_run(run, f"C{i}", len(runs) == 1, panels)
+    draw_memory(runs, panels[5])
+    panels[0].legend(fontsize="small")
+    titles = ("loss, nats per byte (dashed line: restart)", "gradient norm before clipping",
+              "learning rate", "tokens/s", "time of a step, ms", "memory of rank 0, MB")
+    for axes, title in zip(panels, titles):
+        axes.set_title(title)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
+    panels[3].set_ylim(bottom=0)
+    panels[4].set_yscale("log")  # one slow step must not flatten the others
     figure.tight_layout()
-    figure.savefig(out, dpi=120)
+    figure.savefig(out, dpi=110)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="the folder given to train_gpt --metrics")
+    parser.add_argument("folders", nargs="+", metavar="folder",
+                        help="a folder given to train_gpt --metrics")
     parser.add_argument("--out", default="metrics.png")
     args = parser.parse_args()
-    plot(read(args.folder), args.out)
+    plot([Run(folder) for folder in args.folders], args.out)
     print(args.out)
 
 

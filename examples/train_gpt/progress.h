@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <vector>
 
 #include "examples/train_gpt/step_metrics.h"
 
@@ -22,9 +23,14 @@ class Progress {
   // Of a run from step `first_step` (0, or where it was resumed) to `steps`.
   Progress(std::FILE* out, int64_t first_step, int64_t steps);
 
-  // A terminal shows the latest step and keeps the lines with a validation
-  // loss. Elsewhere only those lines and the first and last ones are written.
+  // Ends the line that is drawn, so that nothing is printed behind it.
+  ~Progress();
+
+  // A terminal shows the latest step, with a sparkline of the loss, and keeps the lines with a
+  // validation loss. Elsewhere only those lines and the first and last ones are written. mpirun
+  // gives its ranks a terminal that may be a file, so it counts as elsewhere.
   void show(const StepMetrics& metrics);
+  int64_t skipped_steps() const { return skipped_; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -39,6 +45,9 @@ class Progress {
   Clock::time_point start_ = Clock::now();
   Clock::time_point last_drawn_{};
   double tokens_per_second_ = 0.0;  // smoothed, so that it can be read
+  std::vector<double> losses_;
+  int64_t skipped_ = 0;
+  bool drawn_ = false;  // a line that has no end yet
 };
 
 }  // namespace zero::examples

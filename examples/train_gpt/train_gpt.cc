@@ -21,7 +21,6 @@
 
 #include "examples/train_gpt/byte_dataset.h"
 #include "examples/train_gpt/memory_table.h"
-#include "examples/train_gpt/sample_text.h"
 #include "examples/train_gpt/stop_signal.h"
 #include "examples/train_gpt/train_options.h"
 #include "examples/train_gpt/trainer.h"
@@ -47,15 +46,15 @@ void print_beginning(const TrainOptions& options, const ByteDataset& data, int w
 }
 
 void print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
-  std::printf(
-      "\nmemory at the end of the last backward pass\n%s",
-      zero::examples::memory_table(trainer.memory(), trainer.parameter_count(), options.dtype)
-          .c_str());
+  if (trainer.memory().total() > 0) {  // a step was made
+    std::printf(
+        "\nmemory at the end of the last backward pass\n%s%s",
+        zero::examples::memory_table(trainer.memory(), trainer.parameter_count(), options.dtype)
+            .c_str(),
+        zero::examples::billion_line(options.stage, trainer.world_size()).c_str());
+  }
   if (options.sample_bytes == 0) return;
-  const std::string text = zero::examples::sample_text(
-      trainer.model(), options.prompt,
-      {.bytes = options.sample_bytes, .temperature = options.temperature, .seed = options.seed});
-  std::printf("\nsample\n%s\n", zero::examples::printable(text).c_str());
+  std::printf("\nsample\n%s\n", trainer.sample().c_str());
 }
 
 // False, after a line from one rank, when the global batch does not suit `world_size` ranks.
@@ -76,10 +75,11 @@ zero::Group make_group(const TrainOptions& options) {
   return group;
 }
 
-int train(const TrainOptions& options, const ByteDataset& data) {
+int train(TrainOptions options, const ByteDataset& data) {
   at::set_num_threads(options.threads);
   const zero::Group group = make_group(options);
   const bool reports = group.rank() == 0;
+  zero::examples::choose_batch(options, group.world_size());
   if (!accepts_batch(options, group.world_size(), reports)) return kUsageError;
   zero::examples::Trainer trainer(options, data, group);
   if (reports) {
@@ -91,10 +91,13 @@ int train(const TrainOptions& options, const ByteDataset& data) {
     std::printf("resumed after step %lld\n", static_cast<long long>(first_step));
   }
   const double before = trainer.validation_loss();
-  if (reports) std::printf("validation loss before training: %.4f nats per byte\n", before);
+  if (reports) {
+    std::printf("validation loss before %s: %.4f nats per byte\n",
+                first_step > 0 ? "going on" : "training", before);
+  }
   const bool finished = trainer.train(first_step);
   if (!finished && reports) {
-    std::printf("stopped by SIGTERM; --resume goes on from %s\n", options.checkpoints.c_str());
+    std::printf("stopped by a signal; --resume goes on from %s\n", options.checkpoints.c_str());
   }
   if (finished && reports) print_end(options, trainer);
   return 0;
@@ -113,8 +116,9 @@ bool is_launched() {
 int run(int argc, char** argv) {
   TrainOptions options;
   if (const auto status = zero::examples::parse_train_options(argc, argv, options)) return *status;
-  if (!is_launched() && !accepts_batch(options, options.nproc, /*reports=*/true)) {
-    return kUsageError;
+  if (!is_launched()) {
+    zero::examples::choose_batch(options, options.nproc);
+    if (!accepts_batch(options, options.nproc, /*reports=*/true)) return kUsageError;
   }
   if (options.data.empty()) options.data.push_back(zero::kLibtorchIncludePath);
   const ByteDataset data({.paths = options.data, .context = options.context, .seed = options.seed});

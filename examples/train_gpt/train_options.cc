@@ -78,7 +78,9 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
       ->type_name("N")
       ->group(group);
   app.add_option("--batch", options.batch,
-                 "Sequences in a step, over all ranks and micro-batches together")
+                 "Sequences in a step, over all ranks and micro-batches together (default: 16, or "
+                 "the next multiple of ranks times --accumulate)")
+      ->default_str("")
       ->check(whole_number(1))
       ->type_name("N")
       ->group(group);
@@ -134,10 +136,11 @@ void add_rank_options(CLI::App& app, TrainOptions& options) {
 
 void add_checkpoint_options(CLI::App& app, TrainOptions& options) {
   const std::string group = "Checkpoints";
-  auto* folder = app.add_option("--checkpoints", options.checkpoints,
-                                "Folder that all ranks share; SIGTERM saves there and ends")
-                     ->type_name("DIR")
-                     ->group(group);
+  auto* folder =
+      app.add_option("--checkpoints", options.checkpoints,
+                     "Folder that all ranks share; SIGTERM and Ctrl-C save there and end")
+          ->type_name("DIR")
+          ->group(group);
   app.add_option("--save-every", options.save_every, "Steps between two checkpoints")
       ->check(whole_number(1))
       ->needs(folder)
@@ -182,7 +185,8 @@ void add_report_options(CLI::App& app, TrainOptions& options) {
       ->check(whole_number(1))
       ->type_name("N")
       ->group(group);
-  app.add_option("--prompt", options.prompt, "Where the text sampled at the end begins")
+  app.add_option("--prompt", options.prompt,
+                 "Where the text sampled after 10, 50 and 100 % of the steps begins")
       ->type_name("TEXT")
       ->group(group);
   app.add_option("--sample-bytes", options.sample_bytes, "Bytes of text to sample; 0: none")
@@ -240,6 +244,12 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
     return refuse("--prompt: expected some text to begin with; --sample-bytes 0 samples none");
   }
   return std::nullopt;
+}
+
+void choose_batch(TrainOptions& options, int world_size) {
+  constexpr int64_t kBatch = 16;
+  const int64_t parts = world_size * options.accumulate;
+  if (options.batch == 0) options.batch = (kBatch + parts - 1) / parts * parts;
 }
 
 std::string batch_problem(const TrainOptions& options, int world_size) {

@@ -30,7 +30,8 @@ struct TrainOptions {
 
   // Optimisation.
   int64_t steps = 1000;
-  int64_t batch = 16;  // sequences a step over all ranks and micro-batches
+  // Sequences a step over all ranks and micro-batches; 0: see choose_batch().
+  int64_t batch = 0;
   int64_t accumulate = 1;
   double learning_rate = 3e-3;
   double warmup = 0.2;  // part of the steps; a short one is unstable at this learning rate
@@ -65,6 +66,9 @@ struct TrainOptions {
 // Fills `options` from the command line. Returns the exit status when the
 // program should end now: after --help, or after one line about what is wrong.
 std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& options);
+
+// If no batch was asked for, chooses 16, or the next multiple of ranks times micro-batches.
+void choose_batch(TrainOptions& options, int world_size);
 
 // Why the global batch cannot be cut evenly into `world_size` ranks times
 // `accumulate` micro-batches; empty when it can.

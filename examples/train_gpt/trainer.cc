@@ -12,10 +12,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <optional>
 #include <utility>
 
 #include "examples/train_gpt/progress.h"
+#include "examples/train_gpt/sample_text.h"
 #include "examples/train_gpt/step_trace.h"
 #include "examples/train_gpt/stop_signal.h"
 #include "zero/checkpoint.h"
@@ -199,6 +201,13 @@ int64_t Trainer::resume(const std::string& checkpoint) {
   return std::stoll(report.metadata.at("step"));
 }
 
+std::string Trainer::sample() {
+  return printable(sample_text(model_, options_.prompt,
+                               {.bytes = options_.sample_bytes,
+                                .temperature = options_.temperature,
+                                .seed = options_.seed}));
+}
+
 std::vector<MetricsLog> Trainer::open_logs(int64_t first_step) const {
   std::vector<MetricsLog> logs;
   if (metrics_->rank() != 0) return logs;
@@ -207,6 +216,7 @@ std::vector<MetricsLog> Trainer::open_logs(int64_t first_step) const {
   if (!options_.metrics.empty()) {
     logs.emplace_back(options_.metrics + "/steps-" + std::to_string(first_step) + ".jsonl");
   }
+  for (MetricsLog& log : logs) log.write_run(options_, metrics_->world_size(), first_step);
   return logs;
 }
 
@@ -225,11 +235,21 @@ bool Trainer::train(int64_t first_step) {
       metrics.validation_loss = validation_loss();
     }
     if (progress) progress->show(metrics);
+    const bool half_way = metrics.step == options_.steps / 10 || metrics.step == options_.steps / 2;
+    if (reports && half_way && options_.sample_bytes > 0) {
+      std::printf("\nsample after %lld steps\n%s\n\n", static_cast<long long>(metrics.step),
+                  sample().c_str());
+    }
     for (MetricsLog& log : logs) log.write(metrics);
     const bool save_now =
         stop_ || metrics.step % options_.save_every == 0 || metrics.step == options_.steps;
     if (!options_.checkpoints.empty() && save_now) save(metrics.step);
     if (stop_) return false;
+  }
+  if (progress && progress->skipped_steps() > 0) {
+    std::printf("%lld of %lld steps were skipped, since gradients were not finite\n",
+                static_cast<long long>(progress->skipped_steps()),
+                static_cast<long long>(options_.steps - first_step));
   }
   return true;
 }

@@ -42,8 +42,8 @@ class Trainer {
 
   // Collective. Trains steps first_step to options.steps - 1, and saves every
   // options.save_every of them. Rank 0 reports each on standard output and in
-  // options.log and options.metrics, and writes options.trace. False when SIGTERM reached any rank:
-  // then all have saved and stopped after the same step.
+  // options.log and options.metrics, writes options.trace, and prints samples on the way. False
+  // when SIGTERM or SIGINT reached any rank: then all have saved and stopped after the same step.
   bool train(int64_t first_step);
 
   // Collective. Nats per byte over the held-out text, the same on every rank.
@@ -52,6 +52,9 @@ class Trainer {
   Gpt& model() { return model_; }
   ZeroOptimizer& optimizer() { return optimizer_; }
   int64_t parameter_count() const;
+  int world_size() const { return metrics_->world_size(); }
+  // Text that the model writes behind options.prompt. Sends nothing.
+  std::string sample();
 
   // Bytes this rank held in the last step, when gradients were complete and
   // not yet used: the most it holds at any time outside the backward pass.
@@ -79,7 +82,7 @@ class Trainer {
   ZeroOptimizer optimizer_;
   LrSchedule schedule_;
   MemoryReport memory_;
-  bool stop_ = false;  // SIGTERM came to some rank; the same on all
+  bool stop_ = false;  // some rank got a signal; the same on all
 };
 
 }  // namespace zero::examples

@@ -20,7 +20,9 @@ $program $common --steps 6 --validate-every 3 --metrics "$work/metrics" \
 
 python3 - "$work/metrics/steps-0.jsonl" <<'END' || fail "metrics: $(cat "$work/metrics/steps-0.jsonl")"
 import json, sys
-lines = [json.loads(line) for line in open(sys.argv[1])]
+run, *lines = [json.loads(line) for line in open(sys.argv[1])]
+assert run["run"]["world_size"] == 2 and run["run"]["batch"] == 4, run
+assert run["run"]["dtype"] == "float32" and run["run"]["first_step"] == 0, run
 assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 for line in lines:
     assert 0 < line["loss"] < 10 and 0 < line["gradient_norm"] < 100, line
@@ -61,6 +63,26 @@ else
   [ $status -ne 0 ] && grep -q "apt-get install python3-matplotlib" "$work/out" ||
     fail "plot_metrics: $(cat "$work/out")"
 fi
+
+# Two runs in one picture, of which one was resumed on another number of ranks.
+$program $common --steps 6 --metrics "$work/other" --checkpoints "$work/saved" --save-every 3 \
+  > "$work/out" 2>&1 || fail "$(cat "$work/out")"
+rm -r "$work/saved/step-6"
+$program ${common/--nproc 2/--nproc 1} --steps 6 --metrics "$work/other" --checkpoints "$work/saved" --resume \
+  > "$work/out" 2>&1 || fail "$(cat "$work/out")"
+if python3 -c "import matplotlib" 2> /dev/null; then
+  python3 examples/train_gpt/plot_metrics.py "$work/metrics" "$work/other" --out "$work/two.png" \
+    > "$work/out" 2>&1 && [ -s "$work/two.png" ] || fail "plot of two runs: $(cat "$work/out")"
+fi
+
+# Without --batch three ranks find one that suits them; the memory of a large model is shown.
+without_batch=${common/--batch 4/}
+$program ${without_batch/--nproc 2/--nproc 3} --steps 2 > "$work/out" 2>&1 ||
+  fail "three ranks with defaults: $(cat "$work/out")"
+grep -q "with a billion parameters in bf16: [0-9.]* GB on each of 3 ranks, 16.0 GB" "$work/out" ||
+  fail "the memory of a billion parameters: $(cat "$work/out")"
+$program ${common/--sample-bytes 0/--sample-bytes 20} --steps 10 > "$work/out" 2>&1 || fail "$(cat "$work/out")"
+[ "$(grep -c "^sample" "$work/out")" -eq 3 ] || fail "three samples: $(cat "$work/out")"
 
 $program $common --steps 2 --trace "$work/no/such/folder.json" > "$work/out" 2>&1
 [ $? -eq 2 ] && grep -q "cannot write" "$work/out" || fail "a trace that cannot be written: $(cat "$work/out")"

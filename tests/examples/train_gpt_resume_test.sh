@@ -4,7 +4,7 @@
 #
 # train_gpt goes on where it was: on as many ranks with the same losses to the last
 # digit, on another number up to rounding; a new run leaves an earlier one's checkpoints
-# alone; and SIGTERM saves and ends with 0.
+# alone; and SIGTERM and Ctrl-C save and end with 0.
 set -u
 program=examples/train_gpt/train_gpt
 work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/resume.XXXXXX")
@@ -22,7 +22,7 @@ losses() {
 import json, sys
 for line in open(sys.argv[1]):
     entry = json.loads(line)
-    if entry["step"] > 10:
+    if entry.get("step", 0) > 10:
         print(entry["step"], round(entry["loss"], int(sys.argv[2])))' "$1" "$2"
 }
 
@@ -54,17 +54,29 @@ grep -q "expected a folder without checkpoints.*step-20.*--resume" "$work/out" |
 [ "$before" = "$(cat "$work"/run/*/manifest.json | cksum)" ] ||
   fail "a refused run changed the checkpoints"
 
-$program $common --steps 1000000 --nproc 2 --checkpoints "$work/term" --save-every 1000000 \
-  > "$work/out" &
-launcher=$!
-for _ in $(seq 600); do
-  grep -q "step" "$work/out" && break
-  sleep 0.1
+# To one rank, whose others must stop with it, or to the whole job, as a terminal sends it.
+for signal in TERM INT; do
+  rm -rf "$work/stopped"
+  # In a process group of its own, and with SIGINT, which the shell ignores for what runs behind it.
+  python3 -c 'import os, signal, sys
+os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])' \
+    $program $common --steps 1000000 --nproc 2 --checkpoints "$work/stopped" \
+    --save-every 1000000 > "$work/out" &
+  launcher=$!
+  for _ in $(seq 600); do
+    grep -q "step" "$work/out" && break
+    sleep 0.1
+  done
+  if [ $signal = TERM ]; then
+    kill -TERM "$(pgrep -P $launcher | head -1)"
+  else
+    kill -INT -- -$launcher
+  fi
+  wait $launcher
+  status=$?
+  # A launcher that was told to end says so; ranks end with 0.
+  [ $status -eq 0 ] || [ $signal = INT ] || fail "SIG$signal ended with $status: $(tail -5 "$work/out")"
+  ls "$work"/stopped/step-*/manifest.json > /dev/null || fail "SIG$signal saved nothing: $(cat "$work/out")"
+  grep -q "^stopped by a signal" "$work/out" || fail "SIG$signal: $(cat "$work/out")"
 done
-# To one rank only: the others must stop with it.
-kill -TERM "$(pgrep -P $launcher | head -1)"
-wait $launcher
-status=$?
-[ $status -eq 0 ] || fail "SIGTERM ended with $status: $(tail -5 "$work/out")"
-ls "$work"/term/step-*/manifest.json > /dev/null || fail "SIGTERM saved nothing"
-echo "resumed on 2 and 3 ranks; SIGTERM saved $(ls "$work/term")"
+echo "resumed on 2 and 3 ranks; signals saved"

@@ -34,7 +34,7 @@ constexpr int kStreams = 32;
 constexpr unsigned char kPoison = 0xFF;
 constexpr size_t kQuarantine = size_t{64} << 20;
 
-std::atomic<int64_t> longest_delay_us{200};
+std::atomic<int64_t> longest_delay_us{500};
 std::atomic<int64_t> patience_ms{20000};
 std::array<std::atomic<int64_t>, kEmulatedDevices> waits{};
 std::array<std::atomic<int64_t>, kEmulatedDevices> copied{};
@@ -132,18 +132,25 @@ class StreamThread {
         queue_.pop_front();
         running_ = true;
       }
-      const int64_t longest = longest_delay_us;
-      if (longest > 0 && random_() % 4 == 0) {
-        std::this_thread::sleep_for(microseconds(random_() % static_cast<uint64_t>(longest)));
-      }
+      delay();
       work();
     }
+  }
+
+  // Slow for a while, then fast again, so that any stream falls behind any other.
+  void delay() {
+    const int64_t longest = longest_delay_us;
+    if (longest == 0) return;
+    if (random_() % 16 == 0) slow_ = random_() % 4 == 0;
+    if (slow_)
+      std::this_thread::sleep_for(microseconds(random_() % static_cast<uint64_t>(longest)));
   }
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> queue_;
   bool running_ = false;
+  bool slow_ = false;
   std::mt19937_64 random_;
 };
 
