@@ -5,6 +5,7 @@
 #include "tests/support/device/emulated_device.h"
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>

@@ -72,9 +72,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   TORCH_CHECK(!to_device || !from_device || from.device() == to.device(),
               "the emulated devices do not copy between each other");
   if (on_stream) {
-    // The host tensor is kept, as CUDA's host allocator does. Device memory is not.
+    // A host tensor is kept, as CUDA's host allocator does. Device memory is not.
+    const at::Tensor kept = host.is_cpu() ? host : at::Tensor();
     enqueue(current_stream(device),
-            [from = on_host(from), to = on_host(to), host] { to.copy_(from); });
+            [from = on_host(from), to = on_host(to), kept] { to.copy_(from); });
     return to;
   }
   count_host_wait(device);
