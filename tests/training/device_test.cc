@@ -10,6 +10,7 @@
 #include <chrono>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/support/device/emulated_device.h"
@@ -159,6 +160,12 @@ Trajectory train_on_streams(const Group& group) {
   OddModel model(1, 23, device);
   ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group,
                           ZeroOptions().bucket_bytes(1 << 20));
+  // The stream of one layer packs late.
+  model->left->weight.register_hook([device](const at::Tensor&) {
+    if (device.is_cpu()) return;
+    emulated::enqueue(emulated::current_stream(device.index()),
+                      [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
+  });
   Trajectory result;
   for (int step = 0; step < 4; ++step) {
     on_another_stream(device, [&] {
