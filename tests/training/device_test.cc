@@ -158,9 +158,11 @@ void on_another_stream(at::Device device, const std::function<void()>& work) {
 Trajectory train_on_streams(const Group& group) {
   const at::Device device = group.device();
   OddModel model(1, 23, device);
+  // From the second step on, the bucket with the trunk and a part of the left layer is full, and
+  // sent, when the trunk is packed.
   ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group,
-                          ZeroOptions().bucket_bytes(1 << 20));
-  // The stream of one layer packs late.
+                          ZeroOptions().bucket_bytes(2048));
+  // The stream of the left layer packs late.
   model->left->weight.register_hook([device](const at::Tensor&) {
     if (device.is_cpu()) return;
     emulated::enqueue(emulated::current_stream(device.index()),
