@@ -35,6 +35,11 @@ zero_compile_options(zero_test_support)
 target_include_directories(zero_test_support BEFORE PUBLIC "${PROJECT_SOURCE_DIR}")
 target_link_libraries(zero_test_support
   PUBLIC zero zero_examples nlohmann_json::nlohmann_json GTest::gtest Threads::Threads)
+# One precompiled header for all, which needs the same flags for all: neither -fPIC nor -fPIE.
+set_target_properties(zero_test_support PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+target_precompile_headers(zero_test_support PRIVATE
+  <gtest/gtest.h> <ATen/Functions.h> <torch/csrc/distributed/c10d/HashStore.hpp>
+  <torch/nn/modules/linear.h> <torch/optim/adamw.h> <torch/optim/sgd.h>)
 
 # ---- Data, where a test looks for it: the path in the repository ----
 set(run "${PROJECT_BINARY_DIR}/run")
@@ -54,7 +59,9 @@ function(zero_test_executable target file)
   add_executable(${target} "${PROJECT_SOURCE_DIR}/${file}")
   zero_compile_options(${target})
   target_link_libraries(${target} PRIVATE zero_test_support)
-  set_target_properties(${target} PROPERTIES OUTPUT_NAME ${name} RUNTIME_OUTPUT_DIRECTORY "${run}/${folder}")
+  target_precompile_headers(${target} REUSE_FROM zero_test_support)
+  set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF
+    OUTPUT_NAME ${name} RUNTIME_OUTPUT_DIRECTORY "${run}/${folder}")
 endfunction()
 
 foreach(file IN LISTS programs)

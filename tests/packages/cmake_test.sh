@@ -35,7 +35,7 @@ project() {
   mkdir -p "$1"
   cp "$root/tests/packages/consumer/trainer.cc" "$1"
   awk '/^```cmake$/ { inside = 1; next } /^```$/ { if (inside) exit } inside' "$root/docs/building.md" > "$1/CMakeLists.txt"
-  grep -q 'find_package(zero CONFIG REQUIRED)' "$1/CMakeLists.txt" || die "docs/building.md shows no project"
+  grep -q 'find_package(zero 0.1 CONFIG REQUIRED)' "$1/CMakeLists.txt" || die "docs/building.md shows no project"
   sed -i "${2:-}" "$1/CMakeLists.txt"
 }
 run() { "$@" | tee "$work/output"; grep -q ': 2 ranks and one process agree$' "$work/output" || die "the program did not train"; }
@@ -55,8 +55,13 @@ compile "$build/tree" --target $(printf 'tests.%s ' "${small[@]//\//.}")
 ctest --test-dir "$build/tree/zero" --output-on-failure -R "^($(IFS='|'; echo "${small[*]}"))\$" | tail -n 8
 
 say "the same sources, flags and tests as Bazel"
-cp "$build/tree/CMakeCache.txt" "$build/tree/compile_commands.json" "$build/tree/zero"
-"$root/tests/packages/compare_builds.py" "$build/tree/zero"
+cp "$build/tree/compile_commands.json" "$build/tree/zero"
+cuda=()
+if nvcc=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin command -v nvcc); then
+  cuda=("$work/cuda")
+  CUDACXX=$nvcc configure -S "$root" -B "$work/cuda" -DZERO_CUDA=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+fi
+"$root/tests/packages/compare_builds.py" "$build/tree/zero" "${cuda[@]}"
 
 say "FetchContent"
 project "$work/fetch" "s|find_package(zero .*|include(FetchContent)\nFetchContent_Declare(zero SOURCE_DIR \"$root\")\nFetchContent_MakeAvailable(zero)|"
@@ -88,15 +93,19 @@ if command -v pkg-config > /dev/null; then
   run "$work/trainer"
 fi
 
-say "another libtorch"
-mkdir -p "$work/old/include/torch/headeronly" "$work/old/lib"
-touch "$work/old/lib/libtorch_cpu.so"
-old_version() { printf '#define TORCH_VERSION_%s %s\n' MAJOR 2 MINOR "$1" PATCH 0 > "$work/old/include/torch/headeronly/version.h"; }
+say "another version"
 refuses() {
   ! cmake "${@:2}" > "$work/log" 2>&1 || die "expected to be refused: $1"
   tr -s '\n ' ' ' < "$work/log" | grep -qF "$1" || { cat "$work/log"; die "expected the message: $1"; }
   echo "$1"
 }
+project "$work/newer" "s|zero 0.1|zero 0.2|"
+refuses 'compatible with requested version "0.2"' -S "$work/newer" -B "$work/newer/build" -DCMAKE_PREFIX_PATH="$work/static"
+
+say "another libtorch"
+mkdir -p "$work/old/include/torch/headeronly" "$work/old/lib"
+touch "$work/old/lib/libtorch_cpu.so"
+old_version() { printf '#define TORCH_VERSION_%s %s\n' MAJOR 2 MINOR "$1" PATCH 0 > "$work/old/include/torch/headeronly/version.h"; }
 old_version 8
 TORCH_PATH=$work/old refuses "expected libtorch 2.9 or later, got 2.8.0" -S "$root" -B "$work/refused"
 old_version 99

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
-"""Usage: tests/packages/compare_builds.py <build folder of CMake>
+"""Usage: tests/packages/compare_builds.py <build folder of CMake> [<one that is configured with ZERO_CUDA>]
 
 Compares how CMake and Bazel compile the library: the sources, and for each source the flags that
 choose instructions, rounding, threads and the standard. Also compares the tests that ctest knows with
-those of Bazel, and the version with CHANGELOG.md. Prints each difference in one line; the exit status
-is then 1.
+those of Bazel, the version with CHANGELOG.md, and zero/zero.h with the public headers. Prints each
+difference in one line; the exit status is then 1.
 """
 
 import json
@@ -18,7 +18,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 ROOMS = ("zero/", "kernels/", "bookkeeping/")
-FLAGS = re.compile(r"-(m|ffp-|fopenmp$|f(no-)?fast-math|f(no-)?math-errno|f(no-)?trapping-math|"
+FLAGS = re.compile(r"-(m|fmad=|ffp-|fopenmp$|f(no-)?fast-math|f(no-)?math-errno|f(no-)?trapping-math|"
                    r"f(no-)?exceptions|f(no-)?rtti|DZERO_(?!TORCH_VERSION))")
 # Tests that only Bazel runs, by what makes them so; docs/building.md and cmake/tests.cmake name them.
 ONLY_BAZEL = re.compile(r"^//tests/(hosts|fuzz|benchmarks|packages)[/:]|:train_gpt_\w+_test$|:tsan_selftest_test$")
@@ -34,13 +34,13 @@ def flags_of(arguments):
     return found
 
 
-def cmake_commands(build):
+def cmake_commands(build, ending):
     with open(os.path.join(build, "compile_commands.json"), encoding="utf-8") as file:
         entries = json.load(file)
     commands = {}
     for entry in entries:
         source = os.path.relpath(entry["file"], ROOT)
-        if source.startswith(ROOMS):
+        if source.startswith(ROOMS) and source.endswith(ending):
             commands[source] = flags_of(shlex.split(entry["command"]))
     return commands
 
@@ -50,19 +50,21 @@ def bazel(*arguments):
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
 
 
-def bazel_commands():
-    actions = json.loads(bazel("aquery", "--output=jsonproto", 'mnemonic("CppCompile", deps(//:zero))'))
+def bazel_commands(ending):
+    query = {".cc": 'mnemonic("CppCompile", deps(//:zero))',
+             ".cu": 'mnemonic("CudaCompile", deps(//kernels:cuda_kernels))'}[ending]
+    actions = json.loads(bazel("aquery", "--output=jsonproto", query))
     commands = {}
     for action in actions["actions"]:
         arguments = action["arguments"]
         source = arguments[arguments.index("-c") + 1]
-        if source.startswith(ROOMS) and source.endswith(".cc"):
+        if source.startswith(ROOMS) and source.endswith(ending):
             commands[source] = flags_of(arguments)
     return commands
 
 
-def compare_commands(build):
-    ours, theirs = cmake_commands(build), bazel_commands()
+def compare_commands(build, ending):
+    ours, theirs = cmake_commands(build, ending), bazel_commands(ending)
     for source in sorted(set(ours) | set(theirs)):
         if source not in ours:
             yield f"{source}: compiled by Bazel only"
@@ -86,18 +88,30 @@ def compare_tests(build):
 
 
 def compare_version(build):
-    with open(os.path.join(build, "CMakeCache.txt"), encoding="utf-8") as file:
-        version = re.search(r"^(?:CMAKE_PROJECT_VERSION|zero_VERSION):STATIC=(.*)$", file.read(), re.M).group(1)
+    with open(os.path.join(build, "zeroConfigVersion.cmake"), encoding="utf-8") as file:
+        version = re.search(r'set\(PACKAGE_VERSION "(.*)"\)', file.read()).group(1)
     with open(os.path.join(ROOT, "CHANGELOG.md"), encoding="utf-8") as file:
         if f"## {version}" not in file.read():
             yield f"CHANGELOG.md has no heading for version {version} of zero/version.h"
 
 
+def compare_umbrella():
+    folder = os.path.join(ROOT, "zero")
+    with open(os.path.join(folder, "zero.h"), encoding="utf-8") as file:
+        included = set(re.findall(r'#include "zero/([a-z_]*\.h)"', file.read()))
+    for name in sorted(set(os.listdir(folder)) - included - {"zero.h"}):
+        if name.endswith(".h"):
+            yield f"zero/zero.h does not include zero/{name}"
+
+
 def main():
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3):
         sys.exit(__doc__)
     build = os.path.abspath(sys.argv[1])
-    differences = [*compare_commands(build), *compare_tests(build), *compare_version(build)]
+    differences = [*compare_commands(build, ".cc"), *compare_tests(build), *compare_version(build),
+                   *compare_umbrella()]
+    if len(sys.argv) == 3:
+        differences += compare_commands(os.path.abspath(sys.argv[2]), ".cu")
     for difference in differences:
         print(difference)
     sys.exit(bool(differences))
