@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
 #
-# The programs of examples/, in <build>/run/examples/. A file without main() is shared by the programs.
+# The programs of examples/, in <build>/run/examples/. A file without main() is shared by the
+# programs.
 
 find_package(CLI11 REQUIRED)
 file(GLOB_RECURSE files CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/examples/*.cc")

@@ -10,8 +10,8 @@ if(ZERO_CUDA)
   list(REMOVE_ITEM zero_kernel_sources "${PROJECT_SOURCE_DIR}/kernels/cuda/no_cuda.cc")
 endif()
 
-# Flags of every object, beside those of the build type. No -Werror: a newer compiler has new warnings.
-# Objects fit both kinds of library, so changing BUILD_SHARED_LIBS only links again.
+# Flags of every object, beside those of the build type. No -Werror: a newer compiler has new
+# warnings. Objects fit both kinds of library, so changing BUILD_SHARED_LIBS only links again.
 function(zero_compile_options target)
   target_link_libraries(${target} PRIVATE zero::torch)
   target_include_directories(${target} BEFORE PRIVATE "${PROJECT_SOURCE_DIR}")
@@ -76,8 +76,8 @@ endforeach()
 add_library(zero $<TARGET_OBJECTS:zero_objects> $<TARGET_OBJECTS:zero_kernel_objects>)
 add_library(zero::zero ALIAS zero)
 target_compile_features(zero PUBLIC cxx_std_20)
-# The flag and not OpenMP::OpenMP_CXX, which names the compiler's libgomp by its path: a wheel of torch
-# has a libgomp of the same name, which the program is to load.
+# The flag and not OpenMP::OpenMP_CXX, which names the compiler's libgomp by its path: a wheel of
+# torch has a libgomp of the same name, which the program is to load.
 target_link_libraries(zero PUBLIC zero::torch PRIVATE ${OpenMP_CXX_FLAGS})
 if(ZERO_CUDA)
   target_sources(zero PRIVATE $<TARGET_OBJECTS:zero_cuda_objects>)
@@ -87,8 +87,8 @@ endif()
 set_target_properties(zero PROPERTIES LINKER_LANGUAGE CXX INSTALL_RPATH_USE_LINK_PATH ON
   VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 
-# The public headers, in a folder of links: a project with add_subdirectory sees what is installed, and
-# its own kernels/ or tests/ are not hidden by those of this repository.
+# The public headers, in a folder of links: a project with add_subdirectory sees what is installed,
+# and its own kernels/ or tests/ are not hidden by those of this repository.
 file(GLOB zero_public_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/zero/*.h")
 list(APPEND zero_public_headers
   bookkeeping/bucket_rows.h bookkeeping/layout.h bookkeeping/memory.h bookkeeping/plan.h)

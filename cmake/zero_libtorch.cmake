@@ -5,12 +5,13 @@
 # beside zeroConfig.cmake, by projects that use zero.
 #
 # find_package(Torch) is not used: with a CUDA wheel it fails without a CUDA toolkit, enables the
-# language CUDA, and links libtorch_cuda into programs of the CPU. zero::torch can be used beside it:
-# the libtorch of a find_package(Torch) before is the one that is taken.
+# language CUDA, and links libtorch_cuda into programs of the CPU. zero::torch can be used beside
+# it: the libtorch of a find_package(Torch) before is the one that is taken.
 
 set(ZERO_TORCH_MINIMUM 2.9)
 
-# zero_find_libtorch(<variable> <fallback>): the folder that has include/ and lib/, or "". The first of
+# zero_find_libtorch(<variable> <fallback>): the folder that has include/ and lib/, or "". The first
+# of
 #   1. the target torch_cpu, if a find_package(Torch) made it;
 #   2. Torch_DIR, of CMake or of the environment: the folder of TorchConfig.cmake;
 #   3. the environment's TORCH_PATH, a Python package, or LIBTORCH, an unpacked libtorch;
@@ -62,8 +63,8 @@ function(zero_find_libtorch variable fallback)
   set(${variable} "${root}" PARENT_SCOPE)
 endfunction()
 
-# zero_libtorch_problem(<variable> <version> <root>): sets <version> to that of the libtorch in <root>,
-# such as 2.11.0, and <variable> to a sentence if zero cannot use it, else to "".
+# zero_libtorch_problem(<variable> <version> <root>): sets <version> to that of the libtorch in
+# <root>, such as 2.11.0, and <variable> to a sentence if zero cannot use it, else to "".
 function(zero_libtorch_problem variable version root)
   set(${version} "" PARENT_SCOPE)
   set(how "set Torch_DIR, CMAKE_PREFIX_PATH or TORCH_PATH to one, or activate a Python that has torch")
@@ -93,8 +94,8 @@ function(zero_libtorch_problem variable version root)
   endif()
 endfunction()
 
-# zero_add_libtorch(<root>): the target zero::torch. It links the two libraries that a program of the
-# CPU needs, by their paths, so that CMake writes their folder into the programs that it builds.
+# zero_add_libtorch(<root>): the target zero::torch. It links the two libraries that a program of
+# the CPU needs, by their paths, so that CMake writes their folder into the programs that it builds.
 function(zero_add_libtorch root)
   if(TARGET zero::torch)
     return()
@@ -107,8 +108,8 @@ function(zero_add_libtorch root)
   target_link_libraries(zero::torch INTERFACE "${root}/lib/libtorch_cpu.so" "${root}/lib/libc10.so")
 endfunction()
 
-# zero_add_libtorch_cuda(<root>): the target zero::torch_cuda, with NCCL's headers where a wheel has them.
-# Nothing refers to libtorch_cuda by name: it registers itself when it is loaded.
+# zero_add_libtorch_cuda(<root>): the target zero::torch_cuda, with NCCL's headers where a wheel has
+# them. Nothing refers to libtorch_cuda by name: it registers itself when it is loaded.
 function(zero_add_libtorch_cuda root)
   if(TARGET zero::torch_cuda)
     return()

@@ -4,8 +4,8 @@
 #
 # Usage: tests/packages/bazel_test.sh [--build]
 #
-# The Bazel project of docs/building.md, outside of this repository, loads and is analysed; with --build,
-# which compiles the library without optimisation, it also builds and runs.
+# The Bazel project of docs/building.md, outside of this repository, loads and is analysed; with
+# --build, which compiles the library without optimisation, it also builds and runs.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 steps=(--nobuild)

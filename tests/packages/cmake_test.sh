@@ -5,11 +5,12 @@
 # Usage: tests/packages/cmake_test.sh [build folder]
 #
 # The project of docs/building.md, outside of this repository, builds and runs in every way that the
-# document shows: with add_subdirectory, FetchContent, and with an installation in an empty folder, static
-# and shared, by find_package and by pkg-config. Compares both builds, and runs a few tests by ctest.
+# document shows: with add_subdirectory, FetchContent, and with an installation in an empty folder,
+# static and shared, by find_package and by pkg-config. Compares both builds, and runs a few tests
+# by ctest.
 #
-# The library is compiled once, without optimisation, in the build folder (build/packages), and again only
-# where sources changed. Exit status 77: there is no cmake or no ninja here.
+# The library is compiled once, without optimisation, in the build folder (build/packages), and
+# again only where sources changed. Exit status 77: there is no cmake or no ninja here.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 build=$(realpath -m "${1:-$root/build/packages}")
