@@ -34,7 +34,7 @@ add_library(zero_test_support STATIC EXCLUDE_FROM_ALL ${support})
 zero_compile_options(zero_test_support)
 target_include_directories(zero_test_support BEFORE PUBLIC "${PROJECT_SOURCE_DIR}")
 target_link_libraries(zero_test_support
-  PUBLIC zero zero_examples nlohmann_json::nlohmann_json GTest::gtest Threads::Threads)
+  PUBLIC zero nlohmann_json::nlohmann_json GTest::gtest Threads::Threads)
 # One precompiled header for all, which needs the same flags for all: neither -fPIC nor -fPIE.
 set_target_properties(zero_test_support PROPERTIES POSITION_INDEPENDENT_CODE OFF)
 target_precompile_headers(zero_test_support PRIVATE
@@ -74,6 +74,9 @@ foreach(file IN LISTS tests)
   set(target tests.${room}.${name})
   zero_test_executable(${target} "${file}")
   target_link_libraries(${target} PRIVATE GTest::gtest_main)
+  if(room STREQUAL "examples")
+    target_link_libraries(${target} PRIVATE zero_examples)
+  endif()
   # The programs that this test names.
   file(STRINGS "${PROJECT_SOURCE_DIR}/${file}" named REGEX "tests/${room}/[a-z_]*_program")
   if(named)
