@@ -51,7 +51,7 @@ must_not_match "warning:" "the library compiles with warnings"
 run "$build/tree/trainer"
 
 say "ctest"
-small=(kernels/cpu_capability_test bookkeeping/plan_test rendezvous/launch_test)
+small=(kernels/cpu_capability_test bookkeeping/plan_test training/failure_test)
 compile "$build/tree" --target $(printf 'tests.%s ' "${small[@]//\//.}")
 ctest --test-dir "$build/tree/zero" --output-on-failure -R "^($(IFS='|'; echo "${small[*]}"))\$" | tail -n 8
 
