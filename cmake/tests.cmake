@@ -10,9 +10,13 @@ if(NOT TARGET GTest::gtest_main)
 endif()
 find_package(Threads REQUIRED)
 
-# ---- Files: tests, programs with a main(), and what both share ----
+# ---- Files: tests, programs with a main(), what both share, and an emulated device ----
 file(GLOB_RECURSE files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/tests/*.cc")
 list(FILTER files EXCLUDE REGEX "^tests/(benchmarks|fuzz|packages)/|tsan_selftest|write_golden")
+set(device ${files})
+list(FILTER device INCLUDE REGEX "^tests/support/device/")
+list(TRANSFORM device PREPEND "${PROJECT_SOURCE_DIR}/")
+list(FILTER files EXCLUDE REGEX "^tests/support/device/")
 if(NOT ZERO_CUDA)
   list(FILTER files EXCLUDE REGEX "/cuda_[a-z_]*_test")
 endif()
@@ -40,6 +44,11 @@ set_target_properties(zero_test_support PROPERTIES POSITION_INDEPENDENT_CODE OFF
 target_precompile_headers(zero_test_support PRIVATE
   <gtest/gtest.h> <ATen/Functions.h> <torch/csrc/distributed/c10d/HashStore.hpp>
   <torch/nn/modules/linear.h> <torch/optim/adamw.h> <torch/optim/sgd.h>)
+
+# Objects, because they register operations and replace functions of the library.
+add_library(zero_test_device OBJECT EXCLUDE_FROM_ALL ${device})
+zero_compile_options(zero_test_device)
+target_link_libraries(zero_test_device PUBLIC zero_test_support)
 
 # ---- Data, where a test looks for it: the path in the repository ----
 set(run "${PROJECT_BINARY_DIR}/run")
@@ -76,6 +85,10 @@ foreach(file IN LISTS tests)
   target_link_libraries(${target} PRIVATE GTest::gtest_main)
   if(room STREQUAL "examples")
     target_link_libraries(${target} PRIVATE zero_examples)
+  endif()
+  file(STRINGS "${PROJECT_SOURCE_DIR}/${file}" uses_device REGEX "^#include \"tests/support/device/")
+  if(uses_device)
+    target_link_libraries(${target} PRIVATE zero_test_device)
   endif()
   # The programs that this test names.
   file(STRINGS "${PROJECT_SOURCE_DIR}/${file}" named REGEX "tests/${room}/[a-z_]*_program")
