@@ -12,6 +12,9 @@ inputs of a rule: Bazel would load them through its own symbolic links, and
 then the wheel's $ORIGIN/../../nvidia does not lead to the NVIDIA libraries.
 """
 
+# The oldest that is tested; cmake/zero_libtorch.cmake has it too.
+_MINIMUM = [2, 9]
+
 # What every libtorch has.
 _LANDMARK = "include/torch/csrc/api/include/torch/torch.h"
 
@@ -58,9 +61,24 @@ def _version(rctx, root):
         return rctx.read("%s/build-version" % root).strip()
     return "unknown"
 
+def _check_version(rctx, root):
+    header = "%s/include/torch/headeronly/version.h" % root
+    if not rctx.path(header).exists:
+        header = "%s/include/torch/csrc/api/include/torch/version.h" % root
+    numbers = {}
+    for line in rctx.read(header).split("\n"):
+        parts = line.split(" ")
+        if len(parts) == 3 and parts[0] == "#define" and parts[2].isdigit():
+            numbers[parts[1]] = int(parts[2])
+    found = [numbers.get("TORCH_VERSION_" + part, 0) for part in ["MAJOR", "MINOR"]]
+    if found < _MINIMUM:
+        fail("zero: expected libtorch %d.%d or later, got %d.%d in %s; set TORCH_PATH or LIBTORCH to another" %
+             (_MINIMUM[0], _MINIMUM[1], found[0], found[1], root))
+
 def _libtorch_impl(rctx):
     cuda = rctx.os.environ.get("ZERO_CUDA", "") == "1"
     root = _torch_root(rctx, cuda)
+    _check_version(rctx, root)
     version = _version(rctx, root)
     rctx.symlink("%s/include" % root, "include")
     rctx.file("paths/zero_libtorch_paths.h", _HEADER.format(root = root, version = version))

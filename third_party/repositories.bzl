@@ -6,6 +6,14 @@ load("//third_party:cuda.bzl", "cuda_repository")
 load("//third_party:libtorch.bzl", "libtorch_repository")
 load("//third_party:system_library.bzl", "system_library")
 
+def _shim_impl(rctx):
+    folder = rctx.path(Label("//third_party:versions.env")).dirname.get_child(rctx.name)
+    for child in folder.readdir():
+        rctx.symlink(child, child.basename)
+
+# A folder of this third_party/, from whichever project loads it.
+_shim = repository_rule(implementation = _shim_impl, local = True)
+
 def _debian_bazel():
     """What Debian's Bazel 4.2.3 would download, from files that are here.
 
@@ -16,12 +24,12 @@ def _debian_bazel():
         return
     for name, path in {
         "platforms": "/usr/share/bazel/platforms",
-        "remote_coverage_tools": "third_party/remote_coverage_tools",
-        "rules_cc": "third_party/rules_cc",
         "rules_java": "/usr/share/bazel/rules/java",
         "rules_proto": "/usr/share/bazel/rules/proto",
     }.items():
         native.local_repository(name = name, path = path)
+    _shim(name = "remote_coverage_tools")
+    _shim(name = "rules_cc")
 
 def zero_repositories():
     _debian_bazel()
@@ -54,6 +62,5 @@ def zero_repositories():
     system_library(
         name = "xxhash",
         header = "xxhash.h",
-        linkopts = ["-lxxhash"],
         package = "libxxhash-dev",
     )

@@ -1,14 +1,17 @@
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
-"""How our own code is compiled: cc rules with warnings as errors.
+"""How our own code is compiled: cc rules with warnings, which are errors in this repository only.
 
 native.cc_* and not @rules_cc: the native rules are in every Bazel from 4 to 8,
 and this file is the only one to change where they are not.
 """
 
-_COPTS = [
+_WARNINGS = [
     "-Wall",
     "-Wextra",
+]
+
+_ERRORS = [
     "-Werror",
 
     # These three look through inlined functions and so report what they think
@@ -18,12 +21,22 @@ _COPTS = [
     "-Wno-error=stringop-overflow",
 ]
 
+# A project that uses this one may have a compiler with other warnings, or
+# compile without optimisation, where g++ does not see that TORCH_CHECK throws.
+def _warnings():
+    if native.repository_name().strip("@"):
+        return _WARNINGS + ["-Wno-return-type"]
+    return _WARNINGS + select({
+        "//:no_werror": [],
+        "//conditions:default": _ERRORS,
+    })
+
 # at::parallel_for is a template: without -fopenmp in the file that calls it, it
 # runs on one thread and says nothing.
 _OPENMP = ["-fopenmp"]
 
 def _options(kwargs, openmp):
-    kwargs["copts"] = _COPTS + (_OPENMP if openmp else []) + kwargs.get("copts", [])
+    kwargs["copts"] = _warnings() + (_OPENMP if openmp else []) + kwargs.get("copts", [])
     kwargs["linkopts"] = (_OPENMP if openmp else []) + kwargs.get("linkopts", [])
 
     # Static everywhere: each file is compiled once, and a program has one

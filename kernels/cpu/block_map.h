@@ -11,6 +11,10 @@
 // without which parallel_for is serial in silence.
 #pragma once
 
+#ifndef _OPENMP
+#error "zero: this file is compiled without -fopenmp, and at::parallel_for would use one thread"
+#endif
+
 #include <ATen/Parallel.h>
 
 #include <algorithm>

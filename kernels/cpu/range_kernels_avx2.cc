@@ -10,6 +10,8 @@ const RangeKernels* avx2_range_kernels() {
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
   static constexpr RangeKernels kTable = make_range_kernels("avx2");
   return &kTable;
+#elif defined(__x86_64__)
+#error "zero: compile this file with the -mavx2 flags above, or slower loops run"
 #else
   return nullptr;
 #endif

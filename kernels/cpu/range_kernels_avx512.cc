@@ -10,6 +10,8 @@ const RangeKernels* avx512_range_kernels() {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
   static constexpr RangeKernels kTable = make_range_kernels("avx512");
   return &kTable;
+#elif defined(__x86_64__)
+#error "zero: compile this file with the -mavx512 flags above, or slower loops run"
 #else
   return nullptr;
 #endif

@@ -3,6 +3,7 @@
 #include "zero/agreement/used_flags.h"
 
 #include <ATen/ops/zeros.h>
+#define XXH_INLINE_ALL
 #include <xxhash.h>
 
 #include <algorithm>

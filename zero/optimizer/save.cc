@@ -19,11 +19,10 @@
 #include "zero/optimizer/impl.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/pending_checkpoint.h"
+#include "zero/version.h"
 
 namespace zero {
 namespace {
-
-constexpr char kLibraryVersion[] = "0.1";
 
 TensorToSave piece(const std::string& owner, const std::string& kind, const Segment& segment,
                    at::Tensor tensor) {
@@ -82,7 +81,7 @@ std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
 Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
                                             const ParamGroups& groups) const {
   Manifest m;
-  m.library_version = kLibraryVersion;
+  m.library_version = ZERO_VERSION_TEXT;
   m.torch_version = TORCH_VERSION;
   m.world_size = comms->control->world_size();
   m.stage = options.stage();

@@ -1,0 +1,104 @@
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+#
+# The target zero::zero. Every .cc of the three folders belongs to it: none of them holds a test.
+
+file(GLOB_RECURSE zero_sources CONFIGURE_DEPENDS
+  "${PROJECT_SOURCE_DIR}/zero/*.cc" "${PROJECT_SOURCE_DIR}/bookkeeping/*.cc")
+file(GLOB_RECURSE zero_kernel_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/kernels/*.cc")
+if(ZERO_CUDA)
+  list(REMOVE_ITEM zero_kernel_sources "${PROJECT_SOURCE_DIR}/kernels/cuda/no_cuda.cc")
+endif()
+
+# Flags of every object, beside those of the build type. No -Werror: a newer compiler has new
+# warnings. Objects fit both kinds of library, so changing BUILD_SHARED_LIBS only links again.
+function(zero_compile_options target)
+  target_link_libraries(${target} PRIVATE zero::torch)
+  target_include_directories(${target} BEFORE PRIVATE "${PROJECT_SOURCE_DIR}")
+  # Without optimisation g++ does not see that TORCH_CHECK(false) throws.
+  target_compile_options(${target} PRIVATE -Wall -Wextra $<$<CONFIG:Debug>:-Wno-return-type>)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
+  if(ZERO_CUDA)
+    target_link_libraries(${target} PRIVATE zero::torch_cuda)
+    target_compile_definitions(${target} PRIVATE ZERO_CUDA)
+  endif()
+endfunction()
+
+if(ZERO_CUDA)
+  if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+  endif()
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  zero_add_libtorch_cuda("${ZERO_TORCH_ROOT}")
+  file(GLOB_RECURSE zero_cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/kernels/*.cu")
+  add_library(zero_cuda_objects OBJECT ${zero_cuda_sources})
+  target_include_directories(zero_cuda_objects PRIVATE "${PROJECT_SOURCE_DIR}")
+  # The standard as a flag: CMake 3.25 does not know how nvcc is asked for C++20.
+  target_compile_options(zero_cuda_objects PRIVATE -std=c++20 -O3 -fmad=false -Xcompiler=-Wall,-Wextra)
+  set_target_properties(zero_cuda_objects PROPERTIES POSITION_INDEPENDENT_CODE ON)
+endif()
+
+add_library(zero_objects OBJECT ${zero_sources})
+zero_compile_options(zero_objects)
+target_include_directories(zero_objects SYSTEM PRIVATE "${ZERO_XXHASH_INCLUDE_DIR}")
+target_link_libraries(zero_objects PRIVATE nlohmann_json::nlohmann_json)
+# Most of the time to compile a file is libtorch's headers.
+target_precompile_headers(zero_objects PRIVATE
+  <functional> <map> <memory> <string> <vector>
+  <ATen/core/Tensor.h> <c10/util/Exception.h> <torch/csrc/distributed/c10d/Backend.hpp>
+  <torch/csrc/distributed/c10d/Store.hpp> <torch/optim/optimizer.h>)
+set_source_files_properties("${PROJECT_SOURCE_DIR}/zero/comm/backends/gloo.cc" PROPERTIES
+  SKIP_PRECOMPILE_HEADERS ON
+  COMPILE_DEFINITIONS USE_C10D_GLOO
+  INCLUDE_DIRECTORIES "${PROJECT_SOURCE_DIR}/third_party/gloo_stubs")
+
+# The kernels, with the flags of kernels/BUILD. The loops are optimised in every build type.
+add_library(zero_kernel_objects OBJECT ${zero_kernel_sources})
+zero_compile_options(zero_kernel_objects)
+target_compile_options(zero_kernel_objects PRIVATE -ffp-contract=off)
+set(loops -O3 -fno-math-errno -fno-trapping-math)
+set(avx2)
+set(avx512)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(avx2 -mavx2 -mfma -mf16c)
+  set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+endif()
+foreach(source IN LISTS zero_kernel_sources)
+  cmake_path(GET source STEM name)
+  set(flags ${OpenMP_CXX_FLAGS})
+  if(name MATCHES "^range_kernels_(.*)$")
+    set(flags ${loops} ${${CMAKE_MATCH_1}})
+  endif()
+  set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${flags}")
+endforeach()
+
+add_library(zero $<TARGET_OBJECTS:zero_objects> $<TARGET_OBJECTS:zero_kernel_objects>)
+add_library(zero::zero ALIAS zero)
+target_compile_features(zero PUBLIC cxx_std_20)
+# The flag and not OpenMP::OpenMP_CXX, which names the compiler's libgomp by its path: a wheel of
+# torch has a libgomp of the same name, which the program is to load.
+target_link_libraries(zero PUBLIC zero::torch PRIVATE ${OpenMP_CXX_FLAGS})
+if(ZERO_CUDA)
+  target_sources(zero PRIVATE $<TARGET_OBJECTS:zero_cuda_objects>)
+  target_link_libraries(zero PRIVATE zero::torch_cuda)
+endif()
+# Before version 1 every minor version may change interfaces.
+set_target_properties(zero PROPERTIES LINKER_LANGUAGE CXX INSTALL_RPATH_USE_LINK_PATH ON
+  VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+
+# The public headers, in a folder of links: a project with add_subdirectory sees what is installed,
+# and its own kernels/ or tests/ are not hidden by those of this repository.
+file(GLOB zero_public_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/zero/*.h")
+list(APPEND zero_public_headers
+  bookkeeping/bucket_rows.h bookkeeping/layout.h bookkeeping/memory.h bookkeeping/plan.h)
+file(REMOVE_RECURSE "${PROJECT_BINARY_DIR}/include")
+foreach(header IN LISTS zero_public_headers)
+  cmake_path(GET header PARENT_PATH folder)
+  file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/include/${folder}")
+  file(CREATE_LINK "${PROJECT_SOURCE_DIR}/${header}" "${PROJECT_BINARY_DIR}/include/${header}" SYMBOLIC)
+endforeach()
+set(ZERO_INCLUDE_NAME zero-${PROJECT_VERSION_MAJOR})
+target_include_directories(zero PUBLIC
+  "$<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include>"
+  "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}/${ZERO_INCLUDE_NAME}>")

@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+#
+# Usage: tests/packages/cmake_test.sh [build folder]
+#
+# The project of docs/building.md, outside of this repository, builds and runs in every way that the
+# document shows: with add_subdirectory, FetchContent, and with an installation in an empty folder,
+# static and shared, by find_package and by pkg-config. Compares both builds, and runs a few tests
+# by ctest.
+#
+# The library is compiled once, without optimisation, in the build folder (build/packages), and
+# again only where sources changed. Exit status 77: there is no cmake or no ninja here.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+build=$(realpath -m "${1:-$root/build/packages}")
+for tool in cmake ninja; do
+  command -v "$tool" > /dev/null || { echo "cmake_test: skipped, no $tool here"; exit 77; }
+done
+
+if [[ -z ${TORCH_PATH:-}${LIBTORCH:-}${Torch_DIR:-} ]]; then
+  "$root/third_party/fetch_libtorch.sh" cpu
+  export TORCH_PATH=$root/.deps/libtorch-cpu/torch
+fi
+unset CMAKE_PREFIX_PATH
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+say() { echo "--- $*"; }
+die() { echo "cmake_test: $*" >&2; exit 1; }
+configure() { cmake -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG= "$@" > "$work/log" || { cat "$work/log"; return 1; }; }
+compile() { cmake --build "$@" > "$work/log" || { cat "$work/log"; return 1; }; }
+must_not_match() { ! grep -qE "$1" "$work/log" || { cat "$work/log"; die "$2"; }; }
+# project <folder> [sed script]: the project of docs/building.md, with a change.
+project() {
+  mkdir -p "$1"
+  cp "$root/tests/packages/consumer/trainer.cc" "$1"
+  awk '/^```cmake$/ { inside = 1; next } /^```$/ { if (inside) exit } inside' "$root/docs/building.md" > "$1/CMakeLists.txt"
+  grep -q 'find_package(zero 0.1 CONFIG REQUIRED)' "$1/CMakeLists.txt" || die "docs/building.md shows no project"
+  sed -i "${2:-}" "$1/CMakeLists.txt"
+}
+run() { "$@" | tee "$work/output"; grep -q ': 2 ranks and one process agree$' "$work/output" || die "the program did not train"; }
+
+say "add_subdirectory"
+mkdir -p "$build"
+project "$build/project" "s|find_package(zero .*|add_subdirectory(\"$root\" zero)|"
+common=(-S "$build/project" -B "$build/tree" -DZERO_INSTALL=ON -DZERO_TESTS=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON)
+configure "${common[@]}" -DBUILD_SHARED_LIBS=OFF
+compile "$build/tree" --target trainer
+must_not_match "warning:" "the library compiles with warnings"
+run "$build/tree/trainer"
+
+say "ctest"
+small=(kernels/cpu_capability_test bookkeeping/plan_test training/failure_test)
+compile "$build/tree" --target $(printf 'tests.%s ' "${small[@]//\//.}")
+ctest --test-dir "$build/tree/zero" --output-on-failure -R "^($(IFS='|'; echo "${small[*]}"))\$" | tail -n 8
+
+say "the same sources, flags and tests as Bazel"
+cp "$build/tree/compile_commands.json" "$build/tree/zero"
+cuda=()
+if nvcc=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin command -v nvcc); then
+  cuda=("$work/cuda")
+  CUDACXX=$nvcc configure -S "$root" -B "$work/cuda" -DZERO_CUDA=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+fi
+"$root/tests/packages/compare_builds.py" "$build/tree/zero" "${cuda[@]}"
+
+say "FetchContent"
+project "$work/fetch" "s|find_package(zero .*|include(FetchContent)\nFetchContent_Declare(zero SOURCE_DIR \"$root\")\nFetchContent_MakeAvailable(zero)|"
+configure -S "$work/fetch" -B "$work/fetch/build"
+ninja -C "$work/fetch/build" -n trainer > /dev/null
+
+public_headers() { (cd "$root" && ls zero/*.h && echo bookkeeping/{bucket_rows,layout,memory,plan}.h | tr ' ' '\n') | sort; }
+for kind in static shared; do
+  say "installed, $kind"
+  prefix=$work/$kind
+  configure "${common[@]}" -DBUILD_SHARED_LIBS=$([[ $kind == static ]] && echo OFF || echo ON) -DCMAKE_INSTALL_LIBDIR=lib
+  compile "$build/tree" --target zero
+  cmake --install "$build/tree" --prefix "$prefix" > /dev/null
+  diff <(cd "$prefix/include/zero-0" && find . -name '*.h' -printf '%P\n' | sort) <(public_headers) || die "other headers are installed than the public ones"
+  project "$work/$kind-project"
+  configure -S "$work/$kind-project" -B "$work/$kind-project/build" -DCMAKE_PREFIX_PATH="$prefix"
+  compile "$work/$kind-project/build"
+  run "$work/$kind-project/build/trainer"
+  if [[ $kind == shared ]]; then
+    readelf -d "$work/shared-project/build/trainer" | grep -q 'libzero\.so\.0\.' || die "the program does not load libzero.so"
+  fi
+done
+
+if command -v pkg-config > /dev/null; then
+  say "pkg-config"
+  export PKG_CONFIG_PATH=$work/static/lib/pkgconfig
+  # shellcheck disable=SC2046
+  "${CXX:-c++}" "$root/tests/packages/consumer/trainer.cc" -o "$work/trainer" $(pkg-config --cflags --libs zero)
+  run "$work/trainer"
+fi
+
+say "another version"
+refuses() {
+  ! cmake "${@:2}" > "$work/log" 2>&1 || die "expected to be refused: $1"
+  tr -s '\n ' ' ' < "$work/log" | grep -qF "$1" || { cat "$work/log"; die "expected the message: $1"; }
+  echo "$1"
+}
+project "$work/newer" "s|zero 0.1|zero 0.2|"
+refuses 'compatible with requested version "0.2"' -S "$work/newer" -B "$work/newer/build" -DCMAKE_PREFIX_PATH="$work/static"
+
+say "another libtorch"
+mkdir -p "$work/old/include/torch/headeronly" "$work/old/lib"
+touch "$work/old/lib/libtorch_cpu.so"
+old_version() { printf '#define TORCH_VERSION_%s %s\n' MAJOR 2 MINOR "$1" PATCH 0 > "$work/old/include/torch/headeronly/version.h"; }
+old_version 8
+TORCH_PATH=$work/old refuses "expected libtorch 2.9 or later, got 2.8.0" -S "$root" -B "$work/refused"
+old_version 99
+TORCH_PATH=$work/old refuses "and cannot be used with 2.99.0" -S "$work/static-project" -B "$work/refused2" -DCMAKE_PREFIX_PATH="$work/static"

@@ -1,0 +1,28 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// All public headers. None of them includes torch/torch.h.
+#pragma once
+
+// IWYU pragma: begin_exports
+#include "bookkeeping/layout.h"
+#include "bookkeeping/memory.h"
+#include "bookkeeping/plan.h"
+#include "zero/checkpoint.h"
+#include "zero/checkpoint_options.h"
+#include "zero/communicator.h"
+#include "zero/grad_norm.h"
+#include "zero/launch.h"
+#include "zero/lion.h"
+#include "zero/lr_schedule.h"
+#include "zero/mesh.h"
+#include "zero/options.h"
+#include "zero/pending_checkpoint.h"
+#include "zero/placement.h"
+#include "zero/process_group.h"
+#include "zero/random_state.h"
+#include "zero/stateful.h"
+#include "zero/topology.h"
+#include "zero/version.h"
+#include "zero/zero_optimizer.h"
+// IWYU pragma: end_exports
