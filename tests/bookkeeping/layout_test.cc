@@ -206,6 +206,7 @@ TEST(UnequalRowsTest, TheFingerprintDependsOnWhereEachRowEnds) {
   EXPECT_EQ(fingerprint({kUnit, 4 * kUnit, 9 * kUnit}), expected);
   EXPECT_NE(fingerprint({kUnit, 5 * kUnit, 9 * kUnit}), expected);
   EXPECT_NE(fingerprint({3 * kUnit, 6 * kUnit, 9 * kUnit}), expected);
+  EXPECT_NE(fingerprint({0, 4 * kUnit, 9 * kUnit}), fingerprint({4 * kUnit, 4 * kUnit, 9 * kUnit}));
 }
 
 TEST(BucketRowsTest, EqualEndsAreEqualRows) {

@@ -219,6 +219,12 @@ TEST(WholeParametersTest, FewParametersAreSpreadOverMachines) {
   }
 }
 
+TEST(WholeParametersTest, TheLastMachineMayHaveFewerRanks) {
+  const std::vector<ParameterInfo> parameters(5, {640, ScalarType::Float, 0});
+  const Plan plan = make_plan(parameters, {5}, whole(0, 4));
+  EXPECT_EQ(std::set<int64_t>(plan.parameter_owner.begin(), plan.parameter_owner.end()).size(), 5U);
+}
+
 // ---- Models ----
 
 struct Matrix {
@@ -375,6 +381,7 @@ TEST(WholeParametersTest, TheCostOfNewtonSchulzIsThatOfTheShorterSideSquared) {
   EXPECT_EQ(newton_schulz_cost(0, 10), 0);
   EXPECT_THROW(newton_schulz_cost(-1, 10), c10::Error);
   EXPECT_THROW(newton_schulz_cost(int64_t{1} << 21, int64_t{1} << 21), c10::Error);
+  EXPECT_THROW(newton_schulz_cost(int64_t{1} << 20, int64_t{1} << 22), c10::Error);
 }
 
 TEST(WholeParametersTest, OtherPlansHaveNoOwners) {
