@@ -22,9 +22,8 @@
 // r and c. With maximize, g is the negative gradient.
 //
 // Source: N. Shazeer, M. Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
-// ICML 2018 (arXiv 1804.04235), algorithm 6 with the parameters of section 9. As in PyTorch, lr
-// limits the relative step, weight decay is multiplied by it, and eps1 limits v and u where the
-// paper adds it to g^2.
+// ICML 2018 (arXiv 1804.04235), algorithms 4 and 5. As in PyTorch, lr limits the relative step,
+// weight decay is multiplied by it, and eps1 limits v and u where the paper adds it to g^2.
 #pragma once
 
 #include <ATen/core/Tensor.h>
