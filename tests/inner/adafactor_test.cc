@@ -71,7 +71,7 @@ TEST(AdafactorTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(Params{a},
                       std::make_unique<AdafactorOptions>(AdafactorOptions(0.5).maximize(true)));
-  groups.emplace_back(Params{b, c});
+  groups.emplace_back(Params{c, b});
   Adafactor adafactor(groups, AdafactorOptions(0.25));
   a.mutable_grad() = gradient(a, 1);
   b.mutable_grad() = gradient(a, 1);

@@ -152,7 +152,7 @@ TEST(LambTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
   const at::Tensor start = a.detach().clone();
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(Params{a}, std::make_unique<LambOptions>(0.5));
-  groups.emplace_back(Params{b, c});
+  groups.emplace_back(Params{c, b});
   Lamb lamb(groups, LambOptions(0.25));
   a.mutable_grad() = gradient(a, 1);
   b.mutable_grad() = gradient(a, 1);

@@ -223,7 +223,7 @@ TEST(MuonTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
   const at::Tensor start = a.detach().clone(), empty = at::empty({0, 4}).requires_grad_();
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(Params{a}, std::make_unique<MuonOptions>(MuonOptions(0.5).weight_decay(0)));
-  groups.emplace_back(Params{b, c, empty});
+  groups.emplace_back(Params{c, empty, b});
   Muon muon(groups, MuonOptions(0.25).weight_decay(0));
   give_gradients({a, b, c, empty}, 1);
   b.mutable_grad() = a.grad().clone();
