@@ -45,7 +45,7 @@ std::vector<ParameterInfo> llama_405b(int64_t experts) {
 
 PlanOptions options_of(const benchmark::State& state) {
   const Layout layouts[] = {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters};
-  return {layouts[state.range(2)], int64_t{4} << 20, 8};
+  return {layouts[state.range(2)], int64_t{4} << 20, /*on_gpu=*/false, 8};
 }
 
 void plan_construction(benchmark::State& state) {
@@ -71,8 +71,8 @@ void plan_of_whole_llama_405b(benchmark::State& state) {
   const std::vector<ParameterInfo> parameters = llama_405b(state.range(0));
   size_t buckets = 0;
   for (auto _ : state) {
-    const Plan plan =
-        make_plan(parameters, {state.range(1)}, {Layout::kWholeParameters, std::nullopt, 8});
+    const Plan plan = make_plan(parameters, {state.range(1)},
+                                {Layout::kWholeParameters, std::nullopt, /*on_gpu=*/false, 8});
     benchmark::DoNotOptimize(plan.fingerprint());
     buckets = plan.buckets.size();
   }
