@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Who owns which parameter in Layout::kWholeParameters: for optimizers that need whole parameters,
-// such as Muon, LAMB and Adafactor. Pure arithmetic on sizes and costs.
+// The choice of owners in Layout::kWholeParameters, for optimizers that need whole parameters, such
+// as Muon, LAMB and Adafactor. Pure arithmetic on sizes and costs.
 //
 // Two loads are balanced over ranks at once: elements, which are memory for masters and state, and
 // cost, which is the time of a step. Over a domain, the largest parameters go first, each to the
@@ -21,7 +21,7 @@
 
 namespace zero {
 
-// What a parameter adds to the loads of its owner.
+// The loads that a parameter adds to its owner.
 struct ParameterLoad {
   int64_t numel = 0;
   int64_t cost = 0;
@@ -29,8 +29,8 @@ struct ParameterLoad {
   friend bool operator==(const ParameterLoad&, const ParameterLoad&) = default;
 };
 
-// The load of one parameter: its elements up to the alignment, and its cost, by default the same. An
-// empty parameter has no load.
+// The load of one parameter: its elements up to the alignment, and its cost, by default the same.
+// An empty parameter has no load.
 ParameterLoad load_of(const ParameterInfo& info);
 
 // Returns the cost of a step of Muon over a matrix, in multiply-adds of one product:
@@ -57,7 +57,8 @@ struct Imbalance {
   double rows = 1;
 };
 
-// Of the arenas of `domain` in a plan of kWholeParameters over `parameters`.
+// Returns the imbalance of `domain` in a plan of kWholeParameters over `parameters`; 1 throughout
+// for a domain without parameters. Throws c10::Error for another plan.
 Imbalance imbalance(const Plan& plan, c10::ArrayRef<ParameterInfo> parameters, int64_t domain);
 
 }  // namespace zero
