@@ -122,6 +122,20 @@ TEST(MuonTest, SmallMatricesOfEqualShapeHaveTheSameBitsTogetherAndAlone) {
   }
 }
 
+// A batch is full after 64 of these.
+TEST(MuonTest, MoreMatricesThanABatchTakesAreUpdatedOnceEach) {
+  Params many;
+  for (int i = 0; i < 65; ++i) many.push_back(parameter({256, 256}));
+  const at::Tensor single = parameter({256, 256}), g = random_tensor({256, 256}, 7);
+  for (const at::Tensor& p : many) p.mutable_grad() = g;
+  single.mutable_grad() = g;
+  const MuonOptions options = MuonOptions(0.1).ns_steps(1);
+  Muon all(many, options), one(Params{single}, options);
+  all.step();
+  one.step();
+  for (size_t i = 0; i < many.size(); ++i) EXPECT_TRUE(at::equal(many[i], single)) << i;
+}
+
 // A batch is what one by one is, but for rounding, and is not taken for large matrices.
 TEST(MuonTest, ABatchIsWhatItsMatricesAreOneByOne) {
   for (const auto& shape : std::vector<std::vector<int64_t>>{{30, 50}, {50, 30}, {1, 9}, {9, 1}}) {

@@ -140,8 +140,8 @@ class Updates {
   }
 
  private:
-  // Bounds the memory of a batch: 32 MiB in bf16, and twice that for the updates.
-  static constexpr int64_t kBatchNumel = int64_t{1} << 24;
+  // Bounds the memory of a batch: 8 MiB in bf16, and twice that for the updates.
+  static constexpr int64_t kBatchNumel = int64_t{1} << 22;
 
   struct Batch {
     std::vector<at::Tensor> matrices, updates;
