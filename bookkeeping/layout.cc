@@ -26,6 +26,8 @@ const ParameterLayout& layout_of(Layout layout) {
       return contiguous_layout();
     case Layout::kPerParameter:
       return per_parameter_layout();
+    case Layout::kWholeParameters:
+      return whole_parameters_layout();
   }
   TORCH_CHECK(false, "layout: expected a value of zero::Layout, got ", static_cast<int>(layout));
 }

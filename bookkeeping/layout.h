@@ -29,6 +29,10 @@ class ParameterLayout {
 
   // --- Places ---
 
+  // Sets parameter_owner, where parameters have one owner each. Before cut(), since the parameters
+  // of all arenas of a domain are given to the same ranks.
+  virtual void assign_owners(c10::ArrayRef<ParameterInfo> /*parameters*/,
+                             const PlanOptions& /*options*/, Plan& /*plan*/) const {}
   // Cuts one arena of `plan` into buckets of about `bucket_bytes`, or into one for 0, in arena
   // order. Sets the arena's numel, and parameter_offset where in_place().
   virtual std::vector<Bucket> cut(c10::ArrayRef<ParameterInfo> parameters, int64_t arena,
@@ -62,6 +66,7 @@ const ParameterLayout& layout_of(Layout layout);
 // The objects behind layout_of(), each in a file of its name.
 const ParameterLayout& contiguous_layout();
 const ParameterLayout& per_parameter_layout();
+const ParameterLayout& whole_parameters_layout();
 
 // Elements of `dtype` in kAlignmentBytes, and `value` rounded up to a multiple of `unit`.
 int64_t alignment_of(c10::ScalarType dtype);

@@ -17,6 +17,8 @@ void check_arguments(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int6
                      const PlanOptions& options) {
   TORCH_CHECK(options.bucket_bytes.value_or(0) >= 0, "bucket_bytes: expected 0 or more, got ",
               *options.bucket_bytes);
+  TORCH_CHECK(options.ranks_per_machine >= 1, "ranks_per_machine: expected 1 or more, got ",
+              options.ranks_per_machine);
   for (int64_t world_size : world_sizes) {
     TORCH_CHECK(world_size >= 1, "world size: expected 1 or more, got ", world_size);
   }
@@ -24,6 +26,8 @@ void check_arguments(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int6
     const ParameterInfo& info = parameters[i];
     TORCH_CHECK(info.numel >= 0, "parameter ", i, ": expected 0 or more elements, got ",
                 info.numel);
+    TORCH_CHECK(info.cost.value_or(0) >= 0, "parameter ", i, ": expected a cost of 0 or more, got ",
+                *info.cost);
     TORCH_CHECK(info.domain >= 0 && info.domain < static_cast<int64_t>(world_sizes.size()),
                 "parameter ", i, ": domain ", info.domain, " has no world size; expected below ",
                 world_sizes.size());
@@ -74,11 +78,15 @@ class Hash {
   uint64_t state_ = 0xcbf29ce484222325ULL;
 };
 
-// Rows of one length add that; others add -1, which is no length, and every end.
+// Rows of one length add that; others add -1, which is no length, and every row that is not empty.
 void add(const BucketRows& rows, Hash& hash) {
   hash.add(rows.equal() ? rows.equal_numel() : -1);
   if (rows.equal()) return;
-  for (int64_t r = 0; r < rows.count(); ++r) hash.add(rows.end(r));
+  hash.add(static_cast<int64_t>(rows.filled().size()));
+  for (const int64_t row : rows.filled()) {
+    hash.add(row);
+    hash.add(rows.end(row));
+  }
 }
 
 }  // namespace
@@ -134,6 +142,7 @@ Plan make_plan(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> w
   plan.parameter_offset.assign(parameters.size(), 0);
   plan.parameter_buckets.resize(parameters.size());
   make_arenas(parameters, world_sizes, plan);
+  plan.layout->assign_owners(parameters, options, plan);
 
   std::vector<Bucket> drafts;                     // before they are numbered
   std::vector<std::pair<int64_t, size_t>> order;  // ready() and the place in `drafts`

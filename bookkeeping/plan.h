@@ -12,15 +12,18 @@
 //   1. Every element of every parameter is in exactly one bucket and so in
 //      exactly one row.
 //   2. Rows of a bucket follow each other without a gap and begin and end on
-//      kAlignmentBytes. make_plan() makes all rows of a bucket equally long.
-//   3. kContiguous: every parameter starts on kAlignmentBytes in its arena, and
-//      buckets are consecutive ranges that cover the arena exactly.
+//      kAlignmentBytes. They are equally long, but for kWholeParameters.
+//   3. kContiguous, kWholeParameters: every parameter starts on kAlignmentBytes
+//      in its arena, and buckets are consecutive ranges that cover the arena
+//      exactly.
 //   4. Padding is less than one alignment unit per parameter, plus less than
 //      world_size units per arena (kContiguous) or, per parameter, less than
 //      world_size units (kPerParameter). A rank may own nothing but padding.
 //   5. Buckets are numbered so that the bucket complete first in reverse
 //      registration order comes first, over all arenas.
 //   6. The plan depends only on the arguments, never on the rank.
+//   7. kWholeParameters: every parameter is in one bucket and in one row of it,
+//      that of parameter_owner, and rows have no padding behind parameters.
 //
 // Sizes and offsets are in elements unless the name says bytes.
 #pragma once
@@ -49,6 +52,9 @@ enum class Layout {
   // Every parameter is padded to [world_size, ceil(numel / world_size)]; row r
   // of a bucket is the concatenation of its parameters' rows r.
   kPerParameter,
+  // Every parameter belongs to one rank as a whole; row r of a bucket is the
+  // parameters of rank r. bookkeeping/whole_parameters.h chooses the owners.
+  kWholeParameters,
 };
 
 // The facts about one parameter that the plan needs.
@@ -58,6 +64,9 @@ struct ParameterInfo {
   // Parameters of different domains are never mixed: a domain is one device and
   // one reduce group, numbered by the caller, with its own world size.
   int64_t domain = 0;
+  // kWholeParameters: what a step of this parameter costs its owner, in units of
+  // the caller, 0 or more. Default: numel, padding included.
+  std::optional<int64_t> cost = std::nullopt;
 };
 
 // 256 KiB a row, so that messages stay large when ranks are many; at least 4 MiB and at most 64 MiB
@@ -70,8 +79,12 @@ struct PlanOptions {
   // A bucket holds about this many bytes of its arena's dtype, at least one
   // aligned row per rank. 0: one bucket per arena. Default: default_bucket_bytes()
   // of the ranks that share the arena.
+  // kWholeParameters cuts no parameter, and a bucket ends behind the one that
+  // makes it this large.
   std::optional<int64_t> bucket_bytes = std::nullopt;
   bool on_gpu = false;  // where parameters are; for that default
+  // kWholeParameters: ranks [m * n, (m + 1) * n) of a domain share machine m.
+  int64_t ranks_per_machine = 1;
 };
 
 // One parameter's part in one bucket.
@@ -79,8 +92,8 @@ struct Slot {
   int64_t parameter = 0;
   int64_t begin = 0;   // first element of the parameter, in its memory order
   int64_t numel = 0;   // elements of the parameter in this bucket
-  int64_t offset = 0;  // kContiguous: where `begin` is in the flat bucket. kPerParameter: where
-                       // the parameter's columns begin in every row
+  int64_t offset = 0;  // where `begin` is in the flat bucket; kPerParameter: where the parameter's
+                       // columns begin in every row
   int64_t chunk = 0;   // kPerParameter: elements of the parameter in one row, padding included
 };
 
@@ -123,17 +136,19 @@ struct Plan {
   const ParameterLayout* layout = &layout_of(Layout::kContiguous);  // never null
   std::vector<Arena> arenas;
   std::vector<Bucket> buckets;  // in the order they are reduced
-  // Per parameter: its arena, its first element there (kContiguous; undefined
-  // meaning in kPerParameter), and the buckets that hold it.
+  // Per parameter: its arena, its first element there (undefined meaning in
+  // kPerParameter), and the buckets that hold it.
   std::vector<int64_t> parameter_arena;
   std::vector<int64_t> parameter_offset;
   std::vector<std::vector<int64_t>> parameter_buckets;
+  // kWholeParameters: the rank of its domain that owns it; else empty.
+  std::vector<int64_t> parameter_owner;
 
   const Arena& arena_of(const Bucket& bucket) const { return arenas[bucket.arena]; }
   int64_t domain_of(int64_t bucket) const { return arena_of(buckets[bucket]).domain; }
   int64_t bucket_numel(const Bucket& bucket) const { return bucket.rows.total(); }
   // The contiguous stretches of `slot` in its flat bucket, in the parameter's
-  // order: one for kContiguous, at most world_size for kPerParameter.
+  // order: at most world_size for kPerParameter, else one.
   std::vector<Piece> pieces(const Bucket& bucket, const Slot& slot) const;
   // The segments of `rank`'s row of bucket `bucket`, by offset.
   std::vector<Segment> segments(int64_t bucket, int64_t rank) const;
@@ -144,9 +159,11 @@ struct Plan {
 
 // Packs `parameters` (registration order) in reverse, because backward produces
 // gradients in about that order. `world_sizes[d]` is the number of ranks of
-// domain d. O(parameters + buckets). Throws c10::Error for a negative size, a
-// domain without a world size, a world size below 1 or a dtype that is not
-// float, bfloat16 or half.
+// domain d. O(parameters + buckets); kWholeParameters O(parameters *
+// log(parameters * ranks) + ranks). Throws c10::Error for a negative size or
+// cost, costs that add up to 2^62 or more, a domain without a world size, a
+// world size or ranks_per_machine below 1, or a dtype that is not float,
+// bfloat16 or half.
 Plan make_plan(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> world_sizes,
                const PlanOptions& options);
 

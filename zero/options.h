@@ -71,7 +71,7 @@ struct ZeroOptions {
 
   // kContiguous makes working parameters views of one flat arena, so that the gather writes them in
   // place. kPerParameter leaves the model's storage alone and
-  // pays a copy and an fp32 master for it.
+  // pays a copy and an fp32 master for it. kWholeParameters is refused.
   TORCH_ARG(Layout, layout) = Layout::kContiguous;
 
   // Update with the fused kernels when the inner optimizer is exactly torch's AdamW, Adam or SGD,

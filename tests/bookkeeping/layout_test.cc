@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The answers of bookkeeping/layout.h, and plans whose rows differ in length. make_plan() makes
-// none of those; here they are made by hand.
+// The answers of bookkeeping/layout.h, and plans whose rows differ in length. Here they are made by
+// hand; whole_parameters_test has those that make_plan() makes.
 #include "bookkeeping/layout.h"
 
 #include <gtest/gtest.h>
@@ -174,6 +174,7 @@ TEST(UnequalRowsTest, SegmentsOfAnyPlanReshardToThoseOfAnyOther) {
     for (const int64_t numel : kNumels) parameters.push_back({numel, ScalarType::Float, 0});
     plans.push_back(make_plan(parameters, {world_size}, {Layout::kContiguous, 0}));
     plans.push_back(make_plan(parameters, {world_size}, {Layout::kPerParameter, 0}));
+    plans.push_back(make_plan(parameters, {world_size}, {Layout::kWholeParameters, 0}));
   }
   for (const Plan& from : plans) {
     for (const Plan& to : plans) {
@@ -205,6 +206,7 @@ TEST(UnequalRowsTest, TheFingerprintDependsOnWhereEachRowEnds) {
   EXPECT_EQ(fingerprint({kUnit, 4 * kUnit, 9 * kUnit}), expected);
   EXPECT_NE(fingerprint({kUnit, 5 * kUnit, 9 * kUnit}), expected);
   EXPECT_NE(fingerprint({3 * kUnit, 6 * kUnit, 9 * kUnit}), expected);
+  EXPECT_NE(fingerprint({0, 4 * kUnit, 9 * kUnit}), fingerprint({4 * kUnit, 4 * kUnit, 9 * kUnit}));
 }
 
 TEST(BucketRowsTest, EqualEndsAreEqualRows) {
@@ -213,6 +215,33 @@ TEST(BucketRowsTest, EqualEndsAreEqualRows) {
   EXPECT_EQ(rows.equal_numel(), 16);
   EXPECT_EQ(rows.total(), 48);
   EXPECT_EQ(BucketRows(3, 16).end(2), 48);
+}
+
+TEST(BucketRowsTest, EmptyRowsNeedNotBeNamed) {
+  const BucketRows few(6, {1, 4}, {16, 48}), all(std::vector<int64_t>{0, 16, 16, 16, 48, 48});
+  EXPECT_FALSE(few.equal());
+  EXPECT_EQ(all.filled(), (std::vector<int64_t>{1, 4}));
+  for (const BucketRows* rows : {&few, &all}) {
+    const std::vector<int64_t> ends = {0, 16, 16, 16, 48, 48};
+    EXPECT_EQ(rows->count(), 6);
+    EXPECT_EQ(rows->total(), 48);
+    for (int64_t r = 0; r < 6; ++r) {
+      EXPECT_EQ(rows->begin(r), r == 0 ? 0 : ends[r - 1]) << r;
+      EXPECT_EQ(rows->end(r), ends[r]) << r;
+    }
+  }
+  EXPECT_TRUE(BucketRows(2, {0, 1}, {16, 32}).equal());
+  EXPECT_FALSE(BucketRows(3, {0, 1}, {16, 32}).equal());
+  EXPECT_TRUE(BucketRows(3, {}, {}).equal());
+  EXPECT_EQ(BucketRows(3, {}, {}).total(), 0);
+}
+
+TEST(BucketRowsTest, RefusesFilledRowsThatDoNotAscend) {
+  EXPECT_THROW(BucketRows(3, {1, 1}, {16, 32}), c10::Error);
+  EXPECT_THROW(BucketRows(3, {0, 3}, {16, 32}), c10::Error);
+  EXPECT_THROW(BucketRows(3, {-1, 1}, {16, 32}), c10::Error);
+  EXPECT_THROW(BucketRows(3, {0, 1}, {16, 16}), c10::Error);
+  EXPECT_THROW(BucketRows(3, {0, 1}, {16}), c10::Error);
 }
 
 TEST(BucketRowsTest, RefusesARowThatEndsBeforeItBegins) {
@@ -253,6 +282,15 @@ TEST(LayoutTest, AnswersForEachLayout) {
   EXPECT_EQ(per_parameter.full_numel(floats), 50);
   EXPECT_TRUE(per_parameter.needs_dense_parameters());
   EXPECT_EQ(per_parameter.max_gathers(), 4u);
+
+  const ParameterLayout& whole = layout_of(Layout::kWholeParameters);
+  EXPECT_EQ(whole.id(), Layout::kWholeParameters);
+  EXPECT_STREQ(whole.name(), "whole parameters");
+  EXPECT_TRUE(whole.in_place());
+  EXPECT_TRUE(whole.is_master(floats));
+  EXPECT_FALSE(whole.is_master(halves));
+  EXPECT_EQ(whole.full_numel(floats), 64);
+  EXPECT_FALSE(whole.needs_dense_parameters());
 }
 
 }  // namespace

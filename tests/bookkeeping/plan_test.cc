@@ -17,6 +17,9 @@ namespace {
 
 using c10::ScalarType;
 
+constexpr Layout kLayouts[] = {Layout::kContiguous, Layout::kPerParameter,
+                               Layout::kWholeParameters};
+
 struct Case {
   std::vector<ParameterInfo> parameters;
   std::vector<int64_t> world_sizes;
@@ -36,7 +39,7 @@ std::vector<ParameterInfo> odd_parameters() {
 
 void for_each_case(const std::function<void(const Case&, const Plan&)>& check) {
   for (int64_t world_size : {1, 2, 3, 4, 5, 8}) {
-    for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    for (Layout layout : kLayouts) {
       for (int64_t bucket_bytes : {0, 1, 300, 4096, 1 << 20}) {
         Case c{odd_parameters(), {world_size, (world_size + 1) / 2}, {layout, bucket_bytes}};
         SCOPED_TRACE(::testing::Message() << "W " << world_size << " layout "
@@ -104,20 +107,23 @@ TEST(PlanTest, SegmentsAndPiecesDescribeTheSamePlaces) {
   });
 }
 
-TEST(PlanTest, RowsAreEquallyLongAndAligned) {
+TEST(PlanTest, RowsAreAlignedAndEquallyLongUnlessParametersAreWhole) {
   for_each_case([](const Case&, const Plan& plan) {
     for (const Bucket& bucket : plan.buckets) {
       const auto element = static_cast<int64_t>(c10::elementSize(plan.arena_of(bucket).dtype));
       EXPECT_EQ(bucket.rows.count(), plan.arena_of(bucket).world_size);
-      EXPECT_GT(bucket.rows.equal_numel(), 0);
-      EXPECT_EQ(bucket.rows.equal_numel() * element % kAlignmentBytes, 0);
+      EXPECT_GT(bucket.rows.total(), 0);
+      EXPECT_TRUE(bucket.rows.equal() || plan.layout->id() == Layout::kWholeParameters);
+      for (int64_t r = 0; r < bucket.rows.count(); ++r) {
+        EXPECT_EQ(bucket.rows.end(r) * element % kAlignmentBytes, 0);
+      }
     }
   });
 }
 
-TEST(PlanTest, ContiguousParametersAreAlignedAndBucketsCoverTheArena) {
+TEST(PlanTest, ParametersInPlaceAreAlignedAndBucketsCoverTheArena) {
   for_each_case([](const Case& c, const Plan& plan) {
-    if (plan.layout->id() != Layout::kContiguous) return;
+    if (!plan.layout->in_place()) return;
     for (size_t p = 0; p < c.parameters.size(); ++p) {
       const auto element = static_cast<int64_t>(c10::elementSize(c.parameters[p].dtype));
       EXPECT_EQ(plan.parameter_offset[p] * element % kAlignmentBytes, 0);
@@ -139,6 +145,8 @@ TEST(PlanTest, PaddingIsBounded) {
       const auto count = static_cast<int64_t>(arena.parameters.size());
       if (plan.layout->id() == Layout::kContiguous) {
         EXPECT_LE(padding, count * (unit - 1) + arena.world_size * unit);
+      } else if (plan.layout->id() == Layout::kWholeParameters) {
+        EXPECT_LE(padding, count * (unit - 1));
       } else {
         EXPECT_LE(padding, count * arena.world_size * unit);
       }
@@ -184,7 +192,7 @@ TEST(PlanTest, FingerprintsAreThoseOfEarlierVersions) {
 
 TEST(PlanTest, BucketsAreAboutAsLargeAsAsked) {
   const std::vector<ParameterInfo> parameters(100, {10000, ScalarType::Float, 0});
-  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+  for (Layout layout : kLayouts) {
     const Plan plan = make_plan(parameters, {4}, {layout, 400000});
     EXPECT_GE(plan.buckets.size(), 10u);
     EXPECT_LE(plan.buckets.size(), 12u);
@@ -192,11 +200,13 @@ TEST(PlanTest, BucketsAreAboutAsLargeAsAsked) {
 }
 
 TEST(PlanTest, MoreRanksThanElements) {
-  const Plan plan = make_plan({{1, ScalarType::Float, 0}}, {8}, {});
-  ASSERT_EQ(plan.buckets.size(), 1u);
-  int owners = 0;
-  for (int64_t rank = 0; rank < 8; ++rank) owners += plan.segments(0, rank).empty() ? 0 : 1;
-  EXPECT_EQ(owners, 1);
+  for (Layout layout : kLayouts) {
+    const Plan plan = make_plan({{1, ScalarType::Float, 0}}, {8}, {layout});
+    ASSERT_EQ(plan.buckets.size(), 1u);
+    int owners = 0;
+    for (int64_t rank = 0; rank < 8; ++rank) owners += plan.segments(0, rank).empty() ? 0 : 1;
+    EXPECT_EQ(owners, 1);
+  }
 }
 
 TEST(PlanTest, RefusesWhatItCannotPlan) {
@@ -205,6 +215,12 @@ TEST(PlanTest, RefusesWhatItCannotPlan) {
   EXPECT_THROW(make_plan({{1, ScalarType::Float, 0}}, {0}, {}), c10::Error);
   EXPECT_THROW(make_plan({{1, ScalarType::Long, 0}}, {2}, {}), c10::Error);
   EXPECT_THROW(make_plan({{1, ScalarType::Float, 0}}, {2}, {Layout::kContiguous, -1}), c10::Error);
+  const PlanOptions whole{Layout::kWholeParameters};
+  EXPECT_THROW(make_plan({{1, ScalarType::Float, 0, -1}}, {2}, whole), c10::Error);
+  EXPECT_THROW(make_plan({{1, ScalarType::Float, 0}}, {2}, {Layout::kWholeParameters, 0, false, 0}),
+               c10::Error);
+  const ParameterInfo costly{1, ScalarType::Float, 0, int64_t{1} << 61};
+  EXPECT_THROW(make_plan({costly, costly}, {2}, whole), c10::Error);
 }
 
 }  // namespace

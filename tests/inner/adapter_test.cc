@@ -19,10 +19,13 @@
 #include "tests/support/error_of.h"
 #include "tests/support/own_optimizer.h"
 #include "tests/support/random_tensors.h"
+#include "zero/adafactor.h"
 #include "zero/inner/classes.h"
 #include "zero/inner/registry.h"
 #include "zero/inner/state.h"
+#include "zero/lamb.h"
 #include "zero/lion.h"
+#include "zero/muon.h"
 
 namespace zero {
 namespace {
@@ -336,6 +339,22 @@ TEST(SerializedAdapterTest, StateAndOptionsGoOnInEveryBit) {
   steps(*optimizer, p, 3, 6);
   steps(*resumed, other, 3, 6);
   EXPECT_TRUE(at::equal(p, other));
+}
+
+// They are refused with elementwise(true) too, since it is known that they are not.
+TEST(InnerOptimizerTest, ClassesThatNeedWholeParametersAreRefusedByName) {
+  const at::Tensor matrix = random_tensor({3, 3}, 1).requires_grad_();
+  const std::vector<at::Tensor> params = {matrix};
+  for (const bool elementwise : {false, true}) {
+    const auto refused = [&](const Optimizer& optimizer, const std::string& name) {
+      expect_words(error_of([&] { check_inner_optimizer(optimizer, elementwise); }),
+                   {"treats every element by itself", "got " + name + ",", "whole parameters",
+                    "Use it without a ZeroOptimizer, or use AdamW"});
+    };
+    refused(Muon(params), "zero::Muon");
+    refused(Lamb(params), "zero::Lamb");
+    refused(Adafactor(params), "zero::Adafactor");
+  }
 }
 
 TEST(InnerOptimizerTest, LbfgsIsRefusedAndTheErrorNamesTheClassesThatAreNot) {

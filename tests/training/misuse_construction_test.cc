@@ -15,6 +15,9 @@
 #include <vector>
 
 #include "tests/training/misuse.h"
+#include "zero/adafactor.h"
+#include "zero/lamb.h"
+#include "zero/muon.h"
 
 namespace zero {
 namespace {
@@ -77,6 +80,10 @@ TEST(ConstructionTest, StageZeroAndThreeAndOtherOptions) {
                     {"stage: expected 1 or 2, got " + std::to_string(wrong),
                      "stage 0 is plain data parallelism", "stage 3"});
   }
+  expect_unusable(
+      [](Ingredients& in, const Group&) { in.options.layout(Layout::kWholeParameters); },
+      {"layout: expected kContiguous or kPerParameter, got kWholeParameters",
+       "cannot be exchanged"});
   expect_unusable([](Ingredients& in, const Group&) { in.options.bucket_bytes(-1); },
                   {"bucket_bytes: expected 0 or more, got -1"});
   expect_unusable([](Ingredients& in, const Group&) { in.options.reduce_dtype(at::kDouble); },
@@ -90,6 +97,30 @@ TEST(ConstructionTest, LbfgsIsRefusedWithOrWithoutAClosure) {
         in.options.elementwise(true);
       },
       {"expected one that treats every element by itself, got LBFGS", "closure", "Use AdamW"});
+}
+
+TEST(ConstructionTest, OptimizersOfWholeParametersAreRefusedByName) {
+  for (const bool elementwise : {false, true}) {
+    const auto refused = [&](const auto& make, const std::string& name) {
+      expect_unusable(
+          [&](Ingredients& in, const Group&) {
+            in.inner = make(in.model->parameters());
+            in.options.elementwise(elementwise);
+          },
+          {"expected one that treats every element by itself, got " + name, "whole parameters"});
+    };
+    refused(
+        [](const std::vector<at::Tensor>& all) {
+          std::vector<at::Tensor> matrices;
+          for (const at::Tensor& p : all) {
+            if (p.dim() == 2) matrices.push_back(p);
+          }
+          return std::make_unique<Muon>(matrices);
+        },
+        "zero::Muon");
+    refused([](const auto& all) { return std::make_unique<Lamb>(all); }, "zero::Lamb");
+    refused([](const auto& all) { return std::make_unique<Adafactor>(all); }, "zero::Adafactor");
+  }
 }
 
 // p -= sign(grad) / 64

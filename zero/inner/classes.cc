@@ -9,9 +9,22 @@
 #include <charconv>
 #include <typeinfo>
 
+#include "zero/adafactor.h"
 #include "zero/inner/registry.h"
+#include "zero/lamb.h"
+#include "zero/muon.h"
 
 namespace zero {
+namespace {
+
+// True for the classes of this library that would compute something else on parts of parameters.
+bool needs_whole_parameters(const torch::optim::Optimizer& optimizer) {
+  return dynamic_cast<const Muon*>(&optimizer) != nullptr ||
+         dynamic_cast<const Lamb*>(&optimizer) != nullptr ||
+         dynamic_cast<const Adafactor*>(&optimizer) != nullptr;
+}
+
+}  // namespace
 
 std::string optimizer_name(const torch::optim::Optimizer& optimizer) {
   const std::string name = adapter_of(optimizer).name();
@@ -42,6 +55,12 @@ void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elemen
               "inner optimizer: expected one that treats every element by itself, got LBFGS, which "
               "needs dot products over all parameters and a closure per iteration; on flat "
               "shards it would compute something else. Use ",
+              known_classes());
+  TORCH_CHECK(!needs_whole_parameters(optimizer),
+              "inner optimizer: expected one that treats every element by itself, got ",
+              optimizer_name(optimizer),
+              ", which looks at whole parameters; on flat shards it would compute something else. "
+              "Use it without a ZeroOptimizer, or use ",
               known_classes());
   TORCH_CHECK(!adapter_of(optimizer).name().empty() || elementwise, "inner optimizer: expected ",
               known_classes(" of torch::optim"), ", got ", optimizer_name(optimizer),

@@ -15,8 +15,9 @@
 
 namespace zero {
 
-// Throws c10::Error for LBFGS, for a class that has no adapter of its own unless `elementwise`, and
-// for state that is not empty. State that the constructor makes, as Adagrad's does, must be unused.
+// Throws c10::Error for LBFGS, Muon, Lamb and Adafactor, for a class that has no adapter of its own
+// unless `elementwise`, and for state that is not empty. State that the constructor makes, as
+// Adagrad's does, must be unused.
 void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elementwise);
 
 // "AdamW" and so on; the demangled type for classes without an adapter of their own.

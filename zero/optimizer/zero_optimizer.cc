@@ -27,6 +27,9 @@ void check_options(const ZeroOptions& options) {
               "not what this library does");
   TORCH_CHECK(options.bucket_bytes().value_or(0) >= 0, "bucket_bytes: expected 0 or more, got ",
               *options.bucket_bytes());
+  TORCH_CHECK(options.layout() != Layout::kWholeParameters,
+              "layout: expected kContiguous or kPerParameter, got kWholeParameters; "
+              "bookkeeping/plan.h plans it, but its rows of unequal length cannot be exchanged");
   TORCH_CHECK(options.max_skipped_in_a_row() >= 0, "max_skipped_in_a_row: expected 0 or more, got ",
               options.max_skipped_in_a_row(), "; 0 accepts any number");
   TORCH_CHECK(options.check_replicas_every() >= 0, "check_replicas_every: expected 0 or more, got ",

@@ -1,0 +1,137 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// zero::Adafactor by itself. python_optimizers_test compares its numbers with Python.
+#include "zero/adafactor.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/serialize/archive.h>
+
+#include <memory>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/random_tensors.h"
+
+namespace zero {
+namespace {
+
+using Params = std::vector<at::Tensor>;
+
+at::Tensor parameter(at::IntArrayRef shape, uint64_t seed = 1) {
+  return random_tensor(shape, seed).requires_grad_();
+}
+
+at::Tensor gradient(const at::Tensor& p, int step) {
+  return random_tensor(p.sizes(), 100 + static_cast<uint64_t>(step)).to(p.scalar_type());
+}
+
+const AdafactorParamState& state_of(Adafactor& adafactor, const at::Tensor& p) {
+  return static_cast<const AdafactorParamState&>(*adafactor.state().at(p.unsafeGetTensorImpl()));
+}
+
+TEST(AdafactorTest, StateIsARowAndAColumnForEachMatrixAndOneTensorForVectors) {
+  const at::Tensor matrices = parameter({2, 5, 7}), vector = parameter({9}), scalar = parameter({});
+  const at::Tensor empty = parameter({0, 3});
+  Adafactor adafactor(Params{matrices, vector, scalar, empty});
+  for (const at::Tensor& p : {matrices, vector, scalar, empty}) p.mutable_grad() = gradient(p, 1);
+  adafactor.step();
+  EXPECT_EQ(state_of(adafactor, matrices).row_var().sizes(), at::IntArrayRef({2, 5, 1}));
+  EXPECT_EQ(state_of(adafactor, matrices).col_var().sizes(), at::IntArrayRef({2, 1, 7}));
+  EXPECT_FALSE(state_of(adafactor, matrices).variance().defined());
+  for (const at::Tensor& p : {vector, scalar}) {
+    EXPECT_EQ(state_of(adafactor, p).variance().sizes(), p.sizes());
+    EXPECT_FALSE(state_of(adafactor, p).row_var().defined());
+  }
+  EXPECT_EQ(adafactor.state().size(), 3);
+}
+
+// Python 2.11 would use the first parameter's for the second.
+TEST(AdafactorTest, TheDefaultEps1IsThatOfEachParameter) {
+  const at::Tensor wide = parameter({4}).to(at::kDouble).detach().requires_grad_();
+  const at::Tensor narrow = at::ones({4}, at::kBFloat16).requires_grad_();
+  const at::Tensor alone = at::ones({4}, at::kBFloat16).requires_grad_();
+  Adafactor both(Params{wide, narrow}, AdafactorOptions(1.0)),
+      one(Params{alone}, AdafactorOptions(1.0));
+  for (const at::Tensor& p : {wide, narrow, alone}) {
+    p.mutable_grad() = at::full({4}, 1e-4, p.scalar_type());
+  }
+  both.step();
+  one.step();
+  EXPECT_TRUE(at::equal(narrow, alone));
+  // u is g / eps1, since g is smaller; with the epsilon of fp32 it would be 1.
+  EXPECT_NEAR(narrow[0].item<double>(), 1 - 1e-4 / 0x1p-7, 0x1p-8);
+}
+
+TEST(AdafactorTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
+  const at::Tensor a = parameter({8, 4}), b = parameter({8, 4}), c = parameter({8, 4});
+  const at::Tensor start = a.detach().clone();
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(Params{a},
+                      std::make_unique<AdafactorOptions>(AdafactorOptions(0.5).maximize(true)));
+  groups.emplace_back(Params{c, b});
+  Adafactor adafactor(groups, AdafactorOptions(0.25));
+  a.mutable_grad() = gradient(a, 1);
+  b.mutable_grad() = gradient(a, 1);
+  const at::Tensor loss = adafactor.step([] { return at::full({}, 3.0); });
+  EXPECT_EQ(loss.item<double>(), 3.0);
+  EXPECT_TRUE(at::allclose(a.detach() - start, -2 * (b.detach() - start), 1e-4, 1e-6));
+  EXPECT_GT((a.detach() - start).abs().max().item<double>(), 0.1);
+  EXPECT_TRUE(at::equal(c, start));
+  EXPECT_EQ(adafactor.state().size(), 2);
+}
+
+TEST(AdafactorTest, SavedAndLoadedItGoesOnInEveryBit) {
+  for (const auto& eps1 : {std::optional<double>(), std::optional<double>(1e-4)}) {
+    const AdafactorOptions options = AdafactorOptions(0.1)
+                                         .beta2_decay(-0.5)
+                                         .eps({eps1, 0.01})
+                                         .d(1.5)
+                                         .weight_decay(0.25)
+                                         .maximize(true);
+    const Params params = {parameter({6, 5}), parameter({7})};
+    Adafactor adafactor(params, options);
+    const auto steps = [](Adafactor& of, const Params& over, int first, int last) {
+      for (int step = first; step < last; ++step) {
+        for (const at::Tensor& p : over) p.mutable_grad() = gradient(p, step);
+        of.step();
+      }
+    };
+    steps(adafactor, params, 0, 3);
+    std::stringstream stream;
+    torch::serialize::OutputArchive written;
+    adafactor.save(written);
+    written.save_to(stream);
+    Params others;
+    for (const at::Tensor& p : params) others.push_back(p.detach().clone().requires_grad_());
+    Adafactor loaded(others, AdafactorOptions(7).eps({0.5, 0.5}));
+    torch::serialize::InputArchive archive;
+    archive.load_from(stream);
+    loaded.load(archive);
+    EXPECT_EQ(static_cast<const AdafactorOptions&>(loaded.param_groups()[0].options()), options);
+    steps(adafactor, params, 3, 6);
+    steps(loaded, others, 3, 6);
+    for (size_t i = 0; i < params.size(); ++i) EXPECT_TRUE(at::equal(params[i], others[i]));
+  }
+}
+
+TEST(AdafactorTest, OptionsThatCannotTrainAreRefusedInEveryGroup) {
+  const auto refused = [](const AdafactorOptions& o) {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(Params{parameter({2})}, std::make_unique<AdafactorOptions>(o));
+    const std::string text = error_of([&] { Adafactor adafactor(Params{parameter({2})}, o); });
+    EXPECT_EQ(error_of([&] { Adafactor adafactor(groups); }), text);
+    return text;
+  };
+  expect_words(refused(AdafactorOptions(-1)), {"learning rate of 0 or more", "-1"});
+  expect_words(refused(AdafactorOptions().beta2_decay(0.5)), {"beta2_decay of 0 or less", "0.5"});
+  expect_words(refused(AdafactorOptions().eps({-1.0, 0.1})), {"eps of 0 or more", "-1"});
+  expect_words(refused(AdafactorOptions().d(0.5)), {"d of 1 or more", "0.5"});
+  expect_words(refused(AdafactorOptions().weight_decay(-2)), {"weight decay of 0 or more", "-2"});
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,242 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/muon.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/optim/serialize.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <utility>
+
+#include "zero/inner/exact_scale.h"
+#include "zero/inner/newton_schulz.h"
+
+namespace zero {
+
+MuonSplit split_rows(std::vector<int64_t> sizes) {
+  return [sizes = std::move(sizes)](const at::Tensor& tensor) {
+    const int64_t sum = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == sum, "split_rows: expected a matrix of ",
+                sum, " rows, got a tensor of shape ", tensor.sizes());
+    return tensor.split_with_sizes(sizes);
+  };
+}
+
+void MuonOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(nesterov);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(ns_coefficients);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(ns_steps);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(adjust_lr_fn);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(ns_dtype);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(batched);
+}
+
+void MuonOptions::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, momentum);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, nesterov);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(ns_coefficients_t, ns_coefficients);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, ns_steps);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(std::string, adjust_lr_fn);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(c10::ScalarType, ns_dtype);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, batched);
+}
+
+bool operator==(const MuonOptions& lhs, const MuonOptions& rhs) {
+  return lhs.lr() == rhs.lr() && lhs.weight_decay() == rhs.weight_decay() &&
+         lhs.momentum() == rhs.momentum() && lhs.nesterov() == rhs.nesterov() &&
+         lhs.ns_coefficients() == rhs.ns_coefficients() && lhs.eps() == rhs.eps() &&
+         lhs.ns_steps() == rhs.ns_steps() && lhs.adjust_lr_fn() == rhs.adjust_lr_fn() &&
+         lhs.ns_dtype() == rhs.ns_dtype() && lhs.batched() == rhs.batched();
+}
+
+void MuonParamState::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum_buffer);
+}
+
+void MuonParamState::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, momentum_buffer);
+}
+
+namespace {
+
+void check_options(const MuonOptions& o) {
+  TORCH_CHECK(o.lr() >= 0, "Muon: expected a learning rate of 0 or more, got ", o.lr());
+  TORCH_CHECK(o.weight_decay() >= 0, "Muon: expected a weight decay of 0 or more, got ",
+              o.weight_decay());
+  TORCH_CHECK(o.momentum() >= 0, "Muon: expected a momentum of 0 or more, got ", o.momentum());
+  TORCH_CHECK(0 <= o.ns_steps() && o.ns_steps() < 100, "Muon: expected ns_steps from 0 to 99, got ",
+              o.ns_steps());
+  TORCH_CHECK(o.adjust_lr_fn() == "original" || o.adjust_lr_fn() == "match_rms_adamw",
+              "Muon: expected adjust_lr_fn \"original\" or \"match_rms_adamw\", got \"",
+              o.adjust_lr_fn(), "\"");
+  TORCH_CHECK(o.ns_dtype() == at::kBFloat16 || o.ns_dtype() == at::kFloat,
+              "Muon: expected ns_dtype kBFloat16 or kFloat, got ", o.ns_dtype());
+}
+
+void check_parameter(const at::Tensor& p, const MuonOptions& o) {
+  TORCH_CHECK(p.is_floating_point(), "Muon: expected parameters of a floating-point dtype, got ",
+              p.scalar_type());
+  TORCH_CHECK(p.dim() == 2 || o.split(), "Muon: expected matrices, got a parameter of shape ",
+              p.sizes(),
+              ". Give biases, norms and embeddings to another optimizer, such as "
+              "torch::optim::AdamW; for a parameter that consists of matrices (a convolution, "
+              "experts in one tensor), set MuonOptions::split() in a group of its own");
+}
+
+// Fails unless `split` returns views that cover a tensor like `p` once.
+void check_split(const at::Tensor& p, const MuonSplit& split) {
+  const at::Tensor counts = at::zeros_like(p, p.options().dtype(at::kInt));
+  for (const at::Tensor& view : split(counts)) {
+    TORCH_CHECK(view.dim() == 2, "Muon: expected split() to return matrices, got one of shape ",
+                view.sizes(), " for a parameter of shape ", p.sizes());
+    view.add_(1);
+  }
+  TORCH_CHECK(counts.eq(1).all().item<bool>(),
+              "Muon: expected split() to return views with every element of a parameter in exactly "
+              "one, got elements in none or in several for shape ",
+              p.sizes());
+}
+
+double adjusted_lr(const MuonOptions& o, const at::Tensor& matrix) {
+  const auto rows = static_cast<double>(matrix.size(0));
+  const auto columns = static_cast<double>(matrix.size(1));
+  const double ratio = o.adjust_lr_fn() == "original" ? std::sqrt(std::max(1.0, rows / columns))
+                                                      : 0.2 * std::sqrt(std::max(rows, columns));
+  return o.lr() * ratio;
+}
+
+// Orthogonalises the updates of one group and subtracts them: large ones at once, small ones when
+// enough of one shape and device have been added.
+class Updates {
+ public:
+  explicit Updates(const MuonOptions& o)
+      : options_(o), iteration_{o.ns_coefficients(), o.eps(), o.ns_steps(), o.ns_dtype()} {}
+
+  void add(const at::Tensor& matrix, const at::Tensor& update) {
+    if (!options_.batched() || !batch_is_faster(update, iteration_)) {
+      subtract(matrix, newton_schulz(update, iteration_));
+      return;
+    }
+    Batch& batch = batches_[{matrix.size(0), matrix.size(1), matrix.device().index()}];
+    batch.matrices.push_back(matrix);
+    batch.updates.push_back(update);
+    if (static_cast<int64_t>(batch.updates.size()) * update.numel() >= kBatchNumel) finish(batch);
+  }
+
+  void finish() {
+    for (auto& [shape, batch] : batches_) finish(batch);
+  }
+
+ private:
+  // Bounds the memory of a batch: 8 MiB in bf16, and twice that for the updates.
+  static constexpr int64_t kBatchNumel = int64_t{1} << 22;
+
+  struct Batch {
+    std::vector<at::Tensor> matrices, updates;
+  };
+
+  void subtract(const at::Tensor& matrix, const at::Tensor& direction) {
+    matrix.add_(direction, -adjusted_lr(options_, matrix));
+  }
+
+  void finish(Batch& batch) {
+    if (batch.updates.empty()) return;
+    const std::vector<at::Tensor> directions = newton_schulz_batch(batch.updates, iteration_);
+    for (size_t i = 0; i < directions.size(); ++i) subtract(batch.matrices[i], directions[i]);
+    batch = {};
+  }
+
+  const MuonOptions& options_;
+  const NewtonSchulz iteration_;
+  std::map<std::tuple<int64_t, int64_t, int>, Batch> batches_;
+};
+
+void add_parameter(const at::Tensor& p, const at::Tensor& update, const MuonSplit& split,
+                   Updates& updates) {
+  if (!split) {
+    updates.add(p, update);
+    return;
+  }
+  const std::vector<at::Tensor> matrices = split(p), parts = split(update);
+  TORCH_CHECK(matrices.size() == parts.size(),
+              "Muon: expected split() to return as many views for equal shapes, got ",
+              matrices.size(), " and ", parts.size());
+  for (size_t i = 0; i < parts.size(); ++i) updates.add(matrices[i], parts[i]);
+}
+
+}  // namespace
+
+Muon::Muon(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, MuonOptions defaults)
+    : Optimizer(param_groups, std::make_unique<MuonOptions>(defaults)) {
+  check_options(defaults);
+  for (auto& group : param_groups_) {
+    const auto& options = static_cast<const MuonOptions&>(group.options());
+    check_options(options);
+    for (const at::Tensor& p : group.params()) check_parameter(p, options);
+  }
+}
+
+Muon::Muon(std::vector<at::Tensor> params, MuonOptions defaults)
+    : Muon({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+
+at::Tensor Muon::step(LossClosure closure) {
+  at::NoGradGuard no_grad;
+  at::Tensor loss;
+  if (closure != nullptr) {
+    at::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  for (auto& group : param_groups_) {
+    const auto& options = static_cast<const MuonOptions&>(group.options());
+    Updates updates(options);
+    for (at::Tensor& p : group.params()) {
+      const at::Tensor& gradient = p.grad();
+      if (!gradient.defined() || p.numel() == 0) continue;
+      TORCH_CHECK(!gradient.is_sparse(), "Muon: expected dense gradients, got a sparse one");
+      check_parameter(p, options);
+      if (options.split()) check_split(p, options.split());
+      auto& slot = state_[p.unsafeGetTensorImpl()];
+      if (!slot) {
+        auto made = std::make_unique<MuonParamState>();
+        made->momentum_buffer(at::zeros_like(gradient, at::MemoryFormat::Preserve));
+        slot = std::move(made);
+      }
+      at::Tensor& buffer = static_cast<MuonParamState&>(*slot).momentum_buffer();
+      buffer.lerp_(gradient, 1.0 - options.momentum());
+      exact_scale(p, 1.0 - options.lr() * options.weight_decay());
+      add_parameter(p, options.nesterov() ? gradient.lerp(buffer, options.momentum()) : buffer,
+                    options.split(), updates);
+    }
+    updates.finish();
+  }
+  return loss;
+}
+
+void Muon::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<MuonParamState, MuonOptions>(archive, *this);
+}
+
+void Muon::load(torch::serialize::InputArchive& archive) {
+  std::vector<MuonSplit> splits;
+  for (auto& group : param_groups_) {
+    splits.push_back(static_cast<const MuonOptions&>(group.options()).split());
+  }
+  torch::optim::serialize<MuonParamState, MuonOptions>(archive, *this);
+  for (size_t g = 0; g < splits.size(); ++g) {
+    static_cast<MuonOptions&>(param_groups_[g].options()).split(std::move(splits[g]));
+  }
+}
+
+}  // namespace zero

@@ -1,0 +1,35 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The Newton-Schulz iteration of zero::Muon. zero/muon.h has its formula and its source.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+namespace zero {
+
+struct NewtonSchulz {
+  std::tuple<double, double, double> coefficients;
+  double eps = 0;
+  int64_t steps = 0;
+  c10::ScalarType dtype = c10::ScalarType::BFloat16;
+};
+
+// Returns the orthogonalised matrix, with the shape of `matrix` and the dtype of `o`; it may be a
+// transposed view. `matrix` keeps its values.
+at::Tensor newton_schulz(const at::Tensor& matrix, const NewtonSchulz& o);
+
+// True for a shape that newton_schulz_batch() is faster for.
+bool batch_is_faster(const at::Tensor& matrix, const NewtonSchulz& o);
+
+// The same for matrices of one shape, not empty, in one batch. The result of a matrix may differ in
+// bits from newton_schulz(), but not with the number of matrices.
+std::vector<at::Tensor> newton_schulz_batch(const std::vector<at::Tensor>& matrices,
+                                            const NewtonSchulz& o);
+
+}  // namespace zero

@@ -1,0 +1,110 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Muon: a torch::optim::Optimizer for the matrices of hidden layers, with the options and the
+// numbers of torch.optim.Muon of Python.
+//
+//   zero::Muon muon(matrices, zero::MuonOptions(0.02));
+//   torch::optim::AdamW adamw(the_others, 3e-4);  // embeddings, head, norms, biases
+//
+// It works by itself, without a ZeroOptimizer, which refuses it: it needs whole matrices, and a
+// ZeroOptimizer cuts them. For each matrix p of shape [m, n] with gradient g:
+//
+//   b = b + (1 - momentum) * (g - b)
+//   u = nesterov ? g + momentum * (b - g) : b
+//   p = p * (1 - lr * weight_decay)
+//   p = p - lr * adjust(m, n) * orthogonal(u)
+//
+// adjust is sqrt(max(1, m / n)) for "original" and 0.2 * sqrt(max(m, n)) for "match_rms_adamw".
+// orthogonal(u) is about the nearest matrix to u with orthonormal rows or columns. It starts with
+// x = u / max(|u|, eps), |u| the Frobenius norm, transposed if m > n, and repeats ns_steps times,
+// with ns_coefficients (a, b, c) and A = x * x^T:
+//
+//   x = a * x + (b * A + c * A * A) * x
+//
+// Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, for
+// the method, the coefficients and "original"; J. Liu et al., "Muon is Scalable for LLM Training",
+// arXiv 2502.16982, 2025, section 2.2, for weight decay and "match_rms_adamw".
+//
+// A matrix costs about 2 * ns_steps * min(m, n)^2 * (2 * max(m, n) + min(m, n)) floating-point
+// operations per step.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace zero {
+
+// Cuts a tensor of a parameter's shape into 2-D views of it, which share its memory, do not overlap
+// and together are all of it. Each view is orthogonalised by itself and has its own adjust(m, n).
+using MuonSplit = std::function<std::vector<at::Tensor>(const at::Tensor&)>;
+
+// The split into blocks of `sizes` rows: {w, w, w} for a fused QKV of shape [3 * w, w], or heads
+// times the size of a head. The split throws c10::Error for another number of rows.
+MuonSplit split_rows(std::vector<int64_t> sizes);
+
+struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions> {
+  using ns_coefficients_t = std::tuple<double, double, double>;
+
+  MuonOptions(double lr = 1e-3) : lr_(lr) {}
+  TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(double, weight_decay) = 0.1;
+  TORCH_ARG(double, momentum) = 0.95;
+  TORCH_ARG(bool, nesterov) = true;
+  TORCH_ARG(ns_coefficients_t, ns_coefficients) = std::make_tuple(3.4445, -4.7750, 2.0315);
+  TORCH_ARG(double, eps) = 1e-7;
+  TORCH_ARG(int64_t, ns_steps) = 5;
+  TORCH_ARG(std::string, adjust_lr_fn) = "original";  // or "match_rms_adamw"
+
+  // The dtype of orthogonal(u): kBFloat16 as in Python, or kFloat.
+  TORCH_ARG(c10::ScalarType, ns_dtype) = c10::ScalarType::BFloat16;
+  // Orthogonalises small matrices of equal shape together: up to 256 rows or columns in bf16, up to
+  // 64 in fp32, where it is faster. On a CPU the bits of a matrix do not depend on which others
+  // there are. On a GPU, cuBLAS may choose another algorithm for another number of matrices: false
+  // keeps the bits the same there too.
+  TORCH_ARG(bool, batched) = true;
+  // Without one, a parameter is one matrix. With one, a parameter may have any shape. It is not
+  // saved, and load() keeps the present one.
+  TORCH_ARG(MuonSplit, split) = nullptr;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  // Compares everything but `split`.
+  friend bool operator==(const MuonOptions& lhs, const MuonOptions& rhs);
+  double get_lr() const override { return lr(); }
+  void set_lr(const double lr) override { this->lr(lr); }
+};
+
+struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonParamState> {
+  TORCH_ARG(at::Tensor, momentum_buffer);  // b, like the gradient
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+};
+
+class Muon : public torch::optim::Optimizer {
+ public:
+  // Throw c10::Error for options that cannot train, in any group, and for a parameter that is not a
+  // matrix in a group without a split.
+  explicit Muon(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                MuonOptions defaults = {});
+  explicit Muon(std::vector<at::Tensor> params, MuonOptions defaults = {});
+
+  // Leaves out parameters without a gradient. Throws c10::Error for sparse gradients and for a
+  // split that does not cover a parameter. With 16-bit parameters and without nesterov, Python 2.11
+  // overwrites b with the normalised u; here b keeps its value.
+  at::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+};
+
+}  // namespace zero
