@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t end = begin + tile < range.numel ? begin + tile : range.numel;
     for_each_pack<kWidth>(begin, end, vectors, [&](auto width, int64_t i) {
       constexpr int kCount = decltype(width)::value;
-      Pack<float, kCount> sum;
+      Pack<float, kCount> sum{};
       for (int64_t r = 0; r < range.world_size; ++r) {
         const T* row = r == range.own_rank ? own : received + r * range.row_stride;
         const Pack<T, kCount> added = load<kCount>(row + i);
