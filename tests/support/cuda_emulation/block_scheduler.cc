@@ -51,7 +51,9 @@ struct Thread : Flow {
   State state = State::kDone;
   const char* file = nullptr;  // of the barrier it waits at
   int line = 0;
-  uint64_t value = 0;  // that it gives to its warp
+  // What it gives to its warp in this exchange and in the one before.
+  uint64_t values[2] = {};
+  unsigned exchanges = 0;  // in this block
   std::vector<char> stack;
 };
 
@@ -174,6 +176,7 @@ void Scheduler::run_grid(unsigned grid, unsigned block, const std::function<void
 void Scheduler::run_block() {
   for (unsigned i = 0; i < block_size_; ++i) {
     threads_[i]->state = State::kRunnable;
+    threads_[i]->exchanges = 0;
   }
   release(&begin_);
   bool all_done = false;
@@ -276,12 +279,13 @@ void exchange_in_warp(unsigned mask, uint64_t value, uint64_t (&values)[32]) {
   if (mask != 0xffffffffU) fail("a warp function whose mask leaves out threads is not emulated");
   Scheduler& s = scheduler();
   const unsigned first = s.current_ / kWarp * kWarp;
-  s.current().value = value;
-  s.wait(State::kInWarp);  // until all have given theirs
+  // A thread that is ahead cannot be two exchanges ahead, so two values each are enough.
+  const unsigned turn = s.current().exchanges++ % 2;
+  s.current().values[turn] = value;
+  s.wait(State::kInWarp);
   for (unsigned lane = 0; lane < kWarp; ++lane) {
-    values[lane] = s.threads_[first + lane]->value;
+    values[lane] = s.threads_[first + lane]->values[turn];
   }
-  s.wait(State::kInWarp);  // until all have read them
 }
 
 }  // namespace cuda_emulation
