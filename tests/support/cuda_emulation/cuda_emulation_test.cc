@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <vector>
 
@@ -42,15 +43,16 @@ TEST_F(CudaEmulation, EveryThreadOfEveryBlockRunsOnceInEachOrder) {
   }
 }
 
-__global__ void order_kernel(std::vector<unsigned>* order) {
-  order->push_back(blockIdx.x * blockDim.x + threadIdx.x);
+__global__ void order_kernel(unsigned* order, std::atomic<unsigned>* count) {
+  order[count->fetch_add(1)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
 
 TEST_F(CudaEmulation, TheOrderIsTheOneAskedFor) {
   const auto order_in = [](Order order) {
     set_order(order);
-    std::vector<unsigned> seen;
-    launch_on(2, order_kernel, &seen);
+    std::vector<unsigned> seen(2 * kThreads);
+    std::atomic<unsigned> count{0};
+    launch_on(2, order_kernel, seen.data(), &count);
     return seen;
   };
   std::vector<unsigned> all(2 * kThreads);
