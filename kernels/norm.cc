@@ -87,7 +87,7 @@ void sum_of_abs_powers(c10::ArrayRef<ConstSpan> spans, double p, double* result,
                 "zero::kernels::sum_of_abs_powers: workspace is null; on a "
                 "device it is [kNormWorkspace] double");
     const char* error = cuda::sum_of_abs_powers(spans.data(), static_cast<int64_t>(spans.size()), p,
-                                                result, workspace, stream.handle);
+                                                result, workspace, kNormWorkspace, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::sum_of_abs_powers: CUDA error: ", error);
     return;
   }

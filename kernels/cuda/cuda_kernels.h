@@ -30,9 +30,10 @@ const char* fill_zero(void* destination, int64_t bytes, void* stream);
 
 const char* sum_rows(const SumRowsRange& range, void* stream);
 
-// p = 2 is the sum of squares. `workspace` is [kNormWorkspace].
+// p = 2 is the sum of squares. `workspace` is [workspace_numel], at least 2; the order of additions
+// depends on it.
 const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,
-                              double* workspace, void* stream);
+                              double* workspace, int64_t workspace_numel, void* stream);
 
 const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result, void* stream);
 

@@ -18,8 +18,7 @@ struct Partial {
   double nonfinite;
 };
 
-constexpr int32_t kSlots = kNormWorkspace * sizeof(double) / sizeof(Partial);
-// Enough for every device to have work; longer spans have more, and those more than kSlots share.
+// Enough for every device to have work. Long spans have more.
 constexpr int64_t kWantedTiles = 1024;
 
 // The sum over the block, in thread 0, in an order that does not change.
@@ -123,8 +122,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,
-                              double* workspace, void* stream) {
+                              double* workspace, int64_t workspace_numel, void* stream) {
   auto* partials = reinterpret_cast<Partial*>(workspace);
+  const auto most = static_cast<int32_t>(workspace_numel * sizeof(double) / sizeof(Partial));
   const auto kernel = p == 2.0   ? partial_sums_kernel<Power::kSquare>
                       : p == 1.0 ? partial_sums_kernel<Power::kAbs>
                                  : partial_sums_kernel<Power::kAny>;
@@ -132,7 +132,7 @@ const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, d
   return for_each_table<ConstSpan>(
       count, kWantedTiles, [&](int64_t i) { return spans[i]; },
       [&](const Tiles<ConstSpan>& table, int32_t tiles) {
-        const int32_t slots = std::min(tiles, kSlots);
+        const int32_t slots = std::min(tiles, most);
         const char* error =
             launch(kernel, std::min<int64_t>(slots, blocks), stream, table, p, slots, partials);
         return error != nullptr ? error

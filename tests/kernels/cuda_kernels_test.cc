@@ -272,15 +272,25 @@ TEST_F(CudaKernels, SumsHaveTheSameBitsOnEveryNumberOfBlocks) {
 }
 
 TEST_F(CudaKernels, MoreTilesThanTheWorkspaceHasSlotsFor) {
-  const int64_t slots = kNormWorkspace / 2;
-  const int64_t numel = (slots + 100) * 1024 + 1;
-  Buffer values = ordinary(numel, ScalarType::Float, 3);
+  constexpr int64_t kNumel = 30001;
+  Buffer values = ordinary(kNumel, ScalarType::Float, 3);
   DeviceBuffer device(values, 0);
-  double expected[2] = {5.0, 1.0};
-  sum_of_squares(ConstSpan{values.as<float>(), numel}, expected, nullptr, Stream{});
-  const std::vector<double> got = device_sums({{device.as<float>(), numel}}, 2.0);
-  EXPECT_NEAR(got[0], expected[0], 1e-14 * expected[0]);
-  EXPECT_EQ(got[1], 1.0);
+  const ConstSpan span{device.as<float>(), kNumel};
+  double expected[2] = {};
+  sum_of_squares(ConstSpan{values.as<float>(), kNumel}, expected, nullptr, Stream{});
+  for (int64_t slots : {1, 2, 7, 29}) {
+    Buffer zeros = ordinary(4, ScalarType::Float, 0);
+    std::memset(zeros.as<void>(), 0, 16);
+    DeviceBuffer result(zeros, 0);
+    Buffer garbage = ordinary(4 * slots, ScalarType::Float, 4);
+    DeviceBuffer workspace(garbage, 0);
+    ASSERT_EQ(cuda::sum_of_abs_powers(&span, 1, 2.0, result.as<double>(), workspace.as<double>(),
+                                      2 * slots, nullptr),
+              nullptr);
+    Buffer got = result.to_host();
+    EXPECT_NEAR(got.as<double>()[0], expected[0], 1e-14 * expected[0]) << slots << " slots";
+    EXPECT_EQ(got.as<double>()[1], 0.0);
+  }
 }
 
 TEST_F(CudaKernels, SumsWithoutAWorkspaceThrow) {

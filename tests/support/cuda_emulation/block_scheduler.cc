@@ -32,7 +32,7 @@ extern "C" {
 namespace cuda_emulation {
 namespace {
 
-constexpr int kWarp = 32;
+constexpr unsigned kWarp = 32;
 constexpr size_t kStack = 128 << 10;
 constexpr unsigned kNoOrder = 1;  // a switch to a fiber that orders no memory
 
@@ -94,8 +94,7 @@ class Scheduler {
  private:
   void make_threads(unsigned count);
   void run_block();
-  bool give_turns();
-  bool wake_warps();
+  bool run_warp(unsigned first);
   bool wake_block();
   std::vector<unsigned> order_of(unsigned count);
 
@@ -181,8 +180,10 @@ void Scheduler::run_block() {
   release(&begin_);
   bool all_done = false;
   while (!all_done) {
-    bool moved = give_turns();
-    moved = wake_warps() || moved;
+    bool moved = false;
+    for (const unsigned warp : order_of((block_size_ + kWarp - 1) / kWarp)) {
+      moved = run_warp(warp * kWarp) || moved;
+    }
     moved = wake_block() || moved;
     all_done = std::all_of(threads_.begin(), threads_.begin() + block_size_,
                            [](const auto& thread) { return thread->state == State::kDone; });
@@ -191,26 +192,25 @@ void Scheduler::run_block() {
   acquire(&end_);
 }
 
-// Lets every thread that can go on do so until it waits or ends.
-bool Scheduler::give_turns() {
+// Runs a warp until its threads end or wait for other warps, so that the warps that are last in the
+// order are as far behind as barriers allow.
+bool Scheduler::run_warp(unsigned first) {
+  const unsigned count = std::min(kWarp, block_size_ - first);
+  const auto begin = threads_.begin() + first;
   bool moved = false;
-  for (const unsigned i : order_of(block_size_)) {
-    if (threads_[i]->state != State::kRunnable) continue;
-    moved = true;
-    current_ = i;
-    pass(host_, *threads_[i]);
-  }
-  return moved;
-}
-
-bool Scheduler::wake_warps() {
-  bool moved = false;
-  for (unsigned first = 0; first + kWarp <= block_size_; first += kWarp) {
-    const auto begin = threads_.begin() + first;
-    const auto waits = [](const auto& thread) { return thread->state == State::kInWarp; };
-    if (!std::all_of(begin, begin + kWarp, waits)) continue;
-    moved = true;
-    std::for_each(begin, begin + kWarp, [](auto& thread) { thread->state = State::kRunnable; });
+  for (bool again = true; again;) {
+    for (const unsigned lane : order_of(count)) {
+      if (begin[lane]->state != State::kRunnable) continue;
+      moved = true;
+      current_ = first + lane;
+      pass(host_, *begin[lane]);
+    }
+    again = count == kWarp && std::all_of(begin, begin + count, [](const auto& thread) {
+              return thread->state == State::kInWarp;
+            });
+    for (unsigned lane = 0; again && lane < count; ++lane) {
+      begin[lane]->state = State::kRunnable;
+    }
   }
   return moved;
 }

@@ -11,8 +11,9 @@
 
 namespace cuda_emulation {
 
-// The order in which the threads of a block, and the blocks of a grid, take turns. Each is as good
-// as any other for a correct kernel; one that lacks a barrier gives other results in some of them.
+// The order in which the blocks of a grid, the warps of a block and the threads of a warp run, each
+// as far as it can without the others. Each order is as good as any other for a correct kernel; one
+// that lacks a barrier gives other results in some of them.
 enum class Order { kForward, kBackward, kShuffled };
 
 // The value at the start is that of the environment variable ZERO_EMULATION_ORDER: forward,

@@ -65,7 +65,7 @@ const char* sum_rows(const SumRowsRange& range, void* stream) {
 }
 
 const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,
-                              double*, void* stream) {
+                              double*, int64_t, void* stream) {
   return emulated::launch(stream, result, [spans = copied(spans, count), p, result] {
     for (const ConstSpan& s : spans) {
       for (int64_t i = 0; i < s.numel; ++i) {
