@@ -29,6 +29,8 @@ cudaError_t launch_on(unsigned grid, void (*kernel)(Parameters...), Arguments...
 
 class CudaEmulation : public ::testing::Test {
  protected:
+  // ThreadSanitizer sees no order of memory in a process that was forked from one with threads.
+  void SetUp() override { GTEST_FLAG_SET(death_test_style, "threadsafe"); }
   void TearDown() override { set_order(Order::kForward); }
 };
 
