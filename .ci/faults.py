@@ -36,6 +36,7 @@ class Fault(NamedTuple):
     before: str  # the lines that the fault touches, joined, without indentation
     after: str   # the same with the fault
     nth: int = 1  # among the equal lines of the file
+    config: str = ""  # of Bazel, in which a test sees it
 
     def text(self):
         return f"{self.path}\n- {self.before}\n+ {self.after}"
@@ -282,3 +283,23 @@ def drawn(sources, seed):
             fault = fault._replace(nth=seen[fault.before])
             order.append((rank(path, fault.before, fault.nth), fault))
     return [fault for _, fault in sorted(order)]
+
+
+def planted(text, sources):
+    """The faults of a list: paragraphs of what is wrong, the file and perhaps a --config=, lines
+    that begin with "- " and occur once in the file, and lines that begin with "+ " for them."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = [line for line in paragraph.splitlines() if line and not line.startswith("#")]
+        if not lines:
+            continue
+        path, _, config = lines[1].partition(" ")
+        old = "\n".join(line[2:] for line in lines[2:] if line.startswith("-"))
+        new = "\n".join(line[2:] for line in lines[2:] if line.startswith("+"))
+        if not old or sources[path].count(old) != 1:
+            raise SystemExit(f"{path}: expected once, found {sources[path].count(old)} times:\n{old}")
+        start = sources[path].index(old)
+        found.append(Fault(path, sources[path].count("\n", 0, start) + 1, lines[0], start,
+                           start + len(old), new, " ".join(old.split()), " ".join(new.split()),
+                           config=config))
+    return found

@@ -7,11 +7,12 @@
 
 #include <vector>
 
-#include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
+#include "kernels/cpu/update_segments.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/detail/bias_correction.h"
 #include "kernels/detail/element_type.h"
+#include "kernels/detail/segment_parts.h"
 
 namespace zero::kernels {
 namespace {
@@ -49,26 +50,6 @@ AdamCoefficients coefficients_of(const AdamOptions& options) {
   return c;
 }
 
-AdamSegment part_of(const AdamSegment& segment, int64_t begin, int64_t end, int64_t working_size) {
-  AdamSegment part = segment;
-  part.master += begin;
-  part.exp_avg += begin;
-  part.exp_avg_sq += begin;
-  part.gradient += begin;
-  part.numel = end - begin;
-  if (segment.max_exp_avg_sq != nullptr) {
-    part.max_exp_avg_sq += begin;
-  }
-  if (segment.working != nullptr) {
-    part.working = static_cast<char*>(segment.working) + begin * working_size;
-  }
-  // A working pointer that is the master must stay recognisable whatever working_dtype says.
-  if (segment.working == static_cast<void*>(segment.master)) {
-    part.working = nullptr;
-  }
-  return part;
-}
-
 }  // namespace
 
 void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
@@ -86,10 +67,6 @@ void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
     TORCH_CHECK(error == nullptr, "zero::kernels::adam_step: CUDA error: ", error);
     return;
   }
-  // Also true for NaN: when in doubt the step is skipped.
-  if (nonfinite != nullptr && *nonfinite != 0.0) {
-    return;
-  }
   std::vector<AdamCoefficients> coefficients(segments.size(), shared);
   for (size_t i = 0; i < segments.size(); ++i) {
     const AdamSegment& segment = segments[i];
@@ -97,13 +74,14 @@ void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
                                                        : static_cast<double>(segment.step);
     set_bias_correction(powers, step, coefficients[i]);
   }
-  const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
   const RangeKernels& kernels = range_kernels();
-  const BlockMap map(count, [&](int64_t i) { return segments[i].numel; });
-  map.parallel_for_each_run([&](int64_t i, int64_t begin, int64_t end, int64_t) {
-    kernels.adam(part_of(segments[i], begin, end, element_size(working_type)), coefficients[i],
-                 coefficient, working_type);
-  });
+  update_segments(segments, gradient_coefficient, nonfinite,
+                  [&](int64_t i, int64_t begin, int64_t end, float coefficient) {
+                    kernels.adam(part_of(segments[i], begin, end, element_size(working_type),
+                                         &AdamSegment::exp_avg, &AdamSegment::exp_avg_sq,
+                                         &AdamSegment::max_exp_avg_sq),
+                                 coefficients[i], coefficient, working_type);
+                  });
 }
 
 }  // namespace zero::kernels

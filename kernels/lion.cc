@@ -5,10 +5,11 @@
 
 #include <c10/util/Exception.h>
 
-#include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
+#include "kernels/cpu/update_segments.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/detail/element_type.h"
+#include "kernels/detail/segment_parts.h"
 
 namespace zero::kernels {
 namespace {
@@ -21,22 +22,6 @@ void check_segments(c10::ArrayRef<LionSegment> segments) {
                                        segment.gradient != nullptr),
                 "zero::kernels::lion_step: null pointer for ", segment.numel, " elements");
   }
-}
-
-LionSegment part_of(const LionSegment& segment, int64_t begin, int64_t end, int64_t working_size) {
-  LionSegment part = segment;
-  part.master += begin;
-  part.exp_avg += begin;
-  part.gradient += begin;
-  part.numel = end - begin;
-  if (segment.working != nullptr) {
-    part.working = static_cast<char*>(segment.working) + begin * working_size;
-  }
-  // A working pointer that is the master must stay recognisable whatever working_dtype says.
-  if (segment.working == static_cast<void*>(segment.master)) {
-    part.working = nullptr;
-  }
-  return part;
 }
 
 }  // namespace
@@ -59,17 +44,13 @@ void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
     TORCH_CHECK(error == nullptr, "zero::kernels::lion_step: CUDA error: ", error);
     return;
   }
-  // Also true for NaN: when in doubt the step is skipped.
-  if (nonfinite != nullptr && *nonfinite != 0.0) {
-    return;
-  }
-  const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
   const RangeKernels& kernels = range_kernels();
-  const BlockMap map(count, [&](int64_t i) { return segments[i].numel; });
-  map.parallel_for_each_run([&](int64_t i, int64_t begin, int64_t end, int64_t) {
-    kernels.lion(part_of(segments[i], begin, end, element_size(working_type)), c, coefficient,
-                 working_type);
-  });
+  update_segments(segments, gradient_coefficient, nonfinite,
+                  [&](int64_t i, int64_t begin, int64_t end, float coefficient) {
+                    kernels.lion(part_of(segments[i], begin, end, element_size(working_type),
+                                         &LionSegment::exp_avg),
+                                 c, coefficient, working_type);
+                  });
 }
 
 }  // namespace zero::kernels

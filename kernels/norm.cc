@@ -71,18 +71,23 @@ void add_sums(c10::ArrayRef<ConstSpan> spans, const BlockSum& block_sum, double*
 
 }  // namespace
 
-void sum_of_squares(c10::ArrayRef<ConstSpan> spans, double* result, Stream stream) {
-  sum_of_abs_powers(spans, 2.0, result, stream);
+void sum_of_squares(c10::ArrayRef<ConstSpan> spans, double* result, double* workspace,
+                    Stream stream) {
+  sum_of_abs_powers(spans, 2.0, result, workspace, stream);
 }
 
-void sum_of_abs_powers(c10::ArrayRef<ConstSpan> spans, double p, double* result, Stream stream) {
+void sum_of_abs_powers(c10::ArrayRef<ConstSpan> spans, double p, double* result, double* workspace,
+                       Stream stream) {
   check_spans(spans, result, "sum_of_abs_powers");
   TORCH_CHECK(p > 0.0 && std::isfinite(p),
               "zero::kernels::sum_of_abs_powers: p must be positive and finite, got ", p,
               "; for the largest magnitude call max_abs_bits");
   if (stream.cuda) {
+    TORCH_CHECK(workspace != nullptr,
+                "zero::kernels::sum_of_abs_powers: workspace is null; on a "
+                "device it is [kNormWorkspace] double");
     const char* error = cuda::sum_of_abs_powers(spans.data(), static_cast<int64_t>(spans.size()), p,
-                                                result, stream.handle);
+                                                result, workspace, kNormWorkspace, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::sum_of_abs_powers: CUDA error: ", error);
     return;
   }

@@ -8,9 +8,12 @@
 // `result` is host memory for the CPU and device memory for CUDA. The spans may
 // overlap. Spans with numel 0 are legal, and so is an empty list.
 //
-// The blocks in which the values are added up depend on the spans alone: on the
+// `workspace` is [kNormWorkspace] double of device memory, overwritten by the work that the call
+// enqueues; calls on one stream may share it. It is unused on the CPU and may be null there.
+//
+// The order in which the values are added up depends on the spans alone: on the
 // CPU the bits are the same for every thread count and instruction set, and on
-// CUDA for every run on the same kind of device. Between the two, and between
+// CUDA for every run and every number of processors. Between the two, and between
 // different ways of cutting the same values into spans, results agree to about
 // 1e-15 relative, the rounding of additions in double.
 #pragma once
@@ -29,12 +32,14 @@ namespace zero::kernels {
 // The square of a float is exact in double and cannot overflow there, so every
 // finite input has a finite sum. A value that is not finite makes the sum
 // infinite or NaN as well as being counted.
-void sum_of_squares(c10::ArrayRef<ConstSpan> spans, double* result, Stream stream);
+void sum_of_squares(c10::ArrayRef<ConstSpan> spans, double* result, double* workspace,
+                    Stream stream);
 
 // result[0] += sum of |x|^p, p > 0;  result[1] as above. p = 1 and p = 2 run at
 // the speed of memory; other powers call pow() in double, and may overflow to
 // infinity there for finite x, which is not counted.
-void sum_of_abs_powers(c10::ArrayRef<ConstSpan> spans, double p, double* result, Stream stream);
+void sum_of_abs_powers(c10::ArrayRef<ConstSpan> spans, double p, double* result, double* workspace,
+                       Stream stream);
 
 // *result = max(*result, bits of |x|) over all x, as integers: for numbers this
 // is the order of |x|, infinity is above them and NaN above infinity, so the

@@ -15,6 +15,9 @@ namespace zero::kernels {
 // Values that share a scale in block_int8.h.
 inline constexpr int64_t kInt8Block = 256;
 
+// Doubles of workspace that the sums of norm.h need on a device.
+inline constexpr int64_t kNormWorkspace = 8192;
+
 // One copy of cast_copy_spans(); the call gives the dtypes.
 struct CopySpan {
   const void* source = nullptr;

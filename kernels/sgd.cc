@@ -5,10 +5,11 @@
 
 #include <c10/util/Exception.h>
 
-#include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
+#include "kernels/cpu/update_segments.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/detail/element_type.h"
+#include "kernels/detail/segment_parts.h"
 
 namespace zero::kernels {
 namespace {
@@ -25,27 +26,6 @@ void check_segments(c10::ArrayRef<SgdSegment> segments, const SgdOptions& option
     TORCH_CHECK(options.momentum == 0.0 || segment.momentum != nullptr,
                 "zero::kernels::sgd_step: momentum ", options.momentum, " needs its array");
   }
-}
-
-SgdSegment part_of(const SgdSegment& segment, int64_t begin, int64_t end, int64_t working_size) {
-  SgdSegment part = segment;
-  part.master += begin;
-  part.gradient += begin;
-  part.numel = end - begin;
-  if (segment.momentum != nullptr) {
-    part.momentum += begin;
-  }
-  if (segment.working != nullptr) {
-    part.working = static_cast<char*>(segment.working) + begin * working_size;
-  }
-  // A working pointer that is the master must stay recognisable whatever working_dtype says.
-  if (segment.working == static_cast<void*>(segment.master)) {
-    part.working = nullptr;
-  }
-  if (segment.device_step != nullptr) {
-    part.first_step = *segment.device_step == 1.0F;
-  }
-  return part;
 }
 
 }  // namespace
@@ -65,17 +45,16 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
     TORCH_CHECK(error == nullptr, "zero::kernels::sgd_step: CUDA error: ", error);
     return;
   }
-  // Also true for NaN: when in doubt the step is skipped.
-  if (nonfinite != nullptr && *nonfinite != 0.0) {
-    return;
-  }
-  const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
   const RangeKernels& kernels = range_kernels();
-  const BlockMap map(count, [&](int64_t i) { return segments[i].numel; });
-  map.parallel_for_each_run([&](int64_t i, int64_t begin, int64_t end, int64_t) {
-    kernels.sgd(part_of(segments[i], begin, end, element_size(working_type)), c, coefficient,
-                working_type);
-  });
+  update_segments(segments, gradient_coefficient, nonfinite,
+                  [&](int64_t i, int64_t begin, int64_t end, float coefficient) {
+                    SgdSegment part = part_of(segments[i], begin, end, element_size(working_type),
+                                              &SgdSegment::momentum);
+                    if (part.device_step != nullptr) {
+                      part.first_step = *part.device_step == 1.0F;
+                    }
+                    kernels.sgd(part, c, coefficient, working_type);
+                  });
 }
 
 }  // namespace zero::kernels

@@ -67,13 +67,15 @@ cuda_repository = repository_rule(
     local = True,
 )
 
-# Machine code for the three generations of data centre devices, and PTX of the
-# last for whatever follows it.
+# Machine code for Ampere and Ada (8.x), Hopper (9.0) and Blackwell (10.x, 12.x), and
+# PTX of the last for whatever follows it. Older devices have no code: cuda_launch.cuh
+# has the sentence that says so.
 _ARCHITECTURES = [
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=sm_90",
     "-gencode=arch=compute_100,code=sm_100",
-    "-gencode=arch=compute_100,code=compute_100",
+    "-gencode=arch=compute_120,code=sm_120",
+    "-gencode=arch=compute_120,code=compute_120",
 ]
 
 def _cuda_objects_impl(ctx):

@@ -5,6 +5,7 @@
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/cuda_tiles.cuh"
 #include "kernels/detail/bias_correction.h"
+#include "kernels/detail/segment_parts.h"
 
 namespace zero::kernels::cuda {
 namespace {
@@ -91,9 +92,7 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
                       ElementType working_type, void* stream) {
   const auto segment_of = [&](int64_t i) {
     Segment segment{segments[i], 1.0F, 0.0F};
-    if (segment.working == static_cast<void*>(segment.master)) {
-      segment.working = nullptr;
-    }
+    segment.working = written_working(segments[i]);
     if (segment.device_step == nullptr) {
       AdamCoefficients c = coefficients;
       set_bias_correction(powers, static_cast<double>(segment.step), c);
@@ -102,16 +101,13 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
     }
     return segment;
   };
-  return for_each_table<Segment>(count, segment_of, [&](const Tiles<Segment>& table, int grid) {
-    with_device_type(working_type, [&]<class W>(W*) {
-      const auto kernel =
-          coefficients.amsgrad
-              ? (coefficients.decoupled ? adam_kernel<W, true, true> : adam_kernel<W, true, false>)
-              : (coefficients.decoupled ? adam_kernel<W, false, true>
-                                        : adam_kernel<W, false, false>);
-      kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-          table, coefficients, powers, gradient_coefficient, nonfinite);
-    });
+  return with_device_type(working_type, [&]<class W>(W*) {
+    const auto kernel =
+        coefficients.amsgrad
+            ? (coefficients.decoupled ? adam_kernel<W, true, true> : adam_kernel<W, true, false>)
+            : (coefficients.decoupled ? adam_kernel<W, false, true> : adam_kernel<W, false, false>);
+    return launch_over_tiles<Segment>(count, segment_of, kernel, stream, coefficients, powers,
+                                      gradient_coefficient, nonfinite);
   });
 }
 

@@ -46,16 +46,13 @@ __global__ void __launch_bounds__(kThreads)
 
 const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType source_type,
                             ElementType destination_type, bool with_addend, void* stream) {
-  return for_each_table<CopySpan>(
-      count, [&](int64_t i) { return spans[i]; },
-      [&](const Tiles<CopySpan>& table, int grid) {
-        with_device_type(source_type, [&]<class S>(S*) {
-          with_device_type(destination_type, [&]<class D>(D*) {
-            const auto kernel = with_addend ? cast_kernel<S, D, true> : cast_kernel<S, D, false>;
-            kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(table);
-          });
-        });
-      });
+  const auto span_of = [&](int64_t i) { return spans[i]; };
+  return with_device_type(source_type, [&]<class S>(S*) {
+    return with_device_type(destination_type, [&]<class D>(D*) {
+      const auto kernel = with_addend ? cast_kernel<S, D, true> : cast_kernel<S, D, false>;
+      return launch_over_tiles<CopySpan>(count, span_of, kernel, stream);
+    });
+  });
 }
 
 const char* fill_zero(void* destination, int64_t bytes, void* stream) {

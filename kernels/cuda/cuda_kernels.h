@@ -10,6 +10,7 @@
 // text of the CUDA error.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "kernels/cpu/range_kernels.h"
@@ -18,6 +19,10 @@
 
 namespace zero::kernels::cuda {
 
+// The most blocks that a launch may have. Tests lower it, so that a block takes several tiles on a
+// large device too. Results do not depend on it.
+inline std::atomic<int64_t> block_limit{int64_t{1} << 30};
+
 const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType source_type,
                             ElementType destination_type, bool with_addend, void* stream);
 
@@ -25,9 +30,10 @@ const char* fill_zero(void* destination, int64_t bytes, void* stream);
 
 const char* sum_rows(const SumRowsRange& range, void* stream);
 
-// p = 2 is the sum of squares.
+// p = 2 is the sum of squares. `workspace` is [workspace_numel], at least 2; the order of additions
+// depends on it.
 const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,
-                              void* stream);
+                              double* workspace, int64_t workspace_numel, void* stream);
 
 const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result, void* stream);
 

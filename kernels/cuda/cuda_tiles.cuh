@@ -1,14 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Private: how a CUDA launch covers many segments, and how a thread touches memory.
+// Private: how a CUDA launch covers many segments.
 //
-// The segments of a call travel by value in the kernel's parameters, kCapacity
-// at a time: no copy to the device, nothing to keep alive. Each is cut into tiles
-// of kTile elements; a block takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... and
-// finds the segment of a tile by bisection. Tiles begin at multiples of kTile, so a
-// tile is aligned where its segment is, and whether a block may use 16-byte
-// accesses is one uniform branch.
+// The segments of a call are passed by value in the kernel's parameters, kCapacity at a time: no
+// copy to the device, nothing to keep alive. Each is cut into tiles of one size; a block takes
+// tiles blockIdx.x, blockIdx.x + gridDim.x, ... and finds the segment of a tile by bisection.
+// Tiles begin at multiples of their size, so a tile is aligned where its segment is, and whether
+// a block may use 16-byte accesses is one uniform branch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,29 +17,22 @@
 #include <cstdint>
 
 #include "kernels/cpu/range_kernels.h"
+#include "kernels/cuda/cuda_launch.cuh"
+#include "kernels/cuda/cuda_packs.cuh"
 
 namespace zero::kernels::cuda {
 
-constexpr int kThreads = 256;
-constexpr int64_t kTile = 8192;
+constexpr int32_t kSmallestTile = kThreads * 4;  // elements: 16 bytes of fp32 for each thread
+constexpr int32_t kLargestTile = 8192;
 
-inline const char* text_of(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-// Of the launch just made. Also clears the error, so that the next call does not report it again.
-inline const char* launch_error() { return text_of(cudaGetLastError()); }
-
-// Enough blocks to fill the current device, and no more than there is work for.
-inline int grid_for(int64_t work) {
-  int device = 0;
-  int processors = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-    processors = 64;
+// The largest tile that makes `wanted` tiles of these elements: a small shard is spread over many
+// blocks, and a large one is not cut finer than it has to be.
+inline int32_t tile_size(int64_t elements, int64_t wanted) {
+  int32_t tile = kLargestTile;
+  while (tile > kSmallestTile && elements < wanted * tile) {
+    tile /= 2;
   }
-  const int64_t most = int64_t{processors} * (2048 / kThreads);
-  return static_cast<int>(work < most ? work : most);
+  return tile;
 }
 
 // Kernel parameters may take 4096 bytes; the other arguments need less than 256.
@@ -51,50 +43,77 @@ struct Tiles {
   Segment segments[kCapacity];
   int32_t first_tile[kCapacity + 1];  // of each segment, then the number of tiles
   int32_t count;
+  int32_t tile;  // elements
 };
 
 static_assert(sizeof(Tiles<CopySpan>) <= 4096 - 128 && sizeof(Tiles<AdamSegment>) <= 4096 - 128);
 
-// Fills tables from segment_of(0 .. count - 1), leaving out empty segments, and
-// calls launch(table, grid) for each full one and the last. Stops at an error.
+// Cuts the segments of a table into at least `wanted` tiles where they are long enough. Returns the
+// number of tiles.
+template <class Segment>
+int32_t cut(Tiles<Segment>& table, int64_t wanted) {
+  int64_t elements = 0;
+  for (int32_t i = 0; i < table.count; ++i) {
+    elements += table.segments[i].numel;
+  }
+  table.tile = tile_size(elements, wanted);
+  table.first_tile[0] = 0;
+  for (int32_t i = 0; i < table.count; ++i) {
+    table.first_tile[i + 1] =
+        table.first_tile[i] +
+        static_cast<int32_t>((table.segments[i].numel + table.tile - 1) / table.tile);
+  }
+  return table.first_tile[table.count];
+}
+
+// Fills tables from segment_of(0 .. count - 1), leaving out empty segments, and calls
+// launch(table, tiles) for each full one and the last. Stops at an error, which it returns.
 template <class Segment, class SegmentOf, class Launch>
-const char* for_each_table(int64_t count, const SegmentOf& segment_of, const Launch& launch) {
+const char* for_each_table(int64_t count, int64_t wanted_tiles, const SegmentOf& segment_of,
+                           const Launch& launch) {
   Tiles<Segment> table;
   table.count = 0;
-  table.first_tile[0] = 0;
-  const auto flush = [&]() -> const char* {
-    const int32_t tiles = table.first_tile[table.count];
-    if (tiles == 0) {
-      return nullptr;
-    }
-    launch(table, grid_for(tiles));
-    table.count = 0;
-    return launch_error();
-  };
   for (int64_t i = 0; i < count; ++i) {
     const Segment segment = segment_of(i);
     if (segment.numel == 0) {
       continue;
     }
     if (table.count == Tiles<Segment>::kCapacity) {
-      if (const char* error = flush()) {
+      const int32_t tiles = cut(table, wanted_tiles);
+      if (const char* error = launch(table, tiles)) {
         return error;
       }
+      table.count = 0;
     }
     table.segments[table.count] = segment;
-    table.first_tile[table.count + 1] =
-        table.first_tile[table.count] + static_cast<int32_t>((segment.numel + kTile - 1) / kTile);
     ++table.count;
   }
-  return flush();
+  if (table.count == 0) {
+    return nullptr;
+  }
+  const int32_t tiles = cut(table, wanted_tiles);
+  return launch(table, tiles);
 }
 
-// Calls f(segment, begin, end) for every tile of this block; all its threads
+// Runs kernel(table, arguments...) for all segments, on as many blocks as the device holds or as
+// there are tiles.
+template <class Segment, class SegmentOf, class Kernel, class... Arguments>
+const char* launch_over_tiles(int64_t count, const SegmentOf& segment_of, Kernel kernel,
+                              void* stream, const Arguments&... arguments) {
+  const int64_t blocks = resident_blocks();
+  return for_each_table<Segment>(
+      count, blocks, segment_of, [&](const Tiles<Segment>& table, int32_t tiles) {
+        return launch(kernel, std::min<int64_t>(tiles, blocks), stream, table, arguments...);
+      });
+}
+
+// Calls f(segment, begin, end) for the tiles first, first + step, ...; all threads of the block
 // make the same calls.
 template <class Segment, class F>
-__device__ void for_each_tile(const Tiles<Segment>& table, const F& f) {
+__device__ void for_each_tile(const Tiles<Segment>& table, int32_t first, int32_t step,
+                              const F& f) {
   const int32_t tiles = table.first_tile[table.count];
-  for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  for (int32_t tile = first; tile < tiles; tile += step) {
     int32_t low = 0;
     int32_t high = table.count;
     while (high - low > 1) {
@@ -102,73 +121,30 @@ __device__ void for_each_tile(const Tiles<Segment>& table, const F& f) {
       (table.first_tile[middle] <= tile ? low : high) = middle;
     }
     const Segment& segment = table.segments[low];
-    const int64_t begin = int64_t{tile - table.first_tile[low]} * kTile;
-    const int64_t end = begin + kTile < segment.numel ? begin + kTile : segment.numel;
+    const int64_t begin = int64_t{tile - table.first_tile[low]} * table.tile;
+    const int64_t end = begin + table.tile < segment.numel ? begin + table.tile : segment.numel;
     f(segment, begin, end);
   }
 }
 
-// kWidth neighbours that move with accesses of up to 16 bytes.
-template <class T, int kWidth>
-struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
-  T values[kWidth];
-};
-
-template <int kWidth, class T>
-__device__ bool aligned(const T* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % alignof(Pack<T, kWidth>) == 0;
+// The same for the tiles of this block, where each tile is done once by the grid.
+template <class Segment, class F>
+__device__ void for_each_tile(const Tiles<Segment>& table, const F& f) {
+  for_each_tile(table, blockIdx.x, gridDim.x, f);
 }
 
-template <int kWidth, class T>
-__device__ Pack<T, kWidth> load(const T* pointer) {
-  return *reinterpret_cast<const Pack<T, kWidth>*>(pointer);
-}
-
-template <int kWidth, class T>
-__device__ void store(T* pointer, const Pack<T, kWidth>& pack) {
-  *reinterpret_cast<Pack<T, kWidth>*>(pointer) = pack;
-}
-
-// Calls f(integral constant width, i) until [begin, end) is covered by the threads
-// of the block: width kWidth where `vectors` allows it and 1 for the rest.
-template <int kWidth>
-struct Width {
-  static constexpr int value = kWidth;
-};
-
-template <int kWidth, class F>
-__device__ void for_each_pack(int64_t begin, int64_t end, bool vectors, const F& f) {
-  int64_t scalars = begin;
-  if (vectors) {
-    scalars = begin + (end - begin) / kWidth * kWidth;
-    for (int64_t i = begin + int64_t{threadIdx.x} * kWidth; i < scalars;
-         i += int64_t{blockDim.x} * kWidth) {
-      f(Width<kWidth>{}, i);
-    }
-  }
-  for (int64_t i = scalars + threadIdx.x; i < end; i += blockDim.x) {
-    f(Width<1>{}, i);
-  }
-}
-
-__device__ inline float widen(float x) { return x; }
-__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float widen(__half x) { return __half2float(x); }
-__device__ inline void narrow(float x, float& to) { to = x; }
-__device__ inline void narrow(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
-__device__ inline void narrow(float x, __half& to) { to = __float2half_rn(x); }
-
-// Calls f with a null pointer of the device type for `type`.
+// Calls f with a null pointer of the device type for `type`, and returns what f returns.
 template <class F>
-void with_device_type(ElementType type, const F& f) {
+const char* with_device_type(ElementType type, const F& f) {
   switch (type) {
     case ElementType::kFloat:
       return f(static_cast<float*>(nullptr));
     case ElementType::kBFloat16:
       return f(static_cast<__nv_bfloat16*>(nullptr));
     case ElementType::kHalf:
-      return f(static_cast<__half*>(nullptr));
+      break;
   }
+  return f(static_cast<__half*>(nullptr));
 }
 
 }  // namespace zero::kernels::cuda

@@ -4,6 +4,7 @@
 // lion_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/cuda_tiles.cuh"
+#include "kernels/detail/segment_parts.h"
 
 namespace zero::kernels::cuda {
 namespace {
@@ -48,18 +49,13 @@ const char* lion_step(const LionSegment* segments, int64_t count,
                       const double* nonfinite, ElementType working_type, void* stream) {
   const auto segment_of = [&](int64_t i) {
     LionSegment segment = segments[i];
-    if (segment.working == static_cast<void*>(segment.master)) {
-      segment.working = nullptr;
-    }
+    segment.working = written_working(segments[i]);
     return segment;
   };
-  return for_each_table<LionSegment>(
-      count, segment_of, [&](const Tiles<LionSegment>& table, int grid) {
-        with_device_type(working_type, [&]<class W>(W*) {
-          lion_kernel<W><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-              table, coefficients, gradient_coefficient, nonfinite);
-        });
-      });
+  return with_device_type(working_type, [&]<class W>(W*) {
+    return launch_over_tiles<LionSegment>(count, segment_of, lion_kernel<W>, stream, coefficients,
+                                          gradient_coefficient, nonfinite);
+  });
 }
 
 }  // namespace zero::kernels::cuda

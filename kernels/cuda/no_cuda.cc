@@ -24,7 +24,8 @@ namespace {
 }
 [[gnu::weak]] const char* fill_zero(void*, int64_t, void*) { fail("fill_zero"); }
 [[gnu::weak]] const char* sum_rows(const SumRowsRange&, void*) { fail("sum_rows"); }
-[[gnu::weak]] const char* sum_of_abs_powers(const ConstSpan*, int64_t, double, double*, void*) {
+[[gnu::weak]] const char* sum_of_abs_powers(const ConstSpan*, int64_t, double, double*, double*,
+                                            int64_t, void*) {
   fail("sum_of_abs_powers");
 }
 [[gnu::weak]] const char* max_abs_bits(const ConstSpan*, int64_t, int64_t*, void*) {

@@ -3,9 +3,10 @@
 //
 // Sums of powers and the largest magnitude for CUDA memory.
 //
-// Sums take two kernels: each block adds up its tiles and writes one partial
-// result, then one block adds those up. No atomics on doubles, whose order, and so
-// whose last bits, would change from run to run.
+// Sums take two kernels. The first adds up tiles 0, slots, 2 * slots, ... in slot 0 of the caller's
+// workspace, tiles 1, slots + 1, ... in slot 1 and so on, and the second adds up the slots. The
+// order of additions depends on the spans alone, not on the number of blocks that a device holds.
+// There are no atomics on doubles, whose order, and so whose last bits, change from run to run.
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/cuda_tiles.cuh"
 
@@ -17,6 +18,9 @@ struct Partial {
   double nonfinite;
 };
 
+// Enough for every device to have work. Long spans have more.
+constexpr int64_t kWantedTiles = 1024;
+
 // The sum over the block, in thread 0, in an order that does not change.
 __device__ Partial sum_over_block(Partial mine) {
   __shared__ Partial of_warp[kThreads / 32];
@@ -24,6 +28,7 @@ __device__ Partial sum_over_block(Partial mine) {
     mine.sum += __shfl_down_sync(0xffffffffU, mine.sum, distance);
     mine.nonfinite += __shfl_down_sync(0xffffffffU, mine.nonfinite, distance);
   }
+  __syncthreads();  // the values of the previous call have been read
   if (threadIdx.x % 32 == 0) {
     of_warp[threadIdx.x / 32] = mine;
   }
@@ -55,33 +60,35 @@ __device__ double power_of(float x, double p) {
 
 template <Power kPower>
 __global__ void __launch_bounds__(kThreads)
-    partial_sums_kernel(const __grid_constant__ Tiles<ConstSpan> table, double p,
+    partial_sums_kernel(const __grid_constant__ Tiles<ConstSpan> table, double p, int32_t slots,
                         Partial* partials) {
   constexpr int kWidth = 4;
-  Partial mine{0.0, 0.0};
-  int32_t nonfinite = 0;
-  for_each_tile(table, [&](const ConstSpan& span, int64_t begin, int64_t end) {
-    for_each_pack<kWidth>(begin, end, aligned<kWidth>(span.data), [&](auto width, int64_t i) {
-      constexpr int kCount = decltype(width)::value;
-      const Pack<float, kCount> x = load<kCount>(span.data + i);
+  for (int32_t slot = blockIdx.x; slot < slots; slot += gridDim.x) {
+    Partial mine{0.0, 0.0};
+    int32_t nonfinite = 0;
+    for_each_tile(table, slot, slots, [&](const ConstSpan& span, int64_t begin, int64_t end) {
+      for_each_pack<kWidth>(begin, end, aligned<kWidth>(span.data), [&](auto width, int64_t i) {
+        constexpr int kCount = decltype(width)::value;
+        const Pack<float, kCount> x = load<kCount>(span.data + i);
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        mine.sum += power_of<kPower>(x.values[e], p);
-        nonfinite += abs_bits(x.values[e]) >= 0x7f800000 ? 1 : 0;
-      }
+        for (int e = 0; e < kCount; ++e) {
+          mine.sum += power_of<kPower>(x.values[e], p);
+          nonfinite += abs_bits(x.values[e]) >= 0x7f800000 ? 1 : 0;
+        }
+      });
     });
-  });
-  mine.nonfinite = nonfinite;
-  mine = sum_over_block(mine);
-  if (threadIdx.x == 0) {
-    partials[blockIdx.x] = mine;
+    mine.nonfinite = nonfinite;
+    mine = sum_over_block(mine);
+    if (threadIdx.x == 0) {
+      partials[slot] = mine;
+    }
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    add_partials_kernel(const Partial* partials, int count, double* result) {
+    add_partials_kernel(const Partial* partials, int32_t slots, double* result) {
   Partial mine{0.0, 0.0};
-  for (int i = threadIdx.x; i < count; i += kThreads) {
+  for (int i = threadIdx.x; i < slots; i += kThreads) {
     mine.sum += partials[i].sum;
     mine.nonfinite += partials[i].nonfinite;
   }
@@ -115,40 +122,29 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,
-                              void* stream) {
-  const auto s = static_cast<cudaStream_t>(stream);
-  const char* failed = nullptr;
-  const char* error = for_each_table<ConstSpan>(
-      count, [&](int64_t i) { return spans[i]; },
-      [&](const Tiles<ConstSpan>& table, int grid) {
-        Partial* partials = nullptr;
-        // Ordered by the stream, so that calls on other streams have their own.
-        const cudaError_t allocated = cudaMallocAsync(
-            reinterpret_cast<void**>(&partials), static_cast<size_t>(grid) * sizeof(Partial), s);
-        if (allocated != cudaSuccess) {
-          failed = text_of(allocated);
-          return;
-        }
-        const auto kernel = p == 2.0   ? partial_sums_kernel<Power::kSquare>
-                            : p == 1.0 ? partial_sums_kernel<Power::kAbs>
-                                       : partial_sums_kernel<Power::kAny>;
-        kernel<<<grid, kThreads, 0, s>>>(table, p, partials);
-        add_partials_kernel<<<1, kThreads, 0, s>>>(partials, grid, result);
-        if (const char* freed = text_of(cudaFreeAsync(partials, s))) {
-          failed = freed;
-        }
+                              double* workspace, int64_t workspace_numel, void* stream) {
+  auto* partials = reinterpret_cast<Partial*>(workspace);
+  const auto most = static_cast<int32_t>(workspace_numel * sizeof(double) / sizeof(Partial));
+  const auto kernel = p == 2.0   ? partial_sums_kernel<Power::kSquare>
+                      : p == 1.0 ? partial_sums_kernel<Power::kAbs>
+                                 : partial_sums_kernel<Power::kAny>;
+  const int64_t blocks = resident_blocks();
+  return for_each_table<ConstSpan>(
+      count, kWantedTiles, [&](int64_t i) { return spans[i]; },
+      [&](const Tiles<ConstSpan>& table, int32_t tiles) {
+        const int32_t slots = std::min(tiles, most);
+        const char* error =
+            launch(kernel, std::min<int64_t>(slots, blocks), stream, table, p, slots, partials);
+        return error != nullptr ? error
+                                : launch(add_partials_kernel, 1, stream, partials, slots, result);
       });
-  return error != nullptr ? error : failed;
 }
 
 const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result, void* stream) {
   static_assert(sizeof(long long) == sizeof(int64_t));
-  return for_each_table<ConstSpan>(
-      count, [&](int64_t i) { return spans[i]; },
-      [&](const Tiles<ConstSpan>& table, int grid) {
-        max_abs_bits_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            table, reinterpret_cast<long long*>(result));
-      });
+  return launch_over_tiles<ConstSpan>(
+      count, [&](int64_t i) { return spans[i]; }, max_abs_bits_kernel, stream,
+      reinterpret_cast<long long*>(result));
 }
 
 }  // namespace zero::kernels::cuda

@@ -4,6 +4,7 @@
 // sgd_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/cuda_tiles.cuh"
+#include "kernels/detail/segment_parts.h"
 
 namespace zero::kernels::cuda {
 namespace {
@@ -65,20 +66,14 @@ const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoeffic
                      ElementType working_type, void* stream) {
   const auto segment_of = [&](int64_t i) {
     SgdSegment segment = segments[i];
-    if (segment.working == static_cast<void*>(segment.master)) {
-      segment.working = nullptr;
-    }
+    segment.working = written_working(segments[i]);
     return segment;
   };
-  return for_each_table<SgdSegment>(
-      count, segment_of, [&](const Tiles<SgdSegment>& table, int grid) {
-        with_device_type(working_type, [&]<class W>(W*) {
-          const auto kernel =
-              coefficients.momentum != 0.0F ? sgd_kernel<W, true> : sgd_kernel<W, false>;
-          kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-              table, coefficients, gradient_coefficient, nonfinite);
-        });
-      });
+  return with_device_type(working_type, [&]<class W>(W*) {
+    const auto kernel = coefficients.momentum != 0.0F ? sgd_kernel<W, true> : sgd_kernel<W, false>;
+    return launch_over_tiles<SgdSegment>(count, segment_of, kernel, stream, coefficients,
+                                         gradient_coefficient, nonfinite);
+  });
 }
 
 }  // namespace zero::kernels::cuda

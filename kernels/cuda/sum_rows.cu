@@ -10,7 +10,7 @@ namespace {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    sum_rows_kernel(const __grid_constant__ SumRowsRange range) {
+    sum_rows_kernel(const __grid_constant__ SumRowsRange range, int32_t tile) {
   constexpr int kWidth = 8;  // 16 bytes of a 16-bit type
   const T* received = static_cast<const T*>(range.received);
   const T* own = static_cast<const T*>(range.own);
@@ -18,12 +18,12 @@ __global__ void __launch_bounds__(kThreads)
   // Every row must begin at an aligned address, not only the first.
   const bool vectors = aligned<kWidth>(received) && aligned<kWidth>(own) &&
                        aligned<kWidth>(shard) && range.row_stride % kWidth == 0;
-  for (int64_t begin = int64_t{blockIdx.x} * kTile; begin < range.numel;
-       begin += int64_t{gridDim.x} * kTile) {
-    const int64_t end = begin + kTile < range.numel ? begin + kTile : range.numel;
+  for (int64_t begin = int64_t{blockIdx.x} * tile; begin < range.numel;
+       begin += int64_t{gridDim.x} * tile) {
+    const int64_t end = begin + tile < range.numel ? begin + tile : range.numel;
     for_each_pack<kWidth>(begin, end, vectors, [&](auto width, int64_t i) {
       constexpr int kCount = decltype(width)::value;
-      Pack<float, kCount> sum;
+      Pack<float, kCount> sum{};
       for (int64_t r = 0; r < range.world_size; ++r) {
         const T* row = r == range.own_rank ? own : received + r * range.row_stride;
         const Pack<T, kCount> added = load<kCount>(row + i);
@@ -50,11 +50,12 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 const char* sum_rows(const SumRowsRange& range, void* stream) {
-  const int grid = grid_for((range.numel + kTile - 1) / kTile);
-  with_device_type(range.type, [&]<class T>(T*) {
-    sum_rows_kernel<T><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(range);
+  const int64_t blocks = resident_blocks();
+  const int32_t tile = tile_size(range.numel, blocks);
+  const int64_t tiles = (range.numel + tile - 1) / tile;
+  return with_device_type(range.type, [&]<class T>(T*) {
+    return launch(sum_rows_kernel<T>, std::min(tiles, blocks), stream, range, tile);
   });
-  return launch_error();
 }
 
 }  // namespace zero::kernels::cuda

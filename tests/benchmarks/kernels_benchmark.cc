@@ -162,7 +162,7 @@ void sum_of_squares_vs_read(benchmark::State& state) {
   const ConstSpan span{array(0), n};
   double result[2] = {};
   compare(
-      state, 4.0 * n, [&] { sum_of_squares(span, result, Stream{}); },
+      state, 4.0 * n, [&] { sum_of_squares(span, result, nullptr, Stream{}); },
       [&] { read_floats(array(0), n); });
 }
 

@@ -29,7 +29,7 @@ TEST(SumOfPowers, EverySizeAndSettingMatchesTheExactSumWithTheSameBits) {
       std::vector<double> sums;
       for_each_setting([&] {
         double got[2] = {10.0, 3.0};
-        sum_of_abs_powers(span, p, got, Stream{});
+        sum_of_abs_powers(span, p, got, nullptr, Stream{});
         ASSERT_NEAR(got[0], expected[0], 4e-15 * expected[0]) << "p " << p << ", numel " << numel;
         ASSERT_EQ(got[1], 3.0);
         sums.push_back(got[0]);
@@ -44,7 +44,7 @@ TEST(SumOfSquares, CuttingIntoSpansChangesNothingBeyondDoubleRounding) {
   std::vector<float> values(kNumel);
   fill_ordinary(values.data(), kNumel, 10);
   double whole[2] = {};
-  sum_of_squares(ConstSpan{values.data(), kNumel}, whole, Stream{});
+  sum_of_squares(ConstSpan{values.data(), kNumel}, whole, nullptr, Stream{});
   for (int64_t length : {1, 3, 1000, 16384, 77777}) {
     std::vector<ConstSpan> spans;
     for (int64_t begin = 0; begin < kNumel; begin += length) {
@@ -52,7 +52,7 @@ TEST(SumOfSquares, CuttingIntoSpansChangesNothingBeyondDoubleRounding) {
       spans.push_back({nullptr, 0});
     }
     double parts[2] = {};
-    sum_of_squares(spans, parts, Stream{});
+    sum_of_squares(spans, parts, nullptr, Stream{});
     EXPECT_NEAR(parts[0], whole[0], 2e-15 * whole[0]) << "length " << length;
   }
 }
@@ -62,10 +62,10 @@ TEST(SumOfSquares, LargeFiniteValuesHaveAFiniteSum) {
   const std::vector<float> largest(1000, std::numeric_limits<float>::max());
   for_each_setting([&] {
     double result[2] = {};
-    sum_of_squares(ConstSpan{values.data(), 1000}, result, Stream{});
+    sum_of_squares(ConstSpan{values.data(), 1000}, result, nullptr, Stream{});
     EXPECT_NEAR(result[0], 1e41, 1e35);
     EXPECT_EQ(result[1], 0.0);
-    sum_of_squares(ConstSpan{largest.data(), 1000}, result, Stream{});
+    sum_of_squares(ConstSpan{largest.data(), 1000}, result, nullptr, Stream{});
     EXPECT_TRUE(std::isfinite(result[0]));
     EXPECT_EQ(result[1], 0.0);
   });
@@ -74,7 +74,7 @@ TEST(SumOfSquares, LargeFiniteValuesHaveAFiniteSum) {
 TEST(SumOfSquares, TinyValuesAreNotLost) {
   const std::vector<float> values(1000, std::numeric_limits<float>::denorm_min());
   double result[2] = {};
-  sum_of_squares(ConstSpan{values.data(), 1000}, result, Stream{});
+  sum_of_squares(ConstSpan{values.data(), 1000}, result, nullptr, Stream{});
   EXPECT_GT(result[0], 0.0);
 }
 
@@ -88,7 +88,7 @@ TEST(SumOfPowers, CountsEveryValueThatIsNotFinite) {
         values[position / 2] = bad;
         for_each_setting([&] {
           double result[2] = {};
-          sum_of_abs_powers(ConstSpan{values.data(), kNumel}, p, result, Stream{});
+          sum_of_abs_powers(ConstSpan{values.data(), kNumel}, p, result, nullptr, Stream{});
           ASSERT_EQ(result[1], position == 0 ? 1.0 : 2.0);
           ASSERT_FALSE(std::isfinite(result[0]));
         });
@@ -100,7 +100,7 @@ TEST(SumOfPowers, CountsEveryValueThatIsNotFinite) {
 TEST(SumOfPowers, OverflowOfAHighPowerIsNotCountedAsANonFiniteInput) {
   const float value = 1e30F;
   double result[2] = {};
-  sum_of_abs_powers(ConstSpan{&value, 1}, 20.0, result, Stream{});
+  sum_of_abs_powers(ConstSpan{&value, 1}, 20.0, result, nullptr, Stream{});
   EXPECT_TRUE(std::isinf(result[0]));
   EXPECT_EQ(result[1], 0.0);
 }
@@ -139,9 +139,9 @@ TEST(MaxAbsBits, NaNIsAboveInfinityAndInfinityAboveNumbers) {
 
 TEST(SumOfPowers, RefusesPowersThatAreNotPositiveAndFinite) {
   double result[2] = {};
-  EXPECT_THROW(sum_of_abs_powers({}, 0.0, result, Stream{}), c10::Error);
-  EXPECT_THROW(sum_of_abs_powers({}, kInfinity, result, Stream{}), c10::Error);
-  EXPECT_THROW(sum_of_squares({}, nullptr, Stream{}), c10::Error);
+  EXPECT_THROW(sum_of_abs_powers({}, 0.0, result, nullptr, Stream{}), c10::Error);
+  EXPECT_THROW(sum_of_abs_powers({}, kInfinity, result, nullptr, Stream{}), c10::Error);
+  EXPECT_THROW(sum_of_squares({}, nullptr, nullptr, Stream{}), c10::Error);
 }
 
 }  // namespace

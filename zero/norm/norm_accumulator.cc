@@ -102,11 +102,11 @@ void add_to_norm_part(const at::Tensor& part, const std::vector<kernels::ConstSp
     return;
   }
   at::Tensor sums = at::zeros({2}, part.options());
-  if (norm_type == 2.0) {
-    kernels::sum_of_squares(spans, sums.mutable_data_ptr<double>(), stream);
-  } else {
-    kernels::sum_of_abs_powers(spans, norm_type, sums.mutable_data_ptr<double>(), stream);
-  }
+  // From torch's allocator, which reuses the memory in the order of the current stream.
+  const at::Tensor workspace =
+      at::empty({stream.cuda ? kernels::kNormWorkspace : 0}, part.options());
+  kernels::sum_of_abs_powers(spans, norm_type, sums.mutable_data_ptr<double>(),
+                             workspace.mutable_data_ptr<double>(), stream);
   // Not by a product with 0, which is NaN for a sum that is not finite.
   if (weight != 0.0) part.select(0, 0).add_(sums.select(0, 0), weight);
   part.select(0, 1).add_(sums.select(0, 1));

@@ -65,16 +65,20 @@ const char* sum_rows(const SumRowsRange& range, void* stream) {
 }
 
 const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,
-                              void* stream) {
-  return emulated::launch(stream, result, [spans = copied(spans, count), p, result] {
-    for (const ConstSpan& s : spans) {
-      for (int64_t i = 0; i < s.numel; ++i) {
-        const double x = std::fabs(static_cast<double>(s.data[i]));
-        result[0] += p == 2.0 ? x * x : std::pow(x, p);
-      }
-      result[1] += static_cast<double>(range_kernels().count_nonfinite(s.data, s.numel));
-    }
-  });
+                              double* workspace, int64_t workspace_numel, void* stream) {
+  return emulated::launch(
+      stream, result, [spans = copied(spans, count), p, result, workspace, workspace_numel] {
+        std::fill_n(workspace, workspace_numel, 0.0);
+        for (const ConstSpan& s : spans) {
+          for (int64_t i = 0; i < s.numel; ++i) {
+            const double x = std::fabs(static_cast<double>(s.data[i]));
+            workspace[0] += p == 2.0 ? x * x : std::pow(x, p);
+          }
+          workspace[1] += static_cast<double>(range_kernels().count_nonfinite(s.data, s.numel));
+        }
+        result[0] += workspace[0];
+        result[1] += workspace[1];
+      });
 }
 
 const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result, void* stream) {

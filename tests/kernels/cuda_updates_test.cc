@@ -1,0 +1,255 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Updates of parameters by CUDA kernels against the CPU: the same bits.
+#include <limits>
+#include <memory>
+
+#include "kernels/adam.h"
+#include "kernels/lion.h"
+#include "kernels/sgd.h"
+#include "tests/kernels/cuda_buffers.h"
+
+namespace zero::kernels {
+namespace {
+
+using c10::ScalarType;
+
+// Of the arrays of a segment: master, first moment or momentum, second moment, its maximum,
+// gradient, working.
+constexpr int kArrays = 6;
+constexpr int kWorking = 5;
+
+// Scalars that a step reads through pointers; they may be null.
+struct Scalars {
+  const float* coefficient = nullptr;
+  const double* nonfinite = nullptr;
+};
+
+struct Adam {
+  using Segment = AdamSegment;
+  static constexpr int kVariants = 8;
+  // `i` makes step counts differ.
+  static Segment segment(float* const (&a)[kArrays], int64_t numel, int64_t i, int) {
+    return {a[0], a[1], a[2], a[3], a[4], a[5], numel, i + 1, nullptr};
+  }
+  static void step(c10::ArrayRef<Segment> segments, int variant, const Scalars& scalars,
+                   ScalarType dtype, Stream stream) {
+    AdamOptions options{.lr = 1e-2, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6};
+    options.amsgrad = (variant & 1) != 0;
+    options.decoupled = (variant & 2) != 0;
+    options.weight_decay = (variant & 4) != 0 ? 0.1 : 0.0;
+    adam_step(segments, options, scalars.coefficient, scalars.nonfinite, dtype, stream);
+  }
+};
+
+struct Sgd {
+  using Segment = SgdSegment;
+  static constexpr int kVariants = 8;
+  static Segment segment(float* const (&a)[kArrays], int64_t numel, int64_t, int variant) {
+    return {a[0], a[1], a[4], a[5], numel, (variant & 4) != 0, nullptr};
+  }
+  static void step(c10::ArrayRef<Segment> segments, int variant, const Scalars& scalars,
+                   ScalarType dtype, Stream stream) {
+    SgdOptions options{.lr = 0.1, .dampening = 0.0, .weight_decay = 0.01};
+    options.momentum = (variant & 1) != 0 ? 0.9 : 0.0;
+    options.nesterov = (variant & 2) != 0;
+    sgd_step(segments, options, scalars.coefficient, scalars.nonfinite, dtype, stream);
+  }
+};
+
+struct Lion {
+  using Segment = LionSegment;
+  static constexpr int kVariants = 2;
+  static Segment segment(float* const (&a)[kArrays], int64_t numel, int64_t, int) {
+    return {a[0], a[1], a[4], a[5], numel};
+  }
+  static void step(c10::ArrayRef<Segment> segments, int variant, const Scalars& scalars,
+                   ScalarType dtype, Stream stream) {
+    LionOptions options{.lr = 0.1};
+    options.weight_decay = variant != 0 ? 0.01 : 0.0;
+    lion_step(segments, options, scalars.coefficient, scalars.nonfinite, dtype, stream);
+  }
+};
+
+// The arrays of a segment on both sides. Array `odd` begins off its alignment; kArrays means all of
+// them, -1 none.
+struct Pair {
+  Pair(int64_t numel, ScalarType working_dtype, int odd) : numel(numel) {
+    for (int array = 0; array < kArrays; ++array) {
+      const ScalarType dtype = array == kWorking ? working_dtype : ScalarType::Float;
+      host.push_back(ordinary(numel, dtype, static_cast<uint32_t>(array)));
+      if (array == 2 || array == 3) {
+        float* values = host.back().as<float>();
+        std::transform(values, values + numel, values, [](float x) { return x * x; });
+      }
+      const bool off = odd == array || odd == kArrays;
+      device.push_back(std::make_unique<DeviceBuffer>(host.back(), off ? size_of(dtype) : 0));
+    }
+  }
+  // Of elements [begin, end).
+  template <class Rule>
+  typename Rule::Segment host_segment(int64_t begin, int64_t end, int64_t i, int variant) {
+    float* arrays[kArrays];
+    for (int a = 0; a < kArrays; ++a) arrays[a] = at(a, host[a].template as<char>(), begin);
+    return Rule::segment(arrays, end - begin, i, variant);
+  }
+  template <class Rule>
+  typename Rule::Segment device_segment(int64_t begin, int64_t end, int64_t i, int variant) {
+    float* arrays[kArrays];
+    for (int a = 0; a < kArrays; ++a) arrays[a] = at(a, device[a]->template as<char>(), begin);
+    return Rule::segment(arrays, end - begin, i, variant);
+  }
+  bool same_bytes() {
+    for (int array = 0; array < kArrays; ++array) {
+      if (!device[array]->to_host().same_bytes(host[array])) return false;
+    }
+    return true;
+  }
+
+  int64_t numel;
+  std::vector<Buffer> host;
+  std::vector<std::unique_ptr<DeviceBuffer>> device;
+
+ private:
+  float* at(int array, char* memory, int64_t begin) {
+    const int64_t size = numel == 0 ? 0 : host[array].bytes() / numel;
+    return reinterpret_cast<float*>(memory + begin * size);
+  }
+};
+
+template <class Rule>
+class CudaUpdates : public OnCuda {};
+using Rules = ::testing::Types<Adam, Sgd, Lion>;
+TYPED_TEST_SUITE(CudaUpdates, Rules);
+
+TYPED_TEST(CudaUpdates, HaveTheBitsOfTheCpu) {
+  using Rule = TypeParam;
+  Buffer coefficient = scalar(0.37F);
+  DeviceBuffer device_coefficient(coefficient, 0);
+  Buffer none = scalar(0.0);
+  DeviceBuffer device_none(none, 0);
+  for (ScalarType dtype : kTypes) {
+    for (int variant = 0; variant < Rule::kVariants; ++variant) {
+      // More segments than fit into one launch.
+      std::vector<std::unique_ptr<Pair>> pairs;
+      std::vector<typename Rule::Segment> host;
+      std::vector<typename Rule::Segment> device;
+      for (int64_t i = 0; i < 130; ++i) {
+        const int64_t numel = i < 12 ? kCudaSizes[i] : i;
+        pairs.push_back(std::make_unique<Pair>(numel, dtype, i % 2 == 0 ? -1 : kArrays));
+        host.push_back(pairs.back()->template host_segment<Rule>(0, numel, i, variant));
+        device.push_back(pairs.back()->template device_segment<Rule>(0, numel, i, variant));
+      }
+      for (int64_t blocks : kBlockLimits) {
+        const BlockLimit limit(blocks);
+        Rule::step(host, variant, {coefficient.as<float>(), none.as<double>()}, dtype, Stream{});
+        Rule::step(device, variant, {device_coefficient.as<float>(), device_none.as<double>()},
+                   dtype, kCuda);
+        for (size_t i = 0; i < pairs.size(); ++i) {
+          ASSERT_TRUE(pairs[i]->same_bytes())
+              << c10::toString(dtype) << ", variant " << variant << ", segment " << i;
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(CudaUpdates, HaveTheBitsOfTheCpuWithEachArrayAloneOffItsAlignment) {
+  using Rule = TypeParam;
+  for (ScalarType dtype : kTypes) {
+    for (int variant = 0; variant < std::min(4, Rule::kVariants); ++variant) {
+      for (int odd = 0; odd < kArrays; ++odd) {
+        for (int64_t numel : {5, 2051}) {
+          Pair pair(numel, dtype, odd);
+          Rule::step(pair.host_segment<Rule>(0, numel, 1, variant), variant, {}, dtype, Stream{});
+          Rule::step(pair.device_segment<Rule>(0, numel, 1, variant), variant, {}, dtype, kCuda);
+          ASSERT_TRUE(pair.same_bytes()) << c10::toString(dtype) << ", variant " << variant
+                                         << ", array " << odd << ", numel " << numel;
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(CudaUpdates, WriteNoWorkingValuesWhereWorkingIsNullOrTheMaster) {
+  using Rule = TypeParam;
+  constexpr int64_t kNumel = 1030;
+  for (ScalarType dtype : kTypes) {
+    for (bool null : {false, true}) {
+      Pair pair(kNumel, dtype, -1);
+      auto host = pair.host_segment<Rule>(0, kNumel, 1, 1);
+      auto device = pair.device_segment<Rule>(0, kNumel, 1, 1);
+      host.working = null ? nullptr : host.master;
+      device.working = null ? nullptr : device.master;
+      Rule::step(host, 1, {}, dtype, Stream{});
+      Rule::step(device, 1, {}, dtype, kCuda);
+      ASSERT_TRUE(pair.same_bytes()) << c10::toString(dtype) << (null ? ", null" : ", the master");
+    }
+  }
+}
+
+TYPED_TEST(CudaUpdates, LeaveEveryBitWhereTheCountOfNonFiniteValuesIsNotZero) {
+  using Rule = TypeParam;
+  constexpr int64_t kNumel = 1000;
+  for (double count : {1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    for (int variant = 0; variant < Rule::kVariants; ++variant) {
+      Pair pair(kNumel, ScalarType::Half, -1);
+      Buffer nonfinite = scalar(count);
+      DeviceBuffer device_nonfinite(nonfinite, 0);
+      Rule::step(pair.device_segment<Rule>(0, kNumel, 1, variant), variant,
+                 {nullptr, device_nonfinite.as<double>()}, ScalarType::Half, kCuda);
+      EXPECT_TRUE(pair.same_bytes()) << "count " << count;
+    }
+  }
+}
+
+class CudaStepCounts : public OnCuda {};
+
+// Neighbouring tiles of a block have different counts.
+TEST_F(CudaStepCounts, AdamReadsThemOnTheDevice) {
+  constexpr int64_t kNumel = 60000;
+  constexpr int64_t kLength = 3000;
+  const int64_t counts[2] = {3, 500};
+  Pair pair(kNumel, ScalarType::BFloat16, -1);
+  Buffer steps[2] = {scalar(3.0F), scalar(500.0F)};
+  DeviceBuffer device_steps[2] = {DeviceBuffer(steps[0], 0), DeviceBuffer(steps[1], 0)};
+  std::vector<AdamSegment> host;
+  std::vector<AdamSegment> device;
+  for (int64_t i = 0; i < kNumel / kLength; ++i) {
+    const int64_t which = i / 3 % 2;
+    host.push_back(
+        pair.host_segment<Adam>(i * kLength, (i + 1) * kLength, counts[which] - 1, /*variant=*/0));
+    device.push_back(pair.device_segment<Adam>(i * kLength, (i + 1) * kLength, 0, /*variant=*/0));
+    device.back().device_step = device_steps[which].as<float>();
+  }
+  const BlockLimit limit(3);
+  adam_step(host, {}, nullptr, nullptr, ScalarType::BFloat16, Stream{});
+  adam_step(device, {}, nullptr, nullptr, ScalarType::BFloat16, kCuda);
+  Buffer got = pair.device[0]->to_host();
+  for (int64_t i = 0; i < kNumel; ++i) {
+    // An ulp in a scalar moves the update, about lr, by an ulp.
+    ASSERT_NEAR(got.as<float>()[i], pair.host[0].as<float>()[i], 1e-6) << i;
+  }
+}
+
+TEST_F(CudaStepCounts, SgdReadsOnTheDeviceWhichStepIsTheFirst) {
+  constexpr int64_t kNumel = 9000;
+  for (const bool first : {true, false}) {
+    Pair pair(kNumel, ScalarType::BFloat16, -1);
+    Buffer count = scalar(first ? 1.0F : 2.0F);
+    DeviceBuffer device_count(count, 0);
+    SgdSegment host = pair.host_segment<Sgd>(0, kNumel, 0, /*variant=*/0);
+    SgdSegment device = pair.device_segment<Sgd>(0, kNumel, 0, /*variant=*/0);
+    host.first_step = first;
+    device.first_step = !first;
+    device.device_step = device_count.as<float>();
+    const SgdOptions options{.momentum = 0.9};
+    sgd_step(host, options, nullptr, nullptr, ScalarType::BFloat16, Stream{});
+    sgd_step(device, options, nullptr, nullptr, ScalarType::BFloat16, kCuda);
+    ASSERT_TRUE(pair.same_bytes()) << first;
+  }
+}
+
+}  // namespace
+}  // namespace zero::kernels
