@@ -7,6 +7,7 @@
 #include <sched.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <unistd.h>
 

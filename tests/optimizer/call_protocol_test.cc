@@ -19,7 +19,9 @@ namespace {
 
 struct Rank {
   Rank(const Group& group, const ZeroOptions& options, int64_t groups)
-      : domains(make_domains(group, options, groups)), comms(group), protocol(domains, of, comms, at::kCPU) {
+      : domains(make_domains(group, options, groups)),
+        comms(group),
+        protocol(domains, of, comms, at::kCPU) {
     for (int64_t g = 0; g < groups; ++g) of.push_back(domains.of_group[g]);
     comms.connect(domains);
   }
