@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Every GoogleTest of tests/ as <folder>/<name>, with the programs that tests start. Tests run in
-# <build>/run, which has the files that Bazel would put there. These stay with Bazel: tests/hosts
-# (Python), tests/examples/*.sh, tests/fuzz (libFuzzer), tests/benchmarks, and tests tagged long.
+# <build>/run, which has the files that Bazel would put there. These stay with Bazel: CUDA kernels
+# that run on the CPU, tests/hosts (Python), tests/examples/*.sh, tests/fuzz (libFuzzer),
+# tests/benchmarks, and tests tagged long.
 
 if(NOT TARGET GTest::gtest_main)
   find_package(GTest REQUIRED)
@@ -12,11 +13,13 @@ find_package(Threads REQUIRED)
 
 # ---- Files: tests, programs with a main(), what both share, and an emulated device ----
 file(GLOB_RECURSE files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/tests/*.cc")
-list(FILTER files EXCLUDE REGEX "^tests/(benchmarks|fuzz|packages)/|tsan_selftest|write_golden")
+list(FILTER files EXCLUDE
+  REGEX "^tests/(benchmarks|fuzz|packages|support/cuda_emulation)/|tsan_selftest|write_golden|cuda_launch_test")
 set(device ${files})
 list(FILTER device INCLUDE REGEX "^tests/support/device/")
+list(FILTER device EXCLUDE REGEX "_test\\.cc$")
+list(REMOVE_ITEM files ${device})
 list(TRANSFORM device PREPEND "${PROJECT_SOURCE_DIR}/")
-list(FILTER files EXCLUDE REGEX "^tests/support/device/")
 if(NOT ZERO_CUDA)
   list(FILTER files EXCLUDE REGEX "/cuda_[a-z_]*_test")
 endif()
@@ -79,8 +82,8 @@ foreach(file IN LISTS programs)
 endforeach()
 foreach(file IN LISTS tests)
   cmake_path(GET file STEM name)
-  string(REGEX REPLACE "^tests/([^/]*)/.*$" "\\1" room "${file}")
-  set(target tests.${room}.${name})
+  string(REGEX REPLACE "^tests/(.*)/[^/]*$" "\\1" room "${file}")
+  string(REPLACE "/" "." target "tests.${room}.${name}")
   zero_test_executable(${target} "${file}")
   target_link_libraries(${target} PRIVATE GTest::gtest_main)
   if(room STREQUAL "examples")
@@ -98,8 +101,8 @@ foreach(file IN LISTS tests)
     add_dependencies(${target} ${named})
   endif()
   # Tests with a folder of their own for files may run at the same time.
-  file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/tmp/${room}.${name}")
+  file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/tmp/${target}")
   add_test(NAME ${room}/${name} COMMAND ${target} WORKING_DIRECTORY "${run}")
   set_tests_properties(${room}/${name} PROPERTIES PROCESSORS 2 TIMEOUT 900
-    ENVIRONMENT "OMP_NUM_THREADS=1;TEST_TMPDIR=${PROJECT_BINARY_DIR}/tmp/${room}.${name}")
+    ENVIRONMENT "OMP_NUM_THREADS=1;TEST_TMPDIR=${PROJECT_BINARY_DIR}/tmp/${target}")
 endforeach()
