@@ -257,6 +257,17 @@ TEST_F(CudaKernels, MaxAbsBitsIsFoundWhereverItIsAndNeverLowered) {
   }
 }
 
+TEST_F(CudaKernels, MaxAbsBitsOfZerosIsZero) {
+  Buffer zeros(4 * 100, 0);
+  std::memset(zeros.as<void>(), 0, 4 * 100);
+  DeviceBuffer device(zeros, 0);
+  Buffer start = scalar(int64_t{0});
+  DeviceBuffer result(start, 0);
+  max_abs_bits(ConstSpan{device.as<float>(), 100}, result.as<int64_t>(), kCuda);
+  Buffer got = result.to_host();
+  EXPECT_EQ(*got.as<int64_t>(), 0);
+}
+
 TEST_F(CudaKernels, SumsHaveTheSameBitsOnEveryNumberOfBlocks) {
   Spans spans;
   for (int64_t numel : {30001, 5, 8193}) {

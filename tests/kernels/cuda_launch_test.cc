@@ -10,6 +10,7 @@
 #include <string>
 
 #include "kernels/adam.h"
+#include "kernels/cuda/cuda_tiles.cuh"
 #include "kernels/norm.h"
 #include "kernels/sum_rows.h"
 #include "tests/kernels/cuda_buffers.h"
@@ -70,6 +71,18 @@ TEST_F(CudaLaunch, ASmallShardIsSpreadOverManyBlocks) {
 TEST_F(CudaLaunch, ALargeShardTakesTheBlocksThatTheDeviceHolds) {
   for (const auto& [name, blocks] : blocks_of(132 * 8 * 1024 + 5)) {
     EXPECT_EQ(blocks, 132 * 8) << name;
+  }
+}
+
+TEST_F(CudaLaunch, TilesAreAsLargeAsTheWantedNumberOfThemAllows) {
+  cuda::Tiles<ConstSpan> table;
+  table.count = 2;
+  for (const auto& [numel, tile] : std::map<int64_t, int32_t>{
+           {5, 1024}, {1055 * 1024, 1024}, {1056 * 1024, 2048}, {1056 * 4096, 8192}}) {
+    table.segments[0].numel = numel;
+    table.segments[1].numel = numel;
+    EXPECT_EQ(cuda::cut(table, 1056), 2 * ((numel + tile - 1) / tile));
+    EXPECT_EQ(table.tile, tile) << numel;
   }
 }
 
