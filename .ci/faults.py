@@ -42,7 +42,7 @@ class Fault(NamedTuple):
         return f"{self.path}\n- {self.before}\n+ {self.after}"
 
     def key(self):
-        return self.text() + (f"\n{self.nth}" if self.nth > 1 else "")
+        return self.text() + (f"\n{self.nth}" if self.nth > 1 else "") + self.config
 
     def applied(self, text):
         return text[:self.start] + self.new + text[self.end:]
