@@ -54,6 +54,7 @@ struct Thread : Flow {
   // What it gives to its warp in this exchange and in the one before.
   uint64_t values[2] = {};
   unsigned exchanges = 0;  // in this block
+  unsigned barriers = 0;
   std::vector<char> stack;
 };
 
@@ -176,6 +177,7 @@ void Scheduler::run_block() {
   for (unsigned i = 0; i < block_size_; ++i) {
     threads_[i]->state = State::kRunnable;
     threads_[i]->exchanges = 0;
+    threads_[i]->barriers = 0;
   }
   release(&begin_);
   bool all_done = false;
@@ -266,13 +268,16 @@ unsigned block_size() { return scheduler().block_size_; }
 unsigned grid_size() { return scheduler().grid_size_; }
 
 void wait_for_block(const char* file, int line) {
-  static char barrier = 0;
+  // One for every other barrier: a thread that still has to acquire must not see what another has
+  // released at the next barrier already.
+  static char barriers[2] = {};
   Thread& thread = scheduler().current();
+  char* barrier = &barriers[thread.barriers++ % 2];
   thread.file = file;
   thread.line = line;
-  release(&barrier);
+  release(barrier);
   scheduler().wait(State::kAtBarrier);
-  acquire(&barrier);
+  acquire(barrier);
 }
 
 void exchange_in_warp(unsigned mask, uint64_t value, uint64_t (&values)[32]) {

@@ -98,11 +98,29 @@ TEST_F(CudaEmulation, ABarrierMakesMemoryVisibleInEachOrder) {
   }
 }
 
+// All threads but the first write between two barriers.
+__global__ void writers_kernel(int* sums) {
+  __shared__ int written;
+  __syncthreads();
+  if (threadIdx.x != 0) written = 1;
+  __syncthreads();
+  sums[threadIdx.x] = written;
+}
+
 #ifdef __SANITIZE_THREAD__
+TEST_F(CudaEmulation, ThreadSanitizerReportsAWriteByManyThreads) {
+  int sums[kThreads];
+  EXPECT_DEATH(launch_on(1, writers_kernel, &sums[0]), "data race");
+}
 TEST_F(CudaEmulation, ThreadSanitizerReportsAMissingBarrier) {
   EXPECT_DEATH(neighbours_are_seen<false>(Order::kForward), "data race");
 }
 #else
+TEST_F(CudaEmulation, AWriteOfOneValueByManyThreadsShowsInNoResult) {
+  int sums[kThreads];
+  launch_on(1, writers_kernel, &sums[0]);
+  EXPECT_EQ(std::count(sums, sums + kThreads, 1), kThreads);
+}
 TEST_F(CudaEmulation, AMissingBarrierShowsInTheResults) {
   for (Order order : kOrders) {
     EXPECT_FALSE(neighbours_are_seen<false>(order));
