@@ -39,7 +39,8 @@ def log(folder):
     """The steps that have been logged, a dictionary each."""
     path = folder / "log"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [entry for entry in entries if "step" in entry]
 
 
 def train_on_one_host(ranks, steps):
