@@ -4,7 +4,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
+#include <set>
 
 namespace zero {
 
@@ -16,8 +18,20 @@ int64_t ParameterLayout::full_numel(const Arena& arena) const {
   return in_place() ? arena.numel : arena.parameter_numel;
 }
 
-size_t ParameterLayout::max_gathers() const {
-  return in_place() ? std::numeric_limits<size_t>::max() : 4;
+size_t max_gathers(const Plan& plan) {
+  const bool in_place = std::all_of(plan.arenas.begin(), plan.arenas.end(),
+                                    [](const Arena& arena) { return arena.layout->in_place(); });
+  return in_place ? std::numeric_limits<size_t>::max() : 4;
+}
+
+std::string layout_names(const Plan& plan) {
+  std::string text;
+  std::set<const ParameterLayout*> known;
+  for (const Arena& arena : plan.arenas) {
+    if (known.insert(arena.layout).second)
+      text += (text.empty() ? "" : " + ") + std::string(arena.layout->name());
+  }
+  return text;
 }
 
 const ParameterLayout& layout_of(Layout layout) {

@@ -13,6 +13,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "bookkeeping/plan.h"
@@ -29,8 +30,8 @@ class ParameterLayout {
 
   // --- Places ---
 
-  // Sets parameter_owner, where parameters have one owner each. Before cut(), since the parameters
-  // of all arenas of a domain are given to the same ranks.
+  // Sets parameter_owner of the parameters in arenas of this layout, where they have one owner
+  // each. Before cut(), since the parameters of all arenas of a domain are given to the same ranks.
   virtual void assign_owners(c10::ArrayRef<ParameterInfo> /*parameters*/,
                              const PlanOptions& /*options*/, Plan& /*plan*/) const {}
   // Cuts one arena of `plan` into buckets of about `bucket_bytes`, or into one for 0, in arena
@@ -42,6 +43,9 @@ class ParameterLayout {
   virtual std::vector<Piece> pieces(const Bucket& bucket, const Slot& slot) const = 0;
   // The one stretch of `slot` in `row`; its numel is 0 where there is none.
   virtual Piece piece_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const = 0;
+
+  // True: no parameter is cut, and each belongs to one rank.
+  virtual bool is_whole() const { return false; }
 
   // --- Memory ---
 
@@ -55,10 +59,14 @@ class ParameterLayout {
   // True: a parameter must fill its memory without holes, since its elements are copied in their
   // order there.
   bool needs_dense_parameters() const { return !in_place(); }
-  // The limit of gathers under way at a time. Each has a buffer of its own unless in_place():
-  // without a limit, all of them together would be another copy of the model.
-  size_t max_gathers() const;
 };
+
+// The limit of gathers under way at a time. Where some layout is not in_place(), they have buffers
+// of their own: without a limit, all of them together would be another copy of the model.
+size_t max_gathers(const Plan& plan);
+
+// The names of the layouts of all arenas, each once, with " + " between them.
+std::string layout_names(const Plan& plan);
 
 // Lives as long as the process.
 const ParameterLayout& layout_of(Layout layout);

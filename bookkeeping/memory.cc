@@ -15,14 +15,14 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
     const int64_t row = rank % arena.world_size;
     const int64_t row_bytes = kFloatBytes * bucket.rows.numel(row);
     report.gradient_shards += row_bytes;
-    if (!plan.layout->is_master(arena)) report.master_parameters += row_bytes;
+    if (!arena.layout->is_master(arena)) report.master_parameters += row_bytes;
     for (const Segment& segment : plan.segments(b, row)) {
       if (options.state_bytes) report.optimizer_state += options.state_bytes(segment.numel);
     }
   }
   for (const Arena& arena : plan.arenas) {
     const auto element = static_cast<int64_t>(c10::elementSize(arena.dtype));
-    const int64_t bytes = element * plan.layout->full_numel(arena);
+    const int64_t bytes = element * arena.layout->full_numel(arena);
     report.working_parameters += bytes;
     if (options.stage == 1 && options.stage1_full_gradients) report.full_gradients += bytes;
   }

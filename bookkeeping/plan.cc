@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
+#include <tuple>
 #include <utility>
 
 #include "bookkeeping/layout.h"
@@ -39,14 +41,16 @@ void check_arguments(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int6
 
 // Arenas in the order in which reverse registration first meets them.
 void make_arenas(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> world_sizes,
-                 Plan& plan) {
-  std::map<std::pair<c10::ScalarType, int64_t>, int64_t> index;
+                 Layout default_layout, Plan& plan) {
+  std::map<std::tuple<c10::ScalarType, int64_t, Layout>, int64_t> index;
   plan.parameter_arena.assign(parameters.size(), 0);
   for (int64_t i = static_cast<int64_t>(parameters.size()) - 1; i >= 0; --i) {
     const ParameterInfo& info = parameters[i];
-    auto [found, added] = index.try_emplace({info.dtype, info.domain}, plan.arenas.size());
+    const Layout layout = info.layout.value_or(default_layout);
+    auto [found, added] = index.try_emplace({info.dtype, info.domain, layout}, plan.arenas.size());
     if (added) {
-      plan.arenas.push_back({info.dtype, info.domain, world_sizes[info.domain], 0, 0, {}});
+      plan.arenas.push_back(
+          {info.dtype, info.domain, world_sizes[info.domain], 0, 0, {}, &layout_of(layout)});
     }
     Arena& arena = plan.arenas[found->second];
     arena.parameters.push_back(i);
@@ -92,15 +96,16 @@ void add(const BucketRows& rows, Hash& hash) {
 }  // namespace
 
 std::vector<Piece> Plan::pieces(const Bucket& bucket, const Slot& slot) const {
-  return layout->pieces(bucket, slot);
+  return layout_of(bucket).pieces(bucket, slot);
 }
 
 std::vector<Segment> Plan::segments(int64_t bucket_index, int64_t rank) const {
   const Bucket& bucket = buckets[bucket_index];
+  const ParameterLayout& layout = layout_of(bucket);
   const int64_t row_begin = bucket.rows.begin(rank);
   std::vector<Segment> result;
   for (const Slot& slot : bucket.slots) {
-    const Piece piece = layout->piece_in_row(bucket, slot, rank);
+    const Piece piece = layout.piece_in_row(bucket, slot, rank);
     if (piece.numel == 0) continue;
     result.push_back({slot.parameter, piece.parameter_begin, piece.numel, bucket_index,
                       piece.bucket_begin - row_begin});
@@ -110,8 +115,11 @@ std::vector<Segment> Plan::segments(int64_t bucket_index, int64_t rank) const {
 
 uint64_t Plan::fingerprint() const {
   Hash hash;
-  hash.add(static_cast<int64_t>(layout->id()));
+  const ParameterLayout* const first =
+      arenas.empty() ? &zero::layout_of(Layout::kContiguous) : arenas.front().layout;
+  hash.add(static_cast<int64_t>(first->id()));
   for (const Arena& arena : arenas) {
+    if (arena.layout != first) hash.add(static_cast<int64_t>(arena.layout->id()));
     hash.add(static_cast<int64_t>(arena.dtype));
     for (int64_t value : {arena.domain, arena.world_size, arena.numel}) hash.add(value);
     for (int64_t p : arena.parameters) hash.add(p);
@@ -138,18 +146,19 @@ Plan make_plan(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> w
                const PlanOptions& options) {
   check_arguments(parameters, world_sizes, options);
   Plan plan;
-  plan.layout = &layout_of(options.layout);
   plan.parameter_offset.assign(parameters.size(), 0);
   plan.parameter_buckets.resize(parameters.size());
-  make_arenas(parameters, world_sizes, plan);
-  plan.layout->assign_owners(parameters, options, plan);
+  make_arenas(parameters, world_sizes, options.layout, plan);
+  std::set<const ParameterLayout*> layouts;
+  for (const Arena& arena : plan.arenas) layouts.insert(arena.layout);
+  for (const ParameterLayout* layout : layouts) layout->assign_owners(parameters, options, plan);
 
   std::vector<Bucket> drafts;                     // before they are numbered
   std::vector<std::pair<int64_t, size_t>> order;  // ready() and the place in `drafts`
   for (int64_t a = 0; a < static_cast<int64_t>(plan.arenas.size()); ++a) {
     const int64_t bucket_bytes = options.bucket_bytes.value_or(
         default_bucket_bytes(plan.arenas[a].world_size, options.on_gpu));
-    for (Bucket& bucket : plan.layout->cut(parameters, a, bucket_bytes, plan)) {
+    for (Bucket& bucket : plan.arenas[a].layout->cut(parameters, a, bucket_bytes, plan)) {
       order.emplace_back(ready(bucket, parameters), drafts.size());
       drafts.push_back(std::move(bucket));
     }

@@ -4,7 +4,7 @@
 // Who owns what: parameters -> arenas -> buckets -> rows -> segments. Pure
 // arithmetic on sizes: no tensors, no streams, no process groups.
 //
-//   arena     | p9 | p8      | p7 |  ...  | p0 |pad|   one dtype, device and reduce group
+//   arena     | p9 | p8      | p7 |  ...  | p0 |pad|   one dtype, domain and layout
 //   buckets   |   bucket 0      |   bucket 1       |
 //   bucket 0  as [world_size, row]:  | row 0 | row 1 | ... |   rank r owns row r
 //
@@ -67,6 +67,7 @@ struct ParameterInfo {
   // kWholeParameters: what a step of this parameter costs its owner, in units of
   // the caller, 0 or more. Default: numel, padding included.
   std::optional<int64_t> cost = std::nullopt;
+  std::optional<Layout> layout = std::nullopt;  // default: PlanOptions::layout
 };
 
 // 256 KiB a row, so that messages stay large when ranks are many; at least 4 MiB and at most 64 MiB
@@ -75,7 +76,7 @@ struct ParameterInfo {
 int64_t default_bucket_bytes(int64_t world_size, bool on_gpu = false);
 
 struct PlanOptions {
-  Layout layout = Layout::kContiguous;
+  Layout layout = Layout::kContiguous;  // of parameters that name none
   // A bucket holds about this many bytes of its arena's dtype, at least one
   // aligned row per rank. 0: one bucket per arena. Default: default_bucket_bytes()
   // of the ranks that share the arena.
@@ -120,20 +121,20 @@ struct Bucket {
   std::vector<Slot> slots;
 };
 
+class ParameterLayout;
+const ParameterLayout& layout_of(Layout layout);
+
 struct Arena {
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t domain = 0;
   int64_t world_size = 1;
-  int64_t numel = 0;                // padding included
-  int64_t parameter_numel = 0;      // padding excluded
-  std::vector<int64_t> parameters;  // in arena order
+  int64_t numel = 0;                                                // padding included
+  int64_t parameter_numel = 0;                                      // padding excluded
+  std::vector<int64_t> parameters;                                  // in arena order
+  const ParameterLayout* layout = &layout_of(Layout::kContiguous);  // never null
 };
 
-class ParameterLayout;
-const ParameterLayout& layout_of(Layout layout);
-
 struct Plan {
-  const ParameterLayout* layout = &layout_of(Layout::kContiguous);  // never null
   std::vector<Arena> arenas;
   std::vector<Bucket> buckets;  // in the order they are reduced
   // Per parameter: its arena, its first element there (undefined meaning in
@@ -141,11 +142,13 @@ struct Plan {
   std::vector<int64_t> parameter_arena;
   std::vector<int64_t> parameter_offset;
   std::vector<std::vector<int64_t>> parameter_buckets;
-  // kWholeParameters: the rank of its domain that owns it; else empty.
+  // kWholeParameters: the rank of its domain that owns it, and -1 for parameters
+  // of other layouts. Empty if all are.
   std::vector<int64_t> parameter_owner;
 
   const Arena& arena_of(const Bucket& bucket) const { return arenas[bucket.arena]; }
   int64_t domain_of(int64_t bucket) const { return arena_of(buckets[bucket]).domain; }
+  const ParameterLayout& layout_of(const Bucket& bucket) const { return *arena_of(bucket).layout; }
   int64_t bucket_numel(const Bucket& bucket) const { return bucket.rows.total(); }
   // The contiguous stretches of `slot` in its flat bucket, in the parameter's
   // order: at most world_size for kPerParameter, else one.

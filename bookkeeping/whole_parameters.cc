@@ -138,13 +138,13 @@ std::vector<int64_t> assign_owners(c10::ArrayRef<ParameterLoad> parameters, int6
 
 Imbalance imbalance(const Plan& plan, c10::ArrayRef<ParameterInfo> parameters, int64_t domain) {
   TORCH_CHECK(plan.parameter_owner.size() == parameters.size(),
-              "imbalance: expected a plan of kWholeParameters over ", parameters.size(),
+              "imbalance: expected a plan with kWholeParameters over ", parameters.size(),
               " parameters, got one with ", plan.parameter_owner.size(), " owners");
   std::vector<ParameterLoad> loads;  // of each rank
   ParameterLoad sum, most;
   int64_t longest_rows = 0;
   for (const Bucket& bucket : plan.buckets) {
-    if (plan.arena_of(bucket).domain != domain) continue;
+    if (plan.arena_of(bucket).domain != domain || bucket.rows.equal()) continue;
     loads.resize(plan.arena_of(bucket).world_size);
     int64_t longest = 0, row = -1, row_numel = 0;  // slots are in the order of rows
     for (const Slot& slot : bucket.slots) {

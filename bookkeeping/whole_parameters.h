@@ -57,8 +57,9 @@ struct Imbalance {
   double rows = 1;
 };
 
-// Returns the imbalance of `domain` in a plan of kWholeParameters over `parameters`; 1 throughout
-// for a domain without parameters. Throws c10::Error for another plan.
+// Returns the imbalance of the parameters of `domain` that have one owner, in a plan over
+// `parameters`; 1 throughout for a domain without any. Throws c10::Error for a plan without
+// kWholeParameters.
 Imbalance imbalance(const Plan& plan, c10::ArrayRef<ParameterInfo> parameters, int64_t domain);
 
 }  // namespace zero

@@ -54,14 +54,17 @@ class WholeParameters : public ParameterLayout {
   Layout id() const override { return Layout::kWholeParameters; }
   const char* name() const override { return "whole parameters"; }
   bool in_place() const override { return true; }
+  bool is_whole() const override { return true; }
 
   void assign_owners(c10::ArrayRef<ParameterInfo> parameters, const PlanOptions& options,
                      Plan& plan) const override {
-    plan.parameter_owner.assign(parameters.size(), 0);
+    plan.parameter_owner.assign(parameters.size(), -1);
     std::map<int64_t, std::vector<int64_t>> by_domain;  // in reverse registration order
     std::map<int64_t, int64_t> world_size;
     for (int64_t p = static_cast<int64_t>(parameters.size()) - 1; p >= 0; --p) {
-      by_domain[parameters[p].domain].push_back(p);
+      if (plan.arenas[plan.parameter_arena[p]].layout == this) {
+        by_domain[parameters[p].domain].push_back(p);
+      }
     }
     for (const Arena& arena : plan.arenas) world_size[arena.domain] = arena.world_size;
     for (const auto& [domain, members] : by_domain) {

@@ -22,7 +22,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-
 #include <c10/util/intrusive_ptr.h>
 #include <chrono>
 #include <cstdint>
@@ -31,6 +30,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "zero/rows.h"
 
 // Not its header, which costs every file that includes this one ten seconds.
 namespace c10d {
@@ -166,28 +167,27 @@ class Communicator {
   Pending exchange_rows(const at::Tensor& rows, const at::Tensor& received,
                         const std::string& label);
 
-  // Collective. wait() calls use(summands) once, unless `rows` has no elements: with rows that add
+  // Collective. wait() calls use(summands) once, unless the own row is empty: with rows that add
   // up to the sum over ranks of row `rank()` of their `rows`. These rows are valid within that
   // call, and on a GPU for the work that it enqueues on the current stream. On one machine the rows
   // of all ranks arrive in rank order, without a copy if the ranks share memory; but NCCL adds fp32
-  // itself and leaves one row. Sends (W-1)/W of `rows`. Ranks must wait in one order, as with
-  // exchange_rows().
-  // In two levels (H machines of L ranks) the rows of a machine are added up first, in rank order,
-  // as `values` says, and the sums of the machines arrive in the order of machines. Sends
-  // (L-1)/L of `rows` within the machine and H-1 sums of a row to others.
-  //   rows    [world_size, n] contiguous, any dtype; unchanged
+  // rows of one length itself and leaves one row. Sends (W-1)/W of `rows`. Ranks must wait in one
+  // order, as with exchange_rows(). In two levels (H machines of L ranks) the rows of a machine are
+  // added up first, in rank order, as `values` says, and the sums of the machines arrive in the
+  // order of machines. Sends (L-1)/L of `rows` within the machine and H-1 sums of a row to others.
+  //   rows    of any dtype; unchanged. Of different lengths: not in two levels
   //   buffer  [reduction_bytes(rows)] of kByte on the device of `rows`, for this call to work in;
   //           undefined for 0 bytes
-  Pending reduce_rows(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
+  Pending reduce_rows(const Rows& rows, const at::Tensor& buffer, UseRows use,
                       const std::string& label, const RowValues& values = {});
   // Returns the size of the buffer that reduce_rows() needs.
-  int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values = {}) const;
+  int64_t reduction_bytes(const Rows& rows, const RowValues& values = {}) const;
 
   // Collective. Fills row r of `rows` with rank r's row r, in place: the own
   // row is input and keeps its value, the others are output. Sends W-1 times a
   // row; in two levels H-1 times a row to other machines and H times L-1 within its own.
-  //   rows  [world_size, n] contiguous, any dtype
-  Pending gather_rows(const at::Tensor& rows, const std::string& label);
+  //   rows  of any dtype. Of different lengths: not in two levels
+  Pending gather_rows(const Rows& rows, const std::string& label);
 
   // Collective. In place. `values` is 1-D, contiguous and small. Sums are for double; the
   // maximum is for int64 and int32 only, since a float maximum loses NaN

@@ -7,9 +7,11 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 #include <torch/arg.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <utility>
@@ -71,8 +73,16 @@ struct ZeroOptions {
 
   // kContiguous makes working parameters views of one flat arena, so that the gather writes them in
   // place. kPerParameter leaves the model's storage alone and
-  // pays a copy and an fp32 master for it. kWholeParameters is refused.
+  // pays a copy and an fp32 master for it. kWholeParameters gives each parameter one owner, so that
+  // any optimizer may look at it as a whole; ranks then own about equally much, as far as the sizes
+  // of the parameters allow. Parameter groups of zero::Muon, zero::Lamb and zero::Adafactor always
+  // have it, so they need no option, and may not be given another one below.
   TORCH_ARG(Layout, layout) = Layout::kContiguous;
+
+  // kWholeParameters: the cost of a step of a parameter of these sizes, 0 or more, in any unit;
+  // owners are chosen so that both elements and costs are even. It must be equal on all ranks.
+  // Default: max(m, n) * min(m, n)^2 for a matrix [m, n] that Muon trains, else the elements.
+  TORCH_ARG(std::function<int64_t(c10::IntArrayRef sizes)>, owner_cost) = nullptr;
 
   // Update with the fused kernels when the inner optimizer is exactly torch's AdamW, Adam or SGD,
   // or zero::Lion. False always calls the inner optimizer's own step(), which rounds in a different
@@ -152,8 +162,16 @@ struct ZeroOptions {
   }
   const std::map<int64_t, GroupPlacement>& placements() const { return placements_; }
 
+  // The layout of one parameter group of the inner optimizer.
+  ZeroOptions& layout(int64_t parameter_group, Layout layout) {
+    layouts_.insert_or_assign(parameter_group, layout);
+    return *this;
+  }
+  const std::map<int64_t, Layout>& layouts() const { return layouts_; }
+
  private:
   std::map<int64_t, GroupPlacement> placements_;
+  std::map<int64_t, Layout> layouts_;
 
   // ---- Safety ----
 

@@ -50,6 +50,9 @@ struct Options {
 
 const std::map<std::string, c10::ScalarType> kDtypes = {
     {"float32", c10::kFloat}, {"bfloat16", c10::kBFloat16}, {"float16", c10::kHalf}};
+const std::map<std::string, Layout> kLayouts = {{"contiguous", Layout::kContiguous},
+                                                {"per_parameter", Layout::kPerParameter},
+                                                {"whole_parameters", Layout::kWholeParameters}};
 
 const std::vector<std::pair<std::string, ExchangeAlgorithm>> kAlgorithms = {
     {"flat pairwise", ExchangeAlgorithm::kPairwise},
@@ -192,8 +195,7 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--stage", options.job.stage, "ZeRO stage")->check(CLI::Range(1, 2));
   app.add_option("--dtype", options.dtype, "Of working parameters and gradients")
       ->check(CLI::IsMember(kDtypes));
-  app.add_option("--layout", options.layout, "Layout of buckets")
-      ->check(CLI::IsMember({"contiguous", "per_parameter"}));
+  app.add_option("--layout", options.layout, "Layout of buckets")->check(CLI::IsMember(kLayouts));
   app.add_option("--bucket-mb", options.bucket_mb,
                  "Bucket size in MiB; default: by the number of ranks")
       ->check(CLI::PositiveNumber);
@@ -220,8 +222,7 @@ void add_options(CLI::App& app, Options& options) {
 
 int run(Options options) {
   options.job.dtype = kDtypes.at(options.dtype);
-  options.job.plan.layout =
-      options.layout == "contiguous" ? Layout::kContiguous : Layout::kPerParameter;
+  options.job.plan.layout = kLayouts.at(options.layout);
   if (options.bucket_mb) {
     options.job.plan.bucket_bytes = static_cast<int64_t>(*options.bucket_mb * 1024 * 1024);
   }

@@ -44,7 +44,7 @@ void add_contiguous(const Bucket& bucket, const Slot& slot, Owned& owned) {
   owned.add(last, last + 1, end - last * row);
 }
 
-// One of the other layout is a chunk for each rank until it ends.
+// One of kPerParameter is a chunk for each rank until it ends.
 void add_per_parameter(const Slot& slot, Owned& owned) {
   const int64_t whole = slot.numel / slot.chunk, rest = slot.numel % slot.chunk;
   owned.add(0, whole, slot.chunk);
@@ -57,8 +57,13 @@ int64_t element_bytes(const Arena& arena) {
 
 int64_t hops(int64_t world_size) { return std::bit_width(static_cast<uint64_t>(world_size - 1)); }
 
+// Elements of a row; the mean of rows that differ in length.
+int64_t row_numel(const Bucket& bucket) {
+  return (bucket.rows.total() + bucket.rows.count() - 1) / bucket.rows.count();
+}
+
 int64_t row_bytes(const Plan& plan, const Bucket& bucket) {
-  return bucket.rows.equal_numel() * element_bytes(plan.arena_of(bucket));
+  return row_numel(bucket) * element_bytes(plan.arena_of(bucket));
 }
 
 // Parameters go back to all ranks; stage 1 also returns averaged gradients.
@@ -181,10 +186,17 @@ std::vector<int64_t> owned_elements(const Plan& plan) {
     for (const Bucket& bucket : plan.buckets) {
       if (bucket.arena != a) continue;
       for (const Slot& slot : bucket.slots) {
-        if (plan.layout->id() == Layout::kContiguous) {
-          add_contiguous(bucket, slot, owned);
-        } else {
-          add_per_parameter(slot, owned);
+        switch (plan.arenas[a].layout->id()) {
+          case Layout::kContiguous:
+            add_contiguous(bucket, slot, owned);
+            break;
+          case Layout::kPerParameter:
+            add_per_parameter(slot, owned);
+            break;
+          case Layout::kWholeParameters:
+            const int64_t owner = plan.parameter_owner[slot.parameter];
+            owned.add(owner, owner + 1, slot.numel);
+            break;
         }
       }
     }
@@ -243,7 +255,7 @@ Communication communication(const Plan& plan, int64_t stage, const Machines& mac
     const DomainShape shape =
         shape_of(plan.arena_of(bucket).world_size, world_size, machines.ranks_per_machine);
     const int64_t row = row_bytes(plan, bucket);
-    const int64_t sum = shape.has_two_levels() ? bucket.rows.equal_numel() * kSumBytes : row;
+    const int64_t sum = shape.has_two_levels() ? row_numel(bucket) * kSumBytes : row;
     add(sent_by(algorithm, shape, row, sum), 1, shape.groups_per_machine, machines,
         result.reductions);
     add(sent_by(algorithm, shape, row, row), gathers_of(stage), shape.groups_per_machine, machines,

@@ -41,6 +41,7 @@ void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t 
       {"layers", options.layers},
       {"width", options.width},
       {"heads", options.heads},
+      {"optimizer", options.optimizer},
       {"learning_rate", options.learning_rate},
       {"warmup", options.warmup},
       {"weight_decay", options.weight_decay},

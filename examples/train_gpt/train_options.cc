@@ -17,6 +17,10 @@ namespace {
 const std::map<std::string, c10::ScalarType> kDtypes = {
     {"float32", c10::kFloat}, {"bfloat16", c10::kBFloat16}, {"float16", c10::kHalf}};
 
+// Peak learning rates that suit the default model.
+const std::map<std::string, double> kLearningRates = {
+    {"adamw", 3e-3}, {"muon", 3e-3}, {"lion", 3e-4}, {"lamb", 1e-2}, {"adafactor", 1e-2}};
+
 // CLI11's own range check prints the limits as reals.
 CLI::Validator whole_number(int64_t low, int64_t high = 1'000'000'000) {
   return CLI::Validator(
@@ -89,7 +93,17 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
       ->check(whole_number(1))
       ->type_name("N")
       ->group(group);
-  app.add_option("--lr", options.learning_rate, "Peak learning rate of AdamW")
+  app.add_option("--optimizer", options.optimizer,
+                 "muon trains the matrices of the blocks, and AdamW the rest")
+      ->check(CLI::IsMember(kLearningRates))
+      ->type_name("NAME")
+      ->group(group);
+  app.add_option("--lr", options.learning_rate,
+                 "Peak learning rate, with muon that of AdamW; 0: the optimizer's own")
+      ->check(number(0.0, 1e30, "a number of at least 0"))
+      ->type_name("X")
+      ->group(group);
+  app.add_option("--muon-lr", options.muon_lr, "Peak learning rate of the blocks' matrices by Muon")
       ->check(positive())
       ->type_name("X")
       ->group(group);
@@ -226,6 +240,7 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
     return refuse(std::string(error.what()) + " (--help lists the options)");
   }
   options.dtype = kDtypes.at(options.dtype_name);
+  if (options.learning_rate == 0) options.learning_rate = kLearningRates.at(options.optimizer);
   if (options.width % options.heads != 0) {
     return refuse("--width: expected a multiple of --heads " + std::to_string(options.heads) +
                   ", got " + std::to_string(options.width));

@@ -33,7 +33,9 @@ struct TrainOptions {
   // Sequences a step over all ranks and micro-batches; 0: see choose_batch().
   int64_t batch = 0;
   int64_t accumulate = 1;
-  double learning_rate = 3e-3;
+  std::string optimizer = "adamw";  // or "muon", "lion", "lamb", "adafactor"
+  double learning_rate = 0;         // 0: the optimizer's own, see parse_train_options()
+  double muon_lr = 0.02;            // of the blocks' matrices, with "muon"
   double warmup = 0.2;  // part of the steps; a short one is unstable at this learning rate
   double weight_decay = 0.1;
   double max_norm = 1.0;

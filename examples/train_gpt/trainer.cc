@@ -6,7 +6,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
-#include <torch/optim/adamw.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include <optional>
 #include <utility>
 
+#include "examples/train_gpt/inner_optimizer.h"
 #include "examples/train_gpt/progress.h"
 #include "examples/train_gpt/sample_text.h"
 #include "examples/train_gpt/step_trace.h"
@@ -45,31 +45,6 @@ Gpt make_model(const TrainOptions& options, at::Device device) {
   return model;
 }
 
-// Decay pulls matrices towards zero and leaves biases and layer norms alone,
-// which have no redundancy to shed.
-std::unique_ptr<torch::optim::Optimizer> make_adamw(Gpt& model, const TrainOptions& options) {
-  std::vector<at::Tensor> matrices;
-  std::vector<at::Tensor> vectors;
-  for (const at::Tensor& parameter : model->parameters()) {
-    (parameter.dim() > 1 ? matrices : vectors).push_back(parameter);
-  }
-  // Some true gradients are zero, such as those of the keys' biases, which cancel
-  // in the softmax. With AdamW's usual 1e-8 their rounding errors would become
-  // steps of full size, and runs on different numbers of ranks would drift apart.
-  const auto defaults = torch::optim::AdamWOptions(options.learning_rate)
-                            .betas({0.9, 0.95})
-                            .eps(1e-6)
-                            .weight_decay(options.weight_decay);
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(std::move(matrices));
-  groups.emplace_back(std::move(vectors));
-  auto adamw = std::make_unique<torch::optim::AdamW>(groups, defaults);
-  // Set here and not on the group above: torch takes a group's option that
-  // happens to equal AdamWOptions' own default for one that was not given.
-  static_cast<torch::optim::AdamWOptions&>(adamw->param_groups()[1].options()).weight_decay(0.0);
-  return adamw;
-}
-
 // Reaches its end in the last step.
 LrFactor make_schedule(const TrainOptions& options) {
   const int64_t warmup = std::llround(options.warmup * static_cast<double>(options.steps));
@@ -85,7 +60,7 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
       device_(group.device()),
       metrics_(group.make_communicator("metrics", Purpose::kControl)),
       model_(make_model(options, device_)),
-      optimizer_(*model_, make_adamw(model_, options), group,
+      optimizer_(*model_, make_inner_optimizer(model_, options), group,
                  ZeroOptions().stage(options.stage).bucket_bytes(kBucketBytes)),
       schedule_(optimizer_, make_schedule(options)) {}
 

@@ -271,7 +271,6 @@ TEST(LayoutTest, AnswersForEachLayout) {
   EXPECT_FALSE(contiguous.is_master(halves));
   EXPECT_EQ(contiguous.full_numel(floats), 64);
   EXPECT_FALSE(contiguous.needs_dense_parameters());
-  EXPECT_GT(contiguous.max_gathers(), size_t{1} << 32);
 
   const ParameterLayout& per_parameter = layout_of(Layout::kPerParameter);
   EXPECT_EQ(per_parameter.id(), Layout::kPerParameter);
@@ -281,7 +280,6 @@ TEST(LayoutTest, AnswersForEachLayout) {
   EXPECT_FALSE(per_parameter.is_master(halves));
   EXPECT_EQ(per_parameter.full_numel(floats), 50);
   EXPECT_TRUE(per_parameter.needs_dense_parameters());
-  EXPECT_EQ(per_parameter.max_gathers(), 4u);
 
   const ParameterLayout& whole = layout_of(Layout::kWholeParameters);
   EXPECT_EQ(whole.id(), Layout::kWholeParameters);
@@ -291,6 +289,15 @@ TEST(LayoutTest, AnswersForEachLayout) {
   EXPECT_FALSE(whole.is_master(halves));
   EXPECT_EQ(whole.full_numel(floats), 64);
   EXPECT_FALSE(whole.needs_dense_parameters());
+}
+
+// Gathers have buffers of their own as soon as one layout is not in place.
+TEST(LayoutTest, GathersAreLimitedUnlessAllAreInPlace) {
+  std::vector<ParameterInfo> parameters(3, {100, c10::ScalarType::Float, 0});
+  parameters[1].layout = Layout::kWholeParameters;
+  EXPECT_GT(max_gathers(make_plan(parameters, {2}, {})), size_t{1} << 32);
+  parameters[2].layout = Layout::kPerParameter;
+  EXPECT_EQ(max_gathers(make_plan(parameters, {2}, {})), 4U);
 }
 
 }  // namespace

@@ -37,8 +37,17 @@ std::vector<ParameterInfo> odd_parameters() {
   return result;
 }
 
+// Every layout for all parameters, and all of them in one plan.
 void for_each_case(const std::function<void(const Case&, const Plan&)>& check) {
   for (int64_t world_size : {1, 2, 3, 4, 5, 8}) {
+    for (int64_t bucket_bytes : {0, 1, 300, 4096, 1 << 20}) {
+      Case c{odd_parameters(),
+             {world_size, (world_size + 1) / 2},
+             {Layout::kContiguous, bucket_bytes}};
+      for (size_t i = 0; i < c.parameters.size(); ++i) c.parameters[i].layout = kLayouts[i % 3];
+      SCOPED_TRACE(::testing::Message() << "W " << world_size << " bytes " << bucket_bytes);
+      check(c, make_plan(c.parameters, c.world_sizes, c.options));
+    }
     for (Layout layout : kLayouts) {
       for (int64_t bucket_bytes : {0, 1, 300, 4096, 1 << 20}) {
         Case c{odd_parameters(), {world_size, (world_size + 1) / 2}, {layout, bucket_bytes}};
@@ -113,7 +122,7 @@ TEST(PlanTest, RowsAreAlignedAndEquallyLongUnlessParametersAreWhole) {
       const auto element = static_cast<int64_t>(c10::elementSize(plan.arena_of(bucket).dtype));
       EXPECT_EQ(bucket.rows.count(), plan.arena_of(bucket).world_size);
       EXPECT_GT(bucket.rows.total(), 0);
-      EXPECT_TRUE(bucket.rows.equal() || plan.layout->id() == Layout::kWholeParameters);
+      EXPECT_TRUE(bucket.rows.equal() || plan.layout_of(bucket).id() == Layout::kWholeParameters);
       for (int64_t r = 0; r < bucket.rows.count(); ++r) {
         EXPECT_EQ(bucket.rows.end(r) * element % kAlignmentBytes, 0);
       }
@@ -123,8 +132,8 @@ TEST(PlanTest, RowsAreAlignedAndEquallyLongUnlessParametersAreWhole) {
 
 TEST(PlanTest, ParametersInPlaceAreAlignedAndBucketsCoverTheArena) {
   for_each_case([](const Case& c, const Plan& plan) {
-    if (!plan.layout->in_place()) return;
     for (size_t p = 0; p < c.parameters.size(); ++p) {
+      if (!plan.arenas[plan.parameter_arena[p]].layout->in_place()) continue;
       const auto element = static_cast<int64_t>(c10::elementSize(c.parameters[p].dtype));
       EXPECT_EQ(plan.parameter_offset[p] * element % kAlignmentBytes, 0);
     }
@@ -143,9 +152,9 @@ TEST(PlanTest, PaddingIsBounded) {
       const int64_t unit = kAlignmentBytes / static_cast<int64_t>(c10::elementSize(arena.dtype));
       const int64_t padding = arena.numel - arena.parameter_numel;
       const auto count = static_cast<int64_t>(arena.parameters.size());
-      if (plan.layout->id() == Layout::kContiguous) {
+      if (arena.layout->id() == Layout::kContiguous) {
         EXPECT_LE(padding, count * (unit - 1) + arena.world_size * unit);
-      } else if (plan.layout->id() == Layout::kWholeParameters) {
+      } else if (arena.layout->id() == Layout::kWholeParameters) {
         EXPECT_LE(padding, count * (unit - 1));
       } else {
         EXPECT_LE(padding, count * arena.world_size * unit);

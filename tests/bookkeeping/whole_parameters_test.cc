@@ -384,6 +384,19 @@ TEST(WholeParametersTest, TheCostOfNewtonSchulzIsThatOfTheShorterSideSquared) {
   EXPECT_THROW(newton_schulz_cost(int64_t{1} << 20, int64_t{1} << 22), c10::Error);
 }
 
+TEST(WholeParametersTest, ParametersOfOtherLayoutsHaveNoOwner) {
+  std::vector<ParameterInfo> parameters(6, {1000, ScalarType::Float, 0});
+  for (const size_t i : {1, 4}) parameters[i].layout = Layout::kWholeParameters;
+  const Plan plan = make_plan(parameters, {2}, {Layout::kContiguous, 4000});
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_EQ(plan.parameter_owner[i] >= 0, parameters[i].layout.has_value()) << i;
+    EXPECT_EQ(plan.arenas[plan.parameter_arena[i]].layout->id(),
+              parameters[i].layout.value_or(Layout::kContiguous));
+  }
+  EXPECT_NE(plan.parameter_owner[1], plan.parameter_owner[4]);
+  EXPECT_EQ(imbalance(plan, parameters, 0).numel, 1);
+}
+
 TEST(WholeParametersTest, OtherPlansHaveNoOwners) {
   const std::vector<ParameterInfo> parameters = {{10, ScalarType::Float, 0}};
   const Plan plan = make_plan(parameters, {2}, {Layout::kContiguous});

@@ -59,14 +59,16 @@ Training training(Inner inner, c10::ScalarType dtype, int world_size, int64_t st
 class Reload : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(SavedBy, Reload, ::testing::Values(1, 2, 3, 4, 5));
 
+constexpr Layout kLayouts[] = {Layout::kPerParameter, Layout::kContiguous,
+                               Layout::kWholeParameters};
+
 // Saved by `saved_by` ranks, loaded by 1 to 5. Every cell also changes stage, layout and
 // bucket size.
 void expect_every_bit_back(int saved_by, Inner inner) {
   const std::vector<int64_t> sizes = {0, 300, 1500, 4096};
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
-    const Training saver =
-        training(inner, dtype, saved_by, 1 + saved_by % 2,
-                 saved_by % 2 ? Layout::kContiguous : Layout::kPerParameter, sizes[saved_by % 4]);
+    const Training saver = training(inner, dtype, saved_by, 1 + saved_by % 2,
+                                    kLayouts[saved_by % 3], sizes[saved_by % 4]);
     const std::string folder =
         fresh_folder("reload" + std::to_string(saved_by)) + "/" + c10::toString(dtype);
     const Snapshot saved = on_ranks(saved_by, [&](const Group& group) {
@@ -78,9 +80,8 @@ void expect_every_bit_back(int saved_by, Inner inner) {
     std::string row = "saved by " + std::to_string(saved_by) + ", loaded by 1 2 3 4 5:";
     for (int loaded_by = 1; loaded_by <= 5; ++loaded_by) {
       const int number = saved_by + loaded_by;
-      const Training loader =
-          training(inner, dtype, loaded_by, 1 + number % 2,
-                   number % 3 ? Layout::kPerParameter : Layout::kContiguous, sizes[number % 4]);
+      const Training loader = training(inner, dtype, loaded_by, 1 + number % 2,
+                                       kLayouts[number % 3], sizes[number % 4]);
       const Snapshot loaded = on_ranks(loaded_by, [&](const Group& group) {
         CheckpointRun run(loader, group, 50 + group.rank());
         if (loaded_by % 2 == 0) run.train(0, 2);  // what was there must not shine through
@@ -108,6 +109,12 @@ TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfLion) {
   expect_every_bit_back(GetParam(), Inner::kLion);
 }
 
+TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfWholeParameters) {
+  for (const Inner inner : {Inner::kMuon, Inner::kLamb, Inner::kAdafactor}) {
+    expect_every_bit_back(GetParam(), inner);
+  }
+}
+
 TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfAClassOfTheUsersOwn) {
   expect_every_bit_back(GetParam(), Inner::kOwn);
 }
@@ -115,7 +122,8 @@ TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfAClassOfTheUsersOwn) {
 TEST(ResumeTest, TwentyStepsEqualTenSaveLoadTenInEveryBit) {
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
     for (Inner inner :
-         {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kLion, Inner::kOwn}) {
+         {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kLion, Inner::kOwn,
+          Inner::kMuon, Inner::kLamb, Inner::kAdafactor}) {
       for (int world_size : {1, 3}) {
         Training t = training(inner, dtype, world_size, 2, Layout::kContiguous, 900);
         if (dtype == at::kHalf) {

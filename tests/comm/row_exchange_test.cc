@@ -154,6 +154,53 @@ TEST_P(RowExchangeTest, ReducedBytesArriveAsTheyWereSent) {
 }
 
 // By the memory that a reduction needs, which bounds the buffers of a backward pass.
+// The own row of some ranks is empty, and of others long enough for shared memory.
+TEST_P(RowExchangeTest, RowsOfDifferentLengths) {
+  if (GetParam().two_level()) GTEST_SKIP() << "rows of different lengths have one level";
+  run([](const Group& group) {
+    const auto data = data_of(group);
+    const int world = group.world_size();
+    const int me = group.rank();
+    const std::vector<std::vector<int64_t>> all_lengths = {
+        {0, 7, 70001, 0}, {48, 1, 0, 16}, {33000, 0, 0, 0}};
+    for (const std::vector<int64_t>& lengths : all_lengths) {
+      std::vector<int64_t> ends;
+      for (int r = 0; r < world; ++r) ends.push_back((r == 0 ? 0 : ends.back()) + lengths[r]);
+      if (ends.back() == 0) continue;
+      for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+        const Rows rows(at::empty({ends.back()}, dtype), BucketRows(ends));
+        for (int to = 0; to < world; ++to) {
+          rows.row(to).copy_(fractions(me, to, lengths[to], dtype));
+        }
+        const at::Tensor before = rows.values().clone();
+        const Traffic start = data->traffic();
+        const std::vector<at::Tensor> brought = reduced_rows(*data, rows, "bucket");
+        EXPECT_TRUE(rows.values().equal(before));
+        EXPECT_EQ(brought.empty(), lengths[me] == 0);
+        if (!brought.empty()) {
+          std::vector<at::Tensor> sent;
+          for (int from = 0; from < world; ++from) {
+            sent.push_back(fractions(from, me, lengths[me], dtype));
+          }
+          EXPECT_TRUE(serial_sum(brought).equal(serial_sum(sent))) << dtype << " " << lengths[me];
+        }
+
+        const Rows gathered(at::full({ends.back()}, 99, dtype), BucketRows(ends));
+        gathered.row(me).copy_(values(me, me, lengths[me], dtype));
+        data->gather_rows(gathered, "bucket").wait();
+        for (int r = 0; r < world; ++r) {
+          EXPECT_TRUE(gathered.row(r).equal(values(r, r, lengths[r], dtype))) << dtype << " " << r;
+        }
+        const Traffic traffic = data->traffic();
+        const auto element = static_cast<int64_t>(c10::elementSize(dtype));
+        const int64_t all = ends.back() * element, own = lengths[me] * element;
+        EXPECT_EQ(traffic.exchange_bytes_sent - start.exchange_bytes_sent, all - own);
+        EXPECT_EQ(traffic.gather_bytes_sent - start.gather_bytes_sent, (world - 1) * own);
+      }
+    }
+  });
+}
+
 TEST_P(RowExchangeTest, TheTransportChoosesTheExchange) {
   if (GetParam().two_level()) GTEST_SKIP() << "see two_level_exchange_test";
   run([](const Group& group) {

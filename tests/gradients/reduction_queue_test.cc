@@ -28,7 +28,7 @@ struct Buckets {
     for (int b = 0; b < count; ++b) {
       Reduction reduction;
       reduction.wire = &wire;
-      reduction.rows = pool.take(2 * row, at::kFloat).view({2, row}).fill_(b + 1);
+      reduction.rows = Rows(pool.take(2 * row, at::kFloat).fill_(b + 1), {2, row});
       reduction.shard = at::zeros({row});
       reduction.group = &group;
       reduction.bucket = b;

@@ -54,8 +54,9 @@ class WireFormatAt : public ::testing::TestWithParam<Wire> {
     return values.to(wire().packed_dtype());
   }
   at::Tensor encode(const at::Tensor& values) {
-    const at::Tensor packed = wire().open(values.size(0), values.size(1), pool);
-    return wire().encode(packed.copy_(values), pool);
+    const Rows packed = wire().open({values.size(0), values.size(1)}, pool);
+    packed.values().copy_(values);
+    return wire().encode(packed, pool).values();
   }
   // The shard of rank `me` where `sent[r]` is what rank r has encoded.
   at::Tensor received_sum(const std::vector<at::Tensor>& sent, int64_t me, at::Tensor shard,
@@ -101,11 +102,13 @@ INSTANTIATE_TEST_SUITE_P(All, WireFormatAt, ::testing::ValuesIn(kWires),
 TEST_P(WireFormatAt, RowsHaveTheBytesThatWerePromisedAndBuffersGoBack) {
   for (int64_t n : kRows) {
     for (int64_t world_size : {1, 3}) {
-      const at::Tensor packed = wire().open(world_size, n, pool);
+      const Rows opened = wire().open({world_size, n}, pool);
+      const at::Tensor& packed = opened.values();
       EXPECT_EQ(packed.sizes(), at::IntArrayRef({world_size, n}));
       EXPECT_EQ(packed.scalar_type(), wire().packed_dtype());
       const void* const memory = packed.const_data_ptr();
-      const at::Tensor rows = wire().encode(packed.zero_(), pool);
+      packed.zero_();
+      const at::Tensor rows = wire().encode(opened, pool).values();
       EXPECT_TRUE(rows.is_contiguous());
       EXPECT_EQ(rows.size(0), world_size);
       EXPECT_EQ(static_cast<int64_t>(rows.nbytes()), world_size * wire().bytes(n));
@@ -117,6 +120,28 @@ TEST_P(WireFormatAt, RowsHaveTheBytesThatWerePromisedAndBuffersGoBack) {
   const int64_t held = pool.held_bytes();
   pool.give(encode(gradients(3, kRows[6], 1)));
   EXPECT_EQ(pool.held_bytes(), held);
+}
+
+// Each row is what it is in a bucket of its own.
+TEST_P(WireFormatAt, RowsOfDifferentLengths) {
+  const std::vector<int64_t> numels = {700, 0, 16, 0, 1024};
+  std::vector<int64_t> ends;
+  for (const int64_t numel : numels) ends.push_back((ends.empty() ? 0 : ends.back()) + numel);
+  const Rows packed = wire().open(BucketRows(ends), pool);
+  EXPECT_EQ(packed.values().numel(), ends.back());
+  std::vector<at::Tensor> alone;
+  for (size_t r = 0; r < numels.size(); ++r) {
+    const at::Tensor values = gradients(1, numels[r], r);
+    packed.row(static_cast<int64_t>(r)).copy_(values.select(0, 0));
+    alone.push_back(numels[r] == 0 ? at::Tensor() : encode(values).select(0, 0).clone());
+  }
+  const Rows encoded = wire().encode(packed, pool);
+  for (size_t r = 0; r < numels.size(); ++r) {
+    const at::Tensor row = encoded.row(static_cast<int64_t>(r));
+    EXPECT_EQ(static_cast<int64_t>(row.nbytes()), wire().bytes(numels[r]));
+    if (numels[r] == 0) continue;
+    EXPECT_TRUE(row.equal(alone[r])) << r;
+  }
 }
 
 TEST_P(WireFormatAt, SumsAreThoseOfThePackedGradientsInRankOrder) {
@@ -181,9 +206,9 @@ TEST_P(WireFormatAt, PaddingHasNoEffectOnGradients) {
         pool.give(garbage);
       }
       // Columns 3 to n - 2 are a parameter.
-      const at::Tensor packed = wire().open(2, n, pool);
-      packed.narrow(1, 3, n - 5).copy_(values.narrow(1, 3, n - 5));
-      const at::Tensor rows = wire().encode(packed, pool);
+      const Rows packed = wire().open({2, n}, pool);
+      packed.values().narrow(1, 3, n - 5).copy_(values.narrow(1, 3, n - 5));
+      const at::Tensor rows = wire().encode(packed, pool).values();
       const at::Tensor result = decoded(rows.narrow(0, 1, 1), n).narrow(0, 3, n - 5).clone();
       pool.give(rows);
       return result;

@@ -203,7 +203,7 @@ TEST_P(AdapterTest, StateHasTheNamesOfItsAccessorsAndGoesOnInEveryBit) {
   const at::Tensor p = parameter();
   const auto optimizer = k.make(p);
   steps(*optimizer, p, 0, 3);
-  const auto state = read_inner_state(*optimizer, p);
+  const auto state = read_inner_state(*optimizer, 0, p);
   ASSERT_TRUE(state.has_value());
   EXPECT_EQ(names_of(*state), k.tensors);
   Names visited;
@@ -222,8 +222,8 @@ TEST_P(AdapterTest, StateHasTheNamesOfItsAccessorsAndGoesOnInEveryBit) {
   steps(*optimizer, p, 3, 6);
   steps(*resumed, other, 3, 6);
   EXPECT_TRUE(at::equal(p, other));
-  const auto again = read_inner_state(*resumed, other);
-  const auto whole = read_inner_state(*optimizer, p);
+  const auto again = read_inner_state(*resumed, 0, other);
+  const auto whole = read_inner_state(*optimizer, 0, p);
   ASSERT_EQ(names_of(*again), names_of(*whole));
   for (size_t i = 0; i < whole->tensors.size(); ++i) {
     EXPECT_TRUE(at::equal(again->tensors[i].second, whole->tensors[i].second));
@@ -233,7 +233,7 @@ TEST_P(AdapterTest, StateHasTheNamesOfItsAccessorsAndGoesOnInEveryBit) {
     EXPECT_EQ(again->values[0].first, "step");
     EXPECT_EQ(again->values[0].second.item<int64_t>(), 6);
   }
-  EXPECT_EQ(required_state(k.name), k.required);
+  EXPECT_EQ(required_state(*optimizer, 0), k.required);
 }
 
 TEST_P(AdapterTest, StateThatTheClassDoesNotHaveIsRefused) {
@@ -249,9 +249,9 @@ TEST_P(AdapterTest, StateThatTheClassDoesNotHaveIsRefused) {
                {k.tensors[0] + " of " + k.name, "expected Float, got Double"});
   expect_words(refused({{}, {{"step", at::ones({1})}}}), {"expected step, of Long"});
   expect_words(refused({{}, {{"epoch", at::ones({1}, at::kLong)}}}), {"got epoch"});
-  EXPECT_EQ(read_inner_state(*optimizer, at::ones({2})), std::nullopt);
+  EXPECT_EQ(read_inner_state(*optimizer, 0, at::ones({2})), std::nullopt);
   optimizer->state()[p.unsafeGetTensorImpl()] = std::make_unique<OwnState>();
-  expect_words(error_of([&] { read_inner_state(*optimizer, p); }),
+  expect_words(error_of([&] { read_inner_state(*optimizer, 0, p); }),
                {"state of " + k.name, "the class of state that it makes"});
 }
 
@@ -259,16 +259,16 @@ TEST_P(AdapterTest, OnlyAdagradBeginsWithStateAndUsedStateIsRefused) {
   const Kind& k = GetParam();
   const at::Tensor p = parameter(), segment = at::zeros({3});
   const auto optimizer = k.make(p);
-  check_inner_optimizer(*optimizer, false);
+  check_inner_optimizer(*optimizer, false, {false});
   make_initial_state(*optimizer, 0, segment);
-  const auto state = read_inner_state(*optimizer, segment);
+  const auto state = read_inner_state(*optimizer, 0, segment);
   EXPECT_EQ(state.has_value(), k.name == "Adagrad");
   if (state) {
     EXPECT_TRUE(at::equal(state->tensors.at(0).second, at::full({3}, 0.75)));
     EXPECT_EQ(state->values.at(0).second.item<int64_t>(), 0);
   }
   steps(*optimizer, p, 0, 1);
-  expect_words(error_of([&] { check_inner_optimizer(*optimizer, false); }),
+  expect_words(error_of([&] { check_inner_optimizer(*optimizer, false, {false}); }),
                {"expected no state yet"});
 }
 
@@ -293,7 +293,8 @@ TEST_P(AdapterTest, TheFusedUpdateFollowsTheStepOfTheClassAndKeepsItsState) {
   steps(*optimizer, p, 0, 3);
   EXPECT_TRUE(at::allclose(p, master, 1e-5, 1e-6)) << p << master;
   EXPECT_TRUE(at::equal(working, master));
-  const auto expected = read_inner_state(*optimizer, p), got = read_inner_state(*other, master);
+  const auto expected = read_inner_state(*optimizer, 0, p),
+             got = read_inner_state(*other, 0, master);
   ASSERT_EQ(names_of(*got), names_of(*expected));
   for (size_t i = 0; i < got->tensors.size(); ++i) {
     EXPECT_TRUE(at::allclose(got->tensors[i].second, expected->tensors[i].second, 1e-5, 1e-6));
@@ -315,10 +316,10 @@ TEST(SerializedAdapterTest, AClassOfTheUsersOwnHasItsTypeAsNameAndNeedsPermissio
   EXPECT_FALSE(is_known(*optimizer));
   EXPECT_EQ(optimizer_name(*optimizer), "zero::OwnOptimizer");
   EXPECT_EQ(adapter_of(*optimizer).fused(), nullptr);
-  EXPECT_EQ(required_state("zero::OwnOptimizer"), Names{});
+  EXPECT_EQ(required_state(*optimizer, 0), Names{});
   EXPECT_EQ(options_text(optimizer->param_groups()[0].options()), "");
-  check_inner_optimizer(*optimizer, true);
-  expect_words(error_of([&] { check_inner_optimizer(*optimizer, false); }),
+  check_inner_optimizer(*optimizer, true, {false});
+  expect_words(error_of([&] { check_inner_optimizer(*optimizer, false, {false}); }),
                {"expected AdamW, Adam, SGD, RMSprop or Adagrad of torch::optim, or zero::Lion,",
                 "got zero::OwnOptimizer", "elementwise(true)"});
 }
@@ -334,7 +335,7 @@ TEST(SerializedAdapterTest, StateAndOptionsGoOnInEveryBit) {
   set_option_values(options, stored_option_values(optimizer->param_groups()[0].options()));
   EXPECT_EQ(options.get_lr(), 0.25);
   resumed->state()[other.unsafeGetTensorImpl()] =
-      make_inner_state(*resumed, 0, other, *read_inner_state(*optimizer, p));
+      make_inner_state(*resumed, 0, other, *read_inner_state(*optimizer, 0, p));
   EXPECT_EQ(resumed->param_groups()[0].params().size(), 1);
   steps(*optimizer, p, 3, 6);
   steps(*resumed, other, 3, 6);
@@ -342,14 +343,15 @@ TEST(SerializedAdapterTest, StateAndOptionsGoOnInEveryBit) {
 }
 
 // They are refused with elementwise(true) too, since it is known that they are not.
-TEST(InnerOptimizerTest, ClassesThatNeedWholeParametersAreRefusedByName) {
+TEST(InnerOptimizerTest, ClassesThatNeedWholeParametersAreRefusedOnCutOnes) {
   const at::Tensor matrix = random_tensor({3, 3}, 1).requires_grad_();
   const std::vector<at::Tensor> params = {matrix};
   for (const bool elementwise : {false, true}) {
     const auto refused = [&](const Optimizer& optimizer, const std::string& name) {
-      expect_words(error_of([&] { check_inner_optimizer(optimizer, elementwise); }),
+      expect_words(error_of([&] { check_inner_optimizer(optimizer, elementwise, {false}); }),
                    {"treats every element by itself", "got " + name + ",", "whole parameters",
-                    "Use it without a ZeroOptimizer, or use AdamW"});
+                    "Leave out the layout of its parameter groups"});
+      check_inner_optimizer(optimizer, elementwise, {true});
     };
     refused(Muon(params), "zero::Muon");
     refused(Lamb(params), "zero::Lamb");
@@ -359,7 +361,7 @@ TEST(InnerOptimizerTest, ClassesThatNeedWholeParametersAreRefusedByName) {
 
 TEST(InnerOptimizerTest, LbfgsIsRefusedAndTheErrorNamesTheClassesThatAreNot) {
   LBFGS optimizer(std::vector<at::Tensor>{parameter()}, LBFGSOptions());
-  expect_words(error_of([&] { check_inner_optimizer(optimizer, true); }),
+  expect_words(error_of([&] { check_inner_optimizer(optimizer, true, {false}); }),
                {"got LBFGS", "Use AdamW, Adam, SGD, RMSprop or Adagrad, or zero::Lion"});
 }
 

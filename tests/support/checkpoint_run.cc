@@ -12,6 +12,7 @@
 
 #include "zero/inner/classes.h"
 #include "zero/inner/state.h"
+#include "zero/memory/segment_tensors.h"
 
 namespace zero {
 namespace {
@@ -76,7 +77,7 @@ Snapshot CheckpointRun::snapshot() {
   const auto link = group_.make_communicator("snapshot", Purpose::kControl);
   const char* kinds[] = {"exp_avg", "exp_avg_sq",  "momentum_buffer", "square_avg",  "sum",
                          "step",    "value:step",  "value:product",   "value:moved", "momentum",
-                         "sign",    "scalar:power"};
+                         "sign",    "scalar:power", "row_var", "col_var", "variance"};
   std::map<std::string, at::Tensor> full;
   for (size_t p = 0; p < names.size(); ++p) {
     for (const char* kind : kinds) {
@@ -102,16 +103,21 @@ Snapshot CheckpointRun::snapshot() {
       segments[groups[g].params()[next[g]++].unsafeGetTensorImpl()] = s;
     }
   }
-  for (const auto& g : groups) {
-    for (const at::Tensor& master : g.params()) {
-      const auto state = read_inner_state(optimizer->inner(), master);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (const at::Tensor& master : groups[g].params()) {
+      const auto state = read_inner_state(optimizer->inner(), static_cast<int64_t>(g), master);
       if (!state) continue;
       const Segment& s = segments.at(master.unsafeGetTensorImpl());
       const auto part = [&](const std::string& kind) {
         return full[kind + "/" + names[s.parameter]].narrow(0, s.begin, s.numel);
       };
       full["present/" + names[s.parameter]].fill_(1);
-      for (const auto& [kind, tensor] : state->tensors) part(kind).copy_(tensor);
+      for (const auto& [kind, tensor] : state->tensors) {
+        part(kind).copy_(elements_of(tensor, master));
+      }
+      for (const auto& [kind, tensor] : state->uncut) {
+        part(kind).narrow(0, 0, tensor.numel()).copy_(tensor);
+      }
       for (const auto& [kind, value] : state->values) part(kind).copy_(value);
     }
   }

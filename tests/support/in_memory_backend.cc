@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <tuple>
@@ -177,7 +178,8 @@ class MemoryBackend : public c10d::Backend {
 
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions&) override {
-    TORCH_CHECK(output_splits.empty() && input_splits.empty(), "zero-memory: equal splits only");
+    TORCH_CHECK(output_splits.empty() == input_splits.empty(), "zero-memory: splits of one side");
+    if (!input_splits.empty()) return alltoall_of(output, input, output_splits, input_splits);
     const at::Tensor rows = output.view({getSize(), -1});
     return collective(MemoryOp::kAllToAll, "", input, (getSize() - 1) * bytes_of(input) / getSize(),
                       [rows, rank = getRank(), size = getSize()](const auto& parts) {
@@ -186,6 +188,27 @@ class MemoryBackend : public c10d::Backend {
                           rows.select(0, r).copy_(theirs.select(0, rank));
                         }
                       });
+  }
+
+  // All ranks must give the same input_splits.
+  WorkPtr alltoall_of(const at::Tensor& output, const at::Tensor& input,
+                      const std::vector<int64_t>& output_splits,
+                      const std::vector<int64_t>& input_splits) {
+    c10d::checkSplitSizes(input_splits, input, getSize());
+    c10d::checkSplitSizes(output_splits, output, getSize());
+    const auto begin =
+        std::accumulate(input_splits.begin(), input_splits.begin() + getRank(), int64_t{0});
+    const int64_t own = input_splits[getRank()];
+    return collective(
+        MemoryOp::kAllToAll, c10::str("of ", input_splits), input,
+        bytes_of(input) - own * static_cast<int64_t>(input.element_size()),
+        [output, output_splits, begin, own](const auto& parts) {
+          int64_t at = 0;
+          for (size_t r = 0; r < parts.size(); ++r) {
+            output.narrow(0, at, output_splits[r]).copy_(parts[r].narrow(0, begin, own));
+            at += output_splits[r];
+          }
+        });
   }
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,

@@ -16,7 +16,11 @@
 #include <utility>
 
 #include "tests/support/own_optimizer.h"
+#include "zero/adafactor.h"
+#include "zero/combined_optimizer.h"
+#include "zero/lamb.h"
 #include "zero/lion.h"
+#include "zero/muon.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -117,6 +121,16 @@ std::unique_ptr<torch::optim::Optimizer> make_inner(Inner inner, OddModelImpl& m
           AdagradOptions(0.05).initial_accumulator_value(0.1), 0.05);
     case Inner::kLion:
       return make.operator()<Lion, LionOptions>(LionOptions(0.01), 0.05);
+    case Inner::kMuon: {
+      std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
+      parts.push_back(std::make_unique<Muon>(matrices, MuonOptions(0.02).weight_decay(0.05)));
+      parts.push_back(std::make_unique<AdamW>(vectors, AdamWOptions(0.01).weight_decay(0.001)));
+      return std::make_unique<CombinedOptimizer>(std::move(parts));
+    }
+    case Inner::kLamb:
+      return make.operator()<Lamb, LambOptions>(LambOptions(0.01), 0.05);
+    case Inner::kAdafactor:
+      return make.operator()<Adafactor, AdafactorOptions>(AdafactorOptions(0.02), 0.05);
     case Inner::kOwn:
       return make.operator()<OwnOptimizer, OwnOptions>(OwnOptions(0.01), 0.05);
   }

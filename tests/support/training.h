@@ -52,8 +52,21 @@ struct OddModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(OddModel);
 
-// kOwn is a class of the user's own, which needs ZeroOptions().elementwise(true).
-enum class Inner { kSgd, kSgdMomentum, kAdamW, kAdam, kRmsprop, kAdagrad, kLion, kOwn };
+// kOwn is a class of the user's own, which needs ZeroOptions().elementwise(true). kMuon is Muon for
+// matrices and AdamW for everything else, combined.
+enum class Inner {
+  kSgd,
+  kSgdMomentum,
+  kAdamW,
+  kAdam,
+  kRmsprop,
+  kAdagrad,
+  kLion,
+  kOwn,
+  kMuon,
+  kLamb,
+  kAdafactor
+};
 
 struct Training {
   int world_size = 2;

@@ -102,16 +102,15 @@ inline std::vector<at::Tensor> copies_of(const SummandRows& rows, int64_t n,
 }
 
 // Copies of the rows that reduce_rows() brings, in memory that holds NaN before.
-inline std::vector<at::Tensor> reduced_rows(Communicator& ranks, const at::Tensor& rows,
+inline std::vector<at::Tensor> reduced_rows(Communicator& ranks, const Rows& rows,
                                             const std::string& label) {
   const int64_t bytes = ranks.reduction_bytes(rows);
+  const c10::Device device = rows.values().device();
   at::Tensor buffer;
-  if (bytes > 0) {
-    buffer = at::full({bytes}, 0xFF, at::TensorOptions(at::kByte).device(rows.device()));
-  }
+  if (bytes > 0) buffer = at::full({bytes}, 0xFF, at::TensorOptions(at::kByte).device(device));
   std::vector<at::Tensor> result;
   const auto use = [&](const SummandRows& summands) {
-    result = copies_of(summands, rows.size(1), rows.device());
+    result = copies_of(summands, rows.row(ranks.rank()).numel(), device);
   };
   ranks.reduce_rows(rows, buffer, use, label).wait();
   return result;

@@ -80,10 +80,13 @@ TEST(ConstructionTest, StageZeroAndThreeAndOtherOptions) {
                     {"stage: expected 1 or 2, got " + std::to_string(wrong),
                      "stage 0 is plain data parallelism", "stage 3"});
   }
+  expect_unusable([](Ingredients& in, const Group&) { in.options.layout(7, Layout::kContiguous); },
+                  {"layout of parameter group 7", "expected one of the"});
   expect_unusable(
-      [](Ingredients& in, const Group&) { in.options.layout(Layout::kWholeParameters); },
-      {"layout: expected kContiguous or kPerParameter, got kWholeParameters",
-       "cannot be exchanged"});
+      [](Ingredients& in, const Group&) {
+        in.options.layout(Layout::kWholeParameters).owner_cost([](c10::IntArrayRef) { return -1; });
+      },
+      {"owner_cost: expected 0 or more for parameter", "got -1"});
   expect_unusable([](Ingredients& in, const Group&) { in.options.bucket_bytes(-1); },
                   {"bucket_bytes: expected 0 or more, got -1"});
   expect_unusable([](Ingredients& in, const Group&) { in.options.reduce_dtype(at::kDouble); },
@@ -96,16 +99,17 @@ TEST(ConstructionTest, LbfgsIsRefusedWithOrWithoutAClosure) {
         in.inner = std::make_unique<torch::optim::LBFGS>(in.model->parameters());
         in.options.elementwise(true);
       },
-      {"expected one that treats every element by itself, got LBFGS", "closure", "Use AdamW"});
+      {"expected one that needs one parameter at a time, got LBFGS", "closure", "Use AdamW"});
 }
 
-TEST(ConstructionTest, OptimizersOfWholeParametersAreRefusedByName) {
+TEST(ConstructionTest, OptimizersOfWholeParametersAreRefusedInOtherLayouts) {
   for (const bool elementwise : {false, true}) {
     const auto refused = [&](const auto& make, const std::string& name) {
       expect_unusable(
           [&](Ingredients& in, const Group&) {
             in.inner = make(in.model->parameters());
-            in.options.elementwise(elementwise);
+            in.options.elementwise(elementwise).layout(
+                0, elementwise ? Layout::kContiguous : Layout::kPerParameter);
           },
           {"expected one that treats every element by itself, got " + name, "whole parameters"});
     };

@@ -63,6 +63,11 @@ void OptimizerCommunicators::connect(const ShardDomains& all, bool two_level) {
       break;
     }
   }
+  const auto levels_of = [&](const Group& group) {
+    return two_level && std::none_of(all.list.begin(), all.list.end(), [&](const ShardDomain& d) {
+             return d.one_level && key_of(d.group) == key_of(group);
+           });
+  };
   std::map<GroupKey, std::vector<Role>> roles;
   std::vector<Group> groups;
   const auto want = [&](const Group& group, Role role) {
@@ -87,14 +92,14 @@ void OptimizerCommunicators::connect(const ShardDomains& all, bool two_level) {
   for (const Group& group : agreed_order(groups)) {
     auto& list = roles[key_of(group)];
     std::sort(list.begin(), list.end());
-    for (const Role role : list) get(group, role, two_level);
+    for (const Role role : list) get(group, role, levels_of(group));
   }
   const auto comms = [&](const ShardDomain& d, Role data, Role replicas) {
-    return DomainCommunicators{get(d.group, data, two_level),
+    return DomainCommunicators{get(d.group, data, levels_of(d.group)),
                                d.replicas ? get(*d.replicas, replicas, two_level) : nullptr,
                                d.averaged_over};
   };
-  norm = get(all.mesh, norm_role, two_level);
+  norm = get(all.mesh, norm_role, levels_of(all.mesh));
   home = comms(home_domain, Role::kData, Role::kReplicas);
   for (const ShardDomain& d : all.list) {
     domains.push_back(comms(d, Role::kData, Role::kReplicas));

@@ -19,6 +19,7 @@ struct ShardDomain {
   Group group;                    // the ranks that share the shards
   std::optional<Group> replicas;  // of more than one rank: copies of this rank's shards
   int64_t averaged_over = 1;      // what sums of gradients are divided by
+  bool one_level = false;         // it has rows of different lengths
 };
 
 struct ShardDomains {

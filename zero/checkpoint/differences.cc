@@ -131,8 +131,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
 }
 
 void find_missing_state(const Manifest& manifest, const ParameterTable& table,
-                        CheckpointDifferences& differences) {
-  const std::vector<std::string> needed = required_state(manifest.optimizer);
+                        const torch::optim::Optimizer& inner, CheckpointDifferences& differences) {
   std::map<std::string, std::set<std::string>> kinds;
   for (const ManifestFile& file : manifest.files) {
     for (const ManifestTensor& t : file.tensors) kinds[t.owner].insert(t.kind);
@@ -141,7 +140,7 @@ void find_missing_state(const Manifest& manifest, const ParameterTable& table,
     const std::set<std::string>& stored = kinds[p.name];
     // A parameter that was never used has no state.
     if (stored.size() <= stored.count("master")) continue;
-    for (const std::string& kind : needed) {
+    for (const std::string& kind : required_state(inner, p.group)) {
       if (stored.count(kind) != 0) continue;
       differences.lines.push_back("parameter " + p.name + ": state " + kind +
                                   " missing in the checkpoint");

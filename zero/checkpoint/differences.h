@@ -32,7 +32,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
 // For the same class of optimizer: adds parameters with a part of the state that torch's
 // class cannot do without, and options of which this class has none.
 void find_missing_state(const Manifest& manifest, const ParameterTable& table,
-                        CheckpointDifferences& differences);
+                        const torch::optim::Optimizer& inner, CheckpointDifferences& differences);
 void find_unknown_options(const Manifest& manifest, const torch::optim::Optimizer& inner,
                           CheckpointDifferences& differences);
 

@@ -84,6 +84,8 @@ bool is_value(const std::string& kind) {
   return kind == "step" || kind.rfind("value:", 0) == 0 || kind.rfind("scalar:", 0) == 0;
 }
 
+bool is_uncut(const std::string& kind) { return kind.rfind(kUncutPrefix, 0) == 0; }
+
 void check_values_agree(const std::vector<ManifestFile>& files) {
   std::map<std::pair<std::string, std::string>, uint64_t> seen;
   for (const ManifestFile& file : files) {

@@ -66,6 +66,11 @@ struct ManifestTensor {
 
 bool is_value(const std::string& kind);
 
+// Before the kind of a tensor of a whole parameter that has a size of its own, and is never cut:
+// its range is [0, its elements).
+inline constexpr char kUncutPrefix[] = "uncut:";
+bool is_uncut(const std::string& kind);
+
 struct ManifestFile {
   std::string name;
   uint64_t bytes = 0;

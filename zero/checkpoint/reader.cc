@@ -252,6 +252,20 @@ at::Tensor CheckpointReader::read_whole(const ManifestParameter& about, const st
   return result;
 }
 
+at::Tensor CheckpointReader::read_uncut(const std::string& owner, const std::string& kind) {
+  const auto& list = places(owner, kind);
+  TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", owner,
+              ": expected one stored tensor, got ", list.size());
+  const c10::ScalarType dtype = stored(list[0]).dtype;
+  const int64_t numel = list[0].tensor->numel;
+  stored(list[0], dtype, numel);
+  at::Tensor result = at::empty({numel}, at::TensorOptions().dtype(dtype));
+  char* target = static_cast<char*>(result.mutable_data_ptr());
+  scan(list[0], dtype, numel,
+       [&](uint64_t at, const char* data, size_t bytes) { std::memcpy(target + at, data, bytes); });
+  return result;
+}
+
 std::string CheckpointReader::read_bytes(const std::string& owner, const std::string& kind) {
   const auto& list = places(owner, kind);
   TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", owner,

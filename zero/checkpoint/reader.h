@@ -53,6 +53,8 @@ class CheckpointReader {
   // elements. Throws unless what is stored stands for every wanted element.
   std::vector<at::Tensor> read_values(const std::string& kind,
                                       const std::vector<WantedRange>& wanted);
+  // All elements of an uncut tensor of a parameter, 1-D in host memory, with its own dtype.
+  at::Tensor read_uncut(const std::string& owner, const std::string& kind);
   // The dtype of what read() reads of a parameter; `kind` must be stored for it.
   c10::ScalarType dtype(const std::string& owner, const std::string& kind);
   // All elements of a parameter, fp32, 1-D in memory order.

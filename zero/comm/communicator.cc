@@ -31,6 +31,19 @@ void check_rows(const at::Tensor& rows, int world_size, const std::string& what)
                      : std::string("an undefined tensor"));
 }
 
+void check_rows(const Rows& rows, int world_size, const std::string& what) {
+  if (rows.equal()) {
+    check_rows(rows.values(), world_size, what);
+    return;
+  }
+  const at::Tensor& values = rows.values();
+  TORCH_CHECK(values.dim() == 1 && values.is_contiguous() && rows.lengths().count() == world_size &&
+                  values.numel() == rows.lengths().total(),
+              what, ": expected ", world_size, " rows of ", rows.lengths().total(),
+              " elements in all, got ", rows.lengths().count(), " rows in ", values.sizes(),
+              " with strides ", values.strides());
+}
+
 // Returns whether two contiguous tensors share memory; parts of one buffer need not.
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto* begin_a = static_cast<const char*>(a.const_data_ptr());
@@ -53,7 +66,7 @@ struct Communicator::Impl {
   template <typename Issue>
   Pending start(const std::string& what, bool elements, int64_t Traffic::*calls,
                 int64_t Traffic::*bytes, Issue issue);
-  Pending gather(const at::Tensor& rows, const std::string& what, int64_t Traffic::*calls,
+  Pending gather(const Rows& rows, const std::string& what, int64_t Traffic::*calls,
                  int64_t Traffic::*bytes);
   Pending all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                      const std::string& what);
@@ -109,12 +122,12 @@ Pending Communicator::Impl::start(const std::string& what, bool elements, int64_
   return Pending([operation] { operation->wait(); });
 }
 
-Pending Communicator::Impl::gather(const at::Tensor& rows, const std::string& what,
+Pending Communicator::Impl::gather(const Rows& rows, const std::string& what,
                                    int64_t Traffic::*calls, int64_t Traffic::*bytes) {
   check_rows(rows, world_size, what);
   check_no_reductions(what);
   if (!exchange) return Pending([] {});
-  return start(what, rows.numel() > 0, calls, bytes,
+  return start(what, rows.values().numel() > 0, calls, bytes,
                [&](Operation& operation) { return exchange->gather(rows, operation); });
 }
 
@@ -193,15 +206,18 @@ Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& re
       [&](Operation& operation) { return impl_->exchange->exchange(rows, received, operation); });
 }
 
-int64_t Communicator::reduction_bytes(const at::Tensor& rows, const RowValues& values) const {
-  return impl_->exchange && rows.numel() > 0 ? impl_->exchange->reduction_bytes(rows, values) : 0;
+int64_t Communicator::reduction_bytes(const Rows& rows, const RowValues& values) const {
+  return impl_->exchange && rows.values().numel() > 0
+             ? impl_->exchange->reduction_bytes(rows, values)
+             : 0;
 }
 
-Pending Communicator::reduce_rows(const at::Tensor& rows, const at::Tensor& buffer, UseRows use,
+Pending Communicator::reduce_rows(const Rows& all, const at::Tensor& buffer, UseRows use,
                                   const std::string& label, const RowValues& values) {
   const std::string what = "reduce_rows of " + label;
-  check_rows(rows, impl_->world_size, what);
-  const int64_t bytes = reduction_bytes(rows, values);
+  check_rows(all, impl_->world_size, what);
+  const at::Tensor& rows = all.values();
+  const int64_t bytes = reduction_bytes(all, values);
   TORCH_CHECK(bytes == 0 || (buffer.defined() && buffer.scalar_type() == at::kByte &&
                              buffer.dim() == 1 && buffer.numel() == bytes &&
                              buffer.is_contiguous() && buffer.device() == rows.device()),
@@ -220,12 +236,12 @@ Pending Communicator::reduce_rows(const at::Tensor& rows, const at::Tensor& buff
   }
   return impl_->start(what, rows.numel() > 0, &Traffic::exchange_calls,
                       &Traffic::exchange_bytes_sent, [&](Operation& operation) {
-                        return impl_->exchange->reduce(rows, buffer, values, std::move(use),
+                        return impl_->exchange->reduce(all, buffer, values, std::move(use),
                                                        operation);
                       });
 }
 
-Pending Communicator::gather_rows(const at::Tensor& rows, const std::string& label) {
+Pending Communicator::gather_rows(const Rows& rows, const std::string& label) {
   return impl_->gather(rows, "gather_rows of " + label, &Traffic::gather_calls,
                        &Traffic::gather_bytes_sent);
 }

@@ -12,16 +12,14 @@ namespace {
 
 using Row = c10::intrusive_ptr<SharedMemoryBackend::Row>;
 
-// Calls `use` with the rows of all ranks, in rank order, and then releases those of the peers.
-void use_in_place(const at::Tensor& rows, const std::vector<Row>& received, const UseRows& use) {
+// Calls `use` with the rows of all ranks, in rank order, and then releases those of the peers. The
+// own row has not been received.
+void use_in_place(const at::Tensor& own, const std::vector<Row>& received, const UseRows& use) {
   std::vector<const void*> addresses;
-  for (int64_t r = 0; r < rows.size(0); ++r) {
-    const Row& row = received[r];
-    addresses.push_back(row ? row->address() : rows.select(0, r).const_data_ptr());
-  }
+  for (const Row& row : received) addresses.push_back(row ? row->address() : own.const_data_ptr());
   SummandRows summands;
-  summands.dtype = rows.scalar_type();
-  summands.count = rows.size(0);
+  summands.dtype = own.scalar_type();
+  summands.count = static_cast<int64_t>(received.size());
   summands.addresses = addresses.data();
   use(summands);
   for (const Row& row : received) {
@@ -31,29 +29,29 @@ void use_in_place(const at::Tensor& rows, const std::vector<Row>& received, cons
 
 }  // namespace
 
-bool InPlaceExchange::reads(const at::Tensor& rows) const {
-  if (!rows.is_cpu()) return false;
-  const auto bytes = static_cast<int64_t>(rows.nbytes()) / world_size();
+bool InPlaceExchange::reads(const Rows& rows) const {
+  if (!rows.values().is_cpu()) return false;
+  const int64_t bytes = own_bytes(rows);
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer != rank() && !shared_.reads(peer, bytes)) return false;
   }
   return true;
 }
 
-int64_t InPlaceExchange::reduction_bytes(const at::Tensor& rows, const RowValues& values) const {
+int64_t InPlaceExchange::reduction_bytes(const Rows& rows, const RowValues& values) const {
   return reads(rows) ? 0 : PairwiseExchange::reduction_bytes(rows, values);
 }
 
-SentBytes InPlaceExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer,
+SentBytes InPlaceExchange::reduce(const Rows& rows, const at::Tensor& buffer,
                                   const RowValues& values, UseRows use, Operation& operation) {
-  if (!reads(rows))
+  const int64_t bytes = own_bytes(rows);
+  if (bytes == 0 || !reads(rows))
     return PairwiseExchange::reduce(rows, buffer, values, std::move(use), operation);
   auto received = std::make_shared<std::vector<Row>>(world_size());
   const int tag = operation.take_tags();
   send(
-      tag, [&](int peer) { return rows.select(0, peer); }, operation);
-  operation.on_wait([self = shared_from_this(), this, rows, received, tag, &operation] {
-    const auto bytes = static_cast<int64_t>(rows.nbytes()) / world_size();
+      tag, [&](int peer) { return rows.row(peer); }, operation);
+  operation.on_wait([self = shared_from_this(), this, bytes, received, tag, &operation] {
     const std::lock_guard<std::mutex> lock(mutex());
     for_each_sender([&](int peer) {
       Row& row = (*received)[peer];
@@ -61,8 +59,9 @@ SentBytes InPlaceExchange::reduce(const at::Tensor& rows, const at::Tensor& buff
       operation.add_receive(name_of(peer), row);
     });
   });
-  operation.on_received(
-      [rows, received, use = std::move(use)] { use_in_place(rows, *received, use); });
+  operation.on_received([row = rows.row(rank()), received, use = std::move(use)] {
+    use_in_place(row, *received, use);
+  });
   operation.on_success([rows] {});
   return sent(bytes_to_peers(rows));
 }

@@ -20,14 +20,14 @@ class InPlaceExchange : public PairwiseExchange {
 
   // Passes the rows of all ranks to `use`, in rank order. A rank whose peers do not all share
   // memory may receive the same rows pairwise.
-  SentBytes reduce(const at::Tensor& rows, const at::Tensor& buffer, const RowValues& values,
-                   UseRows use, Operation& operation) override;
+  SentBytes reduce(const Rows& rows, const at::Tensor& buffer, const RowValues& values, UseRows use,
+                   Operation& operation) override;
   // Returns 0 if the rows of all other ranks can be read in place.
-  int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values) const override;
+  int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
   at::Tensor allocate(int64_t bytes) const override;
 
  private:
-  bool reads(const at::Tensor& rows) const;
+  bool reads(const Rows& rows) const;
 
   SharedMemoryBackend& shared_;  // The backend.
 };

@@ -51,10 +51,6 @@ int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.
 
 }  // namespace
 
-int64_t PairwiseExchange::bytes_to_peers(const at::Tensor& rows) const {
-  return (world_size() - 1) * bytes_of(rows) / world_size();
-}
-
 void PairwiseExchange::naming(int peer, c10::function_ref<void()> start) const {
   try {
     start();
@@ -64,6 +60,7 @@ void PairwiseExchange::naming(int peer, c10::function_ref<void()> start) const {
 }
 
 void PairwiseExchange::send_row(const at::Tensor& row, int peer, int tag, Operation& operation) {
+  if (row.numel() == 0) return;
   naming(peer, [&] {
     std::vector<at::Tensor> tensors{row};
     operation.add_send(name_of(peer), backend().send(tensors, peer, tag));
@@ -72,6 +69,7 @@ void PairwiseExchange::send_row(const at::Tensor& row, int peer, int tag, Operat
 
 void PairwiseExchange::receive_row(const at::Tensor& into, int peer, int tag,
                                    Operation& operation) {
+  if (into.numel() == 0) return;
   naming(peer, [&] {
     std::vector<at::Tensor> tensors{into};
     operation.add_receive(name_of(peer), backend().recv(tensors, peer, tag));
@@ -100,18 +98,18 @@ void PairwiseExchange::for_each_sender(c10::function_ref<void(int peer)> start) 
   for (int k = 1; k < world_size(); ++k) start((rank() + world_size() - k) % world_size());
 }
 
-void PairwiseExchange::receive(int tag, const at::Tensor& into, Operation& operation) {
-  for_each_sender([&](int peer) { receive_row(into.select(0, peer), peer, tag, operation); });
+void PairwiseExchange::receive(int tag, const Rows& into, Operation& operation) {
+  for_each_sender([&](int peer) { receive_row(into.row(peer), peer, tag, operation); });
 }
 
-at::Tensor PairwiseExchange::start_exchange(const at::Tensor& rows, const at::Tensor& received,
+at::Tensor PairwiseExchange::start_exchange(const Rows& rows, const at::Tensor& received,
                                             Operation& operation) {
-  const at::Tensor from = staged(rows, /*copy=*/true);
+  const Rows from = rows.of(staged(rows.values(), /*copy=*/true));
   const at::Tensor into = staged(received, /*copy=*/false);
   const int tag = operation.take_tags();
   if (over_links()) receive(tag, into, operation);
   send(
-      tag, [&](int peer) { return from.select(0, peer); }, operation);
+      tag, [&](int peer) { return from.row(peer); }, operation);
   if (!over_links()) {
     operation.on_wait([self = shared_from_this(), this, tag, into, &operation] {
       const std::lock_guard<std::mutex> lock(mutex());
@@ -130,41 +128,42 @@ SentBytes PairwiseExchange::exchange(const at::Tensor& rows, const at::Tensor& r
   return sent(bytes_to_peers(rows));
 }
 
-int64_t PairwiseExchange::reduction_bytes(const at::Tensor& rows,
-                                          const RowValues& /*values*/) const {
-  return bytes_of(rows);
+int64_t PairwiseExchange::reduction_bytes(const Rows& rows, const RowValues& /*values*/) const {
+  return world_size() * own_bytes(rows);
 }
 
-SentBytes PairwiseExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer,
+SentBytes PairwiseExchange::reduce(const Rows& rows, const at::Tensor& buffer,
                                    const RowValues& /*values*/, UseRows use, Operation& operation) {
-  const at::Tensor received = buffer.view(rows.scalar_type()).view(rows.sizes());
+  const at::Tensor received = received_in(buffer, rows);
   const at::Tensor into = start_exchange(rows, received, operation);
-  operation.on_received([rows, received, into, use = std::move(use), own = rank()] {
-    copy_back(received, into);
-    SummandRows summands;
-    summands.dtype = rows.scalar_type();
-    summands.count = rows.size(0);
-    summands.received = received.const_data_ptr();
-    summands.own_row = rows.select(0, own).const_data_ptr();
-    summands.own = own;
-    use(summands);
-  });
+  operation.on_received(
+      [row = rows.row(rank()), received, into, use = std::move(use), own = rank()] {
+        if (row.numel() == 0) return;
+        copy_back(received, into);
+        SummandRows summands;
+        summands.dtype = row.scalar_type();
+        summands.count = received.size(0);
+        summands.received = received.const_data_ptr();
+        summands.own_row = row.const_data_ptr();
+        summands.own = own;
+        use(summands);
+      });
   operation.on_success([rows, received] {});
   return sent(bytes_to_peers(rows));
 }
 
-SentBytes PairwiseExchange::gather(const at::Tensor& rows, Operation& operation) {
-  const at::Tensor carrier = staged(rows, /*copy=*/false);
-  const at::Tensor own = carrier.select(0, rank());
-  if (!carrier.is_same(rows)) own.copy_(rows.select(0, rank()));
-  operation.on_received([rows, carrier] { copy_back(rows, carrier); });
+SentBytes PairwiseExchange::gather(const Rows& rows, Operation& operation) {
+  const Rows carrier = rows.of(staged(rows.values(), /*copy=*/false));
+  const at::Tensor own = carrier.row(rank());
+  if (!carrier.values().is_same(rows.values())) own.copy_(rows.row(rank()));
+  operation.on_received([rows, carrier] { copy_back(rows.values(), carrier.values()); });
   operation.on_success([carrier] {});
   const int tag = operation.take_tags();
   if (over_links()) receive(tag, carrier, operation);
   send(
       tag, [&](int) { return own; }, operation);
   if (!over_links()) receive(tag, carrier, operation);
-  return sent(bytes_to_peers(rows));
+  return sent((world_size() - 1) * own_bytes(rows));
 }
 
 int64_t PairwiseExchange::all_reduce_bytes(const at::Tensor& values) const {

@@ -24,10 +24,10 @@ class PairwiseExchange : public BackendExchange {
   SentBytes exchange(const at::Tensor& rows, const at::Tensor& received,
                      Operation& operation) override;
   // Passes the rows of all ranks to `use`, in rank order.
-  SentBytes reduce(const at::Tensor& rows, const at::Tensor& buffer, const RowValues& values,
-                   UseRows use, Operation& operation) override;
-  int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values) const override;
-  SentBytes gather(const at::Tensor& rows, Operation& operation) override;
+  SentBytes reduce(const Rows& rows, const at::Tensor& buffer, const RowValues& values, UseRows use,
+                   Operation& operation) override;
+  int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
+  SentBytes gather(const Rows& rows, Operation& operation) override;
   // Up to kAllWithAll ranks an exchange of all values with all ranks, added up in rank order: they
   // are few, a ring would take 2(W-1) delays one after the other instead of one, and a rank that is
   // missing is named. More ranks combine their values in log2(W) steps with one rank each
@@ -42,21 +42,19 @@ class PairwiseExchange : public BackendExchange {
  protected:
   // Calls start(); an error names `peer`.
   void naming(int peer, c10::function_ref<void()> start) const;
+  // Nothing for an empty row, which the other side does not expect or send either.
   void send_row(const at::Tensor& row, int peer, int tag, Operation& operation);
   void receive_row(const at::Tensor& into, int peer, int tag, Operation& operation);
   // Sends row_to(peer) to each peer.
   void send(int tag, c10::function_ref<at::Tensor(int peer)> row_to, Operation& operation);
   // Calls start(peer) for each peer, in the order in which the peers send to this rank.
   void for_each_sender(c10::function_ref<void(int peer)> start) const;
-  // Returns the size of the W-1 rows of `rows` that are for peers.
-  int64_t bytes_to_peers(const at::Tensor& rows) const;
 
  private:
   // Starts to receive row `peer` of `into` from each peer.
-  void receive(int tag, const at::Tensor& into, Operation& operation);
+  void receive(int tag, const Rows& into, Operation& operation);
   // Returns the memory that receives for `received`.
-  at::Tensor start_exchange(const at::Tensor& rows, const at::Tensor& received,
-                            Operation& operation);
+  at::Tensor start_exchange(const Rows& rows, const at::Tensor& received, Operation& operation);
   SentBytes all_with_all(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                          Operation& operation);
   SentBytes recursive_doubling(const at::Tensor& values, c10d::ReduceOp::RedOpType op,

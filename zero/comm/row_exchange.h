@@ -9,8 +9,9 @@
 // and the actions that follow them to `operation`, which blocks later and names the ranks that are
 // missing. It returns what leaves this rank, and throws if it cannot start.
 //
-// `rows` is a contiguous matrix [world_size, n] of any dtype with at least one element. The caller
-// leaves all tensors alone until the operation ends; the exchange keeps them alive until then.
+// `rows` is a contiguous matrix [world_size, n] of any dtype with at least one element. Where it is
+// a Rows, rows may also differ in length. The caller leaves all tensors alone until the operation
+// ends; the exchange keeps them alive until then.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -53,17 +54,17 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
                              Operation& operation) = 0;
 
   // Collective. Operation::wait() calls `use` once, with rows that add up to the sum over ranks of
-  // row `rank()` of their `rows`. An exchange may add rows itself as `values` says, in fp32 and
-  // in an order that depends on the ranks and their machines alone.
+  // row `rank()` of their `rows`; not if that row is empty. An exchange may add rows itself as
+  // `values` says, in fp32 and in an order that depends on the ranks and their machines alone.
   //   buffer  [reduction_bytes(rows, values)] of kByte on the device of `rows`; undefined for 0
-  virtual SentBytes reduce(const at::Tensor& rows, const at::Tensor& buffer,
-                           const RowValues& values, UseRows use, Operation& operation) = 0;
+  virtual SentBytes reduce(const Rows& rows, const at::Tensor& buffer, const RowValues& values,
+                           UseRows use, Operation& operation) = 0;
   // Returns the size of the buffer that reduce() needs.
-  virtual int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values) const = 0;
+  virtual int64_t reduction_bytes(const Rows& rows, const RowValues& values) const = 0;
 
   // Collective. Row r of `rows` becomes rank r's own row, in place. Only each row need be
   // contiguous.
-  virtual SentBytes gather(const at::Tensor& rows, Operation& operation) = 0;
+  virtual SentBytes gather(const Rows& rows, Operation& operation) = 0;
 
   // Collective. In place: `values` has the result when the operation has received. `op` is SUM, MAX
   // or BOR.
@@ -120,6 +121,12 @@ class BackendExchange : public RowExchange {
   bool over_links() const { return ranks_.over_links; }
   int name_of(int peer) const { return ranks_.names.empty() ? peer : ranks_.names.at(peer); }
   SentBytes sent(int64_t bytes) const { return {bytes, ranks_.over_links ? bytes : 0}; }
+  // Returns the size of the own row, which every peer sends in reduce() and receives in gather().
+  int64_t own_bytes(const Rows& rows) const;
+  // Returns the size of the rows for peers.
+  int64_t bytes_to_peers(const Rows& rows) const;
+  // Returns the part of reduce()'s buffer for the rows of all ranks: [world_size, n].
+  at::Tensor received_in(const at::Tensor& buffer, const Rows& rows) const;
 
  private:
   const BackendPtr backend_;

@@ -25,6 +25,11 @@ constexpr int64_t kAlignment = 64;
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
+const at::Tensor& matrix(const Rows& rows) {
+  TORCH_INTERNAL_ASSERT(rows.equal(), "rows of different lengths have one level");
+  return rows.values();
+}
+
 int64_t row_bytes(const at::Tensor& rows) {
   return static_cast<int64_t>(rows.nbytes()) / rows.size(0);
 }
@@ -165,8 +170,8 @@ TwoLevelExchange::Buffers TwoLevelExchange::split(const at::Tensor& rows, const 
   return result;
 }
 
-int64_t TwoLevelExchange::reduction_bytes(const at::Tensor& rows, const RowValues& values) const {
-  return split(rows, {}, values).bytes;
+int64_t TwoLevelExchange::reduction_bytes(const Rows& rows, const RowValues& values) const {
+  return split(matrix(rows), {}, values).bytes;
 }
 
 namespace {
@@ -218,8 +223,9 @@ void sum_packed(const RowFormat* format, const SummandRows& places, int64_t row_
 
 }  // namespace
 
-SentBytes TwoLevelExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer,
+SentBytes TwoLevelExchange::reduce(const Rows& all, const at::Tensor& buffer,
                                    const RowValues& values, UseRows use, Operation& operation) {
+  const at::Tensor& rows = matrix(all);
   const auto buffers = std::make_shared<const Buffers>(split(rows, buffer, values));
   const RowFormat* format = values.format;
   SentBytes sent;
@@ -286,7 +292,8 @@ void gather_packed(RowExchange& inside, const at::Tensor& rows,
 
 }  // namespace
 
-SentBytes TwoLevelExchange::gather(const at::Tensor& rows, Operation& operation) {
+SentBytes TwoLevelExchange::gather(const Rows& all, Operation& operation) {
+  const at::Tensor& rows = matrix(all);
   SentBytes sent;
   const int here = place_.machine;
   const Level first = [&](Operation& part) {

@@ -15,6 +15,8 @@
 // machines, and for backends that launch kernels, rows are first copied into the order of places,
 // so that one exchange serves all machines.
 //
+// Rows have one length here.
+//
 // The order of a sum depends on the topology alone: over every transport that hands on rows as they
 // were sent, the bits are the same.
 #pragma once
@@ -50,10 +52,10 @@ class TwoLevelExchange : public RowExchange {
 
   SentBytes exchange(const at::Tensor& rows, const at::Tensor& received,
                      Operation& operation) override;
-  SentBytes reduce(const at::Tensor& rows, const at::Tensor& buffer, const RowValues& values,
-                   UseRows use, Operation& operation) override;
-  int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values) const override;
-  SentBytes gather(const at::Tensor& rows, Operation& operation) override;
+  SentBytes reduce(const Rows& rows, const at::Tensor& buffer, const RowValues& values, UseRows use,
+                   Operation& operation) override;
+  int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
+  SentBytes gather(const Rows& rows, Operation& operation) override;
   SentBytes all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                        Operation& operation) override;
   int64_t all_reduce_bytes(const at::Tensor& values) const override;

@@ -11,65 +11,83 @@ namespace {
 
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
-bool summed_by_backend(const at::Tensor& rows) { return rows.scalar_type() == at::kFloat; }
+bool summed_by_backend(const Rows& rows) {
+  return rows.equal() && rows.values().scalar_type() == at::kFloat;
+}
 
 }  // namespace
 
-void WholeExchange::start_all_to_all(const at::Tensor& rows, const at::Tensor& received,
+void WholeExchange::start_all_to_all(const Rows& rows, const at::Tensor& received,
                                      Operation& operation) {
-  at::Tensor from = rows;
+  at::Tensor from = rows.values();
   at::Tensor into = received;
-  std::vector<int64_t> equal_splits;
+  std::vector<int64_t> sent_sizes, received_sizes;  // empty: equal
+  if (!rows.equal()) {
+    for (int r = 0; r < world_size(); ++r) sent_sizes.push_back(rows.lengths().numel(r));
+    received_sizes.assign(world_size(), sent_sizes[rank()]);
+    into = received.view({-1});
+  }
   c10d::AllToAllOptions options;
   options.timeout = timeout();
   operation.on_success([rows, received] {});
-  operation.add_whole(backend().alltoall_base(into, from, equal_splits, equal_splits, options),
-                      !rows.is_cpu());
+  operation.add_whole(backend().alltoall_base(into, from, received_sizes, sent_sizes, options),
+                      !from.is_cpu());
 }
 
 SentBytes WholeExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
                                   Operation& operation) {
   start_all_to_all(rows, received, operation);
-  return sent((world_size() - 1) * bytes_of(rows) / world_size());
+  return sent(bytes_to_peers(rows));
 }
 
-int64_t WholeExchange::reduction_bytes(const at::Tensor& rows, const RowValues& /*values*/) const {
-  return summed_by_backend(rows) ? bytes_of(rows) / world_size() : bytes_of(rows);
+int64_t WholeExchange::reduction_bytes(const Rows& rows, const RowValues& /*values*/) const {
+  return (summed_by_backend(rows) ? 1 : world_size()) * own_bytes(rows);
 }
 
-SentBytes WholeExchange::reduce(const at::Tensor& rows, const at::Tensor& buffer,
+SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
                                 const RowValues& /*values*/, UseRows use, Operation& operation) {
+  at::Tensor from = rows.values();
+  const at::Tensor own = rows.row(rank());
   SummandRows summands;
-  summands.dtype = rows.scalar_type();
-  at::Tensor received = buffer.view(rows.scalar_type());
+  summands.dtype = from.scalar_type();
   if (summed_by_backend(rows)) {
-    at::Tensor from = rows;
+    at::Tensor received = buffer.view(from.scalar_type());
     c10d::ReduceScatterOptions options;
     options.reduceOp = c10d::ReduceOp::SUM;
     options.timeout = timeout();
-    operation.on_success([rows, received] {});
-    operation.add_whole(backend()._reduce_scatter_base(received, from, options), !rows.is_cpu());
+    operation.on_success([from, received] {});
+    operation.add_whole(backend()._reduce_scatter_base(received, from, options), !from.is_cpu());
     summands.own_row = received.const_data_ptr();
   } else {
-    start_all_to_all(rows, received.view(rows.sizes()), operation);
-    summands.count = rows.size(0);
+    const at::Tensor received = received_in(buffer, rows);
+    start_all_to_all(rows, received, operation);
+    summands.count = world_size();
     summands.received = received.const_data_ptr();
-    summands.own_row = rows.select(0, rank()).const_data_ptr();
+    summands.own_row = own.const_data_ptr();
     summands.own = rank();
   }
-  operation.on_received([summands, use = std::move(use)] { use(summands); });
-  return sent((world_size() - 1) * bytes_of(rows) / world_size());
+  if (own.numel() > 0) {
+    operation.on_received([summands, use = std::move(use)] { use(summands); });
+  }
+  return sent(bytes_to_peers(rows));
 }
 
-SentBytes WholeExchange::gather(const at::Tensor& rows, Operation& operation) {
-  at::Tensor all = rows.contiguous();
-  at::Tensor own = rows.select(0, rank());
+SentBytes WholeExchange::gather(const Rows& rows, Operation& operation) {
+  if (!rows.equal()) {
+    for (const int64_t r : rows.lengths().filled()) {
+      start_broadcast(rows.row(r), static_cast<int>(r), operation);
+    }
+    return sent((world_size() - 1) * own_bytes(rows));
+  }
+  const at::Tensor& values = rows.values();
+  at::Tensor all = values.contiguous();
+  at::Tensor own = values.select(0, rank());
   c10d::AllgatherOptions options;
   options.timeout = timeout();
-  if (!all.is_same(rows)) operation.on_received([rows, all] { rows.copy_(all); });
-  operation.on_success([rows, all] {});
-  operation.add_whole(backend()._allgather_base(all, own, options), !rows.is_cpu());
-  return sent((world_size() - 1) * bytes_of(rows) / world_size());
+  if (!all.is_same(values)) operation.on_received([values, all] { values.copy_(all); });
+  operation.on_success([values, all] {});
+  operation.add_whole(backend()._allgather_base(all, own, options), !values.is_cpu());
+  return sent((world_size() - 1) * own_bytes(rows));
 }
 
 int64_t WholeExchange::all_reduce_bytes(const at::Tensor& values) const {
@@ -87,13 +105,17 @@ SentBytes WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::Re
   return sent(all_reduce_bytes(values));
 }
 
-SentBytes WholeExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
+void WholeExchange::start_broadcast(const at::Tensor& tensor, int source, Operation& operation) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = source;
   options.timeout = timeout();
   operation.on_success([tensor] {});
   operation.add_whole(backend().broadcast(tensors, options), !tensor.is_cpu());
+}
+
+SentBytes WholeExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
+  start_broadcast(tensor, source, operation);
   return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
 }
 

@@ -15,12 +15,14 @@ class WholeExchange : public BackendExchange {
 
   SentBytes exchange(const at::Tensor& rows, const at::Tensor& received,
                      Operation& operation) override;
-  // Passes one row to `use` for fp32: the result of the backend's reduce-scatter. For other dtypes,
-  // whose partial sums the backend would round, passes the rows of all ranks in rank order.
-  SentBytes reduce(const at::Tensor& rows, const at::Tensor& buffer, const RowValues& values,
-                   UseRows use, Operation& operation) override;
-  int64_t reduction_bytes(const at::Tensor& rows, const RowValues& values) const override;
-  SentBytes gather(const at::Tensor& rows, Operation& operation) override;
+  // Passes one row to `use` for fp32 rows of one length: the result of the backend's
+  // reduce-scatter. For other dtypes, whose partial sums the backend would round, and for rows of
+  // different lengths, passes the rows of all ranks in rank order.
+  SentBytes reduce(const Rows& rows, const at::Tensor& buffer, const RowValues& values, UseRows use,
+                   Operation& operation) override;
+  int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
+  // Rows of different lengths are broadcast one after the other: those that are not empty.
+  SentBytes gather(const Rows& rows, Operation& operation) override;
   SentBytes all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                        Operation& operation) override;
   int64_t all_reduce_bytes(const at::Tensor& values) const override;
@@ -28,7 +30,8 @@ class WholeExchange : public BackendExchange {
   bool waits_on_host(c10::Device device) const override { return device.is_cpu(); }
 
  private:
-  void start_all_to_all(const at::Tensor& rows, const at::Tensor& received, Operation& operation);
+  void start_all_to_all(const Rows& rows, const at::Tensor& received, Operation& operation);
+  void start_broadcast(const at::Tensor& tensor, int source, Operation& operation);
 };
 
 }  // namespace zero

@@ -4,6 +4,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <utility>
+#include <vector>
+
 #include "kernels/block_int8.h"
 #include "kernels/cast.h"
 #include "zero/memory/device_stream.h"
@@ -12,21 +15,42 @@ namespace zero {
 
 int64_t BlockInt8Wire::bytes(int64_t numel) const { return kernels::block_int8_bytes(numel); }
 
-at::Tensor BlockInt8Wire::open(int64_t world_size, int64_t row_numel, BufferPool& pool) const {
-  const at::Tensor packed = pool.take(world_size * row_numel, packed_dtype_);
+Rows BlockInt8Wire::open(const BucketRows& lengths, BufferPool& pool) const {
+  const at::Tensor packed = pool.take(lengths.total(), packed_dtype_);
   kernels::fill_zero(packed.mutable_data_ptr(), static_cast<int64_t>(packed.nbytes()),
                      current_stream(packed.device()));
-  return packed.view({world_size, row_numel});
+  return {packed, lengths};
 }
 
-at::Tensor BlockInt8Wire::encode(at::Tensor packed, BufferPool& pool) const {
-  const int64_t world_size = packed.size(0);
-  const int64_t row_bytes = bytes(packed.size(1));
-  at::Tensor rows = pool.take(world_size * row_bytes, at::kByte).view({world_size, row_bytes});
-  kernels::encode_block_int8(packed.const_data_ptr(), packed_dtype_, world_size, packed.size(1),
-                             rows.mutable_data_ptr(), current_stream(packed.device()));
-  pool.give(packed);
-  return rows;
+BucketRows BlockInt8Wire::encoded_lengths(const Rows& packed) const {
+  if (packed.equal()) return {packed.values().size(0), bytes(packed.values().size(1))};
+  const BucketRows& lengths = packed.lengths();
+  std::vector<int64_t> ends;
+  for (const int64_t r : lengths.filled()) {
+    ends.push_back((ends.empty() ? 0 : ends.back()) + bytes(lengths.numel(r)));
+  }
+  return {lengths.count(), lengths.filled(), std::move(ends)};
+}
+
+Rows BlockInt8Wire::encode(Rows packed, BufferPool& pool) const {
+  const BucketRows lengths = encoded_lengths(packed);
+  Rows encoded(pool.take(lengths.total(), at::kByte), lengths);
+  const auto stream = current_stream(packed.values().device());
+  const auto encode_rows = [&](const at::Tensor& from, int64_t rows, int64_t numel,
+                               const at::Tensor& to) {
+    kernels::encode_block_int8(from.const_data_ptr(), packed_dtype_, rows, numel,
+                               to.mutable_data_ptr(), stream);
+  };
+  if (packed.equal()) {
+    encode_rows(packed.values(), packed.values().size(0), packed.values().size(1),
+                encoded.values());
+  } else {
+    for (const int64_t r : lengths.filled()) {
+      encode_rows(packed.row(r), 1, packed.row(r).numel(), encoded.row(r));
+    }
+  }
+  pool.give(packed.values());
+  return encoded;
 }
 
 void BlockInt8Wire::decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,

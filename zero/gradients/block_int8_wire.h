@@ -22,8 +22,8 @@ class BlockInt8Wire final : public WireFormat {
   int64_t bytes(int64_t numel) const override;
   c10::ScalarType packed_dtype() const override { return packed_dtype_; }
   bool packs_in_place() const override { return false; }
-  at::Tensor open(int64_t world_size, int64_t row_numel, BufferPool& pool) const override;
-  at::Tensor encode(at::Tensor packed, BufferPool& pool) const override;
+  Rows open(const BucketRows& lengths, BufferPool& pool) const override;
+  Rows encode(Rows packed, BufferPool& pool) const override;
   void decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                       bool accumulate) const override;
   // The sum of a machine's rows is encoded once more for other machines.
@@ -31,6 +31,8 @@ class BlockInt8Wire final : public WireFormat {
   void encode_sums(const at::Tensor& sums, const at::Tensor& rows) const override;
 
  private:
+  BucketRows encoded_lengths(const Rows& packed) const;
+
   const c10::ScalarType packed_dtype_;
 };
 

@@ -12,11 +12,11 @@ int64_t ElementwiseWire::bytes(int64_t numel) const {
   return numel * static_cast<int64_t>(c10::elementSize(dtype_));
 }
 
-at::Tensor ElementwiseWire::open(int64_t world_size, int64_t row_numel, BufferPool& pool) const {
-  return pool.take(world_size * row_numel, dtype_).view({world_size, row_numel});
+Rows ElementwiseWire::open(const BucketRows& lengths, BufferPool& pool) const {
+  return {pool.take(lengths.total(), dtype_), lengths};
 }
 
-at::Tensor ElementwiseWire::encode(at::Tensor packed, BufferPool& /*pool*/) const { return packed; }
+Rows ElementwiseWire::encode(Rows packed, BufferPool& /*pool*/) const { return packed; }
 
 void ElementwiseWire::decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                                      bool accumulate) const {

@@ -17,7 +17,7 @@ namespace {
 
 struct Gather {
   int64_t bucket;
-  at::Tensor rows;
+  Rows rows;
   Pending pending;
 };
 
@@ -25,7 +25,7 @@ struct Gather {
 
 void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>& used) {
   memory_.allocate();
-  const size_t max_gathers = plan_.layout->max_gathers();
+  const size_t max_gathers = zero::max_gathers(plan_);
   const auto tensor_of = [&](int64_t p) { return used[p] != 0 ? average(p) : at::Tensor(); };
   std::deque<Gather> under_way;
   const auto finish_front = [&] {
@@ -37,9 +37,9 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
   const auto count = static_cast<int64_t>(plan_.buckets.size());
   for (int64_t b = 0; b < count; ++b) {
     if (under_way.size() == max_gathers) finish_front();
-    const at::Tensor rows = memory_.rows(b);
+    const Rows rows = memory_.rows(b);
     Communicator& group = *comms_[plan_.domain_of(b)].data;
-    const at::Tensor own = rows.select(0, group.rank());
+    const at::Tensor own = rows.row(group.rank());
     const at::Tensor& shard = reducer.shard(b);
     kernels::cast_copy(shard.const_data_ptr(), at::kFloat, own.mutable_data_ptr(),
                        own.scalar_type(), own.numel(), nullptr, current_stream(own.device()));

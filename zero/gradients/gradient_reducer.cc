@@ -126,12 +126,9 @@ void GradientReducer::gradient_ready(int64_t parameter) {
 
 const at::Tensor& GradientReducer::open(int64_t b) {
   const Bucket& bucket = plan_.buckets[b];
-  at::Tensor& packed = open_[b].packed;
-  if (!packed.defined()) {
-    packed =
-        wire_of(bucket).open(plan_.arena_of(bucket).world_size, bucket.rows.equal_numel(), pool_);
-  }
-  return packed;
+  Rows& packed = open_[b].packed;
+  if (!packed.defined()) packed = wire_of(bucket).open(bucket.rows, pool_);
+  return packed.values();
 }
 
 void GradientReducer::follow_packing(int64_t b) {
@@ -148,9 +145,9 @@ void GradientReducer::follow_packing(int64_t b) {
 void GradientReducer::encode(int64_t b) {
   Open& open = open_[b];
   const WireFormat& wire = wire_of(plan_.buckets[b]);
-  open.encoded = wire.encode(std::exchange(open.packed, at::Tensor()), pool_);
+  open.encoded = wire.encode(std::exchange(open.packed, Rows()), pool_);
   if (wire.packs_in_place()) return;
-  const auto bytes = static_cast<int64_t>(open.encoded.nbytes());
+  const auto bytes = static_cast<int64_t>(open.encoded.values().nbytes());
   unsent_bytes_ += bytes - std::exchange(open.unsent_bytes, bytes);
 }
 
@@ -198,7 +195,7 @@ void GradientReducer::send_next() {
   }
   Reduction reduction;
   reduction.wire = &wire_of(bucket);
-  reduction.rows = std::exchange(open_[b].encoded, at::Tensor());
+  reduction.rows = std::exchange(open_[b].encoded, Rows());
   unsent_bytes_ -= std::exchange(open_[b].unsent_bytes, 0);
   reduction.shard = shards_[b];
   // After reduce_over_replicas() all replicas hold their common mean: only the first of them

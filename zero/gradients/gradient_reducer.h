@@ -116,9 +116,9 @@ class GradientReducer {
     int64_t bucket = 0;
     size_t slot = 0;  // in the bucket
   };
-  struct Open {          // a bucket of the open round
-    at::Tensor packed;   // undefined until its first gradient arrives, and when encoded
-    at::Tensor encoded;  // from when it is full until it is sent
+  struct Open {    // a bucket of the open round
+    Rows packed;   // undefined until its first gradient arrives, and when encoded
+    Rows encoded;  // from when it is full until it is sent
     std::optional<c10::Stream> stream = std::nullopt;  // on a GPU: the last that packed
     int64_t missing = 0;                               // parameters not yet packed
     int64_t unsent_bytes = 0;                          // of those that are

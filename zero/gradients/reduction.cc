@@ -20,10 +20,11 @@ void sum(const Reduction& reduction, const SummandRows& rows) {
 
 void reduce_alone(const Reduction& reduction, BufferPool& pool) {
   SummandRows own;
-  own.dtype = reduction.rows.scalar_type();
-  own.own_row = reduction.rows.const_data_ptr();
+  const at::Tensor& values = reduction.rows.values();
+  own.dtype = values.scalar_type();
+  own.own_row = values.const_data_ptr();
   sum(reduction, own);
-  pool.give(reduction.rows);
+  pool.give(values);
 }
 
 Exchange start_exchange(Reduction reduction, BufferPool& pool) {
@@ -42,7 +43,7 @@ void finish_exchange(Exchange& exchange, BufferPool& pool) {
   const TraceRange range("reduce", exchange.reduction.bucket);
   exchange.pending.wait();
   if (exchange.buffer.defined()) pool.give(exchange.buffer);
-  pool.give(exchange.reduction.rows);
+  pool.give(exchange.reduction.rows.values());
 }
 
 void end_group(Communicator& group, const std::exception_ptr& error) {

@@ -19,12 +19,12 @@ namespace zero {
 // One bucket on its way.
 struct Reduction {
   const WireFormat* wire = nullptr;  // outlives the reduction
-  at::Tensor rows;   // [world_size, n] as encoded by `wire`, from the pool; given back when done
-  at::Tensor shard;  // [row_numel] fp32
-  bool accumulate = false;        // add to the shard, or assign it
-  float scale = 1.0F;             // factor after the sum
-  Communicator* group = nullptr;  // null or of one rank: nothing is sent
-  int64_t bucket = 0;             // for errors and traces
+  Rows rows;                         // as encoded by `wire`, from the pool; given back when done
+  at::Tensor shard;                  // fp32, of as many elements as the own row has gradients
+  bool accumulate = false;           // add to the shard, or assign it
+  float scale = 1.0F;                // factor after the sum
+  Communicator* group = nullptr;     // null or of one rank: nothing is sent
+  int64_t bucket = 0;                // for errors and traces
 };
 
 // A Reduction whose rows are being sent.

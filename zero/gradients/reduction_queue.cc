@@ -78,7 +78,7 @@ void ReductionQueue::start_waiting(Lock& lock) {
       if (!error_) error_ = error;
       waiting_.clear();
     } else {
-      bytes_under_way_ += static_cast<int64_t>(exchange.reduction.rows.nbytes());
+      bytes_under_way_ += static_cast<int64_t>(exchange.reduction.rows.values().nbytes());
       under_way_.push_back(std::move(exchange));
     }
     changed_.notify_all();
@@ -90,7 +90,7 @@ void ReductionQueue::start_waiting(Lock& lock) {
 void ReductionQueue::finish_front(Lock& lock) {
   // References into a deque stay valid while others push at its end.
   Exchange& exchange = under_way_.front();
-  const auto bytes = static_cast<int64_t>(exchange.reduction.rows.nbytes());
+  const auto bytes = static_cast<int64_t>(exchange.reduction.rows.values().nbytes());
   lock.unlock();
   std::exception_ptr error;
   try {

@@ -44,7 +44,7 @@ void StreamReductions::enqueue(Reduction reduction) {
     exchange_stream_ = new_stream(device);
     sum_stream_ = new_stream(device);
   }
-  const auto bytes = static_cast<int64_t>(reduction.rows.nbytes());
+  const auto bytes = static_cast<int64_t>(reduction.rows.values().nbytes());
   make_wait(*exchange_stream_, current_torch_stream(device));
   Exchange exchange;
   {

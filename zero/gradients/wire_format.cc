@@ -22,6 +22,13 @@ int64_t sum_of_largest(std::vector<int64_t> bytes, size_t count) {
   return std::accumulate(bytes.begin(), end, int64_t{0});
 }
 
+int64_t encoded_bytes(const BucketRows& rows, const WireFormat& wire) {
+  if (rows.equal()) return rows.count() * wire.bytes(rows.equal_numel());
+  int64_t bytes = 0;
+  for (const int64_t r : rows.filled()) bytes += wire.bytes(rows.numel(r));
+  return bytes;
+}
+
 }  // namespace
 
 void check_wire_options(const ZeroOptions& options, c10::Device device) {
@@ -64,7 +71,7 @@ int64_t buffer_bytes(const Plan& plan, const WireFormats& wires, size_t buffers)
   std::vector<int64_t> encoded, packed;
   for (const Bucket& bucket : plan.buckets) {
     const WireFormat& wire = *wires[bucket.arena];
-    encoded.push_back(plan.arena_of(bucket).world_size * wire.bytes(bucket.rows.equal_numel()));
+    encoded.push_back(encoded_bytes(bucket.rows, wire));
     if (wire.packs_in_place()) continue;
     packed.push_back(plan.bucket_numel(bucket) *
                      static_cast<int64_t>(c10::elementSize(wire.packed_dtype())));

@@ -6,7 +6,7 @@
 // into a gradient shard. Exchanges see encoded rows as bytes. A new format is one more class, an
 // option that asks for it, and a line in wire_format.cc.
 //
-//   open() -> packed [world_size, row], gradients are copied into it -> encode() -> exchange
+//   open() -> packed rows, gradients are copied into it -> encode() -> exchange
 //   -> the row of every rank -> decode_and_sum() -> shard (+)= scale * sum, in fp32
 //
 // Formats hold no state. Their functions may be called from several threads at a time; they run on
@@ -40,16 +40,16 @@ class WireFormat : public RowFormat {
   // and a bucket needs no second buffer.
   virtual bool packs_in_place() const = 0;
 
-  // Takes memory from `pool` to pack a bucket into: [world_size, row_numel] of packed_dtype(). The
+  // Takes memory from `pool` to pack a bucket into: rows of these lengths, of packed_dtype(). The
   // caller writes a gradient, or zeros, for every parameter of the bucket, and leaves padding as it
   // is: open() clears the memory in formats whose padding has an effect on other values.
-  virtual at::Tensor open(int64_t world_size, int64_t row_numel, BufferPool& pool) const = 0;
+  virtual Rows open(const BucketRows& lengths, BufferPool& pool) const = 0;
 
-  // Takes over what open() returned, once it is full. Returns the encoded rows, [world_size, n]
-  // contiguous, where a row has bytes(row_numel) bytes; the caller gives them back to `pool`.
-  // Their dtype is that of their elements if adding up rows element by element is the same as
-  // decode_and_sum(), so that an exchange may add some of them in fp32; else kByte.
-  virtual at::Tensor encode(at::Tensor packed, BufferPool& pool) const = 0;
+  // Takes over what open() returned, once it is full. Returns the encoded rows, where one of n
+  // gradients has bytes(n) bytes; the caller gives their values back to `pool`. Their dtype is that
+  // of their elements if adding up rows element by element is the same as decode_and_sum(), so that
+  // an exchange may add some of them in fp32; else kByte.
+  virtual Rows encode(Rows packed, BufferPool& pool) const = 0;
 
   // shard = scale * (row 0 + row 1 + ...), or shard += that product with `accumulate`. `rows` are
   // encoded rows or, unless those are kByte, partial sums of them in fp32. Decoded values are added

@@ -10,6 +10,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+#include <c10/util/accumulate.h>
 #include <torch/optim/serialize.h>
 
 #include <algorithm>
@@ -18,7 +19,9 @@
 #include <memory>
 #include <utility>
 
+#include "zero/inner/class_adapter.h"
 #include "zero/inner/exact_scale.h"
+#include "zero/inner/registry.h"
 
 namespace zero {
 
@@ -182,6 +185,93 @@ void Adafactor::save(torch::serialize::OutputArchive& archive) const {
 
 void Adafactor::load(torch::serialize::InputArchive& archive) {
   torch::optim::serialize<AdafactorParamState, AdafactorOptions>(archive, *this);
+}
+
+namespace {
+
+constexpr StateFormat kVariance{};
+constexpr double kNoEps = -1.0;  // stands for the machine epsilon
+
+// The variances of rows and columns have a size of their own.
+class AdafactorAdapter : public ClassAdapter<Adafactor, AdafactorOptions, AdafactorParamState> {
+ public:
+  AdafactorAdapter()
+      : ClassAdapter(
+            "zero::Adafactor",
+            {option<AdafactorOptions>(
+                 "lr", [](auto& o) -> auto& { return o.lr(); }),
+             option<AdafactorOptions>(
+                 "beta2_decay", [](auto& o) -> auto& { return o.beta2_decay(); }),
+             {"eps1",
+              [](const AdafactorOptions& o) { return std::get<0>(o.eps()).value_or(kNoEps); },
+              [](AdafactorOptions& o, double value) {
+                std::get<0>(o.eps()) =
+                    value == kNoEps ? std::nullopt : std::optional<double>(value);
+              }},
+             option<AdafactorOptions>(
+                 "eps2", [](auto& o) -> auto& { return std::get<1>(o.eps()); }),
+             option<AdafactorOptions>(
+                 "d", [](auto& o) -> auto& { return o.d(); }),
+             option<AdafactorOptions>(
+                 "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
+             option<AdafactorOptions>(
+                 "maximize", [](auto& o) -> auto& { return o.maximize(); })},
+            {state_tensor<AdafactorParamState>(
+                "variance", [](auto& s) -> auto& { return s.variance(); }, kVariance,
+                Needed::kWithSomeOptions)},
+            [](AdafactorParamState& s) -> int64_t& { return s.step(); }) {}
+
+  bool needs_whole_parameters() const override { return true; }
+
+  void visit_tensors(const State& state, const VisitTensor& visit) const override {
+    ClassAdapter::visit_tensors(state, visit);
+    const auto& own = static_cast<const AdafactorParamState&>(state);
+    if (own.row_var().defined()) visit("row_var", own.row_var());
+    if (own.col_var().defined()) visit("col_var", own.col_var());
+  }
+
+  InnerState read_state(const Optimizer& optimizer, const State& state,
+                        const at::Tensor& parameter) const override {
+    InnerState result = ClassAdapter::read_state(optimizer, state, parameter);
+    const auto& own = static_cast<const AdafactorParamState&>(state);
+    if (own.row_var().defined()) result.uncut.emplace_back("row_var", own.row_var().reshape({-1}));
+    if (own.col_var().defined()) result.uncut.emplace_back("col_var", own.col_var().reshape({-1}));
+    return result;
+  }
+
+  std::unique_ptr<State> make_state(Optimizer& optimizer, int64_t group,
+                                    const at::Tensor& parameter,
+                                    const InnerState& content) const override {
+    InnerState cut = content;
+    cut.uncut.clear();
+    auto state = ClassAdapter::make_state(optimizer, group, parameter, cut);
+    auto& own = static_cast<AdafactorParamState&>(*state);
+    const bool factored = parameter.dim() > 1;
+    TORCH_CHECK(own.variance().defined() != factored && content.uncut.size() == (factored ? 2 : 0),
+                "state of zero::Adafactor: expected ",
+                factored ? "row_var and col_var" : "variance", " of a parameter of shape ",
+                parameter.sizes(), ", got others");
+    for (const auto& [name, tensor] : content.uncut) {
+      std::vector<int64_t> sizes = parameter.sizes().vec();
+      sizes[sizes.size() - (name == "row_var" ? 1 : 2)] = 1;
+      TORCH_CHECK((name == "row_var" || name == "col_var") && tensor.scalar_type() == at::kFloat &&
+                      tensor.numel() == c10::multiply_integers(sizes),
+                  "state ", name, " of zero::Adafactor: expected row_var or col_var of ",
+                  c10::multiply_integers(sizes), " elements of Float, got ", tensor.numel(), " of ",
+                  tensor.scalar_type());
+      (name == "row_var" ? own.row_var() : own.col_var()) = tensor.view(sizes);
+    }
+    TORCH_CHECK(own.row_var().defined() == factored && own.col_var().defined() == factored,
+                "state of zero::Adafactor: expected row_var and col_var, got one of them twice");
+    return state;
+  }
+};
+
+}  // namespace
+
+const OptimizerAdapter& adafactor_adapter() {
+  static const AdafactorAdapter adapter;
+  return adapter;
 }
 
 }  // namespace zero

@@ -21,10 +21,13 @@ namespace zero {
 
 // The state of a parameter, or of a piece of one, in the form that checkpoints store and cut.
 struct InnerState {
-  // One value per element of the parameter, by the name of the accessor.
+  // One value per element of the parameter, in its shape, by the name of the accessor.
   std::vector<std::pair<std::string, at::Tensor>> tensors;
+  // Of whole parameters, and never cut: tensors of any other size. They are stored and given back
+  // as 1-D.
+  std::vector<std::pair<std::string, at::Tensor>> uncut = {};
   // One for all elements, shape [1]. Classes in the registry have "step", int64, if they count.
-  std::vector<std::pair<std::string, at::Tensor>> values;
+  std::vector<std::pair<std::string, at::Tensor>> values = {};
 };
 
 class OptimizerAdapter {
@@ -47,6 +50,12 @@ class OptimizerAdapter {
   virtual bool is_class_of(const Optimizer& optimizer) const = 0;
   virtual bool is_class_of(const Options& options) const = 0;
   virtual bool is_class_of(const State& state) const = 0;
+
+  // True if step() looks at a parameter's shape or norm, so that it computes something else on a
+  // piece of one.
+  virtual bool needs_whole_parameters() const { return false; }
+  // The cost of a step of this parameter, in a unit of the class.
+  virtual int64_t step_cost(const at::Tensor& parameter) const { return parameter.numel(); }
 
   // ---- Options ----
 

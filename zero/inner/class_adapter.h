@@ -168,6 +168,8 @@ template <typename Class, typename ClassOptions, typename ClassState>
 std::unique_ptr<torch::optim::OptimizerParamState>
 ClassAdapter<Class, ClassOptions, ClassState>::make_state(Optimizer&, int64_t, const at::Tensor&,
                                                           const InnerState& content) const {
+  TORCH_CHECK(content.uncut.empty(), "state: expected tensors that ", name_, " has, got ",
+              content.uncut.front().first);
   for (const auto& [name, tensor] : content.tensors) {
     StateFormat format;
     for (const auto& field : tensors_) {

@@ -8,27 +8,43 @@
 
 #include <charconv>
 #include <typeinfo>
+#include <utility>
 
-#include "zero/adafactor.h"
+#include "zero/combined_optimizer.h"
 #include "zero/inner/registry.h"
-#include "zero/lamb.h"
-#include "zero/muon.h"
 
 namespace zero {
 namespace {
 
-// True for the classes of this library that would compute something else on parts of parameters.
-bool needs_whole_parameters(const torch::optim::Optimizer& optimizer) {
-  return dynamic_cast<const Muon*>(&optimizer) != nullptr ||
-         dynamic_cast<const Lamb*>(&optimizer) != nullptr ||
-         dynamic_cast<const Adafactor*>(&optimizer) != nullptr;
+std::string name_of(const torch::optim::Optimizer& optimizer) {
+  const std::string name = adapter_of(optimizer).name();
+  return name.empty() ? c10::demangle(typeid(optimizer).name()) : name;
+}
+
+const torch::optim::Optimizer& part_of(const torch::optim::Optimizer& optimizer, int64_t group) {
+  const auto* combined = dynamic_cast<const CombinedOptimizer*>(&optimizer);
+  return combined == nullptr ? optimizer : combined->part_of(group);
 }
 
 }  // namespace
 
+std::vector<bool> needs_whole_parameters(const torch::optim::Optimizer& optimizer) {
+  std::vector<bool> result;
+  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+    result.push_back(adapter_of(optimizer, static_cast<int64_t>(g)).needs_whole_parameters());
+  }
+  return result;
+}
+
 std::string optimizer_name(const torch::optim::Optimizer& optimizer) {
-  const std::string name = adapter_of(optimizer).name();
-  return name.empty() ? c10::demangle(typeid(optimizer).name()) : name;
+  if (dynamic_cast<const CombinedOptimizer*>(&optimizer) == nullptr) return name_of(optimizer);
+  std::string text;
+  const torch::optim::Optimizer* last = nullptr;
+  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+    const torch::optim::Optimizer& part = part_of(optimizer, static_cast<int64_t>(g));
+    if (&part != std::exchange(last, &part)) text += (text.empty() ? "" : " + ") + name_of(part);
+  }
+  return text;
 }
 
 std::string known_classes(const std::string& of_torch) {
@@ -50,23 +66,35 @@ std::string known_classes(const std::string& of_torch) {
   return text + of_torch + others;
 }
 
-void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elementwise) {
+namespace {
+
+void check_class(const torch::optim::Optimizer& optimizer, bool elementwise, bool whole) {
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-              "inner optimizer: expected one that treats every element by itself, got LBFGS, which "
-              "needs dot products over all parameters and a closure per iteration; on flat "
-              "shards it would compute something else. Use ",
+              "inner optimizer: expected one that needs one parameter at a time, got LBFGS, which "
+              "needs dot products over all parameters and a closure per iteration; on the "
+              "parameters of one rank it would compute something else. Use ",
               known_classes());
-  TORCH_CHECK(!needs_whole_parameters(optimizer),
+  if (whole) return;
+  const OptimizerAdapter& adapter = adapter_of(optimizer);
+  TORCH_CHECK(!adapter.needs_whole_parameters(),
               "inner optimizer: expected one that treats every element by itself, got ",
-              optimizer_name(optimizer),
+              name_of(optimizer),
               ", which looks at whole parameters; on flat shards it would compute something else. "
-              "Use it without a ZeroOptimizer, or use ",
-              known_classes());
-  TORCH_CHECK(!adapter_of(optimizer).name().empty() || elementwise, "inner optimizer: expected ",
-              known_classes(" of torch::optim"), ", got ", optimizer_name(optimizer),
-              ". An optimizer that looks at the shape or the norm of a parameter (LAMB, Muon, "
-              "Adafactor) would compute something else on flat shards; if this one treats "
-              "every element by itself, say so with ZeroOptions().elementwise(true)");
+              "Leave out the layout of its parameter groups, or make it Layout::kWholeParameters");
+  TORCH_CHECK(!adapter.name().empty() || elementwise, "inner optimizer: expected ",
+              known_classes(" of torch::optim"), ", got ", name_of(optimizer),
+              ". If this one treats every element by itself, say so with "
+              "ZeroOptions().elementwise(true); if it looks at the shape or the norm of a "
+              "parameter, use ZeroOptions().layout(Layout::kWholeParameters)");
+}
+
+}  // namespace
+
+void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elementwise,
+                           const std::vector<bool>& whole) {
+  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+    check_class(part_of(optimizer, static_cast<int64_t>(g)), elementwise, whole[g]);
+  }
   for (const auto& item : optimizer.state()) {
     TORCH_CHECK(item.second && adapter_of(*item.second).is_unused(*item.second),
                 "inner optimizer: expected no state yet, got ", optimizer.state().size(),
@@ -77,7 +105,7 @@ void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elemen
 
 void make_initial_state(torch::optim::Optimizer& optimizer, int64_t group,
                         const at::Tensor& segment) {
-  auto state = adapter_of(optimizer).initial_state(optimizer, group, segment);
+  auto state = adapter_of(optimizer, group).initial_state(optimizer, group, segment);
   if (state) optimizer.state()[segment.unsafeGetTensorImpl()] = std::move(state);
 }
 

@@ -15,12 +15,18 @@
 
 namespace zero {
 
-// Throws c10::Error for LBFGS, Muon, Lamb and Adafactor, for a class that has no adapter of its own
-// unless `elementwise`, and for state that is not empty. State that the constructor makes, as
-// Adagrad's does, must be unused.
-void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elementwise);
+// Throws c10::Error for LBFGS; for parameter groups whose parameters are cut, while their class
+// needs whole ones, or has no adapter of its own and is not `elementwise`; and for state that is
+// not empty. State that the constructor makes, as Adagrad's does, must be unused.
+//   whole  per parameter group: true where each parameter has one owner
+void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elementwise,
+                           const std::vector<bool>& whole);
 
-// "AdamW" and so on; the demangled type for classes without an adapter of their own.
+// Per parameter group: true for a class that needs whole parameters.
+std::vector<bool> needs_whole_parameters(const torch::optim::Optimizer& optimizer);
+
+// "AdamW" and so on; the demangled type for classes without an adapter of their own. The names of
+// the parts of a CombinedOptimizer, with " + " between them.
 std::string optimizer_name(const torch::optim::Optimizer& optimizer);
 
 // The classes with an adapter: "AdamW, Adam, SGD, RMSprop or Adagrad", then `of_torch`, then those

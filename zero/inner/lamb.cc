@@ -14,7 +14,9 @@
 #include <memory>
 #include <utility>
 
+#include "zero/inner/class_adapter.h"
 #include "zero/inner/exact_scale.h"
+#include "zero/inner/registry.h"
 
 namespace zero {
 
@@ -161,6 +163,67 @@ void Lamb::save(torch::serialize::OutputArchive& archive) const {
 
 void Lamb::load(torch::serialize::InputArchive& archive) {
   torch::optim::serialize<LambParamState, LambOptions>(archive, *this);
+}
+
+namespace {
+
+constexpr StateFormat kAverage{};
+
+// No norm is negative: this stands for no bounds.
+constexpr double kNoBound = -1.0;
+
+template <size_t I>
+OptionField<LambOptions> norm_bound(const char* name) {
+  return {name,
+          [](const LambOptions& o) {
+            return o.norm_bounds() ? std::get<I>(*o.norm_bounds()) : kNoBound;
+          },
+          [](LambOptions& o, double value) {
+            if (value == kNoBound) {
+              o.norm_bounds(std::nullopt);
+              return;
+            }
+            auto bounds = o.norm_bounds().value_or(LambOptions::norm_bounds_t());
+            std::get<I>(bounds) = value;
+            o.norm_bounds(bounds);
+          }};
+}
+
+class LambAdapter : public ClassAdapter<Lamb, LambOptions, LambParamState> {
+ public:
+  LambAdapter()
+      : ClassAdapter("zero::Lamb",
+                     {option<LambOptions>(
+                          "lr", [](auto& o) -> auto& { return o.lr(); }),
+                      option<LambOptions>(
+                          "beta1", [](auto& o) -> auto& { return std::get<0>(o.betas()); }),
+                      option<LambOptions>(
+                          "beta2", [](auto& o) -> auto& { return std::get<1>(o.betas()); }),
+                      option<LambOptions>(
+                          "eps", [](auto& o) -> auto& { return o.eps(); }),
+                      option<LambOptions>(
+                          "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
+                      option<LambOptions>(
+                          "bias_correction", [](auto& o) -> auto& { return o.bias_correction(); }),
+                      norm_bound<0>("least_norm"), norm_bound<1>("largest_norm"),
+                      option<LambOptions>(
+                          "adapt", [](auto& o) -> auto& { return o.adapt(); })},
+                     {state_tensor<LambParamState>(
+                          "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); }, kAverage,
+                          Needed::kAlways),
+                      state_tensor<LambParamState>(
+                          "exp_avg_sq", [](auto& s) -> auto& { return s.exp_avg_sq(); }, kAverage,
+                          Needed::kAlways)},
+                     [](LambParamState& s) -> int64_t& { return s.step(); }) {}
+
+  bool needs_whole_parameters() const override { return true; }
+};
+
+}  // namespace
+
+const OptimizerAdapter& lamb_adapter() {
+  static const LambAdapter adapter;
+  return adapter;
 }
 
 }  // namespace zero

@@ -13,8 +13,11 @@
 #include <numeric>
 #include <utility>
 
+#include "bookkeeping/whole_parameters.h"
+#include "zero/inner/class_adapter.h"
 #include "zero/inner/exact_scale.h"
 #include "zero/inner/newton_schulz.h"
+#include "zero/inner/registry.h"
 
 namespace zero {
 
@@ -237,6 +240,67 @@ void Muon::load(torch::serialize::InputArchive& archive) {
   for (size_t g = 0; g < splits.size(); ++g) {
     static_cast<MuonOptions&>(param_groups_[g].options()).split(std::move(splits[g]));
   }
+}
+
+namespace {
+
+constexpr StateFormat kMomentum{};
+
+class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
+ public:
+  MuonAdapter()
+      : ClassAdapter(
+            "zero::Muon",
+            {option<MuonOptions>(
+                 "lr", [](auto& o) -> auto& { return o.lr(); }),
+             option<MuonOptions>(
+                 "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
+             option<MuonOptions>(
+                 "momentum", [](auto& o) -> auto& { return o.momentum(); }),
+             option<MuonOptions>(
+                 "nesterov", [](auto& o) -> auto& { return o.nesterov(); }),
+             option<MuonOptions>(
+                 "ns_a", [](auto& o) -> auto& { return std::get<0>(o.ns_coefficients()); }),
+             option<MuonOptions>(
+                 "ns_b", [](auto& o) -> auto& { return std::get<1>(o.ns_coefficients()); }),
+             option<MuonOptions>(
+                 "ns_c", [](auto& o) -> auto& { return std::get<2>(o.ns_coefficients()); }),
+             option<MuonOptions>(
+                 "eps", [](auto& o) -> auto& { return o.eps(); }),
+             option<MuonOptions>(
+                 "ns_steps", [](auto& o) -> auto& { return o.ns_steps(); }),
+             {"match_rms_adamw",
+              [](const MuonOptions& o) { return o.adjust_lr_fn() == kMatchRms ? 1.0 : 0.0; },
+              [](MuonOptions& o, double value) {
+                o.adjust_lr_fn(value != 0.0 ? kMatchRms : "original");
+              }},
+             {"ns_fp32",
+              [](const MuonOptions& o) { return o.ns_dtype() == at::kFloat ? 1.0 : 0.0; },
+              [](MuonOptions& o, double value) {
+                o.ns_dtype(value != 0.0 ? at::kFloat : at::kBFloat16);
+              }},
+             option<MuonOptions>(
+                 "batched", [](auto& o) -> auto& { return o.batched(); })},
+            {state_tensor<MuonParamState>(
+                "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); }, kMomentum,
+                Needed::kAlways)}) {}
+
+  bool needs_whole_parameters() const override { return true; }
+  // A parameter with a split may have any shape: it counts as one matrix.
+  int64_t step_cost(const at::Tensor& parameter) const override {
+    if (parameter.dim() < 2 || parameter.numel() == 0) return parameter.numel();
+    return newton_schulz_cost(parameter.size(0), parameter.numel() / parameter.size(0));
+  }
+
+ private:
+  static constexpr const char* kMatchRms = "match_rms_adamw";
+};
+
+}  // namespace
+
+const OptimizerAdapter& muon_adapter() {
+  static const MuonAdapter adapter;
+  return adapter;
 }
 
 }  // namespace zero

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/inner/registry.h"
 
+#include "zero/combined_optimizer.h"
 #include "zero/inner/serialized_state.h"
 
 namespace zero {
@@ -25,12 +26,19 @@ c10::ArrayRef<const OptimizerAdapter*> registered_adapters() {
       &rmsprop_adapter(),  //
       &adagrad_adapter(),  //
       &lion_adapter(),     //
+      &muon_adapter(),     //
+      &lamb_adapter(),     //
+      &adafactor_adapter(),
   };
   return kAdapters;
 }
 
 const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer) {
   return find(optimizer);
+}
+const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer, int64_t group) {
+  const auto* combined = dynamic_cast<const CombinedOptimizer*>(&optimizer);
+  return find(combined == nullptr ? optimizer : combined->part_of(group));
 }
 const OptimizerAdapter& adapter_of(const torch::optim::OptimizerOptions& options) {
   return find(options);

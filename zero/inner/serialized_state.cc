@@ -6,6 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 #include <torch/serialize/archive.h>
@@ -82,7 +83,8 @@ bool starts_with(const std::string& text, const std::string& start) {
 class Probe {
  public:
   Probe(torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& like)
-      : optimizer_(optimizer), scratch_(at::zeros({1}, like.options())) {
+      : optimizer_(optimizer),
+        scratch_(at::zeros(std::vector<int64_t>(like.dim(), 1), like.options())) {
     std::swap(states_, optimizer_.state());
     for (auto& g : optimizer_.param_groups()) parameters_.push_back(std::exchange(g.params(), {}));
     optimizer_.param_groups()[group].params().push_back(scratch_);
@@ -98,7 +100,7 @@ class Probe {
 
   // None if the class makes none.
   std::unique_ptr<torch::optim::OptimizerParamState> new_state() {
-    scratch_.mutable_grad() = at::zeros({1}, scratch_.options());
+    scratch_.mutable_grad() = at::zeros_like(scratch_);
     optimizer_.step();
     return std::move(optimizer_.state()[scratch_.unsafeGetTensorImpl()]);
   }
@@ -211,6 +213,8 @@ std::unique_ptr<torch::optim::OptimizerParamState> SerializedAdapter::make_state
     const InnerState& content) const {
   at::NoGradGuard no_grad;
   const std::string name = type_name(optimizer);
+  TORCH_CHECK(content.uncut.empty(), "state: expected tensors that ", name, " has, got ",
+              content.uncut.front().first);
   auto state = Probe(optimizer, group, parameter).new_state();
   TORCH_CHECK(state, "state of ", name, ": expected step() to make some, got none");
   const auto present = named_values(*state);

@@ -7,27 +7,27 @@
 namespace zero {
 
 bool is_known(const torch::optim::Optimizer& optimizer) {
-  return !adapter_of(optimizer).name().empty();
+  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+    if (adapter_of(optimizer, static_cast<int64_t>(g)).name().empty()) return false;
+  }
+  return true;
 }
 
-std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer,
+std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer, int64_t group,
                                            const at::Tensor& parameter) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
   if (found == optimizer.state().end() || !found->second) return std::nullopt;
-  return adapter_of(optimizer).read_state(optimizer, *found->second, parameter);
+  return adapter_of(optimizer, group).read_state(optimizer, *found->second, parameter);
 }
 
 std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
     torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
     const InnerState& state) {
-  return adapter_of(optimizer).make_state(optimizer, group, parameter, state);
+  return adapter_of(optimizer, group).make_state(optimizer, group, parameter, state);
 }
 
-std::vector<std::string> required_state(const std::string& optimizer_name) {
-  for (const OptimizerAdapter* adapter : registered_adapters()) {
-    if (adapter->name() == optimizer_name) return adapter->required_state();
-  }
-  return {};
+std::vector<std::string> required_state(const torch::optim::Optimizer& optimizer, int64_t group) {
+  return adapter_of(optimizer, group).required_state();
 }
 
 std::vector<std::pair<std::string, double>> stored_option_values(

@@ -20,12 +20,12 @@
 
 namespace zero {
 
-// True for a class with an adapter of its own.
+// True for a class with an adapter of its own, and for a CombinedOptimizer of such.
 bool is_known(const torch::optim::Optimizer& optimizer);
 
-// None where the optimizer has no state for `parameter`. Throws c10::Error for state
-// that cannot be stored; see OptimizerAdapter::read_state().
-std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer,
+// None where the optimizer has no state for `parameter`, of parameter group `group`. Throws
+// c10::Error for state that cannot be stored; see OptimizerAdapter::read_state().
+std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer, int64_t group,
                                            const at::Tensor& parameter);
 // Returns the state that `optimizer` would keep for `parameter`, of parameter group `group`, in
 // that state. May take over the tensors, and leaves `optimizer` as it was. Throws c10::Error for a
@@ -34,9 +34,9 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
     torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
     const InnerState& state);
 
-// The names that a step reads of a parameter that has any state, by the name of the class: tensors
-// and "step". Empty for classes without an adapter of their own.
-std::vector<std::string> required_state(const std::string& optimizer_name);
+// The names that a step reads of a parameter of group `group` that has any state: tensors and
+// "step". Empty for classes without an adapter of their own.
+std::vector<std::string> required_state(const torch::optim::Optimizer& optimizer, int64_t group);
 
 // The options by name, for checkpoints.
 std::vector<std::pair<std::string, double>> stored_option_values(

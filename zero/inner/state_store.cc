@@ -6,10 +6,12 @@
 #include <ATen/ops/abs.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/round.h>
 #include <ATen/ops/sign.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
 namespace zero {
@@ -41,13 +43,15 @@ int64_t StateFormat::bytes(int64_t numel) const {
 }
 
 at::Tensor StateFormat::zeros(const at::Tensor& segment) const {
-  const int64_t numel = segment.numel();
-  return at::zeros({block == 1 ? numel : bytes(numel)}, stored_options(segment, *this));
+  const auto options = stored_options(segment, *this);
+  if (block == 1) return at::zeros_like(segment, options, at::MemoryFormat::Preserve);
+  return at::zeros({bytes(segment.numel())}, options);
 }
 
 at::Tensor StateFormat::empty(const at::Tensor& segment) const {
-  const int64_t numel = segment.numel();
-  return at::empty({block == 1 ? numel : bytes(numel)}, stored_options(segment, *this));
+  const auto options = stored_options(segment, *this);
+  if (block == 1) return at::empty_like(segment, options, at::MemoryFormat::Preserve);
+  return at::empty({bytes(segment.numel())}, options);
 }
 
 float* StateFormat::scales(const at::Tensor& stored) const {

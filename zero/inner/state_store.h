@@ -28,7 +28,7 @@ struct StateFormat {
 
   int64_t bytes(int64_t numel) const;
 
-  // State of the length and device of `segment`, which is 1-D.
+  // State on the device of `segment`: in its shape and memory order with block 1, else 1-D.
   at::Tensor zeros(const at::Tensor& segment) const;
   at::Tensor empty(const at::Tensor& segment) const;
 

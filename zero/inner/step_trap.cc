@@ -9,8 +9,9 @@ namespace zero {
 
 InnerStepTrap::InnerStepTrap(torch::optim::Optimizer& inner)
     : inner_(inner),
-      parameter_(at::zeros({1}, at::TensorOptions().dtype(at::kFloat))),
-      gradient_(at::ones({1}, parameter_.options())),
+      // A matrix, since some classes take nothing else.
+      parameter_(at::zeros({1, 1}, at::TensorOptions().dtype(at::kFloat))),
+      gradient_(at::ones({1, 1}, parameter_.options())),
       value_(parameter_.mutable_data_ptr<float>()),
       gradient_value_(gradient_.mutable_data_ptr<float>()) {
   inner_.param_groups()[0].params().push_back(parameter_);

@@ -22,43 +22,47 @@ char* mutable_address(const at::Tensor& tensor, int64_t element) {
 }  // namespace
 
 void BucketMemory::allocate() {
-  if (!plan_.layout->in_place() || !flat_.empty()) return;
+  if (!flat_.empty()) return;
   for (const Arena& arena : plan_.arenas) {
+    flat_.emplace_back();
+    if (!arena.layout->in_place()) continue;
     const auto bytes = arena.numel * static_cast<int64_t>(c10::elementSize(arena.dtype));
-    flat_.push_back(pool_.allocate(bytes).zero_().view(arena.dtype));
+    flat_.back() = pool_.allocate(bytes).zero_().view(arena.dtype);
   }
 }
 
-at::Tensor BucketMemory::rows(int64_t bucket_index) {
+Rows BucketMemory::rows(int64_t bucket_index) {
   const Bucket& bucket = plan_.buckets[bucket_index];
   const Arena& arena = plan_.arena_of(bucket);
   const int64_t numel = plan_.bucket_numel(bucket);
-  const at::Tensor flat = plan_.layout->in_place()
-                              ? flat_[bucket.arena].narrow(0, bucket.begin, numel)
-                              : pool_.take(numel, arena.dtype);
-  return flat.view({arena.world_size, bucket.rows.equal_numel()});
+  const at::Tensor values = arena.layout->in_place()
+                                ? flat_[bucket.arena].narrow(0, bucket.begin, numel)
+                                : pool_.take(numel, arena.dtype);
+  return {values, bucket.rows};
 }
 
-void BucketMemory::publish(int64_t bucket_index, const at::Tensor& rows,
+void BucketMemory::publish(int64_t bucket_index, const Rows& rows,
                            c10::function_ref<at::Tensor(int64_t)> tensor_of) {
-  if (plan_.layout->in_place()) return;
   const Bucket& bucket = plan_.buckets[bucket_index];
+  if (plan_.layout_of(bucket).in_place()) return;
   std::vector<at::Tensor> tensors;
   for (const Slot& slot : bucket.slots) tensors.push_back(tensor_of(slot.parameter));
-  copy_out_of_bucket(plan_, bucket, rows, tensors);
-  pool_.give(rows);
+  copy_out_of_bucket(plan_, bucket, rows.values(), tensors);
+  pool_.give(rows.values());
 }
 
 at::Tensor BucketMemory::place(int64_t parameter, at::IntArrayRef sizes,
                                at::IntArrayRef strides) const {
-  if (!plan_.layout->in_place()) return {};
-  return flat_[plan_.parameter_arena[parameter]].as_strided(sizes, strides,
-                                                            plan_.parameter_offset[parameter]);
+  const int64_t arena = plan_.parameter_arena[parameter];
+  if (!plan_.arenas[arena].layout->in_place()) return {};
+  return flat_[arena].as_strided(sizes, strides, plan_.parameter_offset[parameter]);
 }
 
 int64_t BucketMemory::bytes() const {
   int64_t bytes = 0;
-  for (const at::Tensor& flat : flat_) bytes += static_cast<int64_t>(flat.nbytes());
+  for (const at::Tensor& flat : flat_) {
+    if (flat.defined()) bytes += static_cast<int64_t>(flat.nbytes());
+  }
   return bytes;
 }
 

@@ -4,8 +4,8 @@
 // Memory seen as the buckets of a plan, and the copies between a bucket and the
 // parameters it holds.
 //
-// With a layout that is in place there is one flat tensor per arena, and a bucket is a part of it.
-// With others a bucket is a pool buffer until it is published.
+// An arena whose layout is in place has one flat tensor, and a bucket is a part of it. With other
+// layouts a bucket is a pool buffer until it is published.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +16,7 @@
 
 #include "bookkeeping/plan.h"
 #include "zero/memory/buffer_pool.h"
+#include "zero/rows.h"
 
 namespace zero {
 
@@ -24,21 +25,21 @@ class BucketMemory {
   // References must outlive it. Allocates nothing.
   BucketMemory(const Plan& plan, BufferPool& pool) : plan_(plan), pool_(pool) {}
 
-  // In place: makes the flat tensors, zeros in their arena's dtype, in memory like the pool's,
-  // unless they are there.
+  // In place: makes the flat tensor of an arena, zeros in their arena's dtype, in memory like the
+  // pool's, unless they are there.
   void allocate();
 
-  // [world_size, row] in the arena's dtype, to be ended with publish(). In place: a view of the
+  // The rows of a bucket in the arena's dtype, to be ended with publish(). In place: a view of the
   // flat tensor. Else: unspecified contents.
-  at::Tensor rows(int64_t bucket);
+  Rows rows(int64_t bucket);
   // Copies `rows` to the tensors of the bucket's parameters, as copy_out_of_bucket() does, and
   // gives their buffer back. In place: does nothing, since the places hold them already.
-  void publish(int64_t bucket, const at::Tensor& rows,
+  void publish(int64_t bucket, const Rows& rows,
                c10::function_ref<at::Tensor(int64_t parameter)> tensor_of);
 
   // In place: the part of the flat tensor that holds one parameter. Else: undefined.
   at::Tensor place(int64_t parameter, at::IntArrayRef sizes, at::IntArrayRef strides) const;
-  // In place: [arena.numel] per arena. Else: empty.
+  // Per arena in place: [arena.numel]. Else: undefined. Empty before allocate().
   const std::vector<at::Tensor>& flat() const { return flat_; }
   int64_t bytes() const;  // of the flat tensors
 
@@ -48,7 +49,7 @@ class BucketMemory {
   std::vector<at::Tensor> flat_;
 };
 
-// The copies below run on the current stream. `rows` is [world_size, row], contiguous; a tensor
+// The copies below run on the current stream. `rows` is the whole bucket, contiguous; a tensor
 // holds a whole parameter in its memory order.
 
 // Writes the part of one parameter, with a cast where dtypes differ; zeros for an undefined tensor.

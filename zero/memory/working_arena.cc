@@ -37,7 +37,7 @@ WorkingArena::WorkingArena(const Plan& plan, const ParameterTable& table, Buffer
 void WorkingArena::attach(bool keep_values) {
   for (size_t i = 0; i < table_.parameters().size(); ++i) {
     const Parameter& p = table_.parameters()[i];
-    check_dense(*plan_.layout, p);
+    check_dense(*plan_.arenas[plan_.parameter_arena[i]].layout, p);
     const at::Tensor place = memory_.place(static_cast<int64_t>(i), p.tensor.sizes(), p.strides);
     if (!place.defined()) {
       restore_order(p);
@@ -51,10 +51,11 @@ void WorkingArena::attach(bool keep_values) {
 }
 
 bool WorkingArena::is_master(int64_t bucket) const {
-  return plan_.layout->is_master(plan_.arena_of(plan_.buckets[bucket]));
+  const Arena& arena = plan_.arena_of(plan_.buckets[bucket]);
+  return arena.layout->is_master(arena);
 }
 
-void WorkingArena::publish(int64_t bucket, const at::Tensor& rows) {
+void WorkingArena::publish(int64_t bucket, const Rows& rows) {
   memory_.publish(bucket, rows, [&](int64_t p) { return table_.parameters()[p].tensor; });
 }
 
@@ -71,14 +72,16 @@ void WorkingArena::read_row(int64_t bucket, int64_t rank, const at::Tensor& row)
 
 std::vector<WorkingArena::Broadcast> WorkingArena::broadcasts() const {
   std::vector<Broadcast> result;
-  for (size_t a = 0; a < memory_.flat().size(); ++a) {
+  for (size_t a = 0; a < plan_.arenas.size(); ++a) {
+    if (!plan_.arenas[a].layout->in_place()) continue;
     result.push_back({memory_.flat()[a], plan_.arenas[a].domain});
   }
-  if (!result.empty()) return result;
   for (size_t i = 0; i < table_.parameters().size(); ++i) {
+    const Arena& arena = plan_.arenas[plan_.parameter_arena[i]];
+    if (arena.layout->in_place()) continue;
     const at::Tensor& tensor = table_.parameters()[i].tensor;
-    result.push_back({tensor.detach().as_strided({tensor.numel()}, {1}, tensor.storage_offset()),
-                      plan_.arenas[plan_.parameter_arena[i]].domain});
+    result.push_back(
+        {tensor.detach().as_strided({tensor.numel()}, {1}, tensor.storage_offset()), arena.domain});
   }
   return result;
 }

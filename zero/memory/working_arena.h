@@ -3,10 +3,9 @@
 //
 // The working parameters, seen as buckets.
 //
-// With a layout that is in place there is one flat tensor per arena; every working parameter
-// becomes a view of it, so that the rows of a bucket are the parameters' own memory. With others
-// the model keeps its storage; a bucket is assembled in a pool buffer and copied out to the
-// parameters.
+// An arena whose layout is in place has one flat tensor; its working parameters become views of it,
+// so that the rows of a bucket are the parameters' own memory. With other layouts the model keeps
+// its storage; a bucket is assembled in a pool buffer and copied out to the parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,12 +32,12 @@ class WorkingArena {
   // replaced; throws c10::Error when one is not dense.
   void attach(bool keep_values = true);
 
-  // [world_size, row] in the arena's dtype, to be ended with publish(). In place: the memory of
+  // The rows of a bucket in the arena's dtype, to be ended with publish(). In place: the memory of
   // the parameters. Else: a pool buffer with unspecified contents.
-  at::Tensor rows(int64_t bucket) { return memory_.rows(bucket); }
+  Rows rows(int64_t bucket) { return memory_.rows(bucket); }
   // Makes gathered rows visible in the working parameters. In place: they
   // already are.
-  void publish(int64_t bucket, const at::Tensor& rows);
+  void publish(int64_t bucket, const Rows& rows);
   // Copies what `rank` owns of the working parameters into `row`: fp32, as long as that row of the
   // bucket; padding becomes zero.
   void read_row(int64_t bucket, int64_t rank, const at::Tensor& row) const;
@@ -47,8 +46,8 @@ class WorkingArena {
     at::Tensor tensor;
     int64_t domain = 0;  // the ranks that hold it
   };
-  // The tensors that hold all managed parameters: the flat arenas, or the
-  // parameters one by one.
+  // The tensors that hold all managed parameters: flat arenas, or parameters one
+  // by one.
   std::vector<Broadcast> broadcasts() const;
 
   // True where a bucket's rows are the parameters' memory in fp32: the own row

@@ -10,6 +10,7 @@
 
 #include "zero/base/error_text.h"
 #include "zero/memory/device_stream.h"
+#include "zero/optimizer/group_layouts.h"
 
 namespace zero {
 namespace {
@@ -21,10 +22,14 @@ std::vector<int64_t> parameter_domains(const ParameterTable& table, const ShardD
 }
 
 Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
-                  const ZeroOptions& options) {
+                  const torch::optim::Optimizer& inner, const ZeroOptions& options) {
+  const std::vector<Layout> layouts = group_layouts(inner, options);
   std::vector<ParameterInfo> infos;
   for (const Parameter& p : table.parameters()) {
-    infos.push_back({p.tensor.numel(), p.tensor.scalar_type(), domains.of_group[p.group]});
+    ParameterInfo info{p.tensor.numel(), p.tensor.scalar_type(), domains.of_group[p.group]};
+    info.layout = layouts[p.group];
+    if (is_whole(layouts[p.group])) info.cost = cost_of(p, inner, options);
+    infos.push_back(info);
   }
   std::vector<int64_t> world_sizes;
   for (const ShardDomain& d : domains.list) world_sizes.push_back(d.group.world_size());
@@ -64,7 +69,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       table(std::move(parameter_table)),
       device(table.parameters().front().tensor.device()),
       domain_of(parameter_domains(table, domains)),
-      plan(make_plan_of(table, domains, options)),
+      plan(make_plan_of(table, domains, *inner, options)),
       protocol(domains, domain_of, *comms, device),
       wires(make_wire_formats(plan, options)),
       pool(device,
@@ -184,7 +189,9 @@ void ZeroOptimizer::Impl::verify_untouched() const {
 
 void ZeroOptimizer::Impl::verify_shapes() const {
   table.verify_shapes();
-  for (const Parameter& p : table.parameters()) check_dense(*plan.layout, p);
+  for (size_t i = 0; i < table.parameters().size(); ++i) {
+    check_dense(*plan.arenas[plan.parameter_arena[i]].layout, table.parameters()[i]);
+  }
 }
 
 void ZeroOptimizer::Impl::check_groups(const ParamGroups& groups) const {

@@ -113,6 +113,8 @@ class Staging {
     for (const auto& [kind, segments] : segments_with) {
       if (is_value(kind)) {
         read_values(kind, segments, states);
+      } else if (is_uncut(kind)) {
+        read_uncut(staged, kind, segments, states);
       } else {
         read_tensors(staged, kind, segments, states);
       }
@@ -123,7 +125,7 @@ class Staging {
       s.has_state = true;
       // Freed one after the other: some classes copy.
       const InnerState state = std::exchange(states[i], {});
-      if (state.tensors.empty() && state.values.empty()) continue;
+      if (state.tensors.empty() && state.uncut.empty() && state.values.empty()) continue;
       s.state = make_inner_state(inner, s.target->group, s.target->master, state);
     }
   }
@@ -138,8 +140,19 @@ class Staging {
     }
     reader_.read(kind, wanted, into);
     for (size_t n = 0; n < segments.size(); ++n) {
-      const at::Device device = staged.segments[segments[n]].target->master.device();
-      states[segments[n]].tensors.emplace_back(kind, into[n].to(device));
+      const at::Tensor& master = staged.segments[segments[n]].target->master;
+      states[segments[n]].tensors.emplace_back(kind,
+                                               in_shape_of(into[n].to(master.device()), master));
+    }
+  }
+
+  void read_uncut(const Staged& staged, const std::string& kind,
+                  const std::vector<size_t>& segments, std::vector<InnerState>& states) {
+    for (const size_t i : segments) {
+      const at::Device device = staged.segments[i].target->master.device();
+      const at::Tensor tensor = reader_.read_uncut(wanted_[i].owner, kind);
+      states[i].uncut.emplace_back(kind.substr(std::string(kUncutPrefix).size()),
+                                   tensor.to(device));
     }
   }
 
@@ -167,7 +180,7 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
   CheckpointReader reader(folder);
   CheckpointDifferences differences = find_differences(reader.manifest(), table, shards.inner());
   if (differences.same_optimizer) {
-    find_missing_state(reader.manifest(), table, differences);
+    find_missing_state(reader.manifest(), table, shards.inner(), differences);
     if (load.restore_options()) {
       find_unknown_options(reader.manifest(), shards.inner(), differences);
     }
@@ -204,7 +217,7 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
 void commit(Staged& staged, ShardOptimizer& shards) {
   torch::optim::Optimizer& inner = shards.inner();
   for (StagedSegment& s : staged.segments) {
-    s.target->master.copy_(s.master);
+    s.target->master.copy_(in_shape_of(s.master, s.target->master));
     if (!s.has_state) continue;
     if (s.state) {
       inner.state()[s.target->master.unsafeGetTensorImpl()] = std::move(s.state);

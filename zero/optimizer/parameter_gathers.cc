@@ -20,9 +20,10 @@ ParameterGathers::ParameterGathers(const Plan& plan, const ParameterTable& table
 
 void ParameterGathers::start(const std::function<void(const ShardOptimizer::RowWritten&)>& write) {
   std::deque<int64_t> under_way;
+  const size_t most = max_gathers(plan_);
   try {
-    write([&](int64_t bucket, const at::Tensor& rows) {
-      if (under_way.size() == plan_.layout->max_gathers()) {
+    write([&](int64_t bucket, const Rows& rows) {
+      if (under_way.size() == most) {
         finish_one(under_way.front());
         under_way.pop_front();
       }

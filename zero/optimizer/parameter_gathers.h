@@ -38,7 +38,7 @@ class ParameterGathers {
 
  private:
   struct Gather {
-    at::Tensor rows;  // undefined: none under way
+    Rows rows;  // undefined: none under way
     Pending pending;
   };
 

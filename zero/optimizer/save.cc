@@ -40,16 +40,23 @@ FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, 
   for (const SegmentTensors& s : shards.segments()) {
     if (!saves(s.segment.parameter)) continue;
     const std::string& owner = table.parameters()[s.segment.parameter].name;
-    file.tensors.push_back(piece(owner, "master", s.segment, s.master));
-    const auto state = read_inner_state(inner, s.master);
+    file.tensors.push_back(piece(owner, "master", s.segment, elements_of(s.master, s.master)));
+    const auto state = read_inner_state(inner, s.group, s.master);
     if (!state) continue;
-    for (const auto& list : {state->tensors, state->values}) {
-      for (const auto& [kind, tensor] : list) {
-        TORCH_CHECK(safetensors_knows(tensor.scalar_type()), "checkpoint: parameter ", owner,
-                    ": expected state ", kind, " of a dtype that safetensors has, got ",
-                    tensor.scalar_type());
-        file.tensors.push_back(piece(owner, kind, s.segment, tensor));
-      }
+    const auto add = [&](const std::string& kind, const Segment& range, const at::Tensor& tensor) {
+      TORCH_CHECK(safetensors_knows(tensor.scalar_type()), "checkpoint: parameter ", owner,
+                  ": expected state ", kind, " of a dtype that safetensors has, got ",
+                  tensor.scalar_type());
+      file.tensors.push_back(piece(owner, kind, range, tensor));
+    };
+    for (const auto& [kind, tensor] : state->tensors) {
+      add(kind, s.segment, elements_of(tensor, s.master));
+    }
+    for (const auto& [kind, tensor] : state->values) add(kind, s.segment, tensor);
+    for (const auto& [kind, tensor] : state->uncut) {
+      Segment range = s.segment;
+      range.numel = tensor.numel();
+      add(kUncutPrefix + kind, range, tensor);
     }
   }
   return file;
@@ -85,7 +92,7 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
   m.torch_version = TORCH_VERSION;
   m.world_size = comms->control->world_size();
   m.stage = options.stage();
-  m.layout = plan.layout->name();
+  m.layout = layout_names(plan);
   m.bucket_bytes = options.bucket_bytes().value_or(
       default_bucket_bytes(domains.home.world_size(), !device.is_cpu()));
   m.plan_fingerprint = plan.fingerprint();

@@ -166,16 +166,15 @@ at::Tensor ZeroOptimizer::Impl::gather_parameter(const at::Tensor& parameter, bo
   for (int64_t b : plan.parameter_buckets[index]) {
     const Bucket& bucket = plan.buckets[b];
     Communicator& ranks = *comms->domains[domain_of[index]].data;
-    at::Tensor rows = pool.take(plan.bucket_numel(bucket), at::kFloat)
-                          .view({ranks.world_size(), bucket.rows.equal_numel()});
-    rows.select(0, ranks.rank()).copy_(gradient ? reducer.shard(b) : shards.master_row(b));
+    const Rows rows(pool.take(plan.bucket_numel(bucket), at::kFloat), bucket.rows);
+    rows.row(ranks.rank()).copy_(gradient ? reducer.shard(b) : shards.master_row(b));
     ranks.gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name).wait();
     std::vector<at::Tensor> tensors(bucket.slots.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (bucket.slots[i].parameter == index) tensors[i] = result;
     }
-    copy_out_of_bucket(plan, bucket, rows, tensors);
-    pool.give(rows);
+    copy_out_of_bucket(plan, bucket, rows.values(), tensors);
+    pool.give(rows.values());
   }
   return result;
 }

@@ -29,12 +29,17 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const Parameter& p) {
 std::unique_ptr<torch::optim::OptimizerParamState> cut(const torch::optim::Optimizer& plain,
                                                        const Parameter& p, const SegmentTensors& s,
                                                        torch::optim::Optimizer& inner) {
-  auto state = read_inner_state(plain, p.tensor);
+  auto state = read_inner_state(plain, s.group, p.tensor);
   if (!state) return nullptr;
   for (auto& [name, tensor] : state->tensors) {
     TORCH_CHECK(tensor.sizes() == p.tensor.sizes(), "parameter ", p.name, ": expected ", name,
                 " of shape ", p.tensor.sizes(), ", got ", tensor.sizes());
-    tensor = in_memory_order(tensor, p).narrow(0, s.segment.begin, s.segment.numel).clone();
+    const at::Tensor elements =
+        in_memory_order(tensor, p).narrow(0, s.segment.begin, s.segment.numel).clone();
+    tensor = in_shape_of(elements, s.master);
+  }
+  for (auto& [name, tensor] : state->uncut) {
+    tensor = tensor.to(p.tensor.device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   }
   return make_inner_state(inner, s.group, s.master, *state);
 }

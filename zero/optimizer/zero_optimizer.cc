@@ -15,6 +15,7 @@
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/inner/classes.h"
+#include "zero/optimizer/group_layouts.h"
 #include "zero/optimizer/impl.h"
 
 namespace zero {
@@ -27,9 +28,6 @@ void check_options(const ZeroOptions& options) {
               "not what this library does");
   TORCH_CHECK(options.bucket_bytes().value_or(0) >= 0, "bucket_bytes: expected 0 or more, got ",
               *options.bucket_bytes());
-  TORCH_CHECK(options.layout() != Layout::kWholeParameters,
-              "layout: expected kContiguous or kPerParameter, got kWholeParameters; "
-              "bookkeeping/plan.h plans it, but its rows of unequal length cannot be exchanged");
   TORCH_CHECK(options.max_skipped_in_a_row() >= 0, "max_skipped_in_a_row: expected 0 or more, got ",
               options.max_skipped_in_a_row(), "; 0 accepts any number");
   TORCH_CHECK(options.check_replicas_every() >= 0, "check_replicas_every: expected 0 or more, got ",
@@ -132,10 +130,21 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   std::optional<ShardDomains> domains;
   std::string problem;
   std::vector<std::string> lines;
+  std::vector<Layout> layouts;
+  const auto described = [&](int64_t domain) {
+    std::vector<std::string> all = describe_parameters(*inner, *table, *domains, domain);
+    const auto here = [&](const Parameter& p) {
+      return domain < 0 || domains->of_group[p.group] == domain;
+    };
+    for (std::string& line : describe_layouts(layouts, *table, *inner, options, here)) {
+      all.push_back(std::move(line));
+    }
+    return all;
+  };
   try {
     check_options(options);
     TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
-    check_inner_optimizer(*inner, options.elementwise());
+    layouts = group_layouts(*inner, options);
     table = std::make_unique<ParameterTable>(module, inner->param_groups());
     const at::Device device = table->parameters().front().tensor.device();
     TORCH_CHECK(group.device().is_cpu() || device == group.device(),
@@ -148,14 +157,15 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
                   p.name,
                   ": expected no post-accumulate hook, got one; a parameter can belong to "
                   "one ZeroOptimizer at a time");
-      check_dense(layout_of(options.layout()), p);
+      check_dense(layout_of(layouts[p.group]), p);
     }
     domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
+    for (size_t g = 0; g < layouts.size(); ++g) {
+      if (is_whole(layouts[g])) domains->list[domains->of_group[g]].one_level = true;
+    }
     lines = describe(options, *inner, *domains);
     if (domains->uniform) {
-      for (std::string& line : describe_parameters(*inner, *table, *domains, -1)) {
-        lines.push_back(std::move(line));
-      }
+      for (std::string& line : described(-1)) lines.push_back(std::move(line));
     }
   } catch (const std::exception& error) {
     problem = error_text(error);
@@ -163,9 +173,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   const auto agree = [&] {
     check_construction(*comms->control, problem, lines);
     comms->connect(*domains, options.two_level());
-    comms->check_domains(*domains, [&](int64_t domain) {
-      return describe_parameters(*inner, *table, *domains, domain);
-    });
+    comms->check_domains(*domains, described);
     comms->agree_on_half(*domains, std::any_of(table->parameters().begin(),
                                                table->parameters().end(), [](const Parameter& p) {
                                                  return p.tensor.scalar_type() == at::kHalf;
@@ -296,7 +304,7 @@ MemoryReport ZeroOptimizer::memory() const {
   for (size_t a = 0; a < impl.plan.arenas.size(); ++a) {
     const Arena& arena = impl.plan.arenas[a];
     report.working_parameters +=
-        impl.plan.layout->full_numel(arena) * static_cast<int64_t>(c10::elementSize(arena.dtype));
+        arena.layout->full_numel(arena) * static_cast<int64_t>(c10::elementSize(arena.dtype));
   }
   report.master_parameters = impl.shards.master_bytes();
   report.optimizer_state = impl.shards.state_bytes();

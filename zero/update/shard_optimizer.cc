@@ -15,15 +15,28 @@
 
 namespace zero {
 
+namespace {
+
+std::vector<const FusedUpdate*> fused_updates(const torch::optim::Optimizer& inner, bool wanted) {
+  std::vector<const FusedUpdate*> result;
+  for (size_t g = 0; g < inner.param_groups().size(); ++g) {
+    result.push_back(wanted ? adapter_of(inner, static_cast<int64_t>(g)).fused() : nullptr);
+  }
+  return result;
+}
+
+}  // namespace
+
 ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Optimizer> inner,
                                Options options)
     : shards_(std::move(shards)),
       inner_(std::move(inner)),
-      fused_(options.fused ? adapter_of(*inner_).fused() : nullptr) {
+      fused_(fused_updates(*inner_, options.fused)) {
   at::NoGradGuard no_grad;
+  for (const FusedUpdate* fused : fused_) (fused == nullptr ? all_fused_ : none_fused_) = false;
   make_masters();
   replace_parameters();
-  if (fused_ != nullptr && options.deferred) {
+  if (all_fused_ && options.deferred) {
     counts_.emplace(static_cast<int64_t>(segments_.size()),
                     shards_.table.parameters().front().tensor.device());
   }
@@ -47,7 +60,7 @@ void ShardOptimizer::give_state() const {
     if (counts[i] == 0) {  // what it holds was never written
       inner_->state().erase(master.unsafeGetTensorImpl());
     } else {
-      fused_->set_update_count(*inner_, master, counts[i]);
+      fused(segments_[i].group)->set_update_count(*inner_, master, counts[i]);
     }
   }
 }
@@ -56,13 +69,13 @@ void ShardOptimizer::take_state() {
   if (!counts_) return;
   std::vector<int64_t> counts;
   for (const SegmentTensors& s : segments_) {
-    counts.push_back(fused_->update_count(*inner_, s.master));
+    counts.push_back(fused(s.group)->update_count(*inner_, s.master));
   }
   counts_->write(counts);
 }
 
-at::Tensor ShardOptimizer::own_row(int64_t bucket, const at::Tensor& rows) const {
-  return rows.select(0, shards_.ranks[shards_.plan.domain_of(bucket)]);
+at::Tensor ShardOptimizer::own_row(int64_t bucket, const Rows& rows) const {
+  return rows.row(shards_.ranks[shards_.plan.domain_of(bucket)]);
 }
 
 void ShardOptimizer::make_masters() {
@@ -76,10 +89,15 @@ void ShardOptimizer::make_masters() {
     }
     first_segment_.push_back(segments_.size());
     const int64_t rank = shards_.ranks[plan.domain_of(b)];
+    const bool whole = plan.layout_of(plan.buckets[b]).is_whole();
     for (const Segment& s : plan.segments(b, rank)) {
-      segments_.push_back({s, shards_.table.parameters()[s.parameter].group,
-                           master_rows_[b].narrow(0, s.offset, s.numel).detach(),
-                           shards_.reducer.shard(b).narrow(0, s.offset, s.numel)});
+      const Parameter& p = shards_.table.parameters()[s.parameter];
+      const auto view = [&](const at::Tensor& row) {
+        const at::Tensor segment = row.narrow(0, s.offset, s.numel);
+        return whole ? segment.as_strided(p.sizes, p.strides) : segment;
+      };
+      segments_.push_back(
+          {s, p.group, view(master_rows_[b]).detach(), view(shards_.reducer.shard(b))});
     }
   }
   first_segment_.push_back(segments_.size());
@@ -138,36 +156,39 @@ void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& n
     const SegmentTensors& s = segments_[i];
     updated[i] = used[s.segment.parameter];
     // Also a momentum that was switched on later has its first update then.
-    if (updated[i] != 0 && fused_->prepare_state(*inner_, s.group, s.master)) counts_->reset(i);
+    if (updated[i] != 0 && fused(s.group)->prepare_state(*inner_, s.group, s.master)) {
+      counts_->reset(i);
+    }
   }
   counts_->add(updated, nonfinite);
 }
 
 void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& used,
                                    const FusedScalars& scalars, const at::Tensor& own_row) {
-  const bool in_place = shards_.plan.layout->in_place();
+  const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
   const bool cast = in_place && !shards_.arena.is_master(bucket);
   char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
   for (auto& list : by_group_) list.clear();
+  bool whole_row = !in_place;  // a bucket assembled in a buffer also needs what was not updated
   for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) {
     const SegmentTensors& s = segments_[i];
-    if (used[s.segment.parameter] == 0) continue;
+    if (fused(s.group) == nullptr) whole_row = true;
+    if (used[s.segment.parameter] == 0 || fused(s.group) == nullptr) continue;
     by_group_[s.group].push_back({&s.master, s.gradient.const_data_ptr<float>(),
                                   cast ? row + s.segment.offset * own_row.element_size() : nullptr,
                                   counts_ ? counts_->of(i) : nullptr});
   }
   for (size_t g = 0; g < by_group_.size(); ++g) {
     if (by_group_[g].empty()) continue;
-    fused_->update(*inner_, static_cast<int64_t>(g), by_group_[g], scalars, own_row.scalar_type(),
-                   current_stream(own_row.device()));
+    fused_[g]->update(*inner_, static_cast<int64_t>(g), by_group_[g], scalars,
+                      own_row.scalar_type(), current_stream(own_row.device()));
   }
-  // A bucket assembled in a buffer also needs the rows of what was not updated.
-  if (!in_place) write_row(bucket, own_row);
+  if (whole_row) write_row(bucket, own_row);
 }
 
 void ShardOptimizer::update_inner(const std::vector<uint8_t>& used, double coefficient) {
   for (SegmentTensors& s : segments_) {
-    if (used[s.segment.parameter] == 0) {
+    if (used[s.segment.parameter] == 0 || fused(s.group) != nullptr) {
       s.master.mutable_grad().reset();
       continue;
     }
@@ -187,24 +208,25 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& 
   // The kernels read these beside the masters.
   const at::Tensor coefficient32 = coefficient.to(at::kFloat);
   FusedScalars scalars;
-  if (fused_ != nullptr) {
+  if (!none_fused_) {
     scalars.coefficient = coefficient32.const_data_ptr<float>();
     if (nonfinite.defined()) scalars.nonfinite = nonfinite.const_data_ptr<double>();
     if (counts_) count(used, nonfinite);
-  } else {
+  }
+  if (!all_fused_) {
     const TraceRange range("update");
     update_inner(used, coefficient.item<double>());
   }
   const auto count = static_cast<int64_t>(master_rows_.size());
   // Backwards: the next forward pass needs first what backward came to last.
   for (int64_t b = count - 1; b >= 0; --b) {
-    const at::Tensor rows = shards_.arena.rows(b);
+    const Rows rows = shards_.arena.rows(b);
     const at::Tensor own = own_row(b, rows);
     const TraceRange range("update", b);
-    if (fused_ != nullptr) {
-      update_bucket(b, used, scalars, own);
-    } else {
+    if (none_fused_) {
       write_row(b, own);
+    } else {
+      update_bucket(b, used, scalars, own);
     }
     written(b, rows);
   }
@@ -214,7 +236,7 @@ void ShardOptimizer::write_working(const RowWritten& written) {
   at::NoGradGuard no_grad;
   const auto count = static_cast<int64_t>(master_rows_.size());
   for (int64_t b = 0; b < count; ++b) {
-    const at::Tensor rows = shards_.arena.rows(b);
+    const Rows rows = shards_.arena.rows(b);
     write_row(b, own_row(b, rows));
     written(b, rows);
   }

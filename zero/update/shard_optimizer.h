@@ -5,8 +5,9 @@
 //
 // Classes with a fused kernel run through it, bucket by bucket: one pass that
 // clips, updates and writes the working row. Every other optimizer, and these
-// with fused(false), runs its own step() over all segments. State lives in the
-// inner optimizer's state() either way.
+// with fused(false), runs its own step() over all segments. In a
+// CombinedOptimizer each parameter group is updated as its own class says.
+// State lives in the inner optimizer's state() either way.
 //
 // On a GPU the fused path never waits to learn whether a step is skipped: the kernels read that,
 // the clip coefficient and the counts of updates from the device's memory.
@@ -35,7 +36,7 @@ class ShardOptimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
   // Receives a bucket whose own working row is complete, to be gathered.
-  using RowWritten = std::function<void(int64_t bucket, const at::Tensor& rows)>;
+  using RowWritten = std::function<void(int64_t bucket, const Rows& rows)>;
 
   // The objects that the segments are views of; they outlive the optimizer. `ranks[d]` is this
   // rank's number in domain d of the plan.
@@ -48,8 +49,9 @@ class ShardOptimizer {
   };
 
   struct Options {
-    bool fused = true;      // where the kernels exist for this class of optimizer
-    bool deferred = false;  // then update() learns on the device whether the step is skipped
+    bool fused = true;  // where the kernels exist for this class of optimizer
+    // Then update() learns on the device whether the step is skipped, if all groups are fused.
+    bool deferred = false;
   };
 
   // Takes masters from the working parameters and replaces `inner`'s
@@ -88,20 +90,25 @@ class ShardOptimizer {
   int64_t state_bytes() const;
 
  private:
+  const FusedUpdate* fused(int64_t group) const { return fused_[group]; }
   void make_masters();
   void replace_parameters();
   void count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite);
   void update_bucket(int64_t bucket, const std::vector<uint8_t>& used, const FusedScalars& scalars,
                      const at::Tensor& own_row);
+  // Runs the optimizer's own step() over the segments of groups without a fused kernel.
   void update_inner(const std::vector<uint8_t>& used, double coefficient);
   void give_state() const;
   void write_row(int64_t bucket, const at::Tensor& own_row) const;
-  at::Tensor own_row(int64_t bucket, const at::Tensor& rows) const;
+  at::Tensor own_row(int64_t bucket, const Rows& rows) const;
 
   const Shards shards_;
   std::unique_ptr<torch::optim::Optimizer> inner_;
   std::optional<InnerStepTrap> trap_;
-  const FusedUpdate* const fused_;  // null where the inner optimizer makes the update
+  // Per parameter group: null where the inner optimizer makes the update.
+  const std::vector<const FusedUpdate*> fused_;
+  bool all_fused_ = true;
+  bool none_fused_ = true;
 
   std::vector<at::Tensor> master_rows_;   // per bucket
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset

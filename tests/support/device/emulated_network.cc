@@ -16,6 +16,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>
@@ -101,8 +102,22 @@ class EmulatedBackend : public c10d::Backend {
 
   const std::string getBackendName() const override { return "emulated"; }
 
+  // With splits, all ranks must give the same for their inputs.
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>&,
-                        std::vector<int64_t>&, const c10d::AllToAllOptions&) override {
+                        std::vector<int64_t>& splits, const c10d::AllToAllOptions&) override {
+    if (!splits.empty()) {
+      const auto element = input.element_size();
+      const auto row_begin = element * static_cast<size_t>(std::accumulate(
+                                           splits.begin(), splits.begin() + getRank(), int64_t{0}));
+      const auto row = element * static_cast<size_t>(splits[getRank()]);
+      return start("alltoall", input, output, [=](const std::vector<Part>& parts, int) {
+        std::vector<char> result(parts.size() * row);
+        for (size_t r = 0; r < parts.size(); ++r) {
+          std::memcpy(result.data() + r * row, parts[r].input + row_begin, row);
+        }
+        return result;
+      });
+    }
     return start("alltoall", input, output, [](const std::vector<Part>& parts, int rank) {
       const auto row = static_cast<size_t>(parts[0].bytes) / parts.size();
       std::vector<char> result(parts.size() * row);

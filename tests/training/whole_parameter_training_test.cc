@@ -1,0 +1,270 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Optimizers that look at whole parameters, and every optimizer in the layout that keeps parameters
+// whole, beside plain torch in one process: the same bits after every step.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bookkeeping/whole_parameters.h"
+#include "tests/support/error_of.h"
+#include "tests/support/training.h"
+#include "zero/adafactor.h"
+#include "zero/combined_optimizer.h"
+#include "zero/lamb.h"
+#include "zero/muon.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+constexpr Inner kOfWholeParameters[] = {Inner::kMuon, Inner::kLamb, Inner::kAdafactor};
+
+// With the optimizers' own step(), which rounds as plain torch does.
+Training whole(Inner inner, int world_size) {
+  Training t;
+  t.inner = inner;
+  t.world_size = world_size;
+  t.reference_in_fp32 = true;
+  t.options.layout(Layout::kWholeParameters).fused(false).bucket_bytes(2000);
+  return t;
+}
+
+void expect_same_bits(const Training& t) {
+  EXPECT_EQ(differing_elements(train_on_ranks(t), train_reference(t)), 0)
+      << "inner " << static_cast<int>(t.inner) << " W " << t.world_size << " stage "
+      << t.options.stage();
+}
+
+TEST(WholeParameterTrainingTest, TwentyStepsHaveTheBitsOfOneProcess) {
+  for (const Inner inner : {Inner::kMuon, Inner::kLamb, Inner::kAdafactor, Inner::kAdamW,
+                            Inner::kSgd, Inner::kSgdMomentum}) {
+    for (const int world_size : {1, 2, 3, 4}) {
+      for (const int64_t stage : {1, 2}) {
+        Training t = whole(inner, world_size);
+        t.steps = 20;
+        t.options.stage(stage);
+        expect_same_bits(t);
+      }
+    }
+  }
+}
+
+// Muon's groups are whole and AdamW's are cut, in fp32 and in the layout that copies.
+TEST(WholeParameterTrainingTest, LayoutsMayDifferByGroup) {
+  for (const int world_size : {2, 3}) {
+    for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      Training t = whole(Inner::kMuon, world_size);
+      t.options.layout(layout);
+      expect_same_bits(t);
+      t.options.stage(1).bucket_bytes(0);
+      expect_same_bits(t);
+      t.inner = Inner::kSgdMomentum;
+      t.options.layout(1, Layout::kWholeParameters);
+      expect_same_bits(t);
+    }
+  }
+}
+
+TEST(WholeParameterTrainingTest, MicroBatchesAreAddedUpBeforeTheUpdate) {
+  for (const Inner inner : kOfWholeParameters) {
+    for (const bool no_sync : {false, true}) {
+      Training t = whole(inner, 2);
+      t.micro_batches = 3;
+      t.no_sync = no_sync;
+      // Sums of three passes over two ranks have another order than the reference's.
+      EXPECT_LT(largest_difference(train_on_ranks(t), train_reference(t)),
+                inner == Inner::kMuon ? 2e-3 : 1e-4)
+          << static_cast<int>(inner) << no_sync;
+    }
+  }
+}
+
+TEST(WholeParameterTrainingTest, LayersThatARankOrAllRanksDrop) {
+  for (const Inner inner : kOfWholeParameters) {
+    for (const int world_size : {2, 3}) {
+      Training t = whole(inner, world_size);
+      t.steps = 8;
+      t.use = [](int rank, int step, int) -> unsigned {
+        if (step == 3) return 0;                    // nobody uses anything
+        if (step == 5) return OddModelImpl::kLeft;  // all drop the rest
+        return (rank + step) % 2 == 0 ? OddModelImpl::kAll : OddModelImpl::kTrunk;
+      };
+      expect_same_bits(t);
+      t.options.stage(1);
+      expect_same_bits(t);
+    }
+  }
+}
+
+TEST(WholeParameterTrainingTest, ClippingTheWholeNorm) {
+  for (const Inner inner : kOfWholeParameters) {
+    for (const int world_size : {1, 2, 3, 4}) {
+      Training t = whole(inner, world_size);
+      t.max_norm = 0.05;
+      // The norm is added up in another order.
+      EXPECT_LT(largest_difference(train_on_ranks(t), train_reference(t)),
+                inner == Inner::kMuon ? 2e-3 : 1e-5)
+          << static_cast<int>(inner) << " " << world_size;
+    }
+  }
+}
+
+TEST(WholeParameterTrainingTest, GathersOverlapTheNextForwardPass) {
+  for (const Inner inner : kOfWholeParameters) {
+    Training t = whole(inner, 3);
+    t.options.overlap_gather(true);
+    expect_same_bits(t);
+  }
+}
+
+TEST(WholeParameterTrainingTest, SixteenBitParameters) {
+  for (const Inner inner : kOfWholeParameters) {
+    for (const bool shared_memory : {false, true}) {
+      Training t = whole(inner, 3);
+      t.dtype = at::kBFloat16;
+      t.shared_memory = shared_memory;
+      Training sharded_once = t;
+      sharded_once.world_size = 3;
+      // Masters are fp32 here and bf16 in plain torch: only ranks and layouts are compared.
+      Training cut = t;
+      cut.options.bucket_bytes(0);
+      EXPECT_EQ(differing_elements(train_on_ranks(t), train_on_ranks(cut)), 0);
+      EXPECT_LT(largest_difference(train_on_ranks(t), train_reference(t)), 0.1);
+    }
+  }
+}
+
+// The fused kernel of AdamW's groups beside the own step() of Muon's.
+TEST(WholeParameterTrainingTest, FusedGroupsBesideOthers) {
+  for (const int world_size : {1, 2, 4}) {
+    for (const c10::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      Training t = whole(Inner::kMuon, world_size);
+      t.dtype = dtype;
+      const Trajectory plain = train_on_ranks(t);
+      t.options.fused(true);
+      EXPECT_LT(largest_difference(train_on_ranks(t), plain), dtype == at::kFloat ? 1e-5 : 2e-2);
+      t.options.layout(Layout::kContiguous);
+      EXPECT_LT(largest_difference(train_on_ranks(t), plain), dtype == at::kFloat ? 1e-5 : 2e-2);
+    }
+  }
+}
+
+TEST(WholeParameterTrainingTest, MachinesExchangeInOneLevel) {
+  for (const int ranks_per_machine : {1, 2}) {
+    RunOptions options;
+    options.ranks_per_machine = ranks_per_machine;
+    Training t = whole(Inner::kMuon, 4);
+    const Trajectory expected = train_reference(t);
+    run_ranks(
+        4,
+        [&](const Group& group) {
+          EXPECT_EQ(differing_elements(train_sharded(t, group), expected), 0);
+        },
+        options);
+  }
+}
+
+struct Pair {
+  OddModel model{1};
+  std::unique_ptr<ZeroOptimizer> optimizer;
+
+  Pair(const Group& group, Inner inner, ZeroOptions options = {}) {
+    optimizer = std::make_unique<ZeroOptimizer>(*model, make_inner(inner, *model), group, options);
+  }
+  void pass(int rank, int step, double factor = 1.0) {
+    const auto seed = static_cast<uint64_t>(100 * step + rank);
+    const at::Tensor loss = model->loss(random_tensor({3, 17}, seed),
+                                        random_tensor({3, 11}, seed + 50), OddModelImpl::kAll);
+    optimizer->backward(loss * factor);
+  }
+};
+
+// A skipped step leaves parameters and momentum alone, and the next step is the one that follows.
+TEST(WholeParameterTrainingTest, AnOverflowReachesNoState) {
+  for (const Inner inner : kOfWholeParameters) {
+    run_ranks(3, [&](const Group& group) {
+      Pair with(group, inner), without(group, inner);
+      for (int step = 0; step < 4; ++step) {
+        if (step == 2) {
+          with.pass(group.rank(), step, std::numeric_limits<double>::infinity());
+          with.optimizer->clip_grad_norm_(1.0);
+          with.optimizer->step();
+          EXPECT_TRUE(with.optimizer->step_skipped());
+        }
+        for (Pair* run : {&with, &without}) {
+          run->pass(group.rank(), step);
+          run->optimizer->clip_grad_norm_(1.0);
+          run->optimizer->step();
+        }
+      }
+      const auto a = with.model->parameters(), b = without.model->parameters();
+      for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
+    });
+  }
+}
+
+// Every owner has its parameters whole, in the model's shapes, and nothing is sent for the update.
+TEST(WholeParameterTrainingTest, OwnersHoldWholeParametersAndSendNothingToUpdateThem) {
+  run_ranks(4, [](const Group& group) {
+    Pair run(group, Inner::kLamb);
+    const Plan& plan = run.optimizer->plan();
+    std::multiset<std::vector<int64_t>> expected, got;
+    const auto parameters = run.model->named_parameters();
+    // Managed parameters in registration order.
+    std::vector<at::Tensor> managed;
+    for (const auto& item : parameters) {
+      if (item.value().requires_grad()) managed.push_back(item.value());
+    }
+    for (size_t p = 0; p < managed.size(); ++p) {
+      if (plan.parameter_owner[p] == group.rank() && managed[p].numel() > 0) {
+        expected.insert(managed[p].sizes().vec());
+      }
+    }
+    run.pass(group.rank(), 0);
+    run.optimizer->clip_grad_norm_(1.0);
+    const auto before = run.optimizer->stats().data;
+    run.optimizer->step();
+    const auto after = run.optimizer->stats().data;
+    for (const auto& g : run.optimizer->inner().param_groups()) {
+      for (const at::Tensor& p : g.params()) got.insert(p.sizes().vec());
+    }
+    got.erase(got.find({1, 1}));  // of the library, which notices a step() of the user
+    EXPECT_EQ(got, expected);
+    int64_t own = 0;
+    for (const Bucket& bucket : plan.buckets) own += bucket.rows.numel(group.rank());
+    EXPECT_EQ(after.gather_bytes_sent - before.gather_bytes_sent, 3 * 4 * own);
+    EXPECT_EQ(after.exchange_bytes_sent, before.exchange_bytes_sent);
+    EXPECT_EQ(run.optimizer->memory().master_parameters, 0);  // fp32 rows are the masters
+  });
+}
+
+// The costs decide who owns what, and must agree.
+TEST(WholeParameterTrainingTest, OwnersFollowTheCosts) {
+  run_ranks(2, [](const Group& group) {
+    ZeroOptions options;
+    options.owner_cost([](c10::IntArrayRef sizes) {
+      return sizes == c10::IntArrayRef({23, 17}) ? 1000000 : 1;
+    });
+    Pair run(group, Inner::kLamb, options);
+    std::vector<ParameterInfo> infos;
+    EXPECT_FALSE(run.optimizer->plan().parameter_owner.empty());
+    options.owner_cost([&](c10::IntArrayRef) { return group.rank(); });
+    OddModel model{1};
+    expect_words(error_of([&] {
+                   ZeroOptimizer optimizer(*model, make_inner(Inner::kLamb, *model), group,
+                                           options);
+                 }),
+                 {"cost of parameter"});
+  });
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,60 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/group_layouts.h"
+
+#include <c10/util/Exception.h>
+
+#include "zero/inner/classes.h"
+#include "zero/inner/registry.h"
+
+namespace zero {
+
+std::vector<Layout> group_layouts(const torch::optim::Optimizer& inner,
+                                  const ZeroOptions& options) {
+  const auto groups = static_cast<int64_t>(inner.param_groups().size());
+  for (const auto& [index, layout] : options.layouts()) {
+    TORCH_CHECK(0 <= index && index < groups, "layout of parameter group ", index,
+                ": expected one of the ", groups, " groups of the inner optimizer");
+  }
+  const std::vector<bool> needs_whole = needs_whole_parameters(inner);
+  std::vector<Layout> layouts;
+  std::vector<bool> whole;
+  for (int64_t g = 0; g < groups; ++g) {
+    const auto found = options.layouts().find(g);
+    layouts.push_back(found != options.layouts().end() ? found->second
+                      : needs_whole[g]                 ? Layout::kWholeParameters
+                                                       : options.layout());
+    whole.push_back(is_whole(layouts.back()));
+  }
+  check_inner_optimizer(inner, options.elementwise(), whole);
+  return layouts;
+}
+
+int64_t cost_of(const Parameter& parameter, const torch::optim::Optimizer& inner,
+                const ZeroOptions& options) {
+  if (!options.owner_cost()) return adapter_of(inner, parameter.group).step_cost(parameter.tensor);
+  const int64_t cost = options.owner_cost()(parameter.sizes);
+  TORCH_CHECK(cost >= 0, "owner_cost: expected 0 or more for parameter ", parameter.name,
+              " of shape ", c10::IntArrayRef(parameter.sizes), ", got ", cost);
+  return cost;
+}
+
+std::vector<std::string> describe_layouts(const std::vector<Layout>& layouts,
+                                          const ParameterTable& table,
+                                          const torch::optim::Optimizer& inner,
+                                          const ZeroOptions& options,
+                                          const std::function<bool(const Parameter&)>& here) {
+  std::vector<std::string> lines;
+  for (size_t g = 0; g < layouts.size(); ++g) {
+    lines.push_back("layout of parameter group " + std::to_string(g) + " " +
+                    std::to_string(static_cast<int>(layouts[g])));
+  }
+  for (const Parameter& p : table.parameters()) {
+    if (!is_whole(layouts[p.group]) || !here(p)) continue;
+    lines.push_back("cost of parameter " + p.name + " " +
+                    std::to_string(cost_of(p, inner, options)));
+  }
+  return lines;
+}
+
+}  // namespace zero

@@ -1,0 +1,40 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The layout of each parameter group: as the options say, and whole parameters for classes that
+// need them.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "bookkeeping/plan.h"
+#include "zero/memory/parameter_table.h"
+#include "zero/options.h"
+
+namespace zero {
+
+// Returns the layout of each parameter group of `inner`. Throws c10::Error for a layout of a group
+// that does not exist, and what check_inner_optimizer() throws.
+std::vector<Layout> group_layouts(const torch::optim::Optimizer& inner, const ZeroOptions& options);
+
+inline bool is_whole(Layout layout) { return layout == Layout::kWholeParameters; }
+
+// Returns the cost of a step of `parameter` for its owner. Throws c10::Error if owner_cost() gives
+// a negative one.
+int64_t cost_of(const Parameter& parameter, const torch::optim::Optimizer& inner,
+                const ZeroOptions& options);
+
+// What ranks must agree on besides the options: layouts of groups, and costs of the parameters that
+// `here` is true for.
+std::vector<std::string> describe_layouts(const std::vector<Layout>& layouts,
+                                          const ParameterTable& table,
+                                          const torch::optim::Optimizer& inner,
+                                          const ZeroOptions& options,
+                                          const std::function<bool(const Parameter&)>& here);
+
+}  // namespace zero
