@@ -72,8 +72,8 @@ std::unique_ptr<torch::optim::Optimizer> make_muon(Parameters parameters,
                       std::make_unique<MuonOptions>(std::move(split)));
   std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
   parts.push_back(std::make_unique<Muon>(groups, muon));
-  parts.push_back(make<torch::optim::AdamW>(
-      std::move(parameters.tables), std::move(parameters.vectors), adamw_options(options)));
+  parts.push_back(make<torch::optim::AdamW>(std::move(parameters.tables),
+                                            std::move(parameters.vectors), adamw_options(options)));
   return std::make_unique<CombinedOptimizer>(std::move(parts));
 }
 
@@ -84,8 +84,7 @@ std::unique_ptr<torch::optim::Optimizer> make_inner_optimizer(Gpt& model,
   Parameters parameters = parameters_of(model);
   if (options.optimizer == "muon") return make_muon(std::move(parameters), options);
   std::vector<at::Tensor> matrices;
-  for (auto* list :
-       {&parameters.tables, &parameters.query_key_values, &parameters.hidden}) {
+  for (auto* list : {&parameters.tables, &parameters.query_key_values, &parameters.hidden}) {
     matrices.insert(matrices.end(), list->begin(), list->end());
   }
   std::vector<at::Tensor> vectors = std::move(parameters.vectors);

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What one rank of a sharded AdamW run holds, beside what it would hold alone.
+// What one rank of a sharded run holds, beside what it would hold alone.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -13,13 +13,14 @@
 
 namespace zero::examples {
 
-// One line a kind, in MB. The unsharded figures follow from the number of
-// parameters: parameters and gradients in `dtype`, two fp32 moments, and an
-// fp32 master copy unless the parameters are fp32 themselves.
-std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype);
+// One line a kind, in MB. The unsharded figures follow from the number of parameters: parameters
+// and gradients in `dtype`, and an fp32 master copy unless the parameters are fp32 themselves.
+//   all_states  bytes of the optimizer's state on all ranks together
+std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype,
+                         int64_t all_states);
 
-// One line: what a rank of such a run would hold with a billion parameters in bf16, beside what it
-// would hold alone.
+// One line: what a rank of a run with AdamW would hold with a billion parameters in bf16, beside
+// what it would hold alone.
 std::string billion_line(int64_t stage, int64_t world_size);
 
 }  // namespace zero::examples

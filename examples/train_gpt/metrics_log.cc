@@ -29,24 +29,15 @@ MetricsLog::MetricsLog(const std::string& path) : path_(path), file_(path) {
 
 void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t first_step) {
   nlohmann::ordered_json run = {
-      {"world_size", world_size},
-      {"first_step", first_step},
-      {"steps", options.steps},
-      {"stage", options.stage},
-      {"device", options.device},
-      {"dtype", options.dtype_name},
-      {"batch", options.batch},
-      {"accumulate", options.accumulate},
-      {"context", options.context},
-      {"layers", options.layers},
-      {"width", options.width},
-      {"heads", options.heads},
-      {"optimizer", options.optimizer},
-      {"learning_rate", options.learning_rate},
-      {"warmup", options.warmup},
-      {"weight_decay", options.weight_decay},
-      {"max_norm", options.max_norm},
-      {"seed", options.seed},
+      {"world_size", world_size},       {"first_step", first_step},
+      {"steps", options.steps},         {"stage", options.stage},
+      {"device", options.device},       {"dtype", options.dtype_name},
+      {"batch", options.batch},         {"accumulate", options.accumulate},
+      {"context", options.context},     {"layers", options.layers},
+      {"width", options.width},         {"heads", options.heads},
+      {"optimizer", options.optimizer}, {"learning_rate", options.learning_rate},
+      {"warmup", options.warmup},       {"weight_decay", options.weight_decay},
+      {"max_norm", options.max_norm},   {"seed", options.seed},
       {"libtorch", TORCH_VERSION},
   };
   file_ << nlohmann::ordered_json({{"run", run}}).dump() << std::endl;

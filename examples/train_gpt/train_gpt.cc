@@ -47,11 +47,11 @@ void print_beginning(const TrainOptions& options, const ByteDataset& data, int w
 
 void print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
   if (trainer.memory().total() > 0) {  // a step was made
-    std::printf(
-        "\nmemory at the end of the last backward pass\n%s%s",
-        zero::examples::memory_table(trainer.memory(), trainer.parameter_count(), options.dtype)
-            .c_str(),
-        zero::examples::billion_line(options.stage, trainer.world_size()).c_str());
+    std::printf("\nmemory at the end of the last backward pass\n%s%s",
+                zero::examples::memory_table(trainer.memory(), trainer.parameter_count(),
+                                             options.dtype, trainer.state_bytes())
+                    .c_str(),
+                zero::examples::billion_line(options.stage, trainer.world_size()).c_str());
   }
   if (options.sample_bytes == 0) return;
   std::printf("\nsample\n%s\n", trainer.sample().c_str());

@@ -221,6 +221,8 @@ bool Trainer::train(int64_t first_step) {
     if (!options_.checkpoints.empty() && save_now) save(metrics.step);
     if (stop_) return false;
   }
+  state_bytes_ = std::llround(mean_over_ranks(static_cast<double>(memory_.optimizer_state)) *
+                              metrics_->world_size());
   if (progress && progress->skipped_steps() > 0) {
     std::printf("%lld of %lld steps were skipped, since gradients were not finite\n",
                 static_cast<long long>(progress->skipped_steps()),

@@ -59,6 +59,8 @@ class Trainer {
   // Bytes this rank held in the last step, when gradients were complete and
   // not yet used: the most it holds at any time outside the backward pass.
   const MemoryReport& memory() const { return memory_; }
+  // Bytes of the optimizer's state on all ranks together, then.
+  int64_t state_bytes() const { return state_bytes_; }
 
  private:
   // Collective. The step to go on with.
@@ -82,6 +84,7 @@ class Trainer {
   ZeroOptimizer optimizer_;
   LrSchedule schedule_;
   MemoryReport memory_;
+  int64_t state_bytes_ = 0;
   bool stop_ = false;  // some rank got a signal; the same on all
 };
 

@@ -23,11 +23,11 @@ namespace zero {
 struct InnerState {
   // One value per element of the parameter, in its shape, by the name of the accessor.
   std::vector<std::pair<std::string, at::Tensor>> tensors;
+  // One for all elements, shape [1]. Classes in the registry have "step", int64, if they count.
+  std::vector<std::pair<std::string, at::Tensor>> values = {};
   // Of whole parameters, and never cut: tensors of any other size. They are stored and given back
   // as 1-D.
   std::vector<std::pair<std::string, at::Tensor>> uncut = {};
-  // One for all elements, shape [1]. Classes in the registry have "step", int64, if they count.
-  std::vector<std::pair<std::string, at::Tensor>> values = {};
 };
 
 class OptimizerAdapter {
