@@ -6,9 +6,9 @@
 //
 //   zero::Adafactor adafactor(model->parameters(), zero::AdafactorOptions(1e-2));
 //
-// It works by itself, without a ZeroOptimizer, which refuses it: it needs rows, columns and norms
-// of whole parameters, and a ZeroOptimizer cuts them. For a parameter p of shape [..., n, m] with
-// gradient g, in its step t, with k = t^beta2_decay:
+// It works by itself and in a ZeroOptimizer, where each parameter has one owner that updates it as
+// a whole. For a parameter p of shape [..., n, m] with gradient g, in its step t, with k =
+// t^beta2_decay:
 //
 //   alpha = max(eps2, rms(p)) * min(lr, 1 / sqrt(t))
 //   p = p * (1 - lr * weight_decay)

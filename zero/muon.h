@@ -7,8 +7,9 @@
 //   zero::Muon muon(matrices, zero::MuonOptions(0.02));
 //   torch::optim::AdamW adamw(the_others, 3e-4);  // embeddings, head, norms, biases
 //
-// It works by itself, without a ZeroOptimizer, which refuses it: it needs whole matrices, and a
-// ZeroOptimizer cuts them. For each matrix p of shape [m, n] with gradient g:
+// CombinedOptimizer makes one optimizer of the two. It works by itself and in a ZeroOptimizer,
+// where each matrix has one owner that updates it as a whole. For each matrix p of shape [m, n]
+// with gradient g:
 //
 //   b = b + (1 - momentum) * (g - b)
 //   u = nesterov ? g + momentum * (b - g) : b

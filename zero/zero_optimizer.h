@@ -84,7 +84,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
  public:
   // Collective: all ranks of `group` call it with equal models, options and optimizers. Rank 0's
   // parameters and buffers are sent to the others. The parameters of `inner` that require gradients
-  // become managed; `inner`'s parameters are replaced by this rank's fp32 master segments.
+  // become managed; `inner`'s parameters are replaced by this rank's fp32 master segments: whole
+  // parameters, in their shapes, in groups with Layout::kWholeParameters, else 1-D pieces.
   //
   // Working parameters must be dense leaves in float, bfloat16 or half, on group.device() if that
   // is a GPU, and belong to `module`, which must outlive the optimizer. Layout::kContiguous
@@ -92,7 +93,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   //
   // Throws c10::Error on every rank when any rank finds its arguments unusable (a parameter given
   // twice, sparse, complex, not a leaf or of another module; nothing to optimize; state in `inner`;
-  // an inner optimizer that is not elementwise) or when ranks differ, naming the first difference.
+  // an inner optimizer whose class does not suit its layout) or when ranks differ, naming the first
+  // difference.
   ZeroOptimizer(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
                 Group group, ZeroOptions options = {});
   // Removes the hooks. Not collective; never throws.

@@ -121,9 +121,8 @@ TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfAClassOfTheUsersOwn) {
 
 TEST(ResumeTest, TwentyStepsEqualTenSaveLoadTenInEveryBit) {
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-    for (Inner inner :
-         {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kLion, Inner::kOwn,
-          Inner::kMuon, Inner::kLamb, Inner::kAdafactor}) {
+    for (Inner inner : {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop, Inner::kLion,
+                        Inner::kOwn, Inner::kMuon, Inner::kLamb, Inner::kAdafactor}) {
       for (int world_size : {1, 3}) {
         Training t = training(inner, dtype, world_size, 2, Layout::kContiguous, 900);
         if (dtype == at::kHalf) {

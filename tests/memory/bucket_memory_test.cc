@@ -23,7 +23,8 @@ TEST(BucketMemoryTest, InPlaceRowsAreTheMemoryOfThePlaces) {
   BufferPool pool(at::kCPU, 0);
   BucketMemory memory(plan, pool);
   memory.allocate();
-  memory.rows(0).copy_(at::arange(plan.bucket_numel(plan.buckets[0]), at::kFloat).view({3, -1}));
+  memory.rows(0).values().copy_(
+      at::arange(plan.bucket_numel(plan.buckets[0]), at::kFloat).view({3, -1}));
   // Parameter 1 is first, and parameter 0 follows at the next unit.
   EXPECT_TRUE(memory.place(1, {33}, {1}).equal(at::arange(33, at::kFloat)));
   EXPECT_TRUE(memory.place(0, {40}, {1}).equal(at::arange(48, 88, at::kFloat)));
@@ -40,20 +41,19 @@ TEST(BucketMemoryTest, OtherRowsAreABufferUntilTheyArePublished) {
   BufferPool pool(at::kCPU, 0);
   BucketMemory memory(plan, pool);
   memory.allocate();
-  EXPECT_TRUE(memory.flat().empty());
+  EXPECT_FALSE(memory.flat()[0].defined());
   EXPECT_FALSE(memory.place(0, {40}, {1}).defined());
-  const at::Tensor rows = memory.rows(0);
+  const Rows bucket = memory.rows(0);
+  const at::Tensor& rows = bucket.values();
   const at::Tensor from = at::arange(40, at::kFloat), to = at::zeros({40});
   for (const Slot& slot : plan.buckets[0].slots) {
     if (slot.parameter == 0) copy_into_bucket(plan, plan.buckets[0], slot, from, rows);
   }
-  memory.publish(0, rows, [&](int64_t p) { return p == 0 ? to : at::Tensor(); });
+  memory.publish(0, bucket, [&](int64_t p) { return p == 0 ? to : at::Tensor(); });
   EXPECT_TRUE(to.equal(from));
 }
 
-// Until the transports take rows of other lengths, such a bucket is refused where a tensor of its
-// rows is made.
-TEST(BucketMemoryTest, UnequalRowsAreNoTensor) {
+TEST(BucketMemoryTest, RowsOfDifferentLengthsAreOneAfterTheOther) {
   for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
     Plan plan = plan_of(layout);
     const int64_t total = plan.bucket_numel(plan.buckets[0]);
@@ -61,12 +61,12 @@ TEST(BucketMemoryTest, UnequalRowsAreNoTensor) {
     BufferPool pool(at::kCPU, 0);
     BucketMemory memory(plan, pool);
     memory.allocate();
-    try {
-      memory.rows(0);
-      ADD_FAILURE() << "expected an error";
-    } catch (const c10::Error& error) {
-      EXPECT_NE(std::string(error.what()).find("must be equally long"), std::string::npos);
-    }
+    const Rows rows = memory.rows(0);
+    EXPECT_EQ(rows.values().sizes(), at::IntArrayRef({total}));
+    const auto* begin = static_cast<const float*>(rows.values().const_data_ptr());
+    EXPECT_EQ(rows.row(0).numel(), 16);
+    EXPECT_EQ(rows.row(1).const_data_ptr(), begin + 16);
+    EXPECT_EQ(rows.row(2).numel(), total - 32);
   }
 }
 

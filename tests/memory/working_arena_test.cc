@@ -55,7 +55,7 @@ TEST(WorkingArenaTest, ParametersBecomeViewsOfOneTensorWithTheirValues) {
   a.expect_values(initial);
   for (size_t p = 0; p < initial.size(); ++p) EXPECT_TRUE(a.in_the_arena(a.parameter(p)));
   // What is written to a row is in the parameter.
-  for (int64_t b = 0; b < a.flat.buckets(); ++b) a.arena.rows(b).fill_(7);
+  for (int64_t b = 0; b < a.flat.buckets(); ++b) a.arena.rows(b).values().fill_(7);
   for (size_t p = 0; p < initial.size(); ++p) {
     EXPECT_TRUE(at::equal(a.parameter(p), at::full(initial[p].sizes(), 7.0))) << p;
   }
@@ -78,13 +78,11 @@ TEST(WorkingArenaTest, RowsThatAreGatheredArePublished) {
       Tensors expected;
       for (const at::Tensor& value : values(at::kBFloat16)) expected.push_back(value * 2);
       for (int64_t b = 0; b < a.flat.buckets(); ++b) {
-        const at::Tensor rows = a.arena.rows(b);
-        EXPECT_EQ(rows.scalar_type(), at::kBFloat16);
+        const Rows rows = a.arena.rows(b);
+        EXPECT_EQ(rows.values().scalar_type(), at::kBFloat16);
         for (int64_t rank = 0; rank < world_size; ++rank) {
           for (const Segment& s : a.flat.plan.segments(b, rank)) {
-            rows.select(0, rank)
-                .narrow(0, s.offset, s.numel)
-                .copy_(part_of(expected[s.parameter], s));
+            rows.row(rank).narrow(0, s.offset, s.numel).copy_(part_of(expected[s.parameter], s));
           }
         }
         a.arena.publish(b, rows);

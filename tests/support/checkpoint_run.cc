@@ -75,9 +75,9 @@ Snapshot CheckpointRun::snapshot() {
   }
   // State is gathered by sum: every element lives on one rank and is zero elsewhere.
   const auto link = group_.make_communicator("snapshot", Purpose::kControl);
-  const char* kinds[] = {"exp_avg", "exp_avg_sq",  "momentum_buffer", "square_avg",  "sum",
-                         "step",    "value:step",  "value:product",   "value:moved", "momentum",
-                         "sign",    "scalar:power", "row_var", "col_var", "variance"};
+  const char* kinds[] = {"exp_avg", "exp_avg_sq",   "momentum_buffer", "square_avg",  "sum",
+                         "step",    "value:step",   "value:product",   "value:moved", "momentum",
+                         "sign",    "scalar:power", "row_var",         "col_var",     "variance"};
   std::map<std::string, at::Tensor> full;
   for (size_t p = 0; p < names.size(); ++p) {
     for (const char* kind : kinds) {

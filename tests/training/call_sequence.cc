@@ -11,6 +11,9 @@
 namespace zero {
 namespace {
 
+constexpr Layout kLayouts[] = {Layout::kContiguous, Layout::kPerParameter,
+                               Layout::kWholeParameters};
+
 // Gradients of a pass are multiples of 1/4 of at most 16 such units, and a 16-bit float holds 256.
 constexpr int kPassesAStep = 12;
 
@@ -95,7 +98,7 @@ class Generator {
     ZeroOptions options;
     options.stage(1 + below(2))
         .stage1_full_gradients(percent(75))
-        .layout(percent(50) ? Layout::kContiguous : Layout::kPerParameter)
+        .layout(kLayouts[below(3)])
         .bucket_bytes(draw_bucket_bytes())
         .fused(percent(70))
         .overlap_gather(percent(40))
@@ -363,7 +366,7 @@ constexpr std::array<const char*, 26> kActionNames = {"nothing",
 std::string text_of(const ZeroOptions& o) {
   std::ostringstream text;
   text << "stage " << o.stage() << (o.stage1_full_gradients() ? "" : " without full gradients")
-       << (o.layout() == Layout::kContiguous ? " contiguous" : " per parameter") << " bucket_bytes "
+       << " layout " << static_cast<int>(o.layout()) << " bucket_bytes "
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
        << (o.overlap_gather() ? " overlap_gather" : "") << (o.static_graph() ? " static_graph" : "")
        << (o.no_sync_fp32() ? " no_sync_fp32" : "");

@@ -45,7 +45,8 @@ TEST(DeviceTest, HasTheBitsOfTheCpu) {
   for (const int world_size : {1, 2, 3, 4}) {
     for (const Inner inner : {Inner::kSgd, Inner::kAdamW}) {
       for (const int64_t stage : {1, 2}) {
-        for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+        for (const Layout layout :
+             {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
           Training training;
           training.world_size = world_size;
           training.inner = inner;

@@ -114,7 +114,8 @@ ZeroOptions options_of(int64_t stage, Layout layout) {
 
 class InLayout : public ::testing::TestWithParam<Layout> {};
 INSTANTIATE_TEST_SUITE_P(Layout, InLayout,
-                         ::testing::Values(Layout::kContiguous, Layout::kPerParameter));
+                         ::testing::Values(Layout::kContiguous, Layout::kPerParameter,
+                                           Layout::kWholeParameters));
 
 // ---------------------------------------------------------------------
 // Gradients

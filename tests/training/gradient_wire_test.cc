@@ -82,6 +82,14 @@ at::Tensor largest_of_block(const at::Tensor& rows) {
   return result;
 }
 
+int64_t longest_row(const Bucket& bucket) {
+  int64_t longest = 0;
+  for (int64_t r = 0; r < bucket.rows.count(); ++r) {
+    longest = std::max(longest, bucket.rows.numel(r));
+  }
+  return longest;
+}
+
 // A bucket of `plan` as [world_size, row], filled from whole parameters; and back.
 template <class Visit>
 void for_each_segment(const Plan& plan, int64_t bucket, Visit visit) {
@@ -108,7 +116,7 @@ Expected expected(const Plan& plan,
   }
   for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
     const int64_t world_size = plan.arena_of(plan.buckets[b]).world_size;
-    const at::Tensor none = at::zeros({world_size, plan.buckets[b].rows.equal_numel()});
+    const at::Tensor none = at::zeros({world_size, longest_row(plan.buckets[b])});
     at::Tensor total = none.clone();
     at::Tensor exact = none.to(at::kDouble), bound = none.to(at::kDouble);
     for (const auto& round : rounds) {
@@ -179,7 +187,7 @@ TEST_P(GradientWireAt, ShardsAreTheSumsOfQuantisedGradientsAndWithinTheBound) {
        {Case{at::kFloat, Passes::kOne, false}, Case{at::kFloat, Passes::kTwoRounds, false},
         Case{at::kFloat, Passes::kNoSync, false}, Case{at::kBFloat16, Passes::kOne, false},
         Case{at::kBFloat16, Passes::kNoSync, false}, Case{at::kBFloat16, Passes::kNoSync, true}}) {
-    for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    for (Layout layout : {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
       for (int64_t stage : {1, 2}) {
         SCOPED_TRACE(c10::str(c.dtype, " passes ", static_cast<int>(c.passes), " fp32 sum ",
                               c.no_sync_fp32, " layout ", static_cast<int>(layout), " stage ",
@@ -259,7 +267,7 @@ TEST(GradientWireTest, SumsOverReplicasKeepTheBound) {
 TEST_P(GradientWireAt, AValueThatIsNotFiniteSkipsTheStepOnEveryRank) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   const int world_size = GetParam();
-  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+  for (Layout layout : {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
     run_ranks(
         world_size,
         [&](const Group& group) {
@@ -291,7 +299,7 @@ TEST_P(GradientWireAt, AValueThatIsNotFiniteSkipsTheStepOnEveryRank) {
 TEST_P(GradientWireAt, BytesOnTheWireAreTheFormula) {
   const int64_t world_size = GetParam();
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
-    for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    for (Layout layout : {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
       run_ranks(GetParam(),
                 [&](const Group& group) {
                   GivenGradients model(initial_values(dtype));

@@ -350,7 +350,8 @@ TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
     for (const bool adam : {false, true}) {
       const Reference reference = train_whole(t, adam, 0.5);
       for (const int64_t stage : {1, 2}) {
-        for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+        for (const Layout layout :
+             {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
           std::mutex mutex;
           run_ranks(t.ranks(),
                     [&](const Group& world) {

@@ -108,8 +108,8 @@ TEST(ConstructionTest, OptimizersOfWholeParametersAreRefusedInOtherLayouts) {
       expect_unusable(
           [&](Ingredients& in, const Group&) {
             in.inner = make(in.model->parameters());
-            in.options.elementwise(elementwise).layout(
-                0, elementwise ? Layout::kContiguous : Layout::kPerParameter);
+            in.options.elementwise(elementwise)
+                .layout(0, elementwise ? Layout::kContiguous : Layout::kPerParameter);
           },
           {"expected one that treats every element by itself, got " + name, "whole parameters"});
     };

@@ -60,7 +60,7 @@ TEST_P(PrecisionAt, SumOverRanksIsFp32WhateverTravels) {
     ASSERT_EQ((filled(large, 1, dtype) + 1).item<double>(), large);
     for (std::optional<c10::ScalarType> wire :
          {std::optional<c10::ScalarType>(), std::optional(at::kFloat)}) {
-      for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      for (Layout layout : {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
         run_ranks(world_size, [&](const Group& group) {
           GivenGradients model({filled(0, 70, dtype), filled(0, 31, dtype)});
           ZeroOptimizer optimizer(model, sgd(model, 0.1), group,
@@ -373,7 +373,8 @@ TEST_P(PrecisionAt, MixedModelTrainsAsPlainTorchWithFp32Masters) {
         double master_error = 0, working_error = 0;
         std::optional<MixedTrajectory> first;
         for (int64_t stage : {1, 2}) {
-          for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+          for (Layout layout :
+               {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
             const auto options =
                 with_scale(scale).stage(stage).layout(layout).fused(fused).bucket_bytes(700);
             const MixedTrajectory ours = mixed_on_ranks(dtype, world_size, adamw, options);
@@ -410,7 +411,8 @@ TEST_P(PrecisionAt, StagesLayoutsAndBucketsGiveTheSameBitsIn16Bits) {
       if (dtype == at::kHalf) t.options.loss_scaler(LossScalerOptions().initial_scale(1024));
       std::optional<Trajectory> first;
       for (int64_t stage : {1, 2}) {
-        for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+        for (Layout layout :
+             {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
           for (int64_t bucket_bytes : {int64_t{0}, int64_t{300}}) {
             t.options.stage(stage).layout(layout).bucket_bytes(bucket_bytes);
             const Trajectory ours = train_on_ranks(t);
@@ -512,7 +514,7 @@ void for_each_memory_case(Visit visit) {
   };
   for (const InnerState& s : {InnerState{Inner::kAdamW, 2}, InnerState{Inner::kSgdMomentum, 1},
                               InnerState{Inner::kAdagrad, 1}, InnerState{Inner::kSgd, 0}}) {
-    for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    for (Layout layout : {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
       for (int kind = 0; kind < 3; ++kind) {
         MemoryCase c;
         c.inner = s.inner;

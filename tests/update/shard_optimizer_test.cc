@@ -72,7 +72,7 @@ struct Shard {
   }
   // Gives this rank's rows to the model, as a gather does.
   ShardOptimizer::RowWritten publish() {
-    return [this](int64_t bucket, const at::Tensor& rows) { arena.publish(bucket, rows); };
+    return [this](int64_t bucket, const Rows& rows) { arena.publish(bucket, rows); };
   }
   void update(const std::vector<uint8_t>& used = kAll, double coefficient = 1,
               const at::Tensor& nonfinite = {}) {
