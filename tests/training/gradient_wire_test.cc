@@ -311,13 +311,15 @@ TEST_P(GradientWireAt, BytesOnTheWireAreTheFormula) {
                   }
                   optimizer.step();
                   const Stats after = optimizer.stats();
-                  int64_t row_bytes = 0;
+                  int64_t bytes = 0;  // of the rows for others
                   for (const Bucket& bucket : optimizer.plan().buckets) {
-                    const int64_t n = bucket.rows.equal_numel();
-                    row_bytes += 4 * ((n + kBlock - 1) / kBlock) + (n + 3) / 4 * 4;
+                    for (int64_t r = 0; r < world_size; ++r) {
+                      const int64_t n = r == group.rank() ? 0 : bucket.rows.numel(r);
+                      bytes += 4 * ((n + kBlock - 1) / kBlock) + (n + 3) / 4 * 4;
+                    }
                   }
                   EXPECT_EQ(after.data.exchange_bytes_sent - before.data.exchange_bytes_sent,
-                            2 * (world_size - 1) * row_bytes);
+                            2 * bytes);
                   EXPECT_EQ(after.rounds - before.rounds, 2);
                   EXPECT_EQ(optimizer.memory().unsent_gradients, 0);
                 },
