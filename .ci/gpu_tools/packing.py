@@ -53,6 +53,8 @@ class Pack:
         environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
         environment["LD_LIBRARY_PATH"] = ":".join([*folders, *([given] if given else [])])
         environment.setdefault("OMP_NUM_THREADS", "1")
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.setdefault(name, "lo")  # a machine without a network has no other
         return environment
 
 

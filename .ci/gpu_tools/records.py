@@ -35,7 +35,7 @@ class Step:
     commands: list
     timeout: int = 300
     read: Callable = lambda output, folder: ({}, "")
-    needs: str = ""  # a program of the CUDA toolkit
+    needs: str = ""  # a program of the CUDA toolkit, which every command begins with
 
 
 def chosen(steps, beginnings):
@@ -61,7 +61,8 @@ class Record:
 
     @property
     def has_gpu(self):
-        return bool(self.machine["gpu"])
+        # A GPU that torch cannot use is no reason to skip.
+        return bool(self.machine["gpu"] or self.machine["driver"])
 
     def has_passed(self, name):
         return self.steps.get(name, {}).get("status") == "passed"
@@ -103,7 +104,8 @@ def merged(paths):
 
 def _last_line(output):
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no output"
+    last = lines[-1][:300] if lines else ""
+    return "no output" if last.startswith("$ ") else last  # the command itself
 
 
 def skipped_tests(output):
@@ -134,11 +136,13 @@ class Runner:
     def run_step(self, step):
         begin = time.monotonic()
         status, reason, figures, output = "skipped", "", {}, ""
-        if step.needs and not machine.find_tool(step.needs):
+        tool = machine.find_tool(step.needs) if step.needs else ""
+        if tool is None:
             reason = f"{step.needs} is not here"
         else:
+            commands = [[tool, *command] if tool else command for command in step.commands]
             with tempfile.TemporaryDirectory() as folder:
-                code, output = self._run_commands(step, folder)
+                code, output = self._run_commands(step, commands, folder)
                 try:
                     status, reason, figures = self._verdict(step, code, output, folder)
                 except Exception as error:  # of a step's reader: the other steps go on
@@ -148,13 +152,13 @@ class Runner:
         return {"status": status, "reason": reason, "seconds": time.monotonic() - begin,
                 "figures": figures, "tail": "" if status == "passed" else output[-_TAIL:]}
 
-    def _run_commands(self, step, folder):
+    def _run_commands(self, step, commands, folder):
         """(exit status, or a text that says why there is none; the output)."""
         output = ""
         left = min(step.timeout, self.end - time.monotonic())
         cut = left < step.timeout
         end = time.monotonic() + left
-        for command in step.commands:
+        for command in commands:
             code, text = self._run_command(command, folder, end - time.monotonic())
             output += f"$ {' '.join(command)}\n{text}\n"
             if code is None:

@@ -35,8 +35,8 @@ def read_sanitizer(output, folder):
 
 def _sanitizers(pack):
     return [Step(f"{tool}:{name}", f"compute-sanitizer --tool {tool}",
-                 [["compute-sanitizer", "--tool", tool, "--error-exitcode", "86", "--print-limit",
-                   "20", pack.program(name)]],
+                 [["--tool", tool, "--error-exitcode", "86", "--print-limit", "20",
+                   pack.program(name)]],
                  timeout=570, read=read_sanitizer, needs="compute-sanitizer")
             for tool in ("memcheck", "racecheck") for name in _KERNEL_TESTS]
 
