@@ -35,7 +35,8 @@ if(ZERO_CUDA)
   add_library(zero_cuda_objects OBJECT ${zero_cuda_sources})
   target_include_directories(zero_cuda_objects PRIVATE "${PROJECT_SOURCE_DIR}")
   # The standard as a flag: CMake 3.25 does not know how nvcc is asked for C++20.
-  target_compile_options(zero_cuda_objects PRIVATE -std=c++20 -O3 -fmad=false -Xcompiler=-Wall,-Wextra)
+  target_compile_options(zero_cuda_objects PRIVATE -std=c++20 -O3 -fmad=false -lineinfo
+    --compress-mode=size -Xcompiler=-Wall,-Wextra)
   set_target_properties(zero_cuda_objects PROPERTIES POSITION_INDEPENDENT_CODE ON)
 endif()
 

@@ -15,22 +15,26 @@
 namespace zero::kernels {
 namespace {
 
-void check_spans(c10::ArrayRef<CopySpan> spans) {
+void check_spans(c10::ArrayRef<CopySpan> spans, bool with_addends) {
   for (const CopySpan& span : spans) {
     TORCH_CHECK(span.numel >= 0, "zero::kernels::cast_copy: numel must be >= 0, got ", span.numel);
     TORCH_CHECK(span.numel == 0 || (span.source != nullptr && span.destination != nullptr),
                 "zero::kernels::cast_copy: null pointer for ", span.numel, " elements");
+    TORCH_CHECK(span.numel == 0 || !with_addends || span.addend != nullptr,
+                "zero::kernels::cast_copy_spans: no addend for ", span.numel, " elements");
   }
 }
 
-void copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
-                c10::ScalarType destination_dtype, bool with_addend, Stream stream) {
+}  // namespace
+
+void cast_copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
+                     c10::ScalarType destination_dtype, bool with_addends, Stream stream) {
   const ElementType from = element_type(source_dtype, "cast_copy", "source_dtype");
   const ElementType to = element_type(destination_dtype, "cast_copy", "destination_dtype");
-  check_spans(spans);
+  check_spans(spans, with_addends);
   if (stream.cuda) {
     const char* error = cuda::cast_copy_spans(spans.data(), static_cast<int64_t>(spans.size()),
-                                              from, to, with_addend, stream.handle);
+                                              from, to, with_addends, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::cast_copy: CUDA error: ", error);
     return;
   }
@@ -41,22 +45,15 @@ void copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
     const auto* addend = static_cast<const char*>(span.addend);
     kernels.cast_copy(static_cast<const char*>(span.source) + begin * element_size(from), from,
                       static_cast<char*>(span.destination) + begin * element_size(to), to,
-                      end - begin, with_addend ? addend + begin * element_size(to) : nullptr);
+                      end - begin, with_addends ? addend + begin * element_size(to) : nullptr);
   });
 }
-
-}  // namespace
 
 void cast_copy(const void* source, c10::ScalarType source_dtype, void* destination,
                c10::ScalarType destination_dtype, int64_t numel, const void* addend,
                Stream stream) {
-  copy_spans(CopySpan{source, destination, numel, addend}, source_dtype, destination_dtype,
-             addend != nullptr, stream);
-}
-
-void cast_copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
-                     c10::ScalarType destination_dtype, Stream stream) {
-  copy_spans(spans, source_dtype, destination_dtype, /*with_addend=*/false, stream);
+  cast_copy_spans(CopySpan{source, destination, numel, addend}, source_dtype, destination_dtype,
+                  addend != nullptr, stream);
 }
 
 void fill_zero(void* destination, int64_t bytes, Stream stream) {

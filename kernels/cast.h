@@ -32,10 +32,11 @@ namespace zero::kernels {
 void cast_copy(const void* source, c10::ScalarType source_dtype, void* destination,
                c10::ScalarType destination_dtype, int64_t numel, const void* addend, Stream stream);
 
-// cast_copy() without an addend of every span, as one parallel region on the CPU and one launch
-// for each hundred-odd spans on CUDA. No destination may overlap another span's memory.
+// cast_copy() of every span, as one parallel region on the CPU and one launch for each hundred-odd
+// spans on CUDA. No destination may overlap another span's memory. Addends are looked at only
+// `with_addends`, and then every span that is not empty needs one.
 void cast_copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
-                     c10::ScalarType destination_dtype, Stream stream);
+                     c10::ScalarType destination_dtype, bool with_addends, Stream stream);
 
 // Sets `bytes` bytes to zero.
 void fill_zero(void* destination, int64_t bytes, Stream stream);

@@ -18,12 +18,12 @@ inline constexpr int64_t kInt8Block = 256;
 // Doubles of workspace that the sums of norm.h need on a device.
 inline constexpr int64_t kNormWorkspace = 8192;
 
-// One copy of cast_copy_spans(); the call gives the dtypes.
+// One copy of cast_copy_spans(); the call gives the dtypes, and says whether there are addends.
 struct CopySpan {
   const void* source = nullptr;
   void* destination = nullptr;
   int64_t numel = 0;
-  const void* addend = nullptr;  // set by cast_copy() alone
+  const void* addend = nullptr;
 };
 
 // fp32 values [numel] that are only read.

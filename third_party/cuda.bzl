@@ -81,7 +81,10 @@ _ARCHITECTURES = [
 def _cuda_objects_impl(ctx):
     contexts = [dep[CcInfo].compilation_context for dep in ctx.attr.deps]
     headers = depset(ctx.files.hdrs, transitive = [c.headers for c in contexts])
-    flags = ["-std=c++20", "-O3", "-Xcompiler=-fPIC,-Wall,-Wextra", "-Werror=all-warnings", "-I."]
+
+    # Line numbers are for compute-sanitizer and profilers; compressed, code is a tenth as large.
+    flags = ["-std=c++20", "-O3", "-lineinfo", "--compress-mode=size", "-I."]
+    flags += ["-Xcompiler=-fPIC,-Wall,-Wextra", "-Werror=all-warnings"]
     for context in contexts:
         flags += ["-D" + define for define in context.defines.to_list()]
         for include in context.includes.to_list() + context.quote_includes.to_list() + context.system_includes.to_list():

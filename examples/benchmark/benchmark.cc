@@ -16,8 +16,14 @@
 // optimizer was made; host bytes are what the interface GLOO_SOCKET_IFNAME, else lo, sent per step,
 // headers included, so it is right only while nothing else talks over it. One thread a rank unless
 // OMP_NUM_THREADS says otherwise.
+//
+// With --device cuda, in a program built with --config=cuda, a step's time is the device's, between
+// events. fb, clip and opt are then the time that the host takes to enqueue that work, since it
+// reads nothing of the device in a step; device growth is the most memory that tensors took in a
+// timed step, minus what they took before the optimizer was made. Ranks that share a GPU need
+// --transport gloo.
 #include <ATen/Parallel.h>
-#include <sys/resource.h>
+#include <ATen/record_function.h>
 #include <torch/optim/adamw.h>
 
 #include <CLI/CLI.hpp>
@@ -25,14 +31,13 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
-#include <fstream>
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
+#include "examples/benchmark/meters.h"
 #include "examples/benchmark/workload.h"
+#include "examples/train_gpt/step_trace.h"
 #include "zero/launch.h"
 #include "zero/zero_optimizer.h"
 
@@ -41,6 +46,8 @@ namespace {
 
 struct Options {
   std::string workload = "mlp25m";
+  std::string device = "cpu";
+  std::string transport = "nccl";
   int nproc = 2;
   int64_t stage = 2;
   std::string layout = "contiguous";
@@ -55,6 +62,7 @@ struct Options {
   bool flat = false;
   bool encoded_sums = false;
   bool sockets = false;
+  std::string trace;
   bool json = false;
 };
 
@@ -64,60 +72,21 @@ double now_ms() {
       .count();
 }
 
-// A field of a file of /proc/self, in MB.
-double proc_mb(const std::string& name, const std::string& field) {
-  std::ifstream file("/proc/self/" + name);
-  for (std::string line; std::getline(file, line);) {
-    if (line.rfind(field + ":", 0) == 0) return std::stod(line.substr(field.size() + 1)) / 1024;
-  }
-  return 0;
-}
-
-// Resident memory that belongs to no file on a disk; what several ranks see counts in equal parts.
-double anonymous_mb() {
-  return proc_mb("smaps_rollup", "Pss_Anon") + proc_mb("smaps_rollup", "Pss_Shmem");
-}
-
-// What the interface that connects ranks has sent, for whichever program.
-double interface_bytes() {
-  const char* const named = std::getenv("GLOO_SOCKET_IFNAME");
-  const std::string interface = named != nullptr && *named != '\0' ? named : "lo";
-  std::ifstream file("/proc/self/net/dev");
-  for (std::string line; std::getline(file, line);) {
-    const size_t colon = line.find(':');
-    const size_t name = line.find_first_not_of(' ');
-    if (colon == std::string::npos || line.substr(name, colon - name) != interface) continue;
-    std::istringstream counts(line.substr(colon + 1));
-    double value = 0;
-    for (int field = 0; field < 9; ++field) counts >> value;
-    return value;
-  }
-  return 0;
-}
-
-double cpu_ms() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  const auto ms = [](const timeval& t) { return 1e3 * t.tv_sec + 1e-3 * t.tv_usec; };
-  return ms(usage.ru_utime) + ms(usage.ru_stime);
-}
-
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 class Run {
  public:
   Run(const Options& options, const Group& group)
       : options_(options),
         info_(workload_info(options.workload)),
         model_(make_workload(options.workload)),
-        metrics_(group.make_communicator("benchmark", Purpose::kControl)) {
-    model_->make_data(group.rank(), info_.micro_batches);
+        metrics_(group.make_communicator("benchmark", Purpose::kControl)),
+        clock_(group.device()),
+        trace_(group.rank() == 0 ? options.trace : "", kWarmUp, kTraced,
+               group.device().is_cpu() ? StepTrace::Device::kCpu : StepTrace::Device::kCuda) {
+    model_->to(group.device());
+    model_->make_data(group.rank(), info_.micro_batches, group.device());
     anon_before_ = anonymous_mb();
-    peak_before_ = proc_mb("status", "VmHWM");
+    peak_before_ = peak_mb();
+    device_peak_ = std::make_unique<DevicePeak>(group.device());
     ZeroOptions zero_options;
     zero_options.stage(options.stage).stage1_full_gradients(options.full_gradients);
     zero_options.static_graph(options.static_graph);
@@ -142,17 +111,17 @@ class Run {
   }
 
   nlohmann::json measure() {
-    for (int step = 0; step < kWarmUp + options_.steps; ++step) one_step(step);
+    const int steps = kWarmUp + options_.steps;
+    for (int step = 0; step < steps; ++step) one_step(step);
     optimizer_->wait_for(*model_);
-    starts_.push_back(now_ms());
+    clock_.mark();
+    trace_.before_step(steps);
+    const std::vector<double> times = clock_.times_ms(kWarmUp);
     const double host_bytes = (interface_bytes() - host_bytes_before_) / options_.steps;
-    std::vector<double> times;
-    for (size_t i = kWarmUp; i + 1 < starts_.size(); ++i) {
-      times.push_back(starts_[i + 1] - starts_[i]);
-    }
     nlohmann::json line;
     line["system"] = "zero";
     line["workload"] = options_.workload;
+    line["device"] = options_.device;
     line["world"] = optimizer_->group().world_size();
     line["stage"] = options_.stage;
     line["steps"] = options_.steps;
@@ -161,8 +130,9 @@ class Run {
     for (const auto& [name, values] : phases_) line[name] = largest(median(values));
     line["cpu_ms"] = largest((cpu_ms() - cpu_before_) / options_.steps);
     line["anon_growth_mb"] = largest(anonymous_mb() - anon_before_);
-    line["rss_growth_mb"] = largest(proc_mb("status", "VmHWM") - peak_before_);
-    line["bytes_sent"] = bytes_last_step_;
+    line["rss_growth_mb"] = largest(peak_mb() - peak_before_);
+    if (options_.device == "cuda") line["device_growth_mb"] = largest(device_peak_->growth_mb());
+    line["bytes_sent"] = (sent() - sent_before_) / options_.steps;
     line["host_bytes"] = mean(host_bytes);
     line["loss_first"] = loss_first_;
     line["loss_last"] = loss_last_;
@@ -177,37 +147,47 @@ class Run {
 
  private:
   static constexpr int kWarmUp = 3;
+  static constexpr int kTraced = 3;
 
   void one_step(int step) {
     if (step == kWarmUp) {
       cpu_before_ = cpu_ms();
       host_bytes_before_ = interface_bytes();
+      sent_before_ = sent();  // which waits for the device
+      device_peak_->restart();
     }
-    const int64_t sent_before = sent();
-    starts_.push_back(now_ms());
-    double loss = 0;
-    for (int m = 0; m < info_.micro_batches; ++m) {
-      auto guard = optimizer_->no_sync(options_.no_sync && m + 1 < info_.micro_batches);
-      const at::Tensor part = model_->loss(m) / info_.micro_batches;
-      optimizer_->backward(part);
-      loss += part.item<double>();
-    }
-    const double backward_end = now_ms();
-    const double norm = optimizer_->clip_grad_norm_(1.0).item<double>();
-    const double clip_end = now_ms();
-    optimizer_->step();
-    if (step >= kWarmUp) {
-      phases_["fb_ms"].push_back(backward_end - starts_.back());
-      phases_["clip_ms"].push_back(clip_end - backward_end);
-      phases_["opt_ms"].push_back(now_ms() - clip_end);
-    }
-    bytes_last_step_ = sent() - sent_before;
-    if (step == 0 || step == kWarmUp + options_.steps - 1) report(step, loss, norm);
+    trace_.before_step(step);
+    clock_.mark();
+    const auto [losses, norm] = train_step(step);
+    if (step == 0 || step == kWarmUp + options_.steps - 1) report(step, losses, norm);
     if (step == 0 || step == 2) {
       const auto [l2, dot] = checksums();
       sums_["l2_" + std::to_string(step + 1)] = l2;
       sums_["dot_" + std::to_string(step + 1)] = dot;
     }
+  }
+
+  // Returns the losses of the micro batches and the norm, which the host has not read.
+  std::pair<std::vector<at::Tensor>, at::Tensor> train_step(int step) {
+    RECORD_FUNCTION("benchmark::step", std::vector<c10::IValue>());
+    const double begin = now_ms();
+    std::vector<at::Tensor> losses;
+    for (int m = 0; m < info_.micro_batches; ++m) {
+      auto guard = optimizer_->no_sync(options_.no_sync && m + 1 < info_.micro_batches);
+      const at::Tensor part = model_->loss(m) / info_.micro_batches;
+      optimizer_->backward(part);
+      losses.push_back(part.detach());
+    }
+    const double backward_end = now_ms();
+    const at::Tensor norm = optimizer_->clip_grad_norm_(1.0);
+    const double clip_end = now_ms();
+    optimizer_->step();
+    if (step >= kWarmUp) {
+      phases_["fb_ms"].push_back(backward_end - begin);
+      phases_["clip_ms"].push_back(clip_end - backward_end);
+      phases_["opt_ms"].push_back(now_ms() - clip_end);
+    }
+    return {losses, norm};
   }
 
   // l2 norm of all parameters, and their dot product with fixed numbers.
@@ -226,9 +206,11 @@ class Run {
     return {std::sqrt(square), dot};
   }
 
-  void report(int step, double loss, double norm) {
+  void report(int step, const std::vector<at::Tensor>& losses, const at::Tensor& norm) {
+    double loss = 0;
+    for (const at::Tensor& part : losses) loss += part.item<double>();
     (step == 0 ? loss_first_ : loss_last_) = mean(loss);
-    (step == 0 ? norm_first_ : norm_last_) = norm;
+    (step == 0 ? norm_first_ : norm_last_) = norm.item<double>();
   }
 
   int64_t sent() const {
@@ -256,11 +238,13 @@ class Run {
   const WorkloadInfo info_;
   const std::shared_ptr<Workload> model_;
   const std::unique_ptr<Communicator> metrics_;
+  StepClock clock_;
+  StepTrace trace_;
+  std::unique_ptr<DevicePeak> device_peak_;
   std::unique_ptr<ZeroOptimizer> optimizer_;
   double anon_before_ = 0, peak_before_ = 0, cpu_before_ = 0, host_bytes_before_ = 0;
   double loss_first_ = 0, loss_last_ = 0, norm_first_ = 0, norm_last_ = 0;
-  int64_t bytes_last_step_ = 0;
-  std::vector<double> starts_;
+  int64_t sent_before_ = 0;
   std::map<std::string, std::vector<double>> phases_;
   std::map<std::string, double> sums_;
 };
@@ -272,7 +256,12 @@ void print_table(const nlohmann::json& line) {
 }
 
 int run(const Options& options) {
-  const Group group = init_process_group({.device = at::kCPU, .shared_memory = !options.sockets});
+  InitOptions init{.nccl = options.transport == "nccl", .shared_memory = !options.sockets};
+  if (options.device == "cpu") init.device = at::kCPU;
+  const Group group = init_process_group(init);
+  TORCH_CHECK(group.device().str().starts_with(options.device), "--device ", options.device,
+              ": expected a GPU and a program built with --config=cuda, got ", group.device().str(),
+              " on rank ", group.rank());
   Run benchmark(options, group);
   const nlohmann::json line = benchmark.measure();
   if (group.rank() != 0) return 0;
@@ -293,7 +282,12 @@ int main(int argc, char** argv) {
   CLI::App app("Times training steps of a fixed workload on local ranks.");
   app.option_defaults()->always_capture_default();
   app.add_option("--workload", options.workload, "What to train")
-      ->check(CLI::IsMember({"mlp25m", "mlp25m_accum4", "gpt10m", "gpt10m_bf16"}));
+      ->check(CLI::IsMember(zero::examples::workload_names()));
+  app.add_option("--device", options.device, "Where the model is; cuda needs --config=cuda")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--transport", options.transport,
+                 "Between GPUs; gloo also where ranks share a GPU")
+      ->check(CLI::IsMember({"nccl", "gloo"}));
   app.add_option("--nproc", options.nproc, "Local ranks")->check(CLI::Range(1, 64));
   app.add_option("--stage", options.stage, "ZeRO stage")->check(CLI::Range(1, 2));
   app.add_option("--layout", options.layout, "Layout of buckets")
@@ -316,6 +310,8 @@ int main(int argc, char** argv) {
   app.add_option("--wire", options.wire, "Format of gradients on the wire")
       ->check(CLI::IsMember({"dtype", "int8"}));
   app.add_flag("--sockets", options.sockets, "Without shared memory between the ranks");
+  app.add_option("--trace", options.trace,
+                 "Write a Chrome trace of three timed steps of rank 0 to this file");
   app.add_flag("--json", options.json, "One JSON line instead of a table");
   CLI11_PARSE(app, argc, argv);
   return zero::launch_local(options.nproc, [&] { return zero::examples::run(options); });

@@ -9,6 +9,7 @@
 Systems take turns, so that a neighbour's load hits all of them, and every ratio is of two runs
 of the same turn. Ranks are processes with one thread each over Gloo on 127.0.0.1. All systems
 train the same numbers; their losses, norms and parameters are compared with one plain process.
+With --device cuda, ranks have a GPU each and NCCL; with --transport gloo they may share one.
 The Python that runs this needs torch; DeepSpeed takes part where that Python has it. Installs
 nothing.
 """
@@ -113,6 +114,8 @@ def measure(args, results, save):
     for workload in args.workloads.split(","):
         for world in (int(w) for w in args.worlds.split(",")):
             cell = {"workload": workload, "world": world, "runs": [], "errors": []}
+            if args.device == "cuda":
+                cell.update(device="cuda", transport=args.transport)
             results["cells"].append(cell)
             cell["plain"] = run("plain", [], workload, world, args)
 
@@ -126,9 +129,12 @@ def measure(args, results, save):
 def main():
     parser = comparison_runs.parser(__doc__, comparison_runs.WORKLOADS, repeats=7)
     parser.add_argument("--worlds", default="2", help="numbers of ranks, for example 2,4")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--transport", default="nccl", choices=["nccl", "gloo"],
+                        help="between GPUs; gloo also where ranks share a GPU")
     args = parser.parse_args()
     results = comparison_runs.measured(args, lambda *found: measure(args, *found))
-    print(comparison_report.tables(results, comparison_report.LOCAL_COLUMNS))
+    print(comparison_report.tables(results, comparison_report.columns_of(results)))
     if args.chart:
         Path(args.chart).write_text(comparison_report.chart(results))
     sys.exit(0 if comparison_report.agrees(results) else 1)

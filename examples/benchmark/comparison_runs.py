@@ -13,13 +13,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-WORKLOADS = ["mlp25m", "mlp25m_accum4", "gpt10m", "gpt10m_bf16"]
+WORKLOADS = ["mlp25m", "mlp25m_accum4", "gpt10m", "gpt10m_bf16"]  # gpt350m_bf16 is for a GPU
 BASE = "DDP"
 
 
 def command(kind, workload, extra, args):
     """One rank of a system: of zero, or of a name of pytorch_systems.py."""
     common = ["--workload", workload, "--steps", str(args.steps)]
+    if getattr(args, "device", "cpu") == "cuda":
+        common += ["--device", "cuda", "--transport", args.transport]
     if kind == "zero":
         return [args.zero, *common, "--json", *extra]
     return [sys.executable, str(HERE / "pytorch_benchmark.py"), *common, "--system", kind, *extra]

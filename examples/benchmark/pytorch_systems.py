@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's ways to train data-parallel, behind one interface.
 
-A system has backward(data, parts, last), clip(max_norm), step(), checksums() and extra().
+A system has backward(data, parts, last), clip(max_norm), step(), checksums() and extra(). What
+backward() and clip() return, the loss and the norm, is not read yet where the model is on a GPU.
 Each is set up as its documentation advises for speed. bf16 means bf16 parameters and gradients
 with fp32 masters and states.
 """
@@ -47,7 +48,7 @@ class Plain:
             # This process stands for several ranks: a sum of theirs in a bf16 p.grad would be
             # rounded once more than the fp32 sums that it is to check.
             self.move_gradients()
-        return loss.item()
+        return loss.detach()
 
     def move_gradients(self):
         """What 16-bit parameters have in p.grad is added to their masters' gradients."""
@@ -63,7 +64,7 @@ class Plain:
         if type(self) is Plain and self.norm_fp64 is None:
             squares = [float(p.grad.double().square().sum()) for p in self.updated]
             self.norm_fp64 = sum(squares) ** 0.5
-        return torch.nn.utils.clip_grad_norm_(self.updated, max_norm, foreach=True).item()
+        return torch.nn.utils.clip_grad_norm_(self.updated, max_norm, foreach=True)
 
     def step(self):
         self.optimizer.step()
@@ -109,7 +110,8 @@ class Fsdp2(Plain):
     def __init__(self, model, bf16, no_sync):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        device = next(model.parameters()).device.type
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy()
         if bf16:
             # Masters are what FSDP2 shards; it casts to bf16 when it gathers. They begin with
@@ -138,7 +140,7 @@ class Fsdp2(Plain):
 
     def clip(self, max_norm):
         norm = torch.nn.utils.clip_grad_norm_(self.updated, max_norm, foreach=True)
-        return norm.full_tensor().item()
+        return norm.full_tensor()
 
     def checksums(self):
         return pytorch_workload.checksums([p.full_tensor() for p in self.parameters])
@@ -175,7 +177,7 @@ class DeepSpeed(Plain):
         loss = self.engine(*data) / parts
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss)
-        return loss.item()
+        return loss.detach()
 
     def clip(self, max_norm):
         self.engine.step()  # clips, and knows the norm afterwards only

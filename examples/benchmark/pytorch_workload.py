@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-MICRO_BATCHES = {"mlp25m": 1, "mlp25m_accum4": 4, "gpt10m": 1, "gpt10m_bf16": 1}
+MICRO_BATCHES = {"mlp25m": 1, "mlp25m_accum4": 4, "gpt10m": 1, "gpt10m_bf16": 1,
+                 "gpt350m_bf16": 1}
 
 _MASK = 0xFFFFFFFF
 _CHUNK = 1 << 16  # small temporaries, so that building the model does not show as peak memory
+_GPU_CHUNK = 1 << 24
 
 
 def _hash32(x):
@@ -30,10 +32,11 @@ def _raw(stream, begin, end):
 
 
 def values(stream, numel, dtype=torch.float32):
-    """val(stream, 0..numel) in [-1, 1), exact in fp32."""
+    """val(stream, 0..numel) in [-1, 1), exact in fp32, on torch's default device."""
     out = torch.empty(numel, dtype=dtype)
-    for begin in range(0, numel, _CHUNK):
-        end = min(begin + _CHUNK, numel)
+    chunk = _CHUNK if out.device.type == "cpu" else _GPU_CHUNK
+    for begin in range(0, numel, chunk):
+        end = min(begin + chunk, numel)
         out[begin:end] = (_raw(stream, begin, end) >> 8).to(torch.float32) * 2.0**-23 - 1.0
     return out
 
@@ -100,17 +103,17 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Six pre-norm blocks of width 384 over bytes, untied head."""
+    """Pre-norm blocks with an untied head; by default six of width 384, over bytes."""
 
-    def __init__(self):
+    def __init__(self, width=384, blocks=6, heads=6, time=128, vocabulary=256, sequences=2):
         super().__init__()
-        width, layers = 384, 6
-        self.wte = nn.Parameter(torch.empty(256, width))
-        self.wpe = nn.Parameter(torch.empty(128, width))
-        self.block = nn.ModuleList(Block(width, heads=6) for _ in range(layers))
+        self.time, self.vocabulary, self.sequences = time, vocabulary, sequences
+        self.wte = nn.Parameter(torch.empty(vocabulary, width))
+        self.wpe = nn.Parameter(torch.empty(time, width))
+        self.block = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.lnf = nn.LayerNorm(width)
-        self.head = nn.Parameter(torch.empty(256, width))
-        wide, narrow = 0.02 * 3**0.5, 0.02 * 3**0.5 / 12**0.5
+        self.head = nn.Parameter(torch.empty(vocabulary, width))
+        wide, narrow = 0.02 * 3**0.5, 0.02 * 3**0.5 / (2 * blocks)**0.5
         with torch.no_grad():
             for t, (name, p) in enumerate(numbered(self)):
                 if p.dim() == 1:
@@ -123,15 +126,17 @@ class Gpt(nn.Module):
         return list(self.block)
 
     def make_data(self, rank, micro):
-        tokens = (_raw(input_stream(rank, micro), 0, 2 * 129) & 255).view(2, 129)
-        return tokens[:, :128], tokens[:, 1:]
+        shape = (self.sequences, self.time + 1)
+        numbers = _raw(input_stream(rank, micro), 0, shape[0] * shape[1])
+        tokens = (numbers % self.vocabulary).view(shape)
+        return tokens[:, :-1], tokens[:, 1:]
 
     def forward(self, tokens, labels):
         h = F.embedding(tokens, self.wte) + self.wpe
         for block in self.block:
             h = block(h)
         logits = (self.lnf(h) @ self.head.t()).float()
-        return F.cross_entropy(logits.reshape(-1, 256), labels.reshape(-1))
+        return F.cross_entropy(logits.reshape(-1, self.vocabulary), labels.reshape(-1))
 
 
 def numbered(model):
@@ -145,6 +150,9 @@ def numbered(model):
 
 
 def make_model(workload):
+    """The model, on torch's default device."""
+    if workload.startswith("gpt350m"):
+        return Gpt(width=1024, blocks=24, heads=16, time=1024, vocabulary=24576, sequences=8)
     return Gpt() if workload.startswith("gpt") else Mlp()
 
 
@@ -154,5 +162,6 @@ def checksums(parameters):
     for t, p in enumerate(parameters):
         flat = p.detach().double().flatten()
         square += float(flat @ flat)
-        dot += float(flat @ values(900000 + t, flat.numel(), torch.float64))
+        with p.device:
+            dot += float(flat @ values(900000 + t, flat.numel(), torch.float64))
     return square**0.5, dot

@@ -4,8 +4,11 @@
 
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <cmath>
+#include <map>
+#include <optional>
 
 namespace zero::examples {
 namespace {
@@ -37,10 +40,10 @@ class Mlp final : public Workload {
       add("bias", workload_tensor({kWidth}, 2 * layer + 1, 0.01F));
     }
   }
-  void make_data(int rank, int micro_batches) override {
+  void make_data(int rank, int micro_batches, at::Device device) override {
     for (int m = 0; m < micro_batches; ++m) {
-      inputs_.push_back(workload_tensor({8, kWidth}, input_stream(rank, m), 1.0F));
-      targets_.push_back(workload_tensor({8, kWidth}, target_stream(rank, m), 0.5F));
+      inputs_.push_back(workload_tensor({8, kWidth}, input_stream(rank, m), 1.0F).to(device));
+      targets_.push_back(workload_tensor({8, kWidth}, target_stream(rank, m), 0.5F).to(device));
     }
   }
   at::Tensor loss(int m) override {
@@ -59,74 +62,83 @@ class Mlp final : public Workload {
   std::vector<at::Tensor> inputs_, targets_;
 };
 
-// Six blocks of width 384 over bytes; 10,893,312 parameters in 77 tensors.
+struct GptShape {
+  int64_t width = 384;
+  int blocks = 6;
+  int64_t heads = 6;
+  int64_t time = 128;
+  int64_t vocabulary = 256;
+  int64_t sequences = 2;
+};
+
+// Pre-norm blocks with an untied head. gpt10m: 10,893,312 parameters in 77 tensors, over bytes.
+// gpt350m: 353,691,648 in 293, with the blocks of GPT-2 medium.
 class GptWorkload final : public Workload {
  public:
-  explicit GptWorkload(c10::ScalarType dtype) : dtype_(dtype) {
+  GptWorkload(const GptShape& shape, c10::ScalarType dtype) : shape_(shape), dtype_(dtype) {
     const auto wide = static_cast<float>(0.02 * std::sqrt(3.0));
-    const auto narrow = static_cast<float>(0.02 * std::sqrt(3.0) / std::sqrt(12.0));
+    const auto narrow = static_cast<float>(0.02 * std::sqrt(3.0) / std::sqrt(2.0 * shape.blocks));
+    const int64_t width = shape.width;
     begin_layer("embedding");
-    matrix("wte", {256, kWidth}, wide);
-    matrix("wpe", {kTime, kWidth}, wide);
-    for (int block = 0; block < kBlocks; ++block) {
+    matrix("wte", {shape.vocabulary, width}, wide);
+    matrix("wpe", {shape.time, width}, wide);
+    for (int block = 0; block < shape.blocks; ++block) {
       begin_layer("block" + std::to_string(block));
       norm("ln1");
-      layer("qkv", 3 * kWidth, kWidth, wide);
-      layer("proj", kWidth, kWidth, narrow);
+      layer("qkv", 3 * width, width, wide);
+      layer("proj", width, width, narrow);
       norm("ln2");
-      layer("fc", 4 * kWidth, kWidth, wide);
-      layer("out", kWidth, 4 * kWidth, narrow);
+      layer("fc", 4 * width, width, wide);
+      layer("out", width, 4 * width, narrow);
     }
     begin_layer("end");
     norm("lnf");
-    matrix("head", {256, kWidth}, wide);
+    matrix("head", {shape.vocabulary, width}, wide);
   }
-  void make_data(int rank, int micro_batches) override {
+  void make_data(int rank, int micro_batches, at::Device device) override {
     for (int m = 0; m < micro_batches; ++m) {
-      at::Tensor tokens = at::empty({2, kTime + 1}, at::kLong);
+      at::Tensor tokens = at::empty({shape_.sequences, shape_.time + 1}, at::kLong);
       for (int64_t i = 0; i < tokens.numel(); ++i) {
         tokens.mutable_data_ptr<int64_t>()[i] =
-            raw(input_stream(rank, m), static_cast<uint32_t>(i)) & 255U;
+            raw(input_stream(rank, m), static_cast<uint32_t>(i)) % shape_.vocabulary;
       }
-      tokens_.push_back(tokens);
+      tokens_.push_back(tokens.to(device));
     }
   }
   at::Tensor loss(int m) override {
+    const auto [width, blocks, n_heads, time, vocabulary, sequences] = shape_;
     enter(0);
-    const at::Tensor input = tokens_[m].narrow(1, 0, kTime);
-    const at::Tensor labels = tokens_[m].narrow(1, 1, kTime).reshape({-1});
+    const at::Tensor input = tokens_[m].narrow(1, 0, time);
+    const at::Tensor labels = tokens_[m].narrow(1, 1, time).reshape({-1});
     at::Tensor h = at::embedding(numbered_[0], input) + numbered_[1];
     size_t next = 2;
     const auto take = [&]() -> const at::Tensor& { return numbered_[next++]; };
-    const auto normed = [&](const at::Tensor& x) {
+    const auto normed = [&, width = width](const at::Tensor& x) {
       const at::Tensor &weight = take(), &bias = take();
-      return at::layer_norm(x, {kWidth}, weight, bias, 1e-5);
+      return at::layer_norm(x, {width}, weight, bias, 1e-5);
     };
     const auto linear = [&](const at::Tensor& x) {
       const at::Tensor &weight = take(), &bias = take();
       return at::linear(x, weight, bias);
     };
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int block = 0; block < blocks; ++block) {
       enter(1 + block);
-      const auto parts = linear(normed(h)).split(kWidth, 2);
+      const auto parts = linear(normed(h)).split(width, 2);
       std::vector<at::Tensor> heads;
       for (const at::Tensor& part : parts) {
-        heads.push_back(part.view({2, kTime, kHeads, kWidth / kHeads}).transpose(1, 2));
+        heads.push_back(part.view({sequences, time, n_heads, width / n_heads}).transpose(1, 2));
       }
       const at::Tensor o =
           at::scaled_dot_product_attention(heads[0], heads[1], heads[2], {}, 0.0, true);
-      h = h + linear(o.transpose(1, 2).reshape({2, kTime, kWidth}));
+      h = h + linear(o.transpose(1, 2).reshape({sequences, time, width}));
       h = h + linear(at::gelu(linear(normed(h))));
     }
-    enter(1 + kBlocks);
+    enter(1 + blocks);
     const at::Tensor logits = at::matmul(normed(h), numbered_.back().t()).to(at::kFloat);
-    return at::cross_entropy_loss(logits.reshape({-1, 256}), labels);
+    return at::cross_entropy_loss(logits.reshape({-1, vocabulary}), labels);
   }
 
  private:
-  static constexpr int64_t kWidth = 384, kTime = 128, kHeads = 6;
-  static constexpr int kBlocks = 6;
-
   void matrix(const std::string& name, at::IntArrayRef shape, float scale) {
     add(name, workload_tensor(shape, static_cast<uint32_t>(numbered_.size()), scale).to(dtype_));
   }
@@ -134,17 +146,42 @@ class GptWorkload final : public Workload {
     add(name, at::full({size}, value, at::kFloat).to(dtype_));
   }
   void norm(const std::string& name) {
-    constant(name + "_weight", kWidth, 1.0);
-    constant(name + "_bias", kWidth, 0.0);
+    constant(name + "_weight", shape_.width, 1.0);
+    constant(name + "_bias", shape_.width, 0.0);
   }
   void layer(const std::string& name, int64_t out, int64_t in, float scale) {
     matrix(name + "_weight", {out, in}, scale);
     constant(name + "_bias", out, 0.0);
   }
 
+  const GptShape shape_;
   const c10::ScalarType dtype_;
   std::vector<at::Tensor> tokens_;
 };
+
+struct NamedWorkload {
+  WorkloadInfo info;
+  std::optional<GptShape> gpt;  // else the Mlp
+};
+
+const std::map<std::string, NamedWorkload>& workloads() {
+  static const std::map<std::string, NamedWorkload> all = [] {
+    const GptShape medium{1024, 24, 16, 1024, 24576, 8};
+    return std::map<std::string, NamedWorkload>{{"mlp25m", {}},
+                                                {"mlp25m_accum4", {{4, at::kFloat}, std::nullopt}},
+                                                {"gpt10m", {{}, GptShape{}}},
+                                                {"gpt10m_bf16", {{1, at::kBFloat16}, GptShape{}}},
+                                                {"gpt350m_bf16", {{1, at::kBFloat16}, medium}}};
+  }();
+  return all;
+}
+
+const NamedWorkload& workload_of(const std::string& name) {
+  const auto found = workloads().find(name);
+  TORCH_CHECK(found != workloads().end(), "workload: expected one of ",
+              c10::Join(", ", workload_names()), ", got ", name);
+  return found->second;
+}
 
 }  // namespace
 
@@ -170,17 +207,18 @@ at::Tensor Workload::add(const std::string& name, const at::Tensor& value) {
   return numbered_.back();
 }
 
-WorkloadInfo workload_info(const std::string& name) {
-  if (name == "mlp25m" || name == "gpt10m") return {};
-  if (name == "mlp25m_accum4") return {4, at::kFloat};
-  if (name == "gpt10m_bf16") return {1, at::kBFloat16};
-  TORCH_CHECK(false, "workload: expected mlp25m, mlp25m_accum4, gpt10m or gpt10m_bf16, got ", name);
+std::vector<std::string> workload_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, workload] : workloads()) names.push_back(name);
+  return names;
 }
 
+WorkloadInfo workload_info(const std::string& name) { return workload_of(name).info; }
+
 std::shared_ptr<Workload> make_workload(const std::string& name) {
-  const WorkloadInfo info = workload_info(name);
-  if (name.rfind("gpt", 0) == 0) return std::make_shared<GptWorkload>(info.dtype);
-  return std::make_shared<Mlp>();
+  const NamedWorkload& workload = workload_of(name);
+  if (!workload.gpt) return std::make_shared<Mlp>();
+  return std::make_shared<GptWorkload>(*workload.gpt, workload.info.dtype);
 }
 
 }  // namespace zero::examples

@@ -30,8 +30,8 @@ at::Tensor workload_tensor(at::IntArrayRef shape, uint32_t stream, float scale);
 // A model with its data. Workloads differ in nothing else.
 class Workload : public torch::nn::Module {
  public:
-  // Data of (rank, micro batch), made once before timing.
-  virtual void make_data(int rank, int micro_batches) = 0;
+  // Makes the data of (rank, micro batch) on `device`, once before timing.
+  virtual void make_data(int rank, int micro_batches, at::Device device) = 0;
   virtual at::Tensor loss(int micro_batch) = 0;
   // Parameters in the order in which they are numbered.
   const std::vector<at::Tensor>& numbered() const { return numbered_; }
@@ -56,7 +56,9 @@ struct WorkloadInfo {
   c10::ScalarType dtype = c10::ScalarType::Float;
 };
 
-// mlp25m, mlp25m_accum4, gpt10m or gpt10m_bf16. Throws c10::Error for another name.
+// mlp25m, mlp25m_accum4, gpt10m, gpt10m_bf16 and gpt350m_bf16.
+std::vector<std::string> workload_names();
+// The two below throw c10::Error for another name.
 WorkloadInfo workload_info(const std::string& name);
 std::shared_ptr<Workload> make_workload(const std::string& name);
 

@@ -21,8 +21,8 @@ using torch::profiler::impl::ProfilerState;
 
 }  // namespace
 
-StepTrace::StepTrace(std::string path, int64_t first, int64_t steps)
-    : path_(std::move(path)), first_(first), end_(first + steps) {
+StepTrace::StepTrace(std::string path, int64_t first, int64_t steps, Device device)
+    : path_(std::move(path)), first_(first), end_(first + steps), device_(device) {
   // Else the profiler complains on standard error about a machine without a GPU.
   if (!path_.empty()) setenv("KINETO_LOG_LEVEL", "99", /*overwrite=*/0);
 }
@@ -46,7 +46,8 @@ void StepTrace::before_step(int64_t step) {
   const ProfilerConfig config(ProfilerState::KINETO, /*report_input_shapes=*/false,
                               /*profile_memory=*/false, /*with_stack=*/false, /*with_flops=*/false,
                               /*with_modules=*/false, details);
-  const std::set<ActivityType> activities = {ActivityType::CPU};
+  std::set<ActivityType> activities = {ActivityType::CPU};
+  if (device_ == Device::kCuda) activities.insert(ActivityType::CUDA);
   torch::autograd::profiler::prepareProfiler(config, activities);
   torch::autograd::profiler::enableProfiler(config, activities);
   recording_ = true;

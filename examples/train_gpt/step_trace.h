@@ -13,8 +13,11 @@ namespace zero::examples {
 
 class StepTrace {
  public:
+  // kCuda also records kernels, copies and the calls of the CUDA runtime.
+  enum class Device { kCpu, kCuda };
+
   // Records `steps` steps beginning with step `first`. An empty `path` records none.
-  StepTrace(std::string path, int64_t first, int64_t steps);
+  StepTrace(std::string path, int64_t first, int64_t steps, Device device = Device::kCpu);
   // A recording under way is written, too.
   ~StepTrace();
   StepTrace(const StepTrace&) = delete;
@@ -30,6 +33,7 @@ class StepTrace {
   const std::string path_;
   const int64_t first_;
   const int64_t end_;
+  const Device device_;
   bool recording_ = false;
 };
 

@@ -202,7 +202,8 @@ bool Trainer::train(int64_t first_step) {
   if (reports) progress.emplace(stdout, first_step, options_.steps);
   // The first steps make buffers and connections: not what one wants to see.
   const int64_t settled = std::min(first_step + 2, options_.steps - 1);
-  StepTrace trace(reports ? options_.trace : "", settled, options_.trace_steps);
+  StepTrace trace(reports ? options_.trace : "", settled, options_.trace_steps,
+                  device_.is_cpu() ? StepTrace::Device::kCpu : StepTrace::Device::kCuda);
   for (int64_t step = first_step; step < options_.steps; ++step) {
     trace.before_step(step);
     StepMetrics metrics = train_step(step);

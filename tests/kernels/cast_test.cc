@@ -141,19 +141,34 @@ TEST(CastCopySpans, MovesEverySpanAndNothingElse) {
     for (int64_t i = 0; i < kSpans; ++i) {
       spans.push_back({sources[i].as<void>(), destinations[i].as<void>(), sources[i].bytes() / 4});
     }
-    cast_copy_spans(spans, ScalarType::Float, ScalarType::BFloat16, Stream{});
-    for (int64_t i = 0; i < kSpans; ++i) {
-      Buffer expected(destinations[i].bytes(), 0);
-      reference::cast_copy(sources[i].as<void>(), ScalarType::Float, expected.as<void>(),
-                           ScalarType::BFloat16, spans[i].numel, nullptr);
-      ASSERT_TRUE(expected.same_bytes(destinations[i])) << "span " << i;
-      ASSERT_TRUE(destinations[i].guards_intact());
+    // First without addends, then with the results as addends.
+    for (const bool with_addends : {false, true}) {
+      std::vector<Buffer> addends = destinations;
+      for (int64_t i = 0; i < kSpans; ++i) spans[i].addend = addends[i].as<void>();
+      cast_copy_spans(spans, ScalarType::Float, ScalarType::BFloat16, with_addends, Stream{});
+      for (int64_t i = 0; i < kSpans; ++i) {
+        Buffer expected(destinations[i].bytes(), 0);
+        reference::cast_copy(sources[i].as<void>(), ScalarType::Float, expected.as<void>(),
+                             ScalarType::BFloat16, spans[i].numel,
+                             with_addends ? spans[i].addend : nullptr);
+        ASSERT_TRUE(expected.same_bytes(destinations[i])) << "span " << i;
+        ASSERT_TRUE(destinations[i].guards_intact());
+      }
     }
   });
 }
 
 TEST(CastCopySpans, AnEmptyListIsLegal) {
-  cast_copy_spans({}, ScalarType::Float, ScalarType::Half, Stream{});
+  cast_copy_spans({}, ScalarType::Float, ScalarType::Half, /*with_addends=*/false, Stream{});
+}
+
+TEST(CastCopySpans, AMissingAddendThrows) {
+  float values[2] = {1, 2};
+  const CopySpan span{values, values + 1, 1};
+  EXPECT_THROW(
+      cast_copy_spans(span, ScalarType::Float, ScalarType::Float, /*with_addends=*/true, Stream{}),
+      c10::Error);
+  EXPECT_EQ(values[1], 2);
 }
 
 TEST(CastCopy, ThreadsOtherThanTheMainOneMayCall) {

@@ -110,6 +110,7 @@ TEST_F(CudaKernels, CastCopyOfEveryBitPatternIsThatOfTheCpu) {
 TEST_F(CudaKernels, MoreSpansThanFitIntoOneLaunch) {
   std::vector<std::unique_ptr<DeviceBuffer>> memory;
   std::vector<CopySpan> spans;
+  std::vector<Buffer> sources;
   std::vector<Buffer> expected;
   for (int64_t i = 0; i < 500; ++i) {
     const int64_t numel = i % 7 == 0 ? 0 : i * 37 % 9000;
@@ -117,14 +118,20 @@ TEST_F(CudaKernels, MoreSpansThanFitIntoOneLaunch) {
     Buffer destination(2 * numel, 0);
     memory.push_back(std::make_unique<DeviceBuffer>(source, 4 * (i % 2)));
     memory.push_back(std::make_unique<DeviceBuffer>(destination, 2 * (i % 3)));
-    spans.push_back({memory[2 * i]->as<void>(), memory[2 * i + 1]->as<void>(), numel});
-    cast_copy(source.as<void>(), ScalarType::Float, destination.as<void>(), ScalarType::Half, numel,
-              nullptr, Stream{});
+    void* const to = memory[2 * i + 1]->as<void>();
+    spans.push_back({memory[2 * i]->as<void>(), to, numel, /*addend=*/to});
+    sources.push_back(source);
     expected.push_back(destination);
   }
-  cast_copy_spans(spans, ScalarType::Float, ScalarType::Half, kCuda);
-  for (int64_t i = 0; i < 500; ++i) {
-    ASSERT_TRUE(memory[2 * i + 1]->to_host().same_bytes(expected[i])) << "span " << i;
+  // First without addends, then with the results as addends.
+  for (const bool with_addends : {false, true}) {
+    cast_copy_spans(spans, ScalarType::Float, ScalarType::Half, with_addends, kCuda);
+    for (int64_t i = 0; i < 500; ++i) {
+      void* const to = expected[i].as<void>();
+      cast_copy(sources[i].as<void>(), ScalarType::Float, to, ScalarType::Half, spans[i].numel,
+                with_addends ? to : nullptr, Stream{});
+      ASSERT_TRUE(memory[2 * i + 1]->to_host().same_bytes(expected[i])) << "span " << i;
+    }
   }
 }
 

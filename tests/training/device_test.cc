@@ -6,9 +6,11 @@
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -124,6 +126,37 @@ TEST(DeviceTest, AStepDoesNotWaitForTheDevice) {
           EXPECT_EQ(optimizer.stats().steps, 5);
         },
         options);
+  }
+}
+
+// Kernels that rank 0 launches in one backward pass of the per-parameter layout, whose parameters
+// have a piece for each rank.
+int64_t launches_of_a_pass(int world_size, bool accumulated) {
+  int64_t launches = 0;
+  run_device_ranks(world_size, [&](const Group& group) {
+    Affine layer(17, 23, group.device());
+    ZeroOptimizer optimizer(*layer,
+                            std::make_unique<torch::optim::AdamW>(layer->parameters(), 0.01), group,
+                            ZeroOptions().layout(Layout::kPerParameter).bucket_bytes(1 << 20));
+    const at::Tensor x = random_tensor({3, 17}, 1).to(group.device());
+    const auto pass = [&] { optimizer.backward(layer->forward(x).sum()); };
+    if (accumulated) {
+      const auto guard = optimizer.no_sync();
+      pass();
+    }
+    const int64_t before = EmulatedDevice::launches(group.rank());
+    pass();
+    if (group.rank() == 0) launches = EmulatedDevice::launches(0) - before;
+    optimizer.step();
+  });
+  return launches;
+}
+
+TEST(DeviceTest, APieceForEachRankIsNoLaunchForEachRank) {
+  for (const bool accumulated : {false, true}) {
+    const int64_t alone = launches_of_a_pass(1, accumulated);
+    EXPECT_GT(alone, 0);
+    EXPECT_EQ(launches_of_a_pass(4, accumulated), alone) << "accumulated " << accumulated;
   }
 }
 

@@ -3,6 +3,7 @@
 #include "zero/memory/bucket_memory.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 
 #include "bookkeeping/layout.h"
 #include "kernels/cast.h"
@@ -69,16 +70,20 @@ int64_t BucketMemory::bytes() const {
 void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
                       const at::Tensor& tensor, const at::Tensor& rows, const at::Tensor& added) {
   const auto stream = current_stream(rows.device());
+  c10::SmallVector<kernels::CopySpan, 8> spans;
   for (const Piece& piece : plan.pieces(bucket, slot)) {
     char* const to = mutable_address(rows, piece.bucket_begin);
     if (tensor.defined()) {
-      const char* const addend = added.defined() ? address(added, piece.parameter_begin) : nullptr;
-      kernels::cast_copy(address(tensor, piece.parameter_begin), tensor.scalar_type(), to,
-                         rows.scalar_type(), piece.numel, addend, stream);
+      spans.push_back({address(tensor, piece.parameter_begin), to, piece.numel,
+                       added.defined() ? address(added, piece.parameter_begin) : nullptr});
     } else {
       kernels::fill_zero(to, piece.numel * rows.element_size(), stream);
     }
   }
+  if (spans.empty()) return;
+  // Of all pieces at once, which on a GPU is one launch and not one for every rank.
+  kernels::cast_copy_spans(spans, tensor.scalar_type(), rows.scalar_type(), added.defined(),
+                           stream);
 }
 
 void copy_out_of_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& rows,
@@ -93,7 +98,7 @@ void copy_out_of_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor
                        mutable_address(tensors[i], piece.parameter_begin), piece.numel});
     }
   }
-  kernels::cast_copy_spans(spans, rows.scalar_type(), rows.scalar_type(),
+  kernels::cast_copy_spans(spans, rows.scalar_type(), rows.scalar_type(), /*with_addends=*/false,
                            current_stream(rows.device()));
 }
 

@@ -38,6 +38,7 @@ std::atomic<int64_t> longest_delay_us{500};
 std::atomic<int64_t> patience_ms{20000};
 std::array<std::atomic<int64_t>, kEmulatedDevices> waits{};
 std::array<std::atomic<int64_t>, kEmulatedDevices> copied{};
+std::array<std::atomic<int64_t>, kEmulatedDevices> launched{};
 
 struct Violations {
   std::mutex mutex;
@@ -464,6 +465,7 @@ const char* launch(void* native_stream, const void* memory, std::function<void()
            (owner < 0 ? std::string("the host, or freed") : "device " + std::to_string(owner)));
     return "an illegal memory access was encountered";
   }
+  ++launched[device];
   thread_of(device, id).push(std::move(work));
   return nullptr;
 }
@@ -482,6 +484,7 @@ void catch_up(int device) { thread_of(current_stream(device)).mark().wait("an op
 }  // namespace emulated
 
 int64_t EmulatedDevice::host_waits(int device) { return waits[device]; }
+int64_t EmulatedDevice::launches(int device) { return launched[device]; }
 int64_t EmulatedDevice::bytes_to_host(int device) { return copied[device]; }
 
 std::vector<std::string> EmulatedDevice::take_violations() {

@@ -14,7 +14,8 @@
 //               device, or on a stream of another, is a violation.
 //   host waits  Everything for which CUDA makes the host wait is counted.
 //
-// It is registered when the program starts. Link :emulated_kernels too: it replaces the CUDA kernels by kernels for this device.
+// It is registered when the program starts. Link :emulated_kernels too: it replaces the CUDA
+// kernels by kernels for this device.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -37,6 +38,8 @@ class EmulatedDevice {
  public:
   // How often the host has waited for work of a device since the process began.
   static int64_t host_waits(int device);
+  // Kernels that were launched on a device since the process began.
+  static int64_t launches(int device);
   // Bytes copied from a device to the host since the process began.
   static int64_t bytes_to_host(int device);
   // What would have been an error, a race or a deadlock on a GPU, since the last call.

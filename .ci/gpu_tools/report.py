@@ -1,0 +1,119 @@
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""docs/benchmarks/gpu.md, from the result of .ci/gpu run."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples/benchmark"))
+
+import comparison_report
+
+HEAD = """\
+# On a GPU
+
+Does the library work on a GPU, and how fast is it there? `.ci/gpu report` writes this page from
+the result of one command, so it is not edited by hand.
+
+```sh
+.ci/gpu pack                       # on a machine with the CUDA toolkit: builds, makes the folder .gpu
+.gpu/.ci/gpu run --out results     # on the machine with the GPU, which needs the folder and nothing else of us
+.ci/gpu report results/gpu.json    # writes this page
+```
+
+The GPU machine needs a Python with the PyTorch that `third_party/versions.env` names; no Bazel, compiler or
+network. A step that fails leaves the others running, and a call goes on where the last one stopped:
+`--minutes 9` bounds it, `--only trace` chooses steps.
+
+| steps | what they show |
+|---|---|
+| `test` | every test tagged `gpu`: kernels have the bits of the CPU's, `ZeroOptimizer` follows the CPU, NCCL carries every collective |
+| `graph` | a step in a CUDA graph has the bits of one without |
+| `trace` | waits of the host for the device in three traced steps: there should be none |
+| `kernels` | each kernel beside a copy by the device, in turns; aligned, not aligned, and 1000 segments |
+| `training` | stages 1 and 2 beside DDP and fused AdamW of PyTorch, on one rank over NCCL, and on two ranks that share the GPU over Gloo |
+| `train_gpt` | training, checkpoints, and the same losses again on another number of ranks |
+| `memcheck`, `racecheck` | compute-sanitizer on the tests of the kernels |
+
+Data of two ranks that share a GPU pass through host memory: those times show that it works, not how fast
+NCCL between GPUs is. The systems keep fp32 masters of bf16 parameters, DDP by hand, and read neither loss nor
+norm in a step. *fb*, *clip* and *opt* are the time that the host needs to enqueue the work, *GPU MB* is what
+a step allocates beside the model.
+"""
+
+_KERNEL_ROWS = ("| kernel, elements, offset | ms | GB/s | copy or read, GB/s | ratio | goal |",
+                "|---|---:|---:|---:|---:|---:|")
+
+
+def _about(result):
+    facts, pack = result["machine"], result["pack"]
+    return (f"Measured on {facts['date']}, {facts['gpus']} x {facts['gpu']}, driver {facts['driver']}, "
+            f"PyTorch {facts['torch']}, NCCL {facts['nccl']}, {facts['cores']} cores of {facts['cpu']}; "
+            f"zero at {pack['commit']}.")
+
+
+def _steps(result):
+    rows = ["| step | result | seconds | |", "|---|---|---:|---|"]
+    for name, step in result["steps"].items():
+        figures = step["figures"]
+        note = step["reason"]
+        if "tests" in figures:
+            note = f"{figures['tests']} tests" + (
+                f", {figures['skipped']} skipped" if figures["skipped"] else "")
+        rows.append(f"| {name} | {step['status']} | {step['seconds']:.0f} | "
+                    f"{note.replace('|', '/')} |")
+    return rows
+
+
+# Arrays that no cache holds, and arrays of one small bucket. The result has more sizes.
+_LARGE, _SMALL = "numel:134217728", "numel:1048576"
+
+
+def _kernels(lines):
+    rows = [*_KERNEL_ROWS]
+    for name, line in lines.items():
+        if _LARGE not in name and _SMALL not in name:
+            continue
+        goal = ""
+        if "goal" in line and _LARGE in name and "off:0" in name:
+            goal = f"{line['goal']:.2f}" + ("" if line["ratio"] >= line["goal"] else " missed")
+        short = name.replace("/iterations:25/manual_time", "")
+        rows.append(f"| {short} | {line['kernel_ms']:.3f} | {line['GBps']:.0f} | "
+                    f"{line['other_GBps']:.0f} | {line['ratio']:.2f} | {goal} |")
+    return rows
+
+
+def _traces(result):
+    for name, step in result["steps"].items():
+        figures = step["figures"]
+        if name.startswith("trace") and "waits" in figures:
+            waits = ", ".join(f"{n} {what}" for what, n in figures["waits"].items()) or "none"
+            calls = ", ".join(f"{n} {what}" for what, n in figures["allocations"].items()) or "none"
+            yield (f"* `{name}`: waits of the host in {figures['steps']} steps: {waits}; calls that "
+                   f"allocate: {calls}; {figures['launches_per_step']:.0f} launches a step.")
+
+
+def _training(result):
+    for step in result["steps"].values():
+        found = step["figures"].get("training")
+        if found:
+            yield comparison_report.tables(found, comparison_report.GPU_COLUMNS)
+
+
+def text(result):
+    """The page. Without a result of a GPU it says so."""
+    lines = [HEAD]
+    if not result["machine"].get("gpu"):
+        lines.append("**Nothing has been measured yet**: no machine with a GPU has run this.\n")
+        return "\n".join(lines)
+    lines += [_about(result), "", *_steps(result), ""]
+    traces = list(_traces(result))
+    if traces:
+        lines += ["## Waits of the host", "", *traces, ""]
+    kernels = result["steps"].get("kernels", {}).get("figures", {}).get("kernels")
+    if kernels:
+        lines += ["## Kernels", "", *_kernels(kernels), ""]
+    training = list(_training(result))
+    if training:
+        lines += ["## Training", "", *training]
+    return "\n".join(lines).rstrip() + "\n"

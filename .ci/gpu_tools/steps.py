@@ -1,0 +1,131 @@
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of .ci/gpu run, in their order: what is most likely to be wrong is first."""
+
+import json
+import re
+import sys
+
+from gpu_tools import host_syncs
+from gpu_tools.records import Step
+
+_KERNEL_TESTS = ["cuda_kernels_test", "cuda_updates_test"]
+_OTHER_TESTS = ["cuda_optimizer_test", "random_state_gpu_test"]
+_SYSTEMS = "DDP;one process;zero stage 2;zero stage 1"
+
+
+def _tests(pack):
+    return [Step(f"test:{name}", "GoogleTest", [[pack.program(name)]], timeout=500)
+            for name in _KERNEL_TESTS + _OTHER_TESTS]
+
+
+def _graph(pack):
+    return [Step("graph", "a step in a CUDA graph has the bits of one without",
+                 [[pack.program("cuda_optimizer_test"), "--gtest_filter=*Graph*:*Capture*"]])]
+
+
+def read_sanitizer(output, folder):
+    """compute-sanitizer exits with 0 when the program under it could not start, too."""
+    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", output)
+    if not found:
+        return {}, "compute-sanitizer printed no summary"
+    count = int(found.group(1))
+    return {"findings": count}, f"{count} findings" if count else ""
+
+
+def _sanitizers(pack):
+    return [Step(f"{tool}:{name}", f"compute-sanitizer --tool {tool}",
+                 [["--tool", tool, "--error-exitcode", "86", "--print-limit", "20",
+                   pack.program(name)]],
+                 timeout=570, read=read_sanitizer, needs="compute-sanitizer")
+            for tool in ("memcheck", "racecheck") for name in _KERNEL_TESTS]
+
+
+def read_kernels(output, folder):
+    """Every line of the benchmark. One below its goal is no failure; the report marks it."""
+    found = json.loads((folder / "kernels.json").read_text())
+    fields = ("kernel_ms", "GBps", "other_GBps", "ratio", "goal")
+    lines = {line["name"]: {field: line[field] for field in fields if field in line}
+             for line in found["benchmarks"]}
+    return {"kernels": lines}, "" if lines else "no line was measured"
+
+
+def _kernels(pack):
+    return [Step("kernels", "GB/s of every kernel beside a device copy",
+                 [[pack.program("cuda_kernels_benchmark"), "--benchmark_out=kernels.json",
+                   "--benchmark_out_format=json"]],
+                 timeout=400, read=read_kernels)]
+
+
+def read_training(output, folder):
+    """The runs of compare_with_pytorch.py. That they differ is a finding as well."""
+    found = json.loads((folder / "training.json").read_text())
+    errors = [error for cell in found["cells"] for error in cell["errors"]]
+    return {"training": found}, errors[0].splitlines()[0] if errors else ""
+
+
+def _training(pack, name, workloads, world, transport, steps, repeats):
+    command = [sys.executable, pack.source("examples/benchmark/compare_with_pytorch.py"),
+               "--zero", pack.program("benchmark"), "--device", "cuda", "--transport", transport,
+               "--workloads", workloads, "--worlds", str(world), "--systems", _SYSTEMS,
+               "--steps", str(steps), "--repeats", str(repeats), "--timeout", "200",
+               "--json", "training.json"]
+    return Step(f"training:{name}", f"{workloads} beside DDP, {world} rank(s) over {transport}",
+                [command], timeout=590, read=read_training)
+
+
+def _all_training(pack):
+    return [
+        _training(pack, "gpt10m", "gpt10m,gpt10m_bf16", 1, "nccl", steps=50, repeats=3),
+        _training(pack, "gpt350m", "gpt350m_bf16", 1, "nccl", steps=20, repeats=3),
+        # Ranks that share a GPU cannot use NCCL: this says that it works, not how fast it is.
+        _training(pack, "gpt10m_shared", "gpt10m_bf16", 2, "gloo", steps=10, repeats=2),
+        _training(pack, "gpt350m_shared", "gpt350m_bf16", 2, "gloo", steps=5, repeats=1),
+    ]
+
+
+def _read_trace(output, folder):
+    return host_syncs.read(json.loads((folder / "trace.json").read_text()))
+
+
+def _traces(pack):
+    return [Step(f"trace:stage{stage}", "waits of the host in three steps, by a trace",
+                 [[pack.program("benchmark"), "--device", "cuda", "--nproc", "1", "--workload",
+                   "gpt10m_bf16", "--stage", str(stage), "--steps", "4", "--trace", "trace.json"]],
+                 read=_read_trace)
+            for stage in (2, 1)]
+
+
+def _losses(path):
+    """Loss by step of a file of train_gpt --log."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "step" in line}
+
+
+def read_losses(output, folder):
+    """A run that learns, and a part of it again from a checkpoint, with the same losses."""
+    whole, part = _losses(folder / "whole.jsonl"), _losses(folder / "part.jsonl")
+    first, last = whole[min(whole)], whole[max(whole)]
+    apart = max(abs(part[step] - whole[step]) / whole[step] for step in part)
+    figures = {"loss_first": first, "loss_last": last, "largest_difference": apart}
+    if min(part) == 1 or max(part) != max(whole):
+        return figures, f"the second run had the steps {min(part)} to {max(part)}"
+    if not last < 0.8 * first:
+        return figures, "the loss did not fall by a fifth"
+    return figures, "" if apart < 0.05 else "the second run has other losses"
+
+
+def _train_gpt(pack):
+    common = [pack.program("train_gpt"), "--device", "cuda", "--data", pack.source("zero"),
+              "--dtype", "bfloat16", "--sample-bytes", "0", "--checkpoints", "checkpoints",
+              "--steps", "200", "--save-every", "50", "--keep", "9"]
+    whole = [*common, "--nproc", "1", "--log", "whole.jsonl"]
+    part = [*common, "--nproc", "2", "--transport", "gloo", "--resume", "--log", "part.jsonl"]
+    return [Step("train_gpt", "trains with NCCL; its last steps again from a checkpoint, with two "
+                 "ranks over Gloo",
+                 [whole, ["rm", "-r", "checkpoints/step-200"], part], read=read_losses)]
+
+
+def all_steps(pack, out):
+    return [*_tests(pack), *_graph(pack), *_traces(pack), *_kernels(pack), *_all_training(pack),
+            *_train_gpt(pack), *_sanitizers(pack)]
