@@ -38,7 +38,9 @@
 #include "examples/benchmark/meters.h"
 #include "examples/benchmark/workload.h"
 #include "examples/train_gpt/step_trace.h"
+#include "zero/combined_optimizer.h"
 #include "zero/launch.h"
+#include "zero/muon.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero::examples {
@@ -72,6 +74,23 @@ double now_ms() {
       .count();
 }
 
+std::unique_ptr<torch::optim::Optimizer> make_inner_optimizer(const Workload& model, bool muon) {
+  using torch::optim::AdamW;
+  const auto options = torch::optim::AdamWOptions(1e-3).weight_decay(0.01);
+  if (!muon) return std::make_unique<AdamW>(model.parameters(), options);
+  const std::vector<at::Tensor> hidden = model.hidden_matrices();
+  std::vector<at::Tensor> others;
+  for (const at::Tensor& p : model.parameters()) {
+    const bool is_hidden = std::any_of(hidden.begin(), hidden.end(),
+                                       [&](const at::Tensor& h) { return h.is_same(p); });
+    if (!is_hidden) others.push_back(p);
+  }
+  std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
+  parts.push_back(std::make_unique<Muon>(hidden, MuonOptions(0.02)));
+  parts.push_back(std::make_unique<AdamW>(others, options));
+  return std::make_unique<CombinedOptimizer>(std::move(parts));
+}
+
 class Run {
  public:
   Run(const Options& options, const Group& group)
@@ -101,11 +120,8 @@ class Run {
     if (options.bucket_mb > 0) {
       zero_options.bucket_bytes(static_cast<int64_t>(options.bucket_mb * 1024 * 1024));
     }
-    optimizer_ = std::make_unique<ZeroOptimizer>(
-        *model_,
-        std::make_unique<torch::optim::AdamW>(model_->parameters(),
-                                              torch::optim::AdamWOptions(1e-3).weight_decay(0.01)),
-        group, zero_options);
+    optimizer_ = std::make_unique<ZeroOptimizer>(*model_, make_inner_optimizer(*model_, info_.muon),
+                                                 group, zero_options);
     // Without overlap_gather it returns at once.
     model_->before_layer = [this](const auto& layer) { optimizer_->wait_for(layer); };
   }

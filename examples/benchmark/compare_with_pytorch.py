@@ -51,6 +51,8 @@ SYSTEMS = {
 
 def arguments(system, workload):
     """What to pass for this workload; None where the system does not take part."""
+    if workload.endswith("muon") and SYSTEMS[system][0] not in ("alone", "ddp", "zero"):
+        return None
     return SYSTEMS[system][2 if workload.endswith("accum4") else 1]
 
 

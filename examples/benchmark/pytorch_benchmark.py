@@ -104,7 +104,8 @@ class Run:
         self.peak_before = status_mb("VmHWM")
         if self.on_gpu:
             self.device_before = torch.cuda.memory_allocated()
-        self.system = pytorch_systems.make(args.system, model, bf16, args.no_sync)
+        self.system = pytorch_systems.make(args.system, model, bf16, args.no_sync,
+                                           args.workload.endswith("muon"))
         self.line = {}
         self.clock = StepClock(self.on_gpu)
         self.phases = {"fb_ms": [], "clip_ms": [], "opt_ms": []}

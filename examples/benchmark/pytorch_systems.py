@@ -19,8 +19,25 @@ import pytorch_workload
 ADAMW = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 
 
+class MuonAndAdamW:
+    """torch.optim.Muon for the matrices of the blocks, and AdamW for the rest."""
+
+    def __init__(self, model):
+        hidden = pytorch_workload.hidden_matrices(model)
+        known = {id(p) for p in hidden}
+        others = [p for p in model.parameters() if id(p) not in known]
+        self.parts = [torch.optim.Muon(hidden, lr=0.02),
+                      torch.optim.AdamW(others, fused=True, **ADAMW)]
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+
 class Plain:
     """One process, no communication."""
+
+    muon = False  # for workloads that train hidden matrices by Muon
 
     def __init__(self, model, bf16, no_sync):
         self.model, self.no_sync = model, no_sync
@@ -34,6 +51,8 @@ class Plain:
         self.norm_fp64 = None
 
     def make_optimizer(self):
+        if self.muon:
+            return MuonAndAdamW(self.model)
         return torch.optim.AdamW(self.updated, fused=True, **ADAMW)
 
     def silent(self):
@@ -197,5 +216,10 @@ def available(name):
     return name != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
 
 
-def make(name, model, bf16, no_sync):
-    return SYSTEMS[name](model, bf16, no_sync)
+def make(name, model, bf16, no_sync, muon=False):
+    system = SYSTEMS[name]
+    if muon:
+        if system not in (Plain, Ddp):
+            raise ValueError(f"{name}: expected plain or ddp with Muon, which nothing else has")
+        system.muon = True
+    return system(model, bf16, no_sync)

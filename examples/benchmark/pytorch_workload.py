@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 MICRO_BATCHES = {"mlp25m": 1, "mlp25m_accum4": 4, "gpt10m": 1, "gpt10m_bf16": 1,
-                 "gpt350m_bf16": 1}
+                 "gpt10m_muon": 1, "gpt350m_bf16": 1}
 
 _MASK = 0xFFFFFFFF
 _CHUNK = 1 << 16  # small temporaries, so that building the model does not show as peak memory
@@ -147,6 +147,11 @@ def numbered(model):
     # torch lists a module's own parameters first; the head is the last one here.
     head = [item for item in named if item[0] == "head"]
     return [item for item in named if item[0] != "head"] + head
+
+
+def hidden_matrices(model):
+    """The matrices of a GPT's blocks."""
+    return [p for block in model.blocks() for p in block.parameters() if p.dim() == 2]
 
 
 def make_model(workload):

@@ -167,11 +167,13 @@ struct NamedWorkload {
 const std::map<std::string, NamedWorkload>& workloads() {
   static const std::map<std::string, NamedWorkload> all = [] {
     const GptShape medium{1024, 24, 16, 1024, 24576, 8};
-    return std::map<std::string, NamedWorkload>{{"mlp25m", {}},
-                                                {"mlp25m_accum4", {{4, at::kFloat}, std::nullopt}},
-                                                {"gpt10m", {{}, GptShape{}}},
-                                                {"gpt10m_bf16", {{1, at::kBFloat16}, GptShape{}}},
-                                                {"gpt350m_bf16", {{1, at::kBFloat16}, medium}}};
+    return std::map<std::string, NamedWorkload>{
+        {"mlp25m", {}},
+        {"mlp25m_accum4", {{4, at::kFloat}, std::nullopt}},
+        {"gpt10m", {{}, GptShape{}}},
+        {"gpt10m_bf16", {{1, at::kBFloat16}, GptShape{}}},
+        {"gpt10m_muon", {{1, at::kFloat, true}, GptShape{}}},
+        {"gpt350m_bf16", {{1, at::kBFloat16}, medium}}};
   }();
   return all;
 }
@@ -205,6 +207,16 @@ void Workload::begin_layer(const std::string& name) {
 at::Tensor Workload::add(const std::string& name, const at::Tensor& value) {
   numbered_.push_back(layers_.back()->register_parameter(name, value));
   return numbered_.back();
+}
+
+std::vector<at::Tensor> Workload::hidden_matrices() const {
+  std::vector<at::Tensor> result;
+  for (size_t i = 1; i + 1 < layers_.size(); ++i) {
+    for (const at::Tensor& p : layers_[i]->parameters()) {
+      if (p.dim() == 2) result.push_back(p);
+    }
+  }
+  return result;
 }
 
 std::vector<std::string> workload_names() {

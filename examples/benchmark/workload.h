@@ -39,6 +39,9 @@ class Workload : public torch::nn::Module {
   // Called in loss() with each layer before it computes.
   std::function<void(const torch::nn::Module& layer)> before_layer = [](const auto&) {};
 
+  // The matrices but those of the first and the last layer: in a GPT embeddings and head.
+  std::vector<at::Tensor> hidden_matrices() const;
+
  protected:
   // Begins a layer, to which the next parameters belong.
   void begin_layer(const std::string& name);
@@ -54,9 +57,10 @@ class Workload : public torch::nn::Module {
 struct WorkloadInfo {
   int micro_batches = 1;
   c10::ScalarType dtype = c10::ScalarType::Float;
+  bool muon = false;  // trains Workload::hidden_matrices() by Muon, and the rest by AdamW
 };
 
-// mlp25m, mlp25m_accum4, gpt10m, gpt10m_bf16 and gpt350m_bf16.
+// mlp25m, mlp25m_accum4, gpt10m, gpt10m_bf16, gpt10m_muon and gpt350m_bf16.
 std::vector<std::string> workload_names();
 // The two below throw c10::Error for another name.
 WorkloadInfo workload_info(const std::string& name);

@@ -46,9 +46,9 @@ struct Rank {
   // Writes this rank's rows, as an update does.
   void write(const ShardOptimizer::RowWritten& written) {
     for (int64_t b = 0; b < flat.buckets(); ++b) {
-      const at::Tensor rows = arena.rows(b);
+      const Rows rows = arena.rows(b);
       for (const Segment& s : flat.plan.segments(b, rank)) {
-        rows.select(0, rank).narrow(0, s.offset, s.numel).copy_(part_of(updated(s.parameter), s));
+        rows.row(rank).narrow(0, s.offset, s.numel).copy_(part_of(updated(s.parameter), s));
       }
       written(b, rows);
     }

@@ -3,6 +3,7 @@
 //
 // Optimizers that look at whole parameters, and every optimizer in the layout that keeps parameters
 // whole, beside plain torch in one process: the same bits after every step.
+#include <c10/util/accumulate.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -249,13 +250,25 @@ TEST(WholeParameterTrainingTest, OwnersHoldWholeParametersAndSendNothingToUpdate
 // The costs decide who owns what, and must agree.
 TEST(WholeParameterTrainingTest, OwnersFollowTheCosts) {
   run_ranks(2, [](const Group& group) {
+    // Of the first few sizes, the largest parameters cost nothing.
+    const auto cost = [](c10::IntArrayRef sizes) {
+      return c10::multiply_integers(sizes) > 100 ? int64_t{0} : int64_t{1000};
+    };
     ZeroOptions options;
-    options.owner_cost([](c10::IntArrayRef sizes) {
-      return sizes == c10::IntArrayRef({23, 17}) ? 1000000 : 1;
-    });
+    options.owner_cost(cost);
     Pair run(group, Inner::kLamb, options);
-    std::vector<ParameterInfo> infos;
-    EXPECT_FALSE(run.optimizer->plan().parameter_owner.empty());
+    std::vector<ParameterInfo> with, without;
+    for (const auto& item : run.model->named_parameters()) {
+      const at::Tensor& p = item.value();
+      if (!p.requires_grad()) continue;
+      without.push_back({p.numel()});
+      with.push_back({p.numel()});
+      with.back().cost = cost(p.sizes());
+    }
+    const PlanOptions whole{Layout::kWholeParameters};
+    const auto& owners = run.optimizer->plan().parameter_owner;
+    EXPECT_EQ(owners, make_plan(with, {2}, whole).parameter_owner);
+    EXPECT_NE(owners, make_plan(without, {2}, whole).parameter_owner);
     options.owner_cost([&](c10::IntArrayRef) { return group.rank(); });
     OddModel model{1};
     expect_words(error_of([&] {

@@ -5,6 +5,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <functional>
 #include <utility>
 
@@ -34,7 +35,12 @@ Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
   std::vector<int64_t> world_sizes;
   for (const ShardDomain& d : domains.list) world_sizes.push_back(d.group.world_size());
   const bool on_gpu = !table.parameters().front().tensor.is_cpu();
-  return make_plan(infos, world_sizes, {options.layout(), options.bucket_bytes(), on_gpu});
+  PlanOptions plan{options.layout(), options.bucket_bytes(), on_gpu};
+  if (domains.list.size() == 1) {
+    const int local = domains.list.front().group.topology().ranks_per_machine();
+    plan.ranks_per_machine = std::max(local, 1);
+  }
+  return make_plan(infos, world_sizes, plan);
 }
 
 // This rank's number in each domain: the shards it owns.
