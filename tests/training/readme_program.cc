@@ -3,12 +3,13 @@
 //
 // The code of the documents as a program that readme_test runs and compares with them:
 //   readme_program <ranks> loop <folder>        README.md's loop
+//   readme_program <ranks> muon <folder>        the same with the optimizer of docs/training.md
 //   readme_program <ranks> <batches> <folder>   that of docs/training.md and docs/checkpoints.md
 //   readme_program 8 mesh <folder>              the optimizer of docs/parallelism.md
 //
 // The second trains up to batch <batches> and saves after every third one in <folder>/run. Where
 // there are checkpoints, it goes on from the newest. Every rank writes its parameters and its next
-// random numbers to <folder>/state-<rank>-<batches>, after the first its parameters to
+// random numbers to <folder>/state-<rank>-<batches>, after a loop its parameters to
 // <folder>/loop-<rank>.
 #include <ATen/ops/mse_loss.h>
 #include <ATen/ops/randn.h>
@@ -24,12 +25,15 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "tests/support/random_tensors.h"
 #include "zero/checkpoint.h"
+#include "zero/combined_optimizer.h"
 #include "zero/launch.h"
 #include "zero/lr_schedule.h"
 #include "zero/mesh.h"
+#include "zero/muon.h"
 #include "zero/random_state.h"
 #include "zero/zero_optimizer.h"
 
@@ -128,6 +132,32 @@ int train_in_a_loop() {
   return 0;
 }
 
+int train_by_muon() {
+  const GptConfig config;
+  Batches batches(steps);
+
+  zero::Group group = zero::init_process_group();
+  Gpt model(config);
+  model->to(group.device());
+  std::vector<at::Tensor> matrices, others;
+  for (const at::Tensor& p : model->parameters()) (p.dim() == 2 ? matrices : others).push_back(p);
+
+  std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
+  parts.push_back(std::make_unique<zero::Muon>(matrices, zero::MuonOptions(0.02)));
+  parts.push_back(std::make_unique<torch::optim::AdamW>(others, torch::optim::AdamWOptions(3e-4)));
+  auto inner = std::make_unique<zero::CombinedOptimizer>(std::move(parts));
+  zero::ZeroOptimizer optimizer(*model, std::move(inner), group);
+
+  batches.set_rank(group.rank());
+  for (Batch& batch : batches) {
+    optimizer.backward(loss(model, batch));
+    optimizer.clip_grad_norm_(1.0);
+    optimizer.step();
+  }
+  write_tensors(model->parameters(), "loop-" + std::to_string(group.rank()));
+  return 0;
+}
+
 struct ExpertModel : torch::nn::Module {
   ExpertModel()
       : dense(register_module("dense", torch::nn::Linear(13, 7))),
@@ -209,6 +239,7 @@ int main(int argc, char** argv) {
     if (chdir(argv[3]) != 0) std::perror(argv[3]);
     const std::string what = argv[2];
     if (what == "loop") return train_in_a_loop();
+    if (what == "muon") return train_by_muon();
     if (what == "mesh") return step_over_a_mesh();
     return train(std::atoll(argv[2]));
   });

@@ -68,6 +68,7 @@ INSTANTIATE_TEST_SUITE_P(
     Sections, ReadmeTest,
     ::testing::Values(Section{"Loop", "README.md", "How"},
                       Section{"WholeLoop", "docs/training.md", "The loop"},
+                      Section{"Whole", "docs/training.md", "Optimizers of whole parameters"},
                       Section{"Mesh", "docs/parallelism.md", "A mesh and placements"},
                       Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"}),
     [](const auto& info) { return std::string(info.param.name); });
@@ -120,6 +121,15 @@ TEST_P(ReadmeRunTest, ANewProcessGoesOnAsIfTheRunHadNotStopped) {
 
 TEST_P(ReadmeRunTest, TheLoopOfTheReadmeLeavesEqualParametersOnAllRanks) {
   const std::string folder = run_program("loop", GetParam(), "loop");
+  const std::string expected = content(folder + "/loop-0");
+  ASSERT_GT(expected.size(), 2000u);
+  for (int rank = 1; rank < GetParam(); ++rank) {
+    EXPECT_TRUE(expected == content(folder + "/loop-" + std::to_string(rank))) << "rank " << rank;
+  }
+}
+
+TEST_P(ReadmeRunTest, TheOptimizerOfMuonLeavesEqualParametersOnAllRanks) {
+  const std::string folder = run_program("muon", GetParam(), "muon");
   const std::string expected = content(folder + "/loop-0");
   ASSERT_GT(expected.size(), 2000u);
   for (int rank = 1; rank < GetParam(); ++rank) {

@@ -132,11 +132,11 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   std::vector<std::string> lines;
   std::vector<Layout> layouts;
   const auto described = [&](int64_t domain) {
-    std::vector<std::string> all = describe_parameters(*inner, *table, *domains, domain);
     const auto here = [&](const Parameter& p) {
       return domain < 0 || domains->of_group[p.group] == domain;
     };
-    for (std::string& line : describe_layouts(layouts, *table, *inner, options, here)) {
+    std::vector<std::string> all = describe_layouts(layouts, *table, *inner, options, here);
+    for (std::string& line : describe_parameters(*inner, *table, *domains, domain)) {
       all.push_back(std::move(line));
     }
     return all;
