@@ -201,8 +201,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // not all ranks see, errors of the disk, state of an inner optimizer that cannot be cut for other
   // numbers of ranks.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
-  // Collective. The same, but returns once this rank's shard is copied in host memory; steps may
-  // follow. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
+  // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
+  // in host memory, in the order in which a step changes it, and a step waits where it is ahead; so
+  // parameters may be changed by hand only after the next step(). From a GPU the copy is made before
+  // this returns. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
   std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
                                                            const SaveOptions& options = {});
   // Collective. Loads what any number of ranks saved, with any stage, layout and bucket size. Each

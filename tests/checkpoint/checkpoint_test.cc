@@ -160,8 +160,11 @@ TEST(ResumeTest, TwentyStepsEqualTenSaveLoadTenInEveryBit) {
   }
 }
 
-TEST(ResumeTest, AsynchronousSaveIsOfTheMomentItWasCalled) {
-  const Training t = training(Inner::kAdamW, at::kFloat, 3, 2, Layout::kContiguous, 900);
+// Steps go on while the shard is copied.
+void expect_moment_of_save(Inner inner, bool fused, Layout layout, int64_t width) {
+  Training t = training(inner, at::kFloat, 3, 2, layout, 900);
+  t.width = width;
+  t.options.fused(fused);
   const std::string folder = fresh_folder("async") + "/a";
   Snapshot saved;
   on_ranks(3, [&](const Group& group) {
@@ -180,6 +183,15 @@ TEST(ResumeTest, AsynchronousSaveIsOfTheMomentItWasCalled) {
     return run.snapshot();
   });
   EXPECT_EQ(differing(saved, loaded), 0);
+}
+
+TEST(ResumeTest, AsynchronousSaveIsOfTheMomentItWasCalled) {
+  for (const int64_t width : {23, 700}) {
+    expect_moment_of_save(Inner::kAdamW, true, Layout::kContiguous, width);
+    expect_moment_of_save(Inner::kAdamW, false, Layout::kPerParameter, width);
+    expect_moment_of_save(Inner::kSgdMomentum, true, Layout::kWholeParameters, width);
+    expect_moment_of_save(Inner::kMuon, true, Layout::kContiguous, width);
+  }
 }
 
 TEST(ResumeTest, OptionsAreRestoredOrKeptAsAsked) {

@@ -4,6 +4,7 @@
 // The shards of all ranks, one after another in this thread, against the same optimizer of torch on
 // whole parameters.
 #include "zero/update/shard_optimizer.h"
+#include "zero/inner/classes.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -76,7 +77,8 @@ struct Shard {
   }
   void update(const std::vector<uint8_t>& used = kAll, double coefficient = 1,
               const at::Tensor& nonfinite = {}) {
-    optimizer.update(used, scalar(coefficient), nonfinite, publish());
+    optimizer.update(
+        used, scalar(coefficient), nonfinite, [](int64_t) {}, publish());
   }
   // That masters are these parameters, and working values these rounded.
   void expect_parameters(const Tensors& expected, double tolerance = 2e-6) {
@@ -159,6 +161,44 @@ TEST(ShardOptimizerTest, ShardsOfAllRanksEqualTorchOnWholeParameters) {
           }
         }
       }
+    }
+  }
+}
+
+TEST(ShardOptimizerTest, NothingChangesBeforeItIsAnnounced) {
+  for (const bool fused : {true, false}) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      Shard shard(0, 1, make_adamw, {Layout::kContiguous, 64}, dtype, {fused, false});
+      ASSERT_GT(shard.flat.buckets(), 2);
+      shard.set_gradients(0);
+      shard.update();
+      shard.set_gradients(1);
+      // Masters and states, by segment.
+      const auto now = [&] {
+        std::vector<Tensors> result;
+        for (const SegmentTensors& s : shard.optimizer.segments()) {
+          result.push_back({s.master.clone()});
+          const auto& state = *shard.optimizer.inner().state().at(s.master.unsafeGetTensorImpl());
+          visit_state_tensors(state, [&](const char*, const at::Tensor& tensor) {
+            result.back().push_back(tensor.clone());
+          });
+        }
+        return result;
+      };
+      const std::vector<Tensors> before = now();
+      int64_t announced = shard.flat.buckets();
+      const auto check = [&](int64_t bucket) {
+        const std::vector<Tensors> current = now();
+        for (size_t i = 0; i < current.size(); ++i) {
+          const int64_t b = shard.optimizer.segments()[i].segment.bucket;
+          if (b < announced) EXPECT_TRUE(same(current[i], before[i])) << "bucket " << b;
+        }
+        announced = std::min(announced, bucket);
+      };
+      shard.optimizer.update(kAll, scalar(1), {}, check, shard.publish());
+      EXPECT_EQ(announced, 0);
+      const std::vector<Tensors> after = now();
+      for (size_t i = 0; i < after.size(); ++i) EXPECT_FALSE(same(after[i], before[i]));
     }
   }
 }

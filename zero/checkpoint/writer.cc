@@ -104,8 +104,10 @@ void CheckpointWriter::write_file(const FileToSave& file) {
   files_.push_back(std::move(result));
 }
 
-void CheckpointWriter::write_files(const std::vector<FileToSave>& files) noexcept {
+void CheckpointWriter::write_files(const std::vector<FileToSave>& files,
+                                   const std::function<void()>& prepare) noexcept {
   try {
+    if (prepare) prepare();
     for (const FileToSave& file : files) write_file(file);
   } catch (const std::exception& error) {
     problem_ = error_text(error);

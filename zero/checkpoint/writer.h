@@ -15,6 +15,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -45,8 +46,10 @@ class CheckpointWriter {
   CheckpointWriter(Communicator& control, std::string folder, bool overwrite);
 
   void begin();
-  // Never throws: what goes wrong is thrown by finish().
-  void write_files(const std::vector<FileToSave>& files) noexcept;
+  // Runs `prepare`, if there is one, and writes `files`. Never throws: what goes wrong is thrown by
+  // finish().
+  void write_files(const std::vector<FileToSave>& files,
+                   const std::function<void()>& prepare = nullptr) noexcept;
   // Rank 0's `manifest` counts; its id and files are filled in here.
   void finish(Manifest manifest);
 

@@ -105,6 +105,7 @@ ShardOptimizer ZeroOptimizer::Impl::make_shards(std::unique_ptr<torch::optim::Op
 
 ZeroOptimizer::Impl::~Impl() {
   const c10::OptionalDeviceGuard guard(device);
+  if (copies) copies->wait_for_all();  // the module outlives this, and may change its parameters
   passes.remove_hooks();
   try {
     gathers.finish();  // the module may outlive this
@@ -145,6 +146,8 @@ std::string ZeroOptimizer::Impl::first_problem(Call call, const std::function<vo
 Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& check,
                                      AgreedArguments arguments) {
   finish_previous_step();
+  // A step waits bucket by bucket. Other calls may change any of them.
+  if (copies && !is_of_a_step(call)) copies->wait_for_all();
   const std::string problem = first_problem(call, check);
   const Agreement agreement = protocol.exchange(
       call, problem, std::move(arguments), {reducer.rounds_needed(), passes.any(), reducer.used()});

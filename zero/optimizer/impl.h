@@ -17,6 +17,7 @@
 #include "zero/agreement/communicators.h"
 #include "zero/agreement/shard_domains.h"
 #include "zero/checkpoint/run_identity.h"
+#include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/gradients/full_gradients.h"
 #include "zero/gradients/gradient_reducer.h"
@@ -87,6 +88,9 @@ struct ZeroOptimizer::Impl {
     std::shared_ptr<CheckpointWriter> writer;
     std::vector<FileToSave> files;  // of this rank; copies of its tensors if asked for
     Manifest manifest;              // without files
+    // For an asynchronous save: files[0] has views of the shard, which are still to be copied.
+    std::shared_ptr<ShardCopies> copies = nullptr;
+    std::vector<int64_t> bucket_of = {};
   };
   void check_can_be_stored(const ParamGroups& groups) const;
   Manifest make_manifest(const SaveOptions& save, const ParamGroups& groups) const;
@@ -115,7 +119,8 @@ struct ZeroOptimizer::Impl {
   Clipping clipping;
   ParameterGathers gathers;
   StepRecord record;
-  RunIdentity run;  // of checkpoints
+  RunIdentity run;                      // of checkpoints
+  std::shared_ptr<ShardCopies> copies;  // of the last asynchronous save, or null
   BackwardPasses passes;
 
   std::vector<std::vector<at::Tensor>> group_members;  // as at construction

@@ -13,6 +13,7 @@
 #include "bookkeeping/layout.h"
 #include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/inner/classes.h"
 #include "zero/inner/state.h"
@@ -32,15 +33,18 @@ TensorToSave piece(const std::string& owner, const std::string& kind, const Segm
           std::move(tensor)};
 }
 
-// If several ranks hold copies of a shard, the first one saves it.
+// The file of one rank, with views of its shard. `bucket_of` receives the bucket of each tensor, or
+// ShardCopies::kOfNone. If several ranks hold copies of a shard, the first one saves it.
 FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, int rank,
-                     const std::function<bool(int64_t parameter)>& saves) {
+                     const std::function<bool(int64_t parameter)>& saves,
+                     std::vector<int64_t>& bucket_of) {
   FileToSave file{rank_file_name(rank), {}};
   const torch::optim::Optimizer& inner = shards.inner();
   for (const SegmentTensors& s : shards.segments()) {
     if (!saves(s.segment.parameter)) continue;
     const std::string& owner = table.parameters()[s.segment.parameter].name;
     file.tensors.push_back(piece(owner, "master", s.segment, elements_of(s.master, s.master)));
+    bucket_of.resize(file.tensors.size(), s.segment.bucket);
     const auto state = read_inner_state(inner, s.group, s.master);
     if (!state) continue;
     const auto add = [&](const std::string& kind, const Segment& range, const at::Tensor& tensor) {
@@ -52,12 +56,13 @@ FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, 
     for (const auto& [kind, tensor] : state->tensors) {
       add(kind, s.segment, elements_of(tensor, s.master));
     }
-    for (const auto& [kind, tensor] : state->values) add(kind, s.segment, tensor);
     for (const auto& [kind, tensor] : state->uncut) {
       Segment range = s.segment;
       range.numel = tensor.numel();
       add(kUncutPrefix + kind, range, tensor);
     }
+    for (const auto& [kind, tensor] : state->values) add(kind, s.segment, tensor);
+    bucket_of.resize(file.tensors.size(), s.segment.bucket);
   }
   return file;
 }
@@ -121,16 +126,21 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
                                                           const ParamGroups& groups) {
   // The inner optimizer's state is looked at here, where all ranks learn of an error.
   FileToSave own;
+  std::vector<int64_t> bucket_of;
   const auto check = [&] {
     check_can_be_stored(groups);
     verify_untouched();
-    own = rank_file(table, shards, comms->rank(), [&](int64_t parameter) {
-      const auto& replicas = domains.list[domain_of[parameter]].replicas;
-      return !replicas || replicas->rank() == 0;
-    });
+    own = rank_file(
+        table, shards, comms->rank(),
+        [&](int64_t parameter) {
+          const auto& replicas = domains.list[domain_of[parameter]].replicas;
+          return !replicas || replicas->rank() == 0;
+        },
+        bucket_of);
     for (TensorToSave& state : states_to_save(save, comms->control->rank())) {
       own.tensors.push_back(std::move(state));
     }
+    bucket_of.resize(own.tensors.size(), ShardCopies::kOfNone);
   };
   agree(Call::kSaveCheckpoint, check,
         {folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
@@ -146,10 +156,17 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
   }
   result.files.push_back(std::move(own));
   if (comms->rank() == 0) result.files.push_back(frozen_file(table));
-  if (copy) {
-    for (FileToSave& file : result.files) {
-      for (TensorToSave& t : file.tensors) t.tensor = t.tensor.to(at::kCPU, false, /*copy=*/true);
+  if (!copy) return result;
+  // What step() does not change may be changed by anyone. On a GPU copies wait for the stream.
+  const bool later = device.is_cpu();
+  for (size_t f = later ? 1 : 0; f < result.files.size(); ++f) {
+    for (TensorToSave& t : result.files[f].tensors) {
+      t.tensor = t.tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
     }
+  }
+  if (later) {
+    result.bucket_of = std::move(bucket_of);
+    result.copies = std::make_shared<ShardCopies>(static_cast<int64_t>(plan.buckets.size()));
   }
   return result;
 }
@@ -186,10 +203,14 @@ std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
         writer->finish(manifest);
       });
     };
-    auto write = [writer = save.writer, files = std::move(save.files)] {
-      writer->write_files(files);
+    auto write = [writer = save.writer, files = std::move(save.files), copies = save.copies,
+                  bucket_of = std::move(save.bucket_of)]() mutable {
+      writer->write_files(files, [&] {
+        if (copies) copies->copy(files[0], bucket_of);
+      });
     };
     pending = std::make_unique<PendingCheckpoint>(std::move(write), std::move(finish));
+    impl_->copies = save.copies;
   });
   return pending;
 }

@@ -108,8 +108,12 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
     nonfinite = at::Tensor();
   }
   gathers.start([&](const ShardOptimizer::RowWritten& written) {
-    shards.update(agreement.used, clipping.coefficient(), nonfinite, written);
+    const auto before = [&](int64_t bucket) {
+      if (copies) copies->wait(bucket);
+    };
+    shards.update(agreement.used, clipping.coefficient(), nonfinite, before, written);
   });
+  copies.reset();
   if (!options.overlap_gather()) gathers.finish();
   for (size_t i = 0; i < agreement.used.size(); ++i) {
     // A graph that saved the old values must notice, as with any in-place update.

@@ -202,7 +202,8 @@ void ShardOptimizer::update_inner(const std::vector<uint8_t>& used, double coeff
 }
 
 void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
-                            const at::Tensor& nonfinite, const RowWritten& written) {
+                            const at::Tensor& nonfinite, const BeforeChange& before,
+                            const RowWritten& written) {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(counts_ || !nonfinite.defined());
   // The kernels read these beside the masters.
@@ -215,6 +216,7 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& 
   }
   if (!all_fused_) {
     const TraceRange range("update");
+    before(0);
     update_inner(used, coefficient.item<double>());
   }
   const auto count = static_cast<int64_t>(master_rows_.size());
@@ -223,6 +225,7 @@ void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& 
     const Rows rows = shards_.arena.rows(b);
     const at::Tensor own = own_row(b, rows);
     const TraceRange range("update", b);
+    before(b);
     if (none_fused_) {
       write_row(b, own);
     } else {

@@ -35,6 +35,8 @@ namespace zero {
 class ShardOptimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+  // Is called before buckets from this number on are changed.
+  using BeforeChange = std::function<void(int64_t bucket)>;
   // Receives a bucket whose own working row is complete, to be gathered.
   using RowWritten = std::function<void(int64_t bucket, const Rows& rows)>;
 
@@ -67,7 +69,7 @@ class ShardOptimizer {
   // beside the gradients. Where `nonfinite` is not 0, nothing changes, state and counts included;
   // undefined means 0, and without deferred() that is what it must be.
   void update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
-              const at::Tensor& nonfinite, const RowWritten& written);
+              const at::Tensor& nonfinite, const BeforeChange& before, const RowWritten& written);
   bool deferred() const { return counts_.has_value(); }
   // Returns whether the user called step() of the inner optimizer since the last call of this.
   bool inner_was_stepped() { return trap_->sprung(); }
