@@ -4,13 +4,13 @@
 // The shards of all ranks, one after another in this thread, against the same optimizer of torch on
 // whole parameters.
 #include "zero/update/shard_optimizer.h"
-#include "zero/inner/classes.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <limits>
@@ -24,6 +24,7 @@
 #include "tests/support/random_tensors.h"
 #include "tests/support/reducer_options.h"
 #include "zero/communicator.h"
+#include "zero/inner/classes.h"
 
 namespace zero {
 namespace {
