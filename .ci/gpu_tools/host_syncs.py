@@ -16,7 +16,7 @@ _STALLS = re.compile(r"cuda(Malloc|Free|HostAlloc|MallocHost|FreeHost|Memcpy|Mem
 def read(trace):
     """(figures, problem): counts by name inside the steps. No steps or no calls is a problem."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    # Of the host; the profiler may show the same range again among those of the device.
+    # The profiler may show the same range again among those of the device.
     steps = [(event["ts"], event["ts"] + event["dur"]) for event in events
              if event["name"] == STEP and not event.get("cat", "").startswith("gpu")]
     calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]

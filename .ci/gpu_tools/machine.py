@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a report must say of the machine that ran it."""
+"""The facts of a machine that a report has to give."""
 
 import datetime
 import os

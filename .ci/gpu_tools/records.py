@@ -130,7 +130,7 @@ class Runner:
                 break
             print(f"=== {step.name}: {step.what}", flush=True)
             found = self.run_step(step)
-            print(f"    {found['status']} in {found['seconds']:.1f} s {found['reason']}", flush=True)
+            print(f"    {found['status']} in {found['seconds']:.1f} s", found["reason"], flush=True)
             self.record.add(step.name, found)
 
     def run_step(self, step):

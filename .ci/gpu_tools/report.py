@@ -16,29 +16,29 @@ Does the library work on a GPU, and how fast is it there? `.ci/gpu report` write
 the result of one command, so it is not edited by hand.
 
 ```sh
-.ci/gpu pack                       # on a machine with the CUDA toolkit: builds, makes the folder .gpu
-.gpu/.ci/gpu run --out results     # on the machine with the GPU, which needs the folder and nothing else of us
+.ci/gpu pack                       # with the CUDA toolkit: builds, and makes the folder .gpu
+.gpu/.ci/gpu run --out results     # with a GPU: needs that folder alone
 .ci/gpu report results/gpu.json    # writes this page
 ```
 
-The GPU machine needs a Python with the PyTorch that `third_party/versions.env` names; no Bazel, compiler or
-network. A step that fails leaves the others running, and a call goes on where the last one stopped:
-`--minutes 9` bounds it, `--only trace` chooses steps.
+The GPU machine needs a Python with the PyTorch that `third_party/versions.env` names; no Bazel,
+compiler or network. A step that fails leaves the others running, and a call goes on where the last
+one stopped: `--minutes 9` bounds it, `--only trace` chooses steps.
 
 | steps | what they show |
 |---|---|
-| `test` | every test tagged `gpu`: kernels have the bits of the CPU's, `ZeroOptimizer` follows the CPU, NCCL carries every collective |
+| `test` | tests tagged `gpu`: kernels have the CPU's bits, `ZeroOptimizer` follows the CPU |
 | `graph` | a step in a CUDA graph has the bits of one without |
 | `trace` | waits of the host for the device in three traced steps: there should be none |
 | `kernels` | each kernel beside a copy by the device, in turns; aligned, not aligned, and 1000 segments |
-| `training` | stages 1 and 2 beside DDP and fused AdamW of PyTorch, on one rank over NCCL, and on two ranks that share the GPU over Gloo |
+| `training` | stages 1 and 2 beside PyTorch's DDP and fused AdamW: one rank, or two that share a GPU |
 | `train_gpt` | training, checkpoints, and the same losses again on another number of ranks |
 | `memcheck`, `racecheck` | compute-sanitizer on the tests of the kernels |
 
-Data of two ranks that share a GPU pass through host memory: those times show that it works, not how fast
-NCCL between GPUs is. The systems keep fp32 masters of bf16 parameters, DDP by hand, and read neither loss nor
-norm in a step. *fb*, *clip* and *opt* are the time that the host needs to enqueue the work, *GPU MB* is what
-a step allocates beside the model.
+NCCL carries the data of one rank, Gloo those of two that share a GPU, through host memory: times
+there show that it works, not how fast NCCL between GPUs is. The systems keep fp32 masters of bf16
+parameters, DDP by hand, and read neither loss nor norm in a step. *fb*, *clip* and *opt* are the
+time that the host needs to enqueue the work, *GPU MB* is what a step allocates beside the model.
 """
 
 _KERNEL_ROWS = ("| kernel, elements, offset | ms | GB/s | copy or read, GB/s | ratio | goal |",
@@ -47,9 +47,9 @@ _KERNEL_ROWS = ("| kernel, elements, offset | ms | GB/s | copy or read, GB/s | r
 
 def _about(result):
     facts, pack = result["machine"], result["pack"]
-    return (f"Measured on {facts['date']}, {facts['gpus']} x {facts['gpu']}, driver {facts['driver']}, "
-            f"PyTorch {facts['torch']}, NCCL {facts['nccl']}, {facts['cores']} cores of {facts['cpu']}; "
-            f"zero at {pack['commit']}.")
+    return (f"Measured on {facts['date']}, {facts['gpus']} x {facts['gpu']}, driver "
+            f"{facts['driver']}, PyTorch {facts['torch']}, NCCL {facts['nccl']}, {facts['cores']} "
+            f"cores of {facts['cpu']}; zero at {pack['commit']}.")
 
 
 def _steps(result):
@@ -89,8 +89,9 @@ def _traces(result):
         if name.startswith("trace") and "waits" in figures:
             waits = ", ".join(f"{n} {what}" for what, n in figures["waits"].items()) or "none"
             calls = ", ".join(f"{n} {what}" for what, n in figures["allocations"].items()) or "none"
-            yield (f"* `{name}`: waits of the host in {figures['steps']} steps: {waits}; calls that "
-                   f"allocate: {calls}; {figures['launches_per_step']:.0f} launches a step.")
+            launches = f"{figures['launches_per_step']:.0f} launches a step"
+            yield (f"* `{name}`: waits of the host in {figures['steps']} steps: {waits}; calls "
+                   f"that allocate: {calls}; {launches}.")
 
 
 def _training(result):

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the benchmark reads of its process, its network interface and its GPU.
+// Figures of this process, its network interface and its GPU.
 #pragma once
 
 #include <c10/core/Device.h>

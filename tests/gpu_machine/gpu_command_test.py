@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
-"""What .ci/gpu makes of steps that pass, fail, hang or cannot run, and of what they found."""
+""".ci/gpu with steps that pass, fail, hang or cannot run, and with figures that they found."""
 
 import json
 import os
@@ -121,7 +121,8 @@ def event(name, ts, dur=1, cat="cuda_runtime"):
 
 
 class ReadTest(unittest.TestCase):
-    STEPS = [event("benchmark::step", 100, 50, "cpu_op"), event("benchmark::step", 200, 50, "cpu_op"),
+    STEPS = [event("benchmark::step", 100, 50, "cpu_op"),
+             event("benchmark::step", 200, 50, "cpu_op"),
              event("benchmark::step", 300, 500, "gpu_user_annotation")]
 
     def test_waits_count_inside_steps_only(self):
@@ -185,7 +186,8 @@ class ReportTest(unittest.TestCase):
 
     def test_figures_are_on_the_page_and_a_missed_goal_is_marked(self):
         def line(ratio):
-            return {"kernel_ms": 1.5, "GBps": 2000, "other_GBps": 2500, "ratio": ratio, "goal": 0.85}
+            return {"kernel_ms": 1.5, "GBps": 2000, "other_GBps": 2500, "ratio": ratio,
+                    "goal": 0.85}
 
         run = {"name": "DDP", "turn": 0, "median_ms": 12.25, "load": 1.0, "fb_ms": 1, "clip_ms": 1,
                "opt_ms": 1, "cpu_ms": 1, "device_growth_mb": 7, "loss_last": 1, "l2_1": 1,

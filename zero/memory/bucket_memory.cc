@@ -81,7 +81,7 @@ void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
     }
   }
   if (spans.empty()) return;
-  // Of all pieces at once, which on a GPU is one launch and not one for every rank.
+  // One call copies all pieces: on a GPU that is one launch, and not one for every rank.
   kernels::cast_copy_spans(spans, tensor.scalar_type(), rows.scalar_type(), added.defined(),
                            stream);
 }
