@@ -7,13 +7,14 @@
 //   ./bazelw run //examples:train_gpt
 //   ./bazelw run //examples:train_gpt -- --nproc 4 --stage 1 --data ~/notes --log metrics.jsonl
 //   ./bazelw run //examples:train_gpt -- --checkpoints run --save-every 100 --resume
-//   torchrun --no-python --nproc-per-node 2 bazel-bin/examples/train_gpt/train_gpt
+//   torchrun --no-python --nproc-per-node 2 .bazel/bin/examples/train_gpt/train_gpt
 //
 // Without --data it reads the C++ headers of the libtorch it was built with.
 #include <ATen/Parallel.h>
 #include <unistd.h>
 #include <zero_libtorch_paths.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -64,6 +65,20 @@ bool accepts_batch(const TrainOptions& options, int world_size, bool reports) {
   return problem.empty();
 }
 
+// The exit code of a rank that has saved and stopped, since a signal reached some rank.
+int end_stopped(const TrainOptions& options, const zero::Group& group) {
+  if (group.rank() == 0) {
+    std::printf("stopped by a signal; --resume goes on from %s\n", options.checkpoints.c_str());
+    std::fflush(stdout);
+  }
+  if (zero::examples::stop_requested_within(std::chrono::seconds(2))) return 0;
+  std::fprintf(stderr,
+               "train_gpt: rank %d of %d was not signalled itself; it ends with exit code %d, so "
+               "that its launcher may restart it\n",
+               group.rank(), group.world_size(), zero::examples::kStoppedForAnotherRank);
+  return zero::examples::kStoppedForAnotherRank;
+}
+
 zero::Group make_group(const TrainOptions& options) {
   zero::InitOptions init;
   if (options.device == "cpu") init.device = at::kCPU;
@@ -96,10 +111,8 @@ int train(TrainOptions options, const ByteDataset& data) {
                 first_step > 0 ? "going on" : "training", before);
   }
   const bool finished = trainer.train(first_step);
-  if (!finished && reports) {
-    std::printf("stopped by a signal; --resume goes on from %s\n", options.checkpoints.c_str());
-  }
-  if (finished && reports) print_end(options, trainer);
+  if (!finished) return end_stopped(options, group);
+  if (reports) print_end(options, trainer);
   return 0;
 }
 
