@@ -10,6 +10,7 @@
 //   torchrun --no-python --nproc-per-node 2 .bazel/bin/examples/train_gpt/train_gpt
 //
 // Without --data it reads the C++ headers of the libtorch it was built with.
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <unistd.h>
 #include <zero_libtorch_paths.h>
@@ -85,8 +86,7 @@ zero::Group make_group(const TrainOptions& options) {
   init.nccl = options.transport == "nccl";
   const zero::Group group = zero::init_process_group(init);
   TORCH_CHECK(group.device().str().starts_with(options.device), "--device ", options.device,
-              ": expected a GPU and a program built with --config=cuda, got ", group.device().str(),
-              " on rank ", group.rank());
+              ": expected a GPU, got ", group.device().str(), " on rank ", group.rank());
   return group;
 }
 
@@ -129,6 +129,13 @@ bool is_launched() {
 int run(int argc, char** argv) {
   TrainOptions options;
   if (const auto status = zero::examples::parse_train_options(argc, argv, options)) return *status;
+  if (options.device == "cuda" && !at::hasCUDA()) {
+    std::fprintf(stderr,
+                 "train_gpt: --device cuda: this program sees no GPU. For GPUs build it with "
+                 "--config=cuda: ./bazelw run --config=cuda //examples:train_gpt -- --device "
+                 "cuda\n");
+    return kUsageError;
+  }
   if (!is_launched()) {
     zero::examples::choose_batch(options, options.nproc);
     if (!accepts_batch(options, options.nproc, /*reports=*/true)) return kUsageError;
