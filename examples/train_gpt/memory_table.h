@@ -13,9 +13,11 @@
 
 namespace zero::examples {
 
-// One line a kind, in MB. The unsharded figures follow from the number of
-// parameters: parameters and gradients in `dtype`, two fp32 moments, and an
-// fp32 master copy unless the parameters are fp32 themselves.
+// What a process alone holds, which follows from the number of parameters: parameters and gradients
+// in `dtype`, two fp32 moments, and an fp32 master copy unless the parameters are fp32 themselves.
+MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype);
+
+// One line a kind, in MB, beside those of unsharded_memory().
 std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype);
 
 // One line: what a rank of such a run would hold with a billion parameters in bf16, beside what it

@@ -23,11 +23,13 @@
 
 #include "examples/train_gpt/byte_dataset.h"
 #include "examples/train_gpt/memory_table.h"
+#include "examples/train_gpt/run_report.h"
 #include "examples/train_gpt/stop_signal.h"
 #include "examples/train_gpt/train_options.h"
 #include "examples/train_gpt/trainer.h"
 #include "zero/launch.h"
 #include "zero/process_group.h"
+#include "zero/version.h"
 
 namespace {
 
@@ -47,7 +49,37 @@ void print_beginning(const TrainOptions& options, const ByteDataset& data, int w
   std::fflush(stdout);
 }
 
-void print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
+// Writes options.report; `sample` is that of the end of training, empty where it did not end.
+void write_report(const TrainOptions& options, zero::examples::Trainer& trainer,
+                  const std::string& sample) {
+  zero::examples::RunReport report;
+  const int64_t parameters = trainer.parameter_count();
+  report.heading = std::to_string(parameters) + " parameters in " + options.dtype_name + " on " +
+                   options.device + ", " + std::to_string(trainer.world_size()) + " ranks, stage " +
+                   std::to_string(options.stage);
+  report.facts = {{"zero", ZERO_VERSION_TEXT},
+                  {"libtorch", zero::kLibtorchVersion},
+                  {"compiler", __VERSION__},
+                  {"sequences in a step", std::to_string(options.batch)}};
+  report.options = options.listing;
+  report.steps = trainer.history();
+  report.samples = trainer.samples();
+  if (!sample.empty()) report.samples.emplace_back(options.steps, sample);
+  for (const auto& item : trainer.model()->named_parameters()) {
+    report.parameters.push_back({item.key(), item.value().numel()});
+  }
+  report.plan = trainer.optimizer().plan();
+  report.memory_options.stage = options.stage;
+  report.memory_options.state_bytes = [](int64_t numel) { return 8 * numel; };
+  report.memory = trainer.memory();
+  report.unsharded = zero::examples::unsharded_memory(parameters, options.dtype);
+  report.trace = options.trace;
+  zero::examples::write_report(report, options.report);
+  std::printf("report: %s\n", options.report.c_str());
+}
+
+// The sample that it prints, or an empty text.
+std::string print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
   if (trainer.memory().total() > 0) {  // a step was made
     std::printf(
         "\nmemory at the end of the last backward pass\n%s%s",
@@ -55,8 +87,10 @@ void print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
             .c_str(),
         zero::examples::billion_line(options.stage, trainer.world_size()).c_str());
   }
-  if (options.sample_bytes == 0) return;
-  std::printf("\nsample\n%s\n", trainer.sample().c_str());
+  if (options.sample_bytes == 0) return {};
+  const std::string sample = trainer.sample();
+  std::printf("\nsample\n%s\n", sample.c_str());
+  return sample;
 }
 
 // False, after a line from one rank, when the global batch does not suit `world_size` ranks.
@@ -111,8 +145,10 @@ int train(TrainOptions options, const ByteDataset& data) {
                 first_step > 0 ? "going on" : "training", before);
   }
   const bool finished = trainer.train(first_step);
+  std::string sample;
+  if (finished && reports) sample = print_end(options, trainer);
+  if (reports && !options.report.empty()) write_report(options, trainer, sample);
   if (!finished) return end_stopped(options, group);
-  if (reports) print_end(options, trainer);
   return 0;
 }
 
