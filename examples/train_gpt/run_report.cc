@@ -34,6 +34,7 @@ svg { width: 100%; height: auto; font: 12.5px system-ui, sans-serif; }
 table { border-collapse: collapse; font-size: 14px; }
 td, th { padding: 3px 12px; text-align: right; border: 1px solid white; }
 td:first-child, th:first-child { text-align: left; }
+#facts td { text-align: left; } #options { columns: 4; }
 pre { background: #f4f6f7; border-radius: 6px; padding: 12px; overflow-x: auto; margin: 4px 0 14px;
       font-size: 13px; }
 )";

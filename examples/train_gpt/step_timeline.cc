@@ -52,7 +52,8 @@ Threads read_ranges(const std::string& trace) {
   std::ifstream file(trace);
   TORCH_CHECK(file.good(), "cannot read ", trace);
   Threads threads;
-  for (const auto& event : nlohmann::json::parse(file).at("traceEvents")) {
+  const nlohmann::json content = nlohmann::json::parse(file);
+  for (const auto& event : content.at("traceEvents")) {
     if (event.value("ph", "") != "X") continue;
     const std::string category = event.value("cat", "");
     if (category != "cpu_op" && category != "user_annotation") continue;
@@ -99,6 +100,9 @@ class Picture {
       x += 90;
     }
     add_legend(x, "operations and autograd", "#d5dade");
+    body_ += "<text x=\"" + fixed(kWidth - 10, 0) + "\" y=\"" + fixed(y_ + 10, 0) +
+             "\" text-anchor=\"end\" font-weight=\"bold\">from end to end " +
+             fixed((end_ - begin_) / 1e3, 1) + " ms</text>\n";
     return "<svg xmlns=\"http://www.w3.org/2000/svg\" id=\"timeline\" viewBox=\"0 0 " +
            fixed(kWidth, 0) + " " + fixed(y_ + 22, 0) + "\" role=\"img\">\n" + body_ + "</svg>\n";
   }

@@ -62,8 +62,15 @@ Axis round_axis(double low, double high) {
 
 std::string label_of(double value) {
   if (std::abs(value) < 1e-12) return "0";
+  const bool millions = std::abs(value) >= 1e6, thousands = std::abs(value) >= 1e4;
   char text[32];
-  std::snprintf(text, sizeof(text), "%.4g", value);
+  std::snprintf(text, sizeof(text), "%.4g%s",
+                value / (millions    ? 1e6
+                         : thousands ? 1e3
+                                     : 1.0),
+                millions    ? "M"
+                : thousands ? "k"
+                            : "");
   return text;
 }
 

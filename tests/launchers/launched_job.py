@@ -64,7 +64,7 @@ class Job:
     def __init__(self, command, folder, environment=None, name="job"):
         self.output = folder / f"{name}.out"
         self.mark = uuid.uuid4().hex
-        environment = dict(environment or os.environ, OMP_NUM_THREADS="1", ZERO_TIMEOUT="30s")
+        environment = dict(environment or os.environ, OMP_NUM_THREADS="1", ZERO_TIMEOUT="2min")
         environment[MARK] = self.mark
         # Where the shell of a test ignores SIGINT, launchers would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -100,14 +100,14 @@ class Job:
                     found[next(int(variables[v]) for v in RANK_VARIABLES if v in variables)] = pid
         return found
 
-    def wait(self, seconds=60):
+    def wait(self, seconds=150):
         """The exit code of the launcher."""
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s\n{self.text()}") from None
 
-    def wait_until(self, condition, what, seconds=60):
+    def wait_until(self, condition, what, seconds=150):
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -115,7 +115,7 @@ class Job:
                                      f"({self.process.poll()})\n{self.text()}")
             time.sleep(0.005)
 
-    def wait_for_ranks_to_end(self, seconds=10):
+    def wait_for_ranks_to_end(self, seconds=30):
         deadline = time.monotonic() + seconds
         while self.processes():
             if time.monotonic() > deadline:

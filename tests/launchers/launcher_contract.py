@@ -56,7 +56,7 @@ class LauncherContract:
     def test_losses_are_those_of_the_local_launcher(self):
         alone, folder = launched_job.new_folder(), launched_job.new_folder()
         subprocess.run(launched_job.trainer(alone, STEPS, "--nproc", str(launched_job.RANKS)),
-                       check=True, capture_output=True, timeout=60,
+                       check=True, capture_output=True, timeout=150,
                        env=dict(os.environ, OMP_NUM_THREADS="1"))
         with self.start(folder, STEPS) as job:
             self.assertEqual(job.wait(), 0, job.text())

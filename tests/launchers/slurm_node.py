@@ -96,7 +96,7 @@ class SlurmNode:
 
     def run(self, *command):
         return subprocess.run(command, env=self.environment, capture_output=True, text=True,
-                              timeout=60)
+                              timeout=120)
 
     def _start(self):
         folder = self.folder
@@ -117,7 +117,7 @@ class SlurmNode:
                 stderr=subprocess.STDOUT))
 
     def _wait_until(self, condition):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not condition():
             if time.monotonic() > deadline or any(d.poll() is not None for d in self.daemons):
                 outputs = [f"{p.name}:\n{p.read_text()[-2000:]}"
