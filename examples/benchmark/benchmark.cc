@@ -17,6 +17,7 @@
 // headers included, so it is right only while nothing else talks over it. One thread a rank unless
 // OMP_NUM_THREADS says otherwise.
 #include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
 #include <sys/resource.h>
 #include <torch/optim/adamw.h>
 
@@ -318,5 +319,10 @@ int main(int argc, char** argv) {
   app.add_flag("--sockets", options.sockets, "Without shared memory between the ranks");
   app.add_flag("--json", options.json, "One JSON line instead of a table");
   CLI11_PARSE(app, argc, argv);
-  return zero::launch_local(options.nproc, [&] { return zero::examples::run(options); });
+  try {
+    return zero::launch_local(options.nproc, [&] { return zero::examples::run(options); });
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "benchmark: %s\n", error.what_without_backtrace());
+    return 1;
+  }
 }

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
-"""plan says for several numbers of ranks whether a job fits; inspect_checkpoint prints totals."""
+"""plan says for several numbers of ranks whether a job fits; inspect_checkpoint prints totals; and
+no program shows a backtrace."""
 
 import json
 import os
@@ -56,6 +57,20 @@ class PlanTest(unittest.TestCase):
 
     def test_both_numbers_of_ranks_are_refused(self):
         self.assertNotEqual(run("plan/plan", "--world", 8, "--worlds", "8,16").returncode, 0)
+
+
+class ErrorsTest(unittest.TestCase):
+    PROGRAMS = ("minimal", "hybrid_moe", "train_gpt/train_gpt", "benchmark/benchmark")
+
+    def test_an_error_is_one_line_without_a_backtrace(self):
+        for program in self.PROGRAMS:
+            environment = dict(os.environ, RANK="first", WORLD_SIZE="2")
+            done = subprocess.run([EXAMPLES / program], env=environment, capture_output=True,
+                                  text=True, timeout=150)
+            expected = f'{Path(program).name}: environment variable RANK="first": expected'
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertTrue(done.stderr.startswith(expected), done.stderr)
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
 
 
 class InspectCheckpointTest(unittest.TestCase):

@@ -17,7 +17,8 @@ from pathlib import Path
 
 PROGRAM = os.path.abspath(os.environ.get("TRAIN_GPT", "examples/train_gpt/train_gpt"))
 STEPS = 30
-SMALL = ["--data", "examples/train_gpt", "--layers", "1", "--width", "32", "--context", "32",
+# Large enough for several buckets.
+SMALL = ["--data", "examples/train_gpt", "--layers", "2", "--width", "64", "--context", "32",
          "--batch", "12", "--validation-sequences", "4", "--nproc", "2"]
 XHTML, SVG = "{http://www.w3.org/1999/xhtml}", "{http://www.w3.org/2000/svg}"
 
@@ -102,8 +103,8 @@ class ReportTest(unittest.TestCase):
         rows = [[cell.text for cell in row] for row in table]
         self.assertEqual(rows[0], ["elements", "rank 0", "rank 1"])
         self.assertEqual([row[0] for row in rows[1:]],
-                         ["token_embedding", "position_embedding", "blocks.0", "norm", "head",
-                          "sharded MB"])
+                         ["token_embedding", "position_embedding", "blocks.0", "blocks.1", "norm",
+                          "head", "sharded MB"])
         owned = [sum(int(row[rank]) for row in rows[1:-1]) for rank in (1, 2)]
         self.assertIn(f"{sum(owned)} parameters in float32", text_of(self.page))
         self.assertLess(abs(owned[0] - owned[1]), 0.1 * sum(owned))
@@ -127,7 +128,7 @@ class ReportTest(unittest.TestCase):
             self.assertIn(f"after {steps} steps", text)
         samples = [block.text for block in self.page.iter(XHTML + "pre") if not block.get("id")]
         self.assertEqual([sample.startswith("#include <") for sample in samples], [True] * 3)
-        for part in (f"steps={STEPS}", "width=32", "libtorch", "zero", "sequences in a step"):
+        for part in (f"steps={STEPS}", "width=64", "libtorch", "zero", "sequences in a step"):
             self.assertIn(part, text)
 
     def test_the_page_needs_nothing_else(self):
