@@ -13,8 +13,8 @@
 
 namespace zero::examples {
 
-// What a process alone holds, which follows from the number of parameters: parameters and gradients
-// in `dtype`, two fp32 moments, and an fp32 master copy unless the parameters are fp32 themselves.
+// Returns the bytes of a process alone, which follow from the number of parameters: parameters and
+// gradients in `dtype`, two fp32 moments, and an fp32 master copy unless the parameters are fp32.
 MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype);
 
 // One line a kind, in MB, beside those of unsharded_memory().

@@ -176,8 +176,8 @@ std::string owners_section(const RunReport& report) {
 
 std::string timeline_section(const RunReport& report) {
   const std::string note =
-      "<p class=\"note\">The last step that was traced on rank 0. A row is a thread, and below it "
-      "what lies inside. The pointer on a box shows its name and time.</p>\n";
+      "<p class=\"note\">The last step that was traced on rank 0. Under the first row of a thread "
+      "are its named ranges, by depth. The pointer on a box shows its name and time.</p>\n";
   if (report.trace.empty()) {
     return section("One step",
                    "<p class=\"note\">No trace was recorded; --trace records one.</p>\n");

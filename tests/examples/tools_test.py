@@ -85,7 +85,7 @@ class InspectCheckpointTest(unittest.TestCase):
 
     def test_totals_are_those_of_the_files(self):
         folder = Path(tempfile.mkdtemp(dir=os.environ.get("TEST_TMPDIR")))
-        trained = run("train_gpt/train_gpt", "--data", EXAMPLES / "train_gpt", "--steps", 2,
+        trained = run("train_gpt/train_gpt", "--data", "examples/train_gpt", "--steps", 2,
                       "--layers", 1, "--width", 32, "--context", 32, "--batch", 4,
                       "--validation-sequences", 4, "--sample-bytes", 0, "--nproc", 2,
                       "--checkpoints", folder)

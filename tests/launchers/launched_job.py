@@ -66,7 +66,7 @@ class Job:
         self.mark = uuid.uuid4().hex
         environment = dict(environment or os.environ, OMP_NUM_THREADS="1", ZERO_TIMEOUT="2min")
         environment[MARK] = self.mark
-        # Where the shell of a test ignores SIGINT, launchers would inherit that.
+        # A shell may have made this process ignore SIGINT, and launchers would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with open(self.output, "w") as out:
             self.process = subprocess.Popen(command, env=environment, stdout=out,

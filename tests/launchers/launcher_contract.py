@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every launcher must do with train_gpt; a test case for each is made of this class."""
+"""The contract of every launcher with train_gpt; a test case for each is made of this class."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import launched_job
 from launched_job import LONG, Job
 
 STEPS = 12
-# Of train_gpt, for arguments that it cannot use: 12 sequences do not make 10 equal micro-batches.
+# Arguments that train_gpt cannot use: 12 sequences do not make 10 equal micro-batches.
 UNUSABLE = ["--accumulate", "5"]
 USAGE_ERROR = 2
 
