@@ -3,8 +3,8 @@
 #
 # Every GoogleTest of tests/ as <folder>/<name>, with the programs that tests start. Tests run in
 # <build>/run, which has the files that Bazel would put there. These stay with Bazel: CUDA kernels
-# that run on the CPU, tests/hosts (Python), tests/examples/*.sh, tests/fuzz (libFuzzer),
-# tests/benchmarks, and tests tagged long.
+# that run on the CPU, tests/hosts and tests/launchers (Python), tests/examples/*.{sh,py}, tests/fuzz
+# (libFuzzer), tests/benchmarks, and tests tagged long.
 
 if(NOT TARGET GTest::gtest_main)
   find_package(GTest REQUIRED)

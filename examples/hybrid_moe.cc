@@ -16,6 +16,7 @@
 //   step  0  gradient norm 0.412405  in one process 0.412405
 //   step 25  gradient norm 0.369456  in one process 0.369456
 //   4 ranks and one process differ by at most 2.1e-07 in a norm, 1.5e-07 in a parameter
+#include <c10/util/Exception.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
 #include <torch/utils.h>
@@ -197,4 +198,12 @@ int train() {
 
 }  // namespace
 
-int main() { return zero::launch_local(kRanks, train); }
+int main() {
+  try {
+    return zero::launch_local(kRanks, train);
+  } catch (const c10::Error& error) {
+    // Not what(), which adds a C++ backtrace.
+    std::fprintf(stderr, "hybrid_moe: %s\n", error.what_without_backtrace());
+    return 1;
+  }
+}

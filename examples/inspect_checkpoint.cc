@@ -11,6 +11,8 @@
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -23,8 +25,31 @@
 
 namespace {
 
+constexpr const char* kUsage =
+    "usage: inspect_checkpoint <folder> [<model.safetensors to write>]\n";
+constexpr const char* kHelp =
+    "\n"
+    "Prints what a checkpoint holds and verifies every byte of it. <folder> is a checkpoint, or a\n"
+    "folder of checkpoints, of which the newest one is taken. With a second argument it also\n"
+    "writes the model into one file, which Python's safetensors reads: full masters, frozen\n"
+    "parameters and buffers.\n"
+    "\n"
+    "The exit code is 0, 1 when the checkpoint cannot be read or is damaged, and 2 for other\n"
+    "arguments.\n";
+
+int64_t elements(const std::vector<zero::CheckpointTensor>& list) {
+  int64_t sum = 0;
+  for (const zero::CheckpointTensor& tensor : list) {
+    int64_t numel = 1;
+    for (const int64_t size : tensor.shape) numel *= size;
+    sum += numel;
+  }
+  return sum;
+}
+
 void print_tensors(const char* title, const std::vector<zero::CheckpointTensor>& list) {
-  std::printf("%s: %zu\n", title, list.size());
+  std::printf("%s: %zu with %lld elements\n", title, list.size(),
+              static_cast<long long>(elements(list)));
   for (const zero::CheckpointTensor& t : list) {
     std::ostringstream shape;
     shape << c10::IntArrayRef(t.shape);
@@ -76,11 +101,18 @@ void print(const std::string& folder, const zero::CheckpointDescription& d) {
   print_tensors("parameters", d.parameters);
   print_tensors("frozen parameters", d.frozen);
   print_tensors("buffers", d.buffers);
+  uint64_t bytes = 0;
   for (const zero::CheckpointFile& file : d.files) {
+    bytes += file.bytes;
     std::printf("%-32s %12llu bytes, %lld tensors, XXH3 %016llx\n", file.name.c_str(),
                 static_cast<unsigned long long>(file.bytes), static_cast<long long>(file.tensors),
                 static_cast<unsigned long long>(file.xxh3));
   }
+  const int64_t parameters = elements(d.parameters);
+  std::printf("in all %zu files, %llu bytes; %.2f bytes for each of %lld parameters\n",
+              d.files.size(), static_cast<unsigned long long>(bytes),
+              static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(parameters, 1)),
+              static_cast<long long>(parameters));
 }
 
 int inspect(std::string folder, const char* model) {
@@ -98,8 +130,13 @@ int inspect(std::string folder, const char* model) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 2 || argc > 3) {
-    std::fprintf(stderr, "usage: inspect_checkpoint <folder> [<model.safetensors to write>]\n");
+  const std::string first = argc > 1 ? argv[1] : "";
+  if (first == "--help" || first == "-h") {
+    std::printf("%s%s", kUsage, kHelp);
+    return 0;
+  }
+  if (argc < 2 || argc > 3 || first.starts_with("-")) {
+    std::fprintf(stderr, "%s", kUsage);
     return 2;
   }
   // `bazel run` starts programs elsewhere; paths mean what they meant to the user.

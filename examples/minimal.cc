@@ -10,6 +10,7 @@
 //   step  0  gradient norm 0.4486
 //   step 25  gradient norm 0.3697
 //   2 ranks and one process differ by at most 6.0e-08 in a parameter
+#include <c10/util/Exception.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
 #include <torch/utils.h>
@@ -96,4 +97,12 @@ int train() {
 
 }  // namespace
 
-int main() { return zero::launch_local(2, train); }
+int main() {
+  try {
+    return zero::launch_local(2, train);
+  } catch (const c10::Error& error) {
+    // Not what(), which adds a C++ backtrace.
+    std::fprintf(stderr, "minimal: %s\n", error.what_without_backtrace());
+    return 1;
+  }
+}

@@ -24,6 +24,7 @@
 // --transport gloo.
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/adamw.h>
 
 #include <CLI/CLI.hpp>
@@ -330,5 +331,10 @@ int main(int argc, char** argv) {
                  "Write a Chrome trace of three timed steps of rank 0 to this file");
   app.add_flag("--json", options.json, "One JSON line instead of a table");
   CLI11_PARSE(app, argc, argv);
-  return zero::launch_local(options.nproc, [&] { return zero::examples::run(options); });
+  try {
+    return zero::launch_local(options.nproc, [&] { return zero::examples::run(options); });
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "benchmark: %s\n", error.what_without_backtrace());
+    return 1;
+  }
 }

@@ -9,6 +9,7 @@
 //   ./bazelw run //examples:plan -- --model mixtral_8x7b --world 512 --expert-parallel 8
 //   ./bazelw run //examples:plan -- --model mlp25m --dtype float32 --world 4
 //       --ranks-per-machine 2 --link-gbit 1 --local-gbit 80 --latency-us 50 --compute-ms 98
+//   ./bazelw run //examples:plan -- --model llama_70b --worlds 8,64,512,4096 --device-memory 80
 //
 // The figures are arithmetic over the plan that a ZeroOptimizer with AdamW would use,
 // not measurements.
@@ -45,6 +46,8 @@ struct Options {
   double latency_us = Machines{}.link_latency_seconds * 1e6;
   double local_latency_us = Machines{}.local_latency_seconds * 1e6;
   std::optional<double> compute_ms;
+  std::vector<int64_t> worlds;          // a line for each; empty: all about job.world_size
+  std::optional<double> device_memory;  // GB
   bool json = false;
 };
 
@@ -119,6 +122,7 @@ nlohmann::ordered_json report(const Options& options) {
           {"imbalance", figures.imbalance},
           {"buckets", figures.buckets},
           {"largest_bucket_bytes", figures.largest_bucket_bytes},
+          {"kept_bucket_bytes", figures.kept_bucket_bytes},
           {"collective_calls", figures.collective_calls},
           {"bytes_sent", figures.bytes_sent},
           {"exchanges", exchanges},
@@ -164,6 +168,48 @@ void print_exchanges(const nlohmann::ordered_json& exchanges, const Options& opt
   std::printf("  * no exchange of this library: what one in log2(machines) messages would take\n");
 }
 
+double total_gigabytes(const nlohmann::ordered_json& r) {
+  return (r["memory"]["total"].get<double>() + r["kept_bucket_bytes"].get<double>()) * 1e-9;
+}
+
+void print_room(const nlohmann::ordered_json& r, double device_memory) {
+  const double left = device_memory - total_gigabytes(r);
+  if (left < 0) {
+    std::printf("does not fit in %g GB: %.2f GB are missing, and activations are not counted\n",
+                device_memory, -left);
+  } else {
+    std::printf("fits in %g GB: %.2f GB are left for activations\n", device_memory, left);
+  }
+}
+
+// One line for each number of ranks.
+void print_worlds(const std::vector<nlohmann::ordered_json>& reports, const Options& options) {
+  std::printf("%s, stage %lld, %s, AdamW; GB of a rank, without activations\n",
+              options.model.c_str(), static_cast<long long>(options.job.stage),
+              options.dtype.c_str());
+  std::printf("%8s %11s %11s %11s %11s %9s %9s", "ranks", "parameters", "masters,", "gradients",
+              "buckets", "total", "exchanges");
+  std::printf("%s\n%8s %11s %11s %11s %11s %9s %9s", options.device_memory ? "   left of" : "", "",
+              "", "state", "", "", "", "s a step");
+  if (options.device_memory) std::printf("%7g GB", *options.device_memory);
+  std::printf("\n");
+  for (const nlohmann::ordered_json& r : reports) {
+    const auto& m = r["memory"];
+    const auto gb = [](double bytes) { return bytes * 1e-9; };
+    std::printf("%8lld %11.2f %11.2f %11.2f %11.2f %9.2f %9.4f", r["world"].get<long long>(),
+                gb(m["working_parameters"].get<double>()),
+                gb(m["master_parameters"].get<double>() + m["optimizer_state"].get<double>()),
+                gb(m["gradient_shards"].get<double>() + m["full_gradients"].get<double>()),
+                gb(r["kept_bucket_bytes"].get<double>()), total_gigabytes(r),
+                r["exchanges"]["two levels"]["seconds"].get<double>());
+    if (options.device_memory) {
+      const double left = *options.device_memory - total_gigabytes(r);
+      std::printf("%10.2f%s", left, left < 0 ? "  does not fit" : "");
+    }
+    std::printf("\n");
+  }
+}
+
 void print(const nlohmann::ordered_json& r, const Options& options) {
   std::printf("%s, %lld ranks, stage %lld, %s, AdamW\n", options.model.c_str(),
               r["world"].get<long long>(), r["stage"].get<long long>(), options.dtype.c_str());
@@ -175,6 +221,8 @@ void print(const nlohmann::ordered_json& r, const Options& options) {
   for (const auto& [kind, bytes] : r["memory"].items()) {
     line(kind.c_str(), bytes.get<double>() * 1e-9, "GB");
   }
+  line("buffers of buckets, at most", r["kept_bucket_bytes"].get<double>() * 1e-9, "GB");
+  if (options.device_memory) print_room(r, *options.device_memory);
   std::printf("balance\n");
   line("padding", r["padding_share"].get<double>() * 100, "% of the parameters");
   line("fullest rank above the mean", r["imbalance"].get<double>() * 100, "%");
@@ -192,6 +240,14 @@ void add_options(CLI::App& app, Options& options) {
   app.option_defaults()->always_capture_default();
   app.add_option("--model", options.model, "What to plan")->check(CLI::IsMember(model_names()));
   app.add_option("--world", options.job.world_size, "Ranks")->check(CLI::Range(1, 1 << 24));
+  app.add_option("--worlds", options.worlds,
+                 "A line for each of these numbers of ranks, instead of all about one: 8,64,512")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 1 << 24))
+      ->excludes("--world");
+  app.add_option("--device-memory", options.device_memory,
+                 "GB of a rank's device; says whether the job fits, without activations")
+      ->check(CLI::PositiveNumber);
   app.add_option("--stage", options.job.stage, "ZeRO stage")->check(CLI::Range(1, 2));
   app.add_option("--dtype", options.dtype, "Of working parameters and gradients")
       ->check(CLI::IsMember(kDtypes));
@@ -217,7 +273,8 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--compute-ms", options.compute_ms,
                  "Milliseconds of forward and backward together; adds the time of a step")
       ->check(CLI::NonNegativeNumber);
-  app.add_flag("--json", options.json, "One JSON line instead of a table");
+  app.add_flag("--json", options.json,
+               "JSON lines instead of tables, one for each number of ranks");
 }
 
 int run(Options options) {
@@ -226,11 +283,19 @@ int run(Options options) {
   if (options.bucket_mb) {
     options.job.plan.bucket_bytes = static_cast<int64_t>(*options.bucket_mb * 1024 * 1024);
   }
-  const nlohmann::ordered_json result = report(options);
-  if (options.json) {
-    std::cout << result.dump() << "\n";
-  } else {
-    print(result, options);
+  std::vector<nlohmann::ordered_json> reports;
+  for (const int64_t world : options.worlds) {
+    options.job.world_size = world;
+    reports.push_back(report(options));
+  }
+  if (reports.empty()) {
+    reports.push_back(report(options));
+    if (!options.json) print(reports[0], options);
+  } else if (!options.json) {
+    print_worlds(reports, options);
+  }
+  for (const nlohmann::ordered_json& result : reports) {
+    if (options.json) std::cout << result.dump() << "\n";
   }
   return 0;
 }

@@ -13,6 +13,9 @@
 namespace zero::examples {
 namespace {
 
+// Buffers that the library keeps between steps; docs/training.md has the sentence.
+constexpr size_t kKeptBuckets = 8;
+
 // The elements that each rank owns, built from ranges of ranks that all own the same more.
 class Owned {
  public:
@@ -216,12 +219,15 @@ PlanFigures plan_figures(const Plan& plan, int64_t stage) {
       static_cast<double>(figures.padding) / static_cast<double>(figures.parameters);
   figures.buckets = static_cast<int64_t>(plan.buckets.size());
   const int64_t calls = 1 + gathers_of(stage);
+  std::vector<int64_t> sizes;
   for (const Bucket& bucket : plan.buckets) {
-    figures.largest_bucket_bytes =
-        std::max(figures.largest_bucket_bytes,
-                 plan.bucket_numel(bucket) * element_bytes(plan.arena_of(bucket)));
+    sizes.push_back(plan.bucket_numel(bucket) * element_bytes(plan.arena_of(bucket)));
     add_traffic(plan, bucket, calls, figures);
   }
+  std::sort(sizes.rbegin(), sizes.rend());
+  figures.largest_bucket_bytes = sizes.empty() ? 0 : sizes[0];
+  sizes.resize(std::min<size_t>(sizes.size(), kKeptBuckets));
+  figures.kept_bucket_bytes = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   const std::vector<int64_t> owned = owned_elements(plan);
   const auto [least, most] = std::minmax_element(owned.begin(), owned.end());
   figures.least_owned = *least;

@@ -21,19 +21,28 @@ void add_row(std::ostringstream& table, const std::string& kind, int64_t sharded
 
 }  // namespace
 
+MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype, int64_t all_states) {
+  MemoryReport memory;
+  memory.working_parameters = parameters * static_cast<int64_t>(c10::elementSize(dtype));
+  memory.master_parameters = dtype == c10::kFloat ? 0 : 4 * parameters;
+  memory.optimizer_state = all_states;
+  memory.full_gradients = memory.working_parameters;
+  return memory;
+}
+
 std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype,
                          int64_t all_states) {
-  const int64_t working = parameters * static_cast<int64_t>(c10::elementSize(dtype));
-  const int64_t masters = dtype == c10::kFloat ? 0 : 4 * parameters;
+  const MemoryReport alone = unsharded_memory(parameters, dtype, all_states);
   std::ostringstream table;
   table << std::fixed << std::setprecision(2);
   table << "  MB                     this rank   unsharded\n";
-  add_row(table, "parameters", sharded.working_parameters, working);
-  add_row(table, "master parameters", sharded.master_parameters, masters);
-  add_row(table, "optimizer state", sharded.optimizer_state, all_states);
-  add_row(table, "gradients", sharded.gradient_shards + sharded.full_gradients, working);
+  add_row(table, "parameters", sharded.working_parameters, alone.working_parameters);
+  add_row(table, "master parameters", sharded.master_parameters, alone.master_parameters);
+  add_row(table, "optimizer state", sharded.optimizer_state, alone.optimizer_state);
+  add_row(table, "gradients", sharded.gradient_shards + sharded.full_gradients,
+          alone.full_gradients);
   add_row(table, "buckets", sharded.buckets, 0);
-  add_row(table, "total", sharded.total(), 2 * working + masters + all_states);
+  add_row(table, "total", sharded.total(), alone.total());
   return table.str();
 }
 

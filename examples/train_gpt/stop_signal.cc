@@ -6,6 +6,7 @@
 
 #include <csignal>
 #include <ctime>
+#include <thread>
 
 namespace zero::examples {
 namespace {
@@ -34,5 +35,13 @@ void watch_stop_signal() {
 }
 
 bool stop_requested() { return requested != 0; }
+
+bool stop_requested_within(std::chrono::milliseconds patience) {
+  const auto end = std::chrono::steady_clock::now() + patience;
+  while (!stop_requested() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return stop_requested();
+}
 
 }  // namespace zero::examples

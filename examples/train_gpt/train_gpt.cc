@@ -7,13 +7,15 @@
 //   ./bazelw run //examples:train_gpt
 //   ./bazelw run //examples:train_gpt -- --nproc 4 --stage 1 --data ~/notes --log metrics.jsonl
 //   ./bazelw run //examples:train_gpt -- --checkpoints run --save-every 100 --resume
-//   torchrun --no-python --nproc-per-node 2 bazel-bin/examples/train_gpt/train_gpt
+//   torchrun --no-python --nproc-per-node 2 .bazel/bin/examples/train_gpt/train_gpt
 //
 // Without --data it reads the C++ headers of the libtorch it was built with.
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <unistd.h>
 #include <zero_libtorch_paths.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -21,11 +23,13 @@
 
 #include "examples/train_gpt/byte_dataset.h"
 #include "examples/train_gpt/memory_table.h"
+#include "examples/train_gpt/run_report.h"
 #include "examples/train_gpt/stop_signal.h"
 #include "examples/train_gpt/train_options.h"
 #include "examples/train_gpt/trainer.h"
 #include "zero/launch.h"
 #include "zero/process_group.h"
+#include "zero/version.h"
 
 namespace {
 
@@ -45,7 +49,40 @@ void print_beginning(const TrainOptions& options, const ByteDataset& data, int w
   std::fflush(stdout);
 }
 
-void print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
+// Writes options.report; `sample` is that of the end of training, empty where it did not end.
+void write_report(const TrainOptions& options, zero::examples::Trainer& trainer,
+                  const std::string& sample) {
+  zero::examples::RunReport report;
+  const int64_t parameters = trainer.parameter_count();
+  report.heading = std::to_string(parameters) + " parameters in " + options.dtype_name + " on " +
+                   options.device + ", " + std::to_string(trainer.world_size()) + " ranks, stage " +
+                   std::to_string(options.stage);
+  report.facts = {{"zero", ZERO_VERSION_TEXT},
+                  {"libtorch", zero::kLibtorchVersion},
+                  {"compiler", __VERSION__},
+                  {"sequences in a step", std::to_string(options.batch)}};
+  report.options = options.listing;
+  report.steps = trainer.history();
+  report.samples = trainer.samples();
+  if (!sample.empty()) report.samples.emplace_back(options.steps, sample);
+  for (const auto& item : trainer.model()->named_parameters()) {
+    report.parameters.push_back({item.key(), item.value().numel()});
+  }
+  report.plan = trainer.optimizer().plan();
+  report.memory_options.stage = options.stage;
+  report.memory_options.state_bytes = [parameters, all = trainer.state_bytes()](int64_t numel) {
+    return all * numel / parameters;  // on average, where not all groups have the same
+  };
+  report.memory = trainer.memory();
+  report.unsharded =
+      zero::examples::unsharded_memory(parameters, options.dtype, trainer.state_bytes());
+  report.trace = options.trace;
+  zero::examples::write_report(report, options.report);
+  std::printf("report: %s\n", options.report.c_str());
+}
+
+// The sample that it prints, or an empty text.
+std::string print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
   if (trainer.memory().total() > 0) {  // a step was made
     std::printf("\nmemory at the end of the last backward pass\n%s%s",
                 zero::examples::memory_table(trainer.memory(), trainer.parameter_count(),
@@ -53,8 +90,10 @@ void print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
                     .c_str(),
                 zero::examples::billion_line(options.stage, trainer.world_size()).c_str());
   }
-  if (options.sample_bytes == 0) return;
-  std::printf("\nsample\n%s\n", trainer.sample().c_str());
+  if (options.sample_bytes == 0) return {};
+  const std::string sample = trainer.sample();
+  std::printf("\nsample\n%s\n", sample.c_str());
+  return sample;
 }
 
 // False, after a line from one rank, when the global batch does not suit `world_size` ranks.
@@ -64,14 +103,27 @@ bool accepts_batch(const TrainOptions& options, int world_size, bool reports) {
   return problem.empty();
 }
 
+// The exit code of a rank that has saved and stopped, since a signal reached some rank.
+int end_stopped(const TrainOptions& options, const zero::Group& group) {
+  if (group.rank() == 0) {
+    std::printf("stopped by a signal; --resume goes on from %s\n", options.checkpoints.c_str());
+    std::fflush(stdout);
+  }
+  if (zero::examples::stop_requested_within(std::chrono::seconds(2))) return 0;
+  std::fprintf(stderr,
+               "train_gpt: rank %d of %d was not signalled itself; it ends with exit code %d, so "
+               "that its launcher may restart it\n",
+               group.rank(), group.world_size(), zero::examples::kStoppedForAnotherRank);
+  return zero::examples::kStoppedForAnotherRank;
+}
+
 zero::Group make_group(const TrainOptions& options) {
   zero::InitOptions init;
   if (options.device == "cpu") init.device = at::kCPU;
   init.nccl = options.transport == "nccl";
   const zero::Group group = zero::init_process_group(init);
   TORCH_CHECK(group.device().str().starts_with(options.device), "--device ", options.device,
-              ": expected a GPU and a program built with --config=cuda, got ", group.device().str(),
-              " on rank ", group.rank());
+              ": expected a GPU, got ", group.device().str(), " on rank ", group.rank());
   return group;
 }
 
@@ -96,10 +148,10 @@ int train(TrainOptions options, const ByteDataset& data) {
                 first_step > 0 ? "going on" : "training", before);
   }
   const bool finished = trainer.train(first_step);
-  if (!finished && reports) {
-    std::printf("stopped by a signal; --resume goes on from %s\n", options.checkpoints.c_str());
-  }
-  if (finished && reports) print_end(options, trainer);
+  std::string sample;
+  if (finished && reports) sample = print_end(options, trainer);
+  if (reports && !options.report.empty()) write_report(options, trainer, sample);
+  if (!finished) return end_stopped(options, group);
   return 0;
 }
 
@@ -116,6 +168,13 @@ bool is_launched() {
 int run(int argc, char** argv) {
   TrainOptions options;
   if (const auto status = zero::examples::parse_train_options(argc, argv, options)) return *status;
+  if (options.device == "cuda" && !at::hasCUDA()) {
+    std::fprintf(stderr,
+                 "train_gpt: --device cuda: this program sees no GPU. For GPUs build it with "
+                 "--config=cuda: ./bazelw run --config=cuda //examples:train_gpt -- --device "
+                 "cuda\n");
+    return kUsageError;
+  }
   if (!is_launched()) {
     zero::examples::choose_batch(options, options.nproc);
     if (!accepts_batch(options, options.nproc, /*reports=*/true)) return kUsageError;

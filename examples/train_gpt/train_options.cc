@@ -189,6 +189,10 @@ void add_report_options(CLI::App& app, TrainOptions& options) {
       ->needs(trace)
       ->type_name("N")
       ->group(group);
+  app.add_option("--report", options.report,
+                 "Write a page with curves, memory, owners, a traced step and samples to this file")
+      ->type_name("FILE.html")
+      ->group(group);
   app.add_option("--validate-every", options.validate_every,
                  "Steps between measurements of the validation loss")
       ->check(whole_number(1))
@@ -245,7 +249,10 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
     return refuse("--width: expected a multiple of --heads " + std::to_string(options.heads) +
                   ", got " + std::to_string(options.width));
   }
-  for (const auto& [name, file] : {std::pair("--log", options.log), {"--trace", options.trace}}) {
+  options.listing = app.config_to_str(/*default_also=*/true);
+  for (const auto& [name, file] : {std::pair("--log", options.log),
+                                   {"--trace", options.trace},
+                                   {"--report", options.report}}) {
     if (!file.empty() && !std::ofstream(file, std::ios::app)) {
       return refuse(std::string(name) + ": cannot write " + file);
     }

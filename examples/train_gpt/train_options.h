@@ -58,11 +58,14 @@ struct TrainOptions {
   std::string metrics;  // folder for the same, one file a start; empty: none
   std::string trace;    // Chrome trace of rank 0; empty: none
   int64_t trace_steps = 3;
+  std::string report;  // HTML page of rank 0; empty: none
   int64_t validate_every = 50;
   int64_t validation_sequences = 64;
   std::string prompt = "#include <";
   int64_t sample_bytes = 400;
   double temperature = 0.8;
+
+  std::string listing;  // of all options, a line of name=value each
 };
 
 // Fills `options` from the command line. Returns the exit status when the

@@ -183,6 +183,12 @@ std::string Trainer::sample() {
                                 .seed = options_.seed}));
 }
 
+void Trainer::print_sample(int64_t steps) {
+  const std::string text = sample();
+  std::printf("\nsample after %lld steps\n%s\n\n", static_cast<long long>(steps), text.c_str());
+  if (!options_.report.empty()) samples_.emplace_back(steps, text);
+}
+
 std::vector<MetricsLog> Trainer::open_logs(int64_t first_step) const {
   std::vector<MetricsLog> logs;
   if (metrics_->rank() != 0) return logs;
@@ -212,10 +218,8 @@ bool Trainer::train(int64_t first_step) {
     }
     if (progress) progress->show(metrics);
     const bool half_way = metrics.step == options_.steps / 10 || metrics.step == options_.steps / 2;
-    if (reports && half_way && options_.sample_bytes > 0) {
-      std::printf("\nsample after %lld steps\n%s\n\n", static_cast<long long>(metrics.step),
-                  sample().c_str());
-    }
+    if (reports && half_way && options_.sample_bytes > 0) print_sample(metrics.step);
+    if (reports && !options_.report.empty()) history_.push_back(metrics);
     for (MetricsLog& log : logs) log.write(metrics);
     const bool save_now =
         stop_ || metrics.step % options_.save_every == 0 || metrics.step == options_.steps;

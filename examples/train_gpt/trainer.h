@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "examples/train_gpt/byte_dataset.h"
@@ -56,6 +57,11 @@ class Trainer {
   // Text that the model writes behind options.prompt. Sends nothing.
   std::string sample();
 
+  // The steps that train() made, and the samples that it printed after how many of them: for
+  // options.report, on rank 0; empty otherwise.
+  const std::vector<StepMetrics>& history() const { return history_; }
+  const std::vector<std::pair<int64_t, std::string>>& samples() const { return samples_; }
+
   // Bytes this rank held in the last step, when gradients were complete and
   // not yet used: the most it holds at any time outside the backward pass.
   const MemoryReport& memory() const { return memory_; }
@@ -67,6 +73,8 @@ class Trainer {
   int64_t resume(const std::string& checkpoint);
   // Collective. Step `step`, counted from 0. The result lacks the validation loss.
   StepMetrics train_step(int64_t step);
+  // Prints a sample after `steps` steps.
+  void print_sample(int64_t steps);
   // The files of options.log and options.metrics, on rank 0.
   std::vector<MetricsLog> open_logs(int64_t first_step) const;
   // Collective. After `steps` steps.
@@ -85,6 +93,8 @@ class Trainer {
   LrSchedule schedule_;
   MemoryReport memory_;
   int64_t state_bytes_ = 0;
+  std::vector<StepMetrics> history_;
+  std::vector<std::pair<int64_t, std::string>> samples_;
   bool stop_ = false;  // some rank got a signal; the same on all
 };
 

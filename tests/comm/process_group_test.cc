@@ -5,6 +5,7 @@
 
 #include "zero/process_group.h"
 
+#include <ATen/Context.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -59,6 +60,15 @@ TEST(GroupTest, RefusesWhatCannotBe) {
 }
 
 // A 2 x 2 mesh: rows and columns carry the same names on different ranks.
+TEST(GroupTest, AGpuWhereNoneIsSeenIsRefusedWithTheWayToBuild) {
+  InitOptions options;
+  options.device = at::Device(at::kCUDA, 63);
+  if (at::hasCUDA()) GTEST_SKIP() << "there is a GPU here";
+  const std::string error = error_of([&] { init_process_group(options); });
+  EXPECT_NE(error.find("--config=cuda"), std::string::npos) << error;
+  EXPECT_NE(error.find("-DZERO_CUDA=ON"), std::string::npos) << error;
+}
+
 TEST(GroupTest, SubgroupsOfAMesh) {
   for (const Transport transport : {Transport::kGloo, Transport::kMemory}) {
     run_ranks(

@@ -55,6 +55,17 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
   }
 }
 
+TEST(PlanFiguresTest, KeptBuffersAreThoseOfTheEightLargestBuckets) {
+  const PlanFigures many = plan_figures(plan_job(model_shape("gpt2"), job(8)), 2);
+  EXPECT_GT(many.buckets, 8);
+  EXPECT_EQ(many.kept_bucket_bytes, 8 * many.largest_bucket_bytes);
+  JobOptions one_bucket = job(8);
+  one_bucket.plan.bucket_bytes = 0;
+  const PlanFigures one = plan_figures(plan_job(model_shape("gpt2"), one_bucket), 2);
+  EXPECT_EQ(one.buckets, 1);
+  EXPECT_EQ(one.kept_bucket_bytes, one.largest_bucket_bytes);
+}
+
 TEST(PlanFiguresTest, LargestModelAtLargestScale) {
   const PlanFigures figures = plan_figures(plan_job(model_shape("llama3_405b"), job(16384)), 2);
   EXPECT_LT(figures.padding_share, 0.001);

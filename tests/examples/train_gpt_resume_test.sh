@@ -4,7 +4,8 @@
 #
 # train_gpt goes on where it was: on as many ranks with the same losses to the last
 # digit, on another number up to rounding; a new run leaves an earlier one's checkpoints
-# alone; and SIGTERM and Ctrl-C save and end with 0.
+# alone; SIGTERM and Ctrl-C to the job save and end with 0, and a signal to one rank alone
+# ends the others with 75.
 set -u
 program=examples/train_gpt/train_gpt
 work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/resume.XXXXXX")
@@ -54,29 +55,31 @@ grep -q "expected a folder without checkpoints.*step-20.*--resume" "$work/out" |
 [ "$before" = "$(cat "$work"/run/*/manifest.json | cksum)" ] ||
   fail "a refused run changed the checkpoints"
 
-# To one rank, whose others must stop with it, or to the whole job, as a terminal sends it.
-for signal in TERM INT; do
+# To one rank, whose others must stop with it, or to the whole job, as a launcher or a terminal
+# sends it.
+for signal in ONE TERM INT; do
   rm -rf "$work/stopped"
   # In a process group of its own, and with SIGINT, which the shell ignores for what runs behind it.
   python3 -c 'import os, signal, sys
 os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])' \
     $program $common --steps 1000000 --nproc 2 --checkpoints "$work/stopped" \
-    --save-every 1000000 > "$work/out" &
+    --save-every 1000000 > "$work/out" 2>&1 &
   launcher=$!
   for _ in $(seq 600); do
     grep -q "step" "$work/out" && break
     sleep 0.1
   done
-  if [ $signal = TERM ]; then
-    kill -TERM "$(pgrep -P $launcher | head -1)"
-  else
-    kill -INT -- -$launcher
-  fi
+  expected=0
+  case $signal in
+    ONE) kill -TERM "$(pgrep -P $launcher | head -1)"; expected=75 ;;
+    TERM) kill -TERM $launcher ;;
+    INT) kill -INT -- -$launcher ;;
+  esac
   wait $launcher
   status=$?
-  # A launcher that was told to end says so; ranks end with 0.
-  [ $status -eq 0 ] || [ $signal = INT ] || fail "SIG$signal ended with $status: $(tail -5 "$work/out")"
+  [ $status -eq $expected ] || fail "SIG$signal ended with $status: $(tail -5 "$work/out")"
   ls "$work"/stopped/step-*/manifest.json > /dev/null || fail "SIG$signal saved nothing: $(cat "$work/out")"
   grep -q "^stopped by a signal" "$work/out" || fail "SIG$signal: $(cat "$work/out")"
 done
+grep -q "signalled itself" "$work/out" && fail "a rank took Ctrl-C for another's: $(cat "$work/out")"
 echo "resumed on 2 and 3 ranks; signals saved"

@@ -6,13 +6,16 @@
 //   readme_program <ranks> muon <folder>        the same with the optimizer of docs/training.md
 //   readme_program <ranks> <batches> <folder>   that of docs/training.md and docs/checkpoints.md
 //   readme_program 8 mesh <folder>              the optimizer of docs/parallelism.md
+//   readme_program <ranks> data <folder>        the loop over examples of docs/training.md
 //
 // The second trains up to batch <batches> and saves after every third one in <folder>/run. Where
 // there are checkpoints, it goes on from the newest. Every rank writes its parameters and its next
 // random numbers to <folder>/state-<rank>-<batches>, after a loop its parameters to
-// <folder>/loop-<rank>.
+// <folder>/loop-<rank>. The last writes the numbers of a rank's examples to <folder>/seen-<rank>,
+// and the losses that it shows to <folder>/shown-<rank>.
 #include <ATen/ops/mse_loss.h>
 #include <ATen/ops/randn.h>
+#include <torch/data/samplers/distributed.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim.h>
@@ -42,6 +45,9 @@ namespace {
 constexpr int64_t accumulation = 2;
 constexpr int64_t steps = 12;
 constexpr int64_t warmup = 4;
+constexpr int64_t epochs = 2;
+constexpr size_t examples = 23;
+constexpr size_t batch_size = 3;
 
 struct GptConfig {
   int64_t width = 13;
@@ -71,6 +77,17 @@ at::Tensor loss(Gpt& model, const Batch& batch, int64_t micro = 0) {
                    y = zero::random_tensor({3, 5}, seed + 7);
   const at::Device device = model->parameters()[0].device();
   return at::mse_loss(model(x.to(device)), y.to(device));
+}
+
+at::Tensor loss(Gpt& model, const std::vector<size_t>& indices) {
+  const at::Device device = model->parameters()[0].device();
+  at::Tensor sum;
+  for (const size_t index : indices) {
+    const at::Tensor x = zero::random_tensor({13}, index), y = zero::random_tensor({5}, index + 99);
+    const at::Tensor one = at::mse_loss(model(x.to(device)), y.to(device));
+    sum = sum.defined() ? sum + one : one;
+  }
+  return sum / static_cast<double>(indices.size());
 }
 
 // A loader that goes on behind the last batch that it gave out.
@@ -158,6 +175,35 @@ int train_by_muon() {
   return 0;
 }
 
+int train_over_examples() {
+  zero::Group group = zero::init_process_group();
+  Gpt model(GptConfig{});
+  model->to(group.device());
+  auto adamw = std::make_unique<torch::optim::AdamW>(model->parameters(), 3e-4);
+  zero::ZeroOptimizer optimizer(*model, std::move(adamw), group);
+  std::ofstream seen("seen-" + std::to_string(group.rank()));
+  std::ofstream losses("shown-" + std::to_string(group.rank()));
+
+  auto metrics = group.make_communicator("metrics", zero::Purpose::kControl);
+  for (int64_t epoch = 0; epoch < epochs; ++epoch) {
+    torch::data::samplers::DistributedRandomSampler sampler(examples, group.world_size(),
+                                                            group.rank());
+    sampler.set_epoch(epoch);
+    sampler.reset();
+    while (auto indices = sampler.next(batch_size)) {
+      at::Tensor batch_loss = loss(model, *indices);
+      optimizer.backward(batch_loss);
+      optimizer.step();
+      at::Tensor shown = batch_loss.detach().to(at::kCPU, at::kDouble).reshape({1});
+      metrics->all_reduce_sum(shown, "loss").wait();
+      shown /= group.world_size();
+      for (const size_t index : *indices) seen << epoch << " " << index << "\n";
+      losses << batch_loss.item<double>() << " " << shown.item<double>() << "\n";
+    }
+  }
+  return 0;
+}
+
 struct ExpertModel : torch::nn::Module {
   ExpertModel()
       : dense(register_module("dense", torch::nn::Linear(13, 7))),
@@ -241,6 +287,7 @@ int main(int argc, char** argv) {
     if (what == "loop") return train_in_a_loop();
     if (what == "muon") return train_by_muon();
     if (what == "mesh") return step_over_a_mesh();
+    if (what == "data") return train_over_examples();
     return train(std::atoll(argv[2]));
   });
 }

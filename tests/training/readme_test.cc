@@ -6,12 +6,15 @@
 // never stopped, in every bit, with dropout and a schedule.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -69,6 +72,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(Section{"Loop", "README.md", "How"},
                       Section{"WholeLoop", "docs/training.md", "The loop"},
                       Section{"Whole", "docs/training.md", "Optimizers of whole parameters"},
+                      Section{"Data", "docs/training.md", "Data, losses, buffers and seeds"},
                       Section{"Mesh", "docs/parallelism.md", "A mesh and placements"},
                       Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"}),
     [](const auto& info) { return std::string(info.param.name); });
@@ -135,6 +139,30 @@ TEST_P(ReadmeRunTest, TheOptimizerOfMuonLeavesEqualParametersOnAllRanks) {
   for (int rank = 1; rank < GetParam(); ++rank) {
     EXPECT_TRUE(expected == content(folder + "/loop-" + std::to_string(rank))) << "rank " << rank;
   }
+}
+
+TEST_P(ReadmeRunTest, EveryExampleIsSeenAndTheShownLossIsTheMean) {
+  const std::string folder = run_program("data", GetParam(), "data");
+  std::map<std::pair<int, int>, int> seen;  // epoch and example
+  std::vector<double> means, shown;
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    std::istringstream examples(content(folder + "/seen-" + std::to_string(rank)));
+    for (int epoch = 0, example = 0; examples >> epoch >> example;) ++seen[{epoch, example}];
+    std::istringstream losses(content(folder + "/shown-" + std::to_string(rank)));
+    std::vector<double> of_this_rank;
+    size_t step = 0;
+    for (double own = 0, mean = 0; losses >> own >> mean; ++step) {
+      means.resize(std::max(means.size(), step + 1));
+      means[step] += own / GetParam();
+      of_this_rank.push_back(mean);
+    }
+    if (rank == 0) shown = of_this_rank;
+    EXPECT_EQ(of_this_rank, shown) << "rank " << rank;
+  }
+  EXPECT_EQ(seen.size(), 2u * 23u);
+  ASSERT_EQ(shown.size(), means.size());
+  ASSERT_GE(shown.size(), 4u);
+  for (size_t step = 0; step < shown.size(); ++step) EXPECT_NEAR(shown[step], means[step], 1e-4);
 }
 
 TEST(ReadmeMeshTest, TheOptimizerOfTheMeshIsMadeAndSteps) { run_program("mesh", 8, "mesh"); }

@@ -368,6 +368,9 @@ Group init(const InitOptions& options) {
   static std::atomic<int> inits{0};
   const Environment env = read_environment();
   const c10::Device device = options.device ? *options.device : default_device(env);
+  TORCH_CHECK(!device.is_cuda() || cuda_device_count() > 0, "InitOptions::device: got ", device,
+              " on rank ", env.rank, ", but this program sees no GPU. A program for GPUs is built ",
+              "with --config=cuda (Bazel) or -DZERO_CUDA=ON (CMake)");
   const std::string hostname = options.hostname.empty() ? default_hostname(env) : options.hostname;
   const milliseconds timeout =
       options.timeout.value_or(env.timeout.value_or(InitOptions::kDefaultTimeout));

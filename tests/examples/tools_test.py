@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""plan says for several numbers of ranks whether a job fits; inspect_checkpoint prints totals; and
+no program shows a backtrace."""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+
+EXAMPLES = Path(os.environ.get("EXAMPLES", "examples")).absolute()
+
+
+def run(program, *arguments):
+    return subprocess.run([EXAMPLES / program, *map(str, arguments)], capture_output=True,
+                          text=True, timeout=150, env=dict(os.environ, OMP_NUM_THREADS="1"))
+
+
+class PlanTest(unittest.TestCase):
+    WORLDS = (8, 64, 512)
+
+    def plan(self, *arguments):
+        done = run("plan/plan", "--model", "llama_7b", *arguments)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return done.stdout
+
+    def test_a_line_for_each_number_of_ranks_says_what_is_left(self):
+        numbers = ",".join(map(str, self.WORLDS))
+        device = 20
+        reports = [json.loads(line) for line in
+                   self.plan("--worlds", numbers, "--json").splitlines()]
+        lines = [line.split() for line in
+                 self.plan("--worlds", numbers, "--device-memory", device).splitlines()
+                 if re.match(r" +\d", line)]
+        self.assertEqual([int(line[0]) for line in lines], list(self.WORLDS))
+        self.assertEqual([report["world"] for report in reports], list(self.WORLDS))
+        for report, line in zip(reports, lines, strict=True):
+            total = (report["memory"]["total"] + report["kept_bucket_bytes"]) / 1e9
+            self.assertAlmostEqual(float(line[5]), total, delta=0.006)
+            self.assertAlmostEqual(float(line[7]), device - total, delta=0.006)
+            self.assertEqual("does not fit" in " ".join(line), total > device)
+        # 2 bytes a parameter, and 16 over the ranks.
+        self.assertAlmostEqual(float(lines[0][5]), 6.738 * (2 + 16 / 8), delta=0.1)
+        self.assertIn("fit", lines[0])
+        self.assertNotIn("fit", lines[2])
+
+    def test_one_number_of_ranks_has_a_sentence(self):
+        self.assertIn("does not fit in 20 GB: 6.99 GB are missing",
+                      self.plan("--device-memory", 20))
+        self.assertIn("fits in 40 GB: 13.01 GB are left for activations",
+                      self.plan("--device-memory", 40))
+        self.assertNotIn("fit", self.plan())
+
+    def test_both_numbers_of_ranks_are_refused(self):
+        self.assertNotEqual(run("plan/plan", "--world", 8, "--worlds", "8,16").returncode, 0)
+
+
+class ErrorsTest(unittest.TestCase):
+    PROGRAMS = ("minimal", "hybrid_moe", "train_gpt/train_gpt", "benchmark/benchmark")
+
+    def test_an_error_is_one_line_without_a_backtrace(self):
+        for program in self.PROGRAMS:
+            environment = dict(os.environ, RANK="first", WORLD_SIZE="2")
+            done = subprocess.run([EXAMPLES / program], env=environment, capture_output=True,
+                                  text=True, timeout=150)
+            expected = f'{Path(program).name}: environment variable RANK="first": expected'
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertTrue(done.stderr.startswith(expected), done.stderr)
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+
+
+class InspectCheckpointTest(unittest.TestCase):
+    def test_help_and_other_arguments(self):
+        shown = run("inspect_checkpoint", "--help")
+        self.assertEqual(shown.returncode, 0)
+        self.assertIn("verifies every byte", shown.stdout)
+        for arguments in ([], ["--all"], ["a", "b", "c"]):
+            refused = run("inspect_checkpoint", *arguments)
+            self.assertEqual((refused.returncode, refused.stdout), (2, ""))
+            self.assertIn("usage:", refused.stderr)
+
+    def test_totals_are_those_of_the_files(self):
+        folder = Path(tempfile.mkdtemp(dir=os.environ.get("TEST_TMPDIR")))
+        trained = run("train_gpt/train_gpt", "--data", "examples/train_gpt", "--steps", 2,
+                      "--layers", 1, "--width", 32, "--context", 32, "--batch", 4,
+                      "--validation-sequences", 4, "--sample-bytes", 0, "--nproc", 2,
+                      "--checkpoints", folder)
+        self.assertEqual(trained.returncode, 0, trained.stderr)
+        parameters = int(re.search(r"model: (\d+) parameters", trained.stdout).group(1))
+        shown = run("inspect_checkpoint", folder).stdout
+        # The manifest is not in its own list.
+        files = list((folder / "step-2").glob("*.safetensors"))
+        size = sum(path.stat().st_size for path in files)
+        self.assertRegex(shown, rf"(?m)^parameters: \d+ with {parameters} elements$")
+        self.assertIn(f"in all {len(files)} files, {size} bytes; {size / parameters:.2f} bytes for "
+                      f"each of {parameters} parameters", shown)
+        self.assertIn("all checksums match", shown)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
