@@ -203,8 +203,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step waits where it is ahead; so
-  // parameters may be changed by hand only after the next step(). From a GPU the copy is made before
-  // this returns. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
+  // parameters may be changed by hand only after the next step(). From a GPU the copy is made
+  // before this returns. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
   std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
                                                            const SaveOptions& options = {});
   // Collective. Loads what any number of ranks saved, with any stage, layout and bucket size. Each

@@ -94,7 +94,7 @@ TEST(WholeParameterTrainingTest, LayersThatARankOrAllRanksDrop) {
       Training t = whole(inner, world_size);
       t.steps = 8;
       t.use = [](int rank, int step, int) -> unsigned {
-        if (step == 3) return 0;                    // nobody uses anything
+        if (step == 3) return 0;                    // no layer on any rank
         if (step == 5) return OddModelImpl::kLeft;  // all drop the rest
         return (rank + step) % 2 == 0 ? OddModelImpl::kAll : OddModelImpl::kTrunk;
       };
