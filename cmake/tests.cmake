@@ -3,7 +3,7 @@
 #
 # Every GoogleTest of tests/ as <folder>/<name>, with the programs that tests start. Tests run in
 # <build>/run, which has the files that Bazel would put there. These stay with Bazel: CUDA kernels
-# that run on the CPU, tests/hosts and tests/launchers (Python), tests/examples/*.{sh,py}, tests/fuzz
+# that run on the CPU, tests/hosts, tests/launchers and tests/gpu_machine (Python), tests/examples/*.{sh,py}, tests/fuzz
 # (libFuzzer), tests/benchmarks, and tests tagged long.
 
 if(NOT TARGET GTest::gtest_main)
