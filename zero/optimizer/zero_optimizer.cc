@@ -37,6 +37,22 @@ void check_options(const ZeroOptions& options) {
               "the scale can only follow overflows that are noticed");
 }
 
+// Throws c10::Error for parameters that this optimizer cannot manage.
+void check_parameters(const ParameterTable& table, const Group& group,
+                      const std::vector<Layout>& layouts) {
+  const at::Device device = table.parameters().front().tensor.device();
+  TORCH_CHECK(group.device().is_cpu() || device == group.device(), "parameters: expected them on ",
+              group.device(), ", where the group's data travels, got ", device,
+              "; call to(group.device()) on the model first, or set InitOptions::device");
+  for (const Parameter& p : table.parameters()) {
+    TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p.tensor) == nullptr, "parameter ",
+                p.name,
+                ": expected no post-accumulate hook, got one; a parameter can belong to "
+                "one ZeroOptimizer at a time");
+    check_dense(layout_of(layouts[p.group]), p);
+  }
+}
+
 // The facts that all ranks must agree on.
 std::vector<std::string> describe(const ZeroOptions& options, const torch::optim::Optimizer& inner,
                                   const ShardDomains& domains) {
@@ -146,19 +162,8 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
     layouts = group_layouts(*inner, options);
     table = std::make_unique<ParameterTable>(module, inner->param_groups());
-    const at::Device device = table->parameters().front().tensor.device();
-    TORCH_CHECK(group.device().is_cpu() || device == group.device(),
-                "parameters: expected them on ", group.device(),
-                ", where the group's data travels, got ", device,
-                "; call to(group.device()) on the model first, or set InitOptions::device");
-    check_wire_options(options, device);
-    for (const Parameter& p : table->parameters()) {
-      TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p.tensor) == nullptr, "parameter ",
-                  p.name,
-                  ": expected no post-accumulate hook, got one; a parameter can belong to "
-                  "one ZeroOptimizer at a time");
-      check_dense(layout_of(layouts[p.group]), p);
-    }
+    check_parameters(*table, group, layouts);
+    check_wire_options(options, table->parameters().front().tensor.device());
     domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
     for (size_t g = 0; g < layouts.size(); ++g) {
       if (is_whole(layouts[g])) domains->list[domains->of_group[g]].one_level = true;
