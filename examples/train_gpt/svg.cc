@@ -20,8 +20,6 @@ constexpr size_t kMostPoints = 1000;
 constexpr std::array<const char*, 7> kPartColours = {"#1f6f8b", "#4f9d69", "#e0a458", "#c8553d",
                                                      "#8f6bb3", "#4f86a8", "#7d8790"};
 
-using Points = std::vector<std::pair<double, double>>;
-
 Points thinned(const Points& points) {
   Points finite;
   for (const auto& point : points) {

@@ -4,7 +4,7 @@
 // Pictures of a report as SVG elements, which a page holds without another file: charts of curves
 // and stacked bars.
 //
-//   draw_chart({"gradient norm", "", {{"norm", kBlue, points}}});
+//   draw_chart({"gradient norm", {{"norm", kBlue, points}}});
 #pragma once
 
 #include <string>
@@ -17,10 +17,12 @@ inline constexpr const char* kBlue = "#1f6f8b";
 inline constexpr const char* kRed = "#c8553d";
 inline constexpr const char* kGrey = "#9aa3aa";
 
+using Points = std::vector<std::pair<double, double>>;
+
 struct Curve {
   std::string name;  // the attribute data-curve of its element
   std::string colour;
-  std::vector<std::pair<double, double>> points;
+  Points points;
   bool dots = false;  // also a dot for each point
 };
 
