@@ -84,7 +84,8 @@ TEST(SvgTest, TextIsEscapedAndBytesThatAreNoTextAreFullStops) {
             "\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80");
   EXPECT_EQ(escape(std::string("\0\x01\x1b", 3)), "...");
   EXPECT_EQ(escape("\xff \x80 \xc3"), ". . .");
-  EXPECT_EQ(escape("\xc0\xaf"), "..");            // '/' in too many bytes
+  EXPECT_EQ(escape("\xc0\xaf"), "..");  // '/' in too many bytes
+  EXPECT_EQ(escape("\xe0\x80\xaf"), "...");
   EXPECT_EQ(escape("\xed\xa0\x80"), "...");       // half of a surrogate pair
   EXPECT_EQ(escape("\xef\xbf\xbf"), "...");       // U+FFFF
   EXPECT_EQ(escape("\xf4\x90\x80\x80"), "....");  // above U+10FFFF
