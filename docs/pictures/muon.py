@@ -54,8 +54,8 @@ def main():
     last = lines["AdamW"][-1][1]
     step = step_of(lines["Muon"], last)
     picture.line([(x_of(step), y_of(last)), (x_of(STEPS), y_of(last))], GREY, 1)
-    picture.text(x_of(step) + 6, y_of(last) + 18,
-                 f"AdamW's last loss after {step:.0f} steps of Muon", 12, INK)
+    picture.text(x_of(STEPS) - 6, y_of(last) + 18,
+                 f"AdamW's last loss after {step:.0f} steps of Muon", 12, INK, anchor="end")
     write(picture, __file__)
 
 
