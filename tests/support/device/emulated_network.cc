@@ -112,7 +112,7 @@ class EmulatedBackend : public c10d::Backend {
       const auto row = element * static_cast<size_t>(splits[getRank()]);
       return start("alltoall", input, output, [=](const std::vector<Part>& parts, int) {
         std::vector<char> result(parts.size() * row);
-        for (size_t r = 0; r < parts.size(); ++r) {
+        for (size_t r = 0; r < parts.size() && row > 0; ++r) {
           std::memcpy(result.data() + r * row, parts[r].input + row_begin, row);
         }
         return result;
