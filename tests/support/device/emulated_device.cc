@@ -292,7 +292,7 @@ struct DeviceAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_device_memory; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    std::memcpy(to, from, bytes);
+    if (bytes > 0) std::memcpy(to, from, bytes);
   }
 };
 
@@ -333,7 +333,7 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned_memory; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    std::memcpy(to, from, bytes);
+    if (bytes > 0) std::memcpy(to, from, bytes);
   }
 };
 
