@@ -42,7 +42,7 @@ TEST(ShardCopiesTest, TensorsOfBucketsAreCopiedAndOthersAreNot) {
   }
 }
 
-// A bucket is changed as soon as it may be: no copy has the new values, whoever is faster.
+// Each bucket is changed as soon as wait() returns, and no copy has a new value.
 TEST(ShardCopiesTest, AChangeWaitsForTheCopyOfItsBucketAlone) {
   constexpr int64_t kBuckets = 40;
   for (int turn = 0; turn < 20; ++turn) {
