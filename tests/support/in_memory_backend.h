@@ -11,8 +11,7 @@
 // They implement the operations that the exchanges of zero/comm call and no others.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <c10/util/intrusive_ptr.h>
 
 #include <array>
 #include <chrono>
