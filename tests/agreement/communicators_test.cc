@@ -2,7 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/agreement/communicators.h"
 
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <chrono>

@@ -5,6 +5,7 @@
 // every rank.
 #include "zero/checkpoint/writer.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>

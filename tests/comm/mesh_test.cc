@@ -4,6 +4,7 @@
 // Which ranks a mesh puts together, and that the same question has one answer.
 #include "zero/mesh.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 

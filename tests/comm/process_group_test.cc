@@ -6,6 +6,7 @@
 #include "zero/process_group.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

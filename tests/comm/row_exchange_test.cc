@@ -5,6 +5,7 @@
 // 1, 2, 3 and 4 ranks of one machine and in two levels: through a Communicator, which chooses the
 // exchange by its transport and topology.
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>

@@ -4,6 +4,7 @@
 // What is particular to exchanges in two levels: formats that are added up on the way, bytes on
 // links, and waits in any order. tests/comm/row_exchange_test.cc has the contract of all exchanges.
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>

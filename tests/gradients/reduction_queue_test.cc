@@ -3,7 +3,10 @@
 //
 // The reduction queue alone: how long a peer that takes no part may hold up the thread that pushes,
 // and who learns of an error that only one rank has.
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <chrono>

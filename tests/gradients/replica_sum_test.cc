@@ -2,7 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/gradients/replica_sum.h"
 
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
 #include <vector>

@@ -4,7 +4,10 @@
 // zero::Muon and zero::Adafactor against torch.optim of Python: against numbers that
 // write_python_optimizers.py wrote, and against what it writes now where there is a Python with
 // torch (ZERO_PYTHON).
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -2,8 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/norm/scale_gradients.h"
 
-#include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>

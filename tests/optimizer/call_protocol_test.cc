@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/optimizer/call_protocol.h"
 
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
 #include <chrono>

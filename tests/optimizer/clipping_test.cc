@@ -2,7 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/optimizer/clipping.h"
 
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>

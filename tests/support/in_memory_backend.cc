@@ -5,6 +5,8 @@
 
 #include <ATen/ops/maximum.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
 #include <condition_variable>

@@ -8,6 +8,7 @@
 //
 // Of these seeds it runs those whose sequences have that many ranks.
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <cstdio>
 #include <cstdlib>
