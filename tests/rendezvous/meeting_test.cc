@@ -7,6 +7,7 @@
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <array>
 #include <atomic>
