@@ -7,7 +7,6 @@
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <array>
 #include <atomic>
@@ -17,6 +16,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
