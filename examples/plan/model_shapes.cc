@@ -6,7 +6,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <fstream>
 #include <map>
+#include <set>
+#include <sstream>
 #include <utility>
 
 namespace zero::examples {
@@ -118,6 +121,35 @@ ModelShape model_shape(const std::string& name) {
   TORCH_CHECK(found != kLlamas.end(), "model: expected one of ",
               c10::ArrayRef<std::string>(model_names()), ", got ", name);
   return llama(found->second);
+}
+
+ModelShape read_shapes(const std::string& path) {
+  std::ifstream file(path);
+  TORCH_CHECK(file.good(), "cannot read ", path);
+  ModelShape model;
+  std::set<std::string> names;
+  int64_t number = 0;
+  for (std::string line; std::getline(file, line);) {
+    ++number;
+    std::istringstream words(line);
+    ParameterShape parameter;
+    if (!(words >> parameter.name) || parameter.name.front() == '#') continue;
+    TORCH_CHECK(names.insert(parameter.name).second, path, ", line ", number,
+                ": expected different names, got ", parameter.name, " twice");
+    parameter.numel = 1;
+    // Far below what 64 bits hold, so that sums over the model and its ranks fit as well.
+    constexpr int64_t kMost = int64_t{1} << 50;
+    for (int64_t size = 0; words >> size; parameter.numel *= size) {
+      TORCH_CHECK(size >= 0 && (size == 0 || parameter.numel <= kMost / size), path, ", line ",
+                  number, ": expected sizes of at most 2^50 elements together, got ", line);
+    }
+    TORCH_CHECK(words.eof(), path, ", line ", number,
+                ": expected a name and whole numbers between spaces, got ", line);
+    model.parameters.push_back(std::move(parameter));
+  }
+  TORCH_CHECK(file.eof(), "cannot read ", path);
+  TORCH_CHECK(model.numel() > 0, path, ": expected a parameter with elements, got none");
+  return model;
 }
 
 }  // namespace zero::examples

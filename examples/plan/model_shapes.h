@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sizes of the parameters of well-known models, in registration order: enough
-// to plan a job without building one tensor.
+// Sizes of the parameters of well-known models, or of those that a file names, in registration
+// order: enough to plan a job without building one tensor.
 #pragma once
 
 #include <cstdint>
@@ -28,5 +28,10 @@ struct ModelShape {
 const std::vector<std::string>& model_names();
 // Throws c10::Error for another name.
 ModelShape model_shape(const std::string& name);
+
+// The model of a text file with a line for each parameter: its name and its sizes, none for a
+// scalar, between spaces. Empty lines and lines that begin with # do not count. No parameter is an
+// expert. Throws c10::Error, with the number of the line, for any other.
+ModelShape read_shapes(const std::string& path);
 
 }  // namespace zero::examples

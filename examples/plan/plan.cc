@@ -10,6 +10,12 @@
 //   ./bazelw run //examples:plan -- --model mlp25m --dtype float32 --world 4
 //       --ranks-per-machine 2 --link-gbit 1 --local-gbit 80 --latency-us 50 --compute-ms 98
 //   ./bazelw run //examples:plan -- --model llama_70b --worlds 8,64,512,4096 --device-memory 80
+//   ./bazelw run //examples:plan -- --shapes model.txt --world 64
+//
+// The file of --shapes has a line for each parameter, such as "layers.0.weight 4096 1024". PyTorch
+// writes it with
+//
+//   for name, p in model.named_parameters(): print(name, *p.shape)
 //
 // The figures are arithmetic over the plan that a ZeroOptimizer with AdamW would use,
 // not measurements.
@@ -20,6 +26,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
+#include <filesystem>
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -35,6 +43,7 @@ namespace {
 
 struct Options {
   std::string model = "llama3_405b";
+  std::string shapes;  // a file; empty: `model` is known
   JobOptions job;
   std::string dtype = "bfloat16";
   std::string layout = "contiguous";
@@ -97,7 +106,8 @@ nlohmann::ordered_json memory_json(const MemoryReport& memory) {
 
 nlohmann::ordered_json report(const Options& options) {
   const auto start = std::chrono::steady_clock::now();
-  const ModelShape model = model_shape(options.model);
+  const ModelShape model =
+      options.shapes.empty() ? model_shape(options.model) : read_shapes(options.shapes);
   const Plan plan = plan_job(model, options.job);
   const PlanFigures figures = plan_figures(plan, options.job.stage);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
@@ -239,6 +249,10 @@ void print(const nlohmann::ordered_json& r, const Options& options) {
 void add_options(CLI::App& app, Options& options) {
   app.option_defaults()->always_capture_default();
   app.add_option("--model", options.model, "What to plan")->check(CLI::IsMember(model_names()));
+  app.add_option(
+         "--shapes", options.shapes,
+         "Instead of a model: a file with a line for each parameter, its name and its sizes")
+      ->excludes("--model");
   app.add_option("--world", options.job.world_size, "Ranks")->check(CLI::Range(1, 1 << 24));
   app.add_option("--worlds", options.worlds,
                  "A line for each of these numbers of ranks, instead of all about one: 8,64,512")
@@ -278,6 +292,13 @@ void add_options(CLI::App& app, Options& options) {
 }
 
 int run(Options options) {
+  if (!options.shapes.empty()) {
+    options.model = std::filesystem::path(options.shapes).filename();
+    // `bazel run` starts programs elsewhere.
+    if (const char* folder = std::getenv("BUILD_WORKING_DIRECTORY")) {
+      options.shapes = std::filesystem::path(folder) / options.shapes;
+    }
+  }
   options.job.dtype = kDtypes.at(options.dtype);
   options.job.plan.layout = kLayouts.at(options.layout);
   if (options.bucket_mb) {

@@ -5,8 +5,10 @@
 and memory. Several runs share the pictures.
 
   python3 examples/train_gpt/plot_metrics.py DIR [DIR ...] --out run.png
+  python3 examples/train_gpt/plot_metrics.py DIR [DIR ...] --tensorboard EVENTS
 
-Needs matplotlib.
+Needs matplotlib. --tensorboard writes TensorBoard's event files instead, a folder for each run, and
+needs tensorboardX.
 """
 
 import argparse
@@ -130,14 +132,35 @@ def plot(runs, out):
     figure.savefig(out, dpi=110)
 
 
+def write_events(runs, folder):
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        sys.exit("plot_metrics: --tensorboard needs tensorboardX: pip install tensorboardX")
+    for run in runs:
+        with SummaryWriter(str(Path(folder) / run.name)) as writer:
+            writer.add_text("run", json.dumps(run.configuration, indent=1))
+            for step, line in run.steps.items():
+                scalars = {name: value for name, value in line.items()
+                           if name not in ("step", "memory") and value is not None}
+                scalars.update((f"memory/{kind}", size) for kind, size in line["memory"].items())
+                for name, value in scalars.items():
+                    writer.add_scalar(name, value, step)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", metavar="folder",
                         help="a folder given to train_gpt --metrics")
     parser.add_argument("--out", default="metrics.png")
+    parser.add_argument("--tensorboard", metavar="EVENTS", help="a folder for event files")
     args = parser.parse_args()
-    plot([Run(folder) for folder in args.folders], args.out)
+    runs = [Run(folder) for folder in args.folders]
+    if args.tensorboard:
+        write_events(runs, args.tensorboard)
+    else:
+        plot(runs, args.out)
     print(args.out)
 
 

@@ -55,6 +55,35 @@ class PlanTest(unittest.TestCase):
                       self.plan("--device-memory", 40))
         self.assertNotIn("fit", self.plan())
 
+    def test_a_file_of_shapes_is_a_model(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "mlp.txt"
+            file.write_text("# 24 layers\n\n" + "".join(
+                f"{k}.weight 1024 1024\n{k}.bias 1024\n" for k in range(24)))
+            own, known = (run("plan/plan", *model, "--world", 4, "--json")
+                          for model in (("--shapes", file), ("--model", "mlp25m")))
+            self.assertEqual(own.returncode, 0, own.stderr)
+            own, known = json.loads(own.stdout), json.loads(known.stdout)
+            for figures in own, known:
+                del figures["plan_seconds"], figures["plan_peak_mb"]
+            self.assertEqual(own.pop("model"), "mlp.txt")
+            self.assertEqual(known.pop("model"), "mlp25m")
+            self.assertEqual(own, known)
+
+    def test_a_file_that_is_none_is_refused_with_its_line(self):
+        for text, error in (("a 3\na 4\n", "line 2: expected different names, got a twice"),
+                            ("a 3 x\n", "line 1: expected a name and whole numbers"),
+                            ("a -3\n", "line 1: expected sizes"),
+                            ("a 2147483648 2147483648\n", "line 1: expected sizes"),
+                            ("# a 3\n", "expected a parameter with elements, got none")):
+            with tempfile.NamedTemporaryFile("w") as file:
+                file.write(text)
+                file.flush()
+                done = run("plan/plan", "--shapes", file.name)
+                self.assertEqual(done.returncode, 2, text)
+                self.assertIn(error, done.stderr)
+        self.assertIn("cannot read", run("plan/plan", "--shapes", "/no/such/file").stderr)
+
     def test_both_numbers_of_ranks_are_refused(self):
         self.assertNotEqual(run("plan/plan", "--world", 8, "--worlds", "8,16").returncode, 0)
 

@@ -64,6 +64,38 @@ else
     fail "plot_metrics: $(cat "$work/out")"
 fi
 
+# Event files hold every value of every step, where tensorboardX is.
+python3 examples/train_gpt/plot_metrics.py "$work/metrics" --tensorboard "$work/events" > "$work/out" 2>&1
+status=$?
+if python3 -c "import tensorboardX" 2> /dev/null; then
+  [ $status -eq 0 ] && python3 - "$work" << 'END' || fail "event files: $(cat "$work/out")"
+import json, pathlib, struct, sys
+from tensorboardX.proto.event_pb2 import Event
+work = pathlib.Path(sys.argv[1])
+[events] = (work / "events/metrics").iterdir()
+data, got = events.read_bytes(), {}
+while data:  # length, its checksum, event, its checksum
+    length, = struct.unpack("<Q", data[:8])
+    event = Event.FromString(data[12:12 + length])
+    got.update(((event.step, v.tag), v.simple_value) for v in event.summary.value if v.tag != "run/text_summary")
+    data = data[16 + length:]
+steps = [json.loads(line) for path in work.glob("metrics/*") for line in path.open()]
+steps = [line for line in steps if "step" in line]
+assert steps
+for line in steps:
+    memory = line.pop("memory")
+    line.update((f"memory/{kind}", value) for kind, value in memory.items())
+    step = line.pop("step")
+    for name, value in line.items():
+        if value is not None:
+            other = got.pop((step, name))
+            assert abs(other - value) <= 1e-6 * abs(value), (step, name, value, other)
+assert not got, got
+END
+else
+  [ $status -ne 0 ] && grep -q "pip install tensorboardX" "$work/out" || fail "--tensorboard: $(cat "$work/out")"
+fi
+
 # Two runs in one picture, of which one was resumed on another number of ranks.
 $program $common --steps 6 --metrics "$work/other" --checkpoints "$work/saved" --save-every 3 \
   > "$work/out" 2>&1 || fail "$(cat "$work/out")"
