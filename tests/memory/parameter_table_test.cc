@@ -174,6 +174,10 @@ TEST(ParameterTableTest, AnotherTensorInAParametersPlaceIsNamed) {
   Model model;
   const ParameterTable table(model, model.groups());
   table.verify_registered(model);
+  // The same tensors in another order, as after a submodule was taken out and put back.
+  model.unregister_module("first");
+  model.register_module("first", model.first);
+  table.verify_registered(model);
   model.replace_module("second", std::make_shared<Layer>(at::ones({5}, at::kBFloat16)));
   expect_words(error_of([&] { table.verify_registered(model); }),
                {"parameter second.weight", "holds another in its place"});

@@ -70,8 +70,7 @@ class ParameterTable {
   // Throws c10::Error naming the first parameter that was moved, cast, given other storage,
   // edited in place, frozen or unfrozen since remember(), and saying what to do.
   void verify() const;
-  // Throws in the same way when `module` now holds another tensor in the place of one. Costs ten
-  // times as much, since a module makes its list of parameters anew for every caller.
+  // Throws in the same way when `module` now holds another tensor in the place of one.
   void verify_registered(const torch::nn::Module& module) const;
   // The part of it without which no element may be read: shapes, dtypes, devices.
   void verify_shapes() const;
