@@ -194,12 +194,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Writes a folder that all ranks can see: masters, all state of the inner optimizer,
   // step counts, loss scale, options; rank 0's frozen parameters and buffers; the objects that
   // SaveOptions include, such as schedules. It appears complete or not at all, and any number of
-  // ranks can load it. Every rank needs memory for one tensor more, and the slowest must be done
-  // within the group's timeout. See zero/checkpoint.h. Throws c10::Error on all ranks, leaving what
-  // was at `folder`: gradients since the last step (they are not part of a checkpoint), an existing
-  // `folder` without overwrite(true), another save to `folder` that is unfinished, a folder that
-  // not all ranks see, errors of the disk, state of an inner optimizer that cannot be cut for other
-  // numbers of ranks.
+  // ranks can load it. On a mesh whose ranks hold different parameters, "every rank" is all ranks
+  // of mesh_group(), each parameter and frozen or other tensor is stored once, by name, and any
+  // mesh that holds the same names can load it. Every rank needs memory for one tensor more, and
+  // the slowest must be done within the group's timeout. See zero/checkpoint.h. Throws c10::Error
+  // on all ranks, leaving what was at `folder`: gradients since the last step (they are not part of
+  // a checkpoint), an existing `folder` without overwrite(true), another save to `folder` that is
+  // unfinished, a folder that not all ranks see, errors of the disk, state of an inner optimizer
+  // that cannot be cut for other numbers of ranks, one name for several parameters of a mesh.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step waits where it is ahead; so
@@ -207,11 +209,11 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // before this returns. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
   std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
                                                            const SaveOptions& options = {});
-  // Collective. Loads what any number of ranks saved, with any stage, layout and bucket size. Each
-  // rank reads the stored tensors that overlap its shard, and its part of all files to verify them.
-  // Working parameters are set from the masters. The run that saved it goes on: the next save has
-  // its id. Throws c10::Error on all ranks, and then nothing has changed: gradients since the last
-  // step, damage, another model (see LoadOptions::strict), numbers that no optimizer can go on
+  // Collective. Loads what any number of ranks saved, with any mesh, stage, layout and bucket size.
+  // Each rank reads the stored tensors that overlap its shard, and its part of all files to verify
+  // them. Working parameters are set from the masters. The run that saved it goes on: the next save
+  // has its id. Throws c10::Error on all ranks, and then nothing has changed: gradients since the
+  // last step, damage, another model (see LoadOptions::strict), numbers that no optimizer can go on
   // with, an included object that refuses its state.
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& options = {});
   // Collective. Takes over the state of an unsharded optimizer of the same class over the same

@@ -232,7 +232,8 @@ TEST(SaveErrorTest, AFolderThatNotAllRanksSeeIsAnErrorThatSaysSo) {
   EXPECT_EQ(left_over(parent + "/0"), 0);
 }
 
-TEST(SaveErrorTest, ExpertsAndStagesAreRefusedOnAllRanks) {
+// Experts of a module that numbers its own from 0.
+TEST(SaveErrorTest, OneNameForDifferentExpertsIsRefusedOnAllRanks) {
   const std::string parent = fresh_folder("experts");
   RunOptions memory;
   memory.transport = Transport::kMemory;
@@ -244,7 +245,8 @@ TEST(SaveErrorTest, ExpertsAndStagesAreRefusedOnAllRanks) {
         t.options.placement(0, GroupPlacement().sharded_over(mesh.group({"dp"})));
         CheckpointRun run(t, group, 1);
         run.train(0, 1);
-        const std::vector<std::string> expected = {"experts or stages", "master()"};
+        const std::vector<std::string> expected = {"expected different names", "begin with 0, 1",
+                                                   "a name of its own"};
         expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }), expected);
         expect_words(error_of([&] { run.optimizer->load_checkpoint(parent + "/a"); }), expected);
         run.train(1, 2);

@@ -49,6 +49,8 @@ std::vector<Entry> entries(const ParameterTable& table) {
 
 class Comparison {
  public:
+  explicit Comparison(bool numbered_groups) : numbered_groups_(numbered_groups) {}
+
   // False where the checkpoint's entry cannot fill the model's.
   bool compare(const Entry& model, const Entry& stored) {
     name_ = model.kind + " " + model.about.name;
@@ -64,7 +66,7 @@ class Comparison {
                          c10::IntArrayRef(b.strides), false);
     }
     if (a.dtype != b.dtype) different("dtype", a.dtype, b.dtype, true);
-    if (a.group != b.group) {
+    if (numbered_groups_ && a.group != b.group) {
       same_groups = different("parameter group", a.group, b.group, false);
     }
     return usable;
@@ -82,16 +84,47 @@ class Comparison {
     return usable;
   }
 
+  const bool numbered_groups_;
   std::string name_;
 };
 
+// Finds the stored group of each group of the model by the parameters in it. They may be of several
+// stored groups, if these have the same options.
+void find_groups(const Manifest& manifest, const ParameterTable& table,
+                 CheckpointDifferences& result) {
+  std::map<std::string, int64_t> stored;
+  for (const ManifestParameter& p : manifest.parameters) stored[p.name] = p.group;
+  const auto count = static_cast<int64_t>(manifest.groups.size());
+  for (const Parameter& p : table.parameters()) {
+    const auto found = stored.find(p.name);
+    if (found == stored.end()) continue;
+    const int64_t group = found->second;
+    TORCH_CHECK(group < count, "parameter ", p.name, ": expected one of the ", count,
+                " parameter groups of the checkpoint, got number ", group);
+    int64_t& from = result.groups_from[p.group];
+    if (from < 0) from = group;
+    if (manifest.groups[from] == manifest.groups[group]) continue;
+    result.same_groups = false;
+    result.lines.push_back("parameter " + p.name + ": in group " + std::to_string(group) +
+                           " of the checkpoint, whose options are not those of group " +
+                           std::to_string(from) + ", with which it shares one here");
+  }
+  for (size_t g = 0; g < result.groups_from.size(); ++g) {  // without parameters
+    if (result.groups_from[g] < 0 && g < manifest.groups.size()) result.groups_from[g] = g;
+  }
+}
+
 void compare_optimizers(const Manifest& manifest, const torch::optim::Optimizer& inner,
-                        CheckpointDifferences& result) {
+                        bool numbered_groups, CheckpointDifferences& result) {
   const std::string name = optimizer_name(inner);
   result.same_optimizer = manifest.optimizer == name;
   if (!result.same_optimizer) {
     result.lines.push_back("inner optimizer: " + manifest.optimizer + " in the checkpoint, " +
                            name + " here; masters load, its state does not");
+  }
+  if (!numbered_groups) return;
+  for (size_t g = 0; g < std::min(manifest.groups.size(), result.groups_from.size()); ++g) {
+    result.groups_from[g] = static_cast<int64_t>(g);
   }
   if (manifest.groups.size() != inner.param_groups().size()) {
     result.same_groups = false;
@@ -104,9 +137,11 @@ void compare_optimizers(const Manifest& manifest, const torch::optim::Optimizer&
 }  // namespace
 
 CheckpointDifferences find_differences(const Manifest& manifest, const ParameterTable& table,
-                                       const torch::optim::Optimizer& inner) {
+                                       const torch::optim::Optimizer& inner,
+                                       const MeshTensors* mesh) {
   CheckpointDifferences result;
-  Comparison comparison;
+  const bool numbered_groups = mesh == nullptr && manifest.holders == 1;
+  Comparison comparison(numbered_groups);
   std::map<std::string, Entry> stored;
   for (Entry& entry : entries(manifest)) stored.emplace(entry.about.name, std::move(entry));
   for (const Entry& model : entries(table)) {
@@ -121,12 +156,15 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
     stored.erase(found);
   }
   for (const auto& [name, entry] : stored) {
+    if (mesh != nullptr && mesh->has(name)) continue;
     comparison.lines.push_back(entry.kind + " " + name +
                                ": in the checkpoint, missing in the model");
   }
   result.lines = std::move(comparison.lines);
   result.same_groups = comparison.same_groups;
-  compare_optimizers(manifest, inner, result);
+  result.groups_from.assign(inner.param_groups().size(), -1);
+  if (!numbered_groups) find_groups(manifest, table, result);
+  compare_optimizers(manifest, inner, numbered_groups, result);
   return result;
 }
 
@@ -151,13 +189,13 @@ void find_missing_state(const Manifest& manifest, const ParameterTable& table,
 
 void find_unknown_options(const Manifest& manifest, const torch::optim::Optimizer& inner,
                           CheckpointDifferences& differences) {
-  const size_t groups = std::min(manifest.groups.size(), inner.param_groups().size());
-  for (size_t g = 0; g < groups; ++g) {
+  for (size_t g = 0; g < differences.groups_from.size(); ++g) {
+    if (differences.groups_from[g] < 0) continue;
     std::set<std::string> known;
     for (const auto& option : stored_option_values(inner.param_groups()[g].options())) {
       known.insert(option.first);
     }
-    for (const auto& option : manifest.groups[g]) {
+    for (const auto& option : manifest.groups[differences.groups_from[g]]) {
       if (known.count(option.first) != 0) continue;
       differences.lines.push_back("parameter group " + std::to_string(g) + ": option " +
                                   option.first + " in the checkpoint, unknown here");

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/mesh_tensors.h"
 #include "zero/memory/parameter_table.h"
 
 namespace zero {
@@ -22,12 +23,17 @@ struct CheckpointDifferences {
   bool same_groups = true;         // by number, and by the parameters of each
   // Names of the model whose state stays as it is, because the checkpoint lacks a part of it.
   std::set<std::string> without_state;
+  // Per parameter group of the model: the checkpoint's group that has its options, or -1.
+  std::vector<int64_t> groups_from;
 };
 
 // Another dtype or parameter group is a difference, but no hindrance: masters are
-// fp32 in every checkpoint. Another shape or memory order is one.
+// fp32 in every checkpoint. Another shape or memory order is one. `mesh` is what all ranks hold,
+// and null where each holds the same as this one. If ranks of the mesh hold different parameters,
+// or did when they saved, groups are compared by their options and not by their numbers.
 CheckpointDifferences find_differences(const Manifest& manifest, const ParameterTable& table,
-                                       const torch::optim::Optimizer& inner);
+                                       const torch::optim::Optimizer& inner,
+                                       const MeshTensors* mesh = nullptr);
 
 // For the same class of optimizer: adds parameters with a part of the state that torch's
 // class cannot do without, and options of which this class has none.

@@ -51,11 +51,20 @@ struct JsonField {
         }) {}
   JsonField() = default;
 
+  // Writes the field only where `needed` says so, so that files without a use for it stay as they
+  // are.
+  JsonField where(std::function<bool(const Object&)> needed) && {
+    presence = kOptional;
+    writes = std::move(needed);
+    return std::move(*this);
+  }
+
   const char* name = "";
   Presence presence = kRequired;
   int64_t since = 1;
   std::function<nlohmann::ordered_json(const Object&)> write;
   std::function<void(const nlohmann::json&, int64_t version, Object&)> read;
+  std::function<bool(const Object&)> writes = nullptr;  // null: always
 };
 
 template <typename Object>
@@ -70,7 +79,9 @@ class JsonFields {
 
   // Appends the fields to an object, in the table's order.
   void write(const Object& object, nlohmann::ordered_json& into) const {
-    for (const JsonField<Object>& field : fields_) into[field.name] = field.write(object);
+    for (const JsonField<Object>& field : fields_) {
+      if (!field.writes || field.writes(object)) into[field.name] = field.write(object);
+    }
   }
 
   // Fields that the table does not have are ignored. Throws c10::Error.

@@ -156,6 +156,12 @@ bool is_complete_checkpoint(const std::string& folder) {
 
 std::string files_text(const std::vector<ManifestFile>& files) { return dump(files_json(files)); }
 
+std::string held_text(const HeldTensors& held) { return dump(held_json(held)); }
+
+HeldTensors parse_held(const std::string& text, const std::string& origin) {
+  return read_json(text, origin, [](const json& root) { return held_from(root); });
+}
+
 std::vector<ManifestFile> parse_files(const std::string& text, const std::string& origin) {
   return read_json(text, origin, [](const json& root) { return files_from(root); });
 }

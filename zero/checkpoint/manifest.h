@@ -88,6 +88,9 @@ struct ManifestParameter {
 
 int64_t numel(const ManifestParameter& parameter);
 
+// The options of parameter groups, by name.
+using OptionGroups = std::vector<std::vector<std::pair<std::string, double>>>;
+
 struct Manifest {
   int64_t version = kCheckpointVersion;  // of the file that was read; not a field of the table
   std::string id;                        // random; the same in every file of one checkpoint
@@ -102,6 +105,8 @@ struct Manifest {
   std::string layout;
   int64_t bucket_bytes = 0;
   uint64_t plan_fingerprint = 0;
+  // Optional: how many sets of ranks held parameters of their own. 1: all ranks held the same.
+  int64_t holders = 1;
 
   std::string optimizer;
   int64_t steps = 0;
@@ -111,7 +116,7 @@ struct Manifest {
   int64_t good_steps = 0;
   int64_t hysteresis_left = 1;
   int64_t skipped_at_min = 0;
-  std::vector<std::vector<std::pair<std::string, double>>> groups;  // options by name
+  OptionGroups groups;
 
   std::vector<ManifestParameter> parameters;
   std::vector<ManifestParameter> frozen;

@@ -289,6 +289,8 @@ const JsonFields<Manifest>& manifest_fields() {
           {"layout", &Manifest::layout, text(), kRequired, 1},
           {"bucket_bytes", &Manifest::bucket_bytes, whole(), kRequired, 1},
           {"plan", &Manifest::plan_fingerprint, hash(), kRequired, 1},
+          JsonField<Manifest>("holders", &Manifest::holders, whole(), kOptional, 1)
+              .where([](const Manifest& m) { return m.holders != 1; }),
           {"optimizer", &Manifest::optimizer, text(), kRequired, 1},
           {"groups", &Manifest::groups, option_groups(), kRequired, 1},
           section("loss_scale", loss_scale_fields(), kRequired, 1),
@@ -296,6 +298,44 @@ const JsonFields<Manifest>& manifest_fields() {
           {"frozen", &Manifest::frozen, parameters, kRequired, 1},
           {"buffers", &Manifest::buffers, parameters, kRequired, 1},
           {"files", &Manifest::files, list_of(file_fields()), kRequired, 1},
+      },
+      /*check=*/nullptr);
+  return fields;
+}
+
+const JsonFields<HeldTensor>& held_tensor_fields() {
+  JsonField<HeldTensor> about;
+  about.name = "about";
+  about.write = [](const HeldTensor& t) {
+    ordered_json value = ordered_json::object();
+    parameter_fields().write(t.about, value);
+    return value;
+  };
+  about.read = [](const json& value, int64_t version, HeldTensor& t) {
+    parameter_fields().read(value, version, t.about);
+  };
+  static const JsonFields<HeldTensor> fields(
+      "a held tensor",
+      {
+          about,
+          {"index", &HeldTensor::index, whole(), kRequired, 1},
+          {"holder", &HeldTensor::holder, whole(), kRequired, 1},
+          {"copies", &HeldTensor::copies, whole(), kRequired, 1},
+          {"xxh3", &HeldTensor::hash, hash(), kRequired, 1},
+      },
+      /*check=*/nullptr);
+  return fields;
+}
+
+const JsonFields<HeldTensors>& held_fields() {
+  const auto tensors = list_of(held_tensor_fields());
+  static const JsonFields<HeldTensors> fields(
+      "held tensors",
+      {
+          {"parameters", &HeldTensors::parameters, tensors, kRequired, 1},
+          {"frozen", &HeldTensors::frozen, tensors, kRequired, 1},
+          {"buffers", &HeldTensors::buffers, tensors, kRequired, 1},
+          {"groups", &HeldTensors::groups, option_groups(), kRequired, 1},
       },
       /*check=*/nullptr);
   return fields;
@@ -319,6 +359,18 @@ nlohmann::ordered_json files_json(const std::vector<ManifestFile>& files) {
 
 std::vector<ManifestFile> files_from(const nlohmann::json& list) {
   return list_of(file_fields()).read(list, "files", kCheckpointVersion);
+}
+
+ordered_json held_json(const HeldTensors& held) {
+  ordered_json object = ordered_json::object();
+  held_fields().write(held, object);
+  return object;
+}
+
+HeldTensors held_from(const json& object) {
+  HeldTensors held;
+  held_fields().read(object, kCheckpointVersion, held);
+  return held;
 }
 
 }  // namespace zero

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/mesh_tensors.h"
 
 namespace zero {
 
@@ -22,5 +23,9 @@ Manifest read_fields(const nlohmann::json& root, int64_t version);
 // The field "files" by itself.
 nlohmann::ordered_json files_json(const std::vector<ManifestFile>& files);
 std::vector<ManifestFile> files_from(const nlohmann::json& list);
+
+// What ranks send each other of the tensors that they hold; never in a file.
+nlohmann::ordered_json held_json(const HeldTensors& held);
+HeldTensors held_from(const nlohmann::json& object);
 
 }  // namespace zero

@@ -43,6 +43,11 @@ std::string rank_file_name(int rank) {
   return name;
 }
 
+std::string frozen_file_name(int rank) {
+  const std::string name = "frozen-and-buffers";
+  return name + (rank == 0 ? ".safetensors" : "-" + rank_file_name(rank).substr(5));
+}
+
 CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bool overwrite)
     : control_(control), folder_(std::move(folder)), overwrite_(overwrite) {}
 

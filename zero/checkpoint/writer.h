@@ -38,7 +38,8 @@ struct FileToSave {
 
 // "rank-00003.safetensors".
 std::string rank_file_name(int rank);
-inline constexpr char kFrozenFileName[] = "frozen-and-buffers.safetensors";
+// "frozen-and-buffers.safetensors" of rank 0, "frozen-and-buffers-00003.safetensors" of rank 3.
+std::string frozen_file_name(int rank);
 
 class CheckpointWriter {
  public:

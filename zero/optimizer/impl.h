@@ -16,6 +16,7 @@
 
 #include "zero/agreement/communicators.h"
 #include "zero/agreement/shard_domains.h"
+#include "zero/checkpoint/mesh_tensors.h"
 #include "zero/checkpoint/run_identity.h"
 #include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
@@ -93,7 +94,14 @@ struct ZeroOptimizer::Impl {
     std::vector<int64_t> bucket_of = {};
   };
   void check_can_be_stored(const ParamGroups& groups) const;
-  Manifest make_manifest(const SaveOptions& save, const ParamGroups& groups) const;
+  // Collective, where ranks hold different parameters. Returns what all of them hold, and null
+  // where every rank holds the same.
+  std::unique_ptr<MeshTensors> merge_tensors(const std::string& what, const ParamGroups& groups);
+  // Leaves to this rank's files what it stores. `bucket_of` is that of `own`.
+  void drop_what_others_store(const MeshTensors& mesh, FileToSave& own, FileToSave& whole,
+                              std::vector<int64_t>& bucket_of) const;
+  Manifest make_manifest(const SaveOptions& save, const ParamGroups& groups,
+                         const MeshTensors* mesh) const;
   Save begin_save(const std::string& folder, const SaveOptions& save, bool copy,
                   const ParamGroups& groups);
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& load,

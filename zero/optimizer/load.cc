@@ -44,6 +44,7 @@ struct Staged {
   StatesToSet states;
   bool same_run = false;
   bool restores_options = false;
+  std::vector<int64_t> groups_from;  // see CheckpointDifferences
   LoadReport report;
 };
 
@@ -176,9 +177,10 @@ class Staging {
 };
 
 Staged stage(const std::string& folder, const LoadOptions& load, const ParameterTable& table,
-             ShardOptimizer& shards, const Communicator& ranks) {
+             ShardOptimizer& shards, const Communicator& ranks, const MeshTensors* mesh) {
   CheckpointReader reader(folder);
-  CheckpointDifferences differences = find_differences(reader.manifest(), table, shards.inner());
+  CheckpointDifferences differences =
+      find_differences(reader.manifest(), table, shards.inner(), mesh);
   if (differences.same_optimizer) {
     find_missing_state(reader.manifest(), table, shards.inner(), differences);
     if (load.restore_options()) {
@@ -193,6 +195,7 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
   staged.same_run = differences.lines.empty();
   // Those of a group that holds other parameters here are not meant for them.
   staged.restores_options = load.restore_options() && differences.same_groups;
+  staged.groups_from = differences.groups_from;
   differences.lines.insert(differences.lines.end(), notes.begin(), notes.end());
   Staging staging(reader, table, shards, differences);
   staging.read_segments(staged);
@@ -229,10 +232,30 @@ void commit(Staged& staged, ShardOptimizer& shards) {
   for (auto& [to, from] : staged.whole) to.copy_(from);
 }
 
-void restore_options(const Manifest& manifest,
-                     std::vector<torch::optim::OptimizerParamGroup>& groups) {
+void restore_options(const Staged& staged, std::vector<torch::optim::OptimizerParamGroup>& groups) {
   for (size_t g = 0; g < groups.size(); ++g) {
-    set_option_values(groups[g].options(), manifest.groups[g]);
+    const int64_t from = staged.groups_from[g];
+    if (from >= 0) set_option_values(groups[g].options(), staged.manifest.groups[from]);
+  }
+}
+
+// What ranks exchange once they have staged: the id of the checkpoint and what all of them must
+// agree to.
+std::string staged_text(const Staged& staged) {
+  return staged.manifest.id + (staged.same_run ? "=" : "!") + (staged.restores_options ? "=" : "!");
+}
+
+void take_agreement(const std::vector<std::string>& texts, const std::string& what,
+                    Staged& staged) {
+  for (size_t r = 0; r < texts.size(); ++r) {
+    const size_t end = texts[r].size() - 2;
+    const std::string id = texts[r].substr(0, end);
+    TORCH_CHECK(id == texts[0].substr(0, texts[0].size() - 2), what,
+                ": expected the same checkpoint on all ranks, got ",
+                texts[0].substr(0, texts[0].size() - 2), " on rank 0 and ", id, " on rank ", r,
+                "; load from a folder that all ranks share");
+    staged.same_run = staged.same_run && texts[r][end] == '=';
+    staged.restores_options = staged.restores_options && texts[r][end + 1] == '=';
   }
 }
 
@@ -256,21 +279,19 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
         {folder + (load.strict() ? ", strict" : "") +
              (load.restore_options() ? ", restore options" : "") + included_text(load),
          {}});
+  const std::string what = "load_checkpoint(" + folder + ")";
+  const auto mesh = merge_tensors(what, groups);
   Staged staged;
   StateChange states(groups);
-  const auto ids = run_on_all_ranks(*comms->control, "load_checkpoint(" + folder + ")", [&] {
-    staged = stage(folder, load, table, shards, *comms->control);
+  const auto texts = run_on_all_ranks(*comms->control, what, [&] {
+    staged = stage(folder, load, table, shards, *comms->control, mesh.get());
     // On copies, because a class of the user's may refuse its options.
     ParamGroups tried = groups;
-    if (staged.restores_options) restore_options(staged.manifest, tried);
+    if (staged.restores_options) restore_options(staged, tried);
     states.set(staged.states);
-    return staged.manifest.id;
+    return staged_text(staged);
   });
-  for (size_t r = 0; r < ids.size(); ++r) {
-    TORCH_CHECK(ids[r] == ids[0], "rank ", comms->rank(), ": load_checkpoint(", folder,
-                "): expected the same checkpoint on all ranks, got ", ids[0], " on rank 0 and ",
-                ids[r], " on rank ", r, "; load from a folder that all ranks share");
-  }
+  take_agreement(texts, "rank " + std::to_string(comms->rank()) + ": " + what, staged);
 
   states.keep();
   arena.attach(/*keep_values=*/false);
@@ -279,7 +300,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   record.restore({m.steps, m.skipped_steps, false},
                  {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min}, m.dynamic_scale);
   if (staged.same_run) run.resume(m);
-  if (staged.restores_options) restore_options(m, groups);
+  if (staged.restores_options) restore_options(staged, groups);
   forget_gradients();
   write_working_parameters();
   if (load.strict() && comms->control->rank() == 0) warn_of(staged.report.differences, folder);

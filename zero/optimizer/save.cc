@@ -5,18 +5,22 @@
 #include <torch/version.h>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bookkeeping/layout.h"
+#include "zero/agreement/all_or_none.h"
+#include "zero/base/error_text.h"
 #include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/safetensors.h"
 #include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/inner/classes.h"
 #include "zero/inner/state.h"
+#include "zero/optimizer/held_tensors.h"
 #include "zero/optimizer/impl.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/pending_checkpoint.h"
@@ -67,8 +71,8 @@ FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, 
   return file;
 }
 
-FileToSave frozen_file(const ParameterTable& table) {
-  FileToSave file{kFrozenFileName, {}};
+FileToSave frozen_file(const ParameterTable& table, int rank) {
+  FileToSave file{frozen_file_name(rank), {}};
   const auto add = [&](const std::vector<NamedTensor>& list, const char* kind) {
     for (const NamedTensor& item : list) {
       file.tensors.push_back(
@@ -78,6 +82,16 @@ FileToSave frozen_file(const ParameterTable& table) {
   add(table.frozen(), "frozen");
   add(table.buffers(), "buffer");
   return file;
+}
+
+// The domain of the parameter that a tensor of a rank's file is a piece of; null for others.
+std::map<std::string, const ShardDomain*> domains_by_name(const ParameterTable& table,
+                                                          const ShardDomains& domains) {
+  std::map<std::string, const ShardDomain*> result;
+  for (const Parameter& p : table.parameters()) {
+    result[p.name] = &domains.list[domains.of_group[p.group]];
+  }
+  return result;
 }
 
 std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
@@ -90,8 +104,8 @@ std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
 
 }  // namespace
 
-Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
-                                            const ParamGroups& groups) const {
+Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save, const ParamGroups& groups,
+                                            const MeshTensors* mesh) const {
   Manifest m;
   m.library_version = ZERO_VERSION_TEXT;
   m.torch_version = TORCH_VERSION;
@@ -111,14 +125,62 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save,
   m.good_steps = state.good_steps;
   m.hysteresis_left = state.hysteresis_left;
   m.skipped_at_min = state.skipped_at_min;
+  m.metadata = save.metadata();
+  if (mesh != nullptr) {
+    m.holders = mesh->holders();
+    m.groups = mesh->groups();
+    m.parameters = mesh->parameters();
+    m.frozen = mesh->frozen();
+    m.buffers = mesh->buffers();
+    return m;
+  }
   for (const auto& g : groups) m.groups.push_back(stored_option_values(g.options()));
   for (const Parameter& p : table.parameters()) {
     m.parameters.push_back({p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group});
   }
   m.frozen = describe(table.frozen());
   m.buffers = describe(table.buffers());
-  m.metadata = save.metadata();
   return m;
+}
+
+std::unique_ptr<MeshTensors> ZeroOptimizer::Impl::merge_tensors(const std::string& what,
+                                                                const ParamGroups& groups) {
+  if (domains.uniform) return nullptr;
+  const auto texts = run_on_all_ranks(*comms->control, what, [&] {
+    return held_text(describe_held(table, domains, options, groups));
+  });
+  std::vector<HeldTensors> held;
+  for (size_t r = 0; r < texts.size(); ++r) {
+    held.push_back(parse_held(texts[r], "tensors of rank " + std::to_string(r)));
+  }
+  try {
+    return std::make_unique<MeshTensors>(std::move(held));
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "rank ", comms->rank(), ": ", what, ": ", error_text(error));
+  }
+}
+
+void ZeroOptimizer::Impl::drop_what_others_store(const MeshTensors& mesh, FileToSave& own,
+                                                 FileToSave& whole,
+                                                 std::vector<int64_t>& bucket_of) const {
+  const auto by_name = domains_by_name(table, domains);
+  size_t kept = 0;
+  for (size_t i = 0; i < own.tensors.size(); ++i) {
+    const auto domain = by_name.find(own.tensors[i].about.owner);  // none: an included state
+    if (domain != by_name.end() &&
+        !mesh.stores(domain->first, holder_of(domain->second->group, domains.mesh))) {
+      continue;
+    }
+    bucket_of[kept] = bucket_of[i];
+    if (kept != i) own.tensors[kept] = std::move(own.tensors[i]);
+    ++kept;
+  }
+  own.tensors.resize(kept);
+  bucket_of.resize(kept);
+  const int64_t home = holder_of(domains.home, domains.mesh);
+  std::erase_if(whole.tensors, [&](const TensorToSave& t) {
+    return domains.home.rank() != 0 || !mesh.stores(t.about.owner, home);
+  });
 }
 
 ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& folder,
@@ -146,16 +208,20 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
         {folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
              included_text(save),
          {}});
+  const auto mesh = merge_tensors("save_checkpoint(" + folder + ")", groups);
+  FileToSave whole;
+  if (mesh || comms->rank() == 0) whole = frozen_file(table, comms->rank());
+  if (mesh) drop_what_others_store(*mesh, own, whole, bucket_of);
   Save result{std::make_shared<CheckpointWriter>(*comms->control, folder, save.overwrite()),
               {},
-              make_manifest(save, groups)};
+              make_manifest(save, groups, mesh.get())};
   result.writer->begin();
   if (comms->rank() == 0) {
     result.manifest.run = run.id();
     result.manifest.saved = run.next_save(parent_of(folder));
   }
   result.files.push_back(std::move(own));
-  if (comms->rank() == 0) result.files.push_back(frozen_file(table));
+  if (comms->rank() == 0 || !whole.tensors.empty()) result.files.push_back(std::move(whole));
   if (!copy) return result;
   // What step() does not change may be changed by anyone. On a GPU copies wait for the stream.
   const bool later = device.is_cpu();
@@ -172,11 +238,6 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
 }
 
 void ZeroOptimizer::Impl::check_can_be_stored(const ParamGroups& groups) const {
-  TORCH_CHECK(
-      domains.uniform,
-      "checkpoint: expected every rank of the mesh to hold the same parameters, got experts "
-      "or stages, which would share names in one folder; save these models yourself from "
-      "master() and inner().state()");
   check_no_gradients();
   check_groups(groups);
 }

@@ -1,0 +1,137 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saves and loads of meshes that cannot succeed: every rank throws, and nothing has changed.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+#include <torch/optim/sgd.h>
+
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "zero/mesh.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Each rank is a pipeline stage of its own.
+struct Stage {
+  std::map<std::string, std::vector<int64_t>> parameters;  // shapes by name
+  std::map<std::string, double> frozen = {};               // values by name
+  int64_t copies = 1;
+  double lr = 0.1;
+};
+
+class StageRun {
+ public:
+  StageRun(const Stage& stage, const Group& world, double value) {
+    const Mesh mesh(world, {{"pp", world.world_size()}});
+    std::vector<at::Tensor> tensors;
+    for (const auto& [name, shape] : stage.parameters) {
+      tensors.push_back(module.register_parameter(name, at::full(shape, value)));
+    }
+    for (const auto& [name, content] : stage.frozen) {
+      module.register_parameter(name, at::full({3}, content), /*requires_grad=*/false);
+    }
+    optimizer = std::make_unique<ZeroOptimizer>(
+        module, std::make_unique<torch::optim::SGD>(tensors, torch::optim::SGDOptions(stage.lr)),
+        mesh.group({}),
+        ZeroOptions().mesh_group(world).placement(0, GroupPlacement().copies(stage.copies)));
+  }
+  bool is(double value) const {
+    for (const auto& p : module.parameters()) {
+      if (p.requires_grad() && !at::equal(p, at::full_like(p, value))) return false;
+    }
+    return true;
+  }
+
+  torch::nn::Module module;
+  std::unique_ptr<ZeroOptimizer> optimizer;
+};
+
+void on_stages(const std::vector<Stage>& stages, double value,
+               const std::function<void(StageRun&)>& body) {
+  RunOptions memory;
+  memory.transport = Transport::kMemory;
+  run_ranks(
+      static_cast<int>(stages.size()),
+      [&](const Group& world) {
+        StageRun run(stages[world.rank()], world, value);
+        body(run);
+      },
+      memory);
+}
+
+void expect_save_refused(const std::vector<Stage>& stages, const std::vector<std::string>& words) {
+  const std::string parent = fresh_folder("refused");
+  on_stages(stages, 1, [&](StageRun& run) {
+    expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }), words);
+    expect_words(error_of([&] { run.optimizer->load_checkpoint(parent + "/a"); }), words);
+    EXPECT_TRUE(run.is(1));
+  });
+  EXPECT_TRUE(fs::is_empty(parent));
+}
+
+TEST(MeshErrorsTest, OneNameForDifferentTensorsIsRefusedOnAllRanks) {
+  const Stage stage{{{"w", {2, 3}}}};
+  expect_save_refused({stage, stage}, {"parameter w", "counts it 2 times", "a name of its own"});
+  expect_save_refused({stage, {{{"w", {5, 3}}}, {}, 2}},
+                      {"parameter w", "[2, 3] on rank 0 and [5, 3] on rank 1"});
+  expect_save_refused({{{{"a", {1}}}, {{"f", 1.0}}}, {{{"b", {1}}}, {{"f", 2.0}}}},
+                      {"frozen parameter f", "others on rank 1 than on rank 0"});
+}
+
+TEST(MeshErrorsTest, NamesThatAreMissingOrLeftOverAreListedOnAllRanks) {
+  const std::string folder = fresh_folder("names") + "/a";
+  on_stages({{{{"a", {3}}}}, {{{"b", {4}}}}}, 1,
+            [&](StageRun& run) { run.optimizer->save_checkpoint(folder); });
+  const auto expect_refused = [&](const std::vector<Stage>& stages,
+                                  const std::vector<std::string>& words) {
+    on_stages(stages, 2, [&](StageRun& run) {
+      expect_words(error_of([&] { run.optimizer->load_checkpoint(folder); }), words);
+      EXPECT_TRUE(run.is(2));
+    });
+  };
+  expect_refused(
+      {{{{"a", {3}}, {"b", {4}}}}, {{{"c", {5}}}}},
+      {"rank 1", "parameter c: in the model, missing in the checkpoint", "strict(false)"});
+  expect_refused({{{{"a", {3}}}}}, {"parameter b: in the checkpoint, missing in the model"});
+  expect_refused({{{{"b", {5}}}}, {{{"a", {3}}}}},
+                 {"parameter b: shape [4] in the checkpoint, [5] in the model"});
+  on_stages({{{{"a", {3}}, {"b", {4}}}}, {{{"c", {5}}}}}, 2, [&](StageRun& run) {
+    const LoadReport report = run.optimizer->load_checkpoint(folder, LoadOptions().strict(false));
+    EXPECT_TRUE(run.is(run.module.parameters().size() == 2 ? 1 : 2));
+  });
+}
+
+// Parameters of two stages with other learning rates cannot share a group.
+TEST(MeshErrorsTest, GroupsThatJoinParametersOfOtherOptionsAreADifference) {
+  const std::string folder = fresh_folder("options") + "/a";
+  on_stages({{{{"a", {3}}}}, {{{"b", {4}}}, {}, 1, 0.5}}, 1,
+            [&](StageRun& run) { run.optimizer->save_checkpoint(folder); });
+  on_stages({{{{"a", {3}}, {"b", {4}}}}}, 2, [&](StageRun& run) {
+    expect_words(error_of([&] { run.optimizer->load_checkpoint(folder); }),
+                 {"parameter b: in group 1 of the checkpoint", "group 0"});
+    EXPECT_TRUE(run.is(2));
+  });
+  // Stages that change places take their options with them.
+  on_stages({{{{"b", {4}}}}, {{{"a", {3}}}}}, 2, [&](StageRun& run) {
+    run.optimizer->load_checkpoint(folder);
+    const bool b = run.module.named_parameters().contains("b");
+    EXPECT_EQ(run.optimizer->param_groups()[0].options().get_lr(), b ? 0.5 : 0.1);
+    EXPECT_TRUE(run.is(1));
+  });
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,113 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What ranks hold is merged into one list, or refused with the ranks that disagree.
+#include "zero/checkpoint/mesh_tensors.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+
+namespace zero {
+namespace {
+
+HeldTensor held(const std::string& name, int64_t holder, int64_t index, int64_t group = 0,
+                int64_t copies = 1) {
+  return {{name, {2, 3}, {3, 1}, c10::ScalarType::Float, group}, index, holder, copies, 0};
+}
+
+std::vector<std::string> names(const std::vector<ManifestParameter>& list) {
+  std::vector<std::string> result;
+  for (const ManifestParameter& p : list) result.push_back(p.name);
+  return result;
+}
+
+const OptionGroups kOptions{{{"lr", 0.1}}, {{"lr", 0.2}}};
+
+TEST(MeshTensorsTest, NamesAreMergedInTheOrderOfTheirHolders) {
+  // Ranks 0 and 1 share a stage and describe half of it each; rank 2 is another one.
+  std::vector<HeldTensors> all(3);
+  all[0] = {{held("a", 0, 0)}, {}, {}, kOptions};
+  all[1] = {{held("b", 0, 1, 1)}, {}, {}, {}};
+  all[2] = {{held("c", 2, 0, 1)}, {held("f", 2, 0, 0, 0)}, {held("m", 2, 0, 0, 0)}, kOptions};
+  const MeshTensors mesh(all);
+  EXPECT_EQ(names(mesh.parameters()), (std::vector<std::string>{"a", "b", "c"}));
+  EXPECT_EQ(names(mesh.frozen()), std::vector<std::string>{"f"});
+  EXPECT_EQ(names(mesh.buffers()), std::vector<std::string>{"m"});
+  EXPECT_EQ(mesh.holders(), 2);
+  EXPECT_EQ(mesh.groups(), kOptions);
+  EXPECT_EQ(mesh.parameters()[2].group, 1);
+  EXPECT_TRUE(mesh.stores("b", 0));
+  EXPECT_FALSE(mesh.stores("b", 2));
+  EXPECT_TRUE(mesh.has("c"));
+  EXPECT_FALSE(mesh.has("d"));
+}
+
+TEST(MeshTensorsTest, GroupsOfEqualOptionsAreOneAndOthersGetNewNumbers) {
+  std::vector<HeldTensors> all(3);
+  all[0] = {{held("a", 0, 0, 1)}, {}, {}, kOptions};
+  all[1] = {{held("b", 1, 0, 0), held("c", 1, 1, 1)}, {}, {}, {kOptions[1], {{"lr", 0.3}}}};
+  all[2] = {{held("d", 2, 0, 0)}, {}, {}, {{{"lr", 0.3}}}};
+  const MeshTensors mesh(all);
+  EXPECT_EQ(mesh.groups(), (OptionGroups{kOptions[0], kOptions[1], {{"lr", 0.3}}}));
+  std::vector<int64_t> groups;
+  for (const ManifestParameter& p : mesh.parameters()) groups.push_back(p.group);
+  EXPECT_EQ(groups, (std::vector<int64_t>{1, 1, 2, 2}));
+}
+
+TEST(MeshTensorsTest, CopiesAreStoredByTheLowestHolder) {
+  std::vector<HeldTensors> all(2);
+  all[0] = {{held("shared", 0, 0, 0, 1), held("norm", 0, 1, 0, 2)}, {}, {}, kOptions};
+  all[1] = {{held("shared", 1, 0, 0, 0), held("norm", 1, 1, 0, 2)}, {}, {}, kOptions};
+  const MeshTensors mesh(all);
+  EXPECT_EQ(names(mesh.parameters()), (std::vector<std::string>{"shared", "norm"}));
+  for (const char* name : {"shared", "norm"}) {
+    EXPECT_TRUE(mesh.stores(name, 0));
+    EXPECT_FALSE(mesh.stores(name, 1));
+  }
+}
+
+void expect_refused(const HeldTensors& first, const HeldTensors& second,
+                    const std::vector<std::string>& words) {
+  expect_words(error_of([&] { MeshTensors({first, second}); }), words);
+}
+
+TEST(MeshTensorsTest, OneNameForDifferentTensorsIsRefused) {
+  const HeldTensors a{{held("w", 0, 0)}, {}, {}, kOptions};
+  HeldTensors b{{held("w", 1, 0)}, {}, {}, kOptions};
+  expect_refused(a, b, {"parameter w", "ranks that begin with 0, 1", "counts it 2 times", "own"});
+  b.parameters[0].copies = 0;
+  b.parameters[0].about.shape = {6, 1};
+  expect_refused(a, b, {"w: expected one shape", "[2, 3] on rank 0 and [6, 1] on rank 1"});
+  b.parameters[0].about.shape = {2, 3};
+  b.parameters[0].about.strides = {1, 2};
+  expect_refused(a, b, {"memory order", "[3, 1] on rank 0 and [1, 2] on rank 1"});
+  b.parameters[0].about.strides = {3, 1};
+  b.parameters[0].about.dtype = c10::ScalarType::Half;
+  expect_refused(a, b, {"w: expected one dtype", "Float on rank 0 and Half on rank 1"});
+  const HeldTensors frozen{{}, {held("w", 1, 0, 0, 0)}, {}, kOptions};
+  expect_refused(a, frozen,
+                 {"w: expected a tensor of one kind", "a parameter", "frozen", "rank 1"});
+  HeldTensors other{{}, {held("w", 0, 0, 0, 0)}, {}, kOptions};
+  other.frozen[0].hash = 7;
+  expect_refused(other, frozen, {"frozen parameter w", "same values", "rank 1 than on rank 0"});
+}
+
+TEST(MeshTensorsTest, TextBringsEverythingBack) {
+  HeldTensors h{{held("a", 3, 5, 1, 2)}, {held("f", 3, 0)}, {held("m", 3, 1)}, kOptions};
+  h.frozen[0].hash = 0xfedcba9876543210u;
+  const HeldTensors back = parse_held(held_text(h), "text");
+  EXPECT_EQ(held_text(back), held_text(h));
+  EXPECT_EQ(back.parameters[0].about.name, "a");
+  EXPECT_EQ(back.parameters[0].index, 5);
+  EXPECT_EQ(back.parameters[0].holder, 3);
+  EXPECT_EQ(back.parameters[0].copies, 2);
+  EXPECT_EQ(back.frozen[0].hash, 0xfedcba9876543210u);
+  EXPECT_EQ(back.groups, kOptions);
+}
+
+}  // namespace
+}  // namespace zero

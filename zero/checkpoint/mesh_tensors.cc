@@ -1,0 +1,138 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/mesh_tensors.h"
+
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+#include <tuple>
+
+namespace zero {
+namespace {
+
+// NaN equals NaN here: these are options as a file holds them.
+bool same_options(const OptionGroups::value_type& a, const OptionGroups::value_type& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+    return x.first == y.first &&
+           (x.second == y.second || (x.second != x.second && y.second != y.second));
+  });
+}
+
+// The tensors of one name, of the lowest holder first.
+class Namesakes {
+ public:
+  Namesakes(std::string kind, std::vector<const HeldTensor*> sets)
+      : kind_(std::move(kind)), sets_(std::move(sets)) {}
+
+  void check() const {
+    const HeldTensor& first = *sets_.front();
+    for (const HeldTensor* other : sets_) {
+      same("shape", c10::IntArrayRef(first.about.shape), c10::IntArrayRef(other->about.shape),
+           *other);
+      same("memory order (strides)", c10::IntArrayRef(first.about.strides),
+           c10::IntArrayRef(other->about.strides), *other);
+      same("dtype", first.about.dtype, other->about.dtype, *other);
+      TORCH_CHECK(first.hash == other->hash, name(),
+                  ": expected the same values on all ranks that hold it, got others on rank ",
+                  other->holder, " than on rank ", first.holder,
+                  "; give different tensors different names");
+    }
+    check_counted_once();
+  }
+
+ private:
+  std::string name() const { return "checkpoint: " + kind_ + " " + sets_.front()->about.name; }
+
+  template <typename Value>
+  void same(const char* what, const Value& a, const Value& b, const HeldTensor& other) const {
+    TORCH_CHECK(a == b, name(), ": expected one ", what, " on all ranks that hold it, got ", a,
+                " on rank ", sets_.front()->holder, " and ", b, " on rank ", other.holder,
+                "; give different parameters different names");
+  }
+
+  // A name that counts more than once in the norm stands for several parameters.
+  void check_counted_once() const {
+    double counted = 0;
+    std::ostringstream ranks;
+    for (const HeldTensor* set : sets_) {
+      counted += set->copies == 0 ? 0.0 : 1.0 / static_cast<double>(set->copies);
+      ranks << (set == sets_.front() ? "" : ", ") << set->holder;
+    }
+    TORCH_CHECK(counted < 1 + 1e-6, name(),
+                ": expected different names for different parameters, got one name on the sets of "
+                "ranks that begin with ",
+                ranks.str(), ", where the norm counts it ", counted,
+                " times; give each expert or layer a name of its own, for example by its number in "
+                "the whole model, or say with copies() or owner(false) of its placement that these "
+                "are one parameter");
+  }
+
+  const std::string kind_;
+  const std::vector<const HeldTensor*> sets_;
+};
+
+}  // namespace
+
+MeshTensors::MeshTensors(std::vector<HeldTensors> held) {
+  number_groups(held);
+  Held parameters, frozen, buffers;
+  std::set<int64_t> holders;
+  for (const HeldTensors& rank : held) {
+    parameters.insert(parameters.end(), rank.parameters.begin(), rank.parameters.end());
+    frozen.insert(frozen.end(), rank.frozen.begin(), rank.frozen.end());
+    buffers.insert(buffers.end(), rank.buffers.begin(), rank.buffers.end());
+    for (const HeldTensor& t : rank.parameters) holders.insert(t.holder);
+  }
+  holders_ = static_cast<int64_t>(holders.size());
+  add(parameters, "parameter", parameters_);
+  add(frozen, "frozen parameter", frozen_);
+  add(buffers, "buffer", buffers_);
+}
+
+// The first holder's groups keep their numbers. A later one's get those of equal options, its own
+// number where it is among them.
+void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
+  for (size_t rank = 0; rank < held.size(); ++rank) {
+    const bool first = groups_.empty();
+    for (size_t g = 0; g < held[rank].groups.size(); ++g) {
+      const auto& options = held[rank].groups[g];
+      size_t number = groups_.size();
+      if (!first) {
+        const auto equal = [&](const auto& other) { return same_options(other, options); };
+        const bool own = g < groups_.size() && equal(groups_[g]);
+        number = own ? g : std::find_if(groups_.begin(), groups_.end(), equal) - groups_.begin();
+      }
+      if (number == groups_.size()) groups_.push_back(options);
+      group_numbers_[{static_cast<int64_t>(rank), static_cast<int64_t>(g)}] =
+          static_cast<int64_t>(number);
+    }
+  }
+}
+
+void MeshTensors::add(const Held& all, const char* kind, std::vector<ManifestParameter>& into) {
+  std::vector<const HeldTensor*> order;
+  for (const HeldTensor& t : all) order.push_back(&t);
+  std::sort(order.begin(), order.end(), [](const HeldTensor* a, const HeldTensor* b) {
+    return std::tie(a->holder, a->index) < std::tie(b->holder, b->index);
+  });
+  std::map<std::string, std::vector<const HeldTensor*>> by_name;
+  for (const HeldTensor* t : order) by_name[t->about.name].push_back(t);
+  for (const HeldTensor* t : order) {
+    const auto& sets = by_name.at(t->about.name);
+    if (sets.front() != t) continue;
+    const auto [other, added] = kinds_.emplace(t->about.name, kind);
+    TORCH_CHECK(added, "checkpoint: ", t->about.name,
+                ": expected a tensor of one kind on all ranks, got a ", other->second,
+                " on some and a ", kind, " on rank ", t->holder,
+                "; give different tensors different names");
+    Namesakes(kind, sets).check();
+    stored_by_[t->about.name] = t->holder;
+    into.push_back(t->about);
+    if (&into == &parameters_) into.back().group = group_numbers_.at({t->holder, t->about.group});
+  }
+}
+
+}  // namespace zero

@@ -1,0 +1,85 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The tensors of a model whose ranks hold different ones: experts, pipeline stages. Ranks describe
+// what they hold to each other, and every rank merges the descriptions into the same list, in which
+// each name is once. Sends nothing.
+//
+// A set of ranks that share a parameter group, with their copies, is named by its first rank, the
+// holder. Several sets may hold one name, as a layer norm beside tensor-parallel matrices or an
+// embedding on two stages: the lowest of their holders' ranks store it. Whether these are copies
+// follows from the placements, by which the norm counts every parameter once.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/checkpoint/manifest.h"
+
+namespace zero {
+
+// What one rank describes of a tensor. The ranks of a set share the work; each tensor of each set
+// is described once.
+struct HeldTensor {
+  ManifestParameter about;  // `group` is the number in the set
+  int64_t index = 0;        // in the set's order
+  int64_t holder = 0;
+  int64_t copies = 1;  // sets that hold a parameter; 0: another set counts it
+  uint64_t hash = 0;   // of a frozen parameter's bytes
+};
+
+struct HeldTensors {
+  std::vector<HeldTensor> parameters;
+  std::vector<HeldTensor> frozen;
+  std::vector<HeldTensor> buffers;
+  OptionGroups groups;  // of a holder; empty on other ranks
+};
+
+// For sending. The first throws c10::Error for names that are not UTF-8.
+std::string held_text(const HeldTensors& held);
+HeldTensors parse_held(const std::string& text, const std::string& origin);
+
+class MeshTensors {
+ public:
+  // `held[r]` is from rank r. Throws c10::Error, the same on every rank: names that are held with
+  // different kinds, shapes or memory orders, names of which the placements say that they are
+  // different parameters, and frozen parameters of one name with different values.
+  explicit MeshTensors(std::vector<HeldTensors> held);
+
+  // All tensors, by holder and the set's order.
+  const std::vector<ManifestParameter>& parameters() const { return parameters_; }
+  const std::vector<ManifestParameter>& frozen() const { return frozen_; }
+  const std::vector<ManifestParameter>& buffers() const { return buffers_; }
+  // The options of all groups; `group` of a parameter is the number here. Groups of different sets
+  // with the same options are one.
+  const OptionGroups& groups() const { return groups_; }
+  // How many sets there are.
+  int64_t holders() const { return holders_; }
+
+  bool has(const std::string& name) const { return stored_by_.count(name) != 0; }
+  // Returns whether the ranks of the set with this holder store the tensor.
+  bool stores(const std::string& name, int64_t holder) const {
+    const auto found = stored_by_.find(name);
+    return found != stored_by_.end() && found->second == holder;
+  }
+
+ private:
+  using Held = std::vector<HeldTensor>;
+
+  void number_groups(std::vector<HeldTensors>& held);
+  void add(const Held& all, const char* kind, std::vector<ManifestParameter>& into);
+
+  std::vector<ManifestParameter> parameters_;
+  std::vector<ManifestParameter> frozen_;
+  std::vector<ManifestParameter> buffers_;
+  OptionGroups groups_;
+  std::map<std::pair<int64_t, int64_t>, int64_t> group_numbers_;  // by holder and its group
+  std::map<std::string, int64_t> stored_by_;                      // holder, by name
+  std::map<std::string, const char*> kinds_;                      // by name
+  int64_t holders_ = 0;
+};
+
+}  // namespace zero

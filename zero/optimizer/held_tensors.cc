@@ -1,0 +1,80 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/held_tensors.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "zero/checkpoint/hashed_file.h"
+#include "zero/inner/state.h"
+
+namespace zero {
+namespace {
+
+bool is_first_replica(const ShardDomain& domain) {
+  return !domain.replicas || domain.replicas->rank() == 0;
+}
+
+int64_t copies_of(const ZeroOptions& options, int64_t group) {
+  const auto found = options.placements().find(group);
+  if (found == options.placements().end()) return 1;
+  return found->second.owner() ? found->second.copies() : 0;
+}
+
+uint64_t bytes_hash(const at::Tensor& tensor) {
+  const at::Tensor host = tensor.detach().cpu().contiguous();
+  return content_hash(host.const_data_ptr(), host.nbytes());
+}
+
+// Of tensors that are not optimized, which all ranks of the home group hold.
+std::vector<HeldTensor> describe_whole(const std::vector<NamedTensor>& list,
+                                       const ShardDomains& domains, bool hashed) {
+  std::vector<HeldTensor> result;
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (static_cast<int>(i % domains.home.world_size()) != domains.home.rank()) continue;
+    const NamedTensor& item = list[i];
+    HeldTensor held{{item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0},
+                    static_cast<int64_t>(i),
+                    holder_of(domains.home, domains.mesh),
+                    /*copies=*/0};
+    if (hashed) held.hash = bytes_hash(item.tensor);
+    result.push_back(std::move(held));
+  }
+  return result;
+}
+
+}  // namespace
+
+int64_t holder_of(const Group& group, const Group& mesh) {
+  const std::vector<int>& ranks = mesh.global_ranks();
+  const auto first = std::find(ranks.begin(), ranks.end(), group.global_ranks().front());
+  TORCH_INTERNAL_ASSERT(first != ranks.end(), "a group of the mesh");
+  return first - ranks.begin();
+}
+
+HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domains,
+                          const ZeroOptions& options,
+                          const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  HeldTensors held;
+  bool is_holder = false;
+  for (size_t i = 0; i < table.parameters().size(); ++i) {
+    const Parameter& p = table.parameters()[i];
+    const ShardDomain& domain = domains.list[domains.of_group[p.group]];
+    if (!is_first_replica(domain)) continue;
+    is_holder = is_holder || domain.group.rank() == 0;
+    if (static_cast<int>(i % domain.group.world_size()) != domain.group.rank()) continue;
+    held.parameters.push_back({{p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group},
+                               static_cast<int64_t>(i),
+                               holder_of(domain.group, domains.mesh),
+                               copies_of(options, p.group)});
+  }
+  held.frozen = describe_whole(table.frozen(), domains, /*hashed=*/true);
+  held.buffers = describe_whole(table.buffers(), domains, /*hashed=*/false);
+  if (is_holder) {
+    for (const auto& g : groups) held.groups.push_back(stored_option_values(g.options()));
+  }
+  return held;
+}
+
+}  // namespace zero

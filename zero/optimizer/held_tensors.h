@@ -1,0 +1,29 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Describes the tensors that this rank holds, for the checkpoints of meshes whose ranks hold
+// different ones. Sends nothing.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "zero/agreement/shard_domains.h"
+#include "zero/checkpoint/mesh_tensors.h"
+#include "zero/memory/parameter_table.h"
+#include "zero/options.h"
+
+namespace zero {
+
+// The rank of the mesh that names the set of ranks which share `group`.
+int64_t holder_of(const Group& group, const Group& mesh);
+
+// This rank's share of what its sets of ranks describe: of n ranks that share a parameter group,
+// rank r describes every n-th parameter. `groups` have the present options.
+HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domains,
+                          const ZeroOptions& options,
+                          const std::vector<torch::optim::OptimizerParamGroup>& groups);
+
+}  // namespace zero
