@@ -245,7 +245,7 @@ TEST(SaveErrorTest, OneNameForDifferentExpertsIsRefusedOnAllRanks) {
         t.options.placement(0, GroupPlacement().sharded_over(mesh.group({"dp"})));
         CheckpointRun run(t, group, 1);
         run.train(0, 1);
-        const std::vector<std::string> expected = {"expected different names", "begin with 0, 1",
+        const std::vector<std::string> expected = {"expected different names", "begin with 0, 2",
                                                    "a name of its own"};
         expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }), expected);
         expect_words(error_of([&] { run.optimizer->load_checkpoint(parent + "/a"); }), expected);
