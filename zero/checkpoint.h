@@ -14,7 +14,9 @@
 //   rank-00000.safetensors ...       pieces "<name>[<begin>:<end>].<kind>" of parameters in their
 //                                    memory order; kind: master, exp_avg, step and so on;
 //                                    ".<name>": the state of an object that the save includes
-//   frozen-and-buffers.safetensors   by name, from rank 0
+//                                    "<name>{<dimension>:<from>:<to>}" stands for <name> in a
+//                                    tensor-parallel part, see ZeroOptions::tensor_parts()
+//   frozen-and-buffers.safetensors   by name, from rank 0; on meshes others have such files too
 //   manifest.json                    the rest; written last. describe_checkpoint() reads it
 //
 // A save that dies leaves at most a hidden folder ".<name>.<random>.saving", which is
@@ -61,6 +63,7 @@ struct CheckpointTensor {
   std::vector<int64_t> shape;
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t group = 0;  // the parameter group; 0 for frozen parameters and buffers
+  int64_t parts = 1;  // of tensor parallelism, in which it is stored; `shape` is that of the whole
 };
 
 struct CheckpointFile {

@@ -169,9 +169,18 @@ struct ZeroOptions {
   }
   const std::map<int64_t, Layout>& layouts() const { return layouts_; }
 
+  // Which tensors are parts of larger ones, so that a checkpoint can be loaded with another degree
+  // of tensor parallelism. Nothing but checkpoints asks for it.
+  ZeroOptions& tensor_parts(TensorParts parts) {
+    tensor_parts_ = std::move(parts);
+    return *this;
+  }
+  const std::optional<TensorParts>& tensor_parts() const { return tensor_parts_; }
+
  private:
   std::map<int64_t, GroupPlacement> placements_;
   std::map<int64_t, Layout> layouts_;
+  std::optional<TensorParts> tensor_parts_;
 
   // ---- Safety ----
 

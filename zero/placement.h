@@ -19,7 +19,9 @@
 #include <torch/arg.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "zero/process_group.h"
@@ -66,6 +68,15 @@ struct GroupPlacement {
 
   // False where another pipeline stage counts these parameters in the norm.
   TORCH_ARG(bool, owner) = true;
+};
+
+// How tensor parallelism cuts tensors, for ZeroOptions::tensor_parts(). Rank i of `group` holds
+// part i; parts follow each other in the whole and may have different sizes.
+struct TensorParts {
+  Group group;
+  // Returns the dimension along which the parameter or buffer of this name is cut; nothing for one
+  // that all ranks of `group` hold whole. Equal on all ranks of `group`.
+  std::function<std::optional<int64_t>(const std::string& name)> dimension;
 };
 
 }  // namespace zero

@@ -244,8 +244,57 @@ TEST(ManifestTest, UnknownFieldsAreIgnoredAtEveryLevel) {
   EXPECT_GT(places, 0);
 }
 
+// Only what an earlier library would misread has version 2.
+TEST(ManifestTest, PartsOfTensorsHaveVersionTwoAndAllOtherContentVersionOne) {
+  Manifest m = full_manifest();
+  m.holders = 4;
+  EXPECT_EQ(parse_manifest(manifest_text(m), "m").version, 1);
+  EXPECT_EQ(parse_manifest(manifest_text(m), "m").holders, 4);
+  m.parameters = {{"p", {2, 3}, {1, 2}, at::kFloat, 1, {2, 9}, 1, 4}};
+  const Manifest back = parse_manifest(manifest_text(m), "m");
+  EXPECT_EQ(back.version, 2);
+  EXPECT_EQ(back.parameters[0].whole, (std::vector<int64_t>{2, 9}));
+  EXPECT_EQ(back.parameters[0].dimension, 1);
+  EXPECT_EQ(back.parameters[0].from, 4);
+  EXPECT_EQ(stored_name(back.parameters[0]), "p{1:4:7}");
+  EXPECT_EQ(box_of(back.parameters[0]).from, (std::vector<int64_t>{4, 0}));
+  EXPECT_EQ(box_of(back.parameters[0]).sizes, (std::vector<int64_t>{3, 2}));
+}
+
+TEST(ManifestTest, PartsOutsideOfTheirWholeAreRefused) {
+  const ManifestParameter part{"p", {2, 3}, {3, 1}, at::kFloat, 0, {2, 9}, 1, 4};
+  std::vector<ManifestParameter> bad(6, part);
+  bad[0].from = 7;
+  bad[1].dimension = 2;
+  bad[2].dimension = 0;
+  bad[3].whole = {2};
+  bad[4].whole = {3, 9};
+  bad[5].from = INT64_MAX;
+  for (const ManifestParameter& p : bad) {
+    Manifest m;
+    m.parameters = {p};
+    ordered_json root = fields_of(full_manifest());
+    root["version"] = 2;
+    root["parameters"][0].update({{"shape", p.shape},
+                                  {"strides", p.strides},
+                                  {"whole", p.whole},
+                                  {"dimension", p.dimension},
+                                  {"from", p.from}});
+    expect_words(error_of([&] { parse_manifest(text_of(root), "m"); }),
+                 {"parameter p: expected a part of a tensor"});
+  }
+  ordered_json root = fields_of(full_manifest());
+  const int64_t huge = int64_t{1} << 40;
+  root["parameters"][0].update({{"shape", {huge, 1}},
+                                {"strides", {1, 1}},
+                                {"whole", {huge, huge}},
+                                {"dimension", 1},
+                                {"from", 0}});
+  expect_words(error_of([&] { parse_manifest(text_of(root), "m"); }), {"bytes fit 63 bits"});
+}
+
 TEST(ManifestTest, AnotherVersionIsRefusedWithTheLibraryThatReadsIt) {
-  EXPECT_EQ(parse_manifest(manifest_text(Manifest()), "m").version, kCheckpointVersion);
+  EXPECT_EQ(parse_manifest(manifest_text(Manifest()), "m").version, 1);
   for (const int64_t version : {int64_t{0}, kCheckpointVersion + 1, INT64_MAX}) {
     ordered_json root = fields_of(full_manifest());
     root["version"] = version;

@@ -10,12 +10,15 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "zero/adafactor.h"
 #include "zero/mesh.h"
 #include "zero/zero_optimizer.h"
 
@@ -30,6 +33,7 @@ struct Stage {
   std::map<std::string, double> frozen = {};               // values by name
   int64_t copies = 1;
   double lr = 0.1;
+  std::optional<int64_t> cut = std::nullopt;  // each rank is a part along this dimension
 };
 
 class StageRun {
@@ -46,7 +50,10 @@ class StageRun {
     optimizer = std::make_unique<ZeroOptimizer>(
         module, std::make_unique<torch::optim::SGD>(tensors, torch::optim::SGDOptions(stage.lr)),
         mesh.group({}),
-        ZeroOptions().mesh_group(world).placement(0, GroupPlacement().copies(stage.copies)));
+        ZeroOptions()
+            .mesh_group(world)
+            .placement(0, GroupPlacement().copies(stage.copies))
+            .tensor_parts({world, [cut = stage.cut](const std::string&) { return cut; }}));
   }
   bool is(double value) const {
     for (const auto& p : module.parameters()) {
@@ -112,6 +119,93 @@ TEST(MeshErrorsTest, NamesThatAreMissingOrLeftOverAreListedOnAllRanks) {
     const LoadReport report = run.optimizer->load_checkpoint(folder, LoadOptions().strict(false));
     EXPECT_TRUE(run.is(run.module.parameters().size() == 2 ? 1 : 2));
   });
+}
+
+Stage part(std::vector<int64_t> shape, int64_t dimension) {
+  return {{{"w", std::move(shape)}}, {}, 1, 0.1, dimension};
+}
+
+TEST(MeshErrorsTest, WholesOfOtherShapesAreADifference) {
+  expect_save_refused({part({2, 3}, 1), part({4, 3}, 1)}, {"parameter w", "tensor_parts()"});
+  expect_save_refused({part({2, 3}, 2), part({2, 3}, 2)},
+                      {"tensor w", "expected one of its 2 dimensions, got 2"});
+  const std::string folder = fresh_folder("wholes") + "/a";
+  on_stages({part({2, 3}, 1), part({2, 2}, 1)}, 1,
+            [&](StageRun& run) { run.optimizer->save_checkpoint(folder); });
+  const auto expect_refused = [&](const std::vector<Stage>& stages) {
+    on_stages(stages, 2, [&](StageRun& run) {
+      expect_words(error_of([&] { run.optimizer->load_checkpoint(folder); }),
+                   {"parameter w: shape [2, 5] in the checkpoint, [2, 6] in the model"});
+      EXPECT_TRUE(run.is(2));
+    });
+  };
+  expect_refused({part({2, 3}, 1), part({2, 3}, 1)});
+  expect_refused({{{{"w", {2, 6}}}}});
+  for (const auto& stages : {std::vector<Stage>{part({2, 2}, 1), part({2, 3}, 1)},
+                             std::vector<Stage>{part({1, 5}, 0), part({1, 5}, 0)},
+                             std::vector<Stage>{{{{"w", {2, 5}}}}}}) {
+    on_stages(stages, 2, [&](StageRun& run) {
+      run.optimizer->load_checkpoint(folder);
+      EXPECT_TRUE(run.is(1));
+    });
+  }
+}
+
+// Rows and columns of Adafactor's second moment belong to the part that they were made for.
+TEST(MeshErrorsTest, StateThatIsNeverCutLoadsWithTheSameParts) {
+  const std::string folder = fresh_folder("uncut") + "/a";
+  const auto on_parts = [&](int parts, const std::function<void(ZeroOptimizer&)>& body) {
+    RunOptions memory;
+    memory.transport = Transport::kMemory;
+    run_ranks(
+        parts,
+        [&](const Group& world) {
+          const Mesh mesh(world, {{"tp", parts}});
+          torch::nn::Module module;
+          const at::Tensor w = module.register_parameter("w", at::ones({8 / parts, 6}));
+          ZeroOptimizer optimizer(
+              module, std::make_unique<Adafactor>(std::vector<at::Tensor>{w}), mesh.group({}),
+              ZeroOptions().mesh_group(world).tensor_parts(
+                  {world, [](const std::string&) { return std::optional<int64_t>(0); }}));
+          optimizer.backward((w * w).sum());
+          optimizer.step();
+          body(optimizer);
+        },
+        memory);
+  };
+  on_parts(2, [&](ZeroOptimizer& optimizer) { optimizer.save_checkpoint(folder); });
+  on_parts(2, [&](ZeroOptimizer& optimizer) { optimizer.load_checkpoint(folder); });
+  on_parts(1, [&](ZeroOptimizer& optimizer) {
+    expect_words(error_of([&] { optimizer.load_checkpoint(folder); }),
+                 {"parameter w", "col_var", "got another cut", "tensor parallelism of the save"});
+  });
+}
+
+TEST(MeshErrorsTest, PartsAreOverRanksOfTheMesh) {
+  RunOptions memory;
+  memory.transport = Transport::kMemory;
+  run_ranks(
+      2,
+      [&](const Group& world) {
+        const Mesh mesh(world, {{"tp", 2}});
+        torch::nn::Module module;
+        const at::Tensor w = module.register_parameter("w", at::ones({3}));
+        const auto make = [&](const TensorParts& parts) {
+          ZeroOptimizer(module,
+                        std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{w},
+                                                            torch::optim::SGDOptions(0.1)),
+                        mesh.group({}), ZeroOptions().tensor_parts(parts));
+        };
+        expect_words(error_of([&] {
+                       make({world, [](const std::string&) { return std::optional<int64_t>(0); }});
+                     }),
+                     {"tensor_parts()", "mesh_group()"});
+        expect_words(error_of([&] {
+                       make({mesh.group({}), nullptr});
+                     }),
+                     {"tensor_parts()", "got none"});
+      },
+      memory);
 }
 
 // Parameters of two stages with other learning rates cannot share a group.

@@ -96,15 +96,62 @@ TEST(MeshTensorsTest, OneNameForDifferentTensorsIsRefused) {
   expect_refused(other, frozen, {"frozen parameter w", "same values", "rank 1 than on rank 0"});
 }
 
+HeldTensor part(int64_t holder, int64_t number, int64_t parts, std::vector<int64_t> shape) {
+  HeldTensor t = held("w", holder, 0);
+  t.about.shape = std::move(shape);
+  t.about.strides = {t.about.shape[1], 1};
+  t.part = number;
+  t.parts = parts;
+  t.dimension = 1;
+  return t;
+}
+
+TEST(MeshTensorsTest, PartsFollowEachOtherInTheWhole) {
+  // Ranks 0 and 1 hold the parts, and ranks 2 and 3 copies of them.
+  std::vector<HeldTensors> all(4);
+  for (int64_t r = 0; r < 4; ++r) {
+    all[r] = {{part(r, r % 2, 2, {2, r % 2 == 0 ? 4 : 3})}, {}, {}, kOptions};
+    all[r].parameters[0].copies = 2;
+  }
+  const MeshTensors mesh(all, {{"w", 1}});
+  ASSERT_EQ(mesh.parameters().size(), 2u);
+  EXPECT_EQ(stored_name(mesh.parameters()[0]), "w{1:0:4}");
+  EXPECT_EQ(stored_name(mesh.parameters()[1]), "w{1:4:7}");
+  EXPECT_EQ(mesh.own("w").whole, (std::vector<int64_t>{2, 7}));
+  EXPECT_EQ(mesh.own("w").from, 4);
+  EXPECT_TRUE(mesh.stores("w", 1));
+  EXPECT_FALSE(mesh.stores("w", 0));
+  EXPECT_FALSE(mesh.stores("w", 3));
+}
+
+TEST(MeshTensorsTest, PartsThatDoNotMakeUpAWholeAreRefused) {
+  const HeldTensors a{{part(0, 0, 2, {2, 4})}, {}, {}, kOptions};
+  expect_refused(a, {{part(1, 1, 2, {3, 4})}, {}, {}, kOptions},
+                 {"parameter w", "differ along dimension 1", "[2, 4]", "[3, 4]", "tensor_parts()"});
+  expect_refused(a, {{part(1, 1, 3, {2, 4})}, {}, {}, kOptions},
+                 {"one of 2 parts along dimension 1 on rank 0", "one of 3 parts"});
+  expect_refused(a, {{held("w", 1, 0)}, {}, {}, kOptions}, {"a whole tensor on rank 1"});
+  expect_refused({{held("w", 0, 0)}, {}, {}, kOptions}, {{part(1, 0, 2, {2, 4})}, {}, {}, kOptions},
+                 {"a whole tensor on rank 0", "one of 2 parts"});
+  expect_refused(a, {{part(1, 0, 2, {2, 4})}, {}, {}, kOptions},
+                 {"all of its 2 parts", "with number 1"});
+}
+
 TEST(MeshTensorsTest, TextBringsEverythingBack) {
   HeldTensors h{{held("a", 3, 5, 1, 2)}, {held("f", 3, 0)}, {held("m", 3, 1)}, kOptions};
   h.frozen[0].hash = 0xfedcba9876543210u;
+  h.parameters[0].part = 2;
+  h.parameters[0].parts = 4;
+  h.parameters[0].dimension = 1;
   const HeldTensors back = parse_held(held_text(h), "text");
   EXPECT_EQ(held_text(back), held_text(h));
   EXPECT_EQ(back.parameters[0].about.name, "a");
   EXPECT_EQ(back.parameters[0].index, 5);
   EXPECT_EQ(back.parameters[0].holder, 3);
   EXPECT_EQ(back.parameters[0].copies, 2);
+  EXPECT_EQ(back.parameters[0].part, 2);
+  EXPECT_EQ(back.parameters[0].parts, 4);
+  EXPECT_EQ(back.parameters[0].dimension, 1);
   EXPECT_EQ(back.frozen[0].hash, 0xfedcba9876543210u);
   EXPECT_EQ(back.groups, kOptions);
 }

@@ -114,15 +114,16 @@ MeshRun::MeshRun(const MeshShape& shape, const Group& world, double factor)
   const int stage = mesh_.coordinate("pp");
   if (stage == 0 || stage == shape.stages - 1) hold("embedding", {5, 7}, kShared);
   for (int layer = cuts[stage]; layer < cuts[stage + 1]; ++layer) hold_layer(layer);
-  hold_others("common", 3);
+  hold_others("common", 0);
   make_optimizer();
 }
 
 void MeshRun::hold(const std::string& name, std::vector<int64_t> whole, int64_t kind,
-                   int64_t dimension) {
-  Held held{name, {}, kind, 0, std::move(whole), dimension};
-  const at::Tensor value = exact_values(name, held.whole, 1) * factor_;
-  held.tensor = part(value, held).clone(at::MemoryFormat::Preserve);
+                   int64_t dimension, bool transposed) {
+  Held held{name, {}, kind, 0, std::move(whole), dimension, transposed};
+  const at::Tensor value = part(exact_values(name, held.whole, 1) * factor_, held);
+  held.tensor = transposed ? value.t().clone(at::MemoryFormat::Contiguous).t()
+                           : value.clone(at::MemoryFormat::Contiguous);
   std::string registered = name;
   std::replace(registered.begin(), registered.end(), '.', '_');
   held.name = registered;
@@ -133,7 +134,7 @@ void MeshRun::hold(const std::string& name, std::vector<int64_t> whole, int64_t 
 
 void MeshRun::hold_layer(int layer) {
   const std::string prefix = "layer" + std::to_string(layer) + ".";
-  hold(prefix + "weight", {8, 12}, kMatrices, layer % 2);
+  hold(prefix + "weight", {8, 12}, kMatrices, layer % 2, layer >= 2);
   hold(prefix + "bias", {13}, kBiases);
   hold(prefix + "unused", {6}, kBiases);
   const int each = kExperts / shape_.experts;
@@ -141,14 +142,20 @@ void MeshRun::hold_layer(int layer) {
     const int number = mesh_.coordinate("ep") * each + e;
     hold(prefix + "expert" + std::to_string(number), {3, 11}, kExpertWeights);
   }
-  hold_others("layer" + std::to_string(layer), 4);
+  hold_others("layer" + std::to_string(layer), -1);
 }
 
-void MeshRun::hold_others(const std::string& name, int64_t size) {
-  const std::vector<int64_t> shape{size};
-  module.register_parameter(name + "_frozen", exact_values(name + "f", shape, 1) * factor_,
-                            /*requires_grad=*/false);
-  module.register_buffer(name + "_buffer", exact_values(name + "b", shape, 1) * factor_);
+void MeshRun::hold_others(const std::string& name, int64_t dimension) {
+  for (const bool frozen : {false, true}) {
+    Held held{name + (frozen ? "_frozen" : "_buffer"), {}, 0, 0, {9, 2}, dimension};
+    held.tensor = part(exact_values(held.name, held.whole, 1) * factor_, held).clone();
+    if (frozen) {
+      module.register_parameter(held.name, held.tensor, /*requires_grad=*/false);
+    } else {
+      module.register_buffer(held.name, held.tensor);
+    }
+    others_.push_back(std::move(held));
+  }
 }
 
 at::Tensor MeshRun::part(const at::Tensor& whole, const Held& held) const {
@@ -158,7 +165,11 @@ at::Tensor MeshRun::part(const at::Tensor& whole, const Held& held) const {
 
 at::Tensor MeshRun::places(const Held& held) const {
   const at::Tensor all = at::arange(elements(held.whole), at::TensorOptions().dtype(at::kLong));
-  return part(all.view(held.whole), held).contiguous().view({-1});
+  return in_memory_order(part(all.view(held.whole), held), held);
+}
+
+at::Tensor MeshRun::in_memory_order(const at::Tensor& part, const Held& held) {
+  return (held.transposed ? part.t() : part).contiguous().view({-1});
 }
 
 void MeshRun::make_optimizer() {
@@ -168,6 +179,15 @@ void MeshRun::make_optimizer() {
                             .bucket_bytes(shape_.bucket_bytes)
                             .mesh_group(mesh_.all())
                             .loss_scaler(LossScalerOptions().initial_scale(256).growth_interval(2));
+  options.tensor_parts({mesh_.group({"tp"}), [this](const std::string& name) {
+                          std::optional<int64_t> dimension;
+                          for (const auto* list : {&held_, &others_}) {
+                            for (const Held& h : *list) {
+                              if (h.name == name && h.dimension >= 0) dimension = h.dimension;
+                            }
+                          }
+                          return dimension;
+                        }});
   for (int64_t kind = 0; kind < kKinds; ++kind) {
     std::vector<at::Tensor> members;
     for (Held& h : held_) {
@@ -259,20 +279,15 @@ void MeshRun::add_to(WholeState& state) {
     }
   }
   for (const Held& h : held_) {
-    state.add("working/" + h.name, h.whole, places(h), h.tensor.detach().contiguous().view({-1}));
+    state.add("working/" + h.name, h.whole, places(h), in_memory_order(h.tensor.detach(), h));
     const auto& options = optimizer->param_groups()[h.group].options();
     for (const auto& [name, value] : stored_option_values(options)) {
       state.add_number("option/" + h.name + "/" + name, value);
     }
   }
-  const auto add_whole = [&](const std::string& name, const at::Tensor& t) {
-    state.add("whole/" + name, {t.numel()},
-              at::arange(t.numel(), at::TensorOptions().dtype(at::kLong)), t.detach());
-  };
-  for (const auto& item : module.named_parameters()) {
-    if (!item.value().requires_grad()) add_whole(item.key(), item.value());
+  for (const Held& h : others_) {
+    state.add("whole/" + h.name, h.whole, places(h), h.tensor.contiguous().view({-1}));
   }
-  for (const auto& item : module.named_buffers()) add_whole(item.key(), item.value());
   state.add_number("scale", optimizer->loss_scale());
   state.add_number("steps", static_cast<double>(optimizer->stats().steps));
   state.add_number("skipped", static_cast<double>(optimizer->stats().skipped_steps));

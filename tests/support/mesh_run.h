@@ -79,15 +79,17 @@ class MeshRun {
     int64_t group = 0;           // the optimizer's
     std::vector<int64_t> whole;  // shape of all parts together
     int64_t dimension = -1;      // along which it is cut
+    bool transposed = false;     // its first dimension is the fastest in memory
   };
 
   void hold(const std::string& name, std::vector<int64_t> whole, int64_t kind,
-            int64_t dimension = -1);
+            int64_t dimension = -1, bool transposed = false);
   void hold_layer(int layer);
-  void hold_others(const std::string& name, int64_t size);
+  void hold_others(const std::string& name, int64_t dimension);
   at::Tensor part(const at::Tensor& whole, const Held& held) const;
   // The number in the whole of each element, in the memory order of the part.
   at::Tensor places(const Held& held) const;
+  static at::Tensor in_memory_order(const at::Tensor& part, const Held& held);
   void make_optimizer();
   GroupPlacement placement(int64_t kind) const;
   std::unique_ptr<torch::optim::OptimizerOptions> group_options(int64_t kind) const;
@@ -95,7 +97,8 @@ class MeshRun {
   const MeshShape shape_;
   const Mesh mesh_;
   const double factor_;
-  std::vector<Held> held_;
+  std::vector<Held> held_;    // managed
+  std::vector<Held> others_;  // frozen parameters and buffers
 };
 
 }  // namespace zero

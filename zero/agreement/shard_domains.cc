@@ -44,6 +44,11 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
                           int64_t parameter_groups) {
   ShardDomains domains{group, options.mesh_group().value_or(group), {}, {}, {}, true};
   check_within_mesh(group, domains.mesh, "optimizer");
+  if (const auto& parts = options.tensor_parts()) {
+    check_within_mesh(parts->group, domains.mesh, "tensor_parts()");
+    TORCH_CHECK(parts->dimension != nullptr,
+                "tensor_parts(): expected a function that returns dimensions, got none");
+  }
   for (const auto& [index, placement] : options.placements()) {
     TORCH_CHECK(0 <= index && index < parameter_groups, "placement of parameter group ", index,
                 ": expected one of the ", parameter_groups, " groups of the inner optimizer");

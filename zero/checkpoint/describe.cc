@@ -16,7 +16,15 @@ namespace {
 
 std::vector<CheckpointTensor> tensors_of(const std::vector<ManifestParameter>& list) {
   std::vector<CheckpointTensor> result;
-  for (const ManifestParameter& p : list) result.push_back({p.name, p.shape, p.dtype, p.group});
+  std::map<std::string, size_t> known;
+  for (const ManifestParameter& p : list) {
+    const auto [at, added] = known.emplace(p.name, result.size());
+    if (added) {
+      result.push_back({p.name, whole_shape(p), p.dtype, p.group});
+    } else {
+      ++result[at->second].parts;
+    }
+  }
   return result;
 }
 

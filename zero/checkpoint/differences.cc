@@ -57,11 +57,15 @@ class Comparison {
     if (model.kind != stored.kind) return different("kind", stored.kind, model.kind, false);
     const ManifestParameter& a = stored.about;
     const ManifestParameter& b = model.about;
-    if (a.shape != b.shape) {
-      return different("shape", c10::IntArrayRef(a.shape), c10::IntArrayRef(b.shape), false);
+    if (whole_shape(a) != whole_shape(b)) {
+      return different("shape", c10::IntArrayRef(whole_shape(a)), c10::IntArrayRef(whole_shape(b)),
+                       false);
     }
     bool usable = true;
-    if (a.strides != b.strides && numel(a) > 1) {
+    const bool parts = is_part(a) || is_part(b);
+    const bool same_order =
+        parts ? memory_order(a) == memory_order(b) : a.strides == b.strides || numel(a) <= 1;
+    if (!same_order) {
       usable = different("memory order (strides)", c10::IntArrayRef(a.strides),
                          c10::IntArrayRef(b.strides), false);
     }
@@ -144,7 +148,13 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
   Comparison comparison(numbered_groups);
   std::map<std::string, Entry> stored;
   for (Entry& entry : entries(manifest)) stored.emplace(entry.about.name, std::move(entry));
-  for (const Entry& model : entries(table)) {
+  for (Entry& model : entries(table)) {
+    if (mesh != nullptr) {
+      const ManifestParameter& own = mesh->own(model.about.name);
+      model.about.whole = own.whole;
+      model.about.dimension = own.dimension;
+      model.about.from = own.from;
+    }
     const auto found = stored.find(model.about.name);
     if (found == stored.end()) {
       comparison.lines.push_back(model.kind + " " + model.about.name +
@@ -174,12 +184,20 @@ void find_missing_state(const Manifest& manifest, const ParameterTable& table,
   for (const ManifestFile& file : manifest.files) {
     for (const ManifestTensor& t : file.tensors) kinds[t.owner].insert(t.kind);
   }
+  std::map<std::string, std::vector<const std::set<std::string>*>> parts;  // by name
+  for (const ManifestParameter& p : manifest.parameters) {
+    parts[p.name].push_back(&kinds[stored_name(p)]);
+  }
   for (const Parameter& p : table.parameters()) {
-    const std::set<std::string>& stored = kinds[p.name];
+    const auto& stored = parts[p.name];
     // A parameter that was never used has no state.
-    if (stored.size() <= stored.count("master")) continue;
+    const auto is_unused = [](const std::set<std::string>* part) {
+      return part->size() <= part->count("master");
+    };
+    if (std::all_of(stored.begin(), stored.end(), is_unused)) continue;
     for (const std::string& kind : required_state(inner, p.group)) {
-      if (stored.count(kind) != 0) continue;
+      const auto has_it = [&](const std::set<std::string>* part) { return part->count(kind) != 0; };
+      if (std::all_of(stored.begin(), stored.end(), has_it)) continue;
       differences.lines.push_back("parameter " + p.name + ": state " + kind +
                                   " missing in the checkpoint");
       differences.without_state.insert(p.name);

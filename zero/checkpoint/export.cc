@@ -22,28 +22,50 @@ namespace {
 
 // The source of one exported tensor.
 struct Source {
-  const ManifestParameter* about = nullptr;
-  const char* kind = "";  // of read_whole(); "master" for parameters
+  std::vector<const ManifestParameter*> parts;  // one if it is stored whole
+  const char* kind = "";                        // of read_whole(); "master" for parameters
   c10::ScalarType dtype = c10::ScalarType::Float;
 };
 
 std::map<std::string, Source> sources(const Manifest& manifest,
                                       std::optional<c10::ScalarType> dtype) {
   std::map<std::string, Source> result;
-  for (const auto& p : manifest.parameters)
-    result[p.name] = {&p, "master", dtype.value_or(p.dtype)};
+  const auto add = [&](const ManifestParameter& p, const char* kind, c10::ScalarType as) {
+    Source& source = result[p.name];
+    source.parts.push_back(&p);
+    source.kind = kind;
+    source.dtype = as;
+  };
+  for (const auto& p : manifest.parameters) add(p, "master", dtype.value_or(p.dtype));
   for (const auto& p : manifest.frozen) {
     const bool converts = dtype && c10::isFloatingType(p.dtype);
-    result[p.name] = {&p, "frozen", converts ? *dtype : p.dtype};
+    add(p, "frozen", converts ? *dtype : p.dtype);
   }
-  for (const auto& p : manifest.buffers) result[p.name] = {&p, "buffer", p.dtype};
+  for (const auto& p : manifest.buffers) add(p, "buffer", p.dtype);
   return result;
 }
 
-at::Tensor read(CheckpointReader& reader, const Source& source) {
-  const ManifestParameter& about = *source.about;
-  if (std::string(source.kind) != "master") return reader.read_whole(about, source.kind);
+at::Tensor read_part(CheckpointReader& reader, const ManifestParameter& about, const char* kind) {
+  if (std::string(kind) != "master") return reader.read_whole(about, kind);
   return reader.read_all(about, "master").as_strided(about.shape, about.strides);
+}
+
+at::Tensor read(CheckpointReader& reader, const Source& source) {
+  const ManifestParameter& first = *source.parts.front();
+  if (!is_part(first)) return read_part(reader, first, source.kind);
+  at::Tensor whole;
+  int64_t elements = 0;
+  for (const ManifestParameter* about : source.parts) {
+    const at::Tensor part = read_part(reader, *about, source.kind);
+    if (!whole.defined()) whole = at::empty(first.whole, part.options());
+    TORCH_CHECK(about->whole == first.whole && part.scalar_type() == whole.scalar_type(),
+                "parameter ", first.name, ": expected parts of one tensor, got others");
+    whole.narrow(about->dimension, about->from, about->shape[about->dimension]).copy_(part);
+    elements += part.numel();
+  }
+  TORCH_CHECK(elements == whole.numel(), "parameter ", first.name, ": expected parts of ",
+              whole.numel(), " elements together, got ", elements);
+  return whole;
 }
 
 // Compares a file with what a module expects of it.
@@ -99,7 +121,7 @@ void export_model(const std::string& folder, const std::string& path,
   const auto all = sources(reader.manifest(), dtype);
   std::vector<StoredTensor> tensors;
   for (const auto& [name, source] : all) {
-    tensors.push_back({name, source.dtype, source.about->shape, 0, 0});
+    tensors.push_back({name, source.dtype, whole_shape(*source.parts.front()), 0, 0});
   }
   const std::string saving = saving_path(path);
   unlink(saving.c_str());  // a dead export's

@@ -4,9 +4,11 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/hashed_file.h"
@@ -59,6 +61,14 @@ int64_t version_of(const json& root) {
   return static_cast<int64_t>(number);
 }
 
+// Earlier libraries read what they can.
+int64_t needed_version(const Manifest& manifest) {
+  for (const auto* list : {&manifest.parameters, &manifest.frozen, &manifest.buffers}) {
+    if (std::any_of(list->begin(), list->end(), is_part)) return 2;
+  }
+  return 1;
+}
+
 void check_length(uint64_t bytes, const std::string& path) {
   TORCH_CHECK(bytes > checksum_line(0).size(), path, ": expected a checkpoint's manifest, got ",
               bytes, " bytes; the file was truncated");
@@ -78,6 +88,36 @@ int64_t numel(const ManifestParameter& parameter) {
   int64_t result = 1;
   for (const int64_t size : parameter.shape) result *= size;
   return result;
+}
+
+const std::vector<int64_t>& whole_shape(const ManifestParameter& parameter) {
+  return is_part(parameter) ? parameter.whole : parameter.shape;
+}
+
+std::string stored_name(const ManifestParameter& parameter) {
+  if (!is_part(parameter)) return parameter.name;
+  const int64_t end = parameter.from + parameter.shape[parameter.dimension];
+  return parameter.name + "{" + std::to_string(parameter.dimension) + ":" +
+         std::to_string(parameter.from) + ":" + std::to_string(end) + "}";
+}
+
+std::vector<size_t> memory_order(const ManifestParameter& parameter) {
+  std::vector<size_t> order(parameter.shape.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (parameter.strides.empty()) return order;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return parameter.strides[a] > parameter.strides[b]; });
+  return order;
+}
+
+TensorBox box_of(const ManifestParameter& parameter) {
+  TensorBox box;
+  for (const size_t d : memory_order(parameter)) {
+    const bool cut = is_part(parameter) && d == static_cast<size_t>(parameter.dimension);
+    box.from.push_back(cut ? parameter.from : 0);
+    box.sizes.push_back(parameter.shape[d]);
+  }
+  return box;
 }
 
 bool is_value(const std::string& kind) {
@@ -106,7 +146,7 @@ std::string manifest_text(const Manifest& manifest) {
               "; put many values into one text");
   TORCH_CHECK(manifest.groups.size() <= kEntriesLimit, "checkpoint: expected at most ",
               kEntriesLimit, " parameter groups, got ", manifest.groups.size());
-  ordered_json root = {{"format", kFormat}, {"version", kCheckpointVersion}};
+  ordered_json root = {{"format", kFormat}, {"version", needed_version(manifest)}};
   write_fields(manifest, root);
   std::string text = dump(root);
   TORCH_CHECK(text.size() < kManifestLimit, "checkpoint: expected a manifest of less than ",

@@ -8,8 +8,8 @@
 // It is JSON. Its last line holds the XXH3 of all bytes before, so that a
 // changed or missing byte anywhere in it is noticed.
 //
-// Versions. The field "version" is that of the format. A library of version N writes N and reads
-// every version from 1 to N; it refuses a later one and names the library to use.
+// Versions. The field "version" is that of the format. A library of version N writes at most N and
+// reads every version from 1 to N; it refuses a later one and names the library to use.
 // manifest_fields.cc has the table of all fields, each with the version that introduced it:
 //   required   every manifest of that version or a later one has it, or is refused by the field's
 //              name. A manifest of an earlier version gets the member's initial value.
@@ -32,11 +32,14 @@
 #include <utility>
 #include <vector>
 
+#include "bookkeeping/part_runs.h"
+
 namespace zero {
 
 inline constexpr char kManifestName[] = "manifest.json";
-// See "Versions" above: what is written, and the oldest that is read.
-inline constexpr int64_t kCheckpointVersion = 1;
+// See "Versions" above: the last, and the oldest that is read. What is written has the version that
+// it needs: 2 with parts of tensors, else 1.
+inline constexpr int64_t kCheckpointVersion = 2;
 inline constexpr int64_t kOldestCheckpointVersion = 1;
 
 // No parameter or buffer of a module has a name that begins with a dot.
@@ -84,9 +87,22 @@ struct ManifestParameter {
   std::vector<int64_t> strides;  // of the memory order; empty for frozen ones and buffers
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t group = 0;
+  // Of a tensor-parallel part, since version 2: the shape of the whole, in which this part begins
+  // at index `from` of dimension `dimension`. Parts of one tensor have one name. Empty: no part.
+  std::vector<int64_t> whole = {};
+  int64_t dimension = 0;
+  int64_t from = 0;
 };
 
 int64_t numel(const ManifestParameter& parameter);
+inline bool is_part(const ManifestParameter& parameter) { return !parameter.whole.empty(); }
+const std::vector<int64_t>& whole_shape(const ManifestParameter& parameter);
+// The `owner` of its tensors: the name, and of a part "<name>{<dimension>:<from>:<end>}".
+std::string stored_name(const ManifestParameter& parameter);
+// The dimensions, the slowest in memory first; those of frozen ones and buffers are row-major.
+std::vector<size_t> memory_order(const ManifestParameter& parameter);
+// In memory order.
+TensorBox box_of(const ManifestParameter& parameter);
 
 // The options of parameter groups, by name.
 using OptionGroups = std::vector<std::vector<std::pair<std::string, double>>>;

@@ -190,13 +190,27 @@ void check_file(const ManifestFile& file) {
               "expected a plain file name, got \"", printable(name), "\"");
 }
 
+void check_part(const ManifestParameter& p) {
+  if (!is_part(p)) return;
+  bool fits = p.whole.size() == p.shape.size() &&
+              p.dimension < static_cast<int64_t>(p.shape.size()) &&
+              p.from <= p.whole[p.dimension] - p.shape[p.dimension];
+  for (size_t d = 0; fits && d < p.shape.size(); ++d) {
+    fits = d == static_cast<size_t>(p.dimension) || p.shape[d] == p.whole[d];
+  }
+  TORCH_CHECK(fits, "parameter ", p.name, ": expected a part of a tensor of shape ",
+              c10::IntArrayRef(p.whole), " cut along dimension ", p.dimension, ", got shape ",
+              c10::IntArrayRef(p.shape), " from ", p.from);
+}
+
 // That a tensor of this shape exists, and that its elements lie within as many
 // elements of memory: what is read is seen through these strides.
 void check_geometry(const ManifestParameter& p) {
+  check_part(p);
   // As wide as any dtype, so that bytes can be counted in 63 bits.
   int64_t bytes = 16;
   bool fits = true;
-  for (const int64_t size : p.shape) {
+  for (const int64_t size : whole_shape(p)) {
     fits = fits && !__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
   }
   TORCH_CHECK(fits, "parameter ", p.name, ": expected a shape whose bytes fit 63 bits, got ",
@@ -244,6 +258,7 @@ const JsonFields<ManifestFile>& file_fields() {
 }
 
 const JsonFields<ManifestParameter>& parameter_fields() {
+  using Field = JsonField<ManifestParameter>;
   static const JsonFields<ManifestParameter> fields(
       "a parameter",
       {
@@ -252,6 +267,9 @@ const JsonFields<ManifestParameter>& parameter_fields() {
           {"strides", &ManifestParameter::strides, wholes(), kRequired, 1},
           {"dtype", &ManifestParameter::dtype, dtype(), kRequired, 1},
           {"group", &ManifestParameter::group, whole(), kRequired, 1},
+          Field("whole", &ManifestParameter::whole, wholes(), kOptional, 2).where(is_part),
+          Field("dimension", &ManifestParameter::dimension, whole(), kOptional, 2).where(is_part),
+          Field("from", &ManifestParameter::from, whole(), kOptional, 2).where(is_part),
       },
       check_geometry);
   return fields;
@@ -322,6 +340,9 @@ const JsonFields<HeldTensor>& held_tensor_fields() {
           {"holder", &HeldTensor::holder, whole(), kRequired, 1},
           {"copies", &HeldTensor::copies, whole(), kRequired, 1},
           {"xxh3", &HeldTensor::hash, hash(), kRequired, 1},
+          {"part", &HeldTensor::part, whole(), kRequired, 1},
+          {"parts", &HeldTensor::parts, whole(), kRequired, 1},
+          {"dimension", &HeldTensor::dimension, whole(), kRequired, 1},
       },
       /*check=*/nullptr);
   return fields;

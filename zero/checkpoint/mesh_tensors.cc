@@ -21,7 +21,7 @@ bool same_options(const OptionGroups::value_type& a, const OptionGroups::value_t
   });
 }
 
-// The tensors of one name, of the lowest holder first.
+// The tensors of one name or one part of it, of the lowest holder first.
 class Namesakes {
  public:
   Namesakes(std::string kind, std::vector<const HeldTensor*> sets)
@@ -74,9 +74,47 @@ class Namesakes {
   const std::vector<const HeldTensor*> sets_;
 };
 
+constexpr char kPartsRemedy[] = "; tensor_parts() says on each rank how a tensor is cut";
+
+std::string cut_text(const HeldTensor& t) {
+  if (t.parts == 1) return "a whole tensor";
+  return "one of " + std::to_string(t.parts) + " parts along dimension " +
+         std::to_string(t.dimension);
+}
+
+// The sets that hold each part. Throws unless they make up one whole.
+std::vector<std::vector<const HeldTensor*>> by_part(const std::string& kind,
+                                                    const std::vector<const HeldTensor*>& sets) {
+  const HeldTensor& first = *sets.front();
+  const std::string name = "checkpoint: " + kind + " " + first.about.name;
+  std::vector<std::vector<const HeldTensor*>> parts(first.parts);
+  for (const HeldTensor* t : sets) {
+    TORCH_CHECK(cut_text(*t) == cut_text(first), name,
+                ": expected one cut on all ranks that hold it, got ", cut_text(first), " on rank ",
+                first.holder, " and ", cut_text(*t), " on rank ", t->holder, kPartsRemedy);
+    parts[t->part].push_back(t);
+  }
+  for (size_t p = 0; p < parts.size(); ++p) {
+    TORCH_CHECK(!parts[p].empty(), name, ": expected all of its ", first.parts, " parts, got none ",
+                "with number ", p, kPartsRemedy);
+    if (first.parts == 1) continue;
+    ManifestParameter part = parts[p].front()->about;
+    part.shape[first.dimension] = first.about.shape[first.dimension];
+    TORCH_CHECK(part.shape == first.about.shape && part.dtype == first.about.dtype &&
+                    memory_order(parts[p].front()->about) == memory_order(first.about),
+                name, ": expected parts that differ along dimension ", first.dimension,
+                " alone, got ", c10::IntArrayRef(first.about.shape), " of ", first.about.dtype,
+                " on rank ", first.holder, " and ", c10::IntArrayRef(parts[p].front()->about.shape),
+                " of ", part.dtype, " on rank ", parts[p].front()->holder,
+                ", or another memory order", kPartsRemedy);
+  }
+  return parts;
+}
+
 }  // namespace
 
-MeshTensors::MeshTensors(std::vector<HeldTensors> held) {
+MeshTensors::MeshTensors(std::vector<HeldTensors> held, std::map<std::string, int64_t> own_parts)
+    : own_parts_(std::move(own_parts)) {
   number_groups(held);
   Held parameters, frozen, buffers;
   std::set<int64_t> holders;
@@ -128,11 +166,40 @@ void MeshTensors::add(const Held& all, const char* kind, std::vector<ManifestPar
                 ": expected a tensor of one kind on all ranks, got a ", other->second,
                 " on some and a ", kind, " on rank ", t->holder,
                 "; give different tensors different names");
-    Namesakes(kind, sets).check();
-    stored_by_[t->about.name] = t->holder;
-    into.push_back(t->about);
-    if (&into == &parameters_) into.back().group = group_numbers_.at({t->holder, t->about.group});
+    const std::vector<Sets> parts = by_part(kind, sets);
+    for (const Sets& part : parts) Namesakes(kind, part).check();
+    add_parts(parts, into);
   }
+}
+
+void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<ManifestParameter>& into) {
+  const HeldTensor& first = *parts.front().front();
+  std::vector<int64_t> whole;
+  if (parts.size() > 1) {
+    whole = first.about.shape;
+    int64_t& size = whole[first.dimension] = 0;
+    for (const Sets& part : parts) size += part.front()->about.shape[first.dimension];
+  }
+  int64_t from = 0;
+  for (const Sets& part : parts) {
+    const HeldTensor& t = *part.front();
+    ManifestParameter about = t.about;
+    if (&into == &parameters_) about.group = group_numbers_.at({t.holder, t.about.group});
+    if (parts.size() > 1) {
+      about.whole = whole;
+      about.dimension = t.dimension;
+      about.from = from;
+      from += t.about.shape[t.dimension];
+    }
+    stored_by_[stored_name(about)] = t.holder;
+    parts_[about.name].push_back(about);
+    into.push_back(std::move(about));
+  }
+}
+
+const ManifestParameter& MeshTensors::own(const std::string& name) const {
+  const auto number = own_parts_.find(name);
+  return parts_.at(name).at(number == own_parts_.end() ? 0 : number->second);
 }
 
 }  // namespace zero

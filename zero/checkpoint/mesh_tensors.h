@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The tensors of a model whose ranks hold different ones: experts, pipeline stages. Ranks describe
-// what they hold to each other, and every rank merges the descriptions into the same list, in which
-// each name is once. Sends nothing.
+// The tensors of a model whose ranks hold different ones: experts, pipeline stages, tensor-parallel
+// parts. Ranks describe what they hold to each other, and every rank merges the descriptions into
+// the same list, in which each name, or each part of a name, is once. Sends nothing.
 //
 // A set of ranks that share a parameter group, with their copies, is named by its first rank, the
 // holder. Several sets may hold one name, as a layer norm beside tensor-parallel matrices or an
@@ -29,6 +29,10 @@ struct HeldTensor {
   int64_t holder = 0;
   int64_t copies = 1;  // sets that hold a parameter; 0: another set counts it
   uint64_t hash = 0;   // of a frozen parameter's bytes
+  // Of a tensor-parallel part: its number, of how many, and the dimension along which they are cut.
+  int64_t part = 0;
+  int64_t parts = 1;
+  int64_t dimension = 0;
 };
 
 struct HeldTensors {
@@ -44,10 +48,13 @@ HeldTensors parse_held(const std::string& text, const std::string& origin);
 
 class MeshTensors {
  public:
-  // `held[r]` is from rank r. Throws c10::Error, the same on every rank: names that are held with
+  // `held[r]` is from rank r. `own_parts` has the numbers of this rank's parts by name; 0 for names
+  // that are not in it. Throws c10::Error, the same on every rank: names that are held with
   // different kinds, shapes or memory orders, names of which the placements say that they are
-  // different parameters, and frozen parameters of one name with different values.
-  explicit MeshTensors(std::vector<HeldTensors> held);
+  // different parameters, frozen parameters of one name with different values, and parts that do
+  // not make up a whole.
+  explicit MeshTensors(std::vector<HeldTensors> held,
+                       std::map<std::string, int64_t> own_parts = {});
 
   // All tensors, by holder and the set's order.
   const std::vector<ManifestParameter>& parameters() const { return parameters_; }
@@ -59,26 +66,31 @@ class MeshTensors {
   // How many sets there are.
   int64_t holders() const { return holders_; }
 
-  bool has(const std::string& name) const { return stored_by_.count(name) != 0; }
-  // Returns whether the ranks of the set with this holder store the tensor.
+  bool has(const std::string& name) const { return parts_.count(name) != 0; }
+  // What this rank holds of a tensor.
+  const ManifestParameter& own(const std::string& name) const;
+  // Returns whether the ranks of the set with this holder store this rank's part of the tensor.
   bool stores(const std::string& name, int64_t holder) const {
-    const auto found = stored_by_.find(name);
-    return found != stored_by_.end() && found->second == holder;
+    return has(name) && stored_by_.at(stored_name(own(name))) == holder;
   }
 
  private:
   using Held = std::vector<HeldTensor>;
+  using Sets = std::vector<const HeldTensor*>;
 
   void number_groups(std::vector<HeldTensors>& held);
   void add(const Held& all, const char* kind, std::vector<ManifestParameter>& into);
+  void add_parts(const std::vector<Sets>& parts, std::vector<ManifestParameter>& into);
 
   std::vector<ManifestParameter> parameters_;
   std::vector<ManifestParameter> frozen_;
   std::vector<ManifestParameter> buffers_;
   OptionGroups groups_;
   std::map<std::pair<int64_t, int64_t>, int64_t> group_numbers_;  // by holder and its group
-  std::map<std::string, int64_t> stored_by_;                      // holder, by name
-  std::map<std::string, const char*> kinds_;                      // by name
+  std::map<std::string, int64_t> stored_by_;                      // holder, by stored_name()
+  std::map<std::string, std::vector<ManifestParameter>> parts_;   // by name
+  const std::map<std::string, int64_t> own_parts_;
+  std::map<std::string, const char*> kinds_;  // by name
   int64_t holders_ = 0;
 };
 

@@ -229,20 +229,22 @@ c10::ScalarType CheckpointReader::dtype(const std::string& owner, const std::str
 at::Tensor CheckpointReader::read_all(const ManifestParameter& about, const std::string& kind) {
   const int64_t wanted = numel(about);
   int64_t there = 0;
-  for (const Place& place : places(about.name, kind)) {
+  const std::string name = stored_name(about);
+  for (const Place& place : places(name, kind)) {
     stored(place, at::kFloat, place.tensor->numel);
     there += place.tensor->numel;
   }
-  TORCH_CHECK(there == wanted, folder_, ": ", kind, " ", about.name, ": expected ", wanted,
+  TORCH_CHECK(there == wanted, folder_, ": ", kind, " ", name, ": expected ", wanted,
               " stored elements for its shape, got ", there);
   at::Tensor result = at::empty({wanted}, at::TensorOptions().dtype(at::kFloat));
-  read(kind, {{about.name, 0, wanted}}, {result});
+  read(kind, {{name, 0, wanted}}, {result});
   return result;
 }
 
 at::Tensor CheckpointReader::read_whole(const ManifestParameter& about, const std::string& kind) {
-  const auto& list = places(about.name, kind);
-  TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", about.name,
+  const std::string name = stored_name(about);
+  const auto& list = places(name, kind);
+  TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", name,
               ": expected one stored tensor, got ", list.size());
   stored(list[0], about.dtype, numel(about));
   at::Tensor result = at::empty(about.shape, at::TensorOptions().dtype(about.dtype));

@@ -57,7 +57,7 @@ class CheckpointReader {
   at::Tensor read_uncut(const std::string& owner, const std::string& kind);
   // The dtype of what read() reads of a parameter; `kind` must be stored for it.
   c10::ScalarType dtype(const std::string& owner, const std::string& kind);
-  // All elements of a parameter, fp32, 1-D in memory order.
+  // All elements of a parameter or of a part of one, fp32, 1-D in memory order.
   at::Tensor read_all(const ManifestParameter& about, const std::string& kind);
   // A frozen parameter or buffer, contiguous, with its own dtype.
   at::Tensor read_whole(const ManifestParameter& about, const std::string& kind);

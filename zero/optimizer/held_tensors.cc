@@ -27,9 +27,17 @@ uint64_t bytes_hash(const at::Tensor& tensor) {
   return content_hash(host.const_data_ptr(), host.nbytes());
 }
 
+void set_part(HeldTensor& held, const ZeroOptions& options) {
+  const OwnPart own = own_part(options, held.about.name, held.about.shape);
+  held.part = own.part;
+  held.parts = own.parts;
+  held.dimension = own.dimension;
+}
+
 // Of tensors that are not optimized, which all ranks of the home group hold.
 std::vector<HeldTensor> describe_whole(const std::vector<NamedTensor>& list,
-                                       const ShardDomains& domains, bool hashed) {
+                                       const ShardDomains& domains, const ZeroOptions& options,
+                                       bool hashed) {
   std::vector<HeldTensor> result;
   for (size_t i = 0; i < list.size(); ++i) {
     if (static_cast<int>(i % domains.home.world_size()) != domains.home.rank()) continue;
@@ -39,6 +47,7 @@ std::vector<HeldTensor> describe_whole(const std::vector<NamedTensor>& list,
                     holder_of(domains.home, domains.mesh),
                     /*copies=*/0};
     if (hashed) held.hash = bytes_hash(item.tensor);
+    set_part(held, options);
     result.push_back(std::move(held));
   }
   return result;
@@ -51,6 +60,28 @@ int64_t holder_of(const Group& group, const Group& mesh) {
   const auto first = std::find(ranks.begin(), ranks.end(), group.global_ranks().front());
   TORCH_INTERNAL_ASSERT(first != ranks.end(), "a group of the mesh");
   return first - ranks.begin();
+}
+
+OwnPart own_part(const ZeroOptions& options, const std::string& name, c10::IntArrayRef shape) {
+  const auto& cut = options.tensor_parts();
+  if (!cut || cut->group.world_size() == 1) return {};
+  const std::optional<int64_t> dimension = cut->dimension(name);
+  if (!dimension) return {};
+  const auto dimensions = static_cast<int64_t>(shape.size());
+  TORCH_CHECK(0 <= *dimension && *dimension < dimensions, "tensor_parts(): tensor ", name,
+              ": expected one of its ", dimensions, " dimensions, got ", *dimension);
+  return {cut->group.rank(), cut->group.world_size(), *dimension};
+}
+
+std::map<std::string, int64_t> own_parts(const ParameterTable& table, const ZeroOptions& options) {
+  std::map<std::string, int64_t> result;
+  const auto add = [&](const std::string& name, c10::IntArrayRef shape) {
+    if (const int64_t part = own_part(options, name, shape).part; part != 0) result[name] = part;
+  };
+  for (const Parameter& p : table.parameters()) add(p.name, p.sizes);
+  for (const NamedTensor& item : table.frozen()) add(item.name, item.tensor.sizes());
+  for (const NamedTensor& item : table.buffers()) add(item.name, item.tensor.sizes());
+  return result;
 }
 
 HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domains,
@@ -68,9 +99,10 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
                                static_cast<int64_t>(i),
                                holder_of(domain.group, domains.mesh),
                                copies_of(options, p.group)});
+    set_part(held.parameters.back(), options);
   }
-  held.frozen = describe_whole(table.frozen(), domains, /*hashed=*/true);
-  held.buffers = describe_whole(table.buffers(), domains, /*hashed=*/false);
+  held.frozen = describe_whole(table.frozen(), domains, options, /*hashed=*/true);
+  held.buffers = describe_whole(table.buffers(), domains, options, /*hashed=*/false);
   if (is_holder) {
     for (const auto& g : groups) held.groups.push_back(stored_option_values(g.options()));
   }

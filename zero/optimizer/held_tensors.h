@@ -8,6 +8,8 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "zero/agreement/shard_domains.h"
@@ -19,6 +21,17 @@ namespace zero {
 
 // The rank of the mesh that names the set of ranks which share `group`.
 int64_t holder_of(const Group& group, const Group& mesh);
+
+// The part that this rank holds of the tensor of this name and shape.
+struct OwnPart {
+  int64_t part = 0;
+  int64_t parts = 1;
+  int64_t dimension = 0;
+};
+// Throws c10::Error for a dimension that the tensor does not have.
+OwnPart own_part(const ZeroOptions& options, const std::string& name, c10::IntArrayRef shape);
+// The numbers of this rank's parts, by name.
+std::map<std::string, int64_t> own_parts(const ParameterTable& table, const ZeroOptions& options);
 
 // This rank's share of what its sets of ranks describe: of n ranks that share a parameter group,
 // rank r describes every n-th parameter. `groups` have the present options.

@@ -97,7 +97,8 @@ struct ZeroOptimizer::Impl {
   // Collective, where ranks hold different parameters. Returns what all of them hold, and null
   // where every rank holds the same.
   std::unique_ptr<MeshTensors> merge_tensors(const std::string& what, const ParamGroups& groups);
-  // Leaves to this rank's files what it stores. `bucket_of` is that of `own`.
+  // Leaves to this rank's files what it stores, under the names of its parts. `bucket_of` is that
+  // of `own`.
   void drop_what_others_store(const MeshTensors& mesh, FileToSave& own, FileToSave& whole,
                               std::vector<int64_t>& bucket_of) const;
   Manifest make_manifest(const SaveOptions& save, const ParamGroups& groups,

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <string>
@@ -20,6 +21,7 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/checkpoint/differences.h"
+#include "zero/checkpoint/part_reader.h"
 #include "zero/checkpoint/reader.h"
 #include "zero/inner/classes.h"
 #include "zero/inner/state.h"
@@ -69,30 +71,37 @@ void check_options(const Manifest& manifest, const std::string& folder) {
 
 class Staging {
  public:
+  // `mesh` is what all ranks hold; null where each holds the same.
   Staging(CheckpointReader& reader, const ParameterTable& table, ShardOptimizer& shards,
-          const CheckpointDifferences& differences)
-      : reader_(reader), table_(table), shards_(shards), differences_(differences) {}
+          const CheckpointDifferences& differences, const MeshTensors* mesh)
+      : reader_(reader), table_(table), shards_(shards), differences_(differences), mesh_(mesh) {}
 
   void read_segments(Staged& staged) {
     for (const SegmentTensors& s : shards_.segments()) {
-      const std::string& name = table_.parameters()[s.segment.parameter].name;
-      if (differences_.unusable.count(name) != 0) continue;
-      wanted_.push_back({name, s.segment.begin, s.segment.numel});
+      const Parameter& p = table_.parameters()[s.segment.parameter];
+      if (differences_.unusable.count(p.name) != 0) continue;
+      const ManifestParameter own =
+          mesh_ ? mesh_->own(p.name)
+                : ManifestParameter{p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group};
+      wanted_.push_back(reader_.find(own, s.segment.begin, s.segment.numel));
       staged.segments.push_back({&s, buffer(s.segment.numel, at::kFloat), nullptr, false});
     }
     std::vector<at::Tensor> masters;
     for (const StagedSegment& s : staged.segments) masters.push_back(s.master);
-    reader_.read("master", wanted_, masters);
+    std::vector<size_t> all(wanted_.size());
+    std::iota(all.begin(), all.end(), size_t{0});
+    reader_.read("master", wanted_of(all), masters);
     if (differences_.same_optimizer) read_states(staged);
   }
 
-  void read_whole(Staged& staged, const std::vector<NamedTensor>& present,
-                  const std::vector<ManifestParameter>& stored, const char* kind) {
-    std::map<std::string, const ManifestParameter*> by_name;
-    for (const ManifestParameter& p : stored) by_name[p.name] = &p;
+  void read_whole(Staged& staged, const std::vector<NamedTensor>& present, const char* kind) {
     for (const NamedTensor& item : present) {
       if (differences_.unusable.count(item.name) != 0) continue;
-      staged.whole.emplace_back(item.tensor, reader_.read_whole(*by_name.at(item.name), kind));
+      const at::Tensor& tensor = item.tensor;
+      const ManifestParameter own =
+          mesh_ ? mesh_->own(item.name)
+                : ManifestParameter{item.name, tensor.sizes().vec(), {}, tensor.scalar_type(), 0};
+      staged.whole.emplace_back(tensor, reader_.read_whole(own, kind));
     }
   }
 
@@ -101,11 +110,17 @@ class Staging {
     return at::empty({numel}, at::TensorOptions().dtype(dtype));
   }
 
+  std::vector<const HeldRange*> wanted_of(const std::vector<size_t>& segments) const {
+    std::vector<const HeldRange*> result;
+    for (const size_t i : segments) result.push_back(&wanted_[i]);
+    return result;
+  }
+
   void read_states(Staged& staged) {
     // By kind, because a parameter that was never used has none.
     std::map<std::string, std::vector<size_t>> segments_with;
     for (size_t i = 0; i < wanted_.size(); ++i) {
-      for (const std::string& kind : reader_.kinds(wanted_[i].owner)) {
+      for (const std::string& kind : reader_.kinds(wanted_[i].name)) {
         if (kind != "master") segments_with[kind].push_back(i);
       }
     }
@@ -122,7 +137,7 @@ class Staging {
     }
     for (size_t i = 0; i < wanted_.size(); ++i) {
       StagedSegment& s = staged.segments[i];
-      if (differences_.without_state.count(wanted_[i].owner) != 0) continue;
+      if (differences_.without_state.count(wanted_[i].name) != 0) continue;
       s.has_state = true;
       // Freed one after the other: some classes copy.
       const InnerState state = std::exchange(states[i], {});
@@ -133,13 +148,12 @@ class Staging {
 
   void read_tensors(const Staged& staged, const std::string& kind,
                     const std::vector<size_t>& segments, std::vector<InnerState>& states) {
-    std::vector<WantedRange> wanted;
     std::vector<at::Tensor> into;
     for (size_t i : segments) {
-      wanted.push_back(wanted_[i]);
-      into.push_back(buffer(wanted_[i].numel, reader_.dtype(wanted_[i].owner, kind)));
+      into.push_back(
+          buffer(staged.segments[i].target->segment.numel, reader_.dtype(wanted_[i].name, kind)));
     }
-    reader_.read(kind, wanted, into);
+    reader_.read(kind, wanted_of(segments), into);
     for (size_t n = 0; n < segments.size(); ++n) {
       const at::Tensor& master = staged.segments[segments[n]].target->master;
       states[segments[n]].tensors.emplace_back(kind,
@@ -151,7 +165,7 @@ class Staging {
                   const std::vector<size_t>& segments, std::vector<InnerState>& states) {
     for (const size_t i : segments) {
       const at::Device device = staged.segments[i].target->master.device();
-      const at::Tensor tensor = reader_.read_uncut(wanted_[i].owner, kind);
+      const at::Tensor tensor = reader_.read_uncut(kind, wanted_[i]);
       states[i].uncut.emplace_back(kind.substr(std::string(kUncutPrefix).size()),
                                    tensor.to(device));
     }
@@ -159,21 +173,20 @@ class Staging {
 
   void read_values(const std::string& kind, const std::vector<size_t>& segments,
                    std::vector<InnerState>& states) {
-    std::vector<WantedRange> wanted;
-    for (size_t i : segments) wanted.push_back(wanted_[i]);
-    const std::vector<at::Tensor> values = reader_.read_values(kind, wanted);
+    const std::vector<at::Tensor> values = reader_.read_values(kind, wanted_of(segments));
     for (size_t n = 0; n < segments.size(); ++n) {
       if (!values[n].defined()) continue;
-      check_step(wanted[n].owner, kind, values[n]);
+      check_step(wanted_[segments[n]].name, kind, values[n]);
       states[segments[n]].values.emplace_back(kind, values[n]);
     }
   }
 
-  CheckpointReader& reader_;
+  PartReader reader_;
   const ParameterTable& table_;
   ShardOptimizer& shards_;
   const CheckpointDifferences& differences_;
-  std::vector<WantedRange> wanted_;
+  const MeshTensors* const mesh_;
+  std::vector<HeldRange> wanted_;  // per staged segment
 };
 
 Staged stage(const std::string& folder, const LoadOptions& load, const ParameterTable& table,
@@ -197,10 +210,10 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
   staged.restores_options = load.restore_options() && differences.same_groups;
   staged.groups_from = differences.groups_from;
   differences.lines.insert(differences.lines.end(), notes.begin(), notes.end());
-  Staging staging(reader, table, shards, differences);
+  Staging staging(reader, table, shards, differences, mesh);
   staging.read_segments(staged);
-  staging.read_whole(staged, table.frozen(), reader.manifest().frozen, "frozen");
-  staging.read_whole(staged, table.buffers(), reader.manifest().buffers, "buffer");
+  staging.read_whole(staged, table.frozen(), "frozen");
+  staging.read_whole(staged, table.buffers(), "buffer");
   staged.states = read_states(reader, load, ranks.rank());
   // Together the ranks read every byte of every file, needed or not.
   for (size_t f = 0; f < reader.manifest().files.size(); ++f) {

@@ -84,6 +84,11 @@ FileToSave frozen_file(const ParameterTable& table, int rank) {
   return file;
 }
 
+void rename(TensorToSave& tensor, const std::string& owner) {
+  tensor.about.key = owner + tensor.about.key.substr(tensor.about.owner.size());
+  tensor.about.owner = owner;
+}
+
 // The domain of the parameter that a tensor of a rank's file is a piece of; null for others.
 std::map<std::string, const ShardDomain*> domains_by_name(const ParameterTable& table,
                                                           const ShardDomains& domains) {
@@ -145,7 +150,8 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save, const Param
 
 std::unique_ptr<MeshTensors> ZeroOptimizer::Impl::merge_tensors(const std::string& what,
                                                                 const ParamGroups& groups) {
-  if (domains.uniform) return nullptr;
+  const auto& parts = options.tensor_parts();
+  if (domains.uniform && (!parts || parts->group.world_size() == 1)) return nullptr;
   const auto texts = run_on_all_ranks(*comms->control, what, [&] {
     return held_text(describe_held(table, domains, options, groups));
   });
@@ -154,7 +160,7 @@ std::unique_ptr<MeshTensors> ZeroOptimizer::Impl::merge_tensors(const std::strin
     held.push_back(parse_held(texts[r], "tensors of rank " + std::to_string(r)));
   }
   try {
-    return std::make_unique<MeshTensors>(std::move(held));
+    return std::make_unique<MeshTensors>(std::move(held), own_parts(table, options));
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "rank ", comms->rank(), ": ", what, ": ", error_text(error));
   }
@@ -167,9 +173,10 @@ void ZeroOptimizer::Impl::drop_what_others_store(const MeshTensors& mesh, FileTo
   size_t kept = 0;
   for (size_t i = 0; i < own.tensors.size(); ++i) {
     const auto domain = by_name.find(own.tensors[i].about.owner);  // none: an included state
-    if (domain != by_name.end() &&
-        !mesh.stores(domain->first, holder_of(domain->second->group, domains.mesh))) {
-      continue;
+    if (domain != by_name.end()) {
+      const std::string& name = domain->first;
+      if (!mesh.stores(name, holder_of(domain->second->group, domains.mesh))) continue;
+      rename(own.tensors[i], stored_name(mesh.own(name)));
     }
     bucket_of[kept] = bucket_of[i];
     if (kept != i) own.tensors[kept] = std::move(own.tensors[i]);
@@ -181,6 +188,7 @@ void ZeroOptimizer::Impl::drop_what_others_store(const MeshTensors& mesh, FileTo
   std::erase_if(whole.tensors, [&](const TensorToSave& t) {
     return domains.home.rank() != 0 || !mesh.stores(t.about.owner, home);
   });
+  for (TensorToSave& t : whole.tensors) rename(t, stored_name(mesh.own(t.about.owner)));
 }
 
 ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& folder,

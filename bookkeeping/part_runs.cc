@@ -1,0 +1,103 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "bookkeeping/part_runs.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+namespace zero {
+namespace {
+
+// A row is all that follows the fastest dimension in which any box is cut, with that dimension: its
+// elements are consecutive in every box.
+class Rows {
+ public:
+  Rows(const TensorBox& wanted, c10::ArrayRef<TensorBox> stored) : cut_(0) {
+    for (const TensorBox& s : stored) {
+      TORCH_INTERNAL_ASSERT(s.sizes.size() == wanted.sizes.size(), "boxes of one tensor");
+      for (size_t d = 0; d < wanted.sizes.size(); ++d) {
+        if (s.sizes[d] != wanted.sizes[d] || s.from[d] != wanted.from[d]) cut_ = d;
+      }
+    }
+    for (size_t d = cut_ + 1; d < wanted.sizes.size(); ++d) inner_ *= wanted.sizes[d];
+  }
+
+  // The elements of one row of `box`, and the place of the first of them in a row of the whole.
+  int64_t length(const TensorBox& box) const {
+    return box.sizes.empty() ? 1 : box.sizes[cut_] * inner_;
+  }
+  int64_t place(const TensorBox& box) const {
+    return box.sizes.empty() ? 0 : box.from[cut_] * inner_;
+  }
+
+  // The row of `to` that is row `row` of `of`; -1 if it has none.
+  int64_t same_row(const TensorBox& of, int64_t row, const TensorBox& to) const {
+    int64_t result = 0;
+    int64_t factor = 1;
+    for (size_t d = cut_; d-- > 0;) {
+      const int64_t at = row % of.sizes[d] + of.from[d] - to.from[d];
+      row /= of.sizes[d];
+      if (at < 0 || at >= to.sizes[d]) return -1;
+      result += at * factor;
+      factor *= to.sizes[d];
+    }
+    return result;
+  }
+
+ private:
+  size_t cut_;
+  int64_t inner_ = 1;
+};
+
+struct PlacedRun {
+  int64_t at = 0;  // in the wanted part
+  PartRun run;
+};
+
+}  // namespace
+
+std::vector<PartRun> part_runs(const TensorBox& wanted, int64_t begin, int64_t numel,
+                               c10::ArrayRef<TensorBox> stored) {
+  std::vector<PartRun> result;
+  if (numel == 0) return result;
+  const Rows rows(wanted, stored);
+  const int64_t length = rows.length(wanted);
+  std::vector<PlacedRun> placed;
+  for (int64_t row = begin / length; row * length < begin + numel; ++row) {
+    const int64_t first = std::max(begin - row * length, int64_t{0});
+    const int64_t last = std::min(begin + numel - row * length, length);
+    for (size_t s = 0; s < stored.size(); ++s) {
+      // From a place in a wanted row to one in a stored row.
+      const int64_t shift = rows.place(wanted) - rows.place(stored[s]);
+      const int64_t from = std::max(first, -shift);
+      const int64_t to = std::min(last, rows.length(stored[s]) - shift);
+      if (from >= to) continue;
+      const int64_t there = rows.same_row(wanted, row, stored[s]);
+      if (there < 0) continue;
+      placed.push_back(
+          {row * length + from,
+           {static_cast<int64_t>(s), there * rows.length(stored[s]) + from + shift, to - from}});
+    }
+  }
+  std::sort(placed.begin(), placed.end(),
+            [](const PlacedRun& a, const PlacedRun& b) { return a.at < b.at; });
+  int64_t next = begin;
+  for (const PlacedRun& p : placed) {
+    TORCH_CHECK(p.at == next, "expected every element in one stored part, got element ",
+                std::min(p.at, next), " in ", p.at < next ? "two" : "none");
+    next += p.run.numel;
+    const bool joins = !result.empty() && result.back().stored == p.run.stored &&
+                       result.back().begin + result.back().numel == p.run.begin;
+    if (joins) {
+      result.back().numel += p.run.numel;
+    } else {
+      result.push_back(p.run);
+    }
+  }
+  TORCH_CHECK(next == begin + numel, "expected every element in one stored part, got element ",
+              next, " in none");
+  return result;
+}
+
+}  // namespace zero

@@ -1,0 +1,36 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Finds where the elements of a part of a tensor are in other parts of it, as when a tensor that is
+// cut in two along its columns is read by four ranks, or by ranks that cut it along its rows. Pure
+// arithmetic.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace zero {
+
+// A box of elements in a whole tensor. Dimensions are in memory order, the slowest first, and the
+// part itself is dense in that order.
+struct TensorBox {
+  std::vector<int64_t> from;   // in the whole
+  std::vector<int64_t> sizes;  // of the part
+};
+
+// The elements [begin, begin + numel) of stored part `stored`, in its memory order.
+struct PartRun {
+  int64_t stored = 0;
+  int64_t begin = 0;
+  int64_t numel = 0;
+};
+
+// Returns the runs that make up the elements [begin, begin + numel) of `wanted`, in their order.
+// O(runs log runs + rows of the range times stored parts). Throws c10::Error when stored parts
+// overlap or leave a hole there. All boxes have the same number of dimensions.
+std::vector<PartRun> part_runs(const TensorBox& wanted, int64_t begin, int64_t numel,
+                               c10::ArrayRef<TensorBox> stored);
+
+}  // namespace zero
