@@ -75,7 +75,8 @@ struct GroupPlacement {
 struct TensorParts {
   Group group;
   // Returns the dimension along which the parameter or buffer of this name is cut; nothing for one
-  // that all ranks of `group` hold whole. Equal on all ranks of `group`.
+  // that all ranks of `group` hold whole. Equal on all ranks that hold the name. Called by saves
+  // and loads.
   std::function<std::optional<int64_t>(const std::string& name)> dimension;
 };
 

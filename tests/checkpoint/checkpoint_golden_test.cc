@@ -10,6 +10,7 @@
 
 #include <filesystem>
 #include <string>
+#include <vector>
 
 #include "tests/checkpoint/golden_model.h"
 #include "tests/support/run_ranks.h"
@@ -23,6 +24,8 @@ namespace {
 constexpr char kGolden[] = "tests/checkpoint/golden_checkpoint/version-1";
 // With the fields "run" and "saved", and the states of included objects.
 constexpr char kGoldenStates[] = "tests/checkpoint/golden_checkpoint/version-1-states";
+// Two parts of a tensor, along its columns.
+constexpr char kGoldenParts[] = "tests/checkpoint/golden_checkpoint/version-2-parts";
 constexpr char kGoldenRun[] = "4d2a109632a1e19a92d39249094d3018";
 
 // Plain torch over the whole run, on one rank.
@@ -89,8 +92,41 @@ TEST(GoldenTest, VersionOneWithARunAndStatesLoadsOnAnyNumberOfRanksAndGoesOn) {
   }
 }
 
+TEST(GoldenTest, VersionTwoLoadsWithAnyNumberOfPartsAndGoesOn) {
+  const auto whole = [](int steps) {
+    GoldenPart model(0.5, 0, 3);
+    run_ranks(1, [&](const Group& group) {
+      const auto optimizer = golden_parts(*model, group);
+      train_golden_parts(*optimizer, *model, 0, steps);
+    });
+    return model;
+  };
+  const GoldenPart saved = whole(kGoldenSteps), later = whole(kGoldenSteps + 2);
+  // By rank: the first column that it holds, and of the last one the end.
+  for (const std::vector<int64_t>& columns :
+       {std::vector<int64_t>{0, 3}, std::vector<int64_t>{0, 2, 3}, std::vector<int64_t>{0, 1, 3},
+        std::vector<int64_t>{0, 1, 2, 3}}) {
+    run_ranks(static_cast<int>(columns.size()) - 1, [&](const Group& group) {
+      const int64_t from = columns[group.rank()], to = columns[group.rank() + 1];
+      GoldenPart model(7, from, to);
+      const auto optimizer = golden_parts(*model, group);
+      optimizer->load_checkpoint(kGoldenParts);
+      EXPECT_EQ(model->frozen.sum().item<double>(), 0.5 * static_cast<double>(to - from));
+      const auto expect = [&](const GoldenPart& other) {
+        expect_near(model->weight.detach(), other->weight.detach().slice(1, from, to));
+        expect_near(model->bias.detach(), other->bias.detach());
+      };
+      expect(saved);
+      train_golden_parts(*optimizer, *model, kGoldenSteps, kGoldenSteps + 2);
+      expect(later);
+    });
+  }
+  EXPECT_EQ(describe_checkpoint(kGoldenParts).version, 2);
+  verify_checkpoint(kGoldenParts);
+}
+
 TEST(GoldenTest, VersionOneIsVerifiedFoundDescribedAndExported) {
-  EXPECT_EQ(latest("tests/checkpoint/golden_checkpoint"), kGoldenStates);
+  EXPECT_EQ(latest("tests/checkpoint/golden_checkpoint"), kGoldenParts);
   for (const char* folder : {kGolden, kGoldenStates}) {
     verify_checkpoint(folder);
     EXPECT_EQ(describe_checkpoint(folder).states.size(), folder == kGolden ? 0u : 2u);

@@ -13,10 +13,12 @@
 #include <torch/optim/adamw.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "zero/mesh.h"
 #include "zero/stateful.h"
 #include "zero/zero_optimizer.h"
 
@@ -45,6 +47,50 @@ inline std::unique_ptr<torch::optim::AdamW> golden_adamw(GoldenModelImpl& model)
 }
 
 inline void train_golden(ZeroOptimizer& optimizer, GoldenModelImpl& model, int from, int to) {
+  for (int step = from; step < to; ++step) {
+    optimizer.backward(model.loss(step));
+    optimizer.step();
+  }
+}
+
+// Columns [from, to) of three of a weight, beside a bias that all ranks hold whole.
+struct GoldenPartImpl : torch::nn::Module {
+  GoldenPartImpl(double fill, int64_t begin, int64_t end) : from(begin), to(end) {
+    weight = register_parameter("weight", at::full({2, to - from}, fill));
+    bias = register_parameter("bias", at::full({2}, fill));
+    frozen = register_parameter("frozen", at::full({to - from}, fill), /*requires_grad=*/false);
+  }
+  at::Tensor loss(int step) {
+    const at::Tensor target = at::arange(6.0f).view({2, 3}).sub(1.0f + static_cast<float>(step));
+    return (weight - target.slice(1, from, to)).square().sum() + bias.square().sum();
+  }
+  int64_t from, to;
+  at::Tensor weight, bias, frozen;
+};
+TORCH_MODULE(GoldenPart);
+
+// `world` has two ranks, with two columns and one, or one rank.
+inline std::unique_ptr<ZeroOptimizer> golden_parts(GoldenPartImpl& model, const Group& world) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const at::Tensor& p : {model.weight, model.bias}) {
+    groups.emplace_back(std::vector<at::Tensor>{p}, std::make_unique<torch::optim::AdamWOptions>(
+                                                        torch::optim::AdamWOptions(0.05)));
+  }
+  const Mesh mesh(world, {{"tp", world.world_size()}});
+  const auto cut = [](const std::string& name) -> std::optional<int64_t> {
+    if (name == "bias") return std::nullopt;
+    return name == "weight" ? 1 : 0;
+  };
+  return std::make_unique<ZeroOptimizer>(
+      model, std::make_unique<torch::optim::AdamW>(groups, torch::optim::AdamWOptions(0.05)),
+      mesh.group({}),
+      ZeroOptions()
+          .mesh_group(world)
+          .placement(1, GroupPlacement().copies(world.world_size()))
+          .tensor_parts({world, cut}));
+}
+
+inline void train_golden_parts(ZeroOptimizer& optimizer, GoldenPartImpl& model, int from, int to) {
   for (int step = from; step < to; ++step) {
     optimizer.backward(model.loss(step));
     optimizer.step();

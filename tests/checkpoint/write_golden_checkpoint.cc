@@ -2,10 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Writes a checkpoint for tests/checkpoint/golden_checkpoint: write_golden_checkpoint <folder>
+// [parts]
 //
 // To be run once for each version of the format, and once where a version gets new optional fields,
-// from the library that first writes them; `version-1-states` is from this program. No test runs
-// it, and a folder that is there is never written again: it stands for what users have.
+// from the library that first writes them; `version-1-states` and, with `parts`, `version-2-parts`
+// are from this program. No test runs it, and a folder that is there is never written again: it
+// stands for what users have.
 #include <cstdio>
 #include <string>
 
@@ -30,12 +32,24 @@ int save(const std::string& folder) {
   return 0;
 }
 
+int save_parts(const std::string& folder) {
+  const zero::Group group = zero::init_process_group({.device = at::kCPU});
+  const int64_t rank = group.rank();
+  zero::GoldenPart model(0.5, 2 * rank, 2 + rank);
+  const auto optimizer = zero::golden_parts(*model, group);
+  zero::train_golden_parts(*optimizer, *model, 0, zero::kGoldenSteps);
+  optimizer->save_checkpoint(folder);
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
-    std::fprintf(stderr, "usage: write_golden_checkpoint <folder>\n");
+  const bool parts = argc == 3 && std::string(argv[2]) == "parts";
+  if (argc != 2 && !parts) {
+    std::fprintf(stderr, "usage: write_golden_checkpoint <folder> [parts]\n");
     return 2;
   }
+  if (parts) return zero::launch_local(2, [&] { return save_parts(argv[1]); });
   return zero::launch_local(2, [&] { return save(argv[1]); });
 }

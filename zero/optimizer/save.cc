@@ -152,7 +152,9 @@ std::unique_ptr<MeshTensors> ZeroOptimizer::Impl::merge_tensors(const std::strin
                                                                 const ParamGroups& groups) {
   const auto& parts = options.tensor_parts();
   if (domains.uniform && (!parts || parts->group.world_size() == 1)) return nullptr;
+  std::map<std::string, int64_t> own;
   const auto texts = run_on_all_ranks(*comms->control, what, [&] {
+    own = own_parts(table, options);
     return held_text(describe_held(table, domains, options, groups));
   });
   std::vector<HeldTensors> held;
@@ -160,7 +162,7 @@ std::unique_ptr<MeshTensors> ZeroOptimizer::Impl::merge_tensors(const std::strin
     held.push_back(parse_held(texts[r], "tensors of rank " + std::to_string(r)));
   }
   try {
-    return std::make_unique<MeshTensors>(std::move(held), own_parts(table, options));
+    return std::make_unique<MeshTensors>(std::move(held), std::move(own));
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "rank ", comms->rank(), ": ", what, ": ", error_text(error));
   }
