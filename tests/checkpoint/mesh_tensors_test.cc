@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What ranks hold is merged into one list, or refused with the ranks that disagree.
+// The tensors of all ranks are merged into one list, or refused with the ranks that disagree.
 #include "zero/checkpoint/mesh_tensors.h"
 
 #include <gtest/gtest.h>

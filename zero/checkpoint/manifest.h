@@ -87,7 +87,7 @@ struct ManifestParameter {
   std::vector<int64_t> strides;  // of the memory order; empty for frozen ones and buffers
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t group = 0;
-  // Of a tensor-parallel part, since version 2: the shape of the whole, in which this part begins
+  // For a tensor-parallel part, since version 2: the shape of the whole, in which this part begins
   // at index `from` of dimension `dimension`. Parts of one tensor have one name. Empty: no part.
   std::vector<int64_t> whole = {};
   int64_t dimension = 0;

@@ -24,7 +24,7 @@ Manifest read_fields(const nlohmann::json& root, int64_t version);
 nlohmann::ordered_json files_json(const std::vector<ManifestFile>& files);
 std::vector<ManifestFile> files_from(const nlohmann::json& list);
 
-// What ranks send each other of the tensors that they hold; never in a file.
+// The tensors that a rank holds, as ranks send them to each other; never in a file.
 nlohmann::ordered_json held_json(const HeldTensors& held);
 HeldTensors held_from(const nlohmann::json& object);
 

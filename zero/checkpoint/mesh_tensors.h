@@ -21,15 +21,16 @@
 
 namespace zero {
 
-// What one rank describes of a tensor. The ranks of a set share the work; each tensor of each set
-// is described once.
+// The description of a tensor by one rank. The ranks of a set share the work; each tensor of each
+// set is described once.
 struct HeldTensor {
   ManifestParameter about;  // `group` is the number in the set
   int64_t index = 0;        // in the set's order
   int64_t holder = 0;
   int64_t copies = 1;  // sets that hold a parameter; 0: another set counts it
   uint64_t hash = 0;   // of a frozen parameter's bytes
-  // Of a tensor-parallel part: its number, of how many, and the dimension along which they are cut.
+  // For a tensor-parallel part: its number, of how many, and the dimension along which they are
+  // cut.
   int64_t part = 0;
   int64_t parts = 1;
   int64_t dimension = 0;
@@ -67,7 +68,7 @@ class MeshTensors {
   int64_t holders() const { return holders_; }
 
   bool has(const std::string& name) const { return parts_.count(name) != 0; }
-  // What this rank holds of a tensor.
+  // The tensor as this rank holds it: whole, or its part.
   const ManifestParameter& own(const std::string& name) const;
   // Returns whether the ranks of the set with this holder store this rank's part of the tensor.
   bool stores(const std::string& name, int64_t holder) const {

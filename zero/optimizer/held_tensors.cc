@@ -34,7 +34,7 @@ void set_part(HeldTensor& held, const ZeroOptions& options) {
   held.dimension = own.dimension;
 }
 
-// Of tensors that are not optimized, which all ranks of the home group hold.
+// Describes tensors that are not optimized, which all ranks of the home group hold.
 std::vector<HeldTensor> describe_whole(const std::vector<NamedTensor>& list,
                                        const ShardDomains& domains, const ZeroOptions& options,
                                        bool hashed) {

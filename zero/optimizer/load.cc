@@ -252,8 +252,8 @@ void restore_options(const Staged& staged, std::vector<torch::optim::OptimizerPa
   }
 }
 
-// What ranks exchange once they have staged: the id of the checkpoint and what all of them must
-// agree to.
+// The text that ranks exchange once they have staged: the id of the checkpoint and what all of them
+// must agree to.
 std::string staged_text(const Staged& staged) {
   return staged.manifest.id + (staged.same_run ? "=" : "!") + (staged.restores_options ? "=" : "!");
 }
