@@ -114,6 +114,9 @@ TEST(MeshErrorsTest, NamesThatAreMissingOrLeftOverAreListedOnAllRanks) {
       {{{{"a", {3}}, {"b", {4}}}}, {{{"c", {5}}}}},
       {"rank 1", "parameter c: in the model, missing in the checkpoint", "strict(false)"});
   expect_refused({{{{"a", {3}}}}}, {"parameter b: in the checkpoint, missing in the model"});
+  // A name that none of several ranks holds is a difference for all of them.
+  expect_refused({{{{"a", {3}}}}, {{{"c", {5}}}}},
+                 {"rank 0", "parameter b: in the checkpoint, missing in the model"});
   expect_refused({{{{"b", {5}}}}, {{{"a", {3}}}}},
                  {"parameter b: shape [4] in the checkpoint, [5] in the model"});
   on_stages({{{{"a", {3}}, {"b", {4}}}}, {{{"c", {5}}}}}, 2, [&](StageRun& run) {
