@@ -236,6 +236,20 @@ void restore_options(const Manifest& manifest,
   }
 }
 
+// Makes what was read the present state. Collective; only a failed communication throws.
+template <typename Impl>
+void apply(Impl& impl, Staged& staged, std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  impl.arena.attach(/*keep_values=*/false);
+  commit(staged, impl.shards);
+  const Manifest& m = staged.manifest;
+  impl.record.restore({m.steps, m.skipped_steps, false},
+                      {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min},
+                      m.dynamic_scale);
+  if (staged.restores_options) restore_options(m, groups);
+  impl.forget_gradients();
+  impl.write_working_parameters();
+}
+
 // Warns of differences that a strict load allows and that a resumed run may not intend.
 void warn_of(const std::vector<std::string>& differences, const std::string& folder) {
   if (differences.empty()) return;
@@ -273,17 +287,25 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   }
 
   states.keep();
-  arena.attach(/*keep_values=*/false);
-  commit(staged, shards);
-  const Manifest& m = staged.manifest;
-  record.restore({m.steps, m.skipped_steps, false},
-                 {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min}, m.dynamic_scale);
-  if (staged.same_run) run.resume(m);
-  if (staged.restores_options) restore_options(m, groups);
-  forget_gradients();
-  write_working_parameters();
+  apply(*this, staged, groups);
+  if (staged.same_run) run.resume(staged.manifest);
+  if (protection) protect(groups);
   if (load.strict() && comms->control->rank() == 0) warn_of(staged.report.differences, folder);
   return std::move(staged.report);
+}
+
+void ZeroOptimizer::Impl::load_protected(CheckpointReader& reader, ParamGroups& groups) {
+  Staged staged;
+  run_on_all_ranks(*comms->control, "recover()", [&]() -> std::string {
+    const CheckpointDifferences none;
+    Staging staging(reader, table, shards, none);
+    staging.read_segments(staged);
+    staging.read_whole(staged, table.buffers(), reader.manifest().buffers, "buffer");
+    staged.manifest = reader.manifest();
+    staged.restores_options = true;
+    return {};
+  });
+  apply(*this, staged, groups);
 }
 
 LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {
