@@ -184,15 +184,17 @@ struct ZeroOptions {
   TORCH_ARG(int64_t, check_replicas_every) = 0;
 
   // Keeps this rank's shard of every n-th step (masters, optimizer state, counters, options; rank
-  // 0's module buffers), and of the start and each load_checkpoint(), also in the memory of another
-  // rank, on another machine where there is one, so that ZeroOptimizer::recover() can go on after a
-  // rank has died; 0: never. It is copied and sent in the background with a checksum, and replaces
-  // the one before only when it is whole on all ranks. A protected step waits until the last one
-  // is whole. It costs, with S the bytes of this rank's shard ((4 + 4 s) P / W, see docs/design.md):
+  // 0's module buffers) also in the memory of another rank, on another machine where there is one,
+  // so that ZeroOptimizer::recover() can go on after a rank has died; 0: never. It is copied and
+  // sent in the background, with a checksum, and replaces the one before only when it is whole on
+  // all ranks; a protected step waits until the last one is. The constructor and load_checkpoint()
+  // protect their state before they return; what load_plain_state() and refresh_master_parameters()
+  // change is protected with the next protected step. With S the bytes of this rank's shard, which
+  // are (4 + 4 s) P / W (docs/design.md), it costs:
   //   sent    S for each protected step, and about 250 bytes for each segment tensor
-  //   memory  4 S on the host: two protected steps, each with the own shard and another rank's; a
-  //           rank writes and hashes S of it and hashes another rank's S
-  //   time    none in step() while copies and messages keep up; from a GPU, the copy to the host
+  //   memory  4 S on the host: two protected steps, each with the own shard and another rank's
+  //   time    on a thread: a copy of S and checksums of 3 S. None in step() while that keeps up,
+  //           but on a GPU the copy to the host
   // Plain data parallelism only, and not with static_graph.
   TORCH_ARG(int64_t, protect) = 0;
 };

@@ -120,6 +120,8 @@ struct ZeroOptimizer::Impl {
   // Before an agreement after which protect() follows.
   void finish_protection();
   void protect(const ParamGroups& groups);
+  // Collective. The same, and returns when all ranks have it whole. `call` is for errors.
+  void protect_at_once(const ParamGroups& groups, const std::string& call);
 
   torch::nn::Module& module;
   const ShardDomains domains;

@@ -289,7 +289,7 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   states.keep();
   apply(*this, staged, groups);
   if (staged.same_run) run.resume(staged.manifest);
-  if (protection) protect(groups);
+  if (protection) protect_at_once(groups, "load_checkpoint(" + folder + ")");
   if (load.strict() && comms->control->rank() == 0) warn_of(staged.report.differences, folder);
   return std::move(staged.report);
 }

@@ -66,6 +66,16 @@ void ZeroOptimizer::Impl::protect(const ParamGroups& groups) {
                     static_cast<int64_t>(plan.buckets.size()), !device.is_cpu());
 }
 
+void ZeroOptimizer::Impl::protect_at_once(const ParamGroups& groups, const std::string& call) {
+  protect(groups);
+  run_on_all_ranks(*comms->control, call, [&]() -> std::string {
+    const std::string problem = protection->finish();
+    TORCH_CHECK(problem.empty(), problem);
+    return {};
+  });
+  protection->keep_newest();
+}
+
 namespace {
 
 // Which tensors of a protected step a rank needs: those that overlap its shard, and buffers.
@@ -158,13 +168,7 @@ RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
                                           needed_by(impl.shards, impl.table));
     impl.load_protected(*reader, param_groups_);
     report.steps = reader->manifest().steps + reader->manifest().skipped_steps;
-    impl.protect(param_groups_);
-    run_on_all_ranks(*impl.comms->control, "recover()", [&]() -> std::string {
-      const std::string problem = impl.protection->finish();
-      TORCH_CHECK(problem.empty(), problem);
-      return {};
-    });
-    impl.protection->keep_newest();
+    impl.protect_at_once(param_groups_, "recover()");
   };
   impl.protocol.fail_stop([&] {
     try {

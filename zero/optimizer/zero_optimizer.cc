@@ -52,7 +52,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   for (const auto& g : param_groups_) impl_->group_members.push_back(g.params());
   impl_->protocol.fail_stop([&] {
     impl_->start_protection(nullptr);
-    if (impl_->protection) impl_->protect(param_groups_);
+    if (impl_->protection) impl_->protect_at_once(param_groups_, "the constructor");
   });
 }
 
