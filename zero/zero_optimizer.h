@@ -227,8 +227,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // ---- Recovery ----
 
-  // With ZeroOptions::protect(n): after a call threw on every survivor because a rank died or does
-  // not answer, the survivors call this and go on from the last protected step as one group, with
+  // With ZeroOptions::protect(n): after a call of this class, or of a communicator of the caller's
+  // own, threw because a rank died or does not answer, the survivors call this and go on from the last protected step as one group, with
   // no files and no new process. They number themselves anew in their old order; group(), plan()
   // and the shards are those of the smaller group, and parameters, masters, state, counters,
   // options and buffers those after the protected step: the bits of a checkpoint of that step,
@@ -236,7 +236,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // place in the data, a schedule or random states, is the caller's to set back: see
   // RecoveryReport::steps. Before it returns that step is protected in the new group.
   //
-  // Collective over the survivors. A rank that has not noticed yet is waited for; one that is dead
+  // Collective over the survivors. A rank that has not noticed yet does so now, in its next call,
+  // and is waited for; one that is dead
   // or stopped is left behind after a second, and finds that out by an error here, for good. The
   // store of the group must survive: that of launch_local() with LaunchOptions::survivors_go_on
   // does, rank 0's own ends with it. Throws c10::Error when it has ended, when a shard and its copy
