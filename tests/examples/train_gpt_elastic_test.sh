@@ -30,7 +30,7 @@ whole, elastic = losses(sys.argv[1]), losses(sys.argv[2])
 assert sorted(elastic) == list(range(1, 251)), "steps are missing"
 worst = max(abs(whole[s] - elastic[s]) for s in whole)
 print("largest difference of a loss:", worst)
-assert worst < 0.02, "other losses"' "$work/whole.jsonl" "$work/elastic.jsonl"
+assert worst < 1e-4, "other losses"' "$work/whole.jsonl" "$work/elastic.jsonl"
 }
 
 # Bounded: waits until the file has so many lines with a text.
@@ -45,7 +45,7 @@ wait_for_lines() {
 
 done_kills=0
 touch "$work/out"
-$program $common --log "$work/whole.jsonl" > "$work/out" 2>&1 || fail "the run without deaths"
+$program $common --elastic --log "$work/whole.jsonl" > "$work/out" 2>&1 || fail "the run without deaths"
 jobs=0
 while [ $done_kills -lt "$kills" ]; do
   $program $common --elastic --protect-every $((RANDOM % 4 + 1)) --log "$work/elastic.jsonl" \
