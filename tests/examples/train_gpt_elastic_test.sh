@@ -55,14 +55,16 @@ while [ $done_kills -lt "$kills" ]; do
   deaths=0
   while [ $deaths -lt 3 ] && [ $done_kills -lt "$kills" ]; do
     sleep "0.$((RANDOM % 6 + 1))"
-    victim=$(pgrep -P $launcher | shuf -n 1 --random-source=<(yes $RANDOM))
+    ranks=($(pgrep -P $launcher))
     # A job that has ended meanwhile has nothing left to kill.
-    kill -9 "$victim" 2> /dev/null || break
+    [ ${#ranks[@]} -gt 1 ] || break
+    kill -9 "${ranks[RANDOM % ${#ranks[@]}]}" || break
     deaths=$((deaths + 1))
     done_kills=$((done_kills + 1))
     wait_for_lines $deaths "^went on with" || break
   done
   wait $launcher || fail "the job was lost"
+  [ $deaths -gt 0 ] || fail "nobody was killed"
   grep -q "^went on with" "$work/out" || fail "nothing was recovered"
   check_losses || fail "its losses"
   jobs=$((jobs + 1))
