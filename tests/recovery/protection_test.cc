@@ -160,8 +160,8 @@ TEST(ProtectionTest, RecoverOfAllRanksGoesBackToTheProtectedStep) {
     ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
                             ZeroOptions().protect(2));
     const auto step = [&](uint64_t seed) {
-      optimizer.backward(model->loss(random_tensor({3, 17}, seed), random_tensor({3, 11}, 2),
-                                     OddModelImpl::kAll));
+      optimizer.backward(
+          model->loss(random_tensor({3, 17}, seed), random_tensor({3, 11}, 2), OddModelImpl::kAll));
       optimizer.step();
     };
     step(1);

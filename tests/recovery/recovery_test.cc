@@ -5,7 +5,10 @@
 // on from a protected step, and end with the bits of a job that changed its number of ranks at that
 // step through a checkpoint.
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -58,14 +61,9 @@ struct Outcome {
   std::string output;
 };
 
-Outcome run(const Job& job) {
-  std::string command = "timeout 120 " + program() + " " + std::to_string(job.ranks) + " " +
-                        std::to_string(job.stage) + " " + job.inner + " " +
-                        std::to_string(job.from) + " " + std::to_string(job.to) + " " + job.folder +
-                        " " + std::to_string(job.timeout);
-  for (const std::string& death : job.deaths) command += " " + death;
+Outcome output_of(const std::string& command) {
   Outcome outcome;
-  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+  FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
   if (pipe == nullptr) return outcome;
   std::array<char, 4096> buffer;
   while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
@@ -74,6 +72,27 @@ Outcome run(const Job& job) {
   const int status = pclose(pipe);
   outcome.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128;
   return outcome;
+}
+
+uint16_t free_port() {
+  const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  socklen_t size = sizeof(address);
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  EXPECT_EQ(bind(probe, generic, size), 0);
+  EXPECT_EQ(getsockname(probe, generic, &size), 0);
+  close(probe);
+  return ntohs(address.sin_port);
+}
+
+Outcome run(const Job& job) {
+  std::string command = "timeout 120 " + program() + " " + std::to_string(job.ranks) + " " +
+                        std::to_string(job.stage) + " " + job.inner + " " +
+                        std::to_string(job.from) + " " + std::to_string(job.to) + " " + job.folder +
+                        " " + std::to_string(job.timeout);
+  for (const std::string& death : job.deaths) command += " " + death;
+  return output_of(command);
 }
 
 // A step from which a smaller group went on.
@@ -235,6 +254,23 @@ TEST(RecoveryTest, AStoppedRankFindsThatTheOthersWentOn) {
     EXPECT_TRUE(read(job.folder + "/state-" + std::to_string(kSteps)) ==
                 reference(job.ranks, job.inner, changes))
         << outcome.output;
+  }
+}
+
+// Without launch_local(), rank 0 serves the store.
+TEST(RecoveryTest, AStoreThatEndsWithItsRankIsAnError) {
+  const std::string folder = fresh("store");
+  const std::string variables =
+      "LOCAL_RANK=$r WORLD_SIZE=3 LOCAL_WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=" +
+      std::to_string(free_port());
+  const std::string command = "for r in 0 1 2; do RANK=$r " + variables + " timeout 60 " +
+                              program() + " 3 2 adamw 0 12 " + folder + " 5000 0@7k & done; wait";
+  const std::string output = output_of(command).output;
+  for (const std::string rank : {"1", "2"}) {
+    const size_t at = output.find("rank " + rank + " ended: ");
+    ASSERT_NE(at, std::string::npos) << output;
+    expect_words(output.substr(at, output.find('\n', at) - at),
+                 {"recover(): the store of rank 0", "is gone"});
   }
 }
 

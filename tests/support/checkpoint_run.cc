@@ -50,6 +50,7 @@ void CheckpointRun::train(int first, int last) {
     }
     if (t.max_norm) optimizer->clip_grad_norm_(*t.max_norm);
     optimizer->step();
+    optimizer->wait_for(*model);  // with overlap_gather, rows are still under way
     at::NoGradGuard no_grad;
     model->counter.add_(1);
   }

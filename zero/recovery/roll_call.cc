@@ -81,7 +81,10 @@ void RollCall::answer() {
         store_->append(prefix + kAlive, bytes_of(std::to_string(rank_) + " "));
         answered = next + 1;
       }
-    } catch (const std::exception&) {  // A call throws what this rank must know.
+    } catch (const std::exception&) {
+      // Nothing can be recovered over a store that is gone, as call() says. Asking it again would
+      // only make c10d warn.
+      return;
     }
     lock.lock();
     changed_.wait_for(lock, kLook, [this] { return stop_; });
