@@ -10,6 +10,7 @@ program=examples/train_gpt/train_gpt
 work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/elastic.XXXXXX")
 kills=${KILLS:-3}
 RANDOM=${SEED:-$$}
+export ZERO_TIMEOUT=60s
 common="--data examples --validate-every 1000 --validation-sequences 4 --sample-bytes 0
         --layers 2 --width 64 --context 64 --batch 10 --steps 250 --nproc 4"
 
@@ -48,6 +49,7 @@ touch "$work/out"
 $program $common --elastic --log "$work/whole.jsonl" > "$work/out" 2>&1 || fail "the run without deaths"
 jobs=0
 while [ $done_kills -lt "$kills" ]; do
+  : > "$work/out"  # of the job before
   $program $common --elastic --protect-every $((RANDOM % 4 + 1)) --log "$work/elastic.jsonl" \
     > "$work/out" 2>&1 &
   launcher=$!
