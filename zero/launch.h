@@ -25,8 +25,8 @@ struct LaunchOptions {
   // Put "[rank] " before every line that a rank prints, and never mix two lines. A line also ends
   // with a carriage return, as progress bars write them, and after 64 KiB.
   bool prefix_lines = false;
-  // For ZeroOptimizer::recover(): when a rank fails, the others go on. The job has then succeeded if
-  // any rank returned 0.
+  // For ZeroOptimizer::recover(): when a rank fails, the others go on, and the job has succeeded if
+  // any of them returned 0.
   bool survivors_go_on = false;
   // How long ranks may take to end by themselves after SIGTERM, before SIGKILL.
   std::chrono::milliseconds grace = std::chrono::seconds(10);

@@ -189,13 +189,9 @@ struct ZeroOptions {
   // sent in the background, with a checksum, and replaces the one before only when it is whole on
   // all ranks; a protected step waits until the last one is. The constructor and load_checkpoint()
   // protect their state before they return; what load_plain_state() and refresh_master_parameters()
-  // change is protected with the next protected step. With S the bytes of this rank's shard, which
-  // are (4 + 4 s) P / W (docs/design.md), it costs:
-  //   sent    S for each protected step, and about 250 bytes for each segment tensor
-  //   memory  4 S on the host: two protected steps, each with the own shard and another rank's
-  //   time    on a thread: a copy of S and checksums of 3 S. None in step() while that keeps up,
-  //           but on a GPU the copy to the host
-  // Plain data parallelism only, and not with static_graph.
+  // change is protected with the next protected step. Each one sends the bytes S of this rank's
+  // shard, and the host keeps 4 S; docs/recovery.md has all costs. Plain data parallelism only, and
+  // not with static_graph.
   TORCH_ARG(int64_t, protect) = 0;
 };
 

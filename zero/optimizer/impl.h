@@ -33,6 +33,7 @@
 #include "zero/optimizer/parameter_gathers.h"
 #include "zero/optimizer/step_record.h"
 #include "zero/recovery/protection.h"
+#include "zero/recovery/roll_call.h"
 #include "zero/update/shard_optimizer.h"
 #include "zero/zero_optimizer.h"
 
@@ -122,6 +123,13 @@ struct ZeroOptimizer::Impl {
   void protect(const ParamGroups& groups);
   // Collective. The same, and returns when all ranks have it whole. `call` is for errors.
   void protect_at_once(const ParamGroups& groups, const std::string& call);
+  // Ends this group here. The survivors, with what each of them holds. Collective over them.
+  RollCall::Present leave_group();
+  // Collective. The same over another group, with the inner optimizer, which is back here if it
+  // throws.
+  std::unique_ptr<Impl> make_again(const Group& smaller);
+  // Collective. Everything as at the protected step, which is protected here; its step() calls.
+  int64_t restore(const Restorable& step, ParamGroups& groups);
 
   torch::nn::Module& module;
   const ShardDomains domains;

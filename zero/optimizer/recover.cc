@@ -112,72 +112,71 @@ Restorable choose(const std::vector<std::string>& holdings, const std::string& c
 
 }  // namespace
 
-RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
-  const at::NoGradGuard no_grad;
-  Impl& old = *impl_;
-  const int rank = old.comms->rank();
-  TORCH_CHECK(old.lifeline != nullptr, "rank ", rank,
-              ": recover(): expected ZeroOptions::protect(n), got 0; no other rank has a copy of "
-              "what a dead one held");
+RollCall::Present ZeroOptimizer::Impl::leave_group() {
   // The failure may be that of a communicator of the caller's own: the others must notice too.
-  old.comms->abort("rank " + std::to_string(rank) + " called recover()");
-  const std::shared_ptr<Impl::Lifeline> lifeline = old.lifeline;
-  old.passes.remove_hooks();
-  old.protection.reset();
+  comms->abort("rank " + std::to_string(comms->rank()) + " called recover()");
+  passes.remove_hooks();
+  protection.reset();
   try {
-    old.gathers.finish();  // rows under way must not arrive in parameters that are set anew
-  } catch (const std::exception&) {
+    gathers.finish();  // rows under way must not arrive in parameters that are set anew
+  } catch (const std::exception&) {  // they will not
   }
-  RollCall::Present present;
-  try {
-    present = lifeline->roll.call(holdings_text(*lifeline->generations));
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, "rank ", rank, ": recover(): ", error_text(error));
-  }
-  const Restorable chosen = choose(present.texts, checkpoints);
+  return lifeline->roll.call(holdings_text(*lifeline->generations));
+}
 
-  const Group group = lifeline->first_group.subgroup(
-      present.ranks, "recovery " + std::to_string(lifeline->roll.calls()));
-  std::unique_ptr<torch::optim::Optimizer> inner = old.shards.release_inner();
-  for (size_t g = 0; g < param_groups_.size(); ++g) {
-    inner->param_groups()[g].params() = old.group_members[g];
+std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_again(const Group& smaller) {
+  std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
+  for (size_t g = 0; g < group_members.size(); ++g) {
+    inner->param_groups()[g].params() = group_members[g];
     // Those of the protected step are set when it is loaded.
     inner->param_groups()[g].set_options(lifeline->first_options[g]->clone());
   }
   std::unique_ptr<Impl> made;
   try {
-    made = Impl::make(old.module, inner, group, old.options);
+    made = make(module, inner, smaller, options);
   } catch (...) {
-    if (inner) {
-      for (auto& g : inner->param_groups()) g.params().clear();
-      old.shards.give_back_inner(std::move(inner));
-    }
+    if (inner) shards.give_back_inner(std::move(inner));
     throw;
   }
-  made->group_members = old.group_members;
-  made->run = old.run;
-  impl_ = std::move(made);
-  Impl& impl = *impl_;
-  impl.lifeline = lifeline;
+  made->group_members = group_members;
+  made->run = run;
+  made->lifeline = lifeline;
+  return made;
+}
+
+int64_t ZeroOptimizer::Impl::restore(const Restorable& step, ParamGroups& groups) {
+  try {
+    start_protection(lifeline);
+    const auto reader =
+        gather_generation(*comms->control, *lifeline->generations, step, needed_by(shards, table));
+    load_protected(*reader, groups);
+    protect_at_once(groups, "recover()");
+    return reader->manifest().steps + reader->manifest().skipped_steps;
+  } catch (const std::exception& error) {
+    comms->abort(error_text(error));  // nothing may train on with half of a step
+    throw;
+  }
+}
+
+RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
+  const at::NoGradGuard no_grad;
+  const int rank = impl_->comms->rank();
+  const std::shared_ptr<Impl::Lifeline> lifeline = impl_->lifeline;
+  TORCH_CHECK(lifeline != nullptr, "rank ", rank,
+              ": recover(): expected ZeroOptions::protect(n), got 0; no other rank has a copy of "
+              "what a dead one held");
+  RollCall::Present present;
+  try {
+    present = impl_->leave_group();
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "rank ", rank, ": recover(): ", error_text(error));
+  }
+  const Restorable step = choose(present.texts, checkpoints);
+  impl_ = impl_->make_again(lifeline->first_group.subgroup(
+      present.ranks, "recovery " + std::to_string(lifeline->roll.calls())));
   RecoveryReport report;
-  const auto restore = [&] {
-    impl.start_protection(lifeline);
-    const auto reader = gather_generation(*impl.comms->control, *lifeline->generations, chosen,
-                                          needed_by(impl.shards, impl.table));
-    impl.load_protected(*reader, param_groups_);
-    report.steps = reader->manifest().steps + reader->manifest().skipped_steps;
-    impl.protect_at_once(param_groups_, "recover()");
-  };
-  impl.protocol.fail_stop([&] {
-    try {
-      restore();
-    } catch (const std::exception& error) {
-      // Nothing may train on with half of a step.
-      impl.comms->abort(error_text(error));
-      throw;
-    }
-  });
   report.survivors = present.ranks;
+  impl_->protocol.fail_stop([&] { report.steps = impl_->restore(step, param_groups_); });
   return report;
 }
 

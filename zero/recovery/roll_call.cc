@@ -19,6 +19,8 @@ using std::chrono::milliseconds;
 
 // A rank that is there answers within this time.
 constexpr milliseconds kAnswer{1000};
+// A rank that waits for a dead one fails at its timeout, and then needs a moment to get here.
+constexpr milliseconds kMoment{5000};
 constexpr milliseconds kLook{150};
 constexpr milliseconds kPause{20};
 
@@ -105,7 +107,8 @@ std::string RollCall::close(const std::string& prefix) {
     const auto waited = Clock::now() - start;
     const bool all_who_answer =
         std::includes(arrived.begin(), arrived.end(), alive.begin(), alive.end());
-    if (arrived == expected || (waited >= kAnswer && all_who_answer) || waited >= timeout_) {
+    if (arrived == expected || (waited >= kAnswer && all_who_answer) ||
+        waited >= timeout_ + kMoment) {
       // The first list stays.
       return text_of(store_->compareSet(prefix + kList, {}, bytes_of(text_of(arrived))));
     }

@@ -38,7 +38,7 @@ class RollCall {
   // Collective over the ranks that are left. Ranks that were absent once are not waited for again.
   // Throws c10::Error on a rank that the others went on without, from then on in each call, and if
   // the store is gone. Takes the answering time of a second if ranks are missing, and the timeout
-  // if one that answers does not arrive.
+  // and 5 s if one that answers does not arrive.
   Present call(const std::string& text);
 
   // Calls so far.

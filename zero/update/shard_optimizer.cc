@@ -66,6 +66,7 @@ void ShardOptimizer::give_state() const {
 }
 
 std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
+  TORCH_INTERNAL_ASSERT(inner_ != nullptr, "lost when the last recovery failed");
   trap_.reset();
   counts_.reset();
   for (auto& group : inner_->param_groups()) group.params().clear();
