@@ -25,6 +25,9 @@ struct LaunchOptions {
   // Put "[rank] " before every line that a rank prints, and never mix two lines. A line also ends
   // with a carriage return, as progress bars write them, and after 64 KiB.
   bool prefix_lines = false;
+  // For ZeroOptimizer::recover(): when a rank fails, the others go on, and the job has succeeded if
+  // any of them returned 0.
+  bool survivors_go_on = false;
   // How long ranks may take to end by themselves after SIGTERM, before SIGKILL.
   std::chrono::milliseconds grace = std::chrono::seconds(10);
 };
@@ -48,6 +51,7 @@ struct LaunchOptions {
 //   - SIGINT and SIGTERM are passed on. When a rank fails, the others get SIGTERM, and SIGKILL
 //     after options.grace: they would wait for it in vain. If the parent dies, the children are
 //     killed.
+//     With options.survivors_go_on they get no signal, and the store is served until the last ends.
 //   - Returns 0 when all ranks returned 0, otherwise the exit code of the rank that failed first,
 //     or 128 + the number of the signal that ended it. Says on stderr which rank that was.
 //

@@ -191,6 +191,17 @@ struct ZeroOptions {
 
   // Call check_replicas() in every n-th step; 0: never.
   TORCH_ARG(int64_t, check_replicas_every) = 0;
+
+  // Keeps this rank's shard of every n-th step (masters, optimizer state, counters, options; rank
+  // 0's module buffers) also in the memory of another rank, on another machine where there is one,
+  // so that ZeroOptimizer::recover() can go on after a rank has died; 0: never. It is copied and
+  // sent in the background, with a checksum, and replaces the one before only when it is whole on
+  // all ranks; a protected step waits until the last one is. The constructor and load_checkpoint()
+  // protect their state before they return; what load_plain_state() and refresh_master_parameters()
+  // change is protected with the next protected step. Each one sends the bytes S of this rank's
+  // shard, and the host keeps 4 S; docs/recovery.md has all costs. Plain data parallelism only, and
+  // not with static_graph.
+  TORCH_ARG(int64_t, protect) = 0;
 };
 
 }  // namespace zero

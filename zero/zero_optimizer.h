@@ -47,7 +47,7 @@
 //
 // Thread safety: none; use from one thread. Streams: work is enqueued behind the stream that is
 // current at the call. After a communication error the optimizer refuses further use with that
-// reason.
+// reason, until recover().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -78,6 +78,12 @@ struct Stats {
   int64_t steps = 0;          // step() calls that updated parameters
   int64_t skipped_steps = 0;  // step() calls skipped for non-finite gradients
   int64_t rounds = 0;         // reductions of all buckets
+  Traffic copies;             // of ZeroOptions::protect()
+};
+
+struct RecoveryReport {
+  int64_t steps = 0;           // step() calls made at the protected step, skipped ones included
+  std::vector<int> survivors;  // by new rank: the rank in the group of construction
 };
 
 class ZeroOptimizer final : public torch::optim::Optimizer {
@@ -220,6 +226,27 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // module's parameters, to go on with a run of plain torch. `plain` is loaded on every rank;
   // options and parameters are not taken over.
   void load_plain_state(const torch::optim::Optimizer& plain);
+
+  // ---- Recovery ----
+
+  // With ZeroOptions::protect(n): after a call of this class, or of a communicator of the caller's
+  // own, threw because a rank died or does not answer, the survivors call this and go on from the
+  // last protected step as one group, with no files and no new process. They number themselves anew
+  // in their old order; group(), plan() and the shards are those of the smaller group. Parameters,
+  // masters, state, counters, options and buffers have the bits of a checkpoint of that step that a
+  // new group of that size loads. Gradients are dropped. What else a loop has, such as its place in
+  // the data, a schedule or random states, is the caller's to set back: see docs/recovery.md. That
+  // step is protected in the new group before this returns.
+  //
+  // Collective over the survivors. A rank that has not noticed yet does so in its next call, and is
+  // waited for; one that is dead or stopped is left behind after a second, and finds that out by an
+  // error here, for good. The store of the group must survive: that of launch_local() with
+  // LaunchOptions::survivors_go_on does, rank 0's own ends with it. Throws c10::Error when it has
+  // ended, when a shard and its copy are both lost (naming the newest checkpoint in the folder
+  // `checkpoints`, if given), and when another rank dies meanwhile, after which it may be called
+  // again. A PendingCheckpoint of before is lost. Needs memory for a second arena, masters and
+  // gradient shards while it runs.
+  RecoveryReport recover(const std::string& checkpoints = {});
 
   // ---- Repair ----
 

@@ -23,7 +23,8 @@ nlohmann::ordered_json by_kind(const MemoryReport& memory) {
 
 }  // namespace
 
-MetricsLog::MetricsLog(const std::string& path) : path_(path), file_(path) {
+MetricsLog::MetricsLog(const std::string& path, bool append)
+    : path_(path), file_(path, append ? std::ios::app : std::ios::trunc) {
   TORCH_CHECK(file_.good(), "cannot write ", path);
 }
 

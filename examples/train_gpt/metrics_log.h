@@ -23,7 +23,7 @@ namespace zero::examples {
 class MetricsLog {
  public:
   // Replaces `path`. Throws c10::Error when it cannot be written.
-  explicit MetricsLog(const std::string& path);
+  explicit MetricsLog(const std::string& path, bool append = false);
 
   // The first line.
   void write_run(const TrainOptions& options, int world_size, int64_t first_step);

@@ -148,10 +148,12 @@ int train(TrainOptions options, const ByteDataset& data) {
                 first_step > 0 ? "going on" : "training", before);
   }
   const bool finished = trainer.train(first_step);
+  // Rank 0 may have died.
+  const bool reports_end = trainer.optimizer().group().rank() == 0;
   std::string sample;
-  if (finished && reports) sample = print_end(options, trainer);
-  if (reports && !options.report.empty()) write_report(options, trainer, sample);
-  if (!finished) return end_stopped(options, group);
+  if (finished && reports_end) sample = print_end(options, trainer);
+  if (reports_end && !options.report.empty()) write_report(options, trainer, sample);
+  if (!finished) return end_stopped(options, trainer.optimizer().group());
   return 0;
 }
 
@@ -181,7 +183,10 @@ int run(int argc, char** argv) {
   }
   if (options.data.empty()) options.data.push_back(zero::kLibtorchIncludePath);
   const ByteDataset data({.paths = options.data, .context = options.context, .seed = options.seed});
-  return zero::launch_local(options.nproc, [&] { return train(options, data); });
+  zero::LaunchOptions launch;
+  launch.survivors_go_on = options.elastic;
+  return zero::launch_local(
+      options.nproc, [&] { return train(options, data); }, launch);
 }
 
 }  // namespace

@@ -171,6 +171,19 @@ void add_checkpoint_options(CLI::App& app, TrainOptions& options) {
       ->group(group);
 }
 
+void add_recovery_options(CLI::App& app, TrainOptions& options) {
+  const std::string group = "Recovery";
+  auto* elastic = app.add_flag("--elastic", options.elastic,
+                               "Go on with the other ranks when one dies; ranks started by --nproc")
+                      ->group(group);
+  app.add_option("--protect-every", options.protect_every,
+                 "Steps between two copies of each shard in another rank's memory")
+      ->check(whole_number(1))
+      ->needs(elastic)
+      ->type_name("N")
+      ->group(group);
+}
+
 void add_report_options(CLI::App& app, TrainOptions& options) {
   const std::string group = "Reports";
   app.add_option("--log", options.log, "Write one JSON object a step to this file")
@@ -235,6 +248,7 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
   add_optimisation_options(app, options);
   add_rank_options(app, options);
   add_checkpoint_options(app, options);
+  add_recovery_options(app, options);
   add_report_options(app, options);
   try {
     app.parse(argc, argv);
@@ -276,7 +290,7 @@ void choose_batch(TrainOptions& options, int world_size) {
 
 std::string batch_problem(const TrainOptions& options, int world_size) {
   const int64_t parts = world_size * options.accumulate;
-  if (options.batch % parts == 0) return {};
+  if (options.batch % parts == 0 || options.elastic) return {};
   return "--batch: expected a multiple of " + std::to_string(parts) + " (" +
          std::to_string(world_size) + " ranks times --accumulate " +
          std::to_string(options.accumulate) + "), got " + std::to_string(options.batch);

@@ -53,6 +53,9 @@ struct TrainOptions {
   int64_t keep = 2;
   bool resume = false;
 
+  bool elastic = false;
+  int64_t protect_every = 5;
+
   // Reports.
   std::string log;      // JSONL file; empty: none
   std::string metrics;  // folder for the same, one file a start; empty: none
@@ -76,7 +79,7 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
 void choose_batch(TrainOptions& options, int world_size);
 
 // Why the global batch cannot be cut evenly into `world_size` ranks times
-// `accumulate` micro-batches; empty when it can.
+// `accumulate` micro-batches; empty when it can, and with --elastic, which cuts any batch.
 std::string batch_problem(const TrainOptions& options, int world_size);
 
 }  // namespace zero::examples

@@ -16,7 +16,6 @@
 #include <utility>
 
 #include "examples/train_gpt/inner_optimizer.h"
-#include "examples/train_gpt/progress.h"
 #include "examples/train_gpt/sample_text.h"
 #include "examples/train_gpt/step_trace.h"
 #include "examples/train_gpt/stop_signal.h"
@@ -61,7 +60,10 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
       metrics_(group.make_communicator("metrics", Purpose::kControl)),
       model_(make_model(options, device_)),
       optimizer_(*model_, make_inner_optimizer(model_, options), group,
-                 ZeroOptions().stage(options.stage).bucket_bytes(kBucketBytes)),
+                 ZeroOptions()
+                     .stage(options.stage)
+                     .bucket_bytes(kBucketBytes)
+                     .protect(options.elastic ? options.protect_every : 0)),
       schedule_(optimizer_, make_schedule(options)) {}
 
 int64_t Trainer::parameter_count() const {
@@ -86,14 +88,20 @@ StepMetrics Trainer::train_step(int64_t step) {
   const auto start = std::chrono::steady_clock::now();
   RECORD_FUNCTION("train_gpt::step", std::vector<c10::IValue>());
   StepMetrics metrics;
-  const int64_t micro_batch = options_.batch / (metrics_->world_size() * options_.accumulate);
+  // The micro-batches of all ranks follow one another. After a death they may differ by a sequence,
+  // so each counts as much as it has; a factor of 1 changes no bit.
+  const int64_t parts = metrics_->world_size() * options_.accumulate;
   double local_loss = 0.0;
   for (int64_t micro = 0; micro < options_.accumulate; ++micro) {
     // All but the last micro-batch only add to p.grad(); the last one sends.
     const auto guard = optimizer_.no_sync(micro + 1 < options_.accumulate);
-    const int64_t first = (metrics_->rank() * options_.accumulate + micro) * micro_batch;
+    const int64_t place = metrics_->rank() * options_.accumulate + micro;
+    const int64_t first = options_.batch * place / parts;
+    const int64_t count = options_.batch * (place + 1) / parts - first;
+    if (count == 0) continue;
+    const double weight = static_cast<double>(count * parts) / static_cast<double>(options_.batch);
     const at::Tensor part =
-        loss(data_.training_sequences(step, first, micro_batch)) / options_.accumulate;
+        loss(data_.training_sequences(step, first, count)) / options_.accumulate * weight;
     optimizer_.backward(part);
     local_loss += part.item<double>();
   }
@@ -189,48 +197,80 @@ void Trainer::print_sample(int64_t steps) {
   if (!options_.report.empty()) samples_.emplace_back(steps, text);
 }
 
-std::vector<MetricsLog> Trainer::open_logs(int64_t first_step) const {
+std::vector<MetricsLog> Trainer::open_logs(int64_t first_step, bool append) const {
   std::vector<MetricsLog> logs;
   if (metrics_->rank() != 0) return logs;
-  if (!options_.log.empty()) logs.emplace_back(options_.log);
+  if (!options_.log.empty()) logs.emplace_back(options_.log, append);
   // A run that goes on leaves what its beginning wrote.
   if (!options_.metrics.empty()) {
-    logs.emplace_back(options_.metrics + "/steps-" + std::to_string(first_step) + ".jsonl");
+    logs.emplace_back(options_.metrics + "/steps-" + std::to_string(first_step) + ".jsonl", append);
   }
   for (MetricsLog& log : logs) log.write_run(options_, metrics_->world_size(), first_step);
   return logs;
 }
 
-bool Trainer::train(int64_t first_step) {
+void Trainer::begin_reports(int64_t first_step, bool recovered) {
+  if (metrics_->rank() != 0 || progress_) return;
+  logs_ = open_logs(first_step, recovered);
+  progress_.emplace(stdout, first_step, options_.steps);
+}
+
+int64_t Trainer::recover(const c10::Error& error) {
+  if (!options_.elastic) throw error;
+  std::fprintf(stderr, "train_gpt: %s\n", error.what_without_backtrace());
+  const auto before = static_cast<size_t>(metrics_->world_size());
+  metrics_->abort("a rank was lost");
+  const RecoveryReport report = optimizer_.recover(options_.checkpoints);
+  // Where no rank is gone, the error was another one, and would be thrown again.
+  if (report.survivors.size() == before) throw error;
+  metrics_ = optimizer_.group().make_communicator("metrics", Purpose::kControl);
+  schedule_.set_step(report.steps);
+  if (metrics_->rank() == 0) {
+    std::printf("went on with %d ranks after step %lld\n", metrics_->world_size(),
+                static_cast<long long>(report.steps));
+    std::fflush(stdout);
+  }
+  begin_reports(report.steps, /*recovered=*/true);
+  return report.steps;
+}
+
+void Trainer::report_step(StepMetrics metrics) {
   const bool reports = metrics_->rank() == 0;
-  std::optional<Progress> progress;
-  std::vector<MetricsLog> logs = open_logs(first_step);
-  if (reports) progress.emplace(stdout, first_step, options_.steps);
+  if (metrics.step % options_.validate_every == 0 || metrics.step == options_.steps) {
+    metrics.validation_loss = validation_loss();
+  }
+  if (progress_) progress_->show(metrics);
+  const bool half_way = metrics.step == options_.steps / 10 || metrics.step == options_.steps / 2;
+  if (reports && half_way && options_.sample_bytes > 0) print_sample(metrics.step);
+  if (reports && !options_.report.empty()) history_.push_back(metrics);
+  for (MetricsLog& log : logs_) log.write(metrics);
+  const bool save_now =
+      stop_ || metrics.step % options_.save_every == 0 || metrics.step == options_.steps;
+  if (!options_.checkpoints.empty() && save_now) save(metrics.step);
+}
+
+bool Trainer::train(int64_t first_step) {
+  begin_reports(first_step, /*recovered=*/false);
   // The first steps make buffers and connections: not what one wants to see.
   const int64_t settled = std::min(first_step + 2, options_.steps - 1);
-  StepTrace trace(reports ? options_.trace : "", settled, options_.trace_steps,
+  StepTrace trace(progress_ ? options_.trace : "", settled, options_.trace_steps,
                   device_.is_cpu() ? StepTrace::Device::kCpu : StepTrace::Device::kCuda);
-  for (int64_t step = first_step; step < options_.steps; ++step) {
-    trace.before_step(step);
-    StepMetrics metrics = train_step(step);
-    if (metrics.step % options_.validate_every == 0 || metrics.step == options_.steps) {
-      metrics.validation_loss = validation_loss();
+  for (int64_t step = first_step; step < options_.steps;) {
+    try {
+      trace.before_step(step);
+      report_step(train_step(step));
+      ++step;
+      if (stop_) return false;
+      if (step < options_.steps) continue;
+      state_bytes_ = std::llround(mean_over_ranks(static_cast<double>(memory_.optimizer_state)) *
+                                  metrics_->world_size());
+    } catch (const c10::Error& error) {
+      step = recover(error);
     }
-    if (progress) progress->show(metrics);
-    const bool half_way = metrics.step == options_.steps / 10 || metrics.step == options_.steps / 2;
-    if (reports && half_way && options_.sample_bytes > 0) print_sample(metrics.step);
-    if (reports && !options_.report.empty()) history_.push_back(metrics);
-    for (MetricsLog& log : logs) log.write(metrics);
-    const bool save_now =
-        stop_ || metrics.step % options_.save_every == 0 || metrics.step == options_.steps;
-    if (!options_.checkpoints.empty() && save_now) save(metrics.step);
-    if (stop_) return false;
   }
-  state_bytes_ = std::llround(mean_over_ranks(static_cast<double>(memory_.optimizer_state)) *
-                              metrics_->world_size());
-  if (progress && progress->skipped_steps() > 0) {
+  if (progress_ && progress_->skipped_steps() > 0) {
     std::printf("%lld of %lld steps were skipped, since gradients were not finite\n",
-                static_cast<long long>(progress->skipped_steps()),
+                static_cast<long long>(progress_->skipped_steps()),
                 static_cast<long long>(options_.steps - first_step));
   }
   return true;

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "examples/train_gpt/byte_dataset.h"
 #include "examples/train_gpt/gpt.h"
 #include "examples/train_gpt/metrics_log.h"
+#include "examples/train_gpt/progress.h"
 #include "examples/train_gpt/step_metrics.h"
 #include "examples/train_gpt/train_options.h"
 #include "zero/lr_schedule.h"
@@ -45,6 +47,7 @@ class Trainer {
   // options.save_every of them. Rank 0 reports each on standard output and in
   // options.log and options.metrics, writes options.trace, and prints samples on the way. False
   // when SIGTERM or SIGINT reached any rank: then all have saved and stopped after the same step.
+  // With options.elastic the survivors go on when a rank dies, from the last protected step.
   bool train(int64_t first_step);
 
   // Collective. Nats per byte over the held-out text, the same on every rank.
@@ -73,10 +76,16 @@ class Trainer {
   int64_t resume(const std::string& checkpoint);
   // Collective. Step `step`, counted from 0. The result lacks the validation loss.
   StepMetrics train_step(int64_t step);
+  // Collective. The rest of step `step`: what is reported and saved.
+  void report_step(StepMetrics metrics);
+  // Rank 0, unless it has: opens what it reports to, `recovered` after another rank 0 that died.
+  void begin_reports(int64_t first_step, bool recovered);
+  // Collective over the survivors of `error`. The step to go on with.
+  int64_t recover(const c10::Error& error);
   // Prints a sample after `steps` steps.
   void print_sample(int64_t steps);
   // The files of options.log and options.metrics, on rank 0.
-  std::vector<MetricsLog> open_logs(int64_t first_step) const;
+  std::vector<MetricsLog> open_logs(int64_t first_step, bool append) const;
   // Collective. After `steps` steps.
   void save(int64_t steps);
   // The mean loss over `sequences`, and over its graph the gradient.
@@ -95,6 +104,8 @@ class Trainer {
   int64_t state_bytes_ = 0;
   std::vector<StepMetrics> history_;
   std::vector<std::pair<int64_t, std::string>> samples_;
+  std::optional<Progress> progress_;  // on rank 0, like the logs
+  std::vector<MetricsLog> logs_;
   bool stop_ = false;  // some rank got a signal; the same on all
 };
 

@@ -14,7 +14,6 @@
 
 #include "tests/support/checkpoint_run.h"
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/safetensors.h"
 #include "zero/launch.h"
 
 namespace {
@@ -44,19 +43,6 @@ zero::Training training(const std::string& kind) {
   return t;
 }
 
-void write(const zero::Snapshot& snapshot, const std::string& path) {
-  std::vector<zero::StoredTensor> tensors;
-  for (const auto& [name, tensor] : snapshot) {
-    tensors.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), 0, 0});
-  }
-  zero::SafetensorsWriter writer(path, std::move(tensors), {});
-  for (const zero::StoredTensor& place : writer.tensors()) {
-    const at::Tensor tensor = snapshot.at(place.name).contiguous();
-    writer.write(tensor.const_data_ptr(), tensor.nbytes());
-  }
-  writer.finish();
-}
-
 int train(const std::string& kind, int from, int to, const std::string& folder) {
   const zero::Group group = zero::init_process_group({.device = at::kCPU});
   // Another model on resume, frozen parameters included: nothing is right by chance.
@@ -69,7 +55,7 @@ int train(const std::string& kind, int from, int to, const std::string& folder) 
   if (group.rank() != 0) return 0;
   std::printf("%s: steps %d to %d, %g of them skipped\n", kind.c_str(), from, to,
               snapshot.at("steps/skipped").item<double>());
-  write(snapshot, folder + "/state-" + std::to_string(from) + "-" + std::to_string(to));
+  zero::write_snapshot(snapshot, folder + "/state-" + std::to_string(from) + "-" + std::to_string(to));
   return 0;
 }
 

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "zero/checkpoint/safetensors.h"
 #include "zero/inner/classes.h"
 #include "zero/inner/state.h"
 #include "zero/memory/segment_tensors.h"
@@ -24,7 +25,7 @@ at::Tensor number(double value) {
 }  // namespace
 
 CheckpointRun::CheckpointRun(const Training& training, const Group& group, uint64_t seed)
-    : model(seed, training.width), training_(training), group_(group) {
+    : model(seed, training.width), training_(training) {
   model->to(training.dtype);
   {
     at::NoGradGuard no_grad;
@@ -42,13 +43,14 @@ void CheckpointRun::train(int first, int last) {
     for (int micro = 0; micro < t.micro_batches; ++micro) {
       const uint64_t seed = 1000u * static_cast<unsigned>(step) +
                             10u * static_cast<unsigned>(micro) +
-                            static_cast<unsigned>(group_.rank());
+                            static_cast<unsigned>(optimizer->group().rank());
       const at::Tensor x = random_tensor({3, 17}, seed).to(t.dtype);
       const at::Tensor target = random_tensor({3, 11}, seed + 7000).to(t.dtype);
-      optimizer->backward(model->loss(x, target, t.use(group_.rank(), step, micro)));
+      optimizer->backward(model->loss(x, target, t.use(optimizer->group().rank(), step, micro)));
     }
     if (t.max_norm) optimizer->clip_grad_norm_(*t.max_norm);
     optimizer->step();
+    optimizer->wait_for(*model);  // with overlap_gather, rows are still under way
     at::NoGradGuard no_grad;
     model->counter.add_(1);
   }
@@ -74,7 +76,7 @@ Snapshot CheckpointRun::snapshot() {
     result["buffer/" + item.key()] = item.value().clone();
   }
   // State is gathered by sum: every element lives on one rank and is zero elsewhere.
-  const auto link = group_.make_communicator("snapshot", Purpose::kControl);
+  const auto link = optimizer->group().make_communicator("snapshot", Purpose::kControl);
   const char* kinds[] = {"exp_avg", "exp_avg_sq",   "momentum_buffer", "square_avg",  "sum",
                          "step",    "value:step",   "value:product",   "value:moved", "momentum",
                          "sign",    "scalar:power", "row_var",         "col_var",     "variance"};
@@ -90,7 +92,7 @@ Snapshot CheckpointRun::snapshot() {
   std::vector<size_t> next(groups.size(), 0);
   std::map<const void*, Segment> segments;
   for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
-    for (const Segment& s : plan.segments(b, group_.rank())) {
+    for (const Segment& s : plan.segments(b, optimizer->group().rank())) {
       // In the order in which ShardOptimizer gives segments to the inner optimizer.
       size_t g = 0;
       for (; g < groups.size(); ++g) {
@@ -135,6 +137,19 @@ Snapshot CheckpointRun::snapshot() {
   result["steps/done"] = number(static_cast<double>(optimizer->stats().steps));
   result["steps/skipped"] = number(static_cast<double>(optimizer->stats().skipped_steps));
   return result;
+}
+
+void write_snapshot(const Snapshot& snapshot, const std::string& path) {
+  std::vector<StoredTensor> tensors;
+  for (const auto& [name, tensor] : snapshot) {
+    tensors.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), 0, 0});
+  }
+  SafetensorsWriter writer(path, std::move(tensors), {});
+  for (const StoredTensor& place : writer.tensors()) {
+    const at::Tensor tensor = snapshot.at(place.name).contiguous();
+    writer.write(tensor.const_data_ptr(), tensor.nbytes());
+  }
+  writer.finish();
 }
 
 int64_t differing(const Snapshot& a, const Snapshot& b) {

@@ -24,7 +24,7 @@ class CheckpointRun {
  public:
   // `seed` of the model: of every rank, so that nothing is right by chance.
   CheckpointRun(const Training& training, const Group& group, uint64_t seed);
-  // Steps [first, last); gradients depend on (rank, step) only.
+  // Steps [first, last); gradients depend on (rank, step) only, the rank in optimizer->group().
   void train(int first, int last);
   // Collective.
   Snapshot snapshot();
@@ -34,8 +34,10 @@ class CheckpointRun {
 
  private:
   const Training training_;
-  const Group group_;
 };
+
+// As a safetensors file; equal snapshots are equal files.
+void write_snapshot(const Snapshot& snapshot, const std::string& path);
 
 // How many values differ in any bit; entries that only one has count once.
 int64_t differing(const Snapshot& a, const Snapshot& b);

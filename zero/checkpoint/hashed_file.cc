@@ -129,7 +129,7 @@ void FileWriter::finish() {
   if (result != 0) throw_errno("cannot close " + path_, errno);
 }
 
-FileReader::FileReader(std::string path) : path_(std::move(path)) {
+FileReader::FileReader(std::string path) : StoredBytes(std::move(path), 0) {
   check_path(path_);
   // A pipe without a writer would block the open for ever; files do not know the flag.
   descriptor_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
@@ -161,7 +161,7 @@ void FileReader::read(uint64_t offset, void* data, size_t bytes) {
   }
 }
 
-std::string FileReader::read_text(uint64_t offset, size_t bytes) {
+std::string StoredBytes::read_text(uint64_t offset, size_t bytes) {
   TORCH_CHECK(offset <= size_ && bytes <= size_ - offset, path_, ": expected ", bytes, " bytes at ",
               offset, ", got a file of ", size_, " bytes; it was truncated");
   std::string text(bytes, '\0');
@@ -169,7 +169,7 @@ std::string FileReader::read_text(uint64_t offset, size_t bytes) {
   return text;
 }
 
-uint64_t FileReader::scan(uint64_t begin, uint64_t end, const Take& take) {
+uint64_t StoredBytes::scan(uint64_t begin, uint64_t end, const Take& take) {
   if (!buffer_) buffer_ = std::make_unique<char[]>(kPart);
   ContentHash hash;
   for (uint64_t at = begin; at < end;) {

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace zero {
 
@@ -62,20 +63,18 @@ class FileWriter {
   ContentHash hash_;
 };
 
-// Reads parts of a file, without mapping it: a file that shrinks or a disk that
-// fails is then an error and not a signal, and memory is this class's buffer.
-class FileReader {
+// The bytes of a file, wherever they are kept.
+class StoredBytes {
  public:
-  // Throws, at once, for anything but a file: folders, pipes, devices.
-  explicit FileReader(std::string path);
-  ~FileReader();
-  FileReader(const FileReader&) = delete;
-  FileReader& operator=(const FileReader&) = delete;
+  StoredBytes(std::string path, uint64_t size) : path_(std::move(path)), size_(size) {}
+  virtual ~StoredBytes() = default;
+  StoredBytes(const StoredBytes&) = delete;
+  StoredBytes& operator=(const StoredBytes&) = delete;
 
   const std::string& path() const { return path_; }
   uint64_t size() const { return size_; }
   // Throws when the file ends before.
-  void read(uint64_t offset, void* data, size_t bytes);
+  virtual void read(uint64_t offset, void* data, size_t bytes) = 0;
   std::string read_text(uint64_t offset, size_t bytes);
   // Gives [begin, end) to `take` in parts of at most kPart bytes, and returns
   // the hash of it all. `at` counts from `begin`.
@@ -86,12 +85,27 @@ class FileReader {
   // The bytes of all reads so far.
   uint64_t bytes_read() const { return bytes_read_; }
 
- private:
+ protected:
   const std::string path_;
-  int descriptor_ = -1;
   uint64_t size_ = 0;
   uint64_t bytes_read_ = 0;
+
+ private:
   std::unique_ptr<char[]> buffer_;
+};
+
+// Reads parts of a file, without mapping it: a file that shrinks or a disk that
+// fails is then an error and not a signal, and memory is this class's buffer.
+class FileReader final : public StoredBytes {
+ public:
+  // Throws, at once, for anything but a file: folders, pipes, devices.
+  explicit FileReader(std::string path);
+  ~FileReader() override;
+
+  void read(uint64_t offset, void* data, size_t bytes) override;
+
+ private:
+  int descriptor_ = -1;
 };
 
 // Waits until the names in a folder are on disk.

@@ -17,8 +17,7 @@
 namespace zero {
 
 struct CheckpointReader::OpenFile {
-  explicit OpenFile(const std::string& path) : reader(path) {}
-  FileReader reader;
+  std::unique_ptr<StoredBytes> reader;
   std::unordered_map<std::string, StoredTensor> tensors;
 };
 
@@ -33,7 +32,20 @@ Manifest find_manifest(const std::string& folder) {
 }  // namespace
 
 CheckpointReader::CheckpointReader(std::string folder)
-    : folder_(std::move(folder)), manifest_(find_manifest(folder_)) {
+    : folder_(std::move(folder)),
+      manifest_(find_manifest(folder_)),
+      open_([this](const ManifestFile& file) {
+        return std::make_unique<FileReader>(folder_ + "/" + file.name);
+      }) {
+  list_tensors();
+}
+
+CheckpointReader::CheckpointReader(std::string name, Manifest manifest, Open open)
+    : folder_(std::move(name)), manifest_(std::move(manifest)), open_(std::move(open)) {
+  list_tensors();
+}
+
+void CheckpointReader::list_tensors() {
   for (size_t f = 0; f < manifest_.files.size(); ++f) {
     for (const ManifestTensor& t : manifest_.files[f].tensors) {
       places_[t.owner][t.kind].push_back({f, &t});
@@ -72,12 +84,12 @@ CheckpointReader::OpenFile& CheckpointReader::open(size_t index) {
   auto& slot = files_[index];
   if (slot) return *slot;
   const ManifestFile& about = manifest_.files[index];
-  auto file = std::make_unique<OpenFile>(folder_ + "/" + about.name);
-  const std::string& path = file->reader.path();
-  TORCH_CHECK(file->reader.size() == about.bytes, path, ": expected ", about.bytes,
-              " bytes as the manifest says, got ", file->reader.size(),
+  auto file = std::make_unique<OpenFile>(OpenFile{open_(about), {}});
+  const std::string& path = file->reader->path();
+  TORCH_CHECK(file->reader->size() == about.bytes, path, ": expected ", about.bytes,
+              " bytes as the manifest says, got ", file->reader->size(),
               "; the file was truncated or belongs to another checkpoint");
-  SafetensorsHeader header = read_safetensors_header(file->reader);
+  SafetensorsHeader header = read_safetensors_header(*file->reader);
   TORCH_CHECK(header.metadata["checkpoint"] == manifest_.id, path,
               ": expected a file of checkpoint ", manifest_.id, ", got one of checkpoint ",
               header.metadata["checkpoint"],
@@ -90,7 +102,7 @@ CheckpointReader::OpenFile& CheckpointReader::open(size_t index) {
 const StoredTensor& CheckpointReader::stored(const Place& place) {
   OpenFile& file = open(place.file);
   const auto found = file.tensors.find(place.tensor->key);
-  TORCH_CHECK(found != file.tensors.end(), file.reader.path(), ": expected tensor ",
+  TORCH_CHECK(found != file.tensors.end(), file.reader->path(), ": expected tensor ",
               place.tensor->key, " as the manifest says, got none of that name");
   return found->second;
 }
@@ -103,18 +115,18 @@ const StoredTensor& CheckpointReader::stored(const Place& place, c10::ScalarType
       !__builtin_mul_overflow(static_cast<uint64_t>(numel), c10::elementSize(dtype), &bytes);
   TORCH_CHECK(fits && (result.dtype == dtype || result.dtype == at::kByte) &&
                   result.end - result.begin == bytes,
-              open(place.file).reader.path(), ": tensor ", result.name, ": expected ", numel,
+              open(place.file).reader->path(), ": tensor ", result.name, ": expected ", numel,
               " elements of ", dtype, ", got ", result.end - result.begin, " bytes of ",
               result.dtype);
   return result;
 }
 
 void CheckpointReader::scan(const Place& place, c10::ScalarType dtype, int64_t numel,
-                            const FileReader::Take& take) {
+                            const StoredBytes::Take& take) {
   const StoredTensor& tensor = stored(place, dtype, numel);
   OpenFile& file = open(place.file);
-  const uint64_t hash = file.reader.scan(tensor.begin, tensor.end, take);
-  TORCH_CHECK(hash == place.tensor->hash, file.reader.path(), ": tensor ", tensor.name,
+  const uint64_t hash = file.reader->scan(tensor.begin, tensor.end, take);
+  TORCH_CHECK(hash == place.tensor->hash, file.reader->path(), ": tensor ", tensor.name,
               ": expected checksum ", hash_text(place.tensor->hash), ", got ", hash_text(hash),
               "; the file is damaged, use another checkpoint");
 }
@@ -279,7 +291,7 @@ std::string CheckpointReader::read_bytes(const std::string& owner, const std::st
 }
 
 void CheckpointReader::verify_file(size_t index) {
-  FileReader& reader = open(index).reader;
+  StoredBytes& reader = *open(index).reader;
   const uint64_t hash = reader.scan(0, reader.size());
   TORCH_CHECK(hash == manifest_.files[index].hash, reader.path(), ": expected checksum ",
               hash_text(manifest_.files[index].hash), ", got ", hash_text(hash),
@@ -288,7 +300,7 @@ void CheckpointReader::verify_file(size_t index) {
 
 uint64_t CheckpointReader::bytes_read() const {
   uint64_t bytes = 0;
-  for (const auto& [index, file] : files_) bytes += file->reader.bytes_read();
+  for (const auto& [index, file] : files_) bytes += file->reader->bytes_read();
   return bytes;
 }
 

@@ -1,14 +1,15 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reads parts of a checkpoint, whatever number of ranks wrote it. Nothing is
-// returned whose checksum was not verified; what is damaged, missing or of another
-// checkpoint is a c10::Error that names the file. Nothing is allocated that is larger
-// than the files that are there. Knows nothing of optimizers.
+// Reads parts of a checkpoint, in a folder or in memory, whatever number of ranks wrote it. Nothing
+// is returned whose checksum was not verified; what is damaged, missing or of another checkpoint is
+// a c10::Error that names the file. Nothing is allocated that is larger than the files that are
+// there. Knows nothing of optimizers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -33,6 +34,10 @@ class CheckpointReader {
  public:
   // Reads the manifest alone. Gives a checkpoint that a crash has hidden its name back.
   explicit CheckpointReader(std::string folder);
+  // Of a checkpoint that is in no folder: `open` gives the bytes of a file of `manifest`, each
+  // once. `name` is for errors.
+  using Open = std::function<std::unique_ptr<StoredBytes>(const ManifestFile& file)>;
+  CheckpointReader(std::string name, Manifest manifest, Open open);
   ~CheckpointReader();
 
   const Manifest& manifest() const { return manifest_; }
@@ -76,6 +81,7 @@ class CheckpointReader {
   };
   struct OpenFile;
 
+  void list_tensors();
   OpenFile& open(size_t index);
   const std::vector<Place>& places(const std::string& owner, const std::string& kind) const;
   // How the stored pieces, which are appended to `stored`, make up `wanted`.
@@ -87,10 +93,12 @@ class CheckpointReader {
   // that of this size may be allocated.
   const StoredTensor& stored(const Place& place, c10::ScalarType dtype, int64_t numel);
   // Gives all bytes to `take`, then throws if the checksum is wrong.
-  void scan(const Place& place, c10::ScalarType dtype, int64_t numel, const FileReader::Take& take);
+  void scan(const Place& place, c10::ScalarType dtype, int64_t numel,
+            const StoredBytes::Take& take);
 
-  const std::string folder_;
+  const std::string folder_;  // or the name
   const Manifest manifest_;
+  const Open open_;
   std::map<std::string, std::map<std::string, std::vector<Place>>> places_;  // by owner, kind
   std::map<std::string, std::set<std::string>> kinds_;
   std::map<size_t, std::unique_ptr<OpenFile>> files_;

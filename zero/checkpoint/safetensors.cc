@@ -157,7 +157,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t file_
   return header;
 }
 
-SafetensorsHeader read_safetensors_header(FileReader& file) {
+SafetensorsHeader read_safetensors_header(StoredBytes& file) {
   const std::string length_bytes = file.read_text(0, kLengthBytes);
   uint64_t length = 0;
   for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<uint8_t>(length_bytes[i]);
@@ -167,17 +167,17 @@ SafetensorsHeader read_safetensors_header(FileReader& file) {
   return parse_safetensors_header(file.read_text(kLengthBytes, length), file.size(), file.path());
 }
 
-SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<StoredTensor> tensors,
-                                     const std::map<std::string, std::string>& metadata)
-    : file_(path), tensors_(std::move(tensors)) {
-  std::stable_sort(tensors_.begin(), tensors_.end(),
+std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
+                                const std::map<std::string, std::string>& metadata,
+                                const std::string& path) {
+  std::stable_sort(tensors.begin(), tensors.end(),
                    [](const StoredTensor& a, const StoredTensor& b) {
                      return c10::elementSize(a.dtype) > c10::elementSize(b.dtype);
                    });
   json root = json::object();
   if (!metadata.empty()) root["__metadata__"] = metadata;
   uint64_t at = 0;
-  for (StoredTensor& tensor : tensors_) {
+  for (StoredTensor& tensor : tensors) {
     const std::string where = path + ": tensor " + tensor.name;
     TORCH_CHECK(safetensors_knows(tensor.dtype), where, ": safetensors has no name for dtype ",
                 tensor.dtype);
@@ -195,14 +195,23 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Stored
   text.resize((text.size() + 7) / 8 * 8, ' ');
   TORCH_CHECK(text.size() <= kSafetensorsHeaderLimit, path, ": expected a header of at most ",
               kSafetensorsHeaderLimit, " bytes, got ", text.size());
-  char length[kLengthBytes];
-  for (size_t i = 0; i < kLengthBytes; ++i) length[i] = static_cast<char>(text.size() >> (8 * i));
-  file_.write(length, kLengthBytes);
-  file_.write(text.data(), text.size());
-  for (StoredTensor& tensor : tensors_) {
-    tensor.begin += kLengthBytes + text.size();
-    tensor.end += kLengthBytes + text.size();
+  std::string beginning(kLengthBytes, '\0');
+  for (size_t i = 0; i < kLengthBytes; ++i) {
+    beginning[i] = static_cast<char>(text.size() >> (8 * i));
   }
+  beginning += text;
+  for (StoredTensor& tensor : tensors) {
+    tensor.begin += beginning.size();
+    tensor.end += beginning.size();
+  }
+  return beginning;
+}
+
+SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<StoredTensor> tensors,
+                                     const std::map<std::string, std::string>& metadata)
+    : file_(path), tensors_(std::move(tensors)) {
+  const std::string beginning = lay_out_safetensors(tensors_, metadata, path);
+  file_.write(beginning.data(), beginning.size());
 }
 
 uint64_t SafetensorsWriter::write(const void* data, uint64_t bytes) {

@@ -47,7 +47,14 @@ bool safetensors_knows(c10::ScalarType dtype);
 // `json` is the header alone; `path` is for errors.
 SafetensorsHeader parse_safetensors_header(std::string_view json, uint64_t file_bytes,
                                            const std::string& path);
-SafetensorsHeader read_safetensors_header(FileReader& file);
+SafetensorsHeader read_safetensors_header(StoredBytes& file);
+
+// Returns the beginning of a file of `tensors`: the length and the header. Puts `tensors` into the
+// order in which they are stored, wide dtypes first, so that every tensor is aligned to its dtype,
+// and sets `begin` and `end`. `path` is for errors.
+std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
+                                const std::map<std::string, std::string>& metadata,
+                                const std::string& path);
 
 // Writes one file, tensors one after another.
 //
@@ -60,8 +67,7 @@ class SafetensorsWriter {
   SafetensorsWriter(const std::string& path, std::vector<StoredTensor> tensors,
                     const std::map<std::string, std::string>& metadata);
 
-  // In the order they must be written: wide dtypes first, so that every tensor
-  // is aligned to its dtype.
+  // In the order they must be written, that of lay_out_safetensors().
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
   // All of the next tensor, contiguous, in host memory. Returns the hash.
   uint64_t write(const void* data, uint64_t bytes);

@@ -8,6 +8,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <vector>
 
@@ -25,6 +26,9 @@ class ShardCopies {
   // i, or kOfNone for one that nothing changes. Once. If it throws, nothing waits any more.
   static constexpr int64_t kOfNone = -1;
   void copy(FileToSave& file, const std::vector<int64_t>& bucket_of);
+  // The same with copy_tensor(i) in place of the copy of tensor i, for all but those of kOfNone.
+  void copy_each(const std::vector<int64_t>& bucket_of,
+                 const std::function<void(size_t tensor)>& copy_tensor);
 
   // Blocks until the tensors of buckets from `bucket` on are copied.
   void wait(int64_t bucket);

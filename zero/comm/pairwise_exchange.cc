@@ -256,17 +256,20 @@ SentBytes PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Oper
 }
 
 // Gloo closes the connections of the whole group when one wait times out, and has no other call
-// for that: its abort() does nothing. So wait for a message that is never sent.
+// for that: its abort() does nothing. So wait for a message that is never sent. From a peer whose
+// connection is lost already the wait ends without closing the others, so each peer has a turn.
 void PairwiseExchange::hang_up() noexcept {
-  try {
-    std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-    c10::intrusive_ptr<c10d::Work> work;
-    {
-      const std::lock_guard<std::mutex> lock(mutex());
-      work = backend().recv(nothing, (rank() + 1) % world_size(), kHangUpTag);
+  for (int i = 1; i < world_size(); ++i) {
+    try {
+      std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+      c10::intrusive_ptr<c10d::Work> work;
+      {
+        const std::lock_guard<std::mutex> lock(mutex());
+        work = backend().recv(nothing, (rank() + i) % world_size(), kHangUpTag);
+      }
+      work->wait(std::chrono::milliseconds(1));
+    } catch (...) {  // This is how it succeeds.
     }
-    work->wait(std::chrono::milliseconds(1));
-  } catch (...) {  // This is how it succeeds.
   }
   BackendExchange::hang_up();
 }

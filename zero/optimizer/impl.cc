@@ -63,8 +63,9 @@ BufferPool::Allocate allocator_of(const OptimizerCommunicators& comms) {
 
 }  // namespace
 
-ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
-                          ShardDomains all_domains, const ZeroOptions& asked,
+ZeroOptimizer::Impl::Impl(torch::nn::Module& module,
+                          std::unique_ptr<torch::optim::Optimizer>& inner, ShardDomains all_domains,
+                          const ZeroOptions& asked,
                           std::shared_ptr<OptimizerCommunicators> connected,
                           ParameterTable parameter_table)
     : module(module),
@@ -85,7 +86,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
       broadcasts(arena, *comms),
       reducer(plan, table, comms->domains, pool, {wires, options.no_sync_fp32()}),
       full_gradients(plan, table, comms->domains, pool),
-      shards(make_shards(std::move(inner))),
+      shards(make_shards(inner)),
       clipping(shards.segments(), domains.norm_weights, device, *comms->norm),
       gathers(plan, table, arena, *comms),
       record(options, comms->any_half, shards.deferred(), device, comms->rank(), reducer),
@@ -93,7 +94,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module, std::unique_ptr<torch::opti
   table.remember();
 }
 
-ShardOptimizer ZeroOptimizer::Impl::make_shards(std::unique_ptr<torch::optim::Optimizer> inner) {
+ShardOptimizer ZeroOptimizer::Impl::make_shards(std::unique_ptr<torch::optim::Optimizer>& inner) {
   comms->explained([this] {
     broadcasts.parameters();
     broadcasts.over_home(table.frozen(), "frozen parameters and buffers");
@@ -106,6 +107,7 @@ ShardOptimizer ZeroOptimizer::Impl::make_shards(std::unique_ptr<torch::optim::Op
 ZeroOptimizer::Impl::~Impl() {
   const c10::OptionalDeviceGuard guard(device);
   if (copies) copies->wait_for_all();  // the module outlives this, and may change its parameters
+  protection.reset();
   passes.remove_hooks();
   try {
     gathers.finish();  // the module may outlive this
@@ -146,8 +148,10 @@ std::string ZeroOptimizer::Impl::first_problem(Call call, const std::function<vo
 Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& check,
                                      AgreedArguments arguments) {
   finish_previous_step();
+  if (protection && call == Call::kLoadCheckpoint) finish_protection();
   // A step waits bucket by bucket. Other calls may change any of them.
   if (copies && !is_of_a_step(call)) copies->wait_for_all();
+  if (protection && !is_of_a_step(call)) protection->wait_for_copies(0);
   const std::string problem = first_problem(call, check);
   const Agreement agreement = protocol.exchange(
       call, problem, std::move(arguments), {reducer.rounds_needed(), passes.any(), reducer.used()});

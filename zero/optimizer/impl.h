@@ -3,9 +3,11 @@
 //
 // The parts of a ZeroOptimizer, and the collective calls that use several of them. Internal.
 //
+//   construct.cc        the checks before construction
 //   impl.cc             construction, and the agreement that begins every collective call
 //   step.cc             clipping, steps, gathered tensors, repair
 //   save.cc, load.cc    checkpoints
+//   recover.cc          protected steps, and a smaller group after a failure
 #pragma once
 
 #include <functional>
@@ -17,6 +19,7 @@
 #include "zero/agreement/communicators.h"
 #include "zero/agreement/shard_domains.h"
 #include "zero/checkpoint/mesh_tensors.h"
+#include "zero/checkpoint/reader.h"
 #include "zero/checkpoint/run_identity.h"
 #include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
@@ -30,6 +33,8 @@
 #include "zero/optimizer/clipping.h"
 #include "zero/optimizer/parameter_gathers.h"
 #include "zero/optimizer/step_record.h"
+#include "zero/recovery/protection.h"
+#include "zero/recovery/roll_call.h"
 #include "zero/update/shard_optimizer.h"
 #include "zero/zero_optimizer.h"
 
@@ -38,8 +43,14 @@ namespace zero {
 struct ZeroOptimizer::Impl {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // `comms` are connected.
-  Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
+  // Collective. All that the constructor of ZeroOptimizer checks and makes. If it throws, `inner`
+  // is still the caller's, unless memory ran out.
+  static std::unique_ptr<Impl> make(torch::nn::Module& module,
+                                    std::unique_ptr<torch::optim::Optimizer>& inner,
+                                    const Group& group, const ZeroOptions& options);
+
+  // `comms` are connected. Takes `inner` when everything is sent.
+  Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner,
        ShardDomains domains, const ZeroOptions& options,
        std::shared_ptr<OptimizerCommunicators> comms, ParameterTable table);
   ~Impl();
@@ -105,8 +116,29 @@ struct ZeroOptimizer::Impl {
                          const MeshTensors* mesh) const;
   Save begin_save(const std::string& folder, const SaveOptions& save, bool copy,
                   const ParamGroups& groups);
+  // This rank's file, with views of the shard. bucket_of[i]: see ShardCopies.
+  FileToSave shard_file(std::vector<int64_t>& bucket_of) const;
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& load,
                              ParamGroups& groups);
+  // Sets everything from a protected step of the same model. Collective.
+  void load_protected(CheckpointReader& reader, ParamGroups& groups);
+
+  // --- Recovery (recover.cc)
+  struct Lifeline;  // what outlives a group
+  // Collective, if steps are protected: connects to other ranks, of a first group without `former`.
+  void start_protection(std::shared_ptr<Lifeline> former);
+  // Before an agreement after which protect() follows.
+  void finish_protection();
+  void protect(const ParamGroups& groups);
+  // Collective. The same, and returns when all ranks have it whole. `call` is for errors.
+  void protect_at_once(const ParamGroups& groups, const std::string& call);
+  // Ends this group here. The survivors, with what each of them holds. Collective over them.
+  RollCall::Present leave_group();
+  // Collective. The same over another group, with the inner optimizer, which is back here if it
+  // throws.
+  std::unique_ptr<Impl> make_again(const Group& smaller);
+  // Collective. Everything as at the protected step, which is protected here; its step() calls.
+  int64_t restore(const Restorable& step, ParamGroups& groups);
 
   torch::nn::Module& module;
   const ShardDomains domains;
@@ -130,14 +162,18 @@ struct ZeroOptimizer::Impl {
   StepRecord record;
   RunIdentity run;                      // of checkpoints
   std::shared_ptr<ShardCopies> copies;  // of the last asynchronous save, or null
+  std::shared_ptr<Lifeline> lifeline;   // null unless steps are protected
+  std::unique_ptr<Protection> protection;
   BackwardPasses passes;
 
   std::vector<std::vector<at::Tensor>> group_members;  // as at construction
   int64_t gathered_rounds = 0;                         // stage 1: rounds that p.grad() contains
+  // Ends with this object, for what may outlive it.
+  const std::shared_ptr<const bool> lives = std::make_shared<const bool>(true);
 
  private:
   // Sends rank 0's values to all ranks, and then makes the masters from them.
-  ShardOptimizer make_shards(std::unique_ptr<torch::optim::Optimizer> inner);
+  ShardOptimizer make_shards(std::unique_ptr<torch::optim::Optimizer>& inner);
 };
 
 }  // namespace zero

@@ -272,6 +272,20 @@ void take_agreement(const std::vector<std::string>& texts, const std::string& wh
   }
 }
 
+// Makes what was read the present state. Collective; only a failed communication throws.
+template <typename Impl>
+void apply(Impl& impl, Staged& staged, std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  impl.arena.attach(/*keep_values=*/false);
+  commit(staged, impl.shards);
+  const Manifest& m = staged.manifest;
+  impl.record.restore({m.steps, m.skipped_steps, false},
+                      {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min},
+                      m.dynamic_scale);
+  if (staged.restores_options) restore_options(staged, groups);
+  impl.forget_gradients();
+  impl.write_working_parameters();
+}
+
 // Warns of differences that a strict load allows and that a resumed run may not intend.
 void warn_of(const std::vector<std::string>& differences, const std::string& folder) {
   if (differences.empty()) return;
@@ -307,17 +321,27 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   take_agreement(texts, "rank " + std::to_string(comms->rank()) + ": " + what, staged);
 
   states.keep();
-  arena.attach(/*keep_values=*/false);
-  commit(staged, shards);
-  const Manifest& m = staged.manifest;
-  record.restore({m.steps, m.skipped_steps, false},
-                 {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min}, m.dynamic_scale);
-  if (staged.same_run) run.resume(m);
-  if (staged.restores_options) restore_options(staged, groups);
-  forget_gradients();
-  write_working_parameters();
+  apply(*this, staged, groups);
+  if (staged.same_run) run.resume(staged.manifest);
+  if (protection) protect_at_once(groups, "load_checkpoint(" + folder + ")");
   if (load.strict() && comms->control->rank() == 0) warn_of(staged.report.differences, folder);
   return std::move(staged.report);
+}
+
+void ZeroOptimizer::Impl::load_protected(CheckpointReader& reader, ParamGroups& groups) {
+  Staged staged;
+  run_on_all_ranks(*comms->control, "recover()", [&]() -> std::string {
+    const CheckpointDifferences none;
+    Staging staging(reader, table, shards, none, /*mesh=*/nullptr);
+    staging.read_segments(staged);
+    staging.read_whole(staged, table.buffers(), "buffer");
+    staged.manifest = reader.manifest();
+    staged.restores_options = true;
+    staged.groups_from.resize(groups.size());
+    std::iota(staged.groups_from.begin(), staged.groups_from.end(), int64_t{0});
+    return {};
+  });
+  apply(*this, staged, groups);
 }
 
 LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {

@@ -202,13 +202,7 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
   const auto check = [&] {
     check_can_be_stored(groups);
     verify_untouched();
-    own = rank_file(
-        table, shards, comms->rank(),
-        [&](int64_t parameter) {
-          const auto& replicas = domains.list[domain_of[parameter]].replicas;
-          return !replicas || replicas->rank() == 0;
-        },
-        bucket_of);
+    own = shard_file(bucket_of);
     for (TensorToSave& state : states_to_save(save, comms->control->rank())) {
       own.tensors.push_back(std::move(state));
     }
@@ -247,6 +241,16 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
   return result;
 }
 
+FileToSave ZeroOptimizer::Impl::shard_file(std::vector<int64_t>& bucket_of) const {
+  return rank_file(
+      table, shards, comms->rank(),
+      [&](int64_t parameter) {
+        const auto& replicas = domains.list[domain_of[parameter]].replicas;
+        return !replicas || replicas->rank() == 0;
+      },
+      bucket_of);
+}
+
 void ZeroOptimizer::Impl::check_can_be_stored(const ParamGroups& groups) const {
   check_no_gradients();
   check_groups(groups);
@@ -267,8 +271,11 @@ std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
   std::unique_ptr<PendingCheckpoint> pending;
   impl_->protocol.fail_stop([&] {
     Impl::Save save = impl_->begin_save(folder, options, /*copy=*/true, param_groups_);
-    auto finish = [impl = impl_.get(), writer = save.writer, folder,
-                   manifest = std::move(save.manifest)] {
+    auto finish = [impl = impl_.get(), lives = std::weak_ptr<const bool>(impl_->lives),
+                   writer = save.writer, folder, manifest = std::move(save.manifest)] {
+      TORCH_CHECK(!lives.expired(), "save_checkpoint_async(", folder,
+                  "): expected the ranks that began it, got those that recover() has left; save "
+                  "again");
       impl->protocol.fail_stop([&] {
         impl->agree(Call::kSaveCheckpoint, nullptr, {"the end of " + folder, {}});
         writer->finish(manifest);

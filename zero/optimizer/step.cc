@@ -76,6 +76,8 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
     std::string& text = by_domain[domains.of_group[g]];
     text += (text.empty() ? "options " : "; ") + options_text(groups[g].options());
   }
+  const bool protects = protection && (record.calls() + 1) % options.protect() == 0;
+  if (protects) finish_protection();
   const Agreement agreement = agree(Call::kStep, check, {{}, std::move(by_domain)});
   const TraceRange range("step");
   if (agreement.rounds == 0) {
@@ -90,6 +92,7 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
   // Elsewhere ranks would not all have the same order.
   if (domains.uniform) reducer.expect_unused(agreement.used);
   record.finish_step();
+  if (protects) protect(groups);
   const int64_t every = options.check_replicas_every();
   if (every > 0 && record.calls() % every == 0) compare_replicas();
 }
@@ -110,6 +113,7 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
   gathers.start([&](const ShardOptimizer::RowWritten& written) {
     const auto before = [&](int64_t bucket) {
       if (copies) copies->wait(bucket);
+      if (protection) protection->wait_for_copies(bucket);
     };
     shards.update(agreement.used, clipping.coefficient(), nonfinite, before, written);
   });

@@ -206,7 +206,7 @@ class Parent {
         kill_at_ = Clock::time_point::max();
       }
     }
-    return exit_code_;
+    return succeeded_ && options_.survivors_go_on && !ending_ ? 0 : exit_code_;
   }
 
  private:
@@ -260,8 +260,10 @@ class Parent {
   void report(int rank, int status) {
     const bool by_signal = WIFSIGNALED(status);
     const int code = by_signal ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-    if (code == 0 || exit_code_ != 0) return;
-    exit_code_ = code;
+    if (code == 0) succeeded_ = true;
+    const bool told = exit_code_ != 0 && !options_.survivors_go_on;
+    if (code == 0 || told) return;
+    if (exit_code_ == 0) exit_code_ = code;
     if (by_signal) {
       std::fprintf(stderr, "launch_local: rank %d of %d ended by signal %d (%s)", rank, ranks_,
                    WTERMSIG(status), strsignal(WTERMSIG(status)));
@@ -269,7 +271,12 @@ class Parent {
       std::fprintf(stderr, "launch_local: rank %d of %d failed with exit code %d", rank, ranks_,
                    code);
     }
-    std::fprintf(stderr, "%s\n", alive() > 0 && !ending_ ? "; stopping the others" : "");
+    const bool others = alive() > 0 && !ending_;
+    if (options_.survivors_go_on) {
+      std::fprintf(stderr, "%s\n", others ? "; the others go on" : "");
+      return;
+    }
+    std::fprintf(stderr, "%s\n", others ? "; stopping the others" : "");
     if (!ending_) send_all(SIGTERM);
     begin_ending();
   }
@@ -277,7 +284,8 @@ class Parent {
   const int ranks_;
   const LaunchOptions options_;
   std::vector<Child> children_;
-  int exit_code_ = 0;  // Of the first failure.
+  int exit_code_ = 0;       // Of the first failure.
+  bool succeeded_ = false;  // any rank
   bool ending_ = false;
   Clock::time_point kill_at_ = Clock::time_point::max();
 };

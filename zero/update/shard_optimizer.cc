@@ -65,6 +65,15 @@ void ShardOptimizer::give_state() const {
   }
 }
 
+std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
+  TORCH_INTERNAL_ASSERT(inner_ != nullptr, "lost when the last recovery failed");
+  trap_.reset();
+  counts_.reset();
+  for (auto& group : inner_->param_groups()) group.params().clear();
+  inner_->state().clear();
+  return std::move(inner_);
+}
+
 void ShardOptimizer::take_state() {
   if (!counts_) return;
   std::vector<int64_t> counts;

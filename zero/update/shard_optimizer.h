@@ -19,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bookkeeping/plan.h"
@@ -85,6 +86,12 @@ class ShardOptimizer {
   // step path, nor once per parameter.
   torch::optim::Optimizer& inner();
   const torch::optim::Optimizer& inner() const;
+  // Gives the inner optimizer away, without parameters and state, or back if no other shards could
+  // be made for it. In between nothing but the destructor may be called.
+  std::unique_ptr<torch::optim::Optimizer> release_inner();
+  void give_back_inner(std::unique_ptr<torch::optim::Optimizer> inner) {
+    inner_ = std::move(inner);
+  }
   // To be called after inner().state() was changed.
   void take_state();
 

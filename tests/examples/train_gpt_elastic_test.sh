@@ -1,0 +1,74 @@
+#!/bin/bash
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+#
+# train_gpt --elastic with ranks that are killed at random until one of four is left: no job is
+# lost or hangs, every step is made, and each has the loss that it has without deaths, up to
+# rounding; so no sequence is lost or trained twice. KILLS: how many in all; SEED: of their times.
+set -u
+program=examples/train_gpt/train_gpt
+work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/elastic.XXXXXX")
+kills=${KILLS:-3}
+RANDOM=${SEED:-$$}
+export ZERO_TIMEOUT=60s
+common="--data examples --validate-every 1000 --validation-sequences 4 --sample-bytes 0
+        --layers 2 --width 64 --context 64 --batch 10 --steps 250 --nproc 4"
+
+fail() {
+  echo "FAILED after $done_kills kills, SEED=${SEED:-$$}: $1"
+  cat "$work/out"
+  exit 1
+}
+
+# The loss of every step, the last entry of a repeated one.
+check_losses() {
+  python3 -c '
+import json, sys
+def losses(path):
+    entries = [json.loads(line) for line in open(path)]
+    return {e["step"]: e["loss"] for e in entries if "loss" in e}
+whole, elastic = losses(sys.argv[1]), losses(sys.argv[2])
+assert sorted(elastic) == list(range(1, 251)), "steps are missing"
+worst = max(abs(whole[s] - elastic[s]) for s in whole)
+print("largest difference of a loss:", worst)
+assert worst < 1e-4, "other losses"' "$work/whole.jsonl" "$work/elastic.jsonl"
+}
+
+# Bounded: waits until the file has so many lines with a text.
+wait_for_lines() {
+  for _ in $(seq 600); do
+    [ "$(grep -c "$2" "$work/out")" -ge "$1" ] && return 0
+    kill -0 "$launcher" 2> /dev/null || return 1
+    sleep 0.1
+  done
+  return 1
+}
+
+done_kills=0
+touch "$work/out"
+$program $common --elastic --log "$work/whole.jsonl" > "$work/out" 2>&1 || fail "the run without deaths"
+jobs=0
+while [ $done_kills -lt "$kills" ]; do
+  : > "$work/out"  # of the job before
+  $program $common --elastic --protect-every $((RANDOM % 4 + 1)) --log "$work/elastic.jsonl" \
+    > "$work/out" 2>&1 &
+  launcher=$!
+  wait_for_lines 1 "validation loss before" || fail "did not begin"
+  deaths=0
+  while [ $deaths -lt 3 ] && [ $done_kills -lt "$kills" ]; do
+    sleep "0.$((RANDOM % 6 + 1))"
+    ranks=($(pgrep -P $launcher))
+    # A job that has ended meanwhile has nothing left to kill.
+    [ ${#ranks[@]} -gt 1 ] || break
+    kill -9 "${ranks[RANDOM % ${#ranks[@]}]}" || break
+    deaths=$((deaths + 1))
+    done_kills=$((done_kills + 1))
+    wait_for_lines $deaths "^went on with" || break
+  done
+  wait $launcher || fail "the job was lost"
+  [ $deaths -gt 0 ] || fail "nobody was killed"
+  grep -q "^went on with" "$work/out" || fail "nothing was recovered"
+  check_losses || fail "its losses"
+  jobs=$((jobs + 1))
+done
+echo "$done_kills kills in $jobs jobs"

@@ -1,0 +1,105 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// zero/recovery/copy_ring.h: who keeps whose copy, what arrives, and how many bytes are sent.
+#include "zero/recovery/copy_ring.h"
+
+#include <ATen/ops/empty.h>
+#include <gtest/gtest.h>
+
+#include <set>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+
+namespace zero {
+namespace {
+
+at::Tensor host_bytes(int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+}
+
+// Of another size on each rank, the last of several parts.
+MemoryFile file_of(int rank) {
+  MemoryFile file;
+  file.bytes = host_bytes((int64_t{5} << 20) * rank + 3);
+  auto* const data = file.bytes.mutable_data_ptr<uint8_t>();
+  for (int64_t i = 0; i < file.bytes.numel(); ++i) data[i] = static_cast<uint8_t>(i * 7 + rank);
+  file.about.name = "rank " + std::to_string(rank);
+  file.about.bytes = file.bytes.nbytes();
+  file.about.hash = content_hash(data, file.bytes.nbytes());
+  return file;
+}
+
+TEST(CopyRingTest, CopiesAreOnAnotherMachineWhereThereIsOne) {
+  const std::vector<std::vector<int>> all = {
+      {0, 0},       {0, 1},       {0, 0, 0},          {0, 1, 2},          {0, 0, 1, 1},
+      {0, 1, 0, 1}, {0, 0, 0, 1}, {0, 0, 0, 1, 1, 2}, {0, 0, 0, 0, 1, 2}, {0, 1, 1, 2, 1, 0, 2}};
+  for (const std::vector<int>& machine_of : all) {
+    const Topology topology(machine_of);
+    const std::vector<int> holders = copy_holders(topology);
+    SCOPED_TRACE(topology.describe());
+    const auto world = static_cast<int>(machine_of.size());
+    EXPECT_EQ(std::set<int>(holders.begin(), holders.end()).size(), machine_of.size())
+        << "each rank keeps one copy";
+    int on_the_same = 0;
+    int largest = 0;
+    for (int r = 0; r < world; ++r) {
+      EXPECT_NE(holders[r], r);
+      on_the_same += topology.machine_of(holders[r]) == topology.machine_of(r) ? 1 : 0;
+      int here = 0;
+      for (int s = 0; s < world; ++s) here += topology.machine_of(s) == topology.machine_of(r);
+      largest = std::max(largest, here);
+    }
+    EXPECT_EQ(on_the_same, std::max(0, 2 * largest - world)) << "no fewer are possible";
+  }
+}
+
+TEST(CopyRingTest, EachRankReceivesItsSourcesFileAndSendsItsOwnOnce) {
+  for (const int world_size : {2, 3, 4, 5}) {
+    run_ranks(world_size, [&](const Group& group) {
+      CopyRing ring(group);
+      EXPECT_EQ(copy_holders(group.topology())[ring.source()], group.rank());
+      const MemoryFile own = file_of(group.rank());
+      for (int i = 0; i < 2; ++i) {
+        const MemoryFile copy = ring.exchange(own, host_bytes);
+        const MemoryFile expected = file_of(ring.source());
+        EXPECT_TRUE(copy.bytes.equal(expected.bytes));
+        EXPECT_EQ(copy.about.name, expected.about.name);
+        EXPECT_EQ(copy.about.hash, expected.about.hash);
+      }
+      const auto description = static_cast<int64_t>(files_text({own.about}).size());
+      EXPECT_EQ(ring.traffic().small_bytes_sent, 2 * (own.bytes.numel() + description + 16));
+    });
+  }
+}
+
+TEST(CopyRingTest, ACopyThatWasDamagedOnTheWayIsRefused) {
+  run_ranks(2, [&](const Group& group) {
+    CopyRing ring(group);
+    MemoryFile own = file_of(group.rank());
+    if (group.rank() == 1) own.bytes.mutable_data_ptr<uint8_t>()[100] ^= 1;
+    const std::string text = error_of([&] { ring.exchange(own, host_bytes); });
+    if (group.rank() == 1) {
+      EXPECT_TRUE(text.empty()) << text;
+    } else {
+      expect_words(text, {"the copy of rank 1's shard", "checksum", "damaged on the way"});
+    }
+  });
+}
+
+TEST(CopyRingTest, AnAbortEndsTheExchangeOfTheNeighboursToo) {
+  run_ranks(3, [&](const Group& group) {
+    CopyRing ring(group);
+    if (group.rank() == 1) {
+      ring.abort("this rank gives up");
+      return;
+    }
+    const std::string text = error_of([&] { ring.exchange(file_of(group.rank()), host_bytes); });
+    EXPECT_FALSE(text.empty());
+  });
+}
+
+}  // namespace
+}  // namespace zero

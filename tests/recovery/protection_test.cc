@@ -1,0 +1,189 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// ZeroOptions::protect(): whole or not at all, what it sends, and what it refuses.
+#include "zero/recovery/protection.h"
+
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/training.h"
+#include "zero/checkpoint/reader.h"
+#include "zero/mesh.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+at::Tensor values(double value) { return at::full({1000}, value, at::kFloat); }
+
+FileToSave file_of(int rank, const at::Tensor& master) {
+  const std::string owner = "w" + std::to_string(rank);
+  return {rank_file_name(rank), {{{owner + ".master", owner, "master", 0, 1000, 0}, master}}};
+}
+
+TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
+  run_ranks(3, [](const Group& group) {
+    const auto generations = std::make_shared<Generations>();
+    Protection protection(group, generations, 0);
+    const at::Tensor master = values(group.rank());
+    protection.begin({}, file_of(group.rank(), master), {0}, 1, false);
+    protection.wait_for_copies(0);
+    master.fill_(-1);  // as the next step does
+    EXPECT_EQ(protection.finish(), "");
+    ASSERT_EQ(generations->all().size(), 1U);
+    const auto generation = generations->all()[0];
+    const int source = (group.rank() + 2) % 3;
+    ASSERT_EQ(generation->files.size(), 2U);
+    for (const int rank : {group.rank(), source}) {
+      const MemoryFile& file = generation->files.at(rank);
+      Manifest manifest = generation->manifest;
+      manifest.files = {file.about};
+      CheckpointReader reader("memory", manifest, [&](const ManifestFile& about) {
+        return std::make_unique<MemoryReader>(about.name, about.bytes,
+                                              std::map<uint64_t, at::Tensor>{{0, file.bytes}});
+      });
+      const at::Tensor read = values(-2);
+      reader.read("master", {{"w" + std::to_string(rank), 0, 1000}}, {read});
+      EXPECT_TRUE(read.equal(values(rank)));
+      reader.verify_file(0);
+    }
+  });
+}
+
+TEST(ProtectionTest, AnUnfinishedGenerationNeverReplacesAFinishedOne) {
+  run_ranks(2, [](const Group& group) {
+    const auto generations = std::make_shared<Generations>();
+    Protection protection(group, generations, 0);
+    protection.begin({}, file_of(group.rank(), values(1)), {0}, 1, false);
+    ASSERT_EQ(protection.finish(), "");
+    // Rank 1 ends in the middle of the second one.
+    if (group.rank() == 0) {
+      protection.begin({}, file_of(group.rank(), values(2)), {0}, 1, false);
+    } else {
+      protection.abort("this rank gives up");
+    }
+    const std::string problem = protection.finish();
+    EXPECT_EQ(problem.empty(), group.rank() == 1) << problem;
+    ASSERT_EQ(generations->all().size(), 1U);
+    EXPECT_EQ(generations->all()[0]->number, 0);
+    EXPECT_EQ(generations->all()[0]->files.size(), 2U);
+  });
+}
+
+// What was sent for copies, once nothing is under way any more.
+int64_t sent_in_the_end(const ZeroOptimizer& optimizer) {
+  int64_t sent = -1;
+  for (int unchanged = 0; unchanged < 10; ++unchanged) {
+    const int64_t now = optimizer.stats().copies.small_bytes_sent;
+    if (now != sent) unchanged = 0;
+    sent = now;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  return sent;
+}
+
+// The file of a rank: its shard, and of each tensor a header entry.
+TEST(ProtectionTest, AProtectedStepSendsTheOwnShardAndNothingElse) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    run_ranks(world_size, [&](const Group& group) {
+      OddModel model(1);
+      ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                              ZeroOptions().bucket_bytes(4000).protect(2));
+      const auto step = [&] {
+        optimizer.backward(
+            model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+        optimizer.step();
+      };
+      // Of protected steps two and four.
+      step();
+      const int64_t before = sent_in_the_end(optimizer);
+      for (int i = 0; i < 4; ++i) step();
+      optimizer.step();  // nothing to do, and nothing to protect
+      const int64_t sent = sent_in_the_end(optimizer) - before;
+      int64_t shard = 0;
+      int64_t tensors = 0;
+      for (const auto& g : optimizer.inner().param_groups()) {
+        for (const at::Tensor& master : g.params()) {
+          const bool has_state = optimizer.inner().state().count(master.unsafeGetTensorImpl()) > 0;
+          shard +=
+              static_cast<int64_t>(master.nbytes()) * (has_state ? 3 : 1) + (has_state ? 8 : 0);
+          tensors += has_state ? 4 : 1;
+        }
+      }
+      if (world_size == 1) {
+        EXPECT_EQ(sent, 0);
+      } else {
+        EXPECT_GE(sent, 2 * shard);
+        EXPECT_LE(sent, 2 * (shard + 300 * tensors + 500));
+      }
+    });
+  }
+}
+
+TEST(ProtectionTest, MeshesAndStaticGraphsAreRefused) {
+  run_ranks(2, [](const Group& group) {
+    OddModel model(1);
+    const auto made_with = [&](const ZeroOptions& options) {
+      return error_of(
+          [&] { ZeroOptimizer(*model, make_inner(Inner::kAdamW, *model), group, options); });
+    };
+    expect_words(made_with(ZeroOptions().protect(1).static_graph(true)),
+                 {"protect", "static_graph(false)"});
+    expect_words(made_with(ZeroOptions().protect(1).mesh_group(group)),
+                 {"protect", "plain data parallelism"});
+    expect_words(made_with(ZeroOptions().protect(-1)), {"protect", "0 or more", "-1"});
+    expect_words(made_with(ZeroOptions().protect(group.rank())), {"protect"});
+  });
+}
+
+TEST(ProtectionTest, RecoverIsRefusedWithoutProtection) {
+  run_ranks(2, [](const Group& group) {
+    OddModel model(1);
+    ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group);
+    expect_words(error_of([&] { optimizer.recover(); }), {"recover(): expected", "protect(n)"});
+  });
+}
+
+// As after the failure of a communicator that is not the optimizer's.
+TEST(ProtectionTest, RecoverOfAllRanksGoesBackToTheProtectedStep) {
+  run_ranks(2, [](const Group& group) {
+    OddModel model(1);
+    ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                            ZeroOptions().protect(2));
+    const auto step = [&](uint64_t seed) {
+      optimizer.backward(
+          model->loss(random_tensor({3, 17}, seed), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+      optimizer.step();
+    };
+    step(1);
+    step(2);
+    const at::Tensor then = model->trunk->weight.detach().clone();
+    step(3);
+    step(4);  // waits for the copy of the second
+    step(5);
+    const at::Tensor after = model->trunk->weight.detach().clone();
+    const RecoveryReport report = optimizer.recover();
+    EXPECT_EQ(report.survivors, (std::vector<int>{0, 1}));
+    ASSERT_TRUE(report.steps == 2 || report.steps == 4) << report.steps;
+    if (report.steps == 2) {
+      EXPECT_TRUE(then.equal(model->trunk->weight));
+      step(3);
+      step(4);
+    }
+    step(5);
+    EXPECT_TRUE(after.equal(model->trunk->weight));
+    EXPECT_EQ(optimizer.stats().steps, 5);
+  });
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,93 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// recover() with every kind of optimizer, layout and dtype: all ranks go back to a protected step
+// and make the same steps again, in every bit.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "zero/pending_checkpoint.h"
+
+namespace zero {
+namespace {
+
+// A group of several ranks has the same number of them again, as if a connection had failed.
+void expect_the_same_again(const std::string& name, Training training, int ranks_per_machine = 0) {
+  training.options.bucket_bytes(900).protect(2);
+  RunOptions run_options;
+  run_options.ranks_per_machine = ranks_per_machine;
+  run_ranks(
+      ranks_per_machine > 0 ? 4 : 3,
+      [&](const Group& group) {
+        CheckpointRun run(training, group, 1);
+        run.train(0, 5);
+        const Snapshot before = run.snapshot();
+        const RecoveryReport report = run.optimizer->recover();
+        const auto step = static_cast<int>(report.steps);
+        ASSERT_TRUE(step == 2 || step == 4) << step;
+        {
+          at::NoGradGuard no_grad;
+          run.model->counter.add_(1);  // what run.train() does after step()
+        }
+        run.train(step, 5);
+        EXPECT_EQ(differing(before, run.snapshot()), 0) << name;
+      },
+      run_options);
+}
+
+TEST(RecoverOptionsTest, EveryOptimizer) {
+  for (const Inner inner : {Inner::kSgdMomentum, Inner::kAdam, Inner::kRmsprop, Inner::kAdagrad,
+                            Inner::kLion, Inner::kMuon, Inner::kLamb, Inner::kAdafactor}) {
+    Training training;
+    training.inner = inner;
+    expect_the_same_again("optimizer " + std::to_string(static_cast<int>(inner)), training);
+  }
+  Training own;
+  own.inner = Inner::kOwn;
+  own.options.elementwise(true);
+  expect_the_same_again("a class of the user's", own);
+}
+
+TEST(RecoverOptionsTest, LayoutsAndDtypes) {
+  for (const Layout layout :
+       {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
+    for (const c10::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      Training training;
+      training.dtype = dtype;
+      training.max_norm = 0.7;
+      training.options.layout(layout).stage(dtype == at::kFloat ? 1 : 2);
+      expect_the_same_again(
+          "layout " + std::to_string(static_cast<int>(layout)) + " dtype " + c10::toString(dtype),
+          training);
+    }
+  }
+}
+
+TEST(RecoverOptionsTest, OverlapAndMachines) {
+  Training overlap;
+  overlap.options.overlap_gather(true);
+  expect_the_same_again("overlap", overlap);
+  expect_the_same_again("two machines", {}, /*ranks_per_machine=*/2);
+}
+
+TEST(RecoverOptionsTest, AnAsynchronousSaveOfBeforeIsLost) {
+  const std::string folder = fresh_folder("lost_save") + "/save";
+  run_ranks(2, [&](const Group& group) {
+    Training training;
+    training.options.protect(2);
+    CheckpointRun run(training, group, 1);
+    run.train(0, 3);
+    const auto pending = run.optimizer->save_checkpoint_async(folder);
+    run.optimizer->recover();
+    expect_words(error_of([&] { pending->finish(); }),
+                 {"save_checkpoint_async(", "recover() has left", "save again"});
+  });
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,303 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// ZeroOptimizer::recover() in jobs of processes, of which some are killed or stopped. Survivors go
+// on from a protected step, and end with the bits of a job that changed its number of ranks at that
+// step through a checkpoint.
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <iterator>
+#include <map>
+#include <regex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "tests/support/error_of.h"
+
+namespace zero {
+namespace {
+
+constexpr int kSteps = 12;
+constexpr int kTimeout = 20000;
+
+std::string program() {
+  const char* path = std::getenv("RECOVERY_PROGRAM");
+  return path == nullptr ? "tests/recovery/recovery_program" : path;
+}
+
+std::string fresh(const std::string& name) {
+  const std::string folder = ::testing::TempDir() + "recovery-" + name;
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  return folder;
+}
+
+struct Job {
+  int ranks = 3;
+  int stage = 2;
+  std::string inner = "adamw";
+  int from = 0;
+  int to = kSteps;
+  std::string folder = {};
+  std::vector<std::string> deaths = {};
+  int timeout = kTimeout;
+};
+
+struct Outcome {
+  int code = -1;
+  std::string output;
+};
+
+Outcome output_of(const std::string& command) {
+  Outcome outcome;
+  FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
+  if (pipe == nullptr) return outcome;
+  std::array<char, 4096> buffer;
+  while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
+    outcome.output.append(buffer.data(), count);
+  }
+  const int status = pclose(pipe);
+  outcome.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128;
+  return outcome;
+}
+
+uint16_t free_port() {
+  const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  socklen_t size = sizeof(address);
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  EXPECT_EQ(bind(probe, generic, size), 0);
+  EXPECT_EQ(getsockname(probe, generic, &size), 0);
+  close(probe);
+  return ntohs(address.sin_port);
+}
+
+Outcome run(const Job& job) {
+  std::string command = "timeout 120 " + program() + " " + std::to_string(job.ranks) + " " +
+                        std::to_string(job.stage) + " " + job.inner + " " +
+                        std::to_string(job.from) + " " + std::to_string(job.to) + " " + job.folder +
+                        " " + std::to_string(job.timeout);
+  for (const std::string& death : job.deaths) command += " " + death;
+  return output_of(command);
+}
+
+// A step from which a smaller group went on.
+struct Change {
+  int step = 0;
+  int ranks = 0;
+  friend auto operator<=>(const Change&, const Change&) = default;
+};
+
+// What the survivors say, the same from each of them.
+std::vector<Change> changes_in(const std::string& output) {
+  static const std::regex line(
+      "recovered at step (\\d+) from step (\\d+) as rank \\d+ of (\\d+) in");
+  std::map<std::pair<int, int>, int> said;
+  for (auto m = std::sregex_iterator(output.begin(), output.end(), line);
+       m != std::sregex_iterator(); ++m) {
+    const int step = std::stoi((*m)[1]);
+    const int from = std::stoi((*m)[2]);
+    const int ranks = std::stoi((*m)[3]);
+    // The protected step before the last one counts if a rank dies while the last is sent.
+    EXPECT_LE(from - step, 2 * 3) << output;
+    ++said[{-ranks, step}];
+  }
+  std::vector<Change> changes;
+  for (const auto& [key, count] : said) {
+    EXPECT_EQ(count, -key.first) << "each survivor says the same\n" << output;
+    changes.push_back({key.second, -key.first});
+  }
+  return changes;
+}
+
+std::string read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+// The final state of a job without deaths that has the same ranks from the same steps on, each part
+// in processes of its own. Both stages have the same bits.
+const std::string& reference(int ranks, const std::string& inner,
+                             const std::vector<Change>& changes) {
+  using Key = std::tuple<int, std::string, std::vector<Change>>;
+  static std::map<Key, std::string> known;
+  std::string& state = known[{ranks, inner, changes}];
+  if (!state.empty()) return state;
+  Job job{.ranks = ranks, .inner = inner, .folder = fresh("reference")};
+  for (size_t i = 0; i <= changes.size(); ++i) {
+    job.to = i < changes.size() ? changes[i].step : kSteps;
+    if (job.to > job.from) {
+      const Outcome part = run(job);
+      EXPECT_EQ(part.code, 0) << part.output;
+    }
+    job.from = job.to;
+    if (i < changes.size()) job.ranks = changes[i].ranks;
+  }
+  state = read(job.folder + "/state-" + std::to_string(kSteps));
+  EXPECT_FALSE(state.empty());
+  return state;
+}
+
+// A job whose deaths leave so many ranks one after the other.
+struct Recovery {
+  Job job;
+  std::vector<int> left;
+};
+
+void check(const Recovery& recovery, const Outcome& outcome) {
+  const Job& job = recovery.job;
+  std::string name = std::to_string(job.ranks) + " ranks, " + job.inner;
+  for (const std::string& death : job.deaths) name += ", " + death;
+  SCOPED_TRACE(name + ", stage " + std::to_string(job.stage));
+  ASSERT_EQ(outcome.code, 0) << outcome.output;
+  const std::vector<Change> changes = changes_in(outcome.output);
+  std::vector<int> ranks;
+  for (const Change& change : changes) ranks.push_back(change.ranks);
+  ASSERT_EQ(ranks, recovery.left) << outcome.output;
+  EXPECT_TRUE(read(job.folder + "/state-" + std::to_string(kSteps)) ==
+              reference(job.ranks, job.inner, changes))
+      << "other bits than without the death\n"
+      << outcome.output;
+}
+
+// Runs the jobs, three at a time since much of it is waiting, and compares their bits.
+void expect_recoveries(std::vector<Recovery> recoveries) {
+  constexpr size_t kAtOnce = 3;
+  for (size_t first = 0; first < recoveries.size(); first += kAtOnce) {
+    const size_t last = std::min(recoveries.size(), first + kAtOnce);
+    std::vector<std::future<Outcome>> outcomes;
+    for (size_t i = first; i < last; ++i) {
+      recoveries[i].job.folder = fresh("job-" + std::to_string(i));
+      outcomes.push_back(std::async(std::launch::async, run, recoveries[i].job));
+    }
+    for (size_t i = first; i < last; ++i) check(recoveries[i], outcomes[i - first].get());
+  }
+}
+
+std::vector<std::string> death_of(int rank, const std::string& where) {
+  return {std::to_string(rank) + "@" + where};
+}
+
+// Stages and optimizers take turns, so that each W has all four; the long test has all.
+TEST(RecoveryTest, AnyRankMayBeKilled) {
+  std::vector<Recovery> recoveries;
+  for (const int ranks : {2, 3, 4}) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      const int turn = ranks + rank;
+      recoveries.push_back({{.ranks = ranks,
+                             .stage = 1 + turn % 2,
+                             .inner = turn / 2 % 2 == 0 ? "sgd" : "adamw",
+                             .deaths = death_of(rank, rank % 2 == 0 ? "5b" : "5k")},
+                            {ranks - 1}});
+    }
+  }
+  expect_recoveries(std::move(recoveries));
+}
+
+TEST(RecoveryTest, KilledBeforeAnyStepWasMade) {
+  expect_recoveries({{{.ranks = 3, .deaths = {"0@0k"}}, {2}}});
+}
+
+TEST(RecoveryTest, OneAfterTheOther) {
+  expect_recoveries(
+      {{{.ranks = 4, .inner = "sgd", .deaths = {"0@4k", "2@8b", "3@10k"}}, {3, 2, 1}}});
+}
+
+// Of four ranks, each keeps the copy of the one before it.
+TEST(RecoveryTest, TwoAtOnceWhoseCopiesAreElsewhere) {
+  expect_recoveries({{{.ranks = 4, .deaths = {"1@5k", "3@5r"}}, {2}}});
+}
+
+TEST(RecoveryTest, AShardThatIsLostWithItsCopyIsAnErrorThatNamesTheCheckpoint) {
+  Job job{.ranks = 4, .to = 2, .folder = fresh("lost")};
+  ASSERT_EQ(run(job).code, 0);
+  job.from = 2;
+  job.to = kSteps;
+  job.deaths = {"1@6k", "2@6r"};
+  const Outcome outcome = run(job);
+  EXPECT_NE(outcome.code, 0);
+  for (const std::string rank : {"0", "3"}) {
+    const size_t at = outcome.output.find("rank " + rank + " ended: recover(): ");
+    ASSERT_NE(at, std::string::npos) << outcome.output;
+    expect_words(outcome.output.substr(at, outcome.output.find('\n', at) - at),
+                 {"the shard of rank 1", "is lost", "its copy", "the newest is", "step-2"});
+  }
+}
+
+TEST(RecoveryTest, AStoppedRankFindsThatTheOthersWentOn) {
+  for (const int rank : {0, 2}) {
+    Job job{.ranks = 3, .deaths = death_of(rank, "5s"), .timeout = 3000};
+    job.folder = fresh("stopped");
+    const Outcome outcome = run(job);
+    EXPECT_EQ(outcome.code, 0) << outcome.output;
+    const size_t at = outcome.output.find("rank " + std::to_string(rank) + " ended: ");
+    ASSERT_NE(at, std::string::npos) << outcome.output;
+    expect_words(outcome.output.substr(at),
+                 {"the other ranks went on without rank " + std::to_string(rank), "as 2 ranks",
+                  "end this process"});
+    const std::vector<Change> changes = changes_in(outcome.output);
+    ASSERT_EQ(changes.size(), 1U) << outcome.output;
+    EXPECT_TRUE(read(job.folder + "/state-" + std::to_string(kSteps)) ==
+                reference(job.ranks, job.inner, changes))
+        << outcome.output;
+  }
+}
+
+// Without launch_local(), rank 0 serves the store.
+TEST(RecoveryTest, AStoreThatEndsWithItsRankIsAnError) {
+  const std::string folder = fresh("store");
+  const std::string variables =
+      "LOCAL_RANK=$r WORLD_SIZE=3 LOCAL_WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=" +
+      std::to_string(free_port());
+  const std::string command = "for r in 0 1 2; do RANK=$r " + variables + " timeout 60 " +
+                              program() + " 3 2 adamw 0 12 " + folder + " 5000 0@7k & done; wait";
+  const std::string output = output_of(command).output;
+  for (const std::string rank : {"1", "2"}) {
+    const size_t at = output.find("rank " + rank + " ended: ");
+    ASSERT_NE(at, std::string::npos) << output;
+    expect_words(output.substr(at, output.find('\n', at) - at),
+                 {"recover(): the store of rank 0", "is gone"});
+  }
+}
+
+// With --test_env=ZERO_FUZZ_COUNT or as recovery_long_test: every combination, so many times.
+TEST(RecoveryTest, EveryCombination) {
+  const char* count = std::getenv("ZERO_FUZZ_COUNT");
+  if (count == nullptr) GTEST_SKIP() << "ZERO_FUZZ_COUNT is not set";
+  std::vector<Recovery> recoveries;
+  for (int i = 0; i < std::atoi(count); ++i) {
+    for (const int ranks : {2, 3, 4}) {
+      for (const int stage : {1, 2}) {
+        for (const std::string inner : {"sgd", "adamw"}) {
+          for (int rank = 0; rank < ranks; ++rank) {
+            // Also at steps that are protected, so that their copies are under way.
+            const std::string where = std::to_string(3 + (i + rank + stage) % 7);
+            recoveries.push_back({{.ranks = ranks,
+                                   .stage = stage,
+                                   .inner = inner,
+                                   .deaths = death_of(rank, where + (i % 2 == 0 ? "b" : "k"))},
+                                  {ranks - 1}});
+          }
+        }
+      }
+    }
+  }
+  expect_recoveries(std::move(recoveries));
+}
+
+}  // namespace
+}  // namespace zero

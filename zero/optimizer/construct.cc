@@ -1,0 +1,187 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The checks before construction: each rank by itself, then all ranks together.
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "bookkeeping/layout.h"
+#include "zero/agreement/construction_check.h"
+#include "zero/base/error_text.h"
+#include "zero/gradients/wire_format.h"
+#include "zero/inner/classes.h"
+#include "zero/optimizer/group_layouts.h"
+#include "zero/optimizer/impl.h"
+
+namespace zero {
+namespace {
+
+void check_options(const ZeroOptions& options) {
+  TORCH_CHECK(options.stage() == 1 || options.stage() == 2, "stage: expected 1 or 2, got ",
+              options.stage(),
+              "; stage 0 is plain data parallelism, and stage 3 (sharded working parameters) is "
+              "not what this library does");
+  TORCH_CHECK(options.bucket_bytes().value_or(0) >= 0, "bucket_bytes: expected 0 or more, got ",
+              *options.bucket_bytes());
+  TORCH_CHECK(options.max_skipped_in_a_row() >= 0, "max_skipped_in_a_row: expected 0 or more, got ",
+              options.max_skipped_in_a_row(), "; 0 accepts any number");
+  TORCH_CHECK(options.check_replicas_every() >= 0, "check_replicas_every: expected 0 or more, got ",
+              options.check_replicas_every());
+  TORCH_CHECK(options.protect() >= 0, "protect: expected 0 or more, got ", options.protect());
+  const bool plain = !options.mesh_group() && options.placements().empty();
+  TORCH_CHECK(
+      options.protect() == 0 || plain,
+      "protect: expected plain data parallelism, got a mesh or placements; save checkpoints "
+      "instead");
+  TORCH_CHECK(options.protect() == 0 || !options.static_graph(),
+              "protect: expected static_graph(false), got true; a protected step is agreed on by "
+              "the messages that static_graph leaves out");
+  TORCH_CHECK(!options.loss_scaler() || options.skip_nonfinite(),
+              "loss_scaler: expected skip_nonfinite(true) with a dynamic loss scale, got false; "
+              "the scale can only follow overflows that are noticed");
+}
+
+// Throws c10::Error for parameters that this optimizer cannot manage.
+void check_parameters(const ParameterTable& table, const Group& group,
+                      const std::vector<Layout>& layouts) {
+  const at::Device device = table.parameters().front().tensor.device();
+  TORCH_CHECK(group.device().is_cpu() || device == group.device(), "parameters: expected them on ",
+              group.device(), ", where the group's data travels, got ", device,
+              "; call to(group.device()) on the model first, or set InitOptions::device");
+  for (const Parameter& p : table.parameters()) {
+    TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p.tensor) == nullptr, "parameter ",
+                p.name,
+                ": expected no post-accumulate hook, got one; a parameter can belong to "
+                "one ZeroOptimizer at a time");
+    check_dense(layout_of(layouts[p.group]), p);
+  }
+}
+
+// The facts that all ranks must agree on.
+std::vector<std::string> describe(const ZeroOptions& options, const torch::optim::Optimizer& inner,
+                                  const ShardDomains& domains) {
+  std::vector<std::string> lines;
+  std::ostringstream line;
+  line << "options stage " << options.stage() << " full gradients "
+       << options.stage1_full_gradients() << " bucket_bytes "
+       << (options.bucket_bytes() ? std::to_string(*options.bucket_bytes()) : "by default")
+       << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()
+       << " skip_nonfinite " << options.skip_nonfinite() << " no_sync_fp32 "
+       << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather() << " two_level "
+       << options.two_level() << " static_graph " << options.static_graph()
+       << " max_skipped_in_a_row " << options.max_skipped_in_a_row() << " check_replicas_every "
+       << options.check_replicas_every() << " protect " << options.protect()
+       << describe_wire_options(options);
+  if (const auto& s = options.loss_scaler()) {
+    line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
+         << s->backoff_factor() << " " << s->growth_interval() << " " << s->hysteresis() << " "
+         << s->min_scale() << " " << s->max_scale() << " " << s->max_skipped_at_min();
+  }
+  line << " ranks " << domains.mesh.world_size() << (domains.uniform ? "" : " in domains");
+  lines.push_back(line.str());
+  lines.push_back("inner optimizer " + optimizer_name(inner));
+  return lines;
+}
+
+// The facts that ranks with the same parameters must agree on: of domain `domain`, or -1 for all.
+std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inner,
+                                             const ParameterTable& table,
+                                             const ShardDomains& domains, int64_t domain) {
+  std::vector<std::string> lines = domains.describe();
+  for (size_t g = 0; g < inner.param_groups().size(); ++g) {
+    lines.push_back("options of parameter group " + std::to_string(g) + " " +
+                    options_text(inner.param_groups()[g].options()));
+  }
+  const std::vector<std::string> texts = table.describe();
+  for (size_t i = 0; i < texts.size(); ++i) {
+    const bool managed = i < table.parameters().size();
+    const bool here =
+        domain < 0 || (managed && domains.of_group[table.parameters()[i].group] == domain);
+    if (here) {
+      lines.push_back(texts[i]);
+    } else if (managed) {
+      // Other ranks compare its values, but all ranks that share a group must send in one order.
+      lines.push_back("parameter of another domain" + texts[i].substr(texts[i].find(" shape ")));
+    }
+  }
+  return lines;
+}
+
+// Runs `make`, which sends. Where it throws on this rank only, as for lack of memory, the others
+// wait for something that is not sent: this reports why and closes the connections. `agreed`: a
+// c10::Error is the same on all ranks.
+void construct(OptimizerCommunicators& comms, bool agreed, const std::function<void()>& make) {
+  try {
+    make();
+  } catch (const std::exception& error) {
+    const bool local = comms.failed().empty();
+    if (local && agreed && dynamic_cast<const c10::Error*>(&error) != nullptr) throw;
+    const std::string text = "the optimizer could not be made: " + error_text(error);
+    if (local) comms.abort(text);
+    TORCH_CHECK(false, "rank ", comms.rank(), ": ", text);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make(
+    torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner, const Group& group,
+    const ZeroOptions& options) {
+  auto comms = std::make_shared<OptimizerCommunicators>(options.mesh_group().value_or(group));
+  std::unique_ptr<ParameterTable> table;
+  std::optional<ShardDomains> domains;
+  std::string problem;
+  std::vector<std::string> lines;
+  std::vector<Layout> layouts;
+  const auto described = [&](int64_t domain) {
+    const auto here = [&](const Parameter& p) {
+      return domain < 0 || domains->of_group[p.group] == domain;
+    };
+    std::vector<std::string> all = describe_layouts(layouts, *table, *inner, options, here);
+    for (std::string& line : describe_parameters(*inner, *table, *domains, domain)) {
+      all.push_back(std::move(line));
+    }
+    return all;
+  };
+  try {
+    check_options(options);
+    TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
+    layouts = group_layouts(*inner, options);
+    table = std::make_unique<ParameterTable>(module, inner->param_groups());
+    check_parameters(*table, group, layouts);
+    check_wire_options(options, table->parameters().front().tensor.device());
+    domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
+    for (size_t g = 0; g < layouts.size(); ++g) {
+      if (is_whole(layouts[g])) domains->list[domains->of_group[g]].one_level = true;
+    }
+    lines = describe(options, *inner, *domains);
+    if (domains->uniform) {
+      for (std::string& line : described(-1)) lines.push_back(std::move(line));
+    }
+  } catch (const std::exception& error) {
+    problem = error_text(error);
+  }
+  const auto agree = [&] {
+    check_construction(*comms->control, problem, lines);
+    comms->connect(*domains, options.two_level());
+    comms->check_domains(*domains, described);
+    comms->agree_on_half(*domains, std::any_of(table->parameters().begin(),
+                                               table->parameters().end(), [](const Parameter& p) {
+                                                 return p.tensor.scalar_type() == at::kHalf;
+                                               }));
+  };
+  construct(*comms, /*agreed=*/true, [&] { comms->explained(agree); });
+  std::unique_ptr<Impl> impl;
+  construct(*comms, /*agreed=*/false, [&] {
+    const c10::OptionalDeviceGuard guard(table->parameters().front().tensor.device());
+    impl = std::make_unique<Impl>(module, inner, std::move(*domains), options, comms,
+                                  std::move(*table));
+  });
+  return impl;
+}
+
+}  // namespace zero

@@ -1,0 +1,183 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Protected steps, and how the survivors of a failure become a group of their own.
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/agreement/all_or_none.h"
+#include "zero/base/error_text.h"
+#include "zero/checkpoint.h"
+#include "zero/inner/classes.h"
+#include "zero/optimizer/impl.h"
+#include "zero/recovery/gather_generation.h"
+#include "zero/recovery/roll_call.h"
+
+namespace zero {
+
+struct ZeroOptimizer::Impl::Lifeline {
+  explicit Lifeline(const Group& group)
+      : first_group(group),
+        roll(group.make_store("recovery"), group.rank(), group.world_size(), group.timeout()) {}
+
+  const Group first_group;
+  // The options of construction: equal on all ranks, as those of survivors need not be.
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> first_options;
+  const std::shared_ptr<Generations> generations = std::make_shared<Generations>();
+  RollCall roll;
+};
+
+void ZeroOptimizer::Impl::start_protection(std::shared_ptr<Lifeline> former) {
+  if (options.protect() == 0) return;
+  lifeline = std::move(former);
+  if (!lifeline) {
+    lifeline = std::make_shared<Lifeline>(group);
+    for (const auto& g : shards.inner().param_groups()) {
+      lifeline->first_options.push_back(g.options().clone());
+    }
+  }
+  protection = std::make_unique<Protection>(group, lifeline->generations, lifeline->roll.calls());
+}
+
+void ZeroOptimizer::Impl::finish_protection() {
+  const std::string problem = protection->finish();
+  if (!problem.empty()) comms->abort(problem);
+}
+
+void ZeroOptimizer::Impl::protect(const ParamGroups& groups) {
+  record.follow_loss_scale();
+  std::vector<int64_t> bucket_of;
+  FileToSave file = shard_file(bucket_of);
+  if (comms->rank() == 0) {
+    for (const NamedTensor& b : table.buffers()) {
+      file.tensors.push_back({{b.name, b.name, "buffer", 0, b.tensor.numel(), 0}, b.tensor});
+    }
+  }
+  bucket_of.resize(file.tensors.size(), ShardCopies::kOfNone);
+  Manifest manifest = make_manifest({}, groups, /*mesh=*/nullptr);
+  manifest.frozen.clear();  // what no step changes is on every rank
+  protection->begin(std::move(manifest), std::move(file), bucket_of,
+                    static_cast<int64_t>(plan.buckets.size()), !device.is_cpu());
+}
+
+void ZeroOptimizer::Impl::protect_at_once(const ParamGroups& groups, const std::string& call) {
+  protect(groups);
+  run_on_all_ranks(*comms->control, call, [&]() -> std::string {
+    const std::string problem = protection->finish();
+    TORCH_CHECK(problem.empty(), problem);
+    return {};
+  });
+  protection->keep_newest();
+}
+
+namespace {
+
+// Which tensors of a protected step a rank needs: those that overlap its shard, and buffers.
+std::function<bool(const ManifestTensor&)> needed_by(const ShardOptimizer& shards,
+                                                     const ParameterTable& table) {
+  std::map<std::string, std::vector<std::pair<int64_t, int64_t>>> ranges;
+  for (const SegmentTensors& s : shards.segments()) {
+    ranges[table.parameters()[s.segment.parameter].name].emplace_back(
+        s.segment.begin, s.segment.begin + s.segment.numel);
+  }
+  return [ranges = std::move(ranges)](const ManifestTensor& t) {
+    if (t.kind == "buffer") return true;
+    const auto found = ranges.find(t.owner);
+    if (found == ranges.end()) return false;
+    for (const auto& [begin, end] : found->second) {
+      if (is_uncut(t.kind) || (t.begin < end && begin < t.begin + t.numel)) return true;
+    }
+    return false;
+  };
+}
+
+Restorable choose(const std::vector<std::string>& holdings, const std::string& checkpoints) {
+  try {
+    return newest_restorable(holdings);
+  } catch (const c10::Error& error) {
+    std::string advice = "; start again from a checkpoint";
+    if (!checkpoints.empty()) {
+      const std::optional<std::string> newest = latest(checkpoints);
+      advice += newest ? ": the newest is " + *newest : "; there is none in " + checkpoints;
+    }
+    TORCH_CHECK(false, "recover(): ", error_text(error), advice);
+  }
+}
+
+}  // namespace
+
+RollCall::Present ZeroOptimizer::Impl::leave_group() {
+  // The failure may be that of a communicator of the caller's own: the others must notice too.
+  comms->abort("rank " + std::to_string(comms->rank()) + " called recover()");
+  passes.remove_hooks();
+  protection.reset();
+  try {
+    gathers.finish();  // rows under way must not arrive in parameters that are set anew
+  } catch (const std::exception&) {  // they will not
+  }
+  return lifeline->roll.call(holdings_text(*lifeline->generations));
+}
+
+std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_again(const Group& smaller) {
+  std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
+  for (size_t g = 0; g < group_members.size(); ++g) {
+    inner->param_groups()[g].params() = group_members[g];
+    // Those of the protected step are set when it is loaded.
+    inner->param_groups()[g].set_options(lifeline->first_options[g]->clone());
+  }
+  std::unique_ptr<Impl> made;
+  try {
+    made = make(module, inner, smaller, options);
+  } catch (...) {
+    if (inner) shards.give_back_inner(std::move(inner));
+    throw;
+  }
+  made->group_members = group_members;
+  made->run = run;
+  made->lifeline = lifeline;
+  return made;
+}
+
+int64_t ZeroOptimizer::Impl::restore(const Restorable& step, ParamGroups& groups) {
+  try {
+    start_protection(lifeline);
+    const auto reader =
+        gather_generation(*comms->control, *lifeline->generations, step, needed_by(shards, table));
+    load_protected(*reader, groups);
+    protect_at_once(groups, "recover()");
+    return reader->manifest().steps + reader->manifest().skipped_steps;
+  } catch (const std::exception& error) {
+    comms->abort(error_text(error));  // nothing may train on with half of a step
+    throw;
+  }
+}
+
+RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
+  const at::NoGradGuard no_grad;
+  const int rank = impl_->comms->rank();
+  const std::shared_ptr<Impl::Lifeline> lifeline = impl_->lifeline;
+  TORCH_CHECK(lifeline != nullptr, "rank ", rank,
+              ": recover(): expected ZeroOptions::protect(n), got 0; no other rank has a copy of "
+              "what a dead one held");
+  RollCall::Present present;
+  try {
+    present = impl_->leave_group();
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "rank ", rank, ": recover(): ", error_text(error));
+  }
+  const Restorable step = choose(present.texts, checkpoints);
+  impl_ = impl_->make_again(lifeline->first_group.subgroup(
+      present.ranks, "recovery " + std::to_string(lifeline->roll.calls())));
+  RecoveryReport report;
+  report.survivors = present.ranks;
+  impl_->protocol.fail_stop([&] { report.steps = impl_->restore(step, param_groups_); });
+  return report;
+}
+
+}  // namespace zero

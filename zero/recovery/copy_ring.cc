@@ -1,0 +1,120 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/recovery/copy_ring.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+namespace zero {
+namespace {
+
+// Small parts let the training's own messages through in between.
+constexpr int64_t kPart = int64_t{4} << 20;
+
+at::Tensor host_bytes(int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+}
+
+at::Tensor part_of(const at::Tensor& bytes, int64_t begin) {
+  if (begin >= bytes.numel()) return {};
+  return bytes.narrow(0, begin, std::min(kPart, bytes.numel() - begin));
+}
+
+struct Ring {
+  std::vector<int> holders;
+  std::vector<int> turns;  // in which each owner connects: two of one rank differ, mostly
+};
+
+Ring make_ring(const Topology& topology) {
+  const int world = topology.world_size();
+  std::vector<int> order(static_cast<size_t>(world));
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return topology.machine_of(a) < topology.machine_of(b); });
+  std::vector<int> ranks_on(static_cast<size_t>(topology.machines()));
+  for (int r = 0; r < world; ++r) ++ranks_on[static_cast<size_t>(topology.machine_of(r))];
+  const int largest = *std::max_element(ranks_on.begin(), ranks_on.end());
+  const int shift = largest == world ? 1 : largest;
+  Ring ring{std::vector<int>(order.size()), std::vector<int>(order.size())};
+  for (int i = 0; i < world; ++i) {
+    ring.holders[order[i]] = order[(i + shift) % world];
+    ring.turns[order[i]] = i / shift % 2;
+  }
+  return ring;
+}
+
+}  // namespace
+
+std::vector<int> copy_holders(const Topology& topology) { return make_ring(topology).holders; }
+
+CopyRing::CopyRing(const Group& group) {
+  const auto [holders, turns] = make_ring(group.topology());
+  const int rank = group.rank();
+  const int holder = holders[rank];
+  source_ = static_cast<int>(std::find(holders.begin(), holders.end(), rank) - holders.begin());
+  const auto connect = [&](int owner, int keeper) {
+    return group.subgroup({owner, keeper}, c10::str("copies of ", owner))
+        .make_communicator("shard", Purpose::kControl, /*two_level=*/false);
+  };
+  // Making one waits for its ranks, so all ranks have one order. Turns keep it from being a chain.
+  const bool own_first = std::pair(turns[rank], rank) < std::pair(turns[source_], source_);
+  if (own_first) to_holder_ = connect(rank, holder);
+  from_source_ = connect(source_, rank);
+  if (!to_holder_) to_holder_ = connect(rank, holder);
+}
+
+void CopyRing::pass(const at::Tensor& out, const at::Tensor& in, const std::string& label) {
+  Pending sent, received;
+  if (out.defined()) sent = to_holder_->broadcast(out, 0, label);
+  if (in.defined()) received = from_source_->broadcast(in, 0, label);
+  sent.wait();
+  received.wait();
+}
+
+MemoryFile CopyRing::exchange(const MemoryFile& own,
+                              const std::function<at::Tensor(int64_t bytes)>& allocate) {
+  const std::string own_text = files_text({own.about});
+  at::Tensor own_sizes = at::empty({2}, at::TensorOptions().dtype(at::kLong));
+  own_sizes.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(own_text.size());
+  own_sizes.mutable_data_ptr<int64_t>()[1] = own.bytes.numel();
+  const at::Tensor sizes = at::empty({2}, own_sizes.options());
+  pass(own_sizes, sizes, "sizes of a copy");
+
+  const at::Tensor out = host_bytes(static_cast<int64_t>(own_text.size()));
+  std::memcpy(out.mutable_data_ptr(), own_text.data(), own_text.size());
+  const at::Tensor in = host_bytes(sizes.const_data_ptr<int64_t>()[0]);
+  pass(out, in, "description of a copy");
+
+  MemoryFile copy;
+  copy.bytes = allocate(sizes.const_data_ptr<int64_t>()[1]);
+  for (int64_t at = 0; at < std::max(own.bytes.numel(), copy.bytes.numel()); at += kPart) {
+    pass(part_of(own.bytes, at), part_of(copy.bytes, at), "copy of a shard");
+  }
+  const std::string origin = "the copy of rank " + std::to_string(source_) + "'s shard";
+  const auto files =
+      parse_files(std::string(static_cast<const char*>(in.const_data_ptr()), in.nbytes()), origin);
+  TORCH_CHECK(files.size() == 1 && files[0].bytes == copy.bytes.nbytes(), origin,
+              ": expected a description of ", copy.bytes.nbytes(), " bytes, got another one");
+  copy.about = files[0];
+  const uint64_t hash = content_hash(copy.bytes.const_data_ptr(), copy.bytes.nbytes());
+  TORCH_CHECK(hash == copy.about.hash, origin, ": expected checksum ", hash_text(copy.about.hash),
+              ", got ", hash_text(hash), "; it was damaged on the way");
+  return copy;
+}
+
+void CopyRing::abort(const std::string& reason) noexcept {
+  to_holder_->abort(reason);
+  from_source_->abort(reason);
+}
+
+Traffic CopyRing::traffic() const {
+  // Of the other communicator this rank is no source of anything.
+  return to_holder_->traffic();
+}
+
+}  // namespace zero

@@ -1,0 +1,95 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/recovery/generations.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+namespace zero {
+
+void Generations::add(Generation generation) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  list_.push_back(std::make_shared<const Generation>(std::move(generation)));
+}
+
+void Generations::keep_newest() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (list_.size() < 2) return;
+  spare_.clear();
+  for (size_t i = 0; i + 1 < list_.size(); ++i) {
+    // Anybody else who has it is a reader that ends soon.
+    if (list_[i].use_count() > 1) continue;
+    for (const auto& [rank, file] : list_[i]->files) spare_.push_back(file.bytes);
+  }
+  list_.erase(list_.begin(), list_.end() - 1);
+}
+
+std::vector<std::shared_ptr<const Generation>> Generations::all() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return list_;
+}
+
+at::Tensor Generations::allocate(int64_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto fits = [&](const at::Tensor& spare) { return spare.numel() == bytes; };
+  if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
+    at::Tensor result = std::move(*found);
+    spare_.erase(found);
+    return result;
+  }
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+}
+
+int64_t Generations::bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t sum = 0;
+  for (const auto& generation : list_) {
+    for (const auto& [rank, file] : generation->files) sum += file.bytes.numel();
+  }
+  for (const at::Tensor& spare : spare_) sum += spare.numel();
+  return sum;
+}
+
+std::string holdings_text(const Generations& generations) {
+  std::ostringstream text;
+  for (const auto& g : generations.all()) {
+    for (const auto& [rank, file] : g->files) {
+      text << g->recovery << " " << g->number << " " << g->world_size << " " << rank << "\n";
+    }
+  }
+  return text.str();
+}
+
+Restorable newest_restorable(const std::vector<std::string>& holdings) {
+  // For each generation and file: the first rank that has it, or -1.
+  std::map<std::pair<int64_t, int64_t>, std::vector<int>> servers;
+  for (size_t r = 0; r < holdings.size(); ++r) {
+    std::istringstream text(holdings[r]);
+    int64_t recovery = 0, number = 0;
+    int world_size = 0, file = 0;
+    while (text >> recovery >> number >> world_size >> file) {
+      std::vector<int>& list = servers[{recovery, number}];
+      list.resize(static_cast<size_t>(world_size), -1);
+      if (list.at(file) < 0) list[file] = static_cast<int>(r);
+    }
+  }
+  TORCH_CHECK(!servers.empty(), "no step was protected before the failure");
+  for (auto g = servers.rbegin(); g != servers.rend(); ++g) {
+    if (std::count(g->second.begin(), g->second.end(), -1) > 0) continue;
+    return {g->first.first, g->first.second, std::move(g->second)};
+  }
+  const std::vector<int>& newest = servers.rbegin()->second;
+  std::string lost;
+  for (size_t f = 0; f < newest.size(); ++f) {
+    if (newest[f] < 0) lost += (lost.empty() ? "" : ", ") + std::to_string(f);
+  }
+  TORCH_CHECK(false, "the shard of rank ", lost,
+              " of the last protected step is lost: that rank and the one that kept its copy have "
+              "both ended");
+}
+
+}  // namespace zero

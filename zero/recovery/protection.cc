@@ -1,0 +1,84 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/recovery/protection.h"
+
+#include <exception>
+#include <utility>
+
+#include "zero/base/error_text.h"
+
+namespace zero {
+
+Protection::Protection(const Group& group, std::shared_ptr<Generations> generations,
+                       int64_t recovery)
+    : generations_(std::move(generations)),
+      recovery_(recovery),
+      rank_(group.rank()),
+      world_size_(group.world_size()) {
+  if (world_size_ > 1) ring_ = std::make_unique<CopyRing>(group);
+}
+
+Protection::~Protection() { abort("its optimizer was destroyed"); }
+
+void Protection::abort(const std::string& reason) noexcept {
+  if (ring_) ring_->abort(reason);
+}
+
+std::string Protection::finish() {
+  if (made_.valid()) problem_ = made_.get();
+  return problem_;
+}
+
+void Protection::wait_for_copies(int64_t bucket) {
+  if (copies_) copies_->wait(bucket);
+}
+
+void Protection::make_whole(Generation& generation, MemoryFileWriter& writer) {
+  const auto allocate = [this](int64_t bytes) { return generations_->allocate(bytes); };
+  MemoryFile own = writer.finish();
+  MemoryFile copy = ring_->exchange(own, allocate);
+  generation.files.emplace(rank_, std::move(own));
+  generation.files.emplace(ring_->source(), std::move(copy));
+  generations_->add(std::move(generation));
+}
+
+void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of,
+                       int64_t buckets, bool on_gpu) {
+  if (!ring_) return;
+  TORCH_INTERNAL_ASSERT(!made_.valid() && problem_.empty());
+  // The first one replaces those of a group before this one only when it is agreed on.
+  if (begun_ > 0) generations_->keep_newest();
+  auto generation = std::make_shared<Generation>();
+  generation->recovery = recovery_;
+  generation->number = begun_++;
+  generation->world_size = world_size_;
+  manifest.id = generation->id();
+  generation->manifest = std::move(manifest);
+  auto writer = std::make_shared<MemoryFileWriter>(
+      std::move(file), generation->id(),
+      [this](int64_t bytes) { return generations_->allocate(bytes); });
+  copies_ = std::make_shared<ShardCopies>(buckets);
+  for (size_t i = 0; i < bucket_of.size(); ++i) {
+    if (on_gpu || bucket_of[i] == ShardCopies::kOfNone) writer->copy(i);
+  }
+  const auto copy_rest = [copies = copies_, writer, bucket_of, on_gpu] {
+    copies->copy_each(bucket_of, [&](size_t i) {
+      if (!on_gpu) writer->copy(i);
+    });
+  };
+  if (on_gpu) copy_rest();
+  auto promise = std::make_shared<std::promise<std::string>>();
+  made_ = promise->get_future();
+  thread_.push([this, promise, generation, writer, copy_rest, on_gpu] {
+    std::string problem;
+    try {
+      if (!on_gpu) copy_rest();
+      make_whole(*generation, *writer);
+    } catch (const std::exception& error) {
+      problem = "the copy of a protected step failed: " + error_text(error);
+    }
+    promise->set_value(problem);
+  });
+}
+
+}  // namespace zero

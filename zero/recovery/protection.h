@@ -1,0 +1,64 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Keeps this rank's shard of every protected step also in another rank's memory, in the background.
+//
+// A generation is whole on a rank when its own file is copied, sent, and the source's file has
+// arrived with the right checksum; only then is it added. The one before is freed when all ranks
+// have agreed on a call that each of them began with a finish() without a problem. So at any time
+// all ranks have one generation in common.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "zero/base/serial_thread.h"
+#include "zero/checkpoint/shard_copies.h"
+#include "zero/recovery/copy_ring.h"
+#include "zero/recovery/generations.h"
+
+namespace zero {
+
+class Protection {
+ public:
+  // Collective over `group`. `recovery` is the number of recoveries before it.
+  Protection(const Group& group, std::shared_ptr<Generations> generations, int64_t recovery);
+  // Aborts what is under way.
+  ~Protection();
+
+  // Waits until the last generation is whole here. Returns why it is not, or nothing.
+  std::string finish();
+  // Collective, after all ranks agreed that finish() had no problem. Starts the next generation.
+  // `file` has views of the shard; bucket_of[i] is the bucket of tensor i, or ShardCopies::kOfNone
+  // for one that is copied at once. From a GPU all are.
+  void begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of,
+             int64_t buckets, bool on_gpu);
+  // Blocks until the tensors of buckets from `bucket` on are copied.
+  void wait_for_copies(int64_t bucket);
+  // Frees all but the newest generation. After an agreement as for begin().
+  void keep_newest() { generations_->keep_newest(); }
+
+  void abort(const std::string& reason) noexcept;
+  Traffic traffic() const { return ring_ ? ring_->traffic() : Traffic(); }
+
+ private:
+  // On the thread.
+  void make_whole(Generation& generation, MemoryFileWriter& writer);
+
+  const std::shared_ptr<Generations> generations_;
+  const int64_t recovery_;
+  const int rank_;
+  const int world_size_;
+  std::unique_ptr<CopyRing> ring_;  // null for one rank alone, which nothing protects
+  int64_t begun_ = 0;
+  std::shared_ptr<ShardCopies> copies_;
+  std::future<std::string> made_;  // the problem of the generation under way
+  std::string problem_;
+  SerialThread thread_;  // the last member: it ends first
+};
+
+}  // namespace zero

@@ -1,0 +1,69 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Finds out which ranks are still there after a failure, over the store of their group.
+//
+// Each rank that calls writes its name into the store. A thread on every rank answers for one that
+// has not noticed the failure yet, for example because it computes: the others wait for it. One
+// that is killed, stopped or out of reach answers nothing. The first rank that sees everyone
+// present who answers writes down the list, once and for all: it counts for every rank, also for
+// one that wakes up later and is not on it.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "zero/rendezvous/bounded_store.h"
+
+namespace zero {
+
+class RollCall {
+ public:
+  // Starts the thread. `store` is this object's alone on each rank. Ranks are 0 to world_size - 1.
+  RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+           std::chrono::milliseconds timeout);
+  ~RollCall();
+  RollCall(const RollCall&) = delete;
+  RollCall& operator=(const RollCall&) = delete;
+
+  struct Present {
+    std::vector<int> ranks;          // in ascending order
+    std::vector<std::string> texts;  // of each of them
+  };
+  // Collective over the ranks that are left. Ranks that were absent once are not waited for again.
+  // Throws c10::Error on a rank that the others went on without, from then on in each call, and if
+  // the store is gone. Takes the answering time of a second if ranks are missing, and the timeout
+  // and 5 s if one that answers does not arrive.
+  Present call(const std::string& text);
+
+  // Calls so far.
+  int64_t calls() const;
+  const std::vector<int>& ranks() const { return ranks_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void answer();
+  std::string list_of(const std::string& key) const;
+  // The list, written down by this rank or another one.
+  std::string close(const std::string& prefix);
+
+  const c10::intrusive_ptr<BoundedStore> store_;
+  const int rank_;
+  const std::chrono::milliseconds timeout_;
+  std::vector<int> ranks_;  // the present ones of the last call
+  std::string left_behind_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  int64_t calls_ = 0;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace zero
