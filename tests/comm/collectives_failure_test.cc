@@ -156,32 +156,6 @@ TEST_P(FailureTest, AbortEndsWaitsHereAndThere) {
       on(GetParam(), std::chrono::seconds(20)));
 }
 
-// The connection to the rank that ended is lost already, and the one to the waiting rank is not.
-TEST_P(FailureTest, AnAbortAfterAnotherRankEndedReachesTheRest) {
-  Bystander waiting(1);
-  run_ranks(
-      3,
-      [&](const Group& group) {
-        const auto data = data_of(group);
-        at::Tensor rows = at::zeros({3, 8});
-        data->gather_rows(rows, "warm-up").wait();
-        if (group.rank() == 2) return;
-        if (group.rank() == 1) {
-          std::this_thread::sleep_for(milliseconds(300));
-          data->abort("rank 2 has ended");
-          waiting.stand_by();
-          return;
-        }
-        // Rank 0 waits for rank 1 first.
-        at::Tensor received = at::zeros({3, 8});
-        const auto start = Clock::now();
-        EXPECT_ANY_THROW(data->exchange_rows(rows, received, "rows").wait());
-        EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
-        waiting.done();
-      },
-      on(GetParam(), std::chrono::seconds(20)));
-}
-
 TEST_P(FailureTest, AnOperationThatNobodyWaitedForIsAFailure) {
   run_ranks(
       2,

@@ -256,8 +256,8 @@ SentBytes PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Oper
 }
 
 // Gloo closes the connections of the whole group when one wait times out, and has no other call
-// for that: its abort() does nothing. So wait for a message that is never sent. From a peer whose
-// connection is lost already the wait ends without closing the others, so each peer has a turn.
+// for that: its abort() does nothing. So wait for a message that is never sent. A wait for a
+// peer whose connection is lost already may end without closing the others, so each has a turn.
 void PairwiseExchange::hang_up() noexcept {
   for (int i = 1; i < world_size(); ++i) {
     try {
