@@ -55,7 +55,8 @@ int train(const std::string& kind, int from, int to, const std::string& folder) 
   if (group.rank() != 0) return 0;
   std::printf("%s: steps %d to %d, %g of them skipped\n", kind.c_str(), from, to,
               snapshot.at("steps/skipped").item<double>());
-  zero::write_snapshot(snapshot, folder + "/state-" + std::to_string(from) + "-" + std::to_string(to));
+  zero::write_snapshot(snapshot,
+                       folder + "/state-" + std::to_string(from) + "-" + std::to_string(to));
   return 0;
 }
 
