@@ -45,6 +45,7 @@ wait_for_lines() {
 }
 
 done_kills=0
+late=0
 touch "$work/out"
 $program $common --elastic --log "$work/whole.jsonl" > "$work/out" 2>&1 || fail "the run without deaths"
 jobs=0
@@ -57,7 +58,7 @@ while [ $done_kills -lt "$kills" ]; do
   deaths=0
   while [ $deaths -lt 3 ] && [ $done_kills -lt "$kills" ]; do
     sleep "0.$((RANDOM % 6 + 1))"
-    ranks=($(pgrep -P $launcher))
+    read -ra ranks < <(cat /proc/$launcher/task/*/children)
     # A job that has ended meanwhile has nothing left to kill.
     [ ${#ranks[@]} -gt 1 ] || break
     kill -9 "${ranks[RANDOM % ${#ranks[@]}]}" || break
@@ -66,9 +67,13 @@ while [ $done_kills -lt "$kills" ]; do
     wait_for_lines $deaths "^went on with" || break
   done
   wait $launcher || fail "the job was lost"
-  [ $deaths -gt 0 ] || fail "nobody was killed"
-  grep -q "^went on with" "$work/out" || fail "nothing was recovered"
   check_losses || fail "its losses"
   jobs=$((jobs + 1))
+  # A rank that is killed after its last step is not missed by others.
+  if ! grep -q "^went on with" "$work/out"; then
+    late=$((late + 1))
+    [ $late -lt 10 ] || fail "nothing was recovered in 10 jobs"
+    done_kills=$((done_kills - deaths))
+  fi
 done
 echo "$done_kills kills in $jobs jobs"

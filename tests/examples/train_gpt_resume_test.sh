@@ -71,7 +71,7 @@ os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1]
   done
   expected=0
   case $signal in
-    ONE) kill -TERM "$(pgrep -P $launcher | head -1)"; expected=75 ;;
+    ONE) kill -TERM "$(cat /proc/$launcher/task/*/children | cut -d" " -f1)"; expected=75 ;;
     TERM) kill -TERM $launcher ;;
     INT) kill -INT -- -$launcher ;;
   esac
