@@ -20,18 +20,21 @@ fail() {
   exit 1
 }
 
-# The loss of every step, the last entry of a repeated one.
+# The loss of every step, the last entry of a repeated one. A rank 0 that is killed may have made
+# the step from which the others go on, and not have written its line.
 check_losses() {
   python3 -c '
-import json, sys
+import json, re, sys
 def losses(path):
     entries = [json.loads(line) for line in open(path)]
     return {e["step"]: e["loss"] for e in entries if "loss" in e}
 whole, elastic = losses(sys.argv[1]), losses(sys.argv[2])
-assert sorted(elastic) == list(range(1, 251)), "steps are missing"
-worst = max(abs(whole[s] - elastic[s]) for s in whole)
+unwritten = {int(step) for step in re.findall("after step ([0-9]+)", open(sys.argv[3]).read())}
+missing = set(range(1, 251)) - set(elastic)
+assert missing <= unwritten, f"steps are missing: {missing - unwritten}"
+worst = max(abs(whole[s] - elastic[s]) for s in elastic)
 print("largest difference of a loss:", worst)
-assert worst < 1e-4, "other losses"' "$work/whole.jsonl" "$work/elastic.jsonl"
+assert worst < 1e-4, "other losses"' "$work/whole.jsonl" "$work/elastic.jsonl" "$work/out"
 }
 
 # Bounded: waits until the file has so many lines with a text.
