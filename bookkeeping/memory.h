@@ -23,6 +23,7 @@ struct MemoryReport {
   int64_t peak_buckets = 0;       // the most held at once since construction; not in total()
   // Gradients that wait for the rest of their bucket, or for the buckets before it; not in total().
   int64_t unsent_gradients = 0;
+  int64_t protected_steps = 0;  // host memory for ZeroOptions::protect(); not in total()
 
   int64_t total() const {
     return working_parameters + master_parameters + optimizer_state + gradient_shards +

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Ranks on this machine without a launcher: a program that calls launch_local()
-// first thing in main() starts itself as many times as it is told.
+// first thing in main() starts itself as many times as its options say.
 //
 //   int main(int argc, char** argv) {
 //     const int ranks = parse(argc, argv);               // for example --ranks 4

@@ -50,7 +50,8 @@ struct LionParamState : public torch::optim::OptimizerCloneableParamState<LionPa
 
 class Lion : public torch::optim::Optimizer {
  public:
-  // Throw c10::Error for a learning rate or weight decay below 0 and betas outside of [0, 1).
+  // Throw c10::Error for a learning rate or weight decay below 0 and betas outside of [0, 1), in
+  // any group.
   explicit Lion(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                 LionOptions defaults = {});
   explicit Lion(std::vector<at::Tensor> params, LionOptions defaults = {});

@@ -122,7 +122,11 @@ TEST(LionTest, SavedAndLoadedItGoesOnInEveryBit) {
 
 TEST(LionTest, OptionsThatCannotTrainAreRefused) {
   const auto refused = [](const LionOptions& o) {
-    return error_of([&] { Lion(std::vector<at::Tensor>{initial()}, o); });
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<at::Tensor>{initial()}, std::make_unique<LionOptions>(o));
+    const std::string text = error_of([&] { Lion(std::vector<at::Tensor>{initial()}, o); });
+    EXPECT_EQ(error_of([&] { Lion lion(groups); }), text);
+    return text;
   };
   expect_words(refused(LionOptions(-1)), {"learning rate of 0 or more", "-1"});
   expect_words(refused(LionOptions().betas({1.0, 0.9})), {"betas", "got 1 and 0.9"});

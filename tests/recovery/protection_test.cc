@@ -92,7 +92,7 @@ int64_t sent_in_the_end(const ZeroOptimizer& optimizer) {
 }
 
 // The file of a rank: its shard, and of each tensor a header entry.
-TEST(ProtectionTest, AProtectedStepSendsTheOwnShardAndNothingElse) {
+TEST(ProtectionTest, AProtectedStepSendsTheOwnShardAndHoldsFour) {
   for (const int world_size : {1, 2, 3, 4}) {
     run_ranks(world_size, [&](const Group& group) {
       OddModel model(1);
@@ -119,11 +119,16 @@ TEST(ProtectionTest, AProtectedStepSendsTheOwnShardAndNothingElse) {
           tensors += has_state ? 4 : 1;
         }
       }
+      const int64_t held = optimizer.memory().protected_steps;
       if (world_size == 1) {
         EXPECT_EQ(sent, 0);
+        EXPECT_EQ(held, 0);
       } else {
         EXPECT_GE(sent, 2 * shard);
         EXPECT_LE(sent, 2 * (shard + 300 * tensors + 500));
+        // Two steps, each with this shard and one that may be a few elements larger or smaller.
+        EXPECT_GE(held, 2 * shard);
+        EXPECT_LE(held, 4 * (shard + 300 * tensors + 500) + 500);
       }
     });
   }

@@ -5,10 +5,8 @@
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
@@ -20,17 +18,13 @@
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"
 #include "zero/base/own_process.h"
-#include "zero/base/slow_wait.h"
 #include "zero/comm/backends/gloo.h"
 #include "zero/comm/backends/nccl.h"
 #include "zero/comm/backends/shared_rows.h"
-#include "zero/comm/find_topology.h"
 #include "zero/comm/row_exchange.h"
 #include "zero/comm/two_level_exchange.h"
 #include "zero/rendezvous/bounded_store.h"
-#include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/meeting.h"
-#include "zero/rendezvous/tcp_store.h"
 
 namespace zero {
 namespace {
@@ -292,117 +286,6 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
     const auto gloo = make_gloo_backend(store, rank, world_size, timeout, hostname);
     return purpose == Purpose::kData ? share_memory(gloo, timeout, shared_memory) : gloo;
   };
-}
-
-namespace {
-
-c10::Device default_device(const Environment& env) {
-  const int devices = cuda_device_count();
-  if (devices == 0) return at::kCPU;
-  // Schedulers may show each rank only its own GPU, which then is number 0.
-  const int index = devices == 1 ? 0 : env.local_rank;
-  TORCH_CHECK(index < devices, "init_process_group: rank ", env.rank, " has local rank ",
-              env.local_rank, " and sees ", devices, " GPUs: start at most ", devices,
-              " ranks on this machine, or set InitOptions::device");
-  return c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
-}
-
-// Empty: Gloo looks at GLOO_SOCKET_IFNAME or resolves this machine's name.
-std::string default_hostname(const Environment& env) {
-  const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
-  const bool named = interfaces != nullptr && *interfaces != '\0';
-  return !named && env.local_world_size == env.world_size ? "127.0.0.1" : "";
-}
-
-std::string address_of(const Environment& env) {
-  return c10::str(env.master_addr, ":", env.master_port);
-}
-
-c10::intrusive_ptr<BoundedStore> open_store(const Environment& env, milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(env.master_port);
-  options.isServer = !env.agent_serves_store && env.rank == 0;
-  options.numWorkers = static_cast<size_t>(env.world_size);
-  options.waitWorkers = false;  // meet() waits, and can say who is missing.
-  options.timeout = timeout;
-  options.multiTenant = true;  // A second init_process_group() shares the server.
-  const char* server = env.agent_serves_store ? "the launcher" : "rank 0";
-  const SlowWait notice([&] {
-    return c10::str("rank ", env.rank, " of ", env.world_size, " waits for the store of ", server,
-                    " at ", address_of(env), " (up to ", duration_text(timeout), ")");
-  });
-  try {
-    if (options.isServer) {
-      const std::string problem = make_room_for_descriptors(store_descriptors(env.world_size));
-      TORCH_CHECK(problem.empty(), problem);
-    }
-    return c10::make_intrusive<BoundedStore>(
-        open_tcp_store(env.master_addr, options), timeout,
-        c10::str("the store of ", server, " at ", address_of(env)), options.isServer);
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
-                options.isServer ? "serve" : "reach", " the store of ", server, " at ",
-                address_of(env), " (MASTER_ADDR, MASTER_PORT) within ", timeout.count(),
-                " ms: ", error_line(error),
-                options.isServer ? ". Is the port taken by another job? Choose another MASTER_PORT"
-                                 : c10::str(". Is ", server,
-                                            " running, can this machine reach it, and does no "
-                                            "other program use the port?"));
-  }
-}
-
-// The counter lets a job of thousands wait for one key instead of one per rank.
-void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
-          milliseconds timeout, std::chrono::steady_clock::time_point since) {
-  Rendezvous rendezvous(store, env.rank, env.world_size, timeout, since,
-                        c10::str("init_process_group: not all ", env.world_size, " ranks arrived"),
-                        c10::str("at ", address_of(env)));
-  rendezvous.run([size = env.world_size](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
-    if (own->add("arrivals", 1) == size) own->set("complete", std::string("1"));
-    own->wait({"complete"});
-    return nullptr;
-  });
-}
-
-Group init(const InitOptions& options) {
-  static std::atomic<int> inits{0};
-  const Environment env = read_environment();
-  const c10::Device device = options.device ? *options.device : default_device(env);
-  TORCH_CHECK(!device.is_cuda() || cuda_device_count() > 0, "InitOptions::device: got ", device,
-              " on rank ", env.rank, ", but this program sees no GPU. A program for GPUs is built ",
-              "with --config=cuda (Bazel) or -DZERO_CUDA=ON (CMake)");
-  const std::string hostname = options.hostname.empty() ? default_hostname(env) : options.hostname;
-  const milliseconds timeout =
-      options.timeout.value_or(env.timeout.value_or(InitOptions::kDefaultTimeout));
-  TORCH_CHECK(timeout.count() > 0, "InitOptions::timeout: expected more than 0 ms, got ",
-              timeout.count(), " ms on rank ", env.rank);
-  std::optional<Topology> topology = options.topology;
-  TORCH_CHECK(!topology || topology->world_size() == env.world_size,
-              "InitOptions::topology: expected one of ", env.world_size, " ranks, got one of ",
-              topology->world_size(), " on rank ", env.rank);
-  StorePtr store;
-  if (env.world_size == 1) {
-    store = c10::make_intrusive<c10d::HashStore>();
-  } else {
-    const std::string prefix = c10::str("zero/", env.restart_count, "/", inits++);
-    const auto start = std::chrono::steady_clock::now();
-    const auto bounded = open_store(env, timeout)->under(prefix);
-    meet(bounded->under("meeting"), env, timeout, start);
-    topology = agree_on_topology(bounded->under("topology"), env.rank, env.world_size, timeout,
-                                 start, topology, options.shared_memory);
-    const std::string text = advice(*topology);
-    if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
-    store = bounded;
-  }
-  return Group(store, env.rank, env.world_size, "world",
-               default_backend_factory(device, hostname, options.nccl, options.shared_memory),
-               device, timeout, topology);
-}
-
-}  // namespace
-
-Group init_process_group(const InitOptions& options) {
-  return with_c10_errors("init_process_group", [&] { return init(options); });
 }
 
 }  // namespace zero

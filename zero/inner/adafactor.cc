@@ -3,7 +3,6 @@
 #include "zero/adafactor.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/zeros.h>
@@ -21,6 +20,7 @@
 
 #include "zero/inner/class_adapter.h"
 #include "zero/inner/exact_scale.h"
+#include "zero/inner/own_class.h"
 #include "zero/inner/registry.h"
 
 namespace zero {
@@ -152,9 +152,7 @@ Adafactor::Adafactor(const std::vector<torch::optim::OptimizerParamGroup>& param
                      AdafactorOptions defaults)
     : Optimizer(param_groups, std::make_unique<AdafactorOptions>(defaults)) {
   check_options(defaults);
-  for (auto& group : param_groups_) {
-    check_options(static_cast<const AdafactorOptions&>(group.options()));
-  }
+  check_groups(param_groups_, check_options);
 }
 
 Adafactor::Adafactor(std::vector<at::Tensor> params, AdafactorOptions defaults)
@@ -162,19 +160,13 @@ Adafactor::Adafactor(std::vector<at::Tensor> params, AdafactorOptions defaults)
 
 at::Tensor Adafactor::step(LossClosure closure) {
   at::NoGradGuard no_grad;
-  at::Tensor loss;
-  if (closure != nullptr) {
-    at::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
+  const at::Tensor loss = loss_of(closure);
   for (auto& group : param_groups_) {
     const auto& options = static_cast<const AdafactorOptions&>(group.options());
-    for (at::Tensor& p : group.params()) {
-      const at::Tensor& gradient = p.grad();
-      if (!gradient.defined() || p.numel() == 0) continue;
-      TORCH_CHECK(!gradient.is_sparse(), "Adafactor: expected dense gradients, got a sparse one");
+    for_each_gradient(group, "Adafactor", [&](at::Tensor& p, const at::Tensor& gradient) {
+      if (p.numel() == 0) return;
       update(p, gradient, state_of(state_[p.unsafeGetTensorImpl()], gradient), options);
-    }
+    });
   }
   return loss;
 }

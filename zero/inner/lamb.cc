@@ -3,7 +3,6 @@
 #include "zero/lamb.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/logical_and.h>
 #include <ATen/ops/where.h>
@@ -16,6 +15,7 @@
 
 #include "zero/inner/class_adapter.h"
 #include "zero/inner/exact_scale.h"
+#include "zero/inner/own_class.h"
 #include "zero/inner/registry.h"
 
 namespace zero {
@@ -130,9 +130,7 @@ void update(at::Tensor& p, const at::Tensor& gradient, LambParamState& state,
 Lamb::Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LambOptions defaults)
     : Optimizer(param_groups, std::make_unique<LambOptions>(defaults)) {
   check_options(defaults);
-  for (auto& group : param_groups_) {
-    check_options(static_cast<const LambOptions&>(group.options()));
-  }
+  check_groups(param_groups_, check_options);
 }
 
 Lamb::Lamb(std::vector<at::Tensor> params, LambOptions defaults)
@@ -140,19 +138,12 @@ Lamb::Lamb(std::vector<at::Tensor> params, LambOptions defaults)
 
 at::Tensor Lamb::step(LossClosure closure) {
   at::NoGradGuard no_grad;
-  at::Tensor loss;
-  if (closure != nullptr) {
-    at::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
+  const at::Tensor loss = loss_of(closure);
   for (auto& group : param_groups_) {
     const auto& options = static_cast<const LambOptions&>(group.options());
-    for (at::Tensor& p : group.params()) {
-      const at::Tensor& gradient = p.grad();
-      if (!gradient.defined()) continue;
-      TORCH_CHECK(!gradient.is_sparse(), "Lamb: expected dense gradients, got a sparse one");
+    for_each_gradient(group, "Lamb", [&](at::Tensor& p, const at::Tensor& gradient) {
       update(p, gradient, state_of(state_[p.unsafeGetTensorImpl()], p), options);
-    }
+    });
   }
   return loss;
 }

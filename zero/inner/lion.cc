@@ -5,7 +5,6 @@
 #include "zero/lion.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/serialize.h>
@@ -15,6 +14,7 @@
 
 #include "kernels/lion.h"
 #include "zero/inner/class_adapter.h"
+#include "zero/inner/own_class.h"
 #include "zero/inner/registry.h"
 
 namespace zero {
@@ -44,15 +44,33 @@ void LionParamState::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
 }
 
-Lion::Lion(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LionOptions defaults)
-    : Optimizer(param_groups, std::make_unique<LionOptions>(defaults)) {
-  const auto [beta1, beta2] = defaults.betas();
-  TORCH_CHECK(defaults.lr() >= 0, "Lion: expected a learning rate of 0 or more, got ",
-              defaults.lr());
+namespace {
+
+void check_options(const LionOptions& o) {
+  const auto [beta1, beta2] = o.betas();
+  TORCH_CHECK(o.lr() >= 0, "Lion: expected a learning rate of 0 or more, got ", o.lr());
   TORCH_CHECK(0 <= beta1 && beta1 < 1 && 0 <= beta2 && beta2 < 1,
               "Lion: expected betas from 0 to less than 1, got ", beta1, " and ", beta2);
-  TORCH_CHECK(defaults.weight_decay() >= 0, "Lion: expected a weight decay of 0 or more, got ",
-              defaults.weight_decay());
+  TORCH_CHECK(o.weight_decay() >= 0, "Lion: expected a weight decay of 0 or more, got ",
+              o.weight_decay());
+}
+
+LionParamState& state_of(std::unique_ptr<torch::optim::OptimizerParamState>& slot,
+                         const at::Tensor& p) {
+  if (!slot) {
+    auto made = std::make_unique<LionParamState>();
+    made->exp_avg(at::zeros_like(p, at::MemoryFormat::Preserve));
+    slot = std::move(made);
+  }
+  return static_cast<LionParamState&>(*slot);
+}
+
+}  // namespace
+
+Lion::Lion(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LionOptions defaults)
+    : Optimizer(param_groups, std::make_unique<LionOptions>(defaults)) {
+  check_options(defaults);
+  check_groups(param_groups_, check_options);
 }
 
 Lion::Lion(std::vector<at::Tensor> params, LionOptions defaults)
@@ -62,29 +80,16 @@ Lion::Lion(std::vector<at::Tensor> params, LionOptions defaults)
 // in fp32: an average that is 0 in one and not in the other would move the element by lr.
 at::Tensor Lion::step(LossClosure closure) {
   at::NoGradGuard no_grad;
-  at::Tensor loss;
-  if (closure != nullptr) {
-    at::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
+  const at::Tensor loss = loss_of(closure);
   for (auto& group : param_groups_) {
     const auto& options = static_cast<const LionOptions&>(group.options());
     const auto [beta1, beta2] = options.betas();
-    for (at::Tensor& p : group.params()) {
-      const at::Tensor& gradient = p.grad();
-      if (!gradient.defined()) continue;
-      TORCH_CHECK(!gradient.is_sparse(), "Lion: expected dense gradients, got a sparse one");
-      auto& slot = state_[p.unsafeGetTensorImpl()];
-      if (!slot) {
-        auto made = std::make_unique<LionParamState>();
-        made->exp_avg(at::zeros_like(p, at::MemoryFormat::Preserve));
-        slot = std::move(made);
-      }
-      at::Tensor& average = static_cast<LionParamState&>(*slot).exp_avg();
+    for_each_gradient(group, "Lion", [&](at::Tensor& p, const at::Tensor& gradient) {
+      at::Tensor& average = state_of(state_[p.unsafeGetTensorImpl()], p).exp_avg();
       p.mul_(1.0 - options.lr() * options.weight_decay());
       p.add_((average * beta1).add_(gradient * (1.0 - beta1)).sign_().mul_(-options.lr()));
       average.mul_(beta2).add_(gradient * (1.0 - beta2));
-    }
+    });
   }
   return loss;
 }

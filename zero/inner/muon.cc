@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/muon.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/serialize.h>
 
@@ -17,6 +16,7 @@
 #include "zero/inner/class_adapter.h"
 #include "zero/inner/exact_scale.h"
 #include "zero/inner/newton_schulz.h"
+#include "zero/inner/own_class.h"
 #include "zero/inner/registry.h"
 
 namespace zero {
@@ -196,18 +196,12 @@ Muon::Muon(std::vector<at::Tensor> params, MuonOptions defaults)
 
 at::Tensor Muon::step(LossClosure closure) {
   at::NoGradGuard no_grad;
-  at::Tensor loss;
-  if (closure != nullptr) {
-    at::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
+  const at::Tensor loss = loss_of(closure);
   for (auto& group : param_groups_) {
     const auto& options = static_cast<const MuonOptions&>(group.options());
     Updates updates(options);
-    for (at::Tensor& p : group.params()) {
-      const at::Tensor& gradient = p.grad();
-      if (!gradient.defined() || p.numel() == 0) continue;
-      TORCH_CHECK(!gradient.is_sparse(), "Muon: expected dense gradients, got a sparse one");
+    for_each_gradient(group, "Muon", [&](at::Tensor& p, const at::Tensor& gradient) {
+      if (p.numel() == 0) return;
       check_parameter(p, options);
       if (options.split()) check_split(p, options.split());
       auto& slot = state_[p.unsafeGetTensorImpl()];
@@ -221,7 +215,7 @@ at::Tensor Muon::step(LossClosure closure) {
       exact_scale(p, 1.0 - options.lr() * options.weight_decay());
       add_parameter(p, options.nesterov() ? gradient.lerp(buffer, options.momentum()) : buffer,
                     options.split(), updates);
-    }
+    });
     updates.finish();
   }
   return loss;

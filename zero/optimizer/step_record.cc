@@ -12,7 +12,7 @@ namespace {
 
 LossScaler make_scaler(bool any_half, const ZeroOptions& options) {
   if (options.loss_scaler()) return LossScaler(*options.loss_scaler());
-  // A scale that is never told of an overflow would only grow.
+  // A scale that never learns of an overflow would only grow.
   if (!options.skip_nonfinite()) return {};
   return any_half ? LossScaler(LossScalerOptions()) : LossScaler();
 }

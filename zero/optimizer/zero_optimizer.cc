@@ -3,19 +3,11 @@
 #include "zero/zero_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/variable.h>
 
-#include <sstream>
 #include <unordered_set>
 
 #include "bookkeeping/layout.h"
-#include "zero/agreement/construction_check.h"
-#include "zero/base/error_text.h"
-#include "zero/gradients/wire_format.h"
-#include "zero/inner/classes.h"
-#include "zero/optimizer/group_layouts.h"
 #include "zero/optimizer/impl.h"
 
 namespace zero {
@@ -180,6 +172,7 @@ MemoryReport ZeroOptimizer::memory() const {
   report.buckets = impl.pool.held_bytes();
   report.peak_buckets = impl.pool.peak_bytes();
   report.unsent_gradients = impl.reducer.unsent_bytes();
+  if (impl.protection) report.protected_steps = impl.protection->held_bytes();
   return report;
 }
 

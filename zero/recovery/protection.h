@@ -43,6 +43,7 @@ class Protection {
   void keep_newest() { generations_->keep_newest(); }
 
   void abort(const std::string& reason) noexcept;
+  int64_t held_bytes() const { return generations_->bytes(); }
   Traffic traffic() const { return ring_ ? ring_->traffic() : Traffic(); }
 
  private:

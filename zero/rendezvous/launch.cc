@@ -261,8 +261,8 @@ class Parent {
     const bool by_signal = WIFSIGNALED(status);
     const int code = by_signal ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     if (code == 0) succeeded_ = true;
-    const bool told = exit_code_ != 0 && !options_.survivors_go_on;
-    if (code == 0 || told) return;
+    const bool reported = exit_code_ != 0 && !options_.survivors_go_on;
+    if (code == 0 || reported) return;
     if (exit_code_ == 0) exit_code_ = code;
     if (by_signal) {
       std::fprintf(stderr, "launch_local: rank %d of %d ended by signal %d (%s)", rank, ranks_,

@@ -45,8 +45,8 @@ struct Announced {
   int64_t bytes = 0;
   int from = 0;
   int tag = 0;
-  at::Tensor place;  // [1] int64: where it is
-  WorkPtr told;      // of `place`
+  at::Tensor place;   // [1] int64: where it is
+  WorkPtr announced;  // of `place`
 };
 
 // A row to be copied here. The backend's mutex guards the last three.
@@ -188,7 +188,7 @@ class RowBackend : public SharedMemoryBackend {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Arrival>> waiting_;
-  std::vector<c10d::Work*> awaited_;  // by any thread, to be told to stop
+  std::vector<c10d::Work*> awaited_;  // by any thread, to be aborted
   bool stop_ = false;
   std::thread copier_;
 };
@@ -255,7 +255,7 @@ Announced RowBackend::announced(int64_t bytes, int from, int tag) {
 }
 
 const void* RowBackend::find(const Announced& row, at::Tensor& followed, milliseconds timeout) {
-  await(row.told, timeout);
+  await(row.announced, timeout);
   const int64_t offset = *row.place.const_data_ptr<int64_t>();
   if (offset != kFollows) return peers_[row.from]->at(offset, row.bytes);
   if (!followed.defined()) followed = at::empty({row.bytes}, at::kByte);
