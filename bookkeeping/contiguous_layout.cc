@@ -50,11 +50,11 @@ class Contiguous : public ParameterLayout {
     return buckets;
   }
 
-  std::vector<Piece> pieces(const Bucket& /*bucket*/, const Slot& slot) const override {
+  std::vector<Span> spans(const Bucket& /*bucket*/, const Slot& slot) const override {
     return {{slot.begin, slot.offset, slot.numel}};
   }
 
-  Piece piece_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const override {
+  Span span_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const override {
     const int64_t from = std::max(slot.offset, bucket.rows.begin(row));
     const int64_t to = std::min(slot.offset + slot.numel, bucket.rows.end(row));
     return {slot.begin + from - slot.offset, from, std::max<int64_t>(to - from, 0)};

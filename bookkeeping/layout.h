@@ -38,11 +38,11 @@ class ParameterLayout {
   // order. Sets the arena's numel, and parameter_offset where in_place().
   virtual std::vector<Bucket> cut(c10::ArrayRef<ParameterInfo> parameters, int64_t arena,
                                   int64_t bucket_bytes, Plan& plan) const = 0;
-  // The contiguous stretches of `slot` in its flat bucket, in the parameter's order. They are as
-  // long as they can be: one may reach over several rows.
-  virtual std::vector<Piece> pieces(const Bucket& bucket, const Slot& slot) const = 0;
-  // The one stretch of `slot` in `row`; its numel is 0 where there is none.
-  virtual Piece piece_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const = 0;
+  // The spans of `slot` in its flat bucket, in the parameter's order. They are as long as they can
+  // be: one may reach over several rows.
+  virtual std::vector<Span> spans(const Bucket& bucket, const Slot& slot) const = 0;
+  // The one span of `slot` in `row`; its numel is 0 where there is none.
+  virtual Span span_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const = 0;
 
   // True: no parameter is cut, and each belongs to one rank.
   virtual bool is_whole() const { return false; }

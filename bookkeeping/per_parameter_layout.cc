@@ -34,9 +34,9 @@ class PerParameter : public ParameterLayout {
     for (int64_t p : arena.parameters) {
       const int64_t numel = parameters[p].numel;
       if (numel == 0) continue;
-      const int64_t chunk = (numel + arena.world_size - 1) / arena.world_size;
-      slots.push_back({p, 0, numel, row_numel, chunk});
-      row_numel += round_up(chunk, align);
+      const int64_t columns = (numel + arena.world_size - 1) / arena.world_size;
+      slots.push_back({p, 0, numel, row_numel, columns});
+      row_numel += round_up(columns, align);
       const int64_t bytes = row_numel * arena.world_size * element;
       if (bucket_bytes != 0 && bytes >= bucket_bytes) finish();
     }
@@ -44,19 +44,20 @@ class PerParameter : public ParameterLayout {
     return buckets;
   }
 
-  std::vector<Piece> pieces(const Bucket& bucket, const Slot& slot) const override {
-    const int64_t rows = (slot.numel + slot.chunk - 1) / slot.chunk;
-    std::vector<Piece> result;
+  std::vector<Span> spans(const Bucket& bucket, const Slot& slot) const override {
+    const int64_t rows = (slot.numel + slot.columns - 1) / slot.columns;
+    std::vector<Span> result;
     result.reserve(rows);
     for (int64_t row = 0; row < rows; ++row) {
-      result.push_back(PerParameter::piece_in_row(bucket, slot, row));
+      result.push_back(PerParameter::span_in_row(bucket, slot, row));
     }
     return result;
   }
 
-  Piece piece_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const override {
-    const int64_t begin = std::min(slot.numel, row * slot.chunk);
-    return {begin, bucket.rows.begin(row) + slot.offset, std::min(slot.chunk, slot.numel - begin)};
+  Span span_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const override {
+    const int64_t begin = std::min(slot.numel, row * slot.columns);
+    return {begin, bucket.rows.begin(row) + slot.offset,
+            std::min(slot.columns, slot.numel - begin)};
   }
 };
 

@@ -95,8 +95,8 @@ void add(const BucketRows& rows, Hash& hash) {
 
 }  // namespace
 
-std::vector<Piece> Plan::pieces(const Bucket& bucket, const Slot& slot) const {
-  return layout_of(bucket).pieces(bucket, slot);
+std::vector<Span> Plan::spans(const Bucket& bucket, const Slot& slot) const {
+  return layout_of(bucket).spans(bucket, slot);
 }
 
 std::vector<Segment> Plan::segments(int64_t bucket_index, int64_t rank) const {
@@ -105,10 +105,10 @@ std::vector<Segment> Plan::segments(int64_t bucket_index, int64_t rank) const {
   const int64_t row_begin = bucket.rows.begin(rank);
   std::vector<Segment> result;
   for (const Slot& slot : bucket.slots) {
-    const Piece piece = layout.piece_in_row(bucket, slot, rank);
-    if (piece.numel == 0) continue;
-    result.push_back({slot.parameter, piece.parameter_begin, piece.numel, bucket_index,
-                      piece.bucket_begin - row_begin});
+    const Span span = layout.span_in_row(bucket, slot, rank);
+    if (span.numel == 0) continue;
+    result.push_back({slot.parameter, span.parameter_begin, span.numel, bucket_index,
+                      span.bucket_begin - row_begin});
   }
   return result;
 }
@@ -128,7 +128,7 @@ uint64_t Plan::fingerprint() const {
     for (int64_t value : {bucket.arena, bucket.begin}) hash.add(value);
     add(bucket.rows, hash);
     for (const Slot& slot : bucket.slots) {
-      for (int64_t value : {slot.parameter, slot.begin, slot.numel, slot.offset, slot.chunk}) {
+      for (int64_t value : {slot.parameter, slot.begin, slot.numel, slot.offset, slot.columns}) {
         hash.add(value);
       }
     }

@@ -88,18 +88,18 @@ struct PlanOptions {
   int64_t ranks_per_machine = 1;
 };
 
-// One parameter's part in one bucket.
+// The place of one parameter, or of a part of it, in one bucket.
 struct Slot {
   int64_t parameter = 0;
-  int64_t begin = 0;   // first element of the parameter, in its memory order
-  int64_t numel = 0;   // elements of the parameter in this bucket
-  int64_t offset = 0;  // where `begin` is in the flat bucket; kPerParameter: where the parameter's
-                       // columns begin in every row
-  int64_t chunk = 0;   // kPerParameter: elements of the parameter in one row, padding included
+  int64_t begin = 0;    // first element of the parameter, in its memory order
+  int64_t numel = 0;    // elements of the parameter in this bucket
+  int64_t offset = 0;   // where `begin` is in the flat bucket; kPerParameter: where the parameter's
+                        // columns begin in every row
+  int64_t columns = 0;  // kPerParameter: elements of the parameter in one row, padding included
 };
 
-// A stretch that is contiguous both in a parameter and in a flat bucket.
-struct Piece {
+// Elements that are contiguous both in a parameter and in a flat bucket.
+struct Span {
   int64_t parameter_begin = 0;
   int64_t bucket_begin = 0;
   int64_t numel = 0;
@@ -150,9 +150,9 @@ struct Plan {
   int64_t domain_of(int64_t bucket) const { return arena_of(buckets[bucket]).domain; }
   const ParameterLayout& layout_of(const Bucket& bucket) const { return *arena_of(bucket).layout; }
   int64_t bucket_numel(const Bucket& bucket) const { return bucket.rows.total(); }
-  // The contiguous stretches of `slot` in its flat bucket, in the parameter's
-  // order: at most world_size for kPerParameter, else one.
-  std::vector<Piece> pieces(const Bucket& bucket, const Slot& slot) const;
+  // The spans of `slot` in its flat bucket, in the parameter's order: at most world_size for
+  // kPerParameter, else one.
+  std::vector<Span> spans(const Bucket& bucket, const Slot& slot) const;
   // The segments of `rank`'s row of bucket `bucket`, by offset.
   std::vector<Segment> segments(int64_t bucket, int64_t rank) const;
   // Equal plans have equal fingerprints. The manifest of a checkpoint holds it; no load compares

@@ -101,11 +101,11 @@ class WholeParameters : public ParameterLayout {
     return buckets;
   }
 
-  std::vector<Piece> pieces(const Bucket& /*bucket*/, const Slot& slot) const override {
+  std::vector<Span> spans(const Bucket& /*bucket*/, const Slot& slot) const override {
     return {{slot.begin, slot.offset, slot.numel}};
   }
 
-  Piece piece_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const override {
+  Span span_in_row(const Bucket& bucket, const Slot& slot, int64_t row) const override {
     const bool owned = bucket.rows.begin(row) <= slot.offset && slot.offset < bucket.rows.end(row);
     return {slot.begin, slot.offset, owned ? slot.numel : 0};
   }

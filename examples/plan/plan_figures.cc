@@ -47,10 +47,10 @@ void add_contiguous(const Bucket& bucket, const Slot& slot, Owned& owned) {
   owned.add(last, last + 1, end - last * row);
 }
 
-// One of kPerParameter is a chunk for each rank until it ends.
+// One of kPerParameter has as many columns for each rank until it ends.
 void add_per_parameter(const Slot& slot, Owned& owned) {
-  const int64_t whole = slot.numel / slot.chunk, rest = slot.numel % slot.chunk;
-  owned.add(0, whole, slot.chunk);
+  const int64_t whole = slot.numel / slot.columns, rest = slot.numel % slot.columns;
+  owned.add(0, whole, slot.columns);
   if (rest > 0) owned.add(whole, whole + 1, rest);
 }
 

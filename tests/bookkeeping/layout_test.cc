@@ -42,8 +42,8 @@ std::vector<std::vector<int64_t>> unequal_rows() {
           {3 * kUnit, 3 * kUnit, 8 * kUnit, 8 * kUnit, 9 * kUnit, 9 * kUnit}};
 }
 
-// As make_plan() cuts this model for four ranks, but without the padding behind the last chunk: a
-// parameter has chunks of a fourth, and the last row is as long as what it has of them.
+// As make_plan() cuts this model for four ranks, but without the padding behind the last span: a
+// parameter has spans of a fourth, and the last row is as long as what it has of them.
 Plan trimmed_per_parameter() {
   // Chunks of 2, 9, 10, 4 and 2 elements, each in a unit: rows of five units.
   const int64_t row = 5 * kUnit;
@@ -61,15 +61,15 @@ std::vector<Plan> unequal_plans() {
 
 using Places = std::vector<std::pair<int64_t, int64_t>>;  // parameter and its element, or -1
 
-Places by_pieces(const Plan& plan) {
+Places by_spans(const Plan& plan) {
   const Bucket& bucket = plan.buckets[0];
   Places places(plan.bucket_numel(bucket), {-1, -1});
   for (const Slot& slot : bucket.slots) {
-    for (const Piece& piece : plan.pieces(bucket, slot)) {
-      for (int64_t i = 0; i < piece.numel; ++i) {
-        auto& place = places.at(piece.bucket_begin + i);
-        EXPECT_EQ(place.first, -1) << "two parameters at " << piece.bucket_begin + i;
-        place = {slot.parameter, piece.parameter_begin + i};
+    for (const Span& span : plan.spans(bucket, slot)) {
+      for (int64_t i = 0; i < span.numel; ++i) {
+        auto& place = places.at(span.bucket_begin + i);
+        EXPECT_EQ(place.first, -1) << "two parameters at " << span.bucket_begin + i;
+        place = {slot.parameter, span.parameter_begin + i};
       }
     }
   }
@@ -119,7 +119,7 @@ TEST(UnequalRowsTest, SegmentsAndPiecesDescribeTheSamePlaces) {
         }
       }
     }
-    EXPECT_EQ(by_pieces(plan), by_segments);
+    EXPECT_EQ(by_spans(plan), by_segments);
   }
 }
 

@@ -61,19 +61,19 @@ void for_each_case(const std::function<void(const Case&, const Plan&)>& check) {
 
 TEST(PlanTest, EveryElementLiesInExactlyOneBucketAndRow) {
   for_each_case([](const Case& c, const Plan& plan) {
-    std::vector<std::vector<int>> by_segment, by_piece;
+    std::vector<std::vector<int>> by_segment, by_span;
     for (const ParameterInfo& p : c.parameters) {
       by_segment.emplace_back(p.numel, 0);
-      by_piece.emplace_back(p.numel, 0);
+      by_span.emplace_back(p.numel, 0);
     }
     for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
       const Bucket& bucket = plan.buckets[b];
       std::vector<int> taken(plan.bucket_numel(bucket), 0);
       for (const Slot& slot : bucket.slots) {
-        for (const Piece& piece : plan.pieces(bucket, slot)) {
-          for (int64_t i = 0; i < piece.numel; ++i) {
-            ++by_piece[slot.parameter][piece.parameter_begin + i];
-            EXPECT_EQ(taken[piece.bucket_begin + i]++, 0);
+        for (const Span& span : plan.spans(bucket, slot)) {
+          for (int64_t i = 0; i < span.numel; ++i) {
+            ++by_span[slot.parameter][span.parameter_begin + i];
+            EXPECT_EQ(taken[span.bucket_begin + i]++, 0);
           }
         }
       }
@@ -86,7 +86,7 @@ TEST(PlanTest, EveryElementLiesInExactlyOneBucketAndRow) {
     }
     for (size_t p = 0; p < c.parameters.size(); ++p) {
       for (int count : by_segment[p]) ASSERT_EQ(count, 1) << "parameter " << p;
-      for (int count : by_piece[p]) ASSERT_EQ(count, 1) << "parameter " << p;
+      for (int count : by_span[p]) ASSERT_EQ(count, 1) << "parameter " << p;
     }
   });
 }
@@ -95,12 +95,12 @@ TEST(PlanTest, SegmentsAndPiecesDescribeTheSamePlaces) {
   for_each_case([](const Case&, const Plan& plan) {
     for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
       const Bucket& bucket = plan.buckets[b];
-      std::vector<std::pair<int64_t, int64_t>> from_pieces(plan.bucket_numel(bucket), {-1, -1});
-      auto from_segments = from_pieces;
+      std::vector<std::pair<int64_t, int64_t>> from_spans(plan.bucket_numel(bucket), {-1, -1});
+      auto from_segments = from_spans;
       for (const Slot& slot : bucket.slots) {
-        for (const Piece& piece : plan.pieces(bucket, slot)) {
-          for (int64_t i = 0; i < piece.numel; ++i) {
-            from_pieces[piece.bucket_begin + i] = {slot.parameter, piece.parameter_begin + i};
+        for (const Span& span : plan.spans(bucket, slot)) {
+          for (int64_t i = 0; i < span.numel; ++i) {
+            from_spans[span.bucket_begin + i] = {slot.parameter, span.parameter_begin + i};
           }
         }
       }
@@ -111,7 +111,7 @@ TEST(PlanTest, SegmentsAndPiecesDescribeTheSamePlaces) {
           }
         }
       }
-      ASSERT_EQ(from_pieces, from_segments);
+      ASSERT_EQ(from_spans, from_segments);
     }
   });
 }

@@ -66,11 +66,11 @@ TEST(WholeParametersTest, EveryParameterIsInOneBucketAndInTheRowOfItsOwner) {
     for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
       const Bucket& bucket = plan.buckets[b];
       for (const Slot& slot : bucket.slots) {
-        const std::vector<Piece> pieces = plan.pieces(bucket, slot);
-        ASSERT_EQ(pieces.size(), 1U);
-        EXPECT_EQ(pieces[0].parameter_begin, 0);
-        EXPECT_EQ(pieces[0].numel, parameters[slot.parameter].numel);
-        EXPECT_EQ(bucket.begin + pieces[0].bucket_begin, plan.parameter_offset[slot.parameter]);
+        const std::vector<Span> spans = plan.spans(bucket, slot);
+        ASSERT_EQ(spans.size(), 1U);
+        EXPECT_EQ(spans[0].parameter_begin, 0);
+        EXPECT_EQ(spans[0].numel, parameters[slot.parameter].numel);
+        EXPECT_EQ(bucket.begin + spans[0].bucket_begin, plan.parameter_offset[slot.parameter]);
         EXPECT_EQ(plan.parameter_buckets[slot.parameter], std::vector<int64_t>{b});
         ++slots[slot.parameter];
       }

@@ -70,35 +70,35 @@ int64_t BucketMemory::bytes() const {
 void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
                       const at::Tensor& tensor, const at::Tensor& rows, const at::Tensor& added) {
   const auto stream = current_stream(rows.device());
-  c10::SmallVector<kernels::CopySpan, 8> spans;
-  for (const Piece& piece : plan.pieces(bucket, slot)) {
-    char* const to = mutable_address(rows, piece.bucket_begin);
+  c10::SmallVector<kernels::CopySpan, 8> copies;
+  for (const Span& span : plan.spans(bucket, slot)) {
+    char* const to = mutable_address(rows, span.bucket_begin);
     if (tensor.defined()) {
-      spans.push_back({address(tensor, piece.parameter_begin), to, piece.numel,
-                       added.defined() ? address(added, piece.parameter_begin) : nullptr});
+      copies.push_back({address(tensor, span.parameter_begin), to, span.numel,
+                        added.defined() ? address(added, span.parameter_begin) : nullptr});
     } else {
-      kernels::fill_zero(to, piece.numel * rows.element_size(), stream);
+      kernels::fill_zero(to, span.numel * rows.element_size(), stream);
     }
   }
-  if (spans.empty()) return;
-  // One call copies all pieces: on a GPU that is one launch, and not one for every rank.
-  kernels::cast_copy_spans(spans, tensor.scalar_type(), rows.scalar_type(), added.defined(),
+  if (copies.empty()) return;
+  // One call copies all spans: on a GPU that is one launch, and not one for every rank.
+  kernels::cast_copy_spans(copies, tensor.scalar_type(), rows.scalar_type(), added.defined(),
                            stream);
 }
 
 void copy_out_of_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& rows,
                         c10::ArrayRef<at::Tensor> tensors) {
   TORCH_INTERNAL_ASSERT(tensors.size() == bucket.slots.size(), "a tensor for every slot");
-  std::vector<kernels::CopySpan> spans;
+  std::vector<kernels::CopySpan> copies;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
     TORCH_INTERNAL_ASSERT(tensors[i].scalar_type() == rows.scalar_type());
-    for (const Piece& piece : plan.pieces(bucket, bucket.slots[i])) {
-      spans.push_back({address(rows, piece.bucket_begin),
-                       mutable_address(tensors[i], piece.parameter_begin), piece.numel});
+    for (const Span& span : plan.spans(bucket, bucket.slots[i])) {
+      copies.push_back({address(rows, span.bucket_begin),
+                        mutable_address(tensors[i], span.parameter_begin), span.numel});
     }
   }
-  kernels::cast_copy_spans(spans, rows.scalar_type(), rows.scalar_type(), /*with_addends=*/false,
+  kernels::cast_copy_spans(copies, rows.scalar_type(), rows.scalar_type(), /*with_addends=*/false,
                            current_stream(rows.device()));
 }
 
