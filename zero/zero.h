@@ -27,6 +27,7 @@
 #include "zero/random_state.h"
 #include "zero/rows.h"
 #include "zero/stateful.h"
+#include "zero/stats.h"
 #include "zero/topology.h"
 #include "zero/version.h"
 #include "zero/zero_optimizer.h"

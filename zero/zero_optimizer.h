@@ -62,6 +62,7 @@
 #include "zero/checkpoint_options.h"
 #include "zero/options.h"
 #include "zero/process_group.h"
+#include "zero/stats.h"
 
 namespace torch::nn {
 class Module;
@@ -70,21 +71,6 @@ class Module;
 namespace zero {
 
 class PendingCheckpoint;
-
-// Counted since construction, on this rank.
-struct Stats {
-  Traffic data;               // gradients, parameters and norms
-  Traffic control;            // control messages
-  int64_t steps = 0;          // step() calls that updated parameters
-  int64_t skipped_steps = 0;  // step() calls skipped for non-finite gradients
-  int64_t rounds = 0;         // reductions of all buckets
-  Traffic copies;             // of ZeroOptions::protect()
-};
-
-struct RecoveryReport {
-  int64_t steps = 0;           // step() calls made at the protected step, skipped ones included
-  std::vector<int> survivors;  // by new rank: the rank in the group of construction
-};
 
 class ZeroOptimizer final : public torch::optim::Optimizer {
  public:
@@ -194,6 +180,23 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // The factor that backward() puts on the loss. On a GPU a dynamic scale makes the next backward()
   // wait until the last step is done, though not for the forward pass enqueued since.
   double loss_scale() const;
+
+  // ---- Other parameters ----
+
+  // Collective. `parameters` leave the optimizer: they require no gradient any more and keep their
+  // values; their masters and state are dropped. All others keep masters, state and counts bit by
+  // bit. As at construction, communicators are made and rank 0's parameters and buffers are sent;
+  // plan(), group() and references to them are new. Throws c10::Error on all ranks, with everything
+  // as it was: gradients since the last step, ranks that name different parameters, parameters of
+  // another optimizer or given twice, none that stays, a mesh. A rank that dies meanwhile is final,
+  // also with ZeroOptions::protect(). Finish a PendingCheckpoint first.
+  void freeze(const std::vector<at::Tensor>& parameters);
+  // Collective. The reverse: `parameters` of the module, registered before or after construction,
+  // join a parameter group and start as at construction, without state.
+  void unfreeze(const std::vector<at::Tensor>& parameters, size_t param_group = 0);
+  // Collective. The same, with a new parameter group. Without options it has the inner optimizer's
+  // defaults; a CombinedOptimizer is refused. An LrSchedule of before does not know the group.
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // ---- Checkpoints ----
 

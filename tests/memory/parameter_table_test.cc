@@ -195,7 +195,8 @@ TEST(ParameterTableTest, RefusesWhatCannotBeOptimized) {
   expect_words(refused_layer(at::ones({2}, at::kComplexFloat)), {"weight", "real dtype"});
   const Model model;
   Groups groups = model.groups();
-  expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{})}), {"empty group"});
+  expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{})}),
+               {"nothing to optimize"});
   expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{model.frozen})}),
                {"nothing to optimize"});
   expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{at::ones({9})})}),

@@ -20,8 +20,8 @@ INSTANTIATE_TEST_SUITE_P(Stage, AtStage, ::testing::Values(1, 2));
 TEST(MisuseTest, ParameterGroupAddedOrChangedAfterConstruction) {
   expect_survives(stage(2), [](Rank& r) {
     torch::optim::Optimizer& base = *r.optimizer;
-    const Words words = {"groups of construction", "added, removed or changed afterwards",
-                         "make a new optimizer"};
+    const Words words = {"groups as this optimizer left them",
+                         "added, removed or changed from outside", "add_param_group()"};
     r.backward(1);
     if (r.is(1)) base.add_param_group(torch::optim::OptimizerParamGroup({at::ones({3})}));
     r.refuses_step(1, words);
@@ -48,7 +48,7 @@ TEST(MisuseTest, UnfrozenAfterConstruction) {
     }
     r.backward(1);
     r.refuses_step(1, {"parameter frozen", "expected it to stay without gradients",
-                       "got requires_grad and a gradient", "make a new optimizer"});
+                       "got requires_grad and a gradient", "unfreeze()"});
     r.model->frozen.requires_grad_(false);
     r.model->frozen.mutable_grad().reset();
     r.clip_and_step();
@@ -60,7 +60,7 @@ TEST(MisuseTest, FrozenAfterConstruction) {
     r.backward(1);
     if (r.is(1)) r.model->left->bias.requires_grad_(false);
     r.refuses_step(1, {"parameter left.bias", "expected requires_grad as at construction",
-                       "got a frozen one", "make a new optimizer"});
+                       "got a frozen one", "freeze()"});
     r.model->left->bias.requires_grad_(true);
     r.clip_and_step();
   });

@@ -58,6 +58,12 @@ const char* call_name(Call call) {
       return "save_checkpoint()";
     case Call::kLoadCheckpoint:
       return "load_checkpoint()";
+    case Call::kFreeze:
+      return "freeze()";
+    case Call::kUnfreeze:
+      return "unfreeze()";
+    case Call::kAddParamGroup:
+      return "add_param_group()";
   }
   return "an unknown call";
 }

@@ -34,6 +34,9 @@ enum class Call : int32_t {
   kCheckReplicas,
   kSaveCheckpoint,
   kLoadCheckpoint,
+  kFreeze,
+  kUnfreeze,
+  kAddParamGroup,
 };
 
 const char* call_name(Call call);

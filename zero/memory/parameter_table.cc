@@ -64,8 +64,6 @@ ParameterTable::ParameterTable(const torch::nn::Module& module,
   }
   std::unordered_map<const void*, int64_t> groups_seen;
   for (size_t g = 0; g < groups.size(); ++g) {
-    TORCH_CHECK(!groups[g].params().empty(), "parameter group ", g,
-                ": expected at least one parameter, got an empty group; leave the group out");
     collect_group(groups[g], static_cast<int64_t>(g), names, groups_seen);
   }
   for (const NamedTensor& item : in_order) {
@@ -209,14 +207,15 @@ void ParameterTable::verify() const {
                 "), got version ", t._version(), ": it was loaded over or edited in place",
                 kRefresh);
     TORCH_CHECK(t.requires_grad(), "parameter ", p.name,
-                ": expected requires_grad as at construction, got a frozen one; make a new "
-                "optimizer to freeze or unfreeze parameters");
+                ": expected requires_grad as at construction, got a frozen one; set it "
+                "back and call freeze() of the optimizer instead");
   }
   for (const NamedTensor& f : frozen_) {
     if (f.trainable) continue;
     TORCH_CHECK(!f.tensor.requires_grad() || !f.tensor.grad().defined(), "parameter ", f.name,
                 ": expected it to stay without gradients as at construction, got "
-                "requires_grad and a gradient; make a new optimizer to unfreeze parameters");
+                "requires_grad and a gradient; drop the gradient and call unfreeze() of the "
+                "optimizer instead");
   }
 }
 

@@ -41,11 +41,10 @@ struct NamedTensor {
 
 class ParameterTable {
  public:
-  // Collects the parameters of `groups` that require gradients. A tensor that
-  // is registered in `module` under several names (tied) may also be given
-  // several times within one group; it is managed once, under its first name.
-  // Throws c10::Error naming the parameter for everything the constructor of
-  // ZeroOptimizer refuses.
+  // Collects the parameters of `groups` that require gradients; a group may have none. A tensor
+  // that is registered in `module` under several names (tied) may also be given several times
+  // within one group; it is managed once, under its first name. Throws c10::Error naming the
+  // parameter for everything the constructor of ZeroOptimizer refuses.
   ParameterTable(const torch::nn::Module& module,
                  const std::vector<torch::optim::OptimizerParamGroup>& groups);
 

@@ -112,8 +112,8 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
 }
 
 // Runs `make`, which sends. Where it throws on this rank only, as for lack of memory, the others
-// wait for something that is not sent: this reports why and closes the connections. `agreed`: a
-// c10::Error is the same on all ranks.
+// wait for something that is not sent: this reports why, closes the connections and throws a
+// c10::DistBackendError. `agreed`: a c10::Error is the same on all ranks.
 void construct(OptimizerCommunicators& comms, bool agreed, const std::function<void()>& make) {
   try {
     make();
@@ -122,7 +122,7 @@ void construct(OptimizerCommunicators& comms, bool agreed, const std::function<v
     if (local && agreed && dynamic_cast<const c10::Error*>(&error) != nullptr) throw;
     const std::string text = "the optimizer could not be made: " + error_text(error);
     if (local) comms.abort(text);
-    TORCH_CHECK(false, "rank ", comms.rank(), ": ", text);
+    TORCH_CHECK_WITH(DistBackendError, false, "rank ", comms.rank(), ": ", text);
   }
 }
 
@@ -182,6 +182,21 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make(
                                   std::move(*table));
   });
   return impl;
+}
+
+std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_over(
+    std::unique_ptr<torch::optim::Optimizer>& inner, const Group& over, const ParamGroups& groups) {
+  auto& own = inner->param_groups();
+  while (own.size() > groups.size()) own.pop_back();
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (g == own.size()) own.emplace_back(groups[g].params(), groups[g].options().clone());
+    own[g].params() = groups[g].params();
+    own[g].set_options(groups[g].options().clone());
+  }
+  std::unique_ptr<Impl> made = make(module, inner, over, options);
+  for (const auto& g : groups) made->group_members.push_back(g.params());
+  made->run = run;
+  return made;
 }
 
 }  // namespace zero

@@ -215,10 +215,11 @@ void ZeroOptimizer::Impl::check_groups(const ParamGroups& groups) const {
         g < expected.size() && g < groups.size() &&
             std::equal(groups[g].params().begin(), groups[g].params().end(), expected[g].begin(),
                        expected[g].end(), same),
-        "parameter group ", g, ": expected the ", expected.size(), " groups of construction, got ",
-        groups.size(), " of which this one was added, removed or changed afterwards (",
+        "parameter group ", g, ": expected the ", expected.size(),
+        " groups as this optimizer left them, got ", groups.size(),
+        " of which this one was added, removed or changed from outside (",
         g < groups.size() ? groups[g].params().size() : 0,
-        " parameters); give all parameters to the inner optimizer and make a new optimizer");
+        " parameters); use freeze(), unfreeze() and add_param_group() of the ZeroOptimizer");
   }
 }
 

@@ -8,12 +8,15 @@
 //   step.cc             clipping, steps, gathered tensors, repair
 //   save.cc, load.cc    checkpoints
 //   recover.cc          protected steps, and a smaller group after a failure
+//   replan.cc           other parameters: freeze(), unfreeze(), add_param_group()
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/agreement/communicators.h"
@@ -44,10 +47,15 @@ struct ZeroOptimizer::Impl {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
   // Collective. All that the constructor of ZeroOptimizer checks and makes. If it throws, `inner`
-  // is still the caller's, unless memory ran out.
+  // is still the caller's, unless memory ran out. Throws c10::DistBackendError after a failure of
+  // this rank alone or of the communication, and another c10::Error where all ranks refuse.
   static std::unique_ptr<Impl> make(torch::nn::Module& module,
                                     std::unique_ptr<torch::optim::Optimizer>& inner,
                                     const Group& group, const ZeroOptions& options);
+
+  // Collective. The same optimizer over `over` and `groups`, but for its numbers and state.
+  std::unique_ptr<Impl> make_over(std::unique_ptr<torch::optim::Optimizer>& inner,
+                                  const Group& over, const ParamGroups& groups);
 
   // `comms` are connected. Takes `inner` when everything is sent.
   Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner,
@@ -120,13 +128,17 @@ struct ZeroOptimizer::Impl {
   FileToSave shard_file(std::vector<int64_t>& bucket_of) const;
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& load,
                              ParamGroups& groups);
-  // Sets everything from a protected step of the same model. Collective.
-  void load_protected(CheckpointReader& reader, ParamGroups& groups);
+  // Sets everything from a protected step of the same model; parameters that were not managed then
+  // keep their values and have no state. Collective.
+  void load_protected(CheckpointReader& reader, ParamGroups& groups, const std::string& call);
 
   // --- Recovery (recover.cc)
   struct Lifeline;  // what outlives a group
   // Collective, if steps are protected: connects to other ranks, of a first group without `former`.
   void start_protection(std::shared_ptr<Lifeline> former);
+  // The content of a protected step: this rank's file, and the manifest without files.
+  std::pair<FileToSave, Manifest> protected_shard(const ParamGroups& groups,
+                                                  std::vector<int64_t>& bucket_of) const;
   // Before an agreement after which protect() follows.
   void finish_protection();
   void protect(const ParamGroups& groups);
@@ -137,8 +149,22 @@ struct ZeroOptimizer::Impl {
   // Collective. The same over another group, with the inner optimizer, which is back here if it
   // throws.
   std::unique_ptr<Impl> make_again(const Group& smaller);
-  // Collective. Everything as at the protected step, which is protected here; its step() calls.
-  int64_t restore(const Restorable& step, ParamGroups& groups);
+  // Collective. Everything as at the protected step, which is protected here, if steps are; its
+  // step() calls. `call` is for errors.
+  int64_t restore(const Generations& from, const Restorable& step, ParamGroups& groups,
+                  const std::string& call);
+
+  // --- Other parameters (replan.cc)
+  struct Change;
+  // Collective. Makes `change`, or throws on all ranks with everything as it was.
+  static void replan(std::unique_ptr<Impl>& impl, ParamGroups& groups, Change change);
+  void agree_on(Change& change, const ParamGroups& groups);
+  // Collective. The protected step of now, of which each rank has its own file.
+  std::shared_ptr<Generations> copy_shard(const ParamGroups& groups, const std::string& call);
+  // Collective. With the changed groups; with `groups` if a rank finds those unusable, which sets
+  // `refusal`. Nothing but the destructor of this may then be called.
+  std::unique_ptr<Impl> make_changed(const Change& change, const ParamGroups& groups,
+                                     std::exception_ptr& refusal);
 
   torch::nn::Module& module;
   const ShardDomains domains;

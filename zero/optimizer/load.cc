@@ -328,17 +328,21 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
   return std::move(staged.report);
 }
 
-void ZeroOptimizer::Impl::load_protected(CheckpointReader& reader, ParamGroups& groups) {
+void ZeroOptimizer::Impl::load_protected(CheckpointReader& reader, ParamGroups& groups,
+                                         const std::string& call) {
   Staged staged;
-  run_on_all_ranks(*comms->control, "recover()", [&]() -> std::string {
-    const CheckpointDifferences none;
-    Staging staging(reader, table, shards, none, /*mesh=*/nullptr);
+  run_on_all_ranks(*comms->control, call, [&]() -> std::string {
+    const CheckpointDifferences differences =
+        find_differences(reader.manifest(), table, shards.inner());
+    Staging staging(reader, table, shards, differences, /*mesh=*/nullptr);
     staging.read_segments(staged);
     staging.read_whole(staged, table.buffers(), "buffer");
     staged.manifest = reader.manifest();
     staged.restores_options = true;
-    staged.groups_from.resize(groups.size());
-    std::iota(staged.groups_from.begin(), staged.groups_from.end(), int64_t{0});
+    const auto stored = static_cast<int64_t>(staged.manifest.groups.size());
+    for (int64_t g = 0; g < static_cast<int64_t>(groups.size()); ++g) {
+      staged.groups_from.push_back(g < stored ? g : -1);
+    }
     return {};
   });
   apply(*this, staged, groups);

@@ -50,9 +50,8 @@ void ZeroOptimizer::Impl::finish_protection() {
   if (!problem.empty()) comms->abort(problem);
 }
 
-void ZeroOptimizer::Impl::protect(const ParamGroups& groups) {
-  record.follow_loss_scale();
-  std::vector<int64_t> bucket_of;
+std::pair<FileToSave, Manifest> ZeroOptimizer::Impl::protected_shard(
+    const ParamGroups& groups, std::vector<int64_t>& bucket_of) const {
   FileToSave file = shard_file(bucket_of);
   if (comms->rank() == 0) {
     for (const NamedTensor& b : table.buffers()) {
@@ -62,6 +61,13 @@ void ZeroOptimizer::Impl::protect(const ParamGroups& groups) {
   bucket_of.resize(file.tensors.size(), ShardCopies::kOfNone);
   Manifest manifest = make_manifest({}, groups, /*mesh=*/nullptr);
   manifest.frozen.clear();  // what no step changes is on every rank
+  return {std::move(file), std::move(manifest)};
+}
+
+void ZeroOptimizer::Impl::protect(const ParamGroups& groups) {
+  record.follow_loss_scale();
+  std::vector<int64_t> bucket_of;
+  auto [file, manifest] = protected_shard(groups, bucket_of);
   protection->begin(std::move(manifest), std::move(file), bucket_of,
                     static_cast<int64_t>(plan.buckets.size()), !device.is_cpu());
 }
@@ -125,32 +131,30 @@ RollCall::Present ZeroOptimizer::Impl::leave_group() {
 }
 
 std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_again(const Group& smaller) {
-  std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
+  ParamGroups groups;
   for (size_t g = 0; g < group_members.size(); ++g) {
-    inner->param_groups()[g].params() = group_members[g];
-    // Those of the protected step are set when it is loaded.
-    inner->param_groups()[g].set_options(lifeline->first_options[g]->clone());
+    // The options of the protected step are set when it is loaded.
+    groups.emplace_back(group_members[g], lifeline->first_options[g]->clone());
   }
+  std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
   std::unique_ptr<Impl> made;
   try {
-    made = make(module, inner, smaller, options);
+    made = make_over(inner, smaller, groups);
   } catch (...) {
     if (inner) shards.give_back_inner(std::move(inner));
     throw;
   }
-  made->group_members = group_members;
-  made->run = run;
   made->lifeline = lifeline;
   return made;
 }
 
-int64_t ZeroOptimizer::Impl::restore(const Restorable& step, ParamGroups& groups) {
+int64_t ZeroOptimizer::Impl::restore(const Generations& from, const Restorable& step,
+                                     ParamGroups& groups, const std::string& call) {
   try {
     start_protection(lifeline);
-    const auto reader =
-        gather_generation(*comms->control, *lifeline->generations, step, needed_by(shards, table));
-    load_protected(*reader, groups);
-    protect_at_once(groups, "recover()");
+    const auto reader = gather_generation(*comms->control, from, step, needed_by(shards, table));
+    load_protected(*reader, groups, call);
+    if (protection) protect_at_once(groups, call);
     return reader->manifest().steps + reader->manifest().skipped_steps;
   } catch (const std::exception& error) {
     comms->abort(error_text(error));  // nothing may train on with half of a step
@@ -176,7 +180,9 @@ RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
       present.ranks, "recovery " + std::to_string(lifeline->roll.calls())));
   RecoveryReport report;
   report.survivors = present.ranks;
-  impl_->protocol.fail_stop([&] { report.steps = impl_->restore(step, param_groups_); });
+  impl_->protocol.fail_stop([&] {
+    report.steps = impl_->restore(*lifeline->generations, step, param_groups_, "recover()");
+  });
   return report;
 }
 

@@ -274,7 +274,8 @@ std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
     auto finish = [impl = impl_.get(), lives = std::weak_ptr<const bool>(impl_->lives),
                    writer = save.writer, folder, manifest = std::move(save.manifest)] {
       TORCH_CHECK(!lives.expired(), "save_checkpoint_async(", folder,
-                  "): expected the ranks that began it, got those that recover() has left; save "
+                  "): expected the ranks that began it, got those after recover() or a change of "
+                  "parameters; save "
                   "again");
       impl->protocol.fail_stop([&] {
         impl->agree(Call::kSaveCheckpoint, nullptr, {"the end of " + folder, {}});

@@ -139,8 +139,8 @@ void ShardOptimizer::read_masters() {
 void ShardOptimizer::push_options(const ParamGroups& groups) {
   auto& inner_groups = inner_->param_groups();
   TORCH_CHECK(groups.size() == inner_groups.size(), "expected the ", inner_groups.size(),
-              " parameter groups of construction, got ", groups.size(),
-              "; give all groups to the inner optimizer before making the ZeroOptimizer");
+              " parameter groups of the inner optimizer, got ", groups.size(),
+              "; use add_param_group() of the ZeroOptimizer");
   for (size_t g = 0; g < groups.size(); ++g) {
     TORCH_CHECK(equal_options(inner_groups[g].options(), *pushed_[g]), "parameter group ", g,
                 ": expected the inner optimizer's options as they were pushed, got others; "

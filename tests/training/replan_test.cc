@@ -1,0 +1,424 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// freeze(), unfreeze() and add_param_group() against plain torch, where a parameter leaves and
+// enters an optimizer with its state, after every step. Gradients are small multiples of 1/8, so
+// that their means are exact for every number of ranks.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/fixed_gradients.h"
+#include "tests/support/run_ranks.h"
+#include "zero/checkpoint.h"
+#include "zero/combined_optimizer.h"
+#include "zero/lr_schedule.h"
+#include "zero/muon.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+using torch::optim::AdamW;
+using torch::optim::AdamWOptions;
+using torch::optim::OptimizerParamGroup;
+using torch::optim::SGD;
+using torch::optim::SGDOptions;
+using Values = std::vector<at::Tensor>;
+
+enum class Inner { kSgdMomentum, kAdamW };
+
+Values initial(c10::ScalarType dtype) {
+  Values result;
+  for (const std::vector<int64_t>& sizes :
+       std::vector<std::vector<int64_t>>{{7, 33}, {5}, {64}, {3, 20}, {100}, {11}, {1}}) {
+    int64_t numel = 1;
+    for (const int64_t size : sizes) numel *= size;
+    const auto k = static_cast<int64_t>(result.size());
+    const at::Tensor line = at::arange(numel, at::kFloat).add_(static_cast<double>(k));
+    result.push_back(line.sin_().reshape(sizes).to(dtype));
+  }
+  return result;
+}
+
+// Ranks have different gradients; their mean is that of one rank alone.
+Values gradients(const Values& values, int step, int rank = 0, int world_size = 1) {
+  const double part = 1.0 + 0.25 * (2 * rank - (world_size - 1));
+  Values result;
+  for (size_t i = 0; i < values.size(); ++i) {
+    const at::Tensor line = at::arange(values[i].numel(), at::kFloat);
+    const at::Tensor whole = line.add_(static_cast<double>(step) * 3 + i).remainder(13).sub_(6);
+    result.push_back(whole.mul(0.125 * part).reshape(values[i].sizes()));
+  }
+  return result;
+}
+
+// The first two parameters of a list are one group, the next two another. The rest is in none.
+template <class Optimizer, class Options>
+std::unique_ptr<torch::optim::Optimizer> two_groups(const Values& values, const Options& first,
+                                                    const Options& second) {
+  std::vector<OptimizerParamGroup> groups;
+  groups.emplace_back(Values{values[0], values[1]}, std::make_unique<Options>(first));
+  groups.emplace_back(Values{values[2], values[3]}, std::make_unique<Options>(second));
+  return std::make_unique<Optimizer>(groups, first);
+}
+
+std::unique_ptr<torch::optim::Optimizer> make(Inner inner, const Values& values) {
+  if (inner == Inner::kAdamW) {
+    return two_groups<AdamW>(values, AdamWOptions(0.05), AdamWOptions(0.02).weight_decay(0.1));
+  }
+  return two_groups<SGD>(values, SGDOptions(0.05).momentum(0.9), SGDOptions(0.02).momentum(0.5));
+}
+
+OptimizerParamGroup third_group(Inner inner, const Values& parameters) {
+  if (inner == Inner::kAdamW) return {parameters, std::make_unique<AdamWOptions>(0.01)};
+  return {parameters, std::make_unique<SGDOptions>(SGDOptions(0.01).momentum(0.7))};
+}
+
+// What happens before step `step`, in both worlds. Parameters 1 and 2 leave; 1 is back in the other
+// group; 2, and 4, which was never there, have a group of their own.
+constexpr int kSteps = 12;
+constexpr int kFreeze = 3;
+constexpr int kUnfreeze = 6;
+constexpr int kAdd = 9;
+
+using Trajectory = std::vector<Values>;
+
+Values copies(const Values& values) {
+  Values result;
+  for (const at::Tensor& p : values) result.push_back(p.detach().clone());
+  return result;
+}
+
+void leave(torch::optim::Optimizer& optimizer, size_t group, size_t place) {
+  auto& list = optimizer.param_groups()[group].params();
+  list[place].requires_grad_(false);
+  list[place].mutable_grad().reset();
+  optimizer.state().erase(list[place].unsafeGetTensorImpl());
+  list.erase(list.begin() + static_cast<int64_t>(place));
+}
+
+Trajectory train_plain(Inner inner, c10::ScalarType dtype) {
+  GivenGradients model(initial(dtype));
+  const auto& v = model.values;
+  v[4].requires_grad_(false);
+  const auto optimizer = make(inner, v);
+  Trajectory result;
+  for (int step = 0; step < kSteps; ++step) {
+    if (step == kFreeze) {
+      leave(*optimizer, 0, 1);
+      leave(*optimizer, 1, 0);
+    } else if (step == kUnfreeze) {
+      v[1].requires_grad_(true);
+      optimizer->param_groups()[1].params().push_back(v[1]);
+    } else if (step == kAdd) {
+      v[2].requires_grad_(true);
+      v[4].requires_grad_(true);
+      optimizer->add_param_group(third_group(inner, {v[2], v[4]}));
+    }
+    optimizer->zero_grad();
+    model.loss(gradients(v, step)).backward();
+    optimizer->step();
+    result.push_back(copies(v));
+  }
+  return result;
+}
+
+struct Way {
+  int world_size = 2;
+  Inner inner = Inner::kAdamW;
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  ZeroOptions options;
+};
+
+// Also checks that all ranks hold the same, and what the groups are.
+Trajectory train(const Way& way) {
+  Trajectory result;
+  run_ranks(way.world_size, [&](const Group& group) {
+    GivenGradients model(initial(way.dtype));
+    const auto& v = model.values;
+    v[4].requires_grad_(false);
+    ZeroOptimizer optimizer(model, make(way.inner, v), group, way.options);
+    for (int step = 0; step < kSteps; ++step) {
+      if (step == kFreeze) {
+        optimizer.freeze({v[1], v[2]});
+        EXPECT_FALSE(v[1].requires_grad() || v[2].requires_grad());
+        EXPECT_EQ(v[2].storage().nbytes(), v[2].nbytes()) << "the arena is not kept for it";
+        ASSERT_EQ(optimizer.param_groups()[0].params().size(), 1U);
+      } else if (step == kUnfreeze) {
+        optimizer.unfreeze({v[1]}, 1);
+        EXPECT_TRUE(v[1].requires_grad());
+      } else if (step == kAdd) {
+        optimizer.add_param_group(third_group(way.inner, {v[2], v[4]}));
+        ASSERT_EQ(optimizer.param_groups().size(), 3U);
+      }
+      EXPECT_EQ(optimizer.stats().steps, step);
+      optimizer.backward(model.loss(gradients(v, step, group.rank(), group.world_size())));
+      optimizer.step();
+      optimizer.wait_for(model);
+      if (group.rank() == 0) result.push_back(copies(v));
+      optimizer.check_replicas();
+    }
+  });
+  return result;
+}
+
+int64_t differing(const Trajectory& a, const Trajectory& b) {
+  EXPECT_EQ(a.size(), b.size());
+  int64_t count = 0;
+  for (size_t s = 0; s < std::min(a.size(), b.size()); ++s) {
+    for (size_t i = 0; i < a[s].size(); ++i) count += a[s][i].ne(b[s][i]).sum().item<int64_t>();
+  }
+  return count;
+}
+
+TEST(ReplanTest, OneRankHasTheBitsOfPlainTorch) {
+  for (const Inner inner : {Inner::kSgdMomentum, Inner::kAdamW}) {
+    const Way way{1, inner, at::kFloat, ZeroOptions().fused(false)};
+    EXPECT_EQ(differing(train(way), train_plain(inner, at::kFloat)), 0);
+  }
+}
+
+TEST(ReplanTest, EveryNumberOfRanksStageAndLayoutHasTheSameBits) {
+  const std::vector<ZeroOptions> kinds = {
+      ZeroOptions().stage(1).bucket_bytes(256), ZeroOptions().stage(2).overlap_gather(true),
+      ZeroOptions().layout(Layout::kPerParameter).bucket_bytes(512),
+      ZeroOptions().layout(Layout::kWholeParameters).bucket_bytes(256)};
+  for (const Inner inner : {Inner::kSgdMomentum, Inner::kAdamW}) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      const Trajectory one = train({1, inner, dtype, {}});
+      for (const int world_size : {2, 3, 4}) {
+        for (size_t k = 0; k < kinds.size(); ++k) {
+          EXPECT_EQ(differing(train({world_size, inner, dtype, kinds[k]}), one), 0)
+              << world_size << " ranks, options " << k << ", " << dtype;
+        }
+      }
+    }
+  }
+}
+
+TEST(ReplanTest, FrozenParametersTakeNoMemoryAndNoMessages) {
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial(at::kBFloat16));
+    const auto& v = model.values;
+    ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+    const auto step = [&] {
+      optimizer.backward(model.loss(gradients(v, 0, group.rank(), 2)));
+      optimizer.step();
+    };
+    step();
+    const MemoryReport before = optimizer.memory();
+    optimizer.freeze({v[0]});
+    step();
+    const MemoryReport after = optimizer.memory();
+    // 231 of 360 elements, half of them on each rank, and padding.
+    EXPECT_LT(after.master_parameters, before.master_parameters / 2);
+    EXPECT_LT(after.optimizer_state, before.optimizer_state);
+    EXPECT_LT(after.working_parameters, before.working_parameters / 2);
+    EXPECT_FALSE(v[0].grad().defined());
+  });
+}
+
+TEST(ReplanTest, RefusedChangesThrowOnAllRanksAndChangeNothing) {
+  const Trajectory expected = train({1, Inner::kAdamW, at::kFloat, {}});
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    const at::Tensor unsuitable =
+        model.register_parameter("unsuitable", at::zeros({4}, at::kDouble), false);
+    v[4].requires_grad_(false);
+    ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+    const auto train_to = [&](int from, int to) {
+      for (int step = from; step < to; ++step) {
+        optimizer.backward(model.loss(gradients(v, step, group.rank(), 2)));
+        optimizer.step();
+        for (size_t i = 0; i < v.size(); ++i) {
+          EXPECT_TRUE(v[i].equal(expected[static_cast<size_t>(step)][i])) << step << " " << i;
+        }
+      }
+    };
+    const auto refused = [&](const std::function<void()>& call,
+                             const std::vector<std::string>& words) {
+      expect_words(error_of(call), words);
+      EXPECT_EQ(optimizer.param_groups().size(), 2U);
+      EXPECT_TRUE(v[0].requires_grad() && !v[4].requires_grad() && !unsuitable.requires_grad());
+    };
+    train_to(0, 1);
+    refused([&] { optimizer.freeze({}); }, {"rank", "expected parameters, got none"});
+    refused([&] { optimizer.freeze({v[1], v[1]}); }, {"value1", "got it twice"});
+    refused([&] { optimizer.freeze({v[4]}); }, {"value4", "managed by this optimizer"});
+    refused([&] { optimizer.freeze({at::zeros({3})}); }, {"registered under no name"});
+    refused([&] { optimizer.freeze({v[0], v[1], v[2], v[3]}); }, {"expected a parameter to stay"});
+    refused([&] { optimizer.freeze({v[group.rank()]}); }, {"value0", "value1", "rank"});
+    refused([&] { optimizer.unfreeze({v[0]}); }, {"value0", "not managed by this optimizer"});
+    refused([&] { optimizer.unfreeze({v[4]}, 2); }, {"2 parameter groups", "number 2"});
+    refused(
+        [&] {
+          optimizer.add_param_group({Values{v[4]}, std::make_unique<SGDOptions>(0.1)});
+        },
+        {"options of the inner optimizer's class"});
+    {
+      const auto guard = optimizer.no_sync();
+      refused([&] { optimizer.freeze({v[0]}); }, {"no_sync"});
+    }
+    optimizer.backward(model.loss(gradients(v, 1, group.rank(), 2)));
+    refused([&] { optimizer.freeze({v[0]}); }, {"expected no gradients since the last step"});
+    optimizer.zero_grad();
+    if (group.rank() == 0) {
+      refused([&] { optimizer.freeze({v[0]}); }, {"freeze()", "step()"});
+    } else {
+      refused([&] { optimizer.step(); }, {"freeze()", "step()"});
+    }
+    train_to(1, 2);
+    // All ranks find this when the new buckets are made.
+    refused([&] { optimizer.unfreeze({unsuitable}); }, {"unsuitable", "Double"});
+    refused([&] { optimizer.add_param_group({Values{unsuitable}}); }, {"unsuitable", "Double"});
+    train_to(2, 3);
+  });
+}
+
+TEST(ReplanTest, MeshesAndCombinedOptimizersAreRefused) {
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group, ZeroOptions().mesh_group(group));
+    expect_words(error_of([&] { optimizer.freeze({v[0]}); }), {"plain data parallelism"});
+  });
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
+    parts.push_back(std::make_unique<Muon>(Values{v[0]}, MuonOptions(0.02)));
+    parts.push_back(std::make_unique<AdamW>(Values{v[1], v[2]}, AdamWOptions(0.01)));
+    ZeroOptimizer optimizer(model, std::make_unique<CombinedOptimizer>(std::move(parts)), group);
+    expect_words(error_of([&] { optimizer.add_param_group({Values{v[3]}}); }),
+                 {"CombinedOptimizer", "unfreeze()"});
+    // A group may be empty for a while.
+    optimizer.freeze({v[0]});
+    optimizer.unfreeze({v[3]}, 0);
+    optimizer.backward(model.loss(gradients(v, 0, group.rank(), 2)));
+    optimizer.step();
+    EXPECT_FALSE(v[3].equal(initial(at::kFloat)[3]));
+    EXPECT_TRUE(v[0].equal(initial(at::kFloat)[0]));
+  });
+}
+
+TEST(ReplanTest, ACheckpointOfTheChangedGroupsGoesOn) {
+  const std::string folder = ::testing::TempDir() + "/replan";
+  std::filesystem::remove_all(folder);
+  const Trajectory expected = train({1, Inner::kAdamW, at::kFloat, {}});
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    v[4].requires_grad_(false);
+    const auto step = [&](ZeroOptimizer& optimizer, int number) {
+      optimizer.backward(model.loss(gradients(v, number, group.rank(), 2)));
+      optimizer.step();
+      for (size_t i = 0; i < v.size(); ++i) {
+        EXPECT_TRUE(v[i].equal(expected[static_cast<size_t>(number)][i])) << number << " " << i;
+      }
+    };
+    {
+      ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+      for (int number = 0; number < kFreeze; ++number) step(optimizer, number);
+      optimizer.freeze({v[1], v[2]});
+      step(optimizer, kFreeze);
+      optimizer.save_checkpoint(folder);
+    }
+    for (const at::Tensor& p : v) p.detach().zero_();
+    std::vector<OptimizerParamGroup> groups;
+    groups.emplace_back(Values{v[0]}, std::make_unique<AdamWOptions>(1.0));
+    groups.emplace_back(Values{v[3]}, std::make_unique<AdamWOptions>(1.0));
+    ZeroOptimizer optimizer(model, std::make_unique<AdamW>(groups, AdamWOptions(1.0)), group);
+    optimizer.load_checkpoint(folder);
+    EXPECT_TRUE(v[2].equal(expected[kFreeze][2])) << "frozen parameters are stored too";
+    for (int number = kFreeze + 1; number < kUnfreeze; ++number) step(optimizer, number);
+  });
+}
+
+// All of a group may be frozen; its number and options stay.
+TEST(ReplanTest, AnEmptyGroupIsSavedLoadedAndFilledAgain) {
+  const std::string folder = ::testing::TempDir() + "/replan-empty";
+  std::filesystem::remove_all(folder);
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    const auto step = [&](ZeroOptimizer& optimizer, int number) {
+      optimizer.backward(model.loss(gradients(v, number, group.rank(), 2)));
+      optimizer.step();
+    };
+    Values expected;
+    {
+      ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+      step(optimizer, 0);
+      optimizer.freeze({v[0], v[1]});
+      EXPECT_TRUE(optimizer.param_groups()[0].params().empty());
+      step(optimizer, 1);
+      optimizer.save_checkpoint(folder);
+      optimizer.unfreeze({v[0]});
+      step(optimizer, 2);
+      expected = copies(v);
+    }
+    v[0].requires_grad_(false);
+    for (const at::Tensor& p : v) p.detach().zero_();
+    auto inner = make(Inner::kAdamW, v);
+    inner->param_groups()[0].params().clear();
+    ZeroOptimizer optimizer(model, std::move(inner), group);
+    optimizer.load_checkpoint(folder);
+    optimizer.unfreeze({v[0]});
+    step(optimizer, 2);
+    for (size_t i = 0; i < v.size(); ++i) EXPECT_TRUE(v[i].equal(expected[i])) << i;
+  });
+}
+
+TEST(ReplanTest, AScheduleOfBeforeRefusesMoreGroups) {
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+    LrSchedule schedule(optimizer, cosine_decay(10));
+    optimizer.freeze({v[0]});
+    schedule.step();
+    optimizer.add_param_group({Values{v[4]}});
+    expect_words(error_of([&] { schedule.step(); }), {"2 parameter groups", "got 3"});
+  });
+}
+
+// The protected step of now has the parameters of now, also for the ranks that are left.
+TEST(ReplanTest, ProtectionGoesOnWithTheNewParameters) {
+  Values left;
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    v[4].requires_grad_(false);
+    auto optimizer = std::make_unique<ZeroOptimizer>(model, make(Inner::kAdamW, v), group,
+                                                     ZeroOptions().protect(1));
+    const auto step = [&](int number, int rank, int world_size) {
+      optimizer->backward(model.loss(gradients(v, number, rank, world_size)));
+      optimizer->step();
+    };
+    for (int number = 0; number < kFreeze; ++number) step(number, group.rank(), 2);
+    optimizer->freeze({v[1], v[2]});
+    EXPECT_GT(optimizer->memory().protected_steps, 0);
+    if (group.rank() == 1) return;
+    optimizer->backward(model.loss(gradients(v, kFreeze, 0, 2)));
+    EXPECT_NE(error_of([&] { optimizer->step(); }), "");
+    EXPECT_EQ(optimizer->recover().steps, kFreeze);
+    for (int number = kFreeze; number < kUnfreeze; ++number) step(number, 0, 1);
+    left = copies(v);
+  });
+  const Trajectory expected = train({1, Inner::kAdamW, at::kFloat, {}});
+  ASSERT_FALSE(left.empty());
+  for (size_t i = 0; i < left.size(); ++i)
+    EXPECT_TRUE(left[i].equal(expected[kUnfreeze - 1][i])) << i;
+}
+
+}  // namespace
+}  // namespace zero

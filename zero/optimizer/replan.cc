@@ -1,0 +1,257 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// freeze(), unfreeze() and add_param_group(): the same optimizer over other parameters. This rank's
+// shard is copied, everything is made anew as by the constructor, and the copies are loaded as a
+// checkpoint would be.
+#include <ATen/core/grad_mode.h>
+#include <c10/core/MemoryFormat.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <exception>
+#include <numeric>
+#include <typeinfo>
+#include <unordered_set>
+#include <utility>
+
+#include "bookkeeping/layout.h"
+#include "zero/agreement/all_or_none.h"
+#include "zero/base/error_text.h"
+#include "zero/combined_optimizer.h"
+#include "zero/optimizer/impl.h"
+#include "zero/recovery/gather_generation.h"
+
+namespace zero {
+namespace {
+
+using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+ParamGroups copy_of(const ParamGroups& groups) {
+  ParamGroups result;
+  for (const auto& g : groups) result.emplace_back(g.params(), g.options().clone());
+  return result;
+}
+
+std::string name_in(const torch::nn::Module& module, const at::Tensor& parameter) {
+  for (const auto& item : module.named_parameters()) {
+    if (item.value().is_same(parameter)) return item.key();
+  }
+  return {};
+}
+
+// For the comparison of ranks; check_known() refuses what has no name.
+std::string names_in(const torch::nn::Module& module, const std::vector<at::Tensor>& parameters) {
+  std::string text;
+  for (const at::Tensor& p : parameters) text += " " + name_in(module, p);
+  return text;
+}
+
+// Throws unless `parameters` are different ones of the module, which the optimizer manages or not.
+void check_known(const torch::nn::Module& module, const ParameterTable& table,
+                 const std::vector<at::Tensor>& parameters, bool managed) {
+  TORCH_CHECK(!parameters.empty(), "expected parameters, got none");
+  std::unordered_set<const void*> known;
+  for (const at::Tensor& p : parameters) {
+    TORCH_CHECK(p.defined(), "expected parameters, got an undefined tensor");
+    const std::string name = name_in(module, p);
+    TORCH_CHECK(!name.empty(), "expected parameters of the module, got a tensor of shape ",
+                p.sizes(), " that is registered under no name");
+    TORCH_CHECK(known.insert(p.unsafeGetTensorImpl()).second, "parameter ", name,
+                ": expected it once, got it twice");
+    TORCH_CHECK((table.find(p) >= 0) == managed, "parameter ", name, ": expected one that is ",
+                managed ? "" : "not ", "managed by this optimizer, got one that is",
+                managed ? " not" : "");
+  }
+}
+
+void remove(const std::vector<at::Tensor>& parameters, ParamGroups& groups) {
+  size_t left = 0;
+  for (auto& group : groups) {
+    auto& list = group.params();
+    const auto leaves = [&](const at::Tensor& p) {
+      return std::any_of(parameters.begin(), parameters.end(),
+                         [&](const at::Tensor& q) { return q.is_same(p); });
+    };
+    list.erase(std::remove_if(list.begin(), list.end(), leaves), list.end());
+    left += list.size();
+  }
+  TORCH_CHECK(left > 0,
+              "expected a parameter to stay, got all of them; there would be nothing "
+              "to optimize");
+}
+
+void add_group(const torch::optim::OptimizerParamGroup& added, const torch::optim::Optimizer& inner,
+               ParamGroups& groups) {
+  TORCH_CHECK(
+      dynamic_cast<const CombinedOptimizer*>(&inner) == nullptr,
+      "expected an inner optimizer of one class, got a CombinedOptimizer, which cannot know "
+      "the part that is meant; unfreeze() adds parameters to a group that is there");
+  auto options = added.has_options() ? added.options().clone() : inner.defaults().clone();
+  TORCH_CHECK(typeid(*options) == typeid(inner.defaults()),
+              "expected options of the inner optimizer's class, got those of another one");
+  groups.emplace_back(added.params(), std::move(options));
+}
+
+// Changes requires_grad of parameters, and back if nothing came of it.
+class GradientFlags {
+ public:
+  void set(const std::vector<at::Tensor>& parameters, bool required) {
+    for (const at::Tensor& p : parameters) {
+      before_.emplace_back(p, p.requires_grad());
+      p.requires_grad_(required);
+    }
+  }
+  void undo() {
+    for (auto& [p, required] : before_) p.requires_grad_(required);
+    before_.clear();
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, bool>> before_;
+};
+
+}  // namespace
+
+// One change, the same on all ranks.
+struct ZeroOptimizer::Impl::Change {
+  Call call;
+  std::string arguments;
+  std::vector<at::Tensor> leaving;  // parameters
+  std::vector<at::Tensor> entering;
+  std::function<void(ParamGroups& groups)> edit;  // throws where a rank's arguments are unusable
+  ParamGroups groups = {};                        // edited
+};
+
+void ZeroOptimizer::Impl::agree_on(Change& change, const ParamGroups& groups) {
+  const auto check = [&] {
+    TORCH_CHECK(!options.mesh_group() && options.placements().empty(),
+                "expected plain data parallelism, got a mesh or placements; save a checkpoint and "
+                "make a new optimizer, which loads it");
+    check_can_be_stored(groups);
+    verify_shapes();
+    change.groups = copy_of(groups);
+    change.edit(change.groups);
+  };
+  agree(change.call, check, {change.arguments, {}});
+}
+
+std::shared_ptr<Generations> ZeroOptimizer::Impl::copy_shard(const ParamGroups& groups,
+                                                             const std::string& call) {
+  record.follow_loss_scale();
+  auto result = std::make_shared<Generations>();
+  run_on_all_ranks(*comms->control, call, [&]() -> std::string {
+    std::vector<int64_t> bucket_of;
+    auto [file, manifest] = protected_shard(groups, bucket_of);
+    Generation copy;
+    copy.world_size = comms->control->world_size();
+    copy.manifest = std::move(manifest);
+    copy.manifest.id = copy.id();
+    MemoryFileWriter writer(std::move(file), copy.id(),
+                            [&](int64_t bytes) { return result->allocate(bytes); });
+    for (size_t i = 0; i < writer.count(); ++i) writer.copy(i);
+    copy.files.emplace(comms->rank(), writer.finish());
+    result->add(std::move(copy));
+    return {};
+  });
+  return result;
+}
+
+std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_changed(
+    const Change& change, const ParamGroups& groups, std::exception_ptr& refusal) {
+  protection.reset();
+  passes.remove_hooks();
+  // An arena stays in memory as long as a parameter is in it.
+  for (at::Tensor p : change.leaving) {
+    if (!plan.arenas[plan.parameter_arena[table.index_of(p)]].layout->in_place()) continue;
+    p.set_data(p.detach().clone(at::MemoryFormat::Preserve));
+  }
+  GradientFlags flags;
+  flags.set(change.leaving, false);
+  flags.set(change.entering, true);
+  std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
+  try {
+    try {
+      return make_over(inner, group, change.groups);
+    } catch (const c10::DistBackendError&) {
+      flags.undo();
+      throw;
+    } catch (const c10::Error&) {
+      flags.undo();
+      refusal = std::current_exception();
+    }
+    return make_over(inner, group, groups);
+  } catch (const std::exception& error) {
+    comms->abort(error_text(error));
+    throw;
+  }
+}
+
+void ZeroOptimizer::Impl::replan(std::unique_ptr<Impl>& impl, ParamGroups& groups, Change change) {
+  const at::NoGradGuard no_grad;
+  const std::string call = call_name(change.call);
+  std::shared_ptr<Generations> shard;
+  std::unique_ptr<Impl> made;
+  std::exception_ptr refusal;
+  impl->protocol.fail_stop([&] {
+    impl->agree_on(change, groups);
+    shard = impl->copy_shard(groups, call);
+    made = impl->make_changed(change, groups, refusal);
+  });
+  impl = std::move(made);
+  if (!refusal) {
+    // In place, for those who hold references.
+    for (size_t g = 0; g < groups.size(); ++g) groups[g].params() = change.groups[g].params();
+    for (size_t g = groups.size(); g < change.groups.size(); ++g)
+      groups.push_back(change.groups[g]);
+  }
+  Restorable all;
+  all.servers.resize(static_cast<size_t>(impl->group.world_size()));
+  std::iota(all.servers.begin(), all.servers.end(), 0);
+  impl->protocol.fail_stop([&] { impl->restore(*shard, all, groups, call); });
+  if (refusal) std::rethrow_exception(refusal);
+}
+
+void ZeroOptimizer::freeze(const std::vector<at::Tensor>& parameters) {
+  const torch::nn::Module& module = impl_->module;
+  const auto edit = [&, impl = impl_.get()](Impl::ParamGroups& groups) {
+    check_known(module, impl->table, parameters, /*managed=*/true);
+    remove(parameters, groups);
+  };
+  Impl::replan(impl_, param_groups_,
+               {Call::kFreeze, names_in(module, parameters), parameters, {}, edit});
+}
+
+void ZeroOptimizer::unfreeze(const std::vector<at::Tensor>& parameters, size_t param_group) {
+  const torch::nn::Module& module = impl_->module;
+  const auto edit = [&, impl = impl_.get()](Impl::ParamGroups& groups) {
+    check_known(module, impl->table, parameters, /*managed=*/false);
+    TORCH_CHECK(param_group < groups.size(), "expected one of the ", groups.size(),
+                " parameter groups, got number ", param_group);
+    auto& list = groups[param_group].params();
+    list.insert(list.end(), parameters.begin(), parameters.end());
+  };
+  Impl::replan(impl_, param_groups_,
+               {Call::kUnfreeze,
+                names_in(module, parameters) + " " + std::to_string(param_group),
+                {},
+                parameters,
+                edit});
+}
+
+void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
+  const torch::nn::Module& module = impl_->module;
+  const auto edit = [&, impl = impl_.get()](Impl::ParamGroups& groups) {
+    check_known(module, impl->table, param_group.params(), /*managed=*/false);
+    add_group(param_group, impl->shards.inner(), groups);
+  };
+  Impl::replan(impl_, param_groups_,
+               {Call::kAddParamGroup,
+                names_in(module, param_group.params()),
+                {},
+                param_group.params(),
+                edit});
+}
+
+}  // namespace zero
