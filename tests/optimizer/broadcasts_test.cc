@@ -211,9 +211,11 @@ TEST(BroadcastsTest, APieceHasAtMostTheBytesThatAnOperationSends) {
         tensor[kMost - 1] = 2;
         tensor[bytes - 1] = 3;
       }
-      const int64_t before = r.messages();
+      const Traffic before = r.comms.data_traffic();
       r.send(tensor);
-      EXPECT_EQ(r.messages() - before, bytes == kMost ? 1 : 2);
+      const Traffic after = r.comms.data_traffic();
+      EXPECT_EQ(after.small_calls - before.small_calls, bytes == kMost ? 1 : 2);
+      EXPECT_EQ(after.small_bytes_sent - before.small_bytes_sent, r.rank() == 0 ? bytes : 0);
       EXPECT_EQ(tensor[0].item<int>(), 1);
       EXPECT_EQ(tensor[kMost - 1].item<int>(), bytes == kMost ? 3 : 2);
       EXPECT_EQ(tensor[bytes - 1].item<int>(), 3);
