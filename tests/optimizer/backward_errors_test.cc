@@ -113,6 +113,7 @@ TEST(BackwardPassesErrorsTest, AStepOfTheInnerOptimizerIsThrownByTheNextPass) {
           error_of([&] { plain ? r.loss(0).backward() : r.passes->run(r.loss(0)); });
       expect_words(error, {std::string("rank 0: ") + kInnerStepProblem});
       EXPECT_EQ(r.protocol.take_problem(Call::kStep), kInnerStepProblem);
+      EXPECT_FALSE(r.protocol.is_backward_broken());
       r.zero_grad();
     }
     r.passes->run(r.loss(1));
