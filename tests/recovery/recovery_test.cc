@@ -5,10 +5,7 @@
 // on from a protected step, and end with the bits of a job that changed its number of ranks at that
 // step through a checkpoint.
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -26,6 +23,7 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "tests/support/free_port.h"
 
 namespace zero {
 namespace {
@@ -72,18 +70,6 @@ Outcome output_of(const std::string& command) {
   const int status = pclose(pipe);
   outcome.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128;
   return outcome;
-}
-
-uint16_t free_port() {
-  const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  socklen_t size = sizeof(address);
-  auto* const generic = reinterpret_cast<sockaddr*>(&address);
-  EXPECT_EQ(bind(probe, generic, size), 0);
-  EXPECT_EQ(getsockname(probe, generic, &size), 0);
-  close(probe);
-  return ntohs(address.sin_port);
 }
 
 Outcome run(const Job& job) {

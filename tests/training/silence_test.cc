@@ -6,9 +6,7 @@
 // mpirun and srun, so that its silence is the store's too.
 #include <fcntl.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <poll.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,6 +21,7 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "tests/support/free_port.h"
 
 namespace zero {
 namespace {
@@ -37,18 +36,6 @@ constexpr int kLimit = kTimeout + 1000 + 500;
 std::string program() {
   const char* path = std::getenv("SILENCE_PROGRAM");
   return path == nullptr ? "tests/training/silence_program" : path;
-}
-
-uint16_t free_port() {
-  const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  socklen_t size = sizeof(address);
-  auto* const generic = reinterpret_cast<sockaddr*>(&address);
-  EXPECT_EQ(bind(probe, generic, size), 0);
-  EXPECT_EQ(getsockname(probe, generic, &size), 0);
-  close(probe);
-  return ntohs(address.sin_port);
 }
 
 // What happens to which of how many ranks.
