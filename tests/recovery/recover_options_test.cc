@@ -85,7 +85,7 @@ TEST(RecoverOptionsTest, AnAsynchronousSaveOfBeforeIsLost) {
     const auto pending = run.optimizer->save_checkpoint_async(folder);
     run.optimizer->recover();
     expect_words(error_of([&] { pending->finish(); }),
-                 {"save_checkpoint_async(", "recover() has left", "save again"});
+                 {"save_checkpoint_async(", "after recover() or a change of parameters", "save again"});
   });
 }
 

@@ -233,6 +233,36 @@ int step_over_a_mesh() {
   return optimizer.stats().steps == 1 ? 0 : 1;
 }
 
+struct HeadedModel : torch::nn::Module {
+  HeadedModel()
+      : encoder(register_module("encoder", torch::nn::Linear(13, 7))),
+        body(register_module("body", torch::nn::Linear(7, 7))) {}
+
+  torch::nn::Linear encoder;
+  torch::nn::Linear body;
+  torch::nn::Linear head{nullptr};
+};
+
+int freeze_and_add() {
+  zero::Group group = zero::init_process_group();
+  HeadedModel model;
+  auto adamw = std::make_unique<torch::optim::AdamW>(model.parameters(), 3e-4);
+  zero::ZeroOptimizer optimizer(model, std::move(adamw), group);
+  model.head = model.register_module("head", torch::nn::Linear(7, 5));
+
+  optimizer.freeze(model.encoder->parameters());
+  optimizer.unfreeze({model.encoder->weight});
+  optimizer.add_param_group(
+      {model.head->parameters(), std::make_unique<torch::optim::AdamWOptions>(1e-3)});
+
+  const std::vector<at::Tensor> before = {model.encoder->bias.clone(), model.head->bias.clone()};
+  const at::Tensor x = zero::random_tensor({3, 13}, static_cast<uint64_t>(group.rank()));
+  optimizer.backward(model.head(model.body(model.encoder(x))).square().mean());
+  optimizer.step();
+  const bool frozen = model.encoder->bias.equal(before[0]);
+  return frozen && !model.head->bias.equal(before[1]) ? 0 : 1;
+}
+
 int train(int64_t last) {
   const GptConfig config;
   Batches batches(last);
@@ -287,6 +317,7 @@ int main(int argc, char** argv) {
     if (what == "loop") return train_in_a_loop();
     if (what == "muon") return train_by_muon();
     if (what == "mesh") return step_over_a_mesh();
+    if (what == "freeze") return freeze_and_add();
     if (what == "data") return train_over_examples();
     return train(std::atoll(argv[2]));
   });

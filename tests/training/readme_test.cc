@@ -73,6 +73,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Section{"WholeLoop", "docs/training.md", "The loop"},
                       Section{"Whole", "docs/training.md", "Optimizers of whole parameters"},
                       Section{"Data", "docs/training.md", "Data, losses, buffers and seeds"},
+                      Section{"Freezing", "docs/training.md", "Freezing and adding parameters"},
                       Section{"Mesh", "docs/parallelism.md", "A mesh and placements"},
                       Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"}),
     [](const auto& info) { return std::string(info.param.name); });
@@ -166,5 +167,9 @@ TEST_P(ReadmeRunTest, EveryExampleIsSeenAndTheShownLossIsTheMean) {
 }
 
 TEST(ReadmeMeshTest, TheOptimizerOfTheMeshIsMadeAndSteps) { run_program("mesh", 8, "mesh"); }
+
+TEST(ReadmeFreezingTest, AFrozenParameterStaysAndAnAddedOneIsTrained) {
+  run_program("freeze", 2, "freeze");
+}
 
 }  // namespace
