@@ -232,23 +232,18 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // ---- Recovery ----
 
-  // With ZeroOptions::protect(n): after a call of this class, or of a communicator of the caller's
-  // own, threw because a rank died or does not answer, the survivors call this and go on from the
-  // last protected step as one group, with no files and no new process. They number themselves anew
-  // in their old order; group(), plan() and the shards are those of the smaller group. Parameters,
-  // masters, state, counters, options and buffers have the bits of a checkpoint of that step that a
-  // new group of that size loads. Gradients are dropped. What else a loop has, such as its place in
-  // the data, a schedule or random states, is the caller's to set back: see docs/recovery.md. That
-  // step is protected in the new group before this returns.
+  // With ZeroOptions::protect(n): after a call threw because a rank died or does not answer, the
+  // survivors call this and go on from the last protected step, without files or new processes.
+  // They number themselves anew in their old order; group(), plan() and the shards are those of the
+  // smaller group, with the bits of a checkpoint of that step. Gradients are dropped. What else a
+  // loop has, such as its place in the data, is the caller's to set back: see docs/recovery.md.
   //
-  // Collective over the survivors. A rank that has not noticed yet does so in its next call, and is
-  // waited for; one that is dead or stopped is left behind after a second, and finds that out by an
-  // error here, for good. The store of the group must survive: that of launch_local() with
-  // LaunchOptions::survivors_go_on does, rank 0's own ends with it. Throws c10::Error when it has
-  // ended, when a shard and its copy are both lost (naming the newest checkpoint in the folder
-  // `checkpoints`, if given), and when another rank dies meanwhile, after which it may be called
-  // again. A PendingCheckpoint of before is lost. Needs memory for a second arena, masters and
-  // gradient shards while it runs.
+  // Collective over the survivors: one that computes is waited for, one that is dead or stopped is
+  // left behind after a second, and finds that out by an error here, for good. The store of the
+  // group must survive, as that of launch_local() with LaunchOptions::survivors_go_on does. Throws
+  // c10::Error when it has ended, when a shard and its copy are both lost (naming the newest
+  // checkpoint in the folder `checkpoints`, if given), and when another rank dies meanwhile, after
+  // which it may be called again. Needs memory for a second arena, masters and gradient shards.
   RecoveryReport recover(const std::string& checkpoints = {});
 
   // ---- Repair ----

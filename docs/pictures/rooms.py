@@ -18,6 +18,7 @@ from drawing import (BLUE, GREEN, GREY, LIGHT_BLUE, LIGHT_GREEN, LIGHT_ORANGE, O
 ABOUT = {
     "optimizer": "ZeroOptimizer",
     "checkpoint": "files, folders, manifest",
+    "recovery": "copies, and who is left",
     "agreement": "what ranks agree on first",
     "update": "masters and their update",
     "norm": "gradient norms",

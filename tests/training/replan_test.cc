@@ -257,7 +257,7 @@ TEST(ReplanTest, RefusedChangesThrowOnAllRanksAndChangeNothing) {
     refused([&] { optimizer.freeze({v[4]}); }, {"value4", "managed by this optimizer"});
     refused([&] { optimizer.freeze({at::zeros({3})}); }, {"registered under no name"});
     refused([&] { optimizer.freeze({v[0], v[1], v[2], v[3]}); }, {"expected a parameter to stay"});
-    refused([&] { optimizer.freeze({v[group.rank()]}); }, {"value0", "value1", "rank"});
+    refused([&] { optimizer.freeze({v[group.rank()]}); }, {"freeze()", "value0", "value1"});
     refused([&] { optimizer.unfreeze({v[0]}); }, {"value0", "not managed by this optimizer"});
     refused([&] { optimizer.unfreeze({v[4]}, 2); }, {"2 parameter groups", "number 2"});
     refused(
@@ -329,9 +329,13 @@ TEST(ReplanTest, ACheckpointOfTheChangedGroupsGoesOn) {
     {
       ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
       for (int number = 0; number < kFreeze; ++number) step(optimizer, number);
+      optimizer.save_checkpoint(folder + "-before", SaveOptions().overwrite(true));
       optimizer.freeze({v[1], v[2]});
       step(optimizer, kFreeze);
       optimizer.save_checkpoint(folder);
+      const std::string run = describe_checkpoint(folder).run;
+      EXPECT_FALSE(run.empty());
+      EXPECT_EQ(describe_checkpoint(folder + "-before").run, run);
     }
     for (const at::Tensor& p : v) p.detach().zero_();
     std::vector<OptimizerParamGroup> groups;

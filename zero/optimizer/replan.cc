@@ -13,6 +13,7 @@
 #include <exception>
 #include <numeric>
 #include <typeinfo>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -34,17 +35,26 @@ ParamGroups copy_of(const ParamGroups& groups) {
   return result;
 }
 
-std::string name_in(const torch::nn::Module& module, const at::Tensor& parameter) {
+using Names = std::unordered_map<const void*, std::string>;
+
+Names names_in(const torch::nn::Module& module) {
+  Names names;
   for (const auto& item : module.named_parameters()) {
-    if (item.value().is_same(parameter)) return item.key();
+    if (item.value().defined()) names.emplace(item.value().unsafeGetTensorImpl(), item.key());
   }
-  return {};
+  return names;
+}
+
+std::string name_of(const at::Tensor& parameter, const Names& names) {
+  const auto found = names.find(parameter.unsafeGetTensorImpl());
+  return found == names.end() ? std::string() : found->second;
 }
 
 // For the comparison of ranks; check_known() refuses what has no name.
-std::string names_in(const torch::nn::Module& module, const std::vector<at::Tensor>& parameters) {
+std::string text_of(const std::vector<at::Tensor>& parameters, const torch::nn::Module& module) {
+  const Names names = names_in(module);
   std::string text;
-  for (const at::Tensor& p : parameters) text += " " + name_in(module, p);
+  for (const at::Tensor& p : parameters) text += " " + name_of(p, names);
   return text;
 }
 
@@ -52,13 +62,14 @@ std::string names_in(const torch::nn::Module& module, const std::vector<at::Tens
 void check_known(const torch::nn::Module& module, const ParameterTable& table,
                  const std::vector<at::Tensor>& parameters, bool managed) {
   TORCH_CHECK(!parameters.empty(), "expected parameters, got none");
-  std::unordered_set<const void*> known;
+  const Names names = names_in(module);
+  std::unordered_set<const void*> seen;
   for (const at::Tensor& p : parameters) {
     TORCH_CHECK(p.defined(), "expected parameters, got an undefined tensor");
-    const std::string name = name_in(module, p);
+    const std::string name = name_of(p, names);
     TORCH_CHECK(!name.empty(), "expected parameters of the module, got a tensor of shape ",
                 p.sizes(), " that is registered under no name");
-    TORCH_CHECK(known.insert(p.unsafeGetTensorImpl()).second, "parameter ", name,
+    TORCH_CHECK(seen.insert(p.unsafeGetTensorImpl()).second, "parameter ", name,
                 ": expected it once, got it twice");
     TORCH_CHECK((table.find(p) >= 0) == managed, "parameter ", name, ": expected one that is ",
                 managed ? "" : "not ", "managed by this optimizer, got one that is",
@@ -67,12 +78,13 @@ void check_known(const torch::nn::Module& module, const ParameterTable& table,
 }
 
 void remove(const std::vector<at::Tensor>& parameters, ParamGroups& groups) {
+  std::unordered_set<const void*> leaving;
+  for (const at::Tensor& p : parameters) leaving.insert(p.unsafeGetTensorImpl());
   size_t left = 0;
   for (auto& group : groups) {
     auto& list = group.params();
     const auto leaves = [&](const at::Tensor& p) {
-      return std::any_of(parameters.begin(), parameters.end(),
-                         [&](const at::Tensor& q) { return q.is_same(p); });
+      return leaving.count(p.unsafeGetTensorImpl()) != 0;
     };
     list.erase(std::remove_if(list.begin(), list.end(), leaves), list.end());
     left += list.size();
@@ -220,7 +232,7 @@ void ZeroOptimizer::freeze(const std::vector<at::Tensor>& parameters) {
     remove(parameters, groups);
   };
   Impl::replan(impl_, param_groups_,
-               {Call::kFreeze, names_in(module, parameters), parameters, {}, edit});
+               {Call::kFreeze, text_of(parameters, module), parameters, {}, edit});
 }
 
 void ZeroOptimizer::unfreeze(const std::vector<at::Tensor>& parameters, size_t param_group) {
@@ -234,7 +246,7 @@ void ZeroOptimizer::unfreeze(const std::vector<at::Tensor>& parameters, size_t p
   };
   Impl::replan(impl_, param_groups_,
                {Call::kUnfreeze,
-                names_in(module, parameters) + " " + std::to_string(param_group),
+                text_of(parameters, module) + " " + std::to_string(param_group),
                 {},
                 parameters,
                 edit});
@@ -248,7 +260,7 @@ void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& par
   };
   Impl::replan(impl_, param_groups_,
                {Call::kAddParamGroup,
-                names_in(module, param_group.params()),
+                text_of(param_group.params(), module),
                 {},
                 param_group.params(),
                 edit});
