@@ -22,7 +22,7 @@ namespace zero::examples {
 
 class MetricsLog {
  public:
-  // Replaces `path`. Throws c10::Error when it cannot be written.
+  // Replaces `path`, or adds to it. Throws c10::Error when it cannot be written.
   explicit MetricsLog(const std::string& path, bool append = false);
 
   // The first line.

@@ -216,13 +216,13 @@ void Trainer::begin_reports(int64_t first_step, bool recovered) {
 }
 
 int64_t Trainer::recover(const c10::Error& error) {
-  if (!options_.elastic) throw error;
+  if (!options_.elastic) throw;
   std::fprintf(stderr, "train_gpt: %s\n", error.what_without_backtrace());
   const auto before = static_cast<size_t>(metrics_->world_size());
   metrics_->abort("a rank was lost");
   const RecoveryReport report = optimizer_.recover(options_.checkpoints);
   // Where no rank is gone, the error was another one, and would be thrown again.
-  if (report.survivors.size() == before) throw error;
+  if (report.survivors.size() == before) throw;
   metrics_ = optimizer_.group().make_communicator("metrics", Purpose::kControl);
   schedule_.set_step(report.steps);
   if (metrics_->rank() == 0) {

@@ -80,7 +80,7 @@ class Trainer {
   void report_step(StepMetrics metrics);
   // Rank 0, unless it has: opens what it reports to, `recovered` after another rank 0 that died.
   void begin_reports(int64_t first_step, bool recovered);
-  // Collective over the survivors of `error`. The step to go on with.
+  // Collective over the survivors, where `error` is being handled. The step to go on with.
   int64_t recover(const c10::Error& error);
   // Prints a sample after `steps` steps.
   void print_sample(int64_t steps);
