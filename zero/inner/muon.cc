@@ -128,7 +128,7 @@ class Updates {
       : options_(o), iteration_{o.ns_coefficients(), o.eps(), o.ns_steps(), o.ns_dtype()} {}
 
   void add(const at::Tensor& matrix, const at::Tensor& update) {
-    if (!options_.batched() || !batch_is_faster(update, iteration_)) {
+    if (!options_.batched() || !is_batched(update, iteration_)) {
       subtract(matrix, newton_schulz(update, iteration_));
       return;
     }

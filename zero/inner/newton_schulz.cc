@@ -38,9 +38,15 @@ at::Tensor newton_schulz(const at::Tensor& matrix, const NewtonSchulz& o) {
 // Measured on one core with AVX-512, 5 steps: in bf16, 64 matrices of 64 x 64 take 1.5 ms in a
 // batch and 14.4 ms one by one, and 16 of 256 x 256 take 16.6 and 20.0 ms; in fp32, 64 of 32 x 32
 // take 0.8 and 2.4 ms, and 32 of 128 x 128 take 21.8 and 19.2 ms. From 512 on there is no gain.
-bool batch_is_faster(const at::Tensor& matrix, const NewtonSchulz& o) {
-  const int64_t side = std::min(matrix.size(0), matrix.size(1));
-  return side <= (o.dtype == c10::ScalarType::BFloat16 ? 256 : 64);
+//
+// An owner's number of matrices must change no bit, and torch has several products. In bf16,
+// oneDNN's is for 16^3 multiplications or more, those of a whole batch added up. In fp32, MKL cuts
+// the product of one large matrix for several threads, and of a batch only if there are fewer
+// matrices.
+bool is_batched(const at::Tensor& matrix, const NewtonSchulz& o) {
+  const auto [side, length] = std::minmax({matrix.size(0), matrix.size(1)});
+  if (o.dtype == c10::ScalarType::BFloat16) return side >= 16 && side <= 256;
+  return side * side * length <= int64_t{1} << 16;
 }
 
 // Each matrix is normalised by itself, since a reduction over a batch adds up in an order that

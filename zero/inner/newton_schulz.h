@@ -24,8 +24,9 @@ struct NewtonSchulz {
 // transposed view. `matrix` keeps its values.
 at::Tensor newton_schulz(const at::Tensor& matrix, const NewtonSchulz& o);
 
-// True for a shape that newton_schulz_batch() is faster for.
-bool batch_is_faster(const at::Tensor& matrix, const NewtonSchulz& o);
+// True for a shape that newton_schulz_batch() is faster for, and has the same bits for in a batch
+// of any size.
+bool is_batched(const at::Tensor& matrix, const NewtonSchulz& o);
 
 // The same for matrices of one shape, not empty, in one batch. The result of a matrix may differ in
 // bits from newton_schulz(), but not with the number of matrices.
