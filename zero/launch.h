@@ -28,6 +28,9 @@ struct LaunchOptions {
   // For ZeroOptimizer::recover(): when a rank fails, the others go on, and the job has succeeded if
   // any of them returned 0.
   bool survivors_go_on = false;
+  // With survivors_go_on: in place of the first so many ranks that fail, processes are started that
+  // join the job (Group::joins()). They are numbered on from the number of ranks.
+  int replacements = 0;
   // How long ranks may take to end by themselves after SIGTERM, before SIGKILL.
   std::chrono::milliseconds grace = std::chrono::seconds(10);
 };
@@ -52,6 +55,8 @@ struct LaunchOptions {
 //     after options.grace: they would wait for it in vain. If the parent dies, the children are
 //     killed.
 //     With options.survivors_go_on they get no signal, and the store is served until the last ends.
+//     A replacement has ZERO_JOIN=1, a RANK of its own, a WORLD_SIZE one above it, and the
+//     LOCAL_RANK, so the GPU, of the rank that it replaces.
 //   - Returns 0 when all ranks returned 0, otherwise the exit code of the rank that failed first,
 //     or 128 + the number of the signal that ended it. Says on stderr which rank that was.
 //

@@ -11,7 +11,7 @@
 // LOCAL_RANK, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*), of mpirun (OpenMPI's
 // OMPI_COMM_WORLD_*), of srun (SLURM_*), and of the local launcher
 // (zero/launch.h), which speaks torchrun's. With none of them it is one process
-// alone, and needs no network.
+// alone, and needs no network. With ZERO_JOIN=1 the process joins a job that runs: Group::joins().
 #pragma once
 
 #include <c10/core/Device.h>
@@ -63,6 +63,15 @@ using BackendFactory =
 BackendFactory default_backend_factory(c10::Device device, const std::string& hostname,
                                        bool nccl = true, bool shared_memory = true);
 
+// For ranks that join a job that runs: see Group::joins().
+struct Joining {
+  bool joins = false;  // this process does
+  // Collective over `world_size` ranks that share `store`, for this call alone: finds their
+  // machines. Default: one machine.
+  std::function<Topology(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size)>
+      find_topology = nullptr;
+};
+
 // A value: copies share the store and the counters behind its names. Thread
 // safety: any number of threads may use one Group, but collective calls, and
 // subgroup(), must come in the same order on all ranks.
@@ -74,7 +83,7 @@ class Group {
   // `topology` must be the same on all ranks; default: one machine.
   Group(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, std::string name,
         BackendFactory factory, c10::Device device, std::chrono::milliseconds timeout,
-        std::optional<Topology> topology = std::nullopt);
+        std::optional<Topology> topology = std::nullopt, Joining joining = {});
 
   int rank() const;
   int world_size() const;
@@ -98,6 +107,15 @@ class Group {
   // on one rank belongs to the first call on another. Throws when this rank is
   // not among `ranks`.
   Group subgroup(const std::vector<int>& ranks, const std::string& name) const;
+
+  // Returns whether this process joins a job that runs already, as with ZERO_JOIN=1: rank() is then
+  // its number among all processes that the job ever had, and world_size() one more. Such a group
+  // makes no communicators. It is for the constructor of ZeroOptimizer, which waits until the
+  // others take it in; ZeroOptimizer::group() is then a group like any other.
+  bool joins() const;
+  // Collective over `members`: the same as subgroup(), but the ranks may be those of processes that
+  // joined the job, numbered as their rank() says.
+  Group with_members(const std::vector<int>& members, const std::string& name) const;
 
   // Collective. A new communicator under its own prefix of the store. Two calls
   // never share a connection, not even with the same `name`: those are numbered,
@@ -124,6 +142,9 @@ class Group {
 
  private:
   struct State;
+  // The subgroup of `members` without its topology.
+  std::shared_ptr<State> part(const std::vector<int>& members, const std::string& name) const;
+
   std::shared_ptr<const State> state_;
 };
 

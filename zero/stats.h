@@ -22,8 +22,9 @@ struct Stats {
 };
 
 struct RecoveryReport {
-  int64_t steps = 0;           // step() calls made at the protected step, skipped ones included
-  std::vector<int> survivors;  // by new rank: the rank in the group of construction
+  int64_t steps = 0;  // step() calls made at the protected step, skipped ones included
+  // By new rank: the rank in the first group, or the number of a process that joined since.
+  std::vector<int> members;
 };
 
 }  // namespace zero

@@ -87,6 +87,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // twice, sparse, complex, not a leaf or of another module; nothing to optimize; state in `inner`;
   // an inner optimizer whose class does not suit its layout) or when ranks differ, naming the first
   // difference.
+  //
+  // With group.joins(), waits until the ranks of a job call recover(), and throws when they do not
+  // within the timeout or the job has ended; `options` protect steps, as theirs do. Then everything
+  // is as it is with them, the options of param_groups() and stats().steps too.
   ZeroOptimizer(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
                 Group group, ZeroOptions options = {});
   // Removes the hooks. Not collective; never throws.
@@ -232,18 +236,20 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // ---- Recovery ----
 
-  // With ZeroOptions::protect(n): after a call threw because a rank died or does not answer, the
-  // survivors call this and go on from the last protected step, without files or new processes.
-  // They number themselves anew in their old order; group(), plan() and the shards are those of the
-  // smaller group, with the bits of a checkpoint of that step. Gradients are dropped. What else a
-  // loop has, such as its place in the data, is the caller's to set back: see docs/recovery.md.
+  // With ZeroOptions::protect(n): after a call threw because a rank died or does not answer, or a
+  // process waits to join, the ranks call this and go on from the last protected step, without
+  // files. They number themselves anew in their old order, those that join last; group(), plan()
+  // and the shards are those of the new group, with the bits of a checkpoint of that step.
+  // Gradients are dropped. What else a loop has, such as its place in the data, is the caller's to
+  // set back: see docs/recovery.md.
   //
-  // Collective over the survivors: one that computes is waited for, one that is dead or stopped is
-  // left behind after a second, and finds that out by an error here, for good. The store of the
-  // group must survive, as that of launch_local() with LaunchOptions::survivors_go_on does. Throws
-  // c10::Error when it has ended, when a shard and its copy are both lost (naming the newest
-  // checkpoint in the folder `checkpoints`, if given), and when another rank dies meanwhile, after
-  // which it may be called again. Needs memory for a second arena, masters and gradient shards.
+  // Collective over the ranks that are left and those that join: one that computes is waited for,
+  // one that is dead or stopped is left behind after a second, and finds that out by an error here,
+  // for good. The store of the group must survive, as that of launch_local() with
+  // LaunchOptions::survivors_go_on does. Throws c10::Error when it has ended, when a shard and its
+  // copy are both lost (naming the newest checkpoint in the folder `checkpoints`, if given), and
+  // when another rank dies meanwhile, after which it may be called again. Needs memory for a second
+  // arena, masters and gradient shards.
   RecoveryReport recover(const std::string& checkpoints = {});
 
   // ---- Repair ----

@@ -131,21 +131,24 @@ int train(TrainOptions options, const ByteDataset& data) {
   at::set_num_threads(options.threads);
   const zero::Group group = make_group(options);
   const bool reports = group.rank() == 0;
-  zero::examples::choose_batch(options, group.world_size());
-  if (!accepts_batch(options, group.world_size(), reports)) return kUsageError;
+  const int ranks = group.joins() ? options.nproc : group.world_size();
+  zero::examples::choose_batch(options, ranks);
+  if (!accepts_batch(options, ranks, reports)) return kUsageError;
   zero::examples::Trainer trainer(options, data, group);
   if (reports) {
     print_beginning(options, data, group.world_size(), trainer.parameter_count());
   }
   if (!options.checkpoints.empty()) zero::examples::watch_stop_signal();
-  const int64_t first_step = trainer.begin();
+  const int64_t first_step = group.joins() ? trainer.join() : trainer.begin();
   if (reports && first_step > 0) {
     std::printf("resumed after step %lld\n", static_cast<long long>(first_step));
   }
-  const double before = trainer.validation_loss();
-  if (reports) {
-    std::printf("validation loss before %s: %.4f nats per byte\n",
-                first_step > 0 ? "going on" : "training", before);
+  if (!group.joins()) {
+    const double before = trainer.validation_loss();
+    if (reports) {
+      std::printf("validation loss before %s: %.4f nats per byte\n",
+                  first_step > 0 ? "going on" : "training", before);
+    }
   }
   const bool finished = trainer.train(first_step);
   // Rank 0 may have died.
@@ -185,6 +188,7 @@ int run(int argc, char** argv) {
   const ByteDataset data({.paths = options.data, .context = options.context, .seed = options.seed});
   zero::LaunchOptions launch;
   launch.survivors_go_on = options.elastic;
+  launch.replacements = options.replacements;
   return zero::launch_local(
       options.nproc, [&] { return train(options, data); }, launch);
 }

@@ -176,6 +176,12 @@ void add_recovery_options(CLI::App& app, TrainOptions& options) {
   auto* elastic = app.add_flag("--elastic", options.elastic,
                                "Go on with the other ranks when one dies; ranks started by --nproc")
                       ->group(group);
+  app.add_option("--replacements", options.replacements,
+                 "Start a process in place of each of the first so many ranks that die")
+      ->check(whole_number(0))
+      ->needs(elastic)
+      ->type_name("N")
+      ->group(group);
   app.add_option("--protect-every", options.protect_every,
                  "Steps between two copies of each shard in another rank's memory")
       ->check(whole_number(1))

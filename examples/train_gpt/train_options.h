@@ -54,6 +54,7 @@ struct TrainOptions {
   bool resume = false;
 
   bool elastic = false;
+  int replacements = 0;
   int64_t protect_every = 5;
 
   // Reports.

@@ -57,14 +57,14 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
     : options_(options),
       data_(data),
       device_(group.device()),
-      metrics_(group.make_communicator("metrics", Purpose::kControl)),
       model_(make_model(options, device_)),
       optimizer_(*model_, make_inner_optimizer(model_, options), group,
                  ZeroOptions()
                      .stage(options.stage)
                      .bucket_bytes(kBucketBytes)
                      .protect(options.elastic ? options.protect_every : 0)),
-      schedule_(optimizer_, make_schedule(options)) {}
+      schedule_(optimizer_, make_schedule(options)),
+      metrics_(optimizer_.group().make_communicator("metrics", Purpose::kControl)) {}
 
 int64_t Trainer::parameter_count() const {
   int64_t count = 0;
@@ -170,6 +170,13 @@ int64_t Trainer::begin() {
   return resume(*newest);
 }
 
+int64_t Trainer::join() {
+  const Stats stats = optimizer_.stats();
+  const int64_t steps = stats.steps + stats.skipped_steps;
+  schedule_.set_step(steps);
+  return steps;
+}
+
 int64_t Trainer::resume(const std::string& checkpoint) {
   const LoadReport report =
       optimizer_.load_checkpoint(checkpoint, LoadOptions().include("schedule", schedule_));
@@ -218,11 +225,12 @@ void Trainer::begin_reports(int64_t first_step, bool recovered) {
 int64_t Trainer::recover(const c10::Error& error) {
   if (!options_.elastic) throw;
   std::fprintf(stderr, "train_gpt: %s\n", error.what_without_backtrace());
-  const auto before = static_cast<size_t>(metrics_->world_size());
-  metrics_->abort("a rank was lost");
+  const std::vector<int> before = optimizer_.group().global_ranks();
+  metrics_->abort("the ranks change");
   const RecoveryReport report = optimizer_.recover(options_.checkpoints);
-  // Where no rank is gone, the error was another one, and would be thrown again.
-  if (report.survivors.size() == before) throw;
+  // Where the ranks are the same, the error may be another one, which would be thrown for ever.
+  if (report.members == before && report.steps == recovered_) throw;
+  recovered_ = report.steps;
   metrics_ = optimizer_.group().make_communicator("metrics", Purpose::kControl);
   schedule_.set_step(report.steps);
   if (metrics_->rank() == 0) {

@@ -42,6 +42,8 @@ class Trainer {
   // those of other options; and without options.resume when there is one, which a new run would
   // overwrite.
   int64_t begin();
+  // On a process that joined the job: sets the schedule, and returns the step to go on with.
+  int64_t join();
 
   // Collective. Trains steps first_step to options.steps - 1, and saves every
   // options.save_every of them. Rank 0 reports each on standard output and in
@@ -96,17 +98,18 @@ class Trainer {
   TrainOptions options_;
   const ByteDataset& data_;
   const at::Device device_;
-  std::unique_ptr<Communicator> metrics_;  // losses travel apart from gradients
   Gpt model_;
   ZeroOptimizer optimizer_;
   LrSchedule schedule_;
+  std::unique_ptr<Communicator> metrics_;  // losses are sent apart from gradients
   MemoryReport memory_;
   int64_t state_bytes_ = 0;
   std::vector<StepMetrics> history_;
   std::vector<std::pair<int64_t, std::string>> samples_;
   std::optional<Progress> progress_;  // on rank 0, like the logs
   std::vector<MetricsLog> logs_;
-  bool stop_ = false;  // some rank got a signal; the same on all
+  int64_t recovered_ = -1;  // the step that the last recovery went back to
+  bool stop_ = false;       // some rank got a signal; the same on all
 };
 
 }  // namespace zero::examples

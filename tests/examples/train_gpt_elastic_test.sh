@@ -4,7 +4,8 @@
 #
 # train_gpt --elastic with ranks that are killed at random until one of four is left: no job is
 # lost or hangs, every step is made, and each has the loss that it has without deaths, up to
-# rounding; so no sequence is lost or trained twice. KILLS: how many in all; SEED: of their times.
+# rounding; so no sequence is lost or trained twice. Then one whose dead rank is replaced by a process
+# that joins. KILLS: how many in all; SEED: of their times.
 set -u
 program=examples/train_gpt/train_gpt
 work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/elastic.XXXXXX")
@@ -80,3 +81,21 @@ while [ $done_kills -lt "$kills" ]; do
   fi
 done
 echo "$done_kills kills in $jobs jobs"
+
+for attempt in 1 2 3 4 5; do
+  : > "$work/out"
+  $program $common --elastic --protect-every 2 --replacements 1 --log "$work/elastic.jsonl" \
+    > "$work/out" 2>&1 &
+  launcher=$!
+  wait_for_lines 1 "validation loss before" || fail "did not begin"
+  read -ra ranks < <(cat /proc/$launcher/task/*/children)
+  kill -9 "${ranks[RANDOM % 4]}"
+  wait $launcher || fail "the job was lost"
+  check_losses || fail "its losses"
+  # A process that starts slowly finds that the others have ended.
+  if grep -q "^went on with 4 ranks" "$work/out"; then
+    echo "replaced in attempt $attempt"
+    exit 0
+  fi
+done
+fail "no process joined"

@@ -177,7 +177,7 @@ TEST(ProtectionTest, RecoverOfAllRanksGoesBackToTheProtectedStep) {
     step(5);
     const at::Tensor after = model->trunk->weight.detach().clone();
     const RecoveryReport report = optimizer.recover();
-    EXPECT_EQ(report.survivors, (std::vector<int>{0, 1}));
+    EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
     ASSERT_TRUE(report.steps == 2 || report.steps == 4) << report.steps;
     if (report.steps == 2) {
       EXPECT_TRUE(then.equal(model->trunk->weight));

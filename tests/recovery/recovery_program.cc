@@ -3,13 +3,16 @@
 //
 // The jobs that recovery_test starts:
 //
-//   recovery_program <ranks> <stage> <inner> <from> <to> <folder> <timeout ms> [<death>...]
+//   recovery_program <ranks> <stage> <inner> <from> <to> <folder> <timeout ms> [+<n>+<ms>]
+//   [<death>...]
 //
 // trains steps [from, to), protecting every third one; from 0, or from the checkpoint
 // <folder>/step-<from>. A death is <rank>@<step><how>: "k" kills the rank before that step, "b" in
-// the middle of its backward pass, "r" in its first recovery, "s" stops it before that step until
-// the others have ended. Survivors recover. At the end the first of them writes
-// <folder>/step-<to> and all that training depends on, <folder>/state-<to>.
+// the middle of its backward pass, "r" in its first recovery, "j" one that has just joined (at step
+// 0), "s" stops it before that step until the others have ended. Survivors recover. With
+// +<n>+<ms>, so many of the dead are replaced, by processes that wait so long first, and steps go
+// on beyond <to> until there are <ranks> again. At the end the first rank writes
+// <folder>/step-<steps> and all that training depends on, <folder>/state-<steps>.
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
@@ -19,6 +22,8 @@
 #include <cstdlib>
 #include <fstream>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
@@ -31,6 +36,9 @@ using Clock = std::chrono::steady_clock;
 constexpr int kEvery = 3;
 
 struct Job {
+  int ranks = 0;
+  int replacements = 0;
+  std::chrono::milliseconds late{};
   int64_t stage = 2;
   zero::Inner inner = zero::Inner::kAdamW;
   int from = 0;
@@ -79,6 +87,7 @@ int train(const Job& job) {
   init.device = at::kCPU;
   const zero::Group group = zero::init_process_group(init);
   const int rank = group.rank();
+  if (group.joins()) std::this_thread::sleep_for(job.late);
   zero::Training training;
   training.inner = job.inner;
   training.max_norm = 0.7;
@@ -89,9 +98,32 @@ int train(const Job& job) {
   }
   const Death death(job, rank);
   int step = job.from;
+  const auto say_recovered = [&](int64_t from, Clock::duration took) {
+    const zero::Group& now = run.optimizer->group();
+    const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(took).count();
+    say(rank, c10::str(now.name(), " at step ", step, " from step ", from, " as rank ", now.rank(),
+                       " of ", now.world_size(), " in ", ms, " ms"));
+  };
+  const auto count_up = [&] {  // as run.train() does after step()
+    at::NoGradGuard no_grad;
+    if (step > 0) run.model->counter.add_(1);
+  };
+  if (group.joins()) {
+    const zero::Stats stats = run.optimizer->stats();
+    step = static_cast<int>(stats.steps + stats.skipped_steps);
+    count_up();
+    say_recovered(step, {});
+    death.at(0, 'j');
+  }
+  const auto is_done = [&] {
+    const bool whole = run.optimizer->group().world_size() == job.ranks;
+    return step >= job.to && (whole || job.replacements == 0);
+  };
   run.model->trunk->bias.register_hook([&](const at::Tensor&) { death.at(step, 'b'); });
-  while (step < job.to) {
+  while (!is_done()) {
     try {
+      // A process takes its time to start.
+      if (step >= job.to) std::this_thread::sleep_for(std::chrono::milliseconds(100));
       death.at(step, 'k');
       death.at(step, 's');
       run.train(step, step + 1);
@@ -101,23 +133,18 @@ int train(const Job& job) {
       death.at(step, 'r');
       const auto start = Clock::now();
       const zero::RecoveryReport report = run.optimizer->recover(job.folder);
-      const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start);
-      // What run.train() does after step().
-      at::NoGradGuard no_grad;
-      if (report.steps > 0) run.model->counter.add_(1);
-      say(rank, c10::str("recovered at step ", report.steps, " from step ", step, " as rank ",
-                         run.optimizer->group().rank(), " of ", report.survivors.size(), " in ",
-                         took.count(), " ms"));
-      step = static_cast<int>(report.steps);
+      const int from = std::exchange(step, static_cast<int>(report.steps));
+      count_up();
+      say_recovered(from, Clock::now() - start);
     }
   }
-  run.optimizer->save_checkpoint(job.folder + "/step-" + std::to_string(job.to));
+  run.optimizer->save_checkpoint(job.folder + "/step-" + std::to_string(step));
   const zero::Snapshot snapshot = run.snapshot();
   if (run.optimizer->group().rank() == 0) {
-    zero::write_snapshot(snapshot, job.folder + "/state-" + std::to_string(job.to));
+    zero::write_snapshot(snapshot, job.folder + "/state-" + std::to_string(step));
     death.wake_others();
   }
-  say(rank, "done");
+  say(rank, "done after step " + std::to_string(step));
   return 0;
 }
 
@@ -132,11 +159,18 @@ int main(int argc, char** argv) {
   job.to = std::atoi(argv[5]);
   job.folder = argv[6];
   job.timeout = std::chrono::milliseconds(std::atoi(argv[7]));
+  job.ranks = std::atoi(argv[1]);
   job.deaths.assign(argv + 8, argv + argc);
+  if (!job.deaths.empty() && job.deaths[0][0] == '+') {
+    job.replacements = std::stoi(job.deaths[0].substr(1));
+    job.late = std::chrono::milliseconds(std::stoi(job.deaths[0].substr(job.deaths[0].rfind('+'))));
+    job.deaths.erase(job.deaths.begin());
+  }
   zero::LaunchOptions launch;
   launch.survivors_go_on = true;
+  launch.replacements = job.replacements;
   return zero::launch_local(
-      std::atoi(argv[1]),
+      job.ranks,
       [&] {
         try {
           return train(job);

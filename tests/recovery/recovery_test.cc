@@ -52,6 +52,8 @@ struct Job {
   std::string folder = {};
   std::vector<std::string> deaths = {};
   int timeout = kTimeout;
+  int replacements = 0;
+  int late_ms = 0;  // how long replacements wait before they join
 };
 
 struct Outcome {
@@ -77,35 +79,35 @@ Outcome run(const Job& job) {
                         std::to_string(job.stage) + " " + job.inner + " " +
                         std::to_string(job.from) + " " + std::to_string(job.to) + " " + job.folder +
                         " " + std::to_string(job.timeout);
+  if (job.replacements > 0)
+    command += " +" + std::to_string(job.replacements) + "+" + std::to_string(job.late_ms);
   for (const std::string& death : job.deaths) command += " " + death;
   return output_of(command);
 }
 
-// A step from which a smaller group went on.
+// A step from which another group went on.
 struct Change {
   int step = 0;
   int ranks = 0;
   friend auto operator<=>(const Change&, const Change&) = default;
 };
 
-// What the survivors say, the same from each of them.
+// What the ranks say, the same from each of them, in the order of recoveries.
 std::vector<Change> changes_in(const std::string& output) {
   static const std::regex line(
-      "recovered at step (\\d+) from step (\\d+) as rank \\d+ of (\\d+) in");
-  std::map<std::pair<int, int>, int> said;
+      "/recovery (\\d+) at step (\\d+) from step (\\d+) as rank \\d+ of (\\d+) in");
+  std::map<std::pair<int, Change>, int> said;
   for (auto m = std::sregex_iterator(output.begin(), output.end(), line);
        m != std::sregex_iterator(); ++m) {
-    const int step = std::stoi((*m)[1]);
-    const int from = std::stoi((*m)[2]);
-    const int ranks = std::stoi((*m)[3]);
+    const Change change{std::stoi((*m)[2]), std::stoi((*m)[4])};
     // The protected step before the last one counts if a rank dies while the last is sent.
-    EXPECT_LE(from - step, 2 * 3) << output;
-    ++said[{-ranks, step}];
+    EXPECT_LE(std::stoi((*m)[3]) - change.step, 2 * 3) << output;
+    ++said[{std::stoi((*m)[1]), change}];
   }
   std::vector<Change> changes;
   for (const auto& [key, count] : said) {
-    EXPECT_EQ(count, -key.first) << "each survivor says the same\n" << output;
-    changes.push_back({key.second, -key.first});
+    EXPECT_EQ(count, key.second.ranks) << "each rank says the same\n" << output;
+    changes.push_back(key.second);
   }
   return changes;
 }
@@ -118,14 +120,14 @@ std::string read(const std::string& path) {
 // The final state of a job without deaths that has the same ranks from the same steps on, each part
 // in processes of its own. Both stages have the same bits.
 const std::string& reference(int ranks, const std::string& inner,
-                             const std::vector<Change>& changes) {
-  using Key = std::tuple<int, std::string, std::vector<Change>>;
+                             const std::vector<Change>& changes, int steps = kSteps) {
+  using Key = std::tuple<int, std::string, std::vector<Change>, int>;
   static std::map<Key, std::string> known;
-  std::string& state = known[{ranks, inner, changes}];
+  std::string& state = known[{ranks, inner, changes, steps}];
   if (!state.empty()) return state;
   Job job{.ranks = ranks, .inner = inner, .folder = fresh("reference")};
   for (size_t i = 0; i <= changes.size(); ++i) {
-    job.to = i < changes.size() ? changes[i].step : kSteps;
+    job.to = i < changes.size() ? changes[i].step : steps;
     if (job.to > job.from) {
       const Outcome part = run(job);
       EXPECT_EQ(part.code, 0) << part.output;
@@ -133,7 +135,7 @@ const std::string& reference(int ranks, const std::string& inner,
     job.from = job.to;
     if (i < changes.size()) job.ranks = changes[i].ranks;
   }
-  state = read(job.folder + "/state-" + std::to_string(kSteps));
+  state = read(job.folder + "/state-" + std::to_string(steps));
   EXPECT_FALSE(state.empty());
   return state;
 }
@@ -206,6 +208,45 @@ TEST(RecoveryTest, OneAfterTheOther) {
 // Of four ranks, each keeps the copy of the one before it.
 TEST(RecoveryTest, TwoAtOnceWhoseCopiesAreElsewhere) {
   expect_recoveries({{{.ranks = 4, .deaths = {"1@5k", "3@5r"}}, {2}}});
+}
+
+// Those that join make the steps of full groups with the bits of a job that had so many ranks.
+TEST(RecoveryTest, ProcessesThatJoinTakeTheirPart) {
+  std::vector<Job> jobs = {
+      {.ranks = 3, .deaths = {"1@5k"}, .replacements = 1, .late_ms = 4000},
+      {.ranks = 2,
+       .stage = 1,
+       .inner = "sgd",
+       .deaths = {"0@4b"},
+       .replacements = 1,
+       .late_ms = 4000},
+      {.ranks = 4, .deaths = {"0@4k", "3@7b"}, .replacements = 2},
+      {.ranks = 3, .stage = 1, .deaths = {"0@4k", "3@0j"}, .replacements = 2},
+  };
+  std::vector<std::future<Outcome>> outcomes;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    jobs[i].folder = fresh("join-" + std::to_string(i));
+    outcomes.push_back(std::async(std::launch::async, run, jobs[i]));
+  }
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    const Job& job = jobs[i];
+    const Outcome outcome = outcomes[i].get();
+    SCOPED_TRACE(outcome.output);
+    ASSERT_EQ(outcome.code, 0);
+    const std::vector<Change> changes = changes_in(outcome.output);
+    ASSERT_FALSE(changes.empty());
+    // One that is late joins steps that the others make, and the rest the recovery from the death.
+    if (job.late_ms > 0) {
+      EXPECT_EQ(changes.front().ranks, job.ranks - 1);
+    }
+    EXPECT_EQ(changes.back().ranks, job.ranks);
+    const size_t done = outcome.output.find("done after step ");
+    ASSERT_NE(done, std::string::npos);
+    const int steps = std::atoi(outcome.output.c_str() + done + 16);
+    EXPECT_TRUE(read(job.folder + "/state-" + std::to_string(steps)) ==
+                reference(job.ranks, job.inner, changes, steps))
+        << "other bits than without deaths";
+  }
 }
 
 TEST(RecoveryTest, AShardThatIsLostWithItsCopyIsAnErrorThatNamesTheCheckpoint) {

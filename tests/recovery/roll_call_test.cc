@@ -82,5 +82,96 @@ TEST(RollCallTest, OneThatWakesUpLaterIsRefusedForGood) {
   EXPECT_EQ(second->calls(), 1) << "it writes nothing for a later call";
 }
 
+std::unique_ptr<RollCall> newcomer(const StorePtr& store, int number,
+                                   milliseconds timeout = std::chrono::seconds(30)) {
+  return std::make_unique<RollCall>(store, number, number + 1, timeout, /*joins=*/true);
+}
+
+std::future<RollCall::Present> join(RollCall& roll, const std::string& text) {
+  return std::async(std::launch::async, [&roll, text] { return roll.join(text); });
+}
+
+// Bounded by the timeout of what joins.
+void wait_until_seen(const RollCall& roll, const std::vector<int>& numbers) {
+  for (int i = 0; i < 500 && roll.waiting() != numbers; ++i) {
+    std::this_thread::sleep_for(milliseconds(20));
+  }
+  EXPECT_EQ(roll.waiting(), numbers);
+}
+
+TEST(RollCallTest, ThoseThatJoinAreSeenAndOnTheNextList) {
+  const StorePtr store = new_store();
+  const auto first = member(store, 0, 2);
+  const auto second = member(store, 1, 2);
+  EXPECT_TRUE(first->waiting().empty());
+  const auto third = newcomer(store, 5);
+  const auto fourth = newcomer(store, 2);
+  auto c = join(*third, "c");
+  auto d = join(*fourth, "d");
+  wait_until_seen(*first, {2, 5});
+  wait_until_seen(*second, {2, 5});
+  EXPECT_EQ(c.wait_for(milliseconds(0)), std::future_status::timeout) << "nobody has called yet";
+  auto a = call(*first, "a");
+  auto b = call(*second, "b");
+  for (auto* present : {&a, &b, &c, &d}) {
+    const RollCall::Present list = present->get();
+    EXPECT_EQ(list.ranks, (std::vector<int>{0, 1, 2, 5}));
+    EXPECT_EQ(list.texts, (std::vector<std::string>{"a", "b", "d", "c"}));
+  }
+  EXPECT_TRUE(first->waiting().empty());
+  // From then on they are ranks like the others.
+  for (RollCall* roll : {first.get(), second.get(), third.get(), fourth.get()}) {
+    EXPECT_EQ(roll->calls(), 1);
+    EXPECT_EQ(roll->ranks(), (std::vector<int>{0, 1, 2, 5}));
+  }
+  std::vector<std::future<RollCall::Present>> again;
+  for (RollCall* roll : {third.get(), first.get(), fourth.get(), second.get()}) {
+    again.push_back(call(*roll, "again"));
+  }
+  for (auto& present : again) EXPECT_EQ(present.get().ranks, (std::vector<int>{0, 1, 2, 5}));
+}
+
+TEST(RollCallTest, OneThatJoinsAfterTheListWasClosedIsOnTheNext) {
+  const StorePtr store = new_store();
+  const auto first = member(store, 0, 2);
+  EXPECT_EQ(first->call("a").ranks, (std::vector<int>{0}));
+  const auto third = newcomer(store, 2);
+  auto c = join(*third, "c");
+  wait_until_seen(*first, {2});
+  EXPECT_EQ(first->call("a").ranks, (std::vector<int>{0, 2}));
+  EXPECT_EQ(c.get().ranks, (std::vector<int>{0, 2}));
+  EXPECT_EQ(third->calls(), 2);
+}
+
+// A process that is killed while it waits leaves its number in the store.
+TEST(RollCallTest, OneThatIsKilledWhileItWaitsIsOnNoList) {
+  const StorePtr store = new_store();
+  const auto first = member(store, 0, 1);
+  const std::string number = "7 ";
+  store->append("0/joining", {number.begin(), number.end()});
+  store->add("0/beat/7", 3);
+  store->set("0/bell", std::vector<uint8_t>{'1'});
+  std::this_thread::sleep_for(milliseconds(800));
+  EXPECT_TRUE(first->waiting().empty());
+  EXPECT_EQ(first->call("a").ranks, (std::vector<int>{0}));
+}
+
+TEST(RollCallTest, WhoCannotJoinLearnsWhy) {
+  const StorePtr store = new_store();
+  expect_words(error_of([&] { newcomer(store, 2, milliseconds(300))->join(""); }),
+               {"process 2 cannot join", "waited 300 ms", "protect()", "InitOptions::timeout"});
+  auto first = member(store, 0, 2);
+  expect_words(error_of([&] { newcomer(store, 1)->join(""); }), {"at least 2", "got 1"});
+  expect_words(error_of([&] { newcomer(store, 2, milliseconds(300))->join(""); }),
+               {"process 2 cannot join", "to call recover()"});
+  expect_words(error_of([&] { newcomer(store, 2)->join(""); }),
+               {"no other process has joined", "got 2", "greater"});
+  const auto late = newcomer(store, 3);
+  auto c = join(*late, "c");
+  wait_until_seen(*first, {3});
+  first.reset();
+  expect_words(error_of([&] { c.get(); }), {"process 3 cannot join", "has ended"});
+}
+
 }  // namespace
 }  // namespace zero

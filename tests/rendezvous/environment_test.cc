@@ -184,6 +184,19 @@ TEST(EnvironmentTest, ZeroTimeoutHasAUnit) {
   }
 }
 
+TEST(EnvironmentTest, AProcessThatJoinsNeedsAStoreThatNoRankServes) {
+  EXPECT_FALSE(read(torchrun()).joins);
+  EXPECT_FALSE(read(with(torchrun(), "ZERO_JOIN", "0")).joins);
+  EXPECT_TRUE(read(with(torchrun(), "ZERO_JOIN", "1")).joins);
+  expect_words(refusal(with(torchrun(), "ZERO_JOIN", "yes")), {"ZERO_JOIN", "yes", "0 or 1"});
+  const Variables joins = with(torchrun(), "ZERO_JOIN", "1");
+  for (const Variables& v :
+       {without(joins, "TORCHELASTIC_USE_AGENT_STORE"), Variables{{"ZERO_JOIN", "1"}},
+        Variables{{"ZERO_JOIN", "1"}, {"SLURM_PROCID", "1"}}}) {
+    expect_words(refusal(v), {"ZERO_JOIN=1", "RANK", "TORCHELASTIC_USE_AGENT_STORE"});
+  }
+}
+
 TEST(EnvironmentTest, FirstHost) {
   EXPECT_EQ(first_host("n1"), "n1");
   EXPECT_EQ(first_host("n1,n2"), "n1");

@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <csignal>
@@ -93,6 +94,26 @@ int scene_sleep() {
   return 0;
 }
 
+// Rank 1 fails, and so does what replaces it; the others wait for the second replacement.
+int scene_replace() {
+  const zero::Group group = init(std::chrono::seconds(20));
+  if (group.joins()) {
+    say("joined as " + std::to_string(group.rank()) + " on device " + std::getenv("LOCAL_RANK"));
+    try {
+      group.make_communicator("data", zero::Purpose::kControl);
+    } catch (const c10::Error& error) {
+      say(error.what_without_backtrace());
+    }
+    group.store()->set("seen " + std::to_string(group.rank()), std::string("1"));
+    return 5;
+  }
+  group.make_communicator("data", zero::Purpose::kControl)->all_gather_text("", "start");
+  if (group.rank() == 1) return 7;
+  group.store()->wait({"seen 4"});
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -101,6 +122,8 @@ int main(int argc, char** argv) {
   zero::LaunchOptions options;
   options.prefix_lines = argc > 3;
   options.grace = std::chrono::milliseconds(scene == "stubborn" ? 300 : 10000);
+  options.survivors_go_on = scene == "replace";
+  options.replacements = scene == "replace" ? 2 : 0;
   return zero::launch_local(
       std::atoi(argv[1]),
       [&] {
@@ -109,6 +132,7 @@ int main(int argc, char** argv) {
         if (scene == "bar") return scene_bar();
         if (scene == "long") return scene_long();
         if (scene == "sleep") return scene_sleep();
+        if (scene == "replace") return scene_replace();
         return scene_fail(scene);
       },
       options);

@@ -103,6 +103,21 @@ TEST(LaunchTest, ARankThatIgnoresSigtermIsKilled) {
   EXPECT_LT(outcome.duration, std::chrono::seconds(30));
 }
 
+TEST(LaunchTest, RanksThatFailAreReplacedByProcessesThatJoin) {
+  const Outcome outcome = launch("3 replace prefix");
+  EXPECT_EQ(outcome.code, 0) << outcome.output;
+  for (const char* text :
+       {"rank 1 of 3 failed with exit code 7; the others go on", "starting rank 3, which joins",
+        "[3] joined as 3 on device 1\n", "rank 3 failed with exit code 5; the others go on",
+        "starting rank 4, which joins", "[4] joined as 4 on device 1\n",
+        "[4] communicator \"world/data\": expected a group of ranks that run, got that of process "
+        "4",
+        "rank 4 failed with exit code 5; the others go on"}) {
+    EXPECT_TRUE(outcome.has(text)) << text << "\n" << outcome.output;
+  }
+  EXPECT_FALSE(outcome.has("starting rank 5")) << outcome.output;
+}
+
 TEST(LaunchTest, ALateRankIsNamed) {
   const Outcome outcome = launch("3 late prefix");
   EXPECT_EQ(outcome.code, 1);

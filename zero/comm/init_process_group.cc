@@ -110,26 +110,38 @@ Group init(const InitOptions& options) {
   TORCH_CHECK(timeout.count() > 0, "InitOptions::timeout: expected more than 0 ms, got ",
               timeout.count(), " ms on rank ", env.rank);
   std::optional<Topology> topology = options.topology;
+  TORCH_CHECK(!env.joins || !topology,
+              "InitOptions::topology: expected none on a rank that joins a job, got one on rank ",
+              env.rank);
   TORCH_CHECK(!topology || topology->world_size() == env.world_size,
               "InitOptions::topology: expected one of ", env.world_size, " ranks, got one of ",
               topology->world_size(), " on rank ", env.rank);
   StorePtr store;
+  Joining joining{env.joins};
   if (env.world_size == 1) {
     store = c10::make_intrusive<c10d::HashStore>();
   } else {
     const std::string prefix = c10::str("zero/", env.restart_count, "/", inits++);
     const auto start = std::chrono::steady_clock::now();
     const auto bounded = open_store(env, timeout)->under(prefix);
-    meet(bounded->under("meeting"), env, timeout, start);
-    topology = agree_on_topology(bounded->under("topology"), env.rank, env.world_size, timeout,
-                                 start, topology, options.shared_memory);
-    const std::string text = advice(*topology);
-    if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
+    // A rank that joins knows no topology that was stated: each is then on a machine of its own.
+    joining.find_topology = [timeout, willing = options.shared_memory && !options.topology](
+                                const StorePtr& own, int rank, int world_size) {
+      return agree_on_topology(BoundedStore::of(own, timeout), rank, world_size, timeout,
+                               std::chrono::steady_clock::now(), std::nullopt, willing);
+    };
+    if (!env.joins) {
+      meet(bounded->under("meeting"), env, timeout, start);
+      topology = agree_on_topology(bounded->under("topology"), env.rank, env.world_size, timeout,
+                                   start, topology, options.shared_memory);
+      const std::string text = advice(*topology);
+      if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
+    }
     store = bounded;
   }
   return Group(store, env.rank, env.world_size, "world",
                default_backend_factory(device, hostname, options.nccl, options.shared_memory),
-               device, timeout, topology);
+               device, timeout, topology, joining);
 }
 
 }  // namespace

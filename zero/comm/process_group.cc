@@ -54,6 +54,7 @@ struct Group::State {
   milliseconds timeout;
   std::vector<int> global_ranks;
   std::optional<Topology> topology;  // always there
+  Joining joining;
   OwnProcess process;
 
   // How often each name was used, so that equal names never meet in the store.
@@ -70,7 +71,8 @@ struct Group::State {
 };
 
 Group::Group(StorePtr store, int rank, int world_size, std::string name, BackendFactory factory,
-             c10::Device device, milliseconds timeout, std::optional<Topology> topology) {
+             c10::Device device, milliseconds timeout, std::optional<Topology> topology,
+             Joining joining) {
   TORCH_CHECK(store, "Group \"", name, "\": expected a store, got a null pointer");
   TORCH_CHECK(0 <= rank && rank < world_size, "Group \"", name, "\": expected a rank in [0, ",
               world_size, "), got ", rank);
@@ -84,6 +86,7 @@ Group::Group(StorePtr store, int rank, int world_size, std::string name, Backend
               topology->world_size(), " on rank ", rank);
   auto state = make_owned<State>();
   state->topology = std::move(topology);
+  state->joining = std::move(joining);
   state->bounded = BoundedStore::of(std::move(store), timeout);
   state->store = state->bounded;
   state->rank = rank;
@@ -119,20 +122,48 @@ Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) co
   TORCH_CHECK(here != ranks.end(), "subgroup \"", name, "\" of group \"", this->name(), "\": rank ",
               rank(), " is not among its ranks ", ranks, ": only its members may make it");
 
+  auto state = part(ranks, name);
+  state->topology = topology().of_ranks(ranks);
+  for (const int rank : ranks) {
+    state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
+  }
+  Group group = *this;
+  group.state_ = std::move(state);
+  return group;
+}
+
+std::shared_ptr<Group::State> Group::part(const std::vector<int>& members,
+                                          const std::string& name) const {
   auto state = make_owned<State>();
-  const std::string key = c10::str("subgroup/", name, "/", fingerprint(ranks));
+  const std::string key = c10::str("subgroup/", name, "/", fingerprint(members));
   const std::string prefix = c10::str(key, "/", state_->next_instance(key));
   state->bounded = state_->bounded->under(prefix);
   state->store = state->bounded;
-  state->rank = static_cast<int>(here - ranks.begin());
-  state->world_size = static_cast<int>(ranks.size());
+  state->rank =
+      static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
+  state->world_size = static_cast<int>(members.size());
   state->name = c10::str(this->name(), "/", name);
   state->factory = state_->factory;
   state->device = device();
   state->timeout = timeout();
-  state->topology = topology().of_ranks(ranks);
-  for (const int rank : ranks) {
-    state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
+  return state;
+}
+
+bool Group::joins() const { return state_->joining.joins; }
+
+Group Group::with_members(const std::vector<int>& members, const std::string& name) const {
+  const auto is_new = [&](int number) { return number >= world_size(); };
+  if (!joins() && std::none_of(members.begin(), members.end(), is_new)) {
+    return subgroup(members, name);
+  }
+  auto state = part(members, name);
+  TORCH_INTERNAL_ASSERT(state->rank < state->world_size, "one of the members");
+  state->global_ranks = members;
+  state->joining.find_topology = state_->joining.find_topology;
+  const int size = state->world_size;
+  state->topology = Topology::of_one_machine(size);
+  if (const auto& find = state_->joining.find_topology) {
+    state->topology = find(state->bounded->under("topology"), state->rank, size);
   }
   Group group = *this;
   group.state_ = std::move(state);
@@ -180,6 +211,12 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
                                                        bool two_level) const {
   const std::string full_name = c10::str(this->name(), "/", name);
   state_->process.check(c10::str("communicator \"", full_name, "\" (this is rank ", rank(), ")"));
+  TORCH_CHECK(!joins(), "communicator \"", full_name,
+              "\": expected a group of ranks that run, got "
+              "that of process ",
+              rank(),
+              ", which joins the job; make it over "
+              "ZeroOptimizer::group() instead");
   if (world_size() == 1) return std::make_unique<Communicator>(nullptr, full_name, timeout());
   const std::string key = c10::str("communicator/", this->name(), "/", name);
   const std::string prefix = c10::str(key, "/", state_->next_instance(key));

@@ -7,7 +7,7 @@
 //   impl.cc             construction, and the agreement that begins every collective call
 //   step.cc             clipping, steps, gathered tensors, repair
 //   save.cc, load.cc    checkpoints
-//   recover.cc          protected steps, and a smaller group after a failure
+//   recover.cc          protected steps, and another group after a failure or with ranks that join
 //   replan.cc           other parameters: freeze(), unfreeze(), add_param_group()
 #pragma once
 
@@ -146,9 +146,17 @@ struct ZeroOptimizer::Impl {
   void protect_at_once(const ParamGroups& groups, const std::string& call);
   // Ends this group here. The survivors, with what each of them holds. Collective over them.
   RollCall::Present leave_group();
+  // Throws if a process waits to join.
+  void throw_if_others_join() const;
   // Collective. The same over another group, with the inner optimizer, which is back here if it
   // throws.
-  std::unique_ptr<Impl> make_again(const Group& smaller);
+  std::unique_ptr<Impl> make_again(const Group& over);
+  // Collective over those that recover, on a process that joins them: what the constructor of
+  // ZeroOptimizer makes then. Sets the options of `groups`.
+  static std::unique_ptr<Impl> join(torch::nn::Module& module,
+                                    std::unique_ptr<torch::optim::Optimizer>& inner,
+                                    const Group& group, const ZeroOptions& options,
+                                    ParamGroups& groups);
   // Collective. Everything as at the protected step, which is protected here, if steps are; its
   // step() calls. `call` is for errors.
   int64_t restore(const Generations& from, const Restorable& step, ParamGroups& groups,

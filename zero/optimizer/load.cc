@@ -346,6 +346,7 @@ void ZeroOptimizer::Impl::load_protected(CheckpointReader& reader, ParamGroups& 
     return {};
   });
   apply(*this, staged, groups);
+  run.resume(staged.manifest);
 }
 
 LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {

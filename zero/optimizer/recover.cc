@@ -22,9 +22,17 @@
 namespace zero {
 
 struct ZeroOptimizer::Impl::Lifeline {
-  explicit Lifeline(const Group& group)
+  Lifeline(const Group& group, const torch::optim::Optimizer& inner)
       : first_group(group),
-        roll(group.make_store("recovery"), group.rank(), group.world_size(), group.timeout()) {}
+        roll(group.make_store("recovery"), group.rank(), group.world_size(), group.timeout(),
+             group.joins()) {
+    for (const auto& g : inner.param_groups()) first_options.push_back(g.options().clone());
+  }
+
+  // The group of those present at a call of the roll. Collective over them.
+  Group group_of(const RollCall::Present& present) const {
+    return first_group.with_members(present.ranks, "recovery " + std::to_string(roll.calls()));
+  }
 
   const Group first_group;
   // The options of construction: equal on all ranks, as those of survivors need not be.
@@ -36,12 +44,7 @@ struct ZeroOptimizer::Impl::Lifeline {
 void ZeroOptimizer::Impl::start_protection(std::shared_ptr<Lifeline> former) {
   if (options.protect() == 0) return;
   lifeline = std::move(former);
-  if (!lifeline) {
-    lifeline = std::make_shared<Lifeline>(group);
-    for (const auto& g : shards.inner().param_groups()) {
-      lifeline->first_options.push_back(g.options().clone());
-    }
-  }
+  if (!lifeline) lifeline = std::make_shared<Lifeline>(group, shards.inner());
   protection = std::make_unique<Protection>(group, lifeline->generations, lifeline->roll.calls());
 }
 
@@ -61,6 +64,7 @@ std::pair<FileToSave, Manifest> ZeroOptimizer::Impl::protected_shard(
   bucket_of.resize(file.tensors.size(), ShardCopies::kOfNone);
   Manifest manifest = make_manifest({}, groups, /*mesh=*/nullptr);
   manifest.frozen.clear();  // what no step changes is on every rank
+  manifest.run = run.id();
   return {std::move(file), std::move(manifest)};
 }
 
@@ -130,7 +134,15 @@ RollCall::Present ZeroOptimizer::Impl::leave_group() {
   return lifeline->roll.call(holdings_text(*lifeline->generations));
 }
 
-std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_again(const Group& smaller) {
+void ZeroOptimizer::Impl::throw_if_others_join() const {
+  const std::vector<int> waiting = lifeline->roll.waiting();
+  TORCH_CHECK(
+      waiting.empty(), "process ", waiting.front(),
+      " waits to join the job: call recover() on all ranks, which takes it in and goes back "
+      "to the last protected step");
+}
+
+std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_again(const Group& over) {
   ParamGroups groups;
   for (size_t g = 0; g < group_members.size(); ++g) {
     // The options of the protected step are set when it is loaded.
@@ -139,7 +151,7 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_again(const Group
   std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
   std::unique_ptr<Impl> made;
   try {
-    made = make_over(inner, smaller, groups);
+    made = make_over(inner, over, groups);
   } catch (...) {
     if (inner) shards.give_back_inner(std::move(inner));
     throw;
@@ -162,6 +174,26 @@ int64_t ZeroOptimizer::Impl::restore(const Generations& from, const Restorable& 
   }
 }
 
+std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::join(
+    torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner, const Group& group,
+    const ZeroOptions& options, ParamGroups& groups) {
+  const std::string who = "process " + std::to_string(group.rank()) + ", which joins a job: ";
+  TORCH_CHECK(
+      options.protect() > 0, who,
+      "expected ZeroOptions::protect(n), got 0; the ranks of the job take a process in at a "
+      "protected step");
+  TORCH_CHECK(inner != nullptr, who, "inner optimizer: expected one, got a null pointer");
+  const auto lifeline = std::make_shared<Lifeline>(group, *inner);
+  const RollCall::Present present = lifeline->roll.join(holdings_text(*lifeline->generations));
+  const Restorable step = choose(present.texts, /*checkpoints=*/{});
+  std::unique_ptr<Impl> made = make(module, inner, lifeline->group_of(present), options);
+  made->lifeline = lifeline;
+  for (const auto& g : groups) made->group_members.push_back(g.params());
+  made->protocol.fail_stop(
+      [&] { made->restore(*lifeline->generations, step, groups, "the constructor"); });
+  return made;
+}
+
 RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
   const at::NoGradGuard no_grad;
   const int rank = impl_->comms->rank();
@@ -176,10 +208,9 @@ RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
     TORCH_CHECK(false, "rank ", rank, ": recover(): ", error_text(error));
   }
   const Restorable step = choose(present.texts, checkpoints);
-  impl_ = impl_->make_again(lifeline->first_group.subgroup(
-      present.ranks, "recovery " + std::to_string(lifeline->roll.calls())));
+  impl_ = impl_->make_again(lifeline->group_of(present));
   RecoveryReport report;
-  report.survivors = present.ranks;
+  report.members = present.ranks;
   impl_->protocol.fail_stop([&] {
     report.steps = impl_->restore(*lifeline->generations, step, param_groups_, "recover()");
   });

@@ -69,6 +69,8 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
     shards.push_options(groups);
     verify_untouched();
     table.verify_registered(module);
+    // Right after a protected step, so that the fewest are repeated.
+    if (protection && record.calls() % options.protect() == 0) throw_if_others_join();
   };
   // A schedule that differs between ranks would give each shard a different learning rate.
   std::vector<std::string> by_domain(domains.list.size());

@@ -39,6 +39,11 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
           inner ? inner->defaults().clone() : std::make_unique<torch::optim::OptimizerOptions>()) {
   // Before the inner optimizer gets masters instead.
   auto visible = visible_groups(inner.get());
+  if (group.joins()) {
+    impl_ = Impl::join(module, inner, group, options, visible);
+    param_groups_ = std::move(visible);
+    return;
+  }
   impl_ = Impl::make(module, inner, group, options);
   param_groups_ = std::move(visible);
   for (const auto& g : param_groups_) impl_->group_members.push_back(g.params());

@@ -14,7 +14,8 @@ Protection::Protection(const Group& group, std::shared_ptr<Generations> generati
     : generations_(std::move(generations)),
       recovery_(recovery),
       rank_(group.rank()),
-      world_size_(group.world_size()) {
+      world_size_(group.world_size()),
+      others_may_join_(recovery > 0) {
   if (world_size_ > 1) ring_ = std::make_unique<CopyRing>(group);
 }
 
@@ -36,15 +37,14 @@ void Protection::wait_for_copies(int64_t bucket) {
 void Protection::make_whole(Generation& generation, MemoryFileWriter& writer) {
   const auto allocate = [this](int64_t bytes) { return generations_->allocate(bytes); };
   MemoryFile own = writer.finish();
-  MemoryFile copy = ring_->exchange(own, allocate);
+  if (ring_) generation.files.emplace(ring_->source(), ring_->exchange(own, allocate));
   generation.files.emplace(rank_, std::move(own));
-  generation.files.emplace(ring_->source(), std::move(copy));
   generations_->add(std::move(generation));
 }
 
 void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of,
                        int64_t buckets, bool on_gpu) {
-  if (!ring_) return;
+  if (!ring_ && !others_may_join_) return;
   TORCH_INTERNAL_ASSERT(!made_.valid() && problem_.empty());
   // The first one replaces those of a group before this one only when it is agreed on.
   if (begun_ > 0) generations_->keep_newest();

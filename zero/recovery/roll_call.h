@@ -1,19 +1,27 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Finds out which ranks are still there after a failure, over the store of their group.
+// Finds out which ranks are still there after a failure, and which ones join, over the store of
+// their group.
 //
 // Each rank that calls writes its name into the store. A thread on every rank answers for one that
 // has not noticed the failure yet, for example because it computes: the others wait for it. One
 // that is killed, stopped or out of reach answers nothing. The first rank that sees everyone
 // present who answers writes down the list, once and for all: it counts for every rank, also for
 // one that wakes up later and is not on it.
+//
+// A process that joins is called as well. It writes its number down and counts up a beat while it
+// waits, so that the threads of the others see it: waiting() says so, and the roll is called at a
+// time that suits them. One that is killed while it waits is on no list.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,9 +32,11 @@ namespace zero {
 
 class RollCall {
  public:
-  // Starts the thread. `store` is this object's alone on each rank. Ranks are 0 to world_size - 1.
+  // Starts the thread. `store` is this object's alone on each rank. Ranks are 0 to world_size - 1;
+  // one that `joins` has a number from world_size on of its own, and must call join() first.
   RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-           std::chrono::milliseconds timeout);
+           std::chrono::milliseconds timeout, bool joins = false);
+  // Unless an exception destroys the lowest rank's, the job has ended: none joins it any more.
   ~RollCall();
   RollCall(const RollCall&) = delete;
   RollCall& operator=(const RollCall&) = delete;
@@ -41,6 +51,13 @@ class RollCall {
   // and 5 s if one that answers does not arrive.
   Present call(const std::string& text);
 
+  // Waits until the others call the roll, and returns as call() does for them. Throws c10::Error
+  // when the job has ended, no rank of it protects steps, another process has the same number, or
+  // the others do not call within the timeout.
+  Present join(const std::string& text);
+  // The numbers of the processes that wait to join, in ascending order.
+  std::vector<int> waiting() const;
+
   // Calls so far.
   int64_t calls() const;
   const std::vector<int>& ranks() const { return ranks_; }
@@ -48,8 +65,12 @@ class RollCall {
  private:
   using Clock = std::chrono::steady_clock;
 
+  void start();
   void answer();
+  // Sees who waits to join the next call.
+  void watch(int64_t next);
   std::string list_of(const std::string& key) const;
+  Present present_at(const std::string& prefix, const std::set<int>& numbers);
   // The list, written down by this rank or another one.
   std::string close(const std::string& prefix);
 
@@ -58,10 +79,14 @@ class RollCall {
   const std::chrono::milliseconds timeout_;
   std::vector<int> ranks_;  // the present ones of the last call
   std::string left_behind_;
+  const int exceptions_;            // under way at construction
+  std::atomic<bool> lost_ = false;  // the store
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   int64_t calls_ = 0;
+  std::map<int, int64_t> beats_;  // of those that join the next call, as last seen
+  std::vector<int> waiting_;
   bool stop_ = false;
   std::thread thread_;
 };

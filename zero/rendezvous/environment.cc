@@ -77,6 +77,18 @@ std::optional<std::chrono::milliseconds> read_timeout(const Variables& variables
   return std::chrono::milliseconds(count * factor);
 }
 
+bool read_join(const Variables& variables, const Environment& env) {
+  const auto text = variables.text("ZERO_JOIN");
+  if (!text || *text == "0") return false;
+  TORCH_CHECK(*text == "1", "environment variable ZERO_JOIN=\"", *text, "\": expected 0 or 1");
+  TORCH_CHECK(
+      env.source == Environment::Source::kTorchrun && env.agent_serves_store,
+      "environment variable ZERO_JOIN=1: expected RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT "
+      "and TORCHELASTIC_USE_AGENT_STORE=True, for a store that a process of no rank serves, as "
+      "launch_local() does; got a job whose store ends with rank 0, or none");
+  return true;
+}
+
 // FNV-1a: the same on every machine, unlike std::hash.
 uint32_t hash(std::string_view text) {
   uint32_t value = 2166136261u;
@@ -197,6 +209,7 @@ Environment read_environment(const Getenv& getenv) {
   }
   check_consistent(variables, env);
   env.timeout = read_timeout(variables);
+  env.joins = read_join(variables, env);
   if (env.world_size > 1) read_rendezvous(variables, env);
   return env;
 }

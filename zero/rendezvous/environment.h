@@ -45,6 +45,10 @@ struct Environment {
   // How often the launcher has restarted the job; keeps the keys of dead attempts apart.
   int restart_count = 0;
 
+  // ZERO_JOIN=1: the job runs already, and this process joins it. Its rank is a number that no rank
+  // of the job has had, and WORLD_SIZE is more.
+  bool joins = false;
+
   // ZERO_TIMEOUT: a whole number above 0 of ms, s, min or h, of seconds without a unit.
   std::optional<std::chrono::milliseconds> timeout;
 };

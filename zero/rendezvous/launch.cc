@@ -46,6 +46,7 @@ constexpr std::chrono::seconds kServeTimeout{10};
 
 struct Child {
   pid_t pid = -1;  // -1 once it has ended.
+  int local_rank = 0;
   std::vector<LinePipe> pipes;
 };
 
@@ -99,20 +100,30 @@ std::vector<std::string> own_arguments() {
   return arguments;
 }
 
-// This process's variables with those of rank `rank` in place of its own.
-std::vector<std::string> child_environment(int rank, int ranks, int port) {
+// A process to start: one of `ranks` ranks, or one that joins them with a number above.
+struct Place {
+  int rank = 0;
+  int ranks = 0;
+  int local_rank = 0;
+  bool joins() const { return rank >= ranks; }
+};
+
+// This process's variables with those of a rank in place of its own.
+std::vector<std::string> child_environment(const Place& place, int port) {
+  const std::string world_size = std::to_string(place.joins() ? place.rank + 1 : place.ranks);
   std::map<std::string, std::string> ours{
-      {"RANK", std::to_string(rank)},
-      {"WORLD_SIZE", std::to_string(ranks)},
-      {"LOCAL_RANK", std::to_string(rank)},
-      {"LOCAL_WORLD_SIZE", std::to_string(ranks)},
+      {"RANK", std::to_string(place.rank)},
+      {"WORLD_SIZE", world_size},
+      {"LOCAL_RANK", std::to_string(place.local_rank)},
+      {"LOCAL_WORLD_SIZE", world_size},
+      {"ZERO_JOIN", place.joins() ? "1" : "0"},
       {"MASTER_ADDR", "127.0.0.1"},
       {"MASTER_PORT", std::to_string(port)},
       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
       {"TORCHELASTIC_RESTART_COUNT", "0"},
   };
   if (std::getenv("OMP_NUM_THREADS") == nullptr) {
-    ours["OMP_NUM_THREADS"] = std::to_string(std::max(1, usable_cores() / ranks));
+    ours["OMP_NUM_THREADS"] = std::to_string(std::max(1, usable_cores() / place.ranks));
   }
   std::vector<std::string> result;
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -142,9 +153,10 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
   _exit(127);
 }
 
-Child start_child(int rank, int ranks, int port, const LaunchOptions& options) {
+Child start_child(const Place& place, int port, const LaunchOptions& options) {
+  const int rank = place.rank;
   std::vector<std::string> arguments = own_arguments();
-  std::vector<std::string> environment = child_environment(rank, ranks, port);
+  std::vector<std::string> environment = child_environment(place, port);
   const std::vector<char*> argument_pointers = pointers(arguments);
   const std::vector<char*> environment_pointers = pointers(environment);
   std::array<int, 2> out{-1, -1};
@@ -155,6 +167,7 @@ Child start_child(int rank, int ranks, int port, const LaunchOptions& options) {
   }
   const pid_t parent = getpid();
   Child child;
+  child.local_rank = place.local_rank;
   child.pid = fork();
   if (child.pid == 0) {
     become(const_cast<char**>(argument_pointers.data()),
@@ -168,7 +181,7 @@ Child start_child(int rank, int ranks, int port, const LaunchOptions& options) {
     fcntl(pipe[0], F_SETFL, O_NONBLOCK);
     child.pipes.emplace_back(pipe[0], to, prefix);
   }
-  TORCH_CHECK(child.pid > 0, "launch_local: cannot start rank ", rank, " of ", ranks, ": ",
+  TORCH_CHECK(child.pid > 0, "launch_local: cannot start rank ", rank, " of ", place.ranks, ": ",
               std::strerror(fork_error));
   return child;
 }
@@ -188,8 +201,9 @@ class Parent {
   Parent& operator=(const Parent&) = delete;
 
   void start_all(int port) {
+    port_ = port;
     for (int rank = 0; rank < ranks_; ++rank) {
-      children_.push_back(start_child(rank, ranks_, port, options_));
+      children_.push_back(start_child({rank, ranks_, rank}, port, options_));
     }
   }
 
@@ -244,8 +258,9 @@ class Parent {
   }
 
   void reap() {
-    for (int rank = 0; rank < ranks_; ++rank) {
-      Child& child = children_[static_cast<size_t>(rank)];
+    std::vector<int> failed;  // their local ranks
+    for (size_t rank = 0; rank < children_.size(); ++rank) {
+      Child& child = children_[rank];
       int status = 0;
       if (child.pid <= 0 || waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
       child.pid = -1;
@@ -253,7 +268,23 @@ class Parent {
         pipe.drain();
         pipe.close_now();  // A process that the rank has left behind may hold the other end.
       }
-      report(rank, status);
+      if (status != 0) failed.push_back(child.local_rank);
+      report(static_cast<int>(rank), status);
+    }
+    for (const int local_rank : failed) replace(local_rank);
+  }
+
+  void replace(int local_rank) {
+    const int replaced = static_cast<int>(children_.size()) - ranks_;
+    const bool wanted = options_.survivors_go_on && replaced < options_.replacements;
+    // A job of which a rank has ended takes in no other.
+    if (!wanted || ending_ || succeeded_ || alive() == 0) return;
+    const int rank = ranks_ + replaced;
+    std::fprintf(stderr, "launch_local: starting rank %d, which joins the others\n", rank);
+    try {
+      children_.push_back(start_child({rank, ranks_, local_rank}, port_, options_));
+    } catch (const c10::Error& error) {  // the others do not need it
+      std::fprintf(stderr, "%s\n", error.what_without_backtrace());
     }
   }
 
@@ -264,12 +295,13 @@ class Parent {
     const bool reported = exit_code_ != 0 && !options_.survivors_go_on;
     if (code == 0 || reported) return;
     if (exit_code_ == 0) exit_code_ = code;
+    const std::string who =
+        rank < ranks_ ? c10::str("rank ", rank, " of ", ranks_) : c10::str("rank ", rank);
     if (by_signal) {
-      std::fprintf(stderr, "launch_local: rank %d of %d ended by signal %d (%s)", rank, ranks_,
+      std::fprintf(stderr, "launch_local: %s ended by signal %d (%s)", who.c_str(),
                    WTERMSIG(status), strsignal(WTERMSIG(status)));
     } else {
-      std::fprintf(stderr, "launch_local: rank %d of %d failed with exit code %d", rank, ranks_,
-                   code);
+      std::fprintf(stderr, "launch_local: %s failed with exit code %d", who.c_str(), code);
     }
     const bool others = alive() > 0 && !ending_;
     if (options_.survivors_go_on) {
@@ -283,9 +315,10 @@ class Parent {
 
   const int ranks_;
   const LaunchOptions options_;
-  std::vector<Child> children_;
-  int exit_code_ = 0;       // Of the first failure.
-  bool succeeded_ = false;  // any rank
+  int port_ = 0;                 // of the store
+  std::vector<Child> children_;  // by rank
+  int exit_code_ = 0;            // Of the first failure.
+  bool succeeded_ = false;       // any rank
   bool ending_ = false;
   Clock::time_point kill_at_ = Clock::time_point::max();
 };
@@ -317,7 +350,8 @@ c10::intrusive_ptr<c10d::TCPStore> serve_store(int ranks) {
 
 // The parent opens the store, and two pipes for each rank.
 int parent_descriptors(int ranks, const LaunchOptions& options) {
-  return store_descriptors(ranks) + (options.prefix_lines ? 2 * ranks : 0);
+  const int processes = ranks + options.replacements;
+  return store_descriptors(processes) + (options.prefix_lines ? 2 * processes : 0);
 }
 
 int run_here(const std::function<int()>& body) {
@@ -333,6 +367,8 @@ int run_here(const std::function<int()>& body) {
 
 int launch_local(int ranks, const std::function<int()>& body, const LaunchOptions& options) {
   TORCH_CHECK(ranks >= 1, "launch_local: expected at least 1 rank, got ", ranks);
+  TORCH_CHECK(options.replacements >= 0, "launch_local: expected 0 or more replacements, got ",
+              options.replacements);
   const Environment env = read_environment();
   const bool launched = env.source == Environment::Source::kTorchrun || env.world_size > 1;
   if (launched || ranks == 1) return run_here(body);

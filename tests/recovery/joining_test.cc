@@ -1,0 +1,140 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A process that joins a job: what it takes over, and what the others do with one that does not
+// fit. Its bits are compared in recovery_test.
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/random_tensors.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/training.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+constexpr int kRanks = 2;
+constexpr int kNewcomer = 2;
+
+// Of a job of two ranks, and of the process that joins it.
+Group group_in_job(const Group& threads, std::chrono::milliseconds timeout) {
+  const bool joins = threads.rank() == kNewcomer;
+  Joining joining{joins};
+  joining.find_topology = [](const auto&, int, int world_size) {
+    return Topology::of_equal_machines(world_size, 1);
+  };
+  return Group(threads.store(), threads.rank(), joins ? kNewcomer + 1 : kRanks, "job",
+               gloo_factory(/*shared_memory=*/false), at::kCPU, timeout, std::nullopt, joining);
+}
+
+struct Member {
+  Member(const Group& group, uint64_t seed, const ZeroOptions& options, Inner inner = Inner::kAdamW)
+      : model(seed), optimizer(*model, make_inner(inner, *model), group, options) {}
+
+  int64_t steps() const { return optimizer.stats().steps; }
+
+  void step() {
+    const auto seed = static_cast<uint64_t>(steps() * 10 + optimizer.group().rank());
+    optimizer.backward(model->loss(random_tensor({3, 17}, seed), random_tensor({3, 11}, seed + 5),
+                                   OddModelImpl::kAll));
+    optimizer.step();
+  }
+  // Trains until a process waits to join, and returns that error.
+  std::string train_until_one_waits() {
+    for (int i = 0; i < 20000; ++i) {
+      const std::string text = error_of([&] { step(); });
+      if (!text.empty()) return text;
+    }
+    return "none waited";
+  }
+
+  OddModel model;
+  ZeroOptimizer optimizer;
+};
+
+void run_job(const std::function<void(const Group& job)>& body,
+             std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
+  run_ranks(3, [&](const Group& threads) { body(group_in_job(threads, timeout)); },
+            {.transport = Transport::kGloo});
+}
+
+TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
+  run_job([](const Group& job) {
+    EXPECT_EQ(job.joins(), job.rank() == kNewcomer);
+    // Other initial values on each rank, so that nothing is right by chance.
+    const auto seed = static_cast<uint64_t>(job.rank() + 1);
+    std::optional<Member> m;
+    m.emplace(job, seed, ZeroOptions().bucket_bytes(900).protect(1));
+    if (!job.joins()) {
+      m->optimizer.param_groups()[0].options().set_lr(0.0123);
+      for (int i = 0; i < 3; ++i) m->step();
+      expect_words(m->train_until_one_waits(), {"process 2 waits to join", "call recover()"});
+      const int64_t before = m->steps();
+      const RecoveryReport report = m->optimizer.recover();
+      EXPECT_EQ(report.members, (std::vector<int>{0, 1, 2}));
+      // The last one if its copies have arrived, or else the one before.
+      EXPECT_GE(report.steps, before - 1);
+      EXPECT_EQ(report.steps, m->steps());
+    }
+    const Group& now = m->optimizer.group();
+    EXPECT_FALSE(now.joins());
+    EXPECT_EQ(now.world_size(), 3);
+    EXPECT_EQ(now.global_ranks(), (std::vector<int>{0, 1, 2}));
+    EXPECT_EQ(now.topology().machines(), 3) << "found anew";
+    EXPECT_GE(m->steps(), 2);
+    EXPECT_EQ(m->optimizer.param_groups()[0].options().get_lr(), 0.0123);
+    const auto all = now.make_communicator("steps", Purpose::kControl)
+                         ->all_gather_text(std::to_string(m->steps()), "steps");
+    EXPECT_EQ(all, std::vector<std::string>(3, all[0]));
+    m->optimizer.check_replicas();
+    for (int i = 0; i < 3; ++i) m->step();
+    m->optimizer.check_replicas();
+  });
+}
+
+TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
+  run_job([](const Group& job) {
+    const auto options = ZeroOptions().bucket_bytes(900).protect(1);
+    if (job.joins()) {
+      expect_words(error_of([&] { Member(job, 1, options, Inner::kSgd); }),
+                   {"inner optimizer", "AdamW", "SGD"});
+      return;
+    }
+    Member m(job, 1, options);
+    m.step();
+    expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
+    const int64_t before = m.steps();
+    expect_words(error_of([&] { m.optimizer.recover(); }), {"inner optimizer", "AdamW", "SGD"});
+    const RecoveryReport report = m.optimizer.recover();
+    EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
+    EXPECT_GE(report.steps, before - 1);
+    for (int i = 0; i < 3; ++i) m.step();
+    m.optimizer.check_replicas();
+  });
+}
+
+TEST(JoiningTest, WithoutProtectedStepsNoneJoins) {
+  run_job(
+      [](const Group& job) {
+        if (!job.joins()) return;
+        expect_words(error_of([&] { Member(job, 1, ZeroOptions()); }),
+                     {"process 2", "protect(n), got 0"});
+        expect_words(error_of([&] { Member(job, 1, ZeroOptions().protect(1)); }),
+                     {"process 2 cannot join", "waited 500 ms", "protect()"});
+        expect_words(error_of([&] { job.make_communicator("own", Purpose::kControl); }),
+                     {"job/own", "process 2", "ZeroOptimizer::group()"});
+      },
+      std::chrono::milliseconds(500));
+}
+
+}  // namespace
+}  // namespace zero
