@@ -50,7 +50,7 @@ struct Member {
   }
   // Trains until a process waits to join, and returns that error.
   std::string train_until_one_waits() {
-    for (int i = 0; i < 20000; ++i) {
+    for (int i = 0; i < 4000; ++i) {
       const std::string text = error_of([&] { step(); });
       if (!text.empty()) return text;
     }
