@@ -20,6 +20,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -144,6 +145,33 @@ class Signal {
  private:
   int ends_[2] = {};
 };
+
+TEST_F(AtomicDirectoryTest, OneOfSeveralProcessesMakesTheFolderOfAnId) {
+  for (const bool locks : {true, false}) {
+    has_locks = locks;
+    for (int round = 0; round < 20; ++round) {
+      const std::string id = random_id();
+      std::vector<std::unique_ptr<Child>> children;
+      for (int i = 0; i < 4; ++i) {
+        children.push_back(std::make_unique<Child>([&] {
+          const auto* directory = new AtomicDirectory(target_, false, kManifestName, id);
+          _exit(directory->made() ? 1 : 0);  // the folder stays
+        }));
+      }
+      int made = 0;
+      for (const auto& child : children) made += child->wait();
+      EXPECT_EQ(made, 1);
+      EXPECT_TRUE(fs::is_directory(saving_path(target_, id)));
+      const AtomicDirectory later(target_, false, kManifestName, id);
+      EXPECT_FALSE(later.made());
+    }
+    // The next save finds them all dead, and removes them.
+    AtomicDirectory next(target_, false, kManifestName);
+    EXPECT_TRUE(next.made());
+    EXPECT_EQ(hidden(), 1);
+  }
+  has_locks = true;
+}
 
 TEST_F(AtomicDirectoryTest, WithAndWithoutExchangeATargetIsReplaced) {
   for (const bool exchange : {true, false}) {

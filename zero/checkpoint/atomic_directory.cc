@@ -56,10 +56,17 @@ bool is_folder(const std::string& path) {
 
 bool unsupported(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP; }
 
+// Others may be removing it, too.
 void remove_tree(const std::string& path) {
   std::error_code error;
-  fs::remove_all(path, error);
-  if (error) throw_errno("cannot remove " + path, error.value());
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    fs::remove_all(path, error);
+    if (!error || !exists(path)) return;
+    if (error != std::errc::no_such_file_or_directory && error != std::errc::directory_not_empty) {
+      break;
+    }
+  }
+  throw_errno("cannot remove " + path, error.value());
 }
 
 // Out of the way in one step, so that nothing is published or restored by halves.
@@ -94,7 +101,7 @@ bool is_saving_of(const std::string& name, const std::string& target_name) {
 // be a static object.
 struct OwnSaves {
   std::mutex mutex;
-  std::set<std::string> names;
+  std::multiset<std::string> names;  // one save has folders of one name on several disks
 };
 OwnSaves& own_saves() {
   static auto* saves = new OwnSaves;
@@ -148,9 +155,10 @@ std::string saving_path(const std::string& target, const std::string& id) {
 }
 std::string replaced_path(const std::string& target) { return hidden(target, kReplaced); }
 
-AtomicDirectory::AtomicDirectory(std::string target, bool overwrite, const char* required)
+AtomicDirectory::AtomicDirectory(std::string target, bool overwrite, const char* required,
+                                 std::string id)
     : target_(std::move(target)),
-      id_(random_id()),
+      id_(std::move(id)),
       path_(saving_path(target_, id_)),
       overwrite_(overwrite),
       process_(getpid()) {
@@ -176,7 +184,7 @@ void AtomicDirectory::make() {
   for (const std::string& name : names_in(parent_of(target_))) {
     if (!is_saving_of(name, name_of(target_))) continue;
     const std::string other = parent_of(target_) + "/" + name;
-    if (!is_folder(other)) continue;
+    if (other == path_ || !is_folder(other)) continue;
     const auto owner = owner_of(other);
     TORCH_CHECK(!owner, target_, ": expected no other save to this folder under way, got one ",
                 owner.value_or(""), " in ", other,
@@ -185,7 +193,11 @@ void AtomicDirectory::make() {
                 other);
     remove_renamed(other);
   }
-  if (mkdir(path_.c_str(), 0755) != 0) throw_errno("cannot make the folder " + path_, errno);
+  if (mkdir(path_.c_str(), 0755) != 0) {
+    if (errno == EEXIST) return;
+    throw_errno("cannot make the folder " + path_, errno);
+  }
+  made_ = true;
   const std::string lock_path = path_ + kLock;
   lock_ = open(lock_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (lock_ < 0) {
@@ -208,6 +220,7 @@ void AtomicDirectory::unlock() {
 }
 
 AtomicDirectory::~AtomicDirectory() {
+  if (!made_) return;
   if (getpid() != process_) {  // a forked child's copy; its parent goes on
     if (lock_ >= 0) close(lock_);
     return;
@@ -218,7 +231,8 @@ AtomicDirectory::~AtomicDirectory() {
     fs::remove_all(path_, ignored);
   }
   const std::lock_guard<std::mutex> guard(own_saves().mutex);
-  own_saves().names.erase(name_of(path_));
+  std::multiset<std::string>& names = own_saves().names;
+  names.erase(names.find(name_of(path_)));
 }
 
 void AtomicDirectory::check_present() const {

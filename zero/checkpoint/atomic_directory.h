@@ -43,12 +43,17 @@ class AtomicDirectory {
   // `overwrite`, or if it does not hold a file `required` (a checkpoint's
   // manifest), since it may be a folder of the user's. Throws while another save to
   // `target` is under way.
-  AtomicDirectory(std::string target, bool overwrite, const char* required);
+  //
+  // With the `id` of a folder that another process or thread may be making, too, one of them makes
+  // it. For the others made() is false, and they do nothing with it.
+  AtomicDirectory(std::string target, bool overwrite, const char* required,
+                  std::string id = random_id());
   // Removes the hidden folder unless it was published. A forked child removes nothing.
   ~AtomicDirectory();
   AtomicDirectory(const AtomicDirectory&) = delete;
   AtomicDirectory& operator=(const AtomicDirectory&) = delete;
 
+  bool made() const { return made_; }
   const std::string& id() const { return id_; }
   const std::string& path() const { return path_; }  // saving_path(target, id())
 
@@ -72,6 +77,7 @@ class AtomicDirectory {
   const bool overwrite_;
   const int process_;
   int lock_ = -1;
+  bool made_ = false;
   bool published_ = false;
 };
 
