@@ -25,6 +25,11 @@
 // under the name ".<name>.replaced". Every function here and every load gives that its
 // name back, where <name> is missing. Nothing here is collective: call it on one rank, or, to
 // read, on any number. Everything throws c10::Error with the path and errno.
+//
+// After a save with SaveOptions::shared_folder(false) each disk has a folder with the files of its
+// ranks and a manifest, which names the files of all disks. What finds, lists and removes
+// checkpoints works on the folders of one disk, and what reads all of the model needs the files of
+// all disks in one folder. ZeroOptimizer::latest_checkpoint() finds what all ranks can load.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -55,6 +60,10 @@ std::optional<std::string> latest(const std::string& parent);
 // run, and what dead saves left there. Returns the paths removed. A save by this process
 // that is under way is left alone; so is one of another process, where the file system has
 // locks. Throws for a count below 1.
+//
+// If each machine has a disk of its own, call it on every rank, or on one of each machine, right
+// after a save has returned: several calls for one folder may overlap. A checkpoint that a crash
+// left on some disks only counts on those, so keep 2 at least.
 std::vector<std::string> keep_last(const std::string& parent, int64_t count);
 
 // A parameter, a frozen parameter or a buffer of the model.
@@ -71,6 +80,7 @@ struct CheckpointFile {
   uint64_t bytes = 0;
   uint64_t xxh3 = 0;  // XXH3, 64 bits, of all of it
   int64_t tensors = 0;
+  int64_t disk = 0;  // it was written to; see CheckpointDescription::disk
 };
 
 // The state of an object that the save included.
@@ -111,20 +121,27 @@ struct CheckpointDescription {
   std::vector<CheckpointTensor> buffers;
   std::vector<CheckpointState> states;  // by name
   std::vector<CheckpointFile> files;
+  // The disk whose part of the checkpoint is in this folder, from 0 on: other folders have the
+  // files of other disks. 0 for all files of a save with a shared folder.
+  int64_t disk = 0;
 };
 
 // Says what the checkpoint in `folder` holds. Reads and checks the manifest alone: other files may
 // be damaged or missing, see verify_checkpoint(). Throws when `folder` holds no checkpoint.
 CheckpointDescription describe_checkpoint(const std::string& folder);
 
-// Reads every byte. Throws when one is not as it was saved.
-void verify_checkpoint(const std::string& folder);
+// Reads every byte. Throws when one is not as it was saved. Of a checkpoint on several disks the
+// folder must have the files of all of them: copied into one folder, whose manifest.json may be
+// that of any disk, they are a complete checkpoint. With `one_disk` only the files of this folder's
+// disk are read.
+void verify_checkpoint(const std::string& folder, bool one_disk = false);
 
 // Writes one safetensors file with the full masters, frozen parameters and buffers
 // by name, row-major, for inference and for Python. `dtype` is that of the
 // parameters; default: each one's own. Parameters under several names (tied)
 // appear once, under the first. Needs memory for the largest parameter twice.
-// Throws when `path` exists.
+// Throws when `path` exists, and when the folder lacks files of other disks, as
+// verify_checkpoint().
 void export_model(const std::string& folder, const std::string& path,
                   std::optional<c10::ScalarType> dtype = std::nullopt);
 

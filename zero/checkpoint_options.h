@@ -28,6 +28,13 @@ struct SaveOptions {
   // Replace a checkpoint that is there, atomically. False refuses.
   TORCH_ARG(bool, overwrite) = false;
 
+  // False: ranks need not see one folder, as when each machine writes to a disk of its own, and
+  // each rank may give a path of its own. The ranks that see one folder at their paths share a
+  // disk, which the save finds by looking. Each disk gets the files of its ranks and a manifest. A
+  // missing mount is then no error: the path is on another disk, and the save goes there. True: a
+  // folder that not all ranks see is an error. Equal on all ranks.
+  TORCH_ARG(bool, shared_folder) = true;
+
   // The user's own text, given back by load_checkpoint(): the name of the run, the
   // epoch. UTF-8, at most 100,000 entries; rank 0's counts.
   using Metadata = std::map<std::string, std::string>;
@@ -79,6 +86,8 @@ struct LoadReport {
   // did not include, and states per rank of another number of ranks. Rank 0 warns of these.
   std::vector<std::string> differences;
   uint64_t bytes_read = 0;  // by this rank, its part of verifying files included
+  // From other ranks, of files that this one does not see. They count as read, too.
+  uint64_t bytes_received = 0;
 };
 
 }  // namespace zero

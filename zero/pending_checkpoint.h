@@ -19,7 +19,8 @@ class PendingCheckpoint {
   // its own and does not throw; `finish` runs the collective end.
   PendingCheckpoint(std::function<void()> write, std::function<void()> finish);
   // Waits for this rank's files. Without finish() no checkpoint appears. As long as rank
-  // 0's object lives and was not finished, no other save to the folder can begin.
+  // 0's object lives and was not finished (without a shared folder: that of any rank), no other
+  // save to the folder can begin.
   ~PendingCheckpoint();
   PendingCheckpoint(const PendingCheckpoint&) = delete;
   PendingCheckpoint& operator=(const PendingCheckpoint&) = delete;

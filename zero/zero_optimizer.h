@@ -204,7 +204,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // ---- Checkpoints ----
 
-  // Collective. Writes a folder that all ranks can see: masters, all state of the inner optimizer,
+  // Collective. Writes a folder that all ranks can see, or one on each disk with
+  // SaveOptions::shared_folder(false): masters, all state of the inner optimizer,
   // step counts, loss scale, options; rank 0's frozen parameters and buffers; the objects that
   // SaveOptions include, such as schedules. It appears complete or not at all, and any number of
   // ranks can load it. On a mesh whose ranks hold different parameters, "every rank" is all ranks
@@ -213,8 +214,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // the slowest must be done within the group's timeout. See zero/checkpoint.h. Throws c10::Error
   // on all ranks, leaving what was at `folder`: gradients since the last step (they are not part of
   // a checkpoint), an existing `folder` without overwrite(true), another save to `folder` that is
-  // unfinished, a folder that not all ranks see, errors of the disk, state of an inner optimizer
-  // that cannot be cut for other numbers of ranks, one name for several parameters of a mesh.
+  // unfinished, a folder that not all ranks see (unless shared_folder(false)), errors of a disk,
+  // state of an inner optimizer that cannot be cut for other numbers of ranks, one name for several
+  // parameters of a mesh.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step waits where it is ahead; so
@@ -228,7 +230,17 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // has its id. Throws c10::Error on all ranks, and then nothing has changed: gradients since the
   // last step, damage, another model (see LoadOptions::strict), numbers that no optimizer can go on
   // with, an included object that refuses its state.
+  //
+  // Ranks need not see one folder, and each may give a path of its own: the files that a rank does
+  // not see are read by one that does, which sends the tensors that overlap the shard. A rank that
+  // sees no manifest takes that of another. Then a rank needs memory for what it receives, too.
+  // Also throws on all ranks: manifests of different checkpoints, and a file that no rank sees.
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& options = {});
+  // Collective. The checkpoint to load when ranks may see different folders: the newest, in the
+  // order of zero::latest(), in the folders `parent` of all ranks, of which each file is seen by
+  // some rank. So one that a crash left on some disks only does not count. Returns its path for
+  // this rank, whether it is there or not. `parent` may differ between ranks.
+  std::optional<std::string> latest_checkpoint(const std::string& parent);
   // Collective. Takes over the state of an unsharded optimizer of the same class over the same
   // module's parameters, to go on with a run of plain torch. `plain` is loaded on every rank;
   // options and parameters are not taken over.

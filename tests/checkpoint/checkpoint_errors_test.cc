@@ -226,7 +226,7 @@ TEST(SaveErrorTest, AFolderThatNotAllRanksSeeIsAnErrorThatSaysSo) {
     ASSERT_EQ(chdir(own.c_str()), 0);
     CheckpointRun run(Training(), group, 1);
     expect_words(error_of([&] { run.optimizer->save_checkpoint("a"); }),
-                 {"rank 2", "a folder that all ranks share"});
+                 {"rank 2", "a folder that all ranks share", "shared_folder(false)"});
   });
   EXPECT_FALSE(fs::exists(parent + "/0/a"));
   EXPECT_EQ(left_over(parent + "/0"), 0);

@@ -148,8 +148,11 @@ TEST_F(PiecesReaderTest, SaysWhatIsStored) {
   EXPECT_EQ(reader.kinds("p"), (std::set<std::string>{"master", "step"}));
   EXPECT_TRUE(reader.kinds("q").empty());
   EXPECT_EQ(reader.state_names(), std::vector<std::string>{"note"});
-  EXPECT_EQ(reader.dtype("p", "step"), at::kLong);
-  expect_words(error_of([&] { reader.dtype("p", "exp_avg"); }), {"p", "exp_avg", "got none"});
+  EXPECT_EQ(reader.dtype("step", {"p", 0, 1}), at::kLong);
+  expect_words(error_of([&] {
+                 reader.dtype("exp_avg", {"p", 0, 1});
+               }),
+               {"p", "exp_avg", "got none"});
 }
 
 TEST_F(PiecesReaderTest, AValueStandsForAllElementsOfItsPieces) {

@@ -152,7 +152,7 @@ TEST(CallProtocolTest, ArgumentsAreComparedOnTheRanksThatTheyConcern) {
 
 TEST(CallProtocolTest, OnlyCallsOfAStepAreAlikeInAStaticGraph) {
   for (int call = static_cast<int>(Call::kReduceGradients);
-       call <= static_cast<int>(Call::kLoadCheckpoint); ++call) {
+       call <= static_cast<int>(Call::kLatestCheckpoint); ++call) {
     EXPECT_EQ(is_of_a_step(static_cast<Call>(call)), call <= static_cast<int>(Call::kStep));
   }
 }

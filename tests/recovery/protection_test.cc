@@ -3,6 +3,7 @@
 //
 // ZeroOptions::protect(): whole or not at all, what it sends, and what it refuses.
 #include "zero/recovery/protection.h"
+#include "zero/checkpoint/file_exchange.h"
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>

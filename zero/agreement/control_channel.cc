@@ -64,6 +64,8 @@ const char* call_name(Call call) {
       return "unfreeze()";
     case Call::kAddParamGroup:
       return "add_param_group()";
+    case Call::kLatestCheckpoint:
+      return "latest_checkpoint()";
   }
   return "an unknown call";
 }

@@ -37,6 +37,7 @@ enum class Call : int32_t {
   kFreeze,
   kUnfreeze,
   kAddParamGroup,
+  kLatestCheckpoint,
 };
 
 const char* call_name(Call call);

@@ -36,7 +36,8 @@ std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent) {
     if (!is_candidate(path)) continue;
     try {
       const Manifest manifest = read_manifest(path.string());
-      result.push_back({path.string(), manifest.saved, manifest.steps + manifest.skipped_steps});
+      result.push_back(
+          {path.string(), manifest.id, manifest.saved, manifest.steps + manifest.skipped_steps});
     } catch (const c10::Error&) {  // damaged, or a manifest of something else
     }
   }

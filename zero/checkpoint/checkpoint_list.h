@@ -12,6 +12,7 @@ namespace zero {
 
 struct ListedCheckpoint {
   std::string path;
+  std::string id;
   int64_t saved = 0;  // see RunIdentity; 0 where the manifest does not say
   int64_t steps = 0;  // skipped ones included
 };

@@ -74,8 +74,9 @@ CheckpointDescription describe_checkpoint(const std::string& folder) {
   d.states = states_of(m.files);
   for (const ManifestFile& file : m.files) {
     d.files.push_back(
-        {file.name, file.bytes, file.hash, static_cast<int64_t>(file.tensors.size())});
+        {file.name, file.bytes, file.hash, static_cast<int64_t>(file.tensors.size()), file.disk});
   }
+  d.disk = m.disk;
   return d;
 }
 

@@ -29,9 +29,12 @@ std::vector<std::string> keep_last(const std::string& parent, int64_t count) {
   return removed;
 }
 
-void verify_checkpoint(const std::string& folder) {
+void verify_checkpoint(const std::string& folder, bool one_disk) {
   CheckpointReader reader(folder);
-  for (size_t f = 0; f < reader.manifest().files.size(); ++f) reader.verify_file(f);
+  const Manifest& manifest = reader.manifest();
+  for (size_t f = 0; f < manifest.files.size(); ++f) {
+    if (!one_disk || manifest.files[f].disk == manifest.disk) reader.verify_file(f);
+  }
 }
 
 }  // namespace zero

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cctype>
 #include <exception>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -120,6 +121,15 @@ TensorBox box_of(const ManifestParameter& parameter) {
   return box;
 }
 
+int64_t writer_of(const ManifestFile& file) {
+  const size_t end = file.name.rfind('.');
+  size_t begin = end == std::string::npos ? 0 : end;
+  while (begin > 0 && std::isdigit(static_cast<unsigned char>(file.name[begin - 1]))) --begin;
+  int64_t rank = 0;
+  for (size_t i = begin; i < end && i < begin + 9; ++i) rank = rank * 10 + (file.name[i] - '0');
+  return rank;  // 0 for the frozen parameters of a save without a mesh
+}
+
 bool is_value(const std::string& kind) {
   return kind == "step" || kind.rfind("value:", 0) == 0 || kind.rfind("scalar:", 0) == 0;
 }
@@ -185,7 +195,9 @@ Manifest read_manifest(const std::string& folder) {
 
 bool is_complete_checkpoint(const std::string& folder) {
   try {
-    for (const ManifestFile& file : read_manifest(folder).files) {
+    const Manifest manifest = read_manifest(folder);
+    for (const ManifestFile& file : manifest.files) {
+      if (file.disk != manifest.disk) continue;
       if (FileReader(folder + "/" + file.name).size() != file.bytes) return false;
     }
     return true;

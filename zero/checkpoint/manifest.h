@@ -79,7 +79,11 @@ struct ManifestFile {
   uint64_t bytes = 0;
   uint64_t hash = 0;
   std::vector<ManifestTensor> tensors;
+  int64_t disk = 0;  // optional: the one it was written to, see Manifest::disk
 };
+
+// The rank that wrote a file, by its name.
+int64_t writer_of(const ManifestFile& file);
 
 struct ManifestParameter {
   std::string name;
@@ -139,6 +143,11 @@ struct Manifest {
   std::vector<ManifestParameter> buffers;
   std::vector<ManifestFile> files;
   std::map<std::string, std::string> metadata;  // the user's
+
+  // Optional: the disk that this copy of the manifest was written to, as are the files with the
+  // same number. Copies are equal otherwise. Disks have numbers from 0 on; all files of a save with
+  // a shared folder are on disk 0.
+  int64_t disk = 0;
 };
 
 // Throws c10::Error unless the pieces of each parameter have the same values.
@@ -154,7 +163,7 @@ Manifest parse_manifest(const std::string& text, const std::string& path);
 // From a checkpoint's folder. Throws when it is none. Nothing of a file's size is
 // allocated before its checksum was found right.
 Manifest read_manifest(const std::string& folder);
-// Returns whether `folder` has a manifest, and files of the sizes it says. Never throws.
+// Returns whether `folder` has a manifest, and its disk's files of the sizes it says. Never throws.
 bool is_complete_checkpoint(const std::string& folder);
 
 // A rank's files as text, for rank 0 to put into the manifest.

@@ -29,8 +29,7 @@ void check_is(bool expected, const json& value, const char* name, const char* wh
   TORCH_CHECK(expected, name, ": expected ", what, ", got another ", value.type_name());
 }
 
-// From 0 to 2^63 - 1. The JSON library's own conversion is undefined for 1e20 and
-// wraps around for -1.
+// From 0 to 2^63 - 1. The JSON library's conversion is undefined for 1e20 and wraps -1 around.
 int64_t whole_number(const json& value, const char* name) {
   const bool fits =
       value.is_number_unsigned() && value.get<uint64_t>() <= std::numeric_limits<int64_t>::max();
@@ -251,6 +250,8 @@ const JsonFields<ManifestFile>& file_fields() {
           {"name", &ManifestFile::name, text(), kRequired, 1},
           {"bytes", &ManifestFile::bytes, byte_count(), kRequired, 1},
           {"xxh3", &ManifestFile::hash, hash(), kRequired, 1},
+          JsonField<ManifestFile>("disk", &ManifestFile::disk, count(), kOptional, 1)
+              .where([](const ManifestFile& f) { return f.disk != 0; }),
           {"tensors", &ManifestFile::tensors, list_of(tensor_fields()), kRequired, 1},
       },
       check_file);
@@ -309,6 +310,8 @@ const JsonFields<Manifest>& manifest_fields() {
           {"plan", &Manifest::plan_fingerprint, hash(), kRequired, 1},
           JsonField<Manifest>("holders", &Manifest::holders, whole(), kOptional, 1)
               .where([](const Manifest& m) { return m.holders != 1; }),
+          JsonField<Manifest>("disk", &Manifest::disk, count(), kOptional, 1)
+              .where([](const Manifest& m) { return m.disk != 0; }),
           {"optimizer", &Manifest::optimizer, text(), kRequired, 1},
           {"groups", &Manifest::groups, option_groups(), kRequired, 1},
           section("loss_scale", loss_scale_fields(), kRequired, 1),

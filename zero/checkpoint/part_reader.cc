@@ -73,8 +73,9 @@ std::set<std::string> PartReader::kinds(const std::string& name) const {
   return result;
 }
 
-c10::ScalarType PartReader::dtype(const std::string& name, const std::string& kind) {
-  return reader_.dtype(stored_name(*parts(name).front()), kind);
+c10::ScalarType PartReader::dtype(const std::string& kind, const HeldRange& range) {
+  if (!range.stored.empty()) return reader_.dtype(kind, range.stored.front());
+  return reader_.dtype(kind, {stored_name(*parts(range.name).front()), 0, 0});
 }
 
 void PartReader::read(const std::string& kind, const std::vector<const HeldRange*>& ranges,
@@ -134,6 +135,22 @@ at::Tensor PartReader::read_uncut(const std::string& kind, const HeldRange& rang
               "own and cannot be cut, got another cut; load with the tensor parallelism of the "
               "save");
   return reader_.read_uncut(range.same, kind);
+}
+
+std::vector<std::string> PartReader::owners(const ManifestParameter& held) const {
+  const TensorBox wanted = box_of(held);
+  std::vector<std::string> result;
+  for (const ManifestParameter* p : parts(held.name)) {
+    const TensorBox box = box_of(*p);
+    if (same_box(box, wanted)) return {stored_name(*p)};
+    bool overlaps = true;
+    for (size_t d = 0; d < box.sizes.size(); ++d) {
+      overlaps = overlaps && box.from[d] < wanted.from[d] + wanted.sizes[d] &&
+                 wanted.from[d] < box.from[d] + box.sizes[d];
+    }
+    if (overlaps) result.push_back(stored_name(*p));
+  }
+  return result;
 }
 
 at::Tensor PartReader::read_whole(const ManifestParameter& held, const std::string& kind) {

@@ -34,10 +34,13 @@ class PartReader {
   // with the same whole shape and memory order.
   HeldRange find(const ManifestParameter& held, int64_t begin, int64_t numel) const;
 
+  // The owners of the stored tensors that read_whole() reads.
+  std::vector<std::string> owners(const ManifestParameter& held) const;
+
   // The kinds of tensors stored for any part of a parameter.
   std::set<std::string> kinds(const std::string& name) const;
-  // The dtype of what read() reads of a parameter.
-  c10::ScalarType dtype(const std::string& name, const std::string& kind);
+  // The dtype of what read() reads of a range.
+  c10::ScalarType dtype(const std::string& kind, const HeldRange& range);
 
   // Fills into[i], 1-D in host memory, with ranges[i] of `kind`.
   void read(const std::string& kind, const std::vector<const HeldRange*>& ranges,

@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -35,7 +36,13 @@ CheckpointReader::CheckpointReader(std::string folder)
     : folder_(std::move(folder)),
       manifest_(find_manifest(folder_)),
       open_([this](const ManifestFile& file) {
-        return std::make_unique<FileReader>(folder_ + "/" + file.name);
+        const std::string path = folder_ + "/" + file.name;
+        TORCH_CHECK(file.disk == manifest_.disk || access(path.c_str(), F_OK) == 0, path,
+                    ": expected the file that rank ", writer_of(file), " wrote to disk ", file.disk,
+                    ", got none; the folder has the files of disk ", manifest_.disk,
+                    ": copy those of all disks into one folder, or load it with ranks that see "
+                    "them");
+        return std::make_unique<FileReader>(path);
       }) {
   list_tensors();
 }
@@ -231,11 +238,16 @@ std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
   return values;
 }
 
-c10::ScalarType CheckpointReader::dtype(const std::string& owner, const std::string& kind) {
-  const auto& list = places(owner, kind);
-  TORCH_CHECK(!list.empty(), folder_, ": parameter ", owner, ": expected stored ", kind,
+c10::ScalarType CheckpointReader::dtype(const std::string& kind, const WantedRange& range) {
+  const auto& list = places(range.owner, kind);
+  TORCH_CHECK(!list.empty(), folder_, ": parameter ", range.owner, ": expected stored ", kind,
               ", got none");
-  return stored(list[0]).dtype;
+  // The file of another piece may be on another rank.
+  const auto overlapping = std::find_if(list.begin(), list.end(), [&](const Place& place) {
+    const ManifestTensor& t = *place.tensor;
+    return t.begin < range.begin + range.numel && range.begin < t.begin + t.numel;
+  });
+  return stored(overlapping == list.end() ? list[0] : *overlapping).dtype;
 }
 
 at::Tensor CheckpointReader::read_all(const ManifestParameter& about, const std::string& kind) {

@@ -60,8 +60,8 @@ class CheckpointReader {
                                       const std::vector<WantedRange>& wanted);
   // All elements of an uncut tensor of a parameter, 1-D in host memory, with its own dtype.
   at::Tensor read_uncut(const std::string& owner, const std::string& kind);
-  // The dtype of what read() reads of a parameter; `kind` must be stored for it.
-  c10::ScalarType dtype(const std::string& owner, const std::string& kind);
+  // The dtype of what read() reads of a range; `kind` must be stored for its owner.
+  c10::ScalarType dtype(const std::string& kind, const WantedRange& range);
   // All elements of a parameter or of a part of one, fp32, 1-D in memory order.
   at::Tensor read_all(const ManifestParameter& about, const std::string& kind);
   // A frozen parameter or buffer, contiguous, with its own dtype.

@@ -9,11 +9,15 @@
 #include <cstdio>
 #include <exception>
 #include <filesystem>
+#include <iterator>
+#include <map>
+#include <set>
 #include <system_error>
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
+#include "zero/checkpoint/file_exchange.h"
 #include "zero/checkpoint/hashed_file.h"
 #include "zero/checkpoint/safetensors.h"
 
@@ -48,39 +52,90 @@ std::string frozen_file_name(int rank) {
   return name + (rank == 0 ? ".safetensors" : "-" + rank_file_name(rank).substr(5));
 }
 
-CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bool overwrite)
-    : control_(control), folder_(std::move(folder)), overwrite_(overwrite) {}
+CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bool overwrite,
+                                   bool shared)
+    : control_(control),
+      folder_(std::move(folder)),
+      what_("save_checkpoint(" + folder_ + ")"),
+      overwrite_(overwrite),
+      shared_(shared) {}
+
+void CheckpointWriter::make_directory(const std::string& id) {
+  restore_replaced(folder_, is_complete_checkpoint);
+  std::error_code ignored;
+  TORCH_CHECK(shared_ || overwrite_ || !std::filesystem::exists(folder_, ignored), folder_,
+              ": expected a path where nothing is, got one that exists; choose another or set "
+              "overwrite(true), also where it is a checkpoint that other disks lack, because a "
+              "save was cut short");
+  auto made = std::make_unique<AtomicDirectory>(folder_, overwrite_, kManifestName, id);
+  if (!made->made()) return;
+  directory_ = std::move(made);
+  const std::string rank = shared_ ? "" : " " + std::to_string(control_.rank());
+  write_text(directory_->path() + kSighting, id + rank);
+  sync_folder(directory_->path());
+}
+
+std::string CheckpointWriter::sighting() const {
+  try {
+    FileReader file(saving_ + kSighting);
+    return file.read_text(0, file.size());
+  } catch (const c10::Error& error) {
+    return error_text(error);
+  }
+}
 
 void CheckpointWriter::begin() {
-  const std::string what = "save_checkpoint(" + folder_ + ")";
   try {
-    const auto ids = run_on_all_ranks(control_, what, [&]() -> std::string {
+    const auto ids = run_on_all_ranks(control_, what_, [&]() -> std::string {
       if (control_.rank() != 0) return {};
-      restore_replaced(folder_, is_complete_checkpoint);
-      directory_ = std::make_unique<AtomicDirectory>(folder_, overwrite_, kManifestName);
-      write_text(directory_->path() + kSighting, directory_->id());
-      sync_folder(directory_->path());
+      make_directory(random_id());
+      TORCH_INTERNAL_ASSERT(directory_, "a folder with a new random name");
       return directory_->id();
     });
     id_ = ids[0];
     saving_ = saving_path(folder_, id_);
-    run_on_all_ranks(control_, what, [&]() -> std::string {
-      std::string seen;
-      try {
-        FileReader file(saving_ + kSighting);
-        seen = file.read_text(0, file.size());
-      } catch (const c10::Error& error) {
-        seen = error_text(error);
-      }
-      TORCH_CHECK(seen == id_, saving_,
-                  ": expected the folder that rank 0 has just made, got another or none (", seen,
-                  "); save to a folder that all ranks share");
-      return {};
-    });
+    if (shared_) {
+      check_all_see_it();
+    } else {
+      find_disks();
+    }
   } catch (...) {
     directory_.reset();
     throw;
   }
+}
+
+void CheckpointWriter::check_all_see_it() {
+  run_on_all_ranks(control_, what_, [&]() -> std::string {
+    const std::string seen = sighting();
+    TORCH_CHECK(seen == id_, saving_,
+                ": expected the folder that rank 0 has just made, got another or none (", seen,
+                "); save to a folder that all ranks share, or set SaveOptions::shared_folder(false)"
+                " if each machine shall write to a disk of its own");
+    return {};
+  });
+}
+
+int CheckpointWriter::keeper() const {
+  const std::string seen = sighting();
+  const std::string prefix = id_ + " ";
+  TORCH_CHECK(seen.compare(0, prefix.size(), prefix) == 0, saving_,
+              ": expected the folder that a rank has just made, got another or none (", seen, ")");
+  return std::stoi(seen.substr(prefix.size()));
+}
+
+void CheckpointWriter::find_disks() {
+  // One rank on each disk makes the folder, of those that do not see that of rank 0.
+  run_on_all_ranks(control_, what_, [&]() -> std::string {
+    const std::string seen = sighting();
+    if (seen.compare(0, id_.size(), id_) != 0) make_directory(id_);
+    return {};
+  });
+  const auto keepers = run_on_all_ranks(control_, what_, [&] { return std::to_string(keeper()); });
+  std::set<int> disks;
+  for (const std::string& rank : keepers) disks.insert(std::stoi(rank));
+  const int own = std::stoi(keepers[static_cast<size_t>(control_.rank())]);
+  disk_ = std::distance(disks.begin(), disks.find(own));
 }
 
 void CheckpointWriter::write_file(const FileToSave& file) {
@@ -96,7 +151,7 @@ void CheckpointWriter::write_file(const FileToSave& file) {
     by_key[t.about.key] = &t;
   }
   SafetensorsWriter writer(saving_ + "/" + file.name, std::move(stored), {{"checkpoint", id_}});
-  ManifestFile result{file.name, 0, 0, {}};
+  ManifestFile result{file.name, 0, 0, {}, disk_};
   for (const StoredTensor& place : writer.tensors()) {
     const TensorToSave& t = *by_key.at(place.name);
     const at::Tensor host = storable(t.tensor);
@@ -119,26 +174,44 @@ void CheckpointWriter::write_files(const std::vector<FileToSave>& files,
   }
 }
 
-void CheckpointWriter::write_manifest(Manifest& manifest, const std::vector<std::string>& files) {
-  manifest.id = id_;
-  for (size_t r = 0; r < files.size(); ++r) {
-    for (ManifestFile& file : parse_files(files[r], "files of rank " + std::to_string(r))) {
-      manifest.files.push_back(std::move(file));
-    }
-  }
-  check_values_agree(manifest.files);
+void CheckpointWriter::write_manifest(const Manifest& manifest) {
   directory_->check_present();
   if (unlink((saving_ + kSighting).c_str()) != 0) {
     throw_errno("cannot remove " + saving_ + kSighting, errno);
   }
   write_text(saving_ + "/" + kManifestName, manifest_text(manifest));
-  directory_->publish();
+}
+
+void CheckpointWriter::finish_disks(const Manifest& manifest) {
+  std::string text;
+  run_on_all_ranks(control_, what_, [&]() -> std::string {
+    if (control_.rank() == 0) text = manifest_text(manifest);
+    return {};
+  });
+  text = broadcast_text(control_, text, /*source=*/0, "manifest");
+  run_on_all_ranks(control_, what_, [&]() -> std::string {
+    if (!directory_) return {};
+    Manifest own = parse_manifest(text, folder_ + "/" + kManifestName);
+    own.disk = disk_;
+    write_manifest(own);
+    sync_folder(saving_);
+    return {};
+  });
+  run_on_all_ranks(control_, what_, [&]() -> std::string {
+    try {
+      if (directory_) directory_->publish();
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, error_text(error),
+                  "; other disks may have this checkpoint now, which lacks the files of this one: "
+                  "save again with overwrite(true)");
+    }
+    return {};
+  });
 }
 
 void CheckpointWriter::finish(Manifest manifest) {
-  const std::string what = "save_checkpoint(" + folder_ + ")";
   try {
-    const auto files = run_on_all_ranks(control_, what, [&] {
+    const auto files = run_on_all_ranks(control_, what_, [&] {
       std::error_code ignored;
       TORCH_CHECK(
           problem_.empty(), problem_,
@@ -147,10 +220,22 @@ void CheckpointWriter::finish(Manifest manifest) {
               : "; another save to the same folder, or keep_last(), has removed " + saving_);
       return files_text(files_);
     });
-    run_on_all_ranks(control_, what, [&]() -> std::string {
-      if (control_.rank() == 0) write_manifest(manifest, files);
+    run_on_all_ranks(control_, what_, [&]() -> std::string {
+      if (control_.rank() != 0) return {};
+      manifest.id = id_;
+      for (size_t r = 0; r < files.size(); ++r) {
+        for (ManifestFile& file : parse_files(files[r], "files of rank " + std::to_string(r))) {
+          manifest.files.push_back(std::move(file));
+        }
+      }
+      check_values_agree(manifest.files);
+      if (shared_) {
+        write_manifest(manifest);
+        directory_->publish();
+      }
       return {};
     });
+    if (!shared_) finish_disks(manifest);
   } catch (...) {
     directory_.reset();
     throw;

@@ -11,6 +11,12 @@
 //
 // Any error on any rank is thrown on all of them by the next collective call; the
 // hidden folder is removed and what was at the target stays.
+//
+// Without a shared folder there is one hidden folder, with one id in its name, on each disk: the
+// ranks that see one folder at their paths share a disk. One of them makes it and is the disk's
+// keeper, which writes a manifest there and renames it. Rank 0 is one. All keepers have written
+// their manifests before the first one renames; then a crash can leave some disks without the new
+// checkpoint.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,10 +49,12 @@ std::string frozen_file_name(int rank);
 
 class CheckpointWriter {
  public:
-  // `control` must outlive the writer.
-  CheckpointWriter(Communicator& control, std::string folder, bool overwrite);
+  // `control` must outlive the writer. `folder` may differ between ranks unless it is `shared`.
+  CheckpointWriter(Communicator& control, std::string folder, bool overwrite, bool shared = true);
 
   void begin();
+  // After begin(): equal on all ranks.
+  const std::string& id() const { return id_; }
   // Runs `prepare`, if there is one, and writes `files`. Never throws: what goes wrong is thrown by
   // finish().
   void write_files(const std::vector<FileToSave>& files,
@@ -55,15 +63,28 @@ class CheckpointWriter {
   void finish(Manifest manifest);
 
  private:
+  // Makes the hidden folder with a sighting in it, unless another rank does.
+  void make_directory(const std::string& id);
+  // The content of the sighting, or why it cannot be read.
+  std::string sighting() const;
+  void check_all_see_it();
+  void find_disks();
+  // Returns the keeper of the disk that this rank sees.
+  int keeper() const;
+
   void write_file(const FileToSave& file);
-  void write_manifest(Manifest& manifest, const std::vector<std::string>& files);
+  void write_manifest(const Manifest& manifest);
+  void finish_disks(const Manifest& manifest);
 
   Communicator& control_;
   const std::string folder_;
+  const std::string what_;  // for errors
   const bool overwrite_;
-  std::unique_ptr<AtomicDirectory> directory_;  // rank 0's
+  const bool shared_;
+  std::unique_ptr<AtomicDirectory> directory_;  // rank 0's; those of all keepers
   std::string saving_;                          // the hidden folder
   std::string id_;
+  int64_t disk_ = 0;
   std::vector<ManifestFile> files_;
   std::string problem_;
 };

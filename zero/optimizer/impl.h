@@ -21,6 +21,7 @@
 
 #include "zero/agreement/communicators.h"
 #include "zero/agreement/shard_domains.h"
+#include "zero/checkpoint/found_files.h"
 #include "zero/checkpoint/mesh_tensors.h"
 #include "zero/checkpoint/reader.h"
 #include "zero/checkpoint/run_identity.h"
@@ -128,6 +129,13 @@ struct ZeroOptimizer::Impl {
   FileToSave shard_file(std::vector<int64_t>& bucket_of) const;
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& load,
                              ParamGroups& groups);
+  // Collective. A reader of a checkpoint of which ranks see different files, with what this rank
+  // needs of the others; `received` is their bytes. Throws on all ranks where load_checkpoint()
+  // would without reading.
+  std::unique_ptr<CheckpointReader> receive_files(const std::string& folder,
+                                                  const FoundFiles& found, const LoadOptions& load,
+                                                  const MeshTensors* mesh, const std::string& call,
+                                                  uint64_t& received);
   // Sets everything from a protected step of the same model; parameters that were not managed then
   // keep their values and have no state. Collective.
   void load_protected(CheckpointReader& reader, ParamGroups& groups, const std::string& call);

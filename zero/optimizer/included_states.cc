@@ -117,13 +117,22 @@ std::vector<std::string> compare_states(const CheckpointReader& reader, const Lo
   return notes;
 }
 
-StatesToSet read_states(CheckpointReader& reader, const LoadOptions& load, int rank) {
-  StatesToSet result;
+std::vector<std::pair<std::string, std::string>> included_tensors(const LoadOptions& load,
+                                                                  int rank) {
+  std::vector<std::pair<std::string, std::string>> result;
   for (const auto& wanted : load.states()) {
-    const std::string owner = kStatePrefix + wanted.name;
-    const std::string kind = kind_of(wanted.per_rank, rank);
+    result.emplace_back(kStatePrefix + wanted.name, kind_of(wanted.per_rank, rank));
+  }
+  return result;
+}
+
+StatesToSet read_states(CheckpointReader& reader, const LoadOptions& load, int rank) {
+  const auto tensors = included_tensors(load, rank);
+  StatesToSet result;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& [owner, kind] = tensors[i];
     if (reader.kinds(owner).count(kind) == 0) continue;
-    result.emplace_back(wanted.object, reader.read_bytes(owner, kind));
+    result.emplace_back(load.states()[i].object, reader.read_bytes(owner, kind));
   }
   return result;
 }

@@ -32,6 +32,10 @@ std::string included_text(const LoadOptions& load);
 std::vector<std::string> compare_states(const CheckpointReader& reader, const LoadOptions& load,
                                         int world_size, CheckpointDifferences& differences);
 
+// The owner and kind of the tensors that read_states() reads, if they are stored.
+std::vector<std::pair<std::string, std::string>> included_tensors(const LoadOptions& load,
+                                                                  int rank);
+
 // Objects with the state that rank `rank` gives them.
 using StatesToSet = std::vector<std::pair<Stateful*, std::string>>;
 StatesToSet read_states(CheckpointReader& reader, const LoadOptions& load, int rank);

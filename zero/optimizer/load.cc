@@ -4,7 +4,6 @@
 // Everything that can go wrong goes wrong in stage(), which changes nothing. Once
 // all ranks have staged, commit() only moves memory.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -21,42 +20,17 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/checkpoint/differences.h"
-#include "zero/checkpoint/part_reader.h"
+#include "zero/checkpoint/file_exchange.h"
+#include "zero/checkpoint/found_files.h"
 #include "zero/checkpoint/reader.h"
 #include "zero/inner/classes.h"
 #include "zero/inner/state.h"
 #include "zero/optimizer/impl.h"
 #include "zero/optimizer/included_states.h"
+#include "zero/optimizer/staging.h"
 
 namespace zero {
 namespace {
-
-// One segment as it will be, in host memory until its state is made.
-struct StagedSegment {
-  const SegmentTensors* target = nullptr;
-  at::Tensor master;
-  std::unique_ptr<torch::optim::OptimizerParamState> state;
-  bool has_state = false;  // whether `state`, which may be none, replaces the present one
-};
-
-struct Staged {
-  Manifest manifest;
-  std::vector<StagedSegment> segments;
-  std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // to, from
-  StatesToSet states;
-  bool same_run = false;
-  bool restores_options = false;
-  std::vector<int64_t> groups_from;  // see CheckpointDifferences
-  LoadReport report;
-};
-
-// The next steps add to it. Of classes that are not torch's own, nothing is known.
-void check_step(const std::string& owner, const std::string& kind, const at::Tensor& value) {
-  if (kind != "step" || value.scalar_type() != at::kLong) return;
-  const auto step = value.item<int64_t>();
-  TORCH_CHECK(step >= 0 && step <= kCountLimit, "parameter ", owner, ": expected a step from 0 to ",
-              kCountLimit, ", got ", step);
-}
 
 // torch compares options with those of the last step, and NaN equals nothing.
 void check_options(const Manifest& manifest, const std::string& folder) {
@@ -69,131 +43,18 @@ void check_options(const Manifest& manifest, const std::string& folder) {
   }
 }
 
-class Staging {
- public:
-  // `mesh` is what all ranks hold; null where each holds the same.
-  Staging(CheckpointReader& reader, const ParameterTable& table, ShardOptimizer& shards,
-          const CheckpointDifferences& differences, const MeshTensors* mesh)
-      : reader_(reader), table_(table), shards_(shards), differences_(differences), mesh_(mesh) {}
-
-  void read_segments(Staged& staged) {
-    for (const SegmentTensors& s : shards_.segments()) {
-      const Parameter& p = table_.parameters()[s.segment.parameter];
-      if (differences_.unusable.count(p.name) != 0) continue;
-      const ManifestParameter own =
-          mesh_ ? mesh_->own(p.name)
-                : ManifestParameter{p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group};
-      wanted_.push_back(reader_.find(own, s.segment.begin, s.segment.numel));
-      staged.segments.push_back({&s, buffer(s.segment.numel, at::kFloat), nullptr, false});
-    }
-    std::vector<at::Tensor> masters;
-    for (const StagedSegment& s : staged.segments) masters.push_back(s.master);
-    std::vector<size_t> all(wanted_.size());
-    std::iota(all.begin(), all.end(), size_t{0});
-    reader_.read("master", wanted_of(all), masters);
-    if (differences_.same_optimizer) read_states(staged);
-  }
-
-  void read_whole(Staged& staged, const std::vector<NamedTensor>& present, const char* kind) {
-    for (const NamedTensor& item : present) {
-      if (differences_.unusable.count(item.name) != 0) continue;
-      const at::Tensor& tensor = item.tensor;
-      const ManifestParameter own =
-          mesh_ ? mesh_->own(item.name)
-                : ManifestParameter{item.name, tensor.sizes().vec(), {}, tensor.scalar_type(), 0};
-      staged.whole.emplace_back(tensor, reader_.read_whole(own, kind));
-    }
-  }
-
- private:
-  static at::Tensor buffer(int64_t numel, c10::ScalarType dtype) {
-    return at::empty({numel}, at::TensorOptions().dtype(dtype));
-  }
-
-  std::vector<const HeldRange*> wanted_of(const std::vector<size_t>& segments) const {
-    std::vector<const HeldRange*> result;
-    for (const size_t i : segments) result.push_back(&wanted_[i]);
-    return result;
-  }
-
-  void read_states(Staged& staged) {
-    // By kind, because a parameter that was never used has none.
-    std::map<std::string, std::vector<size_t>> segments_with;
-    for (size_t i = 0; i < wanted_.size(); ++i) {
-      for (const std::string& kind : reader_.kinds(wanted_[i].name)) {
-        if (kind != "master") segments_with[kind].push_back(i);
-      }
-    }
-    std::vector<InnerState> states(wanted_.size());
-    torch::optim::Optimizer& inner = shards_.inner();
-    for (const auto& [kind, segments] : segments_with) {
-      if (is_value(kind)) {
-        read_values(kind, segments, states);
-      } else if (is_uncut(kind)) {
-        read_uncut(staged, kind, segments, states);
-      } else {
-        read_tensors(staged, kind, segments, states);
-      }
-    }
-    for (size_t i = 0; i < wanted_.size(); ++i) {
-      StagedSegment& s = staged.segments[i];
-      if (differences_.without_state.count(wanted_[i].name) != 0) continue;
-      s.has_state = true;
-      // Freed one after the other: some classes copy.
-      const InnerState state = std::exchange(states[i], {});
-      if (state.tensors.empty() && state.uncut.empty() && state.values.empty()) continue;
-      s.state = make_inner_state(inner, s.target->group, s.target->master, state);
-    }
-  }
-
-  void read_tensors(const Staged& staged, const std::string& kind,
-                    const std::vector<size_t>& segments, std::vector<InnerState>& states) {
-    std::vector<at::Tensor> into;
-    for (size_t i : segments) {
-      into.push_back(
-          buffer(staged.segments[i].target->segment.numel, reader_.dtype(wanted_[i].name, kind)));
-    }
-    reader_.read(kind, wanted_of(segments), into);
-    for (size_t n = 0; n < segments.size(); ++n) {
-      const at::Tensor& master = staged.segments[segments[n]].target->master;
-      states[segments[n]].tensors.emplace_back(kind,
-                                               in_shape_of(into[n].to(master.device()), master));
-    }
-  }
-
-  void read_uncut(const Staged& staged, const std::string& kind,
-                  const std::vector<size_t>& segments, std::vector<InnerState>& states) {
-    for (const size_t i : segments) {
-      const at::Device device = staged.segments[i].target->master.device();
-      const at::Tensor tensor = reader_.read_uncut(kind, wanted_[i]);
-      states[i].uncut.emplace_back(kind.substr(std::string(kUncutPrefix).size()),
-                                   tensor.to(device));
-    }
-  }
-
-  void read_values(const std::string& kind, const std::vector<size_t>& segments,
-                   std::vector<InnerState>& states) {
-    const std::vector<at::Tensor> values = reader_.read_values(kind, wanted_of(segments));
-    for (size_t n = 0; n < segments.size(); ++n) {
-      if (!values[n].defined()) continue;
-      check_step(wanted_[segments[n]].name, kind, values[n]);
-      states[segments[n]].values.emplace_back(kind, values[n]);
-    }
-  }
-
-  PartReader reader_;
-  const ParameterTable& table_;
-  ShardOptimizer& shards_;
-  const CheckpointDifferences& differences_;
-  const MeshTensors* const mesh_;
-  std::vector<HeldRange> wanted_;  // per staged segment
+// All that a load finds before it reads anything but the manifest.
+struct Comparison {
+  CheckpointDifferences differences;
+  std::vector<std::string> notes;  // no differences
 };
 
-Staged stage(const std::string& folder, const LoadOptions& load, const ParameterTable& table,
-             ShardOptimizer& shards, const Communicator& ranks, const MeshTensors* mesh) {
-  CheckpointReader reader(folder);
-  CheckpointDifferences differences =
-      find_differences(reader.manifest(), table, shards.inner(), mesh);
+Comparison compare(const CheckpointReader& reader, const std::string& folder,
+                   const LoadOptions& load, const ParameterTable& table, ShardOptimizer& shards,
+                   const Communicator& ranks, const MeshTensors* mesh) {
+  Comparison result;
+  CheckpointDifferences& differences = result.differences;
+  differences = find_differences(reader.manifest(), table, shards.inner(), mesh);
   if (differences.same_optimizer) {
     find_missing_state(reader.manifest(), table, shards.inner(), differences);
     if (load.restore_options()) {
@@ -201,31 +62,42 @@ Staged stage(const std::string& folder, const LoadOptions& load, const Parameter
     }
   }
   if (load.restore_options()) check_options(reader.manifest(), folder);
-  const std::vector<std::string> notes =
-      compare_states(reader, load, ranks.world_size(), differences);
+  result.notes = compare_states(reader, load, ranks.world_size(), differences);
   if (load.strict()) throw_differences(differences, folder);
+  return result;
+}
+
+// Together the ranks read every byte of every file, needed or not.
+void verify_files(CheckpointReader& reader, const FoundFiles* found, const Communicator& ranks) {
+  for (size_t f = 0; f < reader.manifest().files.size(); ++f) {
+    const int verifier = found != nullptr
+                             ? found->verifier(f)
+                             : static_cast<int>(f % static_cast<size_t>(ranks.world_size()));
+    if (verifier == ranks.rank()) reader.verify_file(f);
+  }
+}
+
+Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOptions& load,
+             const ParameterTable& table, ShardOptimizer& shards, const Communicator& ranks,
+             const MeshTensors* mesh) {
+  Comparison compared = compare(reader, folder, load, table, shards, ranks, mesh);
+  CheckpointDifferences& differences = compared.differences;
   Staged staged;
   staged.same_run = differences.lines.empty();
   // Those of a group that holds other parameters here are not meant for them.
   staged.restores_options = load.restore_options() && differences.same_groups;
   staged.groups_from = differences.groups_from;
-  differences.lines.insert(differences.lines.end(), notes.begin(), notes.end());
+  differences.lines.insert(differences.lines.end(), compared.notes.begin(), compared.notes.end());
   Staging staging(reader, table, shards, differences, mesh);
   staging.read_segments(staged);
   staging.read_whole(staged, table.frozen(), "frozen");
   staging.read_whole(staged, table.buffers(), "buffer");
   staged.states = read_states(reader, load, ranks.rank());
-  // Together the ranks read every byte of every file, needed or not.
-  for (size_t f = 0; f < reader.manifest().files.size(); ++f) {
-    const auto reads_it = static_cast<int>(f % static_cast<size_t>(ranks.world_size()));
-    if (reads_it == ranks.rank()) reader.verify_file(f);
-  }
   staged.manifest = reader.manifest();
   staged.report.metadata = staged.manifest.metadata;
   staged.report.world_size = staged.manifest.world_size;
   staged.report.run = staged.manifest.run;
   staged.report.differences = std::move(differences.lines);
-  staged.report.bytes_read = reader.bytes_read();
   return staged;
 }
 
@@ -296,6 +168,42 @@ void warn_of(const std::vector<std::string>& differences, const std::string& fol
 
 }  // namespace
 
+std::unique_ptr<CheckpointReader> ZeroOptimizer::Impl::receive_files(
+    const std::string& folder, const FoundFiles& found, const LoadOptions& load,
+    const MeshTensors* mesh, const std::string& call, uint64_t& received) {
+  const int rank = comms->rank();
+  auto parts = std::make_shared<std::map<std::string, FileParts>>();
+  auto open = [=](const ManifestFile& file) -> std::unique_ptr<StoredBytes> {
+    const std::string path = folder + "/" + file.name;
+    const auto there = parts->find(file.name);
+    if (there == parts->end()) return std::make_unique<FileReader>(path);
+    return std::make_unique<MemoryReader>(path, file.bytes, there->second);
+  };
+  auto reader = std::make_unique<CheckpointReader>(folder, found.manifest, open);
+  NeededTensors needed;
+  run_on_all_ranks(*comms->control, call, [&]() -> std::string {
+    const Comparison compared =
+        compare(*reader, folder, load, table, shards, *comms->control, mesh);
+    const Staging staging(*reader, table, shards, compared.differences, mesh);
+    staging.add_segments_to(needed);
+    staging.add_whole_to(needed, table.frozen());
+    staging.add_whole_to(needed, table.buffers());
+    for (const auto& [owner, kind] : included_tensors(load, rank)) needed.add_state(owner, kind);
+    return {};
+  });
+  std::vector<int> sources;
+  for (size_t f = 0; f < found.ranks.size(); ++f) sources.push_back(found.reader(f, rank));
+  ReceivedFiles files =
+      exchange_files(*comms->control, domains.mesh, call,
+                     {found.manifest, std::move(sources),
+                      [&](const ManifestTensor& t) { return needed.contains(t); }, open});
+  for (auto& [f, of_file] : files.parts) {
+    parts->emplace(found.manifest.files[f].name, std::move(of_file));
+  }
+  received = files.bytes;
+  return reader;
+}
+
 LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const LoadOptions& load,
                                                 ParamGroups& groups) {
   const auto check = [&] {
@@ -303,15 +211,24 @@ LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const
     verify_shapes();
   };
   agree(Call::kLoadCheckpoint, check,
-        {folder + (load.strict() ? ", strict" : "") +
+        // Not the folder: ranks may see one at different paths, or folders of their own.
+        {std::string(load.strict() ? "strict" : "not strict") +
              (load.restore_options() ? ", restore options" : "") + included_text(load),
          {}});
   const std::string what = "load_checkpoint(" + folder + ")";
   const auto mesh = merge_tensors(what, groups);
+  const std::optional<FoundFiles> found = find_files(*comms->control, what, folder);
+  std::unique_ptr<CheckpointReader> reader;
+  uint64_t received = 0;
+  if (found) reader = receive_files(folder, *found, load, mesh.get(), what, received);
   Staged staged;
   StateChange states(groups);
   const auto texts = run_on_all_ranks(*comms->control, what, [&] {
-    staged = stage(folder, load, table, shards, *comms->control, mesh.get());
+    if (!reader) reader = std::make_unique<CheckpointReader>(folder);
+    staged = stage(*reader, folder, load, table, shards, *comms->control, mesh.get());
+    verify_files(*reader, found ? &*found : nullptr, *comms->control);
+    staged.report.bytes_read = reader->bytes_read();
+    staged.report.bytes_received = received;
     // On copies, because a class of the user's may refuse its options.
     ParamGroups tried = groups;
     if (staged.restores_options) restore_options(staged, tried);
@@ -347,6 +264,16 @@ void ZeroOptimizer::Impl::load_protected(CheckpointReader& reader, ParamGroups& 
   });
   apply(*this, staged, groups);
   run.resume(staged.manifest);
+}
+
+std::optional<std::string> ZeroOptimizer::latest_checkpoint(const std::string& parent) {
+  at::NoGradGuard no_grad;
+  std::optional<std::string> newest;
+  impl_->protocol.fail_stop([&] {
+    impl_->agree(Call::kLatestCheckpoint);
+    newest = newest_whole(*impl_->comms->control, "latest_checkpoint(" + parent + ")", parent);
+  });
+  return newest;
 }
 
 LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {

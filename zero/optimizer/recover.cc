@@ -164,7 +164,8 @@ int64_t ZeroOptimizer::Impl::restore(const Generations& from, const Restorable& 
                                      ParamGroups& groups, const std::string& call) {
   try {
     start_protection(lifeline);
-    const auto reader = gather_generation(*comms->control, from, step, needed_by(shards, table));
+    const auto reader =
+        gather_generation(*comms->control, group, from, step, needed_by(shards, table));
     load_protected(*reader, groups, call);
     if (protection) protect_at_once(groups, call);
     return reader->manifest().steps + reader->manifest().skipped_steps;

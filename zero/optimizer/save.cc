@@ -209,14 +209,16 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
     bucket_of.resize(own.tensors.size(), ShardCopies::kOfNone);
   };
   agree(Call::kSaveCheckpoint, check,
-        {folder + (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
+        {(save.shared_folder() ? folder : "folders of own disks") +
+             (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
              included_text(save),
          {}});
   const auto mesh = merge_tensors("save_checkpoint(" + folder + ")", groups);
   FileToSave whole;
   if (mesh || comms->rank() == 0) whole = frozen_file(table, comms->rank());
   if (mesh) drop_what_others_store(*mesh, own, whole, bucket_of);
-  Save result{std::make_shared<CheckpointWriter>(*comms->control, folder, save.overwrite()),
+  Save result{std::make_shared<CheckpointWriter>(*comms->control, folder, save.overwrite(),
+                                                 save.shared_folder()),
               {},
               make_manifest(save, groups, mesh.get())};
   result.writer->begin();
@@ -272,13 +274,16 @@ std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
   impl_->protocol.fail_stop([&] {
     Impl::Save save = impl_->begin_save(folder, options, /*copy=*/true, param_groups_);
     auto finish = [impl = impl_.get(), lives = std::weak_ptr<const bool>(impl_->lives),
-                   writer = save.writer, folder, manifest = std::move(save.manifest)] {
+                   writer = save.writer, folder,
+                   // Equal on all ranks, as folders of own disks need not be.
+                   end = "the end of " + (options.shared_folder() ? folder : save.writer->id()),
+                   manifest = std::move(save.manifest)] {
       TORCH_CHECK(!lives.expired(), "save_checkpoint_async(", folder,
                   "): expected the ranks that began it, got those after recover() or a change of "
                   "parameters; save "
                   "again");
       impl->protocol.fail_stop([&] {
-        impl->agree(Call::kSaveCheckpoint, nullptr, {"the end of " + folder, {}});
+        impl->agree(Call::kSaveCheckpoint, nullptr, {end, {}});
         writer->finish(manifest);
       });
     };

@@ -8,17 +8,17 @@
 #include <memory>
 
 #include "zero/checkpoint/reader.h"
-#include "zero/communicator.h"
+#include "zero/process_group.h"
 #include "zero/recovery/generations.h"
 
 namespace zero {
 
-// Collective over `control`, whose ranks are those that gave their holdings. Returns a reader of
-// the generation that `which` names, with the tensors for which needed(tensor) is true on this
-// rank. The servers send their files to all ranks, 4 MiB at a time, so that each rank needs memory
-// for its own tensors only.
+// Collective over `control` and `group`, whose ranks are those that gave their holdings. Returns a
+// reader of the generation that `which` names, with the tensors for which needed(tensor) is true on
+// this rank. Those of files that this rank does not hold are sent by the servers of the files: see
+// exchange_files().
 std::unique_ptr<CheckpointReader> gather_generation(
-    Communicator& control, const Generations& generations, const Restorable& which,
-    const std::function<bool(const ManifestTensor&)>& needed);
+    Communicator& control, const Group& group, const Generations& generations,
+    const Restorable& which, const std::function<bool(const ManifestTensor&)>& needed);
 
 }  // namespace zero

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstring>
-#include <iterator>
 #include <unordered_map>
 #include <utility>
 
@@ -51,19 +50,6 @@ MemoryFile MemoryFileWriter::finish() {
   result.bytes = std::move(bytes_);
   file_.tensors.clear();
   return result;
-}
-
-void MemoryReader::read(uint64_t offset, void* data, size_t bytes) {
-  if (bytes == 0) return;
-  const auto after = parts_.upper_bound(offset);
-  TORCH_CHECK(after != parts_.begin(), path_, ": expected bytes at ", offset,
-              ", got none; they are on another rank");
-  const auto& [begin, part] = *std::prev(after);
-  TORCH_CHECK(offset + bytes <= begin + part.nbytes(), path_, ": expected ", bytes, " bytes at ",
-              offset, ", got ", begin + part.nbytes(),
-              " as their end; the rest is on another rank");
-  std::memcpy(data, part.const_data_ptr<uint8_t>() + (offset - begin), bytes);
-  bytes_read_ += bytes;
 }
 
 }  // namespace zero

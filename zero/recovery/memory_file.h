@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,20 +45,6 @@ class MemoryFileWriter {
   std::vector<StoredTensor> places_;  // in the order of the file
   std::vector<size_t> place_of_;      // of each tensor as given
   at::Tensor bytes_;
-};
-
-// Parts of a file, or all of it, for CheckpointReader.
-class MemoryReader final : public StoredBytes {
- public:
-  // `parts` are 1-D of kByte, by where they begin; they do not overlap.
-  MemoryReader(std::string path, uint64_t size, std::map<uint64_t, at::Tensor> parts)
-      : StoredBytes(std::move(path), size), parts_(std::move(parts)) {}
-
-  // Throws for bytes that are not in one of the parts.
-  void read(uint64_t offset, void* data, size_t bytes) override;
-
- private:
-  const std::map<uint64_t, at::Tensor> parts_;
 };
 
 }  // namespace zero

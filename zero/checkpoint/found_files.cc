@@ -1,0 +1,217 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/found_files.h"
+
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <map>
+#include <set>
+#include <sstream>
+#include <tuple>
+#include <utility>
+
+#include "zero/agreement/all_or_none.h"
+#include "zero/checkpoint/atomic_directory.h"
+#include "zero/checkpoint/checkpoint_list.h"
+#include "zero/checkpoint/file_exchange.h"
+#include "zero/checkpoint/hashed_file.h"
+
+namespace zero {
+namespace {
+
+constexpr char kDigits[] = "0123456789abcdef";
+constexpr size_t kBits = 4;
+
+// Which files of a manifest are in a folder: a bit for each, the first one lowest in its digit.
+// One listing of the folder, since a look at each file costs every rank as many as there are ranks.
+std::string files_seen(const Manifest& manifest, const std::string& folder) {
+  const std::vector<std::string> list = names_in(folder);
+  const std::set<std::string> names(list.begin(), list.end());
+  std::string digits;
+  for (size_t f = 0; f < manifest.files.size(); f += kBits) {
+    int digit = 0;
+    for (size_t i = 0; i < kBits && f + i < manifest.files.size(); ++i) {
+      digit |= static_cast<int>(names.count(manifest.files[f + i].name)) << i;
+    }
+    digits += kDigits[digit];
+  }
+  return digits;
+}
+
+bool sees(const std::string& digits, size_t file) {
+  if (file / kBits >= digits.size()) return false;
+  const std::string all(kDigits);
+  return (all.find(digits[file / kBits]) >> (file % kBits) & 1) != 0;
+}
+
+// The number of files that no rank sees.
+size_t unseen(const std::vector<std::string>& digits, size_t files) {
+  size_t count = 0;
+  for (size_t f = 0; f < files; ++f) {
+    const auto here = [&](const std::string& of_rank) { return sees(of_rank, f); };
+    count += std::any_of(digits.begin(), digits.end(), here) ? 0 : 1;
+  }
+  return count;
+}
+
+// The manifest that this rank sees by itself.
+std::optional<Manifest> look(const std::string& folder) {
+  check_path(folder);
+  restore_replaced(folder, is_complete_checkpoint);
+  const bool there = access((folder + "/" + kManifestName).c_str(), F_OK) == 0;
+  if (!there && (errno == ENOENT || errno == ENOTDIR)) return std::nullopt;
+  return read_manifest(folder);
+}
+
+// "id 12ab on ranks 0, 1 and id 34cd on rank 2".
+std::string list_ids(const std::map<std::string, std::vector<int>>& ranks_by_id) {
+  std::string text;
+  for (const auto& [id, ranks] : ranks_by_id) {
+    text +=
+        (text.empty() ? "id " : " and id ") + id + (ranks.size() == 1 ? " on rank " : " on ranks ");
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+    }
+  }
+  return text;
+}
+
+// Throws on all ranks alike unless those with a manifest have that of one checkpoint.
+void check_one_checkpoint(const std::vector<std::string>& ids, const std::string& what) {
+  std::map<std::string, std::vector<int>> ranks_by_id;
+  for (size_t r = 0; r < ids.size(); ++r) {
+    if (!ids[r].empty()) ranks_by_id[ids[r]].push_back(static_cast<int>(r));
+  }
+  TORCH_CHECK(ranks_by_id.size() == 1, what, ": expected the same checkpoint on all ranks, got ",
+              list_ids(ranks_by_id),
+              "; give each rank the folder of the same save, as latest_checkpoint() finds it, and "
+              "remove what is left of others");
+}
+
+// The manifest of the first rank that has one.
+Manifest share_manifest(Communicator& control, const std::string& what,
+                        const std::vector<std::string>& ids, std::optional<Manifest> own) {
+  const auto first =
+      std::find_if(ids.begin(), ids.end(), [](const auto& id) { return !id.empty(); });
+  const int source = static_cast<int>(first - ids.begin());
+  if (std::none_of(ids.begin(), ids.end(), [](const auto& id) { return id.empty(); })) {
+    return std::move(*own);
+  }
+  std::string text;
+  run_on_all_ranks(control, what, [&]() -> std::string {
+    if (control.rank() == source) text = manifest_text(*own);
+    return {};
+  });
+  text = broadcast_text(control, text, source, "manifest");
+  if (own) return std::move(*own);
+  return parse_manifest(text, "the manifest of rank " + std::to_string(source));
+}
+
+}  // namespace
+
+int FoundFiles::reader(size_t file, int rank) const {
+  const std::vector<int>& there = ranks[file];
+  if (std::binary_search(there.begin(), there.end(), rank)) return rank;
+  return there[(file + static_cast<size_t>(rank)) % there.size()];
+}
+
+int FoundFiles::verifier(size_t file) const { return ranks[file][file % ranks[file].size()]; }
+
+std::optional<FoundFiles> find_files(Communicator& control, const std::string& what,
+                                     const std::string& folder) {
+  std::optional<Manifest> own;
+  const std::vector<std::string> views = run_on_all_ranks(control, what, [&]() -> std::string {
+    own = look(folder);
+    if (!own) return {};
+    const std::string seen = files_seen(*own, folder);
+    return own->id + " " + hash_text(content_hash(seen.data(), seen.size()));
+  });
+  const auto same = [&](const std::string& view) { return view == views[0]; };
+  if (std::all_of(views.begin(), views.end(), same)) return std::nullopt;
+
+  const std::string here = "rank " + std::to_string(control.rank()) + ": " + what;
+  std::vector<std::string> ids;
+  for (const std::string& view : views) ids.push_back(view.substr(0, view.rfind(' ')));
+  check_one_checkpoint(ids, here);
+  FoundFiles found{share_manifest(control, what, ids, std::move(own)), {}};
+  const auto seen =
+      run_on_all_ranks(control, what, [&] { return files_seen(found.manifest, folder); });
+  for (size_t f = 0; f < found.manifest.files.size(); ++f) {
+    const ManifestFile& file = found.manifest.files[f];
+    found.ranks.emplace_back();
+    for (size_t r = 0; r < seen.size(); ++r) {
+      if (sees(seen[r], f)) found.ranks.back().push_back(static_cast<int>(r));
+    }
+    TORCH_CHECK(!found.ranks.back().empty(), here, ": expected file ", file.name, ", which rank ",
+                writer_of(file), " wrote to disk ", file.disk,
+                ", in the folder of some rank, got it in none; ",
+                unseen(seen, found.manifest.files.size()),
+                " files are missing: start a rank on the machine with that disk, or copy its "
+                "files into the folder of another rank");
+  }
+  return found;
+}
+
+namespace {
+
+// The order of zero::latest(), but by name, since ranks have folders of their own.
+using Order = std::tuple<int64_t, int64_t, std::string, std::string>;  // saved, steps, name, id
+
+Order order_of(const ListedCheckpoint& c) {
+  return {c.saved, c.steps, std::filesystem::path(c.path).filename().string(), c.id};
+}
+
+std::string text_of(const Order& order) {
+  const auto& [saved, steps, name, id] = order;
+  return std::to_string(saved) + " " + std::to_string(steps) + " " + id + " " + name;
+}
+
+Order parse_order(const std::string& text) {
+  std::istringstream in(text);
+  int64_t saved = 0, steps = 0;
+  std::string id, name;
+  in >> saved >> steps >> id;
+  std::getline(in.ignore(1), name, '\0');
+  return {saved, steps, name, id};
+}
+
+}  // namespace
+
+std::optional<std::string> newest_whole(Communicator& control, const std::string& what,
+                                        const std::string& parent) {
+  std::vector<ListedCheckpoint> own;  // that may still be the one, the newest last
+  bool listed = false;
+  while (true) {
+    const auto texts = run_on_all_ranks(control, what, [&] {
+      if (!std::exchange(listed, true)) own = list_checkpoints(parent);
+      return own.empty() ? std::string() : text_of(order_of(own.back()));
+    });
+    std::optional<Order> newest;
+    for (const std::string& text : texts) {
+      if (!text.empty()) newest = std::max(newest, std::optional(parse_order(text)));
+    }
+    if (!newest) return std::nullopt;
+    const bool here = !own.empty() && order_of(own.back()) == *newest;
+    const std::string path = here ? own.back().path : parent + "/" + std::get<2>(*newest);
+    const auto views = run_on_all_ranks(control, what, [&]() -> std::string {
+      if (!here) return {};
+      const Manifest manifest = read_manifest(path);
+      return std::to_string(manifest.files.size()) + " " + files_seen(manifest, path);
+    });
+    size_t files = 0;
+    std::vector<std::string> seen;
+    for (const std::string& view : views) {
+      if (view.empty()) continue;
+      files = std::stoull(view);
+      seen.push_back(view.substr(view.find(' ') + 1));
+    }
+    if (unseen(seen, files) == 0) return path;
+    if (here) own.pop_back();
+  }
+}
+
+}  // namespace zero

@@ -1,0 +1,151 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/staging.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <map>
+#include <numeric>
+#include <string>
+
+#include "zero/inner/classes.h"
+
+namespace zero {
+namespace {
+
+at::Tensor host_buffer(int64_t numel, c10::ScalarType dtype) {
+  return at::empty({numel}, at::TensorOptions().dtype(dtype));
+}
+
+// The next steps add to it. Of classes that are not torch's own, nothing is known.
+void check_step(const std::string& owner, const std::string& kind, const at::Tensor& value) {
+  if (kind != "step" || value.scalar_type() != at::kLong) return;
+  const auto step = value.item<int64_t>();
+  TORCH_CHECK(step >= 0 && step <= kCountLimit, "parameter ", owner, ": expected a step from 0 to ",
+              kCountLimit, ", got ", step);
+}
+
+}  // namespace
+
+Staging::Staging(CheckpointReader& reader, const ParameterTable& table, ShardOptimizer& shards,
+                 const CheckpointDifferences& differences, const MeshTensors* mesh)
+    : reader_(reader), table_(table), shards_(shards), differences_(differences), mesh_(mesh) {
+  for (const SegmentTensors& s : shards_.segments()) {
+    const Parameter& p = table_.parameters()[s.segment.parameter];
+    if (differences_.unusable.count(p.name) != 0) continue;
+    const ManifestParameter own =
+        mesh_ ? mesh_->own(p.name)
+              : ManifestParameter{p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group};
+    wanted_.push_back(reader_.find(own, s.segment.begin, s.segment.numel));
+    targets_.push_back(&s);
+  }
+}
+
+void Staging::add_segments_to(NeededTensors& needed) const {
+  for (const HeldRange& range : wanted_) needed.add(range);
+}
+
+void Staging::add_whole_to(NeededTensors& needed, const std::vector<NamedTensor>& present) const {
+  for (const NamedTensor& item : present) {
+    if (differences_.unusable.count(item.name) != 0) continue;
+    for (const std::string& owner : reader_.owners(held(item))) needed.add_whole(owner);
+  }
+}
+
+void Staging::read_segments(Staged& staged) {
+  for (const SegmentTensors* s : targets_) {
+    staged.segments.push_back({s, host_buffer(s->segment.numel, at::kFloat), nullptr, false});
+  }
+  std::vector<at::Tensor> masters;
+  for (const StagedSegment& s : staged.segments) masters.push_back(s.master);
+  std::vector<size_t> all(wanted_.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  reader_.read("master", wanted_of(all), masters);
+  if (differences_.same_optimizer) read_states(staged);
+}
+
+ManifestParameter Staging::held(const NamedTensor& item) const {
+  if (mesh_ != nullptr) return mesh_->own(item.name);
+  return {item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0};
+}
+
+void Staging::read_whole(Staged& staged, const std::vector<NamedTensor>& present,
+                         const char* kind) {
+  for (const NamedTensor& item : present) {
+    if (differences_.unusable.count(item.name) != 0) continue;
+    staged.whole.emplace_back(item.tensor, reader_.read_whole(held(item), kind));
+  }
+}
+
+std::vector<const HeldRange*> Staging::wanted_of(const std::vector<size_t>& segments) const {
+  std::vector<const HeldRange*> result;
+  for (const size_t i : segments) result.push_back(&wanted_[i]);
+  return result;
+}
+
+void Staging::read_states(Staged& staged) {
+  // By kind, because a parameter that was never used has none.
+  std::map<std::string, std::vector<size_t>> segments_with;
+  for (size_t i = 0; i < wanted_.size(); ++i) {
+    for (const std::string& kind : reader_.kinds(wanted_[i].name)) {
+      if (kind != "master") segments_with[kind].push_back(i);
+    }
+  }
+  std::vector<InnerState> states(wanted_.size());
+  torch::optim::Optimizer& inner = shards_.inner();
+  for (const auto& [kind, segments] : segments_with) {
+    if (is_value(kind)) {
+      read_values(kind, segments, states);
+    } else if (is_uncut(kind)) {
+      read_uncut(staged, kind, segments, states);
+    } else {
+      read_tensors(staged, kind, segments, states);
+    }
+  }
+  for (size_t i = 0; i < wanted_.size(); ++i) {
+    StagedSegment& s = staged.segments[i];
+    if (differences_.without_state.count(wanted_[i].name) != 0) continue;
+    s.has_state = true;
+    // Freed one after the other: some classes copy.
+    const InnerState state = std::exchange(states[i], {});
+    if (state.tensors.empty() && state.uncut.empty() && state.values.empty()) continue;
+    s.state = make_inner_state(inner, s.target->group, s.target->master, state);
+  }
+}
+
+void Staging::read_tensors(const Staged& staged, const std::string& kind,
+                           const std::vector<size_t>& segments, std::vector<InnerState>& states) {
+  std::vector<at::Tensor> into;
+  for (size_t i : segments) {
+    into.push_back(
+        host_buffer(staged.segments[i].target->segment.numel, reader_.dtype(kind, wanted_[i])));
+  }
+  reader_.read(kind, wanted_of(segments), into);
+  for (size_t n = 0; n < segments.size(); ++n) {
+    const at::Tensor& master = staged.segments[segments[n]].target->master;
+    states[segments[n]].tensors.emplace_back(kind,
+                                             in_shape_of(into[n].to(master.device()), master));
+  }
+}
+
+void Staging::read_uncut(const Staged& staged, const std::string& kind,
+                         const std::vector<size_t>& segments, std::vector<InnerState>& states) {
+  for (const size_t i : segments) {
+    const at::Device device = staged.segments[i].target->master.device();
+    const at::Tensor tensor = reader_.read_uncut(kind, wanted_[i]);
+    states[i].uncut.emplace_back(kind.substr(std::string(kUncutPrefix).size()), tensor.to(device));
+  }
+}
+
+void Staging::read_values(const std::string& kind, const std::vector<size_t>& segments,
+                          std::vector<InnerState>& states) {
+  const std::vector<at::Tensor> values = reader_.read_values(kind, wanted_of(segments));
+  for (size_t n = 0; n < segments.size(); ++n) {
+    if (!values[n].defined()) continue;
+    check_step(wanted_[segments[n]].name, kind, values[n]);
+    states[segments[n]].values.emplace_back(kind, values[n]);
+  }
+}
+
+}  // namespace zero

@@ -1,0 +1,83 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reads what a rank needs of a checkpoint into memory of its own, beside the present state, which
+// it does not change.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/checkpoint/differences.h"
+#include "zero/checkpoint/mesh_tensors.h"
+#include "zero/checkpoint/needed_tensors.h"
+#include "zero/checkpoint/part_reader.h"
+#include "zero/checkpoint/reader.h"
+#include "zero/inner/state.h"
+#include "zero/memory/parameter_table.h"
+#include "zero/optimizer/included_states.h"
+#include "zero/update/shard_optimizer.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+
+// One segment as it will be, in host memory until its state is made.
+struct StagedSegment {
+  const SegmentTensors* target = nullptr;
+  at::Tensor master;
+  std::unique_ptr<torch::optim::OptimizerParamState> state;
+  bool has_state = false;  // whether `state`, which may be none, replaces the present one
+};
+
+struct Staged {
+  Manifest manifest;
+  std::vector<StagedSegment> segments;
+  std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // to, from
+  StatesToSet states;
+  bool same_run = false;
+  bool restores_options = false;
+  std::vector<int64_t> groups_from;  // see CheckpointDifferences
+  LoadReport report;
+};
+
+class Staging {
+ public:
+  // `mesh` is what all ranks hold; null where each holds the same. Throws where the checkpoint does
+  // not have each element of this rank's segments once.
+  Staging(CheckpointReader& reader, const ParameterTable& table, ShardOptimizer& shards,
+          const CheckpointDifferences& differences, const MeshTensors* mesh);
+
+  // Adds what the members below read.
+  void add_segments_to(NeededTensors& needed) const;
+  void add_whole_to(NeededTensors& needed, const std::vector<NamedTensor>& present) const;
+
+  void read_segments(Staged& staged);
+  void read_whole(Staged& staged, const std::vector<NamedTensor>& present, const char* kind);
+
+ private:
+  ManifestParameter held(const NamedTensor& item) const;
+  std::vector<const HeldRange*> wanted_of(const std::vector<size_t>& segments) const;
+  void read_states(Staged& staged);
+  void read_tensors(const Staged& staged, const std::string& kind,
+                    const std::vector<size_t>& segments, std::vector<InnerState>& states);
+  void read_uncut(const Staged& staged, const std::string& kind,
+                  const std::vector<size_t>& segments, std::vector<InnerState>& states);
+  void read_values(const std::string& kind, const std::vector<size_t>& segments,
+                   std::vector<InnerState>& states);
+
+  PartReader reader_;
+  const ParameterTable& table_;
+  ShardOptimizer& shards_;
+  const CheckpointDifferences& differences_;
+  const MeshTensors* const mesh_;
+  std::vector<const SegmentTensors*> targets_;
+  std::vector<HeldRange> wanted_;  // per target
+};
+
+}  // namespace zero
