@@ -169,6 +169,10 @@ void add_checkpoint_options(CLI::App& app, TrainOptions& options) {
                "Go on from the newest one, on any number of ranks; without one begin")
       ->needs(folder)
       ->group(group);
+  app.add_flag("--own-disks", options.own_disks,
+               "The folder is on a disk of each machine, and holds the shards of its ranks")
+      ->needs(folder)
+      ->group(group);
 }
 
 void add_recovery_options(CLI::App& app, TrainOptions& options) {

@@ -52,6 +52,7 @@ struct TrainOptions {
   int64_t save_every = 200;
   int64_t keep = 2;
   bool resume = false;
+  bool own_disks = false;  // each machine saves to its own
 
   bool elastic = false;
   int replacements = 0;

@@ -145,16 +145,18 @@ void Trainer::save(int64_t steps) {
   optimizer_.save_checkpoint(options_.checkpoints + "/step-" + std::to_string(steps),
                              SaveOptions()
                                  .overwrite(true)
+                                 .shared_folder(!options_.own_disks)
                                  .include("schedule", schedule_)
                                  .metadata({{"step", std::to_string(steps)},
                                             {"batch", std::to_string(options_.batch)},
                                             {"seed", std::to_string(options_.seed)}}));
-  if (metrics_->rank() == 0) keep_last(options_.checkpoints, options_.keep);
+  if (options_.own_disks || metrics_->rank() == 0) keep_last(options_.checkpoints, options_.keep);
 }
 
 int64_t Trainer::begin() {
   if (options_.checkpoints.empty()) return 0;
-  const auto newest = latest(options_.checkpoints);
+  const auto newest = options_.own_disks ? optimizer_.latest_checkpoint(options_.checkpoints)
+                                         : latest(options_.checkpoints);
   // All ranks must find the same one.
   const auto found = metrics_->all_gather_text(newest.value_or("none"), "newest checkpoint");
   for (const std::string& path : found) {

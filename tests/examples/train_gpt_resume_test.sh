@@ -55,6 +55,15 @@ grep -q "expected a folder without checkpoints.*step-20.*--resume" "$work/out" |
 [ "$before" = "$(cat "$work"/run/*/manifest.json | cksum)" ] ||
   fail "a refused run changed the checkpoints"
 
+# Folders of own disks: here, one disk.
+$program $common --steps 10 --nproc 2 --checkpoints "$work/disks" --save-every 5 --own-disks \
+  > "$work/out" 2>&1 || fail "saving to own disks: $(cat "$work/out")"
+$program $common --steps 20 --nproc 3 --checkpoints "$work/disks" --save-every 5 --own-disks \
+  --keep 1 --resume > "$work/out" 2>&1 && fail "another number of steps was accepted"
+$program $common --steps 10 --nproc 3 --checkpoints "$work/disks" --save-every 5 --own-disks \
+  --keep 1 --resume > "$work/out" 2>&1 || fail "resuming from own disks: $(cat "$work/out")"
+grep -q "resumed after step 10" "$work/out" || fail "own disks: $(cat "$work/out")"
+
 # To one rank, whose others must stop with it, or to the whole job, as a launcher or a terminal
 # sends it.
 for signal in ONE TERM INT; do

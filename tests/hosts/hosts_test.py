@@ -3,6 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on several hosts is the training on one host, and sends the bytes of the formula."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,35 @@ class HostsTest(unittest.TestCase):
         run = Run(2, 1, 6, rate="100mbit")
         burst = 512 * 1024
         self.assertGreater(run.seconds, (max(run.sent) - burst) / (100e6 / 8))
+
+    def run_on_own_disks(self, folder, turn, *arguments):
+        """The steps logged by 2 hosts of 2 ranks; host h works in the folder of disk h + `turn`."""
+        logs = training_job.new_folder()
+        script = f'disk=$0/disk-$(((GROUP_RANK + {turn}) % 2)); mkdir -p $disk; cd $disk; exec "$@"'
+        command = [*training_job.command(logs, 6), "--checkpoints", "run", "--save-every", "2",
+                   "--own-disks", *arguments]
+        with simulated_hosts.SimulatedHosts(2, 2) as simulated:
+            job = simulated.start(["sh", "-c", script, folder, *command], logs)
+            ended = job.wait(timeout=60, grace=5)
+        self.assertTrue(ended and job.succeeded(), job.failures())
+        return training_job.log(logs)
+
+    def test_each_host_saves_to_its_own_disk(self):
+        folder = training_job.new_folder()
+        whole = self.run_on_own_disks(folder, 0, "--keep", "2")
+        for disk, ranks in ((0, (0, 1)), (1, (2, 3))):
+            run = folder / f"disk-{disk}" / "run"
+            self.assertEqual(sorted(path.name for path in run.iterdir()), ["step-4", "step-6"])
+            shards = sorted(path.name for path in (run / "step-4").glob("rank-*"))
+            self.assertEqual(shards, [f"rank-{rank:05}.safetensors" for rank in ranks])
+        # As after a crash: one disk lacks the newest.
+        shutil.rmtree(folder / "disk-1" / "run" / "step-6")
+        for turn in (0, 1):
+            resumed = self.run_on_own_disks(folder, turn, "--keep", "3", "--resume")
+            self.assertEqual([step["loss"] for step in resumed],
+                             [step["loss"] for step in whole[4:]], f"disks turned by {turn}")
+            for disk in (0, 1):
+                shutil.rmtree(folder / f"disk-{disk}" / "run" / "step-6")
 
     def test_a_killed_runner_leaves_nothing(self):
         runner = Path(simulated_hosts.__file__).resolve()
