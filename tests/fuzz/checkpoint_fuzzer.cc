@@ -51,7 +51,7 @@ void read_everything(const std::string& folder) {
   for (size_t f = 0; f < m.files.size(); ++f) refused_or_not([&] { reader.verify_file(f); });
   for (const auto& p : m.parameters) {
     for (const std::string& kind : reader.kinds(p.name)) {
-      refused_or_not([&] { reader.dtype(p.name, kind); });
+      refused_or_not([&] { reader.dtype(kind, {p.name, 0, numel(p)}); });
       refused_or_not([&] { reader.read_values(kind, {{p.name, 0, 1}}); });
       refused_or_not([&] { reader.read_all(p, kind); });
     }
