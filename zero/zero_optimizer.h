@@ -90,7 +90,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   //
   // With group.joins(), waits until the ranks of a job call recover(), and throws when they do not
   // within the timeout or the job has ended; `options` protect steps, as theirs do. Then everything
-  // is as it is with them, the options of param_groups() and stats().steps too.
+  // is as it is with them, stats().steps too; but param_groups() has the options of `inner`, so
+  // that a schedule starts from them: LrSchedule::set_step(), or by hand, before the first step().
   ZeroOptimizer(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
                 Group group, ZeroOptions options = {});
   // Removes the hooks. Not collective; never throws.

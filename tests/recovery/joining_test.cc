@@ -17,6 +17,7 @@
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
+#include "zero/lr_schedule.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -47,6 +48,7 @@ struct Member {
     optimizer.backward(model->loss(random_tensor({3, 17}, seed), random_tensor({3, 11}, seed + 5),
                                    OddModelImpl::kAll));
     optimizer.step();
+    if (schedule != nullptr) schedule->step();
   }
   // Trains until a process waits to join, and returns that error.
   std::string train_until_one_waits() {
@@ -59,6 +61,7 @@ struct Member {
 
   OddModel model;
   ZeroOptimizer optimizer;
+  LrSchedule* schedule = nullptr;
 };
 
 void run_job(const std::function<void(const Group& job)>& body,
@@ -74,8 +77,11 @@ TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
     const auto seed = static_cast<uint64_t>(job.rank() + 1);
     std::optional<Member> m;
     m.emplace(job, seed, ZeroOptions().bucket_bytes(900).protect(1));
+    // As a program without ranks that join has it: base rates are those of construction.
+    LrSchedule schedule(m->optimizer, linear_warmup(1000, cosine_decay(9000)));
+    if (job.joins()) schedule.set_step(m->steps());
+    m->schedule = &schedule;
     if (!job.joins()) {
-      m->optimizer.param_groups()[0].options().set_lr(0.0123);
       for (int i = 0; i < 3; ++i) m->step();
       expect_words(m->train_until_one_waits(), {"process 2 waits to join", "call recover()"});
       const int64_t before = m->steps();
@@ -84,6 +90,7 @@ TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
       // The last one if its copies have arrived, or else the one before.
       EXPECT_GE(report.steps, before - 1);
       EXPECT_EQ(report.steps, m->steps());
+      schedule.set_step(report.steps);
     }
     const Group& now = m->optimizer.group();
     EXPECT_FALSE(now.joins());
@@ -91,9 +98,10 @@ TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
     EXPECT_EQ(now.global_ranks(), (std::vector<int>{0, 1, 2}));
     EXPECT_EQ(now.topology().machines(), 3) << "found anew";
     EXPECT_GE(m->steps(), 2);
-    EXPECT_EQ(m->optimizer.param_groups()[0].options().get_lr(), 0.0123);
-    const auto all = now.make_communicator("steps", Purpose::kControl)
-                         ->all_gather_text(std::to_string(m->steps()), "steps");
+    const double lr = m->optimizer.param_groups()[0].options().get_lr();
+    const auto all =
+        now.make_communicator("steps", Purpose::kControl)
+            ->all_gather_text(std::to_string(m->steps()) + " " + std::to_string(lr * 1e6), "steps");
     EXPECT_EQ(all, std::vector<std::string>(3, all[0]));
     m->optimizer.check_replicas();
     for (int i = 0; i < 3; ++i) m->step();

@@ -160,11 +160,11 @@ struct ZeroOptimizer::Impl {
   // throws.
   std::unique_ptr<Impl> make_again(const Group& over);
   // Collective over those that recover, on a process that joins them: what the constructor of
-  // ZeroOptimizer makes then. Sets the options of `groups`.
+  // ZeroOptimizer makes then.
   static std::unique_ptr<Impl> join(torch::nn::Module& module,
                                     std::unique_ptr<torch::optim::Optimizer>& inner,
                                     const Group& group, const ZeroOptions& options,
-                                    ParamGroups& groups);
+                                    const ParamGroups& groups);
   // Collective. Everything as at the protected step, which is protected here, if steps are; its
   // step() calls. `call` is for errors.
   int64_t restore(const Generations& from, const Restorable& step, ParamGroups& groups,

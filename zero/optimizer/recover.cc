@@ -177,7 +177,7 @@ int64_t ZeroOptimizer::Impl::restore(const Generations& from, const Restorable& 
 
 std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::join(
     torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner, const Group& group,
-    const ZeroOptions& options, ParamGroups& groups) {
+    const ZeroOptions& options, const ParamGroups& groups) {
   const std::string who = "process " + std::to_string(group.rank()) + ", which joins a job: ";
   TORCH_CHECK(
       options.protect() > 0, who,
@@ -190,8 +190,10 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::join(
   std::unique_ptr<Impl> made = make(module, inner, lifeline->group_of(present), options);
   made->lifeline = lifeline;
   for (const auto& g : groups) made->group_members.push_back(g.params());
+  // The caller's keep the options of construction, which a schedule starts from.
+  ParamGroups restored = groups;
   made->protocol.fail_stop(
-      [&] { made->restore(*lifeline->generations, step, groups, "the constructor"); });
+      [&] { made->restore(*lifeline->generations, step, restored, "the constructor"); });
   return made;
 }
 
