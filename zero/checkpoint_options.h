@@ -53,6 +53,9 @@ struct SaveOptions {
   std::vector<IncludedState<const Stateful>> states_;
 };
 
+// Ranks need not see one folder, and each may give a path of its own: the files that a rank does
+// not see are read by one that does, which sends the tensors that overlap the shard. A rank that
+// sees no manifest takes that of another. A rank needs memory for what it receives.
 struct LoadOptions {
   // False loads the parameters whose name, shape and memory order match and
   // leaves the others as they are; LoadReport says which. State is loaded where

@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The options of a ZeroOptimizer. All ranks must pass equal options; the constructor compares them.
-//
-//   zero::ZeroOptions().stage(2).reduce_dtype(torch::kFloat32)
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -57,12 +55,10 @@ enum class GradientWire {
 struct ZeroOptions {
   // ---- Memory and speed: where numbers are kept and when they are sent, never their values ----
 
-  // 1: every rank can read the averaged gradients in full. 2: only this rank's
-  // shard of them exists. Both keep masters and moments sharded.
+  // 1: every rank can read the averaged gradients in full. 2: only its shard of them exists.
   TORCH_ARG(int64_t, stage) = 2;
 
-  // Stage 1 only. False drops the gather of the averaged gradients into
-  // p.grad() with its traffic and memory; what is left costs what stage 2 costs.
+  // Stage 1 only. False drops the gather of the averaged gradients into p.grad(), and its cost.
   TORCH_ARG(bool, stage1_full_gradients) = true;
 
   // Gradients are sent in buckets of about this many bytes. Larger buckets use the network better;
@@ -72,11 +68,9 @@ struct ZeroOptions {
   TORCH_ARG(std::optional<int64_t>, bucket_bytes) = std::nullopt;
 
   // kContiguous makes working parameters views of one flat arena, so that the gather writes them in
-  // place. kPerParameter leaves the model's storage alone and
-  // pays a copy and an fp32 master for it. kWholeParameters gives each parameter one owner, so that
-  // any optimizer may look at it as a whole; ranks then own about equally much, as far as the sizes
-  // of the parameters allow. Parameter groups of zero::Muon, zero::Lamb and zero::Adafactor always
-  // have it, so they need no option, and may not be given another one below.
+  // place. kPerParameter leaves the model's storage alone and pays a copy and an fp32 master for
+  // it. kWholeParameters gives each parameter one owner, so that any optimizer may look at it as a
+  // whole; parameter groups of zero::Muon, zero::Lamb and zero::Adafactor always have it.
   TORCH_ARG(Layout, layout) = Layout::kContiguous;
 
   // kWholeParameters: the cost of a step of a parameter of these sizes, 0 or more, in any unit;
@@ -139,9 +133,8 @@ struct ZeroOptions {
   // it learns of skipped steps up to 32 steps later.
   TORCH_ARG(int64_t, max_skipped_in_a_row) = 50;
 
-  // Default: dynamic when a working parameter is fp16, else none (a constant 1);
-  // none with skip_nonfinite(false) either, since a scale that cannot see overflows
-  // would only grow.
+  // Default: dynamic when a working parameter is fp16, else none (a constant 1); none with
+  // skip_nonfinite(false) either, since a scale that cannot see overflows would only grow.
   TORCH_ARG(std::optional<LossScalerOptions>, loss_scaler) = std::nullopt;
 
   // ---- Parallelism beyond one data-parallel group ----

@@ -25,6 +25,7 @@
 #include "zero/placement.h"
 #include "zero/process_group.h"
 #include "zero/random_state.h"
+#include "zero/row_format.h"
 #include "zero/rows.h"
 #include "zero/stateful.h"
 #include "zero/stats.h"

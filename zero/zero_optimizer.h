@@ -14,40 +14,27 @@
 //     optimizer.step();                        // every rank has the new parameters
 //   }
 //
-// Terms:
-//   working parameter  what the model computes with: full, on every rank, in its own dtype
-//   master parameter   its fp32 copy, sharded; the inner optimizer updates it
-//   bucket             parameters that are sent together, seen as a matrix [world_size, row]
-//   shard              the 1/world_size of a bucket that one rank owns: its row
-//   segment            the part of one parameter inside one shard
-//   arena              the flat buffer of all parameters of one dtype, device and group
-//   padding            unused elements between and after parameters
-//   round              one reduction of all buckets
-//   working gradient   what autograd produced; gradient shard: its reduced fp32 row
-//   dropped parameter  one without a gradient since the last step
+// Working parameters are what the model computes with: full, on every rank, in their own dtype.
+// Masters are their fp32 copies, sharded. docs/design.md has all words.
 //
 // Promises:
 //   1. A gradient is the mean over ranks; a rank that did not use a parameter counts as zero. Sums
 //      are fp32 in rank order, whatever dtype is sent; over several machines, first within each.
-//   2. A parameter dropped on every rank is skipped as torch skips an undefined gradient: no
-//      decay, no momentum, no step count. Ranks may use different parameters and run different
-//      numbers of backward passes.
+//   2. A parameter dropped on every rank is skipped as torch skips an undefined gradient: no decay
+//      or step count. Ranks may use different parameters and run different numbers of passes.
 //   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run; without clipping, and
 //      with GradientWire::kDtype, for every bucket size and layout too.
 //   4. With one fp32 rank, unclipped, fused(false) and kDtype: the inner optimizer's own bits.
 //   5. A non-finite gradient on any rank skips the step on all ranks.
-//   6. The norm returned by clip_grad_norm_ is that of the averaged, unscaled gradient before
-//      clipping. Clipping takes effect inside step(): p.grad() and gradient() show unclipped
-//      values.
+//   6. The norm is that of the averaged, unscaled gradient before clipping. Clipping takes effect
+//      inside step(): p.grad() and gradient() show unclipped values.
 //   7. no_sync works in both stages and sends nothing.
 //   8. Misuse throws c10::Error saying expected, got, remedy and rank, on this rank at once and on
 //      all ranks at their next collective call, before anything else is sent.
-//   9. param_groups() of this class are the truth for options (learning-rate schedulers work); they
-//      are pushed to the inner optimizer at each step.
+//   9. param_groups() are the truth for options; step() hands them to the inner optimizer.
 //
-// Thread safety: none; use from one thread. Streams: work is enqueued behind the stream that is
-// current at the call. After a communication error the optimizer refuses further use with that
-// reason, until recover().
+// Use from one thread. Work is enqueued behind the stream that is current at the call. After a
+// communication error the optimizer refuses further use with that reason, until recover().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -81,17 +68,13 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   //
   // Working parameters must be dense leaves in float, bfloat16 or half, on group.device() if that
   // is a GPU, and belong to `module`, which must outlive the optimizer. Layout::kContiguous
-  // re-points them at views of a flat arena; sizes and dense strides are kept.
+  // re-points them at views of a flat arena; sizes and dense strides are kept. Throws c10::Error on
+  // every rank when any rank finds its arguments unusable (other parameters, state in
+  // `inner`, a class that does not suit its layout) or when ranks differ, naming the difference.
   //
-  // Throws c10::Error on every rank when any rank finds its arguments unusable (a parameter given
-  // twice, sparse, complex, not a leaf or of another module; nothing to optimize; state in `inner`;
-  // an inner optimizer whose class does not suit its layout) or when ranks differ, naming the first
-  // difference.
-  //
-  // With group.joins(), waits until the ranks of a job call recover(), and throws when they do not
-  // within the timeout or the job has ended; `options` protect steps, as theirs do. Then everything
-  // is as it is with them, stats().steps too; but param_groups() has the options of `inner`, so
-  // that a schedule starts from them: LrSchedule::set_step(), or by hand, before the first step().
+  // With group.joins(), waits until the ranks of a job call recover() and takes over their state:
+  // see docs/recovery.md. param_groups() alone has the options of `inner`; call
+  // LrSchedule::set_step() before the first step(). Throws when they do not within the timeout.
   ZeroOptimizer(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
                 Group group, ZeroOptions options = {});
   // Removes the hooks. Not collective; never throws.
@@ -102,10 +85,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Runs backward from a 0-dim `loss` (times loss_scale()) and closes the round: complete buckets
   // were sent meanwhile, the rest is sent now with zeros for missing gradients. Blocks for other
   // ranks 20 ms at most, which bounds memory when the network is slower than the backward pass.
-  // Calls add up. Hooks that register_hook() adds to a parameter, before or after construction,
-  // run as ever, and the gradients that they return are sent; those of torch::autograd::grad() are
-  // not. Throws what the backward pass throws; the gradients are then incomplete, and every rank's
-  // next step() throws until zero_grad() is called.
+  // Calls add up. What a parameter's hooks return is sent; gradients of torch::autograd::grad() are
+  // not. Throws what the backward pass throws; then every step() throws until zero_grad().
   void backward(const at::Tensor& loss);
   // The same from several outputs. `output_gradients` as in torch::autograd::backward, times
   // loss_scale(); empty for 0-dim outputs.
@@ -135,35 +116,27 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Returns the norm of the averaged gradient over all parameters, before clipping:
   // 0-dim fp64, equal on every rank. step() then multiplies gradients by
   // min(1, max_norm / (norm + 1e-6)). `norm_type` is any p > 0 or infinity; nullopt only measures.
-  // A second call sees the clipped norm. Gradients that are put into p.grad() by hand after it are
-  // clipped with the rest. Throws for max_norm <= 0 or NaN, for norm_type <= 0 or NaN, and for a
-  // max_norm without a backward pass on any rank since the last step. NaN and infinity are
-  // returned as they are; step() then skips.
+  // A second call sees the clipped norm. Gradients put into p.grad() by hand after it are clipped
+  // with the rest. A norm of NaN or infinity is returned; step() then skips. Throws for max_norm or
+  // norm_type <= 0 or NaN, and for a max_norm without a backward pass on any rank since step().
   at::Tensor clip_grad_norm_(std::optional<double> max_norm, double norm_type = 2.0);
   at::Tensor grad_norm(double norm_type = 2.0) { return clip_grad_norm_(std::nullopt, norm_type); }
 
   // Collective. Updates this rank's masters, then brings every working parameter up to date on
   // every rank. Gradients are consumed. Without a gradient on any rank since the last step it does
   // nothing. Throws when ranks have different options, a learning rate for example, and after
-  // ZeroOptions::max_skipped_in_a_row skipped steps. Returns the closure's loss, else an undefined
-  // tensor.
+  // ZeroOptions::max_skipped_in_a_row skipped steps. Returns the closure's loss, if there is one.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // With ZeroOptions::overlap_gather: blocks until the last step has brought the parameters of
   // `module` and its children up to date. Call it before a module computes, in any order and as
-  // often as is convenient. Not collective. Does nothing without the option. Throws c10::Error when
-  // the communication failed.
-  //   for (const auto& layer : *layers) {
-  //     optimizer.wait_for(*layer);
-  //     x = layer->forward(x);
-  //   }
+  // often as is convenient. Not collective. Throws c10::Error when the communication failed.
   void wait_for(const torch::nn::Module& module);
 
   // Forgets the gradients accumulated since the last step. Collective when there are any and after
   // a call that threw, otherwise local and free; when only some ranks have any, the next collective
-  // call throws on all ranks and nothing is lost. Rarely needed: step() consumes gradients.
-  // zero_grad() of the module or of the base class cannot take back what was sent: it has no effect
-  // between backward() and step(), and step() throws if it was called there.
+  // call throws on all ranks and nothing is lost. Rarely needed: step() consumes gradients. That of
+  // the module cannot take back what was sent: step() throws if it was called after backward().
   void zero_grad(bool set_to_none = true);
 
   // ---- Reading ----
@@ -179,8 +152,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   at::Tensor gradient(const at::Tensor& parameter);
   at::Tensor master(const at::Tensor& parameter);
   // Returns whether the last step() was skipped for non-finite gradients. On a GPU, and with
-  // static_graph, step() does not wait to learn that: this waits for the device, and so do stats()
-  // and inner().
+  // static_graph, this, stats() and inner() wait for the device, since step() does not.
   bool step_skipped() const;
   // The factor that backward() puts on the loss. On a GPU a dynamic scale makes the next backward()
   // wait until the last step is done, though not for the forward pass enqueued since.
@@ -190,14 +162,12 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Collective. `parameters` leave the optimizer: they require no gradient any more and keep their
   // values; their masters and state are dropped. All others keep masters, state and counts bit by
-  // bit. As at construction, communicators are made and rank 0's parameters and buffers are sent;
-  // plan(), group() and references to them are new. Throws c10::Error on all ranks, with everything
-  // as it was: gradients since the last step, ranks that name different parameters, parameters of
-  // another optimizer or given twice, none that stays, a mesh. A rank that dies meanwhile is final,
-  // also with ZeroOptions::protect(). Finish a PendingCheckpoint first.
+  // bit. As at construction, rank 0's parameters and buffers are sent; plan() and group() are new.
+  // Throws c10::Error on all ranks, with everything as it was: gradients since the last step, ranks
+  // that name different parameters, parameters of another optimizer or given twice, none that
+  // stays, a mesh. A rank that dies meanwhile is final. Finish a PendingCheckpoint first.
   void freeze(const std::vector<at::Tensor>& parameters);
-  // Collective. The reverse: `parameters` of the module, registered before or after construction,
-  // join a parameter group and start as at construction, without state.
+  // Collective. The reverse: `parameters` of the module join a parameter group, without state.
   void unfreeze(const std::vector<at::Tensor>& parameters, size_t param_group = 0);
   // Collective. The same, with a new parameter group. Without options it has the inner optimizer's
   // defaults; a CombinedOptimizer is refused. An LrSchedule of before does not know the group.
@@ -205,19 +175,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // ---- Checkpoints ----
 
-  // Collective. Writes a folder that all ranks can see, or one on each disk with
-  // SaveOptions::shared_folder(false): masters, all state of the inner optimizer,
-  // step counts, loss scale, options; rank 0's frozen parameters and buffers; the objects that
-  // SaveOptions include, such as schedules. It appears complete or not at all, and any number of
-  // ranks can load it. On a mesh whose ranks hold different parameters, "every rank" is all ranks
-  // of mesh_group(), each parameter and frozen or other tensor is stored once, by name, and any
-  // mesh that holds the same names can load it. Every rank needs memory for one tensor more, and
-  // the slowest must be done within the group's timeout. See zero/checkpoint.h. Throws c10::Error
-  // on all ranks, leaving what was at `folder`: gradients since the last step (they are not part of
-  // a checkpoint), an existing `folder` without overwrite(true), another save to `folder` that is
-  // unfinished, a folder that not all ranks see (unless shared_folder(false)), errors of a disk,
-  // state of an inner optimizer that cannot be cut for other numbers of ranks, one name for several
-  // parameters of a mesh.
+  // Collective. Writes a folder that all ranks see, or see SaveOptions::shared_folder: masters,
+  // state of the inner optimizer, step counts, loss scale, options; rank 0's frozen parameters and
+  // buffers; objects that SaveOptions include. It appears complete or not at all. Any number of
+  // ranks can load it, and any mesh with the same names. Needs memory for one tensor more; the
+  // slowest rank must be done within the group's timeout. Throws c10::Error on all ranks, leaving
+  // what was at `folder`: gradients since the last step, an existing `folder` without
+  // overwrite(true), an unfinished save to `folder`, a folder that not all ranks see, errors of a
+  // disk, state that cannot be cut for other numbers of ranks, one name for several parameters.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step waits where it is ahead; so
@@ -227,53 +192,44 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
                                                            const SaveOptions& options = {});
   // Collective. Loads what any number of ranks saved, with any mesh, stage, layout and bucket size.
   // Each rank reads the stored tensors that overlap its shard, and its part of all files to verify
-  // them. Working parameters are set from the masters. The run that saved it goes on: the next save
-  // has its id. Throws c10::Error on all ranks, and then nothing has changed: gradients since the
-  // last step, damage, another model (see LoadOptions::strict), numbers that no optimizer can go on
-  // with, an included object that refuses its state.
-  //
-  // Ranks need not see one folder, and each may give a path of its own: the files that a rank does
-  // not see are read by one that does, which sends the tensors that overlap the shard. A rank that
-  // sees no manifest takes that of another. Then a rank needs memory for what it receives, too.
-  // Also throws on all ranks: manifests of different checkpoints, and a file that no rank sees.
+  // them; what it does not see, a rank that does sends it, so `folder` may differ between ranks.
+  // Working parameters are set from the masters. The run that saved it goes on: the next save has
+  // its id. Throws c10::Error on all ranks, and then nothing has changed: gradients since the last
+  // step, damage, another model (see LoadOptions::strict), numbers that no optimizer can go on
+  // with, an included object that refuses its state, a file that no rank sees, manifests of
+  // different checkpoints.
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& options = {});
-  // Collective. The checkpoint to load when ranks may see different folders: the newest, in the
-  // order of zero::latest(), in the folders `parent` of all ranks, of which each file is seen by
-  // some rank. So one that a crash left on some disks only does not count. Returns its path for
-  // this rank, whether it is there or not. `parent` may differ between ranks.
+  // Collective. The newest checkpoint, in the order of zero::latest(), in the folders `parent` of
+  // all ranks, which may differ, of which each file is seen by some rank. Returns its path for this
+  // rank, whether it is there or not.
   std::optional<std::string> latest_checkpoint(const std::string& parent);
-  // Collective. Takes over the state of an unsharded optimizer of the same class over the same
-  // module's parameters, to go on with a run of plain torch. `plain` is loaded on every rank;
-  // options and parameters are not taken over.
+  // Collective. Takes over the state, but no options, of an unsharded optimizer of the same class
+  // over the same module's parameters, to go on with a run of plain torch.
   void load_plain_state(const torch::optim::Optimizer& plain);
 
   // ---- Recovery ----
 
   // With ZeroOptions::protect(n): after a call threw because a rank died or does not answer, or a
   // process waits to join, the ranks call this and go on from the last protected step, without
-  // files. They number themselves anew in their old order, those that join last; group(), plan()
-  // and the shards are those of the new group, with the bits of a checkpoint of that step.
+  // files: with new numbers, group() and plan(), and the bits of a checkpoint of that step.
   // Gradients are dropped. What else a loop has, such as its place in the data, is the caller's to
   // set back: see docs/recovery.md.
   //
   // Collective over the ranks that are left and those that join: one that computes is waited for,
-  // one that is dead or stopped is left behind after a second, and finds that out by an error here,
-  // for good. The store of the group must survive, as that of launch_local() with
-  // LaunchOptions::survivors_go_on does. Throws c10::Error when it has ended, when a shard and its
-  // copy are both lost (naming the newest checkpoint in the folder `checkpoints`, if given), and
-  // when another rank dies meanwhile, after which it may be called again. Needs memory for a second
-  // arena, masters and gradient shards.
+  // one that is dead or stopped is left behind after a second, for good. The store of the group
+  // must survive. Throws c10::Error when it has ended, when a shard and its copy are both lost
+  // (naming the newest checkpoint in the folder `checkpoints`, if given), and when another rank
+  // dies meanwhile, after which it may be called again. Needs memory for a second arena, masters
+  // and gradient shards.
   RecoveryReport recover(const std::string& checkpoints = {});
 
   // ---- Repair ----
 
-  // Collective. Takes over working parameters that were changed from outside (loaded, moved to
-  // other storage, edited in place): re-attaches them, sends rank 0's values, also of frozen
-  // parameters, to all ranks, and sets the masters from them.
+  // Collective. Takes over working parameters that were loaded, moved to other storage or edited:
+  // sends rank 0's values, also of frozen ones, to all ranks, and sets the masters from them.
   void refresh_master_parameters();
-  // Collective. The reverse: sets working parameters from the masters. In Layout::kContiguous the
-  // fp32 masters are this rank's part of the working parameters themselves: edits in place there
-  // cannot be taken back.
+  // Collective. The reverse: sets working parameters from the masters. It cannot take back edits of
+  // fp32 parameters in Layout::kContiguous: those are the masters.
   void refresh_working_parameters();
   // Collective. Sends rank 0's module buffers to all ranks.
   void broadcast_buffers();
@@ -289,12 +245,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   const Plan& plan() const;
   const Group& group() const;
   const ZeroOptions& options() const;
-  // The wrapped optimizer over master segments, for its state(). Its options are overwritten at
-  // each step; change param_groups() of this class instead.
+  // The wrapped optimizer over master segments, for its state(). Options are in param_groups().
   const torch::optim::Optimizer& inner() const;
 
-  // Refused with a pointer to save_checkpoint: torch archives hold one rank's segments by address
-  // and accept flipped bits.
+  // Refused: torch archives hold one rank's segments by address and accept flipped bits.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
