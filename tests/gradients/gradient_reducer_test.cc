@@ -299,6 +299,18 @@ TEST(GradientReducerTest, BucketsWithAnUnusedParameterGoLast) {
   });
 }
 
+TEST(GradientReducerTest, AnErrorNamesTheBucketThatWasNotReduced) {
+  on_ranks(2, [](Rank& r) {
+    r.reducer.expect_unused({1, 1, 1, 0});  // bucket 1 is sent first
+    if (r.group.rank() == 1) return r.data->abort("this rank ends");
+    const std::string error = error_of([&] {
+      for (int64_t p = 2; p >= 0; --p) r.ready(p, 0);
+      r.reducer.complete(1);
+    });
+    expect_words(error, {"gradient bucket 1", "rank 0"});
+  });
+}
+
 TEST(GradientReducerTest, GradientsThatWerePutThereByHandAreClaimed) {
   on_ranks(2, [](Rank& r) {
     r.grad(1) = r.gradient(1, 0, r.group.rank());

@@ -41,8 +41,8 @@ class Limits : public nlohmann::json_sax<json> {
     return descend();
   }
   bool start_array(std::size_t) override { return descend(); }
-  bool end_object() override { return --depth_ >= 0; }
-  bool end_array() override { return --depth_ >= 0; }
+  bool end_object() override { return ascend(); }
+  bool end_array() override { return ascend(); }
 
   // json::parse() explains a text that is no JSON.
   bool parse_error(std::size_t, const std::string&, const json::exception&) override {
@@ -55,6 +55,10 @@ class Limits : public nlohmann::json_sax<json> {
   bool descend() {
     TORCH_CHECK(++depth_ <= kDeepest, "expected at most ", kDeepest,
                 " levels, got one nested deeper");
+    return true;
+  }
+  bool ascend() {
+    --depth_;
     return true;
   }
   void count() {
