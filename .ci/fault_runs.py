@@ -131,7 +131,8 @@ class Bazel:
 
 def near_and_far(tests, path, state):
     """The tests that found a fault of this file before, are named like it or speak of it, and the
-    rest: {test: about how many seconds it takes} twice, first what found one, then the fastest."""
+    rest: {test: about how many seconds it takes} twice, first what found one, then those of the
+    file's room, among equals the fastest."""
     def words(name):
         return set(name.split("_")) - {"test", "zero", "optimizer"}
 
@@ -141,8 +142,13 @@ def near_and_far(tests, path, state):
     killers = {one["test"] for key, one in state["faults"].items()
                if key.startswith(path + "\n") and one["verdict"] == "found"}
     seconds = {test: state["seconds"].get(test, guess) for test, guess in tests.items()}
+
+    def rank(test):
+        in_room = Path(test[2:].split(":")[0]).name == Path(path).parts[1]
+        return test not in killers, not in_room, seconds[test], test
+
     near, far = {}, {}
-    for test in sorted(tests, key=lambda test: (test not in killers, seconds[test], test)):
+    for test in sorted(tests, key=rank):
         source = ROOT / (test[2:].replace(":", "/") + ".cc")
         text = source.read_text("utf-8") if source.exists() else ""
         is_near = (test in killers or squeezed(Path(path).stem) in squeezed(text)

@@ -250,6 +250,24 @@ TEST_F(AtomicDirectoryTest, AReaderThatUndoesALiveReplacementDoesNotStopIt) {
   EXPECT_EQ(hidden(), 0);
 }
 
+TEST_F(AtomicDirectoryTest, AFileThatAppearsAtTheTargetIsKept) {
+  for (const bool exchange : {true, false}) {
+    has_exchange = exchange;
+    const auto publish = [&] {
+      AtomicDirectory directory(target_, /*overwrite=*/false, kManifestName);
+      fill(directory.path(), 1);
+      if (exchange) std::ofstream(target_) << "another program's";
+      directory.publish();
+    };
+    before_rename = [&] { std::ofstream(target_) << "another program's"; };
+    expect_words(error_of(publish), {"cannot rename", target_});
+    before_rename = nullptr;
+    EXPECT_TRUE(fs::is_regular_file(target_));
+    EXPECT_EQ(hidden(), 0);
+    fs::remove(target_);
+  }
+}
+
 TEST_F(AtomicDirectoryTest, AHalfRemovedFolderIsNotTakenForACheckpoint) {
   Manifest m;
   m.files = {{"rank-00000.safetensors", 100, 1, {}}};

@@ -72,6 +72,10 @@ TEST_P(CollectivesTest, WrongArgumentsAreRefusedAndBreakNothing) {
     expect_words(error_of([&] { data->exchange_rows(rows, other.to(at::kHalf), "b"); }), {"dtype"});
     expect_words(error_of([&] { data->all_reduce_sum(at::zeros({1}), "b"); }), {"double"});
     expect_words(error_of([&] { data->all_reduce_max(at::zeros({1}), "b"); }), {"NaN"});
+    expect_words(error_of([&] {
+                   data->all_reduce_sum(at::zeros({2, 2}, at::kDouble), "b");
+                 }),
+                 {"contiguous 1-D", "[2, 2]"});
     expect_words(error_of([&] { data->broadcast(rows, static_cast<int>(world), "b"); }),
                  {"source"});
     if (data->reduction_bytes(rows) > 0) {

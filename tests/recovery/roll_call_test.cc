@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <chrono>
+#include <cstdint>
 #include <future>
 #include <memory>
 #include <string>
@@ -65,6 +66,8 @@ TEST(RollCallTest, OneThatComputesIsWaitedFor) {
   auto a = call(*first, "a");
   // Longer than a rank that is gone is waited for.
   EXPECT_EQ(a.wait_for(milliseconds(2500)), std::future_status::timeout);
+  const std::vector<uint8_t> answers = store->get("0/alive");
+  EXPECT_EQ(std::string(answers.begin(), answers.end()), "1 ") << "it answers once";
   auto b = call(*second, "b");
   EXPECT_EQ(a.get().ranks, (std::vector<int>{0, 1}));
   EXPECT_EQ(b.get().ranks, (std::vector<int>{0, 1}));
