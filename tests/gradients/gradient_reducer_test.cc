@@ -370,35 +370,42 @@ TEST(GradientReducerTest, WhatCannotBeSentIsRefusedByName) {
   });
 }
 
-// Two data groups of two ranks, and two groups of replicas across them.
+// Data groups of two ranks, `copies` of them, and two groups of replicas across them.
+void expect_sum_over_replicas(const Group& group, int copies) {
+  const int world = 2 * copies;
+  const int row = group.rank() % 2;
+  std::vector<int> ranks_across;
+  for (int rank = row; rank < world; rank += 2) ranks_across.push_back(rank);
+  const int first = group.rank() - row;
+  const Group within = group.subgroup({first, first + 1}, "within");
+  const Group across = group.subgroup(ranks_across, "across");
+  const auto data = within.make_communicator("data", Purpose::kData);
+  const auto replicas = across.make_communicator("replicas", Purpose::kData);
+  FlatModel flat(zeros(at::kFloat), 2, {Layout::kContiguous, 256});
+  GradientReducer reducer(flat.plan, flat.table, {{data.get(), replicas.get(), 0}}, flat.pool,
+                          reducer_options(flat.plan));
+  at::Tensor expected = at::zeros({33});
+  for (const int round : {1, 2, 3}) {
+    flat.model.values[3].mutable_grad() = exact({33}, 10 * group.rank() + round);
+    reducer.gradient_ready(3);
+    reducer.complete(round);
+    for (int r = 0; r < world; ++r) expected += exact({33}, 10 * r + round) / world;
+    for (int64_t b = 0; b < flat.buckets(); ++b) {
+      for (const Segment& s : flat.plan.segments(b, within.rank())) {
+        if (s.parameter != 3) continue;
+        EXPECT_TRUE(at::allclose(reducer.shard(b).narrow(0, s.offset, s.numel),
+                                 part_of(expected, s), 1e-6, 0))
+            << "round " << round << " on rank " << group.rank() << " of " << world;
+      }
+    }
+  }
+}
+
 TEST(GradientReducerTest, RoundsThatAreCompletedApartAddUpOverReplicas) {
-  run_ranks(4,
-            [](const Group& group) {
-              const int half = group.rank() / 2, row = group.rank() % 2;
-              const Group within = group.subgroup({2 * half, 2 * half + 1}, "within");
-              const Group across = group.subgroup({row, row + 2}, "across");
-              const auto data = within.make_communicator("data", Purpose::kData);
-              const auto replicas = across.make_communicator("replicas", Purpose::kData);
-              FlatModel flat(zeros(at::kFloat), 2, {Layout::kContiguous, 256});
-              GradientReducer reducer(flat.plan, flat.table, {{data.get(), replicas.get(), 0}},
-                                      flat.pool, reducer_options(flat.plan));
-              at::Tensor expected = at::zeros({33});
-              for (const int round : {1, 2, 3}) {
-                flat.model.values[3].mutable_grad() = exact({33}, 10 * group.rank() + round);
-                reducer.gradient_ready(3);
-                reducer.complete(round);
-                for (int r = 0; r < 4; ++r) expected += exact({33}, 10 * r + round) / 4;
-                for (int64_t b = 0; b < flat.buckets(); ++b) {
-                  for (const Segment& s : flat.plan.segments(b, within.rank())) {
-                    if (s.parameter != 3) continue;
-                    EXPECT_TRUE(at::allclose(reducer.shard(b).narrow(0, s.offset, s.numel),
-                                             part_of(expected, s), 1e-6, 0))
-                        << "round " << round << " on rank " << group.rank();
-                  }
-                }
-              }
-            },
-            {.transport = Transport::kMemory});
+  for (const int copies : {1, 2}) {
+    run_ranks(2 * copies, [&](const Group& group) { expect_sum_over_replicas(group, copies); },
+              {.transport = Transport::kMemory});
+  }
 }
 
 }  // namespace
