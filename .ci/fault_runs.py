@@ -221,7 +221,7 @@ class Run:
         self.place = folder / "state.json"
         self.state = {"faults": {}, "seconds": {}, "alone": []}
         if self.place.exists():
-            self.state = json.loads(self.place.read_text("utf-8"))
+            self.state |= json.loads(self.place.read_text("utf-8"))
         if self.state.get("tree") != digest(files):
             self.state.update(tree=digest(files), passed=[])
         self.tests_version = digest([name for name in files if not is_source(name)

@@ -55,7 +55,7 @@ enum class GradientWire {
 struct ZeroOptions {
   // ---- Memory and speed: where numbers are kept and when they are sent, never their values ----
 
-  // 1: every rank can read the averaged gradients in full. 2: only its shard of them exists.
+  // 1: every rank can read averaged gradients in full. 2: its shard. Masters are sharded in both.
   TORCH_ARG(int64_t, stage) = 2;
 
   // Stage 1 only. False drops the gather of the averaged gradients into p.grad(), and its cost.
@@ -70,7 +70,7 @@ struct ZeroOptions {
   // kContiguous makes working parameters views of one flat arena, so that the gather writes them in
   // place. kPerParameter leaves the model's storage alone and pays a copy and an fp32 master for
   // it. kWholeParameters gives each parameter one owner, so that any optimizer may look at it as a
-  // whole; parameter groups of zero::Muon, zero::Lamb and zero::Adafactor always have it.
+  // whole; parameter groups of zero::Muon, zero::Lamb and zero::Adafactor have it and no other.
   TORCH_ARG(Layout, layout) = Layout::kContiguous;
 
   // kWholeParameters: the cost of a step of a parameter of these sizes, 0 or more, in any unit;

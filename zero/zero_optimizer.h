@@ -20,8 +20,8 @@
 // Promises:
 //   1. A gradient is the mean over ranks; a rank that did not use a parameter counts as zero. Sums
 //      are fp32 in rank order, whatever dtype is sent; over several machines, first within each.
-//   2. A parameter dropped on every rank is skipped as torch skips an undefined gradient: no decay
-//      or step count. Ranks may use different parameters and run different numbers of passes.
+//   2. A parameter dropped on every rank is skipped as torch skips an undefined gradient: no
+//      decay, momentum or step count. Ranks may use different parameters and numbers of passes.
 //   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run; without clipping, and
 //      with GradientWire::kDtype, for every bucket size and layout too.
 //   4. With one fp32 rank, unclipped, fused(false) and kDtype: the inner optimizer's own bits.
@@ -69,12 +69,12 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Working parameters must be dense leaves in float, bfloat16 or half, on group.device() if that
   // is a GPU, and belong to `module`, which must outlive the optimizer. Layout::kContiguous
   // re-points them at views of a flat arena; sizes and dense strides are kept. Throws c10::Error on
-  // every rank when any rank finds its arguments unusable (other parameters, state in
-  // `inner`, a class that does not suit its layout) or when ranks differ, naming the difference.
+  // every rank when any rank finds its arguments unusable (other parameters, one given twice, state
+  // in `inner`, a class that does not suit its layout) or when ranks differ, naming what differs.
   //
   // With group.joins(), waits until the ranks of a job call recover() and takes over their state:
   // see docs/recovery.md. param_groups() alone has the options of `inner`; call
-  // LrSchedule::set_step() before the first step(). Throws when they do not within the timeout.
+  // LrSchedule::set_step() before the first step(). Throws when the job ends or takes too long.
   ZeroOptimizer(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
                 Group group, ZeroOptions options = {});
   // Removes the hooks. Not collective; never throws.
@@ -125,18 +125,18 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Updates this rank's masters, then brings every working parameter up to date on
   // every rank. Gradients are consumed. Without a gradient on any rank since the last step it does
   // nothing. Throws when ranks have different options, a learning rate for example, and after
-  // ZeroOptions::max_skipped_in_a_row skipped steps. Returns the closure's loss, if there is one.
+  // max_skipped_in_a_row() skipped steps. Returns the closure's loss, else an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // With ZeroOptions::overlap_gather: blocks until the last step has brought the parameters of
-  // `module` and its children up to date. Call it before a module computes, in any order and as
-  // often as is convenient. Not collective. Throws c10::Error when the communication failed.
+  // With ZeroOptions::overlap_gather, else it does nothing: blocks until the last step has brought
+  // the parameters of `module` and its children up to date. Call it before a module computes, in
+  // any order, any number of times. Not collective. Throws c10::Error when communication failed.
   void wait_for(const torch::nn::Module& module);
 
   // Forgets the gradients accumulated since the last step. Collective when there are any and after
   // a call that threw, otherwise local and free; when only some ranks have any, the next collective
-  // call throws on all ranks and nothing is lost. Rarely needed: step() consumes gradients. That of
-  // the module cannot take back what was sent: step() throws if it was called after backward().
+  // call throws on all ranks and nothing is lost. Rarely needed: step() consumes gradients. The
+  // module's own cannot take back what was sent: step() throws if it was called after backward().
   void zero_grad(bool set_to_none = true);
 
   // ---- Reading ----
@@ -162,12 +162,13 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Collective. `parameters` leave the optimizer: they require no gradient any more and keep their
   // values; their masters and state are dropped. All others keep masters, state and counts bit by
-  // bit. As at construction, rank 0's parameters and buffers are sent; plan() and group() are new.
-  // Throws c10::Error on all ranks, with everything as it was: gradients since the last step, ranks
-  // that name different parameters, parameters of another optimizer or given twice, none that
-  // stays, a mesh. A rank that dies meanwhile is final. Finish a PendingCheckpoint first.
+  // bit. As at construction, rank 0's parameters and buffers are sent; plan(), group() and
+  // references to them are new. Throws c10::Error on all ranks, with all as it was: gradients
+  // since the last step, ranks that name different parameters, one of another optimizer or given
+  // twice, none that stays, a mesh. A death meanwhile is final, also with protect(). Finish a
+  // PendingCheckpoint first.
   void freeze(const std::vector<at::Tensor>& parameters);
-  // Collective. The reverse: `parameters` of the module join a parameter group, without state.
+  // Collective. The reverse: `parameters` of the module, old or new, join a group without state.
   void unfreeze(const std::vector<at::Tensor>& parameters, size_t param_group = 0);
   // Collective. The same, with a new parameter group. Without options it has the inner optimizer's
   // defaults; a CombinedOptimizer is refused. An LrSchedule of before does not know the group.
@@ -204,7 +205,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // rank, whether it is there or not.
   std::optional<std::string> latest_checkpoint(const std::string& parent);
   // Collective. Takes over the state, but no options, of an unsharded optimizer of the same class
-  // over the same module's parameters, to go on with a run of plain torch.
+  // over the same module's parameters, loaded on every rank, to go on with a run of plain torch.
   void load_plain_state(const torch::optim::Optimizer& plain);
 
   // ---- Recovery ----
@@ -216,11 +217,11 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // set back: see docs/recovery.md.
   //
   // Collective over the ranks that are left and those that join: one that computes is waited for,
-  // one that is dead or stopped is left behind after a second, for good. The store of the group
-  // must survive. Throws c10::Error when it has ended, when a shard and its copy are both lost
-  // (naming the newest checkpoint in the folder `checkpoints`, if given), and when another rank
-  // dies meanwhile, after which it may be called again. Needs memory for a second arena, masters
-  // and gradient shards.
+  // one that is dead or stopped is left behind after a second, for good, and its call throws. The
+  // store must survive, as with LaunchOptions::survivors_go_on. Throws c10::Error when it ended,
+  // when a shard and its copy are both lost (naming the newest checkpoint in `checkpoints`, if
+  // given), and when another rank dies meanwhile, after which it may be called again. Needs memory
+  // for a second arena, masters and gradient shards.
   RecoveryReport recover(const std::string& checkpoints = {});
 
   // ---- Repair ----
@@ -239,8 +240,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // ---- Observing ----
 
-  // Bytes this rank holds now, by kind.
-  MemoryReport memory() const;
+  MemoryReport memory() const;  // bytes this rank holds now, by kind
   Stats stats() const;
   const Plan& plan() const;
   const Group& group() const;
