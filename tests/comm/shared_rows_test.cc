@@ -13,10 +13,12 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -102,6 +104,40 @@ class WithoutAcknowledgements : public c10d::Backend {
     return under_->recv(tensors, from, tag);
   }
   void abort() override { under_->abort(); }
+
+ private:
+  const BackendPtr under_;
+};
+
+// A transport whose abort() ends no wait, but that of each receive does.
+class WithoutAbort : public c10d::Backend {
+ public:
+  explicit WithoutAbort(BackendPtr under)
+      : Backend(under->getRank(), under->getSize()), under_(std::move(under)) {}
+  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override {
+    return under_->send(tensors, to, tag);
+  }
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
+    struct UntilAborted : c10d::Work {
+      bool wait(milliseconds timeout) override {
+        std::unique_lock<std::mutex> lock(mutex);
+        return !aborted.wait_for(lock, timeout, [this] { return is_aborted; });
+      }
+      void abort() override {
+        const std::lock_guard<std::mutex> lock(mutex);
+        is_aborted = true;
+        aborted.notify_all();
+      }
+      std::mutex mutex;
+      std::condition_variable aborted;
+      bool is_aborted = false;
+    };
+    if (tag == kNeverSent) return c10::make_intrusive<UntilAborted>();
+    return under_->recv(tensors, from, tag);
+  }
+  void abort() override {}
+
+  static constexpr int kNeverSent = 9;
 
  private:
   const BackendPtr under_;
@@ -272,6 +308,25 @@ TEST(SharedRowsTest, AbortEndsAWait) {
       other.join();
     }
   });
+}
+
+TEST(SharedRowsTest, AbortEndsAWaitThatTheTransportsOwnDoesNot) {
+  const auto began = std::chrono::steady_clock::now();
+  on_ranks(
+      2,
+      [](const Rank& r) {
+        if (r.rank == 1) return;
+        const WorkPtr received = r.receive(at::zeros({kNumel}), 1, WithoutAbort::kNeverSent);
+        std::thread other([&] {
+          std::this_thread::sleep_for(milliseconds(20));
+          r.backend->abort();
+        });
+        EXPECT_THROW(received->wait(kTimeout), std::exception);
+        other.join();
+      },
+      /*unwilling=*/-1,
+      [](const BackendPtr& under) { return c10::make_intrusive<WithoutAbort>(under); });
+  EXPECT_LT(std::chrono::steady_clock::now() - began, kTimeout / 2);
 }
 
 }  // namespace

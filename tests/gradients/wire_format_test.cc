@@ -200,6 +200,17 @@ TEST_P(WireFormatAt, RowsAreEncodedByThemselvesWithTheSameBitsEveryTime) {
   }
 }
 
+TEST_P(WireFormatAt, SumsAreEncodedAsTheGradientsWithTheirValues) {
+  for (int64_t n : kRows) {
+    const at::Tensor values = gradients(3, n, 7);
+    const at::Tensor expected = encode(values);
+    const at::Tensor rows = at::empty_like(expected);
+    rows.view(at::kByte).fill_(0x5a);
+    wire().encode_sums(values.to(at::kFloat), rows);
+    EXPECT_TRUE(at::equal(rows.view(at::kByte), expected.view(at::kByte))) << n;
+  }
+}
+
 // Memory of the pool has held anything.
 TEST_P(WireFormatAt, PaddingHasNoEffectOnGradients) {
   for (int64_t n : {17, 300, 1000}) {

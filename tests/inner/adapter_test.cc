@@ -324,6 +324,14 @@ TEST(SerializedAdapterTest, AClassOfTheUsersOwnHasItsTypeAsNameAndNeedsPermissio
                 "got zero::OwnOptimizer", "elementwise(true)"});
 }
 
+TEST(SerializedAdapterTest, StateOfAClassOfTheUsersOwnIsUsedState) {
+  const at::Tensor p = parameter();
+  const auto optimizer = own(p);
+  steps(*optimizer, p, 0, 1);
+  expect_words(error_of([&] { check_inner_optimizer(*optimizer, true, {false}); }),
+               {"expected no state yet", "Make a new one"});
+}
+
 TEST(SerializedAdapterTest, StateAndOptionsGoOnInEveryBit) {
   const at::Tensor p = parameter();
   const auto optimizer = own(p);

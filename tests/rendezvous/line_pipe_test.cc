@@ -1,0 +1,89 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/rendezvous/line_pipe.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <string>
+#include <vector>
+
+namespace zero {
+namespace {
+
+// A child's stream and the terminal behind it, both of this process.
+class LinePipeTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(pipe2(child.data(), O_CLOEXEC | O_NONBLOCK), 0);
+    ASSERT_EQ(pipe2(terminal.data(), O_CLOEXEC | O_NONBLOCK), 0);
+  }
+  void TearDown() override {
+    for (const int file : {child[1], terminal[0], terminal[1]}) close(file);
+  }
+  void print(const std::string& text) const {
+    ASSERT_EQ(write(child[1], text.data(), text.size()), static_cast<ssize_t>(text.size()));
+  }
+  std::string shown() const {
+    std::string text;
+    std::array<char, 4096> part;
+    for (ssize_t count; (count = read(terminal[0], part.data(), part.size())) > 0;) {
+      text.append(part.data(), static_cast<size_t>(count));
+    }
+    return text;
+  }
+
+  std::array<int, 2> child, terminal;
+};
+
+TEST_F(LinePipeTest, LinesPassWithTheirPrefixOnceTheyAreWhole) {
+  LinePipe lines(child[0], terminal[1], "[1] ");
+  lines.drain();
+  EXPECT_EQ(shown(), "");
+  print("loss 3\nlo");
+  lines.drain();
+  EXPECT_EQ(shown(), "[1] loss 3\n");
+  print("ss 2\n\nend");
+  lines.drain();
+  EXPECT_EQ(shown(), "[1] loss 2\n[1] \n");
+  lines.close_now();
+  EXPECT_EQ(shown(), "[1] end\n");
+  EXPECT_FALSE(lines.open());
+}
+
+TEST_F(LinePipeTest, AProgressBarBecomesLines) {
+  LinePipe lines(child[0], terminal[1], "");
+  print("\r 10 %\r 20 %\r\ndone\r\n");
+  lines.drain();
+  EXPECT_EQ(shown(), " 10 %\n 20 %\ndone\n");
+  lines.close_now();
+}
+
+TEST_F(LinePipeTest, ALineWithoutEndIsPassedOnInParts) {
+  constexpr size_t kPart = 64 << 10;
+  ASSERT_GT(fcntl(child[1], F_SETPIPE_SZ, 4 * kPart), 0);
+  ASSERT_GT(fcntl(terminal[1], F_SETPIPE_SZ, 4 * kPart), 0);
+  LinePipe lines(child[0], terminal[1], "> ");
+  print(std::string(kPart + 10, 'x'));
+  lines.drain();
+  EXPECT_EQ(shown(), "> " + std::string(kPart, 'x') + "\n");
+  lines.close_now();
+  EXPECT_EQ(shown(), "> " + std::string(10, 'x') + "\n");
+}
+
+TEST_F(LinePipeTest, TheEndOfTheStreamClosesIt) {
+  LinePipe lines(child[0], terminal[1], "");
+  print("last");
+  close(child[1]);
+  lines.drain();
+  EXPECT_EQ(shown(), "last\n");
+  EXPECT_FALSE(lines.open());
+  EXPECT_EQ(fcntl(child[0], F_GETFD), -1);
+  child[1] = -1;
+}
+
+}  // namespace
+}  // namespace zero
