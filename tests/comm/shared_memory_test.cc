@@ -108,6 +108,20 @@ struct OtherFile {
   int file;
 };
 
+TEST(SharedMemory, NoFileStaysOpenForAMapping) {
+  const SharedMemoryAddress address = SharedMemory::instance()->address();
+  const auto lowest_free = [] {
+    const int descriptor = dup(STDIN_FILENO);
+    close(descriptor);
+    return descriptor;
+  };
+  const int before = lowest_free();
+  const auto peer = PeerMemory::open(address);
+  EXPECT_TRUE(peer);
+  EXPECT_FALSE(PeerMemory::open(OtherFile(0).address));
+  EXPECT_EQ(lowest_free(), before);
+}
+
 TEST(SharedMemory, NoProcessCanCutItOff) {
   const SharedMemoryAddress address = SharedMemory::instance()->address();
   const auto file = static_cast<int>(address.descriptor);
