@@ -143,16 +143,21 @@ def near_and_far(tests, path, state):
                if key.startswith(path + "\n") and one["verdict"] == "found"}
     seconds = {test: state["seconds"].get(test, guess) for test, guess in tests.items()}
 
+    def in_room(test):
+        top, below = Path(path).parts[:2]  # kernels/cuda is one room with kernels
+        return Path(test[2:].split(":")[0]).name == (below if top == "zero" else top)
+
     def rank(test):
-        in_room = Path(test[2:].split(":")[0]).name == Path(path).parts[1]
-        return test not in killers, not in_room, seconds[test], test
+        return test not in killers, not in_room(test), seconds[test], test
 
     near, far = {}, {}
     for test in sorted(tests, key=rank):
         source = ROOT / (test[2:].replace(":", "/") + ".cc")
         text = source.read_text("utf-8") if source.exists() else ""
         is_near = (test in killers or squeezed(Path(path).stem) in squeezed(text)
-                   or words(Path(path).stem) & words(source.stem))
+                   or words(Path(path).stem) & words(source.stem)
+                   # Their labels are not files: one file, with each order of threads.
+                   or path.endswith((".cu", ".cuh")) and in_room(test))
         (near if is_near else far)[test] = seconds[test]
     return near, far
 
