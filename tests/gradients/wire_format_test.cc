@@ -211,6 +211,16 @@ TEST_P(WireFormatAt, SumsAreEncodedAsTheGradientsWithTheirValues) {
   }
 }
 
+TEST(ElementwiseWireTest, SumsAreEncodedIn16BitsOnRequest) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    EXPECT_FALSE(ElementwiseWire(dtype).encodes_sums());
+    EXPECT_FALSE(ElementwiseWire(dtype, /*fp32_sums=*/true).encodes_sums());
+    EXPECT_TRUE(ElementwiseWire(dtype, /*fp32_sums=*/false).encodes_sums());
+  }
+  EXPECT_FALSE(ElementwiseWire(at::kFloat, /*fp32_sums=*/true).encodes_sums());
+  EXPECT_FALSE(ElementwiseWire(at::kFloat, /*fp32_sums=*/false).encodes_sums());
+}
+
 // Memory of the pool has held anything.
 TEST_P(WireFormatAt, PaddingHasNoEffectOnGradients) {
   for (int64_t n : {17, 300, 1000}) {
