@@ -148,7 +148,7 @@ TEST(OwnDisksDamageTest, ARankThatDiesMeanwhileEndsTheLoadOfAllOthers) {
         [&](const Group& group) {
           CheckpointRun run(small(), group, 7);
           run.optimizer->check_replicas();
-          if (group.rank() == 1) options.network->kill_at(1, MemoryOp::kBroadcast, calls);
+          if (group.rank() == 1) options.network->kill_at(1, MemoryOp::kSend, calls);
           const std::string error = error_within(std::chrono::seconds(9), [&] {
             run.optimizer->load_checkpoint(disks.disk((group.rank() + 1) % 3) + "/step");
           });
@@ -172,7 +172,7 @@ TEST(OwnDisksDamageTest, AMessageThatIsLostIsFinalOnAllRanks) {
       [&](const Group& group) {
         CheckpointRun run(small(), group, 7);
         run.optimizer->check_replicas();
-        if (group.rank() == 1) options.network->drop_next(1, MemoryOp::kBroadcast);
+        if (group.rank() == 1) options.network->drop_next(1, MemoryOp::kSend);
         const std::string folder = disks.disk((group.rank() + 1) % 3) + "/step";
         EXPECT_NE(error_of([&] { run.optimizer->load_checkpoint(folder); }), "");
         expect_words(error_of([&] { run.optimizer->check_replicas(); }), {"failed earlier"});

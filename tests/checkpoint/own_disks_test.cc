@@ -284,7 +284,7 @@ TEST(OwnDisksLoadTest, ARankReceivesWhatItNeedsAndNoMore) {
           const std::string own = disks.of(group.rank()) + "/step-" + std::to_string(turned);
           run.optimizer->save_checkpoint(own, kOwnDisks);
           const auto sent = [&] {
-            return options.network->counts(group.rank()).bytes_of(MemoryOp::kBroadcast);
+            return options.network->counts(group.rank()).bytes_of(MemoryOp::kSend);
           };
           const int64_t before = sent();
           const LoadReport report = run.optimizer->load_checkpoint(

@@ -156,6 +156,35 @@ TEST_P(FailureTest, AbortEndsWaitsHereAndThere) {
       on(GetParam(), std::chrono::seconds(20)));
 }
 
+// Gloo does not end the wait for a message of which a part has moved.
+TEST_P(FailureTest, AbortEndsATransferInItsMiddle) {
+  for (const std::string operation : {"exchange_rows", "gather_rows", "broadcast"}) {
+    for (const int life : {10, 21, 32, 43}) {
+      const auto body = [&](const Group& group) {
+        const auto data = data_of(group);
+        const at::Tensor rows = at::zeros({2, 2 << 20}), received = at::zeros({2, 2 << 20});
+        std::thread aborter([&] {
+          std::this_thread::sleep_for(milliseconds(life));
+          data->abort("aborted on purpose");
+        });
+        const auto start = Clock::now();
+        const std::string text = error_of([&] {
+          while (true) {
+            Pending pending = operation == "exchange_rows"
+                                  ? data->exchange_rows(rows, received, "b")
+                              : operation == "gather_rows" ? data->gather_rows(rows, "b")
+                                                           : data->broadcast(rows, 0, "b");
+            pending.wait();
+          }
+        });
+        EXPECT_LT(Clock::now() - start, std::chrono::seconds(10)) << text;
+        aborter.join();
+      };
+      run_ranks(2, body, on(GetParam(), std::chrono::seconds(20)));
+    }
+  }
+}
+
 TEST_P(FailureTest, AnOperationThatNobodyWaitedForIsAFailure) {
   run_ranks(
       2,

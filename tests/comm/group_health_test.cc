@@ -8,9 +8,12 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -35,6 +38,37 @@ class GivenWork : public c10d::Work {
 
  private:
   const std::function<void(milliseconds)> at_wait_;
+};
+
+// One that nothing but abort() ends, at any time.
+class EndlessWork : public c10d::Work {
+ public:
+  bool wait(milliseconds limit) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    waits_ = true;
+    changed_.notify_all();
+    TORCH_CHECK(changed_.wait_for(lock, limit, [&] { return aborted_; }), "timed out");
+    return false;
+  }
+  void abort() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    aborted_ = true;
+    changed_.notify_all();
+  }
+  bool aborted() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return aborted_;
+  }
+  void until_it_waits() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return waits_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool waits_ = false;
+  bool aborted_ = false;
 };
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -134,6 +168,47 @@ TEST(GroupHealthTest, TheFirstFailureIsKeptAndEveryLaterOperationRefused) {
   expect_words(error_of([&] { operation.wait(); }), {"exchange: refused"});
   EXPECT_EQ(log, Log{"first"});
   error_of([&] { operation.fail_to_start(std::make_exception_ptr(std::bad_alloc())); });
+}
+
+TEST(GroupHealthTest, AFailureEndsTheWaitsOfOtherThreads) {
+  const auto health = health_of();
+  const auto work = c10::make_intrusive<EndlessWork>();
+  Operation operation(health, "exchange");
+  operation.add_receive(2, work);
+  std::thread other([&] {
+    work->until_it_waits();
+    health->fail("another operation broke");
+  });
+  expect_words(error_of([&] { operation.wait(); }),
+               {"exchange: lost rank 2: aborted", "failed before: another operation broke"});
+  other.join();
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_FALSE(health->wait(*c10::make_intrusive<EndlessWork>(), 2, std::chrono::seconds(10)));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+}
+
+TEST(GroupHealthTest, ALongWaitEndsAtTheSecondLookAfterItsConnectionHas) {
+  const auto health = health_of();
+  std::atomic<int> ended{-1};
+  health->ask_for_ended([&](int rank) { return rank == ended; });
+  const auto work = c10::make_intrusive<EndlessWork>();
+  Operation operation(health, "exchange");
+  operation.add_receive(2, work);
+  std::thread other([&] {
+    work->until_it_waits();
+    for (const int rank : {-1, 3}) {
+      ended = rank;
+      for (int look = 0; look < 3; ++look) health->look_at_waits();
+    }
+    EXPECT_FALSE(work->aborted()) << "the connection to rank 2 is there";
+    ended = 2;
+    health->look_at_waits();
+    EXPECT_FALSE(work->aborted()) << "the row may have arrived just before";
+    health->look_at_waits();
+  });
+  expect_words(error_of([&] { operation.wait(); }),
+               {"exchange: lost rank 2: its connection has ended"});
+  other.join();
 }
 
 TEST(GroupHealthTest, NothingMayWaitWithoutALimit) {

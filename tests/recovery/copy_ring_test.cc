@@ -5,9 +5,13 @@
 #include "zero/recovery/copy_ring.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -87,6 +91,30 @@ TEST(CopyRingTest, ACopyThatWasDamagedOnTheWayIsRefused) {
       expect_words(text, {"the copy of rank 1's shard", "checksum", "damaged on the way"});
     }
   });
+}
+
+// As at the end of a program whose last steps are protected.
+TEST(CopyRingTest, AnAbortEndsAnExchangeInItsMiddle) {
+  for (int life = 10; life < 90; life += 5) {
+    run_ranks(2, [&](const Group& group) {
+      CopyRing ring(group);
+      MemoryFile own = file_of(group.rank());
+      own.bytes = at::zeros({64 << 20}, at::kByte);
+      own.about.bytes = own.bytes.nbytes();
+      own.about.hash = content_hash(own.bytes.const_data_ptr(), own.bytes.nbytes());
+      const at::Tensor copy = at::zeros_like(own.bytes);
+      std::thread aborter([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(life));
+        ring.abort("the optimizer is gone");
+      });
+      const auto start = std::chrono::steady_clock::now();
+      error_of([&] {
+        while (true) ring.exchange(own, [&](int64_t) { return copy; });
+      });
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+      aborter.join();
+    });
+  }
 }
 
 TEST(CopyRingTest, AnAbortEndsTheExchangeOfTheNeighboursToo) {

@@ -12,6 +12,7 @@
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace zero {
 
@@ -69,7 +70,10 @@ struct SlowWaits {
 
   [[noreturn]] void look_for_ever() {
     while (true) {
-      std::this_thread::sleep_for(std::clamp(slow_wait_after() / 4, milliseconds(10), kPeriod));
+      const milliseconds period = std::clamp(slow_wait_after() / 4, milliseconds(10), kPeriod);
+      std::this_thread::sleep_for(period);
+      // Without the lock: they may take others.
+      for (const auto& look : looks(std::chrono::steady_clock::now() - period)) look();
       const std::lock_guard<std::mutex> lock(mutex);
       const auto before = std::chrono::steady_clock::now() - slow_wait_after();
       for (SlowWait* wait = first; wait != nullptr; wait = wait->next_) {
@@ -80,13 +84,24 @@ struct SlowWaits {
     }
   }
 
+  // Of the waits that began before `begin`.
+  std::vector<std::function<void()>> looks(std::chrono::steady_clock::time_point begin) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::vector<std::function<void()>> result;
+    for (const SlowWait* wait = first; wait != nullptr; wait = wait->next_) {
+      if (wait->look_ && wait->since_ <= begin) result.push_back(wait->look_);
+    }
+    return result;
+  }
+
   static constexpr milliseconds kPeriod{1000};
   std::mutex mutex;
   SlowWait* first = nullptr;
   bool started = false;
 };
 
-SlowWait::SlowWait(std::function<std::string()> text) : text_(std::move(text)) {
+SlowWait::SlowWait(std::function<std::string()> text, std::function<void()> look)
+    : text_(std::move(text)), look_(std::move(look)) {
   SlowWaits::instance().add(*this);
 }
 

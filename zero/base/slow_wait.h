@@ -17,10 +17,11 @@ std::string duration_text(std::chrono::milliseconds duration);
 // Marks that this thread waits while the object lives. After slow_wait_after() it prints
 // "zero: <text()>", once.
 // text() runs on another thread and must not block. Costs two locks; one thread per process, which
-// starts with the first, looks at all of them once a second or more often.
+// starts with the first, looks at all of them once a second or more often: then it calls `look`, if
+// there is one. That call may end after the object, so `look` owns what it uses.
 class SlowWait {
  public:
-  explicit SlowWait(std::function<std::string()> text);
+  explicit SlowWait(std::function<std::string()> text, std::function<void()> look = {});
   ~SlowWait();
   SlowWait(const SlowWait&) = delete;
   SlowWait& operator=(const SlowWait&) = delete;
@@ -28,6 +29,7 @@ class SlowWait {
  private:
   friend struct SlowWaits;
   const std::function<std::string()> text_;
+  const std::function<void()> look_;
   const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
   bool printed_ = false;
   SlowWait* previous_ = nullptr;  // In the list of all.

@@ -155,6 +155,10 @@ Communicator::Communicator(std::shared_ptr<RowExchange> exchange, int rank, int 
     if (alive->on_failure) alive->on_failure(reason);
     if (alive->exchange) alive->exchange->hang_up();
   });
+  impl_->health->ask_for_ended([impl = std::weak_ptr<Impl>(impl_)](int peer) {
+    const auto alive = impl.lock();
+    return alive && alive->exchange && alive->exchange->has_ended(peer);
+  });
 }
 
 Communicator::~Communicator() {

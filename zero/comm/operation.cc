@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <set>
 #include <sstream>
 #include <utility>
 
@@ -28,6 +29,13 @@ constexpr milliseconds kGrace{500};
 constexpr int kNumbers = 1 << 15;
 constexpr int kParts = 4;
 constexpr int kTagsOfPart = 1 << 13;
+
+void end_wait(c10d::Work& work) noexcept {
+  try {
+    work.abort();
+  } catch (...) {  // Not every transport can; then its own end of the group does it.
+  }
+}
 
 std::string ranks_text(std::vector<int> ranks) {
   std::sort(ranks.begin(), ranks.end());
@@ -73,6 +81,45 @@ void GroupHealth::fail(const std::string& message) noexcept {
     failure_ = message;
   }
   if (on_failure_) on_failure_(message);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const Wait& wait : waits_) end_wait(*wait.work);
+}
+
+bool GroupHealth::wait(c10d::Work& work, int peer, milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!failure_.empty()) return false;
+  const auto entry = waits_.insert(waits_.end(), {&work, peer});
+  lock.unlock();
+  std::exception_ptr error;
+  bool complete = false;
+  try {
+    complete = work.wait(limit);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  waits_.erase(entry);
+  if (error) std::rethrow_exception(error);
+  return complete;
+}
+
+// A wait that is complete may be seen once more before its thread wakes up, so one look is not
+// enough.
+void GroupHealth::look_at_waits() noexcept {
+  if (!has_ended_) return;
+  std::set<int> peers, ended;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const Wait& wait : waits_) peers.insert(wait.peer);
+  }
+  for (const int peer : peers) {
+    if (has_ended_(peer)) ended.insert(peer);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Wait& wait : waits_) {
+    if (!ended.contains(wait.peer)) continue;
+    if (std::exchange(wait.ended, true)) end_wait(*wait.work);
+  }
 }
 
 std::string GroupHealth::first_failure() const {
@@ -171,7 +218,8 @@ void Operation::wait(Clock::time_point start) {
   }
   if (steps_.empty() && on_received_.empty() && on_success_.empty()) return;
   health_->check(what_);
-  const SlowWait notice([this] { return slow_text(); });
+  const SlowWait notice([this] { return slow_text(); },
+                        [health = health_] { health->look_at_waits(); });
   Failures failures;
   receive_all(start, failures);
   // A missing receive says more than a send that was not taken: then no send is waited for.
@@ -188,7 +236,8 @@ void Operation::wait(Clock::time_point start) {
 
 void Operation::receive(Clock::time_point start) {
   health_->check(what_);
-  const SlowWait notice([this] { return slow_text(); });
+  const SlowWait notice([this] { return slow_text(); },
+                        [health = health_] { health->look_at_waits(); });
   Failures failures;
   receive_all(start, failures);
   if (failures.any()) steps_.clear();
@@ -243,14 +292,19 @@ void Operation::await(const Step& step, Clock::time_point start, Failures& failu
   auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
   if (!first || left < milliseconds(1)) left = milliseconds(1);
   if (step.kind == Kind::kWhole) left += kGrace;
-  std::string reason = "aborted";
+  const bool of_a_peer = step.kind == Kind::kReceive || step.kind == Kind::kSend;
+  std::string reason;
   try {
     // A stream cannot be waited for with a limit without spinning on the host.
-    if (step.kind == Kind::kStream ? step.work->wait() : step.work->wait(left)) return;
+    if (of_a_peer                    ? health_->wait(*step.work, step.peer, left)
+        : step.kind == Kind::kStream ? step.work->wait()
+                                     : step.work->wait(left)) {
+      return;
+    }
+    reason = health_->first_failure().empty() ? "its connection has ended" : "aborted";
   } catch (...) {
     reason = reason_of(std::current_exception());
   }
-  const bool of_a_peer = step.kind == Kind::kReceive || step.kind == Kind::kSend;
   if (first && (!of_a_peer || Clock::now() < deadline)) {
     failures.broken = reason;
     failures.broken_peer = step.peer;

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -34,6 +35,9 @@ class GroupHealth {
   // first operation.
   using FailureAction = std::function<void(const std::string& message)>;
   void on_first_failure(FailureAction action) { on_failure_ = std::move(action); }
+  // `has_ended` says whether the connection to a rank is known to have ended. It must not wait or
+  // throw. To be set before the first operation.
+  void ask_for_ended(std::function<bool(int rank)> has_ended) { has_ended_ = std::move(has_ended); }
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -54,6 +58,14 @@ class GroupHealth {
   // Empty while all is well.
   std::string first_failure() const;
 
+  // Waits for `work`, a transfer to or from `peer`. A failure of the group ends it, on whichever
+  // thread, and so does the end of its connection, within about three seconds. For neither can one
+  // rely on a transport: Gloo does not end the wait for a message of which a part has moved. Throws
+  // what the transport throws; returns false when the wait was ended.
+  bool wait(c10d::Work& work, int peer, std::chrono::milliseconds limit);
+  // For a thread that looks after long waits: ends those whose connections have ended.
+  void look_at_waits() noexcept;
+
   void operation_begins();
   void operation_ends();
   int operations_under_way() const;
@@ -65,9 +77,16 @@ class GroupHealth {
   const std::chrono::milliseconds timeout_;
   const OwnProcess process_;
   FailureAction on_failure_;
+  std::function<bool(int)> has_ended_;
   mutable std::mutex mutex_;
   std::string failure_;
   int under_way_ = 0;
+  struct Wait {
+    c10d::Work* work;
+    int peer;
+    bool ended = false;  // at the last look
+  };
+  std::list<Wait> waits_;
 };
 
 // An operation under way: a list of transfers to wait for, and actions around them. Actions of one

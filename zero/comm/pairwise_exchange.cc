@@ -22,6 +22,7 @@ namespace {
 
 // No operation reaches this tag: see hang_up().
 constexpr int kHangUpTag = std::numeric_limits<int>::max();
+constexpr int kWatchTag = kHangUpTag - 1;  // see has_ended()
 
 // Returns the host memory that stands for `tensor`: these transports take no other.
 at::Tensor staged(const at::Tensor& tensor, bool copy) {
@@ -246,13 +247,59 @@ void PairwiseExchange::start_doubling_step(size_t i, const std::shared_ptr<Doubl
 }
 
 SentBytes PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
-  std::vector<at::Tensor> carrier{staged(tensor, rank() == source)};
-  c10d::BroadcastOptions options;
-  options.rootRank = source;
-  options.timeout = timeout();
-  operation.on_received([tensor, carrier = carrier[0]] { copy_back(tensor, carrier); });
-  operation.add_whole(backend().broadcast(carrier, options), /*stream=*/false);
-  return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
+  const int world = world_size();
+  // Not the tag of rows, so that a rank that calls another operation meanwhile waits: Gloo ends the
+  // process when sizes differ.
+  const int tag = operation.take_tags(2) + 1;
+  const int place = (rank() - source + world) % world;
+  // The lowest bit of this place is how far the rank that sends to it is from it, and twice as far
+  // as the first that it sends to.
+  int distance = 1;
+  while (distance < world && (place & distance) == 0) distance *= 2;
+  const at::Tensor carrier = staged(tensor, place == 0);
+  const auto pass_on = [this, carrier, source, place, distance, world, tag, &operation] {
+    for (int step = distance / 2; step > 0; step /= 2) {
+      if (place + step < world) send_row(carrier, (source + place + step) % world, tag, operation);
+    }
+  };
+  if (place == 0) {
+    pass_on();
+  } else {
+    receive_row(carrier, (source + place - distance) % world, tag, operation);
+    operation.on_received([self = shared_from_this(), this, pass_on] {
+      const std::lock_guard<std::mutex> lock(mutex());
+      pass_on();
+    });
+  }
+  operation.on_received([tensor, carrier] { copy_back(tensor, carrier); });
+  operation.on_success([carrier] {});
+  return sent(place == 0 ? (world - 1) * bytes_of(tensor) : 0);
+}
+
+// A receive that is never answered fails when its connection ends. It can be asked without a wait:
+// Gloo's wait for it throws then, and returns at once if it was aborted before.
+bool PairwiseExchange::has_ended(int rank_name) noexcept {
+  const std::lock_guard<std::mutex> watches_lock(watches_mutex_);
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank() || name_of(peer) != rank_name) continue;
+    try {
+      c10::intrusive_ptr<c10d::Work>& watch = watches_[peer];
+      if (!watch) {
+        std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+        const std::lock_guard<std::mutex> lock(mutex());
+        watch = backend().recv(nothing, peer, kWatchTag);
+      }
+      try {
+        watch->abort();
+      } catch (...) {
+        return false;  // A transport that can be asked in no other way than to wait.
+      }
+      watch->wait(timeout());
+    } catch (...) {
+      return true;
+    }
+  }
+  return false;
 }
 
 // Gloo closes the connections of the whole group when one wait times out, and has no other call

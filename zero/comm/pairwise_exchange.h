@@ -9,7 +9,9 @@
 #include <c10/util/FunctionRef.h>
 
 #include <cstddef>
+#include <map>
 #include <memory>
+#include <mutex>
 
 #include "zero/comm/row_exchange.h"
 
@@ -36,7 +38,10 @@ class PairwiseExchange : public BackendExchange {
   SentBytes all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                        Operation& operation) override;
   int64_t all_reduce_bytes(const at::Tensor& values) const override;
+  // In a binomial tree: of 8 ranks, counted from the source, 0 sends to 4, 2 and 1, and 4 to 6
+  // and 5.
   SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) override;
+  bool has_ended(int rank) noexcept override;
   void hang_up() noexcept override;
 
  protected:
@@ -62,6 +67,9 @@ class PairwiseExchange : public BackendExchange {
   struct Doubling;
   void start_doubling_step(size_t i, const std::shared_ptr<Doubling>& doubling,
                            Operation& operation);
+
+  std::mutex watches_mutex_;
+  std::map<int, c10::intrusive_ptr<c10d::Work>> watches_;  // by peer; see has_ended()
 };
 
 }  // namespace zero

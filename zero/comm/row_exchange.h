@@ -86,6 +86,9 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
   // Returns whether the host, and not a stream, waits for transfers of memory of this device.
   virtual bool waits_on_host(c10::Device /*device*/) const { return true; }
 
+  // Returns whether the connection to `rank`, of the communicator, is known to have ended. Does not
+  // wait; called while an operation waits for that rank. Locks mutex() itself.
+  virtual bool has_ended(int /*rank*/) noexcept { return false; }
   // Ends all operations under way, here and on the peers. Locks mutex() itself.
   virtual void hang_up() noexcept = 0;
   // Ends the use of a transport without operations under way.

@@ -63,6 +63,9 @@ class TwoLevelExchange : public RowExchange {
   at::Tensor allocate(int64_t bytes) const override { return inside_->allocate(bytes); }
   c10::Device device() const override { return inside_->device(); }
   bool waits_on_host(c10::Device device) const override { return inside_->waits_on_host(device); }
+  bool has_ended(int rank) noexcept override {
+    return inside_->has_ended(rank) || between_->has_ended(rank);
+  }
   void hang_up() noexcept override;
   void shutdown() override;
 

@@ -93,6 +93,9 @@ class DepartureWork : public c10d::Work {
     return std::all_of(steps_.begin(), steps_.end(),
                        [&](const WorkPtr& step) { return step->wait(timeout); });
   }
+  void abort() override {
+    for (const WorkPtr& step : steps_) step->abort();
+  }
 
  private:
   const std::vector<WorkPtr> steps_;
@@ -138,11 +141,6 @@ class RowBackend : public SharedMemoryBackend {
     return shared.view(c10::typeMetaToScalarType(options.dtype()));
   }
 
-  WorkPtr broadcast(std::vector<at::Tensor>& tensors,
-                    const c10d::BroadcastOptions& options) override {
-    const std::lock_guard<std::mutex> lock(under_mutex_);
-    return under_->broadcast(tensors, options);
-  }
   WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override;
   WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
 
