@@ -17,6 +17,10 @@
 // headers included, so it is right only while nothing else talks over it. One thread a rank unless
 // OMP_NUM_THREADS says otherwise.
 //
+// With --save-every n or --protect n, cycle is the median time of each of n steps, beginning with
+// the one that begins a save, or that is protected: by how much it slows which of them. save is the
+// time until save_checkpoint_async() returns; finish, the end of a save, is called before the next.
+//
 // With --device cuda, in a program built with --config=cuda, a step's time is the device's, between
 // events. fb, clip and opt are then the time that the host takes to enqueue that work, since it
 // reads nothing of the device in a step; device growth is the most memory that tensors took in a
@@ -42,6 +46,7 @@
 #include "zero/combined_optimizer.h"
 #include "zero/launch.h"
 #include "zero/muon.h"
+#include "zero/pending_checkpoint.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero::examples {
@@ -65,6 +70,9 @@ struct Options {
   bool flat = false;
   bool encoded_sums = false;
   bool sockets = false;
+  int protect = 0;
+  int save_every = 0;
+  std::string save_folder;
   std::string trace;
   bool json = false;
 };
@@ -117,6 +125,7 @@ class Run {
     if (!options.reduce_dtype.empty()) {
       zero_options.reduce_dtype(options.reduce_dtype == "bf16" ? at::kBFloat16 : at::kFloat);
     }
+    if (options.protect > 0) zero_options.protect(options.protect);
     if (options.wire == "int8") zero_options.gradient_wire(GradientWire::kBlockInt8);
     if (options.bucket_mb > 0) {
       zero_options.bucket_bytes(static_cast<int64_t>(options.bucket_mb * 1024 * 1024));
@@ -133,6 +142,7 @@ class Run {
     optimizer_->wait_for(*model_);
     clock_.mark();
     trace_.before_step(steps);
+    finish_save();
     const std::vector<double> times = clock_.times_ms(kWarmUp);
     const double host_bytes = (interface_bytes() - host_bytes_before_) / options_.steps;
     nlohmann::json line;
@@ -145,6 +155,7 @@ class Run {
     line["median_ms"] = largest(median(times));
     line["min_ms"] = largest(*std::min_element(times.begin(), times.end()));
     for (const auto& [name, values] : phases_) line[name] = largest(median(values));
+    if (cycle() > 0) line["cycle_ms"] = cycle_times(times);
     line["cpu_ms"] = largest((cpu_ms() - cpu_before_) / options_.steps);
     line["anon_growth_mb"] = largest(anonymous_mb() - anon_before_);
     line["rss_growth_mb"] = largest(peak_mb() - peak_before_);
@@ -175,6 +186,7 @@ class Run {
     }
     trace_.before_step(step);
     clock_.mark();
+    save(step);
     const auto [losses, norm] = train_step(step);
     if (step == 0 || step == kWarmUp + options_.steps - 1) report(step, losses, norm);
     if (step == 0 || step == 2) {
@@ -182,6 +194,39 @@ class Run {
       sums_["l2_" + std::to_string(step + 1)] = l2;
       sums_["dot_" + std::to_string(step + 1)] = dot;
     }
+  }
+
+  int cycle() const { return std::max(options_.protect, options_.save_every); }
+
+  // The median of each place between two saves or protected steps; step() number n protects.
+  std::vector<double> cycle_times(const std::vector<double>& times) {
+    std::vector<std::vector<double>> places(static_cast<size_t>(cycle()));
+    for (size_t i = 0; i < times.size(); ++i)
+      places[(i + kWarmUp + 1) % places.size()].push_back(times[i]);
+    std::vector<double> medians;
+    for (const std::vector<double>& place : places) {
+      TORCH_CHECK(!place.empty(), "--steps: expected at least ", cycle(), ", got ", times.size());
+      medians.push_back(largest(median(place)));
+    }
+    return medians;
+  }
+
+  // In every n-th step: ends the save before, then begins one.
+  void save(int step) {
+    if (options_.save_every == 0 || (step + 1) % options_.save_every != 0) return;
+    finish_save();
+    const double begin = now_ms();
+    const auto overwrite = SaveOptions().overwrite(true);
+    pending_ = optimizer_->save_checkpoint_async(options_.save_folder, overwrite);
+    if (step >= kWarmUp) phases_["save_ms"].push_back(now_ms() - begin);
+  }
+
+  void finish_save() {
+    if (!pending_) return;
+    const double begin = now_ms();
+    pending_->finish();
+    pending_.reset();
+    phases_["finish_ms"].push_back(now_ms() - begin);
   }
 
   // Returns the losses of the micro batches and the norm, which the host has not read.
@@ -259,6 +304,7 @@ class Run {
   StepTrace trace_;
   std::unique_ptr<DevicePeak> device_peak_;
   std::unique_ptr<ZeroOptimizer> optimizer_;
+  std::unique_ptr<PendingCheckpoint> pending_;
   double anon_before_ = 0, peak_before_ = 0, cpu_before_ = 0, host_bytes_before_ = 0;
   double loss_first_ = 0, loss_last_ = 0, norm_first_ = 0, norm_last_ = 0;
   int64_t sent_before_ = 0;
@@ -327,6 +373,14 @@ int main(int argc, char** argv) {
   app.add_option("--wire", options.wire, "Format of gradients on the wire")
       ->check(CLI::IsMember({"dtype", "int8"}));
   app.add_flag("--sockets", options.sockets, "Without shared memory between the ranks");
+  app.add_option("--protect", options.protect, "Keep every n-th step in two memories; 0: none")
+      ->check(CLI::NonNegativeNumber);
+  auto* every = app.add_option("--save-every", options.save_every,
+                               "Begin a save in the background in every n-th step; 0: never")
+                    ->check(CLI::NonNegativeNumber);
+  auto* folder = app.add_option("--save-folder", options.save_folder,
+                                "Folder of the checkpoint, which each save replaces");
+  every->needs(folder);
   app.add_option("--trace", options.trace,
                  "Write a Chrome trace of three timed steps of rank 0 to this file");
   app.add_flag("--json", options.json, "One JSON line instead of a table");
