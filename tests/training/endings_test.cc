@@ -1,0 +1,59 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A program ends within seconds wherever its ranks leave it, all together or one alone: whatever
+// large message is on its way then, nobody waits for its timeout.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <utility>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// The group's timeout is two minutes.
+constexpr std::chrono::seconds kSoon{60};
+
+void expect_end(const std::string& ending, int world_size, const std::string& transport) {
+  const std::string command = "exec tests/training/endings_program '" + ending + "' " +
+                              std::to_string(world_size) + " " + transport + " 2>&1";
+  SCOPED_TRACE(command);
+  const auto begin = Clock::now();
+  FILE* pipe = popen(command.c_str(), "r");
+  ASSERT_NE(pipe, nullptr);
+  std::string output;
+  std::array<char, 4096> buffer;
+  while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
+    output.append(buffer.data(), count);
+  }
+  const int status = pclose(pipe);
+  EXPECT_LT(Clock::now() - begin, kSoon) << output;
+  ASSERT_TRUE(WIFEXITED(status)) << output;
+  const bool all_leave = ending.starts_with("all ");
+  EXPECT_EQ(WEXITSTATUS(status) == 0, all_leave) << output;
+  // The launcher kills, ten seconds after the first has ended, those that have not said why.
+  for (int rank = 1; rank < world_size && !all_leave; ++rank) {
+    EXPECT_NE(output.find("rank " + std::to_string(rank) + ": "), std::string::npos) << output;
+  }
+}
+
+class EndingsTest : public testing::TestWithParam<const char*> {};
+
+INSTANTIATE_TEST_SUITE_P(Ways, EndingsTest,
+                         testing::Values("all return after backward", "all return after step",
+                                         "all return in a save", "throws before backward",
+                                         "killed in backward", "throws after backward",
+                                         "throws after step", "returns after step",
+                                         "throws in a save"));
+
+TEST_P(EndingsTest, NobodyWaitsForATimeout) {
+  expect_end(GetParam(), 3, "");
+  expect_end(GetParam(), 2, "plain");
+}
+
+}  // namespace
