@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A program ends within seconds wherever its ranks leave it, all together or one alone: whatever
-// large message is on its way then, nobody waits for its timeout.
+// large message is on its way then, no rank waits for its timeout.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
@@ -51,7 +51,7 @@ INSTANTIATE_TEST_SUITE_P(Ways, EndingsTest,
                                          "throws after step", "returns after step",
                                          "throws in a save"));
 
-TEST_P(EndingsTest, NobodyWaitsForATimeout) {
+TEST_P(EndingsTest, NoRankWaitsForATimeout) {
   expect_end(GetParam(), 3, "");
   expect_end(GetParam(), 2, "plain");
 }
