@@ -51,9 +51,11 @@ INSTANTIATE_TEST_SUITE_P(Ways, EndingsTest,
                                          "throws after step", "returns after step",
                                          "throws in a save"));
 
-TEST_P(EndingsTest, NoRankWaitsForATimeout) {
-  expect_end(GetParam(), 3, "");
-  expect_end(GetParam(), 2, "plain");
+TEST_P(EndingsTest, NoRankWaitsForATimeout) { expect_end(GetParam(), 3, ""); }
+
+TEST(SharedMemoryEndingsTest, NoRankWaitsForATimeout) {
+  expect_end("throws after backward", 2, "plain");
+  expect_end("all return in a save", 2, "plain");
 }
 
 }  // namespace
