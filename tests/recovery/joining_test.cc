@@ -9,6 +9,8 @@
 
 #include <chrono>
 #include <functional>
+#include <latch>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -27,19 +29,22 @@ constexpr int kRanks = 2;
 constexpr int kNewcomer = 2;
 
 // Of a job of two ranks, and of the process that joins it.
-Group group_in_job(const Group& threads, std::chrono::milliseconds timeout) {
+Group group_in_job(const Group& threads, std::chrono::milliseconds timeout,
+                   BackendFactory factory = gloo_factory(/*shared_memory=*/false)) {
   const bool joins = threads.rank() == kNewcomer;
   Joining joining{joins};
   joining.find_topology = [](const auto&, int, int world_size) {
     return Topology::of_equal_machines(world_size, 1);
   };
   return Group(threads.store(), threads.rank(), joins ? kNewcomer + 1 : kRanks, "job",
-               gloo_factory(/*shared_memory=*/false), at::kCPU, timeout, std::nullopt, joining);
+               std::move(factory), at::kCPU, timeout, std::nullopt, joining);
 }
 
 struct Member {
-  Member(const Group& group, uint64_t seed, const ZeroOptions& options, Inner inner = Inner::kAdamW)
-      : model(seed), optimizer(*model, make_inner(inner, *model), group, options) {}
+  Member(const Group& group, uint64_t seed, const ZeroOptions& options, Inner inner = Inner::kAdamW,
+         int64_t width = 0)
+      : model(width == 0 ? OddModel(seed) : OddModel(seed, width)),
+        optimizer(*model, make_inner(inner, *model), group, options) {}
 
   int64_t steps() const { return optimizer.stats().steps; }
 
@@ -127,6 +132,39 @@ TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
     EXPECT_GE(report.steps, before - 1);
     for (int i = 0; i < 3; ++i) m.step();
     m.optimizer.check_replicas();
+  });
+}
+
+// In bytes per parameter, of which masters and the state of AdamW take 12.
+TEST(JoiningTest, EachPieceOfAShardIsSentOnceToTheRankThatNeedsIt) {
+  const auto network = std::make_shared<MemoryNetwork>();
+  std::latch old_ranks_here(2), counted(2), done(3);
+  run_ranks(3, [&](const Group& threads) {
+    const Group job =
+        group_in_job(threads, std::chrono::seconds(30), network->factory(threads.rank()));
+    const auto sent_by_all = [&] {
+      int64_t sent = 0;
+      for (int rank = 0; rank < 3; ++rank) sent += network->counts(rank).bytes_of(MemoryOp::kSend);
+      return sent;
+    };
+    Member m(job, 1, ZeroOptions().protect(1), Inner::kAdamW, /*width=*/20000);
+    int64_t sent_before = 0;
+    if (!job.joins()) {
+      for (int i = 0; i < 2; ++i) m.step();
+      expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
+      old_ranks_here.arrive_and_wait();
+      sent_before = sent_by_all();
+      counted.arrive_and_wait();
+      m.optimizer.recover();
+    }
+    done.arrive_and_wait();
+    int64_t parameters = 0;
+    for (const at::Tensor& p : m.model->parameters()) parameters += p.numel();
+    const double sent = static_cast<double>(sent_by_all() - sent_before) / parameters;
+    // The constructor and the gather from the masters send 8 each, the new copies 12. For pieces 6
+    // are left: a sixth for rank 1 and a third for the new rank.
+    if (job.joins()) return;
+    EXPECT_LT(sent, 8 + 8 + 12 + 6);
   });
 }
 
