@@ -152,7 +152,7 @@ Adafactor::Adafactor(const std::vector<torch::optim::OptimizerParamGroup>& param
                      AdafactorOptions defaults)
     : Optimizer(param_groups, std::make_unique<AdafactorOptions>(defaults)) {
   check_options(defaults);
-  check_groups(param_groups_, check_options);
+  take_options(param_groups_, param_groups, check_options);
 }
 
 Adafactor::Adafactor(std::vector<at::Tensor> params, AdafactorOptions defaults)

@@ -80,7 +80,8 @@ CombinedOptimizer::CombinedOptimizer(std::vector<std::unique_ptr<torch::optim::O
     const size_t first = param_groups_.size();
     for (auto& group : optimizer->param_groups()) {
       for (const at::Tensor& p : group.params()) own.insert(p.unsafeGetTensorImpl());
-      add_param_group(group);
+      // Not add_param_group(), which in libtorch 2.13 gives all groups the class of the defaults.
+      param_groups_.emplace_back(group.params(), group.options().clone());
       group.params().clear();
     }
     for (const void* p : own) {

@@ -130,7 +130,7 @@ void update(at::Tensor& p, const at::Tensor& gradient, LambParamState& state,
 Lamb::Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LambOptions defaults)
     : Optimizer(param_groups, std::make_unique<LambOptions>(defaults)) {
   check_options(defaults);
-  check_groups(param_groups_, check_options);
+  take_options(param_groups_, param_groups, check_options);
 }
 
 Lamb::Lamb(std::vector<at::Tensor> params, LambOptions defaults)

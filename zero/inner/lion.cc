@@ -70,7 +70,7 @@ LionParamState& state_of(std::unique_ptr<torch::optim::OptimizerParamState>& slo
 Lion::Lion(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LionOptions defaults)
     : Optimizer(param_groups, std::make_unique<LionOptions>(defaults)) {
   check_options(defaults);
-  check_groups(param_groups_, check_options);
+  take_options(param_groups_, param_groups, check_options);
 }
 
 Lion::Lion(std::vector<at::Tensor> params, LionOptions defaults)

@@ -184,9 +184,9 @@ void add_parameter(const at::Tensor& p, const at::Tensor& update, const MuonSpli
 Muon::Muon(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, MuonOptions defaults)
     : Optimizer(param_groups, std::make_unique<MuonOptions>(defaults)) {
   check_options(defaults);
+  take_options(param_groups_, param_groups, check_options);
   for (auto& group : param_groups_) {
     const auto& options = static_cast<const MuonOptions&>(group.options());
-    check_options(options);
     for (const at::Tensor& p : group.params()) check_parameter(p, options);
   }
 }

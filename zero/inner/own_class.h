@@ -12,11 +12,17 @@
 
 namespace zero {
 
-// Runs `check` on the options of every group.
+// Gives `groups`, which libtorch made from `given`, the options of `given` where it has some, and
+// runs `check` on those of every group. libtorch 2.13 and 2.15 keep them for their own classes
+// alone: the groups of all others have the defaults.
 template <class Options>
-void check_groups(std::vector<torch::optim::OptimizerParamGroup>& groups,
+void take_options(std::vector<torch::optim::OptimizerParamGroup>& groups,
+                  const std::vector<torch::optim::OptimizerParamGroup>& given,
                   void (*check)(const Options&)) {
-  for (auto& group : groups) check(static_cast<const Options&>(group.options()));
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (given[g].has_options()) groups[g].set_options(given[g].options().clone());
+    check(static_cast<const Options&>(groups[g].options()));
+  }
 }
 
 // Returns the loss of `closure`, which computes gradients, or an undefined tensor without one.
