@@ -68,6 +68,7 @@ grep -q "resumed after step 10" "$work/out" || fail "own disks: $(cat "$work/out
 # sends it.
 for signal in ONE TERM INT; do
   rm -rf "$work/stopped"
+  : > "$work/out"  # or the steps of the run before would be seen
   # In a process group of its own, and with SIGINT, which the shell ignores for what runs behind it.
   python3 -c 'import os, signal, sys
 os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])' \
