@@ -4,14 +4,13 @@
 // A program ends within seconds wherever its ranks leave it, all together or one alone: whatever
 // large message is on its way then, no rank waits for its timeout.
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <array>
 #include <chrono>
-#include <cstdio>
 #include <string>
-#include <utility>
 
+#include "tests/support/run_program.h"
+
+namespace zero {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -21,21 +20,13 @@ constexpr std::chrono::seconds kSoon{60};
 
 void expect_end(const std::string& ending, int world_size, const std::string& transport) {
   const std::string command = "exec tests/training/endings_program '" + ending + "' " +
-                              std::to_string(world_size) + " " + transport + " 2>&1";
+                              std::to_string(world_size) + " " + transport;
   SCOPED_TRACE(command);
   const auto begin = Clock::now();
-  FILE* pipe = popen(command.c_str(), "r");
-  ASSERT_NE(pipe, nullptr);
-  std::string output;
-  std::array<char, 4096> buffer;
-  while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
-    output.append(buffer.data(), count);
-  }
-  const int status = pclose(pipe);
+  const auto [exit_status, output] = run_program(command);
   EXPECT_LT(Clock::now() - begin, kSoon) << output;
-  ASSERT_TRUE(WIFEXITED(status)) << output;
   const bool all_leave = ending.starts_with("all ");
-  EXPECT_EQ(WEXITSTATUS(status) == 0, all_leave) << output;
+  EXPECT_EQ(exit_status == 0, all_leave) << output;
   // The launcher kills, ten seconds after the first has ended, those that have not said why.
   for (int rank = 1; rank < world_size && !all_leave; ++rank) {
     EXPECT_NE(output.find("rank " + std::to_string(rank) + ": "), std::string::npos) << output;
@@ -59,3 +50,4 @@ TEST(SharedMemoryEndingsTest, NoRankWaitsForATimeout) {
 }
 
 }  // namespace
+}  // namespace zero

@@ -7,18 +7,17 @@
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 #include <torch/optim/sgd.h>
 
 #include <array>
 #include <chrono>
 #include <csignal>
-#include <cstdio>
 #include <latch>
 #include <string>
 #include <thread>
 
 #include "tests/support/error_of.h"
+#include "tests/support/run_program.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/zero_optimizer.h"
@@ -362,15 +361,8 @@ void expect_death_noticed(const std::string& arguments) {
   const char* path = std::getenv("FAILURE_PROGRAM");
   const std::string program = path == nullptr ? "tests/training/failure_program" : path;
   const auto start = Clock::now();
-  FILE* pipe = popen(("exec " + program + " " + arguments + " 2>&1").c_str(), "r");
-  ASSERT_NE(pipe, nullptr);
-  std::string output;
-  std::array<char, 4096> buffer;
-  while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
-    output.append(buffer.data(), count);
-  }
-  const int status = pclose(pipe);
-  EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 128 + SIGKILL) << output;
+  const auto [exit_status, output] = run_program("exec " + program + " " + arguments);
+  EXPECT_EQ(exit_status, 128 + SIGKILL) << output;
   // Far below the group's timeout of 20 s.
   EXPECT_LT(Clock::now() - start, std::chrono::seconds(15)) << output;
   for (int survivor : {0, 2}) {

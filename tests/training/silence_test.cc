@@ -13,7 +13,6 @@
 #include <array>
 #include <chrono>
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
 #include <future>
 #include <optional>
@@ -22,6 +21,7 @@
 
 #include "tests/support/error_of.h"
 #include "tests/support/free_port.h"
+#include "tests/support/run_program.h"
 
 namespace zero {
 namespace {
@@ -190,18 +190,10 @@ TEST(SilenceTest, KilledWhileItConnects) {
 TEST(SilenceTest, MachineThatIsOutOfReach) {
   const char* path = std::getenv("SILENCE_MACHINES");
   const std::string script = path == nullptr ? "tests/training/silent_machine.sh" : path;
-  FILE* pipe = popen(("unshare --user --map-root-user --net sh " + script + " " + program() + " " +
-                      std::to_string(kTimeout) + " 2>&1")
-                         .c_str(),
-                     "r");
-  ASSERT_NE(pipe, nullptr);
-  std::string output;
-  std::array<char, 4096> buffer;
-  while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
-    output.append(buffer.data(), count);
-  }
-  const int status = pclose(pipe);
-  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+  const auto [exit_status, output] =
+      run_program("unshare --user --map-root-user --net sh " + script + " " + program() + " " +
+                  std::to_string(kTimeout));
+  if (exit_status != 0) {
     GTEST_SKIP() << "network namespaces are not available here: " << output;
   }
   const size_t second = output.find("---- rank 1");

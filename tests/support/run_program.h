@@ -1,0 +1,36 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Runs a program of ranks that are processes, and takes what it prints.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <cstdio>
+#include <string>
+
+namespace zero {
+
+struct ProgramEnd {
+  int exit_status = -1;  // -1: ended by a signal, or not started
+  std::string output;    // stdout and stderr
+};
+
+// `command` is for the shell.
+inline ProgramEnd run_program(const std::string& command) {
+  ProgramEnd end;
+  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+  EXPECT_NE(pipe, nullptr) << command;
+  if (pipe == nullptr) return end;
+  std::array<char, 4096> buffer;
+  while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
+    end.output.append(buffer.data(), count);
+  }
+  const int status = pclose(pipe);
+  if (WIFEXITED(status)) end.exit_status = WEXITSTATUS(status);
+  return end;
+}
+
+}  // namespace zero
