@@ -63,8 +63,6 @@ inline std::vector<WireCase> wire_cases() {
   std::vector<WireCase> all;
   for (const Wire wire : {Wire::kMemory, Wire::kNative, Wire::kGloo, Wire::kShared}) {
     for (int world_size = 1; world_size <= 4; ++world_size) all.push_back({wire, world_size});
-    // ThreadSanitizer does not see what orders the threads inside Gloo's broadcasts.
-    if (wire == Wire::kGloo && kDefaultTransport != Transport::kGloo) continue;
     for (const auto& [world_size, local] : {std::pair{4, 2}, {6, 3}, {6, 2}}) {
       all.push_back({wire, world_size, local});
     }
