@@ -85,8 +85,10 @@ if(ZERO_CUDA)
   target_sources(zero PRIVATE $<TARGET_OBJECTS:zero_cuda_objects>)
   target_link_libraries(zero PRIVATE zero::torch_cuda)
 endif()
-# Before version 1 every minor version may change interfaces.
-set_target_properties(zero PROPERTIES LINKER_LANGUAGE CXX INSTALL_RPATH_USE_LINK_PATH ON
+# Before version 1 every minor version may change interfaces. libtorch is named although the link
+# path has it: CMake leaves out folders within the sources, where bazelw puts it.
+set_target_properties(zero PROPERTIES LINKER_LANGUAGE CXX
+  INSTALL_RPATH "${ZERO_TORCH_ROOT}/lib" INSTALL_RPATH_USE_LINK_PATH ON
   VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 
 # The public headers, in a folder of links: a project with add_subdirectory sees what is installed,

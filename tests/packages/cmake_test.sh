@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
 #
-# Usage: tests/packages/cmake_test.sh [build folder]
+# Usage: tests/packages/cmake_test.sh [--cuda] [build folder]
 #
 # The project of docs/building.md, outside of this repository, builds and runs in every way that the
 # document shows: with add_subdirectory, FetchContent, and with an installation in an empty folder,
@@ -10,17 +10,23 @@
 # by ctest.
 #
 # The library is compiled once, without optimisation, in the build folder (build/packages), and
-# again only where sources changed. Exit status 77: there is no cmake or no ninja here.
+# again only where sources changed. With --cuda only this is done: the library is built with
+# ZERO_CUDA and optimised, static and shared, and the project trains on the CPU with it. Exit status
+# 77: there is no cmake, no ninja, or with --cuda no nvcc here.
 set -euo pipefail
+flavour=cpu
+if [[ ${1:-} == --cuda ]]; then flavour=cuda; shift; fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 build=$(realpath -m "${1:-$root/build/packages}")
+nvcc=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin command -v nvcc) || nvcc=
 for tool in cmake ninja; do
   command -v "$tool" > /dev/null || { echo "cmake_test: skipped, no $tool here"; exit 77; }
 done
+if [[ $flavour == cuda && -z $nvcc ]]; then echo "cmake_test: skipped, no nvcc here"; exit 77; fi
 
 if [[ -z ${TORCH_PATH:-}${LIBTORCH:-}${Torch_DIR:-} ]]; then
-  "$root/third_party/fetch_libtorch.sh" cpu
-  export TORCH_PATH=$root/.deps/libtorch-cpu/torch
+  "$root/third_party/fetch_libtorch.sh" "$flavour"
+  export TORCH_PATH=$root/.deps/libtorch-$flavour/torch
 fi
 unset CMAKE_PREFIX_PATH
 work=$(mktemp -d)
@@ -41,6 +47,26 @@ project() {
 }
 run() { "$@" | tee "$work/output"; grep -q ': 2 ranks and one process agree$' "$work/output" || die "the program did not train"; }
 
+# train_with <prefix> <folder>: the project with an installation.
+train_with() {
+  project "$2"
+  configure -S "$2" -B "$2/build" -DCMAKE_PREFIX_PATH="$1"
+  compile "$2/build"
+  run "$2/build/trainer"
+}
+
+if [[ $flavour == cuda ]]; then
+  for shared in OFF ON; do
+    say "CUDA, BUILD_SHARED_LIBS=$shared"
+    CUDACXX=$nvcc configure -S "$root" -B "$build/cuda" -DZERO_CUDA=ON -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=$shared -DCMAKE_INSTALL_LIBDIR=lib
+    compile "$build/cuda" --target zero
+    must_not_match "warning:" "the library compiles with warnings"
+    cmake --install "$build/cuda" --prefix "$work/$shared" > /dev/null
+    train_with "$work/$shared" "$work/$shared-project"
+  done
+  exit
+fi
+
 say "add_subdirectory"
 mkdir -p "$build"
 project "$build/project" "s|find_package(zero .*|add_subdirectory(\"$root\" zero)|"
@@ -58,7 +84,7 @@ ctest --test-dir "$build/tree/zero" --output-on-failure -R "^($(IFS='|'; echo "$
 say "the same sources, flags and tests as Bazel"
 cp "$build/tree/compile_commands.json" "$build/tree/zero"
 cuda=()
-if nvcc=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin command -v nvcc); then
+if [[ -n $nvcc ]]; then
   cuda=("$work/cuda")
   CUDACXX=$nvcc configure -S "$root" -B "$work/cuda" -DZERO_CUDA=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
 fi
@@ -77,10 +103,7 @@ for kind in static shared; do
   compile "$build/tree" --target zero
   cmake --install "$build/tree" --prefix "$prefix" > /dev/null
   diff <(cd "$prefix/include/zero-0" && find . -name '*.h' -printf '%P\n' | sort) <(public_headers) || die "other headers are installed than the public ones"
-  project "$work/$kind-project"
-  configure -S "$work/$kind-project" -B "$work/$kind-project/build" -DCMAKE_PREFIX_PATH="$prefix"
-  compile "$work/$kind-project/build"
-  run "$work/$kind-project/build/trainer"
+  train_with "$prefix" "$work/$kind-project"
   if [[ $kind == shared ]]; then
     readelf -d "$work/shared-project/build/trainer" | grep -q 'libzero\.so\.0\.' || die "the program does not load libzero.so"
   fi

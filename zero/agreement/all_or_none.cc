@@ -15,7 +15,7 @@ std::vector<std::string> run_on_all_ranks(Communicator& control, const std::stri
   // The first letter says which of the two the rest is.
   std::string text;
   try {
-    text = "+" + body();
+    text = c10::str("+", body());
   } catch (const std::exception& error) {
     text = "-" + error_text(error);
   }

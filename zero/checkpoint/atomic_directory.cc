@@ -151,7 +151,7 @@ std::vector<std::string> names_in(const std::string& parent) {
 
 std::string saving_path(const std::string& target) { return hidden(target, kSaving); }
 std::string saving_path(const std::string& target, const std::string& id) {
-  return hidden(target, "." + id.substr(0, kTagDigits) + kSaving);
+  return hidden(target, c10::str(".", id.substr(0, kTagDigits), kSaving));
 }
 std::string replaced_path(const std::string& target) { return hidden(target, kReplaced); }
 

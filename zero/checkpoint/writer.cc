@@ -49,7 +49,8 @@ std::string rank_file_name(int rank) {
 
 std::string frozen_file_name(int rank) {
   const std::string name = "frozen-and-buffers";
-  return name + (rank == 0 ? ".safetensors" : "-" + rank_file_name(rank).substr(5));
+  if (rank == 0) return name + ".safetensors";
+  return c10::str(name, "-", rank_file_name(rank).substr(5));
 }
 
 CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bool overwrite,
@@ -70,7 +71,7 @@ void CheckpointWriter::make_directory(const std::string& id) {
   auto made = std::make_unique<AtomicDirectory>(folder_, overwrite_, kManifestName, id);
   if (!made->made()) return;
   directory_ = std::move(made);
-  const std::string rank = shared_ ? "" : " " + std::to_string(control_.rank());
+  const std::string rank = shared_ ? "" : c10::str(" ", control_.rank());
   write_text(directory_->path() + kSighting, id + rank);
   sync_folder(directory_->path());
 }

@@ -54,7 +54,7 @@ std::string name_of(const at::Tensor& parameter, const Names& names) {
 std::string text_of(const std::vector<at::Tensor>& parameters, const torch::nn::Module& module) {
   const Names names = names_in(module);
   std::string text;
-  for (const at::Tensor& p : parameters) text += " " + name_of(p, names);
+  for (const at::Tensor& p : parameters) text += c10::str(" ", name_of(p, names));
   return text;
 }
 

@@ -42,7 +42,7 @@ bool masters_agree(const ParameterTable& table, const SegmentTensors& s) {
 std::string ranks_by_hash(Communicator& group, int64_t hash) {
   const auto texts = group.all_gather_text(std::to_string(hash), "hashes of one parameter");
   std::map<std::string, std::string> ranks;
-  for (size_t r = 0; r < texts.size(); ++r) ranks[texts[r]] += " " + std::to_string(r);
+  for (size_t r = 0; r < texts.size(); ++r) ranks[texts[r]] += c10::str(" ", r);
   std::ostringstream text;
   for (const auto& [value, list] : ranks) text << "\n  ranks" << list << " hold hash " << value;
   return text.str();
