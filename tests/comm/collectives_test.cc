@@ -16,6 +16,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -132,22 +133,40 @@ TEST(CommunicatorTest, OneRankMaySendWhereOthersShare) {
       options);
 }
 
-// With shared memory used up, rows are told to follow as messages.
-TEST(CommunicatorTest, RowsTravelWithoutRoomInSharedMemory) {
+// All of this process's shared memory that is free, untouched.
+std::vector<at::Tensor> all_shared_memory() {
+  std::vector<at::Tensor> all;
   const auto memory = SharedMemory::instance();
-  ASSERT_TRUE(memory);
-  std::vector<at::Tensor> all;  // of it, and untouched
   for (int64_t bytes = memory->address().bytes; bytes >= 4096; bytes /= 2) {
     for (at::Tensor block = memory->allocate(bytes); block.defined();) {
       all.push_back(block);
       block = memory->allocate(bytes);
     }
   }
+  return all;
+}
+
+TEST(CommunicatorTest, RowsFollowWhereSharedMemoryIsUsedUpLater) {
+  std::once_flag once;
+  std::vector<at::Tensor> all;
+  run_ranks(
+      3,
+      [&](const Group& group) {
+        const auto data = data_of(group);
+        std::call_once(once, [&] { all = all_shared_memory(); });
+        EXPECT_EQ(data->reduction_bytes(at::empty({3, 70000})), 0);
+        expect_rows_arrive(*data);
+      },
+      on(Wire::kShared));
+}
+
+TEST(CommunicatorTest, RowsAreSentWhereSharedMemoryIsUsedUpBefore) {
+  const std::vector<at::Tensor> all = all_shared_memory();
   run_ranks(
       3,
       [](const Group& group) {
         const auto data = data_of(group);
-        EXPECT_EQ(data->reduction_bytes(at::empty({3, 70000})), 0);
+        EXPECT_GT(data->reduction_bytes(at::empty({3, 70000})), 0);
         expect_rows_arrive(*data);
       },
       on(Wire::kShared));

@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The program that lost_rank_test starts: two processes exchange large rows over sockets, and rank
-// 1 is killed, most likely while a part of a row has arrived. The other says what it sees, and how
+// The program that lost_rank_test starts: two processes exchange large rows, and rank 1 is killed,
+// over sockets most likely while a part of a row has arrived. The other says what it sees, and how
 // long it waited.
 //
-//   transfer_program <milliseconds that rank 1 lives>
+//   transfer_program sockets|shared <milliseconds that rank 1 lives>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -13,6 +13,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <thread>
 
 #include "zero/communicator.h"
@@ -24,11 +25,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-int exchange_rows(milliseconds life) {
+int exchange_rows(bool shared, milliseconds life) {
   // The launcher ends the other at once; it shall speak first.
   std::signal(SIGTERM, SIG_IGN);
   const zero::Group group = zero::init_process_group(
-      {.timeout = std::chrono::seconds(30), .device = at::kCPU, .shared_memory = false});
+      {.timeout = std::chrono::seconds(30), .device = at::kCPU, .shared_memory = shared});
   const auto data = group.make_communicator("data", zero::Purpose::kData);
   const at::Tensor rows = at::zeros({2, 16 << 20}), received = at::zeros({2, 16 << 20});
   std::thread killer;
@@ -54,9 +55,11 @@ int exchange_rows(milliseconds life) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
-    std::fprintf(stderr, "usage: %s milliseconds\n", argv[0]);
+  if (argc != 3) {
+    std::fprintf(stderr, "usage: %s sockets|shared milliseconds\n", argv[0]);
     return 2;
   }
-  return zero::launch_local(2, [&] { return exchange_rows(milliseconds(std::atoi(argv[1]))); });
+  const bool shared = std::string(argv[1]) == "shared";
+  return zero::launch_local(
+      2, [&] { return exchange_rows(shared, milliseconds(std::atoi(argv[2]))); });
 }

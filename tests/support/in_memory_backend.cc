@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -53,10 +54,21 @@ struct Channel {
 class MemoryWork : public c10d::Work {
  public:
   using Complete = std::function<void(Clock::time_point deadline)>;
-  MemoryWork(Complete complete, milliseconds timeout)
-      : complete_(std::move(complete)), timeout_(timeout) {}
+  using Check = std::function<void()>;
+  // `check` throws when the result cannot come; without it the work cannot be aborted.
+  MemoryWork(Complete complete, milliseconds timeout, Check check = nullptr)
+      : complete_(std::move(complete)), timeout_(timeout), check_(std::move(check)) {}
 
+  void abort() override {
+    TORCH_CHECK(check_, "zero-memory: cannot be aborted");
+    aborted_ = true;
+  }
+  // After abort() only a later wait ends at once.
   bool wait(milliseconds timeout) override {
+    if (aborted_) {
+      check_();
+      return false;
+    }
     const Complete complete = std::exchange(complete_, nullptr);
     if (complete) complete(Clock::now() + (timeout == kNoTimeout ? timeout_ : timeout));
     finish();
@@ -66,6 +78,8 @@ class MemoryWork : public c10d::Work {
  private:
   Complete complete_;
   const milliseconds timeout_;
+  const Check check_;
+  std::atomic<bool> aborted_{false};
 };
 
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
@@ -126,9 +140,11 @@ class MemoryBackend : public c10d::Backend {
   WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     hand_over(MemoryOp::kReceive, {}, 0);
-    return work([self = self(), into = tensors.at(0), from, tag](Clock::time_point deadline) {
-      self->receive(into, from, tag, deadline);
-    });
+    return c10::make_intrusive<MemoryWork>(
+        [self = self(), into = tensors.at(0), from, tag](Clock::time_point deadline) {
+          self->receive(into, from, tag, deadline);
+        },
+        timeout_, [self = self(), from] { self->check_reaches(from); });
   }
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
@@ -284,6 +300,12 @@ class MemoryBackend : public c10d::Backend {
     const std::chrono::duration<double> takes(static_cast<double>(bytes) / link.bytes_per_second);
     link.free = std::max(link.free, now) + std::chrono::duration_cast<Clock::duration>(takes);
     return link.free;
+  }
+
+  void check_reaches(int rank) {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    check_alive();
+    TORCH_CHECK(!unreachable(rank), "zero-memory: rank ", rank, " closed the connection");
   }
 
   bool unreachable(int rank) const {

@@ -22,7 +22,7 @@ namespace {
 
 // No operation reaches this tag: see hang_up().
 constexpr int kHangUpTag = std::numeric_limits<int>::max();
-constexpr int kWatchTag = kHangUpTag - 1;  // see has_ended()
+constexpr int kWatchTag = kHangUpTag - 1;
 
 // Returns the host memory that stands for `tensor`: these transports take no other.
 at::Tensor staged(const at::Tensor& tensor, bool copy) {
@@ -51,6 +51,11 @@ at::Tensor reduced(const at::Tensor& rows, c10d::ReduceOp::RedOpType op) {
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 }  // namespace
+
+PairwiseExchange::PairwiseExchange(BackendPtr backend, std::chrono::milliseconds timeout,
+                                   BackendRanks ranks)
+    : BackendExchange(std::move(backend), timeout, std::move(ranks)),
+      watch_(this->backend(), mutex(), kWatchTag, timeout) {}
 
 void PairwiseExchange::naming(int peer, c10::function_ref<void()> start) const {
   try {
@@ -276,28 +281,9 @@ SentBytes PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Oper
   return sent(place == 0 ? (world - 1) * bytes_of(tensor) : 0);
 }
 
-// A receive that is never answered fails when its connection ends. It can be asked without a wait:
-// Gloo's wait for it throws then, and returns at once if it was aborted before.
 bool PairwiseExchange::has_ended(int rank_name) noexcept {
-  const std::lock_guard<std::mutex> watches_lock(watches_mutex_);
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank() || name_of(peer) != rank_name) continue;
-    try {
-      c10::intrusive_ptr<c10d::Work>& watch = watches_[peer];
-      if (!watch) {
-        std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-        const std::lock_guard<std::mutex> lock(mutex());
-        watch = backend().recv(nothing, peer, kWatchTag);
-      }
-      try {
-        watch->abort();
-      } catch (...) {
-        return false;  // A transport that can be asked in no other way than to wait.
-      }
-      watch->wait(timeout());
-    } catch (...) {
-      return true;
-    }
+    if (peer != rank() && name_of(peer) == rank_name) return watch_.has_ended(peer);
   }
   return false;
 }

@@ -8,11 +8,11 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include <chrono>
 #include <cstddef>
-#include <map>
 #include <memory>
-#include <mutex>
 
+#include "zero/comm/backends/connection_watch.h"
 #include "zero/comm/row_exchange.h"
 
 namespace zero {
@@ -21,7 +21,7 @@ namespace zero {
 // over links they start at once, so that no sender waits for them.
 class PairwiseExchange : public BackendExchange {
  public:
-  using BackendExchange::BackendExchange;
+  PairwiseExchange(BackendPtr backend, std::chrono::milliseconds timeout, BackendRanks ranks);
 
   SentBytes exchange(const at::Tensor& rows, const at::Tensor& received,
                      Operation& operation) override;
@@ -68,8 +68,7 @@ class PairwiseExchange : public BackendExchange {
   void start_doubling_step(size_t i, const std::shared_ptr<Doubling>& doubling,
                            Operation& operation);
 
-  std::mutex watches_mutex_;
-  std::map<int, c10::intrusive_ptr<c10d::Work>> watches_;  // by peer; see has_ended()
+  ConnectionWatch watch_;
 };
 
 }  // namespace zero

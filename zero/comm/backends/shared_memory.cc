@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -199,6 +200,10 @@ const void* PeerMemory::at(int64_t offset, int64_t bytes) const {
               "shared memory: expected ", bytes, " bytes within the peer's ", address_.bytes,
               ", got offset ", offset);
   return base_ + offset;
+}
+
+bool PeerMemory::process_has_ended() const {
+  return kill(static_cast<pid_t>(address_.process), 0) != 0 && errno == ESRCH;
 }
 
 }  // namespace zero

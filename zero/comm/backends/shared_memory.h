@@ -75,6 +75,8 @@ class PeerMemory {
 
   // The `bytes` bytes at `offset`. Throws c10::Error when they are not within the file.
   const void* at(int64_t offset, int64_t bytes) const;
+  // Returns false also while a process that has ended has not been waited for.
+  bool process_has_ended() const;
 
  private:
   PeerMemory(const char* base, const SharedMemoryAddress& address)

@@ -4,7 +4,6 @@
 #include "zero/comm/backends/shared_rows.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -19,7 +18,9 @@
 #include <utility>
 #include <vector>
 
+#include "zero/comm/backends/row_notices.h"
 #include "zero/comm/backends/shared_memory.h"
+#include "zero/comm/backends/shared_peers.h"
 
 namespace zero {
 namespace {
@@ -27,10 +28,6 @@ namespace {
 using std::chrono::milliseconds;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Peers = std::vector<std::shared_ptr<PeerMemory>>;  // by rank; null: not shared
-
-// The answer to a message has its tag and this bit.
-constexpr int kTakenTag = 1 << 30;
 // In place of an offset: the row follows as a message.
 constexpr int64_t kFollows = -1;
 // A wait ends earlier: it is aborted, or its connection ends.
@@ -40,18 +37,16 @@ class RowBackend;
 
 at::Tensor bytes_of(const at::Tensor& row) { return row.view({-1}).view(at::kByte); }
 
-// A row whose place the sender has sent to this rank, or will send.
-struct Announced {
+// A row that the sender has announced to this rank, or will announce.
+struct Expected {
   int64_t bytes = 0;
   int from = 0;
   int tag = 0;
-  at::Tensor place;   // [1] int64: where it is
-  WorkPtr announced;  // of `place`
 };
 
 // A row to be copied here. The backend's mutex guards the last three.
 struct Arrival {
-  Announced row;
+  Expected row;
   at::Tensor into;
   bool taken = false;  // by the thread that copies it
   bool done = false;
@@ -71,15 +66,16 @@ class ArrivalWork : public c10d::Work {
 
 class RowInPlace : public SharedMemoryBackend::Row {
  public:
-  RowInPlace(c10::intrusive_ptr<RowBackend> backend, Announced row)
-      : backend_(std::move(backend)), row_(std::move(row)) {}
+  RowInPlace(c10::intrusive_ptr<RowBackend> backend, Expected row)
+      : backend_(std::move(backend)), row_(row) {}
   bool wait(milliseconds timeout) override;
   const void* address() const override { return address_; }
   void release() noexcept override;
 
  private:
   const c10::intrusive_ptr<RowBackend> backend_;
-  const Announced row_;
+  const Expected row_;
+  uint64_t number_ = 0;
   at::Tensor followed_;
   const void* address_ = nullptr;
 };
@@ -87,18 +83,24 @@ class RowInPlace : public SharedMemoryBackend::Row {
 // A row on its way from here; it keeps alive what the receiver reads.
 class DepartureWork : public c10d::Work {
  public:
-  DepartureWork(std::vector<WorkPtr> steps, std::vector<at::Tensor> used)
-      : steps_(std::move(steps)), used_(std::move(used)) {}
-  bool wait(milliseconds timeout) override {
-    return std::all_of(steps_.begin(), steps_.end(),
-                       [&](const WorkPtr& step) { return step->wait(timeout); });
-  }
+  //   follows  the work that sends it, if the peer cannot read it
+  DepartureWork(c10::intrusive_ptr<RowBackend> backend, int to, uint64_t number, WorkPtr follows,
+                std::vector<at::Tensor> used)
+      : backend_(std::move(backend)),
+        to_(to),
+        number_(number),
+        follows_(std::move(follows)),
+        used_(std::move(used)) {}
+  bool wait(milliseconds timeout) override;
   void abort() override {
-    for (const WorkPtr& step : steps_) step->abort();
+    if (follows_) follows_->abort();
   }
 
  private:
-  const std::vector<WorkPtr> steps_;
+  const c10::intrusive_ptr<RowBackend> backend_;
+  const int to_;
+  const uint64_t number_;
+  const WorkPtr follows_;
   const std::vector<at::Tensor> used_;
 };
 
@@ -106,13 +108,12 @@ class DepartureWork : public c10d::Work {
 // when its peers wait: they may have other things to do first.
 class RowBackend : public SharedMemoryBackend {
  public:
-  RowBackend(BackendPtr under, std::shared_ptr<SharedMemory> memory, Peers peers,
-             milliseconds timeout, int64_t least_bytes)
+  RowBackend(BackendPtr under, std::shared_ptr<SharedMemory> memory,
+             std::unique_ptr<SharedPeers> peers, int64_t least_bytes)
       : SharedMemoryBackend(under->getRank(), under->getSize()),
         under_(std::move(under)),
         memory_(std::move(memory)),
         peers_(std::move(peers)),
-        timeout_(timeout),
         least_bytes_(least_bytes),
         copier_([this] { copy_arrivals(); }) {}
 
@@ -145,49 +146,45 @@ class RowBackend : public SharedMemoryBackend {
   WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
 
   bool reads(int peer, int64_t bytes) const override {
-    return peers_[peer] && bytes >= least_bytes_;
+    return peers_->shares(peer) && bytes >= least_bytes_;
   }
   c10::intrusive_ptr<Row> receive_in_place(int64_t bytes, int from, int tag) override;
 
-  // Returns the row's address once the sender has sent it: there, or in `followed`, made if need
-  // be. Throws when it cannot come, or not in time.
-  const void* find(const Announced& row, at::Tensor& followed, milliseconds timeout);
-  void tell_taken(const Announced& row, milliseconds timeout) noexcept;
+  // Returns the row's address once the sender has announced it: there, or in `followed`, made if
+  // need be. Throws when it cannot come, or not in time.
+  const void* find(const Expected& row, uint64_t& number, at::Tensor& followed,
+                   milliseconds timeout);
+  SharedPeers& peers() { return *peers_; }
   // Returns when the row has been copied.
   bool finish(const std::shared_ptr<Arrival>& arrival, milliseconds timeout);
 
  private:
   WorkPtr send_under(const at::Tensor& tensor, int to, int tag) {
     std::vector<at::Tensor> one{tensor};
-    const std::lock_guard<std::mutex> lock(under_mutex_);
+    const std::lock_guard<std::mutex> lock(peers_->calls());
     return under_->send(one, to, tag);
   }
   WorkPtr receive_under(const at::Tensor& tensor, int from, int tag) {
     std::vector<at::Tensor> one{tensor};
-    const std::lock_guard<std::mutex> lock(under_mutex_);
+    const std::lock_guard<std::mutex> lock(peers_->calls());
     return under_->recv(one, from, tag);
   }
   // Throws when the work fails, and when it does not come in time or before stop().
   void await(const WorkPtr& work, milliseconds timeout);
-  Announced announced(int64_t bytes, int from, int tag);
   void copy_arrivals();
   // Copies a row that this thread has taken.
   void copy(Arrival& arrival, milliseconds timeout);
   void stop();
 
   const BackendPtr under_;
-  std::mutex under_mutex_;  // backends number their calls without locks
   const std::shared_ptr<SharedMemory> memory_;
-  const Peers peers_;
-  const milliseconds timeout_;
+  const std::unique_ptr<SharedPeers> peers_;
   const int64_t least_bytes_;
-  const at::Tensor taken_ = at::zeros({1}, at::kByte);
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Arrival>> waiting_;
   std::vector<c10d::Work*> awaited_;  // by any thread, to be aborted
-  bool stop_ = false;
   std::thread copier_;
 };
 
@@ -199,23 +196,20 @@ WorkPtr RowBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {
     carrier = memory_->allocate(static_cast<int64_t>(row.nbytes()));
     if (carrier.defined()) carrier.copy_(bytes_of(row));
   }
-  const at::Tensor place =
-      at::full({1}, carrier.defined() ? *memory_->offset_of(carrier) : kFollows, at::kLong);
-  const at::Tensor answer = at::empty({1}, at::kByte);
-  // The receive of the answer is posted first, so that the answer never waits for it.
-  std::vector<WorkPtr> steps{receive_under(answer, to, tag | kTakenTag),
-                             send_under(place, to, tag)};
-  if (!carrier.defined()) steps.push_back(send_under(bytes_of(row), to, tag));
-  std::reverse(steps.begin(), steps.end());
-  return c10::make_intrusive<DepartureWork>(std::move(steps),
-                                            std::vector<at::Tensor>{row, carrier, place, answer});
+  WorkPtr follows;
+  if (!carrier.defined()) follows = send_under(bytes_of(row), to, tag);
+  const int64_t offset = carrier.defined() ? *memory_->offset_of(carrier) : kFollows;
+  const uint64_t number = peers_->announce(to, tag, offset, static_cast<int64_t>(row.nbytes()));
+  return c10::make_intrusive<DepartureWork>(c10::intrusive_ptr<RowBackend>::reclaim_copy(this), to,
+                                            number, std::move(follows),
+                                            std::vector<at::Tensor>{row, carrier});
 }
 
 WorkPtr RowBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
   const auto bytes = static_cast<int64_t>(tensors.at(0).nbytes());
   if (!reads(from, bytes)) return receive_under(tensors[0], from, tag);
   auto arrival = std::make_shared<Arrival>();
-  arrival->row = announced(bytes, from, tag);
+  arrival->row = {bytes, from, tag};
   arrival->into = tensors[0];
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -229,7 +223,7 @@ WorkPtr RowBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
 void RowBackend::await(const WorkPtr& work, milliseconds timeout) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!stop_, "aborted");
+    TORCH_CHECK(!peers_->is_stopped(), "aborted");
     awaited_.push_back(work.get());
   }
   std::exception_ptr error;
@@ -247,47 +241,38 @@ void RowBackend::await(const WorkPtr& work, milliseconds timeout) {
   TORCH_CHECK(came, "aborted");
 }
 
-Announced RowBackend::announced(int64_t bytes, int from, int tag) {
-  const at::Tensor place = at::empty({1}, at::kLong);
-  return {bytes, from, tag, place, receive_under(place, from, tag)};
-}
-
-const void* RowBackend::find(const Announced& row, at::Tensor& followed, milliseconds timeout) {
-  await(row.announced, timeout);
-  const int64_t offset = *row.place.const_data_ptr<int64_t>();
-  if (offset != kFollows) return peers_[row.from]->at(offset, row.bytes);
+const void* RowBackend::find(const Expected& expected, uint64_t& number, at::Tensor& followed,
+                             milliseconds timeout) {
+  const RowNotices::Row row =
+      peers_->await_row(expected.from, expected.tag, expected.bytes, timeout);
+  number = row.number;
+  if (row.offset != kFollows) return peers_->at(expected.from, row);
   if (!followed.defined()) followed = at::empty({row.bytes}, at::kByte);
-  await(receive_under(followed, row.from, row.tag), timeout);
+  await(receive_under(followed, expected.from, expected.tag), timeout);
   return followed.const_data_ptr();
-}
-
-void RowBackend::tell_taken(const Announced& row, milliseconds timeout) noexcept {
-  try {
-    await(send_under(taken_, row.from, row.tag | kTakenTag), std::min(timeout, timeout_));
-  } catch (...) {  // The row is here. That the sender is gone concerns the next operation.
-  }
 }
 
 c10::intrusive_ptr<SharedMemoryBackend::Row> RowBackend::receive_in_place(int64_t bytes, int from,
                                                                           int tag) {
   return c10::make_intrusive<RowInPlace>(c10::intrusive_ptr<RowBackend>::reclaim_copy(this),
-                                         announced(bytes, from, tag));
+                                         Expected{bytes, from, tag});
 }
 
 void RowBackend::copy(Arrival& arrival, milliseconds timeout) {
   at::Tensor followed = bytes_of(arrival.into);
-  const void* row = find(arrival.row, followed, timeout);
+  uint64_t number = 0;
+  const void* row = find(arrival.row, number, followed, timeout);
   if (row != arrival.into.const_data_ptr()) {
     std::memcpy(arrival.into.mutable_data_ptr(), row, arrival.row.bytes);
   }
-  tell_taken(arrival.row, timeout);
+  peers_->take(arrival.row.from, number);
 }
 
 void RowBackend::copy_arrivals() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return stop_ || !waiting_.empty(); });
-    if (stop_) return;
+    changed_.wait(lock, [this] { return peers_->is_stopped() || !waiting_.empty(); });
+    if (peers_->is_stopped()) return;
     const std::shared_ptr<Arrival> arrival = std::move(waiting_.front());
     waiting_.pop_front();
     arrival->taken = true;
@@ -316,7 +301,8 @@ bool RowBackend::finish(const std::shared_ptr<Arrival>& arrival, milliseconds ti
     arrival->done = true;
     return true;
   }
-  const bool done = changed_.wait_for(lock, timeout, [&] { return arrival->done || stop_; });
+  const bool done =
+      changed_.wait_for(lock, timeout, [&] { return arrival->done || peers_->is_stopped(); });
   if (arrival->error) std::rethrow_exception(arrival->error);
   TORCH_CHECK(done && arrival->done, "shared memory: rank ", arrival->row.from, " sent nothing in ",
               timeout.count(), " ms");
@@ -326,7 +312,7 @@ bool RowBackend::finish(const std::shared_ptr<Arrival>& arrival, milliseconds ti
 void RowBackend::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
+    peers_->stop();
     for (c10d::Work* work : awaited_) {
       try {
         work->abort();
@@ -339,60 +325,27 @@ void RowBackend::stop() {
 
 bool ArrivalWork::wait(milliseconds timeout) { return backend_->finish(arrival_, timeout); }
 
-void RowInPlace::release() noexcept { backend_->tell_taken(row_, kForever); }
+void RowInPlace::release() noexcept { backend_->peers().take(row_.from, number_); }
 
 bool RowInPlace::wait(milliseconds timeout) {
-  address_ = backend_->find(row_, followed_, timeout);
+  address_ = backend_->find(row_, number_, followed_, timeout);
   return true;
 }
 
-// Every rank's `own`, as rows.
-at::Tensor all_gather(c10d::Backend& ranks, const at::Tensor& own, milliseconds timeout) {
-  const int world = ranks.getSize();
-  at::Tensor all = at::empty({world, own.numel()}, own.options());
-  all.select(0, ranks.getRank()).copy_(own);
-  std::vector<WorkPtr> works;
-  for (int k = 1; k < world; ++k) {
-    const int peer = (ranks.getRank() + k) % world;
-    std::vector<at::Tensor> sent{own};
-    std::vector<at::Tensor> received{all.select(0, peer)};
-    works.push_back(ranks.send(sent, peer, 0));
-    works.push_back(ranks.recv(received, peer, 0));
-  }
-  for (const WorkPtr& work : works) TORCH_CHECK(work->wait(timeout), "aborted");
-  return all;
+bool DepartureWork::wait(milliseconds timeout) {
+  if (follows_ && !follows_->wait(timeout)) return false;
+  backend_->peers().await_taken(to_, number_, timeout);
+  return true;
 }
 
 }  // namespace
 
 BackendPtr share_memory(const BackendPtr& under, milliseconds timeout, bool willing,
                         int64_t least_bytes) {
-  const int rank = under->getRank();
-  const int world = under->getSize();
   const std::shared_ptr<SharedMemory> memory = willing ? SharedMemory::instance() : nullptr;
-  const SharedMemoryAddress own = memory ? memory->address() : SharedMemoryAddress();
-  at::Tensor bytes = at::empty({static_cast<int64_t>(sizeof(own))}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), &own, sizeof(own));
-  const at::Tensor addresses = all_gather(*under, bytes, timeout);
-
-  Peers peers(static_cast<size_t>(world));
-  at::Tensor sees = at::zeros({world}, at::kByte);
-  for (int peer = 0; peer < world; ++peer) {
-    if (peer == rank || !memory) continue;
-    SharedMemoryAddress address;
-    std::memcpy(&address, addresses[peer].const_data_ptr(), sizeof(address));
-    peers[peer] = PeerMemory::open(address);
-    sees[peer].fill_(peers[peer] ? 1 : 0);
-  }
-  // One may see the other and not be seen, as with different users.
-  const at::Tensor all_see = all_gather(*under, sees, timeout);
-  bool any = false;
-  for (int peer = 0; peer < world; ++peer) {
-    if (all_see[peer][rank].item<uint8_t>() == 0) peers[peer].reset();
-    any = any || peers[peer];
-  }
-  if (!any) return under;
-  return c10::make_intrusive<RowBackend>(under, memory, std::move(peers), timeout, least_bytes);
+  std::unique_ptr<SharedPeers> peers = SharedPeers::find(under, memory, timeout);
+  if (!peers) return under;
+  return c10::make_intrusive<RowBackend>(under, memory, std::move(peers), least_bytes);
 }
 
 }  // namespace zero

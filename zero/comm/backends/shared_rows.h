@@ -2,9 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A transport for ranks of which some share a machine: between those, a row stays in shared memory.
-// The sender sends the offset of its row; the receiver copies it or adds it up in place, and
-// acknowledges. Only offsets (8 bytes) and acknowledgements (1 byte) use the transport underneath,
-// which also notices ranks that end.
+// The sender announces where its row is; the receiver copies it or adds it up in place, and says
+// that it has taken it. Both are notices in shared memory (row_notices.h). The transport underneath
+// moves all other messages, and notices ranks that end.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -14,7 +14,7 @@
 
 namespace zero {
 
-// Smaller messages are sent whole, which costs less than an offset and an acknowledgement.
+// Smaller messages are sent whole.
 constexpr int64_t kSharedMessageBytes = 64 << 10;
 
 // A Backend whose receiver can also read a row in the sender's memory. Made by share_memory().
@@ -29,7 +29,7 @@ class SharedMemoryBackend : public c10d::Backend {
   class Row : public c10d::Work {
    public:
     virtual const void* address() const = 0;
-    // Acknowledges to the sender, which waits for it.
+    // Says so to the sender, which waits for it.
     virtual void release() noexcept = 0;
   };
   // In place of recv(), whatever the sender does. Only where reads().
