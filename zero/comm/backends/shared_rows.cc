@@ -28,6 +28,7 @@ namespace {
 using std::chrono::milliseconds;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
 // In place of an offset: the row follows as a message.
 constexpr int64_t kFollows = -1;
 // A wait ends earlier: it is aborted, or its connection ends.
