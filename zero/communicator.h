@@ -151,8 +151,15 @@ class Communicator {
   // Collective. Fills row r of `rows` with rank r's row r, in place: the own
   // row is input and keeps its value, the others are output. Sends W-1 times a
   // row; in two levels H-1 times a row to other machines and H times L-1 within its own.
-  //   rows  of any dtype. Of different lengths: not in two levels
-  Pending gather_rows(const Rows& rows, const std::string& label);
+  // With `before` a message to another machine has what has changed in the row, without loss
+  // (kernels/row_changes.h), and is a row long at most, but for 16 bytes. A rank whose row differs
+  // from what it held on the sender throws.
+  //   rows    of any dtype. Of different lengths: not in two levels
+  //   before  like the own row: what it held when all ranks had the same `rows`. Defined on all
+  //           ranks, which sends_changes() permits, or on none; unchanged
+  Pending gather_rows(const Rows& rows, const std::string& label, const at::Tensor& before = {});
+  // Returns whether gather_rows() of rows of this kind may be given `before`; equal on all ranks.
+  bool sends_changes(c10::ScalarType dtype, c10::Device device) const;
 
   // Collective. In place. `values` is 1-D, contiguous and small. Sums are for double; the
   // maximum is for int64 and int32 only, since a float maximum loses NaN

@@ -67,6 +67,7 @@ struct Options {
   bool overlap_gather = false;
   std::string reduce_dtype;  // empty: the library's default
   std::string wire = "dtype";
+  std::string gather_wire = "whole";
   bool flat = false;
   bool encoded_sums = false;
   bool sockets = false;
@@ -126,6 +127,7 @@ class Run {
       zero_options.reduce_dtype(options.reduce_dtype == "bf16" ? at::kBFloat16 : at::kFloat);
     }
     if (options.protect > 0) zero_options.protect(options.protect);
+    if (options.gather_wire == "changes") zero_options.gather_wire(GatherWire::kChanges);
     if (options.wire == "int8") zero_options.gradient_wire(GradientWire::kBlockInt8);
     if (options.bucket_mb > 0) {
       zero_options.bucket_bytes(static_cast<int64_t>(options.bucket_mb * 1024 * 1024));
@@ -370,6 +372,10 @@ int main(int argc, char** argv) {
                "Send the sums of a machine in the dtype of the gradients");
   app.add_option("--reduce-dtype", options.reduce_dtype, "Send gradients in this dtype")
       ->check(CLI::IsMember({"fp32", "bf16"}));
+  app.add_option("--gather-wire", options.gather_wire,
+                 "What of parameters is sent to other machines")
+      ->check(CLI::IsMember({"whole", "changes"}))
+      ->capture_default_str();
   app.add_option("--wire", options.wire, "Format of gradients on the wire")
       ->check(CLI::IsMember({"dtype", "int8"}));
   app.add_flag("--sockets", options.sockets, "Without shared memory between the ranks");

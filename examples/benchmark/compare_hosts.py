@@ -39,6 +39,19 @@ SYSTEMS = {
         ["--stage", "2", "--reduce-dtype", "bf16", "--encoded-sums"],
     ),
     "zero stage 2, int8 wire": ("zero", ["--stage", "2", "--wire", "int8"]),
+    "zero stage 2, changes": ("zero", ["--stage", "2", "--gather-wire", "changes"]),
+    "zero stage 2, changes, overlapped gather": (
+        "zero",
+        ["--stage", "2", "--gather-wire", "changes", "--overlap-gather"],
+    ),
+    "zero stage 2, changes, bf16 wire": (
+        "zero",
+        ["--stage", "2", "--gather-wire", "changes", "--reduce-dtype", "bf16", "--encoded-sums"],
+    ),
+    "zero stage 2, changes, int8 wire": (
+        "zero",
+        ["--stage", "2", "--gather-wire", "changes", "--wire", "int8"],
+    ),
 }
 
 ELEMENTS = {"mlp": 25_190_400, "gpt": 10_893_312}
@@ -56,7 +69,8 @@ def formula(cell, name):
         # Gloo's ring, in which one rank of each host sends to another host.
         world = hosts * local
         return 2 * (world - 1) / world * elements * BYTES[own]
-    if SYSTEMS[name][0] != "zero":
+    # What has changed depends on the values.
+    if SYSTEMS[name][0] != "zero" or "changes" in name:
         return None
     wire = name.split()[-2] if name.endswith(" wire") else own
     flat = "--flat" in SYSTEMS[name][1]

@@ -66,8 +66,8 @@ struct Communicator::Impl {
   template <typename Issue>
   Pending start(const std::string& what, bool elements, int64_t Traffic::*calls,
                 int64_t Traffic::*bytes, Issue issue);
-  Pending gather(const Rows& rows, const std::string& what, int64_t Traffic::*calls,
-                 int64_t Traffic::*bytes);
+  Pending gather(const Rows& rows, const at::Tensor& before, const std::string& what,
+                 int64_t Traffic::*calls, int64_t Traffic::*bytes);
   Pending all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                      const std::string& what);
   // Refuses what would overtake queued reductions.
@@ -122,13 +122,14 @@ Pending Communicator::Impl::start(const std::string& what, bool elements, int64_
   return Pending([operation] { operation->wait(); });
 }
 
-Pending Communicator::Impl::gather(const Rows& rows, const std::string& what,
-                                   int64_t Traffic::*calls, int64_t Traffic::*bytes) {
+Pending Communicator::Impl::gather(const Rows& rows, const at::Tensor& before,
+                                   const std::string& what, int64_t Traffic::*calls,
+                                   int64_t Traffic::*bytes) {
   check_rows(rows, world_size, what);
   check_no_reductions(what);
   if (!exchange) return Pending([] {});
   return start(what, rows.values().numel() > 0, calls, bytes,
-               [&](Operation& operation) { return exchange->gather(rows, operation); });
+               [&](Operation& operation) { return exchange->gather(rows, before, operation); });
 }
 
 Pending Communicator::Impl::all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
@@ -245,9 +246,24 @@ Pending Communicator::reduce_rows(const Rows& all, const at::Tensor& buffer, Use
                       });
 }
 
-Pending Communicator::gather_rows(const Rows& rows, const std::string& label) {
-  return impl_->gather(rows, "gather_rows of " + label, &Traffic::gather_calls,
-                       &Traffic::gather_bytes_sent);
+Pending Communicator::gather_rows(const Rows& rows, const std::string& label,
+                                  const at::Tensor& before) {
+  const std::string what = "gather_rows of " + label;
+  if (before.defined() && impl_->exchange) {
+    const at::Tensor own = rows.row(rank());
+    TORCH_CHECK(sends_changes(own.scalar_type(), own.device()), what,
+                ": expected no `before`, since this transport sends rows whole; see "
+                "sends_changes()");
+    TORCH_CHECK(before.sizes() == own.sizes() && before.dtype() == own.dtype() &&
+                    before.device() == own.device() && before.is_contiguous(),
+                what, ": expected `before` like the own row, ", own.sizes(), " ", own.dtype(),
+                ", got ", before.sizes(), " ", before.dtype(), " on ", before.device());
+  }
+  return impl_->gather(rows, before, what, &Traffic::gather_calls, &Traffic::gather_bytes_sent);
+}
+
+bool Communicator::sends_changes(c10::ScalarType dtype, c10::Device device) const {
+  return impl_->exchange && impl_->exchange->sends_changes(dtype, device);
 }
 
 Pending Communicator::all_reduce_sum(const at::Tensor& values, const std::string& label) {
@@ -293,14 +309,14 @@ std::vector<std::string> Communicator::all_gather_text(const std::string& text,
   const auto device = impl_->exchange->device();
   at::Tensor lengths = at::empty({world, 1}, at::TensorOptions(at::kLong).device(device));
   lengths.fill_(static_cast<int64_t>(text.size()));
-  impl_->gather(lengths, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
+  impl_->gather(lengths, {}, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
   lengths = lengths.to(at::kCPU);
   const int64_t longest = lengths.max().item<int64_t>();
 
   at::Tensor own = at::zeros({1, longest}, at::kByte);
   std::copy(text.begin(), text.end(), own.mutable_data_ptr<uint8_t>());
   at::Tensor padded = own.expand({world, longest}).contiguous().to(device);
-  impl_->gather(padded, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
+  impl_->gather(padded, {}, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
   padded = padded.to(at::kCPU);
 
   std::vector<std::string> texts;

@@ -3,6 +3,7 @@
 
 #include "zero/comm/in_place_exchange.h"
 
+#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -64,6 +65,10 @@ SentBytes InPlaceExchange::reduce(const Rows& rows, const at::Tensor& buffer,
   });
   operation.on_success([rows] {});
   return sent(bytes_to_peers(rows));
+}
+
+bool InPlaceExchange::may_be_shorter(int peer) const {
+  return !shared_.reads(peer, std::numeric_limits<int64_t>::max());
 }
 
 at::Tensor InPlaceExchange::allocate(int64_t bytes) const {

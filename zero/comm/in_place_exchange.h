@@ -26,6 +26,10 @@ class InPlaceExchange : public PairwiseExchange {
   int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
   at::Tensor allocate(int64_t bytes) const override;
 
+ protected:
+  // False for peers that share memory: they expect a row of the length that they receive.
+  bool may_be_shorter(int peer) const override;
+
  private:
   bool reads(const Rows& rows) const;
 

@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/row_changes.h"
+#include "zero/comm/changed_row.h"
 #include "zero/comm/doubling_steps.h"
 
 namespace zero {
@@ -158,7 +160,44 @@ SentBytes PairwiseExchange::reduce(const Rows& rows, const at::Tensor& buffer,
   return sent(bytes_to_peers(rows));
 }
 
-SentBytes PairwiseExchange::gather(const Rows& rows, Operation& operation) {
+bool PairwiseExchange::sends_changes(c10::ScalarType dtype, c10::Device device) const {
+  return over_links() && device.is_cpu() && kernels::has_changes(dtype);
+}
+
+SentBytes PairwiseExchange::gather_changes(const Rows& rows, const at::Tensor& before,
+                                           Operation& operation) {
+  const int tag = operation.take_tags();
+  std::vector<at::Tensor> received(world_size());
+  for_each_sender([&](int peer) {
+    const at::Tensor row = rows.row(peer);
+    if (row.numel() == 0) return;
+    received[peer] = at::empty({max_changed_row_bytes(row)}, at::kByte);
+    receive_row(received[peer], peer, tag, operation);
+  });
+  const at::Tensor own = rows.row(rank());
+  const ChangedRow message = own.numel() > 0 ? encode_changed_row(before, own) : ChangedRow{own};
+  int64_t bytes_sent = 0;
+  send(
+      tag,
+      [&](int peer) {
+        const int64_t bytes = may_be_shorter(peer) ? message.bytes : bytes_of(message.memory);
+        bytes_sent += bytes;
+        return message.memory.narrow(0, 0, bytes);
+      },
+      operation);
+  operation.on_received([self = shared_from_this(), this, rows, received] {
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (!received[peer].defined()) continue;
+      apply_changed_row(received[peer], c10::str("rank ", name_of(peer)), rows.row(peer));
+    }
+  });
+  operation.on_success([message] {});
+  return sent(bytes_sent);
+}
+
+SentBytes PairwiseExchange::gather(const Rows& rows, const at::Tensor& before,
+                                   Operation& operation) {
+  if (before.defined()) return gather_changes(rows, before, operation);
   const Rows carrier = rows.of(staged(rows.values(), /*copy=*/false));
   const at::Tensor own = carrier.row(rank());
   if (!carrier.values().is_same(rows.values())) own.copy_(rows.row(rank()));

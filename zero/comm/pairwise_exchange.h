@@ -29,7 +29,9 @@ class PairwiseExchange : public BackendExchange {
   SentBytes reduce(const Rows& rows, const at::Tensor& buffer, const RowValues& values, UseRows use,
                    Operation& operation) override;
   int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
-  SentBytes gather(const Rows& rows, Operation& operation) override;
+  SentBytes gather(const Rows& rows, const at::Tensor& before, Operation& operation) override;
+  // True for rows in host memory, of ranks on different machines.
+  bool sends_changes(c10::ScalarType dtype, c10::Device device) const override;
   // Up to kAllWithAll ranks an exchange of all values with all ranks, added up in rank order: they
   // are few, a ring would take 2(W-1) delays one after the other instead of one, and a rank that is
   // missing is named. More ranks combine their values in log2(W) steps with one rank each
@@ -52,6 +54,9 @@ class PairwiseExchange : public BackendExchange {
   void receive_row(const at::Tensor& into, int peer, int tag, Operation& operation);
   // Sends row_to(peer) to each peer.
   void send(int tag, c10::function_ref<at::Tensor(int peer)> row_to, Operation& operation);
+  // Returns whether a message to `peer` may be shorter than the memory that receives it, as Gloo
+  // permits.
+  virtual bool may_be_shorter(int /*peer*/) const { return true; }
   // Calls start(peer) for each peer, in the order in which the peers send to this rank.
   void for_each_sender(c10::function_ref<void(int peer)> start) const;
 
@@ -60,6 +65,7 @@ class PairwiseExchange : public BackendExchange {
   void receive(int tag, const Rows& into, Operation& operation);
   // Returns the memory that receives for `received`.
   at::Tensor start_exchange(const Rows& rows, const at::Tensor& received, Operation& operation);
+  SentBytes gather_changes(const Rows& rows, const at::Tensor& before, Operation& operation);
   SentBytes all_with_all(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                          Operation& operation);
   SentBytes recursive_doubling(const at::Tensor& values, c10d::ReduceOp::RedOpType op,

@@ -64,7 +64,13 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
 
   // Collective. Row r of `rows` becomes rank r's own row, in place. Only each row need be
   // contiguous.
-  virtual SentBytes gather(const Rows& rows, Operation& operation) = 0;
+  //   before  what the own row held when all ranks had the same rows, where sends_changes();
+  //           undefined, on all ranks, if rows are to be sent whole
+  virtual SentBytes gather(const Rows& rows, const at::Tensor& before, Operation& operation) = 0;
+  // Returns whether gather() can send what has changed in a row of this dtype and device.
+  virtual bool sends_changes(c10::ScalarType /*dtype*/, c10::Device /*device*/) const {
+    return false;
+  }
 
   // Collective. In place: `values` has the result when the operation has received. `op` is SUM, MAX
   // or BOR.

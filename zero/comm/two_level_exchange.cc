@@ -282,7 +282,7 @@ void gather_packed(RowExchange& inside, const at::Tensor& rows,
   const at::Tensor packed = at::empty(places.sizes(), rows.options());
   packed.select(0, place.local).copy_(places.select(0, place.local));
   locked(inside, [&](RowExchange& ranks) {
-    return ranks.gather(packed.view({place.ranks_per_machine, -1}), part);
+    return ranks.gather(packed.view({place.ranks_per_machine, -1}), {}, part);
   });
   part.on_received([places, packed] {
     use_here(packed);
@@ -292,12 +292,14 @@ void gather_packed(RowExchange& inside, const at::Tensor& rows,
 
 }  // namespace
 
-SentBytes TwoLevelExchange::gather(const Rows& all, Operation& operation) {
+SentBytes TwoLevelExchange::gather(const Rows& all, const at::Tensor& before,
+                                   Operation& operation) {
   const at::Tensor& rows = matrix(all);
   SentBytes sent;
   const int here = place_.machine;
   const Level first = [&](Operation& part) {
-    add(locked(*between_, [&](RowExchange& ranks) { return ranks.gather(of_place(rows), part); }),
+    add(locked(*between_,
+               [&](RowExchange& ranks) { return ranks.gather(of_place(rows), before, part); }),
         sent);
   };
   // Rows of the own machine wait for nothing, but are sent with the others, in one order
@@ -309,7 +311,7 @@ SentBytes TwoLevelExchange::gather(const Rows& all, Operation& operation) {
   const auto second = [inside = inside_, blocks, rows, place = place_](Operation& part) {
     if (blocks.empty()) gather_packed(*inside, rows, place, part);
     for (const at::Tensor& block : blocks) {
-      locked(*inside, [&](RowExchange& ranks) { return ranks.gather(block, part); });
+      locked(*inside, [&](RowExchange& ranks) { return ranks.gather(block, {}, part); });
     }
   };
   in_two_levels(rows.device(), operation, first, second);

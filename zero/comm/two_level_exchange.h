@@ -55,7 +55,10 @@ class TwoLevelExchange : public RowExchange {
   SentBytes reduce(const Rows& rows, const at::Tensor& buffer, const RowValues& values, UseRows use,
                    Operation& operation) override;
   int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
-  SentBytes gather(const Rows& rows, Operation& operation) override;
+  SentBytes gather(const Rows& rows, const at::Tensor& before, Operation& operation) override;
+  bool sends_changes(c10::ScalarType dtype, c10::Device device) const override {
+    return between_->sends_changes(dtype, device);
+  }
   SentBytes all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                        Operation& operation) override;
   int64_t all_reduce_bytes(const at::Tensor& values) const override;

@@ -72,7 +72,8 @@ SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
   return sent(bytes_to_peers(rows));
 }
 
-SentBytes WholeExchange::gather(const Rows& rows, Operation& operation) {
+SentBytes WholeExchange::gather(const Rows& rows, const at::Tensor& /*before*/,
+                                Operation& operation) {
   if (!rows.equal()) {
     for (const int64_t r : rows.lengths().filled()) {
       start_broadcast(rows.row(r), static_cast<int>(r), operation);

@@ -22,7 +22,7 @@ class WholeExchange : public BackendExchange {
                    Operation& operation) override;
   int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
   // Rows of different lengths are broadcast one after the other: those that are not empty.
-  SentBytes gather(const Rows& rows, Operation& operation) override;
+  SentBytes gather(const Rows& rows, const at::Tensor& before, Operation& operation) override;
   SentBytes all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                        Operation& operation) override;
   int64_t all_reduce_bytes(const at::Tensor& values) const override;

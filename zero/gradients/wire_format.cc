@@ -49,6 +49,7 @@ void check_wire_options(const ZeroOptions& options, c10::Device device) {
 std::string describe_wire_options(const ZeroOptions& options) {
   std::string text = options.fp32_machine_sums() ? "" : " fp32_machine_sums 0";
   if (options.gradient_wire() == GradientWire::kBlockInt8) text += " gradient_wire block_int8";
+  if (options.gather_wire() == GatherWire::kChanges) text += " gather_wire changes";
   if (options.reduce_dtype()) text += c10::str(" reduce_dtype ", *options.reduce_dtype());
   return text;
 }

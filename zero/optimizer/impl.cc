@@ -88,7 +88,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module,
       full_gradients(plan, table, comms->domains, pool),
       shards(make_shards(inner)),
       clipping(shards.segments(), domains.norm_weights, device, *comms->norm),
-      gathers(plan, table, arena, *comms),
+      gathers(plan, table, arena, *comms, options),
       record(options, comms->any_half, shards.deferred(), device, comms->rank(), reducer),
       passes({table, reducer, shards, protocol, clipping, record, gathers}) {
   table.remember();

@@ -4,6 +4,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <deque>
 #include <string>
 #include <utility>
@@ -13,14 +14,48 @@
 #include "zero/memory/trace_range.h"
 
 namespace zero {
+namespace {
+
+constexpr size_t kGathersOfChanges = 4;  // under way at a time
+
+}  // namespace
 
 ParameterGathers::ParameterGathers(const Plan& plan, const ParameterTable& table,
-                                   WorkingArena& arena, OptimizerCommunicators& comms)
-    : plan_(plan), table_(table), arena_(arena), comms_(comms), gathers_(plan.buckets.size()) {}
+                                   WorkingArena& arena, OptimizerCommunicators& comms,
+                                   const ZeroOptions& options)
+    : plan_(plan),
+      table_(table),
+      arena_(arena),
+      comms_(comms),
+      options_(options),
+      before_(plan.buckets.size()),
+      gathers_(plan.buckets.size()) {}
+
+bool ParameterGathers::sends_changes(int64_t bucket) {
+  if (options_.gather_wire() != GatherWire::kChanges) return false;
+  const Arena& arena = plan_.arena_of(plan_.buckets[bucket]);
+  // Elsewhere no rank has the rows of others between steps.
+  if (!arena.layout->in_place()) return false;
+  const at::Tensor values = arena_.rows(bucket).values();
+  return ranks_of(bucket).sends_changes(values.scalar_type(), values.device());
+}
+
+void ParameterGathers::before_change(int64_t bucket) {
+  while (kept_from_ > bucket) {
+    --kept_from_;
+    if (!sends_changes(kept_from_)) continue;
+    before_[kept_from_] = arena_.rows(kept_from_).row(ranks_of(kept_from_).rank()).clone();
+  }
+}
 
 void ParameterGathers::start(const std::function<void(const ShardOptimizer::RowWritten&)>& write) {
   std::deque<int64_t> under_way;
-  const size_t most = max_gathers(plan_);
+  size_t most = max_gathers(plan_);
+  // What is encoded has memory of its own until the gather ends.
+  if (options_.gather_wire() == GatherWire::kChanges && !options_.overlap_gather()) {
+    most = std::min(most, kGathersOfChanges);
+  }
+  kept_from_ = static_cast<int64_t>(plan_.buckets.size());
   try {
     write([&](int64_t bucket, const Rows& rows) {
       if (under_way.size() == most) {
@@ -28,9 +63,9 @@ void ParameterGathers::start(const std::function<void(const ShardOptimizer::RowW
         under_way.pop_front();
       }
       under_way.push_back(bucket);
-      Communicator& comm = *comms_.domains[plan_.domain_of(bucket)].data;
-      gathers_[bucket] = {rows,
-                          comm.gather_rows(rows, "parameter bucket " + std::to_string(bucket))};
+      const std::string label = "parameter bucket " + std::to_string(bucket);
+      gathers_[bucket] = {
+          rows, ranks_of(bucket).gather_rows(rows, label, std::exchange(before_[bucket], {}))};
     });
   } catch (const std::exception& error) {
     // The others wait for rows that are not sent, and some shards are updated while others are

@@ -15,6 +15,7 @@
 #include "zero/communicator.h"
 #include "zero/memory/parameter_table.h"
 #include "zero/memory/working_arena.h"
+#include "zero/options.h"
 #include "zero/update/shard_optimizer.h"
 
 namespace torch::nn {
@@ -27,8 +28,11 @@ class ParameterGathers {
  public:
   // References must outlive this.
   ParameterGathers(const Plan& plan, const ParameterTable& table, WorkingArena& arena,
-                   OptimizerCommunicators& comms);
+                   OptimizerCommunicators& comms, const ZeroOptions& options);
 
+  // Keeps what the own rows of buckets from `bucket` on hold, before they change, if the gathers of
+  // the start() that is under way can send changes. All ranks had the same rows.
+  void before_change(int64_t bucket);
   // Collective. Starts a gather of every bucket that `write` reports. When `write` throws here
   // alone, shards are updated on some ranks only: the communicators are closed.
   void start(const std::function<void(const ShardOptimizer::RowWritten&)>& write);
@@ -43,12 +47,17 @@ class ParameterGathers {
   };
 
   void finish_one(int64_t bucket);
+  bool sends_changes(int64_t bucket);
+  Communicator& ranks_of(int64_t bucket) { return *comms_.domains[plan_.domain_of(bucket)].data; }
 
   const Plan& plan_;
   const ParameterTable& table_;
   WorkingArena& arena_;
   OptimizerCommunicators& comms_;
-  std::vector<Gather> gathers_;  // per bucket
+  const ZeroOptions& options_;
+  std::vector<at::Tensor> before_;  // per bucket; undefined: sent whole
+  int64_t kept_from_ = 0;           // before_change() was called for these
+  std::vector<Gather> gathers_;     // per bucket
 };
 
 }  // namespace zero

@@ -116,6 +116,7 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
     const auto before = [&](int64_t bucket) {
       if (copies) copies->wait(bucket);
       if (protection) protection->wait_for_copies(bucket);
+      gathers.before_change(bucket);
     };
     shards.update(agreement.used, clipping.coefficient(), nonfinite, before, written);
   });
