@@ -107,6 +107,7 @@ class Generator {
         .loss_scaler(scaler_);
     if (percent(25)) options.reduce_dtype(c10::ScalarType::Float);
     if (percent(15)) options.reduce_dtype(c10::ScalarType::BFloat16);
+    if (s_.ranks_per_machine > 0 && percent(50)) options.gather_wire(GatherWire::kChanges);
     return options;
   }
 
@@ -370,6 +371,7 @@ std::string text_of(const ZeroOptions& o) {
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
        << (o.overlap_gather() ? " overlap_gather" : "") << (o.static_graph() ? " static_graph" : "")
        << (o.no_sync_fp32() ? " no_sync_fp32" : "");
+  if (o.gather_wire() == GatherWire::kChanges) text << " changes";
   if (o.reduce_dtype()) text << " reduce_dtype " << c10::toString(*o.reduce_dtype());
   if (o.check_replicas_every() > 0) text << " check_replicas_every " << o.check_replicas_every();
   if (o.loss_scaler()) {
