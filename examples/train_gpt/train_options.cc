@@ -141,6 +141,12 @@ void add_rank_options(CLI::App& app, TrainOptions& options) {
       ->check(CLI::IsMember({1, 2}))
       ->type_name("")
       ->group(group);
+  app.add_option("--gather-wire", options.gather_wire,
+                 "What ranks send of updated parameters to other machines: all of them, or what "
+                 "has changed, which is less and takes longer to make")
+      ->check(CLI::IsMember({"whole", "changes"}))
+      ->type_name("")
+      ->group(group);
   app.add_option("--transport", options.transport,
                  "Between GPUs; gloo also where ranks share a GPU")
       ->check(CLI::IsMember({"nccl", "gloo"}))

@@ -45,7 +45,8 @@ struct TrainOptions {
   int nproc = 2;
   int threads = 1;  // of every rank
   int64_t stage = 2;
-  std::string transport = "nccl";  // between GPUs; or "gloo"
+  std::string transport = "nccl";     // between GPUs; or "gloo"
+  std::string gather_wire = "whole";  // between machines; or "changes"
 
   // Checkpoints.
   std::string checkpoints;  // folder of them; empty: none

@@ -62,6 +62,8 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
                  ZeroOptions()
                      .stage(options.stage)
                      .bucket_bytes(kBucketBytes)
+                     .gather_wire(options.gather_wire == "changes" ? GatherWire::kChanges
+                                                                   : GatherWire::kWhole)
                      .protect(options.elastic ? options.protect_every : 0)),
       schedule_(optimizer_, make_schedule(options)),
       metrics_(optimizer_.group().make_communicator("metrics", Purpose::kControl)) {}

@@ -22,11 +22,12 @@ OVERHEAD = 1.04
 class Run:
     """A training of `steps` steps on hosts, with its log and what each host has sent."""
 
-    def __init__(self, hosts, ranks_per_host, steps, rate="none"):
+    def __init__(self, hosts, ranks_per_host, steps, *arguments, rate="none"):
         folder = training_job.new_folder()
         with simulated_hosts.SimulatedHosts(hosts, ranks_per_host, rate) as simulated:
             start = time.monotonic()
-            job = simulated.start(training_job.command(folder, steps), folder)
+            command = [*training_job.command(folder, steps), *arguments]
+            job = simulated.start(command, folder)
             ended = job.wait(timeout=60, grace=5)
             self.seconds = time.monotonic() - start
             self.sent = simulated.bytes_sent()
@@ -64,6 +65,25 @@ class HostsTest(unittest.TestCase):
 
     def test_three_hosts_of_one_rank(self):
         self.check_shape(3, 1)
+
+    def check_changes(self, hosts, ranks_per_host):
+        """Without loss, and with less on the link."""
+        whole = Run(hosts, ranks_per_host, 6)
+        changes = Run(hosts, ranks_per_host, 6, "--gather-wire", "changes")
+        self.assertEqual([step["loss"] for step in whole.log],
+                         [step["loss"] for step in changes.log])
+        for host in range(hosts):
+            ratio = changes.sent[host] / whole.sent[host]
+            about = f"{hosts} hosts of {ranks_per_host}: host {host} sends {ratio:.3f} of the bytes"
+            print(about, flush=True)
+            # Half of the bytes are gradients.
+            self.assertLess(ratio, 0.92, about)
+
+    def test_two_hosts_of_one_rank_send_changes(self):
+        self.check_changes(2, 1)
+
+    def test_two_hosts_of_two_ranks_send_changes(self):
+        self.check_changes(2, 2)
 
     def test_a_link_is_no_faster_than_its_rate(self):
         run = Run(2, 1, 6, rate="100mbit")
