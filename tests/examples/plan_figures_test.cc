@@ -172,6 +172,18 @@ TEST(CommunicationTest, Log2StepsSendTheSameBytesInFewerMessages) {
   EXPECT_NEAR(log2.latency_seconds, 9 + 0.7, 1e-9);
 }
 
+// The default on a GPU, with log2 steps between machines.
+TEST(CommunicationTest, DefaultBucketsOfALargeJobWaitLittle) {
+  JobOptions options;
+  options.world_size = 16384;
+  options.plan.on_gpu = true;
+  const Plan plan = plan_job(model_shape("llama3_405b"), options);
+  const ExchangeCost cost =
+      communication(plan, 2, Machines{}, ExchangeAlgorithm::kTwoLevelsLog2Steps).total();
+  EXPECT_LT(cost.seconds(), 1.2 * cost.wire_seconds);
+  EXPECT_GT(cost.seconds(), 1.1 * cost.wire_seconds);
+}
+
 TEST(CommunicationTest, OneRankAMachineOrOneMachineNeedsNoSums) {
   const Plan plan = one_bucket(c10::kBFloat16);
   expect_cost(communication(plan, 2, slow_machines(1), ExchangeAlgorithm::kTwoLevels).reductions,

@@ -43,15 +43,15 @@ class PlanTest(unittest.TestCase):
             self.assertAlmostEqual(float(line[5]), total, delta=0.006)
             self.assertAlmostEqual(float(line[7]), device - total, delta=0.006)
             self.assertEqual("does not fit" in " ".join(line), total > device)
-        # 2 bytes a parameter, and 16 over the ranks.
-        self.assertAlmostEqual(float(lines[0][5]), 6.738 * (2 + 16 / 8), delta=0.1)
+        # 2 bytes a parameter, 16 over the ranks, and 8 buckets of 32 MiB.
+        self.assertAlmostEqual(float(lines[0][5]), 6.738 * (2 + 16 / 8) + 8 * 2**25 / 1e9, delta=0.1)
         self.assertIn("fit", lines[0])
         self.assertNotIn("fit", lines[2])
 
     def test_one_number_of_ranks_has_a_sentence(self):
-        self.assertIn("does not fit in 20 GB: 6.99 GB are missing",
+        self.assertIn("does not fit in 20 GB: 7.22 GB are missing",
                       self.plan("--device-memory", 20))
-        self.assertIn("fits in 40 GB: 13.01 GB are left for activations",
+        self.assertIn("fits in 40 GB: 12.78 GB are left for activations",
                       self.plan("--device-memory", 40))
         self.assertNotIn("fit", self.plan())
 
