@@ -3,16 +3,17 @@
 //
 // The jobs that recovery_test starts:
 //
-//   recovery_program <ranks> <stage> <inner> <from> <to> <folder> <timeout ms> [+<n>+<ms>]
+//   recovery_program <ranks> <stage> <inner> <from> <to> <folder> <timeout ms> [/<n>] [+<n>+<ms>]
 //   [<death>...]
 //
 // trains steps [from, to), protecting every third one; from 0, or from the checkpoint
 // <folder>/step-<from>. A death is <rank>@<step><how>: "k" kills the rank before that step, "b" in
 // the middle of its backward pass, "r" in its first recovery, "j" one that has just joined (at step
-// 0), "s" stops it before that step until the others have ended. Survivors recover. With
-// +<n>+<ms>, so many of the dead are replaced, by processes that wait so long first, and steps go
-// on beyond <to> until there are <ranks> again. At the end the first rank writes
-// <folder>/step-<steps> and all that training depends on, <folder>/state-<steps>.
+// 0), "s" stops it before that step until the others have ended. Survivors recover. With /<n>, so
+// many ranks are said to share a machine. With +<n>+<ms>, so many of the dead are replaced, by
+// processes that wait so long first, and steps go on beyond <to> until there are <ranks> again. At
+// the end the first rank writes <folder>/step-<steps> and all that training depends on,
+// <folder>/state-<steps>.
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
@@ -37,6 +38,7 @@ constexpr int kEvery = 3;
 
 struct Job {
   int ranks = 0;
+  int ranks_per_machine = 0;  // 0: found
   int replacements = 0;
   std::chrono::milliseconds late{};
   int64_t stage = 2;
@@ -85,6 +87,9 @@ int train(const Job& job) {
   zero::InitOptions init;
   init.timeout = job.timeout;
   init.device = at::kCPU;
+  if (job.ranks_per_machine > 0) {
+    init.topology = zero::Topology::of_equal_machines(job.ranks, job.ranks_per_machine);
+  }
   const zero::Group group = zero::init_process_group(init);
   const int rank = group.rank();
   if (group.joins()) std::this_thread::sleep_for(job.late);
@@ -161,6 +166,10 @@ int main(int argc, char** argv) {
   job.timeout = std::chrono::milliseconds(std::atoi(argv[7]));
   job.ranks = std::atoi(argv[1]);
   job.deaths.assign(argv + 8, argv + argc);
+  if (!job.deaths.empty() && job.deaths[0][0] == '/') {
+    job.ranks_per_machine = std::stoi(job.deaths[0].substr(1));
+    job.deaths.erase(job.deaths.begin());
+  }
   if (!job.deaths.empty() && job.deaths[0][0] == '+') {
     job.replacements = std::stoi(job.deaths[0].substr(1));
     job.late = std::chrono::milliseconds(std::stoi(job.deaths[0].substr(job.deaths[0].rfind('+'))));

@@ -54,6 +54,7 @@ struct Job {
   int timeout = kTimeout;
   int replacements = 0;
   int late_ms = 0;  // how long replacements wait before they join
+  int ranks_per_machine = 0;
 };
 
 struct Outcome {
@@ -79,6 +80,8 @@ Outcome run(const Job& job) {
                         std::to_string(job.stage) + " " + job.inner + " " +
                         std::to_string(job.from) + " " + std::to_string(job.to) + " " + job.folder +
                         " " + std::to_string(job.timeout);
+  if (job.ranks > job.ranks_per_machine && job.ranks_per_machine > 0)
+    command += " /" + std::to_string(job.ranks_per_machine);
   if (job.replacements > 0)
     command += " +" + std::to_string(job.replacements) + "+" + std::to_string(job.late_ms);
   for (const std::string& death : job.deaths) command += " " + death;
@@ -120,12 +123,16 @@ std::string read(const std::string& path) {
 // The final state of a job without deaths that has the same ranks from the same steps on, each part
 // in processes of its own. Both stages have the same bits.
 const std::string& reference(int ranks, const std::string& inner,
-                             const std::vector<Change>& changes, int steps = kSteps) {
-  using Key = std::tuple<int, std::string, std::vector<Change>, int>;
+                             const std::vector<Change>& changes, int steps = kSteps,
+                             int ranks_per_machine = 0) {
+  using Key = std::tuple<int, std::string, std::vector<Change>, int, int>;
   static std::map<Key, std::string> known;
-  std::string& state = known[{ranks, inner, changes, steps}];
+  std::string& state = known[{ranks, inner, changes, steps, ranks_per_machine}];
   if (!state.empty()) return state;
-  Job job{.ranks = ranks, .inner = inner, .folder = fresh("reference")};
+  Job job{.ranks = ranks,
+          .inner = inner,
+          .folder = fresh("reference"),
+          .ranks_per_machine = ranks_per_machine};
   for (size_t i = 0; i <= changes.size(); ++i) {
     job.to = i < changes.size() ? changes[i].step : steps;
     if (job.to > job.from) {
@@ -157,7 +164,7 @@ void check(const Recovery& recovery, const Outcome& outcome) {
   for (const Change& change : changes) ranks.push_back(change.ranks);
   ASSERT_EQ(ranks, recovery.left) << outcome.output;
   EXPECT_TRUE(read(job.folder + "/state-" + std::to_string(kSteps)) ==
-              reference(job.ranks, job.inner, changes))
+              reference(job.ranks, job.inner, changes, kSteps, job.ranks_per_machine))
       << "other bits than without the death\n"
       << outcome.output;
 }
@@ -208,6 +215,15 @@ TEST(RecoveryTest, OneAfterTheOther) {
 // Of four ranks, each keeps the copy of the one before it.
 TEST(RecoveryTest, TwoAtOnceWhoseCopiesAreElsewhere) {
   expect_recoveries({{{.ranks = 4, .deaths = {"1@5k", "3@5r"}}, {2}}});
+}
+
+// A copy is on the other machine; with neighbours for copies, one of these shards would be lost.
+TEST(RecoveryTest, AWholeMachineMayBeLost) {
+  std::vector<Recovery> recoveries;
+  for (const auto& [first, second] : {std::pair{"0@5k", "1@5k"}, {"2@5b", "3@5b"}}) {
+    recoveries.push_back({{.ranks = 4, .deaths = {first, second}, .ranks_per_machine = 2}, {2}});
+  }
+  expect_recoveries(std::move(recoveries));
 }
 
 // Those that join make the steps of full groups with the bits of a job that had so many ranks.
