@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
 namespace zero::kernels {
@@ -23,7 +24,7 @@ struct Numbers {
   using Signed = std::make_signed_t<Integer>;
   static constexpr int kBits = 8 * sizeof(Integer);
   // The mantissa has kExponentShift bits.
-  static constexpr uint32_t kWholeWidth = kExponentShift + 3;
+  static constexpr int32_t kWholeWidth = kExponentShift + 3;
 
   static uint32_t exponent(Unsigned number) { return (number >> kExponentShift) & kExponentMask; }
   // The integer of the number's bits, with negative ones turned over, and the way back.
@@ -37,11 +38,6 @@ struct Numbers {
   static Unsigned difference(Unsigned stored) {
     return (stored >> 1) ^ static_cast<Unsigned>(-static_cast<Signed>(stored & 1));
   }
-  static uint32_t width(uint32_t reach, Unsigned before) {
-    const uint32_t e = exponent(before);
-    const uint32_t width = reach > e ? reach - e : 0;
-    return width < kWholeWidth ? width : kBits;
-  }
 };
 
 using Float = Numbers<uint32_t, 23, 0xff>;
@@ -54,47 +50,66 @@ uint64_t load_word(const uint8_t* address) {
   return word;
 }
 
+// The bits of each change of a block. This loop, and those that touch no bits, use vectors.
+template <typename N>
+void find_widths(uint32_t reach, const typename N::Unsigned* before, int64_t numel,
+                 uint32_t* widths) {
+  for (int64_t i = 0; i < numel; ++i) {
+    const int32_t left = static_cast<int32_t>(reach) - static_cast<int32_t>(N::exponent(before[i]));
+    const int32_t width = std::max(left, 0);
+    widths[i] = static_cast<uint32_t>(width < N::kWholeWidth ? width : N::kBits);
+  }
+}
+
 template <typename N>
 uint8_t* encode_block(const typename N::Unsigned* before, const typename N::Unsigned* after,
                       int64_t numel, uint8_t* out) {
   typename N::Unsigned stored[kChangesBlock];
-  uint32_t reach = 0;
+  uint32_t widths[kChangesBlock];
   for (int64_t i = 0; i < numel; ++i) {
     stored[i] =
         N::stored(static_cast<typename N::Unsigned>(N::ordered(after[i]) - N::ordered(before[i])));
-    const uint32_t needed = std::min<uint32_t>(std::bit_width(stored[i]), N::kWholeWidth);
-    reach = std::max(reach, needed > 0 ? needed + N::exponent(before[i]) : 0);
+  }
+  int32_t reach = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    const int32_t needed = std::min<int32_t>(std::bit_width(stored[i]), N::kWholeWidth);
+    const auto exponent = static_cast<int32_t>(N::exponent(before[i]));
+    reach = std::max(reach, needed > 0 ? needed + exponent : 0);
   }
   out[0] = static_cast<uint8_t>(reach);
   out[1] = static_cast<uint8_t>(reach >> 8);
   out += kHeader;
   if (reach == 0) return out;
+  find_widths<N>(static_cast<uint32_t>(reach), before, numel, widths);
   uint64_t word = 0;
   uint32_t filled = 0;
   for (int64_t i = 0; i < numel; ++i) {
     word |= uint64_t{stored[i]} << filled;
-    filled += N::width(reach, before[i]);
+    filled += widths[i];
     std::memcpy(out, &word, kWord);
-    out += filled / 8;
-    word >>= filled / 8 * 8;
-    filled %= 8;
+    const uint32_t written = filled & ~7U;
+    out += written / 8;
+    word >>= written;
+    filled &= 7;
   }
   return out + (filled > 0 ? 1 : 0);
 }
 
 // Reads kWord bytes from the last byte of a change on.
 template <typename N>
-void apply_block(const uint8_t* changes, uint32_t reach, int64_t numel,
+void apply_block(const uint8_t* changes, const uint32_t* widths, int64_t numel,
                  typename N::Unsigned* numbers) {
+  typename N::Unsigned stored[kChangesBlock];
   uint64_t bit = 0;
   for (int64_t i = 0; i < numel; ++i) {
-    const uint32_t width = N::width(reach, numbers[i]);
-    const uint64_t mask = (uint64_t{1} << width) - 1;
-    const auto stored =
+    const uint64_t mask = (uint64_t{1} << widths[i]) - 1;
+    stored[i] =
         static_cast<typename N::Unsigned>((load_word(changes + bit / 8) >> (bit % 8)) & mask);
+    bit += widths[i];
+  }
+  for (int64_t i = 0; i < numel; ++i) {
     numbers[i] = N::ordered(
-        static_cast<typename N::Unsigned>(N::ordered(numbers[i]) + N::difference(stored)));
-    bit += width;
+        static_cast<typename N::Unsigned>(N::ordered(numbers[i]) + N::difference(stored[i])));
   }
 }
 
@@ -113,21 +128,22 @@ template <typename N>
 bool apply(const uint8_t* changes, int64_t bytes, int64_t numel, void* row) {
   auto* numbers = static_cast<typename N::Unsigned*>(row);
   const uint8_t* const end = changes + bytes;
+  uint32_t widths[kChangesBlock];
   for (int64_t i = 0; i < numel; i += kChangesBlock) {
     const int64_t count = std::min(kChangesBlock, numel - i);
     if (end - changes < kHeader) return false;
     const uint32_t reach = changes[0] | uint32_t{changes[1]} << 8;
     changes += kHeader;
-    int64_t bits = 0;
-    for (int64_t k = 0; k < count; ++k) bits += N::width(reach, numbers[i + k]);
+    find_widths<N>(reach, numbers + i, count, widths);
+    const int64_t bits = std::accumulate(widths, widths + count, int64_t{0});
     const int64_t size = (bits + 7) / 8;
     if (end - changes < size) return false;
     if (end - changes >= size + kWord) {
-      apply_block<N>(changes, reach, count, numbers + i);
+      apply_block<N>(changes, widths, count, numbers + i);
     } else {  // Nothing behind the end is read.
       uint8_t last[kChangesBlock * sizeof(typename N::Unsigned) + kWord] = {};
       std::memcpy(last, changes, static_cast<size_t>(size));
-      apply_block<N>(last, reach, count, numbers + i);
+      apply_block<N>(last, widths, count, numbers + i);
     }
     changes += size;
   }
