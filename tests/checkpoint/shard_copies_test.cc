@@ -35,7 +35,8 @@ FileToSave file_of(int64_t tensors) {
 TEST(ShardCopiesTest, TensorsOfBucketsAreCopiedAndOthersAreNot) {
   FileToSave file = file_of(5);
   const std::vector<TensorToSave> before = file.tensors;
-  const auto copies = ShardCopies::of(file, {0, 2, ShardCopies::kOfNone, 0, 2});
+  at::Tensor memory;
+  const auto copies = ShardCopies::of(file, {0, 2, ShardCopies::kOfNone, 0, 2}, memory);
   copies->copy_all();
   copies->wait_for_all();
   for (size_t i = 0; i < before.size(); ++i) {
@@ -56,7 +57,8 @@ TEST(ShardCopiesTest, CopiesHaveTheBitsAndTheShapeOfWhatIsCopied) {
   };
   FileToSave file{"rank", {}};
   for (const at::Tensor& t : tensors) file.tensors.push_back({{}, t});
-  ShardCopies::of(file, {0, 1, 0, 1, 0, 1})->copy_all();
+  at::Tensor memory;
+  ShardCopies::of(file, {0, 1, 0, 1, 0, 1}, memory)->copy_all();
   for (size_t i = 0; i < tensors.size(); ++i) {
     EXPECT_TRUE(file.tensors[i].tensor.equal(tensors[i])) << i;
     EXPECT_EQ(file.tensors[i].tensor.scalar_type(), tensors[i].scalar_type()) << i;
@@ -76,7 +78,8 @@ TEST(ShardCopiesTest, AChangeWaitsForTheCopyOfItsBucketAlone) {
       file.tensors.push_back({{}, live.back()});
       bucket_of.push_back(b);
     }
-    const auto copies = ShardCopies::of(file, bucket_of);
+    at::Tensor memory;
+    const auto copies = ShardCopies::of(file, bucket_of, memory);
     std::thread copying([&] { copies->copy_all(); });
     for (int64_t b = kBuckets - 1; b >= 0; --b) {
       copies->wait(b);
@@ -93,13 +96,32 @@ TEST(ShardCopiesTest, AChangeWaitsForTheCopyOfItsBucketAlone) {
 TEST(ShardCopiesTest, AStepThatIsAheadCopiesItsBucketItselfAndNoOther) {
   FileToSave file = file_of(3);
   const std::vector<TensorToSave> live = file.tensors;
-  const auto copies = ShardCopies::of(file, {0, 1, 2});
+  at::Tensor memory;
+  const auto copies = ShardCopies::of(file, {0, 1, 2}, memory);
   copies->wait(1);
   for (const TensorToSave& t : live) t.tensor.fill_(-1);
   copies->copy_all();
   EXPECT_EQ(file.tensors[2].tensor[0].item<float>(), 2);
   EXPECT_EQ(file.tensors[1].tensor[0].item<float>(), 1);
   EXPECT_EQ(file.tensors[0].tensor[0].item<float>(), -1) << "copied before its turn";
+}
+
+TEST(ShardCopiesTest, MemoryIsTakenAgainWhenNothingIsInItAnyMore) {
+  at::Tensor memory;
+  FileToSave first = file_of(2), second = file_of(2), third = file_of(2), larger = file_of(40);
+  ShardCopies::of(first, {0, 1}, memory)->copy_all();
+  const void* const before = memory.const_data_ptr();
+  ShardCopies::of(second, {0, 1}, memory)->copy_all();
+  EXPECT_NE(memory.const_data_ptr(), before) << "the first save is not written yet";
+  first.tensors[0].tensor.fill_(-1);
+  EXPECT_EQ(second.tensors[0].tensor[0].item<float>(), 0);
+  const void* const seconds = memory.const_data_ptr();
+  second.tensors.clear();
+  ShardCopies::of(third, {0, 1}, memory)->copy_all();
+  EXPECT_EQ(memory.const_data_ptr(), seconds);
+  third.tensors.clear();
+  ShardCopies::of(larger, std::vector<int64_t>(40, 0), memory)->copy_all();
+  EXPECT_EQ(larger.tensors[39].tensor[0].item<float>(), 39);
 }
 
 TEST(ShardCopiesTest, AfterAnErrorNothingIsWaitedForAndTheThreadLearnsOfIt) {

@@ -50,20 +50,24 @@ ShardCopies::ShardCopies(const std::vector<Copy>& copies) {
 }
 
 std::shared_ptr<ShardCopies> ShardCopies::of(FileToSave& file,
-                                             const std::vector<int64_t>& bucket_of) {
+                                             const std::vector<int64_t>& bucket_of,
+                                             at::Tensor& memory) {
   TORCH_INTERNAL_ASSERT(bucket_of.size() == file.tensors.size(), "a bucket for every tensor");
   int64_t bytes = 0;
   for (size_t i = 0; i < bucket_of.size(); ++i) {
     if (bucket_of[i] != kOfNone) bytes += aligned(file.tensors[i].tensor.nbytes());
   }
-  const at::Tensor block = fresh_memory(bytes);
+  const bool fits =
+      memory.defined() && memory.numel() == bytes && memory.storage().use_count() == 1;
+  if (!fits) memory = fresh_memory(bytes);
   std::vector<Copy> copies;
   int64_t at = 0;
   for (size_t i = 0; i < bucket_of.size(); ++i) {
     if (bucket_of[i] == kOfNone) continue;
     at::Tensor& tensor = file.tensors[i].tensor;
     const auto size = static_cast<int64_t>(tensor.nbytes());
-    const at::Tensor to = block.narrow(0, at, size).view(tensor.scalar_type()).view(tensor.sizes());
+    const at::Tensor to =
+        memory.narrow(0, at, size).view(tensor.scalar_type()).view(tensor.sizes());
     at += aligned(size);
     copies.push_back({std::exchange(tensor, to), to, bucket_of[i]});
   }

@@ -41,8 +41,10 @@ class ShardCopies {
   explicit ShardCopies(const std::vector<Copy>& copies);
 
   // Replaces the tensors of `file` by memory for their copies; bucket_of[i] is the bucket of tensor
-  // i. Those of kOfNone stay.
-  static std::shared_ptr<ShardCopies> of(FileToSave& file, const std::vector<int64_t>& bucket_of);
+  // i. Those of kOfNone stay. Takes `memory` of an earlier call if nothing else is in it any more,
+  // since that needs no page faults, and sets it to what it takes.
+  static std::shared_ptr<ShardCopies> of(FileToSave& file, const std::vector<int64_t>& bucket_of,
+                                         at::Tensor& memory);
 
   // Copies what is left, and waits for what other threads are copying. Throws what went wrong in
   // any of them; then nothing more is copied, or waited for.

@@ -204,6 +204,7 @@ struct ZeroOptimizer::Impl {
   StepRecord record;
   RunIdentity run;                      // of checkpoints
   std::shared_ptr<ShardCopies> copies;  // of the last asynchronous save, or null
+  at::Tensor memory_of_copies;          // kept for the next one
   SerialThread removals;                // of the checkpoints that asynchronous saves replaced
   std::shared_ptr<Lifeline> lifeline;   // null unless steps are protected
   std::unique_ptr<Protection> protection;

@@ -239,7 +239,7 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
     }
   }
   if (later) {
-    result.copies = ShardCopies::of(result.files[0], bucket_of);
+    result.copies = ShardCopies::of(result.files[0], bucket_of, memory_of_copies);
   }
   return result;
 }
