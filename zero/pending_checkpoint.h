@@ -8,6 +8,7 @@
 //   save->finish();                      // at the same place on all ranks
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 
@@ -15,19 +16,21 @@ namespace zero {
 
 class PendingCheckpoint {
  public:
-  // Made by ZeroOptimizer::save_checkpoint_async(). `write` writes this rank's files on a thread of
-  // its own and does not throw; `finish` runs the collective end.
-  PendingCheckpoint(std::function<void()> write, std::function<void()> finish);
-  // Waits for this rank's files. Without finish() no checkpoint appears. As long as rank
+  // Made by ZeroOptimizer::save_checkpoint_async(). A thread runs `copy`, for which a step may
+  // wait, and then, with a low priority, `write`, which returns early when `pause` becomes true,
+  // and called again goes on. Neither throws. `finish` runs the collective end.
+  using Write = std::function<void(const std::atomic<bool>& pause)>;
+  PendingCheckpoint(std::function<void()> copy, Write write, std::function<void()> finish);
+  // Stops the thread. Without finish() no checkpoint appears. As long as rank
   // 0's object lives and was not finished (without a shared folder: that of any rank), no other
   // save to the folder can begin.
   ~PendingCheckpoint();
   PendingCheckpoint(const PendingCheckpoint&) = delete;
   PendingCheckpoint& operator=(const PendingCheckpoint&) = delete;
 
-  // Collective, once, while the optimizer lives. Waits for this rank's files, then
-  // for all ranks, and gives the checkpoint its name. Throws what save_checkpoint()
-  // would throw.
+  // Collective, once, while the optimizer lives. Writes what the thread has not written yet of this
+  // rank's files, waits for all ranks, and gives the checkpoint its name. Throws what
+  // save_checkpoint() would throw.
   void finish();
 
  private:

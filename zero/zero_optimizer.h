@@ -186,9 +186,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // disk, state that cannot be cut for other numbers of ranks, one name for several parameters.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
-  // in host memory, in the order in which a step changes it, and a step waits where it is ahead; so
-  // parameters may be changed by hand only after the next step(). From a GPU the copy is made
-  // before this returns. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
+  // in host memory, in the order in which a step changes it, and a step that is ahead copies the
+  // rest; so parameters may be changed by hand only after the next step(). From a GPU the copy is
+  // made before this returns. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
   std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
                                                            const SaveOptions& options = {});
   // Collective. Loads what any number of ranks saved, with any mesh, stage, layout and bucket size.

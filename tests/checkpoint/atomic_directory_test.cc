@@ -345,6 +345,39 @@ TEST_F(AtomicDirectoryTest, WithoutLocksTheSaveThatLostItsFolderIsRefused) {
   EXPECT_EQ(hidden(), 0);
 }
 
+TEST_F(AtomicDirectoryTest, WhatWasReplacedMayBeRemovedLaterByWhoeverHasTheTask) {
+  for (const bool exchange : {true, false}) {
+    has_exchange = exchange;
+    save(target_, 1);
+    std::vector<std::function<void()>> tasks;
+    for (int64_t steps = 2; steps <= 4; ++steps) {
+      AtomicDirectory directory(target_, true, kManifestName);
+      fill(directory.path(), steps);
+      directory.publish([&](std::function<void()> task) { tasks.push_back(std::move(task)); });
+      EXPECT_EQ(steps_at(target_), steps);
+      EXPECT_EQ(hidden(), steps - 1) << "only a task removes it, and not the next save";
+    }
+    for (const auto& task : tasks) task();
+    EXPECT_EQ(steps_at(target_), 4);
+    EXPECT_EQ(hidden(), 0);
+    fs::remove_all(target_);
+  }
+}
+
+// As after a crash before the task.
+TEST_F(AtomicDirectoryTest, WhatATaskDidNotRemoveTheNextSaveRemoves) {
+  save(target_, 1);
+  {
+    AtomicDirectory directory(target_, true, kManifestName);
+    fill(directory.path(), 2);
+    directory.publish([](const std::function<void()>&) {});
+  }
+  EXPECT_EQ(hidden(), 1);
+  save(target_, 3);
+  EXPECT_EQ(hidden(), 0);
+  EXPECT_EQ(steps_at(target_), 3);
+}
+
 TEST_F(AtomicDirectoryTest, AForkedChildRemovesNothing) {
   AtomicDirectory directory(target_, true, kManifestName);
   fill(directory.path(), 1);

@@ -2,11 +2,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/checkpoint/hashed_file.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 #include "tests/support/error_of.h"
 
@@ -87,6 +92,71 @@ TEST_F(HashedFileTest, PathsThatCannotServeAreNamed) {
   const std::string with_nul = path_ + std::string(1, '\0') + "x";
   expect_words(error_of([&] { FileReader reader(with_nul); }), {"without a NUL", "\\x00x"});
   expect_words(error_of([&] { sync_folder(path_ + "/none"); }), {"cannot open folder"});
+}
+
+std::string letters(size_t bytes) {
+  std::string content(bytes, ' ');
+  for (size_t i = 0; i < bytes; ++i) content[i] = static_cast<char>('a' + i * 2654435761u % 26);
+  return content;
+}
+
+// 4 MiB are collected before they are written; a disk's blocks have 4 KiB at most.
+TEST_F(HashedFileTest, AFileOfAnySizeHasTheBytesThatWereWrittenInParts) {
+  constexpr size_t kCollected = size_t{4} << 20;
+  for (const size_t bytes : {kCollected - 1, kCollected, kCollected + 1, kCollected + 4096,
+                             2 * kCollected, 2 * kCollected + 4096 + 5}) {
+    fs::remove(path_);
+    const std::string content = letters(bytes);
+    FileWriter writer(path_);
+    for (size_t at = 0; at < bytes; at += 1000003) {
+      writer.write(content.data() + at, std::min(size_t{1000003}, bytes - at));
+    }
+    writer.finish();
+    EXPECT_EQ(writer.hash(), content_hash(content.data(), bytes)) << bytes;
+    FileReader reader(path_);
+    ASSERT_EQ(reader.size(), bytes);
+    EXPECT_TRUE(reader.read_text(0, bytes) == content) << bytes;
+  }
+}
+
+// How many pages of a file are in the page cache.
+int64_t cached_pages(const std::string& path) {
+  const int file = open(path.c_str(), O_RDONLY);
+  const auto bytes = static_cast<size_t>(fs::file_size(path));
+  void* const map = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, file, 0);
+  std::vector<unsigned char> pages((bytes + 4095) / 4096);
+  EXPECT_EQ(mincore(map, bytes, pages.data()), 0);
+  munmap(map, bytes);
+  close(file);
+  return std::count_if(pages.begin(), pages.end(), [](unsigned char p) { return (p & 1) != 0; });
+}
+
+TEST_F(HashedFileTest, ALargeFileIsWrittenPastThePageCacheWhereThatIsPossible) {
+  const int probe = open(path_.c_str(), O_WRONLY | O_CREAT | O_DIRECT, 0644);
+  if (probe < 0) GTEST_SKIP() << "a file system without O_DIRECT";
+  close(probe);
+  fs::remove(path_);
+  write(letters((size_t{8} << 20) + 5));
+  EXPECT_LE(cached_pages(path_), 64) << "of 2049; the last one, and what the system reads ahead";
+}
+
+TEST_F(HashedFileTest, AClosedFileHasItsContent) {
+  FileWriter writer(path_);
+  writer.write("abc", 3);
+  writer.close();
+  EXPECT_EQ(FileReader(path_).read_text(0, 3), "abc");
+}
+
+// In the middle of what passes by the page cache, off the blocks of a disk.
+TEST_F(HashedFileTest, AFileSizeLimitIsAnErrorAndNotASignal) {
+  struct rlimit before {};
+  getrlimit(RLIMIT_FSIZE, &before);
+  struct rlimit small = before;
+  small.rlim_cur = (6u << 20) + 100;
+  setrlimit(RLIMIT_FSIZE, &small);
+  const std::string error = error_of([&] { write(letters(size_t{12} << 20)); });
+  setrlimit(RLIMIT_FSIZE, &before);
+  expect_words(error, {"cannot write " + path_, "errno 27"});
 }
 
 // A daemon may have closed its standard input.

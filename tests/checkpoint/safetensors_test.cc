@@ -84,6 +84,28 @@ TEST(SafetensorsTest, RefusesHostileHeaders) {
   EXPECT_FALSE(refusal(kValid, kDataBytes - 1).empty()) << "a byte too few";
 }
 
+TEST(SafetensorsTest, ATensorMayBeWrittenInParts) {
+  const std::string path = ::testing::TempDir() + "/parts.safetensors";
+  std::filesystem::remove(path);
+  const std::string a(1 << 20, 'a'), b = "bcd";
+  SafetensorsWriter writer(path,
+                           {{"a", at::kByte, {static_cast<int64_t>(a.size())}, 0, 0},
+                            {"none", at::kByte, {0}, 0, 0},
+                            {"b", at::kByte, {3}, 0, 0}},
+                           {});
+  EXPECT_EQ(writer.write(a.data(), 700000), content_hash(a.data(), 700000));
+  EXPECT_EQ(writer.write(a.data() + 700000, a.size() - 700000), content_hash(a.data(), a.size()));
+  EXPECT_EQ(writer.write(nullptr, 0), content_hash("", 0));
+  EXPECT_EQ(writer.write(b.data(), 3), content_hash(b.data(), 3));
+  writer.finish();
+  FileReader reader(path);
+  const SafetensorsHeader header = read_safetensors_header(reader);
+  for (const auto& [name, text] : {std::pair("a", a), std::pair("b", b)}) {
+    const StoredTensor& t = *header.find(name);
+    EXPECT_TRUE(reader.read_text(t.begin, t.end - t.begin) == text) << name;
+  }
+}
+
 TEST(SafetensorsTest, RefusesLengthsThatDoNotFitTheFile) {
   const std::string path = ::testing::TempDir() + "/lengths.safetensors";
   for (uint64_t length : {uint64_t{9}, uint64_t{100'000'001}, ~uint64_t{0}, uint64_t{1} << 63}) {

@@ -10,11 +10,13 @@
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -95,6 +97,47 @@ TEST(CheckpointWriterTest, FilesOfAllRanksAreOneCheckpoint) {
       entries += entry.exists() ? 1 : 0;
     EXPECT_EQ(entries, world_size + 1) << "nothing but files and manifest";
   }
+}
+
+// Another thread asks for a pause again and again.
+TEST(CheckpointWriterTest, APausedWriteGoesOnWhereItStopped) {
+  const std::string folder = empty_parent("pause") + "/a";
+  const at::Tensor value = at::arange(16 * 1000 * 1000, at::kFloat);
+  on_ranks(1, folder, false, [&](Communicator&, CheckpointWriter& writer) {
+    writer.begin();
+    const std::vector<FileToSave> files = {
+        {"f", {{{"b", "b", "buffer", 0, value.numel(), 0}, value}}},
+        {"g", {{{"c", "c", "buffer", 0, 2, 0}, value.narrow(0, 0, 2)}}}};
+    std::atomic<bool> pause = true, done = false;
+    EXPECT_FALSE(writer.write_files(files, &pause));
+    std::thread asking([&] {
+      while (!done) pause = true;
+    });
+    do {
+      pause = false;
+    } while (!writer.write_files(files, &pause));
+    done = true;
+    asking.join();
+    pause = false;
+    EXPECT_TRUE(writer.write_files(files, &pause)) << "all is written";
+    Manifest m;
+    m.buffers = {{"b", value.sizes().vec(), {}, at::kFloat, 0}, {"c", {2}, {}, at::kFloat, 0}};
+    writer.finish(m);
+  });
+  verify_checkpoint(folder);
+  CheckpointReader reader(folder);
+  EXPECT_TRUE(reader.read_whole(reader.manifest().buffers[0], "buffer").equal(value));
+}
+
+TEST(CheckpointWriterTest, AnErrorBeforeTheFilesIsThrownByFinishOnAllRanks) {
+  const std::string folder = empty_parent("prepare") + "/a";
+  on_ranks(2, folder, false, [&](Communicator& control, CheckpointWriter& writer) {
+    writer.begin();
+    writer.prepare([&] { TORCH_CHECK(control.rank() != 1, "no copy"); });
+    EXPECT_TRUE(writer.write_files({file_of(control.rank())}));
+    expect_words(error_of([&] { writer.finish(manifest_for(2)); }), {"no copy"});
+  });
+  EXPECT_FALSE(fs::exists(folder));
 }
 
 TEST(CheckpointWriterTest, ADtypeThatSafetensorsLacksIsStoredAsBytes) {

@@ -10,6 +10,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <mutex>
 #include <optional>
@@ -69,10 +70,14 @@ void remove_tree(const std::string& path) {
   throw_errno("cannot remove " + path, error.value());
 }
 
+// A free name beside `path` for what is being removed.
+std::string removed_path(const std::string& path) {
+  return parent_of(path) + "/." + random_id().substr(0, kTagDigits) + std::string(kRemoved);
+}
+
 // Out of the way in one step, so that nothing is published or restored by halves.
 void remove_renamed(const std::string& path) {
-  const std::string aside =
-      parent_of(path) + "/." + random_id().substr(0, kTagDigits) + std::string(kRemoved);
+  const std::string aside = removed_path(path);
   if (rename(path.c_str(), aside.c_str()) != 0) {
     if (errno == ENOENT) return;
     throw_errno("cannot remove " + path, errno);
@@ -86,6 +91,17 @@ std::optional<std::string> hidden_target(const std::string& name, const std::str
                     name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
   if (!fits) return std::nullopt;
   return name.substr(1, name.size() - 1 - suffix.size());
+}
+
+// Removes what was renamed to be removed, also by a process that has died since.
+void remove_what_is_renamed(const std::string& parent) noexcept {
+  try {
+    for (const std::string& name : names_in(parent)) {
+      const std::string path = parent + "/" + name;
+      if (hidden_target(name, kRemoved) && is_folder(path)) remove_tree(path);
+    }
+  } catch (const std::exception&) {  // the next save tries again
+  }
 }
 
 bool is_saving_of(const std::string& name, const std::string& target_name) {
@@ -241,7 +257,7 @@ void AtomicDirectory::check_present() const {
               "removed it, on a file system without locks; save again");
 }
 
-void AtomicDirectory::publish() {
+void AtomicDirectory::publish(const RunTask& remove) {
   check_present();
   unlock();
   sync_folder(path_);
@@ -259,12 +275,11 @@ void AtomicDirectory::publish() {
   }
   published_ = true;
   sync_folder(parent_of(target_));
-  std::error_code ignored;  // the save has succeeded, and the next one removes what stays
-  fs::remove_all(path_, ignored);
-  try {
-    if (is_folder(replaced_path(target_))) remove_renamed(replaced_path(target_));
-  } catch (const c10::Error&) {
+  // The save has succeeded. What cannot be renamed, the next one removes.
+  for (const std::string& replaced : {path_, replaced_path(target_)}) {
+    if (is_folder(replaced)) rename(replaced.c_str(), removed_path(target_).c_str());
   }
+  remove([parent = parent_of(target_)] { remove_what_is_renamed(parent); });
 }
 
 void AtomicDirectory::replace() {

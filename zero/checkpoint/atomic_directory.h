@@ -36,6 +36,10 @@ std::string parent_of(const std::string& target);
 // Returns the names in a folder; none if there is no folder.
 std::vector<std::string> names_in(const std::string& parent);
 
+// Runs a task, now or later, on any thread.
+using RunTask = std::function<void(std::function<void()> task)>;
+inline void run_now(const std::function<void()>& task) { task(); }
+
 class AtomicDirectory {
  public:
   // Makes the hidden folder, removing what dead saves to `target` left. Missing
@@ -63,8 +67,10 @@ class AtomicDirectory {
   // Waits until the folder's names are on disk, and gives it its name. An
   // existing target is exchanged in one system call and then removed. Where a file
   // system cannot do that (NFS), it is first renamed to replaced_path(): a crash
-  // between the two renames leaves it there, for restore_replaced().
-  void publish();
+  // between the two renames leaves it there, for restore_replaced(). The removal, which takes as
+  // long as a step for a large folder, is a task of its own, which needs nothing of this object and
+  // does not throw. It also removes what removals that were cut short left in the same place.
+  void publish(const RunTask& remove = run_now);
 
  private:
   void make();

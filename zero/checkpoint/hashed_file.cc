@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <system_error>
 
@@ -19,6 +20,12 @@
 
 namespace zero {
 namespace {
+
+// What passes by the page cache must have multiples of a disk's blocks as address, place and size.
+constexpr size_t kBlock = 4096;
+constexpr size_t kCollected = size_t{4} << 20;
+// Copied and hashed at once, so that the second one finds it in the cache.
+constexpr size_t kHashed = size_t{256} << 10;
 
 // When a file exceeds its size limit, the kernel sends SIGXFSZ, which ends the
 // process. Held back on this thread, write() returns EFBIG instead.
@@ -99,32 +106,64 @@ FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
   check_path(path_);
   descriptor_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (descriptor_ < 0) throw_errno("cannot create " + path_, errno);
+  collected_.reset(static_cast<char*>(std::aligned_alloc(kBlock, kCollected)));
+  if (!collected_) throw_errno("cannot write " + path_, ENOMEM);
 }
 
 FileWriter::~FileWriter() {
-  if (descriptor_ >= 0) close(descriptor_);
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+void FileWriter::Free::operator()(char* memory) const { std::free(memory); }
+
+void FileWriter::set_direct(bool direct) {
+  direct_ = fcntl(descriptor_, F_SETFL, direct ? O_DIRECT : 0) == 0 && direct;
 }
 
 void FileWriter::write(const void* data, size_t bytes) {
-  const WithoutSizeSignal guard;
   const char* next = static_cast<const char*>(data);
-  // In parts, so that hashing finds the bytes in the cache.
   while (bytes > 0) {
-    const size_t part = std::min(bytes, FileReader::kPart);
-    const ssize_t done = ::write(descriptor_, next, part);
-    if (done < 0 && errno == EINTR) continue;
-    if (done <= 0) throw_errno("cannot write " + path_, done == 0 ? ENOSPC : errno);
-    hash_.add(next, done);
-    next += done;
-    bytes -= done;
-    bytes_ += done;
+    const size_t part = std::min({bytes, kHashed, kCollected - collected_bytes_});
+    std::memcpy(collected_.get() + collected_bytes_, next, part);
+    hash_.add(next, part);
+    next += part;
+    bytes -= part;
+    bytes_ += part;
+    collected_bytes_ += part;
+    if (collected_bytes_ < kCollected) continue;
+    if (bytes_ == kCollected) set_direct(true);
+    flush();
   }
 }
 
+void FileWriter::flush() {
+  const WithoutSizeSignal guard;
+  const char* next = collected_.get();
+  for (size_t left = collected_bytes_; left > 0;) {
+    if (direct_ && left % kBlock != 0) set_direct(false);
+    const ssize_t done = ::write(descriptor_, next, left);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0 && errno == EINVAL && direct_) {  // it has larger blocks, or cannot after all
+      set_direct(false);
+      continue;
+    }
+    if (done <= 0) throw_errno("cannot write " + path_, done == 0 ? ENOSPC : errno);
+    next += done;
+    left -= done;
+  }
+  collected_bytes_ = 0;
+}
+
 void FileWriter::finish() {
+  flush();
   if (fsync(descriptor_) != 0) throw_errno("cannot write " + path_ + " to disk", errno);
+  close();
+}
+
+void FileWriter::close() {
+  flush();
   // NFS reports some write errors here only.
-  const int result = close(descriptor_);
+  const int result = ::close(descriptor_);
   descriptor_ = -1;
   if (result != 0) throw_errno("cannot close " + path_, errno);
 }

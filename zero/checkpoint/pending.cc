@@ -8,24 +8,35 @@
 #include <utility>
 
 #include "zero/base/own_process.h"
+#include "zero/base/thread_priority.h"
 
 namespace zero {
 
 // A forked child keeps it: destroyed there, the writer would remove the parent's files.
 struct PendingCheckpoint::State {
   OwnProcess process;
+  Write write;
   std::function<void()> finish;
+  std::atomic<bool> pause = false;
   std::thread thread;
-  ~State() { join(); }
-  void join() {
+  ~State() { stop(); }
+  void stop() {
+    pause = true;
     if (thread.joinable()) thread.join();
+    pause = false;
   }
 };
 
-PendingCheckpoint::PendingCheckpoint(std::function<void()> write, std::function<void()> finish)
+PendingCheckpoint::PendingCheckpoint(std::function<void()> copy, Write write,
+                                     std::function<void()> finish)
     : state_(make_owned<State>()) {
+  state_->write = std::move(write);
   state_->finish = std::move(finish);
-  state_->thread = std::thread(std::move(write));
+  state_->thread = std::thread([state = state_.get(), copy = std::move(copy)]() mutable {
+    std::exchange(copy, nullptr)();
+    lower_thread_priority();
+    state->write(state->pause);
+  });
 }
 
 PendingCheckpoint::~PendingCheckpoint() = default;
@@ -33,7 +44,9 @@ PendingCheckpoint::~PendingCheckpoint() = default;
 void PendingCheckpoint::finish() {
   state_->process.check("finish() of a checkpoint");
   TORCH_CHECK(state_->finish != nullptr, "finish(): expected one call for each save, got another");
-  state_->join();
+  // The thread may not get a core for long, and all ranks would wait.
+  state_->stop();
+  std::exchange(state_->write, nullptr)(state_->pause);
   std::exchange(state_->finish, nullptr)();
 }
 

@@ -1,45 +1,74 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The copies of a shard that an asynchronous save makes while training goes on. Its thread copies
-// the tensors of one bucket after the other, in the order in which step() changes them; a step
-// waits for a bucket that it is about to change and that is not copied yet.
+// The copies of a shard that an asynchronous save or a protected step makes while training goes on.
+// A thread copies the tensors of one bucket after the other, in the order in which step() changes
+// them. A step that is about to change a bucket which is not copied yet copies the rest of it
+// itself: it waits for the end of a piece at most. So a thread that copies must have the priority
+// of a step.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
+#include <exception>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "zero/checkpoint/writer.h"
 
 namespace zero {
 
+// Returns [bytes] of kByte in host memory that nothing has been written to. A large block has huge
+// pages where the system gives them to who asks: with small ones the first write to a page takes
+// three times as long as the copy, and delays those of other threads.
+at::Tensor fresh_memory(int64_t bytes);
+
 // Thread safety: every member.
 class ShardCopies {
  public:
-  // Buckets 0 to `buckets` - 1, the last of which is copied and changed first.
-  explicit ShardCopies(int64_t buckets) : first_copied_(buckets) {}
+  static constexpr int64_t kOfNone = -1;  // in place of a bucket: what nothing changes
 
-  // Replaces the tensors of `file` by copies in host memory; bucket_of[i] is the bucket of tensor
-  // i, or kOfNone for one that nothing changes. Once. If it throws, nothing waits any more.
-  static constexpr int64_t kOfNone = -1;
-  void copy(FileToSave& file, const std::vector<int64_t>& bucket_of);
-  // The same with copy_tensor(i) in place of the copy of tensor i, for all but those of kOfNone.
-  void copy_each(const std::vector<int64_t>& bucket_of,
-                 const std::function<void(size_t tensor)>& copy_tensor);
+  struct Copy {
+    at::Tensor from;  // any device and strides
+    at::Tensor to;    // contiguous, in host memory, of as many bytes
+    int64_t bucket = 0;
+  };
+  // Of buckets, the last one is changed first. Copies nothing yet.
+  explicit ShardCopies(const std::vector<Copy>& copies);
 
-  // Blocks until the tensors of buckets from `bucket` on are copied.
+  // Replaces the tensors of `file` by memory for their copies; bucket_of[i] is the bucket of tensor
+  // i. Those of kOfNone stay. Takes `memory` of an earlier call if nothing else is in it any more,
+  // since that needs no page faults, and sets it to what it takes.
+  static std::shared_ptr<ShardCopies> of(FileToSave& file, const std::vector<int64_t>& bucket_of,
+                                         at::Tensor& memory);
+
+  // Copies what is left, and waits for what other threads are copying. Throws what went wrong in
+  // any of them; then nothing more is copied, or waited for.
+  void copy_all();
+
+  // Blocks until the tensors of buckets from `bucket` on are copied. Copies what is left of them.
   void wait(int64_t bucket);
   void wait_for_all() { wait(0); }
 
  private:
-  void set_first_copied(int64_t bucket);
+  struct Piece {
+    at::Tensor from, to;
+    int64_t begin = 0, bytes = 0;
+    int64_t bucket = 0;
+  };
+  // Copies the next piece. `lock` is held, but not meanwhile.
+  void copy_next(std::unique_lock<std::mutex>& lock);
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  int64_t first_copied_;
+  std::vector<Piece> pieces_;  // in the order in which they are copied; none when all are
+  size_t next_ = 0;
+  std::set<size_t> running_;
+  std::exception_ptr problem_;
 };
 
 }  // namespace zero

@@ -5,14 +5,15 @@
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
 #include <iterator>
-#include <map>
 #include <set>
 #include <system_error>
+#include <unordered_map>
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
@@ -41,6 +42,62 @@ at::Tensor storable(const at::Tensor& tensor) {
 
 }  // namespace
 
+class CheckpointWriter::File {
+ public:
+  // `file` outlives this.
+  File(const FileToSave& file, const std::string& path, const std::string& id)
+      : writer_(path, places(file), {{"checkpoint", id}}) {
+    result_.name = file.name;
+    std::unordered_map<std::string, const TensorToSave*> by_key;
+    for (const TensorToSave& t : file.tensors) by_key[t.about.key] = &t;
+    for (const StoredTensor& place : writer_.tensors()) order_.push_back(by_key.at(place.name));
+  }
+
+  // Returns whether there was one.
+  bool write_part() {
+    if (next_ == order_.size()) return false;
+    const TensorToSave& t = *order_[next_];
+    if (written_ == 0) host_ = storable(t.tensor);
+    const uint64_t part = std::min<uint64_t>(host_.nbytes() - written_, StoredBytes::kPart);
+    const uint64_t hash =
+        writer_.write(static_cast<const char*>(host_.const_data_ptr()) + written_, part);
+    written_ += part;
+    if (written_ < host_.nbytes()) return true;
+    result_.tensors.push_back(t.about);
+    result_.tensors.back().hash = hash;
+    host_ = at::Tensor();
+    written_ = 0;
+    ++next_;
+    return true;
+  }
+
+  ManifestFile finish() {
+    writer_.finish();
+    result_.bytes = writer_.bytes();
+    result_.hash = writer_.hash();
+    return std::move(result_);
+  }
+
+ private:
+  static std::vector<StoredTensor> places(const FileToSave& file) {
+    std::vector<StoredTensor> result;
+    for (const TensorToSave& t : file.tensors) {
+      const bool known = safetensors_knows(t.tensor.scalar_type());
+      const auto bytes = static_cast<int64_t>(t.tensor.nbytes());
+      result.push_back({t.about.key, known ? t.tensor.scalar_type() : at::kByte,
+                        known ? t.tensor.sizes().vec() : std::vector<int64_t>{bytes}, 0, 0});
+    }
+    return result;
+  }
+
+  SafetensorsWriter writer_;
+  ManifestFile result_;
+  std::vector<const TensorToSave*> order_;
+  size_t next_ = 0;
+  at::Tensor host_;       // the next one in host memory
+  uint64_t written_ = 0;  // of it
+};
+
 std::string rank_file_name(int rank) {
   char name[64];
   std::snprintf(name, sizeof(name), "rank-%05d.safetensors", rank);
@@ -61,6 +118,8 @@ CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bo
       overwrite_(overwrite),
       shared_(shared) {}
 
+CheckpointWriter::~CheckpointWriter() = default;
+
 void CheckpointWriter::make_directory(const std::string& id) {
   restore_replaced(folder_, is_complete_checkpoint);
   std::error_code ignored;
@@ -72,8 +131,11 @@ void CheckpointWriter::make_directory(const std::string& id) {
   if (!made->made()) return;
   directory_ = std::move(made);
   const std::string rank = shared_ ? "" : c10::str(" ", control_.rank());
-  write_text(directory_->path() + kSighting, id + rank);
-  sync_folder(directory_->path());
+  // Others need to see it, and a machine that crashes does not need it.
+  FileWriter sighting(directory_->path() + kSighting);
+  const std::string text = id + rank;
+  sighting.write(text.data(), text.size());
+  sighting.close();
 }
 
 std::string CheckpointWriter::sighting() const {
@@ -139,40 +201,32 @@ void CheckpointWriter::find_disks() {
   disk_ = std::distance(disks.begin(), disks.find(own));
 }
 
-void CheckpointWriter::write_file(const FileToSave& file) {
-  std::vector<StoredTensor> stored;
-  std::map<std::string, const TensorToSave*> by_key;
-  for (const TensorToSave& t : file.tensors) {
-    const bool known = safetensors_knows(t.tensor.scalar_type());
-    stored.push_back({t.about.key, known ? t.tensor.scalar_type() : at::kByte,
-                      known ? t.tensor.sizes().vec()
-                            : std::vector<int64_t>{static_cast<int64_t>(t.tensor.numel() *
-                                                                        t.tensor.element_size())},
-                      0, 0});
-    by_key[t.about.key] = &t;
-  }
-  SafetensorsWriter writer(saving_ + "/" + file.name, std::move(stored), {{"checkpoint", id_}});
-  ManifestFile result{file.name, 0, 0, {}, disk_};
-  for (const StoredTensor& place : writer.tensors()) {
-    const TensorToSave& t = *by_key.at(place.name);
-    const at::Tensor host = storable(t.tensor);
-    result.tensors.push_back(t.about);
-    result.tensors.back().hash = writer.write(host.const_data_ptr(), host.nbytes());
-  }
-  writer.finish();
-  result.bytes = writer.bytes();
-  result.hash = writer.hash();
-  files_.push_back(std::move(result));
+bool CheckpointWriter::write_part(const std::vector<FileToSave>& files) {
+  if (files_.size() == files.size()) return false;
+  const FileToSave& file = files[files_.size()];
+  if (!file_) file_ = std::make_unique<File>(file, saving_ + "/" + file.name, id_);
+  if (file_->write_part()) return true;
+  files_.push_back(file_->finish());
+  files_.back().disk = disk_;
+  file_.reset();
+  return true;
 }
 
-void CheckpointWriter::write_files(const std::vector<FileToSave>& files,
-                                   const std::function<void()>& prepare) noexcept {
+void CheckpointWriter::prepare(const std::function<void()>& work) noexcept {
   try {
-    if (prepare) prepare();
-    for (const FileToSave& file : files) write_file(file);
+    work();
   } catch (const std::exception& error) {
     problem_ = error_text(error);
   }
+}
+
+bool CheckpointWriter::write_files(const std::vector<FileToSave>& files,
+                                   const std::atomic<bool>* pause) noexcept {
+  bool left = problem_.empty();
+  prepare([&] {
+    while (left && (pause == nullptr || !*pause)) left = write_part(files);
+  });
+  return !left || !problem_.empty();
 }
 
 void CheckpointWriter::write_manifest(const Manifest& manifest) {
@@ -183,7 +237,7 @@ void CheckpointWriter::write_manifest(const Manifest& manifest) {
   write_text(saving_ + "/" + kManifestName, manifest_text(manifest));
 }
 
-void CheckpointWriter::finish_disks(const Manifest& manifest) {
+void CheckpointWriter::finish_disks(const Manifest& manifest, const RunTask& remove) {
   std::string text;
   run_on_all_ranks(control_, what_, [&]() -> std::string {
     if (control_.rank() == 0) text = manifest_text(manifest);
@@ -200,7 +254,7 @@ void CheckpointWriter::finish_disks(const Manifest& manifest) {
   });
   run_on_all_ranks(control_, what_, [&]() -> std::string {
     try {
-      if (directory_) directory_->publish();
+      if (directory_) directory_->publish(remove);
     } catch (const c10::Error& error) {
       TORCH_CHECK(false, error_text(error),
                   "; other disks may have this checkpoint now, which lacks the files of this one: "
@@ -210,7 +264,7 @@ void CheckpointWriter::finish_disks(const Manifest& manifest) {
   });
 }
 
-void CheckpointWriter::finish(Manifest manifest) {
+void CheckpointWriter::finish(Manifest manifest, const RunTask& remove) {
   try {
     const auto files = run_on_all_ranks(control_, what_, [&] {
       std::error_code ignored;
@@ -232,11 +286,11 @@ void CheckpointWriter::finish(Manifest manifest) {
       check_values_agree(manifest.files);
       if (shared_) {
         write_manifest(manifest);
-        directory_->publish();
+        directory_->publish(remove);
       }
       return {};
     });
-    if (!shared_) finish_disks(manifest);
+    if (!shared_) finish_disks(manifest, remove);
   } catch (...) {
     directory_.reset();
     throw;

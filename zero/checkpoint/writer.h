@@ -21,6 +21,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -51,16 +52,20 @@ class CheckpointWriter {
  public:
   // `control` must outlive the writer. `folder` may differ between ranks unless it is `shared`.
   CheckpointWriter(Communicator& control, std::string folder, bool overwrite, bool shared = true);
+  ~CheckpointWriter();
 
   void begin();
   // After begin(): equal on all ranks.
   const std::string& id() const { return id_; }
-  // Runs `prepare`, if there is one, and writes `files`. Never throws: what goes wrong is thrown by
-  // finish().
-  void write_files(const std::vector<FileToSave>& files,
-                   const std::function<void()>& prepare = nullptr) noexcept;
-  // Rank 0's `manifest` counts; its id and files are filled in here.
-  void finish(Manifest manifest);
+  // Runs what comes before write_files(). Never throws: what goes wrong is thrown by finish().
+  void prepare(const std::function<void()>& work) noexcept;
+  // Writes `files`. Never throws, too. Returns whether nothing is left to do. If not, `pause` has
+  // become true, and a call with the same files, on any thread, goes on where this one stopped.
+  bool write_files(const std::vector<FileToSave>& files,
+                   const std::atomic<bool>* pause = nullptr) noexcept;
+  // Rank 0's `manifest` counts; its id and files are filled in here. Where a checkpoint is
+  // replaced, `remove` runs the removal.
+  void finish(Manifest manifest, const RunTask& remove = run_now);
 
  private:
   // Makes the hidden folder with a sighting in it, unless another rank does.
@@ -72,9 +77,11 @@ class CheckpointWriter {
   // Returns the keeper of the disk that this rank sees.
   int keeper() const;
 
-  void write_file(const FileToSave& file);
+  class File;  // that is being written
+  // Writes up to a MiB. Returns whether anything is left.
+  bool write_part(const std::vector<FileToSave>& files);
   void write_manifest(const Manifest& manifest);
-  void finish_disks(const Manifest& manifest);
+  void finish_disks(const Manifest& manifest, const RunTask& remove);
 
   Communicator& control_;
   const std::string folder_;
@@ -85,7 +92,8 @@ class CheckpointWriter {
   std::string saving_;                          // the hidden folder
   std::string id_;
   int64_t disk_ = 0;
-  std::vector<ManifestFile> files_;
+  std::vector<ManifestFile> files_;  // that are written
+  std::unique_ptr<File> file_;       // the next one
   std::string problem_;
 };
 

@@ -21,6 +21,7 @@
 
 #include "zero/agreement/communicators.h"
 #include "zero/agreement/shard_domains.h"
+#include "zero/base/serial_thread.h"
 #include "zero/checkpoint/found_files.h"
 #include "zero/checkpoint/mesh_tensors.h"
 #include "zero/checkpoint/reader.h"
@@ -109,9 +110,8 @@ struct ZeroOptimizer::Impl {
     std::shared_ptr<CheckpointWriter> writer;
     std::vector<FileToSave> files;  // of this rank; copies of its tensors if asked for
     Manifest manifest;              // without files
-    // For an asynchronous save: files[0] has views of the shard, which are still to be copied.
+    // Of an asynchronous save: what files[0] has of the shard is still to be copied.
     std::shared_ptr<ShardCopies> copies = nullptr;
-    std::vector<int64_t> bucket_of = {};
   };
   void check_can_be_stored(const ParamGroups& groups) const;
   // Collective, where ranks hold different parameters. Returns what all of them hold, and null
@@ -204,6 +204,8 @@ struct ZeroOptimizer::Impl {
   StepRecord record;
   RunIdentity run;                      // of checkpoints
   std::shared_ptr<ShardCopies> copies;  // of the last asynchronous save, or null
+  at::Tensor memory_of_copies;          // kept for the next one
+  SerialThread removals;                // of the checkpoints that asynchronous saves replaced
   std::shared_ptr<Lifeline> lifeline;   // null unless steps are protected
   std::unique_ptr<Protection> protection;
   BackwardPasses passes;

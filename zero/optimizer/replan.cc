@@ -162,7 +162,7 @@ std::shared_ptr<Generations> ZeroOptimizer::Impl::copy_shard(const ParamGroups& 
     copy.manifest.id = copy.id();
     MemoryFileWriter writer(std::move(file), copy.id(),
                             [&](int64_t bytes) { return result->allocate(bytes); });
-    for (size_t i = 0; i < writer.count(); ++i) writer.copy(i);
+    ShardCopies(writer.copies()).copy_all();
     copy.files.emplace(comms->rank(), writer.finish());
     result->add(std::move(copy));
     return {};

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -14,6 +15,7 @@
 #include "bookkeeping/layout.h"
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
+#include "zero/base/thread_priority.h"
 #include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/safetensors.h"
 #include "zero/checkpoint/shard_copies.h"
@@ -237,8 +239,7 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
     }
   }
   if (later) {
-    result.bucket_of = std::move(bucket_of);
-    result.copies = std::make_shared<ShardCopies>(static_cast<int64_t>(plan.buckets.size()));
+    result.copies = ShardCopies::of(result.files[0], bucket_of, memory_of_copies);
   }
   return result;
 }
@@ -284,16 +285,24 @@ std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
                   "again");
       impl->protocol.fail_stop([&] {
         impl->agree(Call::kSaveCheckpoint, nullptr, {end, {}});
-        writer->finish(manifest);
+        writer->finish(manifest, [impl](std::function<void()> remove) {
+          impl->removals.push([remove = std::move(remove)] {
+            lower_thread_priority();
+            remove();
+          });
+        });
       });
     };
-    auto write = [writer = save.writer, files = std::move(save.files), copies = save.copies,
-                  bucket_of = std::move(save.bucket_of)]() mutable {
-      writer->write_files(files, [&] {
-        if (copies) copies->copy(files[0], bucket_of);
-      });
+    auto copy = [writer = save.writer, copies = save.copies] {
+      if (copies) writer->prepare([&] { copies->copy_all(); });
     };
-    pending = std::make_unique<PendingCheckpoint>(std::move(write), std::move(finish));
+    auto write = [writer = save.writer,
+                  files = std::move(save.files)](const std::atomic<bool>& pause) mutable {
+      // What is written is freed here.
+      if (!files.empty() && writer->write_files(files, &pause)) files.clear();
+    };
+    pending =
+        std::make_unique<PendingCheckpoint>(std::move(copy), std::move(write), std::move(finish));
     impl_->copies = save.copies;
   });
   return pending;

@@ -2,12 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/recovery/generations.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <sstream>
 #include <utility>
+
+#include "zero/checkpoint/shard_copies.h"
 
 namespace zero {
 
@@ -41,7 +42,7 @@ at::Tensor Generations::allocate(int64_t bytes) {
     spare_.erase(found);
     return result;
   }
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+  return fresh_memory(bytes);
 }
 
 int64_t Generations::bytes() const {

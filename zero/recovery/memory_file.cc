@@ -4,6 +4,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 #include <unordered_map>
 #include <utility>
@@ -28,24 +29,40 @@ MemoryFileWriter::MemoryFileWriter(FileToSave file, const std::string& id,
   std::memcpy(bytes_.mutable_data_ptr(), beginning.data(), beginning.size());
 }
 
-void MemoryFileWriter::copy(size_t tensor) {
-  const at::Tensor host = file_.tensors[tensor].tensor.detach().cpu().contiguous();
-  const StoredTensor& place = places_[place_of_[tensor]];
-  TORCH_INTERNAL_ASSERT(place.end - place.begin == host.nbytes());
-  std::memcpy(bytes_.mutable_data_ptr<uint8_t>() + place.begin, host.const_data_ptr(),
-              host.nbytes());
+std::vector<ShardCopies::Copy> MemoryFileWriter::copies() const {
+  std::vector<ShardCopies::Copy> result;
+  for (size_t i = 0; i < file_.tensors.size(); ++i) {
+    const StoredTensor& place = places_[place_of_[i]];
+    const auto begin = static_cast<int64_t>(place.begin);
+    const auto end = static_cast<int64_t>(place.end);
+    result.push_back({file_.tensors[i].tensor.detach(), bytes_.slice(0, begin, end)});
+  }
+  return result;
 }
 
 MemoryFile MemoryFileWriter::finish() {
-  const auto* const data = bytes_.const_data_ptr<uint8_t>();
+  const auto* const data = static_cast<const char*>(bytes_.const_data_ptr());
+  // In parts, so that the second hash finds them in the cache.
+  constexpr uint64_t kPart = uint64_t{256} << 10;
+  ContentHash whole, tensor;
+  whole.add(data, places_.empty() ? bytes_.nbytes() : places_.front().begin);
+  std::vector<uint64_t> hashes;
+  for (const StoredTensor& place : places_) {
+    tensor.reset();
+    for (uint64_t at = place.begin; at < place.end; at += kPart) {
+      const uint64_t part = std::min(kPart, place.end - at);
+      whole.add(data + at, part);
+      tensor.add(data + at, part);
+    }
+    hashes.push_back(tensor.value());
+  }
   MemoryFile result;
   result.about.name = file_.name;
   result.about.bytes = bytes_.nbytes();
-  result.about.hash = content_hash(data, bytes_.nbytes());
+  result.about.hash = whole.value();
   for (size_t i = 0; i < file_.tensors.size(); ++i) {
-    const StoredTensor& place = places_[place_of_[i]];
     result.about.tensors.push_back(file_.tensors[i].about);
-    result.about.tensors.back().hash = content_hash(data + place.begin, place.end - place.begin);
+    result.about.tensors.back().hash = hashes[place_of_[i]];
   }
   result.bytes = std::move(bytes_);
   file_.tensors.clear();

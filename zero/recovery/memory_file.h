@@ -17,6 +17,7 @@
 #include "zero/checkpoint/hashed_file.h"
 #include "zero/checkpoint/manifest.h"
 #include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
 
 namespace zero {
@@ -34,9 +35,8 @@ class MemoryFileWriter {
   MemoryFileWriter(FileToSave file, const std::string& id,
                    const std::function<at::Tensor(int64_t bytes)>& allocate);
 
-  size_t count() const { return file_.tensors.size(); }
-  // Copies a tensor, as the file was given, from any device.
-  void copy(size_t tensor);
+  // The copies to be made, tensor by tensor as the file was given; their buckets are not set.
+  std::vector<ShardCopies::Copy> copies() const;
   // After all copies. Hashes what was copied.
   MemoryFile finish();
 

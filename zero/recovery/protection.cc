@@ -43,7 +43,7 @@ void Protection::make_whole(Generation& generation, MemoryFileWriter& writer) {
 }
 
 void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of,
-                       int64_t buckets, bool on_gpu) {
+                       bool on_gpu) {
   if (!ring_ && !others_may_join_) return;
   TORCH_INTERNAL_ASSERT(!made_.valid() && problem_.empty());
   // The first one replaces those of a group before this one only when it is agreed on.
@@ -57,22 +57,20 @@ void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int
   auto writer = std::make_shared<MemoryFileWriter>(
       std::move(file), generation->id(),
       [this](int64_t bytes) { return generations_->allocate(bytes); });
-  copies_ = std::make_shared<ShardCopies>(buckets);
-  for (size_t i = 0; i < bucket_of.size(); ++i) {
-    if (on_gpu || bucket_of[i] == ShardCopies::kOfNone) writer->copy(i);
+  std::vector<ShardCopies::Copy> at_once, beside_steps;
+  for (ShardCopies::Copy& copy : writer->copies()) {
+    copy.bucket = bucket_of[beside_steps.size() + at_once.size()];
+    const bool waits = !on_gpu && copy.bucket != ShardCopies::kOfNone;
+    (waits ? beside_steps : at_once).push_back(std::move(copy));
   }
-  const auto copy_rest = [copies = copies_, writer, bucket_of, on_gpu] {
-    copies->copy_each(bucket_of, [&](size_t i) {
-      if (!on_gpu) writer->copy(i);
-    });
-  };
-  if (on_gpu) copy_rest();
+  ShardCopies(at_once).copy_all();
+  copies_ = std::make_shared<ShardCopies>(beside_steps);
   auto promise = std::make_shared<std::promise<std::string>>();
   made_ = promise->get_future();
-  thread_.push([this, promise, generation, writer, copy_rest, on_gpu] {
+  thread_.push([this, promise, generation, writer, copies = copies_] {
     std::string problem;
     try {
-      if (!on_gpu) copy_rest();
+      copies->copy_all();
       make_whole(*generation, *writer);
     } catch (const std::exception& error) {
       problem = "the copy of a protected step failed: " + error_text(error);

@@ -36,7 +36,7 @@ class Protection {
   // `file` has views of the shard; bucket_of[i] is the bucket of tensor i, or ShardCopies::kOfNone
   // for one that is copied at once. From a GPU all are.
   void begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of,
-             int64_t buckets, bool on_gpu);
+             bool on_gpu);
   // Blocks until the tensors of buckets from `bucket` on are copied.
   void wait_for_copies(int64_t bucket);
   // Frees all but the newest generation. After an agreement as for begin().
