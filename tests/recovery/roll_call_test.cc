@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <future>
@@ -67,7 +68,8 @@ TEST(RollCallTest, OneThatComputesIsWaitedFor) {
   // Longer than a rank that is gone is waited for.
   EXPECT_EQ(a.wait_for(milliseconds(2500)), std::future_status::timeout);
   const std::vector<uint8_t> answers = store->get("0/alive");
-  EXPECT_EQ(std::string(answers.begin(), answers.end()), "1 ") << "it answers once";
+  // The one that calls may answer itself, too, before its thread knows of the call.
+  EXPECT_EQ(std::count(answers.begin(), answers.end(), '1'), 1) << "it answers once";
   auto b = call(*second, "b");
   EXPECT_EQ(a.get().ranks, (std::vector<int>{0, 1}));
   EXPECT_EQ(b.get().ranks, (std::vector<int>{0, 1}));
