@@ -15,8 +15,8 @@
 namespace zero {
 namespace {
 
-// In this file x is one matrix, or a batch of them in three dimensions. The products with x^T are
-// over its longer side, so that a tall x needs no transposed copy.
+// In this file x is one matrix, or a batch of them in three dimensions. G is the Gram matrix of the
+// shorter side: x x^T, or x^T x for a tall x, which needs no transposed copy.
 bool is_tall(const at::Tensor& x) { return x.size(-2) > x.size(-1); }
 
 void normalise(at::Tensor& matrix, double eps) {
@@ -176,18 +176,22 @@ bool is_batched(const at::Tensor& matrix, const NewtonSchulz& o) {
 }
 
 // Each matrix is normalised by itself, since a reduction over a batch adds up in an order that
-// depends on the number of matrices.
+// depends on the number of matrices. So does oneDNN's product of x^T and a tall x, so that a tall
+// one is transposed here.
 std::vector<at::Tensor> newton_schulz_batch(const std::vector<at::Tensor>& matrices,
                                             const NewtonSchulz& o) {
   const at::Tensor& first = matrices.front();
+  const bool tall = is_tall(first);
+  const auto [rows, columns] = std::minmax({first.size(0), first.size(1)});
   const auto count = static_cast<int64_t>(matrices.size());
-  at::Tensor x = at::empty({count, first.size(0), first.size(1)}, first.options().dtype(o.dtype));
+  at::Tensor x = at::empty({count, rows, columns}, first.options().dtype(o.dtype));
   for (int64_t i = 0; i < count; ++i) {
     at::Tensor matrix = x.select(0, i);
-    matrix.copy_(matrices[i]);
+    matrix.copy_(tall ? matrices[i].t() : matrices[i]);
     normalise(matrix, o.eps);
   }
-  return iterate(std::move(x), o).unbind(0);
+  x = iterate(std::move(x), o);
+  return (tall ? x.transpose(1, 2) : x).unbind(0);
 }
 
 }  // namespace zero
