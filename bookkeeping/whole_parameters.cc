@@ -113,13 +113,12 @@ ParameterLoad load_of(const ParameterInfo& info) {
 int64_t newton_schulz_cost(int64_t rows, int64_t columns) {
   TORCH_CHECK(rows >= 0 && columns >= 0, "matrix: expected sizes of 0 or more, got ", rows, " and ",
               columns);
-  int64_t square = 0, cost = 0;
-  const int64_t least = std::min(rows, columns);
-  const bool fits = !__builtin_mul_overflow(least, least, &square) &&
-                    !__builtin_mul_overflow(square, std::max(rows, columns), &cost) &&
-                    cost < kMostCost;
+  const auto [side, length] = std::minmax<__int128>({rows, columns});
+  const __int128 factor = length < 2 * side ? 15 * length + 9 * side : 10 * length + 17 * side;
+  __int128 cost = 0;
+  const bool fits = !__builtin_mul_overflow(side * side, factor, &cost) && cost / 24 < kMostCost;
   TORCH_CHECK(fits, "matrix: expected a cost below 2^62, got sizes ", rows, " and ", columns);
-  return cost;
+  return static_cast<int64_t>(cost / 24);
 }
 
 std::vector<int64_t> assign_owners(c10::ArrayRef<ParameterLoad> parameters, int64_t world_size,

@@ -33,8 +33,10 @@ struct ParameterLoad {
 // An empty parameter has no load.
 ParameterLoad load_of(const ParameterInfo& info);
 
-// Returns the cost of a step of Muon over a matrix, in multiply-adds of one product:
-// max(m, n) * min(m, n)^2. Throws c10::Error for a negative size or a cost of 2^62 or more.
+// Returns the cost of a step of Muon over a matrix, in multiply-adds of one product of a square:
+// with s = min(m, n) and l = max(m, n), s^2 * (15 l + 9 s) / 24, and from l = 2 s on, where two
+// iterations are done at a time, s^2 * (10 l + 17 s) / 24. Measured on a CPU for sides of 384 and
+// 768, within 5 %. Throws c10::Error for a negative size or a cost of 2^62 or more.
 int64_t newton_schulz_cost(int64_t rows, int64_t columns);
 
 // Returns an owner for each parameter. Of equal parameters the first is given away first; of ranks

@@ -23,12 +23,20 @@
 //
 //   x = a * x + (b * A + c * A * A) * x
 //
+// Large matrices with one side of at least twice the other take two iterations at a time: with
+// P = a * I + b * A + c * A * A, the next A is P * (P * A), since both commute, and x is multiplied
+// by the product of two P. The rounding errors are not larger than those of the formula, but
+// others: in bf16, results for large matrices differ from Python's by about 1.3 % in the Frobenius
+// norm, as Python's do from exact arithmetic.
+//
 // Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, for
 // the method, the coefficients and "original"; J. Liu et al., "Muon is Scalable for LLM Training",
 // arXiv 2502.16982, 2025, section 2.2, for weight decay and "match_rms_adamw".
 //
-// A matrix costs about 2 * ns_steps * min(m, n)^2 * (2 * max(m, n) + min(m, n)) floating-point
-// operations per step.
+// A matrix costs at most 2 * ns_steps * s^2 * (2 * l + s) floating-point operations per step, with
+// s = min(m, n) and l = max(m, n). With 5 steps, a large matrix costs s^2 * (16.3 * l + 6.3 * s) on
+// a CPU, which computes symmetric products from the diagonal on, and s^2 * (9.8 * l + 13.8 * s)
+// with two iterations at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -89,7 +89,8 @@ struct ZeroOptions {
 
   // kWholeParameters: the cost of a step of a parameter of these sizes, 0 or more, in any unit;
   // owners are chosen so that both elements and costs are even. It must be equal on all ranks.
-  // Default: max(m, n) * min(m, n)^2 for a matrix [m, n] that Muon trains, else the elements.
+  // Default: newton_schulz_cost() of bookkeeping/whole_parameters.h for a matrix that Muon trains,
+  // else the elements.
   TORCH_ARG(std::function<int64_t(c10::IntArrayRef sizes)>, owner_cost) = nullptr;
 
   // Update with the fused kernels when the inner optimizer is exactly torch's AdamW, Adam or SGD,

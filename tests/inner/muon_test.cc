@@ -8,9 +8,11 @@
 #include <gtest/gtest.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <sstream>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -101,10 +103,11 @@ TEST(MuonTest, StepsAreTheFormulaForTallWideAndSquareMatrices) {
 TEST(MuonTest, SmallMatricesOfEqualShapeHaveTheSameBitsTogetherAndAlone) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     Params together, alone;
-    const std::vector<std::vector<int64_t>> shapes = {{16, 16}, {40, 24}, {24, 40}, {64, 64},
-                                                      {7, 5},   {12, 50}, {15, 15}, {100, 3}};
+    const std::vector<std::vector<int64_t>> shapes = {{16, 16},   {40, 24},   {24, 40}, {64, 64},
+                                                      {7, 5},     {12, 50},   {15, 15}, {100, 3},
+                                                      {201, 403}, {1500, 199}};
     for (int i = 0; i < 80; ++i) {
-      together.push_back(parameter(shapes[i % 8], i));
+      together.push_back(parameter(shapes[i % 10], i));
       alone.push_back(together.back().detach().clone().requires_grad_());
     }
     const MuonOptions options = MuonOptions(0.1).ns_dtype(dtype);
@@ -135,6 +138,115 @@ TEST(MuonTest, MoreMatricesThanABatchTakesAreUpdatedOnceEach) {
   all.step();
   one.step();
   for (size_t i = 0; i < many.size(); ++i) EXPECT_TRUE(at::equal(many[i], single)) << i;
+}
+
+// A matrix of Gaussian singular vectors with the singular values 1 to 1 / condition, equally far
+// from each other on a logarithmic scale, and zeros from `rank` on.
+at::Tensor spread(int64_t rows, int64_t columns, double condition, int64_t rank) {
+  const int64_t side = std::min(rows, columns);
+  const auto orthonormal = [&](int64_t length, uint64_t seed) {
+    return std::get<0>(at::linalg_qr(random_tensor({length, side}, seed).to(at::kDouble)));
+  };
+  at::Tensor values = at::logspace(0, -std::log10(condition), side, 10.0, at::kDouble);
+  values.narrow(0, rank, side - rank).zero_();
+  return at::matmul(orthonormal(rows, 1) * values, orthonormal(columns, 2).t()).to(at::kFloat);
+}
+
+// A random matrix with one more singular value, as large as all others together.
+at::Tensor dominated(int64_t rows, int64_t columns) {
+  const at::Tensor u = random_tensor({rows, 1}, 2), v = random_tensor({1, columns}, 3);
+  const at::Tensor noise = random_tensor({rows, columns}, 1);
+  return noise / noise.norm() + at::matmul(u / u.norm(), v / v.norm());
+}
+
+// The iteration of zero/muon.h as it is written there, in any dtype.
+at::Tensor as_written(const at::Tensor& matrix, const NewtonSchulz& o, at::ScalarType dtype) {
+  const auto [a, b, c] = o.coefficients;
+  at::Tensor x = matrix.to(dtype);
+  if (x.size(0) > x.size(1)) x = x.t();
+  x = x / x.norm().clamp_min(o.eps);
+  for (int64_t step = 0; step < o.steps; ++step) {
+    const at::Tensor gram = at::matmul(x, x.t());
+    x = at::addmm(x, at::addmm(gram, gram, gram, b, c), x, a);
+  }
+  return matrix.size(0) > matrix.size(1) ? x.t() : x;
+}
+
+struct Case {
+  std::string name;
+  at::Tensor matrix;
+};
+
+// Squares and rectangles, some of them large enough for two iterations at a time and for products
+// in strips.
+std::vector<Case> several_matrices() {
+  std::vector<Case> cases;
+  for (const auto& [rows, columns] : std::vector<std::pair<int64_t, int64_t>>{
+           {340, 1100}, {1100, 340}, {200, 410}, {512, 192}, {64, 256}, {384, 384}, {3, 40}}) {
+    const int64_t side = std::min(rows, columns);
+    const std::string shape = std::to_string(rows) + " x " + std::to_string(columns) + " ";
+    cases.push_back({shape + "random", random_tensor({rows, columns}, 4)});
+    cases.push_back({shape + "positive", random_tensor({rows, columns}, 4).abs()});
+    cases.push_back({shape + "of condition 100", spread(rows, columns, 1e2, side)});
+    cases.push_back({shape + "of condition 10,000", spread(rows, columns, 1e4, side)});
+    cases.push_back({shape + "of a third of the rank", spread(rows, columns, 1e3, side / 3)});
+    cases.push_back({shape + "dominated", dominated(rows, columns)});
+  }
+  return cases;
+}
+
+// The distances from the iteration in double, in the Frobenius and in the spectral norm.
+std::pair<double, double> distances(const at::Tensor& x, const at::Tensor& exact) {
+  const at::Tensor error = x.to(at::kDouble) - exact;
+  return {(error.norm() / exact.norm()).item<double>(),
+          at::linalg_matrix_norm(error, 2).item<double>()};
+}
+
+TEST(MuonTest, TheResultIsAsNearToTheFormulaAsTheFormulaInTheSameDtype) {
+  for (const Case& matrix : several_matrices()) {
+    for (const auto& [dtype, rounding] : {std::pair{at::kBFloat16, 1e-3}, {at::kFloat, 2e-6}}) {
+      const NewtonSchulz o{{3.4445, -4.7750, 2.0315}, 1e-7, 5, dtype};
+      const at::Tensor exact = as_written(matrix.matrix, o, at::kDouble);
+      const auto written = distances(as_written(matrix.matrix, o, dtype), exact);
+      const auto batch = newton_schulz_batch({matrix.matrix, matrix.matrix.neg()}, o);
+      for (const at::Tensor& x : {newton_schulz(matrix.matrix, o), batch[0], batch[1].neg()}) {
+        ASSERT_EQ(x.sizes(), matrix.matrix.sizes());
+        const auto found = distances(x, exact);
+        EXPECT_LE(found.first, 1.25 * written.first + rounding) << matrix.name << " " << dtype;
+        EXPECT_LE(found.second, 1.5 * written.second + 2 * rounding) << matrix.name << " " << dtype;
+      }
+    }
+  }
+}
+
+// In fp32, where a wrong factor cannot hide.
+TEST(MuonTest, AnyNumberOfIterationsIsTheFormula) {
+  const std::vector<std::vector<int64_t>> shapes = {{200, 410}, {410, 200}, {384, 768}};
+  for (const auto& coefficients :
+       {std::make_tuple(3.4445, -4.7750, 2.0315), std::make_tuple(2.0, -1.5, 0.5),
+        std::make_tuple(1.5, -0.5, 0.0)}) {
+    for (int64_t steps = 0; steps < 10; ++steps) {
+      const NewtonSchulz o{coefficients, 1e-7, steps, at::kFloat};
+      for (const auto& shape : shapes) {
+        const at::Tensor matrix = random_tensor(shape, 5);
+        const at::Tensor exact = as_written(matrix, o, at::kDouble);
+        EXPECT_LE(distances(newton_schulz(matrix, o), exact).first, 2e-5)
+            << shape[0] << " x " << shape[1] << ", " << steps << " steps";
+      }
+    }
+  }
+}
+
+TEST(MuonTest, AMatrixOfZerosStaysZero) {
+  for (const auto dtype : {at::kBFloat16, at::kFloat}) {
+    for (const auto& shape :
+         std::vector<std::vector<int64_t>>{{384, 1536}, {512, 192}, {384, 384}, {2, 5}}) {
+      const NewtonSchulz o{{3.4445, -4.7750, 2.0315}, 1e-7, 5, dtype};
+      const at::Tensor zeros = at::zeros(shape);
+      EXPECT_EQ(newton_schulz(zeros, o).abs().max().item<double>(), 0);
+      EXPECT_EQ(newton_schulz_batch({zeros}, o)[0].abs().max().item<double>(), 0);
+    }
+  }
 }
 
 // A batch is what one by one is, but for rounding, and is not taken for large matrices.

@@ -20,8 +20,9 @@ struct NewtonSchulz {
   c10::ScalarType dtype = c10::ScalarType::BFloat16;
 };
 
-// Returns the orthogonalised matrix, with the shape of `matrix` and the dtype of `o`; it may be a
-// transposed view. `matrix` keeps its values.
+// Returns the orthogonalised matrix, with the shape of `matrix` and the dtype of `o`. `matrix`
+// keeps its values. The distance from the formula in exact arithmetic is at most about that of the
+// formula computed as it is written in the same dtype.
 at::Tensor newton_schulz(const at::Tensor& matrix, const NewtonSchulz& o);
 
 // True for a shape that newton_schulz_batch() is faster for, and has the same bits for in a batch
