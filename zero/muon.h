@@ -75,7 +75,7 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   // The dtype of orthogonal(u): kBFloat16 as in Python, or kFloat.
   TORCH_ARG(c10::ScalarType, ns_dtype) = c10::ScalarType::BFloat16;
   // Orthogonalises small matrices of equal shape together, where that is faster: with a smaller
-  // side of 16 to 256 in bf16, and in fp32 if its square times the larger side is at most 65,536.
+  // side of 17 to 256 in bf16, and in fp32 if its square times the larger side is at most 65,536.
   // On a CPU the bits of a matrix do not depend on which others there are. On a GPU, cuBLAS may
   // choose another algorithm for another number of matrices: false keeps the bits the same there
   // too.

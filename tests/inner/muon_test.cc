@@ -103,11 +103,11 @@ TEST(MuonTest, StepsAreTheFormulaForTallWideAndSquareMatrices) {
 TEST(MuonTest, SmallMatricesOfEqualShapeHaveTheSameBitsTogetherAndAlone) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     Params together, alone;
-    const std::vector<std::vector<int64_t>> shapes = {{16, 16},   {40, 24},   {24, 40}, {64, 64},
-                                                      {7, 5},     {12, 50},   {15, 15}, {100, 3},
-                                                      {201, 403}, {1500, 199}};
-    for (int i = 0; i < 80; ++i) {
-      together.push_back(parameter(shapes[i % 10], i));
+    const std::vector<std::vector<int64_t>> shapes = {{16, 16},   {40, 24},    {24, 40}, {64, 64},
+                                                      {7, 5},     {12, 50},    {15, 15}, {100, 3},
+                                                      {201, 403}, {1500, 199}, {16, 512}};
+    for (int i = 0; i < 110; ++i) {
+      together.push_back(parameter(shapes[i % 11], i));
       alone.push_back(together.back().detach().clone().requires_grad_());
     }
     const MuonOptions options = MuonOptions(0.1).ns_dtype(dtype);
@@ -264,6 +264,9 @@ TEST(MuonTest, ABatchIsWhatItsMatricesAreOneByOne) {
     EXPECT_TRUE(at::equal(before[0], matrices[0])) << "an argument was changed";
     EXPECT_TRUE(is_batched(matrices[0], o));
     EXPECT_FALSE(is_batched(at::empty({400, 300}), o));
+    const NewtonSchulz bf16{o.coefficients, o.eps, o.steps, at::kBFloat16};
+    EXPECT_FALSE(is_batched(at::empty({16, 512}), bf16)) << "one has another product than two";
+    EXPECT_TRUE(is_batched(at::empty({17, 512}), bf16));
   }
 }
 

@@ -166,12 +166,12 @@ at::Tensor newton_schulz(const at::Tensor& matrix, const NewtonSchulz& o) {
 // take 0.8 and 2.4 ms, and 32 of 128 x 128 take 21.8 and 19.2 ms. From 512 on there is no gain.
 //
 // An owner's number of matrices must change no bit, and torch has several products. In bf16,
-// oneDNN's is for 16^3 multiplications or more, those of a whole batch added up. In fp32, MKL cuts
-// the product of one large matrix for several threads, and of a batch only if there are fewer
+// oneDNN's is for more than 16^3 multiplications, those of a whole batch added up. In fp32, MKL
+// cuts the product of one large matrix for several threads, and of a batch only if there are fewer
 // matrices.
 bool is_batched(const at::Tensor& matrix, const NewtonSchulz& o) {
   const auto [side, length] = std::minmax({matrix.size(0), matrix.size(1)});
-  if (o.dtype == c10::ScalarType::BFloat16) return side >= 16 && side <= 256;
+  if (o.dtype == c10::ScalarType::BFloat16) return side > 16 && side <= 256;
   return side * side * length <= int64_t{1} << 16;
 }
 
