@@ -56,7 +56,7 @@ struct Rank {
                std::make_unique<torch::optim::SGD>(flat.model.values, torch::optim::SGDOptions(1)),
                {}),
         clipping(shards.segments(), domains.norm_weights, at::kCPU, *comms->norm),
-        gathers(flat.plan, flat.table, arena, *comms),
+        gathers(flat.plan, flat.table, arena, *comms, options),
         record(options, false, false, at::kCPU, group.rank(), reducer) {
     make_passes();
   }

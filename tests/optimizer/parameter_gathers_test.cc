@@ -35,12 +35,13 @@ Tensors zeros() {
 at::Tensor updated(int64_t p) { return random_tensor({kNumel}, p); }
 
 struct Rank {
-  Rank(const Group& group, Layout layout)
+  Rank(const Group& group, Layout layout, const ZeroOptions& options_in = {})
       : rank(group.rank()),
+        options(options_in),
         flat(zeros(), group.world_size(), {layout, 256}),
         arena(flat.plan, flat.table, flat.pool),
         comms(group),
-        gathers(flat.plan, flat.table, arena, comms) {
+        gathers(flat.plan, flat.table, arena, comms, options) {
     comms.connect(make_domains(group, ZeroOptions(), 1));
   }
   // Writes this rank's rows, as an update does.
@@ -59,6 +60,7 @@ struct Rank {
   bool is_updated(int64_t p) const { return at::equal(flat.model.values[p].detach(), updated(p)); }
 
   const int rank;
+  const ZeroOptions options;
   FlatModel flat;
   WorkingArena arena;
   OptimizerCommunicators comms;
@@ -118,6 +120,32 @@ TEST(ParameterGathersTest, AFewBuffersAreInUseHoweverManyBucketsThereAre) {
     r.gathers.finish();
     EXPECT_LE(r.flat.pool.peak_bytes(), 5 * largest);
   });
+}
+
+// What is encoded takes memory until its gather ends.
+TEST(ParameterGathersTest, AFewGathersOfChangesAreUnderWayUnlessTheyAreToOverlap) {
+  for (const bool overlap : {false, true}) {
+    run_ranks(2,
+              [&](const Group& group) {
+                Rank r(group, Layout::kContiguous,
+                       ZeroOptions().gather_wire(GatherWire::kChanges).overlap_gather(overlap));
+                ASSERT_GT(r.flat.buckets(), 6);
+                r.gathers.start([&](const ShardOptimizer::RowWritten& written) {
+                  r.gathers.before_change(0);
+                  r.write(written);
+                });
+                // That of the last parameter was the first one.
+                EXPECT_EQ(r.is_updated(kParameters - 1), !overlap);
+                EXPECT_FALSE(r.is_updated(0));
+                r.gathers.finish();
+                for (int p = 0; p < kParameters; ++p) EXPECT_TRUE(r.is_updated(p)) << p;
+                EXPECT_LT(r.comms.domains[0].data->traffic().gather_bytes_sent,
+                          r.flat.buckets() * (r.flat.row_numel(0) * 4 + 16) + 1);
+              },
+              {.transport = Transport::kMemory,
+               .ranks_per_machine = 1,
+               .timeout = std::chrono::seconds(60)});
+  }
 }
 
 TEST(ParameterGathersTest, AnUpdateThatFailsOnOneRankFailsAllOfThem) {
