@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "zero/process_group.h"
-#include "zero/recovery/memory_file.h"
+#include "zero/checkpoint/memory_file.h"
 
 namespace zero {
 

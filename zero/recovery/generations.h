@@ -15,7 +15,7 @@
 #include <tuple>
 #include <vector>
 
-#include "zero/recovery/memory_file.h"
+#include "zero/checkpoint/memory_file.h"
 
 namespace zero {
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/recovery/memory_file.h"
+#include "zero/checkpoint/memory_file.h"
 
 #include <c10/util/Exception.h>
 
