@@ -9,7 +9,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -30,6 +32,20 @@ class HashedFileTest : public ::testing::Test {
     writer.finish();
     EXPECT_EQ(writer.bytes(), content.size());
     return writer.hash();
+  }
+
+  // From an address that is `shift` bytes behind a multiple of 4096.
+  void write_directly(const std::string& content, size_t part, size_t shift) const {
+    const std::unique_ptr<char, void (*)(void*)> memory(
+        static_cast<char*>(std::aligned_alloc(4096, (content.size() + shift + 4095) / 4096 * 4096)),
+        std::free);
+    content.copy(memory.get() + shift, content.size());
+    FileWriter writer(path_);
+    for (size_t at = 0; at < content.size(); at += part) {
+      writer.write_directly(memory.get() + shift + at, std::min(part, content.size() - at));
+      EXPECT_EQ(writer.bytes(), std::min(at + part, content.size()));
+    }
+    writer.finish();
   }
 
   const std::string path_ = ::testing::TempDir() + "/hashed_file";
@@ -138,6 +154,26 @@ TEST_F(HashedFileTest, ALargeFileIsWrittenPastThePageCacheWhereThatIsPossible) {
   fs::remove(path_);
   write(letters((size_t{8} << 20) + 5));
   EXPECT_LE(cached_pages(path_), 64) << "of 2049; the last one, and what the system reads ahead";
+  fs::remove(path_);
+  write_directly(letters((size_t{8} << 20) + 5), size_t{4} << 20, /*shift=*/0);
+  EXPECT_LE(cached_pages(path_), 64);
+}
+
+// From any address and in any parts, though only some of them can pass by the page cache.
+TEST_F(HashedFileTest, AFileHasTheBytesThatWereWrittenDirectly) {
+  constexpr size_t kLarge = size_t{4} << 20;
+  for (const size_t bytes : {size_t{0}, size_t{5}, kLarge - 1, kLarge, 2 * kLarge + 4096 + 5}) {
+    for (const size_t part : {kLarge, kLarge + 512, size_t{1000003}}) {
+      for (const size_t shift : {0, 8, 512}) {
+        fs::remove(path_);
+        const std::string content = letters(bytes);
+        write_directly(content, part, shift);
+        FileReader reader(path_);
+        ASSERT_EQ(reader.size(), bytes) << part << " " << shift;
+        EXPECT_TRUE(reader.read_text(0, bytes) == content) << bytes << " " << part << " " << shift;
+      }
+    }
+  }
 }
 
 TEST_F(HashedFileTest, AClosedFileHasItsContent) {

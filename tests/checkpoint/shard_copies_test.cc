@@ -8,15 +8,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cstdint>
-#include <fstream>
-#include <memory>
-#include <sstream>
-#include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -24,45 +18,54 @@
 namespace zero {
 namespace {
 
-FileToSave file_of(int64_t tensors) {
-  FileToSave file{"rank", {}};
+// Tensors with buckets, and the bytes of their copies.
+struct Shard {
+  void add(const at::Tensor& tensor, int64_t bucket) {
+    const auto bytes = static_cast<int64_t>(tensor.nbytes());
+    copies.push_back({tensor, at::full({bytes}, 0xEE, at::kByte), bucket});
+  }
+  const at::Tensor& live(size_t i) const { return copies[i].from; }
+  at::Tensor copied(size_t i) const {
+    const at::Tensor& from = live(i);
+    return copies[i].to.view(from.scalar_type()).view(from.sizes());
+  }
+  std::vector<ShardCopies::Copy> copies;
+};
+
+Shard shard_of(int64_t tensors) {
+  Shard shard;
   for (int64_t i = 0; i < tensors; ++i) {
-    file.tensors.push_back({{}, at::full({3}, static_cast<double>(i), at::kFloat)});
+    shard.add(at::full({3}, static_cast<double>(i), at::kFloat), i);
   }
-  return file;
+  return shard;
 }
 
-TEST(ShardCopiesTest, TensorsOfBucketsAreCopiedAndOthersAreNot) {
-  FileToSave file = file_of(5);
-  const std::vector<TensorToSave> before = file.tensors;
-  at::Tensor memory;
-  const auto copies = ShardCopies::of(file, {0, 2, ShardCopies::kOfNone, 0, 2}, memory);
-  copies->copy_all();
-  copies->wait_for_all();
-  for (size_t i = 0; i < before.size(); ++i) {
-    EXPECT_EQ(file.tensors[i].tensor.is_same(before[i].tensor), i == 2) << i;
-    before[i].tensor.fill_(-1);
-    EXPECT_EQ(file.tensors[i].tensor[0].item<float>(), i == 2 ? -1 : static_cast<float>(i)) << i;
+TEST(ShardCopiesTest, CopiesHaveTheBitsOfWhatIsCopied) {
+  Shard shard;
+  shard.add(at::arange(3 * 1000 * 1000 + 1, at::kFloat), 0);                   // several pieces
+  shard.add(at::arange(1000 * 1000, at::kLong).reshape({1000, 1000}).t(), 1);  // strided
+  shard.add(at::empty({0, 4}, at::kFloat), 0);
+  shard.add(at::full({}, 7, at::kLong), 1);
+  shard.add(at::arange(5, at::kHalf), 0);
+  shard.add(at::full({3}, 2, at::kComplexDouble), 1);
+  ShardCopies(shard.copies).copy_all();
+  for (size_t i = 0; i < shard.copies.size(); ++i) {
+    EXPECT_TRUE(shard.copied(i).equal(shard.live(i))) << i;
   }
 }
 
-TEST(ShardCopiesTest, CopiesHaveTheBitsAndTheShapeOfWhatIsCopied) {
-  const std::vector<at::Tensor> tensors = {
-      at::arange(3 * 1000 * 1000 + 1, at::kFloat),                   // several pieces
-      at::arange(1000 * 1000, at::kLong).reshape({1000, 1000}).t(),  // strided
-      at::empty({0, 4}, at::kFloat),
-      at::full({}, 7, at::kLong),  // none, one
-      at::arange(5, at::kHalf),
-      at::full({3}, 2, at::kComplexDouble),
-  };
-  FileToSave file{"rank", {}};
-  for (const at::Tensor& t : tensors) file.tensors.push_back({{}, t});
-  at::Tensor memory;
-  ShardCopies::of(file, {0, 1, 0, 1, 0, 1}, memory)->copy_all();
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    EXPECT_TRUE(file.tensors[i].tensor.equal(tensors[i])) << i;
-    EXPECT_EQ(file.tensors[i].tensor.scalar_type(), tensors[i].scalar_type()) << i;
-    EXPECT_TRUE(file.tensors[i].tensor.is_contiguous()) << i;
+// Copies go to any place in a file, with any number of bytes.
+TEST(ShardCopiesTest, ACopyFillsItsPlaceAndNothingBesideIt) {
+  const at::Tensor from = at::arange(600, at::kInt).remainder(251).to(at::kByte);
+  for (int64_t begin = 0; begin <= 70; ++begin) {
+    for (const int64_t bytes : {0, 1, 15, 63, 64, 65, 128, 129, 400}) {
+      const at::Tensor to = at::full({600}, 0xEE, at::kByte);
+      const at::Tensor source = from.narrow(0, begin % 13, bytes);
+      ShardCopies({{source, to.narrow(0, begin, bytes), 0}}).copy_all();
+      EXPECT_TRUE(to.narrow(0, begin, bytes).equal(source)) << begin << " " << bytes;
+      EXPECT_TRUE(to.narrow(0, 0, begin).eq(0xEE).all().item<bool>()) << begin << " " << bytes;
+      EXPECT_TRUE(to.slice(0, begin + bytes).eq(0xEE).all().item<bool>()) << begin << " " << bytes;
+    }
   }
 }
 
@@ -70,104 +73,44 @@ TEST(ShardCopiesTest, CopiesHaveTheBitsAndTheShapeOfWhatIsCopied) {
 TEST(ShardCopiesTest, AChangeWaitsForTheCopyOfItsBucketAlone) {
   constexpr int64_t kBuckets = 40;
   for (int turn = 0; turn < 20; ++turn) {
-    FileToSave file{"rank", {}};
-    std::vector<at::Tensor> live;
-    std::vector<int64_t> bucket_of;
+    Shard shard;
     for (int64_t b = 0; b < kBuckets; ++b) {
-      live.push_back(at::full({100000}, static_cast<double>(b), at::kFloat));
-      file.tensors.push_back({{}, live.back()});
-      bucket_of.push_back(b);
+      shard.add(at::full({100000}, static_cast<double>(b), at::kFloat), b);
     }
-    at::Tensor memory;
-    const auto copies = ShardCopies::of(file, bucket_of, memory);
-    std::thread copying([&] { copies->copy_all(); });
+    ShardCopies copies(shard.copies);
+    std::thread copying([&] { copies.copy_all(); });
     for (int64_t b = kBuckets - 1; b >= 0; --b) {
-      copies->wait(b);
-      live[b].fill_(-1);
+      copies.wait(b);
+      shard.live(b).fill_(-1);
     }
     copying.join();
     for (int64_t b = 0; b < kBuckets; ++b) {
-      EXPECT_TRUE(file.tensors[b].tensor.eq(static_cast<double>(b)).all().item<bool>()) << b;
+      EXPECT_TRUE(shard.copied(b).eq(static_cast<double>(b)).all().item<bool>()) << b;
     }
   }
 }
 
 // No thread copies here.
 TEST(ShardCopiesTest, AStepThatIsAheadCopiesItsBucketItselfAndNoOther) {
-  FileToSave file = file_of(3);
-  const std::vector<TensorToSave> live = file.tensors;
-  at::Tensor memory;
-  const auto copies = ShardCopies::of(file, {0, 1, 2}, memory);
-  copies->wait(1);
-  for (const TensorToSave& t : live) t.tensor.fill_(-1);
-  copies->copy_all();
-  EXPECT_EQ(file.tensors[2].tensor[0].item<float>(), 2);
-  EXPECT_EQ(file.tensors[1].tensor[0].item<float>(), 1);
-  EXPECT_EQ(file.tensors[0].tensor[0].item<float>(), -1) << "copied before its turn";
-}
-
-TEST(ShardCopiesTest, MemoryIsTakenAgainWhenNothingIsInItAnyMore) {
-  at::Tensor memory;
-  FileToSave first = file_of(2), second = file_of(2), third = file_of(2), larger = file_of(40);
-  ShardCopies::of(first, {0, 1}, memory)->copy_all();
-  const void* const before = memory.const_data_ptr();
-  ShardCopies::of(second, {0, 1}, memory)->copy_all();
-  EXPECT_NE(memory.const_data_ptr(), before) << "the first save is not written yet";
-  first.tensors[0].tensor.fill_(-1);
-  EXPECT_EQ(second.tensors[0].tensor[0].item<float>(), 0);
-  const void* const seconds = memory.const_data_ptr();
-  second.tensors.clear();
-  ShardCopies::of(third, {0, 1}, memory)->copy_all();
-  EXPECT_EQ(memory.const_data_ptr(), seconds);
-  third.tensors.clear();
-  ShardCopies::of(larger, std::vector<int64_t>(40, 0), memory)->copy_all();
-  EXPECT_EQ(larger.tensors[39].tensor[0].item<float>(), 39);
+  const Shard shard = shard_of(3);
+  ShardCopies copies(shard.copies);
+  copies.wait(1);
+  for (size_t i = 0; i < 3; ++i) shard.live(i).fill_(-1);
+  copies.copy_all();
+  EXPECT_EQ(shard.copied(2)[0].item<float>(), 2);
+  EXPECT_EQ(shard.copied(1)[0].item<float>(), 1);
+  EXPECT_EQ(shard.copied(0)[0].item<float>(), -1) << "copied before its turn";
 }
 
 TEST(ShardCopiesTest, AfterAnErrorNothingIsWaitedForAndTheThreadLearnsOfIt) {
   const auto meta = at::TensorOptions().device(at::kMeta).dtype(at::kFloat);
-  ShardCopies copies({{at::empty({2}, meta), at::empty({2}, at::kFloat), 1},
-                      {at::full({2}, 1, at::kFloat), at::full({2}, 0, at::kFloat), 0}});
+  ShardCopies copies({{at::empty({2}, meta), at::empty({8}, at::kByte), 1},
+                      {at::full({2}, 1, at::kFloat), at::full({8}, 0, at::kByte), 0}});
   copies.wait(1);
   copies.wait_for_all();
   for (int call = 0; call < 2; ++call) {
     EXPECT_FALSE(error_of([&] { copies.copy_all(); }).empty()) << call;
   }
-}
-
-// The system's description of the mapping at `address`: "hg" is in it where huge pages are asked
-// for. Empty where the system does not tell.
-std::string mapping_flags(const void* address) {
-  std::ifstream maps("/proc/self/smaps");
-  bool within = false;
-  for (std::string line; std::getline(maps, line);) {
-    uintptr_t begin = 0, end = 0;
-    char dash = 0;
-    std::istringstream text(line);
-    if (text >> std::hex >> begin >> dash >> end && dash == '-') {
-      const auto at = reinterpret_cast<uintptr_t>(address);
-      within = begin <= at && at < end;
-    }
-    if (within && line.compare(0, 8, "VmFlags:") == 0) return line;
-  }
-  return {};
-}
-
-TEST(ShardCopiesTest, ALargeBlockOfFreshMemoryAsksForHugePagesAndIsFreed) {
-  constexpr int64_t kBytes = (int64_t{8} << 20) + 5;
-  at::Tensor memory = fresh_memory(kBytes);
-  EXPECT_EQ(memory.numel(), kBytes);
-  memory.fill_(3);
-  const void* const address = memory.const_data_ptr();
-  const std::string flags = mapping_flags(address);
-  if (access("/sys/kernel/mm/transparent_hugepage", F_OK) == 0 && !flags.empty()) {
-    EXPECT_NE(flags.find(" hg"), std::string::npos) << flags;
-  }
-  EXPECT_EQ(fresh_memory(100).numel(), 100);
-  EXPECT_EQ(fresh_memory(0).numel(), 0);
-  const at::Tensor view = memory.narrow(0, 4, 8).view(at::kInt);
-  memory.reset();
-  EXPECT_EQ(view[0].item<int>(), 0x03030303) << "a view keeps it";
 }
 
 }  // namespace

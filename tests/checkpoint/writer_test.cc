@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -22,6 +23,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
+#include "zero/checkpoint/memory_file.h"
 #include "zero/checkpoint/reader.h"
 
 namespace zero {
@@ -105,21 +107,25 @@ TEST(CheckpointWriterTest, APausedWriteGoesOnWhereItStopped) {
   const at::Tensor value = at::arange(16 * 1000 * 1000, at::kFloat);
   on_ranks(1, folder, false, [&](Communicator&, CheckpointWriter& writer) {
     writer.begin();
-    const std::vector<FileToSave> files = {
-        {"f", {{{"b", "b", "buffer", 0, value.numel(), 0}, value}}},
-        {"g", {{{"c", "c", "buffer", 0, 2, 0}, value.narrow(0, 0, 2)}}}};
+    std::deque<std::shared_ptr<MemoryFileWriter>> files;
+    for (const FileToSave& file :
+         {FileToSave{"f", {{{"b", "b", "buffer", 0, value.numel(), 0}, value}}},
+          FileToSave{"g", {{{"c", "c", "buffer", 0, 2, 0}, value.narrow(0, 0, 2)}}}}) {
+      files.push_back(std::make_shared<MemoryFileWriter>(file, writer.id(), fresh_memory));
+      files.back()->copy_all();
+    }
     std::atomic<bool> pause = true, done = false;
-    EXPECT_FALSE(writer.write_files(files, &pause));
+    EXPECT_FALSE(writer.write_files(files, pause));
     std::thread asking([&] {
       while (!done) pause = true;
     });
     do {
       pause = false;
-    } while (!writer.write_files(files, &pause));
+    } while (!writer.write_files(files, pause));
     done = true;
     asking.join();
     pause = false;
-    EXPECT_TRUE(writer.write_files(files, &pause)) << "all is written";
+    EXPECT_TRUE(writer.write_files(files, pause)) << "all is written";
     Manifest m;
     m.buffers = {{"b", value.sizes().vec(), {}, at::kFloat, 0}, {"c", {2}, {}, at::kFloat, 0}};
     writer.finish(m);
@@ -134,7 +140,12 @@ TEST(CheckpointWriterTest, AnErrorBeforeTheFilesIsThrownByFinishOnAllRanks) {
   on_ranks(2, folder, false, [&](Communicator& control, CheckpointWriter& writer) {
     writer.begin();
     writer.prepare([&] { TORCH_CHECK(control.rank() != 1, "no copy"); });
-    EXPECT_TRUE(writer.write_files({file_of(control.rank())}));
+    std::deque<std::shared_ptr<MemoryFileWriter>> files = {
+        std::make_shared<MemoryFileWriter>(file_of(control.rank()), writer.id(), fresh_memory)};
+    files[0]->copy_all();
+    const std::weak_ptr<MemoryFileWriter> memory = files[0];
+    EXPECT_TRUE(writer.write_files(files, /*pause=*/false));
+    EXPECT_TRUE(memory.expired());
     expect_words(error_of([&] { writer.finish(manifest_for(2)); }), {"no copy"});
   });
   EXPECT_FALSE(fs::exists(folder));

@@ -36,7 +36,7 @@ TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
     const auto generations = std::make_shared<Generations>();
     Protection protection(group, generations, 0);
     const at::Tensor master = values(group.rank());
-    protection.begin({}, file_of(group.rank(), master), {0}, false);
+    protection.begin({}, file_of(group.rank(), master), {0});
     protection.wait_for_copies(0);
     master.fill_(-1);  // as the next step does
     EXPECT_EQ(protection.finish(), "");
@@ -64,11 +64,11 @@ TEST(ProtectionTest, AnUnfinishedGenerationNeverReplacesAFinishedOne) {
   run_ranks(2, [](const Group& group) {
     const auto generations = std::make_shared<Generations>();
     Protection protection(group, generations, 0);
-    protection.begin({}, file_of(group.rank(), values(1)), {0}, false);
+    protection.begin({}, file_of(group.rank(), values(1)), {0});
     ASSERT_EQ(protection.finish(), "");
     // Rank 1 ends in the middle of the second one.
     if (group.rank() == 0) {
-      protection.begin({}, file_of(group.rank(), values(2)), {0}, false);
+      protection.begin({}, file_of(group.rank(), values(2)), {0});
     } else {
       protection.abort("this rank gives up");
     }

@@ -136,10 +136,24 @@ void FileWriter::write(const void* data, size_t bytes) {
   }
 }
 
+void FileWriter::write_directly(const void* data, size_t bytes) {
+  TORCH_INTERNAL_ASSERT(collected_bytes_ == 0);
+  const bool aligned = (reinterpret_cast<uintptr_t>(data) | bytes_) % kBlock == 0;
+  if (!aligned && direct_) set_direct(false);
+  // As with write(), not for small files.
+  if (aligned && bytes_ < kCollected && bytes_ + bytes >= kCollected) set_direct(true);
+  write_out(static_cast<const char*>(data), bytes);
+  bytes_ += bytes;
+}
+
 void FileWriter::flush() {
+  write_out(collected_.get(), collected_bytes_);
+  collected_bytes_ = 0;
+}
+
+void FileWriter::write_out(const char* next, size_t bytes) {
   const WithoutSizeSignal guard;
-  const char* next = collected_.get();
-  for (size_t left = collected_bytes_; left > 0;) {
+  for (size_t left = bytes; left > 0;) {
     if (direct_ && left % kBlock != 0) set_direct(false);
     const ssize_t done = ::write(descriptor_, next, left);
     if (done < 0 && errno == EINTR) continue;
@@ -151,7 +165,6 @@ void FileWriter::flush() {
     next += done;
     left -= done;
   }
-  collected_bytes_ = 0;
 }
 
 void FileWriter::finish() {

@@ -41,9 +41,9 @@ void check_path(const std::string& path);
 
 // A new file. Nothing is in it for sure before close(), and nothing on disk before finish().
 //
-// Bytes are collected, and go to the disk past the page cache where the file system can do that
-// (O_DIRECT): what is written once and hardly ever read again costs the processor a tenth then, and
-// pushes nothing out of the cache.
+// Bytes are collected, unless written directly, and go to the disk past the page cache where the
+// file system can do that (O_DIRECT): what is written once and hardly ever read again costs the
+// processor a tenth then, and pushes nothing out of the cache.
 class FileWriter {
  public:
   // Throws when `path` exists.
@@ -54,6 +54,9 @@ class FileWriter {
 
   // Also hashes. A file-size limit is an error, here or later, and not a signal.
   void write(const void* data, size_t bytes);
+  // Writes without a copy, and without hash(): not beside write(). It can pass by the page cache
+  // where the address is a multiple of 4096 and all calls but the last one have multiples of it.
+  void write_directly(const void* data, size_t bytes);
   // Waits until the content is on disk, and closes.
   void finish();
   // Only closes: others see the content, which a crash of the machine may lose.
@@ -68,6 +71,7 @@ class FileWriter {
   };
   // Writes what is collected.
   void flush();
+  void write_out(const char* data, size_t bytes);
   // Whether writes pass by the page cache from now on, if the file system can do that.
   void set_direct(bool direct);
 

@@ -2,7 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/checkpoint/memory_file.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,16 +13,37 @@
 #include <utility>
 
 namespace zero {
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+// In parts, so that the second hash finds them in the cache.
+constexpr uint64_t kHashed = uint64_t{256} << 10;
+
+}  // namespace
+
+at::Tensor fresh_memory(int64_t bytes) {
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  if (bytes < kHugePage) return at::empty({bytes}, options);
+  void* const memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(memory != MAP_FAILED, "not enough memory: expected ", bytes, " bytes for a copy");
+  madvise(memory, bytes, MADV_HUGEPAGE);  // refused by systems without them
+  return at::from_blob(
+      memory, {bytes}, [bytes](void* begin) { munmap(begin, bytes); }, options);
+}
+
+at::Tensor KeptMemory::allocate(int64_t bytes) {
+  const bool fits =
+      memory_.defined() && memory_.numel() == bytes && memory_.storage().use_count() == 1;
+  if (!fits) memory_ = fresh_memory(bytes);
+  // Not the same tensor: the storage counts who uses it.
+  return memory_.narrow(0, 0, bytes);
+}
 
 MemoryFileWriter::MemoryFileWriter(FileToSave file, const std::string& id,
                                    const std::function<at::Tensor(int64_t bytes)>& allocate)
     : file_(std::move(file)) {
-  for (const TensorToSave& t : file_.tensors) {
-    const bool known = safetensors_knows(t.tensor.scalar_type());
-    const auto size = static_cast<int64_t>(t.tensor.nbytes());
-    places_.push_back({t.about.key, known ? t.tensor.scalar_type() : at::kByte,
-                       known ? t.tensor.sizes().vec() : std::vector<int64_t>{size}, 0, 0});
-  }
+  for (const TensorToSave& t : file_.tensors) places_.push_back(stored_as(t));
   const std::string beginning = lay_out_safetensors(places_, {{"checkpoint", id}}, file_.name);
   std::unordered_map<std::string, size_t> by_key;
   for (size_t p = 0; p < places_.size(); ++p) by_key[places_[p].name] = p;
@@ -27,45 +51,59 @@ MemoryFileWriter::MemoryFileWriter(FileToSave file, const std::string& id,
   const uint64_t size = places_.empty() ? beginning.size() : places_.back().end;
   bytes_ = allocate(static_cast<int64_t>(size));
   std::memcpy(bytes_.mutable_data_ptr(), beginning.data(), beginning.size());
+  hashed_ = beginning.size();
+  whole_hash_.add(beginning.data(), beginning.size());
 }
 
-std::vector<ShardCopies::Copy> MemoryFileWriter::copies() const {
-  std::vector<ShardCopies::Copy> result;
-  for (size_t i = 0; i < file_.tensors.size(); ++i) {
+std::shared_ptr<ShardCopies> MemoryFileWriter::copy(const std::vector<int64_t>& bucket_of) {
+  TORCH_INTERNAL_ASSERT(bucket_of.size() == file_.tensors.size(), "a bucket for every tensor");
+  std::vector<ShardCopies::Copy> now, later;
+  for (size_t i = 0; i < bucket_of.size(); ++i) {
     const StoredTensor& place = places_[place_of_[i]];
     const auto begin = static_cast<int64_t>(place.begin);
     const auto end = static_cast<int64_t>(place.end);
-    result.push_back({file_.tensors[i].tensor.detach(), bytes_.slice(0, begin, end)});
+    (bucket_of[i] == ShardCopies::kOfNone ? now : later)
+        .push_back({std::exchange(file_.tensors[i].tensor, {}).detach(),
+                    bytes_.slice(0, begin, end), bucket_of[i]});
   }
-  return result;
+  ShardCopies(now).copy_all();
+  return std::make_shared<ShardCopies>(later);
+}
+
+void MemoryFileWriter::copy_all() {
+  copy(std::vector<int64_t>(file_.tensors.size(), ShardCopies::kOfNone));
+}
+
+bool MemoryFileWriter::hash_part() {
+  const auto* const data = static_cast<const char*>(bytes_.const_data_ptr());
+  while (hashes_.size() < places_.size()) {
+    const StoredTensor& place = places_[hashes_.size()];
+    if (hashed_ == place.end) {
+      hashes_.push_back(tensor_hash_.value());
+      tensor_hash_.reset();
+      continue;
+    }
+    const uint64_t part = std::min(kHashed, place.end - hashed_);
+    whole_hash_.add(data + hashed_, part);
+    tensor_hash_.add(data + hashed_, part);
+    hashed_ += part;
+    return true;
+  }
+  return false;
 }
 
 MemoryFile MemoryFileWriter::finish() {
-  const auto* const data = static_cast<const char*>(bytes_.const_data_ptr());
-  // In parts, so that the second hash finds them in the cache.
-  constexpr uint64_t kPart = uint64_t{256} << 10;
-  ContentHash whole, tensor;
-  whole.add(data, places_.empty() ? bytes_.nbytes() : places_.front().begin);
-  std::vector<uint64_t> hashes;
-  for (const StoredTensor& place : places_) {
-    tensor.reset();
-    for (uint64_t at = place.begin; at < place.end; at += kPart) {
-      const uint64_t part = std::min(kPart, place.end - at);
-      whole.add(data + at, part);
-      tensor.add(data + at, part);
-    }
-    hashes.push_back(tensor.value());
+  while (hash_part()) {
   }
   MemoryFile result;
   result.about.name = file_.name;
   result.about.bytes = bytes_.nbytes();
-  result.about.hash = whole.value();
+  result.about.hash = whole_hash_.value();
   for (size_t i = 0; i < file_.tensors.size(); ++i) {
     result.about.tensors.push_back(file_.tensors[i].about);
-    result.about.tensors.back().hash = hashes[place_of_[i]];
+    result.about.tensors.back().hash = hashes_[place_of_[i]];
   }
   result.bytes = std::move(bytes_);
-  file_.tensors.clear();
   return result;
 }
 

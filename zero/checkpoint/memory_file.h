@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A file of a checkpoint in host memory, byte for byte as a save would write it, so that what is
-// read from it goes through the reader of checkpoints.
+// A file of a checkpoint in host memory, byte for byte as a save would write it: what an
+// asynchronous save writes to the disk, and what a protected step sends to another rank, where the
+// reader of checkpoints reads it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "zero/checkpoint/hashed_file.h"
@@ -22,29 +23,56 @@
 
 namespace zero {
 
+// Returns [bytes] of kByte in host memory that nothing has been written to. A large block has huge
+// pages where the system gives them to who asks: with small ones the first write to a page takes
+// three times as long as the copy, and delays those of other threads.
+at::Tensor fresh_memory(int64_t bytes);
+
+// Memory for one file after the other: writing to memory that was used before needs no page faults.
+class KeptMemory {
+ public:
+  // As fresh_memory(), or what the last call returned, if that is as large and no longer in use.
+  at::Tensor allocate(int64_t bytes);
+
+ private:
+  at::Tensor memory_;
+};
+
 // Immutable once it is whole.
 struct MemoryFile {
   ManifestFile about;
   at::Tensor bytes;  // [about.bytes] of kByte
 };
 
-// Fills a file with tensors, in any order.
+// Fills a file with tensors.
 class MemoryFileWriter {
  public:
   // Lays `file` out; `id` is that of its checkpoint. allocate(bytes) returns the memory.
   MemoryFileWriter(FileToSave file, const std::string& id,
                    const std::function<at::Tensor(int64_t bytes)>& allocate);
 
-  // The copies to be made, tensor by tensor as the file was given; their buckets are not set.
-  std::vector<ShardCopies::Copy> copies() const;
-  // After all copies. Hashes what was copied.
+  const std::string& name() const { return file_.name; }
+
+  // Once. bucket_of[i] is the bucket of tensor i, as the file was given. Copies at once what
+  // belongs to ShardCopies::kOfNone, and returns the copies that are to be made of the others.
+  std::shared_ptr<ShardCopies> copy(const std::vector<int64_t>& bucket_of);
+  // Copies all at once.
+  void copy_all();
+
+  // After all copies. Hashes the next part, and returns whether any is left.
+  bool hash_part();
+  // Hashes what is left.
   MemoryFile finish();
 
  private:
-  FileToSave file_;
+  FileToSave file_;                   // without its tensors once they are, or are being, copied
   std::vector<StoredTensor> places_;  // in the order of the file
   std::vector<size_t> place_of_;      // of each tensor as given
   at::Tensor bytes_;
+
+  uint64_t hashed_ = 0;  // of bytes_
+  ContentHash whole_hash_, tensor_hash_;
+  std::vector<uint64_t> hashes_;  // of places_, as far as they are hashed
 };
 
 }  // namespace zero

@@ -13,19 +13,11 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <set>
 #include <vector>
 
-#include "zero/checkpoint/writer.h"
-
 namespace zero {
-
-// Returns [bytes] of kByte in host memory that nothing has been written to. A large block has huge
-// pages where the system gives them to who asks: with small ones the first write to a page takes
-// three times as long as the copy, and delays those of other threads.
-at::Tensor fresh_memory(int64_t bytes);
 
 // Thread safety: every member.
 class ShardCopies {
@@ -34,17 +26,11 @@ class ShardCopies {
 
   struct Copy {
     at::Tensor from;  // any device and strides
-    at::Tensor to;    // contiguous, in host memory, of as many bytes
+    at::Tensor to;    // the bytes of its elements in order: kByte, contiguous, in host memory
     int64_t bucket = 0;
   };
   // Of buckets, the last one is changed first. Copies nothing yet.
   explicit ShardCopies(const std::vector<Copy>& copies);
-
-  // Replaces the tensors of `file` by memory for their copies; bucket_of[i] is the bucket of tensor
-  // i. Those of kOfNone stay. Takes `memory` of an earlier call if nothing else is in it any more,
-  // since that needs no page faults, and sets it to what it takes.
-  static std::shared_ptr<ShardCopies> of(FileToSave& file, const std::vector<int64_t>& bucket_of,
-                                         at::Tensor& memory);
 
   // Copies what is left, and waits for what other threads are copying. Throws what went wrong in
   // any of them; then nothing more is copied, or waited for.

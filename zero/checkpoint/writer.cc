@@ -20,7 +20,7 @@
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/file_exchange.h"
 #include "zero/checkpoint/hashed_file.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/memory_file.h"
 
 namespace zero {
 namespace {
@@ -40,63 +40,68 @@ at::Tensor storable(const at::Tensor& tensor) {
   return host.reshape({-1}).view(at::kByte);
 }
 
+ManifestFile write_file(const FileToSave& file, const std::string& path, const std::string& id) {
+  std::vector<StoredTensor> places;
+  std::unordered_map<std::string, const TensorToSave*> by_key;
+  for (const TensorToSave& t : file.tensors) {
+    places.push_back(stored_as(t));
+    by_key[t.about.key] = &t;
+  }
+  SafetensorsWriter writer(path, std::move(places), {{"checkpoint", id}});
+  ManifestFile result;
+  result.name = file.name;
+  for (const StoredTensor& place : writer.tensors()) {
+    const TensorToSave& t = *by_key.at(place.name);
+    const at::Tensor host = storable(t.tensor);
+    result.tensors.push_back(t.about);
+    result.tensors.back().hash = writer.write(host.const_data_ptr(), host.nbytes());
+  }
+  writer.finish();
+  result.bytes = writer.bytes();
+  result.hash = writer.hash();
+  return result;
+}
+
 }  // namespace
 
-class CheckpointWriter::File {
+class CheckpointWriter::FileFromMemory {
  public:
-  // `file` outlives this.
-  File(const FileToSave& file, const std::string& path, const std::string& id)
-      : writer_(path, places(file), {{"checkpoint", id}}) {
-    result_.name = file.name;
-    std::unordered_map<std::string, const TensorToSave*> by_key;
-    for (const TensorToSave& t : file.tensors) by_key[t.about.key] = &t;
-    for (const StoredTensor& place : writer_.tensors()) order_.push_back(by_key.at(place.name));
-  }
+  FileFromMemory(std::shared_ptr<MemoryFileWriter> source, const std::string& path)
+      : source_(std::move(source)), writer_(path) {}
 
-  // Returns whether there was one.
-  bool write_part() {
-    if (next_ == order_.size()) return false;
-    const TensorToSave& t = *order_[next_];
-    if (written_ == 0) host_ = storable(t.tensor);
-    const uint64_t part = std::min<uint64_t>(host_.nbytes() - written_, StoredBytes::kPart);
-    const uint64_t hash =
-        writer_.write(static_cast<const char*>(host_.const_data_ptr()) + written_, part);
-    written_ += part;
-    if (written_ < host_.nbytes()) return true;
-    result_.tensors.push_back(t.about);
-    result_.tensors.back().hash = hash;
-    host_ = at::Tensor();
-    written_ = 0;
-    ++next_;
+  // Hashes or writes the next part. Returns whether there was one.
+  bool go_on() {
+    if (source_) {
+      if (source_->hash_part()) return true;
+      file_ = source_->finish();
+      source_.reset();
+    }
+    const uint64_t left = file_.about.bytes - writer_.bytes();
+    if (left == 0) return false;
+    writer_.write_directly(static_cast<const char*>(file_.bytes.const_data_ptr()) + writer_.bytes(),
+                           std::min(left, kDirectPart));
     return true;
   }
 
   ManifestFile finish() {
     writer_.finish();
-    result_.bytes = writer_.bytes();
-    result_.hash = writer_.hash();
-    return std::move(result_);
+    return std::move(file_.about);
   }
 
  private:
-  static std::vector<StoredTensor> places(const FileToSave& file) {
-    std::vector<StoredTensor> result;
-    for (const TensorToSave& t : file.tensors) {
-      const bool known = safetensors_knows(t.tensor.scalar_type());
-      const auto bytes = static_cast<int64_t>(t.tensor.nbytes());
-      result.push_back({t.about.key, known ? t.tensor.scalar_type() : at::kByte,
-                        known ? t.tensor.sizes().vec() : std::vector<int64_t>{bytes}, 0, 0});
-    }
-    return result;
-  }
+  static constexpr uint64_t kDirectPart = uint64_t{4} << 20;
 
-  SafetensorsWriter writer_;
-  ManifestFile result_;
-  std::vector<const TensorToSave*> order_;
-  size_t next_ = 0;
-  at::Tensor host_;       // the next one in host memory
-  uint64_t written_ = 0;  // of it
+  std::shared_ptr<MemoryFileWriter> source_;  // null once all of it is hashed
+  MemoryFile file_;
+  FileWriter writer_;
 };
+
+StoredTensor stored_as(const TensorToSave& t) {
+  const bool known = safetensors_knows(t.tensor.scalar_type());
+  const auto bytes = static_cast<int64_t>(t.tensor.nbytes());
+  return {t.about.key, known ? t.tensor.scalar_type() : at::kByte,
+          known ? t.tensor.sizes().vec() : std::vector<int64_t>{bytes}, 0, 0};
+}
 
 std::string rank_file_name(int rank) {
   char name[64];
@@ -201,15 +206,9 @@ void CheckpointWriter::find_disks() {
   disk_ = std::distance(disks.begin(), disks.find(own));
 }
 
-bool CheckpointWriter::write_part(const std::vector<FileToSave>& files) {
-  if (files_.size() == files.size()) return false;
-  const FileToSave& file = files[files_.size()];
-  if (!file_) file_ = std::make_unique<File>(file, saving_ + "/" + file.name, id_);
-  if (file_->write_part()) return true;
-  files_.push_back(file_->finish());
-  files_.back().disk = disk_;
-  file_.reset();
-  return true;
+void CheckpointWriter::add_file(ManifestFile file) {
+  file.disk = disk_;
+  files_.push_back(std::move(file));
 }
 
 void CheckpointWriter::prepare(const std::function<void()>& work) noexcept {
@@ -220,13 +219,33 @@ void CheckpointWriter::prepare(const std::function<void()>& work) noexcept {
   }
 }
 
-bool CheckpointWriter::write_files(const std::vector<FileToSave>& files,
-                                   const std::atomic<bool>* pause) noexcept {
-  bool left = problem_.empty();
+void CheckpointWriter::write_files(const std::vector<FileToSave>& files) noexcept {
+  if (!problem_.empty()) return;
   prepare([&] {
-    while (left && (pause == nullptr || !*pause)) left = write_part(files);
+    for (const FileToSave& file : files) {
+      add_file(write_file(file, saving_ + "/" + file.name, id_));
+    }
   });
-  return !left || !problem_.empty();
+}
+
+bool CheckpointWriter::write_files(std::deque<std::shared_ptr<MemoryFileWriter>>& files,
+                                   const std::atomic<bool>& pause) noexcept {
+  if (problem_.empty()) {
+    prepare([&] {
+      while (!files.empty() && !pause) {
+        if (!file_) {
+          file_ = std::make_unique<FileFromMemory>(files.front(),
+                                                   saving_ + "/" + files.front()->name());
+        }
+        if (file_->go_on()) continue;
+        add_file(file_->finish());
+        file_.reset();
+        files.pop_front();
+      }
+    });
+  }
+  if (!problem_.empty()) files.clear();
+  return files.empty();
 }
 
 void CheckpointWriter::write_manifest(const Manifest& manifest) {

@@ -22,6 +22,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -29,6 +30,7 @@
 
 #include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/safetensors.h"
 #include "zero/communicator.h"
 
 namespace zero {
@@ -42,6 +44,12 @@ struct FileToSave {
   std::string name;
   std::vector<TensorToSave> tensors;
 };
+
+class MemoryFileWriter;
+
+// The entry of `tensor` in a file without its place there. A dtype that safetensors has no name for
+// becomes bytes.
+StoredTensor stored_as(const TensorToSave& tensor);
 
 // "rank-00003.safetensors".
 std::string rank_file_name(int rank);
@@ -59,10 +67,13 @@ class CheckpointWriter {
   const std::string& id() const { return id_; }
   // Runs what comes before write_files(). Never throws: what goes wrong is thrown by finish().
   void prepare(const std::function<void()>& work) noexcept;
-  // Writes `files`. Never throws, too. Returns whether nothing is left to do. If not, `pause` has
-  // become true, and a call with the same files, on any thread, goes on where this one stopped.
-  bool write_files(const std::vector<FileToSave>& files,
-                   const std::atomic<bool>* pause = nullptr) noexcept;
+  // Writes `files`. Never throws, too.
+  void write_files(const std::vector<FileToSave>& files) noexcept;
+  // Writes `files`, whose copies are made, and removes those that are written: straight from their
+  // memory, each byte once. Never throws, too. Returns whether nothing is left to do. If not,
+  // `pause` has become true, and another call, on any thread, goes on where this one stopped.
+  bool write_files(std::deque<std::shared_ptr<MemoryFileWriter>>& files,
+                   const std::atomic<bool>& pause) noexcept;
   // Rank 0's `manifest` counts; its id and files are filled in here. Where a checkpoint is
   // replaced, `remove` runs the removal.
   void finish(Manifest manifest, const RunTask& remove = run_now);
@@ -77,9 +88,8 @@ class CheckpointWriter {
   // Returns the keeper of the disk that this rank sees.
   int keeper() const;
 
-  class File;  // that is being written
-  // Writes up to a MiB. Returns whether anything is left.
-  bool write_part(const std::vector<FileToSave>& files);
+  class FileFromMemory;  // that is being written
+  void add_file(ManifestFile file);
   void write_manifest(const Manifest& manifest);
   void finish_disks(const Manifest& manifest, const RunTask& remove);
 
@@ -92,8 +102,8 @@ class CheckpointWriter {
   std::string saving_;                          // the hidden folder
   std::string id_;
   int64_t disk_ = 0;
-  std::vector<ManifestFile> files_;  // that are written
-  std::unique_ptr<File> file_;       // the next one
+  std::vector<ManifestFile> files_;       // that are written
+  std::unique_ptr<FileFromMemory> file_;  // the next one
   std::string problem_;
 };
 

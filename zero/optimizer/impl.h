@@ -11,6 +11,7 @@
 //   replan.cc           other parameters: freeze(), unfreeze(), add_param_group()
 #pragma once
 
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -23,6 +24,7 @@
 #include "zero/agreement/shard_domains.h"
 #include "zero/base/serial_thread.h"
 #include "zero/checkpoint/found_files.h"
+#include "zero/checkpoint/memory_file.h"
 #include "zero/checkpoint/mesh_tensors.h"
 #include "zero/checkpoint/reader.h"
 #include "zero/checkpoint/run_identity.h"
@@ -108,9 +110,10 @@ struct ZeroOptimizer::Impl {
   // --- Checkpoints (save.cc, load.cc)
   struct Save {
     std::shared_ptr<CheckpointWriter> writer;
-    std::vector<FileToSave> files;  // of this rank; copies of its tensors if asked for
-    Manifest manifest;              // without files
-    // Of an asynchronous save: what files[0] has of the shard is still to be copied.
+    Manifest manifest;                   // without files
+    std::vector<FileToSave> files = {};  // of this rank
+    // Instead of those, for an asynchronous save, and what is still to be copied of the shard.
+    std::deque<std::shared_ptr<MemoryFileWriter>> copied_files = {};
     std::shared_ptr<ShardCopies> copies = nullptr;
   };
   void check_can_be_stored(const ParamGroups& groups) const;
@@ -125,7 +128,8 @@ struct ZeroOptimizer::Impl {
                          const MeshTensors* mesh) const;
   Save begin_save(const std::string& folder, const SaveOptions& save, bool copy,
                   const ParamGroups& groups);
-  // This rank's file, with views of the shard. bucket_of[i]: see ShardCopies.
+  // This rank's file, with views of the shard. bucket_of[i] is the bucket of tensor i, or
+  // ShardCopies::kOfNone where it is to be copied at once.
   FileToSave shard_file(std::vector<int64_t>& bucket_of) const;
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& load,
                              ParamGroups& groups);
@@ -204,7 +208,7 @@ struct ZeroOptimizer::Impl {
   StepRecord record;
   RunIdentity run;                      // of checkpoints
   std::shared_ptr<ShardCopies> copies;  // of the last asynchronous save, or null
-  at::Tensor memory_of_copies;          // kept for the next one
+  KeptMemory memory_of_copies;          // of those
   SerialThread removals;                // of the checkpoints that asynchronous saves replaced
   std::shared_ptr<Lifeline> lifeline;   // null unless steps are protected
   std::unique_ptr<Protection> protection;

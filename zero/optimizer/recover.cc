@@ -72,7 +72,7 @@ void ZeroOptimizer::Impl::protect(const ParamGroups& groups) {
   record.follow_loss_scale();
   std::vector<int64_t> bucket_of;
   auto [file, manifest] = protected_shard(groups, bucket_of);
-  protection->begin(std::move(manifest), std::move(file), bucket_of, !device.is_cpu());
+  protection->begin(std::move(manifest), std::move(file), bucket_of);
 }
 
 void ZeroOptimizer::Impl::protect_at_once(const ParamGroups& groups, const std::string& call) {

@@ -162,7 +162,7 @@ std::shared_ptr<Generations> ZeroOptimizer::Impl::copy_shard(const ParamGroups& 
     copy.manifest.id = copy.id();
     MemoryFileWriter writer(std::move(file), copy.id(),
                             [&](int64_t bytes) { return result->allocate(bytes); });
-    ShardCopies(writer.copies()).copy_all();
+    writer.copy_all();
     copy.files.emplace(comms->rank(), writer.finish());
     result->add(std::move(copy));
     return {};

@@ -17,6 +17,7 @@
 #include "zero/base/error_text.h"
 #include "zero/base/thread_priority.h"
 #include "zero/checkpoint/atomic_directory.h"
+#include "zero/checkpoint/memory_file.h"
 #include "zero/checkpoint/safetensors.h"
 #include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
@@ -221,37 +222,42 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
   if (mesh) drop_what_others_store(*mesh, own, whole, bucket_of);
   Save result{std::make_shared<CheckpointWriter>(*comms->control, folder, save.overwrite(),
                                                  save.shared_folder()),
-              {},
               make_manifest(save, groups, mesh.get())};
   result.writer->begin();
   if (comms->rank() == 0) {
     result.manifest.run = run.id();
     result.manifest.saved = run.next_save(parent_of(folder));
   }
-  result.files.push_back(std::move(own));
-  if (comms->rank() == 0 || !whole.tensors.empty()) result.files.push_back(std::move(whole));
-  if (!copy) return result;
-  // What step() does not change may be changed by anyone. On a GPU copies wait for the stream.
-  const bool later = device.is_cpu();
-  for (size_t f = later ? 1 : 0; f < result.files.size(); ++f) {
-    for (TensorToSave& t : result.files[f].tensors) {
-      t.tensor = t.tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
-    }
+  const bool has_whole = comms->rank() == 0 || !whole.tensors.empty();
+  if (!copy) {
+    result.files.push_back(std::move(own));
+    if (has_whole) result.files.push_back(std::move(whole));
+    return result;
   }
-  if (later) {
-    result.copies = ShardCopies::of(result.files[0], bucket_of, memory_of_copies);
+  const std::string& id = result.writer->id();
+  const auto shard = std::make_shared<MemoryFileWriter>(
+      std::move(own), id, [&](int64_t bytes) { return memory_of_copies.allocate(bytes); });
+  result.copies = shard->copy(bucket_of);
+  result.copied_files.push_back(shard);
+  if (has_whole) {
+    result.copied_files.push_back(
+        std::make_shared<MemoryFileWriter>(std::move(whole), id, fresh_memory));
+    result.copied_files.back()->copy_all();  // what step() does not change anyone may change
   }
   return result;
 }
 
 FileToSave ZeroOptimizer::Impl::shard_file(std::vector<int64_t>& bucket_of) const {
-  return rank_file(
+  FileToSave file = rank_file(
       table, shards, comms->rank(),
       [&](int64_t parameter) {
         const auto& replicas = domains.list[domain_of[parameter]].replicas;
         return !replicas || replicas->rank() == 0;
       },
       bucket_of);
+  // Copies from a GPU wait for the stream that computes.
+  if (!device.is_cpu()) bucket_of.assign(bucket_of.size(), ShardCopies::kOfNone);
+  return file;
 }
 
 void ZeroOptimizer::Impl::check_can_be_stored(const ParamGroups& groups) const {
@@ -296,11 +302,8 @@ std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
     auto copy = [writer = save.writer, copies = save.copies] {
       if (copies) writer->prepare([&] { copies->copy_all(); });
     };
-    auto write = [writer = save.writer,
-                  files = std::move(save.files)](const std::atomic<bool>& pause) mutable {
-      // What is written is freed here.
-      if (!files.empty() && writer->write_files(files, &pause)) files.clear();
-    };
+    auto write = [writer = save.writer, files = std::move(save.copied_files)](
+                     const std::atomic<bool>& pause) mutable { writer->write_files(files, pause); };
     pending =
         std::make_unique<PendingCheckpoint>(std::move(copy), std::move(write), std::move(finish));
     impl_->copies = save.copies;

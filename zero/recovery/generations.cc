@@ -8,8 +8,6 @@
 #include <sstream>
 #include <utility>
 
-#include "zero/checkpoint/shard_copies.h"
-
 namespace zero {
 
 void Generations::add(Generation generation) {

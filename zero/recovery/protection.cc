@@ -42,8 +42,7 @@ void Protection::make_whole(Generation& generation, MemoryFileWriter& writer) {
   generations_->add(std::move(generation));
 }
 
-void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of,
-                       bool on_gpu) {
+void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of) {
   if (!ring_ && !others_may_join_) return;
   TORCH_INTERNAL_ASSERT(!made_.valid() && problem_.empty());
   // The first one replaces those of a group before this one only when it is agreed on.
@@ -57,14 +56,7 @@ void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int
   auto writer = std::make_shared<MemoryFileWriter>(
       std::move(file), generation->id(),
       [this](int64_t bytes) { return generations_->allocate(bytes); });
-  std::vector<ShardCopies::Copy> at_once, beside_steps;
-  for (ShardCopies::Copy& copy : writer->copies()) {
-    copy.bucket = bucket_of[beside_steps.size() + at_once.size()];
-    const bool waits = !on_gpu && copy.bucket != ShardCopies::kOfNone;
-    (waits ? beside_steps : at_once).push_back(std::move(copy));
-  }
-  ShardCopies(at_once).copy_all();
-  copies_ = std::make_shared<ShardCopies>(beside_steps);
+  copies_ = writer->copy(bucket_of);
   auto promise = std::make_shared<std::promise<std::string>>();
   made_ = promise->get_future();
   thread_.push([this, promise, generation, writer, copies = copies_] {

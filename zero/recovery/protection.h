@@ -34,9 +34,8 @@ class Protection {
   std::string finish();
   // Collective, after all ranks agreed that finish() had no problem. Starts the next generation.
   // `file` has views of the shard; bucket_of[i] is the bucket of tensor i, or ShardCopies::kOfNone
-  // for one that is copied at once. From a GPU all are.
-  void begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of,
-             bool on_gpu);
+  // for one that is copied at once.
+  void begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of);
   // Blocks until the tensors of buckets from `bucket` on are copied.
   void wait_for_copies(int64_t bucket);
   // Frees all but the newest generation. After an agreement as for begin().

@@ -1,0 +1,150 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// zero/checkpoint/memory_file.h: a file in memory is the file that a save would write, and the
+// memory that such files get.
+#include "zero/checkpoint/memory_file.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace zero {
+namespace {
+
+constexpr int64_t kOfNone = ShardCopies::kOfNone;
+
+// With every kind of tensor that a save can meet.
+FileToSave file_of_all_kinds() {
+  const std::vector<at::Tensor> tensors = {
+      at::arange(300 * 1000 + 1, at::kFloat),
+      at::arange(1000, at::kLong).reshape({10, 100}).t(),
+      at::full({}, 7, at::kLong),
+      at::empty({0, 4}, at::kFloat),
+      at::arange(5, at::kHalf),
+      at::full({3}, 2, at::kComplexDouble),  // stored as bytes
+  };
+  FileToSave file{"rank", {}};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const std::string key = "t" + std::to_string(i);
+    file.tensors.push_back({{key, key, "buffer", 0, tensors[i].numel(), 0}, tensors[i].clone()});
+  }
+  return file;
+}
+
+std::string content(const at::Tensor& bytes) {
+  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
+}
+
+TEST(MemoryFileTest, ItHasTheBytesAndHashesOfTheFile) {
+  const std::string path = ::testing::TempDir() + "/memory_file";
+  std::filesystem::remove(path);
+  const FileToSave file = file_of_all_kinds();
+  std::vector<StoredTensor> places;
+  for (const TensorToSave& t : file.tensors) places.push_back(stored_as(t));
+  SafetensorsWriter disk(path, places, {{"checkpoint", "an id"}});
+  std::vector<uint64_t> hashes(file.tensors.size());
+  for (const StoredTensor& place : disk.tensors()) {
+    const auto i = static_cast<size_t>(std::stoi(place.name.substr(1)));
+    const at::Tensor plain = file.tensors[i].tensor.contiguous();
+    hashes[i] = disk.write(plain.const_data_ptr(), plain.nbytes());
+  }
+  disk.finish();
+
+  MemoryFileWriter writer(file, "an id", fresh_memory);
+  writer.copy({0, 1, kOfNone, 0, 1, 0})->copy_all();
+  const MemoryFile made = writer.finish();
+  EXPECT_EQ(made.about.name, "rank");
+  EXPECT_EQ(made.about.bytes, disk.bytes());
+  EXPECT_EQ(made.about.hash, disk.hash());
+  ASSERT_EQ(made.about.tensors.size(), hashes.size());
+  for (size_t i = 0; i < hashes.size(); ++i) EXPECT_EQ(made.about.tensors[i].hash, hashes[i]) << i;
+  FileReader stored(path);
+  EXPECT_EQ(content(made.bytes), stored.read_text(0, stored.size()));
+}
+
+TEST(MemoryFileTest, WhatHasNoBucketIsCopiedAtOnceAndTheRestIsNot) {
+  FileToSave file{"rank", {}};
+  std::vector<at::Tensor> live;
+  for (int64_t i = 0; i < 3; ++i) {
+    live.push_back(at::full({3}, static_cast<double>(i), at::kFloat));
+    file.tensors.push_back({{"t" + std::to_string(i), "p", "buffer", 0, 3, 0}, live.back()});
+  }
+  MemoryFileWriter writer(file, "an id", fresh_memory);
+  const auto copies = writer.copy({0, kOfNone, 1});
+  live[1].fill_(-1);
+  live[2].fill_(5);
+  copies->copy_all();
+  const at::Tensor bytes = writer.finish().bytes;
+  const at::Tensor values = bytes.slice(0, bytes.numel() - 36).clone().view(at::kFloat);
+  EXPECT_EQ(values[0].item<float>(), 0);
+  EXPECT_EQ(values[3].item<float>(), 1);
+  EXPECT_EQ(values[6].item<float>(), 5);
+}
+
+TEST(MemoryFileTest, MemoryIsTakenAgainWhenNothingIsInItAnyMore) {
+  for (const int64_t bytes : {int64_t{100}, int64_t{3} << 20}) {
+    KeptMemory memory;
+    at::Tensor first = memory.allocate(bytes);
+    at::Tensor second = memory.allocate(bytes);
+    EXPECT_NE(second.const_data_ptr(), first.const_data_ptr()) << "the first one is in use";
+    const void* const seconds = second.const_data_ptr();
+    const at::Tensor view = second.narrow(0, 10, 10);
+    second.reset();
+    EXPECT_NE(memory.allocate(bytes).const_data_ptr(), seconds) << "a view of it is in use";
+    const at::Tensor third = memory.allocate(bytes);
+    const at::Tensor larger = memory.allocate(bytes + 1);
+    EXPECT_EQ(third.numel(), bytes);
+    EXPECT_EQ(larger.numel(), bytes + 1);
+  }
+  KeptMemory memory;
+  const void* const first = memory.allocate(100).const_data_ptr();
+  EXPECT_EQ(memory.allocate(100).const_data_ptr(), first);
+}
+
+// The system's description of the mapping at `address`: "hg" is in it where huge pages are asked
+// for. Empty where the system does not tell.
+std::string mapping_flags(const void* address) {
+  std::ifstream maps("/proc/self/smaps");
+  bool within = false;
+  for (std::string line; std::getline(maps, line);) {
+    uintptr_t begin = 0, end = 0;
+    char dash = 0;
+    std::istringstream text(line);
+    if (text >> std::hex >> begin >> dash >> end && dash == '-') {
+      const auto at = reinterpret_cast<uintptr_t>(address);
+      within = begin <= at && at < end;
+    }
+    if (within && line.compare(0, 8, "VmFlags:") == 0) return line;
+  }
+  return {};
+}
+
+TEST(MemoryFileTest, ALargeBlockOfFreshMemoryAsksForHugePagesAndIsFreed) {
+  constexpr int64_t kBytes = (int64_t{8} << 20) + 5;
+  at::Tensor memory = fresh_memory(kBytes);
+  EXPECT_EQ(memory.numel(), kBytes);
+  memory.fill_(3);
+  const void* const address = memory.const_data_ptr();
+  const std::string flags = mapping_flags(address);
+  if (access("/sys/kernel/mm/transparent_hugepage", F_OK) == 0 && !flags.empty()) {
+    EXPECT_NE(flags.find(" hg"), std::string::npos) << flags;
+  }
+  EXPECT_EQ(fresh_memory(100).numel(), 100);
+  EXPECT_EQ(fresh_memory(0).numel(), 0);
+  const at::Tensor view = memory.narrow(0, 4, 8).view(at::kInt);
+  memory.reset();
+  EXPECT_EQ(view[0].item<int>(), 0x03030303) << "a view keeps it";
+}
+
+}  // namespace
+}  // namespace zero
