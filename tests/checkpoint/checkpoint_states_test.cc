@@ -7,6 +7,7 @@
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -304,6 +305,25 @@ TEST(CheckpointStatesErrorTest, ASaveThatCannotHaveAStateFailsOnAllRanksAndLeave
     EXPECT_NE(error_of([&] { LoadOptions().include("", other); }), "");
   });
   EXPECT_EQ(latest(parent), parent + "/a");
+}
+
+// Only rank 0 has that state, so that the others cannot know.
+TEST(CheckpointStatesErrorTest, AFileThatOneRankCannotMakeIsAnErrorAtTheEndOfTheSaveOnAllRanks) {
+  const std::string parent = fresh_folder("unmade");
+  on_ranks(3, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    const Position position("a state");
+    const auto save = SaveOptions().include("no text: \xff", position);
+    const std::vector<std::string> expected = {"rank 0", "UTF-8"};
+    expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a", save); }), expected);
+    const auto pending = run.optimizer->save_checkpoint_async(parent + "/a", save);
+    run.train(0, 1);
+    expect_words(error_of([&] { pending->finish(); }), expected);
+    run.train(1, 2);
+    run.optimizer->save_checkpoint_async(parent + "/b")->finish();
+  });
+  EXPECT_EQ(latest(parent), parent + "/b");
+  EXPECT_FALSE(std::filesystem::exists(parent + "/a"));
 }
 
 TEST(CheckpointStatesErrorTest, AFlippedBitInAStateIsNoticedAndChangesNothing) {

@@ -24,8 +24,6 @@ namespace {
 // What passes by the page cache must have multiples of a disk's blocks as address, place and size.
 constexpr size_t kBlock = 4096;
 constexpr size_t kCollected = size_t{4} << 20;
-// Copied and hashed at once, so that the second one finds it in the cache.
-constexpr size_t kHashed = size_t{256} << 10;
 
 // When a file exceeds its size limit, the kernel sends SIGXFSZ, which ends the
 // process. Held back on this thread, write() returns EFBIG instead.
@@ -123,7 +121,7 @@ void FileWriter::set_direct(bool direct) {
 void FileWriter::write(const void* data, size_t bytes) {
   const char* next = static_cast<const char*>(data);
   while (bytes > 0) {
-    const size_t part = std::min({bytes, kHashed, kCollected - collected_bytes_});
+    const size_t part = std::min({bytes, kCachedBytes, kCollected - collected_bytes_});
     std::memcpy(collected_.get() + collected_bytes_, next, part);
     hash_.add(next, part);
     next += part;

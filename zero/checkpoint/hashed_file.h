@@ -14,6 +14,9 @@
 
 namespace zero {
 
+// Bytes that are still in a cache for a second pass over them.
+inline constexpr size_t kCachedBytes = size_t{256} << 10;
+
 // XXH3 (64 bits) of bytes that come in parts.
 class ContentHash {
  public:

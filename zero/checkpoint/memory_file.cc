@@ -16,8 +16,6 @@ namespace zero {
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
-// In parts, so that the second hash finds them in the cache.
-constexpr uint64_t kHashed = uint64_t{256} << 10;
 
 }  // namespace
 
@@ -83,7 +81,7 @@ bool MemoryFileWriter::hash_part() {
       tensor_hash_.reset();
       continue;
     }
-    const uint64_t part = std::min(kHashed, place.end - hashed_);
+    const uint64_t part = std::min<uint64_t>(kCachedBytes, place.end - hashed_);
     whole_hash_.add(data + hashed_, part);
     tensor_hash_.add(data + hashed_, part);
     hashed_ += part;

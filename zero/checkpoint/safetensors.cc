@@ -15,7 +15,6 @@ namespace {
 
 using nlohmann::json;
 
-constexpr size_t kHashed = size_t{256} << 10;
 constexpr uint64_t kLengthBytes = 8;
 // {name: {"shape": [...]}}: whatever is deeper is no header.
 constexpr int kDeepest = 4;
@@ -217,23 +216,18 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Stored
 
 uint64_t SafetensorsWriter::write(const void* data, uint64_t bytes) {
   TORCH_INTERNAL_ASSERT(next_ < tensors_.size());
-  const uint64_t size = tensors_[next_].end - tensors_[next_].begin;
-  TORCH_INTERNAL_ASSERT(bytes <= size - written_);
-  if (written_ == 0) tensor_hash_.reset();
+  const StoredTensor& tensor = tensors_[next_++];
+  TORCH_INTERNAL_ASSERT(bytes == tensor.end - tensor.begin);
+  ContentHash hash;
   const char* next = static_cast<const char*>(data);
-  written_ += bytes;
   while (bytes > 0) {  // in parts, so that the second hash finds them in the cache
-    const size_t part = std::min<uint64_t>(bytes, kHashed);
+    const size_t part = std::min<uint64_t>(bytes, kCachedBytes);
     file_.write(next, part);
-    tensor_hash_.add(next, part);
+    hash.add(next, part);
     next += part;
     bytes -= part;
   }
-  if (written_ == size) {
-    ++next_;
-    written_ = 0;
-  }
-  return tensor_hash_.value();
+  return hash.value();
 }
 
 void SafetensorsWriter::finish() {

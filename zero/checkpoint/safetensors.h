@@ -69,8 +69,7 @@ class SafetensorsWriter {
 
   // In the order they must be written, that of lay_out_safetensors().
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
-  // All that is missing of a tensor, or its next bytes, in host memory. Returns the hash of its
-  // bytes so far.
+  // The bytes of the next tensor, in host memory. Returns their hash.
   uint64_t write(const void* data, uint64_t bytes);
   // Waits until the file is on disk.
   void finish();
@@ -81,9 +80,7 @@ class SafetensorsWriter {
  private:
   FileWriter file_;
   std::vector<StoredTensor> tensors_;
-  size_t next_ = 0;          // the tensor that is being written
-  uint64_t written_ = 0;     // of it
-  ContentHash tensor_hash_;  // of that
+  size_t next_ = 0;
 };
 
 }  // namespace zero

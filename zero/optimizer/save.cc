@@ -234,16 +234,18 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
     if (has_whole) result.files.push_back(std::move(whole));
     return result;
   }
-  const std::string& id = result.writer->id();
-  const auto shard = std::make_shared<MemoryFileWriter>(
-      std::move(own), id, [&](int64_t bytes) { return memory_of_copies.allocate(bytes); });
-  result.copies = shard->copy(bucket_of);
-  result.copied_files.push_back(shard);
-  if (has_whole) {
-    result.copied_files.push_back(
-        std::make_shared<MemoryFileWriter>(std::move(whole), id, fresh_memory));
-    result.copied_files.back()->copy_all();  // what step() does not change anyone may change
-  }
+  // What goes wrong here, for want of memory perhaps, all ranks learn of at the end of the save.
+  result.writer->prepare([&] {
+    const std::string& id = result.writer->id();
+    const auto shard = std::make_shared<MemoryFileWriter>(
+        std::move(own), id, [&](int64_t bytes) { return memory_of_copies.allocate(bytes); });
+    result.copied_files.push_back(shard);
+    result.copies = shard->copy(bucket_of);
+    if (!has_whole) return;
+    const auto others = std::make_shared<MemoryFileWriter>(std::move(whole), id, fresh_memory);
+    result.copied_files.push_back(others);
+    others->copy_all();  // what step() does not change anyone may change
+  });
   return result;
 }
 
