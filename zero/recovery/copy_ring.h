@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "zero/process_group.h"
 #include "zero/checkpoint/memory_file.h"
+#include "zero/process_group.h"
 
 namespace zero {
 
