@@ -22,7 +22,7 @@ namespace zero {
 // Thread safety: every member.
 class ShardCopies {
  public:
-  static constexpr int64_t kOfNone = -1;  // in place of a bucket: what nothing changes
+  static constexpr int64_t kOfNone = -1;  // in place of a bucket: of what no step waits for
 
   struct Copy {
     at::Tensor from;  // any device and strides
