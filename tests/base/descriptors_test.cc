@@ -10,6 +10,7 @@
 
 #include <array>
 #include <string>
+#include <vector>
 
 #include "tests/support/error_of.h"
 
@@ -43,6 +44,8 @@ TEST(NewDescriptorsTest, WhatAnEpollInstanceWatchesIsClosedOnExec) {
   Epoll made;
   const Pipe watched, other;
   made.watch(watched.ends[0]);
+  old.watch(other.ends[0]);
+  EXPECT_EQ(descriptors.watched(), std::vector<int>{watched.ends[0]});
   descriptors.close_watched_on_exec();
   EXPECT_FALSE(inherited(made.descriptor));
   // The end that is written to as well.

@@ -9,6 +9,9 @@
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <chrono>
@@ -19,6 +22,7 @@
 
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "zero/comm/backends/gloo.h"
 
 namespace zero {
 namespace {
@@ -117,6 +121,39 @@ TEST(GroupTest, EqualNamesNeverShareAConnection) {
       EXPECT_EQ(rows[i].max().item<double>(), double(i));
     }
   });
+}
+
+// Returns how many connections of this process bound what a writer may leave in them unsent.
+int bounded_connections() {
+  int count = 0;
+  for (int descriptor = 0; descriptor < 1024; ++descriptor) {
+    sockaddr_storage peer{};
+    socklen_t size = sizeof(peer);
+    if (getpeername(descriptor, reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;
+    int unsent = -1;
+    size = sizeof(unsent);
+    if (getsockopt(descriptor, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, &size) != 0) continue;
+    if (unsent > 0 && unsent <= 1 << 20) ++count;
+  }
+  return count;
+}
+
+// A thread that writes a whole row at once keeps the others from the connection meanwhile.
+TEST(GroupTest, AConnectionToAnotherMachineTakesFromAWriterOnlyWhatItSendsSoon) {
+  constexpr int kWorld = 3;
+  for (const bool one_machine : {false, true}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    std::vector<c10::intrusive_ptr<c10d::Backend>> backends(kWorld);
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < kWorld; ++rank) {
+      ranks.emplace_back([&, rank] {
+        const std::string address = one_machine ? "127.0.0.1" : c10::str("127.0.0.", 2 + rank);
+        backends[rank] = make_gloo_backend(store, rank, kWorld, std::chrono::seconds(30), address);
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+    EXPECT_EQ(bounded_connections(), one_machine ? 0 : kWorld * (kWorld - 1));
+  }
 }
 
 TEST(GroupTest, ARankThatMakesNoCommunicatorIsNamed) {

@@ -70,6 +70,8 @@ std::vector<int> watched_by(int epoll) {
   return result;
 }
 
+bool is_epoll(const std::string& target) { return target == "anon_inode:[eventpoll]"; }
+
 void close_on_exec(int descriptor) {
   const int flags = fcntl(descriptor, F_GETFD);
   if (flags >= 0 && (flags & FD_CLOEXEC) == 0) fcntl(descriptor, F_SETFD, flags | FD_CLOEXEC);
@@ -94,19 +96,24 @@ std::string make_room_for_descriptors(int needed) {
 
 NewDescriptors::NewDescriptors() : before_(open_descriptors()) {}
 
-void NewDescriptors::close_watched_on_exec() const {
-  const std::map<int, std::string> opened = opened_since(before_);
-  std::set<std::string> pipes;
-  for (const auto& [epoll, target] : opened) {
-    if (target != "anon_inode:[eventpoll]") continue;
-    close_on_exec(epoll);
-    for (const int descriptor : watched_by(epoll)) {
-      close_on_exec(descriptor);
-      if (const std::string text = target_of(descriptor); is_pipe(text)) pipes.insert(text);
-    }
+std::vector<int> NewDescriptors::watched() const {
+  std::vector<int> result;
+  for (const auto& [descriptor, target] : opened_since(before_)) {
+    if (!is_epoll(target)) continue;
+    const std::vector<int> found = watched_by(descriptor);
+    result.insert(result.end(), found.begin(), found.end());
   }
-  for (const auto& [descriptor, target] : opened) {
-    if (pipes.count(target) > 0) close_on_exec(descriptor);
+  return result;
+}
+
+void NewDescriptors::close_watched_on_exec() const {
+  std::set<std::string> pipes;
+  for (const int descriptor : watched()) {
+    close_on_exec(descriptor);
+    if (const std::string text = target_of(descriptor); is_pipe(text)) pipes.insert(text);
+  }
+  for (const auto& [descriptor, target] : opened_since(before_)) {
+    if (is_epoll(target) || pipes.count(target) > 0) close_on_exec(descriptor);
   }
 }
 

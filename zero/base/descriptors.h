@@ -27,6 +27,8 @@ std::string make_room_for_descriptors(int needed);
 class NewDescriptors {
  public:
   NewDescriptors();
+  // Returns what new epoll instances watch.
+  std::vector<int> watched() const;
   // New epoll instances, everything that they watch, and both ends of the pipes among it. That is
   // all that Gloo opens.
   void close_watched_on_exec() const;
