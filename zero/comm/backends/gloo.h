@@ -34,6 +34,9 @@ namespace zero {
 // for ever.
 //
 // Programs that this process starts do not inherit the connections.
+//
+// A write to a connection to another address holds little that is not sent, so that a thread that
+// sends a long row keeps others from the connection only for a short time.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int world_size,
                                                     std::chrono::milliseconds timeout,
