@@ -35,8 +35,26 @@ def _warnings():
 # runs on one thread and says nothing.
 _OPENMP = ["-fopenmp"]
 
-def _options(kwargs, openmp):
-    kwargs["copts"] = _warnings() + (_OPENMP if openmp else []) + kwargs.get("copts", [])
+# A fifth of a test's compilation would go into optimising code that runs once.
+_UNOPTIMIZED = ["-O0", "-U_FORTIFY_SOURCE"]
+
+def _precompiled(deps, unoptimized):
+    """The precompiled header for a target with these deps, or None: see //third_party/pch."""
+    if type(deps) != "list" or "@libtorch//:torch" not in deps:
+        return None
+    if unoptimized:
+        return "torch_nn_unoptimized"
+    return "torch_nn" if native.package_name().split("/")[0] in ["examples", "tests"] else "torch"
+
+def _options(kwargs, openmp, unoptimized = False):
+    copts = _warnings() + (_OPENMP if openmp else []) + (_UNOPTIMIZED if unoptimized else [])
+
+    # -fopenmp defines a macro that libtorch's headers ask for.
+    header = _precompiled(kwargs.get("deps", []), unoptimized) if not openmp else None
+    if header:
+        copts = copts + ["-Winvalid-pch", "-include", "third_party/pch/%s.h" % header]
+        kwargs["deps"] = kwargs["deps"] + [Label("//third_party/pch:" + header)]
+    kwargs["copts"] = copts + kwargs.get("copts", [])
     kwargs["linkopts"] = (_OPENMP if openmp else []) + kwargs.get("linkopts", [])
 
     # Static everywhere: each file is compiled once, and a program has one
@@ -50,11 +68,13 @@ def zero_cc_library(openmp = False, **kwargs):
 def zero_cc_binary(openmp = False, **kwargs):
     native.cc_binary(**_options(kwargs, openmp))
 
-def zero_cc_test(openmp = False, data = [], deps = [], **kwargs):
-    """A gtest. A main() of its own takes precedence over gtest's."""
+def zero_cc_test(openmp = False, optimized = False, data = [], deps = [], **kwargs):
+    """A gtest. A main() of its own takes precedence over gtest's.
+
+    `optimized` is for tests that spend their time in code of their own.
+    """
     native.cc_test(
         # --config=tsan looks for it in the test's run folder.
         data = data + ["//third_party:tsan.supp"],
-        deps = deps + ["@gtest//:main"],
-        **_options(kwargs, openmp)
+        **_options(dict(kwargs, deps = deps + ["@gtest//:main"]), openmp, unoptimized = not optimized)
     )
