@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The zero authors
 # SPDX-License-Identifier: Apache-2.0
 #
-# Usage: tests/packages/cmake_test.sh [--cuda] [build folder]
+# Usage: tests/packages/cmake_test.sh [--cuda | --compare] [build folder]
 #
 # The project of docs/building.md, outside of this repository, builds and runs in every way that the
 # document shows: with add_subdirectory, FetchContent, and with an installation in an empty folder,
@@ -11,10 +11,13 @@
 #
 # The library is compiled once, without optimisation, in the build folder (build/packages), and
 # again only where sources changed. With --cuda only this is done: the library is built with
-# ZERO_CUDA and optimised, static and shared, and the project trains on the CPU with it. Exit status
-# 77: there is no cmake, no ninja, or with --cuda no nvcc here.
+# ZERO_CUDA and optimised, static and shared, and the project trains on the CPU with it. With
+# --compare nothing is compiled: both builds are compared. Exit status 77: there is no cmake, no
+# ninja, or with --cuda no nvcc here.
 set -euo pipefail
 flavour=cpu
+compare=false
+if [[ ${1:-} == --compare ]]; then compare=true; shift; fi
 if [[ ${1:-} == --cuda ]]; then flavour=cuda; shift; fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 build=$(realpath -m "${1:-$root/build/packages}")
@@ -67,11 +70,23 @@ if [[ $flavour == cuda ]]; then
   exit
 fi
 
+compare_builds() {
+  say "the same sources, flags and tests as Bazel"
+  cp "$build/tree/compile_commands.json" "$build/tree/zero"
+  cuda=()
+  if [[ -n $nvcc ]]; then
+    cuda=("$work/cuda")
+    CUDACXX=$nvcc configure -S "$root" -B "$work/cuda" -DZERO_CUDA=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+  fi
+  "$root/tests/packages/compare_builds.py" "$build/tree/zero" "${cuda[@]}"
+}
+
 say "add_subdirectory"
 mkdir -p "$build"
 project "$build/project" "s|find_package(zero .*|add_subdirectory(\"$root\" zero)|"
 common=(-S "$build/project" -B "$build/tree" -DZERO_INSTALL=ON -DZERO_TESTS=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON)
 configure "${common[@]}" -DBUILD_SHARED_LIBS=OFF
+if $compare; then compare_builds; exit; fi
 compile "$build/tree" --target trainer
 must_not_match "warning:" "the library compiles with warnings"
 run "$build/tree/trainer"
@@ -81,14 +96,7 @@ small=(kernels/cpu_capability_test bookkeeping/plan_test training/failure_test)
 compile "$build/tree" --target $(printf 'tests.%s ' "${small[@]//\//.}")
 ctest --test-dir "$build/tree/zero" --output-on-failure -R "^($(IFS='|'; echo "${small[*]}"))\$" | tail -n 8
 
-say "the same sources, flags and tests as Bazel"
-cp "$build/tree/compile_commands.json" "$build/tree/zero"
-cuda=()
-if [[ -n $nvcc ]]; then
-  cuda=("$work/cuda")
-  CUDACXX=$nvcc configure -S "$root" -B "$work/cuda" -DZERO_CUDA=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
-fi
-"$root/tests/packages/compare_builds.py" "$build/tree/zero" "${cuda[@]}"
+compare_builds
 
 say "FetchContent"
 project "$work/fetch" "s|find_package(zero .*|include(FetchContent)\nFetchContent_Declare(zero SOURCE_DIR \"$root\")\nFetchContent_MakeAvailable(zero)|"
