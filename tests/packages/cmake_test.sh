@@ -118,11 +118,13 @@ for kind in static shared; do
 done
 
 if command -v pkg-config > /dev/null; then
-  say "pkg-config"
-  export PKG_CONFIG_PATH=$work/static/lib/pkgconfig
-  # shellcheck disable=SC2046
-  "${CXX:-c++}" "$root/tests/packages/consumer/trainer.cc" -o "$work/trainer" $(pkg-config --cflags --libs zero)
-  run "$work/trainer"
+  for kind in static shared; do
+    say "pkg-config, $kind"
+    export PKG_CONFIG_PATH=$work/$kind/lib/pkgconfig
+    # shellcheck disable=SC2046
+    "${CXX:-c++}" "$root/tests/packages/consumer/trainer.cc" -o "$work/trainer" $(pkg-config --cflags --libs zero)
+    run "$work/trainer"
+  done
 fi
 
 say "another version"
