@@ -20,9 +20,9 @@
 #include <string>
 #include <vector>
 
+#include "tests/comm/all_shared_memory.h"
 #include "tests/support/error_of.h"
 #include "tests/support/transports.h"
-#include "zero/comm/backends/shared_memory.h"
 
 namespace zero {
 namespace {
@@ -131,19 +131,6 @@ TEST(CommunicatorTest, OneRankMaySendWhereOthersShare) {
         expect_rows_arrive(*data);
       },
       options);
-}
-
-// All of this process's shared memory that is free, untouched.
-std::vector<at::Tensor> all_shared_memory() {
-  std::vector<at::Tensor> all;
-  const auto memory = SharedMemory::instance();
-  for (int64_t bytes = memory->address().bytes; bytes >= 4096; bytes /= 2) {
-    for (at::Tensor block = memory->allocate(bytes); block.defined();) {
-      all.push_back(block);
-      block = memory->allocate(bytes);
-    }
-  }
-  return all;
 }
 
 TEST(CommunicatorTest, RowsFollowWhereSharedMemoryIsUsedUpLater) {

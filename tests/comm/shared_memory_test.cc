@@ -27,6 +27,8 @@
 namespace zero {
 namespace {
 
+const int64_t kPage = sysconf(_SC_PAGESIZE);
+
 // What `body` returns in a forked process.
 bool in_another_process(const std::function<bool()>& body) {
   const pid_t child = fork();
@@ -87,7 +89,7 @@ TEST(SharedMemory, OnlyTheRightFileIsOpened) {
   wrong[1].process = 1;
   wrong[2].descriptor = 1;  // some file, and not to be opened
   wrong[3].descriptor = -1;
-  wrong[4].bytes += 4096;
+  wrong[4].bytes += kPage;
   wrong[5].password[1] += 1;
   for (size_t i = 0; i < wrong.size(); ++i) EXPECT_FALSE(PeerMemory::open(wrong[i])) << i;
 }
@@ -97,7 +99,7 @@ struct OtherFile {
   explicit OtherFile(unsigned flags, int seals = 0) : file(memfd_create("zero", flags)) {
     address = SharedMemory::instance()->address();
     address.descriptor = file;
-    address.bytes = 8192;
+    address.bytes = 2 * kPage;
     EXPECT_EQ(ftruncate(file, address.bytes), 0);
     EXPECT_EQ(pwrite(file, address.password.data(), sizeof(address.password), 0),
               ssize_t{sizeof(address.password)});
@@ -125,7 +127,7 @@ TEST(SharedMemory, NoFileStaysOpenForAMapping) {
 TEST(SharedMemory, NoProcessCanCutItOff) {
   const SharedMemoryAddress address = SharedMemory::instance()->address();
   const auto file = static_cast<int>(address.descriptor);
-  for (const int64_t bytes : {int64_t{0}, address.bytes - 4096, address.bytes + 4096}) {
+  for (const int64_t bytes : {int64_t{0}, address.bytes - kPage, address.bytes + kPage}) {
     EXPECT_EQ(ftruncate(file, bytes), -1);
     EXPECT_EQ(errno, EPERM);
   }
@@ -159,10 +161,10 @@ TEST(SharedMemory, APeerIsMappedOnceAndAsLongAsItIsRead) {
   auto second = PeerMemory::open(address);
   ASSERT_TRUE(first && second);
   EXPECT_EQ(mappings(), before + 1);
-  EXPECT_EQ(first->at(4096, 1), second->at(4096, 1));
+  EXPECT_EQ(first->at(kPage, 1), second->at(kPage, 1));
   // What has another size or place is not the same.
   SharedMemoryAddress wrong = address;
-  wrong.bytes += 4096;
+  wrong.bytes += kPage;
   EXPECT_FALSE(PeerMemory::open(wrong));
   first.reset();
   EXPECT_EQ(std::memcmp(second->at(0, 16), address.password.data(), 16), 0);
@@ -190,10 +192,10 @@ TEST(SharedMemory, BlocksAreApartAndUsedAgainAsZeros) {
   const auto memory = SharedMemory::instance();
   const auto offset = [&](const at::Tensor& block) { return *memory->offset_of(block); };
   at::Tensor a = memory->allocate(1);
-  at::Tensor b = memory->allocate(5000);
-  at::Tensor c = memory->allocate(4096);
-  EXPECT_EQ(offset(b) - offset(a), 4096);
-  EXPECT_EQ(offset(c) - offset(b), 8192);
+  at::Tensor b = memory->allocate(kPage + 1);
+  at::Tensor c = memory->allocate(kPage);
+  EXPECT_EQ(offset(b) - offset(a), kPage);
+  EXPECT_EQ(offset(c) - offset(b), 2 * kPage);
   EXPECT_EQ(offset(b.narrow(0, 100, 10)) - offset(b), 100);
   EXPECT_FALSE(memory->offset_of(at::empty({10})).has_value());
   const int64_t first = offset(a);
@@ -202,13 +204,13 @@ TEST(SharedMemory, BlocksAreApartAndUsedAgainAsZeros) {
   // In both orders, so that a hole grows at its end and at its beginning.
   b = at::Tensor();
   a = at::Tensor();
-  at::Tensor both = memory->allocate(3 * 4096);
+  at::Tensor both = memory->allocate(3 * kPage);
   EXPECT_EQ(offset(both), first);
   EXPECT_EQ(both.max().item<uint8_t>(), 0);
   both.fill_(7);
   both = at::Tensor();
   c = at::Tensor();
-  at::Tensor all = memory->allocate(4 * 4096);
+  at::Tensor all = memory->allocate(4 * kPage);
   EXPECT_EQ(offset(all), first);
   EXPECT_EQ(all.max().item<uint8_t>(), 0);
 }
@@ -232,12 +234,12 @@ TEST(SharedMemory, FreedMemoryGoesBackToTheSystemForEverybody) {
 TEST(SharedMemory, MoreThanThereIsIsRefused) {
   const auto memory = SharedMemory::instance();
   EXPECT_FALSE(memory->allocate(memory->address().bytes).defined());
-  EXPECT_TRUE(memory->allocate(4096).defined());
+  EXPECT_TRUE(memory->allocate(kPage).defined());
 }
 
 TEST(SharedMemory, AForkedProcessDoesNotGiveOutItsParentsMemory) {
   ASSERT_TRUE(SharedMemory::instance());
-  at::Tensor block = SharedMemory::instance()->allocate(4096);
+  at::Tensor block = SharedMemory::instance()->allocate(kPage);
   block.fill_(5);
   EXPECT_TRUE(in_another_process([&] {
     const bool none = SharedMemory::instance() == nullptr;

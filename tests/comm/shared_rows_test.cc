@@ -27,8 +27,8 @@
 #include <utility>
 #include <vector>
 
+#include "tests/comm/all_shared_memory.h"
 #include "tests/support/in_memory_backend.h"
-#include "zero/comm/backends/shared_memory.h"
 
 namespace zero {
 namespace {
@@ -262,29 +262,13 @@ TEST(SharedRowsTest, AbortEndsAWait) {
   });
 }
 
-// Takes the rest of this process's memory that others can read: of its addresses, not of the
-// machine's memory.
-std::vector<at::Tensor> fill_shared_memory() {
-  std::vector<at::Tensor> blocks;
-  const std::shared_ptr<SharedMemory> memory = SharedMemory::instance();
-  for (int64_t bytes = memory->address().bytes; bytes >= 4096;) {
-    at::Tensor block = memory->allocate(bytes);
-    if (block.defined()) {
-      blocks.push_back(std::move(block));
-    } else {
-      bytes /= 2;
-    }
-  }
-  return blocks;
-}
-
 TEST(SharedRowsTest, ARowFollowsWhereThereIsNoRoomForIt) {
   std::vector<at::Tensor> blocks;
   on_ranks(2, [&](const Rank& r) {
     const at::Tensor row = r.rank == 0 ? values(0, 1) : at::zeros({kNumel});
     const int64_t before = r.sent();
     if (r.rank == 0) {
-      blocks = fill_shared_memory();
+      blocks = all_shared_memory();
       const WorkPtr copied = r.send(row, 1, 7), read = r.send(row, 1, 8);
       EXPECT_TRUE(copied->wait(kTimeout));
       EXPECT_TRUE(read->wait(kTimeout));
@@ -309,7 +293,7 @@ TEST(SharedRowsTest, AbortEndsAWaitThatTheTransportsOwnDoesNot) {
       [&](const Rank& r) {
         const at::Tensor row = at::zeros({kNumel}), done = at::zeros({1});
         if (r.rank == 1) {
-          blocks = fill_shared_memory();  // so that the row is received from the transport
+          blocks = all_shared_memory();  // so that the row is received from the transport
           const WorkPtr sent = r.send(row, 0, WithoutAbort::kNeverSent);
           r.receive(done, 0, 8)->wait(kTimeout);
           blocks.clear();
