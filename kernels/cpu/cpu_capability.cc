@@ -45,8 +45,7 @@ const RangeKernels* initial_range_kernels() {
     return best_range_kernels();
   }
   const std::string name = variable;
-  for (CpuCapability capability :
-       {CpuCapability::kDefault, CpuCapability::kAvx2, CpuCapability::kAvx512}) {
+  for (CpuCapability capability : kCpuCapabilities) {
     const RangeKernels* kernels = range_kernels_for(capability);
     if (kernels != nullptr && name == kernels->name) {
       return kernels;
@@ -64,6 +63,18 @@ std::atomic<const RangeKernels*>& current() {
 }
 
 }  // namespace
+
+const char* name_of(CpuCapability capability) {
+  switch (capability) {
+    case CpuCapability::kDefault:
+      return "default";
+    case CpuCapability::kAvx2:
+      return "avx2";
+    case CpuCapability::kAvx512:
+      return "avx512";
+  }
+  return "unknown";
+}
 
 const RangeKernels* range_kernels_for(CpuCapability capability) {
   switch (capability) {

@@ -4,6 +4,9 @@
 // Which set of CPU loops is in use. Chosen once, at the first kernel: the best
 // that this processor has, or what the environment variable ZERO_CPU_CAPABILITY
 // says (default, avx2 or avx512). The results do not depend on it, bit for bit.
+//
+// On ARM `default` is NEON, which every such processor has. There are no loops for SVE: what g++ 12
+// makes of encode_block_int8 with -march=armv8.2-a+sve is wrong in vectors of more than 128 bits.
 #pragma once
 
 #include "kernels/cpu/range_kernels.h"
@@ -11,6 +14,12 @@
 namespace zero::kernels {
 
 enum class CpuCapability { kDefault, kAvx2, kAvx512 };
+
+inline constexpr CpuCapability kCpuCapabilities[] = {CpuCapability::kDefault, CpuCapability::kAvx2,
+                                                     CpuCapability::kAvx512};
+
+// The name in ZERO_CPU_CAPABILITY, also of what this processor lacks.
+const char* name_of(CpuCapability capability);
 
 // Null when this program or this processor lacks the instruction set.
 const RangeKernels* range_kernels_for(CpuCapability capability);

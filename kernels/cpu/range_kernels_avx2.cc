@@ -2,7 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The CPU loops for -mavx2 -mfma -mf16c.
+#if defined(__x86_64__)
 #include "kernels/cpu/range_kernels_impl.h"
+#else
+#include "kernels/cpu/range_kernels.h"
+#endif
 
 namespace zero::kernels {
 

@@ -2,7 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The CPU loops for -mavx512f -mavx512bw -mavx512dq -mavx512vl.
+#if defined(__x86_64__)
 #include "kernels/cpu/range_kernels_impl.h"
+#else
+#include "kernels/cpu/range_kernels.h"
+#endif
 
 namespace zero::kernels {
 

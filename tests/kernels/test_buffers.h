@@ -32,13 +32,11 @@ inline const std::vector<int64_t> kSizes = {0,  1,  7,   8,    15,   16,   17,  
 template <class F>
 void for_each_setting(const F& f) {
   const int threads_before = at::get_num_threads();
-  CpuCapability best = CpuCapability::kDefault;
-  for (CpuCapability capability :
-       {CpuCapability::kDefault, CpuCapability::kAvx2, CpuCapability::kAvx512}) {
+  const std::string name_before = range_kernels().name;
+  for (CpuCapability capability : kCpuCapabilities) {
     if (range_kernels_for(capability) == nullptr) {
       continue;
     }
-    best = capability;
     set_cpu_capability(capability);
     for (int threads : {1, 2, 3}) {
       at::set_num_threads(threads);
@@ -46,7 +44,9 @@ void for_each_setting(const F& f) {
       f();
     }
   }
-  set_cpu_capability(best);
+  for (CpuCapability capability : kCpuCapabilities) {
+    if (name_before == name_of(capability)) set_cpu_capability(capability);
+  }
   at::set_num_threads(threads_before);
 }
 
