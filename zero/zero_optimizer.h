@@ -130,7 +130,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // With ZeroOptions::overlap_gather, else it does nothing: blocks until the last step has brought
   // the parameters of `module` and its children up to date. Call it before a module computes, in
-  // any order, any number of times. Not collective. Throws c10::Error when communication failed.
+  // any order, any number of times; backward() throws for a graph that was made without. Not
+  // collective. Throws c10::Error when communication failed.
   void wait_for(const torch::nn::Module& module);
 
   // Forgets the gradients accumulated since the last step. Collective when there are any and after

@@ -3,6 +3,7 @@
 #include "zero/memory/parameter_table.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -171,6 +172,11 @@ void ParameterTable::remember() {
     memory_[i] = {t.const_data_ptr(), static_cast<uint32_t>(t._version()), t.scalar_type(),
                   t.device()};
   }
+}
+
+void ParameterTable::bump_version(int64_t parameter) {
+  torch::autograd::impl::bump_version(parameters_[parameter].tensor);
+  ++memory_[parameter].version;
 }
 
 void ParameterTable::verify_shapes() const {

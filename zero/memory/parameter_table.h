@@ -66,6 +66,8 @@ class ParameterTable {
 
   // Remembers the memory and the version of every parameter.
   void remember();
+  // Raises the version of a parameter, also that which is remembered.
+  void bump_version(int64_t parameter);
   // Throws c10::Error naming the first parameter that was moved, cast, given other storage,
   // edited in place, frozen or unfrozen since remember(), and saying what to do.
   void verify() const;

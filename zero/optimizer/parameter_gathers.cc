@@ -20,9 +20,8 @@ constexpr size_t kGathersOfChanges = 4;  // under way at a time
 
 }  // namespace
 
-ParameterGathers::ParameterGathers(const Plan& plan, const ParameterTable& table,
-                                   WorkingArena& arena, OptimizerCommunicators& comms,
-                                   const ZeroOptions& options)
+ParameterGathers::ParameterGathers(const Plan& plan, ParameterTable& table, WorkingArena& arena,
+                                   OptimizerCommunicators& comms, const ZeroOptions& options)
     : plan_(plan),
       table_(table),
       arena_(arena),
@@ -56,6 +55,7 @@ void ParameterGathers::start(const std::function<void(const ShardOptimizer::RowW
     most = std::min(most, kGathersOfChanges);
   }
   kept_from_ = static_cast<int64_t>(plan_.buckets.size());
+  changed_.clear();
   try {
     write([&](int64_t bucket, const Rows& rows) {
       if (under_way.size() == most) {
@@ -83,6 +83,10 @@ void ParameterGathers::finish_one(int64_t bucket) {
   const TraceRange range("gather", bucket);
   gather.pending.wait();
   arena_.publish(bucket, gather.rows);
+  if (changed_.empty()) return;
+  for (const Slot& slot : plan_.buckets[bucket].slots) {
+    if (changed_[slot.parameter] != 0) table_.bump_version(slot.parameter);
+  }
 }
 
 void ParameterGathers::finish() {

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -27,7 +28,7 @@ namespace zero {
 class ParameterGathers {
  public:
   // References must outlive this.
-  ParameterGathers(const Plan& plan, const ParameterTable& table, WorkingArena& arena,
+  ParameterGathers(const Plan& plan, ParameterTable& table, WorkingArena& arena,
                    OptimizerCommunicators& comms, const ZeroOptions& options);
 
   // Keeps what the own rows of buckets from `bucket` on hold, before they change, if the gathers of
@@ -36,6 +37,10 @@ class ParameterGathers {
   // Collective. Starts a gather of every bucket that `write` reports. When `write` throws here
   // alone, shards are updated on some ranks only: the communicators are closed.
   void start(const std::function<void(const ShardOptimizer::RowWritten&)>& write);
+  // Lets the gathers that are still under way change the version of parameters with used[p] != 0
+  // when they end. A graph that was made meanwhile from a part of the new values then notices, as
+  // with any in-place update.
+  void change_versions_at_end(const std::vector<uint8_t>& used) { changed_ = used; }
   // These wait for gathers of this rank and make their rows visible. Not collective.
   void finish();
   void finish_those_of(const torch::nn::Module& module);
@@ -51,13 +56,14 @@ class ParameterGathers {
   Communicator& ranks_of(int64_t bucket) { return *comms_.domains[plan_.domain_of(bucket)].data; }
 
   const Plan& plan_;
-  const ParameterTable& table_;
+  ParameterTable& table_;
   WorkingArena& arena_;
   OptimizerCommunicators& comms_;
   const ZeroOptions& options_;
   std::vector<at::Tensor> before_;  // per bucket; undefined: sent whole
   int64_t kept_from_ = 0;           // before_change() was called for these
   std::vector<Gather> gathers_;     // per bucket
+  std::vector<uint8_t> changed_;    // per parameter, or empty
 };
 
 }  // namespace zero

@@ -128,6 +128,7 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
   }
   table.remember();
 }
+  if (options.overlap_gather()) gathers.change_versions_at_end(agreement.used);
 
 void ZeroOptimizer::Impl::write_working_parameters() {
   gathers.start([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
