@@ -86,7 +86,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // were sent meanwhile, the rest is sent now with zeros for missing gradients. Blocks for other
   // ranks 20 ms at most, which bounds memory when the network is slower than the backward pass.
   // Calls add up. What a parameter's hooks return is sent; gradients of torch::autograd::grad() are
-  // not. Throws what the backward pass throws; then every step() throws until zero_grad().
+  // not. Until step(), p.grad() of what was sent is NaN and may not be changed. Throws what the
+  // backward pass throws; then every step() throws until zero_grad().
   void backward(const at::Tensor& loss);
   // The same from several outputs. `output_gradients` as in torch::autograd::backward, times
   // loss_scale(); empty for 0-dim outputs.
@@ -116,9 +117,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Returns the norm of the averaged gradient over all parameters, before clipping:
   // 0-dim fp64, equal on every rank. step() then multiplies gradients by
   // min(1, max_norm / (norm + 1e-6)). `norm_type` is any p > 0 or infinity; nullopt only measures.
-  // A second call sees the clipped norm. Gradients put into p.grad() by hand after it are clipped
-  // with the rest. A norm of NaN or infinity is returned; step() then skips. Throws for max_norm or
-  // norm_type <= 0 or NaN, and for a max_norm without a backward pass on any rank since step().
+  // A second call sees the clipped norm. Gradients put into an empty p.grad() by hand after it are
+  // clipped with the rest. A clip by a norm of NaN or infinity makes step() skip. Throws for
+  // max_norm or norm_type <= 0 or NaN, and for a max_norm without a backward pass on any rank since
+  // step().
   at::Tensor clip_grad_norm_(std::optional<double> max_norm, double norm_type = 2.0);
   at::Tensor grad_norm(double norm_type = 2.0) { return clip_grad_norm_(std::nullopt, norm_type); }
 
@@ -136,8 +138,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Forgets the gradients accumulated since the last step. Collective when there are any and after
   // a call that threw, otherwise local and free; when only some ranks have any, the next collective
-  // call throws on all ranks and nothing is lost. Rarely needed: step() consumes gradients. The
-  // module's own cannot take back what was sent: step() throws if it was called after backward().
+  // call throws on all ranks and nothing is lost. Needed for gradients that must not count, since
+  // step() consumes the others. The module's own, on all ranks, does the same if it resets all
+  // parameters that have gradients; else the next collective call or pass throws.
   void zero_grad(bool set_to_none = true);
 
   // ---- Reading ----

@@ -61,6 +61,7 @@ struct Rank {
   }
   // As autograd does, without the hook that follows.
   void accumulate(int64_t p, const at::Tensor& gradient) {
+    reducer.before_gradient(p);
     const at::Tensor added = gradient.to(flat.model.values[p].scalar_type());
     grad(p) = grad(p).defined() ? grad(p) + added : added.clone();
   }
@@ -116,7 +117,7 @@ TEST(GradientReducerTest, AShardIsTheMeanOverRanksAndGradientsAreFreedAtOnce) {
                  for (const int step : {0, 1}) {
                    for (int64_t p = r.parameters() - 1; p >= 0; --p) {
                      r.ready(p, step);
-                     EXPECT_FALSE(r.grad(p).defined());
+                     EXPECT_TRUE(is_marker(r.grad(p)));
                    }
                    EXPECT_EQ(r.reducer.rounds_needed(), 1);
                    EXPECT_EQ(r.reducer.unsent_bytes(), 0);
@@ -126,6 +127,7 @@ TEST(GradientReducerTest, AShardIsTheMeanOverRanksAndGradientsAreFreedAtOnce) {
                    r.reducer.consume();
                    EXPECT_FALSE(r.reducer.any_used());
                    EXPECT_EQ(r.reducer.rounds_needed(), 0);
+                   for (int64_t p = 0; p < r.parameters(); ++p) EXPECT_FALSE(r.grad(p).defined());
                  }
                },
                {layout});
@@ -205,13 +207,68 @@ TEST(GradientReducerTest, AKeptGradientStaysLocalUntilARoundIsSent) {
   }
 }
 
-TEST(GradientReducerTest, AResetOfAKeptGradientIsNoticed) {
-  on_ranks(1, [](Rank& r) {
-    r.accumulate(2, r.gradient(2, 0, 0));
-    r.reducer.gradient_kept(2);
+TEST(GradientReducerTest, AResetOfAKeptGradientDropsItAlone) {
+  on_ranks(2, [](Rank& r) {
+    for (const int64_t p : {1, 2}) {
+      r.accumulate(p, r.gradient(p, 0, r.group.rank()));
+      r.reducer.gradient_kept(p);
+    }
     r.grad(2).reset();
-    expect_words(error_of([&] { r.reducer.verify(); }),
-                 {"parameter value2", "expected the gradient that was accumulated", "got none"});
+    r.reducer.drop_resets();
+    EXPECT_EQ(r.reducer.used(), (std::vector<uint8_t>{0, 1, 0, 0}));
+    EXPECT_EQ(r.reducer.rounds_dropped(), 0);
+    r.reducer.complete(1);
+    r.expect_shards([&](int64_t p) { return p == 1 ? r.mean(p, {0}) : at::zeros({33}); });
+  });
+}
+
+TEST(GradientReducerTest, AResetOfAllThatWasSentDropsTheirRounds) {
+  for (const bool open : {false, true}) {
+    on_ranks(3, [&](Rank& r) {
+      if (!open) r.reducer.begin_pass();
+      r.backward(0);
+      if (!open) r.reducer.close_round();
+      for (int64_t p = 0; p < r.parameters(); ++p) r.grad(p).reset();
+      // The next gradient notices it.
+      r.ready(3, 1);
+      EXPECT_EQ(r.reducer.rounds_dropped(), 1);
+      EXPECT_EQ(r.reducer.used(), (std::vector<uint8_t>{0, 0, 0, 1}));
+      r.ready(1, 2);
+      EXPECT_EQ(r.reducer.rounds_needed(), 2);
+      r.reducer.complete(2);
+      r.expect_shards([&](int64_t p) {
+        return p == 3 ? r.mean(p, {1}) : p == 1 ? r.mean(p, {2}) : at::zeros({33});
+      });
+      r.reducer.consume();
+      EXPECT_EQ(r.reducer.rounds_dropped(), 0);
+    });
+  }
+}
+
+TEST(GradientReducerTest, AResetOfSomeThatWereSentIsRefused) {
+  on_ranks(1, [](Rank& r) {
+    r.backward(0);
+    r.grad(1).reset();
+    const std::vector<std::string> words{
+        "parameter value1", "expected the gradients of the 4 parameters that were sent",
+        "got 1 that were reset", "zero_grad() of the ZeroOptimizer"};
+    expect_words(error_of([&] { r.reducer.drop_resets(); }), words);
+    expect_words(error_of([&] { r.reducer.before_gradient(1); }), words);
+    r.reducer.discard();
+    r.reducer.drop_resets();
+  });
+}
+
+TEST(GradientReducerTest, AGradientOfAnotherShapeThatWasPutThereIsNotSent) {
+  on_ranks(1, [](Rank& r) {
+    // The strides of the parameter and fewer rows, so that nothing but the shape shows it.
+    r.grad(0) = at::ones({1, 5});
+    const std::vector<std::string> words{"gradient of value0", "expected shape [3, 5]", "[1, 5]"};
+    expect_words(error_of([&] { r.reducer.verify(); }), words);
+    expect_words(error_of([&] { r.reducer.close_round(); }), words);
+    r.reducer.discard();
+    r.reducer.complete(1);
+    r.expect_shards([&](int64_t) { return at::zeros({33}); });
   });
 }
 
@@ -261,7 +318,9 @@ TEST(GradientReducerTest, AnAverageIsNeverSentAndAChangeOfItIsNoticed) {
     expect_words(error_of([&] { r.reducer.verify(); }),
                  {"parameter value0", "averaged gradient", "to be only read, got a change"});
     // The next gradient replaces it.
-    r.reducer.set_average_aside(0);
+    r.grad(0) = at::ones({3, 5});
+    r.reducer.mark_averaged(0);
+    r.reducer.before_gradient(0);
     EXPECT_FALSE(r.grad(0).defined());
     r.reducer.verify();
     r.backward(0);
@@ -338,7 +397,7 @@ TEST(GradientReducerTest, AGradientTakenOnTheWayHasTheBitsOfOneThatWasAccumulate
                    r.accumulate(p, inexact(p, 1));
                    r.reducer.gradient_ready(p);
                  }
-                 EXPECT_FALSE(r.grad(p).defined());
+                 EXPECT_TRUE(is_marker(r.grad(p)));
                }
                // Its place in the round is taken.
                EXPECT_FALSE(r.reducer.take_gradient(0, inexact(0, 2)));

@@ -21,6 +21,7 @@ struct Model {
         local(flat.table, fp32) {}
   at::Tensor& grad(int64_t p) { return flat.model.values[p].mutable_grad(); }
   void accumulate(int64_t p, double value) {
+    local.set_aside(p);
     const at::Tensor added = at::full_like(flat.model.values[p].detach(), value);
     grad(p) = grad(p).defined() ? grad(p) + added : added;
   }
@@ -50,7 +51,7 @@ TEST(LocalGradientsTest, SixteenBitGradientsAddUpInFp32WhenAsked) {
     for (const double value : {256.0, 1.0, 1.0, 1.0}) {
       m.accumulate(1, value);
       m.local.keep(1);
-      EXPECT_EQ(m.grad(1).defined(), !fp32);
+      EXPECT_EQ(is_marker(m.grad(1)), fp32);
     }
     EXPECT_EQ(m.local.bytes(), fp32 ? 4 * 4 : 4 * 2);
     m.accumulate(1, 1.0);
@@ -64,7 +65,6 @@ TEST(LocalGradientsTest, AnAverageIsNoGradientAndMayOnlyBeRead) {
   Model m(at::kFloat);
   m.accumulate(0, 2);
   m.local.mark_average(0);
-  EXPECT_TRUE(m.local.is_average(0));
   EXPECT_FALSE(m.local.has(0));
   EXPECT_EQ(m.local.bytes(), 0);
   m.local.verify();
@@ -72,25 +72,103 @@ TEST(LocalGradientsTest, AnAverageIsNoGradientAndMayOnlyBeRead) {
   expect_words(error_of([&] { m.local.verify(); }), {"to be only read, got a change"});
   m.grad(0) = at::zeros({2, 3});
   expect_words(error_of([&] { m.local.verify(); }), {"to be only read, got a change"});
-  m.local.drop_average(0);
+  expect_words(error_of([&] { m.local.set_aside(0); }), {"to be only read, got a change"});
+  m.local.mark_average(0);
+  m.local.set_aside(0);
   EXPECT_FALSE(m.grad(0).defined());
   m.local.verify();
   m.accumulate(0, 1);
-  m.local.drop_average(0);  // It is none any more.
+  m.local.set_aside(0);  // It is none any more.
   EXPECT_TRUE(m.local.has(0));
 }
 
-TEST(LocalGradientsTest, AKeptGradientThatWasResetIsAnError) {
-  for (const bool late : {false, true}) {
-    Model m(at::kFloat);
+TEST(LocalGradientsTest, AKeptGradientThatWasResetIsForgotten) {
+  for (const bool fp32 : {false, true}) {
+    Model m(at::kBFloat16, fp32);
     m.accumulate(1, 1);
-    late ? m.local.leave(1) : m.local.keep(1);
+    m.local.keep(1);
+    m.accumulate(0, 2);
+    m.local.keep(0);
     m.local.verify();
     m.grad(1).reset();
-    expect_words(error_of([&] { m.local.verify(); }), {"was reset by zero_grad() of the module"});
-    m.local.discard();
-    m.local.verify();
+    EXPECT_TRUE(m.local.was_reset(1));
+    EXPECT_FALSE(m.local.forget_resets()) << "nothing was sent";
     EXPECT_FALSE(m.local.has(1));
+    EXPECT_TRUE(m.local.has(0));
+    m.local.verify();
+  }
+}
+
+TEST(LocalGradientsTest, AMarkerStaysUntilTheStepIsOverAndMayNotBeReplaced) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    Model m(dtype);
+    m.accumulate(0, 1);
+    m.local.release(0);
+    m.local.mark_sent(0);
+    EXPECT_TRUE(is_marker(m.grad(0)));
+    EXPECT_EQ(m.grad(0).sizes(), m.flat.model.values[0].sizes());
+    EXPECT_EQ(m.grad(0).scalar_type(), dtype);
+    EXPECT_FALSE(m.local.has(0));
+    EXPECT_EQ(m.local.bytes(), 0);
+    m.local.verify();
+    const std::vector<std::string> words{"parameter value0", "expected p.grad() as the backward",
+                                         "register_hook()"};
+    // As zero_grad(false) of a module does.
+    m.grad(0).detach_().zero_();
+    expect_words(error_of([&] { m.local.verify(); }), words);
+    m.local.discard();
+    EXPECT_FALSE(m.grad(0).defined());
+    m.accumulate(0, 1);
+    m.local.mark_sent(0);
+    EXPECT_TRUE(is_marker(m.grad(0)));
+    m.grad(0) = at::ones({2, 3});
+    expect_words(error_of([&] { m.local.verify(); }), words);
+    expect_words(error_of([&] { m.local.set_aside(0); }), words);
+    m.local.discard();
+    // Also what waits for the next round is a part of more.
+    m.accumulate(0, 1);
+    m.local.mark_sent(0);
+    m.accumulate(0, 2);
+    m.local.leave(0);
+    m.local.verify();
+    m.grad(0).mul_(2);
+    expect_words(error_of([&] { m.local.verify(); }), words);
+    m.local.discard();
+    m.accumulate(0, 1);
+    m.local.mark_sent(0);
+    m.local.consume();
+    EXPECT_FALSE(m.grad(0).defined());
+    m.local.verify();
+  }
+}
+
+TEST(LocalGradientsTest, AMarkerGoesWithItsOwner) {
+  FlatModel flat({at::zeros({2, 3})}, 1, {Layout::kContiguous, 256});
+  {
+    LocalGradients local(flat.table, false);
+    local.mark_sent(0);
+    EXPECT_TRUE(is_marker(flat.model.values[0].grad()));
+  }
+  EXPECT_FALSE(flat.model.values[0].grad().defined());
+}
+
+// Raw memory of these is not what they are worth.
+TEST(LocalGradientsTest, LazyGradientsAreWorthWhatTorchTakesThemFor) {
+  const at::Tensor negative = at::complex(at::zeros({2, 3}), at::full({2, 3}, 7.0));
+  const std::vector<at::Tensor> lazy{
+      at::imag(negative.conj()).contiguous(), at::_neg_view(at::full({2, 3}, 7.0)),
+      at::_efficientzerotensor({2, 3}, at::kFloat), at::full({}, 3.0).expand({2, 3})};
+  ASSERT_TRUE(lazy[1].is_neg() && lazy[2]._is_zerotensor());
+  for (const at::Tensor& gradient : lazy) {
+    const at::Tensor expected = at::zeros({2, 3}) + gradient;
+    Model m(at::kFloat);
+    const bool plain = !gradient.is_neg() && !gradient._is_zerotensor() && gradient.stride(1) == 1;
+    EXPECT_EQ(m.local.addend(0, gradient, at::kFloat).has_value(), plain);
+    m.grad(0) = gradient;
+    EXPECT_TRUE(at::equal(m.local.release(0), expected)) << expected;
+    m.grad(0) = gradient;
+    m.local.keep(0);
+    EXPECT_TRUE(at::equal(m.local.release(0), expected)) << expected;
   }
 }
 
@@ -100,6 +178,7 @@ TEST(LocalGradientsTest, AGradientThatCannotBeSentIsRefused) {
   m.flat.model.values[0].mutable_grad() = at::zeros({2, 3}).to_sparse();
   expect_words(error_of([&] { m.local.keep(0); }), {"expected a dense tensor"});
   expect_words(error_of([&] { m.local.verify(); }), {"expected a dense tensor"});
+  expect_words(error_of([&] { m.local.release(0); }), {"expected a dense tensor"});
 }
 
 // The sum of an addend and a gradient is rounded once: to the dtype of the bucket.

@@ -138,3 +138,51 @@ TEST(BackwardPassesErrorsTest, AFailedOptimizerTakesNoGradient) {
 
 }  // namespace
 }  // namespace zero
+TEST(BackwardPassesErrorsTest, AScaledPassScalesNoOther) {
+  on_ranks(
+      2,
+      [](Rank& r) {
+        r.passes->run(r.loss(0));
+        const std::string problem = "gradients of a loss that was not scaled";
+        expect_words(error_of([&] { r.loss(1).backward(); }), {problem});
+        expect_words(r.protocol.take_problem(Call::kStep), {problem});
+        // Until the step.
+        r.passes->scale_loss(r.loss(1)).backward();
+        r.passes->scale_loss(r.loss(2)).backward();
+        EXPECT_EQ(r.protocol.take_problem(Call::kStep), "");
+        r.passes->forget();
+        expect_words(error_of([&] { r.loss(1).backward(); }), {problem});
+        expect_words(r.protocol.take_problem(Call::kStep), {problem});
+        r.zero_grad();
+      },
+      4);
+}
+
+TEST(BackwardPassesErrorsTest, AGradientThatWasReplacedBreaksThePass) {
+  on_ranks(1, [](Rank& r) {
+    r.passes->run(r.loss(0));
+    r.value(1).mutable_grad() = at::ones({7});
+    expect_words(r.error_of_run(r.loss(1)), {"rank 0: parameter value1", "expected p.grad() as"});
+    EXPECT_TRUE(r.protocol.is_backward_broken());
+    r.zero_grad();
+    r.passes->run(r.loss(2));
+    r.expect_mean({2});
+  });
+}
+
+TEST(BackwardPassesErrorsTest, AResetOfSomeGradientsIsMisuseBeforeThePass) {
+  on_ranks(1, [](Rank& r) {
+    r.passes->run(r.loss(0));
+    r.value(1).mutable_grad().reset();
+    expect_words(r.error_of_run(r.loss_of(3, 1)), {"rank 0: parameter value1", "kept or dropped"});
+    EXPECT_FALSE(r.protocol.is_backward_broken());
+    expect_words(r.protocol.take_problem(Call::kStep), {"kept or dropped"});
+    // A pass of another optimizer's loss has no beginning that we see, and uses it.
+    expect_words(error_of([&] { r.loss(1).backward(); }), {"kept or dropped"});
+    EXPECT_TRUE(r.protocol.is_backward_broken());
+    r.zero_grad();
+    r.passes->run(r.loss(2));
+    r.expect_mean({2});
+  });
+}
+

@@ -40,6 +40,13 @@ struct FlatModel {
   BufferPool pool{at::kCPU, 1 << 20};
 };
 
+// Returns whether `grad`, a p.grad(), is the marker of a gradient that is elsewhere: NaN in each
+// element, in memory for one.
+inline bool is_marker(const at::Tensor& grad) {
+  return grad.defined() && grad.isnan().all().item<bool>() &&
+         grad.storage().nbytes() == static_cast<size_t>(grad.element_size());
+}
+
 // The elements of `segment` of the tensor, in fp32. `tensor` is contiguous.
 inline at::Tensor part_of(const at::Tensor& tensor, const Segment& segment) {
   return tensor.detach().flatten().narrow(0, segment.begin, segment.numel).to(at::kFloat);

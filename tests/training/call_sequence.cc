@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <limits>
 #include <random>
 #include <sstream>
@@ -30,7 +31,6 @@ class Generator {
   CallSequence draw() {
     draw_group();
     s_.options = draw_options();
-    readable_ = is_readable(s_.options);
     static_graph_ = percent(8);
     s_.options.static_graph(static_graph_);
     if (static_graph_) {
@@ -111,10 +111,6 @@ class Generator {
     return options;
   }
 
-  static bool is_readable(const ZeroOptions& options) {
-    return options.stage() == 1 && options.stage1_full_gradients();
-  }
-
   int64_t draw_bucket_bytes() {
     switch (below(4)) {
       case 0:
@@ -161,10 +157,7 @@ class Generator {
   std::vector<std::vector<Pass>> draw_passes() {
     std::vector<std::vector<Pass>> passes(s_.world_size);
     if (passes_ + 2 > kPassesAStep) return passes;
-    if (clipped_) {
-      if (!readable_ && percent(15)) passes[rank()] = {draw_pass(PassKind::kByHand)};
-      return passes;
-    }
+    if (clipped_) return passes;
     const int style = pick<int>({{0, 30}, {1, 25}, {2, 20}, {3, 25}});
     const int only = rank();
     for (int r = 0; r < s_.world_size; ++r) {
@@ -187,7 +180,11 @@ class Generator {
                                            {Action::kRefreshMasters, 4},
                                            {Action::kBroadcastBuffers, 4},
                                            {Action::kStep, clipped_ ? 40 : 25},
-                                           {Action::kClip, pending_ ? 9 : 0}};
+                                           {Action::kClip, pending_ && !dropped_ ? 9 : 0}};
+    // Ranks drop as many rounds each where a call has completed them and every rank had gradients.
+    if (completed_ && !clipped_ && std::all_of(own_.begin(), own_.end(), std::identity())) {
+      choices.push_back({Action::kModuleZeroGrad, 8});
+    }
     if (!pending_ || everywhere_ || refused_) choices.push_back({Action::kZeroGrad, 4});
     if (!pending_ && s_.mesh_kind != MeshKind::kExperts) {  // whose names would meet in one folder
       choices.push_back({Action::kCheckpoint, 2});
@@ -238,7 +235,15 @@ class Generator {
   Event draw_event() {
     auto passes = draw_passes();
     size_t most = 0, with = 0;
-    for (const auto& of_rank : passes) {
+    own_.resize(passes.size(), false);
+    for (size_t r = 0; r < passes.size(); ++r) {
+      const auto& of_rank = passes[r];
+      for (const Pass& pass : of_rank) {
+        completed_ = false;
+        if (!needs_round(pass) || pass.kind == PassKind::kNoGraph) continue;
+        own_[r] = true;
+        dropped_ = false;
+      }
       most = std::max(most, of_rank.size());
       with += std::any_of(of_rank.begin(), of_rank.end(), needs_round) ? 1 : 0;
     }
@@ -250,9 +255,6 @@ class Generator {
     Event e = event(draw_action());
     e.passes = std::move(passes);
     follow(e.action);
-    if (e.action == Action::kCheckpoint || e.action == Action::kCheckpointAsync) {
-      readable_ = is_readable(e.options);
-    }
     return e;
   }
 
@@ -261,11 +263,18 @@ class Generator {
     switch (action) {
       case Action::kNothing:
         return;
+      case Action::kModuleZeroGrad:
+        own_.assign(own_.size(), false);
+        dropped_ = true;
+        return;
       case Action::kStep:
       case Action::kZeroGrad:
       case Action::kBrokenBackward:
         pending_ = everywhere_ = clipped_ = refused_ = false;
         passes_ = 0;
+        own_.assign(own_.size(), false);
+        dropped_ = false;
+        completed_ = true;
         return;
       case Action::kClip:
         clipped_ = true;
@@ -279,6 +288,7 @@ class Generator {
         break;
     }
     refused_ = action >= Action::kDifferentNorms;
+    if (!refused_) completed_ = true;
   }
 
   // As static_graph promises: every step like the first, with all parameters on all ranks.
@@ -323,26 +333,29 @@ class Generator {
   CallSequence s_;
   std::optional<LossScalerOptions> scaler_;
   bool static_graph_ = false;
-  bool readable_ = false;  // p.grad() holds averages after calls that reduce
   // Since the last step:
   bool pending_ = false;     // some rank needs a round
   bool everywhere_ = false;  // all ranks do, as far as each of them knows
   bool some_ = false;        // some rank needs one for the passes of this event
   bool only_now_ = false;    // and there were none before it
   bool clipped_ = false;
-  bool refused_ = false;  // the last collective call
-  int passes_ = 0;        // at most, of a rank
+  bool refused_ = false;    // the last collective call
+  int passes_ = 0;          // at most, of a rank
+  std::vector<bool> own_;   // by rank: it has gradients
+  bool completed_ = false;  // a call has reduced all of them
+  bool dropped_ = false;    // zero_grad() of the module was the last to do something with them
 };
 
 constexpr std::array<const char*, 3> kMeshNames = {"", " with replicas", " with experts"};
 constexpr std::array<const char*, 8> kPassNames = {
     "own", "plain", "no_sync", "plain_no_sync", "with_grad", "only_grad", "no_graph", "by_hand"};
-constexpr std::array<const char*, 26> kActionNames = {"nothing",
+constexpr std::array<const char*, 27> kActionNames = {"nothing",
                                                       "reduce_gradients",
                                                       "grad_norm",
                                                       "clip_grad_norm_",
                                                       "step",
                                                       "zero_grad",
+                                                      "zero_grad of the module",
                                                       "gradient",
                                                       "master",
                                                       "master of all",

@@ -47,6 +47,7 @@ enum class Action {
   kClip,
   kStep,
   kZeroGrad,
+  kModuleZeroGrad,  // zero_grad() of the module, on all ranks
   kGradient,
   kMaster,
   kAllMasters,

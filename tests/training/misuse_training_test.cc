@@ -5,13 +5,16 @@
 // tests/training/misuse.h.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
+#include <functional>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "tests/training/misuse.h"
 
@@ -97,42 +100,115 @@ TEST_P(AtStage, BackwardBetweenClipAndStep) {
   }
 }
 
-TEST_P(AtStage, ModuleZeroGradBetweenBackwardAndStep) {
-  // Of gradients that wait for their sum under no_sync it is seen.
+// As in torch, with zeros nowhere: a step then does nothing.
+TEST_P(AtStage, ModuleZeroGradOnAllRanksDropsWhatWasSent) {
+  for (const bool fp32 : {false, true}) {
+    expect_survives(stage(GetParam()).no_sync_fp32(fp32), [](Rank& r) {
+      torch::optim::Optimizer& base = *r.optimizer;
+      r.model->zero_grad();
+      for (const bool reduced : {false, true}) {
+        r.backward(7);
+        r.loss(8).backward();
+        if (reduced) r.optimizer->reduce_gradients();
+        reduced ? base.zero_grad() : r.model->zero_grad();
+        EXPECT_FALSE(r.optimizer->gradient(r.model->scale).defined());
+        EXPECT_EQ(r.optimizer->clip_grad_norm_(1.0).item<double>(), 0);
+        r.optimizer->step();
+      }
+      // Before another pass, which the library sees begin or not.
+      r.backward(7);
+      r.model->zero_grad();
+      r.loss(8).backward();
+      r.model->zero_grad();
+      {
+        auto guard = r.optimizer->no_sync();
+        r.backward(9);
+        r.model->zero_grad();
+        r.backward(10);
+      }
+      r.model->zero_grad();
+      r.optimizer->reduce_gradients();
+      r.train(1);
+      r.model->zero_grad();
+    });
+  }
+}
+
+TEST_P(AtStage, ModuleZeroGradOnOneRankIsRefusedOnAll) {
   expect_survives(stage(GetParam()), [](Rank& r) {
+    const Words words = {"rank 1: step() with the gradients of 1 reductions dropped",
+                         "zero_grad() of the module", "call zero_grad() of the ZeroOptimizer"};
+    for (const bool again : {false, true}) {
+      r.backward(7);
+      if (r.is(1)) r.model->zero_grad();
+      if (again) r.backward(8);
+      r.differs([&] { r.optimizer->step(); }, words);
+      r.optimizer->zero_grad();
+    }
+    // What was not sent is this rank's own.
     {
       auto guard = r.optimizer->no_sync();
       r.backward(7);
-      if (r.is(1)) r.model->zero_grad();
+      r.model->zero_grad();
+      if (r.is(1)) r.backward(8);
     }
-    r.refuses_step(1, {"parameter scale", "expected the gradient that was accumulated", "got none",
-                       "reset by zero_grad() of the module", "use ZeroOptimizer::zero_grad()"});
-    r.optimizer->zero_grad();
+    if (r.is(1)) r.model->zero_grad();
     r.train(1);
-  });
-  // Of gradients that were sent it has no effect.
-  expect_survives(stage(GetParam()), [](Rank& r) {
-    r.model->zero_grad();
-    r.backward(1);
-    r.model->zero_grad();
-    r.clip_and_step();
-    r.model->zero_grad();
   });
 }
 
-TEST(MisuseTest, BaseClassZeroGradOnAveragedGradients) {
-  expect_survives(stage(1), [](Rank& r) {
-    r.backward(1);
-    r.optimizer->reduce_gradients();
-    torch::optim::Optimizer& base = *r.optimizer;
-    std::vector<at::Tensor> averages;
-    for (const at::Tensor& p : r.model->parameters()) averages.push_back(p.grad());
-    if (r.is(0)) base.zero_grad();
-    r.refuses_step(0, {"parameter scale", "cannot reset what was sent"});
-    // Put back, nothing has happened.
+TEST_P(AtStage, ZeroGradOfAPartOfTheModuleIsRefused) {
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    r.backward(7);
+    if (r.is(1)) r.model->left->zero_grad();
+    r.refuses_step(1, {"parameter left.", "kept or dropped together", "reset by zero_grad()",
+                       "zero_grad() of the ZeroOptimizer", "an optimizer each"});
+    r.optimizer->zero_grad();
+    // With zeros, which no gradient has.
+    r.backward(7);
+    if (r.is(1)) r.model->zero_grad(/*set_to_none=*/false);
+    r.refuses_step(1, {"expected p.grad() as the backward pass left it"});
+    r.optimizer->zero_grad();
+    r.train(1);
+  });
+}
+
+TEST_P(AtStage, AGradientPutInThePlaceOfOneThatWasSentIsRefused) {
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    r.backward(7);
+    const at::Tensor& p = r.model->trunk->weight;
+    if (r.is(1)) p.mutable_grad() = at::ones_like(p.detach());
+    const Words words = {"parameter trunk.weight", "expected p.grad() as the backward pass left it",
+                         "clip_grad_norm_() of the ZeroOptimizer", "zero_grad() on all ranks"};
+    r.refuses_step(1, words);
+    r.refuses(
+        1, [&] { r.optimizer->broadcast_buffers(); }, words);
+    r.optimizer->zero_grad();
+    // Functions of torch that change gradients find none.
+    r.backward(7);
     const auto parameters = r.model->parameters();
-    for (size_t i = 0; i < averages.size(); ++i) parameters[i].mutable_grad() = averages[i];
-    r.clip_and_step();
+    EXPECT_NE(error_soon([&] { torch::nn::utils::clip_grad_norm_(parameters, 0.1); }), "");
+    EXPECT_NE(error_soon([&] { torch::nn::utils::clip_grad_value_(parameters, 0.1); }), "");
+    r.optimizer->zero_grad();
+    r.train(1);
+  });
+}
+
+// One with the strides of the parameter would be read past its end.
+TEST_P(AtStage, AGradientOfAnotherShapeIsRefusedByEveryCall) {
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    const at::Tensor& p = r.model->trunk->weight;
+    const Words words = {"gradient of trunk.weight", "expected shape", "got [1, "};
+    for (const auto& call : std::vector<std::function<void()>>{
+             [&] { r.optimizer->broadcast_buffers(); },
+             [&] { r.optimizer->refresh_working_parameters(); },
+             [&] { r.optimizer->check_replicas(); }, [&] { r.optimizer->step(); }}) {
+      if (r.is(1)) p.mutable_grad() = at::ones_like(p.detach().narrow(0, 0, 1));
+      r.refuses(1, call, words);
+      p.mutable_grad().reset();
+      r.optimizer->zero_grad();
+    }
+    r.train(1);
   });
 }
 

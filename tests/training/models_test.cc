@@ -214,14 +214,17 @@ TEST(ModelsTest, TwoOptimizersAtOnce) {
     expected.push_back(values(*g));
     for (const at::Tensor& v : values(*d)) expected.back().push_back(v);
   }
-  run_ranks(2, [&](const Group& group) {
+  const auto train = [&](const Group& group, int64_t stage, int way) {
+    const auto options = ZeroOptions().stage(stage);
     torch::nn::Linear generator(6, 6), critic(6, 1);
     fill(*generator, 1);
     fill(*critic, 5);
-    ZeroOptimizer g_optimizer(
-        *generator, std::make_unique<torch::optim::SGD>(generator->parameters(), 0.1), group);
+    ZeroOptimizer g_optimizer(*generator,
+                              std::make_unique<torch::optim::SGD>(generator->parameters(), 0.1),
+                              group, options);
     ZeroOptimizer d_optimizer(
-        *critic, std::make_unique<torch::optim::SGD>(critic->parameters(), 0.1), group);
+        *critic, std::make_unique<torch::optim::SGD>(critic->parameters(), 0.1), group, options);
+    torch::optim::Optimizer& base = d_optimizer;
     for (int step = 0; step < 3; ++step) {
       run(
           generator, critic, group.rank(), step,
@@ -230,15 +233,20 @@ TEST(ModelsTest, TwoOptimizersAtOnce) {
             g_optimizer.step();
           },
           [&](const at::Tensor& loss) {
-            // Drops what the generator's pass left behind; torch's loop does the same.
-            d_optimizer.zero_grad();
+            // Drops what the generator's pass left behind, in all ways in which torch's loops do.
+            way == 0 ? d_optimizer.zero_grad() : way == 1 ? critic->zero_grad() : base.zero_grad();
             d_optimizer.backward(loss);
             d_optimizer.step();
           });
       expect_close(*generator, {expected[step].begin(), expected[step].begin() + 2});
       expect_close(*critic, {expected[step].begin() + 2, expected[step].end()});
     }
-  });
+  };
+  for (const int64_t stage : {1, 2}) {
+    for (const int way : {0, 1, 2}) {
+      run_ranks(2, [&](const Group& group) { train(group, stage, way); });
+    }
+  }
 }
 
 TEST(ModelsTest, SchedulersChangeTheRate) {

@@ -241,6 +241,7 @@ class PlainRun {
         forget();
         break;
       case Action::kZeroGrad:
+      case Action::kModuleZeroGrad:
       case Action::kBrokenBackward:
         forget();
         break;

@@ -93,11 +93,14 @@ void GradientReducer::gradient_kept(int64_t parameter) {
   used_[parameter] = 1;
 }
 
+void GradientReducer::before_gradient(int64_t parameter) {
+  if (local_.was_reset(parameter)) drop_resets();
+  local_.set_aside(parameter);
+}
+
 bool GradientReducer::take_gradient(int64_t parameter, const at::Tensor& gradient) {
   // A late one waits.
-  if (packed_[parameter] != 0 || local_.is_average(parameter) || places_[parameter].empty()) {
-    return false;
-  }
+  if (packed_[parameter] != 0 || places_[parameter].empty()) return false;
   const Bucket& bucket = plan_.buckets[places_[parameter].front().bucket];
   const auto sum = local_.addend(parameter, gradient, wire_of(bucket).packed_dtype());
   if (!sum) return false;
@@ -108,17 +111,13 @@ bool GradientReducer::take_gradient(int64_t parameter, const at::Tensor& gradien
 }
 
 void GradientReducer::gradient_ready(int64_t parameter) {
-  local_.check(parameter);
-  used_[parameter] = 1;
+  local_.leave(parameter);
   // Never two gradients of a parameter in one round, even while its bucket is still
   // here: a 16-bit bucket would lose what fp32 shards keep, and whether it is still
   // here depends on the size of buckets, on which results must not depend.
   if (packed_[parameter] != 0) {
-    if (in_pass_) {
-      local_.leave(parameter);  // late: it is sent in the next round
-      return;
-    }
-    close_round();  // a new pass began with a plain backward()
+    if (in_pass_) return;  // late: it is sent in the next round
+    close_round();         // a new pass began with a plain backward()
   }
   pack(parameter, local_.release(parameter));
   send_complete();
@@ -168,6 +167,7 @@ void GradientReducer::pack(int64_t parameter, const at::Tensor& gradient, const 
     unsent_bytes_ += bytes;
     if (--open.missing == 0) encode(place.bucket);
   }
+  local_.mark_sent(parameter);
 }
 
 void GradientReducer::send_complete() {
@@ -201,7 +201,7 @@ void GradientReducer::send_next() {
   // After reduce_over_replicas() all replicas hold their common mean: only the first of them
   // carries it into a further sum.
   const bool carries = comms.replicas == nullptr || comms.replicas->rank() == 0;
-  reduction.accumulate = rounds_ > (carries ? 0 : replicated_);
+  reduction.accumulate = rounds_ > (carries ? dropped_ : std::max(dropped_, replicated_));
   reduction.scale = static_cast<float>(scale_ / static_cast<double>(ranks));
   reduction.group = comms.data;
   reduction.bucket = b;
@@ -222,6 +222,10 @@ void GradientReducer::close_round() {
   for (int64_t p = 0; p < count; ++p) {
     if (local_.has(p) && packed_[p] == 0) pack(p, local_.release(p));
   }
+  send_round();
+}
+
+void GradientReducer::send_round() {
   while (next_ < static_cast<int64_t>(order_.size())) send_next();
   ++rounds_;
   ++total_rounds_;
@@ -271,7 +275,9 @@ void GradientReducer::consume() {
   TORCH_INTERNAL_ASSERT(next_ == 0, "consume() with a round under way");
   in_pass_ = false;  // also of a pass that ended with an exception
   std::fill(used_.begin(), used_.end(), 0);
+  local_.consume();
   rounds_ = 0;
+  dropped_ = 0;
   replicated_ = 0;
   pool_.trim();
 }
@@ -283,6 +289,21 @@ bool GradientReducer::any_used() const {
 void GradientReducer::claim_gradients() {
   for (size_t p = 0; p < used_.size(); ++p) {
     if (local_.has(static_cast<int64_t>(p))) used_[p] = 1;
+  }
+}
+
+void GradientReducer::drop_resets() {
+  bool any = false;
+  for (size_t p = 0; p < used_.size() && !any; ++p) any = local_.was_reset(static_cast<int64_t>(p));
+  if (!any) return;
+  if (local_.forget_resets()) {
+    // Other ranks have sent their part of the open round. It has no gradients but those.
+    if (round_open()) send_round();
+    dropped_ = rounds_;
+  }
+  for (size_t i = 0; i < used_.size(); ++i) {
+    const auto p = static_cast<int64_t>(i);
+    used_[i] = local_.is_sent(p) || local_.has(p) ? 1 : 0;
   }
 }
 

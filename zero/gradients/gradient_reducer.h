@@ -14,6 +14,9 @@
 //   complete(n) agreed by all ranks: whoever is behind sends zeros up to round n
 //   consume()   forgets it all; the next step begins
 //
+// drop_resets() does what zero_grad() of the module asked for: the sums of earlier rounds are
+// overwritten. Ranks must compare rounds_dropped(), as they agree on the rounds.
+//
 // A parameter has one place per round. Its second gradient in one pass (a shared
 // weight under activation checkpointing fires several times) stays in p.grad()
 // and is sent in the next round; its second gradient by plain backward() calls
@@ -55,17 +58,21 @@ class GradientReducer {
 
   // A backward pass begins whose end will be marked by close_round().
   void begin_pass();
+  // Makes p.grad() ready for the next gradient, by set_aside() and, where it was reset, by
+  // drop_resets(). Throws as they do.
+  void before_gradient(int64_t parameter);
   // Tries to write parameter.grad() + gradient straight into the bucket, which saves a pass over
   // memory. Returns true if it did; autograd must then not accumulate. The bits are those of
   // gradient_ready(). Otherwise it changes nothing.
   bool take_gradient(int64_t parameter, const at::Tensor& gradient);
   // parameter.grad() was accumulated. Packs it, frees it at once, so that the next one is made in
   // the same warm memory, and sends what became complete; or leaves it there when it is the second
-  // in a pass. Throws c10::Error for a sparse gradient or one on another device.
+  // in a pass. Throws c10::Error for a gradient that cannot be sent, a sparse one for example.
   void gradient_ready(int64_t parameter);
   // The same under no_sync: the gradient stays local.
   void gradient_kept(int64_t parameter);
-  // Sends the rest of the open round with zeros for what is missing.
+  // Sends the rest of the open round with zeros for what is missing. Throws c10::Error for what was
+  // put into p.grad() and cannot be sent.
   void close_round();
 
   // Rounds this rank needs so that nothing it has is left behind.
@@ -87,9 +94,14 @@ class GradientReducer {
 
   // Counts as used what was put into p.grad() by hand, without a backward pass.
   void claim_gradients();
-  // Throws c10::Error when a gradient in p.grad() was reset or replaced by one
-  // that cannot be sent.
+  // Throws c10::Error when p.grad() holds what cannot be sent, or was changed although its gradient
+  // is sent or averaged.
   void verify() const { local_.verify(); }
+  // Drops the gradients that were reset in p.grad(), as by zero_grad() of the module. Throws
+  // c10::Error when they were reset for some only of the parameters whose gradients were sent.
+  void drop_resets();
+  // Of the rounds since consume(), those whose gradients were dropped.
+  int64_t rounds_dropped() const { return dropped_; }
   // Forgets what this rank has not sent; complete() then sends zeros for it.
   void discard();
 
@@ -101,8 +113,6 @@ class GradientReducer {
 
   // The next gradient of this parameter replaces p.grad(), which holds an average.
   void mark_averaged(int64_t parameter) { local_.mark_average(parameter); }
-  // Drops p.grad() if it holds an average; called before a gradient is accumulated.
-  void set_average_aside(int64_t parameter) { local_.drop_average(parameter); }
 
   int64_t rounds_sent() const { return total_rounds_; }
   // Bytes of local gradients that wait for a later round, and of those that are packed and wait for
@@ -135,6 +145,7 @@ class GradientReducer {
   void pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added = {});
   void send_complete();
   void send_next();
+  void send_round();
   void reduce_over_replicas();
 
   const Plan& plan_;
@@ -161,6 +172,7 @@ class GradientReducer {
 
   bool reducing_ = false;   // a bucket was pushed since complete()
   int64_t rounds_ = 0;      // closed since consume()
+  int64_t dropped_ = 0;     // of those, the first that no longer count
   int64_t replicated_ = 0;  // of those, averaged over replicas
   int64_t total_rounds_ = 0;
   ReductionQueue queue_;

@@ -3,8 +3,11 @@
 #include "zero/gradients/local_gradients.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
+#include <limits>
+#include <map>
 #include <utility>
 
 #include "kernels/cast.h"
@@ -32,9 +35,10 @@ bool is_known(c10::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-// Returns whether `gradient` is one flat stretch in the memory order of its parameter.
+// Returns whether `gradient` is one flat stretch in the memory order of its parameter, and that
+// memory holds its values: not those of a lazy negation, nor those of zeros without memory.
 bool is_in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
-  return is_known(gradient.scalar_type()) &&
+  return is_known(gradient.scalar_type()) && !gradient.is_neg() && !gradient._is_zerotensor() &&
          (gradient.strides() == at::IntArrayRef(p.strides) || gradient.numel() <= 1);
 }
 
@@ -55,47 +59,129 @@ void add(const at::Tensor& gradient, bool first, const at::Tensor& sum) {
 
 }  // namespace
 
-bool LocalGradients::has(int64_t parameter) const {
-  const State& state = states_[parameter];
-  if (state.fp32.defined()) return true;
-  return !state.averaged && table_.parameters()[parameter].tensor.grad().defined();
+LocalGradients::LocalGradients(const ParameterTable& table, bool fp32)
+    : table_(table), fp32_(fp32), states_(table.parameters().size()) {
+  make_markers();
 }
 
-void LocalGradients::check(int64_t parameter) const {
+LocalGradients::~LocalGradients() {
+  try {
+    consume();
+  } catch (...) {  // A parameter that lost its autograd state has no gradient either.
+  }
+}
+
+void LocalGradients::make_markers() {
+  std::map<c10::ScalarType, at::Tensor> values;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    at::Tensor& marker = states_[i].marker;
+    if (marker.defined() && marker._version() == 0) continue;
+    const Parameter& p = table_.parameters()[i];
+    at::Tensor& value = values[p.tensor.scalar_type()];
+    if (!value.defined()) {
+      value = at::full({}, std::numeric_limits<double>::quiet_NaN(),
+                       p.tensor.options().requires_grad(false));
+    }
+    // With a version of its own, and no view: torch's zero_grad() cannot detach a view in place.
+    marker = value.expand(p.sizes).variable_data();
+  }
+}
+
+const at::Tensor& LocalGradients::grad(int64_t parameter) const {
+  return table_.parameters()[parameter].tensor.grad();
+}
+
+void LocalGradients::expect(int64_t parameter, Holds holds) {
+  State& state = states_[parameter];
+  const at::Tensor& gradient = grad(parameter);
+  state.holds = holds;
+  state.tensor = gradient.unsafeGetTensorImpl();
+  state.version = gradient._version();
+}
+
+void LocalGradients::put_marker(int64_t parameter) {
+  table_.parameters()[parameter].tensor.mutable_grad() = states_[parameter].marker;
+  expect(parameter, Holds::kMarker);
+}
+
+bool LocalGradients::holds_gradient(int64_t parameter) const {
+  const Holds holds = states_[parameter].holds;
+  return (holds == Holds::kUnknown || holds == Holds::kGradient) && grad(parameter).defined();
+}
+
+bool LocalGradients::has(int64_t parameter) const {
+  return states_[parameter].fp32.defined() || holds_gradient(parameter);
+}
+
+void LocalGradients::check_unchanged(int64_t parameter) const {
+  const State& state = states_[parameter];
   const Parameter& p = table_.parameters()[parameter];
-  check_gradient(p.tensor.grad(), p);
+  const at::Tensor& gradient = grad(parameter);
+  // As long as nothing was sent, a gradient may be changed as in torch.
+  if (state.holds == Holds::kUnknown || !gradient.defined()) return;
+  if (state.holds == Holds::kGradient && !state.sent) return;
+  const bool same =
+      state.tensor == gradient.unsafeGetTensorImpl() && state.version == gradient._version();
+  TORCH_CHECK(same || state.holds != Holds::kAverage, "parameter ", p.name,
+              ": expected the averaged gradient in p.grad() to be only read, got a change, which "
+              "would have no effect: step() uses the gradient shards. Clip with "
+              "clip_grad_norm_() of the ZeroOptimizer, change gradients with register_hook(), or "
+              "call zero_grad() on all ranks");
+  TORCH_CHECK(same, "parameter ", p.name,
+              ": expected p.grad() as the backward pass left it, since its gradient is on its way, "
+              "got another value, which would be added to that gradient and not replace it. Put "
+              "gradients there before the backward pass, change them with register_hook(), clip "
+              "with clip_grad_norm_() of the ZeroOptimizer, or call zero_grad() on all ranks");
+}
+
+void LocalGradients::set_aside(int64_t parameter) {
+  check_unchanged(parameter);
+  State& state = states_[parameter];
+  if (state.holds != Holds::kMarker && state.holds != Holds::kAverage) return;
+  table_.parameters()[parameter].tensor.mutable_grad().reset();
+  state.holds = Holds::kUnknown;
 }
 
 void LocalGradients::keep(int64_t parameter) {
-  check(parameter);
+  leave(parameter);
   const Parameter& p = table_.parameters()[parameter];
+  if (!fp32_ || p.tensor.scalar_type() == at::kFloat) return;
   State& state = states_[parameter];
-  if (!fp32_ || p.tensor.scalar_type() == at::kFloat) {
-    state.kept = true;
-    return;
-  }
-  const at::Tensor gradient = in_parameter_order(p.tensor.grad(), p);
+  const at::Tensor gradient = in_parameter_order(grad(parameter), p);
   const bool first = !state.fp32.defined();
   if (first) {
     state.fp32 = at::empty_strided(p.tensor.sizes(), p.strides,
                                    p.tensor.options().dtype(at::kFloat).requires_grad(false));
   }
   add(gradient, first, state.fp32);
-  p.tensor.mutable_grad().reset();
+  put_marker(parameter);
+}
+
+void LocalGradients::leave(int64_t parameter) {
+  check_gradient(grad(parameter), table_.parameters()[parameter]);
+  expect(parameter, Holds::kGradient);
 }
 
 at::Tensor LocalGradients::release(int64_t parameter) {
   const Parameter& p = table_.parameters()[parameter];
   State& state = states_[parameter];
-  at::Tensor gradient = p.tensor.grad();
-  if (gradient.defined()) gradient = in_parameter_order(gradient, p);
+  at::Tensor gradient;
+  if (holds_gradient(parameter)) {
+    check_gradient(grad(parameter), p);
+    gradient = in_parameter_order(grad(parameter), p);
+  }
   if (state.fp32.defined()) {
     if (gradient.defined()) add(gradient, /*first=*/false, state.fp32);
     gradient = std::exchange(state.fp32, at::Tensor());
   }
   p.tensor.mutable_grad().reset();
-  state.kept = false;
+  state.holds = Holds::kUnknown;
   return gradient;
+}
+
+void LocalGradients::mark_sent(int64_t parameter) {
+  states_[parameter].sent = true;
+  put_marker(parameter);
 }
 
 std::optional<at::Tensor> LocalGradients::addend(int64_t parameter, const at::Tensor& gradient,
@@ -103,62 +189,83 @@ std::optional<at::Tensor> LocalGradients::addend(int64_t parameter, const at::Te
   const Parameter& p = table_.parameters()[parameter];
   const auto fits = [&](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided && tensor.device() == p.tensor.device() &&
-           tensor.sizes() == p.sizes && is_in_parameter_order(tensor, p) && !tensor.is_neg();
+           tensor.sizes() == p.sizes && is_in_parameter_order(tensor, p);
   };
-  const at::Tensor& grad = p.tensor.grad();
   const at::Tensor& sum = states_[parameter].fp32;
-  if ((grad.defined() && sum.defined()) || !fits(gradient)) return std::nullopt;
-  const at::Tensor& addend = sum.defined() ? sum : grad;
+  const at::Tensor kept = holds_gradient(parameter) ? grad(parameter) : at::Tensor();
+  if ((kept.defined() && sum.defined()) || !fits(gradient)) return std::nullopt;
+  const at::Tensor& addend = sum.defined() ? sum : kept;
   // Accumulated apart, the sum would be rounded to its own dtype before it is to the bucket's.
   if (addend.defined() && (!fits(addend) || addend.scalar_type() != dtype)) return std::nullopt;
   return addend;
 }
 
-void LocalGradients::mark_average(int64_t parameter) {
-  const at::Tensor& average = table_.parameters()[parameter].tensor.grad();
-  State& state = states_[parameter];
-  state.averaged = true;
-  state.average = average.unsafeGetTensorImpl();
-  state.average_version = average._version();
+bool LocalGradients::was_reset(int64_t parameter) const {
+  return states_[parameter].holds != Holds::kUnknown && !grad(parameter).defined();
 }
 
-void LocalGradients::drop_average(int64_t parameter) {
-  if (!std::exchange(states_[parameter].averaged, false)) return;
-  table_.parameters()[parameter].tensor.mutable_grad().reset();
+bool LocalGradients::forget_resets() {
+  int64_t sent = 0, reset = 0, last_reset = 0;
+  const auto count = static_cast<int64_t>(states_.size());
+  for (int64_t p = 0; p < count; ++p) {
+    if (!states_[p].sent || states_[p].holds == Holds::kUnknown) continue;
+    ++sent;
+    if (!was_reset(p)) continue;
+    ++reset;
+    last_reset = p;
+  }
+  TORCH_CHECK(reset == 0 || reset == sent, "parameter ", table_.parameters()[last_reset].name,
+              ": expected the gradients of the ", sent,
+              " parameters that were sent to be kept or dropped together, got ", reset,
+              " that were reset by zero_grad() of a module or of a base class, or by hand. Call "
+              "zero_grad() of the ZeroOptimizer on all ranks, which drops all, or give the modules "
+              "an optimizer each");
+  for (int64_t p = 0; p < count; ++p) {
+    State& state = states_[p];
+    if (reset > 0) state.sent = false;
+    if (!was_reset(p)) continue;
+    state.holds = Holds::kUnknown;
+    state.fp32 = at::Tensor();
+  }
+  return reset > 0;
 }
 
 void LocalGradients::verify() const {
   for (size_t i = 0; i < states_.size(); ++i) {
-    const State& g = states_[i];
-    const Parameter& p = table_.parameters()[i];
-    const at::Tensor& gradient = p.tensor.grad();
-    TORCH_CHECK((!g.kept && !g.averaged) || gradient.defined(), "parameter ", p.name,
-                ": expected the gradient that was accumulated since the last step, got none: it "
-                "was reset by zero_grad() of the module or of a base class, which cannot reset "
-                "what was sent; use ZeroOptimizer::zero_grad() on all ranks, or none at all");
-    if (gradient.defined() && !g.averaged) check_gradient(gradient, p);
-    TORCH_CHECK(!g.averaged || (g.average == gradient.unsafeGetTensorImpl() &&
-                                g.average_version == gradient._version()),
-                "parameter ", p.name,
-                ": expected the averaged gradient in p.grad() to be only read, got a change, which "
-                "would have no effect: step() uses the gradient shards. Clip with "
-                "clip_grad_norm_() of the ZeroOptimizer, change gradients with register_hook(), or "
-                "call zero_grad() on all ranks");
+    const auto p = static_cast<int64_t>(i);
+    check_unchanged(p);
+    if (holds_gradient(p)) check_gradient(grad(p), table_.parameters()[i]);
+  }
+}
+
+void LocalGradients::consume() {
+  for (size_t i = 0; i < states_.size(); ++i) {
+    State& state = states_[i];
+    const at::Tensor& tensor = table_.parameters()[i].tensor;
+    const bool ours = state.holds == Holds::kMarker || state.holds == Holds::kAverage;
+    // Another optimizer may have the parameter by now.
+    if (ours && tensor.grad().defined() && tensor.grad().unsafeGetTensorImpl() == state.tensor) {
+      tensor.mutable_grad().reset();
+    }
+    state.holds = Holds::kUnknown;
+    state.sent = false;
   }
 }
 
 void LocalGradients::discard() {
   for (size_t i = 0; i < states_.size(); ++i) {
     table_.parameters()[i].tensor.mutable_grad().reset();
-    states_[i] = {};
+    states_[i].fp32 = at::Tensor();
   }
+  consume();
+  make_markers();
 }
 
 int64_t LocalGradients::bytes() const {
   int64_t bytes = 0;
   for (size_t i = 0; i < states_.size(); ++i) {
-    const at::Tensor& grad = table_.parameters()[i].tensor.grad();
-    if (!states_[i].averaged && grad.defined()) bytes += static_cast<int64_t>(grad.nbytes());
+    const auto p = static_cast<int64_t>(i);
+    if (holds_gradient(p)) bytes += static_cast<int64_t>(grad(p).nbytes());
     if (states_[i].fp32.defined()) bytes += static_cast<int64_t>(states_[i].fp32.nbytes());
   }
   return bytes;

@@ -7,7 +7,13 @@
 //   nothing
 //   a gradient that was accumulated and not sent, from no_sync(), late in its pass, or put there by
 //   hand
+//   a marker, while the gradient is in a bucket, sent, or apart in fp32
 //   in stage 1, the averaged gradient of the last reduction, to be read only
+//
+// A marker shows two things that torch would do in silence. Where it is missing, zero_grad() of the
+// module was to drop what was sent; where it was changed or replaced, a gradient was to take the
+// place of what was sent. All elements of a marker are one NaN, so that code which takes it for a
+// gradient, clips it for example, notices.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,44 +29,67 @@ namespace zero {
 class LocalGradients {
  public:
   // `fp32`: 16-bit gradients under no_sync add up apart, in fp32. `table` must outlive this.
-  LocalGradients(const ParameterTable& table, bool fp32)
-      : table_(table), fp32_(fp32), states_(table.parameters().size()) {}
+  LocalGradients(const ParameterTable& table, bool fp32);
+  ~LocalGradients();
+  LocalGradients(const LocalGradients&) = delete;
+  LocalGradients& operator=(const LocalGradients&) = delete;
 
   // Returns whether there is a gradient that was not sent.
   bool has(int64_t parameter) const;
-  // Throws c10::Error when p.grad() cannot be sent.
-  void check(int64_t parameter) const;
-  // p.grad() was accumulated and stays on this rank for now.
+  // Returns whether a part of the gradient was sent since consume().
+  bool is_sent(int64_t parameter) const { return states_[parameter].sent; }
+  // Takes a marker or an average out of p.grad(), before a gradient is accumulated there. Throws
+  // c10::Error when it was changed.
+  void set_aside(int64_t parameter);
+  // p.grad() was accumulated and stays on this rank for now. Throws c10::Error when it cannot be
+  // sent.
   void keep(int64_t parameter);
-  // p.grad() waits for the next round.
-  void leave(int64_t parameter) { states_[parameter].kept = true; }
-  // Returns all that there is for the parameter, in its memory order; nothing is left.
+  // p.grad() waits for the next round. Throws as keep() does.
+  void leave(int64_t parameter);
+  // Returns all that there is for the parameter, in its memory order; nothing is left. Throws as
+  // keep() does.
   at::Tensor release(int64_t parameter);
+  // What was released is in a bucket.
+  void mark_sent(int64_t parameter);
   // The tensor to which `gradient` can be added while both are rounded to `dtype` once; undefined
   // if there is none, so that `gradient` can be taken as it is. Nothing if it cannot be done.
   std::optional<at::Tensor> addend(int64_t parameter, const at::Tensor& gradient,
                                    c10::ScalarType dtype) const;
 
   // p.grad() was replaced by an average.
-  void mark_average(int64_t parameter);
-  bool is_average(int64_t parameter) const { return states_[parameter].averaged; }
-  // Drops p.grad() if it holds an average.
-  void drop_average(int64_t parameter);
+  void mark_average(int64_t parameter) { expect(parameter, Holds::kAverage); }
 
-  // Throws c10::Error when a gradient was reset or replaced by one that cannot be sent, or when an
-  // average was changed.
+  // Returns whether p.grad() was reset from outside, which drops its gradient.
+  bool was_reset(int64_t parameter) const;
+  // Forgets gradients that were reset. Returns whether all that were sent are among them. Throws
+  // c10::Error, and forgets nothing, when only some of those are.
+  bool forget_resets();
+  // Throws c10::Error when p.grad() holds what cannot be sent, or was changed although its gradient
+  // is sent or averaged.
   void verify() const;
+  // Forgets that gradients were sent or averaged: the step is over.
+  void consume();
+  // Forgets all gradients.
   void discard();
-  int64_t bytes() const;  // without averages
+  int64_t bytes() const;  // without markers and averages
 
  private:
+  enum class Holds : uint8_t { kUnknown, kGradient, kMarker, kAverage };
   struct State {
-    bool kept = false;      // p.grad() holds a gradient that is not in a bucket
-    bool averaged = false;  // p.grad() holds an average: this tensor, of this version
-    const void* average = nullptr;
-    int64_t average_version = 0;
+    Holds holds = Holds::kUnknown;  // what was put into p.grad(): this tensor, of this version
+    bool sent = false;
+    const void* tensor = nullptr;
+    int64_t version = 0;
+    at::Tensor marker;
     at::Tensor fp32;  // the sum of earlier gradients; mostly undefined
   };
+
+  const at::Tensor& grad(int64_t parameter) const;
+  void make_markers();
+  void put_marker(int64_t parameter);
+  void expect(int64_t parameter, Holds holds);
+  bool holds_gradient(int64_t parameter) const;
+  void check_unchanged(int64_t parameter) const;
 
   const ParameterTable& table_;
   const bool fp32_;

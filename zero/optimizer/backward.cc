@@ -122,10 +122,12 @@ std::string BackwardPasses::untimely_problem() const {
 
 bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
   if (!accumulates_into(parts_.table.parameters()[parameter].tensor)) return false;
-  parts_.reducer.set_average_aside(parameter);
-  if (parts_.protocol.in_no_sync() || !wants_all_gradients() || !takes_gradients()) return false;
+  const bool takes = !parts_.protocol.in_no_sync() && wants_all_gradients() && takes_gradients();
   bool taken = false;
-  run_in_hook([&] { taken = parts_.reducer.take_gradient(parameter, gradient); });
+  run_in_hook([&] {
+    parts_.reducer.before_gradient(parameter);
+    taken = takes && parts_.reducer.take_gradient(parameter, gradient);
+  });
   return taken;
 }
 
@@ -169,6 +171,12 @@ void BackwardPasses::begin() {
   any_ = true;
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
   if (!takes_gradients()) parts_.protocol.throw_misuse(untimely_problem());
+  try {
+    // Also where this pass uses none of the parameters that were reset.
+    parts_.reducer.drop_resets();
+  } catch (const std::exception& error) {
+    parts_.protocol.throw_misuse(error_text(error));
+  }
 }
 
 std::vector<at::Tensor> BackwardPasses::scaled_gradients(

@@ -130,9 +130,12 @@ std::string ZeroOptimizer::Impl::first_problem(Call call, const std::function<vo
   std::string text = protocol.take_problem(call);
   if (text.empty() && is_capturing(device)) text = capture_problem(call);
   if (shards.inner_was_stepped() && text.empty()) text = kInnerStepProblem;
-  if (text.empty() && check) {
+  if (text.empty() && call != Call::kZeroGrad) {
     try {
-      check();
+      reducer.drop_resets();
+      if (check) check();
+      // Whatever the call: it completes the rounds, and so sends what is in p.grad().
+      reducer.verify();
     } catch (const std::exception& error) {
       text = error_text(error);
     }
@@ -153,6 +156,14 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
   if (copies && !is_of_a_step(call)) copies->wait_for_all();
   if (protection && !is_of_a_step(call)) protection->wait_for_copies(0);
   const std::string problem = first_problem(call, check);
+  if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
+    // Sums are of the same passes only where all ranks dropped the same ones.
+    arguments.on_all_ranks +=
+        (arguments.on_all_ranks.empty() ? "" : ", ") + std::string("the gradients of ") +
+        std::to_string(reducer.rounds_dropped()) +
+        " reductions dropped, as zero_grad() of the module or of a base class asked for (call "
+        "zero_grad() of the ZeroOptimizer on all ranks instead)";
+  }
   const Agreement agreement = protocol.exchange(
       call, problem, std::move(arguments), {reducer.rounds_needed(), passes.any(), reducer.used()});
   // First: a gradient that cannot be sent, a sparse one for example, must not be tried again.
@@ -163,6 +174,11 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
 
 std::string ZeroOptimizer::Impl::static_problem() const {
   const std::vector<uint8_t>& used = reducer.used();
+  if (reducer.rounds_dropped() > 0) {
+    return "zero_grad() of the module or of a base class after a backward pass: expected every "
+           "gradient to be used, as static_graph(true) promises; call zero_grad() of the "
+           "ZeroOptimizer on all ranks, or make it without that option";
+  }
   for (size_t i = 0; i < used.size(); ++i) {
     if (used[i] != 0) continue;
     return "parameter " + table.parameters()[i].name +
@@ -195,10 +211,7 @@ std::string ZeroOptimizer::Impl::capture_problem(Call call) const {
   return {};
 }
 
-void ZeroOptimizer::Impl::verify_untouched() const {
-  table.verify();
-  reducer.verify();
-}
+void ZeroOptimizer::Impl::verify_untouched() const { table.verify(); }
 
 void ZeroOptimizer::Impl::verify_shapes() const {
   table.verify_shapes();

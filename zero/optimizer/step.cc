@@ -26,7 +26,7 @@ void ZeroOptimizer::Impl::reduce_gradients() {
 
 void ZeroOptimizer::Impl::gather_full_gradients(const Agreement& agreement) {
   const bool gather = options.stage() == 1 && options.stage1_full_gradients();
-  if (gather && agreement.rounds > gathered_rounds) {
+  if (gather && agreement.rounds > std::max(gathered_rounds, reducer.rounds_dropped())) {
     full_gradients.gather(reducer, agreement.used);
     gathered_rounds = agreement.rounds;
   }
@@ -48,7 +48,7 @@ at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm
                  ", norm_type " + exact_text(norm_type),
              {}});
   gather_full_gradients(agreement);
-  if (agreement.rounds == 0) {
+  if (agreement.rounds == reducer.rounds_dropped()) {
     // After passes in which every rank dropped every layer there is nothing to clip, rightly.
     TORCH_CHECK(
         !max_norm || agreement.passes, "rank ", comms->rank(),
@@ -82,7 +82,7 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
   if (protects) finish_protection();
   const Agreement agreement = agree(Call::kStep, check, {{}, std::move(by_domain)});
   const TraceRange range("step");
-  if (agreement.rounds == 0) {
+  if (agreement.rounds == reducer.rounds_dropped()) {
     record.add_nothing();
     forget_gradients();
     return;
@@ -138,9 +138,6 @@ void ZeroOptimizer::Impl::write_working_parameters() {
 }
 
 void ZeroOptimizer::Impl::forget_gradients() {
-  for (size_t i = 0; i < table.parameters().size(); ++i) {
-    reducer.set_average_aside(static_cast<int64_t>(i));
-  }
   reducer.consume();
   gathered_rounds = 0;
   clipping.reset();
