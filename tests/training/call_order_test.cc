@@ -257,6 +257,41 @@ TEST(CallOrderTest, AGradientPutInAfterTheClipIsClippedWithTheRest) {
 
 // ---------------------------------------------------------------------
 // A mesh whose ranks hold different parameters
+// Its sum of powers overflows although every gradient is finite.
+TEST(CallOrderTest, AClipByAnInfiniteNormSkipsTheStep) {
+  for (const bool deferred : {false, true}) {
+    run_ranks(2, [&](const Group& group) {
+      Rank r(group, options_of(2).static_graph(deferred));
+      r.backward(1e33);
+      EXPECT_EQ(r.optimizer->clip_grad_norm_(1.0, 10.0).item<double>(), kInfinity);
+      r.optimizer->step();
+      EXPECT_TRUE(r.optimizer->step_skipped());
+      r.expect_moved(0.0);
+      // A norm that is only measured changes nothing.
+      r.backward(1e33);
+      EXPECT_EQ(r.optimizer->grad_norm(10.0).item<double>(), kInfinity);
+      r.optimizer->step();
+      EXPECT_FALSE(r.optimizer->step_skipped());
+    });
+  }
+}
+
+TEST(CallOrderTest, WithAStaticGraphWhatIsResetIsRefused) {
+  run_ranks(2, [](const Group& group) {
+    Rank r(group, options_of(2).static_graph(true));
+    for (int i = 0; i < 2; ++i) {
+      r.backward(1.0);
+      r.model.zero_grad();
+      expect_words(error_of([&] { r.optimizer->step(); }),
+                   {"zero_grad() of the module", "static_graph(true) promises"});
+      r.optimizer->zero_grad();
+      r.backward(0.5);
+      r.optimizer->step();
+    }
+    r.expect_moved(1.0);
+  });
+}
+
 
 // Each rank is a domain of its own, and the mesh is all of them.
 struct Apart {

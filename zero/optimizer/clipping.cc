@@ -51,7 +51,9 @@ void Clipping::renew(int64_t rounds) {
 
 at::Tensor Clipping::nonfinite(int64_t rounds) {
   if (!is_known(rounds)) compute_norm(2.0, rounds);
-  return known_->nonfinite;
+  if (clips_.empty()) return known_->nonfinite;
+  // The norm of finite values overflows where their powers do. Clipped by it, all would be zero.
+  return (coefficient_ > 0).logical_not().logical_or(known_->nonfinite != 0).to(at::kDouble);
 }
 
 void Clipping::reset() {

@@ -33,7 +33,7 @@ class Clipping {
   // Collective where gradients were added after the last clip: computes the coefficient again.
   void renew(int64_t rounds);
   // Collective where no norm of these rounds is known. 0-dim double on the device: not 0 where any
-  // gradient is NaN or infinite.
+  // gradient, or a norm that it was clipped by, is NaN or infinite.
   at::Tensor nonfinite(int64_t rounds);
 
   bool has_clips() const { return !clips_.empty(); }
