@@ -95,7 +95,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
                 const std::vector<at::Tensor>& output_gradients, bool retain_graph = false);
   // Returns loss * loss_scale(), for callers of loss.backward(). A round then stays open until a
   // parameter gets its next gradient or until step(). With a loss scale other than 1, gradients
-  // throw unless this or backward() was called since the last step.
+  // that arrive outside of backward() throw unless this was called since the last step.
   at::Tensor scale_loss(const at::Tensor& loss) const;
 
   // While the guard lives, backward passes accumulate into p.grad() and send nothing; the next pass

@@ -93,15 +93,21 @@ TEST(BackwardPassesErrorsTest, AGradientThatCannotBeSentLeavesThePassBrokenWithI
 
 TEST(BackwardPassesErrorsTest, ALossThatIsNoScalarIsAnError) {
   on_ranks(1, [](Rank& r) {
+    const auto error_of_outputs = [&](const at::Tensor& output) {
+      return error_of([&] { r.passes->run({r.loss(0), output}, {}, false); });
+    };
     expect_words(r.error_of_run(r.value(1) * 2), {"rank 0: loss: expected a 0-dim", "[7]"});
-    EXPECT_TRUE(r.protocol.is_backward_broken());
     expect_words(r.error_of_run({}), {"rank 0: loss: expected a 0-dim tensor, got undefined"});
-    expect_words(error_of([&] {
-                   r.passes->run({r.loss(0), r.value(1) * 2}, {}, false);
-                 }),
-                 {"rank 0: output 1: expected an output gradient for shape [7], got none"});
-    r.zero_grad();
+    expect_words(error_of_outputs(r.value(1) * 2),
+                 {"rank 0: backward(): output 1: expected an output gradient for shape [7]"});
+    expect_words(error_of_outputs({}), {"output 1: expected a tensor, got an undefined one"});
+    expect_words(error_of_outputs(at::ones({})), {"output 1: expected one that requires"});
+    // No pass has begun, so that nothing is incomplete.
+    EXPECT_FALSE(r.protocol.is_backward_broken());
+    expect_words(r.protocol.take_problem(Call::kStep), {"output 1: expected one that requires"});
     r.expect_nothing();
+    r.passes->run(r.loss(0));
+    r.expect_mean({0});
   });
 }
 
@@ -136,8 +142,6 @@ TEST(BackwardPassesErrorsTest, AFailedOptimizerTakesNoGradient) {
   });
 }
 
-}  // namespace
-}  // namespace zero
 TEST(BackwardPassesErrorsTest, AScaledPassScalesNoOther) {
   on_ranks(
       2,
@@ -186,3 +190,5 @@ TEST(BackwardPassesErrorsTest, AResetOfSomeGradientsIsMisuseBeforeThePass) {
   });
 }
 
+}  // namespace
+}  // namespace zero

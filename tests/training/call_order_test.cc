@@ -41,8 +41,10 @@ struct Linear final : torch::nn::Module {
   }
   at::Tensor loss(double factor, int64_t without = -1) {
     at::Tensor sum = at::zeros({}, at::kFloat);
-    double k = 0;
-    for (const at::Tensor& p : parameters()) sum = sum + p.to(at::kFloat).sum() * (++k * factor);
+    for (int64_t k = 0; k < kParameters; ++k) {
+      const double slope = static_cast<double>(k + 1) * factor;
+      if (k != without) sum = sum + parameters()[k].to(at::kFloat).sum() * slope;
+    }
     return sum;
   }
 };
@@ -255,8 +257,6 @@ TEST(CallOrderTest, AGradientPutInAfterTheClipIsClippedWithTheRest) {
   }
 }
 
-// ---------------------------------------------------------------------
-// A mesh whose ranks hold different parameters
 // Its sum of powers overflows although every gradient is finite.
 TEST(CallOrderTest, AClipByAnInfiniteNormSkipsTheStep) {
   for (const bool deferred : {false, true}) {
@@ -292,6 +292,8 @@ TEST(CallOrderTest, WithAStaticGraphWhatIsResetIsRefused) {
   });
 }
 
+// ---------------------------------------------------------------------
+// A mesh whose ranks hold different parameters
 
 // Each rank is a domain of its own, and the mesh is all of them.
 struct Apart {

@@ -6,11 +6,13 @@
 #include <ATen/ops/full_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "zero/base/error_text.h"
@@ -99,17 +101,19 @@ void BackwardPasses::remove_hooks() noexcept {
 }
 
 bool BackwardPasses::takes_gradients() const {
-  return !parts_.clipping.has_clips() && (any_ || parts_.record.scaler().scale() == 1.0);
+  return !parts_.clipping.has_clips() &&
+         (running_ || scaled_ || parts_.record.scaler().scale() == 1.0);
 }
 
 std::string BackwardPasses::unscaled_problem() const {
-  const double scale = parts_.record.scaler().scale();
-  if (any_ || scale == 1.0) return {};
+  return any_ || parts_.record.scaler().scale() == 1.0 ? std::string() : unscaled_text();
+}
+
+std::string BackwardPasses::unscaled_text() const {
   return "gradients of a loss that was not scaled: expected optimizer.backward(loss), or "
          "optimizer.scale_loss(loss).backward(), with a loss scale of " +
-         std::to_string(scale) +
-         ", got gradients although neither was called since the last step; they would be divided "
-         "by that scale";
+         std::to_string(parts_.record.scaler().scale()) +
+         ", got gradients of neither; they would be divided by that scale";
 }
 
 std::string BackwardPasses::untimely_problem() const {
@@ -117,7 +121,7 @@ std::string BackwardPasses::untimely_problem() const {
     return "backward() between clip_grad_norm_() and step(): expected step() next; clip after the "
            "last backward pass";
   }
-  return unscaled_problem();
+  return unscaled_text();
 }
 
 bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
@@ -179,6 +183,25 @@ void BackwardPasses::begin() {
   }
 }
 
+void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
+                                   const std::vector<at::Tensor>& output_gradients) {
+  const auto check = [&](size_t i, bool good, const std::string& expected, const auto& got) {
+    if (good) return;
+    parts_.protocol.check_usable();
+    parts_.protocol.throw_misuse(
+        c10::str("backward(): output ", i, ": expected ", expected, ", got ", got));
+  };
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor& output = outputs[i];
+    check(i, output.defined(), "a tensor", "an undefined one");
+    check(i, output.requires_grad(), "one that requires gradients",
+          "one without a graph; make it without a NoGradGuard, from parameters of the module");
+    const bool given = i < output_gradients.size() && output_gradients[i].defined();
+    check(i, given || output.dim() == 0, c10::str("an output gradient for shape ", output.sizes()),
+          "none");
+  }
+}
+
 std::vector<at::Tensor> BackwardPasses::scaled_gradients(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& output_gradients) const {
   const double scale = parts_.record.scaler().scale();
@@ -188,8 +211,6 @@ std::vector<at::Tensor> BackwardPasses::scaled_gradients(
       gradients.push_back(scale == 1.0 ? output_gradients[i] : output_gradients[i] * scale);
       continue;
     }
-    TORCH_CHECK(outputs[i].dim() == 0, "rank ", parts_.protocol.rank(), ": output ", i,
-                ": expected an output gradient for shape ", outputs[i].sizes(), ", got none");
     gradients.push_back(
         at::full_like(outputs[i], scale, outputs[i].options().requires_grad(false)));
   }
@@ -198,6 +219,8 @@ std::vector<at::Tensor> BackwardPasses::scaled_gradients(
 
 void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
+  const auto ended = c10::make_scope_exit([this, outer = running_] { running_ = outer; });
+  running_ = true;
   begin();
   const bool sync = !parts_.protocol.in_no_sync();
   try {
@@ -217,11 +240,14 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
 }
 
 void BackwardPasses::run(const at::Tensor& loss) {
+  if (!loss.defined() || loss.dim() != 0) {
+    parts_.protocol.check_usable();
+    parts_.protocol.throw_misuse(
+        "loss: expected a 0-dim tensor, got " +
+        (loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined")) +
+        "; use backward(outputs, output_gradients)");
+  }
   run_pass([&] {
-    TORCH_CHECK(loss.defined() && loss.dim() == 0, "rank ", parts_.protocol.rank(),
-                ": loss: expected a 0-dim tensor, got ",
-                loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined"),
-                "; use backward(outputs, output_gradients)");
     // A loss that touches nothing trainable has no graph; its gradient is zero.
     if (!loss.requires_grad()) return;
     const double scale = parts_.record.scaler().scale();
@@ -231,14 +257,24 @@ void BackwardPasses::run(const at::Tensor& loss) {
 
 void BackwardPasses::run(const std::vector<at::Tensor>& outputs,
                          const std::vector<at::Tensor>& output_gradients, bool retain_graph) {
+  check_outputs(outputs, output_gradients);
   run_pass([&] {
     torch::autograd::backward(outputs, scaled_gradients(outputs, output_gradients), retain_graph);
   });
 }
 
+void BackwardPasses::warn_if_unused(const std::vector<uint8_t>& used) {
+  if (!any_ || warned_ || std::find(used.begin(), used.end(), 1) != used.end()) return;
+  warned_ = true;
+  TORCH_WARN("rank ", parts_.protocol.rank(),
+             ": step(): expected a gradient from the backward passes since the last step, got none "
+             "for any parameter on any rank, so that nothing is updated. Was the loss computed "
+             "under a NoGradGuard, or from detached tensors?");
+}
+
 at::Tensor BackwardPasses::scale_loss(const at::Tensor& loss) {
   parts_.record.follow_loss_scale();
-  any_ = true;
+  any_ = scaled_ = true;
   const double scale = parts_.record.scaler().scale();
   return scale == 1.0 ? loss : loss * scale;
 }

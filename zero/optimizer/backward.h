@@ -55,9 +55,12 @@ class BackwardPasses {
            bool retain_graph);
   at::Tensor scale_loss(const at::Tensor& loss);
 
+  // Warns once if passes ran and `used`, over all ranks, is nothing: torch refuses such a loss, but
+  // with dropped layers it may be meant.
+  void warn_if_unused(const std::vector<uint8_t>& used);
   // Returns whether a pass began or a loss was scaled since the last step.
   bool any() const { return any_; }
-  void forget() { any_ = false; }
+  void forget() { any_ = scaled_ = false; }
   // The problem of gradients whose loss was not multiplied by the loss scale, or nothing.
   std::string unscaled_problem() const;
   void remove_hooks() noexcept;
@@ -70,9 +73,13 @@ class BackwardPasses {
   // Returns whether a gradient may arrive at present, and why not. Asked for each gradient.
   bool takes_gradients() const;
   std::string untimely_problem() const;
+  std::string unscaled_text() const;
   // Runs `hand_over`; an error leaves the pass broken on all ranks.
   void run_in_hook(const std::function<void()>& hand_over);
   void begin();
+  // Throws misuse for arguments of run() that no pass can begin with.
+  void check_outputs(const std::vector<at::Tensor>& outputs,
+                     const std::vector<at::Tensor>& output_gradients);
   std::vector<at::Tensor> scaled_gradients(const std::vector<at::Tensor>& outputs,
                                            const std::vector<at::Tensor>& output_gradients) const;
   // Opens and closes the round around `differentiate`.
@@ -81,6 +88,9 @@ class BackwardPasses {
   const Parts parts_;
   std::vector<const torch::autograd::FunctionPreHook*> before_hooks_;  // per parameter
   bool any_ = false;
+  bool running_ = false;  // run() is under way: it scales the gradients that arrive
+  bool warned_ = false;
+  bool scaled_ = false;  // scale_loss() was called since the last step
 };
 
 // The problem of a step() of the inner optimizer that the user made.

@@ -87,6 +87,7 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
     forget_gradients();
     return;
   }
+  passes.warn_if_unused(agreement.used);
   if (options.static_graph()) protocol.expect_rounds(agreement.rounds);
   gather_full_gradients(agreement);
   update(agreement);
@@ -127,8 +128,8 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
     if (agreement.used[i] != 0) torch::autograd::impl::bump_version(table.parameters()[i].tensor);
   }
   table.remember();
-}
   if (options.overlap_gather()) gathers.change_versions_at_end(agreement.used);
+}
 
 void ZeroOptimizer::Impl::write_working_parameters() {
   gathers.start([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
