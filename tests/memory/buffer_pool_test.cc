@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <new>
 #include <vector>
 
 namespace zero {
@@ -56,6 +57,13 @@ TEST(BufferPoolTest, TrimFreesWhatIsTooMuchAndPeakRemembers) {
   const at::Tensor new_one = pool.take(100, at::kByte);
   EXPECT_EQ(pool.held_bytes(), 300);
   EXPECT_EQ(pool.peak_bytes(), 400);
+}
+
+TEST(BufferPoolTest, WhatCannotBeAllocatedIsNotHeld) {
+  BufferPool pool(at::kCPU, 250, [](int64_t) -> at::Tensor { throw std::bad_alloc(); });
+  EXPECT_THROW(pool.take(1 << 20, at::kByte), std::bad_alloc);
+  EXPECT_EQ(pool.held_bytes(), 0);
+  EXPECT_EQ(pool.peak_bytes(), 0);
 }
 
 TEST(BufferPoolTest, LargeBuffersAreAskedForAndSmallOnesAreNot) {

@@ -81,10 +81,12 @@ at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype, Order order) {
     if (found.stream && !found.given) make_wait(current_torch_stream(device_), *found.stream);
     return as_flat(found.buffer, numel, dtype);
   }
+  lock.unlock();
+  const at::Tensor buffer = allocate(bytes);  // which may throw
+  lock.lock();
   held_bytes_ += bytes;
   peak_bytes_ = std::max(peak_bytes_, held_bytes_);
-  lock.unlock();
-  return as_flat(allocate(bytes), numel, dtype);
+  return as_flat(buffer, numel, dtype);
 }
 
 void BufferPool::give(const at::Tensor& buffer) {
