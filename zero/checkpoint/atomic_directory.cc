@@ -39,6 +39,16 @@ fs::path plain(const std::string& path) {
   return result.has_filename() ? result : result.parent_path();
 }
 
+// Without "/" and "/." at the end, to which nothing can be renamed.
+std::string without_end(const std::string& path) {
+  fs::path result(path);
+  while (result.has_parent_path() && result.has_relative_path() &&
+         (!result.has_filename() || result.filename() == ".")) {
+    result = result.parent_path();
+  }
+  return result.string();
+}
+
 std::string name_of(const std::string& path) { return plain(path).filename().string(); }
 
 std::string hidden(const std::string& target, const std::string& suffix) {
@@ -173,7 +183,7 @@ std::string replaced_path(const std::string& target) { return hidden(target, kRe
 
 AtomicDirectory::AtomicDirectory(std::string target, bool overwrite, const char* required,
                                  std::string id)
-    : target_(std::move(target)),
+    : target_(without_end(target)),
       id_(std::move(id)),
       path_(saving_path(target_, id_)),
       overwrite_(overwrite),
