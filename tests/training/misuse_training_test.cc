@@ -6,6 +6,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
@@ -343,6 +344,19 @@ TEST(MisuseTest, InnerOptionsChangedBehindOurBack) {
       auto& again = static_cast<torch::optim::SGDOptions&>(r.inner->param_groups()[1].options());
       again.lr(0.1);
     }
+    r.clip_and_step();
+  });
+}
+
+TEST(MisuseTest, OptionsOfAnotherClass) {
+  expect_survives(stage(2), [](Rank& r) {
+    r.backward(1);
+    auto before = r.optimizer->param_groups()[1].options().clone();
+    if (r.is(1)) {
+      r.optimizer->param_groups()[1].set_options(std::make_unique<torch::optim::AdamWOptions>(0.1));
+    }
+    r.refuses_step(1, {"parameter group 1", "options of the class"});
+    r.optimizer->param_groups()[1].set_options(std::move(before));
     r.clip_and_step();
   });
 }

@@ -6,6 +6,8 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
+#include <typeinfo>
+
 #include "bookkeeping/layout.h"
 #include "kernels/cast.h"
 #include "zero/inner/classes.h"
@@ -43,13 +45,21 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
 }
 
 torch::optim::Optimizer& ShardOptimizer::inner() {
+  check_there();
   give_state();
   return *inner_;
 }
 
 const torch::optim::Optimizer& ShardOptimizer::inner() const {
+  check_there();
   give_state();
   return *inner_;
+}
+
+void ShardOptimizer::check_there() const {
+  TORCH_CHECK(inner_ != nullptr,
+              "expected the inner optimizer, which was lost when memory ran out in a change of "
+              "parameters or a recovery; make a new one");
 }
 
 void ShardOptimizer::give_state() const {
@@ -66,7 +76,7 @@ void ShardOptimizer::give_state() const {
 }
 
 std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
-  TORCH_INTERNAL_ASSERT(inner_ != nullptr, "lost when the last recovery failed");
+  check_there();
   trap_.reset();
   counts_.reset();
   for (auto& group : inner_->param_groups()) group.params().clear();
@@ -142,6 +152,10 @@ void ShardOptimizer::push_options(const ParamGroups& groups) {
               " parameter groups of the inner optimizer, got ", groups.size(),
               "; use add_param_group() of the ZeroOptimizer");
   for (size_t g = 0; g < groups.size(); ++g) {
+    const auto& given = groups[g].options();
+    TORCH_CHECK(typeid(given) == typeid(*pushed_[g]), "parameter group ", g,
+                ": expected options of the class that the group had at construction, got those of "
+                "another one; set_options() takes that class only");
     TORCH_CHECK(equal_options(inner_groups[g].options(), *pushed_[g]), "parameter group ", g,
                 ": expected the inner optimizer's options as they were pushed, got others; "
                 "change param_groups()[",
@@ -266,6 +280,7 @@ int64_t ShardOptimizer::master_bytes() const {
 
 int64_t ShardOptimizer::state_bytes() const {
   int64_t bytes = 0;
+  if (!inner_) return bytes;
   for (const auto& item : inner_->state()) {
     visit_state_tensors(*item.second, [&](const char*, const at::Tensor& tensor) {
       bytes += static_cast<int64_t>(tensor.nbytes());

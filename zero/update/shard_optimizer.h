@@ -87,7 +87,7 @@ class ShardOptimizer {
   torch::optim::Optimizer& inner();
   const torch::optim::Optimizer& inner() const;
   // Gives the inner optimizer away, without parameters and state, or back if no other shards could
-  // be made for it. In between nothing but the destructor may be called.
+  // be made for it. From then on nothing but inner() and the counts of bytes may be called.
   std::unique_ptr<torch::optim::Optimizer> release_inner();
   void give_back_inner(std::unique_ptr<torch::optim::Optimizer> inner) {
     inner_ = std::move(inner);
@@ -108,6 +108,7 @@ class ShardOptimizer {
   // Runs the optimizer's own step() over the segments of groups without a fused kernel.
   void update_inner(const std::vector<uint8_t>& used, double coefficient);
   void give_state() const;
+  void check_there() const;
   void write_row(int64_t bucket, const at::Tensor& own_row) const;
   at::Tensor own_row(int64_t bucket, const Rows& rows) const;
 
