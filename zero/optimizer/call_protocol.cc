@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/base/normal_tensors.h"
 
 namespace zero {
 
@@ -29,6 +30,7 @@ void CallProtocol::throw_misuse(const std::string& problem) {
 void CallProtocol::fail_stop(const std::function<void()>& body) {
   check_usable();
   const c10::OptionalDeviceGuard guard(device_);
+  const NormalTensors normal;
   try {
     comms_.explained(body);
   } catch (const std::exception& error) {

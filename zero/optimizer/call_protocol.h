@@ -46,8 +46,9 @@ class CallProtocol {
   void check_usable() const;
   // Throws `problem`, and leaves it for all ranks to throw in the next collective call.
   [[noreturn]] void throw_misuse(const std::string& problem);
-  // Runs `body` with the parameters' device as the current one, as kernels ask for. An error that
-  // leaves a communicator broken makes it a failure.
+  // Runs `body` with the parameters' device as the current one, as kernels ask for, and outside of
+  // InferenceMode, since what is made in it outlives the call. An error that leaves a communicator
+  // broken makes it a failure.
   void fail_stop(const std::function<void()>& body);
   bool has_failed() const { return !failure_.empty(); }
 

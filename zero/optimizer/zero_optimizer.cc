@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "bookkeeping/layout.h"
+#include "zero/base/normal_tensors.h"
 #include "zero/optimizer/impl.h"
 
 namespace zero {
@@ -37,6 +38,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     : torch::optim::Optimizer(
           std::vector<torch::optim::OptimizerParamGroup>(),
           inner ? inner->defaults().clone() : std::make_unique<torch::optim::OptimizerOptions>()) {
+  const NormalTensors normal;
   // Before the inner optimizer gets masters instead.
   auto visible = visible_groups(inner.get());
   if (group.joins()) {
@@ -44,7 +46,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     param_groups_ = std::move(visible);
     return;
   }
-  impl_ = Impl::make(module, inner, group, options);
+  impl_ = Impl::make(module, inner, group, options, Impl::Frozen::kUnmanaged);
   param_groups_ = std::move(visible);
   for (const auto& g : param_groups_) impl_->group_members.push_back(g.params());
   impl_->protocol.fail_stop([&] {

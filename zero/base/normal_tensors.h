@@ -1,0 +1,21 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Turns the caller's c10::InferenceMode off, for tensors that outlive a call.
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+namespace zero {
+
+// While it lives, new tensors can be used outside of InferenceMode, and gradients are recorded as
+// before.
+class NormalTensors {
+ private:
+  const bool grad_ = at::GradMode::is_enabled();
+  const c10::InferenceMode off_{false};  // which also enables gradients
+  const at::AutoGradMode as_before_{grad_};
+};
+
+}  // namespace zero
