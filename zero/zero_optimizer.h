@@ -69,8 +69,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Working parameters must be dense leaves in float, bfloat16 or half, on group.device() if that
   // is a GPU, and belong to `module`, which must outlive the optimizer. Layout::kContiguous
   // re-points them at views of a flat arena; sizes and dense strides are kept. Throws c10::Error on
-  // every rank when any rank finds its arguments unusable (other parameters, one given twice, state
-  // in `inner`, a class that does not suit its layout) or when ranks differ, naming what differs.
+  // every rank when any rank finds its arguments unusable (other parameters, one given twice, two
+  // over one memory, a tensor over memory that is left, buffers that are not strided, state in
+  // `inner`, a class that does not suit its layout) or when ranks differ, naming what differs.
   //
   // With group.joins(), waits until the ranks of a job call recover() and takes over their state:
   // see docs/recovery.md. param_groups() alone has the options of `inner`; call
@@ -169,11 +170,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // bit. As at construction, rank 0's parameters and buffers are sent; plan(), group() and
   // references to them are new. Throws c10::Error on all ranks, with all as it was: gradients
   // since the last step, ranks that name different parameters, one of another optimizer or given
-  // twice, none that stays, a mesh. A death meanwhile is final, also with protect(). Finish a
-  // PendingCheckpoint first.
+  // twice, none that stays, a mesh. A death meanwhile is final, also with protect(). Needs memory
+  // for a second arena, masters and gradient shards. Finish a PendingCheckpoint first.
   void freeze(const std::vector<at::Tensor>& parameters);
   // Collective. The reverse: `parameters` of the module, old or new, join a group without state.
-  void unfreeze(const std::vector<at::Tensor>& parameters, size_t param_group = 0);
+  // Default: the group that freeze() took each from, or in which it was frozen at construction;
+  // else group 0. Refuses what the class of the group does, a bias for Muon for example.
+  void unfreeze(const std::vector<at::Tensor>& parameters,
+                std::optional<size_t> param_group = std::nullopt);
   // Collective. The same, with a new parameter group. Without options it has the inner optimizer's
   // defaults; a CombinedOptimizer is refused. An LrSchedule of before does not know the group.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
@@ -181,13 +185,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // ---- Checkpoints ----
 
   // Collective. Writes a folder that all ranks see, or see SaveOptions::shared_folder: masters,
-  // state of the inner optimizer, step counts, loss scale, options; rank 0's frozen parameters and
-  // buffers; objects that SaveOptions include. It appears complete or not at all. Any number of
+  // state of the inner optimizer, step counts, loss scale, options; rank 0's buffers and the
+  // parameters that no ZeroOptimizer manages; objects that SaveOptions include. It appears complete
+  // or not at all. Any number of
   // ranks can load it, and any mesh with the same names. Needs memory for one tensor more; the
   // slowest rank must be done within the group's timeout. Throws c10::Error on all ranks, leaving
   // what was at `folder`: gradients since the last step, an existing `folder` without
   // overwrite(true), an unfinished save to `folder`, a folder that not all ranks see, errors of a
-  // disk, state that cannot be cut for other numbers of ranks, one name for several parameters.
+  // disk, state that cannot be cut for other numbers of ranks, one name for several tensors.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step that is ahead copies the
@@ -231,7 +236,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // ---- Repair ----
 
   // Collective. Takes over working parameters that were loaded, moved to other storage or edited:
-  // sends rank 0's values, also of frozen ones, to all ranks, and sets the masters from them.
+  // sends rank 0's values, also of frozen ones, to all ranks, and sets the masters from them. What
+  // another ZeroOptimizer manages is not sent.
   void refresh_master_parameters();
   // Collective. The reverse: sets working parameters from the masters. It cannot take back edits of
   // fp32 parameters in Layout::kContiguous: those are the masters.

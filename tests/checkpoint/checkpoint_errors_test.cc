@@ -3,6 +3,8 @@
 //
 // Saves and loads that cannot succeed fail on every rank, say why, and leave
 // everything as it was.
+#include <ATen/Functions.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/mount.h>
@@ -16,6 +18,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -255,6 +258,39 @@ TEST(SaveErrorTest, OneNameForDifferentExpertsIsRefusedOnAllRanks) {
   EXPECT_FALSE(fs::exists(parent + "/a"));
 }
 
+TEST(SaveErrorTest, OneNameForTensorsOfTwoKindsIsRefusedOnAllRanks) {
+  const std::string parent = fresh_folder("kinds");
+  on_ranks([&](const Group& group) {
+    torch::nn::Linear model(3, 2);
+    const auto make = [&] {
+      return std::make_unique<ZeroOptimizer>(
+          *model, std::make_unique<torch::optim::AdamW>(model->parameters(), 0.1), group);
+    };
+    model->register_buffer("bias", at::ones({2}));
+    expect_words(error_of([&] { make()->save_checkpoint(parent + "/a"); }),
+                 {"bias", "a parameter and a buffer", "another name"});
+  });
+  on_ranks([&](const Group& group) {
+    torch::nn::Linear model(3, 2);
+    model->register_parameter("__metadata__", at::ones({2}));
+    ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::AdamW>(model->parameters(), 0.1),
+                            group);
+    expect_words(error_of([&] { optimizer.save_checkpoint(parent + "/a"); }),
+                 {"__metadata__", "expected another name"});
+  });
+}
+
+TEST(SaveErrorTest, AFolderMayEndInADot) {
+  const std::string parent = fresh_folder("dot");
+  on_ranks([&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    for (const std::string end : {"/a/.", "/b/", "/c/./."}) {
+      run.optimizer->save_checkpoint(parent + end);
+      run.optimizer->load_checkpoint(parent + end.substr(0, 2));
+    }
+  });
+}
+
 TEST(SaveErrorTest, MetadataThatIsNotTextIsRefused) {
   const std::string parent = fresh_folder("metadata");
   on_ranks([&](const Group& group) {
@@ -355,6 +391,114 @@ TEST(SlowRankTest, ARankSlowerThanTheTimeoutIsNamedAndThePreviousCheckpointStays
 }
 
 // Groups decide on learning rates and decay: they are not taken for each other.
+struct OddBuffers : torch::nn::Module {
+  explicit OddBuffers(int64_t first) {
+    weight = register_parameter("weight", at::full({7, 5}, static_cast<double>(first)));
+    plain = register_buffer("plain", at::full({3}, first));
+    expanded = register_buffer("expanded", (at::arange(5) + first).expand({3, 5}));
+    const c10::InferenceMode mode;
+    made = register_buffer("made", at::full({4, 2}, first).t());
+  }
+  std::unique_ptr<torch::optim::Optimizer> inner() const {
+    return std::make_unique<torch::optim::AdamW>(parameters(), 0.1);
+  }
+  bool has(int64_t first) const {
+    return plain.eq(first).all().item<bool>() && made.eq(first).all().item<bool>() &&
+           expanded.equal((at::arange(5) + first).expand({3, 5})) && expanded.stride(0) == 0;
+  }
+  at::Tensor weight, plain, expanded, made;
+};
+
+TEST(LoadErrorTest, ExpandedBuffersAndThoseOfInferenceModeAreSentSavedAndLoaded) {
+  for (const int world_size : {1, 2, 3}) {
+    const std::string folder = fresh_folder("odd") + "/a";
+    run_ranks(world_size, [&](const Group& group) {
+      OddBuffers model(1 + group.rank());
+      ZeroOptimizer optimizer(model, model.inner(), group);
+      EXPECT_TRUE(model.has(1));
+      optimizer.save_checkpoint(folder);
+      OddBuffers other(5 + group.rank());
+      ZeroOptimizer loads(other, other.inner(), group);
+      EXPECT_TRUE(other.has(5));
+      loads.load_checkpoint(folder);
+      EXPECT_TRUE(other.has(1));
+      EXPECT_TRUE(other.weight.eq(1).all().item<bool>());
+      loads.backward(other.weight.sum());
+      loads.step();
+    });
+  }
+}
+
+TEST(LoadErrorTest, AnExpandedBufferThatCannotHoldWhatWasStoredChangesNothing) {
+  const std::string folder = fresh_folder("expanded") + "/a";
+  on_ranks([&](const Group& group) {
+    OddBuffers model(1);
+    model.expanded.set_data(at::arange(15).reshape({3, 5}));
+    ZeroOptimizer optimizer(model, model.inner(), group);
+    optimizer.save_checkpoint(folder);
+    OddBuffers other(5);
+    ZeroOptimizer loads(other, other.inner(), group);
+    expect_words(error_of([&] { loads.load_checkpoint(folder); }), {"expanded", "equal values"});
+    EXPECT_TRUE(other.has(5));
+    EXPECT_TRUE(other.weight.eq(5).all().item<bool>());
+    EXPECT_TRUE(loads.master(other.weight).eq(5).all().item<bool>());
+  });
+}
+
+struct TwoParts : torch::nn::Module {
+  explicit TwoParts(int64_t seed) {
+    a = register_parameter("a", random_tensor({4, 3}, seed).t());
+    b = register_parameter("b", random_tensor({5, 3}, seed + 1).t());
+  }
+  void train(ZeroOptimizer& of_a, ZeroOptimizer& of_b, int steps) const {
+    for (int step = 0; step < steps; ++step) {
+      of_a.backward((a.pow(2).sum() + b.pow(3).sum()) * (1 + step));
+      of_a.step();
+      of_b.step();
+    }
+  }
+  at::Tensor a, b;
+};
+
+std::unique_ptr<torch::optim::Optimizer> adam_of(const at::Tensor& p) {
+  return std::make_unique<torch::optim::AdamW>(std::vector<at::Tensor>{p}, 0.1);
+}
+
+TEST(TwoOptimizersTest, EachSavesAndLoadsItsOwnPartOfAModule) {
+  for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    for (const bool load_first : {false, true}) {
+      const std::string parent = fresh_folder("two");
+      run_ranks(2, [&](const Group& group) {
+        const auto make = [&](TwoParts& model, const at::Tensor& p) {
+          return std::make_unique<ZeroOptimizer>(model, adam_of(p), group,
+                                                 ZeroOptions().layout(layout));
+        };
+        TwoParts model(1);
+        const auto of_a = make(model, model.a), of_b = make(model, model.b);
+        model.train(*of_a, *of_b, 2);
+        of_a->save_checkpoint(parent + "/a");
+        of_b->save_checkpoint(parent + "/b");
+        of_a->refresh_master_parameters();  // disturbs no other optimizer
+        expect_words(error_of([&] { of_a->unfreeze({model.b}); }),
+                     {"parameter b", "no other ZeroOptimizer"});
+        model.train(*of_a, *of_b, 2);
+
+        TwoParts again(7);
+        const auto other_a = make(again, again.a);
+        if (load_first) other_a->load_checkpoint(parent + "/a");
+        const auto other_b = make(again, again.b);
+        if (!load_first) other_a->load_checkpoint(parent + "/a");
+        other_b->load_checkpoint(parent + "/b");
+        again.train(*other_a, *other_b, 2);
+        EXPECT_TRUE(again.a.equal(model.a));
+        EXPECT_TRUE(again.b.equal(model.b));
+        other_a->check_replicas();
+        other_b->check_replicas();
+      });
+    }
+  }
+}
+
 TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
   const std::string folder = fresh_folder("groups") + "/a";
   on_ranks([&](const Group& group) {

@@ -3,6 +3,7 @@
 #include "zero/memory/parameter_table.h"
 
 #include <ATen/Functions.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
@@ -101,6 +102,89 @@ TEST(ParameterTableTest, FindsItsParametersAndNoOthers) {
   expect_words(error_of([&] { table.index_of(at::ones({5})); }), {"of shape [5]"});
   EXPECT_EQ(table.managed_by(model), (std::vector<int64_t>{0, 1}));
   EXPECT_EQ(table.managed_by(*model.second), std::vector<int64_t>{1});
+}
+
+// Which parameter is managed and which tensors share memory; `moves`: managed ones get other
+// memory.
+std::string overlap(const torch::nn::Module& module, const Tensors& managed, bool moves) {
+  const ParameterTable table(module, {torch::optim::OptimizerParamGroup(managed)});
+  return error_of([&] { table.check_overlaps([&](const Parameter&) { return moves; }); });
+}
+
+TEST(ParameterTableTest, TwoManagedParametersOverOneMemoryAreNamed) {
+  const at::Tensor memory = at::ones({6});
+  const std::vector<std::pair<at::Tensor, at::Tensor>> shared{
+      {memory, memory.detach()},
+      {memory.view({2, 3}), memory.view({2, 3}).t()},
+      {memory.narrow(0, 0, 4), memory.narrow(0, 3, 3)},
+      {memory.narrow(0, 5, 1), memory.slice(0, 1, 6, 2)}};
+  for (const auto& [first, second] : shared) {
+    for (const bool moves : {false, true}) {
+      torch::nn::Module module;
+      module.register_parameter("a", first.detach());
+      module.register_parameter("other", at::ones({5}));
+      module.register_parameter("b", second.detach());
+      expect_words(overlap(module, module.parameters(), moves),
+                   {"parameter a", "parameter b", "expected memory of its own", "tie"});
+    }
+  }
+  torch::nn::Module neighbours;
+  neighbours.register_parameter("b", memory.narrow(0, 2, 4));
+  neighbours.register_parameter("a", memory.narrow(0, 0, 2));
+  neighbours.register_parameter("none", memory.narrow(0, 1, 0));
+  EXPECT_EQ(overlap(neighbours, neighbours.parameters(), true), "");
+}
+
+TEST(ParameterTableTest, TensorsOverAManagedOnesMemoryAreNamedWhereItMoves) {
+  torch::nn::Module module;
+  const at::Tensor w = module.register_parameter("w", at::ones({6}));
+  EXPECT_EQ(overlap(module, {w}, true), "");
+  const at::Tensor frozen = module.register_parameter("f", w.detach().narrow(0, 1, 2), false);
+  EXPECT_EQ(overlap(module, {w}, false), "");
+  expect_words(overlap(module, {w}, true), {"parameter w", "frozen parameter f"});
+  // Another optimizer's has masters of its own.
+  frozen.requires_grad_(true);
+  expect_words(overlap(module, {w}, false), {"parameter w", "parameter f"});
+  frozen.set_data(at::ones({2}));
+  module.register_buffer("same", w);  // the same object, which follows
+  EXPECT_EQ(overlap(module, {w}, true), "");
+  module.register_buffer("view", w.detach().view({2, 3}).t());
+  EXPECT_EQ(overlap(module, {w}, false), "");
+  expect_words(overlap(module, {w}, true), {"parameter w", "buffer view"});
+}
+
+TEST(ParameterTableTest, BuffersWithoutPlainMemoryAreNamed) {
+  const at::Tensor complex = at::ones({2}, at::kComplexFloat);
+  const std::vector<std::pair<at::Tensor, std::string>> refused{
+      {at::eye(3).to_sparse(), "Sparse"},
+      {at::quantize_per_tensor(at::ones({3}), 0.1, 0, at::kQInt8), "quantized"},
+      {complex.conj(), "resolve_conj()"},
+      {at::imag(complex.conj()), "resolve_neg()"},
+      {at::ones({2}, at::TensorOptions().device(at::kMeta)), "meta"}};
+  for (const auto& [tensor, word] : refused) {
+    Model model;
+    model.register_buffer("odd", tensor);
+    expect_words(error_of([&] { const ParameterTable table(model, model.groups()); }),
+                 {"buffer odd", word});
+  }
+  Model model;
+  model.register_buffer("expanded", at::arange(5).expand({3, 5}));
+  model.register_buffer("gaps", at::ones({4, 6}).slice(1, 0, 6, 2));
+  model.register_buffer("undefined", at::Tensor());
+  EXPECT_EQ(ParameterTable(model, model.groups()).buffers().size(), 3U);
+}
+
+TEST(ParameterTableTest, AParameterThatAutogradCannotUseIsNamed) {
+  std::unique_ptr<Layer> layer;
+  {
+    const c10::InferenceMode mode;
+    layer = std::make_unique<Layer>(at::ones({3}));
+  }
+  expect_words(error_of([&] {
+                 const ParameterTable table(
+                     *layer, {torch::optim::OptimizerParamGroup(Tensors{layer->weight})});
+               }),
+               {"parameter weight", "InferenceMode"});
 }
 
 TEST(ParameterTableTest, DescribesAllThatRanksMustHaveInCommon) {

@@ -3,6 +3,7 @@
 //
 // What an optimizer cannot be made of. See tests/training/misuse.h.
 #include <ATen/Functions.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
@@ -218,6 +219,68 @@ TEST(ConstructionTest, ParametersThatCannotBeSharded) {
         in.model->last.set_data(at::ones({1, 11, 1, 4}).slice(3, 0, 4, 2));
       },
       {"parameter last: expected dense memory, got strides", "use Layout::kContiguous"});
+}
+
+TEST(ConstructionTest, TensorsThatShareMemory) {
+  const Words words = {"expected memory of its own", "to tie two layers"};
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.options.layout(Layout::kPerParameter);
+        in.model->right->weight.set_data(in.model->left->weight.data());
+      },
+      {"parameter left.weight", "parameter right.weight", words[0], words[1]});
+  expect_unusable([](Ingredients& in,
+                     const Group&) { in.model->register_buffer("view", in.model->scale.detach()); },
+                  {"parameter scale", "buffer view", words[0], words[1]});
+}
+
+TEST(ConstructionTest, BuffersWithoutPlainMemory) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.model->register_buffer("q", at::quantize_per_tensor(at::ones({3}), 0.1, 0, at::kQInt8));
+      },
+      {"buffer q: expected a tensor that is not quantized"});
+}
+
+// Tensors that the optimizer keeps can be used outside of the mode of the call that made them.
+TEST(ConstructionTest, UnderInferenceModeItTrainsAsWithout) {
+  for (const bool fused : {false, true}) {
+    std::vector<at::Tensor> expected;
+    for (const bool inference : {false, true}) {
+      run_ranks(2, [&](const Group& group) {
+        OddModel model{1};
+        auto inner = make_inner(Inner::kAdamW, *model);
+        std::unique_ptr<ZeroOptimizer> optimizer;
+        {
+          const c10::InferenceMode mode(inference);
+          optimizer = std::make_unique<ZeroOptimizer>(*model, std::move(inner), group,
+                                                      ZeroOptions().fused(fused));
+        }
+        const auto step = [&](uint64_t seed) {
+          optimizer->backward(model->loss(random_tensor({3, 17}, seed),
+                                          random_tensor({3, 11}, seed + 1), OddModelImpl::kAll));
+          optimizer->clip_grad_norm_(1.0);
+          optimizer->step();
+        };
+        step(1);
+        {
+          const c10::InferenceMode mode(inference);
+          optimizer->freeze({model->scale});
+        }
+        step(3);
+        {
+          const c10::InferenceMode mode(inference);
+          optimizer->unfreeze({model->scale});
+        }
+        step(5);
+        if (group.rank() != 0) return;
+        std::vector<at::Tensor> got;
+        for (const at::Tensor& p : model->parameters()) got.push_back(p.detach().clone());
+        if (!inference) expected = got;
+        for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].equal(expected[i])) << i;
+      });
+    }
+  }
 }
 
 TEST(ConstructionTest, ParametersElsewhereThanWhereTheDataTravels) {

@@ -21,6 +21,7 @@ constexpr size_t kLinesShown = 10;
 struct Entry {
   std::string kind;
   ManifestParameter about;
+  bool trainable = false;  // by another optimizer, which may save it too
 };
 
 std::vector<Entry> entries(const Manifest& manifest) {
@@ -38,11 +39,12 @@ std::vector<Entry> entries(const ParameterTable& table) {
   }
   const auto add = [&](const std::vector<NamedTensor>& list, const char* kind) {
     for (const NamedTensor& item : list) {
-      result.push_back(
-          {kind, {item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0}});
+      result.push_back({kind,
+                        {item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0},
+                        item.trainable});
     }
   };
-  add(table.frozen(), "frozen parameter");
+  add(table.unmanaged(), "frozen parameter");
   add(table.buffers(), "buffer");
   return result;
 }
@@ -157,16 +159,27 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
     }
     const auto found = stored.find(model.about.name);
     if (found == stored.end()) {
+      result.unusable.insert(model.about.name);
+      if (model.trainable) {
+        result.notes.push_back("parameter " + model.about.name +
+                               ": stays as it is, as one of another optimizer, since it is not in "
+                               "the checkpoint");
+        continue;
+      }
       comparison.lines.push_back(model.kind + " " + model.about.name +
                                  ": in the model, missing in the checkpoint");
-      result.unusable.insert(model.about.name);
       continue;
     }
     if (!comparison.compare(model, found->second)) result.unusable.insert(model.about.name);
     stored.erase(found);
   }
+  std::set<std::string> others;  // trained by other optimizers, which set them
+  for (const NamedTensor& f : table.frozen()) {
+    if (f.trainable) others.insert(f.name);
+  }
   for (const auto& [name, entry] : stored) {
     if (mesh != nullptr && mesh->has(name)) continue;
+    if (entry.kind == "frozen parameter" && others.count(name) != 0) continue;
     comparison.lines.push_back(entry.kind + " " + name +
                                ": in the checkpoint, missing in the model");
   }

@@ -54,6 +54,8 @@ class OptimizerAdapter {
   // True if step() looks at a parameter's shape or norm, so that it computes something else on a
   // piece of one.
   virtual bool needs_whole_parameters() const { return false; }
+  // Throws c10::Error for a parameter that the constructor refuses in a group with these options.
+  virtual void check_parameter(const Options& /*options*/, const at::Tensor& /*parameter*/) const {}
   // The cost of a step of this parameter, in a unit of the class.
   virtual int64_t step_cost(const at::Tensor& parameter) const { return parameter.numel(); }
 

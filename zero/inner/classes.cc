@@ -10,6 +10,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "zero/base/error_text.h"
 #include "zero/combined_optimizer.h"
 #include "zero/inner/registry.h"
 
@@ -100,6 +101,16 @@ void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elemen
                 "inner optimizer: expected no state yet, got ", optimizer.state().size(),
                 " entries: it has stepped or was loaded. Make a new one; to continue a run, use "
                 "load_checkpoint()");
+  }
+}
+
+void check_parameter(const torch::optim::Optimizer& optimizer, int64_t group,
+                     const torch::optim::OptimizerOptions& options, const at::Tensor& parameter,
+                     const std::string& name) {
+  try {
+    adapter_of(optimizer, group).check_parameter(options, parameter);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "parameter ", name, ": ", error_text(error));
   }
 }
 

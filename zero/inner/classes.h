@@ -33,6 +33,12 @@ std::string optimizer_name(const torch::optim::Optimizer& optimizer);
 // that are not torch's.
 std::string known_classes(const std::string& of_torch = {});
 
+// Throws c10::Error, with `name`, for a parameter that the class of `group` refuses in a group with
+// `options`. `group` may be the next one of an optimizer of one class.
+void check_parameter(const torch::optim::Optimizer& optimizer, int64_t group,
+                     const torch::optim::OptimizerOptions& options, const at::Tensor& parameter,
+                     const std::string& name);
+
 // Gives `segment` the state that the optimizer's constructor makes for a parameter of group
 // `group`, if it makes any.
 void make_initial_state(torch::optim::Optimizer& optimizer, int64_t group,

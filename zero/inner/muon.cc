@@ -280,6 +280,9 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
                 Needed::kAlways)}) {}
 
   bool needs_whole_parameters() const override { return true; }
+  void check_parameter(const Options& options, const at::Tensor& parameter) const override {
+    zero::check_parameter(parameter, static_cast<const MuonOptions&>(options));
+  }
   // A parameter with a split may have any shape: it counts as one matrix.
   int64_t step_cost(const at::Tensor& parameter) const override {
     if (parameter.dim() < 2 || parameter.numel() == 0) return parameter.numel();

@@ -7,8 +7,11 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <array>
 #include <sstream>
 #include <unordered_set>
+
+#include "zero/memory/whole_tensor.h"
 
 namespace zero {
 namespace {
@@ -35,7 +38,37 @@ class OwnParameters : public torch::nn::Module {
   }
 };
 
-void check_usable(const at::Tensor& tensor, const std::string& name) {
+// The bytes from a tensor's first element to its last.
+struct MemoryRange {
+  // Of managed parameters, which get other memory or not; of trainable ones and of all others.
+  enum Kind : size_t { kMoving, kStaying, kTrainable, kOther };
+
+  MemoryRange(Kind kind, const at::Tensor& tensor, std::string name)
+      : kind(kind),
+        begin(static_cast<const char*>(tensor.const_data_ptr())),
+        end(begin + tensor.element_size()),
+        name(std::move(name)) {
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      end += (tensor.size(d) - 1) * tensor.stride(d) * tensor.element_size();
+    }
+  }
+  bool may_share_with(Kind other) const {
+    const bool managed = kind == kMoving || kind == kStaying;
+    const bool other_managed = other == kMoving || other == kStaying;
+    if (managed && other_managed) return false;
+    if (!managed && !other_managed) return true;
+    return kind != kMoving && other != kMoving && kind != kTrainable && other != kTrainable;
+  }
+
+  Kind kind;
+  const char* begin;
+  const char* end;
+  std::string name;
+};
+
+}  // namespace
+
+void check_trainable(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK(tensor.layout() == at::kStrided, "parameter ", name,
               ": expected a dense (strided) tensor, got layout ", tensor.layout(),
               "; sparse parameters cannot be cut into flat shards, use a dense one");
@@ -48,9 +81,10 @@ void check_usable(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK(tensor.is_leaf(), "parameter ", name,
               ": expected a leaf tensor, got the result of an operation; pass the tensors that "
               "module.parameters() returns");
+  TORCH_CHECK(!tensor.is_inference(), "parameter ", name,
+              ": expected a tensor that autograd can use, got one made under c10::InferenceMode; "
+              "make the model outside of it");
 }
-
-}  // namespace
 
 ParameterTable::ParameterTable(const torch::nn::Module& module,
                                const std::vector<torch::optim::OptimizerParamGroup>& groups) {
@@ -70,7 +104,7 @@ ParameterTable::ParameterTable(const torch::nn::Module& module,
   for (const NamedTensor& item : in_order) {
     const auto seen = groups_seen.find(key(item.tensor));
     if (seen != groups_seen.end() && item.tensor.requires_grad()) {
-      check_usable(item.tensor, item.name);
+      check_trainable(item.tensor, item.name);
       index_[key(item.tensor)] = static_cast<int64_t>(parameters_.size());
       parameters_.push_back({item.name, item.tensor, seen->second, dense_strides(item.tensor),
                              item.tensor.sizes().vec()});
@@ -84,6 +118,7 @@ ParameterTable::ParameterTable(const torch::nn::Module& module,
   for (const auto& item : module.named_buffers()) {
     if (item.value().defined()) buffers_.push_back({item.key(), item.value()});
   }
+  verify_whole();
   const at::Device device = parameters_.front().tensor.device();
   for (const Parameter& p : parameters_) {
     TORCH_CHECK(p.tensor.device() == device, "parameter ", p.name, ": expected device ", device,
@@ -103,8 +138,8 @@ void ParameterTable::collect_group(
                 ": expected a tensor, got an undefined one");
     const auto found = names.find(key(tensor));
     if (found == names.end()) {
-      check_usable(tensor, "(number " + std::to_string(i) + " of group " +
-                               std::to_string(group_index) + ")");
+      check_trainable(tensor, "(number " + std::to_string(i) + " of group " +
+                                  std::to_string(group_index) + ")");
     }
     TORCH_CHECK(found != names.end(), "parameter ", i, " of group ", group_index, " of shape ",
                 tensor.sizes(),
@@ -143,6 +178,52 @@ std::vector<int64_t> ParameterTable::managed_by(const torch::nn::Module& module)
     if (index >= 0) result.push_back(index);
   }
   return result;
+}
+
+std::vector<NamedTensor> ParameterTable::unmanaged() const {
+  std::vector<NamedTensor> result;
+  for (const NamedTensor& item : frozen_) {
+    // A ZeroOptimizer has such a hook on each of its parameters.
+    const bool managed =
+        item.trainable && torch::autograd::impl::post_acc_grad_hooks(item.tensor) != nullptr;
+    if (!managed) result.push_back(item);
+  }
+  return result;
+}
+
+void ParameterTable::check_overlaps(const std::function<bool(const Parameter&)>& moves) const {
+  std::vector<MemoryRange> ranges;
+  const auto add = [&](MemoryRange::Kind kind, const char* what, const std::string& name,
+                       const at::Tensor& tensor) {
+    if (tensor.numel() > 0) ranges.emplace_back(kind, tensor, what + name);
+  };
+  for (const Parameter& p : parameters_) {
+    add(moves(p) ? MemoryRange::kMoving : MemoryRange::kStaying, "parameter ", p.name, p.tensor);
+  }
+  for (const NamedTensor& f : frozen_) {
+    add(f.trainable ? MemoryRange::kTrainable : MemoryRange::kOther,
+        f.trainable ? "parameter " : "frozen parameter ", f.name, f.tensor);
+  }
+  for (const NamedTensor& b : buffers_) {
+    if (find(b.tensor) < 0) add(MemoryRange::kOther, "buffer ", b.name, b.tensor);
+  }
+  std::stable_sort(ranges.begin(), ranges.end(), [](const MemoryRange& a, const MemoryRange& b) {
+    return std::less<const char*>()(a.begin, b.begin);
+  });
+  // Of each kind, the range so far that ends last.
+  std::array<const MemoryRange*, 4> last{};
+  for (const MemoryRange& range : ranges) {
+    for (const MemoryRange* other : last) {
+      if (other == nullptr || other->end <= range.begin || range.may_share_with(other->kind)) {
+        continue;
+      }
+      TORCH_CHECK(false, range.name, ": expected memory of its own, got memory that ", other->name,
+                  " has too, and the two would come apart; to tie two layers, let both use one "
+                  "tensor object (head->weight = embedding->weight), else give each its clone()");
+    }
+    const MemoryRange*& of_kind = last[range.kind];
+    if (of_kind == nullptr || of_kind->end < range.end) of_kind = &range;
+  }
 }
 
 std::vector<std::string> ParameterTable::describe() const {
@@ -195,6 +276,11 @@ void ParameterTable::verify_shapes() const {
                 "; move it back and call refresh_master_parameters(), or move the model before "
                 "making an optimizer");
   }
+}
+
+void ParameterTable::verify_whole() const {
+  for (const NamedTensor& f : frozen_) check_plain(f.tensor, "frozen parameter " + f.name);
+  for (const NamedTensor& b : buffers_) check_plain(b.tensor, "buffer " + b.name);
 }
 
 void ParameterTable::verify() const {

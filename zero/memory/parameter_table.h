@@ -12,6 +12,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -39,6 +40,9 @@ struct NamedTensor {
   bool trainable = false;  // required gradients at construction: another optimizer's
 };
 
+// Throws c10::Error unless `tensor` can be optimized.
+void check_trainable(const at::Tensor& tensor, const std::string& name);
+
 class ParameterTable {
  public:
   // Collects the parameters of `groups` that require gradients; a group may have none. A tensor
@@ -51,6 +55,8 @@ class ParameterTable {
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // Parameters without gradients, and of the module but of no group.
   const std::vector<NamedTensor>& frozen() const { return frozen_; }
+  // Those of frozen() that no other ZeroOptimizer manages now.
+  std::vector<NamedTensor> unmanaged() const;
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
 
   // -1 when `tensor` is not managed.
@@ -60,6 +66,11 @@ class ParameterTable {
 
   // The managed parameters of `module` and its children.
   std::vector<int64_t> managed_by(const torch::nn::Module& module) const;
+
+  // Throws c10::Error naming two tensors that share memory, if one of them is managed and the other
+  // would not follow it: another managed parameter, or any tensor if `moves` says of the managed
+  // one that the optimizer gives it other memory.
+  void check_overlaps(const std::function<bool(const Parameter&)>& moves) const;
 
   // One line per parameter with everything the ranks must agree on.
   std::vector<std::string> describe() const;
@@ -75,6 +86,8 @@ class ParameterTable {
   void verify_registered(const torch::nn::Module& module) const;
   // The part of it without which no element may be read: shapes, dtypes, devices.
   void verify_shapes() const;
+  // Throws c10::Error naming a frozen parameter or a buffer without plain memory.
+  void verify_whole() const;
 
  private:
   struct Memory {

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <sstream>
 
+#include "zero/memory/whole_tensor.h"
+
 namespace zero {
 
 void Broadcasts::send(const at::Tensor& tensor, const DomainCommunicators& comms,
@@ -23,7 +25,7 @@ void Broadcasts::send(const at::Tensor& tensor, const DomainCommunicators& comms
     if (comms.replicas != nullptr) comms.replicas->broadcast(piece, 0, what).wait();
   }
   if (!tensor.is_contiguous()) {
-    tensor.detach().copy_(flat.view(tensor.scalar_type()).view(tensor.sizes()));
+    overwrite(tensor, flat.view(tensor.scalar_type()).view(tensor.sizes()));
   }
 }
 

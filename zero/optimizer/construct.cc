@@ -47,7 +47,7 @@ void check_options(const ZeroOptions& options) {
 
 // Throws c10::Error for parameters that this optimizer cannot manage.
 void check_parameters(const ParameterTable& table, const Group& group,
-                      const std::vector<Layout>& layouts) {
+                      const torch::optim::Optimizer& inner, const std::vector<Layout>& layouts) {
   const at::Device device = table.parameters().front().tensor.device();
   TORCH_CHECK(group.device().is_cpu() || device == group.device(), "parameters: expected them on ",
               group.device(), ", where the group's data travels, got ", device,
@@ -58,7 +58,9 @@ void check_parameters(const ParameterTable& table, const Group& group,
                 ": expected no post-accumulate hook, got one; a parameter can belong to "
                 "one ZeroOptimizer at a time");
     check_dense(layout_of(layouts[p.group]), p);
+    check_parameter(inner, p.group, inner.param_groups()[p.group].options(), p.tensor, p.name);
   }
+  table.check_overlaps([&](const Parameter& p) { return layout_of(layouts[p.group]).in_place(); });
 }
 
 // The facts that all ranks must agree on.
@@ -130,7 +132,7 @@ void construct(OptimizerCommunicators& comms, bool agreed, const std::function<v
 
 std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make(
     torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner, const Group& group,
-    const ZeroOptions& options) {
+    const ZeroOptions& options, Frozen sent) {
   auto comms = std::make_shared<OptimizerCommunicators>(options.mesh_group().value_or(group));
   std::unique_ptr<ParameterTable> table;
   std::optional<ShardDomains> domains;
@@ -145,6 +147,11 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make(
     for (std::string& line : describe_parameters(*inner, *table, *domains, domain)) {
       all.push_back(std::move(line));
     }
+    if (domain < 0 && sent == Frozen::kUnmanaged) {
+      for (const NamedTensor& item : table->unmanaged()) {
+        if (item.trainable) all.push_back("parameter " + item.name + " of no ZeroOptimizer");
+      }
+    }
     return all;
   };
   try {
@@ -152,7 +159,7 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make(
     TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
     layouts = group_layouts(*inner, options);
     table = std::make_unique<ParameterTable>(module, inner->param_groups());
-    check_parameters(*table, group, layouts);
+    check_parameters(*table, group, *inner, layouts);
     check_wire_options(options, table->parameters().front().tensor.device());
     domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
     for (size_t g = 0; g < layouts.size(); ++g) {
@@ -179,13 +186,14 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make(
   construct(*comms, /*agreed=*/false, [&] {
     const c10::OptionalDeviceGuard guard(table->parameters().front().tensor.device());
     impl = std::make_unique<Impl>(module, inner, std::move(*domains), options, comms,
-                                  std::move(*table));
+                                  std::move(*table), sent);
   });
   return impl;
 }
 
 std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_over(
-    std::unique_ptr<torch::optim::Optimizer>& inner, const Group& over, const ParamGroups& groups) {
+    std::unique_ptr<torch::optim::Optimizer>& inner, const Group& over, const ParamGroups& groups,
+    Frozen sent) {
   auto& own = inner->param_groups();
   while (own.size() > groups.size()) own.pop_back();
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -193,9 +201,10 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_over(
     own[g].params() = groups[g].params();
     own[g].set_options(groups[g].options().clone());
   }
-  std::unique_ptr<Impl> made = make(module, inner, over, options);
+  std::unique_ptr<Impl> made = make(module, inner, over, options, sent);
   for (const auto& g : groups) made->group_members.push_back(g.params());
   made->run = run;
+  made->left_groups = left_groups;
   return made;
 }
 

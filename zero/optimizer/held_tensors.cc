@@ -79,7 +79,7 @@ std::map<std::string, int64_t> own_parts(const ParameterTable& table, const Zero
     if (const int64_t part = own_part(options, name, shape).part; part != 0) result[name] = part;
   };
   for (const Parameter& p : table.parameters()) add(p.name, p.sizes);
-  for (const NamedTensor& item : table.frozen()) add(item.name, item.tensor.sizes());
+  for (const NamedTensor& item : table.unmanaged()) add(item.name, item.tensor.sizes());
   for (const NamedTensor& item : table.buffers()) add(item.name, item.tensor.sizes());
   return result;
 }
@@ -101,7 +101,7 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
                                copies_of(options, p.group)});
     set_part(held.parameters.back(), options);
   }
-  held.frozen = describe_whole(table.frozen(), domains, options, /*hashed=*/true);
+  held.frozen = describe_whole(table.unmanaged(), domains, options, /*hashed=*/true);
   held.buffers = describe_whole(table.buffers(), domains, options, /*hashed=*/false);
   if (is_holder) {
     for (const auto& g : groups) held.groups.push_back(stored_option_values(g.options()));

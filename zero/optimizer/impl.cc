@@ -67,7 +67,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module,
                           std::unique_ptr<torch::optim::Optimizer>& inner, ShardDomains all_domains,
                           const ZeroOptions& asked,
                           std::shared_ptr<OptimizerCommunicators> connected,
-                          ParameterTable parameter_table)
+                          ParameterTable parameter_table, Frozen sent)
     : module(module),
       domains(std::move(all_domains)),
       group(domains.home),
@@ -86,7 +86,7 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module,
       broadcasts(arena, *comms),
       reducer(plan, table, comms->domains, pool, {wires, options.no_sync_fp32()}),
       full_gradients(plan, table, comms->domains, pool),
-      shards(make_shards(inner)),
+      shards(make_shards(inner, sent)),
       clipping(shards.segments(), domains.norm_weights, device, *comms->norm),
       gathers(plan, table, arena, *comms, options),
       record(options, comms->any_half, shards.deferred(), device, comms->rank(), reducer),
@@ -94,10 +94,12 @@ ZeroOptimizer::Impl::Impl(torch::nn::Module& module,
   table.remember();
 }
 
-ShardOptimizer ZeroOptimizer::Impl::make_shards(std::unique_ptr<torch::optim::Optimizer>& inner) {
-  comms->explained([this] {
+ShardOptimizer ZeroOptimizer::Impl::make_shards(std::unique_ptr<torch::optim::Optimizer>& inner,
+                                                Frozen sent) {
+  comms->explained([&] {
     broadcasts.parameters();
-    broadcasts.over_home(table.frozen(), "frozen parameters and buffers");
+    broadcasts.over_home(sent == Frozen::kAll ? table.frozen() : table.unmanaged(),
+                         "frozen parameters and buffers");
     broadcasts.over_home(table.buffers(), "frozen parameters and buffers");
   });
   return ShardOptimizer({plan, table, ranks_in(domains), arena, reducer}, std::move(inner),
@@ -218,6 +220,8 @@ void ZeroOptimizer::Impl::verify_shapes() const {
   for (size_t i = 0; i < table.parameters().size(); ++i) {
     check_dense(*plan.arenas[plan.parameter_arena[i]].layout, table.parameters()[i]);
   }
+  // Only managed ones: attach() restores the others' place.
+  table.check_overlaps([](const Parameter&) { return false; });
 }
 
 void ZeroOptimizer::Impl::check_groups(const ParamGroups& groups) const {
@@ -233,6 +237,15 @@ void ZeroOptimizer::Impl::check_groups(const ParamGroups& groups) const {
         " of which this one was added, removed or changed from outside (",
         g < groups.size() ? groups[g].params().size() : 0,
         " parameters); use freeze(), unfreeze() and add_param_group() of the ZeroOptimizer");
+  }
+}
+
+void ZeroOptimizer::Impl::run_or_close(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    comms->abort(error_text(error));
+    throw;
   }
 }
 

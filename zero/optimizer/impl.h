@@ -14,6 +14,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -49,22 +50,25 @@ namespace zero {
 
 struct ZeroOptimizer::Impl {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+  // Which frozen parameters construction sends. Where processes join, theirs are in no other
+  // ZeroOptimizer yet, so that all are sent.
+  enum class Frozen { kUnmanaged, kAll };
 
   // Collective. All that the constructor of ZeroOptimizer checks and makes. If it throws, `inner`
   // is still the caller's, unless memory ran out. Throws c10::DistBackendError after a failure of
   // this rank alone or of the communication, and another c10::Error where all ranks refuse.
   static std::unique_ptr<Impl> make(torch::nn::Module& module,
                                     std::unique_ptr<torch::optim::Optimizer>& inner,
-                                    const Group& group, const ZeroOptions& options);
+                                    const Group& group, const ZeroOptions& options, Frozen sent);
 
   // Collective. The same optimizer over `over` and `groups`, but for its numbers and state.
   std::unique_ptr<Impl> make_over(std::unique_ptr<torch::optim::Optimizer>& inner,
-                                  const Group& over, const ParamGroups& groups);
+                                  const Group& over, const ParamGroups& groups, Frozen sent);
 
   // `comms` are connected. Takes `inner` when everything is sent.
   Impl(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner,
        ShardDomains domains, const ZeroOptions& options,
-       std::shared_ptr<OptimizerCommunicators> comms, ParameterTable table);
+       std::shared_ptr<OptimizerCommunicators> comms, ParameterTable table, Frozen sent);
   ~Impl();
 
   // --- Agreement (impl.cc)
@@ -86,6 +90,8 @@ struct ZeroOptimizer::Impl {
   void verify_shapes() const;
   void check_groups(const ParamGroups& groups) const;
   void check_no_gradients() const;
+  // Runs what must not stop half-way. If it throws, this optimizer is closed.
+  void run_or_close(const std::function<void()>& body);
 
   // --- Collective calls (step.cc)
   void reduce_gradients();
@@ -179,6 +185,10 @@ struct ZeroOptimizer::Impl {
   // Collective. Makes `change`, or throws on all ranks with everything as it was.
   static void replan(std::unique_ptr<Impl>& impl, ParamGroups& groups, Change change);
   void agree_on(Change& change, const ParamGroups& groups);
+  // The group of a parameter that enters: the one which freeze() took it from or in which it was
+  // frozen at construction, else the first.
+  size_t former_group(const at::Tensor& parameter, const std::string& name,
+                      const ParamGroups& groups) const;
   // Collective. The protected step of now, of which each rank has its own file.
   std::shared_ptr<Generations> copy_shard(const ParamGroups& groups, const std::string& call);
   // Collective. With the changed groups; with `groups` if a rank finds those unusable, which sets
@@ -215,13 +225,14 @@ struct ZeroOptimizer::Impl {
   BackwardPasses passes;
 
   std::vector<std::vector<at::Tensor>> group_members;  // as at construction
+  std::map<std::string, size_t> left_groups;           // of parameters that freeze() took out
   int64_t gathered_rounds = 0;                         // stage 1: rounds that p.grad() contains
   // Ends with this object, for what may outlive it.
   const std::shared_ptr<const bool> lives = std::make_shared<const bool>(true);
 
  private:
   // Sends rank 0's values to all ranks, and then makes the masters from them.
-  ShardOptimizer make_shards(std::unique_ptr<torch::optim::Optimizer>& inner);
+  ShardOptimizer make_shards(std::unique_ptr<torch::optim::Optimizer>& inner, Frozen sent);
 };
 
 }  // namespace zero

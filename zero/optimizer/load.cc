@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Everything that can go wrong goes wrong in stage(), which changes nothing. Once
-// all ranks have staged, commit() only moves memory.
+// all ranks have staged, commit() only moves memory, into tensors that stage() has checked.
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
@@ -25,6 +25,7 @@
 #include "zero/checkpoint/reader.h"
 #include "zero/inner/classes.h"
 #include "zero/inner/state.h"
+#include "zero/memory/whole_tensor.h"
 #include "zero/optimizer/impl.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/optimizer/staging.h"
@@ -63,6 +64,7 @@ Comparison compare(const CheckpointReader& reader, const std::string& folder,
   }
   if (load.restore_options()) check_options(reader.manifest(), folder);
   result.notes = compare_states(reader, load, ranks.world_size(), differences);
+  result.notes.insert(result.notes.end(), differences.notes.begin(), differences.notes.end());
   if (load.strict()) throw_differences(differences, folder);
   return result;
 }
@@ -90,7 +92,7 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   differences.lines.insert(differences.lines.end(), compared.notes.begin(), compared.notes.end());
   Staging staging(reader, table, shards, differences, mesh);
   staging.read_segments(staged);
-  staging.read_whole(staged, table.frozen(), "frozen");
+  staging.read_whole(staged, table.unmanaged(), "frozen");
   staging.read_whole(staged, table.buffers(), "buffer");
   staged.states = read_states(reader, load, ranks.rank());
   staged.manifest = reader.manifest();
@@ -101,7 +103,7 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   return staged;
 }
 
-// Moves what was read to where it belongs. Nothing here can fail.
+// Moves what was read to where it belongs.
 void commit(Staged& staged, ShardOptimizer& shards) {
   torch::optim::Optimizer& inner = shards.inner();
   for (StagedSegment& s : staged.segments) {
@@ -114,7 +116,7 @@ void commit(Staged& staged, ShardOptimizer& shards) {
     }
   }
   shards.take_state();
-  for (auto& [to, from] : staged.whole) to.copy_(from);
+  for (const auto& [to, from] : staged.whole) overwrite(to, from);
 }
 
 void restore_options(const Staged& staged, std::vector<torch::optim::OptimizerParamGroup>& groups) {
@@ -144,18 +146,21 @@ void take_agreement(const std::vector<std::string>& texts, const std::string& wh
   }
 }
 
-// Makes what was read the present state. Collective; only a failed communication throws.
+// Makes what was read the present state. Collective. Only lack of memory and failed communication
+// throw, and then the optimizer is closed.
 template <typename Impl>
 void apply(Impl& impl, Staged& staged, std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  impl.arena.attach(/*keep_values=*/false);
-  commit(staged, impl.shards);
-  const Manifest& m = staged.manifest;
-  impl.record.restore({m.steps, m.skipped_steps, false},
-                      {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min},
-                      m.dynamic_scale);
-  if (staged.restores_options) restore_options(staged, groups);
-  impl.forget_gradients();
-  impl.write_working_parameters();
+  impl.run_or_close([&] {
+    impl.arena.attach(/*keep_values=*/false);
+    commit(staged, impl.shards);
+    const Manifest& m = staged.manifest;
+    impl.record.restore({m.steps, m.skipped_steps, false},
+                        {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min},
+                        m.dynamic_scale);
+    if (staged.restores_options) restore_options(staged, groups);
+    impl.forget_gradients();
+    impl.write_working_parameters();
+  });
 }
 
 // Warns of differences that a strict load allows and that a resumed run may not intend.
@@ -186,7 +191,7 @@ std::unique_ptr<CheckpointReader> ZeroOptimizer::Impl::receive_files(
         compare(*reader, folder, load, table, shards, *comms->control, mesh);
     const Staging staging(*reader, table, shards, compared.differences, mesh);
     staging.add_segments_to(needed);
-    staging.add_whole_to(needed, table.frozen());
+    staging.add_whole_to(needed, table.unmanaged());
     staging.add_whole_to(needed, table.buffers());
     for (const auto& [owner, kind] : included_tensors(load, rank)) needed.add_state(owner, kind);
     return {};

@@ -13,6 +13,7 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
+#include "zero/base/normal_tensors.h"
 #include "zero/checkpoint.h"
 #include "zero/inner/classes.h"
 #include "zero/optimizer/impl.h"
@@ -150,7 +151,7 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_again(const Group
   std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
   std::unique_ptr<Impl> made;
   try {
-    made = make_over(inner, over, groups);
+    made = make_over(inner, over, groups, Frozen::kAll);
   } catch (...) {
     if (inner) shards.give_back_inner(std::move(inner));
     throw;
@@ -186,7 +187,8 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::join(
   const auto lifeline = std::make_shared<Lifeline>(group, *inner);
   const RollCall::Present present = lifeline->roll.join(holdings_text(*lifeline->generations));
   const Restorable step = choose(present.texts, /*checkpoints=*/{});
-  std::unique_ptr<Impl> made = make(module, inner, lifeline->group_of(present), options);
+  std::unique_ptr<Impl> made =
+      make(module, inner, lifeline->group_of(present), options, Frozen::kAll);
   made->lifeline = lifeline;
   for (const auto& g : groups) made->group_members.push_back(g.params());
   // The caller's keep the options of construction, which a schedule starts from.
@@ -197,6 +199,7 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::join(
 }
 
 RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
+  const NormalTensors normal;
   const at::NoGradGuard no_grad;
   const int rank = impl_->comms->rank();
   const std::shared_ptr<Impl::Lifeline> lifeline = impl_->lifeline;

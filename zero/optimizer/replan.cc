@@ -7,11 +7,14 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
 #include <exception>
+#include <map>
 #include <numeric>
+#include <optional>
 #include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
@@ -21,6 +24,7 @@
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/combined_optimizer.h"
+#include "zero/inner/classes.h"
 #include "zero/optimizer/impl.h"
 #include "zero/recovery/gather_generation.h"
 
@@ -58,7 +62,8 @@ std::string text_of(const std::vector<at::Tensor>& parameters, const torch::nn::
   return text;
 }
 
-// Throws unless `parameters` are different ones of the module, which the optimizer manages or not.
+// Throws unless `parameters` are different ones of the module, which the optimizer manages or, if
+// not, could manage.
 void check_known(const torch::nn::Module& module, const ParameterTable& table,
                  const std::vector<at::Tensor>& parameters, bool managed) {
   TORCH_CHECK(!parameters.empty(), "expected parameters, got none");
@@ -74,10 +79,15 @@ void check_known(const torch::nn::Module& module, const ParameterTable& table,
     TORCH_CHECK((table.find(p) >= 0) == managed, "parameter ", name, ": expected one that is ",
                 managed ? "" : "not ", "managed by this optimizer, got one that is",
                 managed ? " not" : "");
+    if (managed) continue;
+    check_trainable(p, name);
+    TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p) == nullptr, "parameter ", name,
+                ": expected one that no other ZeroOptimizer manages; freeze it there first");
   }
 }
 
-void remove(const std::vector<at::Tensor>& parameters, ParamGroups& groups) {
+// Parameters that were frozen at construction may be in a group too.
+size_t remove(const std::vector<at::Tensor>& parameters, ParamGroups& groups) {
   std::unordered_set<const void*> leaving;
   for (const at::Tensor& p : parameters) leaving.insert(p.unsafeGetTensorImpl());
   size_t left = 0;
@@ -89,9 +99,7 @@ void remove(const std::vector<at::Tensor>& parameters, ParamGroups& groups) {
     list.erase(std::remove_if(list.begin(), list.end(), leaves), list.end());
     left += list.size();
   }
-  TORCH_CHECK(left > 0,
-              "expected a parameter to stay, got all of them; there would be nothing "
-              "to optimize");
+  return left;
 }
 
 void add_group(const torch::optim::OptimizerParamGroup& added, const torch::optim::Optimizer& inner,
@@ -103,6 +111,7 @@ void add_group(const torch::optim::OptimizerParamGroup& added, const torch::opti
   auto options = added.has_options() ? added.options().clone() : inner.defaults().clone();
   TORCH_CHECK(typeid(*options) == typeid(inner.defaults()),
               "expected options of the inner optimizer's class, got those of another one");
+  remove(added.params(), groups);
   groups.emplace_back(added.params(), std::move(options));
 }
 
@@ -132,9 +141,30 @@ struct ZeroOptimizer::Impl::Change {
   std::string arguments;
   std::vector<at::Tensor> leaving;  // parameters
   std::vector<at::Tensor> entering;
-  std::function<void(ParamGroups& groups)> edit;  // throws where a rank's arguments are unusable
-  ParamGroups groups = {};                        // edited
+  std::function<void(ParamGroups& groups)> edit;   // throws where a rank's arguments are unusable
+  ParamGroups groups = {};                         // edited
+  std::map<std::string, size_t> left_groups = {};  // of `leaving`, by name
 };
+
+namespace {
+
+std::optional<size_t> group_with(const at::Tensor& parameter, const ParamGroups& groups) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (const at::Tensor& p : groups[g].params()) {
+      if (p.is_same(parameter)) return g;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+size_t ZeroOptimizer::Impl::former_group(const at::Tensor& parameter, const std::string& name,
+                                         const ParamGroups& groups) const {
+  if (const auto own = group_with(parameter, groups)) return *own;
+  const auto left = left_groups.find(name);
+  return left == left_groups.end() ? 0 : left->second;
+}
 
 void ZeroOptimizer::Impl::agree_on(Change& change, const ParamGroups& groups) {
   const auto check = [&] {
@@ -145,6 +175,15 @@ void ZeroOptimizer::Impl::agree_on(Change& change, const ParamGroups& groups) {
     verify_shapes();
     change.groups = copy_of(groups);
     change.edit(change.groups);
+    const Names names = names_in(module);
+    for (const at::Tensor& p : change.leaving) {
+      change.left_groups[name_of(p, names)] = *group_with(p, groups);
+    }
+    for (const at::Tensor& p : change.entering) {
+      const size_t g = *group_with(p, change.groups);
+      check_parameter(shards.inner(), static_cast<int64_t>(g), change.groups[g].options(), p,
+                      name_of(p, names));
+    }
   };
   agree(change.call, check, {change.arguments, {}});
 }
@@ -180,21 +219,22 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_changed(
     p.set_data(p.detach().clone(at::MemoryFormat::Preserve));
   }
   GradientFlags flags;
-  flags.set(change.leaving, false);
-  flags.set(change.entering, true);
   std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
   try {
     try {
-      return make_over(inner, group, change.groups);
+      flags.set(change.leaving, false);
+      flags.set(change.entering, true);
+      return make_over(inner, group, change.groups, Frozen::kUnmanaged);
     } catch (const c10::DistBackendError&) {
-      flags.undo();
       throw;
     } catch (const c10::Error&) {
       flags.undo();
       refusal = std::current_exception();
     }
-    return make_over(inner, group, groups);
+    return make_over(inner, group, groups, Frozen::kUnmanaged);
   } catch (const std::exception& error) {
+    flags.undo();
+    if (inner) shards.give_back_inner(std::move(inner));  // for those who look at it still
     comms->abort(error_text(error));
     throw;
   }
@@ -213,6 +253,7 @@ void ZeroOptimizer::Impl::replan(std::unique_ptr<Impl>& impl, ParamGroups& group
   });
   impl = std::move(made);
   if (!refusal) {
+    for (const auto& [name, group] : change.left_groups) impl->left_groups[name] = group;
     // In place, for those who hold references.
     for (size_t g = 0; g < groups.size(); ++g) groups[g].params() = change.groups[g].params();
     for (size_t g = groups.size(); g < change.groups.size(); ++g)
@@ -229,24 +270,33 @@ void ZeroOptimizer::freeze(const std::vector<at::Tensor>& parameters) {
   const torch::nn::Module& module = impl_->module;
   const auto edit = [&, impl = impl_.get()](Impl::ParamGroups& groups) {
     check_known(module, impl->table, parameters, /*managed=*/true);
-    remove(parameters, groups);
+    TORCH_CHECK(remove(parameters, groups) > 0,
+                "expected a parameter to stay, got all of them; there would be nothing to "
+                "optimize");
   };
   Impl::replan(impl_, param_groups_,
                {Call::kFreeze, text_of(parameters, module), parameters, {}, edit});
 }
 
-void ZeroOptimizer::unfreeze(const std::vector<at::Tensor>& parameters, size_t param_group) {
+void ZeroOptimizer::unfreeze(const std::vector<at::Tensor>& parameters,
+                             std::optional<size_t> param_group) {
   const torch::nn::Module& module = impl_->module;
   const auto edit = [&, impl = impl_.get()](Impl::ParamGroups& groups) {
     check_known(module, impl->table, parameters, /*managed=*/false);
-    TORCH_CHECK(param_group < groups.size(), "expected one of the ", groups.size(),
-                " parameter groups, got number ", param_group);
-    auto& list = groups[param_group].params();
-    list.insert(list.end(), parameters.begin(), parameters.end());
+    const Names names = names_in(module);
+    std::vector<size_t> into;
+    for (const at::Tensor& p : parameters) {
+      into.push_back(param_group ? *param_group : impl->former_group(p, name_of(p, names), groups));
+      TORCH_CHECK(into.back() < groups.size(), "expected one of the ", groups.size(),
+                  " parameter groups, got number ", into.back());
+    }
+    remove(parameters, groups);
+    for (size_t i = 0; i < into.size(); ++i) groups[into[i]].params().push_back(parameters[i]);
   };
   Impl::replan(impl_, param_groups_,
                {Call::kUnfreeze,
-                text_of(parameters, module) + " " + std::to_string(param_group),
+                text_of(parameters, module) + " " +
+                    (param_group ? std::to_string(*param_group) : "its former group"),
                 {},
                 parameters,
                 edit});

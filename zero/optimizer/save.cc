@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -82,7 +83,7 @@ FileToSave frozen_file(const ParameterTable& table, int rank) {
           {{item.name, item.name, kind, 0, item.tensor.numel(), 0}, item.tensor.detach()});
     }
   };
-  add(table.frozen(), "frozen");
+  add(table.unmanaged(), "frozen");
   add(table.buffers(), "buffer");
   return file;
 }
@@ -100,6 +101,21 @@ std::map<std::string, const ShardDomain*> domains_by_name(const ParameterTable& 
     result[p.name] = &domains.list[domains.of_group[p.group]];
   }
   return result;
+}
+
+// In the files of a checkpoint, and in those that are exported from it, tensors are found by name.
+void check_names(const ParameterTable& table) {
+  std::unordered_map<std::string, const char*> kinds;
+  const auto add = [&](const std::string& name, const char* kind) {
+    TORCH_CHECK(name != "__metadata__", "checkpoint: expected another name than ", name, " for a ",
+                kind, ", since files of safetensors have no tensor of that name");
+    const auto [other, added] = kinds.emplace(name, kind);
+    TORCH_CHECK(added, "checkpoint: ", name, ": expected one tensor of that name, got a ",
+                other->second, " and a ", kind, "; give one of them another name");
+  };
+  for (const Parameter& p : table.parameters()) add(p.name, "parameter");
+  for (const NamedTensor& f : table.unmanaged()) add(f.name, "frozen parameter");
+  for (const NamedTensor& b : table.buffers()) add(b.name, "buffer");
 }
 
 std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
@@ -146,7 +162,7 @@ Manifest ZeroOptimizer::Impl::make_manifest(const SaveOptions& save, const Param
   for (const Parameter& p : table.parameters()) {
     m.parameters.push_back({p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group});
   }
-  m.frozen = describe(table.frozen());
+  m.frozen = describe(table.unmanaged());
   m.buffers = describe(table.buffers());
   return m;
 }
@@ -204,7 +220,9 @@ ZeroOptimizer::Impl::Save ZeroOptimizer::Impl::begin_save(const std::string& fol
   std::vector<int64_t> bucket_of;
   const auto check = [&] {
     check_can_be_stored(groups);
+    check_names(table);
     verify_untouched();
+    table.verify_whole();
     own = shard_file(bucket_of);
     for (TensorToSave& state : states_to_save(save, comms->control->rank())) {
       own.tensors.push_back(std::move(state));

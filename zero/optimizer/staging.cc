@@ -10,6 +10,7 @@
 #include <string>
 
 #include "zero/inner/classes.h"
+#include "zero/memory/whole_tensor.h"
 
 namespace zero {
 namespace {
@@ -74,7 +75,10 @@ void Staging::read_whole(Staged& staged, const std::vector<NamedTensor>& present
                          const char* kind) {
   for (const NamedTensor& item : present) {
     if (differences_.unusable.count(item.name) != 0) continue;
-    staged.whole.emplace_back(item.tensor, reader_.read_whole(held(item), kind));
+    check_plain(item.tensor, item.name);  // replaced since construction, perhaps
+    at::Tensor from = reader_.read_whole(held(item), kind);
+    check_fits(item.tensor, from, item.name);
+    staged.whole.emplace_back(item.tensor, std::move(from));
   }
 }
 

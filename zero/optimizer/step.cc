@@ -208,12 +208,16 @@ void ZeroOptimizer::Impl::compare_replicas() {
 }
 
 void ZeroOptimizer::Impl::refresh_masters() {
-  agree(
-      Call::kRefreshMasters, [&] { verify_shapes(); }, protocol.at_home(shapes_of(table.frozen())));
+  const std::vector<NamedTensor> frozen = table.unmanaged();
+  const auto check = [&] {
+    verify_shapes();
+    table.verify_whole();
+  };
+  agree(Call::kRefreshMasters, check, protocol.at_home(shapes_of(frozen)));
   at::NoGradGuard no_grad;
   arena.attach();
   broadcasts.parameters();
-  broadcasts.over_home(table.frozen(), "frozen parameters");
+  broadcasts.over_home(frozen, "frozen parameters");
   shards.read_masters();
   table.remember();
 }
@@ -226,7 +230,9 @@ void ZeroOptimizer::Impl::refresh_working() {
 }
 
 void ZeroOptimizer::Impl::broadcast_buffers() {
-  agree(Call::kBroadcastBuffers, nullptr, protocol.at_home(shapes_of(table.buffers())));
+  agree(
+      Call::kBroadcastBuffers, [&] { table.verify_whole(); },
+      protocol.at_home(shapes_of(table.buffers())));
   broadcasts.over_home(table.buffers(), "buffers");
 }
 

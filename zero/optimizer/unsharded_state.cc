@@ -78,16 +78,18 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
       }
     };
     impl_->agree(Call::kLoadCheckpoint, check, {"load_plain_state", {}});
-    for (size_t i = 0; i < states.size(); ++i) {
-      auto& all = inner.state();
-      void* key = shards.segments()[i].master.unsafeGetTensorImpl();
-      if (states[i]) {
-        all[key] = std::move(states[i]);
-      } else {
-        all.erase(key);
+    impl_->run_or_close([&] {
+      for (size_t i = 0; i < states.size(); ++i) {
+        auto& all = inner.state();
+        void* key = shards.segments()[i].master.unsafeGetTensorImpl();
+        if (states[i]) {
+          all[key] = std::move(states[i]);
+        } else {
+          all.erase(key);
+        }
       }
-    }
-    shards.take_state();
+      shards.take_state();
+    });
   });
 }
 
