@@ -30,8 +30,12 @@ class CombinedOptimizer : public torch::optim::Optimizer {
   explicit CombinedOptimizer(std::vector<std::unique_ptr<torch::optim::Optimizer>> parts);
   ~CombinedOptimizer() override;
 
+  // The parts are made with all their groups: a group that is added later would belong to none.
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group) = delete;
+
   // Runs step() of each part over its groups, with the options and parameters that
-  // param_groups() has now. Parts leave out parameters without a gradient.
+  // param_groups() has now. Parts leave out parameters without a gradient. Throws c10::Error, as
+  // save() and load() do, if there are more or fewer groups than those of the parts.
   at::Tensor step(LossClosure closure = nullptr) override;
   // An archive "part0", "part1", ... for each part, as its own save() writes it.
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -42,6 +46,8 @@ class CombinedOptimizer : public torch::optim::Optimizer {
   const torch::optim::Optimizer& part_of(int64_t group) const;
 
  private:
+  void check_groups() const;
+
   struct Part {
     std::unique_ptr<torch::optim::Optimizer> optimizer;
     size_t first_group = 0;
@@ -49,6 +55,7 @@ class CombinedOptimizer : public torch::optim::Optimizer {
   class Lent;
 
   std::vector<Part> parts_;
+  size_t groups_ = 0;  // of all parts
 };
 
 }  // namespace zero

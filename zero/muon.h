@@ -45,11 +45,17 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 namespace zero {
+
+// True where libtorch multiplies matrices of bfloat16 by instructions of `device`: by what oneDNN
+// requires of a processor, on x86 AVX-512, and for every other device. Without them a product of
+// 1024 x 1024 takes 70 times as long as in fp32.
+bool has_bf16_products(at::Device device);
 
 // Cuts a tensor of a parameter's shape into 2-D views of it, which share its memory, do not overlap
 // and together are all of it. Each view is orthogonalised by itself and has its own adjust(m, n).
@@ -72,8 +78,12 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   TORCH_ARG(int64_t, ns_steps) = 5;
   TORCH_ARG(std::string, adjust_lr_fn) = "original";  // or "match_rms_adamw"
 
-  // The dtype of orthogonal(u): kBFloat16 as in Python, or kFloat.
-  TORCH_ARG(c10::ScalarType, ns_dtype) = c10::ScalarType::BFloat16;
+  // The dtype of orthogonal(u): kBFloat16 as in Python, or kFloat. Without one, it is bfloat16
+  // where has_bf16_products() is true. Elsewhere the elements of all factors are rounded to
+  // bfloat16, and their products are made in fp32: as fast as kFloat, and at least as exact as
+  // kBFloat16. Processors of both kinds in one job differ in bits, so that the constructor of
+  // ZeroOptimizer throws there; a run that goes on on the other kind has other bits.
+  TORCH_ARG(std::optional<c10::ScalarType>, ns_dtype) = std::nullopt;
   // Orthogonalises small matrices of equal shape together, where that is faster: with a smaller
   // side of 17 to 256 in bf16, and in fp32 if its square times the larger side is at most 65,536.
   // On a CPU the bits of a matrix do not depend on which others there are. On a GPU, cuBLAS may

@@ -28,6 +28,7 @@
 #include "examples/train_gpt/train_options.h"
 #include "examples/train_gpt/trainer.h"
 #include "zero/launch.h"
+#include "zero/muon.h"
 #include "zero/process_group.h"
 #include "zero/version.h"
 
@@ -46,6 +47,12 @@ void print_beginning(const TrainOptions& options, const ByteDataset& data, int w
   std::printf("model: %lld parameters in %s on %s; %d ranks, stage %lld\n",
               static_cast<long long>(parameters), options.dtype_name.c_str(),
               options.device.c_str(), world_size, static_cast<long long>(options.stage));
+  if (options.device == "cpu" && options.dtype == c10::kBFloat16 &&
+      !zero::has_bf16_products(c10::kCPU)) {
+    std::printf(
+        "this processor has no products of bfloat16 matrices: the model is many times "
+        "slower than with --dtype float32\n");
+  }
   std::fflush(stdout);
 }
 

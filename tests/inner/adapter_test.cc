@@ -304,6 +304,27 @@ TEST_P(AdapterTest, TheFusedUpdateFollowsTheStepOfTheClassAndKeepsItsState) {
   EXPECT_EQ(fused->update_count(*other, master), k.counts ? 9 : 1);
 }
 
+// Checkpoints of earlier versions have no ns_bf16.
+TEST(MuonOptionsTest, TheDtypeOfProductsIsStoredAndAnExplicitOneIsKept) {
+  const auto loaded = [](MuonOptions from, MuonOptions into, bool old) {
+    auto values = stored_option_values(from);
+    if (old) std::erase_if(values, [](const auto& value) { return value.first == "ns_bf16"; });
+    set_option_values(into, values);
+    return into.ns_dtype();
+  };
+  const MuonOptions none, bf16 = MuonOptions().ns_dtype(at::kBFloat16),
+                          fp32 = MuonOptions().ns_dtype(at::kFloat);
+  for (const MuonOptions& from : {none, bf16, fp32}) {
+    for (const MuonOptions& into : {none, bf16, fp32}) {
+      EXPECT_EQ(loaded(from, into, false), from.ns_dtype());
+    }
+    EXPECT_EQ(loaded(fp32, from, true), at::kFloat);
+  }
+  EXPECT_EQ(loaded(none, none, true), std::nullopt);
+  EXPECT_EQ(loaded(none, fp32, true), std::nullopt);
+  EXPECT_EQ(loaded(none, bf16, true), at::kBFloat16);
+}
+
 // ---- The classes that are not in the registry ----
 
 std::unique_ptr<Optimizer> own(const at::Tensor& p) {
@@ -330,6 +351,17 @@ TEST(SerializedAdapterTest, StateOfAClassOfTheUsersOwnIsUsedState) {
   steps(*optimizer, p, 0, 1);
   expect_words(error_of([&] { check_inner_optimizer(*optimizer, true, {false}); }),
                {"expected no state yet", "Make a new one"});
+}
+
+class OwnAdagrad : public torch::optim::Adagrad {
+ public:
+  using Adagrad::Adagrad;
+};
+
+TEST(SerializedAdapterTest, AClassWhoseConstructorMakesStateIsRefused) {
+  const OwnAdagrad optimizer(std::vector<at::Tensor>{parameter()});
+  expect_words(error_of([&] { check_inner_optimizer(optimizer, true, {false}); }),
+               {"expected no state yet", "OwnAdagrad", "its constructor makes state"});
 }
 
 TEST(SerializedAdapterTest, StateAndOptionsGoOnInEveryBit) {

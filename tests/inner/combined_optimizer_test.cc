@@ -132,6 +132,17 @@ TEST(CombinedOptimizerTest, APartThatThrowsLosesNoState) {
   EXPECT_EQ(combined.param_groups()[0].params().size(), 2U);
 }
 
+TEST(CombinedOptimizerTest, AGroupThatNoPartStepsIsRefused) {
+  const Model model;
+  CombinedOptimizer combined(model.parts());
+  torch::optim::Optimizer& base = combined;
+  base.add_param_group(torch::optim::OptimizerParamGroup({random_tensor({3, 3}, 9)}));
+  const std::vector<std::string> words = {"the 4 parameter groups of its parts, got 5"};
+  expect_words(error_of([&] { combined.step(); }), words);
+  std::stringstream file;
+  expect_words(error_of([&] { torch::save(combined, file); }), words);
+}
+
 TEST(CombinedOptimizerTest, PartsThatCannotBeCombinedAreRefused) {
   const Model model;
   const auto refused = [&](auto make) {

@@ -120,6 +120,24 @@ TEST(LionTest, SavedAndLoadedItGoesOnInEveryBit) {
   EXPECT_TRUE(same_bits(p, other));
 }
 
+// Two roundings, of the factor and of the product, would give other bits.
+TEST(LionTest, DecaysAreNotRoundedToTheDtypeOfAParameter) {
+  const auto times = [](const at::Tensor& x, double factor) {
+    return (x.detach().to(at::kFloat) * factor).to(at::kBFloat16);
+  };
+  const at::Tensor p = random_tensor({kNumel}, 1).to(at::kBFloat16).requires_grad_();
+  Lion lion(std::vector<at::Tensor>{p}, LionOptions(0.5).betas({0.9, 0.99}).weight_decay(0.2));
+  p.mutable_grad() = at::zeros({kNumel}, at::kBFloat16);
+  const at::Tensor decayed = times(p, 0.9);
+  lion.step();
+  EXPECT_TRUE(at::equal(p, decayed));
+  auto& average = static_cast<LionParamState&>(*lion.state().begin()->second).exp_avg();
+  average.copy_(random_tensor({kNumel}, 2));
+  const at::Tensor expected = times(average, 0.99);
+  lion.step();
+  EXPECT_TRUE(at::equal(average, expected));
+}
+
 TEST(LionTest, OptionsThatCannotTrainAreRefused) {
   const auto refused = [](const LionOptions& o) {
     std::vector<torch::optim::OptimizerParamGroup> groups;

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -77,16 +78,49 @@ std::vector<MuonOptions> several_options() {
           MuonOptions(0.1).ns_coefficients(std::make_tuple(2.0, -1.5, 0.5)).ns_steps(9)};
 }
 
+// How products are made. bf16 on a processor without products of it is slow, so that only small
+// matrices are multiplied in it there: `rounded` takes the same way through the code.
+struct Mode {
+  const char* name;
+  at::ScalarType dtype;
+  bool rounded;
+  double rounding;  // of one element
+
+  bool takes(int64_t multiplications) const {
+    return dtype == at::kFloat || has_bf16_products(at::kCPU) || multiplications <= 1 << 21;
+  }
+  // No ns_dtype stands for `rounded`: see Pretended.
+  std::optional<at::ScalarType> ns_dtype() const {
+    return rounded ? std::nullopt : std::optional<at::ScalarType>(dtype);
+  }
+};
+constexpr Mode kModes[] = {{"fp32", at::kFloat, false, 2e-6},
+                           {"rounded", at::kFloat, true, 1e-3},
+                           {"bf16", at::kBFloat16, false, 1e-3}};
+
+int64_t multiplications(at::IntArrayRef shape) {
+  const auto [side, length] = std::minmax({shape[0], shape[1]});
+  return side * side * length;
+}
+
+// A processor with or without products of bf16, until the end.
+struct Pretended {
+  explicit Pretended(bool present) { pretend_bf16_products(present); }
+  ~Pretended() { pretend_bf16_products(std::nullopt); }
+};
+
 // fp32 is near the formula, and bf16 as near as its 8 bits allow: each step may move an element by
 // up to lr * adjust, and eight of them add up.
 TEST(MuonTest, StepsAreTheFormulaForTallWideAndSquareMatrices) {
+  const Pretended none(false);
   for (const MuonOptions& options : several_options()) {
     for (const auto& shape : std::vector<std::vector<int64_t>>{
              {48, 20}, {20, 48}, {32, 32}, {1, 7}, {7, 1}, {1, 1}, {70, 300}}) {
-      for (const auto& [dtype, tolerance] : {std::pair{at::kFloat, 1e-5}, {at::kBFloat16, 0.02}}) {
+      for (const Mode& mode : kModes) {
+        const double tolerance = mode.rounding > 1e-4 ? 0.02 : 1e-5;
         const at::Tensor p = parameter(shape);
         Reference reference(p, options);
-        Muon muon(Params{p}, MuonOptions(options).ns_dtype(dtype));
+        Muon muon(Params{p}, MuonOptions(options).ns_dtype(mode.ns_dtype()));
         const double most = 8 * 0.1 * std::sqrt(std::max(1.0, shape[0] / double(shape[1])));
         for (int step = 0; step < 8; ++step) {
           give_gradients({p}, step);
@@ -94,23 +128,28 @@ TEST(MuonTest, StepsAreTheFormulaForTallWideAndSquareMatrices) {
           muon.step();
         }
         EXPECT_LE(distance(p, reference.value()), tolerance * most)
-            << shape[0] << " x " << shape[1] << " " << dtype << " " << options.adjust_lr_fn();
+            << shape[0] << " x " << shape[1] << " " << mode.name << " " << options.adjust_lr_fn();
       }
     }
   }
 }
 
 TEST(MuonTest, SmallMatricesOfEqualShapeHaveTheSameBitsTogetherAndAlone) {
-  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+  const Pretended none(false);
+  for (const Mode& mode : kModes) {
     Params together, alone;
     const std::vector<std::vector<int64_t>> shapes = {{16, 16},   {40, 24},    {24, 40}, {64, 64},
                                                       {7, 5},     {12, 50},    {15, 15}, {100, 3},
                                                       {201, 403}, {1500, 199}, {16, 512}};
     for (int i = 0; i < 110; ++i) {
-      together.push_back(parameter(shapes[i % 11], i));
+      const auto& shape = shapes[i % 11];
+      if (!mode.takes(multiplications(shape)) || (multiplications(shape) > 1 << 24 && i > 33)) {
+        continue;
+      }
+      together.push_back(parameter(shape, i));
       alone.push_back(together.back().detach().clone().requires_grad_());
     }
-    const MuonOptions options = MuonOptions(0.1).ns_dtype(dtype);
+    const MuonOptions options = MuonOptions(0.1).ns_dtype(mode.ns_dtype());
     Muon all(together, options);
     std::vector<std::unique_ptr<Muon>> singles;
     for (const at::Tensor& p : alone) {
@@ -126,14 +165,14 @@ TEST(MuonTest, SmallMatricesOfEqualShapeHaveTheSameBitsTogetherAndAlone) {
   }
 }
 
-// A batch is full after 64 of these.
+// A batch is full after 2,622 of these.
 TEST(MuonTest, MoreMatricesThanABatchTakesAreUpdatedOnceEach) {
   Params many;
-  for (int i = 0; i < 65; ++i) many.push_back(parameter({256, 256}));
-  const at::Tensor single = parameter({256, 256}), g = random_tensor({256, 256}, 7);
+  for (int i = 0; i < 2630; ++i) many.push_back(parameter({40, 40}));
+  const at::Tensor single = parameter({40, 40}), g = random_tensor({40, 40}, 7);
   for (const at::Tensor& p : many) p.mutable_grad() = g;
   single.mutable_grad() = g;
-  const MuonOptions options = MuonOptions(0.1).ns_steps(1);
+  const MuonOptions options = MuonOptions(0.1).ns_steps(1).ns_dtype(at::kFloat);
   Muon all(many, options), one(Params{single}, options);
   all.step();
   one.step();
@@ -159,15 +198,19 @@ at::Tensor dominated(int64_t rows, int64_t columns) {
   return noise / noise.norm() + at::matmul(u / u.norm(), v / v.norm());
 }
 
-// The iteration of zero/muon.h as it is written there, in any dtype.
+// The iteration of zero/muon.h as it is written there, in any dtype. bf16 is computed in fp32,
+// where processors of both kinds are fast: each result is rounded to it.
 at::Tensor as_written(const at::Tensor& matrix, const NewtonSchulz& o, at::ScalarType dtype) {
+  const auto rounded = [&](const at::Tensor& x) {
+    return dtype == at::kBFloat16 ? x.to(at::kBFloat16).to(at::kFloat) : x;
+  };
   const auto [a, b, c] = o.coefficients;
-  at::Tensor x = matrix.to(dtype);
+  at::Tensor x = rounded(matrix.to(dtype == at::kBFloat16 ? at::kFloat : dtype));
   if (x.size(0) > x.size(1)) x = x.t();
-  x = x / x.norm().clamp_min(o.eps);
+  x = rounded(x / rounded(x.norm().clamp_min(o.eps)));
   for (int64_t step = 0; step < o.steps; ++step) {
-    const at::Tensor gram = at::matmul(x, x.t());
-    x = at::addmm(x, at::addmm(gram, gram, gram, b, c), x, a);
+    const at::Tensor gram = rounded(at::matmul(x, x.t()));
+    x = rounded(at::addmm(x, rounded(at::addmm(gram, gram, gram, b, c)), x, a));
   }
   return matrix.size(0) > matrix.size(1) ? x.t() : x;
 }
@@ -198,24 +241,57 @@ std::vector<Case> several_matrices() {
 // The distances from the iteration in double, in the Frobenius and in the spectral norm.
 std::pair<double, double> distances(const at::Tensor& x, const at::Tensor& exact) {
   const at::Tensor error = x.to(at::kDouble) - exact;
+  const at::Tensor gram = at::matmul(error.size(0) < error.size(1) ? error : error.t(),
+                                     error.size(0) < error.size(1) ? error.t() : error);
   return {(error.norm() / exact.norm()).item<double>(),
-          at::linalg_matrix_norm(error, 2).item<double>()};
+          std::sqrt(at::linalg_eigvalsh(gram).max().item<double>())};
 }
 
 TEST(MuonTest, TheResultIsAsNearToTheFormulaAsTheFormulaInTheSameDtype) {
   for (const Case& matrix : several_matrices()) {
-    for (const auto& [dtype, rounding] : {std::pair{at::kBFloat16, 1e-3}, {at::kFloat, 2e-6}}) {
-      const NewtonSchulz o{{3.4445, -4.7750, 2.0315}, 1e-7, 5, dtype};
+    for (const Mode& mode : kModes) {
+      if (!mode.takes(multiplications(matrix.matrix.sizes()))) continue;
+      const NewtonSchulz o{{3.4445, -4.7750, 2.0315}, 1e-7, 5, mode.dtype, mode.rounded};
       const at::Tensor exact = as_written(matrix.matrix, o, at::kDouble);
-      const auto written = distances(as_written(matrix.matrix, o, dtype), exact);
+      const auto written =
+          distances(as_written(matrix.matrix, o, mode.rounded ? at::kBFloat16 : mode.dtype), exact);
       const auto batch = newton_schulz_batch({matrix.matrix, matrix.matrix.neg()}, o);
       for (const at::Tensor& x : {newton_schulz(matrix.matrix, o), batch[0], batch[1].neg()}) {
         ASSERT_EQ(x.sizes(), matrix.matrix.sizes());
         const auto found = distances(x, exact);
-        EXPECT_LE(found.first, 1.25 * written.first + rounding) << matrix.name << " " << dtype;
-        EXPECT_LE(found.second, 1.5 * written.second + 2 * rounding) << matrix.name << " " << dtype;
+        EXPECT_LE(found.first, 1.25 * written.first + mode.rounding) << matrix.name << mode.name;
+        EXPECT_LE(found.second, 1.5 * written.second + 2 * mode.rounding)
+            << matrix.name << mode.name;
       }
     }
+  }
+}
+
+// Explicit dtypes are obeyed on every processor, and without one it is what is fast there.
+TEST(MuonTest, WithoutADtypeProductsAreOfBf16WhereTheProcessorHasThem) {
+  const auto stepped = [](std::optional<at::ScalarType> dtype, bool present) {
+    const Pretended pretended(present);
+    const at::Tensor p = parameter({20, 48});
+    give_gradients({p}, 1);
+    Muon muon(Params{p}, MuonOptions(0.1).ns_dtype(dtype));
+    muon.step();
+    return p.detach();
+  };
+  const at::Tensor fp32 = stepped(at::kFloat, true), bf16 = stepped(at::kBFloat16, true);
+  EXPECT_TRUE(at::equal(stepped(at::kFloat, false), fp32));
+  EXPECT_TRUE(at::equal(stepped(at::kBFloat16, false), bf16));
+  EXPECT_TRUE(at::equal(stepped(std::nullopt, true), bf16));
+  const at::Tensor rounded = stepped(std::nullopt, false);
+  EXPECT_GT(distance(rounded, fp32), 1e-5) << "factors are not rounded";
+  EXPECT_LE(distance(rounded, fp32), 0.02 * 0.1);
+  EXPECT_TRUE(has_bf16_products(at::Device(at::kCUDA, 0)));
+}
+
+TEST(MuonTest, FactorsOfARoundedIterationHaveTheBitsOfBf16) {
+  const NewtonSchulz o{{3.4445, -4.7750, 2.0315}, 1e-7, 5, at::kFloat, true};
+  for (const auto& shape : std::vector<std::vector<int64_t>>{{384, 768}, {200, 100}, {33, 33}}) {
+    const at::Tensor x = newton_schulz(random_tensor(shape, 5), o);
+    EXPECT_TRUE(at::equal(x, x.to(at::kBFloat16).to(at::kFloat)));
   }
 }
 
@@ -238,10 +314,11 @@ TEST(MuonTest, AnyNumberOfIterationsIsTheFormula) {
 }
 
 TEST(MuonTest, AMatrixOfZerosStaysZero) {
-  for (const auto dtype : {at::kBFloat16, at::kFloat}) {
+  for (const Mode& mode : kModes) {
     for (const auto& shape :
          std::vector<std::vector<int64_t>>{{384, 1536}, {512, 192}, {384, 384}, {2, 5}}) {
-      const NewtonSchulz o{{3.4445, -4.7750, 2.0315}, 1e-7, 5, dtype};
+      if (!mode.takes(multiplications(shape))) continue;
+      const NewtonSchulz o{{3.4445, -4.7750, 2.0315}, 1e-7, 5, mode.dtype, mode.rounded};
       const at::Tensor zeros = at::zeros(shape);
       EXPECT_EQ(newton_schulz(zeros, o).abs().max().item<double>(), 0);
       EXPECT_EQ(newton_schulz_batch({zeros}, o)[0].abs().max().item<double>(), 0);

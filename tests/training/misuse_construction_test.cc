@@ -10,6 +10,7 @@
 #include <torch/optim/sgd.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <utility>
@@ -17,6 +18,7 @@
 
 #include "tests/training/misuse.h"
 #include "zero/adafactor.h"
+#include "zero/inner/newton_schulz.h"
 #include "zero/lamb.h"
 #include "zero/muon.h"
 
@@ -92,6 +94,29 @@ TEST(ConstructionTest, StageZeroAndThreeAndOtherOptions) {
                   {"bucket_bytes: expected 0 or more, got -1"});
   expect_unusable([](Ingredients& in, const Group&) { in.options.reduce_dtype(at::kDouble); },
                   {"reduce_dtype: expected float, bfloat16 or half, got Double"});
+}
+
+// Their numbers would differ by roundings to bfloat16.
+TEST(ConstructionTest, MuonOnDifferentProcessorsNeedsADtype) {
+  const auto error = [](std::optional<at::ScalarType> dtype) {
+    Words texts(2);
+    run_ranks(2, [&](const Group& group) {
+      torch::nn::Linear model(torch::nn::LinearOptions(4, 4).bias(false));
+      pretend_bf16_products(group.rank() == 0);
+      texts[group.rank()] = error_soon([&] {
+        ZeroOptimizer optimizer(
+            *model, std::make_unique<Muon>(model->parameters(), MuonOptions().ns_dtype(dtype)),
+            group);
+      });
+      pretend_bf16_products(std::nullopt);
+    });
+    return texts;
+  };
+  for (const std::string& text : error(std::nullopt)) {
+    expect_words(text, {"first difference", "parameter group 0 zero::Muon multiplies in bfloat16",
+                        "rank 1: arithmetic of parameter group 0", "set MuonOptions::ns_dtype()"});
+  }
+  EXPECT_EQ(error(at::kFloat), (Words{"", ""}));
 }
 
 TEST(ConstructionTest, LbfgsIsRefusedWithOrWithoutAClosure) {

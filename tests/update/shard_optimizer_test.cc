@@ -264,6 +264,17 @@ TEST(ShardOptimizerTest, PushedOptionsAreThoseOfTheNextUpdate) {
   }
 }
 
+TEST(ShardOptimizerTest, OptionsOfAnotherClassAreRefused) {
+  for (const bool fused : {true, false}) {
+    Shard shard(0, 1, make_adamw, {Layout::kContiguous, 256}, at::kFloat, {fused, false});
+    Plain plain(make_sgd, at::kFloat);
+    expect_words(error_of([&] { shard.optimizer.push_options(plain.optimizer->param_groups()); }),
+                 {"parameter group 0", "AdamWOptions", "SGDOptions"});
+    shard.set_gradients(0);
+    shard.update();
+  }
+}
+
 TEST(ShardOptimizerTest, AStepOfTheInnerOptimizerByTheUserIsNoticedOnce) {
   Shard shard(0, 1, make_sgd, {Layout::kContiguous, 256}, at::kFloat, {false, false});
   shard.set_gradients(0);

@@ -17,29 +17,20 @@ using nlohmann::json;
 constexpr int kDeepest = 6;
 
 // Reads the text without keeping it. Not the callback of json::parse(), which searches all
-// that was read of a list whenever an entry of it ends.
-class Limits : public nlohmann::json_sax<json> {
+// that was read of a list or an object whenever an entry of it ends.
+class DepthLimit : public nlohmann::json_sax<json> {
  public:
+  explicit DepthLimit(int deepest) : deepest_(deepest) {}
+
   bool null() override { return true; }
   bool boolean(bool) override { return true; }
   bool number_integer(number_integer_t) override { return true; }
   bool number_unsigned(number_unsigned_t) override { return true; }
   bool number_float(number_float_t, const string_t&) override { return true; }
   bool binary(binary_t&) override { return true; }
-  bool string(string_t& text) override { return check_text(text); }
-
-  bool key(string_t& name) override {
-    if (depth_ == 1) {
-      section_ = name;
-      entries_ = 0;
-    }
-    if (depth_ == 2 && section_ == "metadata") count();
-    return check_text(name);
-  }
-  bool start_object(std::size_t) override {
-    if (depth_ == 2 && section_ == "groups") count();
-    return descend();
-  }
+  bool string(string_t&) override { return true; }
+  bool key(string_t&) override { return true; }
+  bool start_object(std::size_t) override { return descend(); }
   bool start_array(std::size_t) override { return descend(); }
   bool end_object() override { return ascend(); }
   bool end_array() override { return ascend(); }
@@ -49,11 +40,14 @@ class Limits : public nlohmann::json_sax<json> {
     return false;
   }
 
+ protected:
+  int depth() const { return depth_; }  // objects and lists that are open
+
  private:
   // The library's own conversions and destructors recurse, so that what is nested a
   // hundred thousand deep would overflow the stack.
   bool descend() {
-    TORCH_CHECK(++depth_ <= kDeepest, "expected at most ", kDeepest,
+    TORCH_CHECK(++depth_ <= deepest_, "expected at most ", deepest_,
                 " levels, got one nested deeper");
     return true;
   }
@@ -61,6 +55,30 @@ class Limits : public nlohmann::json_sax<json> {
     --depth_;
     return true;
   }
+
+  const int deepest_;
+  int depth_ = 0;
+};
+
+class ManifestLimits : public DepthLimit {
+ public:
+  ManifestLimits() : DepthLimit(kDeepest) {}
+
+  bool string(string_t& text) override { return check_text(text); }
+  bool key(string_t& name) override {
+    if (depth() == 1) {
+      section_ = name;
+      entries_ = 0;
+    }
+    if (depth() == 2 && section_ == "metadata") count();
+    return check_text(name);
+  }
+  bool start_object(std::size_t size) override {
+    if (depth() == 2 && section_ == "groups") count();
+    return DepthLimit::start_object(size);
+  }
+
+ private:
   void count() {
     TORCH_CHECK(++entries_ <= kEntriesLimit, section_, ": expected at most ", kEntriesLimit,
                 " entries, got more");
@@ -71,7 +89,6 @@ class Limits : public nlohmann::json_sax<json> {
     return true;
   }
 
-  int depth_ = 0;        // objects and lists that are open
   std::string section_;  // the field of the root that is being read
   int64_t entries_ = 0;
 };
@@ -79,9 +96,15 @@ class Limits : public nlohmann::json_sax<json> {
 }  // namespace
 
 json parse_limited_json(const std::string& text) {
-  Limits limits;
+  ManifestLimits limits;
   json::sax_parse(text, &limits);
   return json::parse(text);
+}
+
+json parse_json_of_depth(std::string_view text, int deepest) {
+  DepthLimit limit(deepest);
+  json::sax_parse(text.begin(), text.end(), &limit);
+  return json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
 }
 
 }  // namespace zero

@@ -1,12 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The JSON of a manifest as values, refused while it is parsed where it is made to
-// exhaust memory, time or the stack: a checksum that matches makes nothing safe.
+// The JSON of a manifest or of a header as values, refused while it is parsed where it is made
+// to exhaust memory, time or the stack: a checksum that matches makes nothing safe.
 #pragma once
 
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 
 namespace zero {
 
@@ -14,5 +15,9 @@ namespace zero {
 // levels, beyond kEntriesLimit parameter groups or entries of metadata, and for a NUL
 // outside of metadata.
 nlohmann::json parse_limited_json(const std::string& text);
+
+// The same for any text. Returns a discarded value for what is not JSON, and throws c10::Error
+// beyond `deepest` levels.
+nlohmann::json parse_json_of_depth(std::string_view text, int deepest);
 
 }  // namespace zero

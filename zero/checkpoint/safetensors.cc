@@ -10,6 +10,9 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "zero/base/error_text.h"
+#include "zero/checkpoint/limited_json.h"
+
 namespace zero {
 namespace {
 
@@ -106,12 +109,12 @@ void check_covers(const SafetensorsHeader& header, uint64_t file_bytes, const st
 }
 
 json parse_json(std::string_view text, const std::string& path) {
-  const auto check_depth = [&](int depth, json::parse_event_t, json&) {
-    TORCH_CHECK(depth <= kDeepest, path, ": expected a flat header, got one nested ", depth,
-                " deep");
-    return true;
-  };
-  json value = json::parse(text.begin(), text.end(), check_depth, /*allow_exceptions=*/false);
+  json value;
+  try {
+    value = parse_json_of_depth(text, kDeepest);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, path, ": header: ", error_text(error));
+  }
   TORCH_CHECK(value.is_object(), path, ": expected a JSON object as header, got something else");
   return value;
 }

@@ -4,7 +4,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/BFloat16.h>
@@ -129,7 +128,7 @@ at::Tensor second_moment(const at::Tensor& g, AdafactorParamState& state, double
   state.row_var().lerp_(mean_of_squares(g, -1), k);
   state.col_var().lerp_(mean_of_squares(g, -2), k);
   const at::Tensor mean = state.row_var().mean(-2, /*keepdim=*/true).clamp_min_(eps1);
-  return at::matmul(state.row_var(), state.col_var()).div_(mean);
+  return (state.row_var() * state.col_var()).div_(mean);
 }
 
 void update(at::Tensor& p, const at::Tensor& gradient, AdafactorParamState& state,

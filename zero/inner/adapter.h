@@ -70,6 +70,10 @@ class OptimizerAdapter {
   // True when ranks compare the options before each step.
   virtual bool ranks_compare_options() const = 0;
 
+  // What a step computes with on `device`, where ranks must agree on it and the options leave it
+  // open. Empty for nothing.
+  virtual std::string arithmetic(const Options&, at::Device) const { return {}; }
+
   // ---- State ----
 
   // The state that the constructor makes for a parameter of group `group`; null for none.
@@ -82,8 +86,10 @@ class OptimizerAdapter {
   // `state` of `parameter` for checkpoints. Throws c10::Error for state that cannot be stored.
   virtual InnerState read_state(const Optimizer& optimizer, const State& state,
                                 const at::Tensor& parameter) const = 0;
-  // The inverse. May take over the tensors, and leaves `optimizer` as it was. Throws c10::Error for
-  // a name or dtype that the class does not have.
+  // The inverse. May take over the tensors, and leaves the groups and the state of `optimizer` as
+  // they were. A class outside of the registry makes new state in its step(), which runs once over
+  // one parameter of one element, and counts that if it counts calls in a member. Throws c10::Error
+  // for a name or dtype that the class does not have.
   virtual std::unique_ptr<State> make_state(Optimizer& optimizer, int64_t group,
                                             const at::Tensor& parameter,
                                             const InnerState& content) const = 0;

@@ -6,6 +6,7 @@
 #include <c10/util/Type.h>
 #include <torch/optim/lbfgs.h>
 
+#include <algorithm>
 #include <charconv>
 #include <typeinfo>
 #include <utility>
@@ -69,6 +70,12 @@ std::string known_classes(const std::string& of_torch) {
 
 namespace {
 
+bool has_state(const torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& params) {
+  return std::any_of(params.begin(), params.end(), [&](const at::Tensor& p) {
+    return optimizer.state().count(p.unsafeGetTensorImpl()) != 0;
+  });
+}
+
 void check_class(const torch::optim::Optimizer& optimizer, bool elementwise, bool whole) {
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
               "inner optimizer: expected one that needs one parameter at a time, got LBFGS, which "
@@ -94,7 +101,15 @@ void check_class(const torch::optim::Optimizer& optimizer, bool elementwise, boo
 void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elementwise,
                            const std::vector<bool>& whole) {
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-    check_class(part_of(optimizer, static_cast<int64_t>(g)), elementwise, whole[g]);
+    const torch::optim::Optimizer& part = part_of(optimizer, static_cast<int64_t>(g));
+    check_class(part, elementwise, whole[g]);
+    // Segments would have to get such state, which only the class itself can make.
+    TORCH_CHECK(!adapter_of(part).name().empty() ||
+                    !has_state(optimizer, optimizer.param_groups()[g].params()),
+                "inner optimizer: expected no state yet, got some of ", name_of(part),
+                ": it has stepped or was loaded, or its constructor makes state, as that of "
+                "Adagrad does for every class that is derived from it. Make a new one, or make "
+                "the state in step()");
   }
   for (const auto& item : optimizer.state()) {
     TORCH_CHECK(item.second && adapter_of(*item.second).is_unused(*item.second),
@@ -138,6 +153,10 @@ std::string options_text(const torch::optim::OptimizerOptions& options) {
     text += (text.empty() ? "" : " ") + name + " " + exact_text(value);
   }
   return text;
+}
+
+std::string arithmetic_text(const torch::optim::OptimizerOptions& options, at::Device device) {
+  return adapter_of(options).arithmetic(options, device);
 }
 
 void visit_state_tensors(const torch::optim::OptimizerParamState& state,

@@ -55,6 +55,10 @@ std::string exact_text(double value);
 // Empty for a class without an adapter of its own.
 std::string options_text(const torch::optim::OptimizerOptions& options);
 
+// What a step with these options computes with on `device`, where ranks must agree on it and the
+// options leave it open: see OptimizerAdapter::arithmetic().
+std::string arithmetic_text(const torch::optim::OptimizerOptions& options, at::Device device);
+
 // Calls `visit(name, tensor)` for every defined tensor of `state`, under the name of its accessor.
 // A class without an adapter of its own gives copies, and none if it has no serialize().
 void visit_state_tensors(const torch::optim::OptimizerParamState& state,

@@ -94,6 +94,7 @@ CombinedOptimizer::CombinedOptimizer(std::vector<std::unique_ptr<torch::optim::O
     optimizer->state().clear();
     parts_.push_back({std::move(optimizer), first});
   }
+  groups_ = param_groups_.size();
 }
 
 CombinedOptimizer::~CombinedOptimizer() = default;
@@ -104,7 +105,14 @@ const torch::optim::Optimizer& CombinedOptimizer::part_of(int64_t group) const {
   return *parts_[part].optimizer;
 }
 
+void CombinedOptimizer::check_groups() const {
+  TORCH_CHECK(param_groups_.size() == groups_, "CombinedOptimizer: expected the ", groups_,
+              " parameter groups of its parts, got ", param_groups_.size(),
+              ": no part steps a group that was added; make the parts with all their groups");
+}
+
 at::Tensor CombinedOptimizer::step(LossClosure closure) {
+  check_groups();
   at::NoGradGuard no_grad;
   at::Tensor loss;
   if (closure != nullptr) {
@@ -119,6 +127,7 @@ at::Tensor CombinedOptimizer::step(LossClosure closure) {
 }
 
 void CombinedOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  check_groups();
   for (size_t i = 0; i < parts_.size(); ++i) {
     // It has the same groups and state again when this returns.
     const Lent lent(const_cast<CombinedOptimizer&>(*this), parts_[i]);
@@ -129,6 +138,7 @@ void CombinedOptimizer::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void CombinedOptimizer::load(torch::serialize::InputArchive& archive) {
+  check_groups();
   for (size_t i = 0; i < parts_.size(); ++i) {
     Lent lent(*this, parts_[i]);
     torch::serialize::InputArchive own;

@@ -14,6 +14,7 @@
 
 #include "kernels/lion.h"
 #include "zero/inner/class_adapter.h"
+#include "zero/inner/exact_scale.h"
 #include "zero/inner/own_class.h"
 #include "zero/inner/registry.h"
 
@@ -86,9 +87,10 @@ at::Tensor Lion::step(LossClosure closure) {
     const auto [beta1, beta2] = options.betas();
     for_each_gradient(group, "Lion", [&](at::Tensor& p, const at::Tensor& gradient) {
       at::Tensor& average = state_of(state_[p.unsafeGetTensorImpl()], p).exp_avg();
-      p.mul_(1.0 - options.lr() * options.weight_decay());
+      exact_scale(p, 1.0 - options.lr() * options.weight_decay());
       p.add_((average * beta1).add_(gradient * (1.0 - beta1)).sign_().mul_(-options.lr()));
-      average.mul_(beta2).add_(gradient * (1.0 - beta2));
+      exact_scale(average, beta2);
+      average.add_(gradient * (1.0 - beta2));
     });
   }
   return loss;

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "bookkeeping/whole_parameters.h"
@@ -52,7 +53,7 @@ void MuonOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, ns_steps);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(std::string, adjust_lr_fn);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(c10::ScalarType, ns_dtype);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG_OPTIONAL(c10::ScalarType, ns_dtype);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, batched);
 }
 
@@ -84,8 +85,8 @@ void check_options(const MuonOptions& o) {
   TORCH_CHECK(o.adjust_lr_fn() == "original" || o.adjust_lr_fn() == "match_rms_adamw",
               "Muon: expected adjust_lr_fn \"original\" or \"match_rms_adamw\", got \"",
               o.adjust_lr_fn(), "\"");
-  TORCH_CHECK(o.ns_dtype() == at::kBFloat16 || o.ns_dtype() == at::kFloat,
-              "Muon: expected ns_dtype kBFloat16 or kFloat, got ", o.ns_dtype());
+  TORCH_CHECK(!o.ns_dtype() || o.ns_dtype() == at::kBFloat16 || o.ns_dtype() == at::kFloat,
+              "Muon: expected ns_dtype kBFloat16 or kFloat, got ", *o.ns_dtype());
 }
 
 void check_parameter(const at::Tensor& p, const MuonOptions& o) {
@@ -98,9 +99,10 @@ void check_parameter(const at::Tensor& p, const MuonOptions& o) {
               "experts in one tensor), set MuonOptions::split() in a group of its own");
 }
 
-// Fails unless `split` returns views that cover a tensor like `p` once.
+// Fails unless `split` returns views that cover a tensor like `p` once. It counts on the host,
+// which needs no wait for a GPU.
 void check_split(const at::Tensor& p, const MuonSplit& split) {
-  const at::Tensor counts = at::zeros_like(p, p.options().dtype(at::kInt));
+  const at::Tensor counts = at::zeros_like(p, p.options().dtype(at::kInt).device(at::kCPU));
   for (const at::Tensor& view : split(counts)) {
     TORCH_CHECK(view.dim() == 2, "Muon: expected split() to return matrices, got one of shape ",
                 view.sizes(), " for a parameter of shape ", p.sizes());
@@ -120,16 +122,22 @@ double adjusted_lr(const MuonOptions& o, const at::Tensor& matrix) {
   return o.lr() * ratio;
 }
 
+NewtonSchulz iteration_of(const MuonOptions& o, at::Device device) {
+  const bool rounded = !o.ns_dtype() && !has_bf16_products(device);
+  const c10::ScalarType dtype = rounded ? at::kFloat : o.ns_dtype().value_or(at::kBFloat16);
+  return {o.ns_coefficients(), o.eps(), o.ns_steps(), dtype, rounded};
+}
+
 // Orthogonalises the updates of one group and subtracts them: large ones at once, small ones when
 // enough of one shape and device have been added.
 class Updates {
  public:
-  explicit Updates(const MuonOptions& o)
-      : options_(o), iteration_{o.ns_coefficients(), o.eps(), o.ns_steps(), o.ns_dtype()} {}
+  explicit Updates(const MuonOptions& o) : options_(o) {}
 
   void add(const at::Tensor& matrix, const at::Tensor& update) {
-    if (!options_.batched() || !is_batched(update, iteration_)) {
-      subtract(matrix, newton_schulz(update, iteration_));
+    const NewtonSchulz iteration = iteration_of(options_, update.device());
+    if (!options_.batched() || !is_batched(update, iteration)) {
+      subtract(matrix, newton_schulz(update, iteration));
       return;
     }
     Batch& batch = batches_[{matrix.size(0), matrix.size(1), matrix.device().index()}];
@@ -156,13 +164,13 @@ class Updates {
 
   void finish(Batch& batch) {
     if (batch.updates.empty()) return;
-    const std::vector<at::Tensor> directions = newton_schulz_batch(batch.updates, iteration_);
+    const std::vector<at::Tensor> directions =
+        newton_schulz_batch(batch.updates, iteration_of(options_, batch.updates.front().device()));
     for (size_t i = 0; i < directions.size(); ++i) subtract(batch.matrices[i], directions[i]);
     batch = {};
   }
 
   const MuonOptions& options_;
-  const NewtonSchulz iteration_;
   std::map<std::tuple<int64_t, int64_t, int>, Batch> batches_;
 };
 
@@ -200,10 +208,13 @@ at::Tensor Muon::step(LossClosure closure) {
   for (auto& group : param_groups_) {
     const auto& options = static_cast<const MuonOptions&>(group.options());
     Updates updates(options);
+    std::set<std::pair<std::vector<int64_t>, std::vector<int64_t>>> checked;
     for_each_gradient(group, "Muon", [&](at::Tensor& p, const at::Tensor& gradient) {
       if (p.numel() == 0) return;
       check_parameter(p, options);
-      if (options.split()) check_split(p, options.split());
+      if (options.split() && checked.emplace(p.sizes().vec(), p.strides().vec()).second) {
+        check_split(p, options.split());
+      }
       auto& slot = state_[p.unsafeGetTensorImpl()];
       if (!slot) {
         auto made = std::make_unique<MuonParamState>();
@@ -240,6 +251,20 @@ namespace {
 
 constexpr StateFormat kMomentum{};
 
+// Whether ns_dtype is `dtype`. Checkpoints of earlier versions have only that of fp32, and keep an
+// explicit bfloat16 of the program.
+template <c10::ScalarType dtype>
+OptionField<MuonOptions> ns_dtype(const char* name) {
+  return {name, [](const MuonOptions& o) { return o.ns_dtype() == dtype ? 1.0 : 0.0; },
+          [](MuonOptions& o, double value) {
+            if (value != 0.0) {
+              o.ns_dtype(dtype);
+            } else if (o.ns_dtype() == dtype) {
+              o.ns_dtype(std::nullopt);
+            }
+          }};
+}
+
 class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
  public:
   MuonAdapter()
@@ -268,11 +293,8 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
               [](MuonOptions& o, double value) {
                 o.adjust_lr_fn(value != 0.0 ? kMatchRms : "original");
               }},
-             {"ns_fp32",
-              [](const MuonOptions& o) { return o.ns_dtype() == at::kFloat ? 1.0 : 0.0; },
-              [](MuonOptions& o, double value) {
-                o.ns_dtype(value != 0.0 ? at::kFloat : at::kBFloat16);
-              }},
+             ns_dtype<at::kFloat>("ns_fp32"),
+             ns_dtype<at::kBFloat16>("ns_bf16"),
              option<MuonOptions>(
                  "batched", [](auto& o) -> auto& { return o.batched(); })},
             {state_tensor<MuonParamState>(
@@ -282,6 +304,13 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
   bool needs_whole_parameters() const override { return true; }
   void check_parameter(const Options& options, const at::Tensor& parameter) const override {
     zero::check_parameter(parameter, static_cast<const MuonOptions&>(options));
+  }
+  std::string arithmetic(const Options& options, at::Device device) const override {
+    if (static_cast<const MuonOptions&>(options).ns_dtype()) return {};
+    return has_bf16_products(device)
+               ? "zero::Muon multiplies in bfloat16"
+               : "zero::Muon multiplies in fp32, as this processor has no products of bfloat16; "
+                 "set MuonOptions::ns_dtype() on all ranks";
   }
   // A parameter with a split may have any shape: it counts as one matrix.
   int64_t step_cost(const at::Tensor& parameter) const override {

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/inner/newton_schulz.h"
 
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
@@ -11,6 +13,10 @@
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
+#include <array>
+
+#include "kernels/cast.h"
+#include "zero/muon.h"
 
 namespace zero {
 namespace {
@@ -23,16 +29,38 @@ void normalise(at::Tensor& matrix, double eps) {
   matrix.div_(at::linalg_vector_norm(matrix).clamp_min_(eps));
 }
 
+// The result of a product, or a factor of one, in place.
+at::Tensor as_factor(at::Tensor x, const NewtonSchulz& o) {
+  if (!o.rounded) return x;
+  TORCH_INTERNAL_ASSERT(x.is_cpu() && x.scalar_type() == at::kFloat &&
+                        x.is_non_overlapping_and_dense());
+  constexpr int64_t kInCache = 4096;
+  float* const data = x.mutable_data_ptr<float>();
+  at::parallel_for(0, x.numel(), 8 * kInCache, [&](int64_t begin, int64_t end) {
+    std::array<c10::BFloat16, kInCache> rounded;
+    for (int64_t first = begin; first < end; first += kInCache) {
+      const int64_t numel = std::min(kInCache, end - first);
+      kernels::cast_copy(data + first, at::kFloat, rounded.data(), at::kBFloat16, numel, nullptr,
+                         {});
+      kernels::cast_copy(rounded.data(), at::kBFloat16, data + first, at::kFloat, numel, nullptr,
+                         {});
+    }
+  });
+  return x;
+}
+
 // beta * added + alpha * left * right. Without `added`, beta is 0 and alpha 1.
 struct Sum {
   at::Tensor added;
   double beta = 0, alpha = 1;
 };
 
-at::Tensor product(const at::Tensor& left, const at::Tensor& right, const Sum& sum = {}) {
-  if (!sum.added.defined()) return at::matmul(left, right);
-  return left.dim() == 2 ? at::addmm(sum.added, left, right, sum.beta, sum.alpha)
-                         : at::baddbmm(sum.added, left, right, sum.beta, sum.alpha);
+at::Tensor product(const at::Tensor& left, const at::Tensor& right, const NewtonSchulz& o,
+                   const Sum& sum = {}) {
+  if (!sum.added.defined()) return as_factor(at::matmul(left, right), o);
+  return as_factor(left.dim() == 2 ? at::addmm(sum.added, left, right, sum.beta, sum.alpha)
+                                   : at::baddbmm(sum.added, left, right, sum.beta, sum.alpha),
+                   o);
 }
 
 // The product of a large matrix on a CPU is cut into four strips of rows. Each is computed from the
@@ -48,8 +76,9 @@ bool is_cut(const at::Tensor& left) {
 }
 
 // The same as product(), for a result that is symmetric.
-at::Tensor symmetric_product(const at::Tensor& left, const at::Tensor& right, const Sum& sum = {}) {
-  if (!is_cut(left)) return product(left, right, sum);
+at::Tensor symmetric_product(const at::Tensor& left, const at::Tensor& right, const NewtonSchulz& o,
+                             const Sum& sum = {}) {
+  if (!is_cut(left)) return product(left, right, o, sum);
   const int64_t side = left.size(0);
   at::Tensor result = at::empty({side, side}, left.options());
   for (int64_t i = 0; i < kStrips; ++i) {
@@ -71,12 +100,12 @@ at::Tensor symmetric_product(const at::Tensor& left, const at::Tensor& right, co
         .narrow(1, begin, end - begin)
         .copy_(upper.narrow(1, end - begin, side - end).t());
   }
-  return result;
+  return as_factor(std::move(result), o);
 }
 
-at::Tensor gram(const at::Tensor& x) {
+at::Tensor gram(const at::Tensor& x, const NewtonSchulz& o) {
   const at::Tensor transposed = x.transpose(-2, -1);
-  return is_tall(x) ? symmetric_product(transposed, x) : symmetric_product(x, transposed);
+  return is_tall(x) ? symmetric_product(transposed, x, o) : symmetric_product(x, transposed, o);
 }
 
 // The symmetric matrix shift * I + rest. Near a multiple of I, bf16 has more bits for `rest` than
@@ -93,27 +122,28 @@ Shifted polynomial(const at::Tensor& gram, double centre, const NewtonSchulz& o)
   if (centre != 0) {
     moved = gram.clone();
     moved.diagonal(0, -2, -1).sub_(centre);
+    moved = as_factor(std::move(moved), o);
   }
   return {a + centre * (b + centre * c),
-          symmetric_product(moved, moved, {moved, b + 2 * centre * c, c})};
+          symmetric_product(moved, moved, o, {moved, b + 2 * centre * c, c})};
 }
 
 // The product, of matrices that commute.
-at::Tensor operator*(const Shifted& p, const at::Tensor& symmetric) {
-  return symmetric_product(p.rest, symmetric, {symmetric, p.shift, 1});
+at::Tensor multiply(const Shifted& p, const at::Tensor& symmetric, const NewtonSchulz& o) {
+  return symmetric_product(p.rest, symmetric, o, {symmetric, p.shift, 1});
 }
 
 // add() with a factor would round the factor to bf16, and some sums twice, depending on their place
 // in the batch.
-Shifted operator*(const Shifted& p, const Shifted& q) {
+Shifted multiply(const Shifted& p, const Shifted& q, const NewtonSchulz& o) {
   const at::Tensor sum = p.rest.mul(q.shift).add_(q.rest.mul(p.shift));
-  return {p.shift * q.shift, symmetric_product(p.rest, q.rest, {sum, 1, 1})};
+  return {p.shift * q.shift, symmetric_product(p.rest, q.rest, o, {sum, 1, 1})};
 }
 
 // p x, or x p for a tall x.
-at::Tensor apply(const Shifted& p, const at::Tensor& x) {
+at::Tensor apply(const Shifted& p, const at::Tensor& x, const NewtonSchulz& o) {
   const Sum shifted{x, p.shift, 1};
-  return is_tall(x) ? product(x, p.rest, shifted) : product(p.rest, x, shifted);
+  return is_tall(x) ? product(x, p.rest, o, shifted) : product(p.rest, x, o, shifted);
 }
 
 // True where two iterations at a time are clearly faster. With sides m <= n, two have seven
@@ -136,24 +166,41 @@ double centre_of(int64_t step) { return step < 2 ? 0 : step == 2 ? 0.5 : 1; }
 // are between small and one. So the error is 0.6 to 1.1 times that of one iteration at a time in
 // bf16, and was up to 12 times it with three at once.
 at::Tensor iterate(at::Tensor x, const NewtonSchulz& o) {
+  x = as_factor(std::move(x), o);
   if (!is_paired(x)) {
-    for (int64_t step = 0; step < o.steps; ++step) x = apply(polynomial(gram(x), 0, o), x);
+    for (int64_t step = 0; step < o.steps; ++step) x = apply(polynomial(gram(x, o), 0, o), x, o);
     return x;
   }
   for (int64_t step = 0; step < o.steps;) {
-    at::Tensor g = gram(x);
+    at::Tensor g = gram(x, o);
     Shifted p = polynomial(g, centre_of(step), o);
     if (step != 2 && step + 1 < o.steps) {
-      g = p * (p * g);
-      p = polynomial(g, centre_of(++step), o) * p;
+      g = multiply(p, multiply(p, g, o), o);
+      p = multiply(polynomial(g, centre_of(++step), o), p, o);
     }
-    x = apply(p, x);
+    x = apply(p, x, o);
     ++step;
   }
   return x;
 }
 
+thread_local std::optional<bool> pretended;
+
+// Of the processor, as libtorch asks it before it calls oneDNN. libtorch without oneDNN lacks it.
+bool processor_has_bf16_products() {
+  const auto found =
+      c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
+  return found && found->typed<bool()>().call();
+}
+
 }  // namespace
+
+bool has_bf16_products(at::Device device) {
+  static const bool processor = processor_has_bf16_products();
+  return !device.is_cpu() || pretended.value_or(processor);
+}
+
+void pretend_bf16_products(std::optional<bool> present) { pretended = present; }
 
 at::Tensor newton_schulz(const at::Tensor& matrix, const NewtonSchulz& o) {
   at::Tensor x = matrix.to(o.dtype, /*non_blocking=*/false, /*copy=*/true);

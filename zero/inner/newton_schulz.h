@@ -8,6 +8,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -18,6 +19,8 @@ struct NewtonSchulz {
   double eps = 0;
   int64_t steps = 0;
   c10::ScalarType dtype = c10::ScalarType::BFloat16;
+  // With dtype kFloat: rounds the elements of every factor to bfloat16, as `dtype` kBFloat16 does.
+  bool rounded = false;
 };
 
 // Returns the orthogonalised matrix, with the shape of `matrix` and the dtype of `o`. `matrix`
@@ -33,5 +36,8 @@ bool is_batched(const at::Tensor& matrix, const NewtonSchulz& o);
 // bits from newton_schulz(), but not with the number of matrices.
 std::vector<at::Tensor> newton_schulz_batch(const std::vector<at::Tensor>& matrices,
                                             const NewtonSchulz& o);
+
+// Makes has_bf16_products() of a CPU return this on this thread: for tests of both answers.
+void pretend_bf16_products(std::optional<bool> present);
 
 }  // namespace zero

@@ -28,8 +28,7 @@ bool is_known(const torch::optim::Optimizer& optimizer);
 std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer, int64_t group,
                                            const at::Tensor& parameter);
 // Returns the state that `optimizer` would keep for `parameter`, of parameter group `group`, in
-// that state. May take over the tensors, and leaves `optimizer` as it was. Throws c10::Error for a
-// name or dtype that the class does not have.
+// that state: see OptimizerAdapter::make_state().
 std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
     torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
     const InnerState& state);

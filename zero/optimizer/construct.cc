@@ -94,9 +94,13 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
                                              const ParameterTable& table,
                                              const ShardDomains& domains, int64_t domain) {
   std::vector<std::string> lines = domains.describe();
+  const at::Device device = table.parameters().front().tensor.device();
   for (size_t g = 0; g < inner.param_groups().size(); ++g) {
-    lines.push_back("options of parameter group " + std::to_string(g) + " " +
-                    options_text(inner.param_groups()[g].options()));
+    const torch::optim::OptimizerOptions& options = inner.param_groups()[g].options();
+    const std::string number = std::to_string(g);
+    lines.push_back("options of parameter group " + number + " " + options_text(options));
+    lines.push_back("arithmetic of parameter group " + number + " " +
+                    arithmetic_text(options, device));
   }
   const std::vector<std::string> texts = table.describe();
   for (size_t i = 0; i < texts.size(); ++i) {

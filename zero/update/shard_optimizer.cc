@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 
 #include <typeinfo>
 
@@ -152,10 +153,11 @@ void ShardOptimizer::push_options(const ParamGroups& groups) {
               " parameter groups of the inner optimizer, got ", groups.size(),
               "; use add_param_group() of the ZeroOptimizer");
   for (size_t g = 0; g < groups.size(); ++g) {
-    const auto& given = groups[g].options();
-    TORCH_CHECK(typeid(given) == typeid(*pushed_[g]), "parameter group ", g,
-                ": expected options of the class that the group had at construction, got those of "
-                "another one; set_options() takes that class only");
+    TORCH_CHECK(typeid(groups[g].options()) == typeid(*pushed_[g]), "parameter group ", g,
+                ": expected options of class ", c10::demangle(typeid(*pushed_[g]).name()),
+                ", which its optimizer reads, got ",
+                c10::demangle(typeid(groups[g].options()).name()),
+                "; change them in place, or give set_options() the same class");
     TORCH_CHECK(equal_options(inner_groups[g].options(), *pushed_[g]), "parameter group ", g,
                 ": expected the inner optimizer's options as they were pushed, got others; "
                 "change param_groups()[",
