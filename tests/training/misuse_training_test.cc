@@ -355,7 +355,7 @@ TEST(MisuseTest, OptionsOfAnotherClass) {
     if (r.is(1)) {
       r.optimizer->param_groups()[1].set_options(std::make_unique<torch::optim::AdamWOptions>(0.1));
     }
-    r.refuses_step(1, {"parameter group 1", "options of the class"});
+    r.refuses_step(1, {"parameter group 1", "options of class"});
     r.optimizer->param_groups()[1].set_options(std::move(before));
     r.clip_and_step();
   });

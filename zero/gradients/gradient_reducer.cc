@@ -117,7 +117,7 @@ void GradientReducer::gradient_ready(int64_t parameter) {
   // here depends on the size of buckets, on which results must not depend.
   if (packed_[parameter] != 0) {
     if (in_pass_) return;  // late: it is sent in the next round
-    close_round();  // a new pass began with a plain backward()
+    close_round();         // a new pass began with a plain backward()
   }
   pack(parameter, local_.release(parameter));
   send_complete();

@@ -61,6 +61,8 @@ class GradientReducer {
   // Makes p.grad() ready for the next gradient, by set_aside() and, where it was reset, by
   // drop_resets(). Throws as they do.
   void before_gradient(int64_t parameter);
+  // Returns whether p.grad() holds the marker of a gradient that is in a bucket.
+  bool is_marked(int64_t parameter) const { return local_.is_marked(parameter); }
   // Tries to write parameter.grad() + gradient straight into the bucket, which saves a pass over
   // memory. Returns true if it did; autograd must then not accumulate. The bits are those of
   // gradient_ready(). Otherwise it changes nothing.

@@ -38,6 +38,10 @@ class LocalGradients {
   bool has(int64_t parameter) const;
   // Returns whether a part of the gradient was sent since consume().
   bool is_sent(int64_t parameter) const { return states_[parameter].sent; }
+  // Returns whether p.grad() holds a marker.
+  bool is_marked(int64_t parameter) const {
+    return states_[parameter].holds == Holds::kMarker && grad(parameter).defined();
+  }
   // Takes a marker or an average out of p.grad(), before a gradient is accumulated there. Throws
   // c10::Error when it was changed.
   void set_aside(int64_t parameter);

@@ -43,7 +43,7 @@ class BeforeAccumulation final : public torch::autograd::FunctionPreHook {
   torch::autograd::variable_list operator()(
       const torch::autograd::variable_list& gradients) override {
     const bool taken = gradients.at(0).defined() && taken_(gradients[0]);
-    // Autograd accumulates no undefined gradient, and does not call AfterAccumulation.
+    // Autograd accumulates no undefined gradient.
     return taken ? torch::autograd::variable_list(1) : gradients;
   }
 
@@ -137,7 +137,8 @@ bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gr
 
 void BackwardPasses::after_accumulation(int64_t parameter) {
   const Parameter& p = parts_.table.parameters()[parameter];
-  if (!p.tensor.grad().defined()) return;
+  // Autograd calls this hook also where before_accumulation() took the gradient.
+  if (!p.tensor.grad().defined() || parts_.reducer.is_marked(parameter)) return;
   parts_.protocol.check_usable();
   if (!takes_gradients()) {
     // It must not be sent with other gradients after the error.
