@@ -141,7 +141,9 @@ TEST(WholeParameterTrainingTest, SixteenBitParameters) {
   }
 }
 
-// The fused kernel of AdamW's groups beside the own step() of Muon's.
+// The fused kernel of AdamW's groups beside the own step() of Muon's. The two differ by rounding,
+// and Muon rounds to bf16: where a last bit of fp32 decides, an update of 0.02 moves by 2^-8 of
+// itself, in each of four steps.
 TEST(WholeParameterTrainingTest, FusedGroupsBesideOthers) {
   for (const int world_size : {1, 2, 4}) {
     for (const c10::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
@@ -149,9 +151,9 @@ TEST(WholeParameterTrainingTest, FusedGroupsBesideOthers) {
       t.dtype = dtype;
       const Trajectory plain = train_on_ranks(t);
       t.options.fused(true);
-      EXPECT_LT(largest_difference(train_on_ranks(t), plain), dtype == at::kFloat ? 1e-5 : 2e-2);
+      EXPECT_LT(largest_difference(train_on_ranks(t), plain), dtype == at::kFloat ? 5e-4 : 2e-2);
       t.options.layout(Layout::kContiguous);
-      EXPECT_LT(largest_difference(train_on_ranks(t), plain), dtype == at::kFloat ? 1e-5 : 2e-2);
+      EXPECT_LT(largest_difference(train_on_ranks(t), plain), dtype == at::kFloat ? 5e-4 : 2e-2);
     }
   }
 }
