@@ -10,7 +10,7 @@
 set -euo pipefail
 
 root=${1:-}
-compiler_mb=1300  # of a file that includes most of libtorch
+compiler_mb=1000  # of a file that includes most of libtorch
 server_mb=1000    # of Bazel itself
 
 cores=${CORES:-$(nproc)}

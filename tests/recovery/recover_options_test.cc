@@ -86,7 +86,7 @@ TEST(RecoverOptionsTest, AnAsynchronousSaveOfBeforeIsLost) {
     run.optimizer->recover();
     expect_words(
         error_of([&] { pending->finish(); }),
-        {"save_checkpoint_async(", "after recover() or a change of parameters", "save again"});
+        {"save_checkpoint_async(", "recover() or a change of parameters", "save again"});
   });
 }
 

@@ -54,6 +54,7 @@ void train(const Ending& ending, const zero::Group& group, bool plain) {
   std::unique_ptr<zero::PendingCheckpoint> save;
   for (int step = 0; step <= kLast + 1; ++step) {
     const bool last = step == kLast;
+    optimizer.wait_for(*model);
     const at::Tensor loss = model->forward(at::ones({2, kWidth})).sum();
     if (last && ending.of_one("throws before backward")) throw_own();
     if (last && ending.of_one("killed in backward")) {
