@@ -53,12 +53,12 @@ def _options(kwargs, openmp, unoptimized = False):
     header = _precompiled(kwargs.get("deps", []), unoptimized) if not openmp else None
     if header:
         copts = copts + select({
-            Label("//third_party/pch:off"): [],
+            str(Label("//third_party/pch:off")): [],
             "//conditions:default": ["-Winvalid-pch", "-include", "third_party/pch/%s.h" % header],
         })
         kwargs["deps"] = kwargs["deps"] + select({
-            Label("//third_party/pch:off"): [],
-            "//conditions:default": [Label("//third_party/pch:" + header)],
+            str(Label("//third_party/pch:off")): [],
+            "//conditions:default": [str(Label("//third_party/pch:" + header))],
         })
     kwargs["copts"] = copts + kwargs.get("copts", [])
     kwargs["linkopts"] = (_OPENMP if openmp else []) + kwargs.get("linkopts", [])
