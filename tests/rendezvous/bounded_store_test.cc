@@ -44,12 +44,12 @@ TEST(BoundedStoreTest, EveryCallOfAFrozenStoreEnds) {
     frozen->freeze(true);
     const auto store =
         c10::make_intrusive<BoundedStore>(frozen, milliseconds(200), "the store of rank 7");
-    const bool an_hour = i == 8;
-    const auto asked = an_hour ? store->within(milliseconds(200)) : store;
+    const auto bounded = [&] { return i == 8 ? store->within(milliseconds(200)) : store; };
+    const auto asked = bounded();
     expect_words(error_within(milliseconds(300), [&] { calls[i](*asked); }),
                  {"the store of rank 7 did not answer within 200 ms", "stopped", "silent"});
     // The next one waits for what hangs, whichever prefix it has.
-    const auto other = store->under("prefix");
+    const auto other = bounded()->under("prefix");
     expect_words(error_within(milliseconds(200), [&] { calls[i](*other); }),
                  {"the store of rank 7 did not answer to an earlier call"});
     frozen->freeze(false);
