@@ -32,8 +32,7 @@ OptimizerCommunicators::OptimizerCommunicators(const Group& mesh)
 }
 
 OptimizerCommunicators::~OptimizerCommunicators() {
-  // A failure from here on is the end of this rank's own communicators. The calls wait for one that
-  // another thread reports.
+  // A failure from here on is the end of this rank's own communicators.
   control->on_failure(nullptr);
   for (const auto& item : made_) item.second->on_failure(nullptr);
 }
