@@ -116,6 +116,7 @@ class Communicator {
   // The reason of the first failure; empty while the communicator is usable.
   // Every later call throws with this text instead of sending.
   std::string failed() const;
+  std::chrono::milliseconds timeout() const;
 
   // [bytes] of kByte in host memory with unspecified contents, where this transport sends from
   // without a copy; undefined when any memory will do. For buffers that are used again and again.
@@ -192,12 +193,13 @@ class Communicator {
   // there is one. Never throws. A failed operation does this by itself.
   void abort(const std::string& reason) noexcept;
   // `action` runs once, at the first failure, with its reason: before the connections are closed,
-  // on the thread that saw it. It must not throw. To be set before the first operation.
+  // on the thread that saw it. It must not throw. To be set before the first operation. A former
+  // one does not run any more when the call returns.
   void on_failure(std::function<void(const std::string& reason)> action);
 
  private:
   struct Impl;
-  std::shared_ptr<Impl> impl_;  // Shared with the operations under way.
+  std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace zero

@@ -229,13 +229,22 @@ void Trainer::begin_reports(int64_t first_step, bool recovered) {
 int64_t Trainer::recover(const c10::Error& error) {
   if (!options_.elastic) throw;
   std::fprintf(stderr, "train_gpt: %s\n", error.what_without_backtrace());
-  const std::vector<int> before = optimizer_.group().global_ranks();
+  std::vector<int> before = optimizer_.group().global_ranks();
   metrics_->abort("the ranks change");
-  const RecoveryReport report = optimizer_.recover(options_.checkpoints);
-  // Where the ranks are the same, the error may be another one, which would be thrown for ever.
-  if (report.members == before && report.steps == recovered_) throw;
-  recovered_ = report.steps;
-  metrics_ = optimizer_.group().make_communicator("metrics", Purpose::kControl);
+  RecoveryReport report;
+  for (bool connected = false; !connected;) {
+    report = optimizer_.recover(options_.checkpoints);
+    // Where the ranks are the same, the error may be another one, which would be thrown for ever.
+    if (report.members == before && report.steps == recovered_) throw;
+    before = report.members;
+    recovered_ = report.steps;
+    try {
+      metrics_ = optimizer_.group().make_communicator("metrics", Purpose::kControl);
+      connected = true;
+    } catch (const c10::Error& again) {  // another rank has died
+      std::fprintf(stderr, "train_gpt: %s\n", again.what_without_backtrace());
+    }
+  }
   schedule_.set_step(report.steps);
   if (metrics_->rank() == 0) {
     std::printf("went on with %d ranks after step %lld\n", metrics_->world_size(),

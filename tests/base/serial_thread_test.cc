@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "zero/base/threads.h"
+
 namespace zero {
 namespace {
 
@@ -50,6 +52,19 @@ TEST(SerialThreadTest, ATaskIsGoneWhenItIsDone) {
   thread.push([owned] {});
   thread.push([&] { count.set_value(owned.use_count()); });
   EXPECT_EQ(count.get_future().get(), 1);
+}
+
+TEST(SerialThreadTest, RunsATaskInPushWhereNoThreadCanBeStarted) {
+  SerialThread thread;
+  threads_refused = true;
+  EXPECT_THROW(thread.start(), c10::Error);
+  std::thread::id ran_on;
+  thread.push([&] { ran_on = std::this_thread::get_id(); });
+  threads_refused = false;
+  EXPECT_EQ(ran_on, std::this_thread::get_id());
+  std::promise<std::thread::id> done;
+  thread.push([&] { done.set_value(std::this_thread::get_id()); });
+  EXPECT_NE(done.get_future().get(), std::this_thread::get_id());
 }
 
 }  // namespace

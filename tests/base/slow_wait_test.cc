@@ -3,15 +3,22 @@
 #include "zero/base/slow_wait.h"
 
 #include <ATen/ops/full.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstring>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "zero/base/own_thread_wait.h"
 #include "zero/communicator.h"
 
 namespace zero {
@@ -87,6 +94,33 @@ TEST_F(SlowWaitTest, SaysOnceForWhom) {
   EXPECT_EQ(count(text, "more rows"), 0) << text;
 }
 
+// As on a terminal that is paused: what cannot print does not stop what waits.
+TEST_F(SlowWaitTest, AStderrThatNobodyReadsStopsNoWait) {
+  set_slow_wait_after(milliseconds(10));
+  std::array<int, 2> ends{};
+  ASSERT_EQ(pipe(ends.data()), 0);
+  const int capacity = fcntl(ends[1], F_GETPIPE_SZ);
+  std::fflush(stderr);
+  const int before = dup(STDERR_FILENO);
+  dup2(ends[1], STDERR_FILENO);
+  std::atomic<bool> asked{false};
+  {
+    const SlowWait wait([&] {
+      asked = true;
+      return std::string(static_cast<size_t>(capacity) + 1, 'x');
+    });
+    while (!asked) std::this_thread::sleep_for(milliseconds(5));
+    std::this_thread::sleep_for(milliseconds(200));  // it stands in a write
+    const SlowWait next([] { return std::string("another"); });
+  }
+  std::vector<char> text(static_cast<size_t>(capacity) + 1 + std::strlen("zero: \n"));
+  for (size_t done = 0; done < text.size();) {
+    done += static_cast<size_t>(read(ends[0], text.data() + done, text.size() - done));
+  }
+  dup2(before, STDERR_FILENO);
+  for (const int end : {ends[0], ends[1], before}) close(end);
+}
+
 TEST_F(SlowWaitTest, ShortWaitsSayNothing) {
   testing::internal::CaptureStderr();
   {
@@ -95,6 +129,20 @@ TEST_F(SlowWaitTest, ShortWaitsSayNothing) {
   }
   std::this_thread::sleep_for(milliseconds(500));
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
+TEST_F(SlowWaitTest, AWaitForAThreadThatStandsStillHasALineAndEnds) {
+  set_slow_wait_after(milliseconds(1000));
+  testing::internal::CaptureStderr();
+  OwnThreadWait wait("rank 1 of 4 waits for its thread", milliseconds(2000));
+  for (int look = 0; look < 20; ++look) wait.look(look);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  testing::internal::CaptureStderr();
+  for (int look = 0; look < 7; ++look) wait.look(-2);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(),
+            "zero: rank 1 of 4 waits for its thread (up to 2 s)\n");
+  expect_words(error_of([&] { wait.look(-2); }),
+               {"rank 1 of 4 waits for its thread", "has done nothing for 8 s", "gdb"});
 }
 
 TEST(DurationTest, Texts) {

@@ -211,6 +211,61 @@ TEST(GroupHealthTest, ALongWaitEndsAtTheSecondLookAfterItsConnectionHas) {
   other.join();
 }
 
+TEST(GroupHealthTest, AWaitOverItsLimitIsEnded) {
+  // A transport that measures its limit by a clock that is set back.
+  class Work : public EndlessWork {
+   public:
+    bool wait(milliseconds /*limit*/) override { return EndlessWork::wait(std::chrono::hours(1)); }
+  };
+  const auto health = health_of();
+  const auto work = c10::make_intrusive<Work>();
+  std::thread other([&] {
+    work->until_it_waits();
+    health->look_at_waits();
+    EXPECT_FALSE(work->aborted()) << "its transport may still say more";
+    while (!work->aborted()) {
+      std::this_thread::sleep_for(milliseconds(20));
+      health->look_at_waits();
+    }
+  });
+  EXPECT_FALSE(health->wait(*work, 2, milliseconds(300)));
+  other.join();
+}
+
+// So what an action uses may end after that call.
+TEST(GroupHealthTest, ForgettingActionsWaitsForOneThatRuns) {
+  const auto health = health_of();
+  std::atomic<bool> runs{false}, ended{false};
+  int later = 0;
+  health->on_first_failure([&](const std::string&) {
+    runs = true;
+    std::this_thread::sleep_for(milliseconds(300));
+    ended = true;
+  });
+  health->hang_up_with([&] { ++later; });
+  std::thread other([&] { health->fail("a peer died"); });
+  while (!runs) std::this_thread::yield();
+  health->forget_actions();
+  EXPECT_TRUE(ended);
+  other.join();
+  EXPECT_LE(later, 1);
+}
+
+TEST(GroupHealthTest, WaitsEndBeforeConnectionsAreClosed) {
+  const auto health = health_of();
+  const auto work = c10::make_intrusive<EndlessWork>();
+  bool aborted_before = false;
+  health->on_first_failure([&](const std::string&) { EXPECT_FALSE(work->aborted()); });
+  health->hang_up_with([&] { aborted_before = work->aborted(); });
+  std::thread other([&] {
+    work->until_it_waits();
+    health->fail("a peer died");
+  });
+  EXPECT_FALSE(health->wait(*work, 2, std::chrono::seconds(10)));
+  other.join();
+  EXPECT_TRUE(aborted_before);
+}
+
 TEST(GroupHealthTest, NothingMayWaitWithoutALimit) {
   expect_words(error_of([] { const GroupHealth health(0, 2, "test", milliseconds(0)); }),
                {"expected a timeout above 0 ms", "rank 0 of 2"});

@@ -156,6 +156,23 @@ TEST(GroupTest, AConnectionToAnotherMachineTakesFromAWriterOnlyWhatItSendsSoon) 
   }
 }
 
+// Gloo would send all data over the first, and hang_up() would not close the connections of others.
+TEST(GroupTest, SeveralInterfacesAreRefusedOnEveryRank) {
+  setenv("GLOO_SOCKET_IFNAME", "lo,lo", 1);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::thread> threads;
+  for (int rank : {0, 1}) {
+    threads.emplace_back([&, rank] {
+      const Group group(store, rank, 2, "test", default_backend_factory(at::kCPU, "", false, false),
+                        at::kCPU, std::chrono::seconds(60));
+      expect_words(error_of([&] { group.make_communicator("data", Purpose::kData); }),
+                   {"GLOO_SOCKET_IFNAME", "expected one network interface, got 2: lo,lo"});
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  unsetenv("GLOO_SOCKET_IFNAME");
+}
+
 TEST(GroupTest, ARankThatMakesNoCommunicatorIsNamed) {
   RunOptions options;
   options.timeout = std::chrono::milliseconds(1500);

@@ -18,6 +18,7 @@
 #include "tests/support/run_ranks.h"
 #include "zero/agreement/communicators.h"
 #include "zero/agreement/shard_domains.h"
+#include "zero/base/threads.h"
 #include "zero/gradients/elementwise_wire.h"
 #include "zero/gradients/reduction_queue.h"
 
@@ -97,6 +98,26 @@ TEST(ReductionQueueTest, AnErrorOfOneRankReachesTheOthersAtOnce) {
               {.timeout = std::chrono::seconds(60)});
     EXPECT_LT(Clock::now() - start, std::chrono::seconds(30));
   }
+}
+
+// As at the limit of processes: the rank that has no thread for its queue works in drain().
+TEST(ReductionQueueTest, WithoutAThreadDrainReducesEverything) {
+  run_ranks(2, [](const Group& group) {
+    const auto data = group.make_communicator("data", Purpose::kData);
+    BufferPool pool(at::kCPU, 1 << 20);
+    ReductionQueue queue(pool);
+    Buckets buckets(9, 1 << 14, *data, pool);
+    threads_refused = group.rank() == 1;
+    buckets.push_all(queue);
+    queue.drain();
+    threads_refused = false;
+    for (const Reduction& r : buckets.list) {
+      const double sum = 2.0 * (static_cast<double>(r.bucket) + 1);
+      EXPECT_TRUE(at::equal(r.shard, at::full({1 << 14}, sum)));
+    }
+    buckets.push_all(queue);  // starts the thread
+    queue.drain();
+  });
 }
 
 // The other ranks may wait in any communicator of the optimizer.

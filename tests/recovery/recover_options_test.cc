@@ -84,9 +84,8 @@ TEST(RecoverOptionsTest, AnAsynchronousSaveOfBeforeIsLost) {
     run.train(0, 3);
     const auto pending = run.optimizer->save_checkpoint_async(folder);
     run.optimizer->recover();
-    expect_words(
-        error_of([&] { pending->finish(); }),
-        {"save_checkpoint_async(", "after recover() or a change of parameters", "save again"});
+    expect_words(error_of([&] { pending->finish(); }),
+                 {"save_checkpoint_async(", "recover() or a change of parameters", "save again"});
   });
 }
 

@@ -8,12 +8,12 @@
 //
 // trains steps [from, to), protecting every third one; from 0, or from the checkpoint
 // <folder>/step-<from>. A death is <rank>@<step><how>: "k" kills the rank before that step, "b" in
-// the middle of its backward pass, "r" in its first recovery, "j" one that has just joined (at step
-// 0), "s" stops it before that step until the others have ended. Survivors recover. With /<n>, so
-// many ranks are said to share a machine. With +<n>+<ms>, so many of the dead are replaced, by
-// processes that wait so long first, and steps go on beyond <to> until there are <ranks> again. At
-// the end the first rank writes <folder>/step-<steps> and all that training depends on,
-// <folder>/state-<steps>.
+// the middle of its backward pass, "r" in its first recovery, "w" 0.4 s after that began, "j" one
+// that has just joined (at step 0), "s" stops it before that step until the others have ended.
+// Survivors recover. With /<n>, so many ranks are said to share a machine. With +<n>+<ms>, so many
+// of the dead are replaced, by processes that wait so long first, and steps go on beyond <to> until
+// there are <ranks> again. At the end the first rank writes <folder>/step-<steps> and all that
+// training depends on, <folder>/state-<steps>.
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
@@ -57,7 +57,14 @@ class Death {
   void at(int step, char how) const {
     const std::string own = std::to_string(rank_) + "@" + std::to_string(step) + how;
     for (const std::string& death : job_.deaths) {
-      if (death == own && how != 's') std::raise(SIGKILL);
+      if (death == own && how == 'w') {
+        std::thread([] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(400));
+          std::raise(SIGKILL);
+        }).detach();
+      } else if (death == own && how != 's') {
+        std::raise(SIGKILL);
+      }
       if (death == own && how == 's') stop();
     }
   }
@@ -136,6 +143,7 @@ int train(const Job& job) {
     } catch (const c10::Error& error) {
       say(rank, "failed: " + std::string(error.what_without_backtrace()));
       death.at(step, 'r');
+      death.at(step, 'w');
       const auto start = Clock::now();
       const zero::RecoveryReport report = run.optimizer->recover(job.folder);
       const int from = std::exchange(step, static_cast<int>(report.steps));

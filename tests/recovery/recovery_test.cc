@@ -217,6 +217,15 @@ TEST(RecoveryTest, TwoAtOnceWhoseCopiesAreElsewhere) {
   expect_recoveries({{{.ranks = 4, .deaths = {"1@5k", "3@5r"}}, {2}}});
 }
 
+// The others make their group with a rank that is there no more, and go on without it, once.
+TEST(RecoveryTest, ADeathDuringARecoveryIsOneMoreRecovery) {
+  Job job{.ranks = 4, .folder = fresh("during"), .deaths = {"1@5k", "3@5w"}, .timeout = 100000};
+  const Outcome outcome = run(job);
+  EXPECT_EQ(outcome.code, 0) << outcome.output;
+  EXPECT_NE(outcome.output.find("as rank 1 of 2 in"), std::string::npos) << outcome.output;
+  EXPECT_EQ(outcome.output.find(" ended: "), std::string::npos) << outcome.output;
+}
+
 // A copy is on the other machine; with neighbours for copies, one of these shards would be lost.
 TEST(RecoveryTest, AWholeMachineMayBeLost) {
   std::vector<Recovery> recoveries;

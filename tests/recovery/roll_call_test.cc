@@ -17,6 +17,8 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "tests/support/frozen_store.h"
+#include "zero/rendezvous/ended_ranks.h"
 
 namespace zero {
 namespace {
@@ -60,6 +62,41 @@ TEST(RollCallTest, OneThatIsGoneIsLeftBehindAndNotExpectedAgain) {
   EXPECT_EQ(first->calls(), 2);
 }
 
+TEST(RollCallTest, OneThatHasEndedIsNotWaitedForThoughItAnswered) {
+  const StorePtr store = new_store();
+  const auto bounded = BoundedStore::of(store, std::chrono::seconds(30));
+  // In a group whose ranks have other numbers in the job.
+  const std::vector<int> numbers{4, 5, 6};
+  std::vector<std::unique_ptr<RollCall>> rolls;
+  for (int r = 0; r < 3; ++r) {
+    rolls.push_back(std::make_unique<RollCall>(bounded->under("roll"), r, 3,
+                                               std::chrono::minutes(10), false, numbers));
+  }
+  auto a = call(*rolls[0], "a");
+  auto c = call(*rolls[2], "c");
+  EXPECT_EQ(a.wait_for(milliseconds(1500)), std::future_status::timeout) << "rank 1 answers";
+  EXPECT_FALSE(rolls[0]->lost_one_of({0, 1, 2}));
+  add_ended_rank(*bounded, 5);
+  EXPECT_EQ(a.get().ranks, (std::vector<int>{0, 2}));
+  EXPECT_EQ(c.get().ranks, (std::vector<int>{0, 2}));
+  EXPECT_TRUE(rolls[0]->lost_one_of({0, 1, 2}));
+  EXPECT_FALSE(rolls[0]->lost_one_of({0, 2}));
+}
+
+TEST(RollCallTest, OneThatPausesIsWaitedForWhereItIsNeeded) {
+  const StorePtr store = new_store();
+  const auto first = member(store, 0, 3);
+  auto a = std::async(std::launch::async, [&] {
+    return first->call("a", [](const std::vector<std::string>& texts) { return texts.size() > 1; });
+  });
+  // A process that is stopped answers nothing.
+  EXPECT_EQ(a.wait_for(milliseconds(2500)), std::future_status::timeout);
+  const auto second = member(store, 1, 3);
+  auto b = call(*second, "b");
+  EXPECT_EQ(a.get().ranks, (std::vector<int>{0, 1})) << "rank 2 is not needed";
+  EXPECT_EQ(b.get().ranks, (std::vector<int>{0, 1}));
+}
+
 TEST(RollCallTest, OneThatComputesIsWaitedFor) {
   const StorePtr store = new_store();
   const auto first = member(store, 0, 2);
@@ -73,6 +110,31 @@ TEST(RollCallTest, OneThatComputesIsWaitedFor) {
   auto b = call(*second, "b");
   EXPECT_EQ(a.get().ranks, (std::vector<int>{0, 1}));
   EXPECT_EQ(b.get().ranks, (std::vector<int>{0, 1}));
+}
+
+TEST(RollCallTest, OneWhoseStoreWasLateOnceAnswersLater) {
+  const auto store = c10::make_intrusive<FrozenStore>();
+  const std::chrono::seconds timeout(1);
+  RollCall first(store, 0, 2, timeout);
+  RollCall second(store, 1, 2, timeout);
+  store->freeze(true);
+  std::this_thread::sleep_for(milliseconds(2500));  // a call of each thread is over its limit
+  store->freeze(false);
+  auto a = call(first, "a");
+  // Longer than a rank that is gone is waited for.
+  EXPECT_EQ(a.wait_for(milliseconds(2500)), std::future_status::timeout);
+  auto b = call(second, "b");
+  EXPECT_EQ(a.get().ranks, (std::vector<int>{0, 1}));
+  EXPECT_EQ(b.get().ranks, (std::vector<int>{0, 1}));
+}
+
+TEST(RollCallTest, EndsWithinTwoSecondsWhereTheStoreIsSilent) {
+  const auto store = c10::make_intrusive<FrozenStore>();
+  auto roll = std::make_unique<RollCall>(store, 0, 1, std::chrono::seconds(30));
+  store->freeze(true);
+  std::this_thread::sleep_for(milliseconds(400));  // its thread asks
+  error_within(milliseconds(1500), [&] { roll.reset(); });
+  store->freeze(false);
 }
 
 TEST(RollCallTest, OneThatWakesUpLaterIsRefusedForGood) {

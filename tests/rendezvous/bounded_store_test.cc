@@ -3,6 +3,8 @@
 #include "zero/rendezvous/bounded_store.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <functional>
@@ -42,18 +44,45 @@ TEST(BoundedStoreTest, EveryCallOfAFrozenStoreEnds) {
     frozen->freeze(true);
     const auto store =
         c10::make_intrusive<BoundedStore>(frozen, milliseconds(200), "the store of rank 7");
-    const bool an_hour = i == 8;
-    const auto asked = an_hour ? store->within(milliseconds(200)) : store;
+    const auto bounded = [&] { return i == 8 ? store->within(milliseconds(200)) : store; };
+    const auto asked = bounded();
     expect_words(error_within(milliseconds(300), [&] { calls[i](*asked); }),
                  {"the store of rank 7 did not answer within 200 ms", "stopped", "silent"});
-    // The next one does not wait for what hangs, whichever prefix it has.
-    const auto other = store->under("prefix");
-    expect_words(error_within(milliseconds(0), [&] { calls[i](*other); }),
+    // The next one waits for what hangs, whichever prefix it has.
+    const auto other = bounded()->under("prefix");
+    expect_words(error_within(milliseconds(200), [&] { calls[i](*other); }),
                  {"the store of rank 7 did not answer to an earlier call"});
     frozen->freeze(false);
     std::this_thread::sleep_for(milliseconds(100));
     EXPECT_EQ(error_of([&] { calls[i](*store); }), "");
   }
+}
+
+TEST(BoundedStoreTest, ALateCallMakesOthersWaitAndNotFail) {
+  const auto frozen = c10::make_intrusive<FrozenStore>();
+  frozen->freeze(true);
+  const auto store = c10::make_intrusive<BoundedStore>(frozen, std::chrono::seconds(30));
+  EXPECT_NE(error_of([&] { store->within(milliseconds(100))->set("a", std::string("late")); }), "");
+  std::thread later([&] {
+    std::this_thread::sleep_for(milliseconds(200));
+    frozen->freeze(false);
+  });
+  EXPECT_EQ(store->get_to_str("a"), "late");
+  EXPECT_FALSE(store->is_gone());
+  later.join();
+}
+
+TEST(BoundedStoreTest, AForkedChildIsRefused) {
+  const auto store =
+      c10::make_intrusive<BoundedStore>(c10::make_intrusive<c10d::HashStore>(), milliseconds(5000));
+  const pid_t child = fork();
+  if (child == 0) {
+    const std::string text = error_of([&] { store->set("a", std::string("value")); });
+    _exit(text.find("forked child") != std::string::npos ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(BoundedStoreTest, ValuesAndPrefixesAreThoseOfTheStore) {

@@ -124,6 +124,14 @@ TEST(LaunchTest, ALateRankIsNamed) {
   EXPECT_TRUE(outcome.has("missing: rank 1")) << outcome.output;
 }
 
+TEST(LaunchTest, ARankThatComesTwiceIsRefused) {
+  const Outcome outcome = launch("3 twice prefix");
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_TRUE(outcome.has("expected one process with RANK 1, got two")) << outcome.output;
+  EXPECT_TRUE(outcome.has("[0] error: init_process_group: not all 3 ranks arrived (after "))
+      << outcome.output;
+}
+
 // Starts a job of two sleeping ranks and returns the pids that they print; `parent` gets its own.
 std::set<int> start_sleepers(FILE*& pipe, int& parent) {
   pipe = popen(("echo $$; exec " + program() + " 2 sleep 2>&1").c_str(), "r");

@@ -25,12 +25,40 @@
 #include "tests/support/run_ranks.h"
 #include "tests/support/stopping_store.h"
 #include "zero/rendezvous/bounded_store.h"
+#include "zero/rendezvous/ended_ranks.h"
 
 namespace zero {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+
+TEST(TriesTest, ARankThatGaveUpAloneMeetsTheOthersAtItsNextTry) {
+  const auto store =
+      c10::make_intrusive<BoundedStore>(c10::make_intrusive<c10d::HashStore>(), milliseconds(5000));
+  const auto soon = [] { return Clock::now() + milliseconds(100); };
+  // Rank 1 comes before rank 0 does, and gives up.
+  Tries early(store);
+  early.enter(1, soon())->set("mark", std::string("old"));
+  early.give_up();
+  Tries first(store);
+  const auto of_first = first.enter(0, soon());
+  EXPECT_FALSE(of_first->check({"mark"}));
+  of_first->set("mark", std::string("new"));
+  Tries again(store);
+  EXPECT_EQ(again.enter(1, soon())->get_to_str("mark"), "new");
+  // Then rank 0 gives up: rank 1 waits for its next try, and no longer than it may.
+  first.give_up();
+  again.give_up();
+  Tries alone(store);
+  EXPECT_EQ(alone.enter(1, soon())->get_to_str("mark"), "new");
+  std::thread later([&] {
+    std::this_thread::sleep_for(milliseconds(200));
+    Tries(store).enter(0, soon());
+  });
+  EXPECT_FALSE(Tries(store).enter(1, Clock::now() + std::chrono::seconds(30))->check({"mark"}));
+  later.join();
+}
 
 // Rank 2 of 3 hangs after its `calls`th access to the store. Returns the errors of all ranks.
 std::array<std::string, 3> connect_with_a_hanging_rank(int calls, milliseconds timeout) {
@@ -134,6 +162,29 @@ TEST(RendezvousTest, WhoGivesUpEndsTheWaitOfTheOthers) {
   for (int rank : {0, 2}) expect_words(errors[rank], {"Rank 1 gave up: no more sugar"});
 }
 
+TEST(RendezvousTest, ARankThatItsLauncherHasSeenEndIsNotWaitedFor) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto bounded = c10::make_intrusive<BoundedStore>(store, std::chrono::minutes(10));
+  add_ended_rank(*bounded->under("of the launcher"), 7);
+  std::vector<std::thread> threads;
+  for (int rank : {0, 1}) {
+    threads.emplace_back([&, rank] {
+      Rendezvous rendezvous(bounded->under("meeting"), rank, 3, std::chrono::minutes(10),
+                            Clock::now(), "cannot meet", "here", {0, 3, 7});
+      const std::string error = error_of([&] {
+        rendezvous.run([](const auto& own) -> c10::intrusive_ptr<c10d::Backend> {
+          own->wait({"rank 2"});
+          return nullptr;
+        });
+      });
+      expect_words(error, {"cannot meet (after ", "of at most 600000 ms)", "missing: rank 2",
+                           "ank 2, RANK 7, has ended"});
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  bounded->set("meeting/rank 2", std::string("ends the threads that were left behind"));
+}
+
 // The server of a store that ends after some of the marks were read.
 class VanishingStore : public c10d::PrefixStore {
  public:
@@ -163,7 +214,8 @@ TEST(RendezvousTest, ASilentRankIsNamedThoughTheStoreEndsMeanwhile) {
         TORCH_CHECK(false, "no more sugar");
       });
     });
-    expect_words(error, {"cannot meet within 5000 ms (this is rank 1); ", "no more sugar"});
+    expect_words(error, {"cannot meet (after ", " ms of at most 5000 ms) (this is rank 1); ",
+                         "no more sugar"});
     const bool known = reads > 0;
     EXPECT_EQ(error.find("rank 2 has arrived and did not connect") != std::string::npos, known)
         << error;

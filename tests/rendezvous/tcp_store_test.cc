@@ -8,6 +8,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <string>
@@ -38,6 +40,21 @@ TEST(TcpStoreTest, AClientFindsWhatTheServerHoldsWithAndWithoutLibuv) {
     EXPECT_EQ(client->getTimeout(), milliseconds(20000));
   }
   unsetenv("USE_LIBUV");
+}
+
+// A client that closes its connection while the server writes to it would end the process.
+TEST(TcpStoreTest, AProcessThatServesAStoreSurvivesBrokenPipes) {
+  c10d::TCPStoreOptions options;
+  options.isServer = true;
+  options.port = 0;
+  options.waitWorkers = false;
+  const auto server = open_tcp_store("127.0.0.1", options);
+  std::array<int, 2> ends{};
+  ASSERT_EQ(pipe(ends.data()), 0);
+  close(ends[0]);
+  EXPECT_EQ(write(ends[1], "x", 1), -1) << "and no signal";
+  EXPECT_EQ(errno, EPIPE);
+  close(ends[1]);
 }
 
 // A port of 127.0.0.1 that accepts connections, as the kernel does, and never answers.

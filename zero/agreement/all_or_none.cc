@@ -18,6 +18,8 @@ std::vector<std::string> run_on_all_ranks(Communicator& control, const std::stri
     text = c10::str("+", body());
   } catch (const std::exception& error) {
     text = "-" + error_text(error);
+  } catch (...) {  // The others wait for this text, whatever an object of the user throws.
+    text = "-an exception that is no std::exception";
   }
   std::vector<std::string> texts = control.all_gather_text(text, what);
   for (size_t r = 0; r < texts.size(); ++r) {

@@ -32,7 +32,8 @@ OptimizerCommunicators::OptimizerCommunicators(const Group& mesh)
 }
 
 OptimizerCommunicators::~OptimizerCommunicators() {
-  // A failure from here on is the end of this rank's own communicators.
+  // A failure from here on is the end of this rank's own communicators. The calls wait for one that
+  // another thread reports.
   control->on_failure(nullptr);
   for (const auto& item : made_) item.second->on_failure(nullptr);
 }

@@ -6,14 +6,12 @@
 // silent.
 #pragma once
 
-#include <c10/util/Exception.h>
-
 #include <future>
 #include <optional>
-#include <system_error>
-#include <thread>
 #include <type_traits>
 #include <utility>
+
+#include "zero/base/threads.h"
 
 namespace zero {
 
@@ -34,12 +32,7 @@ std::future<std::invoke_result_t<Call&>> start_detached(Call call) {
       promise.set_exception(std::current_exception());
     }
   };
-  try {
-    std::thread(std::move(body)).detach();
-  } catch (const std::system_error& error) {
-    TORCH_CHECK(false, "cannot start a thread: ", error.what(),
-                "; raise the limits of this process (ulimit -u, ulimit -v)");
-  }
+  start_thread(std::move(body)).detach();
   return future;
 }
 

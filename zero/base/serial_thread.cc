@@ -2,9 +2,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/base/serial_thread.h"
 
+#include <chrono>
 #include <utility>
 
+#include "zero/base/threads.h"
+
 namespace zero {
+namespace {
+
+constexpr std::chrono::seconds kLook{1};  // A lost wake-up costs so much.
+
+}  // namespace
 
 SerialThread::~SerialThread() {
   {
@@ -15,11 +23,21 @@ SerialThread::~SerialThread() {
   if (thread_.joinable()) thread_.join();
 }
 
+void SerialThread::start() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!thread_.joinable()) thread_ = start_thread([this] { work(); });
+}
+
 void SerialThread::push(std::function<void()> task) {
+  try {
+    start();
+  } catch (const c10::Error&) {
+    task();
+    return;
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
-    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
   }
   changed_.notify_all();
 }
@@ -27,7 +45,9 @@ void SerialThread::push(std::function<void()> task) {
 void SerialThread::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
+    const auto called = [this] { return stop_ || !tasks_.empty(); };
+    while (!changed_.wait_for(lock, kLook, called)) {
+    }
     if (tasks_.empty()) return;
     std::function<void()> task = std::move(tasks_.front());
     tasks_.pop_front();

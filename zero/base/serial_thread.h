@@ -12,7 +12,7 @@
 
 namespace zero {
 
-// The thread starts with the first task. Thread safety: push().
+// The thread starts with the first task, or before with start(). Thread safety: push(), start().
 class SerialThread {
  public:
   SerialThread() = default;
@@ -21,7 +21,11 @@ class SerialThread {
   SerialThread(const SerialThread&) = delete;
   SerialThread& operator=(const SerialThread&) = delete;
 
-  // `task` must not throw, nor be what keeps this object alive.
+  // For tasks that must not run on the thread that pushes them. Throws c10::Error when the system
+  // has no thread left.
+  void start();
+  // `task` must not throw, nor be what keeps this object alive. It runs in this call when no thread
+  // can be started.
   void push(std::function<void()> task);
 
  private:

@@ -74,14 +74,22 @@ struct SlowWaits {
       std::this_thread::sleep_for(period);
       // Without the lock: they may take others.
       for (const auto& look : looks(std::chrono::steady_clock::now() - period)) look();
-      const std::lock_guard<std::mutex> lock(mutex);
-      const auto before = std::chrono::steady_clock::now() - slow_wait_after();
-      for (SlowWait* wait = first; wait != nullptr; wait = wait->next_) {
-        if (wait->printed_ || wait->since_ > before) continue;
-        wait->printed_ = true;
-        print_slow_wait(wait->text_());
-      }
+      // And also without it: a terminal that is stopped takes nothing.
+      for (const std::string& text : new_lines()) print_slow_wait(text);
     }
+  }
+
+  // Of the waits that have become long.
+  std::vector<std::string> new_lines() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto before = std::chrono::steady_clock::now() - slow_wait_after();
+    std::vector<std::string> lines;
+    for (SlowWait* wait = first; wait != nullptr; wait = wait->next_) {
+      if (wait->printed_ || wait->since_ > before) continue;
+      wait->printed_ = true;
+      lines.push_back(wait->text_());
+    }
+    return lines;
   }
 
   // Of the waits that began before `begin`.

@@ -84,8 +84,6 @@ struct Communicator::Impl {
 
   std::mutex traffic_mutex;
   Traffic traffic;
-
-  std::function<void(const std::string& reason)> on_failure;
 };
 
 void Communicator::Impl::check_no_reductions(const std::string& what) const {
@@ -150,16 +148,12 @@ Communicator::Communicator(BackendPtr backend, std::string name, milliseconds ti
 Communicator::Communicator(std::shared_ptr<RowExchange> exchange, int rank, int world_size,
                            std::string name, milliseconds timeout)
     : impl_(make_owned<Impl>(std::move(exchange), rank, world_size, std::move(name), timeout)) {
-  impl_->health->on_first_failure([impl = std::weak_ptr<Impl>(impl_)](const std::string& reason) {
-    const auto alive = impl.lock();
-    if (!alive) return;
-    if (alive->on_failure) alive->on_failure(reason);
-    if (alive->exchange) alive->exchange->hang_up();
-  });
-  impl_->health->ask_for_ended([impl = std::weak_ptr<Impl>(impl_)](int peer) {
-    const auto alive = impl.lock();
-    return alive && alive->exchange && alive->exchange->has_ended(peer);
-  });
+  // Neither keeps the exchange alive, which must not end on the thread that fails: the destructor
+  // waits for both.
+  RowExchange* const connections = impl_->exchange.get();
+  if (connections == nullptr) return;
+  impl_->health->hang_up_with([connections] { connections->hang_up(); });
+  impl_->health->ask_for_ended([connections](int peer) { return connections->has_ended(peer); });
 }
 
 Communicator::~Communicator() {
@@ -168,6 +162,7 @@ Communicator::~Communicator() {
   if (impl_->health->operations_under_way() > 0) {
     impl_->health->fail("destroyed with operations under way" + impl_->health->where());
   }
+  impl_->health->forget_actions();
   if (!impl_->exchange || !failed().empty()) return;
   try {
     impl_->exchange->shutdown();  // NCCL complains about a group that ends without.
@@ -178,6 +173,7 @@ Communicator::~Communicator() {
 int Communicator::rank() const { return impl_->rank; }
 int Communicator::world_size() const { return impl_->world_size; }
 const std::string& Communicator::name() const { return impl_->health->name(); }
+milliseconds Communicator::timeout() const { return impl_->health->timeout(); }
 std::string Communicator::failed() const { return impl_->health->first_failure(); }
 
 Traffic Communicator::traffic() const {
@@ -334,7 +330,7 @@ void Communicator::end_reductions() { impl_->reducing = false; }
 void Communicator::abort(const std::string& reason) noexcept { impl_->health->fail(reason); }
 
 void Communicator::on_failure(std::function<void(const std::string&)> action) {
-  impl_->on_failure = std::move(action);
+  impl_->health->on_first_failure(std::move(action));
 }
 
 }  // namespace zero

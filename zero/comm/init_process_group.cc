@@ -90,7 +90,12 @@ void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
   Rendezvous rendezvous(store, env.rank, env.world_size, timeout, since,
                         c10::str("init_process_group: not all ", env.world_size, " ranks arrived"),
                         c10::str("at ", address_of(env)));
-  rendezvous.run([size = env.world_size](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
+  rendezvous.run([rank = env.rank,
+                  size = env.world_size](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
+    // Before it is counted, since ranks of two jobs would train together.
+    TORCH_CHECK(own->add(c10::str("came/", rank), 1) == 1, "expected one process with RANK ", rank,
+                ", got two; give each process a RANK of its own, and each job on this machine a "
+                "MASTER_PORT of its own");
     if (own->add("arrivals", 1) == size) own->set("complete", std::string("1"));
     own->wait({"complete"});
     return nullptr;
@@ -98,7 +103,7 @@ void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
 }
 
 Group init(const InitOptions& options) {
-  static std::atomic<int> inits{0};
+  static std::atomic<int> groups{0};
   const Environment env = read_environment();
   const c10::Device device = options.device ? *options.device : default_device(env);
   TORCH_CHECK(!device.is_cuda() || cuda_device_count() > 0, "InitOptions::device: got ", device,
@@ -121,22 +126,29 @@ Group init(const InitOptions& options) {
   if (env.world_size == 1) {
     store = c10::make_intrusive<c10d::HashStore>();
   } else {
-    const std::string prefix = c10::str("zero/", env.restart_count, "/", inits++);
     const auto start = std::chrono::steady_clock::now();
-    const auto bounded = open_store(env, timeout)->under(prefix);
+    // Of groups, not of calls: one that failed on this rank alone must not count.
+    Tries tries(open_store(env, timeout)->under(c10::str("zero/", env.restart_count, "/", groups)));
+    const auto bounded = tries.enter(env.rank, start + timeout);
     // A rank that joins knows no topology that was stated: each is then on a machine of its own.
     joining.find_topology = [timeout, willing = options.shared_memory && !options.topology](
                                 const StorePtr& own, int rank, int world_size) {
       return agree_on_topology(BoundedStore::of(own, timeout), rank, world_size, timeout,
                                std::chrono::steady_clock::now(), std::nullopt, willing);
     };
-    if (!env.joins) {
-      meet(bounded->under("meeting"), env, timeout, start);
-      topology = agree_on_topology(bounded->under("topology"), env.rank, env.world_size, timeout,
-                                   start, topology, options.shared_memory);
-      const std::string text = advice(*topology);
-      if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
+    try {
+      if (!env.joins) {
+        meet(bounded->under("meeting"), env, timeout, start);
+        topology = agree_on_topology(bounded->under("topology"), env.rank, env.world_size, timeout,
+                                     start, topology, options.shared_memory);
+      }
+    } catch (...) {
+      tries.give_up();
+      throw;
     }
+    const std::string text = topology ? advice(*topology) : std::string();
+    if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
+    ++groups;
     store = bounded;
   }
   return Group(store, env.rank, env.world_size, "world",

@@ -8,11 +8,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <set>
 #include <sstream>
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/base/own_thread_wait.h"
 #include "zero/base/slow_wait.h"
 
 namespace zero {
@@ -29,13 +29,6 @@ constexpr milliseconds kGrace{500};
 constexpr int kNumbers = 1 << 15;
 constexpr int kParts = 4;
 constexpr int kTagsOfPart = 1 << 13;
-
-void end_wait(c10d::Work& work) noexcept {
-  try {
-    work.abort();
-  } catch (...) {  // Not every transport can; then its own end of the group does it.
-  }
-}
 
 std::string ranks_text(std::vector<int> ranks) {
   std::sort(ranks.begin(), ranks.end());
@@ -55,91 +48,6 @@ std::string reason_of(const std::exception_ptr& thrown) {
   } catch (...) {
     return "unknown exception";
   }
-}
-
-GroupHealth::GroupHealth(int rank, int world_size, std::string name, milliseconds timeout)
-    : rank_(rank), world_size_(world_size), name_(std::move(name)), timeout_(timeout) {
-  TORCH_CHECK(timeout_.count() > 0, "communicator: expected a timeout above 0 ms, got ",
-              timeout_.count(), " ms; nothing may wait without a limit", where());
-}
-
-std::string GroupHealth::where() const {
-  return c10::str(" (this is rank ", rank_, " of ", world_size_, " in group \"", name_, "\")");
-}
-
-void GroupHealth::check(const std::string& what) const {
-  check_process(what);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(failure_.empty(), what, ": refused, because the group failed before: ", failure_);
-}
-
-void GroupHealth::fail(const std::string& message) noexcept {
-  if (!in_own_process()) return;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!failure_.empty()) return;
-    failure_ = message;
-  }
-  if (on_failure_) on_failure_(message);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const Wait& wait : waits_) end_wait(*wait.work);
-}
-
-bool GroupHealth::wait(c10d::Work& work, int peer, milliseconds limit) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!failure_.empty()) return false;
-  const auto entry = waits_.insert(waits_.end(), {&work, peer});
-  lock.unlock();
-  std::exception_ptr error;
-  bool complete = false;
-  try {
-    complete = work.wait(limit);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  lock.lock();
-  waits_.erase(entry);
-  if (error) std::rethrow_exception(error);
-  return complete;
-}
-
-// A wait that is complete may be seen once more before its thread wakes up, so one look is not
-// enough.
-void GroupHealth::look_at_waits() noexcept {
-  if (!has_ended_) return;
-  std::set<int> peers, ended;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (const Wait& wait : waits_) peers.insert(wait.peer);
-  }
-  for (const int peer : peers) {
-    if (has_ended_(peer)) ended.insert(peer);
-  }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (Wait& wait : waits_) {
-    if (!ended.contains(wait.peer)) continue;
-    if (std::exchange(wait.ended, true)) end_wait(*wait.work);
-  }
-}
-
-std::string GroupHealth::first_failure() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return failure_;
-}
-
-void GroupHealth::operation_begins() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  ++under_way_;
-}
-
-void GroupHealth::operation_ends() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  --under_way_;
-}
-
-int GroupHealth::operations_under_way() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return under_way_;
 }
 
 // The failures of one operation.
@@ -165,6 +73,16 @@ std::shared_ptr<Operation> Operation::part() {
 
 void Operation::consists_of(std::function<void(Clock::time_point)> wait_for_parts) {
   wait_for_parts_ = std::move(wait_for_parts);
+}
+
+void Operation::wait_for_thread(const std::future<void>& future,
+                                const std::atomic<int64_t>& progress) const {
+  if (future.wait_for(milliseconds(0)) == std::future_status::ready) return;
+  OwnThreadWait wait(
+      c10::str("rank ", health_->rank(), " of ", health_->world_size(), " in group \"",
+               health_->name(), "\" waits for its thread that starts ", what_),
+      health_->timeout());
+  while (future.wait_for(OwnThreadWait::kLook) != std::future_status::ready) wait.look(progress);
 }
 
 int Operation::take_tags(int count) {

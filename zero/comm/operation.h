@@ -13,81 +13,17 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <list>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
-#include "zero/base/own_process.h"
+#include "zero/comm/group_health.h"
 
 namespace zero {
 
 // The first line of what a transport threw, without the C++ backtrace.
 std::string reason_of(const std::exception_ptr& thrown);
-
-// Knows whether a group still works. Shared by a Communicator and its operations,
-// which may be waited for on other threads. Thread safety: every member.
-class GroupHealth {
- public:
-  GroupHealth(int rank, int world_size, std::string name, std::chrono::milliseconds timeout);
-  // `action` runs at the first failure, with its message; it must not throw. To be set before the
-  // first operation.
-  using FailureAction = std::function<void(const std::string& message)>;
-  void on_first_failure(FailureAction action) { on_failure_ = std::move(action); }
-  // `has_ended` says whether the connection to a rank is known to have ended. It must not wait or
-  // throw. To be set before the first operation.
-  void ask_for_ended(std::function<bool(int rank)> has_ended) { has_ended_ = std::move(has_ended); }
-
-  int rank() const { return rank_; }
-  int world_size() const { return world_size_; }
-  const std::string& name() const { return name_; }
-  std::chrono::milliseconds timeout() const { return timeout_; }
-
-  // " (this is rank 1 of 4 in group ...)": every message has it.
-  std::string where() const;
-  // Throws in a forked child, and when the group has failed.
-  void check(const std::string& what) const;
-  void check_process(const std::string& what) const {
-    if (!process_.here()) process_.check(what + where());
-  }
-  bool in_own_process() const { return process_.here(); }
-  // Remembers `message` if it is the first, since later ones follow from it. Does nothing in a
-  // forked child, whose group is its parent's.
-  void fail(const std::string& message) noexcept;
-  // Empty while all is well.
-  std::string first_failure() const;
-
-  // Waits for `work`, a transfer to or from `peer`. A failure of the group ends it, on whichever
-  // thread, and so does the end of its connection, within about three seconds. For neither can one
-  // rely on a transport: Gloo does not end the wait for a message of which a part has moved. Throws
-  // what the transport throws; returns false when the wait was ended.
-  bool wait(c10d::Work& work, int peer, std::chrono::milliseconds limit);
-  // For a thread that looks after long waits: ends those whose connections have ended.
-  void look_at_waits() noexcept;
-
-  void operation_begins();
-  void operation_ends();
-  int operations_under_way() const;
-
- private:
-  const int rank_;
-  const int world_size_;
-  const std::string name_;
-  const std::chrono::milliseconds timeout_;
-  const OwnProcess process_;
-  FailureAction on_failure_;
-  std::function<bool(int)> has_ended_;
-  mutable std::mutex mutex_;
-  std::string failure_;
-  int under_way_ = 0;
-  struct Wait {
-    c10d::Work* work;
-    int peer;
-    bool ended = false;  // at the last look
-  };
-  std::list<Wait> waits_;
-};
 
 // An operation under way: a list of transfers to wait for, and actions around them. Actions of one
 // kind run in the order in which they were added.
@@ -106,6 +42,10 @@ class Operation {
   // `wait_for_parts(start)` takes the place of everything that wait() does. Its errors are final.
   using Clock = std::chrono::steady_clock;
   void consists_of(std::function<void(Clock::time_point start)> wait_for_parts);
+
+  // Waits until a thread that works for this operation has set `future`. `progress` changes
+  // whenever that thread gets on. Throws c10::Error when it stands still.
+  void wait_for_thread(const std::future<void>& future, const std::atomic<int64_t>& progress) const;
 
   // Returns the first of `count` tags that are the same on all ranks and that no other operation
   // under way has. They are below 2^30, as zero/comm/backends/shared_rows.h asks.

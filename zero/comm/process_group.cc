@@ -224,7 +224,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       state_->bounded->under(prefix), rank(), world_size(), timeout(),
       std::chrono::steady_clock::now(),
       c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
-      c10::str("to connect communicator \"", full_name, "\""));
+      c10::str("to connect communicator \"", full_name, "\""), global_ranks());
   const auto connect = [factory = state_->factory, purpose, limit = timeout()](
                            const StorePtr& store, int rank, int size) {
     return factory(store, rank, size, purpose, limit);
@@ -312,8 +312,11 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
   return [=](StorePtr store, int rank, int world_size, Purpose purpose,
              milliseconds timeout) -> NewBackend {
     const bool over_nccl = purpose == Purpose::kData && device.is_cuda() && nccl;
-    const std::string problem =
-        over_nccl ? "" : make_room_for_descriptors(gloo_descriptors(world_size, hostname));
+    std::string problem;
+    if (!over_nccl) problem = gloo_problem(hostname);
+    if (!over_nccl && problem.empty()) {
+      problem = make_room_for_descriptors(gloo_descriptors(world_size));
+    }
     agree_on_world_size(*store, rank, world_size, timeout, problem);
     if (over_nccl) {
       // NCCL keeps its store for connections that it makes later.

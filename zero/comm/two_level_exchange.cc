@@ -7,6 +7,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <future>
 #include <mutex>
@@ -60,7 +61,10 @@ TwoLevelExchange::TwoLevelExchange(std::shared_ptr<RowExchange> inside,
       between_(std::move(between)),
       place_(place),
       in_call_order_(in_call_order),
-      packs_(in_call_order || place.machines > kFewMachines) {}
+      packs_(in_call_order || place.machines > kFewMachines) {
+  // Before anything is sent: what an operation cannot do without must not fail in one.
+  if (!in_call_order_) second_levels_.start();
+}
 
 at::Tensor TwoLevelExchange::of_machine(const at::Tensor& rows, int machine) const {
   return rows.narrow(0, int64_t{machine} * place_.ranks_per_machine, place_.ranks_per_machine);
@@ -97,8 +101,9 @@ void TwoLevelExchange::in_two_levels(c10::Device device, Operation& operation, c
     one->cancel();  // The caller knows the reason.
     throw;
   }
-  auto go_on = [one, two, started, stream, second = std::move(second)]() mutable {
+  auto go_on = [count = started_, one, two, started, stream, second = std::move(second)]() mutable {
     const c10::OptionalStreamGuard guard(stream);
+    const auto at_end = c10::make_scope_exit([&] { ++*count; });
     try {
       one->receive();
       try {
@@ -115,11 +120,14 @@ void TwoLevelExchange::in_two_levels(c10::Device device, Operation& operation, c
       started->set_exception(std::current_exception());
     }
   };
-  operation.consists_of([one, two, started](Operation::Clock::time_point start) {
-    started->get_future().get();
-    two->wait(start);
-    one->wait(start);
-  });
+  operation.consists_of(
+      [count = started_, one, two, started, &operation](Operation::Clock::time_point start) {
+        std::future<void> future = started->get_future();
+        operation.wait_for_thread(future, *count);
+        future.get();
+        two->wait(start);
+        one->wait(start);
+      });
   if (in_call_order_) {
     go_on();
   } else {

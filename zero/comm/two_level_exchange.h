@@ -23,6 +23,8 @@
 
 #include <c10/core/Stream.h>
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -96,6 +98,8 @@ class TwoLevelExchange : public RowExchange {
   const bool in_call_order_;
   const bool packs_;                   // rows are copied into the order of places
   std::optional<c10::Stream> stream_;  // with in_call_order_, on a GPU
+  // Second levels that the thread has started, or could not.
+  const std::shared_ptr<std::atomic<int64_t>> started_ = std::make_shared<std::atomic<int64_t>>(0);
   SerialThread second_levels_;
 };
 

@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "zero/base/own_thread_wait.h"
 #include "zero/base/streams.h"
+#include "zero/base/threads.h"
 
 namespace zero {
 ReductionQueue::~ReductionQueue() {
@@ -30,12 +32,21 @@ void ReductionQueue::push(Reduction reduction) {
   Lock lock(mutex_);
   if (error_) return;  // drain() reports it; nothing more is sent
   if (packed && !stream_) stream_ = new_stream(device);
+  group_ = reduction.group;
   waiting_.push_back({std::move(reduction), std::move(packed)});
+  start_worker();
   // From a GPU the exchange begins with a copy that waits for the device, which is for the worker.
   if (!stream_) start_waiting(lock);
-  if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
   changed_.notify_all();
   bound_memory(lock);
+}
+
+void ReductionQueue::start_worker() {
+  if (worker_.joinable()) return;
+  try {
+    worker_ = start_thread([this] { work(); });
+  } catch (const c10::Error&) {  // drain() works instead
+  }
 }
 
 void ReductionQueue::bound_memory(Lock& lock) {
@@ -74,12 +85,18 @@ void ReductionQueue::start_waiting(Lock& lock) {
       end_group(group, error);
     }
     lock.lock();
+    if (!error) {
+      const auto bytes = static_cast<int64_t>(exchange.reduction.rows.values().nbytes());
+      try {
+        under_way_.push_back(std::move(exchange));
+        bytes_under_way_ += bytes;
+      } catch (...) {  // Dropping the exchange fails its group.
+        error = std::current_exception();
+      }
+    }
     if (error) {
       if (!error_) error_ = error;
       waiting_.clear();
-    } else {
-      bytes_under_way_ += static_cast<int64_t>(exchange.reduction.rows.values().nbytes());
-      under_way_.push_back(std::move(exchange));
     }
     changed_.notify_all();
   }
@@ -112,14 +129,21 @@ void ReductionQueue::work() {
   Lock lock(mutex_);
   std::optional<c10::StreamGuard> guard;
   if (stream_) guard.emplace(*stream_);
+  const auto called = [this] {
+    return stop_ || !under_way_.empty() || (!waiting_.empty() && !starting_);
+  };
   while (true) {
-    changed_.wait(
-        lock, [this] { return stop_ || !under_way_.empty() || (!waiting_.empty() && !starting_); });
+    while (!changed_.wait_for(lock, OwnThreadWait::kLook, called)) {
+    }
     if (stop_ && under_way_.empty()) return;
-    start_waiting(lock);
-    if (!under_way_.empty()) finish_front(lock);
-    changed_.notify_all();
+    take_turn(lock);
   }
+}
+
+void ReductionQueue::take_turn(Lock& lock) {
+  start_waiting(lock);
+  if (!under_way_.empty()) finish_front(lock);
+  changed_.notify_all();
 }
 
 void ReductionQueue::check() {
@@ -127,10 +151,37 @@ void ReductionQueue::check() {
   if (error_) std::rethrow_exception(error_);
 }
 
+void ReductionQueue::wait_for_worker(Lock& lock) {
+  const auto done = [this] {
+    return error_ || (waiting_.empty() && under_way_.empty() && !starting_);
+  };
+  if (done()) return;
+  OwnThreadWait wait(c10::str("rank ", group_->rank(), " of ", group_->world_size(), " in group \"",
+                              group_->name(), "\" waits for its thread that reduces gradients"),
+                     group_->timeout());
+  int64_t copies = 0;  // from a GPU: what waits for the device has no limit
+  while (!changed_.wait_for(lock, OwnThreadWait::kLook, done)) {
+    if (stream_ && starting_) ++copies;
+    try {
+      wait.look(done_ + copies);
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      lock.unlock();
+      end_group(*group_, error);
+      lock.lock();
+      if (!error_) error_ = error;
+    }
+  }
+}
+
 void ReductionQueue::drain() {
   Lock lock(mutex_);
-  changed_.wait(
-      lock, [this] { return error_ || (waiting_.empty() && under_way_.empty() && !starting_); });
+  if (worker_.joinable()) {
+    wait_for_worker(lock);
+  } else {
+    const c10::OptionalStreamGuard guard(stream_);
+    while (!error_ && !(waiting_.empty() && under_way_.empty())) take_turn(lock);
+  }
   if (stream_) make_wait(current_torch_stream(stream_->device()), *stream_);
   if (error_) std::rethrow_exception(error_);
 }

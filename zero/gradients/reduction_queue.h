@@ -10,6 +10,8 @@
 // buckets. Memory of a GPU is copied to the host and back by the worker, on a stream of its own, so
 // that neither the thread nor the stream of the backward pass waits for a peer.
 //
+// Without a thread, where the system has none left, drain() does the worker's part.
+//
 // Thread safety: push() and drain() are for one thread; the worker is private.
 #pragma once
 
@@ -57,7 +59,7 @@ class ReductionQueue {
   // drain().
   void push(Reduction reduction);
   // Returns when everything pushed has reached its shard. Throws the first
-  // error, again at every later call.
+  // error, again at every later call. A worker that stands still is one.
   void drain();
   // Throws the first error, if there is one by now.
   void check();
@@ -74,8 +76,12 @@ class ReductionQueue {
   // With the lock held, which they give up meanwhile.
   void start_waiting(Lock& lock);
   void finish_front(Lock& lock);
+  void take_turn(Lock& lock);
+  void wait_for_worker(Lock& lock);
 
   void work();
+  // Does nothing when no thread can be started: the next push() tries again.
+  void start_worker();
   // Blocks push() as long as it may.
   void bound_memory(Lock& lock);
 
@@ -85,6 +91,7 @@ class ReductionQueue {
   std::deque<Waiting> waiting_;
   std::deque<Exchange> under_way_;  // exchanges started, the front one being finished
   std::exception_ptr error_;
+  Communicator* group_ = nullptr;  // of the last push()
   int64_t bytes_under_way_ = 0;
   int64_t done_ = 0;                               // buckets
   int64_t done_at_push_ = 0;                       // at the last push()

@@ -26,7 +26,7 @@ struct ZeroOptimizer::Impl::Lifeline {
   Lifeline(const Group& group, const torch::optim::Optimizer& inner)
       : first_group(group),
         roll(group.make_store("recovery"), group.rank(), group.world_size(), group.timeout(),
-             group.joins()) {
+             group.joins(), group.joins() ? std::vector<int>() : group.global_ranks()) {
     for (const auto& g : inner.param_groups()) first_options.push_back(g.options().clone());
   }
 
@@ -131,7 +131,15 @@ RollCall::Present ZeroOptimizer::Impl::leave_group() {
     gathers.finish();  // rows under way must not arrive in parameters that are set anew
   } catch (const std::exception&) {  // they will not
   }
-  return lifeline->roll.call(holdings_text(*lifeline->generations));
+  const auto can_restore = [](const std::vector<std::string>& holdings) {
+    try {
+      newest_restorable(holdings);
+      return true;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  };
+  return lifeline->roll.call(holdings_text(*lifeline->generations), can_restore);
 }
 
 void ZeroOptimizer::Impl::throw_if_others_join() const {
@@ -206,20 +214,27 @@ RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
   TORCH_CHECK(lifeline != nullptr, "rank ", rank,
               ": recover(): expected ZeroOptions::protect(n), got 0; no other rank has a copy of "
               "what a dead one held");
-  RollCall::Present present;
-  try {
-    present = impl_->leave_group();
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, "rank ", rank, ": recover(): ", error_text(error));
+  while (true) {
+    RollCall::Present present;
+    try {
+      present = impl_->leave_group();
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, "rank ", rank, ": recover(): ", error_text(error));
+    }
+    const Restorable step = choose(present.texts, checkpoints);
+    try {
+      impl_ = impl_->make_again(lifeline->group_of(present));
+      RecoveryReport report;
+      report.members = present.ranks;
+      impl_->protocol.fail_stop([&] {
+        report.steps = impl_->restore(*lifeline->generations, step, param_groups_, "recover()");
+      });
+      return report;
+    } catch (const c10::Error&) {
+      // One that died meanwhile is on no further list.
+      if (!lifeline->roll.lost_one_of(present.ranks)) throw;
+    }
   }
-  const Restorable step = choose(present.texts, checkpoints);
-  impl_ = impl_->make_again(lifeline->group_of(present));
-  RecoveryReport report;
-  report.members = present.ranks;
-  impl_->protocol.fail_stop([&] {
-    report.steps = impl_->restore(*lifeline->generations, step, param_groups_, "recover()");
-  });
-  return report;
 }
 
 }  // namespace zero

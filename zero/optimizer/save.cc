@@ -306,14 +306,14 @@ std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
                    end = "the end of " + (options.shared_folder() ? folder : save.writer->id()),
                    manifest = std::move(save.manifest)] {
       TORCH_CHECK(!lives.expired(), "save_checkpoint_async(", folder,
-                  "): expected the ranks that began it, got those after recover() or a change of "
-                  "parameters; save "
-                  "again");
+                  "): expected the optimizer and the ranks that began it, got none or others: the "
+                  "optimizer has been destroyed, or has gone through recover() or a change of "
+                  "parameters; finish a save before that, or save again");
       impl->protocol.fail_stop([&] {
         impl->agree(Call::kSaveCheckpoint, nullptr, {end, {}});
         writer->finish(manifest, [impl](std::function<void()> remove) {
-          impl->removals.push([remove = std::move(remove)] {
-            lower_thread_priority();
+          impl->removals.push([remove = std::move(remove), here = std::this_thread::get_id()] {
+            if (std::this_thread::get_id() != here) lower_thread_priority();
             remove();
           });
         });

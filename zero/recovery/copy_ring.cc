@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstring>
@@ -72,6 +73,8 @@ void CopyRing::pass(const at::Tensor& out, const at::Tensor& in, const std::stri
   Pending sent, received;
   if (out.defined()) sent = to_holder_->broadcast(out, 0, label);
   if (in.defined()) received = from_source_->broadcast(in, 0, label);
+  waiting_ = true;
+  const auto at_end = c10::make_scope_exit([this] { waiting_ = false; });
   sent.wait();
   received.wait();
 }

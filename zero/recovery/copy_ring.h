@@ -5,6 +5,7 @@
 // whose shard it keeps.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -37,6 +38,8 @@ class CopyRing {
 
   // Makes an exchange() under way fail here and on the other two ranks.
   void abort(const std::string& reason) noexcept;
+  // Whether an exchange() waits for other ranks.
+  bool is_waiting() const { return waiting_; }
   // What this rank sent.
   Traffic traffic() const;
 
@@ -45,6 +48,7 @@ class CopyRing {
   void pass(const at::Tensor& out, const at::Tensor& in, const std::string& label);
 
   int source_ = 0;
+  std::atomic<bool> waiting_ = false;
   std::unique_ptr<Communicator> to_holder_;    // rank 0 is the owner, rank 1 the holder
   std::unique_ptr<Communicator> from_source_;  // the same
 };

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/recovery/gather_generation.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <map>
 #include <string>
 #include <utility>
@@ -29,13 +31,20 @@ Manifest gather_manifest(Communicator& control, const Generation* own, const Res
     }
     return served.empty() ? std::string() : files_text(served);
   });
-  const auto manifests = run_on_all_ranks(control, "recover()", [&]() -> std::string {
-    return which.servers[0] == control.rank() ? manifest_text(own->manifest) : std::string();
+  const int source = which.servers[0];
+  std::string text;
+  const auto sizes = run_on_all_ranks(control, "recover()", [&]() -> std::string {
+    if (source == control.rank()) text = manifest_text(own->manifest);
+    return std::to_string(text.size());
   });
-  Manifest manifest = parse_manifest(manifests[which.servers[0]], kName);
+  text.resize(std::stoull(sizes.at(source)));
+  const at::Tensor bytes =
+      at::from_blob(text.data(), {static_cast<int64_t>(text.size())}, at::kByte);
+  control.broadcast(bytes, source, "the manifest of a protected step").wait();
+  Manifest manifest = parse_manifest(text, kName);
   std::vector<std::vector<ManifestFile>> served;
-  for (const std::string& text : texts) {
-    served.push_back(text.empty() ? std::vector<ManifestFile>() : parse_files(text, kName));
+  for (const std::string& files : texts) {
+    served.push_back(files.empty() ? std::vector<ManifestFile>() : parse_files(files, kName));
   }
   std::vector<size_t> next(served.size(), 0);
   for (const int server : which.servers) {

@@ -2,10 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/recovery/protection.h"
 
+#include <c10/util/Exception.h>
+
 #include <exception>
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/base/own_thread_wait.h"
 
 namespace zero {
 
@@ -15,8 +18,11 @@ Protection::Protection(const Group& group, std::shared_ptr<Generations> generati
       recovery_(recovery),
       rank_(group.rank()),
       world_size_(group.world_size()),
+      timeout_(group.timeout()),
       others_may_join_(recovery > 0) {
   if (world_size_ > 1) ring_ = std::make_unique<CopyRing>(group);
+  // Here a failure is one of the construction: begin() is too late for it.
+  if (ring_ || others_may_join_) thread_.start();
 }
 
 Protection::~Protection() { abort("its optimizer was destroyed"); }
@@ -26,7 +32,20 @@ void Protection::abort(const std::string& reason) noexcept {
 }
 
 std::string Protection::finish() {
-  if (made_.valid()) problem_ = made_.get();
+  if (!made_.valid()) return problem_;
+  OwnThreadWait wait(c10::str("rank ", rank_, " of ", world_size_,
+                              " waits for its thread that copies a protected step"),
+                     timeout_);
+  int64_t local = 0;  // looks at work on own memory, which has no limit
+  try {
+    while (made_.wait_for(OwnThreadWait::kLook) != std::future_status::ready) {
+      if (!ring_ || !ring_->is_waiting()) ++local;
+      wait.look(local + (ring_ ? ring_->traffic().small_calls : 0));
+    }
+    problem_ = made_.get();
+  } catch (const std::exception& error) {
+    problem_ = error_text(error);
+  }
   return problem_;
 }
 

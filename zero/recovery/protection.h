@@ -10,6 +10,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <future>
 #include <memory>
@@ -53,6 +54,7 @@ class Protection {
   const int64_t recovery_;
   const int rank_;
   const int world_size_;
+  const std::chrono::milliseconds timeout_;
   const bool others_may_join_;      // and need what one rank alone keeps for them
   std::unique_ptr<CopyRing> ring_;  // null for one rank alone, which nothing protects
   int64_t begun_ = 0;

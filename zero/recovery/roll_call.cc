@@ -5,7 +5,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <numeric>
 #include <set>
 #include <sstream>
@@ -13,6 +16,8 @@
 
 #include "zero/base/error_text.h"
 #include "zero/base/slow_wait.h"
+#include "zero/base/threads.h"
+#include "zero/rendezvous/ended_ranks.h"
 
 namespace zero {
 namespace {
@@ -27,6 +32,9 @@ constexpr milliseconds kLook{150};
 constexpr milliseconds kPause{20};
 // Between two beats, so that each look sees another one.
 constexpr milliseconds kBeatPause{50};
+// The destructor waits so long for the thread, and for the store.
+constexpr milliseconds kEndOfThread{500};
+constexpr milliseconds kEndOfJob{1000};
 
 // Keys of each call.
 constexpr const char* kBell = "/bell";  // rings for a call and for those that join
@@ -63,13 +71,41 @@ std::string text_of(const std::set<int>& numbers) {
 
 }  // namespace
 
+struct RollCall::Answers {
+  Answers(c10::intrusive_ptr<BoundedStore> store_in, int rank_in)
+      : store(std::move(store_in)), rank(rank_in) {}
+
+  // The body of the thread.
+  void give();
+  // Answers the call, or sees who waits to join it. Returns whether it has answered.
+  bool look(int64_t call);
+  void watch(int64_t call);
+  std::string list_of(const std::string& key) const {
+    return store->check({key}) ? text_of(store->get(key)) : std::string();
+  }
+
+  const c10::intrusive_ptr<BoundedStore> store;
+  const int rank;
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t calls = 0;
+  std::map<int, int64_t> beats;  // of those that join the next call, as last seen
+  std::vector<int> waiting;
+  bool stop = false;
+  bool ended = false;  // the thread uses nothing any more
+  bool lost = false;   // the store
+};
+
 RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-                   milliseconds timeout, bool joins)
+                   milliseconds timeout, bool joins, std::vector<int> job_ranks)
     : store_(BoundedStore::of(store, timeout)->each_within(std::min(timeout, milliseconds(5000)))),
       rank_(rank),
       timeout_(timeout),
+      job_ranks_(std::move(job_ranks)),
       ranks_(static_cast<size_t>(world_size)),
-      exceptions_(std::uncaught_exceptions()) {
+      exceptions_(std::uncaught_exceptions()),
+      answers_(std::make_shared<Answers>(store_, rank)) {
   std::iota(ranks_.begin(), ranks_.end(), 0);
   if (joins) return;
   if (rank == 0) store_->set(kRanks, bytes_of(std::to_string(world_size)));
@@ -77,103 +113,144 @@ RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int w
 }
 
 void RollCall::start() {
-  thread_ = std::thread([this] { answer(); });
+  thread_ = start_thread([answers = answers_] { answers->give(); });
 }
 
 RollCall::~RollCall() {
   if (!thread_.joinable()) return;
+  bool ended = false;
+  bool lost = false;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
+    std::unique_lock<std::mutex> lock(answers_->mutex);
+    answers_->stop = true;
+    answers_->changed.notify_all();
+    ended = answers_->changed.wait_for(lock, kEndOfThread, [this] { return answers_->ended; });
+    lost = answers_->lost || !ended;
   }
-  changed_.notify_all();
-  thread_.join();
-  const bool failed = std::uncaught_exceptions() > exceptions_ || !left_behind_.empty() || lost_;
+  // In a call of a store that is silent; it owns what it uses.
+  ended ? thread_.join() : thread_.detach();
+  const bool failed = std::uncaught_exceptions() > exceptions_ || !left_behind_.empty() || lost;
   if (failed || ranks_.front() != rank_) return;
   try {
-    store_->set(kEnded, bytes_of("1"));
+    store_->within(kEndOfJob)->set(kEnded, bytes_of("1"));
   } catch (const std::exception&) {  // there is nothing to join, either
   }
 }
 
 int64_t RollCall::calls() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return calls_;
+  const std::lock_guard<std::mutex> lock(answers_->mutex);
+  return answers_->calls;
 }
 
-void RollCall::answer() {
+void RollCall::Answers::give() {
   int64_t answered = 0;  // calls
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!stop_) {
-    const int64_t next = std::max(calls_, answered);
+  std::unique_lock<std::mutex> lock(mutex);
+  while (!stop && !lost) {
+    const int64_t next = std::max(calls, answered);
     lock.unlock();
+    bool gone = false;
     try {
-      const std::string prefix = std::to_string(next);
-      if (store_->check({prefix + kBell})) {
-        if (store_->check({prefix + kOpen})) {
-          store_->append(prefix + kAlive, bytes_of(std::to_string(rank_) + " "));
-          answered = next + 1;
-        } else {
-          watch(next);
-        }
-      }
+      if (look(next)) answered = next + 1;
     } catch (const std::exception&) {
-      // Nothing can be recovered over a store that is gone, as call() says. Asking it again would
-      // only make c10d warn.
-      lost_ = true;
-      return;
+      // A late answer is no reason to leave this rank without a voice. Nothing can be recovered
+      // over a store that is gone, as call() says: asking it again would only make c10d warn.
+      gone = store->is_gone();
     }
     lock.lock();
-    changed_.wait_for(lock, kLook, [this] { return stop_; });
+    lost = gone;
+    if (!lost) changed.wait_for(lock, kLook, [this] { return stop; });
   }
+  ended = true;
+  changed.notify_all();
 }
 
-void RollCall::watch(int64_t next) {
-  const std::string prefix = std::to_string(next);
-  std::map<int, int64_t> beats;
+bool RollCall::Answers::look(int64_t call) {
+  const std::string prefix = std::to_string(call);
+  if (!store->check({prefix + kBell})) return false;
+  if (!store->check({prefix + kOpen})) {
+    watch(call);
+    return false;
+  }
+  store->append(prefix + kAlive, bytes_of(std::to_string(rank) + " "));
+  return true;
+}
+
+void RollCall::Answers::watch(int64_t call) {
+  const std::string prefix = std::to_string(call);
+  std::map<int, int64_t> now;
   for (const int number : numbers_in(list_of(prefix + kJoining))) {
-    beats[number] = store_->add(prefix + kBeat + std::to_string(number), 0);
+    now[number] = store->add(prefix + kBeat + std::to_string(number), 0);
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (next != calls_) return;
-  std::vector<int> waiting;
-  for (const auto& [number, beat] : beats) {
-    const auto before = beats_.find(number);
-    if (before != beats_.end() && before->second < beat) waiting.push_back(number);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (call != calls) return;
+  waiting.clear();
+  for (const auto& [number, beat] : now) {
+    const auto before = beats.find(number);
+    if (before != beats.end() && before->second < beat) waiting.push_back(number);
   }
-  beats_ = std::move(beats);
-  waiting_ = std::move(waiting);
+  beats = std::move(now);
 }
 
 std::vector<int> RollCall::waiting() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return waiting_;
+  const std::lock_guard<std::mutex> lock(answers_->mutex);
+  return answers_->waiting;
 }
 
-std::string RollCall::list_of(const std::string& key) const {
-  return store_->check({key}) ? text_of(store_->get(key)) : std::string();
+std::set<int> RollCall::ended() const {
+  std::set<int> ranks = ended_ranks(*store_);
+  if (job_ranks_.empty()) return ranks;
+  std::set<int> numbers;
+  for (size_t n = 0; n < job_ranks_.size(); ++n) {
+    if (ranks.contains(job_ranks_[n])) numbers.insert(static_cast<int>(n));
+  }
+  // Those that join are called by their number in the job.
+  numbers.insert(ranks.lower_bound(static_cast<int>(job_ranks_.size())), ranks.end());
+  return numbers;
 }
 
-std::string RollCall::close(const std::string& prefix) {
+bool RollCall::lost_one_of(const std::vector<int>& numbers) const {
+  const auto deadline = Clock::now() + kAnswer;
+  do {
+    const std::set<int> gone = ended();
+    for (const int number : numbers) {
+      if (gone.contains(number)) return true;
+    }
+    std::this_thread::sleep_for(kPause);
+  } while (Clock::now() < deadline);
+  return false;
+}
+
+std::string RollCall::close(const std::string& prefix, const Enough& enough) {
   const auto start = Clock::now();
-  const std::set<int> expected(ranks_.begin(), ranks_.end());
+  std::set<int> refused;  // present, and not enough
   while (true) {
-    if (std::string list = list_of(prefix + kList); !list.empty()) return list;
-    const std::set<int> arrived = numbers_in(list_of(prefix + kArrived));
-    const std::set<int> alive = numbers_in(list_of(prefix + kAlive));
-    const std::set<int> joining = numbers_in(list_of(prefix + kJoining));
+    if (std::string list = answers_->list_of(prefix + kList); !list.empty()) return list;
+    const std::set<int> arrived = numbers_in(answers_->list_of(prefix + kArrived));
+    const std::set<int> alive = numbers_in(answers_->list_of(prefix + kAlive));
+    const std::set<int> joining = numbers_in(answers_->list_of(prefix + kJoining));
+    const std::set<int> gone = ended();
     const auto waited = Clock::now() - start;
+    const auto is_gone = [&](int number) { return gone.contains(number); };
     std::set<int> present = arrived;
     bool all_who_answer = true;
     bool all_who_join = true;
     for (const int number : alive) {
       const bool joins = joining.count(number) != 0;
       if (joins) present.insert(number);
-      all_who_answer = all_who_answer && (joins || arrived.count(number) != 0);
+      all_who_answer = all_who_answer && (joins || arrived.count(number) != 0 || is_gone(number));
     }
-    for (const int number : joining) all_who_join = all_who_join && alive.count(number) != 0;
-    if ((arrived == expected && all_who_join) || (waited >= kAnswer && all_who_answer) ||
-        waited >= timeout_ + kMoment) {
+    for (const int number : joining) {
+      all_who_join = all_who_join && (alive.count(number) != 0 || is_gone(number));
+    }
+    std::erase_if(present, is_gone);
+    const bool all = std::ranges::all_of(
+        ranks_, [&](int rank) { return arrived.count(rank) != 0 || is_gone(rank); });
+    bool closes = (all && all_who_join) || waited >= timeout_ + kMoment;
+    if (!closes && waited >= kAnswer && all_who_answer && present != refused) {
+      closes = !enough || enough(texts_at(prefix, present));
+      if (!closes) refused = present;
+    }
+    if (closes) {
       // The first list stays.
       return text_of(store_->compareSet(prefix + kList, {}, bytes_of(text_of(present))));
     }
@@ -181,20 +258,20 @@ std::string RollCall::close(const std::string& prefix) {
   }
 }
 
-RollCall::Present RollCall::call(const std::string& text) {
+RollCall::Present RollCall::call(const std::string& text, const Enough& enough) {
   TORCH_CHECK(left_behind_.empty(), left_behind_);
   std::string prefix;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    prefix = std::to_string(calls_++);
-    beats_.clear();
-    waiting_.clear();
+    const std::lock_guard<std::mutex> lock(answers_->mutex);
+    prefix = std::to_string(answers_->calls++);
+    answers_->beats.clear();
+    answers_->waiting.clear();
   }
   store_->set(text_key(prefix, rank_), bytes_of(text));
   store_->append(prefix + kArrived, bytes_of(std::to_string(rank_) + " "));
   store_->set(prefix + kOpen, bytes_of("1"));
   store_->set(prefix + kBell, bytes_of("1"));
-  const std::set<int> present = numbers_in(close(prefix));
+  const std::set<int> present = numbers_in(close(prefix, enough));
   if (present.count(rank_) == 0) {
     left_behind_ = c10::str(
         "the other ranks went on without rank ", rank_, " as ", present.size(),
@@ -209,11 +286,16 @@ RollCall::Present RollCall::call(const std::string& text) {
 RollCall::Present RollCall::present_at(const std::string& prefix, const std::set<int>& numbers) {
   Present result;
   result.ranks.assign(numbers.begin(), numbers.end());
-  for (const int rank : result.ranks) {
-    result.texts.push_back(text_of(store_->get(text_key(prefix, rank))));
-  }
+  result.texts = texts_at(prefix, numbers);
   ranks_ = result.ranks;
   return result;
+}
+
+std::vector<std::string> RollCall::texts_at(const std::string& prefix,
+                                            const std::set<int>& numbers) {
+  std::vector<std::string> texts;
+  for (const int n : numbers) texts.push_back(text_of(store_->get(text_key(prefix, n))));
+  return texts;
 }
 
 RollCall::Present RollCall::join(const std::string& text) {
@@ -244,14 +326,14 @@ RollCall::Present RollCall::join(const std::string& text) {
               rank_, "; start it with a greater one");
   for (int64_t call = 0;; ++call) {
     const std::string prefix = std::to_string(call);
-    std::string list = list_of(prefix + kList);
+    std::string list = answers_->list_of(prefix + kList);
     if (list.empty()) {
       store_->set(text_key(prefix, rank_), bytes_of(text));
       store_->append(prefix + kJoining, bytes_of(number + " "));
       store_->set(prefix + kBell, bytes_of("1"));
     }
     bool answered = false;
-    for (; list.empty(); list = list_of(prefix + kList)) {
+    for (; list.empty(); list = answers_->list_of(prefix + kList)) {
       store_->add(prefix + kBeat + number, 1);
       if (!answered && store_->check({prefix + kOpen})) {
         store_->append(prefix + kAlive, bytes_of(number + " "));
@@ -261,7 +343,7 @@ RollCall::Present RollCall::join(const std::string& text) {
     }
     const std::set<int> present = numbers_in(list);
     if (present.count(rank_) == 0) continue;  // the list was closed before
-    calls_ = call + 1;
+    answers_->calls = call + 1;               // its thread is yet to start
     start();
     return present_at(prefix, present);
   }

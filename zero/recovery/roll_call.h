@@ -5,7 +5,8 @@
 // their group.
 //
 // Each rank that calls writes its name into the store. A thread on every rank answers for one that
-// has not noticed the failure yet, for example because it computes: the others wait for it. One
+// has not noticed the failure yet, for example because it computes: the others wait for it. A store
+// that answers late for a while does not end that thread. One
 // that is killed, stopped or out of reach answers nothing. The first rank that sees everyone
 // present who answers writes down the list, once and for all: it counts for every rank, also for
 // one that wakes up later and is not on it.
@@ -15,12 +16,10 @@
 // time that suits them. One that is killed while it waits is on no list.
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <map>
-#include <mutex>
+#include <functional>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
@@ -34,8 +33,10 @@ class RollCall {
  public:
   // Starts the thread. `store` is this object's alone on each rank. Ranks are 0 to world_size - 1;
   // one that `joins` has a number from world_size on of its own, and must call join() first.
+  // `job_ranks` are their numbers in the job, if they are others: those of processes that have
+  // ended are not waited for.
   RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-           std::chrono::milliseconds timeout, bool joins = false);
+           std::chrono::milliseconds timeout, bool joins = false, std::vector<int> job_ranks = {});
   // Unless an exception destroys the lowest rank's, the job has ended: none joins it any more.
   ~RollCall();
   RollCall(const RollCall&) = delete;
@@ -47,9 +48,13 @@ class RollCall {
   };
   // Collective over the ranks that are left. Ranks that were absent once are not waited for again.
   // Throws c10::Error on a rank that the others went on without, from then on in each call, and if
-  // the store is gone. Takes the answering time of a second if ranks are missing, and the timeout
-  // and 5 s if one that answers does not arrive.
-  Present call(const std::string& text);
+  // the store is gone. Takes the answering time of a second if ranks are missing that have not
+  // ended, and the timeout and 5 s if one that answers does not arrive, or if `enough`, called with
+  // the texts of those present, is false: one that is missing may only be slow.
+  using Enough = std::function<bool(const std::vector<std::string>& texts)>;
+  Present call(const std::string& text, const Enough& enough = {});
+  // Whether one of `numbers` has ended. Waits a second for its launcher to say so.
+  bool lost_one_of(const std::vector<int>& numbers) const;
 
   // Waits until the others call the roll, and returns as call() does for them. Throws c10::Error
   // when the job has ended, no rank of it protects steps, another process has the same number, or
@@ -64,30 +69,24 @@ class RollCall {
 
  private:
   using Clock = std::chrono::steady_clock;
+  struct Answers;  // The thread's, which may outlive this object in a call of the store.
 
   void start();
-  void answer();
-  // Sees who waits to join the next call.
-  void watch(int64_t next);
-  std::string list_of(const std::string& key) const;
   Present present_at(const std::string& prefix, const std::set<int>& numbers);
   // The list, written down by this rank or another one.
-  std::string close(const std::string& prefix);
+  std::string close(const std::string& prefix, const Enough& enough);
+  std::vector<std::string> texts_at(const std::string& prefix, const std::set<int>& numbers);
+  // Of any that take part.
+  std::set<int> ended() const;
 
   const c10::intrusive_ptr<BoundedStore> store_;
   const int rank_;
   const std::chrono::milliseconds timeout_;
+  const std::vector<int> job_ranks_;
   std::vector<int> ranks_;  // the present ones of the last call
   std::string left_behind_;
-  const int exceptions_;            // under way at construction
-  std::atomic<bool> lost_ = false;  // the store
-
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  int64_t calls_ = 0;
-  std::map<int, int64_t> beats_;  // of those that join the next call, as last seen
-  std::vector<int> waiting_;
-  bool stop_ = false;
+  const int exceptions_;  // under way at construction
+  const std::shared_ptr<Answers> answers_;
   std::thread thread_;
 };
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <future>
 #include <mutex>
 #include <thread>
@@ -14,6 +15,7 @@
 
 #include "zero/base/detached_call.h"
 #include "zero/base/error_text.h"
+#include "zero/base/own_process.h"
 
 namespace zero {
 namespace {
@@ -38,25 +40,34 @@ std::string keys_text(const std::vector<std::string>& keys) {
 struct BoundedStore::Server {
   std::string name;
   bool here = false;
+  StorePtr store;  // without a prefix
+  OwnProcess process;
+  std::atomic<bool> gone = false;
 
   std::mutex mutex;
   // Calls that their callers left behind. While one hangs, it keeps the connection.
   std::vector<std::shared_future<bool>> left_behind;
 
-  bool hangs() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto ended = [](const std::shared_future<bool>& call) {
-      return call.wait_for(milliseconds(0)) == std::future_status::ready;
-    };
-    left_behind.erase(std::remove_if(left_behind.begin(), left_behind.end(), ended),
-                      left_behind.end());
-    return !left_behind.empty();
+  // Returns whether one still hangs at `deadline`.
+  bool hangs_until(std::chrono::steady_clock::time_point deadline) {
+    std::vector<std::shared_future<bool>> calls;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      std::erase_if(left_behind, [](const std::shared_future<bool>& call) {
+        return call.wait_for(milliseconds(0)) == std::future_status::ready;
+      });
+      calls = left_behind;
+    }
+    return std::ranges::any_of(calls, [&](const std::shared_future<bool>& call) {
+      return call.wait_until(deadline) != std::future_status::ready;
+    });
   }
 };
 
 BoundedStore::BoundedStore(StorePtr store, milliseconds limit, const std::string& name,
                            bool served_here)
     : BoundedStore(std::move(store), std::make_shared<Server>(), limit, std::nullopt) {
+  server_->store = store_;
   server_->name = name;
   server_->here = served_here;
 }
@@ -81,6 +92,11 @@ c10::intrusive_ptr<BoundedStore> BoundedStore::under(const std::string& prefix) 
       c10::make_intrusive<c10d::PrefixStore>(prefix, store_), server_, limit_, deadline_));
 }
 
+c10::intrusive_ptr<BoundedStore> BoundedStore::without_prefix() const {
+  return c10::intrusive_ptr<BoundedStore>::unsafe_steal_from_new(
+      new BoundedStore(server_->store, server_, limit_, deadline_));
+}
+
 c10::intrusive_ptr<BoundedStore> BoundedStore::within(milliseconds limit) const {
   return c10::intrusive_ptr<BoundedStore>::unsafe_steal_from_new(
       new BoundedStore(store_, server_, limit, Clock::now() + limit));
@@ -92,6 +108,7 @@ c10::intrusive_ptr<BoundedStore> BoundedStore::each_within(milliseconds limit) c
 }
 
 bool BoundedStore::served_here() const { return server_->here; }
+bool BoundedStore::is_gone() const { return server_->gone; }
 
 BoundedStore::Clock::time_point BoundedStore::deadline_from_now() const {
   return deadline_.value_or(Clock::now() + limit_);
@@ -103,7 +120,8 @@ auto BoundedStore::ask(const std::string& what, Clock::time_point deadline, Call
     return c10::str(server_->name, " did not answer ", since, " (", what,
                     "): the process that serves it is stopped, or its machine is silent");
   };
-  TORCH_CHECK(!server_->hangs(), silent("to an earlier call"));
+  server_->process.check(server_->name);  // a child would write to the connection of its parent
+  TORCH_CHECK(!server_->hangs_until(deadline), silent("to an earlier call"));
   // A store that is asked in the last moment may still answer.
   deadline = std::max(deadline, Clock::now() + kLeast);
   auto ended = std::make_shared<std::promise<bool>>();
@@ -122,6 +140,7 @@ auto BoundedStore::ask(const std::string& what, Clock::time_point deadline, Call
   try {
     return answer.get();
   } catch (const c10::DistNetworkError& error) {
+    server_->gone = true;
     TORCH_CHECK(false, server_->name, " is gone (", what,
                 "): the process that serves it has ended, "
                 "or cannot be reached. ",

@@ -5,7 +5,8 @@
 //
 // The calls of c10d's TCPStore block for ever when the process that serves it is stopped or its
 // machine is silent. Here each call runs on a thread of its own, and its caller leaves it behind at
-// the time limit.
+// the time limit. A call that was left behind keeps the connection: later ones wait for it within
+// their own limits.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -33,6 +34,8 @@ class BoundedStore final : public c10d::Store {
                                              std::chrono::milliseconds limit);
   // The same store, all keys under `prefix`.
   c10::intrusive_ptr<BoundedStore> under(const std::string& prefix) const;
+  // The same store with the keys of all others that it has, within the same limits.
+  c10::intrusive_ptr<BoundedStore> without_prefix() const;
   // The same store for calls that end within `limit` from now, all together. wait() and get() wait
   // that long for a key, whatever time their caller asks for.
   c10::intrusive_ptr<BoundedStore> within(std::chrono::milliseconds limit) const;
@@ -41,6 +44,8 @@ class BoundedStore final : public c10d::Store {
   c10::intrusive_ptr<BoundedStore> each_within(std::chrono::milliseconds limit) const;
 
   bool served_here() const;
+  // Whether a call found the connection closed. No later call succeeds then.
+  bool is_gone() const;
 
   using Store::compareSet;
   using Store::set;

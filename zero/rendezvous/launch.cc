@@ -30,6 +30,7 @@
 
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"
+#include "zero/rendezvous/ended_ranks.h"
 #include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/line_pipe.h"
 #include "zero/rendezvous/tcp_store.h"
@@ -43,6 +44,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int kPollMilliseconds = 20;
 // The store is served and asked by this process.
 constexpr std::chrono::seconds kServeTimeout{10};
+// The parent must not wait longer than this for its own store.
+constexpr std::chrono::seconds kStoreLimit{1};
 
 struct Child {
   pid_t pid = -1;  // -1 once it has ended.
@@ -189,7 +192,8 @@ Child start_child(const Place& place, int port, const LaunchOptions& options) {
 // Looks after the children until the last one has ended.
 class Parent {
  public:
-  Parent(int ranks, const LaunchOptions& options) : ranks_(ranks), options_(options) {}
+  Parent(int ranks, const LaunchOptions& options, c10::intrusive_ptr<BoundedStore> store)
+      : ranks_(ranks), options_(options), store_(std::move(store)) {}
 
   ~Parent() {  // Children are left only when starting one has failed.
     send_all(SIGKILL);
@@ -269,6 +273,7 @@ class Parent {
         pipe.close_now();  // A process that the rank has left behind may hold the other end.
       }
       if (status != 0) failed.push_back(child.local_rank);
+      if (options_.survivors_go_on) add_ended_rank(*store_, static_cast<int>(rank));
       report(static_cast<int>(rank), status);
     }
     for (const int local_rank : failed) replace(local_rank);
@@ -315,6 +320,7 @@ class Parent {
 
   const int ranks_;
   const LaunchOptions options_;
+  const c10::intrusive_ptr<BoundedStore> store_;
   int port_ = 0;                 // of the store
   std::vector<Child> children_;  // by rank
   int exit_code_ = 0;            // Of the first failure.
@@ -378,7 +384,7 @@ int launch_local(int ranks, const std::function<int()>& body, const LaunchOption
     TORCH_CHECK(problem.empty(), "launch_local: cannot start ", ranks, " ranks: ", problem);
     const SignalCatcher signals;
     const auto store = serve_store(ranks);
-    Parent parent(ranks, options);
+    Parent parent(ranks, options, c10::make_intrusive<BoundedStore>(store, kStoreLimit));
     parent.start_all(store->getPort());
     return parent.run();
   });

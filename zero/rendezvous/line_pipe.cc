@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/rendezvous/line_pipe.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -57,6 +58,11 @@ void LinePipe::pass_on_lines() {
   text_.erase(0, begin);
   for (size_t done = 0; done < out.size();) {
     const ssize_t count = write(to_, out.data() + done, out.size() - done);
+    if (count < 0 && errno == EAGAIN) {  // Another program has made the terminal non-blocking.
+      pollfd writable{to_, POLLOUT, 0};
+      poll(&writable, 1, -1);
+      continue;
+    }
     if (count < 0 && errno != EINTR) return;  // The reader has closed its end.
     done += static_cast<size_t>(std::max<ssize_t>(count, 0));
   }

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -16,11 +17,13 @@
 #include "zero/base/detached_call.h"
 #include "zero/base/error_text.h"
 #include "zero/base/slow_wait.h"
+#include "zero/rendezvous/ended_ranks.h"
 
 namespace zero {
 namespace {
 
 using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
 
 // The interval at which a waiting rank checks whether another gave up.
 constexpr milliseconds kLook{200};
@@ -31,12 +34,14 @@ constexpr milliseconds kReaders{200};
 constexpr milliseconds kPause{20};
 // Work has its own limit, and its error says more than ours.
 constexpr milliseconds kGrace{100};
+constexpr milliseconds kLater{1000};
 constexpr size_t kRanksNamed = 8;
 
 constexpr const char* kArrived = "arrived";
 constexpr const char* kConnected = "connected";
 constexpr const char* kGivenUp = "given up";
 constexpr const char* kReasons = "reasons read";
+constexpr const char* kTries = "tries";
 
 std::string mark_key(int rank) { return "rank/" + std::to_string(rank); }
 
@@ -85,16 +90,34 @@ struct Rendezvous::Marks {
   }
 };
 
+c10::intrusive_ptr<BoundedStore> Tries::enter(int rank, Clock::time_point deadline) {
+  const auto given_up = [&] { return store_->check({c10::str(number_, "/", kGivenUp)}); };
+  while (true) {
+    number_ = std::max<int64_t>(store_->add(kTries, rank == 0 ? 1 : 0), 1);
+    if (!given_up() || (rank != 0 && Clock::now() >= deadline)) break;
+    std::this_thread::sleep_for(rank == 0 ? milliseconds(0) : kPause);
+  }
+  return store_->under(std::to_string(number_));
+}
+
+void Tries::give_up() noexcept {
+  try {
+    if (number_ > 0) store_->within(kMarks)->set(c10::str(number_, "/", kGivenUp), kGivenUp);
+  } catch (const std::exception&) {  // The store is gone: another try has another one.
+  }
+}
+
 Rendezvous::Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int world_size,
                        milliseconds timeout, Clock::time_point since, std::string failed,
-                       std::string purpose)
+                       std::string purpose, std::vector<int> job_ranks)
     : store_(std::move(store)),
       rank_(rank),
       world_size_(world_size),
       timeout_(timeout),
       since_(since),
       failed_(std::move(failed)),
-      purpose_(std::move(purpose)) {}
+      purpose_(std::move(purpose)),
+      job_ranks_(std::move(job_ranks)) {}
 
 Rendezvous::Backend Rendezvous::run(const Work& work) {
   const auto left = std::chrono::ceil<milliseconds>(since_ + timeout_ - Clock::now());
@@ -111,9 +134,14 @@ Rendezvous::Backend Rendezvous::run(const Work& work) {
   } catch (const std::exception& error) {
     reason = error_line(error);
   }
+  const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - since_);
   const std::string others = give_up(reason);
-  TORCH_CHECK(false, failed_, " within ", timeout_.count(), " ms (this is rank ", rank_, ")",
-              others, ". ", reason);
+  // A rank that began later learns earlier that the time of another is up.
+  const std::string time =
+      took + kLater >= timeout_
+          ? c10::str(" within ", timeout_.count(), " ms")
+          : c10::str(" (after ", took.count(), " ms of at most ", timeout_.count(), " ms)");
+  TORCH_CHECK(false, failed_, time, " (this is rank ", rank_, ")", others, ". ", reason);
 }
 
 Rendezvous::Backend Rendezvous::await(std::future<Backend> made, BoundedStore& store) const {
@@ -126,11 +154,23 @@ Rendezvous::Backend Rendezvous::await(std::future<Backend> made, BoundedStore& s
       printed = true;
       print_whom(store);
     }
+    check_ended(store);
     if (store.check({kGivenUp}) && made.wait_for(milliseconds(0)) != std::future_status::ready) {
       TORCH_CHECK(false, text_of(store.get(kGivenUp)));
     }
   }
   return made.get();
+}
+
+void Rendezvous::check_ended(const BoundedStore& store) const {
+  if (job_ranks_.empty()) return;
+  const std::set<int> ended = ended_ranks(store);
+  for (size_t r = 0; r < job_ranks_.size(); ++r) {
+    TORCH_CHECK(!ended.contains(job_ranks_[r]), "Rank ", r,
+                job_ranks_[r] == static_cast<int>(r) ? std::string()
+                                                     : c10::str(", RANK ", job_ranks_[r], ","),
+                " has ended, says the launcher");
+  }
 }
 
 void Rendezvous::print_whom(BoundedStore& store) const {

@@ -11,9 +11,12 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <future>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "zero/rendezvous/bounded_store.h"
 
@@ -33,10 +36,11 @@ class Rendezvous {
 
   // `store` is this meeting's alone. The timeout counts from `since`. `failed` begins the error and
   // `purpose` ends the line about a long wait: "rank 0 of 2 waits for rank 1 <purpose> (up to 10
-  // min)".
+  // min)". `job_ranks` are the ranks' numbers in the job: one that its launcher has seen end is not
+  // waited for. Empty: nothing is known of them.
   Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int world_size,
              std::chrono::milliseconds timeout, std::chrono::steady_clock::time_point since,
-             std::string failed, std::string purpose);
+             std::string failed, std::string purpose, std::vector<int> job_ranks = {});
 
   // Collective. Throws c10::Error within the timeout and a second when a rank does not take part or
   // gives up.
@@ -48,6 +52,8 @@ class Rendezvous {
   struct Marks;
 
   Backend await(std::future<Backend> made, BoundedStore& store) const;
+  // Throws when one of the ranks has ended.
+  void check_ended(const BoundedStore& store) const;
   void print_whom(BoundedStore& store) const;
   Marks read_marks(c10d::Store& store) const;
   // Makes the others give up too, and returns the ranks that are missing as far as the store shows.
@@ -60,6 +66,24 @@ class Rendezvous {
   const Clock::time_point since_;
   const std::string failed_;
   const std::string purpose_;
+  const std::vector<int> job_ranks_;
+};
+
+// A meeting of all ranks that can be tried again. Rank 0 begins each try; one that a rank gave up
+// is over for all, so that no rank meets the marks of an earlier one.
+class Tries {
+ public:
+  // `store` is that of all tries.
+  explicit Tries(c10::intrusive_ptr<BoundedStore> store) : store_(std::move(store)) {}
+  // Returns the store of the try that is under way, or the first one. Another rank than 0 waits for
+  // rank 0 to begin the next where the last was given up, until `deadline`.
+  c10::intrusive_ptr<BoundedStore> enter(int rank, std::chrono::steady_clock::time_point deadline);
+  // The try that this rank entered is over. Never throws.
+  void give_up() noexcept;
+
+ private:
+  const c10::intrusive_ptr<BoundedStore> store_;
+  int64_t number_ = 0;
 };
 
 }  // namespace zero

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <thread>
 
+#include "zero/base/broken_pipes.h"
 #include "zero/base/descriptors.h"
 #include "zero/base/detached_call.h"
 
@@ -88,6 +89,7 @@ int store_descriptors(int world_size) {
 }
 
 TcpStorePtr open_tcp_store(const std::string& host, c10d::TCPStoreOptions options) {
+  survive_broken_pipes();
   const auto failure = std::make_shared<Failure>();
   auto opened = start_detached([=] { return open_in_time(host, options, *failure); });
   if (opened.wait_for(options.timeout + kGrace) != std::future_status::ready) {

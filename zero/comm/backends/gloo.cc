@@ -3,6 +3,7 @@
 
 #include "zero/comm/backends/gloo.h"
 
+#include <c10/util/Exception.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -11,13 +12,12 @@
 
 #include <algorithm>
 #include <array>
-#include <csignal>
 #include <cstdlib>
-#include <mutex>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
+#include "zero/base/broken_pipes.h"
 #include "zero/base/descriptors.h"
 
 namespace zero {
@@ -25,7 +25,7 @@ namespace {
 
 using Devices = decltype(c10d::ProcessGroupGloo::Options::devices);
 
-// The interfaces of GLOO_SOCKET_IFNAME. Each becomes a device, with connections of its own.
+// The interfaces of GLOO_SOCKET_IFNAME.
 std::vector<std::string> interface_names() {
   const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
   std::istringstream text(interfaces == nullptr ? "" : interfaces);
@@ -41,26 +41,9 @@ Devices make_devices(const std::string& hostname) {
   if (!hostname.empty()) {
     return {c10d::ProcessGroupGloo::createDeviceForHostname(hostname, kLazy)};
   }
-  Devices devices;
-  for (const std::string& name : interface_names()) {
-    devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(name, kLazy));
-  }
-  if (devices.empty()) devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice(kLazy));
-  return devices;
-}
-
-// Gloo writes to sockets without MSG_NOSIGNAL, so a peer that ends would end this
-// process without a message. Python programs ignore the signal from the start; others
-// keep a handler of their own if they have one.
-void survive_broken_pipes() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    struct sigaction action = {};
-    if (sigaction(SIGPIPE, nullptr, &action) == 0 && (action.sa_flags & SA_SIGINFO) == 0 &&
-        action.sa_handler == SIG_DFL) {
-      std::signal(SIGPIPE, SIG_IGN);
-    }
-  });
+  const std::vector<std::string> names = interface_names();
+  if (names.empty()) return {c10d::ProcessGroupGloo::createDefaultDevice(kLazy)};
+  return {c10d::ProcessGroupGloo::createDeviceForInterface(names.front(), kLazy)};
 }
 
 // Gloo waits five times its timeout for a peer to connect.
@@ -128,11 +111,16 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     int rank, int world_size,
                                                     std::chrono::milliseconds timeout,
                                                     const std::string& hostname) {
+  const std::string problem = gloo_problem(hostname);
+  TORCH_CHECK(problem.empty(), problem);
   survive_broken_pipes();
   const PatientThreads threads;
   const NewDescriptors descriptors;
   auto options = c10d::ProcessGroupGloo::Options::create(connect_timeout(timeout));
   options->devices = make_devices(hostname);
+  // For collectives, which nothing here calls. With more, c10d ends the process where it can start
+  // one of them and not the next.
+  options->threads = 1;
   auto backend =
       c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, std::move(options));
   backend->setTimeout(timeout);
@@ -142,11 +130,16 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
   return backend;
 }
 
-int gloo_descriptors(int world_size, const std::string& hostname) {
+std::string gloo_problem(const std::string& hostname) {
+  const std::vector<std::string> names = interface_names();
+  if (!hostname.empty() || names.size() <= 1) return {};
+  return c10::str("GLOO_SOCKET_IFNAME: expected one network interface, got ", names.size(), ": ",
+                  std::getenv("GLOO_SOCKET_IFNAME"), "; name the one that reaches the other ranks");
+}
+
+int gloo_descriptors(int world_size) {
   constexpr int kOfDevice = 4;  // the listener, an epoll instance and a pipe
-  const int devices =
-      hostname.empty() ? std::max<int>(1, static_cast<int>(interface_names().size())) : 1;
-  return devices * (world_size - 1 + kOfDevice);
+  return world_size - 1 + kOfDevice;
 }
 
 }  // namespace zero

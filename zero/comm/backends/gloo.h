@@ -22,9 +22,10 @@ namespace zero {
 // fifth of `timeout`, unless `store` has a limit of its own (BoundedStore::within).
 //
 // `hostname` is a name or address of this machine that the other ranks can
-// reach. When it is empty, Gloo listens on the interfaces that
-// GLOO_SOCKET_IFNAME lists, or else on the address that the machine's own name
-// resolves to.
+// reach. When it is empty, Gloo listens on the interface that
+// GLOO_SOCKET_IFNAME names, or else on the address that the machine's own name
+// resolves to. Several interfaces are refused: Gloo would send all data over the
+// first, and a failed rank could not close the connections of the others.
 //
 // The first call makes this process ignore SIGPIPE unless it handles it: Gloo
 // would let a peer that ends take this process with it, without a message.
@@ -42,8 +43,11 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     std::chrono::milliseconds timeout,
                                                     const std::string& hostname);
 
+// Why make_gloo_backend() would refuse what this process was started with; empty if it would not.
+std::string gloo_problem(const std::string& hostname);
+
 // How many descriptors make_gloo_backend() opens: a connection to each peer, and a few to listen
 // and to wait.
-int gloo_descriptors(int world_size, const std::string& hostname);
+int gloo_descriptors(int world_size);
 
 }  // namespace zero

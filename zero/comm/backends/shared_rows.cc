@@ -33,6 +33,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 constexpr int64_t kFollows = -1;
 // A wait ends earlier: it is aborted, or its connection ends.
 constexpr milliseconds kForever = std::chrono::hours(24 * 365);
+constexpr std::chrono::seconds kLookAgain{1};  // A lost wake-up costs so much.
 
 class RowBackend;
 
@@ -272,7 +273,9 @@ void RowBackend::copy(Arrival& arrival, milliseconds timeout) {
 void RowBackend::copy_arrivals() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return peers_->is_stopped() || !waiting_.empty(); });
+    const auto called = [this] { return peers_->is_stopped() || !waiting_.empty(); };
+    while (!changed_.wait_for(lock, kLookAgain, called)) {
+    }
     if (peers_->is_stopped()) return;
     const std::shared_ptr<Arrival> arrival = std::move(waiting_.front());
     waiting_.pop_front();

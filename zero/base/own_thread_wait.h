@@ -1,0 +1,37 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A wait for another thread of this process. It looks again every second, so that a lost wake-up
+// costs a second, and ends when the other thread stands still.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace zero {
+
+class OwnThreadWait {
+ public:
+  // What one look waits.
+  static constexpr std::chrono::seconds kLook{1};
+
+  // `text` names the rank and the thread: "rank 1 of 4 waits for its thread that ...". `limit` is
+  // that of the transfers for which the thread waits.
+  OwnThreadWait(std::string text, std::chrono::milliseconds limit);
+
+  // To be called after each kLook. Prints a line to stderr when `progress` has not changed for
+  // twice slow_wait_after(): a wait of the other thread for a peer has had its own line then.
+  // Throws c10::Error when it has not changed for `limit` and 5 s. Looks are counted, not time,
+  // since a stopped process makes none.
+  void look(int64_t progress);
+
+ private:
+  const std::string text_;
+  const std::chrono::milliseconds limit_;
+  int64_t progress_ = -1;
+  int64_t looks_ = 0;  // since `progress_` changed
+  bool printed_ = false;
+};
+
+}  // namespace zero
