@@ -42,9 +42,7 @@ def _precompiled(deps, unoptimized):
     """The precompiled header for a target with these deps, or None: see //third_party/pch."""
     if type(deps) != "list" or "@libtorch//:torch" not in deps:
         return None
-    if unoptimized:
-        return "torch_nn_unoptimized"
-    return "torch_nn" if native.package_name().split("/")[0] in ["examples", "tests"] else "torch"
+    return "torch_unoptimized" if unoptimized else "torch"
 
 def _options(kwargs, openmp, unoptimized = False):
     copts = _warnings() + (_OPENMP if openmp else []) + (_UNOPTIMIZED if unoptimized else [])

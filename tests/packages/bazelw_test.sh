@@ -59,7 +59,7 @@ export HOME=$work/home TORCH_PATH=$work BAZEL_STATUS=0
 mkdir -p "$work"/{bin,home,tree/third_party,tree/.bazel,base/execroot/zero/bazel-out}
 ln -s "$work/base/execroot/zero/bazel-out" "$work/tree/.bazel/out"
 cp bazelw "$work/tree/"
-echo 'APT_PACKAGES=""' > "$work/tree/third_party/versions.env"
+printf '%s\n' 'APT_PACKAGES=""' 'APT_PLUGIN_PACKAGE="dpkg"' > "$work/tree/third_party/versions.env"
 printf '#!/bin/sh\necho 5\n' > "$work/tree/third_party/build_jobs.sh"
 cat > "$work/bin/bazel" << 'END'
 #!/bin/sh
@@ -77,6 +77,7 @@ expect "run" "run --jobs=5 //x -- --nproc 2" "$(bazelw run //x -- --nproc 2)"
 expect "the user's" "build --jobs=9 //..." "$(bazelw build --jobs=9 //...)"
 expect "the user's, in short" "build -j 9 //..." "$(bazelw build -j 9 //...)"
 expect "query" "query //..." "$(bazelw query //...)"
+expect "help" "help test --long" "$(bazelw help test --long)"
 echo "build --jobs=2" > "$work/tree/user.bazelrc"
 expect "user.bazelrc" "build //..." "$(bazelw build //...)"
 echo "# build --jobs=2" > "$work/tree/user.bazelrc"
