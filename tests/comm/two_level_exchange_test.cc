@@ -196,6 +196,7 @@ TEST_P(TwoLevelExchangeTest, AMachineSendsItsSumsWithoutWaitingForLaterRows) {
 TEST_P(TwoLevelExchangeTest, ARankThatIsLateIsNamedWithinTheTimeout) {
   if (whole()) return;
   const int world = GetParam().world_size;
+  std::atomic<int> named{0};
   run(
       [&](const Group& group) {
         const auto data = data_of(group);
@@ -208,9 +209,12 @@ TEST_P(TwoLevelExchangeTest, ARankThatIsLateIsNamedWithinTheTimeout) {
         const auto start = std::chrono::steady_clock::now();
         const std::string text = error_of([&] { reduced_rows(*data, rows, "b 3"); });
         EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(500 + 1000));
+        // One that waits for a rank which waits for the late one names that rank.
         expect_words(text, {"reduce_rows of b 3: ", "rank ", "this is rank "});
+        if (text.find("rank " + std::to_string(world - 1)) != std::string::npos) ++named;
       },
       milliseconds(500));
+  EXPECT_GE(named, 1);
 }
 
 TEST(TwoLevelTopologyTest, ASubgroupHasTheMachinesOfItsRanks) {

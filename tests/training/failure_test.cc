@@ -20,6 +20,7 @@
 #include "tests/support/run_program.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
+#include "zero/pending_checkpoint.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -76,6 +77,14 @@ struct Rank {
         [&] { o.broadcast_buffers(); },
         [&] { o.check_replicas(); },
         [&] { auto guard = o.no_sync(); },
+        [&] { o.grad_norm(); },
+        [&] { o.freeze({p}); },
+        [&] { o.unfreeze({p}); },
+        [&] { o.add_param_group(torch::optim::OptimizerParamGroup({p})); },
+        [&] { o.save_checkpoint(::testing::TempDir() + "/refused"); },
+        [&] { o.save_checkpoint_async(::testing::TempDir() + "/refused"); },
+        [&] { o.load_checkpoint(::testing::TempDir() + "/refused"); },
+        [&] { o.load_plain_state(*make_inner(Inner::kSgdMomentum, *model)); },
     };
     for (size_t i = 0; i < calls.size(); ++i) {
       SCOPED_TRACE("call " + std::to_string(i));

@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/mesh.h"
@@ -503,7 +504,10 @@ TEST(HybridOptimizerTest, ADriftedExpertIsFoundByEveryRank) {
                                       mesh.group(t.home), options);
               optimizer.check_replicas();
               if (world.rank() == 3) local.tensors[3].detach()[0][0] += 1;
-              EXPECT_THROW(optimizer.check_replicas(), c10::Error);
+              const std::string text = zero::error_of([&] { optimizer.check_replicas(); });
+              expect_words(text,
+                           {"rank " + std::to_string(world.rank()) + ": ", local.logical[3]->name,
+                            "expected the same values on every rank", "hold hash"});
               EXPECT_THROW(optimizer.save_checkpoint(::testing::TempDir() + "/hybrid"), c10::Error);
             },
             {Transport::kMemory});
@@ -565,9 +569,13 @@ TEST(HybridOptimizerTest, UnequalExpertsAreRefusedOnEveryRank) {
                 groups[1].push_back(
                     module.register_parameter("expert" + std::to_string(e), at::ones({3})));
               }
-              EXPECT_THROW(ZeroOptimizer(module, make_optimizer(groups, true), world,
-                                         ZeroOptions().placement(1, expert(mesh, {"edp"}, 4))),
-                           c10::Error);
+              const std::string text = zero::error_of([&] {
+                ZeroOptimizer(module, make_optimizer(groups, true), world,
+                              ZeroOptions().placement(1, expert(mesh, {"edp"}, 4)));
+              });
+              expect_words(text, {"rank " + std::to_string(world.rank()) + ": ",
+                                  "expected the same model, options and optimizer on every rank",
+                                  "rank 0: ", "rank 1: "});
             },
             {Transport::kMemory});
 }

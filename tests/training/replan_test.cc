@@ -214,11 +214,23 @@ TEST(ReplanTest, FrozenParametersTakeNoMemoryAndNoMessages) {
       optimizer.backward(model.loss(gradients(v, 0, group.rank(), 2)));
       optimizer.step();
     };
+    const auto bytes_of_step = [&] {
+      const Traffic before = optimizer.stats().data;
+      step();
+      const Traffic after = optimizer.stats().data;
+      return std::pair(after.exchange_bytes_sent - before.exchange_bytes_sent,
+                       after.gather_bytes_sent - before.gather_bytes_sent);
+    };
     step();
+    const auto [exchanged_before, gathered_before] = bytes_of_step();
     const MemoryReport before = optimizer.memory();
     optimizer.freeze({v[0]});
-    step();
+    const auto [exchanged_after, gathered_after] = bytes_of_step();
     const MemoryReport after = optimizer.memory();
+    EXPECT_GT(exchanged_after, 0);
+    EXPECT_LT(exchanged_after, exchanged_before / 2);
+    EXPECT_GT(gathered_after, 0);
+    EXPECT_LT(gathered_after, gathered_before / 2);
     // 231 of 360 elements, half of them on each rank, and padding.
     EXPECT_LT(after.master_parameters, before.master_parameters / 2);
     EXPECT_LT(after.optimizer_state, before.optimizer_state);

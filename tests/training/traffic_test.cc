@@ -141,10 +141,11 @@ TEST(TrafficTest, MessagesWithinADomainOfAMeshAreCounted) {
             {Transport::kMemory});
 }
 
-TEST(TrafficTest, NoSyncSendsNothing) {
+void expect_nothing_sent_in_no_sync(int stage) {
   run_ranks(2, [&](const Group& group) {
     OddModel model(1);
-    ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group);
+    ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                            ZeroOptions().stage(stage));
     const Stats before = optimizer.stats();
     {
       auto guard = optimizer.no_sync();
@@ -160,6 +161,13 @@ TEST(TrafficTest, NoSyncSendsNothing) {
     optimizer.step();
     EXPECT_EQ(optimizer.stats().rounds, 1);
   });
+}
+
+TEST(TrafficTest, NoSyncSendsNothing) {
+  for (const int stage : {1, 2}) {
+    SCOPED_TRACE(stage);
+    expect_nothing_sent_in_no_sync(stage);
+  }
 }
 
 }  // namespace
