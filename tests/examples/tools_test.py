@@ -88,8 +88,17 @@ class PlanTest(unittest.TestCase):
         self.assertNotEqual(run("plan/plan", "--world", 8, "--worlds", "8,16").returncode, 0)
 
 
+class ZeroByHandTest(unittest.TestCase):
+    def test_the_page_without_the_library_has_the_bits_of_the_library(self):
+        done = subprocess.run([EXAMPLES / "zero_by_hand"], capture_output=True, text=True, timeout=150)
+        source = Path("examples/zero_by_hand.cc").read_text()
+        expected = re.search(r"Expected output:\n((?://   .*\n)+)", source).group(1)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(done.stdout, expected.replace("//   ", ""))
+
+
 class ErrorsTest(unittest.TestCase):
-    PROGRAMS = ("minimal", "hybrid_moe", "train_gpt/train_gpt", "benchmark/benchmark")
+    PROGRAMS = ("minimal", "hybrid_moe", "zero_by_hand", "train_gpt/train_gpt", "benchmark/benchmark")
 
     def test_an_error_is_one_line_without_a_backtrace(self):
         for program in self.PROGRAMS:
