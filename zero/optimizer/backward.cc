@@ -176,6 +176,8 @@ void BackwardPasses::begin() {
   any_ = true;
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
   if (!takes_gradients()) parts_.protocol.throw_misuse(untimely_problem());
+    // A failed communicator is final, as in a collective call.
+    if (is_of_communication(error)) parts_.protocol.fail_stop([] { throw; });
   try {
     // Also where this pass uses none of the parameters that were reset.
     parts_.reducer.drop_resets();
@@ -229,8 +231,8 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     differentiate();
     if (sync) parts_.reducer.close_round();
   } catch (const std::exception& error) {
-    // A hook of ours has said it already, with what to do.
-    if (!parts_.protocol.is_backward_broken()) {
+    // Else a hook of ours has said it already, with what to do.
+    if (!parts_.protocol.is_backward_broken() && !parts_.protocol.has_failed()) {
       parts_.protocol.break_backward(
           "a backward pass ended with an exception, so gradients are incomplete; call "
           "zero_grad() on all ranks and repeat the batch. It was: " +
@@ -250,6 +252,9 @@ void BackwardPasses::run(const at::Tensor& loss) {
   }
   run_pass([&] {
     // A loss that touches nothing trainable has no graph; its gradient is zero.
+    if (is_of_communication(error) && !parts_.protocol.has_failed()) {
+      parts_.protocol.fail_stop([] { throw; });
+    }
     if (!loss.requires_grad()) return;
     const double scale = parts_.record.scaler().scale();
     loss.backward(at::full_like(loss, scale, loss.options().requires_grad(false)));
