@@ -165,6 +165,7 @@ TEST(ErrorTypesTest, ARankThatEndedIsACommunicationErrorInEveryCallOfTheOthers) 
         [&] { o.step(); },
         [&] { o.zero_grad(); },
         [&] { o.clip_grad_norm_(1.0); },
+        [&] { o.clip_grad_value_(1.0); },
         [&] { o.master(r.model->scale); },
         [&] { o.broadcast_buffers(); },
         [&] { o.save_checkpoint("nowhere"); },

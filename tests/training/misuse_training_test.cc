@@ -80,8 +80,8 @@ TEST_P(AtStage, BackwardBetweenClipAndStep) {
   for (bool plain : {false, true}) {
     SCOPED_TRACE(plain ? "plain" : "ours");
     expect_survives(stage(GetParam()), [&](Rank& r) {
-      const Words words = {"backward() between clip_grad_norm_() and step()",
-                           "expected step() next", "clip after the last backward pass"};
+      const Words words = {"backward() between a clip and step()", "expected step() next",
+                           "clip after the last backward pass"};
       r.backward(1);
       r.optimizer->clip_grad_norm_(0.1);
       if (r.is(1)) {

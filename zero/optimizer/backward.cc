@@ -118,8 +118,8 @@ std::string BackwardPasses::unscaled_text() const {
 
 std::string BackwardPasses::untimely_problem() const {
   if (parts_.clipping.has_clips()) {
-    return "backward() between clip_grad_norm_() and step(): expected step() next; clip after the "
-           "last backward pass";
+    return "backward() between a clip and step(): expected step() next; clip after the last "
+           "backward pass";
   }
   return unscaled_text();
 }

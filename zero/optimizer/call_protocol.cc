@@ -101,7 +101,8 @@ AgreedArguments CallProtocol::at_home(const std::string& text) const {
 }
 
 bool is_of_a_step(Call call) {
-  return call == Call::kReduceGradients || call == Call::kClipGradNorm || call == Call::kStep;
+  return call == Call::kReduceGradients || call == Call::kClipGradNorm ||
+         call == Call::kClipGradValue || call == Call::kStep;
 }
 
 }  // namespace zero
