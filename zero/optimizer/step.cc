@@ -103,7 +103,7 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
     forget_gradients();
     return;
   }
-  passes.warn_if_unused(agreement.used);
+  passes.check_used(agreement, domains.uniform);
   if (options.static_graph()) protocol.expect_rounds(agreement.rounds);
   gather_full_gradients(agreement);
   update(agreement);
