@@ -8,9 +8,10 @@
 //   - All ranks of the group make the same calls in the same order, with equal
 //     sizes and dtypes. The callers guarantee it (plan fingerprint, control
 //     message); Gloo would abort the process otherwise and NCCL would hang.
-//   - Nothing waits without a timeout. A failure throws c10::Error that names
-//     the operation, its label, the peer where it is known, this rank and the
-//     group. The communicator is unusable afterwards (`failed()`).
+//   - Nothing waits without a timeout. A failure throws CommunicationError
+//     (zero/errors.h) that names the operation, its label, the peer where it is
+//     known, this rank and the group. The communicator is unusable afterwards
+//     (`failed()`).
 //   - CPU tensors: the call returns at once and Pending::wait() blocks the
 //     calling thread. CUDA tensors over NCCL: work is enqueued behind the
 //     current stream, and Pending::wait() makes the stream that is current at
@@ -23,6 +24,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -31,6 +33,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/errors.h"
 #include "zero/row_format.h"
 #include "zero/rows.h"
 
@@ -74,7 +77,8 @@ class Pending {
   Pending() = default;
   explicit Pending(std::function<void()> wait) : wait_(std::move(wait)) {}
   bool valid() const { return static_cast<bool>(wait_); }
-  // Throws c10::Error when the operation failed or timed out.
+  // Throws CommunicationError when the operation failed or timed out, and another c10::Error where
+  // this rank's own part of it did, as for lack of memory.
   void wait() {
     if (auto wait = std::move(wait_)) {
       wait_ = nullptr;
@@ -198,7 +202,10 @@ class Communicator {
   void on_failure(std::function<void(const std::string& reason)> action);
 
  private:
+  friend class Group;
   struct Impl;
+  // The first failure is counted there too.
+  void count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures);
   std::shared_ptr<Impl> impl_;
 };
 

@@ -119,14 +119,13 @@ class Group {
 
   // Collective. A new communicator under its own prefix of the store. Two calls
   // never share a connection, not even with the same `name`: those are numbered,
-  // so the first call of one rank meets the first call of another. Throws within
-  // the timeout and a second when a rank does not arrive, ends or stops before it
-  // is connected, and says which one. After 10 s of waiting one line on stderr
-  // says for whom. The communicator calls itself "<group>/<name>" in errors.
-  // Where the topology has two levels, the communicator works in two levels and connects this rank
-  // with the others of its machine and with those that have its place on other machines. It is
-  // flat, with a connection to every rank, with `two_level` false, which must be equal on all
-  // ranks.
+  // so the first call of one rank meets the first call of another. Throws
+  // CommunicationError within the timeout and a second when a rank does not arrive,
+  // ends or stops before it is connected, and says which one. After 10 s of waiting one line on
+  // stderr says for whom. The communicator calls itself "<group>/<name>" in errors. Where the
+  // topology has two levels, the communicator works in two levels and connects this rank with the
+  // others of its machine and with those that have its place on other machines. It is flat, with a
+  // connection to every rank, with `two_level` false, which must be equal on all ranks.
   std::unique_ptr<Communicator> make_communicator(const std::string& name, Purpose purpose,
                                                   bool two_level = true) const;
 
@@ -135,6 +134,10 @@ class Group {
   // again and have no place of their own to keep one. All users of one name must order their calls
   // alike on all ranks.
   std::shared_ptr<Communicator> shared_communicator(const std::string& name, Purpose purpose) const;
+
+  // How many communicators of this rank have failed or were ended by abort(): of this group, its
+  // subgroups and the group that it is a part of.
+  int64_t failures() const;
 
   // Sends nothing. A part of the store that is private to this call: numbered
   // like communicators, so that the first call of one rank meets that of another.

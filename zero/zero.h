@@ -13,6 +13,7 @@
 #include "zero/checkpoint_options.h"
 #include "zero/combined_optimizer.h"
 #include "zero/communicator.h"
+#include "zero/errors.h"
 #include "zero/grad_norm.h"
 #include "zero/lamb.h"
 #include "zero/launch.h"

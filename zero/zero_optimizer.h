@@ -30,11 +30,12 @@
 //      inside step(): p.grad() and gradient() show unclipped values.
 //   7. no_sync works in both stages and sends nothing.
 //   8. Misuse throws c10::Error saying expected, got, remedy and rank, on this rank at once and on
-//      all ranks at their next collective call, before anything else is sent.
+//      all ranks at their next collective call, before anything else is sent. Where another rank or
+//      a connection is the cause, it is a zero::CommunicationError: see zero/errors.h.
 //   9. param_groups() are the truth for options; step() hands them to the inner optimizer.
 //
 // Use from one thread. Work is enqueued behind the stream that is current at the call. After a
-// communication error the optimizer refuses further use with that reason, until recover().
+// CommunicationError the optimizer refuses further use with that reason, until recover().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,6 +48,7 @@
 
 #include "bookkeeping/memory.h"
 #include "zero/checkpoint_options.h"
+#include "zero/errors.h"
 #include "zero/options.h"
 #include "zero/process_group.h"
 #include "zero/stats.h"
@@ -87,8 +89,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // were sent meanwhile, the rest is sent now with zeros for missing gradients. Blocks for other
   // ranks 20 ms at most, which bounds memory when the network is slower than the backward pass.
   // Calls add up. What a parameter's hooks return is sent; gradients of torch::autograd::grad() are
-  // not. Until step(), p.grad() of what was sent is NaN and may not be changed. Throws what the
-  // backward pass throws; then every step() throws until zero_grad().
+  // not. Until step(), p.grad() of what was sent is NaN and may not be changed. A loss without a
+  // graph has the gradient zero, as where this rank drops all layers; under a NoGradGuard or
+  // InferenceMode it throws. Throws what the backward pass throws; then every step() throws until
+  // zero_grad().
   void backward(const at::Tensor& loss);
   // The same from several outputs. `output_gradients` as in torch::autograd::backward, times
   // loss_scale(); empty for 0-dim outputs.
@@ -125,16 +129,26 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   at::Tensor clip_grad_norm_(std::optional<double> max_norm, double norm_type = 2.0);
   at::Tensor grad_norm(double norm_type = 2.0) { return clip_grad_norm_(std::nullopt, norm_type); }
 
+  // Collective. step() then clamps each element of the averaged, unscaled gradient to
+  // [-clip_value, clip_value], as torch::nn::utils::clip_grad_value_ does. With clip_grad_norm_()
+  // the order of the calls is that of torch: each sees what those before it clipped. Infinities
+  // skip the step as ever; with skip_nonfinite(false) they become the limits. Sends nothing but its
+  // control message. Throws for a value <= 0 or NaN, for values that differ between ranks, and
+  // without a backward pass on any rank since step().
+  void clip_grad_value_(double clip_value);
+
   // Collective. Updates this rank's masters, then brings every working parameter up to date on
   // every rank. Gradients are consumed. Without a gradient on any rank since the last step it does
-  // nothing. Throws when ranks have different options, a learning rate for example, and after
-  // max_skipped_in_a_row() skipped steps. Returns the closure's loss, else an undefined tensor.
+  // nothing, and after backward passes it warns of that once. Throws when ranks have different
+  // options, a learning rate for example, after max_skipped_in_a_row() skipped steps, and after ten
+  // steps in a row whose passes gave no parameter a gradient on any rank. Returns the closure's
+  // loss, else an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // With ZeroOptions::overlap_gather, else it does nothing: blocks until the last step has brought
   // the parameters of `module` and its children up to date. Call it before a module computes, in
   // any order, any number of times; backward() throws for a graph that was made without. Not
-  // collective. Throws c10::Error when communication failed.
+  // collective. Throws CommunicationError when communication failed.
   void wait_for(const torch::nn::Module& module);
 
   // Forgets the gradients accumulated since the last step. Collective when there are any and after
@@ -170,8 +184,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // bit. As at construction, rank 0's parameters and buffers are sent; plan(), group() and
   // references to them are new. Throws c10::Error on all ranks, with all as it was: gradients
   // since the last step, ranks that name different parameters, one of another optimizer or given
-  // twice, none that stays, a mesh. A death meanwhile is final, also with protect(). Needs memory
-  // for a second arena, masters and gradient shards. Finish a PendingCheckpoint first.
+  // twice, none that stays, a mesh. A death meanwhile is final, also with protect(). Needs host
+  // memory for a copy of the shard and one of its masters, or for a copy and a second arena, where
+  // that is more than the masters, state and gradient shards, which are freed first. Finish a
+  // PendingCheckpoint first.
   void freeze(const std::vector<at::Tensor>& parameters);
   // Collective. The reverse: `parameters` of the module, old or new, join a group without state.
   // Default: the group that freeze() took each from, or in which it was frozen at construction;
@@ -219,18 +235,19 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // ---- Recovery ----
 
-  // With ZeroOptions::protect(n): after a call threw because a rank died or does not answer, or a
-  // process waits to join, the ranks call this and go on from the last protected step, without
-  // files: with new numbers, group() and plan(), and the bits of a checkpoint of that step.
-  // Gradients are dropped. What else a loop has, such as its place in the data, is the caller's to
-  // set back: see docs/recovery.md.
+  // With ZeroOptions::protect(n): after a call threw CommunicationError, because a rank died or
+  // does not answer or a process waits to join, the ranks call this and go on from the last
+  // protected step, without files: with new numbers, group() and plan(), and the bits of a
+  // checkpoint of that step. Gradients are dropped. What else a loop has, such as its place in the
+  // data, is the caller's to set back: see docs/recovery.md.
   //
   // Collective over the ranks that are left and those that join: one that computes is waited for,
   // one that is dead or stopped is left behind after a second, for good, and its call throws. The
   // store must survive, as with LaunchOptions::survivors_go_on. Throws c10::Error when it ended,
   // when a shard and its copy are both lost (naming the newest checkpoint in `checkpoints`, if
-  // given), and when another rank dies meanwhile, after which it may be called again. Needs memory
-  // for a second arena, masters and gradient shards.
+  // given), and at once when no communicator of group() has failed and no process waits. Throws
+  // CommunicationError when another rank dies meanwhile, after which it may be called again. Frees
+  // masters, state and gradient shards first, and the arena when its parameters have moved.
   RecoveryReport recover(const std::string& checkpoints = {});
 
   // ---- Repair ----

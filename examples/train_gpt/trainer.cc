@@ -285,7 +285,7 @@ bool Trainer::train(int64_t first_step) {
       if (step < options_.steps) continue;
       state_bytes_ = std::llround(mean_over_ranks(static_cast<double>(memory_.optimizer_state)) *
                                   metrics_->world_size());
-    } catch (const c10::Error& error) {
+    } catch (const CommunicationError& error) {
       step = recover(error);
     }
   }

@@ -12,7 +12,10 @@
 
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "zero/agreement/all_or_none.h"
+#include "zero/base/error_text.h"
 #include "zero/communicator.h"
+#include "zero/errors.h"
 
 namespace zero {
 namespace {
@@ -100,6 +103,81 @@ TEST(ControlChannelTest, AProblemOfOneRankIsAnErrorOnAllThatNamesIt) {
                                          std::to_string(bad) + ": no more sugar";
       EXPECT_EQ(text, rank + rest);
       expect_agrees(link);
+    });
+  }
+}
+
+// The text of a CommunicationError; what else is thrown fails the test.
+std::string communication_error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const CommunicationError& error) {
+    return error.what_without_backtrace();
+  }
+  return {};
+}
+
+bool is_communication_error(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const CommunicationError&) {
+    return true;
+  } catch (const c10::Error&) {
+  }
+  return false;
+}
+
+TEST(ControlChannelTest, AnErrorHasOneTypeOnAllRanks) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    on_ranks(world_size, [&](const Group& group, Link& link) {
+      for (int bad = 0; bad < world_size; ++bad) {
+        const bool here = group.rank() == bad;
+        const auto call = [&](const Problem& problem) {
+          link.channel.agree(Call::kStep, {}, problem, {});
+        };
+        expect_words(communication_error_of(
+                         [&] { call(here ? Problem("somebody joins", true) : Problem()); }),
+                     {"rank " + std::to_string(group.rank()) + ": ", "somebody joins"});
+        // An own problem comes first, on whichever rank.
+        const auto both = [&] {
+          call(here ? Problem("no sugar") : Problem("somebody joins", true));
+        };
+        EXPECT_FALSE(is_communication_error(both));
+        expect_words(error_of(both), {"rank " + std::to_string(group.rank()) + ": ", "no sugar"});
+      }
+      expect_agrees(link);
+    });
+  }
+}
+
+TEST(AllOrNoneTest, AnErrorHasOneTypeOnAllRanks) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    on_ranks(world_size, [&](const Group& group, Link& link) {
+      for (int bad = 0; bad < world_size; ++bad) {
+        const bool here = group.rank() == bad;
+        const auto run = [&](const std::function<void()>& body) {
+          run_on_all_ranks(*link.communicator, "a save", [&]() -> std::string {
+            body();
+            return {};
+          });
+        };
+        const auto lose = [] { throw_communication_error("lost"); };
+        expect_words(communication_error_of([&] {
+                       run([&] {
+                         if (here) lose();
+                       });
+                     }),
+                     {"a save", "lost"});
+        const auto both = [&] {
+          run([&] {
+            TORCH_CHECK(!here, "no sugar");
+            lose();
+          });
+        };
+        EXPECT_FALSE(is_communication_error(both));
+        expect_words(error_of(both), {"a save", "no sugar"});
+        run([] {});
+      }
     });
   }
 }

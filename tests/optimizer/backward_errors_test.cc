@@ -38,7 +38,7 @@ TEST(BackwardPassesErrorsTest, AGradientOfALossThatWasNotScaledIsRefused) {
 TEST(BackwardPassesErrorsTest, AGradientBetweenClippingAndTheStepIsRefused) {
   on_ranks(1, [](Rank& r) {
     r.clipping.clip(1, 2, r.clipping.norm(2, 0), 0);
-    const std::string problem = "backward() between clip_grad_norm_() and step()";
+    const std::string problem = "backward() between a clip and step()";
     expect_words(r.error_of_run(r.loss(0)), {"rank 0: " + problem});
     expect_words(r.protocol.take_problem(Call::kStep), {problem});
     expect_words(error_of([&] { r.loss(0).backward(); }), {"gradient of value", problem});

@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "tests/optimizer/backward_rank.h"
@@ -227,6 +229,36 @@ TEST(BackwardPassesTest, APassWaitsForTheParametersOfTheLastStep) {
       for (const int rank : {0, 1}) EXPECT_TRUE(rows.row(rank).eq(rank + 1).all().item<bool>());
     }
     r.expect_mean({0});
+  });
+}
+
+struct OwnHook final : torch::autograd::PostAccumulateGradHook {
+  void operator()(const torch::autograd::Variable&) override {}
+};
+
+TEST(BackwardPassesTest, AHookThatTookThePlaceOfOursStays) {
+  on_ranks(1, [](Rank& r) {
+    auto own = std::make_unique<OwnHook>();
+    const auto* const there = own.get();
+    torch::autograd::impl::set_post_acc_grad_hooks(r.value(1), std::move(own));
+    r.passes.reset();
+    EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(r.value(0)), nullptr);
+    EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(r.value(1)).get(), there);
+  });
+}
+
+TEST(BackwardPassesTest, AConstructorThatThrowsLeavesNoHooks) {
+  on_ranks(1, [](Rank& r) {
+    r.passes.reset();
+    // The entry of hooks that users add stays.
+    const auto count = [&](int64_t p) { return torch::autograd::impl::hooks(r.value(p)).size(); };
+    const std::vector<size_t> before = {count(0), count(1), count(2)};
+    r.value(2).requires_grad_(false);
+    EXPECT_NE(error_of([&] { r.make_passes(); }), "");
+    for (const int64_t p : {0, 1, 2}) {
+      EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(r.value(p)), nullptr) << p;
+      EXPECT_EQ(count(p), before[p]) << p;
+    }
   });
 }
 

@@ -2,7 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/optimizer/clipping.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/allclose.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -95,6 +97,67 @@ TEST(ClippingTest, ALaterNormIsThatOfTheClippedGradient) {
     EXPECT_NEAR(r.clipping.norm(2, 1).item<double>(), norm * factor(1, norm), 1e-6);
     EXPECT_NEAR(r.clip(0.01, kInfinity, 1), largest * factor(1, norm), 1e-6);
     EXPECT_NEAR(r.coefficient(), factor(1, norm) * factor(0.01, largest * factor(1, norm)), 1e-6);
+  });
+}
+
+// What step() makes of the gradient.
+at::Tensor clipped(Rank& r) {
+  r.clipping.clamp_gradients();
+  return r.segments[0].gradient * r.clipping.coefficient().to(at::kFloat);
+}
+
+TEST(ClippingTest, ClipsByValueAndByNormAreTorchsInTheirOrder) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    // > 0 by value, < 0 by norm.
+    for (const std::vector<double>& clips :
+         std::vector<std::vector<double>>{{0.3}, {0.3, -1}, {-1, 0.1}, {0.3, -1, 0.05, -0.2}}) {
+      on_ranks(world_size, [&](Rank& r) {
+        std::vector<at::Tensor> plain;
+        for (int rank = 0; rank < world_size; ++rank) plain.push_back(Rank::gradient(rank, 0));
+        for (const double clip : clips) {
+          if (clip > 0) {
+            r.clipping.clip_value(clip, 1);
+            for (at::Tensor& g : plain) g = g.clamp(-clip, clip);
+          } else {
+            const double norm =
+                at::linalg_vector_norm(at::cat(plain).to(at::kDouble), 2).item<double>();
+            EXPECT_NEAR(r.clip(-clip, 2, 1), norm, 1e-5);
+            for (at::Tensor& g : plain) g = g * factor(-clip, norm);
+          }
+        }
+        EXPECT_TRUE(r.segments[0].gradient.equal(Rank::gradient(r.rank, 0))) << "until the step";
+        EXPECT_TRUE(at::allclose(clipped(r), plain[r.rank], 1e-5, 1e-6));
+        r.clipping.reset();
+        EXPECT_FALSE(r.clipping.has_clips());
+        r.set_gradients(1);
+        EXPECT_TRUE(clipped(r).equal(Rank::gradient(r.rank, 1)));
+      });
+    }
+  }
+}
+
+TEST(ClippingTest, AClipByValueSendsNothingAndHidesNoInfinity) {
+  on_ranks(3, [](Rank& r) {
+    if (r.rank == 2) r.segments[0].gradient[7] = kInfinity;
+    r.clipping.clip_value(0.5, 1);
+    EXPECT_EQ(r.messages(), 0);
+    EXPECT_TRUE(std::isfinite(r.clip(0.1, 2, 1)));
+    EXPECT_EQ(r.messages(), 1);
+    EXPECT_NE(r.clipping.nonfinite(1).item<double>(), 0);
+    EXPECT_NE(r.clipping.nonfinite(1).item<double>(), 0);
+    EXPECT_EQ(r.messages(), 2);
+  });
+}
+
+TEST(ClippingTest, ClipsByValueAreRenewedForGradientsThatWereAddedLater) {
+  on_ranks(3, [](Rank& r) {
+    r.clip(1, 2, 1);
+    r.clipping.clip_value(0.02, 1);
+    r.set_gradients(1);
+    r.clipping.renew(2);
+    const double first = factor(1, r.plain_norm(2, 1));
+    EXPECT_TRUE(at::allclose(clipped(r), (Rank::gradient(r.rank, 1) * first).clamp(-0.02, 0.02),
+                             1e-5, 1e-6));
   });
 }
 

@@ -16,6 +16,11 @@
 namespace zero {
 namespace {
 
+// Collective. Of a communicator that is not the optimizer's.
+void fail_a_connection(const ZeroOptimizer& optimizer) {
+  optimizer.group().make_communicator("own", Purpose::kControl)->abort("as in a test");
+}
+
 // A group of several ranks has the same number of them again, as if a connection had failed.
 void expect_the_same_again(const std::string& name, Training training, int ranks_per_machine = 0) {
   training.options.bucket_bytes(900).protect(2);
@@ -27,6 +32,7 @@ void expect_the_same_again(const std::string& name, Training training, int ranks
         CheckpointRun run(training, group, 1);
         run.train(0, 5);
         const Snapshot before = run.snapshot();
+        fail_a_connection(*run.optimizer);
         const RecoveryReport report = run.optimizer->recover();
         const auto step = static_cast<int>(report.steps);
         ASSERT_TRUE(step == 2 || step == 4) << step;
@@ -83,6 +89,7 @@ TEST(RecoverOptionsTest, AnAsynchronousSaveOfBeforeIsLost) {
     CheckpointRun run(training, group, 1);
     run.train(0, 3);
     const auto pending = run.optimizer->save_checkpoint_async(folder);
+    fail_a_connection(*run.optimizer);
     run.optimizer->recover();
     expect_words(error_of([&] { pending->finish(); }),
                  {"save_checkpoint_async(", "recover() or a change of parameters", "save again"});

@@ -140,7 +140,7 @@ int train(const Job& job) {
       death.at(step, 's');
       run.train(step, step + 1);
       ++step;
-    } catch (const c10::Error& error) {
+    } catch (const zero::CommunicationError& error) {
       say(rank, "failed: " + std::string(error.what_without_backtrace()));
       death.at(step, 'r');
       death.at(step, 'w');

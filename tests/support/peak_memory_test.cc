@@ -54,5 +54,34 @@ TEST(PeakMemoryTest, ConstructionAndTheFirstStepHaveNoPeakOfTheirOwn) {
   }
 }
 
+// freeze() and recover() make everything anew. The old masters, state and gradients are freed
+// first, and the old arena with the last parameter that leaves it.
+TEST(PeakMemoryTest, AChangeOfParametersNeedsACopyOfTheShardAndOfTheMastersAtMost) {
+  for (const c10::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
+    run_ranks(1, [&](const Group& group) {
+      constexpr double kParameters = 12, kSlack = 12;  // in 2^20
+      torch::nn::Sequential model;
+      std::unique_ptr<ZeroOptimizer> optimizer;
+      peak_growth([&] {
+        for (int i = 0; i < 12; ++i) {
+          torch::nn::Linear layer(torch::nn::LinearOptions(1024, 1024).bias(false));
+          layer->to(dtype);
+          model->push_back(layer);
+        }
+        optimizer = std::make_unique<ZeroOptimizer>(
+            *model, std::make_unique<torch::optim::AdamW>(model->parameters(), 1e-3), group,
+            ZeroOptions().bucket_bytes(4 << 20));
+        for (const at::Tensor& p : model->parameters()) optimizer->backward(p.sum());
+        optimizer->step();
+      });
+      const double grown = peak_growth([&] { optimizer->freeze({model->parameters()[3]}); });
+      std::printf("peak growth of freeze(): %.0f MiB\n", grown);
+      EXPECT_LE(grown, kParameters * (12 + 4) + kSlack);
+      optimizer->backward(model->parameters()[0].sum());
+      optimizer->step();
+    });
+  }
+}
+
 }  // namespace
 }  // namespace zero

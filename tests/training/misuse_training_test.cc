@@ -76,12 +76,60 @@ TEST(MisuseTest, NestedNoSync) {
   });
 }
 
+TEST_P(AtStage, ALossWithoutAGraphUnderAGuardIsRefused) {
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    for (const bool inference : {false, true}) {
+      if (r.is(1)) {
+        const std::string text = error_soon([&] {
+          if (inference) {
+            at::Tensor loss;
+            {
+              const c10::InferenceMode mode;
+              loss = r.loss(7);
+            }
+            r.optimizer->backward(loss);
+          } else {
+            const at::NoGradGuard guard;
+            r.backward(7);
+          }
+        });
+        expect_words(text, {"rank 1: loss: expected one that was computed with a graph",
+                            "NoGradGuard", "before the forward pass"});
+      }
+      r.refuses_step(1, {"expected one that was computed with a graph"});
+    }
+    r.train(1);
+  });
+}
+
+// Where a guard ended before the pass, a loss looks like that of a rank that drops all layers.
+TEST_P(AtStage, StepsWithoutAGradientAreRefusedAfterTenInARow) {
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    const auto train_nothing = [&](int step) {
+      at::Tensor loss;
+      {
+        const at::NoGradGuard guard;
+        loss = r.loss(step);
+      }
+      r.optimizer->backward(loss);
+      r.optimizer->step();
+    };
+    for (int step = 0; step < 9; ++step) train_nothing(step);
+    r.train(1);  // which begins the count again
+    for (int step = 0; step < 9; ++step) train_nothing(step);
+    expect_words(error_soon([&] { train_nothing(9); }),
+                 {"rank " + std::to_string(r.group.rank()) + ": step(): expected a gradient",
+                  "10 steps in a row", "NoGradGuard", "zero_grad() on all ranks"});
+    r.optimizer->zero_grad();
+  });
+}
+
 TEST_P(AtStage, BackwardBetweenClipAndStep) {
   for (bool plain : {false, true}) {
     SCOPED_TRACE(plain ? "plain" : "ours");
     expect_survives(stage(GetParam()), [&](Rank& r) {
-      const Words words = {"backward() between clip_grad_norm_() and step()",
-                           "expected step() next", "clip after the last backward pass"};
+      const Words words = {"backward() between a clip and step()", "expected step() next",
+                           "clip after the last backward pass"};
       r.backward(1);
       r.optimizer->clip_grad_norm_(0.1);
       if (r.is(1)) {

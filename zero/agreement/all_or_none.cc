@@ -12,22 +12,26 @@ namespace zero {
 
 std::vector<std::string> run_on_all_ranks(Communicator& control, const std::string& what,
                                           const std::function<std::string()>& body) {
-  // The first letter says which of the two the rest is.
+  // The first letter says which of the three the rest is.
   std::string text;
   try {
     text = c10::str("+", body());
   } catch (const std::exception& error) {
-    text = "-" + error_text(error);
+    text = (is_of_communication(error) ? "?" : "-") + error_text(error);
   } catch (...) {  // The others wait for this text, whatever an object of the user throws.
     text = "-an exception that is no std::exception";
   }
   std::vector<std::string> texts = control.all_gather_text(text, what);
-  for (size_t r = 0; r < texts.size(); ++r) {
-    const bool own = static_cast<int>(r) == control.rank();
-    TORCH_CHECK(texts[r][0] == '+', "rank ", control.rank(), ": ", what,
-                own ? std::string(" failed: ")
-                    : " was given up by all ranks because of rank " + std::to_string(r) + ": ",
-                texts[r].substr(1));
+  for (const char kind : {'-', '?'}) {
+    for (size_t r = 0; r < texts.size(); ++r) {
+      if (texts[r][0] != kind) continue;
+      const bool own = static_cast<int>(r) == control.rank();
+      throw_error(kind == '?',
+                  c10::str("rank ", control.rank(), ": ", what,
+                           own ? std::string(" failed: ")
+                               : c10::str(" was given up by all ranks because of rank ", r, ": "),
+                           texts[r].substr(1)));
+    }
   }
   for (std::string& t : texts) t.erase(0, 1);
   return texts;

@@ -217,7 +217,7 @@ void OptimizerCommunicators::explained(const std::function<void()>& body) {
   } catch (const std::exception& error) {
     if (failed().empty()) throw;
     const std::string text = error_text(error);
-    TORCH_CHECK(false, text, channel.report_failure(text));
+    throw_error(is_of_communication(error), text + channel.report_failure(text));
   }
 }
 

@@ -48,8 +48,9 @@ struct OptimizerCommunicators {
   // parameters, all of them even if one throws; then all ranks of the mesh throw.
   void check_each_domain(const std::function<void(int64_t, Communicator&)>& check);
 
-  // Runs body(), which communicates. When it throws because a communicator failed, this announces
-  // it to the other ranks and adds what they announce to the error.
+  // Runs body(), which communicates. When it throws and a communicator has failed, this announces
+  // it to the other ranks and adds what they announce to the error, which stays a
+  // CommunicationError if it was one.
   void explained(const std::function<void()>& body);
 
   // The first failure of any communicator; empty if there is none.

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "zero/agreement/used_flags.h"
+#include "zero/base/error_text.h"
 
 namespace zero {
 namespace {
@@ -66,6 +67,8 @@ const char* call_name(Call call) {
       return "add_param_group()";
     case Call::kLatestCheckpoint:
       return "latest_checkpoint()";
+    case Call::kClipGradValue:
+      return "clip_grad_value_()";
   }
   return "an unknown call";
 }
@@ -76,18 +79,21 @@ ControlChannel::ControlChannel(Communicator& communicator, const Group& group)
 
 ControlChannel::~ControlChannel() = default;
 
-Agreement ControlChannel::agree(Call call, const CallArguments& arguments,
-                                const std::string& problem, const Agreement& own) {
+Agreement ControlChannel::agree(Call call, const CallArguments& arguments, const Problem& problem,
+                                const Agreement& own) {
   const int rank = communicator_.rank();
   ++sequence_;
   if (!problem.empty() && communicator_.world_size() > 1) {
-    board_.leave(problem_topic(sequence_), problem);
+    board_.leave(problem_topic(sequence_), problem.text);
   }
   at::Tensor message = at::empty({kWords}, at::TensorOptions().dtype(at::kInt));
   auto* words = message.mutable_data_ptr<int32_t>();
   words[kCall] = static_cast<int32_t>(call);
   words[kMinusCall] = -words[kCall];
-  words[kProblemRank] = problem.empty() ? 0 : rank + 1;
+  // A problem that another rank caused gives way to one that is a rank's own.
+  const int world_size = communicator_.world_size();
+  words[kProblemRank] =
+      problem.empty() ? 0 : rank + 1 + (problem.of_communication ? 0 : world_size);
   words[kRounds] = static_cast<int32_t>(own.rounds);
   words[kPasses] = own.passes ? 1 : 0;
   words[kArgumentsDiffer] = arguments.differ ? 1 : 0;
@@ -96,12 +102,14 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments,
   const std::string label = std::string("control message of ") + call_name(call);
   communicator_.all_reduce_max(message, label).wait();
   if (words[kProblemRank] != 0) {
-    const int from = words[kProblemRank] - 1;
-    TORCH_CHECK(problem.empty(), "rank ", rank, ": ", problem);
-    TORCH_CHECK(false, "rank ", rank, ": ", call_name(call),
-                " was given up by all ranks because "
-                "of rank ",
-                from, ": ", board_.text_of(problem_topic(sequence_), from));
+    const int from = (words[kProblemRank] - 1) % world_size;
+    const bool of_communication = words[kProblemRank] <= world_size;
+    const bool own = !problem.empty() && problem.of_communication == of_communication;
+    throw_error(of_communication,
+                own ? c10::str("rank ", rank, ": ", problem.text)
+                    : c10::str("rank ", rank, ": ", call_name(call),
+                               " was given up by all ranks because of rank ", from, ": ",
+                               board_.text_of(problem_topic(sequence_), from)));
   }
   const bool same_arguments = all_equal(words + kArguments) && words[kArgumentsDiffer] == 0;
   if (words[kCall] != -words[kMinusCall] || !same_arguments) {

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/agreement/problem_board.h"
@@ -38,9 +39,23 @@ enum class Call : int32_t {
   kUnfreeze,
   kAddParamGroup,
   kLatestCheckpoint,
+  kClipGradValue,
 };
 
 const char* call_name(Call call);
+
+// Why a rank cannot make a call.
+struct Problem {
+  Problem() = default;
+  // `recoverable`: not a fault of this program, see zero/errors.h.
+  Problem(std::string why, bool recoverable = false)
+      : text(std::move(why)), of_communication(recoverable) {}
+  Problem(const char* why) : text(why) {}
+  bool empty() const { return text.empty(); }
+
+  std::string text;
+  bool of_communication = false;
+};
 
 struct Agreement {
   int64_t rounds = 0;         // the most any rank needs
@@ -62,10 +77,11 @@ class ControlChannel {
   ControlChannel(Communicator& communicator, const Group& group);
   ~ControlChannel();
 
-  // Collective, blocks. Puts together what each rank has of its `own`. Throws c10::Error on every
-  // rank when any rank has a `problem` (empty: none), or when calls or arguments differ; the text
-  // says which rank and why.
-  Agreement agree(Call call, const CallArguments& arguments, const std::string& problem,
+  // Collective, blocks. Puts together what each rank has of its `own`. Throws on every rank when
+  // any rank has a `problem` (empty: none), or when calls or arguments differ; the text says which
+  // rank and why. The type is the same on all ranks: CommunicationError where all problems are of
+  // communication, else another c10::Error.
+  Agreement agree(Call call, const CallArguments& arguments, const Problem& problem,
                   const Agreement& own);
 
   // Leaves a problem in the store for the others in case this rank never reaches its next agree().

@@ -4,9 +4,12 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstdint>
 #include <exception>
 #include <new>
 #include <string>
+
+#include "zero/errors.h"
 
 namespace zero {
 
@@ -23,6 +26,27 @@ inline std::string error_text(const std::exception& error) {
 inline std::string error_line(const std::exception& error) {
   const std::string text = error_text(error);
   return text.substr(0, text.find('\n'));
+}
+
+// Returns whether zero/errors.h has `error` as one that other ranks or connections cause.
+inline bool is_of_communication(const std::exception& error) {
+  return dynamic_cast<const CommunicationError*>(&error) != nullptr;
+}
+
+// Returns whether memory was full here.
+inline bool is_out_of_memory(const std::exception& error) {
+  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr;
+}
+
+[[noreturn]] inline void throw_communication_error(const std::string& text) {
+  throw CommunicationError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
+}
+
+// For an error that gets another text and keeps its kind.
+[[noreturn]] inline void throw_error(bool of_communication, const std::string& text) {
+  if (of_communication) throw_communication_error(text);
+  TORCH_CHECK(false, text);
 }
 
 // Returns action(). An exception that is no c10::Error, such as std::bad_alloc or the

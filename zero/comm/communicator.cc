@@ -170,6 +170,10 @@ Communicator::~Communicator() {
   }
 }
 
+void Communicator::count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures) {
+  impl_->health->count_failure_in(std::move(failures));
+}
+
 int Communicator::rank() const { return impl_->rank; }
 int Communicator::world_size() const { return impl_->world_size; }
 const std::string& Communicator::name() const { return impl_->health->name(); }

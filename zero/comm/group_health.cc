@@ -10,6 +10,8 @@
 #include <set>
 #include <utility>
 
+#include "zero/base/error_text.h"
+
 namespace zero {
 namespace {
 
@@ -41,7 +43,8 @@ std::string GroupHealth::where() const {
 void GroupHealth::check(const std::string& what) const {
   check_process(what);
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(failure_.empty(), what, ": refused, because the group failed before: ", failure_);
+  if (failure_.empty()) return;
+  throw_communication_error(what + ": refused, because the group failed before: " + failure_);
 }
 
 template <typename Action, typename... Arguments>
@@ -65,6 +68,7 @@ void GroupHealth::fail(const std::string& message) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) return;
     failure_ = message;
+    if (failures_) ++*failures_;
   }
   run(announce_, message);
   {
@@ -97,6 +101,11 @@ void GroupHealth::hang_up_with(std::function<void()> hang_up) {
 
 void GroupHealth::ask_for_ended(std::function<bool(int)> has_ended) {
   replace([&] { has_ended_.swap(has_ended); });
+}
+
+void GroupHealth::count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  failures_ = std::move(failures);
 }
 
 void GroupHealth::forget_actions() {

@@ -7,10 +7,13 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -33,6 +36,8 @@ class GroupHealth {
   // `has_ended` says whether the connection to a rank is known to have ended. It must not wait or
   // throw. A former one does not run any more when the call returns.
   void ask_for_ended(std::function<bool(int rank)> has_ended);
+  // The first failure adds 1 there. To be set before the first operation.
+  void count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures);
   // None of the three runs any more when this returns: for the end of what they use.
   void forget_actions();
 
@@ -43,7 +48,7 @@ class GroupHealth {
 
   // " (this is rank 1 of 4 in group ...)": every message has it.
   std::string where() const;
-  // Throws in a forked child, and when the group has failed.
+  // Throws in a forked child, and CommunicationError when the group has failed.
   void check(const std::string& what) const;
   void check_process(const std::string& what) const {
     if (!process_.here()) process_.check(what + where());
@@ -85,6 +90,7 @@ class GroupHealth {
   FailureAction announce_;
   std::function<void()> hang_up_;
   std::function<bool(int)> has_ended_;
+  std::shared_ptr<std::atomic<int64_t>> failures_;
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   std::list<std::thread::id> acting_;  // threads that run an action

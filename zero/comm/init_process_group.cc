@@ -93,9 +93,10 @@ void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
   rendezvous.run([rank = env.rank,
                   size = env.world_size](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
     // Before it is counted, since ranks of two jobs would train together.
-    TORCH_CHECK(own->add(c10::str("came/", rank), 1) == 1, "expected one process with RANK ", rank,
-                ", got two; give each process a RANK of its own, and each job on this machine a "
-                "MASTER_PORT of its own");
+    TORCH_CHECK_VALUE(own->add(c10::str("came/", rank), 1) == 1, "expected one process with RANK ",
+                      rank,
+                      ", got two; give each process a RANK of its own, and each job on this "
+                      "machine a MASTER_PORT of its own");
     if (own->add("arrivals", 1) == size) own->set("complete", std::string("1"));
     own->wait({"complete"});
     return nullptr;

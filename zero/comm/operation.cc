@@ -38,6 +38,16 @@ std::string ranks_text(std::vector<int> ranks) {
   return text.str();
 }
 
+bool out_of_memory(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::exception& error) {
+    return is_out_of_memory(error);
+  } catch (...) {
+    return false;
+  }
+}
+
 }  // namespace
 
 std::string reason_of(const std::exception_ptr& thrown) {
@@ -52,6 +62,7 @@ std::string reason_of(const std::exception_ptr& thrown) {
 
 // The failures of one operation.
 struct Operation::Failures {
+  bool own = false;       // An action failed here for a reason of its own.
   std::string broken;     // The reason, if a transfer broke before the time was up.
   int broken_peer = -1;   // Whose connection that was.
   std::vector<int> late;  // Peers whose data, or whose readiness for ours, did not come.
@@ -103,7 +114,7 @@ void Operation::fail_to_start(const std::exception_ptr& reason) {
   const std::string message =
       c10::str(what_, ": could not start: ", reason_of(reason), health_->where());
   health_->fail(message);
-  TORCH_CHECK(false, message);
+  throw_error(!out_of_memory(reason), message);
 }
 
 Operation::~Operation() {
@@ -167,8 +178,8 @@ void Operation::check(const Failures& failures, Clock::time_point start) {
   const std::string message = describe(failures, start);
   health_->fail(message);
   const std::string first = health_->first_failure();
-  TORCH_CHECK(first == message, message, "\nThe group failed before: ", first);
-  TORCH_CHECK(false, message);
+  throw_error(!failures.own,
+              first == message ? message : message + "\nThe group failed before: " + first);
 }
 
 void Operation::run(Actions& actions, Failures& failures) {
@@ -177,8 +188,11 @@ void Operation::run(Actions& actions, Failures& failures) {
     if (failures.any()) return;
     try {
       action();
+    } catch (const CommunicationError&) {
+      failures.broken = reason_of(std::current_exception());
     } catch (...) {
       failures.broken = reason_of(std::current_exception());
+      failures.own = true;
     }
   }
 }

@@ -54,7 +54,7 @@ class Operation {
   // Drops all transfers of an operation that could not be started.
   void cancel();
   // The same: the group has failed, since one of them threw `reason` when it was to
-  // start. Throws c10::Error.
+  // start. Throws CommunicationError, or c10::Error where memory is full.
   [[noreturn]] void fail_to_start(const std::exception_ptr& reason);
 
   // A null `work` stands for something that is done already.
@@ -64,7 +64,8 @@ class Operation {
   // host.
   void add_whole(c10::intrusive_ptr<c10d::Work> work, bool stream);
   // `action` runs first in wait(), and may start further transfers. If it throws, the operation
-  // has failed.
+  // has failed; what is no CommunicationError is this rank's own error, and wait() throws
+  // c10::Error.
   void on_wait(std::function<void()> action) { on_wait_.push_back(std::move(action)); }
   // `action` runs when everything has been received, before wait() waits for the sends. If it
   // throws, the operation has failed. It may add further sends and receives, and actions for
@@ -73,8 +74,8 @@ class Operation {
   // `action` runs after success, on the thread that waited, and lives until wait() returns.
   void on_success(std::function<void()> action) { on_success_.push_back(std::move(action)); }
 
-  // Blocks until all transfers are complete. Throws when one is not within the group's timeout,
-  // counted from `start`.
+  // Blocks until all transfers are complete. Throws CommunicationError when one is not within the
+  // group's timeout, counted from `start`.
   void wait(Clock::time_point start = Clock::now());
   // Blocks until everything has been received and the actions for it have run; wait() is still to
   // follow, for the sends.

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernels/row_changes.h"
+#include "zero/base/error_text.h"
 #include "zero/comm/changed_row.h"
 #include "zero/comm/doubling_steps.h"
 
@@ -62,8 +63,9 @@ PairwiseExchange::PairwiseExchange(BackendPtr backend, std::chrono::milliseconds
 void PairwiseExchange::naming(int peer, c10::function_ref<void()> start) const {
   try {
     start();
-  } catch (...) {
-    TORCH_CHECK(false, "lost rank ", name_of(peer), ": ", reason_of(std::current_exception()));
+  } catch (const std::exception& error) {
+    throw_error(!is_out_of_memory(error),
+                c10::str("lost rank ", name_of(peer), ": ", error_line(error)));
   }
 }
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
@@ -56,6 +57,7 @@ struct Group::State {
   std::optional<Topology> topology;  // always there
   Joining joining;
   OwnProcess process;
+  std::shared_ptr<std::atomic<int64_t>> failures;  // of all groups of one init_process_group()
 
   // How often each name was used, so that equal names never meet in the store.
   int next_instance(const std::string& key) const {
@@ -87,6 +89,7 @@ Group::Group(StorePtr store, int rank, int world_size, std::string name, Backend
   auto state = make_owned<State>();
   state->topology = std::move(topology);
   state->joining = std::move(joining);
+  state->failures = std::make_shared<std::atomic<int64_t>>(0);
   state->bounded = BoundedStore::of(std::move(store), timeout);
   state->store = state->bounded;
   state->rank = rank;
@@ -146,6 +149,7 @@ std::shared_ptr<Group::State> Group::part(const std::vector<int>& members,
   state->factory = state_->factory;
   state->device = device();
   state->timeout = timeout();
+  state->failures = state_->failures;
   return state;
 }
 
@@ -169,6 +173,8 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
   group.state_ = std::move(state);
   return group;
 }
+
+int64_t Group::failures() const { return *state_->failures; }
 
 StorePtr Group::make_store(const std::string& name) const {
   const std::string key = c10::str("store/", name);
@@ -217,7 +223,11 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
               rank(),
               ", which joins the job; make it over "
               "ZeroOptimizer::group() instead");
-  if (world_size() == 1) return std::make_unique<Communicator>(nullptr, full_name, timeout());
+  if (world_size() == 1) {
+    auto alone = std::make_unique<Communicator>(nullptr, full_name, timeout());
+    alone->count_failure_in(state_->failures);
+    return alone;
+  }
   const std::string key = c10::str("communicator/", this->name(), "/", name);
   const std::string prefix = c10::str(key, "/", state_->next_instance(key));
   Rendezvous rendezvous(
@@ -250,8 +260,10 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       return c10::intrusive_ptr<c10d::Backend>();
     });
   }
-  return std::make_unique<Communicator>(std::move(*exchange), rank(), world_size(), full_name,
-                                        timeout());
+  auto made = std::make_unique<Communicator>(std::move(*exchange), rank(), world_size(), full_name,
+                                             timeout());
+  made->count_failure_in(state_->failures);
+  return made;
 }
 
 std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name,
@@ -287,7 +299,7 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
   // Before this rank is counted: "equal" needs all of them.
   if (!problem.empty()) {
     decide(c10::str("rank ", rank, ": ", problem));
-    TORCH_CHECK(false, problem);
+    TORCH_CHECK_VALUE(false, problem);
   }
   const std::string own = c10::str(world_size, " on rank ", rank);
   const std::string first = claim("world_size", own);
@@ -296,13 +308,13 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
         c10::str("expected the same world size on every rank, got ", first, " and ", own,
                  "; start all ranks with the same WORLD_SIZE, or make the group with the same one");
     decide(difference);
-    TORCH_CHECK(false, difference);
+    TORCH_CHECK_VALUE(false, difference);
   }
   if (store.add("agreed", 1) == world_size) decide("equal");
   store.wait({"decided"}, timeout);
   const std::vector<uint8_t> verdict = store.get("verdict");
   const std::string text(verdict.begin(), verdict.end());
-  TORCH_CHECK(text == "equal", text);
+  TORCH_CHECK_VALUE(text == "equal", text);
 }
 
 }  // namespace

@@ -32,6 +32,11 @@ class FullGradients {
   void gather(GradientReducer& reducer, const std::vector<uint8_t>& used);
 
   int64_t bytes() const;
+  // Frees what the last gather() made.
+  void release() {
+    memory_.release();
+    single_.clear();
+  }
 
  private:
   // The tensor that p.grad() of a parameter becomes.

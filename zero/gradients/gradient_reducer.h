@@ -122,6 +122,8 @@ class GradientReducer {
   int64_t local_bytes() const { return local_.bytes(); }
   int64_t unsent_bytes() const { return unsent_bytes_; }
   int64_t shard_bytes() const;
+  // Frees the shards: nothing may be called then but bytes and the destructor.
+  void release_shards() { shards_.clear(); }
 
  private:
   struct Place {

@@ -125,13 +125,15 @@ void LocalGradients::check_unchanged(int64_t parameter) const {
   TORCH_CHECK(same || state.holds != Holds::kAverage, "parameter ", p.name,
               ": expected the averaged gradient in p.grad() to be only read, got a change, which "
               "would have no effect: step() uses the gradient shards. Clip with "
-              "clip_grad_norm_() of the ZeroOptimizer, change gradients with register_hook(), or "
-              "call zero_grad() on all ranks");
-  TORCH_CHECK(same, "parameter ", p.name,
-              ": expected p.grad() as the backward pass left it, since its gradient is on its way, "
-              "got another value, which would be added to that gradient and not replace it. Put "
-              "gradients there before the backward pass, change them with register_hook(), clip "
-              "with clip_grad_norm_() of the ZeroOptimizer, or call zero_grad() on all ranks");
+              "clip_grad_value_() or clip_grad_norm_() of the ZeroOptimizer, change gradients with "
+              "register_hook(), or call zero_grad() on all ranks");
+  TORCH_CHECK(
+      same, "parameter ", p.name,
+      ": expected p.grad() as the backward pass left it, since its gradient is on its way, "
+      "got another value, which would be added to that gradient and not replace it. Put "
+      "gradients there before the backward pass, change them with register_hook(), clip "
+      "with clip_grad_value_() or clip_grad_norm_() of the ZeroOptimizer, or call zero_grad() "
+      "on all ranks");
 }
 
 void LocalGradients::set_aside(int64_t parameter) {

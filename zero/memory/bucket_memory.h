@@ -42,6 +42,8 @@ class BucketMemory {
   // Per arena in place: [arena.numel]. Else: undefined. Empty before allocate().
   const std::vector<at::Tensor>& flat() const { return flat_; }
   int64_t bytes() const;  // of the flat tensors
+  // Drops the flat tensors, which live as long as a view of them does.
+  void release() { flat_.clear(); }
 
  private:
   const Plan& plan_;

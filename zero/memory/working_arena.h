@@ -54,6 +54,10 @@ class WorkingArena {
   // is then the master.
   bool is_master(int64_t bucket) const;
 
+  // Leaves the memory to the parameters in it, which another arena is to take over: nothing but the
+  // destructor may be called then.
+  void release() { memory_.release(); }
+
  private:
   const Plan& plan_;
   const ParameterTable& table_;

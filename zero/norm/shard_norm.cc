@@ -22,18 +22,31 @@ std::vector<kernels::ConstSpan> spans_of(const std::vector<SegmentTensors>& segm
   return spans;
 }
 
+// Adds the segments of `group`, or all for -1.
+void add(const std::vector<SegmentTensors>& segments, int64_t group, double norm_type,
+         double weight, const at::Tensor& bound, const at::Tensor& part) {
+  if (!bound.defined()) {
+    add_to_norm_part(part, spans_of(segments, group), norm_type, weight);
+    return;
+  }
+  const at::Tensor low = -bound;
+  for (const SegmentTensors& s : segments) {
+    if (group >= 0 && s.group != group) continue;
+    const at::Tensor clamped = s.gradient.clamp(low, bound);
+    const std::vector<kernels::ConstSpan> span{{clamped.const_data_ptr<float>(), s.segment.numel}};
+    add_to_norm_part(part, span, norm_type, weight);
+  }
+}
+
 }  // namespace
 
 ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
                      const std::vector<double>& weights, double norm_type, at::Device device,
-                     Communicator& group) {
+                     Communicator& group, const at::Tensor& bound) {
   const at::Tensor parts = empty_norm_parts(1, norm_type, device);
-  if (std::isinf(norm_type)) {
-    add_to_norm_part(parts.select(0, 0), spans_of(segments, -1), norm_type, 1.0);
-  }
+  if (std::isinf(norm_type)) add(segments, -1, norm_type, 1.0, bound, parts.select(0, 0));
   for (size_t g = 0; g < weights.size() && !std::isinf(norm_type); ++g) {
-    const auto spans = spans_of(segments, static_cast<int64_t>(g));
-    add_to_norm_part(parts.select(0, 0), spans, norm_type, weights[g]);
+    add(segments, static_cast<int64_t>(g), norm_type, weights[g], bound, parts.select(0, 0));
   }
   all_reduce_norm_parts(parts, group, "gradient norm").wait();
   const at::Tensor part = parts.select(0, 0);

@@ -22,9 +22,11 @@ struct ShardNorm {
 // infinity) of all segments of all ranks, which are on `device`. `weights[g]` multiplies what
 // parameter group g adds to the sum: one divided by how many ranks of `group` hold the same shards,
 // so that every element counts once, or 0 where other ranks count it; not used for infinity nor for
-// what is not finite. Sums are made in double. NaN in, NaN out, on every rank.
+// what is not finite. Sums are made in double. NaN in, NaN out, on every rank. With `bound`, 0-dim
+// fp32 on `device`, it is that of the elements clamped to [-bound, bound], one copied segment at a
+// time.
 ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
                      const std::vector<double>& weights, double norm_type, at::Device device,
-                     Communicator& group);
+                     Communicator& group, const at::Tensor& bound = {});
 
 }  // namespace zero

@@ -3,6 +3,7 @@
 #include "zero/optimizer/backward.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
@@ -66,7 +67,14 @@ const char* const kInnerStepProblem =
     "step() of the inner optimizer: expected step() of the ZeroOptimizer, which is what updates "
     "parameters, got a call through a pointer that was kept; nothing was updated";
 
-BackwardPasses::BackwardPasses(Parts parts) : parts_(parts) { install_hooks(); }
+BackwardPasses::BackwardPasses(Parts parts) : parts_(parts) {
+  try {
+    install_hooks();
+  } catch (...) {  // no destructor runs, and the hooks have a pointer to this
+    remove_hooks();
+    throw;
+  }
+}
 
 void BackwardPasses::install_hooks() {
   const std::vector<Parameter>& parameters = parts_.table.parameters();
@@ -74,8 +82,9 @@ void BackwardPasses::install_hooks() {
     const auto index = static_cast<int64_t>(i);
     const at::Tensor& tensor = parameters[i].tensor;
     tensor.mutable_grad().reset();
-    torch::autograd::impl::set_post_acc_grad_hooks(
-        tensor, std::make_unique<AfterAccumulation>([this, index] { after_accumulation(index); }));
+    auto after = std::make_unique<AfterAccumulation>([this, index] { after_accumulation(index); });
+    after_hooks_.push_back(after.get());
+    torch::autograd::impl::set_post_acc_grad_hooks(tensor, std::move(after));
     // All hooks of register_hook(), added at any time, belong to one entry. Its first call makes
     // that entry and drops all others, so it is made here: before ours, which sees what the user's
     // hooks made of a gradient.
@@ -89,15 +98,20 @@ void BackwardPasses::install_hooks() {
 
 void BackwardPasses::remove_hooks() noexcept {
   try {
-    for (size_t i = 0; i < before_hooks_.size(); ++i) {
+    for (size_t i = 0; i < after_hooks_.size(); ++i) {
       const at::Tensor& tensor = parts_.table.parameters()[i].tensor;
-      torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
+      // Not one that took the place of ours.
+      if (torch::autograd::impl::post_acc_grad_hooks(tensor).get() == after_hooks_[i]) {
+        torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
+      }
+      if (i >= before_hooks_.size()) break;
       std::erase_if(torch::autograd::impl::hooks(tensor),
                     [&](const auto& hook) { return hook.get() == before_hooks_[i]; });
     }
   } catch (...) {  // a tensor that lost its autograd state has no hooks either
   }
   before_hooks_.clear();
+  after_hooks_.clear();
 }
 
 bool BackwardPasses::takes_gradients() const {
@@ -118,8 +132,8 @@ std::string BackwardPasses::unscaled_text() const {
 
 std::string BackwardPasses::untimely_problem() const {
   if (parts_.clipping.has_clips()) {
-    return "backward() between clip_grad_norm_() and step(): expected step() next; clip after the "
-           "last backward pass";
+    return "backward() between a clip and step(): expected step() next; clip after the last "
+           "backward pass";
   }
   return unscaled_text();
 }
@@ -162,6 +176,8 @@ void BackwardPasses::run_in_hook(const std::function<void()>& hand_over) {
   try {
     hand_over();
   } catch (const std::exception& error) {
+    // A failed communicator is final, as in a collective call.
+    if (is_of_communication(error)) parts_.protocol.fail_stop([] { throw; });
     const std::string text = error_text(error) +
                              ". Gradients are incomplete: call zero_grad() on all ranks and repeat "
                              "the batch";
@@ -229,12 +245,15 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     differentiate();
     if (sync) parts_.reducer.close_round();
   } catch (const std::exception& error) {
-    // A hook of ours has said it already, with what to do.
-    if (!parts_.protocol.is_backward_broken()) {
+    // Else a hook of ours has said it already, with what to do.
+    if (!parts_.protocol.is_backward_broken() && !parts_.protocol.has_failed()) {
       parts_.protocol.break_backward(
           "a backward pass ended with an exception, so gradients are incomplete; call "
           "zero_grad() on all ranks and repeat the batch. It was: " +
           error_text(error));
+    }
+    if (is_of_communication(error) && !parts_.protocol.has_failed()) {
+      parts_.protocol.fail_stop([] { throw; });
     }
     throw;
   }
@@ -247,6 +266,12 @@ void BackwardPasses::run(const at::Tensor& loss) {
         "loss: expected a 0-dim tensor, got " +
         (loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined")) +
         "; use backward(outputs, output_gradients)");
+  }
+  if (!loss.requires_grad() && (!at::GradMode::is_enabled() || loss.is_inference())) {
+    parts_.protocol.check_usable();
+    parts_.protocol.throw_misuse(
+        "loss: expected one that was computed with a graph, got one of a NoGradGuard or an "
+        "InferenceMode, which has no gradient; end their scope before the forward pass");
   }
   run_pass([&] {
     // A loss that touches nothing trainable has no graph; its gradient is zero.
@@ -264,8 +289,23 @@ void BackwardPasses::run(const std::vector<at::Tensor>& outputs,
   });
 }
 
-void BackwardPasses::warn_if_unused(const std::vector<uint8_t>& used) {
-  if (!any_ || warned_ || std::find(used.begin(), used.end(), 1) != used.end()) return;
+void BackwardPasses::check_used(const Agreement& agreement, bool all_ranks) {
+  const std::vector<uint8_t>& used = agreement.used;
+  if (!agreement.passes || std::find(used.begin(), used.end(), 1) != used.end()) {
+    unused_steps_ = 0;
+    return;
+  }
+  if (all_ranks && ++unused_steps_ == kUnusedSteps) {
+    unused_steps_ = 0;
+    TORCH_CHECK(false, "rank ", parts_.protocol.rank(),
+                ": step(): expected a gradient from backward passes, got none for any parameter on "
+                "any rank in ",
+                kUnusedSteps,
+                " steps in a row, so that nothing is trained. Compute the loss without a "
+                "NoGradGuard and from tensors that are not detached; call zero_grad() on all ranks "
+                "to go on");
+  }
+  if (!any_ || warned_) return;
   warned_ = true;
   TORCH_WARN("rank ", parts_.protocol.rank(),
              ": step(): expected a gradient from the backward passes since the last step, got none "

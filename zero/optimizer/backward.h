@@ -26,7 +26,8 @@
 
 namespace torch::autograd {
 struct FunctionPreHook;
-}
+struct PostAccumulateGradHook;
+}  // namespace torch::autograd
 
 namespace zero {
 
@@ -55,9 +56,11 @@ class BackwardPasses {
            bool retain_graph);
   at::Tensor scale_loss(const at::Tensor& loss);
 
-  // Warns once if passes ran and `used`, over all ranks, is nothing: torch refuses such a loss, but
-  // with dropped layers it may be meant.
-  void warn_if_unused(const std::vector<uint8_t>& used);
+  // To be called by each step. Where passes ran and no rank used any parameter it warns once, and
+  // after kUnusedSteps such steps in a row, if `all_ranks` agree on that, it throws c10::Error on
+  // all of them. torch refuses such a loss at once, but with dropped layers it may be meant.
+  void check_used(const Agreement& agreement, bool all_ranks);
+  static constexpr int kUnusedSteps = 10;
   // Returns whether a pass began or a loss was scaled since the last step.
   bool any() const { return any_; }
   void forget() { any_ = scaled_ = false; }
@@ -86,11 +89,14 @@ class BackwardPasses {
   void run_pass(const std::function<void()>& differentiate);
 
   const Parts parts_;
-  std::vector<const torch::autograd::FunctionPreHook*> before_hooks_;  // per parameter
+  // Per parameter; fewer while they are installed.
+  std::vector<const torch::autograd::FunctionPreHook*> before_hooks_;
+  std::vector<const torch::autograd::PostAccumulateGradHook*> after_hooks_;
   bool any_ = false;
   bool running_ = false;  // run() is under way: it scales the gradients that arrive
   bool warned_ = false;
-  bool scaled_ = false;  // scale_loss() was called since the last step
+  int unused_steps_ = 0;  // in a row
+  bool scaled_ = false;   // scale_loss() was called since the last step
 };
 
 // The problem of a step() of the inner optimizer that the user made.

@@ -15,10 +15,13 @@ namespace zero {
 void CallProtocol::check_usable() const {
   // This runs for each gradient, so it makes the text only if it throws.
   if (!process_.here()) process_.check("rank " + std::to_string(rank()));
-  TORCH_CHECK(failure_.empty(), "rank ", rank(),
-              ": expected a working optimizer, got one whose communication failed earlier; end "
-              "all ranks and resume from a checkpoint. The first failure was: ",
-              failure_);
+  if (failure_.empty()) return;
+  throw_error(asks_for_recovery_,
+              c10::str("rank ", rank(),
+                       ": expected a working optimizer, got one whose communication failed "
+                       "earlier; end all ranks and resume from a checkpoint. The first failure "
+                       "was: ",
+                       failure_));
 }
 
 void CallProtocol::throw_misuse(const std::string& problem) {
@@ -34,9 +37,10 @@ void CallProtocol::fail_stop(const std::function<void()>& body) {
   try {
     comms_.explained(body);
   } catch (const std::exception& error) {
+    asks_for_recovery_ = is_of_communication(error);
     if (comms_.failed().empty()) throw;
     failure_ = error_text(error);
-    TORCH_CHECK(false, "rank ", rank(), ": ", failure_);
+    throw_error(asks_for_recovery_, c10::str("rank ", rank(), ": ", failure_));
   }
 }
 
@@ -55,12 +59,14 @@ std::string CallProtocol::take_problem(Call call) {
   return text;
 }
 
-Agreement CallProtocol::exchange(Call call, const std::string& problem, AgreedArguments arguments,
+Agreement CallProtocol::exchange(Call call, const Problem& problem, AgreedArguments arguments,
                                  Agreement own) {
   refused_ = true;
   if (expected_rounds_ > 0 && is_of_a_step(call)) {
-    if (!problem.empty()) comms_.channel.announce(problem);
-    TORCH_CHECK(problem.empty(), "rank ", rank(), ": ", problem);
+    if (!problem.empty()) {
+      comms_.channel.announce(problem.text);
+      throw_error(problem.of_communication, c10::str("rank ", rank(), ": ", problem.text));
+    }
     refused_ = false;
     return {expected_rounds_, true, std::move(own.used)};
   }
@@ -95,7 +101,8 @@ AgreedArguments CallProtocol::at_home(const std::string& text) const {
 }
 
 bool is_of_a_step(Call call) {
-  return call == Call::kReduceGradients || call == Call::kClipGradNorm || call == Call::kStep;
+  return call == Call::kReduceGradients || call == Call::kClipGradNorm ||
+         call == Call::kClipGradValue || call == Call::kStep;
 }
 
 }  // namespace zero

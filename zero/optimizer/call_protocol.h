@@ -9,7 +9,8 @@
 //   misuse            thrown at once here, and on all ranks by their next collective call
 //   broken backward   gradients are incomplete; thrown by every call until zero_grad()
 //   refused           the last call threw on all ranks; zero_grad() is collective then
-//   failure           a communicator is broken; final
+//   failure           a communicator is broken; final. CommunicationError, unless this rank broke
+//   it
 #pragma once
 
 #include <c10/core/Device.h>
@@ -48,9 +49,11 @@ class CallProtocol {
   [[noreturn]] void throw_misuse(const std::string& problem);
   // Runs `body` with the parameters' device as the current one, as kernels ask for, and outside of
   // InferenceMode, since what is made in it outlives the call. An error that leaves a communicator
-  // broken makes it a failure.
+  // broken makes it a failure. CommunicationError stays one.
   void fail_stop(const std::function<void()>& body);
   bool has_failed() const { return !failure_.empty(); }
+  // Returns whether the last error was a CommunicationError, as where a process waits to join.
+  bool asks_for_recovery() const { return asks_for_recovery_; }
 
   // Gradients are incomplete for `reason` until repaired().
   void break_backward(const std::string& reason);
@@ -68,8 +71,7 @@ class CallProtocol {
   // Collective: every collective call begins with it. Throws on all ranks when any rank has a
   // `problem` or different arguments; else returns what all ranks agreed on. With a promise of
   // static_graph the ranks do not send: see expect_rounds().
-  Agreement exchange(Call call, const std::string& problem, AgreedArguments arguments,
-                     Agreement own);
+  Agreement exchange(Call call, const Problem& problem, AgreedArguments arguments, Agreement own);
 
   // With static_graph: each later step has `rounds` rounds and uses every parameter, so that calls
   // of a step need no message.
@@ -92,6 +94,7 @@ class CallProtocol {
   std::string broken_backward_;
   bool refused_ = false;
   std::string failure_;
+  bool asks_for_recovery_ = false;
   const std::shared_ptr<bool> no_sync_ = std::make_shared<bool>(false);
   int64_t expected_rounds_ = 0;  // 0: not promised, or the first step is not over
 };

@@ -3,6 +3,7 @@
 #include "zero/optimizer/clipping.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/minimum.h>
 #include <ATen/ops/ones.h>
 
 #include <utility>
@@ -20,21 +21,34 @@ Clipping::Clipping(const std::vector<SegmentTensors>& segments, const std::vecto
       coefficient_(at::ones({}, at::TensorOptions().dtype(at::kDouble).device(device))) {}
 
 void Clipping::compute_norm(double norm_type, int64_t rounds) {
-  if (is_known(rounds) && known_type_ == norm_type) return;
+  if (norm_ && norm_->norm_type == norm_type && norm_->rounds == rounds &&
+      norm_->narrowed == narrowed_) {
+    return;
+  }
   const TraceRange range("norm");
-  known_ = shard_norm(segments_, weights_, norm_type, device_, comm_);
-  known_type_ = norm_type;
-  known_rounds_ = rounds;
+  const ShardNorm made = shard_norm(segments_, weights_, norm_type, device_, comm_, bound());
+  norm_ = Known{norm_type, rounds, narrowed_, made.norm};
+  if (!bound_.defined()) nonfinite_ = Nonfinite{rounds, made.nonfinite};
 }
 
 at::Tensor Clipping::norm(double norm_type, int64_t rounds) {
   compute_norm(norm_type, rounds);
-  return known_->norm * coefficient_;
+  return norm_->norm * coefficient_;
 }
 
 void Clipping::shrink(double max_norm, const at::Tensor& norm) {
   // A NaN stays a NaN. Never read here: the device knows it when the update runs.
   coefficient_.mul_((max_norm / (norm + 1e-6)).clamp_max_(1.0));
+}
+
+at::Tensor Clipping::bound() const {
+  return bound_.defined() ? bound_.to(at::kFloat) : at::Tensor();
+}
+
+void Clipping::narrow(double value) {
+  const at::Tensor bound = value / coefficient_;
+  bound_ = bound_.defined() ? at::minimum(bound_, bound) : bound;
+  ++narrowed_;
 }
 
 void Clipping::clip(double max_norm, double norm_type, const at::Tensor& norm, int64_t rounds) {
@@ -43,22 +57,49 @@ void Clipping::clip(double max_norm, double norm_type, const at::Tensor& norm, i
   shrink(max_norm, norm);
 }
 
+void Clipping::clip_value(double value, int64_t rounds) {
+  clips_.push_back({value, std::nullopt});
+  clipped_rounds_ = rounds;
+  narrow(value);
+}
+
 void Clipping::renew(int64_t rounds) {
   if (clips_.empty() || std::exchange(clipped_rounds_, rounds) == rounds) return;
   coefficient_.fill_(1.0);
-  for (const Clip& c : clips_) shrink(c.max_norm, norm(c.norm_type, rounds));
+  bound_.reset();
+  for (const Clip& c : clips_) {
+    if (c.norm_type) {
+      shrink(c.limit, norm(*c.norm_type, rounds));
+    } else {
+      narrow(c.limit);
+    }
+  }
 }
 
 at::Tensor Clipping::nonfinite(int64_t rounds) {
-  if (!is_known(rounds)) compute_norm(2.0, rounds);
-  if (clips_.empty()) return known_->nonfinite;
+  if (!nonfinite_ || nonfinite_->rounds != rounds) {
+    const TraceRange range("norm");
+    const ShardNorm made = shard_norm(segments_, weights_, 2.0, device_, comm_);
+    nonfinite_ = Nonfinite{rounds, made.nonfinite};
+  }
+  if (clips_.empty()) return nonfinite_->count;
   // The norm of finite values overflows where their powers do. Clipped by it, all would be zero.
-  return (coefficient_ > 0).logical_not().logical_or(known_->nonfinite != 0).to(at::kDouble);
+  return (coefficient_ > 0).logical_not().logical_or(nonfinite_->count != 0).to(at::kDouble);
+}
+
+void Clipping::clamp_gradients() const {
+  if (!bound_.defined()) return;
+  const at::Tensor high = bound();
+  const at::Tensor low = -high;
+  for (const SegmentTensors& s : segments_) s.gradient.clamp_(low, high);
 }
 
 void Clipping::reset() {
-  known_.reset();
+  norm_.reset();
+  nonfinite_.reset();
   if (!clips_.empty()) coefficient_.fill_(1.0);
+  bound_.reset();
+  narrowed_ = 0;
   clips_.clear();
 }
 

@@ -1,7 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The norm of the reduced gradient, and the coefficient that step() multiplies gradients by.
+// The norm of the reduced gradient, and what step() clips it by: clips by a norm and by a value, in
+// the order of the calls.
+//
+// All of them together are one bound and one coefficient: step() clamps each element to the bound
+// and multiplies it by the coefficient. A clip by norm makes the coefficient smaller. A clip by
+// value makes the bound at most value / coefficient, since clamp(c x, value) = c clamp(x, value /
+// c).
 //
 // Every norm belongs to a number of rounds that all ranks have agreed on, so that either all ranks
 // send for it or none does. Neither the norm nor the coefficient is read on the host.
@@ -26,11 +32,14 @@ class Clipping {
            at::Device device, Communicator& comm);
 
   // Collective. The norm of the gradient that `rounds` reduced, after the clips so far: 0-dim
-  // double on the device. Sends nothing when the last norm is the same one.
+  // double on the device. Sends nothing when the last norm is the same one. After a clip by value
+  // it needs memory for the gradient of the largest segment.
   at::Tensor norm(double norm_type, int64_t rounds);
   // Multiplies the coefficient by min(1, max_norm / (norm + 1e-6)).
   void clip(double max_norm, double norm_type, const at::Tensor& norm, int64_t rounds);
-  // Collective where gradients were added after the last clip: computes the coefficient again.
+  // Clamps to [-value, value] what the clips so far leave.
+  void clip_value(double value, int64_t rounds);
+  // Collective where gradients were added after the last clip: clips again from the beginning.
   void renew(int64_t rounds);
   // Collective where no norm of these rounds is known. 0-dim double on the device: not 0 where any
   // gradient, or a norm that it was clipped by, is NaN or infinite.
@@ -39,18 +48,23 @@ class Clipping {
   bool has_clips() const { return !clips_.empty(); }
   // 0-dim double beside the gradients; 1 without clips.
   const at::Tensor& coefficient() const { return coefficient_; }
+  // Clamps the gradient shards to the bound. The gradients are to be consumed then.
+  void clamp_gradients() const;
   // The gradients are consumed.
   void reset();
 
  private:
   struct Clip {
-    double max_norm;
-    double norm_type;
+    double limit;  // the norm, or each element
+    std::optional<double> norm_type;
   };
 
-  bool is_known(int64_t rounds) const { return known_ && known_rounds_ == rounds; }
+  // Computes norm_ unless it is of that type, round and bound.
   void compute_norm(double norm_type, int64_t rounds);
   void shrink(double max_norm, const at::Tensor& norm);
+  void narrow(double value);
+  // The bound in the dtype of the gradients; undefined without one.
+  at::Tensor bound() const;
 
   const std::vector<SegmentTensors>& segments_;
   const std::vector<double>& weights_;
@@ -60,9 +74,22 @@ class Clipping {
   std::vector<Clip> clips_;
   int64_t clipped_rounds_ = 0;  // of the gradient that they saw
   const at::Tensor coefficient_;
-  std::optional<ShardNorm> known_;
-  double known_type_ = 0.0;
-  int64_t known_rounds_ = 0;
+  at::Tensor bound_;      // 0-dim double beside the gradients; undefined without clips by value
+  int64_t narrowed_ = 0;  // how often, since the gradients are new
+
+  struct Known {
+    double norm_type;
+    int64_t rounds;
+    int64_t narrowed;
+    at::Tensor norm;
+  };
+  std::optional<Known> norm_;
+  // Of gradients that are not clamped, which hides infinities.
+  struct Nonfinite {
+    int64_t rounds;
+    at::Tensor count;
+  };
+  std::optional<Nonfinite> nonfinite_;
 };
 
 }  // namespace zero

@@ -118,8 +118,9 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
 }
 
 // Runs `make`, which sends. Where it throws on this rank only, as for lack of memory, the others
-// wait for something that is not sent: this reports why, closes the connections and throws a
-// c10::DistBackendError. `agreed`: a c10::Error is the same on all ranks.
+// wait for something that is not sent: this reports why, closes the connections and throws
+// c10::DistBackendError. After a failure of the communication it throws CommunicationError.
+// `agreed`: a c10::Error is the same on all ranks.
 void construct(OptimizerCommunicators& comms, bool agreed, const std::function<void()>& make) {
   try {
     make();
@@ -128,6 +129,9 @@ void construct(OptimizerCommunicators& comms, bool agreed, const std::function<v
     if (local && agreed && dynamic_cast<const c10::Error*>(&error) != nullptr) throw;
     const std::string text = "the optimizer could not be made: " + error_text(error);
     if (local) comms.abort(text);
+    if (is_of_communication(error)) {
+      throw_communication_error(c10::str("rank ", comms.rank(), ": ", text));
+    }
     TORCH_CHECK_WITH(DistBackendError, false, "rank ", comms.rank(), ": ", text);
   }
 }

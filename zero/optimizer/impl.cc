@@ -128,7 +128,8 @@ void ZeroOptimizer::Impl::finish_previous_step() {
   reducer.check();
 }
 
-std::string ZeroOptimizer::Impl::first_problem(Call call, const std::function<void()>& check) {
+Problem ZeroOptimizer::Impl::first_problem(Call call, const std::function<void()>& check) {
+  bool of_communication = false;
   std::string text = protocol.take_problem(call);
   if (text.empty() && is_capturing(device)) text = capture_problem(call);
   if (shards.inner_was_stepped() && text.empty()) text = kInnerStepProblem;
@@ -140,6 +141,7 @@ std::string ZeroOptimizer::Impl::first_problem(Call call, const std::function<vo
       reducer.verify();
     } catch (const std::exception& error) {
       text = error_text(error);
+      of_communication = is_of_communication(error);
     }
   }
   reducer.claim_gradients();
@@ -147,7 +149,7 @@ std::string ZeroOptimizer::Impl::first_problem(Call call, const std::function<vo
     text = passes.unscaled_problem();
   }
   if (text.empty() && options.static_graph() && is_of_a_step(call)) text = static_problem();
-  return text;
+  return {std::move(text), of_communication};
 }
 
 Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& check,
@@ -157,7 +159,7 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
   // A step waits bucket by bucket. Other calls may change any of them.
   if (copies && !is_of_a_step(call)) copies->wait_for_all();
   if (protection && !is_of_a_step(call)) protection->wait_for_copies(0);
-  const std::string problem = first_problem(call, check);
+  const Problem problem = first_problem(call, check);
   if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
     // Sums are of the same passes only where all ranks dropped the same ones.
     arguments.on_all_ranks +=

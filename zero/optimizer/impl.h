@@ -55,8 +55,9 @@ struct ZeroOptimizer::Impl {
   enum class Frozen { kUnmanaged, kAll };
 
   // Collective. All that the constructor of ZeroOptimizer checks and makes. If it throws, `inner`
-  // is still the caller's, unless memory ran out. Throws c10::DistBackendError after a failure of
-  // this rank alone or of the communication, and another c10::Error where all ranks refuse.
+  // is still the caller's, unless memory ran out. Throws CommunicationError after a failure of the
+  // communication, its base c10::DistBackendError after one of this rank alone, and another
+  // c10::Error where all ranks refuse.
   static std::unique_ptr<Impl> make(torch::nn::Module& module,
                                     std::unique_ptr<torch::optim::Optimizer>& inner,
                                     const Group& group, const ZeroOptions& options, Frozen sent);
@@ -79,7 +80,7 @@ struct ZeroOptimizer::Impl {
                   AgreedArguments arguments = {});
   void finish_previous_step();
   // The first problem of this rank that `call` must throw, or nothing.
-  std::string first_problem(Call call, const std::function<void()>& check);
+  Problem first_problem(Call call, const std::function<void()>& check);
   // The deviation of this rank from the promise of static_graph, or nothing.
   std::string static_problem() const;
   // The reason why `call` cannot be captured in a CUDA graph, or nothing.
@@ -96,6 +97,10 @@ struct ZeroOptimizer::Impl {
   // --- Collective calls (step.cc)
   void reduce_gradients();
   at::Tensor clip(std::optional<double> max_norm, double norm_type);
+  void clip_value(double value);
+  // Returns whether there are gradients that `call`, which `clips`, can clip. Throws where no rank
+  // ran a backward pass.
+  bool can_clip(Call call, const Agreement& agreement, bool clips) const;
   void step(const ParamGroups& groups);
   void zero_grad();
   at::Tensor gather_parameter(const at::Tensor& parameter, bool gradient);
@@ -166,6 +171,9 @@ struct ZeroOptimizer::Impl {
   RollCall::Present leave_group();
   // Throws if a process waits to join.
   void throw_if_others_join() const;
+  // Ends the use of hooks and of memory that another Impl makes anew: masters, state, gradients,
+  // and the arena, which lives until its parameters have moved. Returns the inner optimizer.
+  std::unique_ptr<torch::optim::Optimizer> release();
   // Collective. The same over another group, with the inner optimizer, which is back here if it
   // throws.
   std::unique_ptr<Impl> make_again(const Group& over);
@@ -199,6 +207,7 @@ struct ZeroOptimizer::Impl {
   torch::nn::Module& module;
   const ShardDomains domains;
   const Group group;  // of construction: the home domain's
+  const int64_t failures_before = group.failures();
   const ZeroOptions options;
   const std::shared_ptr<OptimizerCommunicators> comms;  // of the constructor too, while it runs
   ParameterTable table;

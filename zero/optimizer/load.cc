@@ -257,6 +257,7 @@ void ZeroOptimizer::Impl::load_protected(CheckpointReader& reader, ParamGroups& 
     const CheckpointDifferences differences =
         find_differences(reader.manifest(), table, shards.inner());
     Staging staging(reader, table, shards, differences, /*mesh=*/nullptr);
+    staging.drop_state();
     staging.read_segments(staged);
     staging.read_whole(staged, table.buffers(), "buffer");
     staged.manifest = reader.manifest();

@@ -80,7 +80,7 @@ void ZeroOptimizer::Impl::protect_at_once(const ParamGroups& groups, const std::
   protect(groups);
   run_on_all_ranks(*comms->control, call, [&]() -> std::string {
     const std::string problem = protection->finish();
-    TORCH_CHECK(problem.empty(), problem);
+    if (!problem.empty()) throw_error(protection->connection_failed(), problem);
     return {};
   });
   protection->keep_newest();
@@ -144,10 +144,21 @@ RollCall::Present ZeroOptimizer::Impl::leave_group() {
 
 void ZeroOptimizer::Impl::throw_if_others_join() const {
   const std::vector<int> waiting = lifeline->roll.waiting();
-  TORCH_CHECK(
-      waiting.empty(), "process ", waiting.front(),
-      " waits to join the job: call recover() on all ranks, which takes it in and goes back "
-      "to the last protected step");
+  if (waiting.empty()) return;
+  throw_communication_error(
+      c10::str("process ", waiting.front(),
+               " waits to join the job: call recover() on all ranks, which takes it in and goes "
+               "back to the last protected step"));
+}
+
+std::unique_ptr<torch::optim::Optimizer> ZeroOptimizer::Impl::release() {
+  protection.reset();
+  passes.remove_hooks();
+  std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
+  reducer.release_shards();
+  full_gradients.release();
+  arena.release();
+  return inner;
 }
 
 std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_again(const Group& over) {
@@ -156,7 +167,7 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_again(const Group
     // The options of the protected step are set when it is loaded.
     groups.emplace_back(group_members[g], lifeline->first_options[g]->clone());
   }
-  std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
+  std::unique_ptr<torch::optim::Optimizer> inner = release();
   std::unique_ptr<Impl> made;
   try {
     made = make_over(inner, over, groups, Frozen::kAll);
@@ -214,6 +225,13 @@ RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
   TORCH_CHECK(lifeline != nullptr, "rank ", rank,
               ": recover(): expected ZeroOptions::protect(n), got 0; no other rank has a copy of "
               "what a dead one held");
+  TORCH_CHECK(
+      impl_->group.failures() > impl_->failures_before || impl_->protocol.asks_for_recovery() ||
+          !lifeline->roll.waiting().empty(),
+      "rank ", rank,
+      ": recover(): expected a rank that ended or does not answer, a connection that failed, or a "
+      "process that waits to join, got none of them: this optimizer and the communicators of its "
+      "group work. What is no zero::CommunicationError would be thrown again after going back");
   while (true) {
     RollCall::Present present;
     try {

@@ -211,15 +211,13 @@ std::shared_ptr<Generations> ZeroOptimizer::Impl::copy_shard(const ParamGroups& 
 
 std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_changed(
     const Change& change, const ParamGroups& groups, std::exception_ptr& refusal) {
-  protection.reset();
-  passes.remove_hooks();
   // An arena stays in memory as long as a parameter is in it.
   for (at::Tensor p : change.leaving) {
     if (!plan.arenas[plan.parameter_arena[table.index_of(p)]].layout->in_place()) continue;
     p.set_data(p.detach().clone(at::MemoryFormat::Preserve));
   }
   GradientFlags flags;
-  std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
+  std::unique_ptr<torch::optim::Optimizer> inner = release();
   try {
     try {
       flags.set(change.leaving, false);

@@ -54,6 +54,15 @@ void Staging::add_whole_to(NeededTensors& needed, const std::vector<NamedTensor>
   }
 }
 
+void Staging::drop_state() {
+  if (!differences_.same_optimizer) return;
+  auto& state = shards_.inner().state();
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    if (differences_.without_state.count(wanted_[i].name) != 0) continue;
+    state.erase(targets_[i]->master.unsafeGetTensorImpl());
+  }
+}
+
 void Staging::read_segments(Staged& staged) {
   for (const SegmentTensors* s : targets_) {
     staged.segments.push_back({s, host_buffer(s->segment.numel, at::kFloat), nullptr, false});

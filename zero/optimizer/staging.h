@@ -57,6 +57,9 @@ class Staging {
   void add_segments_to(NeededTensors& needed) const;
   void add_whole_to(NeededTensors& needed, const std::vector<NamedTensor>& present) const;
 
+  // Drops the present state of what read_segments() reads the state of, for those who do not go on
+  // with it if that fails: it halves the memory.
+  void drop_state();
   void read_segments(Staged& staged);
   void read_whole(Staged& staged, const std::vector<NamedTensor>& present, const char* kind);
 

@@ -48,19 +48,35 @@ at::Tensor ZeroOptimizer::Impl::clip(std::optional<double> max_norm, double norm
                  ", norm_type " + exact_text(norm_type),
              {}});
   gather_full_gradients(agreement);
-  if (agreement.rounds == reducer.rounds_dropped()) {
-    // After passes in which every rank dropped every layer there is nothing to clip, rightly.
-    TORCH_CHECK(
-        !max_norm || agreement.passes, "rank ", comms->rank(),
-        ": clip_grad_norm_(): expected gradients since the last step, got no backward pass "
-        "on any rank, so nothing would be clipped; call it after the last backward() and before "
-        "step()");
+  if (!can_clip(Call::kClipGradNorm, agreement, max_norm.has_value())) {
     return at::zeros({}, clipping.coefficient().options());
   }
   clipping.renew(agreement.rounds);
   const at::Tensor norm = clipping.norm(norm_type, agreement.rounds);
   if (max_norm) clipping.clip(*max_norm, norm_type, norm, agreement.rounds);
   return norm;
+}
+
+void ZeroOptimizer::Impl::clip_value(double value) {
+  const auto check = [&] {
+    TORCH_CHECK(value > 0, "clip_value: expected a number above 0, got ", value);
+    verify_untouched();
+  };
+  const Agreement agreement =
+      agree(Call::kClipGradValue, check, {"clip_value " + exact_text(value), {}});
+  gather_full_gradients(agreement);
+  if (!can_clip(Call::kClipGradValue, agreement, /*clips=*/true)) return;
+  clipping.renew(agreement.rounds);
+  clipping.clip_value(value, agreement.rounds);
+}
+
+bool ZeroOptimizer::Impl::can_clip(Call call, const Agreement& agreement, bool clips) const {
+  if (agreement.rounds != reducer.rounds_dropped()) return true;
+  // After passes in which every rank dropped every layer there is nothing to clip, rightly.
+  TORCH_CHECK(!clips || agreement.passes, "rank ", comms->rank(), ": ", call_name(call),
+              ": expected gradients since the last step, got no backward pass on any rank, so "
+              "nothing would be clipped; call it after the last backward() and before step()");
+  return false;
 }
 
 void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
@@ -87,7 +103,7 @@ void ZeroOptimizer::Impl::step(const ParamGroups& groups) {
     forget_gradients();
     return;
   }
-  passes.warn_if_unused(agreement.used);
+  passes.check_used(agreement, domains.uniform);
   if (options.static_graph()) protocol.expect_rounds(agreement.rounds);
   gather_full_gradients(agreement);
   update(agreement);
@@ -113,6 +129,7 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
     if (skipped) return;
     nonfinite = at::Tensor();
   }
+  clipping.clamp_gradients();
   gathers.start([&](const ShardOptimizer::RowWritten& written) {
     const auto before = [&](int64_t bucket) {
       if (copies) copies->wait(bucket);

@@ -104,6 +104,11 @@ at::Tensor ZeroOptimizer::clip_grad_norm_(std::optional<double> max_norm, double
   return norm;
 }
 
+void ZeroOptimizer::clip_grad_value_(double clip_value) {
+  at::NoGradGuard no_grad;
+  impl_->protocol.fail_stop([&] { impl_->clip_value(clip_value); });
+}
+
 at::Tensor ZeroOptimizer::step(LossClosure closure) {
   at::Tensor loss;
   if (closure) {

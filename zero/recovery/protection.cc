@@ -85,6 +85,7 @@ void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int
       make_whole(*generation, *writer);
     } catch (const std::exception& error) {
       problem = "the copy of a protected step failed: " + error_text(error);
+      connection_failed_ = is_of_communication(error);
     }
     promise->set_value(problem);
   });

@@ -33,6 +33,8 @@ class Protection {
 
   // Waits until the last generation is whole here. Returns why it is not, or nothing.
   std::string finish();
+  // Returns whether that problem is of the connection to another rank.
+  bool connection_failed() const { return connection_failed_; }
   // Collective, after all ranks agreed that finish() had no problem. Starts the next generation.
   // `file` has views of the shard; bucket_of[i] is the bucket of tensor i, or ShardCopies::kOfNone
   // for one that is copied at once.
@@ -61,6 +63,7 @@ class Protection {
   std::shared_ptr<ShardCopies> copies_;
   std::future<std::string> made_;  // the problem of the generation under way
   std::string problem_;
+  std::atomic<bool> connection_failed_ = false;
   SerialThread thread_;  // the last member: it ends first
 };
 

@@ -123,6 +123,7 @@ Rendezvous::Backend Rendezvous::run(const Work& work) {
   const auto left = std::chrono::ceil<milliseconds>(since_ + timeout_ - Clock::now());
   const auto store = store_->within(std::max(left, kGrace));
   std::string reason;
+  bool own = false;  // unusable arguments, say; not what another rank or a connection did
   try {
     store->set(mark_key(rank_), std::string(kArrived));
     Backend backend = await(start_detached([work, store] { return work(store); }), *store);
@@ -133,6 +134,7 @@ Rendezvous::Backend Rendezvous::run(const Work& work) {
     return backend;
   } catch (const std::exception& error) {
     reason = error_line(error);
+    own = dynamic_cast<const c10::ValueError*>(&error) != nullptr || is_out_of_memory(error);
   }
   const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - since_);
   const std::string others = give_up(reason);
@@ -141,7 +143,7 @@ Rendezvous::Backend Rendezvous::run(const Work& work) {
       took + kLater >= timeout_
           ? c10::str(" within ", timeout_.count(), " ms")
           : c10::str(" (after ", took.count(), " ms of at most ", timeout_.count(), " ms)");
-  TORCH_CHECK(false, failed_, time, " (this is rank ", rank_, ")", others, ". ", reason);
+  throw_error(!own, c10::str(failed_, time, " (this is rank ", rank_, ")", others, ". ", reason));
 }
 
 Rendezvous::Backend Rendezvous::await(std::future<Backend> made, BoundedStore& store) const {

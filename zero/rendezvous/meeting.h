@@ -42,8 +42,9 @@ class Rendezvous {
              std::chrono::milliseconds timeout, std::chrono::steady_clock::time_point since,
              std::string failed, std::string purpose, std::vector<int> job_ranks = {});
 
-  // Collective. Throws c10::Error within the timeout and a second when a rank does not take part or
-  // gives up.
+  // Collective. Throws CommunicationError within the timeout and a second when a rank does not take
+  // part or gives up, and another c10::Error when `work` throws c10::ValueError or for lack of
+  // memory.
   c10::intrusive_ptr<c10d::Backend> run(const Work& work);
 
  private:

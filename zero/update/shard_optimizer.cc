@@ -82,6 +82,9 @@ std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
   counts_.reset();
   for (auto& group : inner_->param_groups()) group.params().clear();
   inner_->state().clear();
+  segments_.clear();
+  first_segment_.clear();
+  master_rows_.clear();
   return std::move(inner_);
 }
 

@@ -87,7 +87,8 @@ class ShardOptimizer {
   torch::optim::Optimizer& inner();
   const torch::optim::Optimizer& inner() const;
   // Gives the inner optimizer away, without parameters and state, or back if no other shards could
-  // be made for it. From then on nothing but inner() and the counts of bytes may be called.
+  // be made for it. Frees masters. From then on nothing but inner() and the counts of bytes may be
+  // called.
   std::unique_ptr<torch::optim::Optimizer> release_inner();
   void give_back_inner(std::unique_ptr<torch::optim::Optimizer> inner) {
     inner_ = std::move(inner);

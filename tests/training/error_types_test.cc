@@ -1,0 +1,399 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which errors are a CommunicationError, as zero/errors.h promises, on the rank that has one and on
+// the others; and loops that catch nothing else.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+#include <torch/optim/sgd.h>
+
+#include <chrono>
+#include <functional>
+#include <latch>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/training.h"
+#include "zero/errors.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+
+enum class Kind { kNone, kOwn, kCommunication, kForeign };
+
+std::ostream& operator<<(std::ostream& out, Kind kind) {
+  static constexpr const char* kNames[] = {"nothing", "c10::Error", "CommunicationError",
+                                           "an exception of the program"};
+  return out << kNames[static_cast<int>(kind)];
+}
+
+Kind kind_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const CommunicationError&) {
+    return Kind::kCommunication;
+  } catch (const c10::Error&) {
+    return Kind::kOwn;
+  } catch (const std::exception&) {
+    return Kind::kForeign;
+  }
+  return Kind::kNone;
+}
+
+std::unique_ptr<torch::optim::Optimizer> sgd(OddModelImpl& model) {
+  return make_inner(Inner::kSgdMomentum, model);
+}
+
+struct Rank {
+  explicit Rank(const Group& group, const ZeroOptions& options = ZeroOptions().bucket_bytes(600))
+      : group(group),
+        optimizer(std::make_unique<ZeroOptimizer>(*model, sgd(*model), group, options)) {}
+  at::Tensor loss() {
+    return model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll);
+  }
+  void backward() { optimizer->backward(loss()); }
+  void train() {
+    backward();
+    optimizer->step();
+  }
+
+  const Group group;
+  OddModel model{1};
+  std::unique_ptr<ZeroOptimizer> optimizer;
+};
+
+RunOptions with_timeout(milliseconds timeout) {
+  RunOptions options;
+  options.timeout = timeout;
+  return options;
+}
+
+// For each number of ranks, and each of them as the one that is different.
+void on_each(const std::function<void(Rank&, bool different)>& body,
+             const ZeroOptions& options = ZeroOptions().bucket_bytes(600)) {
+  for (const int world_size : {1, 2, 3}) {
+    for (int different = 0; different < world_size; ++different) {
+      SCOPED_TRACE("rank " + std::to_string(different) + " of " + std::to_string(world_size));
+      run_ranks(
+          world_size,
+          [&](const Group& group) {
+            Rank rank(group, options);
+            rank.train();
+            body(rank, group.rank() == different);
+          },
+          with_timeout(std::chrono::seconds(20)));
+    }
+  }
+}
+
+TEST(ErrorTypesTest, AMisuseOfOneRankIsNoCommunicationErrorOnAnyRank) {
+  on_each([](Rank& r, bool different) {
+    r.backward();
+    EXPECT_EQ(kind_of([&] { r.optimizer->clip_grad_norm_(different ? -1.0 : 1.0); }), Kind::kOwn);
+    // One that is noticed at once, and thrown by the others in their next call.
+    if (different) {
+      const auto guard = r.optimizer->no_sync();
+      EXPECT_EQ(kind_of([&] { const auto second = r.optimizer->no_sync(); }), Kind::kOwn);
+    }
+    EXPECT_EQ(kind_of([&] { r.optimizer->step(); }), Kind::kOwn);
+    EXPECT_EQ(kind_of([&] { r.optimizer->step(); }), Kind::kNone);
+    // Parameters that one rank changed.
+    if (different) r.model->trunk->weight.requires_grad_(false);
+    EXPECT_EQ(kind_of([&] { r.optimizer->step(); }), Kind::kOwn);
+    if (different) r.model->trunk->weight.requires_grad_(true);
+    r.train();
+  });
+}
+
+TEST(ErrorTypesTest, DifferentCallsAndArgumentsAreNoCommunicationErrors) {
+  on_each([](Rank& r, bool different) {
+    if (r.group.world_size() == 1) return;
+    r.backward();
+    EXPECT_EQ(kind_of([&] { r.optimizer->clip_grad_norm_(different ? 2.0 : 1.0); }), Kind::kOwn);
+    EXPECT_EQ(
+        kind_of([&] { different ? r.optimizer->step(), 0 : (r.optimizer->reduce_gradients(), 0); }),
+        Kind::kOwn);
+    r.optimizer->step();
+  });
+}
+
+TEST(ErrorTypesTest, ABrokenPassIsTheProgramsOwnErrorOnItsRankAndNoCommunicationErrorOnOthers) {
+  on_each([](Rank& r, bool different) {
+    unsigned hook = 0;
+    if (different) {
+      hook = r.model->trunk->weight.register_hook(
+          [](const at::Tensor&) { throw std::runtime_error("the program's own"); });
+    }
+    EXPECT_EQ(kind_of([&] { r.backward(); }), different ? Kind::kForeign : Kind::kNone);
+    EXPECT_EQ(kind_of([&] { r.optimizer->step(); }), Kind::kOwn);
+    if (different) r.model->trunk->weight.remove_hook(hook);
+    r.optimizer->zero_grad();
+    r.train();
+  });
+}
+
+TEST(ErrorTypesTest, AFileThatOneRankCannotWriteIsNoCommunicationErrorOnAnyRank) {
+  on_each([](Rank& r, bool) {
+    EXPECT_EQ(kind_of([&] { r.optimizer->save_checkpoint("/proc/nowhere/checkpoint"); }),
+              Kind::kOwn);
+    EXPECT_EQ(kind_of([&] { r.optimizer->load_checkpoint("/proc/nowhere/checkpoint"); }),
+              Kind::kOwn);
+    r.train();
+  });
+}
+
+TEST(ErrorTypesTest, ARankThatEndedIsACommunicationErrorInEveryCallOfTheOthers) {
+  on_each([](Rank& r, bool different) {
+    if (r.group.world_size() == 1) return;
+    if (different) {
+      r.optimizer.reset();
+      return;
+    }
+    EXPECT_EQ(kind_of([&] { r.train(); }), Kind::kCommunication);
+    ZeroOptimizer& o = *r.optimizer;
+    const std::vector<std::function<void()>> calls = {
+        [&] { r.backward(); },
+        [&] { r.loss().backward(); },
+        [&] { o.step(); },
+        [&] { o.zero_grad(); },
+        [&] { o.clip_grad_norm_(1.0); },
+        [&] { o.clip_grad_value_(1.0); },
+        [&] { o.master(r.model->scale); },
+        [&] { o.broadcast_buffers(); },
+        [&] { o.save_checkpoint("nowhere"); },
+        [&] { o.load_checkpoint("nowhere"); },
+        [&] { o.freeze({r.model->scale}); },
+        [&] { auto guard = o.no_sync(); },
+    };
+    for (size_t i = 0; i < calls.size(); ++i) {
+      EXPECT_EQ(kind_of(calls[i]), Kind::kCommunication) << "call " << i;
+    }
+  });
+}
+
+// Whichever call it is that notices the end of another rank.
+TEST(ErrorTypesTest, EachCallThatNoticesTheEndOfARankThrowsACommunicationError) {
+  const std::vector<std::function<void(Rank&)>> calls = {
+      [](Rank& r) { r.optimizer->step(); },
+      [](Rank& r) { r.optimizer->clip_grad_norm_(1.0); },
+      [](Rank& r) { r.optimizer->master(r.model->scale); },
+      [](Rank& r) { r.optimizer->broadcast_buffers(); },
+      [](Rank& r) { r.optimizer->check_replicas(); },
+      [](Rank& r) { r.optimizer->save_checkpoint("nowhere"); },
+      [](Rank& r) { r.optimizer->load_checkpoint("nowhere"); },
+      [](Rank& r) { r.optimizer->freeze({r.model->scale}); },
+  };
+  for (size_t i = 0; i < calls.size(); ++i) {
+    run_ranks(2, [&](const Group& group) {
+      Rank r(group);
+      r.train();
+      if (group.rank() == 1) return;
+      EXPECT_EQ(kind_of([&] { calls[i](r); }), Kind::kCommunication) << "call " << i;
+    });
+  }
+}
+
+TEST(ErrorTypesTest, ARankThatDoesNotAnswerIsACommunicationError) {
+  for (const int world_size : {2, 3}) {
+    std::latch done(world_size - 1);
+    run_ranks(
+        world_size,
+        [&](const Group& group) {
+          Rank r(group);
+          r.train();
+          r.backward();
+          if (group.rank() == world_size - 1) {
+            done.wait();
+            return;
+          }
+          EXPECT_EQ(kind_of([&] { r.optimizer->step(); }), Kind::kCommunication);
+          done.count_down();
+        },
+        with_timeout(milliseconds(2000)));
+  }
+}
+
+TEST(ErrorTypesTest, ARankThatDoesNotConnectIsACommunicationError) {
+  std::latch done(1);
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        if (group.rank() == 1) {
+          done.wait();
+          return;
+        }
+        EXPECT_EQ(kind_of([&] { group.make_communicator("own", Purpose::kControl); }),
+                  Kind::kCommunication);
+        EXPECT_EQ(kind_of([&] { Rank rank(group); }), Kind::kCommunication);
+        done.count_down();
+      },
+      with_timeout(milliseconds(1500)));
+}
+
+TEST(ErrorTypesTest, OperationsOfACommunicatorThatFailedAreCommunicationErrors) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [&](const Group& group) {
+      const auto own = group.make_communicator("own", Purpose::kControl);
+      const auto other = group.make_communicator("other", Purpose::kControl);
+      const int64_t before = group.failures();
+      const auto sum = [&] { own->all_reduce_sum(at::zeros({3}, at::kDouble), "numbers").wait(); };
+      EXPECT_EQ(kind_of(sum), Kind::kNone);
+      EXPECT_EQ(group.failures(), before);
+      other->all_gather_text("", "ranks that are here");
+      if (world_size > 1) {
+        if (group.rank() == 0) own->abort("as in a test");
+        EXPECT_EQ(kind_of(sum), Kind::kCommunication);
+        EXPECT_EQ(kind_of(sum), Kind::kCommunication);
+        EXPECT_EQ(group.failures(), before + 1);
+        EXPECT_EQ(group.subgroup({group.rank()}, "own").failures(), before + 1);
+      }
+      // What is wrong with arguments is not.
+      EXPECT_EQ(kind_of([&] { other->all_reduce_sum(at::zeros({3}), "numbers").wait(); }),
+                Kind::kOwn);
+    });
+  }
+}
+
+// p -= grad / 10, unless it is to throw.
+class Interrupted : public torch::optim::Optimizer {
+ public:
+  Interrupted(std::vector<at::Tensor> parameters, bool throws)
+      : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
+                  std::make_unique<torch::optim::SGDOptions>(0.1)),
+        throws_(throws) {}
+  at::Tensor step(LossClosure) override {
+    TORCH_CHECK(!throws_, "no more sugar");
+    return {};
+  }
+
+ private:
+  const bool throws_;
+};
+
+TEST(ErrorTypesTest, ARanksOwnFailureWithinAStepIsACommunicationErrorOnTheOthersAlone) {
+  for (const int world_size : {1, 2, 3}) {
+    for (int different = 0; different < world_size; ++different) {
+      run_ranks(world_size, [&](const Group& group) {
+        const bool here = group.rank() == different;
+        OddModel model(1);
+        ZeroOptimizer optimizer(*model, std::make_unique<Interrupted>(model->parameters(), here),
+                                group, ZeroOptions().elementwise(true));
+        const auto step = [&] {
+          optimizer.backward(model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2),
+                                         OddModelImpl::kAll));
+          optimizer.step();
+        };
+        for (int i = 0; i < 2; ++i) {
+          EXPECT_EQ(kind_of(step), here ? Kind::kOwn : Kind::kCommunication);
+        }
+      });
+    }
+  }
+}
+
+TEST(ErrorTypesTest, RecoverSaysAtOnceThatThereIsNothingToRecoverFrom) {
+  on_each(
+      [](Rank& r, bool different) {
+        const auto recover = [&] { r.optimizer->recover(); };
+        r.backward();
+        EXPECT_EQ(kind_of([&] { r.optimizer->clip_grad_norm_(different ? -1.0 : 1.0); }),
+                  Kind::kOwn);
+        EXPECT_EQ(kind_of(recover), Kind::kOwn);
+        expect_words(error_of(recover), {"recover(): expected a rank that ended", "got none"});
+        // Nothing has changed.
+        r.optimizer->step();
+        r.train();
+        EXPECT_EQ(r.optimizer->stats().steps, 3);
+      },
+      ZeroOptions().bucket_bytes(600).protect(1));
+}
+
+// The loop of docs/recovery.md. Returns how it ended.
+struct Ending {
+  Kind kind = Kind::kNone;
+  int recoveries = 0;
+  int64_t steps = 0;
+};
+
+Ending loop(Rank& r, int64_t steps, const std::function<void(int64_t step)>& before) {
+  Ending ending;
+  ending.kind = kind_of([&] {
+    for (int64_t& step = ending.steps; step < steps;) {
+      try {
+        before(step);
+        r.train();
+        ++step;
+      } catch (const CommunicationError&) {
+        ++ending.recoveries;
+        step = r.optimizer->recover().steps;
+      }
+    }
+  });
+  return ending;
+}
+
+TEST(RecoveryLoopTest, ABatchThatCannotBeComputedEndsItOnAllRanks) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [&](const Group& group) {
+      Rank r(group, ZeroOptions().protect(1));
+      const Ending ending = loop(r, 10, [&](int64_t step) {
+        if (step == 3) r.optimizer->backward(at::zeros({2}));
+      });
+      EXPECT_EQ(ending.kind, Kind::kOwn);
+      EXPECT_EQ(ending.recoveries, 0);
+      EXPECT_EQ(ending.steps, 3);
+    });
+  }
+}
+
+TEST(RecoveryLoopTest, AMisuseOfOneRankEndsItOnAllRanks) {
+  for (const int world_size : {1, 2, 3}) {
+    for (int different = 0; different < world_size; ++different) {
+      run_ranks(world_size, [&](const Group& group) {
+        Rank r(group, ZeroOptions().protect(1));
+        const Ending ending = loop(r, 10, [&](int64_t step) {
+          if (step == 3 && group.rank() == different) {
+            r.optimizer->param_groups()[0].options().set_lr(0.5);
+            r.model->trunk->weight.requires_grad_(false);
+          }
+        });
+        EXPECT_EQ(ending.kind, Kind::kOwn);
+        EXPECT_EQ(ending.recoveries, 0);
+      });
+    }
+  }
+}
+
+TEST(RecoveryLoopTest, AnErrorOfOneRankAloneEndsItAndTheOthersGoOnWithoutIt) {
+  for (const int world_size : {2, 3}) {
+    const int different = 1;
+    run_ranks(
+        world_size,
+        [&](const Group& group) {
+          Rank r(group, ZeroOptions().protect(1));
+          const Ending ending = loop(r, 6, [&](int64_t step) {
+            if (step == 3 && group.rank() == different) throw std::runtime_error("out of data");
+          });
+          if (group.rank() == different) {
+            EXPECT_EQ(ending.kind, Kind::kForeign);
+            EXPECT_EQ(ending.steps, 3);
+            return;
+          }
+          EXPECT_EQ(ending.kind, Kind::kNone);
+          EXPECT_EQ(ending.recoveries, 1);
+          EXPECT_EQ(r.optimizer->group().world_size(), world_size - 1);
+        },
+        with_timeout(std::chrono::seconds(10)));
+  }
+}
+
+}  // namespace
+}  // namespace zero
