@@ -216,13 +216,12 @@ TEST(BackwardPassesTest, AnAverageIsNotAddedToTheNextGradient) {
 
 TEST(BackwardPassesTest, APassWaitsForTheParametersOfTheLastStep) {
   on_ranks(2, [](Rank& r) {
-    r.gathers.start([&](const ShardOptimizer::RowWritten& written) {
-      for (int64_t b = 0; b < r.flat.buckets(); ++b) {
-        const Rows rows = r.arena.rows(b);
-        rows.row(r.rank()).fill_(r.rank() + 1);
-        written(b, rows);
-      }
-    });
+    r.gathers.begin();
+    for (int64_t b = 0; b < r.flat.buckets(); ++b) {
+      const Rows rows = r.arena.rows(b);
+      rows.row(r.rank()).fill_(r.rank() + 1);
+      r.gathers.start(b, rows);
+    }
     r.passes->run(r.loss(0));
     for (int64_t b = 0; b < r.flat.buckets(); ++b) {
       const Rows rows = r.arena.rows(b);

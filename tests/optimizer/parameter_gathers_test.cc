@@ -9,10 +9,8 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
-#include <stdexcept>
 #include <vector>
 
-#include "tests/support/error_of.h"
 #include "tests/support/flat_model.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
@@ -45,17 +43,16 @@ struct Rank {
     comms.connect(make_domains(group, ZeroOptions(), 1));
   }
   // Writes this rank's rows, as an update does.
-  void write(const ShardOptimizer::RowWritten& written) {
+  void start() {
+    gathers.begin();
     for (int64_t b = 0; b < flat.buckets(); ++b) {
+      gathers.keep(b);
       const Rows rows = arena.rows(b);
       for (const Segment& s : flat.plan.segments(b, rank)) {
         rows.row(rank).narrow(0, s.offset, s.numel).copy_(part_of(updated(s.parameter), s));
       }
-      written(b, rows);
+      gathers.start(b, rows);
     }
-  }
-  void start() {
-    gathers.start([this](const ShardOptimizer::RowWritten& written) { write(written); });
   }
   bool is_updated(int64_t p) const { return at::equal(flat.model.values[p].detach(), updated(p)); }
 
@@ -130,10 +127,7 @@ TEST(ParameterGathersTest, AFewGathersOfChangesAreUnderWayUnlessTheyAreToOverlap
                 Rank r(group, Layout::kContiguous,
                        ZeroOptions().gather_wire(GatherWire::kChanges).overlap_gather(overlap));
                 ASSERT_GT(r.flat.buckets(), 6);
-                r.gathers.start([&](const ShardOptimizer::RowWritten& written) {
-                  r.gathers.before_change(0);
-                  r.write(written);
-                });
+                r.start();
                 // That of the last parameter was the first one.
                 EXPECT_EQ(r.is_updated(kParameters - 1), !overlap);
                 EXPECT_FALSE(r.is_updated(0));
@@ -146,28 +140,6 @@ TEST(ParameterGathersTest, AFewGathersOfChangesAreUnderWayUnlessTheyAreToOverlap
                .ranks_per_machine = 1,
                .timeout = std::chrono::seconds(60)});
   }
-}
-
-TEST(ParameterGathersTest, AnUpdateThatFailsOnOneRankFailsAllOfThem) {
-  on_ranks(3, Layout::kContiguous, [](Rank& r) {
-    if (r.rank == 1) {
-      expect_words(error_of([&] {
-                     r.gathers.start([](const ShardOptimizer::RowWritten&) {
-                       throw std::runtime_error("no more sugar");
-                     });
-                   }),
-                   {"the update of this rank's shard failed: no more sugar"});
-    } else {
-      expect_words(error_of([&] {
-                     r.comms.explained([&] {
-                       r.start();
-                       r.gathers.finish();
-                     });
-                   }),
-                   {"no more sugar"});
-    }
-    EXPECT_NE(r.comms.failed(), "");
-  });
 }
 
 }  // namespace

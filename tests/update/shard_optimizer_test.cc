@@ -72,14 +72,25 @@ struct Shard {
       at::Tensor(s.gradient).copy_(part_of(gradient(s.segment.parameter, step), s.segment));
     }
   }
-  // Gives this rank's rows to the model, as a gather does.
-  ShardOptimizer::RowWritten publish() {
-    return [this](int64_t bucket, const Rows& rows) { arena.publish(bucket, rows); };
-  }
-  void update(const std::vector<uint8_t>& used = kAll, double coefficient = 1,
-              const at::Tensor& nonfinite = {}) {
-    optimizer.update(
-        used, scalar(coefficient), nonfinite, [](int64_t) {}, publish());
+  // Gives this rank's rows to the model, as a gather does. `before` is called for each bucket
+  // before it changes, and for all before the inner optimizer steps.
+  void update(
+      const std::vector<uint8_t>& used = kAll, double coefficient = 1,
+      const at::Tensor& nonfinite = {},
+      const std::function<void(int64_t bucket)>& before = [](int64_t) {}) {
+    optimizer.begin_update(used, scalar(coefficient), nonfinite);
+    for (const bool is_fused : {true, false}) {
+      bool any = false;
+      for (int64_t b = flat.buckets() - 1; b >= 0; --b) {
+        if (optimizer.is_fused(b) != is_fused) continue;
+        if (!is_fused && !std::exchange(any, true)) {
+          before(0);
+          optimizer.update_inner();
+        }
+        before(b);
+        arena.publish(b, optimizer.update(b));
+      }
+    }
   }
   // That masters are these parameters, and working values these rounded.
   void expect_parameters(const Tensors& expected, double tolerance = 2e-6) {
@@ -197,7 +208,7 @@ TEST(ShardOptimizerTest, NothingChangesBeforeItIsAnnounced) {
         }
         announced = std::min(announced, bucket);
       };
-      shard.optimizer.update(kAll, scalar(1), {}, check, shard.publish());
+      shard.update(kAll, 1, {}, check);
       EXPECT_EQ(announced, 0);
       const std::vector<Tensors> after = now();
       for (size_t i = 0; i < after.size(); ++i) EXPECT_FALSE(same(after[i], before[i]));
@@ -299,7 +310,9 @@ TEST(ShardOptimizerTest, MastersAreReadFromWorkingParametersAndWrittenToThem) {
       shard.optimizer.read_masters();
       shard.expect_parameters(other, 0);
       for (at::Tensor& p : shard.flat.model.values) p.detach().zero_();
-      shard.optimizer.write_working(shard.publish());
+      for (int64_t b = 0; b < shard.flat.buckets(); ++b) {
+        shard.arena.publish(b, shard.optimizer.write_working(b));
+      }
       shard.expect_parameters(other, 0);
     }
   }

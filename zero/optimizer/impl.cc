@@ -157,8 +157,7 @@ Agreement ZeroOptimizer::Impl::agree(Call call, const std::function<void()>& che
   finish_previous_step();
   if (protection && call == Call::kLoadCheckpoint) finish_protection();
   // A step waits bucket by bucket. Other calls may change any of them.
-  if (copies && !is_of_a_step(call)) copies->wait_for_all();
-  if (protection && !is_of_a_step(call)) protection->wait_for_copies(0);
+  if (!is_of_a_step(call)) wait_for_readers(0);
   const Problem problem = first_problem(call, check);
   if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
     // Sums are of the same passes only where all ranks dropped the same ones.

@@ -113,6 +113,13 @@ struct ZeroOptimizer::Impl {
   // Stage 1: brings p.grad() up to the agreed rounds.
   void gather_full_gradients(const Agreement& agreement);
   void update(const Agreement& agreement);
+  // Updates this rank's shard and starts the gathers of the parameters.
+  void update_buckets();
+  // Blocks while an asynchronous save or a protected step still copies buckets from `bucket` on.
+  void wait_for_readers(int64_t bucket);
+  // Runs what changes this rank's rows and sends them. If it throws here alone, shards are updated
+  // on some ranks only: this optimizer is closed.
+  void run_update(const std::function<void()>& body);
   void compare_replicas();
   // Brings the working parameters up to date with masters that changed.
   void write_working_parameters();

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <deque>
 #include <string>
 #include <utility>
 
@@ -18,6 +17,13 @@ namespace {
 
 constexpr size_t kGathersOfChanges = 4;  // under way at a time
 
+size_t most_under_way(const Plan& plan, const ZeroOptions& options) {
+  const size_t most = max_gathers(plan);
+  // What is encoded has memory of its own until the gather ends.
+  const bool few = options.gather_wire() == GatherWire::kChanges && !options.overlap_gather();
+  return few ? std::min(most, kGathersOfChanges) : most;
+}
+
 }  // namespace
 
 ParameterGathers::ParameterGathers(const Plan& plan, ParameterTable& table, WorkingArena& arena,
@@ -28,7 +34,8 @@ ParameterGathers::ParameterGathers(const Plan& plan, ParameterTable& table, Work
       comms_(comms),
       options_(options),
       before_(plan.buckets.size()),
-      gathers_(plan.buckets.size()) {}
+      gathers_(plan.buckets.size()),
+      most_(most_under_way(plan, options)) {}
 
 bool ParameterGathers::sends_changes(int64_t bucket) {
   if (options_.gather_wire() != GatherWire::kChanges) return false;
@@ -39,42 +46,25 @@ bool ParameterGathers::sends_changes(int64_t bucket) {
   return ranks_of(bucket).sends_changes(values.scalar_type(), values.device());
 }
 
-void ParameterGathers::before_change(int64_t bucket) {
-  while (kept_from_ > bucket) {
-    --kept_from_;
-    if (!sends_changes(kept_from_)) continue;
-    before_[kept_from_] = arena_.rows(kept_from_).row(ranks_of(kept_from_).rank()).clone();
-  }
+void ParameterGathers::begin() {
+  under_way_.clear();
+  changed_.clear();
 }
 
-void ParameterGathers::start(const std::function<void(const ShardOptimizer::RowWritten&)>& write) {
-  std::deque<int64_t> under_way;
-  size_t most = max_gathers(plan_);
-  // What is encoded has memory of its own until the gather ends.
-  if (options_.gather_wire() == GatherWire::kChanges && !options_.overlap_gather()) {
-    most = std::min(most, kGathersOfChanges);
+void ParameterGathers::keep(int64_t bucket) {
+  if (!sends_changes(bucket)) return;
+  before_[bucket] = arena_.rows(bucket).row(ranks_of(bucket).rank()).clone();
+}
+
+void ParameterGathers::start(int64_t bucket, const Rows& rows) {
+  if (under_way_.size() == most_) {
+    finish_one(under_way_.front());
+    under_way_.pop_front();
   }
-  kept_from_ = static_cast<int64_t>(plan_.buckets.size());
-  changed_.clear();
-  try {
-    write([&](int64_t bucket, const Rows& rows) {
-      if (under_way.size() == most) {
-        finish_one(under_way.front());
-        under_way.pop_front();
-      }
-      under_way.push_back(bucket);
-      const std::string label = "parameter bucket " + std::to_string(bucket);
-      gathers_[bucket] = {
-          rows, ranks_of(bucket).gather_rows(rows, label, std::exchange(before_[bucket], {}))};
-    });
-  } catch (const std::exception& error) {
-    // The others wait for rows that are not sent, and some shards are updated while others are
-    // not: there is no way back.
-    if (!comms_.failed().empty()) throw;
-    const std::string text = "the update of this rank's shard failed: " + error_text(error);
-    comms_.abort(text);
-    TORCH_CHECK(false, text);
-  }
+  under_way_.push_back(bucket);
+  const std::string label = "parameter bucket " + std::to_string(bucket);
+  gathers_[bucket] = {
+      rows, ranks_of(bucket).gather_rows(rows, label, std::exchange(before_[bucket], {}))};
 }
 
 void ParameterGathers::finish_one(int64_t bucket) {

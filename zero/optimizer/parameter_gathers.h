@@ -8,7 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
+#include <deque>
 #include <vector>
 
 #include "bookkeeping/plan.h"
@@ -17,7 +17,7 @@
 #include "zero/memory/parameter_table.h"
 #include "zero/memory/working_arena.h"
 #include "zero/options.h"
-#include "zero/update/shard_optimizer.h"
+#include "zero/rows.h"
 
 namespace torch::nn {
 class Module;
@@ -31,12 +31,14 @@ class ParameterGathers {
   ParameterGathers(const Plan& plan, ParameterTable& table, WorkingArena& arena,
                    OptimizerCommunicators& comms, const ZeroOptions& options);
 
-  // Keeps what the own rows of buckets from `bucket` on hold, before they change, if the gathers of
-  // the start() that is under way can send changes. All ranks had the same rows.
-  void before_change(int64_t bucket);
-  // Collective. Starts a gather of every bucket that `write` reports. When `write` throws here
-  // alone, shards are updated on some ranks only: the communicators are closed.
-  void start(const std::function<void(const ShardOptimizer::RowWritten&)>& write);
+  // The next buckets hold new parameters, whose versions change now.
+  void begin();
+  // Keeps what the own row of `bucket` holds, before it changes, if its gather can send changes.
+  // All ranks had the same row.
+  void keep(int64_t bucket);
+  // Collective. Starts the gather of `rows`, of which this rank's own is complete. Waits for an
+  // earlier one where many are under way.
+  void start(int64_t bucket, const Rows& rows);
   // Lets the gathers that are still under way change the version of parameters with used[p] != 0
   // when they end. A graph that was made meanwhile from a part of the new values then notices, as
   // with any in-place update.
@@ -61,8 +63,9 @@ class ParameterGathers {
   OptimizerCommunicators& comms_;
   const ZeroOptions& options_;
   std::vector<at::Tensor> before_;  // per bucket; undefined: sent whole
-  int64_t kept_from_ = 0;           // before_change() was called for these
   std::vector<Gather> gathers_;     // per bucket
+  std::deque<int64_t> under_way_;   // in the order in which they began
+  size_t most_;                     // under way at a time
   std::vector<uint8_t> changed_;    // per parameter, or empty
 };
 

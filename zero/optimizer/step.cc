@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "zero/base/error_text.h"
 #include "zero/inner/classes.h"
 #include "zero/memory/bucket_memory.h"
 #include "zero/memory/device_stream.h"
@@ -130,14 +131,8 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
     nonfinite = at::Tensor();
   }
   clipping.clamp_gradients();
-  gathers.start([&](const ShardOptimizer::RowWritten& written) {
-    const auto before = [&](int64_t bucket) {
-      if (copies) copies->wait(bucket);
-      if (protection) protection->wait_for_copies(bucket);
-      gathers.before_change(bucket);
-    };
-    shards.update(agreement.used, clipping.coefficient(), nonfinite, before, written);
-  });
+  shards.begin_update(agreement.used, clipping.coefficient(), nonfinite);
+  run_update([&] { update_buckets(); });
   copies.reset();
   if (!options.overlap_gather()) gathers.finish();
   for (size_t i = 0; i < agreement.used.size(); ++i) {
@@ -148,8 +143,53 @@ void ZeroOptimizer::Impl::update(const Agreement& agreement) {
   if (options.overlap_gather()) gathers.change_versions_at_end(agreement.used);
 }
 
+void ZeroOptimizer::Impl::update_buckets() {
+  gathers.begin();
+  std::vector<int64_t> of_inner;
+  // Backwards: the next forward pass needs first what backward came to last.
+  for (auto b = static_cast<int64_t>(plan.buckets.size()) - 1; b >= 0; --b) {
+    if (!shards.is_fused(b)) {
+      of_inner.push_back(b);
+      continue;
+    }
+    wait_for_readers(b);
+    gathers.keep(b);
+    gathers.start(b, shards.update(b));
+  }
+  if (of_inner.empty()) return;
+  // The gathers of the others are under way while the inner optimizer steps.
+  wait_for_readers(0);
+  for (const int64_t b : of_inner) gathers.keep(b);
+  shards.update_inner();
+  for (const int64_t b : of_inner) gathers.start(b, shards.update(b));
+}
+
+void ZeroOptimizer::Impl::wait_for_readers(int64_t bucket) {
+  if (copies) copies->wait(bucket);
+  if (protection) protection->wait_for_copies(bucket);
+}
+
+void ZeroOptimizer::Impl::run_update(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    // The others wait for rows that are not sent, and some shards are updated while others are
+    // not: there is no way back.
+    if (!comms->failed().empty()) throw;
+    const std::string text = "the update of this rank's shard failed: " + error_text(error);
+    comms->abort(text);
+    TORCH_CHECK(false, text);
+  }
+}
+
 void ZeroOptimizer::Impl::write_working_parameters() {
-  gathers.start([&](const ShardOptimizer::RowWritten& written) { shards.write_working(written); });
+  run_update([&] {
+    gathers.begin();
+    for (size_t b = 0; b < plan.buckets.size(); ++b) {
+      const auto bucket = static_cast<int64_t>(b);
+      gathers.start(bucket, shards.write_working(bucket));
+    }
+  });
   gathers.finish();
   for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
   table.remember();

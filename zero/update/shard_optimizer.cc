@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 
+#include <algorithm>
 #include <typeinfo>
 
 #include "bookkeeping/layout.h"
@@ -37,6 +38,13 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
       fused_(fused_updates(*inner_, options.fused)) {
   at::NoGradGuard no_grad;
   for (const FusedUpdate* fused : fused_) (fused == nullptr ? all_fused_ : none_fused_) = false;
+  for (const Bucket& bucket : shards_.plan.buckets) {
+    // By all slots, not by those of this rank: ranks gather buckets in one order.
+    bucket_fused_.push_back(
+        std::all_of(bucket.slots.begin(), bucket.slots.end(), [&](const Slot& s) {
+          return fused(shards_.table.parameters()[s.parameter].group) != nullptr;
+        }));
+  }
   make_masters();
   replace_parameters();
   if (all_fused_ && options.deferred) {
@@ -191,32 +199,28 @@ void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& n
   counts_->add(updated, nonfinite);
 }
 
-void ShardOptimizer::update_bucket(int64_t bucket, const std::vector<uint8_t>& used,
-                                   const FusedScalars& scalars, const at::Tensor& own_row) {
-  const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
-  const bool cast = in_place && !shards_.arena.is_master(bucket);
-  char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
-  for (auto& list : by_group_) list.clear();
-  bool whole_row = !in_place;  // a bucket assembled in a buffer also needs what was not updated
-  for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) {
-    const SegmentTensors& s = segments_[i];
-    if (fused(s.group) == nullptr) whole_row = true;
-    if (used[s.segment.parameter] == 0 || fused(s.group) == nullptr) continue;
-    by_group_[s.group].push_back({&s.master, s.gradient.const_data_ptr<float>(),
-                                  cast ? row + s.segment.offset * own_row.element_size() : nullptr,
-                                  counts_ ? counts_->of(i) : nullptr});
-  }
-  for (size_t g = 0; g < by_group_.size(); ++g) {
-    if (by_group_[g].empty()) continue;
-    fused_[g]->update(*inner_, static_cast<int64_t>(g), by_group_[g], scalars,
-                      own_row.scalar_type(), current_stream(own_row.device()));
-  }
-  if (whole_row) write_row(bucket, own_row);
+void ShardOptimizer::begin_update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
+                                  const at::Tensor& nonfinite) {
+  at::NoGradGuard no_grad;
+  TORCH_INTERNAL_ASSERT(counts_ || !nonfinite.defined());
+  used_ = used;
+  coefficient_ = coefficient;
+  nonfinite_ = nonfinite;
+  if (none_fused_) return;
+  // The kernels read these beside the masters.
+  coefficient32_ = coefficient.to(at::kFloat);
+  scalars_ = FusedScalars();
+  scalars_.coefficient = coefficient32_.const_data_ptr<float>();
+  if (nonfinite.defined()) scalars_.nonfinite = nonfinite.const_data_ptr<double>();
+  if (counts_) count(used, nonfinite);
 }
 
-void ShardOptimizer::update_inner(const std::vector<uint8_t>& used, double coefficient) {
+void ShardOptimizer::update_inner() {
+  at::NoGradGuard no_grad;
+  const TraceRange range("update");
+  const auto coefficient = coefficient_.item<double>();
   for (SegmentTensors& s : segments_) {
-    if (used[s.segment.parameter] == 0 || fused(s.group) != nullptr) {
+    if (used_[s.segment.parameter] == 0 || fused(s.group) != nullptr) {
       s.master.mutable_grad().reset();
       continue;
     }
@@ -229,48 +233,46 @@ void ShardOptimizer::update_inner(const std::vector<uint8_t>& used, double coeff
   for (SegmentTensors& s : segments_) s.master.mutable_grad().reset();
 }
 
-void ShardOptimizer::update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
-                            const at::Tensor& nonfinite, const BeforeChange& before,
-                            const RowWritten& written) {
+Rows ShardOptimizer::update(int64_t bucket) {
   at::NoGradGuard no_grad;
-  TORCH_INTERNAL_ASSERT(counts_ || !nonfinite.defined());
-  // The kernels read these beside the masters.
-  const at::Tensor coefficient32 = coefficient.to(at::kFloat);
-  FusedScalars scalars;
-  if (!none_fused_) {
-    scalars.coefficient = coefficient32.const_data_ptr<float>();
-    if (nonfinite.defined()) scalars.nonfinite = nonfinite.const_data_ptr<double>();
-    if (counts_) count(used, nonfinite);
+  const Rows rows = shards_.arena.rows(bucket);
+  const at::Tensor own = own_row(bucket, rows);
+  const TraceRange range("update", bucket);
+  if (none_fused_) {
+    write_row(bucket, own);
+  } else {
+    update_fused(bucket, own);
   }
-  if (!all_fused_) {
-    const TraceRange range("update");
-    before(0);
-    update_inner(used, coefficient.item<double>());
-  }
-  const auto count = static_cast<int64_t>(master_rows_.size());
-  // Backwards: the next forward pass needs first what backward came to last.
-  for (int64_t b = count - 1; b >= 0; --b) {
-    const Rows rows = shards_.arena.rows(b);
-    const at::Tensor own = own_row(b, rows);
-    const TraceRange range("update", b);
-    before(b);
-    if (none_fused_) {
-      write_row(b, own);
-    } else {
-      update_bucket(b, used, scalars, own);
-    }
-    written(b, rows);
-  }
+  return rows;
 }
 
-void ShardOptimizer::write_working(const RowWritten& written) {
-  at::NoGradGuard no_grad;
-  const auto count = static_cast<int64_t>(master_rows_.size());
-  for (int64_t b = 0; b < count; ++b) {
-    const Rows rows = shards_.arena.rows(b);
-    write_row(b, own_row(b, rows));
-    written(b, rows);
+void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
+  const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
+  const bool cast = in_place && !shards_.arena.is_master(bucket);
+  char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
+  for (auto& list : by_group_) list.clear();
+  bool whole_row = !in_place;  // a bucket assembled in a buffer also needs what was not updated
+  for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) {
+    const SegmentTensors& s = segments_[i];
+    if (fused(s.group) == nullptr) whole_row = true;
+    if (used_[s.segment.parameter] == 0 || fused(s.group) == nullptr) continue;
+    by_group_[s.group].push_back({&s.master, s.gradient.const_data_ptr<float>(),
+                                  cast ? row + s.segment.offset * own_row.element_size() : nullptr,
+                                  counts_ ? counts_->of(i) : nullptr});
   }
+  for (size_t g = 0; g < by_group_.size(); ++g) {
+    if (by_group_[g].empty()) continue;
+    fused_[g]->update(*inner_, static_cast<int64_t>(g), by_group_[g], scalars_,
+                      own_row.scalar_type(), current_stream(own_row.device()));
+  }
+  if (whole_row) write_row(bucket, own_row);
+}
+
+Rows ShardOptimizer::write_working(int64_t bucket) const {
+  at::NoGradGuard no_grad;
+  const Rows rows = shards_.arena.rows(bucket);
+  write_row(bucket, own_row(bucket, rows));
+  return rows;
 }
 
 int64_t ShardOptimizer::master_bytes() const {

@@ -16,7 +16,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -36,11 +35,6 @@ namespace zero {
 class ShardOptimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-  // Is called before buckets from this number on are changed.
-  using BeforeChange = std::function<void(int64_t bucket)>;
-  // Receives a bucket whose own working row is complete, to be gathered.
-  using RowWritten = std::function<void(int64_t bucket, const Rows& rows)>;
-
   // The objects that the segments are views of; they outlive the optimizer. `ranks[d]` is this
   // rank's number in domain d of the plan.
   struct Shards {
@@ -65,19 +59,30 @@ class ShardOptimizer {
   // inner options are not what the last call left.
   void push_options(const ParamGroups& groups);
 
-  // Updates the segments of parameters with used[p] != 0 from coefficient * gradient, and this
-  // rank's row of every bucket's working rows. `coefficient` and `nonfinite` are 0-dim double
-  // beside the gradients. Where `nonfinite` is not 0, nothing changes, state and counts included;
-  // undefined means 0, and without deferred() that is what it must be.
-  void update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
-              const at::Tensor& nonfinite, const BeforeChange& before, const RowWritten& written);
+  // One update of all buckets: of the segments of parameters with used[p] != 0, from
+  // coefficient * gradient. begin_update() comes first, then each bucket once. Those with
+  // is_fused() may come in any order; all others come behind update_inner(), which changes them.
+  //
+  // `coefficient` and `nonfinite` are 0-dim double beside the gradients. Where `nonfinite` is not
+  // 0, nothing changes, state and counts included; undefined means 0, and without deferred() that
+  // is what it must be.
+  void begin_update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
+                    const at::Tensor& nonfinite);
+  // Returns whether every parameter of the bucket has a fused kernel: the same on all ranks.
+  bool is_fused(int64_t bucket) const { return bucket_fused_[bucket] != 0; }
+  // Runs the inner optimizer's own step() over the segments of groups without a fused kernel.
+  void update_inner();
+  // Updates this rank's segments of the bucket that are fused. Returns the working rows, of which
+  // its own is complete.
+  Rows update(int64_t bucket);
   bool deferred() const { return counts_.has_value(); }
   // Returns whether the user called step() of the inner optimizer since the last call of this.
   bool inner_was_stepped() { return trap_->sprung(); }
 
-  // Sets masters from working parameters, and working rows from masters.
+  // Sets masters from working parameters.
   void read_masters();
-  void write_working(const RowWritten& written);
+  // Returns the working rows of a bucket, of which this rank's is made from its masters.
+  Rows write_working(int64_t bucket) const;
 
   // The own row of a bucket, fp32.
   const at::Tensor& master_row(int64_t bucket) const { return master_rows_[bucket]; }
@@ -104,10 +109,7 @@ class ShardOptimizer {
   void make_masters();
   void replace_parameters();
   void count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite);
-  void update_bucket(int64_t bucket, const std::vector<uint8_t>& used, const FusedScalars& scalars,
-                     const at::Tensor& own_row);
-  // Runs the optimizer's own step() over the segments of groups without a fused kernel.
-  void update_inner(const std::vector<uint8_t>& used, double coefficient);
+  void update_fused(int64_t bucket, const at::Tensor& own_row);
   void give_state() const;
   void check_there() const;
   void write_row(int64_t bucket, const at::Tensor& own_row) const;
@@ -126,7 +128,12 @@ class ShardOptimizer {
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::optional<SegmentCounts> counts_;   // updates of each segment, with deferred()
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> pushed_;
-  std::vector<std::vector<FusedSegment>> by_group_;  // of update_bucket(), kept for its memory
+  std::vector<uint8_t> bucket_fused_;  // per bucket
+  // The update that is under way.
+  std::vector<uint8_t> used_;
+  at::Tensor coefficient_, coefficient32_, nonfinite_;
+  FusedScalars scalars_;
+  std::vector<std::vector<FusedSegment>> by_group_;  // of update_fused(), kept for its memory
 };
 
 }  // namespace zero
