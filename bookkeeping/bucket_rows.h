@@ -10,6 +10,7 @@
 
 namespace zero {
 
+// Where the row of each rank begins and ends in a flat bucket.
 class BucketRows {
  public:
   BucketRows() = default;

@@ -20,6 +20,7 @@
 
 namespace zero {
 
+// Everything that depends on how parameters are placed in memory.
 class ParameterLayout {
  public:
   virtual ~ParameterLayout() = default;

@@ -13,6 +13,7 @@
 
 namespace zero {
 
+// Bytes that one rank holds, by kind.
 struct MemoryReport {
   int64_t working_parameters = 0;  // full, padding included
   int64_t master_parameters = 0;  // this rank's rows in fp32; 0 where the working row is the master
@@ -31,6 +32,7 @@ struct MemoryReport {
   }
 };
 
+// What expected_memory() must know beside the plan.
 struct MemoryOptions {
   int64_t stage = 2;
   bool stage1_full_gradients = true;

@@ -75,6 +75,7 @@ struct ParameterInfo {
 // 32 MiB and at most 128 MiB.
 int64_t default_bucket_bytes(int64_t world_size, bool on_gpu = false);
 
+// How a plan cuts parameters into buckets.
 struct PlanOptions {
   Layout layout = Layout::kContiguous;  // of parameters that name none
   // A bucket holds about this many bytes of its arena's dtype, at least one
@@ -114,6 +115,7 @@ struct Segment {
   int64_t offset = 0;  // in the row
 };
 
+// What is reduced and gathered at once: a row for each rank, and the parameters in it.
 struct Bucket {
   int64_t arena = 0;
   int64_t begin = 0;  // in the arena: of element 0 of the flat bucket
@@ -124,6 +126,7 @@ struct Bucket {
 class ParameterLayout;
 const ParameterLayout& layout_of(Layout layout);
 
+// The parameters of one dtype, domain and layout, which share flat memory.
 struct Arena {
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t domain = 0;
@@ -134,6 +137,7 @@ struct Arena {
   const ParameterLayout* layout = &layout_of(Layout::kContiguous);  // never null
 };
 
+// Where each element of each parameter is, and which rank owns it.
 struct Plan {
   std::vector<Arena> arenas;
   std::vector<Bucket> buckets;  // in the order they are reduced

@@ -37,6 +37,7 @@
 
 namespace zero::kernels {
 
+// The numbers of Adam and AdamW, alike for all segments.
 struct AdamOptions {
   double lr = 1e-3;
   double beta1 = 0.9;

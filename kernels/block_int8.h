@@ -39,6 +39,7 @@ int64_t block_int8_bytes(int64_t numel);
 void encode_block_int8(const void* source, c10::ScalarType source_dtype, int64_t rows,
                        int64_t numel, void* destination, Stream stream);
 
+// The arguments of sum_block_int8().
 struct SumBlockInt8Args {
   // The address of every rank's encoded row, in rank order; or `received` and `own`.
   const void* const* rows = nullptr;

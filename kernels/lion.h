@@ -25,6 +25,7 @@
 
 namespace zero::kernels {
 
+// The numbers of Lion, alike for all segments.
 struct LionOptions {
   double lr = 1e-4;
   double beta1 = 0.9;

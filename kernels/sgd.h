@@ -31,6 +31,7 @@
 
 namespace zero::kernels {
 
+// The numbers of SGD, alike for all segments.
 struct SgdOptions {
   double lr = 1e-3;
   double momentum = 0.0;

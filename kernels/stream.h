@@ -21,6 +21,7 @@
 
 namespace zero::kernels {
 
+// The processor on which a kernel runs.
 struct Stream {
   bool cuda = false;
   void* handle = nullptr;

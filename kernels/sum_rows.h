@@ -15,6 +15,7 @@
 
 namespace zero::kernels {
 
+// The arguments of sum_rows().
 struct SumRowsArgs {
   // On the host, instead of `received` and `own`: the address of every rank's row, [numel] of dtype
   // each, wherever it is.

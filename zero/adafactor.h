@@ -36,6 +36,7 @@
 
 namespace zero {
 
+// The options of Adafactor, which each group may have for itself.
 struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<AdafactorOptions> {
   using eps_t = std::tuple<std::optional<double>, double>;
 
@@ -69,6 +70,7 @@ struct AdafactorParamState
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
+// Adafactor, which keeps the second moment of a matrix as one row and one column.
 class Adafactor : public torch::optim::Optimizer {
  public:
   // Throw c10::Error for options that cannot train, in any group.

@@ -75,6 +75,7 @@ struct CheckpointTensor {
   int64_t parts = 1;  // of tensor parallelism, in which it is stored; `shape` is that of the whole
 };
 
+// A file of a checkpoint, as the manifest names it.
 struct CheckpointFile {
   std::string name;  // in the folder
   uint64_t bytes = 0;
@@ -91,6 +92,7 @@ struct CheckpointState {
   int64_t ranks = 0;
 };
 
+// What a checkpoint holds, by its manifest alone.
 struct CheckpointDescription {
   int64_t version = 0;          // of the format
   std::string library_version;  // of zero, which wrote it

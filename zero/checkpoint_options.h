@@ -24,6 +24,7 @@ struct IncludedState {
   bool per_rank = false;
 };
 
+// What ZeroOptimizer::save_checkpoint() writes beside the optimizer, and to which kind of folder.
 struct SaveOptions {
   // Replace a checkpoint that is there, atomically. False refuses.
   TORCH_ARG(bool, overwrite) = false;
@@ -81,6 +82,7 @@ struct LoadOptions {
   std::vector<IncludedState<Stateful>> states_;
 };
 
+// What ZeroOptimizer::load_checkpoint() has found.
 struct LoadReport {
   std::map<std::string, std::string> metadata;  // as given to save_checkpoint()
   int64_t world_size = 0;                       // that saved it

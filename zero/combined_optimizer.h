@@ -23,6 +23,7 @@
 
 namespace zero {
 
+// Several inner optimizers with groups of their own, which step as one.
 class CombinedOptimizer : public torch::optim::Optimizer {
  public:
   // Takes the groups and the state of the parts over. Throws c10::Error without parts, for a null

@@ -33,6 +33,7 @@
 
 namespace zero {
 
+// A parameter whose gradient counts in a norm, and the groups that hold parts or copies of it.
 struct NormParameter {
   // Undefined: this rank has no part of such a parameter, but its peers may. See below.
   at::Tensor tensor;

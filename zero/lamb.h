@@ -31,6 +31,7 @@
 
 namespace zero {
 
+// The options of Lamb, which each group may have for itself.
 struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions> {
   using betas_t = std::tuple<double, double>;
   using norm_bounds_t = std::tuple<double, double>;
@@ -55,6 +56,7 @@ struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions>
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
+// What Lamb keeps for one parameter.
 struct LambParamState : public torch::optim::OptimizerCloneableParamState<LambParamState> {
   TORCH_ARG(int64_t, step) = 0;       // t
   TORCH_ARG(at::Tensor, exp_avg);     // m, like the parameter
@@ -65,6 +67,7 @@ struct LambParamState : public torch::optim::OptimizerCloneableParamState<LambPa
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
+// LAMB: Adam with a trust ratio for each parameter.
 class Lamb : public torch::optim::Optimizer {
  public:
   // Throw c10::Error for options that cannot train, in any group.

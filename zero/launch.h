@@ -21,6 +21,7 @@
 
 namespace zero {
 
+// How launch_local() starts ranks, and what it does when one fails.
 struct LaunchOptions {
   // Put "[rank] " before every line that a rank prints, and never mix two lines. A line also ends
   // with a carriage return, as progress bars write them, and after 64 KiB.

@@ -25,6 +25,7 @@
 
 namespace zero {
 
+// The options of Lion, which each group may have for itself.
 struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions> {
   LionOptions(double lr = 1e-4) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-4;
@@ -40,6 +41,7 @@ struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions>
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
+// What Lion keeps for one parameter.
 struct LionParamState : public torch::optim::OptimizerCloneableParamState<LionParamState> {
   TORCH_ARG(at::Tensor, exp_avg);  // m
 
@@ -48,6 +50,7 @@ struct LionParamState : public torch::optim::OptimizerCloneableParamState<LionPa
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
+// Lion: the sign of a momentum, one state for each element.
 class Lion : public torch::optim::Optimizer {
  public:
   // Throw c10::Error for a learning rate or weight decay below 0 and betas outside of [0, 1), in

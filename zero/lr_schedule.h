@@ -48,6 +48,7 @@ LrFactor cosine_decay(int64_t steps, double final_factor = 0.1);
 // LinearLR(start_factor=1 / warmup_steps, total_iters=warmup_steps - 1).
 LrFactor linear_warmup(int64_t warmup_steps, LrFactor after);
 
+// Sets the learning rates of an optimizer for each step, and is saved with a checkpoint.
 class LrSchedule final : public Stateful {
  public:
   // The learning rates that `optimizer`'s groups have now are the base; those of step 0 are set at

@@ -65,6 +65,7 @@ using MuonSplit = std::function<std::vector<at::Tensor>(const at::Tensor&)>;
 // times the size of a head. The split throws c10::Error for another number of rows.
 MuonSplit split_rows(std::vector<int64_t> sizes);
 
+// The options of Muon, which each group may have for itself.
 struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions> {
   using ns_coefficients_t = std::tuple<double, double, double>;
 
@@ -104,6 +105,7 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
+// What Muon keeps for one parameter.
 struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonParamState> {
   TORCH_ARG(at::Tensor, momentum_buffer);  // b, like the gradient
 
@@ -112,6 +114,7 @@ struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonPa
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
+// Muon: the momentum of a matrix, made orthogonal.
 class Muon : public torch::optim::Optimizer {
  public:
   // Throw c10::Error for options that cannot train, in any group, and for a parameter that is not a

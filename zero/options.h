@@ -66,6 +66,7 @@ enum class GatherWire {
   kChanges,
 };
 
+// The options of a ZeroOptimizer; all ranks give the same.
 struct ZeroOptions {
   // ---- Memory and speed: where numbers are kept and when they are sent, never their values ----
 

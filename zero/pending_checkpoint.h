@@ -14,6 +14,7 @@
 
 namespace zero {
 
+// A save of ZeroOptimizer::save_checkpoint_async() that is under way.
 class PendingCheckpoint {
  public:
   // Made by ZeroOptimizer::save_checkpoint_async(). A thread runs `copy`, for which a step may

@@ -151,6 +151,7 @@ class Group {
   std::shared_ptr<const State> state_;
 };
 
+// How init_process_group() finds the other ranks, and what it makes of them.
 struct InitOptions {
   // Bounds the rendezvous and every later operation. Default: the environment variable ZERO_TIMEOUT
   // (such as 90, 90s, 500ms, 10min or 2h) if set, else kDefaultTimeout.

@@ -21,6 +21,7 @@
 
 namespace zero {
 
+// The state of random number generators, saved with a checkpoint.
 class RandomState final : public Stateful {
  public:
   // torch's default generator of the CPU and, where `device` is a GPU, that of the GPU.

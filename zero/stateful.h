@@ -18,6 +18,7 @@
 
 namespace zero {
 
+// An object whose state is saved with a checkpoint.
 class Stateful {
  public:
   virtual ~Stateful() = default;

@@ -21,6 +21,7 @@ struct Stats {
   Traffic copies;             // of ZeroOptions::protect()
 };
 
+// What ZeroOptimizer::recover() went back to, and with whom.
 struct RecoveryReport {
   int64_t steps = 0;  // step() calls made at the protected step, skipped ones included
   // By new rank: the rank in the first group, or the number of a process that joined since.

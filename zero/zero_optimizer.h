@@ -61,6 +61,7 @@ namespace zero {
 
 class PendingCheckpoint;
 
+// An optimizer around another one, which steps on this rank's shard of the parameters alone.
 class ZeroOptimizer final : public torch::optim::Optimizer {
  public:
   // Collective: all ranks of `group` call it with equal models, options and optimizers. Rank 0's
