@@ -53,6 +53,9 @@ struct Group::State {
   c10::Device device = at::kCPU;
   milliseconds timeout;
   std::vector<int> global_ranks;
+  // After a recovery those of all its ranks, also in subgroups: one that ends calls off what the
+  // others begin. Empty: global_ranks.
+  std::vector<int> watched;
   std::optional<Topology> topology;  // always there
   Joining joining;
   OwnProcess process;
@@ -127,6 +130,7 @@ Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) co
   for (const int rank : ranks) {
     state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
   }
+  state->watched = state_->watched;
   Group group = *this;
   group.state_ = std::move(state);
   return group;
@@ -151,20 +155,45 @@ std::shared_ptr<Group::State> Group::part(const std::vector<int>& members,
 
 bool Group::joins() const { return state_->joining.joins; }
 
+namespace {
+
+// Collective over `global_ranks`: their machines, as `find` knows. Calls it on a thread that
+// is left behind when one of them ends.
+Topology find_machines(const decltype(Joining::find_topology)& find, const std::string& name,
+                       const c10::intrusive_ptr<BoundedStore>& store, int rank, int size,
+                       milliseconds timeout, const std::vector<int>& global_ranks) {
+  if (!find) return Topology::of_one_machine(size);
+  Rendezvous rendezvous(
+      store, rank, size, timeout, std::chrono::steady_clock::now(),
+      c10::str("group \"", name, "\": its ", size, " ranks cannot find their machines"),
+      c10::str("to find the machines of group \"", name, "\""), global_ranks);
+  const auto found = std::make_shared<std::optional<Topology>>();
+  rendezvous.run([=](const StorePtr& own) {
+    *found = find(own, rank, size);
+    return c10::intrusive_ptr<c10d::Backend>();
+  });
+  return **found;
+}
+
+}  // namespace
+
 Group Group::with_members(const std::vector<int>& members, const std::string& name) const {
   const auto is_new = [&](int number) { return number >= world_size(); };
-  if (!joins() && std::none_of(members.begin(), members.end(), is_new)) {
-    return subgroup(members, name);
-  }
   auto state = part(members, name);
   TORCH_INTERNAL_ASSERT(state->rank < state->world_size, "one of the members");
-  state->global_ranks = members;
-  state->joining.find_topology = state_->joining.find_topology;
-  const int size = state->world_size;
-  state->topology = Topology::of_one_machine(size);
-  if (const auto& find = state_->joining.find_topology) {
-    state->topology = find(state->bounded->under("topology"), state->rank, size);
+  if (!joins() && std::none_of(members.begin(), members.end(), is_new)) {
+    state->topology = topology().of_ranks(members);
+    for (const int rank : members) {
+      state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
+    }
+  } else {
+    state->global_ranks = members;
+    state->joining.find_topology = state_->joining.find_topology;
+    state->topology =
+        find_machines(state->joining.find_topology, state->name, state->bounded->under("machines"),
+                      state->rank, state->world_size, timeout(), members);
   }
+  state->watched = state->global_ranks;
   Group group = *this;
   group.state_ = std::move(state);
   return group;
@@ -224,7 +253,8 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       state_->bounded->under(prefix), rank(), world_size(), timeout(),
       std::chrono::steady_clock::now(),
       c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
-      c10::str("to connect communicator \"", full_name, "\""), global_ranks());
+      c10::str("to connect communicator \"", full_name, "\""),
+      state_->watched.empty() ? global_ranks() : state_->watched);
   const auto connect = [factory = state_->factory, purpose, limit = timeout()](
                            const StorePtr& store, int rank, int size) {
     return factory(store, rank, size, purpose, limit);

@@ -109,7 +109,7 @@ void Tries::give_up() noexcept {
 
 Rendezvous::Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int world_size,
                        milliseconds timeout, Clock::time_point since, std::string failed,
-                       std::string purpose, std::vector<int> job_ranks)
+                       std::string purpose, std::vector<int> watched)
     : store_(std::move(store)),
       rank_(rank),
       world_size_(world_size),
@@ -117,7 +117,7 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int wor
       since_(since),
       failed_(std::move(failed)),
       purpose_(std::move(purpose)),
-      job_ranks_(std::move(job_ranks)) {}
+      watched_(std::move(watched)) {}
 
 Rendezvous::Backend Rendezvous::run(const Work& work) {
   const auto left = std::chrono::ceil<milliseconds>(since_ + timeout_ - Clock::now());
@@ -163,12 +163,10 @@ Rendezvous::Backend Rendezvous::await(std::future<Backend> made, BoundedStore& s
 }
 
 void Rendezvous::check_ended(const BoundedStore& store) const {
-  if (job_ranks_.empty()) return;
+  if (watched_.empty()) return;
   const std::set<int> ended = ended_ranks(store);
-  for (size_t r = 0; r < job_ranks_.size(); ++r) {
-    TORCH_CHECK(!ended.contains(job_ranks_[r]), "Rank ", r,
-                job_ranks_[r] == static_cast<int>(r) ? std::string()
-                                                     : c10::str(", RANK ", job_ranks_[r], ","),
+  for (const int rank : watched_) {
+    TORCH_CHECK(!ended.contains(rank), "The process with RANK ", rank,
                 " has ended, says the launcher");
   }
 }
