@@ -7,6 +7,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -31,6 +34,8 @@ constexpr milliseconds kLook{200};
 constexpr milliseconds kMarks{500};
 // How long a rank that serves the store waits for the others to have read them.
 constexpr milliseconds kReaders{200};
+// And at the end of its process, when they are late.
+constexpr milliseconds kLateReaders{1500};
 constexpr milliseconds kPause{20};
 // Work has its own limit, and its error says more than ours.
 constexpr milliseconds kGrace{100};
@@ -69,6 +74,38 @@ void find_marked(c10d::Store& store, int begin, int end, std::vector<int>& marke
     find_marked(store, begin, middle, marked);
     find_marked(store, middle, end, marked);
   }
+}
+
+// The reasons of the last meeting that failed in the store of this process. Never destroyed.
+struct Host {
+  std::mutex mutex;
+  c10::intrusive_ptr<BoundedStore> store;
+  int64_t readers = 0;
+};
+
+Host& host() {
+  static Host& only = *new Host;
+  return only;
+}
+
+// The store ends with this process: at its end it waits for ranks that have yet to read.
+void serve_readers() {
+  const std::lock_guard<std::mutex> lock(host().mutex);
+  const auto deadline = Clock::now() + kLateReaders;
+  try {
+    while (host().store->add(kReasons, 0) < host().readers && Clock::now() < deadline) {
+      std::this_thread::sleep_for(kPause);
+    }
+  } catch (const std::exception&) {  // There is nothing to read.
+  }
+}
+
+void serve_at_exit(c10::intrusive_ptr<BoundedStore> store, int64_t readers) {
+  const std::lock_guard<std::mutex> lock(host().mutex);
+  host().store = std::move(store);
+  host().readers = readers;
+  static const int registered = std::atexit(serve_readers);
+  (void)registered;
 }
 
 }  // namespace
@@ -219,6 +256,10 @@ std::string Rendezvous::give_up(const std::string& reason) const {
     while (store_->served_here() && store->add(kReasons, 0) <= marks->given_up &&
            Clock::now() < start + kMarks + kReaders) {
       std::this_thread::sleep_for(kPause);
+    }
+    const auto arrived = static_cast<int64_t>(world_size_) - std::ssize(marks->missing);
+    if (store_->served_here() && store->add(kReasons, 0) < arrived) {
+      serve_at_exit(store_->each_within(kLateReaders), arrived);
     }
   } catch (const std::exception& error) {
     // The rank that serves the store may have given up earlier, and ends with it. What was read
