@@ -234,6 +234,28 @@ std::shared_ptr<RowExchange> connect_two_levels(const Connect& connect, const St
       inside.rows == RowTransport::kWhole);
 }
 
+// Sets the key if it is missing; returns what it holds then.
+std::string claim(c10d::Store& store, const std::string& key, const std::string& text) {
+  const std::vector<uint8_t> own(text.begin(), text.end());
+  const std::vector<uint8_t> held = store.compareSet(key, {}, own);
+  return {held.begin(), held.end()};
+}
+
+constexpr const char* kOnRank = " on rank ";
+
+// Of a text that ends with a rank: what that rank has claimed.
+std::string without_rank(const std::string& text) { return text.substr(0, text.rfind(kOnRank)); }
+
+// Ranks with other levels have other connections to make, and would wait for each other.
+void agree_on_levels(c10d::Store& store, int rank, const std::string& levels) {
+  const std::string own = c10::str(levels, kOnRank, rank);
+  const std::string first = claim(store, "levels", own);
+  TORCH_CHECK(without_rank(first) == levels, "expected the same levels on every rank, got ", first,
+              " and ", own,
+              "; give the group the same topology on all ranks, and make_communicator() the same "
+              "two_level");
+}
+
 }  // namespace
 
 std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, Purpose purpose,
@@ -266,7 +288,9 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
     const int local_ranks = machines.ranks_per_machine();
     const TwoLevelExchange::Place place{machines.machines(), local_ranks, rank() / local_ranks,
                                         rank() % local_ranks};
-    rendezvous.run([connect, place, exchange, limit = timeout()](const StorePtr& store) {
+    rendezvous.run([connect, place, exchange, limit = timeout(), rank = rank(),
+                    levels = "two levels of " + machines.describe()](const StorePtr& store) {
+      agree_on_levels(*store, rank, levels);
       *exchange = connect_two_levels(connect, store, place, limit);
       return c10::intrusive_ptr<c10d::Backend>();
     });
@@ -275,6 +299,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
     ranks.over_links = machines.machines() > 1;
     rendezvous.run([connect, exchange, ranks, rank = rank(), size = world_size(),
                     limit = timeout()](const StorePtr& store) {
+      agree_on_levels(*store, rank, "one level");
       const NewBackend made = connect(store, rank, size);
       *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
       return c10::intrusive_ptr<c10d::Backend>();
@@ -297,21 +322,13 @@ std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name
 namespace {
 
 // Before a backend is made: Gloo would connect the part of the ranks that fits together, and wait
-// for the rest until the timeout. `problem` is why this rank cannot make one, or empty: all ranks
-// throw it.
-void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseconds timeout,
-                         const std::string& problem) {
-  const auto bytes = [](const std::string& text) {
-    return std::vector<uint8_t>(text.begin(), text.end());
-  };
-  // Sets the key if it is missing; returns what it holds then.
-  const auto claim = [&](const std::string& key, const std::string& text) {
-    const std::vector<uint8_t> held = store.compareSet(key, {}, bytes(text));
-    return std::string(held.begin(), held.end());
-  };
+// for the rest until the timeout. `transport` must be equal, too. `problem` is why this rank cannot
+// make one, or empty: all ranks throw it.
+void agree_on_world_size(c10d::Store& store, int rank, int world_size, const char* transport,
+                         milliseconds timeout, const std::string& problem) {
   // The first verdict counts. Without libuv, c10d's server wakes no waiting rank for a compareSet.
   const auto decide = [&](const std::string& verdict) {
-    claim("verdict", verdict);
+    claim(store, "verdict", verdict);
     store.set("decided", "1");
   };
   // Before this rank is counted: "equal" needs all of them.
@@ -319,8 +336,17 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
     decide(c10::str("rank ", rank, ": ", problem));
     TORCH_CHECK(false, problem);
   }
-  const std::string own = c10::str(world_size, " on rank ", rank);
-  const std::string first = claim("world_size", own);
+  const std::string over = c10::str(transport, kOnRank, rank);
+  const std::string first_over = claim(store, "transport", over);
+  if (without_rank(first_over) != transport) {
+    const std::string difference = c10::str(
+        "expected the same transport on every rank, got ", first_over, " and ", over,
+        "; give all ranks a device of the same type, and InitOptions::nccl the same value");
+    decide(difference);
+    TORCH_CHECK(false, difference);
+  }
+  const std::string own = c10::str(world_size, kOnRank, rank);
+  const std::string first = claim(store, "world_size", own);
   if (std::atoi(first.c_str()) != world_size) {
     const std::string difference =
         c10::str("expected the same world size on every rank, got ", first, " and ", own,
@@ -347,7 +373,7 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
     if (!over_nccl && problem.empty()) {
       problem = make_room_for_descriptors(gloo_descriptors(world_size));
     }
-    agree_on_world_size(*store, rank, world_size, timeout, problem);
+    agree_on_world_size(*store, rank, world_size, over_nccl ? "NCCL" : "Gloo", timeout, problem);
     if (over_nccl) {
       // NCCL keeps its store for connections that it makes later.
       store = BoundedStore::of(store, timeout)->each_within(timeout);
