@@ -263,7 +263,9 @@ void check_second(const Job& job, bool recovers, const Outcome& outcome) {
                          text.find(" is lost: ") != std::string::npos;
     // A process that joins begins with those that have not died yet.
     const bool joined = std::stoi((*m)[1]) >= job.ranks;
-    EXPECT_TRUE((is_lost && !recovers) || (joined && text.find("ended") != std::string::npos))
+    EXPECT_TRUE((is_lost && !recovers) ||
+                (joined && (text.find("ended") != std::string::npos ||
+                            text.find("lost rank ") != std::string::npos)))
         << text;
   }
   if (outcome.code != 0) {
