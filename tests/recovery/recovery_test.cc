@@ -306,7 +306,7 @@ void expect_second_deaths(const SecondDeath& death, int count) {
   }
 }
 
-TEST(RecoveryTest, ADeathAtAMessageOfARecoveryIsOneMoreRecovery) {
+TEST(RecoveryTest, ADeathDuringARecoveryIsOneMoreRecovery) {
   expect_second_deaths({{.ranks = 4, .deaths = {"1@5k"}}, 3}, 6);
   expect_second_deaths({{.ranks = 4, .stage = 1, .inner = "sgd", .deaths = {"2@5b"}}, 0}, 3);
 }
