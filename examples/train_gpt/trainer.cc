@@ -229,22 +229,27 @@ void Trainer::begin_reports(int64_t first_step, bool recovered) {
 int64_t Trainer::recover(const c10::Error& error) {
   if (!options_.elastic) throw;
   std::fprintf(stderr, "train_gpt: %s\n", error.what_without_backtrace());
+  constexpr int kTries = 3;
   std::vector<int> before = optimizer_.group().global_ranks();
   metrics_->abort("the ranks change");
   RecoveryReport report;
-  for (bool connected = false; !connected;) {
-    report = optimizer_.recover(options_.checkpoints);
-    // Where the ranks are the same, the error may be another one, which would be thrown for ever.
-    if (report.members == before && report.steps == recovered_) throw;
-    before = report.members;
-    recovered_ = report.steps;
+  bool same = false;
+  bool connected = false;
+  for (int tries = 1; !same && !connected; ++tries) {
     try {
+      report = optimizer_.recover(options_.checkpoints);
+      same = report.members == before && report.steps == recovered_;
+      before = report.members;
+      recovered_ = report.steps;
       metrics_ = optimizer_.group().make_communicator("metrics", Purpose::kControl);
       connected = true;
-    } catch (const c10::Error& again) {  // another rank has died
+    } catch (const c10::Error& again) {  // another rank may have died meanwhile
+      if (tries == kTries) throw;
       std::fprintf(stderr, "train_gpt: %s\n", again.what_without_backtrace());
     }
   }
+  // Where the ranks are the same, the error may be another one, which would be thrown for ever.
+  if (same) throw;
   schedule_.set_step(report.steps);
   if (metrics_->rank() == 0) {
     std::printf("went on with %d ranks after step %lld\n", metrics_->world_size(),

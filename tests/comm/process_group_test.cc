@@ -16,6 +16,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -157,6 +158,46 @@ TEST(GroupTest, AConnectionToAnotherMachineTakesFromAWriterOnlyWhatItSendsSoon) 
 }
 
 // Gloo would send all data over the first, and hang_up() would not close the connections of others.
+// What each rank of `groups` gets that makes a communicator, with a timeout of ten minutes.
+std::vector<std::string> errors_of(
+    int ranks, const std::function<Group(const c10::intrusive_ptr<c10d::Store>&, int)>& group) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> errors(ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      errors[rank] =
+          error_of([&] { group(store, rank).make_communicator("data", Purpose::kData); });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+TEST(GroupTest, OtherLevelsOnOneRankAreAnErrorOnAll) {
+  const auto errors = errors_of(4, [](const auto& store, int rank) {
+    return Group(store, rank, 4, "levels", default_backend_factory(at::kCPU, "127.0.0.1"), at::kCPU,
+                 std::chrono::minutes(10),
+                 rank == 3 ? Topology::of_one_machine(4) : Topology::of_equal_machines(4, 2));
+  });
+  for (const std::string& error : errors) {
+    expect_words(error, {"expected the same levels on every rank", "one level", "two levels of 2 ",
+                         "the same topology on all ranks"});
+  }
+}
+
+TEST(GroupTest, AnotherTransportOnOneRankIsAnErrorOnAll) {
+  const auto errors = errors_of(3, [](const auto& store, int rank) {
+    const c10::Device device = rank == 1 ? c10::Device(at::kCUDA, 0) : c10::Device(at::kCPU);
+    return Group(store, rank, 3, "transports", default_backend_factory(device, "127.0.0.1"), device,
+                 std::chrono::minutes(10));
+  });
+  for (const std::string& error : errors) {
+    expect_words(error, {"expected the same transport on every rank", "NCCL", "Gloo",
+                         "InitOptions::nccl the same value"});
+  }
+}
+
 TEST(GroupTest, SeveralInterfacesAreRefusedOnEveryRank) {
   setenv("GLOO_SOCKET_IFNAME", "lo,lo", 1);
   const auto store = c10::make_intrusive<c10d::HashStore>();

@@ -8,10 +8,12 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,6 +25,21 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
+
+namespace {
+
+bool holes_are_refused = false;
+
+}  // namespace
+
+// In place of the C library's.
+extern "C" int fallocate(int descriptor, int mode, off_t offset, off_t length) {
+  if (holes_are_refused) {
+    errno = EOPNOTSUPP;
+    return -1;
+  }
+  return static_cast<int>(syscall(SYS_fallocate, descriptor, mode, offset, length));
+}
 
 namespace zero {
 namespace {
@@ -44,6 +61,20 @@ int64_t resident_shared_kib() {
     if (line.rfind("RssShmem:", 0) == 0) return std::stoll(line.substr(9));
   }
   return -1;
+}
+
+TEST(SharedMemory, WhatCannotBeMadeZerosIsNotUsedAgain) {
+  const auto memory = SharedMemory::instance();
+  ASSERT_TRUE(memory);
+  at::Tensor first = memory->allocate(kPage);
+  const int64_t offset = *memory->offset_of(first);
+  first.fill_(7);
+  holes_are_refused = true;
+  first = at::Tensor();
+  holes_are_refused = false;
+  const at::Tensor second = memory->allocate(kPage);
+  EXPECT_NE(*memory->offset_of(second), offset);
+  EXPECT_EQ(second.sum().item<int64_t>(), 0);
 }
 
 TEST(SharedMemory, AnotherProcessSeesWhatIsWrittenLater) {

@@ -76,7 +76,9 @@ void run_job(const std::function<void(const Group& job)>& body,
 }
 
 TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
-  run_job([](const Group& job) {
+  std::latch trained(2);
+  run_job([&](const Group& job) {
+    if (job.joins()) trained.wait();
     EXPECT_EQ(job.joins(), job.rank() == kNewcomer);
     // Other initial values on each rank, so that nothing is right by chance.
     const auto seed = static_cast<uint64_t>(job.rank() + 1);
@@ -88,6 +90,7 @@ TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
     m->schedule = &schedule;
     if (!job.joins()) {
       for (int i = 0; i < 3; ++i) m->step();
+      trained.count_down();
       expect_words(m->train_until_one_waits(), {"process 2 waits to join", "call recover()"});
       const int64_t before = m->steps();
       const RecoveryReport report = m->optimizer.recover();
@@ -115,15 +118,18 @@ TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
 }
 
 TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
-  run_job([](const Group& job) {
+  std::latch trained(2);
+  run_job([&](const Group& job) {
     const auto options = ZeroOptions().bucket_bytes(900).protect(1);
     if (job.joins()) {
+      trained.wait();
       expect_words(error_of([&] { Member(job, 1, options, Inner::kSgd); }),
                    {"inner optimizer", "AdamW", "SGD"});
       return;
     }
     Member m(job, 1, options);
     m.step();
+    trained.count_down();
     expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
     const int64_t before = m.steps();
     expect_words(error_of([&] { m.optimizer.recover(); }), {"inner optimizer", "AdamW", "SGD"});
@@ -138,7 +144,7 @@ TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
 // In bytes per parameter, of which masters and the state of AdamW take 12.
 TEST(JoiningTest, EachPieceOfAShardIsSentOnceToTheRankThatNeedsIt) {
   const auto network = std::make_shared<MemoryNetwork>();
-  std::latch old_ranks_here(2), counted(2), done(3);
+  std::latch trained(2), old_ranks_here(2), counted(2), done(3);
   run_ranks(3, [&](const Group& threads) {
     const Group job =
         group_in_job(threads, std::chrono::seconds(30), network->factory(threads.rank()));
@@ -147,10 +153,12 @@ TEST(JoiningTest, EachPieceOfAShardIsSentOnceToTheRankThatNeedsIt) {
       for (int rank = 0; rank < 3; ++rank) sent += network->counts(rank).bytes_of(MemoryOp::kSend);
       return sent;
     };
+    if (job.joins()) trained.wait();
     Member m(job, 1, ZeroOptions().protect(1), Inner::kAdamW, /*width=*/20000);
     int64_t sent_before = 0;
     if (!job.joins()) {
       for (int i = 0; i < 2; ++i) m.step();
+      trained.count_down();
       expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
       old_ranks_here.arrive_and_wait();
       sent_before = sent_by_all();

@@ -8,15 +8,17 @@
 //
 // trains steps [from, to), protecting every third one; from 0, or from the checkpoint
 // <folder>/step-<from>. A death is <rank>@<step><how>: "k" kills the rank before that step, "b" in
-// the middle of its backward pass, "r" in its first recovery, "w" 0.4 s after that began, "j" one
-// that has just joined (at step 0), "s" stops it before that step until the others have ended.
-// Survivors recover. With /<n>, so many ranks are said to share a machine. With +<n>+<ms>, so many
-// of the dead are replaced, by processes that wait so long first, and steps go on beyond <to> until
-// there are <ranks> again. At the end the first rank writes <folder>/step-<steps> and all that
-// training depends on, <folder>/state-<steps>.
+// the middle of its backward pass, "r" before its first recovery, "j" when it has just joined (at
+// step 0), "s" stops it before that step until the others have ended. <rank>@<n>m kills the rank
+// before the n-th message of its recoveries, and of joining: a value for the store, or an operation
+// of a communicator. Survivors recover. With /<n>, so many ranks are said to share a machine. With
+// +<n>+<ms>, so many of the dead are replaced, by processes that wait so long first, and steps go
+// on beyond <to> until there are <ranks> again. At the end the first rank writes
+// <folder>/step-<steps> and all that training depends on, <folder>/state-<steps>.
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -28,6 +30,7 @@
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
+#include "zero/base/message_probe.h"
 #include "zero/launch.h"
 
 namespace {
@@ -35,6 +38,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kEvery = 3;
+constexpr int kTries = 3;  // of recover(), which another death may disturb
 
 struct Job {
   int ranks = 0;
@@ -50,6 +54,11 @@ struct Job {
   std::vector<std::string> deaths;
 };
 
+void say(int rank, const std::string& text) {
+  std::printf("rank %d %s\n", rank, text.c_str());
+  std::fflush(stdout);
+}
+
 class Death {
  public:
   Death(const Job& job, int rank) : job_(job), rank_(rank) {}
@@ -57,16 +66,27 @@ class Death {
   void at(int step, char how) const {
     const std::string own = std::to_string(rank_) + "@" + std::to_string(step) + how;
     for (const std::string& death : job_.deaths) {
-      if (death == own && how == 'w') {
-        std::thread([] {
-          std::this_thread::sleep_for(std::chrono::milliseconds(400));
-          std::raise(SIGKILL);
-        }).detach();
-      } else if (death == own && how != 's') {
-        std::raise(SIGKILL);
-      }
-      if (death == own && how == 's') stop();
+      if (death != own) continue;
+      how == 's' ? stop() : die();
     }
+  }
+  // Between the two, messages count.
+  void begin_messages() const {
+    const std::string own = std::to_string(rank_) + "@";
+    for (const std::string& death : job_.deaths) {
+      if (death.starts_with(own) && death.ends_with('m'))
+        last = std::stoi(death.substr(own.size()));
+    }
+    zero::message_probe = [](const std::string& what) {
+      // How many beats there are is a matter of time.
+      if (what.find("/beat/") != std::string::npos || ++messages != last) return;
+      std::fprintf(stderr, "killed before message %d, %s\n", messages.load(), what.c_str());
+      die();
+    };
+  }
+  static int end_messages() {
+    zero::message_probe = nullptr;
+    return messages;
   }
   // The others have ended their work.
   void wake_others() const {
@@ -76,18 +96,27 @@ class Death {
   }
 
  private:
+  static void die() { kill(getpid(), SIGKILL); }
   void stop() const {
     std::ofstream(job_.folder + "/stopped") << getpid() << std::flush;
     std::raise(SIGSTOP);
   }
 
+  inline static std::atomic<int> messages = 0;
+  inline static std::atomic<int> last = 0;
   const Job& job_;
   const int rank_;
 };
 
-void say(int rank, const std::string& text) {
-  std::printf("rank %d %s\n", rank, text.c_str());
-  std::fflush(stdout);
+zero::RecoveryReport recover(zero::ZeroOptimizer& optimizer, const std::string& folder, int rank) {
+  for (int tries = 1;; ++tries) {
+    try {
+      return optimizer.recover(folder);
+    } catch (const c10::Error& error) {
+      if (tries == kTries) throw;
+      say(rank, "failed again: " + std::string(error.what_without_backtrace()));
+    }
+  }
 }
 
 int train(const Job& job) {
@@ -99,7 +128,11 @@ int train(const Job& job) {
   }
   const zero::Group group = zero::init_process_group(init);
   const int rank = group.rank();
-  if (group.joins()) std::this_thread::sleep_for(job.late);
+  const Death death(job, rank);
+  if (group.joins()) {
+    std::this_thread::sleep_for(job.late);
+    death.begin_messages();
+  }
   zero::Training training;
   training.inner = job.inner;
   training.max_norm = 0.7;
@@ -108,13 +141,13 @@ int train(const Job& job) {
   if (job.from > 0) {
     run.optimizer->load_checkpoint(job.folder + "/step-" + std::to_string(job.from));
   }
-  const Death death(job, rank);
   int step = job.from;
   const auto say_recovered = [&](int64_t from, Clock::duration took) {
     const zero::Group& now = run.optimizer->group();
     const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(took).count();
     say(rank, c10::str(now.name(), " at step ", step, " from step ", from, " as rank ", now.rank(),
-                       " of ", now.world_size(), " in ", ms, " ms"));
+                       " of ", now.world_size(), " in ", ms, " ms, ", Death::end_messages(),
+                       " messages"));
   };
   const auto count_up = [&] {  // as run.train() does after step()
     at::NoGradGuard no_grad;
@@ -132,8 +165,20 @@ int train(const Job& job) {
     return step >= job.to && (whole || job.replacements == 0);
   };
   run.model->trunk->bias.register_hook([&](const at::Tensor&) { death.at(step, 'b'); });
-  while (!is_done()) {
+  const auto save = [&] {
+    run.optimizer->save_checkpoint(job.folder + "/step-" + std::to_string(step),
+                                   zero::SaveOptions().overwrite(true));
+    const zero::Snapshot snapshot = run.snapshot();
+    if (run.optimizer->group().rank() != 0) return;
+    zero::write_snapshot(snapshot, job.folder + "/state-" + std::to_string(step));
+    death.wake_others();
+  };
+  while (true) {
     try {
+      if (is_done()) {
+        save();
+        break;
+      }
       // A process takes its time to start.
       if (step >= job.to) std::this_thread::sleep_for(std::chrono::milliseconds(100));
       death.at(step, 'k');
@@ -143,19 +188,13 @@ int train(const Job& job) {
     } catch (const zero::CommunicationError& error) {
       say(rank, "failed: " + std::string(error.what_without_backtrace()));
       death.at(step, 'r');
-      death.at(step, 'w');
       const auto start = Clock::now();
-      const zero::RecoveryReport report = run.optimizer->recover(job.folder);
+      death.begin_messages();
+      const zero::RecoveryReport report = recover(*run.optimizer, job.folder, rank);
       const int from = std::exchange(step, static_cast<int>(report.steps));
       count_up();
       say_recovered(from, Clock::now() - start);
     }
-  }
-  run.optimizer->save_checkpoint(job.folder + "/step-" + std::to_string(step));
-  const zero::Snapshot snapshot = run.snapshot();
-  if (run.optimizer->group().rank() == 0) {
-    zero::write_snapshot(snapshot, job.folder + "/state-" + std::to_string(step));
-    death.wake_others();
   }
   say(rank, "done after step " + std::to_string(step));
   return 0;

@@ -223,6 +223,17 @@ TEST(RollCallTest, OneThatIsKilledWhileItWaitsIsOnNoList) {
   EXPECT_EQ(first->call("a").ranks, (std::vector<int>{0}));
 }
 
+TEST(RollCallTest, OneThatJoinsAJobOfWhichNobodyIsLeftLearnsIt) {
+  const StorePtr store = new_store();
+  const auto bounded = BoundedStore::of(store, milliseconds(5000));
+  store->set("ranks", std::vector<uint8_t>{'2'});
+  add_ended_rank(*bounded, 0);
+  const auto late = newcomer(store, 2, std::chrono::minutes(10));
+  auto c = join(*late, "c");
+  add_ended_rank(*bounded, 1);
+  expect_words(error_of([&] { c.get(); }), {"process 2 cannot join", "all its ranks have ended"});
+}
+
 TEST(RollCallTest, WhoCannotJoinLearnsWhy) {
   const StorePtr store = new_store();
   expect_words(error_of([&] { newcomer(store, 2, milliseconds(300))->join(""); }),

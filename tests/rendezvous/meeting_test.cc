@@ -178,7 +178,7 @@ TEST(RendezvousTest, ARankThatItsLauncherHasSeenEndIsNotWaitedFor) {
         });
       });
       expect_words(error, {"cannot meet (after ", "of at most 600000 ms)", "missing: rank 2",
-                           "ank 2, RANK 7, has ended"});
+                           "The process with RANK 7 has ended"});
     });
   }
   for (std::thread& thread : threads) thread.join();

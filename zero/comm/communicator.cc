@@ -13,6 +13,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "zero/base/message_probe.h"
 #include "zero/base/own_process.h"
 #include "zero/comm/operation.h"
 #include "zero/comm/row_exchange.h"
@@ -97,6 +98,7 @@ Pending Communicator::Impl::start(const std::string& what, bool elements, int64_
                                   int64_t Traffic::*bytes, Issue issue) {
   const at::NoGradGuard no_grad;
   health->check(what);
+  probe_message(what);
   SentBytes sent;
   std::shared_ptr<Operation> operation;
   std::exception_ptr thrown;

@@ -156,11 +156,12 @@ Topology agree(c10d::Store& store, int rank, int world_size, const std::optional
 Topology agree_on_topology(const c10::intrusive_ptr<BoundedStore>& store, int rank, int world_size,
                            std::chrono::milliseconds timeout,
                            std::chrono::steady_clock::time_point since,
-                           const std::optional<Topology>& stated, bool willing) {
+                           const std::optional<Topology>& stated, bool willing,
+                           std::vector<int> watched) {
   Rendezvous rendezvous(
       store->under("meeting"), rank, world_size, timeout, since,
       c10::str("init_process_group: ", world_size, " ranks cannot agree on their machines"),
-      "to learn which ranks share a machine");
+      "to learn which ranks share a machine", std::move(watched));
   const auto result = std::make_shared<std::optional<Topology>>();
   rendezvous.run([=](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
     *result = agree(*own, rank, world_size, stated, willing);

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/topology.h"
@@ -17,11 +18,13 @@ namespace zero {
 // ranks must have equal, or the machines that it finds. Ranks share a machine if each of them can
 // read the shared memory of all others; a rank that is not `willing` shares none. Throws c10::Error
 // when ranks state different topologies, and within `timeout`, counted from `since`, and a second
-// when a rank does not take part.
+// when a rank does not take part, or once its launcher has seen one of `watched` end, which are
+// numbers in the job.
 Topology agree_on_topology(const c10::intrusive_ptr<BoundedStore>& store, int rank, int world_size,
                            std::chrono::milliseconds timeout,
                            std::chrono::steady_clock::time_point since,
-                           const std::optional<Topology>& stated, bool willing);
+                           const std::optional<Topology>& stated, bool willing,
+                           std::vector<int> watched = {});
 
 // Returns what to change so that exchanges can work in two levels; empty if they do, or if there is
 // nothing to gain.

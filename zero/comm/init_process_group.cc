@@ -9,8 +9,10 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <numeric>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"
@@ -84,12 +86,18 @@ c10::intrusive_ptr<BoundedStore> open_store(const Environment& env, milliseconds
   }
 }
 
+std::vector<int> all_ranks(const Environment& env) {
+  std::vector<int> ranks(static_cast<size_t>(env.world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
 // The counter lets a job of thousands wait for one key instead of one per rank.
 void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
           milliseconds timeout, std::chrono::steady_clock::time_point since) {
   Rendezvous rendezvous(store, env.rank, env.world_size, timeout, since,
                         c10::str("init_process_group: not all ", env.world_size, " ranks arrived"),
-                        c10::str("at ", address_of(env)));
+                        c10::str("at ", address_of(env)), all_ranks(env));
   rendezvous.run([rank = env.rank,
                   size = env.world_size](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
     // Before it is counted, since ranks of two jobs would train together.
@@ -141,7 +149,7 @@ Group init(const InitOptions& options) {
       if (!env.joins) {
         meet(bounded->under("meeting"), env, timeout, start);
         topology = agree_on_topology(bounded->under("topology"), env.rank, env.world_size, timeout,
-                                     start, topology, options.shared_memory);
+                                     start, topology, options.shared_memory, all_ranks(env));
       }
     } catch (...) {
       tries.give_up();

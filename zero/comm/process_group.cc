@@ -54,6 +54,9 @@ struct Group::State {
   c10::Device device = at::kCPU;
   milliseconds timeout;
   std::vector<int> global_ranks;
+  // After a recovery those of all its ranks, also in subgroups: one that ends calls off what the
+  // others begin. Empty: global_ranks.
+  std::vector<int> watched;
   std::optional<Topology> topology;  // always there
   Joining joining;
   OwnProcess process;
@@ -130,6 +133,7 @@ Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) co
   for (const int rank : ranks) {
     state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
   }
+  state->watched = state_->watched;
   Group group = *this;
   group.state_ = std::move(state);
   return group;
@@ -155,20 +159,45 @@ std::shared_ptr<Group::State> Group::part(const std::vector<int>& members,
 
 bool Group::joins() const { return state_->joining.joins; }
 
+namespace {
+
+// Collective over `global_ranks`: their machines, as `find` knows. Calls it on a thread that
+// is left behind when one of them ends.
+Topology find_machines(const decltype(Joining::find_topology)& find, const std::string& name,
+                       const c10::intrusive_ptr<BoundedStore>& store, int rank, int size,
+                       milliseconds timeout, const std::vector<int>& global_ranks) {
+  if (!find) return Topology::of_one_machine(size);
+  Rendezvous rendezvous(
+      store, rank, size, timeout, std::chrono::steady_clock::now(),
+      c10::str("group \"", name, "\": its ", size, " ranks cannot find their machines"),
+      c10::str("to find the machines of group \"", name, "\""), global_ranks);
+  const auto found = std::make_shared<std::optional<Topology>>();
+  rendezvous.run([=](const StorePtr& own) {
+    *found = find(own, rank, size);
+    return c10::intrusive_ptr<c10d::Backend>();
+  });
+  return **found;
+}
+
+}  // namespace
+
 Group Group::with_members(const std::vector<int>& members, const std::string& name) const {
   const auto is_new = [&](int number) { return number >= world_size(); };
-  if (!joins() && std::none_of(members.begin(), members.end(), is_new)) {
-    return subgroup(members, name);
-  }
   auto state = part(members, name);
   TORCH_INTERNAL_ASSERT(state->rank < state->world_size, "one of the members");
-  state->global_ranks = members;
-  state->joining.find_topology = state_->joining.find_topology;
-  const int size = state->world_size;
-  state->topology = Topology::of_one_machine(size);
-  if (const auto& find = state_->joining.find_topology) {
-    state->topology = find(state->bounded->under("topology"), state->rank, size);
+  if (!joins() && std::none_of(members.begin(), members.end(), is_new)) {
+    state->topology = topology().of_ranks(members);
+    for (const int rank : members) {
+      state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
+    }
+  } else {
+    state->global_ranks = members;
+    state->joining.find_topology = state_->joining.find_topology;
+    state->topology =
+        find_machines(state->joining.find_topology, state->name, state->bounded->under("machines"),
+                      state->rank, state->world_size, timeout(), members);
   }
+  state->watched = state->global_ranks;
   Group group = *this;
   group.state_ = std::move(state);
   return group;
@@ -211,6 +240,28 @@ std::shared_ptr<RowExchange> connect_two_levels(const Connect& connect, const St
       inside.rows == RowTransport::kWhole);
 }
 
+// Sets the key if it is missing; returns what it holds then.
+std::string claim(c10d::Store& store, const std::string& key, const std::string& text) {
+  const std::vector<uint8_t> own(text.begin(), text.end());
+  const std::vector<uint8_t> held = store.compareSet(key, {}, own);
+  return {held.begin(), held.end()};
+}
+
+constexpr const char* kOnRank = " on rank ";
+
+// Of a text that ends with a rank: what that rank has claimed.
+std::string without_rank(const std::string& text) { return text.substr(0, text.rfind(kOnRank)); }
+
+// Ranks with other levels have other connections to make, and would wait for each other.
+void agree_on_levels(c10d::Store& store, int rank, const std::string& levels) {
+  const std::string own = c10::str(levels, kOnRank, rank);
+  const std::string first = claim(store, "levels", own);
+  TORCH_CHECK(without_rank(first) == levels, "expected the same levels on every rank, got ", first,
+              " and ", own,
+              "; give the group the same topology on all ranks, and make_communicator() the same "
+              "two_level");
+}
+
 }  // namespace
 
 std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, Purpose purpose,
@@ -234,7 +285,8 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       state_->bounded->under(prefix), rank(), world_size(), timeout(),
       std::chrono::steady_clock::now(),
       c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
-      c10::str("to connect communicator \"", full_name, "\""), global_ranks());
+      c10::str("to connect communicator \"", full_name, "\""),
+      state_->watched.empty() ? global_ranks() : state_->watched);
   const auto connect = [factory = state_->factory, purpose, limit = timeout()](
                            const StorePtr& store, int rank, int size) {
     return factory(store, rank, size, purpose, limit);
@@ -246,7 +298,9 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
     const int local_ranks = machines.ranks_per_machine();
     const TwoLevelExchange::Place place{machines.machines(), local_ranks, rank() / local_ranks,
                                         rank() % local_ranks};
-    rendezvous.run([connect, place, exchange, limit = timeout()](const StorePtr& store) {
+    rendezvous.run([connect, place, exchange, limit = timeout(), rank = rank(),
+                    levels = "two levels of " + machines.describe()](const StorePtr& store) {
+      agree_on_levels(*store, rank, levels);
       *exchange = connect_two_levels(connect, store, place, limit);
       return c10::intrusive_ptr<c10d::Backend>();
     });
@@ -255,6 +309,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
     ranks.over_links = machines.machines() > 1;
     rendezvous.run([connect, exchange, ranks, rank = rank(), size = world_size(),
                     limit = timeout()](const StorePtr& store) {
+      agree_on_levels(*store, rank, "one level");
       const NewBackend made = connect(store, rank, size);
       *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
       return c10::intrusive_ptr<c10d::Backend>();
@@ -279,21 +334,13 @@ std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name
 namespace {
 
 // Before a backend is made: Gloo would connect the part of the ranks that fits together, and wait
-// for the rest until the timeout. `problem` is why this rank cannot make one, or empty: all ranks
-// throw it.
-void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseconds timeout,
-                         const std::string& problem) {
-  const auto bytes = [](const std::string& text) {
-    return std::vector<uint8_t>(text.begin(), text.end());
-  };
-  // Sets the key if it is missing; returns what it holds then.
-  const auto claim = [&](const std::string& key, const std::string& text) {
-    const std::vector<uint8_t> held = store.compareSet(key, {}, bytes(text));
-    return std::string(held.begin(), held.end());
-  };
+// for the rest until the timeout. `transport` must be equal, too. `problem` is why this rank cannot
+// make one, or empty: all ranks throw it.
+void agree_on_world_size(c10d::Store& store, int rank, int world_size, const char* transport,
+                         milliseconds timeout, const std::string& problem) {
   // The first verdict counts. Without libuv, c10d's server wakes no waiting rank for a compareSet.
   const auto decide = [&](const std::string& verdict) {
-    claim("verdict", verdict);
+    claim(store, "verdict", verdict);
     store.set("decided", "1");
   };
   // Before this rank is counted: "equal" needs all of them.
@@ -301,8 +348,17 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, milliseco
     decide(c10::str("rank ", rank, ": ", problem));
     TORCH_CHECK_VALUE(false, problem);
   }
-  const std::string own = c10::str(world_size, " on rank ", rank);
-  const std::string first = claim("world_size", own);
+  const std::string over = c10::str(transport, kOnRank, rank);
+  const std::string first_over = claim(store, "transport", over);
+  if (without_rank(first_over) != transport) {
+    const std::string difference = c10::str(
+        "expected the same transport on every rank, got ", first_over, " and ", over,
+        "; give all ranks a device of the same type, and InitOptions::nccl the same value");
+    decide(difference);
+    TORCH_CHECK(false, difference);
+  }
+  const std::string own = c10::str(world_size, kOnRank, rank);
+  const std::string first = claim(store, "world_size", own);
   if (std::atoi(first.c_str()) != world_size) {
     const std::string difference =
         c10::str("expected the same world size on every rank, got ", first, " and ", own,
@@ -329,7 +385,7 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
     if (!over_nccl && problem.empty()) {
       problem = make_room_for_descriptors(gloo_descriptors(world_size));
     }
-    agree_on_world_size(*store, rank, world_size, timeout, problem);
+    agree_on_world_size(*store, rank, world_size, over_nccl ? "NCCL" : "Gloo", timeout, problem);
     if (over_nccl) {
       // NCCL keeps its store for connections that it makes later.
       store = BoundedStore::of(store, timeout)->each_within(timeout);

@@ -32,8 +32,10 @@ struct ZeroOptimizer::Impl::Lifeline {
 
   // The group of those present at a call of the roll. Collective over them.
   Group group_of(const RollCall::Present& present) const {
-    return first_group.with_members(present.ranks, "recovery " + std::to_string(roll.calls()));
+    return first_group.with_members(present.ranks, name_of(present));
   }
+  // It is part of the errors of its communicators, which number their ranks from 0.
+  std::string name_of(const RollCall::Present& present) const;
 
   const Group first_group;
   // The options of construction: equal on all ranks, as those of survivors need not be.
@@ -41,6 +43,24 @@ struct ZeroOptimizer::Impl::Lifeline {
   const std::shared_ptr<Generations> generations = std::make_shared<Generations>();
   RollCall roll;
 };
+
+std::string ZeroOptimizer::Impl::Lifeline::name_of(const RollCall::Present& present) const {
+  constexpr size_t kNamed = 8;
+  const std::vector<int>& numbers = first_group.global_ranks();
+  bool same = true;
+  std::string list;
+  for (size_t r = 0; r < present.ranks.size(); ++r) {
+    const auto n = static_cast<size_t>(present.ranks[r]);
+    const int number = n < numbers.size() ? numbers[n] : present.ranks[r];
+    same = same && number == static_cast<int>(r);
+    if (r < kNamed) list += (r == 0 ? "" : ", ") + std::to_string(number);
+  }
+  if (present.ranks.size() > kNamed) {
+    list += c10::str(" and ", present.ranks.size() - kNamed, " more");
+  }
+  const std::string name = c10::str("recovery ", roll.calls());
+  return same ? name : name + " (numbered anew: RANK " + list + ")";
+}
 
 void ZeroOptimizer::Impl::start_protection(std::shared_ptr<Lifeline> former) {
   if (options.protect() == 0) return;
@@ -220,9 +240,8 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::join(
 RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
   const NormalTensors normal;
   const at::NoGradGuard no_grad;
-  const int rank = impl_->comms->rank();
   const std::shared_ptr<Impl::Lifeline> lifeline = impl_->lifeline;
-  TORCH_CHECK(lifeline != nullptr, "rank ", rank,
+  TORCH_CHECK(lifeline != nullptr, "rank ", impl_->comms->rank(),
               ": recover(): expected ZeroOptions::protect(n), got 0; no other rank has a copy of "
               "what a dead one held");
   TORCH_CHECK(
@@ -237,7 +256,8 @@ RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
     try {
       present = impl_->leave_group();
     } catch (const c10::Error& error) {
-      TORCH_CHECK(false, "rank ", rank, ": recover(): ", error_text(error));
+      TORCH_CHECK(false, "rank ", lifeline->first_group.global_rank(),
+                  ": recover(): ", error_text(error));
     }
     const Restorable step = choose(present.texts, checkpoints);
     try {

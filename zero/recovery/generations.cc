@@ -86,9 +86,10 @@ Restorable newest_restorable(const std::vector<std::string>& holdings) {
   for (size_t f = 0; f < newest.size(); ++f) {
     if (newest[f] < 0) lost += (lost.empty() ? "" : ", ") + std::to_string(f);
   }
-  TORCH_CHECK(false, "the shard of rank ", lost,
-              " of the last protected step is lost: that rank and the one that kept its copy have "
-              "both ended");
+  const int64_t recovery = servers.rbegin()->first.first;
+  TORCH_CHECK(false, "the shard of rank ", lost, " of the last protected step",
+              recovery > 0 ? c10::str(" (ranks as numbered by recovery ", recovery, ")") : "",
+              " is lost: that rank and the one that kept its copy have ended or did not answer");
 }
 
 }  // namespace zero

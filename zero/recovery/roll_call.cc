@@ -306,7 +306,10 @@ RollCall::Present RollCall::join(const std::string& text) {
                     " waits until the job takes it in, at its next protected step (", "up to ",
                     duration_text(timeout_), ")");
   });
+  std::set<int> members;  // of the job, as far as it is known
   const auto wait = [&](const std::string& for_what) {
+    TORCH_CHECK(members.empty() || !std::ranges::includes(ended_ranks(*store_), members),
+                "process ", rank_, " cannot join the job: all its ranks have ended");
     TORCH_CHECK(!store_->check({kEnded}), "process ", rank_,
                 " cannot join the job: a rank of it has ended, as after its last step");
     TORCH_CHECK(Clock::now() < deadline, "process ", rank_, " cannot join the job: waited ",
@@ -318,6 +321,7 @@ RollCall::Present RollCall::join(const std::string& text) {
     wait("an optimizer with ZeroOptions::protect(), got none of that place in the program");
   }
   const int ranks = std::stoi(text_of(store_->get(kRanks)));
+  for (int rank = 0; rank < ranks; ++rank) members.insert(rank);
   TORCH_CHECK(rank_ >= ranks, "expected RANK of at least ", ranks,
               ", which no rank of the job has had, to join it, got ", rank_);
   TORCH_CHECK(store_->add(kTaken + number, 1) == 1,
@@ -342,8 +346,11 @@ RollCall::Present RollCall::join(const std::string& text) {
       wait("its ranks to call recover()");
     }
     const std::set<int> present = numbers_in(list);
-    if (present.count(rank_) == 0) continue;  // the list was closed before
-    answers_->calls = call + 1;               // its thread is yet to start
+    if (present.count(rank_) == 0) {  // the list was closed before
+      members = present;
+      continue;
+    }
+    answers_->calls = call + 1;  // its thread is yet to start
     start();
     return present_at(prefix, present);
   }

@@ -15,6 +15,7 @@
 
 #include "zero/base/detached_call.h"
 #include "zero/base/error_text.h"
+#include "zero/base/message_probe.h"
 #include "zero/base/own_process.h"
 
 namespace zero {
@@ -148,13 +149,19 @@ auto BoundedStore::ask(const std::string& what, Clock::time_point deadline, Call
   }
 }
 
+template <typename Call>
+auto BoundedStore::write(const std::string& what, Call call) {
+  probe_message(what);
+  return ask(what, deadline_from_now(), std::move(call));
+}
+
 StorePtr BoundedStore::clone() {
   return c10::intrusive_ptr<BoundedStore>::unsafe_steal_from_new(
       new BoundedStore(store_, server_, limit_, deadline_));
 }
 
 void BoundedStore::set(const std::string& key, const std::vector<uint8_t>& value) {
-  ask("set of \"" + key + "\"", deadline_from_now(), [=](c10d::Store& store) {
+  write("set of \"" + key + "\"", [=](c10d::Store& store) {
     store.set(key, value);
     return true;
   });
@@ -163,8 +170,8 @@ void BoundedStore::set(const std::string& key, const std::vector<uint8_t>& value
 std::vector<uint8_t> BoundedStore::compareSet(const std::string& key,
                                               const std::vector<uint8_t>& expected,
                                               const std::vector<uint8_t>& desired) {
-  return ask("compare and set of \"" + key + "\"", deadline_from_now(),
-             [=](c10d::Store& store) { return store.compareSet(key, expected, desired); });
+  return write("compare and set of \"" + key + "\"",
+               [=](c10d::Store& store) { return store.compareSet(key, expected, desired); });
 }
 
 std::vector<uint8_t> BoundedStore::get(const std::string& key) {
@@ -175,8 +182,9 @@ std::vector<uint8_t> BoundedStore::get(const std::string& key) {
 }
 
 int64_t BoundedStore::add(const std::string& key, int64_t value) {
-  return ask("add to \"" + key + "\"", deadline_from_now(),
-             [=](c10d::Store& store) { return store.add(key, value); });
+  const std::string what = "add to \"" + key + "\"";
+  const auto call = [=](c10d::Store& store) { return store.add(key, value); };
+  return value == 0 ? ask(what, deadline_from_now(), call) : write(what, call);
 }
 
 bool BoundedStore::deleteKey(const std::string& key) {
@@ -217,7 +225,7 @@ void BoundedStore::wait_until(const std::vector<std::string>& keys, Clock::time_
 }
 
 void BoundedStore::append(const std::string& key, const std::vector<uint8_t>& value) {
-  ask("append to \"" + key + "\"", deadline_from_now(), [=](c10d::Store& store) {
+  write("append to \"" + key + "\"", [=](c10d::Store& store) {
     store.append(key, value);
     return true;
   });
@@ -232,7 +240,7 @@ std::vector<std::vector<uint8_t>> BoundedStore::multiGet(const std::vector<std::
 
 void BoundedStore::multiSet(const std::vector<std::string>& keys,
                             const std::vector<std::vector<uint8_t>>& values) {
-  ask("set of " + keys_text(keys), deadline_from_now(), [=](c10d::Store& store) {
+  write("set of " + keys_text(keys), [=](c10d::Store& store) {
     store.multiSet(keys, values);
     return true;
   });

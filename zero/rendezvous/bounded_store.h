@@ -82,6 +82,9 @@ class BoundedStore final : public c10d::Store {
   // call(store) on a thread of its own. `what` names it in errors.
   template <typename Call>
   auto ask(const std::string& what, Clock::time_point deadline, Call call);
+  // The same for a call that changes a value.
+  template <typename Call>
+  auto write(const std::string& what, Call call);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::shared_ptr<Server> server_;

@@ -7,6 +7,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -31,6 +34,8 @@ constexpr milliseconds kLook{200};
 constexpr milliseconds kMarks{500};
 // How long a rank that serves the store waits for the others to have read them.
 constexpr milliseconds kReaders{200};
+// And at the end of its process, when they are late.
+constexpr milliseconds kLateReaders{1500};
 constexpr milliseconds kPause{20};
 // Work has its own limit, and its error says more than ours.
 constexpr milliseconds kGrace{100};
@@ -71,6 +76,38 @@ void find_marked(c10d::Store& store, int begin, int end, std::vector<int>& marke
   }
 }
 
+// The reasons of the last meeting that failed in the store of this process. Never destroyed.
+struct Host {
+  std::mutex mutex;
+  c10::intrusive_ptr<BoundedStore> store;
+  int64_t readers = 0;
+};
+
+Host& host() {
+  static Host& only = *new Host;
+  return only;
+}
+
+// The store ends with this process: at its end it waits for ranks that have yet to read.
+void serve_readers() {
+  const std::lock_guard<std::mutex> lock(host().mutex);
+  const auto deadline = Clock::now() + kLateReaders;
+  try {
+    while (host().store->add(kReasons, 0) < host().readers && Clock::now() < deadline) {
+      std::this_thread::sleep_for(kPause);
+    }
+  } catch (const std::exception&) {  // There is nothing to read.
+  }
+}
+
+void serve_at_exit(c10::intrusive_ptr<BoundedStore> store, int64_t readers) {
+  const std::lock_guard<std::mutex> lock(host().mutex);
+  host().store = std::move(store);
+  host().readers = readers;
+  static const int registered = std::atexit(serve_readers);
+  (void)registered;
+}
+
 }  // namespace
 
 // The marks of the other ranks.
@@ -109,7 +146,7 @@ void Tries::give_up() noexcept {
 
 Rendezvous::Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int world_size,
                        milliseconds timeout, Clock::time_point since, std::string failed,
-                       std::string purpose, std::vector<int> job_ranks)
+                       std::string purpose, std::vector<int> watched)
     : store_(std::move(store)),
       rank_(rank),
       world_size_(world_size),
@@ -117,7 +154,7 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int wor
       since_(since),
       failed_(std::move(failed)),
       purpose_(std::move(purpose)),
-      job_ranks_(std::move(job_ranks)) {}
+      watched_(std::move(watched)) {}
 
 Rendezvous::Backend Rendezvous::run(const Work& work) {
   const auto left = std::chrono::ceil<milliseconds>(since_ + timeout_ - Clock::now());
@@ -165,12 +202,10 @@ Rendezvous::Backend Rendezvous::await(std::future<Backend> made, BoundedStore& s
 }
 
 void Rendezvous::check_ended(const BoundedStore& store) const {
-  if (job_ranks_.empty()) return;
+  if (watched_.empty()) return;
   const std::set<int> ended = ended_ranks(store);
-  for (size_t r = 0; r < job_ranks_.size(); ++r) {
-    TORCH_CHECK(!ended.contains(job_ranks_[r]), "Rank ", r,
-                job_ranks_[r] == static_cast<int>(r) ? std::string()
-                                                     : c10::str(", RANK ", job_ranks_[r], ","),
+  for (const int rank : watched_) {
+    TORCH_CHECK(!ended.contains(rank), "The process with RANK ", rank,
                 " has ended, says the launcher");
   }
 }
@@ -223,6 +258,10 @@ std::string Rendezvous::give_up(const std::string& reason) const {
     while (store_->served_here() && store->add(kReasons, 0) <= marks->given_up &&
            Clock::now() < start + kMarks + kReaders) {
       std::this_thread::sleep_for(kPause);
+    }
+    const auto arrived = static_cast<int64_t>(world_size_) - std::ssize(marks->missing);
+    if (store_->served_here() && store->add(kReasons, 0) < arrived) {
+      serve_at_exit(store_->each_within(kLateReaders), arrived);
     }
   } catch (const std::exception& error) {
     // The rank that serves the store may have given up earlier, and ends with it. What was read

@@ -36,11 +36,11 @@ class Rendezvous {
 
   // `store` is this meeting's alone. The timeout counts from `since`. `failed` begins the error and
   // `purpose` ends the line about a long wait: "rank 0 of 2 waits for rank 1 <purpose> (up to 10
-  // min)". `job_ranks` are the ranks' numbers in the job: one that its launcher has seen end is not
-  // waited for. Empty: nothing is known of them.
+  // min)". `watched` are numbers in the job, of these ranks and of any others without which they do
+  // not meet: once its launcher has seen one end, nobody is waited for.
   Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int world_size,
              std::chrono::milliseconds timeout, std::chrono::steady_clock::time_point since,
-             std::string failed, std::string purpose, std::vector<int> job_ranks = {});
+             std::string failed, std::string purpose, std::vector<int> watched = {});
 
   // Collective. Throws CommunicationError within the timeout and a second when a rank does not take
   // part or gives up, and another c10::Error when `work` throws c10::ValueError or for lack of
@@ -53,7 +53,7 @@ class Rendezvous {
   struct Marks;
 
   Backend await(std::future<Backend> made, BoundedStore& store) const;
-  // Throws when one of the ranks has ended.
+  // Throws when one of those watched has ended.
   void check_ended(const BoundedStore& store) const;
   void print_whom(BoundedStore& store) const;
   Marks read_marks(c10d::Store& store) const;
@@ -67,7 +67,7 @@ class Rendezvous {
   const Clock::time_point since_;
   const std::string failed_;
   const std::string purpose_;
-  const std::vector<int> job_ranks_;
+  const std::vector<int> watched_;
 };
 
 // A meeting of all ranks that can be tried again. Rank 0 begins each try; one that a rank gave up

@@ -55,6 +55,11 @@ bool unlimited(int resource) {
          limit.rlim_cur == RLIM_INFINITY;
 }
 
+// Gives the pages back, and makes them zeros. Sandboxed kernels refuse it.
+bool punch_hole(int descriptor, int64_t begin, int64_t bytes) {
+  return fallocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, bytes) == 0;
+}
+
 }  // namespace
 
 std::shared_ptr<SharedMemory> SharedMemory::instance() {
@@ -75,7 +80,9 @@ bool SharedMemory::open() {
   const int descriptor = make_file();
   if (descriptor < 0) return false;
   void* base = MAP_FAILED;
-  if (ftruncate(descriptor, bytes) == 0 && fcntl(descriptor, F_ADD_SEALS, kSeals) == 0) {
+  // Without holes nothing would ever be given back.
+  if (ftruncate(descriptor, bytes) == 0 && punch_hole(descriptor, 0, page_bytes()) &&
+      fcntl(descriptor, F_ADD_SEALS, kSeals) == 0) {
     base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
   }
   if (base == MAP_FAILED) {
@@ -128,9 +135,8 @@ void SharedMemory::free(int64_t begin) {
   const auto block = blocks_.find(begin);
   int64_t length = block->second;
   blocks_.erase(block);
-  // Gives the pages back, and makes them zeros for the next owner.
-  fallocate(static_cast<int>(address_.descriptor), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-            begin, length);
+  // An owner after this one would take what is there for zeros.
+  if (!punch_hole(static_cast<int>(address_.descriptor), begin, length)) return;
   auto next = holes_.upper_bound(begin);
   if (next != holes_.end() && next->first == begin + length) {
     length += next->second;

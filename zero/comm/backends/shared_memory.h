@@ -35,8 +35,9 @@ struct SharedMemoryAddress {
 // The shared memory of this process. Thread safety: every member.
 class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
  public:
-  // The only one, made at first use. Null where the system refuses it: no memfd, a limit on the
-  // address space or on the size of files, or a process that was forked after the first use.
+  // The only one, made at first use. Null where the system refuses it: no memfd, no holes in one, a
+  // limit on the address space or on the size of files, or a process that was forked after the
+  // first use.
   static std::shared_ptr<SharedMemory> instance();
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
