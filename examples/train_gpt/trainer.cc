@@ -243,7 +243,7 @@ int64_t Trainer::recover(const c10::Error& error) {
       recovered_ = report.steps;
       metrics_ = optimizer_.group().make_communicator("metrics", Purpose::kControl);
       connected = true;
-    } catch (const c10::Error& again) {  // another rank may have died meanwhile
+    } catch (const CommunicationError& again) {  // another rank may have died meanwhile
       if (tries == kTries) throw;
       std::fprintf(stderr, "train_gpt: %s\n", again.what_without_backtrace());
     }

@@ -112,7 +112,7 @@ zero::RecoveryReport recover(zero::ZeroOptimizer& optimizer, const std::string& 
   for (int tries = 1;; ++tries) {
     try {
       return optimizer.recover(folder);
-    } catch (const c10::Error& error) {
+    } catch (const zero::CommunicationError& error) {
       if (tries == kTries) throw;
       say(rank, "failed again: " + std::string(error.what_without_backtrace()));
     }
