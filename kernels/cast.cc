@@ -56,6 +56,22 @@ void cast_copy(const void* source, c10::ScalarType source_dtype, void* destinati
                   addend != nullptr, stream);
 }
 
+void round_to_bfloat16(float* values, int64_t numel) {
+  TORCH_CHECK(numel >= 0, "zero::kernels::round_to_bfloat16: numel must be >= 0, got ", numel);
+  TORCH_CHECK(numel == 0 || values != nullptr,
+              "zero::kernels::round_to_bfloat16: null pointer for ", numel, " elements");
+  const RangeKernels& kernels = range_kernels();
+  // A small matrix of Muon is rounded in less time than a map of blocks takes.
+  if (numel <= BlockMap::kBlock) {
+    kernels.round_to_bfloat16(values, numel);
+    return;
+  }
+  const BlockMap map(1, [&](int64_t) { return numel; });
+  map.parallel_for_each_run([&](int64_t, int64_t begin, int64_t end, int64_t) {
+    kernels.round_to_bfloat16(values + begin, end - begin);
+  });
+}
+
 void fill_zero(void* destination, int64_t bytes, Stream stream) {
   TORCH_CHECK(bytes >= 0, "zero::kernels::fill_zero: bytes must be >= 0, got ", bytes);
   if (bytes == 0) {

@@ -38,6 +38,9 @@ void cast_copy(const void* source, c10::ScalarType source_dtype, void* destinati
 void cast_copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype,
                      c10::ScalarType destination_dtype, bool with_addends, Stream stream);
 
+// values[i] = float(bfloat16(values[i])), as by two cast_copy(), for memory of the host.
+void round_to_bfloat16(float* values, int64_t numel);
+
 // Sets `bytes` bytes to zero.
 void fill_zero(void* destination, int64_t bytes, Stream stream);
 

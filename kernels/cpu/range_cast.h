@@ -42,6 +42,12 @@ inline void cast_range(const S* source, D* destination, int64_t numel) {
   }
 }
 
+void round_to_bfloat16_range(float* values, int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) {
+    values[i] = float_of(nearest_bfloat16(values[i]) & 0xffff0000U);
+  }
+}
+
 // The addend, or the source, may be the destination: hence the chunks.
 inline void add_range(const float* source, const float* addend, float* destination, int64_t numel) {
   float sum[kChunk];

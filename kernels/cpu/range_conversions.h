@@ -34,11 +34,17 @@ inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 inline float widen_one(BFloat16 x) { return float_of(uint32_t{x.bits} << 16); }
 
-inline BFloat16 narrow_one_bfloat16(float x) {
+// The upper 16 bits are those of the nearest BFloat16.
+inline uint32_t nearest_bfloat16(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = bits + 0x7fffU + ((bits >> 16) & 1U);
   const uint32_t quiet = bits | 0x00400000U;
-  return {static_cast<uint16_t>(((bits & 0x7fffffffU) > 0x7f800000U ? quiet : rounded) >> 16)};
+  // Signed, since SSE2 and AVX2 compare no unsigned integers.
+  return static_cast<int32_t>(bits & 0x7fffffffU) > 0x7f800000 ? quiet : rounded;
+}
+
+inline BFloat16 narrow_one_bfloat16(float x) {
+  return {static_cast<uint16_t>(nearest_bfloat16(x) >> 16)};
 }
 
 // fp16 has 5 exponent bits with bias 15 and 10 mantissa bits; fp32 has bias 127

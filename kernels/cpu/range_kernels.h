@@ -60,6 +60,7 @@ struct RangeKernels {
   const char* name;
   void (*cast_copy)(const void* source, ElementType source_type, void* destination,
                     ElementType destination_type, int64_t numel, const void* addend);
+  void (*round_to_bfloat16)(float* values, int64_t numel);
   void (*sum_rows)(const SumRowsRange& range);
   // A range of whole blocks, but for the last one.
   void (*encode_block_int8)(const void* source, ElementType source_type, int64_t numel,

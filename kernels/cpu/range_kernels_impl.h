@@ -22,6 +22,7 @@ namespace {
 constexpr RangeKernels make_range_kernels(const char* name) {
   return {name,
           cast_copy_range,
+          round_to_bfloat16_range,
           sum_rows_range,
           encode_block_int8_range,
           sum_block_int8_range,

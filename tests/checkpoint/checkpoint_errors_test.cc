@@ -157,7 +157,9 @@ bool mount_at(const std::string& path, const char* options, unsigned long flags)
 
 TEST(SaveErrorTest, AFullDiskIsAnErrorOnAllRanksAndThePreviousCheckpointStays) {
   const std::string parent = fresh_folder("disk");
-  if (!mount_at(parent, "size=96k", 0)) GTEST_SKIP() << "cannot mount a small file system";
+  // A file takes whole pages, so that as many files fit with pages of 4 KiB as with those of 64.
+  const std::string size = "size=" + std::to_string(24 * sysconf(_SC_PAGESIZE));
+  if (!mount_at(parent, size.c_str(), 0)) GTEST_SKIP() << "cannot mount a small file system";
   on_ranks([&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/serialize/archive.h>
 
+#include <cmath>
 #include <memory>
 #include <sstream>
 #include <utility>
@@ -47,6 +48,62 @@ TEST(AdafactorTest, StateIsARowAndAColumnForEachMatrixAndOneTensorForVectors) {
     EXPECT_FALSE(state_of(adafactor, p).row_var().defined());
   }
   EXPECT_EQ(adafactor.state().size(), 3);
+}
+
+// An update of 2^-4 * g / sqrt(v) of zeros, without clipping: with a power of two, and nothing to
+// add to, the last sum is exact on processors with and without fused multiply-adds.
+AdafactorOptions exact_options() { return AdafactorOptions(0x1p-4).eps({1e-3, 1.0}).d(1e30); }
+
+// v = row_var * col_var / mean, each operation rounded to the dtype once: a matrix product may keep
+// the first unrounded, or flush what is small, depending on the processor.
+template <class T>
+void expect_update_element_by_element(at::ScalarType dtype) {
+  for (const auto& shape : std::vector<std::vector<int64_t>>{{1, 1}, {3, 70}, {130, 67}}) {
+    const at::Tensor p = at::zeros(shape, dtype).requires_grad_();
+    p.mutable_grad() = gradient(p, 1);
+    Adafactor adafactor(Params{p}, exact_options());
+    adafactor.step();
+    const AdafactorParamState& state = state_of(adafactor, p);
+    const T mean = state.row_var().mean(-2).item<T>();
+    const at::Tensor rows = state.row_var().flatten(), columns = state.col_var().flatten();
+    at::Tensor expected = at::empty(shape, dtype);
+    for (int64_t i = 0; i < shape[0]; ++i) {
+      for (int64_t j = 0; j < shape[1]; ++j) {
+        const T product = rows[i].item<T>() * columns[j].item<T>();
+        const T v = product / mean;
+        const T root = std::sqrt(static_cast<float>(v));
+        const T u = static_cast<T>(1 / root) * p.grad()[i][j].item<T>();
+        expected[i][j] = -u / 16;
+      }
+    }
+    EXPECT_TRUE(at::equal(p.detach(), expected)) << dtype << " " << shape[0] << " x " << shape[1];
+  }
+}
+
+TEST(AdafactorTest, AMatrixIsUpdatedElementByElementWithOneRoundingAnOperation) {
+  expect_update_element_by_element<float>(at::kFloat);
+  expect_update_element_by_element<c10::BFloat16>(at::kBFloat16);
+}
+
+TEST(AdafactorTest, AMatrixHasTheSameBitsInABatchAndAlone) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const auto& shape :
+         std::vector<std::vector<int64_t>>{{5, 1, 9}, {3, 37, 70}, {2, 70, 4}}) {
+      const at::Tensor batch = at::zeros(shape, dtype).requires_grad_();
+      batch.mutable_grad() = gradient(batch, 1);
+      Params alone;
+      for (int64_t i = 0; i < shape[0]; ++i) {
+        alone.push_back(at::zeros({shape[1], shape[2]}, dtype).requires_grad_());
+        alone.back().mutable_grad() = batch.grad()[i].clone();
+      }
+      Adafactor of_batch(Params{batch}, exact_options()), of_alone(alone, exact_options());
+      of_batch.step();
+      of_alone.step();
+      for (int64_t i = 0; i < shape[0]; ++i) {
+        EXPECT_TRUE(at::equal(batch.detach()[i], alone[i])) << dtype << " " << i;
+      }
+    }
+  }
 }
 
 // Python 2.11 would use the first parameter's for the second.

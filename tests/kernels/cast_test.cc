@@ -1,7 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// cast_copy, cast_copy_spans and fill_zero against libtorch's scalar conversions.
+// cast_copy, cast_copy_spans, round_to_bfloat16 and fill_zero against libtorch's scalar
+// conversions.
 #include "kernels/cast.h"
 
 #include <c10/util/BFloat16.h>
@@ -124,6 +125,26 @@ TEST(CastCopy, TheBitsOfNaNDoNotDependOnTheInstructionSet) {
       ASSERT_TRUE(results.front().same_bytes(got));
     });
   }
+}
+
+TEST(RoundToBFloat16, HasTheBitsOfACopyToBFloat16AndBack) {
+  for (int64_t numel : kSizes) {
+    Buffer start(4 * numel, 4);
+    fill_any_bits(start.as<float>(), numel, 1);
+    Buffer narrow(2 * numel, 0), expected(4 * numel, 4);
+    cast_copy(start.as<void>(), ScalarType::Float, narrow.as<void>(), ScalarType::BFloat16, numel,
+              nullptr, Stream{});
+    cast_copy(narrow.as<void>(), ScalarType::BFloat16, expected.as<void>(), ScalarType::Float,
+              numel, nullptr, Stream{});
+    for_each_setting([&] {
+      Buffer got = start;
+      round_to_bfloat16(got.as<float>(), numel);
+      ASSERT_TRUE(got.same_bytes(expected)) << numel;
+      ASSERT_TRUE(got.guards_intact());
+    });
+  }
+  EXPECT_THROW(round_to_bfloat16(nullptr, 1), c10::Error);
+  EXPECT_THROW(round_to_bfloat16(nullptr, -1), c10::Error);
 }
 
 TEST(CastCopySpans, MovesEverySpanAndNothingElse) {

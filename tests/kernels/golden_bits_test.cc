@@ -107,6 +107,16 @@ uint64_t hash_of_casts(const RangeKernels& kernels) {
   return hash.value();
 }
 
+uint64_t hash_of_rounded_floats(const RangeKernels& kernels) {
+  Hash hash;
+  for (const int64_t numel : kNumels) {
+    Floats values = any(numel, 1);
+    kernels.round_to_bfloat16(values.data(), numel);
+    hash.add(values);
+  }
+  return hash.value();
+}
+
 uint64_t hash_of_additions(const RangeKernels& kernels) {
   Hash hash;
   for (const int64_t numel : kNumels) {
@@ -303,6 +313,7 @@ uint64_t hash_of_lion(const RangeKernels& kernels) {
 
 constexpr Golden kGolden[] = {
     {"casts", hash_of_casts, 0xfe0eef71baaf5f74U},
+    {"round_to_bfloat16", hash_of_rounded_floats, 0xba376df9bc2adcbfU},
     {"casts with an addend", hash_of_additions, 0x29b1680f5692fd47U},
     {"sum_rows", hash_of_sum_rows, 0x4cbb8c326840bd4aU},
     {"encode_block_int8", hash_of_encoded_blocks, 0xa7d42eebc6386f61U},

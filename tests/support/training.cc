@@ -121,9 +121,12 @@ std::unique_ptr<torch::optim::Optimizer> make_inner(Inner inner, OddModelImpl& m
           AdagradOptions(0.05).initial_accumulator_value(0.1), 0.05);
     case Inner::kLion:
       return make.operator()<Lion, LionOptions>(LionOptions(0.01), 0.05);
-    case Inner::kMuon: {
+    case Inner::kMuon:
+    case Inner::kMuonFp32: {
       std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
-      parts.push_back(std::make_unique<Muon>(matrices, MuonOptions(0.02).weight_decay(0.05)));
+      MuonOptions options = MuonOptions(0.02).weight_decay(0.05);
+      if (inner == Inner::kMuonFp32) options.ns_dtype(at::kFloat);
+      parts.push_back(std::make_unique<Muon>(matrices, options));
       parts.push_back(std::make_unique<AdamW>(vectors, AdamWOptions(0.01).weight_decay(0.001)));
       return std::make_unique<CombinedOptimizer>(std::move(parts));
     }

@@ -53,7 +53,7 @@ struct OddModelImpl : torch::nn::Module {
 TORCH_MODULE(OddModel);
 
 // kOwn is a class of the user's own, which needs ZeroOptions().elementwise(true). kMuon is Muon for
-// matrices and AdamW for everything else, combined.
+// matrices and AdamW for everything else, combined; kMuonFp32 has ns_dtype kFloat.
 enum class Inner {
   kSgd,
   kSgdMomentum,
@@ -64,6 +64,7 @@ enum class Inner {
   kLion,
   kOwn,
   kMuon,
+  kMuonFp32,
   kLamb,
   kAdafactor
 };

@@ -141,7 +141,11 @@ void update(at::Tensor& p, const at::Tensor& gradient, AdafactorParamState& stat
   const double alpha = std::max(eps2, rms(p)) * std::min(o.lr(), 1 / std::sqrt(t));
   if (o.weight_decay() != 0) exact_scale(p, 1.0 - o.lr() * o.weight_decay());
   at::Tensor u = second_moment(g, state, std::pow(t, o.beta2_decay()), eps1);
-  u.clamp_min_(eps1 * eps1).rsqrt_().mul_(g);
+  u.clamp_min_(eps1 * eps1);
+  // In 16 bits, libtorch's rsqrt_() rounds once or twice, depending on the place in the tensor and
+  // on the width of a vector.
+  c10::isReducedFloatingType(u.scalar_type()) ? u.sqrt_().reciprocal_() : u.rsqrt_();
+  u.mul_(g);
   p.add_(u, -alpha / std::max(1.0, rms(u) / o.d()));
 }
 

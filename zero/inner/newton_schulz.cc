@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/inner/newton_schulz.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
@@ -13,7 +12,6 @@
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
-#include <array>
 
 #include "kernels/cast.h"
 #include "zero/muon.h"
@@ -34,18 +32,7 @@ at::Tensor as_factor(at::Tensor x, const NewtonSchulz& o) {
   if (!o.rounded) return x;
   TORCH_INTERNAL_ASSERT(x.is_cpu() && x.scalar_type() == at::kFloat &&
                         x.is_non_overlapping_and_dense());
-  constexpr int64_t kInCache = 4096;
-  float* const data = x.mutable_data_ptr<float>();
-  at::parallel_for(0, x.numel(), 8 * kInCache, [&](int64_t begin, int64_t end) {
-    std::array<c10::BFloat16, kInCache> rounded;
-    for (int64_t first = begin; first < end; first += kInCache) {
-      const int64_t numel = std::min(kInCache, end - first);
-      kernels::cast_copy(data + first, at::kFloat, rounded.data(), at::kBFloat16, numel, nullptr,
-                         {});
-      kernels::cast_copy(rounded.data(), at::kBFloat16, data + first, at::kFloat, numel, nullptr,
-                         {});
-    }
-  });
+  kernels::round_to_bfloat16(x.mutable_data_ptr<float>(), x.numel());
   return x;
 }
 
