@@ -125,7 +125,9 @@ std::string BackwardPasses::untimely_problem() const {
 }
 
 bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
-  if (!accumulates_into(parts_.table.parameters()[parameter].tensor)) return false;
+  const at::Tensor& tensor = parts_.table.parameters()[parameter].tensor;
+  // Of one that was frozen since the forward pass, autograd accumulates no gradient.
+  if (!tensor.requires_grad() || !accumulates_into(tensor)) return false;
   const bool takes = !parts_.protocol.in_no_sync() && wants_all_gradients() && takes_gradients();
   bool taken = false;
   run_in_hook([&] {
@@ -137,8 +139,10 @@ bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gr
 
 void BackwardPasses::after_accumulation(int64_t parameter) {
   const Parameter& p = parts_.table.parameters()[parameter];
-  // Autograd calls this hook also where before_accumulation() took the gradient.
-  if (!p.tensor.grad().defined() || parts_.reducer.is_marked(parameter)) return;
+  // Autograd calls this hook also where before_accumulation() took the gradient, and for a
+  // parameter that was frozen since the forward pass.
+  if (!p.tensor.grad().defined() || !p.tensor.requires_grad()) return;
+  if (parts_.reducer.is_marked(parameter)) return;
   parts_.protocol.check_usable();
   if (!takes_gradients()) {
     // It must not be sent with other gradients after the error.
