@@ -77,6 +77,14 @@ void ParameterGathers::start(const std::function<void(const ShardOptimizer::RowW
   }
 }
 
+bool ParameterGathers::is_under_way(int64_t parameter) const {
+  if (changed_.empty() || changed_[parameter] == 0) return false;
+  const std::vector<int64_t>& buckets = plan_.parameter_buckets[parameter];
+  return std::any_of(buckets.begin(), buckets.end(), [&](int64_t b) {
+    return gathers_[b].rows.defined() && comms_.domains[plan_.domain_of(b)].data->world_size() > 1;
+  });
+}
+
 void ParameterGathers::finish_one(int64_t bucket) {
   Gather gather = std::exchange(gathers_[bucket], {});
   if (!gather.rows.defined()) return;
