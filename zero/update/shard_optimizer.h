@@ -125,7 +125,9 @@ class ShardOptimizer {
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::optional<SegmentCounts> counts_;   // updates of each segment, with deferred()
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> pushed_;
-  std::vector<std::vector<FusedSegment>> by_group_;  // of update_bucket(), kept for its memory
+  // Of update_bucket(), kept for their memory: the segments of each group, and which have any.
+  std::vector<std::vector<FusedSegment>> by_group_;
+  std::vector<int64_t> groups_;
 };
 
 }  // namespace zero
