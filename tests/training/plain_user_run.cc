@@ -162,7 +162,11 @@ bool PlainUserRun::plan(const UserEvent& event) {
         e = expect_pass(event, rank);
         const bool calm = !dirty && !has_frozen(event.net) && !has_thawed_gradient(event.net) &&
                           !is_refused_for_gradients(event.net);
-        if (!calm || (event.units[rank][event.net] & UserModelImpl::kDirect) != 0) return false;
+        // The frozen parameter may have been thawed.
+        for (const unsigned units : event.units[rank]) {
+          if ((units & UserModelImpl::kDirect) != 0) return false;
+        }
+        if (!calm) return false;
         if (e != Expectation::kWorks) return false;
         break;
       }

@@ -81,7 +81,10 @@ bool ParameterGathers::is_under_way(int64_t parameter) const {
   if (changed_.empty() || changed_[parameter] == 0) return false;
   const std::vector<int64_t>& buckets = plan_.parameter_buckets[parameter];
   return std::any_of(buckets.begin(), buckets.end(), [&](int64_t b) {
-    return gathers_[b].rows.defined() && comms_.domains[plan_.domain_of(b)].data->world_size() > 1;
+    if (!gathers_[b].rows.defined()) return false;
+    // One rank alone has all rows; they are in the parameters already, or published at the end.
+    return comms_.domains[plan_.domain_of(b)].data->world_size() > 1 ||
+           !plan_.layout_of(plan_.buckets[b]).in_place();
   });
 }
 
