@@ -133,6 +133,18 @@ TEST(WorkingArenaTest, AttachTakesBackAParameterThatWasGivenOtherMemory) {
   }
 }
 
+TEST(WorkingArenaTest, ParametersThatWereExchangedKeepTheirValues) {
+  const Tensors initial = {random_tensor({7}, 1), random_tensor({7}, 2), random_tensor({7}, 3)};
+  Arena a(initial, Layout::kContiguous);
+  const at::Tensor first = a.parameter(0).data();
+  a.parameter(0).set_data(a.parameter(1).data());
+  a.parameter(1).set_data(a.parameter(2).data());
+  a.parameter(2).set_data(first);
+  a.expect_values({initial[1], initial[2], initial[0]});
+  a.arena.attach();
+  a.expect_values({initial[1], initial[2], initial[0]});
+}
+
 TEST(WorkingArenaTest, EveryParameterKeepsItsMemoryOrder) {
   const at::Tensor last = random_tensor({2, 3, 4, 5}, 5).contiguous(at::MemoryFormat::ChannelsLast);
   for (const Layout layout : kLayouts) {

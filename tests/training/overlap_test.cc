@@ -217,6 +217,41 @@ TEST(OverlapTest, AForwardPassThatDidNotWaitIsRefused) {
   }
 }
 
+// The graph of a first layer saves its input and not its weight, so that autograd sees nothing.
+TEST(OverlapTest, ALayerWhoseWeightNoGraphSavesIsRefusedToo) {
+  const auto test = [](const Group& group, Layout layout, bool own) {
+    torch::nn::Linear layer(5, 3);
+    ZeroOptimizer optimizer(*layer, sgd(*layer), group,
+                            ZeroOptions().layout(layout).overlap_gather(true));
+    const auto pass = [&] {
+      const at::Tensor loss = at::pow(layer(at::ones({2, 5})) - 1, 2).sum();
+      own ? optimizer.backward(loss) : loss.backward();
+    };
+    pass();
+    optimizer.step();
+    // One rank alone has all rows, in place.
+    if (group.world_size() > 1 || layout == Layout::kPerParameter) {
+      expect_words(error_of(pass), {"parameter", "wait_for(module)", "zero_grad()"});
+      EXPECT_NE(error_of([&] { optimizer.grad_norm(); }), "");
+      optimizer.zero_grad();
+    }
+    for (int step = 0; step < 2; ++step) {
+      optimizer.wait_for(*layer);
+      pass();
+      pass();
+      optimizer.step();
+    }
+  };
+  for (const int world_size : {1, 2, 3}) {
+    for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      for (const bool own : {true, false}) {
+        run_ranks(
+            world_size, [&](const Group& group) { test(group, layout, own); }, on_memory());
+      }
+    }
+  }
+}
+
 // Not while the rows of the step itself are being received.
 TEST(OverlapTest, ReplicasAreComparedWhenParametersHaveArrived) {
   for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {

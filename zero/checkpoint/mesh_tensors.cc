@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <sstream>
 #include <tuple>
@@ -13,12 +14,21 @@
 namespace zero {
 namespace {
 
-// NaN equals NaN here: these are options as a file holds them.
+// Orders options as a file holds them: there NaN equals NaN.
+struct OptionsOrder {
+  using Options = OptionGroups::value_type;
+  bool operator()(const Options& a, const Options& b) const {
+    return std::lexicographical_compare(
+        a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+          if (x.first != y.first) return x.first < y.first;
+          const bool nan = std::isnan(x.second), other_nan = std::isnan(y.second);
+          return nan || other_nan ? !nan && other_nan : x.second < y.second;
+        });
+  }
+};
+
 bool same_options(const OptionGroups::value_type& a, const OptionGroups::value_type& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
-    return x.first == y.first &&
-           (x.second == y.second || (x.second != x.second && y.second != y.second));
-  });
+  return !OptionsOrder()(a, b) && !OptionsOrder()(b, a);
 }
 
 // The tensors of one name or one part of it, of the lowest holder first.
@@ -133,17 +143,22 @@ MeshTensors::MeshTensors(std::vector<HeldTensors> held, std::map<std::string, in
 // The first holder's groups keep their numbers. A later one's get those of equal options, its own
 // number where it is among them.
 void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
+  std::map<OptionGroups::value_type, size_t, OptionsOrder> numbers;  // the lowest of each options
   for (size_t rank = 0; rank < held.size(); ++rank) {
     const bool first = groups_.empty();
     for (size_t g = 0; g < held[rank].groups.size(); ++g) {
       const auto& options = held[rank].groups[g];
       size_t number = groups_.size();
       if (!first) {
-        const auto equal = [&](const auto& other) { return same_options(other, options); };
-        const bool own = g < groups_.size() && equal(groups_[g]);
-        number = own ? g : std::find_if(groups_.begin(), groups_.end(), equal) - groups_.begin();
+        const auto equal = numbers.find(options);
+        const bool own = g < groups_.size() && same_options(groups_[g], options);
+        if (own) number = g;
+        if (!own && equal != numbers.end()) number = equal->second;
       }
-      if (number == groups_.size()) groups_.push_back(options);
+      if (number == groups_.size()) {
+        groups_.push_back(options);
+        numbers.try_emplace(options, number);
+      }
       group_numbers_[{static_cast<int64_t>(rank), static_cast<int64_t>(g)}] =
           static_cast<int64_t>(number);
     }

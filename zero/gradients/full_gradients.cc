@@ -59,8 +59,9 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
 at::Tensor FullGradients::average(int64_t parameter) {
   const Parameter& p = table_.parameters()[parameter];
   const at::Tensor place = memory_.place(parameter, p.tensor.sizes(), p.strides);
-  // Detached, since torch's zero_grad() cannot detach a view in place.
-  if (place.defined()) return place.detach();
+  // No view, since torch's zero_grad() cannot detach one in place, and with a version of its own,
+  // which shows the one that was changed.
+  if (place.defined()) return place.variable_data();
   single_.resize(table_.parameters().size());
   at::Tensor& single = single_[parameter];
   if (!single.defined()) {

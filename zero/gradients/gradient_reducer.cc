@@ -94,7 +94,8 @@ void GradientReducer::gradient_kept(int64_t parameter) {
 }
 
 void GradientReducer::before_gradient(int64_t parameter) {
-  if (local_.was_reset(parameter)) drop_resets();
+  // Before anything of this pass is sent, also where it begins with another parameter.
+  if (local_.was_reset(parameter) || local_.sent_were_reset()) drop_resets();
   local_.set_aside(parameter);
 }
 

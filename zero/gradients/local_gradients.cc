@@ -6,6 +6,7 @@
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
 #include <map>
 #include <utility>
@@ -72,10 +73,12 @@ LocalGradients::~LocalGradients() {
 }
 
 void LocalGradients::make_markers() {
+  // One that was filled, as by zero_grad(false) of the module, has changed the value of all.
+  const auto is_new = [](const State& s) { return s.marker.defined() && s.marker._version() == 0; };
+  if (!states_.empty() && std::all_of(states_.begin(), states_.end(), is_new)) return;
   std::map<c10::ScalarType, at::Tensor> values;
   for (size_t i = 0; i < states_.size(); ++i) {
     at::Tensor& marker = states_[i].marker;
-    if (marker.defined() && marker._version() == 0) continue;
     const Parameter& p = table_.parameters()[i];
     at::Tensor& value = values[p.tensor.scalar_type()];
     if (!value.defined()) {
@@ -110,6 +113,7 @@ bool LocalGradients::holds_gradient(int64_t parameter) const {
 }
 
 bool LocalGradients::has(int64_t parameter) const {
+  if (was_reset(parameter)) return false;
   return states_[parameter].fp32.defined() || holds_gradient(parameter);
 }
 
@@ -165,6 +169,7 @@ void LocalGradients::leave(int64_t parameter) {
 }
 
 at::Tensor LocalGradients::release(int64_t parameter) {
+  check_unchanged(parameter);
   const Parameter& p = table_.parameters()[parameter];
   State& state = states_[parameter];
   at::Tensor gradient;
@@ -183,6 +188,7 @@ at::Tensor LocalGradients::release(int64_t parameter) {
 
 void LocalGradients::mark_sent(int64_t parameter) {
   states_[parameter].sent = true;
+  if (first_sent_ < 0) first_sent_ = static_cast<int32_t>(parameter);
   put_marker(parameter);
 }
 
@@ -222,6 +228,7 @@ bool LocalGradients::forget_resets() {
               " that were reset by zero_grad() of a module or of a base class, or by hand. Call "
               "zero_grad() of the ZeroOptimizer on all ranks, which drops all, or give the modules "
               "an optimizer each");
+  if (reset > 0) first_sent_ = -1;
   for (int64_t p = 0; p < count; ++p) {
     State& state = states_[p];
     if (reset > 0) state.sent = false;
@@ -229,6 +236,7 @@ bool LocalGradients::forget_resets() {
     state.holds = Holds::kUnknown;
     state.fp32 = at::Tensor();
   }
+  make_markers();
   return reset > 0;
 }
 
@@ -252,6 +260,7 @@ void LocalGradients::consume() {
     state.holds = Holds::kUnknown;
     state.sent = false;
   }
+  first_sent_ = -1;
 }
 
 void LocalGradients::discard() {

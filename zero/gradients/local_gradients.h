@@ -65,6 +65,9 @@ class LocalGradients {
 
   // Returns whether p.grad() was reset from outside, which drops its gradient.
   bool was_reset(int64_t parameter) const;
+  // Returns whether it was for the first parameter of which a gradient was sent. Those that were
+  // sent are dropped together, so one of them shows it.
+  bool sent_were_reset() const { return first_sent_ >= 0 && was_reset(first_sent_); }
   // Forgets gradients that were reset. Returns whether all that were sent are among them. Throws
   // c10::Error, and forgets nothing, when only some of those are.
   bool forget_resets();
@@ -97,6 +100,7 @@ class LocalGradients {
 
   const ParameterTable& table_;
   const bool fp32_;
+  int32_t first_sent_ = -1;    // since consume()
   std::vector<State> states_;  // per parameter
 };
 

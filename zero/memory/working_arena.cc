@@ -5,6 +5,9 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <functional>
+
 #include "bookkeeping/layout.h"
 #include "kernels/cast.h"
 #include "zero/memory/device_stream.h"
@@ -18,6 +21,16 @@ void restore_order(const Parameter& p) {
   at::Tensor ordered = at::empty_strided(p.sizes, p.strides, p.tensor.detach().options());
   ordered.copy_(p.tensor.detach());
   at::Tensor(p.tensor).set_data(ordered);
+}
+
+bool is_inside(const at::Tensor& tensor, const std::vector<at::Tensor>& flat) {
+  const std::less<const char*> before;
+  const auto* const data = static_cast<const char*>(tensor.const_data_ptr());
+  return std::any_of(flat.begin(), flat.end(), [&](const at::Tensor& whole) {
+    if (!whole.defined()) return false;
+    const auto* const begin = static_cast<const char*>(whole.const_data_ptr());
+    return !before(data, begin) && before(data, begin + whole.nbytes());
+  });
 }
 
 }  // namespace
@@ -35,6 +48,12 @@ WorkingArena::WorkingArena(const Plan& plan, const ParameterTable& table, Buffer
 }
 
 void WorkingArena::attach(bool keep_values) {
+  struct Move {
+    at::Tensor parameter;
+    at::Tensor place;
+    at::Tensor values;
+  };
+  std::vector<Move> moves;
   for (size_t i = 0; i < table_.parameters().size(); ++i) {
     const Parameter& p = table_.parameters()[i];
     check_dense(*plan_.arenas[plan_.parameter_arena[i]].layout, p);
@@ -44,9 +63,15 @@ void WorkingArena::attach(bool keep_values) {
       continue;
     }
     if (p.tensor.numel() > 0 && p.tensor.const_data_ptr() == place.const_data_ptr()) continue;
-    if (keep_values) place.copy_(p.tensor.detach());
-    at::Tensor parameter = p.tensor;
-    parameter.set_data(place);
+    // Two that were exchanged are in each other's place.
+    at::Tensor values = p.tensor.detach();
+    if (keep_values && is_inside(values, memory_.flat())) values = values.clone();
+    moves.push_back({p.tensor, place, values});
+  }
+  for (Move& move : moves) {
+    if (keep_values) move.place.copy_(move.values);
+    move.values.reset();
+    move.parameter.set_data(move.place);
   }
 }
 

@@ -139,10 +139,13 @@ std::string BackwardPasses::untimely_problem() const {
 }
 
 bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
-  if (!accumulates_into(parts_.table.parameters()[parameter].tensor)) return false;
+  const at::Tensor& tensor = parts_.table.parameters()[parameter].tensor;
+  // Of one that was frozen since the forward pass, autograd accumulates no gradient.
+  if (!tensor.requires_grad() || !accumulates_into(tensor)) return false;
   const bool takes = !parts_.protocol.in_no_sync() && wants_all_gradients() && takes_gradients();
   bool taken = false;
   run_in_hook([&] {
+    check_waited_for(parameter);
     parts_.reducer.before_gradient(parameter);
     taken = takes && parts_.reducer.take_gradient(parameter, gradient);
   });
@@ -151,8 +154,10 @@ bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gr
 
 void BackwardPasses::after_accumulation(int64_t parameter) {
   const Parameter& p = parts_.table.parameters()[parameter];
-  // Autograd calls this hook also where before_accumulation() took the gradient.
-  if (!p.tensor.grad().defined() || parts_.reducer.is_marked(parameter)) return;
+  // Autograd calls this hook also where before_accumulation() took the gradient, and for a
+  // parameter that was frozen since the forward pass.
+  if (!p.tensor.grad().defined() || !p.tensor.requires_grad()) return;
+  if (parts_.reducer.is_marked(parameter)) return;
   parts_.protocol.check_usable();
   if (!takes_gradients()) {
     // It must not be sent with other gradients after the error.
@@ -186,7 +191,22 @@ void BackwardPasses::run_in_hook(const std::function<void()>& hand_over) {
   }
 }
 
+void BackwardPasses::check_waited_for(int64_t parameter) const {
+  const bool was_under_way = !unwaited_.empty() && unwaited_[parameter] != 0;
+  TORCH_CHECK(!was_under_way && !parts_.gathers.is_under_way(parameter), "parameter ",
+              parts_.table.parameters()[parameter].name,
+              ": expected wait_for(module) before the module computes, since overlap_gather lets "
+              "step() return while new values are received, got a gradient of a forward pass that "
+              "did not wait for this one");
+}
+
 void BackwardPasses::begin() {
+  const auto count = static_cast<int64_t>(parts_.table.parameters().size());
+  for (int64_t p = 0; p < count; ++p) {
+    if (!parts_.gathers.is_under_way(p)) continue;
+    unwaited_.resize(count);
+    unwaited_[p] = 1;
+  }
   parts_.protocol.fail_stop([this] { parts_.gathers.finish(); });
   parts_.record.follow_loss_scale();
   any_ = true;
@@ -236,7 +256,10 @@ std::vector<at::Tensor> BackwardPasses::scaled_gradients(
 
 void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
-  const auto ended = c10::make_scope_exit([this, outer = running_] { running_ = outer; });
+  const auto ended = c10::make_scope_exit([this, outer = running_] {
+    running_ = outer;
+    if (!outer) unwaited_.clear();
+  });
   running_ = true;
   begin();
   const bool sync = !parts_.protocol.in_no_sync();

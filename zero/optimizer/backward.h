@@ -80,6 +80,9 @@ class BackwardPasses {
   // Runs `hand_over`; an error leaves the pass broken on all ranks.
   void run_in_hook(const std::function<void()>& hand_over);
   void begin();
+  // Throws c10::Error for a gradient of a graph that was made of values which a step with
+  // overlap_gather was still replacing. Torch's own check sees those alone that the graph saved.
+  void check_waited_for(int64_t parameter) const;
   // Throws misuse for arguments of run() that no pass can begin with.
   void check_outputs(const std::vector<at::Tensor>& outputs,
                      const std::vector<at::Tensor>& output_gradients);
@@ -95,8 +98,9 @@ class BackwardPasses {
   bool any_ = false;
   bool running_ = false;  // run() is under way: it scales the gradients that arrive
   bool warned_ = false;
-  int unused_steps_ = 0;  // in a row
-  bool scaled_ = false;   // scale_loss() was called since the last step
+  int unused_steps_ = 0;           // in a row
+  std::vector<uint8_t> unwaited_;  // per parameter: under way when run() began; or empty
+  bool scaled_ = false;            // scale_loss() was called since the last step
 };
 
 // The problem of a step() of the inner optimizer that the user made.

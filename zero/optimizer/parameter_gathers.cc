@@ -67,6 +67,17 @@ void ParameterGathers::start(int64_t bucket, const Rows& rows) {
       rows, ranks_of(bucket).gather_rows(rows, label, std::exchange(before_[bucket], {}))};
 }
 
+bool ParameterGathers::is_under_way(int64_t parameter) const {
+  if (changed_.empty() || changed_[parameter] == 0) return false;
+  const std::vector<int64_t>& buckets = plan_.parameter_buckets[parameter];
+  return std::any_of(buckets.begin(), buckets.end(), [&](int64_t b) {
+    if (!gathers_[b].rows.defined()) return false;
+    // One rank alone has all rows; they are in the parameters already, or published at the end.
+    return comms_.domains[plan_.domain_of(b)].data->world_size() > 1 ||
+           !plan_.layout_of(plan_.buckets[b]).in_place();
+  });
+}
+
 void ParameterGathers::finish_one(int64_t bucket) {
   Gather gather = std::exchange(gathers_[bucket], {});
   if (!gather.rows.defined()) return;

@@ -7,7 +7,10 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 
+#include <map>
 #include <memory>
+#include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -26,22 +29,49 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const Parameter& p) {
   return result.as_strided({tensor.numel()}, {1});
 }
 
-std::unique_ptr<torch::optim::OptimizerParamState> cut(const torch::optim::Optimizer& plain,
-                                                       const Parameter& p, const SegmentTensors& s,
-                                                       torch::optim::Optimizer& inner) {
-  auto state = read_inner_state(plain, s.group, p.tensor);
-  if (!state) return nullptr;
-  for (auto& [name, tensor] : state->tensors) {
-    TORCH_CHECK(tensor.sizes() == p.tensor.sizes(), "parameter ", p.name, ": expected ", name,
-                " of shape ", p.tensor.sizes(), ", got ", tensor.sizes());
-    const at::Tensor elements =
-        in_memory_order(tensor, p).narrow(0, s.segment.begin, s.segment.numel).clone();
-    tensor = in_shape_of(elements, s.master);
+// Cuts the state of one parameter after the other. A parameter has a segment in each of its
+// buckets, one after the other, and its whole state is brought into memory order once for all.
+class StateCutter {
+ public:
+  StateCutter(const torch::optim::Optimizer& plain, torch::optim::Optimizer& inner)
+      : plain_(plain), inner_(inner) {}
+
+  std::unique_ptr<torch::optim::OptimizerParamState> cut(const Parameter& p,
+                                                         const SegmentTensors& s) {
+    auto state = read_inner_state(plain_, s.group, p.tensor);
+    if (!state) return nullptr;
+    if (std::exchange(last_, &p) != &p) in_order_.clear();
+    for (auto& [name, tensor] : state->tensors) {
+      TORCH_CHECK(tensor.sizes() == p.tensor.sizes(), "parameter ", p.name, ": expected ", name,
+                  " of shape ", p.tensor.sizes(), ", got ", tensor.sizes());
+      at::Tensor& whole = in_order_[name];
+      if (!whole.defined()) whole = in_memory_order(tensor, p);
+      tensor = in_shape_of(whole.narrow(0, s.segment.begin, s.segment.numel).clone(), s.master);
+    }
+    for (auto& [name, tensor] : state->uncut) {
+      tensor = tensor.to(p.tensor.device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+    }
+    return make_inner_state(inner_, s.group, s.master, *state);
   }
-  for (auto& [name, tensor] : state->uncut) {
-    tensor = tensor.to(p.tensor.device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+
+ private:
+  const torch::optim::Optimizer& plain_;
+  torch::optim::Optimizer& inner_;
+  const Parameter* last_ = nullptr;
+  std::map<std::string, at::Tensor> in_order_;  // of last_, by name
+};
+
+// Throws unless all of its state is of tensors that `table` knows.
+void check_known(const torch::optim::Optimizer& plain, const ParameterTable& table) {
+  std::unordered_set<const void*> known;
+  for (const Parameter& p : table.parameters()) known.insert(p.tensor.unsafeGetTensorImpl());
+  // Adagrad's constructor makes state for these too.
+  for (const NamedTensor& f : table.frozen()) known.insert(f.tensor.unsafeGetTensorImpl());
+  for (const auto& item : plain.state()) {
+    TORCH_CHECK(known.count(item.first) != 0,
+                "load_plain_state: expected state of this optimizer's parameters, got "
+                "some of another tensor; make the plain optimizer over the same module");
   }
-  return make_inner_state(inner, s.group, s.master, *state);
 }
 
 }  // namespace
@@ -60,21 +90,10 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
       TORCH_CHECK(optimizer_name(plain) == optimizer_name(inner),
                   "load_plain_state: expected state of ", optimizer_name(inner), ", got ",
                   optimizer_name(plain));
-      for (const auto& item : plain.state()) {
-        bool known = false;
-        for (const Parameter& p : impl_->table.parameters()) {
-          known = known || p.tensor.unsafeGetTensorImpl() == item.first;
-        }
-        // Adagrad's constructor makes state for these too.
-        for (const NamedTensor& f : impl_->table.frozen()) {
-          known = known || f.tensor.unsafeGetTensorImpl() == item.first;
-        }
-        TORCH_CHECK(known,
-                    "load_plain_state: expected state of this optimizer's parameters, got "
-                    "some of another tensor; make the plain optimizer over the same module");
-      }
+      check_known(plain, impl_->table);
+      StateCutter cutter(plain, inner);
       for (const SegmentTensors& s : shards.segments()) {
-        states.push_back(cut(plain, impl_->table.parameters()[s.segment.parameter], s, inner));
+        states.push_back(cutter.cut(impl_->table.parameters()[s.segment.parameter], s));
       }
     };
     impl_->agree(Call::kLoadCheckpoint, check, {"load_plain_state", {}});

@@ -250,20 +250,22 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
   const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
   const bool cast = in_place && !shards_.arena.is_master(bucket);
   char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
-  for (auto& list : by_group_) list.clear();
+  // Of all groups, which may be as many as parameters, those that the bucket has.
+  for (const int64_t g : groups_) by_group_[g].clear();
+  groups_.clear();
   bool whole_row = !in_place;  // a bucket assembled in a buffer also needs what was not updated
   for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) {
     const SegmentTensors& s = segments_[i];
     if (fused(s.group) == nullptr) whole_row = true;
     if (used_[s.segment.parameter] == 0 || fused(s.group) == nullptr) continue;
+    if (by_group_[s.group].empty()) groups_.push_back(s.group);
     by_group_[s.group].push_back({&s.master, s.gradient.const_data_ptr<float>(),
                                   cast ? row + s.segment.offset * own_row.element_size() : nullptr,
                                   counts_ ? counts_->of(i) : nullptr});
   }
-  for (size_t g = 0; g < by_group_.size(); ++g) {
-    if (by_group_[g].empty()) continue;
-    fused_[g]->update(*inner_, static_cast<int64_t>(g), by_group_[g], scalars_,
-                      own_row.scalar_type(), current_stream(own_row.device()));
+  for (const int64_t g : groups_) {
+    fused(g)->update(*inner_, g, by_group_[g], scalars_, own_row.scalar_type(),
+                     current_stream(own_row.device()));
   }
   if (whole_row) write_row(bucket, own_row);
 }

@@ -133,7 +133,9 @@ class ShardOptimizer {
   std::vector<uint8_t> used_;
   at::Tensor coefficient_, coefficient32_, nonfinite_;
   FusedScalars scalars_;
-  std::vector<std::vector<FusedSegment>> by_group_;  // of update_fused(), kept for its memory
+  // Of update_fused(), kept for their memory: the segments of each group, and which have any.
+  std::vector<std::vector<FusedSegment>> by_group_;
+  std::vector<int64_t> groups_;
 };
 
 }  // namespace zero

@@ -1,0 +1,151 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What users do to gradients themselves between the calls of a ZeroOptimizer has torch's meaning or
+// is refused: single cases of what user_sequence_test draws.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+#include <torch/optim/sgd.h>
+
+#include <functional>
+#include <memory>
+
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+struct TwoParameters : torch::nn::Module {
+  explicit TwoParameters(c10::ScalarType dtype) {
+    a = register_parameter("a", at::zeros({3}, dtype));
+    b = register_parameter("b", at::zeros({5}, dtype));
+  }
+  // Gradients are the factors. A part with the factor 0 is not in the graph.
+  at::Tensor loss(double of_a, double of_b) const {
+    at::Tensor sum = at::zeros({}, a.options().requires_grad(false));
+    if (of_a != 0) sum = sum + at::sum(a * of_a);
+    if (of_b != 0) sum = sum + at::sum(b * of_b);
+    return sum;
+  }
+  at::Tensor a, b;
+};
+
+class OwnRank {
+ public:
+  OwnRank(const Group& group, const ZeroOptions& options, c10::ScalarType dtype)
+      : model(dtype),
+        optimizer(
+            model,
+            std::make_unique<torch::optim::SGD>(model.parameters(), torch::optim::SGDOptions(1.0)),
+            group, options) {}
+
+  void plain(double of_a, double of_b) { model.loss(of_a, of_b).backward(); }
+  void own(double of_a, double of_b) { optimizer.backward(model.loss(of_a, of_b)); }
+  void expect(double of_a, double of_b) {
+    EXPECT_EQ(model.a.detach().to(at::kDouble).mean().item<double>(), of_a);
+    EXPECT_EQ(model.b.detach().to(at::kDouble).mean().item<double>(), of_b);
+  }
+
+  TwoParameters model;
+  ZeroOptimizer optimizer;
+};
+
+void on_ranks(const std::function<void(OwnRank&)>& body, c10::ScalarType dtype = at::kFloat,
+              bool no_sync_fp32 = false) {
+  for (const int64_t stage : {1, 2}) {
+    for (const int world_size : {1, 2, 3}) {
+      run_ranks(world_size,
+                [&](const Group& group) {
+                  const auto options = ZeroOptions().stage(stage).no_sync_fp32(no_sync_fp32);
+                  OwnRank rank(group, options, dtype);
+                  body(rank);
+                },
+                {.transport = Transport::kMemory});
+    }
+  }
+}
+
+TEST(OwnEditsTest, AParameterFrozenSinceTheForwardPassGetsNoGradient) {
+  for (const bool own : {true, false}) {
+    on_ranks([&](OwnRank& r) {
+      {
+        const auto guard = r.optimizer.no_sync();
+        r.own(2, 0);
+      }
+      const at::Tensor loss = r.model.loss(8, 16);
+      r.model.a.requires_grad_(false);
+      own ? r.optimizer.backward(loss) : loss.backward();
+      r.model.a.requires_grad_(true);
+      EXPECT_EQ(r.model.a.grad().isnan().all().item<bool>(), own) << "sent with this pass's";
+      r.optimizer.step();
+      r.expect(-2, -16);
+    });
+  }
+}
+
+TEST(OwnEditsTest, ADroppedBatchMayBeFollowedByAPassOfOtherParameters) {
+  for (const bool own : {true, false}) {
+    on_ranks([&](OwnRank& r) {
+      own ? r.own(2, 0) : r.plain(2, 0);
+      r.model.zero_grad();
+      r.plain(0, 4);
+      r.plain(8, 16);
+      r.optimizer.step();
+      r.expect(-8, -20);
+    });
+  }
+}
+
+TEST(OwnEditsTest, AGradientThatWasKeptApartIsDroppedBeforeARoundCloses) {
+  on_ranks(
+      [](OwnRank& r) {
+        {
+          const auto guard = r.optimizer.no_sync();
+          r.own(2, 0);
+        }
+        r.model.zero_grad();
+        r.plain(0, 4);
+        r.plain(0, 8);
+        r.optimizer.step();
+        r.expect(0, -12);
+      },
+      at::kBFloat16, /*no_sync_fp32=*/true);
+}
+
+TEST(OwnEditsTest, AReplacedPartOfAGradientIsRefusedByAPassOfOtherParameters) {
+  on_ranks([](OwnRank& r) {
+    r.own(2, 0);
+    {
+      const auto guard = r.optimizer.no_sync();
+      r.own(4, 0);
+    }
+    r.model.a.mutable_grad() = at::full_like(r.model.a, 64);
+    expect_words(error_of([&] { r.own(0, 8); }),
+                 {"parameter a", "expected p.grad() as", "left it"});
+    EXPECT_NE(error_of([&] { r.optimizer.step(); }), "");
+    r.optimizer.zero_grad();
+    r.own(16, 32);
+    r.optimizer.step();
+    r.expect(-16, -32);
+  });
+}
+
+TEST(OwnEditsTest, MarkersAreNaNAgainAfterTheyWereFilled) {
+  on_ranks([](OwnRank& r) {
+    r.own(2, 4);
+    r.model.zero_grad(/*set_to_none=*/false);
+    expect_words(error_of([&] { r.optimizer.step(); }), {"expected p.grad() as", "left it"});
+    r.model.zero_grad();
+    r.own(8, 16);
+    EXPECT_TRUE(r.model.a.grad().isnan().all().item<bool>()) << r.model.a.grad();
+    EXPECT_TRUE(r.model.b.grad().isnan().all().item<bool>()) << r.model.b.grad();
+    r.optimizer.step();
+    r.expect(-8, -16);
+  });
+}
+
+}  // namespace
+}  // namespace zero
