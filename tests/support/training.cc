@@ -242,7 +242,8 @@ double largest_difference(const Trajectory& a, const Trajectory& b) {
       if (a[s][i].numel() == 0) continue;
       const at::Tensor left = a[s][i].to(at::kDouble), right = b[s][i].to(at::kDouble);
       const double d = ((left - right).abs() / (1 + right.abs())).max().item<double>();
-      if (!(d <= largest)) largest = d;  // a NaN must not pass
+      if (std::isnan(d)) return d;  // which is in no limit
+      largest = std::max(largest, d);
     }
   }
   return largest;
