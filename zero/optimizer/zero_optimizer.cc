@@ -212,8 +212,10 @@ void ZeroOptimizer::save(torch::serialize::OutputArchive&) const {
 }
 
 void ZeroOptimizer::load(torch::serialize::InputArchive&) {
-  TORCH_CHECK(false, "rank ", impl_->comms->rank(),
-              ": torch::load of a ZeroOptimizer: expected load_checkpoint()");
+  TORCH_CHECK(
+      false, "rank ", impl_->comms->rank(),
+      ": torch::load of a ZeroOptimizer: expected load_checkpoint(), or for an archive of a plain "
+      "optimizer torch::load into one and load_plain_state()");
 }
 
 }  // namespace zero
