@@ -247,7 +247,7 @@ RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
   TORCH_CHECK(
       impl_->group.failures() > impl_->failures_before || impl_->protocol.asks_for_recovery() ||
           !lifeline->roll.waiting().empty(),
-      "rank ", rank,
+      "rank ", lifeline->first_group.global_rank(),
       ": recover(): expected a rank that ended or does not answer, a connection that failed, or a "
       "process that waits to join, got none of them: this optimizer and the communicators of its "
       "group work. What is no zero::CommunicationError would be thrown again after going back");
