@@ -57,7 +57,8 @@ target_link_libraries(zero_test_device PUBLIC zero_test_support)
 set(run "${PROJECT_BINARY_DIR}/run")
 file(GLOB data RELATIVE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/docs/*.md"
   "${PROJECT_SOURCE_DIR}/tests/*/*.py" "${PROJECT_SOURCE_DIR}/tests/*/*.sh")
-list(APPEND data README.md tests/checkpoint/golden_checkpoint tests/training/readme_program.cc)
+list(APPEND data README.md tests/checkpoint/golden_checkpoint tests/training/readme_program.cc
+  tests/training/from_libtorch_program.cc)
 foreach(path IN LISTS data)
   cmake_path(GET path PARENT_PATH folder)
   file(MAKE_DIRECTORY "${run}/${folder}")

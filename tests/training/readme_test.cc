@@ -28,6 +28,7 @@ struct Section {
   const char* name;  // of the test
   const char* file;
   const char* title;
+  const char* program = "tests/training/readme_program.cc";
 };
 
 // The lines of the C++ blocks of a section.
@@ -75,12 +76,16 @@ INSTANTIATE_TEST_SUITE_P(
                       Section{"Data", "docs/training.md", "Data, losses, buffers and seeds"},
                       Section{"Freezing", "docs/training.md", "Freezing and adding parameters"},
                       Section{"Mesh", "docs/parallelism.md", "A mesh and placements"},
-                      Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"}),
+                      Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"},
+                      Section{"FromLibtorch", "docs/from_libtorch.md", "The program",
+                              "tests/training/from_libtorch_program.cc"},
+                      Section{"PartOfABatch", "docs/from_libtorch.md", "A part of each batch",
+                              "tests/training/from_libtorch_program.cc"}),
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST_P(ReadmeTest, EveryStatementIsOneOfTheProgramInTheSameOrder) {
   const std::vector<std::string> shown = statements(code_of(GetParam()));
-  const std::vector<std::string> compiled = statements(content("tests/training/readme_program.cc"));
+  const std::vector<std::string> compiled = statements(content(GetParam().program));
   ASSERT_GE(shown.size(), 4u);
   size_t next = 0;
   for (const std::string& statement : shown) {
@@ -164,6 +169,15 @@ TEST_P(ReadmeRunTest, EveryExampleIsSeenAndTheShownLossIsTheMean) {
   ASSERT_EQ(shown.size(), means.size());
   ASSERT_GE(shown.size(), 4u);
   for (size_t step = 0; step < shown.size(); ++step) EXPECT_NEAR(shown[step], means[step], 1e-4);
+}
+
+TEST(ReadmeFromLibtorchTest, TheProgramTrainsAndSavesItsModel) {
+  const std::string folder = ::testing::TempDir() + "/from_libtorch";
+  std::filesystem::create_directories(folder);
+  const std::string command =
+      "program=$PWD/tests/training/from_libtorch_program; cd " + folder + " && $program";
+  EXPECT_EQ(std::system(command.c_str()), 0);
+  EXPECT_GT(content(folder + "/model.pt").size(), 70 * sizeof(float));
 }
 
 TEST(ReadmeMeshTest, TheOptimizerOfTheMeshIsMadeAndSteps) { run_program("mesh", 8, "mesh"); }

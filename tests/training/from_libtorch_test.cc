@@ -1,0 +1,267 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What docs/from_libtorch.md says of programs of one process, over 1 to 4 ranks and both stages:
+// the same steps as plain torch's over the whole batches, or the difference that the page names.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "tests/support/random_tensors.h"
+#include "tests/support/run_ranks.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+constexpr double kLearningRate = 1e-2;
+constexpr double kRounding = 2e-6;
+
+struct Net : torch::nn::Module {
+  explicit Net(uint64_t seed)
+      : first(register_module("first", torch::nn::Linear(6, 17))),
+        second(register_module("second", torch::nn::Linear(17, 3))) {
+    at::NoGradGuard no_grad;
+    for (at::Tensor& p : parameters()) p.copy_(random_tensor(p.sizes(), seed++) * 0.3);
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(first(x).tanh()); }
+
+  torch::nn::Linear first, second;
+};
+
+std::unique_ptr<torch::optim::Adam> adam(const std::vector<at::Tensor>& parameters) {
+  return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(kLearningRate));
+}
+
+// A batch of `examples`, which is the same on all ranks.
+struct Batch {
+  explicit Batch(int64_t number, int64_t examples = 12)
+      : x(random_tensor({examples, 6}, static_cast<uint64_t>(100 + number))),
+        y(random_tensor({examples, 3}, static_cast<uint64_t>(200 + number))) {}
+  Batch part_of(const Group& group) const {
+    Batch part = *this;
+    part.x = x.tensor_split(group.world_size())[static_cast<size_t>(group.rank())];
+    part.y = y.tensor_split(group.world_size())[static_cast<size_t>(group.rank())];
+    return part;
+  }
+  at::Tensor x, y;
+};
+
+at::Tensor loss(Net& net, const Batch& batch) {
+  return at::mse_loss(net.forward(batch.x), batch.y);
+}
+
+// The largest difference between parameters of two modules.
+double difference(const torch::nn::Module& a, const torch::nn::Module& b) {
+  double largest = 0.0;
+  for (const auto& p : a.named_parameters()) {
+    const at::Tensor gap = p.value().detach() - b.named_parameters()[p.key()].detach();
+    largest = std::max(largest, gap.abs().max().item<double>());
+  }
+  return largest;
+}
+
+class FromLibtorchTest : public ::testing::TestWithParam<std::tuple<int, int>> {
+ protected:
+  void run(const std::function<void(const Group&, const ZeroOptions&)>& body) {
+    const auto [ranks, stage] = GetParam();
+    run_ranks(ranks,
+              [&, stage = stage](const Group& group) { body(group, ZeroOptions().stage(stage)); });
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, FromLibtorchTest,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4), ::testing::Values(1, 2)),
+                         [](const auto& info) {
+                           return "W" + std::to_string(std::get<0>(info.param)) + "Stage" +
+                                  std::to_string(std::get<1>(info.param));
+                         });
+
+TEST_P(FromLibtorchTest, APartOfABatchOfAnySizeCountsByItsExamples) {
+  run([](const Group& group, const ZeroOptions& options) {
+    Net net(1), plain(1);
+    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+    const auto reference = adam(plain.parameters());
+    const std::vector<int64_t> sizes = {12, 7, 6, 3, 2, 1, 12};
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const Batch batch(static_cast<int64_t>(i), sizes[i]);
+      reference->zero_grad();
+      loss(plain, batch).backward();
+      reference->step();
+
+      const Batch part = batch.part_of(group);
+      const double share = static_cast<double>(part.x.size(0)) / static_cast<double>(sizes[i]);
+      if (share > 0) optimizer.backward(loss(net, part) * share * group.world_size());
+      optimizer.step();
+      EXPECT_LT(difference(net, plain), kRounding) << "batch of " << sizes[i];
+    }
+  });
+}
+
+TEST_P(FromLibtorchTest, ALossOfTwoOptimizersGoesThroughEither) {
+  run([](const Group& group, const ZeroOptions& options) {
+    for (int through = 0; through < 3; ++through) {
+      Net a(1), b(2), plain_a(1), plain_b(2);
+      ZeroOptimizer of_a(a, adam(a.parameters()), group, options);
+      ZeroOptimizer of_b(b, adam(b.parameters()), group, options);
+      const auto reference_a = adam(plain_a.parameters()), reference_b = adam(plain_b.parameters());
+      const auto both = [](Net& one, Net& other, const Batch& batch) {
+        return at::mse_loss(one.forward(batch.x) * other.forward(batch.x), batch.y);
+      };
+      for (int64_t step = 0; step < 4; ++step) {
+        reference_a->zero_grad();
+        reference_b->zero_grad();
+        both(plain_a, plain_b, Batch(step)).backward();
+        reference_a->step();
+        reference_b->step();
+
+        const at::Tensor value = both(a, b, Batch(step).part_of(group));
+        if (through == 0) of_a.backward(value);
+        if (through == 1) of_b.backward(value);
+        if (through == 2) value.backward();
+        of_b.step();
+        of_a.step();
+      }
+      // Parts of 12 examples are equal on 1 to 4 ranks.
+      EXPECT_LT(difference(a, plain_a), kRounding) << through;
+      EXPECT_LT(difference(b, plain_b), kRounding) << through;
+    }
+  });
+}
+
+TEST_P(FromLibtorchTest, AFunctionThatTakesTorchsOptimizerTrains) {
+  run([](const Group& group, const ZeroOptions& options) {
+    const auto train = [](Net& net, torch::optim::Optimizer& optimizer, const auto& batch) {
+      for (int64_t step = 0; step < 4; ++step) {
+        for (auto& param_group : optimizer.param_groups()) {
+          param_group.options().set_lr(kLearningRate / static_cast<double>(step + 1));
+        }
+        optimizer.zero_grad();
+        loss(net, batch(step)).backward();
+        optimizer.step();
+      }
+    };
+    Net net(1), plain(1);
+    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+    const auto reference = adam(plain.parameters());
+    train(net, optimizer, [&](int64_t step) { return Batch(step).part_of(group); });
+    train(plain, *reference, [](int64_t step) { return Batch(step); });
+    EXPECT_LT(difference(net, plain), kRounding);
+  });
+}
+
+TEST_P(FromLibtorchTest, AClosureIsCalledOnce) {
+  run([](const Group& group, const ZeroOptions& options) {
+    Net net(1), plain(1);
+    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+    const auto reference = adam(plain.parameters());
+    for (int64_t step = 0; step < 4; ++step) {
+      const at::Tensor returned = optimizer.step([&] {
+        optimizer.zero_grad();
+        const at::Tensor value = loss(net, Batch(step).part_of(group));
+        optimizer.backward(value);
+        return value;
+      });
+      EXPECT_TRUE(returned.defined());
+      reference->step([&] {
+        reference->zero_grad();
+        const at::Tensor value = loss(plain, Batch(step));
+        value.backward();
+        return value;
+      });
+    }
+    EXPECT_EQ(optimizer.stats().steps, 4);
+    EXPECT_LT(difference(net, plain), kRounding);
+  });
+}
+
+TEST_P(FromLibtorchTest, APenaltyOnAGradientTrains) {
+  run([](const Group& group, const ZeroOptions& options) {
+    const auto penalised = [](Net& net, const Batch& batch) {
+      const at::Tensor x = batch.x.clone().requires_grad_(true);
+      const at::Tensor y = net.forward(x).sum(1);
+      const at::Tensor gradient =
+          torch::autograd::grad({y}, {x}, {at::ones_like(y)}, true, /*create_graph=*/true)[0];
+      return y.mean() + 10 * (gradient.norm(2, 1) - 1).pow(2).mean();
+    };
+    Net net(1), plain(1);
+    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+    const auto reference = adam(plain.parameters());
+    for (int64_t step = 0; step < 4; ++step) {
+      optimizer.backward(penalised(net, Batch(step).part_of(group)));
+      optimizer.step();
+      reference->zero_grad();
+      penalised(plain, Batch(step)).backward();
+      reference->step();
+    }
+    EXPECT_LT(difference(net, plain), kRounding);
+  });
+}
+
+TEST_P(FromLibtorchTest, GradientsFromBeforeTheOptimizerAreDropped) {
+  run([](const Group& group, const ZeroOptions& options) {
+    Net net(1), plain(1);
+    if (group.rank() == 0) loss(net, Batch(9)).backward();
+    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+    const auto reference = adam(plain.parameters());
+    optimizer.backward(loss(net, Batch(0).part_of(group)));
+    optimizer.step();
+    loss(plain, Batch(0)).backward();
+    reference->step();
+    EXPECT_LT(difference(net, plain), kRounding);
+  });
+}
+
+// As C++ programs tie weights: the head's member is the embedding's tensor, and the tensor that the
+// head has registered is used by nobody.
+struct TiedNet : torch::nn::Module {
+  TiedNet()
+      : embedding(register_module("embedding", torch::nn::Embedding(19, 5))),
+        head(register_module("head",
+                             torch::nn::Linear(torch::nn::LinearOptions(5, 19).bias(false)))) {
+    at::NoGradGuard no_grad;
+    uint64_t seed = 1;
+    for (at::Tensor& p : parameters()) p.copy_(random_tensor(p.sizes(), seed++));
+    head->weight = embedding->weight;
+  }
+  at::Tensor loss(const at::Tensor& words) {
+    return torch::nn::functional::cross_entropy(head(embedding(words)), words + 1);
+  }
+
+  torch::nn::Embedding embedding;
+  torch::nn::Linear head;
+};
+
+TEST_P(FromLibtorchTest, WeightsTiedByTheMemberTrainAsOne) {
+  run([](const Group& group, const ZeroOptions& options) {
+    TiedNet net, plain;
+    ASSERT_EQ(net.parameters().size(), 2u);
+    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+    const auto reference = adam(plain.parameters());
+    const at::Tensor words = at::arange(12);
+    for (int step = 0; step < 4; ++step) {
+      optimizer.backward(
+          net.loss(words.tensor_split(group.world_size())[static_cast<size_t>(group.rank())]));
+      optimizer.step();
+      reference->zero_grad();
+      plain.loss(words).backward();
+      reference->step();
+    }
+    EXPECT_TRUE(net.head->weight.is_same(net.embedding->weight));
+    EXPECT_LT(difference(net, plain), kRounding);  // of the unused one too
+  });
+}
+
+}  // namespace
+}  // namespace zero
