@@ -60,7 +60,7 @@ struct Case {
   int world_size = 2;
   bool adamw = false;
   c10::ScalarType dtype = at::kFloat;
-  ZeroOptions options;
+  ZeroOptions options = {};
   // The clips of a step, in their order: > 0 by value, < 0 by norm.
   std::vector<double> clips{0.25};
 };
@@ -229,7 +229,9 @@ TEST_P(ClipValueAt, AnInfinityOfOneRankSkipsTheStepOfAll) {
         }
         optimizer.backward(loss);
         optimizer.clip_grad_value_(0.25);
-        if (with_norm) EXPECT_TRUE(std::isfinite(optimizer.clip_grad_norm_(1.0).item<double>()));
+        if (with_norm) {
+          EXPECT_TRUE(std::isfinite(optimizer.clip_grad_norm_(1.0).item<double>()));
+        }
         optimizer.step();
         EXPECT_EQ(optimizer.step_skipped(), skips);
         const at::Tensor after = model.parameters()[1].detach();
