@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <latch>
 #include <memory>
 #include <string>
 #include <thread>
@@ -161,7 +162,8 @@ TEST(ProtectionTest, RecoverIsRefusedWithoutProtection) {
 
 // As after the failure of a communicator that is not the optimizer's.
 TEST(ProtectionTest, RecoverOfAllRanksGoesBackToTheProtectedStep) {
-  run_ranks(2, [](const Group& group) {
+  std::latch connected(2);
+  run_ranks(2, [&](const Group& group) {
     OddModel model(1);
     ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
                             ZeroOptions().protect(2));
@@ -177,7 +179,9 @@ TEST(ProtectionTest, RecoverOfAllRanksGoesBackToTheProtectedStep) {
     step(4);  // waits for the copy of the second
     step(5);
     const at::Tensor after = model->trunk->weight.detach().clone();
-    optimizer.group().make_communicator("own", Purpose::kControl)->abort("as in a test");
+    const auto own = optimizer.group().make_communicator("own", Purpose::kControl);
+    connected.arrive_and_wait();
+    own->abort("as in a test");
     const RecoveryReport report = optimizer.recover();
     EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
     ASSERT_TRUE(report.steps == 2 || report.steps == 4) << report.steps;

@@ -5,6 +5,7 @@
 // and make the same steps again, in every bit.
 #include <gtest/gtest.h>
 
+#include <latch>
 #include <string>
 #include <vector>
 
@@ -16,9 +17,11 @@
 namespace zero {
 namespace {
 
-// Collective. Of a communicator that is not the optimizer's.
-void fail_a_connection(const ZeroOptimizer& optimizer) {
-  optimizer.group().make_communicator("own", Purpose::kControl)->abort("as in a test");
+// Collective. Of a communicator that is not the optimizer's, which all ranks have connected.
+void fail_a_connection(const ZeroOptimizer& optimizer, std::latch& connected) {
+  const auto own = optimizer.group().make_communicator("own", Purpose::kControl);
+  connected.arrive_and_wait();
+  own->abort("as in a test");
 }
 
 // A group of several ranks has the same number of them again, as if a connection had failed.
@@ -26,13 +29,15 @@ void expect_the_same_again(const std::string& name, Training training, int ranks
   training.options.bucket_bytes(900).protect(2);
   RunOptions run_options;
   run_options.ranks_per_machine = ranks_per_machine;
+  const int ranks = ranks_per_machine > 0 ? 4 : 3;
+  std::latch connected(ranks);
   run_ranks(
-      ranks_per_machine > 0 ? 4 : 3,
+      ranks,
       [&](const Group& group) {
         CheckpointRun run(training, group, 1);
         run.train(0, 5);
         const Snapshot before = run.snapshot();
-        fail_a_connection(*run.optimizer);
+        fail_a_connection(*run.optimizer, connected);
         const RecoveryReport report = run.optimizer->recover();
         const auto step = static_cast<int>(report.steps);
         ASSERT_TRUE(step == 2 || step == 4) << step;
@@ -83,13 +88,14 @@ TEST(RecoverOptionsTest, OverlapAndMachines) {
 
 TEST(RecoverOptionsTest, AnAsynchronousSaveOfBeforeIsLost) {
   const std::string folder = fresh_folder("lost_save") + "/save";
+  std::latch connected(2);
   run_ranks(2, [&](const Group& group) {
     Training training;
     training.options.protect(2);
     CheckpointRun run(training, group, 1);
     run.train(0, 3);
     const auto pending = run.optimizer->save_checkpoint_async(folder);
-    fail_a_connection(*run.optimizer);
+    fail_a_connection(*run.optimizer, connected);
     run.optimizer->recover();
     expect_words(error_of([&] { pending->finish(); }),
                  {"save_checkpoint_async(", "recover() or a change of parameters", "save again"});

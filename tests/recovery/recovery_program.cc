@@ -156,6 +156,10 @@ int train(const Job& job) {
   if (group.joins()) {
     const zero::Stats stats = run.optimizer->stats();
     step = static_cast<int>(stats.steps + stats.skipped_steps);
+    // Its options are those of construction, and run.train() counts from them.
+    for (auto& g : run.optimizer->param_groups()) {
+      for (int i = 0; i < step; ++i) g.options().set_lr(g.options().get_lr() * 0.95);
+    }
     count_up();
     say_recovered(step, {});
     death.at(0, 'j');

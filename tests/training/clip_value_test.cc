@@ -188,7 +188,7 @@ TEST_P(ClipValueAt, GradientsAreShownUnclippedAndNormsClipped) {
     optimizer.backward(model.loss(0, 0));
     double square = 0, largest = 0;
     for (size_t i = 0; i < model.parameters().size(); ++i) {
-      const at::Tensor& p = model.parameters()[i];
+      const at::Tensor p = model.parameters()[i];
       const at::Tensor clamped = GivenGradients::gradient(p, i, 0, 0).clamp(-0.25, 0.25);
       square += clamped.to(at::kDouble).pow(2).sum().item<double>();
       if (p.numel() > 0) largest = std::max(largest, clamped.abs().max().item<double>());
@@ -196,7 +196,7 @@ TEST_P(ClipValueAt, GradientsAreShownUnclippedAndNormsClipped) {
     optimizer.clip_grad_value_(0.25);
     EXPECT_NEAR(optimizer.grad_norm().item<double>(), std::sqrt(square), 1e-5);
     EXPECT_NEAR(optimizer.grad_norm(kInfinity).item<double>(), largest, 1e-6);
-    const at::Tensor& first = model.parameters()[0];
+    const at::Tensor first = model.parameters()[0];
     EXPECT_TRUE(at::allclose(optimizer.gradient(first), GivenGradients::gradient(first, 0, 0, 0),
                              1e-5, 1e-6));
     optimizer.step();
