@@ -125,11 +125,10 @@ TEST(LaunchTest, ALateRankIsNamed) {
 }
 
 TEST(LaunchTest, ARankThatComesTwiceIsRefused) {
+  // Rank 0 says that not all ranks arrived, unless the launcher ends it before.
   const Outcome outcome = launch("3 twice prefix");
   EXPECT_EQ(outcome.code, 1);
   EXPECT_TRUE(outcome.has("expected one process with RANK 1, got two")) << outcome.output;
-  EXPECT_TRUE(outcome.has("[0] error: init_process_group: not all 3 ranks arrived (after "))
-      << outcome.output;
 }
 
 // Starts a job of two sleeping ranks and returns the pids that they print; `parent` gets its own.
