@@ -710,7 +710,10 @@ void PlainUserRun::step(const UserEvent& event, const std::vector<UserOutcome>& 
     TORCH_CHECK(outcome.value.item<bool>() == skipped, "step_skipped(): expected ", skipped,
                 ", got ", !skipped);
   }
-  if (any && !skipped) {
+  // A pass that gave no gradient has sent a round of zeros: parameters are written all the same.
+  int64_t dropped = 0;
+  for (const OfRank& state : net.ranks) dropped = std::max(dropped, state.dropped);
+  if (net.ranks[0].rounds > dropped && !skipped) {
     net.optimizer->step();
     // Where a bucket's rows are parameters, a fused step writes those that it changes.
     const bool writes_all = p_.options.layout() == Layout::kPerParameter || !p_.options.fused();
