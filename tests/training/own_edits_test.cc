@@ -147,5 +147,22 @@ TEST(OwnEditsTest, MarkersAreNaNAgainAfterTheyWereFilled) {
   });
 }
 
+// Used without a gradient, it would move by its momentum.
+TEST(OwnEditsTest, AGradientThatWasDroppedAfterACallThatFailedIsNotUsed) {
+  on_ranks([](OwnRank& r) {
+    auto& options = r.optimizer.param_groups()[0].options();
+    static_cast<torch::optim::SGDOptions&>(options).momentum(0.5);
+    r.own(1, 1);
+    r.optimizer.step();
+    r.expect(-1, -1);
+    r.model.a.mutable_grad() = at::ones({3});
+    expect_words(error_of([&] { r.optimizer.clip_grad_norm_(-1.0); }), {"max_norm: expected"});
+    r.model.zero_grad();
+    r.own(0, 1);
+    r.optimizer.step();
+    r.expect(-1, -2.5);
+  });
+}
+
 }  // namespace
 }  // namespace zero

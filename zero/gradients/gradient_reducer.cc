@@ -288,8 +288,9 @@ bool GradientReducer::any_used() const {
 }
 
 void GradientReducer::claim_gradients() {
-  for (size_t p = 0; p < used_.size(); ++p) {
-    if (local_.has(static_cast<int64_t>(p))) used_[p] = 1;
+  for (size_t i = 0; i < used_.size(); ++i) {
+    const auto p = static_cast<int64_t>(i);
+    used_[i] = local_.is_sent(p) || local_.has(p) ? 1 : 0;
   }
 }
 
@@ -302,10 +303,7 @@ void GradientReducer::drop_resets() {
     if (round_open()) send_round();
     dropped_ = rounds_;
   }
-  for (size_t i = 0; i < used_.size(); ++i) {
-    const auto p = static_cast<int64_t>(i);
-    used_[i] = local_.is_sent(p) || local_.has(p) ? 1 : 0;
-  }
+  claim_gradients();
 }
 
 void GradientReducer::discard() {

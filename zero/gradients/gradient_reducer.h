@@ -94,7 +94,8 @@ class GradientReducer {
   // not hold the others back. `used` must be the same on all ranks. To be called after consume().
   void expect_unused(const std::vector<uint8_t>& used);
 
-  // Counts as used what was put into p.grad() by hand, without a backward pass.
+  // Counts as used the parameters that have a gradient, here or sent: also one that was put into
+  // p.grad() by hand, without a backward pass, and no longer one that was dropped again.
   void claim_gradients();
   // Throws c10::Error when p.grad() holds what cannot be sent, or was changed although its gradient
   // is sent or averaged.
