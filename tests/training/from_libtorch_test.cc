@@ -223,8 +223,8 @@ TEST_P(FromLibtorchTest, GradientsFromBeforeTheOptimizerAreDropped) {
   });
 }
 
-// As C++ programs tie weights: the head's member is the embedding's tensor, and the tensor that the
-// head has registered is used by nobody.
+// As C++ programs tie weights: the head's member becomes the embedding's tensor. The tensor that
+// the head registered before stays in parameters(), and no loss uses it.
 struct TiedNet : torch::nn::Module {
   TiedNet()
       : embedding(register_module("embedding", torch::nn::Embedding(19, 5))),

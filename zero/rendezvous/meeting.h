@@ -36,8 +36,9 @@ class Rendezvous {
 
   // `store` is this meeting's alone. The timeout counts from `since`. `failed` begins the error and
   // `purpose` ends the line about a long wait: "rank 0 of 2 waits for rank 1 <purpose> (up to 10
-  // min)". `watched` are numbers in the job, of these ranks and of any others without which they do
-  // not meet: once its launcher has seen one end, nobody is waited for.
+  // min)". `watched` are numbers in the job: those of these ranks, and of others without which
+  // these cannot meet. The wait ends with an error as soon as the launcher has seen one of them
+  // end.
   Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int world_size,
              std::chrono::milliseconds timeout, std::chrono::steady_clock::time_point since,
              std::string failed, std::string purpose, std::vector<int> watched = {});
