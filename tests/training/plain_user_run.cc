@@ -670,6 +670,8 @@ void PlainUserRun::complete(int n, bool gathers) {
       state.slots[i].packed = false;
     }
     state.rounds = rounds;
+    // The call worked, so ranks have dropped the same number, also where it was ambiguous here.
+    state.dropped = dropped;
     state.ambiguous = false;
   }
   const bool full = p_.options.stage() == 1 && p_.options.stage1_full_gradients();
