@@ -10,7 +10,7 @@
 
 #include "tests/optimizer/backward_rank.h"
 #include "tests/support/error_of.h"
-#include "zero/optimizer/backward.h"
+#include "zero/training/backward.h"
 
 namespace zero {
 namespace {

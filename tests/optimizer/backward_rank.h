@@ -21,7 +21,7 @@
 #include "tests/support/reducer_options.h"
 #include "tests/support/run_ranks.h"
 #include "zero/agreement/shard_domains.h"
-#include "zero/optimizer/backward.h"
+#include "zero/training/backward.h"
 
 namespace zero {
 

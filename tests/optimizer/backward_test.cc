@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/backward.h"
+#include "zero/training/backward.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/broadcasts.h"
+#include "zero/training/broadcasts.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -23,9 +23,9 @@
 #include "tests/support/fixed_gradients.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
+#include "zero/agreement/call_protocol.h"
 #include "zero/agreement/shard_domains.h"
 #include "zero/memory/buffer_pool.h"
-#include "zero/optimizer/call_protocol.h"
 
 namespace zero {
 namespace {

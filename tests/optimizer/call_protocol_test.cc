@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/call_protocol.h"
+#include "zero/agreement/call_protocol.h"
 
 #include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/clipping.h"
+#include "zero/norm/clipping.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>

@@ -14,8 +14,8 @@
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/inner/classes.h"
-#include "zero/optimizer/group_layouts.h"
 #include "zero/optimizer/impl.h"
+#include "zero/training/group_layouts.h"
 
 namespace zero {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "zero/base/error_text.h"
 #include "zero/memory/device_stream.h"
-#include "zero/optimizer/group_layouts.h"
+#include "zero/training/group_layouts.h"
 
 namespace zero {
 namespace {

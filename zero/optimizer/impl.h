@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/agreement/call_protocol.h"
 #include "zero/agreement/communicators.h"
 #include "zero/agreement/shard_domains.h"
 #include "zero/base/serial_thread.h"
@@ -35,15 +36,14 @@
 #include "zero/gradients/gradient_reducer.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/memory/working_arena.h"
-#include "zero/optimizer/backward.h"
-#include "zero/optimizer/broadcasts.h"
-#include "zero/optimizer/call_protocol.h"
-#include "zero/optimizer/clipping.h"
-#include "zero/optimizer/parameter_gathers.h"
-#include "zero/optimizer/step_record.h"
+#include "zero/norm/clipping.h"
 #include "zero/recovery/protection.h"
 #include "zero/recovery/roll_call.h"
+#include "zero/training/backward.h"
+#include "zero/training/broadcasts.h"
+#include "zero/update/parameter_gathers.h"
 #include "zero/update/shard_optimizer.h"
+#include "zero/update/step_record.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/parameter_gathers.h"
+#include "zero/update/parameter_gathers.h"
 
 #include <c10/util/Exception.h>
 

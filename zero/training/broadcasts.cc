@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/broadcasts.h"
+#include "zero/training/broadcasts.h"
 
 #include <ATen/core/grad_mode.h>
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/group_layouts.h"
+#include "zero/training/group_layouts.h"
 
 #include <c10/util/Exception.h>
 

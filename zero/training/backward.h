@@ -16,13 +16,13 @@
 #include <string>
 #include <vector>
 
+#include "zero/agreement/call_protocol.h"
 #include "zero/gradients/gradient_reducer.h"
 #include "zero/memory/parameter_table.h"
-#include "zero/optimizer/call_protocol.h"
-#include "zero/optimizer/clipping.h"
-#include "zero/optimizer/parameter_gathers.h"
-#include "zero/optimizer/step_record.h"
+#include "zero/norm/clipping.h"
+#include "zero/update/parameter_gathers.h"
 #include "zero/update/shard_optimizer.h"
+#include "zero/update/step_record.h"
 
 namespace torch::autograd {
 struct FunctionPreHook;
