@@ -37,8 +37,7 @@ TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
     const auto generations = std::make_shared<Generations>();
     Protection protection(group, generations, 0);
     const at::Tensor master = values(group.rank());
-    protection.begin({}, file_of(group.rank(), master), {0});
-    protection.wait_for_copies(0);
+    protection.begin({}, file_of(group.rank(), master), {0})->wait(0);
     master.fill_(-1);  // as the next step does
     EXPECT_EQ(protection.finish(), "");
     ASSERT_EQ(generations->all().size(), 1U);

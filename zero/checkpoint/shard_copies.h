@@ -17,10 +17,12 @@
 #include <set>
 #include <vector>
 
+#include "zero/memory/bucket_reader.h"
+
 namespace zero {
 
 // Thread safety: every member.
-class ShardCopies {
+class ShardCopies : public BucketReader {
  public:
   static constexpr int64_t kOfNone = -1;  // in place of a bucket: of what no step waits for
 
@@ -37,8 +39,7 @@ class ShardCopies {
   void copy_all();
 
   // Blocks until the tensors of buckets from `bucket` on are copied. Copies what is left of them.
-  void wait(int64_t bucket);
-  void wait_for_all() { wait(0); }
+  void wait(int64_t bucket) override;
 
  private:
   struct Piece {

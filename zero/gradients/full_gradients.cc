@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
 #include <deque>
 #include <string>
 #include <utility>
@@ -54,6 +55,13 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
     tensor.mutable_grad() = average(parameter);
     reducer.mark_averaged(parameter);
   }
+}
+
+void FullGradients::gather_rounds(int64_t rounds, GradientReducer& reducer,
+                                  const std::vector<uint8_t>& used) {
+  if (rounds <= std::max(gathered_rounds_, reducer.rounds_dropped())) return;
+  gather(reducer, used);
+  gathered_rounds_ = rounds;
 }
 
 at::Tensor FullGradients::average(int64_t parameter) {

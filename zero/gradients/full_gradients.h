@@ -31,6 +31,12 @@ class FullGradients {
   // overwrites.
   void gather(GradientReducer& reducer, const std::vector<uint8_t>& used);
 
+  // Collective. The same, unless p.grad() has these `rounds` since forget_rounds() already, or all
+  // of them were dropped.
+  void gather_rounds(int64_t rounds, GradientReducer& reducer, const std::vector<uint8_t>& used);
+  // The gradients are consumed.
+  void forget_rounds() { gathered_rounds_ = 0; }
+
   int64_t bytes() const;
   // Frees what the last gather() made.
   void release() {
@@ -46,6 +52,7 @@ class FullGradients {
   const ParameterTable& table_;
   const std::vector<DomainCommunicators> comms_;
   BucketMemory memory_;
+  int64_t gathered_rounds_ = 0;     // that p.grad() contains
   std::vector<at::Tensor> single_;  // per parameter, of those without a place in memory_
 };
 

@@ -86,6 +86,15 @@ void check_trainable(const at::Tensor& tensor, const std::string& name) {
               "make the model outside of it");
 }
 
+std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  std::unordered_set<const void*> known;
+  for (const at::Tensor& tensor : tensors) {
+    if (known.insert(key(tensor)).second) result.push_back(tensor);
+  }
+  return result;
+}
+
 ParameterTable::ParameterTable(const torch::nn::Module& module,
                                const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   // Tied tensors are listed once for each name they have.

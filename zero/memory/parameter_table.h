@@ -43,6 +43,9 @@ struct NamedTensor {
 // Throws c10::Error unless `tensor` can be optimized.
 void check_trainable(const at::Tensor& tensor, const std::string& name);
 
+// Returns `tensors` without those that are the same tensor as an earlier one.
+std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors);
+
 class ParameterTable {
  public:
   // Collects the parameters of `groups` that require gradients; a group may have none. A tensor

@@ -5,7 +5,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "zero/agreement/all_or_none.h"
+#include "zero/base/error_text.h"
 #include "zero/checkpoint/hashed_file.h"
 #include "zero/inner/state.h"
 
@@ -107,6 +110,26 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
     for (const auto& g : groups) held.groups.push_back(stored_option_values(g.options()));
   }
   return held;
+}
+
+std::unique_ptr<MeshTensors> merge_tensors(Engine& engine, const std::string& what,
+                                           const Engine::ParamGroups& groups) {
+  const auto& parts = engine.options.tensor_parts();
+  if (engine.domains.uniform && (!parts || parts->group.world_size() == 1)) return nullptr;
+  std::map<std::string, int64_t> own;
+  const auto texts = run_on_all_ranks(*engine.comms->control, what, [&] {
+    own = own_parts(engine.table, engine.options);
+    return held_text(describe_held(engine.table, engine.domains, engine.options, groups));
+  });
+  std::vector<HeldTensors> held;
+  for (size_t r = 0; r < texts.size(); ++r) {
+    held.push_back(parse_held(texts[r], "tensors of rank " + std::to_string(r)));
+  }
+  try {
+    return std::make_unique<MeshTensors>(std::move(held), std::move(own));
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "rank ", engine.comms->rank(), ": ", what, ": ", error_text(error));
+  }
 }
 
 }  // namespace zero

@@ -1,14 +1,15 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Describes the tensors that this rank holds, for the checkpoints of meshes whose ranks hold
-// different ones. Sends nothing.
+// Describes the tensors that ranks hold, for the checkpoints of meshes whose ranks hold different
+// ones.
 #pragma once
 
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "zero/checkpoint/mesh_tensors.h"
 #include "zero/memory/parameter_table.h"
 #include "zero/options.h"
+#include "zero/training/engine.h"
 
 namespace zero {
 
@@ -38,5 +40,10 @@ std::map<std::string, int64_t> own_parts(const ParameterTable& table, const Zero
 HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domains,
                           const ZeroOptions& options,
                           const std::vector<torch::optim::OptimizerParamGroup>& groups);
+
+// Collective, where ranks hold different parameters. Returns what all of them hold, and null where
+// every rank holds the same. `what` is for errors.
+std::unique_ptr<MeshTensors> merge_tensors(Engine& engine, const std::string& what,
+                                           const Engine::ParamGroups& groups);
 
 }  // namespace zero

@@ -1,19 +1,10 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-//
-// Everything that can go wrong goes wrong in stage(), which changes nothing. Once
-// all ranks have staged, commit() only moves memory, into tensors that stage() has checked.
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
 #include <cmath>
 #include <map>
 #include <memory>
-#include <numeric>
-#include <set>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,10 +14,8 @@
 #include "zero/checkpoint/file_exchange.h"
 #include "zero/checkpoint/found_files.h"
 #include "zero/checkpoint/reader.h"
-#include "zero/inner/classes.h"
-#include "zero/inner/state.h"
-#include "zero/memory/whole_tensor.h"
-#include "zero/optimizer/impl.h"
+#include "zero/optimizer/checkpoints.h"
+#include "zero/optimizer/held_tensors.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/optimizer/staging.h"
 
@@ -103,29 +92,6 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   return staged;
 }
 
-// Moves what was read to where it belongs.
-void commit(Staged& staged, ShardOptimizer& shards) {
-  torch::optim::Optimizer& inner = shards.inner();
-  for (StagedSegment& s : staged.segments) {
-    s.target->master.copy_(in_shape_of(s.master, s.target->master));
-    if (!s.has_state) continue;
-    if (s.state) {
-      inner.state()[s.target->master.unsafeGetTensorImpl()] = std::move(s.state);
-    } else {
-      inner.state().erase(s.target->master.unsafeGetTensorImpl());
-    }
-  }
-  shards.take_state();
-  for (const auto& [to, from] : staged.whole) overwrite(to, from);
-}
-
-void restore_options(const Staged& staged, std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  for (size_t g = 0; g < groups.size(); ++g) {
-    const int64_t from = staged.groups_from[g];
-    if (from >= 0) set_option_values(groups[g].options(), staged.manifest.groups[from]);
-  }
-}
-
 // The text that ranks exchange once they have staged: the id of the checkpoint and what all of them
 // must agree to.
 std::string staged_text(const Staged& staged) {
@@ -146,21 +112,44 @@ void take_agreement(const std::vector<std::string>& texts, const std::string& wh
   }
 }
 
-// Makes what was read the present state. Collective. Only lack of memory and failed communication
-// throw, and then the optimizer is closed.
-template <typename Impl>
-void apply(Impl& impl, Staged& staged, std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  impl.run_or_close([&] {
-    impl.arena.attach(/*keep_values=*/false);
-    commit(staged, impl.shards);
-    const Manifest& m = staged.manifest;
-    impl.record.restore({m.steps, m.skipped_steps, false},
-                        {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min},
-                        m.dynamic_scale);
-    if (staged.restores_options) restore_options(staged, groups);
-    impl.forget_gradients();
-    impl.write_working_parameters();
+// Collective. A reader of a checkpoint of which ranks see different files, with what this rank
+// needs of the others; `received` is their bytes. Throws on all ranks where load() would without
+// reading.
+std::unique_ptr<CheckpointReader> receive_files(Engine& engine, const std::string& folder,
+                                                const FoundFiles& found, const LoadOptions& load,
+                                                const MeshTensors* mesh, const std::string& call,
+                                                uint64_t& received) {
+  const int rank = engine.comms->rank();
+  auto parts = std::make_shared<std::map<std::string, FileParts>>();
+  auto open = [=](const ManifestFile& file) -> std::unique_ptr<StoredBytes> {
+    const std::string path = folder + "/" + file.name;
+    const auto there = parts->find(file.name);
+    if (there == parts->end()) return std::make_unique<FileReader>(path);
+    return std::make_unique<MemoryReader>(path, file.bytes, there->second);
+  };
+  auto reader = std::make_unique<CheckpointReader>(folder, found.manifest, open);
+  NeededTensors needed;
+  run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
+    const Comparison compared =
+        compare(*reader, folder, load, engine.table, engine.shards, *engine.comms->control, mesh);
+    const Staging staging(*reader, engine.table, engine.shards, compared.differences, mesh);
+    staging.add_segments_to(needed);
+    staging.add_whole_to(needed, engine.table.unmanaged());
+    staging.add_whole_to(needed, engine.table.buffers());
+    for (const auto& [owner, kind] : included_tensors(load, rank)) needed.add_state(owner, kind);
+    return {};
   });
+  std::vector<int> sources;
+  for (size_t f = 0; f < found.ranks.size(); ++f) sources.push_back(found.reader(f, rank));
+  ReceivedFiles files =
+      exchange_files(*engine.comms->control, engine.domains.mesh, call,
+                     {found.manifest, std::move(sources),
+                      [&](const ManifestTensor& t) { return needed.contains(t); }, open});
+  for (auto& [f, of_file] : files.parts) {
+    parts->emplace(found.manifest.files[f].name, std::move(of_file));
+  }
+  received = files.bytes;
+  return reader;
 }
 
 // Warns of differences that a strict load allows and that a resumed run may not intend.
@@ -173,121 +162,53 @@ void warn_of(const std::vector<std::string>& differences, const std::string& fol
 
 }  // namespace
 
-std::unique_ptr<CheckpointReader> ZeroOptimizer::Impl::receive_files(
-    const std::string& folder, const FoundFiles& found, const LoadOptions& load,
-    const MeshTensors* mesh, const std::string& call, uint64_t& received) {
-  const int rank = comms->rank();
-  auto parts = std::make_shared<std::map<std::string, FileParts>>();
-  auto open = [=](const ManifestFile& file) -> std::unique_ptr<StoredBytes> {
-    const std::string path = folder + "/" + file.name;
-    const auto there = parts->find(file.name);
-    if (there == parts->end()) return std::make_unique<FileReader>(path);
-    return std::make_unique<MemoryReader>(path, file.bytes, there->second);
-  };
-  auto reader = std::make_unique<CheckpointReader>(folder, found.manifest, open);
-  NeededTensors needed;
-  run_on_all_ranks(*comms->control, call, [&]() -> std::string {
-    const Comparison compared =
-        compare(*reader, folder, load, table, shards, *comms->control, mesh);
-    const Staging staging(*reader, table, shards, compared.differences, mesh);
-    staging.add_segments_to(needed);
-    staging.add_whole_to(needed, table.unmanaged());
-    staging.add_whole_to(needed, table.buffers());
-    for (const auto& [owner, kind] : included_tensors(load, rank)) needed.add_state(owner, kind);
-    return {};
-  });
-  std::vector<int> sources;
-  for (size_t f = 0; f < found.ranks.size(); ++f) sources.push_back(found.reader(f, rank));
-  ReceivedFiles files =
-      exchange_files(*comms->control, domains.mesh, call,
-                     {found.manifest, std::move(sources),
-                      [&](const ManifestTensor& t) { return needed.contains(t); }, open});
-  for (auto& [f, of_file] : files.parts) {
-    parts->emplace(found.manifest.files[f].name, std::move(of_file));
-  }
-  received = files.bytes;
-  return reader;
-}
-
-LoadReport ZeroOptimizer::Impl::load_checkpoint(const std::string& folder, const LoadOptions& load,
-                                                ParamGroups& groups) {
+LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
+                             ParamGroups& groups) {
+  Engine& engine = *engine_;
   const auto check = [&] {
-    check_can_be_stored(groups);
-    verify_shapes();
+    engine.check_no_gradients();
+    engine.check_groups(groups);
+    engine.verify_shapes();
   };
-  agree(Call::kLoadCheckpoint, check,
-        // Not the folder: ranks may see one at different paths, or folders of their own.
-        {std::string(load.strict() ? "strict" : "not strict") +
-             (load.restore_options() ? ", restore options" : "") + included_text(load),
-         {}});
+  engine.agree(Call::kLoadCheckpoint, check,
+               // Not the folder: ranks may see one at different paths, or folders of their own.
+               {std::string(load.strict() ? "strict" : "not strict") +
+                    (load.restore_options() ? ", restore options" : "") + included_text(load),
+                {}});
   const std::string what = "load_checkpoint(" + folder + ")";
-  const auto mesh = merge_tensors(what, groups);
-  const std::optional<FoundFiles> found = find_files(*comms->control, what, folder);
+  const auto mesh = merge_tensors(engine, what, groups);
+  const std::optional<FoundFiles> found = find_files(*engine.comms->control, what, folder);
   std::unique_ptr<CheckpointReader> reader;
   uint64_t received = 0;
-  if (found) reader = receive_files(folder, *found, load, mesh.get(), what, received);
+  if (found) reader = receive_files(engine, folder, *found, load, mesh.get(), what, received);
   Staged staged;
   StateChange states(groups);
-  const auto texts = run_on_all_ranks(*comms->control, what, [&] {
+  const auto texts = run_on_all_ranks(*engine.comms->control, what, [&] {
     if (!reader) reader = std::make_unique<CheckpointReader>(folder);
-    staged = stage(*reader, folder, load, table, shards, *comms->control, mesh.get());
-    verify_files(*reader, found ? &*found : nullptr, *comms->control);
+    staged = stage(*reader, folder, load, engine.table, engine.shards, *engine.comms->control,
+                   mesh.get());
+    verify_files(*reader, found ? &*found : nullptr, *engine.comms->control);
     staged.report.bytes_read = reader->bytes_read();
     staged.report.bytes_received = received;
-    // On copies, because a class of the user's may refuse its options.
+    // On copies, because a class of the user's may refuse its engine.options.
     ParamGroups tried = groups;
     if (staged.restores_options) restore_options(staged, tried);
     states.set(staged.states);
     return staged_text(staged);
   });
-  take_agreement(texts, "rank " + std::to_string(comms->rank()) + ": " + what, staged);
+  take_agreement(texts, "rank " + std::to_string(engine.comms->rank()) + ": " + what, staged);
 
   states.keep();
-  apply(*this, staged, groups);
-  if (staged.same_run) run.resume(staged.manifest);
-  if (protection) protect_at_once(groups, "load_checkpoint(" + folder + ")");
-  if (load.strict() && comms->control->rank() == 0) warn_of(staged.report.differences, folder);
+  commit(staged, engine, groups);
+  if (staged.same_run) run_.resume(staged.manifest);
+  if (load.strict() && engine.comms->control->rank() == 0)
+    warn_of(staged.report.differences, folder);
   return std::move(staged.report);
 }
 
-void ZeroOptimizer::Impl::load_protected(CheckpointReader& reader, ParamGroups& groups,
-                                         const std::string& call) {
-  Staged staged;
-  run_on_all_ranks(*comms->control, call, [&]() -> std::string {
-    const CheckpointDifferences differences =
-        find_differences(reader.manifest(), table, shards.inner());
-    Staging staging(reader, table, shards, differences, /*mesh=*/nullptr);
-    staging.drop_state();
-    staging.read_segments(staged);
-    staging.read_whole(staged, table.buffers(), "buffer");
-    staged.manifest = reader.manifest();
-    staged.restores_options = true;
-    const auto stored = static_cast<int64_t>(staged.manifest.groups.size());
-    for (int64_t g = 0; g < static_cast<int64_t>(groups.size()); ++g) {
-      staged.groups_from.push_back(g < stored ? g : -1);
-    }
-    return {};
-  });
-  apply(*this, staged, groups);
-  run.resume(staged.manifest);
-}
-
-std::optional<std::string> ZeroOptimizer::latest_checkpoint(const std::string& parent) {
-  at::NoGradGuard no_grad;
-  std::optional<std::string> newest;
-  impl_->protocol.fail_stop([&] {
-    impl_->agree(Call::kLatestCheckpoint);
-    newest = newest_whole(*impl_->comms->control, "latest_checkpoint(" + parent + ")", parent);
-  });
-  return newest;
-}
-
-LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {
-  at::NoGradGuard no_grad;
-  LoadReport report;
-  impl_->protocol.fail_stop(
-      [&] { report = impl_->load_checkpoint(folder, options, param_groups_); });
-  return report;
+std::optional<std::string> Checkpoints::latest(const std::string& parent) {
+  engine_->agree(Call::kLatestCheckpoint);
+  return newest_whole(*engine_->comms->control, "latest_checkpoint(" + parent + ")", parent);
 }
 
 }  // namespace zero

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "zero/inner/classes.h"
+#include "zero/inner/state.h"
 #include "zero/memory/whole_tensor.h"
 
 namespace zero {
@@ -25,6 +26,22 @@ void check_step(const std::string& owner, const std::string& kind, const at::Ten
   const auto step = value.item<int64_t>();
   TORCH_CHECK(step >= 0 && step <= kCountLimit, "parameter ", owner, ": expected a step from 0 to ",
               kCountLimit, ", got ", step);
+}
+
+// Moves what was read to where it belongs.
+void put(Staged& staged, ShardOptimizer& shards) {
+  torch::optim::Optimizer& inner = shards.inner();
+  for (StagedSegment& s : staged.segments) {
+    s.target->master.copy_(in_shape_of(s.master, s.target->master));
+    if (!s.has_state) continue;
+    if (s.state) {
+      inner.state()[s.target->master.unsafeGetTensorImpl()] = std::move(s.state);
+    } else {
+      inner.state().erase(s.target->master.unsafeGetTensorImpl());
+    }
+  }
+  shards.take_state();
+  for (const auto& [to, from] : staged.whole) overwrite(to, from);
 }
 
 }  // namespace
@@ -159,6 +176,27 @@ void Staging::read_values(const std::string& kind, const std::vector<size_t>& se
     check_step(wanted_[segments[n]].name, kind, values[n]);
     states[segments[n]].values.emplace_back(kind, values[n]);
   }
+}
+
+void restore_options(const Staged& staged, Engine::ParamGroups& groups) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const int64_t from = staged.groups_from[g];
+    if (from >= 0) set_option_values(groups[g].options(), staged.manifest.groups[from]);
+  }
+}
+
+void commit(Staged& staged, Engine& engine, Engine::ParamGroups& groups) {
+  engine.run_or_close([&] {
+    engine.arena.attach(/*keep_values=*/false);
+    put(staged, engine.shards);
+    const Manifest& m = staged.manifest;
+    engine.record.restore({m.steps, m.skipped_steps, false},
+                          {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min},
+                          m.dynamic_scale);
+    if (staged.restores_options) restore_options(staged, groups);
+    engine.forget_gradients();
+    engine.write_working_parameters();
+  });
 }
 
 }  // namespace zero

@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reads what a rank needs of a checkpoint into memory of its own, beside the present state, which
-// it does not change.
+// A load in two parts. Staging reads what a rank needs of a checkpoint into memory of its own,
+// beside the present state, which it does not change: there everything goes wrong that can. Once
+// all ranks have staged, commit() only moves memory, into tensors that staging has checked.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,11 +20,12 @@
 #include "zero/checkpoint/needed_tensors.h"
 #include "zero/checkpoint/part_reader.h"
 #include "zero/checkpoint/reader.h"
+#include "zero/checkpoint_options.h"
 #include "zero/inner/state.h"
 #include "zero/memory/parameter_table.h"
 #include "zero/optimizer/included_states.h"
+#include "zero/training/engine.h"
 #include "zero/update/shard_optimizer.h"
-#include "zero/zero_optimizer.h"
 
 namespace zero {
 
@@ -82,5 +84,11 @@ class Staging {
   std::vector<const SegmentTensors*> targets_;
   std::vector<HeldRange> wanted_;  // per target
 };
+
+// Sets the options of `groups` to those that were read.
+void restore_options(const Staged& staged, Engine::ParamGroups& groups);
+// Makes what was read the present state. Collective. Only lack of memory and failed communication
+// throw, and then the optimizer is closed.
+void commit(Staged& staged, Engine& engine, Engine::ParamGroups& groups);
 
 }  // namespace zero

@@ -1,9 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-//
-// The state of an unsharded torch optimizer over the same parameters, cut into
-// this rank's segments.
-#include <ATen/core/grad_mode.h>
+#include "zero/optimizer/unsharded_state.h"
+
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 
@@ -16,7 +14,6 @@
 
 #include "zero/inner/classes.h"
 #include "zero/inner/state.h"
-#include "zero/optimizer/impl.h"
 
 namespace zero {
 namespace {
@@ -76,39 +73,36 @@ void check_known(const torch::optim::Optimizer& plain, const ParameterTable& tab
 
 }  // namespace
 
-void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
-  at::NoGradGuard no_grad;
-  impl_->protocol.fail_stop([&] {
-    ShardOptimizer& shards = impl_->shards;
-    torch::optim::Optimizer& inner = shards.inner();
-    std::vector<std::unique_ptr<torch::optim::OptimizerParamState>> states;
-    const auto check = [&] {
-      impl_->check_no_gradients();
-      impl_->verify_untouched();
-      TORCH_CHECK(is_known(inner), "load_plain_state: expected torch's ", known_classes(), ", got ",
-                  optimizer_name(inner), "; for other classes use load_checkpoint()");
-      TORCH_CHECK(optimizer_name(plain) == optimizer_name(inner),
-                  "load_plain_state: expected state of ", optimizer_name(inner), ", got ",
-                  optimizer_name(plain));
-      check_known(plain, impl_->table);
-      StateCutter cutter(plain, inner);
-      for (const SegmentTensors& s : shards.segments()) {
-        states.push_back(cutter.cut(impl_->table.parameters()[s.segment.parameter], s));
+void load_plain_state(Engine& engine, const torch::optim::Optimizer& plain) {
+  ShardOptimizer& shards = engine.shards;
+  torch::optim::Optimizer& inner = shards.inner();
+  std::vector<std::unique_ptr<torch::optim::OptimizerParamState>> states;
+  const auto check = [&] {
+    engine.check_no_gradients();
+    engine.table.verify();
+    TORCH_CHECK(is_known(inner), "load_plain_state: expected torch's ", known_classes(), ", got ",
+                optimizer_name(inner), "; for other classes use load_checkpoint()");
+    TORCH_CHECK(optimizer_name(plain) == optimizer_name(inner),
+                "load_plain_state: expected state of ", optimizer_name(inner), ", got ",
+                optimizer_name(plain));
+    check_known(plain, engine.table);
+    StateCutter cutter(plain, inner);
+    for (const SegmentTensors& s : shards.segments()) {
+      states.push_back(cutter.cut(engine.table.parameters()[s.segment.parameter], s));
+    }
+  };
+  engine.agree(Call::kLoadCheckpoint, check, {"load_plain_state", {}});
+  engine.run_or_close([&] {
+    for (size_t i = 0; i < states.size(); ++i) {
+      auto& all = inner.state();
+      void* key = shards.segments()[i].master.unsafeGetTensorImpl();
+      if (states[i]) {
+        all[key] = std::move(states[i]);
+      } else {
+        all.erase(key);
       }
-    };
-    impl_->agree(Call::kLoadCheckpoint, check, {"load_plain_state", {}});
-    impl_->run_or_close([&] {
-      for (size_t i = 0; i < states.size(); ++i) {
-        auto& all = inner.state();
-        void* key = shards.segments()[i].master.unsafeGetTensorImpl();
-        if (states[i]) {
-          all[key] = std::move(states[i]);
-        } else {
-          all.erase(key);
-        }
-      }
-      shards.take_state();
-    });
+    }
+    shards.take_state();
   });
 }
 

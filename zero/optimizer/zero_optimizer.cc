@@ -5,11 +5,13 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
-#include <unordered_set>
+#include <utility>
 
 #include "bookkeeping/layout.h"
 #include "zero/base/normal_tensors.h"
 #include "zero/optimizer/impl.h"
+#include "zero/optimizer/unsharded_state.h"
+#include "zero/training/repair.h"
 
 namespace zero {
 namespace {
@@ -20,12 +22,7 @@ std::vector<torch::optim::OptimizerParamGroup> visible_groups(
   std::vector<torch::optim::OptimizerParamGroup> groups;
   if (inner == nullptr) return groups;
   for (const auto& group : inner->param_groups()) {
-    std::vector<at::Tensor> unique;
-    std::unordered_set<const void*> known;
-    for (const at::Tensor& tensor : group.params()) {
-      if (known.insert(tensor.unsafeGetTensorImpl()).second) unique.push_back(tensor);
-    }
-    groups.emplace_back(std::move(unique), group.options().clone());
+    groups.emplace_back(each_once(group.params()), group.options().clone());
   }
   return groups;
 }
@@ -37,38 +34,34 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
                              ZeroOptions options)
     : torch::optim::Optimizer(
           std::vector<torch::optim::OptimizerParamGroup>(),
-          inner ? inner->defaults().clone() : std::make_unique<torch::optim::OptimizerOptions>()) {
+          inner ? inner->defaults().clone() : std::make_unique<torch::optim::OptimizerOptions>()),
+      impl_(std::make_unique<Impl>()) {
   const NormalTensors normal;
   // Before the inner optimizer gets masters instead.
   auto visible = visible_groups(inner.get());
   if (group.joins()) {
-    impl_ = Impl::join(module, inner, group, options, visible);
-    param_groups_ = std::move(visible);
-    return;
+    impl_->recovery.join(module, inner, group, options, visible);
+  } else {
+    impl_->engine = Engine::make(module, inner, group, options, Engine::Frozen::kUnmanaged);
+    impl_->engine->protocol.fail_stop([&] { impl_->recovery.start(visible); });
   }
-  impl_ = Impl::make(module, inner, group, options, Impl::Frozen::kUnmanaged);
   param_groups_ = std::move(visible);
-  for (const auto& g : param_groups_) impl_->group_members.push_back(g.params());
-  impl_->protocol.fail_stop([&] {
-    impl_->start_protection(nullptr);
-    if (impl_->protection) impl_->protect_at_once(param_groups_, "the constructor");
-  });
 }
 
 ZeroOptimizer::~ZeroOptimizer() {
   // See own_process.h: a forked child keeps what is its parent's.
-  if (impl_ && !impl_->protocol.in_own_process()) static_cast<void>(impl_.release());
+  if (impl_ && !impl_->engine->protocol.in_own_process()) static_cast<void>(impl_.release());
 }
 
-void ZeroOptimizer::backward(const at::Tensor& loss) { impl_->passes.run(loss); }
+void ZeroOptimizer::backward(const at::Tensor& loss) { impl_->engine->passes.run(loss); }
 
 void ZeroOptimizer::backward(const std::vector<at::Tensor>& outputs,
                              const std::vector<at::Tensor>& output_gradients, bool retain_graph) {
-  impl_->passes.run(outputs, output_gradients, retain_graph);
+  impl_->engine->passes.run(outputs, output_gradients, retain_graph);
 }
 
 at::Tensor ZeroOptimizer::scale_loss(const at::Tensor& loss) const {
-  return impl_->passes.scale_loss(loss);
+  return impl_->engine->passes.scale_loss(loss);
 }
 
 ZeroOptimizer::NoSync::NoSync(NoSync&& other) noexcept : active_(std::move(other.active_)) {
@@ -81,7 +74,7 @@ ZeroOptimizer::NoSync::~NoSync() {
 
 ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
   if (!enabled) return NoSync(nullptr);
-  CallProtocol& protocol = impl_->protocol;
+  CallProtocol& protocol = impl_->engine->protocol;
   protocol.check_usable();
   if (protocol.in_no_sync()) {
     protocol.throw_misuse(
@@ -94,19 +87,22 @@ ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
 
 void ZeroOptimizer::reduce_gradients() {
   at::NoGradGuard no_grad;
-  impl_->protocol.fail_stop([&] { impl_->reduce_gradients(); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { engine.reduce_gradients(); });
 }
 
 at::Tensor ZeroOptimizer::clip_grad_norm_(std::optional<double> max_norm, double norm_type) {
   at::NoGradGuard no_grad;
   at::Tensor norm;
-  impl_->protocol.fail_stop([&] { norm = impl_->clip(max_norm, norm_type); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { norm = engine.clip(max_norm, norm_type); });
   return norm;
 }
 
 void ZeroOptimizer::clip_grad_value_(double clip_value) {
   at::NoGradGuard no_grad;
-  impl_->protocol.fail_stop([&] { impl_->clip_value(clip_value); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { engine.clip_value(clip_value); });
 }
 
 at::Tensor ZeroOptimizer::step(LossClosure closure) {
@@ -116,104 +112,179 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   at::NoGradGuard no_grad;
-  impl_->protocol.fail_stop([&] { impl_->step(param_groups_); });
+  Engine& engine = *impl_->engine;
+  Recovery& recovery = impl_->recovery;
+  engine.protocol.fail_stop([&] {
+    recovery.before_step();
+    engine.step(param_groups_, [&] { recovery.check_joins(); });
+    recovery.after_step(param_groups_);
+  });
   return loss;
 }
 
 void ZeroOptimizer::wait_for(const torch::nn::Module& module) {
   at::NoGradGuard no_grad;
-  impl_->protocol.fail_stop([&] { impl_->gathers.finish_those_of(module); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { engine.gathers.finish_those_of(module); });
 }
 
 void ZeroOptimizer::zero_grad(bool) {
   at::NoGradGuard no_grad;
-  impl_->protocol.fail_stop([&] { impl_->zero_grad(); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { engine.zero_grad(); });
 }
 
-bool ZeroOptimizer::step_skipped() const { return impl_->record.counts().skipped; }
+bool ZeroOptimizer::step_skipped() const { return impl_->engine->record.counts().skipped; }
 
 double ZeroOptimizer::loss_scale() const {
-  impl_->record.follow_loss_scale();
-  return impl_->record.scaler().scale();
+  impl_->engine->record.follow_loss_scale();
+  return impl_->engine->record.scaler().scale();
 }
 
 at::Tensor ZeroOptimizer::gradient(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   at::Tensor result;
-  impl_->protocol.fail_stop([&] { result = impl_->gather_parameter(parameter, true); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { result = gather_parameter(engine, parameter, true); });
   return result;
 }
 
 at::Tensor ZeroOptimizer::master(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   at::Tensor result;
-  impl_->protocol.fail_stop([&] { result = impl_->gather_parameter(parameter, false); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { result = gather_parameter(engine, parameter, false); });
   return result;
 }
 
+void ZeroOptimizer::freeze(const std::vector<at::Tensor>& parameters) {
+  impl_->replanning.freeze(parameters, param_groups_);
+}
+
+void ZeroOptimizer::unfreeze(const std::vector<at::Tensor>& parameters,
+                             std::optional<size_t> param_group) {
+  impl_->replanning.unfreeze(parameters, param_group, param_groups_);
+}
+
+void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
+  impl_->replanning.add_param_group(param_group, param_groups_);
+}
+
+void ZeroOptimizer::save_checkpoint(const std::string& folder, const SaveOptions& options) {
+  at::NoGradGuard no_grad;
+  impl_->engine->protocol.fail_stop(
+      [&] { impl_->checkpoints.save(folder, options, param_groups_); });
+}
+
+std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
+    const std::string& folder, const SaveOptions& options) {
+  at::NoGradGuard no_grad;
+  std::unique_ptr<PendingCheckpoint> pending;
+  impl_->engine->protocol.fail_stop(
+      [&] { pending = impl_->checkpoints.save_async(folder, options, param_groups_); });
+  return pending;
+}
+
+LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {
+  at::NoGradGuard no_grad;
+  LoadReport report;
+  impl_->engine->protocol.fail_stop([&] {
+    impl_->recovery.finish();
+    report = impl_->checkpoints.load(folder, options, param_groups_);
+    impl_->recovery.protect_at_once(param_groups_, "load_checkpoint(" + folder + ")");
+  });
+  return report;
+}
+
+std::optional<std::string> ZeroOptimizer::latest_checkpoint(const std::string& parent) {
+  at::NoGradGuard no_grad;
+  std::optional<std::string> newest;
+  impl_->engine->protocol.fail_stop([&] { newest = impl_->checkpoints.latest(parent); });
+  return newest;
+}
+
+void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
+  at::NoGradGuard no_grad;
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { zero::load_plain_state(engine, plain); });
+}
+
+RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
+  const NormalTensors normal;
+  const at::NoGradGuard no_grad;
+  return impl_->recovery.recover(checkpoints, param_groups_);
+}
+
 void ZeroOptimizer::refresh_master_parameters() {
-  impl_->protocol.fail_stop([&] { impl_->refresh_masters(); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { refresh_masters(engine); });
 }
 
 void ZeroOptimizer::refresh_working_parameters() {
   at::NoGradGuard no_grad;
-  impl_->protocol.fail_stop([&] { impl_->refresh_working(); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { refresh_working(engine); });
 }
 
 void ZeroOptimizer::broadcast_buffers() {
-  impl_->protocol.fail_stop([&] { impl_->broadcast_buffers(); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { zero::broadcast_buffers(engine); });
 }
 
 void ZeroOptimizer::check_replicas() {
   at::NoGradGuard no_grad;
-  impl_->protocol.fail_stop([&] { impl_->check_replicas(); });
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { zero::check_replicas(engine); });
 }
 
 MemoryReport ZeroOptimizer::memory() const {
   MemoryReport report;
-  const Impl& impl = *impl_;
-  for (size_t a = 0; a < impl.plan.arenas.size(); ++a) {
-    const Arena& arena = impl.plan.arenas[a];
+  const Engine& engine = *impl_->engine;
+  for (size_t a = 0; a < engine.plan.arenas.size(); ++a) {
+    const Arena& arena = engine.plan.arenas[a];
     report.working_parameters +=
         arena.layout->full_numel(arena) * static_cast<int64_t>(c10::elementSize(arena.dtype));
   }
-  report.master_parameters = impl.shards.master_bytes();
-  report.optimizer_state = impl.shards.state_bytes();
-  report.gradient_shards = impl.reducer.shard_bytes();
-  report.full_gradients = impl.full_gradients.bytes() + impl.reducer.local_bytes();
-  report.buckets = impl.pool.held_bytes();
-  report.peak_buckets = impl.pool.peak_bytes();
-  report.unsent_gradients = impl.reducer.unsent_bytes();
-  if (impl.protection) report.protected_steps = impl.protection->held_bytes();
+  report.master_parameters = engine.shards.master_bytes();
+  report.optimizer_state = engine.shards.state_bytes();
+  report.gradient_shards = engine.reducer.shard_bytes();
+  report.full_gradients = engine.full_gradients.bytes() + engine.reducer.local_bytes();
+  report.buckets = engine.pool.held_bytes();
+  report.peak_buckets = engine.pool.peak_bytes();
+  report.unsent_gradients = engine.reducer.unsent_bytes();
+  report.protected_steps = impl_->recovery.held_bytes();
   return report;
 }
 
 Stats ZeroOptimizer::stats() const {
+  const Engine& engine = *impl_->engine;
   Stats stats;
-  stats.data = impl_->comms->data_traffic();
-  stats.control = impl_->comms->control_traffic();
-  const StepCounts::Values made = impl_->record.counts();
+  stats.data = engine.comms->data_traffic();
+  stats.control = engine.comms->control_traffic();
+  const StepCounts::Values made = engine.record.counts();
   stats.steps = made.steps;
   stats.skipped_steps = made.skipped_steps;
-  stats.rounds = impl_->reducer.rounds_sent();
-  if (impl_->protection) stats.copies = impl_->protection->traffic();
+  stats.rounds = engine.reducer.rounds_sent();
+  stats.copies = impl_->recovery.traffic();
   return stats;
 }
 
-const Plan& ZeroOptimizer::plan() const { return impl_->plan; }
-const Group& ZeroOptimizer::group() const { return impl_->group; }
-const ZeroOptions& ZeroOptimizer::options() const { return impl_->options; }
-const torch::optim::Optimizer& ZeroOptimizer::inner() const { return impl_->shards.inner(); }
+const Plan& ZeroOptimizer::plan() const { return impl_->engine->plan; }
+const Group& ZeroOptimizer::group() const { return impl_->engine->group(); }
+const ZeroOptions& ZeroOptimizer::options() const { return impl_->engine->options; }
+const torch::optim::Optimizer& ZeroOptimizer::inner() const {
+  return std::as_const(*impl_->engine).shards.inner();
+}
 
 void ZeroOptimizer::save(torch::serialize::OutputArchive&) const {
-  TORCH_CHECK(false, "rank ", impl_->comms->rank(),
+  TORCH_CHECK(false, "rank ", impl_->engine->comms->rank(),
               ": torch::save of a ZeroOptimizer: expected save_checkpoint(), since a torch archive "
               "would hold one rank's segments by address, without a checksum");
 }
 
 void ZeroOptimizer::load(torch::serialize::InputArchive&) {
   TORCH_CHECK(
-      false, "rank ", impl_->comms->rank(),
+      false, "rank ", impl_->engine->comms->rank(),
       ": torch::load of a ZeroOptimizer: expected load_checkpoint(), or for an archive of a plain "
       "optimizer torch::load into one and load_plain_state()");
 }

@@ -49,10 +49,6 @@ std::string Protection::finish() {
   return problem_;
 }
 
-void Protection::wait_for_copies(int64_t bucket) {
-  if (copies_) copies_->wait(bucket);
-}
-
 void Protection::make_whole(Generation& generation, MemoryFileWriter& writer) {
   const auto allocate = [this](int64_t bytes) { return generations_->allocate(bytes); };
   MemoryFile own = writer.finish();
@@ -61,8 +57,9 @@ void Protection::make_whole(Generation& generation, MemoryFileWriter& writer) {
   generations_->add(std::move(generation));
 }
 
-void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of) {
-  if (!ring_ && !others_may_join_) return;
+std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave file,
+                                               const std::vector<int64_t>& bucket_of) {
+  if (!ring_ && !others_may_join_) return nullptr;
   TORCH_INTERNAL_ASSERT(!made_.valid() && problem_.empty());
   // The first one replaces those of a group before this one only when it is agreed on.
   if (begun_ > 0) generations_->keep_newest();
@@ -75,10 +72,10 @@ void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int
   auto writer = std::make_shared<MemoryFileWriter>(
       std::move(file), generation->id(),
       [this](int64_t bytes) { return generations_->allocate(bytes); });
-  copies_ = writer->copy(bucket_of);
+  const std::shared_ptr<ShardCopies> copies = writer->copy(bucket_of);
   auto promise = std::make_shared<std::promise<std::string>>();
   made_ = promise->get_future();
-  thread_.push([this, promise, generation, writer, copies = copies_] {
+  thread_.push([this, promise, generation, writer, copies] {
     std::string problem;
     try {
       copies->copy_all();
@@ -89,6 +86,7 @@ void Protection::begin(Manifest manifest, FileToSave file, const std::vector<int
     }
     promise->set_value(problem);
   });
+  return copies;
 }
 
 }  // namespace zero

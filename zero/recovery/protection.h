@@ -37,10 +37,10 @@ class Protection {
   bool connection_failed() const { return connection_failed_; }
   // Collective, after all ranks agreed that finish() had no problem. Starts the next generation.
   // `file` has views of the shard; bucket_of[i] is the bucket of tensor i, or ShardCopies::kOfNone
-  // for one that is copied at once.
-  void begin(Manifest manifest, FileToSave file, const std::vector<int64_t>& bucket_of);
-  // Blocks until the tensors of buckets from `bucket` on are copied.
-  void wait_for_copies(int64_t bucket);
+  // for one that is copied at once. Returns the copies, which whoever changes a bucket waits for,
+  // or null where nothing protects.
+  std::shared_ptr<ShardCopies> begin(Manifest manifest, FileToSave file,
+                                     const std::vector<int64_t>& bucket_of);
   // Frees all but the newest generation. After an agreement as for begin().
   void keep_newest() { generations_->keep_newest(); }
 
@@ -60,7 +60,6 @@ class Protection {
   const bool others_may_join_;      // and need what one rank alone keeps for them
   std::unique_ptr<CopyRing> ring_;  // null for one rank alone, which nothing protects
   int64_t begun_ = 0;
-  std::shared_ptr<ShardCopies> copies_;
   std::future<std::string> made_;  // the problem of the generation under way
   std::string problem_;
   std::atomic<bool> connection_failed_ = false;

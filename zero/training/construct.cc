@@ -14,7 +14,7 @@
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/inner/classes.h"
-#include "zero/optimizer/impl.h"
+#include "zero/training/engine.h"
 #include "zero/training/group_layouts.h"
 
 namespace zero {
@@ -138,9 +138,9 @@ void construct(OptimizerCommunicators& comms, bool agreed, const std::function<v
 
 }  // namespace
 
-std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make(
-    torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner, const Group& group,
-    const ZeroOptions& options, Frozen sent) {
+std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
+                                     std::unique_ptr<torch::optim::Optimizer>& inner,
+                                     const Group& group, const ZeroOptions& options, Frozen sent) {
   auto comms = std::make_shared<OptimizerCommunicators>(options.mesh_group().value_or(group));
   std::unique_ptr<ParameterTable> table;
   std::optional<ShardDomains> domains;
@@ -190,18 +190,18 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make(
                                                }));
   };
   construct(*comms, /*agreed=*/true, [&] { comms->explained(agree); });
-  std::unique_ptr<Impl> impl;
+  std::unique_ptr<Engine> engine;
   construct(*comms, /*agreed=*/false, [&] {
     const c10::OptionalDeviceGuard guard(table->parameters().front().tensor.device());
-    impl = std::make_unique<Impl>(module, inner, std::move(*domains), options, comms,
-                                  std::move(*table), sent);
+    engine = std::make_unique<Engine>(module, inner, std::move(*domains), options, comms,
+                                      std::move(*table), sent);
   });
-  return impl;
+  return engine;
 }
 
-std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_over(
-    std::unique_ptr<torch::optim::Optimizer>& inner, const Group& over, const ParamGroups& groups,
-    Frozen sent) {
+std::unique_ptr<Engine> Engine::make_again(std::unique_ptr<torch::optim::Optimizer>& inner,
+                                           const Group& over, const ParamGroups& groups,
+                                           Frozen sent) const {
   auto& own = inner->param_groups();
   while (own.size() > groups.size()) own.pop_back();
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -209,11 +209,7 @@ std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_over(
     own[g].params() = groups[g].params();
     own[g].set_options(groups[g].options().clone());
   }
-  std::unique_ptr<Impl> made = make(module, inner, over, options, sent);
-  for (const auto& g : groups) made->group_members.push_back(g.params());
-  made->run = run;
-  made->left_groups = left_groups;
-  return made;
+  return make(module, inner, over, options, sent);
 }
 
 }  // namespace zero

@@ -1,9 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-//
-// freeze(), unfreeze() and add_param_group(): the same optimizer over other parameters. This rank's
-// shard is copied, everything is made anew as by the constructor, and the copies are loaded as a
-// checkpoint would be.
+#include "zero/optimizer/replanning.h"
+
 #include <ATen/core/grad_mode.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/util/Exception.h>
@@ -25,13 +23,12 @@
 #include "zero/base/error_text.h"
 #include "zero/combined_optimizer.h"
 #include "zero/inner/classes.h"
-#include "zero/optimizer/impl.h"
 #include "zero/recovery/gather_generation.h"
 
 namespace zero {
 namespace {
 
-using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+using ParamGroups = Engine::ParamGroups;
 
 ParamGroups copy_of(const ParamGroups& groups) {
   ParamGroups result;
@@ -136,7 +133,7 @@ class GradientFlags {
 }  // namespace
 
 // One change, the same on all ranks.
-struct ZeroOptimizer::Impl::Change {
+struct Replanning::Change {
   Call call;
   std::string arguments;
   std::vector<at::Tensor> leaving;  // parameters
@@ -159,156 +156,161 @@ std::optional<size_t> group_with(const at::Tensor& parameter, const ParamGroups&
 
 }  // namespace
 
-size_t ZeroOptimizer::Impl::former_group(const at::Tensor& parameter, const std::string& name,
-                                         const ParamGroups& groups) const {
+size_t Replanning::former_group(const at::Tensor& parameter, const std::string& name,
+                                const ParamGroups& groups) const {
   if (const auto own = group_with(parameter, groups)) return *own;
-  const auto left = left_groups.find(name);
-  return left == left_groups.end() ? 0 : left->second;
+  const auto left = left_groups_.find(name);
+  return left == left_groups_.end() ? 0 : left->second;
 }
 
-void ZeroOptimizer::Impl::agree_on(Change& change, const ParamGroups& groups) {
+void Replanning::agree_on(Change& change, const ParamGroups& groups) {
+  Engine& engine = *engine_;
   const auto check = [&] {
-    TORCH_CHECK(!options.mesh_group() && options.placements().empty(),
+    TORCH_CHECK(!engine.options.mesh_group() && engine.options.placements().empty(),
                 "expected plain data parallelism, got a mesh or placements; save a checkpoint and "
                 "make a new optimizer, which loads it");
-    check_can_be_stored(groups);
-    verify_shapes();
+    engine.check_no_gradients();
+    engine.check_groups(groups);
+    engine.verify_shapes();
     change.groups = copy_of(groups);
     change.edit(change.groups);
-    const Names names = names_in(module);
+    const Names names = names_in(engine.module);
     for (const at::Tensor& p : change.leaving) {
       change.left_groups[name_of(p, names)] = *group_with(p, groups);
     }
     for (const at::Tensor& p : change.entering) {
       const size_t g = *group_with(p, change.groups);
-      check_parameter(shards.inner(), static_cast<int64_t>(g), change.groups[g].options(), p,
+      check_parameter(engine.shards.inner(), static_cast<int64_t>(g), change.groups[g].options(), p,
                       name_of(p, names));
     }
   };
-  agree(change.call, check, {change.arguments, {}});
+  engine.agree(change.call, check, {change.arguments, {}});
 }
 
-std::shared_ptr<Generations> ZeroOptimizer::Impl::copy_shard(const ParamGroups& groups,
-                                                             const std::string& call) {
-  record.follow_loss_scale();
+std::shared_ptr<Generations> Replanning::copy_shard(const ParamGroups& groups,
+                                                    const std::string& call) {
+  Engine& engine = *engine_;
+  engine.record.follow_loss_scale();
   auto result = std::make_shared<Generations>();
-  run_on_all_ranks(*comms->control, call, [&]() -> std::string {
+  run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
     std::vector<int64_t> bucket_of;
-    auto [file, manifest] = protected_shard(groups, bucket_of);
+    auto [file, manifest] = recovery_.protected_shard(groups, bucket_of);
     Generation copy;
-    copy.world_size = comms->control->world_size();
+    copy.world_size = engine.comms->control->world_size();
     copy.manifest = std::move(manifest);
     copy.manifest.id = copy.id();
     MemoryFileWriter writer(std::move(file), copy.id(),
                             [&](int64_t bytes) { return result->allocate(bytes); });
     writer.copy_all();
-    copy.files.emplace(comms->rank(), writer.finish());
+    copy.files.emplace(engine.comms->rank(), writer.finish());
     result->add(std::move(copy));
     return {};
   });
   return result;
 }
 
-std::unique_ptr<ZeroOptimizer::Impl> ZeroOptimizer::Impl::make_changed(
-    const Change& change, const ParamGroups& groups, std::exception_ptr& refusal) {
+std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const ParamGroups& groups,
+                                                 std::exception_ptr& refusal) {
+  Engine& engine = *engine_;
   // An arena stays in memory as long as a parameter is in it.
   for (at::Tensor p : change.leaving) {
-    if (!plan.arenas[plan.parameter_arena[table.index_of(p)]].layout->in_place()) continue;
+    if (!engine.plan.arenas[engine.plan.parameter_arena[engine.table.index_of(p)]]
+             .layout->in_place())
+      continue;
     p.set_data(p.detach().clone(at::MemoryFormat::Preserve));
   }
   GradientFlags flags;
-  std::unique_ptr<torch::optim::Optimizer> inner = release();
+  recovery_.stop_protection();
+  std::unique_ptr<torch::optim::Optimizer> inner = engine.release();
   try {
     try {
       flags.set(change.leaving, false);
       flags.set(change.entering, true);
-      return make_over(inner, group, change.groups, Frozen::kUnmanaged);
+      return engine.make_again(inner, engine.group(), change.groups, Engine::Frozen::kUnmanaged);
     } catch (const c10::DistBackendError&) {
       throw;
     } catch (const c10::Error&) {
       flags.undo();
       refusal = std::current_exception();
     }
-    return make_over(inner, group, groups, Frozen::kUnmanaged);
+    return engine.make_again(inner, engine.group(), groups, Engine::Frozen::kUnmanaged);
   } catch (const std::exception& error) {
     flags.undo();
-    if (inner) shards.give_back_inner(std::move(inner));  // for those who look at it still
-    comms->abort(error_text(error));
+    if (inner) engine.shards.give_back_inner(std::move(inner));  // for those who look at it still
+    engine.comms->abort(error_text(error));
     throw;
   }
 }
 
-void ZeroOptimizer::Impl::replan(std::unique_ptr<Impl>& impl, ParamGroups& groups, Change change) {
+void Replanning::make(ParamGroups& groups, Change change) {
   const at::NoGradGuard no_grad;
   const std::string call = call_name(change.call);
   std::shared_ptr<Generations> shard;
-  std::unique_ptr<Impl> made;
+  std::unique_ptr<Engine> made;
   std::exception_ptr refusal;
-  impl->protocol.fail_stop([&] {
-    impl->agree_on(change, groups);
-    shard = impl->copy_shard(groups, call);
-    made = impl->make_changed(change, groups, refusal);
+  engine_->protocol.fail_stop([&] {
+    agree_on(change, groups);
+    shard = copy_shard(groups, call);
+    made = make_changed(change, groups, refusal);
   });
-  impl = std::move(made);
+  engine_ = std::move(made);
   if (!refusal) {
-    for (const auto& [name, group] : change.left_groups) impl->left_groups[name] = group;
+    for (const auto& [name, group] : change.left_groups) left_groups_[name] = group;
     // In place, for those who hold references.
     for (size_t g = 0; g < groups.size(); ++g) groups[g].params() = change.groups[g].params();
     for (size_t g = groups.size(); g < change.groups.size(); ++g)
       groups.push_back(change.groups[g]);
   }
   Restorable all;
-  all.servers.resize(static_cast<size_t>(impl->group.world_size()));
+  all.servers.resize(static_cast<size_t>(engine_->group().world_size()));
   std::iota(all.servers.begin(), all.servers.end(), 0);
-  impl->protocol.fail_stop([&] { impl->restore(*shard, all, groups, call); });
+  engine_->protocol.fail_stop([&] { recovery_.restore(*shard, all, groups, call); });
   if (refusal) std::rethrow_exception(refusal);
 }
 
-void ZeroOptimizer::freeze(const std::vector<at::Tensor>& parameters) {
-  const torch::nn::Module& module = impl_->module;
-  const auto edit = [&, impl = impl_.get()](Impl::ParamGroups& groups) {
-    check_known(module, impl->table, parameters, /*managed=*/true);
-    TORCH_CHECK(remove(parameters, groups) > 0,
+void Replanning::freeze(const std::vector<at::Tensor>& parameters, ParamGroups& groups) {
+  const Engine& engine = *engine_;
+  const auto edit = [&](ParamGroups& edited) {
+    check_known(engine.module, engine.table, parameters, /*managed=*/true);
+    TORCH_CHECK(remove(parameters, edited) > 0,
                 "expected a parameter to stay, got all of them; there would be nothing to "
                 "optimize");
   };
-  Impl::replan(impl_, param_groups_,
-               {Call::kFreeze, text_of(parameters, module), parameters, {}, edit});
+  make(groups, {Call::kFreeze, text_of(parameters, engine.module), parameters, {}, edit});
 }
 
-void ZeroOptimizer::unfreeze(const std::vector<at::Tensor>& parameters,
-                             std::optional<size_t> param_group) {
-  const torch::nn::Module& module = impl_->module;
-  const auto edit = [&, impl = impl_.get()](Impl::ParamGroups& groups) {
-    check_known(module, impl->table, parameters, /*managed=*/false);
-    const Names names = names_in(module);
+void Replanning::unfreeze(const std::vector<at::Tensor>& parameters,
+                          std::optional<size_t> param_group, ParamGroups& groups) {
+  const Engine& engine = *engine_;
+  const auto edit = [&](ParamGroups& edited) {
+    check_known(engine.module, engine.table, parameters, /*managed=*/false);
+    const Names names = names_in(engine.module);
     std::vector<size_t> into;
     for (const at::Tensor& p : parameters) {
-      into.push_back(param_group ? *param_group : impl->former_group(p, name_of(p, names), groups));
-      TORCH_CHECK(into.back() < groups.size(), "expected one of the ", groups.size(),
+      into.push_back(param_group ? *param_group : former_group(p, name_of(p, names), edited));
+      TORCH_CHECK(into.back() < edited.size(), "expected one of the ", edited.size(),
                   " parameter groups, got number ", into.back());
     }
-    remove(parameters, groups);
-    for (size_t i = 0; i < into.size(); ++i) groups[into[i]].params().push_back(parameters[i]);
+    remove(parameters, edited);
+    for (size_t i = 0; i < into.size(); ++i) edited[into[i]].params().push_back(parameters[i]);
   };
-  Impl::replan(impl_, param_groups_,
-               {Call::kUnfreeze,
-                text_of(parameters, module) + " " +
+  make(groups, {Call::kUnfreeze,
+                text_of(parameters, engine.module) + " " +
                     (param_group ? std::to_string(*param_group) : "its former group"),
                 {},
                 parameters,
                 edit});
 }
 
-void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
-  const torch::nn::Module& module = impl_->module;
-  const auto edit = [&, impl = impl_.get()](Impl::ParamGroups& groups) {
-    check_known(module, impl->table, param_group.params(), /*managed=*/false);
-    add_group(param_group, impl->shards.inner(), groups);
+void Replanning::add_param_group(const torch::optim::OptimizerParamGroup& param_group,
+                                 ParamGroups& groups) {
+  const Engine& engine = *engine_;
+  const auto edit = [&](ParamGroups& edited) {
+    check_known(engine.module, engine.table, param_group.params(), /*managed=*/false);
+    add_group(param_group, engine.shards.inner(), edited);
   };
-  Impl::replan(impl_, param_groups_,
-               {Call::kAddParamGroup,
-                text_of(param_group.params(), module),
+  make(groups, {Call::kAddParamGroup,
+                text_of(param_group.params(), engine.module),
                 {},
                 param_group.params(),
                 edit});

@@ -1,0 +1,67 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The checkpoints of an optimizer: what its ranks agree on, write and read. Internal.
+//
+//   save.cc   both kinds of saves
+//   load.cc   loads, also of files that other ranks see
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "zero/base/serial_thread.h"
+#include "zero/checkpoint/memory_file.h"
+#include "zero/checkpoint/run_identity.h"
+#include "zero/checkpoint/shard_copies.h"
+#include "zero/checkpoint/writer.h"
+#include "zero/checkpoint_options.h"
+#include "zero/pending_checkpoint.h"
+#include "zero/training/engine.h"
+
+namespace zero {
+
+class Checkpoints {
+ public:
+  using ParamGroups = Engine::ParamGroups;
+
+  // Of the optimizer whose present engine is `engine`, which must outlive this.
+  explicit Checkpoints(std::shared_ptr<Engine>& engine) : engine_(engine) {}
+
+  // Each is collective, and does what ZeroOptimizer's member of that name does. `groups` have the
+  // present options.
+  void save(const std::string& folder, const SaveOptions& save, const ParamGroups& groups);
+  std::unique_ptr<PendingCheckpoint> save_async(const std::string& folder, const SaveOptions& save,
+                                                const ParamGroups& groups);
+  LoadReport load(const std::string& folder, const LoadOptions& load, ParamGroups& groups);
+  std::optional<std::string> latest(const std::string& parent);
+
+  // Which run this rank's checkpoints are of.
+  RunIdentity& run() { return run_; }
+
+ private:
+  // A save that has begun on all ranks.
+  struct Save {
+    std::shared_ptr<CheckpointWriter> writer;
+    Manifest manifest;                   // without files
+    std::vector<FileToSave> files = {};  // of this rank
+    // Instead of those, for an asynchronous save, and what is still to be copied of the shard.
+    std::deque<std::shared_ptr<MemoryFileWriter>> copied_files = {};
+    std::shared_ptr<ShardCopies> copies = nullptr;
+  };
+  // Collective. `copy`: for an asynchronous save.
+  Save begin_save(const std::string& folder, const SaveOptions& save, bool copy,
+                  const ParamGroups& groups);
+
+  std::shared_ptr<Engine>& engine_;
+  RunIdentity run_;
+  KeptMemory memory_;      // of the copies of asynchronous saves
+  SerialThread removals_;  // of the checkpoints that asynchronous saves replaced
+};
+
+}  // namespace zero

@@ -1,0 +1,307 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/recovery.h"
+
+#include <c10/util/Exception.h>
+
+#include <functional>
+#include <map>
+#include <utility>
+
+#include "zero/agreement/all_or_none.h"
+#include "zero/base/error_text.h"
+#include "zero/checkpoint.h"
+#include "zero/checkpoint/differences.h"
+#include "zero/optimizer/shard_file.h"
+#include "zero/optimizer/staging.h"
+#include "zero/recovery/gather_generation.h"
+
+namespace zero {
+
+struct Recovery::Lifeline {
+  Lifeline(const Group& group, const torch::optim::Optimizer& inner)
+      : first_group(group),
+        roll(group.make_store("recovery"), group.rank(), group.world_size(), group.timeout(),
+             group.joins(), group.joins() ? std::vector<int>() : group.global_ranks()) {
+    for (const auto& g : inner.param_groups()) first_options.push_back(g.options().clone());
+  }
+
+  // The group of those present at a call of the roll. Collective over them.
+  Group group_of(const RollCall::Present& present) const {
+    return first_group.with_members(present.ranks, name_of(present));
+  }
+  // It is part of the errors of its communicators, which number their ranks from 0.
+  std::string name_of(const RollCall::Present& present) const;
+
+  const Group first_group;
+  // The options of construction: equal on all ranks, as those of survivors need not be.
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> first_options;
+  const std::shared_ptr<Generations> generations = std::make_shared<Generations>();
+  RollCall roll;
+};
+
+std::string Recovery::Lifeline::name_of(const RollCall::Present& present) const {
+  constexpr size_t kNamed = 8;
+  const std::vector<int>& numbers = first_group.global_ranks();
+  bool same = true;
+  std::string list;
+  for (size_t r = 0; r < present.ranks.size(); ++r) {
+    const auto n = static_cast<size_t>(present.ranks[r]);
+    const int number = n < numbers.size() ? numbers[n] : present.ranks[r];
+    same = same && number == static_cast<int>(r);
+    if (r < kNamed) list += (r == 0 ? "" : ", ") + std::to_string(number);
+  }
+  if (present.ranks.size() > kNamed) {
+    list += c10::str(" and ", present.ranks.size() - kNamed, " more");
+  }
+  const std::string name = c10::str("recovery ", roll.calls());
+  return same ? name : name + " (numbered anew: RANK " + list + ")";
+}
+
+namespace {
+
+// Which tensors of a protected step a rank needs: those that overlap its shard, and buffers.
+std::function<bool(const ManifestTensor&)> needed_by(const ShardOptimizer& shards,
+                                                     const ParameterTable& table) {
+  std::map<std::string, std::vector<std::pair<int64_t, int64_t>>> ranges;
+  for (const SegmentTensors& s : shards.segments()) {
+    ranges[table.parameters()[s.segment.parameter].name].emplace_back(
+        s.segment.begin, s.segment.begin + s.segment.numel);
+  }
+  return [ranges = std::move(ranges)](const ManifestTensor& t) {
+    if (t.kind == "buffer") return true;
+    const auto found = ranges.find(t.owner);
+    if (found == ranges.end()) return false;
+    for (const auto& [begin, end] : found->second) {
+      if (is_uncut(t.kind) || (t.begin < end && begin < t.begin + t.numel)) return true;
+    }
+    return false;
+  };
+}
+
+Restorable choose(const std::vector<std::string>& holdings, const std::string& checkpoints) {
+  try {
+    return newest_restorable(holdings);
+  } catch (const c10::Error& error) {
+    std::string advice = "; start again from a checkpoint";
+    if (!checkpoints.empty()) {
+      const std::optional<std::string> newest = latest(checkpoints);
+      advice += newest ? ": the newest is " + *newest : "; there is none in " + checkpoints;
+    }
+    TORCH_CHECK(false, "recover(): ", error_text(error), advice);
+  }
+}
+
+// Collective. Sets everything from a protected step of the same model; parameters that were not
+// managed then keep their values and have no state.
+void load_protected(Engine& engine, CheckpointReader& reader, Engine::ParamGroups& groups,
+                    const std::string& call) {
+  Staged staged;
+  run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
+    const CheckpointDifferences differences =
+        find_differences(reader.manifest(), engine.table, engine.shards.inner());
+    Staging staging(reader, engine.table, engine.shards, differences, /*mesh=*/nullptr);
+    staging.drop_state();
+    staging.read_segments(staged);
+    staging.read_whole(staged, engine.table.buffers(), "buffer");
+    staged.manifest = reader.manifest();
+    staged.restores_options = true;
+    const auto stored = static_cast<int64_t>(staged.manifest.groups.size());
+    for (int64_t g = 0; g < static_cast<int64_t>(groups.size()); ++g) {
+      staged.groups_from.push_back(g < stored ? g : -1);
+    }
+    return {};
+  });
+  commit(staged, engine, groups);
+}
+
+}  // namespace
+
+void Recovery::start(const ParamGroups& groups) {
+  const Engine& engine = *engine_;
+  failures_before_ = engine.group().failures();
+  if (engine.options.protect() == 0) return;
+  lifeline_ = std::make_shared<Lifeline>(engine.group(), engine.shards.inner());
+  connect();
+  protect_at_once(groups, "the constructor");
+}
+
+void Recovery::connect() {
+  if (engine_->options.protect() == 0) return;
+  protection_ = std::make_unique<Protection>(engine_->group(), lifeline_->generations,
+                                             lifeline_->roll.calls());
+}
+
+void Recovery::before_step() {
+  if (protection_ && (engine_->record.calls() + 1) % engine_->options.protect() == 0) finish();
+}
+
+void Recovery::check_joins() const {
+  if (!protection_ || engine_->record.calls() % engine_->options.protect() != 0) return;
+  const std::vector<int> waiting = lifeline_->roll.waiting();
+  if (waiting.empty()) return;
+  throw_communication_error(
+      c10::str("process ", waiting.front(),
+               " waits to join the job: call recover() on all ranks, which takes it in and goes "
+               "back to the last protected step"));
+}
+
+void Recovery::after_step(const ParamGroups& groups) {
+  if (!protection_) return;
+  const int64_t calls = engine_->record.calls();
+  // A step without gradients counts nothing.
+  if (calls != protected_calls_ && calls % engine_->options.protect() == 0) protect(groups);
+}
+
+void Recovery::finish() {
+  if (!protection_) return;
+  const std::string problem = protection_->finish();
+  if (!problem.empty()) engine_->comms->abort(problem);
+}
+
+std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& groups,
+                                                          std::vector<int64_t>& bucket_of) const {
+  const Engine& engine = *engine_;
+  FileToSave file = shard_file(engine, bucket_of);
+  if (engine.comms->rank() == 0) {
+    for (const NamedTensor& b : engine.table.buffers()) {
+      file.tensors.push_back({{b.name, b.name, "buffer", 0, b.tensor.numel(), 0}, b.tensor});
+    }
+  }
+  bucket_of.resize(file.tensors.size(), ShardCopies::kOfNone);
+  Manifest manifest = make_manifest(engine, groups, /*mesh=*/nullptr);
+  manifest.frozen.clear();  // what no step changes is on every rank
+  manifest.run = run_.id();
+  return {std::move(file), std::move(manifest)};
+}
+
+void Recovery::protect(const ParamGroups& groups) {
+  engine_->record.follow_loss_scale();
+  std::vector<int64_t> bucket_of;
+  auto [file, manifest] = protected_shard(groups, bucket_of);
+  auto copies = protection_->begin(std::move(manifest), std::move(file), bucket_of);
+  if (copies) engine_->readers.push_back(std::move(copies));
+  protected_calls_ = engine_->record.calls();
+}
+
+void Recovery::protect_at_once(const ParamGroups& groups, const std::string& call) {
+  if (!protection_) return;
+  protect(groups);
+  run_on_all_ranks(*engine_->comms->control, call, [&]() -> std::string {
+    const std::string problem = protection_->finish();
+    if (!problem.empty()) throw_error(protection_->connection_failed(), problem);
+    return {};
+  });
+  protection_->keep_newest();
+}
+
+RollCall::Present Recovery::leave_group() {
+  Engine& engine = *engine_;
+  // The failure may be that of a communicator of the caller's own: the others must notice too.
+  engine.comms->abort("rank " + std::to_string(engine.comms->rank()) + " called recover()");
+  engine.passes.remove_hooks();
+  protection_.reset();
+  try {
+    engine.gathers.finish();  // rows under way must not arrive in parameters that are set anew
+  } catch (const std::exception&) {  // they will not
+  }
+  const auto can_restore = [](const std::vector<std::string>& holdings) {
+    try {
+      newest_restorable(holdings);
+      return true;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  };
+  return lifeline_->roll.call(holdings_text(*lifeline_->generations), can_restore);
+}
+
+std::unique_ptr<Engine> Recovery::make_again(const Group& over) {
+  Engine& engine = *engine_;
+  ParamGroups groups;
+  for (size_t g = 0; g < engine.group_members.size(); ++g) {
+    // The options of the protected step are set when it is loaded.
+    groups.emplace_back(engine.group_members[g], lifeline_->first_options[g]->clone());
+  }
+  std::unique_ptr<torch::optim::Optimizer> inner = engine.release();
+  try {
+    return engine.make_again(inner, over, groups, Engine::Frozen::kAll);
+  } catch (...) {
+    if (inner) engine.shards.give_back_inner(std::move(inner));
+    throw;
+  }
+}
+
+int64_t Recovery::restore(const Generations& from, const Restorable& step, ParamGroups& groups,
+                          const std::string& call) {
+  Engine& engine = *engine_;
+  failures_before_ = engine.group().failures();
+  try {
+    connect();
+    const auto reader = gather_generation(*engine.comms->control, engine.group(), from, step,
+                                          needed_by(engine.shards, engine.table));
+    load_protected(engine, *reader, groups, call);
+    run_.resume(reader->manifest());
+    protect_at_once(groups, call);
+    return reader->manifest().steps + reader->manifest().skipped_steps;
+  } catch (const std::exception& error) {
+    engine.comms->abort(error_text(error));  // nothing may train on with half of a step
+    throw;
+  }
+}
+
+void Recovery::join(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner,
+                    const Group& group, const ZeroOptions& options, const ParamGroups& groups) {
+  const std::string who = "process " + std::to_string(group.rank()) + ", which joins a job: ";
+  TORCH_CHECK(
+      options.protect() > 0, who,
+      "expected ZeroOptions::protect(n), got 0; the ranks of the job take a process in at a "
+      "protected step");
+  TORCH_CHECK(inner != nullptr, who, "inner optimizer: expected one, got a null pointer");
+  lifeline_ = std::make_shared<Lifeline>(group, *inner);
+  const RollCall::Present present = lifeline_->roll.join(holdings_text(*lifeline_->generations));
+  const Restorable step = choose(present.texts, /*checkpoints=*/{});
+  engine_ =
+      Engine::make(module, inner, lifeline_->group_of(present), options, Engine::Frozen::kAll);
+  // The caller's keep the options of construction, which a schedule starts from.
+  ParamGroups restored = groups;
+  engine_->protocol.fail_stop(
+      [&] { restore(*lifeline_->generations, step, restored, "the constructor"); });
+}
+
+RecoveryReport Recovery::recover(const std::string& checkpoints, ParamGroups& groups) {
+  const std::shared_ptr<Lifeline> lifeline = lifeline_;
+  TORCH_CHECK(lifeline != nullptr, "rank ", engine_->comms->rank(),
+              ": recover(): expected ZeroOptions::protect(n), got 0; no other rank has a copy of "
+              "what a dead one held");
+  TORCH_CHECK(
+      engine_->group().failures() > failures_before_ || engine_->protocol.asks_for_recovery() ||
+          !lifeline->roll.waiting().empty(),
+      "rank ", lifeline->first_group.global_rank(),
+      ": recover(): expected a rank that ended or does not answer, a connection that failed, or a "
+      "process that waits to join, got none of them: this optimizer and the communicators of its "
+      "group work. What is no zero::CommunicationError would be thrown again after going back");
+  while (true) {
+    RollCall::Present present;
+    try {
+      present = leave_group();
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, "rank ", lifeline->first_group.global_rank(),
+                  ": recover(): ", error_text(error));
+    }
+    const Restorable step = choose(present.texts, checkpoints);
+    try {
+      engine_ = make_again(lifeline->group_of(present));
+      RecoveryReport report;
+      report.members = present.ranks;
+      engine_->protocol.fail_stop(
+          [&] { report.steps = restore(*lifeline->generations, step, groups, "recover()"); });
+      return report;
+    } catch (const c10::Error&) {
+      // One that died meanwhile is on no further list.
+      if (!lifeline->roll.lost_one_of(present.ranks)) throw;
+    }
+  }
+}
+
+}  // namespace zero

@@ -1,0 +1,60 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The same optimizer over other parameters. This rank's shard is copied, everything is made anew as
+// by the constructor, and the copies are loaded as a protected step would be. Internal.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <exception>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "zero/optimizer/recovery.h"
+#include "zero/recovery/generations.h"
+#include "zero/training/engine.h"
+
+namespace zero {
+
+class Replanning {
+ public:
+  using ParamGroups = Engine::ParamGroups;
+
+  // Of the optimizer whose present engine is `engine`. Both must outlive this.
+  Replanning(std::shared_ptr<Engine>& engine, Recovery& recovery)
+      : engine_(engine), recovery_(recovery) {}
+
+  // Each is collective, and does what ZeroOptimizer's member of that name does to `groups`, those
+  // that users see. Throws on all ranks with everything as it was.
+  void freeze(const std::vector<at::Tensor>& parameters, ParamGroups& groups);
+  void unfreeze(const std::vector<at::Tensor>& parameters, std::optional<size_t> param_group,
+                ParamGroups& groups);
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group, ParamGroups& groups);
+
+ private:
+  struct Change;
+  // Collective. Makes the change, in the order of the members below.
+  void make(ParamGroups& groups, Change change);
+  void agree_on(Change& change, const ParamGroups& groups);
+  // Collective. The protected step of now, of which each rank has its own file.
+  std::shared_ptr<Generations> copy_shard(const ParamGroups& groups, const std::string& call);
+  // Collective. With the changed groups; with `groups` if a rank finds those unusable, which sets
+  // `refusal`. Nothing but the destructor of the present engine may then be called.
+  std::unique_ptr<Engine> make_changed(const Change& change, const ParamGroups& groups,
+                                       std::exception_ptr& refusal);
+  // The group of a parameter that enters: the one which freeze() took it from or in which it was
+  // frozen at construction, else the first.
+  size_t former_group(const at::Tensor& parameter, const std::string& name,
+                      const ParamGroups& groups) const;
+
+  std::shared_ptr<Engine>& engine_;
+  Recovery& recovery_;
+  std::map<std::string, size_t> left_groups_;  // of parameters that freeze() took out, by name
+};
+
+}  // namespace zero

@@ -1,0 +1,125 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/optimizer/shard_file.h"
+
+#include <c10/util/Exception.h>
+#include <torch/version.h>
+
+#include <functional>
+#include <string>
+#include <utility>
+
+#include "bookkeeping/layout.h"
+#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/shard_copies.h"
+#include "zero/inner/classes.h"
+#include "zero/inner/state.h"
+#include "zero/version.h"
+
+namespace zero {
+namespace {
+
+TensorToSave piece(const std::string& owner, const std::string& kind, const Segment& segment,
+                   at::Tensor tensor) {
+  const std::string range = "[" + std::to_string(segment.begin) + ":" +
+                            std::to_string(segment.begin + segment.numel) + "]";
+  return {{owner + range + "." + kind, owner, kind, segment.begin, segment.numel, 0},
+          std::move(tensor)};
+}
+
+// The file of one rank, with views of its shard. `bucket_of` receives the bucket of each tensor, or
+// ShardCopies::kOfNone. If several ranks hold copies of a shard, the first one saves it.
+FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, int rank,
+                     const std::function<bool(int64_t parameter)>& saves,
+                     std::vector<int64_t>& bucket_of) {
+  FileToSave file{rank_file_name(rank), {}};
+  const torch::optim::Optimizer& inner = shards.inner();
+  for (const SegmentTensors& s : shards.segments()) {
+    if (!saves(s.segment.parameter)) continue;
+    const std::string& owner = table.parameters()[s.segment.parameter].name;
+    file.tensors.push_back(piece(owner, "master", s.segment, elements_of(s.master, s.master)));
+    bucket_of.resize(file.tensors.size(), s.segment.bucket);
+    const auto state = read_inner_state(inner, s.group, s.master);
+    if (!state) continue;
+    const auto add = [&](const std::string& kind, const Segment& range, const at::Tensor& tensor) {
+      TORCH_CHECK(safetensors_knows(tensor.scalar_type()), "checkpoint: parameter ", owner,
+                  ": expected state ", kind, " of a dtype that safetensors has, got ",
+                  tensor.scalar_type());
+      file.tensors.push_back(piece(owner, kind, range, tensor));
+    };
+    for (const auto& [kind, tensor] : state->tensors) {
+      add(kind, s.segment, elements_of(tensor, s.master));
+    }
+    for (const auto& [kind, tensor] : state->uncut) {
+      Segment range = s.segment;
+      range.numel = tensor.numel();
+      add(kUncutPrefix + kind, range, tensor);
+    }
+    for (const auto& [kind, tensor] : state->values) add(kind, s.segment, tensor);
+    bucket_of.resize(file.tensors.size(), s.segment.bucket);
+  }
+  return file;
+}
+
+std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
+  std::vector<ManifestParameter> result;
+  for (const NamedTensor& item : list) {
+    result.push_back({item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0});
+  }
+  return result;
+}
+
+}  // namespace
+
+FileToSave shard_file(const Engine& engine, std::vector<int64_t>& bucket_of) {
+  FileToSave file = rank_file(
+      engine.table, engine.shards, engine.comms->rank(),
+      [&](int64_t parameter) {
+        const auto& replicas = engine.domains.list[engine.domain_of[parameter]].replicas;
+        return !replicas || replicas->rank() == 0;
+      },
+      bucket_of);
+  // Copies from a GPU wait for the stream that computes.
+  if (!engine.device.is_cpu()) bucket_of.assign(bucket_of.size(), ShardCopies::kOfNone);
+  return file;
+}
+
+Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,
+                       const MeshTensors* mesh) {
+  Manifest m;
+  m.library_version = ZERO_VERSION_TEXT;
+  m.torch_version = TORCH_VERSION;
+  m.world_size = engine.comms->control->world_size();
+  m.stage = engine.options.stage();
+  m.layout = layout_names(engine.plan);
+  m.bucket_bytes = engine.options.bucket_bytes().value_or(
+      default_bucket_bytes(engine.domains.home.world_size(), !engine.device.is_cpu()));
+  m.plan_fingerprint = engine.plan.fingerprint();
+  m.optimizer = optimizer_name(engine.shards.inner());
+  const StepCounts::Values made = engine.record.counts();
+  m.steps = made.steps;
+  m.skipped_steps = made.skipped_steps;
+  const LossScaler::State state = engine.record.scaler().state();
+  m.dynamic_scale = engine.record.scaler().dynamic();
+  m.scale = state.scale;
+  m.good_steps = state.good_steps;
+  m.hysteresis_left = state.hysteresis_left;
+  m.skipped_at_min = state.skipped_at_min;
+  if (mesh != nullptr) {
+    m.holders = mesh->holders();
+    m.groups = mesh->groups();
+    m.parameters = mesh->parameters();
+    m.frozen = mesh->frozen();
+    m.buffers = mesh->buffers();
+    return m;
+  }
+  for (const auto& g : groups) m.groups.push_back(stored_option_values(g.options()));
+  for (const Parameter& p : engine.table.parameters()) {
+    m.parameters.push_back({p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group});
+  }
+  m.frozen = describe(engine.table.unmanaged());
+  m.buffers = describe(engine.table.buffers());
+  return m;
+}
+
+}  // namespace zero

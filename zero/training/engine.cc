@@ -1,0 +1,282 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/training/engine.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "zero/base/error_text.h"
+#include "zero/memory/device_stream.h"
+#include "zero/training/broadcasts.h"
+#include "zero/training/group_layouts.h"
+
+namespace zero {
+namespace {
+
+std::vector<int64_t> parameter_domains(const ParameterTable& table, const ShardDomains& domains) {
+  std::vector<int64_t> result;
+  for (const Parameter& p : table.parameters()) result.push_back(domains.of_group[p.group]);
+  return result;
+}
+
+Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
+                  const torch::optim::Optimizer& inner, const ZeroOptions& options) {
+  const std::vector<Layout> layouts = group_layouts(inner, options);
+  std::vector<ParameterInfo> infos;
+  for (const Parameter& p : table.parameters()) {
+    ParameterInfo info{p.tensor.numel(), p.tensor.scalar_type(), domains.of_group[p.group]};
+    info.layout = layouts[p.group];
+    if (is_whole(layouts[p.group])) info.cost = cost_of(p, inner, options);
+    infos.push_back(info);
+  }
+  std::vector<int64_t> world_sizes;
+  for (const ShardDomain& d : domains.list) world_sizes.push_back(d.group.world_size());
+  const bool on_gpu = !table.parameters().front().tensor.is_cpu();
+  PlanOptions plan{options.layout(), options.bucket_bytes(), on_gpu};
+  if (domains.list.size() == 1) {
+    const int local = domains.list.front().group.topology().ranks_per_machine();
+    plan.ranks_per_machine = std::max(local, 1);
+  }
+  return make_plan(infos, world_sizes, plan);
+}
+
+// This rank's number in each domain: the shards it owns.
+std::vector<int64_t> ranks_in(const ShardDomains& domains) {
+  std::vector<int64_t> ranks;
+  for (const ShardDomain& d : domains.list) ranks.push_back(d.group.rank());
+  return ranks;
+}
+
+// Any domain's communicator can send these buffers: memory that ranks of a machine share is the
+// same for all of them.
+BufferPool::Allocate allocator_of(const OptimizerCommunicators& comms) {
+  return [&comms](int64_t bytes) {
+    for (const DomainCommunicators& domain : comms.domains) {
+      if (at::Tensor buffer = domain.data->allocate(bytes); buffer.defined()) return buffer;
+    }
+    return at::Tensor();
+  };
+}
+
+int64_t pool_bytes(const Plan& plan, const ZeroOptions& options) {
+  const WireFormats wires = make_wire_formats(plan, options);
+  return buffer_bytes(plan, wires, ReductionQueue::buffers_kept(buffer_bytes(plan, wires, 1)));
+}
+
+std::vector<std::vector<at::Tensor>> members_of(const torch::optim::Optimizer& inner) {
+  std::vector<std::vector<at::Tensor>> result;
+  for (const auto& group : inner.param_groups()) result.push_back(each_once(group.params()));
+  return result;
+}
+
+// Collective. Sends rank 0's values to all ranks, and then makes the masters from them. The members
+// of `engine` before its shards are there.
+ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimizer>& inner,
+                           Engine::Frozen sent) {
+  const ParameterTable& table = engine.table;
+  engine.comms->explained([&] {
+    const Broadcasts broadcasts(engine.arena, *engine.comms);
+    broadcasts.parameters();
+    broadcasts.over_home(sent == Engine::Frozen::kAll ? table.frozen() : table.unmanaged(),
+                         "frozen parameters and buffers");
+    broadcasts.over_home(table.buffers(), "frozen parameters and buffers");
+  });
+  return ShardOptimizer(
+      {engine.plan, engine.table, ranks_in(engine.domains), engine.arena, engine.reducer},
+      std::move(inner),
+      {engine.options.fused(), !engine.device.is_cpu() || engine.options.static_graph()});
+}
+
+// The deviation of this rank from the promise of static_graph, or nothing.
+std::string static_problem(const Engine& engine) {
+  const std::vector<uint8_t>& used = engine.reducer.used();
+  if (engine.reducer.rounds_dropped() > 0) {
+    return "zero_grad() of the module or of a base class after a backward pass: expected every "
+           "gradient to be used, as static_graph(true) promises; call zero_grad() of the "
+           "ZeroOptimizer on all ranks, or make it without that option";
+  }
+  for (size_t i = 0; i < used.size(); ++i) {
+    if (used[i] != 0) continue;
+    return "parameter " + engine.table.parameters()[i].name +
+           ": expected a gradient in every step on every rank, as static_graph(true) promises, got "
+           "none; make the optimizer without that option";
+  }
+  const int64_t rounds = engine.reducer.rounds_needed();
+  const int64_t expected = engine.protocol.expected_rounds();
+  if (expected > 0 && rounds != expected) {
+    return "backward passes since the last step: expected as many as in the first one, which "
+           "needed " +
+           std::to_string(expected) + " reductions, got " + std::to_string(rounds) +
+           "; static_graph(true) promises that all steps are alike";
+  }
+  return {};
+}
+
+// The reason why `call` cannot be captured in a CUDA graph, or nothing.
+std::string capture_problem(const Engine& engine, Call call) {
+  const auto refuse = [](const std::string& got) {
+    return "CUDA graph capture: expected a training step with static_graph(true), fused kernels "
+           "and "
+           "a constant loss scale, after one that was not captured, got " +
+           got + "; end the capture and run it without";
+  };
+  if (!engine.options.static_graph()) return refuse("an optimizer without that option");
+  if (!is_of_a_step(call)) return refuse(call_name(call));
+  if (engine.protocol.expected_rounds() == 0) return refuse("the first step");
+  if (!engine.shards.deferred()) return refuse("an optimizer that runs its own step()");
+  if (engine.record.scaler().dynamic()) return refuse("a dynamic loss scale");
+  return {};
+}
+
+// The first problem of this rank that `call` must throw, or nothing.
+Problem first_problem(Engine& engine, Call call, const std::function<void()>& check) {
+  bool of_communication = false;
+  std::string text = engine.protocol.take_problem(call);
+  if (text.empty() && is_capturing(engine.device)) text = capture_problem(engine, call);
+  if (engine.shards.inner_was_stepped() && text.empty()) text = kInnerStepProblem;
+  if (text.empty() && call != Call::kZeroGrad) {
+    try {
+      engine.reducer.drop_resets();
+      if (check) check();
+      // Whatever the call: it completes the rounds, and so sends what is in p.grad().
+      engine.reducer.verify();
+    } catch (const std::exception& error) {
+      text = error_text(error);
+      of_communication = is_of_communication(error);
+    }
+  }
+  engine.reducer.claim_gradients();
+  if (text.empty() && call != Call::kZeroGrad && engine.reducer.any_used()) {
+    text = engine.passes.unscaled_problem();
+  }
+  if (text.empty() && engine.options.static_graph() && is_of_a_step(call))
+    text = static_problem(engine);
+  return {std::move(text), of_communication};
+}
+
+}  // namespace
+
+Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner,
+               ShardDomains all_domains, const ZeroOptions& asked,
+               std::shared_ptr<OptimizerCommunicators> connected, ParameterTable parameter_table,
+               Frozen sent)
+    : module(module),
+      domains(std::move(all_domains)),
+      options(asked),
+      group_members(members_of(*inner)),
+      comms(std::move(connected)),
+      table(std::move(parameter_table)),
+      device(table.parameters().front().tensor.device()),
+      domain_of(parameter_domains(table, domains)),
+      plan(make_plan_of(table, domains, *inner, options)),
+      protocol(domains, domain_of, *comms, device),
+      pool(device, pool_bytes(plan, options), allocator_of(*comms)),
+      arena(plan, table, pool),
+      reducer(plan, table, comms->domains, pool,
+              {make_wire_formats(plan, options), options.no_sync_fp32()}),
+      full_gradients(plan, table, comms->domains, pool),
+      shards(make_shards(*this, inner, sent)),
+      clipping(shards.segments(), domains.norm_weights, device, *comms->norm),
+      gathers(plan, table, arena, *comms, options),
+      record(options, comms->any_half, shards.deferred(), device, comms->rank(), reducer),
+      passes({table, reducer, shards, protocol, clipping, record, gathers}) {
+  table.remember();
+}
+
+Engine::~Engine() {
+  const c10::OptionalDeviceGuard guard(device);
+  wait_for_readers(0);  // the module outlives this, and may change its parameters
+  passes.remove_hooks();
+  try {
+    gathers.finish();  // the module may outlive this
+  } catch (...) {      // reported by the communicator's failure
+  }
+  // Without this the reducer's worker would wait for peers until the timeout.
+  if (protocol.has_failed() || reducer.rounds_needed() > 0) {
+    comms->abort("its optimizer was destroyed with gradients on their way");
+  }
+}
+
+std::unique_ptr<torch::optim::Optimizer> Engine::release() {
+  passes.remove_hooks();
+  std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
+  reducer.release_shards();
+  full_gradients.release();
+  arena.release();
+  return inner;
+}
+
+void Engine::wait_for_readers(int64_t bucket) {
+  for (const auto& reader : readers) reader->wait(bucket);
+  if (bucket == 0) readers.clear();
+}
+
+Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArguments arguments) {
+  gathers.finish();
+  record.follow_loss_scale();
+  // A failed reduction is known here; the control message would wait for its timeout.
+  reducer.check();
+  // A step waits bucket by bucket. Other calls may change any of them.
+  if (!is_of_a_step(call)) wait_for_readers(0);
+  const Problem problem = first_problem(*this, call, check);
+  if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
+    // Sums are of the same passes only where all ranks dropped the same ones.
+    arguments.on_all_ranks +=
+        (arguments.on_all_ranks.empty() ? "" : ", ") + std::string("the gradients of ") +
+        std::to_string(reducer.rounds_dropped()) +
+        " reductions dropped, as zero_grad() of the module or of a base class asked for (call "
+        "zero_grad() of the ZeroOptimizer on all ranks instead)";
+  }
+  const Agreement agreement = protocol.exchange(
+      call, problem, std::move(arguments), {reducer.rounds_needed(), passes.any(), reducer.used()});
+  // First: a gradient that cannot be sent, a sparse one for example, must not be tried again.
+  if (call == Call::kZeroGrad) reducer.discard();
+  reducer.complete(agreement.rounds);
+  return agreement;
+}
+
+void Engine::verify_shapes() const {
+  table.verify_shapes();
+  for (size_t i = 0; i < table.parameters().size(); ++i) {
+    check_dense(*plan.arenas[plan.parameter_arena[i]].layout, table.parameters()[i]);
+  }
+  // Only managed ones: attach() restores the others' place.
+  table.check_overlaps([](const Parameter&) { return false; });
+}
+
+void Engine::check_groups(const ParamGroups& groups) const {
+  const auto& expected = group_members;
+  for (size_t g = 0; g < std::max(groups.size(), expected.size()); ++g) {
+    const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+    TORCH_CHECK(
+        g < expected.size() && g < groups.size() &&
+            std::equal(groups[g].params().begin(), groups[g].params().end(), expected[g].begin(),
+                       expected[g].end(), same),
+        "parameter group ", g, ": expected the ", expected.size(),
+        " groups as this optimizer left them, got ", groups.size(),
+        " of which this one was added, removed or changed from outside (",
+        g < groups.size() ? groups[g].params().size() : 0,
+        " parameters); use freeze(), unfreeze() and add_param_group() of the ZeroOptimizer");
+  }
+}
+
+void Engine::run_or_close(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    comms->abort(error_text(error));
+    throw;
+  }
+}
+
+void Engine::check_no_gradients() const {
+  TORCH_CHECK(reducer.rounds_needed() == 0 && !reducer.any_used() && !clipping.has_clips(),
+              "expected no gradients since the last step, got some; a checkpoint holds no "
+              "gradients: call step() first, or zero_grad() to drop them");
+}
+
+}  // namespace zero

@@ -1,0 +1,134 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// One iteration of training: the parts that a step uses, and the collective calls of a step. It
+// knows neither checkpoints nor recovery. Internal.
+//
+//   construct.cc   what construction checks on each rank, what ranks agree on, what it sends
+//   engine.cc      how the parts are put together, and the agreement that begins each call
+//   step.cc        gradients, clipping, the step
+//   repair.h       calls beside a step, which read or mend whole parameters
+//
+// A call throws on all ranks or on none, and after most errors the next call works. Two helpers
+// stand for the exceptions: run_or_close(), and run_update() for the update of shards.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "zero/agreement/call_protocol.h"
+#include "zero/agreement/communicators.h"
+#include "zero/agreement/shard_domains.h"
+#include "zero/gradients/full_gradients.h"
+#include "zero/gradients/gradient_reducer.h"
+#include "zero/memory/bucket_reader.h"
+#include "zero/memory/working_arena.h"
+#include "zero/norm/clipping.h"
+#include "zero/training/backward.h"
+#include "zero/update/parameter_gathers.h"
+#include "zero/update/shard_optimizer.h"
+#include "zero/update/step_record.h"
+
+namespace zero {
+
+// The parts of one optimizer over one group. Recovery and changes of its parameters make it anew.
+struct Engine {
+  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+  // Which frozen parameters construction sends. Where processes join, theirs are in no other
+  // ZeroOptimizer yet, so that all are sent.
+  enum class Frozen { kUnmanaged, kAll };
+
+  // Collective. All that the constructor of ZeroOptimizer checks and makes. If it throws, `inner`
+  // is still the caller's, unless memory ran out. Throws CommunicationError after a failure of the
+  // communication, its base c10::DistBackendError after one of this rank alone, and another
+  // c10::Error where all ranks refuse.
+  static std::unique_ptr<Engine> make(torch::nn::Module& module,
+                                      std::unique_ptr<torch::optim::Optimizer>& inner,
+                                      const Group& group, const ZeroOptions& options, Frozen sent);
+  // Collective. The same over `over` and `groups`, with the inner optimizer that release()
+  // returned. Numbers and state are not taken over.
+  std::unique_ptr<Engine> make_again(std::unique_ptr<torch::optim::Optimizer>& inner,
+                                     const Group& over, const ParamGroups& groups,
+                                     Frozen sent) const;
+
+  // `comms` are connected. Takes `inner` when everything is sent.
+  Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner,
+         ShardDomains domains, const ZeroOptions& options,
+         std::shared_ptr<OptimizerCommunicators> comms, ParameterTable table, Frozen sent);
+  // Waits for readers of buckets and for gathers, since the module may outlive this.
+  ~Engine();
+
+  // Ends the use of hooks and of memory that another engine makes anew: masters, state, gradients,
+  // and the arena, which lives until its parameters have moved. Returns the inner optimizer.
+  // Nothing but the destructor may then be called.
+  std::unique_ptr<torch::optim::Optimizer> release();
+
+  // --- Agreement (engine.cc)
+
+  // Collective: every collective call begins with it. Agrees on `call`; `check` may throw this
+  // rank's problem. Completes all rounds that any rank needs, zero_grad() with zeros, so that
+  // whatever the call sends is sent after all reductions on every rank.
+  Agreement agree(Call call, const std::function<void()>& check = nullptr,
+                  AgreedArguments arguments = {});
+  // The checks of calls that read or write parameters which may have been changed.
+  void verify_shapes() const;
+  // Throws unless `groups` have the parameters of construction and nothing is left of a step.
+  void check_groups(const ParamGroups& groups) const;
+  void check_no_gradients() const;
+  // Runs what must not stop half-way. If it throws, the communicators are closed.
+  void run_or_close(const std::function<void()>& body);
+
+  // --- The calls of a step (step.cc)
+
+  // Each of them is collective, and does what ZeroOptimizer's member of that name does.
+  void reduce_gradients();
+  at::Tensor clip(std::optional<double> max_norm, double norm_type);
+  void clip_value(double value);
+  // `also` is one more check, which may throw this rank's problem.
+  void step(const ParamGroups& groups, const std::function<void()>& also = nullptr);
+  void zero_grad();
+
+  // Their steps.
+  // Stage 1: brings p.grad() up to the agreed rounds.
+  void gather_full_gradients(const Agreement& agreement);
+  void update(const Agreement& agreement);
+  // Updates this rank's shard and starts the gathers of the parameters.
+  void update_buckets();
+  // Runs what changes this rank's rows and sends them. If it throws here alone, shards are updated
+  // on some ranks only: the communicators are closed.
+  void run_update(const std::function<void()>& body);
+  // Brings the working parameters up to date with masters that changed.
+  void write_working_parameters();
+  void forget_gradients();
+  // Blocks until nobody reads the buckets from `bucket` on any more.
+  void wait_for_readers(int64_t bucket);
+
+  const Group& group() const { return domains.home; }
+
+  torch::nn::Module& module;
+  const ShardDomains domains;
+  const ZeroOptions options;
+  const std::vector<std::vector<at::Tensor>> group_members;  // of construction, each once
+  const std::shared_ptr<OptimizerCommunicators> comms;  // of the constructor too, while it runs
+  ParameterTable table;
+  const at::Device device;
+  const std::vector<int64_t> domain_of;  // per parameter
+  const Plan plan;
+  CallProtocol protocol;
+  BufferPool pool;
+  WorkingArena arena;
+  GradientReducer reducer;
+  FullGradients full_gradients;
+  ShardOptimizer shards;
+  Clipping clipping;
+  ParameterGathers gathers;
+  StepRecord record;
+  BackwardPasses passes;
+  std::vector<std::shared_ptr<BucketReader>> readers;  // of the shard as it is now
+};
+
+}  // namespace zero

@@ -1,0 +1,99 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/training/repair.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <string>
+#include <vector>
+
+#include "zero/memory/bucket_memory.h"
+#include "zero/training/broadcasts.h"
+#include "zero/update/replica_check.h"
+
+namespace zero {
+
+at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gradient) {
+  const int64_t index = engine.table.find(parameter);
+  const auto check = [&] {
+    engine.table.index_of(parameter);
+    engine.table.verify();
+  };
+  std::vector<std::string> by_domain(engine.domains.list.size());
+  if (index >= 0)
+    by_domain[engine.domain_of[index]] = "parameter " + engine.table.parameters()[index].name;
+  const Agreement agreement =
+      engine.agree(gradient ? Call::kGradient : Call::kMaster, check, {{}, std::move(by_domain)});
+  if (gradient) {
+    engine.gather_full_gradients(agreement);
+    if (agreement.used[index] == 0) return {};
+  }
+  const Parameter& p = engine.table.parameters()[index];
+  at::Tensor result = at::empty_strided(p.tensor.sizes(), p.strides,
+                                        p.tensor.options().dtype(at::kFloat).requires_grad(false));
+  for (int64_t b : engine.plan.parameter_buckets[index]) {
+    const Bucket& bucket = engine.plan.buckets[b];
+    Communicator& ranks = *engine.comms->domains[engine.domain_of[index]].data;
+    const Rows rows(engine.pool.take(engine.plan.bucket_numel(bucket), at::kFloat), bucket.rows);
+    rows.row(ranks.rank()).copy_(gradient ? engine.reducer.shard(b) : engine.shards.master_row(b));
+    ranks.gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name).wait();
+    std::vector<at::Tensor> tensors(bucket.slots.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (bucket.slots[i].parameter == index) tensors[i] = result;
+    }
+    copy_out_of_bucket(engine.plan, bucket, rows.values(), tensors);
+    engine.pool.give(rows.values());
+  }
+  return result;
+}
+
+void check_replicas(Engine& engine) {
+  engine.agree(Call::kCheckReplicas, [&] { engine.verify_shapes(); });
+  compare_replicas(engine);
+}
+
+void compare_replicas(Engine& engine) {
+  engine.gathers.finish();  // of this very step, with overlap_gather
+  if (engine.domains.uniform) {
+    check_working_parameters(engine.table, engine.shards, engine.comms->rank(),
+                             *engine.comms->control, [](int64_t) { return true; });
+    return;
+  }
+  engine.comms->check_each_domain([&](int64_t domain, Communicator& ranks) {
+    check_working_parameters(engine.table, engine.shards, ranks.rank(), ranks,
+                             [&](int64_t p) { return engine.domain_of[p] == domain; });
+  });
+}
+
+void refresh_masters(Engine& engine) {
+  const std::vector<NamedTensor> frozen = engine.table.unmanaged();
+  const auto check = [&] {
+    engine.verify_shapes();
+    engine.table.verify_whole();
+  };
+  engine.agree(Call::kRefreshMasters, check, engine.protocol.at_home(shapes_of(frozen)));
+  at::NoGradGuard no_grad;
+  engine.arena.attach();
+  const Broadcasts broadcasts(engine.arena, *engine.comms);
+  broadcasts.parameters();
+  broadcasts.over_home(frozen, "frozen parameters");
+  engine.shards.read_masters();
+  engine.table.remember();
+}
+
+void refresh_working(Engine& engine) {
+  engine.agree(Call::kRefreshWorking, [&] { engine.verify_shapes(); });
+  // An fp32 arena is its masters' home: values from elsewhere must not get in.
+  engine.arena.attach(/*keep_values=*/false);
+  engine.write_working_parameters();
+}
+
+void broadcast_buffers(Engine& engine) {
+  engine.agree(
+      Call::kBroadcastBuffers, [&] { engine.table.verify_whole(); },
+      engine.protocol.at_home(shapes_of(engine.table.buffers())));
+  Broadcasts(engine.arena, *engine.comms).over_home(engine.table.buffers(), "buffers");
+}
+
+}  // namespace zero

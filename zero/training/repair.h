@@ -1,0 +1,23 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Calls beside a step, which read, compare or mend whole parameters. Each is collective and does
+// what ZeroOptimizer's member of that name does. Internal.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "zero/training/engine.h"
+
+namespace zero {
+
+// The master of `parameter`, or its averaged gradient, which is undefined where no rank used it.
+at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gradient);
+void check_replicas(Engine& engine);
+// The same without an agreement, as the end of a call.
+void compare_replicas(Engine& engine);
+void refresh_masters(Engine& engine);
+void refresh_working(Engine& engine);
+void broadcast_buffers(Engine& engine);
+
+}  // namespace zero

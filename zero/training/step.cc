@@ -1,0 +1,205 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The collective calls of a step: what is agreed, sent and computed, in order.
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "zero/base/error_text.h"
+#include "zero/inner/classes.h"
+#include "zero/memory/trace_range.h"
+#include "zero/training/engine.h"
+#include "zero/training/repair.h"
+
+namespace zero {
+namespace {
+
+// Returns whether there are gradients that `call`, which `clips`, can clip. Throws where no rank
+// ran a backward pass.
+bool can_clip(const Engine& engine, Call call, const Agreement& agreement, bool clips) {
+  if (agreement.rounds != engine.reducer.rounds_dropped()) return true;
+  // After passes in which every rank dropped every layer there is nothing to clip, rightly.
+  TORCH_CHECK(!clips || agreement.passes, "rank ", engine.comms->rank(), ": ", call_name(call),
+              ": expected gradients since the last step, got no backward pass on any rank, so "
+              "nothing would be clipped; call it after the last backward() and before step()");
+  return false;
+}
+
+}  // namespace
+
+void Engine::reduce_gradients() {
+  gather_full_gradients(agree(Call::kReduceGradients, [&] { table.verify(); }));
+}
+
+void Engine::gather_full_gradients(const Agreement& agreement) {
+  if (options.stage() != 1 || !options.stage1_full_gradients()) return;
+  full_gradients.gather_rounds(agreement.rounds, reducer, agreement.used);
+}
+
+at::Tensor Engine::clip(std::optional<double> max_norm, double norm_type) {
+  const auto check = [&] {
+    TORCH_CHECK(!max_norm || *max_norm > 0, "max_norm: expected a number above 0, got ", *max_norm,
+                "; pass nullopt to measure only");
+    TORCH_CHECK(norm_type > 0, "norm_type: expected a number above 0 or infinity, got ", norm_type,
+                "; 2 is the usual one");
+    table.verify();
+  };
+  const TraceRange range("clip");
+  // Arguments must agree, since the coefficient is computed on every rank.
+  const Agreement agreement =
+      agree(Call::kClipGradNorm, check,
+            {"max_norm " + (max_norm ? exact_text(*max_norm) : std::string("nullopt")) +
+                 ", norm_type " + exact_text(norm_type),
+             {}});
+  gather_full_gradients(agreement);
+  if (!can_clip(*this, Call::kClipGradNorm, agreement, max_norm.has_value())) {
+    return at::zeros({}, clipping.coefficient().options());
+  }
+  clipping.renew(agreement.rounds);
+  const at::Tensor norm = clipping.norm(norm_type, agreement.rounds);
+  if (max_norm) clipping.clip(*max_norm, norm_type, norm, agreement.rounds);
+  return norm;
+}
+
+void Engine::clip_value(double value) {
+  const auto check = [&] {
+    TORCH_CHECK(value > 0, "clip_value: expected a number above 0, got ", value);
+    table.verify();
+  };
+  const Agreement agreement =
+      agree(Call::kClipGradValue, check, {"clip_value " + exact_text(value), {}});
+  gather_full_gradients(agreement);
+  if (!can_clip(*this, Call::kClipGradValue, agreement, /*clips=*/true)) return;
+  clipping.renew(agreement.rounds);
+  clipping.clip_value(value, agreement.rounds);
+}
+
+void Engine::step(const ParamGroups& groups, const std::function<void()>& also) {
+  const auto check = [&] {
+    check_groups(groups);
+    shards.push_options(groups);
+    table.verify();
+    table.verify_registered(module);
+    if (also) also();
+  };
+  // A schedule that differs between ranks would give each shard a different learning rate.
+  std::vector<std::string> by_domain(domains.list.size());
+  for (size_t g = 0; g < groups.size() && g < domains.of_group.size(); ++g) {
+    std::string& text = by_domain[domains.of_group[g]];
+    text += (text.empty() ? "options " : "; ") + options_text(groups[g].options());
+  }
+  const Agreement agreement = agree(Call::kStep, check, {{}, std::move(by_domain)});
+  const TraceRange range("step");
+  if (agreement.rounds == reducer.rounds_dropped()) {
+    record.add_nothing();
+    forget_gradients();
+    return;
+  }
+  passes.check_used(agreement, domains.uniform);
+  if (options.static_graph()) protocol.expect_rounds(agreement.rounds);
+  gather_full_gradients(agreement);
+  update(agreement);
+  forget_gradients();
+  // Elsewhere ranks would not all have the same order.
+  if (domains.uniform) reducer.expect_unused(agreement.used);
+  record.finish_step();
+  const int64_t every = options.check_replicas_every();
+  if (every > 0 && record.calls() % every == 0) compare_replicas(*this);
+}
+
+void Engine::update(const Agreement& agreement) {
+  at::Tensor nonfinite;
+  clipping.renew(agreement.rounds);
+  if (options.skip_nonfinite()) nonfinite = clipping.nonfinite(agreement.rounds);
+  if (shards.deferred()) {
+    // A skipped step sends rows that did not change: rarer than waiting for the device would be.
+    record.add(nonfinite);
+  } else {
+    const bool skipped = nonfinite.defined() && nonfinite.item<double>() != 0;
+    record.add(skipped);
+    if (skipped) return;
+    nonfinite = at::Tensor();
+  }
+  clipping.clamp_gradients();
+  shards.begin_update(agreement.used, clipping.coefficient(), nonfinite);
+  run_update([&] { update_buckets(); });
+  readers.clear();
+  if (!options.overlap_gather()) gathers.finish();
+  for (size_t i = 0; i < agreement.used.size(); ++i) {
+    // A graph that saved the old values must notice, as with any in-place update.
+    if (agreement.used[i] != 0) torch::autograd::impl::bump_version(table.parameters()[i].tensor);
+  }
+  table.remember();
+  if (options.overlap_gather()) gathers.change_versions_at_end(agreement.used);
+}
+
+void Engine::update_buckets() {
+  gathers.begin();
+  std::vector<int64_t> of_inner;
+  // Backwards: the next forward pass needs first what backward came to last.
+  for (auto b = static_cast<int64_t>(plan.buckets.size()) - 1; b >= 0; --b) {
+    if (!shards.is_fused(b)) {
+      of_inner.push_back(b);
+      continue;
+    }
+    wait_for_readers(b);
+    gathers.keep(b);
+    gathers.start(b, shards.update(b));
+  }
+  if (of_inner.empty()) return;
+  // The gathers of the others are under way while the inner optimizer steps.
+  wait_for_readers(0);
+  for (const int64_t b : of_inner) gathers.keep(b);
+  shards.update_inner();
+  for (const int64_t b : of_inner) gathers.start(b, shards.update(b));
+}
+
+void Engine::run_update(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    // The others wait for rows that are not sent, and some shards are updated while others are
+    // not: there is no way back.
+    if (!comms->failed().empty()) throw;
+    const std::string text = "the update of this rank's shard failed: " + error_text(error);
+    comms->abort(text);
+    TORCH_CHECK(false, text);
+  }
+}
+
+void Engine::write_working_parameters() {
+  run_update([&] {
+    gathers.begin();
+    for (size_t b = 0; b < plan.buckets.size(); ++b) {
+      const auto bucket = static_cast<int64_t>(b);
+      gathers.start(bucket, shards.write_working(bucket));
+    }
+  });
+  gathers.finish();
+  for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
+  table.remember();
+}
+
+void Engine::forget_gradients() {
+  reducer.consume();
+  full_gradients.forget_rounds();
+  clipping.reset();
+  passes.forget();
+}
+
+void Engine::zero_grad() {
+  const bool local_only = reducer.rounds_needed() == 0 && !reducer.any_used() &&
+                          !clipping.has_clips() && !protocol.owes_an_error();
+  if (!local_only) {
+    agree(Call::kZeroGrad);
+    protocol.repaired();
+  }
+  forget_gradients();
+  for (const Parameter& p : table.parameters()) p.tensor.mutable_grad().reset();
+}
+
+}  // namespace zero
