@@ -1,0 +1,101 @@
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""Targets of tests/<room>/: each is called after its source and depends on the room that it tests.
+
+A target names what it needs besides: `support` are libraries of //tests/support, `deps` all others.
+"""
+
+load("//third_party:zero.bzl", "zero_cc_binary", "zero_cc_library", "zero_cc_test")
+
+_RANKS = "//tests/support:run_ranks"
+
+# What all targets of a room depend on.
+_ROOMS = {
+    "agreement": ["//zero/agreement", _RANKS],
+    "base": ["//zero/base"],
+    "bookkeeping": ["//bookkeeping:memory", "//bookkeeping:reshard"],
+    "checkpoint": ["//zero/checkpoint", _RANKS],
+    "comm": ["//zero/comm", _RANKS],
+    "gradients": ["//zero/gradients", _RANKS],
+    "inner": ["//zero/inner"],
+    "kernels": ["//kernels"],
+    "memory": ["//zero/memory"],
+    "norm": ["//zero/norm", _RANKS],
+    "optimizer": ["//zero/optimizer", _RANKS],
+    "recovery": ["//zero/recovery", _RANKS],
+    "rendezvous": ["//zero/rendezvous"],
+    "training": ["//zero/optimizer", "//tests/support:training"],
+    "update": ["//zero/update", _RANKS],
+}
+
+# Rooms whose tests spend their time in loops of their own.
+_OPTIMIZED = ["bookkeeping", "kernels"]
+
+def _room():
+    return native.package_name().split("/")[-1]
+
+def _deps(room, support, deps):
+    found = ["//tests/support:" + name for name in support] + deps
+    if room:
+        if _room() in _ROOMS:
+            found = found + _ROOMS[_room()] + ["//tests/support:error_of"]
+        found = found + ["@libtorch//:torch"]
+    return [dep for i, dep in enumerate(found) if dep not in found[:i]]
+
+def room_test(
+        name,
+        size = "small",
+        source = None,
+        srcs = [],
+        support = [],
+        deps = [],
+        tags = [],
+        cpus = None,
+        asan = True,
+        room = True,
+        long = None,
+        **kwargs):
+    """A GoogleTest in <name>.cc.
+
+    Args:
+      name: of the test, and of its source.
+      size: small, or medium and more, which have two cores for themselves.
+      source: the name of the source, where it is not that of the test.
+      srcs: sources and headers besides.
+      support: libraries of //tests/support.
+      deps: other libraries.
+      tags: tsan, fault and others of CONTRIBUTING.md.
+      cpus: cores, where the size does not say it.
+      asan: whether AddressSanitizer runs it too.
+      room: False for a test that starts programs and links nothing of the room.
+      long: the environment of <name without _test>_long_test, the same test with more of everything.
+      **kwargs: as for cc_test.
+    """
+    kwargs["srcs"] = [(source or name) + ".cc"] + srcs
+    kwargs["deps"] = _deps(room, support, deps)
+    kwargs["optimized"] = _room() in _OPTIMIZED
+    cpus = cpus or (1 if size == "small" else 2)
+    cpu_tags = ["cpu:%d" % cpus] if cpus > 1 else []
+    zero_cc_test(name = name, size = size, tags = tags + cpu_tags + (["asan"] if asan else []), **kwargs)
+    if long:
+        zero_cc_test(
+            name = name[:-len("_test")] + "_long_test",
+            size = "enormous",
+            env = long,
+            tags = cpu_tags + ["long", "manual"],
+            **kwargs
+        )
+
+def room_program(name, support = [], deps = [], **kwargs):
+    """A program in <name>.cc that tests start."""
+    zero_cc_binary(name = name, srcs = [name + ".cc"], deps = _deps(True, support, deps), **kwargs)
+
+def room_library(name, srcs = None, hdrs = None, support = [], deps = [], **kwargs):
+    """What tests of a room share, in <name>.h and <name>.cc unless other files are named."""
+    zero_cc_library(
+        name = name,
+        srcs = native.glob([name + ".cc"]) if srcs == None else srcs,
+        hdrs = [name + ".h"] if hdrs == None else hdrs,
+        deps = _deps(True, support, deps) + ["@gtest//:gtest"],
+        **kwargs
+    )
