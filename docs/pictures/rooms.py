@@ -5,7 +5,8 @@
 
 A room is a folder with sources; that of the public headers, zero/ itself, may be included by every
 room and is drawn without arrows. An arrow stands for at least one #include. Arrows that follow from
-others are left out. A circle of includes is an error.
+others are left out. A circle of includes is an error, and so is a room that the table of rooms in
+CONTRIBUTING.md lacks, or lists above a room that includes it.
 """
 
 import os
@@ -13,7 +14,7 @@ import re
 import sys
 
 from drawing import (BLUE, GREEN, GREY, LIGHT_BLUE, LIGHT_GREEN, LIGHT_ORANGE, ORANGE,
-                     Picture, REPOSITORY, write)
+                     Picture, REPOSITORY, table_below, write)
 
 ABOUT = {
     "optimizer": "ZeroOptimizer",
@@ -61,6 +62,18 @@ def includes():
         others -= {room, "public"}
     below.pop("public", None)
     return below, sorted(public)
+
+
+def check_table(below):
+    """Ends the program unless CONTRIBUTING.md lists all rooms, each above those that it includes."""
+    names = [cells[0].strip("`/") for cells in table_below("CONTRIBUTING.md", "| room |")[1:]]
+    listed = [name.removeprefix("zero/") for name in names]
+    for room, others in below.items():
+        if room not in listed:
+            sys.exit(f"CONTRIBUTING.md: expected a row for the room {room}, got none")
+        for other in others:
+            if other in listed and listed.index(other) < listed.index(room):
+                sys.exit(f"CONTRIBUTING.md: expected {room} above {other}, which it includes")
 
 
 def floors(below):
@@ -165,6 +178,7 @@ def draw_room(picture, room, x, y):
 
 def main():
     below, public = includes()
+    check_table(below)
     floor = floors(below)
     arrows = needed(below)
     rows, paths = lanes(floor, arrows)
