@@ -2,17 +2,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Turns working gradients into gradient shards: fills buckets as backward produces gradients, and
-// sends each as soon as it and all before it are complete.
+// sends each as soon as it and all before it are complete. See Note [rounds] and Note [late
+// gradients] in docs/design.md.
 //
-// Buckets are sent in the plan's order, round by round, except that those which stayed incomplete
-// in the last step are last (expect_unused()). The round in which a gradient is sent depends only
-// on this rank's calls, never on timing, so that results are the same bits run after run; a sum has
-// the same terms whichever round they are in, so ranks need not choose the same one.
+// Buckets are sent in the plan's order, round by round, except that buckets with a parameter that
+// no rank used in the last step are last (expect_unused()). The round in which a gradient is sent
+// depends only on this rank's calls, never on timing, so that results are the same bits run after
+// run; a sum has the same terms whichever round they are in, so ranks need not choose the same one.
 //
 //   begin_pass  gradient_ready* close_round      optimizer.backward(loss)
 //               gradient_ready*                  loss.backward(): the round stays open
-//   complete(n) agreed by all ranks: whoever is behind sends zeros up to round n
-//   consume()   forgets it all; the next step begins
+//   complete(n) agreed by all ranks: a rank that is behind sends zeros up to round n
+//   consume()   forgets all of this; the next step begins
 //
 // drop_resets() does what zero_grad() of the module asked for: the sums of earlier rounds are
 // overwritten. Ranks must compare rounds_dropped(), as they agree on the rounds.
@@ -56,7 +57,7 @@ class GradientReducer {
   // Factor on every gradient besides the mean over ranks: 1 / loss scale.
   void set_scale(double scale) { scale_ = scale; }
 
-  // A backward pass begins whose end will be marked by close_round().
+  // Begins a backward pass, which close_round() ends.
   void begin_pass();
   // Makes p.grad() ready for the next gradient, by set_aside() and, where it was reset, by
   // drop_resets(). Throws as they do.
@@ -79,9 +80,9 @@ class GradientReducer {
 
   // Rounds this rank needs so that nothing it has is left behind.
   int64_t rounds_needed() const;
-  // Closes rounds until `rounds` were sent and waits for all of them. Throws
-  // when the communication failed. Until then, from the first bucket on, the data communicators
-  // refuse every other operation.
+  // Closes rounds until `rounds` were sent, and waits for all of them. Throws when the
+  // communication failed. From the first bucket until this returns, the data communicators refuse
+  // every other operation.
   void complete(int64_t rounds);
   // Throws when a reduction has failed already. Local.
   void check() {
@@ -90,12 +91,12 @@ class GradientReducer {
   }
   // Forgets gradients, rounds and used flags. Requires complete().
   void consume();
-  // Lets buckets with a parameter that no rank or not every rank will use go last, so that they do
-  // not hold the others back. `used` must be the same on all ranks. To be called after consume().
+  // Sends buckets with a parameter that is not `used` last from now on, so that they do not hold
+  // the others back. `used` must be the same on all ranks. To be called after consume().
   void expect_unused(const std::vector<uint8_t>& used);
 
-  // Counts as used the parameters that have a gradient, here or sent: also one that was put into
-  // p.grad() by hand, without a backward pass, and no longer one that was dropped again.
+  // Sets used(): a parameter is used while it has a gradient, in p.grad() or sent. A gradient that
+  // was put into p.grad() by hand counts; a dropped one does not.
   void claim_gradients();
   // Throws c10::Error when p.grad() holds what cannot be sent, or was changed although its gradient
   // is sent or averaged.
@@ -103,9 +104,9 @@ class GradientReducer {
   // Drops the gradients that were reset in p.grad(), as by zero_grad() of the module. Throws
   // c10::Error when they were reset for some only of the parameters whose gradients were sent.
   void drop_resets();
-  // Of the rounds since consume(), those whose gradients were dropped.
+  // The number of rounds since consume() whose gradients were dropped.
   int64_t rounds_dropped() const { return dropped_; }
-  // Forgets what this rank has not sent; complete() then sends zeros for it.
+  // Forgets the gradients that this rank has not sent; complete() then sends zeros in their place.
   void discard();
 
   // 1 where this rank had a gradient since consume().
@@ -123,7 +124,8 @@ class GradientReducer {
   int64_t local_bytes() const { return local_.bytes(); }
   int64_t unsent_bytes() const { return unsent_bytes_; }
   int64_t shard_bytes() const;
-  // Frees the shards: nothing may be called then but bytes and the destructor.
+  // Frees the shards: from then on only functions that count bytes and the destructor may be
+  // called.
   void release_shards() { shards_.clear(); }
 
  private:
