@@ -21,7 +21,6 @@ _ROOMS = {
     "kernels": ["//kernels"],
     "memory": ["//zero/memory"],
     "norm": ["//zero/norm", _RANKS],
-    "optimizer": ["//zero/optimizer", _RANKS],
     "recovery": ["//zero/recovery", _RANKS],
     "rendezvous": ["//zero/rendezvous"],
     "training": ["//zero/optimizer", "//tests/support:training"],

@@ -17,7 +17,8 @@ from drawing import (BLUE, GREEN, GREY, LIGHT_BLUE, LIGHT_GREEN, LIGHT_ORANGE, O
                      Picture, REPOSITORY, table_below, write)
 
 ABOUT = {
-    "optimizer": "ZeroOptimizer",
+    "optimizer": "ZeroOptimizer, checkpoints",
+    "training": "one iteration",
     "checkpoint": "files, folders, manifest",
     "recovery": "copies, and who is left",
     "agreement": "what ranks agree on first",

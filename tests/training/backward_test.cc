@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "tests/optimizer/backward_rank.h"
+#include "tests/training/backward_rank.h"
 #include "tests/support/error_of.h"
 
 namespace zero {

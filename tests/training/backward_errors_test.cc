@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/optimizer/backward_rank.h"
+#include "tests/training/backward_rank.h"
 #include "tests/support/error_of.h"
 #include "zero/training/backward.h"
 
