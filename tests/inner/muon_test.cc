@@ -321,23 +321,29 @@ TEST(MuonTest, TheResultIsAsNearToTheFormulaAsTheFormulaInTheSameDtype) {
   }
 }
 
-// Explicit dtypes are obeyed on every processor, and without one it is what is fast there.
+// Explicit dtypes are obeyed on every processor, and without one it is what is fast there: bf16 for
+// a matrix that is large enough.
 TEST(MuonTest, WithoutADtypeProductsAreOfBf16WhereTheProcessorHasThem) {
-  const auto stepped = [](std::optional<at::ScalarType> dtype, bool present) {
+  std::vector<int64_t> shape;
+  const auto stepped = [&](std::optional<at::ScalarType> dtype, bool present) {
     const Pretended pretended(present);
-    const at::Tensor p = parameter({20, 48});
+    const at::Tensor p = parameter(shape);
     give_gradients({p}, 1);
     Muon muon(Params{p}, MuonOptions(0.1).ns_dtype(dtype));
     muon.step();
     return p.detach();
   };
-  const at::Tensor fp32 = stepped(at::kFloat, true), bf16 = stepped(at::kBFloat16, true);
-  EXPECT_TRUE(at::equal(stepped(at::kFloat, false), fp32));
-  EXPECT_TRUE(at::equal(stepped(at::kBFloat16, false), bf16));
-  EXPECT_TRUE(at::equal(stepped(std::nullopt, true), bf16));
-  const at::Tensor rounded = stepped(std::nullopt, false);
-  EXPECT_GT(distance(rounded, fp32), 1e-5) << "factors are not rounded";
-  EXPECT_LE(distance(rounded, fp32), 0.02 * 0.1);
+  for (const bool large : {false, true}) {
+    shape = large ? std::vector<int64_t>{256, 128} : std::vector<int64_t>{20, 48};
+    const at::Tensor fp32 = stepped(at::kFloat, true), bf16 = stepped(at::kBFloat16, true);
+    EXPECT_TRUE(at::equal(stepped(at::kFloat, false), fp32)) << shape;
+    EXPECT_TRUE(at::equal(stepped(at::kBFloat16, false), bf16)) << shape;
+    const at::Tensor rounded = stepped(std::nullopt, false);
+    EXPECT_GT(distance(rounded, fp32), 1e-5) << "factors are not rounded";
+    EXPECT_LE(distance(rounded, fp32), 0.02 * 0.1);
+    EXPECT_FALSE(at::equal(rounded, bf16)) << shape;
+    EXPECT_TRUE(at::equal(stepped(std::nullopt, true), large ? bf16 : rounded)) << shape;
+  }
   EXPECT_TRUE(has_bf16_products(at::Device(at::kCUDA, 0)));
 }
 

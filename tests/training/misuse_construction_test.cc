@@ -113,7 +113,7 @@ TEST(ConstructionTest, MuonOnDifferentProcessorsNeedsADtype) {
     return texts;
   };
   for (const std::string& text : error(std::nullopt)) {
-    expect_words(text, {"first difference", "parameter group 0 zero::Muon multiplies in bfloat16",
+    expect_words(text, {"first difference", "parameter group 0 zero::Muon multiplies large matrices in bfloat16",
                         "rank 1: arithmetic of parameter group 0", "set MuonOptions::ns_dtype()"});
   }
   EXPECT_EQ(error(at::kFloat), (Words{"", ""}));
