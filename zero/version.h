@@ -8,6 +8,8 @@
 //   #if ZERO_VERSION < ZERO_VERSION_OF(0, 2, 0)
 #pragma once
 
+#include <string>
+
 #define ZERO_VERSION_MAJOR 0
 #define ZERO_VERSION_MINOR 1
 #define ZERO_VERSION_PATCH 0
@@ -20,3 +22,14 @@
 // "0.1.0"; checkpoints name the version that wrote them.
 #define ZERO_VERSION_TEXT \
   ZERO_VERSION_TEXT_OF(ZERO_VERSION_MAJOR, ZERO_VERSION_MINOR, ZERO_VERSION_PATCH)
+
+namespace zero {
+
+// Returns one line about the library as it was built, for logs and reports: its version, the
+// libtorch and the compiler it was built with, the kinds of devices it has kernels for, and its
+// transports. For example:
+//
+//   zero 0.1.0, libtorch 2.11.0, g++ 12.2.0, devices: cpu, transports: gloo shared-memory
+std::string version_string();
+
+}  // namespace zero

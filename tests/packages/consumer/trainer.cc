@@ -51,8 +51,8 @@ int train() {
   const double difference = (model->weight - plain->weight).abs().max().item<double>();
   const double moved = (model->weight - make_model()->weight).abs().max().item<double>();
   if (group.rank() == 0) {
-    std::printf("zero %s: %d ranks and one process %s\n", ZERO_VERSION_TEXT, group.world_size(),
-                difference < 1e-6 && moved > 1e-3 ? "agree" : "differ");
+    std::printf("%s: %d ranks and one process %s\n", zero::version_string().c_str(),
+                group.world_size(), difference < 1e-6 && moved > 1e-3 ? "agree" : "differ");
   }
   return difference < 1e-6 && moved > 1e-3 ? 0 : 1;
 }
