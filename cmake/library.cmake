@@ -24,6 +24,27 @@ function(zero_compile_options target)
   endif()
 endfunction()
 
+# Sets <variable> to the option for the plugin of third_party/pch, or to nothing for other compilers
+# than g++ and for one without the headers of plugins.
+function(zero_instantiate_plugin variable)
+  set(${variable} "" PARENT_SCOPE)
+  if(NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    return()
+  endif()
+  execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -print-file-name=plugin
+    OUTPUT_VARIABLE headers OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(NOT EXISTS "${headers}/include/gcc-plugin.h")
+    return()
+  endif()
+  set(plugin "${PROJECT_BINARY_DIR}/instantiate.so")
+  execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -shared -fPIC -fno-rtti -O1
+    -isystem "${headers}/include" "${PROJECT_SOURCE_DIR}/third_party/pch/instantiate.cc" -o "${plugin}"
+    RESULT_VARIABLE status ERROR_QUIET)
+  if(status EQUAL 0)
+    set(${variable} "-fplugin=${plugin}" PARENT_SCOPE)
+  endif()
+endfunction()
+
 if(ZERO_CUDA)
   if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
     set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
@@ -44,11 +65,11 @@ add_library(zero_objects OBJECT ${zero_sources})
 zero_compile_options(zero_objects)
 target_include_directories(zero_objects SYSTEM PRIVATE "${ZERO_XXHASH_INCLUDE_DIR}")
 target_link_libraries(zero_objects PRIVATE nlohmann_json::nlohmann_json)
-# Most of the time to compile a file is libtorch's headers.
-target_precompile_headers(zero_objects PRIVATE
-  <functional> <map> <memory> <string> <vector>
-  <ATen/core/Tensor.h> <c10/util/Exception.h> <torch/csrc/distributed/c10d/Backend.hpp>
-  <torch/csrc/distributed/c10d/Store.hpp> <torch/optim/optimizer.h>)
+# Most of the time to compile a file is libtorch's headers, and the templates of their inline
+# functions: see third_party/pch. CMake passes clang's own option by itself.
+target_precompile_headers(zero_objects PRIVATE "${PROJECT_SOURCE_DIR}/third_party/pch/torch.pch")
+zero_instantiate_plugin(plugin)
+target_compile_options(zero_objects PRIVATE -Wno-unknown-pragmas ${plugin})
 set_source_files_properties("${PROJECT_SOURCE_DIR}/zero/comm/backends/gloo.cc" PROPERTIES
   SKIP_PRECOMPILE_HEADERS ON
   COMPILE_DEFINITIONS USE_C10D_GLOO
