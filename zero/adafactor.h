@@ -41,14 +41,14 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
   using eps_t = std::tuple<std::optional<double>, double>;
 
   AdafactorOptions(double lr = 1e-2) : lr_(lr) {}
-  TORCH_ARG(double, lr) = 1e-2;
-  TORCH_ARG(double, beta2_decay) = -0.8;
+  TORCH_ARG(double, lr) = 1e-2;           // the learning rate, which limits the relative step
+  TORCH_ARG(double, beta2_decay) = -0.8;  // the exponent of t in k
   // eps1 and eps2. eps1 is by default the machine epsilon of the dtype of each parameter. Python
   // 2.11 takes that of a group's first parameter for the whole group.
   TORCH_ARG(eps_t, eps) = eps_t(std::nullopt, 1e-3);
-  TORCH_ARG(double, d) = 1.0;
-  TORCH_ARG(double, weight_decay) = 0;
-  TORCH_ARG(bool, maximize) = false;
+  TORCH_ARG(double, d) = 1.0;           // the bound of rms(u)
+  TORCH_ARG(double, weight_decay) = 0;  // multiplied by lr
+  TORCH_ARG(bool, maximize) = false;    // steps up the gradient
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -58,6 +58,7 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
+// What Adafactor keeps for one parameter.
 struct AdafactorParamState
     : public torch::optim::OptimizerCloneableParamState<AdafactorParamState> {
   TORCH_ARG(int64_t, step) = 0;     // t

@@ -36,9 +36,9 @@ struct SaveOptions {
   // folder that not all ranks see is an error. Equal on all ranks.
   TORCH_ARG(bool, shared_folder) = true;
 
+  using Metadata = std::map<std::string, std::string>;
   // The user's own text, given back by load_checkpoint(): the name of the run, the
   // epoch. UTF-8, at most 100,000 entries; rank 0's counts.
-  using Metadata = std::map<std::string, std::string>;
   TORCH_ARG(Metadata, metadata);
 
  public:

@@ -37,10 +37,10 @@ struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions>
   using norm_bounds_t = std::tuple<double, double>;
 
   LambOptions(double lr = 1e-3) : lr_(lr) {}
-  TORCH_ARG(double, lr) = 1e-3;
-  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
-  TORCH_ARG(double, eps) = 1e-6;
-  TORCH_ARG(double, weight_decay) = 0;
+  TORCH_ARG(double, lr) = 1e-3;                             // the learning rate
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);  // beta1 and beta2
+  TORCH_ARG(double, eps) = 1e-6;                            // added to the root of v
+  TORCH_ARG(double, weight_decay) = 0;                      // a part of u, so scaled by trust
   // False leaves out the divisions by 1 - beta^t.
   TORCH_ARG(bool, bias_correction) = true;
   // phi(x) = min(max(x, first), second). Default: phi(x) = x.

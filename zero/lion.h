@@ -28,10 +28,10 @@ namespace zero {
 // The options of Lion, which each group may have for itself.
 struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions> {
   LionOptions(double lr = 1e-4) : lr_(lr) {}
-  TORCH_ARG(double, lr) = 1e-4;
+  TORCH_ARG(double, lr) = 1e-4;  // the learning rate, by which each element moves
   using betas_t = std::tuple<double, double>;
-  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
-  TORCH_ARG(double, weight_decay) = 0;
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);  // beta1 and beta2
+  TORCH_ARG(double, weight_decay) = 0;                     // multiplied by lr
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;

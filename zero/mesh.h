@@ -23,6 +23,7 @@ namespace zero {
 // A value: copies share their groups. Thread safety: every member.
 class Mesh {
  public:
+  // A dimension of the grid.
   struct Dimension {
     std::string name;
     int size = 1;

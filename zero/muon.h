@@ -70,13 +70,14 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   using ns_coefficients_t = std::tuple<double, double, double>;
 
   MuonOptions(double lr = 1e-3) : lr_(lr) {}
-  TORCH_ARG(double, lr) = 1e-3;
-  TORCH_ARG(double, weight_decay) = 0.1;
-  TORCH_ARG(double, momentum) = 0.95;
-  TORCH_ARG(bool, nesterov) = true;
+  TORCH_ARG(double, lr) = 1e-3;           // the learning rate, times adjust(m, n)
+  TORCH_ARG(double, weight_decay) = 0.1;  // multiplied by lr
+  TORCH_ARG(double, momentum) = 0.95;     // the part of b that a step keeps
+  TORCH_ARG(bool, nesterov) = true;       // orthogonalises g + momentum * (b - g) in place of b
+  // a, b and c of the iteration.
   TORCH_ARG(ns_coefficients_t, ns_coefficients) = std::make_tuple(3.4445, -4.7750, 2.0315);
-  TORCH_ARG(double, eps) = 1e-7;
-  TORCH_ARG(int64_t, ns_steps) = 5;
+  TORCH_ARG(double, eps) = 1e-7;                      // the least |u| that divides u
+  TORCH_ARG(int64_t, ns_steps) = 5;                   // iterations of orthogonal(u)
   TORCH_ARG(std::string, adjust_lr_fn) = "original";  // or "match_rms_adamw"
 
   // The dtype of orthogonal(u): kBFloat16 as in Python, or kFloat. Without one, it is bfloat16

@@ -23,15 +23,15 @@ namespace zero {
 // growth_interval good steps in a row it grows.
 // Source: Micikevicius et al., "Mixed Precision Training", 2018.
 struct LossScalerOptions {
-  TORCH_ARG(double, initial_scale) = 65536.0;
-  TORCH_ARG(double, growth_factor) = 2.0;
-  TORCH_ARG(double, backoff_factor) = 0.5;
+  TORCH_ARG(double, initial_scale) = 65536.0;  // in the first step
+  TORCH_ARG(double, growth_factor) = 2.0;      // multiplies the scale where it grows
+  TORCH_ARG(double, backoff_factor) = 0.5;     // multiplies the scale where it shrinks
   // Good steps in a row before the scale grows.
   TORCH_ARG(int64_t, growth_interval) = 2000;
   // Bad steps before the scale shrinks; refilled when the scale grows.
   TORCH_ARG(int64_t, hysteresis) = 1;
-  TORCH_ARG(double, min_scale) = 1.0;
-  TORCH_ARG(double, max_scale) = 16777216.0;
+  TORCH_ARG(double, min_scale) = 1.0;         // the scale never shrinks below it
+  TORCH_ARG(double, max_scale) = 16777216.0;  // the scale never grows above it
   // step() throws after this many skipped steps in a row at the minimum scale; where it does not
   // wait for the device, the next backward() does.
   TORCH_ARG(int64_t, max_skipped_at_min) = 50;

@@ -73,7 +73,7 @@ struct GroupPlacement {
 // How tensor parallelism cuts tensors, for ZeroOptions::tensor_parts(). Rank i of `group` holds
 // part i; parts follow each other in the whole and may have different sizes.
 struct TensorParts {
-  Group group;
+  Group group;  // the ranks that hold the parts
   // Returns the dimension along which the parameter or buffer of this name is cut; nothing for one
   // that all ranks of `group` hold whole. Equal on all ranks that hold the name. Called by saves
   // and loads.

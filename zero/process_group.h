@@ -37,7 +37,10 @@ namespace zero {
 
 // The purpose of a communicator. Control messages are host memory and stay on
 // Gloo, whatever carries the data.
-enum class Purpose { kData, kControl };
+enum class Purpose {
+  kData,     // Parameters, gradients and norms.
+  kControl,  // Messages by which ranks agree.
+};
 
 // The result of a BackendFactory: a backend, and how it moves rows. Any pointer to a backend
 // converts.
