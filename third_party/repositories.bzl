@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything from outside this repository."""
 
-load("//third_party:cuda.bzl", "cuda_repository")
+load("//third_party:cc_rules.bzl", "cc_rules_repository")
+load("//third_party:cuda_repository.bzl", "cuda_repository")
 load("//third_party:libtorch.bzl", "libtorch_repository")
 load("//third_party:system_library.bzl", "system_library")
 
@@ -32,7 +33,13 @@ def _debian_bazel():
     _shim(name = "rules_cc")
 
 def zero_repositories():
+    """For a WORKSPACE."""
     _debian_bazel()
+    outside_repositories()
+
+def outside_repositories(from_rules_cc = False):
+    """What is outside of Bazel, too: for a WORKSPACE, and for module.bzl with the rules of rules_cc."""
+    cc_rules_repository(name = "zero_cc", from_rules_cc = from_rules_cc)
     libtorch_repository(name = "libtorch")
     cuda_repository(name = "cuda")
     system_library(

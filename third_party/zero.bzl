@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How our own code is compiled: cc rules with warnings, which are errors in this repository only.
 
-native.cc_* and not @rules_cc: the native rules are in every Bazel from 4 to 8,
-and this file is the only one to change where they are not.
+The rules are those of @zero_cc, which every Bazel from 4 to 9 has: see cc_rules.bzl.
 """
+
+load("@zero_cc//:cc.bzl", "zero_cc")
 
 _WARNINGS = [
     "-Wall",
@@ -24,7 +25,8 @@ _ERRORS = [
 # A project that uses this one may have a compiler with other warnings, or
 # compile without optimisation, where g++ does not see that TORCH_CHECK throws.
 def _warnings():
-    if native.repository_name().strip("@"):
+    repository = native.repo_name() if hasattr(native, "repo_name") else native.repository_name()
+    if repository.strip("@"):
         return _WARNINGS + ["-Wno-return-type"]
     return _WARNINGS + select({
         "//:no_werror": [],
@@ -67,17 +69,17 @@ def _options(kwargs, openmp, unoptimized = False):
     return kwargs
 
 def zero_cc_library(openmp = False, **kwargs):
-    native.cc_library(**_options(kwargs, openmp))
+    zero_cc.library(**_options(kwargs, openmp))
 
 def zero_cc_binary(openmp = False, **kwargs):
-    native.cc_binary(**_options(kwargs, openmp))
+    zero_cc.binary(**_options(kwargs, openmp))
 
 def zero_cc_test(openmp = False, optimized = False, data = [], deps = [], **kwargs):
     """A gtest. A main() of its own takes precedence over gtest's.
 
     `optimized` is for tests that spend their time in code of their own.
     """
-    native.cc_test(
+    zero_cc.test(
         # --config=tsan looks for it in the test's run folder.
         data = data + ["//third_party:tsan.supp"],
         **_options(dict(kwargs, deps = deps + ["@gtest//:main"]), openmp, unoptimized = not optimized)

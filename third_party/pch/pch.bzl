@@ -8,7 +8,12 @@ third_party/zero.bzl puts -include of a header on the command line of each file,
 the precompiled file beside it. A precompiled file of other macros is not taken: -Winvalid-pch says so.
 """
 
+load("@zero_cc//:cc.bzl", "zero_cc")
+
+_COMPILE = "c++-compile"
+
 def _precompiled_header_impl(ctx):
+    cc_common = zero_cc.common
     toolchain = ctx.attr._cc_toolchain[cc_common.CcToolchainInfo]
     features = cc_common.configure_features(
         ctx = ctx,
@@ -16,7 +21,7 @@ def _precompiled_header_impl(ctx):
         requested_features = ctx.features,
         unsupported_features = ctx.disabled_features,
     )
-    context = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps]).compilation_context
+    context = cc_common.merge_cc_infos(cc_infos = [dep[zero_cc.info] for dep in ctx.attr.deps]).compilation_context
 
     # The header lies beside what was made of it, and not in the source tree, where
     # the compiler would find it first.
@@ -59,16 +64,14 @@ def _precompiled_header_impl(ctx):
     )
     return [
         DefaultInfo(files = depset([header, compiled])),
-        CcInfo(compilation_context = cc_common.create_compilation_context(headers = depset([header, compiled]))),
+        zero_cc.info(compilation_context = cc_common.create_compilation_context(headers = depset([header, compiled]))),
     ]
-
-_COMPILE = "c++-compile"
 
 precompiled_header = rule(
     implementation = _precompiled_header_impl,
     attrs = {
         "header": attr.label(allow_single_file = True, mandatory = True),
-        "deps": attr.label_list(providers = [CcInfo]),
+        "deps": attr.label_list(providers = [zero_cc.info]),
         "copts": attr.string_list(),
         "_instantiate": attr.label(default = ":instantiate.cc", allow_single_file = True),
         "_precompile": attr.label(default = ":precompile.sh", allow_single_file = True, executable = True, cfg = "exec"),
