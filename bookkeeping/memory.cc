@@ -24,7 +24,7 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
     const auto element = static_cast<int64_t>(c10::elementSize(arena.dtype));
     const int64_t bytes = element * arena.layout->full_numel(arena);
     report.working_parameters += bytes;
-    if (options.stage == 1 && options.stage1_full_gradients) report.full_gradients += bytes;
+    if (options.stage == 1) report.full_gradients += bytes;
   }
   return report;
 }

@@ -35,7 +35,6 @@ struct MemoryReport {
 // What expected_memory() must know beside the plan.
 struct MemoryOptions {
   int64_t stage = 2;                  // ZeroOptions::stage()
-  bool stage1_full_gradients = true;  // ZeroOptions::stage1_full_gradients()
   // Bytes that the inner optimizer keeps for a segment of `numel` elements: 8 * numel for Adam, 4 *
   // numel for SGD with momentum. None if not given.
   std::function<int64_t(int64_t numel)> state_bytes;

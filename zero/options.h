@@ -32,9 +32,6 @@ struct LossScalerOptions {
   TORCH_ARG(int64_t, hysteresis) = 1;
   TORCH_ARG(double, min_scale) = 1.0;         // the scale never shrinks below it
   TORCH_ARG(double, max_scale) = 16777216.0;  // the scale never grows above it
-  // step() throws after this many skipped steps in a row at the minimum scale; where it does not
-  // wait for the device, the next backward() does.
-  TORCH_ARG(int64_t, max_skipped_at_min) = 50;
 };
 
 // The format in which a gradient is sent to the rank that owns its shard.
@@ -72,9 +69,6 @@ struct ZeroOptions {
 
   // 1: every rank can read averaged gradients in full. 2: its shard. Masters are sharded in both.
   TORCH_ARG(int64_t, stage) = 2;
-
-  // Stage 1 only. False drops the gather of the averaged gradients into p.grad(), and its cost.
-  TORCH_ARG(bool, stage1_full_gradients) = true;
 
   // Gradients are sent in buckets of about this many bytes. Larger buckets use the network better;
   // smaller ones start earlier and keep less in flight. Default: default_bucket_bytes() of
@@ -148,9 +142,10 @@ struct ZeroOptions {
   TORCH_ARG(bool, skip_nonfinite) = true;
 
   // step() throws on all ranks when more steps than this were skipped in a row for non-finite
-  // gradients under a constant loss scale; 0: never. The first skipped step warns. A dynamic scale
-  // has LossScalerOptions::max_skipped_at_min instead. Where step() does not wait for the device,
-  // it learns of skipped steps up to 32 steps later.
+  // gradients under a loss scale that is constant or at its minimum; 0: never. Under a constant
+  // scale the first skipped step warns. Where step() does not wait for the device, the next
+  // backward() throws for a dynamic scale, and for a constant one step() does, up to 32 steps
+  // later.
   TORCH_ARG(int64_t, max_skipped_in_a_row) = 50;
 
   // Default: dynamic when a working parameter is fp16, else none (a constant 1); none with
@@ -201,9 +196,6 @@ struct ZeroOptions {
   // element by itself, so that it may be given flat pieces of parameters. For checkpoints its
   // state's class must override serialize(): see zero/inner/serialized_state.h.
   TORCH_ARG(bool, elementwise) = false;
-
-  // Call check_replicas() in every n-th step; 0: never.
-  TORCH_ARG(int64_t, check_replicas_every) = 0;
 
   // Keeps this rank's shard of every n-th step (masters, optimizer state, counters, options; rank
   // 0's module buffers) also in the memory of another rank, on another machine where there is one,

@@ -62,7 +62,6 @@ struct Options {
   double bucket_mb = 0;
   int steps = 12;
   bool no_sync = false;
-  bool full_gradients = true;
   bool static_graph = false;
   bool overlap_gather = false;
   std::string reduce_dtype;  // empty: the library's default
@@ -117,7 +116,7 @@ class Run {
     peak_before_ = peak_mb();
     device_peak_ = std::make_unique<DevicePeak>(group.device());
     ZeroOptions zero_options;
-    zero_options.stage(options.stage).stage1_full_gradients(options.full_gradients);
+    zero_options.stage(options.stage);
     zero_options.static_graph(options.static_graph);
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
                                                        : Layout::kPerParameter);
@@ -362,8 +361,6 @@ int main(int argc, char** argv) {
   app.add_option("--steps", options.steps, "Timed steps, after 3 that are not")
       ->check(CLI::Range(1, 100000));
   app.add_flag("--no-sync", options.no_sync, "Send only in the last micro batch of a step");
-  app.add_flag("!--no-full-gradients", options.full_gradients,
-               "Stage 1 without the gather of averaged gradients");
   app.add_flag("--static-graph", options.static_graph, "Without control messages");
   app.add_flag("--overlap-gather", options.overlap_gather,
                "Gather parameters during the next forward pass");

@@ -38,11 +38,6 @@ SYSTEMS = {
         ["--stage", "2", "--sockets", "--no-sync"],
     ),
     "zero stage 1": ("zero", ["--stage", "1"], ["--stage", "1", "--no-sync"]),
-    "zero stage 1, reduce-scatter": (
-        "zero",
-        ["--stage", "1", "--no-full-gradients"],
-        ["--stage", "1", "--no-full-gradients", "--no-sync"],
-    ),
     # With several micro batches only: what DeepSpeed always does.
     "FSDP2, no resharding, every batch": ("fsdp2_zero2", None, []),
     "zero stage 2, every batch": ("zero", None, ["--stage", "2"]),

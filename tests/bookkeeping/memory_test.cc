@@ -24,7 +24,7 @@ TEST(MemoryTest, MatchesTheFormulas) {
       const Plan plan = make_plan({{p, dtype, 0}}, {w}, {});
       int64_t total = 0;
       for (int64_t rank = 0; rank < w; ++rank) {
-        total += expected_memory(plan, rank, {stage, true, adam}).total();
+        total += expected_memory(plan, rank, {stage, adam}).total();
       }
       EXPECT_EQ(total, bytes) << "W " << w << " stage " << stage;
     };

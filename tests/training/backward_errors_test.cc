@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "tests/training/backward_rank.h"
 #include "tests/support/error_of.h"
+#include "tests/training/backward_rank.h"
 #include "zero/training/backward.h"
 
 namespace zero {

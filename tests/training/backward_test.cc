@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "tests/training/backward_rank.h"
 #include "tests/support/error_of.h"
+#include "tests/training/backward_rank.h"
 
 namespace zero {
 namespace {

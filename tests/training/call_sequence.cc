@@ -97,13 +97,11 @@ class Generator {
   ZeroOptions draw_options() {
     ZeroOptions options;
     options.stage(1 + below(2))
-        .stage1_full_gradients(percent(75))
         .layout(kLayouts[below(3)])
         .bucket_bytes(draw_bucket_bytes())
         .fused(percent(70))
         .overlap_gather(percent(40))
         .no_sync_fp32(percent(25))
-        .check_replicas_every(percent(15) ? 1 + below(2) : 0)
         .loss_scaler(scaler_);
     if (percent(25)) options.reduce_dtype(c10::ScalarType::Float);
     if (percent(15)) options.reduce_dtype(c10::ScalarType::BFloat16);
@@ -379,14 +377,12 @@ constexpr std::array<const char*, 27> kActionNames = {"nothing",
 
 std::string text_of(const ZeroOptions& o) {
   std::ostringstream text;
-  text << "stage " << o.stage() << (o.stage1_full_gradients() ? "" : " without full gradients")
-       << " layout " << static_cast<int>(o.layout()) << " bucket_bytes "
+  text << "stage " << o.stage() << " layout " << static_cast<int>(o.layout()) << " bucket_bytes "
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
        << (o.overlap_gather() ? " overlap_gather" : "") << (o.static_graph() ? " static_graph" : "")
        << (o.no_sync_fp32() ? " no_sync_fp32" : "");
   if (o.gather_wire() == GatherWire::kChanges) text << " changes";
   if (o.reduce_dtype()) text << " reduce_dtype " << c10::toString(*o.reduce_dtype());
-  if (o.check_replicas_every() > 0) text << " check_replicas_every " << o.check_replicas_every();
   if (o.loss_scaler()) {
     text << " loss_scale " << o.loss_scaler()->initial_scale() << " grows after "
          << o.loss_scaler()->growth_interval();

@@ -113,7 +113,8 @@ TEST(ConstructionTest, MuonOnDifferentProcessorsNeedsADtype) {
     return texts;
   };
   for (const std::string& text : error(std::nullopt)) {
-    expect_words(text, {"first difference", "parameter group 0 zero::Muon multiplies large matrices in bfloat16",
+    expect_words(text, {"first difference",
+                        "parameter group 0 zero::Muon multiplies large matrices in bfloat16",
                         "rank 1: arithmetic of parameter group 0", "set MuonOptions::ns_dtype()"});
   }
   EXPECT_EQ(error(at::kFloat), (Words{"", ""}));
@@ -353,8 +354,8 @@ TEST(ConstructionTest, ModelsAndOptionsThatDiffer) {
                  "dtype BFloat16");
   expect_differs([](Ingredients& in, const Group&) { in.options.stage(1); }, "options stage 2",
                  "options stage 1");
-  expect_differs([](Ingredients& in, const Group&) { in.options.check_replicas_every(3); },
-                 "check_replicas_every 0", "check_replicas_every 3");
+  expect_differs([](Ingredients& in, const Group&) { in.options.max_skipped_in_a_row(3); },
+                 "max_skipped_in_a_row 50", "max_skipped_in_a_row 3");
   expect_differs([](Ingredients& in,
                     const Group&) { in.inner->param_groups()[1].options().set_lr(0.01000000001); },
                  "group 1 lr 0.01 ", "group 1 lr 0.01000000001 ");

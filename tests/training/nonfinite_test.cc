@@ -47,11 +47,10 @@ std::unique_ptr<torch::optim::Optimizer> inner_of(const GivenGradients& model, I
 
 // A constant scale, so that fp16 takes part in everything else.
 ZeroOptions constant_scale(double scale) {
-  return ZeroOptions().loss_scaler(LossScalerOptions()
-                                       .initial_scale(scale)
-                                       .min_scale(scale)
-                                       .growth_interval(1000000)
-                                       .max_skipped_at_min(1000000));
+  return ZeroOptions()
+      .loss_scaler(
+          LossScalerOptions().initial_scale(scale).min_scale(scale).growth_interval(1000000))
+      .max_skipped_in_a_row(0);
 }
 
 class NonfiniteAt : public ::testing::TestWithParam<int> {};

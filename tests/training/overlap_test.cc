@@ -259,16 +259,14 @@ TEST(OverlapTest, ReplicasAreComparedWhenParametersHaveArrived) {
         2,
         [&](const Group& group) {
           Stack model(3, false);
-          ZeroOptimizer optimizer(*model, sgd(*model), group,
-                                  ZeroOptions()
-                                      .layout(layout)
-                                      .bucket_bytes(kLayerBytes)
-                                      .overlap_gather(true)
-                                      .check_replicas_every(1));
+          ZeroOptimizer optimizer(
+              *model, sgd(*model), group,
+              ZeroOptions().layout(layout).bucket_bytes(kLayerBytes).overlap_gather(true));
           for (int step = 0; step < 2; ++step) {
             optimizer.wait_for(*model);
             optimizer.backward(model->loss(group.rank()));
             optimizer.step();
+            optimizer.check_replicas();
           }
         },
         on_memory());

@@ -674,7 +674,7 @@ void PlainUserRun::complete(int n, bool gathers) {
     state.dropped = dropped;
     state.ambiguous = false;
   }
-  const bool full = p_.options.stage() == 1 && p_.options.stage1_full_gradients();
+  const bool full = p_.options.stage() == 1;
   if (!gathers || !full || rounds <= std::max(net.gathered, dropped)) return;
   net.gathered = rounds;
   net.averages = true;

@@ -237,7 +237,6 @@ struct MemoryCase {
   Inner inner = Inner::kAdamW;
   int64_t state_per_element = 2;
   int64_t stage = 2;
-  bool full_gradients = true;
   Layout layout = Layout::kContiguous;
 };
 
@@ -269,20 +268,15 @@ std::vector<MemoryReport> memory_of(const MemoryCase& c, int world_size) {
         }
         GivenGradients model(initial);
         ZeroOptimizer optimizer(model, memory_inner(c.inner, model.parameters()), group,
-                                with_scale(1)
-                                    .stage(c.stage)
-                                    .layout(c.layout)
-                                    .stage1_full_gradients(c.full_gradients)
-                                    .bucket_bytes(1000));
+                                with_scale(1).stage(c.stage).layout(c.layout).bucket_bytes(1000));
         for (int step = 0; step < 2; ++step) {
           optimizer.backward(model.loss(gradients));
           optimizer.step();
         }
         const MemoryReport got = optimizer.memory();
         const MemoryReport expected = expected_memory(
-            optimizer.plan(), group.rank(), {c.stage, c.full_gradients, [&](int64_t numel) {
-                                               return 4 * c.state_per_element * numel;
-                                             }});
+            optimizer.plan(), group.rank(),
+            {c.stage, [&](int64_t numel) { return 4 * c.state_per_element * numel; }});
         EXPECT_EQ(got.working_parameters, expected.working_parameters);
         EXPECT_EQ(got.master_parameters, expected.master_parameters);
         EXPECT_EQ(got.optimizer_state, expected.optimizer_state);
@@ -315,13 +309,12 @@ void for_each_memory_case(Visit visit) {
   for (const InnerState& s : {InnerState{Inner::kAdamW, 2}, InnerState{Inner::kSgdMomentum, 1},
                               InnerState{Inner::kAdagrad, 1}, InnerState{Inner::kSgd, 0}}) {
     for (Layout layout : {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
-      for (int kind = 0; kind < 3; ++kind) {
+      for (const int64_t stage : {1, 2}) {
         MemoryCase c;
         c.inner = s.inner;
         c.state_per_element = s.per_element;
         c.layout = layout;
-        c.stage = kind == 0 ? 2 : 1;
-        c.full_gradients = kind == 1;
+        c.stage = stage;
         visit(c);
       }
     }
@@ -361,7 +354,7 @@ TEST_P(PrecisionAt, MemoryWithoutPaddingIsTheTextbookFormula) {
       const bool master = dtype != at::kFloat || c.layout == Layout::kPerParameter;
       int64_t expected = element * p + 4 * p / w + (master ? 4 * p / w : 0);
       expected += 4 * c.state_per_element * p / w;
-      if (c.stage == 1 && c.full_gradients) expected += element * p;
+      if (c.stage == 1) expected += element * p;
       for (const MemoryReport& report : memory_of(c, world_size)) {
         EXPECT_EQ(report.total() - report.buckets, expected)
             << dtype << " stage " << c.stage << " layout " << static_cast<int>(c.layout)

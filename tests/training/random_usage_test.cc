@@ -69,7 +69,6 @@ Training random_training(uint64_t seed) {
   t.options.stage(1 + d.below(2))
       .layout(d.percent(50) ? Layout::kContiguous : Layout::kPerParameter)
       .bucket_bytes(d.percent(15) ? 0 : 64 + d.below(3000))
-      .stage1_full_gradients(d.percent(70))
       .fused(d.percent(70));
   t.use = [seed, dropped = d.below(60)](int rank, int step, int micro) {
     Draw u = draw(seed, 1, rank, step, micro);
@@ -97,7 +96,7 @@ std::string describe(uint64_t seed, const Training& t) {
   text << "seed " << seed << " W " << t.world_size << " stage " << t.options.stage() << " layout "
        << static_cast<int>(t.options.layout()) << " bucket " << t.options.bucket_bytes().value_or(0)
        << " micro " << t.micro_batches << " width " << t.width << " fused " << t.options.fused()
-       << " full " << t.options.stage1_full_gradients() << " clip " << t.max_norm.value_or(0);
+       << " clip " << t.max_norm.value_or(0);
   return text.str();
 }
 

@@ -340,8 +340,7 @@ class SequenceRank {
       case Action::kNorm:
       case Action::kClip:
       case Action::kGradient:
-        markers =
-            optimizer_->options().stage() == 2 || !optimizer_->options().stage1_full_gradients();
+        markers = optimizer_->options().stage() == 2;
         break;
       default:
         return;

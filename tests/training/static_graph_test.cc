@@ -190,9 +190,10 @@ TEST_P(StaticGraphAt, HasTheBitsOfAnOrdinaryRunAndSendsNoControlMessages) {
 // The scale follows a step that the host did not wait for.
 TEST_P(StaticGraphAt, TheLossScaleFollowsSkippedSteps) {
   run_ranks(GetParam(), [&](const Group& group) {
-    const auto options = ZeroOptions().loss_scaler(
-        LossScalerOptions().initial_scale(1024).growth_interval(2).max_skipped_at_min(3).min_scale(
-            512));
+    const auto options =
+        ZeroOptions()
+            .loss_scaler(LossScalerOptions().initial_scale(1024).growth_interval(2).min_scale(512))
+            .max_skipped_in_a_row(2);
     GivenGradients model(initial_values(at::kHalf, at::kFloat));
     GivenGradients ordinary_model(initial_values(at::kHalf, at::kFloat));
     ZeroOptimizer optimizer(model, make_inner(Kind::kAdamW, model.parameters()), group,

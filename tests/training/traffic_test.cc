@@ -43,45 +43,39 @@ void one_step(OddModel& model, ZeroOptimizer& optimizer, int rank, int rounds, b
 TEST(TrafficTest, BytesPerStepAreTheFormula) {
   for (int world_size : {1, 2, 3, 4}) {
     for (int64_t stage : {1, 2}) {
-      for (bool full : {true, false}) {
-        for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
-          run_ranks(
-              world_size,
-              [&](const Group& group) {
-                OddModel model(1);
-                ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
-                                        ZeroOptions()
-                                            .stage(stage)
-                                            .stage1_full_gradients(full)
-                                            .layout(layout)
-                                            .bucket_bytes(1000));
-                one_step(model, optimizer, group.rank(), 1,
-                         true);  // the first step is like the rest
-                const Stats before = optimizer.stats();
-                one_step(model, optimizer, group.rank(), 2, true);
-                const Stats after = optimizer.stats();
-                const int64_t others = world_size - 1;
-                const int64_t share = padded_bytes(optimizer.plan()) / world_size * others;
-                const auto buckets = static_cast<int64_t>(optimizer.plan().buckets.size());
-                const int64_t gathers = stage == 1 && full ? 2 : 1;
-                EXPECT_EQ(after.data.exchange_bytes_sent - before.data.exchange_bytes_sent,
-                          2 * share);
-                EXPECT_EQ(after.data.gather_bytes_sent - before.data.gather_bytes_sent,
-                          gathers * share);
-                EXPECT_EQ(after.data.small_bytes_sent - before.data.small_bytes_sent, 16 * others);
-                if (world_size > 1) {
-                  EXPECT_EQ(after.data.exchange_calls - before.data.exchange_calls, 2 * buckets);
-                  EXPECT_EQ(after.data.gather_calls - before.data.gather_calls, gathers * buckets);
-                  EXPECT_EQ(after.data.small_calls - before.data.small_calls, 1);
-                  // One for clip_grad_norm_ and one for step().
-                  EXPECT_EQ(after.control.small_calls - before.control.small_calls, 2);
-                }
-                EXPECT_EQ(after.rounds - before.rounds, 2);
-                EXPECT_EQ(after.steps - before.steps, 1);
-                EXPECT_EQ(optimizer.memory().unsent_gradients, 0);
-              },
-              {Transport::kMemory});
-        }
+      for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+        run_ranks(
+            world_size,
+            [&](const Group& group) {
+              OddModel model(1);
+              ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                                      ZeroOptions().stage(stage).layout(layout).bucket_bytes(1000));
+              one_step(model, optimizer, group.rank(), 1,
+                       true);  // the first step is like the rest
+              const Stats before = optimizer.stats();
+              one_step(model, optimizer, group.rank(), 2, true);
+              const Stats after = optimizer.stats();
+              const int64_t others = world_size - 1;
+              const int64_t share = padded_bytes(optimizer.plan()) / world_size * others;
+              const auto buckets = static_cast<int64_t>(optimizer.plan().buckets.size());
+              const int64_t gathers = stage == 1 ? 2 : 1;
+              EXPECT_EQ(after.data.exchange_bytes_sent - before.data.exchange_bytes_sent,
+                        2 * share);
+              EXPECT_EQ(after.data.gather_bytes_sent - before.data.gather_bytes_sent,
+                        gathers * share);
+              EXPECT_EQ(after.data.small_bytes_sent - before.data.small_bytes_sent, 16 * others);
+              if (world_size > 1) {
+                EXPECT_EQ(after.data.exchange_calls - before.data.exchange_calls, 2 * buckets);
+                EXPECT_EQ(after.data.gather_calls - before.data.gather_calls, gathers * buckets);
+                EXPECT_EQ(after.data.small_calls - before.data.small_calls, 1);
+                // One for clip_grad_norm_ and one for step().
+                EXPECT_EQ(after.control.small_calls - before.control.small_calls, 2);
+              }
+              EXPECT_EQ(after.rounds - before.rounds, 2);
+              EXPECT_EQ(after.steps - before.steps, 1);
+              EXPECT_EQ(optimizer.memory().unsent_gradients, 0);
+            },
+            {Transport::kMemory});
       }
     }
   }

@@ -73,7 +73,6 @@ class Generator {
     p_.frozen_in_groups = percent(50);
     if (p_.nets == Nets::kOne && percent(15)) p_.loss_scale = 8.0;
     p_.options.stage(1 + below(2))
-        .stage1_full_gradients(percent(75))
         .layout(kLayouts[below(3)])
         .bucket_bytes(percent(50) ? 16 + below(120) : 1 << 20)
         .fused(percent(70))
@@ -300,8 +299,7 @@ std::string describe(const UserProgram& p) {
        << kNets[static_cast<size_t>(p.nets)] << ", " << c10::toString(p.dtype) << ", "
        << kInners[static_cast<size_t>(p.inner)]
        << (p.frozen_in_groups ? " with the frozen parameter" : "") << ", scale " << p.loss_scale
-       << ", stage " << o.stage() << (o.stage1_full_gradients() ? "" : " without full gradients")
-       << " layout " << static_cast<int>(o.layout()) << " bucket_bytes "
+       << ", stage " << o.stage() << " layout " << static_cast<int>(o.layout()) << " bucket_bytes "
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
        << (o.overlap_gather() ? " overlap_gather" : "")
        << (o.no_sync_fp32() ? " no_sync_fp32" : "");

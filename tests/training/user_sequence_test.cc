@@ -127,7 +127,7 @@ class UserRank {
   }
 
   const std::vector<UserModel>& models() const { return models_; }
-  void wait(0) {
+  void wait_for_all() {
     for (size_t n = 0; n < optimizers_.size(); ++n) optimizers_[n]->wait_for(*models_[n]);
   }
 
@@ -145,7 +145,7 @@ class UserRank {
 
  private:
   at::Tensor run_pass(const UserEvent& event) {
-    if (event.form != PassForm::kUnwaited) wait(0);
+    if (event.form != PassForm::kUnwaited) wait_for_all();
     std::vector<ZeroOptimizer::NoSync> guards;
     for (size_t n = 0; n < optimizers_.size(); ++n) {
       guards.push_back(optimizers_[n]->no_sync((event.no_sync >> n & 1) != 0));
@@ -217,7 +217,7 @@ class UserRank {
 
   void edit(const UserEvent& event, UserModel& model, const at::Tensor& p) {
     ZeroOptimizer& o = *optimizers_[event.net];
-    wait(0);
+    wait_for_all();
     at::NoGradGuard no_grad;
     const auto value = [&](int rank) { return edited_value(event, *model, event.parameter, rank); };
     switch (event.call) {
@@ -332,7 +332,7 @@ std::string run_program(const UserProgram& program) {
         if (task.by_rank[rank] != Expectation::kNotCalled) outcomes[rank] = own.run(task.event);
         meeting.arrive();
         if (!look) continue;
-        own.wait(0);
+        own.wait_for_all();
         plain.compare(rank, own.models());
       }
     } catch (const c10::Error& error) {

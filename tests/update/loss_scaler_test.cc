@@ -63,18 +63,14 @@ TEST(LossScalerTest, HysteresisCountsBadStepsUntilTheScaleGrows) {
 }
 
 TEST(LossScalerTest, StaysBetweenItsBounds) {
-  LossScaler scaler(LossScalerOptions()
-                        .initial_scale(4)
-                        .min_scale(3)
-                        .max_scale(10)
-                        .growth_interval(1)
-                        .max_skipped_at_min(100));
+  LossScaler scaler(
+      LossScalerOptions().initial_scale(4).min_scale(3).max_scale(10).growth_interval(1));
   EXPECT_EQ(scales(scaler, "xxx....x"), (Scales{3, 3, 3, 6, 10, 10, 10, 5}));
 }
 
 TEST(LossScalerTest, ThrowsAfterTooManySkippedStepsAtTheMinimum) {
-  LossScaler scaler(
-      LossScalerOptions().initial_scale(2).min_scale(1).growth_interval(9).max_skipped_at_min(3));
+  LossScaler scaler(LossScalerOptions().initial_scale(2).min_scale(1).growth_interval(9),
+                    /*max_skipped=*/2);
   // The step that reaches the minimum does not count, and a good one starts anew.
   EXPECT_EQ(scales(scaler, "xxx.xx"), (Scales{1, 1, 1, 1, 1, 1}));
   expect_words(error_of([&] { scaler.update(true); }),
@@ -96,8 +92,8 @@ TEST(LossScalerTest, StateContinuesTheSequence) {
 }
 
 TEST(LossScalerTest, StateKeepsTheCountAtTheMinimum) {
-  const auto options = LossScalerOptions().initial_scale(1).max_skipped_at_min(3);
-  LossScaler before(options), after(options);
+  const auto options = LossScalerOptions().initial_scale(1);
+  LossScaler before(options, 2), after(options, 2);
   scales(before, "xx");
   after.set_state(before.state());
   EXPECT_THROW(after.update(true), c10::Error);
@@ -123,7 +119,6 @@ TEST(LossScalerTest, RefusesStatesAndOptionsThatMakeNoScale) {
            LossScalerOptions(o).backoff_factor(1),
            LossScalerOptions(o).growth_interval(0),
            LossScalerOptions(o).hysteresis(0),
-           LossScalerOptions(o).max_skipped_at_min(0),
            LossScalerOptions(o).max_scale(100),
            LossScalerOptions(o).max_scale(infinity),
            LossScalerOptions(o).min_scale(100000),
@@ -279,7 +274,7 @@ TEST(LossScalerTest, StepThrowsOnAllRanksAfterTooManySkippedAtTheMinimum) {
     GivenGradients model(ones({at::kHalf}));
     ZeroOptimizer optimizer(
         model, sgd_of(model), group,
-        ZeroOptions().loss_scaler(LossScalerOptions().initial_scale(2).max_skipped_at_min(3)));
+        ZeroOptions().loss_scaler(LossScalerOptions().initial_scale(2)).max_skipped_in_a_row(2));
     const double infinity = std::numeric_limits<double>::infinity();
     for (int step = 0; step < 4; ++step) {
       optimizer.backward(model.loss({at::full({50}, group.rank() == 1 ? infinity : 1.0)}));

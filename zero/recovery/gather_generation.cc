@@ -75,7 +75,7 @@ std::unique_ptr<CheckpointReader> gather_generation(
   }
   // With `own`, whose memory else becomes that of the next protected step.
   const auto open = [own, files](const ManifestFile& file) {
-    return std::make_unique<MemoryReader>(std::string(kName) + ", " + file.name, file.bytes,
+    return std::make_unique<MemoryReader>(c10::str(kName, ", ", file.name), file.bytes,
                                           (*files)[file.name]);
   };
   ReceivedFiles received =

@@ -29,8 +29,6 @@ void check_options(const ZeroOptions& options) {
               *options.bucket_bytes());
   TORCH_CHECK(options.max_skipped_in_a_row() >= 0, "max_skipped_in_a_row: expected 0 or more, got ",
               options.max_skipped_in_a_row(), "; 0 accepts any number");
-  TORCH_CHECK(options.check_replicas_every() >= 0, "check_replicas_every: expected 0 or more, got ",
-              options.check_replicas_every());
   TORCH_CHECK(options.protect() >= 0, "protect: expected 0 or more, got ", options.protect());
   const bool plain = !options.mesh_group() && options.placements().empty();
   TORCH_CHECK(
@@ -68,20 +66,18 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
                                   const ShardDomains& domains) {
   std::vector<std::string> lines;
   std::ostringstream line;
-  line << "options stage " << options.stage() << " full gradients "
-       << options.stage1_full_gradients() << " bucket_bytes "
+  line << "options stage " << options.stage() << " bucket_bytes "
        << (options.bucket_bytes() ? std::to_string(*options.bucket_bytes()) : "by default")
        << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()
        << " skip_nonfinite " << options.skip_nonfinite() << " no_sync_fp32 "
        << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather() << " two_level "
        << options.two_level() << " static_graph " << options.static_graph()
-       << " max_skipped_in_a_row " << options.max_skipped_in_a_row() << " check_replicas_every "
-       << options.check_replicas_every() << " protect " << options.protect()
-       << describe_wire_options(options);
+       << " max_skipped_in_a_row " << options.max_skipped_in_a_row() << " protect "
+       << options.protect() << describe_wire_options(options);
   if (const auto& s = options.loss_scaler()) {
     line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
          << s->backoff_factor() << " " << s->growth_interval() << " " << s->hysteresis() << " "
-         << s->min_scale() << " " << s->max_scale() << " " << s->max_skipped_at_min();
+         << s->min_scale() << " " << s->max_scale();
   }
   line << " ranks " << domains.mesh.world_size() << (domains.uniform ? "" : " in domains");
   lines.push_back(line.str());

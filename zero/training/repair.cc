@@ -50,11 +50,6 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
 
 void check_replicas(Engine& engine) {
   engine.agree(Call::kCheckReplicas, [&] { engine.verify_shapes(); });
-  compare_replicas(engine);
-}
-
-void compare_replicas(Engine& engine) {
-  engine.gathers.finish();  // of this very step, with overlap_gather
   if (engine.domains.uniform) {
     check_working_parameters(engine.table, engine.shards, engine.comms->rank(),
                              *engine.comms->control, [](int64_t) { return true; });

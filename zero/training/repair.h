@@ -14,8 +14,6 @@ namespace zero {
 // The master of `parameter`, or its averaged gradient, which is undefined where no rank used it.
 at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gradient);
 void check_replicas(Engine& engine);
-// The same without an agreement, as the end of a call.
-void compare_replicas(Engine& engine);
 void refresh_masters(Engine& engine);
 void refresh_working(Engine& engine);
 void broadcast_buffers(Engine& engine);

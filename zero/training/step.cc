@@ -13,7 +13,6 @@
 #include "zero/inner/classes.h"
 #include "zero/memory/trace_range.h"
 #include "zero/training/engine.h"
-#include "zero/training/repair.h"
 
 namespace zero {
 namespace {
@@ -36,8 +35,7 @@ void Engine::reduce_gradients() {
 }
 
 void Engine::gather_full_gradients(const Agreement& agreement) {
-  if (options.stage() != 1 || !options.stage1_full_gradients()) return;
-  full_gradients.gather_rounds(agreement.rounds, reducer, agreement.used);
+  if (options.stage() == 1) full_gradients.gather_rounds(agreement.rounds, reducer, agreement.used);
 }
 
 at::Tensor Engine::clip(std::optional<double> max_norm, double norm_type) {
@@ -107,8 +105,6 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   // Elsewhere ranks would not all have the same order.
   if (domains.uniform) reducer.expect_unused(agreement.used);
   record.finish_step();
-  const int64_t every = options.check_replicas_every();
-  if (every > 0 && record.calls() % every == 0) compare_replicas(*this);
 }
 
 void Engine::update(const Agreement& agreement) {

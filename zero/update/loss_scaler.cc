@@ -9,8 +9,9 @@
 
 namespace zero {
 
-LossScaler::LossScaler(const LossScalerOptions& options)
+LossScaler::LossScaler(const LossScalerOptions& options, int64_t max_skipped)
     : options_(options),
+      max_skipped_(max_skipped),
       dynamic_(true),
       scale_(options.initial_scale()),
       hysteresis_left_(options.hysteresis()) {
@@ -32,9 +33,6 @@ LossScaler::LossScaler(const LossScalerOptions& options)
               options.growth_interval());
   TORCH_CHECK(options.hysteresis() >= 1, "loss scaler: expected a hysteresis of at least 1, got ",
               options.hysteresis());
-  TORCH_CHECK(options.max_skipped_at_min() >= 1,
-              "loss scaler: expected max_skipped_at_min of at least 1, got ",
-              options.max_skipped_at_min());
 }
 
 void LossScaler::update(bool skipped) {
@@ -51,10 +49,11 @@ void LossScaler::update(bool skipped) {
   good_steps_ = 0;
   if (scale_ <= options_.min_scale()) {
     ++skipped_at_min_;
-    TORCH_CHECK(skipped_at_min_ < options_.max_skipped_at_min(), "loss scaler: ", skipped_at_min_,
+    TORCH_CHECK(max_skipped_ == 0 || skipped_at_min_ <= max_skipped_,
+                "loss scaler: ", skipped_at_min_,
                 " steps in a row were skipped for non-finite gradients at the minimum scale ",
-                options_.min_scale(),
-                "; expected finite gradients at that scale. The model has diverged or its inputs "
+                options_.min_scale(), "; expected at most ", max_skipped_,
+                ", ZeroOptions::max_skipped_in_a_row. The model has diverged or its inputs "
                 "are not finite: load an earlier checkpoint, lower the learning rate, or train "
                 "these layers in bfloat16 or float32");
     return;

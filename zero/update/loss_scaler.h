@@ -19,16 +19,16 @@ class LossScaler {
  public:
   // A constant 1 that never changes.
   LossScaler() = default;
-  // Throws c10::Error for a scale that is not positive and finite, a growth
-  // factor below 1, a backoff factor outside (0, 1), an interval or hysteresis
-  // below 1, or min_scale > initial_scale or initial_scale > max_scale.
-  explicit LossScaler(const LossScalerOptions& options);
+  // `max_skipped` is ZeroOptions::max_skipped_in_a_row. Throws c10::Error for a scale that is not
+  // positive and finite, a growth factor below 1, a backoff factor outside (0, 1), an interval or
+  // hysteresis below 1, or min_scale > initial_scale or initial_scale > max_scale.
+  explicit LossScaler(const LossScalerOptions& options, int64_t max_skipped = 0);
 
   bool dynamic() const { return dynamic_; }
   double scale() const { return scale_; }
 
-  // Takes the outcome of one step. Throws c10::Error when the scale has been at
-  // its minimum for max_skipped_at_min skipped steps in a row.
+  // Takes the outcome of one step. Throws c10::Error when more than max_skipped steps in a row were
+  // skipped at the minimum scale, unless it is 0.
   void update(bool skipped);
 
   // Everything that changes, for checkpoints.
@@ -44,6 +44,7 @@ class LossScaler {
 
  private:
   LossScalerOptions options_;
+  int64_t max_skipped_ = 0;
   bool dynamic_ = false;
   double scale_ = 1.0;
   int64_t good_steps_ = 0;

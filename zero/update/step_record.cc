@@ -11,10 +11,11 @@ namespace zero {
 namespace {
 
 LossScaler make_scaler(bool any_half, const ZeroOptions& options) {
-  if (options.loss_scaler()) return LossScaler(*options.loss_scaler());
+  if (options.loss_scaler())
+    return LossScaler(*options.loss_scaler(), options.max_skipped_in_a_row());
   // A scale that never learns of an overflow would only grow.
   if (!options.skip_nonfinite()) return {};
-  return any_half ? LossScaler(LossScalerOptions()) : LossScaler();
+  return any_half ? LossScaler(LossScalerOptions(), options.max_skipped_in_a_row()) : LossScaler();
 }
 
 }  // namespace
