@@ -24,11 +24,11 @@ function(zero_compile_options target)
   endif()
 endfunction()
 
-# Sets <variable> to the option for the plugin of third_party/pch, or to nothing for other compilers
-# than g++ and for one without the headers of plugins.
+# Sets <variable> to the option for the plugin of third_party/pch, or to nothing without precompiled
+# headers, for other compilers than g++ and for one without the headers of plugins.
 function(zero_instantiate_plugin variable)
   set(${variable} "" PARENT_SCOPE)
-  if(NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  if(NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU" OR CMAKE_DISABLE_PRECOMPILE_HEADERS)
     return()
   endif()
   execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -print-file-name=plugin

@@ -14,7 +14,7 @@
 #define ZERO_VERSION_MINOR 1
 #define ZERO_VERSION_PATCH 0
 
-#define ZERO_VERSION_OF(major, minor, patch) (major * 10000 + minor * 100 + patch)
+#define ZERO_VERSION_OF(major, minor, patch) ((major)*10000 + (minor)*100 + (patch))
 #define ZERO_VERSION ZERO_VERSION_OF(ZERO_VERSION_MAJOR, ZERO_VERSION_MINOR, ZERO_VERSION_PATCH)
 
 #define ZERO_VERSION_TEXT_OF_(major, minor, patch) #major "." #minor "." #patch
