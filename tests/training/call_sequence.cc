@@ -178,7 +178,8 @@ class Generator {
                                            {Action::kRefreshMasters, 4},
                                            {Action::kBroadcastBuffers, 4},
                                            {Action::kStep, clipped_ ? 40 : 25},
-                                           {Action::kClip, pending_ && !dropped_ ? 9 : 0}};
+                                           {Action::kClip, pending_ && !dropped_ ? 9 : 0},
+                                           {Action::kClipValue, pending_ && !dropped_ ? 5 : 0}};
     // Ranks drop as many rounds each where a call has completed them and every rank had gradients.
     if (completed_ && !clipped_ && std::all_of(own_.begin(), own_.end(), std::identity())) {
       choices.push_back({Action::kModuleZeroGrad, 8});
@@ -221,6 +222,7 @@ class Generator {
         pick<double>({{2.0, 50}, {std::numeric_limits<double>::infinity(), 30}, {1.0, 20}});
     e.parameter = below(2 * static_cast<int64_t>(s_.layers.size()) + 3);
     if (action == Action::kClip) e.max_norm = pick<double>({{0.05, 1}, {1.0, 1}, {30.0, 1}});
+    if (action == Action::kClipValue) e.max_norm = pick<double>({{0.01, 1}, {0.2, 1}, {4.0, 1}});
     if (action == Action::kStep && percent(30)) e.rate = 0.01 * static_cast<double>(1 + below(8));
     // Of 16-bit parameters those that are not edited would round their masters.
     e.units = s_.all_units();
@@ -275,6 +277,7 @@ class Generator {
         completed_ = true;
         return;
       case Action::kClip:
+      case Action::kClipValue:
         clipped_ = true;
         [[fallthrough]];
       case Action::kReduce:
@@ -309,6 +312,7 @@ class Generator {
                                     {Action::kCheckReplicas, 1}}));
     }
     if (percent(40)) calls.push_back(Action::kClip);
+    if (percent(20)) calls.push_back(Action::kClipValue);
     calls.push_back(Action::kStep);
     std::vector<Event> step;
     for (Action action : calls) step.push_back(event(action));
@@ -347,10 +351,11 @@ class Generator {
 constexpr std::array<const char*, 3> kMeshNames = {"", " with replicas", " with experts"};
 constexpr std::array<const char*, 8> kPassNames = {
     "own", "plain", "no_sync", "plain_no_sync", "with_grad", "only_grad", "no_graph", "by_hand"};
-constexpr std::array<const char*, 27> kActionNames = {"nothing",
+constexpr std::array<const char*, 28> kActionNames = {"nothing",
                                                       "reduce_gradients",
                                                       "grad_norm",
                                                       "clip_grad_norm_",
+                                                      "clip_grad_value_",
                                                       "step",
                                                       "zero_grad",
                                                       "zero_grad of the module",

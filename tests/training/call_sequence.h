@@ -45,6 +45,7 @@ enum class Action {
   kReduce,
   kNorm,
   kClip,
+  kClipValue,
   kStep,
   kZeroGrad,
   kModuleZeroGrad,  // zero_grad() of the module, on all ranks
@@ -74,14 +75,14 @@ struct Event {
   std::vector<std::vector<Pass>> passes;  // by rank, before the call
   Action action = Action::kNothing;
   double norm_type = 2.0;
-  std::optional<double> max_norm;
-  std::optional<double> rate;  // of kStep: the learning rate from now on
-  int64_t parameter = 0;       // of kGradient and kMaster
-  int odd = 0;                 // the rank that does something else
-  int late = -1;               // this rank comes to the call later than the others
-  unsigned units = 0;          // of kRefreshMasters: what is edited
-  unsigned look = ~0U;         // the units whose parameters are read after the call
-  ZeroOptions options;         // of kCheckpoint: those of the optimizer that loads it
+  std::optional<double> max_norm;  // of kClip; of kClipValue the largest element
+  std::optional<double> rate;      // of kStep: the learning rate from now on
+  int64_t parameter = 0;           // of kGradient and kMaster
+  int odd = 0;                     // the rank that does something else
+  int late = -1;                   // this rank comes to the call later than the others
+  unsigned units = 0;              // of kRefreshMasters: what is edited
+  unsigned look = ~0U;             // the units whose parameters are read after the call
+  ZeroOptions options;             // of kCheckpoint: those of the optimizer that loads it
   uint64_t seed = 0;
 };
 

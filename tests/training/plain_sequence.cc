@@ -207,33 +207,60 @@ class PlainRun {
     return sum.defined() ? sum / s_.world_size : sum;
   }
 
-  // Over all parameters of all ranks, each once.
-  double norm(const Expected& e, double type) const {
+  // The gradients of now after the clips since the last step: of each parameter one, and of an
+  // expert's each rank's.
+  using Gradients = std::vector<std::vector<at::Tensor>>;
+  Gradients clipped(const Expected& e) const {
+    Gradients result(masters_.size());
+    for (size_t i = 0; i < result.size(); ++i) {
+      if (!is_expert(i)) result[i] = {e.gradients[i]};
+      for (size_t r = 0; is_expert(i) && r < sums_.size(); ++r) result[i].push_back(sums_[r][i]);
+    }
+    for (const Event& clip : clips_) {
+      const double limit = *clip.max_norm;
+      const bool of_values = clip.action == Action::kClipValue;
+      const double factor =
+          of_values ? 1.0 : std::min(1.0, limit / (norm(result, clip.norm_type) + 1e-6));
+      for (auto& of_parameter : result) {
+        for (at::Tensor& g : of_parameter) {
+          if (g.defined()) g = of_values ? g.clamp(-limit, limit) : g * factor;
+        }
+      }
+    }
+    return result;
+  }
+
+  static double norm(const Gradients& gradients, double type) {
     std::vector<at::Tensor> flat = {at::zeros({1}, at::kDouble)};
-    for (size_t i = 0; i < masters_.size(); ++i) {
-      for (const auto& of_rank : sums_) {
-        const at::Tensor& g = is_expert(i) ? of_rank[i] : e.gradients[i];
+    for (const auto& of_parameter : gradients) {
+      for (const at::Tensor& g : of_parameter) {
         if (g.defined()) flat.push_back(g.reshape({-1}));
-        if (!is_expert(i)) break;
       }
     }
     return at::norm(at::cat(flat), type).item<double>();
   }
 
-  // Of all calls since the last step, for the gradients of now.
-  double coefficient(const Expected& e) const {
-    double result = 1.0;
-    for (const Event& clip : clips_) {
-      result *= std::min(1.0, *clip.max_norm / (norm(e, clip.norm_type) * result + 1e-6));
+  // Whether a gradient is not finite before the clips, which may hide an infinity.
+  bool overflows(const Expected& e) const {
+    const auto finite = [](const at::Tensor& g) {
+      return !g.defined() || std::isfinite(at::norm(g, 1.0).item<double>());
+    };
+    for (size_t i = 0; i < masters_.size(); ++i) {
+      if (!finite(e.gradients[i])) return true;
+      for (const auto& of_rank : sums_) {
+        if (is_expert(i) && !finite(of_rank[i])) return true;
+      }
     }
-    return result;
+    return false;
   }
 
   void act(const Event& event, Expected& e) {
     switch (event.action) {
       case Action::kNorm:
       case Action::kClip:
-        e.norm = norm(e, event.norm_type) * coefficient(e);
+        e.norm = norm(clipped(e), event.norm_type);
+        [[fallthrough]];
+      case Action::kClipValue:
         if (event.max_norm) clips_.push_back(event);
         break;
       case Action::kStep:
@@ -266,12 +293,11 @@ class PlainRun {
       for (auto& group : optimizer_->param_groups()) group.options().set_lr(*event.rate);
     }
     if (!rounds_) return;
-    e.skipped = !std::isfinite(norm(e, 1.0));
+    e.skipped = overflows(e);
     if (!e.skipped) {
-      const double factor = coefficient(e);
+      const Gradients gradients = clipped(e);
       for (size_t i = 0; i < masters_.size(); ++i) {
-        const at::Tensor& g = e.gradients[i];
-        masters_[i].mutable_grad() = g.defined() ? g * factor : at::Tensor();
+        masters_[i].mutable_grad() = gradients[i][is_expert(i) ? rank_ : 0];
       }
       optimizer_->step();
       const auto tensors = model_->tensors();

@@ -157,6 +157,9 @@ class SequenceRank {
         expect_close(norm, at::full({}, *expected.norm, at::kDouble), "norm");
         break;
       }
+      case Action::kClipValue:
+        o.clip_grad_value_(*event.max_norm);
+        break;
       case Action::kStep:
         for (auto& group : o.param_groups()) {
           if (event.rate) group.options().set_lr(*event.rate);
