@@ -165,6 +165,10 @@ void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
   }
 }
 
+// 1. Put the tensors of all ranks into one order: by holder, and as each holder has them. 2. Gather
+// those of one name, which stand where the first of them does. 3. Refuse names that two kinds
+// share.
+// 4. Sort them into parts, compare the copies of each part, and store each part once.
 void MeshTensors::add(const Held& all, const char* kind, std::vector<ManifestParameter>& into) {
   std::vector<const HeldTensor*> order;
   for (const HeldTensor& t : all) order.push_back(&t);
@@ -189,13 +193,13 @@ void MeshTensors::add(const Held& all, const char* kind, std::vector<ManifestPar
 
 void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<ManifestParameter>& into) {
   const HeldTensor& first = *parts.front().front();
-  std::vector<int64_t> whole;
+  std::vector<int64_t> whole;  // the shape of all parts together; empty for an uncut tensor
   if (parts.size() > 1) {
     whole = first.about.shape;
     int64_t& size = whole[first.dimension] = 0;
     for (const Sets& part : parts) size += part.front()->about.shape[first.dimension];
   }
-  int64_t from = 0;
+  int64_t from = 0;  // where the part begins along the dimension of the cut
   for (const Sets& part : parts) {
     const HeldTensor& t = *part.front();
     ManifestParameter about = t.about;

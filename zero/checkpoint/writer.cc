@@ -64,6 +64,8 @@ ManifestFile write_file(const FileToSave& file, const std::string& path, const s
 
 }  // namespace
 
+// A file that is written from memory in parts, so that its thread can stop between two of them:
+// first all of it is hashed, because the manifest needs the hashes, then its bytes go to the disk.
 class CheckpointWriter::FileFromMemory {
  public:
   FileFromMemory(std::shared_ptr<MemoryFileWriter> source, const std::string& path)
@@ -126,6 +128,7 @@ CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bo
 CheckpointWriter::~CheckpointWriter() = default;
 
 void CheckpointWriter::make_directory(const std::string& id) {
+  // An overwrite that was cut short has left the checkpoint that was here under another name.
   restore_replaced(folder_, is_complete_checkpoint);
   std::error_code ignored;
   TORCH_CHECK(shared_ || overwrite_ || !std::filesystem::exists(folder_, ignored), folder_,
@@ -152,6 +155,17 @@ std::string CheckpointWriter::sighting() const {
   }
 }
 
+// A save, step by step:
+//
+//   begin()        1  rank 0 draws an id and makes the hidden folder with a sighting in it
+//                  2  shared: every rank reads that sighting; own disks: one rank makes the folder
+//                     on each disk that does not show rank 0's
+//   write_files()  3  each rank writes its files into the hidden folder it sees; sends nothing
+//   finish()       4  ranks exchange what their files hold, or why they have none: all throw or
+//   none
+//                  5  rank 0 writes the manifest, which makes the folder a checkpoint, and gives
+//                  the
+//                     folder its name; own disks: so does the keeper of each
 void CheckpointWriter::begin() {
   try {
     const auto ids = run_on_all_ranks(control_, what_, [&]() -> std::string {
@@ -199,6 +213,8 @@ void CheckpointWriter::find_disks() {
     if (seen.compare(0, id_.size(), id_) != 0) make_directory(id_);
     return {};
   });
+  // Several ranks of one disk may have tried: the sighting says whose folder is there. Disks are
+  // numbered by their keepers, in the order of ranks.
   const auto keepers = run_on_all_ranks(control_, what_, [&] { return std::to_string(keeper()); });
   std::set<int> disks;
   for (const std::string& rank : keepers) disks.insert(std::stoi(rank));
@@ -250,6 +266,7 @@ bool CheckpointWriter::write_files(std::deque<std::shared_ptr<MemoryFileWriter>>
 
 void CheckpointWriter::write_manifest(const Manifest& manifest) {
   directory_->check_present();
+  // From here on the folder holds what a checkpoint holds and nothing else.
   if (unlink((saving_ + kSighting).c_str()) != 0) {
     throw_errno("cannot remove " + saving_ + kSighting, errno);
   }
@@ -263,6 +280,7 @@ void CheckpointWriter::finish_disks(const Manifest& manifest, const RunTask& rem
     return {};
   });
   text = broadcast_text(control_, text, /*source=*/0, "manifest");
+  // All disks have the manifest, synced, before the first folder gets its name.
   run_on_all_ranks(control_, what_, [&]() -> std::string {
     if (!directory_) return {};
     Manifest own = parse_manifest(text, folder_ + "/" + kManifestName);

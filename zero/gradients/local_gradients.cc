@@ -94,6 +94,7 @@ const at::Tensor& LocalGradients::grad(int64_t parameter) const {
   return table_.parameters()[parameter].tensor.grad();
 }
 
+// Identity and version tell later whether somebody put another tensor there or changed this one.
 void LocalGradients::expect(int64_t parameter, Holds holds) {
   State& state = states_[parameter];
   const at::Tensor& gradient = grad(parameter);
@@ -177,6 +178,7 @@ at::Tensor LocalGradients::release(int64_t parameter) {
     check_gradient(grad(parameter), p);
     gradient = in_parameter_order(grad(parameter), p);
   }
+  // Under no_sync_fp32 the local sum is elsewhere, and what p.grad() has came after it.
   if (state.fp32.defined()) {
     if (gradient.defined()) add(gradient, /*first=*/false, state.fp32);
     gradient = std::exchange(state.fp32, at::Tensor());
@@ -212,6 +214,9 @@ bool LocalGradients::was_reset(int64_t parameter) const {
   return states_[parameter].holds != Holds::kUnknown && !grad(parameter).defined();
 }
 
+// zero_grad() of a module resets p.grad() without a word. 1. Count the parameters whose gradients
+// were sent, and those of them that were reset. 2. All or none: sums over ranks cannot lose a part.
+// 3. Forget what was reset, sent or not.
 bool LocalGradients::forget_resets() {
   int64_t sent = 0, reset = 0, last_reset = 0;
   const auto count = static_cast<int64_t>(states_.size());
@@ -228,7 +233,7 @@ bool LocalGradients::forget_resets() {
               " that were reset by zero_grad() of a module or of a base class, or by hand. Call "
               "zero_grad() of the ZeroOptimizer on all ranks, which drops all, or give the modules "
               "an optimizer each");
-  if (reset > 0) first_sent_ = -1;
+  if (reset > 0) first_sent_ = -1;  // all of them: nothing counts as sent any more
   for (int64_t p = 0; p < count; ++p) {
     State& state = states_[p];
     if (reset > 0) state.sent = false;

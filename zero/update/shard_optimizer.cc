@@ -71,6 +71,8 @@ void ShardOptimizer::check_there() const {
               "parameters or a recovery; make a new one");
 }
 
+// With deferred(), counts of updates are in the device's memory. The inner optimizer's state gets
+// them whenever somebody looks at it.
 void ShardOptimizer::give_state() const {
   if (!counts_) return;
   const std::vector<int64_t> counts = counts_->read();
@@ -113,11 +115,15 @@ void ShardOptimizer::make_masters() {
   const Plan& plan = shards_.plan;
   const auto count = static_cast<int64_t>(plan.buckets.size());
   for (int64_t b = 0; b < count; ++b) {
+    // 1. The row: a view of the working row where that is fp32 and in place, else memory of its
+    // own.
     if (shards_.arena.is_master(b)) {
       master_rows_.push_back(own_row(b, shards_.arena.rows(b)));
     } else {
       master_rows_.push_back(at::empty_like(shards_.reducer.shard(b)));
     }
+    // 2. Its segments: 1-D pieces, or whole parameters in their shapes. Masters and gradients are
+    // views of rows, so that one kernel can pass over a row.
     first_segment_.push_back(segments_.size());
     const int64_t rank = shards_.ranks[plan.domain_of(b)];
     const bool whole = plan.layout_of(plan.buckets[b]).is_whole();
@@ -143,6 +149,7 @@ void ShardOptimizer::replace_parameters() {
     groups[s.group].params().push_back(s.master);
     make_initial_state(*inner_, s.group, s.master);
   }
+  // A step() by the user would update masters behind the working parameters.
   trap_.emplace(*inner_);
   for (const auto& group : groups) pushed_.push_back(group.options().clone());
   by_group_.resize(groups.size());
@@ -173,6 +180,7 @@ void ShardOptimizer::push_options(const ParamGroups& groups) {
                 ": expected the inner optimizer's options as they were pushed, got others; "
                 "change param_groups()[",
                 g, "].options() of the ZeroOptimizer instead");
+    // Copies: the caller goes on changing its own, and the next call compares with these.
     inner_groups[g].set_options(groups[g].options().clone());
     pushed_[g] = groups[g].options().clone();
   }
@@ -218,6 +226,8 @@ void ShardOptimizer::begin_update(const std::vector<uint8_t>& used, const at::Te
 void ShardOptimizer::update_inner() {
   at::NoGradGuard no_grad;
   const TraceRange range("update");
+  // The inner optimizer reads grad(), so that the clip coefficient is multiplied in before: one
+  // pass more, and the wait for the device that a step of one's own kernels saves.
   const auto coefficient = coefficient_.item<double>();
   for (SegmentTensors& s : segments_) {
     if (used_[s.segment.parameter] == 0 || fused(s.group) != nullptr) {
@@ -248,6 +258,7 @@ Rows ShardOptimizer::update(int64_t bucket) {
 
 void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
   const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
+  // The kernel writes the working values beside the masters, if they are others.
   const bool cast = in_place && !shards_.arena.is_master(bucket);
   char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
   // Of all groups, which may be as many as parameters, those that the bucket has.
@@ -263,6 +274,7 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
                                   cast ? row + s.segment.offset * own_row.element_size() : nullptr,
                                   counts_ ? counts_->of(i) : nullptr});
   }
+  // One kernel for each parameter group of the bucket, over all its segments.
   for (const int64_t g : groups_) {
     fused(g)->update(*inner_, g, by_group_[g], scalars_, own_row.scalar_type(),
                      current_stream(own_row.device()));
