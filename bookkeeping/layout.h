@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A ParameterLayout answers every question that depends on how parameters are placed in memory.
-// There is one class per Layout, and no other code of the library asks which layout it is. A new
-// layout is such a class, a value of Layout and a line in layout_of().
+// There is one class per Layout, and besides is_whole() no other code of the library asks which
+// layout it is. A new layout is such a class, a value of Layout and a line in layout_of().
 //
 // The answers are facts about sizes, so the class is in this room: the plan and the memory formulas
 // need them too, and the tensors that follow from them are made in zero/memory.

@@ -7,8 +7,7 @@
 //                              does not answer, a transport failed, or a process waits to join.
 //                              ZeroOptimizer::recover() may help, and so may a new job that loads a
 //                              checkpoint.
-//   c10::Error, and others     The cause is this program: a misuse, a batch that cannot be
-//   computed,
+//   c10::Error, and others     The cause is this program: a misuse, a batch that it cannot compute,
 //                              a damaged file, memory that is full. It would come again. Where one
 //                              rank's is thrown on all ranks, it has this type on all of them.
 //

@@ -23,7 +23,8 @@
 //   2. A parameter dropped on every rank is skipped as torch skips an undefined gradient: no
 //      decay, momentum or step count. Ranks may use different parameters and numbers of passes.
 //   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run; without clipping, and
-//      with GradientWire::kDtype, for every bucket size and layout too.
+//      with GradientWire::kDtype, for every bucket size and layout too, except
+//      Layout::kWholeParameters on several machines, where sums have another order.
 //   4. With one fp32 rank, unclipped, fused(false) and kDtype: the inner optimizer's own bits.
 //   5. A non-finite gradient on any rank skips the step on all ranks.
 //   6. The norm is that of the averaged, unscaled gradient before clipping. Clipping takes effect

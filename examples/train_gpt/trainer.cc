@@ -227,29 +227,21 @@ void Trainer::begin_reports(int64_t first_step, bool recovered) {
 }
 
 int64_t Trainer::recover(const c10::Error& error) {
-  if (!options_.elastic) throw;
-  std::fprintf(stderr, "train_gpt: %s\n", error.what_without_backtrace());
-  constexpr int kTries = 3;
-  std::vector<int> before = optimizer_.group().global_ranks();
   metrics_->abort("the ranks change");
   RecoveryReport report;
-  bool same = false;
-  bool connected = false;
-  for (int tries = 1; !same && !connected; ++tries) {
+  std::string problem = error.what_without_backtrace();
+  for (bool connected = false; !connected;) {
+    // An error that comes again and again, though nobody dies, would be recovered from for ever.
+    if (!options_.elastic || ++recoveries_ > 3) throw;
+    std::fprintf(stderr, "train_gpt: %s\n", problem.c_str());
     try {
       report = optimizer_.recover(options_.checkpoints);
-      same = report.members == before && report.steps == recovered_;
-      before = report.members;
-      recovered_ = report.steps;
       metrics_ = optimizer_.group().make_communicator("metrics", Purpose::kControl);
       connected = true;
     } catch (const CommunicationError& again) {  // another rank may have died meanwhile
-      if (tries == kTries) throw;
-      std::fprintf(stderr, "train_gpt: %s\n", again.what_without_backtrace());
+      problem = again.what_without_backtrace();
     }
   }
-  // Where the ranks are the same, the error may be another one, which would be thrown for ever.
-  if (same) throw;
   schedule_.set_step(report.steps);
   if (metrics_->rank() == 0) {
     std::printf("went on with %d ranks after step %lld\n", metrics_->world_size(),
@@ -285,7 +277,10 @@ bool Trainer::train(int64_t first_step) {
     try {
       trace.before_step(step);
       report_step(train_step(step));
-      ++step;
+      if (++step > furthest_) {
+        furthest_ = step;
+        recoveries_ = 0;
+      }
       if (stop_) return false;
       if (step < options_.steps) continue;
       state_bytes_ = std::llround(mean_over_ranks(static_cast<double>(memory_.optimizer_state)) *

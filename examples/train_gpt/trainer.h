@@ -108,8 +108,9 @@ class Trainer {
   std::vector<std::pair<int64_t, std::string>> samples_;
   std::optional<Progress> progress_;  // on rank 0, like the logs
   std::vector<MetricsLog> logs_;
-  int64_t recovered_ = -1;  // the step that the last recovery went back to
-  bool stop_ = false;       // some rank got a signal; the same on all
+  int64_t furthest_ = 0;  // the most steps that were done before a recovery
+  int recoveries_ = 0;    // since then
+  bool stop_ = false;     // some rank got a signal; the same on all
 };
 
 }  // namespace zero::examples

@@ -9,8 +9,8 @@
 //   misuse            thrown at once here, and on all ranks by their next collective call
 //   broken backward   gradients are incomplete; thrown by every call until zero_grad()
 //   refused           the last call threw on all ranks; zero_grad() is collective then
-//   failure           a communicator is broken; final. CommunicationError, unless this rank broke
-//   it
+//   failure           a communicator is broken; final. CommunicationError, unless this rank is
+//                     what broke it
 #pragma once
 
 #include <c10/core/Device.h>

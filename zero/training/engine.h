@@ -38,8 +38,8 @@ namespace zero {
 // The parts of one optimizer over one group. Recovery and changes of its parameters make it anew.
 struct Engine {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-  // Which frozen parameters construction sends. Where processes join, theirs are in no other
-  // ZeroOptimizer yet, so that all are sent.
+  // Which frozen parameters construction sends. In a recovery it sends all: a process that joins
+  // has none from another ZeroOptimizer yet.
   enum class Frozen { kUnmanaged, kAll };
 
   // Collective. All that the constructor of ZeroOptimizer checks and makes. If it throws, `inner`
@@ -104,7 +104,7 @@ struct Engine {
   // Brings the working parameters up to date with masters that changed.
   void write_working_parameters();
   void forget_gradients();
-  // Blocks until nobody reads the buckets from `bucket` on any more.
+  // Blocks until all readers have read the buckets from `bucket` on.
   void wait_for_readers(int64_t bucket);
 
   const Group& group() const { return domains.home; }
