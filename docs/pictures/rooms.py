@@ -53,7 +53,7 @@ def includes():
                     continue
                 path = os.path.relpath(os.path.join(folder, name), REPOSITORY)
                 room = room_of(path)
-                if room == "public":
+                if room == "public" and name.endswith(".h"):
                     public.append(name)
                 with open(os.path.join(REPOSITORY, path), encoding="utf-8") as file:
                     found = re.findall(r'^#include "((?:zero|kernels|bookkeeping)/[^"]+)"',
