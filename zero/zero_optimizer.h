@@ -41,6 +41,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
+#include <torch/ordered_dict.h>
 
 #include <memory>
 #include <optional>
@@ -62,6 +63,10 @@ namespace zero {
 
 class PendingCheckpoint;
 
+// Tensors with the names that ranks and checkpoints know them by, as module.named_parameters()
+// returns them.
+using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
+
 // An optimizer around another one, which steps on this rank's shard of the parameters alone.
 class ZeroOptimizer final : public torch::optim::Optimizer {
  public:
@@ -82,6 +87,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // LrSchedule::set_step() before the first step(). Throws when the job ends or takes too long.
   ZeroOptimizer(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> inner,
                 Group group, ZeroOptions options = {});
+  // Collective. The same for tensors of no module: `parameters`, of which `inner` may have some or
+  // all, and `buffers`, which rank 0 sends and saves as those of a module. A dot in a name
+  // separates modules, so that a module with the same names can load what this optimizer saves. The
+  // tensors are kept. Throws c10::Error, on this rank alone, for a name that is empty or given
+  // twice and for an undefined tensor.
+  ZeroOptimizer(const NamedTensors& parameters, std::unique_ptr<torch::optim::Optimizer> inner,
+                Group group, ZeroOptions options = {},
+                const NamedTensors& buffers = NamedTensors());
   // Removes the hooks. Not collective; never throws.
   ~ZeroOptimizer() override;
 
@@ -152,6 +165,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // any order, any number of times; backward() throws for a graph that was made without. Not
   // collective. Throws CommunicationError when communication failed.
   void wait_for(const torch::nn::Module& module);
+  // The same for one parameter.
+  void wait_for(const at::Tensor& parameter);
 
   // Forgets the gradients accumulated since the last step. Collective when there are any and after
   // a call that threw, otherwise local and free; when only some ranks have any, the next collective
@@ -282,6 +297,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  ZeroOptimizer(std::shared_ptr<torch::nn::Module> module,
+                std::unique_ptr<torch::optim::Optimizer> inner, Group group, ZeroOptions options);
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -86,6 +86,12 @@ void check_trainable(const at::Tensor& tensor, const std::string& name) {
               "make the model outside of it");
 }
 
+bool is_managed(const at::Tensor& tensor) {
+  // A tensor that never required a gradient has no autograd state to ask.
+  return torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
+         torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr;
+}
+
 std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> result;
   std::unordered_set<const void*> known;
@@ -192,10 +198,7 @@ std::vector<int64_t> ParameterTable::managed_by(const torch::nn::Module& module)
 std::vector<NamedTensor> ParameterTable::unmanaged() const {
   std::vector<NamedTensor> result;
   for (const NamedTensor& item : frozen_) {
-    // A ZeroOptimizer has such a hook on each of its parameters.
-    const bool managed =
-        item.trainable && torch::autograd::impl::post_acc_grad_hooks(item.tensor) != nullptr;
-    if (!managed) result.push_back(item);
+    if (!item.trainable || !is_managed(item.tensor)) result.push_back(item);
   }
   return result;
 }

@@ -43,6 +43,10 @@ struct NamedTensor {
 // Throws c10::Error unless `tensor` can be optimized.
 void check_trainable(const at::Tensor& tensor, const std::string& name);
 
+// Returns whether a ZeroOptimizer manages `tensor`: it has a post-accumulate hook on each of its
+// parameters.
+bool is_managed(const at::Tensor& tensor);
+
 // Returns `tensors` without those that are the same tensor as an earlier one.
 std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors);
 

@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -78,7 +77,7 @@ void check_known(const torch::nn::Module& module, const ParameterTable& table,
                 managed ? " not" : "");
     if (managed) continue;
     check_trainable(p, name);
-    TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p) == nullptr, "parameter ", name,
+    TORCH_CHECK(!is_managed(p), "parameter ", name,
                 ": expected one that no other ZeroOptimizer manages; freeze it there first");
   }
 }

@@ -10,6 +10,7 @@
 #include "bookkeeping/layout.h"
 #include "zero/base/normal_tensors.h"
 #include "zero/optimizer/impl.h"
+#include "zero/optimizer/listed_module.h"
 #include "zero/optimizer/unsharded_state.h"
 #include "zero/training/repair.h"
 
@@ -47,6 +48,19 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
   }
   param_groups_ = std::move(visible);
 }
+
+ZeroOptimizer::ZeroOptimizer(std::shared_ptr<torch::nn::Module> module,
+                             std::unique_ptr<torch::optim::Optimizer> inner, Group group,
+                             ZeroOptions options)
+    : ZeroOptimizer(*module, std::move(inner), std::move(group), std::move(options)) {
+  impl_->listed = std::move(module);
+}
+
+ZeroOptimizer::ZeroOptimizer(const NamedTensors& parameters,
+                             std::unique_ptr<torch::optim::Optimizer> inner, Group group,
+                             ZeroOptions options, const NamedTensors& buffers)
+    : ZeroOptimizer(listed_module(parameters, buffers), std::move(inner), std::move(group),
+                    std::move(options)) {}
 
 ZeroOptimizer::~ZeroOptimizer() {
   // See own_process.h: a forked child keeps what is its parent's.
@@ -126,6 +140,12 @@ void ZeroOptimizer::wait_for(const torch::nn::Module& module) {
   at::NoGradGuard no_grad;
   Engine& engine = *impl_->engine;
   engine.protocol.fail_stop([&] { engine.gathers.finish_those_of(module); });
+}
+
+void ZeroOptimizer::wait_for(const at::Tensor& parameter) {
+  at::NoGradGuard no_grad;
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { engine.gathers.finish_that_of(parameter); });
 }
 
 void ZeroOptimizer::zero_grad(bool) {

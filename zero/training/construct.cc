@@ -4,7 +4,6 @@
 // The checks before construction: each rank by itself, then all ranks together.
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <sstream>
@@ -51,8 +50,7 @@ void check_parameters(const ParameterTable& table, const Group& group,
               group.device(), ", where the group's data travels, got ", device,
               "; call to(group.device()) on the model first, or set InitOptions::device");
   for (const Parameter& p : table.parameters()) {
-    TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(p.tensor) == nullptr, "parameter ",
-                p.name,
+    TORCH_CHECK(!is_managed(p.tensor), "parameter ", p.name,
                 ": expected no post-accumulate hook, got one; a parameter can belong to "
                 "one ZeroOptimizer at a time");
     check_dense(layout_of(layouts[p.group]), p);

@@ -94,6 +94,10 @@ void ParameterGathers::finish() {
   for (size_t b = 0; b < gathers_.size(); ++b) finish_one(static_cast<int64_t>(b));
 }
 
+void ParameterGathers::finish_that_of(const at::Tensor& parameter) {
+  for (const int64_t b : plan_.parameter_buckets[table_.index_of(parameter)]) finish_one(b);
+}
+
 void ParameterGathers::finish_those_of(const torch::nn::Module& module) {
   for (const int64_t parameter : table_.managed_by(module)) {
     for (const int64_t b : plan_.parameter_buckets[parameter]) finish_one(b);

@@ -49,6 +49,8 @@ class ParameterGathers {
   // These wait for gathers of this rank and make their rows visible. Not collective.
   void finish();
   void finish_those_of(const torch::nn::Module& module);
+  // Of one managed parameter; throws c10::Error for another tensor.
+  void finish_that_of(const at::Tensor& parameter);
 
  private:
   struct Gather {
