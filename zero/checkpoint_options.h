@@ -1,20 +1,46 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The options of save_checkpoint() and load_checkpoint(), and what a load
-// says it found.
+// What save_checkpoint() and load_checkpoint() of a ZeroOptimizer are given and give back: options,
+// objects whose state is saved too, a save that goes on while training does, and what a load found.
 #pragma once
 
 #include <torch/arg.h>
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "zero/stateful.h"
-
 namespace zero {
+
+// An object whose state is saved with a checkpoint. zero::LrSchedule and zero::RandomState are such
+// objects, and a sampler or a data loader of your own can be one:
+//
+//   class Batches : public zero::Stateful {
+//    public:
+//     std::string state() const override { return std::to_string(next_); }
+//     void set_state(const std::string& state) override { next_ = std::stoll(state); }
+//     ...
+//   };
+//   optimizer.save_checkpoint(folder, SaveOptions().include("batches", batches));
+//   optimizer.load_checkpoint(folder, LoadOptions().include("batches", batches));
+class Stateful {
+ public:
+  virtual ~Stateful() = default;
+
+  // Everything that the object needs to go on, in any bytes. Called by the thread that saves; it
+  // must not communicate with other ranks.
+  virtual std::string state() const = 0;
+
+  // Takes over what state() returned, perhaps in another process. Throws where it cannot. A load
+  // that fails on any rank calls this again with the former state(), so an object that throws
+  // halfway needs no way back of its own. It must not communicate with other ranks.
+  virtual void set_state(const std::string& state) = 0;
+};
 
 // An object that a save or a load includes.
 template <typename Object>
@@ -52,6 +78,35 @@ struct SaveOptions {
 
  private:
   std::vector<IncludedState<const Stateful>> states_;
+};
+
+// A save of ZeroOptimizer::save_checkpoint_async(), which goes on while training does:
+//
+//   auto save = optimizer.save_checkpoint_async("run/step-100");
+//   ...                                  // steps as usual, on all ranks
+//   save->finish();                      // at the same place on all ranks
+class PendingCheckpoint {
+ public:
+  // Made by ZeroOptimizer::save_checkpoint_async(). A thread runs `copy`, for which a step may
+  // wait, and then, with a low priority, `write`, which returns early when `pause` becomes true,
+  // and called again goes on. Neither throws. `finish` runs the collective end.
+  using Write = std::function<void(const std::atomic<bool>& pause)>;
+  PendingCheckpoint(std::function<void()> copy, Write write, std::function<void()> finish);
+  // Stops the thread. Without finish() no checkpoint appears. As long as rank
+  // 0's object lives and was not finished (without a shared folder: that of any rank), no other
+  // save to the folder can begin.
+  ~PendingCheckpoint();
+  PendingCheckpoint(const PendingCheckpoint&) = delete;
+  PendingCheckpoint& operator=(const PendingCheckpoint&) = delete;
+
+  // Collective, once, while the optimizer lives. Writes what the thread has not written yet of this
+  // rank's files, waits for all ranks, and gives the checkpoint its name. Throws what
+  // save_checkpoint() would throw.
+  void finish();
+
+ private:
+  struct State;
+  const std::shared_ptr<State> state_;
 };
 
 // Ranks need not see one folder, and each may give a path of its own: the files that a rank does

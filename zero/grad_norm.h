@@ -25,13 +25,41 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/arg.h>
 
 #include <optional>
 #include <vector>
 
-#include "zero/placement.h"
+#include "zero/process_group.h"
 
 namespace zero {
+
+// Says which ranks hold parts or copies of one tensor that this rank holds: a parameter is sharded
+// over the ranks that hold different parts of it, and replicated over those that hold copies.
+// Pipeline stages hold different parameters; that is no part of a placement.
+//
+//   parameter                          placement
+//   tensor-parallel matrix             sharded_over({mesh.group({"tp"})})
+//   layer norm beside it               replicated_over({mesh.group({"tp"})})
+//   shard of either over data ranks    sharded_over({mesh.group({"dp_shard", "tp"})}), or dp_shard
+//   expert                             sharded_over({mesh.group({"ep"})}).expert(true)
+//   embedding shared by two stages     owner(true) on one of them, owner(false) on the other
+struct Placement {
+  // Every rank of these groups holds a different part of the parameter. Best one group for all
+  // dimensions together: several are reduced one after the other, with a message each.
+  TORCH_ARG(std::vector<Group>, sharded_over);
+
+  // Every rank of these groups holds the same values and the same gradient, which counts once.
+  // Nothing is sent over them; they are checked not to overlap with sharded_over.
+  TORCH_ARG(std::vector<Group>, replicated_over);
+
+  // An expert's norm is added up apart from that of dense parameters.
+  TORCH_ARG(bool, expert) = false;
+
+  // False on all ranks but one pipeline stage's for a parameter that stages share: it is clipped
+  // here and counted there.
+  TORCH_ARG(bool, owner) = true;
+};
 
 // A parameter whose gradient counts in a norm, and the groups that hold parts or copies of it.
 struct NormParameter {

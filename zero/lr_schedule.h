@@ -24,7 +24,7 @@
 #include <string>
 #include <vector>
 
-#include "zero/stateful.h"
+#include "zero/checkpoint_options.h"
 
 namespace zero {
 

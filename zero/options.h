@@ -12,12 +12,48 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "bookkeeping/plan.h"
-#include "zero/placement.h"
+#include "zero/process_group.h"
 
 namespace zero {
+
+// The placement of one parameter group inside ZeroOptimizer, for ZeroOptions::placement(): the
+// ranks that hold different parts of a parameter's shards, and those that hold copies of them. The
+// words are those of Placement in zero/grad_norm.h.
+struct GroupPlacement {
+  // The ranks that share masters, moments and gradient shards, and over which gradients are
+  // reduced: the expert-data group for experts. Default: the optimizer's group.
+  TORCH_ARG(std::optional<Group>, sharded_over) = std::nullopt;
+
+  // Ranks that hold copies of this rank's shards: gradient shards are averaged over it after the
+  // reduction, and nothing else is sent over it. Default: no copies.
+  TORCH_ARG(std::optional<Group>, replicated_over) = std::nullopt;
+
+  // The sum of gradients is divided by this. 0: by the number of ranks of sharded_over times those
+  // of replicated_over, the mean. An expert that sees the tokens of several data ranks, whose
+  // losses are means of their own tokens, needs the number of all those ranks here.
+  TORCH_ARG(int64_t, averaged_over) = 0;
+
+  // For the norm: how many ranks of the mesh hold the same gradients besides those of
+  // replicated_over, for example the size of the tensor-parallel group for a layer norm.
+  TORCH_ARG(int64_t, copies) = 1;
+
+  // False where another pipeline stage counts these parameters in the norm.
+  TORCH_ARG(bool, owner) = true;
+};
+
+// How tensor parallelism cuts tensors, for ZeroOptions::tensor_parts(). Rank i of `group` holds
+// part i; parts follow each other in the whole and may have different sizes.
+struct TensorParts {
+  Group group;  // the ranks that hold the parts
+  // Returns the dimension along which the parameter or buffer of this name is cut; nothing for one
+  // that all ranks of `group` hold whole. Equal on all ranks that hold the name. Called by saves
+  // and loads.
+  std::function<std::optional<int64_t>(const std::string& name)> dimension;
+};
 
 // The dynamic loss scale of fp16. After a step with a non-finite gradient the scale shrinks; after
 // growth_interval good steps in a row it grows.
@@ -161,7 +197,7 @@ struct ZeroOptions {
   // all groups.
   TORCH_ARG(std::optional<Group>, mesh_group) = std::nullopt;
 
-  // The ranks that hold a parameter group of the inner optimizer; see zero/placement.h. Default:
+  // The ranks that hold a parameter group of the inner optimizer; see GroupPlacement. Default:
   // all ranks of the optimizer's group, in one copy.
  public:
   ZeroOptions& placement(int64_t parameter_group, GroupPlacement placement) {

@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "zero/stateful.h"
+#include "zero/checkpoint_options.h"
 
 namespace zero {
 

@@ -43,6 +43,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/ordered_dict.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -50,10 +51,10 @@
 
 #include "bookkeeping/memory.h"
 #include "zero/checkpoint_options.h"
+#include "zero/communicator.h"
 #include "zero/errors.h"
 #include "zero/options.h"
 #include "zero/process_group.h"
-#include "zero/stats.h"
 
 namespace torch::nn {
 class Module;
@@ -61,11 +62,26 @@ class Module;
 
 namespace zero {
 
-class PendingCheckpoint;
-
 // Tensors with the names that ranks and checkpoints know them by, as module.named_parameters()
 // returns them.
 using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
+
+// Counted on this rank since construction, recover() or a change of parameters.
+struct Stats {
+  Traffic data;               // gradients, parameters and norms
+  Traffic control;            // control messages
+  int64_t steps = 0;          // step() calls that updated parameters, from the first one on
+  int64_t skipped_steps = 0;  // step() calls skipped for non-finite gradients, too
+  int64_t rounds = 0;         // reductions of all buckets
+  Traffic copies;             // of ZeroOptions::protect()
+};
+
+// What ZeroOptimizer::recover() went back to, and with whom.
+struct RecoveryReport {
+  int64_t steps = 0;  // step() calls made at the protected step, skipped ones included
+  // By new rank: the rank in the first group, or the number of a process that joined since.
+  std::vector<int> members;
+};
 
 // An optimizer around another one, which steps on this rank's shard of the parameters alone.
 class ZeroOptimizer final : public torch::optim::Optimizer {
@@ -230,7 +246,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step that is ahead copies the
   // rest; so parameters may be changed by hand only after the next step(). From a GPU the copy is
-  // made before this returns. Ends with PendingCheckpoint::finish(), in zero/pending_checkpoint.h.
+  // made before this returns. Ends with PendingCheckpoint::finish().
   std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
                                                            const SaveOptions& options = {});
   // Collective. Loads what any number of ranks saved, with any mesh, stage, layout and bucket size.

@@ -43,10 +43,10 @@
 #include "examples/benchmark/meters.h"
 #include "examples/benchmark/workload.h"
 #include "examples/train_gpt/step_trace.h"
+#include "zero/checkpoint_options.h"
 #include "zero/combined_optimizer.h"
 #include "zero/launch.h"
 #include "zero/muon.h"
-#include "zero/pending_checkpoint.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero::examples {

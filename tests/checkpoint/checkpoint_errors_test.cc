@@ -27,8 +27,8 @@
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
+#include "zero/checkpoint_options.h"
 #include "zero/mesh.h"
-#include "zero/pending_checkpoint.h"
 
 namespace zero {
 namespace {

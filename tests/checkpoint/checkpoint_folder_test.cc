@@ -18,8 +18,7 @@
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/manifest.h"
-#include "zero/pending_checkpoint.h"
-#include "zero/stateful.h"
+#include "zero/checkpoint_options.h"
 
 namespace zero {
 namespace {

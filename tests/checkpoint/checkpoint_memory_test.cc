@@ -18,7 +18,7 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/peak_memory.h"
 #include "tests/support/run_ranks.h"
-#include "zero/pending_checkpoint.h"
+#include "zero/checkpoint_options.h"
 
 namespace zero {
 namespace {

@@ -21,8 +21,8 @@
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint_options.h"
 #include "zero/lr_schedule.h"
-#include "zero/pending_checkpoint.h"
 #include "zero/random_state.h"
 
 namespace zero {

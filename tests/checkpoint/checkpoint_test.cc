@@ -13,8 +13,8 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint_options.h"
 #include "zero/mesh.h"
-#include "zero/pending_checkpoint.h"
 
 namespace zero {
 namespace {

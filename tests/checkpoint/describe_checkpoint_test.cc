@@ -21,7 +21,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
-#include "zero/stateful.h"
+#include "zero/checkpoint_options.h"
 #include "zero/version.h"
 #include "zero/zero_optimizer.h"
 

@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "zero/checkpoint_options.h"
 #include "zero/mesh.h"
-#include "zero/stateful.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

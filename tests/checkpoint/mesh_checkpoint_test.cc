@@ -17,7 +17,7 @@
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/manifest.h"
-#include "zero/pending_checkpoint.h"
+#include "zero/checkpoint_options.h"
 
 namespace zero {
 namespace {

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// zero/pending_checkpoint.h: which thread writes, and when it stops.
-#include "zero/pending_checkpoint.h"
+// zero/checkpoint_options.h: which thread writes, and when it stops.
+#include "zero/checkpoint_options.h"
 
 #include <gtest/gtest.h>
 #include <sched.h>

@@ -24,8 +24,8 @@
 #include <string>
 #include <thread>
 
+#include "zero/checkpoint_options.h"
 #include "zero/launch.h"
-#include "zero/pending_checkpoint.h"
 #include "zero/process_group.h"
 #include "zero/zero_optimizer.h"
 

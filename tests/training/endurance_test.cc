@@ -24,8 +24,8 @@
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/checkpoint.h"
+#include "zero/checkpoint_options.h"
 #include "zero/lr_schedule.h"
-#include "zero/pending_checkpoint.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

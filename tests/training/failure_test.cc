@@ -20,7 +20,7 @@
 #include "tests/support/run_program.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
-#include "zero/pending_checkpoint.h"
+#include "zero/checkpoint_options.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

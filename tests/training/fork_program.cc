@@ -21,8 +21,8 @@
 #include <thread>
 
 #include "tests/support/training.h"
+#include "zero/checkpoint_options.h"
 #include "zero/launch.h"
-#include "zero/pending_checkpoint.h"
 #include "zero/zero_optimizer.h"
 
 namespace {

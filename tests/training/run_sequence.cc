@@ -18,7 +18,7 @@
 
 #include "tests/support/error_of.h"
 #include "tests/training/plain_sequence.h"
-#include "zero/pending_checkpoint.h"
+#include "zero/checkpoint_options.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/pending_checkpoint.h"
+#include "zero/checkpoint_options.h"
 
 #include <c10/util/Exception.h>
 

@@ -21,7 +21,6 @@
 #include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/checkpoint_options.h"
-#include "zero/pending_checkpoint.h"
 #include "zero/training/engine.h"
 
 namespace zero {

@@ -21,8 +21,8 @@
 #include "zero/checkpoint/writer.h"
 #include "zero/recovery/protection.h"
 #include "zero/recovery/roll_call.h"
-#include "zero/stats.h"
 #include "zero/training/engine.h"
+#include "zero/zero_optimizer.h"
 
 namespace zero {
 
