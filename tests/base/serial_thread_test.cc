@@ -7,9 +7,11 @@
 #include <chrono>
 #include <future>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "zero/base/slow_wait.h"
 #include "zero/base/threads.h"
 
 namespace zero {
@@ -36,6 +38,20 @@ TEST(SerialThreadTest, RunsTasksInTheirOrderOnOneThread) {
 }
 
 TEST(SerialThreadTest, EndsWithoutATask) { const SerialThread thread; }
+
+TEST(SerialThreadTest, AnEndThatWaitsLongForATaskHasALine) {
+  const auto before = slow_wait_after();
+  set_slow_wait_after(std::chrono::milliseconds(50));
+  testing::internal::CaptureStderr();
+  {
+    SerialThread thread("counting");
+    thread.push([&] { std::this_thread::sleep_for(std::chrono::seconds(1)); });
+  }
+  set_slow_wait_after(before);
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_NE(text.find("waits for its thread \"zero counting\" to end\n"), std::string::npos)
+      << text;
+}
 
 TEST(SerialThreadTest, ATaskMayPushAnother) {
   std::promise<int> done;

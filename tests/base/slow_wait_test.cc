@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <future>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,6 +20,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/base/own_thread_wait.h"
+#include "zero/base/threads.h"
 #include "zero/communicator.h"
 
 namespace zero {
@@ -141,8 +143,20 @@ TEST_F(SlowWaitTest, AWaitForAThreadThatStandsStillHasALineAndEnds) {
   for (int look = 0; look < 7; ++look) wait.look(-2);
   EXPECT_EQ(testing::internal::GetCapturedStderr(),
             "zero: rank 1 of 4 waits for its thread (up to 2 s)\n");
+  testing::internal::CaptureStderr();
+  std::promise<void> end;
+  std::thread stands_still = start_thread([&] { end.get_future().wait(); }, "still");
   expect_words(error_of([&] { wait.look(-2); }),
                {"rank 1 of 4 waits for its thread", "has done nothing for 8 s", "gdb"});
+  end.set_value();
+  stands_still.join();
+  // The one that calls, and the one that it waits for.
+  expect_words(testing::internal::GetCapturedStderr(),
+               {"zero: rank 1 of 4 waits for its thread, which has done nothing for 8 s. The "
+                "threads of process " +
+                    std::to_string(getpid()) + ":\n",
+                "  thread " + std::to_string(getpid()) + " (", "): state R, ",
+                "(zero still): state ", " ms of processor time"});
 }
 
 TEST(DurationTest, Texts) {

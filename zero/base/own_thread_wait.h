@@ -22,8 +22,8 @@ class OwnThreadWait {
 
   // To be called after each kLook. Prints a line to stderr when `progress` has not changed for
   // twice slow_wait_after(): a wait of the other thread for a peer has had its own line then.
-  // Throws c10::Error when it has not changed for `limit` and 5 s. Looks are counted, not time,
-  // since a stopped process makes none.
+  // When it has not changed for `limit` and 5 s, prints the states of all threads and throws
+  // c10::Error. Looks are counted, not time, since a stopped process makes none.
   void look(int64_t progress);
 
  private:

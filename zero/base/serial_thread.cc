@@ -2,15 +2,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/base/serial_thread.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <utility>
 
+#include "zero/base/slow_wait.h"
 #include "zero/base/threads.h"
 
 namespace zero {
 namespace {
 
-constexpr std::chrono::seconds kLook{1};  // A lost wake-up costs so much.
+constexpr std::chrono::seconds kWakeUpSlack{1};  // A lost wake-up costs so much.
 
 }  // namespace
 
@@ -20,12 +23,16 @@ SerialThread::~SerialThread() {
     stop_ = true;
   }
   changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  if (!thread_.joinable()) return;
+  const SlowWait notice([this] {
+    return c10::str("process ", getpid(), " waits for its thread \"zero ", name_, "\" to end");
+  });
+  thread_.join();
 }
 
 void SerialThread::start() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!thread_.joinable()) thread_ = start_thread([this] { work(); });
+  if (!thread_.joinable()) thread_ = start_thread([this] { work(); }, name_);
 }
 
 void SerialThread::push(std::function<void()> task) {
@@ -46,7 +53,7 @@ void SerialThread::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     const auto called = [this] { return stop_ || !tasks_.empty(); };
-    while (!changed_.wait_for(lock, kLook, called)) {
+    while (!changed_.wait_for(lock, kWakeUpSlack, called)) {
     }
     if (tasks_.empty()) return;
     std::function<void()> task = std::move(tasks_.front());

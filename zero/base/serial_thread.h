@@ -15,7 +15,8 @@ namespace zero {
 // The thread starts with the first task, or before with start(). Thread safety: push(), start().
 class SerialThread {
  public:
-  SerialThread() = default;
+  // `name`, of up to 10 letters, is that of the thread.
+  explicit SerialThread(const char* name = "tasks") : name_(name) {}
   // Runs all tasks to their end first.
   ~SerialThread();
   SerialThread(const SerialThread&) = delete;
@@ -31,6 +32,7 @@ class SerialThread {
  private:
   void work();
 
+  const char* const name_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;

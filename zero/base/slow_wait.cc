@@ -70,7 +70,8 @@ struct SlowWaits {
 
   [[noreturn]] void look_for_ever() {
     while (true) {
-      const milliseconds period = std::clamp(slow_wait_after() / 4, milliseconds(10), kPeriod);
+      const milliseconds period =
+          std::clamp(slow_wait_after() / 4, milliseconds(10), kLookInterval);
       std::this_thread::sleep_for(period);
       // Without the lock: they may take others.
       for (const auto& look : looks(std::chrono::steady_clock::now() - period)) look();
@@ -102,7 +103,7 @@ struct SlowWaits {
     return result;
   }
 
-  static constexpr milliseconds kPeriod{1000};
+  static constexpr milliseconds kLookInterval{1000};
   std::mutex mutex;
   SlowWait* first = nullptr;
   bool started = false;

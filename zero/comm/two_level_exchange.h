@@ -100,7 +100,7 @@ class TwoLevelExchange : public RowExchange {
   std::optional<c10::Stream> stream_;  // with in_call_order_, on a GPU
   // Second levels that the thread has started, or could not.
   const std::shared_ptr<std::atomic<int64_t>> started_ = std::make_shared<std::atomic<int64_t>>(0);
-  SerialThread second_levels_;
+  SerialThread second_levels_{"levels"};
 };
 
 }  // namespace zero

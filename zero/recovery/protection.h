@@ -63,7 +63,7 @@ class Protection {
   std::future<std::string> made_;  // the problem of the generation under way
   std::string problem_;
   std::atomic<bool> connection_failed_ = false;
-  SerialThread thread_;  // the last member: it ends first
+  SerialThread thread_{"copies"};  // the last member: it ends first
 };
 
 }  // namespace zero
