@@ -11,9 +11,11 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <future>
 #include <latch>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -139,27 +141,61 @@ TEST(RendezvousTest, GlooItselfGivesUpInTime) {
   EXPECT_NE(error, "");
 }
 
-TEST(RendezvousTest, WhoGivesUpEndsTheWaitOfTheOthers) {
+// Rank 1 of 3 throws when it is to connect. Returns the errors of all ranks, and says in
+// `of_communication` which of them going back may help against.
+std::array<std::string, 3> give_up_on_rank_1(const std::function<void()>& throws,
+                                             std::array<bool, 3>& of_communication) {
   const auto shared = c10::make_intrusive<c10d::HashStore>();
   std::array<std::string, 3> errors;
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 3; ++rank) {
     threads.emplace_back([&, rank] {
-      const BackendFactory factory = [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int,
-                                        Purpose,
-                                        milliseconds) -> c10::intrusive_ptr<c10d::Backend> {
-        TORCH_CHECK(rank != 1, "no more sugar");
+      const BackendFactory factory = [&](const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                         int, Purpose,
+                                         milliseconds) -> c10::intrusive_ptr<c10d::Backend> {
+        if (rank == 1) throws();
         store->wait({"never"});
         return nullptr;
       };
       const Group group(shared, rank, 3, "test", factory, at::kCPU, std::chrono::seconds(60));
-      errors[rank] = error_within(milliseconds(2000),
-                                  [&] { group.make_communicator("data", Purpose::kData); });
+      errors[rank] = error_within(milliseconds(2000), [&] {
+        try {
+          group.make_communicator("data", Purpose::kData);
+        } catch (const CommunicationError&) {
+          of_communication[rank] = true;
+          throw;
+        }
+      });
     });
   }
   for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+TEST(RendezvousTest, WhoGivesUpEndsTheWaitOfTheOthers) {
+  std::array<bool, 3> of_communication{};
+  const auto errors =
+      give_up_on_rank_1([] { TORCH_CHECK(false, "no more sugar"); }, of_communication);
   expect_words(errors[1], {"all ranks have arrived", ". no more sugar"});
   for (int rank : {0, 2}) expect_words(errors[rank], {"Rank 1 gave up: no more sugar"});
+  EXPECT_EQ(of_communication, (std::array<bool, 3>{true, true, true}));
+}
+
+// It would come again after going back.
+TEST(RendezvousTest, AMisuseOnOneRankIsOneOnAll) {
+  std::array<bool, 3> of_communication{};
+  const auto errors =
+      give_up_on_rank_1([] { TORCH_CHECK_VALUE(false, "no such device"); }, of_communication);
+  expect_words(errors[1], {". no such device"});
+  for (int rank : {0, 2}) expect_words(errors[rank], {"Rank 1 gave up: no such device"});
+  EXPECT_EQ(of_communication, (std::array<bool, 3>{}));
+}
+
+TEST(RendezvousTest, ARankThatLacksMemoryIsTheOthersReasonToGoBack) {
+  std::array<bool, 3> of_communication{};
+  const auto errors = give_up_on_rank_1([] { throw std::bad_alloc(); }, of_communication);
+  for (int rank : {0, 2}) expect_words(errors[rank], {"Rank 1 gave up: out of memory"});
+  EXPECT_EQ(of_communication, (std::array<bool, 3>{true, false, true}));
 }
 
 TEST(RendezvousTest, ARankThatItsLauncherHasSeenEndIsNotWaitedFor) {
@@ -171,12 +207,8 @@ TEST(RendezvousTest, ARankThatItsLauncherHasSeenEndIsNotWaitedFor) {
     threads.emplace_back([&, rank] {
       Rendezvous rendezvous(bounded->under("meeting"), rank, 3, std::chrono::minutes(10),
                             Clock::now(), "cannot meet", "here", {0, 3, 7});
-      const std::string error = error_of([&] {
-        rendezvous.run([](const auto& own) -> c10::intrusive_ptr<c10d::Backend> {
-          own->wait({"rank 2"});
-          return nullptr;
-        });
-      });
+      const std::string error =
+          error_of([&] { rendezvous.run([](const auto& own) { own->wait({"rank 2"}); }); });
       expect_words(error, {"cannot meet (after ", "of at most 600000 ms)", "missing: rank 2",
                            "The process with RANK 7 has ended"});
     });
@@ -210,9 +242,7 @@ TEST(RendezvousTest, ASilentRankIsNamedThoughTheStoreEndsMeanwhile) {
     Rendezvous rendezvous(bounded->under("meeting"), 1, 3, milliseconds(5000), Clock::now(),
                           "cannot meet", "here");
     const std::string error = error_within(milliseconds(1000), [&] {
-      rendezvous.run([](const auto&) -> c10::intrusive_ptr<c10d::Backend> {
-        TORCH_CHECK(false, "no more sugar");
-      });
+      rendezvous.run([](const auto&) { TORCH_CHECK(false, "no more sugar"); });
     });
     expect_words(error, {"cannot meet (after ", " ms of at most 5000 ms) (this is rank 1); ",
                          "no more sugar"});

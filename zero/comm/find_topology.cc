@@ -4,7 +4,6 @@
 
 #include <c10/util/Exception.h>
 #include <unistd.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
 #include <array>
@@ -96,10 +95,10 @@ Bytes make_table(c10d::Store& store, int world_size) {
   const auto stated = [](const Bytes& bytes) { return bytes.at(0) == kStated; };
   if (std::any_of(all.begin(), all.end(), stated)) {
     for (int r = 1; r < world_size; ++r) {
-      TORCH_CHECK(all[r] == all[0], "expected the same topology on every rank, got ",
-                  stated(all[0]) ? as_topology(all[0]).describe() : "none", " on rank 0 and ",
-                  stated(all[r]) ? as_topology(all[r]).describe() : "none", " on rank ", r,
-                  "; set InitOptions::topology to the same on all ranks, or on none");
+      TORCH_CHECK_VALUE(all[r] == all[0], "expected the same topology on every rank, got ",
+                        stated(all[0]) ? as_topology(all[0]).describe() : "none", " on rank 0 and ",
+                        stated(all[r]) ? as_topology(all[r]).describe() : "none", " on rank ", r,
+                        "; set InitOptions::topology to the same on all ranks, or on none");
     }
     return all[0];
   }
@@ -163,10 +162,8 @@ Topology agree_on_topology(const c10::intrusive_ptr<BoundedStore>& store, int ra
       c10::str("init_process_group: ", world_size, " ranks cannot agree on their machines"),
       "to learn which ranks share a machine", std::move(watched));
   const auto result = std::make_shared<std::optional<Topology>>();
-  rendezvous.run([=](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
-    *result = agree(*own, rank, world_size, stated, willing);
-    return nullptr;
-  });
+  rendezvous.run(
+      [=](const StorePtr& own) { *result = agree(*own, rank, world_size, stated, willing); });
   return **result;
 }
 

@@ -3,7 +3,6 @@
 //
 // How the ranks of a job find each other: the environment, the store, the topology.
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <atomic>
@@ -98,8 +97,7 @@ void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
   Rendezvous rendezvous(store, env.rank, env.world_size, timeout, since,
                         c10::str("init_process_group: not all ", env.world_size, " ranks arrived"),
                         c10::str("at ", address_of(env)), all_ranks(env));
-  rendezvous.run([rank = env.rank,
-                  size = env.world_size](const StorePtr& own) -> c10::intrusive_ptr<c10d::Backend> {
+  rendezvous.run([rank = env.rank, size = env.world_size](const StorePtr& own) {
     // Before it is counted, since ranks of two jobs would train together.
     TORCH_CHECK_VALUE(own->add(c10::str("came/", rank), 1) == 1, "expected one process with RANK ",
                       rank,
@@ -107,7 +105,6 @@ void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
                       "machine a MASTER_PORT of its own");
     if (own->add("arrivals", 1) == size) own->set("complete", std::string("1"));
     own->wait({"complete"});
-    return nullptr;
   });
 }
 

@@ -172,10 +172,7 @@ Topology find_machines(const decltype(Joining::find_topology)& find, const std::
       c10::str("group \"", name, "\": its ", size, " ranks cannot find their machines"),
       c10::str("to find the machines of group \"", name, "\""), global_ranks);
   const auto found = std::make_shared<std::optional<Topology>>();
-  rendezvous.run([=](const StorePtr& own) {
-    *found = find(own, rank, size);
-    return c10::intrusive_ptr<c10d::Backend>();
-  });
+  rendezvous.run([=](const StorePtr& own) { *found = find(own, rank, size); });
   return **found;
 }
 
@@ -240,13 +237,6 @@ std::shared_ptr<RowExchange> connect_two_levels(const Connect& connect, const St
       inside.rows == RowTransport::kWhole);
 }
 
-// Sets the key if it is missing; returns what it holds then.
-std::string claim(c10d::Store& store, const std::string& key, const std::string& text) {
-  const std::vector<uint8_t> own(text.begin(), text.end());
-  const std::vector<uint8_t> held = store.compareSet(key, {}, own);
-  return {held.begin(), held.end()};
-}
-
 constexpr const char* kOnRank = " on rank ";
 
 // Of a text that ends with a rank: what that rank has claimed.
@@ -256,10 +246,11 @@ std::string without_rank(const std::string& text) { return text.substr(0, text.r
 void agree_on_levels(c10d::Store& store, int rank, const std::string& levels) {
   const std::string own = c10::str(levels, kOnRank, rank);
   const std::string first = claim(store, "levels", own);
-  TORCH_CHECK(without_rank(first) == levels, "expected the same levels on every rank, got ", first,
-              " and ", own,
-              "; give the group the same topology on all ranks, and make_communicator() the same "
-              "two_level");
+  TORCH_CHECK_VALUE(
+      without_rank(first) == levels, "expected the same levels on every rank, got ", first, " and ",
+      own,
+      "; give the group the same topology on all ranks, and make_communicator() the same "
+      "two_level");
 }
 
 }  // namespace
@@ -302,7 +293,6 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
                     levels = "two levels of " + machines.describe()](const StorePtr& store) {
       agree_on_levels(*store, rank, levels);
       *exchange = connect_two_levels(connect, store, place, limit);
-      return c10::intrusive_ptr<c10d::Backend>();
     });
   } else {
     BackendRanks ranks;
@@ -312,7 +302,6 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       agree_on_levels(*store, rank, "one level");
       const NewBackend made = connect(store, rank, size);
       *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
-      return c10::intrusive_ptr<c10d::Backend>();
     });
   }
   auto made = std::make_unique<Communicator>(std::move(*exchange), rank(), world_size(), full_name,
@@ -355,7 +344,7 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, const cha
         "expected the same transport on every rank, got ", first_over, " and ", over,
         "; give all ranks a device of the same type, and InitOptions::nccl the same value");
     decide(difference);
-    TORCH_CHECK(false, difference);
+    TORCH_CHECK_VALUE(false, difference);
   }
   const std::string own = c10::str(world_size, kOnRank, rank);
   const std::string first = claim(store, "world_size", own);

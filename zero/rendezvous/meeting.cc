@@ -4,7 +4,6 @@
 #include "zero/rendezvous/meeting.h"
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
 #include <cstdlib>
@@ -29,38 +28,31 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 // The interval at which a waiting rank checks whether another gave up.
-constexpr milliseconds kLook{200};
+constexpr milliseconds kAskInterval{200};
 // How long a rank that gives up waits for the marks of the others.
-constexpr milliseconds kMarks{500};
+constexpr milliseconds kMarksLimit{500};
 // How long a rank that serves the store waits for the others to have read them.
-constexpr milliseconds kReaders{200};
+constexpr milliseconds kReadersLimit{200};
 // And at the end of its process, when they are late.
-constexpr milliseconds kLateReaders{1500};
-constexpr milliseconds kPause{20};
+constexpr milliseconds kLateReadersLimit{1500};
+constexpr milliseconds kPollInterval{20};
 // Work has its own limit, and its error says more than ours.
-constexpr milliseconds kGrace{100};
-constexpr milliseconds kLater{1000};
+constexpr milliseconds kWorkSlack{100};
+constexpr milliseconds kLateStart{1000};
 constexpr size_t kRanksNamed = 8;
 
 constexpr const char* kArrived = "arrived";
 constexpr const char* kConnected = "connected";
 constexpr const char* kGivenUp = "given up";
+// The first letter of a reason.
+constexpr char kMisuse = '-';
+constexpr char kNoMisuse = '?';
 constexpr const char* kReasons = "reasons read";
 constexpr const char* kTries = "tries";
 
 std::string mark_key(int rank) { return "rank/" + std::to_string(rank); }
 
 std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-
-std::string ranks_text(const std::vector<int>& ranks) {
-  std::ostringstream text;
-  text << (ranks.size() == 1 ? "rank " : "ranks ");
-  for (size_t i = 0; i < std::min(ranks.size(), kRanksNamed); ++i) {
-    text << (i == 0 ? "" : ", ") << ranks[i];
-  }
-  if (ranks.size() > kRanksNamed) text << " and " << ranks.size() - kRanksNamed << " more";
-  return text.str();
-}
 
 // The ranks in [begin, end) that have a mark. Asks about all at once, and about halves only where
 // some are missing.
@@ -91,10 +83,10 @@ Host& host() {
 // The store ends with this process: at its end it waits for ranks that have yet to read.
 void serve_readers() {
   const std::lock_guard<std::mutex> lock(host().mutex);
-  const auto deadline = Clock::now() + kLateReaders;
+  const auto deadline = Clock::now() + kLateReadersLimit;
   try {
     while (host().store->add(kReasons, 0) < host().readers && Clock::now() < deadline) {
-      std::this_thread::sleep_for(kPause);
+      std::this_thread::sleep_for(kPollInterval);
     }
   } catch (const std::exception&) {  // There is nothing to read.
   }
@@ -127,19 +119,35 @@ struct Rendezvous::Marks {
   }
 };
 
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::ostringstream text;
+  text << (ranks.size() == 1 ? "rank " : "ranks ");
+  for (size_t i = 0; i < std::min(ranks.size(), kRanksNamed); ++i) {
+    text << (i == 0 ? "" : ", ") << ranks[i];
+  }
+  if (ranks.size() > kRanksNamed) text << " and " << ranks.size() - kRanksNamed << " more";
+  return text.str();
+}
+
+std::string claim(c10d::Store& store, const std::string& key, const std::string& text) {
+  return store.compareSet(key, std::string(), text);
+}
+
 c10::intrusive_ptr<BoundedStore> Tries::enter(int rank, Clock::time_point deadline) {
   const auto given_up = [&] { return store_->check({c10::str(number_, "/", kGivenUp)}); };
   while (true) {
     number_ = std::max<int64_t>(store_->add(kTries, rank == 0 ? 1 : 0), 1);
     if (!given_up() || (rank != 0 && Clock::now() >= deadline)) break;
-    std::this_thread::sleep_for(rank == 0 ? milliseconds(0) : kPause);
+    std::this_thread::sleep_for(rank == 0 ? milliseconds(0) : kPollInterval);
   }
   return store_->under(std::to_string(number_));
 }
 
+bool Tries::begun(BoundedStore& store) { return store.check({kTries}); }
+
 void Tries::give_up() noexcept {
   try {
-    if (number_ > 0) store_->within(kMarks)->set(c10::str(number_, "/", kGivenUp), kGivenUp);
+    if (number_ > 0) store_->within(kMarksLimit)->set(c10::str(number_, "/", kGivenUp), kGivenUp);
   } catch (const std::exception&) {  // The store is gone: another try has another one.
   }
 }
@@ -156,49 +164,60 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int wor
       purpose_(std::move(purpose)),
       watched_(std::move(watched)) {}
 
-Rendezvous::Backend Rendezvous::run(const Work& work) {
+void Rendezvous::run(const Work& work) {
   const auto left = std::chrono::ceil<milliseconds>(since_ + timeout_ - Clock::now());
-  const auto store = store_->within(std::max(left, kGrace));
+  const auto store = store_->within(std::max(left, kWorkSlack));
   std::string reason;
-  bool own = false;  // unusable arguments, say; not what another rank or a connection did
+  bool misuse = false;  // by some rank: it would come again
+  bool own = false;     // this rank's alone
   try {
     store->set(mark_key(rank_), std::string(kArrived));
-    Backend backend = await(start_detached([work, store] { return work(store); }), *store);
+    auto done = start_detached([work, store] {
+      work(store);
+      return true;
+    });
+    await(std::move(done), *store);
     try {
-      store_->within(kMarks)->set(mark_key(rank_), std::string(kConnected));
+      store_->within(kMarksLimit)->set(mark_key(rank_), std::string(kConnected));
     } catch (const std::exception&) {  // Only the errors of others would have become better.
     }
-    return backend;
+    return;
   } catch (const std::exception& error) {
     reason = error_line(error);
-    own = dynamic_cast<const c10::ValueError*>(&error) != nullptr || is_out_of_memory(error);
+    misuse = dynamic_cast<const c10::ValueError*>(&error) != nullptr;
+    own = is_out_of_memory(error);
   }
   const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - since_);
-  const std::string others = give_up(reason);
+  const std::string others = give_up(reason, misuse);
   // A rank that began later learns earlier that the time of another is up.
   const std::string time =
-      took + kLater >= timeout_
+      took + kLateStart >= timeout_
           ? c10::str(" within ", timeout_.count(), " ms")
           : c10::str(" (after ", took.count(), " ms of at most ", timeout_.count(), " ms)");
-  throw_error(!own, c10::str(failed_, time, " (this is rank ", rank_, ")", others, ". ", reason));
+  throw_error(!misuse && !own,
+              c10::str(failed_, time, " (this is rank ", rank_, ")", others, ". ", reason));
 }
 
-Rendezvous::Backend Rendezvous::await(std::future<Backend> made, BoundedStore& store) const {
+void Rendezvous::await(std::future<bool> done, BoundedStore& store) const {
   const auto start = Clock::now();
-  const auto deadline = std::max(since_ + timeout_, start) + kGrace;
+  const auto deadline = std::max(since_ + timeout_, start) + kWorkSlack;
   bool printed = false;
-  while (made.wait_until(std::min(Clock::now() + kLook, deadline)) != std::future_status::ready) {
+  while (done.wait_until(std::min(Clock::now() + kAskInterval, deadline)) !=
+         std::future_status::ready) {
     TORCH_CHECK(Clock::now() < deadline, "The time is up");
     if (!printed && Clock::now() - start >= slow_wait_after()) {
       printed = true;
       print_whom(store);
     }
     check_ended(store);
-    if (store.check({kGivenUp}) && made.wait_for(milliseconds(0)) != std::future_status::ready) {
-      TORCH_CHECK(false, text_of(store.get(kGivenUp)));
+    if (store.check({kGivenUp}) && done.wait_for(milliseconds(0)) != std::future_status::ready) {
+      const std::string mark = text_of(store.get(kGivenUp));
+      const std::string text = mark.substr(1);
+      TORCH_CHECK_VALUE(mark[0] != kMisuse, text);
+      TORCH_CHECK(false, text);
     }
   }
-  return made.get();
+  done.get();
 }
 
 void Rendezvous::check_ended(const BoundedStore& store) const {
@@ -239,29 +258,30 @@ Rendezvous::Marks Rendezvous::read_marks(c10d::Store& store) const {
   return marks;
 }
 
-std::string Rendezvous::give_up(const std::string& reason) const {
+std::string Rendezvous::give_up(const std::string& reason, bool misuse) const {
   const auto start = Clock::now();
-  const auto store = store_->within(kMarks + kReaders);
+  const auto store = store_->within(kMarksLimit + kReadersLimit);
   std::optional<Marks> marks;
   try {
     store->set(mark_key(rank_), std::string(kGivenUp));
     // The first reason stays, since later ones follow from it.
-    const std::string text = c10::str("Rank ", rank_, " gave up: ", reason);
+    const std::string text =
+        c10::str(misuse ? kMisuse : kNoMisuse, "Rank ", rank_, " gave up: ", reason);
     if (!store->check({kGivenUp})) store->set(kGivenUp, text);
     marks = read_marks(*store);
-    // A rank that looks finds the reason within kLook, and marks that it gives up too.
-    while (!marks->silent.empty() && Clock::now() < start + kMarks) {
-      std::this_thread::sleep_for(kPause);
+    // A rank that looks finds the reason within kAskInterval, and marks that it gives up too.
+    while (!marks->silent.empty() && Clock::now() < start + kMarksLimit) {
+      std::this_thread::sleep_for(kPollInterval);
       marks = read_marks(*store);
     }
     store->add(kReasons, 1);
     while (store_->served_here() && store->add(kReasons, 0) <= marks->given_up &&
-           Clock::now() < start + kMarks + kReaders) {
-      std::this_thread::sleep_for(kPause);
+           Clock::now() < start + kMarksLimit + kReadersLimit) {
+      std::this_thread::sleep_for(kPollInterval);
     }
     const auto arrived = static_cast<int64_t>(world_size_) - std::ssize(marks->missing);
     if (store_->served_here() && store->add(kReasons, 0) < arrived) {
-      serve_at_exit(store_->each_within(kLateReaders), arrived);
+      serve_at_exit(store_->each_within(kLateReadersLimit), arrived);
     }
   } catch (const std::exception& error) {
     // The rank that serves the store may have given up earlier, and ends with it. What was read

@@ -20,19 +20,21 @@
 
 #include "zero/rendezvous/bounded_store.h"
 
-namespace c10d {
-class Backend;
-}
-
 namespace zero {
+
+// Sets `key` to `text` if the store has no such key. Returns what the key holds then, on all ranks
+// the same.
+std::string claim(c10d::Store& store, const std::string& key, const std::string& text);
+
+// "rank 3", "ranks 0, 2", of more than 8 "ranks 0, 1, ... and 5 more".
+std::string ranks_text(const std::vector<int>& ranks);
 
 // Used once, by one thread.
 class Rendezvous {
  public:
-  // Returns the transport that connects the ranks, or null if they only meet. Everything it uses
-  // must be its own: it runs on a thread that may be left behind. `store` bounds all its calls.
-  using Work = std::function<c10::intrusive_ptr<c10d::Backend>(
-      const c10::intrusive_ptr<c10d::Store>& store)>;
+  // Connects the ranks, or does what else they meet for. Everything it uses must be its own: it
+  // runs on a thread that may be left behind. `store` bounds all its calls.
+  using Work = std::function<void(const c10::intrusive_ptr<c10d::Store>& store)>;
 
   // `store` is this meeting's alone. The timeout counts from `since`. `failed` begins the error and
   // `purpose` ends the line about a long wait: "rank 0 of 2 waits for rank 1 <purpose> (up to 10
@@ -44,22 +46,22 @@ class Rendezvous {
              std::string failed, std::string purpose, std::vector<int> watched = {});
 
   // Collective. Throws CommunicationError within the timeout and a second when a rank does not take
-  // part or gives up, and another c10::Error when `work` throws c10::ValueError or for lack of
-  // memory.
-  c10::intrusive_ptr<c10d::Backend> run(const Work& work);
+  // part or gives up. Where `work` throws c10::ValueError on some rank, for a misuse, all that are
+  // there throw another c10::Error, and so does a rank that lacks memory itself.
+  void run(const Work& work);
 
  private:
   using Clock = std::chrono::steady_clock;
-  using Backend = c10::intrusive_ptr<c10d::Backend>;
   struct Marks;
 
-  Backend await(std::future<Backend> made, BoundedStore& store) const;
+  // Returns when the work is done. Throws what it throws, and when another rank gives up.
+  void await(std::future<bool> done, BoundedStore& store) const;
   // Throws when one of those watched has ended.
   void check_ended(const BoundedStore& store) const;
   void print_whom(BoundedStore& store) const;
   Marks read_marks(c10d::Store& store) const;
   // Makes the others give up too, and returns the ranks that are missing as far as the store shows.
-  std::string give_up(const std::string& reason) const;
+  std::string give_up(const std::string& reason, bool misuse) const;
 
   const c10::intrusive_ptr<BoundedStore> store_;
   const int rank_;
@@ -80,6 +82,8 @@ class Tries {
   // Returns the store of the try that is under way, or the first one. Another rank than 0 waits for
   // rank 0 to begin the next where the last was given up, until `deadline`.
   c10::intrusive_ptr<BoundedStore> enter(int rank, std::chrono::steady_clock::time_point deadline);
+  // Returns whether a rank has come to `store`, which is that of tries.
+  static bool begun(BoundedStore& store);
   // The try that this rank entered is over. Never throws.
   void give_up() noexcept;
 
