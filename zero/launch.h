@@ -45,8 +45,9 @@ struct LaunchOptions {
 // Otherwise this process becomes the parent of `ranks` processes and does not call body():
 //   - Each child runs this same program with the same arguments, by fork and exec, so that it
 //     inherits no thread, lock or random state. It reaches the same call of launch_local(), with
-//     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as torchrun
-//     sets them. What main() does before that call happens in the parent and in every child.
+//     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+//     TORCHELASTIC_RUN_ID set as torchrun sets them. What main() does before that call happens in
+//     the parent and in every child.
 //   - The parent serves the key-value store, on a port of 127.0.0.1 that the system chose, so that
 //     jobs cannot collide and other machines cannot reach it (docs/security.md). Children find
 //     TORCHELASTIC_USE_AGENT_STORE=True.

@@ -148,6 +148,24 @@ TEST(EnvironmentTest, Slurm) {
   EXPECT_EQ(read(with(srun(), "MASTER_ADDR", "other")).master_addr, "other");
 }
 
+TEST(EnvironmentTest, AJobIsCalledAsItsLauncherSays) {
+  EXPECT_EQ(read(torchrun()).job, "");
+  EXPECT_EQ(read(with(torchrun(), "TORCHELASTIC_RUN_ID", "run 7")).job, "run 7");
+  const std::string job = read(srun()).job;
+  EXPECT_NE(job, "");
+  EXPECT_EQ(read(with(srun(), "SLURM_PROCID", "0")).job, job);
+  EXPECT_NE(read(with(srun(), "SLURM_STEP_ID", "1")).job, job);
+  EXPECT_NE(read(with(srun(), "SLURM_JOB_ID", "4712")).job, job);
+  EXPECT_EQ(read(with(srun(), "TORCHELASTIC_RUN_ID", "mine")).job, "mine");
+  const Variables mpirun{{"OMPI_COMM_WORLD_RANK", "0"},
+                         {"OMPI_COMM_WORLD_SIZE", "2"},
+                         {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                         {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
+  EXPECT_EQ(read(mpirun).job, "");
+  EXPECT_NE(read(with(mpirun, "PMIX_NAMESPACE", "a")).job,
+            read(with(mpirun, "PMIX_NAMESPACE", "b")).job);
+}
+
 TEST(EnvironmentTest, ABatchScriptWithoutSrunIsAlone) {
   const Variables batch{{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "1"}};
   EXPECT_EQ(read(batch).source, Environment::Source::kAlone);

@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "zero/launch.h"
 #include "zero/process_group.h"
@@ -81,6 +82,26 @@ int scene_twice() {
   return 0;
 }
 
+// Meets the others, trains as long as the file HOLD is there, a minute at most, and meets them once
+// more if there are to be two MEETINGS.
+int scene_hold() {
+  std::vector<zero::Group> groups;  // the store ends with the last one
+  const auto meet = [&] {
+    groups.push_back(init(std::chrono::seconds(30)));
+    const zero::Group& group = groups.back();
+    group.make_communicator("data", zero::Purpose::kControl)->all_gather_text("", "start");
+    say("rank " + std::to_string(group.rank()) + " of " + std::to_string(group.world_size()) +
+        " has met the others");
+  };
+  meet();
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (access(std::getenv("HOLD"), F_OK) == 0 && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  if (std::string(std::getenv("MEETINGS")) == "2") meet();
+  return 0;
+}
+
 // Prints as a progress bar does, and goes on without a line feed.
 int scene_bar() {
   std::printf("\r10%%\r20%%\rdone\r\nnext\r\n\nlast\rhalf\r");
@@ -137,6 +158,7 @@ int main(int argc, char** argv) {
         if (scene == "ok") return scene_ok();
         if (scene == "late") return scene_late();
         if (scene == "twice") return scene_twice();
+        if (scene == "hold") return scene_hold();
         if (scene == "bar") return scene_bar();
         if (scene == "long") return scene_long();
         if (scene == "sleep") return scene_sleep();

@@ -3,13 +3,18 @@
 //
 // How the ranks of a job find each other: the environment, the store, the topology.
 #include <c10/util/Exception.h>
+#include <limits.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <numeric>
 #include <optional>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -21,6 +26,7 @@
 #include "zero/process_group.h"
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/environment.h"
+#include "zero/rendezvous/job.h"
 #include "zero/rendezvous/meeting.h"
 #include "zero/rendezvous/tcp_store.h"
 
@@ -52,37 +58,25 @@ std::string address_of(const Environment& env) {
   return c10::str(env.master_addr, ":", env.master_port);
 }
 
-c10::intrusive_ptr<BoundedStore> open_store(const Environment& env, milliseconds timeout) {
+const char* server_of(const Environment& env) {
+  return env.agent_serves_store ? "the launcher" : "rank 0";
+}
+
+std::string store_name(const Environment& env) {
+  return c10::str("the store of ", server_of(env), " at ", address_of(env));
+}
+
+c10::intrusive_ptr<BoundedStore> open_store(const Environment& env, milliseconds timeout,
+                                            bool serves) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(env.master_port);
-  options.isServer = !env.agent_serves_store && env.rank == 0;
+  options.isServer = serves;
   options.numWorkers = static_cast<size_t>(env.world_size);
   options.waitWorkers = false;  // meet() waits, and can say who is missing.
   options.timeout = timeout;
   options.multiTenant = true;  // A second init_process_group() shares the server.
-  const char* server = env.agent_serves_store ? "the launcher" : "rank 0";
-  const SlowWait notice([&] {
-    return c10::str("rank ", env.rank, " of ", env.world_size, " waits for the store of ", server,
-                    " at ", address_of(env), " (up to ", duration_text(timeout), ")");
-  });
-  try {
-    if (options.isServer) {
-      const std::string problem = make_room_for_descriptors(store_descriptors(env.world_size));
-      TORCH_CHECK(problem.empty(), problem);
-    }
-    return c10::make_intrusive<BoundedStore>(
-        open_tcp_store(env.master_addr, options), timeout,
-        c10::str("the store of ", server, " at ", address_of(env)), options.isServer);
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
-                options.isServer ? "serve" : "reach", " the store of ", server, " at ",
-                address_of(env), " (MASTER_ADDR, MASTER_PORT) within ", timeout.count(),
-                " ms: ", error_line(error),
-                options.isServer ? ". Is the port taken by another job? Choose another MASTER_PORT"
-                                 : c10::str(". Is ", server,
-                                            " running, can this machine reach it, and does no "
-                                            "other program use the port?"));
-  }
+  return c10::make_intrusive<BoundedStore>(open_tcp_store(env.master_addr, options), timeout,
+                                           store_name(env), serves);
 }
 
 std::vector<int> all_ranks(const Environment& env) {
@@ -91,21 +85,100 @@ std::vector<int> all_ranks(const Environment& env) {
   return ranks;
 }
 
+constexpr const char* kComplete = "complete";
+
+// The name of this process, and a line that no other process has: containers may have one name, and
+// count their processes alike.
+std::string own_process() {
+  static const uint32_t only_here = std::random_device()();
+  std::array<char, HOST_NAME_MAX + 1> host{};
+  gethostname(host.data(), host.size() - 1);
+  return c10::str("process ", getpid(), " on ", host.data(), "\n", only_here);
+}
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+// Throws c10::ValueError where another process has come with this rank's number. That process may
+// be of this job or of another one.
+void come_once(c10d::Store& store, const Environment& env) {
+  const std::string own = own_process();
+  const std::string first = claim(store, c10::str("came/", env.rank), own);
+  TORCH_CHECK_VALUE(first == own, "expected one process with RANK ", env.rank,
+                    ", got two: ", first_line(first), " and ", first_line(own),
+                    "; give each process a RANK of its own, and each job a MASTER_PORT of its own",
+                    store.check({kComplete})
+                        ? c10::str(". All ", env.world_size,
+                                   " ranks of the job there had met before: if two jobs were "
+                                   "started at one time, it may have ranks of both; end it then")
+                        : "");
+}
+
 // The counter lets a job of thousands wait for one key instead of one per rank.
 void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
           milliseconds timeout, std::chrono::steady_clock::time_point since) {
+  // A job that is complete goes on, whoever comes.
+  if (store->check({kComplete})) come_once(*store, env);
   Rendezvous rendezvous(store, env.rank, env.world_size, timeout, since,
                         c10::str("init_process_group: not all ", env.world_size, " ranks arrived"),
                         c10::str("at ", address_of(env)), all_ranks(env));
-  rendezvous.run([rank = env.rank, size = env.world_size](const StorePtr& own) {
+  rendezvous.run([env](const StorePtr& own) {
     // Before it is counted, since ranks of two jobs would train together.
-    TORCH_CHECK_VALUE(own->add(c10::str("came/", rank), 1) == 1, "expected one process with RANK ",
-                      rank,
-                      ", got two; give each process a RANK of its own, and each job on this "
-                      "machine a MASTER_PORT of its own");
-    if (own->add("arrivals", 1) == size) own->set("complete", std::string("1"));
-    own->wait({"complete"});
+    come_once(*own, env);
+    if (own->add("arrivals", 1) == env.world_size) own->set(kComplete, std::string("1"));
+    own->wait({kComplete});
   });
+}
+
+// Where the groups of a job begin, one after the other.
+std::string prefix_of(const Environment& env, int groups) {
+  return c10::str("zero/", env.restart_count, "/", groups);
+}
+
+// Rank 0 comes to the store that has its port as any other process would. If another job of that
+// size is meeting there, without an identifier, a second rank 0 is all that shows that there are
+// two jobs: ranks of this one may be at its meeting, which ends now unless it is complete. Returns
+// what there is to say about it.
+std::string meet_other_job(const Environment& env, milliseconds timeout) {
+  constexpr milliseconds kAtMost{2000};
+  const milliseconds limit = std::min(timeout, kAtMost);
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    const auto store = open_store(env, limit, /*serves=*/false);
+    check_job(*store, env, store_name(env));
+    constexpr int kOtherThan0 = 1;  // it begins no try
+    Tries tries(store->under(prefix_of(env, 0)));
+    meet(tries.enter(kOtherThan0, start)->under("meeting"), env, limit, start);
+  } catch (const c10::DistError&) {  // Another program has the port, or the job is silent.
+  } catch (const std::exception& error) {
+    return error_line(error) + ". ";
+  }
+  return {};
+}
+
+c10::intrusive_ptr<BoundedStore> find_store(const Environment& env, milliseconds timeout) {
+  const bool serves = !env.agent_serves_store && env.rank == 0;
+  if (serves) {
+    const std::string problem = make_room_for_descriptors(store_descriptors(env.world_size));
+    TORCH_CHECK(problem.empty(), "init_process_group: rank ", env.rank, " of ", env.world_size,
+                " cannot serve ", store_name(env), ": ", problem);
+  }
+  const SlowWait notice([&] {
+    return c10::str("rank ", env.rank, " of ", env.world_size, " waits for ", store_name(env),
+                    " (up to ", duration_text(timeout), ")");
+  });
+  try {
+    return open_store(env, timeout, serves);
+  } catch (const std::exception& error) {
+    TORCH_CHECK(
+        false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
+        serves ? "serve " : "reach ", store_name(env), " (MASTER_ADDR, MASTER_PORT) within ",
+        timeout.count(), " ms: ", error_line(error), ". ",
+        serves ? c10::str(meet_other_job(env, timeout), "Is the port taken by another job? ",
+                          "Choose another MASTER_PORT")
+               : c10::str("Is ", server_of(env),
+                          " running, can this machine reach it, and does no other program "
+                          "use the port?"));
+  }
 }
 
 Group init(const InitOptions& options) {
@@ -134,7 +207,9 @@ Group init(const InitOptions& options) {
   } else {
     const auto start = std::chrono::steady_clock::now();
     // Of groups, not of calls: one that failed on this rank alone must not count.
-    Tries tries(open_store(env, timeout)->under(c10::str("zero/", env.restart_count, "/", groups)));
+    const auto whole = find_store(env, timeout);
+    check_job(*whole, env, store_name(env));
+    Tries tries(whole->under(prefix_of(env, groups)));
     const auto bounded = tries.enter(env.rank, start + timeout);
     // A rank that joins knows no topology that was stated: each is then on a machine of its own.
     joining.find_topology = [timeout, willing = options.shared_memory && !options.topology](

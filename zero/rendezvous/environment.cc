@@ -125,20 +125,23 @@ void read_slurm(const Variables& variables, Environment& env) {
   env.local_world_size = one_node ? env.world_size : 0;
 }
 
-// Returns a text that differs between jobs on the same machines and is equal on all ranks of one.
+// Returns a text that differs between jobs on the same machines and is equal on all ranks of one;
+// empty if the launcher gives none.
 std::string job_identity(const Variables& variables, Environment::Source source) {
   std::string identity;
+  bool known = false;
   const auto append = [&](const char* name) {
+    known = known || variables.has(name);
     identity += variables.text(name).value_or("") + ".";
   };
   if (source == Environment::Source::kSlurm) {
     append("SLURM_JOB_ID");
     append("SLURM_STEP_ID");
-  } else {
+  } else if (source == Environment::Source::kOpenMpi) {
     append("PMIX_NAMESPACE");
     append("OMPI_MCA_orte_hnp_uri");
   }
-  return identity;
+  return known ? identity : std::string();
 }
 
 const char* rank_variable(Environment::Source source) {
@@ -170,8 +173,9 @@ void read_rendezvous(const Variables& variables, Environment& env) {
               " ranks: expected a free port of MASTER_ADDR, the same on every rank");
   TORCH_CHECK(!port || *port <= 65535, "environment variable MASTER_PORT=", port.value_or(0),
               ": expected a port in [1, 65535]");
-  env.master_port =
-      port.value_or(kFirstDerivedPort + hash(job_identity(variables, env.source)) % kDerivedPorts);
+  const std::string identity = job_identity(variables, env.source);
+  env.master_port = port.value_or(kFirstDerivedPort + hash(identity) % kDerivedPorts);
+  env.job = variables.text("TORCHELASTIC_RUN_ID").value_or(identity);
 }
 
 void check_consistent(const Variables& variables, const Environment& env) {

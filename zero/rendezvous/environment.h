@@ -40,6 +40,9 @@ struct Environment {
   std::string master_addr;
   int master_port = 0;
 
+  // Tells this job from others, with the same text on all ranks: TORCHELASTIC_RUN_ID if set, else
+  // the number of the SLURM step or the name of the OpenMPI job; empty if nothing says.
+  std::string job;
   // True when the launcher serves the store itself (torchrun's agent): then no rank may.
   bool agent_serves_store = false;
   // How often the launcher has restarted the job; keeps the keys of dead attempts apart.

@@ -25,13 +25,17 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <random>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"
 #include "zero/rendezvous/ended_ranks.h"
 #include "zero/rendezvous/environment.h"
+#include "zero/rendezvous/job.h"
 #include "zero/rendezvous/line_pipe.h"
 #include "zero/rendezvous/tcp_store.h"
 
@@ -111,8 +115,14 @@ struct Place {
   bool joins() const { return rank >= ranks; }
 };
 
+// Where the ranks find each other.
+struct Address {
+  int port = 0;
+  std::string job;  // identifier
+};
+
 // This process's variables with those of a rank in place of its own.
-std::vector<std::string> child_environment(const Place& place, int port) {
+std::vector<std::string> child_environment(const Place& place, const Address& address) {
   const std::string world_size = std::to_string(place.joins() ? place.rank + 1 : place.ranks);
   std::map<std::string, std::string> ours{
       {"RANK", std::to_string(place.rank)},
@@ -121,7 +131,8 @@ std::vector<std::string> child_environment(const Place& place, int port) {
       {"LOCAL_WORLD_SIZE", world_size},
       {"ZERO_JOIN", place.joins() ? "1" : "0"},
       {"MASTER_ADDR", "127.0.0.1"},
-      {"MASTER_PORT", std::to_string(port)},
+      {"MASTER_PORT", std::to_string(address.port)},
+      {"TORCHELASTIC_RUN_ID", address.job},
       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
       {"TORCHELASTIC_RESTART_COUNT", "0"},
   };
@@ -156,10 +167,10 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
   _exit(127);
 }
 
-Child start_child(const Place& place, int port, const LaunchOptions& options) {
+Child start_child(const Place& place, const Address& address, const LaunchOptions& options) {
   const int rank = place.rank;
   std::vector<std::string> arguments = own_arguments();
-  std::vector<std::string> environment = child_environment(place, port);
+  std::vector<std::string> environment = child_environment(place, address);
   const std::vector<char*> argument_pointers = pointers(arguments);
   const std::vector<char*> environment_pointers = pointers(environment);
   std::array<int, 2> out{-1, -1};
@@ -204,10 +215,10 @@ class Parent {
   Parent(const Parent&) = delete;
   Parent& operator=(const Parent&) = delete;
 
-  void start_all(int port) {
-    port_ = port;
+  void start_all(Address address) {
+    address_ = std::move(address);
     for (int rank = 0; rank < ranks_; ++rank) {
-      children_.push_back(start_child({rank, ranks_, rank}, port, options_));
+      children_.push_back(start_child({rank, ranks_, rank}, address_, options_));
     }
   }
 
@@ -287,7 +298,7 @@ class Parent {
     const int rank = ranks_ + replaced;
     std::fprintf(stderr, "launch_local: starting rank %d, which joins the others\n", rank);
     try {
-      children_.push_back(start_child({rank, ranks_, local_rank}, port_, options_));
+      children_.push_back(start_child({rank, ranks_, local_rank}, address_, options_));
     } catch (const c10::Error& error) {  // the others do not need it
       std::fprintf(stderr, "%s\n", error.what_without_backtrace());
     }
@@ -321,7 +332,7 @@ class Parent {
   const int ranks_;
   const LaunchOptions options_;
   const c10::intrusive_ptr<BoundedStore> store_;
-  int port_ = 0;                 // of the store
+  Address address_;              // of the store
   std::vector<Child> children_;  // by rank
   int exit_code_ = 0;            // Of the first failure.
   bool succeeded_ = false;       // any rank
@@ -360,6 +371,14 @@ int parent_descriptors(int ranks, const LaunchOptions& options) {
   return store_descriptors(processes) + (options.prefix_lines ? 2 * processes : 0);
 }
 
+// Returns an identifier that no other job has.
+std::string new_job() {
+  std::random_device random;
+  std::ostringstream text;
+  text << "launch_local of process " << getpid() << ", " << std::hex << random();
+  return text.str();
+}
+
 int run_here(const std::function<int()>& body) {
   try {
     return body();
@@ -384,8 +403,11 @@ int launch_local(int ranks, const std::function<int()>& body, const LaunchOption
     TORCH_CHECK(problem.empty(), "launch_local: cannot start ", ranks, " ranks: ", problem);
     const SignalCatcher signals;
     const auto store = serve_store(ranks);
-    Parent parent(ranks, options, c10::make_intrusive<BoundedStore>(store, kStoreLimit));
-    parent.start_all(store->getPort());
+    const auto bounded = c10::make_intrusive<BoundedStore>(store, kStoreLimit);
+    const Address address{store->getPort(), new_job()};
+    claim_for_job(*bounded, address.job, ranks);
+    Parent parent(ranks, options, bounded);
+    parent.start_all(address);
     return parent.run();
   });
 }

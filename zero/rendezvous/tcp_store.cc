@@ -26,8 +26,8 @@ using Clock = std::chrono::steady_clock;
 using TcpStorePtr = c10::intrusive_ptr<c10d::TCPStore>;
 
 // How much longer than its timeout c10d may take, so that it reports its error before ours.
-constexpr milliseconds kGrace{400};
-constexpr milliseconds kPause{50};
+constexpr milliseconds kErrorSlack{400};
+constexpr milliseconds kRetryInterval{50};
 
 TcpStorePtr open(const std::string& host, const c10d::TCPStoreOptions& options) {
   if (options.useLibUV || !options.isServer) {
@@ -77,7 +77,7 @@ TcpStorePtr open_in_time(const std::string& host, c10d::TCPStoreOptions options,
       const std::lock_guard<std::mutex> lock(failure.mutex);
       failure.last = std::current_exception();
     }
-    std::this_thread::sleep_for(kPause);
+    std::this_thread::sleep_for(kRetryInterval);
   }
 }
 
@@ -92,7 +92,7 @@ TcpStorePtr open_tcp_store(const std::string& host, c10d::TCPStoreOptions option
   survive_broken_pipes();
   const auto failure = std::make_shared<Failure>();
   auto opened = start_detached([=] { return open_in_time(host, options, *failure); });
-  if (opened.wait_for(options.timeout + kGrace) != std::future_status::ready) {
+  if (opened.wait_for(options.timeout + kErrorSlack) != std::future_status::ready) {
     const std::lock_guard<std::mutex> lock(failure->mutex);
     if (failure->last) std::rethrow_exception(failure->last);
     TORCH_CHECK(false, "what listens at ", host, ":", options.port,

@@ -1,0 +1,124 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Two jobs that were given one MASTER_PORT: ranks of both never train together, and each is told.
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "tests/support/error_of.h"
+#include "tests/support/free_port.h"
+
+namespace zero {
+namespace {
+
+// One rank, as a user starts it by hand.
+class Process {
+ public:
+  // `variables` for example "RANK=1 WORLD_SIZE=2".
+  Process(const std::string& variables, uint16_t port, const std::string& hold) {
+    const std::string command =
+        "MEETINGS=2 " + variables +
+        " LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(port) +
+        " HOLD=" + hold +
+        " GLOO_SOCKET_IFNAME=lo exec tests/rendezvous/launch_program 9 "
+        "hold 2>&1";
+    pipe_ = popen(command.c_str(), "r");
+  }
+  ~Process() { rest(); }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  // Returns the next line; empty at the end.
+  std::string line() {
+    std::array<char, 4096> buffer{};
+    if (pipe_ == nullptr || std::fgets(buffer.data(), buffer.size(), pipe_) == nullptr) return {};
+    return buffer.data();
+  }
+  // Returns what is left when the process has ended.
+  std::string rest() {
+    std::string text;
+    for (std::string next = line(); !next.empty(); next = line()) text += next;
+    if (pipe_ != nullptr) pclose(pipe_);
+    pipe_ = nullptr;
+    return text;
+  }
+
+ private:
+  FILE* pipe_ = nullptr;
+};
+
+class TwoJobsTest : public testing::Test {
+ protected:
+  TwoJobsTest() { std::ofstream(hold_) << "1"; }
+  ~TwoJobsTest() override { release(); }
+  void release() { std::filesystem::remove(hold_); }
+  Process start(const std::string& variables) { return Process(variables, port_, hold_); }
+
+  const uint16_t port_ = free_port();
+  const std::string hold_ = testing::TempDir() + "/hold." + std::to_string(getpid());
+};
+
+constexpr const char* kMet0 = "rank 0 of 2 has met the others\n";
+constexpr const char* kMet1 = "rank 1 of 2 has met the others\n";
+
+TEST_F(TwoJobsTest, ARankOfAnotherJobIsToldSoAndDisturbsNothing) {
+  Process first = start("TORCHELASTIC_RUN_ID=one RANK=0 WORLD_SIZE=2");
+  Process other = start("TORCHELASTIC_RUN_ID=two RANK=1 WORLD_SIZE=2");
+  expect_words(other.rest(), {"rank 1 of 2 of job \"two\"", "rank 0 at 127.0.0.1",
+                              "serves 2 ranks of job \"one\"", "MASTER_PORT of its own"});
+  Process second = start("TORCHELASTIC_RUN_ID=one RANK=1 WORLD_SIZE=2");
+  EXPECT_EQ(first.line(), kMet0);
+  release();
+  EXPECT_EQ(first.rest(), kMet0);
+  EXPECT_EQ(second.rest(), std::string(kMet1) + kMet1);
+}
+
+TEST_F(TwoJobsTest, ARankOfAJobOfAnotherSizeIsToldSoAndDisturbsNothing) {
+  Process first = start("RANK=0 WORLD_SIZE=2");
+  Process other = start("RANK=2 WORLD_SIZE=3");
+  expect_words(other.rest(), {"rank 2 of 3", "rank 0 at 127.0.0.1", "serves 2 ranks"});
+  Process second = start("RANK=1 WORLD_SIZE=2");
+  EXPECT_EQ(first.line(), kMet0);
+  release();
+  EXPECT_EQ(first.rest(), kMet0);
+  EXPECT_EQ(second.rest(), std::string(kMet1) + kMet1);
+}
+
+// Without an identifier nobody knows whose rank 1 will come: that of this job, or of the other.
+TEST_F(TwoJobsTest, TheSecondRank0EndsAMeetingThatMayMixTwoJobs) {
+  Process first = start("RANK=0 WORLD_SIZE=2");
+  Process other = start("RANK=0 WORLD_SIZE=2");
+  const std::string one = first.rest();
+  const std::string two = other.rest();
+  for (const std::string& text : {one, two}) {
+    expect_words(text, {"expected one process with RANK 0, got two", "MASTER_PORT"});
+  }
+  // One of them serves the store.
+  EXPECT_NE((one + two).find("cannot serve the store"), std::string::npos) << one << two;
+}
+
+TEST_F(TwoJobsTest, AJobThatIsCompleteGoesOnWhateverComes) {
+  Process first = start("RANK=0 WORLD_SIZE=2");
+  Process second = start("RANK=1 WORLD_SIZE=2");
+  EXPECT_EQ(first.line(), kMet0);
+  EXPECT_EQ(second.line(), kMet1);
+  for (const char* rank : {"0", "1"}) {
+    Process other = start(std::string("WORLD_SIZE=2 RANK=") + rank);
+    expect_words(other.rest(), {"expected one process with RANK " + std::string(rank),
+                                "All 2 ranks of the job there had met before", "process "});
+  }
+  release();
+  EXPECT_EQ(first.rest(), kMet0);
+  EXPECT_EQ(second.rest(), kMet1);
+}
+
+}  // namespace
+}  // namespace zero

@@ -1,0 +1,50 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/rendezvous/job.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+
+#include "zero/rendezvous/meeting.h"
+
+namespace zero {
+namespace {
+
+// The number of ranks, a line feed and the identifier.
+std::string text_of(const std::string& job, int world_size) {
+  return c10::str(world_size, "\n", job);
+}
+
+std::string identifier_in(const std::string& text) { return text.substr(text.find('\n') + 1); }
+
+// " of job ...", or nothing for a job without an identifier.
+std::string of_job(const std::string& job) {
+  return job.empty() ? std::string() : c10::str(" of job \"", job, "\"");
+}
+
+// A launcher that restarts a job may change its size.
+std::string key_of(int restart_count) { return c10::str("zero/", restart_count, "/job"); }
+
+}  // namespace
+
+void claim_for_job(BoundedStore& store, const std::string& job, int world_size) {
+  claim(store, key_of(0), text_of(job, world_size));
+}
+
+void check_job(BoundedStore& store, const Environment& env, const std::string& name_of_store) {
+  const std::string own = text_of(env.job, env.world_size);
+  const std::string key = key_of(env.restart_count);
+  const bool claims = !env.joins && (env.rank == 0 || env.agent_serves_store);
+  const std::string held = claims ? claim(store, key, own) : store.get_to_str(key);
+  if (held == own) return;
+  const std::string job = identifier_in(held);
+  if (env.joins && (env.job.empty() || env.job == job)) return;
+  TORCH_CHECK_VALUE(false, "rank ", env.rank, " of ", env.world_size, of_job(env.job),
+                    " has come to ", name_of_store, ", which serves ", std::atoi(held.c_str()),
+                    " ranks", of_job(job),
+                    "; give each job a MASTER_PORT of its own, and all ranks of a job the same "
+                    "WORLD_SIZE and TORCHELASTIC_RUN_ID");
+}
+
+}  // namespace zero
