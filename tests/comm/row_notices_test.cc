@@ -149,6 +149,18 @@ TEST_F(RowNoticesTest, WhatWasSaidOutlivesTheOneWhoSaidIt) {
   EXPECT_FALSE(sender_->find(7));
 }
 
+// As when the peer has been killed.
+TEST_F(RowNoticesTest, NothingIsFoundInMemoryThatWasGivenBack) {
+  sender_->announce(7, 4096, 10);
+  receiver_->take(receiver_->find(7)->number);
+  sender_->announce(7, 8192, 10);
+  EXPECT_FALSE(receiver_->is_closed());
+  peer_->give_back();
+  EXPECT_TRUE(receiver_->is_closed());
+  for (const int tag : {7, 0}) EXPECT_FALSE(receiver_->find(tag)) << tag;
+  EXPECT_FALSE(sender_->is_taken(0));
+}
+
 // Memory of pairs of which both sides are gone is used again.
 TEST_F(RowNoticesTest, MemoryIsFreedOnceBothSidesAreGone) {
   int64_t highest = 0;

@@ -17,11 +17,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <fstream>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -260,6 +264,87 @@ TEST(SharedMemory, FreedMemoryGoesBackToTheSystemForEverybody) {
   EXPECT_GT(resident_shared_kib() - before, 120 << 10);  // in both mappings
   block = at::Tensor();
   EXPECT_LT(resident_shared_kib() - before, 1 << 10);
+}
+
+// A process that shares memory full of sevens, and is killed at the end.
+class OtherProcess {
+ public:
+  explicit OtherProcess(int64_t bytes) {
+    int to_parent[2];
+    EXPECT_EQ(pipe(to_parent), 0);
+    const SharedMemoryAddress ours = SharedMemory::instance()->address();
+    process_ = fork();
+    if (process_ == 0) {
+      const SharedMemoryAddress address = share(ours, bytes);
+      const bool sent = write(to_parent[1], &address, sizeof(address)) == ssize_t{sizeof(address)};
+      while (sent) pause();
+      _exit(1);
+    }
+    EXPECT_EQ(read(to_parent[0], &address_, sizeof(address_)), ssize_t{sizeof(address_)});
+    close(to_parent[0]);
+    close(to_parent[1]);
+  }
+  ~OtherProcess() {
+    kill_it();
+    waitpid(process_, nullptr, 0);
+  }
+  const SharedMemoryAddress& address() const { return address_; }
+  // Returns when it has ended; its parent does not take note of it.
+  void kill_it() {
+    kill(process_, SIGKILL);
+    siginfo_t info{};
+    waitid(P_PID, static_cast<id_t>(process_), &info, WEXITED | WNOWAIT);
+  }
+
+ private:
+  static SharedMemoryAddress share(SharedMemoryAddress address, int64_t bytes) {
+    address.process = getpid();
+    address.bytes = bytes;
+    address.descriptor = memfd_create("zero", MFD_ALLOW_SEALING);
+    const auto file = static_cast<int>(address.descriptor);
+    const std::string sevens(static_cast<size_t>(bytes), 7);
+    const bool made = pwrite(file, sevens.data(), sevens.size(), 0) == ssize_t{bytes} &&
+                      pwrite(file, address.password.data(), sizeof(address.password), 0) ==
+                          ssize_t{sizeof(address.password)} &&
+                      fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
+    return made ? address : SharedMemoryAddress();
+  }
+
+  pid_t process_ = -1;
+  SharedMemoryAddress address_;
+};
+
+TEST(SharedMemory, ThatOfAKilledProcessIsGivenBackThoughItIsMapped) {
+  constexpr int64_t kBytes = 64 << 20;
+  OtherProcess other(kBytes);
+  const auto peer = PeerMemory::open(other.address());
+  ASSERT_TRUE(peer);
+  const auto* const bytes = static_cast<const char*>(peer->at(0, kBytes));
+  EXPECT_EQ(std::count(bytes + kPage, bytes + kBytes, 7), kBytes - kPage);
+  // One that is in the middle of it goes on.
+  std::atomic<bool> stop{false};
+  std::atomic<int> wrong{0};
+  std::thread reader([&] {
+    std::string copy(kBytes - kPage, '\0');
+    while (!stop) {
+      std::memcpy(copy.data(), bytes + kPage, copy.size());
+      for (const char byte : copy) wrong += byte != 7 && byte != 0;
+    }
+  });
+  PeerMemory::give_back_ended();
+  EXPECT_TRUE(peer->is_there());
+  EXPECT_EQ(bytes[kBytes - 1], 7);
+  const int64_t before = resident_shared_kib();
+  EXPECT_GE(before, kBytes >> 10);
+  other.kill_it();
+  PeerMemory::give_back_ended();
+  EXPECT_FALSE(peer->is_there());
+  EXPECT_EQ(bytes[kBytes - 1], 0);
+  EXPECT_LE(resident_shared_kib(), before - (kBytes >> 10));
+  stop = true;
+  reader.join();
+  EXPECT_EQ(wrong, 0);
+  EXPECT_FALSE(PeerMemory::open(other.address()));
 }
 
 TEST(SharedMemory, MoreThanThereIsIsRefused) {

@@ -29,6 +29,7 @@
 
 #include "tests/comm/all_shared_memory.h"
 #include "tests/support/in_memory_backend.h"
+#include "zero/comm/backends/shared_memory.h"
 
 namespace zero {
 namespace {
@@ -341,6 +342,30 @@ TEST(SharedRowsTest, AbortEndsTheWaitsOfBothSides) {
         /*unwilling=*/-1,
         [](const BackendPtr& under) { return c10::make_intrusive<WithoutAbort>(under); });
   }
+}
+
+// As when another communicator of this process learns that the sender has been killed.
+TEST(SharedRowsTest, ARowIsAnErrorWhereItsMemoryIsGivenBackBeforeItsRelease) {
+  on_ranks(2, [](const Rank& r) {
+    const at::Tensor done = at::zeros({1});
+    if (r.rank == 0) {
+      const at::Tensor row = r.allocate(kNumel);
+      const WorkPtr sent = r.send(row, 1, 7);
+      r.receive(done, 1, 8)->wait(kTimeout);
+      EXPECT_THROW(sent->wait(kTimeout), std::exception);
+      return;
+    }
+    const auto row = r.shared()->receive_in_place(kNumel * 4, 0, 7);
+    row->wait(kTimeout);
+    const void* const address = row->address();
+    PeerMemory::open(SharedMemory::instance()->address())->give_back();
+    const at::Tensor read = at::full({kNumel}, 5.0);
+    std::memcpy(read.mutable_data_ptr(), address, read.nbytes());
+    EXPECT_TRUE(at::equal(read, at::zeros({kNumel})));
+    EXPECT_THROW(row->release(), c10::Error);
+    EXPECT_THROW(r.receive(read, 0, 7)->wait(kTimeout), c10::Error);
+    r.send(done, 0, 8)->wait(kTimeout);
+  });
 }
 
 TEST(SharedRowsTest, ARowOfAnotherSizeIsAnError) {

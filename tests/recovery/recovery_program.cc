@@ -24,6 +24,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -119,6 +120,17 @@ zero::RecoveryReport recover(zero::ZeroOptimizer& optimizer, const std::string& 
   }
 }
 
+// How many ranks' memory this process has mapped, as it reads it.
+int memories_of_others() {
+  std::ifstream file("/proc/self/maps");
+  int count = 0;
+  for (std::string line; std::getline(file, line);) {
+    count +=
+        line.find("/memfd:zero") != std::string::npos && line.find(" r--s ") != std::string::npos;
+  }
+  return count;
+}
+
 int train(const Job& job) {
   zero::InitOptions init;
   init.timeout = job.timeout;
@@ -129,6 +141,11 @@ int train(const Job& job) {
   const zero::Group group = zero::init_process_group(init);
   const int rank = group.rank();
   const Death death(job, rank);
+  // As a program may have one, which does not learn of the deaths.
+  std::unique_ptr<zero::Communicator> idle;
+  if (!group.joins() && group.world_size() > 1) {
+    idle = group.make_communicator("idle", zero::Purpose::kData);
+  }
   if (group.joins()) {
     std::this_thread::sleep_for(job.late);
     death.begin_messages();
@@ -200,7 +217,8 @@ int train(const Job& job) {
       say_recovered(from, Clock::now() - start);
     }
   }
-  say(rank, "done after step " + std::to_string(step));
+  say(rank, c10::str("done after step ", step));
+  say(rank, c10::str("has mapped the memory of ", memories_of_others(), " others"));
   return 0;
 }
 

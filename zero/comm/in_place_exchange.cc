@@ -13,8 +13,7 @@ namespace {
 
 using Row = c10::intrusive_ptr<SharedMemoryBackend::Row>;
 
-// Calls `use` with the rows of all ranks, in rank order, and then releases those of the peers. The
-// own row has not been received.
+// Calls `use` with the rows of all ranks, in rank order. The own row has not been received.
 void use_in_place(const at::Tensor& own, const std::vector<Row>& received, const UseRows& use) {
   std::vector<const void*> addresses;
   for (const Row& row : received) addresses.push_back(row ? row->address() : own.const_data_ptr());
@@ -23,9 +22,6 @@ void use_in_place(const at::Tensor& own, const std::vector<Row>& received, const
   summands.count = static_cast<int64_t>(received.size());
   summands.addresses = addresses.data();
   use(summands);
-  for (const Row& row : received) {
-    if (row) row->release();
-  }
 }
 
 }  // namespace
@@ -60,9 +56,11 @@ SentBytes InPlaceExchange::reduce(const Rows& rows, const at::Tensor& buffer,
       operation.add_receive(name_of(peer), row);
     });
   });
-  operation.on_received([row = rows.row(rank()), received, use = std::move(use)] {
-    use_in_place(row, *received, use);
-  });
+  operation.on_received(
+      [self = shared_from_this(), this, row = rows.row(rank()), received, use = std::move(use)] {
+        use_in_place(row, *received, use);
+        for_each_sender([&](int peer) { naming(peer, [&] { (*received)[peer]->release(); }); });
+      });
   operation.on_success([rows] {});
   return sent(bytes_to_peers(rows));
 }

@@ -17,6 +17,7 @@
 #include <list>
 #include <random>
 #include <utility>
+#include <vector>
 
 namespace zero {
 
@@ -39,7 +40,7 @@ struct RowNotices::Page {
 struct RowNotices::Left {
   at::Tensor memory;
   Peer peer;
-  bool is_free() const { return peer.is_closed() || peer.memory->process_has_ended(); }
+  bool is_free() const { return peer.is_closed(); }
 };
 
 namespace {
@@ -82,7 +83,7 @@ int64_t random_password() {
 }  // namespace
 
 bool RowNotices::Peer::is_closed() const {
-  return load(page->closed) != 0 || load(page->password) != password;
+  return load(page->closed) != 0 || load(page->password) != password || !memory->is_there();
 }
 
 std::unique_ptr<RowNotices> RowNotices::make(const std::shared_ptr<SharedMemory>& memory) {
@@ -154,9 +155,15 @@ std::optional<RowNotices::Row> RowNotices::find(int tag) {
   const std::lock_guard<std::mutex> lock(mutex_);
   // Not more than there can be, whatever the peer has written.
   const uint32_t news = load(peer_.page->announced) - static_cast<uint32_t>(read_);
-  for (uint64_t i = 0; i < std::min<uint64_t>(news, kSlots); ++i, ++read_) {
-    const Page::Slot& slot = peer_.page->slots[read_ % kSlots];
-    arrived_.insert({static_cast<int>(slot.tag), {read_, slot.offset, slot.bytes}});
+  std::vector<std::pair<int, Row>> rows;
+  for (uint64_t n = read_; n < read_ + std::min<uint64_t>(news, kSlots); ++n) {
+    const Page::Slot& slot = peer_.page->slots[n % kSlots];
+    rows.push_back({static_cast<int>(slot.tag), {n, slot.offset, slot.bytes}});
+  }
+  // Else these may be zeros.
+  if (peer_.memory->is_there()) {
+    read_ += rows.size();
+    arrived_.insert(rows.begin(), rows.end());
   }
   const auto found = arrived_.lower_bound(tag);
   if (found == arrived_.end() || found->first != tag) return std::nullopt;

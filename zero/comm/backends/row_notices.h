@@ -45,7 +45,7 @@ class RowNotices {
   // Null when `memory` has no room.
   static std::unique_ptr<RowNotices> make(const std::shared_ptr<SharedMemory>& memory);
   // Says that no notices follow. What this rank has said stays until the peer says so too, or its
-  // process has ended.
+  // memory has been given back.
   ~RowNotices();
   RowNotices(const RowNotices&) = delete;
   RowNotices& operator=(const RowNotices&) = delete;
@@ -67,7 +67,7 @@ class RowNotices {
   std::optional<Row> find(int tag);
   // Returns whether the peer has taken row `number` of this rank.
   bool is_taken(uint64_t number) const;
-  // Returns whether the peer says that no notices follow.
+  // Returns whether the peer says that no notices follow, or its memory has been given back.
   bool is_closed() const;
 
   // Returns a number that changes with each notice of the peer of this kind.

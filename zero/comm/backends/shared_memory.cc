@@ -6,7 +6,6 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -18,6 +17,9 @@
 #include <iterator>
 #include <random>
 #include <string>
+#include <vector>
+
+#include "zero/base/stat_fields.h"
 
 namespace zero {
 namespace {
@@ -155,16 +157,58 @@ std::optional<int64_t> SharedMemory::offset_of(const at::Tensor& tensor) const {
   return begin - base_;
 }
 
+namespace {
+
+// A mapping is as large as the machine's memory: one is enough for all communicators. Never
+// destroyed: communicators may end with the process.
+struct Mappings {
+  std::mutex mutex;
+  std::map<SharedMemoryAddress, std::weak_ptr<PeerMemory>> of;
+};
+
+Mappings& mappings() {
+  static auto& only = *new Mappings;
+  return only;
+}
+
+// When a process began, and whether it is one that has ended and has not been waited for yet.
+struct ProcessState {
+  std::string began;
+  bool has_ended = false;
+};
+
+// Nothing where there is no process of that number.
+std::optional<ProcessState> state_of(int64_t process) {
+  const StatFields stat("/proc/" + std::to_string(process) + "/stat");
+  if (stat.empty()) return std::nullopt;
+  const std::string& state = stat.at(StatFields::kState);  // of its first thread
+  const bool others = std::stol(stat.at(StatFields::kThreads)) > 1;
+  return ProcessState{stat.at(StatFields::kBegan), (state == "Z" || state == "X") && !others};
+}
+
+}  // namespace
+
 std::shared_ptr<PeerMemory> PeerMemory::open(const SharedMemoryAddress& address) {
-  // A mapping is as large as the machine's memory: one is enough for all communicators.
-  static std::mutex mutex;
-  static std::map<SharedMemoryAddress, std::weak_ptr<PeerMemory>> opened;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(mappings().mutex);
+  auto& opened = mappings().of;
   std::erase_if(opened, [](const auto& item) { return item.second.expired(); });
   const auto known = opened.find(address);
   std::shared_ptr<PeerMemory> peer = known == opened.end() ? nullptr : known->second.lock();
-  if (peer == nullptr && (peer = map(address)) != nullptr) opened[address] = peer;
+  if (peer != nullptr && peer->is_there()) return peer;
+  peer = map(address);
+  if (peer != nullptr) opened[address] = peer;
   return peer;
+}
+
+void PeerMemory::give_back_ended() {
+  std::vector<std::shared_ptr<PeerMemory>> all;
+  {
+    const std::lock_guard<std::mutex> lock(mappings().mutex);
+    for (const auto& [address, peer] : mappings().of) all.push_back(peer.lock());
+  }
+  for (const auto& peer : all) {
+    if (peer && peer->is_there() && peer->process_has_ended()) peer->give_back();
+  }
 }
 
 std::shared_ptr<PeerMemory> PeerMemory::map(const SharedMemoryAddress& address) {
@@ -174,6 +218,8 @@ std::shared_ptr<PeerMemory> PeerMemory::map(const SharedMemoryAddress& address) 
                       strnlen(address.machine.data(), address.machine.size())) != 0) {
     return nullptr;
   }
+  const std::optional<ProcessState> state = state_of(address.process);
+  if (!state) return nullptr;
   const std::string path =
       "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
   // In another container that number belongs to an unrelated process.
@@ -194,9 +240,11 @@ std::shared_ptr<PeerMemory> PeerMemory::map(const SharedMemoryAddress& address) 
   close(descriptor);
   if (base == MAP_FAILED) return nullptr;
   madvise(base, address.bytes, MADV_DONTDUMP);
-  std::shared_ptr<PeerMemory> peer(new PeerMemory(static_cast<const char*>(base), address));
+  std::shared_ptr<PeerMemory> peer(
+      new PeerMemory(static_cast<const char*>(base), address, state->began));
   const bool proven = std::memcmp(base, address.password.data(), sizeof(address.password)) == 0;
-  return proven ? peer : nullptr;
+  // Only of a process that has been there since its state was read is that the right one.
+  return proven && !peer->process_has_ended() ? peer : nullptr;
 }
 
 PeerMemory::~PeerMemory() { munmap(const_cast<char*>(base_), address_.bytes); }
@@ -209,7 +257,21 @@ const void* PeerMemory::at(int64_t offset, int64_t bytes) const {
 }
 
 bool PeerMemory::process_has_ended() const {
-  return kill(static_cast<pid_t>(address_.process), 0) != 0 && errno == ESRCH;
+  const std::optional<ProcessState> state = state_of(address_.process);
+  return !state || state->began != began_ || state->has_ended;
+}
+
+// A page fault waits while mmap() changes the mapping, and finds the file or zeros.
+void PeerMemory::give_back() noexcept {
+  given_back_ = true;  // before the first zero can be read
+  mmap(const_cast<char*>(base_), address_.bytes, PROT_READ,
+       MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+}
+
+bool PeerMemory::is_there() const {
+  // After all that was read before.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return !given_back_;
 }
 
 }  // namespace zero

@@ -13,12 +13,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <atomic>
 #include <compare>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <utility>
 
 namespace zero {
 
@@ -51,6 +54,7 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   // elsewhere.
   std::optional<int64_t> offset_of(const at::Tensor& tensor) const;
 
+
  private:
   SharedMemory() = default;
   bool open();
@@ -63,12 +67,14 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   std::map<int64_t, int64_t> blocks_;  // begin -> bytes
 };
 
-// Another process's shared memory, mapped read-only.
+// Another process's shared memory, mapped read-only. A mapping keeps all of that memory, also when
+// its process has ended, until give_back().
 class PeerMemory {
  public:
   // Null when this process may not or cannot see it, as that of another machine, container or user,
-  // and when its size is not sealed. There is one mapping of an address at a time, which all
-  // callers share. Thread safety: any thread may call.
+  // and when its size is not sealed. Warns when it could be seen, and the address space has no
+  // room. There is one mapping of an address at a time, which all callers share. Thread safety: any
+  // thread may call.
   static std::shared_ptr<PeerMemory> open(const SharedMemoryAddress& address);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
@@ -76,16 +82,25 @@ class PeerMemory {
 
   // The `bytes` bytes at `offset`. Throws c10::Error when they are not within the file.
   const void* at(int64_t offset, int64_t bytes) const;
-  // Returns false also while a process that has ended has not been waited for.
-  bool process_has_ended() const;
+
+  // Puts zeros in the place of the memory, which no process has any more then. Who reads meanwhile
+  // goes on and reads zeros.
+  void give_back() noexcept;
+  // Returns false after give_back(): then what was read before this call may be zeros.
+  bool is_there() const;
+  // Gives back the memory of all processes that have ended.
+  static void give_back_ended();
 
  private:
-  PeerMemory(const char* base, const SharedMemoryAddress& address)
-      : base_(base), address_(address) {}
+  PeerMemory(const char* base, const SharedMemoryAddress& address, std::string began)
+      : base_(base), address_(address), began_(std::move(began)) {}
   static std::shared_ptr<PeerMemory> map(const SharedMemoryAddress& address);
+  bool process_has_ended() const;
 
   const char* const base_;
   const SharedMemoryAddress address_;
+  const std::string began_;  // the time: numbers of processes are used again
+  std::atomic<bool> given_back_ = false;
 };
 
 }  // namespace zero

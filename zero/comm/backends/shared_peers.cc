@@ -19,7 +19,7 @@ using std::chrono::milliseconds;
 
 constexpr int kWatchTag = 1 << 30;  // see share_memory()
 // After so long a wait asks whether the peer is still there, and again each time after that.
-constexpr milliseconds kLook{100};
+constexpr milliseconds kWatchInterval{100};
 
 // Sends row r of `rows` to rank r, and returns what each rank has sent to this one.
 at::Tensor exchange_rows(c10d::Backend& ranks, const at::Tensor& rows, milliseconds timeout) {
@@ -55,11 +55,14 @@ std::vector<T> exchange_values(c10d::Backend& ranks, const std::vector<T>& value
 std::unique_ptr<SharedPeers> SharedPeers::find(const BackendPtr& under,
                                                const std::shared_ptr<SharedMemory>& memory,
                                                milliseconds timeout) {
+  PeerMemory::give_back_ended();
+  // 1. Tell all ranks where the shared memory of this one is.
   const auto world = static_cast<size_t>(under->getSize());
   const SharedMemoryAddress own = memory ? memory->address() : SharedMemoryAddress();
   const auto memories =
       exchange_values(*under, std::vector<SharedMemoryAddress>(world, own), timeout);
 
+  // 2. Map that of each peer, and make a page of notices for it.
   std::vector<Peer> peers(world);
   std::vector<RowNotices::Address> here(world);
   for (size_t r = 0; r < world; ++r) {
@@ -68,13 +71,15 @@ std::unique_ptr<SharedPeers> SharedPeers::find(const BackendPtr& under,
     if (peers[r].memory) peers[r].notices = RowNotices::make(memory);
     if (peers[r].notices) here[r] = peers[r].notices->address();
   }
-  // One may see the other and not be seen, as with different users.
+  // 3. Tell each peer where its page is, and find the one that it has made for this rank. One may
+  //    see the other and not be seen, as with different users.
   const auto there = exchange_values(*under, here, timeout);
   std::vector<uint8_t> connects(world);
   for (size_t r = 0; r < world; ++r) {
     RowNotices* const notices = peers[r].notices.get();
     connects[r] = notices != nullptr && notices->connect(peers[r].memory, there[r]);
   }
+  // 4. Two ranks share memory if both can: each must know which way the other takes.
   const auto connected = exchange_values(*under, connects, timeout);
   bool any = false;
   for (size_t r = 0; r < world; ++r) {
@@ -90,6 +95,8 @@ SharedPeers::SharedPeers(const BackendPtr& under, std::vector<Peer> peers, milli
       peers_(std::move(peers)),
       timeout_(timeout),
       watch_(*under_, calls_, kWatchTag, timeout) {}
+
+SharedPeers::~SharedPeers() { PeerMemory::give_back_ended(); }
 
 uint64_t SharedPeers::announce(int to, int tag, int64_t offset, int64_t bytes) {
   RowNotices& notices = *peers_[to].notices;
@@ -119,12 +126,17 @@ const void* SharedPeers::at(int from, const RowNotices::Row& row) const {
   return peers_[from].memory->at(row.offset, row.bytes);
 }
 
+void SharedPeers::take(int from, uint64_t number) {
+  TORCH_CHECK(peers_[from].memory->is_there(), "its process has ended");
+  peers_[from].notices->take(number);
+}
+
 void SharedPeers::await(int peer, RowNotices::Kind kind, c10::function_ref<bool()> ready,
                         milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
   const RowNotices& notices = *peers_[peer].notices;
   const Clock::time_point start = Clock::now();
-  milliseconds next_look = kLook;
+  milliseconds next_look = kWatchInterval;
   bool has_ended = false;
   while (true) {
     const uint32_t seen = notices.count(kind);
@@ -140,7 +152,7 @@ void SharedPeers::await(int peer, RowNotices::Kind kind, c10::function_ref<bool(
     if (waited < next_look) {
       notices.wait(kind, seen, std::min(timeout, next_look) - waited);
     } else {
-      next_look = waited + kLook;
+      next_look = waited + kWatchInterval;
       has_ended = watch_.has_ended(peer);
     }
   }

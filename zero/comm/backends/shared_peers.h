@@ -33,6 +33,9 @@ class SharedPeers {
                                            const std::shared_ptr<SharedMemory>& memory,
                                            std::chrono::milliseconds timeout);
 
+  // Gives back the memory of peers that have ended, which communicators that nobody uses keep.
+  ~SharedPeers();
+
   // Locked for calls of `under`: backends number their calls without locks.
   std::mutex& calls() { return calls_; }
   bool shares(int peer) const { return peers_[peer].notices != nullptr; }
@@ -48,8 +51,9 @@ class SharedPeers {
   // size.
   RowNotices::Row await_row(int from, int tag, int64_t bytes, std::chrono::milliseconds timeout);
   const void* at(int from, const RowNotices::Row& row) const;
-  // Says that a row of the peer has been taken.
-  void take(int from, uint64_t number) noexcept { peers_[from].notices->take(number); }
+  // Says that a row of the peer has been taken. Throws when its memory was given back meanwhile: it
+  // may have been read as zeros then.
+  void take(int from, uint64_t number);
 
   bool is_stopped() const { return stop_; }
   // Ends all waits, here and at the peers.

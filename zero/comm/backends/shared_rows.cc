@@ -33,7 +33,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 constexpr int64_t kFollows = -1;
 // A wait ends earlier: it is aborted, or its connection ends.
 constexpr milliseconds kForever = std::chrono::hours(24 * 365);
-constexpr std::chrono::seconds kLookAgain{1};  // A lost wake-up costs so much.
+constexpr std::chrono::seconds kWakeUpSlack{1};  // A lost wake-up costs so much.
 
 class RowBackend;
 
@@ -72,7 +72,7 @@ class RowInPlace : public SharedMemoryBackend::Row {
       : backend_(std::move(backend)), row_(row) {}
   bool wait(milliseconds timeout) override;
   const void* address() const override { return address_; }
-  void release() noexcept override;
+  void release() override;
 
  private:
   const c10::intrusive_ptr<RowBackend> backend_;
@@ -223,11 +223,13 @@ WorkPtr RowBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
 }
 
 void RowBackend::await(const WorkPtr& work, milliseconds timeout) {
+  // 1. Be seen by stop(), which aborts what is awaited.
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!peers_->is_stopped(), "aborted");
     awaited_.push_back(work.get());
   }
+  // 2. Wait without the lock.
   std::exception_ptr error;
   bool came = false;
   try {
@@ -235,6 +237,7 @@ void RowBackend::await(const WorkPtr& work, milliseconds timeout) {
   } catch (...) {
     error = std::current_exception();
   }
+  // 3. `work` may end with the caller from here on.
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     awaited_.erase(std::find(awaited_.begin(), awaited_.end(), work.get()));
@@ -243,14 +246,35 @@ void RowBackend::await(const WorkPtr& work, milliseconds timeout) {
   TORCH_CHECK(came, "aborted");
 }
 
-const void* RowBackend::find(const Expected& expected, uint64_t& number, at::Tensor& followed,
+// A row of rank s for rank r, from send() on s to where r reads it. Each rank has one shared
+// memory, which the others have mapped (shared_memory.h), and one page of notices for each peer
+// there (row_notices.h).
+//
+//   s: send()       1. If the row is not in its shared memory, s copies it there.
+//                   2. s announces (tag, offset, bytes) in its page for r. Rows are numbered in the
+//                      order of their announcements.
+//   r: find()       3. r waits until s has announced a row with this tag: by a futex on s's
+//   counter.
+//                      Every 100 ms it asks whether the connection to s has ended.
+//                   4. The address is s's mapping plus the offset.
+//   r: copy(), or   5. r copies the row, or reads it in place,
+//      release()    6. and marks its number as taken in its page for s.
+//   s: wait()       7. s waits for that mark, and may then write to the row again.
+//
+// Where s's memory has no room in step 1, s announces the row without an offset (kFollows) and
+// sends it as a message of the transport underneath; r then receives that message here, into
+// `followed`. A receive of the transport that is posted early would be matched with the wrong send:
+// only the notice says which of the two ways a row takes.
+//
+// Who may be in steps 3 to 6: the thread that waits for the operation, or, for rows to be copied,
+// the copier if it was first. Arrival::taken says which of the two.
+const void* RowBackend::find(const Expected& row, uint64_t& number, at::Tensor& followed,
                              milliseconds timeout) {
-  const RowNotices::Row row =
-      peers_->await_row(expected.from, expected.tag, expected.bytes, timeout);
-  number = row.number;
-  if (row.offset != kFollows) return peers_->at(expected.from, row);
-  if (!followed.defined()) followed = at::empty({row.bytes}, at::kByte);
-  await(receive_under(followed, expected.from, expected.tag), timeout);
+  const RowNotices::Row announced = peers_->await_row(row.from, row.tag, row.bytes, timeout);
+  number = announced.number;
+  if (announced.offset != kFollows) return peers_->at(row.from, announced);
+  if (!followed.defined()) followed = at::empty({announced.bytes}, at::kByte);
+  await(receive_under(followed, row.from, row.tag), timeout);
   return followed.const_data_ptr();
 }
 
@@ -274,7 +298,7 @@ void RowBackend::copy_arrivals() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     const auto called = [this] { return peers_->is_stopped() || !waiting_.empty(); };
-    while (!changed_.wait_for(lock, kLookAgain, called)) {
+    while (!changed_.wait_for(lock, kWakeUpSlack, called)) {
     }
     if (peers_->is_stopped()) return;
     const std::shared_ptr<Arrival> arrival = std::move(waiting_.front());
@@ -329,7 +353,7 @@ void RowBackend::stop() {
 
 bool ArrivalWork::wait(milliseconds timeout) { return backend_->finish(arrival_, timeout); }
 
-void RowInPlace::release() noexcept { backend_->peers().take(row_.from, number_); }
+void RowInPlace::release() { backend_->peers().take(row_.from, number_); }
 
 bool RowInPlace::wait(milliseconds timeout) {
   address_ = backend_->find(row_, number_, followed_, timeout);

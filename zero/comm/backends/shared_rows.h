@@ -29,8 +29,9 @@ class SharedMemoryBackend : public c10d::Backend {
   class Row : public c10d::Work {
    public:
     virtual const void* address() const = 0;
-    // Says so to the sender, which waits for it.
-    virtual void release() noexcept = 0;
+    // Says so to the sender, which waits for it. Throws c10::Error when the sender has ended and
+    // its memory was given back meanwhile: zeros may have been read then.
+    virtual void release() = 0;
   };
   // In place of recv(), whatever the sender does. Only where reads().
   virtual c10::intrusive_ptr<Row> receive_in_place(int64_t bytes, int from, int tag) = 0;
