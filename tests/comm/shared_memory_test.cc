@@ -9,10 +9,12 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
+#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -26,6 +28,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -33,6 +36,7 @@
 namespace {
 
 bool holes_are_refused = false;
+bool pages_are_refused = false;
 
 }  // namespace
 
@@ -40,6 +44,10 @@ bool holes_are_refused = false;
 extern "C" int fallocate(int descriptor, int mode, off_t offset, off_t length) {
   if (holes_are_refused) {
     errno = EOPNOTSUPP;
+    return -1;
+  }
+  if (pages_are_refused && (mode & FALLOC_FL_PUNCH_HOLE) == 0) {
+    errno = ENOSPC;
     return -1;
   }
   return static_cast<int>(syscall(SYS_fallocate, descriptor, mode, offset, length));
@@ -352,6 +360,65 @@ TEST(SharedMemory, MoreThanThereIsIsRefused) {
   EXPECT_FALSE(memory->allocate(memory->address().bytes).defined());
   EXPECT_TRUE(memory->allocate(kPage).defined());
 }
+
+// With vm.overcommit_memory=2, where the first use of such memory would be a SIGBUS.
+TEST(SharedMemory, WhatTheSystemCannotBackIsRefusedWhereItSaysSo) {
+  const auto memory = SharedMemory::instance();
+  const bool strict = std::exchange(SharedMemory::overcommit_is_strict, true);
+  const at::Tensor backed = memory->allocate(4 * kPage);
+  ASSERT_TRUE(backed.defined());
+  const int64_t offset = *memory->offset_of(backed);
+  const auto blocks_of_file = [&] {
+    struct stat status {};
+    EXPECT_EQ(fstat(static_cast<int>(memory->address().descriptor), &status), 0);
+    return status.st_blocks;
+  };
+  const auto before = blocks_of_file();
+  EXPECT_EQ(backed.sum().item<int64_t>(), 0);
+  EXPECT_EQ(blocks_of_file(), before) << "it had its memory before it was touched";
+  pages_are_refused = true;
+  EXPECT_FALSE(memory->allocate(kPage).defined());
+  pages_are_refused = false;
+  EXPECT_EQ(*memory->offset_of(memory->allocate(kPage)), offset + 4 * kPage) << "it was freed";
+  SharedMemory::overcommit_is_strict = strict;
+}
+
+TEST(SharedMemory, TheAddressSpaceHasRoomForARankOnEachCore) {
+  constexpr int64_t kGiB = int64_t{1} << 30;
+  EXPECT_EQ(SharedMemory::file_bytes(64 * kGiB, 16), 64 * kGiB);
+  for (const int64_t cores : {1, 64, 100, 512}) {
+    const int64_t bytes = SharedMemory::file_bytes(2048 * kGiB, cores);
+    EXPECT_LE(bytes, 2048 * kGiB);
+    EXPECT_LE(bytes * cores, int64_t{1} << 46);
+    EXPECT_GE(bytes, 128 * kGiB);
+    EXPECT_EQ(bytes % kPage, 0);
+  }
+}
+
+#if !defined(__SANITIZE_ADDRESS__)
+class Warnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { text += warning.msg(); }
+  std::string text;
+};
+
+TEST(SharedMemory, AMappingWithoutRoomInTheAddressSpaceIsAWarningWithItsSize) {
+  const SharedMemoryAddress address = SharedMemory::instance()->address();
+  EXPECT_TRUE(in_another_process([&] {
+    Warnings warnings;
+    c10::WarningUtils::set_warning_handler(&warnings);
+    rlimit limit{};
+    getrlimit(RLIMIT_AS, &limit);
+    limit.rlim_cur = static_cast<rlim_t>(address.bytes);  // one is mapped already
+    setrlimit(RLIMIT_AS, &limit);
+    const bool refused = PeerMemory::open(address) == nullptr;
+    const std::string expected =
+        c10::str("cannot map the ", address.bytes >> 20, " MiB of process ", address.process, ": ");
+    return refused && warnings.text.find(expected) != std::string::npos &&
+           warnings.text.find("fewer ranks") != std::string::npos;
+  }));
+}
+#endif
 
 TEST(SharedMemory, AForkedProcessDoesNotGiveOutItsParentsMemory) {
   ASSERT_TRUE(SharedMemory::instance());

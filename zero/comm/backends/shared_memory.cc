@@ -57,12 +57,34 @@ bool unlimited(int resource) {
          limit.rlim_cur == RLIM_INFINITY;
 }
 
+bool read_overcommit() {
+  std::ifstream file("/proc/sys/vm/overcommit_memory");
+  int mode = 0;
+  return file >> mode && mode == 2;
+}
+
+// Ranks of one machine send each other data through sockets then, which nothing else would say.
+void warn_that_unmapped(const std::string& whose, int64_t bytes) {
+  TORCH_WARN_ONCE("shared memory: cannot map the ", bytes >> 20, " MiB of ", whose, ": ",
+                  std::strerror(errno),
+                  ". A process maps as much for every rank of its machine; without, rows between "
+                  "them take sockets, which is slower. Start fewer ranks on a machine");
+}
+
 // Gives the pages back, and makes them zeros. Sandboxed kernels refuse it.
 bool punch_hole(int descriptor, int64_t begin, int64_t bytes) {
   return fallocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, bytes) == 0;
 }
 
 }  // namespace
+
+bool SharedMemory::overcommit_is_strict = read_overcommit();
+
+int64_t SharedMemory::file_bytes(int64_t memory, int64_t cores) {
+  constexpr int64_t kAddresses = int64_t{1} << 46;  // half of what a process has on x86
+  const int64_t most = kAddresses / std::max<int64_t>(cores, 1);
+  return std::min(memory, most / page_bytes() * page_bytes());
+}
 
 std::shared_ptr<SharedMemory> SharedMemory::instance() {
   // Blocks keep it alive, since static tensors may be freed after it.
@@ -78,7 +100,8 @@ bool SharedMemory::open() {
   // The file is far larger than what it will hold, and beyond a limit a signal would end us.
   const std::string machine = boot_id();
   if (machine.empty() || !unlimited(RLIMIT_FSIZE) || !unlimited(RLIMIT_AS)) return false;
-  const int64_t bytes = sysconf(_SC_PHYS_PAGES) * page_bytes();
+  const int64_t bytes =
+      file_bytes(sysconf(_SC_PHYS_PAGES) * page_bytes(), sysconf(_SC_NPROCESSORS_ONLN));
   const int descriptor = make_file();
   if (descriptor < 0) return false;
   void* base = MAP_FAILED;
@@ -86,6 +109,7 @@ bool SharedMemory::open() {
   if (ftruncate(descriptor, bytes) == 0 && punch_hole(descriptor, 0, page_bytes()) &&
       fcntl(descriptor, F_ADD_SEALS, kSeals) == 0) {
     base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
+    if (base == MAP_FAILED) warn_that_unmapped("this process", bytes);
   }
   if (base == MAP_FAILED) {
     close(descriptor);
@@ -124,9 +148,18 @@ at::Tensor SharedMemory::allocate(int64_t bytes) {
     holes_.erase(hole);
     blocks_[begin] = length;
   }
+  if (!back(begin, length)) {
+    free(begin);
+    return {};
+  }
   return at::from_blob(
       base_ + begin, {bytes}, [self = shared_from_this(), begin](void*) { self->free(begin); },
       at::TensorOptions().dtype(at::kByte));
+}
+
+bool SharedMemory::back(int64_t begin, int64_t bytes) const {
+  if (!overcommit_is_strict) return true;
+  return fallocate(static_cast<int>(address_.descriptor), FALLOC_FL_KEEP_SIZE, begin, bytes) == 0;
 }
 
 void SharedMemory::free(int64_t begin) {
@@ -236,6 +269,9 @@ std::shared_ptr<PeerMemory> PeerMemory::map(const SharedMemoryAddress& address) 
   const bool sealed = seals >= 0 && (seals & kSeals) == kSeals;
   if (sealed && lseek(descriptor, 0, SEEK_END) == address.bytes) {
     base = mmap(nullptr, address.bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
+    if (base == MAP_FAILED) {
+      warn_that_unmapped("process " + std::to_string(address.process), address.bytes);
+    }
   }
   close(descriptor);
   if (base == MAP_FAILED) return nullptr;

@@ -3,7 +3,8 @@
 //
 // Memory of this process that other processes of the machine can read in place.
 //
-// It is one anonymous file (memfd), as large as the machine's memory and nearly all holes: a peer
+// It is one anonymous file (memfd), as large as the machine's memory, as far as the address space
+// allows that for a rank on each core, and nearly all holes: a peer
 // maps it once, and sees what is allocated later; a block that is freed becomes a hole again, also
 // for those who mapped it. It has no name in a file system, ends with the last process that uses
 // it, and is not bounded by the size of /dev/shm, which is 64 MB in a usual container. Its size is
@@ -40,24 +41,33 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
  public:
   // The only one, made at first use. Null where the system refuses it: no memfd, no holes in one, a
   // limit on the address space or on the size of files, or a process that was forked after the
-  // first use.
+  // first use. Warns where the address space is too small.
   static std::shared_ptr<SharedMemory> instance();
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   const SharedMemoryAddress& address() const { return address_; }
-  // [bytes] of kByte, zeros, at the beginning of a page; undefined when there is no room. Freed
-  // with the last tensor that uses it.
+  // [bytes] of kByte, zeros, at the beginning of a page; undefined when there is no room, or the
+  // system refuses memory that it cannot back (vm.overcommit_memory=2). Freed with the last tensor
+  // that uses it.
   at::Tensor allocate(int64_t bytes);
   // Returns the offset of a contiguous tensor's elements in the file; nothing if they are
   // elsewhere.
   std::optional<int64_t> offset_of(const at::Tensor& tensor) const;
 
+  // Returns the size of the file on a machine with so much memory and so many cores: a process maps
+  // that of every rank of the machine, and the address space has room for one on each core.
+  static int64_t file_bytes(int64_t memory, int64_t cores);
+  // Whether vm.overcommit_memory is 2. Tests set it.
+  static bool overcommit_is_strict;
 
  private:
   SharedMemory() = default;
   bool open();
+  // Gives a block its memory now. Returns false where the system has none: to touch it would end
+  // this process by a signal.
+  bool back(int64_t begin, int64_t bytes) const;
   void free(int64_t begin);
 
   SharedMemoryAddress address_;
