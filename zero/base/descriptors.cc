@@ -59,17 +59,6 @@ std::map<int, std::string> opened_since(const std::vector<int>& before) {
   return result;
 }
 
-// The descriptors that an epoll instance watches: lines "tfd:       12 events: ...".
-std::vector<int> watched_by(int epoll) {
-  std::vector<int> result;
-  std::ifstream info("/proc/self/fdinfo/" + std::to_string(epoll));
-  for (std::string line; std::getline(info, line);) {
-    int descriptor = -1;
-    if (std::sscanf(line.c_str(), "tfd: %d", &descriptor) == 1) result.push_back(descriptor);
-  }
-  return result;
-}
-
 bool is_epoll(const std::string& target) { return target == "anon_inode:[eventpoll]"; }
 
 void close_on_exec(int descriptor) {
@@ -94,13 +83,31 @@ std::string make_room_for_descriptors(int needed) {
                   "` or where your system keeps the hard limit, `ulimit -Hn`");
 }
 
+// Lines "tfd:       12 events: ...".
+std::vector<int> watched_by(int epoll) {
+  std::vector<int> result;
+  std::ifstream info("/proc/self/fdinfo/" + std::to_string(epoll));
+  for (std::string line; std::getline(info, line);) {
+    int descriptor = -1;
+    if (std::sscanf(line.c_str(), "tfd: %d", &descriptor) == 1) result.push_back(descriptor);
+  }
+  return result;
+}
+
 NewDescriptors::NewDescriptors() : before_(open_descriptors()) {}
+
+std::vector<int> NewDescriptors::epolls() const {
+  std::vector<int> result;
+  for (const auto& [descriptor, target] : opened_since(before_)) {
+    if (is_epoll(target)) result.push_back(descriptor);
+  }
+  return result;
+}
 
 std::vector<int> NewDescriptors::watched() const {
   std::vector<int> result;
-  for (const auto& [descriptor, target] : opened_since(before_)) {
-    if (!is_epoll(target)) continue;
-    const std::vector<int> found = watched_by(descriptor);
+  for (const int epoll : epolls()) {
+    const std::vector<int> found = watched_by(epoll);
     result.insert(result.end(), found.begin(), found.end());
   }
   return result;

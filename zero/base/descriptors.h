@@ -14,6 +14,9 @@ namespace zero {
 // empty text, or the reason why there is no room.
 std::string make_room_for_descriptors(int needed);
 
+// Returns the descriptors that an epoll instance watches; none where /proc cannot be read.
+std::vector<int> watched_by(int epoll);
+
 // Gloo and c10d's store open some descriptors without FD_CLOEXEC. A program that a rank has started
 // would keep these connections open when the rank is killed, so that its peers would notice only at
 // their timeout.
@@ -27,7 +30,9 @@ std::string make_room_for_descriptors(int needed);
 class NewDescriptors {
  public:
   NewDescriptors();
-  // Returns what new epoll instances watch.
+  // Returns the new epoll instances.
+  std::vector<int> epolls() const;
+  // Returns what they watch.
   std::vector<int> watched() const;
   // New epoll instances, everything that they watch, and both ends of the pipes among it. That is
   // all that Gloo opens.

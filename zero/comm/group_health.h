@@ -15,6 +15,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -68,6 +69,10 @@ class GroupHealth {
   // For a thread that looks after long waits: ends those whose connections have ended, and those
   // that are over their limit, as where a transport measures it by a clock that was set back.
   void look_at_waits() noexcept;
+
+  // Returns the ranks to which the connections are known to have ended; none once the group has
+  // failed, which ends them itself.
+  std::set<int> ended_peers() noexcept;
 
   void operation_begins();
   void operation_ends();

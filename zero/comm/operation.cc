@@ -8,12 +8,15 @@
 
 #include <algorithm>
 #include <atomic>
+#include <set>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include "zero/base/error_text.h"
 #include "zero/base/own_thread_wait.h"
 #include "zero/base/slow_wait.h"
+#include "zero/rendezvous/meeting.h"
 
 namespace zero {
 namespace {
@@ -23,19 +26,27 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // A backend's own collective may take this much longer than the timeout it was given, so that its
 // message, which knows more, is the first.
-constexpr milliseconds kGrace{500};
+constexpr milliseconds kBackendSlack{500};
 
-// A tag is the number of the operation, that of its part, and a counter.
+// All ranks see the end of a connection within this time, mostly.
+constexpr milliseconds kSeenByAll{20};
+
+// A tag is the number of the operation, that of its part, and a counter, from the highest bits on.
+// After kNumbers operations numbers begin again: so many are never under way.
 constexpr int kNumbers = 1 << 15;
-constexpr int kParts = 4;
+constexpr int kParts = 4;  // with the whole, which is part 0
 constexpr int kTagsOfPart = 1 << 13;
 
-std::string ranks_text(std::vector<int> ranks) {
-  std::sort(ranks.begin(), ranks.end());
-  std::ostringstream text;
-  text << (ranks.size() == 1 ? "rank " : "ranks ");
-  for (size_t i = 0; i < ranks.size(); ++i) text << (i == 0 ? "" : ", ") << ranks[i];
-  return text.str();
+// "also lost rank 2, rank 5"
+std::string also_lost(const std::set<int>& ranks) {
+  constexpr size_t kRanksNamed = 8;
+  std::string text = "also lost ";
+  size_t named = 0;
+  for (const int rank : ranks) {
+    if (named == kRanksNamed) return c10::str(text, " and ", ranks.size() - named, " more");
+    text += c10::str(named++ == 0 ? "rank " : ", rank ", rank);
+  }
+  return text;
 }
 
 bool out_of_memory(const std::exception_ptr& thrown) {
@@ -65,6 +76,7 @@ struct Operation::Failures {
   bool own = false;       // An action failed here for a reason of its own.
   std::string broken;     // The reason, if a transfer broke before the time was up.
   int broken_peer = -1;   // Whose connection that was.
+  std::set<int> ended;    // Whose connections have ended by now.
   std::vector<int> late;  // Peers whose data, or whose readiness for ours, did not come.
   bool sends_only = true;
   bool any() const { return !broken.empty() || !late.empty(); }
@@ -111,8 +123,12 @@ void Operation::cancel() {
 
 void Operation::fail_to_start(const std::exception_ptr& reason) {
   cancel();
-  const std::string message =
-      c10::str(what_, ": could not start: ", reason_of(reason), health_->where());
+  std::string message = c10::str(what_, ": could not start: ", reason_of(reason));
+  // The reason names the first rank that could not be reached. It may be one that has closed its
+  // connections since it lost another one.
+  const std::set<int> ended = ended_peers();
+  if (ended.size() > 1) message += "; " + also_lost(ended);
+  message += health_->where();
   health_->fail(message);
   throw_error(!out_of_memory(reason), message);
 }
@@ -141,23 +157,28 @@ void Operation::add(Kind kind, int peer, WorkPtr work) {
 
 void Operation::wait(Clock::time_point start) {
   health_->check_process(what_);
+  // 1. Of two levels, each part waits for itself.
   if (const auto wait = std::exchange(wait_for_parts_, nullptr)) {
     wait(start);
     return;
   }
+  // 2. What sends nothing succeeds in a failed group, too.
   if (steps_.empty() && on_received_.empty() && on_success_.empty()) return;
   health_->check(what_);
   const SlowWait notice([this] { return slow_text(); },
                         [health = health_] { health->look_at_waits(); });
+  // 3. Receive. A missing receive says more than a send that was not taken: then no send is waited
+  //    for.
   Failures failures;
   receive_all(start, failures);
-  // A missing receive says more than a send that was not taken: then no send is waited for.
+  // 4. Wait until the peers have taken what was sent.
   const std::vector<Step> sends = std::exchange(steps_, {});
   if (!failures.any()) {
     for (const Step& step : sends) await(step, start, failures);
   }
+  // 5. A failure is the group's.
   check(failures, start);
-  // Kept to the end: actions keep alive what was sent.
+  // 6. Kept to the end: actions keep alive what was sent.
   Actions actions = std::exchange(on_success_, {});
   const at::NoGradGuard no_grad;
   for (const auto& action : actions) action();
@@ -173,13 +194,23 @@ void Operation::receive(Clock::time_point start) {
   check(failures, start);
 }
 
-void Operation::check(const Failures& failures, Clock::time_point start) {
+void Operation::check(Failures& failures, Clock::time_point start) {
   if (!failures.any()) return;
+  if (!failures.broken.empty()) failures.ended = ended_peers();
   const std::string message = describe(failures, start);
   health_->fail(message);
   const std::string first = health_->first_failure();
   throw_error(!failures.own,
               first == message ? message : message + "\nThe group failed before: " + first);
+}
+
+// All ranks lose a rank that ends at one time, and each then closes its connections to the others.
+// So this rank gives the others time to see for themselves which one it was, and itself to see all
+// that have ended.
+std::set<int> Operation::ended_peers() const {
+  if (health_->ended_peers().empty()) return {};
+  std::this_thread::sleep_for(kSeenByAll);
+  return health_->ended_peers();
 }
 
 void Operation::run(Actions& actions, Failures& failures) {
@@ -197,10 +228,19 @@ void Operation::run(Actions& actions, Failures& failures) {
   }
 }
 
+// Works in stages, since what was received may have to be sent on: in a tree, say, or in the next
+// step of a doubling. Each stage
+//   1. starts what is to start in wait();
+//   2. waits for its receives, in the order in which they were added, and puts its sends aside: a
+//      peer may take them when it has received itself;
+//   3. runs the actions for what was received. These may add steps and actions, for the next stage.
+// After a failure the remaining receives get 1 ms each, to say which other ranks are late.
 void Operation::receive_all(Clock::time_point start, Failures& failures) {
   std::vector<Step> sends;
   while (true) {
+    // 1
     run(on_wait_, failures);
+    // 2
     const std::vector<Step> steps = std::exchange(steps_, {});
     bool received = false;
     for (const Step& step : steps) {
@@ -212,18 +252,21 @@ void Operation::receive_all(Clock::time_point start, Failures& failures) {
       }
     }
     if (!received && on_received_.empty()) break;
+    // 3
     run(on_received_, failures);
   }
   steps_ = std::move(sends);
 }
 
 void Operation::await(const Step& step, Clock::time_point start, Failures& failures) {
+  // 1. What time is left? All steps of an operation share one limit.
   const Clock::time_point deadline = start + health_->timeout();
   const bool first = !failures.any();
   awaited_ = step.peer;
   auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
   if (!first || left < milliseconds(1)) left = milliseconds(1);
-  if (step.kind == Kind::kWhole) left += kGrace;
+  if (step.kind == Kind::kWhole) left += kBackendSlack;
+  // 2. Wait.
   const bool of_a_peer = step.kind == Kind::kReceive || step.kind == Kind::kSend;
   std::string reason;
   try {
@@ -237,6 +280,7 @@ void Operation::await(const Step& step, Clock::time_point start, Failures& failu
   } catch (...) {
     reason = reason_of(std::current_exception());
   }
+  // 3. The first one that ends before the time is up is the reason. All others are late.
   if (first && (!of_a_peer || Clock::now() < deadline)) {
     failures.broken = reason;
     failures.broken_peer = step.peer;
@@ -265,9 +309,16 @@ std::string Operation::describe(const Failures& failures, Clock::time_point star
     text << failures.broken << " (after " << elapsed << " ms of at most "
          << health_->timeout().count() << " ms)";
   }
-  if (!failures.late.empty()) {
+  // That rank may have closed its connections since it lost another one: name it, too.
+  std::set<int> others = failures.ended;
+  others.erase(failures.broken_peer);
+  if (!others.empty()) text << "; " << also_lost(others);
+  std::vector<int> late = failures.late;
+  std::erase_if(late, [&](int peer) { return failures.ended.contains(peer); });
+  std::ranges::sort(late);
+  if (!late.empty()) {
     const char* verb = failures.sends_only ? " did not take its data" : " did not send";
-    text << (failures.broken.empty() ? "" : "; ") << ranks_text(failures.late) << verb;
+    text << (failures.broken.empty() ? "" : "; ") << ranks_text(late) << verb;
     // When a connection broke, the others were given no more time.
     if (failures.broken.empty()) {
       text << " within " << health_->timeout().count() << " ms";

@@ -15,6 +15,7 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -96,8 +97,9 @@ class Operation {
   void add(Kind kind, int peer, c10::intrusive_ptr<c10d::Work> work);
   // Waits for all receives, stage by stage; leaves the sends in steps_.
   void receive_all(Clock::time_point start, Failures& failures);
+  std::set<int> ended_peers() const;
   // Throws if there are failures, which are the group's then.
-  void check(const Failures& failures, Clock::time_point start);
+  void check(Failures& failures, Clock::time_point start);
   void await(const Step& step, Clock::time_point start, Failures& failures);
   // For the line on stderr about a long wait.
   std::string slow_text() const;

@@ -23,9 +23,8 @@
 namespace zero {
 namespace {
 
-// No operation reaches this tag: see hang_up().
-constexpr int kHangUpTag = std::numeric_limits<int>::max();
-constexpr int kWatchTag = kHangUpTag - 1;
+// No operation reaches this tag.
+constexpr int kWatchTag = std::numeric_limits<int>::max() - 1;
 
 // Returns the host memory that stands for `tensor`: these transports take no other.
 at::Tensor staged(const at::Tensor& tensor, bool copy) {
@@ -327,25 +326,6 @@ bool PairwiseExchange::has_ended(int rank_name) noexcept {
     if (peer != rank() && name_of(peer) == rank_name) return watch_.has_ended(peer);
   }
   return false;
-}
-
-// Gloo closes the connections of the whole group when one wait times out, and has no other call
-// for that: its abort() does nothing. So wait for a message that is never sent. A wait for a
-// peer whose connection is lost already may end without closing the others, so each has a turn.
-void PairwiseExchange::hang_up() noexcept {
-  for (int i = 1; i < world_size(); ++i) {
-    try {
-      std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-      c10::intrusive_ptr<c10d::Work> work;
-      {
-        const std::lock_guard<std::mutex> lock(mutex());
-        work = backend().recv(nothing, (rank() + i) % world_size(), kHangUpTag);
-      }
-      work->wait(std::chrono::milliseconds(1));
-    } catch (...) {  // This is how it succeeds.
-    }
-  }
-  BackendExchange::hang_up();
 }
 
 }  // namespace zero

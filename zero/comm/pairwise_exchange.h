@@ -43,8 +43,7 @@ class PairwiseExchange : public BackendExchange {
   // In a binomial tree: of 8 ranks, counted from the source, 0 sends to 4, 2 and 1, and 4 to 6
   // and 5.
   SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) override;
-  bool has_ended(int rank) noexcept override;
-  void hang_up() noexcept override;
+  bool has_ended(int rank_name) noexcept override;
 
  protected:
   // Calls start(); an error names `peer`.

@@ -3,27 +3,39 @@
 
 #include "zero/comm/backends/gloo.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sched.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <limits>
+#include <mutex>
+#include <optional>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
 #include "zero/base/broken_pipes.h"
 #include "zero/base/descriptors.h"
+#include "zero/base/own_process.h"
 
 namespace zero {
 namespace {
 
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Devices = decltype(c10d::ProcessGroupGloo::Options::devices);
+
+// No operation reaches this tag.
+constexpr int kCloseTag = std::numeric_limits<int>::max();
 
 // The interfaces of GLOO_SOCKET_IFNAME.
 std::vector<std::string> interface_names() {
@@ -105,6 +117,115 @@ void bound_writes(const std::vector<int>& descriptors) {
   }
 }
 
+// A socket that is known again after its number may have been given to another one.
+struct Connection {
+  int descriptor;
+  ino_t inode;
+};
+
+// Returns the inode of a socket that has a peer; nothing for other descriptors.
+std::optional<ino_t> inode_of_connection(int descriptor) {
+  struct stat status {};
+  if (address_of(descriptor, getpeername).empty() || fstat(descriptor, &status) != 0) return {};
+  return status.st_ino;
+}
+
+std::vector<Connection> connections_among(const std::vector<int>& descriptors) {
+  std::vector<Connection> result;
+  for (const int descriptor : descriptors) {
+    if (const auto inode = inode_of_connection(descriptor)) result.push_back({descriptor, *inode});
+  }
+  return result;
+}
+
+// ProcessGroupGloo with an end that does not take longer for more connections.
+//
+// Gloo has no call that closes a connection, and where it does so on a thread of ours, it waits for
+// the next turn of its event loop, up to 10 ms, before it turns to the next connection:
+// Loop::unregisterDescriptor(), called by Pair::changeState(). Its event thread closes a connection
+// that it finds ended without such a wait. So this ends all sockets, by their descriptors, and
+// leaves the rest to that thread.
+class GlooBackend : public c10d::Backend {
+ public:
+  GlooBackend(c10::intrusive_ptr<c10d::Backend> gloo, std::vector<Connection> connections)
+      : Backend(gloo->getRank(), gloo->getSize()),
+        gloo_(std::move(gloo)),
+        connections_(std::move(connections)) {}
+  ~GlooBackend() override { end_connections(); }
+
+  const std::string getBackendName() const override { return gloo_->getBackendName(); }
+  void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
+  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return gloo_->send(tensors, to, tag);
+  }
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return gloo_->recv(tensors, from, tag);
+  }
+  void shutdown() override { gloo_->shutdown(); }
+  void abort() override {
+    end_connections();
+    close_connections();
+  }
+
+ private:
+  void end_connections() const noexcept;
+  void close_connections();
+
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  const std::vector<Connection> connections_;
+  const OwnProcess process_;
+  std::mutex mutex_;  // c10d numbers calls without a lock
+};
+
+// A forked child shares the sockets. And what Gloo has closed meanwhile may be another's by now: so
+// a copy of the descriptor is looked at before it is used, which nobody else can close.
+void GlooBackend::end_connections() const noexcept {
+  if (!process_.here()) return;
+  for (const Connection& connection : connections_) {
+    const int copy = fcntl(connection.descriptor, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) continue;
+    struct stat status {};
+    if (fstat(copy, &status) == 0 && S_ISSOCK(status.st_mode) &&
+        status.st_ino == connection.inode) {
+      ::shutdown(copy, SHUT_RDWR);
+    }
+    close(copy);
+  }
+}
+
+// Closes what the event thread does not: connections that end_connections() does not know, and one
+// in the middle of a message that nobody receives any more, which the thread would look at again
+// and again. Gloo closes all connections of a group when a wait times out. A wait for a peer whose
+// connection is closed already ends without closing the others, so each has a turn.
+void GlooBackend::close_connections() {
+  for (int i = 1; i < getSize(); ++i) {
+    try {
+      std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+      recv(nothing, (getRank() + i) % getSize(), kCloseTag)->wait(std::chrono::milliseconds(1));
+    } catch (...) {  // This is how it succeeds.
+    }
+  }
+}
+
+// A device, and its epoll instance; -1 if that is not known.
+struct Device {
+  Devices list;
+  int epoll = -1;
+};
+
+Device make_device(const std::string& hostname) {
+  // So that what is new is of this call.
+  static auto& mutex = *new std::mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const NewDescriptors descriptors;
+  Device device{make_devices(hostname)};
+  const std::vector<int> epolls = descriptors.epolls();
+  if (epolls.size() == 1) device.epoll = epolls.front();
+  return device;
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
@@ -117,7 +238,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
   const PatientThreads threads;
   const NewDescriptors descriptors;
   auto options = c10d::ProcessGroupGloo::Options::create(connect_timeout(timeout));
-  options->devices = make_devices(hostname);
+  const Device device = make_device(hostname);
+  options->devices = device.list;
   // For collectives, which nothing here calls. With more, c10d ends the process where it can start
   // one of them and not the next.
   options->threads = 1;
@@ -127,7 +249,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
   // All connections are there: Gloo makes none later.
   descriptors.close_watched_on_exec();
   bound_writes(descriptors.watched());
-  return backend;
+  return c10::make_intrusive<GlooBackend>(std::move(backend),
+                                          connections_among(watched_by(device.epoll)));
 }
 
 std::string gloo_problem(const std::string& hostname) {

@@ -36,6 +36,9 @@ namespace zero {
 //
 // Programs that this process starts do not inherit the connections.
 //
+// abort() ends the connections, so that transfers under way fail here and on the peers. It and the
+// end of the backend take as long for many connections as for one.
+//
 // A write to a connection to another address holds little that is not sent, so that a thread that
 // sends a long row keeps others from the connection only for a short time.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
