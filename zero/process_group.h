@@ -106,9 +106,8 @@ class Group {
 
   // The subgroup of the ranks `ranks` of this group, in that order. Sends
   // nothing. Subgroups of different ranks never meet, whatever their names, so a
-  // mesh may call all its columns "dp"; for equal names and ranks the first call
-  // on one rank belongs to the first call on another. Throws when this rank is
-  // not among `ranks`.
+  // mesh may call all its columns "dp"; calls with equal names and ranks return
+  // one subgroup. Throws when this rank is not among `ranks`.
   Group subgroup(const std::vector<int>& ranks, const std::string& name) const;
 
   // Returns whether this process joins a job that runs already, as with ZERO_JOIN=1: rank() is then
@@ -122,7 +121,9 @@ class Group {
 
   // Collective. A new communicator under its own prefix of the store. Two calls
   // never share a connection, not even with the same `name`: those are numbered,
-  // so the first call of one rank meets the first call of another. Throws
+  // so the first call of one rank meets the first call of another. Ranks that
+  // failed to make one, or made a call that another rank did not make, meet at
+  // their next calls. Throws
   // CommunicationError within the timeout and a second when a rank does not arrive,
   // ends or stops before it is connected, and says which one. After 10 s of waiting one line on
   // stderr says for whom. The communicator calls itself "<group>/<name>" in errors. Where the
@@ -142,8 +143,9 @@ class Group {
   // subgroups and the group that it is a part of.
   int64_t failures() const;
 
-  // Sends nothing. A part of the store that is private to this call: numbered
-  // like communicators, so that the first call of one rank meets that of another.
+  // Sends nothing. A part of the store that is private to this call: numbered, so
+  // that the first call of one rank meets that of another. Where ranks have made
+  // different numbers of calls, their next communicator brings them together.
   c10::intrusive_ptr<c10d::Store> make_store(const std::string& name) const;
 
  private:

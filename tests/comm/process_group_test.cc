@@ -230,5 +230,56 @@ TEST(GroupTest, ARankThatMakesNoCommunicatorIsNamed) {
       options);
 }
 
+// The first call of rank 1, and the second one of rank 0.
+TEST(GroupTest, RanksMeetAgainAfterACallOfOneRankAlone) {
+  RunOptions options;
+  options.timeout = std::chrono::seconds(4);
+  run_ranks(
+      2,
+      [](const Group& group) {
+        if (group.rank() == 0) {
+          expect_words(error_of([&] { group.make_communicator("data", Purpose::kData); }),
+                       {"missing: rank 1"});
+        } else {
+          while (!group.store()->check({"communicator/test/data/1/levels"})) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          }
+        }
+        const auto data = group.make_communicator("data", Purpose::kData);
+        EXPECT_EQ(data->all_gather_text("me", "x"), std::vector<std::string>(2, "me"));
+        EXPECT_EQ(group.make_communicator("data", Purpose::kData)->all_gather_text("me", "x"),
+                  std::vector<std::string>(2, "me"));
+      },
+      options);
+}
+
+// As where a rank catches an error of its own between two calls, and begins again.
+TEST(GroupTest, ASubgroupThatOneRankMadeTwiceIsTheSame) {
+  run_ranks(2, [](const Group& group) {
+    if (group.rank() == 1) group.subgroup({1, 0}, "dp");
+    const Group again = group.subgroup({1, 0}, "dp");
+    EXPECT_EQ(again.make_communicator("data", Purpose::kData)->all_gather_text("me", "x"),
+              std::vector<std::string>(2, "me"));
+  });
+}
+
+TEST(GroupTest, StoresThatOneRankAloneHasMadeAreCountedByAll) {
+  for (const int ahead : {0, 1, 2}) {
+    run_ranks(3, [&](const Group& group) {
+      group.make_store("board");
+      if (group.rank() == ahead) {
+        group.make_store("board");
+        group.make_store("of one rank");
+      }
+      group.make_communicator("data", Purpose::kData);
+      for (const char* name : {"board", "of one rank"}) {
+        const auto store = group.make_store(name);
+        store->set(std::to_string(group.rank()), "here");
+        store->wait({"0", "1", "2"});
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace zero

@@ -120,5 +120,19 @@ TEST_F(TwoJobsTest, AJobThatIsCompleteGoesOnWhateverComes) {
   EXPECT_EQ(second.rest(), kMet1);
 }
 
+// As a failure of its own may have cost it the group that the others have made.
+TEST_F(TwoJobsTest, ARankThatIsBehindTheOthersMeetsThemAtTheirNextGroup) {
+  release();
+  Process first = start("RANK=0 WORLD_SIZE=2");
+  EXPECT_EQ(start("MEETINGS=1 RANK=1 WORLD_SIZE=2").rest(), kMet1);
+  EXPECT_EQ(first.line(), kMet0);
+  std::string text;
+  do {  // until rank 0 has begun the next one
+    text = start("MEETINGS=1 RANK=1 WORLD_SIZE=2").rest();
+  } while (text.find("had met before") != std::string::npos);
+  EXPECT_EQ(text, kMet1);
+  EXPECT_EQ(first.rest(), kMet0);
+}
+
 }  // namespace
 }  // namespace zero

@@ -42,6 +42,81 @@ std::string fingerprint(const std::vector<int>& ranks) {
   return text.str();
 }
 
+// Keys of a communicator. The first rank that makes it sets this one.
+constexpr const char* kLevels = "levels";
+constexpr const char* kStoresMade = "stores made";
+
+// What this process has used of a place in the store. Groups that have the place share it.
+class Place {
+ public:
+  // Returns how often `name` was used before. So equal names never meet in the store.
+  int next(const std::string& name) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return used_[name]++;
+  }
+  // Counts as if `name` had been used at least so often.
+  void raise(const std::string& name, int uses) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    used_[name] = std::max(used_[name], uses);
+  }
+  // Returns the place of a subgroup.
+  std::shared_ptr<Place> part(const std::string& name) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::shared_ptr<Place>& part = parts_[name];
+    if (!part) part = std::make_shared<Place>();
+    return part;
+  }
+
+  // A call that failed on one rank alone may have left it behind the others, or ahead of them, in
+  // the stores that it made. Each rank that connects brings its numbers, and all go on from the
+  // largest.
+  void bring_numbers(c10d::Store& store);
+  void take_numbers(c10d::Store& store);
+
+  static std::string key_of_store(const std::string& name) { return kStore + name; }
+
+ private:
+  static constexpr const char* kStore = "store/";
+  // A line for each store: its number and its key.
+  std::string numbers();
+  void adopt(const std::string& numbers);
+
+  std::mutex mutex_;
+  std::map<std::string, int> used_;
+  std::map<std::string, std::shared_ptr<Place>> parts_;
+};
+
+std::string Place::numbers() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::string text;
+  for (auto used = used_.lower_bound(kStore);
+       used != used_.end() && used->first.starts_with(kStore); ++used) {
+    text += c10::str(used->second, " ", used->first, "\n");
+  }
+  return text;
+}
+
+void Place::adopt(const std::string& numbers) {
+  std::istringstream lines(numbers);
+  std::string key;
+  for (int uses = 0; lines >> uses && lines.get() == ' ' && std::getline(lines, key);) {
+    raise(key, uses);
+  }
+}
+
+void Place::bring_numbers(c10d::Store& store) {
+  for (std::string own = numbers(); !own.empty(); own = numbers()) {
+    const std::string held = claim(store, kStoresMade, own);
+    adopt(held);
+    const std::string largest = numbers();
+    if (largest == held || store.compareSet(kStoresMade, held, largest) == largest) return;
+  }
+}
+
+void Place::take_numbers(c10d::Store& store) {
+  if (store.check({kStoresMade})) adopt(store.get_to_str(kStoresMade));
+}
+
 }  // namespace
 
 struct Group::State {
@@ -62,13 +137,7 @@ struct Group::State {
   OwnProcess process;
   std::shared_ptr<std::atomic<int64_t>> failures;  // of all groups of one init_process_group()
 
-  // How often each name was used, so that equal names never meet in the store.
-  int next_instance(const std::string& key) const {
-    const std::lock_guard<std::mutex> lock(mutex);
-    return instances[key]++;
-  }
-  mutable std::mutex mutex;
-  mutable std::map<std::string, int> instances;
+  std::shared_ptr<Place> place = std::make_shared<Place>();  // of `store`
 
   // Held while a shared communicator is made, so that two threads do not make two.
   mutable std::mutex shared_mutex;
@@ -143,8 +212,8 @@ std::shared_ptr<Group::State> Group::part(const std::vector<int>& members,
                                           const std::string& name) const {
   auto state = make_owned<State>();
   const std::string key = c10::str("subgroup/", name, "/", fingerprint(members));
-  const std::string prefix = c10::str(key, "/", state_->next_instance(key));
-  state->bounded = state_->bounded->under(prefix);
+  state->place = state_->place->part(key);
+  state->bounded = state_->bounded->under(key);
   state->store = state->bounded;
   state->rank =
       static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
@@ -191,7 +260,8 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
     state->global_ranks = members;
     state->joining.find_topology = state_->joining.find_topology;
     state->topology =
-        find_machines(state->joining.find_topology, state->name, state->bounded->under("machines"),
+        find_machines(state->joining.find_topology, state->name,
+                      state->bounded->under(c10::str("machines/", state->place->next("machines"))),
                       state->rank, state->world_size, timeout(), members);
   }
   state->watched = state->global_ranks;
@@ -203,8 +273,8 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
 int64_t Group::failures() const { return *state_->failures; }
 
 StorePtr Group::make_store(const std::string& name) const {
-  const std::string key = c10::str("store/", name);
-  return state_->bounded->under(c10::str(key, "/", state_->next_instance(key)));
+  const std::string key = Place::key_of_store(name);
+  return state_->bounded->under(c10::str(key, "/", state_->place->next(key)));
 }
 
 namespace {
@@ -245,12 +315,21 @@ std::string without_rank(const std::string& text) { return text.substr(0, text.r
 // Ranks with other levels have other connections to make, and would wait for each other.
 void agree_on_levels(c10d::Store& store, int rank, const std::string& levels) {
   const std::string own = c10::str(levels, kOnRank, rank);
-  const std::string first = claim(store, "levels", own);
+  const std::string first = claim(store, kLevels, own);
   TORCH_CHECK_VALUE(
       without_rank(first) == levels, "expected the same levels on every rank, got ", first, " and ",
       own,
       "; give the group the same topology on all ranks, and make_communicator() the same "
       "two_level");
+}
+
+// Returns the number of this call among those with the same key. Where the others have begun a
+// later one, since a call of theirs failed that this rank did not make, it is theirs.
+int number_of(const BoundedStore& store, Place& place, const std::string& key) {
+  int number = place.next(key);
+  while (store.under(c10::str(key, "/", number + 1))->check({kLevels})) ++number;
+  place.raise(key, number + 1);
+  return number;
 }
 
 }  // namespace
@@ -271,10 +350,11 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
     return alone;
   }
   const std::string key = c10::str("communicator/", this->name(), "/", name);
-  const std::string prefix = c10::str(key, "/", state_->next_instance(key));
+  const std::shared_ptr<Place> place = state_->place;
+  const auto store =
+      state_->bounded->under(c10::str(key, "/", number_of(*state_->bounded, *place, key)));
   Rendezvous rendezvous(
-      state_->bounded->under(prefix), rank(), world_size(), timeout(),
-      std::chrono::steady_clock::now(),
+      store, rank(), world_size(), timeout(), std::chrono::steady_clock::now(),
       c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
       c10::str("to connect communicator \"", full_name, "\""),
       state_->watched.empty() ? global_ranks() : state_->watched);
@@ -285,25 +365,30 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
   const Topology& machines = topology();
   // Shared with a thread that may be left behind.
   const auto exchange = std::make_shared<std::shared_ptr<RowExchange>>();
+  Rendezvous::Work work;
   if (two_level && machines.has_two_levels()) {
     const int local_ranks = machines.ranks_per_machine();
-    const TwoLevelExchange::Place place{machines.machines(), local_ranks, rank() / local_ranks,
+    const TwoLevelExchange::Place where{machines.machines(), local_ranks, rank() / local_ranks,
                                         rank() % local_ranks};
-    rendezvous.run([connect, place, exchange, limit = timeout(), rank = rank(),
-                    levels = "two levels of " + machines.describe()](const StorePtr& store) {
-      agree_on_levels(*store, rank, levels);
-      *exchange = connect_two_levels(connect, store, place, limit);
-    });
+    work = [connect, place, where, exchange, limit = timeout(), rank = rank(),
+            levels = "two levels of " + machines.describe()](const StorePtr& own) {
+      agree_on_levels(*own, rank, levels);
+      place->bring_numbers(*own);
+      *exchange = connect_two_levels(connect, own, where, limit);
+    };
   } else {
     BackendRanks ranks;
     ranks.over_links = machines.machines() > 1;
-    rendezvous.run([connect, exchange, ranks, rank = rank(), size = world_size(),
-                    limit = timeout()](const StorePtr& store) {
-      agree_on_levels(*store, rank, "one level");
-      const NewBackend made = connect(store, rank, size);
+    work = [connect, place, exchange, ranks, rank = rank(), size = world_size(),
+            limit = timeout()](const StorePtr& own) {
+      agree_on_levels(*own, rank, "one level");
+      place->bring_numbers(*own);
+      const NewBackend made = connect(own, rank, size);
       *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
-    });
+    };
   }
+  rendezvous.run(work);
+  place->take_numbers(*store);
   auto made = std::make_unique<Communicator>(std::move(*exchange), rank(), world_size(), full_name,
                                              timeout());
   made->count_failure_in(state_->failures);
