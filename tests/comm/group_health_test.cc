@@ -14,12 +14,15 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "zero/comm/backends/connection_watch.h"
 
 namespace zero {
 namespace {
@@ -269,6 +272,28 @@ TEST(GroupHealthTest, WaitsEndBeforeConnectionsAreClosed) {
 TEST(GroupHealthTest, NothingMayWaitWithoutALimit) {
   expect_words(error_of([] { const GroupHealth health(0, 2, "test", milliseconds(0)); }),
                {"expected a timeout above 0 ms", "rank 0 of 2"});
+}
+
+// A transport whose receives throw when they are to start.
+class RefusingBackend : public c10d::Backend {
+ public:
+  explicit RefusingBackend(std::function<void()> refuse)
+      : Backend(0, 2), refuse_(std::move(refuse)) {}
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>&, int, int) override {
+    refuse_();
+    return nullptr;
+  }
+
+ private:
+  const std::function<void()> refuse_;
+};
+
+TEST(ConnectionWatchTest, FullMemoryIsNoEndOfAConnection) {
+  std::mutex calls;
+  RefusingBackend full([] { throw std::bad_alloc(); });
+  EXPECT_FALSE(ConnectionWatch(full, calls, 1, milliseconds(100)).has_ended(1));
+  RefusingBackend closed([] { throw std::runtime_error("Socket closed"); });
+  EXPECT_TRUE(ConnectionWatch(closed, calls, 1, milliseconds(100)).has_ended(1));
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 
 #include "tests/support/error_of.h"
 #include "tests/support/frozen_store.h"
+#include "zero/errors.h"
 
 namespace zero {
 namespace {
@@ -62,7 +63,7 @@ TEST(BoundedStoreTest, ALateCallMakesOthersWaitAndNotFail) {
   const auto frozen = c10::make_intrusive<FrozenStore>();
   frozen->freeze(true);
   const auto store = c10::make_intrusive<BoundedStore>(frozen, std::chrono::seconds(30));
-  EXPECT_NE(error_of([&] { store->within(milliseconds(100))->set("a", std::string("late")); }), "");
+  EXPECT_THROW(store->within(milliseconds(100))->set("a", std::string("late")), CommunicationError);
   std::thread later([&] {
     std::this_thread::sleep_for(milliseconds(200));
     frozen->freeze(false);
@@ -111,7 +112,7 @@ TEST(BoundedStoreTest, ALimitForAllCallsRunsOut) {
     store->set("a", std::string("here"));
   });
   const auto limited = store->within(milliseconds(200));
-  error_within(milliseconds(200), [&] { limited->get("b"); });
+  error_within(milliseconds(200), [&] { EXPECT_THROW(limited->get("b"), CommunicationError); });
   EXPECT_NE(error_within(milliseconds(0), [&] { limited->get("a"); }), "");
   EXPECT_EQ(limited->each_within(milliseconds(5000))->get_to_str("a"), "here");
   late.join();

@@ -25,29 +25,33 @@ namespace {
 using std::chrono::milliseconds;
 
 // A rank that is there answers within this time.
-constexpr milliseconds kAnswer{1000};
-// A rank that waits for a dead one fails at its timeout, and then needs a moment to get here.
-constexpr milliseconds kMoment{5000};
-constexpr milliseconds kLook{150};
-constexpr milliseconds kPause{20};
-// Between two beats, so that each look sees another one.
-constexpr milliseconds kBeatPause{50};
-// The destructor waits so long for the thread, and for the store.
-constexpr milliseconds kEndOfThread{500};
-constexpr milliseconds kEndOfJob{1000};
+constexpr milliseconds kAnswerTime{1000};
+// A rank that waits for a dead one fails at its timeout, and needs this time more to call.
+constexpr milliseconds kArrivalSlack{5000};
+// The thread of a rank asks for a call at this interval. It waits for the store for kStoreLimit,
+// and then asks again.
+constexpr milliseconds kAskInterval{150};
+constexpr milliseconds kStoreLimit{5000};
+// A rank that calls looks at the answers at this interval.
+constexpr milliseconds kPollInterval{20};
+// A process that joins beats at this interval, so that two looks see different numbers.
+constexpr milliseconds kBeatInterval{50};
+// The limits of the destructor for the thread and for the store.
+constexpr milliseconds kEndOfThreadLimit{500};
+constexpr milliseconds kEndOfJobLimit{1000};
 
-// Keys of each call.
-constexpr const char* kBell = "/bell";  // rings for a call and for those that join
-constexpr const char* kOpen = "/open";
-constexpr const char* kArrived = "/arrived";
-constexpr const char* kAlive = "/alive";
-constexpr const char* kList = "/list";
-constexpr const char* kJoining = "/joining";
-constexpr const char* kBeat = "/beat/";
+// Keys of each call, behind its number.
+constexpr const char* kBell = "/bell";        // set for a call and for processes that join it
+constexpr const char* kOpen = "/open";        // set once a rank has called
+constexpr const char* kArrived = "/arrived";  // the ranks that have called
+constexpr const char* kAlive = "/alive";      // the numbers whose thread, or wait, has answered
+constexpr const char* kList = "/list";        // the numbers present, written once
+constexpr const char* kJoining = "/joining";  // the numbers of processes that join
+constexpr const char* kBeat = "/beat/";       // and a number: a counter that grows while it waits
 // Keys of the job.
-constexpr const char* kRanks = "ranks";
-constexpr const char* kTaken = "taken/";
-constexpr const char* kEnded = "ended";
+constexpr const char* kRanks = "ranks";   // the number of ranks at its beginning
+constexpr const char* kTaken = "taken/";  // and a number: how many processes join with it
+constexpr const char* kEnded = "ended";   // set at the end of the lowest rank
 
 std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
@@ -57,6 +61,11 @@ std::set<int> numbers_in(const std::string& text) {
   std::istringstream stream(text);
   for (int number = 0; stream >> number;) result.insert(number);
   return result;
+}
+
+// Returns what the key holds; empty if there is none.
+std::string held_by(BoundedStore& store, const std::string& key) {
+  return store.check({key}) ? text_of(store.get(key)) : std::string();
 }
 
 std::string text_key(const std::string& prefix, int rank) {
@@ -80,9 +89,6 @@ struct RollCall::Answers {
   // Answers the call, or sees who waits to join it. Returns whether it has answered.
   bool look(int64_t call);
   void watch(int64_t call);
-  std::string list_of(const std::string& key) const {
-    return store->check({key}) ? text_of(store->get(key)) : std::string();
-  }
 
   const c10::intrusive_ptr<BoundedStore> store;
   const int rank;
@@ -99,13 +105,14 @@ struct RollCall::Answers {
 
 RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                    milliseconds timeout, bool joins, std::vector<int> job_ranks)
-    : store_(BoundedStore::of(store, timeout)->each_within(std::min(timeout, milliseconds(5000)))),
+    : store_(BoundedStore::of(store, timeout)->each_within(timeout)),
       rank_(rank),
       timeout_(timeout),
       job_ranks_(std::move(job_ranks)),
       ranks_(static_cast<size_t>(world_size)),
       exceptions_(std::uncaught_exceptions()),
-      answers_(std::make_shared<Answers>(store_, rank)) {
+      answers_(
+          std::make_shared<Answers>(store_->each_within(std::min(timeout, kStoreLimit)), rank)) {
   std::iota(ranks_.begin(), ranks_.end(), 0);
   if (joins) return;
   if (rank == 0) store_->set(kRanks, bytes_of(std::to_string(world_size)));
@@ -113,7 +120,7 @@ RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int w
 }
 
 void RollCall::start() {
-  thread_ = start_thread([answers = answers_] { answers->give(); });
+  thread_ = start_thread([answers = answers_] { answers->give(); }, "roll call");
 }
 
 RollCall::~RollCall() {
@@ -124,15 +131,15 @@ RollCall::~RollCall() {
     std::unique_lock<std::mutex> lock(answers_->mutex);
     answers_->stop = true;
     answers_->changed.notify_all();
-    ended = answers_->changed.wait_for(lock, kEndOfThread, [this] { return answers_->ended; });
+    ended = answers_->changed.wait_for(lock, kEndOfThreadLimit, [this] { return answers_->ended; });
     lost = answers_->lost || !ended;
   }
-  // In a call of a store that is silent; it owns what it uses.
+  // A thread that is left in a call of a silent store owns what it uses.
   ended ? thread_.join() : thread_.detach();
   const bool failed = std::uncaught_exceptions() > exceptions_ || !left_behind_.empty() || lost;
   if (failed || ranks_.front() != rank_) return;
   try {
-    store_->within(kEndOfJob)->set(kEnded, bytes_of("1"));
+    store_->within(kEndOfJobLimit)->set(kEnded, bytes_of("1"));
   } catch (const std::exception&) {  // there is nothing to join, either
   }
 }
@@ -142,8 +149,10 @@ int64_t RollCall::calls() const {
   return answers_->calls;
 }
 
+// Asks for the next call until the end. The rank itself may be behind: it answers calls while it
+// computes.
 void RollCall::Answers::give() {
-  int64_t answered = 0;  // calls
+  int64_t answered = 0;  // how many calls
   std::unique_lock<std::mutex> lock(mutex);
   while (!stop && !lost) {
     const int64_t next = std::max(calls, answered);
@@ -158,7 +167,7 @@ void RollCall::Answers::give() {
     }
     lock.lock();
     lost = gone;
-    if (!lost) changed.wait_for(lock, kLook, [this] { return stop; });
+    if (!lost) changed.wait_for(lock, kAskInterval, [this] { return stop; });
   }
   ended = true;
   changed.notify_all();
@@ -166,6 +175,7 @@ void RollCall::Answers::give() {
 
 bool RollCall::Answers::look(int64_t call) {
   const std::string prefix = std::to_string(call);
+  // One question is enough while nothing happens.
   if (!store->check({prefix + kBell})) return false;
   if (!store->check({prefix + kOpen})) {
     watch(call);
@@ -175,10 +185,12 @@ bool RollCall::Answers::look(int64_t call) {
   return true;
 }
 
+// A process waits if its beat has grown since the last look: one that was killed is still in the
+// list.
 void RollCall::Answers::watch(int64_t call) {
   const std::string prefix = std::to_string(call);
   std::map<int, int64_t> now;
-  for (const int number : numbers_in(list_of(prefix + kJoining))) {
+  for (const int number : numbers_in(held_by(*store, prefix + kJoining))) {
     now[number] = store->add(prefix + kBeat + std::to_string(number), 0);
   }
   const std::lock_guard<std::mutex> lock(mutex);
@@ -209,28 +221,45 @@ std::set<int> RollCall::ended() const {
 }
 
 bool RollCall::lost_one_of(const std::vector<int>& numbers) const {
-  const auto deadline = Clock::now() + kAnswer;
+  const auto deadline = Clock::now() + kAnswerTime;
   do {
     const std::set<int> gone = ended();
     for (const int number : numbers) {
       if (gone.contains(number)) return true;
     }
-    std::this_thread::sleep_for(kPause);
+    std::this_thread::sleep_for(kPollInterval);
   } while (Clock::now() < deadline);
   return false;
 }
 
+// Every rank that has called runs this loop, and the first that finds the list complete writes it:
+//   1. A list that another rank has written counts.
+//   2. Read who has called (arrived), who has answered (alive), who joins (joining), and which
+//      processes their launcher has seen end (gone).
+//   3. Present are the ranks that have called and the processes that join and have answered,
+//   without
+//      those that have ended. A process that joins answers itself, when it sees the call.
+//   4. The list is complete
+//        a. when every rank has called or ended, and every process that joins has answered or
+//        ended; b. after kAnswerTime, when all that have answered are present and `enough` says
+//        that these
+//           can go on without the silent ones;
+//        c. after the timeout and kArrivalSlack in any case.
+//   5. Write the list by compare and set: one that another rank wrote meanwhile counts.
 std::string RollCall::close(const std::string& prefix, const Enough& enough) {
   const auto start = Clock::now();
-  std::set<int> refused;  // present, and not enough
+  std::set<int> refused;  // present, and not enough: `enough` reads a text of each from the store
   while (true) {
-    if (std::string list = answers_->list_of(prefix + kList); !list.empty()) return list;
-    const std::set<int> arrived = numbers_in(answers_->list_of(prefix + kArrived));
-    const std::set<int> alive = numbers_in(answers_->list_of(prefix + kAlive));
-    const std::set<int> joining = numbers_in(answers_->list_of(prefix + kJoining));
+    // 1
+    if (std::string list = held_by(*store_, prefix + kList); !list.empty()) return list;
+    // 2
+    const std::set<int> arrived = numbers_in(held_by(*store_, prefix + kArrived));
+    const std::set<int> alive = numbers_in(held_by(*store_, prefix + kAlive));
+    const std::set<int> joining = numbers_in(held_by(*store_, prefix + kJoining));
     const std::set<int> gone = ended();
     const auto waited = Clock::now() - start;
     const auto is_gone = [&](int number) { return gone.contains(number); };
+    // 3
     std::set<int> present = arrived;
     bool all_who_answer = true;
     bool all_who_join = true;
@@ -243,30 +272,29 @@ std::string RollCall::close(const std::string& prefix, const Enough& enough) {
       all_who_join = all_who_join && (alive.count(number) != 0 || is_gone(number));
     }
     std::erase_if(present, is_gone);
+    // 4
     const bool all = std::ranges::all_of(
         ranks_, [&](int rank) { return arrived.count(rank) != 0 || is_gone(rank); });
-    bool closes = (all && all_who_join) || waited >= timeout_ + kMoment;
-    if (!closes && waited >= kAnswer && all_who_answer && present != refused) {
+    bool closes = (all && all_who_join) || waited >= timeout_ + kArrivalSlack;
+    if (!closes && waited >= kAnswerTime && all_who_answer && present != refused) {
       closes = !enough || enough(texts_at(prefix, present));
       if (!closes) refused = present;
     }
     if (closes) {
-      // The first list stays.
+      // 5
       return text_of(store_->compareSet(prefix + kList, {}, bytes_of(text_of(present))));
     }
-    std::this_thread::sleep_for(kPause);
+    std::this_thread::sleep_for(kPollInterval);
   }
 }
 
 RollCall::Present RollCall::call(const std::string& text, const Enough& enough) {
   TORCH_CHECK(left_behind_.empty(), left_behind_);
-  std::string prefix;
-  {
-    const std::lock_guard<std::mutex> lock(answers_->mutex);
-    prefix = std::to_string(answers_->calls++);
-    answers_->beats.clear();
-    answers_->waiting.clear();
-  }
+  // Counted when it is complete: one that fails here, as where the store is late, may be complete
+  // for the others. Then the next try finds their list and must not be a call of its own.
+  const int64_t number = calls();
+  const std::string prefix = std::to_string(number);
+  // The text before the name, since others read it as soon as the name is on the list.
   store_->set(text_key(prefix, rank_), bytes_of(text));
   store_->append(prefix + kArrived, bytes_of(std::to_string(rank_) + " "));
   store_->set(prefix + kOpen, bytes_of("1"));
@@ -280,7 +308,12 @@ RollCall::Present RollCall::call(const std::string& text, const Enough& enough) 
         "is out of date; end this process");
     TORCH_CHECK(false, left_behind_);
   }
-  return present_at(prefix, present);
+  Present result = present_at(prefix, present);
+  const std::lock_guard<std::mutex> lock(answers_->mutex);
+  answers_->calls = number + 1;
+  answers_->beats.clear();
+  answers_->waiting.clear();
+  return result;
 }
 
 RollCall::Present RollCall::present_at(const std::string& prefix, const std::set<int>& numbers) {
@@ -315,8 +348,9 @@ RollCall::Present RollCall::join(const std::string& text) {
     TORCH_CHECK(Clock::now() < deadline, "process ", rank_, " cannot join the job: waited ",
                 duration_text(timeout_), " for ", for_what,
                 "; a larger InitOptions::timeout waits longer");
-    std::this_thread::sleep_for(kBeatPause);
+    std::this_thread::sleep_for(kBeatInterval);
   };
+  // 1. Learn how many ranks the job began with: their numbers are taken.
   while (!store_->check({kRanks})) {
     wait("an optimizer with ZeroOptions::protect(), got none of that place in the program");
   }
@@ -324,20 +358,24 @@ RollCall::Present RollCall::join(const std::string& text) {
   for (int rank = 0; rank < ranks; ++rank) members.insert(rank);
   TORCH_CHECK(rank_ >= ranks, "expected RANK of at least ", ranks,
               ", which no rank of the job has had, to join it, got ", rank_);
+  // 2. Take a number that no other process has.
   TORCH_CHECK(store_->add(kTaken + number, 1) == 1,
               "expected a RANK that no other process has "
               "joined the job with, got ",
               rank_, "; start it with a greater one");
+  // 3. Find the first call whose list is not closed yet, and be on it.
   for (int64_t call = 0;; ++call) {
     const std::string prefix = std::to_string(call);
-    std::string list = answers_->list_of(prefix + kList);
+    std::string list = held_by(*store_, prefix + kList);
     if (list.empty()) {
+      // The bell last: the threads of the ranks look for the name when it is set.
       store_->set(text_key(prefix, rank_), bytes_of(text));
       store_->append(prefix + kJoining, bytes_of(number + " "));
       store_->set(prefix + kBell, bytes_of("1"));
     }
+    // 4. Beat until the list is closed, and answer once the call is open: who calls waits for that.
     bool answered = false;
-    for (; list.empty(); list = answers_->list_of(prefix + kList)) {
+    for (; list.empty(); list = held_by(*store_, prefix + kList)) {
       store_->add(prefix + kBeat + number, 1);
       if (!answered && store_->check({prefix + kOpen})) {
         store_->append(prefix + kAlive, bytes_of(number + " "));
@@ -346,11 +384,12 @@ RollCall::Present RollCall::join(const std::string& text) {
       wait("its ranks to call recover()");
     }
     const std::set<int> present = numbers_in(list);
-    if (present.count(rank_) == 0) {  // the list was closed before
+    if (present.count(rank_) == 0) {  // It was closed before this process answered: the next one.
       members = present;
       continue;
     }
-    answers_->calls = call + 1;  // its thread is yet to start
+    // 5. From here on this process is a rank like the others. Its thread is yet to start.
+    answers_->calls = call + 1;
     start();
     return present_at(prefix, present);
   }

@@ -47,10 +47,11 @@ class RollCall {
     std::vector<std::string> texts;  // of each of them
   };
   // Collective over the ranks that are left. Ranks that were absent once are not waited for again.
-  // Throws c10::Error on a rank that the others went on without, from then on in each call, and if
-  // the store is gone. Takes the answering time of a second if ranks are missing that have not
-  // ended, and the timeout and 5 s if one that answers does not arrive, or if `enough`, called with
-  // the texts of those present, is false: one that is missing may only be slow.
+  // A call that failed on this rank may be made again: it is the same call for the others. Throws
+  // c10::Error on a rank that the others went on without, from then on in each call, and if the
+  // store is gone. Takes the answering time of a second if ranks are missing that have not ended,
+  // and the timeout and 5 s if one that answers does not arrive, or if `enough`, called with the
+  // texts of those present, is false: one that is missing may only be slow.
   using Enough = std::function<bool(const std::vector<std::string>& texts)>;
   Present call(const std::string& text, const Enough& enough = {});
   // Whether one of `numbers` has ended. Waits a second for its launcher to say so.
@@ -63,7 +64,7 @@ class RollCall {
   // The numbers of the processes that wait to join, in ascending order.
   std::vector<int> waiting() const;
 
-  // Calls so far.
+  // Calls that this rank has completed.
   int64_t calls() const;
   const std::vector<int>& ranks() const { return ranks_; }
 

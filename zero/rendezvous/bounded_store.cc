@@ -24,7 +24,7 @@ namespace {
 using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-constexpr milliseconds kLeast{100};
+constexpr milliseconds kShortestLimit{100};
 constexpr milliseconds kFirstPause{1};
 constexpr milliseconds kLongestPause{100};
 
@@ -122,9 +122,9 @@ auto BoundedStore::ask(const std::string& what, Clock::time_point deadline, Call
                     "): the process that serves it is stopped, or its machine is silent");
   };
   server_->process.check(server_->name);  // a child would write to the connection of its parent
-  TORCH_CHECK(!server_->hangs_until(deadline), silent("to an earlier call"));
+  if (server_->hangs_until(deadline)) throw_communication_error(silent("to an earlier call"));
   // A store that is asked in the last moment may still answer.
-  deadline = std::max(deadline, Clock::now() + kLeast);
+  deadline = std::max(deadline, Clock::now() + kShortestLimit);
   auto ended = std::make_shared<std::promise<bool>>();
   auto answer = start_detached([store = store_, ended, call = std::move(call)] {
     struct AtEnd {
@@ -136,16 +136,16 @@ auto BoundedStore::ask(const std::string& what, Clock::time_point deadline, Call
   if (answer.wait_until(deadline) != std::future_status::ready) {
     const std::lock_guard<std::mutex> lock(server_->mutex);
     server_->left_behind.push_back(ended->get_future().share());
-    TORCH_CHECK(false, silent(c10::str("within ", limit_.count(), " ms").c_str()));
+    throw_communication_error(silent(c10::str("within ", limit_.count(), " ms").c_str()));
   }
   try {
     return answer.get();
   } catch (const c10::DistNetworkError& error) {
     server_->gone = true;
-    TORCH_CHECK(false, server_->name, " is gone (", what,
-                "): the process that serves it has ended, "
-                "or cannot be reached. ",
-                error_line(error));
+    throw_communication_error(c10::str(server_->name, " is gone (", what,
+                                       "): the process that serves it has ended, or cannot be "
+                                       "reached. ",
+                                       error_line(error)));
   }
 }
 
@@ -217,9 +217,11 @@ void BoundedStore::wait_until(const std::vector<std::string>& keys, Clock::time_
                            [=](c10d::Store& store) { return store.check(keys); });
     if (there) return;
     const auto now = Clock::now();
-    TORCH_CHECK(now < deadline, "waited ",
-                std::chrono::duration_cast<milliseconds>(now - start).count(), " ms for ",
-                keys_text(keys), " in ", server_->name);
+    if (now >= deadline) {
+      throw_communication_error(
+          c10::str("waited ", std::chrono::duration_cast<milliseconds>(now - start).count(),
+                   " ms for ", keys_text(keys), " in ", server_->name));
+    }
     std::this_thread::sleep_until(std::min(deadline, now + pause));
   }
 }

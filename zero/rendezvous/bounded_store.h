@@ -21,6 +21,7 @@
 
 namespace zero {
 
+// Throws CommunicationError where the store is silent or gone, and where a key does not come.
 // Thread safety: every member, if `store` is thread-safe as TCPStore and HashStore are.
 class BoundedStore final : public c10d::Store {
  public:
