@@ -186,6 +186,11 @@ class Communicator {
   // the texts padded to the longest, W-1 times each, and counts as two small calls.
   std::vector<std::string> all_gather_text(const std::string& text, const std::string& label);
 
+  // Returns whether all of `ranks` are of processes that joined the job with the group of this
+  // communicator, while this rank was there before: then what they did wrong is no fault of this
+  // program, which may go on without them.
+  bool are_newcomers(const std::vector<int>& ranks) const;
+
   // Between these two calls only exchange_rows() and reduce_rows() may be started; every other
   // operation throws. While reductions are queued, ranks stand at different
   // buckets, so another operation would take the messages of one. Local; calls do not nest.
@@ -206,6 +211,8 @@ class Communicator {
   struct Impl;
   // The first failure is counted there too.
   void count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures);
+  // For are_newcomers(). Empty on a rank that is one of them.
+  void set_newcomers(std::vector<int> ranks);
   std::shared_ptr<Impl> impl_;
 };
 

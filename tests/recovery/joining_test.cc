@@ -123,8 +123,14 @@ TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
     const auto options = ZeroOptions().bucket_bytes(900).protect(1);
     if (job.joins()) {
       trained.wait();
-      expect_words(error_of([&] { Member(job, 1, options, Inner::kSgd); }),
-                   {"inner optimizer", "AdamW", "SGD"});
+      const std::string text = error_of([&] {
+        try {
+          Member(job, 1, options, Inner::kSgd);
+        } catch (const CommunicationError&) {
+          ADD_FAILURE() << "it is this program's own";
+        }
+      });
+      expect_words(text, {"inner optimizer", "AdamW", "SGD"});
       return;
     }
     Member m(job, 1, options);
@@ -132,7 +138,10 @@ TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
     trained.count_down();
     expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
     const int64_t before = m.steps();
-    expect_words(error_of([&] { m.optimizer.recover(); }), {"inner optimizer", "AdamW", "SGD"});
+    // A loop that recovers from communication errors does so from this one.
+    const std::string text =
+        error_of([&] { EXPECT_THROW(m.optimizer.recover(), CommunicationError); });
+    EXPECT_EQ(text, "");
     const RecoveryReport report = m.optimizer.recover();
     EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
     EXPECT_GE(report.steps, before - 1);

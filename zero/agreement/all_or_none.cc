@@ -22,11 +22,15 @@ std::vector<std::string> run_on_all_ranks(Communicator& control, const std::stri
     text = "-an exception that is no std::exception";
   }
   std::vector<std::string> texts = control.all_gather_text(text, what);
+  std::vector<int> failed;  // for a reason of their own
+  for (size_t r = 0; r < texts.size(); ++r) {
+    if (texts[r][0] == '-') failed.push_back(static_cast<int>(r));
+  }
   for (const char kind : {'-', '?'}) {
     for (size_t r = 0; r < texts.size(); ++r) {
       if (texts[r][0] != kind) continue;
       const bool own = static_cast<int>(r) == control.rank();
-      throw_error(kind == '?',
+      throw_error(kind == '?' || control.are_newcomers(failed),
                   c10::str("rank ", control.rank(), ": ", what,
                            own ? std::string(" failed: ")
                                : c10::str(" was given up by all ranks because of rank ", r, ": "),

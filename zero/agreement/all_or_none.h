@@ -15,7 +15,7 @@ namespace zero {
 // Collective. Runs `body` on every rank and returns what it returned on each, by
 // rank. Where it threw on any rank, throws on all: the lowest of those ranks and what it said. Only
 // where each of them threw CommunicationError this does too; else it names the lowest that threw
-// something else.
+// something else. What only ranks that join the job threw is CommunicationError on the others.
 std::vector<std::string> run_on_all_ranks(Communicator& control, const std::string& what,
                                           const std::function<std::string()>& body);
 

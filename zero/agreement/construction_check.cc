@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "zero/base/error_text.h"
+
 namespace zero {
 namespace {
 
@@ -45,11 +47,15 @@ std::vector<int64_t> hashes_of_prefixes(const std::vector<std::string>& lines) {
   const auto all = communicator.all_gather_text(problem, "problems at construction");
   TORCH_CHECK(problem.empty(), "rank ", communicator.rank(), ": ", problem);
   std::string text;
+  std::vector<int> ranks;
   for (size_t r = 0; r < all.size(); ++r) {
-    if (!all[r].empty()) text += "\n  rank " + std::to_string(r) + ": " + all[r];
+    if (all[r].empty()) continue;
+    text += "\n  rank " + std::to_string(r) + ": " + all[r];
+    ranks.push_back(static_cast<int>(r));
   }
-  TORCH_CHECK(false, "rank ", communicator.rank(),
-              ": the optimizer was not made on any rank because of:", text);
+  throw_error(communicator.are_newcomers(ranks),
+              c10::str("rank ", communicator.rank(),
+                       ": the optimizer was not made on any rank because of:", text));
 }
 
 // Ranks send the line that differs and not all lines: models have 100,000 of them.
@@ -66,16 +72,20 @@ std::vector<int64_t> hashes_of_prefixes(const std::vector<std::string>& lines) {
   }
   const auto all = communicator.all_gather_text(lines[same], "arguments at construction");
   std::string got;
+  std::vector<int> ranks;
   for (size_t r = 1; r < all.size(); ++r) {
-    if (all[r] != all[0]) got += "\n  rank " + std::to_string(r) + ": " + all[r];
+    if (all[r] == all[0]) continue;
+    got += "\n  rank " + std::to_string(r) + ": " + all[r];
+    ranks.push_back(static_cast<int>(r));
   }
   TORCH_INTERNAL_ASSERT(!got.empty(), "descriptions hash differently but are equal");
-  TORCH_CHECK(false, "rank ", communicator.rank(),
-              ": expected the same model, options and optimizer on every rank; the first "
-              "difference is\n  rank 0: ",
-              all[0], got,
-              "\nbuild the model alike on all ranks, with names, shapes and dtypes in the same "
-              "order");
+  throw_error(communicator.are_newcomers(ranks),
+              c10::str("rank ", communicator.rank(),
+                       ": expected the same model, options and optimizer on every rank; the first "
+                       "difference is\n  rank 0: ",
+                       all[0], got,
+                       "\nbuild the model alike on all ranks, with names, shapes and dtypes in the "
+                       "same order"));
 }
 
 }  // namespace

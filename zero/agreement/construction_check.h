@@ -16,7 +16,8 @@ namespace zero {
 // Collective, blocks. `problem` is empty or the reason why this rank cannot go on; `lines`
 // describes what must be equal, one fact a line. Throws c10::Error on every rank when a rank has a
 // problem (naming it and the reason) or when lines differ (giving the first difference: rank 0's
-// line as expected, and the ranks that got another one).
+// line as expected, and the ranks that got another one). Where only ranks that join the job are the
+// reason, the others throw CommunicationError: they may go on without those.
 void check_construction(Communicator& communicator, const std::string& problem,
                         const std::vector<std::string>& lines);
 

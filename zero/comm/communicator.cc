@@ -80,6 +80,8 @@ struct Communicator::Impl {
   int64_t operations = 0;                       // started; guarded by the exchange's mutex
   const std::shared_ptr<GroupHealth> health;
 
+  std::vector<int> newcomers;
+
   // Between begin_reductions() and end_reductions().
   std::atomic<bool> reducing = false;
 
@@ -174,6 +176,14 @@ Communicator::~Communicator() {
 
 void Communicator::count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures) {
   impl_->health->count_failure_in(std::move(failures));
+}
+
+void Communicator::set_newcomers(std::vector<int> ranks) { impl_->newcomers = std::move(ranks); }
+
+bool Communicator::are_newcomers(const std::vector<int>& ranks) const {
+  return !ranks.empty() && std::ranges::all_of(ranks, [this](int rank) {
+    return std::ranges::find(impl_->newcomers, rank) != impl_->newcomers.end();
+  });
 }
 
 int Communicator::rank() const { return impl_->rank; }

@@ -134,6 +134,7 @@ struct Group::State {
   std::vector<int> watched;
   std::optional<Topology> topology;  // always there
   Joining joining;
+  std::vector<int> newcomers;  // joined the job with this group; empty on one of them
   OwnProcess process;
   std::shared_ptr<std::atomic<int64_t>> failures;  // of all groups of one init_process_group()
 
@@ -258,6 +259,9 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
     }
   } else {
     state->global_ranks = members;
+    for (size_t r = 0; r < members.size() && !joins(); ++r) {
+      if (is_new(members[r])) state->newcomers.push_back(static_cast<int>(r));
+    }
     state->joining.find_topology = state_->joining.find_topology;
     state->topology =
         find_machines(state->joining.find_topology, state->name,
@@ -332,6 +336,18 @@ int number_of(const BoundedStore& store, Place& place, const std::string& key) {
   return number;
 }
 
+// Calls meet(). What is no error of communication may be one of a newcomer's, and the others may go
+// on without it.
+template <typename Meet>
+void meet_newcomers(const std::vector<int>& newcomers, Meet meet) {
+  try {
+    meet();
+  } catch (const c10::Error& error) {
+    if (newcomers.empty()) throw;
+    throw_communication_error(error_text(error));
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, Purpose purpose,
@@ -387,11 +403,12 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
     };
   }
-  rendezvous.run(work);
+  meet_newcomers(state_->newcomers, [&] { rendezvous.run(work); });
   place->take_numbers(*store);
   auto made = std::make_unique<Communicator>(std::move(*exchange), rank(), world_size(), full_name,
                                              timeout());
   made->count_failure_in(state_->failures);
+  made->set_newcomers(state_->newcomers);
   return made;
 }
 
