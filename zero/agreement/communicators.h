@@ -29,15 +29,15 @@ struct OptimizerCommunicators {
 
   // Collective over the mesh. Makes the rest and sends nothing else. Without `two_level`, data is
   // exchanged between all ranks, whatever the topology.
-  void connect(const ShardDomains& domains, bool two_level = true);
+  void connect(const ShardDomains& all, bool two_level = true);
 
   // Collective over the mesh, only where it is not uniform; see check_construction(). `lines(d)`
   // describes what the ranks of domain d must have in common. Throws on every rank of the mesh.
-  void check_domains(const ShardDomains& domains,
+  void check_domains(const ShardDomains& all,
                      const std::function<std::vector<std::string>(int64_t)>& lines);
   // Collective over the mesh, where it is not uniform: sets any_half, so that all ranks scale
   // alike.
-  void agree_on_half(const ShardDomains& domains, bool half_here);
+  void agree_on_half(const ShardDomains& all, bool half_here);
   // Collective over the mesh, where it is not uniform: makes used[p] the maximum over parameter
   // p's domain, `domain_of[p]`, and its replicas. `arguments[d]` are those of the call that concern
   // domain d: returns whether ranks that hold the same parameters gave the same everywhere. A

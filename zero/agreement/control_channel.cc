@@ -13,17 +13,17 @@
 namespace zero {
 namespace {
 
-// The words of the message. A maximum of a value and of its negative shows
-// whether all ranks sent the same.
+// The words of the message, of which all ranks get the maxima. The maximum of a value and that of
+// its negative show whether all ranks sent the same.
 enum Word : int64_t {
   kCall,
   kMinusCall,
-  kProblemRank,
-  kRounds,
-  kPasses,
-  kArgumentsDiffer,
-  kArguments,
-  kUsed = kArguments + kFingerprintWords,
+  kProblemRank,      // 0, or 1 and a rank; beyond the number of ranks for a problem of its own
+  kRounds,           // the most that any rank needs
+  kPasses,           // 1 where any rank began a backward pass
+  kArgumentsDiffer,  // 1 where ranks that hold the same parameters gave different ones
+  kArguments,        // a fingerprint
+  kUsed = kArguments + kFingerprintWords,  // a fingerprint of which parameters a rank used
   kWords = kUsed + kFingerprintWords
 };
 
@@ -79,13 +79,22 @@ ControlChannel::ControlChannel(Communicator& communicator, const Group& group)
 
 ControlChannel::~ControlChannel() = default;
 
+//   1. A rank with a problem leaves its text in the store: the others read it only if they learn
+//      from the message that there is one.
+//   2. All ranks exchange one message, and get the same maxima.
+//   3. A problem of any rank is thrown by all: the highest number, so that all throw the same.
+//   4. So are different calls or arguments. Each rank then leaves its own in the store.
+//   5. All are well. Only where ranks used different parameters a second message carries the flags.
+// All ranks take the same way through 3 to 5, since they compare the same words.
 Agreement ControlChannel::agree(Call call, const CallArguments& arguments, const Problem& problem,
                                 const Agreement& own) {
   const int rank = communicator_.rank();
   ++sequence_;
+  // 1
   if (!problem.empty() && communicator_.world_size() > 1) {
     board_.leave(problem_topic(sequence_), problem.text);
   }
+  // 2
   at::Tensor message = at::empty({kWords}, at::TensorOptions().dtype(at::kInt));
   auto* words = message.mutable_data_ptr<int32_t>();
   words[kCall] = static_cast<int32_t>(call);
@@ -101,6 +110,7 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments, const
   std::ranges::copy(fingerprint_of(own.used), words + kUsed);
   const std::string label = std::string("control message of ") + call_name(call);
   communicator_.all_reduce_max(message, label).wait();
+  // 3
   if (words[kProblemRank] != 0) {
     const int from = (words[kProblemRank] - 1) % world_size;
     const bool of_communication = words[kProblemRank] <= world_size;
@@ -111,10 +121,12 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments, const
                                " was given up by all ranks because of rank ", from, ": ",
                                board_.text_of(problem_topic(sequence_), from)));
   }
+  // 4
   const bool same_arguments = all_equal(words + kArguments) && words[kArgumentsDiffer] == 0;
   if (words[kCall] != -words[kMinusCall] || !same_arguments) {
     throw_different_calls(call, arguments);
   }
+  // 5. What this rank announced before is settled.
   if (has_announced_) announce("");
   Agreement agreement{words[kRounds], words[kPasses] != 0, own.used};
   if (!all_equal(words + kUsed)) {

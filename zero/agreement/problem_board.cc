@@ -19,10 +19,12 @@ using Clock = std::chrono::steady_clock;
 // A store is asked for at most this many texts, however many ranks there are.
 constexpr int kTextsAtMost = 64;
 
-constexpr milliseconds kLeave{500};
-constexpr milliseconds kAnnounce{200};
-constexpr milliseconds kAnnounced{300};
-constexpr milliseconds kPause{20};
+// How long each may take; see problem_board.h.
+constexpr milliseconds kLeaveLimit{500};
+constexpr milliseconds kAnnounceLimit{200};
+constexpr milliseconds kReadLimit{300};
+// Between two looks at what others announce.
+constexpr milliseconds kPollInterval{20};
 
 std::string key_of(const std::string& topic, int rank) {
   return topic + "/" + std::to_string(rank);
@@ -45,7 +47,7 @@ int ProblemBoard::texts() const { return std::min(world_size_, kTextsAtMost); }
 
 void ProblemBoard::leave(const std::string& topic, const std::string& text) noexcept {
   try {
-    store_->within(std::min(kLeave, timeout_))->set(key_of(topic, rank_), text);
+    store_->within(std::min(kLeaveLimit, timeout_))->set(key_of(topic, rank_), text);
   } catch (const std::exception&) {
   }
 }
@@ -73,7 +75,7 @@ std::vector<std::string> ProblemBoard::texts_of(const std::string& topic) noexce
 
 void ProblemBoard::announce(const std::string& problem) noexcept {
   try {
-    store_->within(kAnnounce)->set(announcement_key(rank_), problem);
+    store_->within(kAnnounceLimit)->set(announcement_key(rank_), problem);
   } catch (const std::exception&) {  // The store may be gone with its host; nothing depends on it.
   }
 }
@@ -95,23 +97,23 @@ std::vector<std::string> ProblemBoard::announcements(BoundedStore& store) const 
 std::string ProblemBoard::announced() noexcept {
   std::string text;
   try {
-    for (const std::string& line : announcements(*store_->within(kAnnounced))) text += line;
+    for (const std::string& line : announcements(*store_->within(kReadLimit))) text += line;
   } catch (const std::exception&) {
   }
   return text;
 }
 
 std::string ProblemBoard::announced_after_failure() noexcept {
-  const auto deadline = Clock::now() + kAnnounced;
+  const auto deadline = Clock::now() + kReadLimit;
   std::vector<std::string> lines(texts());
   try {
-    const auto store = store_->within(kAnnounced);
+    const auto store = store_->within(kReadLimit);
     while (true) {
       lines = announcements(*store);
       const auto silent = std::count(lines.begin(), lines.end(), "") - (rank_ < texts() ? 1 : 0);
       const bool all = silent == 0 && !store_->served_here();
-      if (all || Clock::now() + kPause >= deadline) break;
-      std::this_thread::sleep_for(kPause);
+      if (all || Clock::now() + kPollInterval >= deadline) break;
+      std::this_thread::sleep_for(kPollInterval);
     }
   } catch (const std::exception& error) {
     // A rank that serves the store ends with it; what it reported before counts.

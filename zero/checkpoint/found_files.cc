@@ -24,7 +24,7 @@ namespace zero {
 namespace {
 
 constexpr char kDigits[] = "0123456789abcdef";
-constexpr size_t kBits = 4;
+constexpr size_t kBits = 4;  // of a digit
 
 // Which files of a manifest are in a folder: a bit for each, the first one lowest in its digit.
 // One listing of the folder, since a look at each file costs every rank as many as there are ranks.
@@ -42,6 +42,7 @@ std::string files_seen(const Manifest& manifest, const std::string& folder) {
   return digits;
 }
 
+// Whether `digits`, of files_seen(), has a file.
 bool sees(const std::string& digits, size_t file) {
   if (file / kBits >= digits.size()) return false;
   const std::string all(kDigits);
@@ -123,6 +124,10 @@ int FoundFiles::verifier(size_t file) const { return ranks[file][file % ranks[fi
 
 std::optional<FoundFiles> find_files(Communicator& control, const std::string& what,
                                      const std::string& folder) {
+  // 1. Each rank looks into its folder, and tells the others the identifier of its manifest and a
+  // hash
+  //    of which files it sees. If all say the same, as in a folder that all share, each reads for
+  //    itself.
   std::optional<Manifest> own;
   const std::vector<std::string> views = run_on_all_ranks(control, what, [&]() -> std::string {
     own = look(folder);
@@ -133,13 +138,17 @@ std::optional<FoundFiles> find_files(Communicator& control, const std::string& w
   const auto same = [&](const std::string& view) { return view == views[0]; };
   if (std::all_of(views.begin(), views.end(), same)) return std::nullopt;
 
+  // 2. The manifests that there are must be of one checkpoint.
   const std::string here = "rank " + std::to_string(control.rank()) + ": " + what;
   std::vector<std::string> ids;
   for (const std::string& view : views) ids.push_back(view.substr(0, view.rfind(' ')));
   check_one_checkpoint(ids, here);
+  // 3. Ranks without a manifest get one.
   FoundFiles found{share_manifest(control, what, ids, std::move(own)), {}};
+  // 4. Now that all have it, each says which of its files it sees.
   const auto seen =
       run_on_all_ranks(control, what, [&] { return files_seen(found.manifest, folder); });
+  // 5. Each file must be seen by some rank. All ranks have the same `seen` and throw alike.
   for (size_t f = 0; f < found.manifest.files.size(); ++f) {
     const ManifestFile& file = found.manifest.files[f];
     found.ranks.emplace_back();
@@ -186,15 +195,18 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
   std::vector<ListedCheckpoint> own;  // that may still be the one, the newest last
   bool listed = false;
   while (true) {
+    // 1. Each rank names the newest that it has left; the first time it lists its folder.
     const auto texts = run_on_all_ranks(control, what, [&] {
       if (!std::exchange(listed, true)) own = list_checkpoints(parent);
       return own.empty() ? std::string() : text_of(order_of(own.back()));
     });
+    // 2. The newest of these is the candidate.
     std::optional<Order> newest;
     for (const std::string& text : texts) {
       if (!text.empty()) newest = std::max(newest, std::optional(parse_order(text)));
     }
     if (!newest) return std::nullopt;
+    // 3. The ranks that have it say which of its files they see.
     const bool here = !own.empty() && order_of(own.back()) == *newest;
     const std::string path = here ? own.back().path : parent + "/" + std::get<2>(*newest);
     const auto views = run_on_all_ranks(control, what, [&]() -> std::string {
@@ -202,6 +214,8 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
       const Manifest manifest = read_manifest(path);
       return std::to_string(manifest.files.size()) + " " + files_seen(manifest, path);
     });
+    // 4. It is the one if together they see all files. Else it is left out, and the next one is
+    // tried.
     size_t files = 0;
     std::vector<std::string> seen;
     for (const std::string& view : views) {

@@ -99,8 +99,12 @@ template <typename Issue>
 Pending Communicator::Impl::start(const std::string& what, bool elements, int64_t Traffic::*calls,
                                   int64_t Traffic::*bytes, Issue issue) {
   const at::NoGradGuard no_grad;
+  // 1. Refuse what a failed group, or a forked child, would send.
   health->check(what);
   probe_message(what);
+  // 2. Start under the lock of the exchange, with the next number: tags follow from it, so all
+  // ranks
+  //    must number their operations alike. An operation without elements takes a number, too.
   SentBytes sent;
   std::shared_ptr<Operation> operation;
   std::exception_ptr thrown;
@@ -113,8 +117,10 @@ Pending Communicator::Impl::start(const std::string& what, bool elements, int64_
       thrown = std::current_exception();
     }
   }
-  // Without the lock, which the end of the group takes.
+  // 3. An operation of which a part may have started is a failure of the group. Without the lock,
+  //    which the end of the group takes.
   if (thrown) operation->fail_to_start(thrown);
+  // 4. Count what leaves this rank.
   {
     const std::lock_guard<std::mutex> lock(traffic_mutex);
     traffic.*calls += 1;
@@ -162,11 +168,14 @@ Communicator::Communicator(std::shared_ptr<RowExchange> exchange, int rank, int 
 
 Communicator::~Communicator() {
   if (!impl_->health->in_own_process()) return;
-  // Gloo's destructor waits for its collectives, for as long as their timeouts say.
+  // 1. An operation that nobody waits for any more ends here, and not at its timeout: Gloo's
+  // destructor waits for its collectives, for as long as their timeouts say.
   if (impl_->health->operations_under_way() > 0) {
     impl_->health->fail("destroyed with operations under way" + impl_->health->where());
   }
+  // 2. A failure that another thread reports uses the exchange until it has been dealt with.
   impl_->health->forget_actions();
+  // 3. After a failure the connections are closed already.
   if (!impl_->exchange || !failed().empty()) return;
   try {
     impl_->exchange->shutdown();  // NCCL complains about a group that ends without.
@@ -229,31 +238,31 @@ int64_t Communicator::reduction_bytes(const Rows& rows, const RowValues& values)
              : 0;
 }
 
-Pending Communicator::reduce_rows(const Rows& all, const at::Tensor& buffer, UseRows use,
+Pending Communicator::reduce_rows(const Rows& rows, const at::Tensor& buffer, UseRows use,
                                   const std::string& label, const RowValues& values) {
   const std::string what = "reduce_rows of " + label;
-  check_rows(all, impl_->world_size, what);
-  const at::Tensor& rows = all.values();
-  const int64_t bytes = reduction_bytes(all, values);
+  check_rows(rows, impl_->world_size, what);
+  const at::Tensor& matrix = rows.values();
+  const int64_t bytes = reduction_bytes(rows, values);
   TORCH_CHECK(bytes == 0 || (buffer.defined() && buffer.scalar_type() == at::kByte &&
                              buffer.dim() == 1 && buffer.numel() == bytes &&
-                             buffer.is_contiguous() && buffer.device() == rows.device()),
-              what, ": expected a buffer of ", bytes, " bytes on ", rows.device(), ", got ",
+                             buffer.is_contiguous() && buffer.device() == matrix.device()),
+              what, ": expected a buffer of ", bytes, " bytes on ", matrix.device(), ", got ",
               buffer.defined()
                   ? c10::str(buffer.sizes(), " ", buffer.dtype(), " on ", buffer.device())
                   : std::string("an undefined tensor"),
               impl_->health->where());
   if (!impl_->exchange) {
-    return Pending([rows, use = std::move(use)] {
+    return Pending([matrix, use = std::move(use)] {
       SummandRows own;
-      own.dtype = rows.scalar_type();
-      own.own_row = rows.const_data_ptr();
-      if (rows.numel() > 0) use(own);
+      own.dtype = matrix.scalar_type();
+      own.own_row = matrix.const_data_ptr();
+      if (matrix.numel() > 0) use(own);
     });
   }
-  return impl_->start(what, rows.numel() > 0, &Traffic::exchange_calls,
+  return impl_->start(what, matrix.numel() > 0, &Traffic::exchange_calls,
                       &Traffic::exchange_bytes_sent, [&](Operation& operation) {
-                        return impl_->exchange->reduce(all, buffer, values, std::move(use),
+                        return impl_->exchange->reduce(rows, buffer, values, std::move(use),
                                                        operation);
                       });
 }
@@ -311,6 +320,9 @@ Pending Communicator::broadcast(const at::Tensor& tensor, int source, const std:
       [&](Operation& operation) { return impl_->exchange->broadcast(tensor, source, operation); });
 }
 
+//   1. All ranks learn the length of each text.
+//   2. They gather the texts, padded to the longest.
+//   3. Each cuts them to their lengths.
 // Both buffers start out with the own values in every row, so that a simulated transport, which
 // moves no data, stands for ranks that all say the same.
 std::vector<std::string> Communicator::all_gather_text(const std::string& text,
@@ -319,18 +331,19 @@ std::vector<std::string> Communicator::all_gather_text(const std::string& text,
   if (!impl_->exchange) return {text};
   const int64_t world = impl_->world_size;
   const auto device = impl_->exchange->device();
+  // 1
   at::Tensor lengths = at::empty({world, 1}, at::TensorOptions(at::kLong).device(device));
   lengths.fill_(static_cast<int64_t>(text.size()));
   impl_->gather(lengths, {}, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
   lengths = lengths.to(at::kCPU);
   const int64_t longest = lengths.max().item<int64_t>();
-
+  // 2
   at::Tensor own = at::zeros({1, longest}, at::kByte);
   std::copy(text.begin(), text.end(), own.mutable_data_ptr<uint8_t>());
   at::Tensor padded = own.expand({world, longest}).contiguous().to(device);
   impl_->gather(padded, {}, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
   padded = padded.to(at::kCPU);
-
+  // 3
   std::vector<std::string> texts;
   for (int64_t r = 0; r < world; ++r) {
     const auto* begin =

@@ -74,10 +74,10 @@ int Mesh::coordinate(const std::string& dimension) const {
   return state_->coordinates[state_->index(dimension)];
 }
 
-Group Mesh::group(const std::vector<std::string>& names) const {
+Group Mesh::group(const std::vector<std::string>& dimensions) const {
   const State& mesh = *state_;
   std::vector<bool> named(mesh.dimensions.size()), varies(mesh.dimensions.size());
-  for (const std::string& name : names) {
+  for (const std::string& name : dimensions) {
     const size_t d = mesh.index(name);
     TORCH_CHECK(!named[d], "mesh of group \"", mesh.all.name(),
                 "\": expected different dimensions, got \"", name, "\" twice on rank ",

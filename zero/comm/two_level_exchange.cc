@@ -88,6 +88,15 @@ std::optional<c10::Stream> TwoLevelExchange::stream_for(c10::Device device) {
   return stream_;
 }
 
+// The two levels of an operation are two parts of it, with tags of their own.
+//   1. The calling thread starts the first level.
+//   2. When that has received, the second level starts: in this call where the backends match
+//      operations by the order of calls, else on the thread of this object. That thread takes the
+//      operations in the order of their calls, on every rank, so that no second level waits for one
+//      which its peers have not come to.
+//   3. wait() of the operation waits until the second level has started, then for all of it, and
+//   then
+//      for the sends of the first. An error of the thread is thrown there.
 void TwoLevelExchange::in_two_levels(c10::Device device, Operation& operation, const Level& first,
                                      Level second) {
   const std::optional<c10::Stream> stream = stream_for(device);
@@ -95,12 +104,14 @@ void TwoLevelExchange::in_two_levels(c10::Device device, Operation& operation, c
   std::shared_ptr<Operation> one = operation.part();
   std::shared_ptr<Operation> two = operation.part();
   auto started = std::make_shared<std::promise<void>>();
+  // 1
   try {
     first(*one);
   } catch (...) {
     one->cancel();  // The caller knows the reason.
     throw;
   }
+  // 2
   auto go_on = [count = started_, one, two, started, stream, second = std::move(second)]() mutable {
     const c10::OptionalStreamGuard guard(stream);
     const auto at_end = c10::make_scope_exit([&] { ++*count; });
@@ -120,6 +131,7 @@ void TwoLevelExchange::in_two_levels(c10::Device device, Operation& operation, c
       started->set_exception(std::current_exception());
     }
   };
+  // 3
   operation.consists_of(
       [count = started_, one, two, started, &operation](Operation::Clock::time_point start) {
         std::future<void> future = started->get_future();
@@ -231,10 +243,30 @@ void sum_packed(const RowFormat* format, const SummandRows& places, int64_t row_
 
 }  // namespace
 
-SentBytes TwoLevelExchange::reduce(const Rows& all, const at::Tensor& buffer,
+// Each of H machines has L ranks. Rank (h, l) is on machine h at place l, and has a row for every
+// rank (g, m). In the end it has the sum over all ranks of the rows for (h, l).
+//
+// First level, within machine h: rank (h, l) receives from each rank (h, k) the rows for its place
+// on all machines, those for (0, l) ... (H-1, l), and adds each up over k, in fp32 and in rank
+// order. This gives it H sums, of which one is for itself and the others for the ranks of its
+// place.
+//     (h, 0):   ... row for (g, l) ...  |
+//     (h, 1):   ... row for (g, l) ...  |  added up to sum g on rank (h, l), for g = 0 ... H-1
+//     (h, L-1): ... row for (g, l) ...  |
+// Second level, between the ranks (0, l) ... (H-1, l): a reduction of these H sums as rows, sum g
+// for machine g. It passes the H sums for (h, l), one of each machine, to `use`.
+//
+// The first level is H exchanges of [L, n], one for the rows to each machine, and copies nothing.
+// With `packs_` it is one exchange of [L, H n]: rows are first copied into the order of places, so
+// that the H rows of rank (h, k) for place l are one message. Many machines would otherwise need
+// many small messages, and kernels many small launches.
+//
+// All buffers are parts of the caller's `buffer`. They are in use until the second level is
+// complete.
+SentBytes TwoLevelExchange::reduce(const Rows& rows, const at::Tensor& buffer,
                                    const RowValues& values, UseRows use, Operation& operation) {
-  const at::Tensor& rows = matrix(all);
-  const auto buffers = std::make_shared<const Buffers>(split(rows, buffer, values));
+  const at::Tensor& all = matrix(rows);
+  const auto buffers = std::make_shared<const Buffers>(split(all, buffer, values));
   const RowFormat* format = values.format;
   SentBytes sent;
   const auto reduce_inside = [&](const at::Tensor& block, size_t i, const UseRows& add_up,
@@ -245,13 +277,14 @@ SentBytes TwoLevelExchange::reduce(const Rows& all, const at::Tensor& buffer,
                }),
         sent);
   };
+  // 1. Add up the rows of this machine.
   const Level first = [&](Operation& part) {
     if (packs_) {
-      buffers->packed.view({place_.ranks_per_machine, place_.machines, rows.size(1)})
-          .copy_(by_machine(rows).transpose(0, 1));
+      buffers->packed.view({place_.ranks_per_machine, place_.machines, all.size(1)})
+          .copy_(by_machine(all).transpose(0, 1));
       reduce_inside(
           buffers->packed, 0,
-          [format, buffers, bytes = row_bytes(rows)](const SummandRows& places) {
+          [format, buffers, bytes = row_bytes(all)](const SummandRows& places) {
             sum_packed(format, places, bytes, buffers->sums);
           },
           part);
@@ -260,19 +293,20 @@ SentBytes TwoLevelExchange::reduce(const Rows& all, const at::Tensor& buffer,
     for (int g = 0; g < place_.machines; ++g) {
       const at::Tensor sum = buffers->sums.select(0, g);
       reduce_inside(
-          of_machine(rows, g), static_cast<size_t>(g),
+          of_machine(all, g), static_cast<size_t>(g),
           [format, sum](const SummandRows& summands) { sum_rows_of(format, summands, sum); }, part);
     }
   };
-  const auto second = [between = between_, rows, buffer, buffers, format,
+  // 2. Encode the sums, if they are sent in another format than fp32, and exchange them.
+  const auto second = [between = between_, all, buffer, buffers, format,
                        use = std::move(use)](Operation& part) {
     const at::Tensor& sums = buffers->encoded;
     if (!sums.is_same(buffers->sums)) format->encode_sums(buffers->sums, sums);
     locked(*between,
            [&](RowExchange& ranks) { return ranks.reduce(sums, buffers->between, {}, use, part); });
-    part.on_success([rows, buffer] {});
+    part.on_success([all, buffer] {});
   };
-  in_two_levels(rows.device(), operation, first, second);
+  in_two_levels(all.device(), operation, first, second);
   const int64_t bytes = (place_.machines - 1) * row_bytes(buffers->encoded);
   add({bytes, bytes}, sent);
   return sent;
@@ -300,30 +334,32 @@ void gather_packed(RowExchange& inside, const at::Tensor& rows,
 
 }  // namespace
 
-SentBytes TwoLevelExchange::gather(const Rows& all, const at::Tensor& before,
+SentBytes TwoLevelExchange::gather(const Rows& rows, const at::Tensor& before,
                                    Operation& operation) {
-  const at::Tensor& rows = matrix(all);
+  const at::Tensor& all = matrix(rows);
   SentBytes sent;
   const int here = place_.machine;
+  // 1. Get the rows of this rank's place from the other machines.
   const Level first = [&](Operation& part) {
     add(locked(*between_,
-               [&](RowExchange& ranks) { return ranks.gather(of_place(rows), before, part); }),
+               [&](RowExchange& ranks) { return ranks.gather(of_place(all), before, part); }),
         sent);
   };
-  // Rows of the own machine wait for nothing, but are sent with the others, in one order
-  // everywhere.
+  // 2. Hand them on within the machine: packed, or in an exchange for the rows of each machine.
+  // Rows
+  //    of the own machine wait for nothing, but are sent with the others, in one order everywhere.
   std::vector<at::Tensor> blocks;
   for (int g = 0; g < place_.machines && !packs_; ++g) {
-    blocks.push_back(of_machine(rows, (here + g) % place_.machines));
+    blocks.push_back(of_machine(all, (here + g) % place_.machines));
   }
-  const auto second = [inside = inside_, blocks, rows, place = place_](Operation& part) {
-    if (blocks.empty()) gather_packed(*inside, rows, place, part);
+  const auto second = [inside = inside_, blocks, all, place = place_](Operation& part) {
+    if (blocks.empty()) gather_packed(*inside, all, place, part);
     for (const at::Tensor& block : blocks) {
       locked(*inside, [&](RowExchange& ranks) { return ranks.gather(block, {}, part); });
     }
   };
-  in_two_levels(rows.device(), operation, first, second);
-  sent.all += (place_.ranks_per_machine - 1) * place_.machines * row_bytes(rows);
+  in_two_levels(all.device(), operation, first, second);
+  sent.all += (place_.ranks_per_machine - 1) * place_.machines * row_bytes(all);
   return sent;
 }
 
@@ -333,6 +369,7 @@ SentBytes TwoLevelExchange::exchange(const at::Tensor& rows, const at::Tensor& r
                                      Operation& operation) {
   SentBytes sent;
   const at::Tensor routed = at::empty_like(rows);
+  // 1. Within the machine, an exchange for the rows to each machine.
   const Level first = [&](Operation& part) {
     for (int g = 0; g < place_.machines; ++g) {
       const at::Tensor from = of_machine(rows, g);
@@ -345,6 +382,7 @@ SentBytes TwoLevelExchange::exchange(const at::Tensor& rows, const at::Tensor& r
   const auto grouped = [this](const at::Tensor& matrix) {
     return matrix.view({place_.machines, place_.ranks_per_machine * matrix.size(1)});
   };
+  // 2. Between machines, L rows at once: those of this machine for one rank of another.
   const auto second = [between = between_, from = grouped(routed), into = grouped(received),
                        here = place_.machine](Operation& part) {
     locked(*between, [&](RowExchange& ranks) { return ranks.exchange(from, into, part); });
@@ -367,9 +405,11 @@ int64_t TwoLevelExchange::all_reduce_bytes(const at::Tensor& values) const {
 
 SentBytes TwoLevelExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                                        Operation& operation) {
+  // 1. Combine the values of this machine, on each of its ranks.
   const Level first = [&](Operation& part) {
     locked(*inside_, [&](RowExchange& ranks) { return ranks.all_reduce(values, op, part); });
   };
+  // 2. Combine those of all machines: every place does the same.
   const auto second = [between = between_, values, op](Operation& part) {
     locked(*between, [&](RowExchange& ranks) { return ranks.all_reduce(values, op, part); });
   };
@@ -381,12 +421,14 @@ SentBytes TwoLevelExchange::broadcast(const at::Tensor& tensor, int source, Oper
   SentBytes sent;
   const int machine = source / place_.ranks_per_machine;
   const int local = source % place_.ranks_per_machine;
+  // 1. From the source to its place on every machine.
   const Level first = [&](Operation& part) {
     if (local != place_.local) return;
     add(locked(*between_,
                [&](RowExchange& ranks) { return ranks.broadcast(tensor, machine, part); }),
         sent);
   };
+  // 2. From that place to the other ranks of the machine.
   const auto second = [inside = inside_, tensor, local](Operation& part) {
     locked(*inside, [&](RowExchange& ranks) { return ranks.broadcast(tensor, local, part); });
   };
