@@ -21,7 +21,7 @@ ROOMS = ("zero/", "kernels/", "bookkeeping/")
 FLAGS = re.compile(r"-(m|fmad=|ffp-|fopenmp$|f(no-)?fast-math|f(no-)?math-errno|f(no-)?trapping-math|"
                    r"f(no-)?exceptions|f(no-)?rtti|DZERO_(?!TORCH_VERSION))")
 # Tests that only Bazel runs, by what makes them so; docs/building.md and cmake/tests.cmake name them.
-ONLY_BAZEL = re.compile(r"^//tests/(hosts|launchers|gpu_machine|fuzz|benchmarks|packages|support/cuda_emulation)[/:]|"
+ONLY_BAZEL = re.compile(r"^//tests/(hosts|launchers|gpu_machine|fuzz|benchmarks|packages|tools|support/cuda_emulation)[/:]|"
                         r":(train_gpt_\w+|tools)_test$|:tsan_selftest_test$|:cuda_\w+_emulated_|:cuda_launch_test$")
 
 
