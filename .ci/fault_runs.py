@@ -116,14 +116,17 @@ class Bazel:
         for event in map(json.loads, lines):
             if "testResult" in event:
                 result = event["testResult"]
-                results[event["id"]["testResult"]["label"]] = (
-                    result["status"], int(result.get("testAttemptDurationMillis", 0)) / 1000)
+                label = event["id"]["testResult"]["label"]
+                before = results.get(label, ("PASSED", 0))  # of another shard
+                verdict = result["status"] if before[0] == "PASSED" else before[0]
+                seconds = int(result.get("testAttemptDurationMillis", 0)) / 1000
+                results[label] = (verdict, max(before[1], seconds))
         return status, results
 
     def failed_case(self, target):
         """The name of the test case that failed, as far as the log of the test says."""
-        log = self.tree / ".bazel/testlogs" / target[2:].replace(":", "/") / "test.log"
-        text = log.read_text("utf-8", "replace") if log.exists() else ""
+        logs = (self.tree / ".bazel/testlogs" / target[2:].replace(":", "/")).rglob("test.log")
+        text = "".join(log.read_text("utf-8", "replace") for log in logs)  # one for each shard
         case = re.search(r"\[  FAILED  \] (\S+?),? ", text)
         running = re.findall(r"\[ RUN      \] (\S+)", text)
         return case.group(1) if case else (running[-1] + " ended" if running else "")
