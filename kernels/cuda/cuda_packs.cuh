@@ -9,6 +9,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 namespace zero::kernels::cuda {
 
@@ -28,9 +30,41 @@ __device__ Pack<T, kWidth> load(const T* pointer) {
   return *reinterpret_cast<const Pack<T, kWidth>*>(pointer);
 }
 
+// One store of 16 or 8 bytes. nvcc splits an assignment into one store for each element where it
+// stands beside a conversion to bf16 or in a branch.
+__device__ inline void store_whole(uint4* to, uint4 x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
+#else
+  *to = x;
+#endif
+}
+
+__device__ inline void store_whole(uint2* to, uint2 x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(x.x), "r"(x.y) : "memory");
+#else
+  *to = x;
+#endif
+}
+
 template <int kWidth, class T>
 __device__ void store(T* pointer, const Pack<T, kWidth>& pack) {
-  *reinterpret_cast<Pack<T, kWidth>*>(pointer) = pack;
+  if constexpr (kWidth == 1) {
+    *pointer = pack.values[0];
+  } else {
+    using Word = std::conditional_t<sizeof(pack) % 16 == 0, uint4, uint2>;
+    static_assert(sizeof(pack) % sizeof(Word) == 0);
+    constexpr int kWords = sizeof(pack) / sizeof(Word);
+    Word words[kWords];
+    memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      store_whole(reinterpret_cast<Word*>(pointer) + i, words[i]);
+    }
+  }
 }
 
 // Calls f(integral constant width, i) until [begin, end) is covered by the threads

@@ -32,6 +32,15 @@ struct dim3 {
   unsigned x, y, z;
 };
 
+// Any memory can be read and written as one of these.
+struct alignas(8) [[gnu::may_alias]] uint2 {
+  unsigned x, y;
+};
+
+struct alignas(16) [[gnu::may_alias]] uint4 {
+  unsigned x, y, z, w;
+};
+
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
