@@ -20,10 +20,11 @@
 //   manifest.json                    the rest; written last. describe_checkpoint() reads it
 //
 // A save that dies leaves at most a hidden folder ".<name>.<random>.saving", which is
-// never taken for a checkpoint and which the next save to <name> removes. On a file
+// never taken for a checkpoint and which the next save into the same folder removes. On a file
 // system that cannot exchange folders (NFS) it may also leave the previous checkpoint
-// under the name ".<name>.replaced". Every function here and every load gives that its
-// name back, where <name> is missing. Nothing here is collective: call it on one rank, or, to
+// under the name ".<name>.replaced". Where <name> is missing, every function here and every load
+// finds it there by <name>; keep_last() and the next save to <name> give it its name back.
+// Nothing here is collective: call it on one rank, or, to
 // read, on any number. Everything throws c10::Error with the path and errno.
 //
 // After a save with SaveOptions::shared_folder(false) each disk has a folder with the files of its
@@ -51,15 +52,18 @@ namespace zero {
 // there is none, or no such folder. Checkpoints that do not say when they were
 // saved, because an earlier version of this library wrote them, are older than all
 // others; of them, the one with the most steps, skipped ones included, and then the last
-// by name. What has no valid manifest does not count; other files are not looked at.
+// by name. What has no valid manifest does not count, nor does a checkpoint that lacks one of its
+// files or has one of another size; verify_checkpoint() looks at what is in them.
 // Links to checkpoints do not count either: they may be given to load_checkpoint(), but are
 // neither found nor removed.
 std::optional<std::string> latest(const std::string& parent);
 
 // Removes all checkpoints in `parent` but the `count` that were saved last, of whatever
-// run, and what dead saves left there. Returns the paths removed. A save by this process
-// that is under way is left alone; so is one of another process, where the file system has
-// locks. Throws for a count below 1.
+// run, and what dead saves left there. What latest() passes over does not count, and is removed
+// only once `count` others are newer. Returns the paths removed: what cannot be removed is a
+// warning and stays. Of hidden folders only those are removed whose names this library gives. A
+// save by this process that is under way is left alone; so is one of another process, where the
+// file system has locks. Throws for a count below 1.
 //
 // If each machine has a disk of its own, call it on every rank, or on one of each machine, right
 // after a save has returned: several calls for one folder may overlap. A checkpoint that a crash
@@ -142,15 +146,16 @@ void verify_checkpoint(const std::string& folder, bool one_disk = false);
 // by name, row-major, for inference and for Python. `dtype` is that of the
 // parameters; default: each one's own. Parameters under several names (tied)
 // appear once, under the first. Needs memory for the largest parameter twice.
-// Throws when `path` exists, and when the folder lacks files of other disks, as
-// verify_checkpoint().
+// The file appears under its name when all of it is on disk; a call that is killed leaves a hidden
+// file ".<name>.<random>.saving". Throws when `path` exists, and when the folder lacks files of
+// other disks, as verify_checkpoint().
 void export_model(const std::string& folder, const std::string& path,
                   std::optional<c10::ScalarType> dtype = std::nullopt);
 
 // Copies the tensors of a safetensors file into the parameters and buffers of
 // `module` with the same name, converting dtypes. Changes nothing and throws when
-// names or shapes differ; with strict false returns those differences and
-// copies the rest. Before a ZeroOptimizer is made, or followed by
+// names or shapes differ, or for a dtype that is unknown here; with strict false returns those
+// differences and copies the rest. Before a ZeroOptimizer is made, or followed by
 // refresh_master_parameters() on all ranks.
 std::vector<std::string> import_model(const std::string& path, torch::nn::Module& module,
                                       bool strict = true);

@@ -47,6 +47,10 @@ struct GroupPlacement {
 
 // How tensor parallelism cuts tensors, for ZeroOptions::tensor_parts(). Rank i of `group` holds
 // part i; parts follow each other in the whole and may have different sizes.
+//
+// Wrong in silence for a fused matrix, of which each rank holds a slice of q, k and v, or of gate
+// and up: with another number of parts, or exported, its rows are in the order q0 k0 v0 q1 k1 v1.
+// Load such a matrix with the tensor parallelism of the save alone, or make it several parameters.
 struct TensorParts {
   Group group;  // the ranks that hold the parts
   // Returns the dimension along which the parameter or buffer of this name is cut; nothing for one

@@ -4,7 +4,7 @@
 // Folders that appear complete or not at all, on file systems that cannot exchange
 // folders or have no locks, with saves that overlap and saves that are killed.
 //
-// This file's own renameat2(), rename() and fcntl() take the place of the C library's in
+// This file's own renameat2(), rename(), fsync() and fcntl() take the place of the C library's in
 // the whole program: they play such a file system, or end the process.
 #include <c10/util/Exception.h>
 #include <fcntl.h>
@@ -15,6 +15,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdarg>
 #include <filesystem>
@@ -22,6 +23,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -35,6 +37,8 @@ namespace {
 bool has_exchange = true;
 bool has_locks = true;
 std::function<void()> before_rename;
+std::string busy;                  // cannot be renamed
+std::vector<std::string> on_disk;  // by fsync()
 
 }  // namespace
 
@@ -49,7 +53,18 @@ extern "C" int renameat2(int from_folder, const char* from, int to_folder, const
 
 extern "C" int rename(const char* from, const char* to) noexcept {
   if (before_rename) before_rename();
+  if (from == busy) {
+    errno = EBUSY;
+    return -1;
+  }
   return static_cast<int>(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0));
+}
+
+extern "C" int fsync(int file) {
+  std::error_code ignored;
+  on_disk.push_back(
+      std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(file), ignored).string());
+  return static_cast<int>(syscall(SYS_fsync, file));
 }
 
 extern "C" int fcntl(int file, int command, ...) {
@@ -78,6 +93,7 @@ class AtomicDirectoryTest : public ::testing::Test {
   ~AtomicDirectoryTest() override {
     has_exchange = has_locks = true;
     before_rename = nullptr;
+    busy.clear();
   }
 
   int hidden() const {
@@ -95,6 +111,7 @@ class AtomicDirectoryTest : public ::testing::Test {
 // A checkpoint without tensors after `steps` steps.
 void fill(const std::string& folder, int64_t steps) {
   Manifest m;
+  m.id = "1";
   m.steps = steps;
   m.saved = steps;
   std::ofstream(folder + "/" + kManifestName) << manifest_text(m);
@@ -107,7 +124,9 @@ void save(const std::string& target, int64_t steps) {
   directory.publish();
 }
 
-int64_t steps_at(const std::string& folder) { return read_manifest(folder).steps; }
+int64_t steps_at(const std::string& folder) {
+  return read_manifest(present_path(folder, is_complete_checkpoint)).steps;
+}
 
 // A process that runs `body` and is then gone, and its exit status: -1 where it was killed.
 class Child {
@@ -199,17 +218,19 @@ void die_at_rename(const std::string& target, int number) {
 }
 
 TEST_F(AtomicDirectoryTest, AReplacementThatWasCutShortIsUndoneBeforeAnythingIsRemoved) {
-  const std::vector<std::pair<const char*, std::function<void()>>> who = {
-      {"latest", [&] { EXPECT_EQ(latest(parent_), target_); }},
-      {"keep_last", [&] { EXPECT_TRUE(keep_last(parent_, 1).empty()); }},
-      {"verify_checkpoint", [&] { verify_checkpoint(target_); }},
-      {"the next save", [&] { save(target_, 7); }},
+  const std::vector<std::tuple<const char*, bool, std::function<void()>>> who = {
+      {"latest", false, [&] { EXPECT_EQ(latest(parent_), target_); }},
+      {"keep_last", true, [&] { EXPECT_TRUE(keep_last(parent_, 1).empty()); }},
+      {"verify_checkpoint", false, [&] { verify_checkpoint(target_); }},
+      {"describe_checkpoint", false, [&] { EXPECT_EQ(describe_checkpoint(target_).steps, 1); }},
+      {"the next save", true, [&] { save(target_, 7); }},
   };
-  for (const auto& [name, call] : who) {
+  for (const auto& [name, writes, call] : who) {
     save(target_, 1);
     die_at_rename(target_, 2);
     ASSERT_FALSE(fs::exists(target_)) << "the kill did not come between the renames";
     call();
+    EXPECT_EQ(fs::exists(target_), writes) << name << ": a reader renames nothing";
     EXPECT_EQ(steps_at(target_), std::string(name) == "the next save" ? 7 : 1) << name;
     keep_last(parent_, 1);
     EXPECT_EQ(hidden(), 0) << name;
@@ -233,14 +254,15 @@ TEST_F(AtomicDirectoryTest, AKillAtAnyRenameLosesNothing) {
   }
 }
 
-TEST_F(AtomicDirectoryTest, AReaderThatUndoesALiveReplacementDoesNotStopIt) {
+TEST_F(AtomicDirectoryTest, KeepLastThatUndoesALiveReplacementDoesNotStopIt) {
   has_exchange = false;
   save(target_, 1);
   int renames = 0;
   before_rename = [&] {
     if (++renames == 2) {
       EXPECT_FALSE(fs::exists(target_));
-      EXPECT_EQ(latest(parent_), target_);
+      EXPECT_EQ(latest(parent_), target_) << "a reader finds it in between";
+      EXPECT_TRUE(keep_last(parent_, 1).empty());
     }
   };
   save(target_, 2);
@@ -270,6 +292,7 @@ TEST_F(AtomicDirectoryTest, AFileThatAppearsAtTheTargetIsKept) {
 
 TEST_F(AtomicDirectoryTest, AHalfRemovedFolderIsNotTakenForACheckpoint) {
   Manifest m;
+  m.id = "1";
   m.files = {{"rank-00000.safetensors", 100, 1, {}}};
   fs::create_directories(replaced_path(target_));
   std::ofstream(replaced_path(target_) + "/" + kManifestName) << manifest_text(m);
@@ -385,6 +408,85 @@ TEST_F(AtomicDirectoryTest, AForkedChildRemovesNothing) {
   EXPECT_EQ(child.wait(), 0);
   directory.publish();
   EXPECT_EQ(steps_at(target_), 1);
+}
+
+// In the folder `run` a save of step-4 that was killed takes space, which that of step-5 needs.
+TEST_F(AtomicDirectoryTest, ASaveRemovesWhatAKilledOneToAnotherTargetLeft) {
+  const auto die = [&](bool locks) {
+    Child child([&] {
+      has_locks = locks;
+      const auto* directory = new AtomicDirectory(parent_ + "/step-4", false, kManifestName);
+      std::ofstream(directory->path() + "/rank-00000.safetensors") << "x";
+      _exit(0);
+    });
+    child.wait();
+  };
+  die(true);
+  fs::create_directories(parent_ + "/.0123456789abcdef.removed/rest");
+  EXPECT_EQ(hidden(), 2);
+  {
+    const AtomicDirectory next(parent_ + "/step-5", false, kManifestName);
+    EXPECT_EQ(hidden(), 1);
+  }
+  // Nothing says that it is dead.
+  die(true);
+  has_locks = false;
+  const AtomicDirectory next(parent_ + "/step-5", false, kManifestName);
+  EXPECT_EQ(hidden(), 2);
+}
+
+TEST_F(AtomicDirectoryTest, ASaveLeavesALivingOneToAnotherTargetAlone) {
+  Signal begun, go_on;
+  Child child([&] {
+    AtomicDirectory directory(parent_ + "/step-4", false, kManifestName);
+    fill(directory.path(), 4);
+    // Others try until the last moment before it has its name.
+    has_exchange = false;
+    before_rename = [&] {
+      begun.give();
+      go_on.await();
+      before_rename = nullptr;
+    };
+    directory.publish();
+  });
+  begun.await();
+  save(parent_ + "/step-5", 5);
+  keep_last(parent_, 2);
+  go_on.give();
+  EXPECT_EQ(child.wait(), 0);
+  EXPECT_EQ(steps_at(parent_ + "/step-4"), 4);
+  EXPECT_FALSE(fs::exists(parent_ + "/step-4/lock"));
+}
+
+TEST_F(AtomicDirectoryTest, ARemovalThatFailsDoesNotStopTheOthers) {
+  for (int64_t steps = 1; steps <= 3; ++steps) save(parent_ + "/" + std::to_string(steps), steps);
+  busy = parent_ + "/1";
+  EXPECT_EQ(keep_last(parent_, 1), std::vector<std::string>{parent_ + "/2"});
+  EXPECT_EQ(steps_at(parent_ + "/1"), 1);
+  busy.clear();
+  EXPECT_EQ(keep_last(parent_, 1), std::vector<std::string>{parent_ + "/1"});
+  EXPECT_EQ(hidden(), 0);
+}
+
+TEST_F(AtomicDirectoryTest, ParentsThatAreMadeAreOnDiskUnderTheirNames) {
+  on_disk.clear();
+  save(parent_ + "/a/b/current", 1);
+  for (const std::string& folder : {parent_, parent_ + "/a", parent_ + "/a/b"}) {
+    const std::string real = fs::canonical(folder).string();
+    EXPECT_NE(std::find(on_disk.begin(), on_disk.end(), real), on_disk.end()) << real;
+  }
+}
+
+TEST_F(AtomicDirectoryTest, HiddenFoldersWithoutATagOfThisLibraryAreKept) {
+  for (const char* name : {".backup.saving", ".current.saving", ".photos.removed", ".0123.removed",
+                           ".thesis.replaced", ".current.replaced", ".x.0123456789abcdeX.saving"}) {
+    fs::create_directories(parent_ + "/" + name);
+    std::ofstream(parent_ + "/" + name + "/file") << "a user's";
+  }
+  save(target_, 1);
+  save(target_, 2);
+  keep_last(parent_, 1);
+  EXPECT_EQ(hidden(), 7);
 }
 
 TEST_F(AtomicDirectoryTest, FoldersOfTheUsersAreKept) {

@@ -562,8 +562,8 @@ TEST(FolderTest, LatestAndKeepLastCountCompleteCheckpointsOnly) {
   });
   EXPECT_EQ(latest(parent), parent + "/s5") << "by steps, not by name";
   fs::create_directories(parent + "/zzz");
-  fs::create_directories(parent + "/.s4.saving");
-  fs::copy(parent + "/s5/manifest.json", parent + "/.s4.saving/manifest.json");
+  fs::create_directories(parent + "/.s4.0123456789abcdef.saving");
+  fs::copy(parent + "/s5/manifest.json", parent + "/.s4.0123456789abcdef.saving/manifest.json");
   fs::create_directories(parent + "/broken");
   std::ofstream(parent + "/broken/manifest.json") << "{}";
   EXPECT_EQ(latest(parent), parent + "/s5");

@@ -2,17 +2,59 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Out to Python and inference and back, and in from a run of plain torch.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <torch/nn/modules/linear.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <functional>
+#include <iterator>
+#include <mutex>
 #include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
+
+namespace {
+
+std::function<void()> before_naming;
+std::vector<std::string> on_disk;  // by fsync()
+
+void call_before_naming() {
+  if (before_naming) std::exchange(before_naming, nullptr)();
+}
+
+}  // namespace
+
+// These take the place of the C library's in the whole program.
+extern "C" int rename(const char* from, const char* to) noexcept {
+  call_before_naming();
+  return static_cast<int>(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0));
+}
+
+extern "C" int renameat2(int from_folder, const char* from, int to_folder, const char* to,
+                         unsigned int flags) noexcept {
+  call_before_naming();
+  return static_cast<int>(syscall(SYS_renameat2, from_folder, from, to_folder, to, flags));
+}
+
+extern "C" int fsync(int file) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> guard(mutex);
+  std::error_code ignored;
+  on_disk.push_back(
+      std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(file), ignored).string());
+  return static_cast<int>(syscall(SYS_fsync, file));
+}
 
 namespace zero {
 namespace {
@@ -58,6 +100,64 @@ TEST(ExportTest, AModelGoesOutAndComesBackInEveryBit) {
     EXPECT_EQ(import_model(parent + "/model.safetensors", *wide, /*strict=*/false).size(), 4u);
     EXPECT_TRUE(wide->left->bias.equal(run.model->left->bias));
   });
+}
+
+std::string text_at(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+TEST(ExportTest, AnExportIsOnDiskUnderItsNameAndReplacesNoOther) {
+  const std::string parent = fresh_folder("exports");
+  const std::string path = parent + "/model.safetensors", another = "another program's";
+  on_ranks(1, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.optimizer->save_checkpoint(parent + "/a");
+  });
+  before_naming = [&] { std::ofstream(path) << another; };
+  EXPECT_ANY_THROW(export_model(parent + "/a", path));
+  EXPECT_EQ(text_at(path), another);
+  std::filesystem::remove(path);
+  // Another call for the same file, in the middle of this one.
+  before_naming = [&] { export_model(parent + "/a", path); };
+  EXPECT_ANY_THROW(export_model(parent + "/a", path));
+  OddModel model(8);
+  EXPECT_TRUE(import_model(path, *model).empty());
+  std::filesystem::remove(path);
+  on_disk.clear();
+  export_model(parent + "/a", path);
+  EXPECT_EQ(on_disk.back(), std::filesystem::canonical(parent));
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(parent)) {
+    files += entry.is_regular_file() ? 1 : 0;
+  }
+  EXPECT_EQ(files, 1) << "something is left of the exports that failed";
+}
+
+TEST(ImportTest, ATensorOfAnUnknownDtypeIsADifferenceAndNoMore) {
+  const std::string path = fresh_folder("dtypes") + "/model.safetensors";
+  const auto write = [&](const std::string& weight, const std::string& other) {
+    std::string header = R"({"weight":{"dtype":")" + weight +
+                         R"(","shape":[1,2],"data_offsets":[0,8]},"scales":{"dtype":")" + other +
+                         R"(","shape":[4],"data_offsets":[8,12]}})";
+    header.resize((header.size() + 7) / 8 * 8, ' ');
+    const uint64_t length = header.size();
+    const float values[] = {1, 2, 0};
+    std::ofstream(path, std::ios::binary)
+        .write(reinterpret_cast<const char*>(&length), sizeof(length))
+        .write(header.data(), static_cast<std::streamsize>(length))
+        .write(reinterpret_cast<const char*>(values), sizeof(values));
+  };
+  torch::nn::Linear linear(torch::nn::LinearOptions(2, 1).bias(false));
+  write("F32", "F8_E4M3");
+  EXPECT_ANY_THROW(import_model(path, *linear));
+  EXPECT_EQ(import_model(path, *linear, /*strict=*/false).size(), 1u);
+  EXPECT_EQ(linear->weight[0][1].item<float>(), 2.0f);
+  write("C64", "U8");
+  EXPECT_ANY_THROW(import_model(path, *linear));
+  const auto differences = import_model(path, *linear, /*strict=*/false);
+  ASSERT_EQ(differences.size(), 2u);
+  EXPECT_NE(differences[0].find("weight: of a dtype"), std::string::npos) << differences[0];
 }
 
 TEST(PlainStateTest, ARunOfPlainTorchGoesOnInEveryBit) {

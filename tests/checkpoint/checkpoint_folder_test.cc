@@ -36,6 +36,7 @@ void on_ranks(int world_size, const std::function<void(const Group&)>& body) {
 // A checkpoint without tensors.
 void write_manifest(const std::string& folder, int64_t steps, int64_t saved) {
   Manifest m;
+  m.id = "1";
   m.steps = steps;
   m.saved = saved;
   fs::create_directories(folder);
@@ -170,6 +171,20 @@ TEST(RunTest, CheckpointsOfEarlierVersionsComeFirstAndByTheirSteps) {
   EXPECT_EQ(keep_last(parent, 3), (Paths{parent + "/golden", parent + "/zzz"}));
   EXPECT_EQ(keep_last(parent, 2), (Paths{parent + "/steps-9"}));
   EXPECT_EQ(keep_last(parent, 1), (Paths{parent + "/aaa"}));
+}
+
+TEST(RunTest, ACheckpointWithAFileThatWasCutShortIsPassedOver) {
+  const std::string parent = fresh_folder("torn");
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.optimizer->save_checkpoint(parent + "/a");
+    run.optimizer->save_checkpoint(parent + "/b");
+    const std::string file = parent + "/b/rank-00001.safetensors";
+    if (group.rank() == 0) fs::resize_file(file, fs::file_size(file) - 1);
+    run.optimizer->check_replicas();
+    EXPECT_EQ(run.optimizer->latest_checkpoint(parent), parent + "/a");
+  });
+  EXPECT_EQ(latest(parent), parent + "/a");
 }
 
 TEST(UnfinishedTest, ASecondSaveToTheSameFolderIsRefusedOnAllRanks) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "zero/checkpoint.h"
 #include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/manifest.h"
 
@@ -29,6 +30,7 @@ class CheckpointListTest : public ::testing::Test {
 
   void write(const std::string& name, int64_t saved, int64_t steps, int64_t skipped = 0) {
     Manifest m;
+    m.id = "1";
     m.saved = saved;
     m.steps = steps;
     m.skipped_steps = skipped;
@@ -80,11 +82,30 @@ TEST_F(CheckpointListTest, OnlyFoldersWithAValidManifestCount) {
   EXPECT_EQ(names(), Names{"good"});
 }
 
-TEST_F(CheckpointListTest, OneThatACrashHasHiddenGetsItsNameBack) {
+TEST_F(CheckpointListTest, OneThatACrashHasHiddenIsListedUnderItsName) {
   write("good", 1, 1);
   fs::rename(parent_ + "/good", replaced_path(parent_ + "/good"));
   EXPECT_EQ(names(), Names{"good"});
-  EXPECT_TRUE(fs::exists(parent_ + "/good"));
+  EXPECT_EQ(latest(parent_), parent_ + "/good");
+  EXPECT_FALSE(fs::exists(parent_ + "/good"));
+}
+
+// An interrupted copy has the manifest first, since names are copied in their order.
+TEST_F(CheckpointListTest, OneWithoutAllOfItsFilesIsNeitherTheLatestNorCounted) {
+  for (int64_t i = 1; i <= 5; ++i) {
+    const std::string folder = parent_ + "/" + std::to_string(i);
+    Manifest m;
+    m.id = "1";
+    m.saved = i;
+    m.files = {{"rank-00000.safetensors", 3, 1, {}}, {"rank-00001.safetensors", 3, 1, {}, 7}};
+    fs::create_directories(folder);
+    std::ofstream(folder + "/" + kManifestName) << manifest_text(m);
+    if (i != 4) std::ofstream(folder + "/rank-00000.safetensors") << (i == 5 ? "xx" : "xxx");
+  }
+  EXPECT_EQ(latest(parent_), parent_ + "/3");
+  EXPECT_TRUE(keep_last(parent_, 3).empty());
+  EXPECT_EQ(keep_last(parent_, 1), (Names{parent_ + "/1", parent_ + "/2"}));
+  EXPECT_EQ(names(), (Names{"3", "4", "5"}));
 }
 
 TEST_F(CheckpointListTest, AFolderThatIsNotThereHasNone) {

@@ -3,10 +3,13 @@
 //
 // Checkpoints bring back every bit, on any number of ranks and in any layout.
 #include <gtest/gtest.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/optim/adamw.h>
 #include <torch/version.h>
 
 #include <cstdio>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -54,6 +57,31 @@ Training training(Inner inner, c10::ScalarType dtype, int world_size, int64_t st
     return step % 3 == 1 ? Use::kLeft | Use::kTrunk : static_cast<unsigned>(Use::kAll);
   };
   return t;
+}
+
+// Both orders of a convolution of one by one have the same bytes.
+TEST(StridesTest, AConvolutionOfOneByOneLoadsInEitherMemoryFormat) {
+  const std::string folder = fresh_folder("strides") + "/a";
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        const auto make = [&](at::IntArrayRef strides, torch::nn::Conv2d& conv) {
+          at::NoGradGuard no_grad;
+          conv->weight.set_data(conv->weight.detach().as_strided({8, 4, 1, 1}, strides));
+          return std::make_unique<ZeroOptimizer>(
+              *conv, std::make_unique<torch::optim::AdamW>(conv->parameters()), group,
+              ZeroOptions());
+        };
+        torch::manual_seed(1);
+        const torch::nn::Conv2dOptions options(4, 8, 1);
+        torch::nn::Conv2d saved(options), loaded(options);
+        make({4, 1, 1, 1}, saved)->save_checkpoint(folder);
+        const auto optimizer = make({4, 1, 4, 4}, loaded);
+        EXPECT_FALSE(loaded->weight.equal(saved->weight));
+        optimizer->load_checkpoint(folder);
+        EXPECT_TRUE(loaded->weight.equal(saved->weight));
+      },
+      in_memory());
 }
 
 class Reload : public ::testing::TestWithParam<int> {};

@@ -49,6 +49,7 @@ TEST(ManifestTest, TextReadBackIsTheSameAndMutationsAreRefused) {
 // A checksum that matches makes nothing else safe.
 TEST(ManifestTest, HostileContentWithAMatchingChecksumIsRefused) {
   Manifest m;
+  m.id = "1";
   m.files = {{"f", 10, 1, {{"k", "p", "master", 3, 4, 5}}}};
   const auto refused = [](const Manifest& manifest) {
     EXPECT_THROW(parse_manifest(manifest_text(manifest), "m"), c10::Error);
@@ -220,6 +221,24 @@ TEST(ManifestTest, AFieldOfAnotherTypeNamesItself) {
   });
 }
 
+TEST(ManifestTest, AnIdHasNoBlanks) {
+  for (const char* id : {"", " ", "a b", "a\nb", "\u00e4"}) {
+    Manifest m = full_manifest();
+    m.id = id;
+    expect_words(error_of([&] { parse_manifest(manifest_text(m), "m"); }),
+                 {"id: expected visible characters"});
+  }
+}
+
+TEST(ManifestTest, TheStrideOfOneElementIsOfNoImportance) {
+  const auto order = [](std::vector<int64_t> strides) {
+    return memory_order({"conv", {8, 4, 1, 1}, std::move(strides), at::kFloat, 0});
+  };
+  EXPECT_EQ(order({4, 1, 1, 1}), order({4, 1, 4, 4}));
+  EXPECT_NE(order({4, 1, 1, 1}), order({1, 8, 1, 1}));
+  EXPECT_EQ(memory_order({"matrix", {2, 3}, {1, 2}, at::kFloat, 0}), (std::vector<size_t>{1, 0}));
+}
+
 TEST(ManifestTest, WithoutOptionalFieldsItIsOfAnUnknownRun) {
   ordered_json root = fields_of(full_manifest());
   root.erase("run");
@@ -272,6 +291,7 @@ TEST(ManifestTest, PartsOutsideOfTheirWholeAreRefused) {
   bad[5].from = INT64_MAX;
   for (const ManifestParameter& p : bad) {
     Manifest m;
+    m.id = "1";
     m.parameters = {p};
     ordered_json root = fields_of(full_manifest());
     root["version"] = 2;
@@ -294,7 +314,7 @@ TEST(ManifestTest, PartsOutsideOfTheirWholeAreRefused) {
 }
 
 TEST(ManifestTest, AnotherVersionIsRefusedWithTheLibraryThatReadsIt) {
-  EXPECT_EQ(parse_manifest(manifest_text(Manifest()), "m").version, 1);
+  EXPECT_EQ(parse_manifest(manifest_text(full_manifest()), "m").version, 1);
   for (const int64_t version : {int64_t{0}, kCheckpointVersion + 1, INT64_MAX}) {
     ordered_json root = fields_of(full_manifest());
     root["version"] = version;

@@ -70,6 +70,16 @@ TEST(MeshTensorsTest, CopiesAreStoredByTheLowestHolder) {
   }
 }
 
+TEST(MeshTensorsTest, CopiesMayDifferInStridesOfOneElement) {
+  std::vector<HeldTensors> all(2);
+  all[0] = {{held("w", 0, 0, 0, 2)}, {}, {}, kOptions};
+  all[1] = {{held("w", 1, 0, 0, 2)}, {}, {}, kOptions};
+  for (HeldTensors& rank : all) rank.parameters[0].about.shape = {2, 1};
+  all[0].parameters[0].about.strides = {1, 1};
+  all[1].parameters[0].about.strides = {1, 2};
+  EXPECT_EQ(MeshTensors(all).parameters().size(), 1u);
+}
+
 void expect_refused(const HeldTensors& first, const HeldTensors& second,
                     const std::vector<std::string>& words) {
   expect_words(error_of([&] { MeshTensors({first, second}); }), words);

@@ -339,6 +339,7 @@ TEST(OwnDisksKeepTest, CallsForOneFolderMayOverlap) {
   for (int round = 0; round < 20; ++round) {
     for (int i = 1; i <= 10; ++i) {
       Manifest m;
+      m.id = "1";
       m.saved = round * 100 + i;
       const std::string folder = parent + "/" + std::to_string(m.saved);
       fs::create_directories(folder);

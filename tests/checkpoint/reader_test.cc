@@ -10,6 +10,7 @@
 #include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -140,6 +141,45 @@ TEST_F(PiecesReaderTest, FillsEveryRangeFromAllFiles) {
   EXPECT_TRUE(reader.read_all(reader.manifest().parameters[0], "master").equal(at::arange(6.0f)));
   EXPECT_TRUE(reader.read_whole(reader.manifest().buffers[0], "buffer").equal(at::arange(2)));
   EXPECT_EQ(reader.read_bytes(".note", "state"), "abc");
+}
+
+// A file for each of 1000 ranks, and a process that may open 256.
+TEST(ReaderTest, MoreFilesThanCanBeOpenAreRead) {
+  constexpr int64_t kFiles = 1000;
+  const std::string folder = ::testing::TempDir() + "/many_files";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  Manifest m;
+  m.id = "1";
+  m.parameters = {{"p", {kFiles}, {1}, at::kFloat, 0}};
+  for (int64_t f = 0; f < kFiles; ++f) {
+    const float value = static_cast<float>(f);
+    std::vector<StoredTensor> tensors = {{"k", at::kFloat, {1}, 0, 0}};
+    std::string bytes = lay_out_safetensors(tensors, {{"checkpoint", "1"}}, "f");
+    bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    const uint64_t hash = content_hash(&value, sizeof(value));
+    m.files.push_back({"rank-" + std::to_string(f),
+                       bytes.size(),
+                       content_hash(bytes.data(), bytes.size()),
+                       {{"k", "p", "master", f, 1, hash}}});
+    std::ofstream(folder + "/" + m.files.back().name, std::ios::binary) << bytes;
+  }
+  std::ofstream(folder + "/" + kManifestName, std::ios::binary) << manifest_text(m);
+  rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  const rlimit few{256, before.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &few);
+  EXPECT_EQ(error_of([&] {
+              CheckpointReader reader(folder);
+              for (int64_t f = 0; f < kFiles; ++f) reader.verify_file(f);
+              EXPECT_TRUE(reader.read_all(m.parameters[0], "master")
+                              .equal(at::arange(static_cast<float>(kFiles))));
+              // Again the first one, whose file was closed and is another one now.
+              std::filesystem::resize_file(folder + "/rank-0", m.files[0].bytes + 1);
+              reader.verify_file(0);
+            }).find("changed") == std::string::npos,
+            false);
+  setrlimit(RLIMIT_NOFILE, &before);
 }
 
 TEST_F(PiecesReaderTest, SaysWhatIsStored) {

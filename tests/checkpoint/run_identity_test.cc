@@ -30,6 +30,7 @@ std::string empty_folder(const std::string& name) {
 
 Manifest saved_by(const std::string& run, int64_t saved) {
   Manifest m;
+  m.id = "1";
   m.run = run;
   m.saved = saved;
   return m;

@@ -16,8 +16,10 @@
 #include <optional>
 #include <random>
 #include <set>
+#include <system_error>
 #include <utility>
 
+#include "zero/base/error_text.h"
 #include "zero/checkpoint/hashed_file.h"
 
 namespace zero {
@@ -30,8 +32,19 @@ constexpr char kReplaced[] = ".replaced";
 constexpr char kRemoved[] = ".removed";
 constexpr char kLock[] = "/lock";
 constexpr size_t kTagDigits = 16;
-// A reader may put a replaced folder back between the two renames of replace().
+// keep_last() may put a replaced folder back between the two renames of replace().
 constexpr int kAttempts = 100;
+
+// Makes a folder and the missing ones above it, each on disk under its name.
+void make_folders(const std::string& path) {
+  std::error_code ignored;
+  if (fs::is_directory(path, ignored)) return;
+  make_folders(parent_of(path));
+  if (mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) {
+    throw_errno("cannot make the folder " + path, errno);
+  }
+  sync_folder(parent_of(path));
+}
 
 // Without a slash at the end, which would hide the last name.
 fs::path plain(const std::string& path) {
@@ -67,7 +80,7 @@ bool is_folder(const std::string& path) {
 
 bool unsupported(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP; }
 
-// Others may be removing it, too.
+// Others may be removing it, too. A removal that fails is a warning: nobody waits for its space.
 void remove_tree(const std::string& path) {
   std::error_code error;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
@@ -77,25 +90,28 @@ void remove_tree(const std::string& path) {
       break;
     }
   }
-  throw_errno("cannot remove " + path, error.value());
+  TORCH_WARN("cannot remove ", path, ": ", error.message());
+}
+
+// 16 hexadecimal digits, by which a name is known to be this library's.
+bool is_tag(const std::string& text) {
+  return text.size() == kTagDigits &&
+         text.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
+// The beginning of the names of what this process removes.
+const std::string& removal_tag() {
+  static const auto* tag = new std::string(random_id().substr(0, kTagDigits / 2));
+  return *tag;
 }
 
 // A free name beside `path` for what is being removed.
 std::string removed_path(const std::string& path) {
-  return parent_of(path) + "/." + random_id().substr(0, kTagDigits) + std::string(kRemoved);
+  return parent_of(path) + "/." + removal_tag() + random_id().substr(0, kTagDigits / 2) + kRemoved;
 }
 
-// Out of the way in one step, so that nothing is published or restored by halves.
-void remove_renamed(const std::string& path) {
-  const std::string aside = removed_path(path);
-  if (rename(path.c_str(), aside.c_str()) != 0) {
-    if (errno == ENOENT) return;
-    throw_errno("cannot remove " + path, errno);
-  }
-  remove_tree(aside);
-}
-
-// The target's name in a hidden one that ends with `suffix`, with or without a tag.
+// The rest of a hidden folder's name that ends with `suffix`: the target's name, with or without a
+// tag, or a tag alone.
 std::optional<std::string> hidden_target(const std::string& name, const std::string& suffix) {
   const bool fits = name.size() > suffix.size() + 1 && name[0] == '.' &&
                     name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
@@ -103,24 +119,32 @@ std::optional<std::string> hidden_target(const std::string& name, const std::str
   return name.substr(1, name.size() - 1 - suffix.size());
 }
 
-// Removes what was renamed to be removed, also by a process that has died since.
-void remove_what_is_renamed(const std::string& parent) noexcept {
+// Whether this process or another one has renamed a folder of this name to remove it.
+bool is_removed(const std::string& name) {
+  const auto tag = hidden_target(name, kRemoved);
+  return tag && is_tag(*tag);
+}
+
+// The target's name in that of a hidden folder which a save fills.
+std::optional<std::string> saving_target(const std::string& name) {
+  const auto found = hidden_target(name, kSaving);
+  if (!found || found->size() < kTagDigits + 2) return std::nullopt;
+  const size_t dot = found->size() - kTagDigits - 1;
+  if ((*found)[dot] != '.' || !is_tag(found->substr(dot + 1))) return std::nullopt;
+  return found->substr(0, dot);
+}
+
+// Removes what was renamed to be removed. What cannot be removed, the next save tries again.
+void remove_what_is_renamed(const std::string& parent, bool by_others_alone = false) noexcept {
   try {
     for (const std::string& name : names_in(parent)) {
       const std::string path = parent + "/" + name;
-      if (hidden_target(name, kRemoved) && is_folder(path)) remove_tree(path);
+      const bool own = name.compare(1, removal_tag().size(), removal_tag()) == 0;
+      if (is_removed(name) && is_folder(path) && !(own && by_others_alone)) remove_tree(path);
     }
-  } catch (const std::exception&) {  // the next save tries again
+  } catch (const std::exception& error) {
+    TORCH_WARN(error_text(error));
   }
-}
-
-bool is_saving_of(const std::string& name, const std::string& target_name) {
-  const auto found = hidden_target(name, kSaving);
-  if (!found) return false;
-  if (*found == target_name) return true;  // as earlier versions named it
-  const size_t tag = target_name.size() + 1;
-  return found->size() == tag + kTagDigits && found->compare(0, tag, target_name + ".") == 0 &&
-         found->find_first_not_of("0123456789abcdef", tag) == std::string::npos;
 }
 
 // The names of the hidden folders that this process fills. Never destroyed: a save may
@@ -134,19 +158,22 @@ OwnSaves& own_saves() {
   return *saves;
 }
 
-// Who fills a hidden folder: nothing for a dead one. The caller holds own_saves().mutex.
-std::optional<std::string> owner_of(const std::string& path) {
+// Who fills a hidden folder: nothing for a dead one, and `unsure` for one that may be dead: it has
+// no lock, or the file system none. The caller holds own_saves().mutex.
+std::optional<std::string> owner_of(const std::string& path,
+                                    const std::optional<std::string>& unsure = std::nullopt) {
   // Not opened where it is this process's own: closing a file drops its record locks.
   if (own_saves().names.count(name_of(path)) != 0) return "by this process";
   const std::string lock_path = path + kLock;
   const int file = open(lock_path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
-  if (file < 0) return std::nullopt;
+  if (file < 0) return unsure;
   struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
-  const bool held = fcntl(file, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+  const bool known = fcntl(file, F_GETLK, &lock) == 0;
   close(file);
-  if (!held) return std::nullopt;
+  if (!known) return unsure;
+  if (lock.l_type == F_UNLCK) return std::nullopt;
   return lock.l_pid > 0 ? "by process " + std::to_string(lock.l_pid) : "by another process";
 }
 
@@ -175,7 +202,6 @@ std::vector<std::string> names_in(const std::string& parent) {
   return names;
 }
 
-std::string saving_path(const std::string& target) { return hidden(target, kSaving); }
 std::string saving_path(const std::string& target, const std::string& id) {
   return hidden(target, c10::str(".", id.substr(0, kTagDigits), kSaving));
 }
@@ -186,6 +212,7 @@ AtomicDirectory::AtomicDirectory(std::string target, bool overwrite, const char*
     : target_(without_end(target)),
       id_(std::move(id)),
       path_(saving_path(target_, id_)),
+      required_(required),
       overwrite_(overwrite),
       process_(getpid()) {
   check_path(target_);
@@ -199,26 +226,30 @@ AtomicDirectory::AtomicDirectory(std::string target, bool overwrite, const char*
                 ": expected a checkpoint to overwrite, got something without a ", required,
                 "; remove it yourself or choose another path");
   }
-  std::error_code error;
-  fs::create_directories(parent_of(target_), error);
-  if (error) throw_errno("cannot make the folder " + parent_of(target_), error.value());
+  make_folders(parent_of(target_));
   make();
 }
 
 void AtomicDirectory::make() {
   const std::lock_guard<std::mutex> guard(own_saves().mutex);
-  for (const std::string& name : names_in(parent_of(target_))) {
-    if (!is_saving_of(name, name_of(target_))) continue;
-    const std::string other = parent_of(target_) + "/" + name;
-    if (other == path_ || !is_folder(other)) continue;
-    const auto owner = owner_of(other);
-    TORCH_CHECK(!owner, target_, ": expected no other save to this folder under way, got one ",
-                owner.value_or(""), " in ", other,
+  const std::string parent = parent_of(target_);
+  // What was killed must not take the space of this save. Of another target, a save that may be
+  // alive is left alone.
+  for (const std::string& name : names_in(parent)) {
+    const auto target = saving_target(name);
+    const std::string other = parent + "/" + name;
+    if (!target || other == path_ || !is_folder(other)) continue;
+    const bool same = *target == name_of(target_);
+    const auto owner = owner_of(other, same ? std::nullopt : std::optional<std::string>("perhaps"));
+    TORCH_CHECK(!same || !owner, target_,
+                ": expected no other save to this folder under way, got one ", owner.value_or(""),
+                " in ", other,
                 "; finish() it first or save to another folder; if the machine of that process is "
                 "gone for good, remove ",
                 other);
-    remove_renamed(other);
+    if (!owner) remove_directory(other);
   }
+  remove_what_is_renamed(parent, /*by_others_alone=*/true);
   if (mkdir(path_.c_str(), 0755) != 0) {
     if (errno == EEXIST) return;
     throw_errno("cannot make the folder " + path_, errno);
@@ -239,8 +270,8 @@ void AtomicDirectory::make() {
   own_saves().names.insert(name_of(path_));
 }
 
-void AtomicDirectory::unlock() {
-  unlink((path_ + kLock).c_str());
+void AtomicDirectory::unlock(const std::string& path) {
+  unlink((path + kLock).c_str());
   if (lock_ >= 0) close(lock_);
   lock_ = -1;
 }
@@ -252,7 +283,7 @@ AtomicDirectory::~AtomicDirectory() {
     return;
   }
   if (!published_) {
-    unlock();  // first, since NFS keeps the name of an open file
+    unlock(path_);  // first, since NFS keeps the name of an open file
     std::error_code ignored;
     fs::remove_all(path_, ignored);
   }
@@ -269,7 +300,6 @@ void AtomicDirectory::check_present() const {
 
 void AtomicDirectory::publish(const RunTask& remove) {
   check_present();
-  unlock();
   sync_folder(path_);
   if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_NOREPLACE) != 0) {
     const int error = errno;
@@ -284,12 +314,18 @@ void AtomicDirectory::publish(const RunTask& remove) {
     }
   }
   published_ = true;
+  // Only now, since others remove a hidden folder without a lock that is held.
+  unlock(target_);
   sync_folder(parent_of(target_));
   // The save has succeeded. What cannot be renamed, the next one removes.
   for (const std::string& replaced : {path_, replaced_path(target_)}) {
-    if (is_folder(replaced)) rename(replaced.c_str(), removed_path(target_).c_str());
+    if (is_replaced(replaced)) rename(replaced.c_str(), removed_path(target_).c_str());
   }
   remove([parent = parent_of(target_)] { remove_what_is_renamed(parent); });
+}
+
+bool AtomicDirectory::is_replaced(const std::string& path) const {
+  return is_folder(path) && exists(path + "/" + required_);
 }
 
 void AtomicDirectory::replace() {
@@ -298,7 +334,7 @@ void AtomicDirectory::replace() {
   const std::string aside = replaced_path(target_);
   for (int attempt = 1;; ++attempt) {
     // The folder that waits there is older than the one at the target.
-    if (exists(target_) && exists(aside)) remove_renamed(aside);
+    if (exists(target_) && is_replaced(aside)) remove_directory(aside);
     if (rename(target_.c_str(), aside.c_str()) != 0 && errno != ENOENT) {
       throw_errno("cannot rename " + target_ + " to " + aside, errno);
     }
@@ -310,23 +346,23 @@ void AtomicDirectory::replace() {
   }
 }
 
-void restore_replaced(const std::string& target, const IsComplete& is_complete) {
+std::string present_path(const std::string& target, const IsComplete& is_complete) {
   const std::string aside = replaced_path(target);
-  if (exists(target) || !is_folder(aside) || !is_complete(aside)) return;
-  // One of several processes succeeds. A folder with something in it is never renamed over.
-  if (rename(aside.c_str(), target.c_str()) == 0) sync_folder(parent_of(target));
+  return !exists(target) && is_folder(aside) && is_complete(aside) ? aside : target;
 }
 
-void restore_all_replaced(const std::string& parent, const IsComplete& is_complete) {
-  for (const std::string& name : names_in(parent)) {
-    const auto target = hidden_target(name, kReplaced);
-    if (target) restore_replaced(parent + "/" + *target, is_complete);
+void restore_replaced(const std::string& target, const IsComplete& is_complete) {
+  const std::string present = present_path(target, is_complete);
+  // One of several processes succeeds. A folder with something in it is never renamed over.
+  if (present != target && rename(present.c_str(), target.c_str()) == 0) {
+    sync_folder(parent_of(target));
   }
 }
 
-bool is_hidden_by_crash(const std::string& path) {
+std::optional<std::string> hidden_by_crash(const std::string& path) {
   const auto target = hidden_target(name_of(path), kReplaced);
-  return target && !exists(parent_of(path) + "/" + *target);
+  if (!target || exists(parent_of(path) + "/" + *target)) return std::nullopt;
+  return target;
 }
 
 void remove_left_overs(const std::string& parent, const char* required) {
@@ -334,14 +370,25 @@ void remove_left_overs(const std::string& parent, const char* required) {
   for (const std::string& name : names_in(parent)) {
     const std::string path = parent + "/" + name;
     if (!is_folder(path)) continue;
-    const bool needed = is_hidden_by_crash(path) && exists(path + "/" + required);
-    const bool is_left_over = (hidden_target(name, kSaving) && !owner_of(path)) ||
-                              (hidden_target(name, kReplaced) && !needed) ||
-                              hidden_target(name, kRemoved);
-    if (is_left_over) remove_renamed(path);
+    const bool is_left_over = (saving_target(name) && !owner_of(path)) ||
+                              (hidden_target(name, kReplaced) && !hidden_by_crash(path) &&
+                               exists(path + "/" + required)) ||
+                              is_removed(name);
+    if (is_left_over) remove_directory(path);
   }
 }
 
-void remove_directory(const std::string& path) { remove_renamed(path); }
+bool remove_directory(const std::string& path) {
+  const std::string aside = removed_path(path);
+  if (rename(path.c_str(), aside.c_str()) != 0) {
+    const int error = errno;
+    if (error != ENOENT) {
+      TORCH_WARN("cannot remove ", path, ": ", std::generic_category().message(error));
+    }
+    return error == ENOENT;
+  }
+  remove_tree(aside);
+  return true;
+}
 
 }  // namespace zero

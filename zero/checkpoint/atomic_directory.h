@@ -9,14 +9,16 @@
 // what a dead one left. Alive is what this process knows to be under way, and what
 // holds the lock on the file `lock` in its hidden folder: a POSIX record lock,
 // because it ends with its process, a forked child does not inherit it, and NFS
-// has it. A file system without locks takes every save of another process for
-// dead; the save that loses its hidden folder in this way throws at publish().
+// has it. A file system without locks takes every save of another process to the
+// same target for dead; the save that loses its hidden folder in this way throws at publish().
 //
 // A hidden folder is renamed before it is removed. Either its owner publishes it
-// whole, or the owner's rename fails.
+// whole, or the owner's rename fails. Nothing is removed but what has a name and a tag of this
+// library, or holds a file that its checkpoints hold. A removal that fails is a warning.
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,9 +27,7 @@ namespace zero {
 // 32 hexadecimal digits that are different at every call, on every machine.
 std::string random_id();
 
-// "/a/b/.c.saving", for the target "/a/b/c".
-std::string saving_path(const std::string& target);
-// "/a/b/.c.<the first 16 digits of id>.saving".
+// "/a/b/.c.<the first 16 digits of id>.saving", for the target "/a/b/c".
 std::string saving_path(const std::string& target, const std::string& id);
 // "/a/b/.c.replaced": where a replaced folder waits for its removal.
 std::string replaced_path(const std::string& target);
@@ -42,10 +42,10 @@ inline void run_now(const std::function<void()>& task) { task(); }
 
 class AtomicDirectory {
  public:
-  // Makes the hidden folder, removing what dead saves to `target` left. Missing
-  // parents are made too. Throws when `target` exists and may not be replaced: without
-  // `overwrite`, or if it does not hold a file `required` (a checkpoint's
-  // manifest), since it may be a folder of the user's. Throws while another save to
+  // Makes the hidden folder, removing what dead saves left in the same parent: to other targets
+  // only where a lock says that they are dead. Missing parents are made too. Throws when `target`
+  // exists and may not be replaced: without `overwrite`, or if it does not hold a file `required`
+  // (a checkpoint's manifest), since it may be a folder of the user's. Throws while another save to
   // `target` is under way.
   //
   // With the `id` of a folder that another process or thread may be making, too, one of them makes
@@ -70,16 +70,19 @@ class AtomicDirectory {
   // between the two renames leaves it there, for restore_replaced(). The removal, which takes as
   // long as a step for a large folder, is a task of its own, which needs nothing of this object and
   // does not throw. It also removes what removals that were cut short left in the same place.
+  // The lock stays in the folder until it has its name; a crash between leaves it there.
   void publish(const RunTask& remove = run_now);
 
  private:
   void make();
-  void unlock();
+  void unlock(const std::string& path);
+  bool is_replaced(const std::string& path) const;
   void replace();
 
   const std::string target_;
   const std::string id_;
   const std::string path_;
+  const char* const required_;
   const bool overwrite_;
   const int process_;
   int lock_ = -1;
@@ -89,22 +92,25 @@ class AtomicDirectory {
 
 using IsComplete = std::function<bool(const std::string& folder)>;
 
-// Undoes a replacement that a crash has cut short: renames replaced_path(target) back
-// to `target` where nothing is there and `is_complete` accepts it. What may not be
-// renamed, on a read-only file system, stays where it is.
-void restore_replaced(const std::string& target, const IsComplete& is_complete);
-// The same for all targets in `parent`.
-void restore_all_replaced(const std::string& parent, const IsComplete& is_complete);
+// Where the folder of `target` is: at replaced_path(target) if a crash has cut a replacement short,
+// so that nothing is at `target`, and `is_complete` accepts what is there. Renames nothing.
+std::string present_path(const std::string& target, const IsComplete& is_complete);
 
-// Returns whether `path` is a replaced folder whose target is missing.
-bool is_hidden_by_crash(const std::string& path);
+// Undoes such a replacement. What may not be renamed, on a read-only file system, stays where it
+// is.
+void restore_replaced(const std::string& target, const IsComplete& is_complete);
+
+// The name of the target whose replacement a crash has cut short, where `path` is the folder that
+// waits; nothing for other paths, and where the target is there.
+std::optional<std::string> hidden_by_crash(const std::string& path);
 
 // Removes what dead saves and removals left in `parent`. Keeps what saves that are
-// alive own, links, files, and replaced folders whose target is missing, unless they
-// lack a file `required`.
+// alive own, links, files, what has no tag of this library, and replaced folders whose target is
+// missing or which lack a file `required`.
 void remove_left_overs(const std::string& parent, const char* required);
 
-// Removes a folder so that it never is there by halves under its own name.
-void remove_directory(const std::string& path);
+// Removes a folder so that it never is there by halves under its own name. Returns whether nothing
+// is left under that name; if not, warns.
+bool remove_directory(const std::string& path);
 
 }  // namespace zero

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 #include <system_error>
 #include <tuple>
 
@@ -18,26 +19,33 @@ namespace {
 
 namespace fs = std::filesystem;
 
-bool is_candidate(const fs::path& path) {
+// The path under which the folder may be a checkpoint.
+std::optional<std::string> listed_path(const fs::path& path) {
   std::error_code error;
-  if (fs::symlink_status(path, error).type() != fs::file_type::directory) return false;
-  if (!fs::exists(path / kManifestName, error)) return false;
-  const std::string name = path.filename().string();
-  return name[0] != '.' || (is_hidden_by_crash(path.string()) && is_complete_checkpoint(path));
+  if (fs::symlink_status(path, error).type() != fs::file_type::directory) return std::nullopt;
+  if (!fs::exists(path / kManifestName, error)) return std::nullopt;
+  if (path.filename().string()[0] != '.') return path.string();
+  const auto name = hidden_by_crash(path.string());
+  if (!name || !is_complete_checkpoint(path.string())) return std::nullopt;
+  return (path.parent_path() / *name).string();
 }
 
 }  // namespace
 
+bool is_whole(const ListedCheckpoint& checkpoint) {
+  return is_complete_checkpoint(present_path(checkpoint.path, is_complete_checkpoint));
+}
+
 std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent) {
-  restore_all_replaced(parent, is_complete_checkpoint);
   std::vector<ListedCheckpoint> result;
   for (const std::string& name : names_in(parent)) {
     const fs::path path = fs::path(parent) / name;
-    if (!is_candidate(path)) continue;
+    const auto listed = listed_path(path);
+    if (!listed) continue;
     try {
       const Manifest manifest = read_manifest(path.string());
       result.push_back(
-          {path.string(), manifest.id, manifest.saved, manifest.steps + manifest.skipped_steps});
+          {*listed, manifest.id, manifest.saved, manifest.steps + manifest.skipped_steps});
     } catch (const c10::Error&) {  // damaged, or a manifest of something else
     }
   }

@@ -17,14 +17,17 @@ struct ListedCheckpoint {
   int64_t steps = 0;  // skipped ones included
 };
 
+// Whether the files of its disk are there, with the sizes that the manifest says. Looks at each
+// file, so callers ask from the newest on. Never throws.
+bool is_whole(const ListedCheckpoint& checkpoint);
+
 // The checkpoints in `parent`, the newest last: in the order in which they were saved. Before them,
 // by steps, those whose manifest does not say when it was saved: of earlier versions of this
 // library. Equals are ordered by path.
 //
 // Links are not followed: a link is another name of a checkpoint, and no checkpoint.
-// Folders without a valid manifest are passed over. A checkpoint that a crash left at
-// replaced_path() gets its name back, or is listed under the hidden one where it may not be
-// renamed.
+// Folders without a valid manifest are passed over, and files are not looked at. A checkpoint that
+// a crash left at replaced_path() is listed under its name, by which all readers find it.
 std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent);
 
 }  // namespace zero

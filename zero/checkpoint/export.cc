@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <torch/nn/module.h>
 #include <unistd.h>
@@ -90,7 +91,9 @@ Import match(const SafetensorsHeader& header, torch::nn::Module& module) {
       missing.emplace_back(name, tensor);
       continue;
     }
-    if (tensor.sizes() != c10::IntArrayRef(found->second->shape)) {
+    if (found->second->dtype == c10::ScalarType::Undefined) {
+      result.differences.push_back(name + ": of a dtype in the file that is unknown here");
+    } else if (tensor.sizes() != c10::IntArrayRef(found->second->shape)) {
       std::ostringstream line;
       line << name << ": shape " << c10::IntArrayRef(found->second->shape) << " in the file, "
            << tensor.sizes() << " in the model";
@@ -113,6 +116,17 @@ Import match(const SafetensorsHeader& header, torch::nn::Module& module) {
   return result;
 }
 
+// Throws where something is at `path`.
+void give_name(const std::string& file, const std::string& path) {
+  if (renameat2(AT_FDCWD, file.c_str(), AT_FDCWD, path.c_str(), RENAME_NOREPLACE) == 0) return;
+  // NFS has no such call, but links.
+  if (errno != EEXIST && link(file.c_str(), path.c_str()) == 0) {
+    unlink(file.c_str());
+    return;
+  }
+  throw_errno("cannot name the exported model " + path, errno);
+}
+
 }  // namespace
 
 void export_model(const std::string& folder, const std::string& path,
@@ -123,8 +137,7 @@ void export_model(const std::string& folder, const std::string& path,
   for (const auto& [name, source] : all) {
     tensors.push_back({name, source.dtype, whole_shape(*source.parts.front()), 0, 0});
   }
-  const std::string saving = saving_path(path);
-  unlink(saving.c_str());  // a dead export's
+  const std::string saving = saving_path(path, random_id());
   if (access(path.c_str(), F_OK) == 0) throw_errno("cannot export to " + path, EEXIST);
   try {
     SafetensorsWriter writer(saving, std::move(tensors), {{"format", "pt"}});
@@ -134,9 +147,8 @@ void export_model(const std::string& folder, const std::string& path,
       writer.write(tensor.const_data_ptr(), tensor.nbytes());
     }
     writer.finish();
-    if (rename(saving.c_str(), path.c_str()) != 0) {
-      throw_errno("cannot name the exported model " + path, errno);
-    }
+    give_name(saving, path);
+    sync_folder(parent_of(path));
   } catch (...) {
     unlink(saving.c_str());
     throw;

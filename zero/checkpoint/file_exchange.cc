@@ -13,6 +13,7 @@
 #include <set>
 #include <sstream>
 #include <tuple>
+#include <utility>
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
@@ -163,6 +164,7 @@ class Server {
         const auto& [begin, end] = std::pair(found->second->begin, found->second->end);
         if (begin < end) runs.push_back({f, begin, end});
       }
+      file->release();  // a client may want more files than can be open
       files_[f] = std::move(file);
     }
     return runs;
@@ -174,12 +176,14 @@ class Server {
     const at::Tensor buffer = host_bytes(std::min(kPart, bytes));
     RunCursor cursor(runs);
     std::string problem;
+    size_t last = runs.empty() ? 0 : runs.front().file;  // that was read
     for (uint64_t at = 0; at < bytes; at += kPart) {
       const at::Tensor part = buffer.narrow(0, 0, std::min(kPart, bytes - at));
       auto* const data = part.mutable_data_ptr<uint8_t>();
       cursor.advance(part.nbytes(), [&](const Run& run, uint64_t offset, uint64_t to, uint64_t n) {
         if (!problem.empty()) return;
         try {
+          if (run.file != last) files_.at(std::exchange(last, run.file))->release();
           files_.at(run.file)->read(offset, data + to, n);
         } catch (const std::exception& error) {
           problem = error_text(error);

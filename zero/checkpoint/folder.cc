@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/checkpoint_list.h"
@@ -12,19 +14,21 @@ namespace zero {
 
 std::optional<std::string> latest(const std::string& parent) {
   const std::vector<ListedCheckpoint> found = list_checkpoints(parent);
-  if (found.empty()) return std::nullopt;
-  return found.back().path;
+  const auto newest = std::find_if(found.rbegin(), found.rend(), is_whole);
+  if (newest == found.rend()) return std::nullopt;
+  return newest->path;
 }
 
 std::vector<std::string> keep_last(const std::string& parent, int64_t count) {
   TORCH_CHECK(count >= 1, "keep_last: expected a count of at least 1, got ", count);
-  // First, because this gives checkpoints that a crash has hidden their names back.
   const std::vector<ListedCheckpoint> found = list_checkpoints(parent);
+  for (const ListedCheckpoint& c : found) restore_replaced(c.path, is_complete_checkpoint);
   remove_left_overs(parent, kManifestName);
+  size_t first = found.size();  // of the newest ones, of which `count` are whole
+  for (; first > 0 && count > 0; --first) count -= is_whole(found[first - 1]) ? 1 : 0;
   std::vector<std::string> removed;
-  for (size_t i = 0; i + static_cast<size_t>(count) < found.size(); ++i) {
-    remove_directory(found[i].path);
-    removed.push_back(found[i].path);
+  for (size_t i = 0; i < first; ++i) {
+    if (remove_directory(found[i].path)) removed.push_back(found[i].path);
   }
   return removed;
 }

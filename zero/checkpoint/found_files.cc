@@ -49,20 +49,24 @@ bool sees(const std::string& digits, size_t file) {
   return (all.find(digits[file / kBits]) >> (file % kBits) & 1) != 0;
 }
 
-// The number of files that no rank sees.
-size_t unseen(const std::vector<std::string>& digits, size_t files) {
-  size_t count = 0;
+// For each file the ranks that see it. `digits` are by rank.
+std::vector<std::vector<int>> ranks_that_see(const std::vector<std::string>& digits, size_t files) {
+  std::vector<std::vector<int>> result(files);
   for (size_t f = 0; f < files; ++f) {
-    const auto here = [&](const std::string& of_rank) { return sees(of_rank, f); };
-    count += std::any_of(digits.begin(), digits.end(), here) ? 0 : 1;
+    for (size_t r = 0; r < digits.size(); ++r) {
+      if (sees(digits[r], f)) result[f].push_back(static_cast<int>(r));
+    }
   }
-  return count;
+  return result;
+}
+
+// The number of files that no rank sees.
+int64_t unseen(const std::vector<std::vector<int>>& ranks) {
+  return std::count_if(ranks.begin(), ranks.end(), [](const auto& list) { return list.empty(); });
 }
 
 // The manifest that this rank sees by itself.
 std::optional<Manifest> look(const std::string& folder) {
-  check_path(folder);
-  restore_replaced(folder, is_complete_checkpoint);
   const bool there = access((folder + "/" + kManifestName).c_str(), F_OK) == 0;
   if (!there && (errno == ENOENT || errno == ENOTDIR)) return std::nullopt;
   return read_manifest(folder);
@@ -123,13 +127,15 @@ int FoundFiles::reader(size_t file, int rank) const {
 int FoundFiles::verifier(size_t file) const { return ranks[file][file % ranks[file].size()]; }
 
 std::optional<FoundFiles> find_files(Communicator& control, const std::string& what,
-                                     const std::string& folder) {
+                                     const std::string& named) {
   // 1. Each rank looks into its folder, and tells the others the identifier of its manifest and a
-  // hash
-  //    of which files it sees. If all say the same, as in a folder that all share, each reads for
-  //    itself.
+  // hash of which files it sees. If all say the same, as in a folder that all share, each reads for
+  // itself.
+  std::string folder;
   std::optional<Manifest> own;
   const std::vector<std::string> views = run_on_all_ranks(control, what, [&]() -> std::string {
+    check_path(named);
+    folder = present_path(named, is_complete_checkpoint);
     own = look(folder);
     if (!own) return {};
     const std::string seen = files_seen(*own, folder);
@@ -148,17 +154,13 @@ std::optional<FoundFiles> find_files(Communicator& control, const std::string& w
   // 4. Now that all have it, each says which of its files it sees.
   const auto seen =
       run_on_all_ranks(control, what, [&] { return files_seen(found.manifest, folder); });
-  // 5. Each file must be seen by some rank. All ranks have the same `seen` and throw alike.
-  for (size_t f = 0; f < found.manifest.files.size(); ++f) {
+  // 5. Each file must be seen by some rank. All ranks have the same list and throw alike.
+  found.ranks = ranks_that_see(seen, found.manifest.files.size());
+  for (size_t f = 0; f < found.ranks.size(); ++f) {
     const ManifestFile& file = found.manifest.files[f];
-    found.ranks.emplace_back();
-    for (size_t r = 0; r < seen.size(); ++r) {
-      if (sees(seen[r], f)) found.ranks.back().push_back(static_cast<int>(r));
-    }
-    TORCH_CHECK(!found.ranks.back().empty(), here, ": expected file ", file.name, ", which rank ",
+    TORCH_CHECK(!found.ranks[f].empty(), here, ": expected file ", file.name, ", which rank ",
                 writer_of(file), " wrote to disk ", file.disk,
-                ", in the folder of some rank, got it in none; ",
-                unseen(seen, found.manifest.files.size()),
+                ", in the folder of some rank, got it in none; ", unseen(found.ranks),
                 " files are missing: start a rank on the machine with that disk, or copy its "
                 "files into the folder of another rank");
   }
@@ -209,21 +211,34 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
     // 3. The ranks that have it say which of its files they see.
     const bool here = !own.empty() && order_of(own.back()) == *newest;
     const std::string path = here ? own.back().path : parent + "/" + std::get<2>(*newest);
-    const auto views = run_on_all_ranks(control, what, [&]() -> std::string {
+    const std::string folder = present_path(path, is_complete_checkpoint);
+    FoundFiles found;
+    auto views = run_on_all_ranks(control, what, [&]() -> std::string {
       if (!here) return {};
-      const Manifest manifest = read_manifest(path);
-      return std::to_string(manifest.files.size()) + " " + files_seen(manifest, path);
+      found.manifest = read_manifest(folder);
+      return std::to_string(found.manifest.files.size()) + " " + files_seen(found.manifest, folder);
     });
     // 4. It is the one if together they see all files. Else it is left out, and the next one is
     // tried.
     size_t files = 0;
-    std::vector<std::string> seen;
-    for (const std::string& view : views) {
+    for (std::string& view : views) {
       if (view.empty()) continue;
       files = std::stoull(view);
-      seen.push_back(view.substr(view.find(' ') + 1));
+      view.erase(0, view.find(' ') + 1);
     }
-    if (unseen(seen, files) == 0) return path;
+    found.ranks = ranks_that_see(views, files);
+    const bool complete = unseen(found.ranks) == 0;
+    const auto torn = run_on_all_ranks(control, what, [&] {
+      std::string names;  // of files that one of the ranks that see them finds cut short
+      for (size_t f = 0; complete && f < files; ++f) {
+        if (found.verifier(f) != control.rank()) continue;
+        names +=
+            has_size(folder, found.manifest.files[f]) ? "" : " " + found.manifest.files[f].name;
+      }
+      return names;
+    });
+    const auto is_empty = [](const std::string& names) { return names.empty(); };
+    if (complete && std::all_of(torn.begin(), torn.end(), is_empty)) return path;
     if (here) own.pop_back();
   }
 }

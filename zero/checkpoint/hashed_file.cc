@@ -181,6 +181,10 @@ void FileWriter::close() {
 
 FileReader::FileReader(std::string path) : StoredBytes(std::move(path), 0) {
   check_path(path_);
+  size_ = open_file();
+}
+
+uint64_t FileReader::open_file() {
   // A pipe without a writer would block the open for ever; files do not know the flag.
   descriptor_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (descriptor_ < 0) throw_errno("cannot open " + path_, errno);
@@ -188,15 +192,26 @@ FileReader::FileReader(std::string path) : StoredBytes(std::move(path), 0) {
   const int result = fstat(descriptor_, &status);
   const int error = result != 0 ? errno : (S_ISREG(status.st_mode) ? 0 : EINVAL);
   if (error != 0) {
-    close(descriptor_);
+    release();
     throw_errno("cannot read " + path_ + " as a file", error);
   }
-  size_ = static_cast<uint64_t>(status.st_size);
+  return static_cast<uint64_t>(status.st_size);
 }
 
-FileReader::~FileReader() { close(descriptor_); }
+FileReader::~FileReader() { release(); }
+
+void FileReader::release() {
+  StoredBytes::release();
+  if (descriptor_ >= 0) close(descriptor_);
+  descriptor_ = -1;
+}
 
 void FileReader::read(uint64_t offset, void* data, size_t bytes) {
+  if (descriptor_ < 0) {
+    const uint64_t size = open_file();
+    TORCH_CHECK(size == size_, path_, ": expected ", size_, " bytes as before, got ", size,
+                "; the file was changed");
+  }
   char* next = static_cast<char*>(data);
   while (bytes > 0) {
     const ssize_t done = pread(descriptor_, next, bytes, static_cast<off_t>(offset));

@@ -106,6 +106,9 @@ class StoredBytes {
   using Take = std::function<void(uint64_t at, const char* data, size_t bytes)>;
   uint64_t scan(uint64_t begin, uint64_t end, const Take& take = nullptr);
 
+  // Gives back what the next read can get again: memory, and a descriptor.
+  virtual void release() { buffer_.reset(); }
+
   // The bytes of all reads so far.
   uint64_t bytes_read() const { return bytes_read_; }
 
@@ -127,8 +130,13 @@ class FileReader final : public StoredBytes {
   ~FileReader() override;
 
   void read(uint64_t offset, void* data, size_t bytes) override;
+  // Closes the file. The next read opens it again, and throws if its size is another one.
+  void release() override;
 
  private:
+  // Returns the size.
+  uint64_t open_file();
+
   int descriptor_ = -1;
 };
 

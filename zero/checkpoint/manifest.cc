@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <cctype>
 #include <exception>
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <system_error>
 
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/hashed_file.h"
@@ -106,8 +108,13 @@ std::vector<size_t> memory_order(const ManifestParameter& parameter) {
   std::vector<size_t> order(parameter.shape.size());
   std::iota(order.begin(), order.end(), size_t{0});
   if (parameter.strides.empty()) return order;
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return parameter.strides[a] > parameter.strides[b]; });
+  // A dimension of one element is nowhere in memory, whatever its stride: it comes first.
+  const std::vector<int64_t>& whole = whole_shape(parameter);
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    const bool alone = whole[a] == 1, other_alone = whole[b] == 1;
+    if (alone || other_alone) return alone && !other_alone;
+    return parameter.strides[a] > parameter.strides[b];
+  });
   return order;
 }
 
@@ -193,14 +200,19 @@ Manifest read_manifest(const std::string& folder) {
   return parse_manifest(file.read_text(0, file.size()), path);
 }
 
+bool has_size(const std::string& folder, const ManifestFile& file) {
+  std::error_code error;
+  const std::filesystem::path path = folder + "/" + file.name;
+  return std::filesystem::is_regular_file(path, error) &&
+         std::filesystem::file_size(path, error) == file.bytes && !error;
+}
+
 bool is_complete_checkpoint(const std::string& folder) {
   try {
     const Manifest manifest = read_manifest(folder);
-    for (const ManifestFile& file : manifest.files) {
-      if (file.disk != manifest.disk) continue;
-      if (FileReader(folder + "/" + file.name).size() != file.bytes) return false;
-    }
-    return true;
+    return std::all_of(manifest.files.begin(), manifest.files.end(), [&](const auto& file) {
+      return file.disk != manifest.disk || has_size(folder, file);
+    });
   } catch (const std::exception&) {
     return false;
   }

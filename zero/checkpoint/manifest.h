@@ -104,6 +104,8 @@ const std::vector<int64_t>& whole_shape(const ManifestParameter& parameter);
 // The `owner` of its tensors: the name, and of a part "<name>{<dimension>:<from>:<end>}".
 std::string stored_name(const ManifestParameter& parameter);
 // The dimensions, the slowest in memory first; those of frozen ones and buffers are row-major.
+// Equal for two tensors of one shape whose elements have one order, since their memory has no
+// holes.
 std::vector<size_t> memory_order(const ManifestParameter& parameter);
 // In memory order.
 TensorBox box_of(const ManifestParameter& parameter);
@@ -163,6 +165,8 @@ Manifest parse_manifest(const std::string& text, const std::string& path);
 // From a checkpoint's folder. Throws when it is none. Nothing of a file's size is
 // allocated before its checksum was found right.
 Manifest read_manifest(const std::string& folder);
+// Returns whether the file is in `folder`, with its size. Never throws.
+bool has_size(const std::string& folder, const ManifestFile& file);
 // Returns whether `folder` has a manifest, and its disk's files of the sizes it says. Never throws.
 bool is_complete_checkpoint(const std::string& folder);
 

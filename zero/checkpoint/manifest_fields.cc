@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -45,6 +46,20 @@ std::string text_from(const json& value, const char* name) {
 JsonForm<std::string> text() {
   return {[](const std::string& value) { return ordered_json(value); },
           [](const json& value, const char* name, int64_t) { return text_from(value, name); }};
+}
+
+// Ranks send it in texts, where blanks end it.
+JsonForm<std::string> id() {
+  return {[](const std::string& value) { return ordered_json(value); },
+          [](const json& value, const char* name, int64_t) {
+            const std::string text = text_from(value, name);
+            const bool valid = !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
+              return std::isgraph(static_cast<unsigned char>(c));
+            });
+            TORCH_CHECK(valid, name, ": expected visible characters, got \"", printable(text),
+                        "\"");
+            return text;
+          }};
 }
 
 JsonForm<bool> flag() {
@@ -295,7 +310,7 @@ const JsonFields<Manifest>& manifest_fields() {
   static const JsonFields<Manifest> fields(
       "the manifest",
       {
-          {"id", &Manifest::id, text(), kRequired, 1},
+          {"id", &Manifest::id, id(), kRequired, 1},
           {"run", &Manifest::run, text(), kOptional, 1},
           {"saved", &Manifest::saved, whole(), kOptional, 1},
           {"library_version", &Manifest::library_version, text(), kRequired, 1},

@@ -24,17 +24,19 @@ struct CheckpointReader::OpenFile {
 
 namespace {
 
-Manifest find_manifest(const std::string& folder) {
+// A checkpoint has a file for each rank, and a process often no more than 1024 descriptors.
+constexpr size_t kOpenFiles = 32;
+
+std::string find_folder(const std::string& folder) {
   check_path(folder);
-  restore_replaced(folder, is_complete_checkpoint);
-  return read_manifest(folder);
+  return present_path(folder, is_complete_checkpoint);
 }
 
 }  // namespace
 
-CheckpointReader::CheckpointReader(std::string folder)
-    : folder_(std::move(folder)),
-      manifest_(find_manifest(folder_)),
+CheckpointReader::CheckpointReader(const std::string& folder)
+    : folder_(find_folder(folder)),
+      manifest_(read_manifest(folder_)),
       open_([this](const ManifestFile& file) {
         const std::string path = folder_ + "/" + file.name;
         TORCH_CHECK(file.disk == manifest_.disk || access(path.c_str(), F_OK) == 0, path,
@@ -88,6 +90,14 @@ const std::vector<CheckpointReader::Place>& CheckpointReader::places(
 }
 
 CheckpointReader::OpenFile& CheckpointReader::open(size_t index) {
+  const auto known = std::find(recent_.begin(), recent_.end(), index);
+  if (known != recent_.end()) recent_.erase(known);
+  recent_.push_back(index);
+  if (recent_.size() > kOpenFiles) {
+    const auto oldest = files_.find(recent_.front());
+    if (oldest != files_.end() && oldest->second) oldest->second->reader->release();
+    recent_.erase(recent_.begin());
+  }
   auto& slot = files_[index];
   if (slot) return *slot;
   const ManifestFile& about = manifest_.files[index];
@@ -111,6 +121,8 @@ const StoredTensor& CheckpointReader::stored(const Place& place) {
   const auto found = file.tensors.find(place.tensor->key);
   TORCH_CHECK(found != file.tensors.end(), file.reader->path(), ": expected tensor ",
               place.tensor->key, " as the manifest says, got none of that name");
+  TORCH_CHECK(found->second.dtype != c10::ScalarType::Undefined, file.reader->path(), ": tensor ",
+              printable(found->first), ": expected a dtype that this library knows, got another");
   return found->second;
 }
 

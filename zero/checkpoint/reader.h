@@ -32,8 +32,9 @@ struct WantedRange {
 
 class CheckpointReader {
  public:
-  // Reads the manifest alone. Gives a checkpoint that a crash has hidden its name back.
-  explicit CheckpointReader(std::string folder);
+  // Reads the manifest alone: of the folder, or of the one that a crash has hidden, see
+  // present_path().
+  explicit CheckpointReader(const std::string& folder);
   // Of a checkpoint that is in no folder: `open` gives the bytes of a file of `manifest`, each
   // once. `name` is for errors.
   using Open = std::function<std::unique_ptr<StoredBytes>(const ManifestFile& file)>;
@@ -102,6 +103,7 @@ class CheckpointReader {
   std::map<std::string, std::map<std::string, std::vector<Place>>> places_;  // by owner, kind
   std::map<std::string, std::set<std::string>> kinds_;
   std::map<size_t, std::unique_ptr<OpenFile>> files_;
+  std::vector<size_t> recent_;  // the files that are open, the one that was used last at the end
 };
 
 }  // namespace zero

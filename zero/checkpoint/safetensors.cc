@@ -35,14 +35,12 @@ const char* dtype_name(c10::ScalarType dtype) {
   return nullptr;
 }
 
-c10::ScalarType parse_dtype(const std::string& text, const std::string& where) {
+// Undefined for a dtype that is unknown here.
+c10::ScalarType parse_dtype(const std::string& text) {
   for (const auto& [type, name] : kDtypes) {
     if (text == name) return type;
   }
-  TORCH_CHECK(false, where,
-              ": expected one of F64, F32, F16, BF16, I64, I32, I16, I8, U8 or BOOL, "
-              "got dtype ",
-              text);
+  return c10::ScalarType::Undefined;
 }
 
 uint64_t unsigned_number(const json& value, const std::string& where) {
@@ -77,7 +75,7 @@ StoredTensor parse_tensor(const std::string& name, const json& value, uint64_t d
                   value["shape"].is_array() && value["data_offsets"].is_array() &&
                   value["data_offsets"].size() == 2,
               where, ": expected dtype, shape and two data_offsets, got something else");
-  StoredTensor tensor{name, parse_dtype(value["dtype"].get<std::string>(), where), {}, 0, 0};
+  StoredTensor tensor{name, parse_dtype(value["dtype"].get<std::string>()), {}, 0, 0};
   for (const json& size : value["shape"]) {
     const uint64_t number = unsigned_number(size, where);
     TORCH_CHECK(number <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max()), where,
@@ -88,8 +86,10 @@ StoredTensor parse_tensor(const std::string& name, const json& value, uint64_t d
   const uint64_t end = unsigned_number(value["data_offsets"][1], where);
   TORCH_CHECK(begin <= end && end <= data_bytes, where, ": expected a place within ", data_bytes,
               " bytes of data, got ", begin, " to ", end);
-  TORCH_CHECK(end - begin == tensor_bytes(tensor.shape, tensor.dtype, where), where, ": expected ",
-              tensor_bytes(tensor.shape, tensor.dtype, where), " bytes for its shape, got ",
+  const uint64_t bytes = tensor.dtype == c10::ScalarType::Undefined
+                             ? end - begin
+                             : tensor_bytes(tensor.shape, tensor.dtype, where);
+  TORCH_CHECK(end - begin == bytes, where, ": expected ", bytes, " bytes for its shape, got ",
               end - begin);
   tensor.begin = data_begin + begin;
   tensor.end = data_begin + end;

@@ -5,9 +5,9 @@
 // the bytes of all tensors. Python's `safetensors` package reads what this
 // writes, and this reads what that writes.
 //
-// Reading trusts nothing: headers above 100 MB, nesting, unknown dtypes,
-// overflowing shapes, and tensors that overlap, leave holes or do not end with
-// the file are c10::Error, before anything of that size is allocated.
+// Reading trusts nothing: headers above 100 MB, nesting, overflowing shapes, and tensors that
+// overlap, leave holes or do not end with the file are c10::Error, before anything of that size is
+// allocated.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,6 +26,8 @@ inline constexpr uint64_t kSafetensorsHeaderLimit = 100'000'000;
 
 struct StoredTensor {
   std::string name;
+  // Undefined where a file that was read has a dtype unknown here: its bytes are not compared with
+  // its shape.
   c10::ScalarType dtype = c10::ScalarType::Float;
   std::vector<int64_t> shape;
   uint64_t begin = 0;  // in the file
