@@ -34,7 +34,7 @@ struct MemoryReport {
 
 // What expected_memory() must know beside the plan.
 struct MemoryOptions {
-  int64_t stage = 2;                  // ZeroOptions::stage()
+  int64_t stage = 2;  // ZeroOptions::stage()
   // Bytes that the inner optimizer keeps for a segment of `numel` elements: 8 * numel for Adam, 4 *
   // numel for SGD with momentum. None if not given.
   std::function<int64_t(int64_t numel)> state_bytes;
