@@ -26,6 +26,7 @@ TARGETS = [
     "//tests/kernels:cuda_kernels_test",
     "//tests/kernels:cuda_updates_test",
     "//tests/training:cuda_optimizer_test",
+    "//tests/training:nccl_program",
 ]
 SOURCES = [".ci", "bookkeeping", "examples", "kernels", "tests", "zero"]
 # Every machine with a compiler has these, and the wheel of torch those of CUDA.

@@ -24,6 +24,38 @@ def _graph(pack):
                  [[pack.program("cuda_optimizer_test"), "--gtest_filter=*Graph*:*Capture*"]])]
 
 
+def read_failure(survivors):
+    """Of nccl_program: each survivor has an error in time, ends, and lives on."""
+    def read(output, folder):
+        errors = [float(text) for text in re.findall(r"error after ([\d.]+) s", output)]
+        ends = [float(text) for text in re.findall(r"ended in ([\d.]+) s", output)]
+        lives = len(re.findall(r" s later$", output, re.MULTILINE))
+        figures = {"error_s": errors, "end_s": ends}
+        if lives != survivors or len(errors) != survivors:
+            return figures, f"{len(errors)} of {survivors} have an error, {lives} live on"
+        if max(errors) > 6 or max(ends) > 6:
+            return figures, f"errors after {errors} s, ends after {ends} s, at most 6 expected"
+        return figures, ""
+    return read
+
+
+def _nccl(pack):
+    """Ranks that are processes, on one GPU or more."""
+    def step(name, ranks, what, *arguments, **more):
+        return Step(f"nccl:{name}:{ranks}", f"{what}, {ranks} ranks over NCCL",
+                    [[pack.program("nccl_program"), name, str(ranks), *arguments]], timeout=120,
+                    **more)
+    return [
+        *[step("sequences", ranks, "random programs of calls equal plain torch", "1", "40")
+          for ranks in (2, 3, 4)],
+        step("capture", 2, "a step in a CUDA graph has the bits of one without"),
+        step("living_graph", 2, "the same, and the optimizer ends before the graph"),
+        *[step(how, ranks, f"the last rank {'stands still' if how == 'stands' else 'dies'}",
+               read=read_failure(ranks if how == "stands" else ranks - 1))
+          for how in ("dies", "stands", "recovers") for ranks in (2, 3)],
+    ]
+
+
 def read_sanitizer(output, folder):
     """compute-sanitizer exits with 0 when the program under it could not start, too."""
     found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", output)
@@ -115,17 +147,26 @@ def read_losses(output, folder):
     return figures, "" if apart < 0.05 else "the second run has other losses"
 
 
+def _nccl_ranks(ranks, command):
+    """Runs `command` as ranks that NCCL takes for ranks on machines of their own, on one GPU."""
+    environment = (f"WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={ranks} MASTER_ADDR=127.0.0.1 "
+                   "MASTER_PORT=29617")
+    start = (f'for r in $(seq 0 {ranks - 1}); do RANK=$r LOCAL_RANK=$r NCCL_HOSTID=host-$r '
+             f'{environment} "$@" & all="$all $!"; done; for p in $all; do wait $p || exit 1; done')
+    return ["sh", "-c", start, "sh", *command]
+
+
 def _train_gpt(pack):
     common = [pack.program("train_gpt"), "--device", "cuda", "--data", pack.source("zero"),
               "--dtype", "bfloat16", "--sample-bytes", "0", "--checkpoints", "checkpoints",
               "--steps", "200", "--save-every", "50", "--keep", "9"]
-    whole = [*common, "--nproc", "1", "--log", "whole.jsonl"]
+    whole = _nccl_ranks(2, [*common, "--log", "whole.jsonl"])
     part = [*common, "--nproc", "2", "--transport", "gloo", "--resume", "--log", "part.jsonl"]
-    return [Step("train_gpt", "trains with NCCL; its last steps again from a checkpoint, with two "
-                 "ranks over Gloo",
+    return [Step("train_gpt", "two ranks train with NCCL; their last steps again from a checkpoint, "
+                 "over Gloo",
                  [whole, ["rm", "-r", "checkpoints/step-200"], part], read=read_losses)]
 
 
 def all_steps(pack, out):
-    return [*_tests(pack), *_graph(pack), *_traces(pack), *_kernels(pack), *_all_training(pack),
+    return [*_tests(pack), *_graph(pack), *_nccl(pack), *_traces(pack), *_kernels(pack), *_all_training(pack),
             *_train_gpt(pack), *_sanitizers(pack)]

@@ -1,0 +1,263 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Ranks that are processes and reach each other by NCCL, on as many GPUs as there are: ranks that
+// share one state a host of their own each, so that NCCL takes sockets between them.
+//
+//   nccl_program sequences <ranks> <first seed> <number of seeds>
+//     The programs of call_sequence_test that have that many ranks, compared with plain torch.
+//   nccl_program capture <ranks>
+//     An iteration in a CUDA graph has the bits of one without, for each layout and stage.
+//   nccl_program dies|stands|recovers <ranks>
+//     In the fourth step the last rank ends, or stands still. The others have an error that names
+//     it within the timeout, can end or recover, and are not ended by a watchdog of libtorch.
+#include <ATen/Functions.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/support/fuzz_seeds.h"
+#include "tests/support/random_tensors.h"
+#include "tests/training/run_sequence.h"
+#include "zero/errors.h"
+#include "zero/launch.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+
+constexpr seconds kTimeout{5};
+// What is waited for behind an error, to see that nothing ends the process.
+constexpr seconds kAfter{12};
+
+double seconds_since(steady_clock::time_point start) {
+  return std::chrono::duration<double>(steady_clock::now() - start).count();
+}
+
+// Before NCCL is used first.
+Group init(seconds timeout) {
+  const auto number = [](const char* name) {
+    const char* text = std::getenv(name);
+    return text == nullptr ? 0 : std::atoi(text);
+  };
+  const int rank = number("RANK"), gpus = c10::cuda::device_count();
+  TORCH_CHECK(gpus > 0, "expected a GPU, got none");
+  if (gpus < number("WORLD_SIZE")) {
+    setenv("NCCL_HOSTID", c10::str("host-", rank).c_str(), /*overwrite=*/1);
+  }
+  setenv("NCCL_SOCKET_IFNAME", "lo", 0);
+  setenv("GLOO_SOCKET_IFNAME", "lo", 0);
+  InitOptions options;
+  options.device = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(rank % gpus));
+  options.timeout = timeout;
+  return init_process_group(options);
+}
+
+int run_sequences(int ranks, const Seeds& seeds) {
+  const Group job = init(seconds(60));
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("nccl_program-" + std::to_string(getppid()));
+  const BackendFactory factory =
+      default_backend_factory(job.device(), "127.0.0.1", /*nccl=*/true, /*shared_memory=*/false);
+  int run = 0;
+  for (uint64_t seed = seeds.first; seed < seeds.first + seeds.count; ++seed) {
+    const CallSequence sequence = draw_sequence(seed);
+    if (sequence.world_size != ranks) continue;
+    // Rows of 8 bits are for host memory.
+    if (sequence.options.gradient_wire() != GradientWire::kDtype) continue;
+    const std::string text = describe(sequence);
+    print_if_aborted(&text, seconds(60));
+    const Group group(
+        job.store(), job.rank(), ranks, "sequence " + std::to_string(seed), factory, job.device(),
+        seconds(20),
+        Topology::of_equal_machines(
+            ranks, sequence.ranks_per_machine > 0 ? sequence.ranks_per_machine : ranks));
+    const auto own = folder / std::to_string(seed);
+    std::filesystem::create_directories(own);
+    try {
+      run_sequence(sequence, group, own.string());
+    } catch (const c10::Error& error) {
+      print_if_aborted(nullptr);
+      std::fprintf(stderr, "%s\nin %sof the seed %llu\n", error.what_without_backtrace(),
+                   text.c_str(), static_cast<unsigned long long>(seed));
+      return 1;
+    }
+    print_if_aborted(nullptr);
+    ++run;
+  }
+  std::error_code ignored;  // another rank removes it too
+  std::filesystem::remove_all(folder, ignored);
+  std::printf("rank %d: %d sequences equal plain torch\n", job.rank(), run);
+  return 0;
+}
+
+torch::nn::Sequential make_model(const Group& group, c10::ScalarType dtype) {
+  torch::nn::Sequential model(torch::nn::Linear(64, 129), torch::nn::Tanh(),
+                              torch::nn::Linear(129, 33));
+  const at::NoGradGuard no_grad;
+  uint64_t seed = 1;
+  for (at::Tensor& p : model->parameters()) p.copy_(random_tensor(p.sizes(), seed++).mul(0.2));
+  model->to(group.device(), dtype);
+  return model;
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_adamw(torch::nn::Sequential& model) {
+  return std::make_unique<torch::optim::AdamW>(model->parameters(), 0.01);
+}
+
+at::Tensor batch_of(const Group& group, c10::ScalarType dtype) {
+  return random_tensor({16, 64}, static_cast<uint64_t>(100 + group.rank()))
+      .to(group.device(), dtype);
+}
+
+void iterate(ZeroOptimizer& optimizer, torch::nn::Sequential& model, const at::Tensor& x) {
+  optimizer.backward(model->forward(x).pow(2).mean());
+  optimizer.clip_grad_norm_(0.5);
+  optimizer.step();
+}
+
+std::vector<at::Tensor> after_six_steps(const Group& group, const ZeroOptions& options,
+                                        bool captured, bool graph_lives) {
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+  std::vector<at::Tensor> result;
+  auto graph = std::make_unique<at::cuda::CUDAGraph>();
+  double seconds_to_end = 0;
+  {
+    auto model = make_model(group, at::kBFloat16);
+    auto optimizer = std::make_unique<ZeroOptimizer>(*model, make_adamw(model), group, options);
+    const at::Tensor x = batch_of(group, at::kBFloat16);
+    iterate(*optimizer, model, x);
+    iterate(*optimizer, model, x);
+    if (captured) {
+      graph->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+      iterate(*optimizer, model, x);
+      graph->capture_end();
+      for (int i = 0; i < 4; ++i) graph->replay();
+      c10::cuda::device_synchronize();
+    } else {
+      for (int i = 0; i < 4; ++i) iterate(*optimizer, model, x);
+    }
+    for (const at::Tensor& p : model->parameters()) result.push_back(p.detach().cpu());
+    if (!graph_lives) graph.reset();
+    const auto start = steady_clock::now();
+    optimizer.reset();
+    seconds_to_end = seconds_since(start);
+  }
+  std::printf("rank %d: %s, ended in %.2f s%s\n", group.rank(),
+              captured ? "captured" : "not captured", seconds_to_end,
+              captured && graph_lives ? " while the graph lives" : "");
+  std::fflush(stdout);
+  return result;
+}
+
+int capture(bool graph_lives) {
+  const Group group = init(seconds(20));
+  int different = 0;
+  for (const int64_t stage : {2, 1}) {
+    for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      const auto options =
+          ZeroOptions().stage(stage).layout(layout).static_graph(true).bucket_bytes(8192);
+      const auto without = after_six_steps(group, options, false, graph_lives);
+      const auto with = after_six_steps(group, options, true, graph_lives);
+      for (size_t i = 0; i < with.size(); ++i) {
+        if (!at::equal(with[i], without[i])) ++different;
+      }
+    }
+  }
+  std::printf("rank %d: %d parameters differ\n", group.rank(), different);
+  return different == 0 ? 0 : 1;
+}
+
+int fail(const std::string& how) {
+  const Group group = init(kTimeout);
+  auto model = make_model(group, at::kFloat);
+  const bool recovers = how == "recovers";
+  auto options = ZeroOptions().bucket_bytes(8192);
+  if (recovers) options.protect(1);
+  auto optimizer = std::make_unique<ZeroOptimizer>(*model, make_adamw(model), group, options);
+  const at::Tensor x = batch_of(group, at::kFloat);
+  const bool last = group.rank() == group.world_size() - 1;
+  auto start = steady_clock::now();
+  bool failed = false;
+  try {
+    for (int step = 0; step < 8; ++step) {
+      start = steady_clock::now();
+      if (step == 3 && last) {
+        optimizer->backward(model->forward(x).pow(2).mean());
+        if (how != "stands") std::raise(SIGKILL);
+        std::this_thread::sleep_for(2 * kTimeout);
+      }
+      iterate(*optimizer, model, x);
+    }
+  } catch (const CommunicationError& error) {
+    failed = true;
+    std::printf("rank %d: error after %.2f s: %s\n", group.rank(), seconds_since(start),
+                error.what_without_backtrace());
+    std::fflush(stdout);
+  }
+  if (!failed) {
+    std::printf("rank %d: FAILED: expected an error, got none\n", group.rank());
+    return 1;
+  }
+  start = steady_clock::now();
+  if (recovers) {
+    const auto report = optimizer->recover("run");
+    std::printf("rank %d: recovered step %lld in %.2f s\n", group.rank(),
+                static_cast<long long>(report.steps), seconds_since(start));
+    std::fflush(stdout);
+    for (int step = 0; step < 3; ++step) iterate(*optimizer, model, x);
+    c10::cuda::device_synchronize();
+    start = steady_clock::now();
+  }
+  optimizer.reset();
+  std::printf("rank %d: ended in %.2f s\n", group.rank(), seconds_since(start));
+  std::fflush(stdout);
+  std::this_thread::sleep_for(kAfter);
+  std::printf("rank %d: lives %lld s later\n", group.rank(),
+              static_cast<long long>(kAfter.count()));
+  return 0;
+}
+
+int run(int argc, char** argv) {
+  const std::string what = argv[1];
+  const int ranks = std::atoi(argv[2]);
+  const auto seed = [&](int i) { return std::strtoull(i < argc ? argv[i] : "", nullptr, 10); };
+  if (what == "sequences") return run_sequences(ranks, {seed(3), seed(4)});
+  if (what == "capture") return capture(/*graph_lives=*/false);
+  if (what == "living_graph") return capture(/*graph_lives=*/true);
+  return fail(what);
+}
+
+}  // namespace
+}  // namespace zero
+
+int main(int argc, char** argv) {
+  if (argc < 3) {
+    std::fprintf(stderr, "usage: %s what ranks ...; see its source\n", argv[0]);
+    return 2;
+  }
+  zero::LaunchOptions options;
+  options.survivors_go_on = std::string(argv[1]) != "sequences";
+  return zero::launch_local(
+      std::atoi(argv[2]), [&] { return zero::run(argc, argv); }, options);
+}
