@@ -144,42 +144,90 @@ TEST_F(CudaOptimizer, AStepNeverWaitsForTheDevice) {
   });
 }
 
+// Parameters after six steps. Of a captured one, the first two steps run on another stream, as
+// torch's recipe says, and the others are replays.
+std::vector<at::Tensor> after_six_steps(const Group& group, const Setting& s, bool captured) {
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+  Mlp model(kGpu, s.dtype);
+  ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
+  const Batch batch = batch_of(0, 0, kGpu, s.dtype);
+  const auto iteration = [&] {
+    optimizer.backward(model->loss(batch.x, batch.target));
+    optimizer.clip_grad_norm_(0.5);
+    optimizer.step();
+  };
+  iteration();
+  iteration();
+  if (captured) {
+    c10::cuda::device_synchronize();
+    const c10::cuda::CUDAStreamGuard of_capture(c10::cuda::getStreamFromPool());
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin();
+    iteration();
+    graph.capture_end();
+    for (int i = 0; i < 4; ++i) graph.replay();
+    c10::cuda::device_synchronize();
+  } else {
+    for (int i = 0; i < 4; ++i) iteration();
+  }
+  EXPECT_EQ(optimizer.stats().steps, 6);
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& p : model->parameters()) result.push_back(p.detach().cpu());
+  return result;
+}
+
 TEST_F(CudaOptimizer, AnIterationInACudaGraphHasTheBitsOfOneWithout) {
   run_ranks(1, [&](const Group& group) {
     for (const bool adamw : {true, false}) {
-      Setting s{adamw, at::kBFloat16, ZeroOptions().static_graph(true).bucket_bytes(8192)};
-      std::vector<at::Tensor> results[2];
-      for (const bool captured : {false, true}) {
-        const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
-        Mlp model(kGpu, s.dtype);
-        ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
-        const Batch batch = batch_of(0, 0, kGpu, s.dtype);
-        const auto iteration = [&] {
-          optimizer.backward(model->loss(batch.x, batch.target));
-          optimizer.clip_grad_norm_(0.5);
-          optimizer.step();
-        };
-        iteration();
-        iteration();
-        if (captured) {
-          at::cuda::CUDAGraph graph;
-          graph.capture_begin();
-          iteration();
-          graph.capture_end();
-          for (int i = 0; i < 4; ++i) graph.replay();
-          c10::cuda::device_synchronize();
-        } else {
-          for (int i = 0; i < 4; ++i) iteration();
+      for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {
+        const Setting s{adamw, at::kBFloat16,
+                        ZeroOptions().static_graph(true).layout(layout).bucket_bytes(8192)};
+        const auto without = after_six_steps(group, s, /*captured=*/false);
+        const auto with = after_six_steps(group, s, /*captured=*/true);
+        for (size_t i = 0; i < with.size(); ++i) {
+          EXPECT_TRUE(at::equal(with[i], without[i])) << "parameter " << i;
         }
-        EXPECT_EQ(optimizer.stats().steps, 6);
-        for (const at::Tensor& p : model->parameters()) {
-          results[captured].push_back(p.detach().cpu());
-        }
-      }
-      for (size_t i = 0; i < results[0].size(); ++i) {
-        EXPECT_TRUE(at::equal(results[0][i], results[1][i])) << "parameter " << i;
       }
     }
+  });
+}
+
+TEST_F(CudaOptimizer, CaptureOfAnOverlappedGatherIsRefused) {
+  run_ranks(1, [&](const Group& group) {
+    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+    Setting s{true, at::kFloat, ZeroOptions().static_graph(true).overlap_gather(true)};
+    Mlp model(kGpu, s.dtype);
+    ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
+    const Batch batch = batch_of(0, 0, kGpu, s.dtype);
+    for (const bool captured : {false, true}) {
+      optimizer.wait_for(*model);
+      at::cuda::CUDAGraph graph;
+      if (captured) graph.capture_begin();
+      optimizer.backward(model->loss(batch.x, batch.target));
+      if (!captured) {
+        optimizer.step();
+        continue;
+      }
+      EXPECT_THROW(optimizer.step(), c10::Error);
+      graph.capture_end();
+    }
+  });
+}
+
+// A host that waits for peers cannot be captured.
+TEST_F(CudaOptimizer, CaptureWithoutNcclIsRefused) {
+  run_ranks(2, [&](const Group& group) {
+    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+    Setting s{true, at::kFloat, ZeroOptions().static_graph(true)};
+    Mlp model(kGpu, s.dtype);
+    ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
+    const Batch batch = batch_of(0, 0, kGpu, s.dtype);
+    optimizer.backward(model->loss(batch.x, batch.target));
+    optimizer.step();
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+    EXPECT_THROW(optimizer.backward(model->loss(batch.x, batch.target)), c10::Error);
+    graph.capture_end();
   });
 }
 

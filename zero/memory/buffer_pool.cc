@@ -62,23 +62,25 @@ bool BufferPool::is_free(const Free& free) const {
 at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype, Order order) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   // All ranks of a captured step run the same passes, so that any stream may wait.
-  const bool capturing = is_capturing(device_);
-  const bool may_wait = order == Order::kWait || capturing;
+  const uint64_t capture = current_capture(device_);
+  const bool may_wait = order == Order::kWait || capture != 0;
   std::unique_lock<std::mutex> lock(mutex_);
-  captured_ = captured_ || capturing;
+  captured_ = captured_ || capture != 0;
   // The smallest that fits; one far too large is left for a larger bucket.
   auto best = free_.end();
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     const int64_t size = storage_bytes(it->buffer);
     if (size < bytes || size > 2 * bytes) continue;
     if (best != free_.end() && size >= storage_bytes(best->buffer)) continue;
-    if (may_wait || is_free(*it)) best = it;
+    if (may_wait || it->capture != capture || is_free(*it)) best = it;
   }
   if (best != free_.end()) {
     const Free found = std::move(*best);
     free_.erase(best);
-    if (found.given && may_wait) found.given->block(current_torch_stream(device_));
-    if (found.stream && !found.given) make_wait(current_torch_stream(device_), *found.stream);
+    if (found.capture == capture) {
+      if (found.given && may_wait) found.given->block(current_torch_stream(device_));
+      if (found.stream && !found.given) make_wait(current_torch_stream(device_), *found.stream);
+    }
     return as_flat(found.buffer, numel, dtype);
   }
   lock.unlock();
@@ -96,6 +98,7 @@ void BufferPool::give(const at::Tensor& buffer) {
     free.stream = current_torch_stream(device_);
     free.given.emplace(device_.type());
     free.given->record(*free.stream);
+    free.capture = current_capture(device_);
     // For the day on which the memory goes back to libtorch.
     free.buffer.record_stream(*free.stream);
   }
@@ -106,8 +109,10 @@ void BufferPool::give(const at::Tensor& buffer) {
 void BufferPool::joined() {
   if (device_.is_cpu()) return;
   const c10::Stream current = current_torch_stream(device_);
+  const uint64_t capture = current_capture(device_);
   std::lock_guard<std::mutex> lock(mutex_);
   for (Free& free : free_) {
+    if (free.capture != capture) continue;
     free.stream = current;
     free.given.reset();
   }

@@ -5,7 +5,9 @@
 // for a peer, so the pool allocates beyond what it keeps and frees the surplus in trim().
 //
 // On a GPU a buffer that was given back may still be read or written by the stream that was current
-// then. It is free for that stream at once, and for others when that stream has come so far.
+// then. It is free for that stream at once, and for others when that stream has come so far. A
+// capture in a CUDA graph cannot wait for what is outside of it, nor can anything wait for what was
+// captured: whoever begins a capture, and replays it, orders it behind what came before.
 //
 // Thread safety: every member.
 #pragma once
@@ -61,6 +63,7 @@ class BufferPool {
     // peer, see joined().
     std::optional<c10::Stream> stream = std::nullopt;
     std::optional<c10::Event> given = std::nullopt;
+    uint64_t capture = 0;  // in which it was given back
   };
 
   // Returns whether the current stream may use a buffer without waiting for peers.

@@ -6,7 +6,7 @@
 #include <c10/util/Exception.h>
 
 #ifdef ZERO_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -29,13 +29,17 @@ kernels::Stream current_stream(c10::Device device) {
   return {true, reinterpret_cast<void*>(static_cast<intptr_t>(backend.getStream(device).id()))};
 }
 
-bool is_capturing([[maybe_unused]] c10::Device device) {
+uint64_t current_capture([[maybe_unused]] c10::Device device) {
 #ifdef ZERO_CUDA
-  return device.is_cuda() &&
-         c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-#else
-  return false;
+  if (device.is_cuda()) {
+    cudaStreamCaptureStatus status{};
+    unsigned long long capture = 0;
+    C10_CUDA_CHECK(cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(device.index()),
+                                            &status, &capture));
+    return status == cudaStreamCaptureStatusNone ? 0 : capture + 1;
+  }
 #endif
+  return 0;
 }
 
 }  // namespace zero

@@ -7,6 +7,8 @@
 
 #include <c10/core/Device.h>
 
+#include <cstdint>
+
 #include "kernels/stream.h"
 
 namespace zero {
@@ -15,7 +17,8 @@ namespace zero {
 // in a program that was built without --config=cuda.
 kernels::Stream current_stream(c10::Device device);
 
-// Returns whether that stream is being captured in a CUDA graph.
-bool is_capturing(c10::Device device);
+// Returns a number of the capture in a CUDA graph that has that stream, or 0 for none.
+uint64_t current_capture(c10::Device device);
+inline bool is_capturing(c10::Device device) { return current_capture(device) != 0; }
 
 }  // namespace zero
