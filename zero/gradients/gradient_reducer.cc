@@ -53,6 +53,21 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
   start_round();
 }
 
+void GradientReducer::connect() {
+  const c10::Device device = shards_.front().device();
+  const bool connects_late =
+      std::any_of(comms_.begin(), comms_.end(), [&](const DomainCommunicators& comms) {
+        return comms.data->world_size() > 1 && !comms.data->waits_on_host(device);
+      });
+  if (!connects_late) return;
+  // Replicas exchange in collective calls, where all ranks come.
+  replicated_ = 1;
+  send_round();
+  complete(1);
+  consume();
+  total_rounds_ = 0;
+}
+
 void GradientReducer::start_round() {
   packed_.assign(used_.size(), 0);
   open_.resize(plan_.buckets.size());
@@ -211,6 +226,10 @@ void GradientReducer::send_next() {
   if (!has_peers(reduction)) {
     reduce_alone(reduction, pool_);
   } else if (comms.data->waits_on_host(reduction.shard.device())) {
+    TORCH_CHECK(
+        !is_capturing(reduction.shard.device()),
+        "CUDA graph capture: expected NCCL between ranks, got a transport on which the host "
+        "waits; end the capture and run the step without");
     queue_.push(std::move(reduction));
   } else {
     stream_reductions_.push(std::move(reduction));

@@ -54,6 +54,12 @@ class GradientReducer {
                   std::vector<DomainCommunicators> comms, BufferPool& pool,
                   const ReducerOptions& options);
 
+  // Collective. Sends a round of zeros where the host does not wait for transfers, as with NCCL.
+  // Its first call of a kind and size connects, and holds the host until all ranks call it: in a
+  // hook that would be for ever where a rank has no backward pass. To be called before the first
+  // one.
+  void connect();
+
   // Factor on every gradient besides the mean over ranks: 1 / loss scale.
   void set_scale(double scale) { scale_ = scale; }
 

@@ -52,8 +52,9 @@ std::vector<int64_t> ranks_in(const ShardDomains& domains) {
 }
 
 // Any domain's communicator can send these buffers: memory that ranks of a machine share is the
-// same for all of them.
-BufferPool::Allocate allocator_of(const OptimizerCommunicators& comms) {
+// same for all of them. It is host memory.
+BufferPool::Allocate allocator_of(const OptimizerCommunicators& comms, at::Device device) {
+  if (!device.is_cpu()) return nullptr;
   return [&comms](int64_t bytes) {
     for (const DomainCommunicators& domain : comms.domains) {
       if (at::Tensor buffer = domain.data->allocate(bytes); buffer.defined()) return buffer;
@@ -129,6 +130,8 @@ std::string capture_problem(const Engine& engine, Call call) {
   if (engine.protocol.expected_rounds() == 0) return refuse("the first step");
   if (!engine.shards.deferred()) return refuse("an optimizer that runs its own step()");
   if (engine.record.scaler().dynamic()) return refuse("a dynamic loss scale");
+  // Its gathers would not be joined when the capture ends.
+  if (engine.options.overlap_gather()) return refuse("overlap_gather(true)");
   return {};
 }
 
@@ -174,7 +177,7 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       domain_of(parameter_domains(table, domains)),
       plan(make_plan_of(table, domains, *inner, options)),
       protocol(domains, domain_of, *comms, device),
-      pool(device, pool_bytes(plan, options), allocator_of(*comms)),
+      pool(device, pool_bytes(plan, options), allocator_of(*comms, device)),
       arena(plan, table, pool),
       reducer(plan, table, comms->domains, pool,
               {make_wire_formats(plan, options), options.no_sync_fp32()}),
@@ -184,6 +187,7 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       gathers(plan, table, arena, *comms, options),
       record(options, comms->any_half, shards.deferred(), device, comms->rank(), reducer),
       passes({table, reducer, shards, protocol, clipping, record, gathers}) {
+  reducer.connect();
   table.remember();
 }
 

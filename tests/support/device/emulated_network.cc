@@ -18,6 +18,7 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -56,6 +57,7 @@ struct EmulatedChannel {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<int64_t, Round> rounds;
+  std::map<std::string, int> connecting;  // by call: the ranks that have come to their first one
   bool stopped = false;
 };
 
@@ -230,6 +232,7 @@ class EmulatedBackend : public c10d::Backend {
                     static_cast<char*>(output.mutable_data_ptr()),
                     static_cast<int64_t>(input.nbytes()), input.scalar_type()};
     const std::string call = c10::str(name, " of ", input.nbytes(), " bytes of ", input.dtype());
+    connect(call);
     emulated::enqueue(stream_, [channel = channel_, rank = getRank(), number = calls_++, part, call,
                                 compute = std::move(compute)] {
       run(*channel, rank, number, part, call, compute);
@@ -237,6 +240,16 @@ class EmulatedBackend : public c10d::Backend {
     auto work = c10::make_intrusive<EmulatedWork>(stream_, std::vector<at::Tensor>{input, output});
     busy_ = false;
     return work;
+  }
+
+  // The first call of a kind and size holds the host until all ranks have come to it.
+  void connect(const std::string& call) {
+    std::unique_lock<std::mutex> lock(channel_->mutex);
+    if (!connected_.insert(call).second) return;
+    int& ranks = channel_->connecting[call];
+    ++ranks;
+    channel_->changed.notify_all();
+    wait(*channel_, lock, "the first " + call, [&] { return ranks >= channel_->size; });
   }
 
   // Blocks until `ready`; false: the communicator has ended.
@@ -284,6 +297,7 @@ class EmulatedBackend : public c10d::Backend {
   const int device_;
   const c10::Stream stream_;
   int64_t calls_ = 0;
+  std::set<std::string> connected_;
   std::atomic<bool> busy_ = false;
 };
 

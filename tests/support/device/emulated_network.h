@@ -7,6 +7,7 @@
 //   Each communicator has a stream, where its collectives run one after the other. A collective
 //   waits for the stream that is current at the call, and starts when all ranks have called it.
 //   Work::wait() makes the current stream wait, never the host.
+//   The first call of a kind and size connects: it holds the host until all ranks have called it.
 //   What NCCL forbids is a violation: another call or size on another rank, calls on one
 //   communicator by two threads at once, and memory of another device.
 #pragma once
