@@ -233,8 +233,9 @@ void OptimizerCommunicators::abort(const std::string& reason) noexcept {
   if (aborted_.exchange(true)) return;
   // Before any connection is closed, so that the peers find it when they notice.
   channel.announce(reason);
-  for (const auto& item : made_) item.second->abort(reason);
+  // First what peers wait for on the host.
   control->abort(reason);
+  for (const auto& item : made_) item.second->abort(reason);
 }
 
 Traffic OptimizerCommunicators::data_traffic() const {

@@ -12,9 +12,11 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 
 #include "zero/base/message_probe.h"
 #include "zero/base/own_process.h"
+#include "zero/base/periodic_call.h"
 #include "zero/comm/operation.h"
 #include "zero/comm/row_exchange.h"
 
@@ -82,12 +84,34 @@ struct Communicator::Impl {
 
   std::vector<int> newcomers;
 
+  // Where streams wait and not the host, an error may come while no operation is waited for.
+  void watch_for_errors();
+
   // Between begin_reductions() and end_reductions().
   std::atomic<bool> reducing = false;
 
   std::mutex traffic_mutex;
   Traffic traffic;
+
+  std::string seen_error;             // of the watch's last look
+  std::optional<PeriodicCall> watch;  // last: it uses the others
 };
+
+void Communicator::Impl::watch_for_errors() {
+  constexpr milliseconds kPeriod{250};
+  watch.emplace(
+      kPeriod,
+      [this] {
+        const std::string error = exchange->error();
+        // An operation that waits for the rank itself knows more: it has a period's time.
+        if (!error.empty() && !seen_error.empty() && health->first_failure().empty()) {
+          health->fail(c10::str(error, health->where(),
+                                ". The rank that failed first has the reason in its output"));
+        }
+        seen_error = error;
+      },
+      "errors");
+}
 
 void Communicator::Impl::check_no_reductions(const std::string& what) const {
   TORCH_INTERNAL_ASSERT(!reducing, what,
@@ -164,6 +188,7 @@ Communicator::Communicator(std::shared_ptr<RowExchange> exchange, int rank, int 
   if (connections == nullptr) return;
   impl_->health->hang_up_with([connections] { connections->hang_up(); });
   impl_->health->ask_for_ended([connections](int peer) { return connections->has_ended(peer); });
+  if (!connections->device().is_cpu()) impl_->watch_for_errors();
 }
 
 Communicator::~Communicator() {
@@ -174,6 +199,7 @@ Communicator::~Communicator() {
     impl_->health->fail("destroyed with operations under way" + impl_->health->where());
   }
   // 2. A failure that another thread reports uses the exchange until it has been dealt with.
+  impl_->watch.reset();
   impl_->health->forget_actions();
   // 3. After a failure the connections are closed already.
   if (!impl_->exchange || !failed().empty()) return;

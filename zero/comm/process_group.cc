@@ -466,13 +466,28 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, const cha
 
 }  // namespace
 
+namespace {
+
+// Why NCCL cannot use this rank's GPU, or empty. All ranks call it first.
+std::string gpu_problem(c10d::Store& store, int rank, c10::Device device) {
+  const std::string gpu = gpu_name(device), own = std::to_string(rank);
+  const std::string first = claim(store, "gpu/" + gpu, own);
+  if (first == own) return {};
+  return c10::str("expected a GPU for each rank, got ", gpu, " for rank ", first, " and rank ", own,
+                  "; start at most as many ranks as there are GPUs, give each one of its own by "
+                  "LOCAL_RANK or InitOptions::device, or set InitOptions::nccl to false, which is "
+                  "slow");
+}
+
+}  // namespace
+
 BackendFactory default_backend_factory(c10::Device device, const std::string& hostname, bool nccl,
                                        bool shared_memory) {
   return [=](StorePtr store, int rank, int world_size, Purpose purpose,
              milliseconds timeout) -> NewBackend {
     const bool over_nccl = purpose == Purpose::kData && device.is_cuda() && nccl;
     std::string problem;
-    if (!over_nccl) problem = gloo_problem(hostname);
+    problem = over_nccl ? gpu_problem(*store, rank, device) : gloo_problem(hostname);
     if (!over_nccl && problem.empty()) {
       problem = make_room_for_descriptors(gloo_descriptors(world_size));
     }

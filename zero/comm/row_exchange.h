@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "zero/comm/operation.h"
@@ -92,10 +93,13 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
   // Returns whether the host, and not a stream, waits for transfers of memory of this device.
   virtual bool waits_on_host(c10::Device /*device*/) const { return true; }
 
+  // Returns why the transport has failed without an operation that said so, as one does that
+  // streams wait for; empty while all is well. Does not wait.
+  virtual std::string error() noexcept { return {}; }
   // Returns whether the connection to `rank`, of the communicator, is known to have ended. Does not
   // wait; called while an operation waits for that rank. Locks mutex() itself.
   virtual bool has_ended(int /*rank*/) noexcept { return false; }
-  // Ends all operations under way, here and on the peers. Locks mutex() itself.
+  // Ends all operations under way, here and on the peers, or begins to. Locks mutex() itself.
   virtual void hang_up() noexcept = 0;
   // Ends the use of a transport without operations under way.
   virtual void shutdown() = 0;
@@ -124,6 +128,7 @@ class BackendExchange : public RowExchange {
 
  protected:
   c10d::Backend& backend() const { return *backend_; }
+  const BackendPtr& backend_ptr() const { return backend_; }
   int rank() const { return backend_->getRank(); }
   int world_size() const { return backend_->getSize(); }
   std::chrono::milliseconds timeout() const { return timeout_; }

@@ -439,6 +439,11 @@ SentBytes TwoLevelExchange::broadcast(const at::Tensor& tensor, int source, Oper
   return sent;
 }
 
+std::string TwoLevelExchange::error() noexcept {
+  std::string text = inside_->error();
+  return text.empty() ? between_->error() : text;
+}
+
 void TwoLevelExchange::hang_up() noexcept {
   inside_->hang_up();
   between_->hang_up();

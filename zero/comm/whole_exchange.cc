@@ -3,8 +3,14 @@
 
 #include "zero/comm/whole_exchange.h"
 
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
 #include <utility>
 #include <vector>
+
+#include "zero/base/detached_call.h"
 
 namespace zero {
 namespace {
@@ -15,7 +21,54 @@ bool summed_by_backend(const Rows& rows) {
   return rows.equal() && rows.values().scalar_type() == at::kFloat;
 }
 
+// The destructor waits so long at most for the end of a backend.
+constexpr std::chrono::milliseconds kEnd{10000};
+
 }  // namespace
+
+WholeExchange::~WholeExchange() {
+  const auto limit = std::min(kEnd, timeout());
+  if (!end_.valid() || end_.wait_for(limit) == std::future_status::ready) return;
+  // Nor may it be destroyed when that thread lets it go: the process may be ending by then.
+  static_cast<void>(new BackendPtr(backend_ptr()));
+  TORCH_WARN("a communicator of rank ", rank(), " of ", world_size(), " does not end within ",
+             limit.count(),
+             " ms and is left behind. Does a CUDA graph live that captured its "
+             "operations? Let graphs end before their optimizer");
+}
+
+std::string WholeExchange::error() noexcept {
+  try {
+    switch (backend().getError()) {
+      case c10d::ErrorType::SUCCESS:
+        return {};
+      case c10d::ErrorType::TIMEOUT:
+        return "an operation was not done within the timeout";
+      default:
+        return "a connection failed, or a rank has ended";
+    }
+  } catch (...) {  // a backend that cannot say
+    return {};
+  }
+}
+
+void WholeExchange::end(void (c10d::Backend::*how)()) {
+  if (end_.valid()) return;
+  end_ = start_detached([backend = backend_ptr(), how] {
+    (*backend.*how)();
+    return true;
+  });
+}
+
+void WholeExchange::hang_up() noexcept {
+  try {
+    end(&c10d::Backend::abort);
+  } catch (...) {  // no thread is left
+    BackendExchange::hang_up();
+  }
+}
+
+void WholeExchange::shutdown() { end(&c10d::Backend::shutdown); }
 
 void WholeExchange::start_all_to_all(const Rows& rows, const at::Tensor& received,
                                      Operation& operation) {

@@ -4,6 +4,9 @@
 // Maps each operation to one collective of the backend, which is best on NCCL.
 #pragma once
 
+#include <future>
+#include <string>
+
 #include "zero/comm/row_exchange.h"
 
 namespace zero {
@@ -12,6 +15,7 @@ namespace zero {
 class WholeExchange : public BackendExchange {
  public:
   using BackendExchange::BackendExchange;
+  ~WholeExchange() override;
 
   SentBytes exchange(const at::Tensor& rows, const at::Tensor& received,
                      Operation& operation) override;
@@ -28,10 +32,19 @@ class WholeExchange : public BackendExchange {
   int64_t all_reduce_bytes(const at::Tensor& values) const override;
   SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) override;
   bool waits_on_host(c10::Device device) const override { return device.is_cpu(); }
+  std::string error() noexcept override;
+  // The ends of NCCL wait for kernels on the device, also for those of other communicators, and for
+  // as long as a CUDA graph lives that captured an operation. So they run on a thread of their own,
+  // which the destructor leaves behind in the end.
+  void hang_up() noexcept override;
+  void shutdown() override;
 
  private:
   void start_all_to_all(const Rows& rows, const at::Tensor& received, Operation& operation);
   void start_broadcast(const at::Tensor& tensor, int source, Operation& operation);
+  void end(void (c10d::Backend::*how)());
+
+  std::future<bool> end_;  // valid from the first end on
 };
 
 }  // namespace zero

@@ -6,15 +6,63 @@
 #include <c10/util/Exception.h>
 
 #ifdef USE_C10D_NCCL
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <torch/csrc/cuda/nccl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include <cstdlib>
+#include <iomanip>
+#include <sstream>
 #endif
 
 namespace zero {
 
 #ifdef USE_C10D_NCCL
 
+namespace {
+
+// Control messages, which name the ranks that are missing, have the timeout itself.
+constexpr std::chrono::seconds kAfterControl{1};
+
+void leave_errors_to_us() {
+  static const bool done = [] {
+    for (const char* name : {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+                             "TORCH_NCCL_ENABLE_MONITORING"}) {
+      setenv(name, "0", /*overwrite=*/0);
+    }
+    // The watchdog waits four times as long after an error, with a lock that abort() needs.
+    setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "10", 0);
+    return true;
+  }();
+  static_cast<void>(done);
+}
+
+// Objects of libtorch have a ncclConfig_t in them, which grows with versions of NCCL.
+void check_version() {
+  constexpr uint64_t kHere = uint64_t{NCCL_MAJOR} << 32 | uint64_t{NCCL_MINOR} << 16;
+  const uint64_t libtorch = torch::cuda::nccl::version() >> 16 << 16;
+  TORCH_CHECK(libtorch == kHere, "NCCL: expected the headers of version ", libtorch >> 32, ".",
+              libtorch >> 16 & 0xffff, ", for which libtorch was compiled, got ", NCCL_MAJOR, ".",
+              NCCL_MINOR, "; build zero with the nccl.h of that version");
+}
+
+}  // namespace
+
 int cuda_device_count() { return c10::cuda::device_count(); }
+
+std::string gpu_name(c10::Device device) {
+  cudaDeviceProp properties{};
+  C10_CUDA_CHECK(cudaGetDeviceProperties(&properties, device.index()));
+  std::ostringstream text;
+  text << "GPU-" << std::hex << std::setfill('0');
+  for (const char byte : properties.uuid.bytes) {
+    text << std::setw(2) << static_cast<int>(static_cast<unsigned char>(byte));
+  }
+  const char* host = std::getenv("NCCL_HOSTID");
+  if (host != nullptr) text << " of " << host;
+  return text.str();
+}
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int world_size, c10::Device device,
@@ -22,8 +70,10 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10
   TORCH_CHECK(device.is_cuda() && device.has_index(),
               "NCCL: expected a GPU with its number, such as cuda:0, got ", device, " on rank ",
               rank, " of ", world_size);
+  leave_errors_to_us();
+  check_version();
   auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
-  options->timeout = timeout;
+  options->timeout = timeout + kAfterControl;
   auto backend =
       c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, world_size, std::move(options));
   backend->setBoundDeviceId(device);
@@ -34,6 +84,8 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10
 #else
 
 int cuda_device_count() { return 0; }
+
+std::string gpu_name(c10::Device device) { return c10::str(device); }
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>&,
                                                     int rank, int world_size, c10::Device device,

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <string>
 
 namespace zero {
 
@@ -23,11 +24,20 @@ int cuda_device_count();
 // Works on a stream of high priority: communication that waits behind the
 // backward pass's kernels would overlap nothing.
 //
-// After `timeout`, which bounds every operation, NCCL's watchdog reports what
-// hung and ends the process, unless TORCH_NCCL_ASYNC_ERROR_HANDLING says
-// otherwise: a kernel that waits for a dead peer cannot be left behind.
+// Backend::getError() says when a connection failed or an operation was not done
+// within `timeout` and a second. libtorch's watchdog would end the process for
+// that, before anyone could catch the error: the first call sets
+// TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_NCCL_DUMP_ON_TIMEOUT and
+// TORCH_NCCL_ENABLE_MONITORING to 0 and TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC to 10
+// for this process, except where they are set.
+//
+// Throws c10::Error where libtorch was compiled for another version of NCCL.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int world_size, c10::Device device,
                                                     std::chrono::milliseconds timeout);
+
+// A name of a GPU in the whole world. NCCL takes one GPU for one rank, except
+// where NCCL_HOSTID says that ranks are on different machines: it is in the name.
+std::string gpu_name(c10::Device device);
 
 }  // namespace zero

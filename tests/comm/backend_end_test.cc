@@ -1,0 +1,105 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Backends that behave as NCCL does where it fails or ends: an error that no operation reports, and
+// an end that waits for the device, so for other communicators, or for ever.
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "zero/communicator.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// What the test decides and sees.
+struct Device {
+  std::atomic<c10d::ErrorType> error = c10d::ErrorType::SUCCESS;
+  std::atomic<int> ends = 0;  // begun
+  std::promise<void> idle;
+  std::shared_future<void> ready = idle.get_future().share();
+};
+
+class DeviceBackend : public c10d::Backend {
+ public:
+  explicit DeviceBackend(std::shared_ptr<Device> device)
+      : Backend(0, 2), device_(std::move(device)) {
+    setBoundDeviceId(c10::Device(at::kCUDA, 0));
+  }
+  const std::string getBackendName() const override { return "device"; }
+  c10d::ErrorType getError() override { return device_->error; }
+  void abort() override { end(); }
+  void shutdown() override { end(); }
+
+ private:
+  void end() {
+    ++device_->ends;
+    device_->ready.wait();
+  }
+  const std::shared_ptr<Device> device_;
+};
+
+std::unique_ptr<Communicator> communicator_on(const std::shared_ptr<Device>& device,
+                                              milliseconds timeout = seconds(60)) {
+  return std::make_unique<Communicator>(c10::make_intrusive<DeviceBackend>(device), "test", timeout,
+                                        RowTransport::kWhole);
+}
+
+TEST(BackendEndTest, AnErrorThatNoOperationReportsIsAFailure) {
+  for (const auto error : {c10d::ErrorType::TIMEOUT, c10d::ErrorType::COMM_ERROR}) {
+    const auto device = std::make_shared<Device>();
+    device->idle.set_value();
+    const auto ranks = communicator_on(device);
+    std::promise<std::string> reported;
+    ranks->on_failure([&](const std::string& reason) { reported.set_value(reason); });
+    device->error = error;
+    const std::string reason = reported.get_future().get();
+    EXPECT_NE(reason.find(error == c10d::ErrorType::TIMEOUT ? "timeout" : "connection"),
+              std::string::npos)
+        << reason;
+    EXPECT_NE(reason.find("rank 0 of 2 in group \"test\""), std::string::npos) << reason;
+    EXPECT_EQ(ranks->failed(), reason);
+  }
+}
+
+// One that passes is none: an operation has reported it.
+TEST(BackendEndTest, NoErrorIsNoFailure) {
+  const auto device = std::make_shared<Device>();
+  device->idle.set_value();
+  const auto ranks = communicator_on(device);
+  std::this_thread::sleep_for(milliseconds(600));
+  EXPECT_EQ(ranks->failed(), "");
+}
+
+// Each waits until all have begun to end.
+TEST(BackendEndTest, NoAbortWaitsForAnother) {
+  const auto device = std::make_shared<Device>();
+  const auto first = communicator_on(device), second = communicator_on(device);
+  first->abort("a reason");
+  second->abort("a reason");
+  while (device->ends < 2) std::this_thread::yield();
+  device->idle.set_value();
+}
+
+TEST(BackendEndTest, ACommunicatorThatDoesNotEndIsLeftBehind) {
+  for (const bool failed : {false, true}) {
+    const auto device = std::make_shared<Device>();
+    auto ranks = communicator_on(device, milliseconds(50));
+    if (failed) ranks->abort("a reason");
+    ranks.reset();
+    while (device->ends < 1) std::this_thread::yield();
+    device->idle.set_value();
+  }
+}
+
+}  // namespace
+}  // namespace zero
