@@ -258,7 +258,7 @@ class Run {
     optimizer_->wait_for(*model_);
     double square = 0, dot = 0;
     for (size_t t = 0; t < model_->numbered().size(); ++t) {
-      const at::Tensor p = model_->numbered()[t].detach().to(at::kFloat).contiguous();
+      const at::Tensor p = model_->numbered()[t].detach().to(at::kFloat).contiguous().to(at::kCPU);
       const float* data = p.const_data_ptr<float>();
       for (int64_t i = 0; i < p.numel(); ++i) {
         square += static_cast<double>(data[i]) * data[i];

@@ -8,9 +8,10 @@
 //     The programs of call_sequence_test that have that many ranks, compared with plain torch.
 //   nccl_program capture <ranks>
 //     An iteration in a CUDA graph has the bits of one without, for each layout and stage.
-//   nccl_program dies|stands|recovers <ranks>
+//   nccl_program dies|dies_unseen|stands|recovers <ranks>
 //     In the fourth step the last rank ends, or stands still. The others have an error that names
 //     it within the timeout, can end or recover, and are not ended by a watchdog of libtorch.
+//     Unseen: with static_graph no rank sends control messages.
 #include <ATen/Functions.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -60,6 +61,8 @@ Group init(seconds timeout) {
     const char* text = std::getenv(name);
     return text == nullptr ? 0 : std::atoi(text);
   };
+  // Kernels are loaded when they are first used, which can wait for a collective that runs.
+  setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   const int rank = number("RANK"), gpus = c10::cuda::device_count();
   TORCH_CHECK(gpus > 0, "expected a GPU, got none");
   if (gpus < number("WORLD_SIZE")) {
@@ -194,6 +197,7 @@ int fail(const std::string& how) {
   const bool recovers = how == "recovers";
   auto options = ZeroOptions().bucket_bytes(8192);
   if (recovers) options.protect(1);
+  if (how == "dies_unseen") options.static_graph(true);
   auto optimizer = std::make_unique<ZeroOptimizer>(*model, make_adamw(model), group, options);
   const at::Tensor x = batch_of(group, at::kFloat);
   const bool last = group.rank() == group.world_size() - 1;
@@ -208,6 +212,7 @@ int fail(const std::string& how) {
         std::this_thread::sleep_for(2 * kTimeout);
       }
       iterate(*optimizer, model, x);
+      model->parameters()[0].sum().item();  // which waits for the device
     }
   } catch (const CommunicationError& error) {
     failed = true;
