@@ -29,16 +29,19 @@ one stopped: `--minutes 9` bounds it, `--only trace` chooses steps.
 |---|---|
 | `test` | tests tagged `gpu`: kernels have the CPU's bits, `ZeroOptimizer` follows the CPU |
 | `graph` | a step in a CUDA graph has the bits of one without |
+| `nccl` | processes over NCCL: random programs of calls, capture, deaths, recovery |
 | `trace` | waits of the host for the device in three traced steps: there should be none |
 | `kernels` | each kernel beside a copy by the device, in turns; aligned, not aligned, and 1000 segments |
 | `training` | stages 1 and 2 beside PyTorch's DDP and fused AdamW: one rank, or two that share a GPU |
 | `train_gpt` | training, checkpoints, and the same losses again on another number of ranks |
 | `memcheck`, `racecheck` | compute-sanitizer on the tests of the kernels |
 
-NCCL carries the data of one rank, Gloo those of two that share a GPU, through host memory: times
-there show that it works, not how fast NCCL between GPUs is. The systems keep fp32 masters of bf16
-parameters, DDP by hand, and read neither loss nor norm in a step. *fb*, *clip* and *opt* are the
-time that the host needs to enqueue the work, *GPU MB* is what a step allocates beside the model.
+Where ranks share a GPU, each states a host of its own (`NCCL_HOSTID`), so that NCCL takes sockets
+between them; their kernels take turns. The benchmark has one rank, which sends nothing, or two over
+Gloo: times there show that it works, not how fast NCCL between GPUs is. The systems keep fp32
+masters of bf16 parameters, DDP by hand, and read neither loss nor norm in a step. *fb*, *clip* and
+*opt* are the time that the host needs to enqueue the work, *GPU MB* is what a step allocates beside
+the model.
 """
 
 _KERNEL_ROWS = ("| kernel, elements, offset | ms | GB/s | copy or read, GB/s | ratio | goal |",
@@ -95,10 +98,13 @@ def _traces(result):
 
 
 def _training(result):
-    for step in result["steps"].values():
+    for name, step in result["steps"].items():
         found = step["figures"].get("training")
         if found:
             yield comparison_report.tables(found, comparison_report.GPU_COLUMNS)
+        elif name.startswith("training") and "\n### " in step["tail"]:
+            # It failed, and has printed what it measured.
+            yield step["tail"].split("\n### ", 1)[1].join(("### ", "")).rstrip() + "\n"
 
 
 def text(result):

@@ -75,8 +75,12 @@ def environment():
         for line in file:
             if line.startswith("model name"):
                 cpu = line.split(":", 1)[1].strip()
-    git = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty"],
-                         capture_output=True, text=True)
+    packed = HERE.parents[1] / "pack.json"  # of .ci/gpu pack
+    if packed.exists():
+        commit = json.loads(packed.read_text())["commit"]
+    else:
+        commit = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty"],
+                                capture_output=True, text=True).stdout.strip()
     import torch
     found = {
         "date": datetime.date.today().isoformat(),
@@ -84,7 +88,7 @@ def environment():
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "zero": git.stdout.strip(),
+        "zero": commit,
     }
     if has_deepspeed():
         import importlib.metadata
