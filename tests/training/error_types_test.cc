@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
 
+#include <barrier>
 #include <chrono>
 #include <functional>
 #include <latch>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "tests/support/frozen_store.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/errors.h"
@@ -392,6 +394,39 @@ TEST(RecoveryLoopTest, AnErrorOfOneRankAloneEndsItAndTheOthersGoOnWithoutIt) {
           EXPECT_EQ(r.optimizer->group().world_size(), world_size - 1);
         },
         with_timeout(std::chrono::seconds(10)));
+  }
+}
+
+TEST(RecoveryLoopTest, AStoreThatIsLateInARecoveryDoesNotEndIt) {
+  for (const int world_size : {2, 3}) {
+    const auto store = c10::make_intrusive<FrozenStore>();
+    std::barrier together(world_size);
+    run_ranks(world_size, [&](const Group& threads) {
+      const Group group(store, threads.rank(), world_size, "job", gloo_factory(false), at::kCPU,
+                        milliseconds(3000), Topology::of_equal_machines(world_size, world_size));
+      Rank r(group, ZeroOptions().protect(1));
+      for (int i = 0; i < 3; ++i) r.train();
+      const auto own = group.make_communicator("own", Purpose::kControl);
+      together.arrive_and_wait();
+      store->freeze(true);
+      own->abort("as in a test");
+      std::string text;
+      EXPECT_EQ(kind_of([&] {
+                  try {
+                    r.optimizer->recover();
+                  } catch (const c10::Error& error) {
+                    text = error.what_without_backtrace();
+                    throw;
+                  }
+                }),
+                Kind::kCommunication);
+      expect_words(text, {"recover(): ", "the store", "did not answer"});
+      together.arrive_and_wait();
+      store->freeze(false);
+      // As the loop of docs/recovery.md calls it again.
+      EXPECT_EQ(r.optimizer->recover().members, group.global_ranks());
+      r.train();
+    });
   }
 }
 

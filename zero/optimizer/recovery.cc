@@ -286,8 +286,9 @@ RecoveryReport Recovery::recover(const std::string& checkpoints, ParamGroups& gr
     try {
       present = leave_group();
     } catch (const c10::Error& error) {
-      TORCH_CHECK(false, "rank ", lifeline->first_group.global_rank(),
-                  ": recover(): ", error_text(error));
+      // A store that is late may answer the next call.
+      throw_error(is_of_communication(error), c10::str("rank ", lifeline->first_group.global_rank(),
+                                                       ": recover(): ", error_text(error)));
     }
     const Restorable step = choose(present.texts, checkpoints);
     try {
