@@ -5,14 +5,19 @@
 // the others; and loops that catch nothing else.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Allocator.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <torch/optim/sgd.h>
 
+#include <array>
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <functional>
 #include <latch>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -298,6 +303,54 @@ TEST(ErrorTypesTest, ARanksOwnFailureWithinAStepIsACommunicationErrorOnTheOthers
         }
       });
     }
+  }
+}
+
+// Its next allocation on a thread that copies protected steps fails.
+class FailingCopies : public c10::Allocator {
+ public:
+  FailingCopies() : under_(c10::GetAllocator(c10::kCPU)) {
+    c10::SetAllocator(c10::kCPU, this, /*priority=*/1);
+  }
+  ~FailingCopies() override { c10::SetAllocator(c10::kCPU, under_, /*priority=*/1); }
+  c10::DataPtr allocate(size_t bytes) override {
+    std::array<char, 16> name{};
+    pthread_getname_np(pthread_self(), name.data(), name.size());
+    if (std::string(name.data()) == "zero copies" && fails.exchange(false)) throw std::bad_alloc();
+    return under_->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return under_->raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    under_->copy_data(to, from, bytes);
+  }
+
+  std::atomic<bool> fails = false;
+
+ private:
+  c10::Allocator* const under_;
+};
+
+TEST(ErrorTypesTest, ACopyThatOneRankHasNoMemoryForIsACommunicationErrorOnTheOthersAlone) {
+  for (const int world_size : {2, 3}) {
+    FailingCopies copies;
+    std::atomic<int> own = 0, of_communication = 0;
+    run_ranks(
+        world_size,
+        [&](const Group& group) {
+          Rank r(group, ZeroOptions().protect(1));
+          r.train();
+          if (group.rank() == 0) copies.fails = true;
+          const Kind kind = kind_of([&] {
+            for (int i = 0; i < 10; ++i) r.train();
+          });
+          if (kind == Kind::kOwn) ++own;
+          if (kind == Kind::kCommunication) ++of_communication;
+          // All that follows from it.
+          EXPECT_EQ(kind_of([&] { r.optimizer->step(); }), kind);
+        },
+        with_timeout(std::chrono::seconds(10)));
+    EXPECT_EQ(own, 1);
+    EXPECT_EQ(of_communication, world_size - 1);
   }
 }
 

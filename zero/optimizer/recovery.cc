@@ -156,7 +156,9 @@ void Recovery::after_step(const ParamGroups& groups) {
 void Recovery::finish() {
   if (!protection_) return;
   const std::string problem = protection_->finish();
-  if (!problem.empty()) engine_->comms->abort(problem);
+  if (problem.empty()) return;
+  engine_->comms->abort(problem);
+  throw_error(protection_->connection_failed(), problem);
 }
 
 std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& groups,
