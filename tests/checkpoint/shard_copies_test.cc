@@ -6,17 +6,27 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
+#include <atomic>
+#include <chrono>
+#include <csignal>
 #include <cstdint>
+#include <cstdlib>
+#include <ctime>
 #include <thread>
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "zero/base/slow_wait.h"
 
 namespace zero {
 namespace {
+
+using namespace std::chrono_literals;
 
 // Tensors with buckets, and the bytes of their copies.
 struct Shard {
@@ -38,6 +48,11 @@ Shard shard_of(int64_t tensors) {
     shard.add(at::full({3}, static_cast<double>(i), at::kFloat), i);
   }
   return shard;
+}
+
+void wait(ShardCopies& copies, int64_t bucket, std::chrono::milliseconds timeout = 30s) {
+  OwnThreadWait limit("rank 1 of 4 waits for its thread", timeout);
+  copies.wait(bucket, limit);
 }
 
 TEST(ShardCopiesTest, CopiesHaveTheBitsOfWhatIsCopied) {
@@ -80,7 +95,7 @@ TEST(ShardCopiesTest, AChangeWaitsForTheCopyOfItsBucketAlone) {
     ShardCopies copies(shard.copies);
     std::thread copying([&] { copies.copy_all(); });
     for (int64_t b = kBuckets - 1; b >= 0; --b) {
-      copies.wait(b);
+      wait(copies, b);
       shard.live(b).fill_(-1);
     }
     copying.join();
@@ -94,7 +109,7 @@ TEST(ShardCopiesTest, AChangeWaitsForTheCopyOfItsBucketAlone) {
 TEST(ShardCopiesTest, AStepThatIsAheadCopiesItsBucketItselfAndNoOther) {
   const Shard shard = shard_of(3);
   ShardCopies copies(shard.copies);
-  copies.wait(1);
+  wait(copies, 1);
   for (size_t i = 0; i < 3; ++i) shard.live(i).fill_(-1);
   copies.copy_all();
   EXPECT_EQ(shard.copied(2)[0].item<float>(), 2);
@@ -102,12 +117,74 @@ TEST(ShardCopiesTest, AStepThatIsAheadCopiesItsBucketItselfAndNoOther) {
   EXPECT_EQ(shard.copied(0)[0].item<float>(), -1) << "copied before its turn";
 }
 
+// Memory whose first reader stands still, as where a disk with the swapped page does not answer.
+class SilentMemory {
+ public:
+  explicit SilentMemory(int64_t bytes)
+      : bytes_(bytes), begin_(mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
+    now = this;
+    struct sigaction action = {};
+    action.sa_sigaction = [](int, siginfo_t* about, void*) { now->stand_still(about->si_addr); };
+    action.sa_flags = SA_SIGINFO;
+    sigaction(SIGSEGV, &action, &before_);
+  }
+  ~SilentMemory() {
+    sigaction(SIGSEGV, &before_, nullptr);
+    munmap(begin_, bytes_);
+  }
+  at::Tensor tensor() const { return at::from_blob(begin_, {bytes_}, at::kByte); }
+  void await_reader() const {
+    while (!is_read_) std::this_thread::sleep_for(1ms);
+  }
+  void answer() { answers_ = true; }
+
+ private:
+  // In the handler of the signal: the read is made again after it.
+  void stand_still(const void* at) {
+    if (at < begin_ || at >= static_cast<char*>(begin_) + bytes_) std::abort();
+    is_read_ = true;
+    const timespec pause{0, 1000000};
+    while (!answers_) nanosleep(&pause, nullptr);
+    mprotect(begin_, bytes_, PROT_READ);
+  }
+
+  static SilentMemory* now;
+  const int64_t bytes_;
+  void* const begin_;
+  struct sigaction before_ = {};
+  std::atomic<bool> is_read_ = false, answers_ = false;
+};
+SilentMemory* SilentMemory::now = nullptr;
+
+TEST(ShardCopiesTest, AWaitForAThreadThatStandsStillHasALineAndEnds) {
+  const std::chrono::milliseconds before = slow_wait_after();
+  set_slow_wait_after(500ms);
+  SilentMemory silent(1000);
+  const at::Tensor copy = at::full({1000}, 0xEE, at::kByte);
+  ShardCopies copies({{silent.tensor(), copy, 1}});
+  std::thread copying([&] { copies.copy_all(); });
+  silent.await_reader();
+  testing::internal::CaptureStderr();
+  const auto start = std::chrono::steady_clock::now();
+  expect_words(error_of([&] { wait(copies, 1, 500ms); }),
+               {"rank 1 of 4 waits for its thread", "has done nothing for 6 s"});
+  EXPECT_GE(std::chrono::steady_clock::now() - start, 5500ms);
+  EXPECT_EQ(testing::internal::GetCapturedStderr().find(
+                "zero: rank 1 of 4 waits for its thread (up to 500 ms)\n"),
+            0U);
+  silent.answer();
+  wait(copies, 1);
+  EXPECT_TRUE(copy.eq(0).all().item<bool>());
+  copying.join();
+  set_slow_wait_after(before);
+}
+
 TEST(ShardCopiesTest, AfterAnErrorNothingIsWaitedForAndTheThreadLearnsOfIt) {
   const auto meta = at::TensorOptions().device(at::kMeta).dtype(at::kFloat);
   ShardCopies copies({{at::empty({2}, meta), at::empty({8}, at::kByte), 1},
                       {at::full({2}, 1, at::kFloat), at::full({8}, 0, at::kByte), 0}});
-  copies.wait(1);
-  copies.wait(0);
+  wait(copies, 1);
+  wait(copies, 0);
   for (int call = 0; call < 2; ++call) {
     EXPECT_FALSE(error_of([&] { copies.copy_all(); }).empty()) << call;
   }

@@ -37,7 +37,8 @@ TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
     const auto generations = std::make_shared<Generations>();
     Protection protection(group, generations, 0);
     const at::Tensor master = values(group.rank());
-    protection.begin({}, file_of(group.rank(), master), {0})->wait(0);
+    OwnThreadWait limit("the test waits for its thread", group.timeout());
+    protection.begin({}, file_of(group.rank(), master), {0})->wait(0, limit);
     master.fill_(-1);  // as the next step does
     EXPECT_EQ(protection.finish(), "");
     ASSERT_EQ(generations->all().size(), 1U);

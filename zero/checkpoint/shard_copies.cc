@@ -93,12 +93,16 @@ void ShardCopies::copy_all() {
   if (problem_) std::rethrow_exception(problem_);
 }
 
-void ShardCopies::wait(int64_t bucket) {
+void ShardCopies::wait(int64_t bucket, OwnThreadWait& limit) {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto is_after = [&] { return next_ >= pieces_.size() || pieces_[next_].bucket < bucket; };
   while (!is_after()) copy_next(lock);
-  changed_.wait(lock,
-                [&] { return running_.empty() || pieces_[*running_.begin()].bucket < bucket; });
+  const auto is_copied = [&] {
+    return running_.empty() || pieces_[*running_.begin()].bucket < bucket;
+  };
+  while (!changed_.wait_for(lock, OwnThreadWait::kLook, is_copied)) {
+    limit.look(static_cast<int64_t>(next_ - running_.size()));  // pieces that are done
+  }
 }
 
 }  // namespace zero

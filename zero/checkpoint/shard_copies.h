@@ -39,7 +39,7 @@ class ShardCopies : public BucketReader {
   void copy_all();
 
   // Blocks until the tensors of buckets from `bucket` on are copied. Copies what is left of them.
-  void wait(int64_t bucket) override;
+  void wait(int64_t bucket, OwnThreadWait& limit) override;
 
  private:
   struct Piece {

@@ -7,13 +7,16 @@
 
 #include <cstdint>
 
+#include "zero/base/own_thread_wait.h"
+
 namespace zero {
 
 class BucketReader {
  public:
   virtual ~BucketReader() = default;
   // Blocks until the buckets from `bucket` on are read. A step changes the last bucket first.
-  virtual void wait(int64_t bucket) = 0;
+  // Throws c10::Error when `limit` says that the thread that reads stands still.
+  virtual void wait(int64_t bucket, OwnThreadWait& limit) = 0;
 };
 
 }  // namespace zero

@@ -193,7 +193,10 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
 
 Engine::~Engine() {
   const c10::OptionalDeviceGuard guard(device);
-  wait_for_readers(0);  // the module outlives this, and may change its parameters
+  try {
+    wait_for_readers(0);  // the module outlives this, and may change its parameters
+  } catch (...) {         // it has printed that the thread that reads stands still
+  }
   passes.remove_hooks();
   try {
     gathers.finish();  // the module may outlive this
@@ -215,7 +218,12 @@ std::unique_ptr<torch::optim::Optimizer> Engine::release() {
 }
 
 void Engine::wait_for_readers(int64_t bucket) {
-  for (const auto& reader : readers) reader->wait(bucket);
+  if (readers.empty()) return;
+  OwnThreadWait limit(c10::str("rank ", comms->rank(), " of ", group().world_size(),
+                               " waits for its thread that copies the shard for a save or a "
+                               "protected step"),
+                      group().timeout());
+  for (const auto& reader : readers) reader->wait(bucket, limit);
   if (bucket == 0) readers.clear();
 }
 
@@ -225,7 +233,7 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
   // A failed reduction is known here; the control message would wait for its timeout.
   reducer.check();
   // A step waits bucket by bucket. Other calls may change any of them.
-  if (!is_of_a_step(call)) wait_for_readers(0);
+  if (!is_of_a_step(call)) run_or_close([this] { wait_for_readers(0); });
   const Problem problem = first_problem(*this, call, check);
   if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
     // Sums are of the same passes only where all ranks dropped the same ones.

@@ -104,7 +104,8 @@ struct Engine {
   // Brings the working parameters up to date with masters that changed.
   void write_working_parameters();
   void forget_gradients();
-  // Blocks until all readers have read the buckets from `bucket` on.
+  // Blocks until all readers have read the buckets from `bucket` on. Throws c10::Error when a
+  // thread that reads stands still for the timeout of the group.
   void wait_for_readers(int64_t bucket);
 
   const Group& group() const { return domains.home; }
