@@ -190,6 +190,8 @@ class Communicator {
   // communicator, while this rank was there before: then what they did wrong is no fault of this
   // program, which may go on without them.
   bool are_newcomers(const std::vector<int>& ranks) const;
+  // Returns whether any rank of this communicator is one of those, which is the same on all ranks.
+  bool has_newcomers() const;
 
   // Between these two calls only exchange_rows() and reduce_rows() may be started; every other
   // operation throws. While reductions are queued, ranks stand at different
@@ -211,7 +213,7 @@ class Communicator {
   struct Impl;
   // The first failure is counted there too.
   void count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures);
-  // For are_newcomers(). Empty on a rank that is one of them.
+  // For are_newcomers(). The same on all ranks.
   void set_newcomers(std::vector<int> ranks);
   std::shared_ptr<Impl> impl_;
 };

@@ -116,8 +116,10 @@ class Group {
   // others take it in; ZeroOptimizer::group() is then a group like any other.
   bool joins() const;
   // Collective over `members`: the same as subgroup(), but the ranks may be those of processes that
-  // joined the job, numbered as their rank() says.
-  Group with_members(const std::vector<int>& members, const std::string& name) const;
+  // joined the job, numbered as their rank() says. `newcomers` are those of them, by rank in the
+  // new group, that join with it: see Communicator::are_newcomers().
+  Group with_members(const std::vector<int>& members, const std::string& name,
+                     std::vector<int> newcomers = {}) const;
 
   // Collective. A new communicator under its own prefix of the store. Two calls
   // never share a connection, not even with the same `name`: those are numbered,

@@ -28,15 +28,15 @@ namespace {
 constexpr int kRanks = 2;
 constexpr int kNewcomer = 2;
 
-// Of a job of two ranks, and of the process that joins it.
+// Of a job of two ranks, and of the processes that join it.
 Group group_in_job(const Group& threads, std::chrono::milliseconds timeout,
                    BackendFactory factory = gloo_factory(/*shared_memory=*/false)) {
-  const bool joins = threads.rank() == kNewcomer;
+  const bool joins = threads.rank() >= kNewcomer;
   Joining joining{joins};
   joining.find_topology = [](const auto&, int, int world_size) {
     return Topology::of_equal_machines(world_size, 1);
   };
-  return Group(threads.store(), threads.rank(), joins ? kNewcomer + 1 : kRanks, "job",
+  return Group(threads.store(), threads.rank(), joins ? threads.rank() + 1 : kRanks, "job",
                std::move(factory), at::kCPU, timeout, std::nullopt, joining);
 }
 
@@ -70,8 +70,8 @@ struct Member {
 };
 
 void run_job(const std::function<void(const Group& job)>& body,
-             std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
-  run_ranks(3, [&](const Group& threads) { body(group_in_job(threads, timeout)); },
+             std::chrono::milliseconds timeout = std::chrono::seconds(30), int processes = 3) {
+  run_ranks(processes, [&](const Group& threads) { body(group_in_job(threads, timeout)); },
             {.transport = Transport::kGloo});
 }
 
@@ -148,6 +148,95 @@ TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
     for (int i = 0; i < 3; ++i) m.step();
     m.optimizer.check_replicas();
   });
+}
+
+// Whether call() throws a CommunicationError. Expects that it throws, and says `words`.
+bool throws_of_communication(const std::function<void()>& call,
+                             const std::vector<std::string>& words) {
+  bool of_communication = false;
+  expect_words(error_of([&] {
+                 try {
+                   call();
+                 } catch (const CommunicationError&) {
+                   of_communication = true;
+                   throw;
+                 }
+               }),
+               words);
+  return of_communication;
+}
+
+// What they do at a step is refused after they have joined.
+TEST(JoiningTest, AMisuseOfTheNewRankAloneIsCommunicationErrorOnTheOthersWhoGoOn) {
+  const auto set_lr = [](Member& m) { m.optimizer.param_groups()[0].options().set_lr(0.3); };
+  const auto clip = [](Member& m) { m.optimizer.clip_grad_norm_(-1.0); };
+  for (int which = 0; which < 4; ++which) {
+    SCOPED_TRACE(which);
+    const bool of_new_rank = which < 2;
+    std::latch trained(2), ended(1);
+    run_job([&](const Group& job) {
+      if (job.joins()) trained.wait();
+      std::optional<Member> m;
+      m.emplace(job, 1, ZeroOptions().bucket_bytes(900).protect(1));
+      if (!job.joins()) {
+        m->step();
+        trained.count_down();
+        expect_words(m->train_until_one_waits(), {"process 2 waits to join"});
+        m->optimizer.recover();
+      }
+      m->step();
+      // Of an old rank it is one on all.
+      const bool here = of_new_rank ? job.joins() : job.rank() == 1;
+      const auto call = [&] {
+        if (here) (which % 2 == 0 ? set_lr(*m) : clip(*m));
+        m->step();
+      };
+      const bool of_communication = throws_of_communication(
+          call, which % 2 == 0 ? std::vector<std::string>{"lr", "0.3"}
+                               : std::vector<std::string>{"max_norm", "-1"});
+      EXPECT_EQ(of_communication, of_new_rank && !job.joins());
+      if (!of_new_rank) return;
+      if (job.joins()) {
+        m.reset();
+        ended.count_down();
+        return;
+      }
+      ended.wait();
+      EXPECT_EQ(m->optimizer.recover().members, (std::vector<int>{0, 1}));
+      for (int i = 0; i < 3; ++i) m->step();
+    });
+  }
+}
+
+TEST(JoiningTest, ARankThatHasJoinedBeforeGoesOnWithoutOneThatDoesNotFit) {
+  std::latch trained(2), joined(3);
+  run_job(
+      [&](const Group& job) {
+        const auto options = ZeroOptions().bucket_bytes(900).protect(1);
+        if (job.rank() == kNewcomer) trained.wait();
+        if (job.rank() > kNewcomer) {
+          joined.wait();
+          EXPECT_FALSE(throws_of_communication([&] { Member(job, 1, options, Inner::kSgd); },
+                                               {"inner optimizer", "AdamW", "SGD"}));
+          return;
+        }
+        Member m(job, 1, options);
+        if (!job.joins()) {
+          m.step();
+          trained.count_down();
+          expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
+          m.optimizer.recover();
+        }
+        m.step();
+        joined.count_down();
+        expect_words(m.train_until_one_waits(), {"process 3 waits to join"});
+        EXPECT_TRUE(throws_of_communication([&] { m.optimizer.recover(); },
+                                            {"inner optimizer", "AdamW", "SGD"}));
+        EXPECT_EQ(m.optimizer.recover().members, (std::vector<int>{0, 1, 2}));
+        for (int i = 0; i < 3; ++i) m.step();
+        m.optimizer.check_replicas();
+      },
+      std::chrono::seconds(30), /*processes=*/4);
 }
 
 // In bytes per parameter, of which masters and the state of AdamW take 12.

@@ -29,6 +29,10 @@ enum Word : int64_t {
 
 std::string problem_topic(int64_t sequence) { return "problem/" + std::to_string(sequence); }
 
+constexpr const char* kGoOnWithout =
+    ". Only ranks that have joined the job are the reason: the others go on without them after "
+    "recover()";
+
 std::string call_topic(int64_t sequence) { return "call/" + std::to_string(sequence); }
 
 }  // namespace
@@ -115,11 +119,15 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments, const
     const int from = (words[kProblemRank] - 1) % world_size;
     const bool of_communication = words[kProblemRank] <= world_size;
     const bool own = !problem.empty() && problem.of_communication == of_communication;
-    throw_error(of_communication,
+    const bool of_newcomers =
+        !of_communication &&
+        is_of_newcomers(problem.empty() || problem.of_communication ? "" : "own", "");
+    throw_error(of_communication || of_newcomers,
                 own ? c10::str("rank ", rank, ": ", problem.text)
                     : c10::str("rank ", rank, ": ", call_name(call),
                                " was given up by all ranks because of rank ", from, ": ",
-                               board_.text_of(problem_topic(sequence_), from)));
+                               board_.text_of(problem_topic(sequence_), from),
+                               of_newcomers ? kGoOnWithout : ""));
   }
   // 4
   const bool same_arguments = all_equal(words + kArguments) && words[kArgumentsDiffer] == 0;
@@ -150,14 +158,28 @@ void ControlChannel::throw_different_calls(Call call, const CallArguments& argum
     text += "\n  rank " + std::to_string(r) + ": " + calls[r];
   }
   const bool zero_grad = text.find(call_name(Call::kZeroGrad)) != std::string::npos;
-  TORCH_CHECK(false, "rank ", rank,
-              ": expected the same call with the same arguments on every rank, got", text,
-              "\nmake collective calls on all ranks in the same order; nothing was sent, so they "
-              "can be made again",
-              zero_grad ? ". zero_grad() is collective on a rank that has gradients and local on "
-                          "one that has none: some ranks had none"
-                        : "",
-              board_.announced());
+  const bool of_newcomers = is_of_newcomers(own, std::nullopt);
+  throw_error(
+      of_newcomers,
+      c10::str("rank ", rank, ": expected the same call with the same arguments on every rank, got",
+               text,
+               "\nmake collective calls on all ranks in the same order; nothing was sent, so they "
+               "can be made again",
+               zero_grad ? ". zero_grad() is collective on a rank that has gradients and local on "
+                           "one that has none: some ranks had none"
+                         : "",
+               of_newcomers ? kGoOnWithout : "", board_.announced()));
+}
+
+bool ControlChannel::is_of_newcomers(const std::string& own,
+                                     const std::optional<std::string>& expected) {
+  if (!communicator_.has_newcomers()) return false;
+  const auto all = communicator_.all_gather_text(own, "what ranks that join have given");
+  std::vector<int> ranks;
+  for (size_t r = 0; r < all.size(); ++r) {
+    if (all[r] != expected.value_or(all[0])) ranks.push_back(static_cast<int>(r));
+  }
+  return communicator_.are_newcomers(ranks);
 }
 
 void ControlChannel::announce(const std::string& problem) noexcept {

@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -80,7 +81,8 @@ class ControlChannel {
   // Collective, blocks. Puts together what each rank has of its `own`. Throws on every rank when
   // any rank has a `problem` (empty: none), or when calls or arguments differ; the text says which
   // rank and why. The type is the same on all ranks: CommunicationError where all problems are of
-  // communication, else another c10::Error.
+  // communication, else another c10::Error. Where only ranks that join the job are the reason, the
+  // others throw CommunicationError: they may go on without those.
   Agreement agree(Call call, const CallArguments& arguments, const Problem& problem,
                   const Agreement& own);
 
@@ -95,6 +97,9 @@ class ControlChannel {
 
  private:
   [[noreturn]] void throw_different_calls(Call call, const CallArguments& arguments);
+  // Collective. Returns whether the ranks whose `own` differs from the `expected` text, which is
+  // that of rank 0 if there is none, are all newcomers, and this rank is not.
+  bool is_of_newcomers(const std::string& own, const std::optional<std::string>& expected);
 
   Communicator& communicator_;
   ProblemBoard board_;

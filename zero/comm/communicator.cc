@@ -215,10 +215,13 @@ void Communicator::count_failure_in(std::shared_ptr<std::atomic<int64_t>> failur
 
 void Communicator::set_newcomers(std::vector<int> ranks) { impl_->newcomers = std::move(ranks); }
 
+bool Communicator::has_newcomers() const { return !impl_->newcomers.empty(); }
+
 bool Communicator::are_newcomers(const std::vector<int>& ranks) const {
-  return !ranks.empty() && std::ranges::all_of(ranks, [this](int rank) {
+  const auto is_new = [this](int rank) {
     return std::ranges::find(impl_->newcomers, rank) != impl_->newcomers.end();
-  });
+  };
+  return !ranks.empty() && !is_new(rank()) && std::ranges::all_of(ranks, is_new);
 }
 
 int Communicator::rank() const { return impl_->rank; }

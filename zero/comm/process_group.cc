@@ -134,7 +134,7 @@ struct Group::State {
   std::vector<int> watched;
   std::optional<Topology> topology;  // always there
   Joining joining;
-  std::vector<int> newcomers;  // joined the job with this group; empty on one of them
+  std::vector<int> newcomers;  // joined the job with this group; the same on all ranks
   OwnProcess process;
   std::shared_ptr<std::atomic<int64_t>> failures;  // of all groups of one init_process_group()
 
@@ -248,7 +248,8 @@ Topology find_machines(const decltype(Joining::find_topology)& find, const std::
 
 }  // namespace
 
-Group Group::with_members(const std::vector<int>& members, const std::string& name) const {
+Group Group::with_members(const std::vector<int>& members, const std::string& name,
+                          std::vector<int> newcomers) const {
   const auto is_new = [&](int number) { return number >= world_size(); };
   auto state = part(members, name);
   TORCH_INTERNAL_ASSERT(state->rank < state->world_size, "one of the members");
@@ -259,9 +260,6 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
     }
   } else {
     state->global_ranks = members;
-    for (size_t r = 0; r < members.size() && !joins(); ++r) {
-      if (is_new(members[r])) state->newcomers.push_back(static_cast<int>(r));
-    }
     state->joining.find_topology = state_->joining.find_topology;
     state->topology =
         find_machines(state->joining.find_topology, state->name,
@@ -269,6 +267,7 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
                       state->rank, state->world_size, timeout(), members);
   }
   state->watched = state->global_ranks;
+  state->newcomers = std::move(newcomers);
   Group group = *this;
   group.state_ = std::move(state);
   return group;
@@ -336,14 +335,14 @@ int number_of(const BoundedStore& store, Place& place, const std::string& key) {
   return number;
 }
 
-// Calls meet(). What is no error of communication may be one of a newcomer's, and the others may go
-// on without it.
+// Calls meet(). What is no error of communication may be one of a newcomer's, and a rank that is
+// none may go on without it.
 template <typename Meet>
-void meet_newcomers(const std::vector<int>& newcomers, Meet meet) {
+void meet_newcomers(const std::vector<int>& newcomers, int rank, Meet meet) {
   try {
     meet();
   } catch (const c10::Error& error) {
-    if (newcomers.empty()) throw;
+    if (newcomers.empty() || std::ranges::find(newcomers, rank) != newcomers.end()) throw;
     throw_communication_error(error_text(error));
   }
 }
@@ -403,7 +402,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
     };
   }
-  meet_newcomers(state_->newcomers, [&] { rendezvous.run(work); });
+  meet_newcomers(state_->newcomers, rank(), [&] { rendezvous.run(work); });
   place->take_numbers(*store);
   auto made = std::make_unique<Communicator>(std::move(*exchange), rank(), world_size(), full_name,
                                              timeout());

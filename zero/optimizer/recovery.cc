@@ -28,7 +28,12 @@ struct Recovery::Lifeline {
 
   // The group of those present at a call of the roll. Collective over them.
   Group group_of(const RollCall::Present& present) const {
-    return first_group.with_members(present.ranks, name_of(present));
+    // Whoever has been a rank of the job holds a protected step.
+    std::vector<int> newcomers;
+    for (size_t r = 0; r < present.texts.size(); ++r) {
+      if (present.texts[r].empty()) newcomers.push_back(static_cast<int>(r));
+    }
+    return first_group.with_members(present.ranks, name_of(present), std::move(newcomers));
   }
   // It is part of the errors of its communicators, which number their ranks from 0.
   std::string name_of(const RollCall::Present& present) const;
