@@ -162,8 +162,11 @@ TEST(EnvironmentTest, AJobIsCalledAsItsLauncherSays) {
                          {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
                          {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
   EXPECT_EQ(read(mpirun).job, "");
-  EXPECT_NE(read(with(mpirun, "PMIX_NAMESPACE", "a")).job,
-            read(with(mpirun, "PMIX_NAMESPACE", "b")).job);
+  for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri"}) {  // of versions 5 and 4
+    const Variables named = with(mpirun, name, "a");
+    EXPECT_NE(read(named).job, read(with(mpirun, name, "b")).job) << name;
+    EXPECT_EQ(read(named).job, read(with(named, "OMPI_COMM_WORLD_RANK", "1")).job) << name;
+  }
 }
 
 TEST(EnvironmentTest, ABatchScriptWithoutSrunIsAlone) {
