@@ -5,17 +5,24 @@
 them end within the timeout and a second, with errors that name a rank that they do not reach."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import os
 import re
 import time
 import unittest
+from pathlib import Path
 
 import simulated_hosts
 import training_job
 
 TIMEOUT = 3
-# The promise, and a second and a half for the other programs on these cores.
+# The promise, and what the ranks compute. LostTime has the other programs on these cores.
 LIMIT = TIMEOUT + 1 + 1.5
+# Of jobs that complete: longer than any of them is late on a busy machine.
+LONG_TIMEOUT = 30
+# A rank that reaches a core late may miss the others before they train.
+TRIES = 5
 # A step sends 340 kB from each of two hosts, which takes 0.14 s.
 RATE = "20mbit"
 FOREVER = 100000
@@ -32,6 +39,7 @@ class Case:
     ranks_per_host: int = 1
     rate: str = RATE
     steps: int = FOREVER
+    timeout: int = TIMEOUT
 
     def missing(self, rank):
         """The ranks that `rank` may name: on hosts that its host, or else any, does not reach."""
@@ -46,6 +54,7 @@ class Case:
 class Ended:
     status: int
     seconds: float  # since the first change
+    lost: float  # how many of them it may have waited for other programs
     errors: str
 
     def named(self):
@@ -54,24 +63,98 @@ class Ended:
         return {int(rank) for pair in found for rank in re.findall(r"\d+", " ".join(pair))}
 
 
+class LostTime:
+    """How long threads of a job and of this test have waited for a core since the first look.
+
+    No rank ends later than that because of other programs: at any time one thread holds it up.
+    """
+
+    def __init__(self, job):
+        self.job = job
+        self.before = self._waits()
+        self.stolen_before = stolen_seconds()
+        self.now = dict(self.before)
+
+    def _waits(self):
+        """By thread, in nanoseconds."""
+        waits = {}
+        processes = [os.getpid()] + [rank.process.pid for rank in self.job.ranks]
+        while processes:
+            process = processes.pop()
+            # Threads end at any time. A kernel may have no such files: then no time is lost.
+            with contextlib.suppress(OSError):
+                for thread in os.listdir(f"/proc/{process}/task"):
+                    folder = Path(f"/proc/{process}/task/{thread}")
+                    with contextlib.suppress(OSError):
+                        waits[thread] = int((folder / "schedstat").read_text().split()[1])
+                        if process != os.getpid():
+                            processes += (folder / "children").read_text().split()
+        return waits
+
+    def look(self):
+        self.now.update(self._waits())
+
+    def seconds(self):
+        waited = sum(wait - self.before.get(thread, 0) for thread, wait in self.now.items())
+        return waited / 1e9 + stolen_seconds() - self.stolen_before
+
+
+def stolen_seconds():
+    """What the host of a virtual machine has taken from its cores, all together."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def run(case):
     """How each rank ended."""
+    for _ in range(TRIES):
+        ended = run_once(case)
+        if ended is not None:
+            return ended
+    raise AssertionError(f"{case}: no job has trained three steps")
+
+
+def run_once(case):
+    """The same; None if a rank has ended before the first change."""
     folder = training_job.new_folder()
     hosts, ranks = case.hosts, case.ranks_per_host
     with simulated_hosts.SimulatedHosts(hosts, ranks, case.rate) as simulated:
         command = training_job.command(folder, case.steps, layers=1, width=64)
-        job = simulated.start(command, folder, {"ZERO_TIMEOUT": f"{TIMEOUT}s"})
-        while len(training_job.log(folder)) < 3 and not job.wait(0.05):
-            pass
+        job = simulated.start(command, folder, {"ZERO_TIMEOUT": f"{case.timeout}s"})
+        while len(training_job.log(folder)) < 3:
+            if job.wait(0.05):
+                return None
+        (_, change, *arguments), *later = case.changes
+        getattr(simulated, change)(*arguments)
         start = time.monotonic()
-        for seconds, change, *arguments in case.changes:
-            job.wait(start + seconds - time.monotonic())
+        for rank in job.ranks:
+            rank.poll()
+        if any(rank.ended for rank in job.ranks):
+            return None
+        lost = LostTime(job)
+        lost_of = {}  # by rank that has ended
+
+        def wait_until(reached):
+            while not reached() and time.monotonic() < start + 60 + lost.seconds():
+                all_ended = job.wait(0.05)
+                lost.look()
+                for rank in job.ranks:
+                    if rank.ended:
+                        lost_of.setdefault(rank.number, lost.seconds())
+                if all_ended:
+                    return
+
+        for seconds, change, *arguments in later:
+            wait_until(lambda: time.monotonic() >= start + seconds)
+            if seconds > case.timeout:  # on a busy machine, also after that of a rank
+                wait_until(lambda: any(rank.ended for rank in job.ranks))
             getattr(simulated, change)(*arguments)
-        job.wait(60)
+        wait_until(lambda: False)
     ended = []
     for rank in job.ranks:
         seconds = rank.ended - start if rank.ended else float("inf")
-        ended.append(Ended(rank.status, seconds, rank.errors.read_text(errors="replace")))
+        ended.append(Ended(rank.status, seconds, lost_of.get(rank.number, 0),
+                           rank.errors.read_text(errors="replace")))
     return ended
 
 
@@ -92,15 +175,17 @@ class HostsFaultTest(unittest.TestCase):
     def expect_errors(self, *cases, limit=LIMIT):
         for case, ended in run_all(cases):
             for rank, end in enumerate(ended):
-                about = f"{case}, rank {rank} after {end.seconds:.2f} s: {end.errors}"
+                about = (f"{case}, rank {rank} after {end.seconds:.2f} s, of which it may have "
+                         f"waited {end.lost:.2f} s for a core: {end.errors}")
                 self.assertEqual(end.status, 1, about)
                 self.assertTrue(names_missing(case, ended, rank), about)
-                self.assertLess(end.seconds, limit, about)
+                self.assertLess(end.seconds, limit + end.lost, about)
 
     def expect_completed(self, *cases):
         for case, ended in run_all(cases):
             for rank, end in enumerate(ended):
                 self.assertEqual(end.status, 0, f"{case}, rank {rank}: {end.errors}")
+                self.assertGreater(end.seconds, case.changes[-1][0], "before the last change")
 
     def test_a_link_that_goes_down(self):
         self.expect_errors(
@@ -124,15 +209,19 @@ class HostsFaultTest(unittest.TestCase):
             Case([(0, "set_up", 0, False), (late, "set_up", 0, True)], {(0, 1), (0, 2)}, hosts=3))
 
     def test_a_link_that_is_back_before_the_timeout(self):
-        soon = TIMEOUT / 4
+        soon = 0.75
         self.expect_completed(
-            Case([(0, "set_up", 1, False), (soon, "set_up", 1, True)], set(), steps=15),
-            Case([(0, "set_up", 0, False), (soon, "set_up", 0, True)], set(), hosts=3, steps=15))
+            Case([(0, "set_up", 1, False), (soon, "set_up", 1, True)], set(), steps=30,
+                 timeout=LONG_TIMEOUT),
+            Case([(0, "set_up", 0, False), (soon, "set_up", 0, True)], set(), hosts=3, steps=30,
+                 timeout=LONG_TIMEOUT))
 
     def test_a_link_that_is_slower_than_the_others(self):
         self.expect_completed(
-            Case([(0, "set_rate", 1, "10mbit")], set(), rate="200mbit", steps=15),
-            Case([(0, "set_rate", 0, "10mbit")], set(), hosts=3, rate="200mbit", steps=15))
+            Case([(0, "set_rate", 1, "10mbit")], set(), rate="200mbit", steps=15,
+                 timeout=LONG_TIMEOUT),
+            Case([(0, "set_rate", 0, "10mbit")], set(), hosts=3, rate="200mbit", steps=15,
+                 timeout=LONG_TIMEOUT))
 
     def test_a_link_that_is_too_slow_for_the_timeout(self):
         # An exchange takes 5 s. Those that are short may succeed before, each in its own time.
