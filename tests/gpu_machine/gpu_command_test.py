@@ -161,6 +161,46 @@ class ReadTest(unittest.TestCase):
                          "2 findings")
         self.assertIn("no summary", steps.read_sanitizer("Device not supported", None)[1])
 
+    def test_survivors_have_an_error_in_time_and_live_on(self):
+        def read(*ranks, survivors=2):
+            lines = [line for rank, (error, end, lives) in enumerate(ranks) for line in
+                     (f"rank {rank}: error after {error:.2f} s: lost rank 2",
+                      f"rank {rank}: ended in {end:.2f} s",
+                      *([f"rank {rank}: lives 12 s later"] if lives else []))]
+            return steps.read_failure(survivors)("\n".join(lines), None)[1]
+
+        fine = (0.3, 1.2, True)
+        self.assertEqual(read(fine, fine), "")
+        self.assertEqual(read(fine, fine, (10.0, 0.1, True)), "")  # that stood still itself
+        self.assertIn("1 of 2 have an error", read(fine))
+        self.assertIn("1 live on", read(fine, (0.3, 1.2, False)))
+        self.assertIn("at most 6", read(fine, (7.5, 0.1, True)))
+        self.assertIn("at most 6", read(fine, (0.3, 10.0, True)))
+
+    def test_a_failed_step_shows_what_it_measured(self):
+        step = {"status": "failed", "reason": "exit status 1", "seconds": 1, "figures": {},
+                "tail": "a log\n### a workload\n\n| a table |\n"}
+        page = report.text({"pack": PACK, "machine": WITH_GPU, "steps": {"training:a": step}})
+        self.assertIn("### a workload\n\n| a table |", page)
+        self.assertNotIn("a log", page)
+
+    def test_on_a_gpu_ddp_is_the_measure(self):
+        sys.path.insert(0, str(ROOT / "examples/benchmark"))
+        import comparison_report
+        values = {"loss_last": 1, "l2_1": 1, "dot_1": 1, "norm_first": 1, "param_l2": 1}
+        plain = {**values, "norm_first_fp64": 1}
+
+        def marked(device, ddp, ours):
+            runs = [{**values, "name": "DDP", "dot_1": 1 + ddp},
+                    {**values, "name": "zero stage 2", "dot_1": 1 + ours}]
+            cell = {"workload": "gpt350m_bf16", "device": device, "runs": runs, "plain": plain}
+            return [name for name, _, worst, allowed in comparison_report.differences(cell, 12)
+                    if worst > allowed]
+
+        self.assertEqual(marked("cuda", 0.5, 1.5), [])
+        self.assertEqual(marked("cuda", 0.5, 2.5), ["zero stage 2"])
+        self.assertEqual(marked("cpu", 0.5, 1.5), ["DDP", "zero stage 2"])
+
     def test_training_has_to_learn_and_to_go_on(self):
         def read(whole, part):
             with tempfile.TemporaryDirectory() as folder:
