@@ -168,6 +168,14 @@ TEST(RollCallTest, EndsWithinTwoSecondsWhereTheStoreIsSilent) {
   store->freeze(false);
 }
 
+TEST(RollCallTest, AStoreThatIsLateKnowsOfNoneThatIsLost) {
+  const auto store = c10::make_intrusive<FrozenStore>();
+  RollCall roll(store, 0, 2, std::chrono::seconds(5));
+  store->freeze(true);
+  EXPECT_EQ(error_within(milliseconds(1000), [&] { EXPECT_FALSE(roll.lost_one_of({0, 1})); }), "");
+  store->freeze(false);
+}
+
 TEST(RollCallTest, OneThatWakesUpLaterIsRefusedForGood) {
   const StorePtr store = new_store();
   const auto first = member(store, 0, 2);

@@ -54,8 +54,9 @@ class RollCall {
   // texts of those present, is false: one that is missing may only be slow.
   using Enough = std::function<bool(const std::vector<std::string>& texts)>;
   Present call(const std::string& text, const Enough& enough = {});
-  // Whether one of `numbers` has ended. Waits a second for its launcher to say so.
-  bool lost_one_of(const std::vector<int>& numbers) const;
+  // Whether one of `numbers` has ended. Waits a second for its launcher to say so. Never throws: a
+  // store that is late does not know.
+  bool lost_one_of(const std::vector<int>& numbers) const noexcept;
 
   // Waits until the others call the roll, and returns as call() does for them. Throws c10::Error
   // when the job has ended, no rank of it protects steps, another process has the same number, or
@@ -78,7 +79,7 @@ class RollCall {
   std::string close(const std::string& prefix, const Enough& enough);
   std::vector<std::string> texts_at(const std::string& prefix, const std::set<int>& numbers);
   // Of any that take part.
-  std::set<int> ended() const;
+  std::set<int> ended(const BoundedStore& store) const;
 
   const c10::intrusive_ptr<BoundedStore> store_;
   const int rank_;
