@@ -100,4 +100,79 @@ std::vector<PartRun> part_runs(const TensorBox& wanted, int64_t begin, int64_t n
   return result;
 }
 
+namespace {
+
+// A row of a part is dimension `along` with all that follow it. Box `box` has in_box elements of
+// the in_part elements of each row, behind the `before` elements of other boxes.
+struct BoxRows {
+  BoxRows(const TensorPart& part, size_t box) {
+    for (size_t b = 0; b < part.boxes.size(); ++b) {
+      const std::vector<int64_t>& sizes = part.boxes[b].sizes;
+      int64_t row = 1;
+      for (size_t d = part.along; d < sizes.size(); ++d) row *= sizes[d];
+      if (b < box) before += row;
+      if (b == box) in_box = row;
+      in_part += row;
+    }
+  }
+  int64_t in_box = 0;
+  int64_t in_part = 0;
+  int64_t before = 0;
+};
+
+// Appends a run of a box as runs of its part.
+void append(const PartRun& of_box, int64_t part, const BoxRows& rows, std::vector<PartRun>& runs) {
+  for (int64_t done = 0; done < of_box.numel;) {
+    const int64_t row = (of_box.begin + done) / rows.in_box;
+    const int64_t at = (of_box.begin + done) % rows.in_box;
+    const int64_t numel = std::min(of_box.numel - done, rows.in_box - at);
+    const int64_t begin = row * rows.in_part + rows.before + at;
+    if (!runs.empty() && runs.back().stored == part &&
+        runs.back().begin + runs.back().numel == begin) {
+      runs.back().numel += numel;
+    } else {
+      runs.push_back({part, begin, numel});
+    }
+    done += numel;
+  }
+}
+
+}  // namespace
+
+std::vector<PartRun> part_runs(const TensorPart& wanted, int64_t begin, int64_t numel,
+                               c10::ArrayRef<TensorPart> stored) {
+  // 1. All stored boxes, with their places in their parts.
+  std::vector<TensorBox> boxes;
+  std::vector<int64_t> part_of;
+  std::vector<BoxRows> rows_of;
+  for (size_t p = 0; p < stored.size(); ++p) {
+    for (size_t b = 0; b < stored[p].boxes.size(); ++b) {
+      boxes.push_back(stored[p].boxes[b]);
+      part_of.push_back(static_cast<int64_t>(p));
+      rows_of.emplace_back(stored[p], b);
+    }
+  }
+  std::vector<BoxRows> own;
+  for (size_t b = 0; b < wanted.boxes.size(); ++b) own.emplace_back(wanted, b);
+  // 2. The range, cut where it goes from one box to another, row by row.
+  std::vector<PartRun> result;
+  const int64_t end = begin + numel;
+  for (int64_t at = begin; at < end;) {
+    const int64_t row = at / own.front().in_part;
+    const int64_t place = at % own.front().in_part;
+    size_t b = 0;
+    while (place >= own[b].before + own[b].in_box) ++b;
+    const int64_t in_box = place - own[b].before;
+    // All rows of a part that is one box follow each other.
+    const int64_t count = own.size() == 1 ? end - at : std::min(end - at, own[b].in_box - in_box);
+    // 3. Where its elements are.
+    for (const PartRun& run :
+         part_runs(wanted.boxes[b], row * own[b].in_box + in_box, count, boxes)) {
+      append(run, part_of[run.stored], rows_of[run.stored], result);
+    }
+    at += count;
+  }
+  return result;
+}
+
 }  // namespace zero

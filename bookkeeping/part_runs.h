@@ -18,6 +18,15 @@ namespace zero {
 struct TensorBox {
   std::vector<int64_t> from;   // in the whole
   std::vector<int64_t> sizes;  // of the part
+  friend bool operator==(const TensorBox&, const TensorBox&) = default;
+};
+
+// A part of several boxes of the whole, one behind the other along dimension `along` of the part: a
+// rank's rows of q, k and v in one matrix. Boxes differ along it alone.
+struct TensorPart {
+  std::vector<TensorBox> boxes;
+  size_t along = 0;  // in memory order
+  friend bool operator==(const TensorPart&, const TensorPart&) = default;
 };
 
 // The elements [begin, begin + numel) of stored part `stored`, in its memory order.
@@ -32,5 +41,8 @@ struct PartRun {
 // overlap or leave a hole there. All boxes have the same number of dimensions.
 std::vector<PartRun> part_runs(const TensorBox& wanted, int64_t begin, int64_t numel,
                                c10::ArrayRef<TensorBox> stored);
+// The same of parts. O(rows of the range that are cut along `along`) times that.
+std::vector<PartRun> part_runs(const TensorPart& wanted, int64_t begin, int64_t numel,
+                               c10::ArrayRef<TensorPart> stored);
 
 }  // namespace zero

@@ -47,16 +47,18 @@ struct GroupPlacement {
 
 // How tensor parallelism cuts tensors, for ZeroOptions::tensor_parts(). Rank i of `group` holds
 // part i; parts follow each other in the whole and may have different sizes.
-//
-// Wrong in silence for a fused matrix, of which each rank holds a slice of q, k and v, or of gate
-// and up: with another number of parts, or exported, its rows are in the order q0 k0 v0 q1 k1 v1.
-// Load such a matrix with the tensor parallelism of the save alone, or make it several parameters.
 struct TensorParts {
   Group group;  // the ranks that hold the parts
   // Returns the dimension along which the parameter or buffer of this name is cut; nothing for one
   // that all ranks of `group` hold whole. Equal on all ranks that hold the name. Called by saves
   // and loads.
   std::function<std::optional<int64_t>(const std::string& name)> dimension;
+  // Returns what a fused tensor has one behind the other along that dimension, by sizes in the
+  // whole: {q, k, v} or {gate, up}. Each rank holds an equal share of each, one behind the other.
+  // Empty, or without this function: not fused, which is wrong in silence for one that is: with
+  // another number of parts, or exported, its rows are in the order q0 k0 v0 q1 k1 v1. Equal on all
+  // ranks that hold the name.
+  std::function<std::vector<int64_t>(const std::string& name)> sections = nullptr;
 };
 
 // The dynamic loss scale of fp16. After a step with a non-finite gradient the scale shrinks; after

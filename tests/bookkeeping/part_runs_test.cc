@@ -85,6 +85,78 @@ TEST(PartRunsTest, EveryRangeOfEveryPartIsFoundInPartsOfAnyOtherCut) {
   EXPECT_EQ(pairs, (1 + 4 + 9) * 12);
 }
 
+// The sections {2, 4, 6} of a dimension of 12, each cut into `parts`.
+std::vector<TensorPart> cut_fused(const std::vector<int64_t>& whole, size_t dimension,
+                                  int64_t parts) {
+  std::vector<TensorPart> result(static_cast<size_t>(parts));
+  for (int64_t p = 0; p < parts; ++p) {
+    TensorPart& part = result[static_cast<size_t>(p)];
+    part.along = dimension;
+    int64_t begin = 0;
+    for (const int64_t section : {2, 4, 6}) {
+      TensorBox box{std::vector<int64_t>(whole.size(), 0), whole};
+      box.sizes[dimension] = section / parts;
+      box.from[dimension] = begin + p * (section / parts);
+      part.boxes.push_back(box);
+      begin += section;
+    }
+  }
+  return result;
+}
+
+// The numbers of the elements of a part, in its memory order.
+std::vector<int64_t> numbers(const TensorPart& part, const std::vector<int64_t>& whole) {
+  int64_t rows = 1;  // of the part
+  for (size_t d = 0; d < part.along; ++d) rows *= whole[d];
+  std::vector<int64_t> result;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (const TensorBox& box : part.boxes) {
+      const std::vector<int64_t> all = numbers(box, whole);
+      const auto length = static_cast<int64_t>(all.size()) / rows;
+      result.insert(result.end(), all.begin() + row * length, all.begin() + (row + 1) * length);
+    }
+  }
+  return result;
+}
+
+TEST(PartRunsTest, FusedPartsAreFoundInPartsOfAnyOtherCut) {
+  for (const std::vector<int64_t>& whole :
+       {std::vector<int64_t>{12}, std::vector<int64_t>{12, 2}, std::vector<int64_t>{2, 12},
+        std::vector<int64_t>{2, 12, 2}}) {
+    const size_t fused = whole[0] == 12 ? 0 : 1;
+    std::vector<std::vector<TensorPart>> cuts;
+    for (const int64_t parts : {1, 2}) cuts.push_back(cut_fused(whole, fused, parts));
+    for (size_t d = 0; d < whole.size(); ++d) {  // not fused
+      for (const int64_t parts : {1, 2}) {
+        cuts.emplace_back();
+        for (const TensorBox& box : cut(whole, d, parts)) cuts.back().push_back({{box}, d});
+      }
+    }
+    for (const auto& stored : cuts) {
+      std::vector<std::vector<int64_t>> there;
+      for (const TensorPart& s : stored) there.push_back(numbers(s, whole));
+      for (const auto& parts : cuts) {
+        for (const TensorPart& wanted : parts) {
+          const std::vector<int64_t> expected = numbers(wanted, whole);
+          const auto size = static_cast<int64_t>(expected.size());
+          for (int64_t begin = 0; begin <= size; ++begin) {
+            for (int64_t end = begin; end <= size; ++end) {
+              std::vector<int64_t> got;
+              for (const PartRun& run : part_runs(wanted, begin, end - begin, stored)) {
+                for (int64_t i = 0; i < run.numel; ++i) {
+                  got.push_back(there[run.stored].at(run.begin + i));
+                }
+              }
+              ASSERT_EQ(got,
+                        std::vector<int64_t>(expected.begin() + begin, expected.begin() + end));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(PartRunsTest, AnUncutTensorIsOneRun) {
   const std::vector<TensorBox> whole = cut({4, 6}, 0, 1);
   const auto runs = part_runs(whole[0], 5, 13, whole);
@@ -95,7 +167,9 @@ TEST(PartRunsTest, AnUncutTensorIsOneRun) {
 
 TEST(PartRunsTest, AScalarIsOneRun) {
   const TensorBox scalar;
-  EXPECT_EQ(part_runs(scalar, 0, 1, {scalar}).size(), 1u);
+  EXPECT_EQ(part_runs(scalar, 0, 1, std::vector{scalar}).size(), 1u);
+  const TensorPart part{{scalar}};
+  EXPECT_EQ(part_runs(part, 0, 1, std::vector{part}).size(), 1u);
 }
 
 TEST(PartRunsTest, HolesAndOverlapsAreRefused) {

@@ -276,8 +276,30 @@ TEST(ManifestTest, PartsOfTensorsHaveVersionTwoAndAllOtherContentVersionOne) {
   EXPECT_EQ(back.parameters[0].dimension, 1);
   EXPECT_EQ(back.parameters[0].from, 4);
   EXPECT_EQ(stored_name(back.parameters[0]), "p{1:4:7}");
-  EXPECT_EQ(box_of(back.parameters[0]).from, (std::vector<int64_t>{4, 0}));
-  EXPECT_EQ(box_of(back.parameters[0]).sizes, (std::vector<int64_t>{3, 2}));
+  const TensorPart part = part_of(back.parameters[0]);
+  EXPECT_EQ(part.boxes.at(0).from, (std::vector<int64_t>{4, 0}));
+  EXPECT_EQ(part.boxes.at(0).sizes, (std::vector<int64_t>{3, 2}));
+}
+
+TEST(ManifestTest, PartsOfFusedTensorsHaveVersionThree) {
+  Manifest m = full_manifest();
+  m.parameters = {{"p", {2, 4}, {4, 1}, at::kFloat, 1, {2, 8}, 1, 4, {2, 6}}};
+  const Manifest back = parse_manifest(manifest_text(m), "m");
+  EXPECT_EQ(back.version, 3);
+  EXPECT_EQ(back.parameters[0].sections, (std::vector<int64_t>{2, 6}));
+  const auto refused = [&](const std::vector<int64_t>& sections, int64_t from) {
+    m.parameters[0].sections = sections;
+    m.parameters[0].from = from;
+    expect_words(error_of([&] { parse_manifest(manifest_text(m), "m"); }),
+                 {"parameter p: expected sections of 8 together"});
+  };
+  refused({2, 5}, 4);
+  refused({3, 5}, 4);
+  refused({8, 0}, 4);
+  refused({INT64_MAX, 2}, 4);
+  refused({2, 6}, 2);
+  m.parameters[0].whole.clear();
+  EXPECT_NE(error_of([&] { parse_manifest(manifest_text(m), "m"); }), "");
 }
 
 TEST(ManifestTest, PartsOutsideOfTheirWholeAreRefused) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
 #include "tests/support/mesh_run.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
@@ -147,6 +148,26 @@ TEST(MeshCheckpointTest, EveryMeshLoadsWhatEveryOtherSavedInEveryBit) {
   EXPECT_GE(pairs, 30);
 }
 
+// Those of an earlier library, or of a program that does not say what is fused.
+TEST(MeshCheckpointTest, PartsThatDoNotSayThatTheyAreFusedLoadAsTheyWereSaved) {
+  const std::string folder = fresh_folder("unsaid") + "/a";
+  const MeshShape silent{.parts = 2, .says_sections = false};
+  Saved saved;
+  save(silent, folder, /*async=*/false, saved);
+  expect_loads(silent, folder, saved, "without sections");
+  run_ranks(
+      2,
+      [&](const Group& world) {
+        MeshRun run({.parts = 2}, world, 3.0);
+        const std::string error = error_of([&] { run.optimizer->load_checkpoint(folder); });
+        EXPECT_NE(
+            error.find("layer0_fused: sections [] in the checkpoint, [24, 12, 12] in the model"),
+            std::string::npos)
+            << error;
+      },
+      kMemory);
+}
+
 TEST(MeshCheckpointTest, AnExportPutsPartsTogether) {
   const std::string parent = fresh_folder("export");
   const MeshShape parts{.parts = 3};
@@ -167,9 +188,10 @@ TEST(MeshCheckpointTest, AnExportPutsPartsTogether) {
       },
       kMemory);
   for (const CheckpointTensor& t : describe_checkpoint(parent + "/a").parameters) {
-    const bool cut = t.name.find("weight") != std::string::npos;
+    const bool weight = t.name.find("weight") != std::string::npos;
+    const bool cut = weight || t.name.find("fused") != std::string::npos;
     EXPECT_EQ(t.parts, cut ? 3 : 1) << t.name;
-    if (cut) {
+    if (weight) {
       EXPECT_EQ(t.shape, (std::vector<int64_t>{8, 12}));
     }
   }

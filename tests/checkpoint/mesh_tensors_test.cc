@@ -147,11 +147,41 @@ TEST(MeshTensorsTest, PartsThatDoNotMakeUpAWholeAreRefused) {
                  {"all of its 2 parts", "with number 1"});
 }
 
+HeldTensors fused(int64_t number, int64_t columns, std::vector<int64_t> sections) {
+  HeldTensors all{{part(number, number, 2, {2, columns})}, {}, {}, kOptions};
+  all.parameters[0].sections = std::move(sections);
+  return all;
+}
+
+TEST(MeshTensorsTest, APartOfAFusedTensorHasAnEqualShareOfEachSection) {
+  const MeshTensors mesh({fused(0, 4, {2, 6}), fused(1, 4, {2, 6})}, {{"w", 1}});
+  const TensorPart part = part_of(mesh.own("w"));
+  ASSERT_EQ(part.boxes.size(), 2u);
+  EXPECT_EQ(part.boxes[0].from, (std::vector<int64_t>{0, 1}));
+  EXPECT_EQ(part.boxes[0].sizes, (std::vector<int64_t>{2, 1}));
+  EXPECT_EQ(part.boxes[1].from, (std::vector<int64_t>{0, 5}));
+  EXPECT_EQ(part.boxes[1].sizes, (std::vector<int64_t>{2, 3}));
+}
+
+TEST(MeshTensorsTest, SectionsThatDoNotMakeUpAWholeAreRefused) {
+  for (const std::vector<int64_t>& sections :
+       {std::vector<int64_t>{2, 4}, std::vector<int64_t>{3, 5}, std::vector<int64_t>{8, 0},
+        std::vector<int64_t>{10, -2}}) {
+    expect_refused(fused(0, 4, sections), fused(1, 4, sections),
+                   {"w: expected sections of 8 elements of dimension 1", "2 equal parts"});
+  }
+  expect_refused(fused(0, 5, {4, 4}), fused(1, 3, {4, 4}), {"2 equal parts"});
+  expect_refused(
+      fused(0, 4, {2, 6}), fused(1, 4, {}),
+      {"of the sections [2, 6] on rank 0", "one of 2 parts along dimension 1 on rank 1"});
+}
+
 TEST(MeshTensorsTest, TextBringsEverythingBack) {
   HeldTensors h{{held("a", 3, 5, 1, 2)}, {held("f", 3, 0)}, {held("m", 3, 1)}, kOptions};
   h.frozen[0].hash = 0xfedcba9876543210u;
   h.parameters[0].part = 2;
   h.parameters[0].parts = 4;
+  h.parameters[0].sections = {4, 8};
   h.parameters[0].dimension = 1;
   const HeldTensors back = parse_held(held_text(h), "text");
   EXPECT_EQ(held_text(back), held_text(h));
@@ -161,6 +191,7 @@ TEST(MeshTensorsTest, TextBringsEverythingBack) {
   EXPECT_EQ(back.parameters[0].copies, 2);
   EXPECT_EQ(back.parameters[0].part, 2);
   EXPECT_EQ(back.parameters[0].parts, 4);
+  EXPECT_EQ(back.parameters[0].sections, (std::vector<int64_t>{4, 8}));
   EXPECT_EQ(back.parameters[0].dimension, 1);
   EXPECT_EQ(back.frozen[0].hash, 0xfedcba9876543210u);
   EXPECT_EQ(back.groups, kOptions);

@@ -119,8 +119,8 @@ MeshRun::MeshRun(const MeshShape& shape, const Group& world, double factor)
 }
 
 void MeshRun::hold(const std::string& name, std::vector<int64_t> whole, int64_t kind,
-                   int64_t dimension, bool transposed) {
-  Held held{name, {}, kind, 0, std::move(whole), dimension, transposed};
+                   int64_t dimension, bool transposed, std::vector<int64_t> sections) {
+  Held held{name, {}, kind, 0, std::move(whole), dimension, transposed, std::move(sections)};
   const at::Tensor value = part(exact_values(name, held.whole, 1) * factor_, held);
   held.tensor = transposed ? value.t().clone(at::MemoryFormat::Contiguous).t()
                            : value.clone(at::MemoryFormat::Contiguous);
@@ -135,6 +135,8 @@ void MeshRun::hold(const std::string& name, std::vector<int64_t> whole, int64_t 
 void MeshRun::hold_layer(int layer) {
   const std::string prefix = "layer" + std::to_string(layer) + ".";
   hold(prefix + "weight", {8, 12}, kMatrices, layer % 2, layer >= 2);
+  hold(prefix + "fused", layer % 2 == 0 ? std::vector<int64_t>{48, 2} : std::vector<int64_t>{2, 48},
+       kMatrices, layer % 2, layer >= 2, {24, 12, 12});
   hold(prefix + "bias", {13}, kBiases);
   hold(prefix + "unused", {6}, kBiases);
   const int each = kExperts / shape_.experts;
@@ -148,6 +150,10 @@ void MeshRun::hold_layer(int layer) {
 void MeshRun::hold_others(const std::string& name, int64_t dimension) {
   for (const bool frozen : {false, true}) {
     Held held{name + (frozen ? "_frozen" : "_buffer"), {}, 0, 0, {9, 2}, dimension};
+    if (frozen && dimension == 0) {
+      held.whole = {24, 2};
+      held.sections = {12, 12};
+    }
     held.tensor = part(exact_values(held.name, held.whole, 1) * factor_, held).clone();
     if (frozen) {
       module.register_parameter(held.name, held.tensor, /*requires_grad=*/false);
@@ -160,6 +166,13 @@ void MeshRun::hold_others(const std::string& name, int64_t dimension) {
 
 at::Tensor MeshRun::part(const at::Tensor& whole, const Held& held) const {
   if (held.dimension < 0) return whole;
+  if (!held.sections.empty()) {
+    std::vector<at::Tensor> own;
+    for (const at::Tensor& section : whole.split_with_sizes(held.sections, held.dimension)) {
+      own.push_back(section.tensor_split(shape_.parts, held.dimension)[mesh_.coordinate("tp")]);
+    }
+    return at::cat(own, held.dimension);
+  }
   return whole.tensor_split(shape_.parts, held.dimension)[mesh_.coordinate("tp")];
 }
 
@@ -179,14 +192,23 @@ void MeshRun::make_optimizer() {
                             .bucket_bytes(shape_.bucket_bytes)
                             .mesh_group(mesh_.all())
                             .loss_scaler(LossScalerOptions().initial_scale(256).growth_interval(2));
-  options.tensor_parts({mesh_.group({"tp"}), [this](const std::string& name) {
-                          std::optional<int64_t> dimension;
-                          for (const auto* list : {&held_, &others_}) {
-                            for (const Held& h : *list) {
-                              if (h.name == name && h.dimension >= 0) dimension = h.dimension;
-                            }
-                          }
-                          return dimension;
+  const auto held = [this](const std::string& name) {
+    const Held* found = nullptr;
+    for (const auto* list : {&held_, &others_}) {
+      for (const Held& h : *list) {
+        if (h.name == name) found = &h;
+      }
+    }
+    return *found;
+  };
+  options.tensor_parts({mesh_.group({"tp"}),
+                        [held](const std::string& name) -> std::optional<int64_t> {
+                          const int64_t dimension = held(name).dimension;
+                          return dimension < 0 ? std::nullopt : std::optional(dimension);
+                        },
+                        [this, held](const std::string& name) {
+                          return shape_.says_sections ? held(name).sections
+                                                      : std::vector<int64_t>();
                         }});
   for (int64_t kind = 0; kind < kKinds; ++kind) {
     std::vector<at::Tensor> members;

@@ -32,6 +32,7 @@ struct MeshShape {
   Layout layout = Layout::kContiguous;
   int64_t bucket_bytes = 100;
   bool adam = true;
+  bool says_sections = true;  // of fused tensors
 
   int ranks() const { return stages * copies * data * experts * parts; }
   std::string text() const;
@@ -76,14 +77,15 @@ class MeshRun {
     std::string name;
     at::Tensor tensor;
     int64_t kind = 0;
-    int64_t group = 0;           // the optimizer's
-    std::vector<int64_t> whole;  // shape of all parts together
-    int64_t dimension = -1;      // along which it is cut
-    bool transposed = false;     // its first dimension is the fastest in memory
+    int64_t group = 0;                   // the optimizer's
+    std::vector<int64_t> whole;          // shape of all parts together
+    int64_t dimension = -1;              // along which it is cut
+    bool transposed = false;             // its first dimension is the fastest in memory
+    std::vector<int64_t> sections = {};  // of a fused one
   };
 
   void hold(const std::string& name, std::vector<int64_t> whole, int64_t kind,
-            int64_t dimension = -1, bool transposed = false);
+            int64_t dimension = -1, bool transposed = false, std::vector<int64_t> sections = {});
   void hold_layer(int layer);
   void hold_others(const std::string& name, int64_t dimension);
   at::Tensor part(const at::Tensor& whole, const Held& held) const;

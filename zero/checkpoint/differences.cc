@@ -63,6 +63,11 @@ class Comparison {
       return different("shape", c10::IntArrayRef(whole_shape(a)), c10::IntArrayRef(whole_shape(b)),
                        false);
     }
+    // Parts of a fused tensor that do not say so are those of one that is not.
+    if (is_part(a) && is_part(b) && a.sections != b.sections) {
+      return different("sections", c10::IntArrayRef(a.sections), c10::IntArrayRef(b.sections),
+                       false);
+    }
     bool usable = true;
     if (memory_order(a) != memory_order(b) && numel(a) > 0) {
       usable = different("memory order (strides)", c10::IntArrayRef(a.strides),
@@ -153,6 +158,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
       model.about.whole = own.whole;
       model.about.dimension = own.dimension;
       model.about.from = own.from;
+      model.about.sections = own.sections;
     }
     const auto found = stored.find(model.about.name);
     if (found == stored.end()) {

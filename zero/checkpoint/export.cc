@@ -61,7 +61,14 @@ at::Tensor read(CheckpointReader& reader, const Source& source) {
     if (!whole.defined()) whole = at::empty(first.whole, part.options());
     TORCH_CHECK(about->whole == first.whole && part.scalar_type() == whole.scalar_type(),
                 "parameter ", first.name, ": expected parts of one tensor, got others");
-    whole.narrow(about->dimension, about->from, about->shape[about->dimension]).copy_(part);
+    const TensorPart place = part_of(*about);
+    int64_t begin = 0;  // of the box in the part
+    for (const TensorBox& box : place.boxes) {
+      const int64_t size = box.sizes[place.along];
+      whole.narrow(about->dimension, box.from[place.along], size)
+          .copy_(part.narrow(about->dimension, begin, size));
+      begin += size;
+    }
     elements += part.numel();
   }
   TORCH_CHECK(elements == whole.numel(), "parameter ", first.name, ": expected parts of ",

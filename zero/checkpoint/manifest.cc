@@ -66,10 +66,13 @@ int64_t version_of(const json& root) {
 
 // Earlier libraries read what they can.
 int64_t needed_version(const Manifest& manifest) {
+  int64_t version = 1;
   for (const auto* list : {&manifest.parameters, &manifest.frozen, &manifest.buffers}) {
-    if (std::any_of(list->begin(), list->end(), is_part)) return 2;
+    for (const ManifestParameter& p : *list) {
+      if (is_part(p)) version = std::max<int64_t>(version, p.sections.empty() ? 2 : 3);
+    }
   }
-  return 1;
+  return version;
 }
 
 void check_length(uint64_t bytes, const std::string& path) {
@@ -118,14 +121,29 @@ std::vector<size_t> memory_order(const ManifestParameter& parameter) {
   return order;
 }
 
-TensorBox box_of(const ManifestParameter& parameter) {
+TensorPart part_of(const ManifestParameter& parameter) {
+  TensorPart part;
   TensorBox box;
   for (const size_t d : memory_order(parameter)) {
     const bool cut = is_part(parameter) && d == static_cast<size_t>(parameter.dimension);
+    if (cut) part.along = box.from.size();
     box.from.push_back(cut ? parameter.from : 0);
     box.sizes.push_back(parameter.shape[d]);
   }
-  return box;
+  if (parameter.sections.empty()) {
+    part.boxes.push_back(std::move(box));
+    return part;
+  }
+  const int64_t size = parameter.shape[parameter.dimension];
+  const int64_t parts = parameter.whole[parameter.dimension] / size;
+  int64_t begin = 0;  // of the section in the whole
+  for (const int64_t section : parameter.sections) {
+    box.sizes[part.along] = section / parts;
+    box.from[part.along] = begin + parameter.from / size * (section / parts);
+    part.boxes.push_back(box);
+    begin += section;
+  }
+  return part;
 }
 
 int64_t writer_of(const ManifestFile& file) {

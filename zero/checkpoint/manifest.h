@@ -38,8 +38,8 @@ namespace zero {
 
 inline constexpr char kManifestName[] = "manifest.json";
 // See "Versions" above: the last, and the oldest that is read. What is written has the version that
-// it needs: 2 with parts of tensors, else 1.
-inline constexpr int64_t kCheckpointVersion = 2;
+// it needs: 3 with parts of fused tensors, 2 with other parts, else 1.
+inline constexpr int64_t kCheckpointVersion = 3;
 inline constexpr int64_t kOldestCheckpointVersion = 1;
 
 // No parameter or buffer of a module has a name that begins with a dot.
@@ -96,6 +96,9 @@ struct ManifestParameter {
   std::vector<int64_t> whole = {};
   int64_t dimension = 0;
   int64_t from = 0;
+  // Of a part of a fused tensor, since version 3: the sizes along `dimension` of what the whole has
+  // one behind the other, such as q, k and v. n equal parts have an n-th of each. Empty: not fused.
+  std::vector<int64_t> sections = {};
 };
 
 int64_t numel(const ManifestParameter& parameter);
@@ -108,7 +111,7 @@ std::string stored_name(const ManifestParameter& parameter);
 // holes.
 std::vector<size_t> memory_order(const ManifestParameter& parameter);
 // In memory order.
-TensorBox box_of(const ManifestParameter& parameter);
+TensorPart part_of(const ManifestParameter& parameter);
 
 // The options of parameter groups, by name.
 using OptionGroups = std::vector<std::vector<std::pair<std::string, double>>>;

@@ -204,7 +204,23 @@ void check_file(const ManifestFile& file) {
               "expected a plain file name, got \"", printable(name), "\"");
 }
 
+void check_sections(const ManifestParameter& p) {
+  if (p.sections.empty()) return;
+  const int64_t all = p.whole[p.dimension], size = p.shape[p.dimension];
+  bool fits = size > 0 && all % size == 0 && p.from % size == 0;
+  int64_t left = all;
+  for (size_t s = 0; fits && s < p.sections.size(); ++s) {
+    fits = p.sections[s] > 0 && p.sections[s] <= left && p.sections[s] % (all / size) == 0;
+    left -= p.sections[s];
+  }
+  TORCH_CHECK(fits && left == 0, "parameter ", p.name, ": expected sections of ", all,
+              " together, each cut into equal parts, got ", c10::IntArrayRef(p.sections),
+              " in parts of ", size, " from ", p.from);
+}
+
 void check_part(const ManifestParameter& p) {
+  TORCH_CHECK(is_part(p) || p.sections.empty(), "parameter ", p.name,
+              ": expected sections of a part alone");
   if (!is_part(p)) return;
   bool fits = p.whole.size() == p.shape.size() &&
               p.dimension < static_cast<int64_t>(p.shape.size()) &&
@@ -215,6 +231,7 @@ void check_part(const ManifestParameter& p) {
   TORCH_CHECK(fits, "parameter ", p.name, ": expected a part of a tensor of shape ",
               c10::IntArrayRef(p.whole), " cut along dimension ", p.dimension, ", got shape ",
               c10::IntArrayRef(p.shape), " from ", p.from);
+  check_sections(p);
 }
 
 // That a tensor of this shape exists, and that its elements lie within as many
@@ -286,6 +303,8 @@ const JsonFields<ManifestParameter>& parameter_fields() {
           Field("whole", &ManifestParameter::whole, wholes(), kOptional, 2).where(is_part),
           Field("dimension", &ManifestParameter::dimension, whole(), kOptional, 2).where(is_part),
           Field("from", &ManifestParameter::from, whole(), kOptional, 2).where(is_part),
+          Field("sections", &ManifestParameter::sections, wholes(), kOptional, 3)
+              .where([](const ManifestParameter& p) { return !p.sections.empty(); }),
       },
       check_geometry);
   return fields;
@@ -361,6 +380,7 @@ const JsonFields<HeldTensor>& held_tensor_fields() {
           {"part", &HeldTensor::part, whole(), kRequired, 1},
           {"parts", &HeldTensor::parts, whole(), kRequired, 1},
           {"dimension", &HeldTensor::dimension, whole(), kRequired, 1},
+          {"sections", &HeldTensor::sections, wholes(), kRequired, 1},
       },
       /*check=*/nullptr);
   return fields;

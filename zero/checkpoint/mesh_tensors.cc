@@ -91,7 +91,8 @@ constexpr char kPartsRemedy[] = "; tensor_parts() says on each rank how a tensor
 std::string cut_text(const HeldTensor& t) {
   if (t.parts == 1) return "a whole tensor";
   return "one of " + std::to_string(t.parts) + " parts along dimension " +
-         std::to_string(t.dimension);
+         std::to_string(t.dimension) +
+         (t.sections.empty() ? "" : c10::str(" of the sections ", c10::IntArrayRef(t.sections)));
 }
 
 // Of a part, whose cut dimension counts however few of its elements the part has.
@@ -129,6 +130,25 @@ std::vector<std::vector<const HeldTensor*>> by_part(const std::string& kind,
                 ", or another memory order", kPartsRemedy);
   }
   return parts;
+}
+
+// Throws unless the sections make up the whole, and each part has an equal share of each.
+void check_sections(const HeldTensor& first, const std::vector<int64_t>& whole,
+                    const std::vector<std::vector<const HeldTensor*>>& parts) {
+  if (first.sections.empty() || whole.empty()) return;
+  int64_t sum = 0;
+  bool fits = true;
+  for (const int64_t section : first.sections) {
+    fits = fits && section > 0 && section % first.parts == 0;
+    sum += section;
+  }
+  for (const auto& part : parts) fits = fits && part.front()->about.shape == first.about.shape;
+  TORCH_CHECK(fits && sum == whole[first.dimension], "checkpoint: ", first.about.name,
+              ": expected sections of ", whole[first.dimension], " elements of dimension ",
+              first.dimension, " together, each for ", first.parts, " equal parts, got ",
+              c10::IntArrayRef(first.sections),
+              "; TensorParts::sections gives their sizes in the "
+              "whole tensor");
 }
 
 }  // namespace
@@ -209,6 +229,7 @@ void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<Manifest
     int64_t& size = whole[first.dimension] = 0;
     for (const Sets& part : parts) size += part.front()->about.shape[first.dimension];
   }
+  check_sections(first, whole, parts);
   int64_t from = 0;  // where the part begins along the dimension of the cut
   for (const Sets& part : parts) {
     const HeldTensor& t = *part.front();
@@ -218,6 +239,7 @@ void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<Manifest
       about.whole = whole;
       about.dimension = t.dimension;
       about.from = from;
+      about.sections = t.sections;
       from += t.about.shape[t.dimension];
     }
     stored_by_[stored_name(about)] = t.holder;

@@ -34,6 +34,7 @@ struct HeldTensor {
   int64_t part = 0;
   int64_t parts = 1;
   int64_t dimension = 0;
+  std::vector<int64_t> sections = {};  // as in ManifestParameter
 };
 
 struct HeldTensors {

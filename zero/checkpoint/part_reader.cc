@@ -17,8 +17,34 @@ namespace {
 // Bounds the memory of a read whose parts are cut along their fastest dimension.
 constexpr size_t kRangesAtOnce = size_t{1} << 16;
 
-bool same_box(const TensorBox& a, const TensorBox& b) {
-  return a.from == b.from && a.sizes == b.sizes;
+// Elements of two parts that are the same: in dimension d, sizes[d] from from[d] of the one and
+// from to[d] of the other.
+struct Overlap {
+  std::vector<int64_t> from, to, sizes;
+};
+
+std::vector<Overlap> overlaps(const TensorPart& from, const TensorPart& to) {
+  std::vector<Overlap> result;
+  int64_t from_before = 0;
+  for (const TensorBox& a : from.boxes) {
+    int64_t to_before = 0;
+    for (const TensorBox& b : to.boxes) {
+      Overlap both;
+      bool any = true;
+      for (size_t d = 0; d < a.sizes.size(); ++d) {
+        const int64_t begin = std::max(a.from[d], b.from[d]);
+        const int64_t end = std::min(a.from[d] + a.sizes[d], b.from[d] + b.sizes[d]);
+        any = any && begin < end;
+        both.from.push_back(begin - a.from[d] + (d == from.along ? from_before : 0));
+        both.to.push_back(begin - b.from[d] + (d == to.along ? to_before : 0));
+        both.sizes.push_back(end - begin);
+      }
+      if (any) result.push_back(std::move(both));
+      if (!b.sizes.empty()) to_before += b.sizes[to.along];
+    }
+    if (!a.sizes.empty()) from_before += a.sizes[from.along];
+  }
+  return result;
 }
 
 }  // namespace
@@ -44,18 +70,18 @@ const PartReader::Parts& PartReader::parts(const std::string& name) const {
 
 HeldRange PartReader::find(const ManifestParameter& held, int64_t begin, int64_t numel) const {
   HeldRange result{held.name, {}, {}};
-  const TensorBox wanted = box_of(held);
-  std::vector<TensorBox> boxes;
+  const TensorPart wanted = part_of(held);
+  std::vector<TensorPart> stored;
   for (const ManifestParameter* p : parts(held.name)) {
-    boxes.push_back(box_of(*p));
-    if (same_box(boxes.back(), wanted)) result.same = stored_name(*p);
+    stored.push_back(part_of(*p));
+    if (stored.back() == wanted) result.same = stored_name(*p);
   }
   if (!result.same.empty()) {
     result.stored.push_back({result.same, begin, numel});
     return result;
   }
   try {
-    for (const PartRun& run : part_runs(wanted, begin, numel, boxes)) {
+    for (const PartRun& run : part_runs(wanted, begin, numel, stored)) {
       result.stored.push_back({stored_name(*parts(held.name)[run.stored]), run.begin, run.numel});
     }
   } catch (const c10::Error& error) {
@@ -138,47 +164,37 @@ at::Tensor PartReader::read_uncut(const std::string& kind, const HeldRange& rang
 }
 
 std::vector<std::string> PartReader::owners(const ManifestParameter& held) const {
-  const TensorBox wanted = box_of(held);
+  const TensorPart wanted = part_of(held);
   std::vector<std::string> result;
   for (const ManifestParameter* p : parts(held.name)) {
-    const TensorBox box = box_of(*p);
-    if (same_box(box, wanted)) return {stored_name(*p)};
-    bool overlaps = true;
-    for (size_t d = 0; d < box.sizes.size(); ++d) {
-      overlaps = overlaps && box.from[d] < wanted.from[d] + wanted.sizes[d] &&
-                 wanted.from[d] < box.from[d] + box.sizes[d];
-    }
-    if (overlaps) result.push_back(stored_name(*p));
+    const TensorPart part = part_of(*p);
+    if (part == wanted) return {stored_name(*p)};
+    if (!overlaps(part, wanted).empty()) result.push_back(stored_name(*p));
   }
   return result;
 }
 
 at::Tensor PartReader::read_whole(const ManifestParameter& held, const std::string& kind) {
   const Parts& stored = parts(held.name);
-  const TensorBox wanted = box_of(held);
+  const TensorPart wanted = part_of(held);
   at::Tensor result;
   int64_t filled = 0;
   for (const ManifestParameter* p : stored) {
-    const TensorBox box = box_of(*p);
-    if (same_box(box, wanted)) return reader_.read_whole(*p, kind);
-    std::vector<int64_t> begin, end;
-    bool overlaps = true;
-    for (size_t d = 0; d < box.sizes.size(); ++d) {
-      begin.push_back(std::max(box.from[d], wanted.from[d]));
-      end.push_back(std::min(box.from[d] + box.sizes[d], wanted.from[d] + wanted.sizes[d]));
-      overlaps = overlaps && begin[d] < end[d];
+    const TensorPart part = part_of(*p);
+    if (part == wanted) return reader_.read_whole(*p, kind);
+    const std::vector<Overlap> both = overlaps(part, wanted);
+    if (both.empty()) continue;
+    const at::Tensor whole = reader_.read_whole(*p, kind);
+    if (!result.defined()) result = at::empty(held.shape, whole.options());
+    for (const Overlap& o : both) {
+      at::Tensor from = whole, to = result;
+      for (size_t d = 0; d < o.sizes.size(); ++d) {
+        from = from.narrow(static_cast<int64_t>(d), o.from[d], o.sizes[d]);
+        to = to.narrow(static_cast<int64_t>(d), o.to[d], o.sizes[d]);
+      }
+      to.copy_(from);
+      filled += to.numel();
     }
-    if (!overlaps) continue;
-    at::Tensor from = reader_.read_whole(*p, kind);
-    if (!result.defined()) result = at::empty(held.shape, from.options());
-    at::Tensor to = result;
-    for (size_t d = 0; d < begin.size(); ++d) {
-      const auto dimension = static_cast<int64_t>(d);
-      from = from.narrow(dimension, begin[d] - box.from[d], end[d] - begin[d]);
-      to = to.narrow(dimension, begin[d] - wanted.from[d], end[d] - begin[d]);
-    }
-    to.copy_(from);
-    filled += to.numel();
   }
   const int64_t expected = numel(held);
   TORCH_CHECK(filled == expected, kind, " ", held.name, ": expected ", expected,

@@ -35,6 +35,7 @@ void set_part(HeldTensor& held, const ZeroOptions& options) {
   held.part = own.part;
   held.parts = own.parts;
   held.dimension = own.dimension;
+  held.sections = own.sections;
 }
 
 // Describes tensors that are not optimized, which all ranks of the home group hold.
@@ -73,7 +74,10 @@ OwnPart own_part(const ZeroOptions& options, const std::string& name, c10::IntAr
   const auto dimensions = static_cast<int64_t>(shape.size());
   TORCH_CHECK(0 <= *dimension && *dimension < dimensions, "tensor_parts(): tensor ", name,
               ": expected one of its ", dimensions, " dimensions, got ", *dimension);
-  return {cut->group.rank(), cut->group.world_size(), *dimension};
+  OwnPart part{cut->group.rank(), cut->group.world_size(), *dimension, {}};
+  if (cut->sections) part.sections = cut->sections(name);
+  if (part.sections.size() == 1) part.sections.clear();
+  return part;
 }
 
 std::map<std::string, int64_t> own_parts(const ParameterTable& table, const ZeroOptions& options) {

@@ -29,6 +29,7 @@ struct OwnPart {
   int64_t part = 0;
   int64_t parts = 1;
   int64_t dimension = 0;
+  std::vector<int64_t> sections = {};
 };
 // Throws c10::Error for a dimension that the tensor does not have.
 OwnPart own_part(const ZeroOptions& options, const std::string& name, c10::IntArrayRef shape);
