@@ -223,6 +223,27 @@ Trajectory train_on_streams(const Group& group) {
   return result;
 }
 
+TEST(DeviceTest, BuffersAndFrozenParametersInHostMemoryAreSent) {
+  for (const bool over_host : {false, true}) {
+    run_device_ranks(
+        3,
+        [](const Group& group) {
+          OddModel model(1, 23, group.device());
+          const at::Tensor counter = model->register_buffer(
+              "host_counter", at::full({3}, group.rank() + 5, at::kLong).expand({2, 3}));
+          const at::Tensor frozen = model->register_parameter(
+              "host_frozen", at::full({2, 3}, group.rank() + 7.0).t(), /*requires_grad=*/false);
+          ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group);
+          EXPECT_TRUE(counter.eq(5).all().item<bool>());
+          EXPECT_TRUE(frozen.eq(7).all().item<bool>());
+          counter[0].fill_(group.rank() + 9);
+          optimizer.broadcast_buffers();
+          EXPECT_TRUE(counter.eq(9).all().item<bool>());
+        },
+        {.over_host = over_host});
+  }
+}
+
 TEST(DeviceTest, AModelMayUseSeveralStreams) {
   std::vector<Trajectory> device(2);
   std::vector<Trajectory> cpu(2);

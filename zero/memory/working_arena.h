@@ -42,6 +42,9 @@ class WorkingArena {
   // bucket; padding becomes zero.
   void read_row(int64_t bucket, int64_t rank, const at::Tensor& row) const;
 
+  // The device of all managed parameters.
+  at::Device device() const { return table_.parameters().front().tensor.device(); }
+
   struct Broadcast {
     at::Tensor tensor;
     int64_t domain = 0;  // the ranks that hold it

@@ -16,15 +16,19 @@ void Broadcasts::send(const at::Tensor& tensor, const DomainCommunicators& comms
   const bool alone = comms.data->world_size() == 1 && comms.replicas == nullptr;
   if (tensor.numel() == 0 || alone) return;
   at::NoGradGuard no_grad;
+  // A transport between devices takes no host memory, such as a counter in a buffer.
+  const c10::Device device = arena_.device();
+  const bool moves = tensor.device() != device && !comms.data->waits_on_host(device);
+  const at::Tensor sent = moves ? tensor.detach().to(device) : tensor.detach();
   // As bytes, since not every transport knows every dtype.
-  at::Tensor flat = tensor.detach().contiguous().reshape({-1}).view(at::kByte);
+  at::Tensor flat = sent.contiguous().reshape({-1}).view(at::kByte);
   // In pieces, since each operation has the timeout to itself.
   for (int64_t begin = 0; begin < flat.numel(); begin += kBroadcastBytes) {
     const at::Tensor piece = flat.narrow(0, begin, std::min(kBroadcastBytes, flat.numel() - begin));
     comms.data->broadcast(piece, 0, what).wait();
     if (comms.replicas != nullptr) comms.replicas->broadcast(piece, 0, what).wait();
   }
-  if (!tensor.is_contiguous()) {
+  if (moves || !tensor.is_contiguous()) {
     overwrite(tensor, flat.view(tensor.scalar_type()).view(tensor.sizes()));
   }
 }
