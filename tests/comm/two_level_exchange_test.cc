@@ -30,6 +30,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
+// A rank is not later than that.
+constexpr std::chrono::seconds kLatest{10};
+
 std::vector<WireCase> two_level_cases() {
   std::vector<WireCase> all = wire_cases();
   std::erase_if(all, [](const WireCase& c) { return !c.two_level(); });
@@ -196,19 +199,22 @@ TEST_P(TwoLevelExchangeTest, AMachineSendsItsSumsWithoutWaitingForLaterRows) {
 TEST_P(TwoLevelExchangeTest, ARankThatIsLateIsNamedWithinTheTimeout) {
   if (whole()) return;
   const int world = GetParam().world_size;
-  std::atomic<int> named{0};
+  std::atomic<int> named{0}, ended{0};
   run(
       [&](const Group& group) {
         const auto data = data_of(group);
         at::Tensor rows = at::zeros({world, 300});
         data->gather_rows(rows, "warm-up").wait();
-        if (group.rank() == world - 1) {
-          std::this_thread::sleep_for(milliseconds(1500));
+        const auto start = std::chrono::steady_clock::now();
+        if (group.rank() == world - 1) {  // late until the others have waited in vain
+          while (ended < world - 1 && std::chrono::steady_clock::now() < start + kLatest) {
+            std::this_thread::sleep_for(milliseconds(5));
+          }
           return;
         }
-        const auto start = std::chrono::steady_clock::now();
         const std::string text = error_of([&] { reduced_rows(*data, rows, "b 3"); });
         EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(500 + 1000));
+        ++ended;
         // One that waits for a rank which waits for the late one names that rank.
         expect_words(text, {"reduce_rows of b 3: ", "rank ", "this is rank "});
         if (text.find("rank " + std::to_string(world - 1)) != std::string::npos) ++named;
