@@ -49,7 +49,7 @@ def room_test(
         support = [],
         deps = [],
         tags = [],
-        cpus = None,
+        cpus = 1,
         asan = True,
         room = True,
         long = None,
@@ -58,13 +58,14 @@ def room_test(
 
     Args:
       name: of the test, and of its source.
-      size: small, or medium and more, which have two cores for themselves.
+      size: small, medium or large: see tests/README.md.
       source: the name of the source, where it is not that of the test.
       srcs: sources and headers besides.
       support: libraries of //tests/support.
       deps: other libraries.
       tags: tsan, fault and others of CONTRIBUTING.md.
-      cpus: cores, where the size does not say it.
+      cpus: how many cores are kept for it: 2 where it measures a promise about time, or computes on
+        both all the time. Ranks mostly wait for each other and for timeouts.
       asan: whether AddressSanitizer runs it too.
       room: False for a test that starts programs and links nothing of the room.
       long: the environment of <name without _test>_long_test, the same test with more of everything.
@@ -73,7 +74,6 @@ def room_test(
     kwargs["srcs"] = [(source or name) + ".cc"] + srcs
     kwargs["deps"] = _deps(room, support, deps)
     kwargs["optimized"] = _room() in _OPTIMIZED
-    cpus = cpus or (1 if size == "small" else 2)
     cpu_tags = ["cpu:%d" % cpus] if cpus > 1 else []
     zero_cc_test(name = name, size = size, tags = tags + cpu_tags + (["asan"] if asan else []), **kwargs)
     if long:
