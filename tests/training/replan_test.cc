@@ -186,7 +186,9 @@ TEST(ReplanTest, OneRankHasTheBitsOfPlainTorch) {
   }
 }
 
+// Half of all combinations, in which each two values are together in some.
 TEST(ReplanTest, EveryNumberOfRanksStageAndLayoutHasTheSameBits) {
+  size_t turn = 0;
   const std::vector<ZeroOptions> kinds = {
       ZeroOptions().stage(1).bucket_bytes(256), ZeroOptions().stage(2).overlap_gather(true),
       ZeroOptions().layout(Layout::kPerParameter).bucket_bytes(512),
@@ -196,7 +198,7 @@ TEST(ReplanTest, EveryNumberOfRanksStageAndLayoutHasTheSameBits) {
       if (inner == Inner::kSgdMomentum && dtype == at::kBFloat16) continue;
       const Trajectory one = train({1, inner, dtype, {}});
       for (const int world_size : {2, 3, 4}) {
-        for (size_t k = 0; k < kinds.size(); ++k) {
+        for (size_t k = ++turn % 2; k < kinds.size(); k += 2) {
           EXPECT_EQ(differing(train({world_size, inner, dtype, kinds[k]}), one), 0)
               << world_size << " ranks, options " << k << ", " << dtype;
         }
