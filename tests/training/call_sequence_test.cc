@@ -28,9 +28,9 @@ constexpr bool kOverGloo = false;
 constexpr uint64_t kOnThreads = 60;
 #else
 constexpr bool kOverGloo = true;
-constexpr uint64_t kOnThreads = 300;
+constexpr uint64_t kOnThreads = 200;
 #endif
-constexpr uint64_t kOnProcesses = 100;
+constexpr uint64_t kOnProcesses = 60;
 
 // Empty, or what went wrong.
 std::string run_on_threads(const CallSequence& sequence, const std::string& folder) {

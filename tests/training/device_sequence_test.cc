@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 
 TEST(DeviceSequenceTest, EqualsPlainTorch) {
-  const Seeds seeds = chosen_seeds({200001, 120});
+  const Seeds seeds = chosen_seeds({200001, 60});
   const fs::path folder = fs::path(::testing::TempDir()) / "device_sequence_test";
   EmulatedDevice::set_patience(kSequenceTimeout);
   std::string failed;
