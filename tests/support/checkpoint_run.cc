@@ -123,8 +123,14 @@ Snapshot CheckpointRun::snapshot() {
       for (const auto& [kind, value] : state->values) part(kind).copy_(value);
     }
   }
+  std::vector<at::Tensor> parts;
+  for (const auto& [name, tensor] : full) parts.push_back(tensor);
+  const at::Tensor sums = at::cat(parts);
+  link->all_reduce_sum(sums, "snapshot").wait();
+  int64_t begin = 0;
   for (auto& [name, tensor] : full) {
-    if (tensor.numel() > 0) link->all_reduce_sum(tensor, name).wait();
+    tensor = sums.narrow(0, begin, tensor.numel()).clone();
+    begin += tensor.numel();
     if (name.rfind("present/", 0) == 0) tensor = tensor.gt(0);
     result[name] = tensor;
   }
