@@ -23,8 +23,11 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "tests/support/free_port.h"
+#include "tests/support/run_ranks.h"
+#include "zero/checkpoint_options.h"
 
 namespace zero {
 namespace {
@@ -128,8 +131,34 @@ std::string read(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
+// Steps [from, to) as recovery_program makes them without deaths, with ranks that are threads. What
+// it writes at their end is in `folder`.
+void train(const Job& job) {
+  Training training;
+  training.inner = job.inner == "sgd" ? Inner::kSgdMomentum : Inner::kAdamW;
+  training.max_norm = 0.7;
+  training.options.stage(job.stage).bucket_bytes(900);
+  RunOptions options;
+  if (job.ranks > job.ranks_per_machine) options.ranks_per_machine = job.ranks_per_machine;
+  run_ranks(
+      job.ranks,
+      [&](const Group& group) {
+        CheckpointRun run(training, group, 1 + job.from + group.rank() * job.from);
+        const std::string step = "/step-";
+        if (job.from > 0)
+          run.optimizer->load_checkpoint(job.folder + step + std::to_string(job.from));
+        run.train(job.from, job.to);
+        run.optimizer->save_checkpoint(job.folder + step + std::to_string(job.to));
+        const Snapshot snapshot = run.snapshot();
+        if (group.rank() == 0) {
+          write_snapshot(snapshot, job.folder + "/state-" + std::to_string(job.to));
+        }
+      },
+      options);
+}
+
 // The final state of a job without deaths that has the same ranks from the same steps on, each part
-// in processes of its own. Both stages have the same bits.
+// with models of its own. Both stages have the same bits.
 const std::string& reference(int ranks, const std::string& inner,
                              const std::vector<Change>& changes, int steps = kSteps,
                              int ranks_per_machine = 0) {
@@ -143,10 +172,7 @@ const std::string& reference(int ranks, const std::string& inner,
           .ranks_per_machine = ranks_per_machine};
   for (size_t i = 0; i <= changes.size(); ++i) {
     job.to = i < changes.size() ? changes[i].step : steps;
-    if (job.to > job.from) {
-      const Outcome part = run(job);
-      EXPECT_EQ(part.code, 0) << part.output;
-    }
+    if (job.to > job.from) train(job);
     job.from = job.to;
     if (i < changes.size()) job.ranks = changes[i].ranks;
   }
@@ -244,17 +270,23 @@ constexpr int kTenMinutes = 600000;
 
 // How many messages `rank` sends in the recoveries of `job`.
 int messages_of(Job job, int rank) {
-  job.folder = fresh("messages");
-  job.timeout = kTenMinutes;
-  const Outcome outcome = run(job);
-  EXPECT_EQ(outcome.code, 0) << outcome.output;
+  using Key = std::tuple<int, int, std::string, std::vector<std::string>, int>;
+  static std::map<Key, std::string> known;
+  std::string& output = known[{job.ranks, job.stage, job.inner, job.deaths, job.replacements}];
+  if (output.empty()) {
+    job.folder = fresh("messages");
+    job.timeout = kTenMinutes;
+    const Outcome outcome = run(job);
+    EXPECT_EQ(outcome.code, 0) << outcome.output;
+    output = outcome.output;
+  }
   const std::regex line("rank " + std::to_string(rank) + " world/recovery[^\n]* (\\d+) messages");
   int messages = 0;
-  for (auto m = std::sregex_iterator(outcome.output.begin(), outcome.output.end(), line);
+  for (auto m = std::sregex_iterator(output.begin(), output.end(), line);
        m != std::sregex_iterator(); ++m) {
     messages = std::stoi((*m)[1]);
   }
-  EXPECT_GT(messages, 10) << outcome.output;
+  EXPECT_GT(messages, 10) << output;
   return messages;
 }
 
@@ -321,21 +353,21 @@ void expect_second_deaths(const SecondDeath& death, int count) {
 }
 
 TEST(RecoveryTest, ADeathDuringARecoveryIsOneMoreRecovery) {
-  expect_second_deaths({{.ranks = 4, .deaths = {"1@5k"}}, 3}, 6);
-  expect_second_deaths({{.ranks = 4, .stage = 1, .inner = "sgd", .deaths = {"2@5b"}}, 0}, 3);
+  expect_second_deaths({{.ranks = 4, .deaths = {"1@5k"}}, 3}, 4);
+  expect_second_deaths({{.ranks = 4, .stage = 1, .inner = "sgd", .deaths = {"2@5b"}}, 0}, 2);
 }
 
 TEST(RecoveryTest, ADeathAtAMessageOfARecoveryMayLoseAShard) {
   expect_second_deaths({{.ranks = 3, .deaths = {"1@5k"}}, 0, false}, 2);
-  expect_second_deaths({{.ranks = 3, .deaths = {"1@5k"}}, 2, false}, 2);
-  expect_second_deaths({{.ranks = 4, .deaths = {"1@5k"}}, 0, false}, 2);
+  expect_second_deaths({{.ranks = 3, .deaths = {"1@5k"}}, 2, false}, 1);
+  expect_second_deaths({{.ranks = 4, .deaths = {"1@5k"}}, 0, false}, 1);
   expect_second_deaths({{.ranks = 4, .deaths = {"1@5k"}}, 2, false}, 2);
 }
 
 TEST(RecoveryTest, ADeathAtAMessageOfJoining) {
   // The process that joins with the second rank that dies may end with it.
   const Job job{.ranks = 3, .deaths = {"1@5k"}, .replacements = 3};
-  for (const int rank : {3, 0, 2}) expect_second_deaths({job, rank, rank == 3}, 3);
+  for (const int rank : {3, 0, 2}) expect_second_deaths({job, rank, rank == 3}, 2);
 }
 
 // A copy is on the other machine; with neighbours for copies, one of these shards would be lost.
@@ -404,10 +436,16 @@ TEST(RecoveryTest, AShardThatIsLostWithItsCopyIsAnErrorThatNamesTheCheckpoint) {
 }
 
 TEST(RecoveryTest, AStoppedRankFindsThatTheOthersWentOn) {
+  std::map<int, Job> jobs;
+  std::map<int, std::future<Outcome>> outcomes;
   for (const int rank : {0, 2}) {
     Job job{.ranks = 3, .deaths = death_of(rank, "5s"), .timeout = 3000};
-    job.folder = fresh("stopped");
-    const Outcome outcome = run(job);
+    job.folder = fresh("stopped-" + std::to_string(rank));
+    outcomes[rank] = std::async(std::launch::async, run, job);
+    jobs[rank] = job;
+  }
+  for (const auto& [rank, job] : jobs) {
+    const Outcome outcome = outcomes[rank].get();
     EXPECT_EQ(outcome.code, 0) << outcome.output;
     const size_t at = outcome.output.find("rank " + std::to_string(rank) + " ended: ");
     ASSERT_NE(at, std::string::npos) << outcome.output;
