@@ -26,6 +26,8 @@ constexpr char kGolden[] = "tests/checkpoint/golden_checkpoint/version-1";
 constexpr char kGoldenStates[] = "tests/checkpoint/golden_checkpoint/version-1-states";
 // Two parts of a tensor, along its columns.
 constexpr char kGoldenParts[] = "tests/checkpoint/golden_checkpoint/version-2-parts";
+// Two parts of a fused tensor, along its columns.
+constexpr char kGoldenFused[] = "tests/checkpoint/golden_checkpoint/version-3-fused";
 constexpr char kGoldenRun[] = "4d2a109632a1e19a92d39249094d3018";
 
 // Plain torch over the whole run, on one rank.
@@ -125,8 +127,35 @@ TEST(GoldenTest, VersionTwoLoadsWithAnyNumberOfPartsAndGoesOn) {
   verify_checkpoint(kGoldenParts);
 }
 
+TEST(GoldenTest, VersionThreeLoadsInOnePartAndInTwoAndGoesOn) {
+  // One rank that trains from the start.
+  const auto whole = [](int steps) {
+    GoldenFused model(0.5, 0, 1);
+    run_ranks(1, [&](const Group& group) {
+      train_golden_fused(*golden_fused(*model, group), *model, 0, steps);
+    });
+    return model;
+  };
+  const GoldenFused saved = whole(kGoldenSteps), later = whole(kGoldenSteps + 2);
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, [&](const Group& group) {
+      GoldenFused model(7, group.rank(), ranks);
+      const auto optimizer = golden_fused(*model, group);
+      optimizer->load_checkpoint(kGoldenFused);
+      const auto expect = [&](const GoldenFused& other) {
+        expect_near(model->weight.detach(), other->weight.detach().index_select(1, model->columns));
+      };
+      expect(saved);
+      train_golden_fused(*optimizer, *model, kGoldenSteps, kGoldenSteps + 2);
+      expect(later);
+    });
+  }
+  EXPECT_EQ(describe_checkpoint(kGoldenFused).version, 3);
+  verify_checkpoint(kGoldenFused);
+}
+
 TEST(GoldenTest, VersionOneIsVerifiedFoundDescribedAndExported) {
-  EXPECT_EQ(latest("tests/checkpoint/golden_checkpoint"), kGoldenParts);
+  EXPECT_EQ(latest("tests/checkpoint/golden_checkpoint"), kGoldenFused);
   for (const char* folder : {kGolden, kGoldenStates}) {
     verify_checkpoint(folder);
     EXPECT_EQ(describe_checkpoint(folder).states.size(), folder == kGolden ? 0u : 2u);

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
 #include <torch/nn/module.h>
@@ -91,6 +92,41 @@ inline std::unique_ptr<ZeroOptimizer> golden_parts(GoldenPartImpl& model, const 
 }
 
 inline void train_golden_parts(ZeroOptimizer& optimizer, GoldenPartImpl& model, int from, int to) {
+  for (int step = from; step < to; ++step) {
+    optimizer.backward(model.loss(step));
+    optimizer.step();
+  }
+}
+
+// Rank r of n: of each of two fused matrices of 2 and 4 columns, the r-th of n equal parts.
+struct GoldenFusedImpl : torch::nn::Module {
+  GoldenFusedImpl(double fill, int64_t rank, int64_t ranks)
+      : columns(at::cat({at::arange(2).chunk(ranks)[rank], at::arange(2, 6).chunk(ranks)[rank]})) {
+    weight = register_parameter("weight", at::full({2, 6 / ranks}, fill));
+  }
+  at::Tensor loss(int step) {
+    const at::Tensor target = at::arange(12.0f).view({2, 6}).sub(1.0f + static_cast<float>(step));
+    return (weight - target.index_select(1, columns)).square().sum();
+  }
+  at::Tensor columns;  // in the whole
+  at::Tensor weight;
+};
+TORCH_MODULE(GoldenFused);
+
+inline std::unique_ptr<ZeroOptimizer> golden_fused(GoldenFusedImpl& model, const Group& world) {
+  const Mesh mesh(world, {{"tp", world.world_size()}});
+  return std::make_unique<ZeroOptimizer>(
+      model,
+      std::make_unique<torch::optim::AdamW>(model.parameters(), torch::optim::AdamWOptions(0.05)),
+      mesh.group({}),
+      ZeroOptions().mesh_group(world).tensor_parts(
+          {world, [](const std::string&) -> std::optional<int64_t> { return 1; },
+           [](const std::string&) -> std::vector<int64_t> {
+             return {2, 4};
+           }}));
+}
+
+inline void train_golden_fused(ZeroOptimizer& optimizer, GoldenFusedImpl& model, int from, int to) {
   for (int step = from; step < to; ++step) {
     optimizer.backward(model.loss(step));
     optimizer.step();
