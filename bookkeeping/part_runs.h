@@ -41,7 +41,8 @@ struct PartRun {
 // overlap or leave a hole there. All boxes have the same number of dimensions.
 std::vector<PartRun> part_runs(const TensorBox& wanted, int64_t begin, int64_t numel,
                                c10::ArrayRef<TensorBox> stored);
-// The same of parts. O(rows of the range that are cut along `along`) times that.
+// Returns the same for parts. A part of several boxes costs as much as one call above for each box
+// and each of its rows, where a row is dimension `along` with all that follow it.
 std::vector<PartRun> part_runs(const TensorPart& wanted, int64_t begin, int64_t numel,
                                c10::ArrayRef<TensorPart> stored);
 

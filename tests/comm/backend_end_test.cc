@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <future>
 #include <memory>
 #include <string>
@@ -54,6 +55,25 @@ std::unique_ptr<Communicator> communicator_on(const std::shared_ptr<Device>& dev
                                         RowTransport::kWhole);
 }
 
+// For what a fault would hold up for ever.
+constexpr seconds kLong{30};
+
+// Returns whether call() returns while the device is busy. It is idle then.
+bool returns(Device& device, const std::function<void()>& call) {
+  const auto done = std::async(std::launch::async, call);
+  const bool returned = done.wait_for(kLong) == std::future_status::ready;
+  device.idle.set_value();
+  return returned;
+}
+
+void await_ends(const Device& device, int count) {
+  const auto limit = std::chrono::steady_clock::now() + kLong;
+  while (device.ends < count && std::chrono::steady_clock::now() < limit) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(device.ends, count);
+}
+
 TEST(BackendEndTest, AnErrorThatNoOperationReportsIsAFailure) {
   for (const auto error : {c10d::ErrorType::TIMEOUT, c10d::ErrorType::COMM_ERROR}) {
     const auto device = std::make_shared<Device>();
@@ -62,7 +82,9 @@ TEST(BackendEndTest, AnErrorThatNoOperationReportsIsAFailure) {
     std::promise<std::string> reported;
     ranks->on_failure([&](const std::string& reason) { reported.set_value(reason); });
     device->error = error;
-    const std::string reason = reported.get_future().get();
+    auto report = reported.get_future();
+    ASSERT_EQ(report.wait_for(kLong), std::future_status::ready);
+    const std::string reason = report.get();
     EXPECT_NE(reason.find(error == c10d::ErrorType::TIMEOUT ? "timeout" : "connection"),
               std::string::npos)
         << reason;
@@ -80,24 +102,25 @@ TEST(BackendEndTest, NoErrorIsNoFailure) {
   EXPECT_EQ(ranks->failed(), "");
 }
 
-// Each waits until all have begun to end.
 TEST(BackendEndTest, NoAbortWaitsForAnother) {
   const auto device = std::make_shared<Device>();
   const auto first = communicator_on(device), second = communicator_on(device);
-  first->abort("a reason");
-  second->abort("a reason");
-  while (device->ends < 2) std::this_thread::yield();
-  device->idle.set_value();
+  EXPECT_TRUE(returns(*device, [&] {
+    first->abort("a reason");
+    second->abort("a reason");
+    await_ends(*device, 2);
+  }));
 }
 
 TEST(BackendEndTest, ACommunicatorThatDoesNotEndIsLeftBehind) {
   for (const bool failed : {false, true}) {
     const auto device = std::make_shared<Device>();
     auto ranks = communicator_on(device, milliseconds(50));
-    if (failed) ranks->abort("a reason");
-    ranks.reset();
-    while (device->ends < 1) std::this_thread::yield();
-    device->idle.set_value();
+    EXPECT_TRUE(returns(*device, [&] {
+      if (failed) ranks->abort("a reason");
+      ranks.reset();
+      await_ends(*device, 1);
+    }));
   }
 }
 

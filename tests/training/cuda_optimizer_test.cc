@@ -192,57 +192,54 @@ TEST_F(CudaOptimizer, AnIterationInACudaGraphHasTheBitsOfOneWithout) {
   });
 }
 
+// An optimizer with static_graph, on a stream that can be captured.
+struct Captured {
+  Captured(const Group& group, const ZeroOptions& options)
+      : guard(c10::cuda::getStreamFromPool()),
+        model(kGpu, at::kFloat),
+        optimizer(*model, make_inner({}, model), group, ZeroOptions(options).static_graph(true)),
+        batch(batch_of(0, 0, kGpu, at::kFloat)) {}
+  void backward() { optimizer.backward(model->loss(batch.x, batch.target)); }
+
+  c10::cuda::CUDAStreamGuard guard;
+  Mlp model;
+  ZeroOptimizer optimizer;
+  Batch batch;
+  at::cuda::CUDAGraph graph;
+};
+
 TEST_F(CudaOptimizer, CaptureOfAnOverlappedGatherIsRefused) {
   run_ranks(1, [&](const Group& group) {
-    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
-    Setting s{true, at::kFloat, ZeroOptions().static_graph(true).overlap_gather(true)};
-    Mlp model(kGpu, s.dtype);
-    ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
-    const Batch batch = batch_of(0, 0, kGpu, s.dtype);
-    for (const bool captured : {false, true}) {
-      optimizer.wait_for(*model);
-      at::cuda::CUDAGraph graph;
-      if (captured) graph.capture_begin();
-      optimizer.backward(model->loss(batch.x, batch.target));
-      if (!captured) {
-        optimizer.step();
-        continue;
-      }
-      EXPECT_THROW(optimizer.step(), c10::Error);
-      graph.capture_end();
-    }
+    Captured run(group, ZeroOptions().overlap_gather(true));
+    run.backward();
+    run.optimizer.step();
+    run.optimizer.wait_for(*run.model);
+    run.graph.capture_begin();
+    run.backward();
+    EXPECT_THROW(run.optimizer.step(), c10::Error);
+    run.graph.capture_end();
   });
 }
 
 // A host that waits for peers cannot be captured.
 TEST_F(CudaOptimizer, CaptureWithoutNcclIsRefused) {
   run_ranks(2, [&](const Group& group) {
-    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
-    Setting s{true, at::kFloat, ZeroOptions().static_graph(true)};
-    Mlp model(kGpu, s.dtype);
-    ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
-    const Batch batch = batch_of(0, 0, kGpu, s.dtype);
-    optimizer.backward(model->loss(batch.x, batch.target));
-    optimizer.step();
-    at::cuda::CUDAGraph graph;
-    graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
-    EXPECT_THROW(optimizer.backward(model->loss(batch.x, batch.target)), c10::Error);
-    graph.capture_end();
+    Captured run(group, {});
+    run.backward();
+    run.optimizer.step();
+    run.graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+    EXPECT_THROW(run.backward(), c10::Error);
+    run.graph.capture_end();
   });
 }
 
 TEST_F(CudaOptimizer, CaptureOfTheFirstStepIsRefused) {
   run_ranks(1, [&](const Group& group) {
-    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
-    Setting s{true, at::kFloat, ZeroOptions().static_graph(true)};
-    Mlp model(kGpu, s.dtype);
-    ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
-    const Batch batch = batch_of(0, 0, kGpu, s.dtype);
-    optimizer.backward(model->loss(batch.x, batch.target));
-    at::cuda::CUDAGraph graph;
-    graph.capture_begin();
-    EXPECT_THROW(optimizer.step(), c10::Error);
-    graph.capture_end();
+    Captured run(group, {});
+    run.backward();
+    run.graph.capture_begin();
+    EXPECT_THROW(run.optimizer.step(), c10::Error);
+    run.graph.capture_end();
   });
 }
 

@@ -245,6 +245,36 @@ TEST(DeviceTest, BuffersAndFrozenParametersInHostMemoryAreSent) {
   }
 }
 
+// Over Gloo ranks share host memory, which large buffers and parameters of a device must not use.
+TEST(DeviceTest, MemoryThatRanksShareIsForModelsInHostMemory) {
+  for (const int64_t stage : {1, 2}) {
+    run_ranks(2,
+              [&](const Group& group) {
+                const c10::Device device(kEmulated, static_cast<c10::DeviceIndex>(group.rank()));
+                OddModel on_device(1, 1000, device), on_host(1, 1000);
+                const auto train = [&](OddModel& model) {
+                  ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group,
+                                          ZeroOptions().stage(stage));
+                  const at::Tensor x = random_tensor({3, 17}, 5 + group.rank());
+                  const at::Device place = model->scale.device();
+                  optimizer.backward(
+                      model->loss(x.to(place), at::zeros({3, 11}, place), OddModelImpl::kAll));
+                  optimizer.step();
+                };
+                train(on_device);
+                train(on_host);
+                const auto expected = on_host->parameters();
+                const auto parameters = on_device->parameters();
+                for (size_t i = 0; i < parameters.size(); ++i) {
+                  EXPECT_EQ(parameters[i].device(), device);
+                  EXPECT_TRUE(at::equal(parameters[i].detach().cpu(), expected[i].detach()))
+                      << "stage " << stage << " parameter " << i;
+                }
+              },
+              {.shared_memory = true});
+  }
+}
+
 TEST(DeviceTest, AModelMayUseSeveralStreams) {
   std::vector<Trajectory> device(2);
   std::vector<Trajectory> cpu(2);

@@ -150,6 +150,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
   CheckpointDifferences result;
   const bool numbered_groups = mesh == nullptr && manifest.holders == 1;
   Comparison comparison(numbered_groups);
+  // 1. Each tensor of the model beside the one of its name in the checkpoint.
   std::map<std::string, Entry> stored;
   for (Entry& entry : entries(manifest)) stored.emplace(entry.about.name, std::move(entry));
   for (Entry& model : entries(table)) {
@@ -176,6 +177,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
     if (!comparison.compare(model, found->second)) result.unusable.insert(model.about.name);
     stored.erase(found);
   }
+  // 2. What is left has no tensor here.
   std::set<std::string> others;  // trained by other optimizers, which set them
   for (const NamedTensor& f : table.frozen()) {
     if (f.trainable) others.insert(f.name);
@@ -186,6 +188,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
     comparison.lines.push_back(entry.kind + " " + name +
                                ": in the checkpoint, missing in the model");
   }
+  // 3. Parameter groups, and the optimizer.
   result.lines = std::move(comparison.lines);
   result.same_groups = comparison.same_groups;
   result.groups_from.assign(inner.param_groups().size(), -1);

@@ -130,6 +130,7 @@ TensorPart part_of(const ManifestParameter& parameter) {
     box.from.push_back(cut ? parameter.from : 0);
     box.sizes.push_back(parameter.shape[d]);
   }
+  // A part of a fused tensor has its share of each section, one behind the other.
   if (parameter.sections.empty()) {
     part.boxes.push_back(std::move(box));
     return part;

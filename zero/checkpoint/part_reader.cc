@@ -182,6 +182,7 @@ at::Tensor PartReader::read_whole(const ManifestParameter& held, const std::stri
   for (const ManifestParameter* p : stored) {
     const TensorPart part = part_of(*p);
     if (part == wanted) return reader_.read_whole(*p, kind);
+    // Boxes of a fused tensor may overlap in several places.
     const std::vector<Overlap> both = overlaps(part, wanted);
     if (both.empty()) continue;
     const at::Tensor whole = reader_.read_whole(*p, kind);

@@ -6,8 +6,9 @@
 //
 // On a GPU a buffer that was given back may still be read or written by the stream that was current
 // then. It is free for that stream at once, and for others when that stream has come so far. A
-// capture in a CUDA graph cannot wait for what is outside of it, nor can anything wait for what was
-// captured: whoever begins a capture, and replays it, orders it behind what came before.
+// capture in a CUDA graph can wait for no work outside of it, and nothing outside can wait for
+// captured work. So the pool makes neither wait: the caller orders a capture and each replay behind
+// earlier work.
 //
 // Thread safety: every member.
 #pragma once
