@@ -8,6 +8,7 @@
 #include <torch/arg.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -89,19 +90,24 @@ class PendingCheckpoint {
  public:
   // Made by ZeroOptimizer::save_checkpoint_async(). A thread runs `copy`, for which a step may
   // wait, and then, with a low priority, `write`, which returns early when `pause` becomes true,
-  // and called again goes on. Neither throws. `finish` runs the collective end.
+  // and called again goes on. Neither throws. `finish` runs the collective end, and calls
+  // `write_rest` once, which stops the thread and writes what it has not written. `wait` is the
+  // text of a wait for the thread, and `limit` that of a thread that stands still.
   using Write = std::function<void(const std::atomic<bool>& pause)>;
-  PendingCheckpoint(std::function<void()> copy, Write write, std::function<void()> finish);
-  // Stops the thread. Without finish() no checkpoint appears. As long as rank
-  // 0's object lives and was not finished (without a shared folder: that of any rank), no other
-  // save to the folder can begin.
+  using Finish = std::function<void(const std::function<void()>& write_rest)>;
+  PendingCheckpoint(std::function<void()> copy, Write write, Finish finish, std::string wait,
+                    std::chrono::milliseconds limit);
+  // Stops the thread, or leaves it behind when it stands still in a call of the disk. Without
+  // finish() no checkpoint appears. As long as rank 0's object lives and was not finished (without
+  // a shared folder: that of any rank), no other save to the folder can begin.
   ~PendingCheckpoint();
   PendingCheckpoint(const PendingCheckpoint&) = delete;
   PendingCheckpoint& operator=(const PendingCheckpoint&) = delete;
 
   // Collective, once, while the optimizer lives. Writes what the thread has not written yet of this
   // rank's files, waits for all ranks, and gives the checkpoint its name. Throws what
-  // save_checkpoint() would throw.
+  // save_checkpoint() would throw, and, which is final, when the thread does not return from a call
+  // of the disk within the group's timeout and 5 s.
   void finish();
 
  private:

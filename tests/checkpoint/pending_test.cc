@@ -9,6 +9,8 @@
 #include <sys/resource.h>
 
 #include <atomic>
+#include <chrono>
+#include <functional>
 #include <future>
 #include <memory>
 #include <thread>
@@ -19,6 +21,8 @@
 
 namespace zero {
 namespace {
+
+using namespace std::chrono_literals;
 
 // The thread, and whether lower_thread_priority() was called on it.
 using Calls = std::vector<std::pair<std::thread::id, bool>>;
@@ -40,10 +44,12 @@ TEST(PendingCheckpointTest, AThreadOfLowPriorityWritesAndFinishWritesTheRestItse
   std::promise<void> begun;
   bool finished = false;
   const auto copy = [&] { copies.emplace_back(std::this_thread::get_id(), is_low()); };
-  PendingCheckpoint pending(copy, write_in_two_calls(calls, begun), [&] {
+  const auto finish = [&](const std::function<void()>& write_rest) {
+    EXPECT_EQ(calls.size(), 1u);
+    write_rest();
     finished = true;
-    EXPECT_EQ(calls.size(), 2u) << "finished before all is written";
-  });
+  };
+  PendingCheckpoint pending(copy, write_in_two_calls(calls, begun), finish, "waits", 30s);
   begun.get_future().wait();
   EXPECT_FALSE(finished);
   pending.finish();
@@ -62,8 +68,8 @@ TEST(PendingCheckpointTest, AThreadOfLowPriorityWritesAndFinishWritesTheRestItse
 TEST(PendingCheckpointTest, OneThatIsGivenUpStopsItsThread) {
   Calls calls;
   std::promise<void> begun;
-  auto pending =
-      std::make_unique<PendingCheckpoint>([] {}, write_in_two_calls(calls, begun), [] {});
+  auto pending = std::make_unique<PendingCheckpoint>([] {}, write_in_two_calls(calls, begun),
+                                                     [](const auto&) {}, "waits", 30s);
   begun.get_future().wait();
   pending.reset();
   EXPECT_EQ(calls.size(), 1u);
@@ -73,10 +79,47 @@ TEST(PendingCheckpointTest, OneThatIsGivenUpStopsItsThread) {
 TEST(PendingCheckpointTest, WhatTheWriteHoldsIsFreedByFinish) {
   auto held = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = held;
-  PendingCheckpoint pending([held] {}, [held](const std::atomic<bool>&) {}, [held] {});
+  PendingCheckpoint pending([held] {}, [held](const std::atomic<bool>&) {},
+                            [held](const std::function<void()>& write_rest) { write_rest(); },
+                            "waits", 30s);
   held.reset();
   pending.finish();
   EXPECT_TRUE(watch.expired());
+}
+
+// As in a call of a file system whose server does not answer.
+TEST(PendingCheckpointTest, AThreadThatStandsStillIsLeftBehind) {
+  for (const bool finishes : {true, false}) {
+    SCOPED_TRACE(finishes);
+    const auto answer = std::make_shared<std::promise<void>>();
+    const auto ended = std::make_shared<std::promise<void>>();
+    std::promise<void> begun;
+    const auto write = [answer, ended, &begun](const std::atomic<bool>&) {
+      begun.set_value();
+      answer->get_future().wait();
+      ended->set_value();
+    };
+    bool returned = false;
+    testing::internal::CaptureStderr();
+    {
+      PendingCheckpoint pending([] {}, write,
+                                [&](const std::function<void()>& write_rest) {
+                                  write_rest();
+                                  returned = true;
+                                },
+                                "rank 1 of 4 waits for its thread", 500ms);
+      begun.get_future().wait();
+      if (finishes) {
+        expect_words(error_of([&] { pending.finish(); }),
+                     {"rank 1 of 4 waits for its thread", "has done nothing for 6 s"});
+      }
+    }
+    expect_words(testing::internal::GetCapturedStderr(),
+                 {"rank 1 of 4 waits for its thread", "The threads of process"});
+    EXPECT_FALSE(returned);
+    answer->set_value();  // what it uses is there
+    ended->get_future().wait();
+  }
 }
 
 }  // namespace

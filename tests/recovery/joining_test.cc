@@ -7,10 +7,12 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <latch>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <vector>
@@ -237,6 +239,35 @@ TEST(JoiningTest, ARankThatHasJoinedBeforeGoesOnWithoutOneThatDoesNotFit) {
         m.optimizer.check_replicas();
       },
       std::chrono::seconds(30), /*processes=*/4);
+}
+
+// It would come again after going back, unlike what a process that does not fit does.
+TEST(JoiningTest, ARankThatLacksMemoryToTakeOneInIsItsOwnReason) {
+  std::latch trained(2);
+  std::atomic<bool> one_joins = false;
+  run_ranks(3, [&](const Group& threads) {
+    const BackendFactory gloo = gloo_factory(/*shared_memory=*/false);
+    const bool lacks = threads.rank() == 1;
+    const Group job =
+        group_in_job(threads, std::chrono::seconds(30),
+                     [&, gloo, lacks](const auto& store, int rank, int world_size, Purpose purpose,
+                                      std::chrono::milliseconds timeout) {
+                       if (lacks && one_joins) throw std::bad_alloc();
+                       return gloo(store, rank, world_size, purpose, timeout);
+                     });
+    if (job.joins()) {
+      trained.wait();
+      one_joins = true;
+      EXPECT_TRUE(throws_of_communication([&] { Member(job, 1, ZeroOptions().protect(1)); },
+                                          {"Rank 1 gave up: out of memory"}));
+      return;
+    }
+    Member m(job, 1, ZeroOptions().protect(1));
+    m.step();
+    trained.count_down();
+    expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
+    EXPECT_EQ(throws_of_communication([&] { m.optimizer.recover(); }, {"out of memory"}), !lacks);
+  });
 }
 
 // In bytes per parameter, of which masters and the state of AdamW take 12.

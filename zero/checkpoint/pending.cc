@@ -1,42 +1,86 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/checkpoint_options.h"
-
 #include <c10/util/Exception.h>
 
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 #include <utility>
 
 #include "zero/base/own_process.h"
+#include "zero/base/own_thread_wait.h"
 #include "zero/base/thread_priority.h"
+#include "zero/checkpoint_options.h"
 
 namespace zero {
+namespace {
+
+// What the thread uses, which may be left behind.
+struct Work {
+  std::function<void()> copy;
+  PendingCheckpoint::Write write;
+  std::atomic<bool> pause = false;
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool has_ended = false;
+};
+
+void run(const std::shared_ptr<Work>& work) {
+  std::exchange(work->copy, nullptr)();
+  lower_thread_priority();
+  work->write(work->pause);
+  const std::lock_guard<std::mutex> lock(work->mutex);
+  work->has_ended = true;
+  work->changed.notify_all();
+}
+
+}  // namespace
 
 // A forked child keeps it: destroyed there, the writer would remove the parent's files.
 struct PendingCheckpoint::State {
   OwnProcess process;
-  Write write;
-  std::function<void()> finish;
-  std::atomic<bool> pause = false;
+  const std::shared_ptr<Work> work = std::make_shared<Work>();
+  Finish finish;
+  std::string wait;
+  std::chrono::milliseconds limit{};
   std::thread thread;
-  ~State() { stop(); }
+
+  ~State() {
+    try {
+      stop();
+    } catch (const std::exception&) {  // It has printed that the thread stands still.
+    }
+  }
   void stop() {
-    pause = true;
-    if (thread.joinable()) thread.join();
-    pause = false;
+    if (!thread.joinable()) return;
+    work->pause = true;
+    std::unique_lock<std::mutex> lock(work->mutex);
+    OwnThreadWait look(wait, limit);
+    const auto has_ended = [this] { return work->has_ended; };
+    while (!work->changed.wait_for(lock, OwnThreadWait::kLook, has_ended)) {
+      try {
+        look.look(0);
+      } catch (...) {
+        thread.detach();
+        throw;
+      }
+    }
+    lock.unlock();
+    thread.join();
+    work->pause = false;
   }
 };
 
-PendingCheckpoint::PendingCheckpoint(std::function<void()> copy, Write write,
-                                     std::function<void()> finish)
+PendingCheckpoint::PendingCheckpoint(std::function<void()> copy, Write write, Finish finish,
+                                     std::string wait, std::chrono::milliseconds limit)
     : state_(make_owned<State>()) {
-  state_->write = std::move(write);
+  state_->work->copy = std::move(copy);
+  state_->work->write = std::move(write);
   state_->finish = std::move(finish);
-  state_->thread = std::thread([state = state_.get(), copy = std::move(copy)]() mutable {
-    std::exchange(copy, nullptr)();
-    lower_thread_priority();
-    state->write(state->pause);
-  });
+  state_->wait = std::move(wait);
+  state_->limit = limit;
+  state_->thread = std::thread([work = state_->work] { run(work); });
 }
 
 PendingCheckpoint::~PendingCheckpoint() = default;
@@ -44,10 +88,11 @@ PendingCheckpoint::~PendingCheckpoint() = default;
 void PendingCheckpoint::finish() {
   state_->process.check("finish() of a checkpoint");
   TORCH_CHECK(state_->finish != nullptr, "finish(): expected one call for each save, got another");
-  // The thread may not get a core for long, and all ranks would wait.
-  state_->stop();
-  std::exchange(state_->write, nullptr)(state_->pause);
-  std::exchange(state_->finish, nullptr)();
+  std::exchange(state_->finish, nullptr)([this] {
+    // The thread may not get a core for long, and all ranks would wait.
+    state_->stop();
+    std::exchange(state_->work->write, nullptr)(state_->work->pause);
+  });
 }
 
 }  // namespace zero

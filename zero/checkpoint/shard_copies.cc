@@ -87,7 +87,9 @@ void ShardCopies::copy_next(std::unique_lock<std::mutex>& lock) {
 void ShardCopies::copy_all() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (next_ < pieces_.size()) copy_next(lock);
-  changed_.wait(lock, [&] { return running_.empty(); });
+  // Only a step copies beside this. A lost wake-up costs a second.
+  while (!changed_.wait_for(lock, OwnThreadWait::kLook, [&] { return running_.empty(); })) {
+  }
   pieces_.clear();  // and with them the last use of the memory, maybe
   next_ = 0;
   if (problem_) std::rethrow_exception(problem_);

@@ -335,14 +335,15 @@ int number_of(const BoundedStore& store, Place& place, const std::string& key) {
   return number;
 }
 
-// Calls meet(). What is no error of communication may be one of a newcomer's, and a rank that is
-// none may go on without it.
+// Calls meet(). What is neither an error of communication nor a lack of memory here may be one of a
+// newcomer's, and a rank that is none may go on without it.
 template <typename Meet>
 void meet_newcomers(const std::vector<int>& newcomers, int rank, Meet meet) {
   try {
     meet();
   } catch (const c10::Error& error) {
     if (newcomers.empty() || std::ranges::find(newcomers, rank) != newcomers.end()) throw;
+    if (is_out_of_memory(error)) throw;
     throw_communication_error(error_text(error));
   }
 }

@@ -172,7 +172,7 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
   // Equal on all ranks, as folders of own disks need not be.
   const std::string end = "the end of " + (options.shared_folder() ? folder : save.writer->id());
   auto finish = [this, of = std::weak_ptr<Engine>(engine_), writer = save.writer, folder, end,
-                 manifest = std::move(save.manifest)] {
+                 manifest = std::move(save.manifest)](const std::function<void()>& write_rest) {
     const std::shared_ptr<Engine> engine = of.lock();
     TORCH_CHECK(engine != nullptr, "save_checkpoint_async(", folder,
                 "): expected the optimizer and the ranks that began it, got none or others: the "
@@ -180,6 +180,7 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
                 "parameters; finish a save before that, or save again");
     engine->protocol.fail_stop([&] {
       engine->agree(Call::kSaveCheckpoint, nullptr, {end, {}});
+      engine->run_or_close(write_rest);
       writer->finish(manifest, [this](std::function<void()> remove) {
         removals_.push([remove = std::move(remove), here = std::this_thread::get_id()] {
           if (std::this_thread::get_id() != here) lower_thread_priority();
@@ -188,8 +189,11 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
       });
     });
   };
-  auto pending =
-      std::make_unique<PendingCheckpoint>(std::move(copy), std::move(write), std::move(finish));
+  auto pending = std::make_unique<PendingCheckpoint>(
+      std::move(copy), std::move(write), std::move(finish),
+      c10::str("rank ", engine_->comms->rank(), " of ", engine_->group().world_size(),
+               " waits for its thread that writes the checkpoint ", folder),
+      engine_->group().timeout());
   if (save.copies) engine_->readers.push_back(save.copies);
   return pending;
 }

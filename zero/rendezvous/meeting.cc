@@ -194,8 +194,10 @@ void Rendezvous::run(const Work& work) {
       took + kLateStart >= timeout_
           ? c10::str(" within ", timeout_.count(), " ms")
           : c10::str(" (after ", took.count(), " ms of at most ", timeout_.count(), " ms)");
-  throw_error(!misuse && !own,
-              c10::str(failed_, time, " (this is rank ", rank_, ")", others, ". ", reason));
+  const std::string text =
+      c10::str(failed_, time, " (this is rank ", rank_, ")", others, ". ", reason);
+  TORCH_CHECK_WITH(OutOfMemoryError, !own, text);
+  throw_error(!misuse, text);
 }
 
 void Rendezvous::await(std::future<bool> done, BoundedStore& store) const {

@@ -47,7 +47,7 @@ class Rendezvous {
 
   // Collective. Throws CommunicationError within the timeout and a second when a rank does not take
   // part or gives up. Where `work` throws c10::ValueError on some rank, for a misuse, all that are
-  // there throw another c10::Error, and so does a rank that lacks memory itself.
+  // there throw another c10::Error. A rank that lacks memory throws c10::OutOfMemoryError.
   void run(const Work& work);
 
  private:
