@@ -11,7 +11,8 @@
 // the middle of its backward pass, "r" before its first recovery, "j" when it has just joined (at
 // step 0), "s" stops it before that step until the others have ended. <rank>@<n>m kills the rank
 // before the n-th message of its recoveries, and of joining: a value for the store, or an operation
-// of a communicator. Survivors recover. With /<n>, so many ranks are said to share a machine. With
+// of a communicator; <rank>@<n>p stops it there for 1.5 s. Survivors recover. With /<n>, so many
+// ranks are said to share a machine. With
 // +<n>+<ms>, so many of the dead are replaced, by processes that wait so long first, and steps go
 // on beyond <to> until there are <ranks> again. At the end the first rank writes
 // <folder>/step-<steps> and all that training depends on, <folder>/state-<steps>.
@@ -39,6 +40,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kEvery = 3;
+constexpr int kPauseMicroseconds = 1500000;
 constexpr int kTries = 3;  // of recover(), which another death may disturb
 
 struct Job {
@@ -75,14 +77,16 @@ class Death {
   void begin_messages() const {
     const std::string own = std::to_string(rank_) + "@";
     for (const std::string& death : job_.deaths) {
-      if (death.starts_with(own) && death.ends_with('m'))
-        last = std::stoi(death.substr(own.size()));
+      if (!death.starts_with(own) || (!death.ends_with('m') && !death.ends_with('p'))) continue;
+      last = std::stoi(death.substr(own.size()));
+      pauses = death.ends_with('p');
     }
     zero::message_probe = [](const std::string& what) {
       // How many beats there are is a matter of time.
       if (what.find("/beat/") != std::string::npos || ++messages != last) return;
-      std::fprintf(stderr, "killed before message %d, %s\n", messages.load(), what.c_str());
-      die();
+      std::fprintf(stderr, "%s before message %d, %s\n", pauses ? "stopped" : "killed",
+                   messages.load(), what.c_str());
+      pauses ? pause() : die();
     };
   }
   static int end_messages() {
@@ -98,6 +102,16 @@ class Death {
 
  private:
   static void die() { kill(getpid(), SIGKILL); }
+  // All threads of the process.
+  static void pause() {
+    const pid_t self = getpid();
+    if (fork() == 0) {
+      usleep(kPauseMicroseconds);
+      kill(self, SIGCONT);
+      _exit(0);
+    }
+    std::raise(SIGSTOP);
+  }
   void stop() const {
     std::ofstream(job_.folder + "/stopped") << getpid() << std::flush;
     std::raise(SIGSTOP);
@@ -105,6 +119,7 @@ class Death {
 
   inline static std::atomic<int> messages = 0;
   inline static std::atomic<int> last = 0;
+  inline static std::atomic<bool> pauses = false;
   const Job& job_;
   const int rank_;
 };
