@@ -76,6 +76,17 @@ struct Stats {
   Traffic copies;             // of ZeroOptions::protect()
 };
 
+// How ZeroOptimizer::resize_rows() changes one parameter.
+struct ResizedRows {
+  at::Tensor parameter;
+  // int64, 1-D, on any device. For each row of the new parameter, the present row whose state it
+  // goes on with, or -1: none, so that its state is as at its first step. A row may be named often.
+  at::Tensor rows;
+  // The new values, of any floating-point dtype, in the new shape: one row for each of `rows`.
+  // Undefined: those of the present rows; then `rows` may not have -1.
+  at::Tensor values = {};
+};
+
 // What ZeroOptimizer::recover() went back to, and with whom.
 struct RecoveryReport {
   int64_t steps = 0;  // step() calls made at the protected step, skipped ones included
@@ -230,6 +241,19 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. The same, with a new parameter group. Without options it has the inner optimizer's
   // defaults; a CombinedOptimizer is refused. An LrSchedule of before does not know the group.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
+
+  // Collective. Rows of parameters go and others come, where a row is what one index of the first
+  // dimension selects; it must be contiguous in memory. Each `parameter` stays the tensor that it
+  // is, registered where it is, with other memory and another size(0). Its rows have masters and
+  // state of the rows that they go on with, and the counts of updates of the parameter stay. A
+  // master whose working value is still its rounding keeps its bits, others are set from `values`.
+  // Rank 0's values are sent. Shards are balanced anew over the connections that are there; plan()
+  // and references to it are new. Sends the managed parameters, and masters and state once.
+  // Throws c10::Error on all ranks, with all as it was: gradients since the last step, ranks whose
+  // `rows` differ, one parameter twice, no row at all, state that is not elementwise (Adafactor's
+  // factors), a mesh. A death meanwhile is final, also with protect(). Needs memory for the shard
+  // twice. Finish a PendingCheckpoint first.
+  void resize_rows(const std::vector<ResizedRows>& changes);
 
   // ---- Checkpoints ----
 

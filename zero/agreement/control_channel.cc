@@ -73,6 +73,8 @@ const char* call_name(Call call) {
       return "latest_checkpoint()";
     case Call::kClipGradValue:
       return "clip_grad_value_()";
+    case Call::kResizeRows:
+      return "resize_rows()";
   }
   return "an unknown call";
 }

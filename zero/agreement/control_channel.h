@@ -41,6 +41,7 @@ enum class Call : int32_t {
   kAddParamGroup,
   kLatestCheckpoint,
   kClipGradValue,
+  kResizeRows,
 };
 
 const char* call_name(Call call);

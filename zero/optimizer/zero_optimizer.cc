@@ -11,6 +11,7 @@
 #include "zero/base/normal_tensors.h"
 #include "zero/optimizer/impl.h"
 #include "zero/optimizer/listed_module.h"
+#include "zero/optimizer/row_resizing.h"
 #include "zero/optimizer/unsharded_state.h"
 #include "zero/training/repair.h"
 
@@ -188,6 +189,11 @@ void ZeroOptimizer::unfreeze(const std::vector<at::Tensor>& parameters,
 
 void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
   impl_->replanning.add_param_group(param_group, param_groups_);
+}
+
+void ZeroOptimizer::resize_rows(const std::vector<ResizedRows>& changes) {
+  const NormalTensors normal;
+  zero::resize_rows(impl_->engine, impl_->recovery, changes, param_groups_);
 }
 
 void ZeroOptimizer::save_checkpoint(const std::string& folder, const SaveOptions& options) {

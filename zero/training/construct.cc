@@ -193,17 +193,37 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
   return engine;
 }
 
-std::unique_ptr<Engine> Engine::make_again(std::unique_ptr<torch::optim::Optimizer>& inner,
-                                           const Group& over, const ParamGroups& groups,
-                                           Frozen sent) const {
-  auto& own = inner->param_groups();
+namespace {
+
+// Makes the groups of an inner optimizer those that users see.
+void set_groups(torch::optim::Optimizer& inner, const Engine::ParamGroups& groups) {
+  auto& own = inner.param_groups();
   while (own.size() > groups.size()) own.pop_back();
   for (size_t g = 0; g < groups.size(); ++g) {
     if (g == own.size()) own.emplace_back(groups[g].params(), groups[g].options().clone());
     own[g].params() = groups[g].params();
     own[g].set_options(groups[g].options().clone());
   }
+}
+
+}  // namespace
+
+std::unique_ptr<Engine> Engine::make_again(std::unique_ptr<torch::optim::Optimizer>& inner,
+                                           const Group& over, const ParamGroups& groups,
+                                           Frozen sent) const {
+  set_groups(*inner, groups);
   return make(module, inner, over, options, sent);
+}
+
+std::unique_ptr<Engine> Engine::make_over_same_ranks(
+    std::unique_ptr<torch::optim::Optimizer>& inner, const ParamGroups& groups) const {
+  set_groups(*inner, groups);
+  std::unique_ptr<Engine> engine;
+  construct(*comms, /*agreed=*/false, [&] {
+    engine = std::make_unique<Engine>(module, inner, domains, options, comms,
+                                      ParameterTable(module, inner->param_groups()), Frozen::kNone);
+  });
+  return engine;
 }
 
 }  // namespace zero

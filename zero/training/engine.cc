@@ -82,6 +82,7 @@ ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimiz
   engine.comms->explained([&] {
     const Broadcasts broadcasts(engine.arena, *engine.comms);
     broadcasts.parameters();
+    if (sent == Engine::Frozen::kNone) return;
     broadcasts.over_home(sent == Engine::Frozen::kAll ? table.frozen() : table.unmanaged(),
                          "frozen parameters and buffers");
     broadcasts.over_home(table.buffers(), "frozen parameters and buffers");

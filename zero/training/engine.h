@@ -38,9 +38,10 @@ namespace zero {
 // The parts of one optimizer over one group. Recovery and changes of its parameters make it anew.
 struct Engine {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-  // Which frozen parameters construction sends. In a recovery it sends all: a process that joins
-  // has none from another ZeroOptimizer yet.
-  enum class Frozen { kUnmanaged, kAll };
+  // Which frozen parameters construction sends, beside those that are managed. In a recovery it
+  // sends all: a process that joins has none from another ZeroOptimizer yet. kNone: no buffers
+  // either.
+  enum class Frozen { kNone, kUnmanaged, kAll };
 
   // Collective. All that the constructor of ZeroOptimizer checks and makes. If it throws, `inner`
   // is still the caller's, unless memory ran out. Throws CommunicationError after a failure of the
@@ -54,6 +55,10 @@ struct Engine {
   std::unique_ptr<Engine> make_again(std::unique_ptr<torch::optim::Optimizer>& inner,
                                      const Group& over, const ParamGroups& groups,
                                      Frozen sent) const;
+  // Collective. The same over the ranks and communicators of this one, which must only be destroyed
+  // then. Sends the managed parameters. If it throws, the communicators are closed.
+  std::unique_ptr<Engine> make_over_same_ranks(std::unique_ptr<torch::optim::Optimizer>& inner,
+                                               const ParamGroups& groups) const;
 
   // `comms` are connected. Takes `inner` when everything is sent.
   Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner,
