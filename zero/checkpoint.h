@@ -42,10 +42,6 @@
 #include <utility>
 #include <vector>
 
-namespace torch::nn {
-class Module;
-}
-
 namespace zero {
 
 // The checkpoint in the folder `parent` that was saved last, of whatever run. None if
@@ -143,7 +139,7 @@ CheckpointDescription describe_checkpoint(const std::string& folder);
 void verify_checkpoint(const std::string& folder, bool one_disk = false);
 
 // Writes one safetensors file with the full masters, frozen parameters and buffers
-// by name, row-major, for inference and for Python. `dtype` is that of the
+// by name, row-major, for inference, Python and load_weights(). `dtype` is that of the
 // parameters; default: each one's own. Parameters under several names (tied)
 // appear once, under the first. Needs memory for the largest parameter twice.
 // The file appears under its name when all of it is on disk; a call that is killed leaves a hidden
@@ -151,13 +147,5 @@ void verify_checkpoint(const std::string& folder, bool one_disk = false);
 // other disks, as verify_checkpoint().
 void export_model(const std::string& folder, const std::string& path,
                   std::optional<c10::ScalarType> dtype = std::nullopt);
-
-// Copies the tensors of a safetensors file into the parameters and buffers of
-// `module` with the same name, converting dtypes. Changes nothing and throws when
-// names or shapes differ, or for a dtype that is unknown here; with strict false returns those
-// differences and copies the rest. Before a ZeroOptimizer is made, or followed by
-// refresh_master_parameters() on all ranks.
-std::vector<std::string> import_model(const std::string& path, torch::nn::Module& module,
-                                      bool strict = true);
 
 }  // namespace zero

@@ -28,5 +28,6 @@
 #include "zero/rows.h"
 #include "zero/topology.h"
 #include "zero/version.h"
+#include "zero/weights.h"
 #include "zero/zero_optimizer.h"
 // IWYU pragma: end_exports

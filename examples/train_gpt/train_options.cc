@@ -57,6 +57,14 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
       ->type_name("PATH")
       ->check(existing)
       ->group(group);
+  app.add_option(
+         "--init", options.init,
+         "Safetensors file, or the index of several, with the weights that the model starts "
+         "from (default: random ones)")
+      ->default_str("")
+      ->type_name("FILE")
+      ->check(existing)
+      ->group(group);
   app.add_option("--context", options.context, "Bytes in a sequence")->group(group);
   app.add_option("--layers", options.layers, "Transformer blocks")->group(group);
   app.add_option("--width", options.width, "Width of the model, a multiple of --heads")

@@ -24,6 +24,7 @@ struct TrainOptions {
   int64_t layers = 4;
   int64_t width = 128;
   int64_t heads = 4;
+  std::string init;            // safetensors file of the initial model; empty: drawn from `seed`
   std::string device = "cpu";  // or "cuda"
   std::string dtype_name = "float32";
   c10::ScalarType dtype = c10::kFloat;  // what dtype_name says

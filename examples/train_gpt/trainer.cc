@@ -20,6 +20,7 @@
 #include "examples/train_gpt/step_trace.h"
 #include "examples/train_gpt/stop_signal.h"
 #include "zero/checkpoint.h"
+#include "zero/weights.h"
 
 namespace zero::examples {
 
@@ -33,7 +34,7 @@ constexpr int64_t kValidationBatch = 16;
 // into one bucket, and buffers for it would outweigh what sharding saves.
 constexpr int64_t kBucketBytes = 256 << 10;
 
-// The same initial values on every device.
+// The same initial values on every device and rank.
 Gpt make_model(const TrainOptions& options, at::Device device) {
   torch::manual_seed(options.seed);
   Gpt model(GptOptions{.context = options.context,
@@ -41,6 +42,7 @@ Gpt make_model(const TrainOptions& options, at::Device device) {
                        .width = options.width,
                        .heads = options.heads});
   model->to(device, options.dtype);
+  if (!options.init.empty()) load_weights(*model, options.init);
   return model;
 }
 

@@ -32,7 +32,7 @@ namespace zero::examples {
 
 class Trainer {
  public:
-  // Collective. Builds the model from options.seed. `data` must outlive the
+  // Collective. Builds the model from options.init or options.seed. `data` must outlive the
   // trainer.
   Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group);
 

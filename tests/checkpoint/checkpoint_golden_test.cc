@@ -15,6 +15,7 @@
 #include "tests/checkpoint/golden_model.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
+#include "zero/weights.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -163,7 +164,7 @@ TEST(GoldenTest, VersionOneIsVerifiedFoundDescribedAndExported) {
     std::filesystem::remove(model);
     export_model(folder, model);
     GoldenModel filled(7);
-    EXPECT_TRUE(import_model(model, *filled).empty());
+    load_weights(*filled, model);
     expect_near(filled->weight.detach(), trained(kGoldenSteps)->weight.detach());
   }
 }

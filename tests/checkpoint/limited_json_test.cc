@@ -70,6 +70,14 @@ TEST(LimitedJsonTest, ANulIsForMetadataAlone) {
   expect_words(error_of([] { parse_limited_json(R"({"metadata":{},"a\u0000":1})"); }), {"NUL"});
 }
 
+TEST(LimitedJsonTest, AnObjectWithANameTwiceIsRefusedAtAnyLevel) {
+  for (const char* text : {R"({"a":1,"a":1})", R"({"b":[{"a":{},"c":0,"a":1}]})"}) {
+    expect_words(error_of([&] { parse_json_of_depth(text, 6); }), {"once in an object, got \"a\""});
+  }
+  // Objects beside and within each other may have the same names.
+  EXPECT_EQ(parse_json_of_depth(R"({"a":{"a":1,"b":2},"b":[{"a":3},{"a":4}]})", 6).size(), 2u);
+}
+
 TEST(LimitedJsonTest, WhatIsNoJsonIsExplainedByTheLibrary) {
   for (const char* text : {"", "{", "[1,]", "{\"a\"}", "1e999", "\"\xff\"", "{} {}"}) {
     EXPECT_THROW(parse_limited_json(text), nlohmann::json::exception) << text;

@@ -19,6 +19,7 @@
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/manifest.h"
 #include "zero/checkpoint_options.h"
+#include "zero/weights.h"
 
 namespace zero {
 namespace {
@@ -178,7 +179,7 @@ TEST(MeshCheckpointTest, AnExportPutsPartsTogether) {
       1,
       [&](const Group& world) {
         MeshRun run({}, world, 3.0);
-        import_model(parent + "/model.safetensors", run.module);
+        load_weights(run.module, parent + "/model.safetensors");
         for (const auto& item : run.module.named_parameters()) {
           const std::string kind = item.value().requires_grad() ? "master/" : "whole/";
           EXPECT_TRUE(at::equal(item.value().detach().contiguous().view({-1}).to(at::kDouble),

@@ -4,8 +4,8 @@
 #
 # train_gpt goes on where it was: on as many ranks with the same losses to the last
 # digit, on another number up to rounding; a new run leaves an earlier one's checkpoints
-# alone; SIGTERM and Ctrl-C to the job save and end with 0, and a signal to one rank alone
-# ends the others with 75.
+# alone; --init begins with the weights of a file; SIGTERM and Ctrl-C to the job save and end with
+# 0, and a signal to one rank alone ends the others with 75.
 set -u
 program=examples/train_gpt/train_gpt
 work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/resume.XXXXXX")
@@ -63,6 +63,45 @@ $program $common --steps 20 --nproc 3 --checkpoints "$work/disks" --save-every 5
 $program $common --steps 10 --nproc 3 --checkpoints "$work/disks" --save-every 5 --own-disks \
   --keep 1 --resume > "$work/out" 2>&1 || fail "resuming from own disks: $(cat "$work/out")"
 grep -q "resumed after step 10" "$work/out" || fail "own disks: $(cat "$work/out")"
+
+# A new run begins with the weights of a file, which Python makes of the last checkpoint.
+python3 - "$work/run/step-20" "$work/model.safetensors" << 'END' || fail "no weights"
+import json, pathlib, struct, sys
+folder = pathlib.Path(sys.argv[1])
+manifest = json.loads((folder / "manifest.json").read_text())
+tensors = {}
+for p in manifest["parameters"]:
+    numel = 1
+    for size in p["shape"]:
+        numel *= size
+    tensors[p["name"]] = bytearray(4 * numel)
+for file in manifest["files"]:
+    data = (folder / file["name"]).read_bytes()
+    begin = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:begin])
+    for t in file["tensors"]:
+        if t["kind"] == "master":
+            first, end = header[t["key"]]["data_offsets"]
+            tensors[t["of"]][4 * t["begin"]:4 * (t["begin"] + t["numel"])] = data[begin + first:begin + end]
+header, at = {}, 0
+for p in manifest["parameters"]:
+    end = at + len(tensors[p["name"]])
+    header[p["name"]] = {"dtype": "F32", "shape": p["shape"], "data_offsets": [at, end]}
+    at = end
+text = json.dumps(header).encode()
+pathlib.Path(sys.argv[2]).write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
+END
+trained=$(python3 -c '
+import json, sys
+print("%.4f" % json.loads(open(sys.argv[1]).readlines()[-1])["validation_loss"])' "$work/resumed-3.jsonl")
+$program $common --steps 1 --nproc 2 --init "$work/model.safetensors" > "$work/out" 2>&1 ||
+  fail "--init: $(cat "$work/out")"
+grep -q "validation loss before training: $trained nats" "$work/out" ||
+  fail "--init does not begin with $trained: $(cat "$work/out")"
+$program ${common/layers 1/layers 2} --steps 1 --nproc 2 --init "$work/model.safetensors" \
+  > "$work/out" 2>&1 && fail "weights of another model were accepted"
+grep -q "model.safetensors: expected the tensors of the model" "$work/out" ||
+  fail "weights of another model: $(cat "$work/out")"
 
 # To one rank, whose others must stop with it, or to the whole job, as a launcher or a terminal
 # sends it.

@@ -1,15 +1,16 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// libFuzzer target: any bytes as a safetensors file. Whatever the reader accepts
-// lies within the file, without overlaps and holes; whatever it does not is a
-// c10::Error.
+// libFuzzer target: any bytes as a safetensors file, and as an index of such files. Whatever the
+// reader accepts lies within the file, without overlaps and holes, or in its folder; whatever it
+// does not is a c10::Error.
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 #include <string_view>
 
@@ -61,6 +62,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const zero::SafetensorsHeader header = zero::read_safetensors_header(reader);
     check_places(header, size);
     for (const zero::StoredTensor& tensor : header.tensors) reader.scan(tensor.begin, tensor.end);
+  } catch (const c10::Error&) {
+  }
+  // As an index.
+  try {
+    zero::FileReader reader(file.path());
+    for (const auto& item : zero::read_safetensors_index(reader)) {
+      require(std::filesystem::path(item.second).parent_path() == "/proc/self/fd");
+    }
   } catch (const c10::Error&) {
   }
   // The same bytes as a header alone, which spares the fuzzer finding its length.

@@ -43,6 +43,8 @@ int main(int argc, char** argv) {
   write(folder / "safetensors" / "header",
         R"({"x":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},)"
         R"("y":{"dtype":"I64","shape":[1],"data_offsets":[16,24]}})");
+  write(folder / "safetensors" / "index",
+        R"({"metadata":{"total_size":8},"weight_map":{"x":"1.safetensors","y":"2.safetensors"}})");
   write(folder / "safetensors" / "header_of_file", file.substr(8, header_bytes));
   write(folder / "checkpoint" / "manifest", zero::without_checksum(manifest));
   write(folder / "checkpoint" / "files", zero::files_text(manifest.files));

@@ -1,17 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <stdio.h>
-#include <torch/nn/module.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <map>
-#include <set>
-#include <sstream>
 
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/atomic_directory.h"
@@ -76,53 +72,6 @@ at::Tensor read(CheckpointReader& reader, const Source& source) {
   return whole;
 }
 
-// Compares a file with what a module expects of it.
-struct Import {
-  std::vector<std::pair<at::Tensor, const StoredTensor*>> copies;
-  std::vector<std::string> differences;
-};
-
-Import match(const SafetensorsHeader& header, torch::nn::Module& module) {
-  std::map<std::string, const StoredTensor*> stored;
-  for (const StoredTensor& t : header.tensors) stored[t.name] = &t;
-  std::vector<std::pair<std::string, at::Tensor>> wanted;
-  for (const auto& item : module.named_parameters()) wanted.emplace_back(item.key(), item.value());
-  for (const auto& item : module.named_buffers()) wanted.emplace_back(item.key(), item.value());
-  Import result;
-  std::set<const void*> filled;
-  std::vector<std::pair<std::string, at::Tensor>> missing;
-  for (const auto& [name, tensor] : wanted) {
-    if (!tensor.defined()) continue;
-    const auto found = stored.find(name);
-    if (found == stored.end()) {
-      missing.emplace_back(name, tensor);
-      continue;
-    }
-    if (found->second->dtype == c10::ScalarType::Undefined) {
-      result.differences.push_back(name + ": of a dtype in the file that is unknown here");
-    } else if (tensor.sizes() != c10::IntArrayRef(found->second->shape)) {
-      std::ostringstream line;
-      line << name << ": shape " << c10::IntArrayRef(found->second->shape) << " in the file, "
-           << tensor.sizes() << " in the model";
-      result.differences.push_back(line.str());
-    } else {
-      result.copies.emplace_back(tensor, found->second);
-      filled.insert(tensor.unsafeGetTensorImpl());
-    }
-    stored.erase(found);
-  }
-  for (const auto& [name, tensor] : missing) {
-    // A tied parameter is there under another name.
-    if (filled.count(tensor.unsafeGetTensorImpl()) == 0) {
-      result.differences.push_back(name + ": in the model, missing in the file");
-    }
-  }
-  for (const auto& item : stored) {
-    result.differences.push_back(item.first + ": in the file, missing in the model");
-  }
-  return result;
-}
-
 // Throws where something is at `path`.
 void give_name(const std::string& file, const std::string& path) {
   if (renameat2(AT_FDCWD, file.c_str(), AT_FDCWD, path.c_str(), RENAME_NOREPLACE) == 0) return;
@@ -160,29 +109,6 @@ void export_model(const std::string& folder, const std::string& path,
     unlink(saving.c_str());
     throw;
   }
-}
-
-std::vector<std::string> import_model(const std::string& path, torch::nn::Module& module,
-                                      bool strict) {
-  FileReader file(path);
-  const SafetensorsHeader header = read_safetensors_header(file);
-  Import import = match(header, module);
-  if (strict && !import.differences.empty()) {
-    std::string text;
-    for (size_t i = 0; i < import.differences.size() && i < 10; ++i) {
-      text += "\n  " + import.differences[i];
-    }
-    TORCH_CHECK(false, path, ": expected the tensors of the model, got ", import.differences.size(),
-                " differences:", text);
-  }
-  at::NoGradGuard no_grad;
-  for (const auto& [tensor, stored] : import.copies) {
-    const at::Tensor host = at::empty(stored->shape, at::TensorOptions().dtype(stored->dtype));
-    file.read(stored->begin, host.mutable_data_ptr(), host.nbytes());
-    // Shares the version counter, so that an optimizer notices.
-    tensor.detach().copy_(host);
-  }
-  return std::move(import.differences);
 }
 
 }  // namespace zero

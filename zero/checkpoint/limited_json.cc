@@ -5,6 +5,8 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <unordered_set>
+#include <vector>
 
 #include "zero/checkpoint/hashed_file.h"
 #include "zero/checkpoint/manifest.h"
@@ -60,6 +62,28 @@ class DepthLimit : public nlohmann::json_sax<json> {
   int depth_ = 0;
 };
 
+class UniqueNames : public DepthLimit {
+ public:
+  using DepthLimit::DepthLimit;
+
+  bool key(string_t& name) override {
+    TORCH_CHECK(names_.back().insert(name).second, "expected each name once in an object, got \"",
+                printable(name), "\" twice");
+    return true;
+  }
+  bool start_object(std::size_t size) override {
+    names_.emplace_back();
+    return DepthLimit::start_object(size);
+  }
+  bool end_object() override {
+    names_.pop_back();
+    return DepthLimit::end_object();
+  }
+
+ private:
+  std::vector<std::unordered_set<std::string>> names_;  // of each object that is open
+};
+
 class ManifestLimits : public DepthLimit {
  public:
   ManifestLimits() : DepthLimit(kDeepest) {}
@@ -102,7 +126,7 @@ json parse_limited_json(const std::string& text) {
 }
 
 json parse_json_of_depth(std::string_view text, int deepest) {
-  DepthLimit limit(deepest);
+  UniqueNames limit(deepest);
   json::sax_parse(text.begin(), text.end(), &limit);
   return json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
 }

@@ -17,7 +17,8 @@ namespace zero {
 nlohmann::json parse_limited_json(const std::string& text);
 
 // The same for any text. Returns a discarded value for what is not JSON, and throws c10::Error
-// beyond `deepest` levels.
+// beyond `deepest` levels and for an object that has a name twice, which readers take for different
+// things.
 nlohmann::json parse_json_of_depth(std::string_view text, int deepest);
 
 }  // namespace zero

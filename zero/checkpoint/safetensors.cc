@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -113,9 +114,9 @@ json parse_json(std::string_view text, const std::string& path) {
   try {
     value = parse_json_of_depth(text, kDeepest);
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, path, ": header: ", error_text(error));
+    TORCH_CHECK(false, path, ": ", error_text(error));
   }
-  TORCH_CHECK(value.is_object(), path, ": expected a JSON object as header, got something else");
+  TORCH_CHECK(value.is_object(), path, ": expected a JSON object, got something else");
   return value;
 }
 
@@ -168,6 +169,26 @@ SafetensorsHeader read_safetensors_header(StoredBytes& file) {
               file.path(), ": expected a header of at most ", kSafetensorsHeaderLimit,
               " bytes within the file of ", file.size(), ", got a length of ", length);
   return parse_safetensors_header(file.read_text(kLengthBytes, length), file.size(), file.path());
+}
+
+std::map<std::string, std::string> read_safetensors_index(StoredBytes& file) {
+  TORCH_CHECK(file.size() <= kSafetensorsHeaderLimit, file.path(),
+              ": expected an index of at most ", kSafetensorsHeaderLimit, " bytes, got ",
+              file.size());
+  const json root = parse_json(file.read_text(0, file.size()), file.path());
+  const auto weight_map = root.find("weight_map");
+  TORCH_CHECK(weight_map != root.end() && weight_map->is_object(), file.path(),
+              ": expected a weight_map with the file of each tensor, got none");
+  std::map<std::string, std::string> paths;
+  for (const auto& [name, value] : weight_map->items()) {
+    TORCH_CHECK(value.is_string(), file.path(), ": tensor ", printable(name),
+                ": expected the name of its file, got ", value.type_name());
+    const std::string in_folder = value.get<std::string>();
+    TORCH_CHECK(in_folder.find('/') == std::string::npos, file.path(), ": tensor ", printable(name),
+                ": expected a file in the folder of the index, got ", printable(in_folder));
+    paths[name] = std::filesystem::path(file.path()).replace_filename(in_folder).string();
+  }
+  return paths;
 }
 
 std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,

@@ -5,9 +5,9 @@
 // the bytes of all tensors. Python's `safetensors` package reads what this
 // writes, and this reads what that writes.
 //
-// Reading trusts nothing: headers above 100 MB, nesting, overflowing shapes, and tensors that
-// overlap, leave holes or do not end with the file are c10::Error, before anything of that size is
-// allocated.
+// Reading trusts nothing: headers above 100 MB, nesting, names given twice, overflowing shapes, and
+// tensors that overlap, leave holes or do not end with the file are c10::Error, before anything of
+// that size is allocated.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -50,6 +50,11 @@ bool safetensors_knows(c10::ScalarType dtype);
 SafetensorsHeader parse_safetensors_header(std::string_view json, uint64_t file_bytes,
                                            const std::string& path);
 SafetensorsHeader read_safetensors_header(StoredBytes& file);
+
+// Returns the path of each tensor's file, by its name, from an index as Hugging Face writes it:
+// {"weight_map": {"h.0.weight": "model-00001-of-00002.safetensors"}}. Throws for a file that is not
+// in the folder of the index.
+std::map<std::string, std::string> read_safetensors_index(StoredBytes& file);
 
 // Returns the beginning of a file of `tensors`: the length and the header. Puts `tensors` into the
 // order in which they are stored, wide dtypes first, so that every tensor is aligned to its dtype,
