@@ -33,8 +33,9 @@ struct GroupPlacement {
   TORCH_ARG(std::optional<Group>, replicated_over) = std::nullopt;
 
   // The sum of gradients is divided by this. 0: by the number of ranks of sharded_over times those
-  // of replicated_over, the mean. An expert that sees the tokens of several data ranks, whose
-  // losses are means of their own tokens, needs the number of all those ranks here.
+  // of replicated_over, the mean, or by 1 with Reduction::kSum. An expert that sees the tokens of
+  // several data ranks, whose losses are means of their own tokens, needs the number of all those
+  // ranks here.
   TORCH_ARG(int64_t, averaged_over) = 0;
 
   // For the norm: how many ranks of the mesh hold the same gradients besides those of
@@ -59,6 +60,16 @@ struct TensorParts {
   // another number of parts, or exported, its rows are in the order q0 k0 v0 q1 k1 v1. Equal on all
   // ranks that hold the name.
   std::function<std::vector<int64_t>(const std::string& name)> sections = nullptr;
+};
+
+// The gradient of a step, made of those that ranks computed.
+enum class Reduction {
+  // Their mean: for losses that are means over equal parts of a batch.
+  kMean,
+  // Their sum: for losses that are divided by the size of the whole batch, such as the tokens of
+  // all ranks. docs/training.md has a loop for ranks with unequal batches. Norms, clips, p.grad()
+  // and gradient() are those of the sum, and "averaged" in comments means summed.
+  kSum,
 };
 
 // The dynamic loss scale of fp16. After a step with a non-finite gradient the scale shrinks; after
@@ -158,6 +169,10 @@ struct ZeroOptions {
   TORCH_ARG(bool, static_graph) = false;
 
   // ---- Numerics ----
+
+  // Whether a gradient is the mean or the sum of those of all ranks. kSum is refused with
+  // GroupPlacement::averaged_over.
+  TORCH_ARG(Reduction, reduction) = Reduction::kMean;
 
   // The dtype in which gradients are sent. Default: each parameter's own. The sum over ranks is
   // made in fp32 either way.

@@ -51,6 +51,25 @@ TEST(ShardDomainsTest, AGradientIsAveragedOverShardsAndReplicas) {
             "domain 1");
 }
 
+TEST(ShardDomainsTest, ASumIsDividedByNothing) {
+  const Grid g;
+  const auto options =
+      ZeroOptions()
+          .reduction(Reduction::kSum)
+          .mesh_group(g.mesh)
+          .placement(1, GroupPlacement().sharded_over(g.row))
+          .placement(2, GroupPlacement().sharded_over(g.row).replicated_over(g.column));
+  for (const ShardDomain& domain : make_domains(g.mesh, options, 3).list) {
+    EXPECT_EQ(domain.averaged_over, 1) << domain.group.name();
+  }
+  expect_words(
+      error_of([&] {
+        make_domains(g.mesh, ZeroOptions(options).placement(1, GroupPlacement().averaged_over(8)),
+                     3);
+      }),
+      {"placement of parameter group 1", "no averaged_over with Reduction::kSum", "got 8"});
+}
+
 TEST(ShardDomainsTest, GroupsWithOnePlacementShareADomain) {
   const Grid g;
   const auto row = GroupPlacement().sharded_over(g.row);

@@ -30,7 +30,7 @@ using Clock = std::chrono::steady_clock;
 struct Buckets {
   Buckets(int count, int64_t row, Communicator& group, BufferPool& pool) {
     for (int b = 0; b < count; ++b) {
-      Reduction reduction;
+      BucketReduction reduction;
       reduction.wire = &wire;
       reduction.rows = Rows(pool.take(2 * row, at::kFloat).fill_(b + 1), {2, row});
       reduction.shard = at::zeros({row});
@@ -40,10 +40,10 @@ struct Buckets {
     }
   }
   void push_all(ReductionQueue& queue) {
-    for (const Reduction& reduction : list) queue.push(reduction);
+    for (const BucketReduction& reduction : list) queue.push(reduction);
   }
   const ElementwiseWire wire{at::kFloat};
-  std::vector<Reduction> list;
+  std::vector<BucketReduction> list;
 };
 
 TEST(ReductionQueueTest, APeerThatTakesNoPartHoldsUpAPassOnceAndNotPerBucket) {
@@ -62,7 +62,7 @@ TEST(ReductionQueueTest, APeerThatTakesNoPartHoldsUpAPassOnceAndNotPerBucket) {
     turn->all_reduce_max(at::zeros({1}, at::kInt), "rank 0 has pushed").wait();
     if (group.rank() == 1) buckets.push_all(queue);
     queue.drain();
-    for (const Reduction& r : buckets.list) {
+    for (const BucketReduction& r : buckets.list) {
       EXPECT_TRUE(at::equal(r.shard, at::full({8}, 2.0 * (static_cast<double>(r.bucket) + 1))));
     }
   });
@@ -111,7 +111,7 @@ TEST(ReductionQueueTest, WithoutAThreadDrainReducesEverything) {
     buckets.push_all(queue);
     queue.drain();
     threads_refused = false;
-    for (const Reduction& r : buckets.list) {
+    for (const BucketReduction& r : buckets.list) {
       const double sum = 2.0 * (static_cast<double>(r.bucket) + 1);
       EXPECT_TRUE(at::equal(r.shard, at::full({1 << 14}, sum)));
     }

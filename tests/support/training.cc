@@ -219,7 +219,9 @@ Trajectory train_reference(const Training& t) {
     double square = 0;
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (!sums[i].defined()) continue;
-      sums[i] = t.reference_in_fp32 ? sums[i] * (1.0 / t.world_size) : sums[i] / t.world_size;
+      if (t.options.reduction() == Reduction::kMean) {
+        sums[i] = t.reference_in_fp32 ? sums[i] * (1.0 / t.world_size) : sums[i] / t.world_size;
+      }
       square += sums[i].pow(2).sum().item<double>();
     }
     const double factor =

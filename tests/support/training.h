@@ -3,7 +3,7 @@
 //
 // One small training run in two ways: sharded by ZeroOptimizer, and unsharded
 // in plain torch, where the ranks' gradients are computed one after another in
-// one process, averaged in rank order and given to the plain optimizer. Tests
+// one process, averaged or added up in rank order and given to the plain optimizer. Tests
 // compare the two after every step.
 #pragma once
 

@@ -85,6 +85,7 @@ class Generator {
       s_.layers.emplace_back(inputs, 1 + below(9));
     }
     // Between optimizers that hand over a checkpoint these stay.
+    if (percent(35)) s_.reduction = Reduction::kSum;
     const bool half = s_.dtype == c10::ScalarType::Half;
     if (half || percent(25)) {
       scaler_ = LossScalerOptions()
@@ -102,6 +103,7 @@ class Generator {
         .fused(percent(70))
         .overlap_gather(percent(40))
         .no_sync_fp32(percent(25))
+        .reduction(s_.reduction)
         .loss_scaler(scaler_);
     if (percent(25)) options.reduce_dtype(c10::ScalarType::Float);
     if (percent(15)) options.reduce_dtype(c10::ScalarType::BFloat16);
@@ -386,6 +388,7 @@ std::string text_of(const ZeroOptions& o) {
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
        << (o.overlap_gather() ? " overlap_gather" : "") << (o.static_graph() ? " static_graph" : "")
        << (o.no_sync_fp32() ? " no_sync_fp32" : "");
+  if (o.reduction() == Reduction::kSum) text << " sum";
   if (o.gather_wire() == GatherWire::kChanges) text << " changes";
   if (o.reduce_dtype()) text << " reduce_dtype " << c10::toString(*o.reduce_dtype());
   if (o.loss_scaler()) {

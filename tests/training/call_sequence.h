@@ -101,6 +101,7 @@ struct CallSequence {
   Wire wire = Wire::kMemory;
   c10::ScalarType dtype = c10::ScalarType::Float;
   Inner inner = Inner::kSgd;
+  Reduction reduction = Reduction::kMean;  // of all its optimizers
   ZeroOptions options;
   std::vector<std::pair<int64_t, int64_t>> layers;  // inputs, outputs
   std::vector<Event> events;

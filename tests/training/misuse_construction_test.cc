@@ -354,6 +354,8 @@ TEST(ConstructionTest, ModelsAndOptionsThatDiffer) {
                  "dtype BFloat16");
   expect_differs([](Ingredients& in, const Group&) { in.options.stage(1); }, "options stage 2",
                  "options stage 1");
+  expect_differs([](Ingredients& in, const Group&) { in.options.reduction(Reduction::kSum); },
+                 "reduction mean", "reduction sum");
   expect_differs([](Ingredients& in, const Group&) { in.options.max_skipped_in_a_row(3); },
                  "max_skipped_in_a_row 50", "max_skipped_in_a_row 3");
   expect_differs([](Ingredients& in,

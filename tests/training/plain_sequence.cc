@@ -167,7 +167,7 @@ class PlainRun {
     at::NoGradGuard no_grad;
     Expected e;
     for (size_t i = 0; i < masters_.size(); ++i) {
-      e.gradients.push_back(is_expert(i) ? sums_[rank_][i] : mean_of(i));
+      e.gradients.push_back(is_expert(i) ? sums_[rank_][i] : reduced(i));
     }
     act(event, e);
     for (const at::Tensor& p : masters_) e.parameters.push_back(p.detach().clone());
@@ -198,13 +198,14 @@ class PlainRun {
     }
   }
 
-  at::Tensor mean_of(size_t parameter) const {
+  at::Tensor reduced(size_t parameter) const {
     at::Tensor sum;
     for (const auto& of_rank : sums_) {
       const at::Tensor& g = of_rank[parameter];
       if (g.defined()) sum = sum.defined() ? sum + g : g;
     }
-    return sum.defined() ? sum / s_.world_size : sum;
+    const bool mean = s_.reduction == Reduction::kMean;
+    return sum.defined() && mean ? sum / s_.world_size : sum;
   }
 
   // The gradients of now after the clips since the last step: of each parameter one, and of an

@@ -2,7 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A CallSequence in plain torch: what every call must return and leave behind, computed in one
-// thread from every rank's gradients, their mean in double and torch's own optimizer in double.
+// thread from every rank's gradients, their mean or sum in double and torch's own optimizer in
+// double.
 //
 // Gradients are small integers times 1/4 that do not depend on the parameters, so that sums are
 // exact in every dtype and order, and one rounding does not grow into a difference of its own.

@@ -7,14 +7,17 @@
 //   readme_program <ranks> <batches> <folder>   that of docs/training.md and docs/checkpoints.md
 //   readme_program 8 mesh <folder>              the optimizer of docs/parallelism.md
 //   readme_program <ranks> data <folder>        the loop over examples of docs/training.md
+//   readme_program <ranks> tokens <folder>      the loop over unequal batches of docs/training.md
 //
 // The second trains up to batch <batches> and saves after every third one in <folder>/run. Where
 // there are checkpoints, it goes on from the newest. Every rank writes its parameters and its next
 // random numbers to <folder>/state-<rank>-<batches>, after a loop its parameters to
-// <folder>/loop-<rank>. The last writes the numbers of a rank's examples to <folder>/seen-<rank>,
-// and the losses that it shows to <folder>/shown-<rank>.
+// <folder>/loop-<rank>. That over examples writes the numbers of a rank's examples to
+// <folder>/seen-<rank>, and the losses that it shows to <folder>/shown-<rank>.
+#include <ATen/ops/full.h>
 #include <ATen/ops/mse_loss.h>
 #include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
 #include <torch/data/samplers/distributed.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
@@ -204,6 +207,68 @@ int train_over_examples() {
   return 0;
 }
 
+// A rank's part of a batch of 24 tokens, which is another part of it for each rank and batch.
+class Texts {
+ public:
+  Texts(int64_t number, int rank, int ranks) : micro_(accumulation) {
+    for (int64_t token = 0; token < 24; ++token) {
+      const bool all_on_one = number % 4 == 1;
+      const auto owner = all_on_one ? number % ranks : token * token * ranks / (24 * 24);
+      const auto micro = static_cast<size_t>(token % 5 == 0 ? 0 : accumulation - 1);
+      if (owner == rank) micro_[micro].push_back(static_cast<uint64_t>(100 * number + token));
+    }
+  }
+
+  double tokens() const {
+    double sum = 0;
+    for (const auto& of_micro : micro_) sum += static_cast<double>(of_micro.size());
+    return sum;
+  }
+  const std::vector<uint64_t>& in(int64_t micro) const {
+    return micro_[static_cast<size_t>(micro)];
+  }
+
+ private:
+  std::vector<std::vector<uint64_t>> micro_;
+};
+
+at::Tensor loss_sum(Gpt& model, const Texts& texts, int64_t micro) {
+  const at::Device device = model->parameters()[0].device();
+  at::Tensor sum = at::zeros({}, device);
+  for (const uint64_t token : texts.in(micro)) {
+    const at::Tensor x = zero::random_tensor({13}, token), y = zero::random_tensor({5}, token + 50);
+    sum = sum + at::mse_loss(model(x.to(device)), y.to(device));
+  }
+  return sum;
+}
+
+int train_on_unequal_batches() {
+  zero::Group group = zero::init_process_group();
+  torch::manual_seed(1);  // of the parameters, with any number of ranks
+  Gpt model(GptConfig{});
+  model->eval();
+  model->to(group.device());
+  write_tensors(model->parameters(), "begin-" + std::to_string(group.rank()));
+  std::vector<Texts> batches;
+  for (int64_t b = 0; b < steps; ++b) batches.emplace_back(b, group.rank(), group.world_size());
+  auto sgd = std::make_unique<torch::optim::SGD>(model->parameters(), 0.1);
+
+  zero::ZeroOptimizer optimizer(*model, std::move(sgd), group,
+                                zero::ZeroOptions().reduction(zero::Reduction::kSum));
+  auto counts = group.make_communicator("counts", zero::Purpose::kControl);
+  for (Texts& texts : batches) {
+    at::Tensor tokens = at::full({1}, texts.tokens(), at::kDouble);
+    counts->all_reduce_sum(tokens, "tokens").wait();
+    for (int64_t micro = 0; micro < accumulation; ++micro) {
+      auto guard = optimizer.no_sync(micro + 1 < accumulation);
+      optimizer.backward(loss_sum(model, texts, micro) / tokens.item<double>());
+    }
+    optimizer.step();
+  }
+  write_tensors(model->parameters(), "loop-" + std::to_string(group.rank()));
+  return 0;
+}
+
 struct ExpertModel : torch::nn::Module {
   ExpertModel()
       : dense(register_module("dense", torch::nn::Linear(13, 7))),
@@ -319,6 +384,7 @@ int main(int argc, char** argv) {
     if (what == "mesh") return step_over_a_mesh();
     if (what == "freeze") return freeze_and_add();
     if (what == "data") return train_over_examples();
+    if (what == "tokens") return train_on_unequal_batches();
     return train(std::atoll(argv[2]));
   });
 }

@@ -7,7 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -74,6 +76,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Section{"WholeLoop", "docs/training.md", "The loop"},
                       Section{"Whole", "docs/training.md", "Optimizers of whole parameters"},
                       Section{"Data", "docs/training.md", "Data, losses, buffers and seeds"},
+                      Section{"Unequal", "docs/training.md", "Unequal batches"},
                       Section{"Freezing", "docs/training.md", "Freezing and adding parameters"},
                       Section{"Mesh", "docs/parallelism.md", "A mesh and placements"},
                       Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"},
@@ -169,6 +172,30 @@ TEST_P(ReadmeRunTest, EveryExampleIsSeenAndTheShownLossIsTheMean) {
   ASSERT_EQ(shown.size(), means.size());
   ASSERT_GE(shown.size(), 4u);
   for (size_t step = 0; step < shown.size(); ++step) EXPECT_NEAR(shown[step], means[step], 1e-4);
+}
+
+std::vector<float> floats(const std::string& path) {
+  const std::string bytes = content(path);
+  std::vector<float> result(bytes.size() / sizeof(float));
+  std::memcpy(result.data(), bytes.data(), result.size() * sizeof(float));
+  return result;
+}
+
+TEST_P(ReadmeRunTest, UnequalBatchesTrainAsOneProcessWithAllTokens) {
+  const std::string alone = run_program("tokens_alone", 1, "tokens");
+  const std::string folder = run_program("tokens", GetParam(), "tokens");
+  const std::vector<float> begin = floats(alone + "/begin-0"), expected = floats(alone + "/loop-0");
+  ASSERT_GT(expected.size(), 500u);
+  double most = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    most = std::max(most, std::abs(static_cast<double>(expected[i]) - begin[i]));
+  }
+  EXPECT_GT(most, 0.02);  // it trains
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    const std::vector<float> got = floats(folder + "/loop-" + std::to_string(rank));
+    ASSERT_EQ(got.size(), expected.size());
+    for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-6) << i;
+  }
 }
 
 TEST(ReadmeFromLibtorchTest, TheProgramTrainsAndSavesItsModel) {

@@ -69,10 +69,16 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
     }
     TORCH_CHECK(placement.averaged_over() >= 0, where,
                 ": expected averaged_over of 0 or more, got ", placement.averaged_over());
+    const bool sum = options.reduction() == Reduction::kSum;
+    TORCH_CHECK(!sum || placement.averaged_over() == 0, where,
+                ": expected no averaged_over with Reduction::kSum, which divides by nothing, got ",
+                placement.averaged_over(),
+                "; divide the loss by the size of the whole batch, and leave averaged_over out");
     TORCH_CHECK(placement.copies() >= 1, where, ": expected copies of 1 or more, got ",
                 placement.copies());
     const int64_t ranks = domain.group.world_size() * ranks_of(domain.replicas);
-    domain.averaged_over = placement.averaged_over() == 0 ? ranks : placement.averaged_over();
+    domain.averaged_over =
+        placement.averaged_over() > 0 ? placement.averaged_over() : (sum ? 1 : ranks);
     domains.uniform = domains.uniform && ranks == domains.mesh.world_size();
     const int64_t holders = ranks_of(domain.replicas) * placement.copies();
     domains.norm_weights.push_back(placement.owner() ? 1.0 / static_cast<double>(holders) : 0.0);

@@ -209,7 +209,7 @@ void GradientReducer::send_next() {
     }
     encode(b);
   }
-  Reduction reduction;
+  BucketReduction reduction;
   reduction.wire = &wire_of(bucket);
   reduction.rows = std::exchange(open_[b].encoded, Rows());
   unsent_bytes_ -= std::exchange(open_[b].unsent_bytes, 0);

@@ -12,13 +12,13 @@ namespace zero {
 namespace {
 
 // shard (+)= scale * the sum of these rows.
-void sum(const Reduction& reduction, const SummandRows& rows) {
+void sum(const BucketReduction& reduction, const SummandRows& rows) {
   reduction.wire->decode_and_sum(rows, reduction.shard, reduction.scale, reduction.accumulate);
 }
 
 }  // namespace
 
-void reduce_alone(const Reduction& reduction, BufferPool& pool) {
+void reduce_alone(const BucketReduction& reduction, BufferPool& pool) {
   SummandRows own;
   const at::Tensor& values = reduction.rows.values();
   own.dtype = values.scalar_type();
@@ -27,9 +27,9 @@ void reduce_alone(const Reduction& reduction, BufferPool& pool) {
   pool.give(values);
 }
 
-Exchange start_exchange(Reduction reduction, BufferPool& pool) {
+Exchange start_exchange(BucketReduction reduction, BufferPool& pool) {
   Exchange exchange{std::move(reduction), {}, {}};
-  const Reduction& r = exchange.reduction;
+  const BucketReduction& r = exchange.reduction;
   const std::string label = "gradient bucket " + std::to_string(r.bucket);
   const RowValues values{r.wire, r.shard.numel()};
   const int64_t bytes = r.group->reduction_bytes(r.rows, values);

@@ -17,7 +17,7 @@
 namespace zero {
 
 // One bucket on its way.
-struct Reduction {
+struct BucketReduction {
   const WireFormat* wire = nullptr;  // outlives the reduction
   Rows rows;                         // as encoded by `wire`, from the pool; given back when done
   at::Tensor shard;                  // fp32, of as many elements as the own row has gradients
@@ -27,20 +27,20 @@ struct Reduction {
   int64_t bucket = 0;                // for errors and traces
 };
 
-// A Reduction whose rows are being sent.
+// A BucketReduction whose rows are being sent.
 struct Exchange {
-  Reduction reduction;
+  BucketReduction reduction;
   at::Tensor buffer;  // from the pool; may be undefined
   Pending pending;    // its wait() adds up
 };
 
-inline bool has_peers(const Reduction& reduction) {
+inline bool has_peers(const BucketReduction& reduction) {
   return reduction.group != nullptr && reduction.group->world_size() > 1;
 }
 // Reduces a bucket without peers, on the current stream.
-void reduce_alone(const Reduction& reduction, BufferPool& pool);
+void reduce_alone(const BucketReduction& reduction, BufferPool& pool);
 // Starts the exchange from the current stream.
-Exchange start_exchange(Reduction reduction, BufferPool& pool);
+Exchange start_exchange(BucketReduction reduction, BufferPool& pool);
 // Waits, adds up and gives the buffers back. On a GPU the current stream does.
 void finish_exchange(Exchange& exchange, BufferPool& pool);
 // Ends the group for an error of this rank alone, for want of memory perhaps: the peers wait for

@@ -22,7 +22,7 @@ ReductionQueue::~ReductionQueue() {
   if (worker_.joinable()) worker_.join();
 }
 
-void ReductionQueue::push(Reduction reduction) {
+void ReductionQueue::push(BucketReduction reduction) {
   const c10::Device device = reduction.shard.device();
   std::optional<c10::Event> packed;
   if (!device.is_cpu()) {

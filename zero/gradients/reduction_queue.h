@@ -57,7 +57,7 @@ class ReductionQueue {
   // slower than the backward pass. It blocks for kPatience at most, over any number of calls, until
   // another bucket is done: a peer may be waiting for this thread. Errors surface in check() and
   // drain().
-  void push(Reduction reduction);
+  void push(BucketReduction reduction);
   // Returns when everything pushed has reached its shard. Throws the first
   // error, again at every later call. A worker that stands still is one.
   void drain();
@@ -66,7 +66,7 @@ class ReductionQueue {
 
  private:
   struct Waiting {
-    Reduction reduction;
+    BucketReduction reduction;
     std::optional<c10::Event> packed;  // on a GPU
   };
 

@@ -26,7 +26,7 @@ StreamReductions::~StreamReductions() {
   }
 }
 
-void StreamReductions::push(Reduction reduction) {
+void StreamReductions::push(BucketReduction reduction) {
   if (error_) return;
   Communicator& group = *reduction.group;
   try {
@@ -38,7 +38,7 @@ void StreamReductions::push(Reduction reduction) {
   }
 }
 
-void StreamReductions::enqueue(Reduction reduction) {
+void StreamReductions::enqueue(BucketReduction reduction) {
   const c10::Device device = reduction.shard.device();
   if (!exchange_stream_) {
     exchange_stream_ = new_stream(device);

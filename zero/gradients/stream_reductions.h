@@ -40,7 +40,7 @@ class StreamReductions {
   // way, the host first waits until the device is done with one, which bounds memory; for
   // kPatience in all until that happens, since a peer may be waiting for this thread. Errors
   // surface in check() and drain().
-  void push(Reduction reduction);
+  void push(BucketReduction reduction);
   // Makes the current stream wait until everything pushed has reached its shard. The host does not
   // wait. Throws the first error, again at every later call.
   void drain();
@@ -55,7 +55,7 @@ class StreamReductions {
     int64_t bytes = 0;
   };
 
-  void enqueue(Reduction reduction);
+  void enqueue(BucketReduction reduction);
   void bound_memory();
   // Makes the current stream wait for the streams of this.
   void join();

@@ -67,6 +67,7 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
   line << "options stage " << options.stage() << " bucket_bytes "
        << (options.bucket_bytes() ? std::to_string(*options.bucket_bytes()) : "by default")
        << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()
+       << " reduction " << (options.reduction() == Reduction::kSum ? "sum" : "mean")
        << " skip_nonfinite " << options.skip_nonfinite() << " no_sync_fp32 "
        << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather() << " two_level "
        << options.two_level() << " static_graph " << options.static_graph()
