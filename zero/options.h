@@ -11,12 +11,14 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "bookkeeping/plan.h"
 #include "zero/process_group.h"
+#include "zero/skip_rule.h"
 
 namespace zero {
 
@@ -200,6 +202,11 @@ struct ZeroOptions {
   // Skip the step on all ranks when any gradient is NaN or infinite anywhere.
   TORCH_ARG(bool, skip_nonfinite) = true;
 
+  // Leaves out steps whose gradient norm looks wrong, on all ranks or on none: see
+  // zero/skip_rule.h. Each optimizer needs a rule of its own. A step sends 8 bytes more, and where
+  // nothing else measures the 2-norm it passes over the gradient shard once more.
+  TORCH_ARG(std::shared_ptr<SkipRule>, skip_if) = nullptr;
+
   // step() throws on all ranks when more steps than this were skipped in a row for non-finite
   // gradients under a loss scale that is constant or at its minimum; 0: never. Under a constant
   // scale the first skipped step warns. Where step() does not wait for the device, the next
@@ -257,14 +264,14 @@ struct ZeroOptions {
   TORCH_ARG(bool, elementwise) = false;
 
   // Keeps this rank's shard of every n-th step (masters, optimizer state, counters, options; rank
-  // 0's module buffers) also in the memory of another rank, on another machine where there is one,
-  // so that ZeroOptimizer::recover() can go on after a rank has died; 0: never. It is copied and
-  // sent in the background, with a checksum, and replaces the one before only when it is whole on
-  // all ranks; a protected step waits until the last one is. The constructor and load_checkpoint()
-  // protect their state before they return; what load_plain_state() and refresh_master_parameters()
-  // change is protected with the next protected step. Each one sends the bytes S of this rank's
-  // shard, and the host keeps 4 S; docs/recovery.md has all costs. Plain data parallelism only, and
-  // not with static_graph.
+  // 0's module buffers; the state of skip_if()) also in the memory of another rank, on another
+  // machine where there is one, so that ZeroOptimizer::recover() can go on after a rank has died;
+  // 0: never. It is copied and sent in the background, with a checksum, and replaces the one before
+  // only when it is whole on all ranks; a protected step waits until the last one is. The
+  // constructor and load_checkpoint() protect their state before they return; what
+  // load_plain_state() and refresh_master_parameters() change is protected with the next protected
+  // step. Each one sends the bytes S of this rank's shard, and the host keeps 4 S; docs/recovery.md
+  // has all costs. Plain data parallelism only, and not with static_graph.
   TORCH_ARG(int64_t, protect) = 0;
 };
 

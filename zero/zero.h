@@ -26,6 +26,7 @@
 #include "zero/random_state.h"
 #include "zero/row_format.h"
 #include "zero/rows.h"
+#include "zero/skip_rule.h"
 #include "zero/topology.h"
 #include "zero/version.h"
 #include "zero/weights.h"

@@ -73,7 +73,7 @@ struct Stats {
   Traffic data;               // gradients, parameters and norms
   Traffic control;            // control messages
   int64_t steps = 0;          // step() calls that updated parameters, from the first one on
-  int64_t skipped_steps = 0;  // step() calls skipped for non-finite gradients, too
+  int64_t skipped_steps = 0;  // step() calls skipped for non-finite gradients or skip_if(), too
   int64_t rounds = 0;         // reductions of all buckets
   Traffic copies;             // of ZeroOptions::protect()
 };
@@ -216,8 +216,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // the parameter. Allowed at any time, also between backward passes.
   at::Tensor gradient(const at::Tensor& parameter);
   at::Tensor master(const at::Tensor& parameter);
-  // Returns whether the last step() was skipped for non-finite gradients. On a GPU, and with
-  // static_graph, this, stats() and inner() wait for the device, since step() does not.
+  // Returns whether the last step() was skipped, for non-finite gradients or by skip_if(). On a
+  // GPU, and with static_graph, this, stats() and inner() wait for the device, since step() does
+  // not.
   bool step_skipped() const;
   // The factor that backward() puts on the loss. On a GPU a dynamic scale makes the next backward()
   // wait until the last step is done, though not for the forward pass enqueued since.

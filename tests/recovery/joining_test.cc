@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -85,7 +86,8 @@ TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
     // Other initial values on each rank, so that nothing is right by chance.
     const auto seed = static_cast<uint64_t>(job.rank() + 1);
     std::optional<Member> m;
-    m.emplace(job, seed, ZeroOptions().bucket_bytes(900).protect(1));
+    const auto rule = std::make_shared<OutlierRule>(/*sigmas=*/1e6);
+    m.emplace(job, seed, ZeroOptions().bucket_bytes(900).protect(1).skip_if(rule));
     // As a program without ranks that join has it: base rates are those of construction.
     LrSchedule schedule(m->optimizer, linear_warmup(1000, cosine_decay(9000)));
     if (job.joins()) schedule.set_step(m->steps());
@@ -116,6 +118,11 @@ TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
     m->optimizer.check_replicas();
     for (int i = 0; i < 3; ++i) m->step();
     m->optimizer.check_replicas();
+    const auto states =
+        now.make_communicator("rules", Purpose::kControl)->all_gather_text(rule->state(), "rules");
+    EXPECT_EQ(states, std::vector<std::string>(3, states[0]));
+    EXPECT_EQ(std::count(states[0].begin(), states[0].end(), ','),
+              std::min<int64_t>(m->steps(), 128));
   });
 }
 

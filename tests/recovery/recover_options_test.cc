@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <latch>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,24 @@ void expect_the_same_again(const std::string& name, Training training, int ranks
         EXPECT_EQ(differing(before, run.snapshot()), 0) << name;
       },
       run_options);
+}
+
+// The values of steps that are made again are in the window once.
+TEST(RecoverOptionsTest, TheWindowOfASkipRule) {
+  std::latch connected(3);
+  run_ranks(3, [&](const Group& group) {
+    const auto rule = std::make_shared<OutlierRule>(/*sigmas=*/6, /*window=*/4);
+    Training training;
+    training.options.bucket_bytes(900).protect(2).skip_if(rule);
+    CheckpointRun run(training, group, 1);
+    run.train(0, 9);
+    const std::string before = rule->state();
+    fail_a_connection(*run.optimizer, connected);
+    const RecoveryReport report = run.optimizer->recover();
+    EXPECT_NE(rule->state(), before);
+    run.train(static_cast<int>(report.steps), 9);
+    EXPECT_EQ(rule->state(), before);
+  });
 }
 
 TEST(RecoverOptionsTest, EveryOptimizer) {

@@ -356,6 +356,9 @@ TEST(ConstructionTest, ModelsAndOptionsThatDiffer) {
                  "options stage 1");
   expect_differs([](Ingredients& in, const Group&) { in.options.reduction(Reduction::kSum); },
                  "reduction mean", "reduction sum");
+  expect_differs(
+      [](Ingredients& in, const Group&) { in.options.skip_if(std::make_shared<OutlierRule>()); },
+      "skip_if none", "skip_if given");
   expect_differs([](Ingredients& in, const Group&) { in.options.max_skipped_in_a_row(3); },
                  "max_skipped_in_a_row 50", "max_skipped_in_a_row 3");
   expect_differs([](Ingredients& in,

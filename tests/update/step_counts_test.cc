@@ -75,6 +75,28 @@ TEST(StepCountsTest, StepsAndSkippedStepsAreCountedApart) {
   }
 }
 
+TEST(StepCountsTest, ALeftOutStepIsSkippedButNotNonfinite) {
+  for (const bool on_device : {false, true}) {
+    StepCounts counts(on_device ? std::optional<at::Device>(at::kCPU) : std::nullopt);
+    if (on_device) {
+      counts.add(nonfinite(0), nonfinite(2));
+    } else {
+      counts.add(false, true);
+    }
+    expect_counts(counts.read(), 0, 1, true);
+    EXPECT_FALSE(counts.read().nonfinite);
+    EXPECT_EQ(counts.read().left_out_steps, 1);
+    if (on_device) {
+      counts.add(nonfinite(1), nonfinite(1));  // the former counts
+    } else {
+      counts.add(true);
+    }
+    expect_counts(counts.read(), 0, 2, true);
+    EXPECT_TRUE(counts.read().nonfinite);
+    EXPECT_EQ(counts.read().left_out_steps, 1);
+  }
+}
+
 TEST(StepCountsTest, WithoutACheckEveryStepOnADeviceCounts) {
   StepCounts counts(at::kCPU);
   counts.add(nonfinite(1));

@@ -76,6 +76,16 @@ void Clipping::renew(int64_t rounds) {
   }
 }
 
+at::Tensor Clipping::unclipped_norm(int64_t rounds) {
+  const bool known =
+      norm_ && norm_->norm_type == 2.0 && norm_->rounds == rounds && norm_->narrowed == 0;
+  if (known) return norm_->norm;
+  const TraceRange range("norm");
+  const ShardNorm made = shard_norm(segments_, weights_, 2.0, device_, comm_);
+  nonfinite_ = Nonfinite{rounds, made.nonfinite};
+  return made.norm;
+}
+
 at::Tensor Clipping::nonfinite(int64_t rounds) {
   if (!nonfinite_ || nonfinite_->rounds != rounds) {
     const TraceRange range("norm");

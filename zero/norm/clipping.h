@@ -41,6 +41,8 @@ class Clipping {
   void clip_value(double value, int64_t rounds);
   // Collective where gradients were added after the last clip: clips again from the beginning.
   void renew(int64_t rounds);
+  // Collective where it is not known. The 2-norm without clips, 0-dim double on the device.
+  at::Tensor unclipped_norm(int64_t rounds);
   // Collective where no norm of these rounds is known. 0-dim double on the device: not 0 where any
   // gradient, or a norm that it was clipped by, is NaN or infinite.
   at::Tensor nonfinite(int64_t rounds);

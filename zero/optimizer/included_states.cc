@@ -72,16 +72,21 @@ LoadOptions& LoadOptions::include_per_rank(const std::string& name, Stateful& ob
   return *this;
 }
 
+TensorToSave state_to_save(const std::string& owner, const std::string& kind,
+                           const Stateful& object) {
+  const std::string state = object.state();
+  const auto size = static_cast<int64_t>(state.size());
+  const at::Tensor bytes = at::empty({size}, at::TensorOptions().dtype(at::kByte));
+  if (size > 0) std::memcpy(bytes.mutable_data_ptr(), state.data(), state.size());
+  return {{owner, owner, kind, 0, size, 0}, bytes};
+}
+
 std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank) {
   std::vector<TensorToSave> result;
   for (const auto& included : save.states()) {
     if (!included.per_rank && rank != 0) continue;
-    const std::string state = included.object->state();
-    const auto size = static_cast<int64_t>(state.size());
-    const at::Tensor bytes = at::empty({size}, at::TensorOptions().dtype(at::kByte));
-    if (size > 0) std::memcpy(bytes.mutable_data_ptr(), state.data(), state.size());
-    const std::string owner = kStatePrefix + included.name;
-    result.push_back({{owner, owner, kind_of(included.per_rank, rank), 0, size, 0}, bytes});
+    result.push_back(state_to_save(kStatePrefix + included.name, kind_of(included.per_rank, rank),
+                                   *included.object));
   }
   return result;
 }

@@ -19,6 +19,10 @@
 
 namespace zero {
 
+// Returns the tensor of bytes that holds the state of `object`.
+TensorToSave state_to_save(const std::string& owner, const std::string& kind,
+                           const Stateful& object);
+
 // Returns the tensors for the file of rank `rank`. Throws what the objects throw.
 std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank);
 

@@ -12,6 +12,7 @@
 #include "zero/base/error_text.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/differences.h"
+#include "zero/optimizer/included_states.h"
 #include "zero/optimizer/shard_file.h"
 #include "zero/optimizer/staging.h"
 #include "zero/recovery/gather_generation.h"
@@ -65,6 +66,9 @@ std::string Recovery::Lifeline::name_of(const RollCall::Present& present) const 
 
 namespace {
 
+// The state of the rule of ZeroOptions::skip_if() in a protected step.
+const std::string kSkipRule = kStatePrefix + std::string("skip_if");
+
 // Which tensors of a protected step a rank needs: those that overlap its shard, and buffers.
 std::function<bool(const ManifestTensor&)> needed_by(const ShardOptimizer& shards,
                                                      const ParameterTable& table) {
@@ -74,7 +78,7 @@ std::function<bool(const ManifestTensor&)> needed_by(const ShardOptimizer& shard
         s.segment.begin, s.segment.begin + s.segment.numel);
   }
   return [ranges = std::move(ranges)](const ManifestTensor& t) {
-    if (t.kind == "buffer") return true;
+    if (t.kind == "buffer" || t.kind == kSharedState) return true;
     const auto found = ranges.find(t.owner);
     if (found == ranges.end()) return false;
     for (const auto& [begin, end] : found->second) {
@@ -109,6 +113,9 @@ void load_protected(Engine& engine, CheckpointReader& reader, Engine::ParamGroup
     staging.drop_state();
     staging.read_segments(staged);
     staging.read_whole(staged, engine.table.buffers(), "buffer");
+    if (engine.options.skip_if()) {
+      engine.options.skip_if()->set_state(reader.read_bytes(kSkipRule, kSharedState));
+    }
     staged.manifest = reader.manifest();
     staged.restores_options = true;
     const auto stored = static_cast<int64_t>(staged.manifest.groups.size());
@@ -173,6 +180,9 @@ std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& gro
   if (engine.comms->rank() == 0) {
     for (const NamedTensor& b : engine.table.buffers()) {
       file.tensors.push_back({{b.name, b.name, "buffer", 0, b.tensor.numel(), 0}, b.tensor});
+    }
+    if (engine.options.skip_if()) {
+      file.tensors.push_back(state_to_save(kSkipRule, kSharedState, *engine.options.skip_if()));
     }
   }
   bucket_of.resize(file.tensors.size(), ShardCopies::kOfNone);

@@ -68,11 +68,12 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
        << (options.bucket_bytes() ? std::to_string(*options.bucket_bytes()) : "by default")
        << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()
        << " reduction " << (options.reduction() == Reduction::kSum ? "sum" : "mean")
-       << " skip_nonfinite " << options.skip_nonfinite() << " no_sync_fp32 "
-       << options.no_sync_fp32() << " overlap_gather " << options.overlap_gather() << " two_level "
-       << options.two_level() << " static_graph " << options.static_graph()
-       << " max_skipped_in_a_row " << options.max_skipped_in_a_row() << " protect "
-       << options.protect() << describe_wire_options(options);
+       << " skip_nonfinite " << options.skip_nonfinite() << " skip_if "
+       << (options.skip_if() ? "given" : "none") << " no_sync_fp32 " << options.no_sync_fp32()
+       << " overlap_gather " << options.overlap_gather() << " two_level " << options.two_level()
+       << " static_graph " << options.static_graph() << " max_skipped_in_a_row "
+       << options.max_skipped_in_a_row() << " protect " << options.protect()
+       << describe_wire_options(options);
   if (const auto& s = options.loss_scaler()) {
     line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
          << s->backoff_factor() << " " << s->growth_interval() << " " << s->hysteresis() << " "

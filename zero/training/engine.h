@@ -101,6 +101,9 @@ struct Engine {
   // Stage 1: brings p.grad() up to the agreed rounds.
   void gather_full_gradients(const Agreement& agreement);
   void update(const Agreement& agreement);
+  // Collective. Whether any rank's rule leaves out the step: 0-dim double beside the gradients, not
+  // 0 for yes; undefined without a rule.
+  at::Tensor ask_rule(int64_t rounds);
   // Updates this rank's shard and starts the gathers of the parameters.
   void update_buckets();
   // Runs what changes this rank's rows and sends them. If it throws here alone, shards are updated

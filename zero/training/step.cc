@@ -108,20 +108,27 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
 }
 
 void Engine::update(const Agreement& agreement) {
-  at::Tensor nonfinite;
+  at::Tensor nonfinite, skipped;
   clipping.renew(agreement.rounds);
+  const at::Tensor left_out = ask_rule(agreement.rounds);
   if (options.skip_nonfinite()) nonfinite = clipping.nonfinite(agreement.rounds);
   if (shards.deferred()) {
     // A skipped step sends rows that did not change: rarer than waiting for the device would be.
-    record.add(nonfinite);
+    record.add(nonfinite, left_out);
+    skipped = nonfinite.defined() && left_out.defined() ? nonfinite + left_out
+              : nonfinite.defined()                     ? nonfinite
+                                                        : left_out;
   } else {
-    const bool skipped = nonfinite.defined() && nonfinite.item<double>() != 0;
-    record.add(skipped);
-    if (skipped) return;
-    nonfinite = at::Tensor();
+    const auto is_set = [](const at::Tensor& flag) {
+      return flag.defined() && flag.item<double>() != 0;
+    };
+    const bool bad = is_set(nonfinite);
+    const bool leaves_out = !bad && is_set(left_out);
+    record.add(bad, leaves_out);
+    if (bad || leaves_out) return;
   }
   clipping.clamp_gradients();
-  shards.begin_update(agreement.used, clipping.coefficient(), nonfinite);
+  shards.begin_update(agreement.used, clipping.coefficient(), skipped);
   run_update([&] { update_buckets(); });
   readers.clear();
   if (!options.overlap_gather()) gathers.finish();
@@ -131,6 +138,23 @@ void Engine::update(const Agreement& agreement) {
   }
   table.remember();
   if (options.overlap_gather()) gathers.change_versions_at_end(agreement.used);
+}
+
+at::Tensor Engine::ask_rule(int64_t rounds) {
+  if (!options.skip_if()) return {};
+  const at::Tensor norm = clipping.unclipped_norm(rounds);
+  at::Tensor flag;
+  // The other ranks wait for this one's answer.
+  run_or_close([&] {
+    const at::Tensor answer = options.skip_if()->leaves_out(norm.clone());
+    TORCH_CHECK(answer.defined() && answer.dim() == 0 && answer.device() == norm.device(),
+                "skip_if: expected a 0-dim answer on ", norm.device(), ", got ",
+                answer.defined() ? c10::str("shape ", answer.sizes(), " on ", answer.device())
+                                 : std::string("an undefined one"));
+    flag = answer.ne(0).to(at::kDouble).reshape({1});
+    comms->norm->all_reduce_sum(flag, "answers of skip_if").wait();
+  });
+  return flag.select(0, 0);
 }
 
 void Engine::update_buckets() {

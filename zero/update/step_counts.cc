@@ -47,38 +47,42 @@ namespace {
 
 StepCounts::Values values_of(const at::Tensor& host) {
   const auto* v = host.const_data_ptr<double>();
-  return {static_cast<int64_t>(v[0]), static_cast<int64_t>(v[1]), v[2] != 0};
+  return {static_cast<int64_t>(v[0]), static_cast<int64_t>(v[1]), v[2] != 0, v[3] != 0,
+          static_cast<int64_t>(v[4])};
 }
 
 }  // namespace
 
 StepCounts::StepCounts(std::optional<at::Device> device) {
-  if (device) on_device_ = at::zeros({3}, at::TensorOptions().dtype(at::kDouble).device(*device));
+  if (device) on_device_ = at::zeros({5}, at::TensorOptions().dtype(at::kDouble).device(*device));
 }
 
-void StepCounts::add(bool skipped) {
+void StepCounts::add(bool nonfinite, bool left_out) {
   TORCH_INTERNAL_ASSERT(!on_device_.defined());
-  ++(skipped ? values_.skipped_steps : values_.steps);
-  values_.skipped = skipped;
+  values_.skipped = nonfinite || left_out;
+  values_.nonfinite = nonfinite;
+  ++(values_.skipped ? values_.skipped_steps : values_.steps);
+  if (left_out) ++values_.left_out_steps;
 }
 
-void StepCounts::add(const at::Tensor& nonfinite) {
+void StepCounts::add(const at::Tensor& nonfinite, const at::Tensor& left_out) {
   TORCH_INTERNAL_ASSERT(on_device_.defined());
-  const at::Tensor steps = on_device_.select(0, 0);
-  if (!nonfinite.defined()) {
-    steps.add_(1);
-    on_device_.select(0, 2).zero_();
-    return;
-  }
-  const at::Tensor skipped = nonfinite.ne(0).to(at::kDouble);
-  steps.add_(1).sub_(skipped);
+  const auto flag = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.ne(0).to(at::kDouble) : at::zeros({}, on_device_.options());
+  };
+  const at::Tensor bad = flag(nonfinite);
+  const at::Tensor left = flag(left_out) * (1 - bad);
+  const at::Tensor skipped = bad + left;
+  on_device_.select(0, 0).add_(1).sub_(skipped);
   on_device_.select(0, 1).add_(skipped);
   on_device_.select(0, 2).copy_(skipped);
+  on_device_.select(0, 3).copy_(bad);
+  on_device_.select(0, 4).add_(left);
 }
 
 void StepCounts::add_nothing() {
-  values_.skipped = false;
-  if (on_device_.defined()) on_device_.select(0, 2).zero_();
+  values_.skipped = values_.nonfinite = false;
+  if (on_device_.defined()) on_device_.narrow(0, 2, 2).zero_();
 }
 
 StepCounts::Values StepCounts::read() const {
@@ -89,7 +93,7 @@ void StepCounts::fetch() {
   if (!on_device_.defined()) return;
   if (!on_host_.defined()) {
     on_host_ =
-        at::empty({3}, on_device_.options().device(at::kCPU).pinned_memory(!on_device_.is_cpu()));
+        at::empty({5}, on_device_.options().device(at::kCPU).pinned_memory(!on_device_.is_cpu()));
   }
   on_host_.copy_(on_device_, /*non_blocking=*/true);
   if (on_device_.is_cpu()) return;
@@ -107,11 +111,13 @@ StepCounts::Values StepCounts::fetched() {
 void StepCounts::write(const Values& values) {
   values_ = values;
   if (!on_device_.defined()) return;
-  at::Tensor host = at::empty({3}, on_device_.options().device(at::kCPU));
+  at::Tensor host = at::empty({5}, on_device_.options().device(at::kCPU));
   auto* v = host.mutable_data_ptr<double>();
   v[0] = static_cast<double>(values.steps);
   v[1] = static_cast<double>(values.skipped_steps);
   v[2] = values.skipped ? 1.0 : 0.0;
+  v[3] = values.nonfinite ? 1.0 : 0.0;
+  v[4] = static_cast<double>(values.left_out_steps);
   on_device_.copy_(host);
 }
 

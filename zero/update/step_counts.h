@@ -44,15 +44,18 @@ class StepCounts {
   struct Values {
     int64_t steps = 0;
     int64_t skipped_steps = 0;
-    bool skipped = false;  // the last one
+    bool skipped = false;        // the last one
+    bool nonfinite = false;      // the last one was skipped for that
+    int64_t left_out_steps = 0;  // skipped ones that were left out by a rule
   };
 
   // Without a device the host learns of every step at once, and these are plain numbers.
   explicit StepCounts(std::optional<at::Device> device);
 
-  void add(bool skipped);
-  // `nonfinite` as above. Only with a device.
-  void add(const at::Tensor& nonfinite);
+  // Not both.
+  void add(bool nonfinite, bool left_out = false);
+  // Flags as above; `nonfinite` comes first. Only with a device.
+  void add(const at::Tensor& nonfinite, const at::Tensor& left_out = {});
   // A step without gradients is not counted, but is the last one.
   void add_nothing();
 
@@ -67,7 +70,7 @@ class StepCounts {
 
  private:
   Values values_;
-  at::Tensor on_device_;  // [3] double, in the order of Values; undefined without a device
+  at::Tensor on_device_;  // [5] double, in the order of Values; undefined without a device
   at::Tensor on_host_;    // the same as fetched
   std::optional<c10::Event> fetched_;
 };

@@ -44,26 +44,26 @@ void StepRecord::follow_loss_scale() {
   // A capture cannot wait. If the scale is dynamic, step() refuses the capture.
   if (is_capturing(device_)) return;
   if (std::exchange(followed_, true)) return;
-  scaler_.update(counts_.fetched().skipped);
+  scaler_.update(counts_.fetched().nonfinite);
   reducer_.set_scale(1.0 / scaler_.scale());
 }
 
 void StepRecord::watch_skips() {
+  const auto see = [this](const StepCounts::Values& values) {
+    const int64_t nonfinite = values.skipped_steps - values.left_out_steps;
+    skip_watch_.see(values.steps + values.left_out_steps, nonfinite);
+  };
   // A dynamic scale has a limit of its own.
   if (scaler_.dynamic() || !skip_nonfinite_) return;
   if (!deferred_) {
-    const StepCounts::Values values = counts_.read();
-    skip_watch_.see(values.steps, values.skipped_steps);
+    see(counts_.read());
     return;
   }
   // A copy that started kSampled steps ago has long arrived, so nothing waits; and all ranks read
   // the counts of the same step.
   constexpr int64_t kSampled = 16;
   if (calls_ % kSampled != 0 || is_capturing(device_)) return;
-  if (std::exchange(skips_fetched_, true)) {
-    const StepCounts::Values values = counts_.fetched();
-    skip_watch_.see(values.steps, values.skipped_steps);
-  }
+  if (std::exchange(skips_fetched_, true)) see(counts_.fetched());
   counts_.fetch();
 }
 
@@ -73,6 +73,9 @@ void StepRecord::restore(const StepCounts::Values& counts, const LossScaler::Sta
   reducer_.set_scale(1.0 / scaler_.scale());
   counts_.write(counts);
   calls_ = counts.steps + counts.skipped_steps;
+  skip_watch_.go_on(counts.steps + counts.left_out_steps,
+                    counts.skipped_steps - counts.left_out_steps);
+  skips_fetched_ = false;
 }
 
 }  // namespace zero

@@ -26,10 +26,13 @@ class StepRecord {
   StepRecord(const ZeroOptions& options, bool any_half, bool deferred, at::Device device, int rank,
              GradientReducer& reducer);
 
-  // A step whose update is not deferred.
-  void add(bool skipped) { counts_.add(skipped); }
-  // A deferred one; `nonfinite` is 0-dim on the device.
-  void add(const at::Tensor& nonfinite) { counts_.add(nonfinite); }
+  // A step whose update is not deferred: skipped for a non-finite gradient, left out by a rule, or
+  // neither.
+  void add(bool nonfinite, bool left_out = false) { counts_.add(nonfinite, left_out); }
+  // A deferred one; both are 0-dim on the device, or undefined.
+  void add(const at::Tensor& nonfinite, const at::Tensor& left_out = {}) {
+    counts_.add(nonfinite, left_out);
+  }
   // A step without gradients is not counted, but is the last one.
   void add_nothing() { counts_.add_nothing(); }
   // After the update of a step. Throws when too many steps in a row were skipped.
