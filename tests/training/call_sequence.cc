@@ -86,6 +86,8 @@ class Generator {
     }
     // Between optimizers that hand over a checkpoint these stay.
     if (percent(35)) s_.reduction = Reduction::kSum;
+    // No norm of such gradients is near one of them.
+    if (percent(25)) s_.largest_norm = pick<double>({{1.137, 1}, {4.519, 2}, {12.731, 1}});
     const bool half = s_.dtype == c10::ScalarType::Half;
     if (half || percent(25)) {
       scaler_ = LossScalerOptions()
@@ -413,7 +415,9 @@ std::string describe(const CallSequence& s) {
        << (s.ranks_per_machine > 0 ? " on 2 machines" : "")
        << kMeshNames[static_cast<size_t>(s.mesh_kind)] << " over " << wire_name(s.wire) << ", "
        << c10::toString(s.dtype) << ", " << kInners[static_cast<size_t>(s.inner)] << ", "
-       << text_of(s.options) << ", layers";
+       << text_of(s.options);
+  if (s.largest_norm) text << " norms up to " << *s.largest_norm;
+  text << ", layers";
   for (const auto& [in, out] : s.layers) text << " " << in << "x" << out;
   for (size_t i = 0; i < s.events.size(); ++i) {
     const Event& e = s.events[i];

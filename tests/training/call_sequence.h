@@ -102,6 +102,7 @@ struct CallSequence {
   c10::ScalarType dtype = c10::ScalarType::Float;
   Inner inner = Inner::kSgd;
   Reduction reduction = Reduction::kMean;  // of all its optimizers
+  std::optional<double> largest_norm;      // of a step that their rule does not leave out
   ZeroOptions options;
   std::vector<std::pair<int64_t, int64_t>> layers;  // inputs, outputs
   std::vector<Event> events;

@@ -208,15 +208,19 @@ class PlainRun {
     return sum.defined() && mean ? sum / s_.world_size : sum;
   }
 
-  // The gradients of now after the clips since the last step: of each parameter one, and of an
-  // expert's each rank's.
+  // The gradients of now: of each parameter one, and of an expert's each rank's. clipped(): after
+  // the clips since the last step.
   using Gradients = std::vector<std::vector<at::Tensor>>;
-  Gradients clipped(const Expected& e) const {
+  Gradients unclipped(const Expected& e) const {
     Gradients result(masters_.size());
     for (size_t i = 0; i < result.size(); ++i) {
       if (!is_expert(i)) result[i] = {e.gradients[i]};
       for (size_t r = 0; is_expert(i) && r < sums_.size(); ++r) result[i].push_back(sums_[r][i]);
     }
+    return result;
+  }
+  Gradients clipped(const Expected& e) const {
+    Gradients result = unclipped(e);
     for (const Event& clip : clips_) {
       const double limit = *clip.max_norm;
       const bool of_values = clip.action == Action::kClipValue;
@@ -294,7 +298,8 @@ class PlainRun {
       for (auto& group : optimizer_->param_groups()) group.options().set_lr(*event.rate);
     }
     if (!rounds_) return;
-    e.skipped = overflows(e);
+    const bool bad = overflows(e);
+    e.skipped = bad || (s_.largest_norm && norm(unclipped(e), 2.0) > *s_.largest_norm);
     if (!e.skipped) {
       const Gradients gradients = clipped(e);
       for (size_t i = 0; i < masters_.size(); ++i) {
@@ -304,12 +309,12 @@ class PlainRun {
       const auto tensors = model_->tensors();
       for (size_t i = 0; i < masters_.size(); ++i) tensors[i].copy_(masters_[i]);
     }
-    if (s_.options.loss_scaler()) follow(*s_.options.loss_scaler(), e.skipped);
+    if (s_.options.loss_scaler()) follow(*s_.options.loss_scaler(), bad);
   }
 
   // The rule of zero/update/loss_scaler.h, for a hysteresis of 1.
-  void follow(const LossScalerOptions& scaler, bool skipped) {
-    if (skipped) {
+  void follow(const LossScalerOptions& scaler, bool bad) {
+    if (bad) {
       good_steps_ = 0;
       scale_ = std::max(scale_ * scaler.backoff_factor(), scaler.min_scale());
     } else if (++good_steps_ == scaler.growth_interval()) {

@@ -57,6 +57,17 @@ void expect_refusal(const char* what, const std::function<void()>& call) {
   TORCH_CHECK(!error_of(call).empty(), what, ": expected an error, got none");
 }
 
+class NormLimit final : public SkipRule {
+ public:
+  explicit NormLimit(double largest) : largest_(largest) {}
+  at::Tensor leaves_out(const at::Tensor& norm) override { return norm > largest_; }
+  std::string state() const override { return {}; }
+  void set_state(const std::string&) override {}
+
+ private:
+  const double largest_;
+};
+
 class SequenceRank {
  public:
   SequenceRank(const CallSequence& sequence, const Group& group, std::string folder)
@@ -77,6 +88,7 @@ class SequenceRank {
   // Only rank 0's values may matter.
   void make(ZeroOptions options, uint64_t generation) {
     optimizer_.reset();
+    if (s_.largest_norm) options.skip_if(std::make_shared<NormLimit>(*s_.largest_norm));
     place(options);
     model_ =
         SequenceModel(s_, model_seed(s_, group_.rank()) + 100000 * generation, group_.device());

@@ -125,6 +125,14 @@ TEST(StepRecordTest, AStepWithoutGradientsIsNotCountedAndIsTheLast) {
   }
 }
 
+TEST(StepRecordTest, SkippedStepsOfACheckpointAreInNoRow) {
+  Record r(ZeroOptions().max_skipped_in_a_row(2));
+  r.record.restore({0, 5, true}, {}, false);
+  r.step(true);
+  r.step(true);
+  expect_words(error_of([&] { r.step(true); }), {"3 steps in a row"});
+}
+
 TEST(StepRecordTest, ACheckpointRestoresCountsAndADynamicScale) {
   for (const bool deferred : {false, true}) {
     Record r(with_scale(1024), false, deferred);
