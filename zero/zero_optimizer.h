@@ -19,9 +19,8 @@
 //
 // Promises:
 //   1. A gradient is the mean over ranks, or with Reduction::kSum the sum; a rank that did not use
-//   a
-//      parameter counts as zero. Sums are fp32 in rank order, whatever dtype is sent; over several
-//      machines, first within each.
+//      a parameter counts as zero. Sums are fp32 in rank order, whatever dtype is sent; over
+//      several machines, first within each.
 //   2. A parameter dropped on every rank is skipped as torch skips an undefined gradient: no
 //      decay, momentum or step count. Ranks may use different parameters and numbers of passes.
 //   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run; without clipping, and

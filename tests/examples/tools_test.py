@@ -97,8 +97,39 @@ class ZeroByHandTest(unittest.TestCase):
         self.assertEqual(done.stdout, expected.replace("//   ", ""))
 
 
+class SplatsTest(unittest.TestCase):
+    def fit(self, ranks, folder):
+        picture = Path(folder) / f"{ranks}.ppm"
+        done = run("splats", "--ranks", ranks, "--steps", 200, "--picture", picture)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        lines = re.findall(r"step +(\d+) +(\d+) splats, ([\d.]+) dB", done.stdout)
+        head, pixels = picture.read_bytes().split(b"255\n", 1)
+        self.assertEqual(head, b"P6\n48 48\n")
+        self.assertEqual(len(pixels), 48 * 48 * 3)
+        return lines, pixels
+
+    def test_any_number_of_ranks_fits_the_same_picture(self):
+        with tempfile.TemporaryDirectory() as folder:
+            alone, pixels = self.fit(1, folder)
+            both, others = self.fit(2, folder)
+        self.assertEqual([line[:2] for line in alone], [line[:2] for line in both])
+        self.assertEqual([line[0] for line in alone], ["0", "100", "200"])
+        self.assertGreater(int(alone[-1][1]), int(alone[0][1]))
+        self.assertGreater(float(alone[-1][2]), float(alone[0][2]) + 5)
+        self.assertLessEqual(max(abs(a - b) for a, b in zip(pixels, others)), 8)
+
+    def test_bad_arguments_are_one_line(self):
+        for arguments, error in ((("--ranks", 5), "a divisor of the 2304 pixels, got 5"),
+                                 (("--size", 5), "expected --ranks, --steps or --picture"),
+                                 (("--ranks",), "expected a value after --ranks")):
+            done = run("splats", *arguments)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(error, done.stderr)
+
+
 class ErrorsTest(unittest.TestCase):
-    PROGRAMS = ("minimal", "hybrid_moe", "zero_by_hand", "train_gpt/train_gpt", "benchmark/benchmark")
+    PROGRAMS = ("minimal", "hybrid_moe", "zero_by_hand", "splats", "train_gpt/train_gpt",
+                "benchmark/benchmark")
 
     def test_an_error_is_one_line_without_a_backtrace(self):
         for program in self.PROGRAMS:
