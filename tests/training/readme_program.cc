@@ -14,11 +14,16 @@
 // random numbers to <folder>/state-<rank>-<batches>, after a loop its parameters to
 // <folder>/loop-<rank>. That over examples writes the numbers of a rank's examples to
 // <folder>/seen-<rank>, and the losses that it shows to <folder>/shown-<rank>.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mse_loss.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 #include <torch/data/samplers/distributed.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim.h>
@@ -328,6 +333,68 @@ int freeze_and_add() {
   return frozen && !model.head->bias.equal(before[1]) ? 0 : 1;
 }
 
+struct Autocast {
+  Autocast() {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  }
+  ~Autocast() {
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::clear_cache();
+  }
+};
+
+int train_under_autocast() {
+  zero::Group group = zero::init_process_group();
+  torch::nn::Sequential model(torch::nn::Linear(13, 7), torch::nn::Linear(7, 5));
+  zero::ZeroOptimizer optimizer(
+      *model, std::make_unique<torch::optim::SGD>(model->parameters(), 0.1), group);
+  std::vector<at::Tensor> inputs;
+  for (uint64_t step = 0; step < 9; ++step) inputs.push_back(zero::random_tensor({3, 13}, 5));
+  std::vector<double> losses;
+
+  for (const at::Tensor& x : inputs) {
+    at::Tensor output;
+    {
+      const Autocast forward_only;
+      output = model->forward(x);
+    }
+    optimizer.backward(output.to(at::kFloat).square().mean());
+    optimizer.clip_grad_norm_(1.0);
+    optimizer.step();
+    if (output.scalar_type() != at::kBFloat16) return 1;
+    losses.push_back(output.to(at::kFloat).square().mean().item<double>());
+  }
+  // A pass that computes with stale copies of the parameters has the loss of before.
+  return losses.back() < 0.8 * losses.front() ? 0 : 1;
+}
+
+int prune_and_grow() {
+  zero::Group group = zero::init_process_group();
+  const at::Tensor means = zero::random_tensor({9, 3}, 1).requires_grad_();
+  const at::Tensor opacity = at::full({9}, 1.0);
+  opacity.slice(0, 2, 6).fill_(-9);
+  opacity.requires_grad_();
+  zero::NamedTensors list;
+  list.insert("means", means);
+  list.insert("opacity", opacity);
+  zero::ZeroOptimizer optimizer(
+      list, std::make_unique<torch::optim::Adam>(std::vector<at::Tensor>{means, opacity}, 1e-3),
+      group);
+  optimizer.backward(means.square().sum() + opacity.sum());
+  optimizer.step();
+  const at::Tensor new_means = at::ones({3, 3});
+  const at::Tensor new_opacity = at::ones({3});
+  const at::NoGradGuard no_grad;
+
+  const at::Tensor kept = opacity.sigmoid().gt(0.01).nonzero().squeeze(1);
+  const at::Tensor rows = at::cat({kept, at::full({3}, -1, at::kLong)});
+  optimizer.resize_rows({{means, rows, at::cat({means.index_select(0, kept), new_means})},
+                         {opacity, rows, at::cat({opacity.index_select(0, kept), new_opacity})}});
+
+  return means.size(0) == 8 && opacity.sizes() == at::IntArrayRef({8}) ? 0 : 1;
+}
+
 int train(int64_t last) {
   const GptConfig config;
   Batches batches(last);
@@ -383,6 +450,8 @@ int main(int argc, char** argv) {
     if (what == "muon") return train_by_muon();
     if (what == "mesh") return step_over_a_mesh();
     if (what == "freeze") return freeze_and_add();
+    if (what == "autocast") return train_under_autocast();
+    if (what == "rows") return prune_and_grow();
     if (what == "data") return train_over_examples();
     if (what == "tokens") return train_on_unequal_batches();
     return train(std::atoll(argv[2]));

@@ -77,7 +77,9 @@ INSTANTIATE_TEST_SUITE_P(
                       Section{"Whole", "docs/training.md", "Optimizers of whole parameters"},
                       Section{"Data", "docs/training.md", "Data, losses, buffers and seeds"},
                       Section{"Unequal", "docs/training.md", "Unequal batches"},
+                      Section{"Autocast", "docs/training.md", "Autocast"},
                       Section{"Freezing", "docs/training.md", "Freezing and adding parameters"},
+                      Section{"Rows", "docs/training.md", "Rows that come and go"},
                       Section{"Mesh", "docs/parallelism.md", "A mesh and placements"},
                       Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"},
                       Section{"FromLibtorch", "docs/from_libtorch.md", "The program",
@@ -211,6 +213,12 @@ TEST(ReadmeMeshTest, TheOptimizerOfTheMeshIsMadeAndSteps) { run_program("mesh", 
 
 TEST(ReadmeFreezingTest, AFrozenParameterStaysAndAnAddedOneIsTrained) {
   run_program("freeze", 2, "freeze");
+}
+
+TEST(ReadmeRowsTest, RowsThatAreHardlySeenGoAndOthersCome) { run_program("rows", 2, "rows"); }
+
+TEST(ReadmeAutocastTest, EachPassComputesWithTheParametersOfTheLastStep) {
+  run_program("autocast", 2, "autocast");
 }
 
 }  // namespace
