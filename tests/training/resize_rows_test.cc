@@ -148,7 +148,7 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters, 
     const auto seed = static_cast<uint64_t>(1000 * step + 7) + result.size();
     result.push_back(random_tensor(p.sizes().vec(), seed).to(p.scalar_type()));
   }
-  if (step % 3 == 1) result[2] = at::Tensor();  // not used in this step
+  if (step % 3 == 1 && result.size() > 2) result[2] = at::Tensor();  // not used in this step
   return result;
 }
 
@@ -270,6 +270,28 @@ TEST(ResizeRowsTest, AParameterOfAModuleStaysTheSameTensor) {
   });
 }
 
+// Counts of updates are in the device's memory then.
+TEST(ResizeRowsTest, AStaticGraphGoesOnWithItsCounts) {
+  run_ranks(2, [](const Group& group) {
+    const at::Tensor weight = random_tensor({6, 4}, 1).requires_grad_();
+    NamedTensors list;
+    list.insert("weight", weight);
+    Plain plain(Kind::kAdamW, {weight});
+    ZeroOptimizer optimizer(list, make(Kind::kAdamW, {weight}), group,
+                            ZeroOptions().static_graph(true));
+    for (int i = 0; i < 6; ++i) {
+      if (i == 3) {
+        const at::Tensor rows = at::tensor({5, 0, 3}, at::kLong);
+        optimizer.resize_rows({{weight, rows}});
+        plain.resize(0, rows, {}, {});
+      }
+      step(optimizer, {weight}, 3 * i);
+      plain.step(gradients_of({weight}, 3 * i));
+      expect_equal(optimizer, {weight}, plain, c10::str("step ", i));
+    }
+  });
+}
+
 // Sharded checkpoints, protected steps and freezing go on with the new size.
 TEST(ResizeRowsTest, WhatComesAfterKnowsTheNewSize) {
   const std::string folder = ::testing::TempDir() + "resized";
@@ -358,6 +380,16 @@ TEST(ResizeRowsTest, MisuseChangesNothing) {
     if (here) optimizer.backward(p[0].sum());
     refused({{p[0], rows}}, {"expected no gradients since the last step"});
     optimizer.zero_grad();
+    {
+      const at::NoGradGuard no_grad;
+      p[1].mul_(2);
+    }
+    refused({{p[0], rows}}, {"parameter colors", "refresh_master_parameters()"});
+    optimizer.refresh_master_parameters();
+    auto& members = optimizer.param_groups()[0].params();
+    members.pop_back();
+    refused({{p[0], rows}}, {"parameter group 0"});
+    members.push_back(p[3]);
     for (const at::Tensor& t : p) EXPECT_EQ(t.size(0), t.dim() == 1 && t.numel() == 7 ? 7 : 37);
     step(optimizer, p, 1);
     optimizer.resize_rows({{p[0], rows}});
