@@ -44,6 +44,7 @@ struct Arguments {
   int ranks = 2;
   int steps = 400;
   std::string picture;
+  bool help = false;
 };
 
 // [kSide * kSide, 2], each from 0 to 1.
@@ -188,6 +189,8 @@ Arguments parse(int argc, char** argv) {
   Arguments arguments;
   for (int i = 1; i < argc; i += 2) {
     const std::string name = argv[i];
+    arguments.help = arguments.help || name == "--help";
+    if (arguments.help) break;
     TORCH_CHECK(i + 1 < argc, "expected a value after ", name);
     if (name == "--ranks") {
       arguments.ranks = std::atoi(argv[i + 1]);
@@ -210,6 +213,10 @@ Arguments parse(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     const Arguments arguments = parse(argc, argv);
+    if (arguments.help) {
+      std::puts("usage: splats [--ranks 2] [--steps 400] [--picture splats.ppm]");
+      return 0;
+    }
     return zero::launch_local(arguments.ranks, [&] { return train(arguments); });
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "splats: %s\n", error.what_without_backtrace());

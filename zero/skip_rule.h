@@ -32,9 +32,10 @@ class SkipRule : public Stateful {
   // beside the parameters, and has the same bits on all ranks. It is NaN or infinite where the
   // gradient is.
   //
-  // step() calls it once on every rank, if any rank has gradients. On a GPU step() does not wait
-  // for the answer, so a rule that computes with tensors beside `norm` costs no wait, and one that
-  // reads `norm` on the host waits for the device. If it throws, the optimizer ends.
+  // step() calls it once on every rank, if any rank made a backward pass since the last one. On a
+  // GPU step() does not wait for the answer, so a rule that computes with tensors beside `norm`
+  // costs no wait, and one that reads `norm` on the host waits for the device. If it throws, the
+  // optimizer ends.
   virtual at::Tensor leaves_out(const at::Tensor& norm) = 0;
 };
 

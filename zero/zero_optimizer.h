@@ -67,7 +67,8 @@ namespace zero {
 // returns them.
 using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
 
-// Counted on this rank since construction, recover() or a change of parameters.
+// Counted on this rank since construction, recover() or a change of parameters; bytes go on after
+// resize_rows().
 struct Stats {
   Traffic data;               // gradients, parameters and norms
   Traffic control;            // control messages
@@ -249,12 +250,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // is, registered where it is, with other memory and another size(0). Its rows have masters and
   // state of the rows that they go on with, and the counts of updates of the parameter stay. A
   // master whose working value is still its rounding keeps its bits, others are set from `values`.
-  // Rank 0's values are sent. Shards are balanced anew over the connections that are there; plan()
-  // and references to it are new. Sends the managed parameters, and masters and state once.
-  // Throws c10::Error on all ranks, with all as it was: gradients since the last step, ranks whose
-  // `rows` differ, one parameter twice, no row at all, state that is not elementwise (Adafactor's
-  // factors), a mesh. A death meanwhile is final, also with protect(). Needs memory for the shard
-  // twice. Finish a PendingCheckpoint first.
+  // Rank 0's values are sent. Shards are balanced anew over the connections that are there;
+  // references to plan(), group(), options() and inner() end. Sends the managed parameters, and
+  // masters and state once. Throws c10::Error on all ranks, with all as it was: gradients since the
+  // last step, ranks whose `rows` differ, one parameter twice, no row at all, state that is not
+  // elementwise (Adafactor's factors), what the class of the group refuses, a mesh. A death
+  // meanwhile is final, also with protect(): recover() throws then if shapes have changed. Needs
+  // memory for the shard twice, and for two more copies of the working parameters. Finish a
+  // PendingCheckpoint first.
   void resize_rows(const std::vector<ResizedRows>& changes);
 
   // ---- Checkpoints ----

@@ -110,8 +110,9 @@ TEST(PendingCheckpointTest, AThreadThatStandsStillIsLeftBehind) {
                                 "rank 1 of 4 waits for its thread", 500ms);
       begun.get_future().wait();
       if (finishes) {
-        expect_words(error_of([&] { pending.finish(); }),
-                     {"rank 1 of 4 waits for its thread", "has done nothing for 6 s"});
+        expect_words(
+            error_of([&] { pending.finish(); }),
+            {"rank 1 of 4 waits for its thread", "has done nothing for 6 s: a call of the disk"});
       }
     }
     expect_words(testing::internal::GetCapturedStderr(),

@@ -22,6 +22,7 @@
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "zero/adafactor.h"
+#include "zero/base/message_probe.h"
 #include "zero/lion.h"
 #include "zero/muon.h"
 #include "zero/zero_optimizer.h"
@@ -243,6 +244,29 @@ TEST(ResizeRowsTest, FollowsPlainTorch) {
   }
 }
 
+// What was frozen at construction may require gradients when the optimizer is made anew.
+TEST(ResizeRowsTest, AnotherListOfParametersIsRefused) {
+  run_ranks(2, [](const Group& group) {
+    const at::Tensor weight = random_tensor({6, 4}, 1).requires_grad_();
+    const at::Tensor later = at::ones({3});
+    NamedTensors list;
+    list.insert("later", later);
+    list.insert("weight", weight);
+    ZeroOptimizer optimizer(list, make(Kind::kAdamW, {later, weight}), group);
+    step(optimizer, {weight}, 0);
+    const at::Tensor rows = at::arange(5, at::kLong);
+    later.requires_grad_(group.rank() == 1);
+    expect_words(error_of([&] {
+                   optimizer.resize_rows({{weight, rows}});
+                 }),
+                 {"parameter later", "freeze() and unfreeze()"});
+    EXPECT_EQ(weight.size(0), 6);
+    later.requires_grad_(false);
+    optimizer.resize_rows({{weight, rows}});
+    step(optimizer, {weight}, 3);
+  });
+}
+
 // The tensor is the one that the module has, and graphs of before do no harm.
 TEST(ResizeRowsTest, AParameterOfAModuleStaysTheSameTensor) {
   struct Net : torch::nn::Module {
@@ -256,6 +280,11 @@ TEST(ResizeRowsTest, AParameterOfAModuleStaysTheSameTensor) {
     optimizer.backward(old_loss);
     optimizer.step();
     const at::Tensor unused_graph = net.weight.sum();
+    const at::Tensor stale = net.weight.square().sum();
+    optimizer.resize_rows({{net.weight, at::arange(5, -1, -1).to(at::kLong)}});
+    // It would compute with rows of other numbers.
+    EXPECT_NE(error_of([&] { stale.backward(); }), "");
+    optimizer.zero_grad();
     optimizer.resize_rows({{net.weight, at::tensor({5, 0}, at::kLong)}});
     EXPECT_TRUE(net.parameters()[0].is_same(net.weight));
     EXPECT_EQ(net.weight.sizes(), at::IntArrayRef({2, 4}));
@@ -349,6 +378,31 @@ TEST(ResizeRowsTest, ADeathAfterwardsGoesBackToTheNewRows) {
               optimizer->check_replicas();
             },
             {.timeout = std::chrono::seconds(20)});
+}
+
+// Some of its parameters have sizes that no protected step knows.
+TEST(ResizeRowsTest, ADeathWithinIsFinal) {
+  static thread_local bool dies = false;
+  message_probe = [](const std::string& what) {
+    TORCH_CHECK(!dies || what.find("before resize_rows()") == std::string::npos, "a death");
+  };
+  run_ranks(3, [](const Group& group) {
+    Points points(at::kFloat);
+    const auto& p = points.parameters;
+    auto optimizer = std::make_unique<ZeroOptimizer>(points.list, make(Kind::kAdamW, p), group,
+                                                     ZeroOptions().bucket_bytes(700).protect(1));
+    for (int i = 0; i < 3; ++i) step(*optimizer, p, i);
+    dies = group.rank() == 1;
+    const std::vector<ResizedRows> changes = {{p[0], random_rows(37, 50, 3, false)}};
+    if (dies) {
+      expect_words(error_of([&] { optimizer->resize_rows(changes); }), {"a death"});
+      return;
+    }
+    EXPECT_THROW(optimizer->resize_rows(changes), CommunicationError);
+    expect_words(error_of([&] { optimizer->recover(); }),
+                 {"parameter means", "[37, 3]", "[50, 3]", "ended within resize_rows()"});
+  });
+  message_probe = nullptr;
 }
 
 TEST(ResizeRowsTest, MisuseChangesNothing) {

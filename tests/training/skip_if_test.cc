@@ -204,6 +204,24 @@ TEST(SkipIfTest, LeftOutStepsAreNotSkippedForNonfiniteGradients) {
   });
 }
 
+TEST(SkipIfTest, ALeftOutStepIsNoneForTheLossScale) {
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial_values());
+    const auto rule = std::make_shared<OwnRule>([](size_t call) { return yes_if(call == 1); });
+    ZeroOptimizer optimizer(model, inner_of(model, Inner::kAdamW), group,
+                            ZeroOptions().skip_if(rule).loss_scaler(
+                                LossScalerOptions().initial_scale(16).growth_interval(2)));
+    std::vector<double> scales;
+    for (int step = 0; step < 4; ++step) {
+      optimizer.backward(model.loss(gradients(group.rank(), step)));
+      optimizer.step();
+      scales.push_back(optimizer.loss_scale());
+    }
+    // It grows with the second good step.
+    EXPECT_EQ(scales, (std::vector<double>{16, 16, 32, 32}));
+  });
+}
+
 // The others learn of it, and do not wait for the answer.
 TEST(SkipIfTest, ARuleThatThrowsOrAnswersNothingEndsTheStepOnAllRanks) {
   for (const bool throws : {false, true}) {

@@ -18,8 +18,8 @@ constexpr std::chrono::seconds kFailureSlack{5};
 
 }  // namespace
 
-OwnThreadWait::OwnThreadWait(std::string text, std::chrono::milliseconds limit)
-    : text_(std::move(text)), limit_(limit) {}
+OwnThreadWait::OwnThreadWait(std::string text, std::chrono::milliseconds limit, std::string reason)
+    : text_(std::move(text)), limit_(limit), reason_(std::move(reason)) {}
 
 void OwnThreadWait::look(int64_t progress) {
   if (std::exchange(progress_, progress) != progress) looks_ = 0;
@@ -31,6 +31,7 @@ void OwnThreadWait::look(int64_t progress) {
   if (looks_ * kLook <= limit_ + kFailureSlack) return;
   print_slow_wait(c10::str(text_, ", which has done nothing for ", looks_, " s. The threads of ",
                            "process ", getpid(), ":\n", thread_states()));
+  TORCH_CHECK(reason_.empty(), text_, ", which has done nothing for ", looks_, " s: ", reason_);
   TORCH_CHECK(false, text_, ", which has done nothing for ", looks_,
               " s though no transfer takes longer than ", duration_text(limit_),
               ": this is a fault of the library or of its transport; please report it with the "

@@ -17,8 +17,9 @@ class OwnThreadWait {
   static constexpr std::chrono::seconds kLook{1};
 
   // `text` names the rank and the thread: "rank 1 of 4 waits for its thread that ...". `limit` is
-  // that of the transfers for which the thread waits.
-  OwnThreadWait(std::string text, std::chrono::milliseconds limit);
+  // that of the transfers for which the thread waits. `reason` ends the error: by default, that it
+  // is a fault of the library.
+  OwnThreadWait(std::string text, std::chrono::milliseconds limit, std::string reason = {});
 
   // To be called after each kLook. Prints a line to stderr when `progress` has not changed for
   // twice slow_wait_after(): a wait of the other thread for a peer has had its own line then.
@@ -29,6 +30,7 @@ class OwnThreadWait {
  private:
   const std::string text_;
   const std::chrono::milliseconds limit_;
+  const std::string reason_;
   int64_t progress_ = -1;
   int64_t looks_ = 0;  // since `progress_` changed
   bool printed_ = false;

@@ -56,7 +56,9 @@ struct PendingCheckpoint::State {
     if (!thread.joinable()) return;
     work->pause = true;
     std::unique_lock<std::mutex> lock(work->mutex);
-    OwnThreadWait look(wait, limit);
+    OwnThreadWait look(wait, limit,
+                       "a call of the disk does not return; look at the disk or its server, and "
+                       "start again from another checkpoint");
     const auto has_ended = [this] { return work->has_ended; };
     while (!work->changed.wait_for(lock, OwnThreadWait::kLook, has_ended)) {
       try {

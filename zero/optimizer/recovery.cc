@@ -6,6 +6,8 @@
 
 #include <functional>
 #include <map>
+#include <optional>
+#include <unordered_map>
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
@@ -101,12 +103,28 @@ Restorable choose(const std::vector<std::string>& holdings, const std::string& c
   }
 }
 
+// A rank that died within resize_rows() leaves parameters of which no protected step knows the
+// size.
+void check_sizes(const Manifest& manifest, const ParameterTable& table, const std::string& call) {
+  std::unordered_map<std::string, const ManifestParameter*> stored;
+  for (const ManifestParameter& p : manifest.parameters) stored.emplace(p.name, &p);
+  for (const Parameter& p : table.parameters()) {
+    const auto found = stored.find(p.name);
+    TORCH_CHECK(found == stored.end() || found->second->shape == p.sizes, call, ": parameter ",
+                p.name, ": expected shape ", at::IntArrayRef(found->second->shape),
+                ", as in the last protected step, got ", at::IntArrayRef(p.sizes),
+                ": a rank ended within resize_rows(), which is final; start again from a "
+                "checkpoint");
+  }
+}
+
 // Collective. Sets everything from a protected step of the same model; parameters that were not
 // managed then keep their values and have no state.
 void load_protected(Engine& engine, CheckpointReader& reader, Engine::ParamGroups& groups,
                     const std::string& call) {
   Staged staged;
   run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
+    check_sizes(reader.manifest(), engine.table, call);
     const CheckpointDifferences differences =
         find_differences(reader.manifest(), engine.table, engine.shards.inner());
     Staging staging(reader, engine.table, engine.shards, differences, /*mesh=*/nullptr);
@@ -195,8 +213,10 @@ std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& gro
 void Recovery::protect(const ParamGroups& groups) {
   engine_->record.follow_loss_scale();
   std::vector<int64_t> bucket_of;
-  auto [file, manifest] = protected_shard(groups, bucket_of);
-  auto copies = protection_->begin(std::move(manifest), std::move(file), bucket_of);
+  std::optional<std::pair<FileToSave, Manifest>> shard;
+  // It has the state of a rule of the user's.
+  engine_->run_or_close([&] { shard = protected_shard(groups, bucket_of); });
+  auto copies = protection_->begin(std::move(shard->second), std::move(shard->first), bucket_of);
   if (copies) engine_->readers.push_back(std::move(copies));
   protected_calls_ = engine_->record.calls();
 }

@@ -3,6 +3,7 @@
 #include "zero/optimizer/row_resizing.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
@@ -23,8 +24,10 @@
 #include "bookkeeping/layout.h"
 #include "zero/agreement/used_flags.h"
 #include "zero/base/error_text.h"
+#include "zero/inner/classes.h"
 #include "zero/inner/state.h"
 #include "zero/memory/row_copies.h"
+#include "zero/training/group_layouts.h"
 
 namespace zero {
 namespace {
@@ -95,6 +98,34 @@ std::vector<RowSources> sources_of(const Engine& engine, const std::vector<Resiz
   return sources;
 }
 
+// The parameter as it will be, without memory.
+Parameter resized(const Parameter& p, const RowSources& sources) {
+  Parameter result = p;
+  result.sizes[0] = sources.rows.numel();
+  result.tensor =
+      at::empty(result.sizes, at::TensorOptions().dtype(p.tensor.scalar_type()).device(at::kMeta));
+  return result;
+}
+
+// Throws for what the constructor of the engine would throw after the parameters have changed:
+// another list of parameters than the present one, and what the class refuses.
+void check_new(const Engine& engine, const std::vector<RowSources>& sources,
+               const Engine::ParamGroups& groups) {
+  const ParameterTable now(engine.module, groups);
+  const std::vector<Parameter>& before = engine.table.parameters();
+  for (size_t i = 0; i < std::max(before.size(), now.parameters().size()); ++i) {
+    TORCH_CHECK(i < before.size() && i < now.parameters().size() &&
+                    before[i].tensor.is_same(now.parameters()[i].tensor),
+                "parameter ", (i < now.parameters().size() ? now.parameters() : before)[i].name,
+                ": expected the parameters of the last step in their order, got another one in the "
+                "module; freeze() and unfreeze() change which are trained");
+    if (!sources[i].rows.defined()) continue;
+    check_parameter(std::as_const(engine.shards).inner(), before[i].group,
+                    groups[before[i].group].options(), resized(before[i], sources[i]).tensor,
+                    before[i].name);
+  }
+}
+
 std::string text_of(const Engine& engine, const std::vector<RowSources>& sources) {
   std::string text;
   for (size_t i = 0; i < sources.size(); ++i) {
@@ -102,8 +133,13 @@ std::string text_of(const Engine& engine, const std::vector<RowSources>& sources
     if (!rows.defined()) continue;
     const auto hash =
         fingerprint_of(std::string(static_cast<const char*>(rows.const_data_ptr()), rows.nbytes()));
-    text += c10::str(text.empty() ? "" : ", ", engine.table.parameters()[i].name, " to ",
-                     rows.numel(), " rows with hash ", hash[0], " ", hash[2]);
+    const Parameter& p = engine.table.parameters()[i];
+    text += c10::str(text.empty() ? "" : ", ", p.name, " to ", rows.numel(), " rows with hash ",
+                     hash[0], " ", hash[2]);
+    if (engine.plan.arenas[engine.plan.parameter_arena[i]].layout->is_whole()) {
+      text += c10::str(" and cost ", cost_of(resized(p, sources[i]),
+                                             std::as_const(engine.shards).inner(), engine.options));
+    }
   }
   return text;
 }
@@ -137,7 +173,8 @@ at::Tensor value_of(int64_t bits, c10::ScalarType dtype) {
 // A segment of this rank, with the memory of its tensors.
 struct HeldSegment {
   Segment segment;
-  std::map<std::string, at::Tensor> tensors;  // 1-D, by kind; given away kind by kind
+  // 1-D, by name and dtype; given away kind by kind.
+  std::map<std::pair<std::string, c10::ScalarType>, at::Tensor> tensors;
   std::vector<std::pair<std::string, at::Tensor>> values;
 };
 
@@ -153,8 +190,9 @@ struct HeldShards {
 
 // Of the state of this rank's segments. Throws for state that is no row's.
 void check_state(Engine& engine) {
+  const torch::optim::Optimizer& inner = engine.shards.inner();
   for (const SegmentTensors& s : engine.shards.segments()) {
-    const auto state = read_inner_state(engine.shards.inner(), s.group, s.master);
+    const auto state = read_inner_state(inner, s.group, s.master);
     TORCH_CHECK(!state || state->uncut.empty(), "parameter ",
                 engine.table.parameters()[s.segment.parameter].name,
                 ": expected state with one value for each element, got ",
@@ -163,14 +201,15 @@ void check_state(Engine& engine) {
 }
 
 void hold(Engine& engine, HeldShards& held) {
+  const torch::optim::Optimizer& inner = engine.shards.inner();
   for (const SegmentTensors& s : engine.shards.segments()) {
     HeldSegment h{s.segment, {}, {}};
     if (!engine.arena.is_master(s.segment.bucket)) {
-      h.tensors[kMaster] = elements_of(s.master, s.master);
+      h.tensors[{kMaster, at::kFloat}] = elements_of(s.master, s.master);
     }
-    if (auto state = read_inner_state(engine.shards.inner(), s.group, s.master)) {
+    if (auto state = read_inner_state(inner, s.group, s.master)) {
       for (const auto& [name, tensor] : state->tensors) {
-        h.tensors[name] = elements_of(tensor, s.master);
+        h.tensors[{name, tensor.scalar_type()}] = elements_of(tensor, s.master);
       }
       h.values = std::move(state->values);
     }
@@ -186,7 +225,7 @@ void agree_on_kinds(Communicator& control, size_t parameters, HeldShards& held) 
     return c10::str(which, static_cast<int>(tensor.scalar_type()), " ", kind, "\n");
   };
   for (const HeldSegment& h : held.segments) {
-    for (const auto& [kind, tensor] : h.tensors) names.insert(name('t', kind, tensor));
+    for (const auto& [kind, tensor] : h.tensors) names.insert(name('t', kind.first, tensor));
     for (const auto& [kind, tensor] : h.values) names.insert(name('v', kind, tensor));
   }
   std::string own;
@@ -209,7 +248,9 @@ void agree_on_kinds(Communicator& control, size_t parameters, HeldShards& held) 
   auto* const bit = bits.mutable_data_ptr<int64_t>();
   for (const HeldSegment& h : held.segments) {
     const int64_t p = h.segment.parameter;
-    for (const auto& [kind, tensor] : h.tensors) flag[p] |= 1 << number[name('t', kind, tensor)];
+    for (const auto& [kind, tensor] : h.tensors) {
+      flag[p] |= 1 << number[name('t', kind.first, tensor)];
+    }
     for (const auto& [kind, tensor] : h.values) {
       const size_t n = number[name('v', kind, tensor)];
       flag[p] |= 1 << n;
@@ -277,7 +318,7 @@ void move(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sou
     // 1. All ranks get the bucket.
     const Rows rows(engine.pool.take(from.plan.bucket_numel(bucket), kind.dtype), bucket.rows);
     for (const HeldSegment* h : own[b]) {
-      const auto tensor = h->tensors.find(kind.name);
+      const auto tensor = h->tensors.find({kind.name, kind.dtype});
       if (tensor == h->tensors.end()) continue;
       rows.row(ranks.rank()).narrow(0, h->segment.offset, h->segment.numel).copy_(tensor->second);
     }
@@ -303,7 +344,7 @@ void move(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sou
     }
     engine.pool.give(rows.values());
   }
-  for (HeldSegment& h : from.segments) h.tensors.erase(kind.name);
+  for (HeldSegment& h : from.segments) h.tensors.erase({kind.name, kind.dtype});
 }
 
 // Collective. A master whose working value is still the same goes on; the other ones, which were
@@ -380,8 +421,9 @@ void set_rows(const Parameter& p, const ResizedRows& change, const RowSources& s
                                     : before.index_select(0, sources.rows.to(before.device())));
   tensor.mutable_grad() = at::Tensor();
   tensor.set_data(now);
-  // A graph that lives has one for the former shape.
+  // A graph that lives has an accumulator for the former shape, and the former values.
   torch::autograd::impl::set_grad_accumulator(tensor, {});
+  torch::autograd::impl::bump_version(tensor);
 }
 
 }  // namespace
@@ -418,6 +460,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
                    before.check_no_gradients();
                    before.check_groups(groups);
                    before.table.verify();
+                   check_new(before, sources, groups);
                    check_state(before);
                  },
                  {text, {}});

@@ -122,7 +122,8 @@ struct Engine {
   const ShardDomains domains;
   const ZeroOptions options;
   const std::vector<std::vector<at::Tensor>> group_members;  // of construction, each once
-  const std::shared_ptr<OptimizerCommunicators> comms;  // of the constructor too, while it runs
+  // Of the constructor too, while it runs, and of the next engine over the same ranks.
+  const std::shared_ptr<OptimizerCommunicators> comms;
   ParameterTable table;
   const at::Device device;
   const std::vector<int64_t> domain_of;  // per parameter

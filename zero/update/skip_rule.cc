@@ -97,6 +97,7 @@ void OutlierRule::set_state(const std::string& state) {
   Window norms = window_of("norms"), losses = window_of("losses");
   norms_ = std::move(norms);
   losses_ = std::move(losses);
+  loss_ = at::Tensor();  // of a step that was not made
 }
 
 }  // namespace zero

@@ -44,7 +44,8 @@ void StepRecord::follow_loss_scale() {
   // A capture cannot wait. If the scale is dynamic, step() refuses the capture.
   if (is_capturing(device_)) return;
   if (std::exchange(followed_, true)) return;
-  scaler_.update(counts_.fetched().nonfinite);
+  const StepCounts::Values last = counts_.fetched();
+  if (last.nonfinite || !last.skipped) scaler_.update(last.nonfinite);
   reducer_.set_scale(1.0 / scaler_.scale());
 }
 
