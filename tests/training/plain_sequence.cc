@@ -309,7 +309,8 @@ class PlainRun {
       const auto tensors = model_->tensors();
       for (size_t i = 0; i < masters_.size(); ++i) tensors[i].copy_(masters_[i]);
     }
-    if (s_.options.loss_scaler()) follow(*s_.options.loss_scaler(), bad);
+    const bool left_out = e.skipped && !bad;
+    if (s_.options.loss_scaler() && !left_out) follow(*s_.options.loss_scaler(), bad);
   }
 
   // The rule of zero/update/loss_scaler.h, for a hysteresis of 1.
