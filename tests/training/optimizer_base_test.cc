@@ -71,14 +71,18 @@ void run(const std::function<void(Both&)>& body) {
   }
 }
 
-// One call of each kind of a step, through the base class.
+void step_plainly(Both& both) {
+  both.plain_optimizer->zero_grad();
+  Both::loss(both.plain).backward();
+  both.plain_optimizer->step();
+}
+
+// Through the base class.
 void train(Both& both, int steps = 1) {
   for (int i = 0; i < steps; ++i) {
     Both::loss(both.net).backward();
     both.base.step();
-    both.plain_optimizer->zero_grad();
-    Both::loss(both.plain).backward();
-    both.plain_optimizer->step();
+    step_plainly(both);
   }
   both.expect_equal();
 }
@@ -92,9 +96,7 @@ TEST(OptimizerBaseTest, StepAlsoWithAClosure) {
       return of_closure;
     });
     EXPECT_TRUE(loss.defined());
-    both.plain_optimizer->zero_grad();
-    Both::loss(both.plain).backward();
-    both.plain_optimizer->step();
+    step_plainly(both);
     both.expect_equal();
   });
 }

@@ -15,15 +15,12 @@
 #include <bit>
 #include <limits>
 #include <map>
-#include <optional>
 #include <set>
 #include <string>
-#include <unordered_set>
 #include <utility>
 
 #include "bookkeeping/layout.h"
 #include "zero/agreement/used_flags.h"
-#include "zero/base/error_text.h"
 #include "zero/inner/classes.h"
 #include "zero/inner/state.h"
 #include "zero/memory/row_copies.h"
@@ -111,6 +108,7 @@ Parameter resized(const Parameter& p, const RowSources& sources) {
 // another list of parameters than the present one, and what the class refuses.
 void check_new(const Engine& engine, const std::vector<RowSources>& sources,
                const Engine::ParamGroups& groups) {
+  const torch::optim::Optimizer& inner = engine.shards.inner();
   const ParameterTable now(engine.module, groups);
   const std::vector<Parameter>& before = engine.table.parameters();
   for (size_t i = 0; i < std::max(before.size(), now.parameters().size()); ++i) {
@@ -120,13 +118,13 @@ void check_new(const Engine& engine, const std::vector<RowSources>& sources,
                 ": expected the parameters of the last step in their order, got another one in the "
                 "module; freeze() and unfreeze() change which are trained");
     if (!sources[i].rows.defined()) continue;
-    check_parameter(std::as_const(engine.shards).inner(), before[i].group,
-                    groups[before[i].group].options(), resized(before[i], sources[i]).tensor,
-                    before[i].name);
+    check_parameter(inner, before[i].group, groups[before[i].group].options(),
+                    resized(before[i], sources[i]).tensor, before[i].name);
   }
 }
 
 std::string text_of(const Engine& engine, const std::vector<RowSources>& sources) {
+  const torch::optim::Optimizer& inner = engine.shards.inner();
   std::string text;
   for (size_t i = 0; i < sources.size(); ++i) {
     const at::Tensor& rows = sources[i].rows;
@@ -137,8 +135,7 @@ std::string text_of(const Engine& engine, const std::vector<RowSources>& sources
     text += c10::str(text.empty() ? "" : ", ", p.name, " to ", rows.numel(), " rows with hash ",
                      hash[0], " ", hash[2]);
     if (engine.plan.arenas[engine.plan.parameter_arena[i]].layout->is_whole()) {
-      text += c10::str(" and cost ", cost_of(resized(p, sources[i]),
-                                             std::as_const(engine.shards).inner(), engine.options));
+      text += c10::str(" and cost ", cost_of(resized(p, sources[i]), inner, engine.options));
     }
   }
   return text;
@@ -152,13 +149,10 @@ struct Kind {
   c10::ScalarType dtype = at::kFloat;
   std::vector<uint8_t> of;  // per parameter
 };
-// One number of each parameter that has it, by its bits.
-struct ValueKind {
-  std::string name;
-  c10::ScalarType dtype = at::kLong;
-  std::vector<int64_t> of;  // per parameter; kNone where it has none
+// One number of each parameter that has it.
+struct ValueKind : Kind {
+  std::vector<int64_t> bits;  // per parameter, as bits_of()
 };
-constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
 
 int64_t bits_of(const at::Tensor& value) {
   if (value.scalar_type() == at::kLong) return value.item<int64_t>();
@@ -243,7 +237,8 @@ void agree_on_kinds(Communicator& control, size_t parameters, HeldShards& held) 
   for (const std::string& n : names) number.emplace(n, number.size());
   const auto count = static_cast<int64_t>(parameters);
   const at::Tensor flags = at::zeros({count}, at::kInt);
-  const at::Tensor bits = at::full({static_cast<int64_t>(names.size()), count}, kNone, at::kLong);
+  const at::Tensor bits = at::full({static_cast<int64_t>(names.size()), count},
+                                   std::numeric_limits<int64_t>::min(), at::kLong);
   auto* const flag = flags.mutable_data_ptr<int32_t>();
   auto* const bit = bits.mutable_data_ptr<int64_t>();
   for (const HeldSegment& h : held.segments) {
@@ -261,16 +256,16 @@ void agree_on_kinds(Communicator& control, size_t parameters, HeldShards& held) 
   for (const auto& [n, k] : number) {
     const size_t space = n.find(' ');
     const auto dtype = static_cast<c10::ScalarType>(std::stoi(n.substr(1, space - 1)));
-    const std::string kind = n.substr(space + 1, n.size() - space - 2);
+    Kind kind{n.substr(space + 1, n.size() - space - 2), dtype, {}};
+    for (size_t p = 0; p < parameters; ++p) kind.of.push_back(flag[p] >> k & 1);
     if (n[0] == 't') {
-      held.kinds.push_back({kind, dtype, {}});
-      for (size_t p = 0; p < parameters; ++p) held.kinds.back().of.push_back(flag[p] >> k & 1);
+      held.kinds.push_back(std::move(kind));
       continue;
     }
     const at::Tensor row = bits[static_cast<int64_t>(k)];
     control.all_reduce_max(row, "counts of parameters").wait();
     const auto* const values = row.const_data_ptr<int64_t>();
-    held.values.push_back({kind, dtype, {values, values + count}});
+    held.values.push_back({std::move(kind), {values, values + count}});
   }
 }
 
@@ -396,8 +391,10 @@ void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine
   for (size_t i = 0; i < segments.size(); ++i) {
     const SegmentTensors& s = segments[i];
     for (const ValueKind& kind : from.values) {
-      const int64_t bits = kind.of[s.segment.parameter];
-      if (bits != kNone) states[i].values.emplace_back(kind.name, value_of(bits, kind.dtype));
+      const int64_t p = s.segment.parameter;
+      if (kind.of[p] != 0) {
+        states[i].values.emplace_back(kind.name, value_of(kind.bits[p], kind.dtype));
+      }
     }
     if (states[i].tensors.empty() && states[i].values.empty()) continue;
     inner.state()[s.master.unsafeGetTensorImpl()] =

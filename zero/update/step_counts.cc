@@ -67,17 +67,30 @@ void StepCounts::add(bool nonfinite, bool left_out) {
 
 void StepCounts::add(const at::Tensor& nonfinite, const at::Tensor& left_out) {
   TORCH_INTERNAL_ASSERT(on_device_.defined());
-  const auto flag = [&](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.ne(0).to(at::kDouble) : at::zeros({}, on_device_.options());
-  };
-  const at::Tensor bad = flag(nonfinite);
-  const at::Tensor left = flag(left_out) * (1 - bad);
-  const at::Tensor skipped = bad + left;
-  on_device_.select(0, 0).add_(1).sub_(skipped);
+  const at::Tensor steps = on_device_.select(0, 0);
+  const at::Tensor last = on_device_.narrow(0, 2, 2);  // skipped, nonfinite
+  // Each call is a launch on a GPU: none for a flag that is not there.
+  if (!nonfinite.defined() && !left_out.defined()) {
+    steps.add_(1);
+    last.zero_();
+    return;
+  }
+  const auto flag = [](const at::Tensor& tensor) { return tensor.ne(0).to(at::kDouble); };
+  at::Tensor skipped;
+  if (nonfinite.defined()) {
+    skipped = flag(nonfinite);
+    last.copy_(skipped);
+  } else {
+    last.zero_();
+  }
+  if (left_out.defined()) {
+    const at::Tensor left = skipped.defined() ? flag(left_out) * (1 - skipped) : flag(left_out);
+    on_device_.select(0, 4).add_(left);
+    skipped = skipped.defined() ? skipped + left : left;
+    last.select(0, 0).copy_(skipped);
+  }
+  steps.add_(1).sub_(skipped);
   on_device_.select(0, 1).add_(skipped);
-  on_device_.select(0, 2).copy_(skipped);
-  on_device_.select(0, 3).copy_(bad);
-  on_device_.select(0, 4).add_(left);
 }
 
 void StepCounts::add_nothing() {
