@@ -193,6 +193,7 @@ class Generator {
       choices.push_back({Action::kCheckpoint, 2});
       choices.push_back({Action::kCheckpointAsync, 1});
     }
+    if (!pending_ && s_.mesh_kind == MeshKind::kFlat) choices.push_back({Action::kResizeRows, 40});
     return pick(choices);
   }
 
@@ -227,6 +228,7 @@ class Generator {
     e.parameter = below(2 * static_cast<int64_t>(s_.layers.size()) + 3);
     if (action == Action::kClip) e.max_norm = pick<double>({{0.05, 1}, {1.0, 1}, {30.0, 1}});
     if (action == Action::kClipValue) e.max_norm = pick<double>({{0.01, 1}, {0.2, 1}, {4.0, 1}});
+    if (action == Action::kResizeRows) draw_rows(e);
     if (action == Action::kStep && percent(30)) e.rate = 0.01 * static_cast<double>(1 + below(8));
     // Of 16-bit parameters those that are not edited would round their masters.
     e.units = s_.all_units();
@@ -234,6 +236,19 @@ class Generator {
     e.look = percent(50) ? s_.all_units() : static_cast<unsigned>(random_()) & s_.all_units();
     e.options = draw_options();
     return e;
+  }
+
+  void draw_rows(Event& e) {
+    e.layer = below(static_cast<int64_t>(s_.layers.size()));
+    rows_.resize(s_.layers.size());
+    int64_t& rows = rows_[e.layer];
+    if (rows == 0) rows = s_.layers[e.layer].second;
+    e.has_values = percent(60);
+    const int64_t count = 1 + below(12);
+    for (int64_t i = 0; i < count; ++i) {
+      e.rows.push_back(e.has_values && percent(30) ? -1 : below(rows));
+    }
+    rows = count;
   }
 
   Event draw_event() {
@@ -339,6 +354,7 @@ class Generator {
   CallSequence s_;
   std::optional<LossScalerOptions> scaler_;
   bool static_graph_ = false;
+  std::vector<int64_t> rows_;  // by layer, where they were resized
   // Since the last step:
   bool pending_ = false;     // some rank needs a round
   bool everywhere_ = false;  // all ranks do, as far as each of them knows
@@ -355,7 +371,7 @@ class Generator {
 constexpr std::array<const char*, 3> kMeshNames = {"", " with replicas", " with experts"};
 constexpr std::array<const char*, 8> kPassNames = {
     "own", "plain", "no_sync", "plain_no_sync", "with_grad", "only_grad", "no_graph", "by_hand"};
-constexpr std::array<const char*, 28> kActionNames = {"nothing",
+constexpr std::array<const char*, 29> kActionNames = {"nothing",
                                                       "reduce_gradients",
                                                       "grad_norm",
                                                       "clip_grad_norm_",
@@ -372,6 +388,7 @@ constexpr std::array<const char*, 28> kActionNames = {"nothing",
                                                       "broadcast_buffers",
                                                       "save_checkpoint, load_checkpoint",
                                                       "save_checkpoint_async, load_checkpoint",
+                                                      "resize_rows",
                                                       "misuse: different norm types",
                                                       "misuse: different max_norm",
                                                       "misuse: gradient of different parameters",
@@ -436,6 +453,10 @@ std::string describe(const CallSequence& s) {
     if (e.max_norm) text << " max " << *e.max_norm;
     if (e.rate) text << " rate " << *e.rate;
     if (e.action == Action::kGradient || e.action == Action::kMaster) text << " " << e.parameter;
+    if (e.action == Action::kResizeRows) {
+      text << " of layer " << e.layer << (e.has_values ? " with values from" : " from");
+      for (const int64_t row : e.rows) text << " " << row;
+    }
     if (e.late >= 0) text << " late on rank " << e.late;
     if (e.action >= Action::kDifferentNorms) text << " on rank " << e.odd;
     if (e.action == Action::kCheckpoint || e.action == Action::kCheckpointAsync) {

@@ -58,6 +58,7 @@ enum class Action {
   kBroadcastBuffers,
   kCheckpoint,
   kCheckpointAsync,
+  kResizeRows,  // of one layer
   kDifferentNorms,
   kDifferentClips,
   kDifferentParameters,
@@ -81,6 +82,9 @@ struct Event {
   int odd = 0;                     // the rank that does something else
   int late = -1;                   // this rank comes to the call later than the others
   unsigned units = 0;              // of kRefreshMasters: what is edited
+  int64_t layer = 0;               // of kResizeRows
+  std::vector<int64_t> rows;       // of kResizeRows: for each new row that of before, or -1
+  bool has_values = false;         // of kResizeRows: rows have new values
   unsigned look = ~0U;             // the units whose parameters are read after the call
   ZeroOptions options;             // of kCheckpoint: those of the optimizer that loads it
   uint64_t seed = 0;

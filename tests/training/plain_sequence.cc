@@ -115,6 +115,26 @@ std::vector<at::Tensor> SequenceModelImpl::edited(const Event& event, int rank) 
   return result;
 }
 
+std::vector<size_t> SequenceModelImpl::resized(const Event& event) {
+  const auto weight = static_cast<size_t>(2 * event.layer);
+  return {weight, weight + 1};
+}
+
+at::Tensor SequenceModelImpl::resized_value(const Event& event, size_t parameter) const {
+  if (!event.has_values) return {};
+  std::vector<int64_t> sizes = managed_[parameter].tensor.sizes().vec();
+  sizes[0] = static_cast<int64_t>(event.rows.size());
+  return grid(sizes, event.seed + parameter, 8, 8);
+}
+
+void SequenceModelImpl::set_rows(size_t layer, int64_t rows) {
+  for (const at::Tensor& p : {layers[layer]->weight, layers[layer]->bias}) {
+    std::vector<int64_t> sizes = p.sizes().vec();
+    sizes[0] = rows;
+    p.set_data(at::zeros(sizes, p.options().requires_grad(false)));
+  }
+}
+
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(Inner inner,
                                                         const std::vector<at::Tensor>& parameters) {
   using namespace torch::optim;
@@ -288,8 +308,50 @@ class PlainRun {
       case Action::kBroadcastBuffers:
         model_->buffer.copy_(grid({3}, event.seed, 8, 8));
         break;
+      case Action::kResizeRows:
+        resize(event);
+        break;
       default:
         break;
+    }
+  }
+
+  void resize(const Event& event) {
+    const at::Tensor rows = at::tensor(event.rows, at::kLong);
+    for (const size_t i : SequenceModelImpl::resized(event)) {
+      at::Tensor now = selected(masters_[i], rows);
+      const at::Tensor values = model_->resized_value(event, i);
+      if (values.defined()) {
+        // A row with the value of its source keeps the master.
+        const at::Tensor differs = selected(masters_[i].to(s_.dtype), rows) != values.to(s_.dtype);
+        const at::Tensor given =
+            differs.view({differs.size(0), -1}).any(1).logical_or(rows.lt(0)).nonzero().squeeze(1);
+        now.index_copy_(0, given, values.to(at::kDouble).index_select(0, given));
+      }
+      masters_[i].set_data(now);
+      model_->managed()[i].tensor.set_data(now.to(s_.dtype));
+      const auto state = optimizer_->state().find(masters_[i].unsafeGetTensorImpl());
+      if (state != optimizer_->state().end()) select(*state->second, rows);
+    }
+  }
+
+  // The rows that `rows` names, and zeros for -1.
+  static at::Tensor selected(const at::Tensor& before, const at::Tensor& rows) {
+    const at::Tensor result = before.detach().index_select(0, rows.clamp_min(0));
+    return result.index_fill_(0, rows.lt(0).nonzero().squeeze(1), 0);
+  }
+
+  void select(torch::optim::OptimizerParamState& state, const at::Tensor& rows) const {
+    const auto of_adam = [&](auto& s) {
+      s.exp_avg(selected(s.exp_avg(), rows));
+      s.exp_avg_sq(selected(s.exp_avg_sq(), rows));
+      if (s.max_exp_avg_sq().defined()) s.max_exp_avg_sq(selected(s.max_exp_avg_sq(), rows));
+    };
+    if (s_.inner == Inner::kAdam) of_adam(static_cast<torch::optim::AdamParamState&>(state));
+    if (s_.inner == Inner::kAdamW) of_adam(static_cast<torch::optim::AdamWParamState&>(state));
+    if (s_.inner == Inner::kSgdMomentum) {
+      auto& s = static_cast<torch::optim::SGDParamState&>(state);
+      if (s.momentum_buffer().defined()) s.momentum_buffer(selected(s.momentum_buffer(), rows));
     }
   }
 

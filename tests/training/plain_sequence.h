@@ -52,6 +52,11 @@ struct SequenceModelImpl : torch::nn::Module {
   std::vector<at::Tensor> gradients_by_hand(const Pass& pass) const;
   // What a rank puts into its parameters before Action::kRefreshMasters; undefined where nothing.
   std::vector<at::Tensor> edited(const Event& event, int rank) const;
+  // What Action::kResizeRows changes, by index in managed(), and what it puts there.
+  static std::vector<size_t> resized(const Event& event);
+  at::Tensor resized_value(const Event& event, size_t parameter) const;
+  // Gives a layer other rows, of zeros.
+  void set_rows(size_t layer, int64_t rows);
 
   std::vector<Affine> layers;
   at::Tensor gain, odd, empty, frozen, buffer;

@@ -7,12 +7,14 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <map>
 #include <stdexcept>
 #include <thread>
 
@@ -92,6 +94,7 @@ class SequenceRank {
     place(options);
     model_ =
         SequenceModel(s_, model_seed(s_, group_.rank()) + 100000 * generation, group_.device());
+    for (const auto& [layer, rows] : rows_) model_->set_rows(layer, rows);
     optimizer_ = std::make_unique<ZeroOptimizer>(
         *model_, make_optimizer(s_.inner, model_->tensors()), group_, options);
   }
@@ -209,6 +212,9 @@ class SequenceRank {
       case Action::kCheckpointAsync:
         pass_on(event);
         break;
+      case Action::kResizeRows:
+        resize(event);
+        break;
       default:
         misuse(event);
     }
@@ -262,6 +268,16 @@ class SequenceRank {
     }
     make(event.options, generation_);
     optimizer_->load_checkpoint(folder);
+  }
+
+  void resize(const Event& event) {
+    const at::Tensor rows = at::tensor(event.rows, at::kLong);
+    std::vector<ResizedRows> changes;
+    for (const size_t i : SequenceModelImpl::resized(event)) {
+      changes.push_back({model_->managed()[i].tensor, rows, model_->resized_value(event, i)});
+    }
+    optimizer_->resize_rows(changes);
+    rows_[static_cast<size_t>(event.layer)] = static_cast<int64_t>(event.rows.size());
   }
 
   void misuse(const Event& event) {
@@ -376,6 +392,7 @@ class SequenceRank {
   const Group group_;
   const std::string folder_;
   uint64_t generation_ = 0;
+  std::map<size_t, int64_t> rows_;  // of layers that were resized
   SequenceModel model_{nullptr};
   std::unique_ptr<ZeroOptimizer> optimizer_;
 };
