@@ -144,23 +144,18 @@ struct Replanning::Change {
 
 namespace {
 
-std::optional<size_t> group_with(const at::Tensor& parameter, const ParamGroups& groups) {
+// The groups of parameters, by TensorImpl.
+using GroupNumbers = std::unordered_map<const void*, size_t>;
+
+GroupNumbers numbers_of(const ParamGroups& groups) {
+  GroupNumbers numbers;
   for (size_t g = 0; g < groups.size(); ++g) {
-    for (const at::Tensor& p : groups[g].params()) {
-      if (p.is_same(parameter)) return g;
-    }
+    for (const at::Tensor& p : groups[g].params()) numbers.emplace(p.unsafeGetTensorImpl(), g);
   }
-  return std::nullopt;
+  return numbers;
 }
 
 }  // namespace
-
-size_t Replanning::former_group(const at::Tensor& parameter, const std::string& name,
-                                const ParamGroups& groups) const {
-  if (const auto own = group_with(parameter, groups)) return *own;
-  const auto left = left_groups_.find(name);
-  return left == left_groups_.end() ? 0 : left->second;
-}
 
 void Replanning::agree_on(Change& change, const ParamGroups& groups) {
   Engine& engine = *engine_;
@@ -174,11 +169,12 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
     change.groups = copy_of(groups);
     change.edit(change.groups);
     const Names names = names_in(engine.module);
+    const GroupNumbers before = numbers_of(groups), after = numbers_of(change.groups);
     for (const at::Tensor& p : change.leaving) {
-      change.left_groups[name_of(p, names)] = *group_with(p, groups);
+      change.left_groups[name_of(p, names)] = before.at(p.unsafeGetTensorImpl());
     }
     for (const at::Tensor& p : change.entering) {
-      const size_t g = *group_with(p, change.groups);
+      const size_t g = after.at(p.unsafeGetTensorImpl());
       check_parameter(engine.shards.inner(), static_cast<int64_t>(g), change.groups[g].options(), p,
                       name_of(p, names));
     }
@@ -284,9 +280,17 @@ void Replanning::unfreeze(const std::vector<at::Tensor>& parameters,
   const auto edit = [&](ParamGroups& edited) {
     check_known(engine.module, engine.table, parameters, /*managed=*/false);
     const Names names = names_in(engine.module);
+    const GroupNumbers present = numbers_of(edited);
+    // Parameters that were frozen at construction may be in a group; freeze() took out others.
+    const auto former_group = [&](const at::Tensor& p) -> size_t {
+      const auto own = present.find(p.unsafeGetTensorImpl());
+      if (own != present.end()) return own->second;
+      const auto left = left_groups_.find(name_of(p, names));
+      return left == left_groups_.end() ? 0 : left->second;
+    };
     std::vector<size_t> into;
     for (const at::Tensor& p : parameters) {
-      into.push_back(param_group ? *param_group : former_group(p, name_of(p, names), edited));
+      into.push_back(param_group ? *param_group : former_group(p));
       TORCH_CHECK(into.back() < edited.size(), "expected one of the ", edited.size(),
                   " parameter groups, got number ", into.back());
     }

@@ -47,10 +47,6 @@ class Replanning {
   // `refusal`. Nothing but the destructor of the present engine may then be called.
   std::unique_ptr<Engine> make_changed(const Change& change, const ParamGroups& groups,
                                        std::exception_ptr& refusal);
-  // The group of a parameter that enters: the one which freeze() took it from or in which it was
-  // frozen at construction, else the first.
-  size_t former_group(const at::Tensor& parameter, const std::string& name,
-                      const ParamGroups& groups) const;
 
   std::shared_ptr<Engine>& engine_;
   Recovery& recovery_;
