@@ -51,6 +51,12 @@ TEST_P(CollectivesTest, TextsOfEveryLength) {
     EXPECT_EQ(control->all_gather_text(expected[static_cast<size_t>(me)], "names"), expected);
     EXPECT_EQ(control->all_gather_text("", "nothing"),
               std::vector<std::string>(static_cast<size_t>(world)));
+    // Who has nothing to say sends its length alone.
+    const auto text = [&](int rank) { return std::string(rank == world - 1 ? 100000 : 0, 'x'); };
+    const int64_t before = control->traffic().small_bytes_sent;
+    EXPECT_EQ(control->all_gather_text(text(me), "a document").back(), text(world - 1));
+    EXPECT_EQ(control->traffic().small_bytes_sent - before,
+              (world - 1) * static_cast<int64_t>(sizeof(int64_t) + text(me).size()));
   });
 }
 

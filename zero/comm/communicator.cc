@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <numeric>
 #include <optional>
 
 #include "zero/base/message_probe.h"
@@ -350,10 +351,9 @@ Pending Communicator::broadcast(const at::Tensor& tensor, int source, const std:
 }
 
 //   1. All ranks learn the length of each text.
-//   2. They gather the texts, padded to the longest.
-//   3. Each cuts them to their lengths.
-// Both buffers start out with the own values in every row, so that a simulated transport, which
-// moves no data, stands for ranks that all say the same.
+//   2. They gather the texts, as rows of these lengths.
+// Both buffers start out with the own values in every row of their length, so that a simulated
+// transport, which moves no data, stands for ranks that all say the same.
 std::vector<std::string> Communicator::all_gather_text(const std::string& text,
                                                        const std::string& label) {
   const std::string what = "all_gather_text of " + label;
@@ -365,19 +365,24 @@ std::vector<std::string> Communicator::all_gather_text(const std::string& text,
   lengths.fill_(static_cast<int64_t>(text.size()));
   impl_->gather(lengths, {}, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
   lengths = lengths.to(at::kCPU);
-  const int64_t longest = lengths.max().item<int64_t>();
   // 2
-  at::Tensor own = at::zeros({1, longest}, at::kByte);
-  std::copy(text.begin(), text.end(), own.mutable_data_ptr<uint8_t>());
-  at::Tensor padded = own.expand({world, longest}).contiguous().to(device);
-  impl_->gather(padded, {}, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
-  padded = padded.to(at::kCPU);
-  // 3
+  const auto* const sizes = lengths.const_data_ptr<int64_t>();
+  std::vector<int64_t> ends(sizes, sizes + world);
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
+  const bool equal = std::all_of(sizes, sizes + world, [&](int64_t n) { return n == sizes[0]; });
+  const BucketRows places = equal ? BucketRows(world, sizes[0]) : BucketRows(ends);
+  at::Tensor bytes = at::empty({places.total()}, at::kByte);
+  for (int64_t r = 0; r < world; ++r) {
+    if (sizes[r] != static_cast<int64_t>(text.size())) continue;
+    std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<uint8_t>() + places.begin(r));
+  }
+  const Rows rows(bytes.to(device), places);
+  impl_->gather(rows, {}, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
+  bytes = rows.values().to(at::kCPU);
   std::vector<std::string> texts;
   for (int64_t r = 0; r < world; ++r) {
-    const auto* begin =
-        reinterpret_cast<const char*>(padded.const_data_ptr<uint8_t>()) + r * longest;
-    texts.emplace_back(begin, static_cast<size_t>(lengths[r].item<int64_t>()));
+    const auto* const begin = static_cast<const char*>(bytes.const_data_ptr()) + places.begin(r);
+    texts.emplace_back(begin, static_cast<size_t>(sizes[r]));
   }
   return texts;
 }
