@@ -39,7 +39,7 @@ TEST(SerialThreadTest, RunsTasksInTheirOrderOnOneThread) {
 
 TEST(SerialThreadTest, EndsWithoutATask) { const SerialThread thread; }
 
-TEST(SerialThreadTest, AnEndThatWaitsLongForATaskHasALine) {
+TEST(SerialThreadTest, AnEndThatWaitsLongForATaskHasALineAndShowsAllThreads) {
   const auto before = slow_wait_after();
   set_slow_wait_after(std::chrono::milliseconds(50));
   testing::internal::CaptureStderr();
@@ -51,6 +51,9 @@ TEST(SerialThreadTest, AnEndThatWaitsLongForATaskHasALine) {
   const std::string text = testing::internal::GetCapturedStderr();
   EXPECT_NE(text.find("waits for its thread \"zero counting\" to end\n"), std::string::npos)
       << text;
+  const size_t states = text.find("to end, for long. The threads of process ");
+  ASSERT_NE(states, std::string::npos) << text;
+  EXPECT_NE(text.find("zero counting", states), std::string::npos) << text;
 }
 
 TEST(SerialThreadTest, ATaskMayPushAnother) {

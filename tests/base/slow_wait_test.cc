@@ -5,13 +5,13 @@
 #include <ATen/ops/full.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <future>
 #include <string>
 #include <thread>
@@ -113,13 +113,21 @@ TEST_F(SlowWaitTest, AStderrThatNobodyReadsStopsNoWait) {
     });
     while (!asked) std::this_thread::sleep_for(milliseconds(5));
     std::this_thread::sleep_for(milliseconds(200));  // it stands in a write
-    const SlowWait next([] { return std::string("another"); });
-  }
-  std::vector<char> text(static_cast<size_t>(capacity) + 1 + std::strlen("zero: \n"));
-  for (size_t done = 0; done < text.size();) {
-    done += static_cast<size_t>(read(ends[0], text.data() + done, text.size() - done));
+    // Others look, have lines of their own, and end.
+    std::atomic<int> looks{0};
+    const SlowWait next([] { return std::string("another"); }, [&looks] { ++looks; });
+    while (looks < 3) std::this_thread::sleep_for(milliseconds(5));
+    OwnThreadWait thread("rank 1 of 4 waits for its thread", milliseconds(0));
+    const auto look_until_it_ends = [&] {
+      for (int look = 0; look < 20; ++look) thread.look(0);
+    };
+    expect_words(error_of(look_until_it_ends), {"which has done nothing for"});
   }
   dup2(before, STDERR_FILENO);
+  // Lines that still come.
+  std::vector<char> text(static_cast<size_t>(capacity));
+  pollfd readable{ends[0], POLLIN, 0};
+  while (poll(&readable, 1, 500) == 1) ASSERT_GT(read(ends[0], text.data(), text.size()), 0);
   for (const int end : {ends[0], ends[1], before}) close(end);
 }
 

@@ -1,13 +1,14 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A wait for another thread of this process. It looks again every second, so that a lost wake-up
-// costs a second, and ends when the other thread stands still.
+// Waits for another thread of this process: for what it does, looking again every second, so that a
+// lost wake-up costs a second, until it stands still; and for its end.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <thread>
 
 namespace zero {
 
@@ -35,5 +36,9 @@ class OwnThreadWait {
   int64_t looks_ = 0;  // since `progress_` changed
   bool printed_ = false;
 };
+
+// Joins a thread that was told to end, however long it takes, since it uses what its owner has.
+// Prints a line after slow_wait_after(), and the states of all threads after six times that.
+void join_own_thread(std::thread& thread, const std::string& what);
 
 }  // namespace zero

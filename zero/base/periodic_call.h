@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "zero/base/own_thread_wait.h"
 #include "zero/base/threads.h"
 
 namespace zero {
@@ -36,7 +37,7 @@ class PeriodicCall {
       stop_ = true;
     }
     changed_.notify_all();
-    thread_.join();
+    join_own_thread(thread_, "its thread of looks");
   }
   PeriodicCall(const PeriodicCall&) = delete;
   PeriodicCall& operator=(const PeriodicCall&) = delete;

@@ -2,12 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/base/serial_thread.h"
 
-#include <unistd.h>
-
 #include <chrono>
 #include <utility>
 
-#include "zero/base/slow_wait.h"
+#include "zero/base/own_thread_wait.h"
 #include "zero/base/threads.h"
 
 namespace zero {
@@ -23,11 +21,7 @@ SerialThread::~SerialThread() {
     stop_ = true;
   }
   changed_.notify_all();
-  if (!thread_.joinable()) return;
-  const SlowWait notice([this] {
-    return c10::str("process ", getpid(), " waits for its thread \"zero ", name_, "\" to end");
-  });
-  thread_.join();
+  if (thread_.joinable()) join_own_thread(thread_, c10::str("its thread \"zero ", name_, "\""));
 }
 
 void SerialThread::start() {

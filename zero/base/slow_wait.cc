@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "zero/base/detached_call.h"
+
 namespace zero {
 
 using std::chrono::milliseconds;
@@ -22,13 +24,33 @@ namespace {
 
 std::atomic<int64_t> after_ms{10000};
 
+// How long print_slow_wait() waits until its line is out, and how many lines may be under way.
+constexpr milliseconds kLineLimit{200};
+constexpr int kMostLines = 16;
+std::atomic<int> lines_under_way{0};
+
 }  // namespace
 
 milliseconds slow_wait_after() { return milliseconds(after_ms); }
 void set_slow_wait_after(milliseconds duration) { after_ms = duration.count(); }
 
 void print_slow_wait(const std::string& text) {
-  std::fprintf(stderr, "%s", ("zero: " + text + "\n").c_str());
+  const int others = lines_under_way++;
+  if (others >= kMostLines) {
+    --lines_under_way;
+    return;
+  }
+  const auto print = [line = "zero: " + text + "\n"] {
+    std::fprintf(stderr, "%s", line.c_str());
+    --lines_under_way;
+    return true;
+  };
+  try {
+    const auto printed = start_detached(print);
+    if (others == 0) printed.wait_for(kLineLimit);
+  } catch (const c10::Error&) {
+    print();
+  }
 }
 
 std::string duration_text(milliseconds duration) {
@@ -75,7 +97,7 @@ struct SlowWaits {
       std::this_thread::sleep_for(period);
       // Without the lock: they may take others.
       for (const auto& look : looks(std::chrono::steady_clock::now() - period)) look();
-      // And also without it: a terminal that is stopped takes nothing.
+      // And also without it.
       for (const std::string& text : new_lines()) print_slow_wait(text);
     }
   }

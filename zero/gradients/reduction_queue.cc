@@ -19,7 +19,7 @@ ReductionQueue::~ReductionQueue() {
     waiting_.clear();
   }
   changed_.notify_all();
-  if (worker_.joinable()) worker_.join();
+  if (worker_.joinable()) join_own_thread(worker_, "its thread that reduces gradients");
 }
 
 void ReductionQueue::push(BucketReduction reduction) {
