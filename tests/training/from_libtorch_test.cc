@@ -243,6 +243,34 @@ struct TiedNet : torch::nn::Module {
   torch::nn::Linear head;
 };
 
+// Pairs are trained as Python trains a complex parameter.
+TEST_P(FromLibtorchTest, PairsOfAComplexParameterTrain) {
+  struct Spectral : torch::nn::Module {
+    Spectral() : weight(register_parameter("weight", random_tensor({5, 4, 2}, 3) * 0.3)) {}
+    at::Tensor forward(const at::Tensor& x) {
+      return at::matmul(x, at::view_as_complex(weight)).abs();
+    }
+    at::Tensor weight;
+  };
+  const auto loss_of = [](Spectral& net, const at::Tensor& x) {
+    return (net.forward(at::complex(x, x.flip(1))) - 0.5).square().mean();
+  };
+  run([&](const Group& group, const ZeroOptions& options) {
+    Spectral net, plain;
+    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+    const auto reference = adam(plain.parameters());
+    for (int step = 0; step < 4; ++step) {
+      const at::Tensor x = random_tensor({12, 5}, static_cast<uint64_t>(60 + step));
+      reference->zero_grad();
+      loss_of(plain, x).backward();
+      reference->step();
+      optimizer.backward(loss_of(net, x.tensor_split(group.world_size())[group.rank()]));
+      optimizer.step();
+      EXPECT_LT(difference(net, plain), kRounding) << "step " << step;
+    }
+  });
+}
+
 TEST_P(FromLibtorchTest, WeightsTiedByTheMemberTrainAsOne) {
   run([](const Group& group, const ZeroOptions& options) {
     TiedNet net, plain;

@@ -72,12 +72,16 @@ void check_trainable(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK(tensor.layout() == at::kStrided, "parameter ", name,
               ": expected a dense (strided) tensor, got layout ", tensor.layout(),
               "; sparse parameters cannot be cut into flat shards, use a dense one");
-  TORCH_CHECK(!tensor.is_complex(), "parameter ", name, ": expected a real dtype, got ",
-              tensor.scalar_type(), "; split it into real and imaginary parts");
+  TORCH_CHECK(
+      !tensor.is_complex(), "parameter ", name, ": expected a real dtype, got ",
+      tensor.scalar_type(),
+      "; register at::view_as_real() of it, and compute with at::view_as_complex() of that");
   const auto dtype = tensor.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "parameter ",
-              name, ": expected dtype float, bfloat16 or half, got ", dtype,
-              "; convert the model with module.to(dtype) before making the optimizer");
+  TORCH_CHECK(
+      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "parameter ", name,
+      ": expected dtype float, bfloat16 or half, got ", dtype,
+      "; convert the model with module.to(dtype) before making the optimizer: masters, state "
+      "and sums are fp32");
   TORCH_CHECK(tensor.is_leaf(), "parameter ", name,
               ": expected a leaf tensor, got the result of an operation; pass the tensors that "
               "module.parameters() returns");
