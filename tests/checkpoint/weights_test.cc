@@ -4,12 +4,14 @@
 // Weights of other programs fill a model: all that was asked for, or nothing and an error.
 #include "zero/weights.h"
 
+#include <ATen/ops/_efficientzerotensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <torch/nn/modules/embedding.h>
@@ -293,13 +295,30 @@ TEST(WeightsTest, ATensorWithoutMemoryOfItsOwnIsRefused) {
                                  {{"a", at::ones({2})}, {"b", at::ones({2})}});
   const at::Tensor a = at::zeros({2});
   for (const at::Tensor& b :
-       {at::zeros({1}).expand({2}), at::empty({2}, at::TensorOptions().device(at::kMeta))}) {
+       {at::zeros({1}).expand({2}), at::empty({2}, at::TensorOptions().device(at::kMeta)),
+        at::_efficientzerotensor({2})}) {
     expect_words(error_of([&] {
                    load_weights(list_of({{"a", a}, {"b", b}}), path);
                  }),
                  {"b: expected memory for each element"});
     EXPECT_EQ(a.sum().item<float>(), 0.0f) << "a refused load has changed a tensor";
   }
+}
+
+TEST(WeightsTest, ABufferMadeUnderInferenceModeIsFilledLikeTheOthers) {
+  torch::nn::Linear model{3, 2};
+  {
+    const c10::InferenceMode mode;
+    model->register_buffer("table", at::zeros({4}));
+  }
+  const Tensors stored = {{"bias", random_tensor({2}, 1)},
+                          {"table", random_tensor({4}, 2)},
+                          {"weight", random_tensor({2, 3}, 3)}};
+  load_weights(*model, write(fresh_folder("inference") + "/model.safetensors", stored));
+  EXPECT_TRUE(model->bias.equal(stored.at("bias")));
+  EXPECT_TRUE(model->named_buffers()["table"].equal(stored.at("table")));
+  EXPECT_TRUE(model->weight.equal(stored.at("weight")));
+  EXPECT_FALSE(model->weight.is_inference());
 }
 
 TEST(WeightsTest, TensorsThatWereNotAskedForMayHaveAnyDtype) {

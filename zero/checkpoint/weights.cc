@@ -117,8 +117,10 @@ std::string misfit(const at::Tensor& tensor, const StoredTensor& stored) {
                                : "; load a list of tensors that has a view of that shape",
                     " under this name, or leave it out by an empty name_in_files()");
   }
-  if (tensor.is_meta() || at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-    return "expected memory for each element in the model, got a meta or an expanded tensor";
+  if (tensor.is_meta() || tensor._is_zerotensor() ||
+      at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    return "expected memory for each element in the model, got a meta, an expanded or a zero "
+           "tensor";
   }
   return {};
 }
