@@ -44,6 +44,7 @@ class CombinedOptimizer : public torch::optim::Optimizer {
 
   int64_t parts() const { return static_cast<int64_t>(parts_.size()); }
   // The part that updates parameter group `group`. Its own groups and state are not up to date.
+  // Throws c10::Error as step() does.
   const torch::optim::Optimizer& part_of(int64_t group) const;
 
  private:

@@ -138,6 +138,17 @@ TEST(LionTest, DecaysAreNotRoundedToTheDtypeOfAParameter) {
   EXPECT_TRUE(at::equal(average, expected));
 }
 
+// All classes of this library take the options of groups by the same function.
+TEST(LionTest, OptionsOfAnotherClassAreRefused) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector<at::Tensor>{initial()});
+  groups.emplace_back(std::vector<at::Tensor>{initial()},
+                      std::make_unique<torch::optim::SGDOptions>(0.1));
+  expect_words(error_of([&] { Lion lion(groups); }),
+               {"parameter group 1: expected options of class zero::LionOptions",
+                "got torch::optim::SGDOptions", "none to have the defaults"});
+}
+
 TEST(LionTest, OptionsThatCannotTrainAreRefused) {
   const auto refused = [](const LionOptions& o) {
     std::vector<torch::optim::OptimizerParamGroup> groups;

@@ -18,6 +18,7 @@
 
 #include "tests/training/misuse.h"
 #include "zero/adafactor.h"
+#include "zero/combined_optimizer.h"
 #include "zero/inner/newton_schulz.h"
 #include "zero/lamb.h"
 #include "zero/muon.h"
@@ -118,6 +119,30 @@ TEST(ConstructionTest, MuonOnDifferentProcessorsNeedsADtype) {
                         "rank 1: arithmetic of parameter group 0", "set MuonOptions::ns_dtype()"});
   }
   EXPECT_EQ(error(at::kFloat), (Words{"", ""}));
+}
+
+TEST(ConstructionTest, OptionsOfAnotherClassThanTheInnerOptimizers) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.inner->param_groups()[0].set_options(std::make_unique<torch::optim::SGDOptions>(0.1));
+      },
+      {"parameter group 0: expected options of the class that AdamW reads",
+       "got torch::optim::SGDOptions", "set_options()"});
+}
+
+TEST(ConstructionTest, AGroupThatNoPartOfACombinedOptimizerSteps) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        auto parameters = in.model->parameters();
+        const at::Tensor last = parameters.back();
+        parameters.pop_back();
+        std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
+        parts.push_back(std::make_unique<torch::optim::AdamW>(parameters, 0.01));
+        in.inner = std::make_unique<CombinedOptimizer>(std::move(parts));
+        in.inner->add_param_group(torch::optim::OptimizerParamGroup({last}));
+      },
+      {"expected the 1 parameter groups of its parts, got 2",
+       "make the parts with all their groups"});
 }
 
 TEST(ConstructionTest, LbfgsIsRefusedWithOrWithoutAClosure) {

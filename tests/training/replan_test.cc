@@ -280,6 +280,13 @@ TEST(ReplanTest, RefusedChangesThrowOnAllRanksAndChangeNothing) {
         },
         {"options of the inner optimizer's class"});
     {
+      const auto before = optimizer.param_groups()[0].options().clone();
+      optimizer.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.1));
+      refused([&] { optimizer.freeze({v[0]}); },
+              {"parameter group 0", "got torch::optim::SGDOptions"});
+      optimizer.param_groups()[0].set_options(before->clone());
+    }
+    {
       const auto guard = optimizer.no_sync();
       refused([&] { optimizer.freeze({v[0]}); }, {"no_sync"});
     }

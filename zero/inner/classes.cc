@@ -103,6 +103,10 @@ void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elemen
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
     const torch::optim::Optimizer& part = part_of(optimizer, static_cast<int64_t>(g));
     check_class(part, elementwise, whole[g]);
+    const torch::optim::OptimizerOptions& options = optimizer.param_groups()[g].options();
+    TORCH_CHECK(adapter_of(part).is_class_of(options), "parameter group ", g,
+                ": expected options of the class that ", name_of(part), " reads, got ",
+                c10::demangle(typeid(options).name()), "; give set_options() that class");
     // Segments would have to get such state, which only the class itself can make.
     TORCH_CHECK(!adapter_of(part).name().empty() ||
                     !has_state(optimizer, optimizer.param_groups()[g].params()),

@@ -100,6 +100,7 @@ CombinedOptimizer::CombinedOptimizer(std::vector<std::unique_ptr<torch::optim::O
 CombinedOptimizer::~CombinedOptimizer() = default;
 
 const torch::optim::Optimizer& CombinedOptimizer::part_of(int64_t group) const {
+  check_groups();
   size_t part = parts_.size() - 1;
   while (static_cast<int64_t>(parts_[part].first_group) > group) --part;
   return *parts_[part].optimizer;

@@ -6,22 +6,30 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 #include <torch/optim/optimizer.h>
 
+#include <typeinfo>
 #include <vector>
 
 namespace zero {
 
 // Gives `groups`, which libtorch made from `given`, the options of `given` where it has some, and
 // runs `check` on those of every group. libtorch 2.13 and 2.15 keep them for their own classes
-// alone: the groups of all others have the defaults.
+// alone: the groups of all others have the defaults. Throws c10::Error for options of another
+// class.
 template <class Options>
 void take_options(std::vector<torch::optim::OptimizerParamGroup>& groups,
                   const std::vector<torch::optim::OptimizerParamGroup>& given,
                   void (*check)(const Options&)) {
   for (size_t g = 0; g < groups.size(); ++g) {
     if (given[g].has_options()) groups[g].set_options(given[g].options().clone());
-    check(static_cast<const Options&>(groups[g].options()));
+    const auto* options = dynamic_cast<const Options*>(&groups[g].options());
+    TORCH_CHECK(options != nullptr, "parameter group ", g, ": expected options of class ",
+                c10::demangle(typeid(Options).name()), ", got ",
+                c10::demangle(typeid(groups[g].options()).name()),
+                "; give it those, or none to have the defaults");
+    check(*options);
   }
 }
 

@@ -275,6 +275,7 @@ void Engine::check_groups(const ParamGroups& groups) const {
         g < groups.size() ? groups[g].params().size() : 0,
         " parameters); use freeze(), unfreeze() and add_param_group() of the ZeroOptimizer");
   }
+  shards.check_classes(groups);
 }
 
 void Engine::run_or_close(const std::function<void()>& body) {

@@ -165,9 +165,8 @@ void ShardOptimizer::read_masters() {
   }
 }
 
-void ShardOptimizer::push_options(const ParamGroups& groups) {
-  auto& inner_groups = inner_->param_groups();
-  TORCH_CHECK(groups.size() == inner_groups.size(), "expected the ", inner_groups.size(),
+void ShardOptimizer::check_classes(const ParamGroups& groups) const {
+  TORCH_CHECK(groups.size() == pushed_.size(), "expected the ", pushed_.size(),
               " parameter groups of the inner optimizer, got ", groups.size(),
               "; use add_param_group() of the ZeroOptimizer");
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -176,6 +175,13 @@ void ShardOptimizer::push_options(const ParamGroups& groups) {
                 ", which its optimizer reads, got ",
                 c10::demangle(typeid(groups[g].options()).name()),
                 "; change them in place, or give set_options() the same class");
+  }
+}
+
+void ShardOptimizer::push_options(const ParamGroups& groups) {
+  check_classes(groups);
+  auto& inner_groups = inner_->param_groups();
+  for (size_t g = 0; g < groups.size(); ++g) {
     TORCH_CHECK(equal_options(inner_groups[g].options(), *pushed_[g]), "parameter group ", g,
                 ": expected the inner optimizer's options as they were pushed, got others; "
                 "change param_groups()[",

@@ -55,6 +55,8 @@ class ShardOptimizer {
   // parameters by them. `inner` must have passed check_inner_optimizer().
   ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Optimizer> inner, Options options);
 
+  // Throws c10::Error for a group whose options have another class than the inner optimizer's.
+  void check_classes(const ParamGroups& groups) const;
   // Makes `groups`' options the inner optimizer's. Throws c10::Error when the
   // inner options are not what the last call left.
   void push_options(const ParamGroups& groups);
