@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "zero/base/threads.h"
 
 namespace zero {
 namespace {
@@ -63,6 +64,26 @@ TEST(PendingCheckpointTest, AThreadOfLowPriorityWritesAndFinishWritesTheRestItse
   EXPECT_EQ(calls[1].first, std::this_thread::get_id());
   EXPECT_EQ(calls[1].second, is_low());
   expect_words(error_of([&] { pending.finish(); }), {"one call for each save"});
+}
+
+// As at the limit of processes.
+TEST(PendingCheckpointTest, WithoutAThreadTheCopyIsMadeAtOnceAndFinishWritesEverything) {
+  const auto here = std::this_thread::get_id();
+  int copies = 0, writes = 0;
+  threads_refused = true;
+  PendingCheckpoint pending([&] { copies += std::this_thread::get_id() == here; },
+                            [&](const std::atomic<bool>& pause) {
+                              EXPECT_FALSE(pause);
+                              writes += std::this_thread::get_id() == here;
+                            },
+                            [](const std::function<void()>& write_rest) { write_rest(); }, "waits",
+                            30s);
+  threads_refused = false;
+  EXPECT_EQ(copies, 1) << "a step may change what is copied";
+  EXPECT_EQ(writes, 0);
+  pending.finish();
+  EXPECT_EQ(copies, 1);
+  EXPECT_EQ(writes, 1);
 }
 
 TEST(PendingCheckpointTest, OneThatIsGivenUpStopsItsThread) {

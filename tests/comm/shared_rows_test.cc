@@ -28,7 +28,9 @@
 #include <vector>
 
 #include "tests/comm/all_shared_memory.h"
+#include "tests/support/error_of.h"
 #include "tests/support/in_memory_backend.h"
+#include "zero/base/threads.h"
 #include "zero/comm/backends/shared_memory.h"
 
 namespace zero {
@@ -246,6 +248,19 @@ TEST(SharedRowsTest, ARankThatSharesWithNobodyUsesTheTransportItself) {
         }
       },
       /*unwilling=*/1);
+}
+
+// As at the limit of processes.
+TEST(SharedRowsTest, ARankThatHasNoThreadLeftIsToldWhatToDo) {
+  const auto refuse = [](const BackendPtr& under) {
+    threads_refused = under->getRank() == 1;
+    return under;
+  };
+  expect_words(error_of([&] {
+                 on_ranks(
+                     2, [](const Rank&) {}, -1, refuse);
+               }),
+               {"cannot start a thread", "ulimit -u"});
 }
 
 TEST(SharedRowsTest, AbortEndsAWait) {

@@ -10,6 +10,7 @@
 #include "zero/base/own_process.h"
 #include "zero/base/own_thread_wait.h"
 #include "zero/base/thread_priority.h"
+#include "zero/base/threads.h"
 #include "zero/checkpoint_options.h"
 
 namespace zero {
@@ -82,7 +83,11 @@ PendingCheckpoint::PendingCheckpoint(std::function<void()> copy, Write write, Fi
   state_->finish = std::move(finish);
   state_->wait = std::move(wait);
   state_->limit = limit;
-  state_->thread = std::thread([work = state_->work] { run(work); });
+  try {
+    state_->thread = start_thread([work = state_->work] { run(work); }, "saves");
+  } catch (const c10::Error&) {  // finish() writes everything
+    std::exchange(state_->work->copy, nullptr)();
+  }
 }
 
 PendingCheckpoint::~PendingCheckpoint() = default;

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/base/threads.h"
 #include "zero/comm/backends/row_notices.h"
 #include "zero/comm/backends/shared_memory.h"
 #include "zero/comm/backends/shared_peers.h"
@@ -117,7 +118,7 @@ class RowBackend : public SharedMemoryBackend {
         memory_(std::move(memory)),
         peers_(std::move(peers)),
         least_bytes_(least_bytes),
-        copier_([this] { copy_arrivals(); }) {}
+        copier_(start_thread([this] { copy_arrivals(); }, "copies")) {}
 
   ~RowBackend() override {
     stop();
