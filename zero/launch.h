@@ -53,9 +53,9 @@ struct LaunchOptions {
 //     TORCHELASTIC_USE_AGENT_STORE=True.
 //   - OMP_NUM_THREADS is the number of usable cores divided by `ranks`, unless it is set: ranks
 //     with a thread for every core each would only wait for each other.
-//   - SIGINT and SIGTERM are passed on. When a rank fails, the others get SIGTERM, and SIGKILL
-//     after options.grace: they would wait for it in vain. If the parent dies, the children are
-//     killed.
+//   - SIGINT, SIGTERM and SIGHUP are passed on, unless SIGHUP is ignored as under nohup. When a
+//     rank fails, the others get SIGTERM, and SIGKILL after options.grace: they would wait for it
+//     in vain. If the parent dies, the children are killed.
 //     With options.survivors_go_on they get no signal, and the store is served until the last ends.
 //     A replacement has ZERO_JOIN=1, a RANK of its own, a WORLD_SIZE one above it, and the
 //     LOCAL_RANK, so the GPU, of the rank that it replaces.

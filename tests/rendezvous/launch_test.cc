@@ -234,18 +234,39 @@ TEST(LaunchTest, ALineWithoutEndIsPassedOnInParts) {
   EXPECT_EQ(longest, size_t{64 << 10});
 }
 
-TEST(LaunchTest, SigtermReachesTheRanks) {
+TEST(LaunchTest, SigtermAndSighupReachTheRanks) {
+  for (const int signal : {SIGTERM, SIGHUP}) {
+    FILE* pipe = nullptr;
+    int parent = 0;
+    const std::set<int> pids = start_sleepers(pipe, parent);
+    ASSERT_EQ(pids.size(), 2u);
+    kill(parent, signal);
+    std::string output;
+    for (int c = std::fgetc(pipe); c != EOF; c = std::fgetc(pipe)) output += static_cast<char>(c);
+    const int status = pclose(pipe);
+    EXPECT_EQ(WEXITSTATUS(status), 128 + signal);
+    EXPECT_NE(output.find("ended by signal " + std::to_string(signal)), std::string::npos)
+        << output;
+    EXPECT_EQ(output.find("stopping the others"), std::string::npos) << "all were told: " << output;
+    EXPECT_TRUE(all_gone(pids));
+  }
+}
+
+// As under nohup.
+TEST(LaunchTest, ASighupThatIsIgnoredStaysSo) {
+  std::signal(SIGHUP, SIG_IGN);
   FILE* pipe = nullptr;
   int parent = 0;
   const std::set<int> pids = start_sleepers(pipe, parent);
+  std::signal(SIGHUP, SIG_DFL);
   ASSERT_EQ(pids.size(), 2u);
+  kill(parent, SIGHUP);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  for (const int pid : pids) EXPECT_EQ(kill(pid, 0), 0);
   kill(parent, SIGTERM);
   std::string output;
   for (int c = std::fgetc(pipe); c != EOF; c = std::fgetc(pipe)) output += static_cast<char>(c);
-  const int status = pclose(pipe);
-  EXPECT_EQ(WEXITSTATUS(status), 128 + SIGTERM);
-  EXPECT_NE(output.find("ended by signal 15"), std::string::npos) << output;
-  EXPECT_EQ(output.find("stopping the others"), std::string::npos) << "all were told: " << output;
+  EXPECT_EQ(WEXITSTATUS(pclose(pipe)), 128 + SIGTERM) << output;
   EXPECT_TRUE(all_gone(pids));
 }
 

@@ -8,7 +8,10 @@
 
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace zero {
@@ -72,6 +75,41 @@ TEST_F(LinePipeTest, ALineWithoutEndIsPassedOnInParts) {
   EXPECT_EQ(shown(), "> " + std::string(kPart, 'x') + "\n");
   lines.close_now();
   EXPECT_EQ(shown(), "> " + std::string(10, 'x') + "\n");
+}
+
+// As another program may leave a terminal.
+TEST_F(LinePipeTest, AFullTerminalThatDoesNotBlockLosesNoLine) {
+  ASSERT_GT(fcntl(terminal[1], F_SETPIPE_SZ, 4096), 0);
+  LinePipe lines(child[0], terminal[1], "> ");
+  std::string printed, expected, seen;
+  for (int line = 0; line < 2000; ++line) {
+    printed += std::to_string(line) + "\n";
+    expected += "> " + std::to_string(line) + "\n";
+  }
+  print(printed);
+  std::thread reader([&] {
+    for (int tries = 0; seen.size() < expected.size() && tries < 5000; ++tries) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      seen += shown();
+    }
+  });
+  lines.drain();
+  reader.join();
+  EXPECT_EQ(seen, expected);
+}
+
+// As where the child cannot be started.
+TEST_F(LinePipeTest, ItsEndClosesTheStreamOnce) {
+  {
+    std::vector<LinePipe> pipes;
+    pipes.emplace_back(child[0], terminal[1], "");
+    std::vector<LinePipe> moved = std::move(pipes);
+    moved.reserve(100);
+    EXPECT_NE(fcntl(child[0], F_GETFD), -1);
+    print("last");
+  }
+  EXPECT_EQ(fcntl(child[0], F_GETFD), -1);
+  EXPECT_EQ(shown(), "");
 }
 
 TEST_F(LinePipeTest, TheEndOfTheStreamClosesIt) {

@@ -4,6 +4,7 @@
 #include "zero/launch.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -65,7 +66,8 @@ extern "C" void remember_signal(int number, siginfo_t* info, void*) {
   if (info->si_code != SI_KERNEL) received_signal = number;
 }
 
-// While it lives, SIGINT and SIGTERM are remembered instead of ending this process.
+// While it lives, SIGINT, SIGTERM and SIGHUP are remembered instead of ending this process. A
+// SIGHUP that was ignored, as under nohup, stays so.
 class SignalCatcher {
  public:
   SignalCatcher() {
@@ -76,10 +78,13 @@ class SignalCatcher {
     received_signal = 0;
     sigaction(SIGINT, &action, &old_interrupt_);
     sigaction(SIGTERM, &action, &old_terminate_);
+    sigaction(SIGHUP, nullptr, &old_hang_up_);
+    if (old_hang_up_.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
   }
   ~SignalCatcher() {
     sigaction(SIGINT, &old_interrupt_, nullptr);
     sigaction(SIGTERM, &old_terminate_, nullptr);
+    sigaction(SIGHUP, &old_hang_up_, nullptr);
   }
   SignalCatcher(const SignalCatcher&) = delete;
   SignalCatcher& operator=(const SignalCatcher&) = delete;
@@ -87,6 +92,7 @@ class SignalCatcher {
  private:
   struct sigaction old_interrupt_ = {};
   struct sigaction old_terminate_ = {};
+  struct sigaction old_hang_up_ = {};
 };
 
 int usable_cores() {
@@ -173,28 +179,31 @@ Child start_child(const Place& place, const Address& address, const LaunchOption
   std::vector<std::string> environment = child_environment(place, address);
   const std::vector<char*> argument_pointers = pointers(arguments);
   const std::vector<char*> environment_pointers = pointers(environment);
-  std::array<int, 2> out{-1, -1};
-  std::array<int, 2> error{-1, -1};
-  if (options.prefix_lines) {
-    TORCH_CHECK(pipe2(out.data(), O_CLOEXEC) == 0 && pipe2(error.data(), O_CLOEXEC) == 0,
-                "launch_local: cannot make a pipe for rank ", rank, ": ", std::strerror(errno));
-  }
-  const pid_t parent = getpid();
   Child child;
   child.local_rank = place.local_rank;
+  // The ends that the child writes to.
+  std::array<int, 2> writers{-1, -1};
+  const auto at_end = c10::make_scope_exit([&writers] {
+    for (const int writer : writers) {
+      if (writer >= 0) close(writer);
+    }
+  });
+  for (const int to : {STDOUT_FILENO, STDERR_FILENO}) {
+    if (!options.prefix_lines) continue;
+    std::array<int, 2> ends;
+    TORCH_CHECK(pipe2(ends.data(), O_CLOEXEC) == 0, "launch_local: cannot make a pipe for rank ",
+                rank, ": ", std::strerror(errno));
+    fcntl(ends[0], F_SETFL, O_NONBLOCK);
+    writers[child.pipes.size()] = ends[1];
+    child.pipes.emplace_back(ends[0], to, c10::str("[", rank, "] "));
+  }
+  const pid_t parent = getpid();
   child.pid = fork();
   if (child.pid == 0) {
     become(const_cast<char**>(argument_pointers.data()),
-           const_cast<char**>(environment_pointers.data()), out[1], error[1], parent);
+           const_cast<char**>(environment_pointers.data()), writers[0], writers[1], parent);
   }
   const int fork_error = errno;
-  const std::string prefix = c10::str("[", rank, "] ");
-  for (const auto& [pipe, to] : {std::pair(out, STDOUT_FILENO), std::pair(error, STDERR_FILENO)}) {
-    if (!options.prefix_lines) continue;
-    close(pipe[1]);
-    fcntl(pipe[0], F_SETFL, O_NONBLOCK);
-    child.pipes.emplace_back(pipe[0], to, prefix);
-  }
   TORCH_CHECK(child.pid > 0, "launch_local: cannot start rank ", rank, " of ", place.ranks, ": ",
               std::strerror(fork_error));
   return child;

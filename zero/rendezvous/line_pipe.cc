@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <utility>
 
 namespace zero {
 namespace {
@@ -15,6 +16,17 @@ namespace {
 constexpr size_t kLineBytes = 64 << 10;
 
 }  // namespace
+
+LinePipe::LinePipe(LinePipe&& other) noexcept
+    : from_(std::exchange(other.from_, -1)),
+      to_(other.to_),
+      prefix_(std::move(other.prefix_)),
+      text_(std::move(other.text_)),
+      returned_(other.returned_) {}
+
+LinePipe::~LinePipe() {
+  if (open()) close(from_);
+}
 
 void LinePipe::drain() {
   std::array<char, 65536> buffer;

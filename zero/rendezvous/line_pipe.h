@@ -14,10 +14,14 @@ namespace zero {
 // than 64 KiB is passed on in parts, so that a child that ends none takes no more memory.
 class LinePipe {
  public:
-  // Reads `from`, which must not block, and writes to `to` with `prefix` before each line. Owns
-  // `from` from the first close_now() or end of the stream on.
+  // Reads `from`, which must not block and is this object's own, and writes to `to` with `prefix`
+  // before each line.
   LinePipe(int from, int to, std::string prefix)
       : from_(from), to_(to), prefix_(std::move(prefix)) {}
+  // Closes `from`, and passes nothing on.
+  ~LinePipe();
+  LinePipe(LinePipe&& other) noexcept;
+  LinePipe& operator=(LinePipe&&) = delete;
   int descriptor() const { return from_; }
   bool open() const { return from_ >= 0; }
 
@@ -31,7 +35,7 @@ class LinePipe {
 
   int from_;
   const int to_;
-  const std::string prefix_;
+  std::string prefix_;
   std::string text_;
   bool returned_ = false;  // the last line ended with a carriage return
 };
