@@ -160,7 +160,8 @@ TEST(ParameterTableTest, BuffersWithoutPlainMemoryAreNamed) {
       {at::quantize_per_tensor(at::ones({3}), 0.1, 0, at::kQInt8), "quantized"},
       {complex.conj(), "resolve_conj()"},
       {at::imag(complex.conj()), "resolve_neg()"},
-      {at::ones({2}, at::TensorOptions().device(at::kMeta)), "meta"}};
+      {at::ones({2}, at::TensorOptions().device(at::kMeta)), "meta"},
+      {at::_efficientzerotensor({2}), "immutable zeros"}};
   for (const auto& [tensor, word] : refused) {
     Model model;
     model.register_buffer("odd", tensor);

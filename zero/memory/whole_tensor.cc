@@ -29,6 +29,8 @@ void check_plain(const at::Tensor& tensor, const std::string& name) {
               tensor.scalar_type(), "; register its int_repr(), or that of dequantize()");
   TORCH_CHECK(!tensor.is_meta(), name,
               ": expected a tensor with memory, got one on the meta device; give it values first");
+  TORCH_CHECK(!tensor._is_zerotensor(), name,
+              ": expected values in memory, got immutable zeros of autograd; register its clone()");
   TORCH_CHECK(!tensor.is_conj() && !tensor.is_neg(), name,
               ": expected values in memory, got a lazy ", tensor.is_conj() ? "conj()" : "imag()",
               " of them; register the result of resolve_conj().resolve_neg()");

@@ -11,8 +11,9 @@
 
 namespace zero {
 
-// Throws c10::Error unless `tensor` has plain memory: strided, neither quantized nor lazily
-// conjugated or negated. `name` begins with the kind of tensor. An expanded tensor is plain.
+// Throws c10::Error unless `tensor` has plain memory: strided, neither quantized nor immutable
+// zeros nor lazily conjugated or negated. `name` begins with the kind of tensor. An expanded tensor
+// is plain.
 void check_plain(const at::Tensor& tensor, const std::string& name);
 
 // Throws c10::Error where `to` is expanded and `from`, contiguous and of its shape, has different
