@@ -120,6 +120,46 @@ class Awkward : public torch::optim::Optimizer {
   const Habit habit_;
 };
 
+// Options that can be set `sets` times.
+thread_local int sets = 1 << 20;
+struct TiringOptions : torch::optim::OptimizerCloneableOptions<TiringOptions> {
+  void serialize(torch::serialize::InputArchive& archive) override {
+    TORCH_CHECK(sets-- > 0, "tired of options");
+    c10::IValue value;
+    archive.read("lr", value);
+    lr = value.toDouble();
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("lr", c10::IValue(lr));
+  }
+  double get_lr() const override { return lr; }
+  void set_lr(double value) override { lr = value; }
+  double lr = 0.1;
+};
+class Tiring : public torch::optim::Optimizer {
+ public:
+  explicit Tiring(const std::vector<at::Tensor>& parameters)
+      : Optimizer({torch::optim::OptimizerParamGroup(parameters)},
+                  std::make_unique<TiringOptions>()) {}
+  at::Tensor step(LossClosure) override { return {}; }
+};
+
+// What no rank can know before: the load has begun on all of them.
+TEST(OwnOptimizerTest, ALoadThatFailsHalfWayOnOneRankClosesTheOptimizerOnAll) {
+  const std::string folder = fresh_folder("tired") + "/a";
+  on_ranks([&](const Group& group) {
+    OddModel model(1);
+    ZeroOptimizer optimizer(*model, std::make_unique<Tiring>(model->parameters()), group,
+                            ZeroOptions().elementwise(true));
+    optimizer.save_checkpoint(folder);
+    sets = group.rank() == 1 ? 1 : 1 << 20;  // the first is a trial
+    expect_words(error_of([&] { optimizer.load_checkpoint(folder); }),
+                 {group.rank() == 1 ? "tired of options" : "rank"});
+    sets = 1 << 20;
+    expect_words(error_of([&] { optimizer.save_checkpoint(folder + "b"); }), {"tired of options"});
+  });
+}
+
 TEST(OwnOptimizerTest, StateThatCannotBeCutIsRefusedOnAllRanks) {
   const std::vector<std::pair<Habit, std::vector<std::string>>> cases = {
       {Habit::kNoSerialize, {"Awkward", "overrides serialize()"}},
