@@ -12,6 +12,7 @@
 #include <barrier>
 #include <chrono>
 #include <future>
+#include <latch>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -312,6 +313,36 @@ TEST(MemoryNetworkTest, ADeadRankIsNamed) {
         },
         options);
   }
+}
+
+// What the other thread uses ends with the communicator: the exchange, and what the action holds.
+TEST(ConnectionsTest, ADestructorWaitsForAFailureThatAnotherThreadReports) {
+  std::latch over(2);
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        auto data = group.make_communicator("data", Purpose::kData);
+        if (group.rank() == 1) {  // sends nothing, and is there
+          over.arrive_and_wait();
+          return;
+        }
+        std::atomic<bool> reports = false, reported = false;
+        data->on_failure([&](const std::string&) {
+          reports = true;
+          std::this_thread::sleep_for(std::chrono::milliseconds(300));
+          reported = true;
+        });
+        const at::Tensor rows = at::zeros({2, 300});
+        Pending pending = data->gather_rows(rows, "rows");
+        std::thread other([&] { expect_words(error_of([&] { pending.wait(); }), {"rank 1"}); });
+        while (!reports) std::this_thread::yield();
+        std::this_thread::sleep_for(std::chrono::milliseconds(150));
+        data.reset();
+        EXPECT_TRUE(reported);
+        other.join();
+        over.arrive_and_wait();
+      },
+      {.transport = Transport::kMemory, .timeout = std::chrono::milliseconds(500)});
 }
 
 }  // namespace
