@@ -7,10 +7,12 @@
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <future>
 #include <latch>
@@ -251,6 +253,62 @@ TEST(RendezvousTest, ASilentRankIsNamedThoughTheStoreEndsMeanwhile) {
         << error;
     EXPECT_EQ(error.find("is gone") == std::string::npos, known) << error;
   }
+}
+
+// What rank 0 of 2 does when it gives up after rank 1, which has not read the reasons yet.
+void give_up_after_rank_1(const c10::intrusive_ptr<c10d::Store>& shared, bool served_here) {
+  const auto store =
+      c10::make_intrusive<BoundedStore>(shared, milliseconds(5000), "the store", served_here);
+  store->set("meeting/rank/1", std::string("given up"));
+  Rendezvous rendezvous(store->under("meeting"), 0, 2, milliseconds(5000), Clock::now(),
+                        "cannot meet", "here");
+  expect_words(
+      error_of([&] { rendezvous.run([](const auto&) { TORCH_CHECK(false, "no more sugar"); }); }),
+      {"no more sugar", "all ranks have arrived"});
+}
+
+void read_reasons(const c10::intrusive_ptr<c10d::Store>& shared) {
+  shared->add("meeting/reasons read", 1);
+}
+
+TEST(RendezvousTest, ARankThatServesTheStoreWaitsUntilTheOthersHaveReadTheReasons) {
+  for (const bool served_here : {false, true}) {
+    const auto shared = c10::make_intrusive<c10d::HashStore>();
+    std::atomic<bool> has_read = false;
+    std::thread reader([&] {
+      std::this_thread::sleep_for(milliseconds(300));
+      has_read = true;
+      read_reasons(shared);
+    });
+    give_up_after_rank_1(shared, served_here);
+    EXPECT_EQ(has_read, served_here);
+    reader.join();
+  }
+}
+
+TEST(RendezvousTest, ARankThatServesTheStoreWaitsForNoReaderForEver) {
+  const auto start = Clock::now();
+  give_up_after_rank_1(c10::make_intrusive<c10d::HashStore>(), /*served_here=*/true);
+  EXPECT_GE(Clock::now() - start, milliseconds(700));
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+}
+
+// Its end is the end of the store.
+TEST(RendezvousDeathTest, AProcessThatServesTheStoreEndsAfterALateReader) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  static std::atomic<bool> has_read = false;
+  const auto end = [] {
+    std::atexit([] { _exit(has_read ? 7 : 3); });  // behind those that are registered later
+    const auto shared = c10::make_intrusive<c10d::HashStore>();
+    give_up_after_rank_1(shared, /*served_here=*/true);
+    std::thread([shared] {
+      std::this_thread::sleep_for(milliseconds(300));
+      has_read = true;
+      read_reasons(shared);
+    }).detach();
+    std::exit(0);
+  };
+  EXPECT_EXIT(end(), testing::ExitedWithCode(7), "");
 }
 
 // Gloo connects with a fraction of the timeout, which must not bound what follows.
