@@ -6,9 +6,11 @@
 #include <c10/util/accumulate.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <tuple>
@@ -19,6 +21,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/training.h"
 #include "zero/adafactor.h"
+#include "zero/base/message_probe.h"
 #include "zero/combined_optimizer.h"
 #include "zero/lamb.h"
 #include "zero/muon.h"
@@ -172,6 +175,46 @@ TEST(WholeParameterTrainingTest, FusedGroupsBesideOthers) {
       }
     }
   }
+}
+
+// The order of what this rank does in a step.
+thread_local std::vector<std::string> events;
+
+// A class that has no fused kernel.
+class Spy : public torch::optim::SGD {
+ public:
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure) override {
+    events.emplace_back("step");
+    return SGD::step(std::move(closure));
+  }
+};
+
+TEST(WholeParameterTrainingTest, GathersOfFusedGroupsBeginBeforeTheStepOfTheOthers) {
+  message_probe = [](const std::string& what) {
+    if (what.rfind("gather_rows of parameter bucket", 0) == 0) events.emplace_back("gather");
+  };
+  run_ranks(2, [](const Group& group) {
+    OddModel model(1);
+    auto others = model->parameters();
+    const at::Tensor last = others.back();
+    others.pop_back();
+    std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
+    parts.push_back(std::make_unique<torch::optim::AdamW>(others, 0.01));
+    parts.push_back(std::make_unique<Spy>(std::vector<at::Tensor>{last}, 0.01));
+    ZeroOptimizer optimizer(*model, std::make_unique<CombinedOptimizer>(std::move(parts)), group,
+                            ZeroOptions().elementwise(true).bucket_bytes(600));
+    optimizer.backward(
+        model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+    events.clear();
+    optimizer.step();
+    const auto step = std::ranges::find(events, "step");
+    ASSERT_NE(step, events.end());
+    EXPECT_EQ(std::count(events.begin(), events.end(), "step"), 1);
+    EXPECT_GE(step - events.begin(), 3) << "gathers of fused buckets";
+    EXPECT_EQ(events.end() - step, 2) << "and one of the other";
+  });
+  message_probe = nullptr;
 }
 
 TEST(WholeParameterTrainingTest, MachinesExchangeInOneLevel) {
