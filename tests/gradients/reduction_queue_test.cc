@@ -10,8 +10,11 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <future>
 #include <new>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -118,6 +121,55 @@ TEST(ReductionQueueTest, WithoutAThreadDrainReducesEverything) {
     buckets.push_all(queue);  // starts the thread
     queue.drain();
   });
+}
+
+// A transport whose waits end only when the test says so, whatever their limits and aborts.
+class StuckBackend : public c10d::Backend {
+ public:
+  explicit StuckBackend(std::shared_future<void> end) : Backend(0, 2), end_(std::move(end)) {}
+  const std::string getBackendName() const override { return "stuck"; }
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>&, int, int) override {
+    return c10::make_intrusive<Stuck>(end_);
+  }
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>&, int, int) override {
+    return c10::make_intrusive<Stuck>(end_);
+  }
+  void abort() override {}
+  void shutdown() override {}
+
+ private:
+  struct Stuck : c10d::Work {
+    explicit Stuck(std::shared_future<void> end) : end_(std::move(end)) {}
+    bool wait(std::chrono::milliseconds) override {
+      end_.wait();
+      return false;
+    }
+    bool isCompleted() override { return false; }
+    void abort() override {}
+    const std::shared_future<void> end_;
+  };
+  const std::shared_future<void> end_;
+};
+
+// Its limit is that of a transfer, and 5 s.
+TEST(ReductionQueueTest, AWorkerThatStandsStillIsAnErrorOfDrainWithTheStatesOfItsThreads) {
+  std::promise<void> end;
+  Communicator data(c10::make_intrusive<StuckBackend>(end.get_future().share()), "data",
+                    std::chrono::milliseconds(500), RowTransport::kPairwise);
+  BufferPool pool(at::kCPU, 1 << 20);
+  ReductionQueue queue(pool);
+  Buckets buckets(1, 8, data, pool);
+  testing::internal::CaptureStderr();
+  const auto start = Clock::now();
+  buckets.push_all(queue);
+  const std::string text = error_of([&] { queue.drain(); });
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(20));
+  end.set_value();
+  expect_words(text, {"rank 0 of 2 in group \"data\" waits for its thread that reduces gradients",
+                      "has done nothing for 6 s"});
+  expect_words(testing::internal::GetCapturedStderr(), {"The threads of process"});
+  EXPECT_FALSE(data.failed().empty());
+  EXPECT_EQ(error_of([&] { queue.drain(); }), text);
 }
 
 // The other ranks may wait in any communicator of the optimizer.
