@@ -20,6 +20,7 @@
 #include "tests/support/training.h"
 #include "zero/checkpoint/reader.h"
 #include "zero/mesh.h"
+#include "zero/recovery/gather_generation.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -158,6 +159,42 @@ TEST(ProtectionTest, RecoverIsRefusedWithoutProtection) {
     ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group);
     expect_words(error_of([&] { optimizer.recover(); }), {"recover(): expected", "protect(n)"});
   });
+}
+
+// Its size grows with the model, so it must not go from all ranks to all.
+TEST(ProtectionTest, TheManifestOfAProtectedStepIsSentOnceToEachRank) {
+  constexpr int kRanks = 4;
+  constexpr int64_t kBytes = 200'000;
+  const auto network = std::make_shared<MemoryNetwork>();
+  std::latch here(kRanks), counted(kRanks), done(kRanks);
+  run_ranks(kRanks,
+            [&](const Group& group) {
+              const auto generations = std::make_shared<Generations>();
+              Protection protection(group, generations, 0);
+              Manifest manifest;
+              manifest.metadata["long"] = std::string(kBytes, 'x');
+              protection.begin(manifest, file_of(group.rank(), values(1)), {0});
+              EXPECT_EQ(protection.finish(), "");
+              const auto control = group.make_communicator("control", Purpose::kControl);
+              const auto sent_by_all = [&] {
+                int64_t sent = 0;
+                for (int rank = 0; rank < kRanks; ++rank)
+                  sent += network->counts(rank).bytes_of(MemoryOp::kSend);
+                return sent;
+              };
+              here.arrive_and_wait();
+              const int64_t before = sent_by_all();
+              counted.arrive_and_wait();
+              const auto reader =
+                  gather_generation(*control, group, *generations, {0, 0, {0, 1, 2, 3}},
+                                    [](const ManifestTensor&) { return false; });
+              EXPECT_EQ(reader->manifest().metadata.at("long").size(), size_t{kBytes});
+              done.arrive_and_wait();
+              const double times = static_cast<double>(sent_by_all() - before) / kBytes;
+              EXPECT_GE(times, kRanks - 1);
+              EXPECT_LT(times, kRanks - 0.5);
+            },
+            {.transport = Transport::kMemory, .network = network});
 }
 
 // As after the failure of a communicator that is not the optimizer's.
