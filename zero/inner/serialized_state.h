@@ -11,10 +11,11 @@
 // for the whole parameter and cannot be cut: it is refused. What a class keeps outside of state()
 // is not seen, and not saved.
 //
-// To make state, step() of the optimizer is called with a scratch parameter of one element; the
-// optimizer is afterwards as before. Options are the numbers that serialize() writes, a pair of
-// them as "<name>.0" and "<name>.1"; of a class without serialize() the learning rate, if it has
-// one.
+// To make state, step() of the optimizer is called with a scratch parameter of one element. Its
+// groups and its state() are afterwards as before; what step() changes in members stays changed.
+// load_checkpoint(), load_plain_state(), freeze(), unfreeze(), add_param_group(), resize_rows() and
+// recover() make state. Options are the numbers that serialize() writes, a pair of them as
+// "<name>.0" and "<name>.1"; of a class without serialize() the learning rate, if it has one.
 #pragma once
 
 #include "zero/inner/adapter.h"
