@@ -351,11 +351,14 @@ Pending Communicator::broadcast(const at::Tensor& tensor, int source, const std:
 }
 
 //   1. All ranks learn the length of each text.
-//   2. They gather the texts, as rows of these lengths.
-// Both buffers start out with the own values in every row of their length, so that a simulated
-// transport, which moves no data, stands for ranks that all say the same.
+//   2. They gather the texts, padded to the longest; where more than a quarter would be padding,
+//      the first bytes of each.
+//   3. Each rank that has more broadcasts the rest, all at once.
+// The buffers of 1 and 2 start out with the own values in every row, so that a simulated transport,
+// which moves no data, stands for ranks that all say the same.
 std::vector<std::string> Communicator::all_gather_text(const std::string& text,
                                                        const std::string& label) {
+  constexpr int64_t kFirst = 4096;
   const std::string what = "all_gather_text of " + label;
   if (!impl_->exchange) return {text};
   const int64_t world = impl_->world_size;
@@ -365,24 +368,39 @@ std::vector<std::string> Communicator::all_gather_text(const std::string& text,
   lengths.fill_(static_cast<int64_t>(text.size()));
   impl_->gather(lengths, {}, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
   lengths = lengths.to(at::kCPU);
-  // 2
   const auto* const sizes = lengths.const_data_ptr<int64_t>();
-  std::vector<int64_t> ends(sizes, sizes + world);
-  std::partial_sum(ends.begin(), ends.end(), ends.begin());
-  const bool equal = std::all_of(sizes, sizes + world, [&](int64_t n) { return n == sizes[0]; });
-  const BucketRows places = equal ? BucketRows(world, sizes[0]) : BucketRows(ends);
-  at::Tensor bytes = at::empty({places.total()}, at::kByte);
-  for (int64_t r = 0; r < world; ++r) {
-    if (sizes[r] != static_cast<int64_t>(text.size())) continue;
-    std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<uint8_t>() + places.begin(r));
-  }
-  const Rows rows(bytes.to(device), places);
+  const int64_t longest = *std::max_element(sizes, sizes + world);
+  const bool alike = 4 * std::accumulate(sizes, sizes + world, int64_t{0}) >= 3 * world * longest;
+  const int64_t padded = alike ? longest : std::min(longest, kFirst);
+  // 2
+  const auto first = std::min(padded, static_cast<int64_t>(text.size()));
+  at::Tensor own = at::zeros({1, padded}, at::kByte);
+  std::copy_n(text.begin(), first, own.mutable_data_ptr<uint8_t>());
+  at::Tensor rows = own.expand({world, padded}).contiguous().to(device);
   impl_->gather(rows, {}, what, &Traffic::small_calls, &Traffic::small_bytes_sent).wait();
-  bytes = rows.values().to(at::kCPU);
+  rows = rows.to(at::kCPU);
   std::vector<std::string> texts;
   for (int64_t r = 0; r < world; ++r) {
-    const auto* const begin = static_cast<const char*>(bytes.const_data_ptr()) + places.begin(r);
-    texts.emplace_back(begin, static_cast<size_t>(sizes[r]));
+    const auto* const begin = static_cast<const char*>(rows.const_data_ptr()) + r * padded;
+    texts.emplace_back(begin, static_cast<size_t>(std::min(padded, sizes[r])));
+  }
+  // 3
+  std::vector<std::pair<at::Tensor, Pending>> rests;
+  for (int64_t r = 0; r < world; ++r) {
+    if (sizes[r] <= padded) continue;
+    at::Tensor rest = at::empty({sizes[r] - padded}, at::kByte);
+    if (r == rank()) std::copy(text.begin() + padded, text.end(), rest.mutable_data_ptr<uint8_t>());
+    rest = rest.to(device);
+    rests.emplace_back(rest, broadcast(rest, static_cast<int>(r), what));
+  }
+  auto next = rests.begin();
+  for (int64_t r = 0; r < world; ++r) {
+    if (sizes[r] <= padded) continue;
+    next->second.wait();
+    const at::Tensor rest = next->first.to(at::kCPU);
+    texts[r].append(static_cast<const char*>(rest.const_data_ptr()),
+                    static_cast<size_t>(rest.numel()));
+    ++next;
   }
   return texts;
 }
