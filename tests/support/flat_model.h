@@ -40,11 +40,12 @@ struct FlatModel {
   BufferPool pool{at::kCPU, 1 << 20};
 };
 
-// Returns whether `grad`, a p.grad(), is the marker of a gradient that is elsewhere: NaN in each
-// element, in memory for one.
+// Returns whether `grad`, a p.grad(), is the marker of a gradient that is elsewhere: one NaN that
+// all elements share.
 inline bool is_marker(const at::Tensor& grad) {
-  return grad.defined() && grad.isnan().all().item<bool>() &&
-         grad.storage().nbytes() == static_cast<size_t>(grad.element_size());
+  bool one = grad.defined();
+  for (int64_t d = 0; one && d < grad.dim(); ++d) one = grad.size(d) <= 1 || grad.stride(d) == 0;
+  return one && grad.isnan().all().item<bool>();
 }
 
 // The elements of `segment` of the tensor, in fp32. `tensor` is contiguous.

@@ -147,6 +147,26 @@ TEST(OwnEditsTest, MarkersAreNaNAgainAfterTheyWereFilled) {
   });
 }
 
+// Those of parameters that had none when others were filled and dropped, too.
+TEST(OwnEditsTest, AFilledMarkerLeavesThoseOfOthersNaN) {
+  constexpr bool kNoSyncFp32 = true;
+  on_ranks(
+      [](OwnRank& r) {
+        {
+          const auto guard = r.optimizer.no_sync();
+          r.plain(2, 0);
+        }
+        EXPECT_TRUE(r.model.a.grad().isnan().all().item<bool>());
+        r.model.zero_grad(/*set_to_none=*/false);
+        r.model.zero_grad();
+        r.plain(0, 4);
+        EXPECT_TRUE(r.model.b.grad().isnan().all().item<bool>()) << r.model.b.grad();
+        r.optimizer.step();
+        r.expect(0, -4);
+      },
+      at::kBFloat16, kNoSyncFp32);
+}
+
 // Used without a gradient, it would move by its momentum.
 TEST(OwnEditsTest, AGradientThatWasDroppedAfterACallThatFailedIsNotUsed) {
   on_ranks([](OwnRank& r) {

@@ -6,7 +6,6 @@
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <limits>
 #include <map>
 #include <utility>
@@ -72,18 +71,24 @@ LocalGradients::~LocalGradients() {
   }
 }
 
+// Each marker has a value of its own, which zero_grad(false) of a module fills.
 void LocalGradients::make_markers() {
-  // One that was filled, as by zero_grad(false) of the module, has changed the value of all.
-  const auto is_new = [](const State& s) { return s.marker.defined() && s.marker._version() == 0; };
-  if (!states_.empty() && std::all_of(states_.begin(), states_.end(), is_new)) return;
   std::map<c10::ScalarType, at::Tensor> values;
   for (size_t i = 0; i < states_.size(); ++i) {
     at::Tensor& marker = states_[i].marker;
+    if (marker.defined() && marker._version() == 0) continue;
     const Parameter& p = table_.parameters()[i];
-    at::Tensor& value = values[p.tensor.scalar_type()];
-    if (!value.defined()) {
-      value = at::full({}, std::numeric_limits<double>::quiet_NaN(),
-                       p.tensor.options().requires_grad(false));
+    const auto nan = [&](at::IntArrayRef sizes) {
+      return at::full(sizes, std::numeric_limits<double>::quiet_NaN(),
+                      p.tensor.options().requires_grad(false));
+    };
+    at::Tensor value;
+    if (marker.defined()) {
+      value = nan({});
+    } else {
+      at::Tensor& all = values[p.tensor.scalar_type()];
+      if (!all.defined()) all = nan({static_cast<int64_t>(states_.size())});
+      value = all.select(0, static_cast<int64_t>(i));
     }
     // With a version of its own, and no view: torch's zero_grad() cannot detach a view in place.
     marker = value.expand(p.sizes).variable_data();
