@@ -41,11 +41,11 @@ TEST(SerialThreadTest, EndsWithoutATask) { const SerialThread thread; }
 
 TEST(SerialThreadTest, AnEndThatWaitsLongForATaskHasALineAndShowsAllThreads) {
   const auto before = slow_wait_after();
-  set_slow_wait_after(std::chrono::milliseconds(50));
+  set_slow_wait_after(std::chrono::milliseconds(20));
   testing::internal::CaptureStderr();
   {
     SerialThread thread("counting");
-    thread.push([&] { std::this_thread::sleep_for(std::chrono::seconds(1)); });
+    thread.push([&] { std::this_thread::sleep_for(std::chrono::milliseconds(1500)); });
   }
   set_slow_wait_after(before);
   const std::string text = testing::internal::GetCapturedStderr();

@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Waits for another thread of this process: for what it does, looking again every second, so that a
-// lost wake-up costs a second, until it stands still; and for its end.
+// Two waits for another thread of this process. One is for a thing that it does: it looks again
+// every second, so that a lost wake-up costs a second, and ends when the thread stands still. The
+// other is for its end.
 #pragma once
 
 #include <chrono>

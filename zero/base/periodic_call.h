@@ -17,10 +17,11 @@ namespace zero {
 
 class PeriodicCall {
  public:
-  // `call` must not throw, nor end this object. Throws c10::Error when the system has no thread
-  // left.
+  // `call` must not throw, nor end this object. `name` is one of a literal. Throws c10::Error when
+  // the system has no thread left.
   PeriodicCall(std::chrono::milliseconds period, std::function<void()> call, const char* name)
-      : thread_(start_thread(
+      : name_(name),
+        thread_(start_thread(
             [this, period, call = std::move(call)] {
               std::unique_lock<std::mutex> lock(mutex_);
               while (!changed_.wait_for(lock, period, [this] { return stop_; })) {
@@ -37,12 +38,13 @@ class PeriodicCall {
       stop_ = true;
     }
     changed_.notify_all();
-    join_own_thread(thread_, "its thread of looks");
+    join_own_thread(thread_, c10::str("its thread \"zero ", name_, "\""));
   }
   PeriodicCall(const PeriodicCall&) = delete;
   PeriodicCall& operator=(const PeriodicCall&) = delete;
 
  private:
+  const char* const name_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stop_ = false;

@@ -3,10 +3,13 @@
 
 #include "zero/base/slow_wait.h"
 
+#include <poll.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
-#include <cstdio>
 #include <exception>
 #include <mutex>
 #include <system_error>
@@ -25,9 +28,25 @@ namespace {
 std::atomic<int64_t> after_ms{10000};
 
 // How long print_slow_wait() waits until its line is out, and how many lines may be under way.
-constexpr milliseconds kLineLimit{200};
+constexpr milliseconds kLineLimit{1000};
 constexpr int kMostLines = 16;
 std::atomic<int> lines_under_way{0};
+std::atomic<bool> stuck{false};  // a line was not out in time
+
+// Without the lock of stderr, which others would wait for as long as this line stands.
+void write_line(const std::string& line) {
+  for (size_t done = 0; done < line.size();) {
+    const ssize_t written = write(STDERR_FILENO, line.data() + done, line.size() - done);
+    pollfd writable{STDERR_FILENO, POLLOUT, 0};
+    if (written >= 0) {
+      done += static_cast<size_t>(written);
+    } else if (errno == EAGAIN) {
+      poll(&writable, 1, -1);
+    } else if (errno != EINTR) {
+      return;
+    }
+  }
+}
 
 }  // namespace
 
@@ -35,21 +54,22 @@ milliseconds slow_wait_after() { return milliseconds(after_ms); }
 void set_slow_wait_after(milliseconds duration) { after_ms = duration.count(); }
 
 void print_slow_wait(const std::string& text) {
-  const int others = lines_under_way++;
-  if (others >= kMostLines) {
+  if (++lines_under_way > kMostLines) {
     --lines_under_way;
     return;
   }
   const auto print = [line = "zero: " + text + "\n"] {
-    std::fprintf(stderr, "%s", line.c_str());
+    write_line(line);
+    stuck = false;
     --lines_under_way;
     return true;
   };
   try {
     const auto printed = start_detached(print);
-    if (others == 0) printed.wait_for(kLineLimit);
-  } catch (const c10::Error&) {
-    print();
+    if (!stuck) stuck = printed.wait_for(kLineLimit) == std::future_status::timeout;
+  } catch (const c10::Error&) {  // The system has no thread left.
+    pollfd writable{STDERR_FILENO, POLLOUT, 0};
+    poll(&writable, 1, 0) == 1 ? void(print()) : void(--lines_under_way);
   }
 }
 
@@ -95,9 +115,13 @@ struct SlowWaits {
       const milliseconds period =
           std::clamp(slow_wait_after() / 4, milliseconds(10), kLookInterval);
       std::this_thread::sleep_for(period);
-      // Without the lock: they may take others.
-      for (const auto& look : looks(std::chrono::steady_clock::now() - period)) look();
-      // And also without it.
+      // Without the lock: looks may take others, and lines may stand.
+      for (const auto& look : looks(std::chrono::steady_clock::now() - period)) {
+        try {
+          look();
+        } catch (const std::exception&) {  // It looks again.
+        }
+      }
       for (const std::string& text : new_lines()) print_slow_wait(text);
     }
   }

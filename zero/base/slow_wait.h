@@ -40,9 +40,9 @@ class SlowWait {
 std::chrono::milliseconds slow_wait_after();
 void set_slow_wait_after(std::chrono::milliseconds duration);
 
-// "zero: <text>" and a newline, in one piece. Printed by a thread of its own, for which the caller
-// waits 200 ms at most: a terminal that is paused or a pipe that nobody reads stops no wait. While
-// such a line stands others do too, and the 17th is lost.
+// Prints "zero: <text>" and a newline to stderr, by a thread of its own, for which the caller waits
+// a second at most: a terminal that is paused or a pipe that nobody reads stops no wait. While a
+// line stands the callers of others do not wait; 16 may stand, and further ones are dropped.
 void print_slow_wait(const std::string& text);
 
 }  // namespace zero

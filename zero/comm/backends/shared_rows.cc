@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/base/own_thread_wait.h"
 #include "zero/base/threads.h"
 #include "zero/comm/backends/row_notices.h"
 #include "zero/comm/backends/shared_memory.h"
@@ -126,7 +127,7 @@ class RowBackend : public SharedMemoryBackend {
       under_->abort();  // for transports whose waits end only with it
     } catch (...) {
     }
-    copier_.join();
+    join_own_thread(copier_, "its thread that copies rows");
   }
 
   const std::string getBackendName() const override { return under_->getBackendName(); }
