@@ -63,7 +63,8 @@ std::atomic<int> received_signal{0};
 
 extern "C" void remember_signal(int number, siginfo_t* info, void*) {
   // A terminal has sent its Ctrl-C to the children as well, and a second one may end them at once.
-  if (info->si_code != SI_KERNEL) received_signal = number;
+  // The SIGHUP of one that closes may have come to this process alone.
+  if (number == SIGHUP || info->si_code != SI_KERNEL) received_signal = number;
 }
 
 // While it lives, SIGINT, SIGTERM and SIGHUP are remembered instead of ending this process. A
