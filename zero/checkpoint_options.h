@@ -92,8 +92,8 @@ class PendingCheckpoint {
   // wait, and then, with a low priority, `write`, which returns early when `pause` becomes true,
   // and called again goes on. Neither throws. `finish` runs the collective end, and calls
   // `write_rest` once, which stops the thread and writes what it has not written. `wait` is the
-  // text of a wait for the thread, and `limit` that of a thread that stands still. Where the system
-  // has no thread left, the constructor runs `copy` and finish() writes everything.
+  // text of a wait for the thread, and `limit` that of a thread that stands still. The constructor
+  // runs `copy` itself if the system has no thread left, and finish() then writes everything.
   using Write = std::function<void(const std::atomic<bool>& pause)>;
   using Finish = std::function<void(const std::function<void()>& write_rest)>;
   PendingCheckpoint(std::function<void()> copy, Write write, Finish finish, std::string wait,

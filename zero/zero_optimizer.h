@@ -336,6 +336,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   const ZeroOptions& options() const;
   // The wrapped optimizer over master segments, for its state(). Options are in param_groups().
   const torch::optim::Optimizer& inner() const;
+  // Refused by the compiler, since it would be empty: inner().state() has this rank's pieces, to
+  // read; resize_rows() and load_plain_state() change it.
+  void state() = delete;
 
   // Refused: torch archives hold one rank's segments by address and accept flipped bits.
   void save(torch::serialize::OutputArchive& archive) const override;

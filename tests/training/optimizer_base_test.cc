@@ -26,6 +26,11 @@
 namespace zero {
 namespace {
 
+template <class Optimizer>
+concept HasState = requires(Optimizer& optimizer) {
+  optimizer.state();
+};
+
 using torch::optim::Optimizer;
 
 struct Both {
@@ -149,6 +154,8 @@ TEST(OptimizerBaseTest, ASchedulerOfTorchSetsTheRates) {
 TEST(OptimizerBaseTest, StateIsThatOfTheInnerOptimizer) {
   run([](Both& both) {
     train(both);
+    // `*optimizer.state()[p]` would be a null pointer.
+    static_assert(HasState<torch::optim::Optimizer> && !HasState<ZeroOptimizer>);
     EXPECT_TRUE(both.base.state().empty());
     EXPECT_FALSE(both.zero_optimizer.inner().state().empty());
   });

@@ -85,7 +85,8 @@ PendingCheckpoint::PendingCheckpoint(std::function<void()> copy, Write write, Fi
   state_->limit = limit;
   try {
     state_->thread = start_thread([work = state_->work] { run(work); }, "saves");
-  } catch (const c10::Error&) {  // finish() writes everything
+  } catch (const c10::Error&) {
+    // No thread is left: the copy is made here, and finish() writes everything.
     std::exchange(state_->work->copy, nullptr)();
   }
 }

@@ -104,7 +104,7 @@ void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elemen
     const torch::optim::Optimizer& part = part_of(optimizer, static_cast<int64_t>(g));
     check_class(part, elementwise, whole[g]);
     const torch::optim::OptimizerOptions& options = optimizer.param_groups()[g].options();
-    TORCH_CHECK(adapter_of(part).is_class_of(options), "parameter group ", g,
+    TORCH_CHECK(typeid(options) == typeid(part.defaults()), "parameter group ", g,
                 ": expected options of the class that ", name_of(part), " reads, got ",
                 c10::demangle(typeid(options).name()), "; give set_options() that class");
     // Segments would have to get such state, which only the class itself can make.

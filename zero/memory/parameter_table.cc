@@ -312,7 +312,9 @@ void ParameterTable::verify() const {
                 kRefresh);
     TORCH_CHECK(static_cast<uint32_t>(t._version()) == memory_[i].version, "parameter ", p.name,
                 ": expected the values the last step left (version ", memory_[i].version,
-                "), got version ", t._version(), ": it was loaded over or edited in place",
+                "), got version ", t._version(),
+                ": it was loaded over or edited in place, or is a detached view that shares its "
+                "version with another tensor: give each its clone()",
                 kRefresh);
     TORCH_CHECK(t.requires_grad(), "parameter ", p.name,
                 ": expected requires_grad as at construction, got a frozen one; set it "

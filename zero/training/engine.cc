@@ -273,7 +273,8 @@ void Engine::check_groups(const ParamGroups& groups) const {
         " groups as this optimizer left them, got ", groups.size(),
         " of which this one was added, removed or changed from outside (",
         g < groups.size() ? groups[g].params().size() : 0,
-        " parameters); use freeze(), unfreeze() and add_param_group() of the ZeroOptimizer");
+        " parameters); use freeze(), unfreeze() and add_param_group() of the ZeroOptimizer, and "
+        "resize_rows() where a parameter gets other rows");
   }
   shards.check_classes(groups);
 }
@@ -289,8 +290,8 @@ void Engine::run_or_close(const std::function<void()>& body) {
 
 void Engine::check_no_gradients() const {
   TORCH_CHECK(reducer.rounds_needed() == 0 && !reducer.any_used() && !clipping.has_clips(),
-              "expected no gradients since the last step, got some; a checkpoint holds no "
-              "gradients: call step() first, or zero_grad() to drop them");
+              "expected no gradients since the last step, got some, which neither a checkpoint nor "
+              "a change of parameters takes along: call step() first, or zero_grad() to drop them");
 }
 
 }  // namespace zero
