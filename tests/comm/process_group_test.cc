@@ -36,6 +36,31 @@ TEST(GroupTest, OneProcessAloneNeedsNothing) {
   EXPECT_EQ(communicator->all_gather_text("me", "x"), std::vector<std::string>{"me"});
 }
 
+TEST(GroupTest, MeansOverRanksKeepTheirShapeAndDtype) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    run_ranks(world_size, [&](const Group& group) {
+      const double mean = 0.5 * (world_size - 1) + 1;
+      const at::Tensor loss = at::full({}, group.rank() + 1.0, at::kFloat).requires_grad_();
+      const at::Tensor shown = mean_over_ranks(loss, group);
+      EXPECT_EQ(shown.item<double>(), mean);
+      EXPECT_EQ(shown.dim(), 0);
+      EXPECT_EQ(shown.scalar_type(), at::kFloat);
+      EXPECT_FALSE(shown.requires_grad());
+      EXPECT_EQ(loss.item<double>(), group.rank() + 1.0);
+      for (const auto dtype : {at::kDouble, at::kBFloat16, at::kHalf}) {
+        const at::Tensor values = at::full({2, 3}, group.rank() + 1.0, dtype).t();
+        const at::Tensor means = mean_over_ranks(values, group);
+        EXPECT_EQ(means.sizes(), at::IntArrayRef({3, 2}));
+        EXPECT_EQ(means.scalar_type(), dtype);
+        EXPECT_TRUE(means.eq(mean).all().item<bool>()) << means;
+        EXPECT_TRUE(values.eq(group.rank() + 1.0).all().item<bool>()) << values;
+      }
+      expect_words(error_of([&] { mean_over_ranks(at::ones({2}, at::kLong), group); }),
+                   {"mean_over_ranks()", "floating-point", "Long"});
+    });
+  }
+}
+
 TEST(GroupTest, TheTimeoutIsTheOptionsThenTheEnvironments) {
   EXPECT_EQ(init_process_group().timeout(), std::chrono::minutes(10));
   setenv("ZERO_TIMEOUT", "7s", 1);

@@ -192,7 +192,6 @@ int train_over_examples() {
   std::ofstream seen("seen-" + std::to_string(group.rank()));
   std::ofstream losses("shown-" + std::to_string(group.rank()));
 
-  auto metrics = group.make_communicator("metrics", zero::Purpose::kControl);
   for (int64_t epoch = 0; epoch < epochs; ++epoch) {
     torch::data::samplers::DistributedRandomSampler sampler(examples, group.world_size(),
                                                             group.rank());
@@ -202,9 +201,7 @@ int train_over_examples() {
       at::Tensor batch_loss = loss(model, *indices);
       optimizer.backward(batch_loss);
       optimizer.step();
-      at::Tensor shown = batch_loss.detach().to(at::kCPU, at::kDouble).reshape({1});
-      metrics->all_reduce_sum(shown, "loss").wait();
-      shown /= group.world_size();
+      at::Tensor shown = zero::mean_over_ranks(batch_loss, group);
       for (const size_t index : *indices) seen << epoch << " " << index << "\n";
       losses << batch_loss.item<double>() << " " << shown.item<double>() << "\n";
     }

@@ -3,6 +3,7 @@
 
 #include "zero/process_group.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -420,6 +421,17 @@ std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name
   std::shared_ptr<Communicator>& shared = state_->shared[{name, purpose}];
   if (!shared) shared = make_communicator(name, purpose);
   return shared;
+}
+
+at::Tensor mean_over_ranks(const at::Tensor& value, const Group& group) {
+  TORCH_CHECK(value.defined() && at::isFloatingType(value.scalar_type()),
+              "mean_over_ranks(): expected a floating-point tensor, got ",
+              value.defined() ? c10::toString(value.scalar_type()) : "an undefined one",
+              " (this is rank ", group.rank(), " of ", group.world_size(), ")");
+  const at::NoGradGuard no_grad;
+  const at::Tensor sum = value.detach().to(at::kCPU, at::kDouble, false, true).reshape({-1});
+  group.shared_communicator("means", Purpose::kControl)->all_reduce_sum(sum, "a mean").wait();
+  return sum.div_(group.world_size()).view(value.sizes()).to(value.options());
 }
 
 namespace {
