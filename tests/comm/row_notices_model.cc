@@ -24,6 +24,8 @@ enum Weak {
   kAnnouncedLoad,  // and its load
   kNumber,         // the store of a row's number once it is taken
   kNumberLoad,     // and its load
+  kTaken,          // the count of what is taken
+  kTakenLoad,      // and its load
   kOrder,          // `taken` is counted before the number is there
   kSeenLater,      // a count is read after the condition that it stands for
   kWeaknesses,
@@ -80,7 +82,7 @@ struct Notices : rl::test_suite<Notices, 2> {
 
   void wait_until_taken(unsigned row) {
     while (true) {
-      unsigned seen = weak == kSeenLater ? 0 : taken.load(rl::mo_acquire, $);
+      unsigned seen = weak == kSeenLater ? 0 : taken.load(unless(kTakenLoad, rl::mo_acquire), $);
       if (numbers[row % kSlots].load(unless(kNumberLoad, rl::mo_acquire), $) > row) return;
       if (weak == kSeenLater) seen = taken.load(rl::mo_acquire, $);
       of_taken.wait(taken, seen);
@@ -97,7 +99,7 @@ struct Notices : rl::test_suite<Notices, 2> {
         if (weak == kOrder) taken.fetch_add(1, rl::mo_release, $);
         if (weak == kOrder) of_taken.wake();
         numbers[read % kSlots].store(read + 1, unless(kNumber, rl::mo_release), $);
-        if (weak != kOrder) taken.fetch_add(1, rl::mo_release, $);
+        if (weak != kOrder) taken.fetch_add(1, unless(kTaken, rl::mo_release), $);
         if (weak != kOrder) of_taken.wake();
       }
     }

@@ -193,7 +193,7 @@ class Generator {
       choices.push_back({Action::kCheckpoint, 2});
       choices.push_back({Action::kCheckpointAsync, 1});
     }
-    if (!pending_ && s_.mesh_kind == MeshKind::kFlat) choices.push_back({Action::kResizeRows, 40});
+    if (!pending_ && s_.mesh_kind == MeshKind::kFlat) choices.push_back({Action::kResizeRows, 12});
     return pick(choices);
   }
 

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a call costs grows in proportion to the number of parameters: each call for few and for four
-// times as many, in processor time of the process, whose ranks are threads.
+// The cost of a call grows in proportion to the number of parameters. Each call is made for few and
+// for four times as many, and measured in processor time of the process, whose ranks are threads.
 //
 //   ZERO_PARAMETERS=n  at most so many, in place of 4000
 #include <ATen/ops/arange.h>
@@ -64,6 +64,7 @@ Costs costs_of(int64_t count, const std::string& folder) {
     const auto measure = [&](const std::string& name, const std::function<void()>& call) {
       control->all_gather_text("", name);
       const double before = process_time();
+      control->all_gather_text("", name);
       call();
       control->all_gather_text("", name);
       if (group.rank() == 0) costs[name] = process_time() - before;
