@@ -184,7 +184,8 @@ class Communicator {
   // Collective, blocks. Returns every rank's text, in rank order; the lengths may differ.
   // For construction and errors, not for the step path: it sends the lengths and then the texts
   // padded to the longest, W-1 times each, and counts as two small calls. If more than a quarter
-  // would be padding, it pads the first 4 KiB alone, and broadcasts the rest of each longer text.
+  // would be padding, it pads the first 4 KiB alone, and broadcasts the rest of each longer text,
+  // a small call each.
   std::vector<std::string> all_gather_text(const std::string& text, const std::string& label);
 
   // Returns whether all of `ranks` are of processes that joined the job with the group of this

@@ -6,6 +6,7 @@
 #include "zero/process_group.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -48,12 +49,14 @@ TEST(GroupTest, MeansOverRanksKeepTheirShapeAndDtype) {
       EXPECT_FALSE(shown.requires_grad());
       EXPECT_EQ(loss.item<double>(), group.rank() + 1.0);
       for (const auto dtype : {at::kDouble, at::kBFloat16, at::kHalf}) {
-        const at::Tensor values = at::full({2, 3}, group.rank() + 1.0, dtype).t();
+        const at::Tensor numbers = at::arange(6, dtype).view({2, 3}).t();
+        const at::Tensor values = numbers + (group.rank() + 1.0);
+        ASSERT_FALSE(values.is_contiguous());
         const at::Tensor means = mean_over_ranks(values, group);
         EXPECT_EQ(means.sizes(), at::IntArrayRef({3, 2}));
         EXPECT_EQ(means.scalar_type(), dtype);
-        EXPECT_TRUE(means.eq(mean).all().item<bool>()) << means;
-        EXPECT_TRUE(values.eq(group.rank() + 1.0).all().item<bool>()) << values;
+        EXPECT_TRUE(means.eq(numbers + mean).all().item<bool>()) << means;
+        EXPECT_TRUE(values.eq(numbers + (group.rank() + 1.0)).all().item<bool>()) << values;
       }
       expect_words(error_of([&] { mean_over_ranks(at::ones({2}, at::kLong), group); }),
                    {"mean_over_ranks()", "floating-point", "Long"});

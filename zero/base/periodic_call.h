@@ -17,7 +17,7 @@ namespace zero {
 
 class PeriodicCall {
  public:
-  // `call` must not throw, nor end this object. `name` is one of a literal. Throws c10::Error when
+  // `call` must not throw, nor end this object. `name` is a string literal. Throws c10::Error when
   // the system has no thread left.
   PeriodicCall(std::chrono::milliseconds period, std::function<void()> call, const char* name)
       : name_(name),

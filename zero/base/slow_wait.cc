@@ -69,7 +69,11 @@ void print_slow_wait(const std::string& text) {
     if (!stuck) stuck = printed.wait_for(kLineLimit) == std::future_status::timeout;
   } catch (const c10::Error&) {  // The system has no thread left.
     pollfd writable{STDERR_FILENO, POLLOUT, 0};
-    poll(&writable, 1, 0) == 1 ? void(print()) : void(--lines_under_way);
+    if (poll(&writable, 1, 0) == 1) {
+      print();
+    } else {
+      --lines_under_way;
+    }
   }
 }
 

@@ -41,8 +41,9 @@ std::chrono::milliseconds slow_wait_after();
 void set_slow_wait_after(std::chrono::milliseconds duration);
 
 // Prints "zero: <text>" and a newline to stderr, by a thread of its own, for which the caller waits
-// a second at most: a terminal that is paused or a pipe that nobody reads stops no wait. While a
-// line stands the callers of others do not wait; 16 may stand, and further ones are dropped.
+// a second at most: a terminal that is paused or a pipe that nobody reads stops no wait. Once a
+// line has stood so long, the callers of others do not wait. 16 may stand; further ones are
+// dropped.
 void print_slow_wait(const std::string& text);
 
 }  // namespace zero
