@@ -72,14 +72,18 @@ void on_ranks(
     const Wrap& wrap = [](const BackendPtr& under) { return under; }) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto network = std::make_shared<MemoryNetwork>();
-  std::exception_ptr error;
+  std::mutex mutex;
+  std::exception_ptr error;  // the first, from which those of other ranks follow
   const auto run = [&](int rank) {
     try {
       const BackendPtr under =
           network->factory(rank)(store, rank, world_size, Purpose::kData, kTimeout).backend;
       body({rank, share_memory(wrap(under), kTimeout, rank != unwilling, kLeast), network});
     } catch (...) {
-      error = std::current_exception();
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (!error) error = std::current_exception();
+      }
       network->stop();
     }
   };
