@@ -22,17 +22,18 @@ inline thread_local bool threads_refused = false;
 // what it is for. Throws c10::Error when the system has no thread left.
 template <typename Body>
 std::thread start_thread(Body&& body, const char* name = "thread") {
+  std::thread thread;
   try {
     if (threads_refused) {
       throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
     }
-    std::thread thread(std::forward<Body>(body));
-    pthread_setname_np(thread.native_handle(), (std::string("zero ") + name).c_str());
-    return thread;
+    thread = std::thread(std::forward<Body>(body));
   } catch (const std::system_error& error) {
     TORCH_CHECK(false, "cannot start a thread: ", error.what(),
                 "; raise the limits of this process (ulimit -u, ulimit -v, pids.max)");
   }
+  pthread_setname_np(thread.native_handle(), (std::string("zero ") + name).c_str());
+  return thread;
 }
 
 }  // namespace zero
