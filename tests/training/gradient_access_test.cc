@@ -99,8 +99,12 @@ struct Rank {
         if (readable || !got.defined()) {
           expect_near(p.grad(), expected[i], tolerance, "grad() of " + item.key());
         } else {
-          // A marker: nothing that could be taken for a gradient, and one number of all markers.
+          // A marker: nothing that could be taken for a gradient. All its elements are one number,
+          // and its memory has one for each parameter.
           EXPECT_TRUE(p.grad().isnan().all().item<bool>()) << item.key();
+          for (int64_t d = 0; d < p.dim(); ++d) {
+            EXPECT_TRUE(p.size(d) <= 1 || p.grad().stride(d) == 0) << item.key();
+          }
           EXPECT_LE(p.grad().storage().nbytes(), 4 * expected.size()) << item.key();
         }
       }
