@@ -5,7 +5,9 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -205,6 +207,75 @@ TEST(LocalGradientsTest, AnAddendIsTakenInTheDtypeOfTheBucketOnly) {
   EXPECT_FALSE(in_fp32.local.addend(1, gradient, at::kBFloat16));
   in_fp32.accumulate(1, 1);  // Two addends are not taken at once.
   EXPECT_FALSE(in_fp32.local.addend(1, gradient, at::kFloat));
+}
+
+// Of three sums of 64 KiB, released in the order 2, 0, 1.
+struct ThreeSums {
+  explicit ThreeSums(int64_t numel = 16 << 10)
+      : flat({at::zeros({numel}), at::zeros({numel}), at::zeros({numel})}, 1,
+             {Layout::kContiguous, 1 << 20}),
+        local(flat.table, /*fp32=*/false) {}
+  // A pass of a step under no_sync, or without: each gradient is new.
+  void make(int64_t p) {
+    local.set_aside(p);
+    at::Tensor& grad = flat.model.values[p].mutable_grad();
+    grad = at::ones_like(flat.model.values[p].detach());
+    memory[p] = grad.storage().getWeakStorageImpl();
+  }
+  void keep(int64_t p) {
+    make(p);
+    local.keep(p);
+  }
+  void release_all() {
+    for (const int64_t p : {2, 0, 1}) {
+      local.release(p);
+      local.mark_sent(p);
+    }
+    local.consume();
+  }
+  bool is_free(int64_t p) const { return memory[p]->expired(); }
+
+  FlatModel flat;
+  LocalGradients local;
+  std::array<std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>>, 3> memory;
+};
+
+TEST(LocalGradientsTest, TheMemoryOfASumIsFreedBeforeTheGradientThatTakesIt) {
+  ThreeSums m;
+  for (const int64_t p : {2, 0, 1}) m.keep(p);
+  m.release_all();
+  EXPECT_TRUE(m.is_free(2)) << "the next step begins with it";
+  EXPECT_FALSE(m.is_free(0) || m.is_free(1));
+  EXPECT_EQ(m.local.bytes(), 2 * (64 << 10));
+  const auto old = m.memory;
+  m.local.discard();  // zero_grad() at the beginning of a step
+  m.keep(2);
+  EXPECT_TRUE(old[0]->expired());
+  EXPECT_FALSE(old[1]->expired());
+  m.keep(0);
+  EXPECT_TRUE(old[1]->expired());
+  m.keep(1);
+  EXPECT_EQ(m.local.bytes(), 3 * (64 << 10));
+}
+
+TEST(LocalGradientsTest, AStepWithoutNoSyncHoldsNoMemory) {
+  ThreeSums m;
+  for (const int64_t p : {2, 0, 1}) m.keep(p);
+  m.release_all();
+  EXPECT_GT(m.local.bytes(), 0);
+  for (const int64_t p : {2, 0, 1}) m.make(p);
+  m.release_all();
+  EXPECT_EQ(m.local.bytes(), 0);
+}
+
+// malloc maps a larger one anew each time, so that holding it would gain nothing.
+TEST(LocalGradientsTest, OnlyWhatMallocTakesFromItsHeapIsHeld) {
+  for (const int64_t numel : {int64_t{8}, int64_t{(32 << 18) + 1}}) {
+    ThreeSums m(numel);
+    for (const int64_t p : {2, 0, 1}) m.keep(p);
+    m.release_all();
+    EXPECT_EQ(m.local.bytes(), 0) << numel;
+  }
 }
 
 }  // namespace

@@ -31,6 +31,11 @@ void check_gradient(const at::Tensor& gradient, const Parameter& p) {
               "; do not replace the parameter's storage by complex numbers");
 }
 
+// What malloc of glibc takes from its heap, and not from the system each time, at most
+// (DEFAULT_MMAP_THRESHOLD_MAX); less than the other is not worth its place.
+constexpr int64_t kLargestInHeap = 32 << 20;
+constexpr int64_t kSmallestHeld = 64 << 10;
+
 bool is_known(c10::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
@@ -155,12 +160,15 @@ void LocalGradients::set_aside(int64_t parameter) {
 }
 
 void LocalGradients::keep(int64_t parameter) {
-  leave(parameter);
-  const Parameter& p = table_.parameters()[parameter];
-  if (!fp32_ || p.tensor.scalar_type() == at::kFloat) return;
   State& state = states_[parameter];
+  const Parameter& p = table_.parameters()[parameter];
+  const bool apart = fp32_ && p.tensor.scalar_type() != at::kFloat;
+  const bool first = apart ? !state.fp32.defined() : state.holds != Holds::kGradient;
+  leave(parameter);
+  kept_ = true;
+  if (first && !held_.empty()) held_.pop_front();
+  if (!apart) return;
   const at::Tensor gradient = in_parameter_order(grad(parameter), p);
-  const bool first = !state.fp32.defined();
   if (first) {
     state.fp32 = at::empty_strided(p.tensor.sizes(), p.strides,
                                    p.tensor.options().dtype(at::kFloat).requires_grad(false));
@@ -172,6 +180,18 @@ void LocalGradients::keep(int64_t parameter) {
 void LocalGradients::leave(int64_t parameter) {
   check_gradient(grad(parameter), table_.parameters()[parameter]);
   expect(parameter, Holds::kGradient);
+}
+
+// The first of a step is not held: in its memory the next step's first gradient is made.
+void LocalGradients::hold_memory(const at::Tensor& sum) {
+  if (!std::exchange(released_, true)) {
+    held_.clear();
+    return;
+  }
+  if (!kept_) return;
+  const auto bytes = static_cast<int64_t>(sum.nbytes());
+  const bool in_heap = sum.is_cpu() && bytes >= kSmallestHeld && bytes <= kLargestInHeap;
+  if (in_heap && static_cast<int64_t>(sum.storage().nbytes()) == bytes) held_.push_back(sum);
 }
 
 at::Tensor LocalGradients::release(int64_t parameter) {
@@ -188,6 +208,7 @@ at::Tensor LocalGradients::release(int64_t parameter) {
     if (gradient.defined()) add(gradient, /*first=*/false, state.fp32);
     gradient = std::exchange(state.fp32, at::Tensor());
   }
+  if (gradient.defined()) hold_memory(gradient);
   p.tensor.mutable_grad().reset();
   state.holds = Holds::kUnknown;
   return gradient;
@@ -271,6 +292,8 @@ void LocalGradients::consume() {
     state.sent = false;
   }
   first_sent_ = -1;
+  kept_ = false;
+  released_ = false;
 }
 
 void LocalGradients::discard() {
@@ -284,6 +307,7 @@ void LocalGradients::discard() {
 
 int64_t LocalGradients::bytes() const {
   int64_t bytes = 0;
+  for (const at::Tensor& sum : held_) bytes += static_cast<int64_t>(sum.nbytes());
   for (size_t i = 0; i < states_.size(); ++i) {
     const auto p = static_cast<int64_t>(i);
     if (holds_gradient(p)) bytes += static_cast<int64_t>(grad(p).nbytes());

@@ -14,11 +14,17 @@
 // module was to drop what was sent; where it was changed or replaced, a gradient was to take the
 // place of what was sent. All elements of a marker are one NaN, so that code which takes it for a
 // gradient, clips it for example, notices.
+//
+// Note [memory of local sums]: malloc gives the memory of a sum back to the system when it is freed
+// behind a pass, and the next step maps it anew, a page fault for each 4 KiB. So the sum of a step
+// is freed while the first pass of the next one runs: as soon as the gradient before it is made, so
+// that the next gradient is made in its memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <vector>
 
@@ -78,7 +84,8 @@ class LocalGradients {
   void consume();
   // Forgets all gradients.
   void discard();
-  int64_t bytes() const;  // without markers and averages
+  // Without markers and averages, and with what Note [memory of local sums] holds.
+  int64_t bytes() const;
 
  private:
   enum class Holds : uint8_t { kUnknown, kGradient, kMarker, kAverage };
@@ -97,11 +104,15 @@ class LocalGradients {
   void expect(int64_t parameter, Holds holds);
   bool holds_gradient(int64_t parameter) const;
   void check_unchanged(int64_t parameter) const;
+  void hold_memory(const at::Tensor& sum);
 
   const ParameterTable& table_;
   const bool fp32_;
-  int32_t first_sent_ = -1;    // since consume()
-  std::vector<State> states_;  // per parameter
+  int32_t first_sent_ = -1;      // since consume()
+  std::vector<State> states_;    // per parameter
+  std::deque<at::Tensor> held_;  // sums of the last step, in the order of their release
+  bool kept_ = false;            // a gradient was kept since consume()
+  bool released_ = false;        // a sum was released since consume()
 };
 
 }  // namespace zero
