@@ -17,7 +17,7 @@ _ROOMS = {
     "checkpoint": ["//zero/checkpoint", _RANKS],
     "comm": ["//zero/comm", _RANKS],
     "gradients": ["//zero/gradients", _RANKS],
-    "inner": ["//zero/inner"],
+    "inner_optimizers": ["//zero/inner_optimizers"],
     "kernels": ["//kernels"],
     "memory": ["//zero/memory"],
     "norm": ["//zero/norm", _RANKS],

@@ -100,7 +100,7 @@ class Communicator {
   // A null `backend` stands for one rank alone. `rows` must be equal on all ranks.
   Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::string name,
                std::chrono::milliseconds timeout, RowTransport rows = RowTransport::kPairwise);
-  // Of ranks that `exchange` connects (zero/comm/row_exchange.h); null for one rank alone.
+  // Of ranks that `exchange` connects (zero/comm/exchange/row_exchange.h); null for one rank alone.
   Communicator(std::shared_ptr<RowExchange> exchange, int rank, int world_size, std::string name,
                std::chrono::milliseconds timeout);
   ~Communicator();

@@ -105,7 +105,7 @@ DomainShape shape_of(int64_t domain_ranks, int64_t world_size, int64_t ranks_per
 }
 
 // With more machines one exchange inside serves all of them, as in
-// zero/comm/two_level_exchange.cc.
+// zero/comm/exchange/two_level_exchange.cc.
 constexpr int64_t kFewMachines = 4;
 
 // Messages and bytes of one collective over one bucket, of a rank.

@@ -62,9 +62,9 @@ struct Machines {
 
 // Ways to bring rows to their owners and back, in a group of H machines with L of its ranks each.
 enum class ExchangeAlgorithm {
-  kPairwise,            // each rank sends a row to each other rank
-  kRing,                // one ring over all ranks, as NCCL has it
-  kTwoLevels,           // zero/comm/two_level_exchange.h; with H or L = 1 the same as kPairwise
+  kPairwise,   // each rank sends a row to each other rank
+  kRing,       // one ring over all ranks, as NCCL has it
+  kTwoLevels,  // zero/comm/exchange/two_level_exchange.h; with H or L = 1 the same as kPairwise
   kTwoLevelsLog2Steps,  // the bytes of kTwoLevels in log2(H) messages. No exchange of the library
                         // does that.
 };

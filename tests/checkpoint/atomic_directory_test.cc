@@ -28,9 +28,9 @@
 
 #include "tests/support/error_of.h"
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/atomic_directory.h"
-#include "zero/checkpoint/hashed_file.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/manifest.h"
 
 namespace {
 

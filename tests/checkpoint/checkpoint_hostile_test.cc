@@ -25,8 +25,8 @@
 #include "tests/support/peak_memory.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/hashed_file.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/manifest.h"
 
 namespace zero {
 namespace {

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // list_checkpoints() finds the checkpoints of a folder and orders them.
-#include "zero/checkpoint/checkpoint_list.h"
+#include "zero/checkpoint/format/checkpoint_list.h"
 
 #include <gtest/gtest.h>
 
@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/atomic_directory.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/manifest.h"
 
 namespace zero {
 namespace {

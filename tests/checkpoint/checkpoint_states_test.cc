@@ -20,7 +20,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
 #include "zero/lr_schedule.h"
 #include "zero/random_state.h"

@@ -15,7 +15,7 @@
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/run_ranks.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
 #include "zero/mesh.h"
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/checkpoint/hashed_file.h"
+#include "zero/checkpoint/format/hashed_file.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

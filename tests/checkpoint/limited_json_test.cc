@@ -2,14 +2,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // JSON that is made to exhaust memory, time or the stack is refused while it is parsed.
-#include "zero/checkpoint/limited_json.h"
+#include "zero/checkpoint/format/limited_json.h"
 
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "tests/support/error_of.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 
 namespace zero {
 namespace {

@@ -3,7 +3,7 @@
 //
 // The manifest reader trusts nothing, names what is wrong, and reads what earlier and later
 // libraries write.
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>

@@ -17,7 +17,7 @@
 #include "tests/support/mesh_run.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
 #include "zero/weights.h"
 

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The tensors of all ranks are merged into one list, or refused with the ranks that disagree.
-#include "zero/checkpoint/mesh_tensors.h"
+#include "zero/checkpoint/match/mesh_tensors.h"
 
 #include <gtest/gtest.h>
 

@@ -17,8 +17,8 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/atomic_directory.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
 
 namespace zero {

@@ -17,7 +17,7 @@
 #include "tests/support/mesh_run.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/file_exchange.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
 
 namespace zero {

@@ -3,7 +3,7 @@
 //
 // Checkpoints without an optimizer: pieces of tensors, and files that are not what the manifest
 // says.
-#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/format/reader.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>

@@ -12,7 +12,7 @@
 #include <fstream>
 #include <string>
 
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 
 namespace zero {
 namespace {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/safetensors.h"
 
 namespace zero {
 namespace {

@@ -29,7 +29,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/safetensors.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

@@ -23,8 +23,8 @@
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
+#include "zero/checkpoint/format/reader.h"
 #include "zero/checkpoint/memory_file.h"
-#include "zero/checkpoint/reader.h"
 
 namespace zero {
 namespace {

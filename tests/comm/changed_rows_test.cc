@@ -18,7 +18,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/transports.h"
-#include "zero/comm/changed_row.h"
+#include "zero/comm/exchange/changed_row.h"
 #include "zero/communicator.h"
 
 namespace zero {

@@ -3,7 +3,7 @@
 //
 // What a group remembers of its operations, and whom they name, with transfers that do as the test
 // says.
-#include "zero/comm/operation.h"
+#include "zero/comm/exchange/operation.h"
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>

@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "zero/comm/doubling_steps.h"
+#include "zero/comm/exchange/doubling_steps.h"
 #include "zero/process_group.h"
 
 namespace zero {

@@ -3,7 +3,7 @@
 //
 // The order in which an Operation waits and acts, and whom it names, without any transport.
 
-#include "zero/comm/operation.h"
+#include "zero/comm/exchange/operation.h"
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>

@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Holds every RowExchange to its contract (zero/comm/row_exchange.h), over every transport, at
-// 1, 2, 3 and 4 ranks of one machine and in two levels: through a Communicator, which chooses the
-// exchange by its transport and topology.
+// Holds every RowExchange to its contract (zero/comm/exchange/row_exchange.h), over every
+// transport, at 1, 2, 3 and 4 ranks of one machine and in two levels: through a Communicator, which
+// chooses the exchange by its transport and topology.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>

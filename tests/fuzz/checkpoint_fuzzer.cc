@@ -15,7 +15,7 @@
 
 #include "tests/fuzz/seed_checkpoint.h"
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/format/reader.h"
 
 namespace {
 

@@ -14,8 +14,8 @@
 #include <string>
 #include <string_view>
 
-#include "zero/checkpoint/hashed_file.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/safetensors.h"
 
 namespace {
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "zero/checkpoint/hashed_file.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/safetensors.h"
 
 namespace zero {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 
 namespace zero {
 

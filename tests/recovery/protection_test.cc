@@ -18,7 +18,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
-#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/format/reader.h"
 #include "zero/mesh.h"
 #include "zero/recovery/gather_generation.h"
 #include "zero/zero_optimizer.h"

@@ -10,9 +10,9 @@
 #include <cstring>
 #include <filesystem>
 
-#include "zero/checkpoint/safetensors.h"
-#include "zero/inner/classes.h"
-#include "zero/inner/state.h"
+#include "zero/checkpoint/format/safetensors.h"
+#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/state.h"
 #include "zero/memory/segment_tensors.h"
 
 namespace zero {

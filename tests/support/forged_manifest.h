@@ -8,8 +8,8 @@
 
 #include <string>
 
-#include "zero/checkpoint/hashed_file.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/manifest.h"
 
 namespace zero {
 

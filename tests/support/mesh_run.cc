@@ -13,7 +13,7 @@
 #include <limits>
 #include <numeric>
 
-#include "zero/inner/state.h"
+#include "zero/inner_optimizers/state.h"
 #include "zero/memory/segment_tensors.h"
 
 namespace zero {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "tests/support/fixed_gradients.h"
-#include "zero/inner/classes.h"
+#include "zero/inner_optimizers/classes.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

@@ -19,7 +19,7 @@
 #include "tests/training/misuse.h"
 #include "zero/adafactor.h"
 #include "zero/combined_optimizer.h"
-#include "zero/inner/newton_schulz.h"
+#include "zero/inner_optimizers/newton_schulz.h"
 #include "zero/lamb.h"
 #include "zero/muon.h"
 

@@ -18,7 +18,7 @@
 
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

@@ -24,7 +24,7 @@
 #include "tests/support/random_tensors.h"
 #include "tests/support/reducer_options.h"
 #include "zero/communicator.h"
-#include "zero/inner/classes.h"
+#include "zero/inner_optimizers/classes.h"
 
 namespace zero {
 namespace {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/manifest.h"
-#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/reader.h"
 
 namespace zero {
 namespace {

@@ -9,8 +9,8 @@
 #include <sstream>
 #include <utility>
 
-#include "zero/inner/classes.h"
-#include "zero/inner/state.h"
+#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/state.h"
 
 namespace zero {
 namespace {

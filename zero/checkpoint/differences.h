@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "zero/checkpoint/manifest.h"
-#include "zero/checkpoint/mesh_tensors.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/match/mesh_tensors.h"
 #include "zero/memory/parameter_table.h"
 
 namespace zero {

@@ -10,9 +10,9 @@
 #include <map>
 
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/atomic_directory.h"
-#include "zero/checkpoint/reader.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/reader.h"
+#include "zero/checkpoint/format/safetensors.h"
 
 namespace zero {
 namespace {

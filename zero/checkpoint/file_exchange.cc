@@ -17,7 +17,7 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/safetensors.h"
 
 namespace zero {
 namespace {

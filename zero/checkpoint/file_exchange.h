@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "zero/checkpoint/hashed_file.h"
-#include "zero/checkpoint/manifest.h"
-#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/reader.h"
 #include "zero/process_group.h"
 
 namespace zero {

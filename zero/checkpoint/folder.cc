@@ -5,10 +5,10 @@
 #include <algorithm>
 
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/atomic_directory.h"
-#include "zero/checkpoint/checkpoint_list.h"
-#include "zero/checkpoint/manifest.h"
-#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/checkpoint_list.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/reader.h"
 
 namespace zero {
 

@@ -15,10 +15,10 @@
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
-#include "zero/checkpoint/atomic_directory.h"
-#include "zero/checkpoint/checkpoint_list.h"
 #include "zero/checkpoint/file_exchange.h"
-#include "zero/checkpoint/hashed_file.h"
+#include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/checkpoint_list.h"
+#include "zero/checkpoint/format/hashed_file.h"
 
 namespace zero {
 namespace {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 #include "zero/communicator.h"
 
 namespace zero {

@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "zero/checkpoint/hashed_file.h"
-#include "zero/checkpoint/manifest.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/safetensors.h"
 #include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
 

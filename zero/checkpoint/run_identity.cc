@@ -8,8 +8,8 @@
 #include <chrono>
 #include <limits>
 
-#include "zero/checkpoint/atomic_directory.h"
-#include "zero/checkpoint/checkpoint_list.h"
+#include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/checkpoint_list.h"
 
 namespace zero {
 

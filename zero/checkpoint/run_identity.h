@@ -8,7 +8,7 @@
 #include <set>
 #include <string>
 
-#include "zero/checkpoint/manifest.h"
+#include "zero/checkpoint/format/manifest.h"
 
 namespace zero {
 

@@ -16,8 +16,8 @@
 #include <tuple>
 #include <utility>
 
-#include "zero/checkpoint/hashed_file.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/safetensors.h"
 
 namespace zero {
 namespace {

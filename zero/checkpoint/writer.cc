@@ -19,7 +19,7 @@
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/file_exchange.h"
-#include "zero/checkpoint/hashed_file.h"
+#include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/memory_file.h"
 
 namespace zero {

@@ -28,9 +28,9 @@
 #include <string>
 #include <vector>
 
-#include "zero/checkpoint/atomic_directory.h"
-#include "zero/checkpoint/manifest.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/safetensors.h"
 #include "zero/communicator.h"
 
 namespace zero {

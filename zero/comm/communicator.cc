@@ -18,8 +18,8 @@
 #include "zero/base/message_probe.h"
 #include "zero/base/own_process.h"
 #include "zero/base/periodic_call.h"
-#include "zero/comm/operation.h"
-#include "zero/comm/row_exchange.h"
+#include "zero/comm/exchange/operation.h"
+#include "zero/comm/exchange/row_exchange.h"
 
 namespace zero {
 namespace {

@@ -23,8 +23,8 @@
 #include "zero/comm/backends/gloo.h"
 #include "zero/comm/backends/nccl.h"
 #include "zero/comm/backends/shared_rows.h"
-#include "zero/comm/row_exchange.h"
-#include "zero/comm/two_level_exchange.h"
+#include "zero/comm/exchange/row_exchange.h"
+#include "zero/comm/exchange/two_level_exchange.h"
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/meeting.h"
 

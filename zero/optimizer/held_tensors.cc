@@ -9,8 +9,8 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
-#include "zero/checkpoint/hashed_file.h"
-#include "zero/inner/state.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/inner_optimizers/state.h"
 
 namespace zero {
 namespace {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "zero/agreement/shard_domains.h"
-#include "zero/checkpoint/mesh_tensors.h"
+#include "zero/checkpoint/match/mesh_tensors.h"
 #include "zero/memory/parameter_table.h"
 #include "zero/options.h"
 #include "zero/training/engine.h"

@@ -10,7 +10,7 @@
 #include <exception>
 
 #include "zero/base/error_text.h"
-#include "zero/inner/state.h"
+#include "zero/inner_optimizers/state.h"
 
 namespace zero {
 namespace {

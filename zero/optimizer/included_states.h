@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "zero/checkpoint/differences.h"
-#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/format/reader.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/checkpoint_options.h"
 

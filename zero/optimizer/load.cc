@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "zero/agreement/all_or_none.h"
-#include "zero/checkpoint/atomic_directory.h"
 #include "zero/checkpoint/differences.h"
 #include "zero/checkpoint/file_exchange.h"
+#include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/reader.h"
 #include "zero/checkpoint/found_files.h"
-#include "zero/checkpoint/reader.h"
 #include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/held_tensors.h"
 #include "zero/optimizer/included_states.h"

@@ -21,7 +21,7 @@
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/combined_optimizer.h"
-#include "zero/inner/classes.h"
+#include "zero/inner_optimizers/classes.h"
 #include "zero/recovery/gather_generation.h"
 
 namespace zero {

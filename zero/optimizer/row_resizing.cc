@@ -21,8 +21,8 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/agreement/used_flags.h"
-#include "zero/inner/classes.h"
-#include "zero/inner/state.h"
+#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/state.h"
 #include "zero/memory/row_copies.h"
 #include "zero/training/group_layouts.h"
 

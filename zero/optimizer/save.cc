@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "zero/base/thread_priority.h"
-#include "zero/checkpoint/atomic_directory.h"
+#include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/memory_file.h"
 #include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/held_tensors.h"

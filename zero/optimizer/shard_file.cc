@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "bookkeeping/layout.h"
-#include "zero/checkpoint/safetensors.h"
+#include "zero/checkpoint/format/safetensors.h"
 #include "zero/checkpoint/shard_copies.h"
-#include "zero/inner/classes.h"
-#include "zero/inner/state.h"
+#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/state.h"
 #include "zero/version.h"
 
 namespace zero {

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "zero/checkpoint/manifest.h"
-#include "zero/checkpoint/mesh_tensors.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/match/mesh_tensors.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/training/engine.h"
 

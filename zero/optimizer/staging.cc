@@ -9,8 +9,8 @@
 #include <numeric>
 #include <string>
 
-#include "zero/inner/classes.h"
-#include "zero/inner/state.h"
+#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/state.h"
 #include "zero/memory/whole_tensor.h"
 
 namespace zero {

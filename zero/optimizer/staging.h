@@ -16,12 +16,12 @@
 #include <vector>
 
 #include "zero/checkpoint/differences.h"
-#include "zero/checkpoint/mesh_tensors.h"
-#include "zero/checkpoint/needed_tensors.h"
-#include "zero/checkpoint/part_reader.h"
-#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/format/reader.h"
+#include "zero/checkpoint/match/mesh_tensors.h"
+#include "zero/checkpoint/match/needed_tensors.h"
+#include "zero/checkpoint/match/part_reader.h"
 #include "zero/checkpoint_options.h"
-#include "zero/inner/state.h"
+#include "zero/inner_optimizers/state.h"
 #include "zero/memory/parameter_table.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/training/engine.h"

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "zero/inner/classes.h"
-#include "zero/inner/state.h"
+#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/state.h"
 
 namespace zero {
 namespace {

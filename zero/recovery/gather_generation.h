@@ -7,7 +7,7 @@
 #include <functional>
 #include <memory>
 
-#include "zero/checkpoint/reader.h"
+#include "zero/checkpoint/format/reader.h"
 #include "zero/process_group.h"
 #include "zero/recovery/generations.h"
 

@@ -12,7 +12,7 @@
 #include "zero/agreement/construction_check.h"
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
-#include "zero/inner/classes.h"
+#include "zero/inner_optimizers/classes.h"
 #include "zero/training/engine.h"
 #include "zero/training/group_layouts.h"
 

@@ -4,8 +4,8 @@
 
 #include <c10/util/Exception.h>
 
-#include "zero/inner/classes.h"
-#include "zero/inner/registry.h"
+#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 
 namespace zero {
 

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
-#include "zero/inner/classes.h"
+#include "zero/inner_optimizers/classes.h"
 #include "zero/memory/trace_range.h"
 #include "zero/training/engine.h"
 

@@ -12,8 +12,8 @@
 
 #include "bookkeeping/layout.h"
 #include "kernels/cast.h"
-#include "zero/inner/classes.h"
-#include "zero/inner/registry.h"
+#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
 

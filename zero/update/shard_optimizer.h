@@ -23,8 +23,8 @@
 
 #include "bookkeeping/plan.h"
 #include "zero/gradients/gradient_reducer.h"
-#include "zero/inner/fused_update.h"
-#include "zero/inner/step_trap.h"
+#include "zero/inner_optimizers/fused_update.h"
+#include "zero/inner_optimizers/step_trap.h"
 #include "zero/memory/parameter_table.h"
 #include "zero/memory/segment_tensors.h"
 #include "zero/memory/working_arena.h"

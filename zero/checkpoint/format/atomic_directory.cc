@@ -1,0 +1,394 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/format/atomic_directory.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "zero/base/error_text.h"
+#include "zero/checkpoint/format/hashed_file.h"
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kSaving[] = ".saving";
+constexpr char kReplaced[] = ".replaced";
+constexpr char kRemoved[] = ".removed";
+constexpr char kLock[] = "/lock";
+constexpr size_t kTagDigits = 16;
+// keep_last() may put a replaced folder back between the two renames of replace().
+constexpr int kAttempts = 100;
+
+// Makes a folder and the missing ones above it, each on disk under its name.
+void make_folders(const std::string& path) {
+  std::error_code ignored;
+  if (fs::is_directory(path, ignored)) return;
+  make_folders(parent_of(path));
+  if (mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) {
+    throw_errno("cannot make the folder " + path, errno);
+  }
+  sync_folder(parent_of(path));
+}
+
+// Without a slash at the end, which would hide the last name.
+fs::path plain(const std::string& path) {
+  fs::path result = fs::path(path).lexically_normal();
+  return result.has_filename() ? result : result.parent_path();
+}
+
+// Without "/" and "/." at the end, to which nothing can be renamed.
+std::string without_end(const std::string& path) {
+  fs::path result(path);
+  while (result.has_parent_path() && result.has_relative_path() &&
+         (!result.has_filename() || result.filename() == ".")) {
+    result = result.parent_path();
+  }
+  return result.string();
+}
+
+std::string name_of(const std::string& path) { return plain(path).filename().string(); }
+
+std::string hidden(const std::string& target, const std::string& suffix) {
+  return parent_of(target) + "/." + name_of(target) + suffix;
+}
+
+bool exists(const std::string& path) {
+  struct stat status {};
+  return lstat(path.c_str(), &status) == 0;
+}
+
+bool is_folder(const std::string& path) {
+  struct stat status {};
+  return lstat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
+bool unsupported(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP; }
+
+// Others may be removing it, too. A removal that fails is a warning: nobody waits for its space.
+void remove_tree(const std::string& path) {
+  std::error_code error;
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    fs::remove_all(path, error);
+    if (!error || !exists(path)) return;
+    if (error != std::errc::no_such_file_or_directory && error != std::errc::directory_not_empty) {
+      break;
+    }
+  }
+  TORCH_WARN("cannot remove ", path, ": ", error.message());
+}
+
+// 16 hexadecimal digits, by which a name is known to be this library's.
+bool is_tag(const std::string& text) {
+  return text.size() == kTagDigits &&
+         text.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
+// The beginning of the names of what this process removes.
+const std::string& removal_tag() {
+  static const auto* tag = new std::string(random_id().substr(0, kTagDigits / 2));
+  return *tag;
+}
+
+// A free name beside `path` for what is being removed.
+std::string removed_path(const std::string& path) {
+  return parent_of(path) + "/." + removal_tag() + random_id().substr(0, kTagDigits / 2) + kRemoved;
+}
+
+// The rest of a hidden folder's name that ends with `suffix`: the target's name, with or without a
+// tag, or a tag alone.
+std::optional<std::string> hidden_target(const std::string& name, const std::string& suffix) {
+  const bool fits = name.size() > suffix.size() + 1 && name[0] == '.' &&
+                    name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
+  if (!fits) return std::nullopt;
+  return name.substr(1, name.size() - 1 - suffix.size());
+}
+
+// Whether this process or another one has renamed a folder of this name to remove it.
+bool is_removed(const std::string& name) {
+  const auto tag = hidden_target(name, kRemoved);
+  return tag && is_tag(*tag);
+}
+
+// The target's name in that of a hidden folder which a save fills.
+std::optional<std::string> saving_target(const std::string& name) {
+  const auto found = hidden_target(name, kSaving);
+  if (!found || found->size() < kTagDigits + 2) return std::nullopt;
+  const size_t dot = found->size() - kTagDigits - 1;
+  if ((*found)[dot] != '.' || !is_tag(found->substr(dot + 1))) return std::nullopt;
+  return found->substr(0, dot);
+}
+
+// Removes what was renamed to be removed. What cannot be removed, the next save tries again.
+void remove_what_is_renamed(const std::string& parent, bool by_others_alone = false) noexcept {
+  try {
+    for (const std::string& name : names_in(parent)) {
+      const std::string path = parent + "/" + name;
+      const bool own = name.compare(1, removal_tag().size(), removal_tag()) == 0;
+      if (is_removed(name) && is_folder(path) && !(own && by_others_alone)) remove_tree(path);
+    }
+  } catch (const std::exception& error) {
+    TORCH_WARN(error_text(error));
+  }
+}
+
+// The names of the hidden folders that this process fills. Never destroyed: a save may
+// be a static object.
+struct OwnSaves {
+  std::mutex mutex;
+  std::multiset<std::string> names;  // one save has folders of one name on several disks
+};
+OwnSaves& own_saves() {
+  static auto* saves = new OwnSaves;
+  return *saves;
+}
+
+// Who fills a hidden folder: nothing for a dead one, and `unsure` for one that may be dead: it has
+// no lock, or the file system none. The caller holds own_saves().mutex.
+std::optional<std::string> owner_of(const std::string& path,
+                                    const std::optional<std::string>& unsure = std::nullopt) {
+  // Not opened where it is this process's own: closing a file drops its record locks.
+  if (own_saves().names.count(name_of(path)) != 0) return "by this process";
+  const std::string lock_path = path + kLock;
+  const int file = open(lock_path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
+  if (file < 0) return unsure;
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  const bool known = fcntl(file, F_GETLK, &lock) == 0;
+  close(file);
+  if (!known) return unsure;
+  if (lock.l_type == F_UNLCK) return std::nullopt;
+  return lock.l_pid > 0 ? "by process " + std::to_string(lock.l_pid) : "by another process";
+}
+
+}  // namespace
+
+std::string random_id() {
+  std::random_device device;
+  const auto number = [&] { return (uint64_t{device()} << 32) ^ device(); };
+  return hash_text(number()) + hash_text(number());
+}
+
+std::string parent_of(const std::string& target) {
+  const std::string parent = plain(target).parent_path().string();
+  return parent.empty() ? "." : parent;
+}
+
+std::vector<std::string> names_in(const std::string& parent) {
+  std::vector<std::string> names;
+  std::error_code error;
+  fs::directory_iterator next(parent, error), end;
+  if (error == std::errc::no_such_file_or_directory) return names;
+  for (; !error && next != end; next.increment(error)) {
+    names.push_back(next->path().filename().string());
+  }
+  if (error) throw_errno("cannot list " + parent, error.value());
+  return names;
+}
+
+std::string saving_path(const std::string& target, const std::string& id) {
+  return hidden(target, c10::str(".", id.substr(0, kTagDigits), kSaving));
+}
+std::string replaced_path(const std::string& target) { return hidden(target, kReplaced); }
+
+AtomicDirectory::AtomicDirectory(std::string target, bool overwrite, const char* required,
+                                 std::string id)
+    : target_(without_end(target)),
+      id_(std::move(id)),
+      path_(saving_path(target_, id_)),
+      required_(required),
+      overwrite_(overwrite),
+      process_(getpid()) {
+  check_path(target_);
+  TORCH_CHECK(!name_of(target_).empty() && name_of(target_) != "..",
+              "expected the path of a new folder, got \"", target_, "\"");
+  if (exists(target_)) {
+    TORCH_CHECK(overwrite, target_,
+                ": expected a path where nothing is, got one that exists; choose another or "
+                "set overwrite(true)");
+    TORCH_CHECK(exists(target_ + "/" + required), target_,
+                ": expected a checkpoint to overwrite, got something without a ", required,
+                "; remove it yourself or choose another path");
+  }
+  make_folders(parent_of(target_));
+  make();
+}
+
+void AtomicDirectory::make() {
+  const std::lock_guard<std::mutex> guard(own_saves().mutex);
+  const std::string parent = parent_of(target_);
+  // What was killed must not take the space of this save. Of another target, a save that may be
+  // alive is left alone.
+  for (const std::string& name : names_in(parent)) {
+    const auto target = saving_target(name);
+    const std::string other = parent + "/" + name;
+    if (!target || other == path_ || !is_folder(other)) continue;
+    const bool same = *target == name_of(target_);
+    const auto owner = owner_of(other, same ? std::nullopt : std::optional<std::string>("perhaps"));
+    TORCH_CHECK(!same || !owner, target_,
+                ": expected no other save to this folder under way, got one ", owner.value_or(""),
+                " in ", other,
+                "; finish() it first or save to another folder; if the machine of that process is "
+                "gone for good, remove ",
+                other);
+    if (!owner) remove_directory(other);
+  }
+  remove_what_is_renamed(parent, /*by_others_alone=*/true);
+  if (mkdir(path_.c_str(), 0755) != 0) {
+    if (errno == EEXIST) return;
+    throw_errno("cannot make the folder " + path_, errno);
+  }
+  made_ = true;
+  const std::string lock_path = path_ + kLock;
+  lock_ = open(lock_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  if (lock_ < 0) {
+    const int error = errno;
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+    throw_errno("cannot create " + lock_path, error);
+  }
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  fcntl(lock_, F_SETLK, &lock);  // without success where the file system has no locks
+  own_saves().names.insert(name_of(path_));
+}
+
+void AtomicDirectory::unlock(const std::string& path) {
+  unlink((path + kLock).c_str());
+  if (lock_ >= 0) close(lock_);
+  lock_ = -1;
+}
+
+AtomicDirectory::~AtomicDirectory() {
+  if (!made_) return;
+  if (getpid() != process_) {  // a forked child's copy; its parent goes on
+    if (lock_ >= 0) close(lock_);
+    return;
+  }
+  if (!published_) {
+    unlock(path_);  // first, since NFS keeps the name of an open file
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  const std::lock_guard<std::mutex> guard(own_saves().mutex);
+  std::multiset<std::string>& names = own_saves().names;
+  names.erase(names.find(name_of(path_)));
+}
+
+void AtomicDirectory::check_present() const {
+  TORCH_CHECK(is_folder(path_), target_, ": expected the folder of this save at ", path_,
+              ", got none; another save to the same folder or keep_last() in another process has "
+              "removed it, on a file system without locks; save again");
+}
+
+void AtomicDirectory::publish(const RunTask& remove) {
+  check_present();
+  sync_folder(path_);
+  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_NOREPLACE) != 0) {
+    const int error = errno;
+    if (unsupported(error) && !exists(target_)) {
+      if (rename(path_.c_str(), target_.c_str()) != 0) {
+        throw_errno("cannot rename " + path_ + " to " + target_, errno);
+      }
+    } else if (overwrite_ && (unsupported(error) || error == EEXIST)) {
+      replace();
+    } else {
+      throw_errno("cannot rename " + path_ + " to " + target_, error);
+    }
+  }
+  published_ = true;
+  // Only now, since others remove a hidden folder without a lock that is held.
+  unlock(target_);
+  sync_folder(parent_of(target_));
+  // The save has succeeded. What cannot be renamed, the next one removes.
+  for (const std::string& replaced : {path_, replaced_path(target_)}) {
+    if (is_replaced(replaced)) rename(replaced.c_str(), removed_path(target_).c_str());
+  }
+  remove([parent = parent_of(target_)] { remove_what_is_renamed(parent); });
+}
+
+bool AtomicDirectory::is_replaced(const std::string& path) const {
+  return is_folder(path) && exists(path + "/" + required_);
+}
+
+void AtomicDirectory::replace() {
+  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_EXCHANGE) == 0) return;
+  if (!unsupported(errno)) throw_errno("cannot exchange " + path_ + " and " + target_, errno);
+  const std::string aside = replaced_path(target_);
+  for (int attempt = 1;; ++attempt) {
+    // The folder that waits there is older than the one at the target.
+    if (exists(target_) && is_replaced(aside)) remove_directory(aside);
+    if (rename(target_.c_str(), aside.c_str()) != 0 && errno != ENOENT) {
+      throw_errno("cannot rename " + target_ + " to " + aside, errno);
+    }
+    if (rename(path_.c_str(), target_.c_str()) == 0) return;
+    const int error = errno;
+    if ((error == EEXIST || error == ENOTEMPTY) && attempt < kAttempts) continue;
+    rename(aside.c_str(), target_.c_str());
+    throw_errno("cannot rename " + path_ + " to " + target_, error);
+  }
+}
+
+std::string present_path(const std::string& target, const IsComplete& is_complete) {
+  const std::string aside = replaced_path(target);
+  return !exists(target) && is_folder(aside) && is_complete(aside) ? aside : target;
+}
+
+void restore_replaced(const std::string& target, const IsComplete& is_complete) {
+  const std::string present = present_path(target, is_complete);
+  // One of several processes succeeds. A folder with something in it is never renamed over.
+  if (present != target && rename(present.c_str(), target.c_str()) == 0) {
+    sync_folder(parent_of(target));
+  }
+}
+
+std::optional<std::string> hidden_by_crash(const std::string& path) {
+  const auto target = hidden_target(name_of(path), kReplaced);
+  if (!target || exists(parent_of(path) + "/" + *target)) return std::nullopt;
+  return target;
+}
+
+void remove_left_overs(const std::string& parent, const char* required) {
+  const std::lock_guard<std::mutex> guard(own_saves().mutex);
+  for (const std::string& name : names_in(parent)) {
+    const std::string path = parent + "/" + name;
+    if (!is_folder(path)) continue;
+    const bool is_left_over = (saving_target(name) && !owner_of(path)) ||
+                              (hidden_target(name, kReplaced) && !hidden_by_crash(path) &&
+                               exists(path + "/" + required)) ||
+                              is_removed(name);
+    if (is_left_over) remove_directory(path);
+  }
+}
+
+bool remove_directory(const std::string& path) {
+  const std::string aside = removed_path(path);
+  if (rename(path.c_str(), aside.c_str()) != 0) {
+    const int error = errno;
+    if (error != ENOENT) {
+      TORCH_WARN("cannot remove ", path, ": ", std::generic_category().message(error));
+    }
+    return error == ENOENT;
+  }
+  remove_tree(aside);
+  return true;
+}
+
+}  // namespace zero

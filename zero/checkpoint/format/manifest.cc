@@ -1,0 +1,252 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/format/manifest.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cctype>
+#include <exception>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <system_error>
+
+#include "zero/base/error_text.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/limited_json.h"
+#include "zero/checkpoint/format/manifest_fields.h"
+
+namespace zero {
+namespace {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+constexpr char kFormat[] = "zero checkpoint";
+constexpr char kChecksumField[] = "\"xxh3\": \"";
+
+std::string checksum_line(uint64_t hash) { return kChecksumField + hash_text(hash) + "\"}\n"; }
+
+std::string dump(const ordered_json& value) {
+  try {
+    return value.dump();
+  } catch (const json::exception& error) {
+    TORCH_CHECK(false, "checkpoint: expected names and metadata in UTF-8, got other bytes (",
+                error.what(), "); encode binary data as text, for example as hexadecimal digits");
+  }
+}
+
+// Runs `read` on what `text` says; whatever goes wrong names `origin`.
+template <typename Read>
+auto read_json(const std::string& text, const std::string& origin, const Read& read) {
+  try {
+    return read(parse_limited_json(text));
+  } catch (const json::exception& error) {
+    TORCH_CHECK(false, origin,
+                ": expected what this library writes, got something else: ", error.what());
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, origin, ": ", error_text(error));
+  }
+}
+
+// Returns the version of the manifest. Throws for one that this library cannot read.
+int64_t version_of(const json& root) {
+  const json& version = root.at("version");
+  TORCH_CHECK(version.is_number_unsigned(), "version: expected a whole number, got another ",
+              version.type_name());
+  const auto number = version.get<uint64_t>();
+  TORCH_CHECK(number >= kOldestCheckpointVersion && number <= kCheckpointVersion,
+              "expected format version ", kOldestCheckpointVersion, " to ", kCheckpointVersion,
+              ", got ", number, " of library ", root.value("library_version", "(unknown)"),
+              "; load it with that version of this library or a later one");
+  return static_cast<int64_t>(number);
+}
+
+// Earlier libraries read what they can.
+int64_t needed_version(const Manifest& manifest) {
+  int64_t version = 1;
+  for (const auto* list : {&manifest.parameters, &manifest.frozen, &manifest.buffers}) {
+    for (const ManifestParameter& p : *list) {
+      if (is_part(p)) version = std::max<int64_t>(version, p.sections.empty() ? 2 : 3);
+    }
+  }
+  return version;
+}
+
+void check_length(uint64_t bytes, const std::string& path) {
+  TORCH_CHECK(bytes > checksum_line(0).size(), path, ": expected a checkpoint's manifest, got ",
+              bytes, " bytes; the file was truncated");
+  TORCH_CHECK(bytes <= kManifestLimit + checksum_line(0).size(), path,
+              ": expected a manifest of at most ", kManifestLimit, " bytes, got ", bytes);
+}
+
+void check_last_line(const std::string& line, uint64_t hash, const std::string& path) {
+  TORCH_CHECK(line == checksum_line(hash), path,
+              ": expected content that matches its checksum, got other bytes; the file is damaged, "
+              "use another checkpoint");
+}
+
+}  // namespace
+
+int64_t numel(const ManifestParameter& parameter) {
+  int64_t result = 1;
+  for (const int64_t size : parameter.shape) result *= size;
+  return result;
+}
+
+const std::vector<int64_t>& whole_shape(const ManifestParameter& parameter) {
+  return is_part(parameter) ? parameter.whole : parameter.shape;
+}
+
+std::string stored_name(const ManifestParameter& parameter) {
+  if (!is_part(parameter)) return parameter.name;
+  const int64_t end = parameter.from + parameter.shape[parameter.dimension];
+  return parameter.name + "{" + std::to_string(parameter.dimension) + ":" +
+         std::to_string(parameter.from) + ":" + std::to_string(end) + "}";
+}
+
+std::vector<size_t> memory_order(const ManifestParameter& parameter) {
+  std::vector<size_t> order(parameter.shape.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (parameter.strides.empty()) return order;
+  // A dimension of one element is nowhere in memory, whatever its stride: it comes first.
+  const std::vector<int64_t>& whole = whole_shape(parameter);
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    const bool alone = whole[a] == 1, other_alone = whole[b] == 1;
+    if (alone || other_alone) return alone && !other_alone;
+    return parameter.strides[a] > parameter.strides[b];
+  });
+  return order;
+}
+
+TensorPart part_of(const ManifestParameter& parameter) {
+  TensorPart part;
+  TensorBox box;
+  for (const size_t d : memory_order(parameter)) {
+    const bool cut = is_part(parameter) && d == static_cast<size_t>(parameter.dimension);
+    if (cut) part.along = box.from.size();
+    box.from.push_back(cut ? parameter.from : 0);
+    box.sizes.push_back(parameter.shape[d]);
+  }
+  // A part of a fused tensor has its share of each section, one behind the other.
+  if (parameter.sections.empty()) {
+    part.boxes.push_back(std::move(box));
+    return part;
+  }
+  const int64_t size = parameter.shape[parameter.dimension];
+  const int64_t parts = parameter.whole[parameter.dimension] / size;
+  int64_t begin = 0;  // of the section in the whole
+  for (const int64_t section : parameter.sections) {
+    box.sizes[part.along] = section / parts;
+    box.from[part.along] = begin + parameter.from / size * (section / parts);
+    part.boxes.push_back(box);
+    begin += section;
+  }
+  return part;
+}
+
+int64_t writer_of(const ManifestFile& file) {
+  const size_t end = file.name.rfind('.');
+  size_t begin = end == std::string::npos ? 0 : end;
+  while (begin > 0 && std::isdigit(static_cast<unsigned char>(file.name[begin - 1]))) --begin;
+  int64_t rank = 0;
+  for (size_t i = begin; i < end && i < begin + 9; ++i) rank = rank * 10 + (file.name[i] - '0');
+  return rank;  // 0 for the frozen parameters of a save without a mesh
+}
+
+bool is_value(const std::string& kind) {
+  return kind == "step" || kind.rfind("value:", 0) == 0 || kind.rfind("scalar:", 0) == 0;
+}
+
+bool is_uncut(const std::string& kind) { return kind.rfind(kUncutPrefix, 0) == 0; }
+
+void check_values_agree(const std::vector<ManifestFile>& files) {
+  std::map<std::pair<std::string, std::string>, uint64_t> seen;
+  for (const ManifestFile& file : files) {
+    for (const ManifestTensor& t : file.tensors) {
+      if (!is_value(t.kind)) continue;
+      const auto [first, added] = seen.emplace(std::pair(t.owner, t.kind), t.hash);
+      TORCH_CHECK(added || first->second == t.hash, "parameter ", t.owner, ": expected one ",
+                  t.kind, " for all its pieces, got different ones in ", file.name,
+                  "; an optimizer that keeps a value of the piece it was given, such as a norm, "
+                  "does not treat every element by itself");
+    }
+  }
+}
+
+std::string manifest_text(const Manifest& manifest) {
+  TORCH_CHECK(manifest.metadata.size() <= kEntriesLimit, "checkpoint: expected at most ",
+              kEntriesLimit, " entries of metadata, got ", manifest.metadata.size(),
+              "; put many values into one text");
+  TORCH_CHECK(manifest.groups.size() <= kEntriesLimit, "checkpoint: expected at most ",
+              kEntriesLimit, " parameter groups, got ", manifest.groups.size());
+  ordered_json root = {{"format", kFormat}, {"version", needed_version(manifest)}};
+  write_fields(manifest, root);
+  std::string text = dump(root);
+  TORCH_CHECK(text.size() < kManifestLimit, "checkpoint: expected a manifest of less than ",
+              kManifestLimit, " bytes, got ", text.size(),
+              "; larger buckets have fewer pieces of parameters, and metadata counts too");
+  text.back() = ',';  // in place of the closing brace
+  text += '\n';
+  return text + checksum_line(content_hash(text.data(), text.size()));
+}
+
+Manifest parse_manifest(const std::string& text, const std::string& path) {
+  check_length(text.size(), path);
+  const size_t body = text.size() - checksum_line(0).size();
+  // First of all, so that nothing else sees a damaged one.
+  check_last_line(text.substr(body), content_hash(text.data(), body), path);
+  return read_json(text, path, [](const json& root) {
+    TORCH_CHECK(root.at("format").get<std::string>() == kFormat, "expected \"", kFormat,
+                "\", got another format");
+    const int64_t version = version_of(root);
+    Manifest manifest = read_fields(root, version);
+    manifest.version = version;
+    return manifest;
+  });
+}
+
+Manifest read_manifest(const std::string& folder) {
+  const std::string path = folder + "/" + kManifestName;
+  FileReader file(path);
+  check_length(file.size(), path);
+  const size_t tail = checksum_line(0).size();
+  const uint64_t body = file.size() - tail;
+  const uint64_t hash = file.scan(0, body);
+  check_last_line(file.read_text(body, tail), hash, path);
+  return parse_manifest(file.read_text(0, file.size()), path);
+}
+
+bool has_size(const std::string& folder, const ManifestFile& file) {
+  std::error_code error;
+  const std::filesystem::path path = folder + "/" + file.name;
+  return std::filesystem::is_regular_file(path, error) &&
+         std::filesystem::file_size(path, error) == file.bytes && !error;
+}
+
+bool is_complete_checkpoint(const std::string& folder) {
+  try {
+    const Manifest manifest = read_manifest(folder);
+    return std::all_of(manifest.files.begin(), manifest.files.end(), [&](const auto& file) {
+      return file.disk != manifest.disk || has_size(folder, file);
+    });
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+std::string files_text(const std::vector<ManifestFile>& files) { return dump(files_json(files)); }
+
+std::string held_text(const HeldTensors& held) { return dump(held_json(held)); }
+
+HeldTensors parse_held(const std::string& text, const std::string& origin) {
+  return read_json(text, origin, [](const json& root) { return held_from(root); });
+}
+
+std::vector<ManifestFile> parse_files(const std::string& text, const std::string& origin) {
+  return read_json(text, origin, [](const json& root) { return files_from(root); });
+}
+
+}  // namespace zero

@@ -1,0 +1,109 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reads parts of a checkpoint, in a folder or in memory, whatever number of ranks wrote it. Nothing
+// is returned whose checksum was not verified; what is damaged, missing or of another checkpoint is
+// a c10::Error that names the file. Nothing is allocated that is larger than the files that are
+// there. Knows nothing of optimizers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "bookkeeping/reshard.h"
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/safetensors.h"
+
+namespace zero {
+
+// Elements [begin, begin + numel) of a parameter in its memory order.
+struct WantedRange {
+  std::string owner;
+  int64_t begin = 0;
+  int64_t numel = 0;
+};
+
+class CheckpointReader {
+ public:
+  // Reads the manifest alone: of the folder, or of the one that a crash has hidden, see
+  // present_path().
+  explicit CheckpointReader(const std::string& folder);
+  // Of a checkpoint that is in no folder: `open` gives the bytes of a file of `manifest`, each
+  // once. `name` is for errors.
+  using Open = std::function<std::unique_ptr<StoredBytes>(const ManifestFile& file)>;
+  CheckpointReader(std::string name, Manifest manifest, Open open);
+  ~CheckpointReader();
+
+  const Manifest& manifest() const { return manifest_; }
+  // The same for two readers of the same checkpoint only.
+  const std::string& id() const { return manifest_.id; }
+
+  // The kinds of tensors stored for a parameter: "master", "exp_avg", "step".
+  const std::set<std::string>& kinds(const std::string& owner) const;
+
+  // The states of the objects that the save included.
+  std::vector<std::string> state_names() const;
+
+  // Fills into[i], 1-D in host memory, with elements wanted[i] of `kind`. Reads
+  // only stored tensors that overlap, each once and in full, for its checksum.
+  void read(const std::string& kind, const std::vector<WantedRange>& wanted,
+            const std::vector<at::Tensor>& into);
+  // The value of `kind` of each wanted range, shape [1]; undefined for a range without
+  // elements. Throws unless what is stored stands for every wanted element.
+  std::vector<at::Tensor> read_values(const std::string& kind,
+                                      const std::vector<WantedRange>& wanted);
+  // All elements of an uncut tensor of a parameter, 1-D in host memory, with its own dtype.
+  at::Tensor read_uncut(const std::string& owner, const std::string& kind);
+  // The dtype of what read() reads of a range; `kind` must be stored for its owner.
+  c10::ScalarType dtype(const std::string& kind, const WantedRange& range);
+  // All elements of a parameter or of a part of one, fp32, 1-D in memory order.
+  at::Tensor read_all(const ManifestParameter& about, const std::string& kind);
+  // A frozen parameter or buffer, contiguous, with its own dtype.
+  at::Tensor read_whole(const ManifestParameter& about, const std::string& kind);
+  // The bytes of the state of an included object.
+  std::string read_bytes(const std::string& owner, const std::string& kind);
+
+  // Compares a file of manifest().files with its size and checksum.
+  void verify_file(size_t index);
+
+  uint64_t bytes_read() const;
+
+ private:
+  struct Place {  // of a stored tensor
+    size_t file = 0;
+    const ManifestTensor* tensor = nullptr;
+  };
+  struct OpenFile;
+
+  void list_tensors();
+  OpenFile& open(size_t index);
+  const std::vector<Place>& places(const std::string& owner, const std::string& kind) const;
+  // How the stored pieces, which are appended to `stored`, make up `wanted`.
+  std::vector<RangeOverlap> overlaps(const std::string& kind,
+                                     const std::vector<WantedRange>& wanted,
+                                     std::vector<Place>& stored) const;
+  const StoredTensor& stored(const Place& place);
+  // Returns the place of a tensor's bytes. Throws unless they are `numel` of `dtype`; so
+  // that of this size may be allocated.
+  const StoredTensor& stored(const Place& place, c10::ScalarType dtype, int64_t numel);
+  // Gives all bytes to `take`, then throws if the checksum is wrong.
+  void scan(const Place& place, c10::ScalarType dtype, int64_t numel,
+            const StoredBytes::Take& take);
+
+  const std::string folder_;  // or the name
+  const Manifest manifest_;
+  const Open open_;
+  std::map<std::string, std::map<std::string, std::vector<Place>>> places_;  // by owner, kind
+  std::map<std::string, std::set<std::string>> kinds_;
+  std::map<size_t, std::unique_ptr<OpenFile>> files_;
+  std::vector<size_t> recent_;  // the files that are open, the one that was used last at the end
+};
+
+}  // namespace zero

@@ -1,0 +1,256 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/match/mesh_tensors.h"
+
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <sstream>
+#include <tuple>
+
+namespace zero {
+namespace {
+
+// Orders options as a file holds them: there NaN equals NaN.
+struct OptionsOrder {
+  using Options = OptionGroups::value_type;
+  bool operator()(const Options& a, const Options& b) const {
+    return std::lexicographical_compare(
+        a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+          if (x.first != y.first) return x.first < y.first;
+          const bool nan = std::isnan(x.second), other_nan = std::isnan(y.second);
+          return nan || other_nan ? !nan && other_nan : x.second < y.second;
+        });
+  }
+};
+
+bool same_options(const OptionGroups::value_type& a, const OptionGroups::value_type& b) {
+  return !OptionsOrder()(a, b) && !OptionsOrder()(b, a);
+}
+
+// The tensors of one name or one part of it, of the lowest holder first.
+class Namesakes {
+ public:
+  Namesakes(std::string kind, std::vector<const HeldTensor*> sets)
+      : kind_(std::move(kind)), sets_(std::move(sets)) {}
+
+  void check() const {
+    const HeldTensor& first = *sets_.front();
+    for (const HeldTensor* other : sets_) {
+      same("shape", c10::IntArrayRef(first.about.shape), c10::IntArrayRef(other->about.shape),
+           *other);
+      if (memory_order(first.about) != memory_order(other->about)) {
+        same("memory order (strides)", c10::IntArrayRef(first.about.strides),
+             c10::IntArrayRef(other->about.strides), *other);
+      }
+      same("dtype", first.about.dtype, other->about.dtype, *other);
+      TORCH_CHECK(first.hash == other->hash, name(),
+                  ": expected the same values on all ranks that hold it, got others on rank ",
+                  other->holder, " than on rank ", first.holder,
+                  "; give different tensors different names");
+    }
+    check_counted_once();
+  }
+
+ private:
+  std::string name() const { return "checkpoint: " + kind_ + " " + sets_.front()->about.name; }
+
+  template <typename Value>
+  void same(const char* what, const Value& a, const Value& b, const HeldTensor& other) const {
+    TORCH_CHECK(a == b, name(), ": expected one ", what, " on all ranks that hold it, got ", a,
+                " on rank ", sets_.front()->holder, " and ", b, " on rank ", other.holder,
+                "; give different parameters different names");
+  }
+
+  // A name that counts more than once in the norm stands for several parameters.
+  void check_counted_once() const {
+    double counted = 0;
+    std::ostringstream ranks;
+    for (const HeldTensor* set : sets_) {
+      counted += set->copies == 0 ? 0.0 : 1.0 / static_cast<double>(set->copies);
+      ranks << (set == sets_.front() ? "" : ", ") << set->holder;
+    }
+    TORCH_CHECK(counted < 1 + 1e-6, name(),
+                ": expected different names for different parameters, got one name on the sets of "
+                "ranks that begin with ",
+                ranks.str(), ", where the norm counts it ", counted,
+                " times; give each expert or layer a name of its own, for example by its number in "
+                "the whole model, or say with copies() or owner(false) of its placement that these "
+                "are one parameter");
+  }
+
+  const std::string kind_;
+  const std::vector<const HeldTensor*> sets_;
+};
+
+constexpr char kPartsRemedy[] = "; tensor_parts() says on each rank how a tensor is cut";
+
+std::string cut_text(const HeldTensor& t) {
+  if (t.parts == 1) return "a whole tensor";
+  return "one of " + std::to_string(t.parts) + " parts along dimension " +
+         std::to_string(t.dimension) +
+         (t.sections.empty() ? "" : c10::str(" of the sections ", c10::IntArrayRef(t.sections)));
+}
+
+// Of a part, whose cut dimension counts however few of its elements the part has.
+std::vector<size_t> part_order(const HeldTensor& t) {
+  ManifestParameter about = t.about;
+  about.whole = about.shape;
+  about.whole[t.dimension] = t.parts;
+  return memory_order(about);
+}
+
+// The sets that hold each part. Throws unless they make up one whole.
+std::vector<std::vector<const HeldTensor*>> by_part(const std::string& kind,
+                                                    const std::vector<const HeldTensor*>& sets) {
+  const HeldTensor& first = *sets.front();
+  const std::string name = "checkpoint: " + kind + " " + first.about.name;
+  std::vector<std::vector<const HeldTensor*>> parts(first.parts);
+  for (const HeldTensor* t : sets) {
+    TORCH_CHECK(cut_text(*t) == cut_text(first), name,
+                ": expected one cut on all ranks that hold it, got ", cut_text(first), " on rank ",
+                first.holder, " and ", cut_text(*t), " on rank ", t->holder, kPartsRemedy);
+    parts[t->part].push_back(t);
+  }
+  for (size_t p = 0; p < parts.size(); ++p) {
+    TORCH_CHECK(!parts[p].empty(), name, ": expected all of its ", first.parts, " parts, got none ",
+                "with number ", p, kPartsRemedy);
+    if (first.parts == 1) continue;
+    ManifestParameter part = parts[p].front()->about;
+    part.shape[first.dimension] = first.about.shape[first.dimension];
+    TORCH_CHECK(part.shape == first.about.shape && part.dtype == first.about.dtype &&
+                    part_order(*parts[p].front()) == part_order(first),
+                name, ": expected parts that differ along dimension ", first.dimension,
+                " alone, got ", c10::IntArrayRef(first.about.shape), " of ", first.about.dtype,
+                " on rank ", first.holder, " and ", c10::IntArrayRef(parts[p].front()->about.shape),
+                " of ", part.dtype, " on rank ", parts[p].front()->holder,
+                ", or another memory order", kPartsRemedy);
+  }
+  return parts;
+}
+
+// Throws unless the sections make up the whole, and each part has an equal share of each.
+void check_sections(const HeldTensor& first, const std::vector<int64_t>& whole,
+                    const std::vector<std::vector<const HeldTensor*>>& parts) {
+  if (first.sections.empty() || whole.empty()) return;
+  int64_t sum = 0;
+  bool fits = true;
+  for (const int64_t section : first.sections) {
+    fits = fits && section > 0 && section % first.parts == 0;
+    sum += section;
+  }
+  for (const auto& part : parts) fits = fits && part.front()->about.shape == first.about.shape;
+  TORCH_CHECK(fits && sum == whole[first.dimension], "checkpoint: ", first.about.name,
+              ": expected sections of ", whole[first.dimension], " elements of dimension ",
+              first.dimension, " together, each for ", first.parts, " equal parts, got ",
+              c10::IntArrayRef(first.sections),
+              "; TensorParts::sections gives their sizes in the "
+              "whole tensor");
+}
+
+}  // namespace
+
+MeshTensors::MeshTensors(std::vector<HeldTensors> held, std::map<std::string, int64_t> own_parts)
+    : own_parts_(std::move(own_parts)) {
+  number_groups(held);
+  Held parameters, frozen, buffers;
+  std::set<int64_t> holders;
+  for (const HeldTensors& rank : held) {
+    parameters.insert(parameters.end(), rank.parameters.begin(), rank.parameters.end());
+    frozen.insert(frozen.end(), rank.frozen.begin(), rank.frozen.end());
+    buffers.insert(buffers.end(), rank.buffers.begin(), rank.buffers.end());
+    for (const HeldTensor& t : rank.parameters) holders.insert(t.holder);
+  }
+  holders_ = static_cast<int64_t>(holders.size());
+  add(parameters, "parameter", parameters_);
+  add(frozen, "frozen parameter", frozen_);
+  add(buffers, "buffer", buffers_);
+}
+
+// The first holder's groups keep their numbers. A later one's get those of equal options, its own
+// number where it is among them.
+void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
+  std::map<OptionGroups::value_type, size_t, OptionsOrder> numbers;  // the lowest of each options
+  for (size_t rank = 0; rank < held.size(); ++rank) {
+    const bool first = groups_.empty();
+    for (size_t g = 0; g < held[rank].groups.size(); ++g) {
+      const auto& options = held[rank].groups[g];
+      size_t number = groups_.size();
+      if (!first) {
+        const auto equal = numbers.find(options);
+        const bool own = g < groups_.size() && same_options(groups_[g], options);
+        if (own) number = g;
+        if (!own && equal != numbers.end()) number = equal->second;
+      }
+      if (number == groups_.size()) {
+        groups_.push_back(options);
+        numbers.try_emplace(options, number);
+      }
+      group_numbers_[{static_cast<int64_t>(rank), static_cast<int64_t>(g)}] =
+          static_cast<int64_t>(number);
+    }
+  }
+}
+
+// 1. Put the tensors of all ranks into one order: by holder, and as each holder has them. 2. Gather
+// those of one name, which stand where the first of them does. 3. Refuse names that two kinds
+// share.
+// 4. Sort them into parts, compare the copies of each part, and store each part once.
+void MeshTensors::add(const Held& all, const char* kind, std::vector<ManifestParameter>& into) {
+  std::vector<const HeldTensor*> order;
+  for (const HeldTensor& t : all) order.push_back(&t);
+  std::sort(order.begin(), order.end(), [](const HeldTensor* a, const HeldTensor* b) {
+    return std::tie(a->holder, a->index) < std::tie(b->holder, b->index);
+  });
+  std::map<std::string, std::vector<const HeldTensor*>> by_name;
+  for (const HeldTensor* t : order) by_name[t->about.name].push_back(t);
+  for (const HeldTensor* t : order) {
+    const auto& sets = by_name.at(t->about.name);
+    if (sets.front() != t) continue;
+    const auto [other, added] = kinds_.emplace(t->about.name, kind);
+    TORCH_CHECK(added, "checkpoint: ", t->about.name,
+                ": expected a tensor of one kind on all ranks, got a ", other->second,
+                " on some and a ", kind, " on rank ", t->holder,
+                "; give different tensors different names");
+    const std::vector<Sets> parts = by_part(kind, sets);
+    for (const Sets& part : parts) Namesakes(kind, part).check();
+    add_parts(parts, into);
+  }
+}
+
+void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<ManifestParameter>& into) {
+  const HeldTensor& first = *parts.front().front();
+  std::vector<int64_t> whole;  // the shape of all parts together; empty for an uncut tensor
+  if (parts.size() > 1) {
+    whole = first.about.shape;
+    int64_t& size = whole[first.dimension] = 0;
+    for (const Sets& part : parts) size += part.front()->about.shape[first.dimension];
+  }
+  check_sections(first, whole, parts);
+  int64_t from = 0;  // where the part begins along the dimension of the cut
+  for (const Sets& part : parts) {
+    const HeldTensor& t = *part.front();
+    ManifestParameter about = t.about;
+    if (&into == &parameters_) about.group = group_numbers_.at({t.holder, t.about.group});
+    if (parts.size() > 1) {
+      about.whole = whole;
+      about.dimension = t.dimension;
+      about.from = from;
+      about.sections = t.sections;
+      from += t.about.shape[t.dimension];
+    }
+    stored_by_[stored_name(about)] = t.holder;
+    parts_[about.name].push_back(about);
+    into.push_back(std::move(about));
+  }
+}
+
+const ManifestParameter& MeshTensors::own(const std::string& name) const {
+  const auto number = own_parts_.find(name);
+  return parts_.at(name).at(number == own_parts_.end() ? 0 : number->second);
+}
+
+}  // namespace zero

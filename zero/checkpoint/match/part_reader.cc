@@ -1,0 +1,206 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/match/part_reader.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "bookkeeping/part_runs.h"
+#include "zero/base/error_text.h"
+
+namespace zero {
+namespace {
+
+// Bounds the memory of a read whose parts are cut along their fastest dimension.
+constexpr size_t kRangesAtOnce = size_t{1} << 16;
+
+// Elements of two parts that are the same: in dimension d, sizes[d] from from[d] of the one and
+// from to[d] of the other.
+struct Overlap {
+  std::vector<int64_t> from, to, sizes;
+};
+
+std::vector<Overlap> overlaps(const TensorPart& from, const TensorPart& to) {
+  std::vector<Overlap> result;
+  int64_t from_before = 0;
+  for (const TensorBox& a : from.boxes) {
+    int64_t to_before = 0;
+    for (const TensorBox& b : to.boxes) {
+      Overlap both;
+      bool any = true;
+      for (size_t d = 0; d < a.sizes.size(); ++d) {
+        const int64_t begin = std::max(a.from[d], b.from[d]);
+        const int64_t end = std::min(a.from[d] + a.sizes[d], b.from[d] + b.sizes[d]);
+        any = any && begin < end;
+        both.from.push_back(begin - a.from[d] + (d == from.along ? from_before : 0));
+        both.to.push_back(begin - b.from[d] + (d == to.along ? to_before : 0));
+        both.sizes.push_back(end - begin);
+      }
+      if (any) result.push_back(std::move(both));
+      if (!b.sizes.empty()) to_before += b.sizes[to.along];
+    }
+    if (!a.sizes.empty()) from_before += a.sizes[from.along];
+  }
+  return result;
+}
+
+}  // namespace
+
+PartReader::PartReader(CheckpointReader& reader) : reader_(reader) {
+  const Manifest& m = reader.manifest();
+  for (const auto* list : {&m.parameters, &m.frozen, &m.buffers}) {
+    for (const ManifestParameter& p : *list) parts_[p.name].push_back(&p);
+  }
+}
+
+const PartReader::Parts& PartReader::parts(const std::string& name) const {
+  const auto found = parts_.find(name);
+  TORCH_INTERNAL_ASSERT(found != parts_.end(), "a tensor of the checkpoint");
+  for (const ManifestParameter* p : found->second) {
+    TORCH_CHECK(whole_shape(*p) == whole_shape(*found->second.front()), "parameter ", name,
+                ": expected parts of one tensor in the checkpoint, got parts of shapes ",
+                c10::IntArrayRef(whole_shape(*found->second.front())), " and ",
+                c10::IntArrayRef(whole_shape(*p)));
+  }
+  return found->second;
+}
+
+HeldRange PartReader::find(const ManifestParameter& held, int64_t begin, int64_t numel) const {
+  HeldRange result{held.name, {}, {}};
+  const TensorPart wanted = part_of(held);
+  std::vector<TensorPart> stored;
+  for (const ManifestParameter* p : parts(held.name)) {
+    stored.push_back(part_of(*p));
+    if (stored.back() == wanted) result.same = stored_name(*p);
+  }
+  if (!result.same.empty()) {
+    result.stored.push_back({result.same, begin, numel});
+    return result;
+  }
+  try {
+    for (const PartRun& run : part_runs(wanted, begin, numel, stored)) {
+      result.stored.push_back({stored_name(*parts(held.name)[run.stored]), run.begin, run.numel});
+    }
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "parameter ", held.name, ": ", error_text(error));
+  }
+  return result;
+}
+
+std::set<std::string> PartReader::kinds(const std::string& name) const {
+  std::set<std::string> result;
+  for (const ManifestParameter* p : parts(name)) {
+    const auto& kinds = reader_.kinds(stored_name(*p));
+    result.insert(kinds.begin(), kinds.end());
+  }
+  return result;
+}
+
+c10::ScalarType PartReader::dtype(const std::string& kind, const HeldRange& range) {
+  if (!range.stored.empty()) return reader_.dtype(kind, range.stored.front());
+  return reader_.dtype(kind, {stored_name(*parts(range.name).front()), 0, 0});
+}
+
+void PartReader::read(const std::string& kind, const std::vector<const HeldRange*>& ranges,
+                      const std::vector<at::Tensor>& into) {
+  std::vector<WantedRange> wanted;
+  std::vector<at::Tensor> pieces;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    int64_t done = 0;
+    for (const WantedRange& range : ranges[i]->stored) {
+      wanted.push_back(range);
+      pieces.push_back(into[i].narrow(0, done, range.numel));
+      done += range.numel;
+    }
+    // Between parameters, so that each stored tensor is read once.
+    const bool last = i + 1 == ranges.size() || ranges[i + 1]->name != ranges[i]->name;
+    if (i + 1 == ranges.size() || (last && wanted.size() > kRangesAtOnce)) {
+      reader_.read(kind, wanted, pieces);
+      wanted.clear();
+      pieces.clear();
+    }
+  }
+}
+
+std::vector<at::Tensor> PartReader::read_values(const std::string& kind,
+                                                const std::vector<const HeldRange*>& ranges) {
+  std::vector<WantedRange> wanted;
+  std::vector<size_t> of;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    // A value stands for all elements, so one range for each stored tensor is enough.
+    std::map<std::string, std::pair<int64_t, int64_t>> hulls;
+    for (const WantedRange& r : ranges[i]->stored) {
+      auto& [begin, end] = hulls.try_emplace(r.owner, r.begin, r.begin + r.numel).first->second;
+      begin = std::min(begin, r.begin);
+      end = std::max(end, r.begin + r.numel);
+    }
+    for (const auto& [owner, hull] : hulls) {
+      wanted.push_back({owner, hull.first, hull.second - hull.first});
+      of.push_back(i);
+    }
+  }
+  const std::vector<at::Tensor> values = reader_.read_values(kind, wanted);
+  std::vector<at::Tensor> result(ranges.size());
+  for (size_t w = 0; w < wanted.size(); ++w) {
+    at::Tensor& value = result[of[w]];
+    if (!value.defined()) value = values[w];
+    TORCH_CHECK(!values[w].defined() || at::equal(value, values[w]), "parameter ",
+                ranges[of[w]]->name, ": expected one ", kind,
+                " for all its parts in the checkpoint, got different ones");
+  }
+  return result;
+}
+
+at::Tensor PartReader::read_uncut(const std::string& kind, const HeldRange& range) {
+  TORCH_CHECK(!range.same.empty(), "parameter ", range.name, ": expected state ",
+              kind.substr(std::string(kUncutPrefix).size()),
+              " of a tensor that is cut as it was at the save, since this state has a size of its "
+              "own and cannot be cut, got another cut; load with the tensor parallelism of the "
+              "save");
+  return reader_.read_uncut(range.same, kind);
+}
+
+std::vector<std::string> PartReader::owners(const ManifestParameter& held) const {
+  const TensorPart wanted = part_of(held);
+  std::vector<std::string> result;
+  for (const ManifestParameter* p : parts(held.name)) {
+    const TensorPart part = part_of(*p);
+    if (part == wanted) return {stored_name(*p)};
+    if (!overlaps(part, wanted).empty()) result.push_back(stored_name(*p));
+  }
+  return result;
+}
+
+at::Tensor PartReader::read_whole(const ManifestParameter& held, const std::string& kind) {
+  const Parts& stored = parts(held.name);
+  const TensorPart wanted = part_of(held);
+  at::Tensor result;
+  int64_t filled = 0;
+  for (const ManifestParameter* p : stored) {
+    const TensorPart part = part_of(*p);
+    if (part == wanted) return reader_.read_whole(*p, kind);
+    // Boxes of a fused tensor may overlap in several places.
+    const std::vector<Overlap> both = overlaps(part, wanted);
+    if (both.empty()) continue;
+    const at::Tensor whole = reader_.read_whole(*p, kind);
+    if (!result.defined()) result = at::empty(held.shape, whole.options());
+    for (const Overlap& o : both) {
+      at::Tensor from = whole, to = result;
+      for (size_t d = 0; d < o.sizes.size(); ++d) {
+        from = from.narrow(static_cast<int64_t>(d), o.from[d], o.sizes[d]);
+        to = to.narrow(static_cast<int64_t>(d), o.to[d], o.sizes[d]);
+      }
+      to.copy_(from);
+      filled += to.numel();
+    }
+  }
+  const int64_t expected = numel(held);
+  TORCH_CHECK(filled == expected, kind, " ", held.name, ": expected ", expected,
+              " elements in the parts of the checkpoint, got ", filled);
+  return result.defined() ? result : at::empty(held.shape, at::TensorOptions().dtype(held.dtype));
+}
+
+}  // namespace zero

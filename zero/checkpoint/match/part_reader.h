@@ -1,0 +1,66 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reads tensors that a checkpoint holds whole or in tensor-parallel parts, into tensors that are
+// whole or parts themselves, cut in the same way or in another.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/reader.h"
+
+namespace zero {
+
+// Elements of what a rank holds of a tensor.
+struct HeldRange {
+  std::string name;
+  std::vector<WantedRange> stored;  // that make them up, in their order
+  std::string same;                 // the stored tensor, if it has the same shape and place
+};
+
+class PartReader {
+ public:
+  // `reader` must outlive this.
+  explicit PartReader(CheckpointReader& reader);
+
+  // The elements [begin, begin + numel) of `held`, in its memory order. Throws c10::Error unless
+  // the checkpoint has each of them once. This and the rest: `held` is a tensor of the checkpoint,
+  // with the same whole shape and memory order.
+  HeldRange find(const ManifestParameter& held, int64_t begin, int64_t numel) const;
+
+  // The owners of the stored tensors that read_whole() reads.
+  std::vector<std::string> owners(const ManifestParameter& held) const;
+
+  // The kinds of tensors stored for any part of a parameter.
+  std::set<std::string> kinds(const std::string& name) const;
+  // The dtype of what read() reads of a range.
+  c10::ScalarType dtype(const std::string& kind, const HeldRange& range);
+
+  // Fills into[i], 1-D in host memory, with ranges[i] of `kind`.
+  void read(const std::string& kind, const std::vector<const HeldRange*>& ranges,
+            const std::vector<at::Tensor>& into);
+  // The value of `kind` of each range; undefined for a range without elements. Throws unless all
+  // that is stored for a range has the same.
+  std::vector<at::Tensor> read_values(const std::string& kind,
+                                      const std::vector<const HeldRange*>& ranges);
+  // An uncut tensor of what `range` is of. Throws unless that is stored as it is held here.
+  at::Tensor read_uncut(const std::string& kind, const HeldRange& range);
+  // A frozen parameter or buffer, or the part of it that is `held`.
+  at::Tensor read_whole(const ManifestParameter& held, const std::string& kind);
+
+ private:
+  using Parts = std::vector<const ManifestParameter*>;
+
+  const Parts& parts(const std::string& name) const;
+
+  CheckpointReader& reader_;
+  std::map<std::string, Parts> parts_;  // by name
+};
+
+}  // namespace zero

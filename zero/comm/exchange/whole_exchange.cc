@@ -1,0 +1,176 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "zero/comm/exchange/whole_exchange.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+#include <vector>
+
+#include "zero/base/detached_call.h"
+
+namespace zero {
+namespace {
+
+int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+bool summed_by_backend(const Rows& rows) {
+  return rows.equal() && rows.values().scalar_type() == at::kFloat;
+}
+
+// The destructor waits so long at most for the end of a backend.
+constexpr std::chrono::milliseconds kEnd{10000};
+
+}  // namespace
+
+WholeExchange::~WholeExchange() {
+  const auto limit = std::min(kEnd, timeout());
+  if (!end_.valid() || end_.wait_for(limit) == std::future_status::ready) return;
+  // Nor may it be destroyed when that thread lets it go: the process may be ending by then.
+  static_cast<void>(new BackendPtr(backend_ptr()));
+  TORCH_WARN("a communicator of rank ", rank(), " of ", world_size(), " does not end within ",
+             limit.count(),
+             " ms and is left behind. Does a CUDA graph live that captured its "
+             "operations? Let graphs end before their optimizer");
+}
+
+std::string WholeExchange::error() noexcept {
+  try {
+    switch (backend().getError()) {
+      case c10d::ErrorType::SUCCESS:
+        return {};
+      case c10d::ErrorType::TIMEOUT:
+        return "an operation was not done within the timeout";
+      default:
+        return "a connection failed, or a rank has ended";
+    }
+  } catch (...) {  // a backend that cannot say
+    return {};
+  }
+}
+
+void WholeExchange::end(void (c10d::Backend::*how)()) {
+  if (end_.valid()) return;
+  end_ = start_detached([backend = backend_ptr(), how] {
+    (*backend.*how)();
+    return true;
+  });
+}
+
+void WholeExchange::hang_up() noexcept {
+  try {
+    end(&c10d::Backend::abort);
+  } catch (...) {  // no thread is left
+    BackendExchange::hang_up();
+  }
+}
+
+void WholeExchange::shutdown() { end(&c10d::Backend::shutdown); }
+
+void WholeExchange::start_all_to_all(const Rows& rows, const at::Tensor& received,
+                                     Operation& operation) {
+  at::Tensor from = rows.values();
+  at::Tensor into = received;
+  std::vector<int64_t> sent_sizes, received_sizes;  // empty: equal
+  if (!rows.equal()) {
+    for (int r = 0; r < world_size(); ++r) sent_sizes.push_back(rows.lengths().numel(r));
+    received_sizes.assign(world_size(), sent_sizes[rank()]);
+    into = received.view({-1});
+  }
+  c10d::AllToAllOptions options;
+  options.timeout = timeout();
+  operation.on_success([rows, received] {});
+  operation.add_whole(backend().alltoall_base(into, from, received_sizes, sent_sizes, options),
+                      !from.is_cpu());
+}
+
+SentBytes WholeExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
+                                  Operation& operation) {
+  start_all_to_all(rows, received, operation);
+  return sent(bytes_to_peers(rows));
+}
+
+int64_t WholeExchange::reduction_bytes(const Rows& rows, const RowValues& /*values*/) const {
+  return (summed_by_backend(rows) ? 1 : world_size()) * own_bytes(rows);
+}
+
+SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
+                                const RowValues& /*values*/, UseRows use, Operation& operation) {
+  at::Tensor from = rows.values();
+  const at::Tensor own = rows.row(rank());
+  SummandRows summands;
+  summands.dtype = from.scalar_type();
+  if (summed_by_backend(rows)) {
+    at::Tensor received = buffer.view(from.scalar_type());
+    c10d::ReduceScatterOptions options;
+    options.reduceOp = c10d::ReduceOp::SUM;
+    options.timeout = timeout();
+    operation.on_success([from, received] {});
+    operation.add_whole(backend()._reduce_scatter_base(received, from, options), !from.is_cpu());
+    summands.own_row = received.const_data_ptr();
+  } else {
+    const at::Tensor received = received_in(buffer, rows);
+    start_all_to_all(rows, received, operation);
+    summands.count = world_size();
+    summands.received = received.const_data_ptr();
+    summands.own_row = own.const_data_ptr();
+    summands.own = rank();
+  }
+  if (own.numel() > 0) {
+    operation.on_received([summands, use = std::move(use)] { use(summands); });
+  }
+  return sent(bytes_to_peers(rows));
+}
+
+SentBytes WholeExchange::gather(const Rows& rows, const at::Tensor& /*before*/,
+                                Operation& operation) {
+  if (!rows.equal()) {
+    for (const int64_t r : rows.lengths().filled()) {
+      start_broadcast(rows.row(r), static_cast<int>(r), operation);
+    }
+    return sent((world_size() - 1) * own_bytes(rows));
+  }
+  const at::Tensor& values = rows.values();
+  at::Tensor all = values.contiguous();
+  at::Tensor own = values.select(0, rank());
+  c10d::AllgatherOptions options;
+  options.timeout = timeout();
+  if (!all.is_same(values)) operation.on_received([values, all] { values.copy_(all); });
+  operation.on_success([values, all] {});
+  operation.add_whole(backend()._allgather_base(all, own, options), !values.is_cpu());
+  return sent((world_size() - 1) * own_bytes(rows));
+}
+
+int64_t WholeExchange::all_reduce_bytes(const at::Tensor& values) const {
+  return 2 * (world_size() - 1) * bytes_of(values) / world_size();
+}
+
+SentBytes WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
+                                    Operation& operation) {
+  std::vector<at::Tensor> tensors{values};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  options.timeout = timeout();
+  operation.on_success([values] {});
+  operation.add_whole(backend().allreduce(tensors, options), !values.is_cpu());
+  return sent(all_reduce_bytes(values));
+}
+
+void WholeExchange::start_broadcast(const at::Tensor& tensor, int source, Operation& operation) {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::BroadcastOptions options;
+  options.rootRank = source;
+  options.timeout = timeout();
+  operation.on_success([tensor] {});
+  operation.add_whole(backend().broadcast(tensors, options), !tensor.is_cpu());
+}
+
+SentBytes WholeExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
+  start_broadcast(tensor, source, operation);
+  return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
+}
+
+}  // namespace zero

@@ -1,0 +1,58 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/full_like.h>
+#include <torch/optim/adagrad.h>
+
+#include "zero/inner_optimizers/class_adapter.h"
+#include "zero/inner_optimizers/registry.h"
+
+namespace zero {
+namespace {
+
+using Class = torch::optim::Adagrad;
+using ClassOptions = torch::optim::AdagradOptions;
+using ClassState = torch::optim::AdagradParamState;
+
+constexpr StateFormat kSum{};
+
+// The only class whose constructor makes state.
+class AdagradAdapter : public ClassAdapter<Class, ClassOptions, ClassState> {
+ public:
+  AdagradAdapter()
+      : ClassAdapter("Adagrad",
+                     {option<ClassOptions>(
+                          "lr", [](auto& o) -> auto& { return o.lr(); }),
+                      option<ClassOptions>(
+                          "lr_decay", [](auto& o) -> auto& { return o.lr_decay(); }),
+                      option<ClassOptions>(
+                          "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
+                      option<ClassOptions>(
+                          "initial_accumulator_value",
+                          [](auto& o) -> auto& { return o.initial_accumulator_value(); }),
+                      option<ClassOptions>(
+                          "eps", [](auto& o) -> auto& { return o.eps(); })},
+                     {state_tensor<ClassState>(
+                         "sum", [](auto& s) -> auto& { return s.sum(); }, kSum, Needed::kAlways)},
+                     [](ClassState& s) -> int64_t& { return s.step(); }) {}
+
+  std::unique_ptr<State> initial_state(const Optimizer& optimizer, int64_t group,
+                                       const at::Tensor& parameter) const override {
+    const double value = options_of(optimizer, group).initial_accumulator_value();
+    auto state = std::make_unique<ClassState>();
+    state->step(0);
+    state->sum(kSum.from_elements(at::full_like(parameter, value)));
+    return state;
+  }
+  bool is_unused(const State& state) const override {
+    return static_cast<const ClassState&>(state).step() == 0;
+  }
+};
+
+}  // namespace
+
+const OptimizerAdapter& adagrad_adapter() {
+  static const AdagradAdapter adapter;
+  return adapter;
+}
+
+}  // namespace zero

@@ -1,0 +1,117 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The adapter that Adam and AdamW share: torch gives each its own options and state, with the same
+// members.
+#pragma once
+
+#include <vector>
+
+#include "kernels/adam.h"
+#include "zero/inner_optimizers/class_adapter.h"
+
+namespace zero {
+
+template <typename Class, typename Options, typename State>
+class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpdate {
+  using Base = ClassAdapter<Class, Options, State>;
+  using Optimizer = torch::optim::Optimizer;
+  static constexpr StateFormat kMoment{};
+
+ public:
+  // `decoupled`: the weight decay multiplies the parameter, and is no part of the gradient.
+  AdamAdapter(const char* name, bool decoupled)
+      : Base(
+            name,
+            {option<Options>(
+                 "lr", [](auto& o) -> auto& { return o.lr(); }),
+             option<Options>(
+                 "beta1", [](auto& o) -> auto& { return std::get<0>(o.betas()); }),
+             option<Options>(
+                 "beta2", [](auto& o) -> auto& { return std::get<1>(o.betas()); }),
+             option<Options>(
+                 "eps", [](auto& o) -> auto& { return o.eps(); }),
+             option<Options>(
+                 "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
+             option<Options>(
+                 "amsgrad", [](auto& o) -> auto& { return o.amsgrad(); })},
+            {state_tensor<State>(
+                 "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); }, kMoment, Needed::kAlways),
+             state_tensor<State>(
+                 "exp_avg_sq", [](auto& s) -> auto& { return s.exp_avg_sq(); }, kMoment,
+                 Needed::kAlways),
+             state_tensor<State>(
+                 "max_exp_avg_sq", [](auto& s) -> auto& { return s.max_exp_avg_sq(); }, kMoment,
+                 Needed::kWithSomeOptions)},
+            [](State& s) -> int64_t& { return s.step(); }),
+        decoupled_(decoupled) {}
+
+  const FusedUpdate* fused() const override { return this; }
+
+  bool prepare_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) const override {
+    const bool amsgrad = Base::options_of(optimizer, group).amsgrad();
+    return prepare(Base::state_of(optimizer, master), amsgrad, master);
+  }
+
+  void update(Optimizer& optimizer, int64_t group, const std::vector<FusedSegment>& segments,
+              const FusedScalars& scalars, c10::ScalarType working_dtype,
+              kernels::Stream stream) const override {
+    const Options& options = Base::options_of(optimizer, group);
+    std::vector<kernels::AdamSegment> list;
+    list.reserve(segments.size());
+    for (const FusedSegment& s : segments) {
+      State& state = Base::state_of(optimizer, *s.master);
+      prepare(state, options.amsgrad(), *s.master);
+      if (s.count == nullptr) state.step(state.step() + 1);
+      kernels::AdamSegment segment;
+      segment.numel = s.master->numel();
+      segment.master = s.master->template mutable_data_ptr<float>();
+      segment.exp_avg = kMoment.values<float>(state.exp_avg(), segment.numel);
+      segment.exp_avg_sq = kMoment.values<float>(state.exp_avg_sq(), segment.numel);
+      if (options.amsgrad()) {
+        segment.max_exp_avg_sq = kMoment.values<float>(state.max_exp_avg_sq(), segment.numel);
+      }
+      segment.gradient = s.gradient;
+      segment.working = s.working;
+      segment.step = state.step();
+      segment.device_step = s.count;
+      list.push_back(segment);
+    }
+    kernels::AdamOptions o;
+    o.lr = options.lr();
+    o.beta1 = std::get<0>(options.betas());
+    o.beta2 = std::get<1>(options.betas());
+    o.eps = options.eps();
+    o.weight_decay = options.weight_decay();
+    o.amsgrad = options.amsgrad();
+    o.decoupled = decoupled_;
+    kernels::adam_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
+  }
+
+  int64_t update_count(const Optimizer& optimizer, const at::Tensor& master) const override {
+    const State* state = Base::find_state(optimizer, master);
+    return state == nullptr ? 0 : state->step();
+  }
+  void set_update_count(Optimizer& optimizer, const at::Tensor& master,
+                        int64_t count) const override {
+    State* state = Base::find_state(optimizer, master);
+    if (state != nullptr) state->step(count);
+  }
+
+ private:
+  // Makes the tensors that are missing. True if there were none.
+  static bool prepare(State& state, bool amsgrad, const at::Tensor& master) {
+    const bool made = !state.exp_avg().defined();
+    if (made) {
+      state.step(0);
+      state.exp_avg(kMoment.zeros(master));
+      state.exp_avg_sq(kMoment.zeros(master));
+    }
+    if (amsgrad && !state.max_exp_avg_sq().defined()) state.max_exp_avg_sq(kMoment.zeros(master));
+    return made;
+  }
+
+  const bool decoupled_;
+};
+
+}  // namespace zero

@@ -1,0 +1,202 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The adapter of a class as a list of its options and one of its state tensors. An accessor is
+// given as a lambda without captures that returns a reference:
+//
+//   option<Options>("lr", [](auto& o) -> auto& { return o.lr(); })
+#pragma once
+
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+#include <map>
+#include <type_traits>
+#include <typeinfo>
+
+#include "zero/inner_optimizers/adapter.h"
+#include "zero/inner_optimizers/state_store.h"
+
+namespace zero {
+
+// A number or a truth value among a class's options.
+template <typename Options>
+struct OptionField {
+  const char* name;
+  double (*get)(const Options& options);
+  void (*set)(Options& options, double value);
+};
+
+template <typename Options, typename Accessor>
+OptionField<Options> option(const char* name, Accessor) {
+  return {name, [](const Options& o) { return static_cast<double>(Accessor()(o)); },
+          [](Options& o, double value) {
+            auto& field = Accessor()(o);
+            if constexpr (std::is_same_v<std::decay_t<decltype(field)>, bool>) {
+              field = value != 0.0;
+            } else {
+              field = value;
+            }
+          }};
+}
+
+// A tensor with one value per element.
+template <typename State>
+struct StateField {
+  const char* name;
+  const at::Tensor& (*get)(const State& state);
+  void (*set)(State& state, at::Tensor tensor);
+  StateFormat format;
+  bool required;  // a state without it is broken
+};
+enum class Needed { kAlways, kWithSomeOptions };
+
+template <typename State, typename Accessor>
+StateField<State> state_tensor(const char* name, Accessor, const StateFormat& format,
+                               Needed needed) {
+  return {name, [](const State& s) -> const at::Tensor& { return Accessor()(s); },
+          [](State& s, at::Tensor tensor) { Accessor()(s) = std::move(tensor); }, format,
+          needed == Needed::kAlways};
+}
+
+template <typename Class, typename ClassOptions, typename ClassState>
+class ClassAdapter : public OptimizerAdapter {
+ public:
+  using Step = int64_t& (*)(ClassState& state);
+
+  // `step`: the count of updates, null for a class that does not count.
+  ClassAdapter(const char* name, std::vector<OptionField<ClassOptions>> options,
+               std::vector<StateField<ClassState>> tensors, Step step = nullptr)
+      : name_(name), options_(std::move(options)), tensors_(std::move(tensors)), step_(step) {}
+
+  std::string name() const override { return name_; }
+  bool is_class_of(const Optimizer& optimizer) const override {
+    return typeid(optimizer) == typeid(Class);
+  }
+  bool is_class_of(const Options& options) const override {
+    return dynamic_cast<const ClassOptions*>(&options) != nullptr;
+  }
+  bool is_class_of(const State& state) const override {
+    return dynamic_cast<const ClassState*>(&state) != nullptr;
+  }
+
+  OptionValues option_values(const Options& options) const override {
+    const auto& o = static_cast<const ClassOptions&>(options);
+    OptionValues values;
+    for (const auto& field : options_) values.emplace_back(field.name, field.get(o));
+    return values;
+  }
+  void set_option_values(Options& options, const OptionValues& values) const override {
+    auto& o = static_cast<ClassOptions&>(options);
+    const std::map<std::string, double> by_name(values.begin(), values.end());
+    for (const auto& field : options_) {
+      const auto found = by_name.find(field.name);
+      if (found != by_name.end()) field.set(o, found->second);
+    }
+  }
+  bool equal_options(const Options& a, const Options& b) const override {
+    return !is_class_of(b) ||
+           static_cast<const ClassOptions&>(a) == static_cast<const ClassOptions&>(b);
+  }
+  bool ranks_compare_options() const override { return true; }
+
+  std::unique_ptr<State> initial_state(const Optimizer&, int64_t,
+                                       const at::Tensor&) const override {
+    return nullptr;
+  }
+  bool is_unused(const State&) const override { return false; }
+  void visit_tensors(const State& state, const VisitTensor& visit) const override {
+    for (const auto& field : tensors_) {
+      const at::Tensor& tensor = field.get(static_cast<const ClassState&>(state));
+      if (tensor.defined()) visit(field.name, tensor);
+    }
+  }
+  InnerState read_state(const Optimizer&, const State& state,
+                        const at::Tensor& parameter) const override {
+    TORCH_CHECK(is_class_of(state), "state of ", name_,
+                ": expected the class of state that it makes, got another");
+    const auto& own = static_cast<const ClassState&>(state);
+    InnerState result;
+    if (step_ != nullptr) {
+      const int64_t step = step_(const_cast<ClassState&>(own));
+      const auto options = at::TensorOptions().dtype(at::kLong);
+      result.values.emplace_back("step", at::full({1}, step, options));
+    }
+    for (const auto& field : tensors_) {
+      const at::Tensor& tensor = field.get(own);
+      if (!tensor.defined()) continue;
+      result.tensors.emplace_back(field.name, field.format.to_elements(tensor, parameter.numel()));
+    }
+    return result;
+  }
+  std::unique_ptr<State> make_state(Optimizer&, int64_t, const at::Tensor&,
+                                    const InnerState& content) const override;
+  std::vector<std::string> required_state() const override {
+    std::vector<std::string> names;
+    for (const auto& field : tensors_) {
+      if (field.required) names.emplace_back(field.name);
+    }
+    if (step_ != nullptr) names.emplace_back("step");
+    return names;
+  }
+
+ protected:
+  static const ClassOptions& options_of(const Optimizer& optimizer, int64_t group) {
+    return static_cast<const ClassOptions&>(optimizer.param_groups()[group].options());
+  }
+  // Null without state.
+  static ClassState* find_state(const Optimizer& optimizer, const at::Tensor& master) {
+    const auto& all = optimizer.state();
+    const auto found = all.find(master.unsafeGetTensorImpl());
+    return found == all.end() ? nullptr : static_cast<ClassState*>(found->second.get());
+  }
+  // Empty state where there is none.
+  static ClassState& state_of(Optimizer& optimizer, const at::Tensor& master) {
+    auto& slot = optimizer.state()[master.unsafeGetTensorImpl()];
+    if (!slot) slot = std::make_unique<ClassState>();
+    return static_cast<ClassState&>(*slot);
+  }
+
+ private:
+  const char* const name_;
+  const std::vector<OptionField<ClassOptions>> options_;
+  const std::vector<StateField<ClassState>> tensors_;
+  const Step step_;
+};
+
+template <typename Class, typename ClassOptions, typename ClassState>
+std::unique_ptr<torch::optim::OptimizerParamState>
+ClassAdapter<Class, ClassOptions, ClassState>::make_state(Optimizer&, int64_t, const at::Tensor&,
+                                                          const InnerState& content) const {
+  TORCH_CHECK(content.uncut.empty(), "state: expected tensors that ", name_, " has, got ",
+              content.uncut.front().first);
+  for (const auto& [name, tensor] : content.tensors) {
+    StateFormat format;
+    for (const auto& field : tensors_) {
+      if (field.name == name) format = field.format;
+    }
+    TORCH_CHECK(format.accepts(tensor.scalar_type()), "state ", name, " of ", name_, ": expected ",
+                format.exchange_type(), ", got ", tensor.scalar_type());
+  }
+  int64_t step = 0;
+  for (const auto& [name, value] : content.values) {
+    TORCH_CHECK(name == "step" && value.scalar_type() == at::kLong, "state of ", name_,
+                ": expected step, of Long, as its only value, got ", name, " of ",
+                value.scalar_type());
+    step = value.template item<int64_t>();
+  }
+  std::map<std::string, at::Tensor> given(content.tensors.begin(), content.tensors.end());
+  auto made = std::make_unique<ClassState>();
+  if (step_ != nullptr) step_(*made) = step;
+  for (const auto& field : tensors_) {
+    const auto found = given.find(field.name);
+    if (found == given.end()) continue;
+    field.set(*made, field.format.from_elements(found->second));
+    given.erase(found);
+  }
+  TORCH_CHECK(given.empty(), "state: expected tensors that ", name_, " has, got ",
+              given.begin()->first);
+  return made;
+}
+
+}  // namespace zero

@@ -1,0 +1,344 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/muon.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <torch/optim/serialize.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "bookkeeping/whole_parameters.h"
+#include "zero/inner_optimizers/class_adapter.h"
+#include "zero/inner_optimizers/exact_scale.h"
+#include "zero/inner_optimizers/newton_schulz.h"
+#include "zero/inner_optimizers/own_class.h"
+#include "zero/inner_optimizers/registry.h"
+
+namespace zero {
+
+MuonSplit split_rows(std::vector<int64_t> sizes) {
+  return [sizes = std::move(sizes)](const at::Tensor& tensor) {
+    const int64_t sum = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == sum, "split_rows: expected a matrix of ",
+                sum, " rows, got a tensor of shape ", tensor.sizes());
+    return tensor.split_with_sizes(sizes);
+  };
+}
+
+void MuonOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(nesterov);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(ns_coefficients);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(ns_steps);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(adjust_lr_fn);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(ns_dtype);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(batched);
+}
+
+void MuonOptions::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, momentum);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, nesterov);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(ns_coefficients_t, ns_coefficients);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, ns_steps);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(std::string, adjust_lr_fn);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG_OPTIONAL(c10::ScalarType, ns_dtype);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, batched);
+}
+
+bool operator==(const MuonOptions& lhs, const MuonOptions& rhs) {
+  return lhs.lr() == rhs.lr() && lhs.weight_decay() == rhs.weight_decay() &&
+         lhs.momentum() == rhs.momentum() && lhs.nesterov() == rhs.nesterov() &&
+         lhs.ns_coefficients() == rhs.ns_coefficients() && lhs.eps() == rhs.eps() &&
+         lhs.ns_steps() == rhs.ns_steps() && lhs.adjust_lr_fn() == rhs.adjust_lr_fn() &&
+         lhs.ns_dtype() == rhs.ns_dtype() && lhs.batched() == rhs.batched();
+}
+
+void MuonParamState::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum_buffer);
+}
+
+void MuonParamState::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, momentum_buffer);
+}
+
+namespace {
+
+void check_options(const MuonOptions& o) {
+  TORCH_CHECK(o.lr() >= 0, "Muon: expected a learning rate of 0 or more, got ", o.lr());
+  TORCH_CHECK(o.weight_decay() >= 0, "Muon: expected a weight decay of 0 or more, got ",
+              o.weight_decay());
+  TORCH_CHECK(o.momentum() >= 0, "Muon: expected a momentum of 0 or more, got ", o.momentum());
+  TORCH_CHECK(0 <= o.ns_steps() && o.ns_steps() < 100, "Muon: expected ns_steps from 0 to 99, got ",
+              o.ns_steps());
+  TORCH_CHECK(o.adjust_lr_fn() == "original" || o.adjust_lr_fn() == "match_rms_adamw",
+              "Muon: expected adjust_lr_fn \"original\" or \"match_rms_adamw\", got \"",
+              o.adjust_lr_fn(), "\"");
+  TORCH_CHECK(!o.ns_dtype() || o.ns_dtype() == at::kBFloat16 || o.ns_dtype() == at::kFloat,
+              "Muon: expected ns_dtype kBFloat16 or kFloat, got ", *o.ns_dtype());
+}
+
+void check_parameter(const at::Tensor& p, const MuonOptions& o) {
+  TORCH_CHECK(p.is_floating_point(), "Muon: expected parameters of a floating-point dtype, got ",
+              p.scalar_type());
+  TORCH_CHECK(p.dim() == 2 || o.split(), "Muon: expected matrices, got a parameter of shape ",
+              p.sizes(),
+              ". Give biases, norms and embeddings to another optimizer, such as "
+              "torch::optim::AdamW; for a parameter that consists of matrices (a convolution, "
+              "experts in one tensor), set MuonOptions::split() in a group of its own");
+}
+
+// Fails unless `split` returns views that cover a tensor like `p` once. It counts on the host,
+// which needs no wait for a GPU.
+void check_split(const at::Tensor& p, const MuonSplit& split) {
+  const at::Tensor counts = at::zeros_like(p, p.options().dtype(at::kInt).device(at::kCPU));
+  for (const at::Tensor& view : split(counts)) {
+    TORCH_CHECK(view.dim() == 2, "Muon: expected split() to return matrices, got one of shape ",
+                view.sizes(), " for a parameter of shape ", p.sizes());
+    view.add_(1);
+  }
+  TORCH_CHECK(counts.eq(1).all().item<bool>(),
+              "Muon: expected split() to return views with every element of a parameter in exactly "
+              "one, got elements in none or in several for shape ",
+              p.sizes());
+}
+
+double adjusted_lr(const MuonOptions& o, const at::Tensor& matrix) {
+  const auto rows = static_cast<double>(matrix.size(0));
+  const auto columns = static_cast<double>(matrix.size(1));
+  const double ratio = o.adjust_lr_fn() == "original" ? std::sqrt(std::max(1.0, rows / columns))
+                                                      : 0.2 * std::sqrt(std::max(rows, columns));
+  return o.lr() * ratio;
+}
+
+// Smaller products, counted in multiplications, take longer in bf16 than in fp32 on a CPU, since
+// each call arranges its factors anew. One thread with amx_bf16, one matrix, bf16 over fp32: 10.8
+// for 32 x 32, 4.0 for 64 x 64, 1.9 for 64 x 256, 1.1 for 128 x 128, 0.5 for 128 x 512. By shape
+// alone, so that the bits do not depend on how many matrices a rank owns.
+constexpr int64_t kWorthBf16 = int64_t{1} << 21;
+
+bool multiplies_in_bf16(const at::Tensor& matrix) {
+  if (!has_bf16_products(matrix.device())) return false;
+  const auto [side, length] = std::minmax({matrix.size(0), matrix.size(1)});
+  return !matrix.is_cpu() || side * side * length >= kWorthBf16;
+}
+
+NewtonSchulz iteration_of(const MuonOptions& o, const at::Tensor& matrix) {
+  const bool rounded = !o.ns_dtype() && !multiplies_in_bf16(matrix);
+  const c10::ScalarType dtype = rounded ? at::kFloat : o.ns_dtype().value_or(at::kBFloat16);
+  return {o.ns_coefficients(), o.eps(), o.ns_steps(), dtype, rounded};
+}
+
+// Orthogonalises the updates of one group and subtracts them: large ones at once, small ones when
+// enough of one shape and device have been added.
+class Updates {
+ public:
+  explicit Updates(const MuonOptions& o) : options_(o) {}
+
+  void add(const at::Tensor& matrix, const at::Tensor& update) {
+    const NewtonSchulz iteration = iteration_of(options_, update);
+    if (!options_.batched() || !is_batched(update, iteration)) {
+      subtract(matrix, newton_schulz(update, iteration));
+      return;
+    }
+    Batch& batch = batches_[{matrix.size(0), matrix.size(1), matrix.device().index()}];
+    batch.matrices.push_back(matrix);
+    batch.updates.push_back(update);
+    if (static_cast<int64_t>(batch.updates.size()) * update.numel() >= kBatchNumel) finish(batch);
+  }
+
+  void finish() {
+    for (auto& [shape, batch] : batches_) finish(batch);
+  }
+
+ private:
+  // Bounds the memory of a batch: 8 MiB in bf16, and twice that for the updates.
+  static constexpr int64_t kBatchNumel = int64_t{1} << 22;
+
+  struct Batch {
+    std::vector<at::Tensor> matrices, updates;
+  };
+
+  void subtract(const at::Tensor& matrix, const at::Tensor& direction) {
+    matrix.add_(direction, -adjusted_lr(options_, matrix));
+  }
+
+  void finish(Batch& batch) {
+    if (batch.updates.empty()) return;
+    const std::vector<at::Tensor> directions =
+        newton_schulz_batch(batch.updates, iteration_of(options_, batch.updates.front()));
+    for (size_t i = 0; i < directions.size(); ++i) subtract(batch.matrices[i], directions[i]);
+    batch = {};
+  }
+
+  const MuonOptions& options_;
+  std::map<std::tuple<int64_t, int64_t, int>, Batch> batches_;
+};
+
+void add_parameter(const at::Tensor& p, const at::Tensor& update, const MuonSplit& split,
+                   Updates& updates) {
+  if (!split) {
+    updates.add(p, update);
+    return;
+  }
+  const std::vector<at::Tensor> matrices = split(p), parts = split(update);
+  TORCH_CHECK(matrices.size() == parts.size(),
+              "Muon: expected split() to return as many views for equal shapes, got ",
+              matrices.size(), " and ", parts.size());
+  for (size_t i = 0; i < parts.size(); ++i) updates.add(matrices[i], parts[i]);
+}
+
+}  // namespace
+
+Muon::Muon(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, MuonOptions defaults)
+    : Optimizer(param_groups, std::make_unique<MuonOptions>(defaults)) {
+  check_options(defaults);
+  take_options(param_groups_, param_groups, check_options);
+  for (auto& group : param_groups_) {
+    const auto& options = static_cast<const MuonOptions&>(group.options());
+    for (const at::Tensor& p : group.params()) check_parameter(p, options);
+  }
+}
+
+Muon::Muon(std::vector<at::Tensor> params, MuonOptions defaults)
+    : Muon({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+
+at::Tensor Muon::step(LossClosure closure) {
+  at::NoGradGuard no_grad;
+  const at::Tensor loss = loss_of(closure);
+  for (auto& group : param_groups_) {
+    const auto& options = static_cast<const MuonOptions&>(group.options());
+    Updates updates(options);
+    std::set<std::pair<std::vector<int64_t>, std::vector<int64_t>>> checked;
+    for_each_gradient(group, "Muon", [&](at::Tensor& p, const at::Tensor& gradient) {
+      if (p.numel() == 0) return;
+      check_parameter(p, options);
+      if (options.split() && checked.emplace(p.sizes().vec(), p.strides().vec()).second) {
+        check_split(p, options.split());
+      }
+      auto& slot = state_[p.unsafeGetTensorImpl()];
+      if (!slot) {
+        auto made = std::make_unique<MuonParamState>();
+        made->momentum_buffer(at::zeros_like(gradient, at::MemoryFormat::Preserve));
+        slot = std::move(made);
+      }
+      at::Tensor& buffer = static_cast<MuonParamState&>(*slot).momentum_buffer();
+      buffer.lerp_(gradient, 1.0 - options.momentum());
+      exact_scale(p, 1.0 - options.lr() * options.weight_decay());
+      add_parameter(p, options.nesterov() ? gradient.lerp(buffer, options.momentum()) : buffer,
+                    options.split(), updates);
+    });
+    updates.finish();
+  }
+  return loss;
+}
+
+void Muon::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<MuonParamState, MuonOptions>(archive, *this);
+}
+
+void Muon::load(torch::serialize::InputArchive& archive) {
+  std::vector<MuonSplit> splits;
+  for (auto& group : param_groups_) {
+    splits.push_back(static_cast<const MuonOptions&>(group.options()).split());
+  }
+  torch::optim::serialize<MuonParamState, MuonOptions>(archive, *this);
+  for (size_t g = 0; g < splits.size(); ++g) {
+    static_cast<MuonOptions&>(param_groups_[g].options()).split(std::move(splits[g]));
+  }
+}
+
+namespace {
+
+constexpr StateFormat kMomentum{};
+
+// Whether ns_dtype is `dtype`. Checkpoints of earlier versions have only that of fp32, and keep an
+// explicit bfloat16 of the program.
+template <c10::ScalarType dtype>
+OptionField<MuonOptions> ns_dtype(const char* name) {
+  return {name, [](const MuonOptions& o) { return o.ns_dtype() == dtype ? 1.0 : 0.0; },
+          [](MuonOptions& o, double value) {
+            if (value != 0.0) {
+              o.ns_dtype(dtype);
+            } else if (o.ns_dtype() == dtype) {
+              o.ns_dtype(std::nullopt);
+            }
+          }};
+}
+
+class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
+ public:
+  MuonAdapter()
+      : ClassAdapter(
+            "zero::Muon",
+            {option<MuonOptions>(
+                 "lr", [](auto& o) -> auto& { return o.lr(); }),
+             option<MuonOptions>(
+                 "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
+             option<MuonOptions>(
+                 "momentum", [](auto& o) -> auto& { return o.momentum(); }),
+             option<MuonOptions>(
+                 "nesterov", [](auto& o) -> auto& { return o.nesterov(); }),
+             option<MuonOptions>(
+                 "ns_a", [](auto& o) -> auto& { return std::get<0>(o.ns_coefficients()); }),
+             option<MuonOptions>(
+                 "ns_b", [](auto& o) -> auto& { return std::get<1>(o.ns_coefficients()); }),
+             option<MuonOptions>(
+                 "ns_c", [](auto& o) -> auto& { return std::get<2>(o.ns_coefficients()); }),
+             option<MuonOptions>(
+                 "eps", [](auto& o) -> auto& { return o.eps(); }),
+             option<MuonOptions>(
+                 "ns_steps", [](auto& o) -> auto& { return o.ns_steps(); }),
+             {"match_rms_adamw",
+              [](const MuonOptions& o) { return o.adjust_lr_fn() == kMatchRms ? 1.0 : 0.0; },
+              [](MuonOptions& o, double value) {
+                o.adjust_lr_fn(value != 0.0 ? kMatchRms : "original");
+              }},
+             ns_dtype<at::kFloat>("ns_fp32"),
+             ns_dtype<at::kBFloat16>("ns_bf16"),
+             option<MuonOptions>(
+                 "batched", [](auto& o) -> auto& { return o.batched(); })},
+            {state_tensor<MuonParamState>(
+                "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); }, kMomentum,
+                Needed::kAlways)}) {}
+
+  bool needs_whole_parameters() const override { return true; }
+  void check_parameter(const Options& options, const at::Tensor& parameter) const override {
+    zero::check_parameter(parameter, static_cast<const MuonOptions&>(options));
+  }
+  std::string arithmetic(const Options& options, at::Device device) const override {
+    if (static_cast<const MuonOptions&>(options).ns_dtype()) return {};
+    return has_bf16_products(device)
+               ? "zero::Muon multiplies large matrices in bfloat16"
+               : "zero::Muon multiplies in fp32, as this processor has no products of bfloat16; "
+                 "set MuonOptions::ns_dtype() on all ranks";
+  }
+  // A parameter with a split may have any shape: it counts as one matrix.
+  int64_t step_cost(const at::Tensor& parameter) const override {
+    if (parameter.dim() < 2 || parameter.numel() == 0) return parameter.numel();
+    return newton_schulz_cost(parameter.size(0), parameter.numel() / parameter.size(0));
+  }
+
+ private:
+  static constexpr const char* kMatchRms = "match_rms_adamw";
+};
+
+}  // namespace
+
+const OptimizerAdapter& muon_adapter() {
+  static const MuonAdapter adapter;
+  return adapter;
+}
+
+}  // namespace zero

@@ -1,0 +1,50 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/inner_optimizers/registry.h"
+
+#include "zero/combined_optimizer.h"
+#include "zero/inner_optimizers/serialized_state.h"
+
+namespace zero {
+namespace {
+
+template <typename Object>
+const OptimizerAdapter& find(const Object& object) {
+  for (const OptimizerAdapter* adapter : registered_adapters()) {
+    if (adapter->is_class_of(object)) return *adapter;
+  }
+  return serialized_adapter();
+}
+
+}  // namespace
+
+c10::ArrayRef<const OptimizerAdapter*> registered_adapters() {
+  static const OptimizerAdapter* const kAdapters[] = {
+      &adamw_adapter(),    //
+      &adam_adapter(),     //
+      &sgd_adapter(),      //
+      &rmsprop_adapter(),  //
+      &adagrad_adapter(),  //
+      &lion_adapter(),     //
+      &muon_adapter(),     //
+      &lamb_adapter(),     //
+      &adafactor_adapter(),
+  };
+  return kAdapters;
+}
+
+const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer) {
+  return find(optimizer);
+}
+const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer, int64_t group) {
+  const auto* combined = dynamic_cast<const CombinedOptimizer*>(&optimizer);
+  return find(combined == nullptr ? optimizer : combined->part_of(group));
+}
+const OptimizerAdapter& adapter_of(const torch::optim::OptimizerOptions& options) {
+  return find(options);
+}
+const OptimizerAdapter& adapter_of(const torch::optim::OptimizerParamState& state) {
+  return find(state);
+}
+
+}  // namespace zero

@@ -1,0 +1,35 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The adapters of all classes, and how to find the one of an object.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+#include <torch/optim/optimizer.h>
+
+#include "zero/inner_optimizers/adapter.h"
+
+namespace zero {
+
+// In the order in which errors name the classes.
+c10::ArrayRef<const OptimizerAdapter*> registered_adapters();
+
+// The adapter of exactly this class; serialized_adapter() for a class that is not in the registry.
+const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer);
+// That of the class that updates parameter group `group`: in a CombinedOptimizer, one of its parts.
+const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer, int64_t group);
+const OptimizerAdapter& adapter_of(const torch::optim::OptimizerOptions& options);
+const OptimizerAdapter& adapter_of(const torch::optim::OptimizerParamState& state);
+
+// One file of this folder each.
+const OptimizerAdapter& adafactor_adapter();
+const OptimizerAdapter& adagrad_adapter();
+const OptimizerAdapter& adam_adapter();
+const OptimizerAdapter& adamw_adapter();
+const OptimizerAdapter& lamb_adapter();
+const OptimizerAdapter& lion_adapter();
+const OptimizerAdapter& muon_adapter();
+const OptimizerAdapter& rmsprop_adapter();
+const OptimizerAdapter& sgd_adapter();
+
+}  // namespace zero

@@ -1,0 +1,45 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include <torch/optim/rmsprop.h>
+
+#include "zero/inner_optimizers/class_adapter.h"
+#include "zero/inner_optimizers/registry.h"
+
+namespace zero {
+namespace {
+
+using Class = torch::optim::RMSprop;
+using ClassOptions = torch::optim::RMSpropOptions;
+using ClassState = torch::optim::RMSpropParamState;
+
+}  // namespace
+
+const OptimizerAdapter& rmsprop_adapter() {
+  constexpr StateFormat kFormat{};
+  static const ClassAdapter<Class, ClassOptions, ClassState> adapter(
+      "RMSprop",
+      {option<ClassOptions>(
+           "lr", [](auto& o) -> auto& { return o.lr(); }),
+       option<ClassOptions>(
+           "alpha", [](auto& o) -> auto& { return o.alpha(); }),
+       option<ClassOptions>(
+           "eps", [](auto& o) -> auto& { return o.eps(); }),
+       option<ClassOptions>(
+           "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
+       option<ClassOptions>(
+           "momentum", [](auto& o) -> auto& { return o.momentum(); }),
+       option<ClassOptions>(
+           "centered", [](auto& o) -> auto& { return o.centered(); })},
+      {state_tensor<ClassState>(
+           "square_avg", [](auto& s) -> auto& { return s.square_avg(); }, kFormat, Needed::kAlways),
+       state_tensor<ClassState>(
+           "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); }, kFormat,
+           Needed::kWithSomeOptions),
+       state_tensor<ClassState>(
+           "grad_avg", [](auto& s) -> auto& { return s.grad_avg(); }, kFormat,
+           Needed::kWithSomeOptions)},
+      [](ClassState& s) -> int64_t& { return s.step(); });
+  return adapter;
+}
+
+}  // namespace zero

@@ -1,0 +1,313 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/inner_optimizers/serialized_state.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Type.h>
+#include <torch/serialize/archive.h>
+
+#include <cstring>
+#include <map>
+#include <optional>
+#include <typeinfo>
+#include <utility>
+
+#include "zero/base/error_text.h"
+
+namespace zero {
+namespace {
+
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+constexpr char kValue[] = "value:";
+constexpr char kScalar[] = "scalar:";
+
+InputArchive reopened(OutputArchive& archive) {
+  std::string bytes;
+  archive.save_to([&](const void* data, size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  InputArchive result;
+  result.load_from(bytes.data(), bytes.size());
+  return result;
+}
+
+template <typename Serializable>
+std::map<std::string, c10::IValue> named_values(const Serializable& object) {
+  OutputArchive written;
+  object.serialize(written);
+  InputArchive archive = reopened(written);
+  std::map<std::string, c10::IValue> values;
+  for (const std::string& name : archive.keys()) archive.read(name, values[name]);
+  return values;
+}
+
+template <typename Serializable>
+void read_values(Serializable& object, const std::map<std::string, c10::IValue>& values) {
+  OutputArchive written;
+  for (const auto& [name, value] : values) written.write(name, value);
+  InputArchive archive = reopened(written);
+  object.serialize(archive);
+}
+
+at::Tensor one(const c10::Scalar& value, c10::ScalarType dtype) {
+  return at::full({1}, value, at::TensorOptions().dtype(dtype));
+}
+
+// Nothing for what cannot be stored.
+std::optional<at::Tensor> as_value(const c10::IValue& value) {
+  if (value.isInt()) return one(value.toInt(), at::kLong);
+  if (value.isDouble()) return one(value.toDouble(), at::kDouble);
+  if (value.isBool()) return one(value.toBool(), at::kBool);
+  return std::nullopt;
+}
+
+c10::IValue from_value(const at::Tensor& tensor) {
+  if (tensor.scalar_type() == at::kLong) return tensor.item<int64_t>();
+  if (tensor.scalar_type() == at::kDouble) return tensor.item<double>();
+  return tensor.item<bool>();
+}
+
+bool starts_with(const std::string& text, const std::string& start) {
+  return text.compare(0, start.size(), start) == 0;
+}
+
+// `optimizer` with one scratch parameter and nothing else, until the end.
+class Probe {
+ public:
+  Probe(torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& like)
+      : optimizer_(optimizer),
+        scratch_(at::zeros(std::vector<int64_t>(like.dim(), 1), like.options())) {
+    std::swap(states_, optimizer_.state());
+    for (auto& g : optimizer_.param_groups()) parameters_.push_back(std::exchange(g.params(), {}));
+    optimizer_.param_groups()[group].params().push_back(scratch_);
+  }
+  ~Probe() {
+    std::swap(states_, optimizer_.state());
+    for (size_t g = 0; g < parameters_.size(); ++g) {
+      optimizer_.param_groups()[g].params() = std::move(parameters_[g]);
+    }
+  }
+  Probe(const Probe&) = delete;
+  Probe& operator=(const Probe&) = delete;
+
+  // None if the class makes none.
+  std::unique_ptr<torch::optim::OptimizerParamState> new_state() {
+    scratch_.mutable_grad() = at::zeros_like(scratch_);
+    optimizer_.step();
+    return std::move(optimizer_.state()[scratch_.unsafeGetTensorImpl()]);
+  }
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+  at::Tensor scratch_;
+  ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> states_;
+  std::vector<std::vector<at::Tensor>> parameters_;
+};
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+  const at::Tensor left = a.cpu().contiguous(), right = b.cpu().contiguous();
+  return left.nbytes() == 0 ||
+         std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0;
+}
+
+std::map<std::string, at::Tensor> by_kind(const InnerState& state) {
+  std::map<std::string, at::Tensor> result(state.tensors.begin(), state.tensors.end());
+  result.insert(state.values.begin(), state.values.end());
+  return result;
+}
+
+// Lists and pairs of numbers as numbers with a position.
+void visit_numbers(const std::string& name, c10::IValue& value,
+                   const std::function<void(const std::string&, c10::IValue&)>& visit) {
+  if (value.isDouble() || value.isInt() || value.isBool()) visit(name, value);
+  if (!value.isTuple()) return;
+  std::vector<c10::IValue> elements = value.toTupleRef().elements().vec();
+  for (size_t i = 0; i < elements.size(); ++i) {
+    visit_numbers(name + "." + std::to_string(i), elements[i], visit);
+  }
+  value = c10::ivalue::Tuple::create(std::move(elements));
+}
+
+class SerializedAdapter : public OptimizerAdapter {
+ public:
+  std::string name() const override { return {}; }
+  bool is_class_of(const Optimizer&) const override { return true; }
+  bool is_class_of(const Options&) const override { return true; }
+  bool is_class_of(const State&) const override { return true; }
+
+  OptionValues option_values(const Options& options) const override;
+  void set_option_values(Options& options, const OptionValues& values) const override;
+  // Both would serialize options at every step.
+  bool equal_options(const Options&, const Options&) const override { return true; }
+  bool ranks_compare_options() const override { return false; }
+
+  std::unique_ptr<State> initial_state(const Optimizer&, int64_t,
+                                       const at::Tensor&) const override {
+    return nullptr;
+  }
+  bool is_unused(const State&) const override { return false; }
+  void visit_tensors(const State& state, const VisitTensor& visit) const override;
+  InnerState read_state(const Optimizer& optimizer, const State& state,
+                        const at::Tensor& parameter) const override;
+  std::unique_ptr<State> make_state(Optimizer& optimizer, int64_t group,
+                                    const at::Tensor& parameter,
+                                    const InnerState& content) const override;
+  std::vector<std::string> required_state() const override { return {}; }
+};
+
+std::string type_name(const torch::optim::Optimizer& optimizer) {
+  return c10::demangle(typeid(optimizer).name());
+}
+
+InnerState SerializedAdapter::read_state(const Optimizer& optimizer, const State& state,
+                                         const at::Tensor& parameter) const {
+  at::NoGradGuard no_grad;
+  InnerState result;
+  std::map<std::string, c10::IValue> named;
+  try {
+    named = named_values(state);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "state of ", type_name(optimizer),
+                ": expected a class that overrides serialize() of OptimizerParamState, got one "
+                "whose serialize() throws: ",
+                error_text(error));
+  }
+  for (const auto& [name, value] : named) {
+    const std::string where = "state " + name + " of " + type_name(optimizer);
+    if (value.isNone()) continue;
+    if (!value.isTensor()) {
+      const auto number = as_value(value);
+      TORCH_CHECK(number, where, ": expected a tensor, an int, a double or a bool, got ",
+                  value.tagKind(), ", which cannot be cut for other numbers of ranks");
+      result.values.emplace_back(kValue + name, *number);
+      continue;
+    }
+    const at::Tensor& tensor = value.toTensor();
+    if (!tensor.defined()) continue;
+    if (tensor.dim() == 0) {
+      result.values.emplace_back(kScalar + name, tensor.reshape({1}));
+      continue;
+    }
+    TORCH_CHECK(tensor.sizes() == parameter.sizes(), where,
+                ": expected one value for each element, shape ", parameter.sizes(),
+                ", or a 0-dim tensor, got shape ", tensor.sizes(),
+                ", which cannot be cut for other numbers of ranks");
+    TORCH_CHECK(name != "master" && name != "step" && name.find(':') == std::string::npos, where,
+                ": expected a tensor of another name; checkpoints use this one themselves");
+    result.tensors.emplace_back(name, tensor);
+  }
+  return result;
+}
+
+std::unique_ptr<torch::optim::OptimizerParamState> SerializedAdapter::make_state(
+    Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
+    const InnerState& content) const {
+  at::NoGradGuard no_grad;
+  const std::string name = type_name(optimizer);
+  TORCH_CHECK(content.uncut.empty(), "state: expected tensors that ", name, " has, got ",
+              content.uncut.front().first);
+  auto state = Probe(optimizer, group, parameter).new_state();
+  TORCH_CHECK(state, "state of ", name, ": expected step() to make some, got none");
+  const auto present = named_values(*state);
+  std::map<std::string, c10::IValue> values;
+  for (const auto& [kind, tensor] : content.tensors) values[kind] = tensor.to(parameter.device());
+  for (const auto& [kind, tensor] : content.values) {
+    const bool scalar = starts_with(kind, kScalar);
+    const std::string key = kind.substr(kind.find(':') + 1);
+    if (!scalar) {
+      values[key] = from_value(tensor);
+      continue;
+    }
+    // Some classes count on the host, others on the device.
+    const auto found = present.find(key);
+    const bool known = found != present.end() && found->second.isTensor();
+    values[key] = tensor.reshape({}).to(known ? found->second.toTensor().device() : at::kCPU);
+  }
+  read_values(*state, values);
+  const auto wanted = by_kind(content);
+  std::map<std::string, at::Tensor> made;
+  try {
+    made = by_kind(read_state(optimizer, *state, parameter));
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "state of ", name,
+                ": expected serialize() to read what it wrote, got: ", error_text(error));
+  }
+  for (const auto& [kind, tensor] : wanted) {
+    const auto found = made.find(kind);
+    TORCH_CHECK(found != made.end() && same_bits(found->second, tensor), "state ", kind, " of ",
+                name, ": expected serialize() to read what it wrote, got something else");
+  }
+  TORCH_CHECK(made.size() == wanted.size(), "state of ", name, ": expected what was stored, got ",
+              made.size(), " values in place of ", wanted.size(),
+              "; were its options others when it was saved?");
+  return state;
+}
+
+void SerializedAdapter::visit_tensors(const State& state, const VisitTensor& visit) const {
+  std::map<std::string, c10::IValue> named;
+  try {
+    named = named_values(state);
+  } catch (const c10::Error&) {  // torch's own serialize(), which is to be overridden
+    return;
+  }
+  for (const auto& [name, value] : named) {
+    if (value.isTensor() && value.toTensor().defined()) visit(name.c_str(), value.toTensor());
+  }
+}
+
+OptimizerAdapter::OptionValues SerializedAdapter::option_values(const Options& options) const {
+  OptionValues result;
+  try {
+    for (auto& [name, value] : named_values(options)) {
+      visit_numbers(name, value, [&](const std::string& number, c10::IValue& v) {
+        result.emplace_back(number, v.toScalar().toDouble());
+      });
+    }
+    return result;
+  } catch (const c10::Error&) {  // torch's own serialize(), which is to be overridden
+  }
+  try {
+    return {{"lr", options.get_lr()}};
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
+void SerializedAdapter::set_option_values(Options& options, const OptionValues& values) const {
+  const std::map<std::string, double> wanted(values.begin(), values.end());
+  std::map<std::string, c10::IValue> named;
+  try {
+    named = named_values(options);
+  } catch (const c10::Error&) {
+    if (wanted.count("lr") != 0) options.set_lr(wanted.at("lr"));
+    return;
+  }
+  for (auto& [name, value] : named) {
+    visit_numbers(name, value, [&](const std::string& number, c10::IValue& v) {
+      const auto found = wanted.find(number);
+      if (found == wanted.end()) return;
+      if (v.isInt()) v = static_cast<int64_t>(found->second);
+      if (v.isBool()) v = found->second != 0.0;
+      if (v.isDouble()) v = found->second;
+    });
+  }
+  read_values(options, named);
+}
+
+}  // namespace
+
+const OptimizerAdapter& serialized_adapter() {
+  static const SerializedAdapter adapter;
+  return adapter;
+}
+
+}  // namespace zero

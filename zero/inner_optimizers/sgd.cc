@@ -1,0 +1,105 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/sgd.h"
+
+#include <torch/optim/sgd.h>
+
+#include <vector>
+
+#include "zero/inner_optimizers/class_adapter.h"
+#include "zero/inner_optimizers/registry.h"
+
+namespace zero {
+namespace {
+
+using Class = torch::optim::SGD;
+using ClassOptions = torch::optim::SGDOptions;
+using ClassState = torch::optim::SGDParamState;
+
+constexpr StateFormat kMomentum{};
+
+class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public FusedUpdate {
+ public:
+  SgdAdapter()
+      : ClassAdapter("SGD",
+                     {option<ClassOptions>(
+                          "lr", [](auto& o) -> auto& { return o.lr(); }),
+                      option<ClassOptions>(
+                          "momentum", [](auto& o) -> auto& { return o.momentum(); }),
+                      option<ClassOptions>(
+                          "dampening", [](auto& o) -> auto& { return o.dampening(); }),
+                      option<ClassOptions>(
+                          "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
+                      option<ClassOptions>(
+                          "nesterov", [](auto& o) -> auto& { return o.nesterov(); })},
+                     {state_tensor<ClassState>(
+                         "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); },
+                         kMomentum, Needed::kWithSomeOptions)}) {}
+
+  const FusedUpdate* fused() const override { return this; }
+
+  bool prepare_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) const override {
+    return prepare(optimizer, options_of(optimizer, group), master).made;
+  }
+
+  void update(Optimizer& optimizer, int64_t group, const std::vector<FusedSegment>& segments,
+              const FusedScalars& scalars, c10::ScalarType working_dtype,
+              kernels::Stream stream) const override {
+    const ClassOptions& options = options_of(optimizer, group);
+    std::vector<kernels::SgdSegment> list;
+    list.reserve(segments.size());
+    for (const FusedSegment& s : segments) {
+      kernels::SgdSegment segment;
+      const auto [state, made] = prepare(optimizer, options, *s.master);
+      segment.first_step = made;
+      segment.numel = s.master->numel();
+      if (state != nullptr) {
+        segment.momentum = kMomentum.values<float>(state->momentum_buffer(), segment.numel);
+      }
+      segment.master = s.master->mutable_data_ptr<float>();
+      segment.gradient = s.gradient;
+      segment.working = s.working;
+      segment.device_step = s.count;
+      list.push_back(segment);
+    }
+    kernels::SgdOptions o;
+    o.lr = options.lr();
+    o.momentum = options.momentum();
+    o.dampening = options.dampening();
+    o.weight_decay = options.weight_decay();
+    o.nesterov = options.nesterov();
+    kernels::sgd_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
+  }
+
+  int64_t update_count(const Optimizer& optimizer, const at::Tensor& master) const override {
+    const ClassState* state = find_state(optimizer, master);
+    return state != nullptr && state->momentum_buffer().defined() ? 1 : 0;
+  }
+  void set_update_count(Optimizer&, const at::Tensor&, int64_t) const override {}
+
+ private:
+  // The state of a segment, and whether its tensor was made just now.
+  struct Prepared {
+    ClassState* state;
+    bool made;
+  };
+
+  // Without momentum there is none.
+  static Prepared prepare(Optimizer& optimizer, const ClassOptions& options,
+                          const at::Tensor& master) {
+    if (options.momentum() == 0) return {nullptr, false};
+    ClassState& state = state_of(optimizer, master);
+    const bool made = !state.momentum_buffer().defined();
+    if (made) state.momentum_buffer(kMomentum.empty(master));
+    return {&state, made};
+  }
+};
+
+}  // namespace
+
+const OptimizerAdapter& sgd_adapter() {
+  static const SgdAdapter adapter;
+  return adapter;
+}
+
+}  // namespace zero
