@@ -17,6 +17,7 @@ namespace zero {
 struct MemoryReport {
   int64_t working_parameters = 0;  // full, padding included
   int64_t master_parameters = 0;  // this rank's rows in fp32; 0 where the working row is the master
+  int64_t ema = 0;                // this rank's rows of the average in fp32
   int64_t optimizer_state = 0;    // what the inner optimizer keeps for this rank's segments
   int64_t gradient_shards = 0;    // this rank's rows in fp32
   int64_t full_gradients = 0;     // stage 1: averaged gradients in full; and unsent p.grad()
@@ -27,7 +28,7 @@ struct MemoryReport {
   int64_t protected_steps = 0;  // host memory for ZeroOptions::protect(); not in total()
 
   int64_t total() const {
-    return working_parameters + master_parameters + optimizer_state + gradient_shards +
+    return working_parameters + master_parameters + ema + optimizer_state + gradient_shards +
            full_gradients + buckets;
   }
 };
@@ -38,6 +39,7 @@ struct MemoryOptions {
   // Bytes that the inner optimizer keeps for a segment of `numel` elements: 8 * numel for Adam, 4 *
   // numel for SGD with momentum. None if not given.
   std::function<int64_t(int64_t numel)> state_bytes;
+  bool ema = false;  // ZeroOptions::ema
 };
 
 // Returns what a rank holds between steps by the plan alone; buckets are left at 0.

@@ -118,6 +118,7 @@ struct CheckpointDescription {
   // The options of each parameter group, by name.
   std::vector<std::vector<std::pair<std::string, double>>> groups;
 
+  bool ema = false;  // whether parameters have averages: ZeroOptions::ema
   std::vector<CheckpointTensor> parameters;
   std::vector<CheckpointTensor> frozen;
   std::vector<CheckpointTensor> buffers;
@@ -140,12 +141,13 @@ void verify_checkpoint(const std::string& folder, bool one_disk = false);
 
 // Writes one safetensors file with the full masters, frozen parameters and buffers
 // by name, row-major, for inference, Python and load_weights(). `dtype` is that of the
-// parameters; default: each one's own. Parameters under several names (tied)
-// appear once, under the first. Needs memory for the largest parameter twice.
-// The file appears under its name when all of it is on disk; a call that is killed leaves a hidden
-// file ".<name>.<random>.saving". Throws when `path` exists, and when the folder lacks files of
-// other disks, as verify_checkpoint().
+// parameters; default: each one's own. With `ema` parameters are their averages (ZeroOptions::ema)
+// in place of the masters, and a checkpoint without any throws. Parameters under several names
+// (tied) appear once, under the first. Needs memory for the largest parameter twice. The file
+// appears under its name when all of it is on disk; a call that is killed leaves a hidden file
+// ".<name>.<random>.saving". Throws when `path` exists, and when the folder lacks files of other
+// disks, as verify_checkpoint().
 void export_model(const std::string& folder, const std::string& path,
-                  std::optional<c10::ScalarType> dtype = std::nullopt);
+                  std::optional<c10::ScalarType> dtype = std::nullopt, bool ema = false);
 
 }  // namespace zero

@@ -89,6 +89,20 @@ struct LossScalerOptions {
   TORCH_ARG(double, max_scale) = 16777216.0;  // the scale never grows above it
 };
 
+// The exponential moving average of the parameters, of the masters in fp32. After step t that was
+// not skipped
+//
+//   ema += (1 - d) * (master - ema)   with d = decay, or with a warm-up min(decay, (1 + t) / (10 +
+//   t))
+//
+// so that the first, random values are soon forgotten. It begins as the masters are, and follows
+// all parameters, used or not. Module buffers are not averaged.
+// Source of the warm-up: `num_updates` of TensorFlow's ExponentialMovingAverage.
+struct EmaOptions {
+  TORCH_ARG(double, decay) = 0.999;  // from 0 on, below 1
+  TORCH_ARG(bool, warm_up) = true;
+};
+
 // The format in which a gradient is sent to the rank that owns its shard.
 enum class GradientWire {
   // Numbers of ZeroOptions::reduce_dtype, or of each parameter's dtype.
@@ -217,6 +231,12 @@ struct ZeroOptions {
   // Default: dynamic when a working parameter is fp16, else none (a constant 1); none with
   // skip_nonfinite(false) either, since a scale that cannot see overflows would only grow.
   TORCH_ARG(std::optional<LossScalerOptions>, loss_scaler) = std::nullopt;
+
+  // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter
+  // and three passes over them in a step. See ZeroOptimizer::use_ema(). Checkpoints have it, and
+  // export_model() can write it. It begins again as the masters are where a checkpoint lacks it,
+  // and where refresh_master_parameters() comes before the first step.
+  TORCH_ARG(std::optional<EmaOptions>, ema) = std::nullopt;
 
   // ---- Parallelism beyond one data-parallel group ----
 

@@ -63,6 +63,8 @@ class Module;
 
 namespace zero {
 
+struct Engine;
+
 // Tensors with the names that ranks and checkpoints know them by, as module.named_parameters()
 // returns them.
 using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
@@ -223,6 +225,28 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // The factor that backward() puts on the loss. On a GPU a dynamic scale makes the next backward()
   // wait until the last step is done, though not for the forward pass enqueued since.
   double loss_scale() const;
+
+  // Collective, and so is the end of the guard: both send the parameters once. With
+  // ZeroOptions::ema. While the guard lives, the working parameters of all ranks hold their
+  // average, for validation; then they have every bit of before again, also after an exception.
+  // Meanwhile backward passes and all other collective calls throw c10::Error, and edits of
+  // parameters are lost. Throws c10::Error on all ranks without that option, for gradients since
+  // the last step, and for a second guard. end() ends it at once and throws what a destructor
+  // cannot: a destructor closes the communication instead, and recover() goes on from there. The
+  // optimizer must outlive the guard.
+  class EmaGuard {
+   public:
+    EmaGuard(EmaGuard&& other) noexcept = default;
+    EmaGuard& operator=(EmaGuard&&) = delete;
+    ~EmaGuard();
+    void end();
+
+   private:
+    friend class ZeroOptimizer;
+    explicit EmaGuard(std::weak_ptr<Engine> engine) : engine_(std::move(engine)) {}
+    std::weak_ptr<Engine> engine_;  // none after recover()
+  };
+  [[nodiscard]] EmaGuard use_ema();
 
   // ---- Other parameters ----
 

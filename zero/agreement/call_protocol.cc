@@ -12,6 +12,10 @@
 
 namespace zero {
 
+const char* const kEmaInUseProblem =
+    "expected the guard of use_ema() to have ended, since parameters hold their average, got one "
+    "that is alive; end its scope first, on all ranks";
+
 void CallProtocol::check_usable() const {
   // This runs for each gradient, so it makes the text only if it throws.
   if (!process_.here()) process_.check("rank " + std::to_string(rank()));
@@ -55,6 +59,9 @@ std::string CallProtocol::take_problem(Call call) {
   if (text.empty() && in_no_sync()) {
     text = std::string(call_name(call)) +
            " inside no_sync: expected no guard to be alive, got an active one; end its scope first";
+  }
+  if (text.empty() && ema_in_use_ && call != Call::kEndEma) {
+    text = c10::str(call_name(call), ": ", kEmaInUseProblem);
   }
   return text;
 }

@@ -65,6 +65,10 @@ class CallProtocol {
   // The flag that a guard of no_sync() holds.
   const std::shared_ptr<bool>& no_sync() const { return no_sync_; }
   bool in_no_sync() const { return *no_sync_; }
+  // While the working parameters hold their average, all calls but the one that takes it back are
+  // refused.
+  void set_ema_in_use(bool in_use) { ema_in_use_ = in_use; }
+  bool ema_in_use() const { return ema_in_use_; }
 
   // The problem that `call` must throw for what happened before it, or nothing. Forgets misuse.
   std::string take_problem(Call call);
@@ -96,8 +100,12 @@ class CallProtocol {
   std::string failure_;
   bool asks_for_recovery_ = false;
   const std::shared_ptr<bool> no_sync_ = std::make_shared<bool>(false);
+  bool ema_in_use_ = false;
   int64_t expected_rounds_ = 0;  // 0: not promised, or the first step is not over
 };
+
+// The problem of what trains while the working parameters hold their average.
+extern const char* const kEmaInUseProblem;
 
 // Returns whether a call belongs to a training step, which static_graph makes alike.
 bool is_of_a_step(Call call);

@@ -75,6 +75,10 @@ const char* call_name(Call call) {
       return "clip_grad_value_()";
     case Call::kResizeRows:
       return "resize_rows()";
+    case Call::kUseEma:
+      return "use_ema()";
+    case Call::kEndEma:
+      return "the end of use_ema()";
   }
   return "an unknown call";
 }

@@ -42,6 +42,8 @@ enum class Call : int32_t {
   kLatestCheckpoint,
   kClipGradValue,
   kResizeRows,
+  kUseEma,
+  kEndEma,
 };
 
 const char* call_name(Call call);

@@ -68,6 +68,7 @@ CheckpointDescription describe_checkpoint(const std::string& folder) {
   d.dynamic_loss_scale = m.dynamic_scale;
   d.optimizer = m.optimizer;
   d.groups = m.groups;
+  d.ema = has_ema(m);
   d.parameters = tensors_of(m.parameters);
   d.frozen = tensors_of(m.frozen);
   d.buffers = tensors_of(m.buffers);

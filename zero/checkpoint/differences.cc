@@ -211,7 +211,7 @@ void find_missing_state(const Manifest& manifest, const ParameterTable& table,
     const auto& stored = parts[p.name];
     // A parameter that was never used has no state.
     const auto is_unused = [](const std::set<std::string>* part) {
-      return part->size() <= part->count("master");
+      return part->size() <= part->count("master") + part->count(kEmaKind);
     };
     if (std::all_of(stored.begin(), stored.end(), is_unused)) continue;
     for (const std::string& kind : required_state(inner, p.group)) {

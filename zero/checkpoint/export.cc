@@ -20,12 +20,12 @@ namespace {
 // The source of one exported tensor.
 struct Source {
   std::vector<const ManifestParameter*> parts;  // one if it is stored whole
-  const char* kind = "";                        // of read_whole(); "master" for parameters
+  const char* kind = "";  // of the checkpoint; "master" or kEmaKind for parameters
   c10::ScalarType dtype = c10::ScalarType::Float;
 };
 
 std::map<std::string, Source> sources(const Manifest& manifest,
-                                      std::optional<c10::ScalarType> dtype) {
+                                      std::optional<c10::ScalarType> dtype, bool ema) {
   std::map<std::string, Source> result;
   const auto add = [&](const ManifestParameter& p, const char* kind, c10::ScalarType as) {
     Source& source = result[p.name];
@@ -33,7 +33,8 @@ std::map<std::string, Source> sources(const Manifest& manifest,
     source.kind = kind;
     source.dtype = as;
   };
-  for (const auto& p : manifest.parameters) add(p, "master", dtype.value_or(p.dtype));
+  for (const auto& p : manifest.parameters)
+    add(p, ema ? kEmaKind : "master", dtype.value_or(p.dtype));
   for (const auto& p : manifest.frozen) {
     const bool converts = dtype && c10::isFloatingType(p.dtype);
     add(p, "frozen", converts ? *dtype : p.dtype);
@@ -43,8 +44,9 @@ std::map<std::string, Source> sources(const Manifest& manifest,
 }
 
 at::Tensor read_part(CheckpointReader& reader, const ManifestParameter& about, const char* kind) {
-  if (std::string(kind) != "master") return reader.read_whole(about, kind);
-  return reader.read_all(about, "master").as_strided(about.shape, about.strides);
+  const std::string name = kind;
+  if (name != "master" && name != kEmaKind) return reader.read_whole(about, kind);
+  return reader.read_all(about, name).as_strided(about.shape, about.strides);
 }
 
 at::Tensor read(CheckpointReader& reader, const Source& source) {
@@ -86,9 +88,12 @@ void give_name(const std::string& file, const std::string& path) {
 }  // namespace
 
 void export_model(const std::string& folder, const std::string& path,
-                  std::optional<c10::ScalarType> dtype) {
+                  std::optional<c10::ScalarType> dtype, bool ema) {
   CheckpointReader reader(folder);
-  const auto all = sources(reader.manifest(), dtype);
+  TORCH_CHECK(!ema || has_ema(reader.manifest()), folder,
+              ": expected averages of the parameters, got a checkpoint without; make the optimizer "
+              "with ZeroOptions::ema before it is saved");
+  const auto all = sources(reader.manifest(), dtype, ema);
   std::vector<StoredTensor> tensors;
   for (const auto& [name, source] : all) {
     tensors.push_back({name, source.dtype, whole_shape(*source.parts.front()), 0, 0});

@@ -13,13 +13,15 @@
 
 namespace zero {
 
-// Both tensors are dense: 1-D, or the parameter's shape and memory order with a layout of whole
+// The tensors are dense: 1-D, or the parameter's shape and memory order with a layout of whole
 // parameters.
 struct SegmentTensors {
   Segment segment;
   int64_t group = 0;    // parameter group
   at::Tensor master;    // fp32 view of the bucket's master row
   at::Tensor gradient;  // fp32 view of the bucket's gradient shard
+  at::Tensor ema =
+      {};  // fp32 view of the bucket's averaged row; undefined without ZeroOptions::ema
 };
 
 // The elements of `tensor`, which has the sizes of `master`, in the memory order of `master`: 1-D,

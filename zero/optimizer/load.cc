@@ -55,6 +55,13 @@ Comparison compare(const CheckpointReader& reader, const std::string& folder,
   if (load.restore_options()) check_options(reader.manifest(), folder);
   result.notes = compare_states(reader, load, ranks.world_size(), differences);
   result.notes.insert(result.notes.end(), differences.notes.begin(), differences.notes.end());
+  const bool stored_ema = has_ema(reader.manifest());
+  if (stored_ema != (shards.ema() != nullptr)) {
+    result.notes.push_back(
+        stored_ema ? "average of parameters: in the checkpoint, none here; it is left out"
+                   : "average of parameters: none in the checkpoint; it begins as the "
+                     "masters are");
+  }
   if (load.strict()) throw_differences(differences, folder);
   return result;
 }

@@ -201,6 +201,7 @@ void hold(Engine& engine, HeldShards& held) {
     if (!engine.arena.is_master(s.segment.bucket)) {
       h.tensors[{kMaster, at::kFloat}] = elements_of(s.master, s.master);
     }
+    if (s.ema.defined()) h.tensors[{kEmaKind, at::kFloat}] = elements_of(s.ema, s.master);
     if (auto state = read_inner_state(inner, s.group, s.master)) {
       for (const auto& [name, tensor] : state->tensors) {
         h.tensors[{name, tensor.scalar_type()}] = elements_of(tensor, s.master);
@@ -363,13 +364,23 @@ void move_masters(HeldShards& from, const Kind& kind, const std::vector<RowSourc
   }
 }
 
+// Collective. The average of a row that comes begins as its master, as all averages of `engine` do.
+void move_averages(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sources,
+                   Engine& engine) {
+  std::vector<at::Tensor> into;
+  for (const SegmentTensors& s : engine.shards.segments()) {
+    into.push_back(kind.of[s.segment.parameter] != 0 ? elements_of(s.ema, s.master) : at::Tensor());
+  }
+  move(from, kind, sources, engine, into);
+}
+
 // Collective.
 void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine& engine) {
   torch::optim::Optimizer& inner = engine.shards.inner();
   const std::vector<SegmentTensors>& segments = engine.shards.segments();
   std::vector<InnerState> states(segments.size());
   for (const Kind& kind : from.kinds) {
-    if (kind.name == kMaster) continue;
+    if (kind.name == kMaster || kind.name == kEmaKind) continue;
     std::vector<at::Tensor> into;
     for (const SegmentTensors& s : segments) {
       into.emplace_back();
@@ -490,6 +501,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
     now.run_or_close([&] {
       for (const Kind& kind : held.kinds) {
         if (kind.name == kMaster) move_masters(held, kind, sources, now);
+        if (kind.name == kEmaKind) move_averages(held, kind, sources, now);
       }
       move_state(held, sources, now);
       now.record.restore(held.counts, held.scale, now.record.scaler().dynamic());

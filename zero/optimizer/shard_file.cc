@@ -38,6 +38,9 @@ FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, 
     if (!saves(s.segment.parameter)) continue;
     const std::string& owner = table.parameters()[s.segment.parameter].name;
     file.tensors.push_back(piece(owner, "master", s.segment, elements_of(s.master, s.master)));
+    if (s.ema.defined()) {
+      file.tensors.push_back(piece(owner, kEmaKind, s.segment, elements_of(s.ema, s.master)));
+    }
     bucket_of.resize(file.tensors.size(), s.segment.bucket);
     const auto state = read_inner_state(inner, s.group, s.master);
     if (!state) continue;

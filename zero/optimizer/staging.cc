@@ -33,6 +33,10 @@ void put(Staged& staged, ShardOptimizer& shards) {
   torch::optim::Optimizer& inner = shards.inner();
   for (StagedSegment& s : staged.segments) {
     s.target->master.copy_(in_shape_of(s.master, s.target->master));
+    if (s.target->ema.defined()) {
+      const at::Tensor& average = s.ema.defined() ? s.ema : s.master;
+      s.target->ema.copy_(in_shape_of(average, s.target->master));
+    }
     if (!s.has_state) continue;
     if (s.state) {
       inner.state()[s.target->master.unsafeGetTensorImpl()] = std::move(s.state);
@@ -82,14 +86,28 @@ void Staging::drop_state() {
 
 void Staging::read_segments(Staged& staged) {
   for (const SegmentTensors* s : targets_) {
-    staged.segments.push_back({s, host_buffer(s->segment.numel, at::kFloat), nullptr, false});
+    staged.segments.push_back({s, host_buffer(s->segment.numel, at::kFloat), {}, nullptr, false});
   }
   std::vector<at::Tensor> masters;
   for (const StagedSegment& s : staged.segments) masters.push_back(s.master);
   std::vector<size_t> all(wanted_.size());
   std::iota(all.begin(), all.end(), size_t{0});
   reader_.read("master", wanted_of(all), masters);
+  read_ema(staged);
   if (differences_.same_optimizer) read_states(staged);
+}
+
+void Staging::read_ema(Staged& staged) {
+  if (shards_.ema() == nullptr) return;
+  std::vector<size_t> having;
+  std::vector<at::Tensor> into;
+  for (size_t i = 0; i < wanted_.size(); ++i) {
+    if (reader_.kinds(wanted_[i].name).count(kEmaKind) == 0) continue;
+    having.push_back(i);
+    into.push_back(host_buffer(staged.segments[i].target->segment.numel, at::kFloat));
+    staged.segments[i].ema = into.back();
+  }
+  reader_.read(kEmaKind, wanted_of(having), into);
 }
 
 ManifestParameter Staging::held(const NamedTensor& item) const {
@@ -119,7 +137,7 @@ void Staging::read_states(Staged& staged) {
   std::map<std::string, std::vector<size_t>> segments_with;
   for (size_t i = 0; i < wanted_.size(); ++i) {
     for (const std::string& kind : reader_.kinds(wanted_[i].name)) {
-      if (kind != "master") segments_with[kind].push_back(i);
+      if (kind != "master" && kind != kEmaKind) segments_with[kind].push_back(i);
     }
   }
   std::vector<InnerState> states(wanted_.size());

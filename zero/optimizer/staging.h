@@ -33,6 +33,7 @@ namespace zero {
 struct StagedSegment {
   const SegmentTensors* target = nullptr;
   at::Tensor master;
+  at::Tensor ema;  // undefined where the average begins as the master
   std::unique_ptr<torch::optim::OptimizerParamState> state;
   bool has_state = false;  // whether `state`, which may be none, replaces the present one
 };
@@ -68,6 +69,7 @@ class Staging {
  private:
   ManifestParameter held(const NamedTensor& item) const;
   std::vector<const HeldRange*> wanted_of(const std::vector<size_t>& segments) const;
+  void read_ema(Staged& staged);
   void read_states(Staged& staged);
   void read_tensors(const Staged& staged, const std::string& kind,
                     const std::vector<size_t>& segments, std::vector<InnerState>& states);

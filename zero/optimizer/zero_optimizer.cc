@@ -178,6 +178,24 @@ at::Tensor ZeroOptimizer::master(const at::Tensor& parameter) {
   return result;
 }
 
+ZeroOptimizer::EmaGuard ZeroOptimizer::use_ema() {
+  at::NoGradGuard no_grad;
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { zero::use_ema(engine); });
+  return EmaGuard(impl_->engine);
+}
+
+ZeroOptimizer::EmaGuard::~EmaGuard() {
+  if (const auto engine = engine_.lock()) end_ema_at_last(*engine);
+}
+
+void ZeroOptimizer::EmaGuard::end() {
+  const auto engine = engine_.lock();
+  if (!engine || !engine->protocol.ema_in_use()) return;
+  at::NoGradGuard no_grad;
+  engine->protocol.fail_stop([&] { end_ema(*engine); });
+}
+
 void ZeroOptimizer::freeze(const std::vector<at::Tensor>& parameters) {
   impl_->replanning.freeze(parameters, param_groups_);
 }
@@ -272,6 +290,7 @@ MemoryReport ZeroOptimizer::memory() const {
         arena.layout->full_numel(arena) * static_cast<int64_t>(c10::elementSize(arena.dtype));
   }
   report.master_parameters = engine.shards.master_bytes();
+  report.ema = engine.shards.ema_bytes();
   report.optimizer_state = engine.shards.state_bytes();
   report.gradient_shards = engine.reducer.shard_bytes();
   report.full_gradients = engine.full_gradients.bytes() + engine.reducer.local_bytes();

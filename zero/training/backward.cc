@@ -115,7 +115,7 @@ void BackwardPasses::remove_hooks() noexcept {
 }
 
 bool BackwardPasses::takes_gradients() const {
-  return !parts_.clipping.has_clips() &&
+  return !parts_.clipping.has_clips() && !parts_.protocol.ema_in_use() &&
          (running_ || scaled_ || parts_.record.scaler().scale() == 1.0);
 }
 
@@ -135,6 +135,7 @@ std::string BackwardPasses::untimely_problem() const {
     return "backward() between a clip and step(): expected step() next; clip after the last "
            "backward pass";
   }
+  if (parts_.protocol.ema_in_use()) return std::string("a backward pass: ") + kEmaInUseProblem;
   return unscaled_text();
 }
 

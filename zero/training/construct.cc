@@ -37,6 +37,11 @@ void check_options(const ZeroOptions& options) {
   TORCH_CHECK(options.protect() == 0 || !options.static_graph(),
               "protect: expected static_graph(false), got true; a protected step is agreed on by "
               "the messages that static_graph leaves out");
+  if (const auto& ema = options.ema()) {
+    TORCH_CHECK(ema->decay() >= 0 && ema->decay() < 1,
+                "ema: expected a decay from 0 on and below 1, got ", ema->decay(),
+                "; 0.999 averages over about a thousand steps");
+  }
   TORCH_CHECK(!options.loss_scaler() || options.skip_nonfinite(),
               "loss_scaler: expected skip_nonfinite(true) with a dynamic loss scale, got false; "
               "the scale can only follow overflows that are noticed");
@@ -78,6 +83,9 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
     line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
          << s->backoff_factor() << " " << s->growth_interval() << " " << s->hysteresis() << " "
          << s->min_scale() << " " << s->max_scale();
+  }
+  if (const auto& ema = options.ema()) {
+    line << " ema " << exact_text(ema->decay()) << " warm-up " << ema->warm_up();
   }
   line << " ranks " << domains.mesh.world_size() << (domains.uniform ? "" : " in domains");
   lines.push_back(line.str());

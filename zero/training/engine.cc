@@ -90,7 +90,8 @@ ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimiz
   return ShardOptimizer(
       {engine.plan, engine.table, ranks_in(engine.domains), engine.arena, engine.reducer},
       std::move(inner),
-      {engine.options.fused(), !engine.device.is_cpu() || engine.options.static_graph()});
+      {engine.options.fused(), !engine.device.is_cpu() || engine.options.static_graph(),
+       engine.options.ema()});
 }
 
 // The deviation of this rank from the promise of static_graph, or nothing.

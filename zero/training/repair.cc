@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "zero/base/error_text.h"
 #include "zero/memory/bucket_memory.h"
 #include "zero/training/broadcasts.h"
 #include "zero/update/replica_check.h"
@@ -74,6 +75,7 @@ void refresh_masters(Engine& engine) {
   broadcasts.parameters();
   broadcasts.over_home(frozen, "frozen parameters");
   engine.shards.read_masters();
+  if (engine.shards.ema() && engine.record.counts().steps == 0) engine.shards.restart_ema();
   engine.table.remember();
 }
 
@@ -82,6 +84,45 @@ void refresh_working(Engine& engine) {
   // An fp32 arena is its masters' home: values from elsewhere must not get in.
   engine.arena.attach(/*keep_values=*/false);
   engine.write_working_parameters();
+}
+
+void use_ema(Engine& engine) {
+  engine.agree(Call::kUseEma, [&] {
+    TORCH_CHECK(engine.shards.ema() != nullptr,
+                "expected an optimizer with ZeroOptions::ema, got one without an average; give it "
+                "EmaOptions at construction");
+    engine.check_no_gradients();
+    engine.verify_shapes();
+  });
+  engine.protocol.set_ema_in_use(true);
+  engine.run_or_close([&] {
+    engine.shards.swap_ema();
+    engine.write_working_parameters();
+  });
+}
+
+void end_ema(Engine& engine) {
+  engine.agree(Call::kEndEma, [&] { engine.verify_shapes(); });
+  engine.protocol.set_ema_in_use(false);
+  engine.run_or_close([&] {
+    // Values that were edited meanwhile do not stay, nor does another storage.
+    engine.arena.attach(/*keep_values=*/false);
+    engine.shards.swap_ema();
+    engine.write_working_parameters();
+  });
+}
+
+void end_ema_at_last(Engine& engine) noexcept {
+  CallProtocol& protocol = engine.protocol;
+  if (!protocol.in_own_process() || !protocol.ema_in_use() || protocol.has_failed()) return;
+  try {
+    const at::NoGradGuard no_grad;
+    protocol.fail_stop([&] { end_ema(engine); });
+  } catch (const std::exception& error) {
+    // The working parameters hold their average still, and a step would go on with it.
+    engine.comms->abort("the guard of use_ema() could not put the parameters back: " +
+                        error_text(error));
+  }
 }
 
 void broadcast_buffers(Engine& engine) {

@@ -17,5 +17,11 @@ void check_replicas(Engine& engine);
 void refresh_masters(Engine& engine);
 void refresh_working(Engine& engine);
 void broadcast_buffers(Engine& engine);
+// Puts the average into the working parameters, and the masters in its place.
+void use_ema(Engine& engine);
+// The reverse.
+void end_ema(Engine& engine);
+// The end of a guard, by a destructor. If it fails, the communicators are closed.
+void end_ema_at_last(Engine& engine) noexcept;
 
 }  // namespace zero

@@ -129,6 +129,11 @@ void Engine::update(const Agreement& agreement) {
   }
   clipping.clamp_gradients();
   shards.begin_update(agreement.used, clipping.coefficient(), skipped);
+  if (Ema* ema = shards.ema()) {
+    const auto steps = record.steps();
+    const auto* on_device = std::get_if<at::Tensor>(&steps);
+    on_device ? ema->begin(*on_device, skipped) : ema->begin(std::get<int64_t>(steps));
+  }
   run_update([&] { update_buckets(); });
   readers.clear();
   if (!options.overlap_gather()) gathers.finish();
@@ -169,13 +174,17 @@ void Engine::update_buckets() {
     wait_for_readers(b);
     gathers.keep(b);
     gathers.start(b, shards.update(b));
+    if (shards.ema()) shards.follow_ema(b);
   }
   if (of_inner.empty()) return;
   // The gathers of the others are under way while the inner optimizer steps.
   wait_for_readers(0);
   for (const int64_t b : of_inner) gathers.keep(b);
   shards.update_inner();
-  for (const int64_t b : of_inner) gathers.start(b, shards.update(b));
+  for (const int64_t b : of_inner) {
+    gathers.start(b, shards.update(b));
+    if (shards.ema()) shards.follow_ema(b);
+  }
 }
 
 void Engine::run_update(const std::function<void()>& body) {

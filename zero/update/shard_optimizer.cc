@@ -46,6 +46,7 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
         }));
   }
   make_masters();
+  if (options.ema) make_ema(*options.ema);
   replace_parameters();
   if (all_fused_ && options.deferred) {
     counts_.emplace(static_cast<int64_t>(segments_.size()),
@@ -95,6 +96,7 @@ std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
   segments_.clear();
   first_segment_.clear();
   master_rows_.clear();
+  ema_.reset();
   return std::move(inner_);
 }
 
@@ -139,6 +141,15 @@ void ShardOptimizer::make_masters() {
   }
   first_segment_.push_back(segments_.size());
   read_masters();
+}
+
+void ShardOptimizer::make_ema(const EmaOptions& options) {
+  ema_.emplace(options, master_rows_);
+  for (SegmentTensors& s : segments_) {
+    s.ema = ema_->row(s.segment.bucket)
+                .narrow(0, s.segment.offset, s.segment.numel)
+                .as_strided(s.master.sizes(), s.master.strides());
+  }
 }
 
 void ShardOptimizer::replace_parameters() {

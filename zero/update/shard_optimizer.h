@@ -28,6 +28,7 @@
 #include "zero/memory/parameter_table.h"
 #include "zero/memory/segment_tensors.h"
 #include "zero/memory/working_arena.h"
+#include "zero/update/ema.h"
 #include "zero/update/step_counts.h"
 
 namespace zero {
@@ -49,6 +50,7 @@ class ShardOptimizer {
     bool fused = true;  // where the kernels exist for this class of optimizer
     // Then update() learns on the device whether the step is skipped, if all groups are fused.
     bool deferred = false;
+    std::optional<EmaOptions> ema = std::nullopt;
   };
 
   // Takes masters from the working parameters and replaces `inner`'s
@@ -86,6 +88,15 @@ class ShardOptimizer {
   // Returns the working rows of a bucket, of which this rank's is made from its masters.
   Rows write_working(int64_t bucket) const;
 
+  // The average of the masters: null without one. To be called after update() of a bucket, whose
+  // average then follows it.
+  Ema* ema() { return ema_ ? &*ema_ : nullptr; }
+  void follow_ema(int64_t bucket) { ema_->follow(bucket, master_rows_[bucket]); }
+  void restart_ema() { ema_->restart(master_rows_); }
+  // Exchanges masters and averages.
+  void swap_ema() { ema_->swap(master_rows_); }
+  int64_t ema_bytes() const { return ema_ ? ema_->bytes() : 0; }
+
   // The own row of a bucket, fp32.
   const at::Tensor& master_row(int64_t bucket) const { return master_rows_[bucket]; }
   const std::vector<SegmentTensors>& segments() const { return segments_; }
@@ -109,6 +120,7 @@ class ShardOptimizer {
  private:
   const FusedUpdate* fused(int64_t group) const { return fused_[group]; }
   void make_masters();
+  void make_ema(const EmaOptions& options);
   void replace_parameters();
   void count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite);
   void update_fused(int64_t bucket, const at::Tensor& own_row);
@@ -125,7 +137,8 @@ class ShardOptimizer {
   bool all_fused_ = true;
   bool none_fused_ = true;
 
-  std::vector<at::Tensor> master_rows_;   // per bucket
+  std::vector<at::Tensor> master_rows_;  // per bucket
+  std::optional<Ema> ema_;
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::optional<SegmentCounts> counts_;   // updates of each segment, with deferred()

@@ -102,6 +102,11 @@ StepCounts::Values StepCounts::read() const {
   return on_device_.defined() ? values_of(on_device_.to(at::kCPU)) : values_;
 }
 
+std::variant<int64_t, at::Tensor> StepCounts::steps() const {
+  if (on_device_.defined()) return on_device_.select(0, 0);
+  return values_.steps;
+}
+
 void StepCounts::fetch() {
   if (!on_device_.defined()) return;
   if (!on_host_.defined()) {

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <variant>
 #include <vector>
 
 namespace zero {
@@ -61,6 +62,8 @@ class StepCounts {
 
   // Waits for the device, if there is one.
   Values read() const;
+  // Values::steps, without a wait: 0-dim double on the device, if there is one.
+  std::variant<int64_t, at::Tensor> steps() const;
   void write(const Values& values);
 
   // In two parts, for a caller that goes on meanwhile: fetch() starts a copy behind what is

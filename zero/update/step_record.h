@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <variant>
 
 #include "zero/gradients/gradient_reducer.h"
 #include "zero/options.h"
@@ -44,6 +45,8 @@ class StepRecord {
   const LossScaler& scaler() const { return scaler_; }
   // These wait for the device, if updates are deferred.
   StepCounts::Values counts() const { return counts_.read(); }
+  // Updates of parameters, as a number or, if they are deferred, 0-dim double on the device.
+  std::variant<int64_t, at::Tensor> steps() const { return counts_.steps(); }
   // step() calls with gradients.
   int64_t calls() const { return calls_; }
 

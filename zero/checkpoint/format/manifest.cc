@@ -160,6 +160,13 @@ bool is_value(const std::string& kind) {
   return kind == "step" || kind.rfind("value:", 0) == 0 || kind.rfind("scalar:", 0) == 0;
 }
 
+bool has_ema(const Manifest& manifest) {
+  return std::any_of(manifest.files.begin(), manifest.files.end(), [](const ManifestFile& file) {
+    return std::any_of(file.tensors.begin(), file.tensors.end(),
+                       [](const ManifestTensor& t) { return t.kind == kEmaKind; });
+  });
+}
+
 bool is_uncut(const std::string& kind) { return kind.rfind(kUncutPrefix, 0) == 0; }
 
 void check_values_agree(const std::vector<ManifestFile>& files) {

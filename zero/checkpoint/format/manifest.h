@@ -74,6 +74,9 @@ bool is_value(const std::string& kind);
 inline constexpr char kUncutPrefix[] = "uncut:";
 bool is_uncut(const std::string& kind);
 
+// The kind of a parameter's average (ZeroOptions::ema), which is no state of the inner optimizer.
+inline constexpr char kEmaKind[] = "zero.ema";
+
 struct ManifestFile {
   std::string name;
   uint64_t bytes = 0;
@@ -154,6 +157,9 @@ struct Manifest {
   // a shared folder are on disk 0.
   int64_t disk = 0;
 };
+
+// Returns whether any parameter has an average.
+bool has_ema(const Manifest& manifest);
 
 // Throws c10::Error unless the pieces of each parameter have the same values.
 void check_values_agree(const std::vector<ManifestFile>& files);

@@ -1,0 +1,50 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The exponential moving average of this rank's masters: ZeroOptions::ema.
+//
+// Every element is rounded by itself and in one order, difference, product, sum: so bits do not
+// depend on where a rank's rows begin, as they would with fused multiply-adds in some lanes only.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "zero/options.h"
+
+namespace zero {
+
+class Ema {
+ public:
+  // `masters`: the row of each bucket, 1-D fp32. The average begins as they are.
+  Ema(const EmaOptions& options, const std::vector<at::Tensor>& masters);
+  // Begins again.
+  void restart(const std::vector<at::Tensor>& masters);
+
+  // The share of the masters in the average after `steps` steps, the last one included.
+  static double weight(const EmaOptions& options, int64_t steps);
+
+  // begin() comes first in an update, then follow() once for each bucket, when its row is updated.
+  void begin(int64_t steps);
+  // The same where only the device knows: `steps` is 0-dim double there, and where `skipped`, 0-dim
+  // or undefined, is not 0, the average stays as it is.
+  void begin(const at::Tensor& steps, const at::Tensor& skipped);
+  void follow(int64_t bucket, const at::Tensor& master);
+
+  // Exchanges the values of the average and of the masters.
+  void swap(const std::vector<at::Tensor>& masters);
+
+  const at::Tensor& row(int64_t bucket) const { return rows_[bucket]; }
+  int64_t bytes() const;
+
+ private:
+  const EmaOptions options_;
+  std::vector<at::Tensor> rows_;  // per bucket
+  double weight_ = 0;
+  at::Tensor weight_on_device_;  // in place of weight_, where it is defined
+  at::Tensor difference_;        // of the largest row
+};
+
+}  // namespace zero
