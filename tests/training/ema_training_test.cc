@@ -36,6 +36,13 @@ std::vector<at::Tensor> initial_values(c10::ScalarType dtype = at::kFloat) {
           random_tensor({3, 4}, 3).to(dtype)};
 }
 
+// Those of a model with a parameter that no step uses.
+std::vector<at::Tensor> with_unused() {
+  std::vector<at::Tensor> result = initial_values();
+  result.push_back(random_tensor({6}, 4));
+  return result;
+}
+
 // The second parameter has one in every other step, the same on all ranks.
 std::vector<at::Tensor> gradients(int rank, int step) {
   std::vector<at::Tensor> result;
@@ -242,6 +249,7 @@ TEST(EmaTrainingTest, WhileTheGuardLivesNothingTrains) {
       EXPECT_TRUE(same_bits(values_of(model), average));
       // What somebody edits is lost.
       model.values[0].detach().fill_(7);
+      model.values[1].set_data(at::ones_like(model.values[1]));
       guard.end();
       guard.end();  // twice does nothing
     }
@@ -335,7 +343,7 @@ Saved save(int world_size, const std::string& folder, const ZeroOptions& options
   Saved saved;
   std::filesystem::remove_all(folder);
   run_ranks(world_size, [&](const Group& group) {
-    GivenGradients model(initial_values());
+    GivenGradients model(with_unused());
     ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group, options);
     for (int n = 0; n < 3; ++n) step(optimizer, model, group.rank(), n);
     optimizer.save_checkpoint(folder);
@@ -354,7 +362,7 @@ TEST(EmaTrainingTest, AnyNumberOfRanksFindsItInACheckpoint) {
     verify_checkpoint(folder);
     for (const int loading : {1, 2, 3, 4}) {
       run_ranks(loading, [&](const Group& group) {
-        GivenGradients model(initial_values());
+        GivenGradients model(with_unused());
         ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group,
                                 with_ema().layout(Layout::kPerParameter).bucket_bytes(64));
         const LoadReport report = optimizer.load_checkpoint(folder);
@@ -377,7 +385,7 @@ TEST(EmaTrainingTest, ItIsAddedToARunAndDroppedFromOne) {
   const auto load = [&](const ZeroOptions& options, const std::string& word,
                         const std::vector<at::Tensor>& expected) {
     run_ranks(2, [&](const Group& group) {
-      GivenGradients model(initial_values());
+      GivenGradients model(with_unused());
       ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group, options);
       step(optimizer, model, group.rank(), 9);
       const LoadReport report = optimizer.load_checkpoint(folder);
@@ -404,7 +412,7 @@ TEST(EmaTrainingTest, AnExportHasItWhereThatIsAskedFor) {
     const std::string path = folder + ".safetensors";
     std::filesystem::remove(path);
     export_model(folder, path, std::nullopt, ema);
-    GivenGradients model(initial_values());
+    GivenGradients model(with_unused());
     load_weights(model, path);
     EXPECT_TRUE(same_bits(values_of(model), ema ? saved.average : saved.values)) << ema;
   }
