@@ -26,7 +26,13 @@ struct Choice {
 
 class Generator {
  public:
-  explicit Generator(uint64_t seed) : random_(seed * 0x9E3779B97F4A7C15u) { s_.seed = seed; }
+  explicit Generator(uint64_t seed) : random_(seed * 0x9E3779B97F4A7C15u), of_average_(seed) {
+    s_.seed = seed;
+    if (of_average_() % 100 >= 40) return;
+    s_.ema = EmaOptions()
+                 .decay(0.1 * static_cast<double>(of_average_() % 10))
+                 .warm_up(of_average_() % 2 == 0);
+  }
 
   CallSequence draw() {
     draw_group();
@@ -41,6 +47,9 @@ class Generator {
       s_.events.push_back(event(Action::kStep));
     }
     if (percent(50)) s_.events.push_back(event(Action::kAllMasters));
+    if (static_graph_) {
+      for (Event& e : s_.events) e.average = e.action == Action::kStep && looks_at_average();
+    }
     return std::move(s_);
   }
 
@@ -59,6 +68,9 @@ class Generator {
     }
     return choices.back().value;
   }
+
+  // By numbers of its own, so that the rest of a program does not depend on it.
+  bool looks_at_average() { return s_.ema && of_average_() % 2 == 0; }
 
   void draw_group() {
     s_.world_size = pick<int>({{1, 8}, {2, 46}, {3, 30}, {4, 16}});
@@ -274,6 +286,7 @@ class Generator {
     Event e = event(draw_action());
     e.passes = std::move(passes);
     follow(e.action);
+    e.average = !pending_ && e.action < Action::kDifferentNorms && looks_at_average();
     return e;
   }
 
@@ -350,7 +363,7 @@ class Generator {
     }
   }
 
-  std::mt19937_64 random_;
+  std::mt19937_64 random_, of_average_;
   CallSequence s_;
   std::optional<LossScalerOptions> scaler_;
   bool static_graph_ = false;
@@ -433,6 +446,7 @@ std::string describe(const CallSequence& s) {
        << kMeshNames[static_cast<size_t>(s.mesh_kind)] << " over " << wire_name(s.wire) << ", "
        << c10::toString(s.dtype) << ", " << kInners[static_cast<size_t>(s.inner)] << ", "
        << text_of(s.options);
+  if (s.ema) text << " average " << s.ema->decay() << (s.ema->warm_up() ? " with warm-up" : "");
   if (s.largest_norm) text << " norms up to " << *s.largest_norm;
   text << ", layers";
   for (const auto& [in, out] : s.layers) text << " " << in << "x" << out;
@@ -457,6 +471,7 @@ std::string describe(const CallSequence& s) {
       text << " of layer " << e.layer << (e.has_values ? " with values from" : " from");
       for (const int64_t row : e.rows) text << " " << row;
     }
+    if (e.average) text << " and use_ema";
     if (e.late >= 0) text << " late on rank " << e.late;
     if (e.action >= Action::kDifferentNorms) text << " on rank " << e.odd;
     if (e.action == Action::kCheckpoint || e.action == Action::kCheckpointAsync) {

@@ -87,6 +87,7 @@ struct Event {
   bool has_values = false;         // of kResizeRows: rows have new values
   unsigned look = ~0U;             // the units whose parameters are read after the call
   ZeroOptions options;             // of kCheckpoint: those of the optimizer that loads it
+  bool average = false;            // the average is looked at after the call
   uint64_t seed = 0;
 };
 
@@ -107,6 +108,7 @@ struct CallSequence {
   Inner inner = Inner::kSgd;
   Reduction reduction = Reduction::kMean;  // of all its optimizers
   std::optional<double> largest_norm;      // of a step that their rule does not leave out
+  std::optional<EmaOptions> ema;           // of all its optimizers
   ZeroOptions options;
   std::vector<std::pair<int64_t, int64_t>> layers;  // inputs, outputs
   std::vector<Event> events;

@@ -176,6 +176,7 @@ class PlainRun {
       const at::Tensor initial = (is_expert(i) ? own : model_)->managed()[i].tensor;
       masters_.push_back(initial.detach().to(at::kDouble).requires_grad_());
     }
+    average();
     optimizer_ = make_optimizer(s_.inner, masters_);
     if (s_.options.loss_scaler()) scale_ = s_.options.loss_scaler()->initial_scale();
   }
@@ -191,6 +192,7 @@ class PlainRun {
     }
     act(event, e);
     for (const at::Tensor& p : masters_) e.parameters.push_back(p.detach().clone());
+    e.averages = averages_;
     e.frozen = model_->frozen.clone();
     e.buffer = model_->buffer.clone();
     e.loss_scale = scale_;
@@ -302,6 +304,7 @@ class PlainRun {
         for (size_t i = 0; i < own.size(); ++i) {
           if (own[i].defined()) masters_[i].copy_(is_expert(i) ? own[i] : first[i]);
         }
+        if (steps_ == 0) average();
         model_->frozen.copy_(grid({5}, event.seed, 8, 8));
         break;
       }
@@ -313,6 +316,22 @@ class PlainRun {
         break;
       default:
         break;
+    }
+  }
+
+  // Begins the averages as the masters are.
+  void average() {
+    averages_.clear();
+    for (const at::Tensor& p : masters_) averages_.push_back(p.detach().clone());
+  }
+
+  void follow_average() {
+    ++steps_;
+    if (!s_.ema) return;
+    const double t = static_cast<double>(steps_), decay = s_.ema->decay();
+    const double kept = s_.ema->warm_up() ? std::min(decay, (1 + t) / (10 + t)) : decay;
+    for (size_t i = 0; i < masters_.size(); ++i) {
+      averages_[i] = averages_[i] * kept + masters_[i].detach() * (1 - kept);
     }
   }
 
@@ -328,6 +347,9 @@ class PlainRun {
             differs.view({differs.size(0), -1}).any(1).logical_or(rows.lt(0)).nonzero().squeeze(1);
         now.index_copy_(0, given, values.to(at::kDouble).index_select(0, given));
       }
+      at::Tensor average = selected(averages_[i], rows);
+      const at::Tensor come = rows.lt(0).nonzero().squeeze(1);
+      averages_[i] = average.index_copy_(0, come, now.index_select(0, come));
       masters_[i].set_data(now);
       model_->managed()[i].tensor.set_data(now.to(s_.dtype));
       const auto state = optimizer_->state().find(masters_[i].unsafeGetTensorImpl());
@@ -368,6 +390,7 @@ class PlainRun {
         masters_[i].mutable_grad() = gradients[i][is_expert(i) ? rank_ : 0];
       }
       optimizer_->step();
+      follow_average();
       const auto tensors = model_->tensors();
       for (size_t i = 0; i < masters_.size(); ++i) tensors[i].copy_(masters_[i]);
     }
@@ -396,7 +419,8 @@ class PlainRun {
   const int rank_;
   SequenceModel model_;                        // rank 0's
   std::vector<std::vector<at::Tensor>> sums_;  // of gradients since the last step, by rank
-  std::vector<at::Tensor> masters_;
+  std::vector<at::Tensor> masters_, averages_;
+  int64_t steps_ = 0;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::vector<Event> clips_;  // since the last step
   bool rounds_ = false;

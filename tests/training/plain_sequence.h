@@ -76,6 +76,7 @@ struct Expected {
   std::vector<at::Tensor> gradients;   // before the call: double, undefined where no rank has one
   std::optional<double> norm;          // of kNorm and kClip
   std::vector<at::Tensor> parameters;  // after the call: double
+  std::vector<at::Tensor> averages;    // after the call: double; of ZeroOptions::ema
   at::Tensor frozen, buffer;
   bool skipped = false;  // of kStep
   double loss_scale = 1.0;

@@ -82,6 +82,7 @@ class SequenceRank {
     if (is(event.late)) std::this_thread::sleep_for(std::chrono::milliseconds(2));
     act(event, expected);
     compare(event, expected);
+    if (event.average) look_at_average(event, expected);
   }
 
  private:
@@ -91,6 +92,7 @@ class SequenceRank {
   void make(ZeroOptions options, uint64_t generation) {
     optimizer_.reset();
     if (s_.largest_norm) options.skip_if(std::make_shared<NormLimit>(*s_.largest_norm));
+    options.ema(s_.ema);
     place(options);
     model_ =
         SequenceModel(s_, model_seed(s_, group_.rank()) + 100000 * generation, group_.device());
@@ -355,6 +357,19 @@ class SequenceRank {
     expect_close(model_->frozen, expected.frozen.to(at::kDouble), "frozen parameter");
     expect_close(model_->buffer, expected.buffer.to(at::kDouble), "buffer");
     expect_equal(optimizer_->loss_scale(), expected.loss_scale, "loss_scale()");
+  }
+
+  void look_at_average(const Event& event, const Expected& expected) {
+    const auto& managed = model_->managed();
+    auto guard = optimizer_->use_ema();
+    for (size_t i = 0; i < managed.size(); ++i) {
+      expect_close(managed[i].tensor, expected.averages[i], "average of " + managed[i].name);
+    }
+    if (event.seed % 2 == 0) expect_refusal("a second guard", [&] { optimizer_->use_ema().end(); });
+    guard.end();
+    for (size_t i = 0; i < managed.size(); ++i) {
+      expect_close(managed[i].tensor, expected.parameters[i], managed[i].name + " after the guard");
+    }
   }
 
   // What p.grad() reads after calls that say so.
