@@ -341,11 +341,12 @@ class PlainRun {
       at::Tensor now = selected(masters_[i], rows);
       const at::Tensor values = model_->resized_value(event, i);
       if (values.defined()) {
-        // A row with the value of its source keeps the master.
+        // An element with the value of its source keeps the master.
         const at::Tensor differs = selected(masters_[i].to(s_.dtype), rows) != values.to(s_.dtype);
-        const at::Tensor given =
-            differs.view({differs.size(0), -1}).any(1).logical_or(rows.lt(0)).nonzero().squeeze(1);
-        now.index_copy_(0, given, values.to(at::kDouble).index_select(0, given));
+        std::vector<int64_t> sizes(static_cast<size_t>(now.dim()), 1);
+        sizes[0] = rows.numel();
+        const at::Tensor given = differs.logical_or(rows.lt(0).view(sizes));
+        now = at::where(given, values.to(at::kDouble), now);
       }
       at::Tensor average = selected(averages_[i], rows);
       const at::Tensor come = rows.lt(0).nonzero().squeeze(1);
