@@ -7,6 +7,7 @@
 //   ./bazelw run //examples:inspect_checkpoint -- run/step-200
 //   ./bazelw run //examples:inspect_checkpoint -- run            # the newest in there
 //   ./bazelw run //examples:inspect_checkpoint -- run/step-200 model.safetensors   # export
+//   ./bazelw run //examples:inspect_checkpoint -- run/step-200 average.safetensors ema
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
@@ -17,6 +18,7 @@
 #include <cstdlib>
 #include <ctime>
 #include <exception>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -26,13 +28,13 @@
 namespace {
 
 constexpr const char* kUsage =
-    "usage: inspect_checkpoint <folder> [<model.safetensors to write>]\n";
+    "usage: inspect_checkpoint <folder> [<model.safetensors to write> [ema]]\n";
 constexpr const char* kHelp =
     "\n"
     "Prints what a checkpoint holds and verifies every byte of it. <folder> is a checkpoint, or a\n"
     "folder of checkpoints, of which the newest one is taken. With a second argument it also\n"
     "writes the model into one file, which Python's safetensors reads: full masters, frozen\n"
-    "parameters and buffers.\n"
+    "parameters and buffers; with \"ema\" averages of parameters in place of masters.\n"
     "\n"
     "The exit code is 0, 1 when the checkpoint cannot be read or is damaged, and 2 for other\n"
     "arguments.\n";
@@ -89,6 +91,7 @@ void print(const std::string& folder, const zero::CheckpointDescription& d) {
   std::printf("after %lld steps and %lld skipped ones; loss scale %g%s\n",
               static_cast<long long>(d.steps), static_cast<long long>(d.skipped_steps),
               d.loss_scale, d.dynamic_loss_scale ? ", dynamic" : "");
+  if (d.ema) std::printf("with an average of the parameters\n");
   for (const auto& [name, value] : d.metadata) {
     std::printf("metadata %s: %s\n", name.c_str(), value.c_str());
   }
@@ -115,7 +118,7 @@ void print(const std::string& folder, const zero::CheckpointDescription& d) {
               static_cast<long long>(parameters));
 }
 
-int inspect(std::string folder, const char* model) {
+int inspect(std::string folder, const char* model, bool ema) {
   if (const auto newest = zero::latest(folder)) folder = *newest;
   const zero::CheckpointDescription d = zero::describe_checkpoint(folder);
   print(folder, d);
@@ -132,7 +135,7 @@ int inspect(std::string folder, const char* model) {
     std::printf("all checksums match\n");
   }
   if (model != nullptr) {
-    zero::export_model(folder, model);
+    zero::export_model(folder, model, std::nullopt, ema);
     std::printf("exported to %s\n", model);
   }
   return 0;
@@ -146,7 +149,8 @@ int main(int argc, char** argv) {
     std::printf("%s%s", kUsage, kHelp);
     return 0;
   }
-  if (argc < 2 || argc > 3 || first.starts_with("-")) {
+  const bool ema = argc == 4 && std::string(argv[3]) == "ema";
+  if (argc < 2 || (argc > 3 && !ema) || first.starts_with("-")) {
     std::fprintf(stderr, "%s", kUsage);
     return 2;
   }
@@ -155,7 +159,7 @@ int main(int argc, char** argv) {
     if (chdir(place) != 0) std::perror(place);
   }
   try {
-    return inspect(argv[1], argc == 3 ? argv[2] : nullptr);
+    return inspect(argv[1], argc > 2 ? argv[2] : nullptr, ema);
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "inspect_checkpoint: %s\n", error.what_without_backtrace());
   } catch (const std::exception& error) {

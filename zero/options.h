@@ -100,7 +100,7 @@ struct LossScalerOptions {
 // Source of the warm-up: `num_updates` of TensorFlow's ExponentialMovingAverage.
 struct EmaOptions {
   TORCH_ARG(double, decay) = 0.999;  // from 0 on, below 1
-  TORCH_ARG(bool, warm_up) = true;
+  TORCH_ARG(bool, warm_up) = true;   // a smaller decay in the first steps
 };
 
 // The format in which a gradient is sent to the rank that owns its shard.

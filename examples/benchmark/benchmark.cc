@@ -63,6 +63,7 @@ struct Options {
   int steps = 12;
   bool no_sync = false;
   bool static_graph = false;
+  bool ema = false;
   bool overlap_gather = false;
   std::string reduce_dtype;  // empty: the library's default
   std::string wire = "dtype";
@@ -118,6 +119,7 @@ class Run {
     ZeroOptions zero_options;
     zero_options.stage(options.stage);
     zero_options.static_graph(options.static_graph);
+    if (options.ema) zero_options.ema(EmaOptions());
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
                                                        : Layout::kPerParameter);
     zero_options.overlap_gather(options.overlap_gather);
@@ -362,6 +364,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 100000));
   app.add_flag("--no-sync", options.no_sync, "Send only in the last micro batch of a step");
   app.add_flag("--static-graph", options.static_graph, "Without control messages");
+  app.add_flag("--ema", options.ema, "Keep an average of the parameters");
   app.add_flag("--overlap-gather", options.overlap_gather,
                "Gather parameters during the next forward pass");
   app.add_flag("--flat", options.flat, "Exchange with every rank, whatever its machine");

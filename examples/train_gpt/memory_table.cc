@@ -32,12 +32,14 @@ MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype, int64_t
 
 std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype,
                          int64_t all_states) {
-  const MemoryReport alone = unsharded_memory(parameters, dtype, all_states);
+  MemoryReport alone = unsharded_memory(parameters, dtype, all_states);
+  if (sharded.ema > 0) alone.ema = 4 * parameters;
   std::ostringstream table;
   table << std::fixed << std::setprecision(2);
   table << "  MB                     this rank   unsharded\n";
   add_row(table, "parameters", sharded.working_parameters, alone.working_parameters);
   add_row(table, "master parameters", sharded.master_parameters, alone.master_parameters);
+  if (sharded.ema > 0) add_row(table, "average", sharded.ema, alone.ema);
   add_row(table, "optimizer state", sharded.optimizer_state, alone.optimizer_state);
   add_row(table, "gradients", sharded.gradient_shards + sharded.full_gradients,
           alone.full_gradients);

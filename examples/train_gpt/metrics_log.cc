@@ -15,6 +15,7 @@ namespace {
 nlohmann::ordered_json by_kind(const MemoryReport& memory) {
   return {{"working_parameters", memory.working_parameters},
           {"master_parameters", memory.master_parameters},
+          {"ema", memory.ema},
           {"optimizer_state", memory.optimizer_state},
           {"gradient_shards", memory.gradient_shards},
           {"full_gradients", memory.full_gradients},
@@ -30,15 +31,25 @@ MetricsLog::MetricsLog(const std::string& path, bool append)
 
 void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t first_step) {
   nlohmann::ordered_json run = {
-      {"world_size", world_size},       {"first_step", first_step},
-      {"steps", options.steps},         {"stage", options.stage},
-      {"device", options.device},       {"dtype", options.dtype_name},
-      {"batch", options.batch},         {"accumulate", options.accumulate},
-      {"context", options.context},     {"layers", options.layers},
-      {"width", options.width},         {"heads", options.heads},
-      {"optimizer", options.optimizer}, {"learning_rate", options.learning_rate},
-      {"warmup", options.warmup},       {"weight_decay", options.weight_decay},
-      {"max_norm", options.max_norm},   {"seed", options.seed},
+      {"world_size", world_size},
+      {"first_step", first_step},
+      {"steps", options.steps},
+      {"stage", options.stage},
+      {"device", options.device},
+      {"dtype", options.dtype_name},
+      {"batch", options.batch},
+      {"accumulate", options.accumulate},
+      {"context", options.context},
+      {"layers", options.layers},
+      {"width", options.width},
+      {"heads", options.heads},
+      {"optimizer", options.optimizer},
+      {"learning_rate", options.learning_rate},
+      {"warmup", options.warmup},
+      {"weight_decay", options.weight_decay},
+      {"max_norm", options.max_norm},
+      {"seed", options.seed},
+      {"ema", options.ema},
       {"libtorch", TORCH_VERSION},
   };
   file_ << nlohmann::ordered_json({{"run", run}}).dump() << std::endl;
@@ -60,6 +71,7 @@ void MetricsLog::write(const StepMetrics& metrics) {
       {"memory", by_kind(metrics.memory)},
   };
   if (metrics.validation_loss) line["validation_loss"] = *metrics.validation_loss;
+  if (metrics.ema_loss) line["ema_validation_loss"] = *metrics.ema_loss;
   file_ << line.dump() << std::endl;
   TORCH_CHECK(file_.good(), "cannot write ", path_);
 }

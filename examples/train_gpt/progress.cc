@@ -93,6 +93,7 @@ std::string Progress::line(const StepMetrics& metrics) const {
   if (skipped_ > 0) text << "  " << skipped_ << " skipped";
   text << std::setprecision(4) << "  loss " << metrics.loss;
   if (metrics.validation_loss) text << "  validation " << *metrics.validation_loss;
+  if (metrics.ema_loss) text << "  averaged " << *metrics.ema_loss;
   text << std::setprecision(2) << "  norm " << metrics.gradient_norm << std::setprecision(0) << "  "
        << tokens_per_second_ << " tokens/s  " << time_left(metrics.step) << " left";
   return text.str();

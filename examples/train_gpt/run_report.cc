@@ -62,19 +62,22 @@ std::string section(const std::string& title, const std::string& body) {
 
 std::string charts(const RunReport& report) {
   Curve validation{"validation", kRed, {}, /*dots=*/true};
+  Curve averaged{"averaged", kGreen, {}, /*dots=*/true};
   std::vector<double> skipped;
   for (const StepMetrics& step : report.steps) {
     const auto at = static_cast<double>(step.step);
     if (step.validation_loss) validation.points.emplace_back(at, *step.validation_loss);
+    if (step.ema_loss) averaged.points.emplace_back(at, *step.ema_loss);
     if (step.skipped) skipped.push_back(at);
   }
   const auto curve = [&](const std::string& name, const Value& value) {
     return curve_of(report, name, kBlue, value);
   };
   std::string body = "<div class=\"charts\">\n";
-  body +=
-      draw_chart({"loss, nats per byte",
-                  {curve("training", [](const StepMetrics& s) { return s.loss; }), validation}});
+  std::vector<Curve> losses{curve("training", [](const StepMetrics& s) { return s.loss; }),
+                            validation};
+  if (!averaged.points.empty()) losses.push_back(averaged);
+  body += draw_chart({"loss, nats per byte", std::move(losses)});
   body += draw_chart({"gradient norm before clipping",
                       {curve("norm", [](const StepMetrics& s) { return s.gradient_norm; })},
                       /*from_zero=*/true,
@@ -93,6 +96,7 @@ Bar bar_of(const std::string& name, const MemoryReport& memory) {
   return {name,
           {{"parameters", megabytes(memory.working_parameters)},
            {"master parameters", megabytes(memory.master_parameters)},
+           {"average", megabytes(memory.ema)},
            {"optimizer state", megabytes(memory.optimizer_state)},
            {"gradients", megabytes(memory.gradient_shards + memory.full_gradients)},
            {"buckets", megabytes(memory.buckets)}}};

@@ -15,6 +15,7 @@ struct StepMetrics {
   int64_t step = 0;                       // counted from 1: steps done so far
   double loss = 0.0;                      // nats per byte, mean over the global batch
   std::optional<double> validation_loss;  // the same over the held-out text, where measured
+  std::optional<double> ema_loss;         // that of the averaged parameters, with --ema
   double gradient_norm = 0.0;             // of the averaged gradient before clipping
   double learning_rate = 0.0;
   double loss_scale = 1.0;  // what this step's loss was multiplied by

@@ -15,6 +15,7 @@ namespace zero::examples {
 
 inline constexpr const char* kBlue = "#1f6f8b";
 inline constexpr const char* kRed = "#c8553d";
+inline constexpr const char* kGreen = "#5b8c5a";
 inline constexpr const char* kGrey = "#9aa3aa";
 
 using Points = std::vector<std::pair<double, double>>;

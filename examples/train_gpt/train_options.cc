@@ -127,6 +127,11 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
       ->check(positive())
       ->type_name("X")
       ->group(group);
+  app.add_option("--ema", options.ema,
+                 "Keep an average of the parameters with this decay, and validate it too; 0: none")
+      ->check(number(0.0, 0.999999999, "a number from 0 on, below 1"))
+      ->type_name("X")
+      ->group(group);
   app.add_option("--seed", options.seed, "Of the initial model and of the order of the data")
       ->check(whole_number(0))
       ->type_name("N")

@@ -40,6 +40,7 @@ struct TrainOptions {
   double warmup = 0.2;  // part of the steps; a short one is unstable at this learning rate
   double weight_decay = 0.1;
   double max_norm = 1.0;
+  double ema = 0.0;  // decay of the average of the parameters; 0: none
   uint64_t seed = 1;
 
   // Ranks.

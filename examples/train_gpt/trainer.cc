@@ -60,13 +60,16 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
       data_(data),
       device_(group.device()),
       model_(make_model(options, device_)),
-      optimizer_(*model_, make_inner_optimizer(model_, options), group,
-                 ZeroOptions()
-                     .stage(options.stage)
-                     .bucket_bytes(kBucketBytes)
-                     .gather_wire(options.gather_wire == "changes" ? GatherWire::kChanges
-                                                                   : GatherWire::kWhole)
-                     .protect(options.elastic ? options.protect_every : 0)),
+      optimizer_(
+          *model_, make_inner_optimizer(model_, options), group,
+          ZeroOptions()
+              .stage(options.stage)
+              .bucket_bytes(kBucketBytes)
+              .gather_wire(options.gather_wire == "changes" ? GatherWire::kChanges
+                                                            : GatherWire::kWhole)
+              .ema(options.ema > 0 ? std::optional<EmaOptions>(EmaOptions().decay(options.ema))
+                                   : std::nullopt)
+              .protect(options.elastic ? options.protect_every : 0)),
       schedule_(optimizer_, make_schedule(options)),
       metrics_(optimizer_.group().make_communicator("metrics", Purpose::kControl)) {}
 
@@ -258,6 +261,10 @@ void Trainer::report_step(StepMetrics metrics) {
   const bool reports = metrics_->rank() == 0;
   if (metrics.step % options_.validate_every == 0 || metrics.step == options_.steps) {
     metrics.validation_loss = validation_loss();
+    if (options_.ema > 0) {
+      const auto averaged = optimizer_.use_ema();
+      metrics.ema_loss = validation_loss();
+    }
   }
   if (progress_) progress_->show(metrics);
   const bool half_way = metrics.step == options_.steps / 10 || metrics.step == options_.steps / 2;

@@ -29,6 +29,8 @@ constexpr char kGoldenStates[] = "tests/checkpoint/golden_checkpoint/version-1-s
 constexpr char kGoldenParts[] = "tests/checkpoint/golden_checkpoint/version-2-parts";
 // Two parts of a fused tensor, along its columns.
 constexpr char kGoldenFused[] = "tests/checkpoint/golden_checkpoint/version-3-fused";
+// With averages of the parameters.
+constexpr char kGoldenAverage[] = "tests/checkpoint/golden_checkpoint/version-4-average";
 constexpr char kGoldenRun[] = "4d2a109632a1e19a92d39249094d3018";
 
 // Plain torch over the whole run, on one rank.
@@ -155,8 +157,38 @@ TEST(GoldenTest, VersionThreeLoadsInOnePartAndInTwoAndGoesOn) {
   verify_checkpoint(kGoldenFused);
 }
 
+TEST(GoldenTest, VersionFourLoadsWithItsAverageAndGoesOn) {
+  // Of the weight, after so many steps.
+  const auto average = [](int steps) {
+    at::Tensor result = at::full({2, 3}, 0.5);
+    for (int n = 1; n <= steps; ++n) {
+      const double decay = std::min(0.75, (1.0 + n) / (10.0 + n));
+      result = result * decay + trained(n)->weight.detach() * (1 - decay);
+    }
+    return result;
+  };
+  for (const int ranks : {1, 2, 3}) {
+    run_ranks(ranks, [&](const Group& group) {
+      GoldenModel model(7);
+      ZeroOptimizer optimizer(*model, golden_adamw(*model), group, golden_average());
+      EXPECT_TRUE(optimizer.load_checkpoint(kGoldenAverage).differences.empty());
+      for (const int steps : {kGoldenSteps, kGoldenSteps + 4}) {
+        {
+          const auto guard = optimizer.use_ema();
+          expect_near(model->weight.detach(), average(steps));
+        }
+        expect_near(model->weight.detach(), trained(steps)->weight.detach());
+        if (steps == kGoldenSteps) train_golden(optimizer, *model, steps, steps + 4);
+      }
+    });
+  }
+  EXPECT_EQ(describe_checkpoint(kGoldenAverage).version, 4);
+  EXPECT_TRUE(describe_checkpoint(kGoldenAverage).ema);
+  verify_checkpoint(kGoldenAverage);
+}
+
 TEST(GoldenTest, VersionOneIsVerifiedFoundDescribedAndExported) {
-  EXPECT_EQ(latest("tests/checkpoint/golden_checkpoint"), kGoldenFused);
+  EXPECT_EQ(latest("tests/checkpoint/golden_checkpoint"), kGoldenAverage);
   for (const char* folder : {kGolden, kGoldenStates}) {
     verify_checkpoint(folder);
     EXPECT_EQ(describe_checkpoint(folder).states.size(), folder == kGolden ? 0u : 2u);

@@ -54,6 +54,8 @@ inline void train_golden(ZeroOptimizer& optimizer, GoldenModelImpl& model, int f
   }
 }
 
+inline ZeroOptions golden_average() { return ZeroOptions().ema(EmaOptions().decay(0.75)); }
+
 // Columns [from, to) of three of a weight, beside a bias that all ranks hold whole.
 struct GoldenPartImpl : torch::nn::Module {
   GoldenPartImpl(double fill, int64_t begin, int64_t end) : from(begin), to(end) {

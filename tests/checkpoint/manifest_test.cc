@@ -281,6 +281,16 @@ TEST(ManifestTest, PartsOfTensorsHaveVersionTwoAndAllOtherContentVersionOne) {
   EXPECT_EQ(part.boxes.at(0).sizes, (std::vector<int64_t>{3, 2}));
 }
 
+// An earlier library would take them for state of the inner optimizer.
+TEST(ManifestTest, AveragesOfParametersHaveVersionFour) {
+  Manifest m = full_manifest();
+  EXPECT_FALSE(has_ema(m));
+  m.files.at(0).tensors.at(0).kind = kEmaKind;
+  const Manifest back = parse_manifest(manifest_text(m), "m");
+  EXPECT_TRUE(has_ema(back));
+  EXPECT_EQ(back.version, 4);
+}
+
 TEST(ManifestTest, PartsOfFusedTensorsHaveVersionThree) {
   Manifest m = full_manifest();
   m.parameters = {{"p", {2, 4}, {4, 1}, at::kFloat, 1, {2, 8}, 1, 4, {2, 6}}};

@@ -2,12 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Writes a checkpoint for tests/checkpoint/golden_checkpoint: write_golden_checkpoint <folder>
-// [parts|fused]
+// [parts|fused|average]
 //
 // To be run once for each version of the format, and once where a version gets new optional fields,
-// from the library that first writes them; `version-1-states`, with `parts` `version-2-parts`
-// and, with `fused`, `version-3-fused` are from this program. No test runs it, and a folder that is
-// there is never written again: it stands for what users have.
+// from the library that first writes them; `version-1-states` and, with `parts`, `fused`
+// and `average`, `version-2-parts`, `version-3-fused` and `version-4-average` are from this
+// program. No test runs it, and a folder that is there is never written again: it stands for what
+// users have.
 #include <cstdio>
 #include <string>
 
@@ -51,14 +52,25 @@ int save_fused(const std::string& folder) {
   return 0;
 }
 
+int save_average(const std::string& folder) {
+  const zero::Group group = zero::init_process_group({.device = at::kCPU});
+  zero::GoldenModel model(0.5);
+  zero::ZeroOptimizer optimizer(*model, zero::golden_adamw(*model), group, zero::golden_average());
+  zero::train_golden(optimizer, *model, 0, zero::kGoldenSteps);
+  optimizer.save_checkpoint(folder);
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::string kind = argc == 3 ? argv[2] : "";
-  if (argc < 2 || argc > 3 || (argc == 3 && kind != "parts" && kind != "fused")) {
-    std::fprintf(stderr, "usage: write_golden_checkpoint <folder> [parts|fused]\n");
+  const bool known = kind == "parts" || kind == "fused" || kind == "average";
+  if (argc < 2 || argc > 3 || (argc == 3 && !known)) {
+    std::fprintf(stderr, "usage: write_golden_checkpoint <folder> [parts|fused|average]\n");
     return 2;
   }
+  if (kind == "average") return zero::launch_local(2, [&] { return save_average(argv[1]); });
   if (kind == "fused") return zero::launch_local(2, [&] { return save_fused(argv[1]); });
   if (kind == "parts") return zero::launch_local(2, [&] { return save_parts(argv[1]); });
   return zero::launch_local(2, [&] { return save(argv[1]); });

@@ -15,7 +15,7 @@ fail() {
   exit 1
 }
 
-$program $common --steps 6 --validate-every 3 --metrics "$work/metrics" \
+$program $common --steps 6 --validate-every 3 --ema 0.9 --metrics "$work/metrics" \
   --trace "$work/trace.json" --trace-steps 2 > "$work/out" 2>&1 || fail "$(cat "$work/out")"
 
 python3 - "$work/metrics/steps-0.jsonl" <<'END' || fail "metrics: $(cat "$work/metrics/steps-0.jsonl")"
@@ -31,6 +31,11 @@ for line in lines:
     assert line["memory"]["working_parameters"] > 0, line
 assert lines[-1]["memory"]["optimizer_state"] > 0
 assert [line["step"] for line in lines if "validation_loss" in line] == [3, 6]
+# The average is behind the parameters, which learn fast at first.
+assert [line["step"] for line in lines if "ema_validation_loss" in line] == [3, 6]
+assert all(line["ema_validation_loss"] > line["validation_loss"]
+           for line in lines if "validation_loss" in line), lines
+assert run["run"]["ema"] == 0.9 and lines[-1]["memory"]["ema"] > 0
 END
 
 python3 - "$work/trace.json" <<'END' || fail "the trace"

@@ -70,6 +70,31 @@ TEST(RecoverOptionsTest, TheWindowOfASkipRule) {
   });
 }
 
+TEST(RecoverOptionsTest, TheAverageOfTheParameters) {
+  std::latch connected(3);
+  run_ranks(3, [&](const Group& group) {
+    Training training;
+    training.options.bucket_bytes(900).protect(2).ema(EmaOptions().decay(0.7));
+    CheckpointRun run(training, group, 1);
+    const auto averages = [&] {
+      const auto guard = run.optimizer->use_ema();
+      std::vector<at::Tensor> result;
+      for (const at::Tensor& p : run.model->parameters()) result.push_back(p.detach().clone());
+      return result;
+    };
+    run.train(0, 5);
+    const auto before = averages();
+    // The guard of an optimizer that recovered does nothing more.
+    auto guard = run.optimizer->use_ema();
+    fail_a_connection(*run.optimizer, connected);
+    const RecoveryReport report = run.optimizer->recover();
+    run.train(static_cast<int>(report.steps), 5);
+    guard.end();
+    const auto after = averages();
+    for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(at::equal(before[i], after[i])) << i;
+  });
+}
+
 TEST(RecoverOptionsTest, EveryOptimizer) {
   for (const Inner inner : {Inner::kSgdMomentum, Inner::kAdam, Inner::kRmsprop, Inner::kAdagrad,
                             Inner::kLion, Inner::kMuon, Inner::kLamb, Inner::kAdafactor}) {

@@ -68,15 +68,18 @@ TEST(EmaTest, WhatTheDeviceKnowsHasTheBitsOfWhatTheHostKnows) {
 
 // A row is cut elsewhere on another number of ranks.
 TEST(EmaTest, BitsDoNotDependOnWhereARowBegins) {
-  const at::Tensor initial = random_tensor({515}, 1), master = random_tensor({515}, 2);
+  constexpr int64_t kNumel = 70001;  // more than is taken at a time
+  const at::Tensor initial = random_tensor({kNumel}, 1), master = random_tensor({kNumel}, 2);
   Ema whole(EmaOptions().decay(0.99), {initial});
   whole.begin(5);
   whole.follow(0, master);
-  for (const int64_t begin : {1, 3, 7, 100, 509}) {
-    Ema part(EmaOptions().decay(0.99), {initial.narrow(0, begin, 515 - begin)});
+  EXPECT_TRUE(at::equal(whole.row(0),
+                        initial + (master - initial) * Ema::weight(EmaOptions().decay(0.99), 5)));
+  for (const int64_t begin : {1, 3, 7, 100, 69990}) {
+    Ema part(EmaOptions().decay(0.99), {initial.narrow(0, begin, kNumel - begin)});
     part.begin(5);
-    part.follow(0, master.narrow(0, begin, 515 - begin));
-    EXPECT_TRUE(at::equal(part.row(0), whole.row(0).narrow(0, begin, 515 - begin))) << begin;
+    part.follow(0, master.narrow(0, begin, kNumel - begin));
+    EXPECT_TRUE(at::equal(part.row(0), whole.row(0).narrow(0, begin, kNumel - begin))) << begin;
   }
 }
 

@@ -15,6 +15,10 @@ namespace {
 // Of the warm-up: (1 + steps) / (10 + steps).
 constexpr int64_t kAdded = 1, kAddedBelow = 10;
 
+// On a CPU elements of a row at a time, which stay in the cache of a core between the three passes
+// over them.
+constexpr int64_t kPiece = 32 << 10;
+
 }  // namespace
 
 Ema::Ema(const EmaOptions& options, const std::vector<at::Tensor>& masters) : options_(options) {
@@ -47,16 +51,18 @@ void Ema::begin(const at::Tensor& steps, const at::Tensor& skipped) {
 
 void Ema::follow(int64_t bucket, const at::Tensor& master) {
   const at::Tensor& row = rows_[bucket];
-  if (row.numel() == 0) return;
-  if (!difference_.defined()) {
-    int64_t most = 0;
-    for (const at::Tensor& r : rows_) most = std::max(most, r.numel());
-    difference_ = at::empty({most}, row.options());
+  const int64_t piece = row.is_cpu() ? kPiece : row.numel();
+  if (!difference_.defined() || difference_.numel() < std::min(piece, row.numel())) {
+    difference_ = at::empty({std::min(piece, row.numel())}, row.options());
   }
-  at::Tensor difference = difference_.narrow(0, 0, row.numel());
-  at::sub_out(difference, master, row);
-  weight_on_device_.defined() ? difference.mul_(weight_on_device_) : difference.mul_(weight_);
-  row.add_(difference);
+  for (int64_t begin = 0; begin < row.numel(); begin += piece) {
+    const int64_t numel = std::min(piece, row.numel() - begin);
+    at::Tensor average = row.narrow(0, begin, numel);
+    at::Tensor difference = difference_.narrow(0, 0, numel);
+    at::sub_out(difference, master.narrow(0, begin, numel), average);
+    weight_on_device_.defined() ? difference.mul_(weight_on_device_) : difference.mul_(weight_);
+    average.add_(difference);
+  }
 }
 
 void Ema::swap(const std::vector<at::Tensor>& masters) {

@@ -44,7 +44,7 @@ class Ema {
   std::vector<at::Tensor> rows_;  // per bucket
   double weight_ = 0;
   at::Tensor weight_on_device_;  // in place of weight_, where it is defined
-  at::Tensor difference_;        // of the largest row
+  at::Tensor difference_;        // memory for it, kept
 };
 
 }  // namespace zero

@@ -66,6 +66,7 @@ int64_t version_of(const json& root) {
 
 // Earlier libraries read what they can.
 int64_t needed_version(const Manifest& manifest) {
+  if (has_ema(manifest)) return 4;
   int64_t version = 1;
   for (const auto* list : {&manifest.parameters, &manifest.frozen, &manifest.buffers}) {
     for (const ManifestParameter& p : *list) {

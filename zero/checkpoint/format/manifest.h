@@ -39,7 +39,7 @@ namespace zero {
 inline constexpr char kManifestName[] = "manifest.json";
 // See "Versions" above: the last, and the oldest that is read. What is written has the version that
 // it needs: 3 with parts of fused tensors, 2 with other parts, else 1.
-inline constexpr int64_t kCheckpointVersion = 3;
+inline constexpr int64_t kCheckpointVersion = 4;
 inline constexpr int64_t kOldestCheckpointVersion = 1;
 
 // No parameter or buffer of a module has a name that begins with a dot.
@@ -75,6 +75,7 @@ inline constexpr char kUncutPrefix[] = "uncut:";
 bool is_uncut(const std::string& kind);
 
 // The kind of a parameter's average (ZeroOptions::ema), which is no state of the inner optimizer.
+// Since version 4.
 inline constexpr char kEmaKind[] = "zero.ema";
 
 struct ManifestFile {
