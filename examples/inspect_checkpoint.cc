@@ -7,7 +7,6 @@
 //   ./bazelw run //examples:inspect_checkpoint -- run/step-200
 //   ./bazelw run //examples:inspect_checkpoint -- run            # the newest in there
 //   ./bazelw run //examples:inspect_checkpoint -- run/step-200 model.safetensors   # export
-//   ./bazelw run //examples:inspect_checkpoint -- run/step-200 average.safetensors ema
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
