@@ -233,7 +233,7 @@ struct ZeroOptions {
   TORCH_ARG(std::optional<LossScalerOptions>, loss_scaler) = std::nullopt;
 
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter
-  // and three passes over them in a step. See ZeroOptimizer::use_ema(). Checkpoints have it, and
+  // and a pass over the shard in each step. See ZeroOptimizer::use_ema(). Checkpoints have it, and
   // export_model() can write it. It begins again as the masters are where a checkpoint lacks it,
   // and where refresh_master_parameters() comes before the first step.
   TORCH_ARG(std::optional<EmaOptions>, ema) = std::nullopt;

@@ -48,6 +48,7 @@ struct Options {
   std::string dtype = "bfloat16";
   std::string layout = "contiguous";
   std::string device = "cuda";
+  bool ema = false;
   std::optional<double> bucket_mb;
   // Less than the default where there are fewer ranks.
   int64_t ranks_per_machine = Machines{}.ranks_per_machine;
@@ -99,6 +100,7 @@ nlohmann::ordered_json exchange_json(const Communication& sent, const Options& o
 nlohmann::ordered_json memory_json(const MemoryReport& memory) {
   return {{"working_parameters", memory.working_parameters},
           {"master_parameters", memory.master_parameters},
+          {"ema", memory.ema},
           {"optimizer_state", memory.optimizer_state},
           {"gradient_shards", memory.gradient_shards},
           {"full_gradients", memory.full_gradients},
@@ -110,7 +112,7 @@ nlohmann::ordered_json report(const Options& options) {
   const ModelShape model =
       options.shapes.empty() ? model_shape(options.model) : read_shapes(options.shapes);
   const Plan plan = plan_job(model, options.job);
-  const PlanFigures figures = plan_figures(plan, options.job.stage);
+  const PlanFigures figures = plan_figures(plan, options.job.stage, options.ema);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -143,6 +145,12 @@ nlohmann::ordered_json report(const Options& options) {
 
 void line(const char* name, double value, const char* unit) {
   std::printf("  %-34s %14.4f %s\n", name, value, unit);
+}
+
+// In a unit in which a small model is not nothing.
+void bytes_line(const char* name, double bytes) {
+  const bool small = bytes < 1e7;
+  line(name, bytes * (small ? 1e-6 : 1e-9), small ? "MB" : "GB");
 }
 
 void count(const char* name, const nlohmann::ordered_json& value) {
@@ -209,7 +217,8 @@ void print_worlds(const std::vector<nlohmann::ordered_json>& reports, const Opti
     const auto gb = [](double bytes) { return bytes * 1e-9; };
     std::printf("%8lld %11.2f %11.2f %11.2f %11.2f %9.2f %9.4f", r["world"].get<long long>(),
                 gb(m["working_parameters"].get<double>()),
-                gb(m["master_parameters"].get<double>() + m["optimizer_state"].get<double>()),
+                gb(m["master_parameters"].get<double>() + m["ema"].get<double>() +
+                   m["optimizer_state"].get<double>()),
                 gb(m["gradient_shards"].get<double>() + m["full_gradients"].get<double>()),
                 gb(r["kept_bucket_bytes"].get<double>()), total_gigabytes(r),
                 r["exchanges"]["two levels"]["seconds"].get<double>());
@@ -230,9 +239,9 @@ void print(const nlohmann::ordered_json& r, const Options& options) {
   }
   std::printf("memory of a rank between steps, without buckets\n");
   for (const auto& [kind, bytes] : r["memory"].items()) {
-    line(kind.c_str(), bytes.get<double>() * 1e-9, "GB");
+    bytes_line(kind.c_str(), bytes.get<double>());
   }
-  line("buffers of buckets, at most", r["kept_bucket_bytes"].get<double>() * 1e-9, "GB");
+  bytes_line("buffers of buckets, at most", r["kept_bucket_bytes"].get<double>());
   if (options.device_memory) print_room(r, *options.device_memory);
   std::printf("balance\n");
   line("padding", r["padding_share"].get<double>() * 100, "% of the parameters");
@@ -241,7 +250,7 @@ void print(const nlohmann::ordered_json& r, const Options& options) {
   count("buckets", r["buckets"]);
   line("largest bucket", r["largest_bucket_bytes"].get<double>() * 1e-6, "MB");
   count("collective calls", r["collective_calls"]);
-  line("sent by a rank in one level", r["bytes_sent"].get<double>() * 1e-9, "GB");
+  bytes_line("sent by a rank in one level", r["bytes_sent"].get<double>());
   print_exchanges(r["exchanges"], options);
   std::printf("planned in %.2f s with %.0f MB\n", r["plan_seconds"].get<double>(),
               r["plan_peak_mb"].get<double>());
@@ -266,6 +275,7 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--stage", options.job.stage, "ZeRO stage")->check(CLI::Range(1, 2));
   app.add_option("--dtype", options.dtype, "Of working parameters and gradients")
       ->check(CLI::IsMember(kDtypes));
+  app.add_flag("--ema", options.ema, "With an average of the parameters in fp32");
   app.add_option("--layout", options.layout, "Layout of buckets")->check(CLI::IsMember(kLayouts));
   app.add_option("--device", options.device, "Of the ranks: the default size of buckets")
       ->check(CLI::IsMember({"cpu", "cuda"}));

@@ -209,7 +209,7 @@ std::vector<int64_t> owned_elements(const Plan& plan) {
   return total;
 }
 
-PlanFigures plan_figures(const Plan& plan, int64_t stage) {
+PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema) {
   PlanFigures figures;
   for (const Arena& arena : plan.arenas) {
     figures.parameters += arena.parameter_numel;
@@ -237,6 +237,7 @@ PlanFigures plan_figures(const Plan& plan, int64_t stage) {
   figures.imbalance = mean > 0 ? (static_cast<double>(*most) - mean) / mean : 0;
   MemoryOptions options;
   options.stage = stage;
+  options.ema = ema;
   options.state_bytes = [](int64_t numel) { return 8 * numel; };  // Adam: two fp32 tensors
   figures.memory = expected_memory(plan, most - owned.begin(), options);
   return figures;

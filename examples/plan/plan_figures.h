@@ -47,7 +47,7 @@ struct PlanFigures {
   int64_t bytes_sent = 0;  // by one rank, to whichever ranks, unless it exchanges in two levels
 };
 
-PlanFigures plan_figures(const Plan& plan, int64_t stage);
+PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema = false);
 
 // ---- Time on the wire ----
 

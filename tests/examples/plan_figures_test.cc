@@ -46,6 +46,9 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
       near(two.memory.optimizer_state, 8 * p / w);
       EXPECT_EQ(two.memory.full_gradients, 0);
       near(two.memory.total(), 2 * p + 16 * p / w);
+      EXPECT_EQ(two.memory.ema, 0);
+      near(plan_figures(plan_job(model, job(world_size)), 2, /*ema=*/true).memory.total(),
+           2 * p + 20 * p / w);
       // Stage 1 keeps averaged gradients in full.
       near(plan_figures(plan_job(model, job(world_size)), 1).memory.total(), 4 * p + 16 * p / w);
       // fp32, stage 2: the master is the working row. 4P + 4P/W + 8P/W.
