@@ -17,12 +17,14 @@ namespace zero {
 struct MemoryReport {
   int64_t working_parameters = 0;  // full, padding included
   int64_t master_parameters = 0;  // this rank's rows in fp32; 0 where the working row is the master
-  int64_t ema = 0;                // this rank's rows of the average in fp32
-  int64_t optimizer_state = 0;    // what the inner optimizer keeps for this rank's segments
-  int64_t gradient_shards = 0;    // this rank's rows in fp32
-  int64_t full_gradients = 0;     // stage 1: averaged gradients in full; and unsent p.grad()
-  int64_t buckets = 0;            // send and receive buffers held now
-  int64_t peak_buckets = 0;       // the most held at once since construction; not in total()
+  int64_t ema = 0;  // this rank's rows of the average in fp32, and masters that use_ema() set aside
+  int64_t optimizer_state = 0;  // what the inner optimizer keeps for this rank's segments
+  int64_t gradient_shards = 0;  // this rank's rows in fp32
+  // Stage 1: averaged gradients in full. Also unsent p.grad(), and the memory of local sums of
+  // no_sync() that is held for those of the next step.
+  int64_t full_gradients = 0;
+  int64_t buckets = 0;       // send and receive buffers held now
+  int64_t peak_buckets = 0;  // the most held at once since construction; not in total()
   // Gradients that wait for the rest of their bucket, or for the buckets before it; not in total().
   int64_t unsent_gradients = 0;
   int64_t protected_steps = 0;  // host memory for ZeroOptions::protect(); not in total()

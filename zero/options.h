@@ -92,8 +92,8 @@ struct LossScalerOptions {
 // The exponential moving average of the parameters, of the masters in fp32. After step t that was
 // not skipped
 //
-//   ema += (1 - d) * (master - ema)   with d = decay, or with a warm-up min(decay, (1 + t) / (10 +
-//   t))
+//   ema += (1 - d) * (master - ema)
+//   d = decay, or with a warm-up min(decay, (1 + t) / (10 + t))
 //
 // so that the first, random values are soon forgotten. It begins as the masters are, and follows
 // all parameters, used or not. Module buffers are not averaged.
@@ -234,8 +234,9 @@ struct ZeroOptions {
 
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter
   // and a pass over the shard in each step. See ZeroOptimizer::use_ema(). Checkpoints have it, and
-  // export_model() can write it. It begins again as the masters are where a checkpoint lacks it,
-  // and where refresh_master_parameters() comes before the first step.
+  // export_model() can write it. It begins again as the masters are where a checkpoint without one
+  // is loaded, and where refresh_master_parameters() comes before the first step. t of EmaOptions
+  // is that of the checkpoint then, so a long run has no warm-up.
   TORCH_ARG(std::optional<EmaOptions>, ema) = std::nullopt;
 
   // ---- Parallelism beyond one data-parallel group ----

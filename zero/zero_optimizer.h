@@ -226,14 +226,16 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // wait until the last step is done, though not for the forward pass enqueued since.
   double loss_scale() const;
 
-  // Collective, and so is the end of the guard: both send the parameters once. With
-  // ZeroOptions::ema. While the guard lives, the working parameters of all ranks hold their
-  // average, for validation; then they have every bit of before again, also after an exception.
-  // Meanwhile backward passes and all other collective calls throw c10::Error, and edits of
-  // parameters are lost. Throws c10::Error on all ranks without that option, for gradients since
-  // the last step, and for a second guard. end() ends it at once and throws what a destructor
-  // cannot: a destructor closes the communication instead, and recover() goes on from there. The
-  // optimizer must outlive the guard.
+  // With ZeroOptions::ema. While the guard lives, the working parameters of all ranks hold their
+  // average, for validation; at its end they get back what the masters say, every bit of before,
+  // also after an exception. Collective, and so is the end: each of the two sends the parameters
+  // once, and raises their versions, so that a graph of before cannot run backward. Meanwhile
+  // backward passes and all other collective calls throw c10::Error, edits of parameters are lost
+  // at the end, and fp32 masters in Layout::kContiguous take 4/W bytes a parameter more. Throws
+  // c10::Error on all ranks without that option, for gradients since the last step, inside no_sync
+  // and for a second guard. The optimizer must outlive the guard. end() ends it early and throws
+  // what the destructor cannot: that waits for the other ranks up to the timeout, and where it
+  // fails it closes the communication, as a rank that fails does; recover() goes on from there.
   class EmaGuard {
    public:
     EmaGuard(EmaGuard&& other) noexcept = default;

@@ -21,10 +21,12 @@ void add_row(std::ostringstream& table, const std::string& kind, int64_t sharded
 
 }  // namespace
 
-MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype, int64_t all_states) {
+MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype, int64_t all_states,
+                              bool ema) {
   MemoryReport memory;
   memory.working_parameters = parameters * static_cast<int64_t>(c10::elementSize(dtype));
   memory.master_parameters = dtype == c10::kFloat ? 0 : 4 * parameters;
+  memory.ema = ema ? 4 * parameters : 0;
   memory.optimizer_state = all_states;
   memory.full_gradients = memory.working_parameters;
   return memory;
@@ -32,8 +34,7 @@ MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype, int64_t
 
 std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype,
                          int64_t all_states) {
-  MemoryReport alone = unsharded_memory(parameters, dtype, all_states);
-  if (sharded.ema > 0) alone.ema = 4 * parameters;
+  const MemoryReport alone = unsharded_memory(parameters, dtype, all_states, sharded.ema > 0);
   std::ostringstream table;
   table << std::fixed << std::setprecision(2);
   table << "  MB                     this rank   unsharded\n";

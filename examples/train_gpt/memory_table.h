@@ -16,7 +16,8 @@ namespace zero::examples {
 // Returns the bytes of a process alone, which follow from the number of parameters: parameters and
 // gradients in `dtype`, and an fp32 master copy unless the parameters are fp32.
 //   all_states  bytes of the optimizer's state on all ranks together
-MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype, int64_t all_states);
+MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype, int64_t all_states,
+                              bool ema);
 
 // One line a kind, in MB, beside those of unsharded_memory().
 std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype,

@@ -76,6 +76,9 @@ def draw_run(run, color, alone, panels):
     validation = run.series("validation_loss")
     loss.plot(*validation, marker=".", linestyle=":", color=color,
               label="validation" if alone and validation[0] else None)
+    averaged = run.series("ema_validation_loss")
+    loss.plot(*averaged, marker="x", linestyle=":", color=color,
+              label="averaged" if alone and averaged[0] else None)
     norm.plot(*run.series("gradient_norm"), linewidth=0.8, color=color)
     rate.plot(*run.series("learning_rate"), linewidth=0.8, color=color)
     at, speeds = run.series("tokens_per_second")

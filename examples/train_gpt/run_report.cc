@@ -92,20 +92,22 @@ std::string charts(const RunReport& report) {
   return section("Curves", body + "</div>\n");
 }
 
-Bar bar_of(const std::string& name, const MemoryReport& memory) {
-  return {name,
+Bar bar_of(const std::string& name, const MemoryReport& memory, bool averages) {
+  Bar bar{name,
           {{"parameters", megabytes(memory.working_parameters)},
            {"master parameters", megabytes(memory.master_parameters)},
-           {"average", megabytes(memory.ema)},
            {"optimizer state", megabytes(memory.optimizer_state)},
            {"gradients", megabytes(memory.gradient_shards + memory.full_gradients)},
            {"buckets", megabytes(memory.buckets)}}};
+  if (averages) bar.parts.push_back({"average", megabytes(memory.ema)});
+  return bar;
 }
 
 std::string memory_section(const RunReport& report) {
-  return section(
-      "Memory at the end of the last backward pass",
-      draw_bars({bar_of("rank 0", report.memory), bar_of("one process alone", report.unsharded)}));
+  const bool averages = report.memory.ema > 0;
+  return section("Memory at the end of the last backward pass",
+                 draw_bars({bar_of("rank 0", report.memory, averages),
+                            bar_of("one process alone", report.unsharded, averages)}));
 }
 
 // "blocks.0" of "blocks.0.attention_out.weight": a model's part that a person knows.

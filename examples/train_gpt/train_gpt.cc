@@ -81,8 +81,8 @@ void write_report(const TrainOptions& options, zero::examples::Trainer& trainer,
     return all * numel / parameters;  // on average, where not all groups have the same
   };
   report.memory = trainer.memory();
-  report.unsharded =
-      zero::examples::unsharded_memory(parameters, options.dtype, trainer.state_bytes());
+  report.unsharded = zero::examples::unsharded_memory(parameters, options.dtype,
+                                                      trainer.state_bytes(), options.ema > 0);
   report.trace = options.trace;
   zero::examples::write_report(report, options.report);
   std::printf("report: %s\n", options.report.c_str());

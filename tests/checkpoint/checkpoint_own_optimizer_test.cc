@@ -77,7 +77,16 @@ TEST(OwnOptimizerTest, StateAndOptionsOfEveryKindAreStored) {
 }
 
 // What a class of the user's own may keep that no checkpoint can hold.
-enum class Habit { kNoSerialize, kList, kRow, kNormOfPiece, kForgets, kReservedName, kComplex };
+enum class Habit {
+  kNoSerialize,
+  kList,
+  kRow,
+  kNormOfPiece,
+  kForgets,
+  kReservedName,
+  kNameOfAverage,
+  kComplex
+};
 
 struct AwkwardState : torch::optim::OptimizerCloneableParamState<AwkwardState> {
   Habit habit = Habit::kForgets;
@@ -91,6 +100,7 @@ struct AwkwardState : torch::optim::OptimizerCloneableParamState<AwkwardState> {
     if (habit == Habit::kNormOfPiece) archive.write("norm", c10::IValue(norm));
     if (habit == Habit::kForgets) archive.write("sum", c10::IValue(sum));
     if (habit == Habit::kReservedName) archive.write("master", c10::IValue(sum));
+    if (habit == Habit::kNameOfAverage) archive.write("zero.ema", c10::IValue(sum));
     if (habit == Habit::kComplex) archive.write("sum", c10::IValue(sum.to(at::kComplexFloat)));
   }
   void serialize(torch::serialize::InputArchive&) override {}
@@ -167,6 +177,7 @@ TEST(OwnOptimizerTest, StateThatCannotBeCutIsRefusedOnAllRanks) {
       {Habit::kRow, {"state row of", "one value for each element", "[1, 2]"}},
       {Habit::kNormOfPiece, {"value:norm for all its pieces", "every element by itself"}},
       {Habit::kReservedName, {"state master of", "another name"}},
+      {Habit::kNameOfAverage, {"state zero.ema of", "another name"}},
       {Habit::kComplex, {"state sum", "dtype that safetensors has", "ComplexFloat"}},
       {Habit::kForgets, {"Awkward", "to read what it wrote"}},
   };

@@ -263,8 +263,22 @@ TEST(LocalGradientsTest, AStepWithoutNoSyncHoldsNoMemory) {
   for (const int64_t p : {2, 0, 1}) m.keep(p);
   m.release_all();
   EXPECT_GT(m.local.bytes(), 0);
+  // As where each gradient goes straight into its bucket.
+  m.release_all();
+  EXPECT_EQ(m.local.bytes(), 0);
   for (const int64_t p : {2, 0, 1}) m.make(p);
   m.release_all();
+  EXPECT_EQ(m.local.bytes(), 0);
+}
+
+TEST(LocalGradientsTest, OnlyWhatWasKeptIsHeld) {
+  ThreeSums m;
+  m.make(2);
+  m.keep(0);
+  m.make(1);
+  m.release_all();
+  EXPECT_EQ(m.local.bytes(), 64 << 10);
+  m.local.free_held();
   EXPECT_EQ(m.local.bytes(), 0);
 }
 

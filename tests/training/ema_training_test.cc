@@ -13,8 +13,10 @@
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bookkeeping/memory.h"
@@ -210,6 +212,8 @@ TEST_P(EmaAt, TakesAFloatForEachElementOfTheShard) {
       ZeroOptimizer optimizer(model, inner_of(Inner::kSgd, model.parameters()), group, with_ema());
       ZeroOptimizer without(other, inner_of(Inner::kSgd, other.parameters()), group,
                             ZeroOptions().bucket_bytes(128));
+      step(optimizer, model, group.rank(), 0);
+      step(without, other, group.rank(), 0);
       MemoryOptions expected;
       expected.ema = true;
       const int64_t bytes = expected_memory(optimizer.plan(), group.rank(), expected).ema;
@@ -227,9 +231,9 @@ TEST(EmaTrainingTest, WhileTheGuardLivesNothingTrains) {
     ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group, with_ema());
     step(optimizer, model, group.rank(), 0);
     const auto before = everything(model, optimizer);
+    const auto average = averages_of(optimizer, model);
     {
       auto guard = optimizer.use_ema();
-      const auto average = values_of(model);
       const std::vector<std::string> words{"expected the guard of use_ema() to have ended"};
       expect_words(error_of([&] { optimizer.step(); }), words);
       expect_words(error_of([&] { optimizer.save_checkpoint(testing::TempDir() + "never"); }),
@@ -255,6 +259,7 @@ TEST(EmaTrainingTest, WhileTheGuardLivesNothingTrains) {
     }
     EXPECT_TRUE(same_bits(everything(model, optimizer), before));
     optimizer.zero_grad();
+    EXPECT_TRUE(same_bits(averages_of(optimizer, model), average));
     step(optimizer, model, group.rank(), 2);
     optimizer.check_replicas();
   });
@@ -274,6 +279,78 @@ TEST(EmaTrainingTest, AnExceptionTakesItBack) {
     }
     EXPECT_TRUE(same_bits(everything(model, optimizer), before));
     step(optimizer, model, group.rank(), 2);
+  });
+}
+
+// On one rank, and on all.
+TEST(EmaTrainingTest, ARefusedBackwardPassEndsItsScopeAsAnotherErrorDoes) {
+  for (const bool all : {false, true}) {
+    run_ranks(2, [&](const Group& group) {
+      GivenGradients model(initial_values());
+      ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group,
+                              with_ema());
+      step(optimizer, model, group.rank(), 0);
+      const auto before = everything(model, optimizer);
+      const auto validate = [&] {
+        const auto guard = optimizer.use_ema();
+        if (all || group.rank() == 1) optimizer.backward(model.loss(gradients(group.rank(), 2)));
+      };
+      if (all || group.rank() == 1) {
+        expect_words(error_of(validate), {"expected the guard of use_ema() to have ended"});
+      } else {
+        validate();
+      }
+      EXPECT_TRUE(same_bits(everything(model, optimizer), before));
+      // What was misused is said to all ranks by their next call.
+      expect_words(error_of([&] { optimizer.grad_norm(); }), {"use_ema()"});
+      optimizer.zero_grad();
+      step(optimizer, model, group.rank(), 2);
+      optimizer.check_replicas();
+    });
+  }
+}
+
+TEST(EmaTrainingTest, AGuardThatEndedEndsNoOther) {
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model(initial_values());
+    ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group, with_ema());
+    step(optimizer, model, group.rank(), 0);
+    const auto average = averages_of(optimizer, model);
+    std::optional<ZeroOptimizer::EmaGuard> first(optimizer.use_ema());
+    first->end();
+    auto second = optimizer.use_ema();
+    first.reset();
+    EXPECT_TRUE(same_bits(values_of(model), average));
+    auto moved = std::move(second);
+    second.end();  // NOLINT(bugprone-use-after-move): it has none any more
+    EXPECT_TRUE(same_bits(values_of(model), average));
+    moved.end();
+    EXPECT_FALSE(same_bits(values_of(model), average));
+  });
+}
+
+// The copies of a shard are made of the masters, whenever a thread makes them.
+TEST(EmaTrainingTest, ItComesDirectlyBehindAnAsynchronousSave) {
+  const std::string folder = testing::TempDir() + "/ema_async";
+  std::filesystem::remove_all(folder);
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model({random_tensor({300, 1000}, 1)});
+    const auto make = [&](GivenGradients& of) {
+      return std::make_unique<ZeroOptimizer>(of, inner_of(Inner::kAdamW, of.parameters()), group,
+                                             with_ema().bucket_bytes(1 << 16));
+    };
+    const auto optimizer = make(model);
+    optimizer->backward(model.loss({random_tensor({300, 1000}, 2)}));
+    optimizer->step();
+    const auto before = values_of(model);
+    const auto save = optimizer->save_checkpoint_async(folder);
+    const auto average = averages_of(*optimizer, model);
+    save->finish();
+    GivenGradients other({at::zeros({300, 1000})});
+    const auto loaded = make(other);
+    loaded->load_checkpoint(folder);
+    EXPECT_TRUE(same_bits(values_of(other), before));
+    EXPECT_TRUE(same_bits(averages_of(*loaded, other), average));
   });
 }
 
@@ -304,7 +381,7 @@ TEST(EmaTrainingTest, UnusableArgumentsThrowOnAllRanks) {
     expect_words(error_of([&] {
                    make(ZeroOptions().ema(EmaOptions().decay(group.rank() == 0 ? 0.9 : 0.99)));
                  }),
-                 {"ema"});
+                 {"ema 0.9"});
     {
       ZeroOptimizer optimizer(model, inner_of(Inner::kSgd, model.parameters()), group);
       expect_words(error_of([&] { optimizer.use_ema().end(); }),

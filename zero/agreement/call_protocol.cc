@@ -54,13 +54,14 @@ void CallProtocol::break_backward(const std::string& reason) {
 }
 
 std::string CallProtocol::take_problem(Call call) {
+  if (call == Call::kEndEma) return {};  // all of it stays for the next call
   std::string text = std::exchange(misuse_, {});
   if (text.empty() && call != Call::kZeroGrad) text = broken_backward_;
   if (text.empty() && in_no_sync()) {
     text = std::string(call_name(call)) +
            " inside no_sync: expected no guard to be alive, got an active one; end its scope first";
   }
-  if (text.empty() && ema_in_use_ && call != Call::kEndEma) {
+  if (text.empty() && ema_in_use_) {
     text = c10::str(call_name(call), ": ", kEmaInUseProblem);
   }
   return text;

@@ -4,7 +4,8 @@
 // The protocol of collective calls on one rank: whether a call is allowed, how all ranks agree on
 // it, and how an error of one rank reaches the others.
 //
-// Four states lead to an error, each until something ends it:
+// Four states lead to an error, each until something ends it. While a guard of use_ema() lives, all
+// calls but its end are problems too.
 //
 //   misuse            thrown at once here, and on all ranks by their next collective call
 //   broken backward   gradients are incomplete; thrown by every call until zero_grad()

@@ -125,14 +125,18 @@ class GradientReducer {
   void mark_averaged(int64_t parameter) { local_.mark_average(parameter); }
 
   int64_t rounds_sent() const { return total_rounds_; }
-  // Bytes of local gradients that wait for a later round, and of those that are packed and wait for
-  // the rest of their bucket or for the buckets before it.
+  // Bytes of local gradients that wait for a later round, and of memory that is held for those of
+  // the next step; and of gradients that are packed and wait for the rest of their bucket or for
+  // the buckets before it.
   int64_t local_bytes() const { return local_.bytes(); }
   int64_t unsent_bytes() const { return unsent_bytes_; }
   int64_t shard_bytes() const;
   // Frees the shards: from then on only functions that count bytes and the destructor may be
   // called.
-  void release_shards() { shards_.clear(); }
+  void release_shards() {
+    shards_.clear();
+    local_.free_held();
+  }
 
  private:
   struct Place {

@@ -165,7 +165,7 @@ void LocalGradients::keep(int64_t parameter) {
   const bool apart = fp32_ && p.tensor.scalar_type() != at::kFloat;
   const bool first = apart ? !state.fp32.defined() : state.holds != Holds::kGradient;
   leave(parameter);
-  kept_ = true;
+  state.kept = true;
   if (first && !held_.empty()) held_.pop_front();
   if (!apart) return;
   const at::Tensor gradient = in_parameter_order(grad(parameter), p);
@@ -182,13 +182,7 @@ void LocalGradients::leave(int64_t parameter) {
   expect(parameter, Holds::kGradient);
 }
 
-// The first of a step is not held: in its memory the next step's first gradient is made.
 void LocalGradients::hold_memory(const at::Tensor& sum) {
-  if (!std::exchange(released_, true)) {
-    held_.clear();
-    return;
-  }
-  if (!kept_) return;
   const auto bytes = static_cast<int64_t>(sum.nbytes());
   const bool in_heap = sum.is_cpu() && bytes >= kSmallestHeld && bytes <= kLargestInHeap;
   if (in_heap && static_cast<int64_t>(sum.storage().nbytes()) == bytes) held_.push_back(sum);
@@ -198,6 +192,9 @@ at::Tensor LocalGradients::release(int64_t parameter) {
   check_unchanged(parameter);
   const Parameter& p = table_.parameters()[parameter];
   State& state = states_[parameter];
+  // The first of a step is not held: in its memory the next step's first gradient is made.
+  const bool first = !std::exchange(released_, true);
+  if (first) held_.clear();
   at::Tensor gradient;
   if (holds_gradient(parameter)) {
     check_gradient(grad(parameter), p);
@@ -208,7 +205,8 @@ at::Tensor LocalGradients::release(int64_t parameter) {
     if (gradient.defined()) add(gradient, /*first=*/false, state.fp32);
     gradient = std::exchange(state.fp32, at::Tensor());
   }
-  if (gradient.defined()) hold_memory(gradient);
+  const bool kept = std::exchange(state.kept, false);
+  if (kept && !first && gradient.defined()) hold_memory(gradient);
   p.tensor.mutable_grad().reset();
   state.holds = Holds::kUnknown;
   return gradient;
@@ -265,6 +263,7 @@ bool LocalGradients::forget_resets() {
     if (reset > 0) state.sent = false;
     if (!was_reset(p)) continue;
     state.holds = Holds::kUnknown;
+    state.kept = false;
     state.fp32 = at::Tensor();
   }
   make_markers();
@@ -292,7 +291,6 @@ void LocalGradients::consume() {
     state.sent = false;
   }
   first_sent_ = -1;
-  kept_ = false;
   released_ = false;
 }
 
@@ -300,6 +298,7 @@ void LocalGradients::discard() {
   for (size_t i = 0; i < states_.size(); ++i) {
     table_.parameters()[i].tensor.mutable_grad().reset();
     states_[i].fp32 = at::Tensor();
+    states_[i].kept = false;
   }
   consume();
   make_markers();

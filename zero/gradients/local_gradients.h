@@ -84,6 +84,8 @@ class LocalGradients {
   void consume();
   // Forgets all gradients.
   void discard();
+  // Frees what Note [memory of local sums] holds.
+  void free_held() { held_.clear(); }
   // Without markers and averages, and with what Note [memory of local sums] holds.
   int64_t bytes() const;
 
@@ -92,6 +94,7 @@ class LocalGradients {
   struct State {
     Holds holds = Holds::kUnknown;  // what was put into p.grad(): this tensor, of this version
     bool sent = false;
+    bool kept = false;  // under no_sync, since it was released
     const void* tensor = nullptr;
     int64_t version = 0;
     at::Tensor marker;
@@ -111,8 +114,7 @@ class LocalGradients {
   int32_t first_sent_ = -1;      // since consume()
   std::vector<State> states_;    // per parameter
   std::deque<at::Tensor> held_;  // sums of the last step, in the order of their release
-  bool kept_ = false;            // a gradient was kept since consume()
-  bool released_ = false;        // a sum was released since consume()
+  bool released_ = false;        // release() was called since consume()
 };
 
 }  // namespace zero

@@ -20,8 +20,8 @@ struct SegmentTensors {
   int64_t group = 0;    // parameter group
   at::Tensor master;    // fp32 view of the bucket's master row
   at::Tensor gradient;  // fp32 view of the bucket's gradient shard
-  at::Tensor ema =
-      {};  // fp32 view of the bucket's averaged row; undefined without ZeroOptions::ema
+  // fp32 view of the bucket's averaged row; undefined without ZeroOptions::ema.
+  at::Tensor ema = {};
 };
 
 // The elements of `tensor`, which has the sizes of `master`, in the memory order of `master`: 1-D,

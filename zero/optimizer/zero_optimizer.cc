@@ -186,7 +186,7 @@ ZeroOptimizer::EmaGuard ZeroOptimizer::use_ema() {
 }
 
 ZeroOptimizer::EmaGuard::~EmaGuard() {
-  if (const auto engine = engine_.lock()) end_ema_at_last(*engine);
+  if (const auto engine = engine_.lock()) end_ema_or_close(*engine);
 }
 
 void ZeroOptimizer::EmaGuard::end() {
@@ -194,6 +194,7 @@ void ZeroOptimizer::EmaGuard::end() {
   if (!engine || !engine->protocol.ema_in_use()) return;
   at::NoGradGuard no_grad;
   engine->protocol.fail_stop([&] { end_ema(*engine); });
+  engine_.reset();
 }
 
 void ZeroOptimizer::freeze(const std::vector<at::Tensor>& parameters) {

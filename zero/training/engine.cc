@@ -137,30 +137,38 @@ std::string capture_problem(const Engine& engine, Call call) {
   return {};
 }
 
+Problem problem_of(const std::function<void()>& check) {
+  try {
+    if (check) check();
+  } catch (const std::exception& error) {
+    return {error_text(error), is_of_communication(error)};
+  }
+  return {};
+}
+
 // The first problem of this rank that `call` must throw, or nothing.
 Problem first_problem(Engine& engine, Call call, const std::function<void()>& check) {
-  bool of_communication = false;
-  std::string text = engine.protocol.take_problem(call);
-  if (text.empty() && is_capturing(engine.device)) text = capture_problem(engine, call);
-  if (engine.shards.inner_was_stepped() && text.empty()) text = kInnerStepProblem;
-  if (text.empty() && call != Call::kZeroGrad) {
-    try {
+  Problem problem(engine.protocol.take_problem(call));
+  if (problem.empty() && is_capturing(engine.device)) problem = capture_problem(engine, call);
+  // The guard also ends where an error of training leaves its scope, which stays for the next call.
+  if (call == Call::kEndEma) return problem.empty() ? problem_of(check) : problem;
+  if (problem.empty() && engine.shards.inner_was_stepped()) problem = kInnerStepProblem;
+  if (problem.empty() && call != Call::kZeroGrad) {
+    problem = problem_of([&] {
       engine.reducer.drop_resets();
       if (check) check();
       // Whatever the call: it completes the rounds, and so sends what is in p.grad().
       engine.reducer.verify();
-    } catch (const std::exception& error) {
-      text = error_text(error);
-      of_communication = is_of_communication(error);
-    }
+    });
   }
   engine.reducer.claim_gradients();
-  if (text.empty() && call != Call::kZeroGrad && engine.reducer.any_used()) {
-    text = engine.passes.unscaled_problem();
+  if (problem.empty() && call != Call::kZeroGrad && engine.reducer.any_used()) {
+    problem = engine.passes.unscaled_problem();
   }
-  if (text.empty() && engine.options.static_graph() && is_of_a_step(call))
-    text = static_problem(engine);
-  return {std::move(text), of_communication};
+  if (problem.empty() && engine.options.static_graph() && is_of_a_step(call)) {
+    problem = static_problem(engine);
+  }
+  return problem;
 }
 
 }  // namespace
@@ -212,6 +220,7 @@ Engine::~Engine() {
 
 std::unique_ptr<torch::optim::Optimizer> Engine::release() {
   passes.remove_hooks();
+  protocol.set_ema_in_use(false);
   std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();
   reducer.release_shards();
   full_gradients.release();
@@ -245,8 +254,10 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
         " reductions dropped, as zero_grad() of the module or of a base class asked for (call "
         "zero_grad() of the ZeroOptimizer on all ranks instead)";
   }
-  const Agreement agreement = protocol.exchange(
-      call, problem, std::move(arguments), {reducer.rounds_needed(), passes.any(), reducer.used()});
+  // Gradients that came under the guard of use_ema() are not sent with its end.
+  const int64_t rounds = call == Call::kEndEma ? 0 : reducer.rounds_needed();
+  const Agreement agreement = protocol.exchange(call, problem, std::move(arguments),
+                                                {rounds, passes.any(), reducer.used()});
   // First: a gradient that cannot be sent, a sparse one for example, must not be tried again.
   if (call == Call::kZeroGrad) reducer.discard();
   reducer.complete(agreement.rounds);
@@ -291,8 +302,8 @@ void Engine::run_or_close(const std::function<void()>& body) {
 
 void Engine::check_no_gradients() const {
   TORCH_CHECK(reducer.rounds_needed() == 0 && !reducer.any_used() && !clipping.has_clips(),
-              "expected no gradients since the last step, got some, which neither a checkpoint nor "
-              "a change of parameters takes along: call step() first, or zero_grad() to drop them");
+              "expected no gradients since the last step, got some, which this call does not take "
+              "along: call step() first, or zero_grad() to drop them");
 }
 
 }  // namespace zero

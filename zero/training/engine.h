@@ -109,8 +109,8 @@ struct Engine {
   // Runs what changes this rank's rows and sends them. If it throws here alone, shards are updated
   // on some ranks only: the communicators are closed.
   void run_update(const std::function<void()>& body);
-  // Brings the working parameters up to date with masters that changed.
-  void write_working_parameters();
+  // Brings the working parameters up to date with masters that changed, or makes them the averages.
+  void write_working_parameters(bool averages = false);
   void forget_gradients();
   // Blocks until all readers have read the buckets from `bucket` on. Throws c10::Error when a
   // thread that reads stands still for the timeout of the group.

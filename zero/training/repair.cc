@@ -95,10 +95,7 @@ void use_ema(Engine& engine) {
     engine.verify_shapes();
   });
   engine.protocol.set_ema_in_use(true);
-  engine.run_or_close([&] {
-    engine.shards.swap_ema();
-    engine.write_working_parameters();
-  });
+  engine.run_or_close([&] { engine.write_working_parameters(/*averages=*/true); });
 }
 
 void end_ema(Engine& engine) {
@@ -107,12 +104,12 @@ void end_ema(Engine& engine) {
   engine.run_or_close([&] {
     // Values that were edited meanwhile do not stay, nor does another storage.
     engine.arena.attach(/*keep_values=*/false);
-    engine.shards.swap_ema();
+    engine.shards.take_masters_back();
     engine.write_working_parameters();
   });
 }
 
-void end_ema_at_last(Engine& engine) noexcept {
+void end_ema_or_close(Engine& engine) noexcept {
   CallProtocol& protocol = engine.protocol;
   if (!protocol.in_own_process() || !protocol.ema_in_use() || protocol.has_failed()) return;
   try {

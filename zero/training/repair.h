@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls beside a step, which read, compare or mend whole parameters. Each is collective and does
-// what ZeroOptimizer's member of that name does. Internal.
+// Calls beside a step, which read, compare, replace or mend whole parameters. Each is collective
+// and does what ZeroOptimizer's member of that name does. Internal.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,11 +17,11 @@ void check_replicas(Engine& engine);
 void refresh_masters(Engine& engine);
 void refresh_working(Engine& engine);
 void broadcast_buffers(Engine& engine);
-// Puts the average into the working parameters, and the masters in its place.
+// Puts the average into the working parameters.
 void use_ema(Engine& engine);
-// The reverse.
+// Puts back what the masters say.
 void end_ema(Engine& engine);
-// The end of a guard, by a destructor. If it fails, the communicators are closed.
-void end_ema_at_last(Engine& engine) noexcept;
+// The same for a destructor: where it fails, the communicators are closed. Never throws.
+void end_ema_or_close(Engine& engine) noexcept;
 
 }  // namespace zero

@@ -200,12 +200,12 @@ void Engine::run_update(const std::function<void()>& body) {
   }
 }
 
-void Engine::write_working_parameters() {
+void Engine::write_working_parameters(bool averages) {
   run_update([&] {
     gathers.begin();
     for (size_t b = 0; b < plan.buckets.size(); ++b) {
       const auto bucket = static_cast<int64_t>(b);
-      gathers.start(bucket, shards.write_working(bucket));
+      gathers.start(bucket, averages ? shards.write_ema(bucket) : shards.write_working(bucket));
     }
   });
   gathers.finish();

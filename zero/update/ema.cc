@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/update/ema.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sub.h>
 #include <ATen/ops/where.h>
@@ -15,9 +16,15 @@ namespace {
 // Of the warm-up: (1 + steps) / (10 + steps).
 constexpr int64_t kAdded = 1, kAddedBelow = 10;
 
-// On a CPU elements of a row at a time, which stay in the cache of a core between the three passes
-// over them.
-constexpr int64_t kPiece = 32 << 10;
+// Elements of a row that are taken at a time: on a CPU those that stay in the cache of a core
+// between the three passes over them, as many as libtorch gives to a thread; on a GPU few enough to
+// be little memory.
+constexpr int64_t kPieceOfThread = 32 << 10;
+constexpr int64_t kPieceOfGpu = 4 << 20;
+
+int64_t piece_on(at::Device device) {
+  return device.is_cpu() ? kPieceOfThread * at::get_num_threads() : kPieceOfGpu;
+}
 
 }  // namespace
 
@@ -51,7 +58,7 @@ void Ema::begin(const at::Tensor& steps, const at::Tensor& skipped) {
 
 void Ema::follow(int64_t bucket, const at::Tensor& master) {
   const at::Tensor& row = rows_[bucket];
-  const int64_t piece = row.is_cpu() ? kPiece : row.numel();
+  const int64_t piece = piece_on(row.device());
   if (!difference_.defined() || difference_.numel() < std::min(piece, row.numel())) {
     difference_ = at::empty({std::min(piece, row.numel())}, row.options());
   }
@@ -62,14 +69,6 @@ void Ema::follow(int64_t bucket, const at::Tensor& master) {
     at::sub_out(difference, master.narrow(0, begin, numel), average);
     weight_on_device_.defined() ? difference.mul_(weight_on_device_) : difference.mul_(weight_);
     average.add_(difference);
-  }
-}
-
-void Ema::swap(const std::vector<at::Tensor>& masters) {
-  for (size_t b = 0; b < rows_.size(); ++b) {
-    const at::Tensor average = rows_[b].clone();
-    rows_[b].copy_(masters[b]);
-    masters[b].copy_(average);
   }
 }
 

@@ -33,9 +33,6 @@ class Ema {
   void begin(const at::Tensor& steps, const at::Tensor& skipped);
   void follow(int64_t bucket, const at::Tensor& master);
 
-  // Exchanges the values of the average and of the masters.
-  void swap(const std::vector<at::Tensor>& masters);
-
   const at::Tensor& row(int64_t bucket) const { return rows_[bucket]; }
   int64_t bytes() const;
 

@@ -29,6 +29,13 @@ std::vector<const FusedUpdate*> fused_updates(const torch::optim::Optimizer& inn
   return result;
 }
 
+// working = values, which are fp32.
+void round_to(const at::Tensor& values, const at::Tensor& working) {
+  kernels::cast_copy(values.const_data_ptr(), at::kFloat, working.mutable_data_ptr(),
+                     working.scalar_type(), values.numel(), nullptr,
+                     current_stream(values.device()));
+}
+
 }  // namespace
 
 ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Optimizer> inner,
@@ -97,6 +104,7 @@ std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
   first_segment_.clear();
   master_rows_.clear();
   ema_.reset();
+  aside_.clear();
   return std::move(inner_);
 }
 
@@ -204,11 +212,7 @@ void ShardOptimizer::push_options(const ParamGroups& groups) {
 }
 
 void ShardOptimizer::write_row(int64_t bucket, const at::Tensor& own_row) const {
-  if (shards_.arena.is_master(bucket)) return;
-  const at::Tensor& master = master_rows_[bucket];
-  kernels::cast_copy(master.const_data_ptr(), at::kFloat, own_row.mutable_data_ptr(),
-                     own_row.scalar_type(), master.numel(), nullptr,
-                     current_stream(master.device()));
+  if (!shards_.arena.is_master(bucket)) round_to(master_rows_[bucket], own_row);
 }
 
 void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite) {
@@ -304,6 +308,26 @@ Rows ShardOptimizer::write_working(int64_t bucket) const {
   const Rows rows = shards_.arena.rows(bucket);
   write_row(bucket, own_row(bucket, rows));
   return rows;
+}
+
+Rows ShardOptimizer::write_ema(int64_t bucket) {
+  at::NoGradGuard no_grad;
+  const Rows rows = shards_.arena.rows(bucket);
+  if (shards_.arena.is_master(bucket)) aside_[bucket] = master_rows_[bucket].clone();
+  round_to(ema_->row(bucket), own_row(bucket, rows));
+  return rows;
+}
+
+void ShardOptimizer::take_masters_back() {
+  at::NoGradGuard no_grad;
+  for (const auto& [bucket, master] : aside_) master_rows_[bucket].copy_(master);
+  aside_.clear();
+}
+
+int64_t ShardOptimizer::ema_bytes() const {
+  int64_t bytes = ema_ ? ema_->bytes() : 0;
+  for (const auto& [bucket, master] : aside_) bytes += static_cast<int64_t>(master.nbytes());
+  return bytes;
 }
 
 int64_t ShardOptimizer::master_bytes() const {

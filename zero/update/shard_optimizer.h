@@ -16,6 +16,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -88,14 +89,16 @@ class ShardOptimizer {
   // Returns the working rows of a bucket, of which this rank's is made from its masters.
   Rows write_working(int64_t bucket) const;
 
-  // The average of the masters: null without one. To be called after update() of a bucket, whose
-  // average then follows it.
+  // The average of the masters; null without one.
   Ema* ema() { return ema_ ? &*ema_ : nullptr; }
+  // Lets the average of a bucket follow its masters, behind update().
   void follow_ema(int64_t bucket) { ema_->follow(bucket, master_rows_[bucket]); }
   void restart_ema() { ema_->restart(master_rows_); }
-  // Exchanges masters and averages.
-  void swap_ema() { ema_->swap(master_rows_); }
-  int64_t ema_bytes() const { return ema_ ? ema_->bytes() : 0; }
+  // As write_working(), from the average. Masters that are working rows are set aside until
+  // take_masters_back().
+  Rows write_ema(int64_t bucket);
+  void take_masters_back();
+  int64_t ema_bytes() const;  // with masters that are set aside
 
   // The own row of a bucket, fp32.
   const at::Tensor& master_row(int64_t bucket) const { return master_rows_[bucket]; }
@@ -139,6 +142,7 @@ class ShardOptimizer {
 
   std::vector<at::Tensor> master_rows_;  // per bucket
   std::optional<Ema> ema_;
+  std::map<int64_t, at::Tensor> aside_;  // by bucket: masters, while the working rows have averages
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::optional<SegmentCounts> counts_;   // updates of each segment, with deferred()

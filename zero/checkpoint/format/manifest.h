@@ -38,7 +38,8 @@ namespace zero {
 
 inline constexpr char kManifestName[] = "manifest.json";
 // See "Versions" above: the last, and the oldest that is read. What is written has the version that
-// it needs: 3 with parts of fused tensors, 2 with other parts, else 1.
+// it needs: 4 with averages of parameters, else 3 with parts of fused tensors, 2 with other parts,
+// else 1.
 inline constexpr int64_t kCheckpointVersion = 4;
 inline constexpr int64_t kOldestCheckpointVersion = 1;
 
@@ -53,7 +54,7 @@ inline constexpr int64_t kEntriesLimit = 100'000;  // parameter groups; entries 
 inline constexpr int64_t kCountLimit = int64_t{1} << 53;
 
 // A tensor of a file: elements [begin, begin + numel) of `owner` in its memory
-// order. `kind` is "master", the name of a state tensor ("exp_avg"), "frozen" or
+// order. `kind` is "master", kEmaKind, the name of a state tensor ("exp_avg"), "frozen" or
 // "buffer"; or, for one value that stands for all elements, "step", and for classes of
 // optimizers that are not torch's, "value:<name>" or "scalar:<name>". The state of an object that
 // the save included is a tensor of bytes: `owner` is kStatePrefix and its name, and `kind` "state",
