@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/transports.h"
 
@@ -347,3 +348,5 @@ TEST(ConnectionsTest, ADestructorWaitsForAFailureThatAnotherThreadReports) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 4); }

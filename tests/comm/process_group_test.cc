@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/comm/backends/gloo.h"
@@ -311,3 +312,5 @@ TEST(GroupTest, StoresThatOneRankAloneHasMadeAreCountedByAll) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }

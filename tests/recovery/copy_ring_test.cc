@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 
@@ -131,3 +132,5 @@ TEST(CopyRingTest, AnAbortEndsTheExchangeOfTheNeighboursToo) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
@@ -328,3 +329,5 @@ TEST(JoiningTest, WithoutProtectedStepsNoneJoins) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }

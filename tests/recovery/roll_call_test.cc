@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/frozen_store.h"
 #include "zero/rendezvous/ended_ranks.h"
@@ -292,3 +293,5 @@ TEST(RollCallTest, WhoCannotJoinLearnsWhy) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 6); }

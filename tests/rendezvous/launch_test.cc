@@ -20,6 +20,8 @@
 #include <system_error>
 #include <thread>
 
+#include "tests/support/cases_at_once.h"
+
 namespace zero {
 namespace {
 
@@ -282,3 +284,5 @@ TEST(LaunchTest, RanksDieWithTheirParent) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }

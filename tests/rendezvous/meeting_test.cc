@@ -25,6 +25,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/stopping_store.h"
@@ -353,3 +354,5 @@ TEST(RendezvousTest, LaterOperationsHaveTheWholeTimeout) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 4); }

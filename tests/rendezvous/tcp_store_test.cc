@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 
 namespace zero {
@@ -107,3 +108,5 @@ TEST(TcpStoreTest, NoServerIsAnErrorAfterTheTimeoutAndNotTwice) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 2); }

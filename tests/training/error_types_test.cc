@@ -15,6 +15,7 @@
 #include <barrier>
 #include <chrono>
 #include <functional>
+#include <future>
 #include <latch>
 #include <memory>
 #include <new>
@@ -22,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/frozen_store.h"
 #include "tests/support/run_ranks.h"
@@ -99,6 +101,13 @@ void on_each(const std::function<void(Rank&, bool different)>& body,
           with_timeout(std::chrono::seconds(20)));
     }
   }
+}
+
+// Both at once: what takes time is waiting.
+void at_2_and_3_ranks(const std::function<void(int world_size)>& body) {
+  auto two = std::async(std::launch::async, body, 2);
+  body(3);
+  two.get();
 }
 
 TEST(ErrorTypesTest, AMisuseOfOneRankIsNoCommunicationErrorOnAnyRank) {
@@ -209,7 +218,7 @@ TEST(ErrorTypesTest, EachCallThatNoticesTheEndOfARankThrowsACommunicationError) 
 }
 
 TEST(ErrorTypesTest, ARankThatDoesNotAnswerIsACommunicationError) {
-  for (const int world_size : {2, 3}) {
+  at_2_and_3_ranks([](int world_size) {
     std::latch done(world_size - 1);
     run_ranks(
         world_size,
@@ -225,7 +234,7 @@ TEST(ErrorTypesTest, ARankThatDoesNotAnswerIsACommunicationError) {
           done.count_down();
         },
         with_timeout(milliseconds(2000)));
-  }
+  });
 }
 
 TEST(ErrorTypesTest, ARankThatDoesNotConnectIsACommunicationError) {
@@ -451,7 +460,7 @@ TEST(RecoveryLoopTest, AnErrorOfOneRankAloneEndsItAndTheOthersGoOnWithoutIt) {
 }
 
 TEST(RecoveryLoopTest, AStoreThatIsLateInARecoveryDoesNotEndIt) {
-  for (const int world_size : {2, 3}) {
+  at_2_and_3_ranks([](int world_size) {
     const auto store = c10::make_intrusive<FrozenStore>();
     std::barrier together(world_size);
     run_ranks(world_size, [&](const Group& threads) {
@@ -480,8 +489,10 @@ TEST(RecoveryLoopTest, AStoreThatIsLateInARecoveryDoesNotEndIt) {
       EXPECT_EQ(r.optimizer->recover().members, group.global_ranks());
       r.train();
     });
-  }
+  });
 }
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 4); }

@@ -16,6 +16,7 @@
 #include <string>
 #include <thread>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_program.h"
 #include "tests/support/run_ranks.h"
@@ -390,3 +391,5 @@ TEST(ProcessTest, KilledWhileRowsAreShared) { expect_death_noticed("30000 600000
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 4); }

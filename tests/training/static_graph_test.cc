@@ -23,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/fixed_gradients.h"
 #include "tests/support/state_snapshot.h"
@@ -366,3 +367,5 @@ TEST(StaticGraph, IsComparedBetweenRanks) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }
