@@ -92,9 +92,9 @@ constexpr Layout kLayouts[] = {Layout::kPerParameter, Layout::kContiguous,
 
 // Saved by `saved_by` ranks, loaded by 1 to 5. Every cell also changes stage, layout and
 // bucket size.
-void expect_every_bit_back(int saved_by, Inner inner) {
+void expect_every_bit_back(int saved_by, Inner inner, const std::vector<c10::ScalarType>& dtypes) {
   const std::vector<int64_t> sizes = {0, 300, 1500, 4096};
-  for (auto dtype : {at::kFloat, at::kBFloat16}) {
+  for (const auto dtype : dtypes) {
     const Training saver = training(inner, dtype, saved_by, 1 + saved_by % 2,
                                     kLayouts[saved_by % 3], sizes[saved_by % 4]);
     const std::string folder =
@@ -127,24 +127,30 @@ void expect_every_bit_back(int saved_by, Inner inner) {
   }
 }
 
+// Dtypes take turns, so that each has savers of odd and even numbers of ranks.
+void expect_every_bit_back_of_one_dtype(int saved_by, Inner inner) {
+  const bool narrow = (saved_by + saved_by / 3 + static_cast<int>(inner)) % 2 == 0;
+  expect_every_bit_back(saved_by, inner, {narrow ? at::kBFloat16 : at::kFloat});
+}
+
 TEST_P(Reload, AnyNumberOfRanksAnyStageLayoutAndBucketSizeBringBackEveryBit) {
   const std::vector<Inner> inners = {Inner::kAdamW, Inner::kSgdMomentum, Inner::kRmsprop,
                                      Inner::kAdagrad, Inner::kAdam};
-  expect_every_bit_back(GetParam(), inners[GetParam() - 1]);
+  expect_every_bit_back(GetParam(), inners[GetParam() - 1], {at::kFloat, at::kBFloat16});
 }
 
 TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfLion) {
-  expect_every_bit_back(GetParam(), Inner::kLion);
+  expect_every_bit_back_of_one_dtype(GetParam(), Inner::kLion);
 }
 
 TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfWholeParameters) {
   for (const Inner inner : {Inner::kMuon, Inner::kLamb, Inner::kAdafactor}) {
-    expect_every_bit_back(GetParam(), inner);
+    expect_every_bit_back_of_one_dtype(GetParam(), inner);
   }
 }
 
 TEST_P(Reload, AnyNumberOfRanksBringsBackTheStateOfAClassOfTheUsersOwn) {
-  expect_every_bit_back(GetParam(), Inner::kOwn);
+  expect_every_bit_back_of_one_dtype(GetParam(), Inner::kOwn);
 }
 
 // One rank and three take turns, so that each dtype and optimizer has both.

@@ -228,14 +228,18 @@ void run_case(const Group& group, const Case& c) {
   EXPECT_EQ(optimizer.stats().steps, number);
 }
 
+// All of it at two ranks. At the other numbers layouts take turns, so that each number has each
+// layout, optimizer and dtype.
 TEST(ResizeRowsTest, FollowsPlainTorch) {
   for (const int world_size : {1, 2, 3, 4}) {
-    run_ranks(world_size, [](const Group& group) {
+    run_ranks(world_size, [&](const Group& group) {
       for (const Kind kind : {Kind::kAdamW, Kind::kSgd, Kind::kAdagrad, Kind::kLion}) {
         for (const Layout layout :
              {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
+          const int turn = static_cast<int>(kind) + static_cast<int>(layout);
+          const bool chosen = (turn + static_cast<int>(layout) + world_size) % 3 == 0;
+          if (world_size != 2 && !chosen) continue;
           for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-            const int turn = static_cast<int>(kind) + static_cast<int>(layout);
             run_case(group, {kind, layout, dtype, 1 + turn % 2, turn % 3 != 0});
           }
         }

@@ -40,6 +40,7 @@ class TwoLevelTest : public ::testing::TestWithParam<WireCase> {
     t.reference_ranks_per_machine = GetParam().ranks_per_machine;
     return t;
   }
+  int machines() const { return GetParam().machines(); }
   bool whole() const { return GetParam().wire == Wire::kNative; }
   RunOptions run_options() const {
     return on(GetParam().wire, std::chrono::seconds(60), GetParam().ranks_per_machine);
@@ -66,9 +67,12 @@ class TwoLevelTest : public ::testing::TestWithParam<WireCase> {
 INSTANTIATE_TEST_SUITE_P(Wires, TwoLevelTest, ::testing::ValuesIn(two_level_cases()),
                          [](const auto& info) { return wire_case_name(info); });
 
+// At two machines of two ranks optimizers have both stages, elsewhere one of them in turns.
 TEST_P(TwoLevelTest, BitsAreThoseOfSumsByMachine) {
   for (const Inner inner : {Inner::kSgdMomentum, Inner::kAdamW}) {
     for (const int64_t stage : {1, 2}) {
+      const int64_t turn = stage + machines() + (inner == Inner::kAdamW);
+      if (GetParam().world_size > 4 && turn % 2 != 0) continue;
       Training t = training();
       t.inner = inner;
       t.options.stage(stage);
@@ -109,7 +113,7 @@ TEST_P(TwoLevelTest, OverlappedGathers) {
           OddModel model(1);
           ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
                                   ZeroOptions().bucket_bytes(500).overlap_gather(overlap));
-          for (int step = 0; step < 5; ++step) {
+          for (int step = 0; step < 3; ++step) {
             const bool left_first = (group.rank() + step) % 2 == 0;
             optimizer.wait_for(left_first ? *model->left : *model->right);
             optimizer.wait_for(left_first ? *model->right : *model->left);
