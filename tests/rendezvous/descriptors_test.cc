@@ -58,7 +58,7 @@ std::string rank_text(int rank) { return "rank " + std::to_string(rank) + " "; }
 TEST(Descriptors, ProgramsThatARankStartsInheritNone) {
   for (const char* libuv : {"1", "0"}) {
     setenv("USE_LIBUV", libuv, 1);
-    for (const int ranks : {1, 2, 3}) {
+    for (const int ranks : libuv == std::string("1") ? std::vector{1, 2, 3} : std::vector{3}) {
       const Outcome outcome = run(std::to_string(ranks) + " list");
       EXPECT_EQ(outcome.code, 0) << outcome.output;
       for (int rank = 0; rank < ranks; ++rank) {
@@ -101,11 +101,9 @@ TEST(Descriptors, TooFewAreAnErrorOnAllRanks) {
 }
 
 TEST(Descriptors, ASoftLimitThatIsTooLowIsRaised) {
-  for (const int ranks : {2, 3}) {
-    const Outcome outcome = run(std::to_string(ranks) + " raise");
-    EXPECT_EQ(outcome.code, 0) << outcome.output;
-    EXPECT_EQ(outcome.after(rank_text(ranks - 1) + "has "), "all it may have");
-  }
+  const Outcome outcome = run("2 raise");
+  EXPECT_EQ(outcome.code, 0) << outcome.output;
+  EXPECT_EQ(outcome.after(rank_text(1) + "has "), "all it may have");
 }
 
 TEST(Descriptors, ALaunchWithTooFewFailsAtOnce) {

