@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest
 import uuid
 from pathlib import Path
 
@@ -26,6 +27,29 @@ def skip(reason):
     assert os.access(PROGRAM, os.X_OK), f"cannot run {PROGRAM}"
     print("skipped:", reason)
     sys.exit(0)
+
+
+def run_cases_at_once(suite):
+    """unittest.main() for cases that wait most of their time: each in a process of its own, forked
+    from this one, all of them at once. What they print comes case by case."""
+    cases = unittest.TestLoader().getTestCaseNames(suite)
+    if len(sys.argv) > 1:
+        unittest.main(verbosity=2)
+    folder = new_folder()
+    sys.stdout.flush()
+    processes = []
+    for case in cases:
+        process = os.fork()
+        if process == 0:
+            with open(folder / case, "w") as out:
+                os.dup2(out.fileno(), 1)
+                os.dup2(out.fileno(), 2)
+            unittest.main(argv=[sys.argv[0], f"{suite.__name__}.{case}"], verbosity=2)
+        processes.append(process)
+    codes = [os.waitpid(process, 0)[1] for process in processes]
+    for case in cases:
+        print((folder / case).read_text(errors="replace"), flush=True)
+    sys.exit(1 if any(codes) or not cases else 0)
 
 
 def new_folder():

@@ -95,4 +95,4 @@ if __name__ == "__main__":
     RestartTest.python = torchrun.python_with_torch()
     if RestartTest.python is None:
         launched_job.skip("no Python with torch.distributed.run; set ZERO_PYTHON to one")
-    unittest.main(verbosity=2)
+    launched_job.run_cases_at_once(RestartTest)

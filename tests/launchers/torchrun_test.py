@@ -27,4 +27,4 @@ if __name__ == "__main__":
     TorchrunTest.python = torchrun.python_with_torch()
     if TorchrunTest.python is None:
         launched_job.skip("no Python with torch.distributed.run; set ZERO_PYTHON to one")
-    unittest.main(verbosity=2)
+    launched_job.run_cases_at_once(TorchrunTest)
