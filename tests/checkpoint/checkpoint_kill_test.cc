@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <future>
 #include <map>
 #include <random>
 #include <string>
@@ -40,7 +41,7 @@ class Program {
  public:
   explicit Program(const std::string& folder) {
     int ends[2];
-    if (pipe(ends) != 0) std::abort();
+    if (pipe2(ends, O_CLOEXEC) != 0) std::abort();
     pid_ = fork();
     if (pid_ == 0) {
       setpgid(0, 0);
@@ -113,13 +114,15 @@ int64_t loaded_steps(const std::string& folder, const std::map<int64_t, Snapshot
   return steps;
 }
 
-TEST(KillTest, EveryKilledSaveLeavesALoadableCheckpoint) {
-  const char* count = std::getenv("ZERO_KILLS");
-  const int kills = count != nullptr ? std::atoi(count) : 20;
-  const std::string folder = fresh_folder("kills");
-  const auto expected = expected_states();
-  std::mt19937 random(5);
-  int lost = 0, unfinished = 0;
+struct Kills {
+  int lost = 0;        // checkpoints
+  int unfinished = 0;  // saves
+};
+
+void kill_saves(const std::string& folder, int kills, unsigned seed,
+                const std::map<int64_t, Snapshot>& expected, Kills& result) {
+  fs::create_directories(folder);
+  std::mt19937 random(seed);
   for (int i = 0; i < kills; ++i) {
     Program program(folder);
     const int first = program.next_save();
@@ -129,7 +132,7 @@ TEST(KillTest, EveryKilledSaveLeavesALoadableCheckpoint) {
     const int last = program.kill_now(first);
     for (const auto& entry : fs::directory_iterator(folder)) {
       const std::string name = entry.path().filename().string();
-      unfinished += name[0] == '.' ? 1 : 0;
+      result.unfinished += name[0] == '.' ? 1 : 0;
       // Whatever has a manifest has everything.
       if (name[0] == '.') continue;
       EXPECT_GE(loaded_steps(entry.path().string(), expected), 1) << name;
@@ -138,9 +141,23 @@ TEST(KillTest, EveryKilledSaveLeavesALoadableCheckpoint) {
     const bool kept = newest && loaded_steps(*newest, expected) >= last &&
                       loaded_steps(folder + "/current", expected) >= last;
     EXPECT_TRUE(kept) << "kill " << i << " after save " << last;
-    lost += kept ? 0 : 1;
+    result.lost += kept ? 0 : 1;
     if (last >= 30) fs::remove_all(folder), fs::create_directories(folder);
   }
+}
+
+// Two programs at once, since much of it is waiting.
+TEST(KillTest, EveryKilledSaveLeavesALoadableCheckpoint) {
+  const char* count = std::getenv("ZERO_KILLS");
+  const int kills = count != nullptr ? std::atoi(count) : 20;
+  const std::string parent = fresh_folder("kills");
+  const auto expected = expected_states();
+  Kills first, second;
+  auto other = std::async(std::launch::async,
+                          [&] { kill_saves(parent + "/first", kills / 2, 5, expected, first); });
+  kill_saves(parent + "/second", kills - kills / 2, 6, expected, second);
+  other.get();
+  const int lost = first.lost + second.lost, unfinished = first.unfinished + second.unfinished;
   std::printf("kills: %d tried, %d of them within a save, %d checkpoints lost\n", kills, unfinished,
               lost);
   EXPECT_EQ(lost, 0);

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <future>
 #include <new>
 #include <string>
 #include <utility>
@@ -121,49 +122,56 @@ class FailingAllocations {
 
 // Every allocation of the last rank's constructor fails once. Nothing but c10::Error is thrown, on
 // any rank.
-TEST(Construction, AFailedAllocationIsAnErrorOnAllRanks) {
+void fail_each_allocation(int world_size) {
   constexpr milliseconds kTimeout{5000};
-  const FailingAllocations allocations;
-  for (const int world_size : {1, 2, 3}) {
-    int failing = 0;
-    int told = 0;
-    int waited = 0;
-    for (bool failed = true; failed; ++failing) {
-      failed = false;
-      std::vector<std::string> errors(world_size);  // by rank
-      const auto start = std::chrono::steady_clock::now();
-      run_ranks(world_size,
-                [&](const Group& group) {
-                  const bool last = group.rank() == world_size - 1;
-                  OddModel model{1};
-                  auto inner = make_inner(Inner::kAdamW, *model);
-                  std::unique_ptr<ZeroOptimizer> optimizer;
-                  if (last) countdown = {failing + 1, 0};
-                  const std::string text = error_of([&] {
-                    optimizer = std::make_unique<ZeroOptimizer>(*model, std::move(inner), group);
-                    if (last) failed = std::exchange(countdown, {}).failures > 0;
-                    // The last rank may fail after the others have made theirs.
-                    optimizer->check_replicas();
-                  });
-                  if (last) failed = failed || std::exchange(countdown, {}).failures > 0;
-                  errors[group.rank()] = text;
-                },
-                {.transport = Transport::kGloo, .timeout = kTimeout});
-      SCOPED_TRACE("allocation " + std::to_string(failing) + " of " + std::to_string(world_size) +
-                   " ranks");
-      bool all_know = failed;
-      for (int rank = 0; rank < world_size; ++rank) {
-        EXPECT_EQ(errors[rank].empty(), !failed);
-        if (failed) expect_words(errors[rank], {"rank " + std::to_string(rank)});
-        all_know = all_know && errors[rank].find("out of memory") != std::string::npos;
-      }
-      told += all_know;
-      waited += std::chrono::steady_clock::now() - start >= kTimeout;
+  int failing = 0;
+  int told = 0;
+  int waited = 0;
+  for (bool failed = true; failed; ++failing) {
+    failed = false;
+    std::vector<std::string> errors(world_size);  // by rank
+    const auto start = std::chrono::steady_clock::now();
+    run_ranks(world_size,
+              [&](const Group& group) {
+                const bool last = group.rank() == world_size - 1;
+                OddModel model{1};
+                auto inner = make_inner(Inner::kAdamW, *model);
+                std::unique_ptr<ZeroOptimizer> optimizer;
+                if (last) countdown = {failing + 1, 0};
+                const std::string text = error_of([&] {
+                  optimizer = std::make_unique<ZeroOptimizer>(*model, std::move(inner), group);
+                  if (last) failed = std::exchange(countdown, {}).failures > 0;
+                  // The last rank may fail after the others have made theirs.
+                  optimizer->check_replicas();
+                });
+                if (last) failed = failed || std::exchange(countdown, {}).failures > 0;
+                errors[group.rank()] = text;
+              },
+              {.transport = Transport::kGloo, .timeout = kTimeout});
+    SCOPED_TRACE("allocation " + std::to_string(failing) + " of " + std::to_string(world_size) +
+                 " ranks");
+    bool all_know = failed;
+    for (int rank = 0; rank < world_size; ++rank) {
+      EXPECT_EQ(errors[rank].empty(), !failed);
+      if (failed) expect_words(errors[rank], {"rank " + std::to_string(rank)});
+      all_know = all_know && errors[rank].find("out of memory") != std::string::npos;
     }
-    EXPECT_GE(failing, 4) << "the constructor allocates more";
-    EXPECT_GE(told, failing / 3) << "many errors give the reason on all ranks";
-    EXPECT_LE(waited, 1) << "between the check and the next communicator nothing is connected";
+    told += all_know;
+    waited += std::chrono::steady_clock::now() - start >= kTimeout;
   }
+  EXPECT_GE(failing, 4) << "the constructor allocates more";
+  EXPECT_GE(told, failing / 3) << "many errors give the reason on all ranks";
+  EXPECT_LE(waited, 1) << "between the check and the next communicator nothing is connected";
+}
+
+// All at once: one allocation of each is a timeout.
+TEST(Construction, AFailedAllocationIsAnErrorOnAllRanks) {
+  const FailingAllocations allocations;
+  std::vector<std::future<void>> all;
+  for (const int world_size : {1, 2, 3}) {
+    all.push_back(std::async(std::launch::async, fail_each_allocation, world_size));
+  }
+  for (std::future<void>& one : all) one.get();
 }
 
 }  // namespace
