@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/base/own_thread_wait.h"
@@ -184,3 +185,5 @@ TEST(DurationTest, Texts) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }

@@ -23,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
@@ -577,3 +578,5 @@ TEST(FolderTest, LatestAndKeepLastCountCompleteCheckpointsOnly) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }

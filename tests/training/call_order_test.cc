@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/mesh.h"
@@ -550,3 +551,5 @@ TEST(CallOrderTest, BucketsOfThePerParameterLayoutAreBounded) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }
