@@ -108,7 +108,6 @@ class Bazel:
             "test", "--color=no", "--build_tests_only", "--test_output=errors",
             "--notest_keep_going", "--test_runner_fail_fast", f"--test_timeout={test_limit}",
             "--noremote_upload_local_results",  # faults stay out of a cache that others use
-            "--local_cpu_resources=HOST_CPUS*1.5",  # many tests wait for a timeout
             f"--build_event_json_file={self.events}", *config.split(), *targets,
             limit=BUILD_LIMIT + test_limit * len(targets))
         results = {}

@@ -95,6 +95,28 @@ TEST(RecoverOptionsTest, TheAverageOfTheParameters) {
   });
 }
 
+TEST(RecoverOptionsTest, AfterAGuardOfTheAverageThatCouldNotEnd) {
+  run_ranks(2, [&](const Group& group) {
+    Training training;
+    training.options.bucket_bytes(900).protect(2).ema(EmaOptions().decay(0.7));
+    CheckpointRun run(training, group, 1);
+    run.train(0, 5);
+    const Snapshot before = run.snapshot();
+    {
+      const auto guard = run.optimizer->use_ema();
+      if (group.rank() == 0) error_of([&] { run.optimizer->step(); });
+    }
+    EXPECT_NE(error_of([&] { run.optimizer->grad_norm(); }), "");
+    const RecoveryReport report = run.optimizer->recover();
+    {
+      at::NoGradGuard no_grad;
+      run.model->counter.add_(1);  // what run.train() does after step()
+    }
+    run.train(static_cast<int>(report.steps), 5);
+    EXPECT_EQ(differing(before, run.snapshot()), 0);
+  });
+}
+
 TEST(RecoverOptionsTest, EveryOptimizer) {
   for (const Inner inner : {Inner::kSgdMomentum, Inner::kAdam, Inner::kRmsprop, Inner::kAdagrad,
                             Inner::kLion, Inner::kMuon, Inner::kLamb, Inner::kAdafactor}) {

@@ -221,6 +221,9 @@ TEST_P(EmaAt, TakesAFloatForEachElementOfTheShard) {
       EXPECT_EQ(optimizer.memory().ema, bytes);
       EXPECT_EQ(optimizer.memory().total() - without.memory().total(), bytes);
       EXPECT_EQ(without.memory().ema, 0);
+      // fp32 masters are working rows, and set aside meanwhile.
+      const auto guard = optimizer.use_ema();
+      EXPECT_EQ(optimizer.memory().ema, dtype == at::kFloat ? 2 * bytes : bytes);
     }
   });
 }
