@@ -94,8 +94,8 @@ foreach(file IN LISTS tests)
   if(uses_device)
     target_link_libraries(${target} PRIVATE zero_test_device)
   endif()
-  # The programs that this test names.
-  file(STRINGS "${PROJECT_SOURCE_DIR}/${file}" named REGEX "tests/${room}/[a-z_]*_program")
+  # The programs that this test names, but in an #include.
+  file(STRINGS "${PROJECT_SOURCE_DIR}/${file}" named REGEX "^[^#].*tests/${room}/[a-z_]*_program")
   if(named)
     string(REGEX MATCHALL "tests/${room}/[a-z_]*_program" named "${named}")
     list(TRANSFORM named REPLACE "^.*/" "")
