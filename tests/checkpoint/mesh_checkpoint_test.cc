@@ -174,20 +174,25 @@ TEST(MeshCheckpointTest, AnExportPutsPartsTogether) {
   const MeshShape parts{.parts = 3};
   Saved saved;
   save(parts, parent + "/a", /*async=*/false, saved);
-  export_model(parent + "/a", parent + "/model.safetensors");
-  run_ranks(
-      1,
-      [&](const Group& world) {
-        MeshRun run({}, world, 3.0);
-        load_weights(run.module, parent + "/model.safetensors");
-        for (const auto& item : run.module.named_parameters()) {
-          const std::string kind = item.value().requires_grad() ? "master/" : "whole/";
-          EXPECT_TRUE(at::equal(item.value().detach().contiguous().view({-1}).to(at::kDouble),
-                                saved.before.tensors().at(kind + item.key())))
-              << item.key();
-        }
-      },
-      kMemory);
+  export_model(parent + "/a", parent + "/master.safetensors");
+  export_model(parent + "/a", parent + "/average.safetensors", std::nullopt, /*ema=*/true);
+  const auto expect_file = [&](const std::string& of_parameters) {
+    run_ranks(
+        1,
+        [&](const Group& world) {
+          MeshRun run({}, world, 3.0);
+          load_weights(run.module, parent + "/" + of_parameters + ".safetensors");
+          for (const auto& item : run.module.named_parameters()) {
+            const std::string kind = item.value().requires_grad() ? of_parameters + "/" : "whole/";
+            EXPECT_TRUE(at::equal(item.value().detach().contiguous().view({-1}).to(at::kDouble),
+                                  saved.before.tensors().at(kind + item.key())))
+                << item.key();
+          }
+        },
+        kMemory);
+  };
+  expect_file("master");
+  expect_file("average");
   for (const CheckpointTensor& t : describe_checkpoint(parent + "/a").parameters) {
     const bool weight = t.name.find("weight") != std::string::npos;
     const bool cut = weight || t.name.find("fused") != std::string::npos;

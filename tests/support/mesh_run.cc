@@ -191,6 +191,7 @@ void MeshRun::make_optimizer() {
                             .layout(shape_.layout)
                             .bucket_bytes(shape_.bucket_bytes)
                             .mesh_group(mesh_.all())
+                            .ema(EmaOptions().decay(0.75))
                             .loss_scaler(LossScalerOptions().initial_scale(256).growth_interval(2));
   const auto held = [this](const std::string& name) {
     const Held* found = nullptr;
@@ -306,6 +307,10 @@ void MeshRun::add_to(WholeState& state) {
     for (const auto& [name, value] : stored_option_values(options)) {
       state.add_number("option/" + h.name + "/" + name, value);
     }
+  }
+  const auto guard = optimizer->use_ema();
+  for (const Held& h : held_) {
+    state.add("average/" + h.name, h.whole, places(h), in_memory_order(h.tensor.detach(), h));
   }
   for (const Held& h : others_) {
     state.add("whole/" + h.name, h.whole, places(h), h.tensor.contiguous().view({-1}));

@@ -66,7 +66,7 @@ class MeshRun {
   MeshRun(const MeshShape& shape, const Group& world, double factor);
   // Steps [first, last); in step 1 a gradient is not finite on one rank.
   void train(int first, int last);
-  // Adds this rank's part of masters, state, options and counters.
+  // Collective. Adds this rank's part of masters, averages, state, options and counters.
   void add_to(WholeState& state);
 
   torch::nn::Module module;
