@@ -3,6 +3,7 @@
 #include "zero/update/ema.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sub.h>
 #include <ATen/ops/where.h>
