@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The collective calls of a step: what is agreed, sent and computed, in order.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
