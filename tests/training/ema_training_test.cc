@@ -254,7 +254,7 @@ TEST(EmaTrainingTest, WhileTheGuardLivesNothingTrains) {
       expect_words(error_of([&] { optimizer.grad_norm(); }), words);
       for (const at::Tensor& p : model.values) EXPECT_FALSE(p.grad().defined());
       EXPECT_TRUE(same_bits(values_of(model), average));
-      // What somebody edits is lost.
+      // Edits are lost.
       model.values[0].detach().fill_(7);
       model.values[1].set_data(at::ones_like(model.values[1]));
       guard.end();

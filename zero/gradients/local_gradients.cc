@@ -31,8 +31,8 @@ void check_gradient(const at::Tensor& gradient, const Parameter& p) {
               "; do not replace the parameter's storage by complex numbers");
 }
 
-// What malloc of glibc takes from its heap, and not from the system each time, at most
-// (DEFAULT_MMAP_THRESHOLD_MAX); less than the other is not worth its place.
+// Bytes of the sums that are held. glibc's malloc takes larger ones from the system each time
+// (DEFAULT_MMAP_THRESHOLD_MAX), and smaller ones cost few page faults.
 constexpr int64_t kLargestInHeap = 32 << 20;
 constexpr int64_t kSmallestHeld = 64 << 10;
 

@@ -152,7 +152,7 @@ Problem first_problem(Engine& engine, Call call, const std::function<void()>& ch
   if (problem.empty() && is_capturing(engine.device)) problem = capture_problem(engine, call);
   // The guard also ends where an error of training leaves its scope, which stays for the next call.
   if (call == Call::kEndEma) return problem.empty() ? problem_of(check) : problem;
-  if (problem.empty() && engine.shards.inner_was_stepped()) problem = kInnerStepProblem;
+  if (engine.shards.inner_was_stepped() && problem.empty()) problem = kInnerStepProblem;
   if (problem.empty() && call != Call::kZeroGrad) {
     problem = problem_of([&] {
       engine.reducer.drop_resets();
