@@ -78,4 +78,11 @@ struct LionSegment {
   int64_t numel = 0;
 };
 
+// A run of elements for ema_step(). The arrays are [numel] and do not overlap.
+struct EmaSegment {
+  float* average = nullptr;       // updated
+  const float* values = nullptr;  // unchanged
+  int64_t numel = 0;
+};
+
 }  // namespace zero::kernels

@@ -78,6 +78,7 @@ struct RangeKernels {
               float gradient_coefficient, ElementType working_type);
   void (*lion)(const LionSegment& range, const LionCoefficients& coefficients,
                float gradient_coefficient, ElementType working_type);
+  void (*ema)(const EmaSegment& range, float weight);
 };
 
 // Null where the file was compiled for another processor.

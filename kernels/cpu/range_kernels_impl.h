@@ -32,7 +32,8 @@ constexpr RangeKernels make_range_kernels(const char* name) {
           max_abs_bits_range,
           adam_range,
           sgd_range,
-          lion_range};
+          lion_range,
+          ema_range};
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Private: the CPU loops of adam.h, sgd.h and lion.h. Included once by range_kernels_impl.h, for
-// each instruction set.
+// Private: the CPU loops of adam.h, sgd.h, lion.h and ema.h. Included once by
+// range_kernels_impl.h, for each instruction set.
 #pragma once
 
 #include <cstddef>
@@ -115,6 +115,19 @@ void lion_range(const LionSegment& range, const LionCoefficients& c, float gradi
                  static_cast<W*>(range.working));
   };
   range.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+}
+
+void ema_loop(float weight, int64_t numel, float* __restrict average,
+              const float* __restrict values) {
+  for (int64_t i = 0; i < numel; ++i) {
+    float average_i = average[i];
+    ema_element(weight, values[i], average_i);
+    average[i] = average_i;
+  }
+}
+
+void ema_range(const EmaSegment& range, float weight) {
+  ema_loop(weight, range.numel, range.average, range.values);
 }
 
 }  // namespace

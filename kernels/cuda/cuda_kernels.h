@@ -51,4 +51,7 @@ const char* lion_step(const LionSegment* segments, int64_t count,
                       const LionCoefficients& coefficients, const float* gradient_coefficient,
                       const double* nonfinite, ElementType working_type, void* stream);
 
+const char* ema_step(const EmaSegment* segments, int64_t count, float weight,
+                     const float* device_weight, void* stream);
+
 }  // namespace zero::kernels::cuda

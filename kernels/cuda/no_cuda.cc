@@ -44,5 +44,8 @@ namespace {
                                     const float*, const double*, ElementType, void*) {
   fail("lion_step");
 }
+[[gnu::weak]] const char* ema_step(const EmaSegment*, int64_t, float, const float*, void*) {
+  fail("ema_step");
+}
 
 }  // namespace zero::kernels::cuda

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Private: the arithmetic of one element of Adam, SGD and Lion, written once for the
-// CPU loops and for the CUDA kernels. The formulas are in adam.h, sgd.h and lion.h.
+// Private: the arithmetic of one element of Adam, SGD, Lion and the moving average, written once
+// for the CPU loops and for the CUDA kernels. The formulas are in adam.h, sgd.h, lion.h and ema.h.
 //
 // Products and sums are separate roundings: whoever includes this file compiles
 // with -ffp-contract=off (g++, clang) or -fmad=false (nvcc), which costs nothing
@@ -109,6 +109,11 @@ ZERO_KERNELS_INLINE void lion_element(const LionCoefficients& c, float g, float&
   p = p * c.decay;
   p = p + c.negative_lr * sign;
   m = c.beta2 * m + c.one_minus_beta2 * g;
+}
+
+ZERO_KERNELS_INLINE void ema_element(float weight, float value, float& average) {
+  const float difference = value - average;
+  average = average + weight * difference;
 }
 
 }  // namespace zero::kernels

@@ -27,6 +27,7 @@
 
 #include "kernels/adam.h"
 #include "kernels/cast.h"
+#include "kernels/ema.h"
 #include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/sgd.h"
@@ -220,9 +221,10 @@ void adamw_to_bf16(benchmark::State& state) {
   state.counters["goal"] = kGoal;
 }
 
-// As many segments as a model has parameters: launches, tables and bisection.
+// As many segments as a model has parameters, each of which begins on 64 bytes of bf16, as in a
+// bucket: launches, tables and bisection.
 void adamw_to_bf16_of_1000_segments(benchmark::State& state) {
-  const int64_t piece = state.range(0) / 1000;
+  const int64_t piece = state.range(0) / 1000 / 32 * 32;
   std::vector<AdamSegment> segments;
   for (int64_t i = 0; i < 1000; ++i) {
     segments.push_back(adam_segment(i * piece + state.range(1), piece - state.range(1)));
@@ -258,6 +260,15 @@ void lion_to_bf16(benchmark::State& state) {
   state.counters["goal"] = kGoal;
 }
 
+void ema(benchmark::State& state) {
+  const int64_t n = numel_of(state);
+  const EmaSegment segment{array(0) + state.range(1), array(1) + state.range(1), n};
+  compare(state,
+          {12.0 * static_cast<double>(n), [=] { ema_step(segment, 0.001F, nullptr, kCuda); }},
+          copy(n));
+  state.counters["goal"] = kGoal;
+}
+
 void sizes(benchmark::internal::Benchmark* benchmark) {
   benchmark->ArgNames({"numel", "off"})
       ->ArgsProduct({{int64_t{1} << 15, int64_t{1} << 20, int64_t{1} << 24, kLargest}, {0, 1}})
@@ -283,6 +294,7 @@ BENCHMARK(adamw_to_bf16)->Apply(sizes);
 BENCHMARK(adamw_to_bf16_of_1000_segments)->Apply(sizes);
 BENCHMARK(sgd_momentum_to_bf16)->Apply(sizes);
 BENCHMARK(lion_to_bf16)->Apply(sizes);
+BENCHMARK(ema)->Apply(sizes);
 
 }  // namespace
 }  // namespace zero::kernels

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "kernels/adam.h"
+#include "kernels/ema.h"
 #include "kernels/lion.h"
 #include "kernels/sgd.h"
 #include "tests/kernels/cuda_buffers.h"
@@ -202,6 +203,58 @@ TYPED_TEST(CudaUpdates, LeaveEveryBitWhereTheCountOfNonFiniteValuesIsNotZero) {
       EXPECT_TRUE(pair.same_bytes()) << "count " << count;
     }
   }
+}
+
+class CudaEma : public OnCuda {};
+
+constexpr int kAverage = 1, kValues = 0;
+
+struct Ema {
+  using Segment = EmaSegment;
+  static Segment segment(float* const (&a)[kArrays], int64_t numel, int64_t, int) {
+    return {a[kAverage], a[kValues], numel};
+  }
+};
+
+TEST_F(CudaEma, HasTheBitsOfTheCpu) {
+  Buffer weight = scalar(0.013F);
+  DeviceBuffer device_weight(weight, 0);
+  // More segments than fit into one launch; of some, one array begins off its alignment.
+  std::vector<std::unique_ptr<Pair>> pairs;
+  std::vector<EmaSegment> host, device;
+  for (int64_t i = 0; i < 300; ++i) {
+    const int64_t numel = i < 12 ? kCudaSizes[i] : i;
+    constexpr int kOdd[] = {-1, kAverage, kValues, kArrays};
+    pairs.push_back(std::make_unique<Pair>(numel, ScalarType::Float, kOdd[i % 4]));
+    host.push_back(pairs.back()->host_segment<Ema>(0, numel, i, 0));
+    device.push_back(pairs.back()->device_segment<Ema>(0, numel, i, 0));
+  }
+  for (int64_t blocks : kBlockLimits) {
+    for (const bool by_address : {false, true}) {
+      const BlockLimit limit(blocks);
+      ema_step(host, 0.013F, nullptr, Stream{});
+      ema_step(device, by_address ? 1.0F : 0.013F, by_address ? device_weight.as<float>() : nullptr,
+               kCuda);
+      for (size_t i = 0; i < pairs.size(); ++i) {
+        ASSERT_TRUE(pairs[i]->same_bytes()) << "segment " << i << ", by address " << by_address;
+      }
+    }
+  }
+}
+
+TEST_F(CudaEma, AWeightOfZeroWritesNothing) {
+  Buffer none = scalar(0.0F);
+  DeviceBuffer device_none(none, 0);
+  constexpr int64_t kNumel = 1030;
+  Pair pair(kNumel, ScalarType::Float, -1);
+  Buffer values = pair.host[kValues];
+  values.as<float>()[1] = std::numeric_limits<float>::quiet_NaN();
+  DeviceBuffer device_values(values, 0);
+  EmaSegment segment = pair.device_segment<Ema>(0, kNumel, 0, 0);
+  segment.values = device_values.as<float>();
+  ema_step(segment, 0.0F, nullptr, kCuda);
+  ema_step(segment, 0.5F, device_none.as<float>(), kCuda);
+  EXPECT_TRUE(pair.same_bytes());
 }
 
 class CudaStepCounts : public OnCuda {};

@@ -311,6 +311,15 @@ uint64_t hash_of_lion(const RangeKernels& kernels) {
   return hash.value();
 }
 
+uint64_t hash_of_ema(const RangeKernels& kernels) {
+  Hash hash;
+  add_updates(hash, [&](int64_t numel, Floats& p, Floats& m, Floats&, Floats&, const Floats&, void*,
+                        ElementType) {
+    kernels.ema({m.data(), p.data(), numel}, 0.003F);
+  });
+  return hash.value();
+}
+
 constexpr Golden kGolden[] = {
     {"casts", hash_of_casts, 0xfe0eef71baaf5f74U},
     {"round_to_bfloat16", hash_of_rounded_floats, 0xba376df9bc2adcbfU},
@@ -322,6 +331,7 @@ constexpr Golden kGolden[] = {
     {"adam", hash_of_adam, 0x4f8260382ca74f71U},
     {"sgd", hash_of_sgd, 0xf6ff701c12c20f14U},
     {"lion", hash_of_lion, 0x5e8d2c2275ec4c2cU},
+    {"ema", hash_of_ema, 0x3151d31e090bea5dU},
 };
 constexpr uint64_t kGoldenRowChanges = 0x80d1c76b3404f8e0U;
 constexpr uint64_t kGoldenBiasCorrection = 0xbe146ba889b3a627U;

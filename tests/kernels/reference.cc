@@ -226,6 +226,14 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
   }
 }
 
+void ema_step(const EmaSegment& segment, float weight) {
+  for (int64_t i = 0; i < segment.numel; ++i) {
+    const float difference = segment.values[i] - segment.average[i];
+    const float product = weight * difference;
+    segment.average[i] += product;
+  }
+}
+
 void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
                const float* gradient_coefficient, const double* nonfinite,
                c10::ScalarType working_dtype) {

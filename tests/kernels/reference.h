@@ -45,6 +45,8 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
               const float* gradient_coefficient, const double* nonfinite,
               c10::ScalarType working_dtype);
 
+void ema_step(const EmaSegment& segment, float weight);
+
 void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
                const float* gradient_coefficient, const double* nonfinite,
                c10::ScalarType working_dtype);

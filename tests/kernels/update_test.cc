@@ -1,12 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// adam_step, sgd_step and lion_step against their scalar definitions: equal bits in every
+// adam_step, sgd_step, lion_step and ema_step against their scalar definitions: equal bits in every
 // setting, for every working dtype, size and alignment.
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include "kernels/adam.h"
+#include "kernels/ema.h"
 #include "kernels/lion.h"
 #include "kernels/sgd.h"
 #include "tests/kernels/reference.h"
@@ -61,6 +62,8 @@ struct Arrays {
   LionSegment lion() {
     return {master.as<float>(), first.as<float>(), gradient.as<float>(), working.as<void>(), numel};
   }
+
+  EmaSegment ema() { return {first.as<float>(), master.as<float>(), numel}; }
 
   bool same_bytes(const Arrays& other) const {
     return master.same_bytes(other.master) && first.same_bytes(other.first) &&
@@ -257,6 +260,60 @@ TEST(LionStep, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
       }
     }
   }
+}
+
+TEST(EmaStep, EverySizeAndSettingHasTheBitsOfTheReference) {
+  const float weight = 0.0137F;
+  for (int64_t numel : kSizes) {
+    const Arrays start(numel, ScalarType::Float, 0);
+    Arrays expected = start;
+    reference::ema_step(expected.ema(), weight);
+    for_each_setting([&] {
+      Arrays got = start;
+      ema_step(got.ema(), weight, nullptr, Stream{});
+      ASSERT_TRUE(got.same_bytes(expected)) << numel;
+      ASSERT_TRUE(got.guards_intact());
+      got = start;
+      ema_step(got.ema(), /*weight=*/1.0F, &weight, Stream{});
+      ASSERT_TRUE(got.same_bytes(expected)) << numel << ", a weight by its address";
+    });
+  }
+}
+
+TEST(EmaStep, ManySegments) {
+  constexpr int64_t kCount = 60;
+  const float weight = 0.25F;
+  std::vector<Arrays> got, expected;
+  std::vector<EmaSegment> segments;
+  for (int64_t i = 0; i < kCount; ++i) got.emplace_back(i * 7 % 50, ScalarType::Float, 0);
+  expected = got;
+  for (int64_t i = 0; i < kCount; ++i) {
+    segments.push_back(got[i].ema());
+    reference::ema_step(expected[i].ema(), weight);
+  }
+  ema_step(segments, weight, nullptr, Stream{});
+  for (int64_t i = 0; i < kCount; ++i) EXPECT_TRUE(got[i].same_bytes(expected[i])) << i;
+}
+
+TEST(EmaStep, AWeightOfZeroWritesNothing) {
+  Arrays got(100, ScalarType::Float, 0);
+  got.master.as<float>()[3] = std::numeric_limits<float>::quiet_NaN();
+  const Arrays before = got;
+  const float none = 0.0F;
+  ema_step(got.ema(), none, nullptr, Stream{});
+  ema_step(got.ema(), 0.5F, &none, Stream{});
+  EXPECT_TRUE(got.same_bytes(before));
+}
+
+TEST(EmaStep, RefusesSegmentsThatHaveNoMemory) {
+  Arrays arrays(10, ScalarType::Float, 0);
+  EmaSegment segment = arrays.ema();
+  segment.values = nullptr;
+  EXPECT_THROW(ema_step(segment, 0.5F, nullptr, Stream{}), c10::Error);
+  segment = arrays.ema();
+  segment.numel = -1;
+  EXPECT_THROW(ema_step(segment, 0.5F, nullptr, Stream{}), c10::Error);
+  ema_step(EmaSegment{}, 0.5F, nullptr, Stream{});
 }
 
 TEST(LionStep, ManySegmentsAndTheMasterItselfAsWorkingArray) {

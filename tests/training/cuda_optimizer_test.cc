@@ -69,7 +69,14 @@ Batch batch_of(int rank, int step, at::Device device, c10::ScalarType dtype) {
           random_tensor({16, 33}, seed + 101).to(device)};
 }
 
-// All parameters after each step, in host memory as fp32.
+// Appends the parameters, in host memory as fp32.
+void append_parameters(Mlp& model, std::vector<at::Tensor>& to) {
+  for (const at::Tensor& p : model->parameters()) {
+    to.push_back(p.detach().to(at::kCPU, at::kFloat, false, /*copy=*/true));
+  }
+}
+
+// After each step, all parameters, and with an average what it is.
 Trajectory train(const Group& group, at::Device device, const Setting& s, int steps) {
   Mlp model(device, s.dtype);
   ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
@@ -83,9 +90,10 @@ Trajectory train(const Group& group, at::Device device, const Setting& s, int st
     optimizer.step();
     EXPECT_EQ(optimizer.step_skipped(), step == 2);
     result.emplace_back();
-    for (const at::Tensor& p : model->parameters()) {
-      result.back().push_back(p.detach().to(at::kCPU, at::kFloat, false, /*copy=*/true));
-    }
+    append_parameters(model, result.back());
+    if (!s.options.ema()) continue;
+    const auto averages = optimizer.use_ema();
+    append_parameters(model, result.back());
   }
   EXPECT_EQ(optimizer.stats().steps, steps - 1);
   return result;
@@ -108,6 +116,7 @@ TEST_F(CudaOptimizer, FollowsTheCpu) {
             for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {
               Setting s{adamw, dtype,
                         ZeroOptions().stage(stage).fused(fused).layout(layout).bucket_bytes(8192)};
+              if (stage == 2) s.options.ema(EmaOptions().decay(0.9));
               run_ranks(world_size, [&](const Group& group) {
                 const Trajectory cpu = train(group, at::kCPU, s, 6);
                 const Trajectory gpu = train(group, kGpu, s, 6);
@@ -127,7 +136,7 @@ TEST_F(CudaOptimizer, FollowsTheCpu) {
 // A stop of the host between backward() and the end of step() is an error here.
 TEST_F(CudaOptimizer, AStepNeverWaitsForTheDevice) {
   run_ranks(1, [&](const Group& group) {
-    Setting s{true, at::kBFloat16, ZeroOptions().bucket_bytes(8192)};
+    Setting s{true, at::kBFloat16, ZeroOptions().bucket_bytes(8192).ema(EmaOptions())};
     Mlp model(kGpu, s.dtype);
     ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
     const Batch batch = batch_of(0, 0, kGpu, s.dtype);
@@ -172,7 +181,9 @@ std::vector<at::Tensor> after_six_steps(const Group& group, const Setting& s, bo
   }
   EXPECT_EQ(optimizer.stats().steps, 6);
   std::vector<at::Tensor> result;
-  for (const at::Tensor& p : model->parameters()) result.push_back(p.detach().cpu());
+  append_parameters(model, result);
+  const auto averages = optimizer.use_ema();
+  append_parameters(model, result);
   return result;
 }
 
@@ -181,11 +192,12 @@ TEST_F(CudaOptimizer, AnIterationInACudaGraphHasTheBitsOfOneWithout) {
     for (const bool adamw : {true, false}) {
       for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {
         const Setting s{adamw, at::kBFloat16,
-                        ZeroOptions().static_graph(true).layout(layout).bucket_bytes(8192)};
+                        ZeroOptions().static_graph(true).layout(layout).bucket_bytes(8192).ema(
+                            EmaOptions().decay(0.99).warm_up(true))};
         const auto without = after_six_steps(group, s, /*captured=*/false);
         const auto with = after_six_steps(group, s, /*captured=*/true);
         for (size_t i = 0; i < with.size(); ++i) {
-          EXPECT_TRUE(at::equal(with[i], without[i])) << "parameter " << i;
+          EXPECT_TRUE(at::equal(with[i], without[i])) << "tensor " << i;
         }
       }
     }

@@ -2,30 +2,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/update/ema.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/sub.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+
+#include "kernels/ema.h"
+#include "zero/memory/device_stream.h"
 
 namespace zero {
 namespace {
 
 // Of the warm-up: (1 + steps) / (10 + steps).
 constexpr int64_t kAdded = 1, kAddedBelow = 10;
-
-// Elements of a row that are taken at a time: on a CPU those that stay in the cache of a core
-// between the three passes over them, as many as libtorch gives to a thread; on a GPU few enough to
-// be little memory.
-constexpr int64_t kPieceOfThread = 32 << 10;
-constexpr int64_t kPieceOfGpu = 4 << 20;
-
-int64_t piece_on(at::Device device) {
-  return device.is_cpu() ? kPieceOfThread * at::get_num_threads() : kPieceOfGpu;
-}
 
 }  // namespace
 
@@ -59,18 +49,11 @@ void Ema::begin(const at::Tensor& steps, const at::Tensor& skipped) {
 
 void Ema::follow(int64_t bucket, const at::Tensor& master) {
   const at::Tensor& row = rows_[bucket];
-  const int64_t piece = piece_on(row.device());
-  if (!difference_.defined() || difference_.numel() < std::min(piece, row.numel())) {
-    difference_ = at::empty({std::min(piece, row.numel())}, row.options());
-  }
-  for (int64_t begin = 0; begin < row.numel(); begin += piece) {
-    const int64_t numel = std::min(piece, row.numel() - begin);
-    at::Tensor average = row.narrow(0, begin, numel);
-    at::Tensor difference = difference_.narrow(0, 0, numel);
-    at::sub_out(difference, master.narrow(0, begin, numel), average);
-    weight_on_device_.defined() ? difference.mul_(weight_on_device_) : difference.mul_(weight_);
-    average.add_(difference);
-  }
+  const float* weight =
+      weight_on_device_.defined() ? weight_on_device_.const_data_ptr<float>() : nullptr;
+  kernels::ema_step(kernels::EmaSegment{row.mutable_data_ptr<float>(),
+                                        master.const_data_ptr<float>(), row.numel()},
+                    static_cast<float>(weight_), weight, current_stream(row.device()));
 }
 
 int64_t Ema::bytes() const {

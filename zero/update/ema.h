@@ -3,8 +3,7 @@
 //
 // The exponential moving average of this rank's masters: ZeroOptions::ema.
 //
-// Every element is rounded by itself and in one order, difference, product, sum: so bits do not
-// depend on where a rank's rows begin, as they would with fused multiply-adds in some lanes only.
+// kernels/ema.h has the arithmetic.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,7 +40,6 @@ class Ema {
   std::vector<at::Tensor> rows_;  // per bucket
   double weight_ = 0;
   at::Tensor weight_on_device_;  // in place of weight_, where it is defined
-  at::Tensor difference_;        // memory for it, kept
 };
 
 }  // namespace zero

@@ -142,4 +142,15 @@ const char* lion_step(const LionSegment* segments, int64_t count,
       });
 }
 
+const char* ema_step(const EmaSegment* segments, int64_t count, float weight,
+                     const float* device_weight, void* stream) {
+  const std::vector<EmaSegment> filled = copied(segments, count);
+  if (filled.empty()) return nullptr;
+  return emulated::launch(stream, filled[0].average, [segments = filled, weight, device_weight] {
+    const float read = device_weight != nullptr ? *device_weight : weight;
+    if (read == 0.0F) return;
+    for (const EmaSegment& s : segments) range_kernels().ema(s, read);
+  });
+}
+
 }  // namespace zero::kernels::cuda
