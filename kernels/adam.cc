@@ -24,6 +24,8 @@ void check_segments(c10::ArrayRef<AdamSegment> segments, const AdamOptions& opti
     TORCH_CHECK(segment.device_step != nullptr || segment.step >= 1,
                 "zero::kernels::adam_step: step counts this update too, so it must be >= 1, got ",
                 segment.step);
+    TORCH_CHECK(segment.device_step != nullptr || options.device_lr == nullptr,
+                "zero::kernels::adam_step: device_lr needs device_step");
     if (segment.numel == 0) {
       continue;
     }
@@ -38,7 +40,7 @@ void check_segments(c10::ArrayRef<AdamSegment> segments, const AdamOptions& opti
 // All but the two fields that depend on the step.
 AdamCoefficients coefficients_of(const AdamOptions& options) {
   AdamCoefficients c{};
-  c.decay = static_cast<float>(1.0 - options.lr * options.weight_decay);
+  c.decay = decay_of(options.lr, options.weight_decay);
   c.weight_decay = static_cast<float>(options.weight_decay);
   c.beta1 = static_cast<float>(options.beta1);
   c.one_minus_beta1 = static_cast<float>(1.0 - options.beta1);
@@ -57,17 +59,19 @@ void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
                c10::ScalarType working_dtype, Stream stream) {
   const ElementType working_type = element_type(working_dtype, "adam_step", "working_dtype");
   check_segments(segments, options);
-  const AdamCoefficients shared = coefficients_of(options);
-  const AdamPowers powers{options.lr, options.beta1, options.beta2};
   const auto count = static_cast<int64_t>(segments.size());
   if (stream.cuda) {
-    const char* error =
-        cuda::adam_step(segments.data(), count, shared, powers, gradient_coefficient, nonfinite,
-                        working_type, stream.handle);
+    const char* error = cuda::adam_step(
+        segments.data(), count, coefficients_of(options),
+        {options.lr, options.beta1, options.beta2}, {options.device_lr, options.weight_decay},
+        gradient_coefficient, nonfinite, working_type, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::adam_step: CUDA error: ", error);
     return;
   }
-  std::vector<AdamCoefficients> coefficients(segments.size(), shared);
+  AdamOptions known = options;
+  if (options.device_lr != nullptr) known.lr = *options.device_lr;
+  const AdamPowers powers{known.lr, known.beta1, known.beta2};
+  std::vector<AdamCoefficients> coefficients(segments.size(), coefficients_of(known));
   for (size_t i = 0; i < segments.size(); ++i) {
     const AdamSegment& segment = segments[i];
     const double step = segment.device_step != nullptr ? static_cast<double>(*segment.device_step)

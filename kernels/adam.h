@@ -46,6 +46,9 @@ struct AdamOptions {
   double weight_decay = 0.0;
   bool amsgrad = false;
   bool decoupled = true;  // true: AdamW;  false: Adam
+  // [1], memory of the stream's kind; where not null, the learning rate is read from here instead.
+  // Every segment then needs its device_step.
+  const double* device_lr = nullptr;
 };
 
 // Updates every segment: one parallel region on the CPU, one launch for each
@@ -56,8 +59,8 @@ struct AdamOptions {
 //   working_dtype         Float, BFloat16 or Half
 // Both pointers are host memory for the CPU and device memory for CUDA; on CUDA
 // they are read when the kernel runs, so the host need not know their values.
-// Throws c10::Error for another working_dtype, amsgrad without max_exp_avg_sq, or step < 1
-// where device_step is null.
+// Throws c10::Error for another working_dtype, amsgrad without max_exp_avg_sq, step < 1
+// where device_step is null, or device_lr without device_step.
 void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
                const float* gradient_coefficient, const double* nonfinite,
                c10::ScalarType working_dtype, Stream stream);

@@ -32,18 +32,17 @@ void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
   const ElementType working_type = element_type(working_dtype, "lion_step", "working_dtype");
   check_segments(segments);
   const auto count = static_cast<int64_t>(segments.size());
-  const LionCoefficients c{static_cast<float>(1.0 - options.lr * options.weight_decay),
-                           static_cast<float>(options.beta1),
-                           static_cast<float>(1.0 - options.beta1),
-                           static_cast<float>(options.beta2),
-                           static_cast<float>(1.0 - options.beta2),
-                           static_cast<float>(-options.lr)};
+  LionCoefficients c{decay_of(options.lr, options.weight_decay), static_cast<float>(options.beta1),
+                     static_cast<float>(1.0 - options.beta1),    static_cast<float>(options.beta2),
+                     static_cast<float>(1.0 - options.beta2),    static_cast<float>(-options.lr)};
   if (stream.cuda) {
-    const char* error = cuda::lion_step(segments.data(), count, c, gradient_coefficient, nonfinite,
-                                        working_type, stream.handle);
+    const char* error =
+        cuda::lion_step(segments.data(), count, c, {options.device_lr, options.weight_decay},
+                        gradient_coefficient, nonfinite, working_type, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::lion_step: CUDA error: ", error);
     return;
   }
+  if (options.device_lr != nullptr) set_rate(*options.device_lr, options.weight_decay, c);
   const RangeKernels& kernels = range_kernels();
   update_segments(segments, gradient_coefficient, nonfinite,
                   [&](int64_t i, int64_t begin, int64_t end, float coefficient) {

@@ -31,6 +31,8 @@ struct LionOptions {
   double beta1 = 0.9;
   double beta2 = 0.99;
   double weight_decay = 0.0;
+  // [1], memory of the stream's kind; where not null, the learning rate is read from here instead.
+  const double* device_lr = nullptr;
 };
 
 // Updates every segment; the arguments are those of adam_step(). Throws c10::Error for another

@@ -35,16 +35,18 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
               c10::ScalarType working_dtype, Stream stream) {
   const ElementType working_type = element_type(working_dtype, "sgd_step", "working_dtype");
   check_segments(segments, options);
-  const SgdCoefficients c{static_cast<float>(-options.lr), static_cast<float>(options.momentum),
-                          static_cast<float>(1.0 - options.dampening),
-                          static_cast<float>(options.weight_decay), options.nesterov};
+  SgdCoefficients c{static_cast<float>(-options.lr), static_cast<float>(options.momentum),
+                    static_cast<float>(1.0 - options.dampening),
+                    static_cast<float>(options.weight_decay), options.nesterov};
   const auto count = static_cast<int64_t>(segments.size());
   if (stream.cuda) {
-    const char* error = cuda::sgd_step(segments.data(), count, c, gradient_coefficient, nonfinite,
-                                       working_type, stream.handle);
+    const char* error =
+        cuda::sgd_step(segments.data(), count, c, options.device_lr, gradient_coefficient,
+                       nonfinite, working_type, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::sgd_step: CUDA error: ", error);
     return;
   }
+  if (options.device_lr != nullptr) c.negative_lr = static_cast<float>(-*options.device_lr);
   const RangeKernels& kernels = range_kernels();
   update_segments(segments, gradient_coefficient, nonfinite,
                   [&](int64_t i, int64_t begin, int64_t end, float coefficient) {

@@ -38,6 +38,8 @@ struct SgdOptions {
   double dampening = 0.0;
   double weight_decay = 0.0;
   bool nesterov = false;
+  // [1], memory of the stream's kind; where not null, the learning rate is read from here instead.
+  const double* device_lr = nullptr;
 };
 
 // Updates every segment; the arguments are those of adam_step(). Where

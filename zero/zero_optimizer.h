@@ -199,6 +199,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // The same for one parameter.
   void wait_for(const at::Tensor& parameter);
 
+  // For replays of a CUDA graph with step() in it, which read learning rates on the device: sends
+  // those of param_groups() there, behind what the current stream has to do, so that the replays
+  // after it use them. Each step() that is not captured does it too. All other options of a replay
+  // are those of the capture. Not collective, but ranks must have the same rates; the host does not
+  // wait. Does nothing without ZeroOptions::static_graph. Throws in a capture, and for groups that
+  // step() refuses.
+  void refresh_learning_rates();
+
   // Forgets the gradients accumulated since the last step. Collective when there are any and after
   // a call that threw, otherwise local and free; when only some ranks have any, the next collective
   // call throws on all ranks and nothing is lost. Needed for gradients that must not count, since

@@ -16,23 +16,29 @@ struct Segment : AdamSegment {
   float negative_step_size;
 };
 
-// The scalars of a tile. One thread computes powers of a step count that lives on
-// the device. All threads of the block call this.
+// The scalars of a tile. One thread computes what depends on a step count or a learning rate that
+// lives on the device. All threads of the block call this.
 __device__ AdamCoefficients coefficients_of(const Segment& segment, AdamCoefficients c,
-                                            const AdamPowers& powers) {
+                                            AdamPowers powers, const DeviceRate& rate) {
   c.sqrt_bias_correction2 = segment.sqrt_bias_correction2;
   c.negative_step_size = segment.negative_step_size;
   if (segment.device_step != nullptr) {
-    __shared__ float shared[2];
+    __shared__ float shared[3];
     __syncthreads();  // the previous tile's values have been read
     if (threadIdx.x == 0) {
+      if (rate.lr != nullptr) {
+        powers.lr = *rate.lr;
+        c.decay = decay_of(powers.lr, rate.weight_decay);
+      }
       set_bias_correction(powers, *segment.device_step, c);
       shared[0] = c.sqrt_bias_correction2;
       shared[1] = c.negative_step_size;
+      shared[2] = c.decay;
     }
     __syncthreads();
     c.sqrt_bias_correction2 = shared[0];
     c.negative_step_size = shared[1];
+    c.decay = shared[2];
   }
   return c;
 }
@@ -40,7 +46,7 @@ __device__ AdamCoefficients coefficients_of(const Segment& segment, AdamCoeffici
 template <class W, bool kAmsgrad, bool kDecoupled>
 __global__ void __launch_bounds__(kThreads)
     adam_kernel(const __grid_constant__ Tiles<Segment> table, const AdamCoefficients shared,
-                const AdamPowers powers, const float* gradient_coefficient,
+                const AdamPowers powers, const DeviceRate rate, const float* gradient_coefficient,
                 const double* nonfinite) {
   constexpr int kWidth = 4;  // 16 bytes of fp32
   if (nonfinite != nullptr && *nonfinite != 0.0) {
@@ -48,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
   for_each_tile(table, [&](const Segment& s, int64_t begin, int64_t end) {
-    const AdamCoefficients c = coefficients_of(s, shared, powers);
+    const AdamCoefficients c = coefficients_of(s, shared, powers, rate);
     W* working = static_cast<W*>(s.working);
     const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.exp_avg) &&
                          aligned<kWidth>(s.exp_avg_sq) && aligned<kWidth>(s.gradient) &&
@@ -88,8 +94,8 @@ __global__ void __launch_bounds__(kThreads)
 
 const char* adam_step(const AdamSegment* segments, int64_t count,
                       const AdamCoefficients& coefficients, const AdamPowers& powers,
-                      const float* gradient_coefficient, const double* nonfinite,
-                      ElementType working_type, void* stream) {
+                      const DeviceRate& rate, const float* gradient_coefficient,
+                      const double* nonfinite, ElementType working_type, void* stream) {
   const auto segment_of = [&](int64_t i) {
     Segment segment{segments[i], 1.0F, 0.0F};
     segment.working = written_working(segments[i]);
@@ -106,7 +112,7 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
         coefficients.amsgrad
             ? (coefficients.decoupled ? adam_kernel<W, true, true> : adam_kernel<W, true, false>)
             : (coefficients.decoupled ? adam_kernel<W, false, true> : adam_kernel<W, false, false>);
-    return launch_over_tiles<Segment>(count, segment_of, kernel, stream, coefficients, powers,
+    return launch_over_tiles<Segment>(count, segment_of, kernel, stream, coefficients, powers, rate,
                                       gradient_coefficient, nonfinite);
   });
 }

@@ -40,16 +40,17 @@ const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result,
 // The fields of `coefficients` that depend on the step are set for each segment.
 const char* adam_step(const AdamSegment* segments, int64_t count,
                       const AdamCoefficients& coefficients, const AdamPowers& powers,
-                      const float* gradient_coefficient, const double* nonfinite,
-                      ElementType working_type, void* stream);
+                      const DeviceRate& rate, const float* gradient_coefficient,
+                      const double* nonfinite, ElementType working_type, void* stream);
 
 const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
-                     const float* gradient_coefficient, const double* nonfinite,
-                     ElementType working_type, void* stream);
+                     const double* device_lr, const float* gradient_coefficient,
+                     const double* nonfinite, ElementType working_type, void* stream);
 
 const char* lion_step(const LionSegment* segments, int64_t count,
-                      const LionCoefficients& coefficients, const float* gradient_coefficient,
-                      const double* nonfinite, ElementType working_type, void* stream);
+                      const LionCoefficients& coefficients, const DeviceRate& rate,
+                      const float* gradient_coefficient, const double* nonfinite,
+                      ElementType working_type, void* stream);
 
 const char* ema_step(const EmaSegment* segments, int64_t count, float weight,
                      const float* device_weight, void* stream);

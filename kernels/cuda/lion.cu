@@ -11,11 +11,14 @@ namespace {
 
 template <class W>
 __global__ void __launch_bounds__(kThreads)
-    lion_kernel(const __grid_constant__ Tiles<LionSegment> table, const LionCoefficients c,
-                const float* gradient_coefficient, const double* nonfinite) {
+    lion_kernel(const __grid_constant__ Tiles<LionSegment> table, LionCoefficients c,
+                const DeviceRate rate, const float* gradient_coefficient, const double* nonfinite) {
   constexpr int kWidth = 4;  // 16 bytes of fp32
   if (nonfinite != nullptr && *nonfinite != 0.0) {
     return;
+  }
+  if (rate.lr != nullptr) {
+    set_rate(*rate.lr, rate.weight_decay, c);
   }
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
   for_each_tile(table, [&](const LionSegment& s, int64_t begin, int64_t end) {
@@ -45,8 +48,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 const char* lion_step(const LionSegment* segments, int64_t count,
-                      const LionCoefficients& coefficients, const float* gradient_coefficient,
-                      const double* nonfinite, ElementType working_type, void* stream) {
+                      const LionCoefficients& coefficients, const DeviceRate& rate,
+                      const float* gradient_coefficient, const double* nonfinite,
+                      ElementType working_type, void* stream) {
   const auto segment_of = [&](int64_t i) {
     LionSegment segment = segments[i];
     segment.working = written_working(segments[i]);
@@ -54,7 +58,7 @@ const char* lion_step(const LionSegment* segments, int64_t count,
   };
   return with_device_type(working_type, [&]<class W>(W*) {
     return launch_over_tiles<LionSegment>(count, segment_of, lion_kernel<W>, stream, coefficients,
-                                          gradient_coefficient, nonfinite);
+                                          rate, gradient_coefficient, nonfinite);
   });
 }
 

@@ -36,11 +36,15 @@ __device__ void update(const SgdSegment& s, const SgdCoefficients& c, float coef
 
 template <class W, bool kMomentum>
 __global__ void __launch_bounds__(kThreads)
-    sgd_kernel(const __grid_constant__ Tiles<SgdSegment> table, const SgdCoefficients c,
-               const float* gradient_coefficient, const double* nonfinite) {
+    sgd_kernel(const __grid_constant__ Tiles<SgdSegment> table, SgdCoefficients c,
+               const double* device_lr, const float* gradient_coefficient,
+               const double* nonfinite) {
   constexpr int kWidth = 4;  // 16 bytes of fp32
   if (nonfinite != nullptr && *nonfinite != 0.0) {
     return;
+  }
+  if (device_lr != nullptr) {
+    c.negative_lr = static_cast<float>(-*device_lr);
   }
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
   for_each_tile(table, [&](const SgdSegment& s, int64_t begin, int64_t end) {
@@ -62,8 +66,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
-                     const float* gradient_coefficient, const double* nonfinite,
-                     ElementType working_type, void* stream) {
+                     const double* device_lr, const float* gradient_coefficient,
+                     const double* nonfinite, ElementType working_type, void* stream) {
   const auto segment_of = [&](int64_t i) {
     SgdSegment segment = segments[i];
     segment.working = written_working(segments[i]);
@@ -71,7 +75,7 @@ const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoeffic
   };
   return with_device_type(working_type, [&]<class W>(W*) {
     const auto kernel = coefficients.momentum != 0.0F ? sgd_kernel<W, true> : sgd_kernel<W, false>;
-    return launch_over_tiles<SgdSegment>(count, segment_of, kernel, stream, coefficients,
+    return launch_over_tiles<SgdSegment>(count, segment_of, kernel, stream, coefficients, device_lr,
                                          gradient_coefficient, nonfinite);
   });
 }

@@ -41,6 +41,12 @@ struct AdamPowers {
   double beta2;
 };
 
+// Where `lr` is not null, the learning rate of a step is read there, in memory of the kernels.
+struct DeviceRate {
+  const double* lr;
+  double weight_decay;
+};
+
 // The scalars of one SGD step.
 struct SgdCoefficients {
   float negative_lr;
@@ -59,6 +65,15 @@ struct LionCoefficients {
   float one_minus_beta2;
   float negative_lr;
 };
+
+ZERO_KERNELS_INLINE float decay_of(double lr, double weight_decay) {
+  return static_cast<float>(1.0 - lr * weight_decay);
+}
+
+ZERO_KERNELS_INLINE void set_rate(double lr, double weight_decay, LionCoefficients& c) {
+  c.decay = decay_of(lr, weight_decay);
+  c.negative_lr = static_cast<float>(-lr);
+}
 
 ZERO_KERNELS_INLINE float square_root(float x) {
 #if defined(__CUDA_ARCH__)

@@ -257,6 +257,43 @@ TEST_F(CudaEma, AWeightOfZeroWritesNothing) {
   EXPECT_TRUE(pair.same_bytes());
 }
 
+class CudaRates : public OnCuda {};
+
+// An update with the learning rate by value has the bits of one that reads it on the device.
+template <class Rule, class Options, class Step>
+void expect_rate_from_device(Options options, const Step& step) {
+  constexpr int64_t kNumel = 9000;
+  options.lr = 0.0123;
+  options.weight_decay = 0.3;
+  Buffer count = scalar(3.0F), rate = scalar(options.lr);
+  DeviceBuffer device_count(count, 0), device_rate(rate, 0);
+  Pair expected(kNumel, ScalarType::BFloat16, -1), got(kNumel, ScalarType::BFloat16, -1);
+  const BlockLimit limit(3);
+  const auto run = [&](Pair& pair) {
+    auto segment = pair.device_segment<Rule>(0, kNumel, 0, /*variant=*/0);
+    if constexpr (requires { segment.device_step; }) {
+      segment.device_step = device_count.template as<float>();
+    }
+    step(segment, options, nullptr, nullptr, ScalarType::BFloat16, kCuda);
+  };
+  run(expected);
+  options.lr = 1.0;
+  options.device_lr = device_rate.template as<double>();
+  run(got);
+  for (int array = 0; array < kArrays; ++array) {
+    EXPECT_TRUE(got.device[array]->to_host().same_bytes(expected.device[array]->to_host()))
+        << "array " << array;
+  }
+}
+
+TEST_F(CudaRates, AreReadOnTheDeviceWhereTheyAreGivenThere) {
+  const auto adam = [](auto&&... a) { adam_step(a...); };
+  expect_rate_from_device<Adam>(AdamOptions{.decoupled = true}, adam);
+  expect_rate_from_device<Adam>(AdamOptions{.decoupled = false}, adam);
+  expect_rate_from_device<Sgd>(SgdOptions{.momentum = 0.9}, [](auto&&... a) { sgd_step(a...); });
+  expect_rate_from_device<Lion>(LionOptions{}, [](auto&&... a) { lion_step(a...); });
+}
+
 class CudaStepCounts : public OnCuda {};
 
 // Neighbouring tiles of a block have different counts.

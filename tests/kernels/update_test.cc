@@ -262,6 +262,44 @@ TEST(LionStep, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
   }
 }
 
+// Of each update, one with the learning rate by value and one that reads it from memory.
+template <class Segment, class Options, class Step>
+void expect_rate_from_memory(Segment (Arrays::*segment_of)(), Options options, const Step& step) {
+  options.lr = 0.0123;
+  options.weight_decay = 0.3;
+  const float count = 7.0F;
+  Arrays expected(1000, ScalarType::BFloat16, 0);
+  Arrays got = expected;
+  const auto run = [&](Arrays& arrays) {
+    Segment segment = (arrays.*segment_of)();
+    if constexpr (requires { segment.device_step; }) segment.device_step = &count;
+    step(segment, options, nullptr, nullptr, ScalarType::BFloat16, Stream{});
+  };
+  run(expected);
+  const double rate = options.lr;
+  options.lr = 1.0;
+  options.device_lr = &rate;
+  run(got);
+  EXPECT_TRUE(got.same_bytes(expected));
+}
+
+TEST(LearningRate, IsReadFromMemoryWhereItIsGivenThere) {
+  const auto adam = [](auto&&... a) { adam_step(a...); };
+  expect_rate_from_memory(&Arrays::adam, AdamOptions{.decoupled = true}, adam);
+  expect_rate_from_memory(&Arrays::adam, AdamOptions{.decoupled = false}, adam);
+  expect_rate_from_memory(&Arrays::sgd, SgdOptions{.momentum = 0.9},
+                          [](auto&&... a) { sgd_step(a...); });
+  expect_rate_from_memory(&Arrays::lion, LionOptions{}, [](auto&&... a) { lion_step(a...); });
+}
+
+TEST(LearningRate, OfAdamInMemoryNeedsTheCountThere) {
+  Arrays arrays(10, ScalarType::Float, 0);
+  const double rate = 0.1;
+  EXPECT_THROW(
+      adam_step(arrays.adam(), {.device_lr = &rate}, nullptr, nullptr, ScalarType::Float, Stream{}),
+      c10::Error);
+}
+
 TEST(EmaStep, EverySizeAndSettingHasTheBitsOfTheReference) {
   const float weight = 0.0137F;
   for (int64_t numel : kSizes) {

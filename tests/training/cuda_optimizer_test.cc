@@ -153,20 +153,28 @@ TEST_F(CudaOptimizer, AStepNeverWaitsForTheDevice) {
   });
 }
 
-// Parameters after six steps. Of a captured one, the first two steps run on another stream, as
-// torch's recipe says, and the others are replays.
+void set_rate(ZeroOptimizer& optimizer, double rate) {
+  for (auto& group : optimizer.param_groups()) group.options().set_lr(rate);
+}
+
+// Parameters after six steps, which have other learning rates each. Of a captured one, the first
+// two steps run on another stream, as torch's recipe says, and the others are replays.
 std::vector<at::Tensor> after_six_steps(const Group& group, const Setting& s, bool captured) {
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
   Mlp model(kGpu, s.dtype);
   ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
   const Batch batch = batch_of(0, 0, kGpu, s.dtype);
+  int step = 0;
+  const auto next_rate = [&] { set_rate(optimizer, 0.01 / ++step); };
   const auto iteration = [&] {
     optimizer.backward(model->loss(batch.x, batch.target));
     optimizer.clip_grad_norm_(0.5);
     optimizer.step();
   };
-  iteration();
-  iteration();
+  for (int i = 0; i < 2; ++i) {
+    next_rate();
+    iteration();
+  }
   if (captured) {
     c10::cuda::device_synchronize();
     const c10::cuda::CUDAStreamGuard of_capture(c10::cuda::getStreamFromPool());
@@ -174,10 +182,17 @@ std::vector<at::Tensor> after_six_steps(const Group& group, const Setting& s, bo
     graph.capture_begin();
     iteration();
     graph.capture_end();
-    for (int i = 0; i < 4; ++i) graph.replay();
+    for (int i = 0; i < 4; ++i) {
+      next_rate();
+      optimizer.refresh_learning_rates();
+      graph.replay();
+    }
     c10::cuda::device_synchronize();
   } else {
-    for (int i = 0; i < 4; ++i) iteration();
+    for (int i = 0; i < 4; ++i) {
+      next_rate();
+      iteration();
+    }
   }
   EXPECT_EQ(optimizer.stats().steps, 6);
   std::vector<at::Tensor> result;
@@ -241,6 +256,21 @@ TEST_F(CudaOptimizer, CaptureWithoutNcclIsRefused) {
     run.optimizer.step();
     run.graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
     EXPECT_THROW(run.backward(), c10::Error);
+    run.graph.capture_end();
+  });
+}
+
+// Replays would go on with the rates before.
+TEST_F(CudaOptimizer, CaptureWithRatesThatWereNotSentIsRefused) {
+  run_ranks(1, [&](const Group& group) {
+    Captured run(group, {});
+    run.backward();
+    run.optimizer.step();
+    set_rate(run.optimizer, 0.123);
+    run.graph.capture_begin();
+    run.backward();
+    EXPECT_THROW(run.optimizer.refresh_learning_rates(), c10::Error);
+    EXPECT_THROW(run.optimizer.step(), c10::Error);
     run.graph.capture_end();
   });
 }

@@ -16,6 +16,7 @@
 #include <cmath>
 #include <filesystem>
 #include <future>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -110,6 +111,10 @@ std::optional<double> plain_step(Optimizer& optimizer, std::vector<at::Tensor>& 
   return norm;
 }
 
+void set_rates(Optimizer& optimizer, double rate) {
+  for (auto& group : optimizer.param_groups()) group.options().set_lr(rate);
+}
+
 class StaticGraphAt : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(W, StaticGraphAt, ::testing::Values(1, 2, 3, 4));
 
@@ -144,6 +149,14 @@ TEST_P(StaticGraphAt, HasTheBitsOfAnOrdinaryRunAndSendsNoControlMessages) {
         const bool bad = step == 3 || (step == 0 && first_is_bad);
         const int bad_rank = bad ? step % world_size : -1;
         double norms[2];
+        // A schedule, of which steps have the last value, whatever was sent before.
+        if (step % 2 == 1) {
+          set_rates(optimizer, 3.0);
+          optimizer.refresh_learning_rates();
+        }
+        for (Optimizer* one : std::initializer_list<Optimizer*>{&optimizer, &ordinary, &*plain}) {
+          set_rates(*one, 0.02 / (step + 1));
+        }
         for (ZeroOptimizer* one : {&optimizer, &ordinary}) {
           const GivenGradients& m = one == &optimizer ? model : ordinary_model;
           for (int micro = 0; micro < 2; ++micro) {  // halves of one gradient

@@ -85,6 +85,7 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
     o.weight_decay = options.weight_decay();
     o.amsgrad = options.amsgrad();
     o.decoupled = decoupled_;
+    o.device_lr = scalars.lr;
     kernels::adam_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
   }
 

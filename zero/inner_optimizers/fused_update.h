@@ -27,10 +27,11 @@ struct FusedSegment {
   const float* count = nullptr;  // [1], this update included; null: counted in its state
 };
 
-// The same for all segments of a step. Memory of the segments' device, read when the kernel runs.
+// The same for all segments of a call. Memory of the segments' device, read when the kernel runs.
 struct FusedScalars {
   const float* coefficient = nullptr;  // [1], multiplies gradients
   const double* nonfinite = nullptr;   // [1] or null: where it is not 0, nothing is written
+  const double* lr = nullptr;          // [1] or null: in place of that of the options
 };
 
 class FusedUpdate {

@@ -155,6 +155,7 @@ class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, publ
     o.beta1 = std::get<0>(options.betas());
     o.beta2 = std::get<1>(options.betas());
     o.weight_decay = options.weight_decay();
+    o.device_lr = scalars.lr;
     kernels::lion_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
   }
 

@@ -68,6 +68,7 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
     o.dampening = options.dampening();
     o.weight_decay = options.weight_decay();
     o.nesterov = options.nesterov();
+    o.device_lr = scalars.lr;
     kernels::sgd_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
   }
 

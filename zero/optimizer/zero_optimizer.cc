@@ -137,6 +137,12 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   return loss;
 }
 
+void ZeroOptimizer::refresh_learning_rates() {
+  at::NoGradGuard no_grad;
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { engine.refresh_rates(param_groups_); });
+}
+
 void ZeroOptimizer::wait_for(const torch::nn::Module& module) {
   at::NoGradGuard no_grad;
   Engine& engine = *impl_->engine;

@@ -91,7 +91,7 @@ ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimiz
       {engine.plan, engine.table, ranks_in(engine.domains), engine.arena, engine.reducer},
       std::move(inner),
       {engine.options.fused(), !engine.device.is_cpu() || engine.options.static_graph(),
-       engine.options.ema()});
+       engine.options.static_graph(), engine.options.ema()});
 }
 
 // The deviation of this rank from the promise of static_graph, or nothing.
@@ -271,6 +271,24 @@ void Engine::verify_shapes() const {
   }
   // Only managed ones: attach() restores the others' place.
   table.check_overlaps([](const Parameter&) { return false; });
+}
+
+void Engine::check_captured_rates(const ParamGroups& groups) {
+  if (shards.rates() == nullptr || !is_capturing(device)) return;
+  TORCH_CHECK(shards.rates()->are_sent(groups),
+              "CUDA graph capture: expected the learning rates that the last step used, or "
+              "refresh_learning_rates() sent, got others; call refresh_learning_rates() before the "
+              "capture begins");
+}
+
+void Engine::refresh_rates(const ParamGroups& groups) {
+  check_groups(groups);
+  TORCH_CHECK(
+      !is_capturing(device),
+      "refresh_learning_rates(): expected no capture in a CUDA graph, which would send these "
+      "learning rates with each replay; call it before the capture, or before a replay");
+  shards.push_options(groups);
+  if (shards.rates() != nullptr) shards.rates()->send(groups);
 }
 
 void Engine::check_groups(const ParamGroups& groups) const {

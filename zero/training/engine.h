@@ -84,6 +84,10 @@ struct Engine {
   // Throws unless `groups` have the parameters of construction and nothing is left of a step.
   void check_groups(const ParamGroups& groups) const;
   void check_no_gradients() const;
+  // Throws where a capture in a CUDA graph would read other learning rates than those of `groups`.
+  void check_captured_rates(const ParamGroups& groups);
+  // ZeroOptimizer::refresh_learning_rates().
+  void refresh_rates(const ParamGroups& groups);
   // Runs what must not stop half-way. If it throws, the communicators are closed.
   void run_or_close(const std::function<void()>& body);
 

@@ -81,6 +81,7 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   const auto check = [&] {
     check_groups(groups);
     shards.push_options(groups);
+    check_captured_rates(groups);
     table.verify();
     table.verify_registered(module);
     if (also) also();

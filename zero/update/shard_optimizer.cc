@@ -56,8 +56,9 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
   if (options.ema) make_ema(*options.ema);
   replace_parameters();
   if (all_fused_ && options.deferred) {
-    counts_.emplace(static_cast<int64_t>(segments_.size()),
-                    shards_.table.parameters().front().tensor.device());
+    const at::Device device = shards_.table.parameters().front().tensor.device();
+    counts_.emplace(static_cast<int64_t>(segments_.size()), device);
+    if (options.rates_on_device) rates_.emplace(inner_->param_groups(), device);
   }
 }
 
@@ -98,6 +99,7 @@ std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
   check_there();
   trap_.reset();
   counts_.reset();
+  rates_.reset();
   for (auto& group : inner_->param_groups()) group.params().clear();
   inner_->state().clear();
   segments_.clear();
@@ -242,6 +244,7 @@ void ShardOptimizer::begin_update(const std::vector<uint8_t>& used, const at::Te
   scalars_.coefficient = coefficient32_.const_data_ptr<float>();
   if (nonfinite.defined()) scalars_.nonfinite = nonfinite.const_data_ptr<double>();
   if (counts_) count(used, nonfinite);
+  if (rates_ && !is_capturing(coefficient32_.device())) rates_->send(inner_->param_groups());
 }
 
 void ShardOptimizer::update_inner() {
@@ -297,6 +300,7 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
   }
   // One kernel for each parameter group of the bucket, over all its segments.
   for (const int64_t g : groups_) {
+    if (rates_) scalars_.lr = rates_->of(g);
     fused(g)->update(*inner_, g, by_group_[g], scalars_, own_row.scalar_type(),
                      current_stream(own_row.device()));
   }

@@ -29,6 +29,7 @@
 #include "zero/memory/parameter_table.h"
 #include "zero/memory/segment_tensors.h"
 #include "zero/memory/working_arena.h"
+#include "zero/update/device_rates.h"
 #include "zero/update/ema.h"
 #include "zero/update/step_counts.h"
 
@@ -51,6 +52,8 @@ class ShardOptimizer {
     bool fused = true;  // where the kernels exist for this class of optimizer
     // Then update() learns on the device whether the step is skipped, if all groups are fused.
     bool deferred = false;
+    // With deferred(): kernels read learning rates on the device, so that a CUDA graph can.
+    bool rates_on_device = false;
     std::optional<EmaOptions> ema = std::nullopt;
   };
 
@@ -81,6 +84,9 @@ class ShardOptimizer {
   // its own is complete.
   Rows update(int64_t bucket);
   bool deferred() const { return counts_.has_value(); }
+  // The learning rates that the kernels read on the device; null where they are given to them.
+  // Those of the groups that were pushed last are sent by begin_update(), except in a capture.
+  DeviceRates* rates() { return rates_ ? &*rates_ : nullptr; }
   // Returns whether the user called step() of the inner optimizer since the last call of this.
   bool inner_was_stepped() { return trap_->sprung(); }
 
@@ -146,6 +152,7 @@ class ShardOptimizer {
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::optional<SegmentCounts> counts_;   // updates of each segment, with deferred()
+  std::optional<DeviceRates> rates_;
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> pushed_;
   std::vector<uint8_t> bucket_fused_;  // per bucket
   // The update that is under way.

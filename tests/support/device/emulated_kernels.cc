@@ -91,53 +91,63 @@ const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result,
 
 const char* adam_step(const AdamSegment* segments, int64_t count,
                       const AdamCoefficients& coefficients, const AdamPowers& powers,
-                      const float* gradient_coefficient, const double* nonfinite,
-                      ElementType working_type, void* stream) {
+                      const DeviceRate& rate, const float* gradient_coefficient,
+                      const double* nonfinite, ElementType working_type, void* stream) {
   const std::vector<AdamSegment> filled = copied(segments, count);
   if (filled.empty()) return nullptr;
   return emulated::launch(
       stream, filled[0].master,
-      [segments = filled, coefficients, powers, gradient_coefficient, nonfinite, working_type] {
+      [segments = filled, coefficients, powers, rate, gradient_coefficient, nonfinite,
+       working_type] {
         if (skips(nonfinite)) return;
         for (const AdamSegment& s : segments) {
           AdamCoefficients c = coefficients;
+          AdamPowers of_step = powers;
+          if (rate.lr != nullptr) {
+            of_step.lr = *rate.lr;
+            c.decay = decay_of(*rate.lr, rate.weight_decay);
+          }
           const double step =
               s.device_step != nullptr ? *s.device_step : static_cast<double>(s.step);
-          set_bias_correction(powers, step, c);
+          set_bias_correction(of_step, step, c);
           range_kernels().adam(with_working(s), c, factor_of(gradient_coefficient), working_type);
         }
       });
 }
 
 const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
-                     const float* gradient_coefficient, const double* nonfinite,
-                     ElementType working_type, void* stream) {
+                     const double* device_lr, const float* gradient_coefficient,
+                     const double* nonfinite, ElementType working_type, void* stream) {
   const std::vector<SgdSegment> filled = copied(segments, count);
   if (filled.empty()) return nullptr;
   return emulated::launch(
       stream, filled[0].master,
-      [segments = filled, coefficients, gradient_coefficient, nonfinite, working_type] {
+      [segments = filled, coefficients, device_lr, gradient_coefficient, nonfinite, working_type] {
         if (skips(nonfinite)) return;
+        SgdCoefficients c = coefficients;
+        if (device_lr != nullptr) c.negative_lr = static_cast<float>(-*device_lr);
         for (SgdSegment s : segments) {
           s = with_working(s);
           if (s.device_step != nullptr) s.first_step = *s.device_step == 1.0F;
-          range_kernels().sgd(s, coefficients, factor_of(gradient_coefficient), working_type);
+          range_kernels().sgd(s, c, factor_of(gradient_coefficient), working_type);
         }
       });
 }
 
 const char* lion_step(const LionSegment* segments, int64_t count,
-                      const LionCoefficients& coefficients, const float* gradient_coefficient,
-                      const double* nonfinite, ElementType working_type, void* stream) {
+                      const LionCoefficients& coefficients, const DeviceRate& rate,
+                      const float* gradient_coefficient, const double* nonfinite,
+                      ElementType working_type, void* stream) {
   const std::vector<LionSegment> filled = copied(segments, count);
   if (filled.empty()) return nullptr;
   return emulated::launch(
       stream, filled[0].master,
-      [segments = filled, coefficients, gradient_coefficient, nonfinite, working_type] {
+      [segments = filled, coefficients, rate, gradient_coefficient, nonfinite, working_type] {
         if (skips(nonfinite)) return;
+        LionCoefficients c = coefficients;
+        if (rate.lr != nullptr) set_rate(*rate.lr, rate.weight_decay, c);
         for (const LionSegment& s : segments) {
-          range_kernels().lion(with_working(s), coefficients, factor_of(gradient_coefficient),
-                               working_type);
+          range_kernels().lion(with_working(s), c, factor_of(gradient_coefficient), working_type);
         }
       });
 }
