@@ -106,10 +106,8 @@ void WholeExchange::start_all_to_all(const Rows& rows, const at::Tensor& receive
     received_sizes.assign(world_size(), sent_sizes[rank()]);
     into = received.view({-1});
   }
-  c10d::AllToAllOptions options;
-  options.timeout = timeout();
   operation.on_success([rows, received] {});
-  operation.add_whole(backend().alltoall_base(into, from, received_sizes, sent_sizes, options),
+  operation.add_whole(backend().alltoall_base(into, from, received_sizes, sent_sizes),
                       !from.is_cpu());
 }
 
@@ -133,7 +131,6 @@ SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
     at::Tensor received = buffer.view(from.scalar_type());
     c10d::ReduceScatterOptions options;
     options.reduceOp = c10d::ReduceOp::SUM;
-    options.timeout = timeout();
     operation.on_success([from, received] {});
     operation.add_whole(backend()._reduce_scatter_base(received, from, options), !from.is_cpu());
     summands.own_row = received.const_data_ptr();
@@ -160,11 +157,9 @@ SentBytes WholeExchange::gather(const Rows& rows, const at::Tensor& /*before*/,
   const at::Tensor& values = rows.values();
   at::Tensor all = values.contiguous();
   at::Tensor own = values.select(0, rank());
-  c10d::AllgatherOptions options;
-  options.timeout = timeout();
   if (!all.is_same(values)) operation.on_received([values, all] { values.copy_(all); });
   operation.on_success([values, all] {});
-  operation.add_whole(backend()._allgather_base(all, own, options), !values.is_cpu());
+  operation.add_whole(backend()._allgather_base(all, own), !values.is_cpu());
   return sent((world_size() - 1) * own_bytes(rows));
 }
 
@@ -177,7 +172,6 @@ SentBytes WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::Re
   std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  options.timeout = timeout();
   operation.on_success([values] {});
   operation.add_whole(backend().allreduce(tensors, options), !values.is_cpu());
   return sent(all_reduce_bytes(values));
@@ -188,7 +182,6 @@ c10::intrusive_ptr<c10d::Work> WholeExchange::start_broadcast(const at::Tensor& 
   std::vector<at::Tensor> tensors{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = source;
-  options.timeout = timeout();
   return backend().broadcast(tensors, options);
 }
 
