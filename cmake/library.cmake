@@ -47,7 +47,7 @@ endfunction()
 
 if(ZERO_CUDA)
   if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100 120-real)  # those of third_party/cuda.bzl
   endif()
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
