@@ -108,18 +108,60 @@ function(zero_add_libtorch root)
   target_link_libraries(zero::torch INTERFACE "${root}/lib/libtorch_cpu.so" "${root}/lib/libc10.so")
 endfunction()
 
-# zero_add_libtorch_cuda(<root>): the target zero::torch_cuda, with NCCL's headers where a wheel has
-# them. Nothing refers to libtorch_cuda by name: it registers itself when it is loaded.
+# zero_find_cudart(<variable> <root>): the CUDA runtime beside the wheel in <root>, of the toolkit's
+# major version, or "". A program that loads the toolkit's gives that to libtorch too, and it may be
+# too old.
+function(zero_find_cudart variable root)
+  file(REAL_PATH "${root}" root)
+  cmake_path(GET root PARENT_PATH site)
+  file(GLOB found "${site}/nvidia/*/lib/libcudart.so.${CUDAToolkit_VERSION_MAJOR}")
+  list(SUBLIST found 0 1 found)
+  set(${variable} "${found}" PARENT_SCOPE)
+endfunction()
+
+# zero_toolkit_problem(<variable> <root>): sets <variable> to a sentence if the libtorch in <root>
+# cannot be used with the CUDA toolkit that was found, else to "". What is not known is no problem.
+function(zero_toolkit_problem variable root)
+  set(${variable} "" PARENT_SCOPE)
+  set(line "")
+  foreach(name IN ITEMS version.py build-version)
+    if(NOT line AND EXISTS "${root}/${name}")
+      file(STRINGS "${root}/${name}" line REGEX "[+]cu[0-9]+" LIMIT_COUNT 1)
+    endif()
+  endforeach()
+  if(NOT line MATCHES "[+]cu([0-9]+)([0-9])")
+    return()
+  endif()
+  set(major "${CMAKE_MATCH_1}")
+  set(oldest "${major}.${CMAKE_MATCH_2}")
+  zero_find_cudart(cudart "${root}")
+  if(cudart)
+    set(oldest "${major}.0")
+  endif()
+  if(NOT CUDAToolkit_VERSION_MAJOR EQUAL major OR CUDAToolkit_VERSION VERSION_LESS oldest)
+    set(${variable} "expected a CUDA toolkit ${oldest} or a later ${major}, as the libtorch in '${root}' needs, got ${CUDAToolkit_VERSION}; set CUDACXX to the nvcc of another, and CUDAToolkit_ROOT" PARENT_SCOPE)
+  endif()
+endfunction()
+
+# zero_add_libtorch_cuda(<root>): the target zero::torch_cuda, with NCCL's headers and the CUDA
+# runtime where a wheel has them. Nothing refers to libtorch_cuda by name: it registers itself when
+# it is loaded.
 function(zero_add_libtorch_cuda root)
   if(TARGET zero::torch_cuda)
     return()
   endif()
-  cmake_path(GET root PARENT_PATH site)
+  file(REAL_PATH "${root}" real)
+  cmake_path(GET real PARENT_PATH site)
   add_library(zero::torch_cuda INTERFACE IMPORTED GLOBAL)
   target_compile_definitions(zero::torch_cuda INTERFACE USE_C10D_NCCL)
   if(EXISTS "${site}/nvidia/nccl/include/nccl.h")
     target_include_directories(zero::torch_cuda SYSTEM INTERFACE "${site}/nvidia/nccl/include")
   endif()
+  target_include_directories(zero::torch_cuda SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
+  zero_find_cudart(cudart "${root}")
+  if(NOT cudart)
+    set(cudart CUDA::cudart)
+  endif()
   target_link_libraries(zero::torch_cuda INTERFACE zero::torch -Wl,--no-as-needed
-    "${root}/lib/libtorch_cuda.so" "${root}/lib/libc10_cuda.so" -Wl,--as-needed CUDA::cudart)
+    "${root}/lib/libtorch_cuda.so" "${root}/lib/libc10_cuda.so" -Wl,--as-needed ${cudart})
 endfunction()

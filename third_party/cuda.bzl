@@ -4,15 +4,16 @@
 
 load("@zero_cc//:cc.bzl", "zero_cc")
 
-# Machine code for Ampere and Ada (8.x), Hopper (9.0) and Blackwell (10.x, 12.x), and
-# PTX of the last for whatever follows it. Older devices have no code: cuda_launch.cuh
-# has the sentence that says so.
+# Machine code for Ampere and Ada (8.x), Hopper (9.0) and Blackwell (10.x, 12.x). PTX of 10.0, which
+# serves all other devices from there on: 11.0 and whatever follows 12.x. Older devices have no code:
+# cuda_launch.cuh has the sentence that says so. cmake/library.cmake has the same list, and
+# tests/packages/compare_builds.py compares them.
 _ARCHITECTURES = [
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=sm_90",
     "-gencode=arch=compute_100,code=sm_100",
     "-gencode=arch=compute_120,code=sm_120",
-    "-gencode=arch=compute_120,code=compute_120",
+    "-gencode=arch=compute_100,code=compute_100",
 ]
 
 def _cuda_objects_impl(ctx):

@@ -40,7 +40,8 @@ trap 'rm -rf "$TMPDIR"' EXIT
 "%s/bin/nvcc" "$@"
 """
 
-def _home(rctx):
+def cuda_home(rctx):
+    """The folder of the toolkit, or None."""
     on_path = rctx.which("nvcc")
     candidates = [rctx.os.environ.get(name, "") for name in ["CUDA_HOME", "CUDA_PATH"]]
     if on_path:
@@ -52,7 +53,7 @@ def _home(rctx):
     return None
 
 def _cuda_impl(rctx):
-    home = _home(rctx)
+    home = cuda_home(rctx)
     if home:
         rctx.symlink(home + "/include", "include")
         rctx.file("BUILD", _FOUND_BUILD.format(home = home))

@@ -12,6 +12,8 @@ inputs of a rule: Bazel would load them through its own symbolic links, and
 then the wheel's $ORIGIN/../../nvidia does not lead to the NVIDIA libraries.
 """
 
+load(":cuda_repository.bzl", "cuda_home")
+
 # The oldest that is tested; cmake/zero_libtorch.cmake has it too.
 _MINIMUM = [2, 9]
 
@@ -75,6 +77,33 @@ def _check_version(rctx, root):
         fail("zero: expected libtorch %d.%d or later, got %d.%d in %s; set TORCH_PATH or LIBTORCH to another" %
              (_MINIMUM[0], _MINIMUM[1], found[0], found[1], root))
 
+def _cudart_folders(rctx, root):
+    """The folders of the CUDA runtime beside a wheel: one, unless there are several major versions."""
+    site = rctx.path("%s/nvidia" % root.dirname)
+    folders = [rctx.path("%s/lib" % package) for package in site.readdir()] if site.exists else []
+    return [
+        str(folder)
+        for folder in folders
+        if folder.exists and [file for file in folder.readdir() if file.basename.startswith("libcudart.so.")]
+    ]
+
+def _check_toolkit(rctx, root, version, cudart_folders):
+    """As zero_toolkit_problem() of cmake/zero_libtorch.cmake. What is not known is no problem."""
+    home = cuda_home(rctx)
+    header = "%s/include/cuda_runtime_api.h" % home
+    numbers = version.split("+cu")[-1]
+    if not home or not rctx.path(header).exists or "+cu" not in version or not numbers.isdigit():
+        return
+    major = int(numbers[:-1])
+    oldest = [major, 0 if cudart_folders else int(numbers[-1])]
+    for line in rctx.read(header).split("\n"):
+        words = [word for word in line.split(" ") if word]
+        if len(words) == 3 and words[:2] == ["#define", "CUDART_VERSION"] and words[2].isdigit():
+            found = [int(words[2]) // 1000, int(words[2]) % 1000 // 10]
+            if found[0] != major or found < oldest:
+                fail("zero: expected a CUDA toolkit %d.%d or a later %d, as the libtorch in %s needs, got %d.%d in %s; set CUDA_HOME to another" %
+                     (major, oldest[1], major, root, found[0], found[1], home))
+
 def _libtorch_impl(rctx):
     cuda = rctx.os.environ.get("ZERO_CUDA", "") == "1"
     root = _torch_root(rctx, cuda)
@@ -88,7 +117,11 @@ def _libtorch_impl(rctx):
     nccl = rctx.path("%s/nvidia/nccl/include" % root.dirname)
     if nccl.exists:
         rctx.symlink(nccl, "nccl_include")
+    cudart_folders = _cudart_folders(rctx, root)
+    if cuda:
+        _check_toolkit(rctx, root, version, cudart_folders)
     rctx.template("BUILD", Label("//third_party:libtorch.BUILD"), substitutions = {
+        "%{cudart_rpaths}": str(["-Wl,-rpath," + folder for folder in cudart_folders]),
         "%{lib}": "%s/lib" % root,
         "%{nccl_include}": '["nccl_include"]' if nccl.exists else "[]",
         "%{version}": version,
@@ -96,6 +129,6 @@ def _libtorch_impl(rctx):
 
 libtorch_repository = repository_rule(
     implementation = _libtorch_impl,
-    environ = ["TORCH_PATH", "LIBTORCH", "ZERO_CUDA"],
+    environ = ["TORCH_PATH", "LIBTORCH", "ZERO_CUDA", "CUDA_HOME", "CUDA_PATH"],
     local = True,
 )

@@ -227,6 +227,20 @@ TEST(GroupTest, AnotherTransportOnOneRankIsAnErrorOnAll) {
   }
 }
 
+// Which needs no GPU: it is asked for none.
+TEST(GroupTest, AnEnvironmentThatBreaksPromisesOverNcclIsRefusedOnEveryRank) {
+  for (const char* name : {"NCCL_BLOCKING_WAIT", "TORCH_NCCL_NAN_CHECK"}) {
+    setenv(name, "1", 1);
+    const auto errors = errors_of(2, [](const auto& store, int rank) {
+      const c10::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(rank));
+      return Group(store, rank, 2, "environment", default_backend_factory(device, "127.0.0.1"),
+                   device, std::chrono::minutes(10));
+    });
+    unsetenv(name);
+    for (const std::string& error : errors) expect_words(error, {name, "unset it on all ranks"});
+  }
+}
+
 TEST(GroupTest, SeveralInterfacesAreRefusedOnEveryRank) {
   setenv("GLOO_SOCKET_IFNAME", "lo,lo", 1);
   const auto store = c10::make_intrusive<c10d::HashStore>();

@@ -179,6 +179,54 @@ TEST_P(RowExchangeTest, RowsOfDifferentLengths) {
   });
 }
 
+// A wait for one broadcast of a section, and for one of an open section, is an error of the
+// network.
+TEST(WholeExchangeTest, RowsOfDifferentLengthsAreGatheredInOneSection) {
+  for (const bool sections : {true, false}) {
+    for (const std::vector<int64_t>& lengths :
+         {std::vector<int64_t>{5, 0, 3}, {0, 4, 0}, {1, 2, 70001}}) {
+      const RunOptions options = on(Wire::kNative);
+      if (!sections) options.network->leave_out_sections();
+      const BucketRows ends(
+          {lengths[0], lengths[0] + lengths[1], lengths[0] + lengths[1] + lengths[2]});
+      run_ranks(
+          3,
+          [&](const Group& group) {
+            const auto data = data_of(group);
+            const int me = group.rank();
+            const Rows rows(at::zeros({ends.total()}, at::kBFloat16), ends);
+            rows.row(me).copy_(values(me, me, lengths[me], at::kBFloat16));
+            data->gather_rows(rows, "bucket").wait();
+            for (int r = 0; r < 3; ++r) {
+              EXPECT_TRUE(rows.row(r).equal(values(r, r, lengths[r], at::kBFloat16))) << r;
+            }
+          },
+          options);
+      const auto filled = static_cast<int64_t>(ends.filled().size());
+      for (int r = 0; r < 3; ++r) {
+        const auto counts = options.network->counts(r);
+        EXPECT_EQ(counts.calls_of(MemoryOp::kBroadcast), filled);
+        EXPECT_EQ(counts.calls_of(MemoryOp::kSection), sections && filled > 1 ? 1 : 0);
+      }
+      EXPECT_EQ(options.network->open_sections(), 0);
+    }
+  }
+}
+
+TEST(WholeExchangeTest, AnErrorWithinASectionEndsIt) {
+  const RunOptions options = on(Wire::kNative, std::chrono::seconds(20));
+  options.network->kill_at(1, MemoryOp::kBroadcast, 2);
+  run_ranks(
+      3,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        const Rows rows(at::zeros({6}), BucketRows({1, 3, 6}));
+        expect_words(error_of([&] { data->gather_rows(rows, "bucket").wait(); }), {"rank 1"});
+      },
+      options);
+  EXPECT_EQ(options.network->open_sections(), 0);
+}
+
 TEST_P(RowExchangeTest, TheTransportChoosesTheExchange) {
   if (GetParam().two_level()) GTEST_SKIP() << "see two_level_exchange_test";
   run([](const Group& group) {

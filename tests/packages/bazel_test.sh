@@ -57,9 +57,22 @@ fi
 mkdir -p "$work/old/include/torch/headeronly" "$work/old/include/torch/csrc/api/include/torch" "$work/old/lib"
 touch "$work/old/include/torch/csrc/api/include/torch/torch.h"
 printf '#define TORCH_VERSION_%s %s\n' MAJOR 2 MINOR 8 PATCH 0 > "$work/old/include/torch/headeronly/version.h"
-message="expected libtorch 2.9 or later, got 2.8"
-if TORCH_PATH=$work/old run_bazel build --nobuild --color=no :trainer > "$work/log" 2>&1 || ! grep -F "$message" "$work/log"; then
-  cat "$work/log"
-  echo "bazel_test: expected the message: $message" >&2
-  exit 1
+# refuses <message> [option of Bazel...]
+refuses() {
+  if TORCH_PATH=$work/old run_bazel build --nobuild --color=no "${@:2}" :trainer > "$work/log" 2>&1 || ! grep -F "$1" "$work/log"; then
+    cat "$work/log"
+    echo "bazel_test: expected the message: $1" >&2
+    exit 1
+  fi
+}
+refuses "expected libtorch 2.9 or later, got 2.8"
+
+nvcc=${CUDA_HOME:-/usr/local/cuda}/bin/nvcc
+if [[ -x $nvcc ]]; then
+  printf '#define TORCH_VERSION_%s %s\n' MAJOR 2 MINOR 99 PATCH 0 > "$work/old/include/torch/headeronly/version.h"
+  major=$("$nvcc" --version | sed -nE 's/.*release ([0-9]+)\..*/\1/p')
+  for cuda in "$major.9" "$((major + 1)).0"; do
+    echo "__version__ = '2.99.0+cu${cuda/./}'" > "$work/old/version.py"
+    refuses "expected a CUDA toolkit $cuda or a later ${cuda%.*}," --repo_env=ZERO_CUDA=1
+  done
 fi

@@ -66,6 +66,9 @@ if [[ $flavour == cuda ]]; then
     must_not_match "warning:" "the library compiles with warnings"
     cmake --install "$build/cuda" --prefix "$work/$shared" > /dev/null
     train_with "$work/$shared" "$work/$shared-project"
+    if compgen -G "$(realpath "${TORCH_PATH:-.}")/../nvidia/*/lib/libcudart.so.*" > /dev/null; then
+      ldd "$work/$shared-project/build/trainer" | grep -q 'libcudart.* => .*/nvidia/' || die "the program does not load the CUDA runtime of the wheel"
+    fi
   done
   exit
 fi
@@ -144,3 +147,17 @@ old_version 8
 TORCH_PATH=$work/old refuses "expected libtorch 2.9 or later, got 2.8.0" -S "$root" -B "$work/refused"
 old_version 99
 TORCH_PATH=$work/old refuses "and cannot be used with 2.99.0" -S "$work/static-project" -B "$work/refused2" -DCMAKE_PREFIX_PATH="$work/static"
+
+if [[ -n $nvcc ]]; then
+  say "another CUDA toolkit"
+  major=$("$nvcc" --version | sed -nE 's/.*release ([0-9]+)\..*/\1/p')
+  with_cuda() { echo "__version__ = '2.99.0+cu$1'" > "$work/old/version.py"; }
+  export TORCH_PATH=$work/old CUDACXX=$nvcc
+  with_cuda "${major}9"
+  refuses "expected a CUDA toolkit $major.9 or a later $major," -S "$root" -B "$work/refused3" -DZERO_CUDA=ON
+  mkdir -p "$work/nvidia/cudart/lib" "$work/old/include/torch/csrc/api/include"
+  touch "$work/nvidia/cudart/lib/libcudart.so.$major"
+  configure -S "$root" -B "$work/own-runtime" -DZERO_CUDA=ON
+  with_cuda "$((major + 1))9"
+  refuses "expected a CUDA toolkit $((major + 1))." -S "$root" -B "$work/refused4" -DZERO_CUDA=ON
+fi

@@ -4,7 +4,7 @@
 """Usage: tests/packages/compare_builds.py <build folder of CMake> [<one that is configured with ZERO_CUDA>]
 
 Compares how CMake and Bazel compile the library: the sources, and for each source the flags that
-choose instructions, rounding, threads and the standard. Also compares the tests that ctest knows with
+choose instructions, devices, rounding, threads and the standard. Also compares the tests that ctest knows with
 those of Bazel, the version with CHANGELOG.md, and zero/zero.h with the public headers. Prints each
 difference in one line; the exit status is then 1.
 """
@@ -20,6 +20,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 ROOMS = ("zero/", "kernels/", "bookkeeping/")
 FLAGS = re.compile(r"-(m|fmad=|ffp-|fopenmp$|f(no-)?fast-math|f(no-)?math-errno|f(no-)?trapping-math|"
                    r"f(no-)?exceptions|f(no-)?rtti|DZERO_(?!TORCH_VERSION))")
+# Both spellings of nvcc: of a device's code, and of several that come from one architecture.
+GENERATED = re.compile(r"-(?:gencode|-generate-code)=arch=(\w+),code=\[?([\w,]+)\]?$")
 # Tests that only Bazel runs, by what makes them so; docs/building.md and cmake/tests.cmake name them.
 ONLY_BAZEL = re.compile(r"^//tests/(hosts|launchers|gpu_machine|fuzz|benchmarks|packages|tools|support/cuda_emulation)[/:]|"
                         r":(train_gpt_\w+|tools)_test$|:tsan_selftest_test$|:cuda_\w+_emulated_|:cuda_launch_test$")
@@ -29,6 +31,8 @@ def flags_of(arguments):
     """The flags that count. The last -std counts, and the last -O of the loops, which are optimised in
     every build."""
     found = {flag for flag in arguments if FLAGS.match(flag)}
+    for generated in filter(None, map(GENERATED.match, arguments)):
+        found |= {f"{code} of {generated[1]}" for code in generated[2].split(",")}
     found.add([flag for flag in arguments if flag.startswith("-std=")][-1])
     if any("range_kernels_" in argument for argument in arguments):
         found.add([flag for flag in arguments if re.match(r"-O\w*$", flag)][-1])

@@ -87,7 +87,7 @@ int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.
 }  // namespace
 
 struct MemoryNetwork::State {
-  explicit State(RowTransport rows_in) : rows(rows_in) {}
+  explicit State(RowTransport rows_in) : rows(rows_in), sections(rows_in == RowTransport::kWhole) {}
   const RowTransport rows;
 
   mutable std::mutex mutex;  // Guards everything below, and the channels.
@@ -105,6 +105,8 @@ struct MemoryNetwork::State {
   std::map<std::pair<int, MemoryOp>, int> drops;
   std::map<std::pair<int, MemoryOp>, int> deaths;  // Calls left to live.
   std::set<int> dead;
+  bool sections;
+  int open_sections = 0;
   bool stopped = false;
 };
 
@@ -126,6 +128,29 @@ class MemoryBackend : public c10d::Backend {
   const std::string getBackendName() const override { return "zero-memory"; }
   void setTimeout(milliseconds timeout) override { timeout_ = timeout; }
   void abort() override { leave(); }
+
+  bool supportsCoalescing() const override {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    return state_->sections;
+  }
+
+  void startCoalescing() override {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    TORCH_CHECK(!section_, "zero-memory: a section is open");
+    section_.emplace();
+    ++state_->open_sections;
+  }
+
+  WorkPtr endCoalescing() override {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    TORCH_CHECK(section_, "zero-memory: no section is open");
+    --state_->open_sections;
+    const auto section = *std::exchange(section_, std::nullopt);
+    hand_over(MemoryOp::kSection, {}, 0);
+    return work([section](Clock::time_point deadline) {
+      for (const auto& complete : section) complete(deadline);
+    });
+  }
 
   WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override {
     const at::Tensor copy = tensors.at(0).detach().clone();
@@ -364,8 +389,14 @@ class MemoryBackend : public c10d::Backend {
                 ", another rank ", round.call);
     round.parts[static_cast<size_t>(getRank())] = std::move(parcel);
     state_->changed.notify_all();
-    return work([self = self(), number, use = std::move(use)](Clock::time_point deadline) {
+    MemoryWork::Complete complete = [self = self(), number,
+                                     use = std::move(use)](Clock::time_point deadline) {
       use(self->collect(number, deadline));
+    };
+    if (!section_) return work(std::move(complete));
+    section_->push_back(std::move(complete));
+    return work([](Clock::time_point) {
+      TORCH_CHECK(false, "zero-memory: a wait for one operation of a section");
     });
   }
 
@@ -387,6 +418,7 @@ class MemoryBackend : public c10d::Backend {
   const int global_rank_;
   milliseconds timeout_;
   int64_t next_round_ = 0;
+  std::optional<std::vector<MemoryWork::Complete>> section_;  // what was started in an open one
 };
 
 MemoryNetwork::MemoryNetwork(RowTransport rows) : state_(std::make_shared<State>(rows)) {}
@@ -420,6 +452,16 @@ MemoryNetwork::Counts MemoryNetwork::counts(int rank) const {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   const auto found = state_->counts.find(rank);
   return found == state_->counts.end() ? Counts{} : found->second;
+}
+
+int MemoryNetwork::open_sections() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->open_sections;
+}
+
+void MemoryNetwork::leave_out_sections() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->sections = false;
 }
 
 void MemoryNetwork::delay(int rank, MemoryOp op, milliseconds by) {

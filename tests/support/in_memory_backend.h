@@ -5,7 +5,8 @@
 //
 //   MemoryNetwork   ranks are threads of this process and hand tensors to each other: counts what
 //                   they send, delays, loses and breaks things on request, obeys timeouts, and is
-//                   clean under ThreadSanitizer because all of it is our own code.
+//                   clean under ThreadSanitizer because all of it is our own code. With kWhole it
+//                   has sections as NCCL: of one, only the Work of its end can be waited for.
 //   make_simulated_backend   claims thousands of ranks in one thread and moves no data.
 //
 // They implement the operations that the exchanges of zero/comm call and no others.
@@ -30,9 +31,10 @@ enum class MemoryOp {
   kBroadcast,
   kAllGather,
   kAllToAll,
-  kReduceScatter
+  kReduceScatter,
+  kSection
 };
-constexpr size_t kMemoryOps = 7;
+constexpr size_t kMemoryOps = 8;
 
 // Ranks are those of the job (Group::global_rank()), whatever subgroup they talk in.
 // Thread safety: every member.
@@ -53,6 +55,10 @@ class MemoryNetwork {
     int64_t bytes_of(MemoryOp op) const { return bytes_sent[static_cast<size_t>(op)]; }
   };
   Counts counts(int rank) const;
+  // Sections that were begun and not ended, on all ranks.
+  int open_sections() const;
+  // From now on, no backend has sections.
+  void leave_out_sections();
 
   // From now on, what `rank` contributes to `op` arrives `by` later.
   void delay(int rank, MemoryOp op, std::chrono::milliseconds by);

@@ -22,6 +22,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <csignal>
@@ -48,11 +49,24 @@ using std::chrono::seconds;
 using std::chrono::steady_clock;
 
 constexpr seconds kTimeout{5};
+// By when all ranks have loaded cuBLAS.
+constexpr seconds kLoaded{60};
 // What is waited for behind an error, to see that nothing ends the process.
 constexpr seconds kAfter{12};
 
 double seconds_since(steady_clock::time_point start) {
   return std::chrono::duration<double>(steady_clock::now() - start).count();
+}
+
+// The first product of a process loads cuBLAS, for 10 s and more where several ranks do it at once.
+void load_cublas(c10::Device device) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor x = at::ones({8, 8}, at::TensorOptions(dtype).device(device));
+    const at::Tensor weight = x.clone().requires_grad_(), bias = x[0].clone().requires_grad_();
+    at::linear(x, weight, bias).sum().backward();
+  }
+  const c10::cuda::CUDAGuard guard(device);
+  c10::cuda::device_synchronize();
 }
 
 // Before NCCL is used first.
@@ -72,6 +86,10 @@ Group init(seconds timeout) {
   setenv("GLOO_SOCKET_IFNAME", "lo", 0);
   InitOptions options;
   options.device = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(rank % gpus));
+  // No limit of time counts what loading takes: when all have met, all have loaded.
+  load_cublas(*options.device);
+  options.timeout = kLoaded;
+  const Group loaded = init_process_group(options);
   options.timeout = timeout;
   return init_process_group(options);
 }

@@ -480,8 +480,10 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, const cha
 
 namespace {
 
-// Why NCCL cannot use this rank's GPU, or empty. All ranks call it first.
-std::string gpu_problem(c10d::Store& store, int rank, c10::Device device) {
+// Why this rank cannot use NCCL with its GPU, or empty. All ranks call it first.
+std::string nccl_problem(c10d::Store& store, int rank, c10::Device device) {
+  const std::string problem = nccl_environment_problem();
+  if (!problem.empty()) return problem;
   const std::string gpu = gpu_name(device), own = std::to_string(rank);
   const std::string first = claim(store, "gpu/" + gpu, own);
   if (first == own) return {};
@@ -499,7 +501,7 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
              milliseconds timeout) -> NewBackend {
     const bool over_nccl = purpose == Purpose::kData && device.is_cuda() && nccl;
     std::string problem;
-    problem = over_nccl ? gpu_problem(*store, rank, device) : gloo_problem(hostname);
+    problem = over_nccl ? nccl_problem(*store, rank, device) : gloo_problem(hostname);
     if (!over_nccl && problem.empty()) {
       problem = make_room_for_descriptors(gloo_descriptors(world_size));
     }

@@ -91,6 +91,15 @@ class EmulatedWork : public c10d::Work {
   std::vector<at::Tensor> tensors_;
 };
 
+// Of one collective of a section.
+class SectionPart : public c10d::Work {
+ public:
+  bool wait(milliseconds) override {
+    emulated::report("a wait for one collective of a section");
+    return true;
+  }
+};
+
 class EmulatedBackend : public c10d::Backend {
  public:
   EmulatedBackend(std::shared_ptr<EmulatedChannel> channel, int rank, int device)
@@ -100,6 +109,22 @@ class EmulatedBackend : public c10d::Backend {
         stream_(c10::impl::getDeviceGuardImpl(kEmulated)->getStreamFromGlobalPool(
             c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)), true)) {
     setBoundDeviceId(c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)));
+  }
+  ~EmulatedBackend() override {
+    if (section_) emulated::report(c10::str("rank ", getRank(), " leaves a section open"));
+  }
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override {
+    if (section_) emulated::report("a section begins in an open one");
+    section_ = Section{std::this_thread::get_id(), {}, {}};
+  }
+  WorkPtr endCoalescing() override {
+    TORCH_CHECK(section_, "no section is open");
+    check_section_thread();
+    const Section section = *std::exchange(section_, std::nullopt);
+    for (const auto& launch : section.launches) launch();
+    return c10::make_intrusive<EmulatedWork>(stream_, section.tensors);
   }
 
   const std::string getBackendName() const override { return "emulated"; }
@@ -232,14 +257,30 @@ class EmulatedBackend : public c10d::Backend {
                     static_cast<char*>(output.mutable_data_ptr()),
                     static_cast<int64_t>(input.nbytes()), input.scalar_type()};
     const std::string call = c10::str(name, " of ", input.nbytes(), " bytes of ", input.dtype());
-    connect(call);
-    emulated::enqueue(stream_, [channel = channel_, rank = getRank(), number = calls_++, part, call,
-                                compute = std::move(compute)] {
-      run(*channel, rank, number, part, call, compute);
-    });
-    auto work = c10::make_intrusive<EmulatedWork>(stream_, std::vector<at::Tensor>{input, output});
+    const auto launch = [this, number = calls_++, part, call, compute = std::move(compute)] {
+      connect(call);
+      emulated::enqueue(stream_, [channel = channel_, rank = getRank(), number, part, call,
+                                  compute] { run(*channel, rank, number, part, call, compute); });
+    };
+    WorkPtr work;
+    if (section_) {
+      check_section_thread();
+      section_->launches.push_back(launch);
+      section_->tensors.insert(section_->tensors.end(), {input, output});
+      work = c10::make_intrusive<SectionPart>();
+    } else {
+      launch();
+      work = c10::make_intrusive<EmulatedWork>(stream_, std::vector<at::Tensor>{input, output});
+    }
     busy_ = false;
     return work;
+  }
+
+  // NCCL keeps what is open for each thread.
+  void check_section_thread() const {
+    if (section_->thread != std::this_thread::get_id()) {
+      emulated::report("a section goes on in another thread");
+    }
   }
 
   // The first call of a kind and size holds the host until all ranks have come to it.
@@ -299,6 +340,12 @@ class EmulatedBackend : public c10d::Backend {
   int64_t calls_ = 0;
   std::set<std::string> connected_;
   std::atomic<bool> busy_ = false;
+  struct Section {
+    std::thread::id thread;
+    std::vector<std::function<void()>> launches;
+    std::vector<at::Tensor> tensors;
+  };
+  std::optional<Section> section_;  // an open one
 };
 
 }  // namespace

@@ -8,8 +8,10 @@
 //   waits for the stream that is current at the call, and starts when all ranks have called it.
 //   Work::wait() makes the current stream wait, never the host.
 //   The first call of a kind and size connects: it holds the host until all ranks have called it.
+//   Collectives of a section (Backend::startCoalescing()) start and connect at its end.
 //   What NCCL forbids is a violation: another call or size on another rank, calls on one
-//   communicator by two threads at once, and memory of another device.
+//   communicator by two threads at once, memory of another device, a wait for one collective of a
+//   section, and a section that is left open or goes on in another thread.
 #pragma once
 
 #include <chrono>

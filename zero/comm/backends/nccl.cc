@@ -5,18 +5,55 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cctype>
+
 #ifdef USE_C10D_NCCL
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <torch/csrc/cuda/nccl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include <cstdlib>
 #include <iomanip>
 #include <sstream>
 #endif
 
 namespace zero {
+namespace {
+
+// As libtorch reads a switch. It refuses other values than these and those for off by itself.
+bool is_on(std::string value) {
+  std::ranges::transform(value, value.begin(), [](unsigned char c) { return std::tolower(c); });
+  return value == "1" || value == "y" || value == "yes" || value == "t" || value == "true";
+}
+
+}  // namespace
+
+std::string nccl_environment_problem(const std::function<const char*(const char*)>& variable) {
+  const auto text = [](const char* name, const char* value, const char* reason) {
+    return c10::str("NCCL: expected ", name, " to be off, got \"", value, "\": ", reason,
+                    "; unset it on all ranks");
+  };
+  // The newer name counts where both are set.
+  for (const char* name : {"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}) {
+    const char* value = variable(name);
+    if (value == nullptr) continue;
+    if (!is_on(value)) break;
+    return text(name, value,
+                "each wait would hold the host until the other ranks have come, so ranks with "
+                "different numbers of backward passes would wait for each other for ever, and "
+                "libtorch would watch no operation");
+  }
+  const char* name = "TORCH_NCCL_NAN_CHECK";
+  const char* value = variable(name);
+  if (value != nullptr && is_on(value)) {
+    return text(
+        name, value,
+        "a gradient with a NaN, for which a step is skipped on all ranks, would fail on the "
+        "device, and the process could not use its GPU again");
+  }
+  return {};
+}
 
 #ifdef USE_C10D_NCCL
 
@@ -70,6 +107,8 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10
   TORCH_CHECK(device.is_cuda() && device.has_index(),
               "NCCL: expected a GPU with its number, such as cuda:0, got ", device, " on rank ",
               rank, " of ", world_size);
+  const std::string problem = nccl_environment_problem();
+  TORCH_CHECK(problem.empty(), problem);
   leave_errors_to_us();
   check_version();
   auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);

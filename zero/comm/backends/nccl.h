@@ -11,12 +11,19 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <cstdlib>
+#include <functional>
 #include <string>
 
 namespace zero {
 
 // GPUs this process can see; 0 when built without CUDA or without a driver.
 int cuda_device_count();
+
+// Returns which of these environment variables makes libtorch break what is promised over NCCL, and
+// why; empty if none does. `variable` returns the value of one, or null. Needs no CUDA.
+std::string nccl_environment_problem(const std::function<const char*(const char*)>& variable =
+                                         [](const char* name) { return std::getenv(name); });
 
 // Collective over the ranks 0..world_size-1 that share `store`, which must hold
 // nothing of another transport, each with its own `device`. Connects at once,
@@ -31,7 +38,8 @@ int cuda_device_count();
 // TORCH_NCCL_ENABLE_MONITORING to 0 and TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC to 10
 // for this process, except where they are set.
 //
-// Throws c10::Error where libtorch was compiled for another version of NCCL.
+// Throws c10::Error where libtorch was compiled for another version of NCCL, and what
+// nccl_environment_problem() returns.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int world_size, c10::Device device,
                                                     std::chrono::milliseconds timeout);

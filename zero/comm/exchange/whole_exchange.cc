@@ -24,6 +24,32 @@ bool summed_by_backend(const Rows& rows) {
 // The destructor waits so long at most for the end of a backend.
 constexpr std::chrono::milliseconds kEnd{10000};
 
+// Collectives of a backend that start together, with one launch on NCCL. Only the Work of end() may
+// be waited for. An exception before it ends the section too: what the backend is asked for next
+// would else wait in it.
+class Section {
+ public:
+  explicit Section(c10d::Backend& backend) : backend_(backend) { backend_.startCoalescing(); }
+  ~Section() {
+    if (ended_) return;
+    try {
+      backend_.endCoalescing();
+    } catch (...) {  // The exception before says more.
+    }
+  }
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+
+  c10::intrusive_ptr<c10d::Work> end() {
+    ended_ = true;
+    return backend_.endCoalescing();
+  }
+
+ private:
+  c10d::Backend& backend_;
+  bool ended_ = false;
+};
+
 }  // namespace
 
 WholeExchange::~WholeExchange() {
@@ -80,10 +106,8 @@ void WholeExchange::start_all_to_all(const Rows& rows, const at::Tensor& receive
     received_sizes.assign(world_size(), sent_sizes[rank()]);
     into = received.view({-1});
   }
-  c10d::AllToAllOptions options;
-  options.timeout = timeout();
   operation.on_success([rows, received] {});
-  operation.add_whole(backend().alltoall_base(into, from, received_sizes, sent_sizes, options),
+  operation.add_whole(backend().alltoall_base(into, from, received_sizes, sent_sizes),
                       !from.is_cpu());
 }
 
@@ -107,7 +131,6 @@ SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
     at::Tensor received = buffer.view(from.scalar_type());
     c10d::ReduceScatterOptions options;
     options.reduceOp = c10d::ReduceOp::SUM;
-    options.timeout = timeout();
     operation.on_success([from, received] {});
     operation.add_whole(backend()._reduce_scatter_base(received, from, options), !from.is_cpu());
     summands.own_row = received.const_data_ptr();
@@ -128,19 +151,15 @@ SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
 SentBytes WholeExchange::gather(const Rows& rows, const at::Tensor& /*before*/,
                                 Operation& operation) {
   if (!rows.equal()) {
-    for (const int64_t r : rows.lengths().filled()) {
-      start_broadcast(rows.row(r), static_cast<int>(r), operation);
-    }
+    gather_by_broadcasts(rows, operation);
     return sent((world_size() - 1) * own_bytes(rows));
   }
   const at::Tensor& values = rows.values();
   at::Tensor all = values.contiguous();
   at::Tensor own = values.select(0, rank());
-  c10d::AllgatherOptions options;
-  options.timeout = timeout();
   if (!all.is_same(values)) operation.on_received([values, all] { values.copy_(all); });
   operation.on_success([values, all] {});
-  operation.add_whole(backend()._allgather_base(all, own, options), !values.is_cpu());
+  operation.add_whole(backend()._allgather_base(all, own), !values.is_cpu());
   return sent((world_size() - 1) * own_bytes(rows));
 }
 
@@ -153,23 +172,37 @@ SentBytes WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::Re
   std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  options.timeout = timeout();
   operation.on_success([values] {});
   operation.add_whole(backend().allreduce(tensors, options), !values.is_cpu());
   return sent(all_reduce_bytes(values));
 }
 
-void WholeExchange::start_broadcast(const at::Tensor& tensor, int source, Operation& operation) {
+c10::intrusive_ptr<c10d::Work> WholeExchange::start_broadcast(const at::Tensor& tensor,
+                                                              int source) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = source;
-  options.timeout = timeout();
-  operation.on_success([tensor] {});
-  operation.add_whole(backend().broadcast(tensors, options), !tensor.is_cpu());
+  return backend().broadcast(tensors, options);
+}
+
+void WholeExchange::gather_by_broadcasts(const Rows& rows, Operation& operation) {
+  const bool stream = !rows.values().is_cpu();
+  const std::vector<int64_t>& sources = rows.lengths().filled();
+  operation.on_success([rows] {});
+  if (sources.size() < 2 || !backend().supportsCoalescing()) {
+    for (const int64_t r : sources) {
+      operation.add_whole(start_broadcast(rows.row(r), static_cast<int>(r)), stream);
+    }
+    return;
+  }
+  Section section(backend());
+  for (const int64_t r : sources) start_broadcast(rows.row(r), static_cast<int>(r));
+  operation.add_whole(section.end(), stream);
 }
 
 SentBytes WholeExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
-  start_broadcast(tensor, source, operation);
+  operation.on_success([tensor] {});
+  operation.add_whole(start_broadcast(tensor, source), !tensor.is_cpu());
   return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
 }
 

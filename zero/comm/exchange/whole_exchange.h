@@ -25,7 +25,8 @@ class WholeExchange : public BackendExchange {
   SentBytes reduce(const Rows& rows, const at::Tensor& buffer, const RowValues& values, UseRows use,
                    Operation& operation) override;
   int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
-  // Rows of different lengths are broadcast one after the other: those that are not empty.
+  // Rows of different lengths are broadcast, those that are not empty: in one section of a backend
+  // that has sections, which is one launch on NCCL, else one after the other.
   SentBytes gather(const Rows& rows, const at::Tensor& before, Operation& operation) override;
   SentBytes all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                        Operation& operation) override;
@@ -41,7 +42,8 @@ class WholeExchange : public BackendExchange {
 
  private:
   void start_all_to_all(const Rows& rows, const at::Tensor& received, Operation& operation);
-  void start_broadcast(const at::Tensor& tensor, int source, Operation& operation);
+  c10::intrusive_ptr<c10d::Work> start_broadcast(const at::Tensor& tensor, int source);
+  void gather_by_broadcasts(const Rows& rows, Operation& operation);
   void end(void (c10d::Backend::*how)());
 
   std::future<bool> end_;  // valid from the first end on

@@ -1,0 +1,64 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The environment variables of libtorch that break promises over NCCL. Needs no GPU.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <string>
+
+#include "tests/support/error_of.h"
+#include "zero/comm/backends/nccl.h"
+
+namespace zero {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+std::string problem_of(const Variables& variables) {
+  return nccl_environment_problem([&](const char* name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? nullptr : found->second.c_str();
+  });
+}
+
+TEST(NcclEnvironmentTest, ASwitchThatIsOnIsRefusedWithItsNameAndAReason) {
+  for (const char* value : {"1", "y", "Yes", "T", "TRUE"}) {
+    for (const char* name : {"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}) {
+      expect_words(problem_of({{name, value}}),
+                   {std::string("expected ") + name + " to be off, got \"" + value + "\"",
+                    "hold the host", "unset it"});
+    }
+    expect_words(problem_of({{"TORCH_NCCL_NAN_CHECK", value}}),
+                 {std::string("expected TORCH_NCCL_NAN_CHECK to be off, got \"") + value + "\"",
+                  "a step is skipped", "unset it"});
+  }
+}
+
+TEST(NcclEnvironmentTest, ASwitchThatIsOffIsNoProblem) {
+  EXPECT_EQ(problem_of({}), "");
+  for (const char* value : {"0", "n", "No", "F", "FALSE"}) {
+    EXPECT_EQ(problem_of({{"TORCH_NCCL_BLOCKING_WAIT", value},
+                          {"NCCL_BLOCKING_WAIT", value},
+                          {"TORCH_NCCL_NAN_CHECK", value}}),
+              "");
+  }
+  EXPECT_EQ(problem_of({{"TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"}, {"NCCL_DEBUG", "1"}}), "");
+}
+
+// As in libtorch.
+TEST(NcclEnvironmentTest, TheNewNameCountsWhereBothAreSet) {
+  EXPECT_EQ(problem_of({{"TORCH_NCCL_BLOCKING_WAIT", "0"}, {"NCCL_BLOCKING_WAIT", "1"}}), "");
+  EXPECT_NE(problem_of({{"TORCH_NCCL_BLOCKING_WAIT", "1"}, {"NCCL_BLOCKING_WAIT", "0"}}), "");
+}
+
+// Of this process, whose tests set none.
+TEST(NcclEnvironmentTest, TheEnvironmentOfTheProcessIsTheDefault) {
+  EXPECT_EQ(nccl_environment_problem(), "");
+  setenv("TORCH_NCCL_NAN_CHECK", "1", 1);
+  EXPECT_NE(nccl_environment_problem(), "");
+  unsetenv("TORCH_NCCL_NAN_CHECK");
+}
+
+}  // namespace
+}  // namespace zero
