@@ -167,18 +167,35 @@ std::vector<at::Tensor> after_six_steps(const Group& group, const ZeroOptions& o
     auto model = make_model(group, at::kBFloat16);
     auto optimizer = std::make_unique<ZeroOptimizer>(*model, make_adamw(model), group, options);
     const at::Tensor x = batch_of(group, at::kBFloat16);
-    iterate(*optimizer, model, x);
-    iterate(*optimizer, model, x);
+    int step = 0;
+    const auto next_rate = [&] {
+      optimizer->param_groups().front().options().set_lr(0.01 / ++step);
+    };
+    for (int i = 0; i < 2; ++i) {
+      next_rate();
+      iterate(*optimizer, model, x);
+    }
     if (captured) {
       graph->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
       iterate(*optimizer, model, x);
       graph->capture_end();
-      for (int i = 0; i < 4; ++i) graph->replay();
+      for (int i = 0; i < 4; ++i) {
+        next_rate();
+        optimizer->refresh_learning_rates();
+        graph->replay();
+      }
       c10::cuda::device_synchronize();
     } else {
-      for (int i = 0; i < 4; ++i) iterate(*optimizer, model, x);
+      for (int i = 0; i < 4; ++i) {
+        next_rate();
+        iterate(*optimizer, model, x);
+      }
     }
     for (const at::Tensor& p : model->parameters()) result.push_back(p.detach().cpu());
+    {
+      const auto averages = optimizer->use_ema();
+      for (const at::Tensor& p : model->parameters()) result.push_back(p.detach().cpu());
+    }
     if (!graph_lives) graph.reset();
     const auto start = steady_clock::now();
     optimizer.reset();
@@ -197,7 +214,8 @@ int capture(bool graph_lives) {
   for (const int64_t stage : {2, 1}) {
     for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {
       const auto options =
-          ZeroOptions().stage(stage).layout(layout).static_graph(true).bucket_bytes(8192);
+          ZeroOptions().stage(stage).layout(layout).static_graph(true).bucket_bytes(8192).ema(
+              EmaOptions().decay(0.9));
       const auto without = after_six_steps(group, options, false, graph_lives);
       const auto with = after_six_steps(group, options, true, graph_lives);
       for (size_t i = 0; i < with.size(); ++i) {
