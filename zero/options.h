@@ -180,8 +180,9 @@ struct ZeroOptions {
   // On a GPU over NCCL, with a fused optimizer and a constant loss scale, an iteration from
   // backward() to step() can then be captured in a CUDA graph after at least one that was not. The
   // learning rate and all other options are those of the capture. The caller orders the capture
-  // and each replay behind earlier work of the optimizer. Refused with overlap_gather, and with
-  // several ranks without NCCL.
+  // and each replay behind earlier work of the optimizer, which the copies of
+  // save_checkpoint_async() are a part of. Refused with overlap_gather, and with several ranks
+  // without NCCL.
   TORCH_ARG(bool, static_graph) = false;
 
   // ---- Numerics ----
