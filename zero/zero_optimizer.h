@@ -308,8 +308,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step that is ahead copies the
-  // rest; so parameters may be changed by hand only after the next step(). From a GPU the copy is
-  // made before this returns. Ends with PendingCheckpoint::finish().
+  // rest; so parameters may be changed by hand only after the next step(). From a GPU a stream of
+  // its own copies, and the stream of the step waits for it; this waits until the counts of the
+  // last step are there. Ends with PendingCheckpoint::finish().
   std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
                                                            const SaveOptions& options = {});
   // Collective. Loads what any number of ranks saved, with any mesh, stage, layout and bucket size.

@@ -141,6 +141,12 @@ TEST(MemoryFileTest, ALargeBlockOfFreshMemoryAsksForHugePagesAndIsFreed) {
   }
   EXPECT_EQ(fresh_memory(100).numel(), 100);
   EXPECT_EQ(fresh_memory(0).numel(), 0);
+  // Pages that are locked have nothing else. Where none is, as without a GPU, it is memory even so.
+  const at::Tensor of_device = fresh_memory(100, c10::Device(c10::DeviceType::CUDA, 0));
+  const auto begin = reinterpret_cast<uintptr_t>(of_device.const_data_ptr());
+  EXPECT_EQ(begin % static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), 0U);
+  EXPECT_TRUE(of_device.fill_(3).eq(3).all().item<bool>());
+  EXPECT_EQ(fresh_memory(0, of_device.device()).numel(), 0);
   const at::Tensor view = memory.narrow(0, 4, 8).view(at::kInt);
   memory.reset();
   EXPECT_EQ(view[0].item<int>(), 0x03030303) << "a view keeps it";

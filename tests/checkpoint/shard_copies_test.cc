@@ -4,6 +4,7 @@
 // zero/checkpoint/shard_copies.h: what is copied, in which order, by whom, and who waits for it.
 #include "zero/checkpoint/shard_copies.h"
 
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -17,11 +18,16 @@
 #include <cstdint>
 #include <cstdlib>
 #include <ctime>
+#include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "tests/support/device/emulated_device.h"
 #include "tests/support/error_of.h"
 #include "zero/base/slow_wait.h"
+#include "zero/base/streams.h"
+#include "zero/checkpoint/memory_file.h"
 
 namespace zero {
 namespace {
@@ -117,7 +123,7 @@ TEST(ShardCopiesTest, AStepThatIsAheadCopiesItsBucketItselfAndNoOther) {
   EXPECT_EQ(shard.copied(0)[0].item<float>(), -1) << "copied before its turn";
 }
 
-// Memory whose first reader stands still, as where a disk with the swapped page does not answer.
+// Memory whose first user stands still, as where a disk with the swapped page does not answer.
 class SilentMemory {
  public:
   explicit SilentMemory(int64_t bytes)
@@ -133,26 +139,26 @@ class SilentMemory {
     munmap(begin_, bytes_);
   }
   at::Tensor tensor() const { return at::from_blob(begin_, {bytes_}, at::kByte); }
-  void await_reader() const {
-    while (!is_read_) std::this_thread::sleep_for(1ms);
+  void await_user() const {
+    while (!is_used_) std::this_thread::sleep_for(1ms);
   }
   void answer() { answers_ = true; }
 
  private:
-  // In the handler of the signal: the read is made again after it.
+  // In the handler of the signal: the access is made again after it.
   void stand_still(const void* at) {
     if (at < begin_ || at >= static_cast<char*>(begin_) + bytes_) std::abort();
-    is_read_ = true;
+    is_used_ = true;
     const timespec pause{0, 1000000};
     while (!answers_) nanosleep(&pause, nullptr);
-    mprotect(begin_, bytes_, PROT_READ);
+    mprotect(begin_, bytes_, PROT_READ | PROT_WRITE);
   }
 
   static SilentMemory* now;
   const int64_t bytes_;
   void* const begin_;
   struct sigaction before_ = {};
-  std::atomic<bool> is_read_ = false, answers_ = false;
+  std::atomic<bool> is_used_ = false, answers_ = false;
 };
 SilentMemory* SilentMemory::now = nullptr;
 
@@ -163,7 +169,7 @@ TEST(ShardCopiesTest, AWaitForAThreadThatStandsStillHasALineAndEnds) {
   const at::Tensor copy = at::full({1000}, 0xEE, at::kByte);
   ShardCopies copies({{silent.tensor(), copy, 1}});
   std::thread copying([&] { copies.copy_all(); });
-  silent.await_reader();
+  silent.await_user();
   testing::internal::CaptureStderr();
   const auto start = std::chrono::steady_clock::now();
   expect_words(error_of([&] { wait(copies, 1, 500ms); }),
@@ -188,6 +194,150 @@ TEST(ShardCopiesTest, AfterAnErrorNothingIsWaitedForAndTheThreadLearnsOfIt) {
   for (int call = 0; call < 2; ++call) {
     EXPECT_FALSE(error_of([&] { copies.copy_all(); }).empty()) << call;
   }
+}
+
+// ---- From a device with streams ----
+
+const at::Device kDevice(kEmulated, 0);
+
+class ShardCopiesOfADevice : public ::testing::Test {
+ protected:
+  void SetUp() override { EmulatedDevice::take_violations(); }
+  void TearDown() override {
+    EmulatedDevice::check_freed_memory();
+    for (const std::string& violation : EmulatedDevice::take_violations()) {
+      ADD_FAILURE() << violation;
+    }
+  }
+
+  static at::Tensor on_device(double value) {
+    return at::full({1000}, value, at::kFloat).to(kDevice);
+  }
+  // Holds the current stream back until the gate opens.
+  static emulated::Gate hold() {
+    emulated::Gate gate;
+    emulated::enqueue(current_torch_stream(kDevice), [gate] { gate.wait("a test"); });
+    return gate;
+  }
+};
+
+TEST_F(ShardCopiesOfADevice, HaveTheBitsOfWhatIsCopied) {
+  const std::vector<at::Tensor> values = {
+      at::arange(300 * 1000 + 1, at::kFloat), at::arange(10000, at::kLong).reshape({100, 100}).t(),
+      at::empty({0, 4}, at::kFloat), at::full({}, 7, at::kLong), at::arange(5, at::kHalf)};
+  Shard shard;
+  for (size_t i = 0; i < values.size(); ++i) {
+    shard.add(values[i].to(kDevice), static_cast<int64_t>(i % 2));
+    shard.add(values[i], static_cast<int64_t>(i % 2));  // what is in host memory comes along
+  }
+  ShardCopies(shard.copies).copy_all();
+  for (size_t i = 0; i < shard.copies.size(); ++i) {
+    EXPECT_TRUE(shard.copied(i).equal(values[i / 2])) << i;
+  }
+}
+
+// The device stands still while the host makes the copies and enqueues a change of all buckets.
+TEST_F(ShardCopiesOfADevice, AreOfTheMomentOfTheCallAndTheHostGoesOn) {
+  for (int turn = 0; turn < 10; ++turn) {
+    Shard shard;
+    const at::Tensor now = on_device(-1), later = on_device(-2);
+    for (int64_t b = 0; b < 20; ++b) shard.add(on_device(-3), b);
+    const int64_t waits = EmulatedDevice::host_waits(0);
+    emulated::Gate gate = hold();
+    for (int64_t b = 0; b < 20; ++b) shard.live(b).copy_(now);
+    ShardCopies copies(shard.copies);
+    for (int64_t b = 19; b >= 0; --b) {
+      wait(copies, b);
+      shard.live(b).copy_(later);
+    }
+    EXPECT_EQ(EmulatedDevice::host_waits(0), waits);
+    EXPECT_FALSE(gate.is_open());
+    gate.open();
+    copies.copy_all();
+    for (int64_t b = 0; b < 20; ++b) {
+      EXPECT_TRUE(shard.copied(b).eq(-1).all().item<bool>()) << "turn " << turn << " bucket " << b;
+    }
+    current_torch_stream(kDevice).synchronize();
+  }
+}
+
+// The copy of bucket 1 stands still.
+TEST_F(ShardCopiesOfADevice, AChangeWaitsForTheCopyOfItsBucketAlone) {
+  EmulatedDevice::set_patience(2s);
+  SilentMemory silent(4000);
+  Shard shard;
+  for (int64_t b = 0; b < 4; ++b) shard.add(on_device(static_cast<double>(b)), b);
+  shard.copies[1].to = silent.tensor();
+  const at::Tensor later = on_device(-1);
+  ShardCopies copies(shard.copies);
+  for (const int64_t b : {3, 2}) {
+    wait(copies, b);
+    shard.live(b).copy_(later);
+  }
+  current_torch_stream(kDevice).synchronize();  // or patience ends
+  silent.await_user();
+  for (const int64_t b : {1, 0}) {
+    wait(copies, b);
+    shard.live(b).copy_(later);
+  }
+  EmulatedDevice::set_patience(20s);
+  silent.answer();
+  copies.copy_all();
+  for (int64_t b = 0; b < 4; ++b) {
+    EXPECT_TRUE(shard.copied(b).eq(static_cast<double>(b)).all().item<bool>()) << b;
+  }
+  current_torch_stream(kDevice).synchronize();
+}
+
+// As where an optimizer ends, or gets other masters, meanwhile: the device frees and fills what
+// nothing keeps.
+TEST_F(ShardCopiesOfADevice, KeepTheirMemoryUntilTheyAreMade) {
+  SilentMemory silent(4000);
+  at::Tensor to = fresh_memory(4000, kDevice);
+  Shard shard;
+  shard.add(on_device(3), 3);
+  shard.add(on_device(2), 2);
+  shard.copies[0].to = silent.tensor();
+  shard.copies[1].to = to.narrow(0, 0, 4000);
+  const void* const from = shard.live(1).const_data_ptr();
+  auto copies = std::make_unique<ShardCopies>(shard.copies);
+  silent.await_user();
+  shard = {};
+  current_torch_stream(kDevice).synchronize();
+  EXPECT_EQ(emulated::device_of(from), 0) << "still allocated";
+  EXPECT_GT(to.storage().use_count(), 1);
+  std::thread answering([&] {
+    std::this_thread::sleep_for(20ms);
+    silent.answer();
+  });
+  copies.reset();
+  EXPECT_EQ(to.storage().use_count(), 1);
+  EXPECT_TRUE(to.view(at::kFloat).eq(2).all().item<bool>()) << "waited for";
+  EXPECT_EQ(emulated::device_of(from), -1) << "freed";
+  answering.join();
+}
+
+// Its tensors may change as soon as the copies are enqueued.
+TEST_F(ShardCopiesOfADevice, WhatHasNoBucketIsCopiedBeforeWhatTheCurrentStreamDoesNext) {
+  FileToSave file{"rank", {}};
+  std::vector<at::Tensor> live;
+  for (int64_t i = 0; i < 2; ++i) {
+    live.push_back(on_device(1));
+    file.tensors.push_back({{"t" + std::to_string(i), "p", "buffer", 0, 1000, 0}, live.back()});
+  }
+  const at::Tensor later = on_device(-1);
+  MemoryFileWriter writer(file, "an id", fresh_memory);
+  file = {};
+  const int64_t waits = EmulatedDevice::host_waits(0);
+  emulated::Gate gate = hold();
+  const auto copies = writer.copy({0, ShardCopies::kOfNone});
+  live[1].copy_(later);
+  EXPECT_EQ(EmulatedDevice::host_waits(0), waits);
+  gate.open();
+  copies->copy_all();
+  const at::Tensor bytes = writer.finish().bytes;
+  EXPECT_TRUE(
+      bytes.slice(0, bytes.numel() - 8000).clone().view(at::kFloat).eq(1).all().item<bool>());
 }
 
 }  // namespace

@@ -76,8 +76,10 @@ TEST(GenerationsTest, TheMemoryOfFreedFilesIsUsedAgain) {
   generations.keep_newest();
   ASSERT_EQ(generations.all().size(), 1U);
   EXPECT_EQ(generations.all()[0]->number, 1);
-  EXPECT_EQ(generations.allocate(100).const_data_ptr(), first);
-  EXPECT_EQ(generations.allocate(99).numel(), 99);
+  const c10::Device gpu(c10::DeviceType::PrivateUse1, 0);
+  EXPECT_NE(generations.allocate(100, gpu).const_data_ptr(), first) << "its pages are not locked";
+  EXPECT_EQ(generations.allocate(100, at::kCPU).const_data_ptr(), first);
+  EXPECT_EQ(generations.allocate(99, at::kCPU).numel(), 99);
 }
 
 }  // namespace

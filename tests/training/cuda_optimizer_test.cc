@@ -14,8 +14,10 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <chrono>
+#include <filesystem>
 #include <limits>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "tests/support/run_ranks.h"
@@ -234,6 +236,45 @@ struct Captured {
   Batch batch;
   at::cuda::CUDAGraph graph;
 };
+
+// Of two saves, the copies of one are under way when a capture begins, and of the other when a
+// graph is replayed.
+TEST_F(CudaOptimizer, ASaveBesideACudaGraphIsOfItsMoment) {
+  const std::string folder = ::testing::TempDir() + "/graph_saves";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  run_ranks(1, [&](const Group& group) {
+    Captured run(group, ZeroOptions().bucket_bytes(1024));
+    const auto values = [&] {
+      std::vector<at::Tensor> result;
+      for (const at::Tensor& p : run.model->parameters()) result.push_back(p.detach().clone());
+      return result;
+    };
+    run.backward();
+    run.optimizer.step();
+    const std::vector<at::Tensor> first = values();
+    const auto captured = run.optimizer.save_checkpoint_async(folder + "/captured");
+    run.graph.capture_begin();
+    run.backward();
+    run.optimizer.step();
+    run.graph.capture_end();
+    run.graph.replay();
+    const std::vector<at::Tensor> second = values();
+    captured->finish();
+    const auto replayed = run.optimizer.save_checkpoint_async(folder + "/replayed");
+    for (int i = 0; i < 4; ++i) run.graph.replay();
+    replayed->finish();
+    const auto expect = [&](const std::string& name, const std::vector<at::Tensor>& expected) {
+      run.optimizer.load_checkpoint(folder + "/" + name);
+      const std::vector<at::Tensor> loaded = values();
+      for (size_t i = 0; i < loaded.size(); ++i) {
+        EXPECT_TRUE(at::equal(loaded[i], expected[i])) << name << " parameter " << i;
+      }
+    };
+    expect("replayed", second);
+    expect("captured", first);
+  });
+}
 
 TEST_F(CudaOptimizer, CaptureOfAnOverlappedGatherIsRefused) {
   run_ranks(1, [&](const Group& group) {

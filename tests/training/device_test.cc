@@ -9,7 +9,13 @@
 #include <torch/optim/adamw.h>
 
 #include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <ios>
+#include <iterator>
+#include <latch>
 #include <memory>
 #include <string>
 #include <thread>
@@ -273,6 +279,119 @@ TEST(DeviceTest, MemoryThatRanksShareIsForModelsInHostMemory) {
               },
               {.shared_memory = true});
   }
+}
+
+// A rank of the tests of copies: OddModel and AdamW on the group's device.
+struct Copied {
+  Copied(const Group& group, const ZeroOptions& options)
+      : model(1, 23, group.device()),
+        optimizer(std::make_unique<ZeroOptimizer>(*model, make_inner(Inner::kAdamW, *model), group,
+                                                  options)),
+        target(random_tensor({3, 11}, 2).to(group.device())) {
+    for (uint64_t i = 0; i < 8; ++i) x.push_back(random_tensor({3, 17}, i).to(group.device()));
+  }
+  void step(uint64_t input) {
+    optimizer->backward(model->loss(x[input], target, OddModelImpl::kAll));
+    optimizer->step();
+  }
+  std::vector<at::Tensor> values() const {
+    std::vector<at::Tensor> result;
+    for (const at::Tensor& p : model->parameters()) {
+      result.push_back(p.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+    }
+    return result;
+  }
+
+  OddModel model;
+  std::unique_ptr<ZeroOptimizer> optimizer;
+  std::vector<at::Tensor> x;
+  at::Tensor target;
+};
+
+// What a rank has saved, without the header, which names the checkpoint.
+std::string saved_bytes(const std::string& folder, int rank) {
+  std::ifstream file(folder + "/rank-0000" + std::to_string(rank) + ".safetensors",
+                     std::ios::binary);
+  uint64_t header = 0;
+  file.read(reinterpret_cast<char*>(&header), sizeof(header));
+  file.seekg(static_cast<std::streamoff>(header), std::ios::cur);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// An empty folder, in which ranks save.
+std::string fresh_folder(const std::string& name) {
+  const std::string folder = ::testing::TempDir() + "/" + name;
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  return folder;
+}
+
+TEST(DeviceTest, AnAsynchronousSaveIsOfTheMomentOfTheCallAndNoStepWaitsForIt) {
+  const std::string folder = fresh_folder("device_save");
+  EmulatedDevice::set_copy_time(std::chrono::milliseconds(20));
+  for (const bool fused : {true, false}) {
+    run_device_ranks(2, [&](const Group& group) {
+      Copied run(group, ZeroOptions().bucket_bytes(1024).fused(fused));
+      run.step(0);
+      const auto waits = [&] { return EmulatedDevice::host_waits(group.rank()); };
+      for (int save = 0; save < 2; ++save) {
+        const std::string name = folder + "/" + std::to_string(2 * save + (fused ? 1 : 0));
+        run.optimizer->save_checkpoint(name + "-expected");
+        int64_t before = waits();
+        const auto pending = run.optimizer->save_checkpoint_async(name);
+        // 20 ms for each of two dozen tensors.
+        EXPECT_GT(EmulatedDevice::copies_under_way(group.rank()), 0);
+        // For the counts of steps, and not for tensors.
+        EXPECT_LE(waits() - before, fused ? 3 : 0);
+        before = waits();
+        for (uint64_t i = 1; i < 4; ++i) run.step(i);
+        if (fused) {
+          EXPECT_EQ(waits() - before, 0);
+        }
+        pending->finish();
+        const std::string saved = saved_bytes(name, group.rank());
+        EXPECT_GT(saved.size(), 1000U);
+        EXPECT_TRUE(saved == saved_bytes(name + "-expected", group.rank())) << name;
+      }
+    });
+  }
+  EmulatedDevice::set_copy_time(std::chrono::milliseconds(0));
+}
+
+TEST(DeviceTest, AnOptimizerMayEndWhileItsShardIsCopied) {
+  const std::string folder = fresh_folder("device_end");
+  EmulatedDevice::set_copy_time(std::chrono::milliseconds(10));
+  for (int turn = 0; turn < 4; ++turn) {
+    run_device_ranks(2, [&](const Group& group) {
+      auto run = std::make_unique<Copied>(group, ZeroOptions().bucket_bytes(1024).protect(1));
+      run->step(0);
+      const auto pending = run->optimizer->save_checkpoint_async(folder + "/save");
+      run->step(1);
+      run.reset();
+    });
+  }
+  EmulatedDevice::set_copy_time(std::chrono::milliseconds(0));
+}
+
+TEST(DeviceTest, AProtectedStepComesBackBitByBit) {
+  std::latch connected(2);
+  EmulatedDevice::set_copy_time(std::chrono::milliseconds(10));
+  run_device_ranks(2, [&](const Group& group) {
+    Copied run(group, ZeroOptions().bucket_bytes(1024).protect(2));
+    for (uint64_t i = 1; i <= 5; ++i) run.step(i);
+    const std::vector<at::Tensor> expected = run.values();
+    const auto own = run.optimizer->group().make_communicator("own", Purpose::kControl);
+    connected.arrive_and_wait();
+    own->abort("as in a test");
+    const RecoveryReport report = run.optimizer->recover();
+    ASSERT_TRUE(report.steps == 2 || report.steps == 4) << report.steps;
+    for (auto i = static_cast<uint64_t>(report.steps) + 1; i <= 5; ++i) run.step(i);
+    const std::vector<at::Tensor> values = run.values();
+    for (size_t i = 0; i < values.size(); ++i) {
+      EXPECT_TRUE(at::equal(values[i], expected[i])) << "parameter " << i;
+    }
+  });
+  EmulatedDevice::set_copy_time(std::chrono::milliseconds(0));
 }
 
 TEST(DeviceTest, AModelMayUseSeveralStreams) {

@@ -9,6 +9,11 @@
 
 namespace zero {
 
+// Returns whether copies of this device's memory run on a stream, while the host goes on.
+inline bool has_streams(c10::Device device) {
+  return device.is_cuda() || device.is_privateuseone();
+}
+
 // Returns the current stream of this thread.
 c10::Stream current_torch_stream(c10::Device device);
 

@@ -12,42 +12,58 @@
 #include <unordered_map>
 #include <utility>
 
+#include "zero/base/streams.h"
+#include "zero/memory/locked_pages.h"
+
 namespace zero {
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
+c10::Device device_of(const FileToSave& file) {
+  for (const TensorToSave& t : file.tensors) {
+    if (has_streams(t.tensor.device())) return t.tensor.device();
+  }
+  return at::kCPU;
+}
+
 }  // namespace
 
-at::Tensor fresh_memory(int64_t bytes) {
+at::Tensor fresh_memory(int64_t bytes, c10::Device device) {
   const auto options = at::TensorOptions().dtype(at::kByte);
-  if (bytes < kHugePage) return at::empty({bytes}, options);
+  // Pages are locked as a whole, which must not have anything else.
+  if (bytes == 0 || (bytes < kHugePage && device.is_cpu())) return at::empty({bytes}, options);
   void* const memory =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(memory != MAP_FAILED, "not enough memory: expected ", bytes, " bytes for a copy");
   madvise(memory, bytes, MADV_HUGEPAGE);  // refused by systems without them
-  return at::from_blob(
-      memory, {bytes}, [bytes](void* begin) { munmap(begin, bytes); }, options);
+  const bool locked = lock_pages(memory, bytes, device);
+  const auto free = [=](void* begin) {
+    if (locked) unlock_pages(begin, device);
+    munmap(begin, bytes);
+  };
+  return at::from_blob(memory, {bytes}, free, options);
 }
 
-at::Tensor KeptMemory::allocate(int64_t bytes) {
+at::Tensor KeptMemory::allocate(int64_t bytes, c10::Device device) {
   const bool fits =
       memory_.defined() && memory_.numel() == bytes && memory_.storage().use_count() == 1;
-  if (!fits) memory_ = fresh_memory(bytes);
+  if (!fits) memory_ = fresh_memory(bytes, device);
   // Not the same tensor: the storage counts who uses it.
   return memory_.narrow(0, 0, bytes);
 }
 
-MemoryFileWriter::MemoryFileWriter(FileToSave file, const std::string& id,
-                                   const std::function<at::Tensor(int64_t bytes)>& allocate)
-    : file_(std::move(file)) {
+MemoryFileWriter::MemoryFileWriter(
+    FileToSave file, const std::string& id,
+    const std::function<at::Tensor(int64_t bytes, c10::Device device)>& allocate)
+    : file_(std::move(file)), device_(device_of(file_)) {
   for (const TensorToSave& t : file_.tensors) places_.push_back(stored_as(t));
   const std::string beginning = lay_out_safetensors(places_, {{"checkpoint", id}}, file_.name);
   std::unordered_map<std::string, size_t> by_key;
   for (size_t p = 0; p < places_.size(); ++p) by_key[places_[p].name] = p;
   for (const TensorToSave& t : file_.tensors) place_of_.push_back(by_key.at(t.about.key));
   const uint64_t size = places_.empty() ? beginning.size() : places_.back().end;
-  bytes_ = allocate(static_cast<int64_t>(size));
+  bytes_ = allocate(static_cast<int64_t>(size), device_);
   std::memcpy(bytes_.mutable_data_ptr(), beginning.data(), beginning.size());
   hashed_ = beginning.size();
   whole_hash_.add(beginning.data(), beginning.size());
@@ -55,21 +71,22 @@ MemoryFileWriter::MemoryFileWriter(FileToSave file, const std::string& id,
 
 std::shared_ptr<ShardCopies> MemoryFileWriter::copy(const std::vector<int64_t>& bucket_of) {
   TORCH_INTERNAL_ASSERT(bucket_of.size() == file_.tensors.size(), "a bucket for every tensor");
-  std::vector<ShardCopies::Copy> now, later;
+  std::vector<ShardCopies::Copy> list;
   for (size_t i = 0; i < bucket_of.size(); ++i) {
     const StoredTensor& place = places_[place_of_[i]];
     const auto begin = static_cast<int64_t>(place.begin);
     const auto end = static_cast<int64_t>(place.end);
-    (bucket_of[i] == ShardCopies::kOfNone ? now : later)
-        .push_back({std::exchange(file_.tensors[i].tensor, {}).detach(),
+    list.push_back({std::exchange(file_.tensors[i].tensor, {}).detach(),
                     bytes_.slice(0, begin, end), bucket_of[i]});
   }
-  ShardCopies(now).copy_all();
-  return std::make_shared<ShardCopies>(later);
+  auto copies = std::make_shared<ShardCopies>(list);
+  OwnThreadWait no_thread({}, {});  // has the copies yet
+  copies->wait(ShardCopies::kOfNone, no_thread);
+  return copies;
 }
 
 void MemoryFileWriter::copy_all() {
-  copy(std::vector<int64_t>(file_.tensors.size(), ShardCopies::kOfNone));
+  copy(std::vector<int64_t>(file_.tensors.size(), ShardCopies::kOfNone))->copy_all();
 }
 
 bool MemoryFileWriter::hash_part() {
@@ -102,6 +119,7 @@ MemoryFile MemoryFileWriter::finish() {
     result.about.tensors.back().hash = hashes_[place_of_[i]];
   }
   result.bytes = std::move(bytes_);
+  result.device = device_;
   return result;
 }
 

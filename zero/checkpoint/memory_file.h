@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -26,13 +27,16 @@ namespace zero {
 // Returns [bytes] of kByte in host memory that nothing has been written to. A large block has huge
 // pages where the system gives them to who asks: with small ones the first write to a page takes
 // three times as long as the copy, and delays those of other threads.
-at::Tensor fresh_memory(int64_t bytes);
+//
+// If tensors on `device`, a GPU, are copied to it, its pages are locked, where the system allows
+// that: it pays for memory that is used again.
+at::Tensor fresh_memory(int64_t bytes, c10::Device device = at::kCPU);
 
 // Memory for one file after the other: writing to memory that was used before needs no page faults.
 class KeptMemory {
  public:
   // As fresh_memory(), or what the last call returned, if that is as large and no longer in use.
-  at::Tensor allocate(int64_t bytes);
+  at::Tensor allocate(int64_t bytes, c10::Device device = at::kCPU);
 
  private:
   at::Tensor memory_;
@@ -41,22 +45,25 @@ class KeptMemory {
 // Immutable once it is whole.
 struct MemoryFile {
   ManifestFile about;
-  at::Tensor bytes;  // [about.bytes] of kByte
+  at::Tensor bytes;               // [about.bytes] of kByte
+  c10::Device device = at::kCPU;  // from which `bytes` was copied
 };
 
 // Fills a file with tensors.
 class MemoryFileWriter {
  public:
-  // Lays `file` out; `id` is that of its checkpoint. allocate(bytes) returns the memory.
+  // Lays `file` out; `id` is that of its checkpoint. allocate(bytes, device) returns the memory,
+  // and `device` is that of the tensors, if they are on one that has streams.
   MemoryFileWriter(FileToSave file, const std::string& id,
-                   const std::function<at::Tensor(int64_t bytes)>& allocate);
+                   const std::function<at::Tensor(int64_t bytes, c10::Device device)>& allocate);
 
   const std::string& name() const { return file_.name; }
 
-  // Once. bucket_of[i] is the bucket of tensor i, as the file was given. Copies at once what
-  // belongs to ShardCopies::kOfNone, and returns the copies that are to be made of the others.
+  // Once. bucket_of[i] is the bucket of tensor i, as the file was given. What belongs to
+  // ShardCopies::kOfNone may be changed then: it is copied, or the current stream waits until it
+  // is. Returns the copies, which are to be completed.
   std::shared_ptr<ShardCopies> copy(const std::vector<int64_t>& bucket_of);
-  // Copies all at once.
+  // Blocks until all is copied.
   void copy_all();
 
   // After all copies. Hashes the next part, and returns whether any is left.
@@ -68,6 +75,7 @@ class MemoryFileWriter {
   FileToSave file_;                   // without its tensors once they are, or are being, copied
   std::vector<StoredTensor> places_;  // in the order of the file
   std::vector<size_t> place_of_;      // of each tensor as given
+  c10::Device device_ = at::kCPU;
   at::Tensor bytes_;
 
   uint64_t hashed_ = 0;  // of bytes_

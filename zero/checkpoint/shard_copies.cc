@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "zero/base/streams.h"
+
 namespace zero {
 namespace {
 
@@ -42,10 +44,16 @@ void copy_past_caches(char* to, const char* from, size_t bytes) {
 }  // namespace
 
 ShardCopies::ShardCopies(const std::vector<Copy>& copies) {
+  std::vector<Copy> of_device;
   for (const Copy& c : copies) {
     const auto bytes = static_cast<int64_t>(c.from.nbytes());
     TORCH_INTERNAL_ASSERT(is_plain(c.to) && c.to.scalar_type() == at::kByte &&
                           c.to.numel() == bytes);
+    const c10::Device device = c.from.device();
+    if (has_streams(device) && (of_device.empty() || of_device[0].from.device() == device)) {
+      of_device.push_back(c);
+      continue;
+    }
     const int64_t piece = is_plain(c.from) ? kPiece : bytes;
     for (int64_t begin = 0; begin < bytes; begin += piece) {
       pieces_.push_back({c.from, c.to, begin, std::min(piece, bytes - begin), c.bucket});
@@ -53,6 +61,7 @@ ShardCopies::ShardCopies(const std::vector<Copy>& copies) {
   }
   std::stable_sort(pieces_.begin(), pieces_.end(),
                    [](const Piece& a, const Piece& b) { return a.bucket > b.bucket; });
+  if (!of_device.empty()) of_device_.emplace(of_device);
 }
 
 void ShardCopies::copy_next(std::unique_lock<std::mutex>& lock) {
@@ -85,6 +94,7 @@ void ShardCopies::copy_next(std::unique_lock<std::mutex>& lock) {
 }
 
 void ShardCopies::copy_all() {
+  if (of_device_) of_device_->finish();
   std::unique_lock<std::mutex> lock(mutex_);
   while (next_ < pieces_.size()) copy_next(lock);
   // Only a step copies beside this. A lost wake-up costs a second.
@@ -96,6 +106,7 @@ void ShardCopies::copy_all() {
 }
 
 void ShardCopies::wait(int64_t bucket, OwnThreadWait& limit) {
+  if (of_device_) of_device_->wait(bucket);
   std::unique_lock<std::mutex> lock(mutex_);
   const auto is_after = [&] { return next_ >= pieces_.size() || pieces_[next_].bucket < bucket; };
   while (!is_after()) copy_next(lock);

@@ -5,7 +5,7 @@
 // A thread copies the tensors of one bucket after the other, in the order in which step() changes
 // them. A step that is about to change a bucket which is not copied yet copies the rest of it
 // itself: it waits for the end of a piece at most. So a thread that copies must have the priority
-// of a step.
+// of a step. Memory of a device is copied on a stream, for which that of the step waits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,32 +13,33 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <limits>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <vector>
 
+#include "zero/checkpoint/stream_copies.h"
 #include "zero/memory/bucket_reader.h"
 
 namespace zero {
 
-// Thread safety: every member.
+// Thread safety: every member, copy_all() by one thread at a time.
 class ShardCopies : public BucketReader {
  public:
-  static constexpr int64_t kOfNone = -1;  // in place of a bucket: of what no step waits for
+  // In place of a bucket: that of tensors which may change before any bucket does.
+  static constexpr int64_t kOfNone = std::numeric_limits<int64_t>::max();
 
-  struct Copy {
-    at::Tensor from;  // any device and strides
-    at::Tensor to;    // the bytes of its elements in order: kByte, contiguous, in host memory
-    int64_t bucket = 0;
-  };
-  // Of buckets, the last one is changed first. Copies nothing yet.
+  using Copy = ShardCopy;
+  // Enqueues the copies from a device, and copies nothing of the host yet.
   explicit ShardCopies(const std::vector<Copy>& copies);
 
-  // Copies what is left, and waits for what other threads are copying. Throws what went wrong in
-  // any of them; then nothing more is copied, or waited for.
+  // Copies what is left, and waits for what other threads and the device are copying. Throws what
+  // went wrong in any of them; then nothing more of the host is copied, or waited for.
   void copy_all();
 
-  // Blocks until the tensors of buckets from `bucket` on are copied. Copies what is left of them.
+  // Blocks until the tensors of buckets from `bucket` on are copied, and makes the current stream
+  // wait for those of the device. Copies what is left of those of the host.
   void wait(int64_t bucket, OwnThreadWait& limit) override;
 
  private:
@@ -56,6 +57,7 @@ class ShardCopies : public BucketReader {
   size_t next_ = 0;
   std::set<size_t> running_;
   std::exception_ptr problem_;
+  std::optional<StreamCopies> of_device_;
 };
 
 }  // namespace zero

@@ -14,7 +14,8 @@ namespace zero {
 class BucketReader {
  public:
   virtual ~BucketReader() = default;
-  // Blocks until the buckets from `bucket` on are read. A step changes the last bucket first.
+  // Blocks until the buckets from `bucket` on are read, or makes the current stream wait for that,
+  // where a stream reads and changes them. A step changes the last bucket first.
   // Throws c10::Error when `limit` says that the thread that reads stands still.
   virtual void wait(int64_t bucket, OwnThreadWait& limit) = 0;
 };

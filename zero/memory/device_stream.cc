@@ -7,6 +7,7 @@
 
 #ifdef ZERO_CUDA
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -40,6 +41,16 @@ uint64_t current_capture([[maybe_unused]] c10::Device device) {
   }
 #endif
   return 0;
+}
+
+bool is_complete(const c10::Event& event) {
+#ifdef ZERO_CUDA
+  if (event.device_type() == c10::DeviceType::CUDA) {
+    const c10::cuda::CUDAStreamCaptureModeGuard beside_captures(cudaStreamCaptureModeRelaxed);
+    return event.query();
+  }
+#endif
+  return event.query();
 }
 
 }  // namespace zero

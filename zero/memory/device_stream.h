@@ -2,10 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Returns the Stream on which kernels of this thread run for memory of a device: its own cores for
-// the CPU, the current CUDA stream for a GPU.
+// the CPU, the current CUDA stream for a GPU. Beside it: what depends on captures in CUDA graphs.
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 
 #include <cstdint>
 
@@ -20,5 +21,9 @@ kernels::Stream current_stream(c10::Device device);
 // Returns a number of the capture in a CUDA graph that has that stream, or 0 for none.
 uint64_t current_capture(c10::Device device);
 inline bool is_capturing(c10::Device device) { return current_capture(device) != 0; }
+
+// Returns whether what came before an event, recorded outside of captures, is done. A plain query
+// would end a capture that is under way in this thread or another.
+bool is_complete(const c10::Event& event);
 
 }  // namespace zero

@@ -217,7 +217,7 @@ void Recovery::protect(const ParamGroups& groups) {
   // It has the state of a rule of the user's.
   engine_->run_or_close([&] { shard = protected_shard(groups, bucket_of); });
   auto copies = protection_->begin(std::move(shard->second), std::move(shard->first), bucket_of);
-  if (copies) engine_->readers.push_back(std::move(copies));
+  if (copies) engine_->add_reader(std::move(copies));
   protected_calls_ = engine_->record.calls();
 }
 

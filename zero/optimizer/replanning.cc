@@ -195,7 +195,7 @@ std::shared_ptr<Generations> Replanning::copy_shard(const ParamGroups& groups,
     copy.manifest = std::move(manifest);
     copy.manifest.id = copy.id();
     MemoryFileWriter writer(std::move(file), copy.id(),
-                            [&](int64_t bytes) { return result->allocate(bytes); });
+                            [](int64_t bytes, c10::Device) { return fresh_memory(bytes); });
     writer.copy_all();
     copy.files.emplace(engine.comms->rank(), writer.finish());
     result->add(std::move(copy));

@@ -139,14 +139,18 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
   // What goes wrong here, for want of memory perhaps, all ranks learn of at the end of the save.
   result.writer->prepare([&] {
     const std::string& id = result.writer->id();
+    // First what step() does not change, but anyone may: behind the shard it would wait for it.
+    if (has_whole) {
+      const auto others = std::make_shared<MemoryFileWriter>(
+          std::move(whole), id, [](int64_t bytes, c10::Device) { return fresh_memory(bytes); });
+      result.copied_files.push_back(others);
+      others->copy_all();
+    }
     const auto shard = std::make_shared<MemoryFileWriter>(
-        std::move(own), id, [&](int64_t bytes) { return memory_.allocate(bytes); });
-    result.copied_files.push_back(shard);
+        std::move(own), id,
+        [&](int64_t bytes, c10::Device device) { return memory_.allocate(bytes, device); });
+    result.copied_files.push_front(shard);
     result.copies = shard->copy(bucket_of);
-    if (!has_whole) return;
-    const auto others = std::make_shared<MemoryFileWriter>(std::move(whole), id, fresh_memory);
-    result.copied_files.push_back(others);
-    others->copy_all();  // what step() does not change anyone may change
   });
   return result;
 }
@@ -194,7 +198,7 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
       c10::str("rank ", engine_->comms->rank(), " of ", engine_->group().world_size(),
                " waits for its thread that writes the checkpoint ", folder),
       engine_->group().timeout());
-  if (save.copies) engine_->readers.push_back(save.copies);
+  if (save.copies) engine_->add_reader(save.copies);
   return pending;
 }
 

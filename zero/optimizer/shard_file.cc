@@ -11,7 +11,6 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/checkpoint/format/safetensors.h"
-#include "zero/checkpoint/shard_copies.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/version.h"
@@ -27,8 +26,8 @@ TensorToSave piece(const std::string& owner, const std::string& kind, const Segm
           std::move(tensor)};
 }
 
-// The file of one rank, with views of its shard. `bucket_of` receives the bucket of each tensor, or
-// ShardCopies::kOfNone. If several ranks hold copies of a shard, the first one saves it.
+// The file of one rank, with views of its shard. `bucket_of` receives the bucket of each tensor. If
+// several ranks hold copies of a shard, the first one saves it.
 FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, int rank,
                      const std::function<bool(int64_t parameter)>& saves,
                      std::vector<int64_t>& bucket_of) {
@@ -75,16 +74,13 @@ std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
 }  // namespace
 
 FileToSave shard_file(const Engine& engine, std::vector<int64_t>& bucket_of) {
-  FileToSave file = rank_file(
+  return rank_file(
       engine.table, engine.shards, engine.comms->rank(),
       [&](int64_t parameter) {
         const auto& replicas = engine.domains.list[engine.domain_of[parameter]].replicas;
         return !replicas || replicas->rank() == 0;
       },
       bucket_of);
-  // Copies from a GPU wait for the stream that computes.
-  if (!engine.device.is_cpu()) bucket_of.assign(bucket_of.size(), ShardCopies::kOfNone);
-  return file;
 }
 
 Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,

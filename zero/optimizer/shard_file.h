@@ -15,8 +15,7 @@
 namespace zero {
 
 // Returns this rank's file, with views of the shard; of several ranks that hold copies of a shard,
-// the first one's has it. bucket_of[i] becomes the bucket of tensor i, or ShardCopies::kOfNone
-// where the tensor is to be copied at once.
+// the first one's has it. bucket_of[i] becomes the bucket of tensor i.
 FileToSave shard_file(const Engine& engine, std::vector<int64_t>& bucket_of);
 
 // Returns the manifest without run, metadata and files. `groups` have the present options; `mesh`

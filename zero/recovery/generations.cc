@@ -22,7 +22,8 @@ void Generations::keep_newest() {
   for (size_t i = 0; i + 1 < list_.size(); ++i) {
     // Anybody else who has it is a reader that ends soon.
     if (list_[i].use_count() > 1) continue;
-    for (const auto& [rank, file] : list_[i]->files) spare_.push_back(file.bytes);
+    for (const auto& [rank, file] : list_[i]->files)
+      spare_.push_back({{}, file.bytes, file.device});
   }
   list_.erase(list_.begin(), list_.end() - 1);
 }
@@ -32,15 +33,17 @@ std::vector<std::shared_ptr<const Generation>> Generations::all() const {
   return list_;
 }
 
-at::Tensor Generations::allocate(int64_t bytes) {
+at::Tensor Generations::allocate(int64_t bytes, c10::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto fits = [&](const at::Tensor& spare) { return spare.numel() == bytes; };
+  const auto fits = [&](const MemoryFile& spare) {
+    return spare.bytes.numel() == bytes && spare.device == device;
+  };
   if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
-    at::Tensor result = std::move(*found);
+    at::Tensor result = std::move(found->bytes);
     spare_.erase(found);
     return result;
   }
-  return fresh_memory(bytes);
+  return fresh_memory(bytes, device);
 }
 
 int64_t Generations::bytes() const {
@@ -49,7 +52,7 @@ int64_t Generations::bytes() const {
   for (const auto& generation : list_) {
     for (const auto& [rank, file] : generation->files) sum += file.bytes.numel();
   }
-  for (const at::Tensor& spare : spare_) sum += spare.numel();
+  for (const MemoryFile& spare : spare_) sum += spare.bytes.numel();
   return sum;
 }
 

@@ -40,14 +40,15 @@ class Generations {
   // Frees all but the newest. Only where all ranks have that one.
   void keep_newest();
   std::vector<std::shared_ptr<const Generation>> all() const;
-  // Host memory for a file: that of a file that was freed, or new.
-  at::Tensor allocate(int64_t bytes);
+  // Host memory for a file whose tensors are copied from `device`: that of such a file that was
+  // freed, or new.
+  at::Tensor allocate(int64_t bytes, c10::Device device);
   int64_t bytes() const;
 
  private:
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<const Generation>> list_;  // the newest last
-  std::vector<at::Tensor> spare_;
+  std::vector<MemoryFile> spare_;
 };
 
 // What a rank holds, as text for the others, and what they can put together from it.

@@ -50,7 +50,7 @@ std::string Protection::finish() {
 }
 
 void Protection::make_whole(Generation& generation, MemoryFileWriter& writer) {
-  const auto allocate = [this](int64_t bytes) { return generations_->allocate(bytes); };
+  const auto allocate = [this](int64_t bytes) { return generations_->allocate(bytes, at::kCPU); };
   MemoryFile own = writer.finish();
   if (ring_) generation.files.emplace(ring_->source(), ring_->exchange(own, allocate));
   generation.files.emplace(rank_, std::move(own));
@@ -71,7 +71,7 @@ std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave fil
   generation->manifest = std::move(manifest);
   auto writer = std::make_shared<MemoryFileWriter>(
       std::move(file), generation->id(),
-      [this](int64_t bytes) { return generations_->allocate(bytes); });
+      [this](int64_t bytes, c10::Device device) { return generations_->allocate(bytes, device); });
   const std::shared_ptr<ShardCopies> copies = writer->copy(bucket_of);
   auto promise = std::make_shared<std::promise<std::string>>();
   made_ = promise->get_future();

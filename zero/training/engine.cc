@@ -238,6 +238,12 @@ void Engine::wait_for_readers(int64_t bucket) {
   if (bucket == 0) readers.clear();
 }
 
+void Engine::add_reader(std::shared_ptr<BucketReader> reader) {
+  readers.push_back(std::move(reader));
+  // A replay changes the shard without asking, behind what the current stream has to do.
+  if (captured) wait_for_readers(0);
+}
+
 Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArguments arguments) {
   gathers.finish();
   record.follow_loss_scale();

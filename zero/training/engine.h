@@ -116,9 +116,11 @@ struct Engine {
   // Brings the working parameters up to date with masters that changed, or makes them the averages.
   void write_working_parameters(bool averages = false);
   void forget_gradients();
-  // Blocks until all readers have read the buckets from `bucket` on. Throws c10::Error when a
-  // thread that reads stands still for the timeout of the group.
+  // Blocks, or makes the current stream wait, until all readers have read the buckets from `bucket`
+  // on. Throws c10::Error when a thread that reads stands still for the timeout of the group.
   void wait_for_readers(int64_t bucket);
+  // Adds what reads the shard as it is now.
+  void add_reader(std::shared_ptr<BucketReader> reader);
 
   const Group& group() const { return domains.home; }
 
@@ -143,6 +145,7 @@ struct Engine {
   StepRecord record;
   BackwardPasses passes;
   std::vector<std::shared_ptr<BucketReader>> readers;  // of the shard as it is now
+  bool captured = false;  // a CUDA graph has a step, and may be replayed
 };
 
 }  // namespace zero

@@ -12,6 +12,7 @@
 
 #include "zero/base/error_text.h"
 #include "zero/inner_optimizers/classes.h"
+#include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
 #include "zero/training/engine.h"
 
@@ -102,6 +103,7 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   passes.check_used(agreement, domains.uniform);
   if (options.static_graph()) protocol.expect_rounds(agreement.rounds);
   gather_full_gradients(agreement);
+  captured = captured || is_capturing(device);
   update(agreement);
   forget_gradients();
   // Elsewhere ranks would not all have the same order.

@@ -35,10 +35,12 @@ constexpr unsigned char kPoison = 0xFF;
 constexpr size_t kQuarantine = size_t{64} << 20;
 
 std::atomic<int64_t> longest_delay_us{500};
+std::atomic<int64_t> copy_time_us{0};
 std::atomic<int64_t> patience_ms{20000};
 std::array<std::atomic<int64_t>, kEmulatedDevices> waits{};
 std::array<std::atomic<int64_t>, kEmulatedDevices> copied{};
 std::array<std::atomic<int64_t>, kEmulatedDevices> launched{};
+std::array<std::atomic<int64_t>, kEmulatedDevices> under_way{};
 
 struct Violations {
   std::mutex mutex;
@@ -62,6 +64,7 @@ void report(const std::string& violation) {
 }
 
 milliseconds patience() { return milliseconds(patience_ms.load()); }
+microseconds copy_time() { return microseconds(copy_time_us.load()); }
 
 struct Gate::State {
   std::mutex mutex;
@@ -474,6 +477,7 @@ c10::Stream current_stream(int device) { return stream_of(device, these_streams[
 int device_of(const void* memory) { return device_memory().device_of(memory); }
 void count_host_wait(int device) { ++waits[device]; }
 void count_to_host(int device, int64_t bytes) { copied[device] += bytes; }
+void count_under_way(int device, int64_t copies) { under_way[device] += copies; }
 void record_on_stream(const void* memory, const c10::Stream& stream) {
   device_memory().record(memory, stream);
 }
@@ -486,6 +490,7 @@ void catch_up(int device) { thread_of(current_stream(device)).mark().wait("an op
 int64_t EmulatedDevice::host_waits(int device) { return waits[device]; }
 int64_t EmulatedDevice::launches(int device) { return launched[device]; }
 int64_t EmulatedDevice::bytes_to_host(int device) { return copied[device]; }
+int64_t EmulatedDevice::copies_under_way(int device) { return under_way[device]; }
 
 std::vector<std::string> EmulatedDevice::take_violations() {
   Violations& all = violations();
@@ -495,6 +500,7 @@ std::vector<std::string> EmulatedDevice::take_violations() {
 
 void EmulatedDevice::check_freed_memory() { device_memory().check_quarantine(); }
 void EmulatedDevice::set_delay(microseconds longest) { longest_delay_us = longest.count(); }
+void EmulatedDevice::set_copy_time(microseconds time) { copy_time_us = time.count(); }
 void EmulatedDevice::set_patience(milliseconds longest) { patience_ms = longest.count(); }
 
 }  // namespace zero

@@ -49,6 +49,10 @@ class EmulatedDevice {
 
   // Work of a stream begins up to this much later than it could.
   static void set_delay(std::chrono::microseconds longest);
+  // A copy to the host for which the host does not wait takes this long.
+  static void set_copy_time(std::chrono::microseconds time);
+  // Such copies of a device that are not made yet.
+  static int64_t copies_under_way(int device);
   // A wait of a stream for longer than this is a violation, and ends.
   static void set_patience(std::chrono::milliseconds longest);
 };
@@ -79,6 +83,7 @@ c10::Stream current_stream(int device);
 int device_of(const void* memory);
 void report(const std::string& violation);
 std::chrono::milliseconds patience();
+std::chrono::microseconds copy_time();
 
 }  // namespace emulated
 }  // namespace zero

@@ -132,6 +132,19 @@ TEST_F(EmulatedDeviceTest, CountsWhatTheHostWaitsFor) {
   EXPECT_EQ(waits(), 1);
 }
 
+// As where CUDA is given memory that is not pinned, which it would copy to at once.
+TEST_F(EmulatedDeviceTest, ACopyToAnyHostMemoryRunsLateOnRequest) {
+  const at::Tensor from = at::ones({4}, kFirst);
+  const at::Tensor to = at::zeros({4});
+  emulated::Gate gate;
+  emulated::enqueue(current_torch_stream(kFirst), [gate] { gate.wait("a test"); });
+  to.copy_(from, /*non_blocking=*/true);
+  EXPECT_EQ(to[0].item<float>(), 0);
+  gate.open();
+  current_torch_stream(kFirst).synchronize();
+  EXPECT_EQ(to[0].item<float>(), 1);
+}
+
 TEST_F(EmulatedDeviceTest, AWaitWithoutAnEndIsADeadlock) {
   EmulatedDevice::set_patience(std::chrono::milliseconds(50));
   const emulated::Gate closed;

@@ -23,6 +23,7 @@
 
 #include <cstring>
 #include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -60,22 +61,28 @@ at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 // A copy as CUDA makes it: between memory of one device, and with pinned host memory on request,
-// it runs on the current stream.
+// it runs on the current stream. CUDA makes one to other host memory at once even so, but whoever
+// asks may not rely on that: here it runs late.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const bool to_device = to.device().type() == kEmulated;
   const bool from_device = from.device().type() == kEmulated;
   const int device = to_device ? to.device().index() : from.device().index();
   const at::Tensor& host = to_device ? from : to;
   if (!to_device) count_to_host(device, static_cast<int64_t>(from.nbytes()));
-  const bool on_stream =
-      (to_device && from_device) || (non_blocking && host.device().is_cpu() && host.is_pinned());
+  const bool on_stream = (to_device && from_device) || (non_blocking && host.device().is_cpu() &&
+                                                        (from_device || host.is_pinned()));
   TORCH_CHECK(!to_device || !from_device || from.device() == to.device(),
               "the emulated devices do not copy between each other");
   if (on_stream) {
     // A host tensor is kept, as CUDA's host allocator does. Device memory is not.
     const at::Tensor kept = host.is_cpu() ? host : at::Tensor();
+    if (!to_device) count_under_way(device, 1);
     enqueue(current_stream(device),
-            [from = on_host(from), to = on_host(to), kept] { to.copy_(from); });
+            [from = on_host(from), to = on_host(to), kept, to_device, device] {
+              if (!to_device) std::this_thread::sleep_for(copy_time());
+              to.copy_(from);
+              if (!to_device) count_under_way(device, -1);
+            });
     return to;
   }
   count_host_wait(device);

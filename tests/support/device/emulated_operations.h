@@ -11,6 +11,8 @@ namespace zero::emulated {
 
 void count_host_wait(int device);
 void count_to_host(int device, int64_t bytes);
+// A copy to the host for which the host does not wait was enqueued, or made.
+void count_under_way(int device, int64_t copies);
 // Blocks until the current stream of a device has done what it was given.
 void catch_up(int device);
 // The memory may be given to something else only after what this stream has to do now.
