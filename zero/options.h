@@ -180,9 +180,10 @@ struct ZeroOptions {
   // On a GPU over NCCL, with a fused optimizer and a constant loss scale, an iteration from
   // backward() to step() can then be captured in a CUDA graph after at least one that was not.
   // Replays take learning rates from refresh_learning_rates(), all other options from the capture.
-  // The caller orders the capture and each replay behind earlier work of the optimizer, which the
-  // copies of save_checkpoint_async() are a part of. Refused with overlap_gather, and with several
-  // ranks without NCCL.
+  // The caller orders the capture and each replay behind earlier work of the optimizer, copies of
+  // save_checkpoint_async() included, and captures again after calls that replace parameters or
+  // state, such as load_checkpoint(). Refused with overlap_gather, and with several ranks without
+  // NCCL.
   TORCH_ARG(bool, static_graph) = false;
 
   // ---- Numerics ----

@@ -203,8 +203,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // those of param_groups() there, behind what the current stream has to do, so that the replays
   // after it use them. Each step() that is not captured does it too. All other options of a replay
   // are those of the capture. Not collective, but ranks must have the same rates; the host does not
-  // wait. Does nothing without ZeroOptions::static_graph. Throws in a capture, and for groups that
-  // step() refuses.
+  // wait. Sends nothing unless ZeroOptions::static_graph is set and all groups have fused kernels.
+  // Throws in a capture, and for groups that step() refuses.
   void refresh_learning_rates();
 
   // Forgets the gradients accumulated since the last step. Collective when there are any and after
@@ -308,9 +308,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step that is ahead copies the
-  // rest; so parameters may be changed by hand only after the next step(). From a GPU a stream of
-  // its own copies, and the stream of the step waits for it; this waits until the counts of the
-  // last step are there. Ends with PendingCheckpoint::finish().
+  // rest; so parameters may be changed by hand only after the next step(). From a GPU, a separate
+  // stream copies the shard, and the stream that steps waits for it. The call blocks until the
+  // device has done the last step and buffers are copied; the first one also locks host memory.
+  // Ends with PendingCheckpoint::finish().
   std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
                                                            const SaveOptions& options = {});
   // Collective. Loads what any number of ranks saved, with any mesh, stage, layout and bucket size.

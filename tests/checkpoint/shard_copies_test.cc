@@ -340,5 +340,22 @@ TEST_F(ShardCopiesOfADevice, WhatHasNoBucketIsCopiedBeforeWhatTheCurrentStreamDo
       bytes.slice(0, bytes.numel() - 8000).clone().view(at::kFloat).eq(1).all().item<bool>());
 }
 
+// As buffers of a protected step beside a save, whose shard may take long.
+TEST_F(ShardCopiesOfADevice, WhatHasNoBucketWaitsForNoCopiesOfOthers) {
+  SilentMemory silent(4000);
+  Shard slow;
+  slow.add(on_device(0), 0);
+  slow.copies[0].to = silent.tensor();
+  ShardCopies before(slow.copies);
+  silent.await_user();
+  Shard shard;
+  shard.add(on_device(1), ShardCopies::kOfNone);
+  ShardCopies copies(shard.copies);
+  copies.copy_all();  // which would not return
+  EXPECT_TRUE(shard.copied(0).eq(1).all().item<bool>());
+  silent.answer();
+  before.copy_all();
+}
+
 }  // namespace
 }  // namespace zero

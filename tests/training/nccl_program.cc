@@ -212,7 +212,8 @@ int capture(bool graph_lives) {
   const Group group = init(seconds(20));
   int different = 0;
   for (const int64_t stage : {2, 1}) {
-    for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    for (const auto layout :
+         {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
       const auto options =
           ZeroOptions().stage(stage).layout(layout).static_graph(true).bucket_bytes(8192).ema(
               EmaOptions().decay(0.9));

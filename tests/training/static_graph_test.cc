@@ -202,6 +202,26 @@ TEST_P(StaticGraphAt, HasTheBitsOfAnOrdinaryRunAndSendsNoControlMessages) {
   }
 }
 
+TEST_P(StaticGraphAt, EachGroupHasItsOwnRate) {
+  run_ranks(GetParam(), [&](const Group& group) {
+    const auto train = [&](bool static_graph) {
+      GivenGradients model(initial_values(at::kFloat, at::kBFloat16));
+      std::vector<OptimizerParamGroup> groups;
+      for (const at::Tensor& p : model.parameters()) groups.emplace_back(std::vector{p});
+      ZeroOptimizer optimizer(model, std::make_unique<AdamW>(groups, AdamWOptions(0.01)), group,
+                              ZeroOptions().bucket_bytes(128).static_graph(static_graph));
+      for (int step = 0; step < 4; ++step) {
+        double rate = 0.01 / (step + 1);
+        for (auto& one : optimizer.param_groups()) one.options().set_lr(rate *= 0.5);
+        optimizer.backward(model.loss(gradients(group.rank(), step)));
+        optimizer.step();
+      }
+      return everything(model, optimizer);
+    };
+    EXPECT_TRUE(same_bits(train(true), train(false)));
+  });
+}
+
 // The scale follows a step that the host did not wait for.
 TEST_P(StaticGraphAt, TheLossScaleFollowsSkippedSteps) {
   run_ranks(GetParam(), [&](const Group& group) {

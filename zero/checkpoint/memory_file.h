@@ -28,8 +28,8 @@ namespace zero {
 // pages where the system gives them to who asks: with small ones the first write to a page takes
 // three times as long as the copy, and delays those of other threads.
 //
-// If tensors on `device`, a GPU, are copied to it, its pages are locked, where the system allows
-// that: it pays for memory that is used again.
+// For copies from `device`, a GPU, its pages are locked, if the system allows it. That takes time,
+// so such memory should be used again.
 at::Tensor fresh_memory(int64_t bytes, c10::Device device = at::kCPU);
 
 // Memory for one file after the other: writing to memory that was used before needs no page faults.
@@ -40,6 +40,7 @@ class KeptMemory {
 
  private:
   at::Tensor memory_;
+  c10::Device device_ = at::kCPU;
 };
 
 // Immutable once it is whole.

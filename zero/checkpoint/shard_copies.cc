@@ -106,7 +106,7 @@ void ShardCopies::copy_all() {
 }
 
 void ShardCopies::wait(int64_t bucket, OwnThreadWait& limit) {
-  if (of_device_) of_device_->wait(bucket);
+  if (of_device_) of_device_->wait(bucket, limit);
   std::unique_lock<std::mutex> lock(mutex_);
   const auto is_after = [&] { return next_ >= pieces_.size() || pieces_[next_].bucket < bucket; };
   while (!is_after()) copy_next(lock);

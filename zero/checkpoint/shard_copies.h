@@ -13,7 +13,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <limits>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -27,8 +26,7 @@ namespace zero {
 // Thread safety: every member, copy_all() by one thread at a time.
 class ShardCopies : public BucketReader {
  public:
-  // In place of a bucket: that of tensors which may change before any bucket does.
-  static constexpr int64_t kOfNone = std::numeric_limits<int64_t>::max();
+  static constexpr int64_t kOfNone = kOfNoBucket;
 
   using Copy = ShardCopy;
   // Enqueues the copies from a device, and copies nothing of the host yet.

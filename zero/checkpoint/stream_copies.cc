@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "zero/base/own_thread_wait.h"
 #include "zero/base/streams.h"
 #include "zero/memory/device_stream.h"
 
@@ -33,17 +34,21 @@ c10::Stream copy_stream(c10::Device device) {
 }
 
 // cudaEventSynchronize() would take a core while it waits.
-void wait_on_host(const c10::Event& event) {
+void wait_on_host(const c10::Event& event, OwnThreadWait* limit = nullptr) {
   constexpr std::chrono::microseconds kPoll{200};
   const c10::DeviceGuard guard(event.device());
-  while (!is_complete(event)) std::this_thread::sleep_for(kPoll);
+  auto next_look = std::chrono::steady_clock::now() + OwnThreadWait::kLook;
+  while (!is_complete(event)) {
+    std::this_thread::sleep_for(kPoll);
+    if (limit == nullptr || std::chrono::steady_clock::now() < next_look) continue;
+    limit->look(0);
+    next_look += OwnThreadWait::kLook;
+  }
 }
 
 }  // namespace
 
-StreamCopies::StreamCopies(c10::Device device) : stream_(copy_stream(device)) {
-  make_wait(stream_, current_torch_stream(device));
-}
+StreamCopies::StreamCopies(c10::Device device) : stream_(copy_stream(device)) {}
 
 // If this throws, the destructor runs: the constructor above has ended.
 StreamCopies::StreamCopies(const std::vector<ShardCopy>& copies)
@@ -51,15 +56,25 @@ StreamCopies::StreamCopies(const std::vector<ShardCopy>& copies)
   under_way_ = copies;
   std::stable_sort(under_way_.begin(), under_way_.end(),
                    [](const ShardCopy& a, const ShardCopy& b) { return a.bucket > b.bucket; });
+  const auto first_of_buckets =
+      std::partition_point(under_way_.begin(), under_way_.end(),
+                           [](const ShardCopy& c) { return c.bucket == kOfNoBucket; });
+  const c10::Stream current = current_torch_stream(stream_.device());
+  enqueue(under_way_.begin(), first_of_buckets, current);
+  make_wait(stream_, current);
+  enqueue(first_of_buckets, under_way_.end(), stream_);
+}
+
+void StreamCopies::enqueue(Iterator begin, Iterator end, const c10::Stream& stream) {
   const at::NoGradGuard no_grad;
-  const c10::StreamGuard guard(stream_);
-  for (size_t i = 0; i < under_way_.size(); ++i) {
-    const auto& [from, to, bucket] = under_way_[i];
+  const c10::StreamGuard guard(stream);
+  for (auto it = begin; it != end; ++it) {
+    const auto& [from, to, bucket] = *it;
     at::from_blob(to.mutable_data_ptr(), from.sizes(), from.options().device(at::kCPU))
         .copy_(from, /*non_blocking=*/true);
-    if (i + 1 < under_way_.size() && under_way_[i + 1].bucket == bucket) continue;
-    c10::Event event(stream_.device_type());
-    event.record(stream_);
+    if (std::next(it) != end && std::next(it)->bucket == bucket) continue;
+    c10::Event event(stream.device_type());
+    event.record(stream);
     copied_.push_back({bucket, std::move(event)});
   }
 }
@@ -67,6 +82,8 @@ StreamCopies::StreamCopies(const std::vector<ShardCopy>& copies)
 StreamCopies::~StreamCopies() {
   if (under_way_.empty()) return;
   try {
+    // An error of the constructor may have come before this.
+    make_wait(stream_, current_torch_stream(stream_.device()));
     c10::Event last(stream_.device_type());
     last.record(stream_);
     wait_on_host(last);
@@ -74,14 +91,14 @@ StreamCopies::~StreamCopies() {
   }
 }
 
-void StreamCopies::wait(int64_t bucket) const {
+void StreamCopies::wait(int64_t bucket, OwnThreadWait& limit) const {
   const auto end = std::partition_point(copied_.begin(), copied_.end(), [&](const Copied& copied) {
     return copied.bucket >= bucket;
   });
   if (end == copied_.begin()) return;
   const c10::Event& event = std::prev(end)->event;
   if (is_capturing(stream_.device())) {
-    wait_on_host(event);
+    wait_on_host(event, &limit);
   } else {
     event.block(current_torch_stream(stream_.device()));
   }

@@ -7,7 +7,7 @@
 //                             \                                   /                  /
 //   copy stream                copy bucket 1 -------------------- copy bucket 0 ----
 //
-// The host waits for none of this, only the thread that reads the copies does.
+// The host waits for none of this except in captures; the thread that reads the copies does.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,9 +15,15 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace zero {
+
+class OwnThreadWait;
+
+// In place of a bucket: that of tensors which may change before any bucket does.
+inline constexpr int64_t kOfNoBucket = std::numeric_limits<int64_t>::max();
 
 struct ShardCopy {
   at::Tensor from;     // any device and strides
@@ -29,7 +35,8 @@ struct ShardCopy {
 class StreamCopies {
  public:
   // Enqueues all copies, from one device that has streams, behind what its current stream has to do
-  // now. They come in the order of buckets, the last one first.
+  // now. They come in the order of buckets, the last one first. Those of kOfNoBucket are enqueued
+  // on the current stream, which need not wait for earlier copies of others then.
   explicit StreamCopies(const std::vector<ShardCopy>& copies);
   // Waits for copies under way, which use memory of others.
   ~StreamCopies();
@@ -37,8 +44,8 @@ class StreamCopies {
   StreamCopies& operator=(const StreamCopies&) = delete;
 
   // Makes the current stream wait for the copies of buckets from `bucket` on. In a capture, which
-  // can wait for nothing outside of it, the host waits.
-  void wait(int64_t bucket) const;
+  // can wait for nothing outside of it, the host waits, and throws as `limit` says.
+  void wait(int64_t bucket, OwnThreadWait& limit) const;
   // Blocks until all is copied, and frees what was copied.
   void finish();
 
@@ -48,7 +55,11 @@ class StreamCopies {
     c10::Event event;  // behind its copies
   };
 
+  using Iterator = std::vector<ShardCopy>::const_iterator;
+
   explicit StreamCopies(c10::Device device);
+  // Enqueues these, and records an event behind those of each bucket.
+  void enqueue(Iterator begin, Iterator end, const c10::Stream& stream);
 
   const c10::Stream stream_;
   std::vector<ShardCopy> under_way_;  // kept until they are made

@@ -3,6 +3,7 @@
 #include "zero/memory/locked_pages.h"
 
 #ifdef ZERO_CUDA
+#include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime_api.h>
 #endif
 
@@ -10,29 +11,50 @@
 
 namespace zero {
 
+#ifdef ZERO_CUDA
+namespace {
+
+// Both calls would fail beside a capture of another thread, which may be of the mode that forbids
+// them, and could end it. Errors are nobody's here.
+template <class F>
+cudaError_t beside_captures(const F& call) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  const bool changed = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess;
+  const cudaError_t error = call();
+  if (error != cudaSuccess) cudaGetLastError();  // else the next check of a kernel would find it
+  if (changed) cudaThreadExchangeStreamCaptureMode(&mode);
+  return error;
+}
+
+}  // namespace
+#endif
+
 bool lock_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes,
                 [[maybe_unused]] c10::Device device) noexcept {
 #ifdef ZERO_CUDA
   if (device.is_cuda()) {
-    const cudaError_t error =
-        cudaHostRegister(memory, static_cast<size_t>(bytes), cudaHostRegisterDefault);
-    if (error == cudaSuccess) return true;
-    cudaGetLastError();  // else the next check of a kernel would find it
+    return beside_captures([&] {
+             return cudaHostRegister(memory, static_cast<size_t>(bytes), cudaHostRegisterDefault);
+           }) == cudaSuccess;
   }
 #endif
   return false;
 }
 
-void unlock_pages([[maybe_unused]] void* memory, [[maybe_unused]] c10::Device device) noexcept {
+bool unlock_pages([[maybe_unused]] void* memory, [[maybe_unused]] c10::Device device) noexcept {
 #ifdef ZERO_CUDA
-  if (!device.is_cuda()) return;
+  if (!device.is_cuda()) return true;
   // A thread's current device is the first one until it sets another, and a call makes a context
-  // there. Errors are those of a driver that has ended: with it the pages are unlocked.
+  // there.
   int before = 0;
   if (cudaGetDevice(&before) != cudaSuccess) before = device.index();
   if (before != device.index()) cudaSetDevice(device.index());
-  if (cudaHostUnregister(memory) != cudaSuccess) cudaGetLastError();
-  if (before != device.index()) cudaSetDevice(before);
+  const cudaError_t error = beside_captures([&] { return cudaHostUnregister(memory); });
+  // Which makes no context either.
+  if (before != device.index()) c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(before));
+  return error == cudaSuccess || error == cudaErrorCudartUnloading;
+#else
+  return true;
 #endif
 }
 

@@ -16,7 +16,8 @@ namespace zero {
 // all of the memory, and may wait for the device.
 bool lock_pages(void* memory, int64_t bytes, c10::Device device) noexcept;
 
-// Ends that, before the memory is freed. On any thread, also while the process ends.
-void unlock_pages(void* memory, c10::Device device) noexcept;
+// Ends that, on any thread, also beside captures of other threads and while the process ends.
+// Returns whether the memory may be freed: pages that stay locked must not be mapped anew.
+bool unlock_pages(void* memory, c10::Device device) noexcept;
 
 }  // namespace zero
