@@ -21,8 +21,6 @@
 namespace zero {
 namespace {
 
-constexpr int64_t kOfNone = ShardCopies::kOfNone;
-
 // With every kind of tensor that a save can meet.
 FileToSave file_of_all_kinds() {
   const std::vector<at::Tensor> tensors = {
@@ -61,7 +59,7 @@ TEST(MemoryFileTest, ItHasTheBytesAndHashesOfTheFile) {
   disk.finish();
 
   MemoryFileWriter writer(file, "an id", fresh_memory);
-  writer.copy({0, 1, kOfNone, 0, 1, 0})->copy_all();
+  writer.copy({0, 1, kOfNoBucket, 0, 1, 0})->copy_all();
   const MemoryFile made = writer.finish();
   EXPECT_EQ(made.about.name, "rank");
   EXPECT_EQ(made.about.bytes, disk.bytes());
@@ -80,7 +78,7 @@ TEST(MemoryFileTest, WhatHasNoBucketIsCopiedAtOnceAndTheRestIsNot) {
     file.tensors.push_back({{"t" + std::to_string(i), "p", "buffer", 0, 3, 0}, live.back()});
   }
   MemoryFileWriter writer(file, "an id", fresh_memory);
-  const auto copies = writer.copy({0, kOfNone, 1});
+  const auto copies = writer.copy({0, kOfNoBucket, 1});
   live[1].fill_(-1);
   live[2].fill_(5);
   copies->copy_all();

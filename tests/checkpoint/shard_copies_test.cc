@@ -45,7 +45,7 @@ struct Shard {
     const at::Tensor& from = live(i);
     return copies[i].to.view(from.scalar_type()).view(from.sizes());
   }
-  std::vector<ShardCopies::Copy> copies;
+  std::vector<ShardCopy> copies;
 };
 
 Shard shard_of(int64_t tensors) {
@@ -330,7 +330,7 @@ TEST_F(ShardCopiesOfADevice, WhatHasNoBucketIsCopiedBeforeWhatTheCurrentStreamDo
   file = {};
   const int64_t waits = EmulatedDevice::host_waits(0);
   emulated::Gate gate = hold();
-  const auto copies = writer.copy({0, ShardCopies::kOfNone});
+  const auto copies = writer.copy({0, kOfNoBucket});
   live[1].copy_(later);
   EXPECT_EQ(EmulatedDevice::host_waits(0), waits);
   gate.open();
@@ -349,7 +349,7 @@ TEST_F(ShardCopiesOfADevice, WhatHasNoBucketWaitsForNoCopiesOfOthers) {
   ShardCopies before(slow.copies);
   silent.await_user();
   Shard shard;
-  shard.add(on_device(1), ShardCopies::kOfNone);
+  shard.add(on_device(1), kOfNoBucket);
   ShardCopies copies(shard.copies);
   copies.copy_all();  // which would not return
   EXPECT_TRUE(shard.copied(0).eq(1).all().item<bool>());

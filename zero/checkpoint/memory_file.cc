@@ -71,7 +71,7 @@ MemoryFileWriter::MemoryFileWriter(
 
 std::shared_ptr<ShardCopies> MemoryFileWriter::copy(const std::vector<int64_t>& bucket_of) {
   TORCH_INTERNAL_ASSERT(bucket_of.size() == file_.tensors.size(), "a bucket for every tensor");
-  std::vector<ShardCopies::Copy> list;
+  std::vector<ShardCopy> list;
   for (size_t i = 0; i < bucket_of.size(); ++i) {
     const StoredTensor& place = places_[place_of_[i]];
     const auto begin = static_cast<int64_t>(place.begin);
@@ -81,12 +81,12 @@ std::shared_ptr<ShardCopies> MemoryFileWriter::copy(const std::vector<int64_t>& 
   }
   auto copies = std::make_shared<ShardCopies>(list);
   OwnThreadWait no_thread({}, {});  // has the copies yet
-  copies->wait(ShardCopies::kOfNone, no_thread);
+  copies->wait(kOfNoBucket, no_thread);
   return copies;
 }
 
 void MemoryFileWriter::copy_all() {
-  copy(std::vector<int64_t>(file_.tensors.size(), ShardCopies::kOfNone))->copy_all();
+  copy(std::vector<int64_t>(file_.tensors.size(), kOfNoBucket))->copy_all();
 }
 
 bool MemoryFileWriter::hash_part() {

@@ -61,7 +61,7 @@ class MemoryFileWriter {
   const std::string& name() const { return file_.name; }
 
   // Once. bucket_of[i] is the bucket of tensor i, as the file was given. What belongs to
-  // ShardCopies::kOfNone may be changed then: it is copied, or the current stream waits until it
+  // kOfNoBucket may be changed then: it is copied, or the current stream waits until it
   // is. Returns the copies, which are to be completed.
   std::shared_ptr<ShardCopies> copy(const std::vector<int64_t>& bucket_of);
   // Blocks until all is copied.

@@ -43,9 +43,9 @@ void copy_past_caches(char* to, const char* from, size_t bytes) {
 
 }  // namespace
 
-ShardCopies::ShardCopies(const std::vector<Copy>& copies) {
-  std::vector<Copy> of_device;
-  for (const Copy& c : copies) {
+ShardCopies::ShardCopies(const std::vector<ShardCopy>& copies) {
+  std::vector<ShardCopy> of_device;
+  for (const ShardCopy& c : copies) {
     const auto bytes = static_cast<int64_t>(c.from.nbytes());
     TORCH_INTERNAL_ASSERT(is_plain(c.to) && c.to.scalar_type() == at::kByte &&
                           c.to.numel() == bytes);

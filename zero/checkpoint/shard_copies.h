@@ -26,11 +26,8 @@ namespace zero {
 // Thread safety: every member, copy_all() by one thread at a time.
 class ShardCopies : public BucketReader {
  public:
-  static constexpr int64_t kOfNone = kOfNoBucket;
-
-  using Copy = ShardCopy;
   // Enqueues the copies from a device, and copies nothing of the host yet.
-  explicit ShardCopies(const std::vector<Copy>& copies);
+  explicit ShardCopies(const std::vector<ShardCopy>& copies);
 
   // Copies what is left, and waits for what other threads and the device are copying. Throws what
   // went wrong in any of them; then nothing more of the host is copied, or waited for.

@@ -82,8 +82,10 @@ void StreamCopies::enqueue(Iterator begin, Iterator end, const c10::Stream& stre
 StreamCopies::~StreamCopies() {
   if (under_way_.empty()) return;
   try {
-    // An error of the constructor may have come before this.
-    make_wait(stream_, current_torch_stream(stream_.device()));
+    // An error of the constructor may have come before this. A capture must not have the copies.
+    if (!is_capturing(stream_.device())) {
+      make_wait(stream_, current_torch_stream(stream_.device()));
+    }
     c10::Event last(stream_.device_type());
     last.record(stream_);
     wait_on_host(last);

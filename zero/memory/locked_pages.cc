@@ -14,8 +14,8 @@ namespace zero {
 #ifdef ZERO_CUDA
 namespace {
 
-// Both calls would fail beside a capture of another thread, which may be of the mode that forbids
-// them, and could end it. Errors are nobody's here.
+// A capture of another thread can be of a mode in which these calls fail and end the capture. In
+// relaxed mode they do neither.
 template <class F>
 cudaError_t beside_captures(const F& call) {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -50,7 +50,7 @@ bool unlock_pages([[maybe_unused]] void* memory, [[maybe_unused]] c10::Device de
   if (cudaGetDevice(&before) != cudaSuccess) before = device.index();
   if (before != device.index()) cudaSetDevice(device.index());
   const cudaError_t error = beside_captures([&] { return cudaHostUnregister(memory); });
-  // Which makes no context either.
+  // This makes no context either.
   if (before != device.index()) c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(before));
   return error == cudaSuccess || error == cudaErrorCudartUnloading;
 #else

@@ -203,7 +203,7 @@ std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& gro
       file.tensors.push_back(state_to_save(kSkipRule, kSharedState, *engine.options.skip_if()));
     }
   }
-  bucket_of.resize(file.tensors.size(), ShardCopies::kOfNone);
+  bucket_of.resize(file.tensors.size(), kOfNoBucket);
   Manifest manifest = make_manifest(engine, groups, /*mesh=*/nullptr);
   manifest.frozen.clear();  // what no step changes is on every rank
   manifest.run = run_.id();

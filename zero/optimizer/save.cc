@@ -110,7 +110,7 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
     for (TensorToSave& state : states_to_save(save, engine.comms->control->rank())) {
       own.tensors.push_back(std::move(state));
     }
-    bucket_of.resize(own.tensors.size(), ShardCopies::kOfNone);
+    bucket_of.resize(own.tensors.size(), kOfNoBucket);
   };
   engine.agree(Call::kSaveCheckpoint, check,
                {(save.shared_folder() ? folder : "folders of own disks") +

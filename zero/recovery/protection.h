@@ -36,8 +36,9 @@ class Protection {
   // Returns whether that problem is of the connection to another rank.
   bool connection_failed() const { return connection_failed_; }
   // Collective, after all ranks agreed that finish() had no problem. Starts the next generation.
-  // `file` has views of the shard; bucket_of[i] is the bucket of tensor i, or ShardCopies::kOfNone.
-  // Returns the copies, which whoever changes a bucket waits for, or null where nothing protects.
+  // `file` has views of the shard; bucket_of[i] is the bucket of tensor i, or kOfNoBucket.
+  // Returns the copies, which must be waited for before a bucket is changed. Null if nothing
+  // protects.
   std::shared_ptr<ShardCopies> begin(Manifest manifest, FileToSave file,
                                      const std::vector<int64_t>& bucket_of);
   // Frees all but the newest generation. After an agreement as for begin().

@@ -60,9 +60,9 @@ at::Tensor on_host(const at::Tensor& tensor) {
                        at::TensorOptions().dtype(tensor.scalar_type()));
 }
 
-// A copy as CUDA makes it: between memory of one device, and with pinned host memory on request,
-// it runs on the current stream. CUDA makes one to other host memory at once even so, but whoever
-// asks may not rely on that: here it runs late.
+// A copy as CUDA makes it: it runs on the current stream between memory of one device, and on
+// request with pinned host memory. To other host memory CUDA then copies at once, on which a
+// caller may not rely. So here such a copy runs late, too.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const bool to_device = to.device().type() == kEmulated;
   const bool from_device = from.device().type() == kEmulated;
