@@ -9,8 +9,7 @@
 //   ...
 //   if (auto newest = zero::latest("run")) optimizer.load_checkpoint(*newest);
 //
-// A checkpoint holds, each file with its size and XXH3 in the manifest, and each
-// tensor with its XXH3:
+// A checkpoint holds, with a XXH3 for each 32 KiB of a tensor:
 //   rank-00000.safetensors ...       pieces "<name>[<begin>:<end>].<kind>" of parameters in their
 //                                    memory order; kind: master, exp_avg, step and so on;
 //                                    ".<name>": the state of an object that the save includes
@@ -79,7 +78,9 @@ struct CheckpointTensor {
 struct CheckpointFile {
   std::string name;  // in the folder
   uint64_t bytes = 0;
-  uint64_t xxh3 = 0;  // XXH3, 64 bits, of all of it
+  // XXH3, 64 bits, of its header and the hashes of its blocks, which are in the file. Of all of it
+  // where format version 4 or an earlier one wrote it.
+  uint64_t xxh3 = 0;
   int64_t tensors = 0;
   int64_t disk = 0;  // it was written to; see CheckpointDescription::disk
 };

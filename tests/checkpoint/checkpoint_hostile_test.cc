@@ -3,14 +3,14 @@
 //
 // Checkpoints whose checksums are right and whose content is not: a load refuses them,
 // in bounded time and memory, before it has changed anything.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
@@ -27,6 +27,7 @@
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/reader.h"
 
 namespace zero {
 namespace {
@@ -132,12 +133,15 @@ TEST(HostileTest, CountersThatWouldOverflowAreRefused) {
 
 void drop_tensors(Manifest& m, const std::string& owner, const std::string& kind,
                   bool first_only = false) {
-  for (ManifestFile& file : m.files) {
-    const auto is_it = [&](const ManifestTensor& t) { return t.owner == owner && t.kind == kind; };
-    const auto found = std::find_if(file.tensors.begin(), file.tensors.end(), is_it);
-    if (found == file.tensors.end()) continue;
-    file.tensors.erase(found);
-    if (first_only) return;
+  for (size_t i = 0; i < m.tensors.size(); ++i) {
+    ManifestTensors& entry = m.tensors[i];
+    if (entry.owner != owner || std::erase(entry.kinds, kind) == 0 || !first_only) continue;
+    ManifestTensors others = entry;  // which keep it
+    others.kinds.push_back(kind);
+    others.pieces.erase(others.pieces.begin());
+    entry.pieces.resize(1);
+    m.tensors.push_back(std::move(others));
+    return;
   }
 }
 
@@ -178,13 +182,8 @@ TEST(HostileTest, APieceWithoutAStepIsRefused) {
   Forgery forgery("piece");
   std::string cut;  // a parameter with pieces on both ranks
   forgery.change([&](Manifest& m) {
-    for (const ManifestParameter& p : m.parameters) {
-      int pieces = 0;
-      for (const ManifestFile& file : m.files) {
-        for (const ManifestTensor& t : file.tensors)
-          pieces += t.owner == p.name && t.kind == "step";
-      }
-      if (pieces > 1) cut = p.name;
+    for (const ManifestTensors& entry : m.tensors) {
+      if (entry.pieces.size() > 1 && entry.kinds.size() > 1) cut = entry.owner;
     }
     drop_tensors(m, cut, "step", /*first_only=*/true);
   });
@@ -196,26 +195,26 @@ TEST(HostileTest, APieceWithoutAStepIsRefused) {
 TEST(HostileTest, AStepThatIsNegativeOrWouldOverflowIsRefused) {
   for (const int64_t step : {int64_t{-1}, INT64_MAX}) {
     Forgery forgery("step");
-    const std::string path = forgery.folder() + "/rank-00000.safetensors";
-    std::string bytes = content(path);
-    // Its values of 8 bytes come first, and are the steps of its parameters.
-    const size_t data = 8 + static_cast<size_t>(static_cast<uint8_t>(bytes[0])) +
-                        (static_cast<size_t>(static_cast<uint8_t>(bytes[1])) << 8) +
-                        (static_cast<size_t>(static_cast<uint8_t>(bytes[2])) << 16);
+    // The first file again, with other steps in it.
     forgery.change([&](Manifest& m) {
-      for (ManifestFile& file : m.files) {
-        if (file.name != "rank-00000.safetensors") continue;
-        size_t at = data;
-        for (ManifestTensor& t : file.tensors) {
-          if (t.kind != "step") continue;
-          std::memcpy(bytes.data() + at, &step, sizeof(step));
-          t.hash = content_hash(&step, sizeof(step));
-          at += sizeof(step);
+      const std::string path = forgery.folder() + "/" + m.files[0].name;
+      CheckpointReader reader(forgery.folder());
+      FileToSave file{m.files[0].name, {}};
+      for (const ManifestTensors& entry : m.tensors) {
+        for (const ManifestPiece& p : entry.pieces) {
+          if (p.file != 0) continue;
+          for (const std::string& kind : entry.kinds) {
+            at::Tensor tensor = at::full({1}, step, at::kLong);
+            if (kind != "step") {
+              tensor = at::empty({p.numel});
+              reader.read(kind, {{entry.owner, p.begin, p.numel}}, {tensor});
+            }
+            file.tensors.push_back({{entry.owner, kind, p.begin, p.numel}, tensor});
+          }
         }
-        EXPECT_GT(at, data);
-        write(path, bytes);
-        file.hash = content_hash(bytes.data(), bytes.size());
       }
+      fs::remove(path);
+      m.files[0] = write_file(file, path, m.id).about;
     });
     forgery.expect_refused({"expected a step from 0", std::to_string(step)});
   }
@@ -346,7 +345,7 @@ TEST(TextTest, ANulIsShownAndEndsNoErrorText) {
   const auto with_name = [](const std::string& name) {
     return forged("\"files\":[]", "\"files\":[{\"name\":\"" + name +
                                       "\",\"bytes\":1,\"xxh3\":\"0000000000000000\","
-                                      "\"tensors\":[]}]");
+                                      "\"blocks\":0}]");
   };
   expect_words(refusal(with_name("rank\\u0000zero")), {"without a NUL", "rank\\x00zero\""});
   expect_words(refusal(with_name("../a\\u0007")), {"plain file name", "../a\\x07\""});

@@ -106,7 +106,7 @@ TEST(DescribeCheckpointTest, SaysHowItWasSaved) {
                          .count();
     const std::string folder = saved_by(world_size);
     const CheckpointDescription d = describe_checkpoint(folder);
-    EXPECT_EQ(d.version, 1);
+    EXPECT_EQ(d.version, 5);
     EXPECT_EQ(d.library_version, ZERO_VERSION_TEXT);
     EXPECT_FALSE(d.torch_version.empty());
     EXPECT_EQ(d.id.size(), 32u);

@@ -26,12 +26,11 @@ class HashedFileTest : public ::testing::Test {
  protected:
   HashedFileTest() { fs::remove(path_); }
 
-  uint64_t write(const std::string& content) const {
+  void write(const std::string& content) const {
     FileWriter writer(path_);
     writer.write(content.data(), content.size());
     writer.finish();
     EXPECT_EQ(writer.bytes(), content.size());
-    return writer.hash();
   }
 
   // From an address that is `shift` bytes behind a multiple of 4096.
@@ -74,8 +73,8 @@ TEST_F(HashedFileTest, AHashIsSixteenDigits) {
 }
 
 TEST_F(HashedFileTest, WhatWasWrittenIsReadAndHashedInParts) {
-  const uint64_t hash = write(content_);
-  EXPECT_EQ(hash, content_hash(content_.data(), content_.size()));
+  write(content_);
+  const uint64_t hash = content_hash(content_.data(), content_.size());
   FileReader reader(path_);
   EXPECT_EQ(reader.size(), content_.size());
   std::string read;
@@ -128,7 +127,6 @@ TEST_F(HashedFileTest, AFileOfAnySizeHasTheBytesThatWereWrittenInParts) {
       writer.write(content.data() + at, std::min(size_t{1000003}, bytes - at));
     }
     writer.finish();
-    EXPECT_EQ(writer.hash(), content_hash(content.data(), bytes)) << bytes;
     FileReader reader(path_);
     ASSERT_EQ(reader.size(), bytes);
     EXPECT_TRUE(reader.read_text(0, bytes) == content) << bytes;

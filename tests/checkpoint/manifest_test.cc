@@ -11,8 +11,10 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,7 +31,8 @@ TEST(ManifestTest, TextReadBackIsTheSameAndMutationsAreRefused) {
   m.scale = 0.1;
   m.groups = {{{"beta2", 0.999}, {"lr", 1e-3}}};
   m.parameters = {{"p \"quoted\" \u00e4", {2, 3}, {1, 2}, at::kBFloat16, 0}};
-  m.files = {{"f", 10, ~uint64_t{0}, {{"k", "p", "master", 3, 4, 5}}}};
+  m.files = {{"f", 10, ~uint64_t{0}, 1}};
+  m.tensors = {{"p", {"master"}, {{0, 3, 4}}}};
   m.metadata = {{"epoch", "3"}};
   const std::string text = manifest_text(m);
   EXPECT_EQ(manifest_text(parse_manifest(text, "m")), text);
@@ -50,7 +53,8 @@ TEST(ManifestTest, TextReadBackIsTheSameAndMutationsAreRefused) {
 TEST(ManifestTest, HostileContentWithAMatchingChecksumIsRefused) {
   Manifest m;
   m.id = "1";
-  m.files = {{"f", 10, 1, {{"k", "p", "master", 3, 4, 5}}}};
+  m.files = {{"f", 10, 1, 1}};
+  m.tensors = {{"p", {"master"}, {{0, 3, 4}}}};
   const auto refused = [](const Manifest& manifest) {
     EXPECT_THROW(parse_manifest(manifest_text(manifest), "m"), c10::Error);
   };
@@ -60,11 +64,19 @@ TEST(ManifestTest, HostileContentWithAMatchingChecksumIsRefused) {
     refused(m);
   }
   m.files[0].name = "f";
-  m.files[0].tensors[0].begin = -1;
+  ManifestPiece& piece = m.tensors[0].pieces[0];
+  piece.begin = -1;
   refused(m);
-  m.files[0].tensors[0].begin = INT64_MAX;
+  piece.begin = INT64_MAX;
   refused(m);
-  m.files[0].tensors[0].begin = 0;
+  piece = {1, 3, 4};  // of a file that is not there
+  refused(m);
+  piece.file = 0;
+  for (const int64_t blocks : {int64_t{-1}, int64_t{2}, INT64_MAX}) {  // 10 bytes hold one hash
+    m.files[0].blocks = blocks;
+    refused(m);
+  }
+  m.files[0].blocks = 1;
   const auto refused_parameter = [&](std::vector<int64_t> shape, std::vector<int64_t> strides) {
     m.parameters = {{"p", std::move(shape), std::move(strides), at::kFloat, 0}};
     refused(m);
@@ -85,7 +97,7 @@ TEST(ManifestTest, NumbersThatNoIntegerHoldsAreRefused) {
                                    std::string("9223372036854775808"), std::string("null"), deep}) {
     EXPECT_THROW(parse_manifest(forged("\"steps\":0", "\"steps\":" + value), "m"), c10::Error)
         << value.substr(0, 30);
-    EXPECT_THROW(parse_files(R"([{"name":"f","bytes":)" + value + "}]", "m"), c10::Error);
+    EXPECT_THROW(parse_files(R"([{"about":{"name":"f","bytes":)" + value + "}}]", "m"), c10::Error);
   }
 }
 
@@ -119,13 +131,15 @@ Manifest full_manifest() {
   m.parameters = {{"p", {2, 3}, {1, 2}, at::kBFloat16, 1}};
   m.frozen = {{"f", {2}, {}, at::kHalf, 0}};
   m.buffers = {{"b", {}, {}, at::kLong, 0}};
-  m.files = {{"r", 10, ~uint64_t{0}, {{"k", "p", "master", 3, 4, 5}}}};
+  m.files = {{"r", 10, ~uint64_t{0}, 1}};
+  m.tensors = {{"p", {"master", "exp_avg"}, {{0, 3, 4}}}};
   m.metadata = {{"epoch", "3"}};
   return m;
 }
 
-constexpr char kVersionOne[] =
-    R"({"format":"zero checkpoint","version":1,"id":"0123","run":"4567","saved":89,)"
+// What versions 1 and 5 have in common.
+constexpr char kCommon[] =
+    R"("id":"0123","run":"4567","saved":89,)"
     R"("library_version":"0.1","torch_version":"2","metadata":{"epoch":"3"},"steps":5,)"
     R"("skipped_steps":6,"world_size":3,"stage":2,"layout":"contiguous","bucket_bytes":4096,)"
     R"("plan":"0000000000000abc","optimizer":"AdamW","groups":[{"beta2":0.999,"lr":"inf"}],)"
@@ -133,10 +147,18 @@ constexpr char kVersionOne[] =
     R"("skipped_at_min":9},"parameters":[{"name":"p","shape":[2,3],"strides":[1,2],)"
     R"("dtype":"BFloat16","group":1}],"frozen":[{"name":"f","shape":[2],"strides":[],)"
     R"("dtype":"Half","group":0}],"buffers":[{"name":"b","shape":[],"strides":[],)"
-    R"("dtype":"Long","group":0}],"files":[{"name":"r","bytes":10,"xxh3":"ffffffffffffffff",)"
-    R"("tensors":[{"key":"k","of":"p","kind":"master","begin":3,"numel":4,)"
-    R"("xxh3":"0000000000000005"}]}],)"
-    "\n\"xxh3\": \"";
+    R"("dtype":"Long","group":0}],"files":[{"name":"r","bytes":10,"xxh3":"ffffffffffffffff",)";
+constexpr char kVersionOne[] =
+    R"("tensors":[{"key":"p[3:7].master","of":"p","kind":"master","begin":3,"numel":4,)"
+    R"("xxh3":"0000000000000005"},{"key":"p[3:7].exp_avg","of":"p","kind":"exp_avg","begin":3,)"
+    R"("numel":4,"xxh3":"0000000000000006"}]}],)";
+constexpr char kVersionFive[] =
+    R"("blocks":1}],"tensors":[{"of":"p","kinds":["master","exp_avg"],"pieces":[0,3,4]}],)";
+
+std::string text_of_version(int64_t version, const std::string& end) {
+  return signed_again(R"({"format":"zero checkpoint","version":)" + std::to_string(version) + "," +
+                      kCommon + end + "\n\"xxh3\": \"\"}\n");
+}
 
 // Its text as JSON, and JSON as text with a checksum.
 ordered_json fields_of(const Manifest& m) {
@@ -184,11 +206,26 @@ bool may_be_missing(const Pointer& field) {
   return field.to_string() == "/run" || field.to_string() == "/saved";
 }
 
-TEST(ManifestTest, TheBytesOfVersionOneAreTheseForEver) {
-  const std::string text = manifest_text(full_manifest());
-  EXPECT_EQ(text.substr(0, sizeof(kVersionOne) - 1), kVersionOne);
-  EXPECT_EQ(text.size(), sizeof(kVersionOne) - 1 + 16 + 3) << "hash, quote, brace, line feed";
-  EXPECT_EQ(manifest_text(parse_manifest(text, "m")), text);
+TEST(ManifestTest, TheBytesOfAVersionAreTheseForEver) {
+  EXPECT_EQ(manifest_text(full_manifest()), text_of_version(5, kVersionFive));
+  EXPECT_EQ(manifest_text(parse_manifest(manifest_text(full_manifest()), "m")),
+            manifest_text(full_manifest()));
+}
+
+TEST(ManifestTest, ThatOfVersionOneHasTheSameContent) {
+  Manifest m = parse_manifest(text_of_version(1, kVersionOne), "m");
+  EXPECT_EQ(m.version, 1);
+  EXPECT_EQ(m.files[0].tensor_hashes,
+            (std::map<std::string, uint64_t>{{"p[3:7].master", 5}, {"p[3:7].exp_avg", 6}}));
+  EXPECT_EQ(m.files[0].blocks, -1);
+  m.files[0].blocks = 1;
+  EXPECT_EQ(manifest_text(m), manifest_text(full_manifest()));
+  // Keys follow from what a tensor holds.
+  expect_words(error_of([&] {
+                 parse_manifest(text_of_version(1, replaced(kVersionOne, "p[3:7].m", "p[3:8].m")),
+                                "m");
+               }),
+               {"p[3:8].master", "p[3:7].master"});
 }
 
 TEST(ManifestTest, AFieldThatIsMissingNamesItself) {
@@ -203,7 +240,7 @@ TEST(ManifestTest, AFieldThatIsMissingNamesItself) {
     const char quote = before_all ? '\'' : '"';
     expect_words(error, {"the/path", quote + field.back() + quote});
   });
-  EXPECT_EQ(count, 22 + 5 + 3 * 5 + 4 + 6) << "root, loss_scale, parameters, file, tensor";
+  EXPECT_EQ(count, 23 + 5 + 3 * 5 + 4 + 3) << "root, loss_scale, parameters, file, tensors";
   expect_words(error_of([&] {
                  parse_manifest(text_of(without(fields_of(full_manifest()), Pointer("/steps"))),
                                 "m");
@@ -263,15 +300,12 @@ TEST(ManifestTest, UnknownFieldsAreIgnoredAtEveryLevel) {
   EXPECT_GT(places, 0);
 }
 
-// Only what an earlier library would misread has version 2.
-TEST(ManifestTest, PartsOfTensorsHaveVersionTwoAndAllOtherContentVersionOne) {
+TEST(ManifestTest, PartsOfTensorsSayWhereTheyAre) {
   Manifest m = full_manifest();
   m.holders = 4;
-  EXPECT_EQ(parse_manifest(manifest_text(m), "m").version, 1);
   EXPECT_EQ(parse_manifest(manifest_text(m), "m").holders, 4);
   m.parameters = {{"p", {2, 3}, {1, 2}, at::kFloat, 1, {2, 9}, 1, 4}};
   const Manifest back = parse_manifest(manifest_text(m), "m");
-  EXPECT_EQ(back.version, 2);
   EXPECT_EQ(back.parameters[0].whole, (std::vector<int64_t>{2, 9}));
   EXPECT_EQ(back.parameters[0].dimension, 1);
   EXPECT_EQ(back.parameters[0].from, 4);
@@ -281,21 +315,52 @@ TEST(ManifestTest, PartsOfTensorsHaveVersionTwoAndAllOtherContentVersionOne) {
   EXPECT_EQ(part.boxes.at(0).sizes, (std::vector<int64_t>{3, 2}));
 }
 
-// An earlier library would take them for state of the inner optimizer.
-TEST(ManifestTest, AveragesOfParametersHaveVersionFour) {
+TEST(ManifestTest, AveragesOfParametersAreAKindOfTheirOwn) {
   Manifest m = full_manifest();
   EXPECT_FALSE(has_ema(m));
-  m.files.at(0).tensors.at(0).kind = kEmaKind;
-  const Manifest back = parse_manifest(manifest_text(m), "m");
-  EXPECT_TRUE(has_ema(back));
-  EXPECT_EQ(back.version, 4);
+  m.tensors.at(0).kinds.emplace_back(kEmaKind);
+  EXPECT_TRUE(has_ema(parse_manifest(manifest_text(m), "m")));
 }
 
-TEST(ManifestTest, PartsOfFusedTensorsHaveVersionThree) {
+// The kinds of a piece go together, and so do the pieces that have the same kinds.
+TEST(ManifestTest, TensorsAreListedByNameAndFoundAgain) {
+  const std::vector<ManifestTensor> first = {{"a", "master", 0, 4}, {"a", "step", 0, 4},
+                                             {"b", "master", 0, 2}, {"a", "master", 6, 1},
+                                             {"a", "step", 6, 1},   {".note", "state", 0, 3}};
+  const std::vector<ManifestTensor> second = {
+      {"a", "master", 4, 2}, {"a", "step", 4, 2}, {"b", "master", 2, 2}, {"b", "step", 2, 2}};
+  Manifest m = full_manifest();
+  m.files.clear();
+  m.tensors.clear();
+  add_files({{{"x", 99, 1, 0}, tensors_by_name(first), {{"a", "step", 7}}},
+             {{"y", 99, 1, 0}, tensors_by_name(second), {{"a", "step", 7}, {"b", "step", 8}}}},
+            m);
+  ASSERT_EQ(m.tensors.size(), 4u) << "a, b without a step, the note, b with one";
+  std::multiset<std::string> listed, expected;
+  for (const ManifestTensors& entry : m.tensors) {
+    for (const ManifestPiece& p : entry.pieces) {
+      for (const std::string& kind : entry.kinds) {
+        listed.insert(std::to_string(p.file) + tensor_key({entry.owner, kind, p.begin, p.numel}));
+      }
+    }
+  }
+  for (const ManifestTensor& t : first) expected.insert("0" + tensor_key(t));
+  for (const ManifestTensor& t : second) expected.insert("1" + tensor_key(t));
+  EXPECT_EQ(listed, expected);
+  EXPECT_EQ(listed.count("0.note"), 1u);
+  EXPECT_EQ(listed.count("1a[4:6].step"), 1u);
+  expect_words(error_of([&] {
+                 add_files({{{"z", 99, 1, 0}, {}, {{"b", "step", 8}}},
+                            {{"last", 99, 1, 0}, {}, {{"b", "step", 9}}}},
+                           m);
+               }),
+               {"parameter b: expected one step for all its pieces", "in last"});
+}
+
+TEST(ManifestTest, PartsOfFusedTensorsHaveSections) {
   Manifest m = full_manifest();
   m.parameters = {{"p", {2, 4}, {4, 1}, at::kFloat, 1, {2, 8}, 1, 4, {2, 6}}};
   const Manifest back = parse_manifest(manifest_text(m), "m");
-  EXPECT_EQ(back.version, 3);
   EXPECT_EQ(back.parameters[0].sections, (std::vector<int64_t>{2, 6}));
   const auto refused = [&](const std::vector<int64_t>& sections, int64_t from) {
     m.parameters[0].sections = sections;
@@ -346,7 +411,7 @@ TEST(ManifestTest, PartsOutsideOfTheirWholeAreRefused) {
 }
 
 TEST(ManifestTest, AnotherVersionIsRefusedWithTheLibraryThatReadsIt) {
-  EXPECT_EQ(parse_manifest(manifest_text(full_manifest()), "m").version, 1);
+  EXPECT_EQ(parse_manifest(manifest_text(full_manifest()), "m").version, kCheckpointVersion);
   for (const int64_t version : {int64_t{0}, kCheckpointVersion + 1, INT64_MAX}) {
     ordered_json root = fields_of(full_manifest());
     root["version"] = version;

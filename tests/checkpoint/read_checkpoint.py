@@ -27,10 +27,11 @@ exported = safetensors.torch.load_file(model_file)
 for p in manifest["parameters"]:
     numel = torch.Size(p["shape"]).numel()
     flat = torch.full((numel,), float("nan"))
-    for f in manifest["files"]:
-        for t in f["tensors"]:
-            if t["of"] == p["name"] and t["kind"] == "master":
-                flat[t["begin"] : t["begin"] + t["numel"]] = pieces[t["key"]]
+    for t in manifest["tensors"]:
+        if t["of"] == p["name"] and "master" in t["kinds"]:
+            for begin, numel in zip(t["pieces"][1::3], t["pieces"][2::3]):
+                end = begin + numel
+                flat[begin:end] = pieces[f"{p['name']}[{begin}:{end}].master"]
     full = flat.as_strided(p["shape"], p["strides"]).to(exported[p["name"]].dtype)
     assert torch.equal(full, exported[p["name"]]), p["name"]
 

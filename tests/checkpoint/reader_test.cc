@@ -7,6 +7,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -31,14 +32,14 @@ TEST(ReaderTest, SizesAreComparedWithTheFileBeforeMemoryIsTaken) {
   const std::string folder = ::testing::TempDir() + "/promises";
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
-  SafetensorsWriter writer(folder + "/f", {{"k", at::kFloat, {0}, 0, 0}}, {{"checkpoint", "1"}});
-  const uint64_t hash = writer.write(nullptr, 0);
-  writer.finish();
   const int64_t huge = int64_t{1} << 62;  // times 4 bytes is 0 in 64 bits
   Manifest m;
   m.id = "1";
   m.parameters = {{"p", {huge / 16}, {1}, at::kByte, 0}};
-  m.files = {{"f", writer.bytes(), writer.hash(), {{"k", "p", "master", 0, huge, hash}}}};
+  const ManifestTensor none{"p", "master", 0, 0}, promised{"p", "master", 0, huge};
+  const FileToSave file{"f", {{none, at::empty({0})}, {promised, at::empty({0})}}};
+  m.files = {write_file(file, folder + "/f", m.id).about};
+  m.tensors = tensors_by_name({promised});
   const auto refusal = [&](const std::function<void(CheckpointReader&)>& read) -> std::string {
     std::filesystem::remove(folder + "/" + kManifestName);
     FileWriter manifest(folder + "/" + kManifestName);
@@ -65,7 +66,7 @@ TEST(ReaderTest, SizesAreComparedWithTheFileBeforeMemoryIsTaken) {
            "elements of Float, got 0 bytes");
   expected(refusal([&](auto& reader) { reader.read_whole(m.parameters[0], "master"); }),
            "elements of Byte, got 0 bytes");
-  m.files[0].tensors[0].numel = 0;
+  m.tensors = tensors_by_name({none});
   expected(refusal([&](auto& reader) { reader.read_all(m.parameters[0], "master"); }),
            "stored elements for its shape, got 0");
   m.files[0].bytes = huge;
@@ -73,31 +74,14 @@ TEST(ReaderTest, SizesAreComparedWithTheFileBeforeMemoryIsTaken) {
            "bytes as the manifest says, got");
 }
 
-// A tensor to store, and how the manifest describes it.
-struct Stored {
-  ManifestTensor about;
-  at::Tensor tensor;
-};
-
-ManifestFile write_file(const std::string& folder, const std::string& name,
-                        const std::vector<Stored>& tensors, const std::string& id = "1") {
-  std::vector<StoredTensor> places;
-  for (const Stored& s : tensors) {
-    places.push_back({s.about.key, s.tensor.scalar_type(), s.tensor.sizes().vec(), 0, 0});
+// Writes files into the folder, and a manifest of them.
+void write_checkpoint(const std::string& folder, Manifest m, const std::vector<FileToSave>& files) {
+  std::vector<FileContent> contents;
+  for (const FileToSave& file : files) {
+    contents.push_back(write_file(file, folder + "/" + file.name, m.id));
   }
-  SafetensorsWriter writer(folder + "/" + name, std::move(places), {{"checkpoint", id}});
-  ManifestFile file{name, 0, 0, {}};
-  for (const StoredTensor& place : writer.tensors()) {
-    for (const Stored& s : tensors) {
-      if (s.about.key != place.name) continue;
-      file.tensors.push_back(s.about);
-      file.tensors.back().hash = writer.write(s.tensor.const_data_ptr(), s.tensor.nbytes());
-    }
-  }
-  writer.finish();
-  file.bytes = writer.bytes();
-  file.hash = writer.hash();
-  return file;
+  add_files(contents, m);
+  std::ofstream(folder + "/" + kManifestName, std::ios::binary) << manifest_text(m);
 }
 
 // The parameter "p" of six elements in three pieces over two files, a state and a buffer.
@@ -110,20 +94,19 @@ class PiecesReaderTest : public ::testing::Test {
     m.id = "1";
     m.parameters = {{"p", {2, 3}, {3, 1}, at::kFloat, 0}};
     m.buffers = {{"b", {2}, {}, at::kLong, 0}};
-    m.files = {write_file(folder_, "a", tensors_of_a()), write_file(folder_, "b", tensors_of_b())};
-    std::ofstream(folder_ + "/" + kManifestName, std::ios::binary) << manifest_text(m);
+    write_checkpoint(folder_, m, {{"a", tensors_of_a()}, {"b", tensors_of_b()}});
   }
 
-  static std::vector<Stored> tensors_of_a() {
-    return {{{"p0", "p", "master", 0, 1, 0}, at::arange(0.0f, 1.0f)},
-            {{"p4", "p", "master", 4, 2, 0}, at::arange(4.0f, 6.0f)},
-            {{"s0", "p", "step", 0, 4, 0}, at::ones({1}, at::kLong)}};
+  static std::vector<TensorToSave> tensors_of_a() {
+    return {{{"p", "master", 0, 1}, at::arange(0.0f, 1.0f)},
+            {{"p", "master", 4, 2}, at::arange(4.0f, 6.0f)},
+            {{"p", "step", 0, 4}, at::ones({1}, at::kLong)}};
   }
-  static std::vector<Stored> tensors_of_b() {
-    return {{{"p1", "p", "master", 1, 3, 0}, at::arange(1.0f, 4.0f)},
-            {{"b", "b", "buffer", 0, 2, 0}, at::arange(2)},
-            {{".note", ".note", "state", 0, 3, 0}, at::arange(97, 100, at::kByte)},
-            {{"s4", "p", "step", 4, 2, 0}, at::ones({1}, at::kLong)}};
+  static std::vector<TensorToSave> tensors_of_b() {
+    return {{{"p", "master", 1, 3}, at::arange(1.0f, 4.0f)},
+            {{"b", "buffer", 0, 2}, at::arange(2)},
+            {{".note", "state", 0, 3}, at::arange(97, 100, at::kByte)},
+            {{"p", "step", 4, 2}, at::ones({1}, at::kLong)}};
   }
 
   const std::string folder_;
@@ -152,19 +135,12 @@ TEST(ReaderTest, MoreFilesThanCanBeOpenAreRead) {
   Manifest m;
   m.id = "1";
   m.parameters = {{"p", {kFiles}, {1}, at::kFloat, 0}};
+  std::vector<FileToSave> files;
   for (int64_t f = 0; f < kFiles; ++f) {
-    const float value = static_cast<float>(f);
-    std::vector<StoredTensor> tensors = {{"k", at::kFloat, {1}, 0, 0}};
-    std::string bytes = lay_out_safetensors(tensors, {{"checkpoint", "1"}}, "f");
-    bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
-    const uint64_t hash = content_hash(&value, sizeof(value));
-    m.files.push_back({"rank-" + std::to_string(f),
-                       bytes.size(),
-                       content_hash(bytes.data(), bytes.size()),
-                       {{"k", "p", "master", f, 1, hash}}});
-    std::ofstream(folder + "/" + m.files.back().name, std::ios::binary) << bytes;
+    files.push_back({"rank-" + std::to_string(f),
+                     {{{"p", "master", f, 1}, at::full({1}, static_cast<double>(f), at::kFloat)}}});
   }
-  std::ofstream(folder + "/" + kManifestName, std::ios::binary) << manifest_text(m);
+  write_checkpoint(folder, m, files);
   rlimit before{};
   getrlimit(RLIMIT_NOFILE, &before);
   const rlimit few{256, before.rlim_max};
@@ -175,7 +151,8 @@ TEST(ReaderTest, MoreFilesThanCanBeOpenAreRead) {
               EXPECT_TRUE(reader.read_all(m.parameters[0], "master")
                               .equal(at::arange(static_cast<float>(kFiles))));
               // Again the first one, whose file was closed and is another one now.
-              std::filesystem::resize_file(folder + "/rank-0", m.files[0].bytes + 1);
+              std::filesystem::resize_file(folder + "/rank-0",
+                                           reader.manifest().files[0].bytes + 1);
               reader.verify_file(0);
             }).find("changed") == std::string::npos,
             false);
@@ -210,13 +187,14 @@ TEST_F(PiecesReaderTest, AValueStandsForAllElementsOfItsPieces) {
 TEST_F(PiecesReaderTest, ADamagedByteIsFoundWhereItIsReadAndOnlyThere) {
   const std::string path = folder_ + "/b";
   std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
-  file.seekg(-1, std::ios::end);
+  constexpr int kBehind = 4 * 8;  // the hashes of four blocks
+  file.seekg(-1 - kBehind, std::ios::end);
   const auto last = static_cast<char>(file.get());
-  file.seekp(-1, std::ios::end);
+  file.seekp(-1 - kBehind, std::ios::end);
   file.put(static_cast<char>(last ^ 1));
   file.close();
   CheckpointReader reader(folder_);
-  // Bytes are stored last.
+  // Bytes are stored last, but for the table.
   expect_words(error_of([&] { reader.read_bytes(".note", "state"); }), {path, "checksum"});
   EXPECT_EQ(error_of([&] { reader.read_all(reader.manifest().parameters[0], "master"); }), "");
   EXPECT_EQ(error_of([&] { reader.verify_file(0); }), "");
@@ -227,7 +205,7 @@ TEST_F(PiecesReaderTest, AFileOfAnotherCheckpointIsRefused) {
   const std::string path = folder_ + "/a";
   const auto bytes = std::filesystem::file_size(path);
   std::filesystem::remove(path);
-  write_file(folder_, "a", tensors_of_a(), "2");
+  write_file({"a", tensors_of_a()}, path, "2");
   CheckpointReader reader(folder_);
   expect_words(error_of([&] { reader.verify_file(0); }),
                {path, "expected a file of checkpoint 1, got one of checkpoint 2"});

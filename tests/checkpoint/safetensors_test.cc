@@ -100,9 +100,9 @@ TEST(SafetensorsTest, ATensorMayBeWrittenInParts) {
                             {"none", at::kByte, {0}, 0, 0},
                             {"b", at::kByte, {3}, 0, 0}},
                            {});
-  EXPECT_EQ(writer.write(a.data(), a.size()), content_hash(a.data(), a.size()));
-  EXPECT_EQ(writer.write(nullptr, 0), content_hash("", 0));
-  EXPECT_EQ(writer.write(b.data(), 3), content_hash(b.data(), 3));
+  writer.write(a.data(), a.size());
+  writer.write(nullptr, 0);
+  writer.write(b.data(), 3);
   writer.finish();
   FileReader reader(path);
   const SafetensorsHeader header = read_safetensors_header(reader);

@@ -55,10 +55,9 @@ std::string empty_parent(const std::string& name) {
 
 // Two elements of the parameter "p" of each rank, and a step.
 FileToSave file_of(int rank, int64_t step = 3) {
-  const std::string name = "p" + std::to_string(rank);
   return {rank_file_name(rank),
-          {{{name, "p", "master", 2 * rank, 2, 0}, at::arange(2.0f) + 2.0f * rank},
-           {{name + "s", "p", "step", 2 * rank, 2, 0}, at::full({1}, step, at::kLong)}}};
+          {{{"p", "master", 2 * rank, 2}, at::arange(2.0f) + 2.0f * rank},
+           {{"p", "step", 2 * rank, 2}, at::full({1}, step, at::kLong)}}};
 }
 
 Manifest manifest_for(int world_size) {
@@ -109,8 +108,8 @@ TEST(CheckpointWriterTest, APausedWriteGoesOnWhereItStopped) {
     writer.begin();
     std::deque<std::shared_ptr<MemoryFileWriter>> files;
     for (const FileToSave& file :
-         {FileToSave{"f", {{{"b", "b", "buffer", 0, value.numel(), 0}, value}}},
-          FileToSave{"g", {{{"c", "c", "buffer", 0, 2, 0}, value.narrow(0, 0, 2)}}}}) {
+         {FileToSave{"f", {{{"b", "buffer", 0, value.numel()}, value}}},
+          FileToSave{"g", {{{"c", "buffer", 0, 2}, value.narrow(0, 0, 2)}}}}) {
       files.push_back(std::make_shared<MemoryFileWriter>(file, writer.id(), fresh_memory));
       files.back()->copy_all();
     }
@@ -156,7 +155,7 @@ TEST(CheckpointWriterTest, ADtypeThatSafetensorsLacksIsStoredAsBytes) {
   const at::Tensor value = at::full({3}, c10::complex<double>(1, -2), at::kComplexDouble);
   on_ranks(1, parent + "/a", false, [&](Communicator&, CheckpointWriter& writer) {
     writer.begin();
-    writer.write_files({{"f", {{{"b", "b", "buffer", 0, 3, 0}, value}}}});
+    writer.write_files({{"f", {{{"b", "buffer", 0, 3}, value}}}});
     Manifest m;
     m.buffers = {{"b", {3}, {}, at::kComplexDouble, 0}};
     writer.finish(m);

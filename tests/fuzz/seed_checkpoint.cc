@@ -2,32 +2,28 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/fuzz/seed_checkpoint.h"
 
+#include <ATen/ops/empty.h>
+
 #include <cstdint>
-#include <map>
 #include <utility>
 #include <vector>
 
 #include "zero/checkpoint/format/hashed_file.h"
-#include "zero/checkpoint/format/safetensors.h"
+#include "zero/checkpoint/format/stored_file.h"
 
 namespace zero {
 namespace {
 
-constexpr char kFile[] = "rank-00000.safetensors";
-
-// A tensor as it is stored, and as the manifest describes it.
-struct Seed {
-  StoredTensor stored;
-  ManifestTensor about;
-};
-
-// Both pieces of a parameter, and what a saver stores beside them.
-std::vector<Seed> seeds() {
-  std::vector<Seed> result;
+// Both pieces of a parameter, and what a saver stores beside them. Steps of all pieces must agree,
+// so every tensor counts from zero.
+FileToSave seed_file() {
+  FileToSave file{"rank-00000.safetensors", {}};
   const auto add = [&](const std::string& owner, const char* kind, int64_t begin, int64_t numel,
                        c10::ScalarType dtype, std::vector<int64_t> shape) {
-    const std::string key = owner + std::to_string(begin) + kind;
-    result.push_back({{key, dtype, std::move(shape), 0, 0}, {key, owner, kind, begin, numel, 0}});
+    const at::Tensor tensor = at::empty(shape, at::TensorOptions().dtype(dtype));
+    auto* const bytes = static_cast<uint8_t*>(tensor.mutable_data_ptr());
+    for (size_t i = 0; i < tensor.nbytes(); ++i) bytes[i] = static_cast<uint8_t>(i);
+    file.tensors.push_back({{owner, kind, begin, numel}, tensor});
   };
   for (const auto& [begin, numel] : {std::pair<int64_t, int64_t>{0, 4}, {4, 2}}) {
     add("w", "master", begin, numel, c10::kFloat, {numel});
@@ -39,7 +35,7 @@ std::vector<Seed> seeds() {
   add("c", "buffer", 0, 3, c10::kByte, {24});  // as dtypes travel that safetensors lacks
   add(".s", "state", 0, 5, c10::kByte, {5});
   add(".r", "state of rank 0", 0, 0, c10::kByte, {0});
-  return result;
+  return file;
 }
 
 }  // namespace
@@ -60,25 +56,8 @@ Manifest write_seed_file(const std::string& folder) {
   m.buffers = {{"b", {}, {}, c10::kLong, 0}, {"c", {3, 1}, {}, c10::kLong, 0}};
   m.metadata = {{"epoch", "3"}};
 
-  std::vector<StoredTensor> stored;
-  std::map<std::string, ManifestTensor> about;
-  for (const Seed& seed : seeds()) {
-    stored.push_back(seed.stored);
-    about[seed.stored.name] = seed.about;
-  }
-  SafetensorsWriter writer(folder + "/" + kFile, std::move(stored), {{"checkpoint", m.id}});
-  ManifestFile file{kFile, 0, 0, {}};
-  for (const StoredTensor& place : writer.tensors()) {
-    std::vector<uint8_t> bytes(place.end - place.begin);
-    // Steps of all pieces must agree, so every tensor counts from zero.
-    for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(i);
-    file.tensors.push_back(about.at(place.name));
-    file.tensors.back().hash = writer.write(bytes.data(), bytes.size());
-  }
-  writer.finish();
-  file.bytes = writer.bytes();
-  file.hash = writer.hash();
-  m.files = {std::move(file)};
+  const FileToSave file = seed_file();
+  add_files({write_file(file, folder + "/" + file.name, m.id)}, m);
   return m;
 }
 

@@ -47,6 +47,7 @@ int main(int argc, char** argv) {
         R"({"metadata":{"total_size":8},"weight_map":{"x":"1.safetensors","y":"2.safetensors"}})");
   write(folder / "safetensors" / "header_of_file", file.substr(8, header_bytes));
   write(folder / "checkpoint" / "manifest", zero::without_checksum(manifest));
-  write(folder / "checkpoint" / "files", zero::files_text(manifest.files));
+  write(folder / "checkpoint" / "files",
+        zero::files_text({{manifest.files[0], manifest.tensors, {}}}));
   return 0;
 }

@@ -25,17 +25,19 @@ at::Tensor host_bytes(int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
 }
 
-// Of another size on each rank, the last of several parts.
-MemoryFile file_of(int rank) {
-  MemoryFile file;
-  file.bytes = host_bytes((int64_t{5} << 20) * rank + 3);
-  auto* const data = file.bytes.mutable_data_ptr<uint8_t>();
-  for (int64_t i = 0; i < file.bytes.numel(); ++i) data[i] = static_cast<uint8_t>(i * 7 + rank);
-  file.about.name = "rank " + std::to_string(rank);
-  file.about.bytes = file.bytes.nbytes();
-  file.about.hash = content_hash(data, file.bytes.nbytes());
-  return file;
+// A file in memory with `bytes` of values, which are of `rank`.
+MemoryFile file_of(int rank, int64_t bytes) {
+  const at::Tensor values = host_bytes(bytes);
+  auto* const data = values.mutable_data_ptr<uint8_t>();
+  for (int64_t i = 0; i < bytes; ++i) data[i] = static_cast<uint8_t>(i * 7 + rank);
+  MemoryFileWriter writer({"rank " + std::to_string(rank), {{{"w", "buffer", 0, bytes}, values}}},
+                          "an id", fresh_memory);
+  writer.copy_all();
+  return writer.finish();
 }
+
+// Of another size on each rank, the last of several parts.
+MemoryFile file_of(int rank) { return file_of(rank, (int64_t{5} << 20) * rank + 3); }
 
 TEST(CopyRingTest, CopiesAreOnAnotherMachineWhereThereIsOne) {
   const std::vector<std::vector<int>> all = {
@@ -71,10 +73,9 @@ TEST(CopyRingTest, EachRankReceivesItsSourcesFileAndSendsItsOwnOnce) {
         const MemoryFile copy = ring.exchange(own, host_bytes);
         const MemoryFile expected = file_of(ring.source());
         EXPECT_TRUE(copy.bytes.equal(expected.bytes));
-        EXPECT_EQ(copy.about.name, expected.about.name);
-        EXPECT_EQ(copy.about.hash, expected.about.hash);
+        EXPECT_EQ(files_text({copy.content}), files_text({expected.content}));
       }
-      const auto description = static_cast<int64_t>(files_text({own.about}).size());
+      const auto description = static_cast<int64_t>(files_text({own.content}).size());
       EXPECT_EQ(ring.traffic().small_bytes_sent, 2 * (own.bytes.numel() + description + 16));
     });
   }
@@ -84,7 +85,7 @@ TEST(CopyRingTest, ACopyThatWasDamagedOnTheWayIsRefused) {
   run_ranks(2, [&](const Group& group) {
     CopyRing ring(group);
     MemoryFile own = file_of(group.rank());
-    if (group.rank() == 1) own.bytes.mutable_data_ptr<uint8_t>()[100] ^= 1;
+    if (group.rank() == 1) own.bytes.mutable_data_ptr<uint8_t>()[own.bytes.numel() / 2] ^= 1;
     const std::string text = error_of([&] { ring.exchange(own, host_bytes); });
     if (group.rank() == 1) {
       EXPECT_TRUE(text.empty()) << text;
@@ -96,13 +97,11 @@ TEST(CopyRingTest, ACopyThatWasDamagedOnTheWayIsRefused) {
 
 // As at the end of a program whose last steps are protected.
 TEST(CopyRingTest, AnAbortEndsAnExchangeInItsMiddle) {
+  const std::vector<MemoryFile> files = {file_of(0, 64 << 20), file_of(1, 64 << 20)};
   for (int life = 10; life < 90; life += 5) {
     run_ranks(2, [&](const Group& group) {
       CopyRing ring(group);
-      MemoryFile own = file_of(group.rank());
-      own.bytes = at::zeros({64 << 20}, at::kByte);
-      own.about.bytes = own.bytes.nbytes();
-      own.about.hash = content_hash(own.bytes.const_data_ptr(), own.bytes.nbytes());
+      const MemoryFile& own = files[group.rank()];
       const at::Tensor copy = at::zeros_like(own.bytes);
       std::thread aborter([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(life));

@@ -30,7 +30,7 @@ at::Tensor values(double value) { return at::full({1000}, value, at::kFloat); }
 
 FileToSave file_of(int rank, const at::Tensor& master) {
   const std::string owner = "w" + std::to_string(rank);
-  return {rank_file_name(rank), {{{owner + ".master", owner, "master", 0, 1000, 0}, master}}};
+  return {owner, {{{owner, "master", 0, 1000}, master}}};
 }
 
 TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
@@ -49,7 +49,7 @@ TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
     for (const int rank : {group.rank(), source}) {
       const MemoryFile& file = generation->files.at(rank);
       Manifest manifest = generation->manifest;
-      manifest.files = {file.about};
+      add_files({file.content}, manifest);
       CheckpointReader reader("memory", manifest, [&](const ManifestFile& about) {
         return std::make_unique<MemoryReader>(about.name, about.bytes,
                                               std::map<uint64_t, at::Tensor>{{0, file.bytes}});

@@ -28,20 +28,35 @@ std::vector<CheckpointTensor> tensors_of(const std::vector<ManifestParameter>& l
   return result;
 }
 
-std::vector<CheckpointState> states_of(const std::vector<ManifestFile>& files) {
+std::vector<CheckpointState> states_of(const std::vector<ManifestTensors>& tensors) {
   std::map<std::string, CheckpointState> states;
-  for (const ManifestFile& file : files) {
-    for (const ManifestTensor& t : file.tensors) {
-      if (t.owner.empty() || t.owner[0] != kStatePrefix) continue;
-      CheckpointState& state = states[t.owner];
-      state.name = t.owner.substr(1);
-      TORCH_CHECK(!__builtin_add_overflow(state.bytes, t.numel, &state.bytes), "state ", state.name,
-                  ": expected bytes that fit 63 bits, got more");
-      state.ranks += t.kind == kSharedState ? 0 : 1;
+  for (const ManifestTensors& entry : tensors) {
+    if (entry.owner.empty() || entry.owner[0] != kStatePrefix) continue;
+    CheckpointState& state = states[entry.owner];
+    state.name = entry.owner.substr(1);
+    for (const std::string& kind : entry.kinds) {
+      for (const ManifestPiece& piece : entry.pieces) {
+        TORCH_CHECK(!__builtin_add_overflow(state.bytes, piece.numel, &state.bytes), "state ",
+                    state.name, ": expected bytes that fit 63 bits, got more");
+        state.ranks += kind == kSharedState ? 0 : 1;
+      }
     }
   }
   std::vector<CheckpointState> result;
   for (auto& [owner, state] : states) result.push_back(std::move(state));
+  return result;
+}
+
+std::vector<CheckpointFile> files_of(const Manifest& m) {
+  std::vector<CheckpointFile> result;
+  for (const ManifestFile& file : m.files) {
+    result.push_back({file.name, file.bytes, file.hash, 0, file.disk});
+  }
+  for (const ManifestTensors& entry : m.tensors) {
+    for (const ManifestPiece& piece : entry.pieces) {
+      result[piece.file].tensors += static_cast<int64_t>(entry.kinds.size());
+    }
+  }
   return result;
 }
 
@@ -72,11 +87,8 @@ CheckpointDescription describe_checkpoint(const std::string& folder) {
   d.parameters = tensors_of(m.parameters);
   d.frozen = tensors_of(m.frozen);
   d.buffers = tensors_of(m.buffers);
-  d.states = states_of(m.files);
-  for (const ManifestFile& file : m.files) {
-    d.files.push_back(
-        {file.name, file.bytes, file.hash, static_cast<int64_t>(file.tensors.size()), file.disk});
-  }
+  d.states = states_of(m.tensors);
+  d.files = files_of(m);
   d.disk = m.disk;
   return d;
 }

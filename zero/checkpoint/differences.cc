@@ -200,8 +200,8 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
 void find_missing_state(const Manifest& manifest, const ParameterTable& table,
                         const torch::optim::Optimizer& inner, CheckpointDifferences& differences) {
   std::map<std::string, std::set<std::string>> kinds;
-  for (const ManifestFile& file : manifest.files) {
-    for (const ManifestTensor& t : file.tensors) kinds[t.owner].insert(t.kind);
+  for (const ManifestTensors& entry : manifest.tensors) {
+    kinds[entry.owner].insert(entry.kinds.begin(), entry.kinds.end());
   }
   std::map<std::string, std::vector<const std::set<std::string>*>> parts;  // by name
   for (const ManifestParameter& p : manifest.parameters) {

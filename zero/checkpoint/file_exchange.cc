@@ -17,7 +17,7 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
-#include "zero/checkpoint/format/safetensors.h"
+#include "zero/checkpoint/format/stored_file.h"
 
 namespace zero {
 namespace {
@@ -86,15 +86,14 @@ class RunCursor {
   uint64_t done_ = 0;  // of runs_[run_]
 };
 
-// The tensors that a client wants, by file, as their numbers in the manifest.
-using Wanted = std::map<size_t, std::vector<size_t>>;
+// The keys of the tensors that a client wants, by file.
+using Wanted = std::map<size_t, std::vector<std::string>>;
 
 std::string text_of(const Wanted& wanted) {
   std::ostringstream text;
   for (const auto& [file, tensors] : wanted) {
-    text << file << " " << tensors.size();
-    for (const size_t t : tensors) text << " " << t;
-    text << "\n";
+    text << file << " " << tensors.size() << " ";
+    for (const std::string& key : tensors) text << key.size() << " " << key;
   }
   return text.str();
 }
@@ -104,8 +103,12 @@ Wanted parse_wanted(const std::string& text) {
   std::istringstream in(text);
   size_t file = 0, count = 0;
   while (in >> file >> count) {
-    std::vector<size_t>& tensors = wanted[file];
-    for (size_t t = 0; count > 0 && in >> t; --count) tensors.push_back(t);
+    std::vector<std::string>& tensors = wanted[file];
+    for (size_t size = 0; count > 0 && in >> size; --count) {
+      TORCH_CHECK(size < text.size(), "expected the keys of tensors, got another text");
+      tensors.emplace_back(size, '\0');
+      in.ignore(1).read(tensors.back().data(), static_cast<std::streamsize>(size));
+    }
   }
   return wanted;
 }
@@ -113,11 +116,14 @@ Wanted parse_wanted(const std::string& text) {
 // By server.
 std::map<int, Wanted> list_wanted(const FileWishes& wishes, int rank) {
   std::map<int, Wanted> result;
-  for (size_t f = 0; f < wishes.manifest.files.size(); ++f) {
-    if (wishes.sources[f] == rank) continue;
-    const std::vector<ManifestTensor>& tensors = wishes.manifest.files[f].tensors;
-    for (size_t t = 0; t < tensors.size(); ++t) {
-      if (wishes.needed(tensors[t])) result[wishes.sources[f]][f].push_back(t);
+  for (const ManifestTensors& entry : wishes.manifest.tensors) {
+    for (const ManifestPiece& piece : entry.pieces) {
+      const int source = wishes.sources[piece.file];
+      if (source == rank) continue;
+      for (const std::string& kind : entry.kinds) {
+        const ManifestTensor tensor{entry.owner, kind, piece.begin, piece.numel};
+        if (wishes.needed(tensor)) result[source][piece.file].push_back(tensor_key(tensor));
+      }
     }
   }
   return result;
@@ -146,23 +152,15 @@ class Server {
  private:
   std::vector<Run> find_runs(const Wanted& wanted) {
     std::vector<Run> runs;
-    for (const auto& [f, tensors] : wanted) {
+    for (const auto& [f, keys] : wanted) {
       const ManifestFile& about = wishes_.manifest.files.at(f);
-      auto file = wishes_.open(about);
-      TORCH_CHECK(file->size() == about.bytes, file->path(), ": expected ", about.bytes,
-                  " bytes as the manifest says, got ", file->size(),
-                  "; the file was truncated or belongs to another checkpoint");
-      const SafetensorsHeader header = read_safetensors_header(*file);
-      runs.push_back({f, 0, header.data_begin});
-      std::map<std::string, const StoredTensor*> stored;
-      for (const StoredTensor& t : header.tensors) stored[t.name] = &t;
-      for (const size_t t : tensors) {
-        const std::string& key = about.tensors.at(t).key;
-        const auto found = stored.find(key);
-        TORCH_CHECK(found != stored.end(), file->path(), ": expected tensor ", key,
-                    " as the manifest says, got none of that name");
-        const auto& [begin, end] = std::pair(found->second->begin, found->second->end);
-        if (begin < end) runs.push_back({f, begin, end});
+      auto file = std::make_unique<StoredFile>(wishes_.open(about), about, wishes_.manifest.id);
+      for (const FileBytes& part : file->index()) {
+        if (part.begin < part.end) runs.push_back({f, part.begin, part.end});
+      }
+      for (const std::string& key : keys) {
+        const StoredTensor& tensor = file->tensor(key);
+        if (tensor.begin < tensor.end) runs.push_back({f, tensor.begin, tensor.end});
       }
       file->release();  // a client may want more files than can be open
       files_[f] = std::move(file);
@@ -184,7 +182,7 @@ class Server {
         if (!problem.empty()) return;
         try {
           if (run.file != last) files_.at(std::exchange(last, run.file))->release();
-          files_.at(run.file)->read(offset, data + to, n);
+          files_.at(run.file)->bytes().read(offset, data + to, n);
         } catch (const std::exception& error) {
           problem = error_text(error);
         }
@@ -196,7 +194,7 @@ class Server {
 
   Communicator& pair_;
   const FileWishes& wishes_;
-  std::map<size_t, std::unique_ptr<StoredBytes>> files_;
+  std::map<size_t, std::unique_ptr<StoredFile>> files_;
 };
 
 // Returns the problem of the server, if it has one. Adds to `received`.

@@ -124,10 +124,12 @@ int FoundFiles::reader(size_t file, int rank) const {
   return there[(file + static_cast<size_t>(rank)) % there.size()];
 }
 
-int FoundFiles::verifier(size_t file) const { return ranks[file][file % ranks[file].size()]; }
+int FoundFiles::verifier(size_t file, int world_size) const {
+  if (ranks.empty()) return static_cast<int>(file % static_cast<size_t>(world_size));
+  return ranks[file][file % ranks[file].size()];
+}
 
-std::optional<FoundFiles> find_files(Communicator& control, const std::string& what,
-                                     const std::string& named) {
+FoundFiles find_files(Communicator& control, const std::string& what, const std::string& named) {
   // 1. Each rank looks into its folder, and tells the others the identifier of its manifest and a
   // hash of which files it sees. If all say the same, as in a folder that all share, each reads for
   // itself.
@@ -142,7 +144,13 @@ std::optional<FoundFiles> find_files(Communicator& control, const std::string& w
     return own->id + " " + hash_text(content_hash(seen.data(), seen.size()));
   });
   const auto same = [&](const std::string& view) { return view == views[0]; };
-  if (std::all_of(views.begin(), views.end(), same)) return std::nullopt;
+  if (std::all_of(views.begin(), views.end(), same)) {
+    run_on_all_ranks(control, what, [&]() -> std::string {
+      if (!own) own = read_manifest(folder);  // throws
+      return {};
+    });
+    return {std::move(*own), {}};
+  }
 
   // 2. The manifests that there are must be of one checkpoint.
   const std::string here = "rank " + std::to_string(control.rank()) + ": " + what;
@@ -231,7 +239,7 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
     const auto torn = run_on_all_ranks(control, what, [&] {
       std::string names;  // of files that one of the ranks that see them finds cut short
       for (size_t f = 0; complete && f < files; ++f) {
-        if (found.verifier(f) != control.rank()) continue;
+        if (found.verifier(f, control.world_size()) != control.rank()) continue;
         names +=
             has_size(folder, found.manifest.files[f]) ? "" : " " + found.manifest.files[f].name;
       }

@@ -7,9 +7,7 @@
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <cstring>
-#include <unordered_map>
 #include <utility>
 
 #include "zero/base/streams.h"
@@ -56,24 +54,17 @@ at::Tensor KeptMemory::allocate(int64_t bytes, c10::Device device) {
 MemoryFileWriter::MemoryFileWriter(
     FileToSave file, const std::string& id,
     const std::function<at::Tensor(int64_t bytes, c10::Device device)>& allocate)
-    : file_(std::move(file)), device_(device_of(file_)) {
-  for (const TensorToSave& t : file_.tensors) places_.push_back(stored_as(t));
-  const std::string beginning = lay_out_safetensors(places_, {{"checkpoint", id}}, file_.name);
-  std::unordered_map<std::string, size_t> by_key;
-  for (size_t p = 0; p < places_.size(); ++p) by_key[places_[p].name] = p;
-  for (const TensorToSave& t : file_.tensors) place_of_.push_back(by_key.at(t.about.key));
-  const uint64_t size = places_.empty() ? beginning.size() : places_.back().end;
-  bytes_ = allocate(static_cast<int64_t>(size), device_);
+    : file_(std::move(file)), hashes_(file_, id), device_(device_of(file_)) {
+  bytes_ = allocate(static_cast<int64_t>(hashes_.file_bytes()), device_);
+  const std::string& beginning = hashes_.beginning();
   std::memcpy(bytes_.mutable_data_ptr(), beginning.data(), beginning.size());
-  hashed_ = beginning.size();
-  whole_hash_.add(beginning.data(), beginning.size());
 }
 
 std::shared_ptr<ShardCopies> MemoryFileWriter::copy(const std::vector<int64_t>& bucket_of) {
   TORCH_INTERNAL_ASSERT(bucket_of.size() == file_.tensors.size(), "a bucket for every tensor");
   std::vector<ShardCopy> list;
   for (size_t i = 0; i < bucket_of.size(); ++i) {
-    const StoredTensor& place = places_[place_of_[i]];
+    const FileBytes place = hashes_.place(i);
     const auto begin = static_cast<int64_t>(place.begin);
     const auto end = static_cast<int64_t>(place.end);
     list.push_back({std::exchange(file_.tensors[i].tensor, {}).detach(),
@@ -90,34 +81,20 @@ void MemoryFileWriter::copy_all() {
 }
 
 bool MemoryFileWriter::hash_part() {
-  const auto* const data = static_cast<const char*>(bytes_.const_data_ptr());
-  while (hashes_.size() < places_.size()) {
-    const StoredTensor& place = places_[hashes_.size()];
-    if (hashed_ == place.end) {
-      hashes_.push_back(tensor_hash_.value());
-      tensor_hash_.reset();
-      continue;
-    }
-    const uint64_t part = std::min<uint64_t>(kCachedBytes, place.end - hashed_);
-    whole_hash_.add(data + hashed_, part);
-    tensor_hash_.add(data + hashed_, part);
-    hashed_ += part;
-    return true;
-  }
-  return false;
+  const FileBytes block = hashes_.next();
+  if (block.begin == block.end) return false;
+  hashes_.add(static_cast<const char*>(bytes_.const_data_ptr()) + block.begin);
+  return true;
 }
 
 MemoryFile MemoryFileWriter::finish() {
   while (hash_part()) {
   }
+  const std::string table = hashes_.table();
+  auto* const end = static_cast<char*>(bytes_.mutable_data_ptr()) + bytes_.nbytes();
+  std::memcpy(end - table.size(), table.data(), table.size());
   MemoryFile result;
-  result.about.name = file_.name;
-  result.about.bytes = bytes_.nbytes();
-  result.about.hash = whole_hash_.value();
-  for (size_t i = 0; i < file_.tensors.size(); ++i) {
-    result.about.tensors.push_back(file_.tensors[i].about);
-    result.about.tensors.back().hash = hashes_[place_of_[i]];
-  }
+  result.content = hashes_.content();
   result.bytes = std::move(bytes_);
   result.device = device_;
   return result;

@@ -16,11 +16,9 @@
 #include <string>
 #include <vector>
 
-#include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/format/manifest.h"
-#include "zero/checkpoint/format/safetensors.h"
+#include "zero/checkpoint/format/stored_file.h"
 #include "zero/checkpoint/shard_copies.h"
-#include "zero/checkpoint/writer.h"
 
 namespace zero {
 
@@ -45,8 +43,8 @@ class KeptMemory {
 
 // Immutable once it is whole.
 struct MemoryFile {
-  ManifestFile about;
-  at::Tensor bytes;               // [about.bytes] of kByte
+  FileContent content;
+  at::Tensor bytes;               // [content.about.bytes] of kByte
   c10::Device device = at::kCPU;  // from which `bytes` was copied
 };
 
@@ -67,21 +65,16 @@ class MemoryFileWriter {
   // Blocks until all is copied.
   void copy_all();
 
-  // After all copies. Hashes the next part, and returns whether any is left.
+  // After all copies. Hashes the next block, and returns whether there was one.
   bool hash_part();
   // Hashes what is left.
   MemoryFile finish();
 
  private:
-  FileToSave file_;                   // without its tensors once they are, or are being, copied
-  std::vector<StoredTensor> places_;  // in the order of the file
-  std::vector<size_t> place_of_;      // of each tensor as given
+  FileToSave file_;  // without its tensors once they are, or are being, copied
+  BlockHashes hashes_;
   c10::Device device_ = at::kCPU;
   at::Tensor bytes_;
-
-  uint64_t hashed_ = 0;  // of bytes_
-  ContentHash whole_hash_, tensor_hash_;
-  std::vector<uint64_t> hashes_;  // of places_, as far as they are hashed
 };
 
 }  // namespace zero

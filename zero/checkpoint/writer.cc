@@ -13,7 +13,6 @@
 #include <iterator>
 #include <set>
 #include <system_error>
-#include <unordered_map>
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
@@ -33,35 +32,6 @@ void write_text(const std::string& path, const std::string& text) {
   file.finish();
 }
 
-// As safetensors can hold it: dtypes it has no name for become bytes.
-at::Tensor storable(const at::Tensor& tensor) {
-  const at::Tensor host = tensor.detach().cpu().contiguous();
-  if (safetensors_knows(host.scalar_type())) return host;
-  return host.reshape({-1}).view(at::kByte);
-}
-
-ManifestFile write_file(const FileToSave& file, const std::string& path, const std::string& id) {
-  std::vector<StoredTensor> places;
-  std::unordered_map<std::string, const TensorToSave*> by_key;
-  for (const TensorToSave& t : file.tensors) {
-    places.push_back(stored_as(t));
-    by_key[t.about.key] = &t;
-  }
-  SafetensorsWriter writer(path, std::move(places), {{"checkpoint", id}});
-  ManifestFile result;
-  result.name = file.name;
-  for (const StoredTensor& place : writer.tensors()) {
-    const TensorToSave& t = *by_key.at(place.name);
-    const at::Tensor host = storable(t.tensor);
-    result.tensors.push_back(t.about);
-    result.tensors.back().hash = writer.write(host.const_data_ptr(), host.nbytes());
-  }
-  writer.finish();
-  result.bytes = writer.bytes();
-  result.hash = writer.hash();
-  return result;
-}
-
 }  // namespace
 
 // A file that is written from memory in parts, so that its thread can stop between two of them:
@@ -78,16 +48,16 @@ class CheckpointWriter::FileFromMemory {
       file_ = source_->finish();
       source_.reset();
     }
-    const uint64_t left = file_.about.bytes - writer_.bytes();
+    const uint64_t left = file_.content.about.bytes - writer_.bytes();
     if (left == 0) return false;
     writer_.write_directly(static_cast<const char*>(file_.bytes.const_data_ptr()) + writer_.bytes(),
                            std::min(left, kDirectPart));
     return true;
   }
 
-  ManifestFile finish() {
+  FileContent finish() {
     writer_.finish();
-    return std::move(file_.about);
+    return std::move(file_.content);
   }
 
  private:
@@ -97,13 +67,6 @@ class CheckpointWriter::FileFromMemory {
   MemoryFile file_;
   FileWriter writer_;
 };
-
-StoredTensor stored_as(const TensorToSave& t) {
-  const bool known = safetensors_knows(t.tensor.scalar_type());
-  const auto bytes = static_cast<int64_t>(t.tensor.nbytes());
-  return {t.about.key, known ? t.tensor.scalar_type() : at::kByte,
-          known ? t.tensor.sizes().vec() : std::vector<int64_t>{bytes}, 0, 0};
-}
 
 std::string rank_file_name(int rank) {
   char name[64];
@@ -222,8 +185,8 @@ void CheckpointWriter::find_disks() {
   disk_ = std::distance(disks.begin(), disks.find(own));
 }
 
-void CheckpointWriter::add_file(ManifestFile file) {
-  file.disk = disk_;
+void CheckpointWriter::add_file(FileContent file) {
+  file.about.disk = disk_;
   files_.push_back(std::move(file));
 }
 
@@ -315,12 +278,13 @@ void CheckpointWriter::finish(Manifest manifest, const RunTask& remove) {
     run_on_all_ranks(control_, what_, [&]() -> std::string {
       if (control_.rank() != 0) return {};
       manifest.id = id_;
+      std::vector<FileContent> contents;
       for (size_t r = 0; r < files.size(); ++r) {
-        for (ManifestFile& file : parse_files(files[r], "files of rank " + std::to_string(r))) {
-          manifest.files.push_back(std::move(file));
+        for (FileContent& file : parse_files(files[r], "files of rank " + std::to_string(r))) {
+          contents.push_back(std::move(file));
         }
       }
-      check_values_agree(manifest.files);
+      add_files(contents, manifest);
       if (shared_) {
         write_manifest(manifest);
         directory_->publish(remove);

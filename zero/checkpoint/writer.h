@@ -30,26 +30,12 @@
 
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/manifest.h"
-#include "zero/checkpoint/format/safetensors.h"
+#include "zero/checkpoint/format/stored_file.h"
 #include "zero/communicator.h"
 
 namespace zero {
 
-struct TensorToSave {
-  ManifestTensor about;  // the hash is filled in by writing
-  at::Tensor tensor;     // any device and strides
-};
-
-struct FileToSave {
-  std::string name;
-  std::vector<TensorToSave> tensors;
-};
-
 class MemoryFileWriter;
-
-// The entry of `tensor` in a file without its place there. A dtype that safetensors has no name for
-// becomes bytes.
-StoredTensor stored_as(const TensorToSave& tensor);
 
 // "rank-00003.safetensors".
 std::string rank_file_name(int rank);
@@ -89,7 +75,7 @@ class CheckpointWriter {
   int keeper() const;
 
   class FileFromMemory;  // that is being written
-  void add_file(ManifestFile file);
+  void add_file(FileContent file);
   void write_manifest(const Manifest& manifest);
   void finish_disks(const Manifest& manifest, const RunTask& remove);
 
@@ -102,7 +88,7 @@ class CheckpointWriter {
   std::string saving_;                          // the hidden folder
   std::string id_;
   int64_t disk_ = 0;
-  std::vector<ManifestFile> files_;       // that are written
+  std::vector<FileContent> files_;        // that are written
   std::unique_ptr<FileFromMemory> file_;  // the next one
   std::string problem_;
 };

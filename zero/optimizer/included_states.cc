@@ -78,7 +78,7 @@ TensorToSave state_to_save(const std::string& owner, const std::string& kind,
   const auto size = static_cast<int64_t>(state.size());
   const at::Tensor bytes = at::empty({size}, at::TensorOptions().dtype(at::kByte));
   if (size > 0) std::memcpy(bytes.mutable_data_ptr(), state.data(), state.size());
-  return {{owner, owner, kind, 0, size, 0}, bytes};
+  return {{owner, kind, 0, size}, bytes};
 }
 
 std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank) {

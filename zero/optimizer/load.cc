@@ -66,14 +66,13 @@ Comparison compare(const CheckpointReader& reader, const std::string& folder,
   return result;
 }
 
-// Together the ranks read every byte of every file, needed or not.
-void verify_files(CheckpointReader& reader, const FoundFiles* found, const Communicator& ranks) {
-  for (size_t f = 0; f < reader.manifest().files.size(); ++f) {
-    const int verifier = found != nullptr
-                             ? found->verifier(f)
-                             : static_cast<int>(f % static_cast<size_t>(ranks.world_size()));
-    if (verifier == ranks.rank()) reader.verify_file(f);
+// The files of which this rank verifies what no rank needs.
+std::vector<size_t> files_to_verify(const FoundFiles& found, const Communicator& ranks) {
+  std::vector<size_t> files;
+  for (size_t f = 0; f < found.manifest.files.size(); ++f) {
+    if (found.verifier(f, ranks.world_size()) == ranks.rank()) files.push_back(f);
   }
+  return files;
 }
 
 Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOptions& load,
@@ -186,17 +185,28 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
                 {}});
   const std::string what = "load_checkpoint(" + folder + ")";
   const auto mesh = merge_tensors(engine, what, groups);
-  const std::optional<FoundFiles> found = find_files(*engine.comms->control, what, folder);
+  Communicator& control = *engine.comms->control;
+  const FoundFiles found = find_files(control, what, folder);
+  const std::vector<size_t> to_verify = files_to_verify(found, control);
   std::unique_ptr<CheckpointReader> reader;
   uint64_t received = 0;
-  if (found) reader = receive_files(engine, folder, *found, load, mesh.get(), what, received);
+  if (!found.ranks.empty()) {
+    reader = receive_files(engine, folder, found, load, mesh.get(), what, received);
+  }
   Staged staged;
   StateChange states(groups);
-  const auto texts = run_on_all_ranks(*engine.comms->control, what, [&] {
-    if (!reader) reader = std::make_unique<CheckpointReader>(folder);
-    staged = stage(*reader, folder, load, engine.table, engine.shards, *engine.comms->control,
-                   mesh.get());
-    verify_files(*reader, found ? &*found : nullptr, *engine.comms->control);
+  // 1. Each rank reads what it needs.
+  run_on_all_ranks(control, what, [&]() -> std::string {
+    if (!reader) reader = std::make_unique<CheckpointReader>(folder, found.manifest);
+    for (const size_t f : to_verify) reader->verify_index(f);
+    staged = stage(*reader, folder, load, engine.table, engine.shards, control, mesh.get());
+    return {};
+  });
+  // 2. Then what no rank has read, so that together they read every byte.
+  const at::Tensor blocks = reader->blocks_read();
+  control.all_reduce_or(blocks, "blocks of a checkpoint").wait();
+  const auto texts = run_on_all_ranks(control, what, [&] {
+    for (const size_t f : to_verify) reader->verify_file(f, blocks);
     staged.report.bytes_read = reader->bytes_read();
     staged.report.bytes_received = received;
     // On copies, because a class of the user's may refuse its engine.options.

@@ -197,7 +197,7 @@ std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& gro
   FileToSave file = shard_file(engine, bucket_of);
   if (engine.comms->rank() == 0) {
     for (const NamedTensor& b : engine.table.buffers()) {
-      file.tensors.push_back({{b.name, b.name, "buffer", 0, b.tensor.numel(), 0}, b.tensor});
+      file.tensors.push_back({{b.name, "buffer", 0, b.tensor.numel()}, b.tensor});
     }
     if (engine.options.skip_if()) {
       file.tensors.push_back(state_to_save(kSkipRule, kSharedState, *engine.options.skip_if()));

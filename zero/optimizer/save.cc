@@ -27,18 +27,12 @@ FileToSave frozen_file(const ParameterTable& table, int rank) {
   FileToSave file{frozen_file_name(rank), {}};
   const auto add = [&](const std::vector<NamedTensor>& list, const char* kind) {
     for (const NamedTensor& item : list) {
-      file.tensors.push_back(
-          {{item.name, item.name, kind, 0, item.tensor.numel(), 0}, item.tensor.detach()});
+      file.tensors.push_back({{item.name, kind, 0, item.tensor.numel()}, item.tensor.detach()});
     }
   };
   add(table.unmanaged(), "frozen");
   add(table.buffers(), "buffer");
   return file;
-}
-
-void rename(TensorToSave& tensor, const std::string& owner) {
-  tensor.about.key = owner + tensor.about.key.substr(tensor.about.owner.size());
-  tensor.about.owner = owner;
 }
 
 // The domain of the parameter that a tensor of a rank's file is a piece of; null for others.
@@ -77,7 +71,7 @@ void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileT
     if (domain != by_name.end()) {
       const std::string& name = domain->first;
       if (!mesh.stores(name, holder_of(domain->second->group, engine.domains.mesh))) continue;
-      rename(own.tensors[i], stored_name(mesh.own(name)));
+      own.tensors[i].about.owner = stored_name(mesh.own(name));
     }
     bucket_of[kept] = bucket_of[i];
     if (kept != i) own.tensors[kept] = std::move(own.tensors[i]);
@@ -89,7 +83,7 @@ void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileT
   std::erase_if(whole.tensors, [&](const TensorToSave& t) {
     return engine.domains.home.rank() != 0 || !mesh.stores(t.about.owner, home);
   });
-  for (TensorToSave& t : whole.tensors) rename(t, stored_name(mesh.own(t.about.owner)));
+  for (TensorToSave& t : whole.tensors) t.about.owner = stored_name(mesh.own(t.about.owner));
 }
 
 }  // namespace

@@ -20,10 +20,7 @@ namespace {
 
 TensorToSave piece(const std::string& owner, const std::string& kind, const Segment& segment,
                    at::Tensor tensor) {
-  const std::string range = "[" + std::to_string(segment.begin) + ":" +
-                            std::to_string(segment.begin + segment.numel) + "]";
-  return {{owner + range + "." + kind, owner, kind, segment.begin, segment.numel, 0},
-          std::move(tensor)};
+  return {{owner, kind, segment.begin, segment.numel}, std::move(tensor)};
 }
 
 // The file of one rank, with views of its shard. `bucket_of` receives the bucket of each tensor. If

@@ -8,8 +8,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <utility>
+
+#include "zero/base/error_text.h"
+#include "zero/checkpoint/file_exchange.h"
+#include "zero/checkpoint/format/stored_file.h"
 
 namespace zero {
 namespace {
@@ -81,7 +86,7 @@ void CopyRing::pass(const at::Tensor& out, const at::Tensor& in, const std::stri
 
 MemoryFile CopyRing::exchange(const MemoryFile& own,
                               const std::function<at::Tensor(int64_t bytes)>& allocate) {
-  const std::string own_text = files_text({own.about});
+  const std::string own_text = files_text({own.content});
   at::Tensor own_sizes = at::empty({2}, at::TensorOptions().dtype(at::kLong));
   own_sizes.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(own_text.size());
   own_sizes.mutable_data_ptr<int64_t>()[1] = own.bytes.numel();
@@ -101,12 +106,16 @@ MemoryFile CopyRing::exchange(const MemoryFile& own,
   const std::string origin = "the copy of rank " + std::to_string(source_) + "'s shard";
   const auto files =
       parse_files(std::string(static_cast<const char*>(in.const_data_ptr()), in.nbytes()), origin);
-  TORCH_CHECK(files.size() == 1 && files[0].bytes == copy.bytes.nbytes(), origin,
+  TORCH_CHECK(files.size() == 1 && files[0].about.bytes == copy.bytes.nbytes(), origin,
               ": expected a description of ", copy.bytes.nbytes(), " bytes, got another one");
-  copy.about = files[0];
-  const uint64_t hash = content_hash(copy.bytes.const_data_ptr(), copy.bytes.nbytes());
-  TORCH_CHECK(hash == copy.about.hash, origin, ": expected checksum ", hash_text(copy.about.hash),
-              ", got ", hash_text(hash), "; it was damaged on the way");
+  copy.content = files[0];
+  FileParts bytes{{0, copy.bytes}};
+  auto memory = std::make_unique<MemoryReader>(origin, copy.bytes.nbytes(), std::move(bytes));
+  try {
+    StoredFile(std::move(memory), copy.content.about).verify_rest(nullptr);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, error_text(error), "; it was damaged on the way");
+  }
   return copy;
 }
 

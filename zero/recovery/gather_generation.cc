@@ -23,10 +23,10 @@ Manifest gather_manifest(Communicator& control, const Generation* own, const Res
   // A rank whose own copy of this generation is not whole has no manifest either.
   const auto count = which.servers.size();
   const auto texts = run_on_all_ranks(control, "recover()", [&]() -> std::string {
-    std::vector<ManifestFile> served;
+    std::vector<FileContent> served;
     for (size_t f = 0; f < count; ++f) {
       if (which.servers[f] == control.rank()) {
-        served.push_back(own->files.at(static_cast<int>(f)).about);
+        served.push_back(own->files.at(static_cast<int>(f)).content);
       }
     }
     return served.empty() ? std::string() : files_text(served);
@@ -42,14 +42,14 @@ Manifest gather_manifest(Communicator& control, const Generation* own, const Res
       at::from_blob(text.data(), {static_cast<int64_t>(text.size())}, at::kByte);
   control.broadcast(bytes, source, "the manifest of a protected step").wait();
   Manifest manifest = parse_manifest(text, kName);
-  std::vector<std::vector<ManifestFile>> served;
+  std::vector<std::vector<FileContent>> served;
   for (const std::string& files : texts) {
-    served.push_back(files.empty() ? std::vector<ManifestFile>() : parse_files(files, kName));
+    served.push_back(files.empty() ? std::vector<FileContent>() : parse_files(files, kName));
   }
   std::vector<size_t> next(served.size(), 0);
-  for (const int server : which.servers) {
-    manifest.files.push_back(served.at(server).at(next[server]++));
-  }
+  std::vector<FileContent> files;
+  for (const int server : which.servers) files.push_back(served.at(server).at(next[server]++));
+  add_files(files, manifest);
   return manifest;
 }
 

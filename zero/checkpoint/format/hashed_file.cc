@@ -121,9 +121,8 @@ void FileWriter::set_direct(bool direct) {
 void FileWriter::write(const void* data, size_t bytes) {
   const char* next = static_cast<const char*>(data);
   while (bytes > 0) {
-    const size_t part = std::min({bytes, kCachedBytes, kCollected - collected_bytes_});
+    const size_t part = std::min(bytes, kCollected - collected_bytes_);
     std::memcpy(collected_.get() + collected_bytes_, next, part);
-    hash_.add(next, part);
     next += part;
     bytes -= part;
     bytes_ += part;

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Files whose every byte is hashed and whose every error carries path and
-// errno. What they throw is c10::Error.
+// Files whose every error carries path and errno, and the hash of what is in them. What they throw
+// is c10::Error.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +13,6 @@
 #include <utility>
 
 namespace zero {
-
-// Bytes that are still in a cache for a second pass over them.
-inline constexpr size_t kCachedBytes = size_t{256} << 10;
 
 // XXH3 (64 bits) of bytes that come in parts.
 class ContentHash {
@@ -55,10 +52,10 @@ class FileWriter {
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
 
-  // Also hashes. A file-size limit is an error, here or later, and not a signal.
+  // A file-size limit is an error, here or later, and not a signal.
   void write(const void* data, size_t bytes);
-  // Writes without a copy, and without hash(): not beside write(). It can pass by the page cache
-  // where the address is a multiple of 4096 and all calls but the last one have multiples of it.
+  // Writes without a copy: not beside write(). It can pass by the page cache where the address is a
+  // multiple of 4096 and all calls but the last one have multiples of it.
   void write_directly(const void* data, size_t bytes);
   // Waits until the content is on disk, and closes.
   void finish();
@@ -66,7 +63,6 @@ class FileWriter {
   void close();
 
   uint64_t bytes() const { return bytes_; }
-  uint64_t hash() const { return hash_.value(); }
 
  private:
   struct Free {
@@ -82,7 +78,6 @@ class FileWriter {
   int descriptor_ = -1;
   bool direct_ = false;
   uint64_t bytes_ = 0;
-  ContentHash hash_;
   std::unique_ptr<char, Free> collected_;
   size_t collected_bytes_ = 0;
 };

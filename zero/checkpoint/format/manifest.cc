@@ -64,18 +64,6 @@ int64_t version_of(const json& root) {
   return static_cast<int64_t>(number);
 }
 
-// Earlier libraries read what they can.
-int64_t needed_version(const Manifest& manifest) {
-  if (has_ema(manifest)) return 4;
-  int64_t version = 1;
-  for (const auto* list : {&manifest.parameters, &manifest.frozen, &manifest.buffers}) {
-    for (const ManifestParameter& p : *list) {
-      if (is_part(p)) version = std::max<int64_t>(version, p.sections.empty() ? 2 : 3);
-    }
-  }
-  return version;
-}
-
 void check_length(uint64_t bytes, const std::string& path) {
   TORCH_CHECK(bytes > checksum_line(0).size(), path, ": expected a checkpoint's manifest, got ",
               bytes, " bytes; the file was truncated");
@@ -162,22 +150,79 @@ bool is_value(const std::string& kind) {
 }
 
 bool has_ema(const Manifest& manifest) {
-  return std::any_of(manifest.files.begin(), manifest.files.end(), [](const ManifestFile& file) {
-    return std::any_of(file.tensors.begin(), file.tensors.end(),
-                       [](const ManifestTensor& t) { return t.kind == kEmaKind; });
+  return std::any_of(manifest.tensors.begin(), manifest.tensors.end(), [](const auto& entry) {
+    return std::find(entry.kinds.begin(), entry.kinds.end(), kEmaKind) != entry.kinds.end();
   });
+}
+
+std::string tensor_key(const ManifestTensor& t) {
+  const bool whole =
+      t.kind == "frozen" || t.kind == "buffer" || (!t.owner.empty() && t.owner[0] == kStatePrefix);
+  if (whole) return t.owner;
+  return t.owner + "[" + std::to_string(t.begin) + ":" + std::to_string(t.begin + t.numel) + "]." +
+         t.kind;
 }
 
 bool is_uncut(const std::string& kind) { return kind.rfind(kUncutPrefix, 0) == 0; }
 
-void check_values_agree(const std::vector<ManifestFile>& files) {
+namespace {
+
+// Puts what has one name and the same kinds together.
+class TensorsByName {
+ public:
+  explicit TensorsByName(std::vector<ManifestTensors>& result) : result_(result) {
+    for (size_t i = 0; i < result_.size(); ++i) numbers_.emplace(key_of(result_[i]), i);
+  }
+
+  void add(const ManifestTensors& entry, int64_t file) {
+    const auto [number, added] = numbers_.emplace(key_of(entry), result_.size());
+    if (added) result_.push_back({entry.owner, entry.kinds, {}});
+    for (ManifestPiece piece : entry.pieces) {
+      piece.file = file;
+      result_[number->second].pieces.push_back(piece);
+    }
+  }
+
+ private:
+  using Key = std::pair<std::string, std::vector<std::string>>;
+  static Key key_of(const ManifestTensors& entry) { return {entry.owner, entry.kinds}; }
+
+  std::vector<ManifestTensors>& result_;
+  std::map<Key, size_t> numbers_;
+};
+
+}  // namespace
+
+std::vector<ManifestTensors> tensors_by_name(const std::vector<ManifestTensor>& tensors) {
+  std::vector<ManifestTensors> result;
+  TensorsByName by_name(result);
+  for (size_t first = 0; first < tensors.size();) {
+    // The kinds of one piece follow each other.
+    const ManifestTensor& piece = tensors[first];
+    ManifestTensors entry{piece.owner, {}, {{0, piece.begin, piece.numel}}};
+    for (; first < tensors.size(); ++first) {
+      const ManifestTensor& t = tensors[first];
+      if (t.owner != piece.owner || t.begin != piece.begin || t.numel != piece.numel) break;
+      entry.kinds.push_back(t.kind);
+    }
+    by_name.add(entry, 0);
+  }
+  return result;
+}
+
+void add_files(const std::vector<FileContent>& files, Manifest& manifest) {
+  TensorsByName by_name(manifest.tensors);
   std::map<std::pair<std::string, std::string>, uint64_t> seen;
-  for (const ManifestFile& file : files) {
-    for (const ManifestTensor& t : file.tensors) {
-      if (!is_value(t.kind)) continue;
-      const auto [first, added] = seen.emplace(std::pair(t.owner, t.kind), t.hash);
-      TORCH_CHECK(added || first->second == t.hash, "parameter ", t.owner, ": expected one ",
-                  t.kind, " for all its pieces, got different ones in ", file.name,
+  for (const FileContent& file : files) {
+    for (const ManifestTensors& entry : file.tensors) {
+      by_name.add(entry, static_cast<int64_t>(manifest.files.size()));
+    }
+    manifest.files.push_back(file.about);
+    for (const StoredValue& value : file.values) {
+      const auto [first, added] = seen.emplace(std::pair(value.owner, value.kind), value.hash);
+      TORCH_CHECK(added || first->second == value.hash, "parameter ", value.owner,
+                  ": expected one ", value.kind, " for all its pieces, got different ones in ",
+                  file.about.name,
                   "; an optimizer that keeps a value of the piece it was given, such as a norm, "
                   "does not treat every element by itself");
     }
@@ -190,7 +235,7 @@ std::string manifest_text(const Manifest& manifest) {
               "; put many values into one text");
   TORCH_CHECK(manifest.groups.size() <= kEntriesLimit, "checkpoint: expected at most ",
               kEntriesLimit, " parameter groups, got ", manifest.groups.size());
-  ordered_json root = {{"format", kFormat}, {"version", needed_version(manifest)}};
+  ordered_json root = {{"format", kFormat}, {"version", kCheckpointVersion}};
   write_fields(manifest, root);
   std::string text = dump(root);
   TORCH_CHECK(text.size() < kManifestLimit, "checkpoint: expected a manifest of less than ",
@@ -245,7 +290,7 @@ bool is_complete_checkpoint(const std::string& folder) {
   }
 }
 
-std::string files_text(const std::vector<ManifestFile>& files) { return dump(files_json(files)); }
+std::string files_text(const std::vector<FileContent>& files) { return dump(files_json(files)); }
 
 std::string held_text(const HeldTensors& held) { return dump(held_json(held)); }
 
@@ -253,7 +298,7 @@ HeldTensors parse_held(const std::string& text, const std::string& origin) {
   return read_json(text, origin, [](const json& root) { return held_from(root); });
 }
 
-std::vector<ManifestFile> parse_files(const std::string& text, const std::string& origin) {
+std::vector<FileContent> parse_files(const std::string& text, const std::string& origin) {
   return read_json(text, origin, [](const json& root) { return files_from(root); });
 }
 

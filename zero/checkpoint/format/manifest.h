@@ -1,9 +1,11 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The last file of a checkpoint to be written: what the run was, which files
-// belong to it, and what every byte of them hashes to. A folder without a valid
-// one is no checkpoint.
+// The last file of a checkpoint to be written: what the run was, which files belong to it, and
+// which piece of which tensor is in which of them. The hashes of their bytes are in the files
+// (stored_file.h); the manifest has one hash of those hashes for each file, so that it grows
+// with the pieces of parameters and not with their bytes. A folder without a valid one is no
+// checkpoint.
 //
 // It is JSON. Its last line holds the XXH3 of all bytes before, so that a
 // changed or missing byte anywhere in it is noticed.
@@ -37,10 +39,12 @@
 namespace zero {
 
 inline constexpr char kManifestName[] = "manifest.json";
-// See "Versions" above: the last, and the oldest that is read. What is written has the version that
-// it needs: 4 with averages of parameters, else 3 with parts of fused tensors, 2 with other parts,
-// else 1.
-inline constexpr int64_t kCheckpointVersion = 4;
+// See "Versions" above: the last, which is written, and the oldest that is read. Version 2 has
+// parts of tensors, 3 parts of fused ones, 4 averages of parameters; until then a file listed its
+// tensors with a hash for each. Since version 5 tensors are listed by name, and files have their
+// hashes.
+inline constexpr int64_t kCheckpointVersion = 5;
+inline constexpr int64_t kVersionOfBlocks = 5;
 inline constexpr int64_t kOldestCheckpointVersion = 1;
 
 // No parameter or buffer of a module has a name that begins with a dot.
@@ -60,13 +64,15 @@ inline constexpr int64_t kCountLimit = int64_t{1} << 53;
 // the save included is a tensor of bytes: `owner` is kStatePrefix and its name, and `kind` "state",
 // or "state of rank 3" where each rank has its own.
 struct ManifestTensor {
-  std::string key;  // in the file
   std::string owner;
   std::string kind;
   int64_t begin = 0;
   int64_t numel = 0;
-  uint64_t hash = 0;
 };
+
+// Its name in the file: "<owner>[<begin>:<end>].<kind>" of a piece, and "<owner>" of what is whole:
+// frozen parameters, buffers and states of objects.
+std::string tensor_key(const ManifestTensor& tensor);
 
 bool is_value(const std::string& kind);
 
@@ -82,9 +88,26 @@ inline constexpr char kEmaKind[] = "zero.ema";
 struct ManifestFile {
   std::string name;
   uint64_t bytes = 0;
-  uint64_t hash = 0;
-  std::vector<ManifestTensor> tensors;
-  int64_t disk = 0;  // optional: the one it was written to, see Manifest::disk
+  uint64_t hash = 0;    // of its index, see stored_file.h; before version 5 of all its bytes
+  int64_t blocks = -1;  // that it has hashes of; before version 5 it has none
+  int64_t disk = 0;     // optional: the one it was written to, see Manifest::disk
+  // Before version 5 only: the hash of each tensor, by key.
+  std::map<std::string, uint64_t> tensor_hashes = {};
+};
+
+// Elements [begin, begin + numel) of a tensor, which are in one file of the manifest.
+struct ManifestPiece {
+  int64_t file = 0;
+  int64_t begin = 0;
+  int64_t numel = 0;
+};
+
+// What is stored under one name: of each piece a tensor of each kind. Pieces of which other kinds
+// are stored are an entry of their own.
+struct ManifestTensors {
+  std::string owner;
+  std::vector<std::string> kinds;
+  std::vector<ManifestPiece> pieces;
 };
 
 // The rank that wrote a file, by its name.
@@ -152,6 +175,7 @@ struct Manifest {
   std::vector<ManifestParameter> frozen;
   std::vector<ManifestParameter> buffers;
   std::vector<ManifestFile> files;
+  std::vector<ManifestTensors> tensors;
   std::map<std::string, std::string> metadata;  // the user's
 
   // Optional: the disk that this copy of the manifest was written to, as are the files with the
@@ -163,8 +187,25 @@ struct Manifest {
 // Returns whether any parameter has an average.
 bool has_ema(const Manifest& manifest);
 
-// Throws c10::Error unless the pieces of each parameter have the same values.
-void check_values_agree(const std::vector<ManifestFile>& files);
+// The bytes of a value that stands for a whole parameter.
+struct StoredValue {
+  std::string owner;
+  std::string kind;
+  uint64_t hash = 0;
+};
+
+// A file that was written, for the manifest.
+struct FileContent {
+  ManifestFile about;
+  std::vector<ManifestTensors> tensors;  // the `file` of each piece is 0
+  std::vector<StoredValue> values;       // each once
+};
+
+// Returns the tensors of one file by name.
+std::vector<ManifestTensors> tensors_by_name(const std::vector<ManifestTensor>& tensors);
+// Adds files and their tensors. Throws c10::Error unless the pieces of each parameter have the same
+// values.
+void add_files(const std::vector<FileContent>& files, Manifest& manifest);
 
 // Returns the text of the file, checksum included. Throws c10::Error for text that is
 // not UTF-8, and beyond the limits.
@@ -182,7 +223,7 @@ bool has_size(const std::string& folder, const ManifestFile& file);
 bool is_complete_checkpoint(const std::string& folder);
 
 // A rank's files as text, for rank 0 to put into the manifest.
-std::string files_text(const std::vector<ManifestFile>& files);
-std::vector<ManifestFile> parse_files(const std::string& text, const std::string& origin);
+std::string files_text(const std::vector<FileContent>& files);
+std::vector<FileContent> parse_files(const std::string& text, const std::string& origin);
 
 }  // namespace zero

@@ -191,9 +191,22 @@ JsonForm<std::vector<Options>> option_groups() {
 
 // ---- Values that go together ----
 
-void check_tensor(const ManifestTensor& t) {
-  TORCH_CHECK(t.begin <= std::numeric_limits<int64_t>::max() - t.numel, "tensor ", t.key,
-              ": expected a range of elements, got ", t.begin, " and ", t.numel);
+void check_range(const std::string& owner, int64_t begin, int64_t numel) {
+  TORCH_CHECK(begin <= std::numeric_limits<int64_t>::max() - numel, "tensor ", owner,
+              ": expected a range of elements, got ", begin, " and ", numel);
+}
+
+// A tensor as versions before 5 list it.
+struct ListedTensor {
+  std::string key;
+  ManifestTensor about;
+  uint64_t hash = 0;
+};
+
+void check_tensor(const ListedTensor& t) {
+  check_range(t.about.owner, t.about.begin, t.about.numel);
+  TORCH_CHECK(t.key == tensor_key(t.about), "tensor ", printable(t.key), ": expected the key ",
+              printable(tensor_key(t.about)), " of what it holds, got another");
 }
 
 // A name inside the folder, never a way out of it.
@@ -202,6 +215,24 @@ void check_file(const ManifestFile& file) {
   TORCH_CHECK(!name.empty() && name[0] != '.' && name.find('/') == std::string::npos &&
                   name.find('\0') == std::string::npos,
               "expected a plain file name, got \"", printable(name), "\"");
+  // Eight bytes of each hash are in the file.
+  TORCH_CHECK(file.blocks <= static_cast<int64_t>(file.bytes / 8), "file ", name,
+              ": expected the hashes of its blocks in ", file.bytes, " bytes, got ", file.blocks,
+              " blocks");
+}
+
+void check_pieces(const ManifestTensors& entry) {
+  for (const ManifestPiece& piece : entry.pieces)
+    check_range(entry.owner, piece.begin, piece.numel);
+}
+
+void check_files_of(const Manifest& manifest) {
+  for (const ManifestTensors& entry : manifest.tensors) {
+    for (const ManifestPiece& piece : entry.pieces) {
+      TORCH_CHECK(piece.file < static_cast<int64_t>(manifest.files.size()), "tensor ", entry.owner,
+                  ": expected one of the ", manifest.files.size(), " files, got file ", piece.file);
+    }
+  }
 }
 
 void check_sections(const ManifestParameter& p) {
@@ -260,16 +291,29 @@ void check_geometry(const ManifestParameter& p) {
 
 // ---- Tables, in the order in which the fields are written ----
 
-const JsonFields<ManifestTensor>& tensor_fields() {
-  static const JsonFields<ManifestTensor> fields(
+// A member of a member.
+template <typename Object, typename Inner, typename Value>
+JsonField<Object> within(const char* name, Inner Object::*inner, Value Inner::*member,
+                         const JsonForm<Value>& form) {
+  JsonField<Object> field;
+  field.name = name;
+  field.write = [=](const Object& object) { return form.write(object.*inner.*member); };
+  field.read = [=](const json& value, int64_t version, Object& object) {
+    object.*inner.*member = form.read(value, name, version);
+  };
+  return field;
+}
+
+const JsonFields<ListedTensor>& listed_tensor_fields() {
+  static const JsonFields<ListedTensor> fields(
       "a tensor",
       {
-          {"key", &ManifestTensor::key, text(), kRequired, 1},
-          {"of", &ManifestTensor::owner, text(), kRequired, 1},
-          {"kind", &ManifestTensor::kind, text(), kRequired, 1},
-          {"begin", &ManifestTensor::begin, whole(), kRequired, 1},
-          {"numel", &ManifestTensor::numel, whole(), kRequired, 1},
-          {"xxh3", &ManifestTensor::hash, hash(), kRequired, 1},
+          {"key", &ListedTensor::key, text(), kRequired, 1},
+          within("of", &ListedTensor::about, &ManifestTensor::owner, text()),
+          within("kind", &ListedTensor::about, &ManifestTensor::kind, text()),
+          within("begin", &ListedTensor::about, &ManifestTensor::begin, whole()),
+          within("numel", &ListedTensor::about, &ManifestTensor::numel, whole()),
+          {"xxh3", &ListedTensor::hash, hash(), kRequired, 1},
       },
       check_tensor);
   return fields;
@@ -282,12 +326,127 @@ const JsonFields<ManifestFile>& file_fields() {
           {"name", &ManifestFile::name, text(), kRequired, 1},
           {"bytes", &ManifestFile::bytes, byte_count(), kRequired, 1},
           {"xxh3", &ManifestFile::hash, hash(), kRequired, 1},
+          {"blocks", &ManifestFile::blocks, whole(), kRequired, kVersionOfBlocks},
           JsonField<ManifestFile>("disk", &ManifestFile::disk, count(), kOptional, 1)
               .where([](const ManifestFile& f) { return f.disk != 0; }),
-          {"tensors", &ManifestFile::tensors, list_of(tensor_fields()), kRequired, 1},
       },
       check_file);
   return fields;
+}
+
+// [file, begin, numel, file, begin, numel, ...]
+JsonForm<std::vector<ManifestPiece>> pieces() {
+  return {[](const std::vector<ManifestPiece>& pieces) {
+            ordered_json list = ordered_json::array();
+            for (const ManifestPiece& piece : pieces) {
+              for (const int64_t number : {piece.file, piece.begin, piece.numel}) {
+                list.push_back(number);
+              }
+            }
+            return list;
+          },
+          [](const json& list, const char* name, int64_t) {
+            check_is(list.is_array() && list.size() % 3 == 0, list, name,
+                     "a list of files, beginnings and sizes");
+            std::vector<ManifestPiece> result;
+            result.reserve(list.size() / 3);
+            for (size_t i = 0; i < list.size(); i += 3) {
+              result.push_back({whole_number(list[i], name), whole_number(list[i + 1], name),
+                                whole_number(list[i + 2], name)});
+            }
+            return result;
+          }};
+}
+
+JsonForm<std::vector<std::string>> texts() {
+  return {[](const std::vector<std::string>& values) { return ordered_json(values); },
+          [](const json& list, const char* name, int64_t) {
+            check_is(list.is_array(), list, name, "a list of texts");
+            std::vector<std::string> result;
+            for (const json& value : list) result.push_back(text_from(value, name));
+            return result;
+          }};
+}
+
+const JsonFields<ManifestTensors>& tensors_fields() {
+  static const JsonFields<ManifestTensors> fields(
+      "tensors of one name",
+      {
+          {"of", &ManifestTensors::owner, text(), kRequired, 1},
+          {"kinds", &ManifestTensors::kinds, texts(), kRequired, 1},
+          {"pieces", &ManifestTensors::pieces, pieces(), kRequired, 1},
+      },
+      check_pieces);
+  return fields;
+}
+
+const JsonFields<StoredValue>& value_fields() {
+  static const JsonFields<StoredValue> fields(
+      "a value",
+      {
+          {"of", &StoredValue::owner, text(), kRequired, 1},
+          {"kind", &StoredValue::kind, text(), kRequired, 1},
+          {"xxh3", &StoredValue::hash, hash(), kRequired, 1},
+      },
+      /*check=*/nullptr);
+  return fields;
+}
+
+// An object within another.
+template <typename Object, typename Inner>
+JsonField<Object> object_of(const char* name, Inner Object::*member,
+                            const JsonFields<Inner>& inner) {
+  JsonField<Object> field;
+  field.name = name;
+  field.write = [member, &inner](const Object& object) {
+    ordered_json value = ordered_json::object();
+    inner.write(object.*member, value);
+    return value;
+  };
+  field.read = [member, &inner](const json& value, int64_t version, Object& object) {
+    inner.read(value, version, object.*member);
+  };
+  return field;
+}
+
+const JsonFields<FileContent>& content_fields() {
+  static const JsonFields<FileContent> fields(
+      "a file of a rank",
+      {
+          object_of("about", &FileContent::about, file_fields()),
+          {"tensors", &FileContent::tensors, list_of(tensors_fields()), kRequired, 1},
+          {"values", &FileContent::values, list_of(value_fields()), kRequired, 1},
+      },
+      [](const FileContent& file) {
+        for (const ManifestTensors& entry : file.tensors) {
+          for (const ManifestPiece& piece : entry.pieces)
+            TORCH_CHECK(piece.file == 0, "expected pieces of one file, got others");
+        }
+      });
+  return fields;
+}
+
+// Before version 5 each file listed its tensors, with their hashes.
+void read_listed_tensors(const json& root, int64_t version, Manifest& manifest) {
+  const json& files = root.at("files");
+  const auto list = list_of(listed_tensor_fields());
+  std::vector<FileContent> contents;
+  for (size_t f = 0; f < manifest.files.size(); ++f) {
+    const auto found = files[f].find("tensors");
+    TORCH_CHECK(found != files[f].end(),
+                "expected the field \"tensors\" of a file, which every file of version ", version,
+                " has, got none");
+    FileContent& content = contents.emplace_back();
+    content.about = std::move(manifest.files[f]);
+    std::vector<ManifestTensor> tensors;
+    for (ListedTensor& t : list.read(*found, "tensors", version)) {
+      content.about.tensor_hashes[std::move(t.key)] = t.hash;
+      tensors.push_back(std::move(t.about));
+    }
+    content.tensors = tensors_by_name(tensors);
+  }
+  manifest.files.clear();
+  add_files(contents, manifest);
 }
 
 const JsonFields<ManifestParameter>& parameter_fields() {
@@ -353,26 +512,17 @@ const JsonFields<Manifest>& manifest_fields() {
           {"frozen", &Manifest::frozen, parameters, kRequired, 1},
           {"buffers", &Manifest::buffers, parameters, kRequired, 1},
           {"files", &Manifest::files, list_of(file_fields()), kRequired, 1},
+          {"tensors", &Manifest::tensors, list_of(tensors_fields()), kRequired, kVersionOfBlocks},
       },
-      /*check=*/nullptr);
+      check_files_of);
   return fields;
 }
 
 const JsonFields<HeldTensor>& held_tensor_fields() {
-  JsonField<HeldTensor> about;
-  about.name = "about";
-  about.write = [](const HeldTensor& t) {
-    ordered_json value = ordered_json::object();
-    parameter_fields().write(t.about, value);
-    return value;
-  };
-  about.read = [](const json& value, int64_t version, HeldTensor& t) {
-    parameter_fields().read(value, version, t.about);
-  };
   static const JsonFields<HeldTensor> fields(
       "a held tensor",
       {
-          about,
+          object_of("about", &HeldTensor::about, parameter_fields()),
           {"index", &HeldTensor::index, whole(), kRequired, 1},
           {"holder", &HeldTensor::holder, whole(), kRequired, 1},
           {"copies", &HeldTensor::copies, whole(), kRequired, 1},
@@ -409,15 +559,16 @@ void write_fields(const Manifest& manifest, nlohmann::ordered_json& root) {
 Manifest read_fields(const nlohmann::json& root, int64_t version) {
   Manifest manifest;
   manifest_fields().read(root, version, manifest);
+  if (version < kVersionOfBlocks) read_listed_tensors(root, version, manifest);
   return manifest;
 }
 
-nlohmann::ordered_json files_json(const std::vector<ManifestFile>& files) {
-  return list_of(file_fields()).write(files);
+nlohmann::ordered_json files_json(const std::vector<FileContent>& files) {
+  return list_of(content_fields()).write(files);
 }
 
-std::vector<ManifestFile> files_from(const nlohmann::json& list) {
-  return list_of(file_fields()).read(list, "files", kCheckpointVersion);
+std::vector<FileContent> files_from(const nlohmann::json& list) {
+  return list_of(content_fields()).read(list, "files", kCheckpointVersion);
 }
 
 ordered_json held_json(const HeldTensors& held) {

@@ -20,9 +20,9 @@ void write_fields(const Manifest& manifest, nlohmann::ordered_json& root);
 // written, and for a missing field, which it names.
 Manifest read_fields(const nlohmann::json& root, int64_t version);
 
-// The field "files" by itself.
-nlohmann::ordered_json files_json(const std::vector<ManifestFile>& files);
-std::vector<ManifestFile> files_from(const nlohmann::json& list);
+// The files of a rank, as ranks send them to each other.
+nlohmann::ordered_json files_json(const std::vector<FileContent>& files);
+std::vector<FileContent> files_from(const nlohmann::json& list);
 
 // The tensors that a rank holds, as ranks send them to each other; never in a file.
 nlohmann::ordered_json held_json(const HeldTensors& held);

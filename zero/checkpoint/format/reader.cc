@@ -3,12 +3,14 @@
 #include "zero/checkpoint/format/reader.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
-#include <unordered_map>
+#include <tuple>
 #include <utility>
 
 #include "bookkeeping/reshard.h"
@@ -17,15 +19,16 @@
 
 namespace zero {
 
-struct CheckpointReader::OpenFile {
-  std::unique_ptr<StoredBytes> reader;
-  std::unordered_map<std::string, StoredTensor> tensors;
-};
-
 namespace {
 
 // A checkpoint has a file for each rank, and a process often no more than 1024 descriptors.
 constexpr size_t kOpenFiles = 32;
+
+constexpr int64_t kBitsOfInt = 32;
+
+bool overlap(const ManifestTensor& stored, const WantedRange& wanted) {
+  return stored.begin < wanted.begin + wanted.numel && wanted.begin < stored.begin + stored.numel;
+}
 
 std::string find_folder(const std::string& folder) {
   check_path(folder);
@@ -35,8 +38,11 @@ std::string find_folder(const std::string& folder) {
 }  // namespace
 
 CheckpointReader::CheckpointReader(const std::string& folder)
+    : CheckpointReader(folder, read_manifest(find_folder(folder))) {}
+
+CheckpointReader::CheckpointReader(const std::string& folder, Manifest manifest)
     : folder_(find_folder(folder)),
-      manifest_(read_manifest(folder_)),
+      manifest_(std::move(manifest)),
       open_([this](const ManifestFile& file) {
         const std::string path = folder_ + "/" + file.name;
         TORCH_CHECK(file.disk == manifest_.disk || access(path.c_str(), F_OK) == 0, path,
@@ -55,75 +61,80 @@ CheckpointReader::CheckpointReader(std::string name, Manifest manifest, Open ope
 }
 
 void CheckpointReader::list_tensors() {
-  for (size_t f = 0; f < manifest_.files.size(); ++f) {
-    for (const ManifestTensor& t : manifest_.files[f].tensors) {
-      places_[t.owner][t.kind].push_back({f, &t});
-      kinds_[t.owner].insert(t.kind);
-    }
+  for (const ManifestTensors& entry : manifest_.tensors) entries_[entry.owner].push_back(&entry);
+  for (const ManifestFile& file : manifest_.files) {
+    first_block_.push_back(blocks_);
+    const bool fits = !__builtin_add_overflow(blocks_, std::max<int64_t>(file.blocks, 0), &blocks_);
+    TORCH_CHECK(fits, folder_, ": expected blocks that fit 63 bits, got more");
   }
 }
 
 CheckpointReader::~CheckpointReader() = default;
 
-const std::set<std::string>& CheckpointReader::kinds(const std::string& owner) const {
-  static const std::set<std::string> none;
-  const auto found = kinds_.find(owner);
-  return found == kinds_.end() ? none : found->second;
+std::set<std::string> CheckpointReader::kinds(const std::string& owner) const {
+  std::set<std::string> result;
+  const auto found = entries_.find(owner);
+  if (found == entries_.end()) return result;
+  for (const ManifestTensors* entry : found->second) {
+    result.insert(entry->kinds.begin(), entry->kinds.end());
+  }
+  return result;
 }
 
 std::vector<std::string> CheckpointReader::state_names() const {
   std::vector<std::string> names;
-  for (auto item = kinds_.lower_bound(std::string(1, kStatePrefix));
-       item != kinds_.end() && item->first[0] == kStatePrefix; ++item) {
+  for (auto item = entries_.lower_bound(std::string(1, kStatePrefix));
+       item != entries_.end() && item->first[0] == kStatePrefix; ++item) {
     names.push_back(item->first.substr(1));
   }
   return names;
 }
 
-const std::vector<CheckpointReader::Place>& CheckpointReader::places(
-    const std::string& owner, const std::string& kind) const {
-  static const std::vector<Place> none;
-  const auto found = places_.find(owner);
-  if (found == places_.end()) return none;
-  const auto list = found->second.find(kind);
-  return list == found->second.end() ? none : list->second;
+std::vector<CheckpointReader::Place> CheckpointReader::places(const std::string& owner,
+                                                              const std::string& kind) const {
+  std::vector<Place> result;
+  const auto found = entries_.find(owner);
+  if (found == entries_.end()) return result;
+  for (const ManifestTensors* entry : found->second) {
+    if (std::find(entry->kinds.begin(), entry->kinds.end(), kind) == entry->kinds.end()) continue;
+    for (const ManifestPiece& piece : entry->pieces) {
+      result.push_back({piece.file, {owner, kind, piece.begin, piece.numel}});
+    }
+  }
+  return result;
 }
 
-CheckpointReader::OpenFile& CheckpointReader::open(size_t index) {
+CheckpointReader::Place CheckpointReader::place_of_whole(const std::string& owner,
+                                                         const std::string& kind) const {
+  const std::vector<Place> list = places(owner, kind);
+  TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", owner,
+              ": expected one stored tensor, got ", list.size());
+  return list[0];
+}
+
+StoredFile& CheckpointReader::open(size_t index) {
   const auto known = std::find(recent_.begin(), recent_.end(), index);
   if (known != recent_.end()) recent_.erase(known);
   recent_.push_back(index);
   if (recent_.size() > kOpenFiles) {
     const auto oldest = files_.find(recent_.front());
-    if (oldest != files_.end() && oldest->second) oldest->second->reader->release();
+    if (oldest != files_.end() && oldest->second) oldest->second->release();
     recent_.erase(recent_.begin());
   }
   auto& slot = files_[index];
-  if (slot) return *slot;
-  const ManifestFile& about = manifest_.files[index];
-  auto file = std::make_unique<OpenFile>(OpenFile{open_(about), {}});
-  const std::string& path = file->reader->path();
-  TORCH_CHECK(file->reader->size() == about.bytes, path, ": expected ", about.bytes,
-              " bytes as the manifest says, got ", file->reader->size(),
-              "; the file was truncated or belongs to another checkpoint");
-  SafetensorsHeader header = read_safetensors_header(*file->reader);
-  TORCH_CHECK(header.metadata["checkpoint"] == manifest_.id, path,
-              ": expected a file of checkpoint ", manifest_.id, ", got one of checkpoint ",
-              header.metadata["checkpoint"],
-              "; it was mixed in from another checkpoint or damaged");
-  for (StoredTensor& t : header.tensors) file->tensors.emplace(t.name, std::move(t));
-  slot = std::move(file);
+  if (!slot) {
+    const ManifestFile& about = manifest_.files.at(index);
+    slot = std::make_unique<StoredFile>(open_(about), about, manifest_.id);
+  }
   return *slot;
 }
 
 const StoredTensor& CheckpointReader::stored(const Place& place) {
-  OpenFile& file = open(place.file);
-  const auto found = file.tensors.find(place.tensor->key);
-  TORCH_CHECK(found != file.tensors.end(), file.reader->path(), ": expected tensor ",
-              place.tensor->key, " as the manifest says, got none of that name");
-  TORCH_CHECK(found->second.dtype != c10::ScalarType::Undefined, file.reader->path(), ": tensor ",
-              printable(found->first), ": expected a dtype that this library knows, got another");
-  return found->second;
+  const StoredFile& file = open(place.file);
+  const StoredTensor& result = file.tensor(tensor_key(place.tensor));
+  TORCH_CHECK(result.dtype != c10::ScalarType::Undefined, file.path(), ": tensor ",
+              printable(result.name), ": expected a dtype that this library knows, got another");
+  return result;
 }
 
 const StoredTensor& CheckpointReader::stored(const Place& place, c10::ScalarType dtype,
@@ -134,20 +145,19 @@ const StoredTensor& CheckpointReader::stored(const Place& place, c10::ScalarType
       !__builtin_mul_overflow(static_cast<uint64_t>(numel), c10::elementSize(dtype), &bytes);
   TORCH_CHECK(fits && (result.dtype == dtype || result.dtype == at::kByte) &&
                   result.end - result.begin == bytes,
-              open(place.file).reader->path(), ": tensor ", result.name, ": expected ", numel,
+              open(place.file).path(), ": tensor ", result.name, ": expected ", numel,
               " elements of ", dtype, ", got ", result.end - result.begin, " bytes of ",
               result.dtype);
   return result;
 }
 
-void CheckpointReader::scan(const Place& place, c10::ScalarType dtype, int64_t numel,
-                            const StoredBytes::Take& take) {
+void CheckpointReader::read_all_of(const Place& place, c10::ScalarType dtype, int64_t numel,
+                                   void* target) {
   const StoredTensor& tensor = stored(place, dtype, numel);
-  OpenFile& file = open(place.file);
-  const uint64_t hash = file.reader->scan(tensor.begin, tensor.end, take);
-  TORCH_CHECK(hash == place.tensor->hash, file.reader->path(), ": tensor ", tensor.name,
-              ": expected checksum ", hash_text(place.tensor->hash), ", got ", hash_text(hash),
-              "; the file is damaged, use another checkpoint");
+  open(place.file)
+      .read(tensor, 0, tensor.end - tensor.begin, [&](uint64_t at, const char* data, size_t bytes) {
+        std::memcpy(static_cast<char*>(target) + at, data, bytes);
+      });
 }
 
 namespace {
@@ -186,9 +196,9 @@ std::vector<RangeOverlap> CheckpointReader::overlaps(const std::string& kind,
   const auto owners = number_owners(wanted);
   std::vector<ParameterRange> ranges;
   for (const auto& [owner, number] : owners) {
-    for (const Place& place : places(owner, kind)) {
-      stored.push_back(place);
-      ranges.push_back({number, place.tensor->begin, place.tensor->numel});
+    for (Place& place : places(owner, kind)) {
+      ranges.push_back({number, place.tensor.begin, place.tensor.numel});
+      stored.push_back(std::move(place));
     }
   }
   return overlaps_of(ranges, wanted, owners, folder_ + ": " + kind);
@@ -196,28 +206,39 @@ std::vector<RangeOverlap> CheckpointReader::overlaps(const std::string& kind,
 
 void CheckpointReader::read(const std::string& kind, const std::vector<WantedRange>& wanted,
                             const std::vector<at::Tensor>& into) {
-  std::vector<Place> stored;
-  const std::vector<RangeOverlap> overlaps = this->overlaps(kind, wanted, stored);
+  std::vector<Place> places;
+  std::vector<RangeOverlap> overlaps = this->overlaps(kind, wanted, places);
+  std::sort(overlaps.begin(), overlaps.end(), [](const RangeOverlap& a, const RangeOverlap& b) {
+    return std::tie(a.stored, a.stored_begin) < std::tie(b.stored, b.stored_begin);
+  });
   for (size_t first = 0; first < overlaps.size();) {
-    size_t last = first;
-    while (last < overlaps.size() && overlaps[last].stored == overlaps[first].stored) ++last;
-    const Place& place = stored[overlaps[first].stored];
+    const Place& place = places[overlaps[first].stored];
     const at::Tensor& like = into[overlaps[first].wanted];
-    const int64_t size = like.element_size();
-    scan(place, like.scalar_type(), place.tensor->numel,
-         [&](uint64_t at, const char* data, size_t bytes) {
-           const auto part_begin = static_cast<int64_t>(at);
-           const int64_t part_end = part_begin + static_cast<int64_t>(bytes);
-           for (size_t i = first; i < last; ++i) {
-             const RangeOverlap& overlap = overlaps[i];
-             const int64_t from = std::max(part_begin, overlap.stored_begin * size);
-             const int64_t to = std::min(part_end, (overlap.stored_begin + overlap.numel) * size);
-             if (from >= to) continue;
-             char* target = static_cast<char*>(into[overlap.wanted].mutable_data_ptr()) +
-                            (overlap.wanted_begin - overlap.stored_begin) * size;
-             std::memcpy(target + from, data + (from - part_begin), to - from);
-           }
-         });
+    const StoredTensor& tensor = stored(place, like.scalar_type(), place.tensor.numel);
+    const auto size = static_cast<uint64_t>(like.element_size());
+    const uint64_t block = open(place.file).block_bytes(tensor);
+    const auto begin_of = [&](size_t i) { return overlaps[i].stored_begin * size; };
+    const auto end_of = [&](size_t i) { return begin_of(i) + overlaps[i].numel * size; };
+    // Overlaps whose blocks meet are read as one range, so that no block is read twice.
+    size_t last = first + 1;
+    uint64_t end = end_of(first);
+    for (; last < overlaps.size() && overlaps[last].stored == overlaps[first].stored; ++last) {
+      if (begin_of(last) / block > (end - 1) / block + 1) break;
+      end = std::max(end, end_of(last));
+    }
+    size_t next = first;  // the first overlap that goes on behind what was read
+    open(place.file)
+        .read(tensor, begin_of(first), end, [&](uint64_t at, const char* data, size_t bytes) {
+          while (next < last && end_of(next) <= at) ++next;
+          for (size_t i = next; i < last && begin_of(i) < at + bytes; ++i) {
+            const uint64_t from = std::max(at, begin_of(i));
+            const uint64_t to = std::min(at + bytes, end_of(i));
+            if (from >= to) continue;
+            char* const target = static_cast<char*>(into[overlaps[i].wanted].mutable_data_ptr()) +
+                                 overlaps[i].wanted_begin * size;
+            std::memcpy(target + (from - begin_of(i)), data + (from - at), to - from);
+          }
+        });
     first = last;
   }
 }
@@ -231,17 +252,12 @@ std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
     if (wanted[w].numel == 0) continue;
     std::string first;
     for (const Place& place : places(wanted[w].owner, kind)) {
-      const ManifestTensor& t = *place.tensor;
-      const bool overlaps =
-          t.begin < wanted[w].begin + wanted[w].numel && wanted[w].begin < t.begin + t.numel;
-      if (!overlaps) continue;
+      if (!overlap(place.tensor, wanted[w])) continue;
       const c10::ScalarType dtype = stored(place).dtype;
       const at::Tensor value = at::empty({1}, at::TensorOptions().dtype(dtype));
-      scan(place, dtype, 1, [&](uint64_t, const char* data, size_t bytes) {
-        std::memcpy(value.mutable_data_ptr(), data, bytes);
-      });
+      read_all_of(place, dtype, 1, value.mutable_data_ptr());
       const std::string bytes(static_cast<const char*>(value.const_data_ptr()), value.nbytes());
-      TORCH_CHECK(first.empty() || first == bytes, folder_, ": parameter ", t.owner,
+      TORCH_CHECK(first.empty() || first == bytes, folder_, ": parameter ", wanted[w].owner,
                   ": expected one ", kind, " for all its pieces, got different ones");
       first = bytes;
       values[w] = value;
@@ -251,14 +267,12 @@ std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
 }
 
 c10::ScalarType CheckpointReader::dtype(const std::string& kind, const WantedRange& range) {
-  const auto& list = places(range.owner, kind);
+  const std::vector<Place> list = places(range.owner, kind);
   TORCH_CHECK(!list.empty(), folder_, ": parameter ", range.owner, ": expected stored ", kind,
               ", got none");
   // The file of another piece may be on another rank.
-  const auto overlapping = std::find_if(list.begin(), list.end(), [&](const Place& place) {
-    const ManifestTensor& t = *place.tensor;
-    return t.begin < range.begin + range.numel && range.begin < t.begin + t.numel;
-  });
+  const auto overlapping = std::find_if(
+      list.begin(), list.end(), [&](const Place& place) { return overlap(place.tensor, range); });
   return stored(overlapping == list.end() ? list[0] : *overlapping).dtype;
 }
 
@@ -267,8 +281,8 @@ at::Tensor CheckpointReader::read_all(const ManifestParameter& about, const std:
   int64_t there = 0;
   const std::string name = stored_name(about);
   for (const Place& place : places(name, kind)) {
-    stored(place, at::kFloat, place.tensor->numel);
-    there += place.tensor->numel;
+    stored(place, at::kFloat, place.tensor.numel);
+    there += place.tensor.numel;
   }
   TORCH_CHECK(there == wanted, folder_, ": ", kind, " ", name, ": expected ", wanted,
               " stored elements for its shape, got ", there);
@@ -278,53 +292,55 @@ at::Tensor CheckpointReader::read_all(const ManifestParameter& about, const std:
 }
 
 at::Tensor CheckpointReader::read_whole(const ManifestParameter& about, const std::string& kind) {
-  const std::string name = stored_name(about);
-  const auto& list = places(name, kind);
-  TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", name,
-              ": expected one stored tensor, got ", list.size());
-  stored(list[0], about.dtype, numel(about));
+  const Place place = place_of_whole(stored_name(about), kind);
+  stored(place, about.dtype, numel(about));
   at::Tensor result = at::empty(about.shape, at::TensorOptions().dtype(about.dtype));
-  char* target = static_cast<char*>(result.mutable_data_ptr());
-  scan(list[0], about.dtype, result.numel(),
-       [&](uint64_t at, const char* data, size_t bytes) { std::memcpy(target + at, data, bytes); });
+  read_all_of(place, about.dtype, result.numel(), result.mutable_data_ptr());
   return result;
 }
 
 at::Tensor CheckpointReader::read_uncut(const std::string& owner, const std::string& kind) {
-  const auto& list = places(owner, kind);
-  TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", owner,
-              ": expected one stored tensor, got ", list.size());
-  const c10::ScalarType dtype = stored(list[0]).dtype;
-  const int64_t numel = list[0].tensor->numel;
-  stored(list[0], dtype, numel);
-  at::Tensor result = at::empty({numel}, at::TensorOptions().dtype(dtype));
-  char* target = static_cast<char*>(result.mutable_data_ptr());
-  scan(list[0], dtype, numel,
-       [&](uint64_t at, const char* data, size_t bytes) { std::memcpy(target + at, data, bytes); });
+  const Place place = place_of_whole(owner, kind);
+  const c10::ScalarType dtype = stored(place).dtype;
+  stored(place, dtype, place.tensor.numel);
+  at::Tensor result = at::empty({place.tensor.numel}, at::TensorOptions().dtype(dtype));
+  read_all_of(place, dtype, result.numel(), result.mutable_data_ptr());
   return result;
 }
 
 std::string CheckpointReader::read_bytes(const std::string& owner, const std::string& kind) {
-  const auto& list = places(owner, kind);
-  TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", owner,
-              ": expected one stored tensor, got ", list.size());
-  std::string bytes;
-  scan(list[0], at::kByte, list[0].tensor->numel,
-       [&](uint64_t, const char* data, size_t size) { bytes.append(data, size); });
+  const Place place = place_of_whole(owner, kind);
+  stored(place, at::kByte, place.tensor.numel);
+  std::string bytes(static_cast<size_t>(place.tensor.numel), '\0');
+  read_all_of(place, at::kByte, place.tensor.numel, bytes.data());
   return bytes;
 }
 
-void CheckpointReader::verify_file(size_t index) {
-  StoredBytes& reader = *open(index).reader;
-  const uint64_t hash = reader.scan(0, reader.size());
-  TORCH_CHECK(hash == manifest_.files[index].hash, reader.path(), ": expected checksum ",
-              hash_text(manifest_.files[index].hash), ", got ", hash_text(hash),
-              "; the file is damaged, use another checkpoint");
+at::Tensor CheckpointReader::blocks_read() const {
+  const at::Tensor result =
+      at::zeros({blocks_ / kBitsOfInt + 1}, at::TensorOptions().dtype(at::kInt));
+  auto* const words = result.mutable_data_ptr<int32_t>();
+  for (const auto& [index, file] : files_) {
+    for (size_t b = 0; b < file->verified().size(); ++b) {
+      if (!file->verified()[b]) continue;
+      const auto [word, bit] = std::div(first_block_[index] + static_cast<int64_t>(b), kBitsOfInt);
+      words[word] |= static_cast<int32_t>(uint32_t{1} << bit);
+    }
+  }
+  return result;
+}
+
+void CheckpointReader::verify_file(size_t file, const at::Tensor& read) {
+  open(file).verify_rest([&](size_t block) {
+    if (!read.defined()) return false;
+    const auto [word, bit] = std::div(first_block_[file] + static_cast<int64_t>(block), kBitsOfInt);
+    return (static_cast<uint32_t>(read.const_data_ptr<int32_t>()[word]) >> bit & 1) != 0;
+  });
 }
 
 uint64_t CheckpointReader::bytes_read() const {
   uint64_t bytes = 0;
-  for (const auto& [index, file] : files_) bytes += file->reader->bytes_read();
+  for (const auto& [index, file] : files_) bytes += file->bytes_read();
   return bytes;
 }
 

@@ -17,9 +17,8 @@
 #include <vector>
 
 #include "bookkeeping/reshard.h"
-#include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/format/manifest.h"
-#include "zero/checkpoint/format/safetensors.h"
+#include "zero/checkpoint/format/stored_file.h"
 
 namespace zero {
 
@@ -35,6 +34,8 @@ class CheckpointReader {
   // Reads the manifest alone: of the folder, or of the one that a crash has hidden, see
   // present_path().
   explicit CheckpointReader(const std::string& folder);
+  // The same, of a manifest that was read from there.
+  CheckpointReader(const std::string& folder, Manifest manifest);
   // Of a checkpoint that is in no folder: `open` gives the bytes of a file of `manifest`, each
   // once. `name` is for errors.
   using Open = std::function<std::unique_ptr<StoredBytes>(const ManifestFile& file)>;
@@ -46,13 +47,13 @@ class CheckpointReader {
   const std::string& id() const { return manifest_.id; }
 
   // The kinds of tensors stored for a parameter: "master", "exp_avg", "step".
-  const std::set<std::string>& kinds(const std::string& owner) const;
+  std::set<std::string> kinds(const std::string& owner) const;
 
   // The states of the objects that the save included.
   std::vector<std::string> state_names() const;
 
-  // Fills into[i], 1-D in host memory, with elements wanted[i] of `kind`. Reads
-  // only stored tensors that overlap, each once and in full, for its checksum.
+  // Fills into[i], 1-D in host memory, with elements wanted[i] of `kind`. Reads the blocks of
+  // stored tensors that overlap, each once and whole, for its checksum.
   void read(const std::string& kind, const std::vector<WantedRange>& wanted,
             const std::vector<at::Tensor>& into);
   // The value of `kind` of each wanted range, shape [1]; undefined for a range without
@@ -70,21 +71,27 @@ class CheckpointReader {
   // The bytes of the state of an included object.
   std::string read_bytes(const std::string& owner, const std::string& kind);
 
-  // Compares a file of manifest().files with its size and checksum.
-  void verify_file(size_t index);
+  // Compares a file of manifest().files with its size and the hash of its index.
+  void verify_index(size_t file) { open(file); }
+  // Of the blocks of all files, in their order, a bit for each that was read: 32 in an element of
+  // int32. Files of before version 5 have none.
+  at::Tensor blocks_read() const;
+  // Reads what `read`, as blocks_read(), has no bit for: what no rank has read. Undefined: all.
+  void verify_file(size_t file, const at::Tensor& read = {});
 
   uint64_t bytes_read() const;
 
  private:
   struct Place {  // of a stored tensor
-    size_t file = 0;
-    const ManifestTensor* tensor = nullptr;
+    int64_t file = 0;
+    ManifestTensor tensor;
   };
-  struct OpenFile;
 
   void list_tensors();
-  OpenFile& open(size_t index);
-  const std::vector<Place>& places(const std::string& owner, const std::string& kind) const;
+  StoredFile& open(size_t index);
+  std::vector<Place> places(const std::string& owner, const std::string& kind) const;
+  // The place of what is stored once.
+  Place place_of_whole(const std::string& owner, const std::string& kind) const;
   // How the stored pieces, which are appended to `stored`, make up `wanted`.
   std::vector<RangeOverlap> overlaps(const std::string& kind,
                                      const std::vector<WantedRange>& wanted,
@@ -93,16 +100,16 @@ class CheckpointReader {
   // Returns the place of a tensor's bytes. Throws unless they are `numel` of `dtype`; so
   // that of this size may be allocated.
   const StoredTensor& stored(const Place& place, c10::ScalarType dtype, int64_t numel);
-  // Gives all bytes to `take`, then throws if the checksum is wrong.
-  void scan(const Place& place, c10::ScalarType dtype, int64_t numel,
-            const StoredBytes::Take& take);
+  // Reads `numel` elements of `dtype`, which must be all of the tensor, to `target`.
+  void read_all_of(const Place& place, c10::ScalarType dtype, int64_t numel, void* target);
 
   const std::string folder_;  // or the name
   const Manifest manifest_;
   const Open open_;
-  std::map<std::string, std::map<std::string, std::vector<Place>>> places_;  // by owner, kind
-  std::map<std::string, std::set<std::string>> kinds_;
-  std::map<size_t, std::unique_ptr<OpenFile>> files_;
+  std::map<std::string, std::vector<const ManifestTensors*>> entries_;  // by owner
+  std::vector<int64_t> first_block_;                                    // of each file
+  int64_t blocks_ = 0;
+  std::map<size_t, std::unique_ptr<StoredFile>> files_;
   std::vector<size_t> recent_;  // the files that are open, the one that was used last at the end
 };
 

@@ -19,7 +19,6 @@ namespace {
 
 using nlohmann::json;
 
-constexpr uint64_t kLengthBytes = 8;
 // {name: {"shape": [...]}}: whatever is deeper is no header.
 constexpr int kDeepest = 4;
 
@@ -50,24 +49,6 @@ uint64_t unsigned_number(const json& value, const std::string& where) {
   return value.get<uint64_t>();
 }
 
-// Bytes of a tensor; throws where 63 bits do not hold them.
-uint64_t tensor_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
-                      const std::string& where) {
-  // An empty dimension excuses no other: torch would overflow on the rest.
-  uint64_t bytes = c10::elementSize(dtype);
-  bool empty = false;
-  for (int64_t size : shape) {
-    empty = empty || size == 0;
-    const bool overflow =
-        size < 0 ||
-        __builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(size, 1)), &bytes) ||
-        bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-    TORCH_CHECK(!overflow, where, ": expected a shape whose bytes fit 63 bits, got ",
-                c10::IntArrayRef(shape));
-  }
-  return empty ? 0 : bytes;
-}
-
 StoredTensor parse_tensor(const std::string& name, const json& value, uint64_t data_begin,
                           uint64_t data_bytes, const std::string& path) {
   const std::string where = path + ": tensor " + printable(name);
@@ -89,7 +70,7 @@ StoredTensor parse_tensor(const std::string& name, const json& value, uint64_t d
               " bytes of data, got ", begin, " to ", end);
   const uint64_t bytes = tensor.dtype == c10::ScalarType::Undefined
                              ? end - begin
-                             : tensor_bytes(tensor.shape, tensor.dtype, where);
+                             : safetensors_bytes(tensor.shape, tensor.dtype, where);
   TORCH_CHECK(end - begin == bytes, where, ": expected ", bytes, " bytes for its shape, got ",
               end - begin);
   tensor.begin = data_begin + begin;
@@ -122,6 +103,23 @@ json parse_json(std::string_view text, const std::string& path) {
 
 }  // namespace
 
+uint64_t safetensors_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
+                           const std::string& where) {
+  // An empty dimension excuses no other: torch would overflow on the rest.
+  uint64_t bytes = c10::elementSize(dtype);
+  bool empty = false;
+  for (int64_t size : shape) {
+    empty = empty || size == 0;
+    const bool overflow =
+        size < 0 ||
+        __builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(size, 1)), &bytes) ||
+        bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+    TORCH_CHECK(!overflow, where, ": expected a shape whose bytes fit 63 bits, got ",
+                c10::IntArrayRef(shape));
+  }
+  return empty ? 0 : bytes;
+}
+
 bool safetensors_knows(c10::ScalarType dtype) { return dtype_name(dtype) != nullptr; }
 
 const StoredTensor* SafetensorsHeader::find(const std::string& name) const {
@@ -133,12 +131,12 @@ const StoredTensor* SafetensorsHeader::find(const std::string& name) const {
 
 SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t file_bytes,
                                            const std::string& path) {
-  TORCH_CHECK(text.size() <= kSafetensorsHeaderLimit && file_bytes >= kLengthBytes &&
-                  text.size() <= file_bytes - kLengthBytes,
+  TORCH_CHECK(text.size() <= kSafetensorsHeaderLimit && file_bytes >= kSafetensorsLengthBytes &&
+                  text.size() <= file_bytes - kSafetensorsLengthBytes,
               path, ": expected a header of at most ", kSafetensorsHeaderLimit,
               " bytes within the file, got ", text.size());
   SafetensorsHeader header;
-  header.data_begin = kLengthBytes + text.size();
+  header.data_begin = kSafetensorsLengthBytes + text.size();
   const json root = parse_json(text, path);
   for (const auto& [name, value] : root.items()) {
     if (name == "__metadata__") {
@@ -161,14 +159,20 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t file_
   return header;
 }
 
-SafetensorsHeader read_safetensors_header(StoredBytes& file) {
-  const std::string length_bytes = file.read_text(0, kLengthBytes);
+std::string read_safetensors_beginning(StoredBytes& file) {
+  const std::string length_bytes = file.read_text(0, kSafetensorsLengthBytes);
   uint64_t length = 0;
   for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<uint8_t>(length_bytes[i]);
-  TORCH_CHECK(length <= kSafetensorsHeaderLimit && length <= file.size() - kLengthBytes,
+  TORCH_CHECK(length <= kSafetensorsHeaderLimit && length <= file.size() - kSafetensorsLengthBytes,
               file.path(), ": expected a header of at most ", kSafetensorsHeaderLimit,
               " bytes within the file of ", file.size(), ", got a length of ", length);
-  return parse_safetensors_header(file.read_text(kLengthBytes, length), file.size(), file.path());
+  return length_bytes + file.read_text(kSafetensorsLengthBytes, length);
+}
+
+SafetensorsHeader read_safetensors_header(StoredBytes& file) {
+  const std::string beginning = read_safetensors_beginning(file);
+  return parse_safetensors_header(std::string_view(beginning).substr(kSafetensorsLengthBytes),
+                                  file.size(), file.path());
 }
 
 std::map<std::string, std::string> read_safetensors_index(StoredBytes& file) {
@@ -208,7 +212,7 @@ std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
     TORCH_CHECK(tensor.name != "__metadata__" && !root.contains(tensor.name), where,
                 ": expected a name that is free, got one that is taken");
     tensor.begin = at;
-    tensor.end = at + tensor_bytes(tensor.shape, tensor.dtype, where);
+    tensor.end = at + safetensors_bytes(tensor.shape, tensor.dtype, where);
     at = tensor.end;
     root[tensor.name] = {{"dtype", dtype_name(tensor.dtype)},
                          {"shape", tensor.shape},
@@ -219,8 +223,8 @@ std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
   text.resize((text.size() + 7) / 8 * 8, ' ');
   TORCH_CHECK(text.size() <= kSafetensorsHeaderLimit, path, ": expected a header of at most ",
               kSafetensorsHeaderLimit, " bytes, got ", text.size());
-  std::string beginning(kLengthBytes, '\0');
-  for (size_t i = 0; i < kLengthBytes; ++i) {
+  std::string beginning(kSafetensorsLengthBytes, '\0');
+  for (size_t i = 0; i < kSafetensorsLengthBytes; ++i) {
     beginning[i] = static_cast<char>(text.size() >> (8 * i));
   }
   beginning += text;
@@ -238,20 +242,11 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Stored
   file_.write(beginning.data(), beginning.size());
 }
 
-uint64_t SafetensorsWriter::write(const void* data, uint64_t bytes) {
+void SafetensorsWriter::write(const void* data, uint64_t bytes) {
   TORCH_INTERNAL_ASSERT(next_ < tensors_.size());
   const StoredTensor& tensor = tensors_[next_++];
   TORCH_INTERNAL_ASSERT(bytes == tensor.end - tensor.begin);
-  ContentHash hash;
-  const char* next = static_cast<const char*>(data);
-  while (bytes > 0) {  // in parts, so that the second hash finds them in the cache
-    const size_t part = std::min<uint64_t>(bytes, kCachedBytes);
-    file_.write(next, part);
-    hash.add(next, part);
-    next += part;
-    bytes -= part;
-  }
-  return hash.value();
+  file_.write(data, bytes);
 }
 
 void SafetensorsWriter::finish() {

@@ -23,6 +23,7 @@
 namespace zero {
 
 inline constexpr uint64_t kSafetensorsHeaderLimit = 100'000'000;
+inline constexpr uint64_t kSafetensorsLengthBytes = 8;
 
 struct StoredTensor {
   std::string name;
@@ -50,6 +51,12 @@ bool safetensors_knows(c10::ScalarType dtype);
 SafetensorsHeader parse_safetensors_header(std::string_view json, uint64_t file_bytes,
                                            const std::string& path);
 SafetensorsHeader read_safetensors_header(StoredBytes& file);
+// The length and the header.
+std::string read_safetensors_beginning(StoredBytes& file);
+
+// The bytes of a tensor. Throws c10::Error, which names `where`, if 63 bits do not hold them.
+uint64_t safetensors_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
+                           const std::string& where);
 
 // Returns the path of each tensor's file, by its name, from an index as Hugging Face writes it:
 // {"weight_map": {"h.0.weight": "model-00001-of-00002.safetensors"}}. Throws for a file that is not
@@ -76,13 +83,10 @@ class SafetensorsWriter {
 
   // In the order they must be written, that of lay_out_safetensors().
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
-  // The bytes of the next tensor, in host memory. Returns their hash.
-  uint64_t write(const void* data, uint64_t bytes);
+  // The bytes of the next tensor, in host memory.
+  void write(const void* data, uint64_t bytes);
   // Waits until the file is on disk.
   void finish();
-
-  uint64_t bytes() const { return file_.bytes(); }
-  uint64_t hash() const { return file_.hash(); }
 
  private:
   FileWriter file_;

@@ -1,0 +1,144 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A file of a checkpoint: safetensors whose tensors are hashed in blocks, so that a reader verifies
+// the range that it reads without reading the rest.
+//
+// Each tensor is cut into blocks of kBlockBytes from its beginning on, of which the last may be
+// shorter. The last tensor of the file, with the key kTableKey, is a table: the XXH3 of each block,
+// in the order of the file, 8 bytes each, the lowest byte first. The *index* of a file is all that
+// is no block: the length and the header at its beginning, and the table. The manifest has the hash
+// of the index, so that a changed byte anywhere in the file is noticed by whoever reads it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/safetensors.h"
+
+namespace zero {
+
+// Whoever reads a range reads less than two blocks in vain, and rows of buckets have 256 KiB and
+// more. A block that was hashed is still in a cache when it is written.
+inline constexpr uint64_t kBlockBytes = uint64_t{32} << 10;
+// No state of an object has an empty name.
+inline constexpr char kTableKey[] = {kStatePrefix, '\0'};
+
+// Bytes [begin, end) of a file.
+struct FileBytes {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+struct TensorToSave {
+  ManifestTensor about;
+  at::Tensor tensor;  // any device and strides
+};
+
+struct FileToSave {
+  std::string name;
+  std::vector<TensorToSave> tensors;
+};
+
+// Lays a file out, and hashes what is written to it.
+class BlockHashes {
+ public:
+  // Needs no values of the tensors. `id` is that of the checkpoint.
+  BlockHashes(const FileToSave& file, const std::string& id);
+
+  // What comes before the first tensor.
+  const std::string& beginning() const { return beginning_; }
+  uint64_t file_bytes() const { return file_bytes_; }
+  // The place in the file of tensor i of the constructor's.
+  FileBytes place(size_t i) const;
+  // The numbers of these tensors in the order of the file.
+  std::vector<size_t> order() const;
+
+  // The place of the next block that has no hash; empty once all have one.
+  FileBytes next() const;
+  // Hashes that block, whose bytes are at `data` in host memory.
+  void add(const void* data);
+
+  // Once all blocks have a hash: the table, and what the manifest says of the file.
+  std::string table() const;
+  FileContent content() const;
+
+ private:
+  const std::string name_;
+  std::vector<ManifestTensor> about_;
+  std::vector<size_t> place_of_;       // of each of them, in tensors_
+  std::vector<StoredTensor> tensors_;  // in the order of the file, without the table
+  std::string beginning_;
+  uint64_t file_bytes_ = 0;
+  std::vector<size_t> first_block_;  // of tensors_
+  std::vector<uint64_t> hashes_;
+  size_t tensor_ = 0;  // in which the next block is
+  uint64_t done_ = 0;  // bytes of that tensor that have a hash
+};
+
+// Writes a file, and waits until it is on disk. Throws where `path` exists.
+FileContent write_file(const FileToSave& file, const std::string& path, const std::string& id);
+
+// A file that is read. What its functions throw is c10::Error, with the path.
+class StoredFile {
+ public:
+  // Reads the index. Throws unless it is what `about` says, of checkpoint `id`; empty: of any.
+  // Before version 5 there is no hash of it.
+  StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& about,
+             const std::string& id = {});
+
+  const std::string& path() const { return bytes_->path(); }
+  // Throws where the file has none of that key.
+  const StoredTensor& tensor(const std::string& key) const { return entry(key).tensor; }
+  // The bytes of each block of a tensor but the last; before version 5 all are one block.
+  uint64_t block_bytes(const StoredTensor& tensor) const { return entry(tensor.name).block_bytes; }
+  // The index, for those who send it.
+  std::vector<FileBytes> index() const;
+
+  // Gives the blocks of `tensor` that overlap its bytes [begin, end) to `take`, whole; `at` counts
+  // from the beginning of the tensor. Throws where one is damaged; of files of before version 5
+  // after it was given.
+  void read(const StoredTensor& tensor, uint64_t begin, uint64_t end,
+            const StoredBytes::Take& take);
+  // One for each block: whether it was read. Files of before version 5 have none.
+  const std::vector<bool>& verified() const { return verified_; }
+  // Reads the blocks for which skip(block) is false, or all of a file of before version 5.
+  void verify_rest(const std::function<bool(size_t block)>& skip);
+
+  // For those who send the file, unverified.
+  StoredBytes& bytes() { return *bytes_; }
+  uint64_t bytes_read() const { return bytes_->bytes_read(); }
+  // Gives back what the next read can get again: memory, and a descriptor.
+  void release();
+
+ private:
+  struct Entry {
+    StoredTensor tensor;
+    size_t first_block = 0;
+    uint64_t block_bytes = 0;
+  };
+  const Entry& entry(const std::string& key) const;
+  void check(const Entry& entry, uint64_t block, uint64_t hash) const;
+  void read_blocks(const Entry& entry, uint64_t first, uint64_t last,
+                   const StoredBytes::Take& take);
+
+  const std::unique_ptr<StoredBytes> bytes_;
+  const bool has_blocks_;
+  const uint64_t hash_;  // of all bytes, where there are no blocks
+  uint64_t data_begin_ = 0;
+  std::unordered_map<std::string, Entry> entries_;  // by key
+  std::vector<uint64_t> hashes_;                    // of blocks; else of tensors
+  std::vector<bool> verified_;
+  std::unique_ptr<char[]> buffer_;
+};
+
+}  // namespace zero
