@@ -15,7 +15,8 @@
 //                                    ".<name>": the state of an object that the save includes
 //                                    "<name>{<dimension>:<from>:<to>}" stands for <name> in a
 //                                    tensor-parallel part, see ZeroOptions::tensor_parts()
-//   frozen-and-buffers.safetensors   by name, from rank 0; on meshes others have such files too
+//   frozen.safetensors, buffers.safetensors
+//                                    by name, from rank 0; on meshes others have such files too
 //   manifest.json                    the rest; written last. describe_checkpoint() reads it
 //
 // A save that dies leaves at most a hidden folder ".<name>.<random>.saving", which is

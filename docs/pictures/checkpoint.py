@@ -11,7 +11,7 @@ FILES = [
      "weight[0:80].exp_avg, ..., and included states"),
     ("rank-00001.safetensors", "what rank 1 owns", LIGHT_BLUE, BLUE, ""),
     ("rank-00002.safetensors", "what rank 2 owns", LIGHT_BLUE, BLUE, ""),
-    ("frozen-and-buffers.safetensors", "frozen parameters and buffers of rank 0", LIGHT_ORANGE,
+    ("frozen.safetensors, buffers.safetensors", "frozen parameters and buffers of rank 0", LIGHT_ORANGE,
      ORANGE, ""),
     ("manifest.json", "what the run was; size and XXH3 of every file and", LIGHT_GREEN, GREEN,
      "tensor; its last line is its own checksum"),

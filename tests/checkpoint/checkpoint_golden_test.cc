@@ -31,7 +31,11 @@ constexpr char kGoldenParts[] = "tests/checkpoint/golden_checkpoint/version-2-pa
 constexpr char kGoldenFused[] = "tests/checkpoint/golden_checkpoint/version-3-fused";
 // With averages of the parameters.
 constexpr char kGoldenAverage[] = "tests/checkpoint/golden_checkpoint/version-4-average";
+// With hashes of blocks.
+constexpr char kGoldenBlocks[] = "tests/checkpoint/golden_checkpoint/version-5";
+// The runs of kGoldenStates and kGoldenBlocks.
 constexpr char kGoldenRun[] = "4d2a109632a1e19a92d39249094d3018";
+constexpr char kGoldenRunOfBlocks[] = "84e8be67ab3e43a3dc163fa46b186d8b";
 
 // Plain torch over the whole run, on one rank.
 GoldenModel trained(int steps) {
@@ -79,7 +83,8 @@ TEST(GoldenTest, VersionOneLoadsOnAnyNumberOfRanksAndGoesOn) {
   }
 }
 
-TEST(GoldenTest, VersionOneWithARunAndStatesLoadsOnAnyNumberOfRanksAndGoesOn) {
+// With a run and the states of included objects.
+void expect_states_load(const std::string& folder, const std::string& run) {
   for (int world_size : {1, 2, 3}) {
     run_ranks(world_size, [&](const Group& group) {
       GoldenModel model(7);
@@ -87,14 +92,23 @@ TEST(GoldenTest, VersionOneWithARunAndStatesLoadsOnAnyNumberOfRanksAndGoesOn) {
                               ZeroOptions().loss_scaler(LossScalerOptions()));
       GoldenNote shared("as before"), own("as before");
       const LoadReport report = optimizer.load_checkpoint(
-          kGoldenStates, LoadOptions().include("shared", shared).include_per_rank("own", own));
-      EXPECT_EQ(report.run, kGoldenRun);
+          folder, LoadOptions().include("shared", shared).include_per_rank("own", own));
+      EXPECT_EQ(report.run, run);
       EXPECT_EQ(shared.text, "of all ranks");
       EXPECT_EQ(own.text, group.rank() < 2 ? "of rank " + std::to_string(group.rank())
                                            : std::string("as before"));
       expect_loaded(optimizer, *model, report);
     });
   }
+}
+
+TEST(GoldenTest, VersionOneWithARunAndStatesLoadsOnAnyNumberOfRanksAndGoesOn) {
+  expect_states_load(kGoldenStates, kGoldenRun);
+}
+
+TEST(GoldenTest, VersionFiveLoadsOnAnyNumberOfRanksAndGoesOn) {
+  expect_states_load(kGoldenBlocks, kGoldenRunOfBlocks);
+  EXPECT_EQ(describe_checkpoint(kGoldenBlocks).version, 5);
 }
 
 TEST(GoldenTest, VersionTwoLoadsWithAnyNumberOfPartsAndGoesOn) {
@@ -187,9 +201,9 @@ TEST(GoldenTest, VersionFourLoadsWithItsAverageAndGoesOn) {
   verify_checkpoint(kGoldenAverage);
 }
 
-TEST(GoldenTest, VersionOneIsVerifiedFoundDescribedAndExported) {
-  EXPECT_EQ(latest("tests/checkpoint/golden_checkpoint"), kGoldenAverage);
-  for (const char* folder : {kGolden, kGoldenStates}) {
+TEST(GoldenTest, VersionsOneAndFiveAreVerifiedFoundDescribedAndExported) {
+  EXPECT_EQ(latest("tests/checkpoint/golden_checkpoint"), kGoldenBlocks);
+  for (const std::string folder : {kGolden, kGoldenStates, kGoldenBlocks}) {
     verify_checkpoint(folder);
     EXPECT_EQ(describe_checkpoint(folder).states.size(), folder == kGolden ? 0u : 2u);
     const std::string model = ::testing::TempDir() + "/golden.safetensors";

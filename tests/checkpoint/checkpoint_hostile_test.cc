@@ -321,7 +321,7 @@ TEST(NotAFileTest, PipesAndDevicesAreRefusedAtOnce) {
   Forgery forgery("pipes");
   const std::string parent = fs::path(forgery.folder()).parent_path();
   for (const char* name :
-       {kManifestName, "rank-00001.safetensors", "frozen-and-buffers.safetensors"}) {
+       {kManifestName, "rank-00001.safetensors", "frozen.safetensors", "buffers.safetensors"}) {
     const std::string path = forgery.folder() + "/" + name;
     const std::string bytes = content(path);
     fs::remove(path);

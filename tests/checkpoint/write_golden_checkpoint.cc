@@ -5,8 +5,8 @@
 // [parts|fused|average]
 //
 // To be run once for each version of the format, and once where a version gets new optional fields,
-// from the library that first writes them; `version-1-states` and, with `parts`, `fused`
-// and `average`, `version-2-parts`, `version-3-fused` and `version-4-average` are from this
+// from the library that first writes them; `version-1-states`, `version-5` and, with `parts`,
+// `fused` and `average`, `version-2-parts`, `version-3-fused` and `version-4-average` are from this
 // program. No test runs it, and a folder that is there is never written again: it stands for what
 // users have.
 #include <cstdio>

@@ -74,8 +74,7 @@ std::string rank_file_name(int rank) {
   return name;
 }
 
-std::string frozen_file_name(int rank) {
-  const std::string name = "frozen-and-buffers";
+std::string whole_file_name(const std::string& name, int rank) {
   if (rank == 0) return name + ".safetensors";
   return c10::str(name, "-", rank_file_name(rank).substr(5));
 }
@@ -196,6 +195,25 @@ void CheckpointWriter::prepare(const std::function<void()>& work) noexcept {
   } catch (const std::exception& error) {
     problem_ = error_text(error);
   }
+}
+
+bool CheckpointWriter::link_file(const std::string& path, FileContent content) noexcept {
+  if (!problem_.empty()) return false;
+  const std::string name = saving_ + "/" + content.about.name;
+  if (link(path.c_str(), name.c_str()) != 0) return false;
+  std::error_code error;
+  if (std::filesystem::file_size(name, error) != content.about.bytes || error) {
+    unlink(name.c_str());  // somebody has changed it
+    return false;
+  }
+  add_file(std::move(content));
+  return true;
+}
+
+const FileContent* CheckpointWriter::written(const std::string& name) const {
+  const auto found = std::find_if(files_.begin(), files_.end(),
+                                  [&](const FileContent& f) { return f.about.name == name; });
+  return found == files_.end() ? nullptr : &*found;
 }
 
 void CheckpointWriter::write_files(const std::vector<FileToSave>& files) noexcept {

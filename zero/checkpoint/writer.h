@@ -39,8 +39,8 @@ class MemoryFileWriter;
 
 // "rank-00003.safetensors".
 std::string rank_file_name(int rank);
-// "frozen-and-buffers.safetensors" of rank 0, "frozen-and-buffers-00003.safetensors" of rank 3.
-std::string frozen_file_name(int rank);
+// "frozen.safetensors" of rank 0, "frozen-00003.safetensors" of rank 3.
+std::string whole_file_name(const std::string& name, int rank);
 
 class CheckpointWriter {
  public:
@@ -53,6 +53,9 @@ class CheckpointWriter {
   const std::string& id() const { return id_; }
   // Runs what comes before write_files(). Never throws: what goes wrong is thrown by finish().
   void prepare(const std::function<void()>& work) noexcept;
+  // After begin(). Gives the file at `path`, of an earlier checkpoint, a second name in this one,
+  // and returns whether the file system did that. `content` is what is in it. Never throws.
+  bool link_file(const std::string& path, FileContent content) noexcept;
   // Writes `files`. Never throws, too.
   void write_files(const std::vector<FileToSave>& files) noexcept;
   // Writes `files`, whose copies are made, and removes those that are written: straight from their
@@ -60,6 +63,8 @@ class CheckpointWriter {
   // `pause` has become true, and another call, on any thread, goes on where this one stopped.
   bool write_files(std::deque<std::shared_ptr<MemoryFileWriter>>& files,
                    const std::atomic<bool>& pause) noexcept;
+  // What was written or linked under this name; null if nothing was.
+  const FileContent* written(const std::string& name) const;
   // Rank 0's `manifest` counts; its id and files are filled in here. Where a checkpoint is
   // replaced, `remove` runs the removal.
   void finish(Manifest manifest, const RunTask& remove = run_now);

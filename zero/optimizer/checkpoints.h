@@ -20,6 +20,7 @@
 #include "zero/checkpoint/run_identity.h"
 #include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
+#include "zero/checkpoint/written_once.h"
 #include "zero/checkpoint_options.h"
 #include "zero/training/engine.h"
 
@@ -56,9 +57,12 @@ class Checkpoints {
   // Collective. `copy`: for an asynchronous save.
   Save begin_save(const std::string& folder, const SaveOptions& save, bool copy,
                   const ParamGroups& groups);
+  // The save has ended on all ranks.
+  void end_save(const std::string& folder, const CheckpointWriter& writer);
 
   std::shared_ptr<Engine>& engine_;
   RunIdentity run_;
+  WrittenOnce frozen_;
   KeptMemory memory_;      // of the copies of asynchronous saves
   SerialThread removals_;  // of the checkpoints that asynchronous saves replaced
 };

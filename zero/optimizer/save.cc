@@ -23,15 +23,15 @@
 namespace zero {
 namespace {
 
-FileToSave frozen_file(const ParameterTable& table, int rank) {
-  FileToSave file{frozen_file_name(rank), {}};
-  const auto add = [&](const std::vector<NamedTensor>& list, const char* kind) {
-    for (const NamedTensor& item : list) {
-      file.tensors.push_back({{item.name, kind, 0, item.tensor.numel()}, item.tensor.detach()});
-    }
-  };
-  add(table.unmanaged(), "frozen");
-  add(table.buffers(), "buffer");
+constexpr char kFrozen[] = "frozen";
+
+// Tensors that a rank holds whole. Those that do not change are in a file of their own.
+FileToSave whole_file(const std::string& name, const std::string& kind,
+                      const std::vector<NamedTensor>& tensors, int rank) {
+  FileToSave file{whole_file_name(name, rank), {}};
+  for (const NamedTensor& item : tensors) {
+    file.tensors.push_back({{item.name, kind, 0, item.tensor.numel()}, item.tensor.detach()});
+  }
   return file;
 }
 
@@ -63,7 +63,7 @@ void check_names(const ParameterTable& table) {
 // Leaves to this rank's files what it stores, under the names of its parts. `bucket_of` is that of
 // `own`.
 void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileToSave& own,
-                            FileToSave& whole, std::vector<int64_t>& bucket_of) {
+                            std::vector<FileToSave>& whole, std::vector<int64_t>& bucket_of) {
   const auto by_name = domains_by_name(engine.table, engine.domains);
   size_t kept = 0;
   for (size_t i = 0; i < own.tensors.size(); ++i) {
@@ -80,10 +80,12 @@ void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileT
   own.tensors.resize(kept);
   bucket_of.resize(kept);
   const int64_t home = holder_of(engine.domains.home, engine.domains.mesh);
-  std::erase_if(whole.tensors, [&](const TensorToSave& t) {
-    return engine.domains.home.rank() != 0 || !mesh.stores(t.about.owner, home);
-  });
-  for (TensorToSave& t : whole.tensors) t.about.owner = stored_name(mesh.own(t.about.owner));
+  for (FileToSave& file : whole) {
+    std::erase_if(file.tensors, [&](const TensorToSave& t) {
+      return engine.domains.home.rank() != 0 || !mesh.stores(t.about.owner, home);
+    });
+    for (TensorToSave& t : file.tensors) t.about.owner = stored_name(mesh.own(t.about.owner));
+  }
 }
 
 }  // namespace
@@ -112,8 +114,11 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
                     included_text(save),
                 {}});
   const auto mesh = merge_tensors(engine, "save_checkpoint(" + folder + ")", groups);
-  FileToSave whole;
-  if (mesh || engine.comms->rank() == 0) whole = frozen_file(engine.table, engine.comms->rank());
+  std::vector<FileToSave> whole;
+  if (const int rank = engine.comms->rank(); mesh || rank == 0) {
+    whole = {whole_file(kFrozen, "frozen", engine.table.unmanaged(), rank),
+             whole_file("buffers", "buffer", engine.table.buffers(), rank)};
+  }
   if (mesh) drop_what_others_store(engine, *mesh, own, whole, bucket_of);
   Save result{std::make_shared<CheckpointWriter>(*engine.comms->control, folder, save.overwrite(),
                                                  save.shared_folder()),
@@ -124,19 +129,21 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
     result.manifest.run = run_.id();
     result.manifest.saved = run_.next_save(parent_of(folder));
   }
-  const bool has_whole = engine.comms->rank() == 0 || !whole.tensors.empty();
+  std::erase_if(whole, [&](const FileToSave& file) {
+    return file.tensors.empty() || frozen_.link(file, *result.writer);
+  });
   if (!copy) {
-    result.files.push_back(std::move(own));
-    if (has_whole) result.files.push_back(std::move(whole));
+    result.files = std::move(whole);
+    result.files.insert(result.files.begin(), std::move(own));
     return result;
   }
   // What goes wrong here, for want of memory perhaps, all ranks learn of at the end of the save.
   result.writer->prepare([&] {
     const std::string& id = result.writer->id();
     // First what step() does not change, but anyone may: behind the shard it would wait for it.
-    if (has_whole) {
+    for (FileToSave& file : whole) {
       const auto others = std::make_shared<MemoryFileWriter>(
-          std::move(whole), id, [](int64_t bytes, c10::Device) { return fresh_memory(bytes); });
+          std::move(file), id, [](int64_t bytes, c10::Device) { return fresh_memory(bytes); });
       result.copied_files.push_back(others);
       others->copy_all();
     }
@@ -154,6 +161,11 @@ void Checkpoints::save(const std::string& folder, const SaveOptions& options,
   Save save = begin_save(folder, options, /*copy=*/false, groups);
   save.writer->write_files(save.files);
   save.writer->finish(std::move(save.manifest));
+  end_save(folder, *save.writer);
+}
+
+void Checkpoints::end_save(const std::string& folder, const CheckpointWriter& writer) {
+  frozen_.keep(folder, whole_file_name(kFrozen, engine_->comms->rank()), writer);
 }
 
 std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& folder,
@@ -185,6 +197,7 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
           remove();
         });
       });
+      end_save(folder, *writer);
     });
   };
   auto pending = std::make_unique<PendingCheckpoint>(

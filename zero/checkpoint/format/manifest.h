@@ -91,6 +91,8 @@ struct ManifestFile {
   uint64_t hash = 0;    // of its index, see stored_file.h; before version 5 of all its bytes
   int64_t blocks = -1;  // that it has hashes of; before version 5 it has none
   int64_t disk = 0;     // optional: the one it was written to, see Manifest::disk
+  // Optional: of the checkpoint that it was written for, if an earlier one has the same file.
+  std::string id = {};
   // Before version 5 only: the hash of each tensor, by key.
   std::map<std::string, uint64_t> tensor_hashes = {};
 };

@@ -329,6 +329,8 @@ const JsonFields<ManifestFile>& file_fields() {
           {"blocks", &ManifestFile::blocks, whole(), kRequired, kVersionOfBlocks},
           JsonField<ManifestFile>("disk", &ManifestFile::disk, count(), kOptional, 1)
               .where([](const ManifestFile& f) { return f.disk != 0; }),
+          JsonField<ManifestFile>("id", &ManifestFile::id, id(), kOptional, kVersionOfBlocks)
+              .where([](const ManifestFile& f) { return !f.id.empty(); }),
       },
       check_file);
   return fields;

@@ -122,26 +122,44 @@ FileContent BlockHashes::content() const {
   return result;
 }
 
-FileContent write_file(const FileToSave& file, const std::string& path, const std::string& id) {
+namespace {
+
+// Hashes a file, and writes it if there is a writer.
+FileContent hash_and_write(const FileToSave& file, const std::string& id, FileWriter* writer) {
   BlockHashes hashes(file, id);
-  FileWriter writer(path);
-  writer.write(hashes.beginning().data(), hashes.beginning().size());
+  const auto write = [&](const char* data, size_t bytes) {
+    if (writer != nullptr) writer->write(data, bytes);
+  };
+  write(hashes.beginning().data(), hashes.beginning().size());
   for (const size_t i : hashes.order()) {
     const at::Tensor host = file.tensors[i].tensor.detach().cpu().contiguous();
     const auto* const data = static_cast<const char*>(host.const_data_ptr());
     const FileBytes place = hashes.place(i);
     TORCH_INTERNAL_ASSERT(host.nbytes() == place.end - place.begin);
     // Block by block, so that the copy finds in the cache what was hashed.
-    while (writer.bytes() < place.end) {
+    for (uint64_t at = place.begin; at < place.end;) {
       const FileBytes block = hashes.next();
-      hashes.add(data + (block.begin - place.begin));
-      writer.write(data + (block.begin - place.begin), block.end - block.begin);
+      hashes.add(data + (at - place.begin));
+      write(data + (at - place.begin), block.end - block.begin);
+      at = block.end;
     }
   }
   const std::string table = hashes.table();
-  writer.write(table.data(), table.size());
-  writer.finish();
+  write(table.data(), table.size());
   return hashes.content();
+}
+
+}  // namespace
+
+FileContent write_file(const FileToSave& file, const std::string& path, const std::string& id) {
+  FileWriter writer(path);
+  FileContent content = hash_and_write(file, id, &writer);
+  writer.finish();
+  return content;
+}
+
+FileContent hash_file(const FileToSave& file, const std::string& id) {
+  return hash_and_write(file, id, nullptr);
 }
 
 StoredFile::StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& about,
@@ -155,8 +173,9 @@ StoredFile::StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& a
   SafetensorsHeader header = parse_safetensors_header(
       std::string_view(beginning).substr(kSafetensorsLengthBytes), about.bytes, path());
   const std::string& own_id = header.metadata["checkpoint"];
-  TORCH_CHECK(id.empty() || own_id == id, path(), ": expected a file of checkpoint ", id,
-              ", got one of checkpoint ", own_id,
+  const std::string& expected = about.id.empty() ? id : about.id;
+  TORCH_CHECK(expected.empty() || own_id == expected, path(), ": expected a file of checkpoint ",
+              expected, ", got one of checkpoint ", own_id,
               "; it was mixed in from another checkpoint or damaged");
   if (has_blocks_) {
     const uint64_t table_bytes = static_cast<uint64_t>(about.blocks) * kHashBytes;

@@ -87,11 +87,14 @@ class BlockHashes {
 
 // Writes a file, and waits until it is on disk. Throws where `path` exists.
 FileContent write_file(const FileToSave& file, const std::string& path, const std::string& id);
+// What that would return.
+FileContent hash_file(const FileToSave& file, const std::string& id);
 
 // A file that is read. What its functions throw is c10::Error, with the path.
 class StoredFile {
  public:
-  // Reads the index. Throws unless it is what `about` says, of checkpoint `id`; empty: of any.
+  // Reads the index. Throws unless it is what `about` says, of the checkpoint that this names, or
+  // else of checkpoint `id`; empty: of any.
   // Before version 5 there is no hash of it.
   StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& about,
              const std::string& id = {});

@@ -1,0 +1,185 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// zero/checkpoint/written_once.h: frozen parameters are written once in a run, and each checkpoint
+// has them all the same.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <torch/nn/module.h>
+#include <torch/optim/sgd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
+#include "tests/support/run_ranks.h"
+#include "zero/checkpoint.h"
+#include "zero/zero_optimizer.h"
+
+namespace {
+int error_of_links = 0;  // of a file system without them
+}  // namespace
+
+// In place of the C library's in the whole program.
+extern "C" int link(const char* from, const char* to) noexcept {
+  if (error_of_links != 0) {
+    errno = error_of_links;
+    return -1;
+  }
+  return static_cast<int>(syscall(SYS_linkat, AT_FDCWD, from, AT_FDCWD, to, 0));
+}
+
+namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct AdapterImpl : torch::nn::Module {
+  explicit AdapterImpl(double value) {
+    frozen = register_parameter("frozen", at::full({1000}, value, at::kFloat), false);
+    adapter = register_parameter("adapter", at::full({6}, value, at::kFloat));
+    counter = register_buffer("counter", at::full({1}, value, at::kFloat));
+  }
+  at::Tensor frozen, adapter, counter;
+};
+
+class AdapterRun {
+ public:
+  explicit AdapterRun(const Group& group, double value = 0.5)
+      : model(value),
+        optimizer(model, std::make_unique<torch::optim::SGD>(model.parameters(), 0.1), group) {}
+
+  void step() {
+    optimizer.backward((model.adapter * model.frozen.narrow(0, 0, 6)).sum());
+    optimizer.step();
+    const at::NoGradGuard guard;
+    model.counter.add_(1);
+  }
+  void save(const std::string& folder, bool async, const SaveOptions& options = {}) {
+    if (async) {
+      optimizer.save_checkpoint_async(folder, options)->finish();
+    } else {
+      optimizer.save_checkpoint(folder, options);
+    }
+  }
+
+  AdapterImpl model;
+  ZeroOptimizer optimizer;
+};
+
+std::string frozen_in(const std::string& folder) { return folder + "/frozen.safetensors"; }
+
+ino_t inode(const std::string& folder) {
+  struct stat status {};
+  EXPECT_EQ(stat(frozen_in(folder).c_str(), &status), 0) << folder;
+  return status.st_ino;
+}
+
+// That the checkpoint is whole by itself, and has these values.
+void expect_loads(const std::string& folder, const Group& group, const AdapterRun& saved) {
+  if (group.rank() == 0) {
+    EXPECT_EQ(error_of([&] { verify_checkpoint(folder); }), "");
+  }
+  AdapterRun loaded(group, 7);
+  loaded.optimizer.load_checkpoint(folder);
+  EXPECT_TRUE(at::equal(loaded.model.frozen, saved.model.frozen)) << folder;
+  EXPECT_TRUE(at::equal(loaded.model.adapter, saved.model.adapter)) << folder;
+}
+
+void on_ranks(
+    const std::function<void(const Group&, const std::string& parent, bool async)>& body) {
+  for (const int world_size : {1, 2, 3}) {
+    for (const bool async : {false, true}) {
+      const std::string parent = fresh_folder("once");
+      run_ranks(world_size, [&](const Group& group) { body(group, parent, async); });
+    }
+  }
+}
+
+TEST(WrittenOnceTest, FrozenParametersAreWrittenOnceAndEachCheckpointHasThem) {
+  on_ranks([](const Group& group, const std::string& parent, bool async) {
+    AdapterRun run(group);
+    for (int i = 0; i < 3; ++i) {
+      run.step();
+      run.save(parent + "/" + std::to_string(i), async);
+    }
+    EXPECT_EQ(inode(parent + "/0"), inode(parent + "/1"));
+    EXPECT_EQ(inode(parent + "/1"), inode(parent + "/2"));
+    // The first one may go, whose file it was.
+    run.optimizer.latest_checkpoint(parent);  // all ranks have looked
+    if (group.rank() == 0) {
+      EXPECT_EQ(keep_last(parent, 1).size(), 2u);
+    }
+    run.optimizer.latest_checkpoint(parent);
+    expect_loads(parent + "/2", group, run);
+  });
+}
+
+TEST(WrittenOnceTest, WhatHasChangedIsWritten) {
+  on_ranks([](const Group& group, const std::string& parent, bool async) {
+    AdapterRun run(group);
+    run.step();
+    run.save(parent + "/0", async);
+    run.model.frozen.data().narrow(0, 999, 1).fill_(3);  // which no version counter shows
+    run.save(parent + "/1", async);
+    EXPECT_NE(inode(parent + "/0"), inode(parent + "/1"));
+    expect_loads(parent + "/1", group, run);
+    run.save(parent + "/2", async);
+    EXPECT_EQ(inode(parent + "/1"), inode(parent + "/2"));
+  });
+}
+
+TEST(WrittenOnceTest, WhereTheLastOneCannotBeLinkedItIsWritten) {
+  on_ranks([](const Group& group, const std::string& parent, bool async) {
+    AdapterRun run(group);
+    run.step();
+    run.save(parent + "/0", async);
+    const ino_t first = inode(parent + "/0");
+    run.optimizer.latest_checkpoint(parent);
+    if (group.rank() == 0) fs::rename(parent + "/0", parent + "/elsewhere");
+    run.save(parent + "/1", async);
+    EXPECT_NE(inode(parent + "/1"), first);
+    if (group.rank() == 0) {  // of another size
+      std::ofstream(frozen_in(parent + "/1"), std::ios::app) << "x";
+    }
+    run.save(parent + "/2", async);
+    EXPECT_NE(inode(parent + "/2"), inode(parent + "/1"));
+    run.optimizer.latest_checkpoint(parent);
+    if (group.rank() == 0) error_of_links = EPERM;
+    run.save(parent + "/3", async);
+    if (group.rank() == 0) error_of_links = 0;
+    EXPECT_NE(inode(parent + "/3"), inode(parent + "/2"));
+    expect_loads(parent + "/3", group, run);
+  });
+}
+
+TEST(WrittenOnceTest, ACheckpointInThePlaceOfTheLastOneHasItsFile) {
+  on_ranks([](const Group& group, const std::string& parent, bool async) {
+    AdapterRun run(group);
+    run.step();
+    run.save(parent + "/a", async);
+    const ino_t first = inode(parent + "/a");
+    run.step();
+    run.save(parent + "/a", async, SaveOptions().overwrite(true));
+    EXPECT_EQ(inode(parent + "/a"), first);
+    expect_loads(parent + "/a", group, run);
+    run.step();
+    run.save(parent + "/a", async, SaveOptions().overwrite(true).shared_folder(false));
+    EXPECT_EQ(inode(parent + "/a"), first);
+    expect_loads(parent + "/a", group, run);
+  });
+}
+
+}  // namespace
+}  // namespace zero
