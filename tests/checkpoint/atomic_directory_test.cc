@@ -36,6 +36,8 @@ namespace {
 
 bool has_exchange = true;
 bool has_locks = true;
+bool renames_folders = true;
+bool die_at_refusal = false;
 std::function<void()> before_rename;
 std::string busy;                  // cannot be renamed
 std::vector<std::string> on_disk;  // by fsync()
@@ -46,6 +48,11 @@ extern "C" int renameat2(int from_folder, const char* from, int to_folder, const
                          unsigned int flags) noexcept {
   if (!has_exchange && flags != 0) {
     errno = EINVAL;
+    return -1;
+  }
+  if (!renames_folders) {
+    if (die_at_refusal) _exit(9);
+    errno = ENOSYS;
     return -1;
   }
   return static_cast<int>(syscall(SYS_renameat2, from_folder, from, to_folder, to, flags));
@@ -91,7 +98,7 @@ class AtomicDirectoryTest : public ::testing::Test {
     fs::create_directories(parent_);
   }
   ~AtomicDirectoryTest() override {
-    has_exchange = has_locks = true;
+    has_exchange = has_locks = renames_folders = true;
     before_rename = nullptr;
     busy.clear();
   }
@@ -475,6 +482,53 @@ TEST_F(AtomicDirectoryTest, ParentsThatAreMadeAreOnDiskUnderTheirNames) {
     const std::string real = fs::canonical(folder).string();
     EXPECT_NE(std::find(on_disk.begin(), on_disk.end(), real), on_disk.end()) << real;
   }
+}
+
+class Warnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+  std::vector<std::string> texts;
+};
+
+TEST_F(AtomicDirectoryTest, WeakerPromisesOfAFileSystemAreOneWarningForAFolder) {
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  save(parent_ + "/local/a", 1);
+  EXPECT_TRUE(warnings.texts.empty());
+  has_exchange = has_locks = false;
+  save(parent_ + "/nfs/a", 1);
+  save(parent_ + "/nfs/b", 1);
+  ASSERT_EQ(warnings.texts.size(), 1u);
+  expect_words(warnings.texts[0], {"/nfs is on", "no record locks", "exchanged"});
+  save(parent_ + "/other/a", 1);
+  EXPECT_EQ(warnings.texts.size(), 2u);
+}
+
+TEST_F(AtomicDirectoryTest, AFileSystemThatCannotRenameFoldersIsRefusedBeforeAnythingIsWritten) {
+  const std::string bucket = parent_ + "/bucket";
+  renames_folders = false;
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    expect_words(error_of([&] { save(bucket + "/a", 1); }),
+                 {"/bucket: expected", "renames folders", "of type", "Function not implemented",
+                  "local disk"});
+    EXPECT_TRUE(fs::is_empty(bucket)) << "the trial leaves nothing";
+  }
+  renames_folders = true;
+  save(bucket + "/a", 1);
+  EXPECT_EQ(steps_at(bucket + "/a"), 1);
+}
+
+TEST_F(AtomicDirectoryTest, ATrialThatWasKilledIsRemovedByTheNextSave) {
+  const std::string target = parent_ + "/killed/a";
+  Child child([&] {
+    renames_folders = false;
+    die_at_refusal = true;
+    save(target, 1);
+  });
+  EXPECT_EQ(child.wait(), 9);
+  EXPECT_FALSE(fs::is_empty(parent_ + "/killed"));
+  save(target, 1);
+  EXPECT_EQ(names_in(parent_ + "/killed"), std::vector<std::string>{"a"});
 }
 
 TEST_F(AtomicDirectoryTest, HiddenFoldersWithoutATagOfThisLibraryAreKept) {

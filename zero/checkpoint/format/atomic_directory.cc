@@ -17,9 +17,11 @@
 #include <random>
 #include <set>
 #include <system_error>
+#include <tuple>
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/checkpoint/format/file_system.h"
 #include "zero/checkpoint/format/hashed_file.h"
 
 namespace zero {
@@ -177,6 +179,29 @@ std::optional<std::string> owner_of(const std::string& path,
   return lock.l_pid > 0 ? "by process " + std::to_string(lock.l_pid) : "by another process";
 }
 
+// Throws if no save can work in `parent`, and warns of weaker promises, once for each folder. The
+// caller holds own_saves().mutex: another thread would close the file that the trial locks.
+void try_once(const std::string& parent) {
+  static auto* tried = new std::set<std::tuple<std::string, dev_t, ino_t>>;
+  struct stat status {};
+  std::error_code ignored;
+  if (stat(parent.c_str(), &status) != 0) return;
+  const auto key =
+      std::make_tuple(fs::canonical(parent, ignored).string(), status.st_dev, status.st_ino);
+  if (tried->count(key) != 0) return;
+  const std::string trial = parent + "/trial";
+  const auto found =
+      try_file_system(saving_path(trial, random_id()), saving_path(trial, random_id()));
+  if (!found) return;
+  check_file_system(*found, parent);
+  const std::string weaker = weaker_promises(*found);
+  if (!weaker.empty()) {
+    TORCH_WARN(parent, " is on a file system of type ", found->type,
+               ", where checkpoints are less safe than on a local disk. ", weaker);
+  }
+  tried->insert(key);
+}
+
 }  // namespace
 
 std::string random_id() {
@@ -250,6 +275,7 @@ void AtomicDirectory::make() {
     if (!owner) remove_directory(other);
   }
   remove_what_is_renamed(parent, /*by_others_alone=*/true);
+  try_once(parent);
   if (mkdir(path_.c_str(), 0755) != 0) {
     if (errno == EEXIST) return;
     throw_errno("cannot make the folder " + path_, errno);

@@ -46,7 +46,8 @@ class AtomicDirectory {
   // only where a lock says that they are dead. Missing parents are made too. Throws when `target`
   // exists and may not be replaced: without `overwrite`, or if it does not hold a file `required`
   // (a checkpoint's manifest), since it may be a folder of the user's. Throws while another save to
-  // `target` is under way.
+  // `target` is under way. The first one in a parent tries what its file system can do: it throws
+  // if folders cannot be renamed there, and warns of weaker promises.
   //
   // With the `id` of a folder that another process or thread may be making, too, one of them makes
   // it. For the others made() is false, and they do nothing with it.

@@ -1,0 +1,180 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/format/file_system.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <sstream>
+#include <system_error>
+#include <vector>
+
+namespace zero {
+namespace {
+
+// Named as that of a save, so that what a killed trial leaves is removed like a killed save.
+constexpr char kLock[] = "/lock";
+constexpr char kOther[] = "/other";
+
+// Their mounts show a bucket. Rclone, gcsfuse and s3fs rename a folder object by object.
+constexpr const char* kObjectStores[] = {"s3fs",   "gcsfuse",       "goofys",  "blobfuse",
+                                         "rclone", "mountpoint-s3", "geesefs", "ossfs"};
+
+bool exists(const std::string& path) {
+  struct stat status {};
+  return lstat(path.c_str(), &status) == 0;
+}
+
+// 0, or errno.
+int rename_with(const std::string& from, const std::string& to, unsigned int flags) {
+  return renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0 ? 0 : errno;
+}
+
+int new_file(const std::string& path) {
+  return open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+}
+
+bool can_lock(int file) {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  return fcntl(file, F_SETLK, &lock) == 0;
+}
+
+bool can_sync(const std::string& folder) {
+  const int file = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (file < 0) return false;
+  const bool result = fsync(file) == 0;
+  close(file);
+  return result;
+}
+
+// Sets the type of the mount, and whether it is a known object store.
+void read_mount(const std::string& folder, FileSystem& found) {
+  struct stat status {};
+  struct statfs numbers {};
+  if (stat(folder.c_str(), &status) != 0 || statfs(folder.c_str(), &numbers) != 0) return;
+  std::ostringstream number;
+  number << "0x" << std::hex << static_cast<unsigned long>(numbers.f_type);
+  found.type = number.str();
+  const std::string device = c10::str(major(status.st_dev), ":", minor(status.st_dev));
+  // "<id> <parent> <device> <root> <place> <options> ... - <type> <source> <options>"
+  std::ifstream mounts("/proc/self/mountinfo");
+  for (std::string line; std::getline(mounts, line);) {
+    std::istringstream words(line);
+    std::string word;
+    words >> word >> word >> word;
+    if (word != device) continue;
+    while (words >> word && word != "-") {
+    }
+    std::string source;
+    words >> found.type >> source;
+    found.copies =
+        std::any_of(std::begin(kObjectStores), std::end(kObjectStores), [&](const char* name) {
+          return found.type.rfind("fuse", 0) == 0 &&
+                 (found.type + " " + source).find(name) != std::string::npos;
+        });
+  }
+}
+
+// The two folders of a trial, and the file that it locks.
+class Trial {
+ public:
+  Trial(const std::string& from, const std::string& to) : folders_{from, to} {}
+  ~Trial() {
+    if (lock_ >= 0) close(lock_);  // first, since NFS keeps the name of an open file
+    for (const std::string& folder : folders_) {
+      for (const char* name : {kLock, kOther}) unlink((folder + name).c_str());
+      rmdir(folder.c_str());
+    }
+  }
+  Trial(const Trial&) = delete;
+  Trial& operator=(const Trial&) = delete;
+
+  std::optional<FileSystem> run() {
+    const auto& [from, to] = folders_;
+    if (mkdir(from.c_str(), 0755) != 0 || (lock_ = new_file(from + kLock)) < 0) return {};
+    FileSystem found;
+    read_mount(from, found);
+    found.locks = can_lock(lock_);
+    found.syncs_folders = can_sync(from);
+    // As a save does: with a file that is open in it.
+    int error = rename_with(from, to, RENAME_NOREPLACE);
+    const unsigned int flags = error == 0 ? RENAME_NOREPLACE : 0;
+    if (error != 0) error = rename_with(from, to, 0);
+    if (error == ENOENT || error == ENOSPC || error == EDQUOT) return {};
+    if (error == 0 && (exists(from) || !exists(to + kLock))) error = EIO;
+    if (error != 0) {
+      found.refusal = std::generic_category().message(error);
+      return found;
+    }
+    const int other = mkdir(from.c_str(), 0755) == 0 ? new_file(from + kOther) : -1;
+    if (other < 0) return {};
+    close(other);
+    const int replaced = rename_with(to, from, flags);
+    found.keeps_existing = replaced != 0 && exists(from + kOther);
+    const int exchanged = rename_with(to, from, RENAME_EXCHANGE);
+    found.exchanges = exchanged == 0 && exists(from + kLock);
+    if (replaced == ENOENT || (exchanged == ENOENT && found.keeps_existing)) return {};
+    return found;
+  }
+
+ private:
+  const std::string folders_[2];
+  int lock_ = -1;
+};
+
+}  // namespace
+
+std::optional<FileSystem> try_file_system(const std::string& from, const std::string& to) {
+  return Trial(from, to).run();
+}
+
+void check_file_system(const FileSystem& found, const std::string& parent) {
+  TORCH_CHECK(found.refusal.empty(), parent,
+              ": expected a file system that renames folders, which is how a checkpoint appears "
+              "complete or not at all, got one of type ",
+              found.type, " that refuses it (", found.refusal,
+              "); save to a local disk, NFS or Lustre and copy the finished checkpoint to where it "
+              "shall be kept");
+}
+
+std::string weaker_promises(const FileSystem& found) {
+  std::vector<std::string> texts;
+  if (found.copies) {
+    texts.emplace_back(
+        "A rename copies one object after the other, so a checkpoint can appear by halves, which "
+        "latest() passes over: keep_last(2) or more.");
+  }
+  if (!found.locks) {
+    texts.emplace_back(
+        "There are no record locks, so a save or keep_last() of another process can remove what a "
+        "save is writing, and that save fails: let one job at a time use the folder.");
+  }
+  if (!found.exchanges) {
+    texts.emplace_back(
+        "Two folders cannot be exchanged, so for a moment of overwrite(true) the old checkpoint "
+        "has a hidden name, under which latest() and a load find it: save under new names.");
+  }
+  if (!found.keeps_existing) {
+    texts.emplace_back(
+        "A rename replaces what is there, so two saves to one path at once leave one of the two.");
+  }
+  if (!found.syncs_folders) {
+    texts.emplace_back(
+        "Names cannot be brought to disk, so a crash of the machine may lose the newest "
+        "checkpoints.");
+  }
+  return c10::Join(" ", texts);
+}
+
+}  // namespace zero
