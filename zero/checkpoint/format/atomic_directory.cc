@@ -139,11 +139,15 @@ std::optional<std::string> saving_target(const std::string& name) {
 // Removes what was renamed to be removed. What cannot be removed, the next save tries again.
 void remove_what_is_renamed(const std::string& parent, bool by_others_alone = false) noexcept {
   try {
+    std::vector<std::string> paths;
     for (const std::string& name : names_in(parent)) {
       const std::string path = parent + "/" + name;
       const bool own = name.compare(1, removal_tag().size(), removal_tag()) == 0;
-      if (is_removed(name) && is_folder(path) && !(own && by_others_alone)) remove_tree(path);
+      if (is_removed(name) && is_folder(path) && !(own && by_others_alone)) paths.push_back(path);
     }
+    if (paths.empty()) return;
+    sync_folder(parent);  // see remove_directory()
+    for (const std::string& path : paths) remove_tree(path);
   } catch (const std::exception& error) {
     TORCH_WARN(error_text(error));
   }
@@ -405,16 +409,20 @@ void remove_left_overs(const std::string& parent, const char* required) {
 }
 
 bool remove_directory(const std::string& path) {
-  const std::string aside = removed_path(path);
-  if (rename(path.c_str(), aside.c_str()) != 0) {
-    const int error = errno;
-    if (error != ENOENT) {
-      TORCH_WARN("cannot remove ", path, ": ", std::generic_category().message(error));
+  const std::string parent = parent_of(path), aside = removed_path(path);
+  try {
+    // A save that was killed may not have waited until what replaces this folder is on disk.
+    if (exists(path)) sync_folder(parent);
+    if (rename(path.c_str(), aside.c_str()) != 0) {
+      if (errno == ENOENT) return true;
+      throw_errno("cannot remove " + path, errno);
     }
-    return error == ENOENT;
+    sync_folder(parent);  // a crash leaves no half of it under its name
+    remove_tree(aside);
+  } catch (const c10::Error& error) {
+    TORCH_WARN(error_text(error));
   }
-  remove_tree(aside);
-  return true;
+  return !exists(path);
 }
 
 }  // namespace zero
