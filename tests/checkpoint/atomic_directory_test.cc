@@ -37,7 +37,7 @@ namespace {
 bool has_exchange = true;
 bool has_locks = true;
 bool renames_folders = true;
-bool die_at_refusal = false;
+bool dies_at_flags = false;
 std::function<void()> before_rename;
 std::string busy;                  // cannot be renamed
 std::vector<std::string> on_disk;  // by fsync()
@@ -46,12 +46,12 @@ std::vector<std::string> on_disk;  // by fsync()
 
 extern "C" int renameat2(int from_folder, const char* from, int to_folder, const char* to,
                          unsigned int flags) noexcept {
+  if (flags != 0 && dies_at_flags) _exit(9);
   if (!has_exchange && flags != 0) {
     errno = EINVAL;
     return -1;
   }
   if (!renames_folders) {
-    if (die_at_refusal) _exit(9);
     errno = ENOSYS;
     return -1;
   }
@@ -521,8 +521,7 @@ TEST_F(AtomicDirectoryTest, AFileSystemThatCannotRenameFoldersIsRefusedBeforeAny
 TEST_F(AtomicDirectoryTest, ATrialThatWasKilledIsRemovedByTheNextSave) {
   const std::string target = parent_ + "/killed/a";
   Child child([&] {
-    renames_folders = false;
-    die_at_refusal = true;
+    dies_at_flags = true;
     save(target, 1);
   });
   EXPECT_EQ(child.wait(), 9);

@@ -6,7 +6,6 @@
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
-#include <sched.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <torch/nn/modules/linear.h>
@@ -26,6 +25,7 @@
 #include "tests/support/cases_at_once.h"
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
+#include "tests/support/own_mounts.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint_options.h"
@@ -137,17 +137,6 @@ TEST(SaveErrorTest, AFileSizeLimitIsAnErrorOnAllRanksAndThePreviousCheckpointSta
   EXPECT_EQ(left_over(parent), 0);
   EXPECT_NO_THROW(verify_checkpoint(parent + "/a"));
   EXPECT_NO_THROW(verify_checkpoint(parent + "/b"));
-}
-
-// Lets this thread, and those it makes, mount what nobody else sees.
-bool own_mounts() {
-  const std::string map = "0 " + std::to_string(geteuid()) + " 1";
-  if (unshare(CLONE_NEWNS) != 0) {
-    if (unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return false;
-    std::ofstream("/proc/self/setgroups") << "deny";
-    std::ofstream("/proc/self/uid_map") << map;
-  }
-  return mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0;
 }
 
 // False where the kernel does not allow it.

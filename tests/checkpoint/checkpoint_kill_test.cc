@@ -3,11 +3,7 @@
 //
 // kill -9 at any moment of a save leaves the previous checkpoint or the new one,
 // complete, and never a half one that loads.
-#include <fcntl.h>
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
@@ -19,6 +15,7 @@
 #include <string>
 #include <thread>
 
+#include "tests/checkpoint/saving_process.h"
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
@@ -35,50 +32,6 @@ RunOptions in_memory() {
   options.transport = Transport::kMemory;
   return options;
 }
-
-// The program in a process group of its own.
-class Program {
- public:
-  explicit Program(const std::string& folder) {
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC) != 0) std::abort();
-    pid_ = fork();
-    if (pid_ == 0) {
-      setpgid(0, 0);
-      dup2(ends[1], STDOUT_FILENO);
-      close(ends[0]);
-      const char* program = "tests/checkpoint/checkpoint_program";
-      execl(program, program, std::to_string(kRanks).c_str(), folder.c_str(), nullptr);
-      _exit(127);
-    }
-    close(ends[1]);
-    output_ = fdopen(ends[0], "r");
-  }
-  ~Program() { fclose(output_); }
-
-  // The step of the next save it reports; -1 when it has ended.
-  int next_save() {
-    char line[256];
-    int step = -1;
-    while (std::fgets(line, sizeof(line), output_) != nullptr) {
-      if (std::sscanf(line, "saved %d", &step) == 1) return step;
-    }
-    return -1;
-  }
-
-  // Returns the last save it reported before it died.
-  int kill_now(int last) {
-    kill(-pid_, SIGKILL);
-    for (int step = next_save(); step >= 0; step = next_save()) last = step;
-    int status = 0;
-    waitpid(pid_, &status, 0);
-    return last;
-  }
-
- private:
-  pid_t pid_ = 0;
-  FILE* output_ = nullptr;
-};
 
 // The state after every number of steps, computed once.
 std::map<int64_t, Snapshot> expected_states() {
@@ -124,7 +77,7 @@ void kill_saves(const std::string& folder, int kills, unsigned seed,
   fs::create_directories(folder);
   std::mt19937 random(seed);
   for (int i = 0; i < kills; ++i) {
-    Program program(folder);
+    SavingProcess program("tests/checkpoint/checkpoint_program", kRanks, folder);
     const int first = program.next_save();
     ASSERT_GE(first, 0) << "the program ended by itself";
     // Up to a few saves later, at any place within one.

@@ -671,7 +671,7 @@ TEST_P(CrashStatesTest, AKillAndThenACrashLoseNothing) {
 
 TEST_P(CrashStatesTest, WithoutEitherKindOfSyncCheckpointsAreLost) {
   on_one_rank([](CrashStates& states) {
-    const std::vector<Event> events = states.record(overwrites(states, 2));
+    const std::vector<Event> events = states.record(overwrites(states, 1));
     for (const Faults& faults : {Faults{.no_sync_of_files = true, .no_sync_of_folders = false},
                                  Faults{.no_sync_of_files = false, .no_sync_of_folders = true}}) {
       states.counts.losses = 0;

@@ -102,28 +102,32 @@ class Trial {
 
   std::optional<FileSystem> run() {
     const auto& [from, to] = folders_;
-    if (mkdir(from.c_str(), 0755) != 0 || (lock_ = new_file(from + kLock)) < 0) return {};
+    if (mkdir(from.c_str(), 0755) != 0) return {};
     FileSystem found;
     read_mount(from, found);
-    found.locks = can_lock(lock_);
-    found.syncs_folders = can_sync(from);
-    // As a save does: with a file that is open in it.
-    int error = rename_with(from, to, RENAME_NOREPLACE);
-    const unsigned int flags = error == 0 ? RENAME_NOREPLACE : 0;
-    if (error != 0) error = rename_with(from, to, 0);
+    // First without a file, which some buckets keep for ever.
+    int error = rename_with(from, to, 0);
+    if (error == 0) {
+      if ((lock_ = new_file(to + kLock)) < 0) return {};
+      found.locks = can_lock(lock_);
+      found.syncs_folders = can_sync(to);
+      // As a save does: with a file that is open in it.
+      found.keeps_existing = rename_with(to, from, RENAME_NOREPLACE) == 0;
+      if (!found.keeps_existing) error = rename_with(to, from, 0);
+      if (error == 0 && (exists(to) || !exists(from + kLock))) error = EIO;
+    }
     if (error == ENOENT || error == ENOSPC || error == EDQUOT) return {};
-    if (error == 0 && (exists(from) || !exists(to + kLock))) error = EIO;
     if (error != 0) {
       found.refusal = std::generic_category().message(error);
       return found;
     }
-    const int other = mkdir(from.c_str(), 0755) == 0 ? new_file(from + kOther) : -1;
+    const int other = mkdir(to.c_str(), 0755) == 0 ? new_file(to + kOther) : -1;
     if (other < 0) return {};
     close(other);
-    const int replaced = rename_with(to, from, flags);
-    found.keeps_existing = replaced != 0 && exists(from + kOther);
-    const int exchanged = rename_with(to, from, RENAME_EXCHANGE);
-    found.exchanges = exchanged == 0 && exists(from + kLock);
+    const int replaced = rename_with(from, to, found.keeps_existing ? RENAME_NOREPLACE : 0);
+    found.keeps_existing = replaced != 0 && exists(to + kOther);
+    const int exchanged = rename_with(from, to, RENAME_EXCHANGE);
+    found.exchanges = exchanged == 0 && exists(to + kLock);
     if (replaced == ENOENT || (exchanged == ENOENT && found.keeps_existing)) return {};
     return found;
   }
