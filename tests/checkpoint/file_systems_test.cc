@@ -139,9 +139,10 @@ Mounted mount_overlay(const std::string& path) {
           nullptr};
 }
 
-Mounted mount_fuse(const std::string& path, const FuseLimits& limits) {
+Mounted mount_fuse(const std::string& path, const FuseLimits& limits,
+                   const std::string& source = "memory") {
   Mounted result;
-  result.fuse = std::make_unique<FuseFolder>(path, limits);
+  result.fuse = std::make_unique<FuseFolder>(path, limits, source);
   result.problem = result.fuse->problem();
   return result;
 }
@@ -150,18 +151,17 @@ struct Kind {
   std::string name;
   std::function<Mounted(const std::string& path)> mount;
   const char* folder = "";  // in what is mounted
-  bool exchanges = true, locks = true;
+  FuseLimits limits = {};
 };
 
 std::vector<Kind> kinds() {
-  const auto fuse = [](bool flags, bool locks) {
-    return [=](const std::string& path) {
-      FuseLimits limits;
-      limits.rename_flags = flags;
-      limits.locks = locks;
-      return mount_fuse(path, limits);
-    };
+  const auto fuse = [](const std::string& name, const FuseLimits& limits) {
+    return Kind{name, [=](const std::string& path) { return mount_fuse(path, limits); }, "",
+                limits};
   };
+  FuseLimits as_nfs, least;
+  as_nfs.rename_flags = false;
+  least.rename_flags = least.locks = least.syncs_folders = false;
   std::vector<Kind> result = {
       {"tmpfs",
        [](const std::string& path) {
@@ -170,9 +170,9 @@ std::vector<Kind> kinds() {
       {"overlayfs", mount_overlay, "/all"},
       {"ext4", [](const std::string& path) { return mount_image(path, "mkfs.ext4 -q", "64M"); }},
       {"xfs", [](const std::string& path) { return mount_image(path, "mkfs.xfs -q", "320M"); }},
-      {"fuse", fuse(true, true)},
-      {"fuse_without_rename_flags", fuse(false, true), "", false},
-      {"fuse_without_locks", fuse(false, false), "", false, false},
+      fuse("fuse", {}),
+      fuse("fuse_without_rename_flags", as_nfs),
+      fuse("fuse_without_flags_locks_and_fsync", least),
   };
   const char* folders = std::getenv("ZERO_FOLDERS");
   std::istringstream own(folders != nullptr ? folders : "");
@@ -203,9 +203,10 @@ TEST_P(FileSystemsTest, CheckpointsAreSavedReplacedKeptAndLoaded) {
   print_row(kind.name, folder);
   if (kind.name.rfind("own", 0) != 0) {
     const FileSystem found = tried(folder);
-    EXPECT_EQ(found.exchanges, kind.exchanges);
-    EXPECT_EQ(found.locks, kind.locks);
-    EXPECT_TRUE(found.refusal.empty() && found.keeps_existing && found.syncs_folders);
+    EXPECT_TRUE(found.refusal.empty() && found.keeps_existing && !found.copies);
+    EXPECT_EQ(found.exchanges, kind.limits.rename_flags);
+    EXPECT_EQ(found.locks, kind.limits.locks);
+    EXPECT_EQ(found.syncs_folders, kind.limits.syncs_folders);
   }
   save_and_load(folder + "/saves");
   kill_and_load(folder + "/kills");
@@ -235,8 +236,9 @@ TEST(ObjectStoreTest, ABucketThatRenamesNoFoldersIsRefusedOnAllRanksAndStaysEmpt
 TEST(ObjectStoreTest, ARenameThatStopsHalfwayLeavesThePreviousCheckpointTheLatest) {
   const std::string place = fresh_folder("mount_copies");
   if (!may_mount()) GTEST_SKIP() << "no mount namespace of its own";
-  const Mounted mounted = mount_fuse(place, {});
+  const Mounted mounted = mount_fuse(place, {}, "s3fs");
   if (!mounted.problem.empty()) GTEST_SKIP() << mounted.problem;
+  expect_words(weaker_promises(tried(place)), {"copies one object after the other"});
   on_ranks([&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.optimizer->save_checkpoint(place + "/a");

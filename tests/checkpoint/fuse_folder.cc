@@ -168,7 +168,7 @@ class Server {
     targets[to] = id;
     return 0;
   }
-  // Names by their numbers, so that a removal while somebody lists skips none.
+  // Names by their numbers, so that a removal in the middle of a listing skips none.
   void list(const fuse_read_in& in) {
     std::map<uint64_t, std::string> sorted;
     for (const auto& [name, id] : nodes_[header_.nodeid].names) sorted[id] = name;
@@ -290,7 +290,8 @@ class Server {
 
 }  // namespace
 
-FuseFolder::FuseFolder(const std::string& path, const FuseLimits& limits) : path_(path) {
+FuseFolder::FuseFolder(const std::string& path, const FuseLimits& limits, const std::string& source)
+    : path_(path) {
   void* shared =
       mmap(nullptr, sizeof(FuseLimits), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   limits_ = new (shared) FuseLimits(limits);
@@ -298,7 +299,7 @@ FuseFolder::FuseFolder(const std::string& path, const FuseLimits& limits) : path
   const std::string options = "fd=" + std::to_string(device) +
                               ",rootmode=40000,user_id=" + std::to_string(getuid()) +
                               ",group_id=" + std::to_string(getgid());
-  if (device < 0 || mount("memory", path.c_str(), "fuse", 0, options.c_str()) != 0) {
+  if (device < 0 || mount(source.c_str(), path.c_str(), "fuse", 0, options.c_str()) != 0) {
     problem_ = "/dev/fuse: " + std::generic_category().message(errno);
   } else {
     server_ = fork();

@@ -22,8 +22,9 @@ struct FuseLimits {
 
 class FuseFolder {
  public:
-  // Mounts at `path` in this process's mount namespace.
-  FuseFolder(const std::string& path, const FuseLimits& limits);
+  // Mounts `source`, a name, at `path` in this process's mount namespace.
+  FuseFolder(const std::string& path, const FuseLimits& limits,
+             const std::string& source = "memory");
   ~FuseFolder();
   FuseFolder(const FuseFolder&) = delete;
   FuseFolder& operator=(const FuseFolder&) = delete;

@@ -11,7 +11,8 @@
 
 namespace zero {
 
-// Lets this thread, and those it makes, mount what nobody else sees.
+// Lets this thread, and those it starts, make mounts that only they see. Returns whether the kernel
+// permits it.
 inline bool own_mounts() {
   const std::string map = "0 " + std::to_string(geteuid()) + " 1";
   if (unshare(CLONE_NEWNS) != 0) {
