@@ -40,6 +40,7 @@ bool renames_folders = true;
 bool dies_at_flags = false;
 std::function<void()> before_rename;
 std::string busy;                  // cannot be renamed
+std::string broken;                // cannot be brought to disk
 std::vector<std::string> on_disk;  // by fsync()
 
 }  // namespace
@@ -71,6 +72,10 @@ extern "C" int fsync(int file) {
   std::error_code ignored;
   on_disk.push_back(
       std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(file), ignored).string());
+  if (on_disk.back() == broken) {
+    errno = EIO;
+    return -1;
+  }
   return static_cast<int>(syscall(SYS_fsync, file));
 }
 
@@ -101,6 +106,7 @@ class AtomicDirectoryTest : public ::testing::Test {
     has_exchange = has_locks = renames_folders = true;
     before_rename = nullptr;
     busy.clear();
+    broken.clear();
   }
 
   int hidden() const {
@@ -473,6 +479,16 @@ TEST_F(AtomicDirectoryTest, ARemovalThatFailsDoesNotStopTheOthers) {
   busy.clear();
   EXPECT_EQ(keep_last(parent_, 1), std::vector<std::string>{parent_ + "/1"});
   EXPECT_EQ(hidden(), 0);
+}
+
+TEST_F(AtomicDirectoryTest, ANameThatCannotBeBroughtToDiskIsAnErrorThatSaysWhatIsThere) {
+  save(target_, 1);
+  AtomicDirectory directory(target_, true, kManifestName);
+  fill(directory.path(), 2);
+  broken = fs::canonical(parent_).string();
+  expect_words(error_of([&] { directory.publish(); }),
+               {"Input/output error", "there and complete", "crash of the machine"});
+  EXPECT_EQ(steps_at(target_), 2);
 }
 
 TEST_F(AtomicDirectoryTest, ParentsThatAreMadeAreOnDiskUnderTheirNames) {

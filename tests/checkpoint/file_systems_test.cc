@@ -4,6 +4,7 @@
 // Saves, overwrites, keep_last(), kills and loads on the file systems that this machine can mount,
 // for this test alone, and on those that a FUSE server of the test plays. What cannot be mounted is
 // skipped and says why. ZERO_FOLDERS=/mnt/nfs/test:/lustre/test tries folders of yours, too.
+#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mount.h>
@@ -12,10 +13,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>

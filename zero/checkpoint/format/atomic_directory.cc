@@ -346,7 +346,13 @@ void AtomicDirectory::publish(const RunTask& remove) {
   published_ = true;
   // Only now, since others remove a hidden folder without a lock that is held.
   unlock(target_);
-  sync_folder(parent_of(target_));
+  try {
+    sync_folder(parent_of(target_));
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, target_, ": expected its name to be on disk, got ", error_text(error),
+                "; what was saved is there and complete, but a crash of the machine can lose it; "
+                "save again to another disk");
+  }
   // The save has succeeded. What cannot be renamed, the next one removes.
   for (const std::string& replaced : {path_, replaced_path(target_)}) {
     if (is_replaced(replaced)) rename(replaced.c_str(), removed_path(target_).c_str());
