@@ -134,7 +134,7 @@ int inspect(std::string folder, const char* model, bool ema) {
     std::printf("all checksums match\n");
   }
   if (model != nullptr) {
-    zero::export_model(folder, model, std::nullopt, ema);
+    zero::export_model(folder, model, zero::ExportOptions().ema(ema));
     std::printf("exported to %s\n", model);
   }
   return 0;

@@ -34,6 +34,7 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
+#include <torch/arg.h>
 
 #include <cstdint>
 #include <map>
@@ -141,15 +142,38 @@ CheckpointDescription describe_checkpoint(const std::string& folder);
 // disk are read.
 void verify_checkpoint(const std::string& folder, bool one_disk = false);
 
-// Writes one safetensors file with the full masters, frozen parameters and buffers
-// by name, row-major, for inference, Python and load_weights(). `dtype` is that of the
-// parameters; default: each one's own. With `ema` parameters are their averages (ZeroOptions::ema)
-// in place of the masters, and a checkpoint without any throws. Parameters under several names
-// (tied) appear once, under the first. Needs memory for the largest parameter twice. The file
-// appears under its name when all of it is on disk; a call that is killed leaves a hidden file
-// ".<name>.<random>.saving". Throws when `path` exists, and when the folder lacks files of other
-// disks, as verify_checkpoint().
-void export_model(const std::string& folder, const std::string& path,
-                  std::optional<c10::ScalarType> dtype = std::nullopt, bool ema = false);
+// What export_model() writes, and into how many files.
+struct ExportOptions {
+  // The dtype of parameters, frozen ones with fractions included. Default: each one's own.
+  TORCH_ARG(std::optional<c10::ScalarType>, dtype) = std::nullopt;
+
+  // True writes the averages of parameters (ZeroOptions::ema) in place of the masters.
+  TORCH_ARG(bool, ema) = false;
+
+  // The most bytes of tensors in a file, headers not counted; 0 for one file without a limit. A
+  // larger tensor has a file of its own. Hugging Face's default is 5'000'000'000.
+  TORCH_ARG(int64_t, max_file_bytes) = 0;
+
+  // True leaves out frozen parameters and buffers of a dtype that safetensors files of this
+  // library cannot have (8-bit floats, unsigned integers of 16 to 64 bits). False throws.
+  TORCH_ARG(bool, skip_unsupported) = false;
+};
+
+// Writes the full masters, frozen parameters and buffers by name, row-major, for inference, Python
+// and load_weights(). Tensors are in one safetensors file, `path`; or, where they have more than
+// max_file_bytes together, in "model-00001-of-00003.safetensors" and so on beside
+// "model.safetensors.index.json", for the path "model.safetensors", as Hugging Face names them.
+// Returns the path for load_weights(): `path`, or that of the index. Parameters under several names
+// (tied) appear once, under the first. A complex tensor of shape s has shape [s..., 2], as
+// at::view_as_real() has it, since few readers know complex dtypes; load_weights() puts it back.
+//
+// Needs memory for the largest parameter twice. Files appear under their names when all are on
+// disk, the index last; a call that is killed leaves hidden files ".<name>.<random>.saving", and
+// between two renames also files without an index. Throws c10::Error, and leaves nothing, when one
+// of the files exists, or `path`, or its index; for a checkpoint without averages with `ema`; for a
+// dtype that a file cannot have, without `skip_unsupported`; for a negative limit; and when the
+// folder lacks files of other disks, as verify_checkpoint().
+std::string export_model(const std::string& folder, const std::string& path,
+                         const ExportOptions& options = {});
 
 }  // namespace zero

@@ -62,7 +62,8 @@ struct WeightReport {
 // of files in its folder, of which those are opened that have a tensor of the model. Shapes must be
 // equal. Values (F64, F32, F16, BF16, I64, I32, I16, BOOL) are converted to the model's dtype as
 // copy_() does; I8 and U8 must be its dtype, since quantized weights mean nothing without their
-// scales. Needs memory on the host for one tensor of the files, and for two where the files have
+// scales. A complex tensor of shape s takes a real one of shape [s..., 2], as export_model() writes
+// it. Needs memory on the host for one tensor of the files, and for two where the files have
 // two names of a tied one.
 //
 // Throws c10::Error, and has changed nothing, for names that are missing or unexpected unless

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Out to Python and inference and back, and in from a run of plain torch.
+#include <ATen/ops/ones.h>
+#include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/zeros.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -9,29 +11,37 @@
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <map>
+#include <memory>
 #include <mutex>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
+#include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
+#include "zero/checkpoint/format/safetensors.h"
 #include "zero/weights.h"
 
 namespace {
 
 std::function<void()> before_naming;
-std::vector<std::string> on_disk;  // by fsync()
+std::vector<std::string> on_disk;  // by fsync(); and "-> name" for each rename
 
-void call_before_naming() {
+void call_before_naming(const char* to) {
+  on_disk.push_back(std::string("-> ") + to);
   if (before_naming) std::exchange(before_naming, nullptr)();
 }
 
@@ -39,13 +49,13 @@ void call_before_naming() {
 
 // These take the place of the C library's in the whole program.
 extern "C" int rename(const char* from, const char* to) noexcept {
-  call_before_naming();
+  call_before_naming(to);
   return static_cast<int>(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0));
 }
 
 extern "C" int renameat2(int from_folder, const char* from, int to_folder, const char* to,
                          unsigned int flags) noexcept {
-  call_before_naming();
+  call_before_naming(to);
   return static_cast<int>(syscall(SYS_renameat2, from_folder, from, to_folder, to, flags));
 }
 
@@ -89,7 +99,7 @@ TEST(ExportTest, AModelGoesOutAndComesBackInEveryBit) {
     EXPECT_TRUE(equal(*run.model, *other));
     EXPECT_ANY_THROW(export_model(parent + "/a", parent + "/model.safetensors"));
 
-    export_model(parent + "/a", parent + "/half.safetensors", at::kBFloat16);
+    export_model(parent + "/a", parent + "/half.safetensors", ExportOptions().dtype(at::kBFloat16));
     OddModel rounded(8);
     load_weights(*rounded, parent + "/half.safetensors");
     EXPECT_TRUE(rounded->trunk->weight.equal(
@@ -100,6 +110,15 @@ TEST(ExportTest, AModelGoesOutAndComesBackInEveryBit) {
 std::string text_at(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::vector<std::string> files_in(const std::string& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.is_regular_file()) names.push_back(entry.path().filename());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 TEST(ExportTest, AnExportIsOnDiskUnderItsNameAndReplacesNoOther) {
@@ -122,11 +141,138 @@ TEST(ExportTest, AnExportIsOnDiskUnderItsNameAndReplacesNoOther) {
   on_disk.clear();
   export_model(parent + "/a", path);
   EXPECT_EQ(on_disk.back(), std::filesystem::canonical(parent));
-  int files = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(parent)) {
-    files += entry.is_regular_file() ? 1 : 0;
+  EXPECT_EQ(files_in(parent).size(), 1u) << "something is left of the exports that failed";
+}
+
+TEST(ExportTest, ALimitMakesSeveralFilesWithAnIndex) {
+  const std::string parent = fresh_folder("several");
+  const std::string path = parent + "/model.safetensors", index = path + ".index.json";
+  OddModel trained(1);
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(0, 2);
+    run.optimizer->save_checkpoint(parent + "/a");
+    if (group.rank() != 0) return;
+    at::NoGradGuard no_grad;
+    for (auto& item : trained->named_parameters()) {
+      item.value().copy_(run.model->named_parameters()[item.key()]);
+    }
+    trained->counter.copy_(run.model->counter);
+  });
+  constexpr int64_t kLimit = 1200;  // trunk.weight has 1564 bytes
+  const ExportOptions options = ExportOptions().max_file_bytes(kLimit);
+  EXPECT_EQ(export_model(parent + "/a", path, options), index);
+  EXPECT_EQ(files_in(parent),
+            (std::vector<std::string>{
+                "model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors",
+                "model-00003-of-00004.safetensors", "model-00004-of-00004.safetensors",
+                "model.safetensors.index.json"}));
+  const nlohmann::json root = nlohmann::json::parse(text_at(index));
+  EXPECT_EQ(root.size(), 2u);
+  const auto& map = root.at("weight_map");
+  EXPECT_EQ(map.size(), 13u);
+  EXPECT_EQ(map.at("trunk.weight"), "model-00002-of-00004.safetensors");
+  EXPECT_EQ(map.at("scale"), map.at("empty"));
+  uint64_t total = 0;
+  for (int i = 1; i <= 4; ++i) {
+    const std::string name = "model-0000" + std::to_string(i) + "-of-00004.safetensors";
+    FileReader reader(parent + "/" + name);
+    const SafetensorsHeader header = read_safetensors_header(reader);
+    EXPECT_EQ(header.metadata, (std::map<std::string, std::string>{{"format", "pt"}}));
+    uint64_t bytes = 0;
+    for (const StoredTensor& t : header.tensors) {
+      EXPECT_EQ(map.at(t.name), name);
+      bytes += t.end - t.begin;
+    }
+    EXPECT_TRUE(bytes <= kLimit || header.tensors.size() == 1) << name;
+    total += bytes;
   }
-  EXPECT_EQ(files, 1) << "something is left of the exports that failed";
+  EXPECT_EQ(root.at("metadata").at("total_size"), total);
+  OddModel other(8);
+  load_weights(*other, index);
+  EXPECT_TRUE(equal(*trained, *other));
+
+  // Neither beside an index nor beside a file: readers would take one of the two.
+  expect_words(error_of([&] { export_model(parent + "/a", path); }), {index, "exists"});
+  for (const std::string& name : files_in(parent)) std::filesystem::remove(parent + "/" + name);
+  EXPECT_EQ(export_model(parent + "/a", path, ExportOptions().max_file_bytes(1 << 20)), path);
+  expect_words(error_of([&] { export_model(parent + "/a", path, options); }), {path, "exists"});
+  expect_words(error_of([&] {
+                 export_model(parent + "/a", path + "2", ExportOptions().max_file_bytes(-1));
+               }),
+               {"0 bytes", "-1"});
+  std::filesystem::remove(path);
+
+  // Another program's file appears between two of ours.
+  const std::string third = parent + "/model-00003-of-00004.safetensors";
+  before_naming = [&] { std::ofstream(third) << "another"; };
+  expect_words(error_of([&] { export_model(parent + "/a", path, options); }), {third, "exists"});
+  EXPECT_EQ(files_in(parent), std::vector<std::string>{"model-00003-of-00004.safetensors"});
+  EXPECT_EQ(text_at(third), "another");
+  std::filesystem::remove(third);
+  on_disk.clear();
+  export_model(parent + "/a", path, options);
+  // All content is on disk, then all names but that of the index, then that.
+  const std::string folder = std::filesystem::canonical(parent);
+  ASSERT_EQ(on_disk.size(), 12u);
+  for (int i = 0; i < 5; ++i) EXPECT_NE(on_disk[i].find("saving"), std::string::npos);
+  for (int i = 5; i < 9; ++i) EXPECT_EQ(on_disk[i].rfind("-> " + parent + "/model-0000", 0), 0u);
+  EXPECT_EQ(std::vector<std::string>(on_disk.begin() + 9, on_disk.end()),
+            (std::vector<std::string>{folder, "-> " + index, folder}));
+
+  // The least limit.
+  const std::string small = parent + "/small.safetensors";
+  EXPECT_EQ(export_model(parent + "/a", small, ExportOptions().max_file_bytes(1)),
+            small + ".index.json");
+  EXPECT_EQ(nlohmann::json::parse(text_at(small + ".index.json")).at("weight_map").at("scale"),
+            "small-00001-of-00013.safetensors");
+}
+
+struct OddDtypes : torch::nn::Module {
+  OddDtypes() {
+    register_parameter("weight", at::ones({3}));
+    register_parameter("quantized", at::ones({4}).to(at::kFloat8_e4m3fn), /*requires_grad=*/false);
+    register_buffer("rotary", at::view_as_complex(random_tensor({5, 3, 2}, 1)));
+    register_buffer("wide", at::view_as_complex(random_tensor({2}, 2).to(at::kDouble)));
+    register_buffer("small", at::ones({4}).to(at::kFloat8_e4m3fn));
+  }
+};
+
+TEST(ExportTest, ComplexBuffersGoOutAsPairsAndOtherDtypesAreRefusedOrSkipped) {
+  const std::string parent = fresh_folder("dtypes"), path = parent + "/model.safetensors";
+  const OddDtypes trained;
+  on_ranks(1, [&](const Group& group) {
+    OddDtypes model;
+    ZeroOptimizer optimizer(model, std::make_unique<torch::optim::SGD>(model.parameters(), 0.1),
+                            group);
+    optimizer.save_checkpoint(parent + "/a");
+  });
+  expect_words(error_of([&] { export_model(parent + "/a", path); }),
+               {"frozen quantized", "Float8_e4m3fn", "dtype()"});
+  const ExportOptions floats = ExportOptions().dtype(at::kFloat);
+  expect_words(error_of([&] { export_model(parent + "/a", path, floats); }),
+               {"buffer small", "Float8_e4m3fn", "skip_unsupported(true)"});
+  EXPECT_TRUE(files_in(parent).empty());
+  export_model(parent + "/a", path + "2", ExportOptions(floats).skip_unsupported(true));
+  OddDtypes converted;
+  const auto frozen = converted.named_parameters()["quantized"];
+  frozen.zero_();
+  load_weights(converted, path + "2", WeightOptions().allow_missing(true));
+  EXPECT_TRUE(frozen.to(at::kFloat).equal(at::ones({4})));
+  export_model(parent + "/a", path, ExportOptions().skip_unsupported(true));
+  FileReader reader(path);
+  const SafetensorsHeader header = read_safetensors_header(reader);
+  ASSERT_EQ(header.tensors.size(), 3u);
+  EXPECT_EQ(header.find("rotary")->dtype, at::kFloat);
+  EXPECT_EQ(header.find("rotary")->shape, (std::vector<int64_t>{5, 3, 2}));
+  EXPECT_EQ(header.find("wide")->dtype, at::kDouble);
+  EXPECT_EQ(header.find("wide")->shape, std::vector<int64_t>{2});
+  OddDtypes other;
+  for (at::Tensor& buffer : other.buffers()) buffer.zero_();
+  load_weights(other, path, WeightOptions().allow_missing(true));
+  for (const char* name : {"rotary", "wide"}) {
+    EXPECT_TRUE(other.named_buffers()[name].equal(trained.named_buffers()[name])) << name;
+  }
 }
 
 TEST(PlainStateTest, ARunOfPlainTorchGoesOnInEveryBit) {
@@ -262,6 +408,10 @@ TEST(PythonTest, TransformersReadsAnExportAndLoadWeightsReadsItsFiles) {
     optimizer.save_checkpoint(folder + "/checkpoint");
     if (group.rank() != 0) return;
     export_model(folder + "/checkpoint", folder + "/model.safetensors");
+    std::filesystem::create_directory(folder + "/several");
+    export_model(folder + "/checkpoint", folder + "/several/model.safetensors",
+                 ExportOptions().max_file_bytes(4000));
+    EXPECT_GT(files_in(folder + "/several").size(), 3u);
     for (const auto& item : tensors) trained.insert(item.key(), item.value().detach().clone());
   });
   ASSERT_EQ(std::system((python() + " tests/checkpoint/read_weights.py " + folder).c_str()), 0);

@@ -176,7 +176,7 @@ TEST(MeshCheckpointTest, AnExportPutsPartsTogether) {
   Saved saved;
   save(parts, parent + "/a", /*async=*/false, saved);
   export_model(parent + "/a", parent + "/master.safetensors");
-  export_model(parent + "/a", parent + "/average.safetensors", std::nullopt, /*ema=*/true);
+  export_model(parent + "/a", parent + "/average.safetensors", ExportOptions().ema(true));
   const auto expect_file = [&](const std::string& of_parameters) {
     run_ranks(
         1,

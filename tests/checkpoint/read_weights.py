@@ -4,7 +4,8 @@
 
 read_weights.py <folder>
 
-<folder>/model.safetensors is a Llama of the sizes below. Writes it to <folder>/float32 and
+<folder>/model.safetensors is a Llama of the sizes below, and <folder>/several has it in several
+files. Writes it to <folder>/float32 and
 <folder>/bfloat16, each an index of several files.
 """
 
@@ -16,8 +17,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 folder = Path(sys.argv[1])
-LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2).save_pretrained(folder)
+config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2)
+for place in folder, folder / "several":
+    config.save_pretrained(place)
 model, found = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
 for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
     assert not found[kind], (kind, found[kind])
@@ -28,6 +31,8 @@ exported = safetensors.torch.load_file(folder / "model.safetensors")
 state = model.state_dict()
 assert exported.keys() == state.keys()
 for name, tensor in exported.items():
+    assert torch.equal(tensor, state[name]), name
+for name, tensor in LlamaForCausalLM.from_pretrained(folder / "several").state_dict().items():
     assert torch.equal(tensor, state[name]), name
 assert model(torch.arange(8)[None]).logits.isfinite().all()
 

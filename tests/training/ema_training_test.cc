@@ -479,7 +479,7 @@ TEST(EmaTrainingTest, ItIsAddedToARunAndDroppedFromOne) {
   Saved saved = save(3, folder, ZeroOptions().bucket_bytes(128));
   EXPECT_FALSE(describe_checkpoint(folder).ema);
   load(with_ema(), "none in the checkpoint", saved.values);
-  expect_words(error_of([&] { export_model(folder, folder + ".pt", std::nullopt, /*ema=*/true); }),
+  expect_words(error_of([&] { export_model(folder, folder + ".pt", ExportOptions().ema(true)); }),
                {"expected averages"});
   saved = save(3, folder, with_ema());
   load(ZeroOptions().bucket_bytes(128), "none here", saved.values);
@@ -491,7 +491,7 @@ TEST(EmaTrainingTest, AnExportHasItWhereThatIsAskedFor) {
   for (const bool ema : {false, true}) {
     const std::string path = folder + ".safetensors";
     std::filesystem::remove(path);
-    export_model(folder, path, std::nullopt, ema);
+    export_model(folder, path, ExportOptions().ema(ema));
     GivenGradients model(with_unused());
     load_weights(model, path);
     EXPECT_TRUE(same_bits(values_of(model), ema ? saved.average : saved.values)) << ema;

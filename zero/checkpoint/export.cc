@@ -1,72 +1,69 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
-#include <fcntl.h>
-#include <stdio.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <map>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/reader.h"
-#include "zero/checkpoint/format/safetensors.h"
+#include "zero/checkpoint/format/safetensors_files.h"
+#include "zero/checkpoint/match/part_views.h"
 
 namespace zero {
 namespace {
 
-// The source of one exported tensor.
-struct Source {
-  std::vector<const ManifestParameter*> parts;  // one if it is stored whole
-  const char* kind = "";  // of the checkpoint; "master" or kEmaKind for parameters
-  c10::ScalarType dtype = c10::ScalarType::Float;
-};
+// A tensor of the model: one entry of the manifest, or one for each part.
+using Parts = std::vector<const ManifestParameter*>;
 
-std::map<std::string, Source> sources(const Manifest& manifest,
-                                      std::optional<c10::ScalarType> dtype, bool ema) {
-  std::map<std::string, Source> result;
-  const auto add = [&](const ManifestParameter& p, const char* kind, c10::ScalarType as) {
-    Source& source = result[p.name];
-    source.parts.push_back(&p);
-    source.kind = kind;
-    source.dtype = as;
-  };
-  for (const auto& p : manifest.parameters)
-    add(p, ema ? kEmaKind : "master", dtype.value_or(p.dtype));
-  for (const auto& p : manifest.frozen) {
-    const bool converts = dtype && c10::isFloatingType(p.dtype);
-    add(p, "frozen", converts ? *dtype : p.dtype);
+// In the order of the manifest.
+std::vector<Parts> whole_tensors(const std::vector<ManifestParameter>& list) {
+  std::vector<Parts> result;
+  std::unordered_map<std::string, size_t> number;
+  for (const ManifestParameter& p : list) {
+    const auto [place, is_new] = number.emplace(p.name, result.size());
+    if (is_new) result.emplace_back();
+    result[place->second].push_back(&p);
   }
-  for (const auto& p : manifest.buffers) add(p, "buffer", p.dtype);
   return result;
 }
 
-at::Tensor read_part(CheckpointReader& reader, const ManifestParameter& about, const char* kind) {
-  const std::string name = kind;
-  if (name != "master" && name != kEmaKind) return reader.read_whole(about, kind);
-  return reader.read_all(about, name).as_strided(about.shape, about.strides);
+// All elements of a tensor with one value per element, in the parameter's shape.
+at::Tensor read_elements(CheckpointReader& reader, const ManifestParameter& about,
+                         const std::string& kind) {
+  const WantedRange all{stored_name(about), 0, numel(about)};
+  const c10::ScalarType dtype = all.numel == 0 ? at::kFloat : reader.dtype(kind, all);
+  at::Tensor flat;
+  if (dtype == at::kFloat) {
+    flat = reader.read_all(about, kind);
+  } else {
+    flat = at::empty({all.numel}, at::TensorOptions().dtype(dtype));
+    reader.read(kind, {all}, {flat});
+  }
+  return flat.as_strided(about.shape, about.strides);
 }
 
-at::Tensor read(CheckpointReader& reader, const Source& source) {
-  const ManifestParameter& first = *source.parts.front();
-  if (!is_part(first)) return read_part(reader, first, source.kind);
+at::Tensor read_part(CheckpointReader& reader, const ManifestParameter& about,
+                     const std::string& kind) {
+  const bool whole = kind == "frozen" || kind == "buffer";
+  return whole ? reader.read_whole(about, kind) : read_elements(reader, about, kind);
+}
+
+at::Tensor read(CheckpointReader& reader, const Parts& parts, const std::string& kind) {
+  const ManifestParameter& first = *parts.front();
+  if (!is_part(first)) return read_part(reader, first, kind);
   at::Tensor whole;
   int64_t elements = 0;
-  for (const ManifestParameter* about : source.parts) {
-    const at::Tensor part = read_part(reader, *about, source.kind);
+  for (const ManifestParameter* about : parts) {
+    const at::Tensor part = read_part(reader, *about, kind);
     if (!whole.defined()) whole = at::empty(first.whole, part.options());
     TORCH_CHECK(about->whole == first.whole && part.scalar_type() == whole.scalar_type(),
                 "parameter ", first.name, ": expected parts of one tensor, got others");
-    const TensorPart place = part_of(*about);
-    int64_t begin = 0;  // of the box in the part
-    for (const TensorBox& box : place.boxes) {
-      const int64_t size = box.sizes[place.along];
-      whole.narrow(about->dimension, box.from[place.along], size)
-          .copy_(part.narrow(about->dimension, begin, size));
-      begin += size;
-    }
+    for (const auto& [from, to] : part_views(*about, part, whole)) to.copy_(from);
     elements += part.numel();
   }
   TORCH_CHECK(elements == whole.numel(), "parameter ", first.name, ": expected parts of ",
@@ -74,46 +71,59 @@ at::Tensor read(CheckpointReader& reader, const Source& source) {
   return whole;
 }
 
-// Throws where something is at `path`.
-void give_name(const std::string& file, const std::string& path) {
-  if (renameat2(AT_FDCWD, file.c_str(), AT_FDCWD, path.c_str(), RENAME_NOREPLACE) == 0) return;
-  // NFS has no such call, but links.
-  if (errno != EEXIST && link(file.c_str(), path.c_str()) == 0) {
-    unlink(file.c_str());
-    return;
+// The tensors of a model for one call of export_model().
+class ModelTensors {
+ public:
+  ModelTensors(CheckpointReader& reader, const ExportOptions& options)
+      : reader_(reader), options_(options) {}
+
+  void add(const std::vector<ManifestParameter>& list, const std::string& kind) {
+    for (Parts& parts : whole_tensors(list)) {
+      const ManifestParameter& about = *parts.front();
+      const bool converts = kind != "buffer" && c10::isFloatingType(about.dtype);
+      const auto dtype = converts ? options_.dtype().value_or(about.dtype) : about.dtype;
+      TensorToWrite tensor{about.name, dtype, whole_shape(about), nullptr};
+      if (c10::isComplexType(dtype)) {
+        tensor.dtype = c10::toRealValueType(dtype);
+        tensor.shape.push_back(2);
+      }
+      if (!safetensors_knows(tensor.dtype)) {
+        TORCH_CHECK(options_.skip_unsupported(), kind, " ", about.name,
+                    ": expected a dtype that safetensors has, got ", dtype,
+                    "; ExportOptions::dtype() converts parameters, skip_unsupported(true) leaves "
+                    "such tensors out");
+        continue;
+      }
+      tensor.read = [&reader = reader_, parts = std::move(parts), kind, dtype] {
+        const at::Tensor whole = zero::read(reader, parts, kind).to(dtype);
+        return whole.is_complex() ? at::view_as_real(whole) : whole;
+      };
+      result.push_back(std::move(tensor));
+    }
   }
-  throw_errno("cannot name the exported model " + path, errno);
-}
+
+  std::vector<TensorToWrite> result;
+
+ private:
+  CheckpointReader& reader_;
+  const ExportOptions& options_;
+};
 
 }  // namespace
 
-void export_model(const std::string& folder, const std::string& path,
-                  std::optional<c10::ScalarType> dtype, bool ema) {
+std::string export_model(const std::string& folder, const std::string& path,
+                         const ExportOptions& options) {
   CheckpointReader reader(folder);
-  TORCH_CHECK(!ema || has_ema(reader.manifest()), folder,
+  const Manifest& manifest = reader.manifest();
+  TORCH_CHECK(!options.ema() || has_ema(manifest), folder,
               ": expected averages of the parameters, got a checkpoint without; make the optimizer "
               "with ZeroOptions::ema before it is saved");
-  const auto all = sources(reader.manifest(), dtype, ema);
-  std::vector<StoredTensor> tensors;
-  for (const auto& [name, source] : all) {
-    tensors.push_back({name, source.dtype, whole_shape(*source.parts.front()), 0, 0});
-  }
-  const std::string saving = saving_path(path, random_id());
-  if (access(path.c_str(), F_OK) == 0) throw_errno("cannot export to " + path, EEXIST);
-  try {
-    SafetensorsWriter writer(saving, std::move(tensors), {{"format", "pt"}});
-    for (const StoredTensor& place : writer.tensors()) {
-      const Source& source = all.at(place.name);
-      const at::Tensor tensor = read(reader, source).to(source.dtype).contiguous();
-      writer.write(tensor.const_data_ptr(), tensor.nbytes());
-    }
-    writer.finish();
-    give_name(saving, path);
-    sync_folder(parent_of(path));
-  } catch (...) {
-    unlink(saving.c_str());
-    throw;
-  }
+  ModelTensors tensors(reader, options);
+  tensors.add(manifest.parameters, options.ema() ? kEmaKind : "master");
+  tensors.add(manifest.frozen, "frozen");
+  tensors.add(manifest.buffers, "buffer");
+  return write_safetensors_files(path, tensors.result, {{"format", "pt"}},
+                                 options.max_file_bytes());
 }
 
 }  // namespace zero

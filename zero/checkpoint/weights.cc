@@ -5,7 +5,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
@@ -17,7 +17,7 @@
 #include <utility>
 
 #include "zero/checkpoint/format/hashed_file.h"
-#include "zero/checkpoint/format/safetensors.h"
+#include "zero/checkpoint/format/safetensors_files.h"
 
 namespace zero {
 namespace {
@@ -26,72 +26,15 @@ using Tensors = torch::OrderedDict<std::string, at::Tensor>;
 
 constexpr size_t kLinesShown = 10;
 
-struct WeightFile {
-  explicit WeightFile(const std::string& path) : reader(path) {
-    for (StoredTensor& tensor : read_safetensors_header(reader).tensors) {
-      tensors.emplace(tensor.name, std::move(tensor));
-    }
-    reader.release();
-  }
-
-  FileReader reader;
-  std::map<std::string, StoredTensor> tensors;
-};
-
-// A tensor of the files; `tensor` is null for none.
-struct Source {
-  at::Tensor read() const {
-    at::Tensor host = at::empty(tensor->shape, at::TensorOptions().dtype(tensor->dtype));
-    file->reader.read(tensor->begin, host.mutable_data_ptr(), host.nbytes());
-    return host;
-  }
-
-  WeightFile* file = nullptr;
-  const StoredTensor* tensor = nullptr;
-};
-
-// The files behind one path. Opens those whose tensors are asked for.
-class WeightFiles {
- public:
-  explicit WeightFiles(const std::string& path) {
-    if (path.ends_with(".json")) {
-      FileReader index(path);
-      path_of_ = read_safetensors_index(index);
-      bytes_of_index_ = index.bytes_read();
-    } else {
-      for (const auto& item : open(path).tensors) path_of_[item.first] = path;
-    }
-  }
-
-  Source find(const std::string& name) {
-    const auto place = path_of_.find(name);
-    if (place == path_of_.end()) return {};
-    WeightFile& file = open(place->second);
-    const auto found = file.tensors.find(name);
-    TORCH_CHECK(found != file.tensors.end(), place->second, ": expected the tensor ",
-                printable(name), ", which the index says is in it, got a file without it");
-    return {&file, &found->second};
-  }
-
-  // The file of each tensor.
-  const std::map<std::string, std::string>& names() const { return path_of_; }
-
-  uint64_t bytes_read() const {
-    uint64_t bytes = bytes_of_index_;
-    for (const auto& item : files_) bytes += item.second.reader.bytes_read();
-    return bytes;
-  }
-
- private:
-  WeightFile& open(const std::string& path) { return files_.try_emplace(path, path).first->second; }
-
-  std::map<std::string, std::string> path_of_;
-  std::map<std::string, WeightFile> files_;
-  uint64_t bytes_of_index_ = 0;
-};
+using Source = SafetensorsFiles::Source;
 
 // Equal for the names of a tied tensor.
 using Memory = std::tuple<const void*, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+
+// Files have complex numbers as a last dimension of 2, as export_model() writes them.
+at::Tensor as_real(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+}
 
 Memory memory_of(const at::Tensor& tensor) {
   return {tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset(), tensor.sizes().vec(),
@@ -145,14 +88,15 @@ struct Match {
   std::vector<std::string> problems;
 };
 
-Match match(const Tensors& tensors, WeightFiles& files, const WeightOptions& options) {
+Match match(const Tensors& tensors, SafetensorsFiles& files, const WeightOptions& options) {
   Match result;
   std::map<Memory, size_t> copy_of;
   std::set<std::string> asked;
   std::vector<const Tensors::Item*> absent;
   for (const auto& item : tensors) {
-    const auto& [name, tensor] = item.pair();
-    if (!tensor.defined()) continue;
+    const std::string& name = item.key();
+    if (!item.value().defined()) continue;
+    const at::Tensor tensor = as_real(item.value());
     const std::string wanted = options.name_in_files() ? options.name_in_files()(name) : name;
     if (wanted.empty()) continue;
     asked.insert(wanted);
@@ -180,7 +124,7 @@ Match match(const Tensors& tensors, WeightFiles& files, const WeightOptions& opt
     }
   }
   for (const Tensors::Item* item : absent) {
-    const bool tied = copy_of.count(memory_of(item->value())) > 0;
+    const bool tied = copy_of.count(memory_of(as_real(item->value()))) > 0;
     (tied ? result.report.tied : result.report.missing).push_back(item->key());
     if (tied || options.allow_missing()) continue;
     result.problems.push_back(item->key() + ": in the model, missing in the files; " +
@@ -200,7 +144,7 @@ Match match(const Tensors& tensors, WeightFiles& files, const WeightOptions& opt
 
 WeightReport load_weights(const Tensors& tensors, const std::string& path,
                           const WeightOptions& options) {
-  WeightFiles files(path);
+  SafetensorsFiles files(path);
   Match found = match(tensors, files, options);
   std::string lines;
   for (size_t i = 0; i < std::min(found.problems.size(), kLinesShown); ++i) {
