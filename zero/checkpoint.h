@@ -176,4 +176,19 @@ struct ExportOptions {
 std::string export_model(const std::string& folder, const std::string& path,
                          const ExportOptions& options = {});
 
+// Writes the state of the inner optimizer under the names of plain torch, for a Python optimizer to
+// go on with (docs/checkpoints.md has the function that loads it) and for
+// ZeroOptimizer::load_plain_state(path). A tensor is called "state.<parameter>.<name of torch>",
+// such as "state.h.0.weight.exp_avg", and has the parameter's shape, row-major; counts and numbers
+// ("step", fp32 up to 2^24, else double) are 0-dim, and Adafactor's row_var and col_var have their
+// own shapes. A parameter that was never updated has none. The __metadata__ of each file has
+// "optimizer", the class without "zero::", and "param_groups", a JSON list of the groups: options
+// by the names of Python and "params", the names of their parameters.
+//
+// Files, the limit `max_file_bytes`, memory, errors and what is returned are those of
+// export_model(). Throws c10::Error also for Adafactor's row_var and col_var of tensor-parallel
+// parts, which cannot be put together.
+std::string export_optimizer_state(const std::string& folder, const std::string& path,
+                                   int64_t max_file_bytes = 0);
+
 }  // namespace zero

@@ -88,7 +88,9 @@ Costs costs_of(int64_t count, const std::string& folder) {
       if (group.rank() != 0) return;
       verify_checkpoint(folder);
       export_model(folder, folder + ".safetensors");
+      export_optimizer_state(folder, folder + ".state");
     });
+    measure("load_plain_state", [&] { optimizer->load_plain_state(folder + ".state"); });
     measure("freeze", [&] { optimizer->freeze(half); });
     measure("unfreeze", [&] { optimizer->unfreeze(half); });
     measure("resize_rows", [&] {
@@ -100,6 +102,7 @@ Costs costs_of(int64_t count, const std::string& folder) {
   });
   fs::remove_all(folder);
   fs::remove(folder + ".safetensors");
+  fs::remove(folder + ".state");
   return costs;
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <string>
 #include <unordered_map>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "zero/checkpoint.h"
+#include "zero/checkpoint/format/plain_state.h"
 #include "zero/checkpoint/format/reader.h"
 #include "zero/checkpoint/format/safetensors_files.h"
 #include "zero/checkpoint/match/part_views.h"
@@ -109,6 +111,48 @@ class ModelTensors {
   const ExportOptions& options_;
 };
 
+// torch's count of updates is a number in fp32, as long as that is exact.
+at::Tensor python_step(const at::Tensor& step) {
+  constexpr int64_t kExact = int64_t{1} << 24;
+  return step.to(step.item<int64_t>() <= kExact ? at::kFloat : at::kDouble);
+}
+
+// The state of one parameter.
+void add_state(CheckpointReader& reader, const Parts& parts, std::vector<TensorToWrite>& tensors) {
+  const ManifestParameter& first = *parts.front();
+  const std::string owner = stored_name(first);
+  for (const std::string& kind : reader.kinds(owner)) {
+    if (kind == "master" || kind == kEmaKind) continue;
+    const std::string name = kind.substr(kind.find(':') + 1);  // npos + 1 is 0
+    TensorToWrite tensor{plain_state_key(first.name, name), at::kFloat, {}, nullptr};
+    if (is_value(kind)) {
+      const at::Tensor value = reader.read_values(kind, {{owner, 0, numel(first)}}).front();
+      if (!value.defined()) continue;
+      const at::Tensor number = (kind == "step" ? python_step(value) : value).reshape({});
+      tensor.dtype = number.scalar_type();
+      tensor.read = [number] { return number; };
+    } else if (is_uncut(kind)) {
+      TORCH_CHECK(!is_part(first), "parameter ", first.name, ": expected ", name,
+                  " of the whole parameter, got that of a tensor-parallel part, which cannot be "
+                  "put together; export the state of a run without tensor parallelism");
+      const at::Tensor read = reader.read_uncut(owner, kind);
+      tensor.dtype = read.scalar_type();
+      tensor.shape = factor_shape(name, first.shape).value_or(read.sizes().vec());
+      TORCH_CHECK(c10::multiply_integers(tensor.shape) == read.numel(), "parameter ", first.name,
+                  ": expected ", name, " of shape ", c10::IntArrayRef(tensor.shape), ", got ",
+                  read.numel(), " elements");
+      tensor.read = [&reader, owner, kind, shape = tensor.shape] {
+        return reader.read_uncut(owner, kind).reshape(shape);
+      };
+    } else {
+      tensor.dtype = reader.dtype(kind, {owner, 0, numel(first)});
+      tensor.shape = whole_shape(first);
+      tensor.read = [&reader, parts, kind] { return zero::read(reader, parts, kind); };
+    }
+    tensors.push_back(std::move(tensor));
+  }
+}
+
 }  // namespace
 
 std::string export_model(const std::string& folder, const std::string& path,
@@ -124,6 +168,19 @@ std::string export_model(const std::string& folder, const std::string& path,
   tensors.add(manifest.buffers, "buffer");
   return write_safetensors_files(path, tensors.result, {{"format", "pt"}},
                                  options.max_file_bytes());
+}
+
+std::string export_optimizer_state(const std::string& folder, const std::string& path,
+                                   int64_t max_file_bytes) {
+  CheckpointReader reader(folder);
+  const Manifest& manifest = reader.manifest();
+  std::vector<TensorToWrite> tensors;
+  for (const Parts& parts : whole_tensors(manifest.parameters)) add_state(reader, parts, tensors);
+  return write_safetensors_files(path, tensors,
+                                 {{"format", "pt"},
+                                  {kPlainOptimizer, plain_class_name(manifest.optimizer)},
+                                  {kPlainGroups, plain_groups_text(manifest)}},
+                                 max_file_bytes);
 }
 
 }  // namespace zero

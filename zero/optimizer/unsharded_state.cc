@@ -2,18 +2,29 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/optimizer/unsharded_state.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cmath>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "zero/agreement/all_or_none.h"
+#include "zero/checkpoint/format/plain_state.h"
+#include "zero/checkpoint/format/safetensors_files.h"
+#include "zero/checkpoint/match/part_views.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/state.h"
+#include "zero/optimizer/held_tensors.h"
 
 namespace zero {
 namespace {
@@ -26,37 +37,76 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const Parameter& p) {
   return result.as_strided({tensor.numel()}, {1});
 }
 
+// Reads the whole state of a parameter. None where it has none.
+using ReadState = std::function<std::optional<InnerState>(const Parameter& p, int64_t group)>;
+
 // Cuts the state of one parameter after the other. A parameter has a segment in each of its
-// buckets, one after the other, and its whole state is brought into memory order once for all.
+// buckets, one after the other: its state is read, and brought into memory order, once for all.
 class StateCutter {
  public:
-  StateCutter(const torch::optim::Optimizer& plain, torch::optim::Optimizer& inner)
-      : plain_(plain), inner_(inner) {}
+  StateCutter(ReadState read, torch::optim::Optimizer& inner)
+      : read_(std::move(read)), inner_(inner) {}
 
   std::unique_ptr<torch::optim::OptimizerParamState> cut(const Parameter& p,
                                                          const SegmentTensors& s) {
-    auto state = read_inner_state(plain_, s.group, p.tensor);
-    if (!state) return nullptr;
-    if (std::exchange(last_, &p) != &p) in_order_.clear();
-    for (auto& [name, tensor] : state->tensors) {
-      TORCH_CHECK(tensor.sizes() == p.tensor.sizes(), "parameter ", p.name, ": expected ", name,
-                  " of shape ", p.tensor.sizes(), ", got ", tensor.sizes());
-      at::Tensor& whole = in_order_[name];
-      if (!whole.defined()) whole = in_memory_order(tensor, p);
-      tensor = in_shape_of(whole.narrow(0, s.segment.begin, s.segment.numel).clone(), s.master);
+    if (std::exchange(last_, &p) != &p) {
+      in_order_ = read_(p, s.group);
+      if (in_order_) bring_into_order(p);
     }
-    for (auto& [name, tensor] : state->uncut) {
+    if (!in_order_) return nullptr;
+    InnerState state = *in_order_;
+    for (auto& [name, tensor] : state.tensors) {
+      tensor = in_shape_of(tensor.narrow(0, s.segment.begin, s.segment.numel).clone(), s.master);
+    }
+    for (auto& [name, tensor] : state.uncut) {
       tensor = tensor.to(p.tensor.device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true);
     }
-    return make_inner_state(inner_, s.group, s.master, *state);
+    return make_inner_state(inner_, s.group, s.master, state);
   }
 
  private:
-  const torch::optim::Optimizer& plain_;
+  void bring_into_order(const Parameter& p) {
+    for (auto& [name, tensor] : in_order_->tensors) {
+      TORCH_CHECK(tensor.sizes() == p.tensor.sizes(), "parameter ", p.name, ": expected ", name,
+                  " of shape ", p.tensor.sizes(), ", got ", tensor.sizes());
+      tensor = in_memory_order(tensor, p);
+    }
+  }
+
+  const ReadState read_;
   torch::optim::Optimizer& inner_;
   const Parameter* last_ = nullptr;
-  std::map<std::string, at::Tensor> in_order_;  // of last_, by name
+  std::optional<InnerState> in_order_;  // of last_
 };
+
+using States = std::vector<std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+// The state of each segment.
+States cut_all(Engine& engine, ReadState read) {
+  States states;
+  StateCutter cutter(std::move(read), engine.shards.inner());
+  for (const SegmentTensors& s : engine.shards.segments()) {
+    states.push_back(cutter.cut(engine.table.parameters()[s.segment.parameter], s));
+  }
+  return states;
+}
+
+void take_over(Engine& engine, States& states) {
+  ShardOptimizer& shards = engine.shards;
+  engine.run_or_close([&] {
+    for (size_t i = 0; i < states.size(); ++i) {
+      const SegmentTensors& s = shards.segments()[i];
+      auto& all = shards.inner().state();
+      all.erase(s.master.unsafeGetTensorImpl());
+      if (states[i]) {
+        all[s.master.unsafeGetTensorImpl()] = std::move(states[i]);
+      } else {
+        make_initial_state(shards.inner(), s.group, s.master);
+      }
+    }
+    shards.take_state();
+  });
+}
 
 // Throws unless all of its state is of tensors that `table` knows.
 void check_known(const torch::optim::Optimizer& plain, const ParameterTable& table) {
@@ -71,39 +121,137 @@ void check_known(const torch::optim::Optimizer& plain, const ParameterTable& tab
   }
 }
 
+void check_class(Engine& engine) {
+  engine.check_no_gradients();
+  engine.table.verify();
+  const torch::optim::Optimizer& inner = engine.shards.inner();
+  TORCH_CHECK(is_known(inner), "load_plain_state: expected torch's ", known_classes(), ", got ",
+              optimizer_name(inner), "; for other classes use load_checkpoint()");
+}
+
+// The state in a file of export_optimizer_state().
+class StateFile {
+ public:
+  // `mesh` is what all ranks hold; null where each holds the same. Throws for state of another
+  // class or of tensors that no rank has.
+  StateFile(const std::string& path, Engine& engine, const MeshTensors* mesh)
+      : path_(path), files_(path), inner_(engine.shards.inner()), mesh_(mesh) {
+    const auto metadata = files_.metadata();
+    const auto stored = metadata.find(kPlainOptimizer);
+    TORCH_CHECK(stored != metadata.end(), path, ": expected a __metadata__ with the class as \"",
+                kPlainOptimizer, "\", got none; docs/checkpoints.md has a function that writes it");
+    const std::string name = plain_class_name(optimizer_name(inner_));
+    TORCH_CHECK(plain_class_name(stored->second) == name, path, ": expected state of ", name,
+                ", got ", printable(stored->second));
+    std::unordered_set<std::string> known;
+    for (const Parameter& p : engine.table.parameters()) known.insert(p.name);
+    // Adagrad's constructor makes state for these too.
+    for (const NamedTensor& f : engine.table.frozen()) known.insert(f.name);
+    for (const auto& item : files_.names()) {
+      const auto [parameter, kind] = parse_plain_state_key(item.first, path);
+      TORCH_CHECK(known.count(parameter) != 0 || (mesh_ != nullptr && mesh_->has(parameter)), path,
+                  ": expected state of this optimizer's parameters, got ", printable(item.first));
+      kinds_[parameter].push_back(kind);
+    }
+  }
+
+  std::optional<InnerState> read(const Parameter& p, int64_t group) {
+    const auto found = kinds_.find(p.name);
+    if (found == kinds_.end()) return std::nullopt;
+    InnerState state;
+    for (const std::string& kind : found->second) add(p, kind, state);
+    for (const std::string& name : required_state(inner_, group)) {
+      TORCH_CHECK(std::count(found->second.begin(), found->second.end(), name) != 0, path_,
+                  ": parameter ", p.name, ": expected state called ", name, ", got none");
+    }
+    return state;
+  }
+
+ private:
+  void add(const Parameter& p, const std::string& kind, InnerState& state) {
+    const auto source = files_.find(plain_state_key(p.name, kind));
+    const auto where = [&] { return path_ + ": parameter " + p.name + ": " + kind; };
+    TORCH_CHECK(source.tensor->dtype != c10::ScalarType::Undefined, where(),
+                ": expected a dtype that this library knows, got another");
+    const auto read = [&] {
+      at::Tensor tensor = source.read();
+      source.file->reader.release();  // so that few files are open
+      return tensor;
+    };
+    const c10::IntArrayRef shape = source.tensor->shape;
+    if (kind == "step") {
+      TORCH_CHECK(
+          source.tensor->end - source.tensor->begin == c10::elementSize(source.tensor->dtype),
+          where(), ": expected one number, got shape ", shape);
+      const auto step = read().item<double>();
+      TORCH_CHECK(step >= 0 && step <= kCountLimit && step == std::floor(step), where(),
+                  ": expected a whole number from 0 to ", kCountLimit, ", got ", step);
+      state.values.emplace_back(kind, at::full({1}, static_cast<int64_t>(step), at::kLong));
+      return;
+    }
+    const ManifestParameter* part = mesh_ == nullptr ? nullptr : &mesh_->own(p.name);
+    if (part != nullptr && !is_part(*part)) part = nullptr;
+    const std::vector<int64_t>& parameter = part == nullptr ? p.sizes : part->whole;
+    const auto factor = factor_shape(kind, parameter);
+    const c10::IntArrayRef expected = factor ? *factor : parameter;
+    TORCH_CHECK(shape == expected, where(), ": expected shape ", expected, ", got ", shape);
+    TORCH_CHECK(!factor || part == nullptr, where(),
+                ": expected a whole parameter, got a tensor-parallel part, which has its own");
+    const at::Tensor whole = read();
+    if (factor) {
+      state.uncut.emplace_back(kind, whole.reshape({-1}));
+    } else if (part == nullptr) {
+      state.tensors.emplace_back(kind, whole);
+    } else {
+      const at::Tensor own = at::empty(part->shape, whole.options());
+      for (const auto& [to, from] : part_views(*part, own, whole)) to.copy_(from);
+      state.tensors.emplace_back(kind, own);
+    }
+  }
+
+  const std::string path_;
+  SafetensorsFiles files_;
+  torch::optim::Optimizer& inner_;
+  const MeshTensors* const mesh_;
+  std::map<std::string, std::vector<std::string>> kinds_;  // by parameter
+};
+
 }  // namespace
 
 void load_plain_state(Engine& engine, const torch::optim::Optimizer& plain) {
-  ShardOptimizer& shards = engine.shards;
-  torch::optim::Optimizer& inner = shards.inner();
-  std::vector<std::unique_ptr<torch::optim::OptimizerParamState>> states;
+  States states;
   const auto check = [&] {
-    engine.check_no_gradients();
-    engine.table.verify();
-    TORCH_CHECK(is_known(inner), "load_plain_state: expected torch's ", known_classes(), ", got ",
-                optimizer_name(inner), "; for other classes use load_checkpoint()");
+    check_class(engine);
+    const torch::optim::Optimizer& inner = engine.shards.inner();
     TORCH_CHECK(optimizer_name(plain) == optimizer_name(inner),
                 "load_plain_state: expected state of ", optimizer_name(inner), ", got ",
                 optimizer_name(plain));
     check_known(plain, engine.table);
-    StateCutter cutter(plain, inner);
-    for (const SegmentTensors& s : shards.segments()) {
-      states.push_back(cutter.cut(engine.table.parameters()[s.segment.parameter], s));
-    }
+    states = cut_all(engine, [&](const Parameter& p, int64_t group) {
+      return read_inner_state(plain, group, p.tensor);
+    });
   };
   engine.agree(Call::kLoadCheckpoint, check, {"load_plain_state", {}});
-  engine.run_or_close([&] {
-    for (size_t i = 0; i < states.size(); ++i) {
-      auto& all = inner.state();
-      void* key = shards.segments()[i].master.unsafeGetTensorImpl();
-      if (states[i]) {
-        all[key] = std::move(states[i]);
-      } else {
-        all.erase(key);
-      }
-    }
-    shards.take_state();
+  take_over(engine, states);
+}
+
+void load_plain_state(Engine& engine, const std::string& path, const Engine::ParamGroups& groups) {
+  const std::string what = "load_plain_state(" + path + ")";
+  engine.agree(Call::kLoadCheckpoint,
+               [&] {
+                 check_class(engine);
+                 engine.check_groups(groups);
+               },
+               {"load_plain_state of a file", {}});
+  const auto mesh = merge_tensors(engine, what, groups);
+  States states;
+  run_on_all_ranks(*engine.comms->control, what, [&] {
+    StateFile file(path, engine, mesh.get());
+    states =
+        cut_all(engine, [&](const Parameter& p, int64_t group) { return file.read(p, group); });
+    return std::string();
   });
+  take_over(engine, states);
 }
 
 }  // namespace zero

@@ -260,6 +260,12 @@ void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
   engine.protocol.fail_stop([&] { zero::load_plain_state(engine, plain); });
 }
 
+void ZeroOptimizer::load_plain_state(const std::string& path) {
+  at::NoGradGuard no_grad;
+  Engine& engine = *impl_->engine;
+  engine.protocol.fail_stop([&] { zero::load_plain_state(engine, path, param_groups_); });
+}
+
 RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
   const NormalTensors normal;
   const at::NoGradGuard no_grad;

@@ -1,0 +1,539 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The state of the optimizer goes out under torch's names and comes back, through Python or not.
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <torch/optim/adamw.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
+#include "tests/support/mesh_run.h"
+#include "tests/support/random_tensors.h"
+#include "tests/support/run_ranks.h"
+#include "zero/adafactor.h"
+#include "zero/checkpoint.h"
+#include "zero/checkpoint/format/safetensors_files.h"
+#include "zero/mesh.h"
+#include "zero/weights.h"
+
+namespace zero {
+namespace {
+
+void on_ranks(int world_size, const std::function<void(const Group&)>& body) {
+  RunOptions options;
+  options.transport = Transport::kMemory;
+  run_ranks(world_size, body, options);
+}
+
+// Each gradient is that of rank 0, so that the sum is exact on any number of ranks.
+Training training(Inner inner) {
+  Training t;
+  t.inner = inner;
+  t.options = ZeroOptions()
+                  .reduction(Reduction::kSum)
+                  .fused(false)
+                  .bucket_bytes(700)
+                  .elementwise(inner == Inner::kOwn);
+  return t;
+}
+
+// Of a step, by the names of parameters; "never" has none, nor has "empty", which Python's
+// Adafactor divides by its size.
+Snapshot gradients(OddModelImpl& model, int step) {
+  Snapshot result;
+  uint64_t seed = 1000u * static_cast<unsigned>(step);
+  for (const auto& item : model.named_parameters()) {
+    const bool used = item.value().requires_grad() && item.value().numel() > 0 &&
+                      item.key().rfind("never", 0) != 0;
+    if (used) result[item.key()] = random_tensor(item.value().sizes(), ++seed);
+  }
+  return result;
+}
+
+void train(CheckpointRun& run, int first, int last) {
+  for (int step = first; step < last; ++step) {
+    if (run.optimizer->group().rank() == 0) {
+      const Snapshot all = gradients(*run.model, step);
+      at::Tensor loss = at::zeros({});
+      for (const auto& item : run.model->named_parameters()) {
+        if (all.count(item.key()) != 0) loss = loss + (item.value() * all.at(item.key())).sum();
+      }
+      run.optimizer->backward(loss);
+    }
+    run.optimizer->step();
+  }
+}
+
+// Collective. All but the counts of steps, which load_plain_state() leaves as they are.
+Snapshot state_of(CheckpointRun& run) {
+  Snapshot result = run.snapshot();
+  result.erase("steps/done");
+  return result;
+}
+
+struct Exported {
+  std::string model, state;  // the paths to load
+};
+
+// A run on `ranks` of three steps, and what it has then and three steps later.
+struct Saved {
+  Exported paths;
+  Snapshot then, later;
+};
+
+Saved save(Inner inner, int ranks, const std::string& folder, int64_t max_file_bytes) {
+  Saved saved;
+  on_ranks(ranks, [&](const Group& group) {
+    CheckpointRun run(training(inner), group, 1);
+    train(run, 0, 3);
+    run.optimizer->save_checkpoint(folder + "/a");
+    const Snapshot then = state_of(run);
+    train(run, 3, 6);
+    const Snapshot later = state_of(run);
+    if (group.rank() == 0) saved = {{}, then, later};
+  });
+  saved.paths.model = export_model(folder + "/a", folder + "/model.safetensors",
+                                   ExportOptions().max_file_bytes(max_file_bytes));
+  saved.paths.state =
+      export_optimizer_state(folder + "/a", folder + "/state.safetensors", max_file_bytes);
+  return saved;
+}
+
+// A run on `ranks` that begins with what is in the files.
+void go_on(Inner inner, int ranks, const Exported& paths,
+           const std::function<void(CheckpointRun&)>& then) {
+  on_ranks(ranks, [&](const Group& group) {
+    CheckpointRun run(training(inner), group, 8);
+    train(run, 0, 1);  // state that is replaced
+    load_weights(*run.model, paths.model);
+    run.optimizer->refresh_master_parameters();
+    run.optimizer->load_plain_state(paths.state);
+    then(run);
+  });
+}
+
+TEST(StateTest, AStateGoesOutAndComesBackOnAnyNumberOfRanksInEveryBit) {
+  int number = 0;
+  for (const Inner inner :
+       {Inner::kSgd, Inner::kSgdMomentum, Inner::kAdamW, Inner::kAdam, Inner::kRmsprop,
+        Inner::kAdagrad, Inner::kLion, Inner::kMuonFp32, Inner::kLamb, Inner::kAdafactor}) {
+    const int from = 1 + number % 3;
+    const int64_t limit = number % 2 == 0 ? 0 : 300;
+    const std::string what = "optimizer " + std::to_string(static_cast<int>(inner));
+    const std::string folder = fresh_folder("state" + std::to_string(number++));
+    const Saved saved = save(inner, from, folder, limit);
+    EXPECT_EQ(saved.paths.state.ends_with(".json"), limit > 0 && inner != Inner::kSgd) << what;
+    for (const int to : {1, 2, 3}) {
+      go_on(inner, to, saved.paths, [&](CheckpointRun& run) {
+        const Snapshot then = state_of(run);
+        train(run, 3, 6);
+        const Snapshot later = state_of(run);
+        if (run.optimizer->group().rank() != 0) return;
+        EXPECT_EQ(differing(saved.then, then), 0) << what << ": " << from << " -> " << to;
+        EXPECT_EQ(differing(saved.later, later), 0) << what << ": " << from << " -> " << to;
+      });
+    }
+  }
+}
+
+TEST(StateTest, TensorsHaveTheNamesAndShapesOfTorch) {
+  const std::string folder = fresh_folder("names");
+  const auto shapes = [](const std::string& path) {
+    std::map<std::string, std::vector<int64_t>> result;
+    SafetensorsFiles files(path);
+    for (const auto& item : files.names())
+      result[item.first] = files.find(item.first).tensor->shape;
+    return result;
+  };
+  const Saved adam = save(Inner::kAdamW, 2, folder, 0);
+  const auto found = shapes(adam.paths.state);
+  EXPECT_EQ(found.size(), 8u * 3) << "of eight parameters that have elements and gradients";
+  EXPECT_EQ(found.at("state.trunk.weight.exp_avg"), (std::vector<int64_t>{23, 17}));
+  EXPECT_EQ(found.at("state.last.exp_avg_sq"), (std::vector<int64_t>{1, 11, 1, 2}));
+  EXPECT_EQ(found.at("state.trunk.bias.step"), std::vector<int64_t>{});
+  SafetensorsFiles files(adam.paths.state);
+  EXPECT_TRUE(files.find("state.trunk.bias.step").read().equal(at::full({}, 3.0, at::kFloat)));
+  const at::Tensor last = files.find("state.last.exp_avg").read();
+  EXPECT_TRUE(
+      last.reshape({-1})
+          .to(at::kDouble)
+          .equal(
+              adam.then.at("exp_avg/last").view({1, 1, 2, 11}).permute({0, 3, 1, 2}).reshape({-1})))
+      << "memory order went out";
+  const auto metadata = files.metadata();
+  EXPECT_EQ(metadata.at("optimizer"), "AdamW");
+  const auto groups = nlohmann::json::parse(metadata.at("param_groups"));
+  ASSERT_EQ(groups.size(), 2u);
+  EXPECT_EQ(groups[0].at("betas"), (std::vector<double>{0.9, 0.999}));
+  EXPECT_EQ(groups[0].at("amsgrad"), false);
+  EXPECT_EQ(groups[0].at("weight_decay"), 0.05);
+  EXPECT_EQ(groups[0].at("params"), (std::vector<std::string>{"trunk.weight", "left.weight",
+                                                              "right.weight", "never.weight"}));
+
+  const auto factored = shapes(save(Inner::kAdafactor, 2, fresh_folder("factors"), 0).paths.state);
+  EXPECT_EQ(factored.at("state.trunk.weight.row_var"), (std::vector<int64_t>{23, 1}));
+  EXPECT_EQ(factored.at("state.trunk.weight.col_var"), (std::vector<int64_t>{1, 17}));
+  const auto own = shapes(save(Inner::kOwn, 2, fresh_folder("own"), 0).paths.state);
+  EXPECT_EQ(own.at("state.trunk.weight.sign"), (std::vector<int64_t>{23, 17}));
+  EXPECT_EQ(own.at("state.trunk.weight.product"), std::vector<int64_t>{});
+  const Saved muon = save(Inner::kMuonFp32, 1, fresh_folder("muon"), 0);
+  const auto of_muon = SafetensorsFiles(muon.paths.state).metadata();
+  EXPECT_EQ(of_muon.at("optimizer"), "Muon + AdamW");
+  EXPECT_EQ(nlohmann::json::parse(of_muon.at("param_groups"))[0].at("ns_coefficients").size(), 3u);
+}
+
+// The tensors of the state and of the parameters.
+std::map<std::string, at::Tensor> crossing(const WholeState& state) {
+  std::map<std::string, at::Tensor> result;
+  for (const auto& [key, tensor] : state.tensors()) {
+    for (const char* kind : {"master/", "working/", "exp_avg/", "exp_avg_sq/", "step/"}) {
+      if (key.rfind(kind, 0) == 0) result[key] = tensor;
+    }
+  }
+  return result;
+}
+
+TEST(StateTest, AnyTensorParallelismTakesWhatAnyOtherWrote) {
+  const std::string folder = fresh_folder("parts");
+  for (const int from : {1, 3}) {
+    const std::string checkpoint = folder + "/" + std::to_string(from);
+    WholeState saved;
+    on_ranks(from, [&](const Group& world) {
+      MeshRun run({.parts = from}, world, 1.0);
+      run.train(0, 3);
+      run.optimizer->save_checkpoint(checkpoint);
+      run.add_to(saved);
+    });
+    export_optimizer_state(checkpoint, checkpoint + ".safetensors");
+    std::vector<std::string> names;
+    const auto metadata = SafetensorsFiles(checkpoint + ".safetensors").metadata();
+    for (const auto& group : nlohmann::json::parse(metadata.at("param_groups"))) {
+      for (const auto& name : group.at("params")) names.push_back(name);
+    }
+    EXPECT_EQ(std::set<std::string>(names.begin(), names.end()).size(), names.size());
+    EXPECT_EQ(names.size(), describe_checkpoint(checkpoint).parameters.size());
+    for (const MeshShape& to : {MeshShape{}, MeshShape{.parts = 2}, MeshShape{.parts = 3},
+                                MeshShape{.stages = 2}, MeshShape{.experts = 2, .parts = 2}}) {
+      WholeState loaded;
+      on_ranks(to.ranks(), [&](const Group& world) {
+        MeshRun run(to, world, 1.0);
+        run.optimizer->load_plain_state(checkpoint + ".safetensors");
+        run.add_to(loaded);
+      });
+      const auto expected = crossing(saved), got = crossing(loaded);
+      int states = 0;
+      for (const auto& [key, tensor] : expected) {
+        if (key.rfind("exp_avg", 0) != 0 && key.rfind("step", 0) != 0) continue;
+        ++states;
+        ASSERT_EQ(got.count(key), 1u) << key;
+        EXPECT_TRUE(tensor.equal(got.at(key))) << key << ": " << from << " -> " << to.text();
+      }
+      EXPECT_GT(states, 60);
+    }
+  }
+}
+
+// Rows and columns of parts are means over parts: no arithmetic on them gives those of the whole.
+TEST(StateTest, RowsAndColumnsOfPartsAreRefused) {
+  const std::string folder = fresh_folder("rows");
+  struct Matrix : torch::nn::Module {
+    Matrix() { register_parameter("weight", at::zeros({4, 3})); }
+  };
+  on_ranks(2, [&](const Group& world) {
+    const Mesh mesh(world, {{"dp", 1}, {"tp", 2}});
+    Matrix model;
+    ZeroOptimizer optimizer(
+        model, std::make_unique<Adafactor>(model.parameters()), mesh.group({"dp"}),
+        ZeroOptions()
+            .mesh_group(mesh.all())
+            .tensor_parts({mesh.group({"tp"}), [](const std::string&) { return 0; }}));
+    optimizer.backward(model.parameters()[0].sum());
+    optimizer.step();
+    optimizer.save_checkpoint(folder + "/a");
+  });
+  expect_words(error_of([&] { export_optimizer_state(folder + "/a", folder + "/state"); }),
+               {"weight", "col_var", "tensor-parallel part"});
+}
+
+// Writes <path> with the tensors and the metadata of `from`, changed.
+using Tensors = std::map<std::string, at::Tensor>;
+using Change = std::function<void(Tensors&, std::map<std::string, std::string>&)>;
+
+std::string changed(const std::string& from, const std::string& path, const Change& change) {
+  SafetensorsFiles files(from);
+  Tensors tensors;
+  for (const auto& item : files.names()) tensors[item.first] = files.find(item.first).read();
+  auto metadata = files.metadata();
+  change(tensors, metadata);
+  std::vector<TensorToWrite> list;
+  for (const auto& [name, tensor] : tensors) {
+    list.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), [t = tensor] { return t; }});
+  }
+  std::filesystem::remove(path);
+  return write_safetensors_files(path, list, metadata, 0);
+}
+
+TEST(StateErrorTest, AFileThatDoesNotFitOnOneRankChangesNothingOnAny) {
+  const std::string folder = fresh_folder("refused");
+  const Saved saved = save(Inner::kAdamW, 1, folder, 0);
+  const Saved factored = save(Inner::kAdafactor, 1, folder + "/factored", 0);
+  const std::string step = "state.trunk.bias.step";
+  struct Case {
+    Change change;
+    std::vector<std::string> words;
+  };
+  const std::vector<Case> cases = {
+      {[](auto&, auto& m) { m["optimizer"] = "Adam"; }, {"expected state of AdamW, got Adam"}},
+      {[](auto&, auto& m) { m.erase("optimizer"); }, {"__metadata__", "\"optimizer\""}},
+      {[](auto& t, auto&) { t["state.other.weight.exp_avg"] = at::zeros({2}); },
+       {"this optimizer's parameters", "state.other.weight.exp_avg"}},
+      {[](auto& t, auto&) { t["weight"] = at::zeros({2}); }, {"state.<parameter>.<state>"}},
+      {[](auto& t, auto&) { t["state.trunk.bias.exp_avg"] = at::zeros({22}); },
+       {"trunk.bias", "exp_avg", "expected shape [23], got [22]"}},
+      {[](auto& t, auto&) { t.erase("state.trunk.bias.exp_avg_sq"); },
+       {"trunk.bias", "expected state called exp_avg_sq"}},
+      {[&](auto& t, auto&) { t.erase(step); }, {"trunk.bias", "expected state called step"}},
+      {[&](auto& t, auto&) { t[step] = at::full({}, 2.5); }, {"whole number", "2.5"}},
+      {[&](auto& t, auto&) { t[step] = at::full({}, -1.0); }, {"whole number", "-1"}},
+      {[&](auto& t, auto&) { t[step] = at::full({2}, 1.0); }, {"one number"}},
+      {[](auto& t, auto&) { t["state.trunk.bias.momentum"] = at::zeros({23}); }, {"momentum"}},
+  };
+  int number = 0;
+  for (const Case& test : cases) {
+    const std::string path =
+        changed(saved.paths.state, folder + "/bad" + std::to_string(number++), test.change);
+    on_ranks(2, [&](const Group& group) {
+      CheckpointRun run(training(Inner::kAdamW), group, 1);
+      train(run, 0, 1);
+      const Snapshot before = run.snapshot();
+      // Rank 0 holds "trunk.bias" or not; the other reads what fits.
+      const std::string error = error_of([&] { run.optimizer->load_plain_state(path); });
+      expect_words(error, test.words);
+      expect_words(
+          error_of([&] {
+            run.optimizer->load_plain_state(group.rank() == 0 ? path + ".none" : saved.paths.state);
+          }),
+          {".none"});
+      EXPECT_EQ(differing(before, run.snapshot()), 0) << number;
+      train(run, 1, 2);
+    });
+  }
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(training(Inner::kAdafactor), group, 1);
+    const std::string path = folder + "/rows" + std::to_string(group.rank());
+    changed(factored.paths.state, path, [](auto& t, auto&) {
+      t["state.trunk.weight.row_var"] = at::zeros({1, 23});
+    });
+    expect_words(error_of([&] { run.optimizer->load_plain_state(path); }),
+                 {"row_var", "expected shape [23, 1], got [1, 23]"});
+    run.optimizer->load_plain_state(factored.paths.state);
+    EXPECT_EQ(differing(factored.then, state_of(run)) > 0, true) << "masters are the run's own";
+  });
+}
+
+TEST(StateTest, AParameterWithoutStateBeginsAnew) {
+  const std::string folder = fresh_folder("anew");
+  for (const Inner inner : {Inner::kAdamW, Inner::kAdagrad}) {
+    const Saved saved = save(inner, 2, folder + "/" + std::to_string(static_cast<int>(inner)), 0);
+    const std::string path =
+        changed(saved.paths.state, folder + "/some.safetensors", [](auto& t, auto&) {
+          std::erase_if(t, [](const auto& item) { return item.first.find("trunk.") == 6; });
+        });
+    on_ranks(3, [&](const Group& group) {
+      CheckpointRun fresh(training(inner), group, 1), run(training(inner), group, 1);
+      const Snapshot before = state_of(fresh);
+      train(run, 0, 2);
+      run.optimizer->load_plain_state(path);
+      const Snapshot after = state_of(run);
+      for (const char* kind : {"present", "step", "exp_avg", "exp_avg_sq", "sum"}) {
+        for (const char* name : {"trunk.weight", "trunk.bias", "left.weight"}) {
+          const std::string key = std::string(kind) + "/" + name;
+          const Snapshot& expected = name[0] == 't' ? before : saved.then;
+          EXPECT_TRUE(after.at(key).equal(expected.at(key))) << key;
+        }
+      }
+      train(run, 2, 3);
+    });
+  }
+}
+
+TEST(StateTest, ACountThatFp32CannotHoldIsADouble) {
+  const std::string folder = fresh_folder("counts"), step = "state.trunk.bias.step";
+  const Saved saved = save(Inner::kAdamW, 1, folder, 0);
+  for (const double count : {std::exp2(24), std::exp2(24) + 1}) {
+    const std::string path =
+        changed(saved.paths.state, folder + "/some.safetensors",
+                [&](auto& t, auto&) { t[step] = at::full({}, count, at::kDouble); });
+    const std::string again = folder + "/" + std::to_string(count);
+    on_ranks(1, [&](const Group& group) {
+      CheckpointRun run(training(Inner::kAdamW), group, 1);
+      run.optimizer->load_plain_state(path);
+      run.optimizer->save_checkpoint(again);
+    });
+    SafetensorsFiles files(export_optimizer_state(again, again + ".safetensors"));
+    const at::Tensor stored = files.find(step).read();
+    EXPECT_EQ(stored.scalar_type(), count > std::exp2(24) ? at::kDouble : at::kFloat);
+    EXPECT_EQ(stored.item<double>(), count);
+  }
+}
+
+TEST(StateTest, MoreFilesThanCanBeOpenAreRead) {
+  const std::string folder = fresh_folder("many");
+  on_ranks(1, [&](const Group& group) {
+    NamedTensors list;
+    for (int i = 0; i < 60; ++i) {
+      list.insert("p" + std::to_string(i), at::zeros({1}).requires_grad_());
+    }
+    ZeroOptimizer optimizer(list, std::make_unique<torch::optim::AdamW>(list.values()), group);
+    at::Tensor loss = at::zeros({1});
+    for (const at::Tensor& t : list.values()) loss = loss + t;
+    optimizer.backward(loss.sum());
+    optimizer.step();
+    optimizer.save_checkpoint(folder + "/a");
+    const std::string index =
+        export_optimizer_state(folder + "/a", folder + "/state", /*max_file_bytes=*/1);
+    rlimit before{};
+    getrlimit(RLIMIT_NOFILE, &before);
+    const rlimit few{128, before.rlim_max};
+    setrlimit(RLIMIT_NOFILE, &few);
+    const std::string error = error_of([&] { optimizer.load_plain_state(index); });
+    setrlimit(RLIMIT_NOFILE, &before);
+    EXPECT_EQ(error, "");
+    EXPECT_EQ(SafetensorsFiles(index).names().size(), 180u);
+  });
+}
+
+TEST(StateErrorTest, AllRanksMakeTheSameCallBetweenSteps) {
+  const std::string folder = fresh_folder("calls");
+  const Saved saved = save(Inner::kAdamW, 1, folder, 0);
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(training(Inner::kAdamW), group, 1);
+    const auto load = [&] { run.optimizer->load_plain_state(saved.paths.state); };
+    const auto plain = make_inner(Inner::kAdamW, *run.model);
+    expect_words(
+        error_of([&] { group.rank() == 0 ? load() : run.optimizer->load_plain_state(*plain); }),
+        {"load_plain_state of a file"});
+    run.optimizer->backward(run.model->trunk->weight.sum());
+    expect_words(error_of(load), {"gradients"});
+    run.optimizer->zero_grad();
+    load();
+  });
+  on_ranks(1, [&](const Group& group) {
+    CheckpointRun run(training(Inner::kOwn), group, 1);
+    expect_words(error_of([&] { run.optimizer->load_plain_state(saved.paths.state); }),
+                 {"expected torch's", "load_checkpoint()"});
+  });
+}
+
+std::string python() {
+  const char* path = std::getenv("ZERO_PYTHON");
+  return path != nullptr ? path : "python3";
+}
+
+// The largest |a - b|, in units of the last place of the number or of the learning rate, if that is
+// larger: about as much as one rounding in a step changes.
+double units(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0) return 0;
+  const at::Tensor exact = a.to(at::kDouble);
+  const double unit = std::numeric_limits<float>::epsilon(), rate = 0.01;
+  return (exact - b).abs().div(exact.abs().clamp_min(rate) * unit).max().item<double>();
+}
+
+TEST(PythonTest, ARunGoesOnInTorchAndComesBack) {
+  const std::string command = python();
+  if (std::system((command + " -c 'import safetensors.torch, torch' 2>/dev/null").c_str()) != 0) {
+    GTEST_SKIP() << command << " has no safetensors and torch; set ZERO_PYTHON to one that has";
+  }
+  struct Case {
+    Inner inner;
+    int ranks;
+    int64_t limit;
+    // Adam and AdamW of Python make exp_avg by lerp, which rounds otherwise. All else is equal.
+    bool like_libtorch;
+    double units;  // of parameters after three steps
+  };
+  for (const Case& c : std::vector<Case>{{Inner::kSgdMomentum, 2, 0, false, 0},
+                                         {Inner::kRmsprop, 3, 900, false, 0},
+                                         {Inner::kAdagrad, 1, 0, false, 0},
+                                         {Inner::kAdamW, 1, 0, false, 6},
+                                         {Inner::kAdamW, 3, 900, true, 0},
+                                         {Inner::kAdam, 2, 0, true, 0},
+                                         {Inner::kAdafactor, 2, 0, false, 2}}) {
+    const std::string folder = fresh_folder("python");
+    const Saved saved = save(c.inner, c.ranks, folder, c.limit);
+    const std::string what = "optimizer " + std::to_string(static_cast<int>(c.inner));
+    Snapshot steps;
+    OddModel model(1);
+    for (int step = 3; step < 6; ++step) {
+      for (const auto& [name, gradient] : gradients(*model, step)) {
+        steps[std::to_string(step - 3) + "/" + name] = gradient;
+      }
+    }
+    write_snapshot(steps, folder + "/gradients.safetensors");
+    // What the script reads is one file.
+    if (c.limit > 0) export_model(folder + "/a", folder + "/whole.safetensors");
+    if (c.limit > 0) {
+      std::filesystem::remove(folder + "/model.safetensors.index.json");
+      std::filesystem::rename(folder + "/whole.safetensors", folder + "/model.safetensors");
+    }
+    const std::string script = "tests/checkpoint/go_on_in_python.py";
+    ASSERT_EQ(std::system((command + " " + script + " " + folder + " " + saved.paths.state +
+                           (c.like_libtorch ? " 1" : ""))
+                              .c_str()),
+              0)
+        << what;
+    const Exported back{folder + "/python_model.safetensors", folder + "/python_state.safetensors"};
+    Snapshot never_left;
+    on_ranks(1, [&](const Group& group) {  // nine steps
+      CheckpointRun run(training(c.inner), group, 1);
+      train(run, 0, 9);
+      never_left = state_of(run);
+    });
+    go_on(c.inner, c.ranks, back, [&](CheckpointRun& run) {
+      const Snapshot then = state_of(run);
+      train(run, 6, 9);
+      const Snapshot end = state_of(run);
+      if (run.optimizer->group().rank() != 0) return;
+      double most = 0, most_at_the_end = 0;
+      for (const auto& [key, tensor] : saved.later) {
+        if (key.rfind("master/", 0) == 0) {
+          most = std::max(most, units(tensor, then.at(key)));
+          most_at_the_end = std::max(most_at_the_end, units(never_left.at(key), end.at(key)));
+        }
+        if (key.rfind("step/", 0) == 0) {
+          EXPECT_TRUE(tensor.equal(then.at(key))) << key;
+        }
+      }
+      std::printf("%s: %.2f units after Python, %.2f at the end\n", what.c_str(), most,
+                  most_at_the_end);
+      EXPECT_LE(most, c.units) << what;
+      EXPECT_LE(most_at_the_end, 2 * c.units) << what;
+      if (c.units > 0) return;
+      EXPECT_EQ(differing(saved.later, then), 0) << what;
+      EXPECT_EQ(differing(never_left, end), 0) << what;
+    });
+  }
+}
+
+}  // namespace
+}  // namespace zero
