@@ -9,7 +9,7 @@
 //   ...
 //   if (auto newest = zero::latest("run")) optimizer.load_checkpoint(*newest);
 //
-// A checkpoint holds, with a XXH3 for each 32 KiB of a tensor:
+// A checkpoint holds, with an XXH3 for each 32 KiB of a tensor:
 //   rank-00000.safetensors ...       pieces "<name>[<begin>:<end>].<kind>" of parameters in their
 //                                    memory order; kind: master, exp_avg, step and so on;
 //                                    ".<name>": the state of an object that the save includes

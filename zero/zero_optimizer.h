@@ -310,13 +310,15 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // in host memory, in the order in which a step changes it, and a step that is ahead copies the
   // rest; so parameters may be changed by hand only after the next step(). From a GPU, a separate
   // stream copies the shard, and the stream that steps waits for it. The call blocks until the
-  // device has done the last step and buffers are copied; the first one also locks host memory.
+  // device has done the last step, and until buffers are copied and frozen parameters copied or
+  // hashed; the first one also locks host memory.
   // Ends with PendingCheckpoint::finish().
   std::unique_ptr<PendingCheckpoint> save_checkpoint_async(const std::string& folder,
                                                            const SaveOptions& options = {});
   // Collective. Loads what any number of ranks saved, with any mesh, stage, layout and bucket size.
-  // Each rank reads the stored tensors that overlap its shard, and its part of all files to verify
-  // them; what it does not see, a rank that does sends it, so `folder` may differ between ranks.
+  // Each rank reads the ranges that overlap its shard, and its part of what no rank needs, so that
+  // together they verify every byte. If a rank does not see a file, one that does sends what the
+  // rank needs of it, so `folder` may differ between ranks.
   // Working parameters are set from the masters. The run that saved it goes on: the next save has
   // its id. Throws c10::Error on all ranks, and then nothing has changed: gradients since the last
   // step, damage, another model (see LoadOptions::strict), numbers that no optimizer can go on

@@ -13,8 +13,8 @@ FILES = [
     ("rank-00002.safetensors", "what rank 2 owns", LIGHT_BLUE, BLUE, ""),
     ("frozen.safetensors, buffers.safetensors", "frozen parameters and buffers of rank 0", LIGHT_ORANGE,
      ORANGE, ""),
-    ("manifest.json", "what the run was; size and XXH3 of every file and", LIGHT_GREEN, GREEN,
-     "tensor; its last line is its own checksum"),
+    ("manifest.json", "what the run was, and what is in every file;", LIGHT_GREEN, GREEN,
+     "its last line is its own checksum"),
 ]
 STEPS = [
     ("1", "Rank 0 makes the hidden folder", [".step-100.5f02c1d9e4b7a863.saving/",

@@ -111,6 +111,22 @@ TEST(GoldenTest, VersionFiveLoadsOnAnyNumberOfRanksAndGoesOn) {
   EXPECT_EQ(describe_checkpoint(kGoldenBlocks).version, 5);
 }
 
+// As on a new machine with a disk of its own: another rank sends it what it needs.
+TEST(GoldenTest, ARankThatSeesNothingOfAnyVersionLoadsItToo) {
+  for (const char* folder : {kGolden, kGoldenAverage, kGoldenBlocks}) {
+    for (const int world_size : {2, 3}) {
+      run_ranks(world_size, [&](const Group& group) {
+        GoldenModel model(7);
+        ZeroOptimizer optimizer(*model, golden_adamw(*model), group,
+                                ZeroOptions().loss_scaler(LossScalerOptions()));
+        optimizer.load_checkpoint(group.rank() == 1 ? "tests/nothing" : folder);
+        expect_near(model->weight.detach(), trained(kGoldenSteps)->weight.detach());
+        EXPECT_EQ(model->frozen[1].item<double>(), 0.5);
+      });
+    }
+  }
+}
+
 TEST(GoldenTest, VersionTwoLoadsWithAnyNumberOfPartsAndGoesOn) {
   const auto whole = [](int steps) {
     GoldenPart model(0.5, 0, 3);

@@ -60,8 +60,6 @@ TEST_F(HashedFileTest, TheHashOfPartsIsThatOfTheWhole) {
   hash.add(content_.data() + 5, 0);
   hash.add(content_.data() + 5, content_.size() - 5);
   EXPECT_EQ(hash.value(), content_hash(content_.data(), content_.size()));
-  hash.reset();
-  EXPECT_EQ(hash.value(), content_hash("", 0));
 }
 
 TEST_F(HashedFileTest, AHashIsSixteenDigits) {

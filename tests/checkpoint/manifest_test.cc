@@ -77,6 +77,12 @@ TEST(ManifestTest, HostileContentWithAMatchingChecksumIsRefused) {
     refused(m);
   }
   m.files[0].blocks = 1;
+  m.tensors[0].kinds = {"master", "master"};
+  refused(m);
+  m.tensors[0].kinds.clear();
+  for (size_t k = 0; k <= kKindsLimit; ++k) m.tensors[0].kinds.push_back(std::to_string(k));
+  refused(m);
+  m.tensors[0].kinds = {"master"};
   const auto refused_parameter = [&](std::vector<int64_t> shape, std::vector<int64_t> strides) {
     m.parameters = {{"p", std::move(shape), std::move(strides), at::kFloat, 0}};
     refused(m);

@@ -159,6 +159,22 @@ TEST(ReaderTest, MoreFilesThanCanBeOpenAreRead) {
   setrlimit(RLIMIT_NOFILE, &before);
 }
 
+// Bytes are stored for dtypes that safetensors lacks, and fit elements of several sizes.
+TEST(ReaderTest, RangesOfOnePieceHaveOneDtype) {
+  const std::string folder = ::testing::TempDir() + "/dtypes";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  Manifest m;
+  m.id = "1";
+  write_checkpoint(folder, m, {{"f", {{{"p", "x", 0, 4}, at::ones({16}, at::kByte)}}}});
+  CheckpointReader reader(folder);
+  const at::Tensor wide = at::empty({2}), narrow = at::empty({2}, at::kHalf);
+  expect_words(error_of([&] {
+                 reader.read("x", {{"p", 0, 2}, {"p", 2, 2}}, {wide, narrow});
+               }),
+               {"p: expected one dtype, got Float and Half"});
+}
+
 TEST_F(PiecesReaderTest, SaysWhatIsStored) {
   CheckpointReader reader(folder_);
   EXPECT_EQ(reader.id(), "1");

@@ -127,6 +127,28 @@ TEST_F(StoredFileTest, ARangeReadsItsBlocksAndNoOthers) {
   EXPECT_NE(error_of([&] { file->verify_rest(nullptr); }), "");
 }
 
+// A file whose last tensor is not the table, with a hash that matches what lies there.
+TEST_F(StoredFileTest, ATableElsewhereIsRefused) {
+  const auto refusal = [&](std::vector<StoredTensor> tensors) {
+    fs::remove(path_);
+    SafetensorsWriter writer(path_, std::move(tensors), {{"checkpoint", "an id"}});
+    const std::string zeros(64, '\0');
+    for (const StoredTensor& t : writer.tensors()) writer.write(zeros.data(), t.end - t.begin);
+    writer.finish();
+    const std::string bytes = content(path_);
+    const size_t data = bytes.size() - 16;
+    const std::string index = bytes.substr(0, data) + bytes.substr(bytes.size() - 8);
+    content_.about = {"f", bytes.size(), content_hash(index.data(), index.size()), 1};
+    return error_of([&] { open(); });
+  };
+  const std::vector<int64_t> eight = {8};
+  expect_words(refusal({{"a", at::kByte, eight, 0, 0}, {"b", at::kByte, eight, 0, 0}}),
+               {path_, "as the last tensor"});
+  expect_words(refusal({{kTableKey, at::kByte, eight, 0, 0}, {"a", at::kByte, eight, 0, 0}}),
+               {path_, "as the last tensor"});
+  EXPECT_EQ(refusal({{"a", at::kByte, eight, 0, 0}, {kTableKey, at::kByte, eight, 0, 0}}), "");
+}
+
 // What the reader of a checkpoint makes of it: ranges that meet in a block read it once.
 TEST_F(StoredFileTest, RangesOfOneBlockReadItOnce) {
   const std::string folder = ::testing::TempDir() + "/stored_folder";

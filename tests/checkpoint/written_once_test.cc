@@ -49,9 +49,10 @@ struct AdapterImpl : torch::nn::Module {
   explicit AdapterImpl(double value) {
     frozen = register_parameter("frozen", at::full({1000}, value, at::kFloat), false);
     adapter = register_parameter("adapter", at::full({6}, value, at::kFloat));
+    other = register_parameter("other", at::full({2}, value, at::kFloat));
     counter = register_buffer("counter", at::full({1}, value, at::kFloat));
   }
-  at::Tensor frozen, adapter, counter;
+  at::Tensor frozen, adapter, other, counter;
 };
 
 class AdapterRun {
@@ -61,7 +62,7 @@ class AdapterRun {
         optimizer(model, std::make_unique<torch::optim::SGD>(model.parameters(), 0.1), group) {}
 
   void step() {
-    optimizer.backward((model.adapter * model.frozen.narrow(0, 0, 6)).sum());
+    optimizer.backward((model.adapter * model.frozen.narrow(0, 0, 6)).sum() + model.other.sum());
     optimizer.step();
     const at::NoGradGuard guard;
     model.counter.add_(1);
@@ -161,6 +162,44 @@ TEST(WrittenOnceTest, WhereTheLastOneCannotBeLinkedItIsWritten) {
     if (group.rank() == 0) error_of_links = 0;
     EXPECT_NE(inode(parent + "/3"), inode(parent + "/2"));
     expect_loads(parent + "/3", group, run);
+  });
+}
+
+// As where a job that was taken for dead goes on: its file has the same size.
+TEST(WrittenOnceTest, AFileThatAnotherSaveHasPutThereIsNotLinked) {
+  on_ranks([](const Group& group, const std::string& parent, bool async) {
+    AdapterRun run(group), other(group);
+    run.step();
+    run.save(parent + "/a", async);
+    other.step();
+    other.save(parent + "/a", async, SaveOptions().overwrite(true));
+    const ino_t others = inode(parent + "/a");
+    run.save(parent + "/a", async, SaveOptions().overwrite(true));
+    EXPECT_NE(inode(parent + "/a"), others);
+    expect_loads(parent + "/a", group, run);
+  });
+}
+
+TEST(WrittenOnceTest, ASaveThatBeginsBesideAnotherLinksWhatIsThere) {
+  on_ranks([](const Group& group, const std::string& parent, bool async) {
+    if (!async) return;
+    AdapterRun run(group);
+    run.step();
+    run.save(parent + "/0", false);
+    const auto first = run.optimizer.save_checkpoint_async(parent + "/1");
+    run.step();
+    const auto second = run.optimizer.save_checkpoint_async(parent + "/2");
+    first->finish();
+    second->finish();
+    EXPECT_EQ(inode(parent + "/0"), inode(parent + "/1"));
+    EXPECT_EQ(inode(parent + "/0"), inode(parent + "/2"));
+    // Another list of frozen parameters is another file.
+    run.optimizer.freeze({run.model.adapter});
+    run.save(parent + "/3", false);
+    EXPECT_NE(inode(parent + "/3"), inode(parent + "/2"));
+    run.optimizer.unfreeze({run.model.adapter});
+    run.save(parent + "/4", false);
+    expect_loads(parent + "/4", group, run);
   });
 }
 

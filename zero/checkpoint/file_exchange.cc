@@ -211,8 +211,10 @@ std::string receive(Communicator& pair, const Manifest& manifest, const Wanted& 
                 "expected bytes of a file that was asked for, got ", run.begin, " to ", run.end,
                 " of file ", run.file);
     const at::Tensor bytes = host_bytes(run.end - run.begin);
+    const bool added = received.parts[run.file].emplace(run.begin, bytes).second;
+    TORCH_CHECK(added, "expected each part of a file once, got that from ", run.begin, " of file ",
+                run.file, " twice");
     targets.push_back(bytes.mutable_data_ptr<uint8_t>());
-    received.parts[run.file].emplace(run.begin, bytes);
   }
   const uint64_t bytes = total(runs);
   received.bytes += bytes;

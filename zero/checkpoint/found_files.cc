@@ -65,11 +65,11 @@ int64_t unseen(const std::vector<std::vector<int>>& ranks) {
   return std::count_if(ranks.begin(), ranks.end(), [](const auto& list) { return list.empty(); });
 }
 
-// The manifest that this rank sees by itself.
-std::optional<Manifest> look(const std::string& folder) {
+// The text of the manifest that this rank sees by itself; empty if it sees none.
+std::string look(const std::string& folder) {
   const bool there = access((folder + "/" + kManifestName).c_str(), F_OK) == 0;
-  if (!there && (errno == ENOENT || errno == ENOTDIR)) return std::nullopt;
-  return read_manifest(folder);
+  if (!there && (errno == ENOENT || errno == ENOTDIR)) return {};
+  return read_manifest_text(folder);
 }
 
 // "id 12ab on ranks 0, 1 and id 34cd on rank 2".
@@ -97,23 +97,23 @@ void check_one_checkpoint(const std::vector<std::string>& ids, const std::string
               "remove what is left of others");
 }
 
-// The manifest of the first rank that has one.
+// The manifest of the first rank that has one, for those that have none. The text is sent as it was
+// written, of whatever version.
 Manifest share_manifest(Communicator& control, const std::string& what,
-                        const std::vector<std::string>& ids, std::optional<Manifest> own) {
+                        const std::vector<std::string>& ids, const std::string& text,
+                        std::optional<Manifest> own) {
   const auto first =
       std::find_if(ids.begin(), ids.end(), [](const auto& id) { return !id.empty(); });
   const int source = static_cast<int>(first - ids.begin());
   if (std::none_of(ids.begin(), ids.end(), [](const auto& id) { return id.empty(); })) {
     return std::move(*own);
   }
-  std::string text;
+  const std::string sent = broadcast_text(control, text, source, "manifest");
   run_on_all_ranks(control, what, [&]() -> std::string {
-    if (control.rank() == source) text = manifest_text(*own);
+    if (!own) own = parse_manifest(sent, "the manifest of rank " + std::to_string(source));
     return {};
   });
-  text = broadcast_text(control, text, source, "manifest");
-  if (own) return std::move(*own);
-  return parse_manifest(text, "the manifest of rank " + std::to_string(source));
+  return std::move(*own);
 }
 
 }  // namespace
@@ -133,13 +133,14 @@ FoundFiles find_files(Communicator& control, const std::string& what, const std:
   // 1. Each rank looks into its folder, and tells the others the identifier of its manifest and a
   // hash of which files it sees. If all say the same, as in a folder that all share, each reads for
   // itself.
-  std::string folder;
+  std::string folder, text;
   std::optional<Manifest> own;
   const std::vector<std::string> views = run_on_all_ranks(control, what, [&]() -> std::string {
     check_path(named);
     folder = present_path(named, is_complete_checkpoint);
-    own = look(folder);
-    if (!own) return {};
+    text = look(folder);
+    if (text.empty()) return {};
+    own = parse_manifest(text, folder + "/" + kManifestName);
     const std::string seen = files_seen(*own, folder);
     return own->id + " " + hash_text(content_hash(seen.data(), seen.size()));
   });
@@ -158,7 +159,7 @@ FoundFiles find_files(Communicator& control, const std::string& what, const std:
   for (const std::string& view : views) ids.push_back(view.substr(0, view.rfind(' ')));
   check_one_checkpoint(ids, here);
   // 3. Ranks without a manifest get one.
-  FoundFiles found{share_manifest(control, what, ids, std::move(own)), {}};
+  FoundFiles found{share_manifest(control, what, ids, text, std::move(own)), {}};
   // 4. Now that all have it, each says which of its files it sees.
   const auto seen =
       run_on_all_ranks(control, what, [&] { return files_seen(found.manifest, folder); });

@@ -197,16 +197,17 @@ void CheckpointWriter::prepare(const std::function<void()>& work) noexcept {
   }
 }
 
-bool CheckpointWriter::link_file(const std::string& path, FileContent content) noexcept {
+bool CheckpointWriter::link_file(const std::string& path, const FileContent& content) {
   if (!problem_.empty()) return false;
   const std::string name = saving_ + "/" + content.about.name;
   if (link(path.c_str(), name.c_str()) != 0) return false;
-  std::error_code error;
-  if (std::filesystem::file_size(name, error) != content.about.bytes || error) {
-    unlink(name.c_str());  // somebody has changed it
+  try {
+    StoredFile(std::make_unique<FileReader>(name), content.about);
+  } catch (const c10::Error&) {  // another save has put its file there
+    unlink(name.c_str());
     return false;
   }
-  add_file(std::move(content));
+  add_file(content);
   return true;
 }
 

@@ -6,6 +6,7 @@
 //
 //   begin()        collective: the folder exists and every rank sees it; refused
 //                  while another save to the same place is under way
+//   link_file()    by this rank alone: a file of the last checkpoint is one of this, too
 //   write_files()  by this rank alone, on any thread
 //   finish()       collective: all files are on disk; manifest, rename
 //
@@ -53,9 +54,10 @@ class CheckpointWriter {
   const std::string& id() const { return id_; }
   // Runs what comes before write_files(). Never throws: what goes wrong is thrown by finish().
   void prepare(const std::function<void()>& work) noexcept;
-  // After begin(). Gives the file at `path`, of an earlier checkpoint, a second name in this one,
-  // and returns whether the file system did that. `content` is what is in it. Never throws.
-  bool link_file(const std::string& path, FileContent content) noexcept;
+  // After begin(). Gives the file at `path`, of an earlier checkpoint, a second name in this one.
+  // Returns whether that is done: the file system can do it, and the index of the file is that of
+  // `content`.
+  bool link_file(const std::string& path, const FileContent& content);
   // Writes `files`. Never throws, too.
   void write_files(const std::vector<FileToSave>& files) noexcept;
   // Writes `files`, whose copies are made, and removes those that are written: straight from their

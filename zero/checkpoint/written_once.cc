@@ -11,10 +11,10 @@ bool WrittenOnce::link(const FileToSave& file, CheckpointWriter& writer) noexcep
   try {
     const ManifestFile now = hash_file(file, content_.about.id).about;
     if (now.hash != content_.about.hash || now.bytes != content_.about.bytes) return false;
+    return writer.link_file(path_, content_);
   } catch (const std::exception&) {  // memory, or a device: writing it will say so
     return false;
   }
-  return writer.link_file(path_, content_);
 }
 
 void WrittenOnce::keep(const std::string& folder, const std::string& name,

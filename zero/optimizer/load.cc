@@ -195,15 +195,20 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
   }
   Staged staged;
   StateChange states(groups);
+  at::Tensor blocks;
   // 1. Each rank reads what it needs.
-  run_on_all_ranks(control, what, [&]() -> std::string {
+  const auto counts = run_on_all_ranks(control, what, [&] {
     if (!reader) reader = std::make_unique<CheckpointReader>(folder, found.manifest);
     for (const size_t f : to_verify) reader->verify_index(f);
     staged = stage(*reader, folder, load, engine.table, engine.shards, control, mesh.get());
-    return {};
+    blocks = reader->blocks_read();
+    return std::to_string(blocks.numel());
   });
-  // 2. Then what no rank has read, so that together they read every byte.
-  const at::Tensor blocks = reader->blocks_read();
+  for (const std::string& count : counts) {
+    TORCH_CHECK(count == counts[0], what, ": expected one manifest on all ranks, got several");
+  }
+  // 2. The ranks combine what they have read. Each then reads of its files what none has, so that
+  // together they read every byte.
   control.all_reduce_or(blocks, "blocks of a checkpoint").wait();
   const auto texts = run_on_all_ranks(control, what, [&] {
     for (const size_t f : to_verify) reader->verify_file(f, blocks);

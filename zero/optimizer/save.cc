@@ -25,14 +25,19 @@ namespace {
 
 constexpr char kFrozen[] = "frozen";
 
-// Tensors that a rank holds whole. Those that do not change are in a file of their own.
-FileToSave whole_file(const std::string& name, const std::string& kind,
-                      const std::vector<NamedTensor>& tensors, int rank) {
-  FileToSave file{whole_file_name(name, rank), {}};
-  for (const NamedTensor& item : tensors) {
+// The files of tensors that a rank holds whole: frozen parameters, which do not change, and buffers
+// with the parameters that an optimizer of another class trains, which do.
+std::vector<FileToSave> whole_files(const ParameterTable& table, int rank) {
+  FileToSave frozen{whole_file_name(kFrozen, rank), {}};
+  FileToSave others{whole_file_name("buffers", rank), {}};
+  const auto add = [](const NamedTensor& item, const char* kind, FileToSave& file) {
     file.tensors.push_back({{item.name, kind, 0, item.tensor.numel()}, item.tensor.detach()});
+  };
+  for (const NamedTensor& item : table.unmanaged()) {
+    add(item, "frozen", item.trainable ? others : frozen);
   }
-  return file;
+  for (const NamedTensor& item : table.buffers()) add(item, "buffer", others);
+  return {std::move(frozen), std::move(others)};
 }
 
 // The domain of the parameter that a tensor of a rank's file is a piece of; null for others.
@@ -115,10 +120,7 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
                 {}});
   const auto mesh = merge_tensors(engine, "save_checkpoint(" + folder + ")", groups);
   std::vector<FileToSave> whole;
-  if (const int rank = engine.comms->rank(); mesh || rank == 0) {
-    whole = {whole_file(kFrozen, "frozen", engine.table.unmanaged(), rank),
-             whole_file("buffers", "buffer", engine.table.buffers(), rank)};
-  }
+  if (mesh || engine.comms->rank() == 0) whole = whole_files(engine.table, engine.comms->rank());
   if (mesh) drop_what_others_store(engine, *mesh, own, whole, bucket_of);
   Save result{std::make_shared<CheckpointWriter>(*engine.comms->control, folder, save.overwrite(),
                                                  save.shared_folder()),

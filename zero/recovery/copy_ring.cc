@@ -12,7 +12,6 @@
 #include <numeric>
 #include <utility>
 
-#include "zero/base/error_text.h"
 #include "zero/checkpoint/file_exchange.h"
 #include "zero/checkpoint/format/stored_file.h"
 
@@ -113,8 +112,10 @@ MemoryFile CopyRing::exchange(const MemoryFile& own,
   auto memory = std::make_unique<MemoryReader>(origin, copy.bytes.nbytes(), std::move(bytes));
   try {
     StoredFile(std::move(memory), copy.content.about).verify_rest(nullptr);
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, error_text(error), "; it was damaged on the way");
+  } catch (const c10::Error&) {
+    TORCH_CHECK(false, origin,
+                ": expected the checksums of what was sent, got others; it was "
+                "damaged on the way");
   }
   return copy;
 }

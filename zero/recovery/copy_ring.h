@@ -31,8 +31,8 @@ class CopyRing {
   int source() const { return source_; }
 
   // Collective; on any thread, one call at a time. Sends `own`, receives the source's file and
-  // verifies its checksum. Throws c10::Error, and is unusable from then on. Sends the file, about
-  // 120 bytes for each of its tensors, and 16 bytes.
+  // verifies its checksums. Throws c10::Error, and is unusable from then on. Sends the file, about
+  // 200 bytes for each of its pieces, and 16 bytes.
   MemoryFile exchange(const MemoryFile& own,
                       const std::function<at::Tensor(int64_t bytes)>& allocate);
 

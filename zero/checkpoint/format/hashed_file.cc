@@ -57,9 +57,8 @@ struct ContentHash::State {
 };
 
 // XXH3_state_t asks for 64-byte alignment, which make_unique honours.
-ContentHash::ContentHash() : state_(std::make_unique<State>()) { reset(); }
+ContentHash::ContentHash() : state_(std::make_unique<State>()) { XXH3_64bits_reset(&state_->xxh); }
 ContentHash::~ContentHash() = default;
-void ContentHash::reset() { XXH3_64bits_reset(&state_->xxh); }
 void ContentHash::add(const void* data, size_t bytes) {
   if (bytes > 0) XXH3_64bits_update(&state_->xxh, data, bytes);
 }

@@ -21,7 +21,6 @@ class ContentHash {
   ~ContentHash();
   void add(const void* data, size_t bytes);
   uint64_t value() const;
-  void reset();
 
  private:
   struct State;

@@ -176,7 +176,12 @@ class TensorsByName {
 
   void add(const ManifestTensors& entry, int64_t file) {
     const auto [number, added] = numbers_.emplace(key_of(entry), result_.size());
-    if (added) result_.push_back({entry.owner, entry.kinds, {}});
+    if (added) {
+      TORCH_CHECK(entry.kinds.size() <= kKindsLimit, "checkpoint: ", entry.owner,
+                  ": expected at most ", kKindsLimit, " kinds of tensors, got ",
+                  entry.kinds.size());
+      result_.push_back({entry.owner, entry.kinds, {}});
+    }
     for (ManifestPiece piece : entry.pieces) {
       piece.file = file;
       result_[number->second].pieces.push_back(piece);
@@ -262,6 +267,10 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
 }
 
 Manifest read_manifest(const std::string& folder) {
+  return parse_manifest(read_manifest_text(folder), folder + "/" + kManifestName);
+}
+
+std::string read_manifest_text(const std::string& folder) {
   const std::string path = folder + "/" + kManifestName;
   FileReader file(path);
   check_length(file.size(), path);
@@ -269,7 +278,7 @@ Manifest read_manifest(const std::string& folder) {
   const uint64_t body = file.size() - tail;
   const uint64_t hash = file.scan(0, body);
   check_last_line(file.read_text(body, tail), hash, path);
-  return parse_manifest(file.read_text(0, file.size()), path);
+  return file.read_text(0, file.size());
 }
 
 bool has_size(const std::string& folder, const ManifestFile& file) {

@@ -17,9 +17,8 @@
 //              name. A manifest of an earlier version gets the member's initial value.
 //   optional   any manifest may lack it, and gets the member's initial value.
 //   unknown    a reader ignores a field that its table lacks, at any level, whatever it holds
-//   within
-//              the limits of limited_json.h. So a new optional field needs no new version: earlier
-//              libraries load what has it, and this one loads what they wrote.
+//              within the limits of limited_json.h. So a new optional field needs no new version:
+//              earlier libraries load what has it, and this one loads what they wrote.
 // A new version is for a change that an earlier library must not ignore: a new required field, or
 // another meaning of an old one. What is saved today can be loaded for ever.
 //
@@ -54,6 +53,7 @@ inline constexpr char kSharedState[] = "state";
 
 inline constexpr uint64_t kManifestLimit = uint64_t{1} << 30;  // bytes
 inline constexpr int64_t kEntriesLimit = 100'000;  // parameter groups; entries of metadata
+inline constexpr size_t kKindsLimit = 1000;        // of tensors of one name
 // The limit of steps and of counters of the loss scale, so that no sum of them overflows.
 inline constexpr int64_t kCountLimit = int64_t{1} << 53;
 
@@ -148,7 +148,7 @@ using OptionGroups = std::vector<std::vector<std::pair<std::string, double>>>;
 
 struct Manifest {
   int64_t version = kCheckpointVersion;  // of the file that was read; not a field of the table
-  std::string id;                        // random; the same in every file of one checkpoint
+  std::string id;                        // random; in its files too, see ManifestFile::id
   // Optional, like `saved`; see RunIdentity.
   std::string run;
   int64_t saved = 0;
@@ -219,6 +219,8 @@ Manifest parse_manifest(const std::string& text, const std::string& path);
 // From a checkpoint's folder. Throws when it is none. Nothing of a file's size is
 // allocated before its checksum was found right.
 Manifest read_manifest(const std::string& folder);
+// The text of that, as it was written.
+std::string read_manifest_text(const std::string& folder);
 // Returns whether the file is in `folder`, with its size. Never throws.
 bool has_size(const std::string& folder, const ManifestFile& file);
 // Returns whether `folder` has a manifest, and its disk's files of the sizes it says. Never throws.

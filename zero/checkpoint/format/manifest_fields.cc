@@ -10,6 +10,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -222,6 +223,10 @@ void check_file(const ManifestFile& file) {
 }
 
 void check_pieces(const ManifestTensors& entry) {
+  const std::set<std::string> kinds(entry.kinds.begin(), entry.kinds.end());
+  TORCH_CHECK(kinds.size() == entry.kinds.size() && kinds.size() <= kKindsLimit, "tensor ",
+              printable(entry.owner), ": expected at most ", kKindsLimit, " kinds, each once, got ",
+              entry.kinds.size());
   for (const ManifestPiece& piece : entry.pieces)
     check_range(entry.owner, piece.begin, piece.numel);
 }
@@ -440,6 +445,8 @@ void read_listed_tensors(const json& root, int64_t version, Manifest& manifest) 
                 " has, got none");
     FileContent& content = contents.emplace_back();
     content.about = std::move(manifest.files[f]);
+    content.about.blocks = -1;  // whatever a field of that name says
+    content.about.id.clear();
     std::vector<ManifestTensor> tensors;
     for (ListedTensor& t : list.read(*found, "tensors", version)) {
       content.about.tensor_hashes[std::move(t.key)] = t.hash;
@@ -448,6 +455,7 @@ void read_listed_tensors(const json& root, int64_t version, Manifest& manifest) 
     content.tensors = tensors_by_name(tensors);
   }
   manifest.files.clear();
+  manifest.tensors.clear();
   add_files(contents, manifest);
 }
 

@@ -223,6 +223,9 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
     size_t last = first + 1;
     uint64_t end = end_of(first);
     for (; last < overlaps.size() && overlaps[last].stored == overlaps[first].stored; ++last) {
+      TORCH_CHECK(into[overlaps[last].wanted].scalar_type() == like.scalar_type(), folder_, ": ",
+                  kind, " ", place.tensor.owner, ": expected one dtype, got ", like.scalar_type(),
+                  " and ", into[overlaps[last].wanted].scalar_type());
       if (begin_of(last) / block > (end - 1) / block + 1) break;
       end = std::max(end, end_of(last));
     }

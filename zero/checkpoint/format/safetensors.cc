@@ -49,6 +49,24 @@ uint64_t unsigned_number(const json& value, const std::string& where) {
   return value.get<uint64_t>();
 }
 
+// The bytes of a tensor. Throws where 63 bits do not hold them.
+uint64_t tensor_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
+                      const std::string& where) {
+  // An empty dimension excuses no other: torch would overflow on the rest.
+  uint64_t bytes = c10::elementSize(dtype);
+  bool empty = false;
+  for (int64_t size : shape) {
+    empty = empty || size == 0;
+    const bool overflow =
+        size < 0 ||
+        __builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(size, 1)), &bytes) ||
+        bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+    TORCH_CHECK(!overflow, where, ": expected a shape whose bytes fit 63 bits, got ",
+                c10::IntArrayRef(shape));
+  }
+  return empty ? 0 : bytes;
+}
+
 StoredTensor parse_tensor(const std::string& name, const json& value, uint64_t data_begin,
                           uint64_t data_bytes, const std::string& path) {
   const std::string where = path + ": tensor " + printable(name);
@@ -70,7 +88,7 @@ StoredTensor parse_tensor(const std::string& name, const json& value, uint64_t d
               " bytes of data, got ", begin, " to ", end);
   const uint64_t bytes = tensor.dtype == c10::ScalarType::Undefined
                              ? end - begin
-                             : safetensors_bytes(tensor.shape, tensor.dtype, where);
+                             : tensor_bytes(tensor.shape, tensor.dtype, where);
   TORCH_CHECK(end - begin == bytes, where, ": expected ", bytes, " bytes for its shape, got ",
               end - begin);
   tensor.begin = data_begin + begin;
@@ -102,23 +120,6 @@ json parse_json(std::string_view text, const std::string& path) {
 }
 
 }  // namespace
-
-uint64_t safetensors_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
-                           const std::string& where) {
-  // An empty dimension excuses no other: torch would overflow on the rest.
-  uint64_t bytes = c10::elementSize(dtype);
-  bool empty = false;
-  for (int64_t size : shape) {
-    empty = empty || size == 0;
-    const bool overflow =
-        size < 0 ||
-        __builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(size, 1)), &bytes) ||
-        bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-    TORCH_CHECK(!overflow, where, ": expected a shape whose bytes fit 63 bits, got ",
-                c10::IntArrayRef(shape));
-  }
-  return empty ? 0 : bytes;
-}
 
 bool safetensors_knows(c10::ScalarType dtype) { return dtype_name(dtype) != nullptr; }
 
@@ -212,7 +213,7 @@ std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
     TORCH_CHECK(tensor.name != "__metadata__" && !root.contains(tensor.name), where,
                 ": expected a name that is free, got one that is taken");
     tensor.begin = at;
-    tensor.end = at + safetensors_bytes(tensor.shape, tensor.dtype, where);
+    tensor.end = at + tensor_bytes(tensor.shape, tensor.dtype, where);
     at = tensor.end;
     root[tensor.name] = {{"dtype", dtype_name(tensor.dtype)},
                          {"shape", tensor.shape},

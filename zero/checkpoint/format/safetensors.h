@@ -54,10 +54,6 @@ SafetensorsHeader read_safetensors_header(StoredBytes& file);
 // The length and the header.
 std::string read_safetensors_beginning(StoredBytes& file);
 
-// The bytes of a tensor. Throws c10::Error, which names `where`, if 63 bits do not hold them.
-uint64_t safetensors_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
-                           const std::string& where);
-
 // Returns the path of each tensor's file, by its name, from an index as Hugging Face writes it:
 // {"weight_map": {"h.0.weight": "model-00001-of-00002.safetensors"}}. Throws for a file that is not
 // in the folder of the index.

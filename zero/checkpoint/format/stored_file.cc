@@ -186,6 +186,11 @@ StoredFile::StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& a
     TORCH_CHECK(hash == hash_, path(), ": expected checksum ", hash_text(hash_),
                 " of its header and its hashes, got ", hash_text(hash),
                 "; the file is damaged, use another checkpoint");
+    const StoredTensor* const stored = header.find(kTableKey);
+    TORCH_CHECK(stored != nullptr && stored->begin == about.bytes - table_bytes &&
+                    stored->end == about.bytes,
+                path(), ": expected the hashes of ", about.blocks,
+                " blocks as the last tensor, got another one");
     hashes_ = hashes_of(table);
     verified_.resize(hashes_.size());
   }
