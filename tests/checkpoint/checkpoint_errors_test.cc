@@ -139,17 +139,12 @@ TEST(SaveErrorTest, AFileSizeLimitIsAnErrorOnAllRanksAndThePreviousCheckpointSta
   EXPECT_NO_THROW(verify_checkpoint(parent + "/b"));
 }
 
-// False where the kernel does not allow it.
-bool mount_at(const std::string& path, const char* options, unsigned long flags) {
-  static const bool own = own_mounts();
-  return own && mount("zero", path.c_str(), "tmpfs", flags, options) == 0;
-}
-
 TEST(SaveErrorTest, AFullDiskIsAnErrorOnAllRanksAndThePreviousCheckpointStays) {
   const std::string parent = fresh_folder("disk");
   // A file takes whole pages, so that as many files fit with pages of 4 KiB as with those of 64.
   const std::string size = "size=" + std::to_string(24 * sysconf(_SC_PAGESIZE));
-  if (!mount_at(parent, size.c_str(), 0)) GTEST_SKIP() << "cannot mount a small file system";
+  const std::string problem = why_not_mounted(parent, size);
+  if (!problem.empty()) GTEST_SKIP() << problem;
   on_ranks([&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
@@ -183,7 +178,8 @@ TEST(SaveErrorTest, AFullDiskIsAnErrorOnAllRanksAndThePreviousCheckpointStays) {
 
 TEST(SaveErrorTest, AReadOnlyFileSystemIsAnErrorOnAllRanks) {
   const std::string parent = fresh_folder("read-only");
-  if (!mount_at(parent, "", MS_RDONLY)) GTEST_SKIP() << "cannot mount a file system";
+  const std::string problem = why_not_mounted(parent, "", MS_RDONLY);
+  if (!problem.empty()) GTEST_SKIP() << problem;
   on_ranks([&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }),

@@ -16,7 +16,6 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
-#include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <torch/optim/sgd.h>
@@ -459,8 +458,10 @@ struct TinyRun {
 // the thread that starts the others.
 const std::string& test_folder() {
   static const auto* folder = new std::string([] {
-    const std::string path = fs::path(fresh_folder("crash_states")).lexically_normal().string();
-    if (own_mounts()) mount("states", path.c_str(), "tmpfs", 0, nullptr);
+    // As /proc/self/fd names it, also where a link leads to it.
+    const std::string path = fs::canonical(fresh_folder("crash_states")).string();
+    const std::string problem = why_not_mounted(path);
+    if (!problem.empty()) std::printf("on a disk: %s\n", problem.c_str());
     return path;
   }());
   return *folder;

@@ -3,13 +3,16 @@
 //
 // Saves, overwrites, keep_last(), kills and loads on the file systems that this machine can mount,
 // for this test alone, and on those that a FUSE server of the test plays. What cannot be mounted is
-// skipped and says why. ZERO_FOLDERS=/mnt/nfs/test:/lustre/test tries folders of yours, too.
+// skipped and says why. ZERO_FOLDERS=/mnt/nfs/test:/lustre/test tries folders of yours, too, each
+// in a new folder zero-test-XXXXXX, which is removed.
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mount.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -17,6 +20,7 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "tests/checkpoint/fuse_folder.h"
@@ -132,8 +136,15 @@ Mounted mount_image(const std::string& path, const std::string& make, const char
 Mounted mount_overlay(const std::string& path) {
   // Over a file system of its own, since this machine's folders may be on an overlay. The option is
   // what an overlay in a user namespace needs to rename folders.
-  return {run_or_why("mount -t tmpfs layers " + path + " && cd " + path +
-                     " && mkdir lower upper work all && mount -t overlay all"
+  std::string problem = run_or_why("mount -t tmpfs layers " + path + " && cd " + path +
+                                   " && mkdir lower upper work all");
+  if (!problem.empty()) return {problem, nullptr};
+  // It is where this overlay notes that a folder was renamed. Before Linux 6.6 tmpfs has none.
+  if (setxattr((path + "/upper").c_str(), "user.x", "1", 1, 0) != 0) {
+    return {"no user xattrs on tmpfs: " + std::generic_category().message(errno), nullptr};
+  }
+  return {run_or_why("cd " + path +
+                     " && mount -t overlay all"
                      " -o userxattr,lowerdir=lower,upperdir=upper,workdir=work all"),
           nullptr};
 }
@@ -151,17 +162,26 @@ struct Kind {
   std::function<Mounted(const std::string& path)> mount;
   const char* folder = "";  // in what is mounted
   FuseLimits limits = {};
+  std::string users = {};  // a folder of the user's, where nothing is mounted
 };
 
 std::vector<Kind> kinds() {
   const auto fuse = [](const std::string& name, const FuseLimits& limits) {
-    return Kind{name, [=](const std::string& path) { return mount_fuse(path, limits); }, "",
-                limits};
+    return Kind{name, [=](const std::string& path) { return mount_fuse(path, limits); }, "", limits,
+                ""};
   };
   FuseLimits as_nfs, least;
   as_nfs.rename_flags = false;
   least.rename_flags = least.locks = least.syncs_folders = false;
-  std::vector<Kind> result = {
+  // Before this process has namespaces of its own.
+  std::vector<Kind> result;
+  const char* folders = std::getenv("ZERO_FOLDERS");
+  std::istringstream users(folders != nullptr ? folders : "");
+  for (std::string folder; std::getline(users, folder, ':');) {
+    if (folder.empty()) continue;
+    result.push_back({"own_" + std::to_string(result.size()), nullptr, "", {}, folder});
+  }
+  const std::vector<Kind> mounts = {
       {"tmpfs",
        [](const std::string& path) {
          return Mounted{run_or_why("mount -t tmpfs memory " + path), nullptr};
@@ -173,13 +193,7 @@ std::vector<Kind> kinds() {
       fuse("fuse_without_rename_flags", as_nfs),
       fuse("fuse_without_flags_locks_and_fsync", least),
   };
-  const char* folders = std::getenv("ZERO_FOLDERS");
-  std::istringstream own(folders != nullptr ? folders : "");
-  for (std::string folder; std::getline(own, folder, ':');) {
-    result.push_back({"own_" + std::to_string(result.size()), [=](const std::string& path) {
-                        return Mounted{run_or_why("mount --bind " + folder + " " + path), nullptr};
-                      }});
-  }
+  result.insert(result.end(), mounts.begin(), mounts.end());
   return result;
 }
 
@@ -192,25 +206,49 @@ class FileSystemsTest : public ::testing::TestWithParam<Kind> {};
 INSTANTIATE_TEST_SUITE_P(Of, FileSystemsTest, ::testing::ValuesIn(kinds()),
                          [](const auto& info) { return info.param.name; });
 
+// Nothing in it is the user's.
+class NewFolder {
+ public:
+  explicit NewFolder(const std::string& parent) : path_(parent + "/zero-test-XXXXXX") {
+    TORCH_CHECK(mkdtemp(path_.data()) != nullptr, "cannot make ", path_, ": ",
+                std::generic_category().message(errno));
+  }
+  ~NewFolder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  NewFolder(const NewFolder&) = delete;
+  NewFolder& operator=(const NewFolder&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
 TEST_P(FileSystemsTest, CheckpointsAreSavedReplacedKeptAndLoaded) {
   const Kind& kind = GetParam();
+  if (!kind.users.empty()) {
+    const NewFolder folder(kind.users);
+    print_row(kind.users, folder.path());
+    save_and_load(folder.path() + "/saves");
+    kill_and_load(folder.path() + "/kills");
+    return;
+  }
   const std::string place = fresh_folder("mount_" + kind.name);
   if (!may_mount()) GTEST_SKIP() << "no mount namespace of its own";
   const Mounted mounted = kind.mount(place);
   if (!mounted.problem.empty()) GTEST_SKIP() << kind.name << ": " << mounted.problem;
   const std::string folder = place + kind.folder;
+  const std::string problem = why_no_file(folder);
+  if (!problem.empty()) GTEST_SKIP() << kind.name << ": " << problem;
   print_row(kind.name, folder);
-  if (kind.name.rfind("own", 0) != 0) {
-    const FileSystem found = tried(folder);
-    EXPECT_TRUE(found.refusal.empty() && found.keeps_existing && !found.copies);
-    EXPECT_EQ(found.exchanges, kind.limits.rename_flags);
-    EXPECT_EQ(found.locks, kind.limits.locks);
-    EXPECT_EQ(found.syncs_folders, kind.limits.syncs_folders);
-  }
+  const FileSystem found = tried(folder);
+  EXPECT_TRUE(found.refusal.empty() && found.keeps_existing && !found.copies);
+  EXPECT_EQ(found.exchanges, kind.limits.rename_flags);
+  EXPECT_EQ(found.locks, kind.limits.locks);
+  EXPECT_EQ(found.syncs_folders, kind.limits.syncs_folders);
   save_and_load(folder + "/saves");
   kill_and_load(folder + "/kills");
-  fs::remove_all(folder + "/saves");
-  fs::remove_all(folder + "/kills");
   umount2(place.c_str(), MNT_DETACH);
   fs::remove(place + ".image");
 }

@@ -160,7 +160,7 @@ class Server {
       half.names.insert(moved.names.begin(), end);
       moved.names.erase(moved.names.begin(), end);
       nodes_.push_back(half);
-      targets[to] = nodes_.size() - 1;
+      nodes_[to_folder].names[to] = nodes_.size() - 1;  // `targets` may have moved
       return EIO;
     }
     const uint64_t id = source->second;
