@@ -39,15 +39,18 @@ bool has_locks = true;
 bool renames_folders = true;
 bool dies_at_flags = false;
 std::function<void()> before_rename;
-std::string busy;                  // cannot be renamed
-std::string broken;                // cannot be brought to disk
-std::vector<std::string> on_disk;  // by fsync()
+std::function<void(const char* to, unsigned int flags)> before_flags;  // of renameat2()
+std::string busy;                                                      // cannot be renamed
+std::string broken;                                                    // cannot be brought to disk
+int sync_error = 0;                                                    // of all else
+std::vector<std::string> on_disk;                                      // by fsync()
 
 }  // namespace
 
 extern "C" int renameat2(int from_folder, const char* from, int to_folder, const char* to,
                          unsigned int flags) noexcept {
   if (flags != 0 && dies_at_flags) _exit(9);
+  if (before_flags) before_flags(to, flags);
   if (!has_exchange && flags != 0) {
     errno = EINVAL;
     return -1;
@@ -72,8 +75,8 @@ extern "C" int fsync(int file) {
   std::error_code ignored;
   on_disk.push_back(
       std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(file), ignored).string());
-  if (on_disk.back() == broken) {
-    errno = EIO;
+  if (on_disk.back() == broken || sync_error != 0) {
+    errno = on_disk.back() == broken ? EIO : sync_error;
     return -1;
   }
   return static_cast<int>(syscall(SYS_fsync, file));
@@ -107,6 +110,8 @@ class AtomicDirectoryTest : public ::testing::Test {
     before_rename = nullptr;
     busy.clear();
     broken.clear();
+    sync_error = 0;
+    before_flags = nullptr;
   }
 
   int hidden() const {
@@ -506,18 +511,90 @@ class Warnings : public c10::WarningHandler {
   std::vector<std::string> texts;
 };
 
-TEST_F(AtomicDirectoryTest, WeakerPromisesOfAFileSystemAreOneWarningForAFolder) {
+TEST_F(AtomicDirectoryTest, WeakerPromisesOfAFileSystemAreOneWarningForADevice) {
   Warnings warnings;
   const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   save(parent_ + "/local/a", 1);
   EXPECT_TRUE(warnings.texts.empty());
   has_exchange = has_locks = false;
+  sync_error = EINVAL;
   save(parent_ + "/nfs/a", 1);
   save(parent_ + "/nfs/b", 1);
   ASSERT_EQ(warnings.texts.size(), 1u);
-  expect_words(warnings.texts[0], {"/nfs is on", "no record locks", "exchanged"});
+  expect_words(warnings.texts[0],
+               {"/nfs is on", "no record locks", "exchanged", "brought to disk"});
   save(parent_ + "/other/a", 1);
-  EXPECT_EQ(warnings.texts.size(), 2u);
+  EXPECT_EQ(warnings.texts.size(), 1u);
+}
+
+TEST_F(AtomicDirectoryTest, AFileSystemThatCannotBringFoldersToDiskIsRefused) {
+  const std::string folder = parent_ + "/unsynced";
+  fs::create_directories(folder);
+  sync_error = EIO;
+  expect_words(error_of([&] { save(folder + "/a", 1); }),
+               {"/unsynced: expected", "fsync of a folder", "Input/output error"});
+  EXPECT_TRUE(fs::is_empty(folder));
+  sync_error = 0;
+  save(folder + "/a", 1);
+}
+
+// Another process removes both folders of a trial, or the second one, before any of its renames.
+TEST_F(AtomicDirectoryTest, ATrialWhoseFoldersAreRemovedRefusesAndWarnsOfNothing) {
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  for (const bool both : {false, true}) {
+    int left = -1, calls = 0;
+    for (; left < 0; ++calls) {
+      const std::string folder =
+          parent_ + "/trials" + std::to_string(calls) + (both ? "both" : "one");
+      left = calls;
+      before_flags = [&](const char* to, unsigned int) {
+        if (left-- != 0) return;
+        for (const std::string& name : names_in(folder)) {
+          const bool second = fs::path(to).filename() == name;
+          if (name.rfind("..trial.", 0) == 0 && (both || second)) {
+            fs::remove_all(folder + "/" + name);
+          }
+        }
+      };
+      save(folder + "/a", 1);
+      before_flags = nullptr;
+      save(folder + "/b", 1);  // tries again
+      EXPECT_EQ(names_in(folder).size(), 2u);
+    }
+    EXPECT_GE(calls, 6) << "five renames, and a round without a removal";
+  }
+  EXPECT_TRUE(warnings.texts.empty()) << warnings.texts.front();
+}
+
+// The name of a trial is no user's target.
+TEST_F(AtomicDirectoryTest, ATargetCalledTrialIsSavedBesideATrialOfAnotherProcess) {
+  const std::string folder = parent_ + "/busy";
+  Signal begun, go_on;
+  Child child([&] {
+    before_flags = [&](const char*, unsigned int flags) {
+      if (flags == 0) return;
+      before_flags = nullptr;
+      begun.give();
+      go_on.await();
+    };
+    save(folder + "/a", 1);
+    _exit(0);
+  });
+  begun.await();
+  EXPECT_FALSE(fs::is_empty(folder));
+  save(folder + "/trial", 2);
+  go_on.give();
+  EXPECT_EQ(child.wait(), 0);
+  EXPECT_EQ(names_in(folder).size(), 2u);
+}
+
+TEST_F(AtomicDirectoryTest, ATrialThatWasKilledWithoutALockIsRemovedByTheNextSave) {
+  const std::string left = parent_ + "/left/..trial.0123456789abcdef.saving";
+  fs::create_directories(left);
+  std::ofstream(left + "/other") << "";
+  save(parent_ + "/left/a", 1);
+  EXPECT_EQ(names_in(parent_ + "/left"), std::vector<std::string>{"a"});
 }
 
 TEST_F(AtomicDirectoryTest, AFileSystemThatCannotRenameFoldersIsRefusedBeforeAnythingIsWritten) {

@@ -32,7 +32,8 @@ namespace fs = std::filesystem;
 constexpr char kSaving[] = ".saving";
 constexpr char kReplaced[] = ".replaced";
 constexpr char kRemoved[] = ".removed";
-constexpr char kLock[] = "/lock";
+// The target of a trial of the file system; with a dot, as nobody names a checkpoint.
+constexpr char kTrial[] = ".trial";
 constexpr size_t kTagDigits = 16;
 // keep_last() may put a replaced folder back between the two renames of replace().
 constexpr int kAttempts = 100;
@@ -68,11 +69,6 @@ std::string name_of(const std::string& path) { return plain(path).filename().str
 
 std::string hidden(const std::string& target, const std::string& suffix) {
   return parent_of(target) + "/." + name_of(target) + suffix;
-}
-
-bool exists(const std::string& path) {
-  struct stat status {};
-  return lstat(path.c_str(), &status) == 0;
 }
 
 bool is_folder(const std::string& path) {
@@ -173,9 +169,7 @@ std::optional<std::string> owner_of(const std::string& path,
   const std::string lock_path = path + kLock;
   const int file = open(lock_path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
   if (file < 0) return unsure;
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
+  struct flock lock = lock_of_whole_file();
   const bool known = fcntl(file, F_GETLK, &lock) == 0;
   close(file);
   if (!known) return unsure;
@@ -183,23 +177,25 @@ std::optional<std::string> owner_of(const std::string& path,
   return lock.l_pid > 0 ? "by process " + std::to_string(lock.l_pid) : "by another process";
 }
 
-// Throws if no save can work in `parent`, and warns of weaker promises, once for each folder. The
-// caller holds own_saves().mutex: another thread would close the file that the trial locks.
+// Throws if no save can work in `parent`. Tries each folder once, and warns of weaker promises once
+// for each device, since jobs save to a new folder each time. The caller holds own_saves().mutex:
+// another thread would close the file that the trial locks.
 void try_once(const std::string& parent) {
   static auto* tried = new std::set<std::tuple<std::string, dev_t, ino_t>>;
+  static auto* warned = new std::set<std::pair<dev_t, std::string>>;
   struct stat status {};
   std::error_code ignored;
   if (stat(parent.c_str(), &status) != 0) return;
   const auto key =
       std::make_tuple(fs::canonical(parent, ignored).string(), status.st_dev, status.st_ino);
   if (tried->count(key) != 0) return;
-  const std::string trial = parent + "/trial";
+  const std::string trial = parent + "/" + kTrial;
   const auto found =
       try_file_system(saving_path(trial, random_id()), saving_path(trial, random_id()));
   if (!found) return;
   check_file_system(*found, parent);
   const std::string weaker = weaker_promises(*found);
-  if (!weaker.empty()) {
+  if (!weaker.empty() && warned->emplace(status.st_dev, weaker).second) {
     TORCH_WARN(parent, " is on a file system of type ", found->type,
                ", where checkpoints are less safe than on a local disk. ", weaker);
   }
@@ -263,13 +259,15 @@ void AtomicDirectory::make() {
   const std::lock_guard<std::mutex> guard(own_saves().mutex);
   const std::string parent = parent_of(target_);
   // What was killed must not take the space of this save. Of another target, a save that may be
-  // alive is left alone.
+  // alive is left alone; a trial is not, since it bears that its folders are removed.
   for (const std::string& name : names_in(parent)) {
     const auto target = saving_target(name);
     const std::string other = parent + "/" + name;
     if (!target || other == path_ || !is_folder(other)) continue;
     const bool same = *target == name_of(target_);
-    const auto owner = owner_of(other, same ? std::nullopt : std::optional<std::string>("perhaps"));
+    const bool remove_unsure = same || *target == kTrial;
+    const auto owner =
+        owner_of(other, remove_unsure ? std::nullopt : std::optional<std::string>("perhaps"));
     TORCH_CHECK(!same || !owner, target_,
                 ": expected no other save to this folder under way, got one ", owner.value_or(""),
                 " in ", other,
@@ -293,9 +291,7 @@ void AtomicDirectory::make() {
     fs::remove_all(path_, ignored);
     throw_errno("cannot create " + lock_path, error);
   }
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
+  struct flock lock = lock_of_whole_file();
   fcntl(lock_, F_SETLK, &lock);  // without success where the file system has no locks
   own_saves().names.insert(name_of(path_));
 }

@@ -47,7 +47,8 @@ class AtomicDirectory {
   // exists and may not be replaced: without `overwrite`, or if it does not hold a file `required`
   // (a checkpoint's manifest), since it may be a folder of the user's. Throws while another save to
   // `target` is under way. The first one in a parent tries what its file system can do: it throws
-  // if folders cannot be renamed there, and warns of weaker promises.
+  // if folders cannot be renamed there or brought to disk, and warns of weaker promises, once for
+  // each device.
   //
   // With the `id` of a folder that another process or thread may be making, too, one of them makes
   // it. For the others made() is false, and they do nothing with it.

@@ -21,17 +21,17 @@
 namespace zero {
 namespace {
 
-// Named as that of a save, so that what a killed trial leaves is removed like a killed save.
-constexpr char kLock[] = "/lock";
 constexpr char kOther[] = "/other";
 
 // Their mounts show a bucket. Rclone, gcsfuse and s3fs rename a folder object by object.
 constexpr const char* kObjectStores[] = {"s3fs",   "gcsfuse",       "goofys",  "blobfuse",
                                          "rclone", "mountpoint-s3", "geesefs", "ossfs"};
 
-bool exists(const std::string& path) {
-  struct stat status {};
-  return lstat(path.c_str(), &status) == 0;
+// Says nothing about the file system: another process has removed the folders, or a resource is
+// short.
+bool says_nothing(int error) {
+  return error == ENOENT || error == ESTALE || error == EINTR || error == EAGAIN ||
+         error == ENOMEM || error == ENOSPC || error == EDQUOT;
 }
 
 // 0, or errno.
@@ -43,19 +43,23 @@ int new_file(const std::string& path) {
   return open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
 }
 
-bool can_lock(int file) {
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  return fcntl(file, F_SETLK, &lock) == 0;
+// 0, or errno.
+int lock(int file) {
+  struct flock whole = lock_of_whole_file();
+  return fcntl(file, F_SETLK, &whole) == 0 ? 0 : errno;
 }
 
-bool can_sync(const std::string& folder) {
+// 0, or the errno of the call at which sync_folder() fails or, for EINVAL, passes over.
+int sync(const std::string& folder) {
   const int file = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (file < 0) return false;
-  const bool result = fsync(file) == 0;
+  if (file < 0) return errno;
+  const int error = fsync(file) == 0 ? 0 : errno;
   close(file);
-  return result;
+  return error;
+}
+
+std::string refused(const char* call, int error) {
+  return c10::str(call, ": ", std::generic_category().message(error));
 }
 
 // Sets the type of the mount, and whether it is a known object store.
@@ -105,39 +109,82 @@ class Trial {
     if (mkdir(from.c_str(), 0755) != 0) return {};
     FileSystem found;
     read_mount(from, found);
-    // First without a file, which some buckets keep for ever.
+
+    // 1. A rename of a folder: first without a file, which some buckets keep for ever.
     int error = rename_with(from, to, 0);
     if (error == 0) {
       if ((lock_ = new_file(to + kLock)) < 0) return {};
-      found.locks = can_lock(lock_);
-      found.syncs_folders = can_sync(to);
+      // 2. A lock, and the names on disk.
+      const int locked = lock(lock_), synced = sync(to);
+      if (says_nothing(locked) || says_nothing(synced)) return {};
+      found.locks = locked == 0;
+      found.syncs_folders = synced == 0;
+      if (synced != 0 && synced != EINVAL) {
+        found.refusal = refused("fsync of a folder", synced);
+        return found;
+      }
       // As a save does: with a file that is open in it.
-      found.keeps_existing = rename_with(to, from, RENAME_NOREPLACE) == 0;
-      if (!found.keeps_existing) error = rename_with(to, from, 0);
+      error = rename_with(to, from, RENAME_NOREPLACE);
+      if (says_nothing(error)) return {};
+      found.keeps_existing = error == 0;
+      if (error != 0) error = rename_with(to, from, 0);
+      if (error == 0 && gone()) return {};
       if (error == 0 && (exists(to) || !exists(from + kLock))) error = EIO;
     }
-    if (error == ENOENT || error == ENOSPC || error == EDQUOT) return {};
+    if (says_nothing(error)) return {};
     if (error != 0) {
-      found.refusal = std::generic_category().message(error);
+      found.refusal = refused("rename", error);
       return found;
     }
-    const int other = mkdir(to.c_str(), 0755) == 0 ? new_file(to + kOther) : -1;
-    if (other < 0) return {};
-    close(other);
-    const int replaced = rename_with(from, to, found.keeps_existing ? RENAME_NOREPLACE : 0);
-    found.keeps_existing = replaced != 0 && exists(to + kOther);
+
+    // 3. A rename over a folder with a file in it.
+    const unsigned int flags = found.keeps_existing ? RENAME_NOREPLACE : 0;
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      if (!make_other()) return {};
+      const int kept = rename_with(from, to, flags);
+      if (says_nothing(kept)) return {};
+      found.keeps_existing = kept != 0;
+      if (kept != 0) break;
+      // Either `to` was replaced or another process had removed it: the second time says.
+      if (rename_with(to, from, 0) != 0) return {};
+      if (attempt == 1 && !make_other()) return {};
+    }
+
+    // 4. The exchange.
     const int exchanged = rename_with(from, to, RENAME_EXCHANGE);
+    if (says_nothing(exchanged) || gone()) return {};
     found.exchanges = exchanged == 0 && exists(to + kLock);
-    if (replaced == ENOENT || (exchanged == ENOENT && found.keeps_existing)) return {};
     return found;
   }
 
  private:
+  // Another process has removed both.
+  bool gone() const { return !exists(folders_[0]) && !exists(folders_[1]); }
+
+  bool make_other() const {
+    const std::string& to = folders_[1];
+    const int other = mkdir(to.c_str(), 0755) == 0 ? new_file(to + kOther) : -1;
+    if (other >= 0) close(other);
+    return other >= 0;
+  }
+
   const std::string folders_[2];
   int lock_ = -1;
 };
 
 }  // namespace
+
+struct flock lock_of_whole_file() {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  return lock;
+}
+
+bool exists(const std::string& path) {
+  struct stat status {};
+  return lstat(path.c_str(), &status) == 0;
+}
 
 std::optional<FileSystem> try_file_system(const std::string& from, const std::string& to) {
   return Trial(from, to).run();
@@ -145,8 +192,8 @@ std::optional<FileSystem> try_file_system(const std::string& from, const std::st
 
 void check_file_system(const FileSystem& found, const std::string& parent) {
   TORCH_CHECK(found.refusal.empty(), parent,
-              ": expected a file system that renames folders, which is how a checkpoint appears "
-              "complete or not at all, got one of type ",
+              ": expected a file system that renames folders and brings them to disk, which is how "
+              "a checkpoint appears complete or not at all, got one of type ",
               found.type, " that refuses it (", found.refusal,
               "); save to a local disk, NFS or Lustre and copy the finished checkpoint to where it "
               "shall be kept");
