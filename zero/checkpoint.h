@@ -142,9 +142,10 @@ CheckpointDescription describe_checkpoint(const std::string& folder);
 // disk are read.
 void verify_checkpoint(const std::string& folder, bool one_disk = false);
 
-// What export_model() writes, and into how many files.
+// Options of export_model().
 struct ExportOptions {
-  // The dtype of parameters, frozen ones with fractions included. Default: each one's own.
+  // The dtype of parameters, frozen ones with fractions included: a floating point one that
+  // safetensors files of this library can have. Default: each one's own.
   TORCH_ARG(std::optional<c10::ScalarType>, dtype) = std::nullopt;
 
   // True writes the averages of parameters (ZeroOptions::ema) in place of the masters.
@@ -171,8 +172,9 @@ struct ExportOptions {
 // disk, the index last; a call that is killed leaves hidden files ".<name>.<random>.saving", and
 // between two renames also files without an index. Throws c10::Error, and leaves nothing, when one
 // of the files exists, or `path`, or its index; for a checkpoint without averages with `ema`; for a
-// dtype that a file cannot have, without `skip_unsupported`; for a negative limit; and when the
-// folder lacks files of other disks, as verify_checkpoint().
+// dtype that a file cannot have, without `skip_unsupported`, and always for such a `dtype`; for a
+// negative limit, a path that ends in ".json", an index above 100 MB and names in it that are not
+// UTF-8; and when the folder lacks files of other disks, as verify_checkpoint().
 std::string export_model(const std::string& folder, const std::string& path,
                          const ExportOptions& options = {});
 
@@ -185,9 +187,12 @@ std::string export_model(const std::string& folder, const std::string& path,
 // "optimizer", the class without "zero::", and "param_groups", a JSON list of the groups: options
 // by the names of Python and "params", the names of their parameters.
 //
-// Files, the limit `max_file_bytes`, memory, errors and what is returned are those of
-// export_model(). Throws c10::Error also for Adafactor's row_var and col_var of tensor-parallel
-// parts, which cannot be put together.
+// Files, the limit `max_file_bytes`, errors and what is returned are those of export_model(). Needs
+// memory for the largest state tensor twice, and for all counts and numbers. Throws c10::Error also
+// for state of tensor-parallel parts that cannot be put together: Adafactor's row_var and col_var,
+// and counts or numbers that differ. State of your own classes has the names of its serialize(),
+// of which one with a dot, as members of a pair or a list get, is a c10::Error; options that torch
+// lacks keep the names that describe_checkpoint() lists.
 std::string export_optimizer_state(const std::string& folder, const std::string& path,
                                    int64_t max_file_bytes = 0);
 

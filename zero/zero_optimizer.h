@@ -332,14 +332,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Takes over the state, but no options, of an unsharded optimizer of the same class
   // over the same module's parameters, loaded on every rank, to go on with a run of plain torch.
   void load_plain_state(const torch::optim::Optimizer& plain);
-  // Collective. The same from a file, or an index of several, that export_optimizer_state() wrote,
-  // or a Python program under those names, on every rank. Each rank reads the state of the
-  // parameters of which it has a segment, and needs memory for that of one and for its own state
-  // twice. State is found by the names of parameters, whatever the number of ranks and the mesh; a
-  // parameter without any begins anew. Throws c10::Error on all ranks, and nothing has changed:
-  // gradients since the last step, state of another class or of a parameter that is not here, other
-  // shapes, state that is missing beside other state of its parameter, a file that is not what the
-  // format says.
+  // Collective. Takes over the state in the file `path`, or in the files of an index, on every
+  // rank. export_optimizer_state() writes such files, and so may Python programs. Each rank reads
+  // the state of the parameters of which it has a segment, and needs memory for that of one and for
+  // its own state twice. State is found by the names of parameters, whatever the number of ranks
+  // and the mesh; a parameter without any begins anew. Throws c10::Error on all ranks, and nothing
+  // has changed: gradients since the last step, state of another class or of a parameter that is
+  // not here, other shapes, state that is missing beside other state of its parameter, a file that
+  // is not what the format says.
   void load_plain_state(const std::string& path);
 
   // ---- Recovery ----

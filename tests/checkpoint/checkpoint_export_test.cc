@@ -202,9 +202,19 @@ TEST(ExportTest, ALimitMakesSeveralFilesWithAnIndex) {
                }),
                {"0 bytes", "-1"});
   std::filesystem::remove(path);
+  expect_words(error_of([&] { export_model(parent + "/a", parent + "/model.json"); }),
+               {"model.json", "ends in .json"});
+  expect_words(
+      error_of([&] { export_model(parent + "/a", parent + "/\xff.safetensors", options); }),
+      {"UTF-8"});
 
-  // Another program's file appears between two of ours.
+  // Another program's file is there before, or appears between two of ours.
   const std::string third = parent + "/model-00003-of-00004.safetensors";
+  std::ofstream(third) << "another";
+  on_disk.clear();
+  expect_words(error_of([&] { export_model(parent + "/a", path, options); }), {third, "exists"});
+  EXPECT_TRUE(on_disk.empty()) << "something was written";
+  std::filesystem::remove(third);
   before_naming = [&] { std::ofstream(third) << "another"; };
   expect_words(error_of([&] { export_model(parent + "/a", path, options); }), {third, "exists"});
   EXPECT_EQ(files_in(parent), std::vector<std::string>{"model-00003-of-00004.safetensors"});
@@ -252,6 +262,11 @@ TEST(ExportTest, ComplexBuffersGoOutAsPairsAndOtherDtypesAreRefusedOrSkipped) {
   const ExportOptions floats = ExportOptions().dtype(at::kFloat);
   expect_words(error_of([&] { export_model(parent + "/a", path, floats); }),
                {"buffer small", "Float8_e4m3fn", "skip_unsupported(true)"});
+  expect_words(error_of([&] {
+                 export_model(parent + "/a", path,
+                              ExportOptions().dtype(at::kFloat8_e4m3fn).skip_unsupported(true));
+               }),
+               {"ExportOptions::dtype", "floating point", "Float8_e4m3fn"});
   EXPECT_TRUE(files_in(parent).empty());
   export_model(parent + "/a", path + "2", ExportOptions(floats).skip_unsupported(true));
   OddDtypes converted;

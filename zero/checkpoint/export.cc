@@ -117,16 +117,37 @@ at::Tensor python_step(const at::Tensor& step) {
   return step.to(step.item<int64_t>() <= kExact ? at::kFloat : at::kDouble);
 }
 
+// The value of all parts; undefined for a parameter without elements.
+at::Tensor value_of(CheckpointReader& reader, const Parts& parts, const std::string& kind,
+                    const std::string& name) {
+  at::Tensor value;
+  for (const ManifestParameter* about : parts) {
+    const at::Tensor own =
+        reader.read_values(kind, {{stored_name(*about), 0, numel(*about)}}).front();
+    if (about == parts.front()) value = own;
+    const bool same = own.defined() == value.defined() && (!own.defined() || own.equal(value));
+    TORCH_CHECK(same, "parameter ", about->name, ": expected one ", name,
+                " of the whole parameter, got tensor-parallel parts that differ, which cannot be "
+                "put together; export the state of a run without tensor parallelism");
+  }
+  return value;
+}
+
 // The state of one parameter.
 void add_state(CheckpointReader& reader, const Parts& parts, std::vector<TensorToWrite>& tensors) {
   const ManifestParameter& first = *parts.front();
   const std::string owner = stored_name(first);
+  for (const ManifestParameter* about : parts) {
+    TORCH_CHECK(reader.kinds(stored_name(*about)) == reader.kinds(owner), "parameter ", first.name,
+                ": expected the same state of all tensor-parallel parts, got parts that differ, "
+                "which cannot be put together");
+  }
   for (const std::string& kind : reader.kinds(owner)) {
     if (kind == "master" || kind == kEmaKind) continue;
     const std::string name = kind.substr(kind.find(':') + 1);  // npos + 1 is 0
     TensorToWrite tensor{plain_state_key(first.name, name), at::kFloat, {}, nullptr};
     if (is_value(kind)) {
-      const at::Tensor value = reader.read_values(kind, {{owner, 0, numel(first)}}).front();
+      const at::Tensor value = value_of(reader, parts, kind, name);
       if (!value.defined()) continue;
       const at::Tensor number = (kind == "step" ? python_step(value) : value).reshape({});
       tensor.dtype = number.scalar_type();
@@ -157,6 +178,12 @@ void add_state(CheckpointReader& reader, const Parts& parts, std::vector<TensorT
 
 std::string export_model(const std::string& folder, const std::string& path,
                          const ExportOptions& options) {
+  if (const auto dtype = options.dtype()) {
+    // Those of parameters, of which skip_unsupported() would leave none.
+    TORCH_CHECK(c10::isFloatingType(*dtype) && safetensors_knows(*dtype),
+                "ExportOptions::dtype: expected a floating point dtype that safetensors has, got ",
+                *dtype);
+  }
   CheckpointReader reader(folder);
   const Manifest& manifest = reader.manifest();
   TORCH_CHECK(!options.ema() || has_ema(manifest), folder,

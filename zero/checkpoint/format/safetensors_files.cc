@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/file_system.h"
 
 namespace zero {
 
@@ -66,7 +67,7 @@ namespace {
 constexpr char kEnding[] = ".safetensors";
 
 void refuse_existing(const std::string& path) {
-  if (access(path.c_str(), F_OK) == 0) throw_errno("cannot export to " + path, EEXIST);
+  if (exists(path)) throw_errno("cannot export to " + path, EEXIST);
 }
 
 // Throws where something is at `path`.
@@ -92,7 +93,6 @@ class NewFiles {
 
   // Returns the hidden path to write to.
   std::string add(const std::string& path) {
-    refuse_existing(path);
     files_.emplace_back(saving_path(path, random_id()), path);
     return files_.back().first;
   }
@@ -158,6 +158,31 @@ std::string numbered(const std::string& path, size_t file, size_t files) {
          (ends ? kEnding : "");
 }
 
+// The index of `files`, which have these names.
+std::string index_text(const std::string& path, const std::vector<Tensors>& files,
+                       const std::vector<std::string>& names) {
+  nlohmann::json weight_map = nlohmann::json::object();
+  uint64_t bytes = 0;
+  for (size_t f = 0; f < files.size(); ++f) {
+    for (const TensorToWrite* t : files[f]) {
+      weight_map[t->name] = names[f].substr(names[f].rfind('/') + 1);
+      bytes += bytes_of(*t);
+    }
+  }
+  const nlohmann::json root = {{"metadata", {{"total_size", bytes}}}, {"weight_map", weight_map}};
+  std::string text;
+  try {
+    text = root.dump(2) + "\n";
+  } catch (const nlohmann::json::exception&) {
+    TORCH_CHECK(false, printable(path),
+                ": expected names of files and tensors in UTF-8, which an index has, got others; "
+                "choose another path, or no limit of bytes");
+  }
+  TORCH_CHECK(text.size() <= kSafetensorsHeaderLimit, path, ": expected an index of at most ",
+              kSafetensorsHeaderLimit, " bytes, got ", text.size(), "; write fewer tensors");
+  return text;
+}
+
 }  // namespace
 
 std::string write_safetensors_files(const std::string& path,
@@ -166,28 +191,26 @@ std::string write_safetensors_files(const std::string& path,
                                     int64_t max_file_bytes) {
   TORCH_CHECK(max_file_bytes >= 0, path, ": expected a limit of 0 bytes (none) or more, got ",
               max_file_bytes);
+  TORCH_CHECK(!path.ends_with(".json"), path,
+              ": expected the path of a safetensors file, got one that ends in .json, which "
+              "readers take for an index");
   const std::string index = path + ".index.json";
+  const std::vector<Tensors> files = split(tensors, max_file_bytes);
+  std::vector<std::string> names;
+  for (size_t f = 0; files.size() > 1 && f < files.size(); ++f) {
+    names.push_back(numbered(path, f, files.size()));
+  }
   refuse_existing(path);
   refuse_existing(index);
-  const std::vector<Tensors> files = split(tensors, max_file_bytes);
+  for (const std::string& name : names) refuse_existing(name);
   NewFiles made;
-  if (files.size() == 1) {
+  if (names.empty()) {
     write_file(made.add(path), files[0], metadata);
     made.publish();
     return path;
   }
-  nlohmann::json weight_map = nlohmann::json::object();
-  uint64_t bytes = 0;
-  for (size_t f = 0; f < files.size(); ++f) {
-    const std::string name = numbered(path, f, files.size());
-    for (const TensorToWrite* t : files[f]) {
-      weight_map[t->name] = name.substr(name.rfind('/') + 1);
-      bytes += bytes_of(*t);
-    }
-    write_file(made.add(name), files[f], metadata);
-  }
-  const nlohmann::json root = {{"metadata", {{"total_size", bytes}}}, {"weight_map", weight_map}};
-  const std::string text = root.dump(2) + "\n";
+  const std::string text = index_text(path, files, names);
+  for (size_t f = 0; f < files.size(); ++f) write_file(made.add(names[f]), files[f], metadata);
   FileWriter writer(made.add(index));
   writer.write(text.data(), text.size());
   writer.finish();

@@ -43,7 +43,8 @@ class SafetensorsFiles {
   Source find(const std::string& name);
   // The file of each tensor.
   const std::map<std::string, std::string>& names() const { return path_of_; }
-  // That of the first file by name; none without tensors.
+  // The metadata of the first file by name among those that are open; if none is, opens the file
+  // of the first tensor by name. None without tensors.
   std::map<std::string, std::string> metadata();
   uint64_t bytes_read() const;
 
@@ -68,8 +69,10 @@ struct TensorToWrite {
 // and the index "<path>.index.json". Each file has `metadata`. A tensor above the limit has a file
 // of its own. Returns the path to read from: `path` or the index.
 //
-// Files are written under hidden names "<name>.<random>.saving" and get theirs when all are on
-// disk, the index last. Throws when any of them exists, or `path`, or its index.
+// Files are written under hidden names ".<name>.<random>.saving" and get theirs when all are on
+// disk, the index last. Throws, before anything is written, when any of them exists, or `path`, or
+// its index; for a path that ends in ".json"; and for an index that readers refuse: above 100 MB,
+// or with a name that is not UTF-8.
 std::string write_safetensors_files(const std::string& path,
                                     const std::vector<TensorToWrite>& tensors,
                                     const std::map<std::string, std::string>& metadata,
