@@ -152,7 +152,7 @@ class Trial {
 
     // 4. The exchange.
     const int exchanged = rename_with(from, to, RENAME_EXCHANGE);
-    if (says_nothing(exchanged) || gone()) return {};
+    if (says_nothing(exchanged) || (exchanged == 0 && !exists(to))) return {};
     found.exchanges = exchanged == 0 && exists(to + kLock);
     return found;
   }
