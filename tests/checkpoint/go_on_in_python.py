@@ -69,4 +69,4 @@ for step in range(3):
 contiguous = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
 safetensors.torch.save_file(contiguous, folder / "python_model.safetensors")
 save_optimizer_state(optimizer, model, str(folder / "python_state.safetensors"))
-print(optimizer_class.__name__, "went on with", len(optimizer.state), "states")
+print("torch", torch.__version__ + ":", optimizer_class.__name__, "went on with", len(optimizer.state), "states")

@@ -46,6 +46,12 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
             [](State& s) -> int64_t& { return s.step(); }),
         decoupled_(decoupled) {}
 
+  std::vector<std::string> optional_state(
+      const torch::optim::OptimizerOptions& options) const override {
+    if (!static_cast<const Options&>(options).amsgrad()) return {};
+    return {"max_exp_avg_sq"};
+  }
+
   const FusedUpdate* fused() const override { return this; }
 
   bool prepare_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) const override {

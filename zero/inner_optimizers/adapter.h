@@ -95,6 +95,8 @@ class OptimizerAdapter {
                                             const InnerState& content) const = 0;
   // The names that step() needs of a parameter that has any state.
   virtual std::vector<std::string> required_state() const = 0;
+  // The names of the tensors that a step reads with these options only, zeros in a new state.
+  virtual std::vector<std::string> optional_state(const Options&) const { return {}; }
 
   // ---- Step ----
 

@@ -12,11 +12,24 @@ using Class = torch::optim::RMSprop;
 using ClassOptions = torch::optim::RMSpropOptions;
 using ClassState = torch::optim::RMSpropParamState;
 
+class RmspropAdapter final : public ClassAdapter<Class, ClassOptions, ClassState> {
+ public:
+  using ClassAdapter::ClassAdapter;
+
+  std::vector<std::string> optional_state(const Options& options) const override {
+    const auto& o = static_cast<const ClassOptions&>(options);
+    std::vector<std::string> names;
+    if (o.momentum() > 0) names.emplace_back("momentum_buffer");
+    if (o.centered()) names.emplace_back("grad_avg");
+    return names;
+  }
+};
+
 }  // namespace
 
 const OptimizerAdapter& rmsprop_adapter() {
   constexpr StateFormat kFormat{};
-  static const ClassAdapter<Class, ClassOptions, ClassState> adapter(
+  static const RmspropAdapter adapter(
       "RMSprop",
       {option<ClassOptions>(
            "lr", [](auto& o) -> auto& { return o.lr(); }),

@@ -30,6 +30,10 @@ std::vector<std::string> required_state(const torch::optim::Optimizer& optimizer
   return adapter_of(optimizer, group).required_state();
 }
 
+std::vector<std::string> optional_state(const torch::optim::Optimizer& optimizer, int64_t group) {
+  return adapter_of(optimizer, group).optional_state(optimizer.param_groups()[group].options());
+}
+
 std::vector<std::pair<std::string, double>> stored_option_values(
     const torch::optim::OptimizerOptions& options) {
   return adapter_of(options).option_values(options);

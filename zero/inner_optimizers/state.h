@@ -37,6 +37,10 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
 // "step". Empty for classes without an adapter of their own.
 std::vector<std::string> required_state(const torch::optim::Optimizer& optimizer, int64_t group);
 
+// The names of the tensors that a step reads besides, with the options of that group, and that are
+// zeros in a new state.
+std::vector<std::string> optional_state(const torch::optim::Optimizer& optimizer, int64_t group);
+
 // The options by name, for checkpoints.
 std::vector<std::pair<std::string, double>> stored_option_values(
     const torch::optim::OptimizerOptions& options);

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -51,7 +52,10 @@ class StateCutter {
                                                          const SegmentTensors& s) {
     if (std::exchange(last_, &p) != &p) {
       in_order_ = read_(p, s.group);
-      if (in_order_) bring_into_order(p);
+      if (in_order_) {
+        add_missing(p, s.group);
+        bring_into_order(p);
+      }
     }
     if (!in_order_) return nullptr;
     InnerState state = *in_order_;
@@ -65,6 +69,16 @@ class StateCutter {
   }
 
  private:
+  // State of a run without an option such as amsgrad lacks what a step reads with it.
+  void add_missing(const Parameter& p, int64_t group) {
+    auto& tensors = in_order_->tensors;
+    for (const std::string& name : optional_state(inner_, group)) {
+      const bool present = std::any_of(tensors.begin(), tensors.end(),
+                                       [&](const auto& item) { return item.first == name; });
+      if (!present) tensors.emplace_back(name, at::zeros(p.sizes, at::kFloat));
+    }
+  }
+
   void bring_into_order(const Parameter& p) {
     for (auto& [name, tensor] : in_order_->tensors) {
       TORCH_CHECK(tensor.sizes() == p.tensor.sizes(), "parameter ", p.name, ": expected ", name,
@@ -173,10 +187,13 @@ class StateFile {
     const auto where = [&] { return path_ + ": parameter " + p.name + ": " + kind; };
     TORCH_CHECK(source.tensor->dtype != c10::ScalarType::Undefined, where(),
                 ": expected a dtype that this library knows, got another");
+    TORCH_CHECK(kind == "step" || c10::isFloatingType(source.tensor->dtype), where(),
+                ": expected a floating point dtype, got ", source.tensor->dtype);
     const auto read = [&] {
-      at::Tensor tensor = source.read();
-      source.file->reader.release();  // so that few files are open
-      return tensor;
+      // One file is open: the last one.
+      if (open_ != nullptr && open_ != source.file) open_->reader.release();
+      open_ = source.file;
+      return source.read();
     };
     const c10::IntArrayRef shape = source.tensor->shape;
     if (kind == "step") {
@@ -211,6 +228,7 @@ class StateFile {
 
   const std::string path_;
   SafetensorsFiles files_;
+  SafetensorsFiles::File* open_ = nullptr;
   torch::optim::Optimizer& inner_;
   const MeshTensors* const mesh_;
   std::map<std::string, std::vector<std::string>> kinds_;  // by parameter
