@@ -75,14 +75,18 @@ for p in manifest["parameters"]:
     for size in p["shape"]:
         numel *= size
     tensors[p["name"]] = bytearray(4 * numel)
-for file in manifest["files"]:
+for f, file in enumerate(manifest["files"]):
     data = (folder / file["name"]).read_bytes()
-    begin = 8 + struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8:begin])
-    for t in file["tensors"]:
-        if t["kind"] == "master":
-            first, end = header[t["key"]]["data_offsets"]
-            tensors[t["of"]][4 * t["begin"]:4 * (t["begin"] + t["numel"])] = data[begin + first:begin + end]
+    at = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:at])
+    for t in manifest["tensors"]:
+        if "master" not in t["kinds"]:
+            continue
+        for number, begin, numel in zip(*(t["pieces"][i::3] for i in range(3))):
+            if number == f:
+                key = f"{t['of']}[{begin}:{begin + numel}].master"
+                first, end = header[key]["data_offsets"]
+                tensors[t["of"]][4 * begin:4 * (begin + numel)] = data[at + first:at + end]
 header, at = {}, 0
 for p in manifest["parameters"]:
     end = at + len(tensors[p["name"]])
