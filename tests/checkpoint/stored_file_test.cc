@@ -127,7 +127,7 @@ TEST_F(StoredFileTest, ARangeReadsItsBlocksAndNoOthers) {
   EXPECT_NE(error_of([&] { file->verify_rest(nullptr); }), "");
 }
 
-// A file whose last tensor is not the table, with a hash that matches what lies there.
+// The last tensor is not the table, and the hash of the index matches all the same.
 TEST_F(StoredFileTest, ATableElsewhereIsRefused) {
   const auto refusal = [&](std::vector<StoredTensor> tensors) {
     fs::remove(path_);

@@ -146,10 +146,12 @@ FoundFiles find_files(Communicator& control, const std::string& what, const std:
   });
   const auto same = [&](const std::string& view) { return view == views[0]; };
   if (std::all_of(views.begin(), views.end(), same)) {
-    run_on_all_ranks(control, what, [&]() -> std::string {
-      if (!own) own = read_manifest(folder);  // throws
-      return {};
-    });
+    if (!own) {  // on no rank: all throw
+      run_on_all_ranks(control, what, [&]() -> std::string {
+        own = read_manifest(folder);
+        return {};
+      });
+    }
     return {std::move(*own), {}};
   }
 

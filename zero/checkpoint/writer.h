@@ -65,7 +65,7 @@ class CheckpointWriter {
   // `pause` has become true, and another call, on any thread, goes on where this one stopped.
   bool write_files(std::deque<std::shared_ptr<MemoryFileWriter>>& files,
                    const std::atomic<bool>& pause) noexcept;
-  // What was written or linked under this name; null if nothing was.
+  // Returns the file that was written or linked under this name; null if none was.
   const FileContent* written(const std::string& name) const;
   // Rank 0's `manifest` counts; its id and files are filled in here. Where a checkpoint is
   // replaced, `remove` runs the removal.

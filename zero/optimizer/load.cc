@@ -186,7 +186,7 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
   const std::string what = "load_checkpoint(" + folder + ")";
   const auto mesh = merge_tensors(engine, what, groups);
   Communicator& control = *engine.comms->control;
-  const FoundFiles found = find_files(control, what, folder);
+  FoundFiles found = find_files(control, what, folder);
   const std::vector<size_t> to_verify = files_to_verify(found, control);
   std::unique_ptr<CheckpointReader> reader;
   uint64_t received = 0;
@@ -198,7 +198,7 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
   at::Tensor blocks;
   // 1. Each rank reads what it needs.
   const auto counts = run_on_all_ranks(control, what, [&] {
-    if (!reader) reader = std::make_unique<CheckpointReader>(folder, found.manifest);
+    if (!reader) reader = std::make_unique<CheckpointReader>(folder, std::move(found.manifest));
     for (const size_t f : to_verify) reader->verify_index(f);
     staged = stage(*reader, folder, load, engine.table, engine.shards, control, mesh.get());
     blocks = reader->blocks_read();

@@ -32,7 +32,8 @@ namespace fs = std::filesystem;
 constexpr char kSaving[] = ".saving";
 constexpr char kReplaced[] = ".replaced";
 constexpr char kRemoved[] = ".removed";
-// The target of a trial of the file system; with a dot, as nobody names a checkpoint.
+// A trial of the file system has this name in place of a checkpoint's. The dot keeps it apart from
+// names of users.
 constexpr char kTrial[] = ".trial";
 constexpr size_t kTagDigits = 16;
 // keep_last() may put a replaced folder back between the two renames of replace().

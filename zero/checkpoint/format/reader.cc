@@ -206,6 +206,7 @@ std::vector<RangeOverlap> CheckpointReader::overlaps(const std::string& kind,
 
 void CheckpointReader::read(const std::string& kind, const std::vector<WantedRange>& wanted,
                             const std::vector<at::Tensor>& into) {
+  // 1. Which stored pieces have the ranges, in the order in which they are read.
   std::vector<Place> places;
   std::vector<RangeOverlap> overlaps = this->overlaps(kind, wanted, places);
   std::sort(overlaps.begin(), overlaps.end(), [](const RangeOverlap& a, const RangeOverlap& b) {
@@ -219,7 +220,7 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
     const uint64_t block = open(place.file).block_bytes(tensor);
     const auto begin_of = [&](size_t i) { return overlaps[i].stored_begin * size; };
     const auto end_of = [&](size_t i) { return begin_of(i) + overlaps[i].numel * size; };
-    // Overlaps whose blocks meet are read as one range, so that no block is read twice.
+    // 2. Overlaps whose blocks meet are read as one range, so that no block is read twice.
     size_t last = first + 1;
     uint64_t end = end_of(first);
     for (; last < overlaps.size() && overlaps[last].stored == overlaps[first].stored; ++last) {
@@ -229,6 +230,7 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
       if (begin_of(last) / block > (end - 1) / block + 1) break;
       end = std::max(end, end_of(last));
     }
+    // 3. Each part that was read and verified goes to all overlaps in it.
     size_t next = first;  // the first overlap that goes on behind what was read
     open(place.file)
         .read(tensor, begin_of(first), end, [&](uint64_t at, const char* data, size_t bytes) {

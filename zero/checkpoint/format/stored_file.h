@@ -8,7 +8,7 @@
 // shorter. The last tensor of the file, with the key kTableKey, is a table: the XXH3 of each block,
 // in the order of the file, 8 bytes each, the lowest byte first. The *index* of a file is all that
 // is no block: the length and the header at its beginning, and the table. The manifest has the hash
-// of the index, so that a changed byte anywhere in the file is noticed by whoever reads it.
+// of the index. So a reader of a changed byte anywhere in the file notices it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,8 +27,8 @@
 
 namespace zero {
 
-// Whoever reads a range reads less than two blocks in vain, and rows of buckets have 256 KiB and
-// more. A block that was hashed is still in a cache when it is written.
+// A reader of a range reads less than two blocks more than the range; rows of buckets have 256 KiB
+// and more. A block that was hashed is still in a cache when it is written.
 inline constexpr uint64_t kBlockBytes = uint64_t{32} << 10;
 // No state of an object has an empty name.
 inline constexpr char kTableKey[] = {kStatePrefix, '\0'};
@@ -87,15 +87,15 @@ class BlockHashes {
 
 // Writes a file, and waits until it is on disk. Throws where `path` exists.
 FileContent write_file(const FileToSave& file, const std::string& path, const std::string& id);
-// What that would return.
+// Returns the same without writing.
 FileContent hash_file(const FileToSave& file, const std::string& id);
 
-// A file that is read. What its functions throw is c10::Error, with the path.
+// A file that is read. Its functions throw c10::Error, with the path.
 class StoredFile {
  public:
-  // Reads the index. Throws unless it is what `about` says, of the checkpoint that this names, or
-  // else of checkpoint `id`; empty: of any.
-  // Before version 5 there is no hash of it.
+  // Reads the index. Throws unless `about` has its hash, and it names the checkpoint `about.id`,
+  // or, if that is empty, `id`; if both are empty, any. Before version 5 there is no hash of an
+  // index.
   StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& about,
              const std::string& id = {});
 
