@@ -13,6 +13,7 @@
 #include "kernels/detail/bias_correction.h"
 #include "kernels/detail/element_type.h"
 #include "kernels/detail/segment_parts.h"
+#include "kernels/detail/state_checks.h"
 
 namespace zero::kernels {
 namespace {
@@ -29,6 +30,7 @@ void check_segments(c10::ArrayRef<AdamSegment> segments, const AdamOptions& opti
     if (segment.numel == 0) {
       continue;
     }
+    check_state(segment, "adam_step");
     TORCH_CHECK(segment.master != nullptr && segment.exp_avg != nullptr &&
                     segment.exp_avg_sq != nullptr && segment.gradient != nullptr,
                 "zero::kernels::adam_step: null pointer for ", segment.numel, " elements");

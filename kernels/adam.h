@@ -49,6 +49,11 @@ struct AdamOptions {
   // [1], memory of the stream's kind; where not null, the learning rate is read from here instead.
   // Every segment then needs its device_step.
   const double* device_lr = nullptr;
+  // The number of the step, for the noise that rounds state of another type than kFloat: no two
+  // steps should share one.
+  int64_t noise_step = 0;
+  // [1], a whole number, memory of the stream's kind; where not null, it is read here instead.
+  const double* device_noise_step = nullptr;
 };
 
 // Updates every segment: one parallel region on the CPU, one launch for each

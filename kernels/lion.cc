@@ -10,6 +10,7 @@
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/detail/element_type.h"
 #include "kernels/detail/segment_parts.h"
+#include "kernels/detail/state_checks.h"
 
 namespace zero::kernels {
 namespace {
@@ -21,6 +22,7 @@ void check_segments(c10::ArrayRef<LionSegment> segments) {
     TORCH_CHECK(segment.numel == 0 || (segment.master != nullptr && segment.exp_avg != nullptr &&
                                        segment.gradient != nullptr),
                 "zero::kernels::lion_step: null pointer for ", segment.numel, " elements");
+    check_state(segment, "lion_step");
   }
 }
 

@@ -15,6 +15,17 @@ namespace zero::kernels {
 // Values that share a scale in block_int8.h.
 inline constexpr int64_t kInt8Block = 256;
 
+// Elements of a state array that share a scale in StateType::kInt8, and a key of the noise.
+inline constexpr int64_t kStateBlock = 256;
+
+// How the state arrays of a segment are stored; stored_state.h has the formulas. An update computes
+// in fp32 whatever the type is, and rounds the new state by the noise of detail/state_noise.h.
+enum class StateType : int {
+  kFloat = 0,     // n fp32
+  kBFloat16 = 1,  // n bf16
+  kInt8 = 2,      // ceil(n / kStateBlock) fp32 scales, then n codes of one byte
+};
+
 // Doubles of workspace that the sums of norm.h need on a device.
 inline constexpr int64_t kNormWorkspace = 8192;
 
@@ -32,14 +43,14 @@ struct ConstSpan {
   int64_t numel = 0;
 };
 
-// A run of elements that share options and step count, for adam_step(). All
-// arrays are [numel]; p, m, v and max_v name them in the formula of adam.h. No
-// two arrays overlap, except that `working` may be `master`.
+// A run of elements that share options and step count, for adam_step(). All arrays are [numel], and
+// those of void* are stored as state_type says; p, m, v and max_v name them in the formula of
+// adam.h. No two arrays overlap, except that `working` may be `master`.
 struct AdamSegment {
   float* master = nullptr;          // p, updated
-  float* exp_avg = nullptr;         // m, updated
-  float* exp_avg_sq = nullptr;      // v, updated
-  float* max_exp_avg_sq = nullptr;  // max_v, updated; used with amsgrad alone
+  void* exp_avg = nullptr;          // m, updated
+  void* exp_avg_sq = nullptr;       // v, updated
+  float* max_exp_avg_sq = nullptr;  // max_v, updated; used with amsgrad alone; always fp32
   const float* gradient = nullptr;  // unchanged
   // In the call's working_dtype: receives the new master value, rounded to
   // nearest even. Null, or equal to `master`: nothing is written.
@@ -49,14 +60,19 @@ struct AdamSegment {
   int64_t step = 1;
   // [1]; where not null, k is read from here instead: memory of the stream's kind.
   const float* device_step = nullptr;
+  StateType state_type = StateType::kFloat;  // of exp_avg and exp_avg_sq
+  // For the noise, with another type than kFloat: the number of the parameter, and the first
+  // element of the segment in it, a multiple of kStateBlock.
+  int64_t parameter = 0;
+  int64_t element = 0;
 };
 
-// A run of elements that share options, for sgd_step(). All arrays are [numel];
-// p and b name them in the formula of sgd.h. No two arrays overlap, except that
-// `working` may be `master`.
+// A run of elements that share options, for sgd_step(). All arrays are [numel], and `momentum` is
+// stored as state_type says; p and b name them in the formula of sgd.h. No two arrays overlap,
+// except that `working` may be `master`.
 struct SgdSegment {
   float* master = nullptr;          // p, updated
-  float* momentum = nullptr;        // b, updated; may be null when momentum is 0
+  void* momentum = nullptr;         // b, updated; may be null when momentum is 0
   const float* gradient = nullptr;  // unchanged
   void* working = nullptr;          // as in AdamSegment
   int64_t numel = 0;
@@ -65,17 +81,23 @@ struct SgdSegment {
   // [1]: how many updates this segment has had, this one included; where not null, the first step
   // is the one where it is 1.
   const float* device_step = nullptr;
+  StateType state_type = StateType::kFloat;  // of momentum
+  int64_t parameter = 0;                     // as in AdamSegment
+  int64_t element = 0;                       // as in AdamSegment
 };
 
-// A run of elements that share options, for lion_step(). All arrays are [numel];
-// p and m name them in the formula of lion.h. No two arrays overlap, except that
-// `working` may be `master`.
+// A run of elements that share options, for lion_step(). All arrays are [numel], and exp_avg is
+// stored as state_type says; p and m name them in the formula of lion.h. No two arrays overlap,
+// except that `working` may be `master`.
 struct LionSegment {
   float* master = nullptr;          // p, updated
-  float* exp_avg = nullptr;         // m, updated
+  void* exp_avg = nullptr;          // m, updated
   const float* gradient = nullptr;  // unchanged
   void* working = nullptr;          // as in AdamSegment
   int64_t numel = 0;
+  StateType state_type = StateType::kFloat;  // of exp_avg
+  int64_t parameter = 0;                     // as in AdamSegment
+  int64_t element = 0;                       // as in AdamSegment
 };
 
 // A run of elements for ema_step(). The arrays are [numel] and do not overlap.

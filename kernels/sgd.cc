@@ -10,6 +10,7 @@
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/detail/element_type.h"
 #include "kernels/detail/segment_parts.h"
+#include "kernels/detail/state_checks.h"
 
 namespace zero::kernels {
 namespace {
@@ -21,6 +22,7 @@ void check_segments(c10::ArrayRef<SgdSegment> segments, const SgdOptions& option
     if (segment.numel == 0) {
       continue;
     }
+    check_state(segment, "sgd_step");
     TORCH_CHECK(segment.master != nullptr && segment.gradient != nullptr,
                 "zero::kernels::sgd_step: null pointer for ", segment.numel, " elements");
     TORCH_CHECK(options.momentum == 0.0 || segment.momentum != nullptr,

@@ -40,6 +40,11 @@ struct SgdOptions {
   bool nesterov = false;
   // [1], memory of the stream's kind; where not null, the learning rate is read from here instead.
   const double* device_lr = nullptr;
+  // The number of the step, for the noise that rounds state of another type than kFloat: no two
+  // steps should share one.
+  int64_t noise_step = 0;
+  // [1], a whole number, memory of the stream's kind; where not null, it is read here instead.
+  const double* device_noise_step = nullptr;
 };
 
 // Updates every segment; the arguments are those of adam_step(). Where

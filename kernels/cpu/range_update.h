@@ -56,8 +56,9 @@ void adam_range(const AdamSegment& range, const AdamCoefficients& c, float gradi
     const auto loop = c.amsgrad
                           ? (c.decoupled ? adam_loop<true, true, W> : adam_loop<true, false, W>)
                           : (c.decoupled ? adam_loop<false, true, W> : adam_loop<false, false, W>);
-    loop(c, gradient_coefficient, range.numel, range.master, range.exp_avg, range.exp_avg_sq,
-         range.max_exp_avg_sq, range.gradient, static_cast<W*>(range.working));
+    loop(c, gradient_coefficient, range.numel, range.master, static_cast<float*>(range.exp_avg),
+         static_cast<float*>(range.exp_avg_sq), range.max_exp_avg_sq, range.gradient,
+         static_cast<W*>(range.working));
   };
   range.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
 }
@@ -86,8 +87,8 @@ void sgd_range(const SgdSegment& range, const SgdCoefficients& c, float gradient
     const auto loop = c.momentum == 0.0F ? sgd_loop<false, false, W>
                       : range.first_step ? sgd_loop<true, true, W>
                                          : sgd_loop<true, false, W>;
-    loop(c, gradient_coefficient, range.numel, range.master, range.momentum, range.gradient,
-         static_cast<W*>(range.working));
+    loop(c, gradient_coefficient, range.numel, range.master, static_cast<float*>(range.momentum),
+         range.gradient, static_cast<W*>(range.working));
   };
   range.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
 }
@@ -111,7 +112,8 @@ void lion_loop(const LionCoefficients c, float gradient_coefficient, int64_t num
 void lion_range(const LionSegment& range, const LionCoefficients& c, float gradient_coefficient,
                 ElementType working_type) {
   const auto run = [&]<class W>(W*) {
-    lion_loop<W>(c, gradient_coefficient, range.numel, range.master, range.exp_avg, range.gradient,
+    lion_loop<W>(c, gradient_coefficient, range.numel, range.master,
+                 static_cast<float*>(range.exp_avg), range.gradient,
                  static_cast<W*>(range.working));
   };
   range.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);

@@ -10,8 +10,16 @@
 namespace zero::kernels::cuda {
 namespace {
 
-// An AdamSegment with the two scalars of its step, where the host knows it.
-struct Segment : AdamSegment {
+// What a kernel reads of an AdamSegment, and the two scalars of its step, where the host knows it.
+struct Segment {
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* max_exp_avg_sq;
+  const float* gradient;
+  void* working;
+  int64_t numel;
+  const float* device_step;
   float sqrt_bias_correction2;
   float negative_step_size;
 };
@@ -97,11 +105,20 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
                       const DeviceRate& rate, const float* gradient_coefficient,
                       const double* nonfinite, ElementType working_type, void* stream) {
   const auto segment_of = [&](int64_t i) {
-    Segment segment{segments[i], 1.0F, 0.0F};
-    segment.working = written_working(segments[i]);
-    if (segment.device_step == nullptr) {
+    const AdamSegment& s = segments[i];
+    Segment segment{s.master,
+                    static_cast<float*>(s.exp_avg),
+                    static_cast<float*>(s.exp_avg_sq),
+                    s.max_exp_avg_sq,
+                    s.gradient,
+                    written_working(s),
+                    s.numel,
+                    s.device_step,
+                    1.0F,
+                    0.0F};
+    if (s.device_step == nullptr) {
       AdamCoefficients c = coefficients;
-      set_bias_correction(powers, static_cast<double>(segment.step), c);
+      set_bias_correction(powers, static_cast<double>(s.step), c);
       segment.sqrt_bias_correction2 = c.sqrt_bias_correction2;
       segment.negative_step_size = c.negative_step_size;
     }

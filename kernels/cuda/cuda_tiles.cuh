@@ -46,7 +46,7 @@ struct Tiles {
   int32_t tile;  // elements
 };
 
-static_assert(sizeof(Tiles<CopySpan>) <= 4096 - 128 && sizeof(Tiles<AdamSegment>) <= 4096 - 128);
+static_assert(sizeof(Tiles<CopySpan>) <= 4096 - 128);
 
 // Cuts the segments of a table into at least `wanted` tiles where they are long enough. Returns the
 // number of tiles.

@@ -9,9 +9,18 @@
 namespace zero::kernels::cuda {
 namespace {
 
+// What a kernel reads of a LionSegment.
+struct Segment {
+  float* master;
+  float* exp_avg;
+  const float* gradient;
+  void* working;
+  int64_t numel;
+};
+
 template <class W>
 __global__ void __launch_bounds__(kThreads)
-    lion_kernel(const __grid_constant__ Tiles<LionSegment> table, LionCoefficients c,
+    lion_kernel(const __grid_constant__ Tiles<Segment> table, LionCoefficients c,
                 const DeviceRate rate, const float* gradient_coefficient, const double* nonfinite) {
   constexpr int kWidth = 4;  // 16 bytes of fp32
   if (nonfinite != nullptr && *nonfinite != 0.0) {
@@ -21,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
     set_rate(*rate.lr, rate.weight_decay, c);
   }
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
-  for_each_tile(table, [&](const LionSegment& s, int64_t begin, int64_t end) {
+  for_each_tile(table, [&](const Segment& s, int64_t begin, int64_t end) {
     W* working = static_cast<W*>(s.working);
     const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.exp_avg) &&
                          aligned<kWidth>(s.gradient) && aligned<kWidth>(working);
@@ -52,13 +61,13 @@ const char* lion_step(const LionSegment* segments, int64_t count,
                       const float* gradient_coefficient, const double* nonfinite,
                       ElementType working_type, void* stream) {
   const auto segment_of = [&](int64_t i) {
-    LionSegment segment = segments[i];
-    segment.working = written_working(segments[i]);
-    return segment;
+    const LionSegment& s = segments[i];
+    return Segment{s.master, static_cast<float*>(s.exp_avg), s.gradient, written_working(s),
+                   s.numel};
   };
   return with_device_type(working_type, [&]<class W>(W*) {
-    return launch_over_tiles<LionSegment>(count, segment_of, lion_kernel<W>, stream, coefficients,
-                                          rate, gradient_coefficient, nonfinite);
+    return launch_over_tiles<Segment>(count, segment_of, lion_kernel<W>, stream, coefficients, rate,
+                                      gradient_coefficient, nonfinite);
   });
 }
 

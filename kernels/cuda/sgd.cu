@@ -9,9 +9,20 @@
 namespace zero::kernels::cuda {
 namespace {
 
+// What a kernel reads of an SgdSegment.
+struct Segment {
+  float* master;
+  float* momentum;
+  const float* gradient;
+  void* working;
+  int64_t numel;
+  const float* device_step;
+  bool first_step;
+};
+
 // One pack of elements; kFirst: the momentum is assigned and not read.
 template <bool kMomentum, bool kFirst, int kCount, class W>
-__device__ void update(const SgdSegment& s, const SgdCoefficients& c, float coefficient, int64_t i,
+__device__ void update(const Segment& s, const SgdCoefficients& c, float coefficient, int64_t i,
                        W* working) {
   auto p = load<kCount>(static_cast<const float*>(s.master + i));
   const auto g = load<kCount>(s.gradient + i);
@@ -36,7 +47,7 @@ __device__ void update(const SgdSegment& s, const SgdCoefficients& c, float coef
 
 template <class W, bool kMomentum>
 __global__ void __launch_bounds__(kThreads)
-    sgd_kernel(const __grid_constant__ Tiles<SgdSegment> table, SgdCoefficients c,
+    sgd_kernel(const __grid_constant__ Tiles<Segment> table, SgdCoefficients c,
                const double* device_lr, const float* gradient_coefficient,
                const double* nonfinite) {
   constexpr int kWidth = 4;  // 16 bytes of fp32
@@ -47,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     c.negative_lr = static_cast<float>(-*device_lr);
   }
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
-  for_each_tile(table, [&](const SgdSegment& s, int64_t begin, int64_t end) {
+  for_each_tile(table, [&](const Segment& s, int64_t begin, int64_t end) {
     W* working = static_cast<W*>(s.working);
     const bool first = s.device_step != nullptr ? *s.device_step == 1.0F : s.first_step;
     const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.gradient) &&
@@ -69,14 +80,16 @@ const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoeffic
                      const double* device_lr, const float* gradient_coefficient,
                      const double* nonfinite, ElementType working_type, void* stream) {
   const auto segment_of = [&](int64_t i) {
-    SgdSegment segment = segments[i];
-    segment.working = written_working(segments[i]);
-    return segment;
+    const SgdSegment& s = segments[i];
+    return Segment{s.master,    static_cast<float*>(s.momentum),
+                   s.gradient,  written_working(s),
+                   s.numel,     s.device_step,
+                   s.first_step};
   };
   return with_device_type(working_type, [&]<class W>(W*) {
     const auto kernel = coefficients.momentum != 0.0F ? sgd_kernel<W, true> : sgd_kernel<W, false>;
-    return launch_over_tiles<SgdSegment>(count, segment_of, kernel, stream, coefficients, device_lr,
-                                         gradient_coefficient, nonfinite);
+    return launch_over_tiles<Segment>(count, segment_of, kernel, stream, coefficients, device_lr,
+                                      gradient_coefficient, nonfinite);
   });
 }
 

@@ -15,6 +15,10 @@ void* written_working(const Segment& segment) {
   return segment.working == static_cast<void*>(segment.master) ? nullptr : segment.working;
 }
 
+// fp32 values behind a pointer that may have no type.
+inline void advance(float*& values, int64_t by) { values += by; }
+inline void advance(void*& values, int64_t by) { values = static_cast<float*>(values) + by; }
+
 // Elements [begin, end) of a segment. `arrays` are its fp32 arrays besides master and gradient;
 // those that are null stay null.
 template <class Segment, class... Arrays>
@@ -23,7 +27,7 @@ Segment part_of(const Segment& segment, int64_t begin, int64_t end, int64_t work
   Segment part = segment;
   part.master += begin;
   part.gradient += begin;
-  ((part.*arrays += part.*arrays != nullptr ? begin : 0), ...);
+  (advance(part.*arrays, part.*arrays != nullptr ? begin : 0), ...);
   part.numel = end - begin;
   part.working = written_working(segment);
   if (part.working != nullptr) {

@@ -171,10 +171,10 @@ void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
           g += static_cast<float>(options.weight_decay) * s.master[i];
         }
       }
-      float& m = s.exp_avg[i];
+      float& m = static_cast<float*>(s.exp_avg)[i];
       m *= static_cast<float>(options.beta1);
       m += static_cast<float>(1.0 - options.beta1) * g;
-      float& v = s.exp_avg_sq[i];
+      float& v = static_cast<float*>(s.exp_avg_sq)[i];
       v *= static_cast<float>(options.beta2);
       v += static_cast<float>(1.0 - options.beta2) * g * g;
       float u = v;
@@ -209,7 +209,7 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
       }
       if (options.momentum != 0.0) {
         const auto momentum = static_cast<float>(options.momentum);
-        float& b = s.momentum[i];
+        float& b = static_cast<float*>(s.momentum)[i];
         if (first_step) {
           b = d;
         } else {
@@ -246,7 +246,7 @@ void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
       if (gradient_coefficient != nullptr) {
         g *= *gradient_coefficient;
       }
-      float& m = s.exp_avg[i];
+      float& m = static_cast<float*>(s.exp_avg)[i];
       const auto beta1 = static_cast<float>(options.beta1);
       const float direction = beta1 * m + static_cast<float>(1.0 - options.beta1) * g;
       if (options.weight_decay != 0.0) {
