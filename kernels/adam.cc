@@ -61,12 +61,13 @@ void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
                c10::ScalarType working_dtype, Stream stream) {
   const ElementType working_type = element_type(working_dtype, "adam_step", "working_dtype");
   check_segments(segments, options);
+  const NoiseStep noise{options.noise_step, options.device_noise_step};
   const auto count = static_cast<int64_t>(segments.size());
   if (stream.cuda) {
     const char* error = cuda::adam_step(
         segments.data(), count, coefficients_of(options),
         {options.lr, options.beta1, options.beta2}, {options.device_lr, options.weight_decay},
-        gradient_coefficient, nonfinite, working_type, stream.handle);
+        gradient_coefficient, nonfinite, noise, working_type, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::adam_step: CUDA error: ", error);
     return;
   }
@@ -83,6 +84,11 @@ void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
   const RangeKernels& kernels = range_kernels();
   update_segments(segments, gradient_coefficient, nonfinite,
                   [&](int64_t i, int64_t begin, int64_t end, float coefficient) {
+                    if (segments[i].state_type != StateType::kFloat) {
+                      kernels.stored_adam(with_written_working(segments[i]), begin, end, noise,
+                                          coefficients[i], coefficient, working_type);
+                      return;
+                    }
                     kernels.adam(part_of(segments[i], begin, end, element_size(working_type),
                                          &AdamSegment::exp_avg, &AdamSegment::exp_avg_sq,
                                          &AdamSegment::max_exp_avg_sq),

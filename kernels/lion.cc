@@ -33,6 +33,7 @@ void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
                c10::ScalarType working_dtype, Stream stream) {
   const ElementType working_type = element_type(working_dtype, "lion_step", "working_dtype");
   check_segments(segments);
+  const NoiseStep noise{options.noise_step, options.device_noise_step};
   const auto count = static_cast<int64_t>(segments.size());
   LionCoefficients c{decay_of(options.lr, options.weight_decay), static_cast<float>(options.beta1),
                      static_cast<float>(1.0 - options.beta1),    static_cast<float>(options.beta2),
@@ -40,7 +41,7 @@ void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
   if (stream.cuda) {
     const char* error =
         cuda::lion_step(segments.data(), count, c, {options.device_lr, options.weight_decay},
-                        gradient_coefficient, nonfinite, working_type, stream.handle);
+                        gradient_coefficient, nonfinite, noise, working_type, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::lion_step: CUDA error: ", error);
     return;
   }
@@ -48,6 +49,11 @@ void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
   const RangeKernels& kernels = range_kernels();
   update_segments(segments, gradient_coefficient, nonfinite,
                   [&](int64_t i, int64_t begin, int64_t end, float coefficient) {
+                    if (segments[i].state_type != StateType::kFloat) {
+                      kernels.stored_lion(with_written_working(segments[i]), begin, end, noise, c,
+                                          coefficient, working_type);
+                      return;
+                    }
                     kernels.lion(part_of(segments[i], begin, end, element_size(working_type),
                                          &LionSegment::exp_avg),
                                  c, coefficient, working_type);

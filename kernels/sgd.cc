@@ -40,25 +40,32 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
   SgdCoefficients c{static_cast<float>(-options.lr), static_cast<float>(options.momentum),
                     static_cast<float>(1.0 - options.dampening),
                     static_cast<float>(options.weight_decay), options.nesterov};
+  const NoiseStep noise{options.noise_step, options.device_noise_step};
   const auto count = static_cast<int64_t>(segments.size());
   if (stream.cuda) {
     const char* error =
         cuda::sgd_step(segments.data(), count, c, options.device_lr, gradient_coefficient,
-                       nonfinite, working_type, stream.handle);
+                       nonfinite, noise, working_type, stream.handle);
     TORCH_CHECK(error == nullptr, "zero::kernels::sgd_step: CUDA error: ", error);
     return;
   }
   if (options.device_lr != nullptr) c.negative_lr = static_cast<float>(-*options.device_lr);
   const RangeKernels& kernels = range_kernels();
-  update_segments(segments, gradient_coefficient, nonfinite,
-                  [&](int64_t i, int64_t begin, int64_t end, float coefficient) {
-                    SgdSegment part = part_of(segments[i], begin, end, element_size(working_type),
-                                              &SgdSegment::momentum);
-                    if (part.device_step != nullptr) {
-                      part.first_step = *part.device_step == 1.0F;
-                    }
-                    kernels.sgd(part, c, coefficient, working_type);
-                  });
+  update_segments(
+      segments, gradient_coefficient, nonfinite,
+      [&](int64_t i, int64_t begin, int64_t end, float coefficient) {
+        SgdSegment segment = segments[i];
+        if (segment.device_step != nullptr) {
+          segment.first_step = *segment.device_step == 1.0F;
+        }
+        if (segment.state_type != StateType::kFloat && c.momentum != 0.0F) {
+          kernels.stored_sgd(with_written_working(segment), begin, end, noise, c, coefficient,
+                             working_type);
+          return;
+        }
+        kernels.sgd(part_of(segment, begin, end, element_size(working_type), &SgdSegment::momentum),
+                    c, coefficient, working_type);
+      });
 }
 
 }  // namespace zero::kernels

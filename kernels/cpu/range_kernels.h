@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "kernels/detail/state_noise.h"
 #include "kernels/detail/update_rules.h"
 #include "kernels/segments.h"
 
@@ -79,6 +80,23 @@ struct RangeKernels {
   void (*lion)(const LionSegment& range, const LionCoefficients& coefficients,
                float gradient_coefficient, ElementType working_type);
   void (*ema)(const EmaSegment& range, float weight);
+  // Elements [begin, end) of a whole segment whose state_type is not kFloat, and whose momentum is
+  // not 0: whole blocks, but for the last one. `working` as above, and of the whole segment.
+  void (*stored_adam)(const AdamSegment& segment, int64_t begin, int64_t end, const NoiseStep& step,
+                      const AdamCoefficients& coefficients, float gradient_coefficient,
+                      ElementType working_type);
+  void (*stored_sgd)(const SgdSegment& segment, int64_t begin, int64_t end, const NoiseStep& step,
+                     const SgdCoefficients& coefficients, float gradient_coefficient,
+                     ElementType working_type);
+  void (*stored_lion)(const LionSegment& segment, int64_t begin, int64_t end, const NoiseStep& step,
+                      const LionCoefficients& coefficients, float gradient_coefficient,
+                      ElementType working_type);
+  // Elements [begin, end) of `values` and of an array of StateType::kInt8 for `numel`: whole
+  // blocks, but for the last one.
+  void (*decode_codes)(bool root, const void* array, int64_t numel, int64_t begin, int64_t end,
+                       float* values);
+  void (*encode_codes)(bool root, const float* values, int64_t numel, int64_t begin, int64_t end,
+                       void* array);
 };
 
 // Null where the file was compiled for another processor.

@@ -13,6 +13,7 @@
 #include "kernels/cpu/range_cast.h"
 #include "kernels/cpu/range_kernels.h"
 #include "kernels/cpu/range_norm.h"
+#include "kernels/cpu/range_state.h"
 #include "kernels/cpu/range_sum_rows.h"
 #include "kernels/cpu/range_update.h"
 
@@ -33,7 +34,12 @@ constexpr RangeKernels make_range_kernels(const char* name) {
           adam_range,
           sgd_range,
           lion_range,
-          ema_range};
+          ema_range,
+          stored_adam_range,
+          stored_sgd_range,
+          stored_lion_range,
+          decode_codes_range,
+          encode_codes_range};
 }
 
 }  // namespace

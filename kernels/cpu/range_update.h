@@ -26,7 +26,8 @@ inline void store_one(float value, Half& destination) { destination = narrow_one
 
 // The cast is made in the loop of the update, for fp16 too, where F16C cannot be
 // used then: a second loop over chunks, though in the cache, is 15 % slower.
-template <bool kAmsgrad, bool kDecoupled, class W>
+// kRoots: `v` receives the roots of the new second moments.
+template <bool kAmsgrad, bool kDecoupled, bool kRoots, class W>
 void adam_loop(const AdamCoefficients c, float gradient_coefficient, int64_t numel,
                float* __restrict p, float* __restrict m, float* __restrict v,
                float* __restrict max_v, const float* __restrict gradient, W* __restrict working) {
@@ -40,7 +41,7 @@ void adam_loop(const AdamCoefficients c, float gradient_coefficient, int64_t num
                                        max_v_i);
     p[i] = p_i;
     m[i] = m_i;
-    v[i] = v_i;
+    v[i] = kRoots ? square_root(v_i) : v_i;
     if constexpr (kAmsgrad) {
       max_v[i] = max_v_i;
     }
@@ -50,12 +51,18 @@ void adam_loop(const AdamCoefficients c, float gradient_coefficient, int64_t num
   }
 }
 
+template <bool kRoots, class W>
+inline auto adam_loop_of(const AdamCoefficients& c) {
+  return c.amsgrad
+             ? (c.decoupled ? adam_loop<true, true, kRoots, W> : adam_loop<true, false, kRoots, W>)
+             : (c.decoupled ? adam_loop<false, true, kRoots, W>
+                            : adam_loop<false, false, kRoots, W>);
+}
+
 void adam_range(const AdamSegment& range, const AdamCoefficients& c, float gradient_coefficient,
                 ElementType working_type) {
   const auto run = [&]<class W>(W*) {
-    const auto loop = c.amsgrad
-                          ? (c.decoupled ? adam_loop<true, true, W> : adam_loop<true, false, W>)
-                          : (c.decoupled ? adam_loop<false, true, W> : adam_loop<false, false, W>);
+    const auto loop = adam_loop_of<false, W>(c);
     loop(c, gradient_coefficient, range.numel, range.master, static_cast<float*>(range.exp_avg),
          static_cast<float*>(range.exp_avg_sq), range.max_exp_avg_sq, range.gradient,
          static_cast<W*>(range.working));
@@ -81,12 +88,17 @@ void sgd_loop(const SgdCoefficients c, float gradient_coefficient, int64_t numel
   }
 }
 
+template <class W>
+inline auto sgd_loop_of(const SgdCoefficients& c, bool first_step) {
+  return c.momentum == 0.0F ? sgd_loop<false, false, W>
+         : first_step       ? sgd_loop<true, true, W>
+                            : sgd_loop<true, false, W>;
+}
+
 void sgd_range(const SgdSegment& range, const SgdCoefficients& c, float gradient_coefficient,
                ElementType working_type) {
   const auto run = [&]<class W>(W*) {
-    const auto loop = c.momentum == 0.0F ? sgd_loop<false, false, W>
-                      : range.first_step ? sgd_loop<true, true, W>
-                                         : sgd_loop<true, false, W>;
+    const auto loop = sgd_loop_of<W>(c, range.first_step);
     loop(c, gradient_coefficient, range.numel, range.master, static_cast<float*>(range.momentum),
          range.gradient, static_cast<W*>(range.working));
   };

@@ -3,6 +3,7 @@
 //
 // adam_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/cuda_states.cuh"
 #include "kernels/cuda/cuda_tiles.cuh"
 #include "kernels/detail/bias_correction.h"
 #include "kernels/detail/segment_parts.h"
@@ -11,10 +12,11 @@ namespace zero::kernels::cuda {
 namespace {
 
 // What a kernel reads of an AdamSegment, and the two scalars of its step, where the host knows it.
+template <class State>
 struct Segment {
   float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
+  State* exp_avg;
+  State* exp_avg_sq;
   float* max_exp_avg_sq;
   const float* gradient;
   void* working;
@@ -24,9 +26,15 @@ struct Segment {
   float negative_step_size;
 };
 
+struct StoredSegment : Segment<void> {
+  int64_t parameter;
+  int64_t element;
+};
+
 // The scalars of a tile. One thread computes what depends on a step count or a learning rate that
 // lives on the device. All threads of the block call this.
-__device__ AdamCoefficients coefficients_of(const Segment& segment, AdamCoefficients c,
+template <class State>
+__device__ AdamCoefficients coefficients_of(const Segment<State>& segment, AdamCoefficients c,
                                             AdamPowers powers, const DeviceRate& rate) {
   c.sqrt_bias_correction2 = segment.sqrt_bias_correction2;
   c.negative_step_size = segment.negative_step_size;
@@ -53,7 +61,7 @@ __device__ AdamCoefficients coefficients_of(const Segment& segment, AdamCoeffici
 
 template <class W, bool kAmsgrad, bool kDecoupled>
 __global__ void __launch_bounds__(kThreads)
-    adam_kernel(const __grid_constant__ Tiles<Segment> table, const AdamCoefficients shared,
+    adam_kernel(const __grid_constant__ Tiles<Segment<float>> table, const AdamCoefficients shared,
                 const AdamPowers powers, const DeviceRate rate, const float* gradient_coefficient,
                 const double* nonfinite) {
   constexpr int kWidth = 4;  // 16 bytes of fp32
@@ -61,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
-  for_each_tile(table, [&](const Segment& s, int64_t begin, int64_t end) {
+  for_each_tile(table, [&](const Segment<float>& s, int64_t begin, int64_t end) {
     const AdamCoefficients c = coefficients_of(s, shared, powers, rate);
     W* working = static_cast<W*>(s.working);
     const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.exp_avg) &&
@@ -98,24 +106,77 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+template <StateType kType, bool kAmsgrad, bool kDecoupled>
+__global__ void __launch_bounds__(kThreads)
+    stored_adam_kernel(const __grid_constant__ Tiles<StoredSegment> table,
+                       const AdamCoefficients shared, const AdamPowers powers,
+                       const DeviceRate rate, const NoiseStep step,
+                       const float* gradient_coefficient, const double* nonfinite,
+                       const ElementType working_type) {
+  if (nonfinite != nullptr && *nonfinite != 0.0) {
+    return;
+  }
+  const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
+  for_each_tile(table, [&](const StoredSegment& s, int64_t begin, int64_t end) {
+    const AdamCoefficients c = coefficients_of(s, shared, powers, rate);
+    const uint64_t seed = noise_seed(step, s.parameter);
+    for_each_state_block(begin, end, [&](const StateBlock& block) {
+      LaneValues p = load_lane(s.master, block);
+      const LaneValues g = load_lane(s.gradient, block);
+      LaneValues m = load_state<kType, false>(s.exp_avg, s.numel, block);
+      LaneValues v = load_state<kType, true>(s.exp_avg_sq, s.numel, block);
+      LaneValues max_v{};
+      if constexpr (kAmsgrad) {
+        max_v = load_lane(s.max_exp_avg_sq, block);
+      }
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        adam_element<kAmsgrad, kDecoupled>(c, g.values[j] * coefficient, p.values[j], m.values[j],
+                                           v.values[j], max_v.values[j]);
+        if constexpr (kType == StateType::kInt8) {
+          v.values[j] = square_root(v.values[j]);
+        }
+      }
+      store_lane(s.master, block, p);
+      store_working(s.working, working_type, block, p);
+      if constexpr (kAmsgrad) {
+        store_lane(s.max_exp_avg_sq, block, max_v);
+      }
+      const uint32_t key = noise_key(seed, s.element + block.first);
+      store_state<kType, false>(m, key, s.exp_avg, s.numel, block);
+      store_state<kType, true>(v, key, s.exp_avg_sq, s.numel, block);
+    });
+  });
+}
+
+template <StateType kType>
+auto stored_kernel_of(const AdamCoefficients& c) {
+  return c.amsgrad ? (c.decoupled ? stored_adam_kernel<kType, true, true>
+                                  : stored_adam_kernel<kType, true, false>)
+                   : (c.decoupled ? stored_adam_kernel<kType, false, true>
+                                  : stored_adam_kernel<kType, false, false>);
+}
+
 }  // namespace
 
 const char* adam_step(const AdamSegment* segments, int64_t count,
                       const AdamCoefficients& coefficients, const AdamPowers& powers,
                       const DeviceRate& rate, const float* gradient_coefficient,
-                      const double* nonfinite, ElementType working_type, void* stream) {
-  const auto segment_of = [&](int64_t i) {
+                      const double* nonfinite, const NoiseStep& noise, ElementType working_type,
+                      void* stream) {
+  // Of segment i, or without elements where its state is of another type.
+  const auto segment_of = [&]<class State>(int64_t i, StateType type, State*) {
     const AdamSegment& s = segments[i];
-    Segment segment{s.master,
-                    static_cast<float*>(s.exp_avg),
-                    static_cast<float*>(s.exp_avg_sq),
-                    s.max_exp_avg_sq,
-                    s.gradient,
-                    written_working(s),
-                    s.numel,
-                    s.device_step,
-                    1.0F,
-                    0.0F};
+    Segment<State> segment{s.master,
+                           static_cast<State*>(s.exp_avg),
+                           static_cast<State*>(s.exp_avg_sq),
+                           s.max_exp_avg_sq,
+                           s.gradient,
+                           written_working(s),
+                           s.state_type == type ? s.numel : 0,
+                           s.device_step,
+                           1.0F,
+                           0.0F};
     if (s.device_step == nullptr) {
       AdamCoefficients c = coefficients;
       set_bias_correction(powers, static_cast<double>(s.step), c);
@@ -124,13 +185,26 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
     }
     return segment;
   };
-  return with_device_type(working_type, [&]<class W>(W*) {
+  const char* const error = with_device_type(working_type, [&]<class W>(W*) {
     const auto kernel =
         coefficients.amsgrad
             ? (coefficients.decoupled ? adam_kernel<W, true, true> : adam_kernel<W, true, false>)
             : (coefficients.decoupled ? adam_kernel<W, false, true> : adam_kernel<W, false, false>);
-    return launch_over_tiles<Segment>(count, segment_of, kernel, stream, coefficients, powers, rate,
-                                      gradient_coefficient, nonfinite);
+    return launch_over_tiles<Segment<float>>(
+        count,
+        [&](int64_t i) { return segment_of(i, StateType::kFloat, static_cast<float*>(nullptr)); },
+        kernel, stream, coefficients, powers, rate, gradient_coefficient, nonfinite);
+  });
+  return error != nullptr ? error : launch_for_state_types(segments, count, [&](StateType type) {
+    return launch_over_tiles<StoredSegment>(
+        count,
+        [&](int64_t i) {
+          return StoredSegment{segment_of(i, type, static_cast<void*>(nullptr)),
+                               segments[i].parameter, segments[i].element};
+        },
+        type == StateType::kInt8 ? stored_kernel_of<StateType::kInt8>(coefficients)
+                                 : stored_kernel_of<StateType::kBFloat16>(coefficients),
+        stream, coefficients, powers, rate, noise, gradient_coefficient, nonfinite, working_type);
   });
 }
 

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "kernels/cpu/range_kernels.h"
+#include "kernels/detail/state_noise.h"
 #include "kernels/detail/update_rules.h"
 #include "kernels/segments.h"
 
@@ -41,16 +42,18 @@ const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result,
 const char* adam_step(const AdamSegment* segments, int64_t count,
                       const AdamCoefficients& coefficients, const AdamPowers& powers,
                       const DeviceRate& rate, const float* gradient_coefficient,
-                      const double* nonfinite, ElementType working_type, void* stream);
+                      const double* nonfinite, const NoiseStep& noise, ElementType working_type,
+                      void* stream);
 
 const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
                      const double* device_lr, const float* gradient_coefficient,
-                     const double* nonfinite, ElementType working_type, void* stream);
+                     const double* nonfinite, const NoiseStep& noise, ElementType working_type,
+                     void* stream);
 
 const char* lion_step(const LionSegment* segments, int64_t count,
                       const LionCoefficients& coefficients, const DeviceRate& rate,
                       const float* gradient_coefficient, const double* nonfinite,
-                      ElementType working_type, void* stream);
+                      const NoiseStep& noise, ElementType working_type, void* stream);
 
 const char* ema_step(const EmaSegment* segments, int64_t count, float weight,
                      const float* device_weight, void* stream);

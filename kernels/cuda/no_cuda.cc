@@ -33,16 +33,17 @@ namespace {
 }
 [[gnu::weak]] const char* adam_step(const AdamSegment*, int64_t, const AdamCoefficients&,
                                     const AdamPowers&, const DeviceRate&, const float*,
-                                    const double*, ElementType, void*) {
+                                    const double*, const NoiseStep&, ElementType, void*) {
   fail("adam_step");
 }
 [[gnu::weak]] const char* sgd_step(const SgdSegment*, int64_t, const SgdCoefficients&,
-                                   const double*, const float*, const double*, ElementType, void*) {
+                                   const double*, const float*, const double*, const NoiseStep&,
+                                   ElementType, void*) {
   fail("sgd_step");
 }
 [[gnu::weak]] const char* lion_step(const LionSegment*, int64_t, const LionCoefficients&,
-                                    const DeviceRate&, const float*, const double*, ElementType,
-                                    void*) {
+                                    const DeviceRate&, const float*, const double*,
+                                    const NoiseStep&, ElementType, void*) {
   fail("lion_step");
 }
 [[gnu::weak]] const char* ema_step(const EmaSegment*, int64_t, float, const float*, void*) {

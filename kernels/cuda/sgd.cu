@@ -3,6 +3,7 @@
 //
 // sgd_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/cuda_states.cuh"
 #include "kernels/cuda/cuda_tiles.cuh"
 #include "kernels/detail/segment_parts.h"
 
@@ -10,9 +11,10 @@ namespace zero::kernels::cuda {
 namespace {
 
 // What a kernel reads of an SgdSegment.
+template <class State>
 struct Segment {
   float* master;
-  float* momentum;
+  State* momentum;
   const float* gradient;
   void* working;
   int64_t numel;
@@ -20,10 +22,20 @@ struct Segment {
   bool first_step;
 };
 
+struct StoredSegment : Segment<void> {
+  int64_t parameter;
+  int64_t element;
+};
+
+template <class State>
+__device__ bool is_first_step(const Segment<State>& s) {
+  return s.device_step != nullptr ? *s.device_step == 1.0F : s.first_step;
+}
+
 // One pack of elements; kFirst: the momentum is assigned and not read.
 template <bool kMomentum, bool kFirst, int kCount, class W>
-__device__ void update(const Segment& s, const SgdCoefficients& c, float coefficient, int64_t i,
-                       W* working) {
+__device__ void update(const Segment<float>& s, const SgdCoefficients& c, float coefficient,
+                       int64_t i, W* working) {
   auto p = load<kCount>(static_cast<const float*>(s.master + i));
   const auto g = load<kCount>(s.gradient + i);
   Pack<float, kCount> b{};
@@ -47,7 +59,7 @@ __device__ void update(const Segment& s, const SgdCoefficients& c, float coeffic
 
 template <class W, bool kMomentum>
 __global__ void __launch_bounds__(kThreads)
-    sgd_kernel(const __grid_constant__ Tiles<Segment> table, SgdCoefficients c,
+    sgd_kernel(const __grid_constant__ Tiles<Segment<float>> table, SgdCoefficients c,
                const double* device_lr, const float* gradient_coefficient,
                const double* nonfinite) {
   constexpr int kWidth = 4;  // 16 bytes of fp32
@@ -58,9 +70,9 @@ __global__ void __launch_bounds__(kThreads)
     c.negative_lr = static_cast<float>(-*device_lr);
   }
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
-  for_each_tile(table, [&](const Segment& s, int64_t begin, int64_t end) {
+  for_each_tile(table, [&](const Segment<float>& s, int64_t begin, int64_t end) {
     W* working = static_cast<W*>(s.working);
-    const bool first = s.device_step != nullptr ? *s.device_step == 1.0F : s.first_step;
+    const bool first = is_first_step(s);
     const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.gradient) &&
                          aligned<kWidth>(working) && (!kMomentum || aligned<kWidth>(s.momentum));
     for_each_pack<kWidth>(begin, end, vectors, [&](auto width, int64_t i) {
@@ -74,22 +86,85 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+// Its momentum is not 0.
+template <StateType kType>
+__global__ void __launch_bounds__(kThreads)
+    stored_sgd_kernel(const __grid_constant__ Tiles<StoredSegment> table, SgdCoefficients c,
+                      const double* device_lr, const NoiseStep step,
+                      const float* gradient_coefficient, const double* nonfinite,
+                      const ElementType working_type) {
+  if (nonfinite != nullptr && *nonfinite != 0.0) {
+    return;
+  }
+  if (device_lr != nullptr) {
+    c.negative_lr = static_cast<float>(-*device_lr);
+  }
+  const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
+  for_each_tile(table, [&](const StoredSegment& s, int64_t begin, int64_t end) {
+    const bool first = is_first_step(s);
+    const uint64_t seed = noise_seed(step, s.parameter);
+    for_each_state_block(begin, end, [&](const StateBlock& block) {
+      LaneValues p = load_lane(s.master, block);
+      const LaneValues g = load_lane(s.gradient, block);
+      LaneValues b{};
+      if (!first) {
+        b = load_state<kType, false>(s.momentum, s.numel, block);
+      }
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        if (first) {
+          sgd_element<true, true>(c, g.values[j] * coefficient, p.values[j], b.values[j]);
+        } else {
+          sgd_element<true, false>(c, g.values[j] * coefficient, p.values[j], b.values[j]);
+        }
+      }
+      store_lane(s.master, block, p);
+      store_working(s.working, working_type, block, p);
+      store_state<kType, false>(b, noise_key(seed, s.element + block.first), s.momentum, s.numel,
+                                block);
+    });
+  });
+}
+
 }  // namespace
 
 const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
                      const double* device_lr, const float* gradient_coefficient,
-                     const double* nonfinite, ElementType working_type, void* stream) {
-  const auto segment_of = [&](int64_t i) {
+                     const double* nonfinite, const NoiseStep& noise, ElementType working_type,
+                     void* stream) {
+  // Without momentum no state is touched, and its type does not matter.
+  const bool momentum = coefficients.momentum != 0.0F;
+  const auto segment_of = [&]<class State>(int64_t i, StateType type, State*) {
     const SgdSegment& s = segments[i];
-    return Segment{s.master,    static_cast<float*>(s.momentum),
-                   s.gradient,  written_working(s),
-                   s.numel,     s.device_step,
-                   s.first_step};
+    const bool taken = s.state_type == type || !momentum;
+    return Segment<State>{s.master,
+                          static_cast<State*>(s.momentum),
+                          s.gradient,
+                          written_working(s),
+                          taken ? s.numel : 0,
+                          s.device_step,
+                          s.first_step};
   };
-  return with_device_type(working_type, [&]<class W>(W*) {
-    const auto kernel = coefficients.momentum != 0.0F ? sgd_kernel<W, true> : sgd_kernel<W, false>;
-    return launch_over_tiles<Segment>(count, segment_of, kernel, stream, coefficients, device_lr,
-                                      gradient_coefficient, nonfinite);
+  const char* const error = with_device_type(working_type, [&]<class W>(W*) {
+    return launch_over_tiles<Segment<float>>(
+        count,
+        [&](int64_t i) { return segment_of(i, StateType::kFloat, static_cast<float*>(nullptr)); },
+        momentum ? sgd_kernel<W, true> : sgd_kernel<W, false>, stream, coefficients, device_lr,
+        gradient_coefficient, nonfinite);
+  });
+  if (error != nullptr || !momentum) {
+    return error;
+  }
+  return launch_for_state_types(segments, count, [&](StateType type) {
+    return launch_over_tiles<StoredSegment>(
+        count,
+        [&](int64_t i) {
+          return StoredSegment{segment_of(i, type, static_cast<void*>(nullptr)),
+                               segments[i].parameter, segments[i].element};
+        },
+        type == StateType::kInt8 ? stored_sgd_kernel<StateType::kInt8>
+                                 : stored_sgd_kernel<StateType::kBFloat16>,
+        stream, coefficients, device_lr, noise, gradient_coefficient, nonfinite, working_type);
   });
 }
 

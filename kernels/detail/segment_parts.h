@@ -15,6 +15,12 @@ void* written_working(const Segment& segment) {
   return segment.working == static_cast<void*>(segment.master) ? nullptr : segment.working;
 }
 
+template <class Segment>
+Segment with_written_working(Segment segment) {
+  segment.working = written_working(segment);
+  return segment;
+}
+
 // fp32 values behind a pointer that may have no type.
 inline void advance(float*& values, int64_t by) { values += by; }
 inline void advance(void*& values, int64_t by) { values = static_cast<float*>(values) + by; }

@@ -33,8 +33,10 @@
 
 #include "kernels/adam.h"
 #include "kernels/cast.h"
+#include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/sgd.h"
+#include "kernels/stored_state.h"
 #include "kernels/sum_rows.h"
 
 #if defined(__x86_64__) && !defined(__clang__)
@@ -308,6 +310,70 @@ void adamw_fp32_vs_torch_fused(benchmark::State& state) {
       });
 }
 
+// Memory of its own for a state array, with the values of array `index`.
+void* stored_array(StateType type, bool root, int64_t index, int64_t n) {
+  static std::vector<std::vector<float>> arrays(kArrays);
+  std::vector<float>& memory = arrays[static_cast<size_t>(index)];
+  memory.assign(static_cast<size_t>(state_bytes(type, n) / 4 + 1), 0.0F);
+  encode_state(type, root, array(index), n, memory.data());
+  return memory.data();
+}
+
+// The update with stored state against the same one with fp32 state.
+template <StateType kType>
+void adamw_to_bf16_vs_fp32_state(benchmark::State& state) {
+  const int64_t n = state.range(0);
+  const AdamSegment plain = adam_segment(n, array(4));
+  AdamSegment stored = plain;
+  stored.state_type = kType;
+  stored.exp_avg = stored_array(kType, false, 1, n);
+  stored.exp_avg_sq = stored_array(kType, true, 2, n);
+  const float coefficient = 0.999F;
+  const auto run = [&](const AdamSegment& segment) {
+    adam_step(segment, kAdam, &coefficient, nullptr, ScalarType::BFloat16, Stream{});
+  };
+  compare(
+      state, (kType == StateType::kInt8 ? 18.0 : 22.0) * n, [&] { run(stored); },
+      [&] { run(plain); });
+}
+
+void sgd_int8_state_vs_fp32_state(benchmark::State& state) {
+  const int64_t n = state.range(0);
+  SgdSegment plain;
+  plain.master = array(0);
+  plain.momentum = array(1);
+  plain.gradient = array(3);
+  plain.working = array(4);
+  plain.numel = n;
+  SgdSegment stored = plain;
+  stored.state_type = StateType::kInt8;
+  stored.momentum = stored_array(StateType::kInt8, false, 1, n);
+  const auto run = [&](const SgdSegment& segment) {
+    sgd_step(segment, {.lr = 1e-6, .momentum = 0.9}, nullptr, nullptr, ScalarType::BFloat16,
+             Stream{});
+  };
+  compare(
+      state, 16.0 * n, [&] { run(stored); }, [&] { run(plain); });
+}
+
+void lion_int8_state_vs_fp32_state(benchmark::State& state) {
+  const int64_t n = state.range(0);
+  LionSegment plain;
+  plain.master = array(0);
+  plain.exp_avg = array(1);
+  plain.gradient = array(3);
+  plain.working = array(4);
+  plain.numel = n;
+  LionSegment stored = plain;
+  stored.state_type = StateType::kInt8;
+  stored.exp_avg = stored_array(StateType::kInt8, false, 1, n);
+  const auto run = [&](const LionSegment& segment) {
+    lion_step(segment, {.lr = 1e-6}, nullptr, nullptr, ScalarType::BFloat16, Stream{});
+  };
+  compare(
+      state, 16.0 * n, [&] { run(stored); }, [&] { run(plain); });
+}
+
 void sgd_momentum_vs_move(benchmark::State& state) {
   const int64_t n = state.range(0);
   SgdSegment segment;
@@ -345,6 +411,10 @@ BENCHMARK_TEMPLATE(sum_two_rows_vs_move, ScalarType::BFloat16, uint16_t)->Apply(
 BENCHMARK(adamw_to_bf16_vs_move)->Apply(sizes_and_threads);
 BENCHMARK(adamw_to_bf16_vs_separate_passes)->Apply(sizes_and_threads);
 BENCHMARK(adamw_fp32_vs_torch_fused)->Apply(sizes_and_threads);
+BENCHMARK_TEMPLATE(adamw_to_bf16_vs_fp32_state, StateType::kBFloat16)->Apply(sizes_and_threads);
+BENCHMARK_TEMPLATE(adamw_to_bf16_vs_fp32_state, StateType::kInt8)->Apply(sizes_and_threads);
+BENCHMARK(sgd_int8_state_vs_fp32_state)->Apply(sizes_and_threads);
+BENCHMARK(lion_int8_state_vs_fp32_state)->Apply(sizes_and_threads);
 BENCHMARK(sgd_momentum_vs_move)->Apply(sizes_and_threads);
 
 }  // namespace

@@ -92,64 +92,85 @@ const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result,
 const char* adam_step(const AdamSegment* segments, int64_t count,
                       const AdamCoefficients& coefficients, const AdamPowers& powers,
                       const DeviceRate& rate, const float* gradient_coefficient,
-                      const double* nonfinite, ElementType working_type, void* stream) {
+                      const double* nonfinite, const NoiseStep& noise, ElementType working_type,
+                      void* stream) {
   const std::vector<AdamSegment> filled = copied(segments, count);
   if (filled.empty()) return nullptr;
-  return emulated::launch(
-      stream, filled[0].master,
-      [segments = filled, coefficients, powers, rate, gradient_coefficient, nonfinite,
-       working_type] {
-        if (skips(nonfinite)) return;
-        for (const AdamSegment& s : segments) {
-          AdamCoefficients c = coefficients;
-          AdamPowers of_step = powers;
-          if (rate.lr != nullptr) {
-            of_step.lr = *rate.lr;
-            c.decay = decay_of(*rate.lr, rate.weight_decay);
-          }
-          const double step =
-              s.device_step != nullptr ? *s.device_step : static_cast<double>(s.step);
-          set_bias_correction(of_step, step, c);
-          range_kernels().adam(with_working(s), c, factor_of(gradient_coefficient), working_type);
-        }
-      });
+  return emulated::launch(stream, filled[0].master,
+                          [segments = filled, coefficients, powers, rate, gradient_coefficient,
+                           nonfinite, noise, working_type] {
+                            if (skips(nonfinite)) return;
+                            for (const AdamSegment& s : segments) {
+                              AdamCoefficients c = coefficients;
+                              AdamPowers of_step = powers;
+                              if (rate.lr != nullptr) {
+                                of_step.lr = *rate.lr;
+                                c.decay = decay_of(*rate.lr, rate.weight_decay);
+                              }
+                              const double step = s.device_step != nullptr
+                                                      ? *s.device_step
+                                                      : static_cast<double>(s.step);
+                              set_bias_correction(of_step, step, c);
+                              const float factor = factor_of(gradient_coefficient);
+                              if (s.state_type != StateType::kFloat) {
+                                range_kernels().stored_adam(with_working(s), 0, s.numel, noise, c,
+                                                            factor, working_type);
+                              } else {
+                                range_kernels().adam(with_working(s), c, factor, working_type);
+                              }
+                            }
+                          });
 }
 
 const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
                      const double* device_lr, const float* gradient_coefficient,
-                     const double* nonfinite, ElementType working_type, void* stream) {
+                     const double* nonfinite, const NoiseStep& noise, ElementType working_type,
+                     void* stream) {
   const std::vector<SgdSegment> filled = copied(segments, count);
   if (filled.empty()) return nullptr;
-  return emulated::launch(
-      stream, filled[0].master,
-      [segments = filled, coefficients, device_lr, gradient_coefficient, nonfinite, working_type] {
-        if (skips(nonfinite)) return;
-        SgdCoefficients c = coefficients;
-        if (device_lr != nullptr) c.negative_lr = static_cast<float>(-*device_lr);
-        for (SgdSegment s : segments) {
-          s = with_working(s);
-          if (s.device_step != nullptr) s.first_step = *s.device_step == 1.0F;
-          range_kernels().sgd(s, c, factor_of(gradient_coefficient), working_type);
-        }
-      });
+  return emulated::launch(stream, filled[0].master,
+                          [segments = filled, coefficients, device_lr, gradient_coefficient,
+                           nonfinite, noise, working_type] {
+                            if (skips(nonfinite)) return;
+                            SgdCoefficients c = coefficients;
+                            if (device_lr != nullptr)
+                              c.negative_lr = static_cast<float>(-*device_lr);
+                            for (SgdSegment s : segments) {
+                              s = with_working(s);
+                              if (s.device_step != nullptr) s.first_step = *s.device_step == 1.0F;
+                              const float factor = factor_of(gradient_coefficient);
+                              if (s.state_type != StateType::kFloat && c.momentum != 0.0F) {
+                                range_kernels().stored_sgd(s, 0, s.numel, noise, c, factor,
+                                                           working_type);
+                              } else {
+                                range_kernels().sgd(s, c, factor, working_type);
+                              }
+                            }
+                          });
 }
 
 const char* lion_step(const LionSegment* segments, int64_t count,
                       const LionCoefficients& coefficients, const DeviceRate& rate,
                       const float* gradient_coefficient, const double* nonfinite,
-                      ElementType working_type, void* stream) {
+                      const NoiseStep& noise, ElementType working_type, void* stream) {
   const std::vector<LionSegment> filled = copied(segments, count);
   if (filled.empty()) return nullptr;
-  return emulated::launch(
-      stream, filled[0].master,
-      [segments = filled, coefficients, rate, gradient_coefficient, nonfinite, working_type] {
-        if (skips(nonfinite)) return;
-        LionCoefficients c = coefficients;
-        if (rate.lr != nullptr) set_rate(*rate.lr, rate.weight_decay, c);
-        for (const LionSegment& s : segments) {
-          range_kernels().lion(with_working(s), c, factor_of(gradient_coefficient), working_type);
-        }
-      });
+  return emulated::launch(stream, filled[0].master,
+                          [segments = filled, coefficients, rate, gradient_coefficient, nonfinite,
+                           noise, working_type] {
+                            if (skips(nonfinite)) return;
+                            LionCoefficients c = coefficients;
+                            if (rate.lr != nullptr) set_rate(*rate.lr, rate.weight_decay, c);
+                            for (const LionSegment& s : segments) {
+                              const float factor = factor_of(gradient_coefficient);
+                              if (s.state_type != StateType::kFloat) {
+                                range_kernels().stored_lion(with_working(s), 0, s.numel, noise, c,
+                                                            factor, working_type);
+                              } else {
+                                range_kernels().lion(with_working(s), c, factor, working_type);
+                              }
+                            }
+                          });
 }
 
 const char* ema_step(const EmaSegment* segments, int64_t count, float weight,

@@ -1,0 +1,218 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Private: the CPU loops of stored_state.h, and of updates whose state is not fp32. Included once
+// by range_kernels_impl.h, for each instruction set.
+//
+// An update takes kStateBlock elements at a time: it decodes their state into buffers that stay in
+// the L1 cache, runs the loop of range_update.h over them, and encodes the buffers.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cpu/range_conversions.h"
+#include "kernels/cpu/range_kernels.h"
+#include "kernels/cpu/range_types.h"
+#include "kernels/cpu/range_update.h"
+#include "kernels/detail/state_codes.h"
+#include "kernels/detail/state_noise.h"
+
+namespace zero::kernels {
+namespace {
+
+// Noise that rounds codes to nearest, in both halves.
+constexpr uint32_t kNearestNoise = 0x80008000U;
+
+template <bool kRoot>
+struct CodeOf {
+  using Type = int8_t;
+};
+template <>
+struct CodeOf<true> {
+  using Type = uint8_t;
+};
+
+template <bool kRoot>
+inline void decode_codes(const typename CodeOf<kRoot>::Type* __restrict codes, float scale,
+                         int64_t numel, float* __restrict values) {
+  for (int64_t i = 0; i < numel; ++i) {
+    values[i] = decode_code<kRoot>(codes[i], scale);
+  }
+}
+
+// `values` are averages or roots.
+template <bool kRoot>
+inline void encode_codes(const float* __restrict values, const uint32_t* __restrict noise,
+                         int64_t numel, float* __restrict scale,
+                         typename CodeOf<kRoot>::Type* __restrict codes) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    const int32_t bits = magnitude_bits(values[i]);
+    largest = largest < bits ? bits : largest;
+  }
+  const float s = state_scale<kRoot>(largest);
+  *scale = s;
+  // Not s == 0: the scale of a NaN is one.
+  if (!(s > 0.0F)) {
+    for (int64_t i = 0; i < numel; ++i) codes[i] = 0;
+    return;
+  }
+  const float inverse = inverse_state_scale<kRoot>(s);
+  for (int64_t i = 0; i < numel; ++i) {
+    codes[i] = static_cast<typename CodeOf<kRoot>::Type>(
+        encode_code<kRoot>(values[i], inverse, own_noise<kRoot>(noise[i])));
+  }
+}
+
+template <bool kRoot>
+inline void encode_bfloat16s(const float* __restrict values, const uint32_t* __restrict noise,
+                             int64_t numel, BFloat16* __restrict to) {
+  for (int64_t i = 0; i < numel; ++i) {
+    to[i].bits = encode_bfloat16_state(values[i], own_noise<kRoot>(noise[i]));
+  }
+}
+
+// A state array of `numel` elements, with StateType::kInt8.
+template <bool kRoot>
+struct Codes {
+  using Type = typename CodeOf<kRoot>::Type;
+  Codes(void* array, int64_t numel)
+      : scales(static_cast<float*>(array)),
+        codes(reinterpret_cast<Type*>(scales + (numel + kStateBlock - 1) / kStateBlock)) {}
+  float* scales;
+  Type* codes;
+};
+
+// Of the block that begins at element `begin` and has `count` elements. kRoot: of second moments,
+// which encode_block() takes as their roots with kInt8.
+template <bool kRoot>
+inline void decode_block(StateType type, void* array, int64_t numel, int64_t begin, int64_t count,
+                         float* values) {
+  if (type == StateType::kInt8) {
+    const Codes<kRoot> from(array, numel);
+    decode_codes<kRoot>(from.codes + begin, from.scales[begin / kStateBlock], count, values);
+  } else {
+    widen(static_cast<const BFloat16*>(array) + begin, values, count);
+  }
+}
+
+template <bool kRoot>
+inline void encode_block(StateType type, const float* values, const uint32_t* noise, int64_t count,
+                         void* array, int64_t numel, int64_t begin) {
+  if (type == StateType::kInt8) {
+    const Codes<kRoot> to(array, numel);
+    encode_codes<kRoot>(values, noise, count, to.scales + begin / kStateBlock, to.codes + begin);
+  } else {
+    encode_bfloat16s<kRoot>(values, noise, count, static_cast<BFloat16*>(array) + begin);
+  }
+}
+
+inline void fill_noise(uint32_t key, int64_t numel, uint32_t* __restrict noise) {
+  for (int64_t i = 0; i < numel; ++i) {
+    noise[i] = noise_of(key, static_cast<uint32_t>(i));
+  }
+}
+
+// Calls update(begin, count, noise) for the blocks of elements [begin, end) of a segment.
+template <class Segment, class Update>
+inline void for_each_state_block(const Segment& segment, int64_t begin, int64_t end,
+                                 const NoiseStep& step, const Update& update) {
+  const uint64_t seed = noise_seed(step, segment.parameter);
+  alignas(64) uint32_t noise[kStateBlock];
+  for (; begin < end; begin += kStateBlock) {
+    const int64_t count = smaller(kStateBlock, end - begin);
+    fill_noise(noise_key(seed, segment.element + begin), count, noise);
+    update(begin, count, noise);
+  }
+}
+
+template <class W>
+inline W* working_at(void* working, int64_t begin) {
+  if constexpr (__is_same(W, NoWorking)) {
+    return nullptr;
+  } else {
+    return static_cast<W*>(working) + begin;
+  }
+}
+
+void stored_adam_range(const AdamSegment& s, int64_t begin, int64_t end, const NoiseStep& step,
+                       const AdamCoefficients& c, float gradient_coefficient,
+                       ElementType working_type) {
+  const auto run = [&]<class W>(W*) {
+    const auto loop =
+        s.state_type == StateType::kInt8 ? adam_loop_of<true, W>(c) : adam_loop_of<false, W>(c);
+    alignas(64) float m[kStateBlock];
+    alignas(64) float v[kStateBlock];
+    for_each_state_block(s, begin, end, step, [&](int64_t i, int64_t count, const uint32_t* noise) {
+      decode_block<false>(s.state_type, s.exp_avg, s.numel, i, count, m);
+      decode_block<true>(s.state_type, s.exp_avg_sq, s.numel, i, count, v);
+      loop(c, gradient_coefficient, count, s.master + i, m, v,
+           c.amsgrad ? s.max_exp_avg_sq + i : nullptr, s.gradient + i, working_at<W>(s.working, i));
+      encode_block<false>(s.state_type, m, noise, count, s.exp_avg, s.numel, i);
+      encode_block<true>(s.state_type, v, noise, count, s.exp_avg_sq, s.numel, i);
+    });
+  };
+  s.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+}
+
+void stored_sgd_range(const SgdSegment& s, int64_t begin, int64_t end, const NoiseStep& step,
+                      const SgdCoefficients& c, float gradient_coefficient,
+                      ElementType working_type) {
+  const auto run = [&]<class W>(W*) {
+    const auto loop = sgd_loop_of<W>(c, s.first_step);
+    alignas(64) float b[kStateBlock];
+    for_each_state_block(s, begin, end, step, [&](int64_t i, int64_t count, const uint32_t* noise) {
+      if (!s.first_step) decode_block<false>(s.state_type, s.momentum, s.numel, i, count, b);
+      loop(c, gradient_coefficient, count, s.master + i, b, s.gradient + i,
+           working_at<W>(s.working, i));
+      encode_block<false>(s.state_type, b, noise, count, s.momentum, s.numel, i);
+    });
+  };
+  s.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+}
+
+void stored_lion_range(const LionSegment& s, int64_t begin, int64_t end, const NoiseStep& step,
+                       const LionCoefficients& c, float gradient_coefficient,
+                       ElementType working_type) {
+  const auto run = [&]<class W>(W*) {
+    alignas(64) float m[kStateBlock];
+    for_each_state_block(s, begin, end, step, [&](int64_t i, int64_t count, const uint32_t* noise) {
+      decode_block<false>(s.state_type, s.exp_avg, s.numel, i, count, m);
+      lion_loop<W>(c, gradient_coefficient, count, s.master + i, m, s.gradient + i,
+                   working_at<W>(s.working, i));
+      encode_block<false>(s.state_type, m, noise, count, s.exp_avg, s.numel, i);
+    });
+  };
+  s.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+}
+
+// Blocks of elements [begin, end) of an array of `numel`, for StateType::kInt8.
+void decode_codes_range(bool root, const void* array, int64_t numel, int64_t begin, int64_t end,
+                        float* values) {
+  for (; begin < end; begin += kStateBlock) {
+    const int64_t count = smaller(kStateBlock, end - begin);
+    root ? decode_block<true>(StateType::kInt8, const_cast<void*>(array), numel, begin, count,
+                              values + begin)
+         : decode_block<false>(StateType::kInt8, const_cast<void*>(array), numel, begin, count,
+                               values + begin);
+  }
+}
+
+void encode_codes_range(bool root, const float* values, int64_t numel, int64_t begin, int64_t end,
+                        void* array) {
+  alignas(64) uint32_t nearest[kStateBlock];
+  alignas(64) float roots[kStateBlock];
+  for (uint32_t& noise : nearest) noise = kNearestNoise;
+  for (; begin < end; begin += kStateBlock) {
+    const int64_t count = smaller(kStateBlock, end - begin);
+    for (int64_t i = 0; root && i < count; ++i) {
+      roots[i] = square_root(float_of(bits_of(values[begin + i]) & 0x7fffffffU));
+    }
+    root ? encode_block<true>(StateType::kInt8, roots, nearest, count, array, numel, begin)
+         : encode_block<false>(StateType::kInt8, values + begin, nearest, count, array, numel,
+                               begin);
+  }
+}
+
+}  // namespace
+}  // namespace zero::kernels
