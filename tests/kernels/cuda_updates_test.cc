@@ -9,6 +9,7 @@
 #include "kernels/ema.h"
 #include "kernels/lion.h"
 #include "kernels/sgd.h"
+#include "kernels/stored_state.h"
 #include "tests/kernels/cuda_buffers.h"
 
 namespace zero::kernels {
@@ -201,6 +202,211 @@ TYPED_TEST(CudaUpdates, LeaveEveryBitWhereTheCountOfNonFiniteValuesIsNotZero) {
       Rule::step(pair.device_segment<Rule>(0, kNumel, 1, variant), variant,
                  {nullptr, device_nonfinite.as<double>()}, ScalarType::Half, kCuda);
       EXPECT_TRUE(pair.same_bytes()) << "count " << count;
+    }
+  }
+}
+
+constexpr StateType kStored[] = {StateType::kBFloat16, StateType::kInt8};
+
+// The arrays of a segment whose state is stored. With `odd` all begin off their alignment to packs.
+struct StoredPair {
+  StoredPair(StateType type, int64_t numel, ScalarType working_dtype, bool odd)
+      : type(type), numel(numel) {
+    for (int array = 0; array < kArrays; ++array) {
+      const ScalarType dtype = array == kWorking ? working_dtype : ScalarType::Float;
+      Buffer values = ordinary(numel, dtype, static_cast<uint32_t>(array));
+      float* floats = values.as<float>();
+      for (int64_t i = 0; (array == 2 || array == 3) && i < numel; ++i) {
+        floats[i] = i % 11 == 0 ? 0.0F : floats[i] * floats[i];
+      }
+      int64_t alignment = size_of(dtype);
+      if (array == 1 || array == 2) {
+        Buffer stored(state_bytes(type, numel), 0);
+        encode_state(type, array == 2, floats, numel, stored.as<void>());
+        values = stored;
+        alignment = type == StateType::kInt8 ? 4 : 2;
+      }
+      host.push_back(values);
+      device.push_back(std::make_unique<DeviceBuffer>(host.back(), odd ? alignment : 0));
+    }
+  }
+  template <class Rule>
+  typename Rule::Segment host_segment(int64_t i, int variant) {
+    void* arrays[kArrays];
+    for (int a = 0; a < kArrays; ++a) arrays[a] = host[a].as<void>();
+    return segment<Rule>(arrays, i, variant);
+  }
+  template <class Rule>
+  typename Rule::Segment device_segment(int64_t i, int variant) {
+    void* arrays[kArrays];
+    for (int a = 0; a < kArrays; ++a) arrays[a] = device[a]->as<void>();
+    return segment<Rule>(arrays, i, variant);
+  }
+  // The number of the array that differs, or -1.
+  int differing_array() {
+    for (int array = 0; array < kArrays; ++array) {
+      if (!device[array]->to_host().same_bytes(host[array])) return array;
+    }
+    return -1;
+  }
+
+  StateType type;
+  int64_t numel;
+  std::vector<Buffer> host;
+  std::vector<std::unique_ptr<DeviceBuffer>> device;
+
+ private:
+  template <class Rule>
+  typename Rule::Segment segment(void* const (&arrays)[kArrays], int64_t i, int variant) {
+    float* floats[kArrays];
+    for (int a = 0; a < kArrays; ++a) floats[a] = static_cast<float*>(arrays[a]);
+    typename Rule::Segment made = Rule::segment(floats, numel, i, variant);
+    made.state_type = type;
+    made.parameter = i / 2;
+    made.element = i % 3 * kStateBlock;
+    return made;
+  }
+};
+
+// More segments than fit into one launch, of all types in turn.
+TYPED_TEST(CudaUpdates, OfStoredStateHaveTheBitsOfTheCpu) {
+  using Rule = TypeParam;
+  Buffer coefficient = scalar(0.37F);
+  DeviceBuffer device_coefficient(coefficient, 0);
+  for (ScalarType dtype : kTypes) {
+    for (int variant = 0; variant < Rule::kVariants; ++variant) {
+      std::vector<std::unique_ptr<StoredPair>> pairs;
+      std::vector<std::unique_ptr<Pair>> plain;
+      std::vector<typename Rule::Segment> host;
+      std::vector<typename Rule::Segment> device;
+      constexpr int64_t kSizes[] = {0, 1, 255, 256, 257, 1000, 1024, 1025, 8193, 20003};
+      for (int64_t i = 0; i < 150; ++i) {
+        const int64_t numel = i < 20 ? kSizes[i / 2] : i;
+        pairs.push_back(std::make_unique<StoredPair>(kStored[i % 2], numel, dtype, i % 4 >= 2));
+        host.push_back(pairs.back()->template host_segment<Rule>(i, variant));
+        device.push_back(pairs.back()->template device_segment<Rule>(i, variant));
+        if (i % 10 == 0) {
+          plain.push_back(std::make_unique<Pair>(numel, dtype, -1));
+          host.push_back(plain.back()->template host_segment<Rule>(0, numel, i, variant));
+          device.push_back(plain.back()->template device_segment<Rule>(0, numel, i, variant));
+        }
+      }
+      for (int64_t blocks : kBlockLimits) {
+        const BlockLimit limit(blocks);
+        Rule::step(host, variant, {coefficient.as<float>(), nullptr}, dtype, Stream{});
+        Rule::step(device, variant, {device_coefficient.as<float>(), nullptr}, dtype, kCuda);
+        for (size_t i = 0; i < pairs.size(); ++i) {
+          ASSERT_EQ(pairs[i]->differing_array(), -1)
+              << c10::toString(dtype) << ", variant " << variant << ", segment " << i;
+        }
+        for (const auto& pair : plain) ASSERT_TRUE(pair->same_bytes());
+      }
+    }
+  }
+}
+
+TYPED_TEST(CudaUpdates, OfStoredStateTakeAnyWorkingArray) {
+  using Rule = TypeParam;
+  for (const StateType type : kStored) {
+    for (bool null : {false, true}) {
+      StoredPair pair(type, 1030, ScalarType::BFloat16, false);
+      auto host = pair.host_segment<Rule>(1, 1);
+      auto device = pair.device_segment<Rule>(1, 1);
+      host.working = null ? nullptr : host.master;
+      device.working = null ? nullptr : device.master;
+      Rule::step(host, 1, {}, ScalarType::BFloat16, Stream{});
+      Rule::step(device, 1, {}, ScalarType::BFloat16, kCuda);
+      ASSERT_EQ(pair.differing_array(), -1) << (null ? "null" : "the master");
+    }
+  }
+}
+
+TYPED_TEST(CudaUpdates, OfStoredStateLeaveEveryBitWhereTheCountOfNonFiniteValuesIsNotZero) {
+  using Rule = TypeParam;
+  for (const StateType type : kStored) {
+    for (double count : {1.0, std::numeric_limits<double>::quiet_NaN()}) {
+      StoredPair pair(type, 1000, ScalarType::Half, false);
+      Buffer nonfinite = scalar(count);
+      DeviceBuffer device_nonfinite(nonfinite, 0);
+      Rule::step(pair.device_segment<Rule>(1, 1), 1, {nullptr, device_nonfinite.as<double>()},
+                 ScalarType::Half, kCuda);
+      EXPECT_EQ(pair.differing_array(), -1) << "count " << count;
+    }
+  }
+}
+
+// Scalars that a step reads on the device: the number for the noise, the learning rate, and which
+// step is the first.
+template <class Rule, class Options, class Step>
+void expect_noise_step_from_device(Options options, const Step& step) {
+  Buffer number = scalar(123456.0), rate = scalar(0.0123), count = scalar(1.0F);
+  DeviceBuffer device_number(number, 0), device_rate(rate, 0), device_count(count, 0);
+  for (const StateType type : kStored) {
+    StoredPair pair(type, 9000, ScalarType::BFloat16, false);
+    StoredPair other(type, 9000, ScalarType::BFloat16, false);
+    const BlockLimit limit(3);
+    auto host = pair.template host_segment<Rule>(4, 0);
+    auto device = pair.template device_segment<Rule>(4, 0);
+    if constexpr (requires { host.device_step; }) {
+      host.device_step = count.template as<float>();
+      device.device_step = device_count.template as<float>();
+    }
+    options.weight_decay = 0.3;
+    options.noise_step = 7;  // not looked at
+    options.device_noise_step = number.template as<double>();
+    options.device_lr = rate.template as<double>();
+    step(host, options, nullptr, nullptr, ScalarType::BFloat16, Stream{});
+    options.device_noise_step = device_number.template as<double>();
+    options.device_lr = device_rate.template as<double>();
+    step(device, options, nullptr, nullptr, ScalarType::BFloat16, kCuda);
+    // The master of Adam has powers of its betas, in which the device may differ by an ulp.
+    for (const int array : {1, 2}) {
+      EXPECT_TRUE(pair.device[array]->to_host().same_bytes(pair.host[array])) << array;
+    }
+    // Another number rounds otherwise.
+    step(
+        other.template host_segment<Rule>(4, 0),
+        [&] {
+          Options with = options;
+          with.device_noise_step = nullptr;
+          with.device_lr = nullptr;
+          with.lr = 0.0123;
+          return with;
+        }(),
+        nullptr, nullptr, ScalarType::BFloat16, Stream{});
+    EXPECT_FALSE(other.host[1].same_bytes(pair.host[1]));
+  }
+}
+
+class CudaNoise : public OnCuda {};
+
+TEST_F(CudaNoise, ReadsTheNumberOfTheStepOnTheDevice) {
+  expect_noise_step_from_device<Adam>(AdamOptions{}, [](auto&&... a) { adam_step(a...); });
+  expect_noise_step_from_device<Sgd>(SgdOptions{.momentum = 0.9},
+                                     [](auto&&... a) { sgd_step(a...); });
+  expect_noise_step_from_device<Lion>(LionOptions{}, [](auto&&... a) { lion_step(a...); });
+}
+
+// Infinities and NaN: which values are finite, since the bits of a NaN depend on the processor.
+TEST_F(CudaNoise, ValuesThatAreNotFiniteConcernTheirBlocks) {
+  for (const StateType type : kStored) {
+    for (const float bad :
+         {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), 1e25F}) {
+      StoredPair pair(type, 1000, ScalarType::BFloat16, false);
+      pair.host[4].as<float>()[300] = bad;
+      pair.device[4] = std::make_unique<DeviceBuffer>(pair.host[4], 0);
+      Adam::step(pair.host_segment<Adam>(1, 0), 0, {}, ScalarType::BFloat16, Stream{});
+      Adam::step(pair.device_segment<Adam>(1, 0), 0, {}, ScalarType::BFloat16, kCuda);
+      for (const bool root : {false, true}) {
+        const int array = root ? 2 : 1;
+        Buffer got = pair.device[array]->to_host();
+        std::vector<float> here(1000), there(1000);
+        decode_state(type, root, pair.host[array].as<void>(), 1000, here.data());
+        decode_state(type, root, got.as<void>(), 1000, there.data());
+        for (int i = 0; i < 1000; ++i) {
+          ASSERT_EQ(ulp_distance(here[i], there[i]), 0) << i << ", root " << root << ", " << bad;
+        }
+      }
     }
   }
 }
