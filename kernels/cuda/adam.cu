@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <StateType kType, bool kAmsgrad, bool kDecoupled>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kAmsgrad || kType == StateType::kInt8 ? 2 : 3)
     stored_adam_kernel(const __grid_constant__ Tiles<StoredSegment> table,
                        const AdamCoefficients shared, const AdamPowers powers,
                        const DeviceRate rate, const NoiseStep step,

@@ -31,6 +31,7 @@
 #include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/sgd.h"
+#include "kernels/stored_state.h"
 #include "kernels/sum_rows.h"
 #include "tests/benchmarks/device_read.h"
 
@@ -260,6 +261,57 @@ void lion_to_bf16(benchmark::State& state) {
   state.counters["goal"] = kGoal;
 }
 
+// The bytes of the state of numel elements, read and written once.
+double state_traffic(StateType type, int64_t numel) {
+  return 2.0 * static_cast<double>(state_bytes(type, numel));
+}
+
+// State arrays of zeros, which the first updates fill.
+AdamSegment stored_segment(StateType type, int64_t begin, int64_t numel) {
+  AdamSegment segment = adam_segment(begin, numel);
+  segment.state_type = type;
+  for (void* array : {segment.exp_avg, segment.exp_avg_sq}) {
+    fill_zero(array, state_bytes(type, numel), kCuda);
+  }
+  return segment;
+}
+
+template <StateType kType>
+void adamw_to_bf16_of_stored_state(benchmark::State& state) {
+  const int64_t n = numel_of(state);
+  const AdamSegment segment = stored_segment(kType, state.range(1), n);
+  compare(state,
+          {14.0 * static_cast<double>(n) + 2 * state_traffic(kType, n),
+           [=] { adam_step(segment, {}, nullptr, nullptr, ScalarType::BFloat16, kCuda); }},
+          copy(n));
+  state.counters["goal"] = kGoal;
+}
+
+void sgd_momentum_to_bf16_of_int8_state(benchmark::State& state) {
+  const int64_t n = numel_of(state);
+  const AdamSegment s = stored_segment(StateType::kInt8, state.range(1), n);
+  const SgdSegment segment{s.master, s.exp_avg, s.gradient,       s.working, n,
+                           false,    nullptr,   StateType::kInt8, 0,         0};
+  compare(state,
+          {14.0 * static_cast<double>(n) + state_traffic(StateType::kInt8, n),
+           [=] {
+             sgd_step(segment, {.momentum = 0.9}, nullptr, nullptr, ScalarType::BFloat16, kCuda);
+           }},
+          copy(n));
+  state.counters["goal"] = kGoal;
+}
+
+void lion_to_bf16_of_int8_state(benchmark::State& state) {
+  const int64_t n = numel_of(state);
+  const AdamSegment s = stored_segment(StateType::kInt8, state.range(1), n);
+  const LionSegment segment{s.master, s.exp_avg, s.gradient, s.working, n, StateType::kInt8, 0, 0};
+  compare(state,
+          {14.0 * static_cast<double>(n) + state_traffic(StateType::kInt8, n),
+           [=] { lion_step(segment, {}, nullptr, nullptr, ScalarType::BFloat16, kCuda); }},
+          copy(n));
+  state.counters["goal"] = kGoal;
+}
+
 void ema(benchmark::State& state) {
   const int64_t n = numel_of(state);
   const EmaSegment segment{array(0) + state.range(1), array(1) + state.range(1), n};
@@ -294,6 +346,10 @@ BENCHMARK(adamw_to_bf16)->Apply(sizes);
 BENCHMARK(adamw_to_bf16_of_1000_segments)->Apply(sizes);
 BENCHMARK(sgd_momentum_to_bf16)->Apply(sizes);
 BENCHMARK(lion_to_bf16)->Apply(sizes);
+BENCHMARK_TEMPLATE(adamw_to_bf16_of_stored_state, StateType::kBFloat16)->Apply(sizes);
+BENCHMARK_TEMPLATE(adamw_to_bf16_of_stored_state, StateType::kInt8)->Apply(sizes);
+BENCHMARK(sgd_momentum_to_bf16_of_int8_state)->Apply(sizes);
+BENCHMARK(lion_to_bf16_of_int8_state)->Apply(sizes);
 BENCHMARK(ema)->Apply(sizes);
 
 }  // namespace

@@ -320,6 +320,86 @@ uint64_t hash_of_ema(const RangeKernels& kernels) {
   return hash.value();
 }
 
+// Two updates of stored state for each rule, of a piece in the middle of a parameter. Arrays of all
+// types take less than four bytes for each element and eight.
+uint64_t hash_of_stored(const RangeKernels& kernels) {
+  Hash hash;
+  for (const StateType type : {StateType::kBFloat16, StateType::kInt8}) {
+    for (const int64_t numel : kNumels) {
+      for (int rule = 0; rule < 3; ++rule) {
+        Floats p = finite(numel, 20), max_v = positive(numel, 21, 0x1p-14F);
+        Floats m(numel + 2), v(numel + 2);
+        const Floats gradient = finite(numel, 22, 0x1p-5F);
+        Bytes working(bytes_of(ElementType::kBFloat16, numel));
+        for (int64_t step = 1; step < 3; ++step) {
+          const NoiseStep noise{step, nullptr};
+          AdamSegment s;
+          s.master = p.data();
+          s.exp_avg = m.data();
+          s.exp_avg_sq = v.data();
+          s.max_exp_avg_sq = max_v.data();
+          s.gradient = gradient.data();
+          s.working = working.data();
+          s.numel = numel;
+          s.state_type = type;
+          s.parameter = 7;
+          s.element = 512;
+          if (rule == 0) {
+            const AdamCoefficients c{.decay = 0.999F,
+                                     .weight_decay = 0.01F,
+                                     .beta1 = 0.9F,
+                                     .one_minus_beta1 = 0.1F,
+                                     .beta2 = 0.999F,
+                                     .one_minus_beta2 = 0.001F,
+                                     .eps = 1e-8F,
+                                     .sqrt_bias_correction2 = 0.0836F,
+                                     .negative_step_size = -0.0019F,
+                                     .amsgrad = numel == 33,
+                                     .decoupled = numel != 3};
+            kernels.stored_adam(s, 0, numel, noise, c, 0.7F, ElementType::kBFloat16);
+          } else if (rule == 1) {
+            const SgdCoefficients c{.negative_lr = -0.1F,
+                                    .momentum = 0.9F,
+                                    .one_minus_dampening = 0.8F,
+                                    .weight_decay = 0.01F,
+                                    .nesterov = numel == 33};
+            kernels.stored_sgd({s.master, s.exp_avg, s.gradient, s.working, numel, step == 1,
+                                nullptr, type, s.parameter, s.element},
+                               0, numel, noise, c, 0.7F, ElementType::kBFloat16);
+          } else {
+            const LionCoefficients c{.decay = 0.999F,
+                                     .beta1 = 0.9F,
+                                     .one_minus_beta1 = 0.1F,
+                                     .beta2 = 0.99F,
+                                     .one_minus_beta2 = 0.01F,
+                                     .negative_lr = -0.003F};
+            kernels.stored_lion(
+                {s.master, s.exp_avg, s.gradient, s.working, numel, type, s.parameter, s.element},
+                0, numel, noise, c, 0.7F, ElementType::kBFloat16);
+          }
+        }
+        for (const Floats* floats : {&p, &m, &v, &max_v}) hash.add(*floats);
+        hash.add(working);
+      }
+    }
+  }
+  return hash.value();
+}
+
+uint64_t hash_of_codes(const RangeKernels& kernels) {
+  Hash hash;
+  for (const bool root : {false, true}) {
+    for (const int64_t numel : kNumels) {
+      Floats values = finite(numel, 23), stored(numel + 2);
+      kernels.encode_codes(root, values.data(), numel, 0, numel, stored.data());
+      kernels.decode_codes(root, stored.data(), numel, 0, numel, values.data());
+      hash.add(stored);
+      hash.add(values);
+    }
+  }
+  return hash.value();
+}
+
 constexpr Golden kGolden[] = {
     {"casts", hash_of_casts, 0xfe0eef71baaf5f74U},
     {"round_to_bfloat16", hash_of_rounded_floats, 0xba376df9bc2adcbfU},
@@ -332,6 +412,8 @@ constexpr Golden kGolden[] = {
     {"sgd", hash_of_sgd, 0xf6ff701c12c20f14U},
     {"lion", hash_of_lion, 0x5e8d2c2275ec4c2cU},
     {"ema", hash_of_ema, 0x3151d31e090bea5dU},
+    {"stored state", hash_of_stored, 0x9127e710fb032b3cU},
+    {"codes", hash_of_codes, 0x4fb8f39446ce3751U},
 };
 constexpr uint64_t kGoldenRowChanges = 0x80d1c76b3404f8e0U;
 constexpr uint64_t kGoldenBiasCorrection = 0xbe146ba889b3a627U;
