@@ -20,12 +20,14 @@ class Contiguous : public ParameterLayout {
                           int64_t bucket_bytes, Plan& plan) const override {
     Arena& arena = plan.arenas[arena_index];
     const int64_t align = alignment_of(arena.dtype);
-    const int64_t unit = arena.world_size * align;
+    int64_t longest = align;  // powers of two, so that it is a multiple of all blocks
     int64_t end = 0;
     for (int64_t p : arena.parameters) {
-      plan.parameter_offset[p] = end;
-      end += round_up(parameters[p].numel, align);
+      plan.parameter_offset[p] = round_up(end, std::max(align, parameters[p].block));
+      end = plan.parameter_offset[p] + round_up(parameters[p].numel, align);
+      longest = std::max(longest, parameters[p].block);
     }
+    const int64_t unit = arena.world_size * longest;
     arena.numel = round_up(end, unit);
     const int64_t element = static_cast<int64_t>(c10::elementSize(arena.dtype));
     const int64_t target =

@@ -6,6 +6,23 @@
 
 namespace zero {
 
+Moments moments_of_parameter(Moments asked, int64_t numel) {
+  constexpr int64_t kSmall = 4096;
+  return numel < kSmall ? Moments::kFloat32 : asked;
+}
+
+int64_t moment_bytes(Moments moments, int64_t numel) {
+  switch (moments) {
+    case Moments::kFloat32:
+      break;
+    case Moments::kBFloat16:
+      return 2 * numel;
+    case Moments::kInt8:
+      return numel + 4 * ((numel + kMomentBlock - 1) / kMomentBlock);
+  }
+  return 4 * numel;
+}
+
 MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions& options) {
   constexpr int64_t kFloatBytes = 4;
   MemoryReport report;

@@ -13,6 +13,21 @@
 
 namespace zero {
 
+// How the inner optimizer's averages are stored: exp_avg and exp_avg_sq of Adam, the momentum of
+// SGD, exp_avg of Lion. See ZeroOptions::moments.
+enum class Moments { kFloat32, kBFloat16, kInt8 };
+
+// Elements that share a scale in kInt8, counted from the first one of a parameter.
+inline constexpr int64_t kMomentBlock = 256;
+
+// Returns how moments of a parameter of `numel` elements are stored where `asked` was asked for:
+// those of norms and biases, with fewer than 4096 elements, in fp32. It does not depend on the
+// number of ranks.
+Moments moments_of_parameter(Moments asked, int64_t numel);
+// Bytes of one moment of a segment of `numel` elements: 4 or 2 an element, or 1 and 4 for each
+// block.
+int64_t moment_bytes(Moments moments, int64_t numel);
+
 // Bytes that one rank holds, by kind.
 struct MemoryReport {
   int64_t working_parameters = 0;  // full, padding included
@@ -38,8 +53,8 @@ struct MemoryReport {
 // What expected_memory() must know beside the plan.
 struct MemoryOptions {
   int64_t stage = 2;  // ZeroOptions::stage()
-  // Bytes that the inner optimizer keeps for a segment of `numel` elements: 8 * numel for Adam, 4 *
-  // numel for SGD with momentum. None if not given.
+  // Bytes that the inner optimizer keeps for a segment of `numel` elements: two moment_bytes() for
+  // Adam, one for SGD with momentum. None if not given.
   std::function<int64_t(int64_t numel)> state_bytes;
   bool ema = false;  // ZeroOptions::ema
 };

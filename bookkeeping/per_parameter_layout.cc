@@ -34,7 +34,8 @@ class PerParameter : public ParameterLayout {
     for (int64_t p : arena.parameters) {
       const int64_t numel = parameters[p].numel;
       if (numel == 0) continue;
-      const int64_t columns = (numel + arena.world_size - 1) / arena.world_size;
+      const int64_t columns =
+          round_up((numel + arena.world_size - 1) / arena.world_size, parameters[p].block);
       slots.push_back({p, 0, numel, row_numel, columns});
       row_numel += round_up(columns, align);
       const int64_t bytes = row_numel * arena.world_size * element;

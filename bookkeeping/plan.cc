@@ -30,6 +30,8 @@ void check_arguments(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int6
                 info.numel);
     TORCH_CHECK(info.cost.value_or(0) >= 0, "parameter ", i, ": expected a cost of 0 or more, got ",
                 *info.cost);
+    TORCH_CHECK(info.block >= 1 && (info.block & (info.block - 1)) == 0, "parameter ", i,
+                ": expected blocks of a power of two, got ", info.block);
     TORCH_CHECK(info.domain >= 0 && info.domain < static_cast<int64_t>(world_sizes.size()),
                 "parameter ", i, ": domain ", info.domain, " has no world size; expected below ",
                 world_sizes.size());

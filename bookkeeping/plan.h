@@ -16,13 +16,16 @@
 //   3. kContiguous, kWholeParameters: every parameter starts on kAlignmentBytes
 //      in its arena, and buckets are consecutive ranges that cover the arena
 //      exactly.
-//   4. Padding is less than one alignment unit per parameter, plus less than
-//      world_size units per arena (kContiguous) or, per parameter, less than
+//   4. A unit is kAlignmentBytes, or a block of the parameter if that is longer.
+//      Padding is less than one unit per parameter, plus less than world_size
+//      of the longest units per arena (kContiguous) or, per parameter, less than
 //      world_size units (kPerParameter). A rank may own nothing but padding.
 //   5. Buckets are numbered so that the bucket complete first in reverse
 //      registration order comes first, over all arenas.
 //   6. The plan depends only on the arguments, never on the rank.
-//   7. kWholeParameters: every parameter is in one bucket and in one row of it,
+//   7. Rows cut a parameter at multiples of its block, counted from its first
+//      element.
+//   8. kWholeParameters: every parameter is in one bucket and in one row of it,
 //      that of parameter_owner, and rows have no padding behind parameters.
 //
 // Sizes and offsets are in elements unless the name says bytes.
@@ -68,6 +71,9 @@ struct ParameterInfo {
   // the caller, 0 or more. Default: numel, padding included.
   std::optional<int64_t> cost = std::nullopt;
   std::optional<Layout> layout = std::nullopt;  // default: PlanOptions::layout
+  // Elements that stay on one rank, a power of two: what is stored for each block of so many
+  // elements of the parameter then does not depend on the number of ranks.
+  int64_t block = 1;
 };
 
 // 256 KiB a row, so that messages stay large when ranks are many; at least 4 MiB and at most 64 MiB
@@ -169,8 +175,8 @@ struct Plan {
 // domain d. O(parameters + buckets); kWholeParameters O(parameters *
 // log(parameters * ranks) + ranks). Throws c10::Error for a negative size or
 // cost, costs that add up to 2^62 or more, a domain without a world size, a
-// world size or ranks_per_machine below 1, or a dtype that is not float,
-// bfloat16 or half.
+// world size or ranks_per_machine below 1, a block that is no power of two, or a
+// dtype that is not float, bfloat16 or half.
 Plan make_plan(c10::ArrayRef<ParameterInfo> parameters, c10::ArrayRef<int64_t> world_sizes,
                const PlanOptions& options);
 

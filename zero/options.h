@@ -16,6 +16,7 @@
 #include <string>
 #include <utility>
 
+#include "bookkeeping/memory.h"
 #include "bookkeeping/plan.h"
 #include "zero/process_group.h"
 #include "zero/skip_rule.h"
@@ -234,6 +235,23 @@ struct ZeroOptions {
   // skip_nonfinite(false) either, since a scale that cannot see overflows would only grow.
   TORCH_ARG(std::optional<LossScalerOptions>, loss_scaler) = std::nullopt;
 
+  // How the averages of AdamW, Adam, SGD and zero::Lion are stored: exp_avg, exp_avg_sq and the
+  // momentum. kBFloat16 takes 2 bytes for each in place of 4, and kInt8 1.016: 8-bit codes with one
+  // fp32 scale for each 256 elements of a parameter. Parameters with fewer than 4096 elements keep
+  // fp32. Sums are made in fp32, and what a step stores is rounded up or down at random, so that
+  // slow averages move as fast as in fp32. The random numbers depend on the step, the parameter's
+  // number and the element alone: bits do not depend on the number of ranks, buckets or layouts.
+  //
+  //   kInt8    a code q stands for (q / 127)^2 of the largest magnitude in its block, so that a
+  //            value near the largest is off by at most 1.6 % and one of a hundredth of it by 16 %;
+  //            exp_avg_sq is stored by its root, with (q / 255)^2
+  //   both     max_exp_avg_sq of amsgrad stays fp32. Checkpoints have all moments in fp32, so that
+  //            a run can go on in another format; a save needs 4/W bytes a moment for a while. A
+  //            NaN that a step lets through, with skip_nonfinite(false), takes its block with it.
+  //
+  // Refused for groups without a fused kernel. See kernels/stored_state.h for formulas.
+  TORCH_ARG(Moments, moments) = Moments::kFloat32;
+
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter
   // and a pass over the shard in each step. See ZeroOptimizer::use_ema(). Checkpoints have it, and
   // export_model() can write it. It begins again as the masters are where a checkpoint without one
@@ -266,6 +284,13 @@ struct ZeroOptions {
   }
   const std::map<int64_t, Layout>& layouts() const { return layouts_; }
 
+  // The moments of one parameter group of the inner optimizer.
+  ZeroOptions& moments(int64_t parameter_group, Moments moments) {
+    group_moments_.insert_or_assign(parameter_group, moments);
+    return *this;
+  }
+  const std::map<int64_t, Moments>& group_moments() const { return group_moments_; }
+
   // Which tensors are parts of larger ones, so that a checkpoint can be loaded with another degree
   // of tensor parallelism. Nothing but checkpoints asks for it.
   ZeroOptions& tensor_parts(TensorParts parts) {
@@ -277,6 +302,7 @@ struct ZeroOptions {
  private:
   std::map<int64_t, GroupPlacement> placements_;
   std::map<int64_t, Layout> layouts_;
+  std::map<int64_t, Moments> group_moments_;
   std::optional<TensorParts> tensor_parts_;
 
   // ---- Safety ----

@@ -11,17 +11,20 @@ import math
 import re
 import sys
 
-from drawing import (BLUE, GREY, INK, LIGHT_GREY, ORANGE, RED, Picture, table_below, write)
+from drawing import (BLUE, GREEN, GREY, INK, LIGHT_GREY, ORANGE, RED, Picture, table_below, write)
 
 TABLE = "docs/training.md"
 WORLDS = [1, 2, 4, 8, 16, 32, 64]
-LINES = {"one process": (RED, "DDP"), "stage 1": (ORANGE, "stage 1"), "stage 2": (BLUE, "stage 2")}
+# By the beginnings of names, the longest first; None: not drawn.
+LINES = {"one process": (RED, "DDP"), "stage 1": (ORANGE, "stage 1"),
+         "stage 2 with bf16 moments": None, "stage 2 with 8-bit moments": (GREEN, "8-bit"),
+         "stage 2": (BLUE, "stage 2")}
 PLOT_WIDTH, PLOT_HEIGHT, TOP, MOST = 325, 250, 84, 20
 
 
 def evaluate(formula, world):
     """The value of a formula such as 2 + (4 + 4 + 8) / W."""
-    if not re.fullmatch(r"[\dW+/() ]+", formula):
+    if not re.fullmatch(r"[\d.W+/() ]+", formula):
         sys.exit(f"{TABLE}: expected sums and quotients of numbers and W, got {formula}")
     return eval(formula, {"__builtins__": {}}, {"W": world})  # digits, W and + / ( ) alone
 
@@ -59,14 +62,18 @@ def panel(picture, left, dtype, lines):
                      anchor="middle")
     picture.text(left + PLOT_WIDTH / 2, TOP + PLOT_HEIGHT + 36, "ranks", 12, GREY, anchor="middle")
     fine = [2 ** (i / 10) for i in range(0, 61)]
-    for kind, (colour, label) in LINES.items():
-        formula = lines[kind]
+    for kind, formula in lines.items():
+        if LINES[kind] is None:
+            continue
+        colour, label = LINES[kind]
         picture.line([(x_of(left, w), y_of(evaluate(formula, w))) for w in fine], colour, 2.5)
         for world in WORLDS:
             x, y = x_of(left, world), y_of(evaluate(formula, world))
             picture.rect(x - 3, y - 3, 6, 6, colour, radius=3)
         last = evaluate(formula, WORLDS[-1])
-        picture.text(left + PLOT_WIDTH + 10, y_of(last) + 4, f"{label}: {last:.3g}", 13, colour,
+        # 2.25 and 2.16 are one label's height apart from each other.
+        shift = 16 if label == "8-bit" else 0
+        picture.text(left + PLOT_WIDTH + 10, y_of(last) + 4 + shift, f"{label}: {last:.3g}", 13, colour,
                      bold=True)
 
 
@@ -76,7 +83,7 @@ def main():
     for i, (dtype, lines) in enumerate(formulas().items()):
         panel(picture, 60 + 480 * i, dtype, lines)
     picture.text(20, 398, "Calculated, not measured: parameters, gradients, fp32 masters and both "
-                 "moments, without activations, buckets and padding.", 12, INK)
+                 "moments; 8-bit: stage 2 with moments in 8 bits.", 12, INK)
     write(picture, __file__)
 
 

@@ -52,6 +52,10 @@
 namespace zero::examples {
 namespace {
 
+const std::map<std::string, Moments> kMoments = {{"float32", Moments::kFloat32},
+                                                 {"bfloat16", Moments::kBFloat16},
+                                                 {"int8", Moments::kInt8}};
+
 struct Options {
   std::string workload = "mlp25m";
   std::string device = "cpu";
@@ -64,6 +68,7 @@ struct Options {
   bool no_sync = false;
   bool static_graph = false;
   bool ema = false;
+  std::string moments = "float32";
   bool overlap_gather = false;
   std::string reduce_dtype;  // empty: the library's default
   std::string wire = "dtype";
@@ -120,6 +125,7 @@ class Run {
     zero_options.stage(options.stage);
     zero_options.static_graph(options.static_graph);
     if (options.ema) zero_options.ema(EmaOptions());
+    zero_options.moments(kMoments.at(options.moments));
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
                                                        : Layout::kPerParameter);
     zero_options.overlap_gather(options.overlap_gather);
@@ -365,6 +371,8 @@ int main(int argc, char** argv) {
   app.add_flag("--no-sync", options.no_sync, "Send only in the last micro batch of a step");
   app.add_flag("--static-graph", options.static_graph, "Without control messages");
   app.add_flag("--ema", options.ema, "Keep an average of the parameters");
+  app.add_option("--moments", options.moments, "How the averages of AdamW are stored")
+      ->check(CLI::IsMember(zero::examples::kMoments));
   app.add_flag("--overlap-gather", options.overlap_gather,
                "Gather parameters during the next forward pass");
   app.add_flag("--flat", options.flat, "Exchange with every rank, whatever its machine");

@@ -49,6 +49,7 @@ struct Options {
   std::string layout = "contiguous";
   std::string device = "cuda";
   bool ema = false;
+  std::string moments = "float32";
   std::optional<double> bucket_mb;
   // Less than the default where there are fewer ranks.
   int64_t ranks_per_machine = Machines{}.ranks_per_machine;
@@ -64,6 +65,9 @@ struct Options {
 
 const std::map<std::string, c10::ScalarType> kDtypes = {
     {"float32", c10::kFloat}, {"bfloat16", c10::kBFloat16}, {"float16", c10::kHalf}};
+const std::map<std::string, Moments> kMoments = {{"float32", Moments::kFloat32},
+                                                 {"bfloat16", Moments::kBFloat16},
+                                                 {"int8", Moments::kInt8}};
 const std::map<std::string, Layout> kLayouts = {{"contiguous", Layout::kContiguous},
                                                 {"per_parameter", Layout::kPerParameter},
                                                 {"whole_parameters", Layout::kWholeParameters}};
@@ -112,7 +116,8 @@ nlohmann::ordered_json report(const Options& options) {
   const ModelShape model =
       options.shapes.empty() ? model_shape(options.model) : read_shapes(options.shapes);
   const Plan plan = plan_job(model, options.job);
-  const PlanFigures figures = plan_figures(plan, options.job.stage, options.ema);
+  const PlanFigures figures =
+      plan_figures(plan, options.job.stage, options.ema, kMoments.at(options.moments));
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -276,6 +281,8 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--dtype", options.dtype, "Of working parameters and gradients")
       ->check(CLI::IsMember(kDtypes));
   app.add_flag("--ema", options.ema, "With an average of the parameters in fp32");
+  app.add_option("--moments", options.moments, "How Adam's averages are stored")
+      ->check(CLI::IsMember(kMoments));
   app.add_option("--layout", options.layout, "Layout of buckets")->check(CLI::IsMember(kLayouts));
   app.add_option("--device", options.device, "Of the ranks: the default size of buckets")
       ->check(CLI::IsMember({"cpu", "cuda"}));

@@ -209,7 +209,7 @@ std::vector<int64_t> owned_elements(const Plan& plan) {
   return total;
 }
 
-PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema) {
+PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema, Moments moments) {
   PlanFigures figures;
   for (const Arena& arena : plan.arenas) {
     figures.parameters += arena.parameter_numel;
@@ -238,7 +238,7 @@ PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema) {
   MemoryOptions options;
   options.stage = stage;
   options.ema = ema;
-  options.state_bytes = [](int64_t numel) { return 8 * numel; };  // Adam: two fp32 tensors
+  options.state_bytes = [moments](int64_t numel) { return 2 * moment_bytes(moments, numel); };
   figures.memory = expected_memory(plan, most - owned.begin(), options);
   return figures;
 }

@@ -49,16 +49,16 @@ std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::S
   return table.str();
 }
 
-std::string billion_line(int64_t stage, int64_t world_size) {
+std::string billion_line(int64_t stage, int64_t world_size, Moments moments) {
   constexpr int64_t kParameters = 1'000'000'000;
   constexpr double kGigabyte = 1e9;
   const Plan plan = make_plan({{kParameters, c10::kBFloat16}}, {world_size}, {});
   MemoryOptions options;
   options.stage = stage;
-  options.state_bytes = [](int64_t numel) { return 8 * numel; };
+  options.state_bytes = [moments](int64_t numel) { return 2 * moment_bytes(moments, numel); };
   const MemoryReport sharded = expected_memory(plan, 0, options);
   std::ostringstream line;
-  // Parameters and gradients in bf16, masters and two moments in fp32.
+  // Alone: parameters and gradients in bf16, masters and two moments in fp32.
   line << std::fixed << std::setprecision(1) << "  with a billion parameters in bf16: "
        << static_cast<double>(sharded.total()) / kGigabyte << " GB on each of " << world_size
        << " ranks, " << static_cast<double>(16 * kParameters) / kGigabyte << " GB unsharded\n";

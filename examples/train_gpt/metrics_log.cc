@@ -49,6 +49,7 @@ void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t 
       {"weight_decay", options.weight_decay},
       {"max_norm", options.max_norm},
       {"seed", options.seed},
+      {"moments", options.moments_name},
       {"ema", options.ema},
       {"libtorch", TORCH_VERSION},
   };

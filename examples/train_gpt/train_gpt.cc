@@ -95,7 +95,7 @@ std::string print_end(const TrainOptions& options, zero::examples::Trainer& trai
                 zero::examples::memory_table(trainer.memory(), trainer.parameter_count(),
                                              options.dtype, trainer.state_bytes())
                     .c_str(),
-                zero::examples::billion_line(options.stage, trainer.world_size()).c_str());
+                zero::examples::billion_line(options.stage, trainer.world_size(), options.moments).c_str());
   }
   if (options.sample_bytes == 0) return {};
   const std::string sample = trainer.sample();

@@ -16,6 +16,9 @@ namespace {
 
 const std::map<std::string, c10::ScalarType> kDtypes = {
     {"float32", c10::kFloat}, {"bfloat16", c10::kBFloat16}, {"float16", c10::kHalf}};
+const std::map<std::string, Moments> kMoments = {{"float32", Moments::kFloat32},
+                                                 {"bfloat16", Moments::kBFloat16},
+                                                 {"int8", Moments::kInt8}};
 
 // Peak learning rates that suit the default model.
 const std::map<std::string, double> kLearningRates = {
@@ -126,6 +129,11 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--max-norm", options.max_norm, "Gradients are clipped to this norm")
       ->check(positive())
       ->type_name("X")
+      ->group(group);
+  app.add_option("--moments", options.moments_name,
+                 "How averages of gradients are stored, with adamw and lion")
+      ->check(CLI::IsMember(kMoments))
+      ->type_name("")
       ->group(group);
   app.add_option("--ema", options.ema,
                  "Keep an average of the parameters with this decay, and validate it too; 0: none")
@@ -287,6 +295,12 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
     return refuse(std::string(error.what()) + " (--help lists the options)");
   }
   options.dtype = kDtypes.at(options.dtype_name);
+  options.moments = kMoments.at(options.moments_name);
+  if (options.moments != Moments::kFloat32 && options.optimizer != "adamw" &&
+      options.optimizer != "lion") {
+    return refuse("--moments " + options.moments_name +
+                  ": expected --optimizer adamw or lion, got " + options.optimizer);
+  }
   if (options.learning_rate == 0) options.learning_rate = kLearningRates.at(options.optimizer);
   if (options.width % options.heads != 0) {
     return refuse("--width: expected a multiple of --heads " + std::to_string(options.heads) +

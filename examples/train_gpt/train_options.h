@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "bookkeeping/memory.h"
+
 namespace zero::examples {
 
 // The exit status for a command line that cannot be used.
@@ -40,6 +42,8 @@ struct TrainOptions {
   double warmup = 0.2;  // part of the steps; a short one is unstable at this learning rate
   double weight_decay = 0.1;
   double max_norm = 1.0;
+  std::string moments_name = "float32";
+  Moments moments = Moments::kFloat32;  // what moments_name says
   double ema = 0.0;  // decay of the average of the parameters; 0: none
   uint64_t seed = 1;
 

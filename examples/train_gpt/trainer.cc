@@ -69,6 +69,7 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
                                                             : GatherWire::kWhole)
               .ema(options.ema > 0 ? std::optional<EmaOptions>(EmaOptions().decay(options.ema))
                                    : std::nullopt)
+              .moments(options.moments)
               .protect(options.elastic ? options.protect_every : 0)),
       schedule_(optimizer_, make_schedule(options)),
       metrics_(optimizer_.group().make_communicator("metrics", Purpose::kControl)) {}

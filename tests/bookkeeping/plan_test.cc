@@ -33,6 +33,7 @@ std::vector<ParameterInfo> odd_parameters() {
   for (size_t i = 0; i < std::size(sizes); ++i) {
     result.push_back({sizes[i], i % 5 == 0 ? ScalarType::BFloat16 : ScalarType::Float,
                       static_cast<int64_t>(i % 7 == 3 ? 1 : 0)});
+    if (sizes[i] > 200) result.back().block = sizes[i] > 1000 ? 256 : 64;
   }
   return result;
 }
@@ -147,20 +148,42 @@ TEST(PlanTest, ParametersInPlaceAreAlignedAndBucketsCoverTheArena) {
 }
 
 TEST(PlanTest, PaddingIsBounded) {
-  for_each_case([](const Case&, const Plan& plan) {
+  for_each_case([](const Case& c, const Plan& plan) {
     for (const Arena& arena : plan.arenas) {
-      const int64_t unit = kAlignmentBytes / static_cast<int64_t>(c10::elementSize(arena.dtype));
+      const int64_t align = kAlignmentBytes / static_cast<int64_t>(c10::elementSize(arena.dtype));
       const int64_t padding = arena.numel - arena.parameter_numel;
+      int64_t longest = align, units = 0;
+      for (const int64_t p : arena.parameters) {
+        const int64_t unit = std::max(align, c.parameters[p].block);
+        longest = std::max(longest, unit);
+        units += unit;
+      }
       const auto count = static_cast<int64_t>(arena.parameters.size());
       if (arena.layout->id() == Layout::kContiguous) {
-        EXPECT_LE(padding, count * (unit - 1) + arena.world_size * unit);
+        EXPECT_LE(padding, units + arena.world_size * longest);
       } else if (arena.layout->id() == Layout::kWholeParameters) {
-        EXPECT_LE(padding, count * (unit - 1));
+        EXPECT_LE(padding, count * (align - 1));
       } else {
-        EXPECT_LE(padding, count * arena.world_size * unit);
+        EXPECT_LE(padding, arena.world_size * units);
       }
     }
   });
+}
+
+TEST(PlanTest, RowsCutParametersAtTheirBlocks) {
+  int64_t cuts = 0;
+  for_each_case([&](const Case& c, const Plan& plan) {
+    for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
+      const int64_t ranks = plan.arena_of(plan.buckets[b]).world_size;
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        for (const Segment& s : plan.segments(b, rank)) {
+          EXPECT_EQ(s.begin % c.parameters[s.parameter].block, 0);
+          cuts += s.begin > 0 && c.parameters[s.parameter].block > 1 ? 1 : 0;
+        }
+      }
+    }
+  });
+  EXPECT_GT(cuts, 100);
 }
 
 TEST(PlanTest, BucketsAreNumberedByTheLastParameterTheyWaitFor) {
@@ -230,6 +253,9 @@ TEST(PlanTest, RefusesWhatItCannotPlan) {
                c10::Error);
   const ParameterInfo costly{1, ScalarType::Float, 0, int64_t{1} << 61};
   EXPECT_THROW(make_plan({costly, costly}, {2}, whole), c10::Error);
+  ParameterInfo odd{1000, ScalarType::Float, 0};
+  odd.block = 100;
+  EXPECT_THROW(make_plan({odd}, {2}, {}), c10::Error);
 }
 
 }  // namespace

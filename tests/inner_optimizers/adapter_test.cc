@@ -280,8 +280,8 @@ TEST_P(AdapterTest, TheFusedUpdateFollowsTheStepOfTheClassAndKeepsItsState) {
   ASSERT_EQ(fused != nullptr, k.fused);
   if (fused == nullptr) return;
   EXPECT_EQ(fused->update_count(*other, master), 0);
-  EXPECT_TRUE(fused->prepare_state(*other, 0, master));
-  EXPECT_FALSE(fused->prepare_state(*other, 0, master));
+  EXPECT_TRUE(fused->prepare_state(*other, 0, master, Moments::kFloat32));
+  EXPECT_FALSE(fused->prepare_state(*other, 0, master, Moments::kFloat32));
   other->state().clear();
   const float one = 1;
   const at::Tensor working = at::zeros({7});

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// State tensors of other element types than the fp32 of today's classes: memory, bytes, pointers
-// and the cuts of a checkpoint.
+// State tensors in each format of ZeroOptions::moments: memory, bytes, and the cuts of a
+// checkpoint. The codes themselves are tested with the kernels.
 #include "zero/inner_optimizers/state_store.h"
 
 #include <ATen/TensorOperators.h>
@@ -30,9 +30,8 @@
 namespace zero {
 namespace {
 
-constexpr StateFormat kFloat32{};
-constexpr StateFormat kBf16{c10::ScalarType::BFloat16, 1};
-constexpr StateFormat kBlocks{c10::ScalarType::Char, 16};
+constexpr Moments kAll[] = {Moments::kFloat32, Moments::kBFloat16, Moments::kInt8};
+constexpr StateRole kRoles[] = {StateRole::kAverage, StateRole::kSecondMoment};
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
@@ -40,132 +39,140 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // Elements of very different sizes, and a run of zeros.
-at::Tensor elements(int64_t numel) {
+at::Tensor elements(int64_t numel, StateRole role) {
   at::Tensor result = random_tensor({numel}, 5) *
                       at::pow(10.0, at::remainder(at::arange(numel, at::kFloat), 9) - 4);
   if (numel > 70) result.narrow(0, 32, 32).zero_();
-  return result.to(at::kFloat);
+  result = result.to(at::kFloat);
+  return role == StateRole::kSecondMoment ? result.square() : result;
 }
 
 TEST(StateStoreTest, BytesAreThoseOfTheFormatAndOfTheAllocation) {
-  for (int64_t numel : {0, 1, 15, 16, 17, 100}) {
-    EXPECT_EQ(kFloat32.bytes(numel), 4 * numel);
-    EXPECT_EQ(kBf16.bytes(numel), 2 * numel);
-    EXPECT_EQ(kBlocks.bytes(numel), numel + 4 * ((numel + 15) / 16));
-    for (const StateFormat& format : {kFloat32, kBf16, kBlocks}) {
-      const at::Tensor segment = at::ones({numel}), made = format.zeros(segment);
-      EXPECT_EQ(static_cast<int64_t>(made.nbytes()), format.bytes(numel));
-      EXPECT_EQ(static_cast<int64_t>(format.empty(segment).nbytes()), format.bytes(numel));
-      EXPECT_EQ(made.dim(), 1);
-      EXPECT_TRUE(at::equal(format.to_elements(made, numel).to(at::kFloat), at::zeros({numel})));
+  for (int64_t numel : {0, 1, 255, 256, 257, 1000}) {
+    EXPECT_EQ(moment_bytes(Moments::kFloat32, numel), 4 * numel);
+    EXPECT_EQ(moment_bytes(Moments::kBFloat16, numel), 2 * numel);
+    EXPECT_EQ(moment_bytes(Moments::kInt8, numel), numel + 4 * ((numel + 255) / 256));
+    for (const Moments moments : kAll) {
+      const at::Tensor segment = at::ones({numel}), made = zero_state(segment, moments);
+      EXPECT_EQ(static_cast<int64_t>(made.nbytes()), moment_bytes(moments, numel));
+      EXPECT_EQ(static_cast<int64_t>(empty_state(segment, moments).nbytes()),
+                moment_bytes(moments, numel));
+      for (const StateRole role : kRoles) {
+        EXPECT_TRUE(at::equal(state_elements(made, role, segment), at::zeros({numel})));
+      }
     }
   }
 }
 
+TEST(StateStoreTest, SmallParametersKeepFp32) {
+  for (const Moments moments : kAll) {
+    EXPECT_EQ(moments_of_parameter(moments, 4095), Moments::kFloat32);
+    EXPECT_EQ(moments_of_parameter(moments, 4096), moments);
+  }
+}
+
 TEST(StateStoreTest, MemoryOfARankIsThatOfItsSegments) {
-  // 1000 elements on 3 ranks, in segments of their own blocks.
-  const Plan plan = make_plan({{1000, c10::ScalarType::BFloat16, 0}}, {3}, {});
-  for (const StateFormat& format : {kFloat32, kBf16, kBlocks}) {
+  for (const Moments moments : kAll) {
+    ParameterInfo info{10000, c10::ScalarType::BFloat16, 0};
+    info.block = kMomentBlock;
+    const Plan plan = make_plan({info}, {3}, {});
     for (int64_t rank = 0; rank < 3; ++rank) {
       int64_t expected = 0;
       for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
         for (const Segment& s : plan.segments(b, rank)) {
-          expected += static_cast<int64_t>(format.zeros(at::empty({s.numel})).nbytes());
+          expected += static_cast<int64_t>(zero_state(at::empty({s.numel}), moments).nbytes());
         }
       }
       MemoryOptions options;
-      options.state_bytes = [&](int64_t numel) { return format.bytes(numel); };
+      options.state_bytes = [&](int64_t numel) { return moment_bytes(moments, numel); };
       EXPECT_GT(expected, 0);
       EXPECT_EQ(expected_memory(plan, rank, options).optimizer_state, expected);
     }
   }
 }
 
-TEST(StateStoreTest, KernelsGetTheElementsAndTheScales) {
-  const at::Tensor whole = elements(40);
-  const at::Tensor fp32 = kFloat32.from_elements(whole);
-  EXPECT_EQ(kFloat32.values<float>(fp32, 40), fp32.const_data_ptr());
-  EXPECT_EQ(kFloat32.scales(fp32), nullptr);
-  const at::Tensor bf16 = kBf16.from_elements(whole);
-  EXPECT_EQ(kBf16.values<c10::BFloat16>(bf16, 40), bf16.const_data_ptr());
-  EXPECT_THROW(kBf16.values<float>(bf16, 40), c10::Error);
-  const at::Tensor blocks = kBlocks.from_elements(whole);
-  const int8_t* q = kBlocks.values<int8_t>(blocks, 40);
-  const float* largest = kBlocks.scales(blocks);
-  EXPECT_EQ(reinterpret_cast<const char*>(q), reinterpret_cast<const char*>(largest) + 4 * 3);
-  for (int64_t i = 0; i < 40; ++i) {
-    const float x = whole.const_data_ptr<float>()[i], scale = largest[i / 16];
-    EXPECT_LE(std::abs(x), scale);
-    EXPECT_NEAR(static_cast<float>(q[i]) / 127 * scale, x, scale / 253) << i;
-  }
-  EXPECT_THROW(kBlocks.values<float>(blocks, 40), c10::Error);
-}
-
 TEST(StateStoreTest, AWholeTensorComesBackInEveryBit) {
-  for (int64_t numel : {1, 16, 37, 100, 1000}) {
-    for (const StateFormat& format : {kFloat32, kBf16, kBlocks}) {
-      const at::Tensor stored = format.from_elements(elements(numel));
-      const at::Tensor exchanged = format.to_elements(stored, numel);
-      EXPECT_EQ(exchanged.scalar_type(), format.exchange_type());
-      EXPECT_EQ(exchanged.numel(), numel);
-      EXPECT_TRUE(same_bits(format.from_elements(exchanged.clone()), stored));
+  for (int64_t numel : {1, 256, 370, 1000, 5000}) {
+    for (const Moments moments : kAll) {
+      for (const StateRole role : kRoles) {
+        const at::Tensor segment = at::empty({numel});
+        const at::Tensor stored = stored_state(elements(numel, role), role, moments, segment);
+        const at::Tensor exchanged = state_elements(stored, role, segment);
+        EXPECT_EQ(exchanged.scalar_type(), at::kFloat);
+        EXPECT_EQ(exchanged.sizes(), segment.sizes());
+        EXPECT_TRUE(same_bits(stored_state(exchanged.clone(), role, moments, segment), stored))
+            << numel << " " << static_cast<int>(moments) << " " << static_cast<int>(role);
+      }
     }
   }
 }
 
-// Segments of one number of ranks become those of another, at boundaries that are none of blocks.
-TEST(StateStoreTest, CutsAtSegmentBoundariesKeepElements) {
-  const int64_t numel = 100;
-  const std::vector<ParameterRange> saved = {{0, 0, 37}, {0, 37, 30}, {0, 67, 33}};
-  const std::vector<ParameterRange> wanted = {{0, 0, 50}, {0, 50, 50}};
-  const at::Tensor whole = elements(numel);
-  for (const StateFormat& format : {kFloat32, kBf16, kBlocks}) {
-    std::vector<at::Tensor> pieces, joined;
-    for (const ParameterRange& r : saved) {
-      const at::Tensor stored = format.from_elements(whole.narrow(0, r.begin, r.numel).clone());
-      pieces.push_back(format.to_elements(stored, r.numel));
-    }
-    const at::Tensor before = at::cat(pieces).to(at::kFloat);
-    for (const ParameterRange& r : wanted) {
-      joined.push_back(at::empty({r.numel}, pieces[0].options()));
-    }
-    for (const RangeOverlap& c : reshard(saved, wanted)) {
-      joined[c.wanted]
-          .narrow(0, c.wanted_begin, c.numel)
-          .copy_(pieces[c.stored].narrow(0, c.stored_begin, c.numel));
-    }
-    std::vector<at::Tensor> loaded;
-    for (const at::Tensor& piece : joined) {
-      const at::Tensor stored = format.from_elements(piece);
-      EXPECT_EQ(static_cast<int64_t>(stored.nbytes()), format.bytes(piece.numel()));
-      loaded.push_back(format.to_elements(stored, piece.numel()).to(at::kFloat));
-    }
-    const at::Tensor after = at::cat(loaded);
-    if (format.block == 1) {
-      EXPECT_TRUE(same_bits(before, after));
-      continue;
-    }
-    // Half a step of the largest value nearby, for each of the two roundings.
-    for (int64_t i = 0; i < numel; ++i) {
-      const int64_t begin = std::max<int64_t>(0, i - 15), end = std::min(numel, i + 16);
-      const float largest = whole.narrow(0, begin, end - begin).abs().max().item<float>();
-      const float x = whole[i].item<float>();
-      EXPECT_NEAR(before[i].item<float>(), x, largest / 253) << i;
-      EXPECT_NEAR(after[i].item<float>(), x, 2 * largest / 253) << i;
+// Of a layout of whole parameters: a matrix in an order of its own.
+TEST(StateStoreTest, KeepsTheShapeAndTheOrderOfASegment) {
+  const at::Tensor segment = at::empty({40, 30}).t();
+  const at::Tensor values = elements(1200, StateRole::kAverage).view({40, 30}).t();
+  for (const Moments moments : kAll) {
+    const at::Tensor stored =
+        stored_state(values.detach().clone(), StateRole::kAverage, moments, segment);
+    const at::Tensor back = state_elements(stored, StateRole::kAverage, segment);
+    EXPECT_EQ(back.sizes(), segment.sizes());
+    EXPECT_EQ(back.strides(), segment.strides());
+    const at::Tensor flat =
+        stored_state(values.t().reshape({-1}), StateRole::kAverage, moments, at::empty({1200}));
+    EXPECT_TRUE(at::equal(back.t().reshape({-1}),
+                          state_elements(flat, StateRole::kAverage, at::empty({1200}))));
+  }
+}
+
+// Segments of one number of ranks become those of another, at multiples of blocks.
+TEST(StateStoreTest, CutsAtBlocksKeepEveryBit) {
+  const int64_t numel = 1700;
+  const std::vector<ParameterRange> saved = {{0, 0, 256}, {0, 256, 1024}, {0, 1280, 420}};
+  const std::vector<ParameterRange> wanted = {{0, 0, 768}, {0, 768, 932}};
+  for (const StateRole role : kRoles) {
+    const at::Tensor whole = elements(numel, role);
+    for (const Moments moments : kAll) {
+      const at::Tensor all = at::empty({numel});
+      const at::Tensor uncut =
+          state_elements(stored_state(whole.clone(), role, moments, all), role, all);
+      std::vector<at::Tensor> pieces, joined;
+      for (const ParameterRange& r : saved) {
+        const at::Tensor segment = at::empty({r.numel});
+        const at::Tensor stored =
+            stored_state(whole.narrow(0, r.begin, r.numel).clone(), role, moments, segment);
+        pieces.push_back(state_elements(stored, role, segment));
+      }
+      EXPECT_TRUE(same_bits(at::cat(pieces), uncut));
+      for (const ParameterRange& r : wanted) joined.push_back(at::empty({r.numel}));
+      for (const RangeOverlap& c : reshard(saved, wanted)) {
+        joined[c.wanted]
+            .narrow(0, c.wanted_begin, c.numel)
+            .copy_(pieces[c.stored].narrow(0, c.stored_begin, c.numel));
+      }
+      std::vector<at::Tensor> loaded;
+      for (const at::Tensor& piece : joined) {
+        const at::Tensor stored = stored_state(piece.clone(), role, moments, piece);
+        EXPECT_EQ(static_cast<int64_t>(stored.nbytes()), moment_bytes(moments, piece.numel()));
+        loaded.push_back(state_elements(stored, role, piece));
+      }
+      EXPECT_TRUE(same_bits(at::cat(loaded), uncut));
     }
   }
 }
 
-TEST(StateStoreTest, OnlyItsOwnTypeAndFp32BecomeState) {
-  EXPECT_TRUE(kFloat32.accepts(at::kFloat));
-  EXPECT_FALSE(kFloat32.accepts(at::kBFloat16));
-  EXPECT_TRUE(kBf16.accepts(at::kBFloat16));
-  EXPECT_TRUE(kBf16.accepts(at::kFloat));
-  EXPECT_FALSE(kBlocks.accepts(at::kChar));
-  for (const StateFormat& format : {kFloat32, kBf16, kBlocks}) {
-    EXPECT_NE(error_of([&] { format.from_elements(at::ones({3}, at::kDouble)); }), "");
+TEST(StateStoreTest, OnlyElementsInFp32BecomeState) {
+  for (const Moments moments : kAll) {
+    EXPECT_NE(error_of([&] {
+                stored_state(at::ones({3}, at::kDouble), StateRole::kAverage, moments,
+                             at::empty({3}));
+              }),
+              "");
   }
-  EXPECT_NE(error_of([&] { kBlocks.to_elements(at::zeros({5}, at::kByte), 20); }), "");
+  EXPECT_NE(error_of([&] {
+              state_elements(at::zeros({5}, at::kByte), StateRole::kAverage, at::empty({20}));
+            }),
+            "");
+  EXPECT_NE(error_of([&] { state_type(at::zeros({5}, at::kLong)); }), "");
 }
 
 }  // namespace

@@ -95,6 +95,27 @@ TEST(RecoverOptionsTest, TheAverageOfTheParameters) {
   });
 }
 
+TEST(RecoverOptionsTest, MomentsInEightBits) {
+  std::latch connected(3);
+  run_ranks(3, [&](const Group& group) {
+    Training training;
+    training.width = 300;  // the first matrix has more than 4096 elements
+    training.options.bucket_bytes(9000).protect(2).moments(Moments::kInt8);
+    CheckpointRun run(training, group, 1);
+    run.train(0, 5);
+    const Snapshot before = run.snapshot();
+    fail_a_connection(*run.optimizer, connected);
+    const RecoveryReport report = run.optimizer->recover();
+    const auto step = static_cast<int>(report.steps);
+    {
+      at::NoGradGuard no_grad;
+      run.model->counter.add_(1);  // what run.train() does after step()
+    }
+    run.train(step, 5);
+    EXPECT_EQ(differing(before, run.snapshot()), 0);
+  });
+}
+
 TEST(RecoverOptionsTest, AfterAGuardOfTheAverageThatCouldNotEnd) {
   run_ranks(2, [&](const Group& group) {
     Training training;

@@ -78,7 +78,7 @@ struct Shard {
       const std::vector<uint8_t>& used = kAll, double coefficient = 1,
       const at::Tensor& nonfinite = {},
       const std::function<void(int64_t bucket)>& before = [](int64_t) {}) {
-    optimizer.begin_update(used, scalar(coefficient), nonfinite);
+    optimizer.begin_update(used, scalar(coefficient), nonfinite, int64_t{1});
     for (const bool is_fused : {true, false}) {
       bool any = false;
       for (int64_t b = flat.buckets() - 1; b >= 0; --b) {
@@ -148,7 +148,7 @@ TEST(ShardOptimizerTest, ShardsOfAllRanksEqualTorchOnWholeParameters) {
   for (const Make& make : {Make(make_adamw), Make(make_sgd)}) {
     for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
       for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-        for (const ShardOptimizer::Options options :
+        for (const ShardOptimizer::Options& options :
              {ShardOptimizer::Options{true, false}, {true, true}, {false, false}}) {
           for (const int64_t world_size : {1, 2, 3, 4}) {
             int64_t elements = 0;

@@ -184,7 +184,6 @@ void Adafactor::load(torch::serialize::InputArchive& archive) {
 
 namespace {
 
-constexpr StateFormat kVariance{};
 constexpr double kNoEps = -1.0;  // stands for the machine epsilon
 
 // The variances of rows and columns have a size of their own.
@@ -212,7 +211,7 @@ class AdafactorAdapter : public ClassAdapter<Adafactor, AdafactorOptions, Adafac
              option<AdafactorOptions>(
                  "maximize", [](auto& o) -> auto& { return o.maximize(); })},
             {state_tensor<AdafactorParamState>(
-                "variance", [](auto& s) -> auto& { return s.variance(); }, kVariance,
+                "variance", [](auto& s) -> auto& { return s.variance(); }, StateRole::kPlain,
                 Needed::kWithSomeOptions)},
             [](AdafactorParamState& s) -> int64_t& { return s.step(); }) {}
 
@@ -235,11 +234,11 @@ class AdafactorAdapter : public ClassAdapter<Adafactor, AdafactorOptions, Adafac
   }
 
   std::unique_ptr<State> make_state(Optimizer& optimizer, int64_t group,
-                                    const at::Tensor& parameter,
-                                    const InnerState& content) const override {
+                                    const at::Tensor& parameter, const InnerState& content,
+                                    Moments moments) const override {
     InnerState cut = content;
     cut.uncut.clear();
-    auto state = ClassAdapter::make_state(optimizer, group, parameter, cut);
+    auto state = ClassAdapter::make_state(optimizer, group, parameter, cut, moments);
     auto& own = static_cast<AdafactorParamState&>(*state);
     const bool factored = parameter.dim() > 1;
     TORCH_CHECK(own.variance().defined() != factored && content.uncut.size() == (factored ? 2 : 0),

@@ -13,8 +13,6 @@ using Class = torch::optim::Adagrad;
 using ClassOptions = torch::optim::AdagradOptions;
 using ClassState = torch::optim::AdagradParamState;
 
-constexpr StateFormat kSum{};
-
 // The only class whose constructor makes state.
 class AdagradAdapter : public ClassAdapter<Class, ClassOptions, ClassState> {
  public:
@@ -32,7 +30,8 @@ class AdagradAdapter : public ClassAdapter<Class, ClassOptions, ClassState> {
                       option<ClassOptions>(
                           "eps", [](auto& o) -> auto& { return o.eps(); })},
                      {state_tensor<ClassState>(
-                         "sum", [](auto& s) -> auto& { return s.sum(); }, kSum, Needed::kAlways)},
+                         "sum", [](auto& s) -> auto& { return s.sum(); }, StateRole::kPlain,
+                         Needed::kAlways)},
                      [](ClassState& s) -> int64_t& { return s.step(); }) {}
 
   std::unique_ptr<State> initial_state(const Optimizer& optimizer, int64_t group,
@@ -40,7 +39,7 @@ class AdagradAdapter : public ClassAdapter<Class, ClassOptions, ClassState> {
     const double value = options_of(optimizer, group).initial_accumulator_value();
     auto state = std::make_unique<ClassState>();
     state->step(0);
-    state->sum(kSum.from_elements(at::full_like(parameter, value)));
+    state->sum(at::full_like(parameter, value));
     return state;
   }
   bool is_unused(const State& state) const override {

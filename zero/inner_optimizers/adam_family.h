@@ -16,34 +16,33 @@ template <typename Class, typename Options, typename State>
 class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpdate {
   using Base = ClassAdapter<Class, Options, State>;
   using Optimizer = torch::optim::Optimizer;
-  static constexpr StateFormat kMoment{};
 
  public:
   // `decoupled`: the weight decay multiplies the parameter, and is no part of the gradient.
   AdamAdapter(const char* name, bool decoupled)
-      : Base(
-            name,
-            {option<Options>(
-                 "lr", [](auto& o) -> auto& { return o.lr(); }),
-             option<Options>(
-                 "beta1", [](auto& o) -> auto& { return std::get<0>(o.betas()); }),
-             option<Options>(
-                 "beta2", [](auto& o) -> auto& { return std::get<1>(o.betas()); }),
-             option<Options>(
-                 "eps", [](auto& o) -> auto& { return o.eps(); }),
-             option<Options>(
-                 "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
-             option<Options>(
-                 "amsgrad", [](auto& o) -> auto& { return o.amsgrad(); })},
-            {state_tensor<State>(
-                 "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); }, kMoment, Needed::kAlways),
-             state_tensor<State>(
-                 "exp_avg_sq", [](auto& s) -> auto& { return s.exp_avg_sq(); }, kMoment,
-                 Needed::kAlways),
-             state_tensor<State>(
-                 "max_exp_avg_sq", [](auto& s) -> auto& { return s.max_exp_avg_sq(); }, kMoment,
-                 Needed::kWithSomeOptions)},
-            [](State& s) -> int64_t& { return s.step(); }),
+      : Base(name,
+             {option<Options>(
+                  "lr", [](auto& o) -> auto& { return o.lr(); }),
+              option<Options>(
+                  "beta1", [](auto& o) -> auto& { return std::get<0>(o.betas()); }),
+              option<Options>(
+                  "beta2", [](auto& o) -> auto& { return std::get<1>(o.betas()); }),
+              option<Options>(
+                  "eps", [](auto& o) -> auto& { return o.eps(); }),
+              option<Options>(
+                  "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
+              option<Options>(
+                  "amsgrad", [](auto& o) -> auto& { return o.amsgrad(); })},
+             {state_tensor<State>(
+                  "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); }, StateRole::kAverage,
+                  Needed::kAlways),
+              state_tensor<State>(
+                  "exp_avg_sq", [](auto& s) -> auto& { return s.exp_avg_sq(); },
+                  StateRole::kSecondMoment, Needed::kAlways),
+              state_tensor<State>(
+                  "max_exp_avg_sq", [](auto& s) -> auto& { return s.max_exp_avg_sq(); },
+                  StateRole::kPlain, Needed::kWithSomeOptions)},
+             [](State& s) -> int64_t& { return s.step(); }),
         decoupled_(decoupled) {}
 
   std::vector<std::string> optional_state(
@@ -54,9 +53,10 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
 
   const FusedUpdate* fused() const override { return this; }
 
-  bool prepare_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) const override {
+  bool prepare_state(Optimizer& optimizer, int64_t group, const at::Tensor& master,
+                     Moments moments) const override {
     const bool amsgrad = Base::options_of(optimizer, group).amsgrad();
-    return prepare(Base::state_of(optimizer, master), amsgrad, master);
+    return prepare(Base::state_of(optimizer, master), amsgrad, master, moments);
   }
 
   void update(Optimizer& optimizer, int64_t group, const std::vector<FusedSegment>& segments,
@@ -67,15 +67,18 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
     list.reserve(segments.size());
     for (const FusedSegment& s : segments) {
       State& state = Base::state_of(optimizer, *s.master);
-      prepare(state, options.amsgrad(), *s.master);
+      prepare(state, options.amsgrad(), *s.master, s.moments);
       if (s.count == nullptr) state.step(state.step() + 1);
       kernels::AdamSegment segment;
       segment.numel = s.master->numel();
       segment.master = s.master->template mutable_data_ptr<float>();
-      segment.exp_avg = kMoment.values<float>(state.exp_avg(), segment.numel);
-      segment.exp_avg_sq = kMoment.values<float>(state.exp_avg_sq(), segment.numel);
+      segment.exp_avg = state.exp_avg().mutable_data_ptr();
+      segment.exp_avg_sq = state.exp_avg_sq().mutable_data_ptr();
+      segment.state_type = state_type(state.exp_avg());
+      segment.parameter = s.parameter;
+      segment.element = s.element;
       if (options.amsgrad()) {
-        segment.max_exp_avg_sq = kMoment.values<float>(state.max_exp_avg_sq(), segment.numel);
+        segment.max_exp_avg_sq = state.max_exp_avg_sq().template mutable_data_ptr<float>();
       }
       segment.gradient = s.gradient;
       segment.working = s.working;
@@ -92,6 +95,8 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
     o.amsgrad = options.amsgrad();
     o.decoupled = decoupled_;
     o.device_lr = scalars.lr;
+    o.noise_step = scalars.step;
+    o.device_noise_step = scalars.device_step;
     kernels::adam_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
   }
 
@@ -107,14 +112,17 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
 
  private:
   // Makes the tensors that are missing. True if there were none.
-  static bool prepare(State& state, bool amsgrad, const at::Tensor& master) {
+  static bool prepare(State& state, bool amsgrad, const at::Tensor& master, Moments moments) {
     const bool made = !state.exp_avg().defined();
     if (made) {
       state.step(0);
-      state.exp_avg(kMoment.zeros(master));
-      state.exp_avg_sq(kMoment.zeros(master));
+      state.exp_avg(zero_state(master, moments));
+      state.exp_avg_sq(zero_state(master, moments));
     }
-    if (amsgrad && !state.max_exp_avg_sq().defined()) state.max_exp_avg_sq(kMoment.zeros(master));
+    if (amsgrad && !state.max_exp_avg_sq().defined()) {
+      // In fp32: the largest of values that were rounded at random would only grow.
+      state.max_exp_avg_sq(zero_state(master, Moments::kFloat32));
+    }
     return made;
   }
 

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "bookkeeping/memory.h"
 #include "zero/inner_optimizers/fused_update.h"
 
 namespace zero {
@@ -89,10 +90,11 @@ class OptimizerAdapter {
   // The inverse. May take over the tensors, and leaves the groups and the state of `optimizer` as
   // they were. A class outside of the registry makes new state in its step(), which runs once over
   // one parameter of one element, and counts that if it counts calls in a member. Throws c10::Error
-  // for a name or dtype that the class does not have.
+  // for a name or dtype that the class does not have. `moments`: how a class with a fused kernel
+  // stores its averages; kFloat32 for others.
   virtual std::unique_ptr<State> make_state(Optimizer& optimizer, int64_t group,
-                                            const at::Tensor& parameter,
-                                            const InnerState& content) const = 0;
+                                            const at::Tensor& parameter, const InnerState& content,
+                                            Moments moments) const = 0;
   // The names that step() needs of a parameter that has any state.
   virtual std::vector<std::string> required_state() const = 0;
   // The names of the tensors that a step reads with these options only, zeros in a new state.

@@ -46,16 +46,15 @@ struct StateField {
   const char* name;
   const at::Tensor& (*get)(const State& state);
   void (*set)(State& state, at::Tensor tensor);
-  StateFormat format;
+  StateRole role;
   bool required;  // a state without it is broken
 };
 enum class Needed { kAlways, kWithSomeOptions };
 
 template <typename State, typename Accessor>
-StateField<State> state_tensor(const char* name, Accessor, const StateFormat& format,
-                               Needed needed) {
+StateField<State> state_tensor(const char* name, Accessor, StateRole role, Needed needed) {
   return {name, [](const State& s) -> const at::Tensor& { return Accessor()(s); },
-          [](State& s, at::Tensor tensor) { Accessor()(s) = std::move(tensor); }, format,
+          [](State& s, at::Tensor tensor) { Accessor()(s) = std::move(tensor); }, role,
           needed == Needed::kAlways};
 }
 
@@ -125,12 +124,12 @@ class ClassAdapter : public OptimizerAdapter {
     for (const auto& field : tensors_) {
       const at::Tensor& tensor = field.get(own);
       if (!tensor.defined()) continue;
-      result.tensors.emplace_back(field.name, field.format.to_elements(tensor, parameter.numel()));
+      result.tensors.emplace_back(field.name, state_elements(tensor, field.role, parameter));
     }
     return result;
   }
-  std::unique_ptr<State> make_state(Optimizer&, int64_t, const at::Tensor&,
-                                    const InnerState& content) const override;
+  std::unique_ptr<State> make_state(Optimizer&, int64_t, const at::Tensor& parameter,
+                                    const InnerState& content, Moments moments) const override;
   std::vector<std::string> required_state() const override {
     std::vector<std::string> names;
     for (const auto& field : tensors_) {
@@ -166,17 +165,15 @@ class ClassAdapter : public OptimizerAdapter {
 
 template <typename Class, typename ClassOptions, typename ClassState>
 std::unique_ptr<torch::optim::OptimizerParamState>
-ClassAdapter<Class, ClassOptions, ClassState>::make_state(Optimizer&, int64_t, const at::Tensor&,
-                                                          const InnerState& content) const {
+ClassAdapter<Class, ClassOptions, ClassState>::make_state(Optimizer&, int64_t,
+                                                          const at::Tensor& parameter,
+                                                          const InnerState& content,
+                                                          Moments moments) const {
   TORCH_CHECK(content.uncut.empty(), "state: expected tensors that ", name_, " has, got ",
               content.uncut.front().first);
   for (const auto& [name, tensor] : content.tensors) {
-    StateFormat format;
-    for (const auto& field : tensors_) {
-      if (field.name == name) format = field.format;
-    }
-    TORCH_CHECK(format.accepts(tensor.scalar_type()), "state ", name, " of ", name_, ": expected ",
-                format.exchange_type(), ", got ", tensor.scalar_type());
+    TORCH_CHECK(tensor.scalar_type() == at::kFloat, "state ", name, " of ", name_,
+                ": expected Float, got ", tensor.scalar_type());
   }
   int64_t step = 0;
   for (const auto& [name, value] : content.values) {
@@ -191,7 +188,8 @@ ClassAdapter<Class, ClassOptions, ClassState>::make_state(Optimizer&, int64_t, c
   for (const auto& field : tensors_) {
     const auto found = given.find(field.name);
     if (found == given.end()) continue;
-    field.set(*made, field.format.from_elements(found->second));
+    const Moments own = field.role == StateRole::kPlain ? Moments::kFloat32 : moments;
+    field.set(*made, stored_state(found->second, field.role, own, parameter));
     given.erase(found);
   }
   TORCH_CHECK(given.empty(), "state: expected tensors that ", name_, " has, got ",

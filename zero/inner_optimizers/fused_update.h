@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "bookkeeping/memory.h"
 #include "kernels/stream.h"
 
 namespace zero {
@@ -23,8 +24,12 @@ namespace zero {
 struct FusedSegment {
   const at::Tensor* master = nullptr;  // fp32, 1-D; the key of its state
   const float* gradient = nullptr;
-  void* working = nullptr;       // the segment's part of the working row, or null for none
-  const float* count = nullptr;  // [1], this update included; null: counted in its state
+  void* working = nullptr;              // the segment's part of the working row, or null for none
+  const float* count = nullptr;         // [1], this update included; null: counted in its state
+  Moments moments = Moments::kFloat32;  // how its state is stored where this update makes it
+  // The number of its parameter, and its first element in that, for rounding moments.
+  int64_t parameter = 0;
+  int64_t element = 0;
 };
 
 // The same for all segments of a call. Memory of the segments' device, read when the kernel runs.
@@ -32,15 +37,20 @@ struct FusedScalars {
   const float* coefficient = nullptr;  // [1], multiplies gradients
   const double* nonfinite = nullptr;   // [1] or null: where it is not 0, nothing is written
   const double* lr = nullptr;          // [1] or null: in place of that of the options
+  // The number of the step, for rounding moments: read on the device where `device_step`, [1], is
+  // not null.
+  int64_t step = 0;
+  const double* device_step = nullptr;
 };
 
 class FusedUpdate {
  public:
   virtual ~FusedUpdate() = default;
 
-  // Makes what step() makes at a parameter's first update, unless it is there. True if it was not.
+  // Makes what step() makes at a parameter's first update, unless it is there, with averages stored
+  // as `moments` says. True if it was not.
   virtual bool prepare_state(torch::optim::Optimizer& optimizer, int64_t group,
-                             const at::Tensor& master) const = 0;
+                             const at::Tensor& master, Moments moments) const = 0;
 
   // Updates `segments`, at least one, all of parameter group `group` and on the device of
   // `stream`. Makes their state.

@@ -158,8 +158,6 @@ void Lamb::load(torch::serialize::InputArchive& archive) {
 
 namespace {
 
-constexpr StateFormat kAverage{};
-
 // No norm is negative: this stands for no bounds.
 constexpr double kNoBound = -1.0;
 
@@ -200,11 +198,11 @@ class LambAdapter : public ClassAdapter<Lamb, LambOptions, LambParamState> {
                       option<LambOptions>(
                           "adapt", [](auto& o) -> auto& { return o.adapt(); })},
                      {state_tensor<LambParamState>(
-                          "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); }, kAverage,
-                          Needed::kAlways),
+                          "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); },
+                          StateRole::kPlain, Needed::kAlways),
                       state_tensor<LambParamState>(
-                          "exp_avg_sq", [](auto& s) -> auto& { return s.exp_avg_sq(); }, kAverage,
-                          Needed::kAlways)},
+                          "exp_avg_sq", [](auto& s) -> auto& { return s.exp_avg_sq(); },
+                          StateRole::kPlain, Needed::kAlways)},
                      [](LambParamState& s) -> int64_t& { return s.step(); }) {}
 
   bool needs_whole_parameters() const override { return true; }

@@ -106,8 +106,6 @@ void Lion::load(torch::serialize::InputArchive& archive) {
 
 namespace {
 
-constexpr StateFormat kAverage{};
-
 class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, public FusedUpdate {
  public:
   LionAdapter()
@@ -121,15 +119,16 @@ class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, publ
                       option<LionOptions>(
                           "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); })},
                      {state_tensor<LionParamState>(
-                         "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); }, kAverage,
-                         Needed::kAlways)}) {}
+                         "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); },
+                         StateRole::kAverage, Needed::kAlways)}) {}
 
   const FusedUpdate* fused() const override { return this; }
 
-  bool prepare_state(Optimizer& optimizer, int64_t, const at::Tensor& master) const override {
+  bool prepare_state(Optimizer& optimizer, int64_t, const at::Tensor& master,
+                     Moments moments) const override {
     LionParamState& state = state_of(optimizer, master);
     const bool made = !state.exp_avg().defined();
-    if (made) state.exp_avg(kAverage.zeros(master));
+    if (made) state.exp_avg(zero_state(master, moments));
     return made;
   }
 
@@ -140,12 +139,15 @@ class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, publ
     std::vector<kernels::LionSegment> list;
     list.reserve(segments.size());
     for (const FusedSegment& s : segments) {
-      prepare_state(optimizer, group, *s.master);
+      prepare_state(optimizer, group, *s.master, s.moments);
+      const at::Tensor& average = state_of(optimizer, *s.master).exp_avg();
       kernels::LionSegment segment;
       segment.numel = s.master->numel();
       segment.master = s.master->mutable_data_ptr<float>();
-      segment.exp_avg =
-          kAverage.values<float>(state_of(optimizer, *s.master).exp_avg(), segment.numel);
+      segment.exp_avg = average.mutable_data_ptr();
+      segment.state_type = state_type(average);
+      segment.parameter = s.parameter;
+      segment.element = s.element;
       segment.gradient = s.gradient;
       segment.working = s.working;
       list.push_back(segment);
@@ -156,6 +158,8 @@ class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, publ
     o.beta2 = std::get<1>(options.betas());
     o.weight_decay = options.weight_decay();
     o.device_lr = scalars.lr;
+    o.noise_step = scalars.step;
+    o.device_noise_step = scalars.device_step;
     kernels::lion_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
   }
 

@@ -261,8 +261,6 @@ void Muon::load(torch::serialize::InputArchive& archive) {
 
 namespace {
 
-constexpr StateFormat kMomentum{};
-
 // Whether ns_dtype is `dtype`. Checkpoints of earlier versions have only that of fp32, and keep an
 // explicit bfloat16 of the program.
 template <c10::ScalarType dtype>
@@ -310,8 +308,8 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
              option<MuonOptions>(
                  "batched", [](auto& o) -> auto& { return o.batched(); })},
             {state_tensor<MuonParamState>(
-                "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); }, kMomentum,
-                Needed::kAlways)}) {}
+                "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); },
+                StateRole::kPlain, Needed::kAlways)}) {}
 
   bool needs_whole_parameters() const override { return true; }
   void check_parameter(const Options& options, const at::Tensor& parameter) const override {

@@ -28,7 +28,6 @@ class RmspropAdapter final : public ClassAdapter<Class, ClassOptions, ClassState
 }  // namespace
 
 const OptimizerAdapter& rmsprop_adapter() {
-  constexpr StateFormat kFormat{};
   static const RmspropAdapter adapter(
       "RMSprop",
       {option<ClassOptions>(
@@ -44,12 +43,13 @@ const OptimizerAdapter& rmsprop_adapter() {
        option<ClassOptions>(
            "centered", [](auto& o) -> auto& { return o.centered(); })},
       {state_tensor<ClassState>(
-           "square_avg", [](auto& s) -> auto& { return s.square_avg(); }, kFormat, Needed::kAlways),
+           "square_avg", [](auto& s) -> auto& { return s.square_avg(); }, StateRole::kPlain,
+           Needed::kAlways),
        state_tensor<ClassState>(
-           "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); }, kFormat,
-           Needed::kWithSomeOptions),
+           "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); },
+           StateRole::kPlain, Needed::kWithSomeOptions),
        state_tensor<ClassState>(
-           "grad_avg", [](auto& s) -> auto& { return s.grad_avg(); }, kFormat,
+           "grad_avg", [](auto& s) -> auto& { return s.grad_avg(); }, StateRole::kPlain,
            Needed::kWithSomeOptions)},
       [](ClassState& s) -> int64_t& { return s.step(); });
   return adapter;

@@ -159,8 +159,8 @@ class SerializedAdapter : public OptimizerAdapter {
   InnerState read_state(const Optimizer& optimizer, const State& state,
                         const at::Tensor& parameter) const override;
   std::unique_ptr<State> make_state(Optimizer& optimizer, int64_t group,
-                                    const at::Tensor& parameter,
-                                    const InnerState& content) const override;
+                                    const at::Tensor& parameter, const InnerState& content,
+                                    Moments moments) const override;
   std::vector<std::string> required_state() const override { return {}; }
 };
 
@@ -211,8 +211,8 @@ InnerState SerializedAdapter::read_state(const Optimizer& optimizer, const State
 }
 
 std::unique_ptr<torch::optim::OptimizerParamState> SerializedAdapter::make_state(
-    Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
-    const InnerState& content) const {
+    Optimizer& optimizer, int64_t group, const at::Tensor& parameter, const InnerState& content,
+    Moments) const {
   at::NoGradGuard no_grad;
   const std::string name = type_name(optimizer);
   TORCH_CHECK(content.uncut.empty(), "state: expected tensors that ", name, " has, got ",

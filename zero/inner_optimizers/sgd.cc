@@ -16,8 +16,6 @@ using Class = torch::optim::SGD;
 using ClassOptions = torch::optim::SGDOptions;
 using ClassState = torch::optim::SGDParamState;
 
-constexpr StateFormat kMomentum{};
-
 class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public FusedUpdate {
  public:
   SgdAdapter()
@@ -34,12 +32,13 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
                           "nesterov", [](auto& o) -> auto& { return o.nesterov(); })},
                      {state_tensor<ClassState>(
                          "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); },
-                         kMomentum, Needed::kWithSomeOptions)}) {}
+                         StateRole::kAverage, Needed::kWithSomeOptions)}) {}
 
   const FusedUpdate* fused() const override { return this; }
 
-  bool prepare_state(Optimizer& optimizer, int64_t group, const at::Tensor& master) const override {
-    return prepare(optimizer, options_of(optimizer, group), master).made;
+  bool prepare_state(Optimizer& optimizer, int64_t group, const at::Tensor& master,
+                     Moments moments) const override {
+    return prepare(optimizer, options_of(optimizer, group), master, moments).made;
   }
 
   void update(Optimizer& optimizer, int64_t group, const std::vector<FusedSegment>& segments,
@@ -50,16 +49,19 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
     list.reserve(segments.size());
     for (const FusedSegment& s : segments) {
       kernels::SgdSegment segment;
-      const auto [state, made] = prepare(optimizer, options, *s.master);
+      const auto [state, made] = prepare(optimizer, options, *s.master, s.moments);
       segment.first_step = made;
       segment.numel = s.master->numel();
       if (state != nullptr) {
-        segment.momentum = kMomentum.values<float>(state->momentum_buffer(), segment.numel);
+        segment.momentum = state->momentum_buffer().mutable_data_ptr();
+        segment.state_type = state_type(state->momentum_buffer());
       }
       segment.master = s.master->mutable_data_ptr<float>();
       segment.gradient = s.gradient;
       segment.working = s.working;
       segment.device_step = s.count;
+      segment.parameter = s.parameter;
+      segment.element = s.element;
       list.push_back(segment);
     }
     kernels::SgdOptions o;
@@ -69,6 +71,8 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
     o.weight_decay = options.weight_decay();
     o.nesterov = options.nesterov();
     o.device_lr = scalars.lr;
+    o.noise_step = scalars.step;
+    o.device_noise_step = scalars.device_step;
     kernels::sgd_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
   }
 
@@ -87,11 +91,11 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
 
   // Without momentum there is none.
   static Prepared prepare(Optimizer& optimizer, const ClassOptions& options,
-                          const at::Tensor& master) {
+                          const at::Tensor& master, Moments moments) {
     if (options.momentum() == 0) return {nullptr, false};
     ClassState& state = state_of(optimizer, master);
     const bool made = !state.momentum_buffer().defined();
-    if (made) state.momentum_buffer(kMomentum.empty(master));
+    if (made) state.momentum_buffer(empty_state(master, moments));
     return {&state, made};
   }
 };

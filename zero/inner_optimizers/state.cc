@@ -22,8 +22,8 @@ std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimi
 
 std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
     torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
-    const InnerState& state) {
-  return adapter_of(optimizer, group).make_state(optimizer, group, parameter, state);
+    const InnerState& state, Moments moments) {
+  return adapter_of(optimizer, group).make_state(optimizer, group, parameter, state, moments);
 }
 
 std::vector<std::string> required_state(const torch::optim::Optimizer& optimizer, int64_t group) {

@@ -31,7 +31,7 @@ std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimi
 // that state: see OptimizerAdapter::make_state().
 std::unique_ptr<torch::optim::OptimizerParamState> make_inner_state(
     torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& parameter,
-    const InnerState& state);
+    const InnerState& state, Moments moments = Moments::kFloat32);
 
 // The names that a step reads of a parameter of group `group` that has any state: tensors and
 // "step". Empty for classes without an adapter of their own.

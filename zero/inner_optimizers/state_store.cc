@@ -2,104 +2,82 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/inner_optimizers/state_store.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/abs.h>
-#include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/round.h>
-#include <ATen/ops/sign.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
+#include "kernels/stored_state.h"
+
 namespace zero {
 namespace {
 
-// The largest int8 that has a negative.
-constexpr double kSteps = 127.0;
-
-at::TensorOptions stored_options(const at::Tensor& segment, const StateFormat& format) {
-  return segment.options()
-      .dtype(format.block == 1 ? format.element : at::kByte)
-      .requires_grad(false);
+at::TensorOptions stored_options(const at::Tensor& segment, Moments moments) {
+  const c10::ScalarType type = moments == Moments::kFloat32    ? at::kFloat
+                               : moments == Moments::kBFloat16 ? at::kBFloat16
+                                                               : at::kByte;
+  return segment.options().dtype(type).requires_grad(false);
 }
 
 }  // namespace
 
-void StateFormat::check_block_element(c10::ScalarType type) const {
-  TORCH_CHECK(block > 1 && element == at::kChar && type == element,
-              "state: expected blocks of Char, got blocks of ", block, " of ", element, " read as ",
-              type);
+at::Tensor zero_state(const at::Tensor& segment, Moments moments) {
+  const auto options = stored_options(segment, moments);
+  if (moments != Moments::kInt8) {
+    return at::zeros_like(segment, options, at::MemoryFormat::Preserve);
+  }
+  return at::zeros({moment_bytes(moments, segment.numel())}, options);
 }
 
-int64_t StateFormat::scale_bytes(int64_t numel) const {
-  return block == 1 ? 0 : blocks(numel) * static_cast<int64_t>(sizeof(float));
+at::Tensor empty_state(const at::Tensor& segment, Moments moments) {
+  const auto options = stored_options(segment, moments);
+  if (moments != Moments::kInt8) {
+    return at::empty_like(segment, options, at::MemoryFormat::Preserve);
+  }
+  return at::empty({moment_bytes(moments, segment.numel())}, options);
 }
 
-int64_t StateFormat::bytes(int64_t numel) const {
-  return scale_bytes(numel) + numel * static_cast<int64_t>(c10::elementSize(element));
+kernels::StateType state_type(const at::Tensor& stored) {
+  switch (stored.scalar_type()) {
+    case at::kFloat:
+      return kernels::StateType::kFloat;
+    case at::kBFloat16:
+      return kernels::StateType::kBFloat16;
+    case at::kByte:
+      return kernels::StateType::kInt8;
+    default:
+      TORCH_CHECK(false, "state: expected a tensor of Float, BFloat16 or Byte, got ",
+                  stored.scalar_type());
+  }
 }
 
-at::Tensor StateFormat::zeros(const at::Tensor& segment) const {
-  const auto options = stored_options(segment, *this);
-  if (block == 1) return at::zeros_like(segment, options, at::MemoryFormat::Preserve);
-  return at::zeros({bytes(segment.numel())}, options);
+at::Tensor state_elements(const at::Tensor& stored, StateRole role, const at::Tensor& segment) {
+  const kernels::StateType type = state_type(stored);
+  if (type != kernels::StateType::kInt8) return stored.to(at::kFloat);
+  const int64_t numel = segment.numel();
+  TORCH_CHECK(stored.numel() == moment_bytes(Moments::kInt8, numel), "state: expected ",
+              moment_bytes(Moments::kInt8, numel), " bytes for ", numel, " elements, got ",
+              stored.numel());
+  const at::Tensor bytes = stored.to(at::kCPU);
+  at::Tensor elements = at::empty({numel}, at::TensorOptions().dtype(at::kFloat));
+  kernels::decode_state(type, role == StateRole::kSecondMoment, bytes.const_data_ptr(), numel,
+                        elements.mutable_data_ptr<float>());
+  return elements.to(stored.device()).as_strided(segment.sizes(), segment.strides());
 }
 
-at::Tensor StateFormat::empty(const at::Tensor& segment) const {
-  const auto options = stored_options(segment, *this);
-  if (block == 1) return at::empty_like(segment, options, at::MemoryFormat::Preserve);
-  return at::empty({bytes(segment.numel())}, options);
-}
-
-float* StateFormat::scales(const at::Tensor& stored) const {
-  if (block == 1) return nullptr;
-  return reinterpret_cast<float*>(stored.mutable_data_ptr<uint8_t>());
-}
-
-c10::ScalarType StateFormat::exchange_type() const { return block == 1 ? element : at::kFloat; }
-
-bool StateFormat::accepts(c10::ScalarType type) const {
-  return type == exchange_type() || type == at::kFloat;
-}
-
-at::Tensor StateFormat::to_elements(const at::Tensor& stored, int64_t numel) const {
-  if (block == 1) return stored;
-  check_block_element(element);
-  TORCH_CHECK(stored.numel() == bytes(numel), "state: expected ", bytes(numel), " bytes for ",
-              numel, " elements, got ", stored.numel());
-  const int64_t split = scale_bytes(numel);
-  const at::Tensor largest = stored.narrow(0, 0, split)
-                                 .view(at::kFloat)
-                                 .unsqueeze(1)
-                                 .expand({blocks(numel), block})
-                                 .reshape({-1})
-                                 .narrow(0, 0, numel);
-  const at::Tensor q = stored.narrow(0, split, numel).view(element).to(at::kFloat);
-  // The largest value of a block is exact, so that encoding again finds the same one.
-  return at::where(q.abs() == kSteps, q.sign() * largest, q * (largest / kSteps));
-}
-
-at::Tensor StateFormat::from_elements(const at::Tensor& elements) const {
-  TORCH_CHECK(accepts(elements.scalar_type()), "state: expected elements of ", exchange_type(),
-              ", got ", elements.scalar_type());
-  if (block == 1) return elements.to(element);
-  check_block_element(element);
-  const int64_t numel = elements.numel();
-  at::Tensor rows = at::zeros({blocks(numel) * block}, elements.options());
-  rows.narrow(0, 0, numel).copy_(elements);
-  rows = rows.view({blocks(numel), block});
-  const at::Tensor largest = rows.abs().amax({1}, /*keepdim=*/true);
-  const at::Tensor step = largest / kSteps;
-  // A block of zeros has no step.
-  const at::Tensor q = at::where(step > 0, (rows / step).round(), 0.0).reshape({-1});
-  const at::Tensor stored = empty(elements);
-  const int64_t split = scale_bytes(numel);
-  stored.narrow(0, 0, split).view(at::kFloat).copy_(largest.reshape({-1}));
-  stored.narrow(0, split, numel).view(element).copy_(q.narrow(0, 0, numel));
-  return stored;
+at::Tensor stored_state(const at::Tensor& elements, StateRole role, Moments moments,
+                        const at::Tensor& segment) {
+  TORCH_CHECK(elements.scalar_type() == at::kFloat, "state: expected elements of Float, got ",
+              elements.scalar_type());
+  if (moments != Moments::kInt8) return elements.to(stored_options(segment, moments).dtype());
+  // In the order of the memory, which is dense.
+  const at::Tensor values = elements.detach().to(at::kCPU);
+  at::Tensor bytes =
+      at::empty({moment_bytes(moments, segment.numel())}, at::TensorOptions().dtype(at::kByte));
+  kernels::encode_state(kernels::StateType::kInt8, role == StateRole::kSecondMoment,
+                        values.const_data_ptr<float>(), segment.numel(), bytes.mutable_data_ptr());
+  return bytes.to(segment.device());
 }
 
 }  // namespace zero

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "bookkeeping/memory.h"
 #include "bookkeeping/plan.h"
 
 namespace zero {
@@ -17,9 +18,10 @@ namespace zero {
 // parameters.
 struct SegmentTensors {
   Segment segment;
-  int64_t group = 0;    // parameter group
-  at::Tensor master;    // fp32 view of the bucket's master row
-  at::Tensor gradient;  // fp32 view of the bucket's gradient shard
+  int64_t group = 0;                    // parameter group
+  Moments moments = Moments::kFloat32;  // how its state is stored
+  at::Tensor master;                    // fp32 view of the bucket's master row
+  at::Tensor gradient;                  // fp32 view of the bucket's gradient shard
   // fp32 view of the bucket's averaged row; undefined without ZeroOptions::ema.
   at::Tensor ema = {};
 };

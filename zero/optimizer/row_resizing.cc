@@ -409,7 +409,7 @@ void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine
     }
     if (states[i].tensors.empty() && states[i].values.empty()) continue;
     inner.state()[s.master.unsafeGetTensorImpl()] =
-        make_inner_state(inner, s.group, s.master, states[i]);
+        make_inner_state(inner, s.group, s.master, states[i], s.moments);
   }
   engine.shards.take_state();
 }

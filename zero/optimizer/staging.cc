@@ -158,7 +158,8 @@ void Staging::read_states(Staged& staged) {
     // Freed one after the other: some classes copy.
     const InnerState state = std::exchange(states[i], {});
     if (state.tensors.empty() && state.uncut.empty() && state.values.empty()) continue;
-    s.state = make_inner_state(inner, s.target->group, s.target->master, state);
+    const SegmentTensors& target = *s.target;
+    s.state = make_inner_state(inner, target.group, target.master, state, target.moments);
   }
 }
 

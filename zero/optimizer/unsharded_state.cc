@@ -65,7 +65,7 @@ class StateCutter {
     for (auto& [name, tensor] : state.uncut) {
       tensor = tensor.to(p.tensor.device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true);
     }
-    return make_inner_state(inner_, s.group, s.master, state);
+    return make_inner_state(inner_, s.group, s.master, state, s.moments);
   }
 
  private:

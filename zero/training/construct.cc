@@ -87,6 +87,10 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
   if (const auto& ema = options.ema()) {
     line << " ema " << exact_text(ema->decay()) << " warm-up " << ema->warm_up();
   }
+  line << " moments " << static_cast<int>(options.moments());
+  for (const auto& [group, moments] : options.group_moments()) {
+    line << " of group " << group << " " << static_cast<int>(moments);
+  }
   line << " ranks " << domains.mesh.world_size() << (domains.uniform ? "" : " in domains");
   lines.push_back(line.str());
   lines.push_back("inner optimizer " + optimizer_name(inner));
@@ -170,6 +174,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     check_options(options);
     TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
     layouts = group_layouts(*inner, options);
+    check_moments(*inner, options);
     table = std::make_unique<ParameterTable>(module, inner->param_groups());
     check_parameters(*table, group, *inner, layouts);
     check_wire_options(options, table->parameters().front().tensor.device());

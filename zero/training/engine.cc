@@ -26,11 +26,13 @@ std::vector<int64_t> parameter_domains(const ParameterTable& table, const ShardD
 Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
                   const torch::optim::Optimizer& inner, const ZeroOptions& options) {
   const std::vector<Layout> layouts = group_layouts(inner, options);
+  const std::vector<Moments> moments = parameter_moments(table, options);
   std::vector<ParameterInfo> infos;
   for (const Parameter& p : table.parameters()) {
     ParameterInfo info{p.tensor.numel(), p.tensor.scalar_type(), domains.of_group[p.group]};
     info.layout = layouts[p.group];
     if (is_whole(layouts[p.group])) info.cost = cost_of(p, inner, options);
+    if (moments[infos.size()] != Moments::kFloat32) info.block = kMomentBlock;
     infos.push_back(info);
   }
   std::vector<int64_t> world_sizes;
@@ -91,7 +93,8 @@ ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimiz
       {engine.plan, engine.table, ranks_in(engine.domains), engine.arena, engine.reducer},
       std::move(inner),
       {engine.options.fused(), !engine.device.is_cpu() || engine.options.static_graph(),
-       engine.options.static_graph(), engine.options.ema()});
+       engine.options.static_graph(), engine.options.ema(),
+       parameter_moments(engine.table, engine.options)});
 }
 
 // The deviation of this rank from the promise of static_graph, or nothing.

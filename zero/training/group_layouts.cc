@@ -30,6 +30,39 @@ std::vector<Layout> group_layouts(const torch::optim::Optimizer& inner,
   return layouts;
 }
 
+namespace {
+
+Moments moments_of_group(const ZeroOptions& options, int64_t group) {
+  const auto found = options.group_moments().find(group);
+  return found != options.group_moments().end() ? found->second : options.moments();
+}
+
+}  // namespace
+
+void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& options) {
+  const auto groups = static_cast<int64_t>(inner.param_groups().size());
+  for (const auto& [index, moments] : options.group_moments()) {
+    TORCH_CHECK(0 <= index && index < groups, "moments of parameter group ", index,
+                ": expected one of the ", groups, " groups of the inner optimizer");
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    if (moments_of_group(options, g) == Moments::kFloat32) continue;
+    TORCH_CHECK(options.fused() && adapter_of(inner, g).fused() != nullptr,
+                "moments of parameter group ", g,
+                ": expected Moments::kFloat32 for a group without a fused kernel, since its own "
+                "step() reads state in fp32, got another; set moments(",
+                g, ", Moments::kFloat32), or use AdamW, Adam, SGD or zero::Lion with fused(true)");
+  }
+}
+
+std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options) {
+  std::vector<Moments> result;
+  for (const Parameter& p : table.parameters()) {
+    result.push_back(moments_of_parameter(moments_of_group(options, p.group), p.tensor.numel()));
+  }
+  return result;
+}
+
 int64_t cost_of(const Parameter& parameter, const torch::optim::Optimizer& inner,
                 const ZeroOptions& options) {
   if (!options.owner_cost()) return adapter_of(inner, parameter.group).step_cost(parameter.tensor);

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The layout of each parameter group: as the options say, and whole parameters for classes that
-// need them.
+// need them. Likewise how its moments are stored.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "bookkeeping/memory.h"
 #include "bookkeeping/plan.h"
 #include "zero/memory/parameter_table.h"
 #include "zero/options.h"
@@ -23,6 +24,12 @@ namespace zero {
 std::vector<Layout> group_layouts(const torch::optim::Optimizer& inner, const ZeroOptions& options);
 
 inline bool is_whole(Layout layout) { return layout == Layout::kWholeParameters; }
+
+// Throws c10::Error where the options ask for moments that are not fp32 of a group that does not
+// exist, or that has no fused kernel.
+void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& options);
+// Returns how the moments of each parameter of `table` are stored.
+std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options);
 
 // Returns the cost of a step of `parameter` for its owner. Throws c10::Error if owner_cost() gives
 // a negative one.

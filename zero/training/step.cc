@@ -132,9 +132,9 @@ void Engine::update(const Agreement& agreement) {
     if (bad || leaves_out) return;
   }
   clipping.clamp_gradients();
-  shards.begin_update(agreement.used, clipping.coefficient(), skipped);
+  const auto steps = record.steps();
+  shards.begin_update(agreement.used, clipping.coefficient(), skipped, steps);
   if (Ema* ema = shards.ema()) {
-    const auto steps = record.steps();
     const auto* on_device = std::get_if<at::Tensor>(&steps);
     on_device ? ema->begin(*on_device, skipped) : ema->begin(std::get<int64_t>(steps));
   }

@@ -52,7 +52,7 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
           return fused(shards_.table.parameters()[s.parameter].group) != nullptr;
         }));
   }
-  make_masters();
+  make_masters(options.moments);
   if (options.ema) make_ema(*options.ema);
   replace_parameters();
   if (all_fused_ && options.deferred) {
@@ -123,7 +123,7 @@ at::Tensor ShardOptimizer::own_row(int64_t bucket, const Rows& rows) const {
   return rows.row(shards_.ranks[shards_.plan.domain_of(bucket)]);
 }
 
-void ShardOptimizer::make_masters() {
+void ShardOptimizer::make_masters(const std::vector<Moments>& moments) {
   const Plan& plan = shards_.plan;
   const auto count = static_cast<int64_t>(plan.buckets.size());
   for (int64_t b = 0; b < count; ++b) {
@@ -145,8 +145,9 @@ void ShardOptimizer::make_masters() {
         const at::Tensor segment = row.narrow(0, s.offset, s.numel);
         return whole ? segment.as_strided(p.sizes, p.strides) : segment;
       };
+      const Moments stored = moments.empty() ? Moments::kFloat32 : moments[s.parameter];
       segments_.push_back(
-          {s, p.group, view(master_rows_[b]).detach(), view(shards_.reducer.shard(b))});
+          {s, p.group, stored, view(master_rows_[b]).detach(), view(shards_.reducer.shard(b))});
     }
   }
   first_segment_.push_back(segments_.size());
@@ -223,7 +224,7 @@ void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& n
     const SegmentTensors& s = segments_[i];
     updated[i] = used[s.segment.parameter];
     // Also a momentum that was switched on later has its first update then.
-    if (updated[i] != 0 && fused(s.group)->prepare_state(*inner_, s.group, s.master)) {
+    if (updated[i] != 0 && fused(s.group)->prepare_state(*inner_, s.group, s.master, s.moments)) {
       counts_->reset(i);
     }
   }
@@ -231,7 +232,8 @@ void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& n
 }
 
 void ShardOptimizer::begin_update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
-                                  const at::Tensor& nonfinite) {
+                                  const at::Tensor& nonfinite,
+                                  const std::variant<int64_t, at::Tensor>& step) {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(counts_ || !nonfinite.defined());
   used_ = used;
@@ -243,6 +245,11 @@ void ShardOptimizer::begin_update(const std::vector<uint8_t>& used, const at::Te
   scalars_ = FusedScalars();
   scalars_.coefficient = coefficient32_.const_data_ptr<float>();
   if (nonfinite.defined()) scalars_.nonfinite = nonfinite.const_data_ptr<double>();
+  if (const auto* on_device = std::get_if<at::Tensor>(&step)) {
+    scalars_.device_step = on_device->const_data_ptr<double>();
+  } else {
+    scalars_.step = std::get<int64_t>(step);
+  }
   if (counts_) count(used, nonfinite);
   if (rates_ && !is_capturing(coefficient32_.device())) rates_->send(inner_->param_groups());
 }
@@ -296,7 +303,8 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
     if (by_group_[s.group].empty()) groups_.push_back(s.group);
     by_group_[s.group].push_back({&s.master, s.gradient.const_data_ptr<float>(),
                                   cast ? row + s.segment.offset * own_row.element_size() : nullptr,
-                                  counts_ ? counts_->of(i) : nullptr});
+                                  counts_ ? counts_->of(i) : nullptr, s.moments,
+                                  s.segment.parameter, s.segment.begin});
   }
   // One kernel for each parameter group of the bucket, over all its segments.
   for (const int64_t g : groups_) {

@@ -20,8 +20,10 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <variant>
 #include <vector>
 
+#include "bookkeeping/memory.h"
 #include "bookkeeping/plan.h"
 #include "zero/gradients/gradient_reducer.h"
 #include "zero/inner_optimizers/fused_update.h"
@@ -55,6 +57,8 @@ class ShardOptimizer {
     // With deferred(): kernels read learning rates on the device, so that a CUDA graph can.
     bool rates_on_device = false;
     std::optional<EmaOptions> ema = std::nullopt;
+    // Per parameter; empty: fp32. Those of groups without a fused kernel are fp32.
+    std::vector<Moments> moments = {};
   };
 
   // Takes masters from the working parameters and replaces `inner`'s
@@ -73,9 +77,10 @@ class ShardOptimizer {
   //
   // `coefficient` and `nonfinite` are 0-dim double beside the gradients. Where `nonfinite` is not
   // 0, nothing changes, state and counts included; undefined means 0, and without deferred() that
-  // is what it must be.
+  // is what it must be. `step` is the number of the step, for rounding moments: a number, or 0-dim
+  // double on the device that lives as long as the update.
   void begin_update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
-                    const at::Tensor& nonfinite);
+                    const at::Tensor& nonfinite, const std::variant<int64_t, at::Tensor>& step);
   // Returns whether every parameter of the bucket has a fused kernel: the same on all ranks.
   bool is_fused(int64_t bucket) const { return bucket_fused_[bucket] != 0; }
   // Runs the inner optimizer's own step() over the segments of groups without a fused kernel.
@@ -128,7 +133,7 @@ class ShardOptimizer {
 
  private:
   const FusedUpdate* fused(int64_t group) const { return fused_[group]; }
-  void make_masters();
+  void make_masters(const std::vector<Moments>& moments);
   void make_ema(const EmaOptions& options);
   void replace_parameters();
   void count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite);

@@ -1,0 +1,505 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// ZeroOptions::moments beside one process that steps over whole parameters by the definition of the
+// kernels in tests/kernels/stored_reference.h: bits do not depend on ranks, layouts, buckets or
+// saves.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <cmath>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bookkeeping/memory.h"
+#include "tests/kernels/reference.h"
+#include "tests/kernels/stored_reference.h"
+#include "tests/support/error_of.h"
+#include "tests/support/fixed_gradients.h"
+#include "tests/support/state_snapshot.h"
+#include "tests/support/training.h"
+#include "zero/checkpoint.h"
+#include "zero/lion.h"
+#include "zero/muon.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+constexpr double kRate = 0.01;
+
+// Two large parameters, the second with a block that is not whole, and two that stay in fp32.
+std::vector<at::Tensor> initial_values(c10::ScalarType dtype) {
+  return {random_tensor({41}, 1).to(dtype), random_tensor({67, 130}, 2).to(dtype),
+          random_tensor({5000}, 3).to(dtype), random_tensor({4095}, 4).to(dtype)};
+}
+
+// Elements of very different sizes, and rows that have none. The third parameter has a gradient in
+// two of three steps.
+std::vector<at::Tensor> gradients(int rank, int step) {
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& value : initial_values(at::kFloat)) {
+    const auto seed = static_cast<uint64_t>(1000 * step + 100 * rank) + result.size();
+    const at::Tensor magnitude =
+        at::pow(10.0, at::remainder(at::arange(value.numel(), at::kFloat), 5) - 4);
+    result.push_back(random_tensor(value.sizes(), seed) * magnitude.view(value.sizes()));
+  }
+  result[1].narrow(0, 3, 4).zero_();
+  if (step % 3 == 1) result[2] = at::Tensor();
+  return result;
+}
+
+enum class Class { kAdamW, kAdam, kSgd, kLion };
+
+std::unique_ptr<torch::optim::Optimizer> inner_of(Class c, const std::vector<at::Tensor>& p) {
+  using namespace torch::optim;
+  switch (c) {
+    case Class::kAdamW:
+      return std::make_unique<AdamW>(p, AdamWOptions(kRate).weight_decay(0.1));
+    case Class::kAdam:
+      return std::make_unique<Adam>(p, AdamOptions(kRate).amsgrad(true));
+    case Class::kSgd:
+      return std::make_unique<SGD>(p, SGDOptions(kRate).momentum(0.9).nesterov(true));
+    case Class::kLion:
+      return std::make_unique<Lion>(p, LionOptions(kRate));
+  }
+  return nullptr;
+}
+
+kernels::StateType type_of(Moments moments) {
+  return moments == Moments::kInt8       ? kernels::StateType::kInt8
+         : moments == Moments::kBFloat16 ? kernels::StateType::kBFloat16
+                                         : kernels::StateType::kFloat;
+}
+
+// One process that holds everything, and gets the gradients of `world_size` ranks.
+class PlainRun {
+ public:
+  PlainRun(Class c, Moments moments, int world_size, c10::ScalarType dtype)
+      : class_(c), world_size_(world_size), dtype_(dtype) {
+    for (const at::Tensor& value : initial_values(dtype)) {
+      masters.push_back(value.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true));
+      stored_.push_back(moments_of_parameter(moments, value.numel()));
+      const auto state = [&] {
+        const int64_t bytes = moment_bytes(stored_.back(), value.numel());
+        return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte));
+      };
+      first_.push_back(state());
+      second_.push_back(state());
+      largest_.push_back(at::zeros({value.numel()}));
+      counts_.push_back(0);
+    }
+  }
+
+  void step(int number) {
+    ++steps_;
+    std::vector<std::vector<at::Tensor>> of_rank;
+    for (int r = 0; r < world_size_; ++r) of_rank.push_back(gradients(r, number));
+    for (size_t p = 0; p < masters.size(); ++p) {
+      if (!of_rank[0][p].defined()) continue;
+      at::Tensor sum;
+      for (const auto& given : of_rank) {
+        const at::Tensor sent = given[p].to(dtype_).to(at::kFloat);
+        sum = sum.defined() ? sum + sent : sent;
+      }
+      update(p, sum * (1.0F / static_cast<float>(world_size_)));
+    }
+  }
+
+  std::vector<at::Tensor> masters;
+
+ private:
+  void update(size_t p, const at::Tensor& gradient) {
+    ++counts_[p];
+    if (class_ == Class::kSgd) {
+      kernels::SgdSegment s = segment<kernels::SgdSegment>(p, gradient);
+      s.momentum = first_[p].mutable_data_ptr();
+      s.first_step = counts_[p] == 1;
+      kernels::SgdOptions o = options<kernels::SgdOptions>();
+      o.momentum = 0.9;
+      o.nesterov = true;
+      is_plain(p) ? kernels::reference::sgd_step({s}, o, nullptr, nullptr, at::kFloat)
+                  : kernels::reference::stored_sgd_step(s, o, nullptr, at::kFloat);
+    } else if (class_ == Class::kLion) {
+      kernels::LionSegment s = segment<kernels::LionSegment>(p, gradient);
+      s.exp_avg = first_[p].mutable_data_ptr();
+      kernels::LionOptions o = options<kernels::LionOptions>();
+      const LionOptions defaults;
+      std::tie(o.beta1, o.beta2) = defaults.betas();
+      o.weight_decay = defaults.weight_decay();
+      is_plain(p) ? kernels::reference::lion_step({s}, o, nullptr, nullptr, at::kFloat)
+                  : kernels::reference::stored_lion_step(s, o, nullptr, at::kFloat);
+    } else {
+      kernels::AdamSegment s = segment<kernels::AdamSegment>(p, gradient);
+      s.exp_avg = first_[p].mutable_data_ptr();
+      s.exp_avg_sq = second_[p].mutable_data_ptr();
+      s.max_exp_avg_sq = largest_[p].mutable_data_ptr<float>();
+      s.step = counts_[p];
+      kernels::AdamOptions o = options<kernels::AdamOptions>();
+      o.decoupled = class_ == Class::kAdamW;
+      o.weight_decay = o.decoupled ? 0.1 : 0.0;
+      o.amsgrad = !o.decoupled;
+      is_plain(p) ? kernels::reference::adam_step({s}, o, nullptr, nullptr, at::kFloat)
+                  : kernels::reference::stored_adam_step(s, o, nullptr, at::kFloat);
+    }
+  }
+
+  bool is_plain(size_t p) const { return stored_[p] == Moments::kFloat32; }
+
+  template <class Segment>
+  Segment segment(size_t p, const at::Tensor& gradient) {
+    Segment s;
+    s.master = masters[p].mutable_data_ptr<float>();
+    s.gradient = gradient.const_data_ptr<float>();
+    s.numel = masters[p].numel();
+    s.state_type = type_of(stored_[p]);
+    s.parameter = static_cast<int64_t>(p);
+    return s;
+  }
+  template <class Options>
+  Options options() const {
+    Options o;
+    o.lr = kRate;
+    o.noise_step = steps_;
+    return o;
+  }
+
+  const Class class_;
+  const int world_size_;
+  const c10::ScalarType dtype_;
+  std::vector<Moments> stored_;
+  std::vector<at::Tensor> first_, second_, largest_;
+  std::vector<int64_t> counts_;
+  int64_t steps_ = 0;
+};
+
+// A sharded run and the plain one beside it.
+struct Pair {
+  Pair(const Group& group, Class c, Moments moments, ZeroOptions options,
+       c10::ScalarType dtype = at::kFloat)
+      : group(group),
+        model(initial_values(dtype)),
+        optimizer(std::make_unique<ZeroOptimizer>(model, inner_of(c, model.parameters()), group,
+                                                  options.moments(moments))),
+        plain(c, moments, group.world_size(), dtype) {}
+
+  void step(int number) {
+    optimizer->backward(model.loss(gradients(group.rank(), number)));
+    optimizer->step();
+    plain.step(number);
+  }
+  // Steps, and compares every bit after each.
+  void steps(int first, int last) {
+    for (int n = first; n < last; ++n) {
+      step(n);
+      compare(n);
+    }
+  }
+  void compare(int number) const {
+    for (size_t p = 0; p < model.values.size(); ++p) {
+      const at::Tensor master = optimizer->master(model.values[p]);
+      EXPECT_TRUE(at::equal(master, plain.masters[p])) << "step " << number << " parameter " << p;
+      EXPECT_TRUE(
+          at::equal(model.values[p].detach(), plain.masters[p].to(model.values[p].scalar_type())))
+          << "step " << number << " parameter " << p;
+    }
+  }
+
+  const Group& group;
+  GivenGradients model;
+  std::unique_ptr<ZeroOptimizer> optimizer;
+  PlainRun plain;
+};
+
+ZeroOptions small_buckets() { return ZeroOptions().bucket_bytes(8192); }
+
+class MomentsAt : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(W, MomentsAt, ::testing::Values(1, 2, 3, 4));
+
+TEST_P(MomentsAt, HaveTheBitsOfOneProcess) {
+  struct Case {
+    Class inner;
+    Moments moments;
+    c10::ScalarType dtype;
+    ZeroOptions options;
+  };
+  const Case cases[] = {
+      {Class::kAdamW, Moments::kInt8, at::kFloat, small_buckets()},
+      {Class::kAdamW, Moments::kInt8, at::kBFloat16, ZeroOptions().stage(1)},
+      {Class::kAdam, Moments::kInt8, at::kFloat, small_buckets().layout(Layout::kPerParameter)},
+      {Class::kSgd, Moments::kInt8, at::kFloat, small_buckets().layout(Layout::kWholeParameters)},
+      {Class::kLion, Moments::kInt8, at::kBFloat16, small_buckets().overlap_gather(true)},
+      {Class::kAdamW, Moments::kBFloat16, at::kFloat, small_buckets()},
+      {Class::kSgd, Moments::kBFloat16, at::kBFloat16, small_buckets()},
+      {Class::kLion, Moments::kBFloat16, at::kFloat, ZeroOptions()},
+      {Class::kAdam, Moments::kFloat32, at::kFloat, small_buckets()},
+  };
+  run_ranks(GetParam(), [&](const Group& group) {
+    for (const Case& c : cases) {
+      SCOPED_TRACE(::testing::Message() << "case " << &c - cases);
+      Pair run(group, c.inner, c.moments, c.options, c.dtype);
+      run.steps(0, 7);
+      run.optimizer->check_replicas();
+    }
+  });
+}
+
+// Where the device knows the step alone, kernels read its number there.
+TEST_P(MomentsAt, HaveTheSameBitsWithAStaticGraph) {
+  run_ranks(GetParam(), [&](const Group& group) {
+    Pair run(group, Class::kAdamW, Moments::kInt8, small_buckets().static_graph(true));
+    // Steps with all gradients.
+    for (const int n : {0, 2, 3, 5}) {
+      run.step(n);
+      run.compare(n);
+    }
+  });
+}
+
+TEST_P(MomentsAt, TakeTheBytesOfTheirFormat) {
+  run_ranks(GetParam(), [&](const Group& group) {
+    for (const Moments moments : {Moments::kFloat32, Moments::kBFloat16, Moments::kInt8}) {
+      Pair run(group, Class::kAdamW, moments, small_buckets());
+      run.step(0);
+      const Plan& plan = run.optimizer->plan();
+      int64_t expected = 0, elements = 0;
+      for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
+        for (const Segment& s : plan.segments(b, group.rank())) {
+          const int64_t whole = run.model.values[s.parameter].numel();
+          expected += 2 * moment_bytes(moments_of_parameter(moments, whole), s.numel);
+          if (whole >= 4096) elements += s.numel;
+          if (moments != Moments::kFloat32 && whole >= 4096) {
+            EXPECT_EQ(s.begin % kMomentBlock, 0);
+          }
+        }
+      }
+      const int64_t got = run.optimizer->memory().optimizer_state;
+      EXPECT_EQ(got, expected);
+      if (group.world_size() > 1 || moments != Moments::kInt8) continue;
+      EXPECT_EQ(elements, 67 * 130 + 5000);
+      // A byte an element, a scale a block, and fp32 for the small ones.
+      EXPECT_EQ(got, 2 * (elements + 4 * (35 + 20) + 4 * (41 + 4095)));
+    }
+  });
+}
+
+TEST_P(MomentsAt, AreLeftByASkippedStepAsTheyAre) {
+  for (const bool static_graph : {false, true}) {
+    run_ranks(GetParam(), [&](const Group& group) {
+      Pair run(group, Class::kAdamW, Moments::kInt8,
+               small_buckets().static_graph(static_graph).max_skipped_in_a_row(0));
+      run.step(0);
+      const auto before = everything(run.model, *run.optimizer);
+      auto bad = gradients(group.rank(), 2);
+      if (group.rank() == 0) bad[1][5][3] = std::numeric_limits<float>::infinity();
+      run.optimizer->backward(run.model.loss(bad));
+      run.optimizer->step();
+      EXPECT_TRUE(run.optimizer->step_skipped());
+      EXPECT_TRUE(same_bits(everything(run.model, *run.optimizer), before));
+      run.step(2);
+      run.compare(2);
+    });
+  }
+}
+
+// A run that is saved and goes on with other ranks, buckets and layouts has the bits of one that
+// never stopped.
+TEST(MomentsTest, GoOnFromACheckpointOfAnotherNumberOfRanks) {
+  const std::string folder = ::testing::TempDir() + "moments";
+  for (const Moments moments : {Moments::kInt8, Moments::kBFloat16}) {
+    for (const auto& [saved_by, loaded_by] : {std::pair(2, 3), {3, 1}, {1, 4}, {4, 2}}) {
+      std::filesystem::remove_all(folder);
+      // The first rank alone has gradients, so that their sum does not depend on the others.
+      const auto train = [&](Pair& run, int first, int last) {
+        for (int n = first; n < last; ++n) {
+          auto given = gradients(0, n);
+          if (run.group.rank() != 0) {
+            for (at::Tensor& g : given) {
+              if (g.defined()) g = at::zeros_like(g);
+            }
+          }
+          run.optimizer->backward(run.model.loss(given));
+          run.optimizer->step();
+        }
+      };
+      PlainRun plain(Class::kAdamW, moments, 1, at::kFloat);
+      for (int n = 0; n < 8; ++n) plain.step(n);
+      run_ranks(saved_by, [&](const Group& group) {
+        Pair run(group, Class::kAdamW, moments, small_buckets().reduction(Reduction::kSum));
+        train(run, 0, 4);
+        run.optimizer->save_checkpoint(folder);
+      });
+      run_ranks(loaded_by, [&](const Group& group) {
+        Pair run(group, Class::kAdamW, moments,
+                 ZeroOptions()
+                     .bucket_bytes(20000)
+                     .layout(Layout::kPerParameter)
+                     .reduction(Reduction::kSum));
+        run.optimizer->load_checkpoint(folder);
+        train(run, 4, 8);
+        for (size_t p = 0; p < run.model.values.size(); ++p) {
+          EXPECT_TRUE(at::equal(run.optimizer->master(run.model.values[p]), plain.masters[p]))
+              << saved_by << " to " << loaded_by << " parameter " << p;
+        }
+      });
+    }
+  }
+}
+
+// The state of all parameters as a checkpoint has it: fp32, whatever the format.
+std::vector<at::Tensor> exported(ZeroOptimizer& optimizer, const GivenGradients& model) {
+  const std::string folder = ::testing::TempDir() + "moments_exported";
+  GivenGradients other(initial_values(at::kFloat));
+  torch::optim::AdamW plain(other.parameters(), torch::optim::AdamWOptions(kRate));
+  std::filesystem::remove_all(folder);
+  optimizer.save_checkpoint(folder);
+  std::vector<at::Tensor> result;
+  run_ranks(1, [&](const Group& group) {
+    ZeroOptimizer in_fp32(other, inner_of(Class::kAdamW, other.parameters()), group, {});
+    in_fp32.load_checkpoint(folder);
+    for (const at::Tensor& master : in_fp32.inner().param_groups()[0].params()) {
+      const auto found = in_fp32.inner().state().find(master.unsafeGetTensorImpl());
+      if (found == in_fp32.inner().state().end()) continue;
+      visit_state_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
+        EXPECT_EQ(tensor.scalar_type(), at::kFloat);
+        result.push_back(tensor.clone());
+      });
+    }
+  });
+  EXPECT_EQ(result.size(), 2 * model.values.size());
+  return result;
+}
+
+TEST(MomentsTest, ChangeTheirFormatInALoad) {
+  run_ranks(1, [&](const Group& group) {
+    const std::string folder = ::testing::TempDir() + "moments_other";
+    for (const Moments to : {Moments::kInt8, Moments::kBFloat16}) {
+      std::filesystem::remove_all(folder);
+      Pair in_fp32(group, Class::kAdamW, Moments::kFloat32, small_buckets());
+      in_fp32.steps(0, 3);
+      in_fp32.optimizer->save_checkpoint(folder);
+      const auto before = exported(*in_fp32.optimizer, in_fp32.model);
+      Pair other(group, Class::kAdamW, to, small_buckets());
+      other.optimizer->load_checkpoint(folder);
+      const auto rounded = exported(*other.optimizer, other.model);
+      ASSERT_EQ(rounded.size(), before.size());
+      for (size_t i = 0; i < before.size(); ++i) {
+        // Near 0 of its block a value in 8 bits may be off by 1.5 in 10^4 of the largest one.
+        const double absolute =
+            to == Moments::kInt8 ? 2e-4 * before[i].abs().max().item<double>() : 0.0;
+        EXPECT_TRUE(
+            at::allclose(rounded[i], before[i], to == Moments::kInt8 ? 0.2 : 4e-3, absolute))
+            << i;
+      }
+      // What was rounded once is not rounded again.
+      std::filesystem::remove_all(folder);
+      other.optimizer->save_checkpoint(folder);
+      Pair again(group, Class::kAdamW, to, ZeroOptions());
+      again.optimizer->load_checkpoint(folder);
+      EXPECT_TRUE(same_bits(exported(*again.optimizer, again.model), rounded));
+    }
+  });
+}
+
+TEST(MomentsTest, StayWhenParametersAreFrozenAndTrainedAgain) {
+  run_ranks(2, [&](const Group& group) {
+    Pair run(group, Class::kAdamW, Moments::kInt8, small_buckets());
+    run.steps(0, 3);
+    // The last one, so that the numbers of the others stay.
+    run.optimizer->freeze({run.model.values[3]});
+    for (int n = 3; n < 6; ++n) {
+      auto given = gradients(group.rank(), n);
+      given[3] = at::Tensor();
+      run.optimizer->backward(run.model.loss(given));
+      run.optimizer->step();
+      run.plain.step(n);
+      for (size_t p = 0; p < 3; ++p) {
+        EXPECT_TRUE(at::equal(run.optimizer->master(run.model.values[p]), run.plain.masters[p]))
+            << n << " " << p;
+      }
+    }
+  });
+}
+
+// The error after many steps beside fp32 moments, with gradients that have noise and a direction.
+TEST(MomentsTest, TrainAsWellAsInFp32) {
+  run_ranks(2, [&](const Group& group) {
+    const at::Tensor target = random_tensor({64, 128}, 7);
+    const auto distance = [&](Class c, Moments moments) {
+      GivenGradients model({at::zeros({64, 128})});
+      ZeroOptimizer optimizer(model, inner_of(c, model.parameters()), group,
+                              ZeroOptions().moments(moments));
+      for (int n = 0; n < 250; ++n) {
+        for (auto& g : optimizer.param_groups()) g.options().set_lr(kRate * (250.0 - n) / 250.0);
+        const auto seed = static_cast<uint64_t>(10 * n + group.rank());
+        const at::Tensor noise = random_tensor({64, 128}, seed);
+        optimizer.backward(model.loss({model.values[0].detach() - target + noise}));
+        optimizer.step();
+      }
+      return (model.values[0].detach() - target).square().mean().item<double>();
+    };
+    for (const Class c : {Class::kAdamW, Class::kSgd, Class::kLion}) {
+      const double in_fp32 = distance(c, Moments::kFloat32);
+      EXPECT_LT(in_fp32, 0.1);
+      EXPECT_NEAR(distance(c, Moments::kBFloat16), in_fp32, 0.02 * in_fp32);
+      EXPECT_NEAR(distance(c, Moments::kInt8), in_fp32, 0.05 * in_fp32);
+    }
+  });
+}
+
+TEST(MomentsTest, AreRefusedWithoutAFusedKernel) {
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model(initial_values(at::kFloat));
+    const auto refusal = [&](std::unique_ptr<torch::optim::Optimizer> inner, ZeroOptions options) {
+      return error_of([&] { ZeroOptimizer(model, std::move(inner), group, options); });
+    };
+    const std::vector<std::string> words{"moments of parameter group 0", "kFloat32",
+                                         "without a fused kernel", "set moments(0"};
+    const ZeroOptions int8 = ZeroOptions().moments(Moments::kInt8);
+    expect_words(refusal(std::make_unique<torch::optim::RMSprop>(model.parameters(), 0.1), int8),
+                 words);
+    expect_words(
+        refusal(inner_of(Class::kAdamW, model.parameters()), ZeroOptions(int8).fused(false)),
+        words);
+    expect_words(refusal(inner_of(Class::kAdamW, model.parameters()),
+                         ZeroOptions().moments(0, Moments::kBFloat16).fused(false)),
+                 words);
+    expect_words(refusal(inner_of(Class::kAdamW, model.parameters()),
+                         ZeroOptions().moments(1, Moments::kInt8)),
+                 {"moments of parameter group 1", "expected one of the 1 groups"});
+    // Ranks that differ are told before anything is sent.
+    expect_words(refusal(inner_of(Class::kAdamW, model.parameters()),
+                         group.rank() == 0 ? int8 : ZeroOptions()),
+                 {"moments"});
+  });
+}
+
+TEST(MomentsTest, AreChosenForEachGroup) {
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model({random_tensor({64, 64}, 1), random_tensor({64, 64}, 2)});
+    using torch::optim::OptimizerParamGroup;
+    auto inner = std::make_unique<torch::optim::AdamW>(std::vector<OptimizerParamGroup>{
+        OptimizerParamGroup({model.values[0]}), OptimizerParamGroup({model.values[1]})});
+    ZeroOptimizer optimizer(model, std::move(inner), group,
+                            ZeroOptions().moments(Moments::kInt8).moments(1, Moments::kBFloat16));
+    optimizer.backward(model.loss({at::ones({64, 64}), at::ones({64, 64})}));
+    optimizer.step();
+    int64_t total = 0;
+    for (int64_t b = 0; b < static_cast<int64_t>(optimizer.plan().buckets.size()); ++b) {
+      for (const Segment& s : optimizer.plan().segments(b, group.rank())) {
+        total += 2 * moment_bytes(s.parameter == 0 ? Moments::kInt8 : Moments::kBFloat16, s.numel);
+      }
+    }
+    EXPECT_EQ(optimizer.memory().optimizer_state, total);
+  });
+}
+
+}  // namespace
+}  // namespace zero
