@@ -292,13 +292,13 @@ void CheckpointWriter::finish(Manifest manifest, const RunTask& remove) {
           std::filesystem::exists(saving_, ignored)
               ? ""
               : "; another save to the same folder, or keep_last(), has removed " + saving_);
-      return files_text(files_);
+      return control_.rank() == 0 ? std::string() : files_text(files_);
     });
     run_on_all_ranks(control_, what_, [&]() -> std::string {
       if (control_.rank() != 0) return {};
       manifest.id = id_;
-      std::vector<FileContent> contents;
-      for (size_t r = 0; r < files.size(); ++r) {
+      std::vector<FileContent> contents = files_;
+      for (size_t r = 1; r < files.size(); ++r) {
         for (FileContent& file : parse_files(files[r], "files of rank " + std::to_string(r))) {
           contents.push_back(std::move(file));
         }

@@ -91,10 +91,10 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   staging.read_whole(staged, table.unmanaged(), "frozen");
   staging.read_whole(staged, table.buffers(), "buffer");
   staged.states = read_states(reader, load, ranks.rank());
-  staged.manifest = reader.manifest();
-  staged.report.metadata = staged.manifest.metadata;
-  staged.report.world_size = staged.manifest.world_size;
-  staged.report.run = staged.manifest.run;
+  staged.manifest = &reader.manifest();
+  staged.report.metadata = staged.manifest->metadata;
+  staged.report.world_size = staged.manifest->world_size;
+  staged.report.run = staged.manifest->run;
   staged.report.differences = std::move(differences.lines);
   return staged;
 }
@@ -102,7 +102,8 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
 // The text that ranks exchange once they have staged: the id of the checkpoint and what all of them
 // must agree to.
 std::string staged_text(const Staged& staged) {
-  return staged.manifest.id + (staged.same_run ? "=" : "!") + (staged.restores_options ? "=" : "!");
+  return staged.manifest->id + (staged.same_run ? "=" : "!") +
+         (staged.restores_options ? "=" : "!");
 }
 
 void take_agreement(const std::vector<std::string>& texts, const std::string& what,
@@ -224,7 +225,7 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
 
   states.keep();
   commit(staged, engine, groups);
-  if (staged.same_run) run_.resume(staged.manifest);
+  if (staged.same_run) run_.resume(*staged.manifest);
   if (load.strict() && engine.comms->control->rank() == 0)
     warn_of(staged.report.differences, folder);
   return std::move(staged.report);

@@ -134,9 +134,9 @@ void load_protected(Engine& engine, CheckpointReader& reader, Engine::ParamGroup
     if (engine.options.skip_if()) {
       engine.options.skip_if()->set_state(reader.read_bytes(kSkipRule, kSharedState));
     }
-    staged.manifest = reader.manifest();
+    staged.manifest = &reader.manifest();
     staged.restores_options = true;
-    const auto stored = static_cast<int64_t>(staged.manifest.groups.size());
+    const auto stored = static_cast<int64_t>(staged.manifest->groups.size());
     for (int64_t g = 0; g < static_cast<int64_t>(groups.size()); ++g) {
       staged.groups_from.push_back(g < stored ? g : -1);
     }

@@ -200,7 +200,7 @@ void Staging::read_values(const std::string& kind, const std::vector<size_t>& se
 void restore_options(const Staged& staged, Engine::ParamGroups& groups) {
   for (size_t g = 0; g < groups.size(); ++g) {
     const int64_t from = staged.groups_from[g];
-    if (from >= 0) set_option_values(groups[g].options(), staged.manifest.groups[from]);
+    if (from >= 0) set_option_values(groups[g].options(), staged.manifest->groups[from]);
   }
 }
 
@@ -208,7 +208,7 @@ void commit(Staged& staged, Engine& engine, Engine::ParamGroups& groups) {
   engine.run_or_close([&] {
     engine.arena.attach(/*keep_values=*/false);
     put(staged, engine.shards);
-    const Manifest& m = staged.manifest;
+    const Manifest& m = *staged.manifest;
     engine.record.restore({m.steps, m.skipped_steps, false},
                           {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min},
                           m.dynamic_scale);

@@ -39,7 +39,7 @@ struct StagedSegment {
 };
 
 struct Staged {
-  Manifest manifest;
+  const Manifest* manifest = nullptr;  // of the reader, which outlives this
   std::vector<StagedSegment> segments;
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // to, from
   StatesToSet states;

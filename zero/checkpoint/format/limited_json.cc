@@ -4,9 +4,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdint>
-#include <unordered_set>
-#include <vector>
 
 #include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/format/manifest.h"
@@ -17,72 +16,6 @@ namespace {
 using nlohmann::json;
 // {"files": [{"tensors": [{...}]}]} has six levels with the values in it.
 constexpr int kDeepest = 6;
-
-// Reads the text without keeping it. Not the callback of json::parse(), which searches all
-// that was read of a list or an object whenever an entry of it ends.
-class DepthLimit : public nlohmann::json_sax<json> {
- public:
-  explicit DepthLimit(int deepest) : deepest_(deepest) {}
-
-  bool null() override { return true; }
-  bool boolean(bool) override { return true; }
-  bool number_integer(number_integer_t) override { return true; }
-  bool number_unsigned(number_unsigned_t) override { return true; }
-  bool number_float(number_float_t, const string_t&) override { return true; }
-  bool binary(binary_t&) override { return true; }
-  bool string(string_t&) override { return true; }
-  bool key(string_t&) override { return true; }
-  bool start_object(std::size_t) override { return descend(); }
-  bool start_array(std::size_t) override { return descend(); }
-  bool end_object() override { return ascend(); }
-  bool end_array() override { return ascend(); }
-
-  // json::parse() explains a text that is no JSON.
-  bool parse_error(std::size_t, const std::string&, const json::exception&) override {
-    return false;
-  }
-
- protected:
-  int depth() const { return depth_; }  // objects and lists that are open
-
- private:
-  // The library's own conversions and destructors recurse, so that what is nested a
-  // hundred thousand deep would overflow the stack.
-  bool descend() {
-    TORCH_CHECK(++depth_ <= deepest_, "expected at most ", deepest_,
-                " levels, got one nested deeper");
-    return true;
-  }
-  bool ascend() {
-    --depth_;
-    return true;
-  }
-
-  const int deepest_;
-  int depth_ = 0;
-};
-
-class UniqueNames : public DepthLimit {
- public:
-  using DepthLimit::DepthLimit;
-
-  bool key(string_t& name) override {
-    TORCH_CHECK(names_.back().insert(name).second, "expected each name once in an object, got \"",
-                printable(name), "\" twice");
-    return true;
-  }
-  bool start_object(std::size_t size) override {
-    names_.emplace_back();
-    return DepthLimit::start_object(size);
-  }
-  bool end_object() override {
-    names_.pop_back();
-    return DepthLimit::end_object();
-  }
-
- private:
-  std::vector<std::unordered_set<std::string>> names_;  // of each object that is open
-};
 
 class ManifestLimits : public DepthLimit {
  public:
@@ -118,6 +51,45 @@ class ManifestLimits : public DepthLimit {
 };
 
 }  // namespace
+
+// The library's own conversions and destructors recurse, so that what is nested a hundred thousand
+// deep would overflow the stack.
+bool DepthLimit::descend() {
+  TORCH_CHECK(++depth_ <= deepest_, "expected at most ", deepest_,
+              " levels, got one nested deeper");
+  return true;
+}
+
+bool UniqueNames::start_object(std::size_t size) {
+  if (++open_ > names_.size()) names_.emplace_back();
+  return DepthLimit::start_object(size);
+}
+
+bool UniqueNames::key(string_t& name) {
+  Names& names = names_[open_ - 1];
+  names.text += name;
+  names.ends.push_back(names.text.size());
+  return true;
+}
+
+bool UniqueNames::end_object() {
+  Names& names = names_[--open_];
+  std::vector<std::string_view> list;
+  list.reserve(names.ends.size());
+  size_t begin = 0;
+  for (const size_t end : names.ends) {
+    list.push_back(std::string_view(names.text).substr(begin, end - begin));
+    begin = end;
+  }
+  // As most writers have them.
+  if (!std::is_sorted(list.begin(), list.end())) std::sort(list.begin(), list.end());
+  const auto twice = std::adjacent_find(list.begin(), list.end());
+  TORCH_CHECK(twice == list.end(), "expected each name once in an object, got \"",
+              printable(std::string(*twice)), "\" twice");
+  names.text.clear();
+  names.ends.clear();
+  return DepthLimit::end_object();
+}
 
 json parse_limited_json(const std::string& text) {
   ManifestLimits limits;

@@ -8,10 +8,12 @@
 #include <cctype>
 #include <exception>
 #include <filesystem>
-#include <map>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <system_error>
+#include <unordered_map>
+#include <utility>
 
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/format/hashed_file.h"
@@ -156,11 +158,19 @@ bool has_ema(const Manifest& manifest) {
 }
 
 std::string tensor_key(const ManifestTensor& t) {
+  return tensor_key(t.owner, t.kind, t.begin, t.numel);
+}
+
+std::string tensor_key(const std::string& owner, const std::string& kind, int64_t begin,
+                       int64_t numel) {
   const bool whole =
-      t.kind == "frozen" || t.kind == "buffer" || (!t.owner.empty() && t.owner[0] == kStatePrefix);
-  if (whole) return t.owner;
-  return t.owner + "[" + std::to_string(t.begin) + ":" + std::to_string(t.begin + t.numel) + "]." +
-         t.kind;
+      kind == "frozen" || kind == "buffer" || (!owner.empty() && owner[0] == kStatePrefix);
+  if (whole) return owner;
+  const std::string from = std::to_string(begin), to = std::to_string(begin + numel);
+  std::string key;
+  key.reserve(owner.size() + from.size() + to.size() + kind.size() + 4);
+  return key.append(owner).append("[").append(from).append(":").append(to).append("].").append(
+      kind);
 }
 
 bool is_uncut(const std::string& kind) { return kind.rfind(kUncutPrefix, 0) == 0; }
@@ -171,29 +181,40 @@ namespace {
 class TensorsByName {
  public:
   explicit TensorsByName(std::vector<ManifestTensors>& result) : result_(result) {
-    for (size_t i = 0; i < result_.size(); ++i) numbers_.emplace(key_of(result_[i]), i);
+    for (size_t i = 0; i < result_.size(); ++i) numbers_.emplace(hash_of(result_[i]), i);
   }
 
   void add(const ManifestTensors& entry, int64_t file) {
-    const auto [number, added] = numbers_.emplace(key_of(entry), result_.size());
-    if (added) {
+    const size_t hash = hash_of(entry);
+    auto [at, last] = numbers_.equal_range(hash);
+    while (at != last && !same_name(result_[at->second], entry)) ++at;
+    if (at == last) {
       TORCH_CHECK(entry.kinds.size() <= kKindsLimit, "checkpoint: ", entry.owner,
                   ": expected at most ", kKindsLimit, " kinds of tensors, got ",
                   entry.kinds.size());
+      at = numbers_.emplace(hash, result_.size());
       result_.push_back({entry.owner, entry.kinds, {}});
     }
     for (ManifestPiece piece : entry.pieces) {
       piece.file = file;
-      result_[number->second].pieces.push_back(piece);
+      result_[at->second].pieces.push_back(piece);
     }
   }
 
  private:
-  using Key = std::pair<std::string, std::vector<std::string>>;
-  static Key key_of(const ManifestTensors& entry) { return {entry.owner, entry.kinds}; }
+  static size_t hash_of(const ManifestTensors& entry) {
+    size_t hash = std::hash<std::string>()(entry.owner);
+    for (const std::string& kind : entry.kinds) {
+      hash = hash * 31 + std::hash<std::string>()(kind);
+    }
+    return hash;
+  }
+  static bool same_name(const ManifestTensors& a, const ManifestTensors& b) {
+    return a.owner == b.owner && a.kinds == b.kinds;
+  }
 
   std::vector<ManifestTensors>& result_;
-  std::map<Key, size_t> numbers_;
+  std::unordered_multimap<size_t, size_t> numbers_;  // in `result_`, by hash_of()
 };
 
 }  // namespace
@@ -217,14 +238,14 @@ std::vector<ManifestTensors> tensors_by_name(const std::vector<ManifestTensor>& 
 
 void add_files(const std::vector<FileContent>& files, Manifest& manifest) {
   TensorsByName by_name(manifest.tensors);
-  std::map<std::pair<std::string, std::string>, uint64_t> seen;
+  std::unordered_map<std::string, uint64_t> seen;  // by name, NUL and kind
   for (const FileContent& file : files) {
     for (const ManifestTensors& entry : file.tensors) {
       by_name.add(entry, static_cast<int64_t>(manifest.files.size()));
     }
     manifest.files.push_back(file.about);
     for (const StoredValue& value : file.values) {
-      const auto [first, added] = seen.emplace(std::pair(value.owner, value.kind), value.hash);
+      const auto [first, added] = seen.emplace(value.owner + '\0' + value.kind, value.hash);
       TORCH_CHECK(added || first->second == value.hash, "parameter ", value.owner,
                   ": expected one ", value.kind, " for all its pieces, got different ones in ",
                   file.about.name,

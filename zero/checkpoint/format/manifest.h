@@ -27,6 +27,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <compare>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -73,6 +74,8 @@ struct ManifestTensor {
 // Its name in the file: "<owner>[<begin>:<end>].<kind>" of a piece, and "<owner>" of what is whole:
 // frozen parameters, buffers and states of objects.
 std::string tensor_key(const ManifestTensor& tensor);
+std::string tensor_key(const std::string& owner, const std::string& kind, int64_t begin,
+                       int64_t numel);
 
 bool is_value(const std::string& kind);
 
@@ -194,6 +197,7 @@ struct StoredValue {
   std::string owner;
   std::string kind;
   uint64_t hash = 0;
+  auto operator<=>(const StoredValue&) const = default;
 };
 
 // A file that was written, for the manifest.

@@ -26,8 +26,13 @@ constexpr size_t kOpenFiles = 32;
 
 constexpr int64_t kBitsOfInt = 32;
 
-bool overlap(const ManifestTensor& stored, const WantedRange& wanted) {
+bool overlap(const ManifestPiece& stored, const WantedRange& wanted) {
   return stored.begin < wanted.begin + wanted.numel && wanted.begin < stored.begin + stored.numel;
+}
+
+bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
+  return a.nbytes() == b.nbytes() &&
+         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
 std::string find_folder(const std::string& folder) {
@@ -82,12 +87,11 @@ std::set<std::string> CheckpointReader::kinds(const std::string& owner) const {
 }
 
 std::vector<std::string> CheckpointReader::state_names() const {
-  std::vector<std::string> names;
-  for (auto item = entries_.lower_bound(std::string(1, kStatePrefix));
-       item != entries_.end() && item->first[0] == kStatePrefix; ++item) {
-    names.push_back(item->first.substr(1));
+  std::set<std::string> names;
+  for (const auto& [owner, entries] : entries_) {
+    if (!owner.empty() && owner[0] == kStatePrefix) names.emplace(owner.substr(1));
   }
-  return names;
+  return {names.begin(), names.end()};
 }
 
 std::vector<CheckpointReader::Place> CheckpointReader::places(const std::string& owner,
@@ -96,10 +100,9 @@ std::vector<CheckpointReader::Place> CheckpointReader::places(const std::string&
   const auto found = entries_.find(owner);
   if (found == entries_.end()) return result;
   for (const ManifestTensors* entry : found->second) {
-    if (std::find(entry->kinds.begin(), entry->kinds.end(), kind) == entry->kinds.end()) continue;
-    for (const ManifestPiece& piece : entry->pieces) {
-      result.push_back({piece.file, {owner, kind, piece.begin, piece.numel}});
-    }
+    const auto stored = std::find(entry->kinds.begin(), entry->kinds.end(), kind);
+    if (stored == entry->kinds.end()) continue;
+    for (const ManifestPiece& piece : entry->pieces) result.push_back({entry, &*stored, piece});
   }
   return result;
 }
@@ -130,8 +133,9 @@ StoredFile& CheckpointReader::open(size_t index) {
 }
 
 const StoredTensor& CheckpointReader::stored(const Place& place) {
-  const StoredFile& file = open(place.file);
-  const StoredTensor& result = file.tensor(tensor_key(place.tensor));
+  const StoredFile& file = open(place.piece.file);
+  const StoredTensor& result = file.tensor(
+      tensor_key(place.entry->owner, *place.kind, place.piece.begin, place.piece.numel));
   TORCH_CHECK(result.dtype != c10::ScalarType::Undefined, file.path(), ": tensor ",
               printable(result.name), ": expected a dtype that this library knows, got another");
   return result;
@@ -145,7 +149,7 @@ const StoredTensor& CheckpointReader::stored(const Place& place, c10::ScalarType
       !__builtin_mul_overflow(static_cast<uint64_t>(numel), c10::elementSize(dtype), &bytes);
   TORCH_CHECK(fits && (result.dtype == dtype || result.dtype == at::kByte) &&
                   result.end - result.begin == bytes,
-              open(place.file).path(), ": tensor ", result.name, ": expected ", numel,
+              open(place.piece.file).path(), ": tensor ", result.name, ": expected ", numel,
               " elements of ", dtype, ", got ", result.end - result.begin, " bytes of ",
               result.dtype);
   return result;
@@ -154,7 +158,7 @@ const StoredTensor& CheckpointReader::stored(const Place& place, c10::ScalarType
 void CheckpointReader::read_all_of(const Place& place, c10::ScalarType dtype, int64_t numel,
                                    void* target) {
   const StoredTensor& tensor = stored(place, dtype, numel);
-  open(place.file)
+  open(place.piece.file)
       .read(tensor, 0, tensor.end - tensor.begin, [&](uint64_t at, const char* data, size_t bytes) {
         std::memcpy(static_cast<char*>(target) + at, data, bytes);
       });
@@ -162,46 +166,57 @@ void CheckpointReader::read_all_of(const Place& place, c10::ScalarType dtype, in
 
 namespace {
 
-// Numbers for the names in `wanted`.
-std::map<std::string, int64_t> number_owners(const std::vector<WantedRange>& wanted) {
-  std::map<std::string, int64_t> numbers;
-  for (const WantedRange& range : wanted) {
-    numbers.emplace(range.owner, static_cast<int64_t>(numbers.size()));
-  }
-  return numbers;
-}
-
-std::vector<RangeOverlap> overlaps_of(const std::vector<ParameterRange>& stored,
-                                      const std::vector<WantedRange>& wanted,
-                                      const std::map<std::string, int64_t>& owners,
-                                      const std::string& what) {
-  std::vector<ParameterRange> ranges;
-  for (const WantedRange& w : wanted) ranges.push_back({owners.at(w.owner), w.begin, w.numel});
-  try {
-    return reshard(stored, ranges);
-  } catch (const c10::Error& error) {
-    std::string names;
-    for (const auto& [name, number] : owners) {
-      if (names.size() < 1000) names += " " + std::to_string(number) + "=" + name;
+// The names of ranges, and a number for each.
+class Owners {
+ public:
+  explicit Owners(const std::vector<WantedRange>& wanted) {
+    for (const WantedRange& range : wanted) {
+      const auto [at, added] = numbers_.emplace(range.owner, names_.size());
+      if (added) names_.push_back(&range.owner);
+      of_.push_back(at->second);
     }
-    TORCH_CHECK(false, what, ": ", error_text(error), " (numbers:", names, ")");
   }
-}
+
+  const std::vector<const std::string*>& names() const { return names_; }
+  int64_t number(size_t range) const { return of_[range]; }
+
+  // "0=weight 1=bias", for errors that have the numbers.
+  std::string text() const {
+    std::string result;
+    for (size_t i = 0; i < names_.size() && result.size() < 1000; ++i) {
+      result += " " + std::to_string(i) + "=" + *names_[i];
+    }
+    return result;
+  }
+
+ private:
+  std::unordered_map<std::string_view, int64_t> numbers_;
+  std::vector<const std::string*> names_;  // by number
+  std::vector<int64_t> of_;                // the number of each range
+};
 
 }  // namespace
 
 std::vector<RangeOverlap> CheckpointReader::overlaps(const std::string& kind,
                                                      const std::vector<WantedRange>& wanted,
                                                      std::vector<Place>& stored) const {
-  const auto owners = number_owners(wanted);
-  std::vector<ParameterRange> ranges;
-  for (const auto& [owner, number] : owners) {
-    for (Place& place : places(owner, kind)) {
-      ranges.push_back({number, place.tensor.begin, place.tensor.numel});
-      stored.push_back(std::move(place));
+  const Owners owners(wanted);
+  std::vector<ParameterRange> have, want;
+  for (size_t i = 0; i < owners.names().size(); ++i) {
+    for (const Place& place : places(*owners.names()[i], kind)) {
+      have.push_back({static_cast<int64_t>(i), place.piece.begin, place.piece.numel});
+      stored.push_back(place);
     }
   }
-  return overlaps_of(ranges, wanted, owners, folder_ + ": " + kind);
+  for (size_t w = 0; w < wanted.size(); ++w) {
+    want.push_back({owners.number(w), wanted[w].begin, wanted[w].numel});
+  }
+  try {
+    return reshard(have, want);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, folder_, ": ", kind, ": ", error_text(error), " (numbers:", owners.text(),
+                ")");
+  }
 }
 
 void CheckpointReader::read(const std::string& kind, const std::vector<WantedRange>& wanted,
@@ -215,9 +230,9 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
   for (size_t first = 0; first < overlaps.size();) {
     const Place& place = places[overlaps[first].stored];
     const at::Tensor& like = into[overlaps[first].wanted];
-    const StoredTensor& tensor = stored(place, like.scalar_type(), place.tensor.numel);
+    const StoredTensor& tensor = stored(place, like.scalar_type(), place.piece.numel);
     const auto size = static_cast<uint64_t>(like.element_size());
-    const uint64_t block = open(place.file).block_bytes(tensor);
+    const uint64_t block = open(place.piece.file).block_bytes(tensor);
     const auto begin_of = [&](size_t i) { return overlaps[i].stored_begin * size; };
     const auto end_of = [&](size_t i) { return begin_of(i) + overlaps[i].numel * size; };
     // 2. Overlaps whose blocks meet are read as one range, so that no block is read twice.
@@ -225,14 +240,14 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
     uint64_t end = end_of(first);
     for (; last < overlaps.size() && overlaps[last].stored == overlaps[first].stored; ++last) {
       TORCH_CHECK(into[overlaps[last].wanted].scalar_type() == like.scalar_type(), folder_, ": ",
-                  kind, " ", place.tensor.owner, ": expected one dtype, got ", like.scalar_type(),
+                  kind, " ", place.entry->owner, ": expected one dtype, got ", like.scalar_type(),
                   " and ", into[overlaps[last].wanted].scalar_type());
       if (begin_of(last) / block > (end - 1) / block + 1) break;
       end = std::max(end, end_of(last));
     }
     // 3. Each part that was read and verified goes to all overlaps in it.
     size_t next = first;  // the first overlap that goes on behind what was read
-    open(place.file)
+    open(place.piece.file)
         .read(tensor, begin_of(first), end, [&](uint64_t at, const char* data, size_t bytes) {
           while (next < last && end_of(next) <= at) ++next;
           for (size_t i = next; i < last && begin_of(i) < at + bytes; ++i) {
@@ -250,23 +265,18 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
 
 std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
                                                       const std::vector<WantedRange>& wanted) {
-  std::vector<Place> stored_values;
-  overlaps(kind, wanted, stored_values);  // throws where one is missing
+  std::vector<Place> places;
   std::vector<at::Tensor> values(wanted.size());
-  for (size_t w = 0; w < wanted.size(); ++w) {
-    if (wanted[w].numel == 0) continue;
-    std::string first;
-    for (const Place& place : places(wanted[w].owner, kind)) {
-      if (!overlap(place.tensor, wanted[w])) continue;
-      const c10::ScalarType dtype = stored(place).dtype;
-      const at::Tensor value = at::empty({1}, at::TensorOptions().dtype(dtype));
-      read_all_of(place, dtype, 1, value.mutable_data_ptr());
-      const std::string bytes(static_cast<const char*>(value.const_data_ptr()), value.nbytes());
-      TORCH_CHECK(first.empty() || first == bytes, folder_, ": parameter ", wanted[w].owner,
-                  ": expected one ", kind, " for all its pieces, got different ones");
-      first = bytes;
-      values[w] = value;
-    }
+  for (const RangeOverlap& o : overlaps(kind, wanted, places)) {
+    const Place& place = places[o.stored];
+    const c10::ScalarType dtype = stored(place).dtype;
+    const at::Tensor value = at::empty({1}, at::TensorOptions().dtype(dtype));
+    read_all_of(place, dtype, 1, value.mutable_data_ptr());
+    at::Tensor& first = values[o.wanted];
+    TORCH_CHECK(!first.defined() || same_bytes(first, value), folder_, ": parameter ",
+                wanted[o.wanted].owner, ": expected one ", kind,
+                " for all its pieces, got different ones");
+    first = value;
   }
   return values;
 }
@@ -277,7 +287,7 @@ c10::ScalarType CheckpointReader::dtype(const std::string& kind, const WantedRan
               ", got none");
   // The file of another piece may be on another rank.
   const auto overlapping = std::find_if(
-      list.begin(), list.end(), [&](const Place& place) { return overlap(place.tensor, range); });
+      list.begin(), list.end(), [&](const Place& place) { return overlap(place.piece, range); });
   return stored(overlapping == list.end() ? list[0] : *overlapping).dtype;
 }
 
@@ -286,8 +296,8 @@ at::Tensor CheckpointReader::read_all(const ManifestParameter& about, const std:
   int64_t there = 0;
   const std::string name = stored_name(about);
   for (const Place& place : places(name, kind)) {
-    stored(place, at::kFloat, place.tensor.numel);
-    there += place.tensor.numel;
+    stored(place, at::kFloat, place.piece.numel);
+    there += place.piece.numel;
   }
   TORCH_CHECK(there == wanted, folder_, ": ", kind, " ", name, ": expected ", wanted,
               " stored elements for its shape, got ", there);
@@ -307,17 +317,17 @@ at::Tensor CheckpointReader::read_whole(const ManifestParameter& about, const st
 at::Tensor CheckpointReader::read_uncut(const std::string& owner, const std::string& kind) {
   const Place place = place_of_whole(owner, kind);
   const c10::ScalarType dtype = stored(place).dtype;
-  stored(place, dtype, place.tensor.numel);
-  at::Tensor result = at::empty({place.tensor.numel}, at::TensorOptions().dtype(dtype));
+  stored(place, dtype, place.piece.numel);
+  at::Tensor result = at::empty({place.piece.numel}, at::TensorOptions().dtype(dtype));
   read_all_of(place, dtype, result.numel(), result.mutable_data_ptr());
   return result;
 }
 
 std::string CheckpointReader::read_bytes(const std::string& owner, const std::string& kind) {
   const Place place = place_of_whole(owner, kind);
-  stored(place, at::kByte, place.tensor.numel);
-  std::string bytes(static_cast<size_t>(place.tensor.numel), '\0');
-  read_all_of(place, at::kByte, place.tensor.numel, bytes.data());
+  stored(place, at::kByte, place.piece.numel);
+  std::string bytes(static_cast<size_t>(place.piece.numel), '\0');
+  read_all_of(place, at::kByte, place.piece.numel, bytes.data());
   return bytes;
 }
 

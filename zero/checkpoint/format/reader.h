@@ -14,6 +14,8 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "bookkeeping/reshard.h"
@@ -83,8 +85,9 @@ class CheckpointReader {
 
  private:
   struct Place {  // of a stored tensor
-    int64_t file = 0;
-    ManifestTensor tensor;
+    const ManifestTensors* entry = nullptr;
+    const std::string* kind = nullptr;
+    ManifestPiece piece;
   };
 
   void list_tensors();
@@ -106,8 +109,8 @@ class CheckpointReader {
   const std::string folder_;  // or the name
   const Manifest manifest_;
   const Open open_;
-  std::map<std::string, std::vector<const ManifestTensors*>> entries_;  // by owner
-  std::vector<int64_t> first_block_;                                    // of each file
+  std::unordered_map<std::string_view, std::vector<const ManifestTensors*>> entries_;  // by owner
+  std::vector<int64_t> first_block_;  // of each file
   int64_t blocks_ = 0;
   std::map<size_t, std::unique_ptr<StoredFile>> files_;
   std::vector<size_t> recent_;  // the files that are open, the one that was used last at the end

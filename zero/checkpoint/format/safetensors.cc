@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <tuple>
 #include <utility>
 
 #include "zero/base/error_text.h"
@@ -21,6 +22,7 @@ using nlohmann::json;
 
 // {name: {"shape": [...]}}: whatever is deeper is no header.
 constexpr int kDeepest = 4;
+constexpr char kMetadata[] = "__metadata__";
 
 constexpr std::pair<c10::ScalarType, const char*> kDtypes[] = {
     {c10::kDouble, "F64"}, {c10::kFloat, "F32"}, {c10::kHalf, "F16"},  {c10::kBFloat16, "BF16"},
@@ -43,15 +45,10 @@ c10::ScalarType parse_dtype(const std::string& text) {
   return c10::ScalarType::Undefined;
 }
 
-uint64_t unsigned_number(const json& value, const std::string& where) {
-  TORCH_CHECK(value.is_number_unsigned(), where, ": expected a whole number of at least 0, got ",
-              value.dump());
-  return value.get<uint64_t>();
-}
-
-// The bytes of a tensor. Throws where 63 bits do not hold them.
+// The bytes of a tensor. Throws where 63 bits do not hold them; where() is for errors.
+template <typename Where>
 uint64_t tensor_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
-                      const std::string& where) {
+                      const Where& where) {
   // An empty dimension excuses no other: torch would overflow on the rest.
   uint64_t bytes = c10::elementSize(dtype);
   bool empty = false;
@@ -61,39 +58,155 @@ uint64_t tensor_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
         size < 0 ||
         __builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(size, 1)), &bytes) ||
         bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-    TORCH_CHECK(!overflow, where, ": expected a shape whose bytes fit 63 bits, got ",
+    TORCH_CHECK(!overflow, where(), ": expected a shape whose bytes fit 63 bits, got ",
                 c10::IntArrayRef(shape));
   }
   return empty ? 0 : bytes;
 }
 
-StoredTensor parse_tensor(const std::string& name, const json& value, uint64_t data_begin,
-                          uint64_t data_bytes, const std::string& path) {
-  const std::string where = path + ": tensor " + printable(name);
-  TORCH_CHECK(value.is_object() && value.contains("dtype") && value.contains("shape") &&
-                  value.contains("data_offsets") && value["dtype"].is_string() &&
-                  value["shape"].is_array() && value["data_offsets"].is_array() &&
-                  value["data_offsets"].size() == 2,
-              where, ": expected dtype, shape and two data_offsets, got something else");
-  StoredTensor tensor{name, parse_dtype(value["dtype"].get<std::string>()), {}, 0, 0};
-  for (const json& size : value["shape"]) {
-    const uint64_t number = unsigned_number(size, where);
-    TORCH_CHECK(number <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max()), where,
-                ": expected sizes of 63 bits, got ", number);
-    tensor.shape.push_back(static_cast<int64_t>(number));
+// Fills a SafetensorsHeader while the text is read, without values in between: a file has four
+// tensors for each parameter. Its errors do not name the path.
+class HeaderReader final : public UniqueNames {
+ public:
+  // `file_bytes` is at least header.data_begin.
+  HeaderReader(SafetensorsHeader& header, uint64_t file_bytes)
+      : UniqueNames(kDeepest), header_(header), data_bytes_(file_bytes - header.data_begin) {}
+
+  // Whether the text is an object. If not, only its levels are looked at.
+  bool is_object() const { return is_object_; }
+
+  bool null() override { return other("null"); }
+  bool boolean(bool) override { return other("boolean"); }
+  bool number_integer(number_integer_t) override { return other("number"); }
+  bool number_float(number_float_t, const string_t&) override { return other("number"); }
+  bool number_unsigned(number_unsigned_t number) override {
+    if (!is_number()) return other("number");
+    if (field_ == kShape) {
+      TORCH_CHECK(number <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max()), where(),
+                  ": expected sizes of 63 bits, got ", number);
+      tensor_.shape.push_back(static_cast<int64_t>(number));
+      return true;
+    }
+    TORCH_CHECK(offsets_ < 2, where(), kExpected);
+    (offsets_++ == 0 ? tensor_.begin : tensor_.end) = number;
+    return true;
   }
-  const uint64_t begin = unsigned_number(value["data_offsets"][0], where);
-  const uint64_t end = unsigned_number(value["data_offsets"][1], where);
-  TORCH_CHECK(begin <= end && end <= data_bytes, where, ": expected a place within ", data_bytes,
-              " bytes of data, got ", begin, " to ", end);
-  const uint64_t bytes = tensor.dtype == c10::ScalarType::Undefined
-                             ? end - begin
-                             : tensor_bytes(tensor.shape, tensor.dtype, where);
-  TORCH_CHECK(end - begin == bytes, where, ": expected ", bytes, " bytes for its shape, got ",
-              end - begin);
-  tensor.begin = data_begin + begin;
-  tensor.end = data_begin + end;
-  return tensor;
+  bool string(string_t& text) override {
+    if (depth() == kInEntry && in_metadata_) {
+      header_.metadata[key_] = text;
+      return true;
+    }
+    if (depth() != kInEntry || field_ != kDtype) return other("string");
+    tensor_.dtype = parse_dtype(text);
+    found_ |= kDtype;
+    return true;
+  }
+
+  bool key(string_t& name) override {
+    if (depth() == kInRoot) {
+      in_metadata_ = name == kMetadata;
+      tensor_.name = name;
+    } else if (depth() == kInEntry) {
+      if (in_metadata_) key_ = name;
+      field_ = name == "dtype" ? kDtype : name == "shape" ? kShape : kNone;
+      if (name == "data_offsets") field_ = kOffsets;
+    }
+    return UniqueNames::key(name);
+  }
+
+  bool start_object(std::size_t size) override {
+    if (depth() == 0) is_object_ = true;
+    if (depth() >= kInEntry) other("object");
+    if (depth() == kInRoot && !in_metadata_) {
+      tensor_.shape.clear();
+      found_ = kNone;
+      offsets_ = 0;
+    }
+    return UniqueNames::start_object(size);
+  }
+  bool end_object() override {
+    UniqueNames::end_object();
+    if (depth() == kInRoot && !in_metadata_) add_tensor();
+    return true;
+  }
+
+  bool start_array(std::size_t size) override {
+    if (depth() == kInEntry && !in_metadata_ && (field_ & (kShape | kOffsets)) != 0) {
+      found_ |= field_;
+    } else {
+      other("array");
+    }
+    return UniqueNames::start_array(size);
+  }
+
+ private:
+  // Levels, by depth().
+  static constexpr int kInRoot = 1;
+  static constexpr int kInEntry = 2;  // of a tensor, or the metadata
+  static constexpr int kInField = 3;
+  // Fields of a tensor, as bits.
+  static constexpr int kNone = 0;  // which this library does not know, and ignores
+  static constexpr int kDtype = 1;
+  static constexpr int kShape = 2;
+  static constexpr int kOffsets = 4;
+  static constexpr char kExpected[] =
+      ": expected dtype, shape and two data_offsets, got something else";
+
+  std::string where() const { return "tensor " + printable(tensor_.name); }
+  // Whether a number is one of a list that a tensor needs.
+  bool is_number() const {
+    return depth() == kInField && !in_metadata_ && (field_ & (kShape | kOffsets)) != 0;
+  }
+
+  // A value of a kind that only a field which is ignored may have.
+  bool other(const char* kind) const {
+    if (!is_object_) return true;
+    if (in_metadata_) {
+      TORCH_CHECK(depth() != kInRoot, "expected metadata by name, got something else");
+      TORCH_CHECK(false, "metadata ", key_, ": expected text, got ", kind);
+    }
+    TORCH_CHECK(!is_number(), where(), ": expected whole numbers of at least 0, got another ",
+                kind);
+    TORCH_CHECK(depth() != kInRoot && field_ == kNone, where(), kExpected);
+    return true;
+  }
+
+  void add_tensor() {
+    StoredTensor& t = tensor_;
+    TORCH_CHECK(found_ == (kDtype | kShape | kOffsets) && offsets_ == 2, where(), kExpected);
+    TORCH_CHECK(t.begin <= t.end && t.end <= data_bytes_, where(), ": expected a place within ",
+                data_bytes_, " bytes of data, got ", t.begin, " to ", t.end);
+    const uint64_t bytes = t.dtype == c10::ScalarType::Undefined
+                               ? t.end - t.begin
+                               : tensor_bytes(t.shape, t.dtype, [this] { return where(); });
+    TORCH_CHECK(t.end - t.begin == bytes, where(), ": expected ", bytes,
+                " bytes for its shape, got ", t.end - t.begin);
+    t.begin += header_.data_begin;
+    t.end += header_.data_begin;
+    header_.tensors.push_back(t);
+  }
+
+  SafetensorsHeader& header_;
+  const uint64_t data_bytes_;
+  bool is_object_ = false;
+  bool in_metadata_ = false;
+  std::string key_;      // of metadata
+  StoredTensor tensor_;  // that is being read
+  int field_ = kNone;    // of it
+  int found_ = kNone;    // its fields so far
+  int offsets_ = 0;
+};
+
+// By place. Moves each tensor once.
+void sort_by_place(std::vector<StoredTensor>& tensors) {
+  std::vector<std::tuple<uint64_t, uint64_t, size_t>> places;
+  places.reserve(tensors.size());
+  for (const StoredTensor& t : tensors) places.emplace_back(t.begin, t.end, places.size());
+  std::sort(places.begin(), places.end());
+  std::vector<StoredTensor> sorted;
+  sorted.reserve(tensors.size());
+  for (const auto& [begin, end, i] : places) sorted.push_back(std::move(tensors[i]));
+  tensors = std::move(sorted);
 }
 
 void check_covers(const SafetensorsHeader& header, uint64_t file_bytes, const std::string& path) {
@@ -106,6 +219,64 @@ void check_covers(const SafetensorsHeader& header, uint64_t file_bytes, const st
   }
   TORCH_CHECK(at == file_bytes, path, ": expected tensors up to the end of the file at ",
               file_bytes, ", got ", at);
+}
+
+void append_quoted(const std::string& text, std::string& into) {
+  const bool plain = std::all_of(text.begin(), text.end(), [](char c) {
+    return c >= ' ' && c <= '~' && c != '"' && c != '\\';
+  });
+  if (plain) {
+    into.append("\"").append(text).append("\"");
+  } else {
+    into += json(text).dump();
+  }
+}
+
+void append_list(c10::IntArrayRef numbers, std::string& into) {
+  into += '[';
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (i > 0) into += ',';
+    into += std::to_string(numbers[i]);
+  }
+  into += ']';
+}
+
+// Names are in the order of their bytes, as a JSON library with sorted objects writes them. Throws
+// for a name that several have.
+std::string header_text(const std::vector<StoredTensor>& tensors,
+                        const std::map<std::string, std::string>& metadata,
+                        const std::string& path) {
+  std::vector<const StoredTensor*> by_name;
+  by_name.reserve(tensors.size());
+  for (const StoredTensor& t : tensors) by_name.push_back(&t);
+  std::sort(by_name.begin(), by_name.end(),
+            [](const StoredTensor* a, const StoredTensor* b) { return a->name < b->name; });
+  std::string text = "{";
+  const auto begin_entry = [&](const std::string& name) {
+    if (text.size() > 1) text += ',';
+    append_quoted(name, text);
+    text += ':';
+  };
+  bool metadata_written = metadata.empty();
+  const auto write_metadata = [&] {
+    begin_entry(kMetadata);
+    text += json(metadata).dump();
+    metadata_written = true;
+  };
+  for (size_t i = 0; i < by_name.size(); ++i) {
+    const StoredTensor& t = *by_name[i];
+    TORCH_CHECK(t.name != kMetadata && (i == 0 || by_name[i - 1]->name != t.name), path,
+                ": tensor ", t.name, ": expected a name that is free, got one that is taken");
+    if (!metadata_written && t.name > kMetadata) write_metadata();
+    begin_entry(t.name);
+    text += R"({"data_offsets":)";
+    append_list({static_cast<int64_t>(t.begin), static_cast<int64_t>(t.end)}, text);
+    text.append(R"(,"dtype":")").append(dtype_name(t.dtype)).append(R"(","shape":)");
+    append_list(t.shape, text);
+    text += '}';
+  }
+  if (!metadata_written) write_metadata();
+  return text + '}';
 }
 
 json parse_json(std::string_view text, const std::string& path) {
@@ -138,24 +309,15 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t file_
               " bytes within the file, got ", text.size());
   SafetensorsHeader header;
   header.data_begin = kSafetensorsLengthBytes + text.size();
-  const json root = parse_json(text, path);
-  for (const auto& [name, value] : root.items()) {
-    if (name == "__metadata__") {
-      TORCH_CHECK(value.is_object(), path, ": expected metadata by name, got something else");
-      for (const auto& [key, entry] : value.items()) {
-        TORCH_CHECK(entry.is_string(), path, ": metadata ", key, ": expected text, got ",
-                    entry.type_name());
-        header.metadata[key] = entry.get<std::string>();
-      }
-      continue;
-    }
-    header.tensors.push_back(
-        parse_tensor(name, value, header.data_begin, file_bytes - header.data_begin, path));
+  HeaderReader reader(header, file_bytes);
+  bool is_json = false;
+  try {
+    is_json = json::sax_parse(text.begin(), text.end(), &reader);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, path, ": ", error_text(error));
   }
-  std::sort(header.tensors.begin(), header.tensors.end(),
-            [](const StoredTensor& a, const StoredTensor& b) {
-              return std::tie(a.begin, a.end) < std::tie(b.begin, b.end);
-            });
+  TORCH_CHECK(is_json && reader.is_object(), path, ": expected a JSON object, got something else");
+  sort_by_place(header.tensors);
   check_covers(header, file_bytes, path);
   return header;
 }
@@ -203,23 +365,16 @@ std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
                    [](const StoredTensor& a, const StoredTensor& b) {
                      return c10::elementSize(a.dtype) > c10::elementSize(b.dtype);
                    });
-  json root = json::object();
-  if (!metadata.empty()) root["__metadata__"] = metadata;
   uint64_t at = 0;
   for (StoredTensor& tensor : tensors) {
-    const std::string where = path + ": tensor " + tensor.name;
-    TORCH_CHECK(safetensors_knows(tensor.dtype), where, ": safetensors has no name for dtype ",
+    const auto where = [&] { return path + ": tensor " + tensor.name; };
+    TORCH_CHECK(safetensors_knows(tensor.dtype), where(), ": safetensors has no name for dtype ",
                 tensor.dtype);
-    TORCH_CHECK(tensor.name != "__metadata__" && !root.contains(tensor.name), where,
-                ": expected a name that is free, got one that is taken");
     tensor.begin = at;
     tensor.end = at + tensor_bytes(tensor.shape, tensor.dtype, where);
     at = tensor.end;
-    root[tensor.name] = {{"dtype", dtype_name(tensor.dtype)},
-                         {"shape", tensor.shape},
-                         {"data_offsets", {tensor.begin, tensor.end}}};
   }
-  std::string text = root.dump();
+  std::string text = header_text(tensors, metadata, path);
   // Blanks are part of the header: with them the data begins aligned.
   text.resize((text.size() + 7) / 8 * 8, ' ');
   TORCH_CHECK(text.size() <= kSafetensorsHeaderLimit, path, ": expected a header of at most ",

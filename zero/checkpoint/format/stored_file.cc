@@ -5,9 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <set>
-#include <string_view>
-#include <tuple>
+#include <numeric>
 #include <utility>
 
 namespace zero {
@@ -53,36 +51,39 @@ StoredTensor stored_as(const TensorToSave& t) {
 }  // namespace
 
 BlockHashes::BlockHashes(const FileToSave& file, const std::string& id) : name_(file.name) {
-  uint64_t blocks = 0;
+  const size_t count = file.tensors.size();
+  std::vector<StoredTensor> stored;
+  stored.reserve(count);
   for (const TensorToSave& t : file.tensors) {
     about_.push_back(t.about);
-    tensors_.push_back(stored_as(t));
-    blocks += blocks_in(t.tensor.nbytes());
+    stored.push_back(stored_as(t));
+  }
+  // The order of lay_out_safetensors(), which then changes nothing.
+  order_.resize(count);
+  std::iota(order_.begin(), order_.end(), size_t{0});
+  std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) {
+    return c10::elementSize(stored[a].dtype) > c10::elementSize(stored[b].dtype);
+  });
+  place_of_.resize(count);
+  tensors_.reserve(count + 1);
+  uint64_t blocks = 0;
+  for (const size_t i : order_) {
+    place_of_[i] = tensors_.size();
+    first_block_.push_back(blocks);
+    blocks += blocks_in(file.tensors[i].tensor.nbytes());
+    tensors_.push_back(std::move(stored[i]));
   }
   tensors_.push_back({kTableKey, at::kByte, {static_cast<int64_t>(blocks * kHashBytes)}, 0, 0});
   beginning_ = lay_out_safetensors(tensors_, {{"checkpoint", id}}, name_);
   TORCH_INTERNAL_ASSERT(tensors_.back().name == kTableKey, "the table is the last tensor");
   file_bytes_ = tensors_.back().end;
   tensors_.pop_back();
-  std::unordered_map<std::string, size_t> by_key;
-  for (size_t p = 0, first = 0; p < tensors_.size(); ++p) {
-    by_key[tensors_[p].name] = p;
-    first_block_.push_back(first);
-    first += blocks_in(tensors_[p].end - tensors_[p].begin);
-  }
-  for (const ManifestTensor& about : about_) place_of_.push_back(by_key.at(tensor_key(about)));
   hashes_.reserve(blocks);
 }
 
 FileBytes BlockHashes::place(size_t i) const {
   const StoredTensor& t = tensors_[place_of_.at(i)];
   return {t.begin, t.end};
-}
-
-std::vector<size_t> BlockHashes::order() const {
-  std::vector<size_t> result(place_of_.size());
-  for (size_t i = 0; i < place_of_.size(); ++i) result[place_of_[i]] = i;
-  return result;
 }
 
 FileBytes BlockHashes::next() const {
@@ -113,12 +114,14 @@ FileContent BlockHashes::content() const {
   result.about.hash = index_hash(beginning_, table());
   result.about.blocks = static_cast<int64_t>(hashes_.size());
   result.tensors = tensors_by_name(about_);
-  std::set<std::tuple<std::string, std::string, uint64_t>> values;
   for (size_t i = 0; i < about_.size(); ++i) {
     if (!is_value(about_[i].kind)) continue;
-    values.emplace(about_[i].owner, about_[i].kind, hashes_.at(first_block_[place_of_[i]]));
+    result.values.push_back(
+        {about_[i].owner, about_[i].kind, hashes_.at(first_block_[place_of_[i]])});
   }
-  for (const auto& [owner, kind, hash] : values) result.values.push_back({owner, kind, hash});
+  // Pieces of one parameter mostly have one.
+  std::sort(result.values.begin(), result.values.end());
+  result.values.erase(std::unique(result.values.begin(), result.values.end()), result.values.end());
   return result;
 }
 
@@ -194,16 +197,21 @@ StoredFile::StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& a
     hashes_ = hashes_of(table);
     verified_.resize(hashes_.size());
   }
+  tensors_.reserve(header.tensors.size());
   size_t block = 0;
   for (StoredTensor& t : header.tensors) {
-    const uint64_t bytes = t.end - t.begin;
     if (has_blocks_ && t.name == kTableKey) continue;
-    const auto listed = about.tensor_hashes.find(t.name);
-    if (!has_blocks_ && listed == about.tensor_hashes.end()) continue;
-    if (!has_blocks_) hashes_.push_back(listed->second);
-    entries_.emplace(t.name, Entry{t, block, has_blocks_ ? kBlockBytes : bytes});
-    block += has_blocks_ ? blocks_in(bytes) : 1;
+    if (!has_blocks_) {
+      const auto listed = about.tensor_hashes.find(t.name);
+      if (listed == about.tensor_hashes.end()) continue;
+      hashes_.push_back(listed->second);
+    }
+    first_block_.push_back(block);
+    block += has_blocks_ ? blocks_in(t.end - t.begin) : 1;
+    tensors_.push_back(std::move(t));
   }
+  numbers_.reserve(tensors_.size());
+  for (const StoredTensor& t : tensors_) numbers_.emplace(t.name, numbers_.size());
   TORCH_CHECK(block == hashes_.size(), path(), ": expected a hash for each of ", block,
               " blocks, got ", hashes_.size());
 }
@@ -213,26 +221,34 @@ std::vector<FileBytes> StoredFile::index() const {
   return {{0, data_begin_}, {bytes_->size() - hashes_.size() * kHashBytes, bytes_->size()}};
 }
 
-const StoredFile::Entry& StoredFile::entry(const std::string& key) const {
-  const auto found = entries_.find(key);
-  TORCH_CHECK(found != entries_.end(), path(), ": expected tensor ", printable(key),
+const StoredTensor& StoredFile::tensor(const std::string& key) const {
+  const auto found = numbers_.find(key);
+  TORCH_CHECK(found != numbers_.end(), path(), ": expected tensor ", printable(key),
               " as the manifest says, got none of that name");
-  return found->second;
+  return tensors_[found->second];
 }
 
-void StoredFile::check(const Entry& entry, uint64_t block, uint64_t hash) const {
-  const uint64_t expected = hashes_[entry.first_block + block];
-  TORCH_CHECK(hash == expected, path(), ": tensor ", printable(entry.tensor.name),
-              ": expected checksum ", hash_text(expected), " of its bytes from ",
-              block * entry.block_bytes, " on, got ", hash_text(hash),
-              "; the file is damaged, use another checkpoint");
+size_t StoredFile::number(const StoredTensor& tensor) const {
+  const auto number = static_cast<size_t>(&tensor - tensors_.data());
+  TORCH_INTERNAL_ASSERT(number < tensors_.size(), "a tensor of this file");
+  return number;
 }
 
-void StoredFile::read_blocks(const Entry& entry, uint64_t first, uint64_t last,
+uint64_t StoredFile::block_bytes(const StoredTensor& tensor) const {
+  return has_blocks_ ? kBlockBytes : tensor.end - tensor.begin;
+}
+
+void StoredFile::check(const StoredTensor& tensor, uint64_t block, uint64_t hash) const {
+  const uint64_t expected = hashes_[first_block_[number(tensor)] + block];
+  TORCH_CHECK(hash == expected, path(), ": tensor ", printable(tensor.name), ": expected checksum ",
+              hash_text(expected), " of its bytes from ", block * block_bytes(tensor), " on, got ",
+              hash_text(hash), "; the file is damaged, use another checkpoint");
+}
+
+void StoredFile::read_blocks(const StoredTensor& t, uint64_t first, uint64_t last,
                              const StoredBytes::Take& take) {
-  const StoredTensor& t = entry.tensor;
   if (!has_blocks_) {  // one, which may be of any size
-    check(entry, 0, bytes_->scan(t.begin, t.end, take));
+    check(t, 0, bytes_->scan(t.begin, t.end, take));
     return;
   }
   constexpr uint64_t kAtOnce = StoredBytes::kPart / kBlockBytes;
@@ -243,9 +259,8 @@ void StoredFile::read_blocks(const Entry& entry, uint64_t first, uint64_t last,
     bytes_->read(t.begin + begin, buffer_.get(), end - begin);
     for (uint64_t at = begin; at < end; at += kBlockBytes) {
       const uint64_t block = at / kBlockBytes;
-      check(entry, block,
-            content_hash(buffer_.get() + (at - begin), std::min(kBlockBytes, end - at)));
-      verified_[entry.first_block + block] = true;
+      check(t, block, content_hash(buffer_.get() + (at - begin), std::min(kBlockBytes, end - at)));
+      verified_[first_block_[number(t)] + block] = true;
     }
     if (take) take(begin, buffer_.get(), end - begin);
   }
@@ -253,9 +268,9 @@ void StoredFile::read_blocks(const Entry& entry, uint64_t first, uint64_t last,
 
 void StoredFile::read(const StoredTensor& tensor, uint64_t begin, uint64_t end,
                       const StoredBytes::Take& take) {
-  const Entry& of = entry(tensor.name);
   if (begin >= end) return;
-  read_blocks(of, begin / of.block_bytes, (end - 1) / of.block_bytes + 1, take);
+  const uint64_t block = block_bytes(tensor);
+  read_blocks(tensor, begin / block, (end - 1) / block + 1, take);
 }
 
 void StoredFile::verify_rest(const std::function<bool(size_t block)>& skip) {
@@ -265,15 +280,11 @@ void StoredFile::verify_rest(const std::function<bool(size_t block)>& skip) {
                 hash_text(hash), "; the file is damaged, use another checkpoint");
     return;
   }
-  std::vector<const Entry*> in_order;  // of the file
-  for (const auto& [key, entry] : entries_) in_order.push_back(&entry);
-  std::sort(in_order.begin(), in_order.end(),
-            [](const Entry* a, const Entry* b) { return a->first_block < b->first_block; });
-  for (const Entry* of : in_order) {
-    const uint64_t blocks = blocks_in(of->tensor.end - of->tensor.begin);
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const uint64_t blocks = blocks_in(tensors_[i].end - tensors_[i].begin);
     for (uint64_t first = 0, last = 0; first < blocks; first = last + 1) {
-      for (last = first; last < blocks && !(skip && skip(of->first_block + last));) ++last;
-      read_blocks(*of, first, last, nullptr);
+      for (last = first; last < blocks && !(skip && skip(first_block_[i] + last));) ++last;
+      read_blocks(tensors_[i], first, last, nullptr);
     }
   }
 }

@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -61,7 +62,7 @@ class BlockHashes {
   // The place in the file of tensor i of the constructor's.
   FileBytes place(size_t i) const;
   // The numbers of these tensors in the order of the file.
-  std::vector<size_t> order() const;
+  const std::vector<size_t>& order() const { return order_; }
 
   // The place of the next block that has no hash; empty once all have one.
   FileBytes next() const;
@@ -75,6 +76,7 @@ class BlockHashes {
  private:
   const std::string name_;
   std::vector<ManifestTensor> about_;
+  std::vector<size_t> order_;
   std::vector<size_t> place_of_;       // of each of them, in tensors_
   std::vector<StoredTensor> tensors_;  // in the order of the file, without the table
   std::string beginning_;
@@ -100,10 +102,11 @@ class StoredFile {
              const std::string& id = {});
 
   const std::string& path() const { return bytes_->path(); }
-  // Throws where the file has none of that key.
-  const StoredTensor& tensor(const std::string& key) const { return entry(key).tensor; }
+  // Throws where the file has none of that key. What is returned is a `tensor` of the functions
+  // below.
+  const StoredTensor& tensor(const std::string& key) const;
   // The bytes of each block of a tensor but the last; before version 5 all are one block.
-  uint64_t block_bytes(const StoredTensor& tensor) const { return entry(tensor.name).block_bytes; }
+  uint64_t block_bytes(const StoredTensor& tensor) const;
   // The index, for those who send it.
   std::vector<FileBytes> index() const;
 
@@ -124,22 +127,20 @@ class StoredFile {
   void release();
 
  private:
-  struct Entry {
-    StoredTensor tensor;
-    size_t first_block = 0;
-    uint64_t block_bytes = 0;
-  };
-  const Entry& entry(const std::string& key) const;
-  void check(const Entry& entry, uint64_t block, uint64_t hash) const;
-  void read_blocks(const Entry& entry, uint64_t first, uint64_t last,
+  // Its number in tensors_.
+  size_t number(const StoredTensor& tensor) const;
+  void check(const StoredTensor& tensor, uint64_t block, uint64_t hash) const;
+  void read_blocks(const StoredTensor& tensor, uint64_t first, uint64_t last,
                    const StoredBytes::Take& take);
 
   const std::unique_ptr<StoredBytes> bytes_;
   const bool has_blocks_;
   const uint64_t hash_;  // of all bytes, where there are no blocks
   uint64_t data_begin_ = 0;
-  std::unordered_map<std::string, Entry> entries_;  // by key
-  std::vector<uint64_t> hashes_;                    // of blocks; else of tensors
+  std::vector<StoredTensor> tensors_;  // in the order of the file, without the table
+  std::vector<size_t> first_block_;    // of each
+  std::unordered_map<std::string_view, size_t> numbers_;  // of tensors_, by key
+  std::vector<uint64_t> hashes_;                          // of blocks; else of tensors
   std::vector<bool> verified_;
   std::unique_ptr<char[]> buffer_;
 };

@@ -112,7 +112,8 @@ void PartReader::read(const std::string& kind, const std::vector<const HeldRange
     int64_t done = 0;
     for (const WantedRange& range : ranges[i]->stored) {
       wanted.push_back(range);
-      pieces.push_back(into[i].narrow(0, done, range.numel));
+      const bool all = range.numel == into[i].numel();
+      pieces.push_back(all ? into[i] : into[i].narrow(0, done, range.numel));
       done += range.numel;
     }
     // Between parameters, so that each stored tensor is read once.
