@@ -16,7 +16,6 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -38,12 +37,6 @@ namespace fs = std::filesystem;
 
 constexpr int kRanks = 3;
 
-void on_ranks(const std::function<void(const Group&)>& body) {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  run_ranks(kRanks, body, options);
-}
-
 // Hidden folders that a save leaves.
 int left_over(const std::string& parent) {
   int count = 0;
@@ -57,7 +50,7 @@ TEST(SaveErrorTest, AnExistingTargetIsKeptUnlessOverwriteSwapsIt) {
   const std::string parent = fresh_folder("existing");
   const std::string folder = parent + "/a";
   fs::create_directories(parent + "/photos");
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     run.optimizer->save_checkpoint(folder);
@@ -84,7 +77,7 @@ TEST(SaveErrorTest, AnExistingTargetIsKeptUnlessOverwriteSwapsIt) {
 TEST(SaveErrorTest, GradientsSinceTheLastStepAreRefused) {
   const std::string parent = fresh_folder("gradients");
   for (bool no_sync : {false, true}) {
-    on_ranks([&](const Group& group) {
+    run_in_memory(kRanks, [&](const Group& group) {
       CheckpointRun run(Training(), group, 1);
       run.train(0, 1);
       run.optimizer->save_checkpoint(parent + "/" + std::to_string(no_sync));
@@ -112,7 +105,7 @@ TEST(SaveErrorTest, AFileSizeLimitIsAnErrorOnAllRanksAndThePreviousCheckpointSta
   const std::string parent = fresh_folder("limit");
   rlimit before{};
   getrlimit(RLIMIT_FSIZE, &before);
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -145,7 +138,7 @@ TEST(SaveErrorTest, AFullDiskIsAnErrorOnAllRanksAndThePreviousCheckpointStays) {
   const std::string size = "size=" + std::to_string(24 * sysconf(_SC_PAGESIZE));
   const std::string problem = why_not_mounted(parent, size);
   if (!problem.empty()) GTEST_SKIP() << problem;
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -180,7 +173,7 @@ TEST(SaveErrorTest, AReadOnlyFileSystemIsAnErrorOnAllRanks) {
   const std::string parent = fresh_folder("read-only");
   const std::string problem = why_not_mounted(parent, "", MS_RDONLY);
   if (!problem.empty()) GTEST_SKIP() << problem;
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }),
                  {"rank " + std::to_string(group.rank()), parent, "Read-only file system"});
@@ -199,7 +192,7 @@ TEST(SaveErrorTest, AFolderThatCannotBeMadeIsAnErrorOnAllRanks) {
     folders.push_back(parent + "/read-only/a");
   }
   for (const std::string& folder : folders) {
-    on_ranks([&](const Group& group) {
+    run_in_memory(kRanks, [&](const Group& group) {
       CheckpointRun run(Training(), group, 1);
       const std::string error = error_of([&] { run.optimizer->save_checkpoint(folder); });
       expect_words(error, {folder, folder.empty() ? "new folder" : "errno"});
@@ -209,7 +202,7 @@ TEST(SaveErrorTest, AFolderThatCannotBeMadeIsAnErrorOnAllRanks) {
 
 TEST(SaveErrorTest, AFolderThatNotAllRanksSeeIsAnErrorThatSaysSo) {
   const std::string parent = fresh_folder("hosts");
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     // Ranks with working folders of their own, as machines have disks of their own.
     ASSERT_EQ(unshare(CLONE_FS), 0);
     const std::string own = parent + "/" + std::to_string(group.rank() / 2);
@@ -248,7 +241,7 @@ TEST(SaveErrorTest, OneNameForDifferentExpertsIsRefusedOnAllRanks) {
 
 TEST(SaveErrorTest, OneNameForTensorsOfTwoKindsIsRefusedOnAllRanks) {
   const std::string parent = fresh_folder("kinds");
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     torch::nn::Linear model(3, 2);
     const auto make = [&] {
       return std::make_unique<ZeroOptimizer>(
@@ -258,7 +251,7 @@ TEST(SaveErrorTest, OneNameForTensorsOfTwoKindsIsRefusedOnAllRanks) {
     expect_words(error_of([&] { make()->save_checkpoint(parent + "/a"); }),
                  {"bias", "a parameter and a buffer", "another name"});
   });
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     torch::nn::Linear model(3, 2);
     model->register_parameter("__metadata__", at::ones({2}));
     ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::AdamW>(model->parameters(), 0.1),
@@ -270,7 +263,7 @@ TEST(SaveErrorTest, OneNameForTensorsOfTwoKindsIsRefusedOnAllRanks) {
 
 TEST(SaveErrorTest, AFolderMayEndInADot) {
   const std::string parent = fresh_folder("dot");
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     for (const std::string end : {"/a/.", "/b/", "/c/./."}) {
       run.optimizer->save_checkpoint(parent + end);
@@ -281,7 +274,7 @@ TEST(SaveErrorTest, AFolderMayEndInADot) {
 
 TEST(SaveErrorTest, MetadataThatIsNotTextIsRefused) {
   const std::string parent = fresh_folder("metadata");
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     const auto options = SaveOptions().metadata({{"random state", "\xff\xfe\x01"}});
     expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a", options); }),
@@ -302,7 +295,7 @@ struct OtherModelImpl : torch::nn::Module {
 
 TEST(LoadErrorTest, AnotherModelIsListedAndStrictFalseLoadsWhatMatches) {
   const std::string folder = fresh_folder("model") + "/a";
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 2);
     run.optimizer->save_checkpoint(folder);
@@ -328,7 +321,7 @@ TEST(LoadErrorTest, AnotherModelIsListedAndStrictFalseLoadsWhatMatches) {
 // Storage is seldom equally fast everywhere: the others wait, as long as the group's timeout says.
 TEST(SlowRankTest, ARankTenTimesSlowerThanTheOthersIsWaitedFor) {
   const std::string parent = fresh_folder("slow");
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     const auto start = std::chrono::steady_clock::now();
@@ -371,7 +364,7 @@ TEST(SlowRankTest, ARankSlowerThanTheTimeoutIsNamedAndThePreviousCheckpointStays
         if (group.rank() != 1) expect_words(text, {"rank 1"});
       },
       options);
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 3);
     run.optimizer->load_checkpoint(folder);
     EXPECT_EQ(run.optimizer->stats().steps, 1);
@@ -419,7 +412,7 @@ TEST(LoadErrorTest, ExpandedBuffersAndThoseOfInferenceModeAreSentSavedAndLoaded)
 
 TEST(LoadErrorTest, AnExpandedBufferThatCannotHoldWhatWasStoredChangesNothing) {
   const std::string folder = fresh_folder("expanded") + "/a";
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     OddBuffers model(1);
     model.expanded.set_data(at::arange(15).reshape({3, 5}));
     ZeroOptimizer optimizer(model, model.inner(), group);
@@ -489,7 +482,7 @@ TEST(TwoOptimizersTest, EachSavesAndLoadsItsOwnPartOfAModule) {
 
 TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
   const std::string folder = fresh_folder("groups") + "/a";
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 2);
     run.optimizer->save_checkpoint(folder);
@@ -519,7 +512,7 @@ TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
 
 TEST(LoadErrorTest, AnotherInnerOptimizerIsADifference) {
   const std::string folder = fresh_folder("inner") + "/a";
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 2);
     run.optimizer->save_checkpoint(folder);
@@ -539,7 +532,7 @@ TEST(FolderTest, LatestAndKeepLastCountCompleteCheckpointsOnly) {
   const std::string parent = fresh_folder("kept");
   EXPECT_EQ(latest(parent), std::nullopt);
   EXPECT_EQ(latest(parent + "/nowhere"), std::nullopt);
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     for (int step = 0; step < 5; ++step) {
       run.train(step, step + 1);

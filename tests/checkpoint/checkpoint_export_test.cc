@@ -71,12 +71,6 @@ extern "C" int fsync(int file) {
 namespace zero {
 namespace {
 
-void on_ranks(int world_size, const std::function<void(const Group&)>& body) {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  run_ranks(world_size, body, options);
-}
-
 // Of both models: parameters and buffers of equal bits.
 bool equal(OddModelImpl& a, OddModelImpl& b) {
   for (const auto& item : a.named_parameters()) {
@@ -87,7 +81,7 @@ bool equal(OddModelImpl& a, OddModelImpl& b) {
 
 TEST(ExportTest, AModelGoesOutAndComesBackInEveryBit) {
   const std::string parent = fresh_folder("export");
-  on_ranks(3, [&](const Group& group) {
+  run_in_memory(3, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 3);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -124,7 +118,7 @@ std::vector<std::string> files_in(const std::string& folder) {
 TEST(ExportTest, AnExportIsOnDiskUnderItsNameAndReplacesNoOther) {
   const std::string parent = fresh_folder("exports");
   const std::string path = parent + "/model.safetensors", another = "another program's";
-  on_ranks(1, [&](const Group& group) {
+  run_in_memory(1, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.optimizer->save_checkpoint(parent + "/a");
   });
@@ -148,7 +142,7 @@ TEST(ExportTest, ALimitMakesSeveralFilesWithAnIndex) {
   const std::string parent = fresh_folder("several");
   const std::string path = parent + "/model.safetensors", index = path + ".index.json";
   OddModel trained(1);
-  on_ranks(2, [&](const Group& group) {
+  run_in_memory(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 2);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -251,7 +245,7 @@ struct OddDtypes : torch::nn::Module {
 TEST(ExportTest, ComplexBuffersGoOutAsPairsAndOtherDtypesAreRefusedOrSkipped) {
   const std::string parent = fresh_folder("dtypes"), path = parent + "/model.safetensors";
   const OddDtypes trained;
-  on_ranks(1, [&](const Group& group) {
+  run_in_memory(1, [&](const Group& group) {
     OddDtypes model;
     ZeroOptimizer optimizer(model, std::make_unique<torch::optim::SGD>(model.parameters(), 0.1),
                             group);
@@ -315,7 +309,7 @@ TEST(PlainStateTest, ARunOfPlainTorchGoesOnInEveryBit) {
       }
     };
     plain_steps(0, 4);
-    on_ranks(2, [&](const Group& group) {
+    run_in_memory(2, [&](const Group& group) {
       OddModel model(1);
       const auto before = make_inner(inner, *model);
       for (int i = 0; i < 4; ++i) {
@@ -359,7 +353,7 @@ TEST(PythonTest, SafetensorsAndLoadStateDictReadWhatIsWrittenAndSaveItBack) {
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
     const std::string folder = parent + "/" + c10::toString(dtype);
     double sum = 0;
-    on_ranks(2, [&](const Group& group) {
+    run_in_memory(2, [&](const Group& group) {
       Training t;
       t.dtype = dtype;
       CheckpointRun run(t, group, 1);
@@ -412,7 +406,7 @@ TEST(PythonTest, TransformersReadsAnExportAndLoadWeightsReadsItsFiles) {
   }
   const std::string folder = fresh_folder("transformers");
   NamedTensors trained;
-  on_ranks(2, [&](const Group& group) {
+  run_in_memory(2, [&](const Group& group) {
     const NamedTensors tensors = llama();
     ZeroOptimizer optimizer(tensors, std::make_unique<torch::optim::SGD>(tensors.values(), 0.125),
                             group);

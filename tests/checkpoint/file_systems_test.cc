@@ -41,12 +41,6 @@ namespace fs = std::filesystem;
 
 constexpr int kRanks = 2;
 
-void on_ranks(const std::function<void(const Group&)>& body) {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  run_ranks(kRanks, body, options);
-}
-
 FileSystem tried(const std::string& folder) {
   const auto found = try_file_system(folder + "/.try-a", folder + "/.try-b");
   TORCH_CHECK(found, "expected a file system that can be tried at ", folder);
@@ -76,7 +70,7 @@ void print_row(const std::string& name, const std::string& folder) {
 
 // Everything that makes, replaces and removes checkpoints.
 void save_and_load(const std::string& parent) {
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1), other(Training(), group, 5);
     const auto overwrite = SaveOptions().overwrite(true);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -260,7 +254,7 @@ TEST(ObjectStoreTest, ABucketThatRenamesNoFoldersIsRefusedOnAllRanksAndStaysEmpt
   limits.renames_folders = false;
   const Mounted mounted = mount_fuse(place, limits);
   if (!mounted.problem.empty()) GTEST_SKIP() << mounted.problem;
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     expect_words(error_of([&] { run.optimizer->save_checkpoint(place + "/a"); }),
                  {"rank " + std::to_string(group.rank()), place, "renames folders", "type fuse",
@@ -276,7 +270,7 @@ TEST(ObjectStoreTest, ARenameThatStopsHalfwayLeavesThePreviousCheckpointTheLates
   const Mounted mounted = mount_fuse(place, {}, "s3fs");
   if (!mounted.problem.empty()) GTEST_SKIP() << mounted.problem;
   expect_words(weaker_promises(tried(place)), {"copies one object after the other"});
-  on_ranks([&](const Group& group) {
+  run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.optimizer->save_checkpoint(place + "/a");
     run.train(0, 1);

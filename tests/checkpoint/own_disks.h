@@ -5,13 +5,10 @@
 #pragma once
 
 #include <filesystem>
-#include <functional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
-
-#include "tests/support/run_ranks.h"
 
 namespace zero {
 
@@ -50,12 +47,6 @@ class OwnDisks {
   std::string parent_;
   std::vector<int> of_rank_;
 };
-
-inline void on_ranks(int world_size, const std::function<void(const Group&)>& body) {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  run_ranks(world_size, body, options);
-}
 
 // Copies all files of the checkpoints `name` of `disks` into one folder.
 inline void merge_disks(const OwnDisks& disks, const std::string& name, const std::string& into) {

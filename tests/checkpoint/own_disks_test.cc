@@ -15,6 +15,7 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "tests/support/mesh_run.h"
+#include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/file_exchange.h"
 #include "zero/checkpoint/format/manifest.h"
@@ -42,7 +43,7 @@ Training training_of(Inner inner) {
 
 // Three ranks save one state to a shared folder and to `disks`.
 void save_both(const Training& training, const OwnDisks& disks, const std::string& shared) {
-  on_ranks(disks.ranks(), [&](const Group& group) {
+  run_in_memory(disks.ranks(), [&](const Group& group) {
     CheckpointRun run(training, group, 1);
     run.train(0, 3);
     Note same, own;
@@ -105,7 +106,7 @@ class OwnDisksTest : public testing::TestWithParam<Inner> {};
 void expect_assignments_load(const Training& training, const OwnDisks& disks,
                              const std::string& parent, int world_size, int* tried) {
   const std::vector<OwnDisks> views = assignments(disks, parent, world_size);
-  on_ranks(world_size, [&](const Group& group) {
+  run_in_memory(world_size, [&](const Group& group) {
     CheckpointRun run(training, group, 7);
     const Loaded expected = load(run, parent + "/shared");
     int refused = 0, loading = 0;
@@ -185,7 +186,7 @@ TEST_P(OwnDisksTest, OneDiskIsCompleteByItselfAndAMergedFolderIsTheWholeCheckpoi
   EXPECT_NO_THROW(verify_checkpoint(parent + "/all"));
   EXPECT_NO_THROW(export_model(parent + "/all", parent + "/model"));
   for (int world_size = 1; world_size <= 4; ++world_size) {
-    on_ranks(world_size, [&](const Group& group) {
+    run_in_memory(world_size, [&](const Group& group) {
       CheckpointRun run(training, group, 7);
       const Loaded expected = load(run, parent + "/shared");
       run.train(5, 6);
@@ -207,7 +208,7 @@ TEST(OwnDisksSaveTest, AnAsynchronousSaveIsOfTheMomentItWasCalled) {
   const std::string parent = fresh_folder("async");
   const OwnDisks disks(parent, {0, 1, 1});
   const Training training = training_of(Inner::kAdamW);
-  on_ranks(3, [&](const Group& group) {
+  run_in_memory(3, [&](const Group& group) {
     CheckpointRun run(training, group, 1);
     run.train(0, 2);
     const Snapshot saved = run.snapshot();
@@ -225,7 +226,7 @@ TEST(OwnDisksSaveTest, ARunGoesOnAndKeepsItsIdentity) {
   const std::string parent = fresh_folder("resume");
   const OwnDisks disks(parent, {0, 1});
   const Training training = training_of(Inner::kAdamW);
-  on_ranks(2, [&](const Group& group) {
+  run_in_memory(2, [&](const Group& group) {
     CheckpointRun whole(training, group, 1), first(training, group, 1), second(training, group, 2);
     whole.train(0, 6);
     first.train(0, 3);
@@ -245,7 +246,7 @@ TEST(OwnDisksLoadTest, RanksMayGiveDifferentPathsOfOneFolder) {
   const std::string parent = fresh_folder("paths");
   const Training training = training_of(Inner::kAdamW);
   fs::create_directory_symlink(parent, parent + "-link");
-  on_ranks(3, [&](const Group& group) {
+  run_in_memory(3, [&](const Group& group) {
     CheckpointRun run(training, group, 1), other(training, group, 2);
     run.train(0, 2);
     run.optimizer->save_checkpoint(parent + "/a");

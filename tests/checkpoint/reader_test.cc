@@ -177,7 +177,7 @@ TEST(ReaderTest, RangesOfOnePieceHaveOneDtype) {
 
 TEST_F(PiecesReaderTest, SaysWhatIsStored) {
   CheckpointReader reader(folder_);
-  EXPECT_EQ(reader.id(), "1");
+  EXPECT_EQ(reader.manifest().id, "1");
   EXPECT_EQ(reader.kinds("p"), (std::set<std::string>{"master", "step"}));
   EXPECT_TRUE(reader.kinds("q").empty());
   EXPECT_EQ(reader.state_names(), std::vector<std::string>{"note"});

@@ -8,6 +8,8 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
 #include <random>
 #include <string>
 #include <vector>
@@ -89,6 +91,41 @@ TEST(SafetensorsTest, RefusesHostileHeaders) {
   }
   EXPECT_FALSE(refusal(kValid, kDataBytes + 1).empty()) << "a byte that belongs to no tensor";
   EXPECT_FALSE(refusal(kValid, kDataBytes - 1).empty()) << "a byte too few";
+}
+
+TEST(SafetensorsTest, AFieldThatIsUnknownHereIsIgnored) {
+  for (const char* more :
+       {R"("more":7,)", R"("more":[[-1],"a"],)", R"("more":{"shape":[null]},)"}) {
+    const SafetensorsHeader header =
+        parse(replaced(kValid, "\"dtype\"", more + std::string("\"dtype\"")));
+    EXPECT_EQ(header.find("x")->shape, (std::vector<int64_t>{2, 2})) << more;
+  }
+}
+
+// Byte for byte what the JSON library writes of sorted names, with the metadata among them.
+TEST(SafetensorsTest, TheHeaderThatIsWrittenIsCanonicalJson) {
+  std::vector<StoredTensor> tensors;
+  for (const char* name :
+       {"z", "A", "__metadata_", "__metadata__a", "a\"b\\c\n", "\xc3\xa9\x7f", ""}) {
+    tensors.push_back({name, at::kFloat, {1, 2}, 0, 0});
+  }
+  tensors.push_back({"scalar", at::kLong, {}, 0, 0});
+  for (const std::map<std::string, std::string>& metadata :
+       {std::map<std::string, std::string>{{"k\"", "v\n"}, {"a", ""}}, {}}) {
+    const std::string text = lay_out_safetensors(tensors, metadata, "a file").substr(8);
+    const auto value = nlohmann::json::parse(text);
+    EXPECT_EQ(text.substr(0, text.find_last_not_of(' ') + 1), value.dump());
+    EXPECT_EQ(value.size(), tensors.size() + (metadata.empty() ? 0 : 1));
+    EXPECT_EQ(value.value("__metadata__", nlohmann::json::object()).size(), metadata.size());
+    EXPECT_EQ(value.at("scalar").dump(), R"({"data_offsets":[0,8],"dtype":"I64","shape":[]})");
+  }
+  for (const char* name : {"A", "__metadata__"}) {
+    std::vector<StoredTensor> taken = tensors;
+    taken.push_back({name, at::kFloat, {1}, 0, 0});
+    EXPECT_THROW(lay_out_safetensors(taken, {}, "a file"), c10::Error) << name;
+  }
+  std::vector<StoredTensor> bytes{{"\xff", at::kFloat, {1}, 0, 0}};
+  EXPECT_THROW(lay_out_safetensors(bytes, {}, "a file"), nlohmann::json::exception);
 }
 
 TEST(SafetensorsTest, ATensorMayBeWrittenInParts) {

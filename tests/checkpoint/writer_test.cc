@@ -82,7 +82,7 @@ TEST(CheckpointWriterTest, FilesOfAllRanksAreOneCheckpoint) {
     save(world_size, parent + "/a");
     verify_checkpoint(parent + "/a");
     CheckpointReader reader(parent + "/a");
-    EXPECT_EQ(reader.id().size(), 32u);
+    EXPECT_EQ(reader.manifest().id.size(), 32u);
     EXPECT_EQ(reader.manifest().steps, 3);
     ASSERT_EQ(reader.manifest().files.size(), static_cast<size_t>(world_size));
     for (int rank = 0; rank < world_size; ++rank) {
@@ -167,14 +167,14 @@ TEST(CheckpointWriterTest, ADtypeThatSafetensorsLacksIsStoredAsBytes) {
 TEST(CheckpointWriterTest, WhatIsThereIsReplacedOnlyIfAsked) {
   const std::string folder = empty_parent("overwrite") + "/a";
   save(2, folder);
-  const std::string first = CheckpointReader(folder).id();
+  const std::string first = CheckpointReader(folder).manifest().id;
   on_ranks(2, folder, /*overwrite=*/false, [&](Communicator& control, CheckpointWriter& writer) {
     expect_words(error_of([&] { writer.begin(); }),
                  {"rank " + std::to_string(control.rank()), folder, "overwrite(true)"});
   });
-  EXPECT_EQ(CheckpointReader(folder).id(), first);
+  EXPECT_EQ(CheckpointReader(folder).manifest().id, first);
   save(3, folder, /*overwrite=*/true);
-  EXPECT_NE(CheckpointReader(folder).id(), first);
+  EXPECT_NE(CheckpointReader(folder).manifest().id, first);
   EXPECT_EQ(CheckpointReader(folder).manifest().world_size, 3);
 }
 

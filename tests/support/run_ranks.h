@@ -53,6 +53,9 @@ struct RunOptions {
 void run_ranks(int world_size, const std::function<void(const Group&)>& body,
                const RunOptions& options = {});
 
+// The same through Transport::kMemory.
+void run_in_memory(int world_size, const std::function<void(const Group&)>& body);
+
 // Rank `rank` of a job of any size, alone in this thread: see make_simulated_backend().
 Group simulated_group(int world_size, int rank = 0);
 

@@ -14,7 +14,7 @@
 #include "zero/checkpoint/format/plain_state.h"
 #include "zero/checkpoint/format/reader.h"
 #include "zero/checkpoint/format/safetensors_files.h"
-#include "zero/checkpoint/match/part_views.h"
+#include "zero/checkpoint/match/part_reader.h"
 
 namespace zero {
 namespace {

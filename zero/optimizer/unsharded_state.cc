@@ -22,7 +22,7 @@
 #include "zero/agreement/all_or_none.h"
 #include "zero/checkpoint/format/plain_state.h"
 #include "zero/checkpoint/format/safetensors_files.h"
-#include "zero/checkpoint/match/part_views.h"
+#include "zero/checkpoint/match/part_reader.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/optimizer/held_tensors.h"

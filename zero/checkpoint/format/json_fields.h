@@ -107,29 +107,43 @@ class JsonFields {
   const Check check_;
 };
 
-// A list of objects. `fields` must live as long as the form.
+// An object. `fields` must live as long as the form.
+template <typename Object>
+JsonForm<Object> object_of(const JsonFields<Object>& fields) {
+  return {[&fields](const Object& object) {
+            nlohmann::ordered_json value = nlohmann::ordered_json::object();
+            fields.write(object, value);
+            return value;
+          },
+          [&fields](const nlohmann::json& value, const char*, int64_t version) {
+            Object object;
+            fields.read(value, version, object);
+            return object;
+          }};
+}
+
+template <typename Value>
+JsonForm<std::vector<Value>> list_of(const JsonForm<Value>& form) {
+  return {[form](const std::vector<Value>& values) {
+            nlohmann::ordered_json list = nlohmann::ordered_json::array();
+            for (const Value& value : values) list.push_back(form.write(value));
+            return list;
+          },
+          [form](const nlohmann::json& list, const char* name, int64_t version) {
+            TORCH_CHECK(list.is_array(), name, ": expected a list, got another ", list.type_name());
+            std::vector<Value> values;
+            values.reserve(list.size());
+            for (const nlohmann::json& value : list) {
+              values.push_back(form.read(value, name, version));
+            }
+            return values;
+          }};
+}
+
+// Of objects. `fields` must live as long as the form.
 template <typename Object>
 JsonForm<std::vector<Object>> list_of(const JsonFields<Object>& fields) {
-  JsonForm<std::vector<Object>> form;
-  form.write = [&fields](const std::vector<Object>& objects) {
-    nlohmann::ordered_json list = nlohmann::ordered_json::array();
-    for (const Object& object : objects) {
-      nlohmann::ordered_json item = nlohmann::ordered_json::object();
-      fields.write(object, item);
-      list.push_back(std::move(item));
-    }
-    return list;
-  };
-  form.read = [&fields](const nlohmann::json& list, const char* name, int64_t version) {
-    TORCH_CHECK(list.is_array(), name, ": expected a list, got another ", list.type_name());
-    std::vector<Object> objects;
-    for (const nlohmann::json& item : list) {
-      objects.emplace_back();
-      fields.read(item, version, objects.back());
-    }
-    return objects;
-  };
-  return form;
+  return list_of(object_of(fields));
 }
 
 // Members of one struct as an object of their own within its JSON. `fields` must live as long.
@@ -140,11 +154,7 @@ JsonField<Object> section(const char* name, const JsonFields<Object>& fields, Pr
   field.name = name;
   field.presence = presence;
   field.since = since;
-  field.write = [&fields](const Object& object) {
-    nlohmann::ordered_json value = nlohmann::ordered_json::object();
-    fields.write(object, value);
-    return value;
-  };
+  field.write = object_of(fields).write;
   field.read = [&fields](const nlohmann::json& value, int64_t version, Object& object) {
     fields.read(value, version, object);
   };

@@ -44,65 +44,52 @@ std::string text_from(const json& value, const char* name) {
   return value.get<std::string>();
 }
 
-JsonForm<std::string> text() {
-  return {[](const std::string& value) { return ordered_json(value); },
-          [](const json& value, const char* name, int64_t) { return text_from(value, name); }};
+// Values that JSON has as they are.
+template <typename Value>
+JsonForm<Value> as_is(Value (*read)(const json& value, const char* name)) {
+  return {[](const Value& value) { return ordered_json(value); },
+          [read](const json& value, const char* name, int64_t) { return read(value, name); }};
 }
+
+JsonForm<std::string> text() { return as_is(text_from); }
 
 // Ranks send it in texts, where blanks end it.
 JsonForm<std::string> id() {
-  return {[](const std::string& value) { return ordered_json(value); },
-          [](const json& value, const char* name, int64_t) {
-            const std::string text = text_from(value, name);
-            const bool valid = !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
-              return std::isgraph(static_cast<unsigned char>(c));
-            });
-            TORCH_CHECK(valid, name, ": expected visible characters, got \"", printable(text),
-                        "\"");
-            return text;
-          }};
+  return as_is<std::string>([](const json& value, const char* name) {
+    std::string text = text_from(value, name);
+    const bool valid = !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
+      return std::isgraph(static_cast<unsigned char>(c));
+    });
+    TORCH_CHECK(valid, name, ": expected visible characters, got \"", printable(text), "\"");
+    return text;
+  });
 }
 
 JsonForm<bool> flag() {
-  return {[](const bool& value) { return ordered_json(value); },
-          [](const json& value, const char* name, int64_t) {
-            check_is(value.is_boolean(), value, name, "true or false");
-            return value.get<bool>();
-          }};
+  return as_is<bool>([](const json& value, const char* name) {
+    check_is(value.is_boolean(), value, name, "true or false");
+    return value.get<bool>();
+  });
 }
 
-JsonForm<int64_t> whole() {
-  return {[](const int64_t& value) { return ordered_json(value); },
-          [](const json& value, const char* name, int64_t) { return whole_number(value, name); }};
-}
+JsonForm<int64_t> whole() { return as_is(whole_number); }
 
 // Sums of which do not overflow.
 JsonForm<int64_t> count() {
-  return {[](const int64_t& value) { return ordered_json(value); },
-          [](const json& value, const char* name, int64_t) {
-            const int64_t number = whole_number(value, name);
-            TORCH_CHECK(number <= kCountLimit, name, ": expected at most ", kCountLimit, ", got ",
-                        number);
-            return number;
-          }};
+  return as_is<int64_t>([](const json& value, const char* name) {
+    const int64_t number = whole_number(value, name);
+    TORCH_CHECK(number <= kCountLimit, name, ": expected at most ", kCountLimit, ", got ", number);
+    return number;
+  });
 }
 
 JsonForm<uint64_t> byte_count() {
-  return {[](const uint64_t& value) { return ordered_json(value); },
-          [](const json& value, const char* name, int64_t) {
-            return static_cast<uint64_t>(whole_number(value, name));
-          }};
+  return as_is<uint64_t>([](const json& value, const char* name) {
+    return static_cast<uint64_t>(whole_number(value, name));
+  });
 }
 
-JsonForm<std::vector<int64_t>> wholes() {
-  return {[](const std::vector<int64_t>& values) { return ordered_json(values); },
-          [](const json& list, const char* name, int64_t) {
-            check_is(list.is_array(), list, name, "a list of whole numbers");
-            std::vector<int64_t> result;
-            for (const json& value : list) result.push_back(whole_number(value, name));
-            return result;
-          }};
-}
+JsonForm<std::vector<int64_t>> wholes() { return list_of(whole()); }
 
 JsonForm<uint64_t> hash() {
   return {[](const uint64_t& value) { return ordered_json(hash_text(value)); },
@@ -113,14 +100,13 @@ JsonForm<uint64_t> hash() {
 
 // Gradients are divided by it.
 JsonForm<double> loss_scale() {
-  return {[](const double& value) { return ordered_json(value); },
-          [](const json& value, const char* name, int64_t) {
-            check_is(value.is_number(), value, name, "a number");
-            const auto scale = value.get<double>();
-            TORCH_CHECK(std::isnormal(scale) && scale > 0,
-                        "loss scale: expected a positive, finite number, got ", scale);
-            return scale;
-          }};
+  return as_is<double>([](const json& value, const char* name) {
+    check_is(value.is_number(), value, name, "a number");
+    const auto scale = value.get<double>();
+    TORCH_CHECK(std::isnormal(scale) && scale > 0,
+                "loss scale: expected a positive, finite number, got ", scale);
+    return scale;
+  });
 }
 
 JsonForm<c10::ScalarType> dtype() {
@@ -138,15 +124,12 @@ JsonForm<c10::ScalarType> dtype() {
 using Texts = std::map<std::string, std::string>;
 
 JsonForm<Texts> texts_by_name() {
-  return {[](const Texts& texts) { return ordered_json(texts); },
-          [](const json& object, const char* name, int64_t) {
-            check_is(object.is_object(), object, name, "texts by name");
-            Texts texts;
-            for (const auto& [key, value] : object.items()) {
-              texts.emplace(key, text_from(value, name));
-            }
-            return texts;
-          }};
+  return as_is<Texts>([](const json& object, const char* name) {
+    check_is(object.is_object(), object, name, "texts by name");
+    Texts texts;
+    for (const auto& [key, value] : object.items()) texts.emplace(key, text_from(value, name));
+    return texts;
+  });
 }
 
 using Options = std::vector<std::pair<std::string, double>>;
@@ -296,13 +279,12 @@ void check_geometry(const ManifestParameter& p) {
 
 // ---- Tables, in the order in which the fields are written ----
 
-// A member of a member.
+// A member of a member, which is read alone.
 template <typename Object, typename Inner, typename Value>
 JsonField<Object> within(const char* name, Inner Object::*inner, Value Inner::*member,
                          const JsonForm<Value>& form) {
   JsonField<Object> field;
   field.name = name;
-  field.write = [=](const Object& object) { return form.write(object.*inner.*member); };
   field.read = [=](const json& value, int64_t version, Object& object) {
     object.*inner.*member = form.read(value, name, version);
   };
@@ -365,22 +347,12 @@ JsonForm<std::vector<ManifestPiece>> pieces() {
           }};
 }
 
-JsonForm<std::vector<std::string>> texts() {
-  return {[](const std::vector<std::string>& values) { return ordered_json(values); },
-          [](const json& list, const char* name, int64_t) {
-            check_is(list.is_array(), list, name, "a list of texts");
-            std::vector<std::string> result;
-            for (const json& value : list) result.push_back(text_from(value, name));
-            return result;
-          }};
-}
-
 const JsonFields<ManifestTensors>& tensors_fields() {
   static const JsonFields<ManifestTensors> fields(
       "tensors of one name",
       {
           {"of", &ManifestTensors::owner, text(), kRequired, 1},
-          {"kinds", &ManifestTensors::kinds, texts(), kRequired, 1},
+          {"kinds", &ManifestTensors::kinds, list_of(text()), kRequired, 1},
           {"pieces", &ManifestTensors::pieces, pieces(), kRequired, 1},
       },
       check_pieces);
@@ -399,28 +371,11 @@ const JsonFields<StoredValue>& value_fields() {
   return fields;
 }
 
-// An object within another.
-template <typename Object, typename Inner>
-JsonField<Object> object_of(const char* name, Inner Object::*member,
-                            const JsonFields<Inner>& inner) {
-  JsonField<Object> field;
-  field.name = name;
-  field.write = [member, &inner](const Object& object) {
-    ordered_json value = ordered_json::object();
-    inner.write(object.*member, value);
-    return value;
-  };
-  field.read = [member, &inner](const json& value, int64_t version, Object& object) {
-    inner.read(value, version, object.*member);
-  };
-  return field;
-}
-
 const JsonFields<FileContent>& content_fields() {
   static const JsonFields<FileContent> fields(
       "a file of a rank",
       {
-          object_of("about", &FileContent::about, file_fields()),
+          {"about", &FileContent::about, object_of(file_fields()), kRequired, 1},
           {"tensors", &FileContent::tensors, list_of(tensors_fields()), kRequired, 1},
           {"values", &FileContent::values, list_of(value_fields()), kRequired, 1},
       },
@@ -532,7 +487,7 @@ const JsonFields<HeldTensor>& held_tensor_fields() {
   static const JsonFields<HeldTensor> fields(
       "a held tensor",
       {
-          object_of("about", &HeldTensor::about, parameter_fields()),
+          {"about", &HeldTensor::about, object_of(parameter_fields()), kRequired, 1},
           {"index", &HeldTensor::index, whole(), kRequired, 1},
           {"holder", &HeldTensor::holder, whole(), kRequired, 1},
           {"copies", &HeldTensor::copies, whole(), kRequired, 1},
@@ -581,16 +536,10 @@ std::vector<FileContent> files_from(const nlohmann::json& list) {
   return list_of(content_fields()).read(list, "files", kCheckpointVersion);
 }
 
-ordered_json held_json(const HeldTensors& held) {
-  ordered_json object = ordered_json::object();
-  held_fields().write(held, object);
-  return object;
-}
+ordered_json held_json(const HeldTensors& held) { return object_of(held_fields()).write(held); }
 
 HeldTensors held_from(const json& object) {
-  HeldTensors held;
-  held_fields().read(object, kCheckpointVersion, held);
-  return held;
+  return object_of(held_fields()).read(object, "held tensors", kCheckpointVersion);
 }
 
 }  // namespace zero

@@ -45,8 +45,6 @@ class CheckpointReader {
   ~CheckpointReader();
 
   const Manifest& manifest() const { return manifest_; }
-  // The same for two readers of the same checkpoint only.
-  const std::string& id() const { return manifest_.id; }
 
   // The kinds of tensors stored for a parameter: "master", "exp_avg", "step".
   std::set<std::string> kinds(const std::string& owner) const;

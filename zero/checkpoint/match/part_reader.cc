@@ -49,6 +49,21 @@ std::vector<Overlap> overlaps(const TensorPart& from, const TensorPart& to) {
 
 }  // namespace
 
+std::vector<std::pair<at::Tensor, at::Tensor>> part_views(const ManifestParameter& about,
+                                                          const at::Tensor& part,
+                                                          const at::Tensor& whole) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> views;
+  const TensorPart place = part_of(about);
+  int64_t begin = 0;  // of the box in the part
+  for (const TensorBox& box : place.boxes) {
+    const int64_t size = box.sizes[place.along];
+    views.emplace_back(part.narrow(about.dimension, begin, size),
+                       whole.narrow(about.dimension, box.from[place.along], size));
+    begin += size;
+  }
+  return views;
+}
+
 PartReader::PartReader(CheckpointReader& reader) : reader_(reader) {
   const Manifest& m = reader.manifest();
   for (const auto* list : {&m.parameters, &m.frozen, &m.buffers}) {

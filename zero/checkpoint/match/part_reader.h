@@ -10,6 +10,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/checkpoint/format/manifest.h"
@@ -23,6 +24,12 @@ struct HeldRange {
   std::vector<WantedRange> stored;  // that make them up, in their order
   std::string same;                 // the stored tensor, if it has the same shape and place
 };
+
+// Views with the same elements: first of `part`, of shape about.shape, then of the tensor `whole`
+// that it is a part of, of shape about.whole. One pair, or one for each section of a fused tensor.
+std::vector<std::pair<at::Tensor, at::Tensor>> part_views(const ManifestParameter& about,
+                                                          const at::Tensor& part,
+                                                          const at::Tensor& whole);
 
 class PartReader {
  public:
