@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -198,6 +199,27 @@ TEST_F(PiecesReaderTest, AValueStandsForAllElementsOfItsPieces) {
                  reader.read_values("step", {{"p", 0, 7}});
                }),
                {"element 6", "got none", "0=p"});
+}
+
+// A save refuses them; a checkpoint that was put together by hand may have them.
+TEST_F(PiecesReaderTest, PiecesWithDifferentValuesAreRefused) {
+  const std::string folder = folder_ + "/differ";
+  std::filesystem::create_directories(folder);
+  const FileToSave file{"a",
+                        {{{"p", "step", 0, 4}, at::ones({1}, at::kLong)},
+                         {{"p", "step", 4, 2}, at::zeros({1}, at::kLong)}}};
+  Manifest m;
+  m.id = "1";
+  FileContent content = write_file(file, folder + "/a", m.id);
+  content.values.clear();
+  add_files({content}, m);
+  std::ofstream(folder + "/" + kManifestName, std::ios::binary) << manifest_text(m);
+  CheckpointReader reader(folder);
+  EXPECT_EQ(reader.read_values("step", {{"p", 0, 4}})[0].item<int64_t>(), 1);
+  expect_words(error_of([&] {
+                 reader.read_values("step", {{"p", 0, 6}});
+               }),
+               {"parameter p: expected one step for all its pieces"});
 }
 
 TEST_F(PiecesReaderTest, ADamagedByteIsFoundWhereItIsReadAndOnlyThere) {
