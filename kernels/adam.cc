@@ -18,7 +18,8 @@
 namespace zero::kernels {
 namespace {
 
-void check_segments(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options) {
+void check_segments(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
+                    ElementType working_type) {
   for (const AdamSegment& segment : segments) {
     TORCH_CHECK(segment.numel >= 0, "zero::kernels::adam_step: numel must be >= 0, got ",
                 segment.numel);
@@ -31,9 +32,10 @@ void check_segments(c10::ArrayRef<AdamSegment> segments, const AdamOptions& opti
       continue;
     }
     check_state(segment, "adam_step");
-    TORCH_CHECK(segment.master != nullptr && segment.exp_avg != nullptr &&
-                    segment.exp_avg_sq != nullptr && segment.gradient != nullptr,
-                "zero::kernels::adam_step: null pointer for ", segment.numel, " elements");
+    check_master(segment, working_type, "adam_step");
+    TORCH_CHECK(
+        segment.exp_avg != nullptr && segment.exp_avg_sq != nullptr && segment.gradient != nullptr,
+        "zero::kernels::adam_step: null pointer for ", segment.numel, " elements");
     TORCH_CHECK(!options.amsgrad || segment.max_exp_avg_sq != nullptr,
                 "zero::kernels::adam_step: amsgrad needs max_exp_avg_sq");
   }
@@ -60,7 +62,7 @@ void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
                const float* gradient_coefficient, const double* nonfinite,
                c10::ScalarType working_dtype, Stream stream) {
   const ElementType working_type = element_type(working_dtype, "adam_step", "working_dtype");
-  check_segments(segments, options);
+  check_segments(segments, options, working_type);
   const NoiseStep noise{options.noise_step, options.device_noise_step};
   const auto count = static_cast<int64_t>(segments.size());
   if (stream.cuda) {

@@ -25,6 +25,10 @@
 // every way of cutting an array into segments. On CUDA they are the same as on
 // the CPU, unless device_step is used: the device's pow() may then move the two
 // powers of beta by an ulp of double.
+//
+// State that a segment stores in bf16 or in 8 bits is decoded before these lines and encoded behind
+// them, as stored_state.h says; max_v is always fp32. All of the above holds for it too; segments
+// are then cut at multiples of kStateBlock.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -15,14 +15,17 @@
 namespace zero::kernels {
 namespace {
 
-void check_segments(c10::ArrayRef<LionSegment> segments) {
+void check_segments(c10::ArrayRef<LionSegment> segments, ElementType working_type) {
   for (const LionSegment& segment : segments) {
     TORCH_CHECK(segment.numel >= 0, "zero::kernels::lion_step: numel must be >= 0, got ",
                 segment.numel);
-    TORCH_CHECK(segment.numel == 0 || (segment.master != nullptr && segment.exp_avg != nullptr &&
-                                       segment.gradient != nullptr),
-                "zero::kernels::lion_step: null pointer for ", segment.numel, " elements");
+    if (segment.numel == 0) {
+      continue;
+    }
     check_state(segment, "lion_step");
+    check_master(segment, working_type, "lion_step");
+    TORCH_CHECK(segment.exp_avg != nullptr && segment.gradient != nullptr,
+                "zero::kernels::lion_step: null pointer for ", segment.numel, " elements");
   }
 }
 
@@ -32,7 +35,7 @@ void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
                const float* gradient_coefficient, const double* nonfinite,
                c10::ScalarType working_dtype, Stream stream) {
   const ElementType working_type = element_type(working_dtype, "lion_step", "working_dtype");
-  check_segments(segments);
+  check_segments(segments, working_type);
   const NoiseStep noise{options.noise_step, options.device_noise_step};
   const auto count = static_cast<int64_t>(segments.size());
   LionCoefficients c{decay_of(options.lr, options.weight_decay), static_cast<float>(options.beta1),

@@ -46,6 +46,11 @@ struct ConstSpan {
 // A run of elements that share options and step count, for adam_step(). All arrays are [numel], and
 // those of void* are stored as state_type says; p, m, v and max_v name them in the formula of
 // adam.h. No two arrays overlap, except that `working` may be `master`.
+//
+// With a `remainder` the master is split: p is the fp32 number whose upper half is in `working`, in
+// bf16, and whose lower half is here; split_master.h has the formula. The update of p is that of an
+// fp32 master, in every bit, and both halves are updated. `master` is then null; a call throws
+// c10::Error where it is not, and for a remainder without a `working` array of BFloat16.
 struct AdamSegment {
   float* master = nullptr;          // p, updated
   void* exp_avg = nullptr;          // m, updated
@@ -65,6 +70,8 @@ struct AdamSegment {
   // element of the segment in it, a multiple of kStateBlock.
   int64_t parameter = 0;
   int64_t element = 0;
+  // [numel], where the master is split, and else null: lower halves, updated.
+  int16_t* remainder = nullptr;
 };
 
 // A run of elements that share options, for sgd_step(). All arrays are [numel], and `momentum` is
@@ -84,6 +91,7 @@ struct SgdSegment {
   StateType state_type = StateType::kFloat;  // of momentum
   int64_t parameter = 0;                     // as in AdamSegment
   int64_t element = 0;                       // as in AdamSegment
+  int16_t* remainder = nullptr;              // as in AdamSegment
 };
 
 // A run of elements that share options, for lion_step(). All arrays are [numel], and exp_avg is
@@ -98,6 +106,7 @@ struct LionSegment {
   StateType state_type = StateType::kFloat;  // of exp_avg
   int64_t parameter = 0;                     // as in AdamSegment
   int64_t element = 0;                       // as in AdamSegment
+  int16_t* remainder = nullptr;              // as in AdamSegment
 };
 
 // A run of elements for ema_step(). The arrays are [numel] and do not overlap.

@@ -15,7 +15,8 @@
 namespace zero::kernels {
 namespace {
 
-void check_segments(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options) {
+void check_segments(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
+                    ElementType working_type) {
   for (const SgdSegment& segment : segments) {
     TORCH_CHECK(segment.numel >= 0, "zero::kernels::sgd_step: numel must be >= 0, got ",
                 segment.numel);
@@ -23,8 +24,9 @@ void check_segments(c10::ArrayRef<SgdSegment> segments, const SgdOptions& option
       continue;
     }
     check_state(segment, "sgd_step");
-    TORCH_CHECK(segment.master != nullptr && segment.gradient != nullptr,
-                "zero::kernels::sgd_step: null pointer for ", segment.numel, " elements");
+    check_master(segment, working_type, "sgd_step");
+    TORCH_CHECK(segment.gradient != nullptr, "zero::kernels::sgd_step: null pointer for ",
+                segment.numel, " elements");
     TORCH_CHECK(options.momentum == 0.0 || segment.momentum != nullptr,
                 "zero::kernels::sgd_step: momentum ", options.momentum, " needs its array");
   }
@@ -36,7 +38,7 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
               const float* gradient_coefficient, const double* nonfinite,
               c10::ScalarType working_dtype, Stream stream) {
   const ElementType working_type = element_type(working_dtype, "sgd_step", "working_dtype");
-  check_segments(segments, options);
+  check_segments(segments, options, working_type);
   SgdCoefficients c{static_cast<float>(-options.lr), static_cast<float>(options.momentum),
                     static_cast<float>(1.0 - options.dampening),
                     static_cast<float>(options.weight_decay), options.nesterov};

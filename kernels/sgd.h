@@ -19,6 +19,10 @@
 //
 // The bits are the same for every instruction set and thread count, for every
 // way of cutting an array into segments, and on CUDA.
+//
+// State that a segment stores in bf16 or in 8 bits is decoded before these lines and encoded behind
+// them, as stored_state.h says. All of the above holds for it too; segments are
+// then cut at multiples of kStateBlock.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -72,7 +72,8 @@ struct RangeKernels {
   double (*sum_of_abs)(const float* values, int64_t numel);
   int64_t (*count_nonfinite)(const float* values, int64_t numel);
   int32_t (*max_abs_bits)(const float* values, int64_t numel);
-  // Here `working` is null where nothing is to be written, never the master.
+  // Here `working` is null where nothing is to be written, never the master; it is not null where
+  // the range has a remainder.
   void (*adam)(const AdamSegment& range, const AdamCoefficients& coefficients,
                float gradient_coefficient, ElementType working_type);
   void (*sgd)(const SgdSegment& range, const SgdCoefficients& coefficients,
@@ -97,6 +98,8 @@ struct RangeKernels {
                        float* values);
   void (*encode_codes)(bool root, const float* values, int64_t numel, int64_t begin, int64_t end,
                        void* array);
+  void (*join_halves)(const uint16_t* upper, const int16_t* lower, int64_t numel, float* master);
+  void (*split_halves)(const float* master, int64_t numel, uint16_t* upper, int16_t* lower);
 };
 
 // Null where the file was compiled for another processor.

@@ -13,6 +13,7 @@
 #include "kernels/cpu/range_cast.h"
 #include "kernels/cpu/range_kernels.h"
 #include "kernels/cpu/range_norm.h"
+#include "kernels/cpu/range_split.h"
 #include "kernels/cpu/range_state.h"
 #include "kernels/cpu/range_sum_rows.h"
 #include "kernels/cpu/range_update.h"
@@ -39,7 +40,9 @@ constexpr RangeKernels make_range_kernels(const char* name) {
           stored_sgd_range,
           stored_lion_range,
           decode_codes_range,
-          encode_codes_range};
+          encode_codes_range,
+          join_halves_range,
+          split_halves_range};
 }
 
 }  // namespace

@@ -113,6 +113,17 @@ inline void fill_noise(uint32_t key, int64_t numel, uint32_t* __restrict noise) 
   }
 }
 
+// Fetches what an update reads of the block behind that at `begin`, of which there are whole ones
+// up to `end`. An encoding waits for no memory, and an update of the next block then waits less.
+template <class Segment>
+inline void fetch_next_block(const Segment& s, int64_t begin, int64_t end) {
+  if (begin + 2 * kStateBlock > end) return;
+  for (int64_t i = begin + kStateBlock; i < begin + 2 * kStateBlock; i += 16) {  // 64 bytes
+    if (s.master != nullptr) __builtin_prefetch(s.master + i);  // null where it is split
+    __builtin_prefetch(s.gradient + i);
+  }
+}
+
 // Calls update(begin, count, noise) for the blocks of elements [begin, end) of a segment.
 template <class Segment, class Update>
 inline void for_each_state_block(const Segment& segment, int64_t begin, int64_t end,
@@ -127,63 +138,58 @@ inline void for_each_state_block(const Segment& segment, int64_t begin, int64_t 
 }
 
 template <class W>
-inline W* working_at(void* working, int64_t begin) {
-  if constexpr (__is_same(W, NoWorking)) {
-    return nullptr;
-  } else {
-    return static_cast<W*>(working) + begin;
-  }
+inline W* working_at(W* working, int64_t begin) {
+  return __is_same(W, NoWorking) ? nullptr : working + begin;
 }
 
 void stored_adam_range(const AdamSegment& s, int64_t begin, int64_t end, const NoiseStep& step,
                        const AdamCoefficients& c, float gradient_coefficient,
                        ElementType working_type) {
-  const auto run = [&]<class W>(W*) {
-    const auto loop =
-        s.state_type == StateType::kInt8 ? adam_loop_of<true, W>(c) : adam_loop_of<false, W>(c);
+  with_master(s, working_type, [&]<class P, class W>(P* p, W* working) {
+    const auto loop = s.state_type == StateType::kInt8 ? adam_loop_of<true, P, W>(c)
+                                                       : adam_loop_of<false, P, W>(c);
     alignas(64) float m[kStateBlock];
     alignas(64) float v[kStateBlock];
     for_each_state_block(s, begin, end, step, [&](int64_t i, int64_t count, const uint32_t* noise) {
       decode_block<false>(s.state_type, s.exp_avg, s.numel, i, count, m);
       decode_block<true>(s.state_type, s.exp_avg_sq, s.numel, i, count, v);
-      loop(c, gradient_coefficient, count, s.master + i, m, v,
-           c.amsgrad ? s.max_exp_avg_sq + i : nullptr, s.gradient + i, working_at<W>(s.working, i));
+      loop(c, gradient_coefficient, count, p + i, m, v, c.amsgrad ? s.max_exp_avg_sq + i : nullptr,
+           s.gradient + i, working_at(working, i));
+      fetch_next_block(s, i, end);
       encode_block<false>(s.state_type, m, noise, count, s.exp_avg, s.numel, i);
       encode_block<true>(s.state_type, v, noise, count, s.exp_avg_sq, s.numel, i);
     });
-  };
-  s.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+  });
 }
 
 void stored_sgd_range(const SgdSegment& s, int64_t begin, int64_t end, const NoiseStep& step,
                       const SgdCoefficients& c, float gradient_coefficient,
                       ElementType working_type) {
-  const auto run = [&]<class W>(W*) {
-    const auto loop = sgd_loop_of<W>(c, s.first_step);
+  with_master(s, working_type, [&]<class P, class W>(P* p, W* working) {
+    const auto loop = sgd_loop_of<P, W>(c, s.first_step);
     alignas(64) float b[kStateBlock];
     for_each_state_block(s, begin, end, step, [&](int64_t i, int64_t count, const uint32_t* noise) {
       if (!s.first_step) decode_block<false>(s.state_type, s.momentum, s.numel, i, count, b);
-      loop(c, gradient_coefficient, count, s.master + i, b, s.gradient + i,
-           working_at<W>(s.working, i));
+      loop(c, gradient_coefficient, count, p + i, b, s.gradient + i, working_at(working, i));
+      fetch_next_block(s, i, end);
       encode_block<false>(s.state_type, b, noise, count, s.momentum, s.numel, i);
     });
-  };
-  s.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+  });
 }
 
 void stored_lion_range(const LionSegment& s, int64_t begin, int64_t end, const NoiseStep& step,
                        const LionCoefficients& c, float gradient_coefficient,
                        ElementType working_type) {
-  const auto run = [&]<class W>(W*) {
+  with_master(s, working_type, [&]<class P, class W>(P* p, W* working) {
     alignas(64) float m[kStateBlock];
     for_each_state_block(s, begin, end, step, [&](int64_t i, int64_t count, const uint32_t* noise) {
       decode_block<false>(s.state_type, s.exp_avg, s.numel, i, count, m);
-      lion_loop<W>(c, gradient_coefficient, count, s.master + i, m, s.gradient + i,
-                   working_at<W>(s.working, i));
+      lion_loop<P, W>(c, gradient_coefficient, count, p + i, m, s.gradient + i,
+                      working_at(working, i));
+      fetch_next_block(s, i, end);
       encode_block<false>(s.state_type, m, noise, count, s.exp_avg, s.numel, i);
     });
-  };
-  s.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+  });
 }
 
 // Blocks of elements [begin, end) of an array of `numel`, for StateType::kInt8.

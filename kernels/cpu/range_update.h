@@ -11,6 +11,8 @@
 #include "kernels/cpu/range_conversions.h"
 #include "kernels/cpu/range_kernels.h"
 #include "kernels/cpu/range_types.h"
+#include "kernels/detail/split_master.h"
+#include "kernels/detail/update_rules.h"
 
 namespace zero::kernels {
 namespace {
@@ -24,111 +26,134 @@ inline void store_one(float value, BFloat16& destination) {
 }
 inline void store_one(float value, Half& destination) { destination = narrow_one_half(value); }
 
+// Element i of a master: p[i], or where `p` has lower halves, the number that working[i] is the
+// upper half of.
+template <class W>
+inline float load_master(const float* p, const W*, int64_t i) {
+  return p[i];
+}
+inline float load_master(const int16_t* p, const BFloat16* working, int64_t i) {
+  return join_master(working[i].bits, p[i]);
+}
+
+// Writes it, and the working value.
+template <class W>
+inline void store_master(float value, float* p, W* working, int64_t i) {
+  p[i] = value;
+  if constexpr (!__is_same(W, NoWorking)) {
+    store_one(value, working[i]);
+  }
+}
+inline void store_master(float value, int16_t* p, BFloat16* working, int64_t i) {
+  uint16_t upper = 0;
+  int16_t lower = 0;
+  split_master(value, upper, lower);
+  p[i] = lower;
+  working[i].bits = upper;
+}
+
+// Calls f(p, working) with the pointers to the master and to the working values of a segment, in
+// their types; where nothing is written beside the master, `working` is a null NoWorking*.
+template <class Segment, class F>
+inline void with_master(const Segment& s, ElementType working_type, const F& f) {
+  if (s.remainder != nullptr) {
+    f(s.remainder, static_cast<BFloat16*>(s.working));
+  } else if (s.working == nullptr) {
+    f(s.master, static_cast<NoWorking*>(nullptr));
+  } else {
+    with_type(working_type, [&]<class W>(W*) { f(s.master, static_cast<W*>(s.working)); });
+  }
+}
+
 // The cast is made in the loop of the update, for fp16 too, where F16C cannot be
 // used then: a second loop over chunks, though in the cache, is 15 % slower.
 // kRoots: `v` receives the roots of the new second moments.
-template <bool kAmsgrad, bool kDecoupled, bool kRoots, class W>
-void adam_loop(const AdamCoefficients c, float gradient_coefficient, int64_t numel,
-               float* __restrict p, float* __restrict m, float* __restrict v,
-               float* __restrict max_v, const float* __restrict gradient, W* __restrict working) {
+template <bool kAmsgrad, bool kDecoupled, bool kRoots, class P, class W>
+void adam_loop(const AdamCoefficients c, float gradient_coefficient, int64_t numel, P* __restrict p,
+               float* __restrict m, float* __restrict v, float* __restrict max_v,
+               const float* __restrict gradient, W* __restrict working) {
   for (int64_t i = 0; i < numel; ++i) {
     // Copies, so that the compiler sees every store through its own __restrict pointer.
-    float p_i = p[i];
+    float p_i = load_master(p, working, i);
     float m_i = m[i];
     float v_i = v[i];
     float max_v_i = kAmsgrad ? max_v[i] : 0.0F;
     adam_element<kAmsgrad, kDecoupled>(c, gradient[i] * gradient_coefficient, p_i, m_i, v_i,
                                        max_v_i);
-    p[i] = p_i;
+    store_master(p_i, p, working, i);
     m[i] = m_i;
     v[i] = kRoots ? square_root(v_i) : v_i;
     if constexpr (kAmsgrad) {
       max_v[i] = max_v_i;
     }
-    if constexpr (!__is_same(W, NoWorking)) {
-      store_one(p_i, working[i]);
-    }
   }
 }
 
-template <bool kRoots, class W>
+template <bool kRoots, class P, class W>
 inline auto adam_loop_of(const AdamCoefficients& c) {
-  return c.amsgrad
-             ? (c.decoupled ? adam_loop<true, true, kRoots, W> : adam_loop<true, false, kRoots, W>)
-             : (c.decoupled ? adam_loop<false, true, kRoots, W>
-                            : adam_loop<false, false, kRoots, W>);
+  return c.amsgrad ? (c.decoupled ? adam_loop<true, true, kRoots, P, W>
+                                  : adam_loop<true, false, kRoots, P, W>)
+                   : (c.decoupled ? adam_loop<false, true, kRoots, P, W>
+                                  : adam_loop<false, false, kRoots, P, W>);
 }
 
 void adam_range(const AdamSegment& range, const AdamCoefficients& c, float gradient_coefficient,
                 ElementType working_type) {
-  const auto run = [&]<class W>(W*) {
-    const auto loop = adam_loop_of<false, W>(c);
-    loop(c, gradient_coefficient, range.numel, range.master, static_cast<float*>(range.exp_avg),
-         static_cast<float*>(range.exp_avg_sq), range.max_exp_avg_sq, range.gradient,
-         static_cast<W*>(range.working));
-  };
-  range.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+  with_master(range, working_type, [&]<class P, class W>(P* p, W* working) {
+    const auto loop = adam_loop_of<false, P, W>(c);
+    loop(c, gradient_coefficient, range.numel, p, static_cast<float*>(range.exp_avg),
+         static_cast<float*>(range.exp_avg_sq), range.max_exp_avg_sq, range.gradient, working);
+  });
 }
 
-template <bool kMomentum, bool kFirst, class W>
-void sgd_loop(const SgdCoefficients c, float gradient_coefficient, int64_t numel,
-              float* __restrict p, float* __restrict b, const float* __restrict gradient,
-              W* __restrict working) {
+template <bool kMomentum, bool kFirst, class P, class W>
+void sgd_loop(const SgdCoefficients c, float gradient_coefficient, int64_t numel, P* __restrict p,
+              float* __restrict b, const float* __restrict gradient, W* __restrict working) {
   for (int64_t i = 0; i < numel; ++i) {
-    float p_i = p[i];
+    float p_i = load_master(p, working, i);
     float b_i = kMomentum && !kFirst ? b[i] : 0.0F;
     sgd_element<kMomentum, kFirst>(c, gradient[i] * gradient_coefficient, p_i, b_i);
-    p[i] = p_i;
+    store_master(p_i, p, working, i);
     if constexpr (kMomentum) {
       b[i] = b_i;
-    }
-    if constexpr (!__is_same(W, NoWorking)) {
-      store_one(p_i, working[i]);
     }
   }
 }
 
-template <class W>
+template <class P, class W>
 inline auto sgd_loop_of(const SgdCoefficients& c, bool first_step) {
-  return c.momentum == 0.0F ? sgd_loop<false, false, W>
-         : first_step       ? sgd_loop<true, true, W>
-                            : sgd_loop<true, false, W>;
+  return c.momentum == 0.0F ? sgd_loop<false, false, P, W>
+         : first_step       ? sgd_loop<true, true, P, W>
+                            : sgd_loop<true, false, P, W>;
 }
 
 void sgd_range(const SgdSegment& range, const SgdCoefficients& c, float gradient_coefficient,
                ElementType working_type) {
-  const auto run = [&]<class W>(W*) {
-    const auto loop = sgd_loop_of<W>(c, range.first_step);
-    loop(c, gradient_coefficient, range.numel, range.master, static_cast<float*>(range.momentum),
-         range.gradient, static_cast<W*>(range.working));
-  };
-  range.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+  with_master(range, working_type, [&]<class P, class W>(P* p, W* working) {
+    const auto loop = sgd_loop_of<P, W>(c, range.first_step);
+    loop(c, gradient_coefficient, range.numel, p, static_cast<float*>(range.momentum),
+         range.gradient, working);
+  });
 }
 
-template <class W>
-void lion_loop(const LionCoefficients c, float gradient_coefficient, int64_t numel,
-               float* __restrict p, float* __restrict m, const float* __restrict gradient,
-               W* __restrict working) {
+template <class P, class W>
+void lion_loop(const LionCoefficients c, float gradient_coefficient, int64_t numel, P* __restrict p,
+               float* __restrict m, const float* __restrict gradient, W* __restrict working) {
   for (int64_t i = 0; i < numel; ++i) {
-    float p_i = p[i];
+    float p_i = load_master(p, working, i);
     float m_i = m[i];
     lion_element(c, gradient[i] * gradient_coefficient, p_i, m_i);
-    p[i] = p_i;
+    store_master(p_i, p, working, i);
     m[i] = m_i;
-    if constexpr (!__is_same(W, NoWorking)) {
-      store_one(p_i, working[i]);
-    }
   }
 }
 
 void lion_range(const LionSegment& range, const LionCoefficients& c, float gradient_coefficient,
                 ElementType working_type) {
-  const auto run = [&]<class W>(W*) {
-    lion_loop<W>(c, gradient_coefficient, range.numel, range.master,
-                 static_cast<float*>(range.exp_avg), range.gradient,
-                 static_cast<W*>(range.working));
-  };
-  range.working == nullptr ? run(static_cast<NoWorking*>(nullptr)) : with_type(working_type, run);
+  with_master(range, working_type, [&]<class P, class W>(P* p, W* working) {
+    lion_loop<P, W>(c, gradient_coefficient, range.numel, p, static_cast<float*>(range.exp_avg),
+                    range.gradient, working);
+  });
 }
 
 void ema_loop(float weight, int64_t numel, float* __restrict average,

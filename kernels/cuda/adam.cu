@@ -3,6 +3,7 @@
 //
 // adam_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/cuda_masters.cuh"
 #include "kernels/cuda/cuda_states.cuh"
 #include "kernels/cuda/cuda_tiles.cuh"
 #include "kernels/detail/bias_correction.h"
@@ -12,9 +13,9 @@ namespace zero::kernels::cuda {
 namespace {
 
 // What a kernel reads of an AdamSegment, and the two scalars of its step, where the host knows it.
-template <class State>
+template <class Kept, class State>
 struct Segment {
-  float* master;
+  Kept* master;
   State* exp_avg;
   State* exp_avg_sq;
   float* max_exp_avg_sq;
@@ -26,15 +27,16 @@ struct Segment {
   float negative_step_size;
 };
 
-struct StoredSegment : Segment<void> {
+template <class Kept>
+struct StoredSegment : Segment<Kept, void> {
   int64_t parameter;
   int64_t element;
 };
 
 // The scalars of a tile. One thread computes what depends on a step count or a learning rate that
 // lives on the device. All threads of the block call this.
-template <class State>
-__device__ AdamCoefficients coefficients_of(const Segment<State>& segment, AdamCoefficients c,
+template <class Kept, class State>
+__device__ AdamCoefficients coefficients_of(const Segment<Kept, State>& segment, AdamCoefficients c,
                                             AdamPowers powers, const DeviceRate& rate) {
   c.sqrt_bias_correction2 = segment.sqrt_bias_correction2;
   c.negative_step_size = segment.negative_step_size;
@@ -61,24 +63,24 @@ __device__ AdamCoefficients coefficients_of(const Segment<State>& segment, AdamC
 
 template <class W, bool kAmsgrad, bool kDecoupled>
 __global__ void __launch_bounds__(kThreads)
-    adam_kernel(const __grid_constant__ Tiles<Segment<float>> table, const AdamCoefficients shared,
-                const AdamPowers powers, const DeviceRate rate, const float* gradient_coefficient,
-                const double* nonfinite) {
+    adam_kernel(const __grid_constant__ Tiles<Segment<KeptOf<W>, float>> table,
+                const AdamCoefficients shared, const AdamPowers powers, const DeviceRate rate,
+                const float* gradient_coefficient, const double* nonfinite) {
   constexpr int kWidth = 4;  // 16 bytes of fp32
   if (nonfinite != nullptr && *nonfinite != 0.0) {
     return;
   }
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
-  for_each_tile(table, [&](const Segment<float>& s, int64_t begin, int64_t end) {
+  for_each_tile(table, [&](const Segment<KeptOf<W>, float>& s, int64_t begin, int64_t end) {
     const AdamCoefficients c = coefficients_of(s, shared, powers, rate);
-    W* working = static_cast<W*>(s.working);
+    auto* const working = static_cast<WorkingOf<W>*>(s.working);
     const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.exp_avg) &&
                          aligned<kWidth>(s.exp_avg_sq) && aligned<kWidth>(s.gradient) &&
                          aligned<kWidth>(working) &&
                          (!kAmsgrad || aligned<kWidth>(s.max_exp_avg_sq));
     for_each_pack<kWidth>(begin, end, vectors, [&](auto width, int64_t i) {
       constexpr int kCount = decltype(width)::value;
-      auto p = load<kCount>(static_cast<const float*>(s.master + i));
+      auto p = load_master<kCount>(s.master, working, i);
       auto m = load<kCount>(static_cast<const float*>(s.exp_avg + i));
       auto v = load<kCount>(static_cast<const float*>(s.exp_avg_sq + i));
       const auto g = load<kCount>(s.gradient + i);
@@ -86,14 +88,15 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (kAmsgrad) {
         max_v = load<kCount>(static_cast<const float*>(s.max_exp_avg_sq + i));
       }
-      Pack<W, kCount> narrowed;
+      Pack<KeptOf<W>, kCount> kept;
+      Pack<WorkingOf<W>, kCount> narrowed;
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
         adam_element<kAmsgrad, kDecoupled>(c, g.values[e] * coefficient, p.values[e], m.values[e],
                                            v.values[e], max_v.values[e]);
-        narrow(p.values[e], narrowed.values[e]);
+        divide(p.values[e], kept.values[e], narrowed.values[e]);
       }
-      store<kCount>(s.master + i, p);
+      store<kCount>(s.master + i, kept);
       store<kCount>(s.exp_avg + i, m);
       store<kCount>(s.exp_avg_sq + i, v);
       if constexpr (kAmsgrad) {
@@ -106,9 +109,9 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-template <StateType kType, bool kAmsgrad, bool kDecoupled>
+template <StateType kType, bool kAmsgrad, bool kDecoupled, bool kSplit>
 __global__ void __launch_bounds__(kThreads, kAmsgrad || kType == StateType::kInt8 ? 2 : 3)
-    stored_adam_kernel(const __grid_constant__ Tiles<StoredSegment> table,
+    stored_adam_kernel(const __grid_constant__ Tiles<StoredSegment<KeptIf<kSplit>>> table,
                        const AdamCoefficients shared, const AdamPowers powers,
                        const DeviceRate rate, const NoiseStep step,
                        const float* gradient_coefficient, const double* nonfinite,
@@ -117,11 +120,11 @@ __global__ void __launch_bounds__(kThreads, kAmsgrad || kType == StateType::kInt
     return;
   }
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
-  for_each_tile(table, [&](const StoredSegment& s, int64_t begin, int64_t end) {
+  for_each_tile(table, [&](const StoredSegment<KeptIf<kSplit>>& s, int64_t begin, int64_t end) {
     const AdamCoefficients c = coefficients_of(s, shared, powers, rate);
     const uint64_t seed = noise_seed(step, s.parameter);
     for_each_state_block(begin, end, [&](const StateBlock& block) {
-      LaneValues p = load_lane(s.master, block);
+      LaneValues p = load_master(s.master, s.working, block);
       const LaneValues g = load_lane(s.gradient, block);
       LaneValues m = load_state<kType, false>(s.exp_avg, s.numel, block);
       LaneValues v = load_state<kType, true>(s.exp_avg_sq, s.numel, block);
@@ -137,8 +140,7 @@ __global__ void __launch_bounds__(kThreads, kAmsgrad || kType == StateType::kInt
           v.values[j] = square_root(v.values[j]);
         }
       }
-      store_lane(s.master, block, p);
-      store_working(s.working, working_type, block, p);
+      store_master(s.master, s.working, working_type, block, p);
       if constexpr (kAmsgrad) {
         store_lane(s.max_exp_avg_sq, block, max_v);
       }
@@ -149,12 +151,12 @@ __global__ void __launch_bounds__(kThreads, kAmsgrad || kType == StateType::kInt
   });
 }
 
-template <StateType kType>
+template <StateType kType, bool kSplit>
 auto stored_kernel_of(const AdamCoefficients& c) {
-  return c.amsgrad ? (c.decoupled ? stored_adam_kernel<kType, true, true>
-                                  : stored_adam_kernel<kType, true, false>)
-                   : (c.decoupled ? stored_adam_kernel<kType, false, true>
-                                  : stored_adam_kernel<kType, false, false>);
+  return c.amsgrad ? (c.decoupled ? stored_adam_kernel<kType, true, true, kSplit>
+                                  : stored_adam_kernel<kType, true, false, kSplit>)
+                   : (c.decoupled ? stored_adam_kernel<kType, false, true, kSplit>
+                                  : stored_adam_kernel<kType, false, false, kSplit>);
 }
 
 }  // namespace
@@ -164,20 +166,21 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
                       const DeviceRate& rate, const float* gradient_coefficient,
                       const double* nonfinite, const NoiseStep& noise, ElementType working_type,
                       void* stream) {
-  // Of segment i, or without elements where its state is of another type.
-  const auto segment_of = [&]<class State>(int64_t i, StateType type, State*) {
+  // Of segment i, or without elements where its state or its master are of another type.
+  const auto segment_of = [&]<class Kept, class State>(int64_t i, StateType type, Kept*, State*) {
     const AdamSegment& s = segments[i];
-    Segment<State> segment{s.master,
-                           static_cast<State*>(s.exp_avg),
-                           static_cast<State*>(s.exp_avg_sq),
-                           s.max_exp_avg_sq,
-                           s.gradient,
-                           written_working(s),
-                           s.state_type == type ? s.numel : 0,
-                           s.device_step,
-                           1.0F,
-                           0.0F};
-    if (s.device_step == nullptr) {
+    const bool taken = s.state_type == type && is_kept_as<Kept>(s);
+    Segment<Kept, State> segment{kept_master<Kept>(s),
+                                 static_cast<State*>(s.exp_avg),
+                                 static_cast<State*>(s.exp_avg_sq),
+                                 s.max_exp_avg_sq,
+                                 s.gradient,
+                                 written_working(s),
+                                 taken ? s.numel : 0,
+                                 s.device_step,
+                                 1.0F,
+                                 0.0F};
+    if (taken && s.device_step == nullptr) {
       AdamCoefficients c = coefficients;
       set_bias_correction(powers, static_cast<double>(s.step), c);
       segment.sqrt_bias_correction2 = c.sqrt_bias_correction2;
@@ -185,26 +188,37 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
     }
     return segment;
   };
-  const char* const error = with_device_type(working_type, [&]<class W>(W*) {
+  const auto launch_with_float_state = [&]<class W>(W*) {
     const auto kernel =
         coefficients.amsgrad
             ? (coefficients.decoupled ? adam_kernel<W, true, true> : adam_kernel<W, true, false>)
             : (coefficients.decoupled ? adam_kernel<W, false, true> : adam_kernel<W, false, false>);
-    return launch_over_tiles<Segment<float>>(
-        count,
-        [&](int64_t i) { return segment_of(i, StateType::kFloat, static_cast<float*>(nullptr)); },
-        kernel, stream, coefficients, powers, rate, gradient_coefficient, nonfinite);
-  });
-  return error != nullptr ? error : launch_for_state_types(segments, count, [&](StateType type) {
-    return launch_over_tiles<StoredSegment>(
+    return launch_over_tiles<Segment<KeptOf<W>, float>>(
         count,
         [&](int64_t i) {
-          return StoredSegment{segment_of(i, type, static_cast<void*>(nullptr)),
-                               segments[i].parameter, segments[i].element};
+          return segment_of(i, StateType::kFloat, static_cast<KeptOf<W>*>(nullptr),
+                            static_cast<float*>(nullptr));
         },
-        type == StateType::kInt8 ? stored_kernel_of<StateType::kInt8>(coefficients)
-                                 : stored_kernel_of<StateType::kBFloat16>(coefficients),
-        stream, coefficients, powers, rate, noise, gradient_coefficient, nonfinite, working_type);
+        kernel, stream, coefficients, powers, rate, gradient_coefficient, nonfinite);
+  };
+  const char* error = with_device_type(working_type, launch_with_float_state);
+  if (error == nullptr) {
+    error = launch_with_float_state(static_cast<Split*>(nullptr));
+  }
+  if (error != nullptr) {
+    return error;
+  }
+  return launch_for_state_types(segments, count, [&]<StateType kType, bool kSplit>() {
+    using Kept = KeptIf<kSplit>;
+    return launch_over_tiles<StoredSegment<Kept>>(
+        count,
+        [&](int64_t i) {
+          return StoredSegment<Kept>{
+              segment_of(i, kType, static_cast<Kept*>(nullptr), static_cast<void*>(nullptr)),
+              segments[i].parameter, segments[i].element};
+        },
+        stored_kernel_of<kType, kSplit>(coefficients), stream, coefficients, powers, rate, noise,
+        gradient_coefficient, nonfinite, working_type);
   });
 }
 

@@ -29,6 +29,12 @@ const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType so
 
 const char* fill_zero(void* destination, int64_t bytes, void* stream);
 
+const char* join_halves(const uint16_t* upper, const int16_t* lower, int64_t numel, float* master,
+                        void* stream);
+
+const char* split_halves(const float* master, int64_t numel, uint16_t* upper, int16_t* lower,
+                         void* stream);
+
 const char* sum_rows(const SumRowsRange& range, void* stream);
 
 // p = 2 is the sum of squares. `workspace` is [workspace_numel], at least 2; the order of additions

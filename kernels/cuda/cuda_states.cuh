@@ -33,6 +33,9 @@ struct StateBlock {
 
   __device__ bool has(int j) const { return lane + kLanes * j < count; }
   __device__ int64_t at(int j) const { return first + lane + kLanes * j; }
+  __device__ uint32_t noise(uint32_t key, int j) const {
+    return noise_of(key, static_cast<uint32_t>(lane + kLanes * j));
+  }
 };
 
 // Calls f(block) for the blocks of elements [begin, end), with all threads of one warp for each.
@@ -137,7 +140,7 @@ __device__ void store_state(const LaneValues& lane, uint32_t key, void* array, i
     uint8_t* const codes = codes_of(array, numel);
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      const uint32_t noise = noise_of(key, static_cast<uint32_t>(block.lane + kLanes * j));
+      const uint32_t noise = block.noise(key, j);
       const int32_t code =
           inverse > 0.0F ? encode_code<kRoot>(lane.values[j], inverse, own_noise<kRoot>(noise)) : 0;
       if (block.has(j)) codes[block.at(j)] = static_cast<uint8_t>(code);
@@ -146,26 +149,31 @@ __device__ void store_state(const LaneValues& lane, uint32_t key, void* array, i
     auto* const bits = static_cast<uint16_t*>(array);
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      const uint32_t noise = noise_of(key, static_cast<uint32_t>(block.lane + kLanes * j));
+      const uint32_t noise = block.noise(key, j);
       const uint16_t code = encode_bfloat16_state(lane.values[j], own_noise<kRoot>(noise));
       if (block.has(j)) bits[block.at(j)] = code;
     }
   }
 }
 
-// Calls launch(type) for each type other than kFloat that a segment has, until one returns an
-// error, which is returned.
+// Calls launch.operator()<type, split>() for each type other than kFloat that a segment has, with
+// and without a remainder, until one returns an error, which is returned.
 template <class Segment, class Launch>
 const char* launch_for_state_types(const Segment* segments, int64_t count, const Launch& launch) {
-  for (const StateType type : {StateType::kBFloat16, StateType::kInt8}) {
-    const bool any = std::any_of(segments, segments + count,
-                                 [&](const Segment& s) { return s.state_type == type; });
-    const char* const error = any ? launch(type) : nullptr;
-    if (error != nullptr) {
-      return error;
+  const char* error = nullptr;
+  const auto take = [&]<StateType kType, bool kSplit>() {
+    const bool any = std::any_of(segments, segments + count, [&](const Segment& s) {
+      return s.state_type == kType && (s.remainder != nullptr) == kSplit;
+    });
+    if (error == nullptr && any) {
+      error = launch.template operator()<kType, kSplit>();
     }
-  }
-  return nullptr;
+  };
+  take.template operator()<StateType::kBFloat16, false>();
+  take.template operator()<StateType::kBFloat16, true>();
+  take.template operator()<StateType::kInt8, false>();
+  take.template operator()<StateType::kInt8, true>();
+  return error;
 }
 
 }  // namespace zero::kernels::cuda

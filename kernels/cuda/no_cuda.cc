@@ -23,6 +23,12 @@ namespace {
   fail("cast_copy");
 }
 [[gnu::weak]] const char* fill_zero(void*, int64_t, void*) { fail("fill_zero"); }
+[[gnu::weak]] const char* join_halves(const uint16_t*, const int16_t*, int64_t, float*, void*) {
+  fail("join_halves");
+}
+[[gnu::weak]] const char* split_halves(const float*, int64_t, uint16_t*, int16_t*, void*) {
+  fail("split_halves");
+}
 [[gnu::weak]] const char* sum_rows(const SumRowsRange&, void*) { fail("sum_rows"); }
 [[gnu::weak]] const char* sum_of_abs_powers(const ConstSpan*, int64_t, double, double*, double*,
                                             int64_t, void*) {

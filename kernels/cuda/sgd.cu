@@ -3,6 +3,7 @@
 //
 // sgd_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/cuda_masters.cuh"
 #include "kernels/cuda/cuda_states.cuh"
 #include "kernels/cuda/cuda_tiles.cuh"
 #include "kernels/detail/segment_parts.h"
@@ -11,9 +12,9 @@ namespace zero::kernels::cuda {
 namespace {
 
 // What a kernel reads of an SgdSegment.
-template <class State>
+template <class Kept, class State>
 struct Segment {
-  float* master;
+  Kept* master;
   State* momentum;
   const float* gradient;
   void* working;
@@ -22,33 +23,41 @@ struct Segment {
   bool first_step;
 };
 
-struct StoredSegment : Segment<void> {
+template <class Kept>
+struct StoredSegment : Segment<Kept, void> {
   int64_t parameter;
   int64_t element;
 };
 
-template <class State>
-__device__ bool is_first_step(const Segment<State>& s) {
+template <class Kept, class State>
+__device__ bool is_first_step(const Segment<Kept, State>& s) {
   return s.device_step != nullptr ? *s.device_step == 1.0F : s.first_step;
+}
+
+__device__ void read_rate(const double* device_lr, SgdCoefficients& c) {
+  if (device_lr != nullptr) {
+    c.negative_lr = static_cast<float>(-*device_lr);
+  }
 }
 
 // One pack of elements; kFirst: the momentum is assigned and not read.
 template <bool kMomentum, bool kFirst, int kCount, class W>
-__device__ void update(const Segment<float>& s, const SgdCoefficients& c, float coefficient,
-                       int64_t i, W* working) {
-  auto p = load<kCount>(static_cast<const float*>(s.master + i));
+__device__ void update(const Segment<KeptOf<W>, float>& s, const SgdCoefficients& c,
+                       float coefficient, int64_t i, WorkingOf<W>* working) {
+  auto p = load_master<kCount>(s.master, working, i);
   const auto g = load<kCount>(s.gradient + i);
   Pack<float, kCount> b{};
   if constexpr (kMomentum && !kFirst) {
     b = load<kCount>(static_cast<const float*>(s.momentum + i));
   }
-  Pack<W, kCount> narrowed;
+  Pack<KeptOf<W>, kCount> kept;
+  Pack<WorkingOf<W>, kCount> narrowed;
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     sgd_element<kMomentum, kFirst>(c, g.values[e] * coefficient, p.values[e], b.values[e]);
-    narrow(p.values[e], narrowed.values[e]);
+    divide(p.values[e], kept.values[e], narrowed.values[e]);
   }
-  store<kCount>(s.master + i, p);
+  store<kCount>(s.master + i, kept);
   if constexpr (kMomentum) {
     store<kCount>(s.momentum + i, b);
   }
@@ -59,52 +68,48 @@ __device__ void update(const Segment<float>& s, const SgdCoefficients& c, float 
 
 template <class W, bool kMomentum>
 __global__ void __launch_bounds__(kThreads)
-    sgd_kernel(const __grid_constant__ Tiles<Segment<float>> table, SgdCoefficients c,
+    sgd_kernel(const __grid_constant__ Tiles<Segment<KeptOf<W>, float>> table, SgdCoefficients c,
                const double* device_lr, const float* gradient_coefficient,
                const double* nonfinite) {
   constexpr int kWidth = 4;  // 16 bytes of fp32
   if (nonfinite != nullptr && *nonfinite != 0.0) {
     return;
   }
-  if (device_lr != nullptr) {
-    c.negative_lr = static_cast<float>(-*device_lr);
-  }
+  read_rate(device_lr, c);
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
-  for_each_tile(table, [&](const Segment<float>& s, int64_t begin, int64_t end) {
-    W* working = static_cast<W*>(s.working);
+  for_each_tile(table, [&](const Segment<KeptOf<W>, float>& s, int64_t begin, int64_t end) {
+    auto* const working = static_cast<WorkingOf<W>*>(s.working);
     const bool first = is_first_step(s);
     const bool vectors = aligned<kWidth>(s.master) && aligned<kWidth>(s.gradient) &&
                          aligned<kWidth>(working) && (!kMomentum || aligned<kWidth>(s.momentum));
     for_each_pack<kWidth>(begin, end, vectors, [&](auto width, int64_t i) {
       constexpr int kCount = decltype(width)::value;
       if (first) {
-        update<kMomentum, true, kCount>(s, c, coefficient, i, working);
+        update<kMomentum, true, kCount, W>(s, c, coefficient, i, working);
       } else {
-        update<kMomentum, false, kCount>(s, c, coefficient, i, working);
+        update<kMomentum, false, kCount, W>(s, c, coefficient, i, working);
       }
     });
   });
 }
 
 // Its momentum is not 0.
-template <StateType kType>
-__global__ void __launch_bounds__(kThreads)
-    stored_sgd_kernel(const __grid_constant__ Tiles<StoredSegment> table, SgdCoefficients c,
-                      const double* device_lr, const NoiseStep step,
+template <StateType kType, bool kSplit>
+__global__ void __launch_bounds__(kThreads, 2)
+    stored_sgd_kernel(const __grid_constant__ Tiles<StoredSegment<KeptIf<kSplit>>> table,
+                      SgdCoefficients c, const double* device_lr, const NoiseStep step,
                       const float* gradient_coefficient, const double* nonfinite,
                       const ElementType working_type) {
   if (nonfinite != nullptr && *nonfinite != 0.0) {
     return;
   }
-  if (device_lr != nullptr) {
-    c.negative_lr = static_cast<float>(-*device_lr);
-  }
+  read_rate(device_lr, c);
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
-  for_each_tile(table, [&](const StoredSegment& s, int64_t begin, int64_t end) {
+  for_each_tile(table, [&](const StoredSegment<KeptIf<kSplit>>& s, int64_t begin, int64_t end) {
     const bool first = is_first_step(s);
     const uint64_t seed = noise_seed(step, s.parameter);
     for_each_state_block(begin, end, [&](const StateBlock& block) {
-      LaneValues p = load_lane(s.master, block);
+      LaneValues p = load_master(s.master, s.working, block);
       const LaneValues g = load_lane(s.gradient, block);
       LaneValues b{};
       if (!first) {
@@ -118,8 +123,7 @@ __global__ void __launch_bounds__(kThreads)
           sgd_element<true, false>(c, g.values[j] * coefficient, p.values[j], b.values[j]);
         }
       }
-      store_lane(s.master, block, p);
-      store_working(s.working, working_type, block, p);
+      store_master(s.master, s.working, working_type, block, p);
       store_state<kType, false>(b, noise_key(seed, s.element + block.first), s.momentum, s.numel,
                                 block);
     });
@@ -134,37 +138,42 @@ const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoeffic
                      void* stream) {
   // Without momentum no state is touched, and its type does not matter.
   const bool momentum = coefficients.momentum != 0.0F;
-  const auto segment_of = [&]<class State>(int64_t i, StateType type, State*) {
+  const auto segment_of = [&]<class Kept, class State>(int64_t i, StateType type, Kept*, State*) {
     const SgdSegment& s = segments[i];
-    const bool taken = s.state_type == type || !momentum;
-    return Segment<State>{s.master,
-                          static_cast<State*>(s.momentum),
-                          s.gradient,
-                          written_working(s),
-                          taken ? s.numel : 0,
-                          s.device_step,
-                          s.first_step};
+    const bool taken = (s.state_type == type || !momentum) && is_kept_as<Kept>(s);
+    return Segment<Kept, State>{kept_master<Kept>(s), static_cast<State*>(s.momentum),
+                                s.gradient,           written_working(s),
+                                taken ? s.numel : 0,  s.device_step,
+                                s.first_step};
   };
-  const char* const error = with_device_type(working_type, [&]<class W>(W*) {
-    return launch_over_tiles<Segment<float>>(
+  const auto launch_with_float_state = [&]<class W>(W*) {
+    return launch_over_tiles<Segment<KeptOf<W>, float>>(
         count,
-        [&](int64_t i) { return segment_of(i, StateType::kFloat, static_cast<float*>(nullptr)); },
+        [&](int64_t i) {
+          return segment_of(i, StateType::kFloat, static_cast<KeptOf<W>*>(nullptr),
+                            static_cast<float*>(nullptr));
+        },
         momentum ? sgd_kernel<W, true> : sgd_kernel<W, false>, stream, coefficients, device_lr,
         gradient_coefficient, nonfinite);
-  });
+  };
+  const char* error = with_device_type(working_type, launch_with_float_state);
+  if (error == nullptr) {
+    error = launch_with_float_state(static_cast<Split*>(nullptr));
+  }
   if (error != nullptr || !momentum) {
     return error;
   }
-  return launch_for_state_types(segments, count, [&](StateType type) {
-    return launch_over_tiles<StoredSegment>(
+  return launch_for_state_types(segments, count, [&]<StateType kType, bool kSplit>() {
+    using Kept = KeptIf<kSplit>;
+    return launch_over_tiles<StoredSegment<Kept>>(
         count,
         [&](int64_t i) {
-          return StoredSegment{segment_of(i, type, static_cast<void*>(nullptr)),
-                               segments[i].parameter, segments[i].element};
+          return StoredSegment<Kept>{
+              segment_of(i, kType, static_cast<Kept*>(nullptr), static_cast<void*>(nullptr)),
+              segments[i].parameter, segments[i].element};
         },
-        type == StateType::kInt8 ? stored_sgd_kernel<StateType::kInt8>
-                                 : stored_sgd_kernel<StateType::kBFloat16>,
-        stream, coefficients, device_lr, noise, gradient_coefficient, nonfinite, working_type);
+        stored_sgd_kernel<kType, kSplit>, stream, coefficients, device_lr, noise,
+        gradient_coefficient, nonfinite, working_type);
   });
 }
 

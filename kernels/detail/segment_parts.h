@@ -31,7 +31,11 @@ template <class Segment, class... Arrays>
 Segment part_of(const Segment& segment, int64_t begin, int64_t end, int64_t working_size,
                 Arrays... arrays) {
   Segment part = segment;
-  part.master += begin;
+  if (part.remainder != nullptr) {
+    part.remainder += begin;
+  } else {
+    part.master += begin;
+  }
   part.gradient += begin;
   (advance(part.*arrays, part.*arrays != nullptr ? begin : 0), ...);
   part.numel = end - begin;

@@ -1,11 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Private: what AdamSegment, SgdSegment and LionSegment must hold for their stored state.
+// Private: what AdamSegment, SgdSegment and LionSegment must hold for their stored state and for
+// their masters.
 #pragma once
 
 #include <c10/util/Exception.h>
 
+#include "kernels/cpu/range_kernels.h"
 #include "kernels/segments.h"
 
 namespace zero::kernels {
@@ -21,6 +23,21 @@ void check_state(const Segment& segment, const char* function) {
   TORCH_CHECK(segment.element >= 0 && segment.element % kStateBlock == 0,
               "zero::kernels::", function, ": element must be a multiple of ", kStateBlock,
               " where state is not fp32, got ", segment.element);
+}
+
+// Throws c10::Error, naming `function`, for a segment of elements without a master.
+template <class Segment>
+void check_master(const Segment& segment, ElementType working_type, const char* function) {
+  if (segment.remainder == nullptr) {
+    TORCH_CHECK(segment.master != nullptr, "zero::kernels::", function, ": null pointer for ",
+                segment.numel, " elements");
+    return;
+  }
+  TORCH_CHECK(segment.master == nullptr, "zero::kernels::", function,
+              ": a segment with a remainder has no other master");
+  TORCH_CHECK(segment.working != nullptr && working_type == ElementType::kBFloat16,
+              "zero::kernels::", function,
+              ": a remainder needs a working array, whose dtype is BFloat16");
 }
 
 }  // namespace zero::kernels

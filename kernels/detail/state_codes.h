@@ -20,11 +20,13 @@ struct StateCode {
   static constexpr float kSquares = kTop * kTop;
   static constexpr float kUnit = 1.0F / kSquares;
   static_assert(kUnit * kSquares == 1.0F, "the largest magnitude is stored exactly");
-  static constexpr int kNoiseShift = kRoot ? 16 : 0;  // to the bits of the noise that are its own
 };
 
 // The scale of a block whose largest magnitude is below this, and all its codes, are zero.
 constexpr float kSmallestStateScale = 0x1p-100F;
+
+// Of sqrt(FLT_MAX), the largest root whose square is finite.
+constexpr int32_t kLargestRootBits = 0x5f7fffff;
 
 ZERO_KERNELS_INLINE uint32_t state_bits(float x) {
 #if defined(__CUDA_ARCH__)
@@ -50,7 +52,7 @@ ZERO_KERNELS_INLINE int32_t magnitude_bits(float x) {
 // The 16 bits of an element's noise that its first or second state array is rounded by.
 template <bool kRoot>
 ZERO_KERNELS_INLINE uint32_t own_noise(uint32_t noise) {
-  return (noise >> StateCode<kRoot>::kNoiseShift) & 0xffffU;
+  return kRoot ? noise >> 16 : noise & 0xffffU;
 }
 
 // The scale of a block, from the largest magnitude_bits() of its averages or roots. An infinite
@@ -58,7 +60,7 @@ ZERO_KERNELS_INLINE uint32_t own_noise(uint32_t noise) {
 template <bool kRoot>
 ZERO_KERNELS_INLINE float state_scale(int32_t largest_bits) {
   if constexpr (kRoot) {
-    largest_bits = largest_bits == 0x7f800000 ? 0x5f7fffff : largest_bits;
+    largest_bits = largest_bits == 0x7f800000 ? kLargestRootBits : largest_bits;
   }
   const float largest = state_float(static_cast<uint32_t>(largest_bits));
   const float stored = largest < kSmallestStateScale ? 0.0F : largest;
@@ -81,27 +83,30 @@ ZERO_KERNELS_INLINE float inverse_state_scale(float scale) {
 // rounds to nearest.
 template <bool kRoot>
 ZERO_KERNELS_INLINE int32_t encode_code(float x, float inverse, uint32_t own_noise) {
-  constexpr float kLast = StateCode<kRoot>::kTop - 1.0F;
-  const float t = state_float(state_bits(x) & 0x7fffffffU) * inverse;
-  const float u = static_cast<float>(static_cast<int32_t>(own_noise)) * 0x1p-16F;
+  constexpr auto kLast = static_cast<int32_t>(StateCode<kRoot>::kTop) - 1;
+  // A root has no sign, and may be infinite. Minima of integers, since g++ makes control flow of
+  // those of floats here, and no vectors.
+  const auto bits = static_cast<int32_t>(state_bits(x));
+  const int32_t magnitude =
+      kRoot ? (bits < kLargestRootBits ? bits : kLargestRootBits) : bits & 0x7fffffff;
+  const float t = state_float(static_cast<uint32_t>(magnitude)) * inverse;
   const float s = square_root(t);
-  const auto below = static_cast<int32_t>(s < kLast ? s : kLast);
+  const auto whole = static_cast<int32_t>(s);
+  const int32_t below = whole < kLast ? whole : kLast;
   const auto q = static_cast<float>(below);
-  const int32_t code = below + (t - q * q > u * (q + q + 1.0F) ? 1 : 0);
-  if constexpr (kRoot) {
-    // A denominator does not become 0 by rounding.
-    const int32_t least = t > 0.0F ? 1 : 0;
-    return code < least ? least : code;
-  } else {
-    return static_cast<int32_t>(state_bits(x)) < 0 ? -code : code;
-  }
+  // 2^-16 (2q + 1), in which nothing is rounded. A root above 0 has code 1 at least: a denominator
+  // does not become 0 by rounding.
+  const float width = q * 0x1p-15F + (kRoot && s < 1.0F ? 0.0F : 0x1p-16F);
+  const auto noise = static_cast<float>(static_cast<int32_t>(own_noise));
+  const int32_t code = below + (t - q * q > noise * width ? 1 : 0);
+  return !kRoot && bits < 0 ? -code : code;
 }
 
 // The average or second moment of a code.
 template <bool kRoot>
 ZERO_KERNELS_INLINE float decode_code(int32_t code, float scale) {
   const auto q = static_cast<float>(code);
-  const float square = q * (kRoot || q > 0.0F ? q : -q);
+  const float square = q * (kRoot ? q : state_float(state_bits(q) & 0x7fffffffU));
   const float decoded = (square * StateCode<kRoot>::kUnit) * scale;
   return kRoot ? decoded * decoded : decoded;
 }

@@ -6,18 +6,20 @@
 // The noise is a function of the number of the step, of the parameter and of the element in it, and
 // of nothing else: ranks, buckets, segments, threads and devices do not change it. For element e,
 //
-//   seed   = mix(mix(step + g) + parameter)             once a segment
-//   key    = upper 32 bits of mix(seed + e / 256)       once a block of kStateBlock elements
-//   noise  = lowbias32(key + e % 256)                   32 bits for each element
+//   seed   = mix(mix(step + g) + parameter)                 once a segment
+//   key    = upper 32 bits of mix(seed + e / 256)           once a block of kStateBlock elements
+//   noise  = key + (e % 256) * 0x9e379e37                   32 bits for each element
 //
 // modulo 2^64 and 2^32. The lower 16 bits are for the first state array (exp_avg, momentum) and the
 // upper 16 for the second (exp_avg_sq); as a fraction they are u = bits * 2^-16, in [0, 1).
 //
 // mix() is the output function of splitmix64 and g its increment, the golden ratio: G. Steele,
 // D. Lea and C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the
-// constants of D. Stafford's mix 13. lowbias32() is C. Wellons' ("hash prospector", 2018), which
-// flips each bit of the output with a probability of 0.5 within 0.2 % on average. It costs two
-// multiplications of 32 bits, three shifts and three exclusive ors for each element.
+// constants of D. Stafford's mix 13. So an element has independent and uniform u in all steps,
+// which is what makes rounding right on average. In a block the u of one step are multiples of the
+// golden ratio, 0x9e37 * 2^-16, behind a random shift (R. Cranley and T. Patterson, SIAM J. Numer.
+// Anal. 13, 1976): they are spread evenly, so that the errors of a block nearly cancel, and cost
+// one addition for each element. A hash of two multiplications for each took a tenth of an update.
 #pragma once
 
 #include <cstdint>
@@ -39,12 +41,6 @@ ZERO_KERNELS_INLINE uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-ZERO_KERNELS_INLINE uint32_t lowbias32(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352dU;
-  x = (x ^ (x >> 15)) * 0x846ca68bU;
-  return x ^ (x >> 16);
-}
-
 ZERO_KERNELS_INLINE uint64_t noise_seed(const NoiseStep& noise, int64_t parameter) {
   const int64_t step =
       noise.device_step != nullptr ? static_cast<int64_t>(*noise.device_step) : noise.step;
@@ -59,7 +55,7 @@ ZERO_KERNELS_INLINE uint32_t noise_key(uint64_t seed, int64_t element) {
 
 // `index` is the number of the element in its block.
 ZERO_KERNELS_INLINE uint32_t noise_of(uint32_t key, uint32_t index) {
-  return lowbias32(key + index);
+  return key + index * 0x9e379e37U;
 }
 
 }  // namespace zero::kernels

@@ -312,6 +312,22 @@ void lion_to_bf16_of_int8_state(benchmark::State& state) {
   state.counters["goal"] = kGoal;
 }
 
+// Its working values are array 0, and the lower halves of masters follow them there.
+template <StateType kType>
+void adamw_of_split_masters(benchmark::State& state) {
+  const int64_t n = numel_of(state);
+  AdamSegment segment = kType == StateType::kFloat ? adam_segment(state.range(1), n)
+                                                   : stored_segment(kType, state.range(1), n);
+  segment.master = nullptr;
+  segment.working = reinterpret_cast<uint16_t*>(array(0)) + state.range(1);
+  segment.remainder = reinterpret_cast<int16_t*>(array(0)) + kLargest + state.range(1);
+  compare(state,
+          {12.0 * static_cast<double>(n) + 2 * state_traffic(kType, n),
+           [=] { adam_step(segment, {}, nullptr, nullptr, ScalarType::BFloat16, kCuda); }},
+          copy(n));
+  state.counters["goal"] = kGoal;
+}
+
 void ema(benchmark::State& state) {
   const int64_t n = numel_of(state);
   const EmaSegment segment{array(0) + state.range(1), array(1) + state.range(1), n};
@@ -348,6 +364,8 @@ BENCHMARK(sgd_momentum_to_bf16)->Apply(sizes);
 BENCHMARK(lion_to_bf16)->Apply(sizes);
 BENCHMARK_TEMPLATE(adamw_to_bf16_of_stored_state, StateType::kBFloat16)->Apply(sizes);
 BENCHMARK_TEMPLATE(adamw_to_bf16_of_stored_state, StateType::kInt8)->Apply(sizes);
+BENCHMARK_TEMPLATE(adamw_of_split_masters, StateType::kFloat)->Apply(sizes);
+BENCHMARK_TEMPLATE(adamw_of_split_masters, StateType::kInt8)->Apply(sizes);
 BENCHMARK(sgd_momentum_to_bf16_of_int8_state)->Apply(sizes);
 BENCHMARK(lion_to_bf16_of_int8_state)->Apply(sizes);
 BENCHMARK(ema)->Apply(sizes);

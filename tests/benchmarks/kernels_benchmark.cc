@@ -36,6 +36,7 @@
 #include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/sgd.h"
+#include "kernels/split_master.h"
 #include "kernels/stored_state.h"
 #include "kernels/sum_rows.h"
 
@@ -337,6 +338,34 @@ void adamw_to_bf16_vs_fp32_state(benchmark::State& state) {
       [&] { run(plain); });
 }
 
+// The update with a split master against the same one with fp32 masters and moments.
+template <StateType kType>
+void adamw_of_split_masters_vs_fp32(benchmark::State& state) {
+  const int64_t n = state.range(0);
+  const AdamSegment plain = adam_segment(n, array(4));
+  AdamSegment split = plain;
+  if (kType != StateType::kFloat) {
+    split.state_type = kType;
+    split.exp_avg = stored_array(kType, false, 1, n);
+    split.exp_avg_sq = stored_array(kType, true, 2, n);
+  }
+  split.master = nullptr;
+  split.working = array(5);
+  split.remainder = reinterpret_cast<int16_t*>(array(5)) + kLargest;
+  split_halves(array(0), n, split.working, split.remainder, Stream{});
+  const float coefficient = 0.999F;
+  const auto run = [&](const AdamSegment& segment) {
+    adam_step(segment, kAdam, &coefficient, nullptr, ScalarType::BFloat16, Stream{});
+  };
+  compare(
+      state,
+      (kType == StateType::kInt8    ? 16.0
+       : kType == StateType::kFloat ? 28.0
+                                    : 20.0) *
+          n,
+      [&] { run(split); }, [&] { run(plain); });
+}
+
 void sgd_int8_state_vs_fp32_state(benchmark::State& state) {
   const int64_t n = state.range(0);
   SgdSegment plain;
@@ -413,6 +442,9 @@ BENCHMARK(adamw_to_bf16_vs_separate_passes)->Apply(sizes_and_threads);
 BENCHMARK(adamw_fp32_vs_torch_fused)->Apply(sizes_and_threads);
 BENCHMARK_TEMPLATE(adamw_to_bf16_vs_fp32_state, StateType::kBFloat16)->Apply(sizes_and_threads);
 BENCHMARK_TEMPLATE(adamw_to_bf16_vs_fp32_state, StateType::kInt8)->Apply(sizes_and_threads);
+BENCHMARK_TEMPLATE(adamw_of_split_masters_vs_fp32, StateType::kFloat)->Apply(sizes_and_threads);
+BENCHMARK_TEMPLATE(adamw_of_split_masters_vs_fp32, StateType::kBFloat16)->Apply(sizes_and_threads);
+BENCHMARK_TEMPLATE(adamw_of_split_masters_vs_fp32, StateType::kInt8)->Apply(sizes_and_threads);
 BENCHMARK(sgd_int8_state_vs_fp32_state)->Apply(sizes_and_threads);
 BENCHMARK(lion_int8_state_vs_fp32_state)->Apply(sizes_and_threads);
 BENCHMARK(sgd_momentum_vs_move)->Apply(sizes_and_threads);

@@ -9,6 +9,7 @@
 #include "kernels/ema.h"
 #include "kernels/lion.h"
 #include "kernels/sgd.h"
+#include "kernels/split_master.h"
 #include "kernels/stored_state.h"
 #include "tests/kernels/cuda_buffers.h"
 
@@ -208,10 +209,15 @@ TYPED_TEST(CudaUpdates, LeaveEveryBitWhereTheCountOfNonFiniteValuesIsNotZero) {
 
 constexpr StateType kStored[] = {StateType::kBFloat16, StateType::kInt8};
 
-// The arrays of a segment whose state is stored. With `odd` all begin off their alignment to packs.
+// The arrays of a segment whose state is stored, and whose master may be split: array 0 then has
+// the lower halves. Array `odd` begins off its alignment to packs; kArrays means all, -1 none.
 struct StoredPair {
-  StoredPair(StateType type, int64_t numel, ScalarType working_dtype, bool odd)
-      : type(type), numel(numel) {
+  StoredPair(StateType type, int64_t numel, ScalarType working_dtype, int odd, bool split = false)
+      : type(type), numel(numel), split(split) {
+    Buffer master = ordinary(numel, ScalarType::Float, 0);
+    Buffer upper(2 * numel, 0);
+    Buffer lower(2 * numel, 0);
+    split_halves(master.as<float>(), numel, upper.as<void>(), lower.as<int16_t>(), Stream{});
     for (int array = 0; array < kArrays; ++array) {
       const ScalarType dtype = array == kWorking ? working_dtype : ScalarType::Float;
       Buffer values = ordinary(numel, dtype, static_cast<uint32_t>(array));
@@ -224,10 +230,15 @@ struct StoredPair {
         Buffer stored(state_bytes(type, numel), 0);
         encode_state(type, array == 2, floats, numel, stored.as<void>());
         values = stored;
-        alignment = type == StateType::kInt8 ? 4 : 2;
+        alignment = type == StateType::kBFloat16 ? 2 : 4;
+      }
+      if (split && (array == 0 || array == kWorking)) {
+        values = array == 0 ? lower : upper;
+        alignment = 2;
       }
       host.push_back(values);
-      device.push_back(std::make_unique<DeviceBuffer>(host.back(), odd ? alignment : 0));
+      const bool off = odd == array || odd == kArrays;
+      device.push_back(std::make_unique<DeviceBuffer>(host.back(), off ? alignment : 0));
     }
   }
   template <class Rule>
@@ -252,6 +263,7 @@ struct StoredPair {
 
   StateType type;
   int64_t numel;
+  bool split;
   std::vector<Buffer> host;
   std::vector<std::unique_ptr<DeviceBuffer>> device;
 
@@ -264,6 +276,10 @@ struct StoredPair {
     made.state_type = type;
     made.parameter = i / 2;
     made.element = i % 3 * kStateBlock;
+    if (split) {
+      made.master = nullptr;
+      made.remainder = static_cast<int16_t*>(arrays[0]);
+    }
     return made;
   }
 };
@@ -282,7 +298,8 @@ TYPED_TEST(CudaUpdates, OfStoredStateHaveTheBitsOfTheCpu) {
       constexpr int64_t kSizes[] = {0, 1, 255, 256, 257, 1000, 1024, 1025, 8193, 20003};
       for (int64_t i = 0; i < 150; ++i) {
         const int64_t numel = i < 20 ? kSizes[i / 2] : i;
-        pairs.push_back(std::make_unique<StoredPair>(kStored[i % 2], numel, dtype, i % 4 >= 2));
+        pairs.push_back(
+            std::make_unique<StoredPair>(kStored[i % 2], numel, dtype, i % 4 >= 2 ? kArrays : -1));
         host.push_back(pairs.back()->template host_segment<Rule>(i, variant));
         device.push_back(pairs.back()->template device_segment<Rule>(i, variant));
         if (i % 10 == 0) {
@@ -309,7 +326,7 @@ TYPED_TEST(CudaUpdates, OfStoredStateTakeAnyWorkingArray) {
   using Rule = TypeParam;
   for (const StateType type : kStored) {
     for (bool null : {false, true}) {
-      StoredPair pair(type, 1030, ScalarType::BFloat16, false);
+      StoredPair pair(type, 1030, ScalarType::BFloat16, -1);
       auto host = pair.host_segment<Rule>(1, 1);
       auto device = pair.device_segment<Rule>(1, 1);
       host.working = null ? nullptr : host.master;
@@ -325,7 +342,7 @@ TYPED_TEST(CudaUpdates, OfStoredStateLeaveEveryBitWhereTheCountOfNonFiniteValues
   using Rule = TypeParam;
   for (const StateType type : kStored) {
     for (double count : {1.0, std::numeric_limits<double>::quiet_NaN()}) {
-      StoredPair pair(type, 1000, ScalarType::Half, false);
+      StoredPair pair(type, 1000, ScalarType::Half, -1);
       Buffer nonfinite = scalar(count);
       DeviceBuffer device_nonfinite(nonfinite, 0);
       Rule::step(pair.device_segment<Rule>(1, 1), 1, {nullptr, device_nonfinite.as<double>()},
@@ -342,8 +359,8 @@ void expect_noise_step_from_device(Options options, const Step& step) {
   Buffer number = scalar(123456.0), rate = scalar(0.0123), count = scalar(1.0F);
   DeviceBuffer device_number(number, 0), device_rate(rate, 0), device_count(count, 0);
   for (const StateType type : kStored) {
-    StoredPair pair(type, 9000, ScalarType::BFloat16, false);
-    StoredPair other(type, 9000, ScalarType::BFloat16, false);
+    StoredPair pair(type, 9000, ScalarType::BFloat16, -1);
+    StoredPair other(type, 9000, ScalarType::BFloat16, -1);
     const BlockLimit limit(3);
     auto host = pair.template host_segment<Rule>(4, 0);
     auto device = pair.template device_segment<Rule>(4, 0);
@@ -392,7 +409,7 @@ TEST_F(CudaNoise, ValuesThatAreNotFiniteConcernTheirBlocks) {
   for (const StateType type : kStored) {
     for (const float bad :
          {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), 1e25F}) {
-      StoredPair pair(type, 1000, ScalarType::BFloat16, false);
+      StoredPair pair(type, 1000, ScalarType::BFloat16, -1);
       pair.host[4].as<float>()[300] = bad;
       pair.device[4] = std::make_unique<DeviceBuffer>(pair.host[4], 0);
       Adam::step(pair.host_segment<Adam>(1, 0), 0, {}, ScalarType::BFloat16, Stream{});
@@ -407,6 +424,95 @@ TEST_F(CudaNoise, ValuesThatAreNotFiniteConcernTheirBlocks) {
           ASSERT_EQ(ulp_distance(here[i], there[i]), 0) << i << ", root " << root << ", " << bad;
         }
       }
+    }
+  }
+}
+
+constexpr StateType kAllTypes[] = {StateType::kFloat, StateType::kBFloat16, StateType::kInt8};
+
+// More segments than fit into one launch, of all types of state, three of four with split masters.
+TYPED_TEST(CudaUpdates, OfSplitMastersHaveTheBitsOfTheCpu) {
+  using Rule = TypeParam;
+  Buffer coefficient = scalar(0.37F);
+  DeviceBuffer device_coefficient(coefficient, 0);
+  for (int variant = 0; variant < Rule::kVariants; ++variant) {
+    std::vector<std::unique_ptr<StoredPair>> pairs;
+    std::vector<typename Rule::Segment> host;
+    std::vector<typename Rule::Segment> device;
+    constexpr int64_t kSizes[] = {0, 1, 255, 256, 257, 1000, 1024, 1025, 8193, 20003};
+    for (int64_t i = 0; i < 240; ++i) {
+      const int64_t numel = i < 60 ? kSizes[i / 6] : i;
+      pairs.push_back(std::make_unique<StoredPair>(kAllTypes[i % 3], numel, ScalarType::BFloat16,
+                                                   i % 6 >= 3 ? kArrays : -1, i % 4 != 1));
+      host.push_back(pairs.back()->template host_segment<Rule>(i, variant));
+      device.push_back(pairs.back()->template device_segment<Rule>(i, variant));
+    }
+    for (int64_t blocks : kBlockLimits) {
+      const BlockLimit limit(blocks);
+      Rule::step(host, variant, {coefficient.as<float>(), nullptr}, ScalarType::BFloat16, Stream{});
+      Rule::step(device, variant, {device_coefficient.as<float>(), nullptr}, ScalarType::BFloat16,
+                 kCuda);
+      for (size_t i = 0; i < pairs.size(); ++i) {
+        ASSERT_EQ(pairs[i]->differing_array(), -1) << "variant " << variant << ", segment " << i;
+      }
+    }
+  }
+}
+
+TYPED_TEST(CudaUpdates, OfSplitMastersWithEachArrayAloneOffItsAlignment) {
+  using Rule = TypeParam;
+  for (const StateType type : kAllTypes) {
+    for (int variant = 0; variant < std::min(4, Rule::kVariants); ++variant) {
+      for (int odd = 0; odd < kArrays; ++odd) {
+        for (int64_t numel : {5, 2051}) {
+          StoredPair pair(type, numel, ScalarType::BFloat16, odd, true);
+          Rule::step(pair.host_segment<Rule>(1, variant), variant, {}, ScalarType::BFloat16,
+                     Stream{});
+          Rule::step(pair.device_segment<Rule>(1, variant), variant, {}, ScalarType::BFloat16,
+                     kCuda);
+          ASSERT_EQ(pair.differing_array(), -1)
+              << "variant " << variant << ", array " << odd << ", numel " << numel;
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(CudaUpdates, OfSplitMastersLeaveEveryBitWhereTheCountOfNonFiniteValuesIsNotZero) {
+  using Rule = TypeParam;
+  for (const StateType type : kAllTypes) {
+    StoredPair pair(type, 1000, ScalarType::BFloat16, -1, true);
+    Buffer nonfinite = scalar(1.0);
+    DeviceBuffer device_nonfinite(nonfinite, 0);
+    Rule::step(pair.device_segment<Rule>(1, 1), 1, {nullptr, device_nonfinite.as<double>()},
+               ScalarType::BFloat16, kCuda);
+    EXPECT_EQ(pair.differing_array(), -1);
+  }
+}
+
+class CudaHalves : public OnCuda {};
+
+// All upper halves, around ties and NaN, on and off the alignment of packs.
+TEST_F(CudaHalves, HaveTheBitsOfTheCpu) {
+  constexpr uint32_t kLower[] = {0, 1, 0x7fff, 0x8000, 0x8001, 0xffff};
+  for (int64_t numel : {int64_t{0}, int64_t{1}, int64_t{1023}, int64_t{65536} * 6}) {
+    Buffer master(4 * numel, 0), upper(2 * numel, 0), lower(2 * numel, 0), joined(4 * numel, 0);
+    for (int64_t i = 0; i < numel; ++i) {
+      master.as<uint32_t>()[i] = (static_cast<uint32_t>(i / 6) << 16) + kLower[i % 6];
+    }
+    split_halves(master.as<float>(), numel, upper.as<void>(), lower.as<int16_t>(), Stream{});
+    join_halves(upper.as<void>(), lower.as<int16_t>(), numel, joined.as<float>(), Stream{});
+    Buffer empty(2 * numel, 0);
+    for (int odd = -1; odd < 3; ++odd) {
+      DeviceBuffer device_master(master, odd == 0 ? 4 : 0);
+      DeviceBuffer device_upper(empty, odd == 1 ? 2 : 0), device_lower(empty, odd == 2 ? 2 : 0);
+      split_halves(device_master.as<float>(), numel, device_upper.as<void>(),
+                   device_lower.as<int16_t>(), kCuda);
+      EXPECT_TRUE(device_upper.to_host().same_bytes(upper)) << numel << ", array " << odd;
+      EXPECT_TRUE(device_lower.to_host().same_bytes(lower)) << numel << ", array " << odd;
+      join_halves(device_upper.as<void>(), device_lower.as<int16_t>(), numel,
+                  device_master.as<float>(), kCuda);
+      EXPECT_TRUE(device_master.to_host().same_bytes(joined)) << numel << ", array " << odd;
     }
   }
 }

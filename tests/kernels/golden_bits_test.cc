@@ -400,6 +400,85 @@ uint64_t hash_of_codes(const RangeKernels& kernels) {
   return hash.value();
 }
 
+uint64_t hash_of_halves(const RangeKernels& kernels) {
+  Hash hash;
+  for (const int64_t numel : kNumels) {
+    Floats values = any(numel, 24);
+    std::vector<uint16_t> upper(numel);
+    std::vector<int16_t> lower(numel);
+    kernels.split_halves(values.data(), numel, upper.data(), lower.data());
+    kernels.join_halves(upper.data(), lower.data(), numel, values.data());
+    hash.add(upper);
+    hash.add(lower);
+    hash.add(values);
+  }
+  return hash.value();
+}
+
+// An update of split masters for each rule.
+uint64_t hash_of_split_masters(const RangeKernels& kernels) {
+  Hash hash;
+  for (const int64_t numel : kNumels) {
+    const Floats p = finite(numel, 25), gradient = finite(numel, 26, 0x1p-5F);
+    Floats m = finite(numel, 27, 0x1p-5F), v = positive(numel, 28, 0x1p-14F);
+    std::vector<uint16_t> upper(numel);
+    std::vector<int16_t> lower(numel);
+    kernels.split_halves(p.data(), numel, upper.data(), lower.data());
+    AdamSegment s;
+    s.exp_avg = m.data();
+    s.exp_avg_sq = v.data();
+    s.gradient = gradient.data();
+    s.working = upper.data();
+    s.numel = numel;
+    s.remainder = lower.data();
+    kernels.adam(s,
+                 {.decay = 0.999F,
+                  .weight_decay = 0.0F,
+                  .beta1 = 0.9F,
+                  .one_minus_beta1 = 0.1F,
+                  .beta2 = 0.999F,
+                  .one_minus_beta2 = 0.001F,
+                  .eps = 1e-8F,
+                  .sqrt_bias_correction2 = 0.0836F,
+                  .negative_step_size = -0.0019F,
+                  .amsgrad = false,
+                  .decoupled = true},
+                 0.7F, ElementType::kBFloat16);
+    SgdSegment sgd;
+    sgd.momentum = m.data();
+    sgd.gradient = gradient.data();
+    sgd.working = upper.data();
+    sgd.numel = numel;
+    sgd.remainder = lower.data();
+    kernels.sgd(sgd,
+                {.negative_lr = -0.1F,
+                 .momentum = 0.9F,
+                 .one_minus_dampening = 0.8F,
+                 .weight_decay = 0.01F,
+                 .nesterov = false},
+                0.7F, ElementType::kBFloat16);
+    LionSegment lion;
+    lion.exp_avg = m.data();
+    lion.gradient = gradient.data();
+    lion.working = upper.data();
+    lion.numel = numel;
+    lion.remainder = lower.data();
+    kernels.lion(lion,
+                 {.decay = 0.999F,
+                  .beta1 = 0.9F,
+                  .one_minus_beta1 = 0.1F,
+                  .beta2 = 0.99F,
+                  .one_minus_beta2 = 0.01F,
+                  .negative_lr = -0.003F},
+                 0.7F, ElementType::kBFloat16);
+    hash.add(upper);
+    hash.add(lower);
+    hash.add(m);
+    hash.add(v);
+  }
+  return hash.value();
+}
+
 constexpr Golden kGolden[] = {
     {"casts", hash_of_casts, 0xfe0eef71baaf5f74U},
     {"round_to_bfloat16", hash_of_rounded_floats, 0xba376df9bc2adcbfU},
@@ -412,8 +491,10 @@ constexpr Golden kGolden[] = {
     {"sgd", hash_of_sgd, 0xf6ff701c12c20f14U},
     {"lion", hash_of_lion, 0x5e8d2c2275ec4c2cU},
     {"ema", hash_of_ema, 0x3151d31e090bea5dU},
-    {"stored state", hash_of_stored, 0x9127e710fb032b3cU},
-    {"codes", hash_of_codes, 0x4fb8f39446ce3751U},
+    {"stored state", hash_of_stored, 0x8d35c79e9ed3bf58U},
+    {"codes", hash_of_codes, 0xc2fdeaa94fda0151U},
+    {"halves", hash_of_halves, 0x6079a505adac01f1U},
+    {"split masters", hash_of_split_masters, 0x1d3a4e90439a59bfU},
 };
 constexpr uint64_t kGoldenRowChanges = 0x80d1c76b3404f8e0U;
 constexpr uint64_t kGoldenBiasCorrection = 0xbe146ba889b3a627U;

@@ -30,6 +30,13 @@ std::vector<T> copied(const T* items, int64_t count) {
 bool skips(const double* nonfinite) { return nonfinite != nullptr && *nonfinite != 0.0; }
 float factor_of(const float* coefficient) { return coefficient != nullptr ? *coefficient : 1.0F; }
 
+// Memory of the device that an update writes.
+template <class Segment>
+const void* master_of(const Segment& segment) {
+  return segment.remainder != nullptr ? static_cast<const void*>(segment.remainder)
+                                      : segment.master;
+}
+
 // Drops `working` where nothing is to be written.
 template <class Segment>
 Segment with_working(Segment segment) {
@@ -56,6 +63,22 @@ const char* fill_zero(void* destination, int64_t bytes, void* stream) {
   if (bytes == 0) return nullptr;
   return emulated::launch(stream, destination, [destination, bytes] {
     std::fill_n(static_cast<char*>(destination), bytes, char{0});
+  });
+}
+
+const char* join_halves(const uint16_t* upper, const int16_t* lower, int64_t numel, float* master,
+                        void* stream) {
+  if (numel == 0) return nullptr;
+  return emulated::launch(stream, master, [upper, lower, numel, master] {
+    range_kernels().join_halves(upper, lower, numel, master);
+  });
+}
+
+const char* split_halves(const float* master, int64_t numel, uint16_t* upper, int16_t* lower,
+                         void* stream) {
+  if (numel == 0) return nullptr;
+  return emulated::launch(stream, lower, [master, numel, upper, lower] {
+    range_kernels().split_halves(master, numel, upper, lower);
   });
 }
 
@@ -96,7 +119,7 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
                       void* stream) {
   const std::vector<AdamSegment> filled = copied(segments, count);
   if (filled.empty()) return nullptr;
-  return emulated::launch(stream, filled[0].master,
+  return emulated::launch(stream, master_of(filled[0]),
                           [segments = filled, coefficients, powers, rate, gradient_coefficient,
                            nonfinite, noise, working_type] {
                             if (skips(nonfinite)) return;
@@ -128,7 +151,7 @@ const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoeffic
                      void* stream) {
   const std::vector<SgdSegment> filled = copied(segments, count);
   if (filled.empty()) return nullptr;
-  return emulated::launch(stream, filled[0].master,
+  return emulated::launch(stream, master_of(filled[0]),
                           [segments = filled, coefficients, device_lr, gradient_coefficient,
                            nonfinite, noise, working_type] {
                             if (skips(nonfinite)) return;
@@ -155,7 +178,7 @@ const char* lion_step(const LionSegment* segments, int64_t count,
                       const NoiseStep& noise, ElementType working_type, void* stream) {
   const std::vector<LionSegment> filled = copied(segments, count);
   if (filled.empty()) return nullptr;
-  return emulated::launch(stream, filled[0].master,
+  return emulated::launch(stream, master_of(filled[0]),
                           [segments = filled, coefficients, rate, gradient_coefficient, nonfinite,
                            noise, working_type] {
                             if (skips(nonfinite)) return;
