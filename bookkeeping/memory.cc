@@ -33,7 +33,9 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
     const int64_t row_bytes = kFloatBytes * bucket.rows.numel(row);
     report.gradient_shards += row_bytes;
     if (options.ema) report.ema += row_bytes;
-    if (!arena.layout->is_master(arena)) report.master_parameters += row_bytes;
+    if (!arena.layout->is_master(arena)) {
+      report.master_parameters += options.split_masters ? row_bytes / 2 : row_bytes;
+    }
     for (const Segment& segment : plan.segments(b, row)) {
       if (options.state_bytes) report.optimizer_state += options.state_bytes(segment.numel);
     }

@@ -31,7 +31,9 @@ int64_t moment_bytes(Moments moments, int64_t numel);
 // Bytes that one rank holds, by kind.
 struct MemoryReport {
   int64_t working_parameters = 0;  // full, padding included
-  int64_t master_parameters = 0;  // this rank's rows in fp32; 0 where the working row is the master
+  // This rank's rows in fp32, or their lower halves with ZeroOptions::split_masters; 0 where the
+  // working row is the master.
+  int64_t master_parameters = 0;
   int64_t ema = 0;  // this rank's rows of the average in fp32, and masters that use_ema() set aside
   int64_t optimizer_state = 0;  // what the inner optimizer keeps for this rank's segments
   int64_t gradient_shards = 0;  // this rank's rows in fp32
@@ -56,7 +58,8 @@ struct MemoryOptions {
   // Bytes that the inner optimizer keeps for a segment of `numel` elements: two moment_bytes() for
   // Adam, one for SGD with momentum. None if not given.
   std::function<int64_t(int64_t numel)> state_bytes;
-  bool ema = false;  // ZeroOptions::ema
+  bool ema = false;            // ZeroOptions::ema
+  bool split_masters = false;  // ZeroOptions::split_masters
 };
 
 // Returns what a rank holds between steps by the plan alone; buckets are left at 0.

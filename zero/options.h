@@ -252,6 +252,18 @@ struct ZeroOptions {
   // Refused for groups without a fused kernel. See kernels/stored_state.h for formulas.
   TORCH_ARG(Moments, moments) = Moments::kFloat32;
 
+  // Keeps masters of bf16 parameters in 2 bytes in place of 4, without loss: the working value is
+  // the upper half of the fp32 master, rounded to nearest, and the shard has the lower half. Ties
+  // are rounded away from zero and not to even, which concerns one master in 65536; everything else
+  // has the bits of a run with fp32 masters. Values that a program writes into the working
+  // parameters change the masters then. inner() has no masters to read: see
+  // ZeroOptimizer::master(). With `ema` each step joins the masters of one bucket after the other
+  // once more.
+  //
+  // Refused without a bf16 parameter, with fp16 ones, with Layout::kPerParameter, and for groups
+  // without a fused kernel. fp32 parameters beside bf16 ones are their masters, as always.
+  TORCH_ARG(bool, split_masters) = false;
+
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter
   // and a pass over the shard in each step. See ZeroOptimizer::use_ema(). Checkpoints have it, and
   // export_model() can write it. It begins again as the masters are where a checkpoint without one

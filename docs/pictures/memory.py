@@ -17,7 +17,8 @@ TABLE = "docs/training.md"
 WORLDS = [1, 2, 4, 8, 16, 32, 64]
 # By the beginnings of names, the longest first; None: not drawn.
 LINES = {"one process": (RED, "DDP"), "stage 1": (ORANGE, "stage 1"),
-         "stage 2 with bf16 moments": None, "stage 2 with 8-bit moments": (GREEN, "8-bit"),
+         "stage 2 with bf16 moments": None, "stage 2 with 8-bit moments and split masters":
+         (GREEN, "small"), "stage 2 with 8-bit moments": None,
          "stage 2": (BLUE, "stage 2")}
 PLOT_WIDTH, PLOT_HEIGHT, TOP, MOST = 325, 250, 84, 20
 
@@ -71,8 +72,8 @@ def panel(picture, left, dtype, lines):
             x, y = x_of(left, world), y_of(evaluate(formula, world))
             picture.rect(x - 3, y - 3, 6, 6, colour, radius=3)
         last = evaluate(formula, WORLDS[-1])
-        # 2.25 and 2.16 are one label's height apart from each other.
-        shift = 16 if label == "8-bit" else 0
+        # 2.25 and 2.13 are one label's height apart from each other.
+        shift = 16 if label == "small" else 0
         picture.text(left + PLOT_WIDTH + 10, y_of(last) + 4 + shift, f"{label}: {last:.3g}", 13, colour,
                      bold=True)
 
@@ -83,7 +84,7 @@ def main():
     for i, (dtype, lines) in enumerate(formulas().items()):
         panel(picture, 60 + 480 * i, dtype, lines)
     picture.text(20, 398, "Calculated, not measured: parameters, gradients, fp32 masters and both "
-                 "moments; 8-bit: stage 2 with moments in 8 bits.", 12, INK)
+                 "moments; small: stage 2 with 8-bit moments and split masters.", 12, INK)
     write(picture, __file__)
 
 

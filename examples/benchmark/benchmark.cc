@@ -52,9 +52,8 @@
 namespace zero::examples {
 namespace {
 
-const std::map<std::string, Moments> kMoments = {{"float32", Moments::kFloat32},
-                                                 {"bfloat16", Moments::kBFloat16},
-                                                 {"int8", Moments::kInt8}};
+const std::map<std::string, Moments> kMoments = {
+    {"float32", Moments::kFloat32}, {"bfloat16", Moments::kBFloat16}, {"int8", Moments::kInt8}};
 
 struct Options {
   std::string workload = "mlp25m";
@@ -69,6 +68,7 @@ struct Options {
   bool static_graph = false;
   bool ema = false;
   std::string moments = "float32";
+  bool split_masters = false;
   bool overlap_gather = false;
   std::string reduce_dtype;  // empty: the library's default
   std::string wire = "dtype";
@@ -125,7 +125,7 @@ class Run {
     zero_options.stage(options.stage);
     zero_options.static_graph(options.static_graph);
     if (options.ema) zero_options.ema(EmaOptions());
-    zero_options.moments(kMoments.at(options.moments));
+    zero_options.moments(kMoments.at(options.moments)).split_masters(options.split_masters);
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
                                                        : Layout::kPerParameter);
     zero_options.overlap_gather(options.overlap_gather);
@@ -373,6 +373,8 @@ int main(int argc, char** argv) {
   app.add_flag("--ema", options.ema, "Keep an average of the parameters");
   app.add_option("--moments", options.moments, "How the averages of AdamW are stored")
       ->check(CLI::IsMember(zero::examples::kMoments));
+  app.add_flag("--split-masters", options.split_masters,
+               "Keep masters of bfloat16 parameters in 2 bytes");
   app.add_flag("--overlap-gather", options.overlap_gather,
                "Gather parameters during the next forward pass");
   app.add_flag("--flat", options.flat, "Exchange with every rank, whatever its machine");

@@ -50,6 +50,7 @@ struct Options {
   std::string device = "cuda";
   bool ema = false;
   std::string moments = "float32";
+  bool split_masters = false;
   std::optional<double> bucket_mb;
   // Less than the default where there are fewer ranks.
   int64_t ranks_per_machine = Machines{}.ranks_per_machine;
@@ -65,9 +66,8 @@ struct Options {
 
 const std::map<std::string, c10::ScalarType> kDtypes = {
     {"float32", c10::kFloat}, {"bfloat16", c10::kBFloat16}, {"float16", c10::kHalf}};
-const std::map<std::string, Moments> kMoments = {{"float32", Moments::kFloat32},
-                                                 {"bfloat16", Moments::kBFloat16},
-                                                 {"int8", Moments::kInt8}};
+const std::map<std::string, Moments> kMoments = {
+    {"float32", Moments::kFloat32}, {"bfloat16", Moments::kBFloat16}, {"int8", Moments::kInt8}};
 const std::map<std::string, Layout> kLayouts = {{"contiguous", Layout::kContiguous},
                                                 {"per_parameter", Layout::kPerParameter},
                                                 {"whole_parameters", Layout::kWholeParameters}};
@@ -117,7 +117,8 @@ nlohmann::ordered_json report(const Options& options) {
       options.shapes.empty() ? model_shape(options.model) : read_shapes(options.shapes);
   const Plan plan = plan_job(model, options.job);
   const PlanFigures figures =
-      plan_figures(plan, options.job.stage, options.ema, kMoments.at(options.moments));
+      plan_figures(plan, options.job.stage, options.ema, kMoments.at(options.moments),
+                   options.split_masters && options.job.dtype == c10::kBFloat16);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -283,6 +284,8 @@ void add_options(CLI::App& app, Options& options) {
   app.add_flag("--ema", options.ema, "With an average of the parameters in fp32");
   app.add_option("--moments", options.moments, "How Adam's averages are stored")
       ->check(CLI::IsMember(kMoments));
+  app.add_flag("--split-masters", options.split_masters,
+               "Keep masters of bfloat16 parameters in 2 bytes");
   app.add_option("--layout", options.layout, "Layout of buckets")->check(CLI::IsMember(kLayouts));
   app.add_option("--device", options.device, "Of the ranks: the default size of buckets")
       ->check(CLI::IsMember({"cpu", "cuda"}));

@@ -209,7 +209,8 @@ std::vector<int64_t> owned_elements(const Plan& plan) {
   return total;
 }
 
-PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema, Moments moments) {
+PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema, Moments moments,
+                         bool split_masters) {
   PlanFigures figures;
   for (const Arena& arena : plan.arenas) {
     figures.parameters += arena.parameter_numel;
@@ -238,6 +239,7 @@ PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema, Moments mome
   MemoryOptions options;
   options.stage = stage;
   options.ema = ema;
+  options.split_masters = split_masters;
   options.state_bytes = [moments](int64_t numel) { return 2 * moment_bytes(moments, numel); };
   figures.memory = expected_memory(plan, most - owned.begin(), options);
   return figures;

@@ -48,7 +48,7 @@ struct PlanFigures {
 };
 
 PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema = false,
-                         Moments moments = Moments::kFloat32);
+                         Moments moments = Moments::kFloat32, bool split_masters = false);
 
 // ---- Time on the wire ----
 

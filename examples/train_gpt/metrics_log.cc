@@ -50,6 +50,7 @@ void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t 
       {"max_norm", options.max_norm},
       {"seed", options.seed},
       {"moments", options.moments_name},
+      {"split_masters", options.split_masters},
       {"ema", options.ema},
       {"libtorch", TORCH_VERSION},
   };

@@ -16,9 +16,8 @@ namespace {
 
 const std::map<std::string, c10::ScalarType> kDtypes = {
     {"float32", c10::kFloat}, {"bfloat16", c10::kBFloat16}, {"float16", c10::kHalf}};
-const std::map<std::string, Moments> kMoments = {{"float32", Moments::kFloat32},
-                                                 {"bfloat16", Moments::kBFloat16},
-                                                 {"int8", Moments::kInt8}};
+const std::map<std::string, Moments> kMoments = {
+    {"float32", Moments::kFloat32}, {"bfloat16", Moments::kBFloat16}, {"int8", Moments::kInt8}};
 
 // Peak learning rates that suit the default model.
 const std::map<std::string, double> kLearningRates = {
@@ -134,6 +133,9 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
                  "How averages of gradients are stored, with adamw and lion")
       ->check(CLI::IsMember(kMoments))
       ->type_name("")
+      ->group(group);
+  app.add_flag("--split-masters", options.split_masters,
+               "Keep masters of bfloat16 parameters in 2 bytes, without loss; with adamw and lion")
       ->group(group);
   app.add_option("--ema", options.ema,
                  "Keep an average of the parameters with this decay, and validate it too; 0: none")
@@ -296,10 +298,15 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
   }
   options.dtype = kDtypes.at(options.dtype_name);
   options.moments = kMoments.at(options.moments_name);
-  if (options.moments != Moments::kFloat32 && options.optimizer != "adamw" &&
-      options.optimizer != "lion") {
-    return refuse("--moments " + options.moments_name +
-                  ": expected --optimizer adamw or lion, got " + options.optimizer);
+  const bool narrow = options.moments != Moments::kFloat32 || options.split_masters;
+  if (narrow && options.optimizer != "adamw" && options.optimizer != "lion") {
+    return refuse(
+        "--moments and --split-masters: expected --optimizer adamw or lion, which have fused "
+        "kernels, got " +
+        options.optimizer);
+  }
+  if (options.split_masters && options.dtype != c10::kBFloat16) {
+    return refuse("--split-masters: expected --dtype bfloat16, got " + options.dtype_name);
   }
   if (options.learning_rate == 0) options.learning_rate = kLearningRates.at(options.optimizer);
   if (options.width % options.heads != 0) {

@@ -44,6 +44,7 @@ struct TrainOptions {
   double max_norm = 1.0;
   std::string moments_name = "float32";
   Moments moments = Moments::kFloat32;  // what moments_name says
+  bool split_masters = false;
   double ema = 0.0;  // decay of the average of the parameters; 0: none
   uint64_t seed = 1;
 

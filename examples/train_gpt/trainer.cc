@@ -70,6 +70,7 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
               .ema(options.ema > 0 ? std::optional<EmaOptions>(EmaOptions().decay(options.ema))
                                    : std::nullopt)
               .moments(options.moments)
+              .split_masters(options.split_masters)
               .protect(options.elastic ? options.protect_every : 0)),
       schedule_(optimizer_, make_schedule(options)),
       metrics_(optimizer_.group().make_communicator("metrics", Purpose::kControl)) {}

@@ -49,6 +49,12 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
       EXPECT_EQ(two.memory.ema, 0);
       near(plan_figures(plan_job(model, job(world_size)), 2, /*ema=*/true).memory.total(),
            2 * p + 20 * p / w);
+      // 8-bit moments have a scale of 4 bytes for each 256 elements.
+      const PlanFigures small = plan_figures(plan_job(model, job(world_size)), 2, /*ema=*/false,
+                                             Moments::kInt8, /*split_masters=*/true);
+      near(small.memory.optimizer_state, (2 + 8.0 / 256) * p / w);
+      near(small.memory.master_parameters, 2 * p / w);
+      near(small.memory.total(), 2 * p + (8 + 8.0 / 256) * p / w);
       // Stage 1 keeps averaged gradients in full.
       near(plan_figures(plan_job(model, job(world_size)), 1).memory.total(), 4 * p + 16 * p / w);
       // fp32, stage 2: the master is the working row. 4P + 4P/W + 8P/W.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "tests/support/random_tensors.h"
@@ -18,10 +19,14 @@ std::vector<at::Tensor> rows(uint64_t seed) {
   return {random_tensor({1000}, seed), at::zeros({0}), random_tensor({37}, seed + 1)};
 }
 
+Ema::MasterOf of(std::vector<at::Tensor> rows) {
+  return [rows = std::move(rows)](int64_t bucket) { return rows[static_cast<size_t>(bucket)]; };
+}
+
 TEST(EmaTest, FollowsItsFormula) {
   for (const bool warm_up : {false, true}) {
     const double decay = 0.6;
-    Ema ema(EmaOptions().decay(decay).warm_up(warm_up), rows(1));
+    Ema ema(EmaOptions().decay(decay).warm_up(warm_up), 3, of(rows(1)));
     std::vector<std::vector<double>> expected;
     for (const at::Tensor& row : rows(1)) {
       const auto* begin = row.const_data_ptr<float>();
@@ -50,7 +55,7 @@ TEST(EmaTest, FollowsItsFormula) {
 TEST(EmaTest, WhatTheDeviceKnowsHasTheBitsOfWhatTheHostKnows) {
   for (const bool warm_up : {false, true}) {
     const auto options = EmaOptions().decay(0.9).warm_up(warm_up);
-    Ema host(options, rows(3)), device(options, rows(3));
+    Ema host(options, 3, of(rows(3))), device(options, 3, of(rows(3)));
     const auto flag = [](double value) { return at::full({}, value, at::kDouble); };
     for (int64_t step = 1; step <= 200; ++step) {
       const auto masters = rows(static_cast<uint64_t>(7 * step));
@@ -73,13 +78,13 @@ TEST(EmaTest, WhatTheDeviceKnowsHasTheBitsOfWhatTheHostKnows) {
 TEST(EmaTest, BitsDoNotDependOnWhereARowBegins) {
   constexpr int64_t kNumel = 70001;  // more than is taken at a time
   const at::Tensor initial = random_tensor({kNumel}, 1), master = random_tensor({kNumel}, 2);
-  Ema whole(EmaOptions().decay(0.99), {initial});
+  Ema whole(EmaOptions().decay(0.99), 1, of({initial}));
   whole.begin(5);
   whole.follow(0, master);
   EXPECT_TRUE(at::equal(whole.row(0),
                         initial + (master - initial) * Ema::weight(EmaOptions().decay(0.99), 5)));
   for (const int64_t begin : {1, 3, 7, 100, 69990}) {
-    Ema part(EmaOptions().decay(0.99), {initial.narrow(0, begin, kNumel - begin)});
+    Ema part(EmaOptions().decay(0.99), 1, of({initial.narrow(0, begin, kNumel - begin)}));
     part.begin(5);
     part.follow(0, master.narrow(0, begin, kNumel - begin));
     EXPECT_TRUE(at::equal(part.row(0), whole.row(0).narrow(0, begin, kNumel - begin))) << begin;
@@ -88,8 +93,8 @@ TEST(EmaTest, BitsDoNotDependOnWhereARowBegins) {
 
 TEST(EmaTest, BeginsAgainAsTheMastersAre) {
   const auto masters = rows(5);
-  Ema ema(EmaOptions(), rows(1));
-  ema.restart(masters);
+  Ema ema(EmaOptions(), 3, of(rows(1)));
+  ema.restart(of(masters));
   for (const int64_t b : {0, 2}) {
     EXPECT_TRUE(at::equal(ema.row(b), masters[b]));
     EXPECT_FALSE(ema.row(b).is_alias_of(masters[b]));

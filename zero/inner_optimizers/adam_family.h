@@ -71,7 +71,8 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
       if (s.count == nullptr) state.step(state.step() + 1);
       kernels::AdamSegment segment;
       segment.numel = s.master->numel();
-      segment.master = s.master->template mutable_data_ptr<float>();
+      segment.master = master_values(s);
+      segment.remainder = s.remainder;
       segment.exp_avg = state.exp_avg().mutable_data_ptr();
       segment.exp_avg_sq = state.exp_avg_sq().mutable_data_ptr();
       segment.state_type = state_type(state.exp_avg());

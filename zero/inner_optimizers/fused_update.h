@@ -22,7 +22,7 @@ namespace zero {
 
 // One segment to update; all arrays have the master's length.
 struct FusedSegment {
-  const at::Tensor* master = nullptr;  // fp32, 1-D; the key of its state
+  const at::Tensor* master = nullptr;  // fp32; the key of its state
   const float* gradient = nullptr;
   void* working = nullptr;              // the segment's part of the working row, or null for none
   const float* count = nullptr;         // [1], this update included; null: counted in its state
@@ -30,7 +30,14 @@ struct FusedSegment {
   // The number of its parameter, and its first element in that, for rounding moments.
   int64_t parameter = 0;
   int64_t element = 0;
+  // The lower halves of a split master: `master` has no memory then, and `working` the upper ones.
+  int16_t* remainder = nullptr;
 };
+
+// The memory of a master that is not split; null for one that is.
+inline float* master_values(const FusedSegment& segment) {
+  return segment.remainder != nullptr ? nullptr : segment.master->mutable_data_ptr<float>();
+}
 
 // The same for all segments of a call. Memory of the segments' device, read when the kernel runs.
 struct FusedScalars {

@@ -143,7 +143,8 @@ class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, publ
       const at::Tensor& average = state_of(optimizer, *s.master).exp_avg();
       kernels::LionSegment segment;
       segment.numel = s.master->numel();
-      segment.master = s.master->mutable_data_ptr<float>();
+      segment.master = master_values(s);
+      segment.remainder = s.remainder;
       segment.exp_avg = average.mutable_data_ptr();
       segment.state_type = state_type(average);
       segment.parameter = s.parameter;

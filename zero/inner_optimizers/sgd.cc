@@ -56,7 +56,8 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
         segment.momentum = state->momentum_buffer().mutable_data_ptr();
         segment.state_type = state_type(state->momentum_buffer());
       }
-      segment.master = s.master->mutable_data_ptr<float>();
+      segment.master = master_values(s);
+      segment.remainder = s.remainder;
       segment.gradient = s.gradient;
       segment.working = s.working;
       segment.device_step = s.count;

@@ -199,7 +199,7 @@ void hold(Engine& engine, HeldShards& held) {
   for (const SegmentTensors& s : engine.shards.segments()) {
     HeldSegment h{s.segment, {}, {}};
     if (!engine.arena.is_master(s.segment.bucket)) {
-      h.tensors[{kMaster, at::kFloat}] = elements_of(s.master, s.master);
+      h.tensors[{kMaster, at::kFloat}] = elements_of(engine.shards.masters().values(s), s.master);
     }
     if (s.ema.defined()) h.tensors[{kEmaKind, at::kFloat}] = elements_of(s.ema, s.master);
     if (auto state = read_inner_state(inner, s.group, s.master)) {
@@ -351,16 +351,16 @@ void move_masters(HeldShards& from, const Kind& kind, const std::vector<RowSourc
   for (const SegmentTensors& s : engine.shards.segments()) {
     const bool moves =
         kind.of[s.segment.parameter] != 0 && !engine.arena.is_master(s.segment.bucket);
-    into.push_back(moves ? elements_of(s.master, s.master).clone() : at::Tensor());
+    into.push_back(moves ? elements_of(engine.shards.masters().values(s), s.master).clone()
+                         : at::Tensor());
   }
   move(from, kind, sources, engine, into);
   for (size_t i = 0; i < into.size(); ++i) {
     if (!into[i].defined()) continue;
     const SegmentTensors& s = engine.shards.segments()[i];
-    const c10::ScalarType dtype =
-        engine.table.parameters()[s.segment.parameter].tensor.scalar_type();
-    const at::Tensor given = elements_of(s.master, s.master);
-    given.copy_(at::where(into[i].to(dtype).to(at::kFloat).eq(given), into[i], given));
+    MasterRows& masters = engine.shards.masters();
+    const at::Tensor given = elements_of(masters.values(s), s.master);
+    masters.set(s, at::where(masters.rounded(s, into[i]).eq(given), into[i], given));
   }
 }
 

@@ -33,7 +33,8 @@ FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, 
   for (const SegmentTensors& s : shards.segments()) {
     if (!saves(s.segment.parameter)) continue;
     const std::string& owner = table.parameters()[s.segment.parameter].name;
-    file.tensors.push_back(piece(owner, "master", s.segment, elements_of(s.master, s.master)));
+    const at::Tensor master = shards.masters().values(s);
+    file.tensors.push_back(piece(owner, "master", s.segment, elements_of(master, s.master)));
     if (s.ema.defined()) {
       file.tensors.push_back(piece(owner, kEmaKind, s.segment, elements_of(s.ema, s.master)));
     }

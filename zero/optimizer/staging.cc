@@ -32,7 +32,7 @@ void check_step(const std::string& owner, const std::string& kind, const at::Ten
 void put(Staged& staged, ShardOptimizer& shards) {
   torch::optim::Optimizer& inner = shards.inner();
   for (StagedSegment& s : staged.segments) {
-    s.target->master.copy_(in_shape_of(s.master, s.target->master));
+    shards.masters().set(*s.target, s.master);
     if (s.target->ema.defined()) {
       const at::Tensor& average = s.ema.defined() ? s.ema : s.master;
       s.target->ema.copy_(in_shape_of(average, s.target->master));

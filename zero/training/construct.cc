@@ -87,7 +87,8 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
   if (const auto& ema = options.ema()) {
     line << " ema " << exact_text(ema->decay()) << " warm-up " << ema->warm_up();
   }
-  line << " moments " << static_cast<int>(options.moments());
+  line << " split_masters " << options.split_masters() << " moments "
+       << static_cast<int>(options.moments());
   for (const auto& [group, moments] : options.group_moments()) {
     line << " of group " << group << " " << static_cast<int>(moments);
   }
@@ -176,6 +177,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     layouts = group_layouts(*inner, options);
     check_moments(*inner, options);
     table = std::make_unique<ParameterTable>(module, inner->param_groups());
+    check_split_masters(*table, *inner, layouts, options);
     check_parameters(*table, group, *inner, layouts);
     check_wire_options(options, table->parameters().front().tensor.device());
     domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));

@@ -94,7 +94,7 @@ ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimiz
       std::move(inner),
       {engine.options.fused(), !engine.device.is_cpu() || engine.options.static_graph(),
        engine.options.static_graph(), engine.options.ema(),
-       parameter_moments(engine.table, engine.options)});
+       parameter_moments(engine.table, engine.options), engine.options.split_masters()});
 }
 
 // The deviation of this rank from the promise of static_graph, or nothing.

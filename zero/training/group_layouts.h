@@ -28,6 +28,9 @@ inline bool is_whole(Layout layout) { return layout == Layout::kWholeParameters;
 // Throws c10::Error where the options ask for moments that are not fp32 of a group that does not
 // exist, or that has no fused kernel.
 void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& options);
+// Throws c10::Error where the options ask for split masters of parameters that cannot have them.
+void check_split_masters(const ParameterTable& table, const torch::optim::Optimizer& inner,
+                         const std::vector<Layout>& layouts, const ZeroOptions& options);
 // Returns how the moments of each parameter of `table` are stored.
 std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options);
 

@@ -37,7 +37,8 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
     const Bucket& bucket = engine.plan.buckets[b];
     Communicator& ranks = *engine.comms->domains[engine.domain_of[index]].data;
     const Rows rows(engine.pool.take(engine.plan.bucket_numel(bucket), at::kFloat), bucket.rows);
-    rows.row(ranks.rank()).copy_(gradient ? engine.reducer.shard(b) : engine.shards.master_row(b));
+    rows.row(ranks.rank())
+        .copy_(gradient ? engine.reducer.shard(b) : engine.shards.masters().values(b));
     ranks.gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name).wait();
     std::vector<at::Tensor> tensors(bucket.slots.size());
     for (size_t i = 0; i < tensors.size(); ++i) {

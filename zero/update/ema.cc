@@ -19,12 +19,12 @@ constexpr int64_t kAdded = 1, kAddedBelow = 10;
 
 }  // namespace
 
-Ema::Ema(const EmaOptions& options, const std::vector<at::Tensor>& masters) : options_(options) {
-  for (const at::Tensor& master : masters) rows_.push_back(master.detach().clone());
+Ema::Ema(const EmaOptions& options, int64_t buckets, const MasterOf& master) : options_(options) {
+  for (int64_t b = 0; b < buckets; ++b) rows_.push_back(master(b).detach().clone());
 }
 
-void Ema::restart(const std::vector<at::Tensor>& masters) {
-  for (size_t b = 0; b < rows_.size(); ++b) rows_[b].copy_(masters[b]);
+void Ema::restart(const MasterOf& master) {
+  for (size_t b = 0; b < rows_.size(); ++b) rows_[b].copy_(master(static_cast<int64_t>(b)));
 }
 
 double Ema::weight(const EmaOptions& options, int64_t steps) {

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "zero/options.h"
@@ -17,10 +18,12 @@ namespace zero {
 
 class Ema {
  public:
-  // `masters`: the row of each bucket, 1-D fp32. The average begins as they are.
-  Ema(const EmaOptions& options, const std::vector<at::Tensor>& masters);
+  // Returns the masters of a bucket, 1-D fp32.
+  using MasterOf = std::function<at::Tensor(int64_t bucket)>;
+  // The average begins as the masters are.
+  Ema(const EmaOptions& options, int64_t buckets, const MasterOf& master);
   // Begins again.
-  void restart(const std::vector<at::Tensor>& masters);
+  void restart(const MasterOf& master);
 
   // The share of the masters in the average after `steps` steps, the last one included.
   static double weight(const EmaOptions& options, int64_t steps);

@@ -25,7 +25,9 @@ int64_t hash_of(const at::Tensor& tensor) {
 }
 
 // Returns whether this rank's masters of a parameter round to its working values.
-bool masters_agree(const ParameterTable& table, const SegmentTensors& s) {
+bool masters_agree(const ParameterTable& table, const ShardOptimizer& shards,
+                   const SegmentTensors& s) {
+  if (shards.masters().is_split(s.segment.bucket)) return true;  // its working values are halves
   const at::Tensor& tensor = table.parameters()[s.segment.parameter].tensor;
   // Only the segment: a parameter may have many.
   const at::Tensor working =
@@ -65,7 +67,7 @@ void check_working_parameters(const ParameterTable& table, const ShardOptimizer&
   }
   for (const SegmentTensors& s : shards.segments()) {
     if (!includes(s.segment.parameter)) continue;
-    if (!masters_agree(table, s)) words[3 * s.segment.parameter + 2] = rank + 1;
+    if (!masters_agree(table, shards, s)) words[3 * s.segment.parameter + 2] = rank + 1;
   }
   group.all_reduce_max(message.view({-1}), "hashes of all parameters").wait();
   for (int64_t p = 0; p < count; ++p) {

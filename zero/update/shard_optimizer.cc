@@ -3,7 +3,6 @@
 #include "zero/update/shard_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 
@@ -52,6 +51,7 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
           return fused(shards_.table.parameters()[s.parameter].group) != nullptr;
         }));
   }
+  masters_.emplace(shards_.plan, shards_.ranks, shards_.arena, options.split_masters);
   make_masters(options.moments);
   if (options.ema) make_ema(*options.ema);
   replace_parameters();
@@ -104,9 +104,8 @@ std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
   inner_->state().clear();
   segments_.clear();
   first_segment_.clear();
-  master_rows_.clear();
+  masters_->clear();
   ema_.reset();
-  aside_.clear();
   return std::move(inner_);
 }
 
@@ -127,15 +126,8 @@ void ShardOptimizer::make_masters(const std::vector<Moments>& moments) {
   const Plan& plan = shards_.plan;
   const auto count = static_cast<int64_t>(plan.buckets.size());
   for (int64_t b = 0; b < count; ++b) {
-    // 1. The row: a view of the working row where that is fp32 and in place, else memory of its
-    // own.
-    if (shards_.arena.is_master(b)) {
-      master_rows_.push_back(own_row(b, shards_.arena.rows(b)));
-    } else {
-      master_rows_.push_back(at::empty_like(shards_.reducer.shard(b)));
-    }
-    // 2. Its segments: 1-D pieces, or whole parameters in their shapes. Masters and gradients are
-    // views of rows, so that one kernel can pass over a row.
+    // Segments are 1-D pieces, or whole parameters in their shapes. Masters and gradients are views
+    // of rows, so that one kernel can pass over a row.
     first_segment_.push_back(segments_.size());
     const int64_t rank = shards_.ranks[plan.domain_of(b)];
     const bool whole = plan.layout_of(plan.buckets[b]).is_whole();
@@ -147,15 +139,17 @@ void ShardOptimizer::make_masters(const std::vector<Moments>& moments) {
       };
       const Moments stored = moments.empty() ? Moments::kFloat32 : moments[s.parameter];
       segments_.push_back(
-          {s, p.group, stored, view(master_rows_[b]).detach(), view(shards_.reducer.shard(b))});
+          {s, p.group, stored, view(masters_->row(b)).detach(), view(shards_.reducer.shard(b))});
     }
   }
   first_segment_.push_back(segments_.size());
+  masters_->drop_split_memory();
   read_masters();
 }
 
 void ShardOptimizer::make_ema(const EmaOptions& options) {
-  ema_.emplace(options, master_rows_);
+  ema_.emplace(options, static_cast<int64_t>(shards_.plan.buckets.size()),
+               [this](int64_t bucket) { return masters_->values(bucket); });
   for (SegmentTensors& s : segments_) {
     s.ema = ema_->row(s.segment.bucket)
                 .narrow(0, s.segment.offset, s.segment.numel)
@@ -175,16 +169,6 @@ void ShardOptimizer::replace_parameters() {
   trap_.emplace(*inner_);
   for (const auto& group : groups) pushed_.push_back(group.options().clone());
   by_group_.resize(groups.size());
-}
-
-void ShardOptimizer::read_masters() {
-  for (size_t b = 0; b < master_rows_.size(); ++b) {
-    const auto bucket = static_cast<int64_t>(b);
-    if (shards_.arena.is_master(bucket)) continue;
-    shards_.arena.read_row(bucket,
-                           shards_.ranks[shards_.plan.arena_of(shards_.plan.buckets[b]).domain],
-                           master_rows_[b]);
-  }
 }
 
 void ShardOptimizer::check_classes(const ParamGroups& groups) const {
@@ -212,10 +196,6 @@ void ShardOptimizer::push_options(const ParamGroups& groups) {
     inner_groups[g].set_options(groups[g].options().clone());
     pushed_[g] = groups[g].options().clone();
   }
-}
-
-void ShardOptimizer::write_row(int64_t bucket, const at::Tensor& own_row) const {
-  if (!shards_.arena.is_master(bucket)) round_to(master_rows_[bucket], own_row);
 }
 
 void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite) {
@@ -280,7 +260,7 @@ Rows ShardOptimizer::update(int64_t bucket) {
   const at::Tensor own = own_row(bucket, rows);
   const TraceRange range("update", bucket);
   if (none_fused_) {
-    write_row(bucket, own);
+    masters_->write_working(bucket, own);
   } else {
     update_fused(bucket, own);
   }
@@ -304,7 +284,8 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
     by_group_[s.group].push_back({&s.master, s.gradient.const_data_ptr<float>(),
                                   cast ? row + s.segment.offset * own_row.element_size() : nullptr,
                                   counts_ ? counts_->of(i) : nullptr, s.moments,
-                                  s.segment.parameter, s.segment.begin});
+                                  s.segment.parameter, s.segment.begin,
+                                  masters_->lower(s.segment)});
   }
   // One kernel for each parameter group of the bucket, over all its segments.
   for (const int64_t g : groups_) {
@@ -312,44 +293,30 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
     fused(g)->update(*inner_, g, by_group_[g], scalars_, own_row.scalar_type(),
                      current_stream(own_row.device()));
   }
-  if (whole_row) write_row(bucket, own_row);
+  if (whole_row) masters_->write_working(bucket, own_row);
 }
 
 Rows ShardOptimizer::write_working(int64_t bucket) const {
   at::NoGradGuard no_grad;
   const Rows rows = shards_.arena.rows(bucket);
-  write_row(bucket, own_row(bucket, rows));
+  masters_->write_working(bucket, own_row(bucket, rows));
   return rows;
 }
 
 Rows ShardOptimizer::write_ema(int64_t bucket) {
   at::NoGradGuard no_grad;
   const Rows rows = shards_.arena.rows(bucket);
-  if (shards_.arena.is_master(bucket)) aside_[bucket] = master_rows_[bucket].clone();
+  masters_->set_aside(bucket);
   round_to(ema_->row(bucket), own_row(bucket, rows));
   return rows;
 }
 
-void ShardOptimizer::take_masters_back() {
-  at::NoGradGuard no_grad;
-  for (const auto& [bucket, master] : aside_) master_rows_[bucket].copy_(master);
-  aside_.clear();
+void ShardOptimizer::restart_ema() {
+  ema_->restart([this](int64_t bucket) { return masters_->values(bucket); });
 }
 
 int64_t ShardOptimizer::ema_bytes() const {
-  int64_t bytes = ema_ ? ema_->bytes() : 0;
-  for (const auto& [bucket, master] : aside_) bytes += static_cast<int64_t>(master.nbytes());
-  return bytes;
-}
-
-int64_t ShardOptimizer::master_bytes() const {
-  int64_t bytes = 0;
-  for (size_t b = 0; b < master_rows_.size(); ++b) {
-    if (!shards_.arena.is_master(static_cast<int64_t>(b))) {
-      bytes += static_cast<int64_t>(master_rows_[b].nbytes());
-    }
-  }
-  return bytes;
+  return masters_->bytes_aside() + (ema_ ? ema_->bytes() : 0);
 }
 
 int64_t ShardOptimizer::state_bytes() const {

@@ -16,7 +16,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
-#include <map>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -33,6 +32,7 @@
 #include "zero/memory/working_arena.h"
 #include "zero/update/device_rates.h"
 #include "zero/update/ema.h"
+#include "zero/update/master_rows.h"
 #include "zero/update/step_counts.h"
 
 namespace zero {
@@ -59,6 +59,7 @@ class ShardOptimizer {
     std::optional<EmaOptions> ema = std::nullopt;
     // Per parameter; empty: fp32. Those of groups without a fused kernel are fp32.
     std::vector<Moments> moments = {};
+    bool split_masters = false;  // of bf16 parameters, which have fused kernels then
   };
 
   // Takes masters from the working parameters and replaces `inner`'s
@@ -96,23 +97,23 @@ class ShardOptimizer {
   bool inner_was_stepped() { return trap_->sprung(); }
 
   // Sets masters from working parameters.
-  void read_masters();
+  void read_masters() { masters_->read_working(); }
   // Returns the working rows of a bucket, of which this rank's is made from its masters.
   Rows write_working(int64_t bucket) const;
 
   // The average of the masters; null without one.
   Ema* ema() { return ema_ ? &*ema_ : nullptr; }
   // Lets the average of a bucket follow its masters, behind update().
-  void follow_ema(int64_t bucket) { ema_->follow(bucket, master_rows_[bucket]); }
-  void restart_ema() { ema_->restart(master_rows_); }
-  // As write_working(), from the average. Masters that are working rows are set aside until
+  void follow_ema(int64_t bucket) { ema_->follow(bucket, masters_->values(bucket)); }
+  void restart_ema();
+  // As write_working(), from the average. Masters that are in working rows are set aside until
   // take_masters_back().
   Rows write_ema(int64_t bucket);
-  void take_masters_back();
+  void take_masters_back() { masters_->take_back(); }
   int64_t ema_bytes() const;  // with masters that are set aside
 
-  // The own row of a bucket, fp32.
-  const at::Tensor& master_row(int64_t bucket) const { return master_rows_[bucket]; }
+  MasterRows& masters() { return *masters_; }
+  const MasterRows& masters() const { return *masters_; }
   const std::vector<SegmentTensors>& segments() const { return segments_; }
   // With deferred() this waits for the device, to bring the state's counts up to date: not for the
   // step path, nor once per parameter.
@@ -128,7 +129,7 @@ class ShardOptimizer {
   // To be called after inner().state() was changed.
   void take_state();
 
-  int64_t master_bytes() const;  // without masters that are working rows
+  int64_t master_bytes() const { return masters_->bytes(); }
   int64_t state_bytes() const;
 
  private:
@@ -140,7 +141,6 @@ class ShardOptimizer {
   void update_fused(int64_t bucket, const at::Tensor& own_row);
   void give_state() const;
   void check_there() const;
-  void write_row(int64_t bucket, const at::Tensor& own_row) const;
   at::Tensor own_row(int64_t bucket, const Rows& rows) const;
 
   const Shards shards_;
@@ -151,9 +151,8 @@ class ShardOptimizer {
   bool all_fused_ = true;
   bool none_fused_ = true;
 
-  std::vector<at::Tensor> master_rows_;  // per bucket
+  std::optional<MasterRows> masters_;
   std::optional<Ema> ema_;
-  std::map<int64_t, at::Tensor> aside_;  // by bucket: masters, while the working rows have averages
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::optional<SegmentCounts> counts_;   // updates of each segment, with deferred()
