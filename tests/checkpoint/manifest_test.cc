@@ -321,6 +321,15 @@ TEST(ManifestTest, PartsOfTensorsSayWhereTheyAre) {
   EXPECT_EQ(part.boxes.at(0).sizes, (std::vector<int64_t>{3, 2}));
 }
 
+// What a load would refuse is not saved.
+TEST(ManifestTest, NamesWithANulAreNotWritten) {
+  Manifest m = full_manifest();
+  m.parameters[0].name = "a\\u0000b";  // the characters of the escape, and no NUL
+  EXPECT_EQ(parse_manifest(manifest_text(m), "m").parameters[0].name, m.parameters[0].name);
+  m.parameters[0].name = std::string("a\0b", 3);
+  expect_words(error_of([&] { manifest_text(m); }), {"without a NUL", "rename what has it"});
+}
+
 TEST(ManifestTest, AveragesOfParametersAreAKindOfTheirOwn) {
   Manifest m = full_manifest();
   EXPECT_FALSE(has_ema(m));

@@ -132,8 +132,7 @@ JsonForm<std::vector<Value>> list_of(const JsonForm<Value>& form) {
           [form](const nlohmann::json& list, const char* name, int64_t version) {
             TORCH_CHECK(list.is_array(), name, ": expected a list, got another ", list.type_name());
             std::vector<Value> values;
-            values.reserve(list.size());
-            for (const nlohmann::json& value : list) {
+            for (const nlohmann::json& value : list) {  // without reserve(): it may be hostile
               values.push_back(form.read(value, name, version));
             }
             return values;

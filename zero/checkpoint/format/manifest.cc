@@ -255,6 +255,22 @@ void add_files(const std::vector<FileContent>& files, Manifest& manifest) {
   }
 }
 
+namespace {
+
+// A load refuses text with a NUL, which `text`, as dump() writes it, has as an escape.
+void check_no_nul(const std::string& text) {
+  const std::string escape = "\\u0000";
+  for (size_t at = text.find(escape); at != std::string::npos; at = text.find(escape, at + 1)) {
+    size_t backslashes = 1;
+    while (backslashes <= at && text[at - backslashes] == '\\') ++backslashes;
+    TORCH_CHECK(backslashes % 2 == 0,
+                "checkpoint: expected names and metadata without a NUL, got one near ",
+                text.substr(at - std::min<size_t>(at, 60), 80), "; rename what has it");
+  }
+}
+
+}  // namespace
+
 std::string manifest_text(const Manifest& manifest) {
   TORCH_CHECK(manifest.metadata.size() <= kEntriesLimit, "checkpoint: expected at most ",
               kEntriesLimit, " entries of metadata, got ", manifest.metadata.size(),
@@ -264,6 +280,7 @@ std::string manifest_text(const Manifest& manifest) {
   ordered_json root = {{"format", kFormat}, {"version", kCheckpointVersion}};
   write_fields(manifest, root);
   std::string text = dump(root);
+  check_no_nul(text);
   TORCH_CHECK(text.size() < kManifestLimit, "checkpoint: expected a manifest of less than ",
               kManifestLimit, " bytes, got ", text.size(),
               "; larger buckets have fewer pieces of parameters, and metadata counts too");

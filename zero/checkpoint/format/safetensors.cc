@@ -72,7 +72,7 @@ class HeaderReader final : public UniqueNames {
   HeaderReader(SafetensorsHeader& header, uint64_t file_bytes)
       : UniqueNames(kDeepest), header_(header), data_bytes_(file_bytes - header.data_begin) {}
 
-  // Whether the text is an object. If not, only its levels are looked at.
+  // Whether the text is an object.
   bool is_object() const { return is_object_; }
 
   bool null() override { return other("null"); }
