@@ -15,7 +15,14 @@ namespace zero {
 
 // How the inner optimizer's averages are stored: exp_avg and exp_avg_sq of Adam, the momentum of
 // SGD, exp_avg of Lion. See ZeroOptions::moments.
-enum class Moments { kFloat32, kBFloat16, kInt8 };
+enum class Moments {
+  // 4 bytes an element.
+  kFloat32,
+  // 2 bytes an element.
+  kBFloat16,
+  // A byte an element and 4 bytes a block.
+  kInt8,
+};
 
 // Elements that share a scale in kInt8, counted from the first one of a parameter.
 inline constexpr int64_t kMomentBlock = 256;

@@ -69,7 +69,7 @@ struct AdamOptions {
 // Both pointers are host memory for the CPU and device memory for CUDA; on CUDA
 // they are read when the kernel runs, so the host need not know their values.
 // Throws c10::Error for another working_dtype, amsgrad without max_exp_avg_sq, step < 1
-// where device_step is null, or device_lr without device_step.
+// where device_step is null, device_lr without device_step, or a segment that segments.h refuses.
 void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
                const float* gradient_coefficient, const double* nonfinite,
                c10::ScalarType working_dtype, Stream stream);

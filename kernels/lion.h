@@ -45,7 +45,7 @@ struct LionOptions {
 };
 
 // Updates every segment; the arguments are those of adam_step(). Throws c10::Error for another
-// working_dtype.
+// working_dtype, or a segment that segments.h refuses.
 void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
                const float* gradient_coefficient, const double* nonfinite,
                c10::ScalarType working_dtype, Stream stream);

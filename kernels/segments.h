@@ -5,7 +5,8 @@
 // structs without torch types, so that device code can include them too.
 //
 // The Stream of a call decides whether its pointers are host or device memory. Pointers need only
-// the alignment of their element type, and numel may be 0, in which case none of them is looked at.
+// the alignment of their element type, a state array of kInt8 that of a float, and numel may be 0,
+// in which case none of them is looked at.
 #pragma once
 
 #include <cstdint>
@@ -49,16 +50,18 @@ struct ConstSpan {
 //
 // With a `remainder` the master is split: p is the fp32 number whose upper half is in `working`, in
 // bf16, and whose lower half is here; split_master.h has the formula. The update of p is that of an
-// fp32 master, in every bit, and both halves are updated. `master` is then null; a call throws
-// c10::Error where it is not, and for a remainder without a `working` array of BFloat16.
+// fp32 master, in every bit but the payload of a NaN, and both halves are updated. `master` is then
+// null; a call throws c10::Error where it is not, and for a remainder without a `working` array of
+// BFloat16.
 struct AdamSegment {
   float* master = nullptr;          // p, updated
   void* exp_avg = nullptr;          // m, updated
   void* exp_avg_sq = nullptr;       // v, updated
   float* max_exp_avg_sq = nullptr;  // max_v, updated; used with amsgrad alone; always fp32
   const float* gradient = nullptr;  // unchanged
-  // In the call's working_dtype: receives the new master value, rounded to
-  // nearest even. Null, or equal to `master`: nothing is written.
+  // In the call's working_dtype: receives the new master value, rounded to nearest
+  // even, or its upper half where the master is split. Null, or equal to `master`: nothing is
+  // written.
   void* working = nullptr;
   int64_t numel = 0;
   // k: how many updates this segment has had, this one included, so >= 1.

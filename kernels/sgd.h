@@ -53,7 +53,8 @@ struct SgdOptions {
 
 // Updates every segment; the arguments are those of adam_step(). Where
 // *nonfinite is not 0 nothing is written: the next step is then still the first one.
-// Throws c10::Error for another working_dtype, or momentum without its array.
+// Throws c10::Error for another working_dtype, momentum without its array, or a segment that
+// segments.h refuses.
 void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
               const float* gradient_coefficient, const double* nonfinite,
               c10::ScalarType working_dtype, Stream stream);

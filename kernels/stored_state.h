@@ -18,9 +18,8 @@
 // nearest rounding x differs by at most |x| * 1/(2|q|), or by L / 32258 around 0. The largest
 // magnitude of a block is exact.
 //
-//   - Zeros are exact. v > 0 has q >= 1, so that a denominator does not become 0 by rounding, as
-//   long
-//     as the block's largest v is above 2^-117.
+//   - Zeros are exact. v > 0 has q >= 1, so that a denominator does not become 0 by rounding, if
+//     the block's largest v is above 2^-117. A root below L / 65025 becomes that.
 //   - A scale below 2^-100 is stored as 0, and so are its codes.
 //   - A block with a NaN, or with an infinite average, decodes to NaN.
 //   - Infinite second moments of a block become its largest one, the float below 2^128.
@@ -28,7 +27,8 @@
 // An update (adam.h, sgd.h, lion.h) rounds codes and bf16 up or down at random, with the
 // probabilities that make x, r, or the bf16 number right on average: nearest rounding would leave
 // an average where it is as soon as a step changes it by less than half a code. The randomness is
-// the noise of detail/state_noise.h. r being right, the average of v is too large by v / q at most.
+// the noise of detail/state_noise.h. r being right, but for roots that become L / 65025, the
+// average of v is too large by v / q at most.
 //
 // encode_state() rounds to nearest: codes are chosen between the squares, ties down, and bf16 is
 // rounded to even. It gives the stored bits of what decode_state() made of them back; of roots as

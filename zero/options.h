@@ -239,14 +239,16 @@ struct ZeroOptions {
   // momentum. kBFloat16 takes 2 bytes for each in place of 4, and kInt8 1.016: 8-bit codes with one
   // fp32 scale for each 256 elements of a parameter. Parameters with fewer than 4096 elements keep
   // fp32. Sums are made in fp32, and what a step stores is rounded up or down at random, so that
-  // slow averages move as fast as in fp32. The random numbers depend on the step, the parameter's
-  // number and the element alone: bits do not depend on the number of ranks, buckets or layouts.
+  // slow averages move as fast as in fp32. The random numbers depend on the step, the element, and
+  // the parameter's number among those that this optimizer trains: bits do not depend on the number
+  // of ranks, buckets or layouts.
   //
   //   kInt8    a code q stands for (q / 127)^2 of the largest magnitude in its block, so that a
   //            value near the largest is off by at most 1.6 % and one of a hundredth of it by 16 %;
   //            exp_avg_sq is stored by its root, with (q / 255)^2
   //   both     max_exp_avg_sq of amsgrad stays fp32. Checkpoints have all moments in fp32, so that
-  //            a run can go on in another format; a save needs 4/W bytes a moment for a while. A
+  //            a run can go on in another format; saves and loads hold them in host memory,
+  //            4/W bytes a moment, and save_checkpoint_async() returns when kInt8 is decoded. A
   //            NaN that a step lets through, with skip_nonfinite(false), takes its block with it.
   //
   // Refused for groups without a fused kernel. See kernels/stored_state.h for formulas.
@@ -256,12 +258,13 @@ struct ZeroOptions {
   // the upper half of the fp32 master, rounded to nearest, and the shard has the lower half. Ties
   // are rounded away from zero and not to even, which concerns one master in 65536; everything else
   // has the bits of a run with fp32 masters. Values that a program writes into the working
-  // parameters change the masters then. inner() has no masters to read: see
-  // ZeroOptimizer::master(). With `ema` each step joins the masters of one bucket after the other
-  // once more.
+  // parameters change the upper halves, and with refresh_master_parameters() the masters are what
+  // was written. inner() has no masters to read: see ZeroOptimizer::master(). With `ema` each step
+  // joins the masters of one bucket after the other once more. Saves hold 4/W bytes a parameter
+  // meanwhile. Exports, and loads without this option, round ties to even.
   //
-  // Refused without a bf16 parameter, with fp16 ones, with Layout::kPerParameter, and for groups
-  // without a fused kernel. fp32 parameters beside bf16 ones are their masters, as always.
+  // Refused with fp16 parameters, with Layout::kPerParameter, and for groups without a fused
+  // kernel. fp32 parameters are their masters, as always.
   TORCH_ARG(bool, split_masters) = false;
 
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter

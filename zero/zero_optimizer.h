@@ -103,7 +103,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
  public:
   // Collective: all ranks of `group` call it with equal models, options and optimizers. Rank 0's
   // parameters and buffers are sent to the others. The parameters of `inner` that require gradients
-  // become managed; `inner`'s parameters are replaced by this rank's fp32 master segments: whole
+  // become managed; `inner`'s parameters are replaced by this rank's fp32 master segments (without
+  // memory where ZeroOptions::split_masters keeps halves): whole
   // parameters, in their shapes, in groups with Layout::kWholeParameters, else 1-D pieces.
   //
   // Working parameters must be dense leaves in float, bfloat16 or half, on group.device() if that
@@ -239,7 +240,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // also after an exception. Collective, and so is the end: each of the two sends the parameters
   // once, and raises their versions, so that a graph of before cannot run backward. Meanwhile
   // backward passes and all other collective calls throw c10::Error, edits of parameters are lost
-  // at the end, and fp32 masters in Layout::kContiguous take 4/W bytes a parameter more. Throws
+  // at the end, and masters that working parameters are, or have the upper halves of, take their
+  // bytes once more. Throws
   // c10::Error on all ranks without that option, for gradients since the last step, inside no_sync
   // and for a second guard. The optimizer must outlive the guard. end() ends it early and throws
   // what the destructor cannot: that waits for the other ranks up to the timeout, and where it
@@ -366,12 +368,13 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // another ZeroOptimizer manages is not sent.
   void refresh_master_parameters();
   // Collective. The reverse: sets working parameters from the masters. It cannot take back edits of
-  // fp32 parameters in Layout::kContiguous: those are the masters.
+  // parameters that are masters, fp32 in place, or that are halves of them.
   void refresh_working_parameters();
   // Collective. Sends rank 0's module buffers to all ranks.
   void broadcast_buffers();
-  // Collective. Compares hashes of working parameters over all ranks and, over replicas, of masters
-  // and moments. Throws on every rank, naming the first parameter that differs and the ranks.
+  // Collective. Compares hashes of working parameters over all ranks, and each rank's masters, if
+  // they are not split, with its part of them. Throws on every rank, naming the first parameter
+  // that differs and the ranks.
   void check_replicas();
 
   // ---- Observing ----
@@ -384,7 +387,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // The wrapped optimizer over master segments, for its state(). Options are in param_groups().
   const torch::optim::Optimizer& inner() const;
   // Refused by the compiler, since it would be empty: inner().state() has this rank's pieces, to
-  // read; resize_rows() and load_plain_state() change it.
+  // read, in the format of ZeroOptions::moments; resize_rows() and load_plain_state() change it.
   void state() = delete;
 
   // Refused: torch archives hold one rank's segments by address and accept flipped bits.

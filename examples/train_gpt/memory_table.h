@@ -24,7 +24,7 @@ std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::S
                          int64_t all_states);
 
 // One line: what a rank of a run with AdamW would hold with a billion parameters in bf16 and such
-// moments, beside what it would hold alone, with moments in fp32.
-std::string billion_line(int64_t stage, int64_t world_size, Moments moments);
+// moments and masters, beside what it would hold alone, with moments in fp32.
+std::string billion_line(int64_t stage, int64_t world_size, Moments moments, bool split_masters);
 
 }  // namespace zero::examples

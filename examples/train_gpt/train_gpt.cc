@@ -91,12 +91,13 @@ void write_report(const TrainOptions& options, zero::examples::Trainer& trainer,
 // The sample that it prints, or an empty text.
 std::string print_end(const TrainOptions& options, zero::examples::Trainer& trainer) {
   if (trainer.memory().total() > 0) {  // a step was made
-    std::printf(
-        "\nmemory at the end of the last backward pass\n%s%s",
-        zero::examples::memory_table(trainer.memory(), trainer.parameter_count(), options.dtype,
-                                     trainer.state_bytes())
-            .c_str(),
-        zero::examples::billion_line(options.stage, trainer.world_size(), options.moments).c_str());
+    std::printf("\nmemory at the end of the last backward pass\n%s%s",
+                zero::examples::memory_table(trainer.memory(), trainer.parameter_count(),
+                                             options.dtype, trainer.state_bytes())
+                    .c_str(),
+                zero::examples::billion_line(options.stage, trainer.world_size(), options.moments,
+                                             options.split_masters)
+                    .c_str());
   }
   if (options.sample_bytes == 0) return {};
   const std::string sample = trainer.sample();

@@ -79,8 +79,8 @@ ZERO_KERNELS_INLINE float inverse_state_scale(float scale) {
 
 // The code of an average x in [-127, 127], or of a root in [0, 255]. With t = |x| * inverse and q
 // the largest code below kTop with q^2 <= t, it is q + 1 where t - q^2 > u * (2q + 1), and else q:
-// the mean over u in [0, 1) of its square is t. `inverse` is not 0. own_noise is 2^16 u; 0x8000
-// rounds to nearest.
+// the mean over u in [0, 1) of its square is t, but for roots with t < 1, which have code 1.
+// `inverse` is not 0. own_noise is 2^16 u; 0x8000 rounds to nearest.
 template <bool kRoot>
 ZERO_KERNELS_INLINE int32_t encode_code(float x, float inverse, uint32_t own_noise) {
   constexpr auto kLast = static_cast<int32_t>(StateCode<kRoot>::kTop) - 1;

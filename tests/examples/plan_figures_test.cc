@@ -52,7 +52,9 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
       // 8-bit moments have a scale of 4 bytes for each 256 elements.
       const PlanFigures small = plan_figures(plan_job(model, job(world_size)), 2, /*ema=*/false,
                                              Moments::kInt8, /*split_masters=*/true);
-      near(small.memory.optimizer_state, (2 + 8.0 / 256) * p / w);
+      // Where a rank has few elements, its last blocks are not full.
+      EXPECT_NEAR(static_cast<double>(small.memory.optimizer_state), (2 + 8.0 / 256) * p / w,
+                  0.003 * 2 * p / w + 200);
       near(small.memory.master_parameters, 2 * p / w);
       near(small.memory.total(), 2 * p + (8 + 8.0 / 256) * p / w);
       // Stage 1 keeps averaged gradients in full.

@@ -95,12 +95,14 @@ TEST(RecoverOptionsTest, TheAverageOfTheParameters) {
   });
 }
 
-TEST(RecoverOptionsTest, MomentsInEightBits) {
+TEST(RecoverOptionsTest, MomentsInEightBitsAndSplitMasters) {
   std::latch connected(3);
   run_ranks(3, [&](const Group& group) {
     Training training;
     training.width = 300;  // the first matrix has more than 4096 elements
+    training.dtype = at::kBFloat16;
     training.options.bucket_bytes(9000).protect(2).moments(Moments::kInt8);
+    training.options.split_masters(true);
     CheckpointRun run(training, group, 1);
     run.train(0, 5);
     const Snapshot before = run.snapshot();

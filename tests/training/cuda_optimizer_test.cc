@@ -146,7 +146,8 @@ TEST_F(CudaOptimizer, FollowsTheCpu) {
 // A stop of the host between backward() and the end of step() is an error here.
 TEST_F(CudaOptimizer, AStepNeverWaitsForTheDevice) {
   run_ranks(1, [&](const Group& group) {
-    Setting s{true, at::kBFloat16, ZeroOptions().bucket_bytes(8192).ema(EmaOptions()).moments(Moments::kInt8)};
+    Setting s{true, at::kBFloat16,
+              ZeroOptions().bucket_bytes(8192).ema(EmaOptions()).moments(Moments::kInt8)};
     Mlp model(kGpu, s.dtype);
     ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
     const Batch batch = batch_of(0, 0, kGpu, s.dtype);
@@ -222,6 +223,7 @@ TEST_F(CudaOptimizer, AnIterationInACudaGraphHasTheBitsOfOneWithout) {
         for (const Moments moments : {Moments::kFloat32, Moments::kBFloat16, Moments::kInt8}) {
           Setting stored = s;
           stored.options.moments(moments);
+          stored.options.split_masters(layout == Layout::kContiguous);
           const auto without = after_six_steps(group, stored, /*captured=*/false);
           const auto with = after_six_steps(group, stored, /*captured=*/true);
           for (size_t i = 0; i < with.size(); ++i) {

@@ -481,6 +481,30 @@ TEST(MomentsTest, AreRefusedWithoutAFusedKernel) {
   });
 }
 
+// torch keeps the state of a half model in half.
+TEST(MomentsTest, TakeThePlainStateOfAnyDtype) {
+  run_ranks(2, [&](const Group& group) {
+    for (const auto dtype : {at::kHalf, at::kBFloat16, at::kDouble}) {
+      GivenGradients model(initial_values(at::kFloat)), other(initial_values(at::kFloat));
+      const auto plain = inner_of(Class::kAdamW, model.parameters());
+      model.loss(gradients(0, 0)).backward();
+      plain->step();
+      model.zero_grad();
+      for (const auto& item : plain->state()) {
+        auto& state = static_cast<torch::optim::AdamWParamState&>(*item.second);
+        state.exp_avg(state.exp_avg().to(dtype));
+        state.exp_avg_sq(state.exp_avg_sq().to(dtype));
+      }
+      ZeroOptimizer optimizer(model, inner_of(Class::kAdamW, model.parameters()), group,
+                              ZeroOptions().moments(Moments::kInt8));
+      optimizer.load_plain_state(*plain);
+      optimizer.backward(model.loss(gradients(0, 2)));
+      optimizer.step();
+      EXPECT_EQ(optimizer.stats().steps, 1);
+    }
+  });
+}
+
 TEST(MomentsTest, AreChosenForEachGroup) {
   run_ranks(2, [&](const Group& group) {
     GivenGradients model({random_tensor({64, 64}, 1), random_tensor({64, 64}, 2)});

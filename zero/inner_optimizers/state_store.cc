@@ -13,6 +13,8 @@
 namespace zero {
 namespace {
 
+static_assert(kMomentBlock == kernels::kStateBlock, "blocks of a plan are those of kernels");
+
 at::TensorOptions stored_options(const at::Tensor& segment, Moments moments) {
   const c10::ScalarType type = moments == Moments::kFloat32    ? at::kFloat
                                : moments == Moments::kBFloat16 ? at::kBFloat16
@@ -53,24 +55,25 @@ kernels::StateType state_type(const at::Tensor& stored) {
 }
 
 at::Tensor state_elements(const at::Tensor& stored, StateRole role, const at::Tensor& segment) {
-  const kernels::StateType type = state_type(stored);
-  if (type != kernels::StateType::kInt8) return stored.to(at::kFloat);
+  if (stored.scalar_type() != at::kByte) return stored.to(at::kFloat);
   const int64_t numel = segment.numel();
   TORCH_CHECK(stored.numel() == moment_bytes(Moments::kInt8, numel), "state: expected ",
               moment_bytes(Moments::kInt8, numel), " bytes for ", numel, " elements, got ",
               stored.numel());
   const at::Tensor bytes = stored.to(at::kCPU);
   at::Tensor elements = at::empty({numel}, at::TensorOptions().dtype(at::kFloat));
-  kernels::decode_state(type, role == StateRole::kSecondMoment, bytes.const_data_ptr(), numel,
-                        elements.mutable_data_ptr<float>());
-  return elements.to(stored.device()).as_strided(segment.sizes(), segment.strides());
+  kernels::decode_state(kernels::StateType::kInt8, role == StateRole::kSecondMoment,
+                        bytes.const_data_ptr(), numel, elements.mutable_data_ptr<float>());
+  return elements.as_strided(segment.sizes(), segment.strides());
 }
 
 at::Tensor stored_state(const at::Tensor& elements, StateRole role, Moments moments,
                         const at::Tensor& segment) {
   TORCH_CHECK(elements.scalar_type() == at::kFloat, "state: expected elements of Float, got ",
               elements.scalar_type());
-  if (moments != Moments::kInt8) return elements.to(stored_options(segment, moments).dtype());
+  if (moments != Moments::kInt8) {
+    return elements.to(segment.device(), stored_options(segment, moments).dtype().toScalarType());
+  }
   // In the order of the memory, which is dense.
   const at::Tensor values = elements.detach().to(at::kCPU);
   at::Tensor bytes =

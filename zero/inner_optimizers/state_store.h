@@ -34,10 +34,12 @@ at::Tensor empty_state(const at::Tensor& segment, Moments moments);
 kernels::StateType state_type(const at::Tensor& stored);
 
 // Returns the elements in fp32 and in the segment's shape and memory order, in which they can be
-// cut between any two: `stored` itself where it is fp32, else a copy on the same device.
+// cut between any two: `stored` itself where it is fp32, else a copy, which is in host memory where
+// `stored` has blocks. State of a plain optimizer of torch may have any floating dtype.
 at::Tensor state_elements(const at::Tensor& stored, StateRole role, const at::Tensor& segment);
-// The inverse: rounds fp32 elements to nearest. It restores every bit of a whole block that
-// state_elements() returned. It may take over `elements`.
+// The inverse: rounds fp32 elements, of any device, to nearest, on the device of `segment`. It
+// restores every bit of a whole block that state_elements() returned, except of second moments that
+// are all below 2^-94. It may take over `elements`.
 at::Tensor stored_state(const at::Tensor& elements, StateRole role, Moments moments,
                         const at::Tensor& segment);
 

@@ -172,9 +172,11 @@ void Staging::read_tensors(const Staged& staged, const std::string& kind,
   }
   reader_.read(kind, wanted_of(segments), into);
   for (size_t n = 0; n < segments.size(); ++n) {
-    const at::Tensor& master = staged.segments[segments[n]].target->master;
-    states[segments[n]].tensors.emplace_back(kind,
-                                             in_shape_of(into[n].to(master.device()), master));
+    const SegmentTensors& target = *staged.segments[segments[n]].target;
+    // What is stored in fewer bytes waits for that in host memory.
+    const bool narrow = target.moments != Moments::kFloat32;
+    const at::Tensor read = narrow ? into[n] : into[n].to(target.master.device());
+    states[segments[n]].tensors.emplace_back(kind, in_shape_of(read, target.master));
   }
 }
 

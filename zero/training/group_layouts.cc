@@ -51,22 +51,22 @@ void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& opti
     TORCH_CHECK(options.fused() && adapter_of(inner, g).fused() != nullptr,
                 "moments of parameter group ", g,
                 ": expected Moments::kFloat32 for a group without a fused kernel, since its own "
-                "step() reads state in fp32, got another; set moments(",
-                g, ", Moments::kFloat32), or use AdamW, Adam, SGD or zero::Lion with fused(true)");
+                "step() reads state in fp32, got ",
+                moments_of_group(options, g) == Moments::kInt8 ? "kInt8" : "kBFloat16",
+                options.fused() ? "" : " with fused(false)", "; set moments(", g,
+                ", Moments::kFloat32), or use AdamW, Adam, SGD or zero::Lion with fused(true)");
   }
 }
 
 void check_split_masters(const ParameterTable& table, const torch::optim::Optimizer& inner,
                          const std::vector<Layout>& layouts, const ZeroOptions& options) {
   if (!options.split_masters()) return;
-  bool any = false;
   for (const Parameter& p : table.parameters()) {
     const c10::ScalarType dtype = p.tensor.scalar_type();
     TORCH_CHECK(dtype != at::kHalf, "split_masters: expected bfloat16 parameters, got ", p.name,
                 " of half, whose 10 bits of mantissa are not the upper ones of an fp32 number; use "
                 "to(torch::kBFloat16) or split_masters(false)");
     if (dtype != at::kBFloat16) continue;
-    any = true;
     TORCH_CHECK(layout_of(layouts[p.group]).in_place(), "split_masters: expected parameter ",
                 p.name,
                 " in an arena, which keeps the upper halves, got Layout::kPerParameter; use "
@@ -76,9 +76,6 @@ void check_split_masters(const ParameterTable& table, const torch::optim::Optimi
                 ", since a step() of its own reads fp32 masters, got none; use AdamW, Adam, SGD or "
                 "zero::Lion with fused(true), or split_masters(false)");
   }
-  TORCH_CHECK(any,
-              "split_masters: expected a bfloat16 parameter, got none; fp32 parameters are "
-              "their masters already, so leave split_masters(false)");
 }
 
 std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options) {

@@ -34,9 +34,8 @@ void MasterRows::drop_split_memory() {
     c10::StorageImpl& memory = *rows_[b].storage().unsafeGetStorageImpl();
     memory.set_data_ptr_noswap(at::DataPtr(nullptr, memory.device()));
     memory.release_data_and_set_meta_custom_data_ptr_error_msg_(
-        "inner(): expected no access to a master that split_masters(true) keeps in two halves; "
-        "call "
-        "master(parameter) of the ZeroOptimizer");
+        "expected master(parameter) of the ZeroOptimizer, which joins the halves of "
+        "split_masters(true), got an access to a master of inner()");
   }
 }
 

@@ -5,10 +5,10 @@
 //
 //   the working row   fp32 parameters in place: this rank's row of the arena is the master
 //   its own memory    parameters of 16 bits, and layouts that are not in place
-//   split             bf16 parameters in place with ZeroOptions::split_masters: the row of the
-//   arena
-//                     has the upper halves, and int16 memory the lower ones
-//                     (kernels/split_master.h)
+//   split             bf16 parameters in place, with ZeroOptions::split_masters: the row of the
+//                     arena has the upper halves, and int16 memory the lower ones
+//
+// kernels/split_master.h has the formula of the halves.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -15,8 +15,8 @@
 namespace zero {
 
 // Collective, blocks. Compares 64-bit hashes of every working parameter p with
-// includes(p) over the ranks of `group`, and this rank's masters, rounded to the working dtype,
-// with its part of the working parameters. Throws c10::Error on every rank that
+// includes(p) over the ranks of `group`, and this rank's masters, unless they are split, rounded to
+// the working dtype, with its part of the working parameters. Throws c10::Error on every rank that
 // names the first parameter that differs and the ranks.
 void check_working_parameters(const ParameterTable& table, const ShardOptimizer& shards, int rank,
                               Communicator& group, const std::function<bool(int64_t)>& includes);
