@@ -13,6 +13,24 @@
 
 namespace zero {
 
+namespace {
+
+// fp32 [numel] without memory, as the fake tensors of torch are.
+at::Tensor without_memory(int64_t numel, at::Device device) {
+  const auto bytes = static_cast<size_t>(numel) * sizeof(float);
+  auto memory = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                      at::DataPtr(nullptr, device),
+                                                      /*allocator=*/nullptr, /*resizable=*/false);
+  const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
+  const at::Tensor result = at::empty({0}, options).set_(c10::Storage(memory), 0, {numel}, {1});
+  memory->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "expected master(parameter) of the ZeroOptimizer, which joins the halves of "
+      "split_masters(true), got an access to a master of inner()");
+  return result;
+}
+
+}  // namespace
+
 MasterRows::MasterRows(const Plan& plan, std::vector<int64_t> ranks, WorkingArena& arena,
                        bool split)
     : plan_(plan), ranks_(std::move(ranks)), arena_(arena) {
@@ -20,22 +38,12 @@ MasterRows::MasterRows(const Plan& plan, std::vector<int64_t> ranks, WorkingAren
     const Bucket& bucket = plan.buckets[b];
     const bool is_split =
         split && plan.layout_of(bucket).in_place() && plan.arena_of(bucket).dtype == at::kBFloat16;
-    const auto options = at::TensorOptions().device(arena.device());
     const int64_t numel = bucket.rows.numel(ranks_[plan.domain_of(b)]);
+    const auto options = at::TensorOptions().device(arena.device());
     rows_.push_back(arena.is_master(b) ? own_row(b)
+                    : is_split         ? without_memory(numel, arena.device())
                                        : at::empty({numel}, options.dtype(at::kFloat)));
     lower_.push_back(is_split ? at::empty({numel}, options.dtype(at::kShort)) : at::Tensor());
-  }
-}
-
-void MasterRows::drop_split_memory() {
-  for (size_t b = 0; b < rows_.size(); ++b) {
-    if (!lower_[b].defined()) continue;
-    c10::StorageImpl& memory = *rows_[b].storage().unsafeGetStorageImpl();
-    memory.set_data_ptr_noswap(at::DataPtr(nullptr, memory.device()));
-    memory.release_data_and_set_meta_custom_data_ptr_error_msg_(
-        "expected master(parameter) of the ZeroOptimizer, which joins the halves of "
-        "split_masters(true), got an access to a master of inner()");
   }
 }
 

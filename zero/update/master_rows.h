@@ -29,10 +29,9 @@ class MasterRows {
   // this.
   MasterRows(const Plan& plan, std::vector<int64_t> ranks, WorkingArena& arena, bool split);
 
-  // The fp32 row that the masters of segments are views of. Once drop_split_memory() was called, a
-  // split one has no memory, and is but the place of its views: reading it throws.
+  // The fp32 row that the masters of segments are views of. A split one has no memory, and is but
+  // the place of its views: reading it throws.
   const at::Tensor& row(int64_t bucket) const { return rows_[bucket]; }
-  void drop_split_memory();
   bool is_split(int64_t bucket) const { return lower_[bucket].defined(); }
   // The lower halves of a segment; null where its bucket is not split.
   int16_t* lower(const Segment& segment) const;

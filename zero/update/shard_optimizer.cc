@@ -143,7 +143,6 @@ void ShardOptimizer::make_masters(const std::vector<Moments>& moments) {
     }
   }
   first_segment_.push_back(segments_.size());
-  masters_->drop_split_memory();
   read_masters();
 }
 
