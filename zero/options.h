@@ -256,8 +256,8 @@ struct ZeroOptions {
 
   // Keeps masters of bf16 parameters in 2 bytes in place of 4, without loss: the working value is
   // the upper half of the fp32 master, rounded to nearest, and the shard has the lower half. Ties
-  // are rounded away from zero and not to even, which differs for one master in 131,072; everything else
-  // has the bits of a run with fp32 masters. Values that a program writes into the working
+  // are rounded away from zero and not to even, which differs for one master in 131,072; everything
+  // else has the bits of a run with fp32 masters. Values that a program writes into the working
   // parameters change the upper halves, and with refresh_master_parameters() the masters are what
   // was written. inner() has no masters to read: see ZeroOptimizer::master(). With `ema` each step
   // joins the masters of one bucket after the other once more. Saves hold 4/W bytes a parameter
