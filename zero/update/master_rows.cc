@@ -12,7 +12,6 @@
 #include "zero/memory/device_stream.h"
 
 namespace zero {
-
 namespace {
 
 // fp32 [numel] without memory, as the fake tensors of torch are.
@@ -30,6 +29,12 @@ at::Tensor without_memory(int64_t numel, at::Device device) {
 }
 
 }  // namespace
+
+void round_to(const at::Tensor& values, const at::Tensor& working) {
+  kernels::cast_copy(values.const_data_ptr(), at::kFloat, working.mutable_data_ptr(),
+                     working.scalar_type(), values.numel(), nullptr,
+                     current_stream(values.device()));
+}
 
 MasterRows::MasterRows(const Plan& plan, std::vector<int64_t> ranks, WorkingArena& arena,
                        bool split)
@@ -109,11 +114,7 @@ void MasterRows::read_working() {
 }
 
 void MasterRows::write_working(int64_t bucket, const at::Tensor& own_row) const {
-  if (arena_.is_master(bucket) || is_split(bucket)) return;
-  const at::Tensor& master = rows_[bucket];
-  kernels::cast_copy(master.const_data_ptr(), at::kFloat, own_row.mutable_data_ptr(),
-                     own_row.scalar_type(), master.numel(), nullptr,
-                     current_stream(master.device()));
+  if (!arena_.is_master(bucket) && !is_split(bucket)) round_to(rows_[bucket], own_row);
 }
 
 void MasterRows::set_aside(int64_t bucket) {

@@ -10,7 +10,6 @@
 #include <typeinfo>
 
 #include "bookkeeping/layout.h"
-#include "kernels/cast.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
 #include "zero/memory/device_stream.h"
@@ -26,13 +25,6 @@ std::vector<const FusedUpdate*> fused_updates(const torch::optim::Optimizer& inn
     result.push_back(wanted ? adapter_of(inner, static_cast<int64_t>(g)).fused() : nullptr);
   }
   return result;
-}
-
-// working = values, which are fp32.
-void round_to(const at::Tensor& values, const at::Tensor& working) {
-  kernels::cast_copy(values.const_data_ptr(), at::kFloat, working.mutable_data_ptr(),
-                     working.scalar_type(), values.numel(), nullptr,
-                     current_stream(values.device()));
 }
 
 }  // namespace
