@@ -291,6 +291,22 @@ TEST(SplitMastersTest, StayInRowsThatAreKept) {
   });
 }
 
+// 1 + 2^-8 is a tie, which torch's cast rounds to 1 and halves round to 1 + 2^-7.
+TEST(SplitMastersTest, TiesStayInRowsThatAreKept) {
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model({at::ones({64, 40}, at::kBFloat16)});
+    const at::Tensor& p = model.values[0];
+    ZeroOptimizer optimizer(
+        model, std::make_unique<torch::optim::SGD>(model.parameters(), torch::optim::SGDOptions(1)),
+        group, split(small_buckets()));
+    optimizer.backward(model.loss({at::full({64, 40}, -1.0 / 256)}));
+    optimizer.step();
+    optimizer.resize_rows({{p, at::arange(60, at::kLong)}});
+    EXPECT_TRUE(at::equal(optimizer.master(p), at::full({60, 40}, 1 + 1.0 / 256)));
+    EXPECT_TRUE(at::equal(p.detach().to(at::kFloat), at::full({60, 40}, 1 + 1.0 / 128)));
+  });
+}
+
 // A value that a program writes is the master from then on, as with fp32 parameters.
 TEST(SplitMastersTest, TakeWhatAProgramWrites) {
   run_ranks(2, [&](const Group& group) {
