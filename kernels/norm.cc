@@ -12,19 +12,10 @@
 #include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/detail/check_spans.h"
 
 namespace zero::kernels {
 namespace {
-
-void check_spans(c10::ArrayRef<ConstSpan> spans, const void* result, const char* function) {
-  TORCH_CHECK(result != nullptr, "zero::kernels::", function, ": result is null");
-  for (const ConstSpan& span : spans) {
-    TORCH_CHECK(span.numel >= 0, "zero::kernels::", function, ": numel must be >= 0, got ",
-                span.numel);
-    TORCH_CHECK(span.numel == 0 || span.data != nullptr, "zero::kernels::", function,
-                ": null pointer for ", span.numel, " elements");
-  }
-}
 
 // Halves recursively: the rounding error grows with the logarithm of the count.
 double pairwise_sum(const double* values, int64_t count) {

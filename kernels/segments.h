@@ -19,6 +19,15 @@ inline constexpr int64_t kInt8Block = 256;
 // Elements of a state array that share a scale in StateType::kInt8, and a key of the noise.
 inline constexpr int64_t kStateBlock = 256;
 
+// Elements whose squares add_squares_exactly() adds up in double, counted from the first one of a
+// span.
+inline constexpr int64_t kExactBlock = 256;
+
+// Limbs of 32 bits in a sum of exact_sum.h, and how many numbers it has in all: the limbs, then how
+// many values are infinite, then how many are NaN.
+inline constexpr int64_t kExactLimbs = 19;
+inline constexpr int64_t kExactNumel = kExactLimbs + 2;
+
 // How the state arrays of a segment are stored; stored_state.h has the formulas. An update computes
 // in fp32 whatever the type is, and rounds the new state by the noise of detail/state_noise.h.
 enum class StateType : int {

@@ -70,6 +70,9 @@ struct RangeKernels {
   // The sums add up in an order that depends on numel alone.
   double (*sum_of_squares)(const float* values, int64_t numel);
   double (*sum_of_abs)(const float* values, int64_t numel);
+  // A range of whole blocks of kExactBlock, but for the last one, is added to [kExactNumel], whose
+  // limbs grow by less than 2^32 for each block.
+  void (*add_squares_exactly)(const float* values, int64_t numel, int64_t* sum);
   int64_t (*count_nonfinite)(const float* values, int64_t numel);
   int32_t (*max_abs_bits)(const float* values, int64_t numel);
   // Here `working` is null where nothing is to be written, never the master; it is not null where

@@ -30,6 +30,7 @@ constexpr RangeKernels make_range_kernels(const char* name) {
           sum_block_int8_range,
           sum_of_squares_range,
           sum_of_abs_range,
+          add_squares_exactly_range,
           count_nonfinite_range,
           max_abs_bits_range,
           adam_range,

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Private: the CPU loops of norm.h. Included once by range_kernels_impl.h, for each
+// Private: the CPU loops of norm.h and exact_sum.h. Included once by range_kernels_impl.h, for each
 // instruction set.
 #pragma once
 
@@ -11,6 +11,7 @@
 #include "kernels/cpu/range_conversions.h"
 #include "kernels/cpu/range_kernels.h"
 #include "kernels/cpu/range_types.h"
+#include "kernels/detail/exact_sum.h"
 
 namespace zero::kernels {
 namespace {
@@ -36,7 +37,7 @@ inline Lanes add_square(Lanes sum, Lanes x) { return sum + x * x; }
 enum class Power { kAbs, kSquare };
 
 template <Power kPower>
-inline double sum_of(const float* values, int64_t numel) {
+[[gnu::always_inline]] inline double sum_of(const float* values, int64_t numel) {
   Lanes vectors[kSums / kLanes] = {};
   int64_t i = 0;
   for (; i + kSums <= numel; i += kSums) {
@@ -49,13 +50,23 @@ inline double sum_of(const float* values, int64_t numel) {
       }
     }
   }
-  double sums[kSums];
-  __builtin_memcpy(sums, vectors, sizeof(sums));
-  for (; i < numel; ++i) {
-    const double x = values[i];
-    sums[i % kSums] += kPower == Power::kSquare ? x * x : (x < 0.0 ? -x : x);
+  if (i < numel) {
+    double sums[kSums];
+    __builtin_memcpy(sums, vectors, sizeof(sums));
+    for (; i < numel; ++i) {
+      const double x = values[i];
+      sums[i % kSums] += kPower == Power::kSquare ? x * x : (x < 0.0 ? -x : x);
+    }
+    __builtin_memcpy(vectors, sums, sizeof(sums));
   }
-  for (int64_t half = kSums / 2; half > 0; half /= 2) {
+  for (int64_t half = kSums / kLanes / 2; half > 0; half /= 2) {
+    for (int64_t v = 0; v < half; ++v) {
+      vectors[v] += vectors[v + half];
+    }
+  }
+  double sums[kLanes];
+  __builtin_memcpy(sums, vectors, sizeof(sums));
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
     for (int64_t j = 0; j < half; ++j) {
       sums[j] += sums[j + half];
     }
@@ -69,6 +80,25 @@ double sum_of_squares_range(const float* values, int64_t numel) {
 
 double sum_of_abs_range(const float* values, int64_t numel) {
   return sum_of<Power::kAbs>(values, numel);
+}
+
+void add_squares_exactly_range(const float* values, int64_t numel, int64_t* sum) {
+  for (int64_t begin = 0; begin < numel; begin += kExactBlock) {
+    const int64_t end = smaller(begin + kExactBlock, numel);
+    // With a constant length the sums of a whole block stay in registers.
+    const double squares = end - begin == kExactBlock
+                               ? sum_of<Power::kSquare>(values + begin, kExactBlock)
+                               : sum_of<Power::kSquare>(values + begin, end - begin);
+    if (is_finite_sum(squares)) {
+      add_exactly(squares, sum);
+      continue;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      const uint32_t magnitude = bits_of(values[i]) & 0x7fffffffU;
+      sum[kExactLimbs] += magnitude == 0x7f800000U ? 1 : 0;
+      sum[kExactLimbs + 1] += magnitude > 0x7f800000U ? 1 : 0;
+    }
+  }
 }
 
 int64_t count_nonfinite_range(const float* values, int64_t numel) {

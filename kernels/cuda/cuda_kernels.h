@@ -44,6 +44,10 @@ const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, d
 
 const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result, void* stream);
 
+const char* add_squares_exactly(const ConstSpan* spans, int64_t count, int64_t* sum, void* stream);
+
+const char* value_of_exact_sum(const int64_t* sum, double* value, void* stream);
+
 // The fields of `coefficients` that depend on the step are set for each segment.
 const char* adam_step(const AdamSegment* segments, int64_t count,
                       const AdamCoefficients& coefficients, const AdamPowers& powers,

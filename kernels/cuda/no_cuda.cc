@@ -37,6 +37,12 @@ namespace {
 [[gnu::weak]] const char* max_abs_bits(const ConstSpan*, int64_t, int64_t*, void*) {
   fail("max_abs_bits");
 }
+[[gnu::weak]] const char* add_squares_exactly(const ConstSpan*, int64_t, int64_t*, void*) {
+  fail("add_squares_exactly");
+}
+[[gnu::weak]] const char* value_of_exact_sum(const int64_t*, double*, void*) {
+  fail("value_of_exact_sum");
+}
 [[gnu::weak]] const char* adam_step(const AdamSegment*, int64_t, const AdamCoefficients&,
                                     const AdamPowers&, const DeviceRate&, const float*,
                                     const double*, const NoiseStep&, ElementType, void*) {

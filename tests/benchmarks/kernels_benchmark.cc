@@ -33,12 +33,14 @@
 
 #include "kernels/adam.h"
 #include "kernels/cast.h"
+#include "kernels/exact_sum.h"
 #include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/sgd.h"
 #include "kernels/split_master.h"
 #include "kernels/stored_state.h"
 #include "kernels/sum_rows.h"
+#include "kernels/sum_tree.h"
 
 #if defined(__x86_64__) && !defined(__clang__)
 #define ZERO_BENCHMARK_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -169,6 +171,16 @@ void sum_of_squares_vs_read(benchmark::State& state) {
       [&] { read_floats(array(0), n); });
 }
 
+void exact_sum_vs_sum_of_squares(benchmark::State& state) {
+  const int64_t n = state.range(0);
+  const ConstSpan span{array(0), n};
+  int64_t sum[kExactNumel] = {};
+  double result[2] = {};
+  compare(
+      state, 4.0 * n, [&] { add_squares_exactly(span, sum, Stream{}); },
+      [&] { sum_of_squares(span, result, nullptr, Stream{}); });
+}
+
 void max_abs_bits_vs_read(benchmark::State& state) {
   const int64_t n = state.range(0);
   const ConstSpan span{array(0), n};
@@ -240,6 +252,29 @@ void sum_two_rows_vs_move(benchmark::State& state) {
                     array(2) + begin, end - begin);
         });
       });
+}
+
+// Four rows over a tree, and in their order.
+void sum_tree_vs_sum_rows(benchmark::State& state) {
+  const int64_t n = state.range(0);
+  const std::vector<const void*> rows = {array(0), array(1), array(2), array(3)};
+  const std::vector<RowAddition> additions = {{0, 1, 0}, {2, 3, 1}, {0, 2, 0}};
+  SumTreeArgs tree;
+  tree.rows = rows;
+  tree.additions = additions;
+  tree.places = 2;
+  tree.numel = n;
+  tree.scale = 0.25F;
+  tree.shard = array(4);
+  SumRowsArgs serial;
+  serial.rows = rows.data();
+  serial.world_size = 4;
+  serial.numel = n;
+  serial.scale = 0.25F;
+  serial.shard = array(4);
+  compare(
+      state, 20.0 * static_cast<double>(n), [&] { sum_tree(tree, Stream{}); },
+      [&] { sum_rows(serial, Stream{}); });
 }
 
 AdamSegment adam_segment(int64_t n, void* working) {
@@ -429,6 +464,7 @@ void sizes_and_threads(benchmark::internal::Benchmark* benchmark) {
 }
 
 BENCHMARK(sum_of_squares_vs_read)->Apply(sizes_and_threads);
+BENCHMARK(exact_sum_vs_sum_of_squares)->Apply(sizes_and_threads);
 BENCHMARK(max_abs_bits_vs_read)->Apply(sizes_and_threads);
 BENCHMARK(cast_float_to_float_vs_copy)->Apply(sizes_and_threads);
 BENCHMARK_TEMPLATE(cast_float_to_16_bits_vs_move, ScalarType::BFloat16)->Apply(sizes_and_threads);
@@ -437,6 +473,7 @@ BENCHMARK_TEMPLATE(cast_16_bits_to_float_vs_move, ScalarType::BFloat16)->Apply(s
 BENCHMARK_TEMPLATE(cast_16_bits_to_float_vs_move, ScalarType::Half)->Apply(sizes_and_threads);
 BENCHMARK_TEMPLATE(sum_two_rows_vs_move, ScalarType::Float, float)->Apply(sizes_and_threads);
 BENCHMARK_TEMPLATE(sum_two_rows_vs_move, ScalarType::BFloat16, uint16_t)->Apply(sizes_and_threads);
+BENCHMARK(sum_tree_vs_sum_rows)->Apply(sizes_and_threads);
 BENCHMARK(adamw_to_bf16_vs_move)->Apply(sizes_and_threads);
 BENCHMARK(adamw_to_bf16_vs_separate_passes)->Apply(sizes_and_threads);
 BENCHMARK(adamw_fp32_vs_torch_fused)->Apply(sizes_and_threads);

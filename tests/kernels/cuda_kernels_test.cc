@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "kernels/exact_sum.h"
 #include "kernels/norm.h"
 #include "kernels/sum_rows.h"
 #include "tests/kernels/cuda_buffers.h"
@@ -318,6 +319,126 @@ TEST_F(CudaKernels, SumsWithoutAWorkspaceThrow) {
   DeviceBuffer result(start, 0);
   const ConstSpan span{device.as<float>(), 8};
   EXPECT_THROW(sum_of_squares(span, result.as<double>(), nullptr, kCuda), c10::Error);
+}
+
+std::vector<int64_t> host_sum(const std::vector<ConstSpan>& spans) {
+  std::vector<int64_t> sum(kExactNumel);
+  add_squares_exactly(spans, sum.data(), Stream{});
+  return sum;
+}
+
+// Added in so many calls, of neighbours in the list.
+std::vector<int64_t> device_sum(const std::vector<ConstSpan>& spans, size_t calls = 1) {
+  Buffer zeros(kExactNumel * 8, 0);
+  std::fill_n(zeros.as<int64_t>(), kExactNumel, 0);
+  DeviceBuffer sum(zeros, 0);
+  for (size_t call = 0; call < calls; ++call) {
+    const size_t begin = spans.size() * call / calls;
+    const size_t end = spans.size() * (call + 1) / calls;
+    add_squares_exactly({spans.data() + begin, end - begin}, sum.as<int64_t>(), kCuda);
+  }
+  Buffer got = sum.to_host();
+  return {got.as<int64_t>(), got.as<int64_t>() + kExactNumel};
+}
+
+uint64_t bits_of_value(std::vector<int64_t> sum, bool cuda) {
+  Buffer limbs(kExactNumel * 8, 0);
+  std::copy(sum.begin(), sum.end(), limbs.as<int64_t>());
+  Buffer value = scalar(-1.0);
+  if (!cuda) {
+    value_of_exact_sum(limbs.as<int64_t>(), value.as<double>(), Stream{});
+    return *value.as<uint64_t>();
+  }
+  DeviceBuffer device_limbs(limbs, 0);
+  DeviceBuffer device_value(value, 0);
+  value_of_exact_sum(device_limbs.as<int64_t>(), device_value.as<double>(), kCuda);
+  EXPECT_TRUE(device_limbs.to_host().same_bytes(limbs));
+  return *device_value.to_host().as<uint64_t>();
+}
+
+// Exponents that differ from block to block, subnormal squares and the largest among them.
+Buffer wide(int64_t numel, uint32_t seed) {
+  Buffer values = ordinary(numel, ScalarType::Float, seed);
+  std::mt19937 generator(seed);
+  int exponent = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    if (i % kExactBlock == 0) exponent = static_cast<int>(generator() % 270) - 147;
+    values.as<float>()[i] = std::ldexp(values.as<float>()[i], exponent);
+  }
+  return values;
+}
+
+TEST_F(CudaKernels, ExactSumsHaveTheBitsOfTheCpu) {
+  for (int64_t blocks : kBlockLimits) {
+    const BlockLimit limit(blocks);
+    for (int64_t numel : kCudaSizes) {
+      for (bool any : {false, true}) {
+        Spans spans;
+        Buffer values = wide(numel, static_cast<uint32_t>(numel));
+        if (any)
+          fill_any_bits(values.as<float>(), numel, 11);  // most blocks have infinities or NaN
+        spans.add(values, 4 * (numel % 2));
+        const std::vector<int64_t> expected = host_sum(spans.on_host);
+        ASSERT_EQ(device_sum(spans.on_device), expected) << "numel " << numel;
+        ASSERT_EQ(bits_of_value(expected, true), bits_of_value(expected, false));
+      }
+    }
+  }
+}
+
+TEST_F(CudaKernels, ExactSumsOfCutsOrdersAndCallsAreThoseOfTheWhole) {
+  constexpr int64_t kNumel = 350 * kExactBlock + 77;
+  Spans whole;
+  whole.add(wide(kNumel, 12), 4);
+  const std::vector<int64_t> expected = host_sum(whole.on_host);
+  ASSERT_EQ(device_sum(whole.on_device), expected);
+  std::mt19937 generator(13);
+  for (int64_t longest : {1, 7, 100}) {
+    std::vector<ConstSpan> spans;
+    for (int64_t begin = 0; begin < kNumel;) {
+      const int64_t blocks = 1 + static_cast<int64_t>(generator()) % longest;
+      const int64_t numel = std::min(kExactBlock * blocks, kNumel - begin);
+      spans.push_back({whole.on_device[0].data + begin, numel});
+      spans.push_back({nullptr, 0});
+      begin += numel;
+    }
+    std::shuffle(spans.begin(), spans.end(), generator);
+    for (int64_t limit : kBlockLimits) {
+      const BlockLimit blocks(limit);
+      for (size_t calls : {1, 3}) {
+        ASSERT_EQ(device_sum(spans, calls), expected) << "up to " << longest << ", calls " << calls;
+      }
+    }
+  }
+}
+
+TEST_F(CudaKernels, InfinitiesAndNansAreCountedInExactSums) {
+  Spans spans;
+  Buffer values = wide(3000, 14);
+  for (int64_t i : {0, 31, 255, 2999}) values.as<float>()[i] = i % 2 == 0 ? INFINITY : -INFINITY;
+  for (int64_t i : {1, 1023, 1024, 1055, 2998}) values.as<float>()[i] = NAN;
+  spans.add(values, 0);
+  const std::vector<int64_t> got = device_sum(spans.on_device);
+  EXPECT_EQ(got[kExactLimbs], 4);
+  EXPECT_EQ(got[kExactLimbs + 1], 5);
+  EXPECT_EQ(got, host_sum(spans.on_host));
+  std::vector<int64_t> infinite = got;
+  infinite[kExactLimbs + 1] = 0;
+  for (const std::vector<int64_t>& sum : {got, infinite}) {
+    EXPECT_EQ(bits_of_value(sum, true), bits_of_value(sum, false));
+  }
+}
+
+// Limbs that are sums over ranks, of all sizes from one bit on.
+TEST_F(CudaKernels, ValuesOfExactSumsHaveTheBitsOfTheCpu) {
+  std::mt19937_64 generator(15);
+  for (int i = 0; i < 500; ++i) {
+    std::vector<int64_t> sum(kExactNumel);
+    for (int64_t limb = i % kExactLimbs; limb < kExactLimbs; limb += 1 + i % 5) {
+      sum[limb] = static_cast<int64_t>(generator() >> (11 + generator() % 53));
+    }
+    ASSERT_EQ(bits_of_value(sum, true), bits_of_value(sum, false)) << "sum " << i;
+  }
 }
 
 TEST_F(CudaKernels, FillZeroClearsExactlyTheBytesGiven) {

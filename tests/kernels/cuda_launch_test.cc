@@ -11,6 +11,7 @@
 
 #include "kernels/adam.h"
 #include "kernels/cuda/cuda_tiles.cuh"
+#include "kernels/exact_sum.h"
 #include "kernels/norm.h"
 #include "kernels/sum_rows.h"
 #include "tests/kernels/cuda_buffers.h"
@@ -41,6 +42,7 @@ std::map<std::string, int64_t> blocks_of(int64_t numel) {
   const AdamSegment segment{a[0], a[1], a[2], nullptr, a[3], nullptr, numel, 1, nullptr};
   const ConstSpan span{a[0], numel};
   double sums[2] = {};
+  int64_t exact[kExactNumel] = {};
   int64_t bits = 0;
   const std::map<std::string, std::function<void()>> kernels = {
       {"adam", [&] { adam_step(segment, {}, nullptr, nullptr, c10::ScalarType::BFloat16, kCuda); }},
@@ -51,6 +53,7 @@ std::map<std::string, int64_t> blocks_of(int64_t numel) {
        }},
       {"sum of rows", [&] { sum_rows(rows, kCuda); }},
       {"sum of squares", [&] { sum_of_squares(span, sums, norm.as<double>(), kCuda); }},
+      {"exact sum", [&] { add_squares_exactly(span, exact, kCuda); }},
       {"max abs", [&] { max_abs_bits(span, &bits, kCuda); }},
   };
   std::map<std::string, int64_t> blocks;
@@ -90,19 +93,25 @@ TEST_F(CudaLaunch, NothingIsLaunchedForNoElements) {
   cuda_emulation::take_grids();
   cast_copy(nullptr, c10::ScalarType::Float, nullptr, c10::ScalarType::Half, 0, nullptr, kCuda);
   adam_step(AdamSegment{}, {}, nullptr, nullptr, c10::ScalarType::Float, kCuda);
+  int64_t sum[kExactNumel] = {};
+  add_squares_exactly(ConstSpan{}, sum, kCuda);
   EXPECT_TRUE(cuda_emulation::take_grids().empty());
 }
 
-std::string error_of_next_launch(cudaError_t error) {
-  Buffer values = ordinary(10, c10::ScalarType::Float, 1);
-  Buffer start = scalar(int64_t{0});
+std::string error_of(cudaError_t error, const std::function<void()>& launch) {
   cuda_emulation::fail_next_launch(error);
   try {
-    max_abs_bits(ConstSpan{values.as<float>(), 10}, start.as<int64_t>(), kCuda);
+    launch();
   } catch (const c10::Error& thrown) {
     return thrown.what_without_backtrace();
   }
   return "nothing was thrown";
+}
+
+std::string error_of_next_launch(cudaError_t error) {
+  Buffer values = ordinary(10, c10::ScalarType::Float, 1);
+  int64_t bits = 0;
+  return error_of(error, [&] { max_abs_bits(ConstSpan{values.as<float>(), 10}, &bits, kCuda); });
 }
 
 TEST_F(CudaLaunch, AGpuThatIsTooOldIsToldSo) {
@@ -116,6 +125,20 @@ TEST_F(CudaLaunch, AnErrorIsThrownOnce) {
             "zero::kernels::max_abs_bits: CUDA error: invalid configuration argument");
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   EXPECT_EQ(error_of_next_launch(cudaSuccess), "nothing was thrown");
+}
+
+TEST_F(CudaLaunch, AnErrorOfAnExactSumIsThrown) {
+  const float value = 1.0F;
+  int64_t sum[kExactNumel] = {};
+  double result = 0.0;
+  EXPECT_EQ(error_of(cudaErrorInvalidConfiguration,
+                     [&] {
+                       add_squares_exactly(ConstSpan{&value, 1}, sum, kCuda);
+                     }),
+            "zero::kernels::add_squares_exactly: CUDA error: invalid configuration argument");
+  EXPECT_EQ(
+      error_of(cudaErrorInvalidConfiguration, [&] { value_of_exact_sum(sum, &result, kCuda); }),
+      "zero::kernels::value_of_exact_sum: CUDA error: invalid configuration argument");
 }
 
 }  // namespace

@@ -210,6 +210,17 @@ uint64_t hash_of_summed_blocks(const RangeKernels& kernels) {
   return hash.value();
 }
 
+uint64_t hash_of_exact_sums(const RangeKernels& kernels) {
+  Hash hash;
+  for (const int64_t numel : kNumels) {
+    std::vector<int64_t> sum(kExactNumel);
+    kernels.add_squares_exactly(finite(numel, 12).data(), numel, sum.data());
+    kernels.add_squares_exactly(any(numel, 13).data(), numel, sum.data());
+    hash.add(sum);
+  }
+  return hash.value();
+}
+
 uint64_t hash_of_norms(const RangeKernels& kernels) {
   Hash hash;
   for (const int64_t numel : kNumels) {
@@ -486,6 +497,7 @@ constexpr Golden kGolden[] = {
     {"sum_rows", hash_of_sum_rows, 0x4cbb8c326840bd4aU},
     {"encode_block_int8", hash_of_encoded_blocks, 0xa7d42eebc6386f61U},
     {"sum_block_int8", hash_of_summed_blocks, 0x92cbc96cf994c8b3U},
+    {"exact sums", hash_of_exact_sums, 0x65fe5a5f26a91b03U},
     {"norms", hash_of_norms, 0x00c2b39f489e9aa8U},
     {"adam", hash_of_adam, 0x4f8260382ca74f71U},
     {"sgd", hash_of_sgd, 0xf6ff701c12c20f14U},

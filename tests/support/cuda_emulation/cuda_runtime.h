@@ -121,4 +121,8 @@ inline long long atomicMax(long long* address, long long value) {
   return old;
 }
 
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }

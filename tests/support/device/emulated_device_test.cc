@@ -22,6 +22,7 @@
 #include <thread>
 
 #include "kernels/cast.h"
+#include "kernels/exact_sum.h"
 #include "zero/base/streams.h"
 
 namespace zero {
@@ -86,6 +87,25 @@ TEST_F(EmulatedDeviceTest, AStreamThatDoesNotWaitReadsTooEarly) {
     make_wait(current_torch_stream(kFirst), first);
     from.sum().item<double>();
   }
+}
+
+TEST_F(EmulatedDeviceTest, ExactSumsAreThoseOfTheHost) {
+  const at::Tensor host = at::arange(1000, at::kFloat);
+  const at::Tensor on_host = at::zeros({kernels::kExactNumel}, at::kLong);
+  const at::Tensor sum = on_host.to(kFirst);
+  const at::Tensor values = host.to(kFirst);
+  const at::Tensor value = at::zeros({1}, values.options().dtype(at::kDouble));
+  const c10::Stream current = current_torch_stream(kFirst);
+  const kernels::Stream stream{true, reinterpret_cast<void*>(static_cast<intptr_t>(current.id()))};
+  const auto span_of = [](const at::Tensor& tensor) {
+    return kernels::ConstSpan{tensor.const_data_ptr<float>(), tensor.numel()};
+  };
+  kernels::add_squares_exactly(span_of(host), on_host.mutable_data_ptr<int64_t>(), {});
+  kernels::add_squares_exactly(span_of(values), sum.mutable_data_ptr<int64_t>(), stream);
+  kernels::value_of_exact_sum(sum.const_data_ptr<int64_t>(), value.mutable_data_ptr<double>(),
+                              stream);
+  EXPECT_TRUE(at::equal(sum.cpu(), on_host));
+  EXPECT_EQ(value.cpu().item<double>(), 999.0 * 1000.0 * 1999.0 / 6.0);
 }
 
 TEST_F(EmulatedDeviceTest, AKernelOnAnotherDeviceIsAViolation) {

@@ -13,6 +13,7 @@
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/detail/bias_correction.h"
+#include "kernels/detail/exact_sum.h"
 #include "tests/support/device/emulated_device.h"
 
 namespace zero::kernels::cuda {
@@ -110,6 +111,19 @@ const char* max_abs_bits(const ConstSpan* spans, int64_t count, int64_t* result,
       *result = std::max<int64_t>(*result, range_kernels().max_abs_bits(s.data, s.numel));
     }
   });
+}
+
+const char* add_squares_exactly(const ConstSpan* spans, int64_t count, int64_t* sum, void* stream) {
+  return emulated::launch(stream, sum, [spans = copied(spans, count), sum] {
+    for (const ConstSpan& s : spans) {
+      range_kernels().add_squares_exactly(s.data, s.numel, sum);
+      carry_limbs(sum);
+    }
+  });
+}
+
+const char* value_of_exact_sum(const int64_t* sum, double* value, void* stream) {
+  return emulated::launch(stream, value, [sum, value] { *value = rounded_sum(sum); });
 }
 
 const char* adam_step(const AdamSegment* segments, int64_t count,
