@@ -216,6 +216,28 @@ struct ZeroOptions {
   // element instead of 2) and round once when it is sent.
   TORCH_ARG(bool, no_sync_fp32) = false;
 
+  // M > 0: a step has M micro-batches over all ranks, numbered from 0, and parameters, moments and
+  // norms have the same bits on every number of ranks from 1 to M, on every layout of machines, and
+  // after a load or recover() on another number. Each rank runs backward(loss) once for each number
+  // of ZeroOptimizer::micro_batches(), in that order; the program computes on a micro-batch what
+  // depends on its number alone, its examples and random numbers. The gradient is the sum over a
+  // binary tree on the numbers, in fp32, divided by M, or not with Reduction::kSum:
+  //
+  //   sum(b, n) = sum(b, n/2) + sum(b + n/2, n/2)     n a power of 2, b a multiple of n
+  //   sum(b, 1) = the gradient of micro-batch b       numbers from M on are left out
+  //
+  // A rank adds up the subtrees that it has whole, in memory for log2(M/W) + 1 of them at most, and
+  // sends each: one where M and W are powers of 2. What is sent is fp32, unless M = W. The norm is
+  // added up exactly from squares of blocks of 256 elements (kernels/exact_sum.h). There are as
+  // many messages as without, in rows that are up to 256 elements longer.
+  //
+  // Refused with meshes and placements, reduce_dtype, kBlockInt8, no_sync(), passes that are not of
+  // backward(), a parameter's second gradient in one micro-batch, norms other than 2 and infinity,
+  // collective calls between the micro-batches of a step, zero_grad() of the module where some
+  // ranks have done all of theirs and others have not, and for groups that are stepped in pieces by
+  // their own step(), whose bits depend on where a piece begins; with kWholeParameters they may.
+  TORCH_ARG(int64_t, micro_batches) = 0;
+
   // Skip the step on all ranks when any gradient is NaN or infinite anywhere.
   TORCH_ARG(bool, skip_nonfinite) = true;
 

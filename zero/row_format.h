@@ -13,7 +13,7 @@ namespace zero {
 
 // Rows of n elements whose sum, in this order, is the result of reduce_rows().
 struct SummandRows {
-  // The dtype of the rows sent, or fp32 for partial sums.
+  // The dtype of the rows sent, or fp32 for partial sums that are not kept apart.
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t count = 1;
   // Host only: the address of each row. If null, the rows are those of `received` and `own_row`.
@@ -22,6 +22,12 @@ struct SummandRows {
   const void* received = nullptr;
   const void* own_row = nullptr;
   int64_t own = 0;
+
+  // The address of row `i`, of rows of `bytes` bytes each.
+  const void* row(int64_t i, int64_t bytes) const {
+    if (addresses != nullptr) return addresses[i];
+    return i == own ? own_row : static_cast<const char*>(received) + i * bytes;
+  }
 };
 
 using UseRows = std::function<void(const SummandRows& rows)>;
@@ -35,6 +41,8 @@ class RowFormat {
   virtual void sum(const SummandRows& rows, const at::Tensor& sum) const = 0;
   // True: sums are sent in this format, rounded once on each machine. False: in fp32.
   virtual bool encodes_sums() const = 0;
+  // True: the sums of machines, in fp32, are received as bytes, since nobody else may add them up.
+  virtual bool keeps_sums_apart() const { return false; }
   // Encodes sums [count, numel] fp32 as rows [count, n] of the dtype that is sent. Only where
   // encodes_sums().
   virtual void encode_sums(const at::Tensor& sums, const at::Tensor& rows) const = 0;

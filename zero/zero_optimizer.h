@@ -25,7 +25,8 @@
 //      decay, momentum or step count. Ranks may use different parameters and numbers of passes.
 //   3. Stages 1 and 2 give bit-identical parameters on Gloo, run after run; without clipping, and
 //      with GradientWire::kDtype, for every bucket size and layout too, except
-//      Layout::kWholeParameters on several machines, where sums have another order.
+//      Layout::kWholeParameters on several machines, where sums have another order. With
+//      ZeroOptions::micro_batches they do so on every number of ranks too, clipped or not.
 //   4. With one fp32 rank, unclipped, fused(false) and kDtype: the inner optimizer's own bits.
 //   5. A non-finite gradient on any rank skips the step on all ranks.
 //   6. The norm is that of the averaged, unscaled gradient before clipping. Clipping takes effect
@@ -41,6 +42,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/irange.h>
 #include <torch/optim/optimizer.h>
 #include <torch/ordered_dict.h>
 
@@ -145,6 +147,17 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // loss_scale(); empty for 0-dim outputs.
   void backward(const std::vector<at::Tensor>& outputs,
                 const std::vector<at::Tensor>& output_gradients, bool retain_graph = false);
+  // With ZeroOptions::micro_batches(M): the numbers of this rank, about M/W that follow each other.
+  // The k-th backward() since the last step() is the pass of the k-th of them; fewer or more than
+  // all of them throw. Of one that drops all layers, backward() is called with a loss of no graph.
+  // Throws c10::Error without that option.
+  //
+  //   for (const int64_t number : optimizer.micro_batches()) {
+  //     torch::manual_seed(seed_of(step, number));  // for dropout
+  //     optimizer.backward(loss(model, micro_batch(step, number)));
+  //   }
+  c10::integer_range<int64_t> micro_batches() const;
+
   // Returns loss * loss_scale(), for callers of loss.backward(). A round then stays open until a
   // parameter gets its next gradient or until step(). With a loss scale other than 1, gradients
   // that arrive outside of backward() throw unless this was called since the last step.

@@ -77,8 +77,10 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
     TORCH_CHECK(placement.copies() >= 1, where, ": expected copies of 1 or more, got ",
                 placement.copies());
     const int64_t ranks = domain.group.world_size() * ranks_of(domain.replicas);
-    domain.averaged_over =
-        placement.averaged_over() > 0 ? placement.averaged_over() : (sum ? 1 : ranks);
+    const int64_t terms = options.micro_batches() > 0 ? options.micro_batches() : ranks;
+    domain.averaged_over = placement.averaged_over() > 0 ? placement.averaged_over()
+                           : sum                         ? 1
+                                                         : terms;
     domains.uniform = domains.uniform && ranks == domains.mesh.world_size();
     const int64_t holders = ranks_of(domain.replicas) * placement.copies();
     domains.norm_weights.push_back(placement.owner() ? 1.0 / static_cast<double>(holders) : 0.0);

@@ -28,6 +28,10 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
       used_(table.parameters().size(), 0),
       queue_(pool),
       stream_reductions_(pool) {
+  if (options.micro_batches > 0) {
+    const Communicator& ranks = *comms_.front().data;
+    sums_.emplace(table, options.micro_batches, ranks.rank(), ranks.world_size());
+  }
   const auto float_options =
       at::TensorOptions().dtype(at::kFloat).device(table.parameters().front().tensor.device());
   // One allocation: shards are read bucket by bucket, but a norm reads them all.
@@ -103,14 +107,33 @@ void GradientReducer::begin_pass() {
   in_pass_ = true;
 }
 
+void GradientReducer::end_pass(bool kept) {
+  if (!kept) close_round();
+  if (sums_) sums_->end_micro_batch();
+}
+
 void GradientReducer::gradient_kept(int64_t parameter) {
-  local_.keep(parameter);
   used_[parameter] = 1;
+  if (!sums_) {
+    local_.keep(parameter);
+    return;
+  }
+  sums_->add(parameter, local_.release(parameter));
+  // As one that is sent: a module that resets it resets the sum.
+  local_.mark_sent(parameter);
+}
+
+void GradientReducer::check_by_hand(int64_t parameter) const {
+  TORCH_CHECK(
+      !sums_ || !local_.has(parameter), "parameter ", table_.parameters()[parameter].name,
+      ": expected gradients of backward() alone with ZeroOptions::micro_batches, got one in "
+      "p.grad(), which belongs to no micro-batch; leave p.grad() empty");
 }
 
 void GradientReducer::before_gradient(int64_t parameter) {
   // Before anything of this pass is sent, also where it begins with another parameter.
   if (local_.was_reset(parameter) || local_.sent_were_reset()) drop_resets();
+  check_by_hand(parameter);
   local_.set_aside(parameter);
 }
 
@@ -132,6 +155,7 @@ void GradientReducer::gradient_ready(int64_t parameter) {
   // here: a 16-bit bucket would lose what fp32 shards keep, and whether it is still
   // here depends on the size of buckets, on which results must not depend.
   if (packed_[parameter] != 0) {
+    if (sums_) sums_->check_first(parameter);
     if (in_pass_) return;  // late: it is sent in the next round
     close_round();         // a new pass began with a plain backward()
   }
@@ -144,6 +168,13 @@ const at::Tensor& GradientReducer::open(int64_t b) {
   Rows& packed = open_[b].packed;
   if (!packed.defined()) packed = wire_of(bucket).open(bucket.rows, pool_);
   return packed.values();
+}
+
+at::Tensor GradientReducer::matrix(int64_t b, int64_t i) const {
+  const at::Tensor& packed = open_[b].packed.values();
+  const Bucket& bucket = plan_.buckets[b];
+  if (wire_of(bucket).matrices() == 1) return packed;
+  return packed.view({-1}).narrow(0, i * bucket.rows.total(), bucket.rows.total());
 }
 
 void GradientReducer::follow_packing(int64_t b) {
@@ -170,15 +201,21 @@ void GradientReducer::encode(int64_t b) {
 void GradientReducer::pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added) {
   packed_[parameter] = 1;
   used_[parameter] = 1;
+  MicroBatchSums::Parts parts{{gradient, added}};
+  if (sums_) parts = sums_->finish(parameter, gradient);
   for (const Place& place : places_[parameter]) {
     const TraceRange range("pack", place.bucket);
     const Bucket& bucket = plan_.buckets[place.bucket];
     const Slot& slot = bucket.slots[place.slot];
     const at::Tensor& packed = open(place.bucket);
     follow_packing(place.bucket);
-    copy_into_bucket(plan_, bucket, slot, gradient, packed, added);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      copy_into_bucket(plan_, bucket, slot, parts[i].tensor, matrix(place.bucket, i),
+                       parts[i].added);
+    }
     Open& open = open_[place.bucket];
-    const int64_t bytes = slot.numel * static_cast<int64_t>(packed.element_size());
+    const int64_t bytes =
+        wire_of(bucket).matrices() * slot.numel * static_cast<int64_t>(packed.element_size());
     open.unsent_bytes += bytes;
     unsent_bytes_ += bytes;
     if (--open.missing == 0) encode(place.bucket);
@@ -203,9 +240,12 @@ void GradientReducer::send_next() {
   follow_packing(b);
   // The bucket is not full: its round is being closed.
   if (!open_[b].encoded.defined()) {
-    const at::Tensor& packed = open(b);
+    open(b);
     for (const Slot& slot : bucket.slots) {
-      if (packed_[slot.parameter] == 0) copy_into_bucket(plan_, bucket, slot, at::Tensor(), packed);
+      if (packed_[slot.parameter] != 0) continue;
+      for (int64_t i = 0; i < wire_of(bucket).matrices(); ++i) {
+        copy_into_bucket(plan_, bucket, slot, at::Tensor(), matrix(b, i));
+      }
     }
     encode(b);
   }
@@ -240,7 +280,10 @@ void GradientReducer::close_round() {
   in_pass_ = false;
   const auto count = static_cast<int64_t>(table_.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
-    if (local_.has(p) && packed_[p] == 0) pack(p, local_.release(p));
+    if (packed_[p] != 0) continue;
+    check_by_hand(p);
+    if (local_.has(p)) pack(p, local_.release(p));
+    if (sums_ && sums_->has(p)) pack(p, at::Tensor());
   }
   send_round();
 }
@@ -296,6 +339,7 @@ void GradientReducer::consume() {
   in_pass_ = false;  // also of a pass that ended with an exception
   std::fill(used_.begin(), used_.end(), 0);
   local_.consume();
+  if (sums_) sums_->forget();
   rounds_ = 0;
   dropped_ = 0;
   replicated_ = 0;
@@ -321,12 +365,14 @@ void GradientReducer::drop_resets() {
     // Other ranks have sent their part of the open round. It has no gradients but those.
     if (round_open()) send_round();
     dropped_ = rounds_;
+    if (sums_) sums_->forget();
   }
   claim_gradients();
 }
 
 void GradientReducer::discard() {
   local_.discard();
+  if (sums_) sums_->forget();
   in_pass_ = false;
 }
 

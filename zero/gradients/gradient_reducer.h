@@ -22,6 +22,9 @@
 // weight under activation checkpointing fires several times) stays in p.grad()
 // and is sent in the next round; its second gradient by plain backward() calls
 // closes the round, so that micro-batches add up in the fp32 shards.
+//
+// With ZeroOptions::micro_batches a step has one round, of the pass of this rank's last
+// micro-batch; gradients of passes before it are kept in MicroBatchSums.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,6 +37,7 @@
 #include "bookkeeping/plan.h"
 #include "zero/comm/domain_communicators.h"
 #include "zero/gradients/local_gradients.h"
+#include "zero/gradients/micro_batch_sums.h"
 #include "zero/gradients/reduction_queue.h"
 #include "zero/gradients/stream_reductions.h"
 #include "zero/gradients/wire_format.h"
@@ -45,6 +49,7 @@ namespace zero {
 struct ReducerOptions {
   WireFormats wires;  // per arena
   bool no_sync_fp32 = false;
+  int64_t micro_batches = 0;  // ZeroOptions::micro_batches; then there is one domain
 };
 
 class GradientReducer {
@@ -63,8 +68,14 @@ class GradientReducer {
   // Factor on every gradient besides the mean over ranks: 1 / loss scale.
   void set_scale(double scale) { scale_ = scale; }
 
-  // Begins a backward pass, which close_round() ends.
+  // Begins a backward pass, which end_pass() ends.
   void begin_pass();
+  // Ends a pass of which gradients were `kept`, or closes its round.
+  void end_pass(bool kept);
+  // The micro-batches of this rank; null without that option.
+  const MicroBatchSums* micro_batches() const { return sums_ ? &*sums_ : nullptr; }
+  // Returns whether the pass under way, or the next one, is of a micro-batch before the last.
+  bool keeps_gradients() const { return sums_ && !sums_->is_last(); }
   // Makes p.grad() ready for the next gradient, by set_aside() and, where it was reset, by
   // drop_resets(). Throws as they do.
   void before_gradient(int64_t parameter);
@@ -78,7 +89,7 @@ class GradientReducer {
   // the same warm memory, and sends what became complete; or leaves it there when it is the second
   // in a pass. Throws c10::Error for a gradient that cannot be sent, a sparse one for example.
   void gradient_ready(int64_t parameter);
-  // The same under no_sync: the gradient stays local.
+  // The same under no_sync, and where keeps_gradients(): the gradient stays local.
   void gradient_kept(int64_t parameter);
   // Sends the rest of the open round with zeros for what is missing. Throws c10::Error for what was
   // put into p.grad() and cannot be sent.
@@ -128,7 +139,7 @@ class GradientReducer {
   // Bytes of local gradients that wait for a later round, and of memory that is held for those of
   // the next step; and of gradients that are packed and wait for the rest of their bucket or for
   // the buckets before it.
-  int64_t local_bytes() const { return local_.bytes(); }
+  int64_t local_bytes() const { return local_.bytes() + (sums_ ? sums_->bytes() : 0); }
   int64_t unsent_bytes() const { return unsent_bytes_; }
   int64_t shard_bytes() const;
   // Frees the shards: from then on only functions that count bytes and the destructor may be
@@ -136,6 +147,7 @@ class GradientReducer {
   void release_shards() {
     shards_.clear();
     local_.free_held();
+    if (sums_) sums_->free_held();
   }
 
  private:
@@ -156,9 +168,13 @@ class GradientReducer {
   bool round_open() const;  // a gradient was packed that closes with this round
   const WireFormat& wire_of(const Bucket& bucket) const { return *options_.wires[bucket.arena]; }
   const at::Tensor& open(int64_t bucket);
+  // Matrix `i` of those that the open bucket has: see WireFormat::matrices().
+  at::Tensor matrix(int64_t bucket, int64_t i) const;
   // Makes the current stream wait for others that packed into the bucket: a model may use several.
   void follow_packing(int64_t bucket);
   void encode(int64_t bucket);
+  // With micro-batches: throws c10::Error for a gradient in p.grad(), which somebody put there.
+  void check_by_hand(int64_t parameter) const;
   void pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added = {});
   void send_complete();
   void send_next();
@@ -173,6 +189,7 @@ class GradientReducer {
   double scale_ = 1.0;
 
   LocalGradients local_;
+  std::optional<MicroBatchSums> sums_;
   std::vector<at::Tensor> shards_;  // per bucket
   std::vector<uint8_t> used_;       // per parameter, since consume()
 

@@ -182,10 +182,10 @@ void LocalGradients::leave(int64_t parameter) {
   expect(parameter, Holds::kGradient);
 }
 
-void LocalGradients::hold_memory(const at::Tensor& sum) {
+bool is_worth_holding(const at::Tensor& sum) {
   const auto bytes = static_cast<int64_t>(sum.nbytes());
-  const bool in_heap = sum.is_cpu() && bytes >= kSmallestHeld && bytes <= kLargestInHeap;
-  if (in_heap && static_cast<int64_t>(sum.storage().nbytes()) == bytes) held_.push_back(sum);
+  return sum.is_cpu() && bytes >= kSmallestHeld && bytes <= kLargestInHeap &&
+         static_cast<int64_t>(sum.storage().nbytes()) == bytes;
 }
 
 at::Tensor LocalGradients::release(int64_t parameter) {
@@ -206,7 +206,9 @@ at::Tensor LocalGradients::release(int64_t parameter) {
     gradient = std::exchange(state.fp32, at::Tensor());
   }
   const bool kept = std::exchange(state.kept, false);
-  if (kept && !first && gradient.defined()) hold_memory(gradient);
+  if (kept && !first && gradient.defined() && is_worth_holding(gradient)) {
+    held_.push_back(gradient);
+  }
   p.tensor.mutable_grad().reset();
   state.holds = Holds::kUnknown;
   return gradient;

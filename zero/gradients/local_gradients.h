@@ -32,6 +32,9 @@
 
 namespace zero {
 
+// Returns whether the memory of `sum` is its own, and of a size that the system would map anew.
+bool is_worth_holding(const at::Tensor& sum);
+
 class LocalGradients {
  public:
   // `fp32`: 16-bit gradients under no_sync add up apart, in fp32. `table` must outlive this.
@@ -107,7 +110,6 @@ class LocalGradients {
   void expect(int64_t parameter, Holds holds);
   bool holds_gradient(int64_t parameter) const;
   void check_unchanged(int64_t parameter) const;
-  void hold_memory(const at::Tensor& sum);
 
   const ParameterTable& table_;
   const bool fp32_;

@@ -31,7 +31,7 @@ Exchange start_exchange(BucketReduction reduction, BufferPool& pool) {
   Exchange exchange{std::move(reduction), {}, {}};
   const BucketReduction& r = exchange.reduction;
   const std::string label = "gradient bucket " + std::to_string(r.bucket);
-  const RowValues values{r.wire, r.shard.numel()};
+  const RowValues values{r.wire, r.wire->sum_numel(r.shard.numel())};
   const int64_t bytes = r.group->reduction_bytes(r.rows, values);
   if (bytes > 0) exchange.buffer = pool.take(bytes, at::kByte, BufferPool::Order::kWait);
   exchange.pending = r.group->reduce_rows(

@@ -36,6 +36,9 @@ class WireFormat : public RowFormat {
 
   // The dtype in which gradients are packed.
   virtual c10::ScalarType packed_dtype() const = 0;
+  // The number of matrices that gradients are packed into, one behind the other in what open()
+  // returns: see tree_wire.h.
+  virtual int64_t matrices() const { return 1; }
   // True when gradients are packed straight into the encoded rows, so that encode() copies nothing
   // and a bucket needs no second buffer.
   virtual bool packs_in_place() const = 0;
@@ -54,15 +57,17 @@ class WireFormat : public RowFormat {
   // shard = scale * (row 0 + row 1 + ...), or shard += that product with `accumulate`. `rows` are
   // encoded rows or, unless those are kByte, partial sums of them in fp32. Decoded values are added
   // up in the order of the rows; each addition and product is rounded to fp32, so that the bits
-  // depend on the rows alone. A gradient that is not finite makes an element of the shard that is
-  // not finite. Gradients of 0 add 0.
+  // depend on the rows alone; TreeWire has another order. A gradient that is not finite makes an
+  // element of the shard that is not finite. Gradients of 0 add 0.
   //   shard  [row_numel] fp32
   virtual void decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                               bool accumulate) const = 0;
 
-  void sum(const SummandRows& rows, const at::Tensor& sum) const final {
+  void sum(const SummandRows& rows, const at::Tensor& sum) const override {
     decode_and_sum(rows, sum, 1.0F, /*accumulate=*/false);
   }
+  // The elements of the sum of a machine's rows of `numel` gradients.
+  virtual int64_t sum_numel(int64_t numel) const { return numel; }
 };
 
 // Throws c10::Error when `options` ask for a format that there is not, or not for gradients on
@@ -73,8 +78,15 @@ std::string describe_wire_options(const ZeroOptions& options);
 
 using WireFormats = std::vector<std::shared_ptr<const WireFormat>>;
 
-// The format of each arena of `plan`. The same on all ranks for equal options.
-WireFormats make_wire_formats(const Plan& plan, const ZeroOptions& options);
+// Where a rank is, for formats that depend on it.
+struct WirePlace {
+  int64_t rank = 0;
+  int64_t machines = 1;  // of equally many ranks; 1 where rows are exchanged in one level
+};
+
+// The format of each arena of `plan`. The same on all ranks for equal options, but for the rank.
+WireFormats make_wire_formats(const Plan& plan, const ZeroOptions& options,
+                              const WirePlace& place = {});
 
 // Returns the bytes that a pool should keep between steps for `buffers` buckets in use at a time,
 // those of the largest ones; and for two more that are being filled, in formats that do not pack in

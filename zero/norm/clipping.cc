@@ -13,20 +13,26 @@
 namespace zero {
 
 Clipping::Clipping(const std::vector<SegmentTensors>& segments, const std::vector<double>& weights,
-                   at::Device device, Communicator& comm)
+                   at::Device device, Communicator& comm, bool exact)
     : segments_(segments),
       weights_(weights),
       device_(device),
       comm_(comm),
+      exact_(exact),
       coefficient_(at::ones({}, at::TensorOptions().dtype(at::kDouble).device(device))) {}
+
+ShardNorm Clipping::measure(double norm_type, const at::Tensor& bound) {
+  const TraceRange range("norm");
+  return exact_ ? exact_shard_norm(segments_, norm_type, device_, comm_, bound)
+                : shard_norm(segments_, weights_, norm_type, device_, comm_, bound);
+}
 
 void Clipping::compute_norm(double norm_type, int64_t rounds) {
   if (norm_ && norm_->norm_type == norm_type && norm_->rounds == rounds &&
       norm_->narrowed == narrowed_) {
     return;
   }
-  const TraceRange range("norm");
-  const ShardNorm made = shard_norm(segments_, weights_, norm_type, device_, comm_, bound());
+  const ShardNorm made = measure(norm_type, bound());
   norm_ = Known{norm_type, rounds, narrowed_, made.norm};
   if (!bound_.defined()) nonfinite_ = Nonfinite{rounds, made.nonfinite};
 }
@@ -80,16 +86,14 @@ at::Tensor Clipping::unclipped_norm(int64_t rounds) {
   const bool known =
       norm_ && norm_->norm_type == 2.0 && norm_->rounds == rounds && norm_->narrowed == 0;
   if (known) return norm_->norm;
-  const TraceRange range("norm");
-  const ShardNorm made = shard_norm(segments_, weights_, 2.0, device_, comm_);
+  const ShardNorm made = measure(2.0);
   nonfinite_ = Nonfinite{rounds, made.nonfinite};
   return made.norm;
 }
 
 at::Tensor Clipping::nonfinite(int64_t rounds) {
   if (!nonfinite_ || nonfinite_->rounds != rounds) {
-    const TraceRange range("norm");
-    const ShardNorm made = shard_norm(segments_, weights_, 2.0, device_, comm_);
+    const ShardNorm made = measure(2.0);
     nonfinite_ = Nonfinite{rounds, made.nonfinite};
   }
   if (clips_.empty()) return nonfinite_->count;

@@ -27,9 +27,10 @@ namespace zero {
 
 class Clipping {
  public:
-  // `weights` as in shard_norm(), over the ranks of `comm`. References must outlive this.
+  // `weights` as in shard_norm(), over the ranks of `comm`; `exact`: all weights are 1, and norms
+  // are those of exact_shard_norm(). References must outlive this.
   Clipping(const std::vector<SegmentTensors>& segments, const std::vector<double>& weights,
-           at::Device device, Communicator& comm);
+           at::Device device, Communicator& comm, bool exact = false);
 
   // Collective. The norm of the gradient that `rounds` reduced, after the clips so far: 0-dim
   // double on the device. Sends nothing when the last norm is the same one. After a clip by value
@@ -63,6 +64,7 @@ class Clipping {
 
   // Computes norm_ unless it is of that type, round and bound.
   void compute_norm(double norm_type, int64_t rounds);
+  ShardNorm measure(double norm_type, const at::Tensor& bound = {});
   void shrink(double max_norm, const at::Tensor& norm);
   void narrow(double value);
   // The bound in the dtype of the gradients; undefined without one.
@@ -72,6 +74,7 @@ class Clipping {
   const std::vector<double>& weights_;
   const at::Device device_;
   Communicator& comm_;
+  const bool exact_;
 
   std::vector<Clip> clips_;
   int64_t clipped_rounds_ = 0;  // of the gradient that they saw

@@ -2,10 +2,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/norm/shard_norm.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 
 #include <cmath>
 
+#include "kernels/exact_sum.h"
+#include "zero/memory/device_stream.h"
 #include "zero/norm/norm_accumulator.h"
 
 namespace zero {
@@ -22,20 +29,27 @@ std::vector<kernels::ConstSpan> spans_of(const std::vector<SegmentTensors>& segm
   return spans;
 }
 
-// Adds the segments of `group`, or all for -1.
-void add(const std::vector<SegmentTensors>& segments, int64_t group, double norm_type,
-         double weight, const at::Tensor& bound, const at::Tensor& part) {
+// Calls use(spans) for the segments of `group`, or all for -1: once, or with `bound` for one
+// clamped copy at a time.
+void for_spans(const std::vector<SegmentTensors>& segments, int64_t group, const at::Tensor& bound,
+               c10::function_ref<void(const std::vector<kernels::ConstSpan>& spans)> use) {
   if (!bound.defined()) {
-    add_to_norm_part(part, spans_of(segments, group), norm_type, weight);
+    use(spans_of(segments, group));
     return;
   }
   const at::Tensor low = -bound;
   for (const SegmentTensors& s : segments) {
     if (group >= 0 && s.group != group) continue;
     const at::Tensor clamped = s.gradient.clamp(low, bound);
-    const std::vector<kernels::ConstSpan> span{{clamped.const_data_ptr<float>(), s.segment.numel}};
-    add_to_norm_part(part, span, norm_type, weight);
+    use({{clamped.const_data_ptr<float>(), s.segment.numel}});
   }
+}
+
+void add(const std::vector<SegmentTensors>& segments, int64_t group, double norm_type,
+         double weight, const at::Tensor& bound, const at::Tensor& part) {
+  for_spans(segments, group, bound, [&](const std::vector<kernels::ConstSpan>& spans) {
+    add_to_norm_part(part, spans, norm_type, weight);
+  });
 }
 
 }  // namespace
@@ -56,6 +70,27 @@ ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
   result.nonfinite = std::isinf(norm_type) ? at::isfinite(result.norm).logical_not().to(at::kDouble)
                                            : part.select(0, 1);
   return result;
+}
+
+ShardNorm exact_shard_norm(const std::vector<SegmentTensors>& segments, double norm_type,
+                           at::Device device, Communicator& group, const at::Tensor& bound) {
+  // A maximum has no order.
+  if (std::isinf(norm_type)) return shard_norm(segments, {}, norm_type, device, group, bound);
+  TORCH_INTERNAL_ASSERT(norm_type == 2.0, "no exact sum of other powers");
+  const c10::OptionalDeviceGuard guard(device);
+  const kernels::Stream stream = current_stream(device);
+  at::Tensor sum =
+      at::zeros({kernels::kExactNumel}, at::TensorOptions().dtype(at::kLong).device(device));
+  for_spans(segments, -1, bound, [&](const std::vector<kernels::ConstSpan>& spans) {
+    kernels::add_squares_exactly(spans, sum.mutable_data_ptr<int64_t>(), stream);
+  });
+  const at::Tensor limbs = sum.to(at::kDouble);
+  group.all_reduce_sum(limbs, "gradient norm").wait();
+  sum = limbs.to(at::kLong);
+  const at::Tensor value = at::empty({}, limbs.options());
+  kernels::value_of_exact_sum(sum.const_data_ptr<int64_t>(), value.mutable_data_ptr<double>(),
+                              stream);
+  return {value.sqrt(), sum.narrow(0, kernels::kExactLimbs, 2).sum().to(at::kDouble)};
 }
 
 }  // namespace zero

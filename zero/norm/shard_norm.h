@@ -29,4 +29,11 @@ ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
                      const std::vector<double>& weights, double norm_type, at::Device device,
                      Communicator& group, const at::Tensor& bound = {});
 
+// Collective. The same for weights of 1 and a `norm_type` of 2 or infinity, with bits that depend
+// neither on the number of ranks nor on the order of segments, if each begins at a multiple of
+// kernels::kExactBlock elements of its parameter: squares are added up as kernels/exact_sum.h says,
+// and the limbs over ranks in double, which is exact too.
+ShardNorm exact_shard_norm(const std::vector<SegmentTensors>& segments, double norm_type,
+                           at::Device device, Communicator& group, const at::Tensor& bound = {});
+
 }  // namespace zero

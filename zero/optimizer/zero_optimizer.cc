@@ -75,6 +75,15 @@ void ZeroOptimizer::backward(const std::vector<at::Tensor>& outputs,
   impl_->engine->passes.run(outputs, output_gradients, retain_graph);
 }
 
+c10::integer_range<int64_t> ZeroOptimizer::micro_batches() const {
+  const MicroBatchSums* const numbers = impl_->engine->reducer.micro_batches();
+  TORCH_CHECK(
+      numbers != nullptr,
+      "micro_batches(): expected ZeroOptions::micro_batches, which says how many there are, "
+      "got 0; construct the optimizer with it");
+  return c10::irange(numbers->begin(), numbers->end());
+}
+
 at::Tensor ZeroOptimizer::scale_loss(const at::Tensor& loss) const {
   return impl_->engine->passes.scale_loss(loss);
 }
@@ -91,6 +100,12 @@ ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
   if (!enabled) return NoSync(nullptr);
   CallProtocol& protocol = impl_->engine->protocol;
   protocol.check_usable();
+  if (impl_->engine->reducer.micro_batches() != nullptr) {
+    protocol.throw_misuse(
+        "no_sync with ZeroOptions::micro_batches: expected none, since gradients are sent after "
+        "the "
+        "last of this rank's micro-batches, got a guard; leave it out");
+  }
   if (protocol.in_no_sync()) {
     protocol.throw_misuse(
         "no_sync inside no_sync: expected one guard at a time, got a second one; "

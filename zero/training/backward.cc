@@ -116,7 +116,8 @@ void BackwardPasses::remove_hooks() noexcept {
 
 bool BackwardPasses::takes_gradients() const {
   return !parts_.clipping.has_clips() && !parts_.protocol.ema_in_use() &&
-         (running_ || scaled_ || parts_.record.scaler().scale() == 1.0);
+         (running_ ||
+          (!parts_.reducer.micro_batches() && (scaled_ || parts_.record.scaler().scale() == 1.0)));
 }
 
 std::string BackwardPasses::unscaled_problem() const {
@@ -136,6 +137,10 @@ std::string BackwardPasses::untimely_problem() const {
            "backward pass";
   }
   if (parts_.protocol.ema_in_use()) return std::string("a backward pass: ") + kEmaInUseProblem;
+  if (parts_.reducer.micro_batches() && !running_) {
+    return "a gradient outside of backward(): expected optimizer.backward(loss) for each number of "
+           "micro_batches(), got another pass, of which no micro-batch is known";
+  }
   return unscaled_text();
 }
 
@@ -143,7 +148,7 @@ bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gr
   const at::Tensor& tensor = parts_.table.parameters()[parameter].tensor;
   // Of one that was frozen since the forward pass, autograd accumulates no gradient.
   if (!tensor.requires_grad() || !accumulates_into(tensor)) return false;
-  const bool takes = !parts_.protocol.in_no_sync() && wants_all_gradients() && takes_gradients();
+  const bool takes = !keeps_gradients() && wants_all_gradients() && takes_gradients();
   bool taken = false;
   run_in_hook([&] {
     check_waited_for(parameter);
@@ -166,12 +171,26 @@ void BackwardPasses::after_accumulation(int64_t parameter) {
     parts_.protocol.throw_misuse("gradient of " + p.name + ": " + untimely_problem());
   }
   run_in_hook([&] {
-    if (parts_.protocol.in_no_sync()) {
+    if (keeps_gradients()) {
       parts_.reducer.gradient_kept(parameter);
     } else {
       parts_.reducer.gradient_ready(parameter);
     }
   });
+}
+
+bool BackwardPasses::keeps_gradients() const {
+  return parts_.protocol.in_no_sync() || parts_.reducer.keeps_gradients();
+}
+
+std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
+  const MicroBatchSums* const numbers = parts_.reducer.micro_batches();
+  if (numbers == nullptr || numbers->done() == 0 || numbers->done() == numbers->own()) return {};
+  return c10::str(call, ": expected all backward passes of this rank's micro-batches, ",
+                  numbers->begin(), " to ", numbers->end() - 1, ", or none, got ", numbers->done(),
+                  " of ", numbers->own(),
+                  "; run backward(loss) for each number of micro_batches(), or call zero_grad() on "
+                  "all ranks");
 }
 
 void BackwardPasses::run_in_hook(const std::function<void()>& hand_over) {
@@ -219,6 +238,14 @@ void BackwardPasses::begin() {
   } catch (const std::exception& error) {
     parts_.protocol.throw_misuse(error_text(error));
   }
+  const MicroBatchSums* const numbers = parts_.reducer.micro_batches();
+  if (numbers != nullptr && numbers->done() == numbers->own()) {
+    parts_.protocol.throw_misuse(
+        c10::str("backward(): expected step() after the passes of this rank's micro-batches, ",
+                 numbers->begin(), " to ", numbers->end() - 1,
+                 ", got one more pass; run backward(loss) once "
+                 "for each number of micro_batches()"));
+  }
 }
 
 void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
@@ -263,11 +290,11 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
   });
   running_ = true;
   begin();
-  const bool sync = !parts_.protocol.in_no_sync();
+  const bool kept = keeps_gradients();
   try {
-    if (sync) parts_.reducer.begin_pass();
+    if (!kept) parts_.reducer.begin_pass();
     differentiate();
-    if (sync) parts_.reducer.close_round();
+    parts_.reducer.end_pass(kept);
   } catch (const std::exception& error) {
     // Else a hook of ours has said it already, with what to do.
     if (!parts_.protocol.is_backward_broken() && !parts_.protocol.has_failed()) {

@@ -66,6 +66,9 @@ class BackwardPasses {
   void forget() { any_ = scaled_ = false; }
   // The problem of gradients whose loss was not multiplied by the loss scale, or nothing.
   std::string unscaled_problem() const;
+  // With ZeroOptions::micro_batches: the problem of a `call` between the passes of a step, or
+  // nothing.
+  std::string micro_batch_problem(const std::string& call) const;
   void remove_hooks() noexcept;
 
  private:
@@ -73,6 +76,8 @@ class BackwardPasses {
   // Returns true when the gradient is on its way and is not to be accumulated.
   bool before_accumulation(int64_t parameter, const at::Tensor& gradient);
   void after_accumulation(int64_t parameter);
+  // Returns whether gradients of this pass stay on this rank for now.
+  bool keeps_gradients() const;
   // Returns whether a gradient may arrive at present, and why not. Asked for each gradient.
   bool takes_gradients() const;
   std::string untimely_problem() const;

@@ -29,7 +29,12 @@ void check_options(const ZeroOptions& options) {
   TORCH_CHECK(options.max_skipped_in_a_row() >= 0, "max_skipped_in_a_row: expected 0 or more, got ",
               options.max_skipped_in_a_row(), "; 0 accepts any number");
   TORCH_CHECK(options.protect() >= 0, "protect: expected 0 or more, got ", options.protect());
+  TORCH_CHECK(options.micro_batches() >= 0, "micro_batches: expected 0 or more, got ",
+              options.micro_batches());
   const bool plain = !options.mesh_group() && options.placements().empty();
+  TORCH_CHECK(options.micro_batches() == 0 || plain,
+              "micro_batches: expected plain data parallelism, got a mesh or placements; sums over "
+              "other groups have an order of their own");
   TORCH_CHECK(
       options.protect() == 0 || plain,
       "protect: expected plain data parallelism, got a mesh or placements; save checkpoints "
@@ -178,11 +183,16 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     check_moments(*inner, options);
     table = std::make_unique<ParameterTable>(module, inner->param_groups());
     check_split_masters(*table, *inner, layouts, options);
+    check_micro_batches(*inner, layouts, group.world_size(), options);
     check_parameters(*table, group, *inner, layouts);
     check_wire_options(options, table->parameters().front().tensor.device());
     domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
+    // A GPU adds the rows for all machines up at once, which the tree of micro-batches is not for.
+    const bool one_level =
+        options.micro_batches() > 0 && !table->parameters().front().tensor.is_cpu();
     for (size_t g = 0; g < layouts.size(); ++g) {
-      if (is_whole(layouts[g])) domains->list[domains->of_group[g]].one_level = true;
+      if (!is_whole(layouts[g]) && !one_level) continue;
+      domains->list[domains->of_group[g]].one_level = true;
     }
     lines = describe(options, *inner, *domains);
     if (domains->uniform) {

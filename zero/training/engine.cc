@@ -32,7 +32,9 @@ Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
     ParameterInfo info{p.tensor.numel(), p.tensor.scalar_type(), domains.of_group[p.group]};
     info.layout = layouts[p.group];
     if (is_whole(layouts[p.group])) info.cost = cost_of(p, inner, options);
-    if (moments[infos.size()] != Moments::kFloat32) info.block = kMomentBlock;
+    // A norm over micro-batches is added up by blocks, too.
+    const bool blocks = moments[infos.size()] != Moments::kFloat32 || options.micro_batches() > 0;
+    if (blocks) info.block = kMomentBlock;
     infos.push_back(info);
   }
   std::vector<int64_t> world_sizes;
@@ -65,8 +67,15 @@ BufferPool::Allocate allocator_of(const OptimizerCommunicators& comms, at::Devic
   };
 }
 
-int64_t pool_bytes(const Plan& plan, const ZeroOptions& options) {
-  const WireFormats wires = make_wire_formats(plan, options);
+WireFormats wires_of(const Plan& plan, const ShardDomains& domains, const ZeroOptions& options) {
+  const ShardDomain& first = domains.list.front();
+  const Topology& topology = first.group.topology();
+  const bool levels = options.two_level() && !first.one_level && topology.has_two_levels();
+  return make_wire_formats(plan, options, {first.group.rank(), levels ? topology.machines() : 1});
+}
+
+int64_t pool_bytes(const Plan& plan, const ShardDomains& domains, const ZeroOptions& options) {
+  const WireFormats wires = wires_of(plan, domains, options);
   return buffer_bytes(plan, wires, ReductionQueue::buffers_kept(buffer_bytes(plan, wires, 1)));
 }
 
@@ -140,6 +149,9 @@ std::string capture_problem(const Engine& engine, Call call) {
   return {};
 }
 
+// Returns whether ranks must come to `call` with gradients of the same passes.
+bool is_checked(Call call) { return call != Call::kZeroGrad && call != Call::kEndEma; }
+
 Problem problem_of(const std::function<void()>& check) {
   try {
     if (check) check();
@@ -168,6 +180,9 @@ Problem first_problem(Engine& engine, Call call, const std::function<void()>& ch
   if (problem.empty() && call != Call::kZeroGrad && engine.reducer.any_used()) {
     problem = engine.passes.unscaled_problem();
   }
+  if (problem.empty() && call != Call::kZeroGrad) {
+    problem = engine.passes.micro_batch_problem(call_name(call));
+  }
   if (problem.empty() && engine.options.static_graph() && is_of_a_step(call)) {
     problem = static_problem(engine);
   }
@@ -190,13 +205,14 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       domain_of(parameter_domains(table, domains)),
       plan(make_plan_of(table, domains, *inner, options)),
       protocol(domains, domain_of, *comms, device),
-      pool(device, pool_bytes(plan, options), allocator_of(*comms, device)),
+      pool(device, pool_bytes(plan, domains, options), allocator_of(*comms, device)),
       arena(plan, table, pool),
       reducer(plan, table, comms->domains, pool,
-              {make_wire_formats(plan, options), options.no_sync_fp32()}),
+              {wires_of(plan, domains, options), options.no_sync_fp32(), options.micro_batches()}),
       full_gradients(plan, table, comms->domains, pool),
       shards(make_shards(*this, inner, sent)),
-      clipping(shards.segments(), domains.norm_weights, device, *comms->norm),
+      clipping(shards.segments(), domains.norm_weights, device, *comms->norm,
+               options.micro_batches() > 0),
       gathers(plan, table, arena, *comms, options),
       record(options, comms->any_half, shards.deferred(), device, comms->rank(), reducer),
       passes({table, reducer, shards, protocol, clipping, record, gathers}) {
@@ -262,6 +278,12 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
         std::to_string(reducer.rounds_dropped()) +
         " reductions dropped, as zero_grad() of the module or of a base class asked for (call "
         "zero_grad() of the ZeroOptimizer on all ranks instead)";
+  }
+  if (const MicroBatchSums* numbers = reducer.micro_batches(); numbers && is_checked(call)) {
+    // One rank's passes may not stand for those that another left out.
+    arguments.on_all_ranks += arguments.on_all_ranks.empty() ? "" : ", ";
+    arguments.on_all_ranks +=
+        numbers->done() > 0 ? "backward() of all micro-batches" : "backward() of no micro-batch";
   }
   // Gradients that came under the guard of use_ema() are not sent with its end.
   const int64_t rounds = call == Call::kEndEma ? 0 : reducer.rounds_needed();

@@ -78,6 +78,23 @@ void check_split_masters(const ParameterTable& table, const torch::optim::Optimi
   }
 }
 
+void check_micro_batches(const torch::optim::Optimizer& inner, const std::vector<Layout>& layouts,
+                         int world_size, const ZeroOptions& options) {
+  if (options.micro_batches() == 0) return;
+  TORCH_CHECK(options.micro_batches() >= world_size, "micro_batches: expected at least the ",
+              world_size, " ranks, so that each has a micro-batch, got ", options.micro_batches(),
+              "; cut the batch into more parts, or use fewer ranks");
+  for (size_t g = 0; g < layouts.size(); ++g) {
+    const bool fused = options.fused() && adapter_of(inner, static_cast<int64_t>(g)).fused();
+    TORCH_CHECK(fused || is_whole(layouts[g]), "micro_batches: expected a fused kernel, or ",
+                "Layout::kWholeParameters, for parameter group ", g,
+                ", since a step() of its own "
+                "may round the end of a piece in another way, and pieces depend on the number of "
+                "ranks; use AdamW, Adam, SGD or zero::Lion with fused(true), or layout(",
+                g, ", Layout::kWholeParameters)");
+  }
+}
+
 std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options) {
   std::vector<Moments> result;
   for (const Parameter& p : table.parameters()) {

@@ -31,6 +31,10 @@ void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& opti
 // Throws c10::Error where the options ask for split masters of parameters that cannot have them.
 void check_split_masters(const ParameterTable& table, const torch::optim::Optimizer& inner,
                          const std::vector<Layout>& layouts, const ZeroOptions& options);
+// Throws c10::Error where the bits of a step would depend on the number of ranks in spite of
+// ZeroOptions::micro_batches.
+void check_micro_batches(const torch::optim::Optimizer& inner, const std::vector<Layout>& layouts,
+                         int world_size, const ZeroOptions& options);
 // Returns how the moments of each parameter of `table` are stored.
 std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options);
 

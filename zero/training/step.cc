@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "zero/base/error_text.h"
@@ -46,6 +47,11 @@ at::Tensor Engine::clip(std::optional<double> max_norm, double norm_type) {
                 "; pass nullopt to measure only");
     TORCH_CHECK(norm_type > 0, "norm_type: expected a number above 0 or infinity, got ", norm_type,
                 "; 2 is the usual one");
+    TORCH_CHECK(
+        options.micro_batches() == 0 || norm_type == 2 || std::isinf(norm_type),
+        "norm_type: expected 2 or infinity with micro_batches, since others are added up in "
+        "an order that depends on the number of ranks, got ",
+        norm_type);
     table.verify();
   };
   const TraceRange range("clip");
@@ -225,8 +231,10 @@ void Engine::forget_gradients() {
 }
 
 void Engine::zero_grad() {
+  const MicroBatchSums* const numbers = reducer.micro_batches();
   const bool local_only = reducer.rounds_needed() == 0 && !reducer.any_used() &&
-                          !clipping.has_clips() && !protocol.owes_an_error();
+                          !clipping.has_clips() && !protocol.owes_an_error() &&
+                          (numbers == nullptr || numbers->done() == 0);
   if (!local_only) {
     agree(Call::kZeroGrad);
     protocol.repaired();

@@ -153,7 +153,7 @@ struct TwoLevelExchange::Buffers {
   at::Tensor packed;  // [ranks_per_machine, machines * row], in the order of places; if packs_
   std::vector<at::Tensor> inside;  // for each exchange within the machine, what inside_ needs
   at::Tensor sums;                 // [machines, numel] fp32
-  at::Tensor encoded;              // [machines, row]; the same as `sums` if they are sent in fp32
+  at::Tensor encoded;              // [machines, row]; the memory of `sums` if they are sent in fp32
   at::Tensor between;              // what between_ needs
   int64_t bytes = 0;
 };
@@ -182,9 +182,12 @@ TwoLevelExchange::Buffers TwoLevelExchange::split(const at::Tensor& rows, const 
   const RowFormat* format = values.format;
   const int64_t numel = format != nullptr ? values.numel : rows.size(1);
   result.sums = take({place_.machines, numel}, at::kFloat);
-  result.encoded = format != nullptr && format->encodes_sums()
-                       ? take({place_.machines, rows.size(1)}, rows.scalar_type())
-                       : result.sums;
+  result.encoded = result.sums;
+  if (format != nullptr && format->encodes_sums()) {
+    result.encoded = take({place_.machines, rows.size(1)}, rows.scalar_type());
+  } else if (format != nullptr && format->keeps_sums_apart()) {
+    result.encoded = result.sums.view(at::kByte);
+  }
   const int64_t between = between_->reduction_bytes(result.encoded, {});
   if (between > 0) result.between = take({between}, at::kByte);
   return result;
@@ -196,18 +199,12 @@ int64_t TwoLevelExchange::reduction_bytes(const Rows& rows, const RowValues& val
 
 namespace {
 
-// Returns the address of row `i` of rows of `bytes` bytes each.
-const void* row_at(const SummandRows& rows, int64_t i, int64_t bytes) {
-  if (rows.addresses != nullptr) return rows.addresses[i];
-  return i == rows.own ? rows.own_row : static_cast<const char*>(rows.received) + i * bytes;
-}
-
 // Adds up rows that are numbers of their dtype.
 void sum_numbers(const SummandRows& rows, const at::Tensor& sum) {
   const auto options = sum.options().dtype(rows.dtype);
   const auto bytes = sum.numel() * static_cast<int64_t>(c10::elementSize(rows.dtype));
   for (int64_t i = 0; i < rows.count; ++i) {
-    const void* row = row_at(rows, i, bytes);
+    const void* row = rows.row(i, bytes);
     const at::Tensor numbers = at::from_blob(const_cast<void*>(row), {sum.numel()}, options);
     i == 0 ? sum.copy_(numbers) : sum.add_(numbers.to(at::kFloat));
   }
@@ -230,8 +227,7 @@ void sum_packed(const RowFormat* format, const SummandRows& places, int64_t row_
   std::vector<const void*> addresses(static_cast<size_t>(places.count));
   for (int64_t g = 0; g < machines; ++g) {
     for (int64_t i = 0; i < places.count; ++i) {
-      addresses[i] =
-          static_cast<const char*>(row_at(places, i, machines * row_bytes)) + g * row_bytes;
+      addresses[i] = static_cast<const char*>(places.row(i, machines * row_bytes)) + g * row_bytes;
     }
     SummandRows rows;
     rows.dtype = places.dtype;
@@ -301,7 +297,7 @@ SentBytes TwoLevelExchange::reduce(const Rows& rows, const at::Tensor& buffer,
   const auto second = [between = between_, all, buffer, buffers, format,
                        use = std::move(use)](Operation& part) {
     const at::Tensor& sums = buffers->encoded;
-    if (!sums.is_same(buffers->sums)) format->encode_sums(buffers->sums, sums);
+    if (format != nullptr && format->encodes_sums()) format->encode_sums(buffers->sums, sums);
     locked(*between,
            [&](RowExchange& ranks) { return ranks.reduce(sums, buffers->between, {}, use, part); });
     part.on_success([all, buffer] {});
