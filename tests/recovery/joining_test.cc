@@ -52,10 +52,17 @@ struct Member {
 
   int64_t steps() const { return optimizer.stats().steps; }
 
-  void step() {
-    const auto seed = static_cast<uint64_t>(steps() * 10 + optimizer.group().rank());
+  void pass(int64_t number) {
+    const auto seed = static_cast<uint64_t>(steps() * 10 + number);
     optimizer.backward(model->loss(random_tensor({3, 17}, seed), random_tensor({3, 11}, seed + 5),
                                    OddModelImpl::kAll));
+  }
+  void step() {
+    if (optimizer.options().micro_batches() > 0) {
+      for (const int64_t number : optimizer.micro_batches()) pass(number);
+    } else {
+      pass(optimizer.group().rank());
+    }
     optimizer.step();
     if (schedule != nullptr) schedule->step();
   }
@@ -157,6 +164,63 @@ TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
     EXPECT_GE(report.steps, before - 1);
     for (int i = 0; i < 3; ++i) m.step();
     m.optimizer.check_replicas();
+  });
+}
+
+TEST(JoiningTest, ARankWithoutAMicroBatchIsRefusedAndTheOthersGoOn) {
+  std::latch trained(2);
+  run_job([&](const Group& job) {
+    const auto options = ZeroOptions().bucket_bytes(900).protect(1).micro_batches(2);
+    if (job.joins()) {
+      trained.wait();
+      expect_words(error_of([&] { Member(job, 1, options); }), {"micro_batches", "3 ranks"});
+      return;
+    }
+    Member m(job, 1, options);
+    m.step();
+    trained.count_down();
+    expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
+    expect_words(error_of([&] { m.optimizer.recover(); }), {"micro_batches", "3 ranks"});
+    EXPECT_EQ(m.optimizer.recover().members, (std::vector<int>{0, 1}));
+    for (int i = 0; i < 3; ++i) m.step();
+    m.optimizer.check_replicas();
+  });
+}
+
+TEST(JoiningTest, WithMicroBatchesBitsDoNotDependOnWhoJoins) {
+  const auto options = ZeroOptions().bucket_bytes(900).micro_batches(4);
+  const auto values_of = [](const Member& m) {
+    std::vector<at::Tensor> values;
+    for (const at::Tensor& p : m.model->parameters()) values.push_back(p.detach().clone());
+    return values;
+  };
+  std::latch trained(2);
+  int64_t steps = 0;
+  std::vector<at::Tensor> values;
+  run_job([&](const Group& job) {
+    if (job.joins()) trained.wait();
+    std::optional<Member> m;
+    m.emplace(job, 1, ZeroOptions(options).protect(1));
+    if (!job.joins()) {
+      m->step();
+      trained.count_down();
+      expect_words(m->train_until_one_waits(), {"process 2 waits to join"});
+      m->optimizer.recover();
+    }
+    EXPECT_EQ(m->optimizer.group().world_size(), kRanks + 1);
+    for (int i = 0; i < 3; ++i) m->step();
+    m->optimizer.check_replicas();
+    if (job.rank() != 0) return;
+    steps = m->steps();
+    values = values_of(*m);
+  });
+  run_ranks(1, [&](const Group& group) {
+    Member m(group, 1, options);
+    while (m.steps() < steps) m.step();
+    const std::vector<at::Tensor> expected = values_of(m);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(at::equal(values[i], expected[i])) << i;
+    }
   });
 }
 

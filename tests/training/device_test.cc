@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
@@ -23,6 +24,7 @@
 
 #include "tests/support/device/emulated_device.h"
 #include "tests/support/device/emulated_network.h"
+#include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/base/streams.h"
 #include "zero/zero_optimizer.h"
@@ -110,16 +112,69 @@ TEST(DeviceTest, UnevenPassesHaveTheBitsOfTheCpu) {
   }
 }
 
-TEST(DeviceTest, AStepDoesNotWaitForTheDevice) {
-  for (const int ranks_per_machine : {0, 2}) {
+// Layers that some micro-batches drop, norms, and averages that are read.
+TEST(DeviceTest, MicroBatchesHaveTheSameBitsOnEveryNumberOfRanks) {
+  struct Ranks {
+    int count;
     DeviceRunOptions options;
-    options.ranks_per_machine = ranks_per_machine;
+  };
+  const auto train = [](const Group& group, c10::ScalarType dtype, int64_t stage) {
+    std::vector<at::Tensor> read;
+    OddModel model(1 + group.rank(), 23, group.device());
+    model->to(dtype);
+    ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                            ZeroOptions().stage(stage).bucket_bytes(1024).micro_batches(6));
+    for (int step = 0; step < 4; ++step) {
+      for (const int64_t number : optimizer.micro_batches()) {
+        const auto seed = static_cast<uint64_t>(10 * step + number);
+        const auto use = static_cast<unsigned>((5 * step + 3 * number) % 16);
+        const at::Tensor x = random_tensor({3, 17}, seed).to(group.device(), dtype);
+        const at::Tensor target = random_tensor({3, 11}, seed + 90).to(group.device(), dtype);
+        optimizer.backward(model->loss(x, target, use));
+      }
+      read.push_back(optimizer.gradient(model->trunk->weight).cpu());
+      read.push_back(optimizer.clip_grad_norm_(0.1).cpu());
+      optimizer.step();
+      for (const at::Tensor& p : model->parameters()) read.push_back(p.detach().cpu().clone());
+    }
+    return read;
+  };
+  const auto equal = [](const at::Tensor& a, const at::Tensor& b) { return at::equal(a, b); };
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    std::vector<at::Tensor> one;  // of one rank on the host
+    run_ranks(1, [&](const Group& group) { one = train(group, dtype, 1); });
+    for (const Ranks& ranks : {Ranks{1, {}},
+                               {2, {}},
+                               {3, {.over_host = true}},
+                               {4, {.ranks_per_machine = 2}},
+                               {4, {.ranks_per_machine = 2, .over_host = true}},
+                               {6, {.ranks_per_machine = 1}}}) {
+      std::vector<std::vector<at::Tensor>> all(ranks.count);
+      run_device_ranks(
+          ranks.count,
+          [&](const Group& group) { all[group.rank()] = train(group, dtype, 1 + ranks.count % 2); },
+          ranks.options);
+      for (const auto& read : all) {
+        ASSERT_EQ(read.size(), one.size());
+        const auto pair = std::mismatch(read.begin(), read.end(), one.begin(), equal);
+        EXPECT_EQ(pair.first - read.begin(), static_cast<int64_t>(one.size()))
+            << ranks.count << " ranks, " << text_of(ranks.options) << ", " << dtype;
+      }
+    }
+  }
+}
+
+TEST(DeviceTest, AStepDoesNotWaitForTheDevice) {
+  for (const int turn : {0, 1, 2}) {
+    DeviceRunOptions options;
+    options.ranks_per_machine = turn == 1 ? 2 : 0;
+    const int64_t micro_batches = turn == 2 ? 4 : 0;
     run_device_ranks(
         4,
         [&](const Group& group) {
           OddModel model(1, 23, group.device());
           ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
-                                  ZeroOptions().bucket_bytes(1024));
+                                  ZeroOptions().bucket_bytes(1024).micro_batches(micro_batches));
           const at::Tensor x = random_tensor({3, 17}, 1).to(group.device());
           const at::Tensor target = random_tensor({3, 11}, 2).to(group.device());
           int64_t before = 0;

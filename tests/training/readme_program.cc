@@ -8,6 +8,7 @@
 //   readme_program 8 mesh <folder>              the optimizer of docs/parallelism.md
 //   readme_program <ranks> data <folder>        the loop over examples of docs/training.md
 //   readme_program <ranks> tokens <folder>      the loop over unequal batches of docs/training.md
+//   readme_program <ranks> bits <folder>        the loop over micro-batches of docs/training.md
 //
 // The second trains up to batch <batches> and saves after every third one in <folder>/run. Where
 // there are checkpoints, it goes on from the newest. Every rank writes its parameters and its next
@@ -271,6 +272,31 @@ int train_on_unequal_batches() {
   return 0;
 }
 
+Batch micro_batch(int64_t step, int64_t number) {
+  return {.number = step, .rank = static_cast<int>(number)};
+}
+
+int train_micro_batches() {
+  zero::Group group = zero::init_process_group();
+  torch::manual_seed(1);
+  Gpt model(GptConfig{});
+  model->to(group.device());
+  auto adamw = std::make_unique<torch::optim::AdamW>(model->parameters(), 3e-4);
+
+  zero::ZeroOptimizer optimizer(*model, std::move(adamw), group,
+                                zero::ZeroOptions().micro_batches(12));
+  for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t number : optimizer.micro_batches()) {
+      torch::manual_seed(12 * step + number);
+      optimizer.backward(loss(model, micro_batch(step, number)));
+    }
+    optimizer.clip_grad_norm_(1.0);
+    optimizer.step();
+  }
+  write_tensors(model->parameters(), "loop-" + std::to_string(group.rank()));
+  return 0;
+}
+
 struct ExpertModel : torch::nn::Module {
   ExpertModel()
       : dense(register_module("dense", torch::nn::Linear(13, 7))),
@@ -450,6 +476,7 @@ int main(int argc, char** argv) {
     if (what == "autocast") return train_under_autocast();
     if (what == "rows") return prune_and_grow();
     if (what == "data") return train_over_examples();
+    if (what == "bits") return train_micro_batches();
     if (what == "tokens") return train_on_unequal_batches();
     return train(std::atoll(argv[2]));
   });

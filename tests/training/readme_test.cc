@@ -76,6 +76,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Section{"WholeLoop", "docs/training.md", "The loop"},
                       Section{"Whole", "docs/training.md", "Optimizers of whole parameters"},
                       Section{"Data", "docs/training.md", "Data, losses, buffers and seeds"},
+                      Section{"SameBits", "docs/training.md",
+                              "The same bits on any number of ranks"},
                       Section{"Unequal", "docs/training.md", "Unequal batches"},
                       Section{"Autocast", "docs/training.md", "Autocast"},
                       Section{"Freezing", "docs/training.md", "Freezing and adding parameters"},
@@ -197,6 +199,15 @@ TEST_P(ReadmeRunTest, UnequalBatchesTrainAsOneProcessWithAllTokens) {
     const std::vector<float> got = floats(folder + "/loop-" + std::to_string(rank));
     ASSERT_EQ(got.size(), expected.size());
     for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-6) << i;
+  }
+}
+
+TEST_P(ReadmeRunTest, MicroBatchesTrainTheBitsOfOneRank) {
+  const std::string expected = content(run_program("bits_alone", 1, "bits") + "/loop-0");
+  ASSERT_GT(expected.size(), 2000u);
+  const std::string folder = run_program("bits", GetParam(), "bits");
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    EXPECT_TRUE(expected == content(folder + "/loop-" + std::to_string(rank))) << "rank " << rank;
   }
 }
 
