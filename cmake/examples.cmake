@@ -33,6 +33,7 @@ add_library(zero_examples STATIC EXCLUDE_FROM_ALL ${shared})
 zero_compile_options(zero_examples)
 target_include_directories(zero_examples BEFORE PUBLIC
   "${PROJECT_SOURCE_DIR}" "${PROJECT_BINARY_DIR}/examples")
+target_include_directories(zero_examples SYSTEM PRIVATE "${ZERO_XXHASH_INCLUDE_DIR}")
 target_link_libraries(zero_examples PUBLIC zero CLI11::CLI11 nlohmann_json::nlohmann_json)
 foreach(file IN LISTS programs)
   cmake_path(GET file STEM name)

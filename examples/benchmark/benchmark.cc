@@ -66,6 +66,7 @@ struct Options {
   int steps = 12;
   bool no_sync = false;
   bool static_graph = false;
+  bool same_bits = false;
   bool ema = false;
   std::string moments = "float32";
   bool split_masters = false;
@@ -124,6 +125,7 @@ class Run {
     ZeroOptions zero_options;
     zero_options.stage(options.stage);
     zero_options.static_graph(options.static_graph);
+    if (options.same_bits) zero_options.micro_batches(info_.micro_batches * group.world_size());
     if (options.ema) zero_options.ema(EmaOptions());
     zero_options.moments(kMoments.at(options.moments)).split_masters(options.split_masters);
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
@@ -245,8 +247,9 @@ class Run {
     std::vector<at::Tensor> losses;
     for (int m = 0; m < info_.micro_batches; ++m) {
       auto guard = optimizer_->no_sync(options_.no_sync && m + 1 < info_.micro_batches);
-      const at::Tensor part = model_->loss(m) / info_.micro_batches;
-      optimizer_->backward(part);
+      const at::Tensor loss = model_->loss(m);
+      const at::Tensor part = loss / info_.micro_batches;
+      optimizer_->backward(options_.same_bits ? loss : part);
       losses.push_back(part.detach());
     }
     const double backward_end = now_ms();
@@ -370,6 +373,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 100000));
   app.add_flag("--no-sync", options.no_sync, "Send only in the last micro batch of a step");
   app.add_flag("--static-graph", options.static_graph, "Without control messages");
+  app.add_flag("--same-bits", options.same_bits,
+               "The same bits on any number of ranks: ZeroOptions::micro_batches");
   app.add_flag("--ema", options.ema, "Keep an average of the parameters");
   app.add_option("--moments", options.moments, "How the averages of AdamW are stored")
       ->check(CLI::IsMember(zero::examples::kMoments));

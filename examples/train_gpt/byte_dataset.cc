@@ -12,6 +12,8 @@
 #include <string_view>
 #include <utility>
 
+#include "examples/train_gpt/mix.h"
+
 namespace zero::examples {
 
 namespace {
@@ -30,15 +32,6 @@ struct TextFile {
   fs::path path;
   std::string name;  // relative to the folder that was asked for
 };
-
-// Mixes all bits of `x`: the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast
-// Splittable Pseudorandom Number Generators", 2014).
-uint64_t mix(uint64_t x) {
-  x += 0x9E3779B97F4A7C15u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
-}
 
 // FNV-1a. Not std::hash, which differs between standard libraries.
 uint64_t hash_of(std::string_view text) {

@@ -3,6 +3,7 @@
 #include "examples/train_gpt/gpt.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/dropout.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <c10/core/GradMode.h>
@@ -22,6 +23,7 @@ torch::nn::LayerNorm layer_norm(const GptOptions& options) {
 
 GptBlockImpl::GptBlockImpl(const GptOptions& options)
     : heads_(options.heads),
+      dropout_(options.dropout),
       attention_norm_(register_module("attention_norm", layer_norm(options))),
       query_key_value_(
           register_module("query_key_value", torch::nn::Linear(options.width, 3 * options.width))),
@@ -47,8 +49,10 @@ at::Tensor GptBlockImpl::attend(const at::Tensor& x) {
 }
 
 at::Tensor GptBlockImpl::forward(const at::Tensor& x) {
-  const at::Tensor attended = x + attend(attention_norm_(x));
-  return attended + feed_forward_out_(at::gelu(feed_forward_in_(feed_forward_norm_(attended))));
+  const auto drop = [this](const at::Tensor& y) { return at::dropout(y, dropout_, is_training()); };
+  const at::Tensor attended = x + drop(attend(attention_norm_(x)));
+  return attended +
+         drop(feed_forward_out_(at::gelu(feed_forward_in_(feed_forward_norm_(attended)))));
 }
 
 GptImpl::GptImpl(const GptOptions& options)
@@ -92,6 +96,7 @@ at::Tensor GptImpl::forward(const at::Tensor& tokens) {
   TORCH_CHECK(time <= options_.context, "expected at most ", options_.context,
               " tokens a sequence, got ", time, "; cut the input or build a longer model");
   at::Tensor x = token_embedding_(tokens) + position_embedding_(at::arange(time, tokens.options()));
+  x = at::dropout(x, options_.dropout, is_training());
   for (const auto& block : *blocks_) {
     x = block->as<GptBlockImpl>()->forward(x);
   }

@@ -27,6 +27,7 @@ struct GptOptions {
   int64_t layers = 4;
   int64_t width = 192;  // of the residual stream; a multiple of `heads`
   int64_t heads = 6;
+  double dropout = 0.0;  // part of the units that train() drops where GPT-2 does
 };
 
 // One layer: attention, then a feed-forward part, each added to its input.
@@ -41,6 +42,7 @@ class GptBlockImpl : public torch::nn::Module {
   at::Tensor attend(const at::Tensor& x);
 
   int64_t heads_;
+  double dropout_;
   torch::nn::LayerNorm attention_norm_;
   torch::nn::Linear query_key_value_;
   torch::nn::Linear attention_out_;

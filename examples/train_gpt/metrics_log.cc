@@ -39,10 +39,12 @@ void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t 
       {"dtype", options.dtype_name},
       {"batch", options.batch},
       {"accumulate", options.accumulate},
+      {"micro_batches", options.micro_batches},
       {"context", options.context},
       {"layers", options.layers},
       {"width", options.width},
       {"heads", options.heads},
+      {"dropout", options.dropout},
       {"optimizer", options.optimizer},
       {"learning_rate", options.learning_rate},
       {"warmup", options.warmup},
@@ -74,6 +76,10 @@ void MetricsLog::write(const StepMetrics& metrics) {
   };
   if (metrics.validation_loss) line["validation_loss"] = *metrics.validation_loss;
   if (metrics.ema_loss) line["ema_validation_loss"] = *metrics.ema_loss;
+  if (metrics.masters) {
+    line["masters_hash"] = metrics.masters->all;
+    for (const auto& [name, hash] : metrics.masters->parameters) line["masters"][name] = hash;
+  }
   file_ << line.dump() << std::endl;
   TORCH_CHECK(file_.good(), "cannot write ", path_);
 }

@@ -145,7 +145,8 @@ def write_events(runs, folder):
             writer.add_text("run", json.dumps(run.configuration, indent=1))
             for step, line in run.steps.items():
                 scalars = {name: value for name, value in line.items()
-                           if name not in ("step", "memory") and value is not None}
+                           if name not in ("step", "memory", "masters", "masters_hash")
+                           and value is not None}
                 scalars.update((f"memory/{kind}", size) for kind, size in line["memory"].items())
                 for name, value in scalars.items():
                     writer.add_scalar(name, value, step)

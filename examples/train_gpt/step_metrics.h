@@ -6,10 +6,19 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "bookkeeping/memory.h"
 
 namespace zero::examples {
+
+// Hexadecimal digits that are equal where the bits of the masters are.
+struct MastersHash {
+  std::string all;                                              // 32 digits
+  std::vector<std::pair<std::string, std::string>> parameters;  // name, 16 digits
+};
 
 struct StepMetrics {
   int64_t step = 0;                       // counted from 1: steps done so far
@@ -18,11 +27,12 @@ struct StepMetrics {
   std::optional<double> ema_loss;         // that of the averaged parameters, with --ema
   double gradient_norm = 0.0;             // of the averaged gradient before clipping
   double learning_rate = 0.0;
-  double loss_scale = 1.0;  // what this step's loss was multiplied by
-  bool skipped = false;     // gradients were not finite: nothing was updated
-  int64_t tokens = 0;       // in this step, over all ranks
-  double seconds = 0.0;     // of this step, validation excluded
-  MemoryReport memory;      // bytes of this rank at the end of the last backward pass
+  double loss_scale = 1.0;             // what this step's loss was multiplied by
+  bool skipped = false;                // gradients were not finite: nothing was updated
+  int64_t tokens = 0;                  // in this step, over all ranks
+  double seconds = 0.0;                // of this step, validation excluded
+  std::optional<MastersHash> masters;  // where measured, with --same-bits
+  MemoryReport memory;                 // bytes of this rank at the end of the last backward pass
 };
 
 }  // namespace zero::examples

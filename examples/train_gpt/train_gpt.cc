@@ -47,6 +47,12 @@ void print_beginning(const TrainOptions& options, const ByteDataset& data, int w
   std::printf("model: %lld parameters in %s on %s; %d ranks, stage %lld\n",
               static_cast<long long>(parameters), options.dtype_name.c_str(),
               options.device.c_str(), world_size, static_cast<long long>(options.stage));
+  if (options.same_bits) {
+    std::printf("the same bits on 1 to %lld ranks: %lld micro-batches of %lld sequences\n",
+                static_cast<long long>(options.micro_batches),
+                static_cast<long long>(options.micro_batches),
+                static_cast<long long>(options.batch / options.micro_batches));
+  }
   if (options.device == "cpu" && options.dtype == c10::kBFloat16 &&
       !zero::has_bf16_products(c10::kCPU)) {
     std::printf(
@@ -99,6 +105,7 @@ std::string print_end(const TrainOptions& options, zero::examples::Trainer& trai
                                              options.split_masters)
                     .c_str());
   }
+  if (options.same_bits) std::printf("\nhash of the masters: %s\n", trainer.masters_hash().c_str());
   if (options.sample_bytes == 0) return {};
   const std::string sample = trainer.sample();
   std::printf("\nsample\n%s\n", sample.c_str());

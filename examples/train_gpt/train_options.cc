@@ -72,6 +72,10 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--width", options.width, "Width of the model, a multiple of --heads")
       ->group(group);
   app.add_option("--heads", options.heads, "Attention heads of a block")->group(group);
+  app.add_option("--dropout", options.dropout, "Part of the units that training drops")
+      ->check(number(0.0, 0.99, "a number from 0 to 0.99"))
+      ->type_name("X")
+      ->group(group);
   for (const char* name : {"--context", "--layers", "--width", "--heads"}) {
     app.get_option(name)->check(whole_number(1))->type_name("N");
   }
@@ -93,7 +97,7 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
       ->group(group);
   app.add_option("--batch", options.batch,
                  "Sequences in a step, over all ranks and micro-batches together (default: 16, or "
-                 "the next multiple of ranks times --accumulate)")
+                 "the next multiple of ranks times --accumulate, or of --micro-batches)")
       ->default_str("")
       ->check(whole_number(1))
       ->type_name("N")
@@ -101,6 +105,18 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
   app.add_option("--accumulate", options.accumulate,
                  "Micro-batches a rank computes one after another in a step")
       ->check(whole_number(1))
+      ->type_name("N")
+      ->group(group);
+  auto* same_bits =
+      app.add_flag("--same-bits", options.same_bits,
+                   "Train the same bits on any number of ranks, and log hashes of the masters")
+          ->group(group);
+  app.add_option("--micro-batches", options.micro_batches,
+                 "Into which the ranks cut a step's batch, at least one each (default: 12, or the "
+                 "largest divisor of --batch up to 12)")
+      ->default_str("")
+      ->check(whole_number(1))
+      ->needs(same_bits)
       ->type_name("N")
       ->group(group);
   app.add_option("--optimizer", options.optimizer,
@@ -142,7 +158,7 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
       ->check(number(0.0, 0.999999999, "a number from 0 on, below 1"))
       ->type_name("X")
       ->group(group);
-  app.add_option("--seed", options.seed, "Of the initial model and of the order of the data")
+  app.add_option("--seed", options.seed, "Of the initial model, the order of the data and dropout")
       ->check(whole_number(0))
       ->type_name("N")
       ->group(group);
@@ -308,6 +324,11 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
   if (options.split_masters && options.dtype != c10::kBFloat16) {
     return refuse("--split-masters: expected --dtype bfloat16, got " + options.dtype_name);
   }
+  if (options.same_bits && options.accumulate > 1) {
+    return refuse(
+        "--accumulate: expected 1 with --same-bits, where --micro-batches cuts the batch, got " +
+        std::to_string(options.accumulate));
+  }
   if (options.learning_rate == 0) options.learning_rate = kLearningRates.at(options.optimizer);
   if (options.width % options.heads != 0) {
     return refuse("--width: expected a multiple of --heads " + std::to_string(options.heads) +
@@ -334,11 +355,25 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
 
 void choose_batch(TrainOptions& options, int world_size) {
   constexpr int64_t kBatch = 16;
-  const int64_t parts = world_size * options.accumulate;
+  constexpr int64_t kMicroBatches = 12;  // suits 1, 2, 3, 4, 6 and 12 ranks
+  if (options.same_bits && options.micro_batches == 0) {
+    options.micro_batches = kMicroBatches;
+    while (options.batch % options.micro_batches != 0) --options.micro_batches;
+  }
+  const int64_t parts = options.same_bits ? options.micro_batches : world_size * options.accumulate;
   if (options.batch == 0) options.batch = (kBatch + parts - 1) / parts * parts;
 }
 
 std::string batch_problem(const TrainOptions& options, int world_size) {
+  if (options.same_bits) {
+    if (options.batch % options.micro_batches != 0) {
+      return "--batch: expected a multiple of --micro-batches " +
+             std::to_string(options.micro_batches) + ", got " + std::to_string(options.batch);
+    }
+    if (world_size <= options.micro_batches) return {};
+    return "--micro-batches: expected at least one for each of " + std::to_string(world_size) +
+           " ranks, got " + std::to_string(options.micro_batches);
+  }
   const int64_t parts = world_size * options.accumulate;
   if (options.batch % parts == 0 || options.elastic) return {};
   return "--batch: expected a multiple of " + std::to_string(parts) + " (" +

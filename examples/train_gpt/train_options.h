@@ -26,6 +26,7 @@ struct TrainOptions {
   int64_t layers = 4;
   int64_t width = 128;
   int64_t heads = 4;
+  double dropout = 0.0;        // part of the units that training drops
   std::string init;            // safetensors file of the initial model; empty: drawn from `seed`
   std::string device = "cpu";  // or "cuda"
   std::string dtype_name = "float32";
@@ -36,6 +37,8 @@ struct TrainOptions {
   // Sequences a step over all ranks and micro-batches; 0: see choose_batch().
   int64_t batch = 0;
   int64_t accumulate = 1;
+  bool same_bits = false;           // on any number of ranks up to micro_batches
+  int64_t micro_batches = 0;        // over all ranks, with same_bits; 0: see choose_batch()
   std::string optimizer = "adamw";  // or "muon", "lion", "lamb", "adafactor"
   double learning_rate = 0;         // 0: the optimizer's own, see parse_train_options()
   double muon_lr = 0.02;            // of the blocks' matrices, with "muon"
@@ -85,11 +88,14 @@ struct TrainOptions {
 // program should end now: after --help, or after one line about what is wrong.
 std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& options);
 
-// If no batch was asked for, chooses 16, or the next multiple of ranks times micro-batches.
+// If no batch was asked for, chooses 16, or the next multiple of ranks times micro-batches. With
+// same_bits both numbers are of `options` alone: 12 micro-batches, or the largest divisor of a
+// given batch that is at most 12, and 16 sequences or the next multiple of the micro-batches.
 void choose_batch(TrainOptions& options, int world_size);
 
 // Why the global batch cannot be cut evenly into `world_size` ranks times
-// `accumulate` micro-batches; empty when it can, and with --elastic, which cuts any batch.
+// `accumulate` micro-batches, or with same_bits into micro-batches for so many ranks; empty when it
+// can, and with --elastic alone, which cuts any batch.
 std::string batch_problem(const TrainOptions& options, int world_size);
 
 }  // namespace zero::examples

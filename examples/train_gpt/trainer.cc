@@ -4,18 +4,24 @@
 
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/irange.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <map>
+#include <numeric>
 #include <optional>
 #include <utility>
 
 #include "examples/train_gpt/inner_optimizer.h"
+#include "examples/train_gpt/masters_hash.h"
+#include "examples/train_gpt/mix.h"
 #include "examples/train_gpt/sample_text.h"
 #include "examples/train_gpt/step_trace.h"
 #include "examples/train_gpt/stop_signal.h"
@@ -27,8 +33,11 @@ namespace zero::examples {
 namespace {
 
 // Held-out sequences in one forward pass: enough to keep a core busy, few
-// enough not to decide the peak of memory.
-constexpr int64_t kValidationBatch = 16;
+// enough not to decide the peak of memory and to occupy all ranks.
+constexpr int64_t kValidationBatch = 8;
+
+// Steps between two hashes of the masters.
+constexpr int64_t kHashEvery = 10;
 
 // The library's default suits models a hundred times larger; this one would fit
 // into one bucket, and buffers for it would outweigh what sharding saves.
@@ -40,7 +49,8 @@ Gpt make_model(const TrainOptions& options, at::Device device) {
   Gpt model(GptOptions{.context = options.context,
                        .layers = options.layers,
                        .width = options.width,
-                       .heads = options.heads});
+                       .heads = options.heads,
+                       .dropout = options.dropout});
   model->to(device, options.dtype);
   if (!options.init.empty()) load_weights(*model, options.init);
   return model;
@@ -52,6 +62,28 @@ LrFactor make_schedule(const TrainOptions& options) {
   const int64_t falling = std::max<int64_t>(options.steps - 1 - warmup, 1);
   return linear_warmup(warmup, cosine_decay(falling, 0.1));
 }
+
+// The seed of the random numbers that part `place` of a step's batch uses.
+uint64_t seed_of(uint64_t seed, int64_t step, int64_t place) {
+  constexpr uint64_t kDropout = 0x64726f706f7574;  // keeps it apart from the choice of sequences
+  const uint64_t step_key = mix(mix(seed ^ kDropout) ^ static_cast<uint64_t>(step));
+  return mix(step_key ^ static_cast<uint64_t>(place));
+}
+
+// While it lives, `model` drops nothing.
+class Evaluation {
+ public:
+  explicit Evaluation(Gpt& model) : model_(model), training_(model->is_training()) {
+    model_->eval();
+  }
+  ~Evaluation() { model_->train(training_); }
+  Evaluation(const Evaluation&) = delete;
+  Evaluation& operator=(const Evaluation&) = delete;
+
+ private:
+  Gpt& model_;
+  const bool training_;
+};
 
 }  // namespace
 
@@ -71,6 +103,7 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
                                    : std::nullopt)
               .moments(options.moments)
               .split_masters(options.split_masters)
+              .micro_batches(options.micro_batches)
               .protect(options.elastic ? options.protect_every : 0)),
       schedule_(optimizer_, make_schedule(options)),
       metrics_(optimizer_.group().make_communicator("metrics", Purpose::kControl)) {}
@@ -93,26 +126,44 @@ double Trainer::mean_over_ranks(double value) {
   return sum.item<double>() / metrics_->world_size();
 }
 
+double Trainer::sum_over_parts(const at::Tensor& values) {
+  metrics_->all_reduce_sum(values, "losses of parts").wait();
+  const auto* parts = values.const_data_ptr<double>();
+  return std::accumulate(parts, parts + values.numel(), 0.0);
+}
+
+MastersHash Trainer::hash_masters() {
+  MastersHash hash = examples::hash_masters(*model_, optimizer_);
+  masters_hash_ = hash.all;
+  return hash;
+}
+
 StepMetrics Trainer::train_step(int64_t step) {
   const auto start = std::chrono::steady_clock::now();
   RECORD_FUNCTION("train_gpt::step", std::vector<c10::IValue>());
   StepMetrics metrics;
-  // The micro-batches of all ranks follow one another. After a death they may differ by a sequence,
-  // so each counts as much as it has; a factor of 1 changes no bit.
-  const int64_t parts = metrics_->world_size() * options_.accumulate;
-  double local_loss = 0.0;
-  for (int64_t micro = 0; micro < options_.accumulate; ++micro) {
-    // All but the last micro-batch only add to p.grad(); the last one sends.
-    const auto guard = optimizer_.no_sync(micro + 1 < options_.accumulate);
-    const int64_t place = metrics_->rank() * options_.accumulate + micro;
+  // The parts of the batch follow one another, those of this rank too.
+  const int64_t parts =
+      options_.same_bits ? options_.micro_batches : metrics_->world_size() * options_.accumulate;
+  const int64_t own = metrics_->rank() * options_.accumulate;
+  const auto places =
+      options_.same_bits ? optimizer_.micro_batches() : c10::irange(own, own + options_.accumulate);
+  const at::Tensor losses = at::zeros({parts}, at::kDouble);
+  for (const int64_t place : places) {
+    // All but the last part only add to p.grad(), and the last one sends; with same_bits each does.
+    const auto guard =
+        optimizer_.no_sync(!options_.same_bits && place + 1 < own + options_.accumulate);
     const int64_t first = options_.batch * place / parts;
     const int64_t count = options_.batch * (place + 1) / parts - first;
     if (count == 0) continue;
+    // A part drops the same units on any rank.
+    torch::manual_seed(seed_of(options_.seed, step, place));
+    const at::Tensor mean = loss(data_.training_sequences(step, first, count));
+    // With same_bits the optimizer makes the mean over parts. Without, parts may differ by a
+    // sequence after a death, so each counts as much as it has; a factor of 1 changes no bit.
     const double weight = static_cast<double>(count * parts) / static_cast<double>(options_.batch);
-    const at::Tensor part =
-        loss(data_.training_sequences(step, first, count)) / options_.accumulate * weight;
-    optimizer_.backward(part);
-    local_loss += part.item<double>();
+    optimizer_.backward(options_.same_bits ? mean : mean / options_.accumulate * weight);
+    losses[place] = mean.item<double>() * static_cast<double>(count);
   }
   metrics.loss_scale = optimizer_.loss_scale();
   const at::Tensor norm = optimizer_.clip_grad_norm_(options_.max_norm);
@@ -122,7 +173,7 @@ StepMetrics Trainer::train_step(int64_t step) {
   optimizer_.step();
   schedule_.step();
   metrics.step = step + 1;
-  metrics.loss = mean_over_ranks(local_loss);
+  metrics.loss = sum_over_parts(losses) / static_cast<double>(options_.batch);
   // Signals come to ranks at different times; only together may they stop.
   if (!options_.checkpoints.empty()) stop_ = mean_over_ranks(stop_here ? 1.0 : 0.0) > 0;
   metrics.gradient_norm = norm.item<double>();
@@ -134,31 +185,34 @@ StepMetrics Trainer::train_step(int64_t step) {
 
 double Trainer::validation_loss() {
   const c10::NoGradGuard no_grad;
+  const Evaluation evaluation(model_);
   const int64_t total = options_.validation_sequences;
   const int64_t world_size = metrics_->world_size();
-  // This rank's share; ranks may have one sequence more or less than others, or none.
-  int64_t next = total * metrics_->rank() / world_size;
-  const int64_t end = total * (metrics_->rank() + 1) / world_size;
-  double sum = 0.0;
-  while (next < end) {
-    const int64_t count = std::min(end - next, kValidationBatch);
-    sum += loss(data_.validation_sequences(total, next, count)).item<double>() *
-           static_cast<double>(count);
-    next += count;
+  // Parts do not depend on the ranks, of which each has its share, or none.
+  const int64_t parts = (total + kValidationBatch - 1) / kValidationBatch;
+  const at::Tensor losses = at::zeros({parts}, at::kDouble);
+  const int64_t end = parts * (metrics_->rank() + 1) / world_size;
+  for (int64_t part = parts * metrics_->rank() / world_size; part < end; ++part) {
+    const int64_t first = part * kValidationBatch;
+    const int64_t count = std::min(total - first, kValidationBatch);
+    losses[part] = loss(data_.validation_sequences(total, first, count)).item<double>() *
+                   static_cast<double>(count);
   }
-  return mean_over_ranks(sum) * static_cast<double>(world_size) / static_cast<double>(total);
+  return sum_over_parts(losses) / static_cast<double>(total);
 }
 
 void Trainer::save(int64_t steps) {
   // What a step draws from the text depends on these alone.
+  std::map<std::string, std::string> metadata = {{"step", std::to_string(steps)},
+                                                 {"batch", std::to_string(options_.batch)},
+                                                 {"seed", std::to_string(options_.seed)}};
+  if (options_.same_bits) metadata["micro-batches"] = std::to_string(options_.micro_batches);
   optimizer_.save_checkpoint(options_.checkpoints + "/step-" + std::to_string(steps),
                              SaveOptions()
                                  .overwrite(true)
                                  .shared_folder(!options_.own_disks)
                                  .include("schedule", schedule_)
-                                 .metadata({{"step", std::to_string(steps)},
-                                            {"batch", std::to_string(options_.batch)},
-                                            {"seed", std::to_string(options_.seed)}}));
+                                 .metadata(metadata));
   if (options_.own_disks || metrics_->rank() == 0) keep_last(options_.checkpoints, options_.keep);
 }
 
@@ -199,10 +253,12 @@ int64_t Trainer::resume(const std::string& checkpoint) {
   };
   expect("batch", std::to_string(options_.batch));
   expect("seed", std::to_string(options_.seed));
+  if (options_.same_bits) expect("micro-batches", std::to_string(options_.micro_batches));
   return std::stoll(report.metadata.at("step"));
 }
 
 std::string Trainer::sample() {
+  const Evaluation evaluation(model_);
   return printable(sample_text(model_, options_.prompt,
                                {.bytes = options_.sample_bytes,
                                 .temperature = options_.temperature,
@@ -268,13 +324,16 @@ void Trainer::report_step(StepMetrics metrics) {
       metrics.ema_loss = validation_loss();
     }
   }
+  const bool last = stop_ || metrics.step == options_.steps;
+  if (options_.same_bits && (last || metrics.step % kHashEvery == 0)) {
+    metrics.masters = hash_masters();
+  }
   if (progress_) progress_->show(metrics);
   const bool half_way = metrics.step == options_.steps / 10 || metrics.step == options_.steps / 2;
   if (reports && half_way && options_.sample_bytes > 0) print_sample(metrics.step);
   if (reports && !options_.report.empty()) history_.push_back(metrics);
   for (MetricsLog& log : logs_) log.write(metrics);
-  const bool save_now =
-      stop_ || metrics.step % options_.save_every == 0 || metrics.step == options_.steps;
+  const bool save_now = last || metrics.step % options_.save_every == 0;
   if (!options_.checkpoints.empty() && save_now) save(metrics.step);
 }
 
@@ -284,6 +343,7 @@ bool Trainer::train(int64_t first_step) {
   const int64_t settled = std::min(first_step + 2, options_.steps - 1);
   StepTrace trace(progress_ ? options_.trace : "", settled, options_.trace_steps,
                   device_.is_cpu() ? StepTrace::Device::kCpu : StepTrace::Device::kCuda);
+  if (options_.same_bits && first_step >= options_.steps) hash_masters();
   for (int64_t step = first_step; step < options_.steps;) {
     try {
       trace.before_step(step);

@@ -52,7 +52,8 @@ class Trainer {
   // With options.elastic the survivors go on when a rank dies, from the last protected step.
   bool train(int64_t first_step);
 
-  // Collective. Nats per byte over the held-out text, the same on every rank.
+  // Collective. Nats per byte over the held-out text, the same on every rank and on any number of
+  // ranks.
   double validation_loss();
 
   Gpt& model() { return model_; }
@@ -66,6 +67,9 @@ class Trainer {
   // options.report, on rank 0; empty otherwise.
   const std::vector<StepMetrics>& history() const { return history_; }
   const std::vector<std::pair<int64_t, std::string>>& samples() const { return samples_; }
+
+  // With options.same_bits, what train() trained or found trained, as a hash; else empty.
+  const std::string& masters_hash() const { return masters_hash_; }
 
   // Bytes this rank held in the last step, when gradients were complete and
   // not yet used: the most it holds at any time outside the backward pass.
@@ -94,6 +98,11 @@ class Trainer {
   at::Tensor loss(const Sequences& sequences);
   // Collective.
   double mean_over_ranks(double value);
+  // Collective. Adds up values of which each is that of one rank and 0 on all others, one after the
+  // other: the same sum on any number of ranks.
+  double sum_over_parts(const at::Tensor& values);
+  // Collective. Keeps the hash of all.
+  MastersHash hash_masters();
 
   TrainOptions options_;
   const ByteDataset& data_;
@@ -104,6 +113,7 @@ class Trainer {
   std::unique_ptr<Communicator> metrics_;  // losses are sent apart from gradients
   MemoryReport memory_;
   int64_t state_bytes_ = 0;
+  std::string masters_hash_;
   std::vector<StepMetrics> history_;
   std::vector<std::pair<int64_t, std::string>> samples_;
   std::optional<Progress> progress_;  // on rank 0, like the logs

@@ -85,6 +85,16 @@ class HostsTest(unittest.TestCase):
     def test_two_hosts_of_two_ranks_send_changes(self):
         self.check_changes(2, 2)
 
+    def test_any_number_of_hosts_trains_the_bits_of_one_rank(self):
+        options = ("--same-bits", "--dropout", "0.1")
+        alone = training_job.train_on_one_host(1, 6, *options)
+        self.assertIn("masters_hash", alone[-1])
+        bits = [(step["loss"], step["gradient_norm"], step.get("masters_hash")) for step in alone]
+        for hosts, ranks_per_host in ((2, 2), (3, 1)):
+            steps = Run(hosts, ranks_per_host, 6, *options).log
+            self.assertEqual([(step["loss"], step["gradient_norm"], step.get("masters_hash"))
+                              for step in steps], bits, f"{hosts} hosts of {ranks_per_host}")
+
     def test_a_link_is_no_faster_than_its_rate(self):
         run = Run(2, 1, 6, rate="100mbit")
         burst = 512 * 1024

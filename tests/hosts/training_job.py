@@ -43,9 +43,9 @@ def log(folder):
     return [entry for entry in entries if "step" in entry]
 
 
-def train_on_one_host(ranks, steps):
+def train_on_one_host(ranks, steps, *arguments):
     """The log of the same training without namespaces."""
     folder = new_folder()
-    subprocess.run(command(folder, steps, nproc=ranks), check=True, capture_output=True,
+    subprocess.run([*command(folder, steps, nproc=ranks), *arguments], check=True, capture_output=True,
                    env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=60)
     return log(folder)

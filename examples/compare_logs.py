@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The zero authors
+# SPDX-License-Identifier: Apache-2.0
+"""Usage: compare_logs.py <log> <log>
+
+Compares the bits of two runs by what train_gpt --same-bits --log FILE wrote in the steps that both
+logs have: a hash of each master in some of them, loss and gradient norm in all. Prints in how many
+steps the runs are equal, or the first step and the first parameter that differ, and since when a
+loss or a norm differs.
+
+The exit code is 0 when the runs are equal, 1 when they differ, and 2 when they cannot be compared.
+"""
+
+import json
+import sys
+
+NUMBERS = ("loss", "gradient_norm", "validation_loss", "ema_validation_loss")
+
+
+def steps_of(path):
+    """{step: its entry}; the last entry of a step that was made again after a recovery."""
+    with open(path, encoding="utf-8") as file:
+        return {entry["step"]: entry for entry in map(json.loads, file) if "step" in entry}
+
+
+def compare(a, b):
+    """What to print, and the exit code."""
+    steps = sorted(a.keys() & b.keys())
+    hashed = [step for step in steps if "masters" in a[step] and "masters" in b[step]]
+    if not hashed:
+        return "expected hashes of masters in a step of both logs, got none; train with --same-bits", 2
+    masters = {step: (a[step]["masters"], b[step]["masters"]) for step in hashed}
+    parameter = next(((step, name) for step, (x, y) in masters.items() for name in {**x, **y}
+                      if x.get(name) != y.get(name)), None)
+    number = next(((step, name) for step in steps for name in NUMBERS
+                   if name in a[step] and name in b[step] and a[step][name] != b[step][name]), None)
+    if not parameter and not number:
+        return f"equal in {len(steps)} steps, of which {len(hashed)} have hashes of masters", 0
+    since = f"{number[1]} differs since step {number[0]}" if number else ""
+    if not parameter:
+        return f"first difference: {since}; all hashes of masters are equal", 1
+    step, name = parameter
+    return f"first difference: step {step}, parameter {name}" + (f"; {since}" if since else ""), 1
+
+
+def main():
+    if len(sys.argv) != 3:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        text, code = compare(*map(steps_of, sys.argv[1:]))
+    except (OSError, ValueError, TypeError) as error:
+        text, code = str(error), 2
+    print(text if code < 2 else f"compare_logs: {text}", file=sys.stderr if code == 2 else sys.stdout)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
