@@ -89,7 +89,8 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   // explicit kBFloat16 takes 0.4 of the time of kFloat on a processor that has such products.
   TORCH_ARG(std::optional<c10::ScalarType>, ns_dtype) = std::nullopt;
   // Orthogonalises small matrices of equal shape together, where that is faster: with a smaller
-  // side of 17 to 256 in bf16, and in fp32 if its square times the larger side is at most 65,536.
+  // side of 17 to 256 in bf16, and in fp32 on a GPU if its square times the larger side is at most
+  // 65,536.
   // On a CPU the bits of a matrix do not depend on which others there are. On a GPU, cuBLAS may
   // choose another algorithm for another number of matrices: false keeps the bits the same there
   // too.

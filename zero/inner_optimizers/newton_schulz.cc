@@ -202,11 +202,12 @@ at::Tensor newton_schulz(const at::Tensor& matrix, const NewtonSchulz& o) {
 // An owner's number of matrices must change no bit, and torch has several products. In bf16,
 // oneDNN's is for more than 16^3 multiplications, those of a whole batch added up. In fp32, MKL
 // cuts the product of one large matrix for several threads, and of a batch only if there are fewer
-// matrices.
+// matrices; on AMD processors its product of a batch has other bits than those of its matrices, so
+// a CPU multiplies fp32 matrices one by one.
 bool is_batched(const at::Tensor& matrix, const NewtonSchulz& o) {
   const auto [side, length] = std::minmax({matrix.size(0), matrix.size(1)});
   if (o.dtype == c10::ScalarType::BFloat16) return side > 16 && side <= 256;
-  return side * side * length <= int64_t{1} << 16;
+  return !matrix.is_cpu() && side * side * length <= int64_t{1} << 16;
 }
 
 // Each matrix is normalised by itself, since a reduction over a batch adds up in an order that
