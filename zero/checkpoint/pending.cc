@@ -96,11 +96,20 @@ PendingCheckpoint::~PendingCheckpoint() = default;
 void PendingCheckpoint::finish() {
   state_->process.check("finish() of a checkpoint");
   TORCH_CHECK(state_->finish != nullptr, "finish(): expected one call for each save, got another");
-  std::exchange(state_->finish, nullptr)([this] {
-    // The thread may not get a core for long, and all ranks would wait.
-    state_->stop();
-    std::exchange(state_->work->write, nullptr)(state_->work->pause);
-  });
+  // What refuses the call before anything is written leaves the save as it is.
+  bool begun = false;
+  const Finish finish = std::exchange(state_->finish, nullptr);
+  try {
+    finish([this, &begun] {
+      begun = true;
+      // The thread may not get a core for long, and all ranks would wait.
+      state_->stop();
+      std::exchange(state_->work->write, nullptr)(state_->work->pause);
+    });
+  } catch (...) {
+    if (!begun) state_->finish = finish;
+    throw;
+  }
 }
 
 }  // namespace zero
