@@ -141,7 +141,7 @@ def resume(kind):
     name = "resumed"
     options = [*KINDS[kind], "--checkpoints", folder]
     said = f"{kind}, saved after step {step} on {before} and resumed on {after}"
-    # It ends in the middle, as a job does whose time is over: with the steps of the whole run.
+    # What a job leaves that ends after this step: later checkpoints are removed. Its schedule is that of all steps.
     status = wait(start("saved", *options, "--nproc", before, "--steps", RESUMED_STEPS, "--save-every", step,
                         "--keep", RESUMED_STEPS))
     if status != 0:
@@ -167,7 +167,7 @@ def main():
         print(f"{said}: {'DIFFERS' if wrong else 'equal'}", flush=True)
         problems.extend(filter(None, [wrong]))
     while counts["fewer"] + counts["replaced"] < KILLS and tries < 2 * KILLS + 10 and time.time() < LAST:
-        # Each fourth death has a process that joins.
+        # Each fifth run has a process that joins.
         kind, replaced = list(KINDS)[tries % len(KINDS)], tries % 5 == 3
         tries += 1
         result, wrong = kill(kind, replaced)
