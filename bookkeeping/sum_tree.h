@@ -22,8 +22,8 @@
 
 namespace zero {
 
-// The numbers [begin, begin + size) that are below the count of the tree. `size` is a power of two,
-// and `begin` a multiple of it.
+// The numbers [begin, begin + size) that are below the count of the tree, beyond which a node may
+// reach. `size` is a power of two, and `begin` a multiple of it.
 struct TreeNode {
   int64_t begin = 0;
   int64_t size = 1;
@@ -50,7 +50,8 @@ class SumTree {
   // Part p has the numbers [begin(p), begin(p + 1)), which is at least one.
   int64_t begin(int64_t part) const { return count_ * part / parts_; }
 
-  // The fewest nodes that have the numbers [begin, end), ascending: at most 2 log2(count).
+  // The fewest nodes that have the numbers [begin, end), ascending: one for one number, and for n
+  // numbers at most 2 log2(n), rounded up.
   std::vector<TreeNode> cover(int64_t begin, int64_t end) const;
   std::vector<TreeNode> nodes(int64_t part) const { return cover(begin(part), begin(part + 1)); }
   // The most nodes that a part has.

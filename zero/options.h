@@ -226,10 +226,11 @@ struct ZeroOptions {
   //   sum(b, n) = sum(b, n/2) + sum(b + n/2, n/2)     n a power of 2, b a multiple of n
   //   sum(b, 1) = the gradient of micro-batch b       numbers from M on are left out
   //
-  // A rank adds up the subtrees that it has whole, in memory for log2(M/W) + 1 of them at most, and
-  // sends each: one where M and W are powers of 2. What is sent is fp32, unless M = W. The norm is
-  // added up exactly from squares of blocks of 256 elements (kernels/exact_sum.h). There are as
-  // many messages as without, in rows that are up to 256 elements longer.
+  // A rank adds up the subtrees that it has whole and sends each: one where M and W are powers of
+  // 2, else at most 2 log2(n), rounded up, for n micro-batches. It keeps as many sums until its
+  // last pass, at least log2(n). What is sent is fp32, unless M = W. The norm is added up exactly
+  // from squares of blocks of 256 elements (kernels/exact_sum.h). There are as many messages as
+  // without, in rows that are up to 256 elements longer.
   //
   // Refused with meshes and placements, reduce_dtype, kBlockInt8, no_sync(), passes that are not of
   // backward(), a parameter's second gradient in one micro-batch, norms other than 2 and infinity,

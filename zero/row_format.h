@@ -41,7 +41,8 @@ class RowFormat {
   virtual void sum(const SummandRows& rows, const at::Tensor& sum) const = 0;
   // True: sums are sent in this format, rounded once on each machine. False: in fp32.
   virtual bool encodes_sums() const = 0;
-  // True: the sums of machines, in fp32, are received as bytes, since nobody else may add them up.
+  // True: the sums of machines, in fp32, are received as bytes, since exchanges may not add them
+  // up.
   virtual bool keeps_sums_apart() const { return false; }
   // Encodes sums [count, numel] fp32 as rows [count, n] of the dtype that is sent. Only where
   // encodes_sums().

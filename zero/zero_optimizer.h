@@ -149,7 +149,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
                 const std::vector<at::Tensor>& output_gradients, bool retain_graph = false);
   // With ZeroOptions::micro_batches(M): the numbers of this rank, about M/W that follow each other.
   // The k-th backward() since the last step() is the pass of the k-th of them; fewer or more than
-  // all of them throw. Of one that drops all layers, backward() is called with a loss of no graph.
+  // all of them throw. A micro-batch that drops all layers still needs its backward(), with a
+  // loss without a graph. zero_grad() of the module is noticed where a pass made a gradient.
   // Throws c10::Error without that option.
   //
   //   for (const int64_t number : optimizer.micro_batches()) {

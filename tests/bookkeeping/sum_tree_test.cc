@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -95,6 +96,18 @@ TEST(SumTreeTest, PowersOfTwoAreOneNodeAPart) {
   EXPECT_EQ(SumTree(12, 1).most_nodes(), 1);
   EXPECT_EQ(SumTree(12, 3).most_nodes(), 1);
   EXPECT_EQ(SumTree(12, 4).most_nodes(), 2);
+}
+
+TEST(SumTreeTest, APartHasFewNodes) {
+  for (int64_t count = 1; count < 200; ++count) {
+    for (int64_t parts = 1; parts <= count; ++parts) {
+      const int64_t n = (count + parts - 1) / parts;
+      int64_t bits = 0;  // log2(n), rounded up
+      while (int64_t{1} << bits < n) ++bits;
+      EXPECT_LE(SumTree(count, parts).most_nodes(), std::max<int64_t>(1, 2 * bits))
+          << count << " in " << parts;
+    }
+  }
 }
 
 TEST(SumTreeTest, MorePartsThanNumbersAreRefused) {

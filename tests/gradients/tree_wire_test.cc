@@ -193,6 +193,29 @@ TEST(TreeWireTest, ARankKeepsFewSums) {
   EXPECT_EQ(sums.bytes(), 0);
 }
 
+// As autograd gives views of one gradient to two parameters, and a program keeps one.
+TEST(TreeWireTest, GradientsThatShareMemoryAreAddedUpApart) {
+  const FlatModel model({at::zeros({8}), at::zeros({8})}, 1, PlanOptions());
+  MicroBatchSums sums(model.table, 4, 0, 1);
+  std::vector<at::Tensor> leaves, kept;
+  for (int64_t i = 0; i < 3; ++i) {
+    kept.push_back(random_tensor({8}, i));
+    leaves.push_back(kept.back().clone());
+    sums.add(0, kept.back().view({8}));
+    sums.add(1, kept.back().view({8}));
+    sums.end_micro_batch();
+  }
+  leaves.push_back(random_tensor({8}, 3));
+  for (const int64_t parameter : {0, 1}) {
+    const auto parts = sums.finish(parameter, leaves.back());
+    ASSERT_EQ(parts.size(), 1U);
+    const at::Tensor sum =
+        parts[0].added.defined() ? parts[0].tensor + parts[0].added : parts[0].tensor;
+    EXPECT_TRUE(same_bits(sum, tree_sum(leaves))) << parameter;
+  }
+  for (size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(at::equal(kept[i], leaves[i])) << i;
+}
+
 TEST(TreeWireTest, ASecondGradientOfAMicroBatchIsRefused) {
   const FlatModel model({at::zeros({4})}, 1, PlanOptions());
   MicroBatchSums sums(model.table, 4, 0, 1);

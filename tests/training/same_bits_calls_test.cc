@@ -361,6 +361,7 @@ TEST(SameBitsCallsTest, OptionsThatCannotHaveTheSameBitsAreRefused) {
     const std::vector<Refusal> refusals = {
         {ZeroOptions().micro_batches(1), {"micro_batches", "2"}},
         {ZeroOptions().micro_batches(-1), {"micro_batches", "-1"}},
+        {ZeroOptions().micro_batches((int64_t{1} << 31) + 1), {"micro_batches", "2147483649"}},
         {ZeroOptions().micro_batches(4).reduce_dtype(at::kBFloat16),
          {"micro_batches", "reduce_dtype"}},
         {ZeroOptions().micro_batches(4).gradient_wire(GradientWire::kBlockInt8),
@@ -542,6 +543,33 @@ TEST(SameBitsCallsTest, AGradientPutByHandIsRefused) {
     EXPECT_NE(text, "");
     r.optimizer->zero_grad();
   });
+}
+
+TEST(SameBitsCallsTest, AGradientPutByHandOnOneRankIsRefusedOnAll) {
+  expect_survives([](SameBitsRun& r) {
+    if (r.optimizer->group().rank() == 0) {
+      r.model.values[0].mutable_grad() = at::ones_like(r.model.values[0]);
+    }
+    EXPECT_NE(error_of([&] { r.optimizer->grad_norm(); }).find("belongs to no micro-batch"),
+              std::string::npos);
+    r.optimizer->zero_grad();
+  });
+}
+
+TEST(SameBitsCallsTest, APassOfTheOptimizerWithinAnotherIsRefused) {
+  expect_refused_on_all(
+      [](SameBitsRun& r) {
+        const int64_t number = *r.optimizer->micro_batches().begin();
+        const auto given = same_bits_gradients(r.c, r.model.values, 4, number);
+        at::Tensor between = at::ones({}).requires_grad_() * 2;
+        between.register_hook([&](const at::Tensor& g) {
+          const at::AutoGradMode enabled(true);
+          r.optimizer->backward(at::ones({}).requires_grad_() * 3);
+          return g;
+        });
+        r.optimizer->backward(between + r.model.loss(given));
+      },
+      {"micro_batches", "inside a backward pass"});
 }
 
 }  // namespace

@@ -346,6 +346,11 @@ void GradientReducer::consume() {
   pool_.trim();
 }
 
+void GradientReducer::verify() const {
+  local_.verify();
+  for (size_t p = 0; p < used_.size() && sums_; ++p) check_by_hand(static_cast<int64_t>(p));
+}
+
 bool GradientReducer::any_used() const {
   return std::any_of(used_.begin(), used_.end(), [](uint8_t u) { return u != 0; });
 }

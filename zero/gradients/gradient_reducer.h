@@ -117,7 +117,7 @@ class GradientReducer {
   void claim_gradients();
   // Throws c10::Error when p.grad() holds what cannot be sent, or was changed although its gradient
   // is sent or averaged.
-  void verify() const { local_.verify(); }
+  void verify() const;
   // Drops the gradients that were reset in p.grad(), as by zero_grad() of the module. Throws
   // c10::Error when they were reset for some only of the parameters whose gradients were sent.
   void drop_resets();
@@ -173,7 +173,7 @@ class GradientReducer {
   // Makes the current stream wait for others that packed into the bucket: a model may use several.
   void follow_packing(int64_t bucket);
   void encode(int64_t bucket);
-  // With micro-batches: throws c10::Error for a gradient in p.grad(), which somebody put there.
+  // With micro-batches: throws c10::Error for a gradient that was put into p.grad() by hand.
   void check_by_hand(int64_t parameter) const;
   void pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added = {});
   void send_complete();

@@ -16,13 +16,18 @@
 namespace zero {
 namespace {
 
-// Computes an addition that was put off.
+// Computes an addition that was put off: in place, unless autograd or the program has a view of
+// that memory, since it gives two parameters views of one gradient.
 void complete(MicroBatchSums::Sum& sum) {
   if (!sum.added.defined()) return;
+  const at::Tensor addend = std::exchange(sum.added, at::Tensor());
+  const bool shared = addend.storage().use_count() > 1;
+  const at::Tensor result =
+      shared ? at::empty_strided(addend.sizes(), addend.strides(), addend.options()) : addend;
   kernels::cast_copy(sum.tensor.const_data_ptr(), sum.tensor.scalar_type(),
-                     sum.added.mutable_data_ptr(), at::kFloat, sum.added.numel(),
-                     sum.added.const_data_ptr(), current_stream(sum.added.device()));
-  sum.tensor = std::exchange(sum.added, at::Tensor());
+                     result.mutable_data_ptr(), at::kFloat, result.numel(), addend.const_data_ptr(),
+                     current_stream(result.device()));
+  sum.tensor = result;
 }
 
 at::Tensor widened(const at::Tensor& tensor) {
@@ -86,7 +91,7 @@ void MicroBatchSums::add(int64_t parameter, at::Tensor gradient) {
 }
 
 void MicroBatchSums::hold_memory(int64_t parameter) {
-  // In that of the first one, which is not held, the next step's first gradient is made.
+  // The first sum of a step is not held: the next step's first gradient is made in its memory.
   if (!std::exchange(released_, true)) {
     held_.clear();
     return;

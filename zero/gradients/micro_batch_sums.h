@@ -38,6 +38,9 @@ class MicroBatchSums {
   // `count` micro-batches over `world_size` ranks. `table` must outlive this.
   MicroBatchSums(const ParameterTable& table, int64_t count, int64_t rank, int64_t world_size);
 
+  MicroBatchSums(const MicroBatchSums&) = delete;
+  MicroBatchSums& operator=(const MicroBatchSums&) = delete;
+
   // This rank's numbers.
   int64_t begin() const { return tree_.begin(rank_); }
   int64_t end() const { return tree_.begin(rank_ + 1); }

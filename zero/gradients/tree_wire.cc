@@ -74,7 +74,7 @@ int64_t TreeWire::bytes(int64_t numel) const {
 
 Rows TreeWire::open(const BucketRows& lengths, BufferPool& pool) const {
   const at::Tensor values = pool.take(nodes_ * lengths.total(), dtype_);
-  // Of rows of different lengths, `lengths` is that of one matrix.
+  // Rows of different lengths keep the lengths of one matrix.
   if (!lengths.equal()) return {values, lengths};
   return Rows(values.view({nodes_, lengths.count(), lengths.equal_numel()}));
 }

@@ -288,8 +288,13 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     running_ = outer;
     if (!outer) unwaited_.clear();
   });
-  running_ = true;
+  const bool inside = std::exchange(running_, true);
   begin();
+  if (inside && parts_.reducer.micro_batches() != nullptr) {
+    parts_.protocol.throw_misuse(
+        "backward() inside a backward pass: expected one pass for each number of micro_batches(), "
+        "got a second one in a hook of the first; add up the losses before one backward()");
+  }
   const bool kept = keeps_gradients();
   try {
     if (!kept) parts_.reducer.begin_pass();

@@ -29,8 +29,9 @@ void check_options(const ZeroOptions& options) {
   TORCH_CHECK(options.max_skipped_in_a_row() >= 0, "max_skipped_in_a_row: expected 0 or more, got ",
               options.max_skipped_in_a_row(), "; 0 accepts any number");
   TORCH_CHECK(options.protect() >= 0, "protect: expected 0 or more, got ", options.protect());
-  TORCH_CHECK(options.micro_batches() >= 0, "micro_batches: expected 0 or more, got ",
-              options.micro_batches());
+  constexpr int64_t kMost = int64_t{1} << 31;
+  TORCH_CHECK(options.micro_batches() >= 0 && options.micro_batches() <= kMost,
+              "micro_batches: expected from 0 to ", kMost, ", got ", options.micro_batches());
   const bool plain = !options.mesh_group() && options.placements().empty();
   TORCH_CHECK(options.micro_batches() == 0 || plain,
               "micro_batches: expected plain data parallelism, got a mesh or placements; sums over "
@@ -187,7 +188,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     check_parameters(*table, group, *inner, layouts);
     check_wire_options(options, table->parameters().front().tensor.device());
     domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
-    // A GPU adds the rows for all machines up at once, which the tree of micro-batches is not for.
+    // On a GPU two levels add up the rows for all machines in one call, which a tree cannot.
     const bool one_level =
         options.micro_batches() > 0 && !table->parameters().front().tensor.is_cpu();
     for (size_t g = 0; g < layouts.size(); ++g) {
