@@ -35,7 +35,7 @@ struct TreeAddition {
   int64_t into = 0;
   int64_t from = 0;
   // The number of sums that are not complete meanwhile and are added to later: a place for `into`
-  // that no other sum of that time has. It is below SumTree::places().
+  // that no other sum of that time has.
   int64_t place = 0;
 };
 

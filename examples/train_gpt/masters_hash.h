@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A hash of all fp32 masters, which tells whether two runs have the same bits.
+// A hash of all fp32 masters: two runs with equal hashes have the same bits.
 #pragma once
 
 #include <torch/nn/module.h>

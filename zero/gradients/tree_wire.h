@@ -5,9 +5,10 @@
 // every rank sends the sums of its nodes of the tree (bookkeeping/sum_tree.h), and the owner of a
 // row adds all of them up as the tree does, so that a sum does not depend on the number of ranks.
 //
-// Packed, a bucket has nodes() matrices [world_size, n], one behind the other; encoded, row r has
-// the rows r of all of them. A rank with fewer nodes leaves its last matrices unspecified. Rows are
-// bytes to exchanges, which must not add them. In two levels a machine sends the sums of its nodes.
+// Packed, a bucket has matrices() matrices [world_size, n], one behind the other; encoded, row r
+// has the rows r of all of them. A rank with fewer nodes leaves its last matrices unspecified. Rows
+// are bytes to exchanges, which must not add them. In two levels a machine sends the sums of its
+// nodes.
 #pragma once
 
 #include "bookkeeping/sum_tree.h"
