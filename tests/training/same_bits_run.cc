@@ -52,6 +52,12 @@ at::Tensor magnitudes(int64_t numel) {
   return result;
 }
 
+std::unique_ptr<SameBitsModel> make_model(const SameBitsCase& c,
+                                          const std::optional<std::vector<at::Tensor>>& initial) {
+  if (c.make_model) return c.make_model(c);
+  return std::make_unique<SameBitsModel>(initial ? *initial : same_bits_values(c.dtype));
+}
+
 bool uses(const SameBitsCase& c, size_t parameter, int step, int64_t number) {
   if (!c.drops) return true;
   if (parameter == kUnusedValue) return false;
@@ -114,6 +120,10 @@ SameBitsModel::SameBitsModel(const std::vector<at::Tensor>& initial) {
   for (size_t i = 0; i < initial.size(); ++i) {
     values.push_back(register_parameter("value" + std::to_string(i), initial[i].clone()));
   }
+}
+
+at::Tensor SameBitsModel::loss_of(const SameBitsCase& c, int step, int64_t number) const {
+  return loss(same_bits_gradients(c, values, step, number), same_bits_scale(number));
 }
 
 at::Tensor SameBitsModel::loss(const std::vector<at::Tensor>& gradients, double scale) const {
@@ -237,7 +247,7 @@ double exact_norm(const std::vector<at::Tensor>& gradients) {
 SameBitsRun::SameBitsRun(const Group& group, const SameBitsCase& given,
                          std::optional<std::vector<at::Tensor>> initial,
                          const std::vector<bool>& frozen)
-    : c(given), model(initial ? *initial : same_bits_values(given.dtype)) {
+    : c(given), owned_model(make_model(given, initial)) {
   if (group.rank() != 0) {
     const at::NoGradGuard no_grad;
     for (const at::Tensor& v : model.values) v.fill_(group.rank());  // rank 0's are sent
@@ -250,8 +260,7 @@ SameBitsRun::SameBitsRun(const Group& group, const SameBitsCase& given,
 
 void SameBitsRun::pass(int step, int64_t number) {
   optimizer->wait_for(model);
-  optimizer->backward(
-      model.loss(same_bits_gradients(c, model.values, step, number), same_bits_scale(number)));
+  optimizer->backward(model.loss_of(c, step, number));
 }
 
 void SameBitsRun::passes(int step) {
@@ -287,8 +296,8 @@ void SameBitsRun::finish(int step) {
   }
 }
 
-SameBitsPlain::SameBitsPlain(const SameBitsCase& c) : c_(c), model_(same_bits_values(c.dtype)) {
-  for (const at::Tensor& v : model_.values) {
+SameBitsPlain::SameBitsPlain(const SameBitsCase& c) : c_(c), model_(make_model(c, std::nullopt)) {
+  for (const at::Tensor& v : model_->values) {
     masters_.push_back(v.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true));
     first_.push_back(at::zeros_like(masters_.back()));
     second_.push_back(at::zeros_like(masters_.back()));
@@ -297,25 +306,27 @@ SameBitsPlain::SameBitsPlain(const SameBitsCase& c) : c_(c), model_(same_bits_va
 }
 
 void SameBitsPlain::step(int number) {
-  std::vector<std::vector<at::Tensor>> leaves(model_.values.size());
+  std::vector<std::vector<at::Tensor>> leaves(model_->values.size());
   for (int64_t k = 0; k < c_.micro_batches; ++k) {
-    for (const at::Tensor& v : model_.values) v.mutable_grad().reset();
-    const at::Tensor loss =
-        model_.loss(same_bits_gradients(c_, model_.values, number, k), same_bits_scale(k));
+    for (const at::Tensor& v : model_->values) v.mutable_grad().reset();
+    const at::Tensor loss = model_->loss_of(c_, number, k);
     if (loss.requires_grad()) loss.backward();
-    for (size_t p = 0; p < model_.values.size(); ++p) {
-      const at::Tensor& g = model_.values[p].grad();
+    for (size_t p = 0; p < model_->values.size(); ++p) {
+      const at::Tensor& g = model_->values[p].grad();
       leaves[p].push_back(g.defined() ? g.to(at::kFloat) : at::Tensor());
     }
   }
   std::vector<at::Tensor> gradients;
-  bool finite = true;
+  bool finite = true, nan = false;
   for (auto& of_parameter : leaves) {
     at::Tensor g = tree_sum(of_parameter);
     if (g.defined() && c_.options.reduction() == Reduction::kMean) {
       g = g * (1.0F / static_cast<float>(c_.micro_batches));
     }
-    if (g.defined()) finite = finite && at::isfinite(g).all().item<bool>();
+    if (g.defined()) {
+      finite = finite && at::isfinite(g).all().item<bool>();
+      nan = nan || at::isnan(g).any().item<bool>();
+    }
     gradients.push_back(g);
   }
   const auto add = [&](const char* what, size_t i, const at::Tensor& value) {
@@ -325,7 +336,9 @@ void SameBitsPlain::step(int number) {
   if (c_.looks) {
     for (size_t p = 0; p < gradients.size(); ++p) add("gradient", p, gradients[p]);
   }
-  const double norm = finite ? exact_norm(gradients) : std::numeric_limits<double>::infinity();
+  const double norm = finite ? exact_norm(gradients)
+                      : nan  ? std::numeric_limits<double>::quiet_NaN()
+                             : std::numeric_limits<double>::infinity();
   if (c_.looks || c_.max_norm) add("norm", 0, at::full({}, norm, at::kDouble));
   float coefficient = 1.0F;
   if (c_.max_norm) coefficient = static_cast<float>(std::min(1.0, *c_.max_norm / (norm + 1e-6)));
@@ -333,11 +346,11 @@ void SameBitsPlain::step(int number) {
   for (size_t p = 0; finite && p < gradients.size(); ++p) {
     if (!gradients[p].defined()) continue;
     update(p, gradients[p], c_.max_norm ? &coefficient : nullptr);
-    model_.values[p].copy_(masters_[p]);
+    model_->values[p].copy_(masters_[p]);
   }
   for (size_t p = 0; p < gradients.size(); ++p) {
     add("master", p, masters_[p]);
-    add("working", p, model_.values[p]);
+    add("working", p, model_->values[p]);
   }
 }
 
@@ -449,6 +462,19 @@ Record run_plain(const SameBitsCase& c) {
   SameBitsPlain plain(c);
   for (int n = 0; n < c.steps; ++n) plain.step(n);
   return plain.record;
+}
+
+void expect_plain_bits(Record expected, Record got) {
+  got.resize(expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (expected[i].name.find("norm") == std::string::npos) continue;
+    const auto a = expected[i].value.item<double>(), b = got[i].value.item<double>();
+    if (a != b && !(std::isnan(a) && std::isnan(b))) {
+      EXPECT_LE(std::fabs(a - b), 4e-15 * a) << expected[i].name;
+    }
+    expected[i].value = got[i].value;
+  }
+  EXPECT_EQ(first_difference(expected, got), "");
 }
 
 }  // namespace zero

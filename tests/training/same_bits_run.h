@@ -12,6 +12,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <ostream>
@@ -25,6 +26,8 @@
 #include "zero/zero_optimizer.h"
 
 namespace zero {
+
+struct SameBitsModel;
 
 struct SameBitsCase {
   std::string name = {};
@@ -41,6 +44,8 @@ struct SameBitsCase {
   Wire wire = Wire::kGloo;
   bool looks = false;  // at gradients and the average of the parameters, in each step
   bool plain = false;  // compared with one process of plain torch, too
+  // Makes another model than that of this file, with the same values on every call.
+  std::function<std::unique_ptr<SameBitsModel>(const SameBitsCase& c)> make_model = {};
 };
 // So that a failure does not print bytes.
 inline void PrintTo(const SameBitsCase& c, std::ostream* out) { *out << c.name; }
@@ -61,7 +66,10 @@ std::vector<at::Tensor> same_bits_values(c10::ScalarType dtype);
 inline constexpr size_t kUnusedValue = 7;
 
 struct SameBitsModel : torch::nn::Module {
+  SameBitsModel() = default;
   explicit SameBitsModel(const std::vector<at::Tensor>& initial);
+  // Of a micro-batch of a step.
+  virtual at::Tensor loss_of(const SameBitsCase& c, int step, int64_t number) const;
   // The gradient of parameter i is gradients[i], and for i in 1 to 3 besides a quarter of the
   // parameter, all of it times `scale`. Undefined: not used.
   at::Tensor loss(const std::vector<at::Tensor>& gradients, double scale = 1) const;
@@ -107,7 +115,8 @@ class SameBitsRun {
   void add(const std::string& name, const at::Tensor& value);
 
   const SameBitsCase c;
-  SameBitsModel model;
+  const std::unique_ptr<SameBitsModel> owned_model;
+  SameBitsModel& model = *owned_model;
   std::unique_ptr<ZeroOptimizer> optimizer;
   Record record;
 };
@@ -124,7 +133,7 @@ class SameBitsPlain {
   void update(size_t p, const at::Tensor& gradient, const float* coefficient);
 
   const SameBitsCase c_;
-  SameBitsModel model_;
+  const std::unique_ptr<SameBitsModel> model_;
   std::vector<at::Tensor> masters_, first_, second_;
   std::vector<int64_t> counts_;
 };
@@ -144,5 +153,8 @@ class JoinedState {
 // The record of rank 0, with the state at the end.
 Record run_same_bits(const SameBitsCase& c, int world_size);
 Record run_plain(const SameBitsCase& c);
+
+// The norm may differ from that of plain torch by the order of additions within a block.
+void expect_plain_bits(Record expected, Record got);
 
 }  // namespace zero

@@ -265,20 +265,6 @@ class SameBits : public ::testing::TestWithParam<SameBitsCase> {};
 INSTANTIATE_TEST_SUITE_P(Runs, SameBits, ::testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
-// The norm may differ from that of plain torch by the order of additions within a block.
-void expect_plain_bits(Record expected, Record got) {
-  got.resize(expected.size());
-  for (size_t i = 0; i < expected.size(); ++i) {
-    if (expected[i].name.find("norm") == std::string::npos) continue;
-    const auto a = expected[i].value.item<double>(), b = got[i].value.item<double>();
-    if (a != b) {
-      EXPECT_LE(std::fabs(a - b), 4e-15 * a) << expected[i].name;
-    }
-    expected[i].value = got[i].value;
-  }
-  EXPECT_EQ(first_difference(expected, got), "");
-}
-
 TEST_P(SameBits, OnEveryNumberOfRanks) {
   const SameBitsCase& c = GetParam();
   const Record one = run_same_bits(c, 1);
