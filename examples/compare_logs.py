@@ -5,8 +5,9 @@
 
 Compares the bits of two runs by what train_gpt --same-bits --log FILE wrote in the steps that both
 logs have: a hash of each master in some of them, loss and gradient norm in all. Prints in how many
-steps the runs are equal, or the first step and the first parameter that differ, and since when a
-loss or a norm differs.
+steps the runs are equal, or how many masters differ in the first step whose hashes differ, and since
+when a loss or a norm differs. Those masters may differ since any step behind the last one whose
+hashes are equal, which is printed too.
 
 The exit code is 0 when the runs are equal, 1 when they differ, and 2 when they cannot be compared.
 """
@@ -30,17 +31,21 @@ def compare(a, b):
     if not hashed:
         return "expected hashes of masters in a step of both logs, got none; train with --same-bits", 2
     masters = {step: (a[step]["masters"], b[step]["masters"]) for step in hashed}
-    parameter = next(((step, name) for step, (x, y) in masters.items() for name in {**x, **y}
-                      if x.get(name) != y.get(name)), None)
+    differ = {step: [name for name in {**x, **y} if x.get(name) != y.get(name)]
+              for step, (x, y) in masters.items()}
+    first = next((step for step in hashed if differ[step]), None)
     number = next(((step, name) for step in steps for name in NUMBERS
                    if name in a[step] and name in b[step] and a[step][name] != b[step][name]), None)
-    if not parameter and not number:
-        return f"equal in {len(steps)} steps, of which {len(hashed)} have hashes of masters", 0
     since = f"{number[1]} differs since step {number[0]}" if number else ""
-    if not parameter:
-        return f"first difference: {since}; all hashes of masters are equal", 1
-    step, name = parameter
-    return f"first difference: step {step}, parameter {name}" + (f"; {since}" if since else ""), 1
+    if first is None:
+        if number:
+            return f"{since}; all hashes of masters are equal", 1
+        return f"equal in {len(steps)} steps, of which {len(hashed)} have hashes of masters", 0
+    equal = [step for step in hashed if step < first]
+    text = (f"{len(differ[first])} of {len({**masters[first][0], **masters[first][1]})} masters differ in step {first},"
+            f" the first in the model is {differ[first][0]}; "
+            + (f"all are equal in step {equal[-1]}" if equal else "no step before it has hashes"))
+    return text + (f"; {since}" if since else ""), 1
 
 
 def main():

@@ -4,7 +4,7 @@
 #
 # train_gpt --same-bits trains the same bits on 1, 2 and 3 ranks, with dropout and clipping, in both
 # stages, after --resume on another number of ranks and after a death; compare_logs.py says so, and
-# names the step and the parameter of another seed. What cannot have the same bits is refused.
+# names the steps and the parameter of another seed. What cannot have the same bits is refused.
 set -u
 program=examples/train_gpt/train_gpt
 compare="python3 examples/compare_logs.py"
@@ -73,9 +73,9 @@ grep -q "micro-batches: expected 12 as in" "$work/out" || fail "other micro-batc
 # Another seed is another model from the first step on.
 train other --nproc 2 --seed 2
 said=$($compare "$work/1.jsonl" "$work/other.jsonl")
-[[ $? -eq 1 && $said == "first difference: step 10, parameter token_embedding.weight; loss differs since step 1" ]] ||
+[[ $? -eq 1 && $said == "17 of 17 masters differ in step 10, the first in the model is token_embedding.weight; no step before it has hashes; loss differs since step 1" ]] ||
   fail "another seed: $said"
-# One changed hash is found, and its parameter named.
+# One changed hash is found, and its parameter named, with the step behind which it may have changed.
 python3 - "$work/1.jsonl" "$work/changed.jsonl" << 'END'
 import json, sys
 lines = [json.loads(line) for line in open(sys.argv[1])]
@@ -83,7 +83,7 @@ lines[-1]["masters"]["blocks.0.feed_forward_in.weight"] = "0" * 16
 open(sys.argv[2], "w").writelines(json.dumps(line) + "\n" for line in lines)
 END
 said=$($compare "$work/1.jsonl" "$work/changed.jsonl")
-[[ $? -eq 1 && $said == "first difference: step 14, parameter blocks.0.feed_forward_in.weight" ]] ||
+[[ $? -eq 1 && $said == "1 of 17 masters differ in step 14, the first in the model is blocks.0.feed_forward_in.weight; all are equal in step 10" ]] ||
   fail "a changed hash: $said"
 $program $small --steps 2 --nproc 1 --log "$work/plain.jsonl" > /dev/null 2>&1 || fail "a run without hashes"
 for arguments in "" "$work/1.jsonl" "$work/1.jsonl $work/none" "$work/1.jsonl $work/1.out" \
