@@ -22,15 +22,11 @@ TreeNode SumTree::grown(TreeNode node) const {
 std::vector<TreeNode> SumTree::cover(int64_t begin, int64_t end) const {
   std::vector<TreeNode> nodes;
   while (begin < end) {
-    TreeNode node = grown({begin, 1});
-    const auto fits = [&](const TreeNode& n) { return std::min(n.begin + n.size, count_) <= end; };
-    for (TreeNode next = node; next.size < count_ && next.begin % (2 * next.size) == 0;) {
-      next = grown({next.begin, 2 * next.size});
-      if (!fits(next)) break;
-      node = next;
-    }
-    nodes.push_back(node);
-    begin = node.begin + node.size;
+    int64_t size = 1;
+    const auto fits = [&](int64_t n) { return std::min(begin + n, count_) <= end; };
+    while (size < count_ && begin % (2 * size) == 0 && fits(2 * size)) size *= 2;
+    nodes.push_back({begin, size});
+    begin += size;
   }
   return nodes;
 }
