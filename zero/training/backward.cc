@@ -240,11 +240,11 @@ void BackwardPasses::begin() {
   }
   const MicroBatchSums* const numbers = parts_.reducer.micro_batches();
   if (numbers != nullptr && numbers->done() == numbers->own()) {
-    parts_.protocol.throw_misuse(
-        c10::str("backward(): expected step() after the passes of this rank's micro-batches, ",
-                 numbers->begin(), " to ", numbers->end() - 1,
-                 ", got one more pass; run backward(loss) once "
-                 "for each number of micro_batches()"));
+    parts_.protocol.throw_misuse(c10::str(
+        "backward(): expected step() after the passes of this rank's micro-batches, ",
+        numbers->begin(), " to ", numbers->end() - 1,
+        ", got one more pass; run backward(loss) once for each number of micro_batches(), and "
+        "begin a step anew by zero_grad() of the ZeroOptimizer"));
   }
 }
 
