@@ -4,6 +4,7 @@
 // zero/checkpoint_options.h: which thread writes, and when it stops.
 #include "zero/checkpoint_options.h"
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/resource.h>
@@ -63,6 +64,34 @@ TEST(PendingCheckpointTest, AThreadOfLowPriorityWritesAndFinishWritesTheRestItse
   EXPECT_TRUE(calls[0].second);
   EXPECT_EQ(calls[1].first, std::this_thread::get_id());
   EXPECT_EQ(calls[1].second, is_low());
+  expect_words(error_of([&] { pending.finish(); }), {"one call for each save"});
+}
+
+// As by a call that the ranks may not make now.
+TEST(PendingCheckpointTest, WhatRefusesFinishBeforeTheRestIsWrittenLeavesTheSaveToTheNextCall) {
+  Calls calls;
+  std::promise<void> begun;
+  int refusals = 2;
+  const auto finish = [&](const std::function<void()>& write_rest) {
+    TORCH_CHECK(refusals == 0, "refused");
+    write_rest();
+  };
+  PendingCheckpoint pending([] {}, write_in_two_calls(calls, begun), finish, "waits", 30s);
+  begun.get_future().wait();
+  for (; refusals > 0; --refusals) expect_words(error_of([&] { pending.finish(); }), {"refused"});
+  EXPECT_EQ(calls.size(), 1u) << "the thread goes on writing";
+  pending.finish();
+  EXPECT_EQ(calls.size(), 2u);
+  expect_words(error_of([&] { pending.finish(); }), {"one call for each save"});
+}
+
+TEST(PendingCheckpointTest, WhatGoesWrongAfterTheRestIsWrittenEndsTheSave) {
+  const auto finish = [](const std::function<void()>& write_rest) {
+    write_rest();
+    TORCH_CHECK(false, "failed");
+  };
+  PendingCheckpoint pending([] {}, [](const std::atomic<bool>&) {}, finish, "waits", 30s);
+  expect_words(error_of([&] { pending.finish(); }), {"failed"});
   expect_words(error_of([&] { pending.finish(); }), {"one call for each save"});
 }
 
