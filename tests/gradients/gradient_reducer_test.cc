@@ -42,7 +42,12 @@ struct Options {
   c10::ScalarType dtype = at::kFloat;
   std::optional<c10::ScalarType> reduce_dtype = std::nullopt;
   bool no_sync_fp32 = false;
+  int64_t micro_batches = 0;
 };
+
+ReducerOptions of_micro_batches(const Plan& plan, int64_t count) {
+  return {make_wire_formats(plan, ZeroOptions().micro_batches(count)), false, count};
+}
 
 // One rank with a reducer, whose buckets are as small as they get.
 struct Rank {
@@ -51,7 +56,9 @@ struct Rank {
         flat(zeros(options.dtype), group.world_size(), {options.layout, 256}),
         data(group.make_communicator("data", Purpose::kData)),
         reducer(flat.plan, flat.table, {{data.get(), nullptr, 0}}, flat.pool,
-                reducer_options(flat.plan, options.reduce_dtype, options.no_sync_fp32)) {}
+                options.micro_batches > 0
+                    ? of_micro_batches(flat.plan, options.micro_batches)
+                    : reducer_options(flat.plan, options.reduce_dtype, options.no_sync_fp32)) {}
 
   int64_t parameters() const { return static_cast<int64_t>(flat.model.values.size()); }
   at::Tensor& grad(int64_t p) { return flat.model.values[p].mutable_grad(); }
@@ -356,6 +363,46 @@ TEST(GradientReducerTest, BucketsWithAnUnusedParameterGoLast) {
     r.reducer.complete(1);
     r.expect_shards([&](int64_t p) { return p == 3 ? at::zeros({33}) : r.mean(p, {0}); });
   });
+}
+
+// On two ranks, which send one node of the tree each, or up to two.
+TEST(GradientReducerTest, TheBytesOfMicroBatchesAreCountedUntilTheyAreSent) {
+  for (const int64_t nodes : {1, 2}) {
+    Options options;
+    options.micro_batches = nodes == 1 ? 4 : 6;
+    const auto body = [&](Rank& r) {
+      const int own = static_cast<int>(r.reducer.micro_batches()->own());
+      std::vector<int> passes;
+      for (int pass = 0; pass < own - 1; ++pass) {
+        ASSERT_TRUE(r.reducer.keeps_gradients());
+        for (int64_t p = 0; p < r.parameters(); ++p) {
+          r.accumulate(p, r.gradient(p, pass, r.group.rank()));
+          r.reducer.gradient_kept(p);
+        }
+        r.reducer.end_pass(/*kept=*/true);
+        passes.push_back(pass);
+      }
+      passes.push_back(own - 1);
+      ASSERT_FALSE(r.reducer.keeps_gradients());
+      // The first two of rank 0 are a node, those of rank 1 are not.
+      const int64_t sums = nodes == 1 ? 1 : 1 + r.group.rank();
+      EXPECT_EQ(r.reducer.local_bytes(), sums * (15 + 7 + 1 + 33) * 4);
+      r.reducer.begin_pass();
+      for (int64_t p = 2; p >= 0; --p) r.ready(p, own - 1);
+      EXPECT_EQ(r.reducer.local_bytes(), sums * 33 * 4);
+      // Bucket 1 is full, and has the padding of its rows where they are not sent as they are.
+      const int64_t full = nodes == 1 ? 7 + 15 : r.flat.plan.buckets[1].rows.total();
+      EXPECT_EQ(r.reducer.unsent_bytes(), nodes * (1 + full) * 4);
+      r.ready(3, own - 1);
+      EXPECT_EQ(r.reducer.unsent_bytes(), 0);
+      r.reducer.end_pass(/*kept=*/false);
+      EXPECT_EQ(r.reducer.local_bytes(), 0);
+      EXPECT_EQ(r.reducer.rounds_needed(), 1);
+      r.reducer.complete(1);
+      r.expect_mean(passes);
+    };
+    on_ranks(2, body, options);
+  }
 }
 
 TEST(GradientReducerTest, AnErrorNamesTheBucketThatWasNotReduced) {

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
@@ -94,6 +95,9 @@ at::Tensor owned(const std::vector<Rows>& all, const TreeWire& wire, int64_t own
   summands.addresses = addresses.data();
   const at::Tensor shard = at::empty({numel});
   wire.decode_and_sum(summands, shard, 1.0F, /*accumulate=*/false);
+  const at::Tensor thrice = shard.clone();
+  wire.decode_and_sum(summands, thrice, 2.0F, /*accumulate=*/true);
+  EXPECT_TRUE(same_bits(thrice, shard + 2.0F * shard));
   return shard;
 }
 
@@ -160,7 +164,8 @@ TEST(TreeWireTest, MachinesAddUpTheirNodesFirst) {
             summands.dtype = at::kByte;
             summands.count = local;
             summands.addresses = addresses.data();
-            of_machines.push_back(at::zeros({wire->sum_numel(row)}));
+            EXPECT_EQ(wire->sum_numel(row), SumTree(count, machines).most_nodes() * row);
+            of_machines.push_back(at::ones({wire->sum_numel(row)}));  // overwritten
             wire->sum(summands, of_machines.back());
           }
           std::vector<const void*> addresses;
@@ -179,18 +184,84 @@ TEST(TreeWireTest, MachinesAddUpTheirNodesFirst) {
   }
 }
 
+TEST(TreeWireTest, BuffersGoBack) {
+  for (const int64_t count : {4, 3}) {  // in one matrix, and in two
+    const TreeWire wire(at::kFloat, SumTree(count, 2));
+    BufferPool pool(at::kCPU, int64_t{1} << 30);
+    int64_t held = 0;
+    for (int step = 0; step < 3; ++step) {
+      const Rows packed = wire.open({2, 1000}, pool);
+      const void* const memory = packed.values().const_data_ptr();
+      packed.values().zero_();
+      const at::Tensor rows = wire.encode(packed, pool).values();
+      EXPECT_EQ(rows.const_data_ptr() == memory, wire.packs_in_place());
+      pool.give(rows);
+      if (step == 0) held = pool.held_bytes();
+      EXPECT_EQ(pool.held_bytes(), held) << count;
+    }
+  }
+}
+
 TEST(TreeWireTest, ARankKeepsFewSums) {
   const FlatModel model({at::zeros({1000})}, 2, PlanOptions());
   MicroBatchSums sums(model.table, 64, 1, 2);
   int64_t most = 0;
+  const void* first = nullptr;
   for (int64_t i = 0; i < 31; ++i) {
-    sums.add(0, random_tensor({1000}, i));
+    const at::Tensor gradient = random_tensor({1000}, i);
+    if (i == 0) first = gradient.const_data_ptr();
+    sums.add(0, gradient);
+    EXPECT_EQ(gradient.use_count(), i % 2 == 0 ? 2U : 1U) << "one that is added up is freed";
     sums.end_micro_batch();
     most = std::max(most, sums.bytes());
   }
   EXPECT_EQ(most, 5 * 4000) << "log2(64 / 2)";
-  EXPECT_EQ(sums.finish(0, random_tensor({1000}, 31)).size(), 1U);
+  const auto parts = sums.finish(0, random_tensor({1000}, 31));
+  ASSERT_EQ(parts.size(), 1U);
+  EXPECT_EQ(parts[0].added.const_data_ptr(), first) << "sums are made in place";
+  EXPECT_FALSE(sums.has(0));
   EXPECT_EQ(sums.bytes(), 0);
+}
+
+// Steps of 8 micro-batches and 3 parameters. See Note [memory of local sums].
+TEST(TreeWireTest, TheMemoryOfTheSumsOfAStepIsHeldUntilTheNextOneTakesIt) {
+  for (const int64_t numel : {16 << 10, 8}) {
+    const FlatModel model({at::zeros({numel}), at::zeros({numel}), at::zeros({numel})}, 1,
+                          PlanOptions());
+    MicroBatchSums sums(model.table, 8, 0, 1);
+    const int64_t bytes = numel * 4;
+    // In each of three places that of all parameters but the first.
+    const int64_t held = numel == 8 ? 0 : 3 * 2 * bytes;
+    for (int step = 0; step < 3; ++step) {
+      for (int64_t i = 0; i < 7; ++i) {
+        for (const int64_t p : {2, 0, 1}) sums.add(p, random_tensor({numel}, i));
+        sums.end_micro_batch();
+        // Micro-batch 1 is added up in the first place, and takes no memory of the second one.
+        if (i == 1) {
+          EXPECT_EQ(sums.bytes(), 3 * bytes + (step > 0 ? held * 2 / 3 : 0));
+        }
+      }
+      EXPECT_EQ(sums.bytes(), 3 * 3 * bytes) << "the sums alone, in step " << step;
+      for (const int64_t p : {2, 0, 1}) sums.finish(p, random_tensor({numel}, 7));
+      EXPECT_EQ(sums.bytes(), held) << "step " << step;
+      sums.forget();
+      EXPECT_EQ(sums.bytes(), held) << "step " << step;
+    }
+    sums.free_held();
+    EXPECT_EQ(sums.bytes(), 0);
+  }
+}
+
+TEST(TreeWireTest, WhatTheNextStepDoesNotTakeIsFreedByItsLastMicroBatch) {
+  const FlatModel model({at::zeros({16 << 10}), at::zeros({16 << 10})}, 1, PlanOptions());
+  MicroBatchSums sums(model.table, 2, 0, 1);
+  for (const int64_t p : {0, 1}) sums.add(p, at::zeros({16 << 10}));
+  for (const int64_t expected : {64 << 10, 0}) {
+    if (sums.done() == 0) sums.end_micro_batch();
+    for (const int64_t p : {0, 1}) sums.finish(p, at::zeros({16 << 10}));
+    EXPECT_EQ(sums.bytes(), expected);
+    sums.forget();
+  }
 }
 
 // As autograd gives views of one gradient to two parameters, and a program keeps one.

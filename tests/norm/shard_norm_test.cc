@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/norm/shard_norm.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
@@ -10,11 +11,13 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
 #include <vector>
 
+#include "kernels/exact_sum.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "zero/communicator.h"
@@ -117,6 +120,63 @@ TEST(ShardNormTest, ANormThatOverflowsIsNoNonfiniteGradient) {
     EXPECT_EQ(got.nonfinite, 0);
     EXPECT_TRUE(std::isfinite(norm_of_ranks(group, segments, kOnce, 2).norm));
   });
+}
+
+// ---------------------------------------------------------------------
+// exact_shard_norm()
+
+Numbers exact_norm(Communicator& group, const std::vector<SegmentTensors>& segments,
+                   double norm_type, const at::Tensor& bound = {}) {
+  const ShardNorm result = exact_shard_norm(segments, norm_type, at::kCPU, group, bound);
+  EXPECT_EQ(result.norm.scalar_type(), at::kDouble);
+  EXPECT_EQ(result.norm.dim() + result.nonfinite.dim(), 0);
+  return {result.norm.item<double>(), result.nonfinite.item<double>()};
+}
+
+TEST(ShardNormTest, AnExactNormHasTheSameBitsHoweverBlocksAreSpreadOverRanks) {
+  constexpr int64_t kBlocks = 9;
+  const at::Tensor all = random_tensor({kBlocks * kernels::kExactBlock - 5}, 1) *
+                         random_tensor({kBlocks * kernels::kExactBlock - 5}, 2).exp();
+  for (const at::Tensor& bound : {at::Tensor(), at::full({}, 0.75)}) {
+    const at::Tensor values = (bound.defined() ? all.clamp(-bound, bound) : all).to(at::kDouble);
+    for (const double norm_type : {2.0, kInfinity}) {
+      double one = 0;
+      for (const int world_size : {1, 2, 3, 4}) {
+        on_ranks(world_size, [&](Communicator& group) {
+          std::vector<SegmentTensors> segments;
+          for (int64_t b = kBlocks - 1 - group.rank(); b >= 0; b -= world_size) {
+            const int64_t begin = b * kernels::kExactBlock;
+            const int64_t end = std::min(begin + kernels::kExactBlock, all.numel());
+            segments.push_back(segment(all.slice(0, begin, end), b % 2));
+          }
+          const Numbers got = exact_norm(group, segments, norm_type, bound);
+          EXPECT_EQ(got.nonfinite, 0);
+          if (world_size > 1) {
+            EXPECT_EQ(got.norm, one) << world_size;
+          } else {
+            one = got.norm;
+          }
+        });
+      }
+      const auto expected = at::linalg_vector_norm(values, norm_type).item<double>();
+      EXPECT_NEAR(one, expected, 1e-12 * expected);
+    }
+  }
+}
+
+TEST(ShardNormTest, WhatIsNotFiniteInAnExactNormIsSeenByAll) {
+  for (const double bad : {kInfinity, -kInfinity, kNan}) {
+    for (const double norm_type : {2.0, kInfinity}) {
+      on_ranks(3, [&](Communicator& group) {
+        at::Tensor gradient = at::ones({5});
+        if (group.rank() == 2) gradient[3] = bad;
+        const Numbers got = exact_norm(group, {segment(gradient)}, norm_type);
+        EXPECT_NE(got.nonfinite, 0);
+        EXPECT_FALSE(std::isfinite(got.norm));
+        EXPECT_EQ(std::isnan(got.norm), std::isnan(bad));
+      });
+    }
+  }
 }
 
 TEST(ShardNormTest, SendsOneSmallMessage) {

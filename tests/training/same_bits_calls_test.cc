@@ -95,7 +95,9 @@ TEST(SameBitsCallsTest, AStepBeginsAnewAfterZeroGrad) {
             drop();
             r.passes(n + 6);
             drop();
-            if (!of_module) {  // the second micro-batch drops all parameters
+            if (of_module) {
+              r.optimizer->step();  // of no micro-batch
+            } else {                // the second micro-batch drops all parameters
               r.pass(9, *r.optimizer->micro_batches().begin());
               drop();
             }
@@ -290,6 +292,31 @@ TEST(SameBitsCallsTest, OtherFormsOfAStep) {
   std::filesystem::remove_all(folder);
 }
 
+// Autograd gives both parameters a view of one tensor.
+TEST(SameBitsCallsTest, ParametersWhoseGradientsShareMemoryHaveSumsOfTheirOwn) {
+  const auto given = [](int64_t number) {
+    return random_tensor({4, 2}, static_cast<uint64_t>(number));
+  };
+  std::vector<at::Tensor> leaves;
+  for (int64_t number = 0; number < 8; ++number) leaves.push_back(given(number));
+  const at::Tensor expected = tree_sum(leaves) / 8;
+  for (const int world_size : {1, 2}) {
+    run_ranks(world_size, [&](const Group& group) {
+      SameBitsModel model({at::zeros({8}), at::zeros({2, 4})});
+      ZeroOptimizer optimizer(model, same_bits_inner(Inner::kAdamW, model.values), group,
+                              ZeroOptions().micro_batches(8));
+      for (const int64_t number : optimizer.micro_batches()) {
+        const at::Tensor both = model.values[0].view({4, 2}) + model.values[1].view({4, 2});
+        optimizer.backward(at::sum(both * given(number)));
+      }
+      for (const at::Tensor& v : model.values) {
+        EXPECT_TRUE(at::equal(optimizer.gradient(v).view({4, 2}), expected)) << world_size;
+      }
+      optimizer.step();
+    });
+  }
+}
+
 // ---------------------------------------------------------------------
 // Messages
 
@@ -403,18 +430,21 @@ TEST(SameBitsCallsTest, NumbersWithoutTheOptionAreRefused) {
 
 // On some ranks `misuse` throws, all others pass all micro-batches of step 5; then the next
 // collective call of all ranks throws, and zero_grad() drops what is left.
-void expect_refused_on_all(const std::function<void(SameBitsRun&)>& misuse, const Words& words) {
+void expect_refused_on_all(const std::function<void(SameBitsRun&)>& misuse, const Words& words,
+                           const SameBitsCase& c = small_case(5)) {
   for (const bool on_all : {true, false}) {
     SCOPED_TRACE(on_all ? "on all ranks" : "on one rank");
-    expect_survives([&](SameBitsRun& r) {
-      if (on_all || r.optimizer->group().rank() == 1) {
-        expect_words(error_of([&] { misuse(r); }), words);
-      } else {
-        r.passes(5);
-      }
-      expect_words(error_of([&] { r.optimizer->grad_norm(); }), words);
-      r.optimizer->zero_grad();
-    });
+    expect_survives(
+        [&](SameBitsRun& r) {
+          if (on_all || r.optimizer->group().rank() == 1) {
+            expect_words(error_of([&] { misuse(r); }), words);
+          } else {
+            r.passes(5);
+          }
+          expect_words(error_of([&] { r.optimizer->grad_norm(); }), words);
+          r.optimizer->zero_grad();
+        },
+        2, c);
   }
 }
 
@@ -441,21 +471,48 @@ TEST(SameBitsCallsTest, OneBackwardPassTooManyIsRefused) {
       {"backward()", "micro-batches", "one more pass"});
 }
 
-// As activation checkpointing makes it: a backward pass within another.
-TEST(SameBitsCallsTest, ASecondGradientInOneMicroBatchIsRefused) {
+// The pass leaves nothing in p.grad() that the module could reset.
+TEST(SameBitsCallsTest, APassWithoutAGradientIsNotDroppedByTheModulesZeroGrad) {
   expect_refused_on_all(
       [](SameBitsRun& r) {
-        const int64_t number = *r.optimizer->micro_batches().begin();
-        const auto given = same_bits_gradients(r.c, r.model.values, 4, number);
-        at::Tensor between = at::ones({}).requires_grad_() * 2;
-        between.register_hook([&](const at::Tensor& g) {
-          const at::AutoGradMode enabled(true);
-          r.model.loss(given).backward();
-          return g;
-        });
-        r.optimizer->backward(between + r.model.loss(given));
+        r.optimizer->backward(at::zeros({}));
+        r.model.zero_grad();
+        r.passes(5);
       },
-      {"micro_batches", "a second one"});
+      {"backward()", "one more pass", "zero_grad() of the ZeroOptimizer"});
+}
+
+// The pass of this rank's first micro-batch of step 4, with a hook that calls within(loss).
+void pass_around(SameBitsRun& r, const std::function<void(const at::Tensor&)>& within) {
+  const int64_t number = *r.optimizer->micro_batches().begin();
+  const auto given = same_bits_gradients(r.c, r.model.values, 4, number);
+  at::Tensor between = at::ones({}).requires_grad_() * 2;
+  between.register_hook([&](const at::Tensor& g) {
+    const at::AutoGradMode enabled(true);
+    within(r.model.loss(given));
+    return g;
+  });
+  r.optimizer->backward(between + r.model.loss(given));
+}
+
+// As activation checkpointing makes it: a backward pass within another. In the first of several
+// micro-batches, and in the last one.
+TEST(SameBitsCallsTest, ASecondGradientInOneMicroBatchIsRefused) {
+  for (const int64_t micro_batches : {5, 2}) {
+    expect_refused_on_all(
+        [](SameBitsRun& r) { pass_around(r, [](const at::Tensor& loss) { loss.backward(); }); },
+        {"micro_batches", "a second one"}, small_case(micro_batches));
+  }
+}
+
+TEST(SameBitsCallsTest, APassOfTheOptimizerWithinAnotherIsRefused) {
+  expect_refused_on_all(
+      [](SameBitsRun& r) {
+        pass_around(r, [&](const at::Tensor&) {
+          r.optimizer->backward(at::ones({}).requires_grad_() * 3);
+        });
+      },
+      {"micro_batches", "inside a backward pass"});
 }
 
 TEST(SameBitsCallsTest, CollectiveCallsBetweenMicroBatchesAreRefused) {
@@ -506,6 +563,60 @@ TEST(SameBitsCallsTest, CollectiveCallsBetweenMicroBatchesAreRefused) {
   EXPECT_FALSE(std::filesystem::exists(folder));
 }
 
+TEST(SameBitsCallsTest, AllPassesOfSomeRanksBesideNoneOfOthersAreRefused) {
+  for (const int64_t micro_batches : {5, 2}) {
+    for (const int rank : {0, 1}) {
+      expect_survives(
+          [&](SameBitsRun& r) {
+            if (r.optimizer->group().rank() == rank) r.passes(5);
+            for (const auto& call : std::vector<std::function<void()>>{
+                     [&] { r.optimizer->step(); }, [&] { r.optimizer->grad_norm(); }}) {
+              expect_words(error_of(call),
+                           {"backward() of all micro-batches", "backward() of no micro-batch"});
+            }
+            r.optimizer->zero_grad();
+          },
+          2, small_case(micro_batches));
+    }
+  }
+}
+
+// As between two micro-batches of one rank.
+TEST(SameBitsCallsTest, ASaveWhoseFinishIsRefusedIsCompletedByTheNext) {
+  const std::string folder = ::testing::TempDir() + "same_bits_finish";
+  const SameBitsCase c = small_case(6);
+  // Three steps, and the last two again from the checkpoint.
+  Record expected = steps_of_one_rank(c, 3);
+  for (const NamedValue& value : Record(expected)) {
+    if (!value.name.starts_with("step 0")) expected.push_back(value);
+  }
+  for (const int world_size : {1, 2, 3}) {
+    std::filesystem::remove_all(folder);
+    const Record run = record_of(world_size, c, [&](SameBitsRun& r) {
+      ZeroOptimizer& optimizer = *r.optimizer;
+      r.step(0);
+      const auto pending = optimizer.save_checkpoint_async(folder);
+      if (optimizer.group().rank() == 0) r.pass(1, *optimizer.micro_batches().begin());
+      for (int n = 0; n < 2; ++n) {
+        expect_words(error_of([&] { pending->finish(); }), {"save_checkpoint()", "got 1 of"});
+      }
+      EXPECT_FALSE(std::filesystem::exists(folder));
+      for (const int64_t number : optimizer.micro_batches()) {
+        if (optimizer.group().rank() > 0 || number > 0) r.pass(1, number);
+      }
+      r.finish(1);
+      r.step(2);
+      pending->finish();
+      expect_words(error_of([&] { pending->finish(); }), {"one call for each save"});
+      optimizer.load_checkpoint(folder);
+      r.step(1);
+      r.step(2);
+    });
+    EXPECT_EQ(first_difference(expected, run), "") << world_size << " ranks";
+  }
+  std::filesystem::remove_all(folder);
+}
+
 // One rank has sent its gradients by then, and the other has not.
 TEST(SameBitsCallsTest, TheModulesZeroGradBehindAllPassesOfSomeRanksIsRefused) {
   expect_survives(
@@ -533,16 +644,16 @@ TEST(SameBitsCallsTest, NormsOfOtherTypesAreRefused) {
   });
 }
 
+// Of a parameter that the micro-batches use, and of one that they do not.
 TEST(SameBitsCallsTest, AGradientPutByHandIsRefused) {
-  expect_survives([](SameBitsRun& r) {
-    r.model.values[0].mutable_grad() = at::ones_like(r.model.values[0]);
-    const std::string text = error_of([&] {
-      r.passes(5);
-      r.optimizer->grad_norm();
+  for (const size_t parameter : {size_t{0}, kUnusedValue}) {
+    expect_survives([&](SameBitsRun& r) {
+      const at::Tensor& value = r.model.values[parameter];
+      value.mutable_grad() = at::ones_like(value);
+      expect_words(error_of([&] { r.passes(4); }), {"belongs to no micro-batch"});
+      r.optimizer->zero_grad();
     });
-    EXPECT_NE(text, "");
-    r.optimizer->zero_grad();
-  });
+  }
 }
 
 TEST(SameBitsCallsTest, AGradientPutByHandOnOneRankIsRefusedOnAll) {
@@ -554,22 +665,6 @@ TEST(SameBitsCallsTest, AGradientPutByHandOnOneRankIsRefusedOnAll) {
               std::string::npos);
     r.optimizer->zero_grad();
   });
-}
-
-TEST(SameBitsCallsTest, APassOfTheOptimizerWithinAnotherIsRefused) {
-  expect_refused_on_all(
-      [](SameBitsRun& r) {
-        const int64_t number = *r.optimizer->micro_batches().begin();
-        const auto given = same_bits_gradients(r.c, r.model.values, 4, number);
-        at::Tensor between = at::ones({}).requires_grad_() * 2;
-        between.register_hook([&](const at::Tensor& g) {
-          const at::AutoGradMode enabled(true);
-          r.optimizer->backward(at::ones({}).requires_grad_() * 3);
-          return g;
-        });
-        r.optimizer->backward(between + r.model.loss(given));
-      },
-      {"micro_batches", "inside a backward pass"});
 }
 
 }  // namespace
