@@ -31,8 +31,8 @@ namespace zero {
 namespace {
 
 constexpr int64_t kMicroBatches = 12;
-constexpr int64_t kSequences = 2;  // of a micro-batch
-constexpr int64_t kContext = 32;
+constexpr int64_t kSequences = 1;  // of a micro-batch
+constexpr int64_t kContext = 24;
 constexpr double kDropout = 0.2;
 
 // The generator of random numbers is one for all ranks, which are threads.
@@ -51,7 +51,7 @@ struct ByteGpt : SameBitsModel {
     gpt = register_module(
         "gpt",
         examples::Gpt(examples::GptOptions{
-            .context = kContext, .layers = 3, .width = 32, .heads = 2, .dropout = kDropout}));
+            .context = kContext, .layers = 2, .width = 32, .heads = 2, .dropout = kDropout}));
     gpt->to(dtype);
     values = gpt->parameters();
   }
