@@ -57,6 +57,7 @@ constexpr int64_t warmup = 4;
 constexpr int64_t epochs = 2;
 constexpr size_t examples = 23;
 constexpr size_t batch_size = 3;
+constexpr size_t micro_batch_size = 1;
 
 struct GptConfig {
   int64_t width = 13;
@@ -293,6 +294,16 @@ int train_micro_batches() {
     optimizer.clip_grad_norm_(1.0);
     optimizer.step();
   }
+
+  const int64_t step = steps;
+  torch::data::samplers::DistributedRandomSampler sampler(examples, 1, 0);
+  std::vector<std::vector<size_t>> parts;
+  for (int64_t part = 0; part < 12; ++part) parts.push_back(*sampler.next(micro_batch_size));
+  for (int64_t number : optimizer.micro_batches()) {
+    torch::manual_seed(12 * step + number);
+    optimizer.backward(loss(model, parts[number]));
+  }
+  optimizer.step();
   write_tensors(model->parameters(), "loop-" + std::to_string(group.rank()));
   return 0;
 }

@@ -139,7 +139,10 @@ std::string BackwardPasses::untimely_problem() const {
   if (parts_.protocol.ema_in_use()) return std::string("a backward pass: ") + kEmaInUseProblem;
   if (parts_.reducer.micro_batches() && !running_) {
     return "a gradient outside of backward(): expected optimizer.backward(loss) for each number of "
-           "micro_batches(), got another pass, of which no micro-batch is known";
+           "micro_batches(), got another pass, of which no micro-batch is known. Call "
+           "requires_grad_(false) on parameters that the pass of another optimizer reaches, as "
+           "that "
+           "of a GAN's generator does";
   }
   return unscaled_text();
 }
@@ -189,7 +192,8 @@ std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
   return c10::str(call, ": expected all backward passes of this rank's micro-batches, ",
                   numbers->begin(), " to ", numbers->end() - 1, ", or none, got ", numbers->done(),
                   " of ", numbers->own(),
-                  "; run backward(loss) for each number of micro_batches(), or call zero_grad() on "
+                  " since the last step() or zero_grad(); run backward(loss) for each number of "
+                  "micro_batches(), or call zero_grad() on "
                   "all ranks");
 }
 

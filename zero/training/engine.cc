@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <utility>
 
@@ -34,7 +35,11 @@ Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
     if (is_whole(layouts[p.group])) info.cost = cost_of(p, inner, options);
     // A norm over micro-batches is added up by blocks, too.
     const bool blocks = moments[infos.size()] != Moments::kFloat32 || options.micro_batches() > 0;
-    if (blocks) info.block = kMomentBlock;
+    // A smaller parameter is one block, and need not be filled up to a whole one.
+    if (blocks) {
+      const auto whole = std::bit_ceil(static_cast<uint64_t>(p.tensor.numel()));
+      info.block = std::min<int64_t>(kMomentBlock, static_cast<int64_t>(whole));
+    }
     infos.push_back(info);
   }
   std::vector<int64_t> world_sizes;
