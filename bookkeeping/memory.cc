@@ -30,8 +30,10 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
     const Bucket& bucket = plan.buckets[b];
     const Arena& arena = plan.arena_of(bucket);
     const int64_t row = rank % arena.world_size;
-    const int64_t row_bytes = kFloatBytes * bucket.rows.numel(row);
-    report.gradient_shards += row_bytes;
+    const int64_t numel = bucket.rows.numel(row);
+    const int64_t row_bytes = kFloatBytes * numel;
+    report.gradient_shards +=
+        static_cast<int64_t>(c10::elementSize(options.gradient_shard_dtype)) * numel;
     if (options.ema) report.ema += row_bytes;
     if (!arena.layout->is_master(arena)) {
       report.master_parameters += options.split_masters ? row_bytes / 2 : row_bytes;

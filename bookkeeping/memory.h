@@ -35,6 +35,11 @@ Moments moments_of_parameter(Moments asked, int64_t numel);
 // block.
 int64_t moment_bytes(Moments moments, int64_t numel);
 
+// For MemoryOptions::state_bytes: two moments, as Adam has.
+inline std::function<int64_t(int64_t numel)> adam_state_bytes(Moments moments) {
+  return [moments](int64_t numel) { return 2 * moment_bytes(moments, numel); };
+}
+
 // Bytes that one rank holds, by kind.
 struct MemoryReport {
   int64_t working_parameters = 0;  // full, padding included
@@ -43,7 +48,7 @@ struct MemoryReport {
   int64_t master_parameters = 0;
   int64_t ema = 0;  // this rank's rows of the average in fp32, and masters that use_ema() set aside
   int64_t optimizer_state = 0;  // what the inner optimizer keeps for this rank's segments
-  int64_t gradient_shards = 0;  // this rank's rows in fp32
+  int64_t gradient_shards = 0;  // this rank's rows, in ZeroOptions::gradient_shard_dtype
   // Stage 1: averaged gradients in full. Also unsent p.grad(), and the memory of local sums of
   // no_sync() that is held for those of the next step.
   int64_t full_gradients = 0;
@@ -62,11 +67,12 @@ struct MemoryReport {
 // What expected_memory() must know beside the plan.
 struct MemoryOptions {
   int64_t stage = 2;  // ZeroOptions::stage()
-  // Bytes that the inner optimizer keeps for a segment of `numel` elements: two moment_bytes() for
-  // Adam, one for SGD with momentum. None if not given.
-  std::function<int64_t(int64_t numel)> state_bytes;
-  bool ema = false;            // ZeroOptions::ema
-  bool split_masters = false;  // ZeroOptions::split_masters
+  // Bytes that the inner optimizer keeps for a segment of `numel` elements: adam_state_bytes(), or
+  // one moment_bytes() for SGD with momentum. None if not given.
+  std::function<int64_t(int64_t numel)> state_bytes = nullptr;
+  bool ema = false;                                               // ZeroOptions::ema
+  bool split_masters = false;                                     // ZeroOptions::split_masters
+  c10::ScalarType gradient_shard_dtype = c10::ScalarType::Float;  // that of ZeroOptions
 };
 
 // Returns what a rank holds between steps by the plan alone; buckets are left at 0.

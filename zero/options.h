@@ -290,6 +290,15 @@ struct ZeroOptions {
   // kernel. fp32 parameters are their masters, as always.
   TORCH_ARG(bool, split_masters) = false;
 
+  // The dtype of gradient shards between a reduction and step(): kFloat, 4/W bytes a parameter, or
+  // kBFloat16, 2/W. The sum over ranks is made in fp32 and then rounded to nearest even; with
+  // several rounds in a step, that is passes without no_sync(), it is rounded after each. Norms,
+  // clips and updates read the rounded values, in fp32. On one rank, with bf16 parameters, one
+  // round and no loss scale, no bit differs from kFloat. A reduction and an update need memory for
+  // one row of a bucket in fp32; parameter groups without a fused kernel need that of their whole
+  // shards during step().
+  TORCH_ARG(c10::ScalarType, gradient_shard_dtype) = at::kFloat;
+
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter
   // and a pass over the shard in each step. See ZeroOptimizer::use_ema(). Checkpoints have it, and
   // export_model() can write it. It begins again as the masters are where a checkpoint without one

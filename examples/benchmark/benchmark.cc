@@ -70,6 +70,7 @@ struct Options {
   bool ema = false;
   std::string moments = "float32";
   bool split_masters = false;
+  bool bf16_shards = false;
   bool overlap_gather = false;
   std::string reduce_dtype;  // empty: the library's default
   std::string wire = "dtype";
@@ -128,6 +129,7 @@ class Run {
     if (options.same_bits) zero_options.micro_batches(info_.micro_batches * group.world_size());
     if (options.ema) zero_options.ema(EmaOptions());
     zero_options.moments(kMoments.at(options.moments)).split_masters(options.split_masters);
+    if (options.bf16_shards) zero_options.gradient_shard_dtype(at::kBFloat16);
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
                                                        : Layout::kPerParameter);
     zero_options.overlap_gather(options.overlap_gather);
@@ -380,6 +382,7 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember(zero::examples::kMoments));
   app.add_flag("--split-masters", options.split_masters,
                "Keep masters of bfloat16 parameters in 2 bytes");
+  app.add_flag("--bf16-shards", options.bf16_shards, "Keep gradient shards in bfloat16");
   app.add_flag("--overlap-gather", options.overlap_gather,
                "Gather parameters during the next forward pass");
   app.add_flag("--flat", options.flat, "Exchange with every rank, whatever its machine");

@@ -51,6 +51,7 @@ struct Options {
   bool ema = false;
   std::string moments = "float32";
   bool split_masters = false;
+  std::string gradient_shards = "float32";
   std::optional<double> bucket_mb;
   // Less than the default where there are fewer ranks.
   int64_t ranks_per_machine = Machines{}.ranks_per_machine;
@@ -116,9 +117,12 @@ nlohmann::ordered_json report(const Options& options) {
   const ModelShape model =
       options.shapes.empty() ? model_shape(options.model) : read_shapes(options.shapes);
   const Plan plan = plan_job(model, options.job);
-  const PlanFigures figures =
-      plan_figures(plan, options.job.stage, options.ema, kMoments.at(options.moments),
-                   options.split_masters && options.job.dtype == c10::kBFloat16);
+  const PlanFigures figures = plan_figures(
+      plan, {.stage = options.job.stage,
+             .state_bytes = adam_state_bytes(kMoments.at(options.moments)),
+             .ema = options.ema,
+             .split_masters = options.split_masters && options.job.dtype == c10::kBFloat16,
+             .gradient_shard_dtype = kDtypes.at(options.gradient_shards)});
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -286,6 +290,8 @@ void add_options(CLI::App& app, Options& options) {
       ->check(CLI::IsMember(kMoments));
   app.add_flag("--split-masters", options.split_masters,
                "Keep masters of bfloat16 parameters in 2 bytes");
+  app.add_option("--gradient-shards", options.gradient_shards, "Dtype of gradient shards")
+      ->check(CLI::IsMember({"float32", "bfloat16"}));
   app.add_option("--layout", options.layout, "Layout of buckets")->check(CLI::IsMember(kLayouts));
   app.add_option("--device", options.device, "Of the ranks: the default size of buckets")
       ->check(CLI::IsMember({"cpu", "cuda"}));

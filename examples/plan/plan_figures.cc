@@ -209,8 +209,7 @@ std::vector<int64_t> owned_elements(const Plan& plan) {
   return total;
 }
 
-PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema, Moments moments,
-                         bool split_masters) {
+PlanFigures plan_figures(const Plan& plan, MemoryOptions options) {
   PlanFigures figures;
   for (const Arena& arena : plan.arenas) {
     figures.parameters += arena.parameter_numel;
@@ -219,7 +218,7 @@ PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema, Moments mome
   figures.padding_share =
       static_cast<double>(figures.padding) / static_cast<double>(figures.parameters);
   figures.buckets = static_cast<int64_t>(plan.buckets.size());
-  const int64_t calls = 1 + gathers_of(stage);
+  const int64_t calls = 1 + gathers_of(options.stage);
   std::vector<int64_t> sizes;
   for (const Bucket& bucket : plan.buckets) {
     sizes.push_back(plan.bucket_numel(bucket) * element_bytes(plan.arena_of(bucket)));
@@ -236,11 +235,7 @@ PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema, Moments mome
   const double mean =
       std::accumulate(owned.begin(), owned.end(), 0.0) / static_cast<double>(owned.size());
   figures.imbalance = mean > 0 ? (static_cast<double>(*most) - mean) / mean : 0;
-  MemoryOptions options;
-  options.stage = stage;
-  options.ema = ema;
-  options.split_masters = split_masters;
-  options.state_bytes = [moments](int64_t numel) { return 2 * moment_bytes(moments, numel); };
+  if (!options.state_bytes) options.state_bytes = adam_state_bytes(Moments::kFloat32);
   figures.memory = expected_memory(plan, most - owned.begin(), options);
   return figures;
 }

@@ -47,8 +47,8 @@ struct PlanFigures {
   int64_t bytes_sent = 0;  // by one rank, to whichever ranks, unless it exchanges in two levels
 };
 
-PlanFigures plan_figures(const Plan& plan, int64_t stage, bool ema = false,
-                         Moments moments = Moments::kFloat32, bool split_masters = false);
+// With Adam's moments in fp32, unless `options` say what state takes.
+PlanFigures plan_figures(const Plan& plan, MemoryOptions options);
 
 // ---- Time on the wire ----
 

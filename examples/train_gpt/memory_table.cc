@@ -49,14 +49,10 @@ std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::S
   return table.str();
 }
 
-std::string billion_line(int64_t stage, int64_t world_size, Moments moments, bool split_masters) {
+std::string billion_line(int64_t world_size, const MemoryOptions& options) {
   constexpr int64_t kParameters = 1'000'000'000;
   constexpr double kGigabyte = 1e9;
   const Plan plan = make_plan({{kParameters, c10::kBFloat16}}, {world_size}, {});
-  MemoryOptions options;
-  options.stage = stage;
-  options.split_masters = split_masters;
-  options.state_bytes = [moments](int64_t numel) { return 2 * moment_bytes(moments, numel); };
   const MemoryReport sharded = expected_memory(plan, 0, options);
   std::ostringstream line;
   // Alone: parameters and gradients in bf16, masters and two moments in fp32.

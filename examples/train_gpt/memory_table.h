@@ -23,8 +23,8 @@ MemoryReport unsharded_memory(int64_t parameters, c10::ScalarType dtype, int64_t
 std::string memory_table(const MemoryReport& sharded, int64_t parameters, c10::ScalarType dtype,
                          int64_t all_states);
 
-// One line: what a rank of a run with AdamW would hold with a billion parameters in bf16 and such
-// moments and masters, beside what it would hold alone, with moments in fp32.
-std::string billion_line(int64_t stage, int64_t world_size, Moments moments, bool split_masters);
+// One line: what a rank would hold with a billion parameters in bf16, beside what it would hold
+// alone with AdamW, everything else in fp32.
+std::string billion_line(int64_t world_size, const MemoryOptions& options);
 
 }  // namespace zero::examples

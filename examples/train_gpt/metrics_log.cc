@@ -53,6 +53,7 @@ void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t 
       {"seed", options.seed},
       {"moments", options.moments_name},
       {"split_masters", options.split_masters},
+      {"gradient_shards", options.gradient_shards},
       {"ema", options.ema},
       {"libtorch", TORCH_VERSION},
   };

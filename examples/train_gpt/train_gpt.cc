@@ -83,6 +83,8 @@ void write_report(const TrainOptions& options, zero::examples::Trainer& trainer,
   }
   report.plan = trainer.optimizer().plan();
   report.memory_options.stage = options.stage;
+  report.memory_options.split_masters = options.split_masters;
+  report.memory_options.gradient_shard_dtype = options.gradient_shard_dtype;
   report.memory_options.state_bytes = [parameters, all = trainer.state_bytes()](int64_t numel) {
     return all * numel / parameters;  // on average, where not all groups have the same
   };
@@ -101,8 +103,11 @@ std::string print_end(const TrainOptions& options, zero::examples::Trainer& trai
                 zero::examples::memory_table(trainer.memory(), trainer.parameter_count(),
                                              options.dtype, trainer.state_bytes())
                     .c_str(),
-                zero::examples::billion_line(options.stage, trainer.world_size(), options.moments,
-                                             options.split_masters)
+                zero::examples::billion_line(
+                    trainer.world_size(), {.stage = options.stage,
+                                           .state_bytes = zero::adam_state_bytes(options.moments),
+                                           .split_masters = options.split_masters,
+                                           .gradient_shard_dtype = options.gradient_shard_dtype})
                     .c_str());
   }
   if (options.same_bits) std::printf("\nhash of the masters: %s\n", trainer.masters_hash().c_str());

@@ -153,6 +153,11 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
   app.add_flag("--split-masters", options.split_masters,
                "Keep masters of bfloat16 parameters in 2 bytes, without loss; with adamw and lion")
       ->group(group);
+  app.add_option("--gradient-shards", options.gradient_shards,
+                 "Dtype of gradients between their reduction and the update")
+      ->check(CLI::IsMember({"float32", "bfloat16"}))
+      ->type_name("")
+      ->group(group);
   app.add_option("--ema", options.ema,
                  "Keep an average of the parameters with this decay, and validate it too; 0: none")
       ->check(number(0.0, 0.999999999, "a number from 0 on, below 1"))
@@ -314,6 +319,7 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
   }
   options.dtype = kDtypes.at(options.dtype_name);
   options.moments = kMoments.at(options.moments_name);
+  options.gradient_shard_dtype = kDtypes.at(options.gradient_shards);
   const bool narrow = options.moments != Moments::kFloat32 || options.split_masters;
   if (narrow && options.optimizer != "adamw" && options.optimizer != "lion") {
     return refuse(

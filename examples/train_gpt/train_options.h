@@ -48,6 +48,8 @@ struct TrainOptions {
   std::string moments_name = "float32";
   Moments moments = Moments::kFloat32;  // what moments_name says
   bool split_masters = false;
+  std::string gradient_shards = "float32";
+  c10::ScalarType gradient_shard_dtype = c10::ScalarType::Float;  // its value
   double ema = 0.0;  // decay of the average of the parameters; 0: none
   uint64_t seed = 1;
 

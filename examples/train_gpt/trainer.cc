@@ -103,6 +103,7 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
                                    : std::nullopt)
               .moments(options.moments)
               .split_masters(options.split_masters)
+              .gradient_shard_dtype(options.gradient_shard_dtype)
               .micro_batches(options.micro_batches)
               .protect(options.elastic ? options.protect_every : 0)),
       schedule_(optimizer_, make_schedule(options)),

@@ -39,7 +39,7 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
         EXPECT_NEAR(static_cast<double>(bytes), expected, 0.002 * expected);
       };
       // bf16, stage 2: 2P + 4P/W + (4 + 8)P/W.
-      const PlanFigures two = plan_figures(plan_job(model, job(world_size)), 2);
+      const PlanFigures two = plan_figures(plan_job(model, job(world_size)), {.stage = 2});
       near(two.memory.working_parameters, 2 * p);
       near(two.memory.gradient_shards, 4 * p / w);
       near(two.memory.master_parameters, 4 * p / w);
@@ -47,38 +47,44 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
       EXPECT_EQ(two.memory.full_gradients, 0);
       near(two.memory.total(), 2 * p + 16 * p / w);
       EXPECT_EQ(two.memory.ema, 0);
-      near(plan_figures(plan_job(model, job(world_size)), 2, /*ema=*/true).memory.total(),
+      near(plan_figures(plan_job(model, job(world_size)), {.stage = 2, .ema = true}).memory.total(),
            2 * p + 20 * p / w);
       // 8-bit moments have a scale of 4 bytes for each 256 elements.
-      const PlanFigures small = plan_figures(plan_job(model, job(world_size)), 2, /*ema=*/false,
-                                             Moments::kInt8, /*split_masters=*/true);
+      const PlanFigures small = plan_figures(plan_job(model, job(world_size)),
+                                             {.stage = 2,
+                                              .state_bytes = adam_state_bytes(Moments::kInt8),
+                                              .split_masters = true,
+                                              .gradient_shard_dtype = c10::ScalarType::BFloat16});
       // Where a rank has few elements, its last blocks are not full.
       EXPECT_NEAR(static_cast<double>(small.memory.optimizer_state), (2 + 8.0 / 256) * p / w,
                   0.003 * 2 * p / w + 200);
       near(small.memory.master_parameters, 2 * p / w);
-      near(small.memory.total(), 2 * p + (8 + 8.0 / 256) * p / w);
+      near(small.memory.gradient_shards, 2 * p / w);
+      near(small.memory.total(), 2 * p + (6 + 8.0 / 256) * p / w);
       // Stage 1 keeps averaged gradients in full.
-      near(plan_figures(plan_job(model, job(world_size)), 1).memory.total(), 4 * p + 16 * p / w);
+      near(plan_figures(plan_job(model, job(world_size)), {.stage = 1}).memory.total(),
+           4 * p + 16 * p / w);
       // fp32, stage 2: the master is the working row. 4P + 4P/W + 8P/W.
       const Plan fp32 = plan_job(model, job(world_size, c10::ScalarType::Float));
-      near(plan_figures(fp32, 2).memory.total(), 4 * p + 12 * p / w);
+      near(plan_figures(fp32, {.stage = 2}).memory.total(), 4 * p + 12 * p / w);
     }
   }
 }
 
 TEST(PlanFiguresTest, KeptBuffersAreThoseOfTheEightLargestBuckets) {
-  const PlanFigures many = plan_figures(plan_job(model_shape("gpt2"), job(8)), 2);
+  const PlanFigures many = plan_figures(plan_job(model_shape("gpt2"), job(8)), {.stage = 2});
   EXPECT_GT(many.buckets, 8);
   EXPECT_EQ(many.kept_bucket_bytes, 8 * many.largest_bucket_bytes);
   JobOptions one_bucket = job(8);
   one_bucket.plan.bucket_bytes = 0;
-  const PlanFigures one = plan_figures(plan_job(model_shape("gpt2"), one_bucket), 2);
+  const PlanFigures one = plan_figures(plan_job(model_shape("gpt2"), one_bucket), {.stage = 2});
   EXPECT_EQ(one.buckets, 1);
   EXPECT_EQ(one.kept_bucket_bytes, one.largest_bucket_bytes);
 }
 
 TEST(PlanFiguresTest, LargestModelAtLargestScale) {
-  const PlanFigures figures = plan_figures(plan_job(model_shape("llama3_405b"), job(16384)), 2);
+  const PlanFigures figures =
+      plan_figures(plan_job(model_shape("llama3_405b"), job(16384)), {.stage = 2});
   EXPECT_LT(figures.padding_share, 0.001);
   EXPECT_LT(figures.imbalance, 0.001);
   // Gradients out and parameters back: 2 (W - 1) / W * 2 bytes of each parameter.
@@ -88,7 +94,7 @@ TEST(PlanFiguresTest, LargestModelAtLargestScale) {
 }
 
 TEST(PlanFiguresTest, OneRankSendsNothing) {
-  const PlanFigures figures = plan_figures(plan_job(model_shape("gpt2"), job(1)), 2);
+  const PlanFigures figures = plan_figures(plan_job(model_shape("gpt2"), job(1)), {.stage = 2});
   EXPECT_EQ(figures.bytes_sent, 0);
   EXPECT_EQ(figures.collective_calls, 0);
 }
@@ -97,7 +103,7 @@ TEST(PlanFiguresTest, ExpertsOfADomainAreSharedByFewerRanks) {
   const ModelShape model = model_shape("mixtral_8x7b");
   JobOptions options = job(64);
   options.expert_parallel = 8;
-  const PlanFigures figures = plan_figures(plan_job(model, options), 2);
+  const PlanFigures figures = plan_figures(plan_job(model, options), {.stage = 2});
   const int64_t experts = int64_t{32} * 8 * 3 * 4096 * 14336;
   const int64_t dense = model.numel() - experts;
   // A rank has one expert of eight a layer; its state is split over 8 ranks, not 64. So the

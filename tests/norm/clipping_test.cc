@@ -102,8 +102,10 @@ TEST(ClippingTest, ALaterNormIsThatOfTheClippedGradient) {
 
 // What step() makes of the gradient.
 at::Tensor clipped(Rank& r) {
-  r.clipping.clamp_gradients();
-  return r.segments[0].gradient * r.clipping.coefficient().to(at::kFloat);
+  const at::Tensor bound = r.clipping.bound();
+  const at::Tensor gradient = r.segments[0].gradient;
+  return (bound.defined() ? gradient.clamp(-bound, bound) : gradient) *
+         r.clipping.coefficient().to(at::kFloat);
 }
 
 TEST(ClippingTest, ClipsByValueAndByNormAreTorchsInTheirOrder) {

@@ -26,7 +26,8 @@ struct Choice {
 
 class Generator {
  public:
-  explicit Generator(uint64_t seed) : random_(seed * 0x9E3779B97F4A7C15u), of_average_(seed) {
+  explicit Generator(uint64_t seed)
+      : random_(seed * 0x9E3779B97F4A7C15u), of_average_(seed), of_formats_(~seed) {
     s_.seed = seed;
     if (of_average_() % 100 >= 40) return;
     s_.ema = EmaOptions()
@@ -122,7 +123,17 @@ class Generator {
     if (percent(25)) options.reduce_dtype(c10::ScalarType::Float);
     if (percent(15)) options.reduce_dtype(c10::ScalarType::BFloat16);
     if (s_.ranks_per_machine > 0 && percent(50)) options.gather_wire(GatherWire::kChanges);
+    draw_formats(options);
     return options;
+  }
+
+  // Those that lose nothing: sums of these gradients are bf16 numbers, unless they are thirds.
+  void draw_formats(ZeroOptions& options) {
+    const bool rare = of_formats_() % 4 == 0, rarer = of_formats_() % 3 == 0;
+    const bool thirds = s_.world_size == 3 && s_.reduction == Reduction::kMean;
+    if (rare && !thirds) options.gradient_shard_dtype(c10::ScalarType::BFloat16);
+    options.split_masters(rarer && s_.dtype == c10::ScalarType::BFloat16 && options.fused() &&
+                          options.layout() != Layout::kPerParameter);
   }
 
   int64_t draw_bucket_bytes() {
@@ -363,7 +374,7 @@ class Generator {
     }
   }
 
-  std::mt19937_64 random_, of_average_;
+  std::mt19937_64 random_, of_average_, of_formats_;
   CallSequence s_;
   std::optional<LossScalerOptions> scaler_;
   bool static_graph_ = false;
@@ -419,7 +430,8 @@ std::string text_of(const ZeroOptions& o) {
   text << "stage " << o.stage() << " layout " << static_cast<int>(o.layout()) << " bucket_bytes "
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
        << (o.overlap_gather() ? " overlap_gather" : "") << (o.static_graph() ? " static_graph" : "")
-       << (o.no_sync_fp32() ? " no_sync_fp32" : "");
+       << (o.no_sync_fp32() ? " no_sync_fp32" : "") << (o.split_masters() ? " split_masters" : "");
+  if (o.gradient_shard_dtype() != c10::ScalarType::Float) text << " bf16 shards";
   if (o.reduction() == Reduction::kSum) text << " sum";
   if (o.gather_wire() == GatherWire::kChanges) text << " changes";
   if (o.reduce_dtype()) text << " reduce_dtype " << c10::toString(*o.reduce_dtype());

@@ -64,8 +64,8 @@ struct Shard {
         arena(flat.plan, flat.table, flat.pool),
         reducer(flat.plan, flat.table, {{&data, nullptr, 0}}, flat.pool,
                 reducer_options(flat.plan)),
-        optimizer({flat.plan, flat.table, {rank}, arena, reducer}, make(flat.model.values),
-                  options) {}
+        optimizer({flat.plan, flat.table, {rank}, arena, reducer, flat.pool},
+                  make(flat.model.values), options) {}
 
   void set_gradients(int step) {
     for (const SegmentTensors& s : optimizer.segments()) {
@@ -78,7 +78,7 @@ struct Shard {
       const std::vector<uint8_t>& used = kAll, double coefficient = 1,
       const at::Tensor& nonfinite = {},
       const std::function<void(int64_t bucket)>& before = [](int64_t) {}) {
-    optimizer.begin_update(used, scalar(coefficient), nonfinite, int64_t{1});
+    optimizer.begin_update(used, {{}, scalar(coefficient)}, nonfinite, int64_t{1});
     for (const bool is_fused : {true, false}) {
       bool any = false;
       for (int64_t b = flat.buckets() - 1; b >= 0; --b) {

@@ -10,8 +10,6 @@
 #include <utility>
 
 #include "bookkeeping/layout.h"
-#include "kernels/cast.h"
-#include "zero/memory/device_stream.h"
 
 namespace zero {
 namespace {
@@ -41,9 +39,7 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
     const Rows rows = memory_.rows(b);
     Communicator& group = *comms_[plan_.domain_of(b)].data;
     const at::Tensor own = rows.row(group.rank());
-    const at::Tensor& shard = reducer.shard(b);
-    kernels::cast_copy(shard.const_data_ptr(), at::kFloat, own.mutable_data_ptr(),
-                       own.scalar_type(), own.numel(), nullptr, current_stream(own.device()));
+    convert(reducer.shard(b), own);
     under_way.push_back(
         {b, rows, group.gather_rows(rows, "averaged gradient bucket " + std::to_string(b))});
   }

@@ -32,15 +32,16 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
     const Communicator& ranks = *comms_.front().data;
     sums_.emplace(table, options.micro_batches, ranks.rank(), ranks.world_size());
   }
-  const auto float_options =
-      at::TensorOptions().dtype(at::kFloat).device(table.parameters().front().tensor.device());
+  const auto shard_options = at::TensorOptions()
+                                 .dtype(options.shard_dtype)
+                                 .device(table.parameters().front().tensor.device());
   // One allocation: shards are read bucket by bucket, but a norm reads them all.
   std::vector<int64_t> own;  // elements of this rank's row of each bucket
   for (const Bucket& bucket : plan.buckets) {
     own.push_back(bucket.rows.numel(comms_[plan.arena_of(bucket).domain].data->rank()));
   }
   const at::Tensor flat =
-      at::zeros({std::accumulate(own.begin(), own.end(), int64_t{0})}, float_options);
+      at::zeros({std::accumulate(own.begin(), own.end(), int64_t{0})}, shard_options);
   int64_t begin = 0;
   for (const int64_t numel : own) {
     shards_.push_back(flat.narrow(0, begin, numel));

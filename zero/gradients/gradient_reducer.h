@@ -49,7 +49,8 @@ namespace zero {
 struct ReducerOptions {
   WireFormats wires;  // per arena
   bool no_sync_fp32 = false;
-  int64_t micro_batches = 0;  // ZeroOptions::micro_batches; then there is one domain
+  int64_t micro_batches = 0;                 // ZeroOptions::micro_batches; then there is one domain
+  c10::ScalarType shard_dtype = at::kFloat;  // ZeroOptions::gradient_shard_dtype
 };
 
 class GradientReducer {
@@ -129,7 +130,8 @@ class GradientReducer {
   // 1 where this rank had a gradient since consume().
   const std::vector<uint8_t>& used() const { return used_; }
   bool any_used() const;
-  // The own row, fp32: the mean over ranks, valid after complete() if rounds > 0.
+  // The own row, of ReducerOptions::shard_dtype: the mean over ranks, valid after complete() if
+  // rounds > 0.
   const at::Tensor& shard(int64_t bucket) const { return shards_[bucket]; }
 
   // The next gradient of this parameter replaces p.grad(), which holds an average.

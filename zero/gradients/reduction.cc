@@ -6,14 +6,23 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/memory/bucket_memory.h"
 #include "zero/memory/trace_range.h"
 
 namespace zero {
 namespace {
 
-// shard (+)= scale * the sum of these rows.
-void sum(const BucketReduction& reduction, const SummandRows& rows) {
-  reduction.wire->decode_and_sum(rows, reduction.shard, reduction.scale, reduction.accumulate);
+// shard (+)= scale * the sum of these rows, in fp32.
+void sum(const BucketReduction& reduction, const SummandRows& rows, BufferPool& pool) {
+  if (reduction.shard.scalar_type() == at::kFloat) {
+    reduction.wire->decode_and_sum(rows, reduction.shard, reduction.scale, reduction.accumulate);
+    return;
+  }
+  const at::Tensor values = pool.take(reduction.shard.numel(), at::kFloat);
+  if (reduction.accumulate) convert(reduction.shard, values);
+  reduction.wire->decode_and_sum(rows, values, reduction.scale, reduction.accumulate);
+  convert(values, reduction.shard);
+  pool.give(values);
 }
 
 }  // namespace
@@ -23,7 +32,7 @@ void reduce_alone(const BucketReduction& reduction, BufferPool& pool) {
   const at::Tensor& values = reduction.rows.values();
   own.dtype = values.scalar_type();
   own.own_row = values.const_data_ptr();
-  sum(reduction, own);
+  sum(reduction, own, pool);
   pool.give(values);
 }
 
@@ -35,7 +44,8 @@ Exchange start_exchange(BucketReduction reduction, BufferPool& pool) {
   const int64_t bytes = r.group->reduction_bytes(r.rows, values);
   if (bytes > 0) exchange.buffer = pool.take(bytes, at::kByte, BufferPool::Order::kWait);
   exchange.pending = r.group->reduce_rows(
-      r.rows, exchange.buffer, [r](const SummandRows& rows) { sum(r, rows); }, label, values);
+      r.rows, exchange.buffer, [r, &pool](const SummandRows& rows) { sum(r, rows, pool); }, label,
+      values);
   return exchange;
 }
 

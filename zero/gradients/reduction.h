@@ -20,7 +20,7 @@ namespace zero {
 struct BucketReduction {
   const WireFormat* wire = nullptr;  // outlives the reduction
   Rows rows;                         // as encoded by `wire`, from the pool; given back when done
-  at::Tensor shard;                  // fp32, of as many elements as the own row has gradients
+  at::Tensor shard;                  // fp32 or bf16, an element for each gradient of the own row
   bool accumulate = false;           // add to the shard, or assign it
   float scale = 1.0F;                // factor after the sum
   Communicator* group = nullptr;     // null or of one rank: nothing is sent

@@ -67,6 +67,12 @@ int64_t BucketMemory::bytes() const {
   return bytes;
 }
 
+void convert(const at::Tensor& from, const at::Tensor& to) {
+  kernels::cast_copy(from.const_data_ptr(), from.scalar_type(), to.mutable_data_ptr(),
+                     to.scalar_type(), from.numel(), /*addend=*/nullptr,
+                     current_stream(from.device()));
+}
+
 void copy_into_bucket(const Plan& plan, const Bucket& bucket, const Slot& slot,
                       const at::Tensor& tensor, const at::Tensor& rows, const at::Tensor& added) {
   const auto stream = current_stream(rows.device());

@@ -51,7 +51,13 @@ class BucketMemory {
   std::vector<at::Tensor> flat_;
 };
 
-// The copies below run on the current stream. `rows` is the whole bucket, contiguous; a tensor
+// The copies below run on the current stream.
+
+// Sets `to` to the elements of `from`, both contiguous and of any working dtype, rounded to nearest
+// even.
+void convert(const at::Tensor& from, const at::Tensor& to);
+
+// `rows` is the whole bucket, contiguous; a tensor
 // holds a whole parameter in its memory order.
 
 // Writes the part of one parameter, with a cast where dtypes differ; zeros for an undefined tensor.

@@ -21,7 +21,7 @@ struct SegmentTensors {
   int64_t group = 0;                    // parameter group
   Moments moments = Moments::kFloat32;  // how its state is stored
   at::Tensor master;                    // fp32 view of the bucket's master row
-  at::Tensor gradient;                  // fp32 view of the bucket's gradient shard
+  at::Tensor gradient;                  // view of the bucket's gradient shard, of its dtype
   // fp32 view of the bucket's averaged row; undefined without ZeroOptions::ema.
   at::Tensor ema = {};
 };

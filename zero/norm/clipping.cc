@@ -101,13 +101,6 @@ at::Tensor Clipping::nonfinite(int64_t rounds) {
   return (coefficient_ > 0).logical_not().logical_or(nonfinite_->count != 0).to(at::kDouble);
 }
 
-void Clipping::clamp_gradients() const {
-  if (!bound_.defined()) return;
-  const at::Tensor high = bound();
-  const at::Tensor low = -high;
-  for (const SegmentTensors& s : segments_) s.gradient.clamp_(low, high);
-}
-
 void Clipping::reset() {
   norm_.reset();
   nonfinite_.reset();

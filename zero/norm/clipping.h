@@ -33,8 +33,7 @@ class Clipping {
            at::Device device, Communicator& comm, bool exact = false);
 
   // Collective. The norm of the gradient that `rounds` reduced, after the clips so far: 0-dim
-  // double on the device. Sends nothing when the last norm is the same one. After a clip by value
-  // it needs memory for the gradient of the largest segment.
+  // double on the device. Sends nothing when the last norm is the same one.
   at::Tensor norm(double norm_type, int64_t rounds);
   // Multiplies the coefficient by min(1, max_norm / (norm + 1e-6)).
   void clip(double max_norm, double norm_type, const at::Tensor& norm, int64_t rounds);
@@ -51,8 +50,9 @@ class Clipping {
   bool has_clips() const { return !clips_.empty(); }
   // 0-dim double beside the gradients; 1 without clips.
   const at::Tensor& coefficient() const { return coefficient_; }
-  // Clamps the gradient shards to the bound. The gradients are to be consumed then.
-  void clamp_gradients() const;
+  // What each element is clamped to before it is multiplied by the coefficient: 0-dim fp32 beside
+  // the gradients; undefined without clips by value.
+  at::Tensor bound() const;
   // The gradients are consumed.
   void reset();
 
@@ -67,8 +67,6 @@ class Clipping {
   ShardNorm measure(double norm_type, const at::Tensor& bound = {});
   void shrink(double max_norm, const at::Tensor& norm);
   void narrow(double value);
-  // The bound in the dtype of the gradients; undefined without one.
-  at::Tensor bound() const;
 
   const std::vector<SegmentTensors>& segments_;
   const std::vector<double>& weights_;

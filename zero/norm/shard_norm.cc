@@ -9,8 +9,10 @@
 #include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 
+#include <algorithm>
 #include <cmath>
 
+#include "kernels/cast.h"
 #include "kernels/exact_sum.h"
 #include "zero/memory/device_stream.h"
 #include "zero/norm/norm_accumulator.h"
@@ -29,20 +31,45 @@ std::vector<kernels::ConstSpan> spans_of(const std::vector<SegmentTensors>& segm
   return spans;
 }
 
-// Calls use(spans) for the segments of `group`, or all for -1: once, or with `bound` for one
-// clamped copy at a time.
+// Calls use(spans) for the segments of `group`, or all for -1: once, or where gradients are clamped
+// or not fp32, for one batch of copies at a time.
 void for_spans(const std::vector<SegmentTensors>& segments, int64_t group, const at::Tensor& bound,
                c10::function_ref<void(const std::vector<kernels::ConstSpan>& spans)> use) {
-  if (!bound.defined()) {
+  // A multiple of kExactBlock, so that blocks stay whole.
+  constexpr int64_t kBatch = int64_t{1} << 18;
+  if (segments.empty()) return;
+  const at::Tensor& any = segments.front().gradient;
+  if (!bound.defined() && any.scalar_type() == at::kFloat) {
     use(spans_of(segments, group));
     return;
   }
-  const at::Tensor low = -bound;
+  const at::Tensor buffer = at::empty({kBatch}, any.options().dtype(at::kFloat));
+  const at::Tensor low = bound.defined() ? -bound : at::Tensor();
+  std::vector<kernels::CopySpan> copies;
+  std::vector<kernels::ConstSpan> spans;
+  int64_t filled = 0;
+  const auto flush = [&] {
+    kernels::cast_copy_spans(copies, any.scalar_type(), at::kFloat, /*with_addends=*/false,
+                             current_stream(any.device()));
+    if (bound.defined()) buffer.narrow(0, 0, filled).clamp_(low, bound);
+    use(spans);
+    copies.clear();
+    spans.clear();
+    filled = 0;
+  };
   for (const SegmentTensors& s : segments) {
     if (group >= 0 && s.group != group) continue;
-    const at::Tensor clamped = s.gradient.clamp(low, bound);
-    use({{clamped.const_data_ptr<float>(), s.segment.numel}});
+    const auto* from = static_cast<const char*>(s.gradient.const_data_ptr());
+    for (int64_t begin = 0; begin < s.segment.numel; begin += kBatch) {
+      const int64_t numel = std::min(kBatch, s.segment.numel - begin);
+      if (filled + numel > kBatch) flush();
+      float* const to = buffer.mutable_data_ptr<float>() + filled;
+      copies.push_back({from + begin * any.element_size(), to, numel});
+      spans.push_back({to, numel});
+      filled += numel;
+    }
   }
+  if (filled > 0) flush();
 }
 
 void add(const std::vector<SegmentTensors>& segments, int64_t group, double norm_type,

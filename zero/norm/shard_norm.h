@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Computes the norm of the averaged gradient from the flat fp32 shards, in one pass over this
+// Computes the norm of the averaged gradient from the flat shards, in one pass over this
 // rank's shards and one small message.
 #pragma once
 
@@ -23,8 +23,8 @@ struct ShardNorm {
 // parameter group g adds to the sum: one divided by how many ranks of `group` hold the same shards,
 // so that every element counts once, or 0 where other ranks count it; not used for infinity nor for
 // what is not finite. Sums are made in double. NaN in, NaN out, on every rank. With `bound`, 0-dim
-// fp32 on `device`, it is that of the elements clamped to [-bound, bound], one copied segment at a
-// time.
+// fp32 on `device`, it is that of the elements clamped to [-bound, bound]. Then, and where
+// gradients are not fp32, elements are copied, 1 MiB at a time.
 ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
                      const std::vector<double>& weights, double norm_type, at::Device device,
                      Communicator& group, const at::Tensor& bound = {});

@@ -43,6 +43,10 @@ void check_options(const ZeroOptions& options) {
   TORCH_CHECK(options.protect() == 0 || !options.static_graph(),
               "protect: expected static_graph(false), got true; a protected step is agreed on by "
               "the messages that static_graph leaves out");
+  TORCH_CHECK(options.gradient_shard_dtype() == at::kFloat ||
+                  options.gradient_shard_dtype() == at::kBFloat16,
+              "gradient_shard_dtype: expected kFloat or kBFloat16, got ",
+              options.gradient_shard_dtype(), "; other dtypes have not the range of gradients");
   if (const auto& ema = options.ema()) {
     TORCH_CHECK(ema->decay() >= 0 && ema->decay() < 1,
                 "ema: expected a decay from 0 on and below 1, got ", ema->decay(),
@@ -94,7 +98,8 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
     line << " ema " << exact_text(ema->decay()) << " warm-up " << ema->warm_up();
   }
   line << " split_masters " << options.split_masters() << " moments "
-       << static_cast<int>(options.moments());
+       << static_cast<int>(options.moments()) << " gradient_shard_dtype "
+       << options.gradient_shard_dtype();
   for (const auto& [group, moments] : options.group_moments()) {
     line << " of group " << group << " " << static_cast<int>(moments);
   }

@@ -81,7 +81,15 @@ WireFormats wires_of(const Plan& plan, const ShardDomains& domains, const ZeroOp
 
 int64_t pool_bytes(const Plan& plan, const ShardDomains& domains, const ZeroOptions& options) {
   const WireFormats wires = wires_of(plan, domains, options);
-  return buffer_bytes(plan, wires, ReductionQueue::buffers_kept(buffer_bytes(plan, wires, 1)));
+  int64_t bytes =
+      buffer_bytes(plan, wires, ReductionQueue::buffers_kept(buffer_bytes(plan, wires, 1)));
+  if (options.gradient_shard_dtype() == at::kFloat) return bytes;
+  int64_t row = 0;  // of another dtype, which is converted
+  const std::vector<int64_t> ranks = ranks_in(domains);
+  for (const Bucket& bucket : plan.buckets) {
+    row = std::max(row, bucket.rows.numel(ranks[plan.arena_of(bucket).domain]));
+  }
+  return bytes + row * static_cast<int64_t>(sizeof(float));
 }
 
 std::vector<std::vector<at::Tensor>> members_of(const torch::optim::Optimizer& inner) {
@@ -104,7 +112,8 @@ ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimiz
     broadcasts.over_home(table.buffers(), "frozen parameters and buffers");
   });
   return ShardOptimizer(
-      {engine.plan, engine.table, ranks_in(engine.domains), engine.arena, engine.reducer},
+      {engine.plan, engine.table, ranks_in(engine.domains), engine.arena, engine.reducer,
+       engine.pool},
       std::move(inner),
       {engine.options.fused(), !engine.device.is_cpu() || engine.options.static_graph(),
        engine.options.static_graph(), engine.options.ema(),
@@ -213,7 +222,8 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       pool(device, pool_bytes(plan, domains, options), allocator_of(*comms, device)),
       arena(plan, table, pool),
       reducer(plan, table, comms->domains, pool,
-              {wires_of(plan, domains, options), options.no_sync_fp32(), options.micro_batches()}),
+              {wires_of(plan, domains, options), options.no_sync_fp32(), options.micro_batches(),
+               options.gradient_shard_dtype()}),
       full_gradients(plan, table, comms->domains, pool),
       shards(make_shards(*this, inner, sent)),
       clipping(shards.segments(), domains.norm_weights, device, *comms->norm,

@@ -137,9 +137,8 @@ void Engine::update(const Agreement& agreement) {
     record.add(bad, leaves_out);
     if (bad || leaves_out) return;
   }
-  clipping.clamp_gradients();
   const auto steps = record.steps();
-  shards.begin_update(agreement.used, clipping.coefficient(), skipped, steps);
+  shards.begin_update(agreement.used, {clipping.bound(), clipping.coefficient()}, skipped, steps);
   if (Ema* ema = shards.ema()) {
     const auto* on_device = std::get_if<at::Tensor>(&steps);
     on_device ? ema->begin(*on_device, skipped) : ema->begin(std::get<int64_t>(steps));

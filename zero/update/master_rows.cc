@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "bookkeeping/layout.h"
-#include "kernels/cast.h"
 #include "kernels/split_master.h"
 #include "zero/memory/device_stream.h"
 
@@ -29,12 +28,6 @@ at::Tensor without_memory(int64_t numel, at::Device device) {
 }
 
 }  // namespace
-
-void round_to(const at::Tensor& values, const at::Tensor& working) {
-  kernels::cast_copy(values.const_data_ptr(), at::kFloat, working.mutable_data_ptr(),
-                     working.scalar_type(), values.numel(), nullptr,
-                     current_stream(values.device()));
-}
 
 MasterRows::MasterRows(const Plan& plan, std::vector<int64_t> ranks, WorkingArena& arena,
                        bool split)
@@ -114,7 +107,7 @@ void MasterRows::read_working() {
 }
 
 void MasterRows::write_working(int64_t bucket, const at::Tensor& own_row) const {
-  if (!arena_.is_master(bucket) && !is_split(bucket)) round_to(rows_[bucket], own_row);
+  if (!arena_.is_master(bucket) && !is_split(bucket)) convert(rows_[bucket], own_row);
 }
 
 void MasterRows::set_aside(int64_t bucket) {

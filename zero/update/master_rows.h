@@ -23,9 +23,6 @@
 
 namespace zero {
 
-// Sets `working`, of any working dtype, to `values`, fp32, rounded to nearest even.
-void round_to(const at::Tensor& values, const at::Tensor& working);
-
 class MasterRows {
  public:
   // `ranks[d]` is this rank's number in domain d of the plan. The plan and the arena must outlive

@@ -12,6 +12,7 @@
 #include "bookkeeping/layout.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
+#include "zero/memory/bucket_memory.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
 
@@ -202,17 +203,17 @@ void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& n
   counts_->add(updated, nonfinite);
 }
 
-void ShardOptimizer::begin_update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
+void ShardOptimizer::begin_update(const std::vector<uint8_t>& used, const Clip& clip,
                                   const at::Tensor& nonfinite,
                                   const std::variant<int64_t, at::Tensor>& step) {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(counts_ || !nonfinite.defined());
   used_ = used;
-  coefficient_ = coefficient;
+  clip_ = clip;
   nonfinite_ = nonfinite;
   if (none_fused_) return;
   // The kernels read these beside the masters.
-  coefficient32_ = coefficient.to(at::kFloat);
+  coefficient32_ = clip.coefficient.to(at::kFloat);
   scalars_ = FusedScalars();
   scalars_.coefficient = coefficient32_.const_data_ptr<float>();
   if (nonfinite.defined()) scalars_.nonfinite = nonfinite.const_data_ptr<double>();
@@ -230,14 +231,16 @@ void ShardOptimizer::update_inner() {
   const TraceRange range("update");
   // The inner optimizer reads grad(), so that the clip coefficient is multiplied in before: one
   // pass more, and the wait for the device that a step of one's own kernels saves.
-  const auto coefficient = coefficient_.item<double>();
+  const auto coefficient = clip_.coefficient.item<double>();
   for (SegmentTensors& s : segments_) {
     if (used_[s.segment.parameter] == 0 || fused(s.group) != nullptr) {
       s.master.mutable_grad().reset();
       continue;
     }
-    if (coefficient != 1.0) s.gradient.mul_(coefficient);
-    s.master.mutable_grad() = s.gradient;
+    const at::Tensor gradient = s.gradient.to(at::kFloat);  // fp32: the shard itself
+    clamp(gradient);
+    if (coefficient != 1.0) gradient.mul_(coefficient);
+    s.master.mutable_grad() = gradient;
   }
   trap_->disarm();
   inner_->step();
@@ -258,7 +261,17 @@ Rows ShardOptimizer::update(int64_t bucket) {
   return rows;
 }
 
+void ShardOptimizer::clamp(const at::Tensor& gradients) const {
+  if (clip_.bound.defined()) gradients.clamp_(-clip_.bound, clip_.bound);
+}
+
 void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
+  // Kernels read gradients in fp32.
+  const at::Tensor& shard = shards_.reducer.shard(bucket);
+  const bool converts = shard.scalar_type() != at::kFloat;
+  const at::Tensor gradients = converts ? shards_.pool.take(shard.numel(), at::kFloat) : shard;
+  if (converts) convert(shard, gradients);
+  clamp(gradients);
   const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
   // The kernel writes the working values beside the masters, if they are others.
   const bool cast = in_place && !shards_.arena.is_master(bucket);
@@ -272,7 +285,7 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
     if (fused(s.group) == nullptr) whole_row = true;
     if (used_[s.segment.parameter] == 0 || fused(s.group) == nullptr) continue;
     if (by_group_[s.group].empty()) groups_.push_back(s.group);
-    by_group_[s.group].push_back({&s.master, s.gradient.const_data_ptr<float>(),
+    by_group_[s.group].push_back({&s.master, gradients.const_data_ptr<float>() + s.segment.offset,
                                   cast ? row + s.segment.offset * own_row.element_size() : nullptr,
                                   counts_ ? counts_->of(i) : nullptr, s.moments,
                                   s.segment.parameter, s.segment.begin,
@@ -284,6 +297,7 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
     fused(g)->update(*inner_, g, by_group_[g], scalars_, own_row.scalar_type(),
                      current_stream(own_row.device()));
   }
+  if (converts) shards_.pool.give(gradients);
   if (whole_row) masters_->write_working(bucket, own_row);
 }
 
@@ -298,7 +312,7 @@ Rows ShardOptimizer::write_ema(int64_t bucket) {
   at::NoGradGuard no_grad;
   const Rows rows = shards_.arena.rows(bucket);
   masters_->set_aside(bucket);
-  round_to(ema_->row(bucket), own_row(bucket, rows));
+  convert(ema_->row(bucket), own_row(bucket, rows));
   return rows;
 }
 

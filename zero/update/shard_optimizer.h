@@ -48,6 +48,7 @@ class ShardOptimizer {
     std::vector<int64_t> ranks;
     WorkingArena& arena;
     const GradientReducer& reducer;
+    BufferPool& pool;
   };
 
   struct Options {
@@ -72,16 +73,21 @@ class ShardOptimizer {
   // inner options are not what the last call left.
   void push_options(const ParamGroups& groups);
 
-  // One update of all buckets: of the segments of parameters with used[p] != 0, from
-  // coefficient * gradient. begin_update() comes first, then each bucket once. Those with
+  // What a gradient is multiplied by, after each element is clamped to [-bound, bound].
+  struct Clip {
+    at::Tensor bound;        // 0-dim fp32 beside the gradients; undefined: no bound
+    at::Tensor coefficient;  // 0-dim double there
+  };
+  // One update of all buckets: of the segments of parameters with used[p] != 0, from their clipped
+  // gradients, which may be changed. begin_update() comes first, then each bucket once. Those with
   // is_fused() may come in any order; all others come behind update_inner(), which changes them.
   //
-  // `coefficient` and `nonfinite` are 0-dim double beside the gradients. Where `nonfinite` is not
-  // 0, nothing changes, state and counts included; undefined means 0, and without deferred() that
-  // is what it must be. `step` is the number of the step, for rounding moments: a number, or 0-dim
-  // double on the device that lives as long as the update.
-  void begin_update(const std::vector<uint8_t>& used, const at::Tensor& coefficient,
-                    const at::Tensor& nonfinite, const std::variant<int64_t, at::Tensor>& step);
+  // `nonfinite` is 0-dim double beside the gradients. Where it is not 0, nothing changes, state and
+  // counts included; undefined means 0, and without deferred() that is what it must be. `step` is
+  // the number of the step, for rounding moments: a number, or 0-dim double on the device that
+  // lives as long as the update.
+  void begin_update(const std::vector<uint8_t>& used, const Clip& clip, const at::Tensor& nonfinite,
+                    const std::variant<int64_t, at::Tensor>& step);
   // Returns whether every parameter of the bucket has a fused kernel: the same on all ranks.
   bool is_fused(int64_t bucket) const { return bucket_fused_[bucket] != 0; }
   // Runs the inner optimizer's own step() over the segments of groups without a fused kernel.
@@ -142,6 +148,7 @@ class ShardOptimizer {
   void give_state() const;
   void check_there() const;
   at::Tensor own_row(int64_t bucket, const Rows& rows) const;
+  void clamp(const at::Tensor& gradients) const;
 
   const Shards shards_;
   std::unique_ptr<torch::optim::Optimizer> inner_;
@@ -161,7 +168,8 @@ class ShardOptimizer {
   std::vector<uint8_t> bucket_fused_;  // per bucket
   // The update that is under way.
   std::vector<uint8_t> used_;
-  at::Tensor coefficient_, coefficient32_, nonfinite_;
+  Clip clip_;
+  at::Tensor coefficient32_, nonfinite_;
   FusedScalars scalars_;
   // Of update_fused(), kept for their memory: the segments of each group, and which have any.
   std::vector<std::vector<FusedSegment>> by_group_;
