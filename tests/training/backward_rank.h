@@ -52,7 +52,7 @@ struct Rank {
         comms(connected(group, domains)),
         protocol(domains, domain_of, *comms, at::kCPU),
         reducer(flat.plan, flat.table, comms->domains, flat.pool, reducer_options(flat.plan)),
-        shards({flat.plan, flat.table, {group.rank()}, arena, reducer},
+        shards({flat.plan, flat.table, {group.rank()}, arena, reducer, flat.pool},
                std::make_unique<torch::optim::SGD>(flat.model.values, torch::optim::SGDOptions(1)),
                {}),
         clipping(shards.segments(), domains.norm_weights, at::kCPU, *comms->norm),

@@ -240,9 +240,11 @@ class SequenceRank {
       return;
     }
     const bool from_masters = event.action == Action::kRefreshWorking;
-    const bool edits =
-        !from_masters || s_.dtype != at::kFloat || o.options().layout() == Layout::kPerParameter;
-    if (edits) {
+    // An edit is one of the masters where the working parameters hold them, or their upper halves.
+    const bool holds_masters =
+        o.options().split_masters() ||
+        (s_.dtype == at::kFloat && o.options().layout() != Layout::kPerParameter);
+    if (!from_masters || !holds_masters) {
       if (o.options().overlap_gather()) o.wait_for(*model_);
       const auto values = model_->edited(event, group_.rank() + (from_masters ? 50 : 0));
       at::NoGradGuard no_grad;

@@ -32,7 +32,7 @@ struct Rank {
         arena(flat.plan, flat.table, flat.pool),
         reducer(flat.plan, flat.table, {{&data, nullptr, 0}}, flat.pool,
                 reducer_options(flat.plan)),
-        shards({flat.plan, flat.table, {rank}, arena, reducer},
+        shards({flat.plan, flat.table, {rank}, arena, reducer, flat.pool},
                std::make_unique<torch::optim::SGD>(flat.model.values, 0.1), {}),
         control(group.make_communicator("control", Purpose::kControl)) {}
 
