@@ -2,19 +2,26 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Two jobs that were given one MASTER_PORT: ranks of both never train together, and each is told.
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <stdlib.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <array>
+#include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <thread>
 
 #include "tests/support/error_of.h"
 #include "tests/support/free_port.h"
+#include "zero/rendezvous/tcp_store.h"
 
 namespace zero {
 namespace {
@@ -25,17 +32,19 @@ class Process {
   // `variables` for example "RANK=1 WORLD_SIZE=2".
   Process(const std::string& variables, uint16_t port, const std::string& hold) {
     const std::string command =
-        "MEETINGS=2 " + variables +
+        "echo $$; MEETINGS=2 " + variables +
         " LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(port) +
         " HOLD=" + hold +
         " GLOO_SOCKET_IFNAME=lo exec tests/rendezvous/launch_program 9 "
         "hold 2>&1";
     pipe_ = popen(command.c_str(), "r");
+    pid_ = std::atoi(line().c_str());
   }
   ~Process() { rest(); }
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
 
+  pid_t pid() const { return pid_; }
   // Returns the next line; empty at the end.
   std::string line() {
     std::array<char, 4096> buffer{};
@@ -53,6 +62,7 @@ class Process {
 
  private:
   FILE* pipe_ = nullptr;
+  pid_t pid_ = 0;
 };
 
 class TwoJobsTest : public testing::Test {
@@ -66,6 +76,23 @@ class TwoJobsTest : public testing::Test {
   const std::string hold_ = testing::TempDir() + "/hold." + std::to_string(getpid());
 };
 
+// Returns when a process listens at this port.
+void await_listener(uint16_t port) {
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  while (true) {
+    const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const bool listens =
+        connect(probe, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
+    close(probe);
+    if (listens) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+constexpr const char* kTwoProcesses = "expected one process with RANK 0, got two";
 constexpr const char* kMet0 = "rank 0 of 2 has met the others\n";
 constexpr const char* kMet1 = "rank 1 of 2 has met the others\n";
 
@@ -99,10 +126,34 @@ TEST_F(TwoJobsTest, TheSecondRank0EndsAMeetingThatMayMixTwoJobs) {
   const std::string one = first.rest();
   const std::string two = other.rest();
   for (const std::string& text : {one, two}) {
-    expect_words(text, {"expected one process with RANK 0, got two", "MASTER_PORT"});
+    expect_words(text, {kTwoProcesses, "MASTER_PORT"});
   }
   // One of them serves the store.
   EXPECT_NE((one + two).find("cannot serve the store"), std::string::npos) << one << two;
+}
+
+TEST_F(TwoJobsTest, TheSecondRank0GivesTheFirstTimeToAnswer) {
+  Process first = start("RANK=0 WORLD_SIZE=2");
+  await_listener(port_);
+  kill(first.pid(), SIGSTOP);
+  Process second = start("RANK=0 WORLD_SIZE=2");
+  std::this_thread::sleep_for(std::chrono::seconds(3));
+  kill(first.pid(), SIGCONT);
+  expect_words(second.rest(), {"cannot serve the store", kTwoProcesses});
+  expect_words(first.rest(), {kTwoProcesses});
+}
+
+// On a busy machine it may overtake the first one, which serves the store already.
+TEST_F(TwoJobsTest, TheSecondRank0TellsTheFirstThatHasNotComeYet) {
+  c10d::TCPStoreOptions options;
+  options.isServer = true;
+  options.port = port_;
+  options.waitWorkers = false;
+  const auto store = open_tcp_store("127.0.0.1", options);
+  expect_words(start("RANK=0 WORLD_SIZE=2").rest(), {"cannot serve the store", kTwoProcesses});
+  // The first one uses the same store.
+  expect_words(start("TORCHELASTIC_USE_AGENT_STORE=True RANK=0 WORLD_SIZE=2").rest(),
+               {kTwoProcesses});
 }
 
 TEST_F(TwoJobsTest, AJobThatIsCompleteGoesOnWhateverComes) {

@@ -98,14 +98,19 @@ std::string own_process() {
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
+// Two processes have come with this rank's number: `other` and this one.
+std::string two_processes(const Environment& env, const std::string& other) {
+  return c10::str("expected one process with RANK ", env.rank, ", got two: ", other, " and ",
+                  first_line(own_process()),
+                  "; give each process a RANK of its own, and each job a MASTER_PORT of its own");
+}
+
 // Throws c10::ValueError where another process has come with this rank's number. That process may
 // be of this job or of another one.
 void come_once(c10d::Store& store, const Environment& env) {
   const std::string own = own_process();
   const std::string first = claim(store, c10::str("came/", env.rank), own);
-  TORCH_CHECK_VALUE(first == own, "expected one process with RANK ", env.rank,
-                    ", got two: ", first_line(first), " and ", first_line(own),
-                    "; give each process a RANK of its own, and each job a MASTER_PORT of its own",
+  TORCH_CHECK_VALUE(first == own, two_processes(env, first_line(first)),
                     store.check({kComplete})
                         ? c10::str(". All ", env.world_size,
                                    " ranks of the job there had met before: if two jobs were "
@@ -113,17 +118,20 @@ void come_once(c10d::Store& store, const Environment& env) {
                         : "");
 }
 
-// The counter lets a job of thousands wait for one key instead of one per rank.
+// The counter lets a job of thousands wait for one key instead of one per rank. `other` is a
+// process that is known to have this rank's number, too, and may not have come yet.
 void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
-          milliseconds timeout, std::chrono::steady_clock::time_point since) {
+          milliseconds timeout, std::chrono::steady_clock::time_point since,
+          const std::string& other = {}) {
   // A job that is complete goes on, whoever comes.
   if (store->check({kComplete})) come_once(*store, env);
   Rendezvous rendezvous(store, env.rank, env.world_size, timeout, since,
                         c10::str("init_process_group: not all ", env.world_size, " ranks arrived"),
                         c10::str("at ", address_of(env)), all_ranks(env));
-  rendezvous.run([env](const StorePtr& own) {
+  rendezvous.run([env, other](const StorePtr& own) {
     // Before it is counted, since ranks of two jobs would train together.
     come_once(*own, env);
+    TORCH_CHECK_VALUE(other.empty(), two_processes(env, other));
     if (own->add("arrivals", 1) == env.world_size) own->set(kComplete, std::string("1"));
     own->wait({kComplete});
   });
@@ -136,10 +144,12 @@ std::string prefix_of(const Environment& env, int groups) {
 
 // Rank 0 comes to the store that has its port as any other process would. If another job of that
 // size is meeting there, without an identifier, a second rank 0 is all that shows that there are
-// two jobs: ranks of this one may be at its meeting, which ends now unless it is complete. Returns
-// what there is to say about it.
+// two jobs: ranks of this one may be at its meeting, which ends now unless it is complete. This
+// process waits for none of them: the first rank 0 finds its name, sooner or later. Returns what
+// there is to say about it.
 std::string meet_other_job(const Environment& env, milliseconds timeout) {
-  constexpr milliseconds kAtMost{2000};
+  // A job that starts on a busy machine answers late.
+  constexpr milliseconds kAtMost{10000};
   const milliseconds limit = std::min(timeout, kAtMost);
   const auto start = std::chrono::steady_clock::now();
   try {
@@ -147,7 +157,8 @@ std::string meet_other_job(const Environment& env, milliseconds timeout) {
     check_job(*store, env, store_name(env));
     constexpr int kOtherThan0 = 1;  // it begins no try
     Tries tries(store->under(prefix_of(env, 0)));
-    meet(tries.enter(kOtherThan0, start)->under("meeting"), env, limit, start);
+    meet(tries.enter(kOtherThan0, start)->under("meeting"), env, limit, start,
+         c10::str("that of ", store_name(env)));
   } catch (const c10::DistError&) {  // Another program has the port, or the job is silent.
   } catch (const std::exception& error) {
     return error_line(error) + ". ";
