@@ -3,6 +3,7 @@
 #include "zero/base/detached_call.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <chrono>
 #include <future>
@@ -10,6 +11,8 @@
 #include <memory>
 #include <stdexcept>
 #include <thread>
+
+#include "tests/support/error_of.h"
 
 namespace zero {
 namespace {
@@ -57,6 +60,29 @@ TEST(DetachedCallTest, WhatTheCallOwnsHasEndedWhenTheResultIsThere) {
     result.wait();
     EXPECT_TRUE(*ended);
   }
+}
+
+bool is_detached() {
+  pthread_attr_t attributes;
+  pthread_getattr_np(pthread_self(), &attributes);
+  int state = PTHREAD_CREATE_JOINABLE;
+  pthread_attr_getdetachstate(&attributes, &state);
+  pthread_attr_destroy(&attributes);
+  return state == PTHREAD_CREATE_DETACHED;
+}
+
+// Not made so by its caller, which then may look at a thread that has ended: see threads.h.
+TEST(DetachedCallTest, TheThreadIsDetachedFromTheBeginning) {
+  for (int i = 0; i < 300; ++i) EXPECT_TRUE(start_detached([] { return is_detached(); }).get());
+}
+
+TEST(DetachedCallTest, ThrowsWhereNoThreadCanBeStarted) {
+  const auto owned = std::make_shared<int>(7);
+  threads_refused = true;
+  expect_words(error_of([&] { start_detached([owned] { return *owned; }); }),
+               {"cannot start a thread", "ulimit -u"});
+  threads_refused = false;
+  EXPECT_EQ(owned.use_count(), 1);
 }
 
 }  // namespace

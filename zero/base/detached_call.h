@@ -32,7 +32,7 @@ std::future<std::invoke_result_t<Call&>> start_detached(Call call) {
       promise.set_exception(std::current_exception());
     }
   };
-  start_thread(std::move(body), "call").detach();
+  start_detached_thread(std::move(body), "call");
   return future;
 }
 

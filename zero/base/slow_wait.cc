@@ -12,12 +12,12 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "zero/base/detached_call.h"
+#include "zero/base/threads.h"
 
 namespace zero {
 
@@ -108,9 +108,9 @@ struct SlowWaits {
  private:
   void start() {
     try {
-      std::thread([this] { look_for_ever(); }).detach();
+      start_detached_thread([this] { look_for_ever(); }, "waits");
       started = true;
-    } catch (const std::system_error&) {  // No thread, no lines. The next wait tries again.
+    } catch (const c10::Error&) {  // No thread, no lines. The next wait tries again.
     }
   }
 
