@@ -33,16 +33,16 @@ double peak_growth(const std::function<void()>& work) {
   malloc_trim(0);
   const double before = anonymous_mib();
   std::atomic<double> peak{before};
-  std::atomic<bool> done{false};
-  std::thread sampler([&] {
-    while (!done) {
+  // Ends when `work` throws, too.
+  std::jthread sampler([&](const std::stop_token& done) {
+    while (!done.stop_requested()) {
       const double now = anonymous_mib();
       if (now > peak) peak = now;
       std::this_thread::sleep_for(std::chrono::microseconds(500));
     }
   });
   work();
-  done = true;
+  sampler.request_stop();
   sampler.join();
   return peak - before;
 }

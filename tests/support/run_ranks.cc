@@ -56,6 +56,14 @@ void run_ranks(int world_size, const std::function<void(const Group&)>& body,
   const auto network = options.network ? options.network : std::make_shared<MemoryNetwork>();
   std::mutex mutex;
   std::exception_ptr first;
+  const auto fail = [&] {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!first) first = std::current_exception();
+    }
+    store->failed = true;
+    if (options.transport == Transport::kMemory) network->stop();
+  };
   const auto run = [&](int rank) {
     try {
       const bool willing = rank != options.unwilling;
@@ -69,19 +77,18 @@ void run_ranks(int world_size, const std::function<void(const Group&)>& body,
       body(Group(store, rank, world_size, "test", factory, at::kCPU, options.timeout,
                  Topology::of_equal_machines(world_size, local_ranks)));
     } catch (...) {
-      {
-        const std::lock_guard<std::mutex> lock(mutex);
-        if (!first) first = std::current_exception();
-      }
-      store->failed = true;
-      if (options.transport == Transport::kMemory) network->stop();
+      fail();
     }
   };
   // libtorch's flight recorder registers groups without a lock; ranks that are
   // threads of one process would race there.
   setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/0);
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < world_size; ++rank) threads.emplace_back(run, rank);
+  try {
+    for (int rank = 0; rank < world_size; ++rank) threads.emplace_back(run, rank);
+  } catch (...) {  // The system has no thread left. Those ranks that run wait for no other.
+    fail();
+  }
   for (std::thread& thread : threads) thread.join();
   if (first) std::rethrow_exception(first);
 }
