@@ -182,7 +182,8 @@ Problem first_problem(Engine& engine, Call call, const std::function<void()>& ch
   // The guard also ends where an error of training leaves its scope, which stays for the next call.
   if (call == Call::kEndEma) return problem.empty() ? problem_of(check) : problem;
   if (engine.shards.inner_was_stepped() && problem.empty()) problem = kInnerStepProblem;
-  if (problem.empty() && call != Call::kZeroGrad) {
+  const bool checked = is_checked(call);
+  if (problem.empty() && checked) {
     problem = problem_of([&] {
       engine.reducer.drop_resets();
       if (check) check();
@@ -191,12 +192,10 @@ Problem first_problem(Engine& engine, Call call, const std::function<void()>& ch
     });
   }
   engine.reducer.claim_gradients();
-  if (problem.empty() && call != Call::kZeroGrad && engine.reducer.any_used()) {
+  if (problem.empty() && checked && engine.reducer.any_used()) {
     problem = engine.passes.unscaled_problem();
   }
-  if (problem.empty() && call != Call::kZeroGrad) {
-    problem = engine.passes.micro_batch_problem(call_name(call));
-  }
+  if (problem.empty() && checked) problem = engine.passes.micro_batch_problem(call_name(call));
   if (problem.empty() && engine.options.static_graph() && is_of_a_step(call)) {
     problem = static_problem(engine);
   }
