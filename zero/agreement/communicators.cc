@@ -42,7 +42,7 @@ void OptimizerCommunicators::watch(Communicator& communicator) {
   communicator.on_failure([this](const std::string& reason) { abort(reason); });
 }
 
-Communicator* OptimizerCommunicators::get(const Group& group, Role role, bool two_level) {
+Communicator* OptimizerCommunicators::get(const ShardDomains& all, const Group& group, Role role) {
   static constexpr const char* kNames[] = {"data", "replicas", "norm", "agreement"};
   const std::pair<GroupKey, Role> key{key_of(group), role};
   const auto found = made_.find(key);
@@ -50,12 +50,12 @@ Communicator* OptimizerCommunicators::get(const Group& group, Role role, bool tw
   const Purpose purpose = role == Role::kAgreement ? Purpose::kControl : Purpose::kData;
   // The result of a control message does not depend on the order in which it is combined.
   auto made = group.make_communicator(kNames[static_cast<int>(role)], purpose,
-                                      two_level || purpose == Purpose::kControl);
+                                      purpose == Purpose::kControl || all.has_two_levels(group));
   watch(*made);
   return made_.emplace(key, std::move(made)).first->second.get();
 }
 
-void OptimizerCommunicators::connect(const ShardDomains& all, bool two_level) {
+void OptimizerCommunicators::connect(const ShardDomains& all) {
   // The home domain, so that replicas get what belongs to no parameter group too.
   ShardDomain home_domain{all.home, std::nullopt, 1};
   for (const ShardDomain& d : all.list) {
@@ -64,11 +64,6 @@ void OptimizerCommunicators::connect(const ShardDomains& all, bool two_level) {
       break;
     }
   }
-  const auto levels_of = [&](const Group& group) {
-    return two_level && std::none_of(all.list.begin(), all.list.end(), [&](const ShardDomain& d) {
-             return d.one_level && key_of(d.group) == key_of(group);
-           });
-  };
   std::map<GroupKey, std::vector<Role>> roles;
   std::vector<Group> groups;
   const auto want = [&](const Group& group, Role role) {
@@ -93,14 +88,14 @@ void OptimizerCommunicators::connect(const ShardDomains& all, bool two_level) {
   for (const Group& group : agreed_order(groups)) {
     auto& list = roles[key_of(group)];
     std::sort(list.begin(), list.end());
-    for (const Role role : list) get(group, role, levels_of(group));
+    for (const Role role : list) get(all, group, role);
   }
   const auto comms = [&](const ShardDomain& d, Role data, Role replicas) {
-    return DomainCommunicators{get(d.group, data, levels_of(d.group)),
-                               d.replicas ? get(*d.replicas, replicas, two_level) : nullptr,
+    return DomainCommunicators{get(all, d.group, data),
+                               d.replicas ? get(all, *d.replicas, replicas) : nullptr,
                                d.averaged_over};
   };
-  norm = get(all.mesh, norm_role, levels_of(all.mesh));
+  norm = get(all, all.mesh, norm_role);
   home = comms(home_domain, Role::kData, Role::kReplicas);
   for (const ShardDomain& d : all.list) {
     domains.push_back(comms(d, Role::kData, Role::kReplicas));

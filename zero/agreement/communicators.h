@@ -27,9 +27,8 @@ struct OptimizerCommunicators {
   explicit OptimizerCommunicators(const Group& mesh);
   ~OptimizerCommunicators();
 
-  // Collective over the mesh. Makes the rest and sends nothing else. Without `two_level`, data is
-  // exchanged between all ranks, whatever the topology.
-  void connect(const ShardDomains& all, bool two_level = true);
+  // Collective over the mesh. Makes the rest and sends nothing else.
+  void connect(const ShardDomains& all);
 
   // Collective over the mesh, only where it is not uniform; see check_construction(). `lines(d)`
   // describes what the ranks of domain d must have in common. Throws on every rank of the mesh.
@@ -75,7 +74,7 @@ struct OptimizerCommunicators {
   enum class Role { kData, kReplicas, kNorm, kAgreement };
 
   // Makes it the first time.
-  Communicator* get(const Group& group, Role role, bool two_level);
+  Communicator* get(const ShardDomains& all, const Group& group, Role role);
   void watch(Communicator& communicator);
 
   std::map<std::pair<GroupKey, Role>, std::unique_ptr<Communicator>> made_;

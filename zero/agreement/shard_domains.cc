@@ -42,7 +42,8 @@ void check_disjoint(const Group& group, const Group& replicas, const std::string
 
 ShardDomains make_domains(const Group& group, const ZeroOptions& options,
                           int64_t parameter_groups) {
-  ShardDomains domains{group, options.mesh_group().value_or(group), {}, {}, {}, true};
+  ShardDomains domains{
+      group, options.mesh_group().value_or(group), {}, {}, {}, true, options.two_level()};
   check_within_mesh(group, domains.mesh, "optimizer");
   if (const auto& parts = options.tensor_parts()) {
     check_within_mesh(parts->group, domains.mesh, "tensor_parts()");
@@ -91,6 +92,13 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
     domains.of_group.push_back(entry->second);
   }
   return domains;
+}
+
+bool ShardDomains::has_two_levels(const Group& group) const {
+  return two_level && group.topology().has_two_levels() &&
+         std::none_of(list.begin(), list.end(), [&](const ShardDomain& d) {
+           return d.one_level && key_of(d.group) == key_of(group);
+         });
 }
 
 std::vector<std::string> ShardDomains::describe() const {

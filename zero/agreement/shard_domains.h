@@ -31,7 +31,10 @@ struct ShardDomains {
   // True if all ranks of the mesh hold the same parameters: each domain and its replicas are the
   // whole mesh. Otherwise, with experts or stages, parameters can be compared within a domain only.
   bool uniform = true;
+  bool two_level = true;  // ZeroOptions::two_level
 
+  // Returns whether the ranks of `group` exchange data in two levels.
+  bool has_two_levels(const Group& group) const;
   // Per parameter group with a placement: what ranks must agree on.
   std::vector<std::string> describe() const;
 };

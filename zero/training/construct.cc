@@ -209,7 +209,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
   }
   const auto agree = [&] {
     check_construction(*comms->control, problem, lines);
-    comms->connect(*domains, options.two_level());
+    comms->connect(*domains);
     comms->check_domains(*domains, described);
     comms->agree_on_half(*domains, std::any_of(table->parameters().begin(),
                                                table->parameters().end(), [](const Parameter& p) {

@@ -73,15 +73,14 @@ BufferPool::Allocate allocator_of(const OptimizerCommunicators& comms, at::Devic
 }
 
 WireFormats wires_of(const Plan& plan, const ShardDomains& domains, const ZeroOptions& options) {
-  const ShardDomain& first = domains.list.front();
-  const Topology& topology = first.group.topology();
-  const bool levels = options.two_level() && !first.one_level && topology.has_two_levels();
-  return make_wire_formats(plan, options, {first.group.rank(), levels ? topology.machines() : 1});
+  const Group& first = domains.list.front().group;
+  const int machines = domains.has_two_levels(first) ? first.topology().machines() : 1;
+  return make_wire_formats(plan, options, {first.rank(), machines});
 }
 
-int64_t pool_bytes(const Plan& plan, const ShardDomains& domains, const ZeroOptions& options) {
-  const WireFormats wires = wires_of(plan, domains, options);
-  int64_t bytes =
+int64_t pool_bytes(const Plan& plan, const WireFormats& wires, const ShardDomains& domains,
+                   const ZeroOptions& options) {
+  const int64_t bytes =
       buffer_bytes(plan, wires, ReductionQueue::buffers_kept(buffer_bytes(plan, wires, 1)));
   if (options.gradient_shard_dtype() == at::kFloat) return bytes;
   int64_t row = 0;  // of another dtype, which is converted
@@ -217,12 +216,13 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       device(table.parameters().front().tensor.device()),
       domain_of(parameter_domains(table, domains)),
       plan(make_plan_of(table, domains, *inner, options)),
+      wires(wires_of(plan, domains, options)),
       protocol(domains, domain_of, *comms, device),
-      pool(device, pool_bytes(plan, domains, options), allocator_of(*comms, device)),
+      pool(device, pool_bytes(plan, wires, domains, options), allocator_of(*comms, device)),
       arena(plan, table, pool),
-      reducer(plan, table, comms->domains, pool,
-              {wires_of(plan, domains, options), options.no_sync_fp32(), options.micro_batches(),
-               options.gradient_shard_dtype()}),
+      reducer(
+          plan, table, comms->domains, pool,
+          {wires, options.no_sync_fp32(), options.micro_batches(), options.gradient_shard_dtype()}),
       full_gradients(plan, table, comms->domains, pool),
       shards(make_shards(*this, inner, sent)),
       clipping(shards.segments(), domains.norm_weights, device, *comms->norm,

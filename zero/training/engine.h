@@ -134,6 +134,7 @@ struct Engine {
   const at::Device device;
   const std::vector<int64_t> domain_of;  // per parameter
   const Plan plan;
+  const WireFormats wires;
   CallProtocol protocol;
   BufferPool pool;
   WorkingArena arena;
