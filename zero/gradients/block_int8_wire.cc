@@ -56,17 +56,8 @@ Rows BlockInt8Wire::encode(Rows packed, BufferPool& pool) const {
 void BlockInt8Wire::decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                                    bool accumulate) const {
   TORCH_INTERNAL_ASSERT(rows.dtype == at::kByte, "rows as they were encoded, got ", rows.dtype);
-  kernels::SumBlockInt8Args args;
-  args.rows = rows.addresses;
-  args.received = rows.received;
-  args.own = rows.own_row;
-  args.world_size = rows.count;
-  args.own_rank = rows.own;
-  args.numel = shard.numel();
-  args.scale = scale;
-  args.shard = shard.mutable_data_ptr<float>();
-  args.accumulate = accumulate;
-  kernels::sum_block_int8(args, current_stream(shard.device()));
+  kernels::sum_block_int8(sum_arguments<kernels::SumBlockInt8Args>(rows, shard, scale, accumulate),
+                          current_stream(shard.device()));
 }
 
 void BlockInt8Wire::encode_sums(const at::Tensor& sums, const at::Tensor& rows) const {

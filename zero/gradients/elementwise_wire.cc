@@ -20,17 +20,8 @@ Rows ElementwiseWire::encode(Rows packed, BufferPool& /*pool*/) const { return p
 
 void ElementwiseWire::decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                                      bool accumulate) const {
-  kernels::SumRowsArgs args;
-  args.rows = rows.addresses;
-  args.received = rows.received;
-  args.own = rows.own_row;
-  args.world_size = rows.count;
-  args.own_rank = rows.own;
-  args.numel = shard.numel();
+  auto args = sum_arguments<kernels::SumRowsArgs>(rows, shard, scale, accumulate);
   args.dtype = rows.dtype;
-  args.scale = scale;
-  args.shard = shard.mutable_data_ptr<float>();
-  args.accumulate = accumulate;
   kernels::sum_rows(args, current_stream(shard.device()));
 }
 

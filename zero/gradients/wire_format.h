@@ -70,6 +70,23 @@ class WireFormat : public RowFormat {
   virtual int64_t sum_numel(int64_t numel) const { return numel; }
 };
 
+// What kernels that add rows up element by element have in common: shard (+)= scale * sum of
+// `rows`.
+template <typename Args>
+Args sum_arguments(const SummandRows& rows, const at::Tensor& shard, float scale, bool accumulate) {
+  Args args;
+  args.rows = rows.addresses;
+  args.received = rows.received;
+  args.own = rows.own_row;
+  args.world_size = rows.count;
+  args.own_rank = rows.own;
+  args.numel = shard.numel();
+  args.scale = scale;
+  args.shard = shard.mutable_data_ptr<float>();
+  args.accumulate = accumulate;
+  return args;
+}
+
 // Throws c10::Error when `options` ask for a format that there is not, or not for gradients on
 // `device`.
 void check_wire_options(const ZeroOptions& options, c10::Device device);
