@@ -69,25 +69,18 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
       State& state = Base::state_of(optimizer, *s.master);
       prepare(state, options.amsgrad(), *s.master, s.moments);
       if (s.count == nullptr) state.step(state.step() + 1);
-      kernels::AdamSegment segment;
-      segment.numel = s.master->numel();
-      segment.master = master_values(s);
-      segment.remainder = s.remainder;
+      auto segment = kernel_segment<kernels::AdamSegment>(s);
       segment.exp_avg = state.exp_avg().mutable_data_ptr();
       segment.exp_avg_sq = state.exp_avg_sq().mutable_data_ptr();
       segment.state_type = state_type(state.exp_avg());
-      segment.parameter = s.parameter;
-      segment.element = s.element;
       if (options.amsgrad()) {
         segment.max_exp_avg_sq = state.max_exp_avg_sq().template mutable_data_ptr<float>();
       }
-      segment.gradient = s.gradient;
-      segment.working = s.working;
       segment.step = state.step();
       segment.device_step = s.count;
       list.push_back(segment);
     }
-    kernels::AdamOptions o;
+    auto o = kernel_options<kernels::AdamOptions>(scalars);
     o.lr = options.lr();
     o.beta1 = std::get<0>(options.betas());
     o.beta2 = std::get<1>(options.betas());
@@ -95,9 +88,6 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
     o.weight_decay = options.weight_decay();
     o.amsgrad = options.amsgrad();
     o.decoupled = decoupled_;
-    o.device_lr = scalars.lr;
-    o.noise_step = scalars.step;
-    o.device_noise_step = scalars.device_step;
     kernels::adam_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
   }
 

@@ -34,9 +34,18 @@ struct FusedSegment {
   int16_t* remainder = nullptr;
 };
 
-// The memory of a master that is not split; null for one that is.
-inline float* master_values(const FusedSegment& segment) {
-  return segment.remainder != nullptr ? nullptr : segment.master->mutable_data_ptr<float>();
+// A segment of a kernel, with all but the state and how it is counted.
+template <typename KernelSegment>
+KernelSegment kernel_segment(const FusedSegment& segment) {
+  KernelSegment result;
+  if (segment.remainder == nullptr) result.master = segment.master->mutable_data_ptr<float>();
+  result.gradient = segment.gradient;
+  result.working = segment.working;
+  result.numel = segment.master->numel();
+  result.parameter = segment.parameter;
+  result.element = segment.element;
+  result.remainder = segment.remainder;
+  return result;
 }
 
 // The same for all segments of a call. Memory of the segments' device, read when the kernel runs.
@@ -49,6 +58,16 @@ struct FusedScalars {
   int64_t step = 0;
   const double* device_step = nullptr;
 };
+
+// Options of a kernel, with what does not depend on the class.
+template <typename KernelOptions>
+KernelOptions kernel_options(const FusedScalars& scalars) {
+  KernelOptions result;
+  result.device_lr = scalars.lr;
+  result.noise_step = scalars.step;
+  result.device_noise_step = scalars.device_step;
+  return result;
+}
 
 class FusedUpdate {
  public:

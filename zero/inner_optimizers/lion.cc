@@ -141,26 +141,16 @@ class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, publ
     for (const FusedSegment& s : segments) {
       prepare_state(optimizer, group, *s.master, s.moments);
       const at::Tensor& average = state_of(optimizer, *s.master).exp_avg();
-      kernels::LionSegment segment;
-      segment.numel = s.master->numel();
-      segment.master = master_values(s);
-      segment.remainder = s.remainder;
+      auto segment = kernel_segment<kernels::LionSegment>(s);
       segment.exp_avg = average.mutable_data_ptr();
       segment.state_type = state_type(average);
-      segment.parameter = s.parameter;
-      segment.element = s.element;
-      segment.gradient = s.gradient;
-      segment.working = s.working;
       list.push_back(segment);
     }
-    kernels::LionOptions o;
+    auto o = kernel_options<kernels::LionOptions>(scalars);
     o.lr = options.lr();
     o.beta1 = std::get<0>(options.betas());
     o.beta2 = std::get<1>(options.betas());
     o.weight_decay = options.weight_decay();
-    o.device_lr = scalars.lr;
-    o.noise_step = scalars.step;
-    o.device_noise_step = scalars.device_step;
     kernels::lion_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
   }
 

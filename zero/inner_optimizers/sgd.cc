@@ -48,32 +48,22 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
     std::vector<kernels::SgdSegment> list;
     list.reserve(segments.size());
     for (const FusedSegment& s : segments) {
-      kernels::SgdSegment segment;
+      auto segment = kernel_segment<kernels::SgdSegment>(s);
       const auto [state, made] = prepare(optimizer, options, *s.master, s.moments);
       segment.first_step = made;
-      segment.numel = s.master->numel();
       if (state != nullptr) {
         segment.momentum = state->momentum_buffer().mutable_data_ptr();
         segment.state_type = state_type(state->momentum_buffer());
       }
-      segment.master = master_values(s);
-      segment.remainder = s.remainder;
-      segment.gradient = s.gradient;
-      segment.working = s.working;
       segment.device_step = s.count;
-      segment.parameter = s.parameter;
-      segment.element = s.element;
       list.push_back(segment);
     }
-    kernels::SgdOptions o;
+    auto o = kernel_options<kernels::SgdOptions>(scalars);
     o.lr = options.lr();
     o.momentum = options.momentum();
     o.dampening = options.dampening();
     o.weight_decay = options.weight_decay();
     o.nesterov = options.nesterov();
-    o.device_lr = scalars.lr;
-    o.noise_step = scalars.step;
-    o.device_noise_step = scalars.device_step;
     kernels::sgd_step(list, o, scalars.coefficient, scalars.nonfinite, working_dtype, stream);
   }
 
