@@ -12,38 +12,29 @@
 #include "bookkeeping/layout.h"
 
 namespace zero {
-namespace {
-
-struct Gather {
-  int64_t bucket;
-  Rows rows;
-  Pending pending;
-};
-
-}  // namespace
 
 void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>& used) {
   memory_.allocate();
   const size_t max_gathers = zero::max_gathers(plan_);
   const auto tensor_of = [&](int64_t p) { return used[p] != 0 ? average(p) : at::Tensor(); };
-  std::deque<Gather> under_way;
-  const auto finish_front = [&] {
-    Gather gather = std::move(under_way.front());
-    under_way.pop_front();
-    gather.pending.wait();
-    memory_.publish(gather.bucket, gather.rows, tensor_of);
-  };
+  std::deque<Pending> under_way;
   const auto count = static_cast<int64_t>(plan_.buckets.size());
   for (int64_t b = 0; b < count; ++b) {
-    if (under_way.size() == max_gathers) finish_front();
+    if (under_way.size() == max_gathers) {
+      under_way.front().wait();
+      under_way.pop_front();
+    }
     const Rows rows = memory_.rows(b);
     Communicator& group = *comms_[plan_.domain_of(b)].data;
     const at::Tensor own = rows.row(group.rank());
     convert(reducer.shard(b), own);
-    under_way.push_back(
-        {b, rows, group.gather_rows(rows, "averaged gradient bucket " + std::to_string(b))});
+    Pending gather = group.gather_rows(rows, "averaged gradient bucket " + std::to_string(b));
+    under_way.emplace_back([&, b, rows, gather = std::move(gather)]() mutable {
+      gather.wait();
+      memory_.publish(b, rows, tensor_of);
+    });
   }
-  while (!under_way.empty()) finish_front();
+  for (Pending& gather : under_way) gather.wait();
   for (size_t i = 0; i < used.size(); ++i) {
     if (used[i] == 0) continue;
     const auto parameter = static_cast<int64_t>(i);

@@ -58,32 +58,32 @@ void ParameterGathers::keep(int64_t bucket) {
 
 void ParameterGathers::start(int64_t bucket, const Rows& rows) {
   if (under_way_.size() == most_) {
-    finish_one(under_way_.front());
+    gathers_[under_way_.front()].wait();
     under_way_.pop_front();
   }
   under_way_.push_back(bucket);
   const std::string label = "parameter bucket " + std::to_string(bucket);
-  gathers_[bucket] = {
-      rows, ranks_of(bucket).gather_rows(rows, label, std::exchange(before_[bucket], {}))};
+  Pending gather = ranks_of(bucket).gather_rows(rows, label, std::exchange(before_[bucket], {}));
+  gathers_[bucket] = Pending([this, bucket, rows, gather = std::move(gather)]() mutable {
+    const TraceRange range("gather", bucket);
+    gather.wait();
+    publish(bucket, rows);
+  });
 }
 
 bool ParameterGathers::is_under_way(int64_t parameter) const {
   if (changed_.empty() || changed_[parameter] == 0) return false;
   const std::vector<int64_t>& buckets = plan_.parameter_buckets[parameter];
   return std::any_of(buckets.begin(), buckets.end(), [&](int64_t b) {
-    if (!gathers_[b].rows.defined()) return false;
+    if (!gathers_[b].valid()) return false;
     // One rank alone has all rows; they are in the parameters already, or published at the end.
     return comms_.domains[plan_.domain_of(b)].data->world_size() > 1 ||
            !plan_.layout_of(plan_.buckets[b]).in_place();
   });
 }
 
-void ParameterGathers::finish_one(int64_t bucket) {
-  Gather gather = std::exchange(gathers_[bucket], {});
-  if (!gather.rows.defined()) return;
-  const TraceRange range("gather", bucket);
-  gather.pending.wait();
-  arena_.publish(bucket, gather.rows);
+void ParameterGathers::publish(int64_t bucket, const Rows& rows) {
+  arena_.publish(bucket, rows);
   if (changed_.empty()) return;
   for (const Slot& slot : plan_.buckets[bucket].slots) {
     if (changed_[slot.parameter] != 0) table_.bump_version(slot.parameter);
@@ -91,16 +91,16 @@ void ParameterGathers::finish_one(int64_t bucket) {
 }
 
 void ParameterGathers::finish() {
-  for (size_t b = 0; b < gathers_.size(); ++b) finish_one(static_cast<int64_t>(b));
+  for (Pending& gather : gathers_) gather.wait();
 }
 
 void ParameterGathers::finish_that_of(const at::Tensor& parameter) {
-  for (const int64_t b : plan_.parameter_buckets[table_.index_of(parameter)]) finish_one(b);
+  for (const int64_t b : plan_.parameter_buckets[table_.index_of(parameter)]) gathers_[b].wait();
 }
 
 void ParameterGathers::finish_those_of(const torch::nn::Module& module) {
   for (const int64_t parameter : table_.managed_by(module)) {
-    for (const int64_t b : plan_.parameter_buckets[parameter]) finish_one(b);
+    for (const int64_t b : plan_.parameter_buckets[parameter]) gathers_[b].wait();
   }
 }
 

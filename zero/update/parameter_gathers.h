@@ -53,12 +53,8 @@ class ParameterGathers {
   void finish_that_of(const at::Tensor& parameter);
 
  private:
-  struct Gather {
-    Rows rows;  // undefined: none under way
-    Pending pending;
-  };
-
-  void finish_one(int64_t bucket);
+  // Makes the gathered rows of a bucket visible.
+  void publish(int64_t bucket, const Rows& rows);
   bool sends_changes(int64_t bucket);
   Communicator& ranks_of(int64_t bucket) { return *comms_.domains[plan_.domain_of(bucket)].data; }
 
@@ -68,7 +64,7 @@ class ParameterGathers {
   OptimizerCommunicators& comms_;
   const ZeroOptions& options_;
   std::vector<at::Tensor> before_;  // per bucket; undefined: sent whole
-  std::vector<Gather> gathers_;     // per bucket
+  std::vector<Pending> gathers_;    // per bucket; valid: not published yet
   std::deque<int64_t> under_way_;   // in the order in which they began
   size_t most_;                     // under way at a time
   std::vector<uint8_t> changed_;    // per parameter, or empty
