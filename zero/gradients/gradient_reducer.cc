@@ -26,8 +26,7 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
       options_(options),
       local_(table, options.no_sync_fp32),
       used_(table.parameters().size(), 0),
-      queue_(pool),
-      stream_reductions_(pool) {
+      queue_(pool) {
   if (options.micro_batches > 0) {
     const Communicator& ranks = *comms_.front().data;
     sums_.emplace(table, options.micro_batches, ranks.rank(), ranks.world_size());
@@ -266,14 +265,13 @@ void GradientReducer::send_next() {
   open_[b].stream.reset();
   if (!has_peers(reduction)) {
     reduce_alone(reduction, pool_);
-  } else if (comms.data->waits_on_host(reduction.shard.device())) {
+  } else {
+    const c10::Device device = reduction.shard.device();
     TORCH_CHECK(
-        !is_capturing(reduction.shard.device()),
+        !is_capturing(device) || !comms.data->waits_on_host(device),
         "CUDA graph capture: expected NCCL between ranks, got a transport on which the host "
         "waits; end the capture and run the step without");
     queue_.push(std::move(reduction));
-  } else {
-    stream_reductions_.push(std::move(reduction));
   }
 }
 
@@ -316,7 +314,6 @@ void GradientReducer::set_reducing(bool reducing) {
 void GradientReducer::complete(int64_t rounds) {
   while (rounds_ < rounds) close_round();
   queue_.drain();
-  stream_reductions_.drain();
   pool_.joined();
   set_reducing(false);
   if (rounds > replicated_) {

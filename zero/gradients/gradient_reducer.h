@@ -39,7 +39,6 @@
 #include "zero/gradients/local_gradients.h"
 #include "zero/gradients/micro_batch_sums.h"
 #include "zero/gradients/reduction_queue.h"
-#include "zero/gradients/stream_reductions.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/memory/buffer_pool.h"
 #include "zero/memory/parameter_table.h"
@@ -103,10 +102,7 @@ class GradientReducer {
   // every other operation.
   void complete(int64_t rounds);
   // Throws when a reduction has failed already. Local.
-  void check() {
-    queue_.check();
-    stream_reductions_.check();
-  }
+  void check() { queue_.check(); }
   // Forgets gradients, rounds and used flags. Requires complete().
   void consume();
   // Sends buckets with a parameter that is not `used` last from now on, so that they do not hold
@@ -212,7 +208,6 @@ class GradientReducer {
   int64_t replicated_ = 0;  // of those, averaged over replicas
   int64_t total_rounds_ = 0;
   ReductionQueue queue_;
-  StreamReductions stream_reductions_;
 };
 
 }  // namespace zero

@@ -10,8 +10,15 @@
 #include "zero/base/own_thread_wait.h"
 #include "zero/base/streams.h"
 #include "zero/base/threads.h"
+#include "zero/memory/device_stream.h"
 
 namespace zero {
+namespace {
+
+constexpr std::chrono::microseconds kPoll{20};
+
+}  // namespace
+
 ReductionQueue::~ReductionQueue() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -24,13 +31,28 @@ ReductionQueue::~ReductionQueue() {
 
 void ReductionQueue::push(BucketReduction reduction) {
   const c10::Device device = reduction.shard.device();
+  Communicator& group = *reduction.group;
+  Lock lock(mutex_);
+  if (error_) return;  // drain() reports it; nothing more is sent
+  try {
+    if (group.waits_on_host(device)) {
+      give_to_worker(std::move(reduction), lock);
+    } else {
+      streams_.enqueue(std::move(reduction));
+    }
+    if (!is_capturing(device)) bound_memory(lock);
+  } catch (...) {
+    fail(group, lock);
+  }
+}
+
+void ReductionQueue::give_to_worker(BucketReduction reduction, Lock& lock) {
+  const c10::Device device = reduction.shard.device();
   std::optional<c10::Event> packed;
   if (!device.is_cpu()) {
     packed.emplace(device.type());
     packed->record(current_torch_stream(device));
   }
-  Lock lock(mutex_);
-  if (error_) return;  // drain() reports it; nothing more is sent
   if (packed && !stream_) stream_ = new_stream(device);
   group_ = reduction.group;
   waiting_.push_back({std::move(reduction), std::move(packed)});
@@ -38,7 +60,6 @@ void ReductionQueue::push(BucketReduction reduction) {
   // From a GPU the exchange begins with a copy that waits for the device, which is for the worker.
   if (!stream_) start_waiting(lock);
   changed_.notify_all();
-  bound_memory(lock);
 }
 
 void ReductionQueue::start_worker() {
@@ -51,11 +72,27 @@ void ReductionQueue::start_worker() {
 
 void ReductionQueue::bound_memory(Lock& lock) {
   using Clock = std::chrono::steady_clock;
-  if (std::exchange(done_at_push_, done_) != done_) patience_ = kPatience;
-  const auto may_go = [this] { return error_ || waiting_.size() <= static_cast<size_t>(kWaiting); };
-  const Clock::time_point begin = Clock::now();
-  if (changed_.wait_for(lock, patience_, may_go)) return;
-  patience_ = std::max(patience_ - (Clock::now() - begin), patience_.zero());
+  const auto may_go = [this] {
+    done_ += streams_.forget_done();
+    return error_ || (waiting_.size() <= static_cast<size_t>(kWaiting) &&
+                      has_room(streams_.count(), streams_.bytes(), kWaiting));
+  };
+  if (may_go()) return;
+  if (std::exchange(done_at_push_, done_) != done_) patient_ = true;
+  const Clock::time_point end = Clock::now() + kPatience;
+  while (patient_ && !may_go()) {
+    // The worker tells when it has done something, and streams do not.
+    changed_.wait_until(lock, streams_.count() == 0 ? end : Clock::now() + kPoll);
+    patient_ = Clock::now() < end;
+  }
+}
+
+void ReductionQueue::fail(Communicator& group, Lock& lock) {
+  const std::exception_ptr error = std::current_exception();
+  lock.unlock();
+  end_group(group, error);
+  lock.lock();
+  if (!error_) error_ = error;
 }
 
 size_t ReductionQueue::buffers_kept(int64_t bucket_bytes) {
@@ -70,7 +107,7 @@ size_t ReductionQueue::buffers_kept(int64_t bucket_bytes) {
 void ReductionQueue::start_waiting(Lock& lock) {
   if (starting_) return;
   starting_ = true;
-  while (!error_ && !stop_ && !waiting_.empty() && has_room()) {
+  while (!error_ && !stop_ && !waiting_.empty() && has_room(under_way_.size(), bytes_under_way_)) {
     Waiting next = std::move(waiting_.front());
     waiting_.pop_front();
     lock.unlock();
@@ -165,11 +202,7 @@ void ReductionQueue::wait_for_worker(Lock& lock) {
     try {
       wait.look(done_ + copies);
     } catch (...) {
-      const std::exception_ptr error = std::current_exception();
-      lock.unlock();
-      end_group(*group_, error);
-      lock.lock();
-      if (!error_) error_ = error;
+      fail(*group_, lock);
     }
   }
 }
@@ -183,6 +216,7 @@ void ReductionQueue::drain() {
     while (!error_ && !(waiting_.empty() && under_way_.empty())) take_turn(lock);
   }
   if (stream_) make_wait(current_torch_stream(stream_->device()), *stream_);
+  streams_.join();
   if (error_) std::rethrow_exception(error_);
 }
 

@@ -1,15 +1,15 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reduces packed buckets of a GPU beside the backward pass, over a transport that works on streams.
+// The reductions of a ReductionQueue over a transport that works on streams of a GPU.
 //
-//   current stream    pack bucket k ---- pack k+1 ---- ... ---- drain()
+//   current stream    pack bucket k ---- pack k+1 ---- ... ---- join()
 //                                 \              \             /
 //   exchange stream                exchange k     k+1         /
 //                                            \        \      /
 //   sum stream                                sum k    sum k+1
 //
-// The current stream computes the model, so it must not wait for peers before drain(): a peer may
+// The current stream computes the model, so it must not wait for peers before join(): a peer may
 // run fewer backward passes, and sends its share of a bucket only after the control message of the
 // next collective call, which this rank may not reach before the device has caught up.
 //
@@ -19,9 +19,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
-#include <chrono>
+#include <cstdint>
 #include <deque>
-#include <exception>
 #include <optional>
 
 #include "zero/gradients/reduction.h"
@@ -36,37 +35,29 @@ class StreamReductions {
   StreamReductions(const StreamReductions&) = delete;
   StreamReductions& operator=(const StreamReductions&) = delete;
 
-  // Enqueues the reduction behind what the current stream has to do. While many buckets are under
-  // way, the host first waits until the device is done with one, which bounds memory; for
-  // kPatience in all until that happens, since a peer may be waiting for this thread. Errors
-  // surface in check() and drain().
-  void push(BucketReduction reduction);
-  // Makes the current stream wait until everything pushed has reached its shard. The host does not
-  // wait. Throws the first error, again at every later call.
-  void drain();
-  // Throws the first error, if there is one by now.
-  void check() const;
+  // Enqueues the reduction behind what the current stream has to do.
+  void enqueue(BucketReduction reduction);
+  // Makes the current stream wait until all of them have reached their shards. The host does not
+  // wait.
+  void join();
+
+  // Forgets those that the device is done with, and returns how many they were. Not in a capture.
+  int64_t forget_done();
+  // Of those that are not forgotten. None is counted in a capture.
+  size_t count() const { return under_way_.size(); }
+  int64_t bytes() const { return bytes_under_way_; }
 
  private:
-  static constexpr std::chrono::milliseconds kPatience{20};
-
   struct UnderWay {
     c10::Event done;
     int64_t bytes = 0;
   };
-
-  void enqueue(BucketReduction reduction);
-  void bound_memory();
-  // Makes the current stream wait for the streams of this.
-  void join();
 
   BufferPool& pool_;
   std::optional<c10::Stream> exchange_stream_;
   std::optional<c10::Stream> sum_stream_;
   std::deque<UnderWay> under_way_;
   int64_t bytes_under_way_ = 0;
-  std::chrono::nanoseconds patience_ = kPatience;  // left until another bucket is done
-  std::exception_ptr error_;
 };
 
 }  // namespace zero
