@@ -55,18 +55,26 @@ TEST(ReductionQueueTest, APeerThatTakesNoPartHoldsUpAPassOnceAndNotPerBucket) {
     const auto turn = group.make_communicator("turn", Purpose::kControl);
     BufferPool pool(at::kCPU, 1 << 20);
     ReductionQueue queue(pool);
-    // 20 ms for each of them would be 6 s.
-    Buckets buckets(300, 8, *data, pool);
+    // Four of the first are 8 MiB, the most that may be under way. 20 ms for each of the others
+    // would be 6 s.
+    Buckets large(4, 1 << 18, *data, pool), small(300, 8, *data, pool);
+    const auto push_all = [&] {
+      for (Buckets* buckets : {&large, &small}) buckets->push_all(queue);
+    };
     if (group.rank() == 0) {
       const auto start = Clock::now();
-      buckets.push_all(queue);
+      push_all();
+      EXPECT_GT(Clock::now() - start, std::chrono::milliseconds(20));
       EXPECT_LT(Clock::now() - start, std::chrono::seconds(3));
     }
     turn->all_reduce_max(at::zeros({1}, at::kInt), "rank 0 has pushed").wait();
-    if (group.rank() == 1) buckets.push_all(queue);
+    if (group.rank() == 1) push_all();
     queue.drain();
-    for (const BucketReduction& r : buckets.list) {
-      EXPECT_TRUE(at::equal(r.shard, at::full({8}, 2.0 * (static_cast<double>(r.bucket) + 1))));
+    for (const Buckets* buckets : {&large, &small}) {
+      for (const BucketReduction& r : buckets->list) {
+        const double sum = 2.0 * (static_cast<double>(r.bucket) + 1);
+        EXPECT_TRUE(at::equal(r.shard, at::full({r.shard.numel()}, sum)));
+      }
     }
   });
 }
