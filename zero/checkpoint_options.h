@@ -108,7 +108,8 @@ class PendingCheckpoint {
   // Collective, once, while the optimizer lives. Writes what the thread has not written yet of this
   // rank's files, waits for all ranks, and gives the checkpoint its name. Throws what
   // save_checkpoint() would throw, and, which is final, when the thread does not return from a call
-  // of the disk within the group's timeout and 5 s.
+  // of the disk within the group's timeout and 5 s. A call that is refused before it writes, as
+  // between the micro-batches of a step, does not count.
   void finish();
 
  private:

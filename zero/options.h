@@ -230,8 +230,8 @@ struct ZeroOptions {
   // 2, else at most 2 log2(n), rounded up, for n micro-batches. It keeps as many sums until its
   // last pass, at least log2(n). What is sent is fp32, unless M = W. The norm is added up exactly
   // from squares of blocks of 256 elements (kernels/exact_sum.h). There are as many messages as
-  // without. A parameter is filled up to a multiple of 256 elements, or to the next power of 2 where
-  // it is smaller.
+  // without. A parameter is filled up to a multiple of 256 elements, or to the next power of 2
+  // where it is smaller.
   //
   // Refused with meshes and placements, reduce_dtype, kBlockInt8, no_sync(), passes that are not of
   // backward(), a parameter's second gradient in one micro-batch, norms other than 2 and infinity,
