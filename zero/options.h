@@ -230,8 +230,8 @@ struct ZeroOptions {
   // 2, else at most 2 log2(n), rounded up, for n micro-batches. It keeps as many sums until its
   // last pass, at least log2(n). What is sent is fp32, unless M = W. The norm is added up exactly
   // from squares of blocks of 256 elements (kernels/exact_sum.h). There are as many messages as
-  // without. A parameter is filled up to a multiple of 256 elements, or to the next power of 2
-  // where it is smaller.
+  // without. A parameter, and with kPerParameter each rank's row of it, is filled up to a multiple
+  // of 256 elements, or to the next power of 2 where the parameter is smaller.
   //
   // Refused with meshes and placements, reduce_dtype, kBlockInt8, no_sync(), passes that are not of
   // backward(), a parameter's second gradient in one micro-batch, norms other than 2 and infinity,
@@ -292,12 +292,12 @@ struct ZeroOptions {
   TORCH_ARG(bool, split_masters) = false;
 
   // The dtype of gradient shards between a reduction and step(): kFloat, 4/W bytes a parameter, or
-  // kBFloat16, 2/W. The sum over ranks is made in fp32 and then rounded to nearest even; with
-  // several rounds in a step, that is passes without no_sync(), it is rounded after each. Norms,
-  // clips and updates read the rounded values, in fp32. On one rank, with bf16 parameters, one
-  // round and no loss scale, no bit differs from kFloat. A reduction and an update need memory for
-  // one row of a bucket in fp32; parameter groups without a fused kernel need that of their whole
-  // shards during step().
+  // kBFloat16, 2/W. The sum over the ranks of a shard is made in fp32 and then rounded to nearest
+  // even, and so is that over its replicas. Each further round of a step rounds once more: a pass
+  // without no_sync(), or a second gradient of a parameter in one pass. Norms, clips and updates
+  // read the rounded values, in fp32. Where one rank sends one bf16 gradient a step, no bit differs
+  // from kFloat. A reduction and an update need memory for one row of a bucket in fp32; parameter
+  // groups without a fused kernel need that of their whole shards during step().
   TORCH_ARG(c10::ScalarType, gradient_shard_dtype) = at::kFloat;
 
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter

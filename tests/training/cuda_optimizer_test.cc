@@ -224,6 +224,7 @@ TEST_F(CudaOptimizer, AnIterationInACudaGraphHasTheBitsOfOneWithout) {
           Setting stored = s;
           stored.options.moments(moments);
           stored.options.split_masters(layout == Layout::kContiguous);
+          if (moments == Moments::kInt8) stored.options.gradient_shard_dtype(at::kBFloat16);
           const auto without = after_six_steps(group, stored, /*captured=*/false);
           const auto with = after_six_steps(group, stored, /*captured=*/true);
           for (size_t i = 0; i < with.size(); ++i) {

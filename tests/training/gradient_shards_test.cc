@@ -23,6 +23,7 @@
 #include "tests/support/training.h"
 #include "tests/support/transports.h"
 #include "zero/combined_optimizer.h"
+#include "zero/mesh.h"
 #include "zero/muon.h"
 #include "zero/zero_optimizer.h"
 
@@ -241,6 +242,28 @@ TEST(GradientShardsTest, GradientIsTheRoundedMean) {
       });
     }
   }
+}
+
+TEST(GradientShardsTest, ASumOverReplicasIsRoundedOnceMore) {
+  const auto given = [](int rank) {
+    return random_tensor({300}, static_cast<uint64_t>(rank) + 1).to(at::kBFloat16).to(at::kFloat);
+  };
+  const auto rounded = [](const at::Tensor& t) { return t.to(at::kBFloat16).to(at::kFloat); };
+  run_ranks(4, [&](const Group& world) {
+    const Mesh mesh(world, {{"replica", 2}, {"shard", 2}});
+    GivenGradients model({at::zeros({300}, at::kBFloat16)});
+    const auto placement = GroupPlacement().replicated_over(mesh.group({"replica"}));
+    ZeroOptimizer optimizer(model, inner_of(Class::kSgd, model.values), mesh.group({"shard"}),
+                            ZeroOptions()
+                                .mesh_group(world)
+                                .placement(0, placement)
+                                .gradient_shard_dtype(at::kBFloat16));
+    optimizer.backward(model.loss({given(world.rank())}));
+    const at::Tensor first = rounded((given(0) + given(1)) * 0.25);
+    const at::Tensor second = rounded((given(2) + given(3)) * 0.25);
+    EXPECT_TRUE(at::equal(optimizer.gradient(model.values[0]), rounded(first + second)));
+    optimizer.step();
+  });
 }
 
 // The mean of one bf16 gradient is that gradient.

@@ -152,7 +152,7 @@ bool GradientReducer::take_gradient(int64_t parameter, const at::Tensor& gradien
 void GradientReducer::gradient_ready(int64_t parameter) {
   local_.leave(parameter);
   // Never two gradients of a parameter in one round, even while its bucket is still
-  // here: a 16-bit bucket would lose what fp32 shards keep, and whether it is still
+  // here: a 16-bit bucket would lose what a sum in fp32 keeps, and whether it is still
   // here depends on the size of buckets, on which results must not depend.
   if (packed_[parameter] != 0) {
     if (sums_) sums_->check_first(parameter);

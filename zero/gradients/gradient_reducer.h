@@ -21,7 +21,7 @@
 // A parameter has one place per round. Its second gradient in one pass (a shared
 // weight under activation checkpointing fires several times) stays in p.grad()
 // and is sent in the next round; its second gradient by plain backward() calls
-// closes the round, so that micro-batches add up in the fp32 shards.
+// closes the round, so that micro-batches add up in the shards, in fp32.
 //
 // With ZeroOptions::micro_batches a step has one round, of the pass of this rank's last
 // micro-batch; gradients of passes before it are kept in MicroBatchSums.

@@ -93,6 +93,7 @@ void ReductionQueue::fail(Communicator& group, Lock& lock) {
   end_group(group, error);
   lock.lock();
   if (!error_) error_ = error;
+  waiting_.clear();
 }
 
 size_t ReductionQueue::buffers_kept(int64_t bucket_bytes) {

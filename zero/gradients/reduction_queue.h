@@ -48,8 +48,8 @@ class ReductionQueue {
 
   // Blocks while more than kWaiting buckets wait behind those under way, which bounds memory when
   // the network is slower than the backward pass. It blocks for kPatience at most, over any number
-  // of calls, until another bucket is done: a peer may be waiting for this thread. Errors surface
-  // in check() and drain().
+  // of calls, until another bucket is begun or done: a peer may be waiting for this thread. Errors
+  // surface in check() and drain().
   void push(BucketReduction reduction);
   // Returns when everything pushed has reached its shard, or makes the current stream wait for it.
   // Throws the first error, again at every later call. A worker that stands still is one.

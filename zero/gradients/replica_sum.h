@@ -16,14 +16,14 @@
 namespace zero {
 
 struct ReplicaShard {
-  at::Tensor shard;  // [n] fp32
+  at::Tensor shard;  // [n], fp32 or bf16
   Communicator* replicas;
   std::string label;
 };
 
-// Collective over all `replicas`, blocks. Makes every shard the sum over its replicas, in fp32 and
-// in rank order; all replicas have the same bits. Each rank exchanges and gathers (R-1)/R of a
-// shard. Two shards are under way at a time, with two buffers of a shard's size each.
+// Collective over all `replicas`, blocks. Makes every shard the sum over its replicas, added up
+// in fp32 and in rank order; all replicas have the same bits. Each rank exchanges and gathers
+// (R-1)/R of a shard. Two shards are under way at a time, with two buffers of a shard's size each.
 void sum_over_replicas(const std::vector<ReplicaShard>& shards, BufferPool& pool);
 
 }  // namespace zero

@@ -43,7 +43,7 @@ void StreamReductions::enqueue(BucketReduction reduction) {
 
 int64_t StreamReductions::forget_done() {
   int64_t count = 0;
-  for (; !under_way_.empty() && under_way_.front().done.query(); ++count) {
+  for (; !under_way_.empty() && is_complete(under_way_.front().done); ++count) {
     bytes_under_way_ -= under_way_.front().bytes;
     under_way_.pop_front();
   }

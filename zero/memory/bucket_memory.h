@@ -57,8 +57,7 @@ class BucketMemory {
 // even.
 void convert(const at::Tensor& from, const at::Tensor& to);
 
-// `rows` is the whole bucket, contiguous; a tensor
-// holds a whole parameter in its memory order.
+// `rows` is the whole bucket, contiguous; a tensor holds a whole parameter in its memory order.
 
 // Writes the part of one parameter, with a cast where dtypes differ; zeros for an undefined tensor.
 // `added`, which has the dtype of `rows`, is added to the tensor unless it is undefined.

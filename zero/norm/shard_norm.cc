@@ -43,15 +43,14 @@ void for_spans(const std::vector<SegmentTensors>& segments, int64_t group, const
     use(spans_of(segments, group));
     return;
   }
-  const at::Tensor buffer = at::empty({kBatch}, any.options().dtype(at::kFloat));
-  const at::Tensor low = bound.defined() ? -bound : at::Tensor();
+  at::Tensor buffer;
   std::vector<kernels::CopySpan> copies;
   std::vector<kernels::ConstSpan> spans;
   int64_t filled = 0;
   const auto flush = [&] {
     kernels::cast_copy_spans(copies, any.scalar_type(), at::kFloat, /*with_addends=*/false,
                              current_stream(any.device()));
-    if (bound.defined()) buffer.narrow(0, 0, filled).clamp_(low, bound);
+    if (bound.defined()) buffer.narrow(0, 0, filled).clamp_(-bound, bound);
     use(spans);
     copies.clear();
     spans.clear();
@@ -59,6 +58,7 @@ void for_spans(const std::vector<SegmentTensors>& segments, int64_t group, const
   };
   for (const SegmentTensors& s : segments) {
     if (group >= 0 && s.group != group) continue;
+    if (!buffer.defined()) buffer = at::empty({kBatch}, any.options().dtype(at::kFloat));
     const auto* from = static_cast<const char*>(s.gradient.const_data_ptr());
     for (int64_t begin = 0; begin < s.segment.numel; begin += kBatch) {
       const int64_t numel = std::min(kBatch, s.segment.numel - begin);

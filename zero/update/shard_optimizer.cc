@@ -265,13 +265,22 @@ void ShardOptimizer::clamp(const at::Tensor& gradients) const {
   if (clip_.bound.defined()) gradients.clamp_(-clip_.bound, clip_.bound);
 }
 
-void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
-  // Kernels read gradients in fp32.
+at::Tensor ShardOptimizer::take_gradients(int64_t bucket) const {
   const at::Tensor& shard = shards_.reducer.shard(bucket);
-  const bool converts = shard.scalar_type() != at::kFloat;
-  const at::Tensor gradients = converts ? shards_.pool.take(shard.numel(), at::kFloat) : shard;
-  if (converts) convert(shard, gradients);
+  at::Tensor gradients = shard;
+  if (shard.scalar_type() != at::kFloat) {
+    gradients = shards_.pool.take(shard.numel(), at::kFloat);
+    convert(shard, gradients);
+  }
   clamp(gradients);
+  return gradients;
+}
+
+void ShardOptimizer::give_gradients(int64_t bucket, const at::Tensor& gradients) const {
+  if (!gradients.is_same(shards_.reducer.shard(bucket))) shards_.pool.give(gradients);
+}
+
+void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
   const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
   // The kernel writes the working values beside the masters, if they are others.
   const bool cast = in_place && !shards_.arena.is_master(bucket);
@@ -279,11 +288,13 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
   // Of all groups, which may be as many as parameters, those that the bucket has.
   for (const int64_t g : groups_) by_group_[g].clear();
   groups_.clear();
+  at::Tensor gradients;        // the shard, in fp32 and clamped, once a segment needs it
   bool whole_row = !in_place;  // a bucket assembled in a buffer also needs what was not updated
   for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) {
     const SegmentTensors& s = segments_[i];
     if (fused(s.group) == nullptr) whole_row = true;
     if (used_[s.segment.parameter] == 0 || fused(s.group) == nullptr) continue;
+    if (!gradients.defined()) gradients = take_gradients(bucket);
     if (by_group_[s.group].empty()) groups_.push_back(s.group);
     by_group_[s.group].push_back({&s.master, gradients.const_data_ptr<float>() + s.segment.offset,
                                   cast ? row + s.segment.offset * own_row.element_size() : nullptr,
@@ -297,7 +308,7 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
     fused(g)->update(*inner_, g, by_group_[g], scalars_, own_row.scalar_type(),
                      current_stream(own_row.device()));
   }
-  if (converts) shards_.pool.give(gradients);
+  if (gradients.defined()) give_gradients(bucket, gradients);
   if (whole_row) masters_->write_working(bucket, own_row);
 }
 

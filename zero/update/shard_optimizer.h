@@ -149,6 +149,10 @@ class ShardOptimizer {
   void check_there() const;
   at::Tensor own_row(int64_t bucket, const Rows& rows) const;
   void clamp(const at::Tensor& gradients) const;
+  // The shard of a bucket as kernels read it, in fp32 and clamped: in place, or a buffer of the
+  // pool. give_gradients() ends it.
+  at::Tensor take_gradients(int64_t bucket) const;
+  void give_gradients(int64_t bucket, const at::Tensor& gradients) const;
 
   const Shards shards_;
   std::unique_ptr<torch::optim::Optimizer> inner_;
