@@ -18,7 +18,7 @@ WORLDS = [1, 2, 4, 8, 16, 32, 64]
 # By the beginnings of names, the longest first; None: not drawn.
 LINES = {"one process": (RED, "DDP"), "stage 1": (ORANGE, "stage 1"),
          "stage 2 with bf16 moments": None, "stage 2 with 8-bit moments and split masters":
-         (GREEN, "small"), "stage 2 with 8-bit moments": None,
+         (GREEN, "small"), "stage 2 with 8-bit moments": None, "stage 2 with these": None,
          "stage 2": (BLUE, "stage 2")}
 PLOT_WIDTH, PLOT_HEIGHT, TOP, MOST = 325, 250, 84, 20
 
