@@ -42,7 +42,8 @@ def compare(a, b):
             return f"{since}; all hashes of masters are equal", 1
         return f"equal in {len(steps)} steps, of which {len(hashed)} have hashes of masters", 0
     equal = [step for step in hashed if step < first]
-    text = (f"{len(differ[first])} of {len({**masters[first][0], **masters[first][1]})} masters differ in step {first},"
+    names = {**masters[first][0], **masters[first][1]}
+    text = (f"{len(differ[first])} of {len(names)} masters differ in step {first},"
             f" the first in the model is {differ[first][0]}; "
             + (f"all are equal in step {equal[-1]}" if equal else "no step before it has hashes"))
     return text + (f"; {since}" if since else ""), 1

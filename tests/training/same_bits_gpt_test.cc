@@ -64,8 +64,8 @@ struct ByteGpt : SameBitsModel {
     return bad ? loss * std::numeric_limits<double>::infinity() : loss;
   }
 
-  // That of GptImpl, without the layers that a micro-batch drops. In each fourth step, nobody uses
-  // the second one.
+  // GptImpl::forward() without the layers that this micro-batch drops. In every fourth step all
+  // micro-batches drop the second layer.
   at::Tensor forward(const at::Tensor& tokens, int step, int64_t number) const {
     const auto parts = gpt->named_children();
     const auto apply = [&]<typename Layer>(const char* name, const at::Tensor& x) {

@@ -43,7 +43,8 @@ std::thread start_thread(Body&& body, const char* name = "thread") {
   return thread;
 }
 
-// The same for a thread that nobody joins. body() must not throw.
+// Starts a thread that runs body() and that nobody joins; `name` and errors are those of
+// start_thread(). body() must not throw.
 //
 // In place of start_thread(...).detach(): pthread_detach() looks at a thread once more when it has
 // detached it, at least in glibc 2.36. If the caller loses its core in between, the thread may have

@@ -141,8 +141,7 @@ std::string BackwardPasses::untimely_problem() const {
     return "a gradient outside of backward(): expected optimizer.backward(loss) for each number of "
            "micro_batches(), got another pass, of which no micro-batch is known. Call "
            "requires_grad_(false) on parameters that the pass of another optimizer reaches, as "
-           "that "
-           "of a GAN's generator does";
+           "that of a GAN's generator does";
   }
   return unscaled_text();
 }
@@ -193,8 +192,7 @@ std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
                   numbers->begin(), " to ", numbers->end() - 1, ", or none, got ", numbers->done(),
                   " of ", numbers->own(),
                   " since the last step() or zero_grad(); run backward(loss) for each number of "
-                  "micro_batches(), or call zero_grad() on "
-                  "all ranks");
+                  "micro_batches(), or call zero_grad() on all ranks");
 }
 
 void BackwardPasses::run_in_hook(const std::function<void()>& hand_over) {
