@@ -5,6 +5,8 @@
 // objects whose state is saved too, a save that goes on while training does, and what a load found.
 #pragma once
 
+#include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
 #include <torch/arg.h>
 
 #include <atomic>
@@ -41,6 +43,30 @@ class Stateful {
   // that fails on any rank calls this again with the former state(), so an object that throws
   // halfway needs no way back of its own. It must not communicate with other ranks.
   virtual void set_state(const std::string& state) = 0;
+};
+
+// The state of random number generators, saved with a checkpoint: dropout goes on with the numbers
+// that it would have drawn.
+//
+//   RandomState random(group.device());
+//   optimizer.save_checkpoint(folder, SaveOptions().include_per_rank("random", random));
+//   optimizer.load_checkpoint(folder, LoadOptions().include_per_rank("random", random));
+//
+// Ranks should draw different numbers: torch::manual_seed(seed + group.rank()).
+class RandomState final : public Stateful {
+ public:
+  // torch's default generator of the CPU and, where `device` is a GPU, that of the GPU.
+  explicit RandomState(at::Device device);
+  // Generators of your own.
+  explicit RandomState(std::vector<at::Generator> generators);
+
+  // About 5 kB for a generator of the CPU.
+  std::string state() const override;
+  // Throws c10::Error for the state of other kinds of generators.
+  void set_state(const std::string& state) override;
+
+ private:
+  std::vector<at::Generator> generators_;
 };
 
 // An object that a save or a load includes.

@@ -24,7 +24,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -34,8 +33,6 @@
 #include <vector>
 
 #include "zero/errors.h"
-#include "zero/row_format.h"
-#include "zero/rows.h"
 
 // Not its header, which costs every file that includes this one ten seconds.
 namespace c10d {
@@ -63,8 +60,6 @@ enum class RowTransport {
   kPairwise,  // A send and a receive per peer, in host memory: Gloo.
   kWhole,     // One collective of its own for each operation: NCCL.
 };
-
-class RowExchange;
 
 // An operation under way. wait() must be called exactly once, before the
 // tensors are read or written; they are kept alive until then. The time limit
@@ -100,9 +95,6 @@ class Communicator {
   // A null `backend` stands for one rank alone. `rows` must be equal on all ranks.
   Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::string name,
                std::chrono::milliseconds timeout, RowTransport rows = RowTransport::kPairwise);
-  // Of ranks that `exchange` connects (zero/comm/exchange/row_exchange.h); null for one rank alone.
-  Communicator(std::shared_ptr<RowExchange> exchange, int rank, int world_size, std::string name,
-               std::chrono::milliseconds timeout);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -113,18 +105,10 @@ class Communicator {
   // A snapshot; nothing is counted for a communicator of one rank.
   Traffic traffic() const;
 
-  // Returns whether wait() of operations on memory of this device blocks the host, and not the
-  // current stream.
-  bool waits_on_host(c10::Device device) const;
-
   // The reason of the first failure; empty while the communicator is usable.
   // Every later call throws with this text instead of sending.
   std::string failed() const;
   std::chrono::milliseconds timeout() const;
-
-  // [bytes] of kByte in host memory with unspecified contents, where this transport sends from
-  // without a copy; undefined when any memory will do. For buffers that are used again and again.
-  at::Tensor allocate(int64_t bytes) const;
 
   // Collective. Sends row r of `rows` to rank r and receives into row r of
   // `received` what rank r sent here. The own row of `received` is unspecified
@@ -137,34 +121,11 @@ class Communicator {
   Pending exchange_rows(const at::Tensor& rows, const at::Tensor& received,
                         const std::string& label);
 
-  // Collective. wait() calls use(summands) once, unless the own row is empty: with rows that add
-  // up to the sum over ranks of row `rank()` of their `rows`. These rows are valid within that
-  // call, and on a GPU for the work that it enqueues on the current stream. On one machine the rows
-  // of all ranks arrive in rank order, without a copy if the ranks share memory; but NCCL adds fp32
-  // rows of one length itself and leaves one row. Sends (W-1)/W of `rows`. Ranks must wait in one
-  // order, as with exchange_rows(). In two levels (H machines of L ranks) the rows of a machine are
-  // added up first, in rank order, as `values` says, and the sums of the machines arrive in the
-  // order of machines. Sends (L-1)/L of `rows` within the machine and H-1 sums of a row to others.
-  //   rows    of any dtype; unchanged. Of different lengths: not in two levels
-  //   buffer  [reduction_bytes(rows)] of kByte on the device of `rows`, for this call to work in;
-  //           undefined for 0 bytes
-  Pending reduce_rows(const Rows& rows, const at::Tensor& buffer, UseRows use,
-                      const std::string& label, const RowValues& values = {});
-  // Returns the size of the buffer that reduce_rows() needs.
-  int64_t reduction_bytes(const Rows& rows, const RowValues& values = {}) const;
-
   // Collective. Fills row r of `rows` with rank r's row r, in place: the own
   // row is input and keeps its value, the others are output. Sends W-1 times a
   // row; in two levels H-1 times a row to other machines and H times L-1 within its own.
-  // With `before` a message to another machine has what has changed in the row, without loss
-  // (kernels/row_changes.h), and is a row long at most, but for 16 bytes. A rank whose row differs
-  // from what it held on the sender throws.
-  //   rows    of any dtype. Of different lengths: not in two levels
-  //   before  like the own row: what it held when all ranks had the same `rows`. Defined on all
-  //           ranks, which sends_changes() permits, or on none; unchanged
-  Pending gather_rows(const Rows& rows, const std::string& label, const at::Tensor& before = {});
-  // Returns whether gather_rows() of rows of this kind may be given `before`; equal on all ranks.
-  bool sends_changes(c10::ScalarType dtype, c10::Device device) const;
+  //   rows  [world_size, n] contiguous, any dtype
+  Pending gather_rows(const at::Tensor& rows, const std::string& label);
 
   // Collective. In place. `values` is 1-D, contiguous and small. Sums are for double; the
   // maximum is for int64 and int32 only, since a float maximum loses NaN
@@ -188,19 +149,6 @@ class Communicator {
   // a small call each.
   std::vector<std::string> all_gather_text(const std::string& text, const std::string& label);
 
-  // Returns whether all of `ranks` are of processes that joined the job with the group of this
-  // communicator, while this rank was there before: then what they did wrong is no fault of this
-  // program, which may go on without them.
-  bool are_newcomers(const std::vector<int>& ranks) const;
-  // Returns whether any rank of this communicator is one of those, which is the same on all ranks.
-  bool has_newcomers() const;
-
-  // Between these two calls only exchange_rows() and reduce_rows() may be started; every other
-  // operation throws. While reductions are queued, ranks stand at different
-  // buckets, so another operation would take the messages of one. Local; calls do not nest.
-  void begin_reductions();
-  void end_reductions();
-
   // Stops using the backend and closes its connections, so that operations pending
   // here and on the peers fail now and not at their timeouts. `reason` becomes failed(), unless
   // there is one. Never throws. A failed operation does this by itself.
@@ -211,12 +159,9 @@ class Communicator {
   void on_failure(std::function<void(const std::string& reason)> action);
 
  private:
-  friend class Group;
+  friend class RowCommunicator;  // zero/comm/row_communicator.h: what zero itself needs beside
   struct Impl;
-  // The first failure is counted there too.
-  void count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures);
-  // For are_newcomers(). The same on all ranks.
-  void set_newcomers(std::vector<int> ranks);
+  explicit Communicator(std::shared_ptr<Impl> impl);
   std::shared_ptr<Impl> impl_;
 };
 

@@ -23,12 +23,7 @@
 #include "zero/muon.h"
 #include "zero/options.h"
 #include "zero/process_group.h"
-#include "zero/random_state.h"
-#include "zero/row_format.h"
-#include "zero/rows.h"
 #include "zero/skip_rule.h"
-#include "zero/topology.h"
 #include "zero/version.h"
-#include "zero/weights.h"
 #include "zero/zero_optimizer.h"
 // IWYU pragma: end_exports

@@ -26,7 +26,6 @@
 #include "examples/train_gpt/step_trace.h"
 #include "examples/train_gpt/stop_signal.h"
 #include "zero/checkpoint.h"
-#include "zero/weights.h"
 
 namespace zero::examples {
 

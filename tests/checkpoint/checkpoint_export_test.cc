@@ -33,7 +33,6 @@
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/safetensors.h"
-#include "zero/weights.h"
 
 namespace {
 

@@ -15,7 +15,6 @@
 #include "tests/checkpoint/golden_model.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
-#include "zero/weights.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

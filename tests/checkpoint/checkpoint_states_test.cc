@@ -22,7 +22,6 @@
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
 #include "zero/lr_schedule.h"
-#include "zero/random_state.h"
 
 namespace zero {
 namespace {

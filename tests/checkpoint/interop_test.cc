@@ -35,7 +35,6 @@
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/safetensors_files.h"
 #include "zero/mesh.h"
-#include "zero/weights.h"
 
 namespace zero {
 namespace {

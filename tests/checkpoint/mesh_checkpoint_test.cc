@@ -19,7 +19,6 @@
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
-#include "zero/weights.h"
 
 namespace zero {
 namespace {

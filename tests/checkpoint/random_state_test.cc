@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
-#include "zero/random_state.h"
+#include "zero/checkpoint_options.h"
 
 namespace zero {
 namespace {

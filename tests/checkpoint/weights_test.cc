@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Weights of other programs fill a model: all that was asked for, or nothing and an error.
-#include "zero/weights.h"
+#include "zero/checkpoint.h"
 
 #include <ATen/ops/_efficientzerotensor.h>
 #include <ATen/ops/arange.h>

@@ -19,7 +19,7 @@
 #include "tests/support/random_tensors.h"
 #include "tests/support/transports.h"
 #include "zero/comm/exchange/changed_row.h"
-#include "zero/communicator.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 namespace {
@@ -67,7 +67,7 @@ TEST_P(ChangedRowsTest, EveryRankHasTheBitsOfEveryRow) {
         for (int step = 1; step < 4; ++step) {
           const at::Tensor before = rows.select(0, me).clone();
           rows.select(0, me).copy_(row_of(me, step, n, dtype));
-          data->gather_rows(rows, "bucket", before).wait();
+          RowCommunicator(*data).gather_rows(rows, "bucket", before).wait();
           for (int r = 0; r < world; ++r) {
             ASSERT_TRUE(rows.select(0, r).equal(row_of(r, step, n, dtype)))
                 << dtype << " " << n << " step " << step << " row " << r;
@@ -89,7 +89,7 @@ TEST_P(ChangedRowsTest, RowsOfDifferentLengthsInOneLevel) {
     for (int step = 1; step < 3; ++step) {
       const at::Tensor own = rows.row(me), before = own.clone();
       own.copy_(row_of(me, step, own.numel(), at::kFloat));
-      data->gather_rows(rows, "bucket", before).wait();
+      RowCommunicator(*data).gather_rows(rows, "bucket", before).wait();
       for (int r = 0; r < world; ++r) {
         const at::Tensor row = rows.row(r);
         EXPECT_TRUE(row.equal(row_of(r, step, row.numel(), at::kFloat))) << r;
@@ -109,7 +109,8 @@ TEST_P(ChangedRowsTest, SeveralAreUnderWay) {
       rows.push_back(at::zeros({world, 30000}));
       const at::Tensor before = rows[i].select(0, me).clone();
       rows[i].select(0, me).fill_(100 * i + me);
-      pending.push_back(data->gather_rows(rows[i], "b " + std::to_string(i), before));
+      pending.push_back(
+          RowCommunicator(*data).gather_rows(rows[i], "b " + std::to_string(i), before));
     }
     for (int k = 0; k < 5; ++k) pending[(k + me) % 5].wait();
     for (int i = 0; i < 5; ++i) {
@@ -132,7 +133,7 @@ TEST_P(ChangedRowsTest, LinksCarryTheChangesAlone) {
       const at::Tensor before = rows.select(0, group.rank()).clone();
       rows.select(0, group.rank()).add_(change);
       const int64_t sent = data->traffic().link_bytes_sent;
-      data->gather_rows(rows, "bucket", before).wait();
+      RowCommunicator(*data).gather_rows(rows, "bucket", before).wait();
       return data->traffic().link_bytes_sent - sent;
     };
     const int64_t peers = machines - 1;
@@ -157,7 +158,8 @@ TEST_P(ChangedRowsTest, ARankWhoseRowsDifferThrows) {
     const at::Tensor before = rows.select(0, group.rank()).clone();
     rows.select(0, group.rank()).fill_(1.001);
     if (differs) rows[0][7] = 0.5;
-    const std::string text = error_of([&] { data->gather_rows(rows, "b 3", before).wait(); });
+    const std::string text =
+        error_of([&] { RowCommunicator(*data).gather_rows(rows, "b 3", before).wait(); });
     if (!differs) return;  // others may have all that they need
     expect_words(text, {"gather_rows of b 3", "rank 0 sends what has changed", "differ",
                         "refresh_master_parameters()", "GatherWire::kWhole",
@@ -168,13 +170,15 @@ TEST_P(ChangedRowsTest, ARankWhoseRowsDifferThrows) {
 TEST_P(ChangedRowsTest, WrongArgumentsAreRefused) {
   run([](const Group& group) {
     const auto data = data_of(group);
-    EXPECT_TRUE(data->sends_changes(at::kFloat, at::kCPU));
-    EXPECT_FALSE(data->sends_changes(at::kDouble, at::kCPU));
-    EXPECT_FALSE(data->sends_changes(at::kFloat, at::Device(at::kCUDA, 0)));
+    EXPECT_TRUE(RowCommunicator(*data).sends_changes(at::kFloat, at::kCPU));
+    EXPECT_FALSE(RowCommunicator(*data).sends_changes(at::kDouble, at::kCPU));
+    EXPECT_FALSE(RowCommunicator(*data).sends_changes(at::kFloat, at::Device(at::kCUDA, 0)));
     const at::Tensor rows = at::zeros({group.world_size(), 10});
-    expect_words(error_of([&] { data->gather_rows(rows, "b", at::zeros({11})); }),
+    expect_words(error_of([&] { RowCommunicator(*data).gather_rows(rows, "b", at::zeros({11})); }),
                  {"gather_rows of b", "`before`", "[11]"});
-    expect_words(error_of([&] { data->gather_rows(rows, "b", at::zeros({10}, at::kHalf)); }),
+    expect_words(error_of([&] {
+                   RowCommunicator(*data).gather_rows(rows, "b", at::zeros({10}, at::kHalf));
+                 }),
                  {"gather_rows of b", "`before`"});
     EXPECT_EQ(data->failed(), "");
   });
@@ -186,10 +190,11 @@ TEST(ChangedRowsOfOneMachineTest, RowsAreSentWhole) {
         2,
         [](const Group& group) {
           const auto data = data_of(group);
-          EXPECT_FALSE(data->sends_changes(at::kFloat, at::kCPU));
+          EXPECT_FALSE(RowCommunicator(*data).sends_changes(at::kFloat, at::kCPU));
           const at::Tensor rows = at::zeros({2, 10});
-          expect_words(error_of([&] { data->gather_rows(rows, "b", at::zeros({10})); }),
-                       {"gather_rows of b", "sends rows whole"});
+          expect_words(
+              error_of([&] { RowCommunicator(*data).gather_rows(rows, "b", at::zeros({10})); }),
+              {"gather_rows of b", "sends rows whole"});
         },
         on(wire));
   }

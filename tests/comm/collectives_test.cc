@@ -4,7 +4,7 @@
 // The texts that a Communicator gathers, the arguments that it refuses, and shared memory. The rows
 // that it moves and counts are in tests/comm/row_exchange_test.cc.
 
-#include "zero/communicator.h"
+#include "zero/comm/row_communicator.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -97,15 +97,15 @@ TEST_P(CollectivesTest, WrongArgumentsAreRefusedAndBreakNothing) {
                  {"contiguous 1-D", "[2, 2]"});
     expect_words(error_of([&] { data->broadcast(rows, static_cast<int>(world), "b"); }),
                  {"source"});
-    if (data->reduction_bytes(rows) > 0) {
+    if (RowCommunicator(*data).reduction_bytes(rows) > 0) {
       const at::Tensor odd = at::empty({5}, at::kByte);
       expect_words(error_of([&] {
-                     data->reduce_rows(
+                     RowCommunicator(*data).reduce_rows(
                          rows, odd, [](auto&) {}, "b");
                    }),
                    {"reduce_rows of b: expected a buffer of ", "bytes on cpu, got [5]"});
       expect_words(error_of([&] {
-                     data->reduce_rows(
+                     RowCommunicator(*data).reduce_rows(
                          rows, {}, [](auto&) {}, "b");
                    }),
                    {"an undefined tensor"});
@@ -144,8 +144,8 @@ TEST(CommunicatorTest, OneRankMaySendWhereOthersShare) {
       3,
       [](const Group& group) {
         const auto data = data_of(group);
-        EXPECT_GT(data->reduction_bytes(at::empty({3, 70000})), 0);
-        EXPECT_EQ(data->allocate(1).defined(), group.rank() != 1);
+        EXPECT_GT(RowCommunicator(*data).reduction_bytes(at::empty({3, 70000})), 0);
+        EXPECT_EQ(RowCommunicator(*data).allocate(1).defined(), group.rank() != 1);
         expect_rows_arrive(*data);
       },
       options);
@@ -159,7 +159,7 @@ TEST(CommunicatorTest, RowsFollowWhereSharedMemoryIsUsedUpLater) {
       [&](const Group& group) {
         const auto data = data_of(group);
         std::call_once(once, [&] { all = all_shared_memory(); });
-        EXPECT_EQ(data->reduction_bytes(at::empty({3, 70000})), 0);
+        EXPECT_EQ(RowCommunicator(*data).reduction_bytes(at::empty({3, 70000})), 0);
         expect_rows_arrive(*data);
       },
       on(Wire::kShared));
@@ -171,7 +171,7 @@ TEST(CommunicatorTest, RowsAreSentWhereSharedMemoryIsUsedUpBefore) {
       3,
       [](const Group& group) {
         const auto data = data_of(group);
-        EXPECT_GT(data->reduction_bytes(at::empty({3, 70000})), 0);
+        EXPECT_GT(RowCommunicator(*data).reduction_bytes(at::empty({3, 70000})), 0);
         expect_rows_arrive(*data);
       },
       on(Wire::kShared));

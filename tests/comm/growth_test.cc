@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "zero/comm/exchange/doubling_steps.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/process_group.h"
 
 namespace zero {
@@ -118,8 +119,9 @@ TEST(GrowthTest, RowsNeedAConnectionWithinTheMachineAndOneForEachOther) {
     const Group group = counted_group(world_size, local, counts);
     const auto data = group.make_communicator("data", Purpose::kData);
     const at::Tensor rows = at::zeros({world_size, 1});
-    const at::Tensor buffer = at::zeros({data->reduction_bytes(rows)}, at::kByte);
-    data->reduce_rows(
+    const at::Tensor buffer = at::zeros({RowCommunicator(*data).reduction_bytes(rows)}, at::kByte);
+    RowCommunicator(*data)
+        .reduce_rows(
             rows, buffer, [](const SummandRows&) {}, "bucket")
         .wait();
     data->gather_rows(rows, "bucket").wait();

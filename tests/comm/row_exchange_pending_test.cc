@@ -22,7 +22,7 @@
 #include "tests/comm/row_exchange_ranks.h"
 #include "tests/support/error_of.h"
 #include "tests/support/transports.h"
-#include "zero/communicator.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 namespace {
@@ -70,11 +70,11 @@ TEST_P(RowExchangeTest, TwoReductionsAreUnderWayAtOnce) {
     std::vector<Pending> pending;
     for (int i = 0; i < 2; ++i) {
       rows.push_back(at::full({world, 300}, 10 * i + group.rank(), at::kFloat));
-      buffers.push_back(at::empty({data->reduction_bytes(rows[i])}, at::kByte));
+      buffers.push_back(at::empty({RowCommunicator(*data).reduction_bytes(rows[i])}, at::kByte));
       const auto use = [&sums, i](const SummandRows& summands) {
         sums[i] = serial_sum(copies_of(summands, 300)).max().item<float>();
       };
-      pending.push_back(data->reduce_rows(rows[i], buffers[i], use, "bucket"));
+      pending.push_back(RowCommunicator(*data).reduce_rows(rows[i], buffers[i], use, "bucket"));
     }
     for (Pending& one : pending) one.wait();
     EXPECT_EQ(sums[0], world * (world - 1) / 2);
@@ -96,7 +96,7 @@ TEST_P(RowExchangeTest, RowsOfAReductionAreThereUntilTheyAreUsed) {
     const int world = group.world_size();
     const int me = group.rank();
     // Rows in shared memory are read where they are, others are copied there first.
-    const at::Tensor allocated = data->allocate(world * 300 * 2);
+    const at::Tensor allocated = RowCommunicator(*data).allocate(world * 300 * 2);
     for (at::Tensor rows :
          {allocated.defined() ? allocated.view(at::kHalf).view({world, 300}) : at::Tensor(),
           at::empty({world, 300}, at::kHalf)}) {
@@ -104,7 +104,8 @@ TEST_P(RowExchangeTest, RowsOfAReductionAreThereUntilTheyAreUsed) {
       for (int round = 0; round < 4; ++round) {
         for (int to = 0; to < world; ++to) rows.select(0, to).fill_(value_of(me, to, round));
         std::vector<at::Tensor> received(world, at::Tensor());
-        const at::Tensor buffer = at::empty({data->reduction_bytes(rows)}, at::kByte);
+        const at::Tensor buffer =
+            at::empty({RowCommunicator(*data).reduction_bytes(rows)}, at::kByte);
         const auto use = [&](const SummandRows& summands) {
           EXPECT_EQ(summands.addresses != nullptr, shared && world > 1);
           if (me == round % world) std::this_thread::sleep_for(milliseconds(20));
@@ -117,7 +118,7 @@ TEST_P(RowExchangeTest, RowsOfAReductionAreThereUntilTheyAreUsed) {
           into.select(0, me).copy_(rows.select(0, me));
           received = into.unbind(0);
         } else {
-          data->reduce_rows(rows, buffer, use, "bucket").wait();
+          RowCommunicator(*data).reduce_rows(rows, buffer, use, "bucket").wait();
         }
         rows.fill_(-1.0F);
         ASSERT_EQ(static_cast<int>(received.size()), world);
@@ -196,9 +197,10 @@ TEST_P(RowExchangeTest, AnErrorInTheUseOfRowsEndsTheGroup) {
   run([&](const Group& group) {
     const auto data = data_of(group);
     const at::Tensor rows = at::ones({group.world_size(), 300});
-    const at::Tensor buffer = at::empty({data->reduction_bytes(rows)}, at::kByte);
+    const at::Tensor buffer = at::empty({RowCommunicator(*data).reduction_bytes(rows)}, at::kByte);
     const auto use = [](const SummandRows&) { TORCH_CHECK(false, "no room for the sum"); };
-    const std::string text = error_of([&] { data->reduce_rows(rows, buffer, use, "b").wait(); });
+    const std::string text =
+        error_of([&] { RowCommunicator(*data).reduce_rows(rows, buffer, use, "b").wait(); });
     expect_words(text, {"reduce_rows of b: "});
     if (text.find("no room for the sum") != std::string::npos) ++with_reason;
     EXPECT_EQ(data->failed(), text);

@@ -23,7 +23,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/transports.h"
-#include "zero/communicator.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 namespace {
@@ -165,7 +165,7 @@ TEST_P(RowExchangeTest, RowsOfDifferentLengths) {
 
         const Rows gathered(at::full({ends.back()}, 99, dtype), BucketRows(ends));
         gathered.row(me).copy_(values(me, me, lengths[me], dtype));
-        data->gather_rows(gathered, "bucket").wait();
+        RowCommunicator(*data).gather_rows(gathered, "bucket").wait();
         for (int r = 0; r < world; ++r) {
           EXPECT_TRUE(gathered.row(r).equal(values(r, r, lengths[r], dtype))) << dtype << " " << r;
         }
@@ -196,7 +196,7 @@ TEST(WholeExchangeTest, RowsOfDifferentLengthsAreGatheredInOneSection) {
             const int me = group.rank();
             const Rows rows(at::zeros({ends.total()}, at::kBFloat16), ends);
             rows.row(me).copy_(values(me, me, lengths[me], at::kBFloat16));
-            data->gather_rows(rows, "bucket").wait();
+            RowCommunicator(*data).gather_rows(rows, "bucket").wait();
             for (int r = 0; r < 3; ++r) {
               EXPECT_TRUE(rows.row(r).equal(values(r, r, lengths[r], at::kBFloat16))) << r;
             }
@@ -221,7 +221,8 @@ TEST(WholeExchangeTest, AnErrorWithinASectionEndsIt) {
       [](const Group& group) {
         const auto data = data_of(group);
         const Rows rows(at::zeros({6}), BucketRows({1, 3, 6}));
-        expect_words(error_of([&] { data->gather_rows(rows, "bucket").wait(); }), {"rank 1"});
+        expect_words(error_of([&] { RowCommunicator(*data).gather_rows(rows, "bucket").wait(); }),
+                     {"rank 1"});
       },
       options);
   EXPECT_EQ(options.network->open_sections(), 0);
@@ -235,10 +236,10 @@ TEST_P(RowExchangeTest, TheTransportChoosesTheExchange) {
     const int64_t own = world == 1 ? 0 : 12;
     const Wire wire = GetParam().wire;
     const int64_t floats = wire == Wire::kShared ? 0 : wire == Wire::kNative ? own : world * own;
-    EXPECT_EQ(data->reduction_bytes(at::zeros({world, 3})), floats);
-    EXPECT_EQ(data->reduction_bytes(at::zeros({world, 6}, at::kBFloat16)),
+    EXPECT_EQ(RowCommunicator(*data).reduction_bytes(at::zeros({world, 3})), floats);
+    EXPECT_EQ(RowCommunicator(*data).reduction_bytes(at::zeros({world, 6}, at::kBFloat16)),
               wire == Wire::kShared ? 0 : world * own);
-    EXPECT_EQ(data->allocate(100).defined(), wire == Wire::kShared && world > 1);
+    EXPECT_EQ(RowCommunicator(*data).allocate(100).defined(), wire == Wire::kShared && world > 1);
   });
 }
 
@@ -251,7 +252,7 @@ TEST_P(RowExchangeTest, NothingIsAlsoSomethingToSend) {
     data->gather_rows(none, "empty").wait();
     data->broadcast(none, 0, "empty").wait();
     data->all_reduce_sum(at::empty({0}, at::kDouble), "empty").wait();
-    EXPECT_EQ(data->reduction_bytes(none), 0);
+    EXPECT_EQ(RowCommunicator(*data).reduction_bytes(none), 0);
     EXPECT_TRUE(reduced_rows(*data, none, "empty").empty());
     EXPECT_EQ(data->traffic().exchange_bytes_sent, 0);
   });

@@ -23,7 +23,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/transports.h"
-#include "zero/communicator.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 namespace {
@@ -81,10 +81,11 @@ TEST_P(TwoLevelExchangeTest, AFormatIsAddedUpWithinAMachineAndSentAsItSays) {
     for (const bool encodes : {false, true}) {
       const Hundreds format(encodes);
       const RowValues values{&format, n};
-      const at::Tensor buffer = at::empty({data->reduction_bytes(rows, values)}, at::kByte);
+      const at::Tensor buffer =
+          at::empty({RowCommunicator(*data).reduction_bytes(rows, values)}, at::kByte);
       std::vector<at::Tensor> sums;
       const auto use = [&](const SummandRows& brought) { sums = copies_of(brought, n); };
-      data->reduce_rows(rows, buffer, use, "bucket", values).wait();
+      RowCommunicator(*data).reduce_rows(rows, buffer, use, "bucket", values).wait();
       float total = 0;
       for (const at::Tensor& sum : sums) {
         EXPECT_EQ(sum.scalar_type(), encodes ? at::kByte : at::kFloat);
@@ -169,7 +170,7 @@ TEST_P(TwoLevelExchangeTest, AMachineSendsItsSumsWithoutWaitingForLaterRows) {
     const auto data = data_of(group);
     const int world = group.world_size();
     const auto reduce = [&](const at::Tensor& rows, const at::Tensor& buffer, float& sum) {
-      return data->reduce_rows(
+      return RowCommunicator(*data).reduce_rows(
           rows, buffer,
           [&sum, n = rows.size(1)](const SummandRows& brought) {
             sum = 0;
@@ -178,8 +179,8 @@ TEST_P(TwoLevelExchangeTest, AMachineSendsItsSumsWithoutWaitingForLaterRows) {
           "bucket");
     };
     const at::Tensor one = at::full({world, 300}, 1.0F), two = at::full({world, 300}, 2.0F);
-    const at::Tensor buffer = at::empty({data->reduction_bytes(one)}, at::kByte);
-    const at::Tensor other = at::empty({data->reduction_bytes(two)}, at::kByte);
+    const at::Tensor buffer = at::empty({RowCommunicator(*data).reduction_bytes(one)}, at::kByte);
+    const at::Tensor other = at::empty({RowCommunicator(*data).reduction_bytes(two)}, at::kByte);
     float first = 0, second = 0;
     Pending a = reduce(one, buffer, first);
     Pending b;

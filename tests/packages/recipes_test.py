@@ -106,14 +106,14 @@ class ApiTest(Copy):
         self.assertEqual(self.check()[0], 0)
 
     def test_comments_bodies_and_private_members_are_no_api(self):
-        header = self.root / "zero/rows.h"
+        header = self.root / "zero/process_group.h"
         (self.root / "CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0\n\nNothing.\n")
         before = self.check()[1]
-        change(header, "  BucketRows lengths_;", "  int another_ = 0;  // of another kind")
-        change(header, "return values_.defined();", "return true;")
+        change(header, "  int machines_ = 0;", "  int another_ = 0;  // of another kind")
+        change(header, "return machines_;", "return 1;")
         self.assertEqual(self.check()[1], before)
-        change(header, "bool defined() const", "bool defined()")
-        self.assertIn("does not name defined", self.check()[1])
+        change(header, "int machines() const", "int machines()")
+        self.assertIn("does not name machines", self.check()[1])
 
 
 class ModuleTest(unittest.TestCase):

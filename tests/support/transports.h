@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "tests/support/run_ranks.h"
-#include "zero/communicator.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 
@@ -102,7 +102,7 @@ inline std::vector<at::Tensor> copies_of(const SummandRows& rows, int64_t n,
 // Copies of the rows that reduce_rows() brings, in memory that holds NaN before.
 inline std::vector<at::Tensor> reduced_rows(Communicator& ranks, const Rows& rows,
                                             const std::string& label) {
-  const int64_t bytes = ranks.reduction_bytes(rows);
+  const int64_t bytes = RowCommunicator(ranks).reduction_bytes(rows);
   const c10::Device device = rows.values().device();
   at::Tensor buffer;
   if (bytes > 0) buffer = at::full({bytes}, 0xFF, at::TensorOptions(at::kByte).device(device));
@@ -110,7 +110,7 @@ inline std::vector<at::Tensor> reduced_rows(Communicator& ranks, const Rows& row
   const auto use = [&](const SummandRows& summands) {
     result = copies_of(summands, rows.row(ranks.rank()).numel(), device);
   };
-  ranks.reduce_rows(rows, buffer, use, label).wait();
+  RowCommunicator(ranks).reduce_rows(rows, buffer, use, label).wait();
   return result;
 }
 

@@ -22,6 +22,7 @@
 #include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/mesh.h"
 #include "zero/zero_optimizer.h"
 
@@ -153,7 +154,7 @@ TEST(CallOrderTest, GradientAndChecksBetweenBackwardAndStep) {
 TEST(CallOrderTest, ACommunicatorRefusesToOvertakeReductions) {
   run_ranks(2, [](const Group& group) {
     const auto data = group.make_communicator("data", Purpose::kData);
-    data->begin_reductions();
+    RowCommunicator(*data).begin_reductions();
     at::Tensor rows = at::zeros({2, 4});
     const auto expect_refused = [](const std::function<void()>& call) {
       expect_words(error_of(call), {"while gradient reductions are queued"});
@@ -163,7 +164,7 @@ TEST(CallOrderTest, ACommunicatorRefusesToOvertakeReductions) {
     expect_refused([&] { data->all_reduce_sum(at::zeros({2}, at::kDouble), "x").wait(); });
     expect_refused([&] { data->all_gather_text("a", "x"); });
     data->exchange_rows(rows, at::zeros({2, 4}), "x").wait();
-    data->end_reductions();
+    RowCommunicator(*data).end_reductions();
     data->gather_rows(rows, "x").wait();
   });
 }

@@ -25,7 +25,6 @@
 #include "tests/support/state_snapshot.h"
 #include "tests/support/training.h"
 #include "zero/checkpoint.h"
-#include "zero/weights.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

@@ -41,12 +41,12 @@
 
 #include "tests/support/random_tensors.h"
 #include "zero/checkpoint.h"
+#include "zero/checkpoint_options.h"
 #include "zero/combined_optimizer.h"
 #include "zero/launch.h"
 #include "zero/lr_schedule.h"
 #include "zero/mesh.h"
 #include "zero/muon.h"
-#include "zero/random_state.h"
 #include "zero/zero_optimizer.h"
 
 namespace {

@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "zero/base/error_text.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 
@@ -30,7 +31,7 @@ std::vector<std::string> run_on_all_ranks(Communicator& control, const std::stri
     for (size_t r = 0; r < texts.size(); ++r) {
       if (texts[r][0] != kind) continue;
       const bool own = static_cast<int>(r) == control.rank();
-      throw_error(kind == '?' || control.are_newcomers(failed),
+      throw_error(kind == '?' || RowCommunicator(control).are_newcomers(failed),
                   c10::str("rank ", control.rank(), ": ", what,
                            own ? std::string(" failed: ")
                                : c10::str(" was given up by all ranks because of rank ", r, ": "),

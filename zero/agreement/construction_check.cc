@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "zero/base/error_text.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 namespace {
@@ -53,7 +54,7 @@ std::vector<int64_t> hashes_of_prefixes(const std::vector<std::string>& lines) {
     text += "\n  rank " + std::to_string(r) + ": " + all[r];
     ranks.push_back(static_cast<int>(r));
   }
-  throw_error(communicator.are_newcomers(ranks),
+  throw_error(RowCommunicator(communicator).are_newcomers(ranks),
               c10::str("rank ", communicator.rank(),
                        ": the optimizer was not made on any rank because of:", text));
 }
@@ -79,7 +80,7 @@ std::vector<int64_t> hashes_of_prefixes(const std::vector<std::string>& lines) {
     ranks.push_back(static_cast<int>(r));
   }
   TORCH_INTERNAL_ASSERT(!got.empty(), "descriptions hash differently but are equal");
-  throw_error(communicator.are_newcomers(ranks),
+  throw_error(RowCommunicator(communicator).are_newcomers(ranks),
               c10::str("rank ", communicator.rank(),
                        ": expected the same model, options and optimizer on every rank; the first "
                        "difference is\n  rank 0: ",

@@ -9,6 +9,7 @@
 
 #include "zero/agreement/used_flags.h"
 #include "zero/base/error_text.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 namespace {
@@ -179,13 +180,13 @@ void ControlChannel::throw_different_calls(Call call, const CallArguments& argum
 
 bool ControlChannel::is_of_newcomers(const std::string& own,
                                      const std::optional<std::string>& expected) {
-  if (!communicator_.has_newcomers()) return false;
+  if (!RowCommunicator(communicator_).has_newcomers()) return false;
   const auto all = communicator_.all_gather_text(own, "what ranks that join have given");
   std::vector<int> ranks;
   for (size_t r = 0; r < all.size(); ++r) {
     if (all[r] != expected.value_or(all[0])) ranks.push_back(static_cast<int>(r));
   }
-  return communicator_.are_newcomers(ranks);
+  return RowCommunicator(communicator_).are_newcomers(ranks);
 }
 
 void ControlChannel::announce(const std::string& problem) noexcept {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/random_state.h"
+#include "zero/checkpoint_options.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/weights.h"
+#include "zero/checkpoint.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>

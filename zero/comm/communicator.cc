@@ -20,6 +20,7 @@
 #include "zero/base/periodic_call.h"
 #include "zero/comm/exchange/operation.h"
 #include "zero/comm/exchange/row_exchange.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 namespace {
@@ -177,12 +178,11 @@ Pending Communicator::Impl::all_reduce(const at::Tensor& values, c10d::ReduceOp:
 
 Communicator::Communicator(BackendPtr backend, std::string name, milliseconds timeout,
                            RowTransport rows)
-    : Communicator(make_row_exchange(backend, rows, timeout), backend ? backend->getRank() : 0,
-                   backend ? backend->getSize() : 1, std::move(name), timeout) {}
+    : Communicator(make_owned<Impl>(make_row_exchange(backend, rows, timeout),
+                                    backend ? backend->getRank() : 0,
+                                    backend ? backend->getSize() : 1, std::move(name), timeout)) {}
 
-Communicator::Communicator(std::shared_ptr<RowExchange> exchange, int rank, int world_size,
-                           std::string name, milliseconds timeout)
-    : impl_(make_owned<Impl>(std::move(exchange), rank, world_size, std::move(name), timeout)) {
+Communicator::Communicator(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {
   // Neither keeps the exchange alive, which must not end on the thread that fails: the destructor
   // waits for both.
   RowExchange* const connections = impl_->exchange.get();
@@ -210,21 +210,6 @@ Communicator::~Communicator() {
   }
 }
 
-void Communicator::count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures) {
-  impl_->health->count_failure_in(std::move(failures));
-}
-
-void Communicator::set_newcomers(std::vector<int> ranks) { impl_->newcomers = std::move(ranks); }
-
-bool Communicator::has_newcomers() const { return !impl_->newcomers.empty(); }
-
-bool Communicator::are_newcomers(const std::vector<int>& ranks) const {
-  const auto is_new = [this](int rank) {
-    return std::ranges::find(impl_->newcomers, rank) != impl_->newcomers.end();
-  };
-  return !ranks.empty() && !is_new(rank()) && std::ranges::all_of(ranks, is_new);
-}
-
 int Communicator::rank() const { return impl_->rank; }
 int Communicator::world_size() const { return impl_->world_size; }
 const std::string& Communicator::name() const { return impl_->health->name(); }
@@ -234,14 +219,6 @@ std::string Communicator::failed() const { return impl_->health->first_failure()
 Traffic Communicator::traffic() const {
   const std::lock_guard<std::mutex> lock(impl_->traffic_mutex);
   return impl_->traffic;
-}
-
-bool Communicator::waits_on_host(c10::Device device) const {
-  return impl_->exchange && impl_->exchange->waits_on_host(device);
-}
-
-at::Tensor Communicator::allocate(int64_t bytes) const {
-  return impl_->exchange ? impl_->exchange->allocate(bytes) : at::Tensor();
 }
 
 Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& received,
@@ -262,59 +239,9 @@ Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& re
       [&](Operation& operation) { return impl_->exchange->exchange(rows, received, operation); });
 }
 
-int64_t Communicator::reduction_bytes(const Rows& rows, const RowValues& values) const {
-  return impl_->exchange && rows.values().numel() > 0
-             ? impl_->exchange->reduction_bytes(rows, values)
-             : 0;
-}
-
-Pending Communicator::reduce_rows(const Rows& rows, const at::Tensor& buffer, UseRows use,
-                                  const std::string& label, const RowValues& values) {
-  const std::string what = "reduce_rows of " + label;
-  check_rows(rows, impl_->world_size, what);
-  const at::Tensor& matrix = rows.values();
-  const int64_t bytes = reduction_bytes(rows, values);
-  TORCH_CHECK(bytes == 0 || (buffer.defined() && buffer.scalar_type() == at::kByte &&
-                             buffer.dim() == 1 && buffer.numel() == bytes &&
-                             buffer.is_contiguous() && buffer.device() == matrix.device()),
-              what, ": expected a buffer of ", bytes, " bytes on ", matrix.device(), ", got ",
-              buffer.defined()
-                  ? c10::str(buffer.sizes(), " ", buffer.dtype(), " on ", buffer.device())
-                  : std::string("an undefined tensor"),
-              impl_->health->where());
-  if (!impl_->exchange) {
-    return Pending([matrix, use = std::move(use)] {
-      SummandRows own;
-      own.dtype = matrix.scalar_type();
-      own.own_row = matrix.const_data_ptr();
-      if (matrix.numel() > 0) use(own);
-    });
-  }
-  return impl_->start(what, matrix.numel() > 0, &Traffic::exchange_calls,
-                      &Traffic::exchange_bytes_sent, [&](Operation& operation) {
-                        return impl_->exchange->reduce(rows, buffer, values, std::move(use),
-                                                       operation);
-                      });
-}
-
-Pending Communicator::gather_rows(const Rows& rows, const std::string& label,
-                                  const at::Tensor& before) {
-  const std::string what = "gather_rows of " + label;
-  if (before.defined() && impl_->exchange) {
-    const at::Tensor own = rows.row(rank());
-    TORCH_CHECK(sends_changes(own.scalar_type(), own.device()), what,
-                ": expected no `before`, since this transport sends rows whole; see "
-                "sends_changes()");
-    TORCH_CHECK(before.sizes() == own.sizes() && before.dtype() == own.dtype() &&
-                    before.device() == own.device() && before.is_contiguous(),
-                what, ": expected `before` like the own row, ", own.sizes(), " ", own.dtype(),
-                ", got ", before.sizes(), " ", before.dtype(), " on ", before.device());
-  }
-  return impl_->gather(rows, before, what, &Traffic::gather_calls, &Traffic::gather_bytes_sent);
-}
-
-bool Communicator::sends_changes(c10::ScalarType dtype, c10::Device device) const {
-  return impl_->exchange && impl_->exchange->sends_changes(dtype, device);
+Pending Communicator::gather_rows(const at::Tensor& rows, const std::string& label) {
+  return impl_->gather(rows, {}, "gather_rows of " + label, &Traffic::gather_calls,
+                       &Traffic::gather_bytes_sent);
 }
 
 Pending Communicator::all_reduce_sum(const at::Tensor& values, const std::string& label) {
@@ -405,13 +332,101 @@ std::vector<std::string> Communicator::all_gather_text(const std::string& text,
   return texts;
 }
 
-void Communicator::begin_reductions() { impl_->reducing = true; }
-void Communicator::end_reductions() { impl_->reducing = false; }
-
 void Communicator::abort(const std::string& reason) noexcept { impl_->health->fail(reason); }
 
 void Communicator::on_failure(std::function<void(const std::string&)> action) {
   impl_->health->on_first_failure(std::move(action));
 }
+
+std::unique_ptr<Communicator> RowCommunicator::over(std::shared_ptr<RowExchange> exchange, int rank,
+                                                    int world_size, std::string name,
+                                                    milliseconds timeout) {
+  return std::unique_ptr<Communicator>(new Communicator(make_owned<Communicator::Impl>(
+      std::move(exchange), rank, world_size, std::move(name), timeout)));
+}
+
+bool RowCommunicator::waits_on_host(c10::Device device) const {
+  return all_.impl_->exchange && all_.impl_->exchange->waits_on_host(device);
+}
+
+at::Tensor RowCommunicator::allocate(int64_t bytes) const {
+  return all_.impl_->exchange ? all_.impl_->exchange->allocate(bytes) : at::Tensor();
+}
+
+int64_t RowCommunicator::reduction_bytes(const Rows& rows, const RowValues& values) const {
+  return all_.impl_->exchange && rows.values().numel() > 0
+             ? all_.impl_->exchange->reduction_bytes(rows, values)
+             : 0;
+}
+
+Pending RowCommunicator::reduce_rows(const Rows& rows, const at::Tensor& buffer, UseRows use,
+                                     const std::string& label, const RowValues& values) {
+  const std::string what = "reduce_rows of " + label;
+  check_rows(rows, all_.impl_->world_size, what);
+  const at::Tensor& matrix = rows.values();
+  const int64_t bytes = reduction_bytes(rows, values);
+  TORCH_CHECK(bytes == 0 || (buffer.defined() && buffer.scalar_type() == at::kByte &&
+                             buffer.dim() == 1 && buffer.numel() == bytes &&
+                             buffer.is_contiguous() && buffer.device() == matrix.device()),
+              what, ": expected a buffer of ", bytes, " bytes on ", matrix.device(), ", got ",
+              buffer.defined()
+                  ? c10::str(buffer.sizes(), " ", buffer.dtype(), " on ", buffer.device())
+                  : std::string("an undefined tensor"),
+              all_.impl_->health->where());
+  if (!all_.impl_->exchange) {
+    return Pending([matrix, use = std::move(use)] {
+      SummandRows own;
+      own.dtype = matrix.scalar_type();
+      own.own_row = matrix.const_data_ptr();
+      if (matrix.numel() > 0) use(own);
+    });
+  }
+  return all_.impl_->start(what, matrix.numel() > 0, &Traffic::exchange_calls,
+                           &Traffic::exchange_bytes_sent, [&](Operation& operation) {
+                             return all_.impl_->exchange->reduce(rows, buffer, values,
+                                                                 std::move(use), operation);
+                           });
+}
+
+Pending RowCommunicator::gather_rows(const Rows& rows, const std::string& label,
+                                     const at::Tensor& before) {
+  const std::string what = "gather_rows of " + label;
+  if (before.defined() && all_.impl_->exchange) {
+    const at::Tensor own = rows.row(all_.rank());
+    TORCH_CHECK(sends_changes(own.scalar_type(), own.device()), what,
+                ": expected no `before`, since this transport sends rows whole; see "
+                "sends_changes()");
+    TORCH_CHECK(before.sizes() == own.sizes() && before.dtype() == own.dtype() &&
+                    before.device() == own.device() && before.is_contiguous(),
+                what, ": expected `before` like the own row, ", own.sizes(), " ", own.dtype(),
+                ", got ", before.sizes(), " ", before.dtype(), " on ", before.device());
+  }
+  return all_.impl_->gather(rows, before, what, &Traffic::gather_calls,
+                            &Traffic::gather_bytes_sent);
+}
+
+bool RowCommunicator::sends_changes(c10::ScalarType dtype, c10::Device device) const {
+  return all_.impl_->exchange && all_.impl_->exchange->sends_changes(dtype, device);
+}
+
+void RowCommunicator::count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures) {
+  all_.impl_->health->count_failure_in(std::move(failures));
+}
+
+void RowCommunicator::set_newcomers(std::vector<int> ranks) {
+  all_.impl_->newcomers = std::move(ranks);
+}
+
+bool RowCommunicator::has_newcomers() const { return !all_.impl_->newcomers.empty(); }
+
+bool RowCommunicator::are_newcomers(const std::vector<int>& ranks) const {
+  const auto is_new = [this](int rank) {
+    return std::ranges::find(all_.impl_->newcomers, rank) != all_.impl_->newcomers.end();
+  };
+  return !ranks.empty() && !is_new(all_.rank()) && std::ranges::all_of(ranks, is_new);
+}
+
+void RowCommunicator::begin_reductions() { all_.impl_->reducing = true; }
+void RowCommunicator::end_reductions() { all_.impl_->reducing = false; }
 
 }  // namespace zero

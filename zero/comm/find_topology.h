@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "zero/process_group.h"
 #include "zero/rendezvous/bounded_store.h"
-#include "zero/topology.h"
 
 namespace zero {
 

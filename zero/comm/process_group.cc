@@ -25,6 +25,7 @@
 #include "zero/comm/backends/shared_rows.h"
 #include "zero/comm/exchange/row_exchange.h"
 #include "zero/comm/exchange/two_level_exchange.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/meeting.h"
 
@@ -363,7 +364,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
               "ZeroOptimizer::group() instead");
   if (world_size() == 1) {
     auto alone = std::make_unique<Communicator>(nullptr, full_name, timeout());
-    alone->count_failure_in(state_->failures);
+    RowCommunicator(*alone).count_failure_in(state_->failures);
     return alone;
   }
   const std::string key = c10::str("communicator/", this->name(), "/", name);
@@ -406,10 +407,10 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
   }
   meet_newcomers(state_->newcomers, rank(), [&] { rendezvous.run(work); });
   place->take_numbers(*store);
-  auto made = std::make_unique<Communicator>(std::move(*exchange), rank(), world_size(), full_name,
-                                             timeout());
-  made->count_failure_in(state_->failures);
-  made->set_newcomers(state_->newcomers);
+  auto made =
+      RowCommunicator::over(std::move(*exchange), rank(), world_size(), full_name, timeout());
+  RowCommunicator(*made).count_failure_in(state_->failures);
+  RowCommunicator(*made).set_newcomers(state_->newcomers);
   return made;
 }
 

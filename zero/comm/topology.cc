@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/topology.h"
+#include "zero/process_group.h"
 
 #include <c10/util/Exception.h>
 

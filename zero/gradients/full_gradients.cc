@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "bookkeeping/layout.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 
@@ -28,7 +29,8 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
     Communicator& group = *comms_[plan_.domain_of(b)].data;
     const at::Tensor own = rows.row(group.rank());
     convert(reducer.shard(b), own);
-    Pending gather = group.gather_rows(rows, "averaged gradient bucket " + std::to_string(b));
+    Pending gather =
+        RowCommunicator(group).gather_rows(rows, "averaged gradient bucket " + std::to_string(b));
     under_way.emplace_back([&, b, rows, gather = std::move(gather)]() mutable {
       gather.wait();
       memory_.publish(b, rows, tensor_of);

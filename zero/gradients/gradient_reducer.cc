@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "zero/base/streams.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/gradients/replica_sum.h"
 #include "zero/memory/bucket_memory.h"
 #include "zero/memory/device_stream.h"
@@ -61,7 +62,7 @@ void GradientReducer::connect() {
   const c10::Device device = shards_.front().device();
   const bool connects_late =
       std::any_of(comms_.begin(), comms_.end(), [&](const DomainCommunicators& comms) {
-        return comms.data->world_size() > 1 && !comms.data->waits_on_host(device);
+        return comms.data->world_size() > 1 && !RowCommunicator(*comms.data).waits_on_host(device);
       });
   if (!connects_late) return;
   // Replicas exchange in collective calls, where all ranks come.
@@ -268,7 +269,7 @@ void GradientReducer::send_next() {
   } else {
     const c10::Device device = reduction.shard.device();
     TORCH_CHECK(
-        !is_capturing(device) || !comms.data->waits_on_host(device),
+        !is_capturing(device) || !RowCommunicator(*comms.data).waits_on_host(device),
         "CUDA graph capture: expected NCCL between ranks, got a transport on which the host "
         "waits; end the capture and run the step without");
     queue_.push(std::move(reduction));
@@ -307,7 +308,8 @@ int64_t GradientReducer::rounds_needed() const {
 void GradientReducer::set_reducing(bool reducing) {
   if (std::exchange(reducing_, reducing) == reducing) return;
   for (const DomainCommunicators& comms : comms_) {
-    reducing ? comms.data->begin_reductions() : comms.data->end_reductions();
+    reducing ? RowCommunicator(*comms.data).begin_reductions()
+             : RowCommunicator(*comms.data).end_reductions();
   }
 }
 

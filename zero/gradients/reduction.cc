@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/memory/bucket_memory.h"
 #include "zero/memory/trace_range.h"
 
@@ -41,9 +42,9 @@ Exchange start_exchange(BucketReduction reduction, BufferPool& pool) {
   const BucketReduction& r = exchange.reduction;
   const std::string label = "gradient bucket " + std::to_string(r.bucket);
   const RowValues values{r.wire, r.wire->sum_numel(r.shard.numel())};
-  const int64_t bytes = r.group->reduction_bytes(r.rows, values);
+  const int64_t bytes = RowCommunicator(*r.group).reduction_bytes(r.rows, values);
   if (bytes > 0) exchange.buffer = pool.take(bytes, at::kByte, BufferPool::Order::kWait);
-  exchange.pending = r.group->reduce_rows(
+  exchange.pending = RowCommunicator(*r.group).reduce_rows(
       r.rows, exchange.buffer, [r, &pool](const SummandRows& rows) { sum(r, rows, pool); }, label,
       values);
   return exchange;

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <exception>
 
-#include "zero/communicator.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/memory/buffer_pool.h"
 

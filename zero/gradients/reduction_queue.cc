@@ -10,6 +10,7 @@
 #include "zero/base/own_thread_wait.h"
 #include "zero/base/streams.h"
 #include "zero/base/threads.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/memory/device_stream.h"
 
 namespace zero {
@@ -35,7 +36,7 @@ void ReductionQueue::push(BucketReduction reduction) {
   Lock lock(mutex_);
   if (error_) return;  // drain() reports it; nothing more is sent
   try {
-    if (group.waits_on_host(device)) {
+    if (RowCommunicator(group).waits_on_host(device)) {
       give_to_worker(std::move(reduction), lock);
     } else {
       streams_.enqueue(std::move(reduction));

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "bookkeeping/plan.h"
-#include "zero/communicator.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/memory/buffer_pool.h"
 
 namespace zero {

@@ -16,7 +16,7 @@
 
 #include "bookkeeping/plan.h"
 #include "zero/memory/buffer_pool.h"
-#include "zero/rows.h"
+#include "zero/memory/rows.h"
 
 namespace zero {
 

@@ -21,6 +21,7 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/agreement/used_flags.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/memory/row_copies.h"
@@ -319,7 +320,8 @@ void move(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sou
       rows.row(ranks.rank()).narrow(0, h->segment.offset, h->segment.numel).copy_(tensor->second);
     }
     if (ranks.world_size() > 1) {
-      ranks.gather_rows(rows, c10::str(kind.name, " of bucket ", b, " before resize_rows()"))
+      RowCommunicator(ranks)
+          .gather_rows(rows, c10::str(kind.name, " of bucket ", b, " before resize_rows()"))
           .wait();
     }
     // 2. Each takes what its segments continue.

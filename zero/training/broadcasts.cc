@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "zero/comm/row_communicator.h"
 #include "zero/memory/whole_tensor.h"
 
 namespace zero {
@@ -18,7 +19,8 @@ void Broadcasts::send(const at::Tensor& tensor, const DomainCommunicators& comms
   at::NoGradGuard no_grad;
   // A transport between devices takes no host memory, such as a counter in a buffer.
   const c10::Device device = arena_.device();
-  const bool moves = tensor.device() != device && !comms.data->waits_on_host(device);
+  const bool moves =
+      tensor.device() != device && !RowCommunicator(*comms.data).waits_on_host(device);
   const at::Tensor sent = moves ? tensor.detach().to(device) : tensor.detach();
   // As bytes, since not every transport knows every dtype.
   at::Tensor flat = sent.contiguous().reshape({-1}).view(at::kByte);

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/memory/device_stream.h"
 #include "zero/training/broadcasts.h"
 #include "zero/training/group_layouts.h"
@@ -66,7 +67,8 @@ BufferPool::Allocate allocator_of(const OptimizerCommunicators& comms, at::Devic
   if (!device.is_cpu()) return nullptr;
   return [&comms](int64_t bytes) {
     for (const DomainCommunicators& domain : comms.domains) {
-      if (at::Tensor buffer = domain.data->allocate(bytes); buffer.defined()) return buffer;
+      if (at::Tensor buffer = RowCommunicator(*domain.data).allocate(bytes); buffer.defined())
+        return buffer;
     }
     return at::Tensor();
   };

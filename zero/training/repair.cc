@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "zero/base/error_text.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/memory/bucket_memory.h"
 #include "zero/training/broadcasts.h"
 #include "zero/update/replica_check.h"
@@ -39,7 +40,9 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
     const Rows rows(engine.pool.take(engine.plan.bucket_numel(bucket), at::kFloat), bucket.rows);
     rows.row(ranks.rank())
         .copy_(gradient ? engine.reducer.shard(b) : engine.shards.masters().values(b));
-    ranks.gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name).wait();
+    RowCommunicator(ranks)
+        .gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name)
+        .wait();
     std::vector<at::Tensor> tensors(bucket.slots.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (bucket.slots[i].parameter == index) tensors[i] = result;

@@ -10,6 +10,7 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/memory/trace_range.h"
 
 namespace zero {
@@ -43,7 +44,7 @@ bool ParameterGathers::sends_changes(int64_t bucket) {
   // Elsewhere no rank has the rows of others between steps.
   if (!arena.layout->in_place()) return false;
   const at::Tensor values = arena_.rows(bucket).values();
-  return ranks_of(bucket).sends_changes(values.scalar_type(), values.device());
+  return RowCommunicator(ranks_of(bucket)).sends_changes(values.scalar_type(), values.device());
 }
 
 void ParameterGathers::begin() {
@@ -63,7 +64,8 @@ void ParameterGathers::start(int64_t bucket, const Rows& rows) {
   }
   under_way_.push_back(bucket);
   const std::string label = "parameter bucket " + std::to_string(bucket);
-  Pending gather = ranks_of(bucket).gather_rows(rows, label, std::exchange(before_[bucket], {}));
+  Pending gather = RowCommunicator(ranks_of(bucket))
+                       .gather_rows(rows, label, std::exchange(before_[bucket], {}));
   gathers_[bucket] = Pending([this, bucket, rows, gather = std::move(gather)]() mutable {
     const TraceRange range("gather", bucket);
     gather.wait();

@@ -13,11 +13,11 @@
 
 #include "bookkeeping/plan.h"
 #include "zero/agreement/communicators.h"
-#include "zero/communicator.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/memory/parameter_table.h"
+#include "zero/memory/rows.h"
 #include "zero/memory/working_arena.h"
 #include "zero/options.h"
-#include "zero/rows.h"
 
 namespace torch::nn {
 class Module;

@@ -26,7 +26,9 @@
 #include <vector>
 
 #include "zero/comm/exchange/operation.h"
+#include "zero/comm/exchange/row_format.h"
 #include "zero/communicator.h"
+#include "zero/memory/rows.h"
 
 namespace zero {
 
