@@ -8,6 +8,7 @@
 #include <chrono>
 #include <string>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/run_program.h"
 
 namespace zero {
@@ -51,3 +52,5 @@ TEST(SharedMemoryEndingsTest, NoRankWaitsForATimeout) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }
