@@ -179,6 +179,12 @@ struct LoadReport {
   // The differences found. After a strict load only: states that the checkpoint holds and the load
   // did not include, and states per rank of another number of ranks. Rank 0 warns of these.
   std::vector<std::string> differences;
+  // The formats of ZeroOptions::moments and split_masters that the run that saved and this one do
+  // not share, such as "moments of 12 parameters: float32 in the checkpoint, int8 here", by this
+  // rank's parameters. A checkpoint has all of them in fp32. Moments in fewer bytes are rounded to
+  // nearest;
+  // masters lose nothing. Checkpoints of earlier commits say float32.
+  std::vector<std::string> conversions;
   uint64_t bytes_read = 0;  // by this rank, its part of verifying files included
   // From other ranks, of files that this one does not see. They count as read, too.
   uint64_t bytes_received = 0;

@@ -37,7 +37,8 @@ void expect_fields(const nlohmann::json& value, const std::string& text) {
 TEST(FormatDocumentTest, EveryFieldOfAManifestIsSpecified) {
   Manifest m;
   m.holders = 2;
-  m.parameters = {{"weight", {2, 3}, {3, 1}, c10::ScalarType::Float, 0, {4, 3}, 0, 2, {2, 2}}};
+  m.parameters = {
+      {"weight", {2, 3}, {3, 1}, c10::ScalarType::Float, 0, {4, 3}, 0, 2, {2, 2}, "int8", "split"}};
   m.files = {{"rank-00000.safetensors", 10, 1, 1, 1, "id of a link"}};
   m.tensors = {{"weight", {"master"}, {{0, 0, 6}}}};
   const std::string text = specification();

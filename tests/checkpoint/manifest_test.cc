@@ -322,6 +322,16 @@ TEST(ManifestTest, PartsOfTensorsSayWhereTheyAre) {
 }
 
 // What a load would refuse is not saved.
+TEST(ManifestTest, FormatsOfMomentsAndMastersAreWrittenWhereTheyAreNotFp32) {
+  Manifest m = full_manifest();
+  EXPECT_EQ(manifest_text(m).find("moments"), std::string::npos);
+  m.parameters[0].moments = "int8";
+  m.parameters[0].master = "split";
+  const Manifest back = parse_manifest(manifest_text(m), "m");
+  EXPECT_EQ(back.parameters[0].moments, "int8");
+  EXPECT_EQ(back.parameters[0].master, "split");
+}
+
 TEST(ManifestTest, NamesWithANulAreNotWritten) {
   Manifest m = full_manifest();
   m.parameters[0].name = "a\\u0000b";  // the characters of the escape, and no NUL

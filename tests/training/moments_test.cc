@@ -11,10 +11,12 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -95,6 +97,7 @@ class PlainRun {
       second_.push_back(state());
       largest_.push_back(at::zeros({value.numel()}));
       counts_.push_back(0);
+      frozen_.push_back(false);
     }
   }
 
@@ -103,7 +106,7 @@ class PlainRun {
     std::vector<std::vector<at::Tensor>> of_rank;
     for (int r = 0; r < world_size_; ++r) of_rank.push_back(gradients(r, number));
     for (size_t p = 0; p < masters.size(); ++p) {
-      if (!of_rank[0][p].defined()) continue;
+      if (!of_rank[0][p].defined() || frozen_[p]) continue;
       at::Tensor sum;
       for (const auto& given : of_rank) {
         const at::Tensor sent = given[p].to(dtype_).to(at::kFloat);
@@ -113,9 +116,50 @@ class PlainRun {
     }
   }
 
+  // A parameter that leaves, without a gradient from then on; it comes back without state.
+  void freeze(size_t p) {
+    frozen_[p] = true;
+    first_[p].zero_();
+    second_[p].zero_();
+    counts_[p] = 0;
+  }
+  void unfreeze(size_t p) { frozen_[p] = false; }
+
+  // Rounds all moments to nearest, as a load does.
+  void convert(Moments to) {
+    for (size_t p = 0; p < masters.size(); ++p) {
+      const Moments format = moments_of_parameter(to, masters[p].numel());
+      if (format == stored_[p]) continue;
+      first_[p] = converted(first_[p], /*root=*/false, stored_[p], format, masters[p].numel());
+      second_[p] = converted(second_[p], /*root=*/true, stored_[p], format, masters[p].numel());
+      stored_[p] = format;
+    }
+  }
+
   std::vector<at::Tensor> masters;
 
  private:
+  static at::Tensor converted(const at::Tensor& bytes, bool root, Moments from, Moments to,
+                              int64_t numel) {
+    at::Tensor values;
+    if (from == Moments::kFloat32) {
+      values = bytes.view(at::kFloat);
+    } else {
+      values = at::empty({numel}, at::kFloat);
+      for (int64_t i = 0; i < numel; ++i) {
+        values.mutable_data_ptr<float>()[i] =
+            kernels::reference::stored_value(type_of(from), root, bytes.const_data_ptr(), numel, i);
+      }
+    }
+    if (to == Moments::kFloat32) return values.view(at::kByte);
+    if (to == Moments::kBFloat16) return values.to(at::kBFloat16).view(at::kByte);
+    at::Tensor result = at::empty({moment_bytes(to, numel)}, at::kByte);
+    const std::vector<uint32_t> halves(static_cast<size_t>(numel), 0x80008000U);
+    kernels::reference::store_values(type_of(to), root, values.const_data_ptr<float>(), numel,
+                                     halves.data(), result.mutable_data_ptr());
+    return result;
+  }
+
   void update(size_t p, const at::Tensor& gradient) {
     ++counts_[p];
     if (class_ == Class::kSgd) {
@@ -160,7 +204,7 @@ class PlainRun {
     s.gradient = gradient.const_data_ptr<float>();
     s.numel = masters[p].numel();
     s.state_type = type_of(stored_[p]);
-    s.parameter = static_cast<int64_t>(p);
+    s.parameter = std::count(frozen_.begin(), frozen_.begin() + static_cast<int64_t>(p), false);
     return s;
   }
   template <class Options>
@@ -177,6 +221,7 @@ class PlainRun {
   std::vector<Moments> stored_;
   std::vector<at::Tensor> first_, second_, largest_;
   std::vector<int64_t> counts_;
+  std::vector<bool> frozen_;
   int64_t steps_ = 0;
 };
 
@@ -350,6 +395,155 @@ TEST(MomentsTest, GoOnFromACheckpointOfAnotherNumberOfRanks) {
         }
       });
     }
+  }
+}
+
+// A run that goes from one format to the next, on other ranks each time, beside one process that
+// rounds its moments where the run is loaded.
+TEST(MomentsTest, ALoadReportsFromWhichToWhichFormat) {
+  struct Part {
+    int world_size;
+    Moments moments;
+    bool split;
+    std::vector<std::string> conversions;
+  };
+  const Part parts[] = {
+      {2, Moments::kFloat32, false, {}},
+      {3,
+       Moments::kInt8,
+       true,
+       {"masters of 4 parameters: float32 in the checkpoint, split here",
+        "moments of 2 parameters: float32 in the checkpoint, int8 here"}},
+      {1,
+       Moments::kBFloat16,
+       true,
+       {"moments of 2 parameters: int8 in the checkpoint, bfloat16 here"}},
+      {2, Moments::kBFloat16, true, {}},
+      {4,
+       Moments::kFloat32,
+       false,
+       {"masters of 4 parameters: split in the checkpoint, float32 here",
+        "moments of 2 parameters: bfloat16 in the checkpoint, float32 here"}},
+      {2, Moments::kInt8, false, {"moments of 2 parameters: float32 in the checkpoint, int8 here"}},
+  };
+  const std::string folder = ::testing::TempDir() + "moments_chain";
+  std::filesystem::remove_all(folder);
+  PlainRun plain(Class::kAdamW, Moments::kFloat32, 1, at::kBFloat16);
+  int step = 0;
+  for (const Part& part : parts) {
+    plain.convert(part.moments);
+    for (int n = step; n < step + 3; ++n) plain.step(n);
+    run_ranks(part.world_size, [&](const Group& group) {
+      Pair run(group, Class::kAdamW, part.moments,
+               small_buckets().reduction(Reduction::kSum).split_masters(part.split), at::kBFloat16);
+      if (step > 0) {
+        const LoadReport report = run.optimizer->load_checkpoint(folder);
+        EXPECT_EQ(report.conversions, part.conversions) << "step " << step;
+        EXPECT_TRUE(report.differences.empty());
+      }
+      for (int n = step; n < step + 3; ++n) {
+        // The first rank alone has gradients, so that their sum does not depend on the others.
+        auto given = gradients(0, n);
+        for (at::Tensor& g : given) {
+          if (g.defined() && group.rank() != 0) g = at::zeros_like(g);
+        }
+        run.optimizer->backward(run.model.loss(given));
+        run.optimizer->step();
+      }
+      for (size_t p = 0; p < run.model.values.size(); ++p) {
+        EXPECT_TRUE(at::equal(run.optimizer->master(run.model.values[p]), plain.masters[p]))
+            << "step " << step << " parameter " << p;
+      }
+      run.optimizer->save_checkpoint(folder, SaveOptions().overwrite(true));
+    });
+    step += 3;
+  }
+  // Of another class of optimizer the masters alone are loaded.
+  run_ranks(1, [&](const Group& group) {
+    Pair other(group, Class::kLion, Moments::kBFloat16, small_buckets().split_masters(true),
+               at::kBFloat16);
+    const LoadReport report = other.optimizer->load_checkpoint(
+        folder, LoadOptions().strict(false).restore_options(false));
+    EXPECT_EQ(
+        report.conversions,
+        std::vector<std::string>{"masters of 4 parameters: float32 in the checkpoint, split here"});
+  });
+}
+
+// Each part counts its blocks from its own first element.
+TEST(MomentsTest, OfThePartsOfATensorLoadIntoAWhole) {
+  const std::string folder = ::testing::TempDir() + "moments_parts";
+  std::filesystem::remove_all(folder);
+  const at::Tensor whole = random_tensor({128, 64}, 1), gradient = random_tensor({128, 64}, 2);
+  run_ranks(2, [&](const Group& group) {
+    const auto own = [&](const at::Tensor& t) {
+      return t.narrow(0, 64 * group.rank(), 64).contiguous();
+    };
+    GivenGradients model({own(whole)});
+    const TensorParts parts{group, [](const std::string&) { return std::optional<int64_t>(0); }};
+    ZeroOptimizer optimizer(
+        model, inner_of(Class::kAdamW, model.parameters()), group.subgroup({group.rank()}, "own"),
+        ZeroOptions().moments(Moments::kInt8).mesh_group(group).tensor_parts(parts));
+    optimizer.backward(model.loss({own(gradient)}));
+    optimizer.step();
+    optimizer.save_checkpoint(folder);
+  });
+  // 0.9 * 0 + 0.1 * g of each part, rounded as in its first step.
+  std::vector<at::Tensor> expected;
+  for (const at::Tensor& part : gradient.split(64)) {
+    const at::Tensor average = part.reshape({-1}) * (1.0 - 0.9);
+    at::Tensor stored = at::empty({moment_bytes(Moments::kInt8, 4096)}, at::kByte);
+    std::vector<uint32_t> noise;
+    for (int64_t i = 0; i < 4096; ++i) noise.push_back(kernels::reference::state_noise(1, 0, i));
+    kernels::reference::store_values(kernels::StateType::kInt8, /*root=*/false,
+                                     average.const_data_ptr<float>(), 4096, noise.data(),
+                                     stored.mutable_data_ptr());
+    for (int64_t i = 0; i < 4096; ++i) {
+      expected.push_back(
+          at::full({}, kernels::reference::stored_value(kernels::StateType::kInt8, /*root=*/false,
+                                                        stored.const_data_ptr(), 4096, i)));
+    }
+  }
+  run_ranks(1, [&](const Group& group) {
+    GivenGradients model({whole});
+    ZeroOptimizer optimizer(model, inner_of(Class::kAdamW, model.parameters()), group,
+                            ZeroOptions().moments(Moments::kBFloat16));
+    EXPECT_EQ(
+        optimizer.load_checkpoint(folder).conversions,
+        std::vector<std::string>{"moments of 1 parameter: int8 in the checkpoint, bfloat16 here"});
+    const auto& master = optimizer.inner().param_groups()[0].params()[0];
+    const auto& state = static_cast<const torch::optim::AdamWParamState&>(
+        *optimizer.inner().state().at(master.unsafeGetTensorImpl()));
+    EXPECT_TRUE(at::equal(state.exp_avg().view({-1}), at::stack(expected).to(at::kBFloat16)));
+  });
+}
+
+// Noise has the number of a parameter among those that are trained, which changes with them; what
+// comes back begins anew.
+TEST(MomentsTest, StayWhereLargeParametersLeaveAndComeBack) {
+  for (const Moments moments : {Moments::kInt8, Moments::kBFloat16}) {
+    run_ranks(3, [&](const Group& group) {
+      Pair run(group, Class::kAdamW, moments, small_buckets());
+      for (int n = 0; n < 9; ++n) {
+        if (n == 3) {
+          run.optimizer->freeze({run.model.values[1]});
+          run.plain.freeze(1);
+        }
+        if (n == 6) {
+          run.optimizer->unfreeze({run.model.values[1]});
+          run.plain.unfreeze(1);
+        }
+        auto given = gradients(group.rank(), n);
+        if (n >= 3 && n < 6) given[1] = at::Tensor();
+        run.optimizer->backward(run.model.loss(given));
+        run.optimizer->step();
+        run.plain.step(n);
+        for (size_t p = 0; p < run.model.values.size(); ++p) {
+          EXPECT_TRUE(at::equal(run.model.values[p].detach(), run.plain.masters[p]))
+              << n << " " << p;
+        }
+      }
+    });
   }
 }
 

@@ -5,10 +5,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <sstream>
 #include <utility>
 
+#include "zero/checkpoint/format/hashed_file.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/state.h"
 
@@ -197,12 +199,33 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
   return result;
 }
 
-void find_missing_state(const Manifest& manifest, const ParameterTable& table,
-                        const torch::optim::Optimizer& inner, CheckpointDifferences& differences) {
+namespace {
+
+// The kinds that are stored of each stored_name().
+std::map<std::string, std::set<std::string>> stored_kinds(const Manifest& manifest) {
   std::map<std::string, std::set<std::string>> kinds;
   for (const ManifestTensors& entry : manifest.tensors) {
     kinds[entry.owner].insert(entry.kinds.begin(), entry.kinds.end());
   }
+  return kinds;
+}
+
+bool has_moments(const std::set<std::string>& kinds) {
+  return std::any_of(kinds.begin(), kinds.end(), [](const std::string& kind) {
+    return kind != "master" && kind != kEmaKind && !is_value(kind) && !is_uncut(kind);
+  });
+}
+
+// Of a parameter, in a manifest.
+std::string format_text(const std::string& format) {
+  return format.empty() ? "float32" : printable(format);
+}
+
+}  // namespace
+
+void find_missing_state(const Manifest& manifest, const ParameterTable& table,
+                        const torch::optim::Optimizer& inner, CheckpointDifferences& differences) {
+  std::map<std::string, std::set<std::string>> kinds = stored_kinds(manifest);
   std::map<std::string, std::vector<const std::set<std::string>*>> parts;  // by name
   for (const ManifestParameter& p : manifest.parameters) {
     parts[p.name].push_back(&kinds[stored_name(p)]);
@@ -238,6 +261,39 @@ void find_unknown_options(const Manifest& manifest, const torch::optim::Optimize
                                   option.first + " in the checkpoint, unknown here");
     }
   }
+}
+
+std::vector<std::string> find_conversions(const Manifest& manifest,
+                                          const std::vector<ManifestParameter>& here,
+                                          const CheckpointDifferences& differences) {
+  std::map<std::string, std::set<std::string>> kinds = stored_kinds(manifest);
+  std::map<std::string, std::vector<const ManifestParameter*>> stored;  // the parts, by name
+  for (const ManifestParameter& p : manifest.parameters) stored[p.name].push_back(&p);
+  // How many parameters, by what is converted, and from and to which format.
+  std::map<std::array<std::string, 3>, int64_t> counts;
+  for (const ManifestParameter& p : here) {
+    if (differences.unusable.count(p.name) != 0) continue;
+    const bool takes_state =
+        differences.same_optimizer && differences.without_state.count(p.name) == 0;
+    std::set<std::array<std::string, 3>> of_parameter;
+    for (const ManifestParameter* part : stored[p.name]) {
+      if (part->master != p.master) {
+        of_parameter.insert({"masters", format_text(part->master), format_text(p.master)});
+      }
+      if (takes_state && part->moments != p.moments && has_moments(kinds[stored_name(*part)])) {
+        of_parameter.insert({"moments", format_text(part->moments), format_text(p.moments)});
+      }
+    }
+    for (const auto& conversion : of_parameter) ++counts[conversion];
+  }
+  std::vector<std::string> lines;
+  for (const auto& [conversion, count] : counts) {
+    const auto& [what, from, to] = conversion;
+    lines.push_back(what + " of " + std::to_string(count) +
+                    (count == 1 ? " parameter: " : " parameters: ") + from +
+                    " in the checkpoint, " + to + " here");
+  }
+  return lines;
 }
 
 void throw_differences(const CheckpointDifferences& differences, const std::string& folder) {

@@ -43,6 +43,12 @@ void find_missing_state(const Manifest& manifest, const ParameterTable& table,
 void find_unknown_options(const Manifest& manifest, const torch::optim::Optimizer& inner,
                           CheckpointDifferences& differences);
 
+// Returns a line for each format in which the run that saved kept moments or masters of parameters
+// that `here` has in another one. `here` is the model as find_differences() has compared it.
+std::vector<std::string> find_conversions(const Manifest& manifest,
+                                          const std::vector<ManifestParameter>& here,
+                                          const CheckpointDifferences& differences);
+
 // Throws c10::Error with the count and the first ten, if there are any.
 void throw_differences(const CheckpointDifferences& differences, const std::string& folder);
 

@@ -11,6 +11,7 @@
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/format/hashed_file.h"
 #include "zero/inner_optimizers/state.h"
+#include "zero/training/group_layouts.h"
 
 namespace zero {
 namespace {
@@ -28,6 +29,19 @@ int64_t copies_of(const ZeroOptions& options, int64_t group) {
 uint64_t bytes_hash(const at::Tensor& tensor) {
   const at::Tensor host = tensor.detach().cpu().contiguous();
   return content_hash(host.const_data_ptr(), host.nbytes());
+}
+
+// As manifests name it; nothing for fp32.
+std::string format_name(Moments moments) {
+  switch (moments) {
+    case Moments::kFloat32:
+      return {};
+    case Moments::kBFloat16:
+      return "bfloat16";
+    case Moments::kInt8:
+      return "int8";
+  }
+  TORCH_INTERNAL_ASSERT(false, "no moments have the number ", static_cast<int>(moments));
 }
 
 void set_part(HeldTensor& held, const ZeroOptions& options) {
@@ -91,10 +105,25 @@ std::map<std::string, int64_t> own_parts(const ParameterTable& table, const Zero
   return result;
 }
 
+std::vector<ManifestParameter> managed_parameters(const ParameterTable& table,
+                                                  const ZeroOptions& options) {
+  const std::vector<Moments> moments = parameter_moments(table, options);
+  std::vector<ManifestParameter> result;
+  for (const Parameter& p : table.parameters()) {
+    const c10::ScalarType dtype = p.tensor.scalar_type();
+    ManifestParameter& about =
+        result.emplace_back(ManifestParameter{p.name, p.sizes, p.strides, dtype, p.group});
+    about.moments = format_name(moments[result.size() - 1]);
+    if (options.split_masters() && dtype == at::kBFloat16) about.master = "split";
+  }
+  return result;
+}
+
 HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domains,
                           const ZeroOptions& options,
                           const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   HeldTensors held;
+  std::vector<ManifestParameter> managed = managed_parameters(table, options);
   bool is_holder = false;
   for (size_t i = 0; i < table.parameters().size(); ++i) {
     const Parameter& p = table.parameters()[i];
@@ -102,10 +131,8 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
     if (!is_first_replica(domain)) continue;
     is_holder = is_holder || domain.group.rank() == 0;
     if (static_cast<int>(i % domain.group.world_size()) != domain.group.rank()) continue;
-    held.parameters.push_back({{p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group},
-                               static_cast<int64_t>(i),
-                               holder_of(domain.group, domains.mesh),
-                               copies_of(options, p.group)});
+    held.parameters.push_back({std::move(managed[i]), static_cast<int64_t>(i),
+                               holder_of(domain.group, domains.mesh), copies_of(options, p.group)});
     set_part(held.parameters.back(), options);
   }
   held.frozen = describe_whole(table.unmanaged(), domains, options, /*hashed=*/true);

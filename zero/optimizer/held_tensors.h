@@ -36,6 +36,11 @@ OwnPart own_part(const ZeroOptions& options, const std::string& name, c10::IntAr
 // The numbers of this rank's parts, by name.
 std::map<std::string, int64_t> own_parts(const ParameterTable& table, const ZeroOptions& options);
 
+// The managed parameters as a manifest has them, each whole, with the formats of moments and
+// masters that the options ask for.
+std::vector<ManifestParameter> managed_parameters(const ParameterTable& table,
+                                                  const ZeroOptions& options);
+
 // This rank's share of what its sets of ranks describe: of n ranks that share a parameter group,
 // rank r describes every n-th parameter. `groups` have the present options.
 HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domains,

@@ -38,11 +38,13 @@ void check_options(const Manifest& manifest, const std::string& folder) {
 struct Comparison {
   CheckpointDifferences differences;
   std::vector<std::string> notes;  // no differences
+  std::vector<std::string> conversions;
 };
 
 Comparison compare(const CheckpointReader& reader, const std::string& folder,
-                   const LoadOptions& load, const ParameterTable& table, ShardOptimizer& shards,
-                   const Communicator& ranks, const MeshTensors* mesh) {
+                   const LoadOptions& load, Engine& engine, const MeshTensors* mesh) {
+  const ParameterTable& table = engine.table;
+  ShardOptimizer& shards = engine.shards;
   Comparison result;
   CheckpointDifferences& differences = result.differences;
   differences = find_differences(reader.manifest(), table, shards.inner(), mesh);
@@ -53,8 +55,10 @@ Comparison compare(const CheckpointReader& reader, const std::string& folder,
     }
   }
   if (load.restore_options()) check_options(reader.manifest(), folder);
-  result.notes = compare_states(reader, load, ranks.world_size(), differences);
+  result.notes = compare_states(reader, load, engine.comms->control->world_size(), differences);
   result.notes.insert(result.notes.end(), differences.notes.begin(), differences.notes.end());
+  result.conversions =
+      find_conversions(reader.manifest(), managed_parameters(table, engine.options), differences);
   const bool stored_ema = has_ema(reader.manifest());
   if (stored_ema != (shards.ema() != nullptr)) {
     result.notes.push_back(
@@ -76,9 +80,9 @@ std::vector<size_t> files_to_verify(const FoundFiles& found, const Communicator&
 }
 
 Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOptions& load,
-             const ParameterTable& table, ShardOptimizer& shards, const Communicator& ranks,
-             const MeshTensors* mesh) {
-  Comparison compared = compare(reader, folder, load, table, shards, ranks, mesh);
+             Engine& engine, const MeshTensors* mesh) {
+  const ParameterTable& table = engine.table;
+  Comparison compared = compare(reader, folder, load, engine, mesh);
   CheckpointDifferences& differences = compared.differences;
   Staged staged;
   staged.same_run = differences.lines.empty();
@@ -86,16 +90,17 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   staged.restores_options = load.restore_options() && differences.same_groups;
   staged.groups_from = differences.groups_from;
   differences.lines.insert(differences.lines.end(), compared.notes.begin(), compared.notes.end());
-  Staging staging(reader, table, shards, differences, mesh);
+  Staging staging(reader, table, engine.shards, differences, mesh);
   staging.read_segments(staged);
   staging.read_whole(staged, table.unmanaged(), "frozen");
   staging.read_whole(staged, table.buffers(), "buffer");
-  staged.states = read_states(reader, load, ranks.rank());
+  staged.states = read_states(reader, load, engine.comms->control->rank());
   staged.manifest = &reader.manifest();
   staged.report.metadata = staged.manifest->metadata;
   staged.report.world_size = staged.manifest->world_size;
   staged.report.run = staged.manifest->run;
   staged.report.differences = std::move(differences.lines);
+  staged.report.conversions = std::move(compared.conversions);
   return staged;
 }
 
@@ -139,8 +144,7 @@ std::unique_ptr<CheckpointReader> receive_files(Engine& engine, const std::strin
   auto reader = std::make_unique<CheckpointReader>(folder, found.manifest, open);
   NeededTensors needed;
   run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
-    const Comparison compared =
-        compare(*reader, folder, load, engine.table, engine.shards, *engine.comms->control, mesh);
+    const Comparison compared = compare(*reader, folder, load, engine, mesh);
     const Staging staging(*reader, engine.table, engine.shards, compared.differences, mesh);
     staging.add_segments_to(needed);
     staging.add_whole_to(needed, engine.table.unmanaged());
@@ -201,7 +205,7 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
   const auto counts = run_on_all_ranks(control, what, [&] {
     if (!reader) reader = std::make_unique<CheckpointReader>(folder, std::move(found.manifest));
     for (const size_t f : to_verify) reader->verify_index(f);
-    staged = stage(*reader, folder, load, engine.table, engine.shards, control, mesh.get());
+    staged = stage(*reader, folder, load, engine, mesh.get());
     blocks = reader->blocks_read();
     return std::to_string(blocks.numel());
   });

@@ -13,6 +13,7 @@
 #include "zero/checkpoint/format/safetensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/state.h"
+#include "zero/optimizer/held_tensors.h"
 #include "zero/version.h"
 
 namespace zero {
@@ -111,9 +112,7 @@ Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,
     return m;
   }
   for (const auto& g : groups) m.groups.push_back(stored_option_values(g.options()));
-  for (const Parameter& p : engine.table.parameters()) {
-    m.parameters.push_back({p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group});
-  }
+  m.parameters = managed_parameters(engine.table, engine.options);
   m.frozen = describe(engine.table.unmanaged());
   m.buffers = describe(engine.table.buffers());
   return m;

@@ -132,6 +132,10 @@ struct ManifestParameter {
   // Of a part of a fused tensor, since version 3: the sizes along `dimension` of what the whole has
   // one behind the other, such as q, k and v. n equal parts have an n-th of each. Empty: not fused.
   std::vector<int64_t> sections = {};
+  // Optional, for people, since a checkpoint has all of them in fp32: how a managed parameter's
+  // moments and master were kept, "bfloat16" or "int8", and "split". Empty: in fp32.
+  std::string moments = {};
+  std::string master = {};
 };
 
 int64_t numel(const ManifestParameter& parameter);

@@ -429,6 +429,10 @@ const JsonFields<ManifestParameter>& parameter_fields() {
           Field("from", &ManifestParameter::from, whole(), kOptional, 2).where(is_part),
           Field("sections", &ManifestParameter::sections, wholes(), kOptional, 3)
               .where([](const ManifestParameter& p) { return !p.sections.empty(); }),
+          Field("moments", &ManifestParameter::moments, text(), kOptional, 1)
+              .where([](const ManifestParameter& p) { return !p.moments.empty(); }),
+          Field("master", &ManifestParameter::master, text(), kOptional, 1)
+              .where([](const ManifestParameter& p) { return !p.master.empty(); }),
       },
       check_geometry);
   return fields;
