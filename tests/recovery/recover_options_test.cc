@@ -27,7 +27,7 @@ void fail_a_connection(const ZeroOptimizer& optimizer, std::latch& connected) {
 
 // A group of several ranks has the same number of them again, as if a connection had failed.
 void expect_the_same_again(const std::string& name, Training training, int ranks_per_machine = 0) {
-  training.options.bucket_bytes(900).protect(2);
+  training.options.bucket_bytes(training.options.bucket_bytes().value_or(900)).protect(2);
   RunOptions run_options;
   run_options.ranks_per_machine = ranks_per_machine;
   const int ranks = ranks_per_machine > 0 ? 4 : 3;
@@ -116,6 +116,20 @@ TEST(RecoverOptionsTest, MomentsInEightBitsAndSplitMasters) {
     run.train(step, 5);
     EXPECT_EQ(differing(before, run.snapshot()), 0);
   });
+}
+
+TEST(RecoverOptionsTest, MomentsInFewerBytes) {
+  for (const Inner inner : {Inner::kAdam, Inner::kSgdMomentum, Inner::kLion}) {
+    for (const Moments moments : {Moments::kBFloat16, Moments::kInt8}) {
+      Training training;
+      training.inner = inner;
+      training.width = 300;  // the first matrix has more than 4096 elements
+      training.options.bucket_bytes(9000).moments(moments);
+      if (inner == Inner::kLion) training.options.layout(Layout::kPerParameter);
+      if (inner == Inner::kAdam) training.options.layout(Layout::kWholeParameters);
+      expect_the_same_again("optimizer " + std::to_string(static_cast<int>(inner)), training);
+    }
+  }
 }
 
 TEST(RecoverOptionsTest, AfterAGuardOfTheAverageThatCouldNotEnd) {

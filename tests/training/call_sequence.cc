@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <random>
 #include <sstream>
@@ -14,6 +15,9 @@ namespace {
 
 constexpr Layout kLayouts[] = {Layout::kContiguous, Layout::kPerParameter,
                                Layout::kWholeParameters};
+
+constexpr Moments kMoments[] = {Moments::kInt8, Moments::kBFloat16, Moments::kInt8,
+                                Moments::kFloat32};
 
 // Gradients of a pass are multiples of 1/4 of at most 16 such units, and a 16-bit float holds 256.
 constexpr int kPassesAStep = 12;
@@ -27,7 +31,10 @@ struct Choice {
 class Generator {
  public:
   explicit Generator(uint64_t seed)
-      : random_(seed * 0x9E3779B97F4A7C15u), of_average_(seed), of_formats_(~seed) {
+      : random_(seed * 0x9E3779B97F4A7C15u),
+        of_average_(seed),
+        of_formats_(~seed),
+        of_moments_(seed * 7 + 1) {
     s_.seed = seed;
     if (of_average_() % 100 >= 40) return;
     s_.ema = EmaOptions()
@@ -37,6 +44,7 @@ class Generator {
 
   CallSequence draw() {
     draw_group();
+    draw_moments();
     s_.options = draw_options();
     static_graph_ = percent(8);
     s_.options.static_graph(static_graph_);
@@ -110,6 +118,17 @@ class Generator {
     }
   }
 
+  // By numbers of their own, too. Every bit of such a sequence must be known, so that its gradients
+  // are no thirds, and it clips by one value, whose norm has an exact sum of powers.
+  void draw_moments() {
+    const bool exact =
+        s_.world_size != 3 || (s_.reduction == Reduction::kSum && s_.mesh_kind == MeshKind::kFlat);
+    s_.has_moments = exact && s_.inner != Inner::kSgd && of_moments_() % 6 == 0;
+    if (!s_.has_moments) return;
+    s_.layers[0] = {640 + static_cast<int64_t>(of_moments_() % 200),
+                    5 + static_cast<int64_t>(of_moments_() % 5)};
+  }
+
   ZeroOptions draw_options() {
     ZeroOptions options;
     options.stage(1 + below(2))
@@ -123,6 +142,9 @@ class Generator {
     if (percent(25)) options.reduce_dtype(c10::ScalarType::Float);
     if (percent(15)) options.reduce_dtype(c10::ScalarType::BFloat16);
     if (s_.ranks_per_machine > 0 && percent(50)) options.gather_wire(GatherWire::kChanges);
+    if (s_.has_moments) {
+      options.fused(true).moments(kMoments[of_moments_() % std::size(kMoments)]);
+    }
     draw_formats(options);
     return options;
   }
@@ -193,6 +215,8 @@ class Generator {
     return passes;
   }
 
+  bool may_clip() const { return pending_ && !dropped_ && !(s_.has_moments && clipped_); }
+
   Action draw_action() {
     if (percent(4)) return draw_misuse();
     std::vector<Choice<Action>> choices = {{Action::kNothing, clipped_ ? 0 : 8},
@@ -205,8 +229,8 @@ class Generator {
                                            {Action::kRefreshMasters, 4},
                                            {Action::kBroadcastBuffers, 4},
                                            {Action::kStep, clipped_ ? 40 : 25},
-                                           {Action::kClip, pending_ && !dropped_ ? 9 : 0},
-                                           {Action::kClipValue, pending_ && !dropped_ ? 5 : 0}};
+                                           {Action::kClip, may_clip() ? 9 : 0},
+                                           {Action::kClipValue, may_clip() ? 5 : 0}};
     // Ranks drop as many rounds each where a call has completed them and every rank had gradients.
     if (completed_ && !clipped_ && std::all_of(own_.begin(), own_.end(), std::identity())) {
       choices.push_back({Action::kModuleZeroGrad, 8});
@@ -355,7 +379,9 @@ class Generator {
                                     {Action::kCheckReplicas, 1}}));
     }
     if (percent(40)) calls.push_back(Action::kClip);
-    if (percent(20)) calls.push_back(Action::kClipValue);
+    if (percent(20) && !(s_.has_moments && !calls.empty() && calls.back() == Action::kClip)) {
+      calls.push_back(Action::kClipValue);
+    }
     calls.push_back(Action::kStep);
     std::vector<Event> step;
     for (Action action : calls) step.push_back(event(action));
@@ -374,7 +400,7 @@ class Generator {
     }
   }
 
-  std::mt19937_64 random_, of_average_, of_formats_;
+  std::mt19937_64 random_, of_average_, of_formats_, of_moments_;
   CallSequence s_;
   std::optional<LossScalerOptions> scaler_;
   bool static_graph_ = false;
@@ -432,6 +458,8 @@ std::string text_of(const ZeroOptions& o) {
        << (o.overlap_gather() ? " overlap_gather" : "") << (o.static_graph() ? " static_graph" : "")
        << (o.no_sync_fp32() ? " no_sync_fp32" : "") << (o.split_masters() ? " split_masters" : "");
   if (o.gradient_shard_dtype() != c10::ScalarType::Float) text << " bf16 shards";
+  if (o.moments() == Moments::kBFloat16) text << " bf16 moments";
+  if (o.moments() == Moments::kInt8) text << " 8-bit moments";
   if (o.reduction() == Reduction::kSum) text << " sum";
   if (o.gather_wire() == GatherWire::kChanges) text << " changes";
   if (o.reduce_dtype()) text << " reduce_dtype " << c10::toString(*o.reduce_dtype());

@@ -109,6 +109,8 @@ struct CallSequence {
   Reduction reduction = Reduction::kMean;  // of all its optimizers
   std::optional<double> largest_norm;      // of a step that their rule does not leave out
   std::optional<EmaOptions> ema;           // of all its optimizers
+  // Its optimizers have ZeroOptions::moments, and the first layer has enough elements for them.
+  bool has_moments = false;
   ZeroOptions options;
   std::vector<std::pair<int64_t, int64_t>> layers;  // inputs, outputs
   std::vector<Event> events;

@@ -13,6 +13,8 @@
 #include <limits>
 #include <random>
 
+#include "tests/training/plain_moments.h"
+
 namespace zero {
 
 at::Tensor grid(at::IntArrayRef shape, uint64_t seed, int64_t range, double divisor) {
@@ -178,6 +180,7 @@ class PlainRun {
     }
     average();
     optimizer_ = make_optimizer(s_.inner, masters_);
+    if (s_.has_moments) make_moments();
     if (s_.options.loss_scaler()) scale_ = s_.options.loss_scaler()->initial_scale();
   }
 
@@ -200,6 +203,21 @@ class PlainRun {
   }
 
  private:
+  // Parameters have the numbers of their order in the module.
+  void make_moments() {
+    std::vector<int64_t> numbers, numels;
+    for (const at::Tensor& p : model_->tensors()) {
+      int64_t number = 0;
+      for (const at::Tensor& other : model_->parameters()) {
+        if (other.is_same(p)) break;
+        number += other.requires_grad() ? 1 : 0;
+      }
+      numbers.push_back(number);
+      numels.push_back(p.numel());
+    }
+    moments_.emplace(s_.inner, std::move(numbers), numels, s_.options.moments());
+  }
+
   bool is_expert(size_t parameter) const { return model_->managed()[parameter].expert; }
 
   void add(const Pass& pass, std::vector<at::Tensor>& sums) {
@@ -314,6 +332,10 @@ class PlainRun {
       case Action::kResizeRows:
         resize(event);
         break;
+      case Action::kCheckpoint:
+      case Action::kCheckpointAsync:
+        if (moments_) moments_->convert(event.options.moments());
+        break;
       default:
         break;
     }
@@ -351,6 +373,7 @@ class PlainRun {
       at::Tensor average = selected(averages_[i], rows);
       const at::Tensor come = rows.lt(0).nonzero().squeeze(1);
       averages_[i] = average.index_copy_(0, come, now.index_select(0, come));
+      if (moments_ && now.dim() > 0) moments_->select(i, rows, masters_[i][0].numel());
       masters_[i].set_data(now);
       model_->managed()[i].tensor.set_data(now.to(s_.dtype));
       const auto state = optimizer_->state().find(masters_[i].unsafeGetTensorImpl());
@@ -386,17 +409,36 @@ class PlainRun {
     const bool bad = overflows(e);
     e.skipped = bad || (s_.largest_norm && norm(unclipped(e), 2.0) > *s_.largest_norm);
     if (!e.skipped) {
-      const Gradients gradients = clipped(e);
+      const Gradients gradients = moments_ ? unclipped(e) : clipped(e);
       for (size_t i = 0; i < masters_.size(); ++i) {
         masters_[i].mutable_grad() = gradients[i][is_expert(i) ? rank_ : 0];
       }
-      optimizer_->step();
+      moments_ ? step_moments(e) : void(optimizer_->step());
       follow_average();
       const auto tensors = model_->tensors();
       for (size_t i = 0; i < masters_.size(); ++i) tensors[i].copy_(masters_[i]);
     }
     const bool left_out = e.skipped && !bad;
     if (s_.options.loss_scaler() && !left_out) follow(*s_.options.loss_scaler(), bad);
+  }
+
+  void step_moments(const Expected& e) {
+    PlainMoments::Clip clip{std::numeric_limits<double>::infinity(), 1.0};
+    for (const Event& c : clips_) {
+      if (c.action == Action::kClipValue) clip.bound = *c.max_norm;
+      if (c.action == Action::kClip) {
+        clip.coefficient = std::min(1.0, *c.max_norm / (norm(unclipped(e), c.norm_type) + 1e-6));
+      }
+    }
+    for (auto& group : optimizer_->param_groups()) {
+      for (size_t i = 0; i < masters_.size(); ++i) {
+        const bool is_in = std::any_of(group.params().begin(), group.params().end(),
+                                       [&](const at::Tensor& p) { return p.is_same(masters_[i]); });
+        const at::Tensor& gradient = masters_[i].grad();
+        if (!is_in || !gradient.defined()) continue;
+        moments_->step(i, masters_[i], gradient, clip, group.options(), steps_ + 1);
+      }
+    }
   }
 
   // The rule of zero/update/loss_scaler.h, for a hysteresis of 1.
@@ -423,7 +465,8 @@ class PlainRun {
   std::vector<at::Tensor> masters_, averages_;
   int64_t steps_ = 0;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  std::vector<Event> clips_;  // since the last step
+  std::optional<PlainMoments> moments_;  // in place of its step(), of a sequence that has them
+  std::vector<Event> clips_;             // since the last step
   bool rounds_ = false;
   double scale_ = 1.0;
   int64_t good_steps_ = 0;

@@ -1,0 +1,55 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a CallSequence with ZeroOptions::moments must compute: fused updates of whole parameters in
+// one process, with averages in fewer bytes, by the loops of tests/kernels. Its gradients are exact
+// in fp32, so that every bit is known, and rounding leaves no difference.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "bookkeeping/memory.h"
+#include "tests/support/training.h"
+
+namespace zero {
+
+class PlainMoments {
+ public:
+  // `numbers[i]` is the number of parameter i among those that the optimizer trains, which has
+  // numels[i] elements.
+  PlainMoments(Inner inner, std::vector<int64_t> numbers, const std::vector<int64_t>& numels,
+               Moments moments);
+
+  // What a clip makes of a gradient g: clamp(g, -bound, bound) * coefficient.
+  struct Clip {
+    double bound;
+    double coefficient;
+  };
+  // Updates `master`, fp32 values in double, of parameter i in step `step` of the run.
+  void step(size_t i, const at::Tensor& master, const at::Tensor& gradient, const Clip& clip,
+            const torch::optim::OptimizerOptions& options, int64_t step);
+  // A load into a run with other moments.
+  void convert(Moments to);
+  // Rows of parameter i go and come, with zeros where `rows` is -1; it had `row` elements each.
+  void select(size_t i, const at::Tensor& rows, int64_t row);
+
+ private:
+  struct State {
+    int64_t numel = 0;
+    Moments format = Moments::kFloat32;
+    at::Tensor first, second;  // as they are stored, in bytes
+    at::Tensor largest;        // of amsgrad, fp32
+    int64_t count = 0;
+  };
+
+  const Inner inner_;
+  const std::vector<int64_t> numbers_;
+  Moments moments_;
+  std::vector<State> states_;
+};
+
+}  // namespace zero
