@@ -14,7 +14,7 @@
 namespace zero {
 
 // How the inner optimizer's averages are stored: exp_avg and exp_avg_sq of Adam, the momentum of
-// SGD, exp_avg of Lion. See ZeroOptions::moments.
+// SGD and Muon, exp_avg of Lion. See ZeroOptions::moments.
 enum class Moments {
   // 4 bytes an element.
   kFloat32,

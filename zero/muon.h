@@ -110,7 +110,8 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
 
 // What Muon keeps for one parameter.
 struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonParamState> {
-  TORCH_ARG(at::Tensor, momentum_buffer);  // b, like the gradient
+  // b, like the gradient; or, in a ZeroOptimizer, in the format of ZeroOptions::moments.
+  TORCH_ARG(at::Tensor, momentum_buffer);
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;

@@ -259,13 +259,13 @@ struct ZeroOptions {
   // skip_nonfinite(false) either, since a scale that cannot see overflows would only grow.
   TORCH_ARG(std::optional<LossScalerOptions>, loss_scaler) = std::nullopt;
 
-  // How the averages of AdamW, Adam, SGD and zero::Lion are stored: exp_avg, exp_avg_sq and the
-  // momentum. kBFloat16 takes 2 bytes for each in place of 4, and kInt8 1.016: 8-bit codes with one
-  // fp32 scale for each 256 elements of a parameter. Parameters with fewer than 4096 elements keep
-  // fp32. Sums are made in fp32, and what a step stores is rounded up or down at random, so that
-  // slow averages move as fast as in fp32. The random numbers depend on the step, the element, and
-  // the parameter's number among those that this optimizer trains: bits do not depend on the number
-  // of ranks, buckets or layouts.
+  // How the averages of AdamW, Adam, SGD, zero::Lion and zero::Muon are stored: exp_avg, exp_avg_sq
+  // and the momentum. kBFloat16 takes 2 bytes for each in place of 4, and kInt8 1.016: 8-bit codes
+  // with one fp32 scale for each 256 elements of a parameter. Parameters with fewer than 4096
+  // elements keep fp32. Sums are made in fp32, and what a step stores is rounded up or down at
+  // random, so that slow averages move as fast as in fp32. The random numbers depend on the step,
+  // the element, and the parameter's number among those that this optimizer trains: bits do not
+  // depend on the number of ranks, buckets or layouts.
   //
   //   kInt8    a code q stands for (q / 127)^2 of the largest magnitude in its block, so that a
   //            value near the largest is off by at most 1.6 % and one of a hundredth of it by 16 %;
@@ -275,7 +275,8 @@ struct ZeroOptions {
   //            4/W bytes a moment, and save_checkpoint_async() returns when kInt8 is decoded. A
   //            NaN that a step lets through, with skip_nonfinite(false), takes its block with it.
   //
-  // Refused for groups without a fused kernel. See kernels/stored_state.h for formulas.
+  // Refused for groups of other classes, and with fused(false) but for zero::Muon's. See
+  // kernels/stored_state.h for formulas.
   TORCH_ARG(Moments, moments) = Moments::kFloat32;
 
   // Keeps masters of bf16 parameters in 2 bytes in place of 4, without loss: the working value is

@@ -146,7 +146,7 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
       ->type_name("X")
       ->group(group);
   app.add_option("--moments", options.moments_name,
-                 "How averages of gradients are stored, with adamw and lion")
+                 "How averages of gradients are stored, with adamw, lion and muon")
       ->check(CLI::IsMember(kMoments))
       ->type_name("")
       ->group(group);
@@ -320,11 +320,13 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
   options.dtype = kDtypes.at(options.dtype_name);
   options.moments = kMoments.at(options.moments_name);
   options.gradient_shard_dtype = kDtypes.at(options.gradient_shards);
-  const bool narrow = options.moments != Moments::kFloat32 || options.split_masters;
-  if (narrow && options.optimizer != "adamw" && options.optimizer != "lion") {
+  const bool fused = options.optimizer == "adamw" || options.optimizer == "lion";
+  if (options.moments != Moments::kFloat32 && !fused && options.optimizer != "muon") {
+    return refuse("--moments: expected --optimizer adamw, lion or muon, got " + options.optimizer);
+  }
+  if (options.split_masters && !fused) {
     return refuse(
-        "--moments and --split-masters: expected --optimizer adamw or lion, which have fused "
-        "kernels, got " +
+        "--split-masters: expected --optimizer adamw or lion, which have fused kernels, got " +
         options.optimizer);
   }
   if (options.split_masters && options.dtype != c10::kBFloat16) {

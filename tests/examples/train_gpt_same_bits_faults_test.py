@@ -33,7 +33,7 @@ KINDS = {
     "AdamW": [],
     "AdamW in bfloat16, stage 1": ["--dtype", "bfloat16", "--stage", "1"],
     "Lion with moments in int8": ["--optimizer", "lion", "--moments", "int8"],
-    "Muon in bfloat16": ["--optimizer", "muon", "--dtype", "bfloat16"],
+    "Muon in bfloat16 with moments in int8": ["--optimizer", "muon", "--dtype", "bfloat16", "--moments", "int8"],
 }
 STEPS, REPLACED_STEPS, RESUMED_STEPS = 90, 300, 30
 KILLS, RESUMES = int(os.environ.get("KILLS", 2)), int(os.environ.get("RESUMES", 1))

@@ -119,7 +119,7 @@ TEST(RecoverOptionsTest, MomentsInEightBitsAndSplitMasters) {
 }
 
 TEST(RecoverOptionsTest, MomentsInFewerBytes) {
-  for (const Inner inner : {Inner::kAdam, Inner::kSgdMomentum, Inner::kLion}) {
+  for (const Inner inner : {Inner::kAdam, Inner::kSgdMomentum, Inner::kLion, Inner::kMuon}) {
     for (const Moments moments : {Moments::kBFloat16, Moments::kInt8}) {
       Training training;
       training.inner = inner;

@@ -103,7 +103,9 @@ Program draw(uint64_t seed) {
   const bool fused =
       c.inner == Inner::kAdamW || c.inner == Inner::kSgdMomentum || c.inner == Inner::kLion;
   const bool split = fused && c.dtype == at::kBFloat16 && chance(40);
-  if (fused && chance(25)) c.options.moments(chance(50) ? Moments::kInt8 : Moments::kBFloat16);
+  const bool stores_moments = fused || c.inner == Inner::kMuon;
+  if (stores_moments && chance(25))
+    c.options.moments(chance(50) ? Moments::kInt8 : Moments::kBFloat16);
   c.options.split_masters(split);
   if (chance(30)) c.options.ema(EmaOptions().decay(0.7));
   if (chance(25)) c.options.reduction(Reduction::kSum);

@@ -31,6 +31,13 @@ struct InnerState {
   std::vector<std::pair<std::string, at::Tensor>> uncut = {};
 };
 
+// What a step() rounds the averages of one parameter by, and where: see kernels/stored_state.h.
+struct MomentRounding {
+  int64_t step = 0;
+  int64_t parameter = 0;  // its number
+  kernels::Stream stream = {};
+};
+
 class OptimizerAdapter {
  public:
   using Optimizer = torch::optim::Optimizer;
@@ -90,8 +97,8 @@ class OptimizerAdapter {
   // The inverse. May take over the tensors, and leaves the groups and the state of `optimizer` as
   // they were. A class outside of the registry makes new state in its step(), which runs once over
   // one parameter of one element, and counts that if it counts calls in a member. Throws c10::Error
-  // for a name or dtype that the class does not have. `moments`: how a class with a fused kernel
-  // stores its averages; kFloat32 for others.
+  // for a name or dtype that the class does not have. `moments`: how a class with a fused kernel,
+  // or with stores_moments(), stores its averages; kFloat32 for others.
   virtual std::unique_ptr<State> make_state(Optimizer& optimizer, int64_t group,
                                             const at::Tensor& parameter, const InnerState& content,
                                             Moments moments) const = 0;
@@ -104,6 +111,12 @@ class OptimizerAdapter {
 
   // Null for a class without a fused kernel.
   virtual const FusedUpdate* fused() const { return nullptr; }
+  // True for a class without one whose step() itself stores averages as ZeroOptions::moments says.
+  virtual bool stores_moments() const { return false; }
+  // Comes before each step() of such a class that updates `master`, with averages in fewer bytes
+  // than fp32. Makes state where there is none.
+  virtual void prepare_moments(Optimizer& /*optimizer*/, const at::Tensor& /*master*/,
+                               Moments /*moments*/, const MomentRounding& /*rounding*/) const {}
 };
 
 }  // namespace zero

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "bookkeeping/whole_parameters.h"
+#include "kernels/sgd.h"
 #include "zero/inner_optimizers/class_adapter.h"
 #include "zero/inner_optimizers/exact_scale.h"
 #include "zero/inner_optimizers/newton_schulz.h"
@@ -186,6 +187,50 @@ class Updates {
   std::map<std::tuple<int64_t, int64_t, int>, Batch> batches_;
 };
 
+// Of a parameter whose momentum ZeroOptions::moments stores in fewer bytes than fp32, with what the
+// next step() rounds it by.
+struct StoredMomentum : public MuonParamState {
+  MomentRounding rounding;
+};
+
+// Follows the gradient and stores b. Returns it as it was before it was rounded, like the gradient.
+// The kernel of SGD has b in its own formula: a rate of -1 and p = 0 make p = b.
+at::Tensor follow(StoredMomentum& state, const at::Tensor& gradient, double momentum) {
+  at::Tensor result = at::zeros_like(gradient, at::MemoryFormat::Preserve);
+  TORCH_INTERNAL_ASSERT(gradient.scalar_type() == at::kFloat &&
+                        result.strides() == gradient.strides());
+  kernels::SgdSegment segment;
+  segment.master = result.mutable_data_ptr<float>();
+  segment.momentum = state.momentum_buffer().mutable_data_ptr();
+  segment.state_type = state_type(state.momentum_buffer());
+  segment.gradient = gradient.const_data_ptr<float>();
+  segment.numel = gradient.numel();
+  segment.parameter = state.rounding.parameter;
+  kernels::SgdOptions o;
+  o.lr = -1.0;
+  // Without momentum b is the gradient, as in the kernel's first step.
+  segment.first_step = momentum == 0.0;
+  o.momentum = segment.first_step ? 1.0 : momentum;
+  o.dampening = momentum;
+  o.noise_step = state.rounding.step;
+  kernels::sgd_step(segment, o, nullptr, nullptr, at::kFloat, state.rounding.stream);
+  return result;
+}
+
+// Follows the gradient. Returns b.
+at::Tensor followed_momentum(std::unique_ptr<torch::optim::OptimizerParamState>& slot,
+                             const at::Tensor& gradient, double momentum) {
+  if (auto* stored = dynamic_cast<StoredMomentum*>(slot.get())) {
+    return follow(*stored, gradient, momentum);
+  }
+  if (!slot) {
+    auto made = std::make_unique<MuonParamState>();
+    made->momentum_buffer(at::zeros_like(gradient, at::MemoryFormat::Preserve));
+    slot = std::move(made);
+  }
+  return static_cast<MuonParamState&>(*slot).momentum_buffer().lerp_(gradient, 1.0 - momentum);
+}
+
 void add_parameter(const at::Tensor& p, const at::Tensor& update, const MuonSplit& split,
                    Updates& updates) {
   if (!split) {
@@ -227,14 +272,8 @@ at::Tensor Muon::step(LossClosure closure) {
       if (options.split() && checked.emplace(p.sizes().vec(), p.strides().vec()).second) {
         check_split(p, options.split());
       }
-      auto& slot = state_[p.unsafeGetTensorImpl()];
-      if (!slot) {
-        auto made = std::make_unique<MuonParamState>();
-        made->momentum_buffer(at::zeros_like(gradient, at::MemoryFormat::Preserve));
-        slot = std::move(made);
-      }
-      at::Tensor& buffer = static_cast<MuonParamState&>(*slot).momentum_buffer();
-      buffer.lerp_(gradient, 1.0 - options.momentum());
+      const at::Tensor buffer =
+          followed_momentum(state_[p.unsafeGetTensorImpl()], gradient, options.momentum());
       exact_scale(p, 1.0 - options.lr() * options.weight_decay());
       add_parameter(p, options.nesterov() ? gradient.lerp(buffer, options.momentum()) : buffer,
                     options.split(), updates);
@@ -309,7 +348,7 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
                  "batched", [](auto& o) -> auto& { return o.batched(); })},
             {state_tensor<MuonParamState>(
                 "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); },
-                StateRole::kPlain, Needed::kAlways)}) {}
+                StateRole::kAverage, Needed::kAlways)}) {}
 
   bool needs_whole_parameters() const override { return true; }
   void check_parameter(const Options& options, const at::Tensor& parameter) const override {
@@ -321,6 +360,19 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
                ? "zero::Muon multiplies large matrices in bfloat16"
                : "zero::Muon multiplies in fp32, as this processor has no products of bfloat16; "
                  "set MuonOptions::ns_dtype() on all ranks";
+  }
+  bool stores_moments() const override { return true; }
+  void prepare_moments(Optimizer& optimizer, const at::Tensor& master, Moments moments,
+                       const MomentRounding& rounding) const override {
+    auto& slot = optimizer.state()[master.unsafeGetTensorImpl()];
+    if (dynamic_cast<StoredMomentum*>(slot.get()) == nullptr) {
+      auto made = std::make_unique<StoredMomentum>();
+      const bool loaded = slot != nullptr;
+      made->momentum_buffer(loaded ? static_cast<MuonParamState&>(*slot).momentum_buffer()
+                                   : zero_state(master, moments));
+      slot = std::move(made);
+    }
+    static_cast<StoredMomentum&>(*slot).rounding = rounding;
   }
   // A parameter with a split may have any shape: it counts as one matrix.
   int64_t step_cost(const at::Tensor& parameter) const override {

@@ -48,13 +48,15 @@ void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& opti
   }
   for (int64_t g = 0; g < groups; ++g) {
     if (moments_of_group(options, g) == Moments::kFloat32) continue;
-    TORCH_CHECK(options.fused() && adapter_of(inner, g).fused() != nullptr,
+    const OptimizerAdapter& adapter = adapter_of(inner, g);
+    TORCH_CHECK(adapter.stores_moments() || (options.fused() && adapter.fused() != nullptr),
                 "moments of parameter group ", g,
                 ": expected Moments::kFloat32 for a group without a fused kernel, since its own "
                 "step() reads state in fp32, got ",
                 moments_of_group(options, g) == Moments::kInt8 ? "kInt8" : "kBFloat16",
                 options.fused() ? "" : " with fused(false)", "; set moments(", g,
-                ", Moments::kFloat32), or use AdamW, Adam, SGD or zero::Lion with fused(true)");
+                ", Moments::kFloat32), or use zero::Muon, or AdamW, Adam, SGD or zero::Lion with "
+                "fused(true)");
   }
 }
 

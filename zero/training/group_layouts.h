@@ -26,7 +26,7 @@ std::vector<Layout> group_layouts(const torch::optim::Optimizer& inner, const Ze
 inline bool is_whole(Layout layout) { return layout == Layout::kWholeParameters; }
 
 // Throws c10::Error where the options ask for moments that are not fp32 of a group that does not
-// exist, or that has no fused kernel.
+// exist, or whose class neither has a fused kernel nor stores them itself.
 void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& options);
 // Throws c10::Error where the options ask for split masters of parameters that cannot have them.
 void check_split_masters(const ParameterTable& table, const torch::optim::Optimizer& inner,

@@ -211,16 +211,15 @@ void ShardOptimizer::begin_update(const std::vector<uint8_t>& used, const Clip& 
   used_ = used;
   clip_ = clip;
   nonfinite_ = nonfinite;
+  scalars_ = FusedScalars();
+  if (const auto* number = std::get_if<int64_t>(&step)) scalars_.step = *number;
   if (none_fused_) return;
   // The kernels read these beside the masters.
   coefficient32_ = clip.coefficient.to(at::kFloat);
-  scalars_ = FusedScalars();
   scalars_.coefficient = coefficient32_.const_data_ptr<float>();
   if (nonfinite.defined()) scalars_.nonfinite = nonfinite.const_data_ptr<double>();
   if (const auto* on_device = std::get_if<at::Tensor>(&step)) {
     scalars_.device_step = on_device->const_data_ptr<double>();
-  } else {
-    scalars_.step = std::get<int64_t>(step);
   }
   if (counts_) count(used, nonfinite);
   if (rates_ && !is_capturing(coefficient32_.device())) rates_->send(inner_->param_groups());
@@ -241,6 +240,12 @@ void ShardOptimizer::update_inner() {
     clamp(gradient);
     if (coefficient != 1.0) gradient.mul_(coefficient);
     s.master.mutable_grad() = gradient;
+    if (s.moments == Moments::kFloat32) continue;
+    // Only where all groups are fused the host does not know the number of a step.
+    TORCH_INTERNAL_ASSERT(scalars_.device_step == nullptr);
+    adapter_of(*inner_, s.group)
+        .prepare_moments(*inner_, s.master, s.moments,
+                         {scalars_.step, s.segment.parameter, current_stream(s.master.device())});
   }
   trap_->disarm();
   inner_->step();

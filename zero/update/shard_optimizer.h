@@ -58,7 +58,7 @@ class ShardOptimizer {
     // With deferred(): kernels read learning rates on the device, so that a CUDA graph can.
     bool rates_on_device = false;
     std::optional<EmaOptions> ema = std::nullopt;
-    // Per parameter; empty: fp32. Those of groups without a fused kernel are fp32.
+    // Per parameter; empty: fp32. Those of classes that store no moments are fp32.
     std::vector<Moments> moments = {};
     bool split_masters = false;  // of bf16 parameters, which have fused kernels then
   };
