@@ -112,6 +112,7 @@ MeshRun::MeshRun(const MeshShape& shape, const Group& world, double factor)
   cuts.insert(cuts.begin(), 0);
   cuts.push_back(kLayers);
   const int stage = mesh_.coordinate("pp");
+  if (stage == 0 && shape.has_large) hold("large", {65, 79}, kShared);
   if (stage == 0 || stage == shape.stages - 1) hold("embedding", {5, 7}, kShared);
   for (int layer = cuts[stage]; layer < cuts[stage + 1]; ++layer) hold_layer(layer);
   hold_others("common", 0);
@@ -191,6 +192,7 @@ void MeshRun::make_optimizer() {
                             .layout(shape_.layout)
                             .bucket_bytes(shape_.bucket_bytes)
                             .mesh_group(mesh_.all())
+                            .moments(shape_.moments)
                             .ema(EmaOptions().decay(0.75))
                             .loss_scaler(LossScalerOptions().initial_scale(256).growth_interval(2));
   const auto held = [this](const std::string& name) {

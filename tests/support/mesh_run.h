@@ -33,6 +33,10 @@ struct MeshShape {
   int64_t bucket_bytes = 100;
   bool adam = true;
   bool says_sections = true;  // of fused tensors
+  Moments moments = Moments::kFloat32;
+  // The first stage has a parameter of more than 4096 elements, whose number, 0, is the same in
+  // every mesh.
+  bool has_large = false;
 
   int ranks() const { return stages * copies * data * experts * parts; }
   std::string text() const;
