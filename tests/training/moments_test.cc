@@ -458,6 +458,14 @@ TEST(MomentsTest, ALoadReportsFromWhichToWhichFormat) {
     });
     step += 3;
   }
+  // Before the first step there are no moments.
+  run_ranks(2, [&](const Group& group) {
+    const std::string before = folder + "_before";
+    Pair saved(group, Class::kAdamW, Moments::kInt8, small_buckets());
+    saved.optimizer->save_checkpoint(before, SaveOptions().overwrite(true));
+    Pair loaded(group, Class::kAdamW, Moments::kBFloat16, small_buckets());
+    EXPECT_TRUE(loaded.optimizer->load_checkpoint(before).conversions.empty());
+  });
   // Of another class of optimizer the masters alone are loaded.
   run_ranks(1, [&](const Group& group) {
     Pair other(group, Class::kLion, Moments::kBFloat16, small_buckets().split_masters(true),
