@@ -32,8 +32,10 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
     const int64_t row = rank % arena.world_size;
     const int64_t numel = bucket.rows.numel(row);
     const int64_t row_bytes = kFloatBytes * numel;
-    report.gradient_shards +=
-        static_cast<int64_t>(c10::elementSize(options.gradient_shard_dtype)) * numel;
+    if (!options.update_in_backward) {
+      report.gradient_shards +=
+          static_cast<int64_t>(c10::elementSize(options.gradient_shard_dtype)) * numel;
+    }
     if (options.ema) report.ema += row_bytes;
     if (!arena.layout->is_master(arena)) {
       report.master_parameters += options.split_masters ? row_bytes / 2 : row_bytes;
@@ -46,7 +48,7 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
     const auto element = static_cast<int64_t>(c10::elementSize(arena.dtype));
     const int64_t bytes = element * arena.layout->full_numel(arena);
     report.working_parameters += bytes;
-    if (options.stage == 1) report.full_gradients += bytes;
+    if (options.stage == 1 && !options.update_in_backward) report.full_gradients += bytes;
   }
   return report;
 }

@@ -48,7 +48,9 @@ struct MemoryReport {
   int64_t master_parameters = 0;
   int64_t ema = 0;  // this rank's rows of the average in fp32, and masters that use_ema() set aside
   int64_t optimizer_state = 0;  // what the inner optimizer keeps for this rank's segments
-  int64_t gradient_shards = 0;  // this rank's rows, in ZeroOptions::gradient_shard_dtype
+  // This rank's rows, in ZeroOptions::gradient_shard_dtype; 0 with ZeroOptions::update_in_backward,
+  // where those on their way are in buckets.
+  int64_t gradient_shards = 0;
   // Stage 1: averaged gradients in full. Also unsent p.grad(), and the memory of local sums of
   // no_sync() that is held for those of the next step.
   int64_t full_gradients = 0;
@@ -73,6 +75,7 @@ struct MemoryOptions {
   bool ema = false;                                               // ZeroOptions::ema
   bool split_masters = false;                                     // ZeroOptions::split_masters
   c10::ScalarType gradient_shard_dtype = c10::ScalarType::Float;  // that of ZeroOptions
+  bool update_in_backward = false;                                // ZeroOptions::update_in_backward
 };
 
 // Returns what a rank holds between steps by the plan alone; buckets are left at 0.

@@ -52,6 +52,7 @@ struct Options {
   std::string moments = "float32";
   bool split_masters = false;
   std::string gradient_shards = "float32";
+  bool update_in_backward = false;
   std::optional<double> bucket_mb;
   // Less than the default where there are fewer ranks.
   int64_t ranks_per_machine = Machines{}.ranks_per_machine;
@@ -122,7 +123,8 @@ nlohmann::ordered_json report(const Options& options) {
              .state_bytes = adam_state_bytes(kMoments.at(options.moments)),
              .ema = options.ema,
              .split_masters = options.split_masters && options.job.dtype == c10::kBFloat16,
-             .gradient_shard_dtype = kDtypes.at(options.gradient_shards)});
+             .gradient_shard_dtype = kDtypes.at(options.gradient_shards),
+             .update_in_backward = options.update_in_backward});
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -292,6 +294,8 @@ void add_options(CLI::App& app, Options& options) {
                "Keep masters of bfloat16 parameters in 2 bytes");
   app.add_option("--gradient-shards", options.gradient_shards, "Dtype of gradient shards")
       ->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_flag("--update-in-backward", options.update_in_backward,
+               "Update each bucket when it is reduced, without gradient shards");
   app.add_option("--layout", options.layout, "Layout of buckets")->check(CLI::IsMember(kLayouts));
   app.add_option("--device", options.device, "Of the ranks: the default size of buckets")
       ->check(CLI::IsMember({"cpu", "cuda"}));

@@ -54,6 +54,7 @@ void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t 
       {"moments", options.moments_name},
       {"split_masters", options.split_masters},
       {"gradient_shards", options.gradient_shards},
+      {"update_in_backward", options.update_in_backward},
       {"ema", options.ema},
       {"libtorch", TORCH_VERSION},
   };

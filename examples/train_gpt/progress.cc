@@ -94,8 +94,11 @@ std::string Progress::line(const StepMetrics& metrics) const {
   text << std::setprecision(4) << "  loss " << metrics.loss;
   if (metrics.validation_loss) text << "  validation " << *metrics.validation_loss;
   if (metrics.ema_loss) text << "  averaged " << *metrics.ema_loss;
-  text << std::setprecision(2) << "  norm " << metrics.gradient_norm << std::setprecision(0) << "  "
-       << tokens_per_second_ << " tokens/s  " << time_left(metrics.step) << " left";
+  if (!std::isnan(metrics.gradient_norm)) {
+    text << std::setprecision(2) << "  norm " << metrics.gradient_norm;
+  }
+  text << std::setprecision(0) << "  " << tokens_per_second_ << " tokens/s  "
+       << time_left(metrics.step) << " left";
   return text.str();
 }
 

@@ -25,7 +25,7 @@ struct StepMetrics {
   double loss = 0.0;                      // nats per byte, mean over the global batch
   std::optional<double> validation_loss;  // the same over the held-out text, where measured
   std::optional<double> ema_loss;         // that of the averaged parameters, with --ema
-  double gradient_norm = 0.0;             // of the averaged gradient before clipping
+  double gradient_norm = 0.0;             // before clipping; NaN with --update-in-backward
   double learning_rate = 0.0;
   double loss_scale = 1.0;             // what this step's loss was multiplied by
   bool skipped = false;                // gradients were not finite: nothing was updated

@@ -85,6 +85,7 @@ void write_report(const TrainOptions& options, zero::examples::Trainer& trainer,
   report.memory_options.stage = options.stage;
   report.memory_options.split_masters = options.split_masters;
   report.memory_options.gradient_shard_dtype = options.gradient_shard_dtype;
+  report.memory_options.update_in_backward = options.update_in_backward;
   report.memory_options.state_bytes = [parameters, all = trainer.state_bytes()](int64_t numel) {
     return all * numel / parameters;  // on average, where not all groups have the same
   };
@@ -107,7 +108,8 @@ std::string print_end(const TrainOptions& options, zero::examples::Trainer& trai
                     trainer.world_size(), {.stage = options.stage,
                                            .state_bytes = zero::adam_state_bytes(options.moments),
                                            .split_masters = options.split_masters,
-                                           .gradient_shard_dtype = options.gradient_shard_dtype})
+                                           .gradient_shard_dtype = options.gradient_shard_dtype,
+                                           .update_in_backward = options.update_in_backward})
                     .c_str());
   }
   if (options.same_bits) std::printf("\nhash of the masters: %s\n", trainer.masters_hash().c_str());

@@ -141,10 +141,11 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
       ->check(number(0.0, 1e30, "a number of at least 0"))
       ->type_name("X")
       ->group(group);
-  app.add_option("--max-norm", options.max_norm, "Gradients are clipped to this norm")
-      ->check(positive())
-      ->type_name("X")
-      ->group(group);
+  auto* max_norm =
+      app.add_option("--max-norm", options.max_norm, "Gradients are clipped to this norm")
+          ->check(positive())
+          ->type_name("X")
+          ->group(group);
   app.add_option("--moments", options.moments_name,
                  "How averages of gradients are stored, with adamw, lion and muon")
       ->check(CLI::IsMember(kMoments))
@@ -157,6 +158,12 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
                  "Dtype of gradients between their reduction and the update")
       ->check(CLI::IsMember({"float32", "bfloat16"}))
       ->type_name("")
+      ->group(group);
+  app.add_flag(
+         "--update-in-backward", options.update_in_backward,
+         "Update parameters during the backward pass, without gradient shards and clips; with "
+         "adamw and lion")
+      ->excludes(max_norm)
       ->group(group);
   app.add_option("--ema", options.ema,
                  "Keep an average of the parameters with this decay, and validate it too; 0: none")
@@ -328,6 +335,14 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
     return refuse(
         "--split-masters: expected --optimizer adamw or lion, which have fused kernels, got " +
         options.optimizer);
+  }
+  const bool whole = options.same_bits || options.accumulate > 1 || options.device != "cpu" ||
+                     options.gather_wire != "whole";
+  if (options.update_in_backward &&
+      (whole || (options.optimizer != "adamw" && options.optimizer != "lion"))) {
+    return refuse(
+        "--update-in-backward: expected --optimizer adamw or lion on a cpu, one micro-batch a "
+        "rank, --gather-wire whole and no --same-bits");
   }
   if (options.split_masters && options.dtype != c10::kBFloat16) {
     return refuse("--split-masters: expected --dtype bfloat16, got " + options.dtype_name);

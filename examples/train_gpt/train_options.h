@@ -50,6 +50,7 @@ struct TrainOptions {
   bool split_masters = false;
   std::string gradient_shards = "float32";
   c10::ScalarType gradient_shard_dtype = c10::ScalarType::Float;  // its value
+  bool update_in_backward = false;
   double ema = 0.0;  // decay of the average of the parameters; 0: none
   uint64_t seed = 1;
 

@@ -103,6 +103,8 @@ Trainer::Trainer(const TrainOptions& options, const ByteDataset& data, const Gro
               .moments(options.moments)
               .split_masters(options.split_masters)
               .gradient_shard_dtype(options.gradient_shard_dtype)
+              .update_in_backward(options.update_in_backward)
+              .skip_nonfinite(!options.update_in_backward)
               .micro_batches(options.micro_batches)
               .protect(options.elastic ? options.protect_every : 0)),
       schedule_(optimizer_, make_schedule(options)),
@@ -166,7 +168,10 @@ StepMetrics Trainer::train_step(int64_t step) {
     losses[place] = mean.item<double>() * static_cast<double>(count);
   }
   metrics.loss_scale = optimizer_.loss_scale();
-  const at::Tensor norm = optimizer_.clip_grad_norm_(options_.max_norm);
+  // Parameters that are updated already have no norm to be clipped by.
+  const at::Tensor norm = options_.update_in_backward
+                              ? at::full({}, std::nan(""), at::kDouble)
+                              : optimizer_.clip_grad_norm_(options_.max_norm);
   const bool stop_here = stop_requested();
   metrics.memory = memory_ = optimizer_.memory();
   metrics.learning_rate = optimizer_.param_groups()[0].options().get_lr();

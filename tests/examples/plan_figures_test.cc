@@ -61,6 +61,13 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
       near(small.memory.master_parameters, 2 * p / w);
       near(small.memory.gradient_shards, 2 * p / w);
       near(small.memory.total(), 2 * p + (6 + 8.0 / 256) * p / w);
+      // Without gradient shards, nor in stage 1 their averages.
+      for (const int64_t stage : {1, 2}) {
+        near(plan_figures(plan_job(model, job(world_size)),
+                          {.stage = stage, .update_in_backward = true})
+                 .memory.total(),
+             2 * p + 12 * p / w);
+      }
       // Stage 1 keeps averaged gradients in full.
       near(plan_figures(plan_job(model, job(world_size)), {.stage = 1}).memory.total(),
            4 * p + 16 * p / w);

@@ -53,6 +53,12 @@ void CallProtocol::break_backward(const std::string& reason) {
   comms_.channel.announce(reason);
 }
 
+void CallProtocol::end(const std::string& reason) {
+  comms_.abort(reason);
+  asks_for_recovery_ = false;
+  failure_ = reason;
+}
+
 std::string CallProtocol::take_problem(Call call) {
   if (call == Call::kEndEma) return {};  // all of it stays for the next call
   std::string text = std::exchange(misuse_, {});

@@ -58,6 +58,8 @@ class CallProtocol {
 
   // Gradients are incomplete for `reason` until repaired().
   void break_backward(const std::string& reason);
+  // What cannot be taken back went wrong on this rank: a failure of all ranks for `reason`.
+  void end(const std::string& reason);
   bool is_backward_broken() const { return !broken_backward_.empty(); }
   void repaired() { broken_backward_.clear(); }
   // Returns whether the next zero_grad() must be collective for an error.

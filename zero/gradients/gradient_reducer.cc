@@ -26,27 +26,14 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
       pool_(pool),
       options_(options),
       local_(table, options.no_sync_fp32),
+      device_(table.parameters().front().tensor.device()),
       used_(table.parameters().size(), 0),
       queue_(pool) {
   if (options.micro_batches > 0) {
     const Communicator& ranks = *comms_.front().data;
     sums_.emplace(table, options.micro_batches, ranks.rank(), ranks.world_size());
   }
-  const auto shard_options = at::TensorOptions()
-                                 .dtype(options.shard_dtype)
-                                 .device(table.parameters().front().tensor.device());
-  // One allocation: shards are read bucket by bucket, but a norm reads them all.
-  std::vector<int64_t> own;  // elements of this rank's row of each bucket
-  for (const Bucket& bucket : plan.buckets) {
-    own.push_back(bucket.rows.numel(comms_[plan.arena_of(bucket).domain].data->rank()));
-  }
-  const at::Tensor flat =
-      at::zeros({std::accumulate(own.begin(), own.end(), int64_t{0})}, shard_options);
-  int64_t begin = 0;
-  for (const int64_t numel : own) {
-    shards_.push_back(flat.narrow(0, begin, numel));
-    begin += numel;
-  }
+  make_shards();
   places_.resize(used_.size());
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
     const auto& slots = plan.buckets[b].slots;
@@ -58,11 +45,36 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
   start_round();
 }
 
+void GradientReducer::make_shards() {
+  updated_.assign(plan_.buckets.size(), 0);
+  std::vector<int64_t> own;  // elements of this rank's row of each bucket
+  for (size_t b = 0; b < plan_.buckets.size(); ++b) {
+    const auto bucket = static_cast<int64_t>(b);
+    const int64_t rank = comms_[plan_.domain_of(bucket)].data->rank();
+    own.push_back(plan_.buckets[b].rows.numel(rank));
+    if (!options_.update_in_backward) continue;
+    own_parameters_.emplace_back();
+    for (const Segment& s : plan_.segments(bucket, rank)) {
+      own_parameters_.back().push_back(s.parameter);
+    }
+  }
+  shards_.resize(own.size());
+  if (options_.update_in_backward) return;
+  // One allocation: shards are read bucket by bucket, but a norm reads them all.
+  const at::Tensor flat =
+      at::zeros({std::accumulate(own.begin(), own.end(), int64_t{0})},
+                at::TensorOptions().dtype(options_.shard_dtype).device(device_));
+  int64_t begin = 0;
+  for (size_t b = 0; b < own.size(); ++b) {
+    shards_[b] = flat.narrow(0, begin, own[b]);
+    begin += own[b];
+  }
+}
+
 void GradientReducer::connect() {
-  const c10::Device device = shards_.front().device();
   const bool connects_late =
       std::any_of(comms_.begin(), comms_.end(), [&](const DomainCommunicators& comms) {
-        return comms.data->world_size() > 1 && !RowCommunicator(*comms.data).waits_on_host(device);
+        return comms.data->world_size() > 1 && !RowCommunicator(*comms.data).waits_on_host(device_);
       });
   if (!connects_late) return;
   // Replicas exchange in collective calls, where all ranks come.
@@ -132,6 +144,12 @@ void GradientReducer::check_by_hand(int64_t parameter) const {
 }
 
 void GradientReducer::before_gradient(int64_t parameter) {
+  TORCH_CHECK(!options_.update_in_backward || (packed_[parameter] == 0 && rounds_ == 0),
+              "parameter ", table_.parameters()[parameter].name,
+              ": expected one gradient and one backward pass in a step with "
+              "update_in_backward(true), got a second one, as of a pass without step() before it, "
+              "or of a weight that several checkpointed parts share; make the optimizer without "
+              "that option");
   // Before anything of this pass is sent, also where it begins with another parameter.
   if (local_.was_reset(parameter) || local_.sent_were_reset()) drop_resets();
   check_by_hand(parameter);
@@ -179,9 +197,8 @@ at::Tensor GradientReducer::matrix(int64_t b, int64_t i) const {
 }
 
 void GradientReducer::follow_packing(int64_t b) {
-  const c10::Device device = shards_[b].device();
-  if (device.is_cpu()) return;
-  const c10::Stream current = current_torch_stream(device);
+  if (device_.is_cpu()) return;
+  const c10::Stream current = current_torch_stream(device_);
   std::optional<c10::Stream>& last = open_[b].stream;
   if (last && *last != current) make_wait(current, *last);
   last = current;
@@ -250,6 +267,12 @@ void GradientReducer::send_next() {
     }
     encode(b);
   }
+  const UnderWay sent{b, has_whole_row(b)};
+  if (options_.update_in_backward) {
+    updates_.before_sending(b);
+    const int64_t numel = bucket.rows.numel(comms.data->rank());
+    shards_[b] = pool_.take(numel, options_.shard_dtype);
+  }
   BucketReduction reduction;
   reduction.wire = &wire_of(bucket);
   reduction.rows = std::exchange(open_[b].encoded, Rows());
@@ -266,14 +289,39 @@ void GradientReducer::send_next() {
   open_[b].stream.reset();
   if (!has_peers(reduction)) {
     reduce_alone(reduction, pool_);
+    finish_shard(sent);
   } else {
-    const c10::Device device = reduction.shard.device();
     TORCH_CHECK(
-        !is_capturing(device) || !RowCommunicator(*comms.data).waits_on_host(device),
+        !is_capturing(device_) || !RowCommunicator(*comms.data).waits_on_host(device_),
         "CUDA graph capture: expected NCCL between ranks, got a transport on which the host "
         "waits; end the capture and run the step without");
     queue_.push(std::move(reduction));
+    if (options_.update_in_backward) under_way_.push_back(sent);
   }
+  update_reduced();
+}
+
+// Then all ranks together have a gradient of each, whatever the others used.
+bool GradientReducer::has_whole_row(int64_t b) const {
+  if (!options_.update_in_backward || own_parameters_[b].empty()) return false;
+  return std::all_of(own_parameters_[b].begin(), own_parameters_[b].end(),
+                     [&](int64_t p) { return packed_[p] != 0; });
+}
+
+void GradientReducer::update_reduced() {
+  if (under_way_.empty()) return;
+  for (const int64_t done = queue_.done(); !under_way_.empty() && taken_ < done; ++taken_) {
+    const UnderWay reduced = under_way_.front();
+    under_way_.pop_front();
+    finish_shard(reduced);
+  }
+}
+
+void GradientReducer::finish_shard(const UnderWay& reduced) {
+  if (!reduced.whole) return;
+  updates_.update(reduced.bucket);
+  updated_[reduced.bucket] = 1;
+  pool_.give(std::exchange(shards_[reduced.bucket], at::Tensor()));
 }
 
 void GradientReducer::close_round() {
@@ -316,6 +364,7 @@ void GradientReducer::set_reducing(bool reducing) {
 void GradientReducer::complete(int64_t rounds) {
   while (rounds_ < rounds) close_round();
   queue_.drain();
+  update_reduced();
   pool_.joined();
   set_reducing(false);
   if (rounds > replicated_) {
@@ -343,6 +392,12 @@ void GradientReducer::consume() {
   rounds_ = 0;
   dropped_ = 0;
   replicated_ = 0;
+  if (options_.update_in_backward) {
+    std::fill(updated_.begin(), updated_.end(), 0);
+    for (at::Tensor& shard : shards_) {
+      if (shard.defined()) pool_.give(std::exchange(shard, at::Tensor()));
+    }
+  }
   pool_.trim();
 }
 
@@ -366,6 +421,10 @@ void GradientReducer::drop_resets() {
   bool any = false;
   for (size_t p = 0; p < used_.size() && !any; ++p) any = local_.was_reset(static_cast<int64_t>(p));
   if (!any) return;
+  TORCH_CHECK(!options_.update_in_backward,
+              "zero_grad() of the module or of a base class after a backward pass: expected step() "
+              "next with update_in_backward(true), which updates parameters before, got gradients "
+              "that were reset; call it before backward(), and go on from a checkpoint");
   if (local_.forget_resets()) {
     // Other ranks have sent their part of the open round. It has no gradients but those.
     if (round_open()) send_round();
@@ -383,6 +442,7 @@ void GradientReducer::discard() {
 
 int64_t GradientReducer::shard_bytes() const {
   int64_t bytes = 0;
+  if (options_.update_in_backward) return bytes;
   for (const at::Tensor& shard : shards_) bytes += static_cast<int64_t>(shard.nbytes());
   return bytes;
 }

@@ -25,11 +25,18 @@
 //
 // With ZeroOptions::micro_batches a step has one round, of the pass of this rank's last
 // micro-batch; gradients of passes before it are kept in MicroBatchSums.
+//
+// With ZeroOptions::update_in_backward a step has one round too, and a shard lives from when its
+// bucket is sent until it was given to BucketUpdates, on the thread that sends. Where this rank has
+// no gradient of a parameter of its row, only step() knows whether another rank has one: such a
+// shard is kept until consume().
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -50,6 +57,14 @@ struct ReducerOptions {
   bool no_sync_fp32 = false;
   int64_t micro_batches = 0;                 // ZeroOptions::micro_batches; then there is one domain
   c10::ScalarType shard_dtype = at::kFloat;  // ZeroOptions::gradient_shard_dtype
+  bool update_in_backward = false;           // ZeroOptions::update_in_backward
+};
+
+// What a reducer with ReducerOptions::update_in_backward calls.
+struct BucketUpdates {
+  std::function<void(int64_t bucket)> before_sending;  // for each bucket
+  // shard(bucket) is complete, and this rank has gradients of all parameters of its row.
+  std::function<void(int64_t bucket)> update;
 };
 
 class GradientReducer {
@@ -64,6 +79,13 @@ class GradientReducer {
   // hook that would be for ever where a rank has no backward pass. To be called before the first
   // one.
   void connect();
+
+  // With ReducerOptions::update_in_backward, before the first gradient.
+  void update_with(BucketUpdates updates) { updates_ = std::move(updates); }
+  // Returns whether BucketUpdates::update() was called for the bucket since consume().
+  bool is_updated(int64_t bucket) const { return updated_[bucket] != 0; }
+  // Returns whether a gradient is in a bucket, or was sent, since consume().
+  bool has_packed() const { return rounds_ > 0 || round_open(); }
 
   // Factor on every gradient besides the mean over ranks: 1 / loss scale.
   void set_scale(double scale) { scale_ = scale; }
@@ -127,7 +149,7 @@ class GradientReducer {
   const std::vector<uint8_t>& used() const { return used_; }
   bool any_used() const;
   // The own row, of ReducerOptions::shard_dtype: the mean over ranks, valid after complete() if
-  // rounds > 0.
+  // rounds > 0. Undefined where it is not kept.
   const at::Tensor& shard(int64_t bucket) const { return shards_[bucket]; }
 
   // The next gradient of this parameter replaces p.grad(), which holds an average.
@@ -139,6 +161,7 @@ class GradientReducer {
   // the buckets before it.
   int64_t local_bytes() const { return local_.bytes() + (sums_ ? sums_->bytes() : 0); }
   int64_t unsent_bytes() const { return unsent_bytes_; }
+  // Those that are not the pool's.
   int64_t shard_bytes() const;
   // Frees the shards: from then on only functions that count bytes and the destructor may be
   // called.
@@ -161,7 +184,16 @@ class GradientReducer {
     int64_t unsent_bytes = 0;                          // of those that are
   };
 
+  struct UnderWay {  // with update_in_backward, a bucket that was pushed
+    int64_t bucket = 0;
+    bool whole = false;  // all of its own row have a gradient of this rank
+  };
+
   void start_round();
+  void make_shards();
+  bool has_whole_row(int64_t bucket) const;
+  void update_reduced();
+  void finish_shard(const UnderWay& reduced);
   void set_reducing(bool reducing);
   bool round_open() const;  // a gradient was packed that closes with this round
   const WireFormat& wire_of(const Bucket& bucket) const { return *options_.wires[bucket.arena]; }
@@ -188,6 +220,7 @@ class GradientReducer {
 
   LocalGradients local_;
   std::optional<MicroBatchSums> sums_;
+  const c10::Device device_;
   std::vector<at::Tensor> shards_;  // per bucket
   std::vector<uint8_t> used_;       // per parameter, since consume()
 
@@ -208,6 +241,13 @@ class GradientReducer {
   int64_t replicated_ = 0;  // of those, averaged over replicas
   int64_t total_rounds_ = 0;
   ReductionQueue queue_;
+
+  // With update_in_backward.
+  BucketUpdates updates_;
+  std::vector<std::vector<int64_t>> own_parameters_;  // per bucket: those of this rank's row
+  std::deque<UnderWay> under_way_;                    // in the order of the queue
+  int64_t taken_ = 0;                                 // from it since construction
+  std::vector<uint8_t> updated_;                      // per bucket, since consume()
 };
 
 }  // namespace zero

@@ -190,6 +190,12 @@ void ReductionQueue::check() {
   if (error_) std::rethrow_exception(error_);
 }
 
+int64_t ReductionQueue::done() {
+  const Lock lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+  return done_;
+}
+
 void ReductionQueue::wait_for_worker(Lock& lock) {
   const auto done = [this] {
     return error_ || (waiting_.empty() && under_way_.empty() && !starting_);

@@ -56,6 +56,9 @@ class ReductionQueue {
   void drain();
   // Throws the first error, if there is one by now.
   void check();
+  // The same, and returns how many of the buckets that were pushed since construction have reached
+  // their shards: the first ones. Not on a GPU, where streams order what follows.
+  int64_t done();
 
  private:
   static constexpr int kExchangesInFlight = 2;

@@ -48,6 +48,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     impl_->engine->protocol.fail_stop([&] { impl_->recovery.start(visible); });
   }
   param_groups_ = std::move(visible);
+  impl_->engine->visible_groups = &param_groups_;
 }
 
 ZeroOptimizer::ZeroOptimizer(std::shared_ptr<torch::nn::Module> module,
@@ -105,6 +106,11 @@ ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
         "no_sync with ZeroOptions::micro_batches: expected none, since gradients are sent after "
         "the "
         "last of this rank's micro-batches, got a guard; leave it out");
+  }
+  if (impl_->engine->options.update_in_backward()) {
+    protocol.throw_misuse(
+        "no_sync with update_in_backward(true): expected one backward pass in a step, got a guard; "
+        "leave it out, or make the optimizer without that option");
   }
   if (protocol.in_no_sync()) {
     protocol.throw_misuse(

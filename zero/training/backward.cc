@@ -61,6 +61,14 @@ class AfterAccumulation final : public torch::autograd::PostAccumulateGradHook {
   std::function<void()> call_;
 };
 
+// What to do about incomplete gradients.
+std::string remedy(bool update_in_backward) {
+  return update_in_backward
+             ? "with update_in_backward(true) some parameters may be updated already; go on from a "
+               "checkpoint with a new optimizer, or by recover() with protect()"
+             : "call zero_grad() on all ranks and repeat the batch";
+}
+
 }  // namespace
 
 const char* const kInnerStepProblem =
@@ -205,11 +213,18 @@ void BackwardPasses::run_in_hook(const std::function<void()>& hand_over) {
   } catch (const std::exception& error) {
     // A failed communicator is final, as in a collective call.
     if (is_of_communication(error)) parts_.protocol.fail_stop([] { throw; });
-    const std::string text = error_text(error) +
-                             ". Gradients are incomplete: call zero_grad() on all ranks and repeat "
-                             "the batch";
-    parts_.protocol.break_backward(text);
+    const std::string text =
+        error_text(error) + ". Gradients are incomplete: " + remedy(parts_.update_in_backward);
+    break_pass(text);
     TORCH_CHECK(false, "rank ", parts_.protocol.rank(), ": ", text);
+  }
+}
+
+void BackwardPasses::break_pass(const std::string& reason) {
+  if (parts_.update_in_backward) {
+    parts_.protocol.end(reason);
+  } else {
+    parts_.protocol.break_backward(reason);
   }
 }
 
@@ -234,6 +249,12 @@ void BackwardPasses::begin() {
   any_ = true;
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
   if (!takes_gradients()) parts_.protocol.throw_misuse(untimely_problem());
+  if (parts_.update_in_backward && parts_.reducer.has_packed()) {
+    parts_.protocol.throw_misuse(
+        "backward(): expected step() after each backward pass with update_in_backward(true), got "
+        "one more pass; add up the losses before one backward(), or make the optimizer without "
+        "that option");
+  }
   try {
     // Also where this pass uses none of the parameters that were reset.
     parts_.reducer.drop_resets();
@@ -305,10 +326,8 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
   } catch (const std::exception& error) {
     // Else a hook of ours has said it already, with what to do.
     if (!parts_.protocol.is_backward_broken() && !parts_.protocol.has_failed()) {
-      parts_.protocol.break_backward(
-          "a backward pass ended with an exception, so gradients are incomplete; call "
-          "zero_grad() on all ranks and repeat the batch. It was: " +
-          error_text(error));
+      break_pass("a backward pass ended with an exception, so gradients are incomplete; " +
+                 remedy(parts_.update_in_backward) + ". It was: " + error_text(error));
     }
     if (is_of_communication(error) && !parts_.protocol.has_failed()) {
       parts_.protocol.fail_stop([] { throw; });

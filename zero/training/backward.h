@@ -42,6 +42,7 @@ class BackwardPasses {
     const Clipping& clipping;
     StepRecord& record;
     ParameterGathers& gathers;
+    bool update_in_backward = false;  // ZeroOptions::update_in_backward
   };
 
   // Adds hooks to every managed parameter; the destructor removes them.
@@ -85,6 +86,8 @@ class BackwardPasses {
   // Runs `hand_over`; an error leaves the pass broken on all ranks.
   void run_in_hook(const std::function<void()>& hand_over);
   void begin();
+  // Gradients are incomplete for `reason`.
+  void break_pass(const std::string& reason);
   // Throws c10::Error for a gradient of a graph that was made of values which a step with
   // overlap_gather was still replacing. Torch's own check sees those alone that the graph saved.
   void check_waited_for(int64_t parameter) const;

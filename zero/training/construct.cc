@@ -19,6 +19,27 @@
 namespace zero {
 namespace {
 
+// What update_in_backward cannot be with.
+void check_update_in_backward(const ZeroOptions& options) {
+  if (!options.update_in_backward()) return;
+  const auto check = [](bool good, const char* expected, const char* why) {
+    TORCH_CHECK(good, "update_in_backward: expected ", expected, ", since ", why,
+                "; set it, or update_in_backward(false)");
+  };
+  constexpr const char* kWhole = "parameters are updated before the whole gradient is known";
+  check(!options.loss_scaler(), "no loss_scaler", kWhole);
+  check(!options.skip_nonfinite(), "skip_nonfinite(false)", kWhole);
+  check(!options.skip_if(), "no skip_if", kWhole);
+  check(options.micro_batches() == 0, "micro_batches(0)", "a step has one backward pass");
+  check(options.gather_wire() == GatherWire::kWhole, "gather_wire(GatherWire::kWhole)",
+        "changes would need a copy of all rows from before the update");
+  for (const auto& [group, placement] : options.placements()) {
+    check(!placement.replicated_over() || placement.replicated_over()->world_size() == 1,
+          "no placement with replicated_over",
+          "shards are averaged over replicas in collective calls");
+  }
+}
+
 void check_options(const ZeroOptions& options) {
   TORCH_CHECK(options.stage() == 1 || options.stage() == 2, "stage: expected 1 or 2, got ",
               options.stage(),
@@ -47,6 +68,7 @@ void check_options(const ZeroOptions& options) {
                   options.gradient_shard_dtype() == at::kBFloat16,
               "gradient_shard_dtype: expected kFloat or kBFloat16, got ",
               options.gradient_shard_dtype(), "; other dtypes have not the range of gradients");
+  check_update_in_backward(options);
   if (const auto& ema = options.ema()) {
     TORCH_CHECK(ema->decay() >= 0 && ema->decay() < 1,
                 "ema: expected a decay from 0 on and below 1, got ", ema->decay(),
@@ -99,7 +121,7 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
   }
   line << " split_masters " << options.split_masters() << " moments "
        << static_cast<int>(options.moments()) << " gradient_shard_dtype "
-       << options.gradient_shard_dtype();
+       << options.gradient_shard_dtype() << " update_in_backward " << options.update_in_backward();
   for (const auto& [group, moments] : options.group_moments()) {
     line << " of group " << group << " " << static_cast<int>(moments);
   }
@@ -189,6 +211,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     check_moments(*inner, options);
     table = std::make_unique<ParameterTable>(module, inner->param_groups());
     check_split_masters(*table, *inner, layouts, options);
+    check_update_in_backward(*table, *inner, options);
     check_micro_batches(*inner, layouts, group.world_size(), options);
     check_parameters(*table, group, *inner, layouts);
     check_wire_options(options, table->parameters().front().tensor.device());
@@ -245,7 +268,9 @@ std::unique_ptr<Engine> Engine::make_again(std::unique_ptr<torch::optim::Optimiz
                                            const Group& over, const ParamGroups& groups,
                                            Frozen sent) const {
   set_groups(*inner, groups);
-  return make(module, inner, over, options, sent);
+  std::unique_ptr<Engine> engine = make(module, inner, over, options, sent);
+  engine->visible_groups = visible_groups;
+  return engine;
 }
 
 std::unique_ptr<Engine> Engine::make_over_same_ranks(
@@ -256,6 +281,7 @@ std::unique_ptr<Engine> Engine::make_over_same_ranks(
     engine = std::make_unique<Engine>(module, inner, domains, options, comms,
                                       ParameterTable(module, inner->param_groups()), Frozen::kNone);
   });
+  engine->visible_groups = visible_groups;
   return engine;
 }
 

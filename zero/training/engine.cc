@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <numeric>
 #include <utility>
 
 #include "zero/base/error_text.h"
@@ -82,15 +83,21 @@ WireFormats wires_of(const Plan& plan, const ShardDomains& domains, const ZeroOp
 
 int64_t pool_bytes(const Plan& plan, const WireFormats& wires, const ShardDomains& domains,
                    const ZeroOptions& options) {
-  const int64_t bytes =
-      buffer_bytes(plan, wires, ReductionQueue::buffers_kept(buffer_bytes(plan, wires, 1)));
-  if (options.gradient_shard_dtype() == at::kFloat) return bytes;
-  int64_t row = 0;  // of another dtype, which is converted
+  const size_t buffers = ReductionQueue::buffers_kept(buffer_bytes(plan, wires, 1));
+  const int64_t bytes = buffer_bytes(plan, wires, buffers);
+  std::vector<int64_t> rows;  // elements of this rank's row of each bucket, the largest first
   const std::vector<int64_t> ranks = ranks_in(domains);
   for (const Bucket& bucket : plan.buckets) {
-    row = std::max(row, bucket.rows.numel(ranks[plan.arena_of(bucket).domain]));
+    rows.push_back(bucket.rows.numel(ranks[plan.arena_of(bucket).domain]));
   }
-  return bytes + row * static_cast<int64_t>(sizeof(float));
+  std::sort(rows.begin(), rows.end(), std::greater<>());
+  // A row of another dtype is converted, and those of buckets that are reduced wait for their
+  // update.
+  const size_t converted = options.gradient_shard_dtype() == at::kFloat ? 0 : 1;
+  const size_t waiting = options.update_in_backward() ? buffers / 2 : 0;
+  rows.resize(std::min(rows.size(), converted + waiting));
+  const int64_t numel = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  return bytes + numel * static_cast<int64_t>(sizeof(float));
 }
 
 std::vector<std::vector<at::Tensor>> members_of(const torch::optim::Optimizer& inner) {
@@ -164,6 +171,30 @@ std::string capture_problem(const Engine& engine, Call call) {
   return {};
 }
 
+// Why `call` cannot be made with update_in_backward, or nothing.
+std::string early_update_problem(const Engine& engine, Call call) {
+  if (!engine.options.update_in_backward() || call == Call::kEndEma) return {};
+  switch (call) {
+    case Call::kReduceGradients:
+    case Call::kClipGradNorm:
+    case Call::kClipGradValue:
+    case Call::kGradient:
+      return std::string(call_name(call)) +
+             ": expected no call that reads or clips gradients with update_in_backward(true), "
+             "which keeps none of them; make the optimizer without that option";
+    case Call::kStep:
+      if (engine.reducer.rounds_needed() <= 1) return {};
+      return "step(): expected gradients in p.grad() before backward() with "
+             "update_in_backward(true), since a step has one reduction, got one that was put there "
+             "after it; reset it, or make the optimizer without that option";
+    default:
+      if (!engine.reducer.has_packed()) return {};
+      return std::string(call_name(call)) +
+             ": expected step() after backward() with update_in_backward(true), since parameters "
+             "are updated before it, got gradients that are not stepped; call step() first";
+  }
+}
+
 // Returns whether ranks must come to `call` with gradients of the same passes.
 bool is_checked(Call call) { return call != Call::kZeroGrad && call != Call::kEndEma; }
 
@@ -180,6 +211,7 @@ Problem problem_of(const std::function<void()>& check) {
 Problem first_problem(Engine& engine, Call call, const std::function<void()>& check) {
   Problem problem(engine.protocol.take_problem(call));
   if (problem.empty() && is_capturing(engine.device)) problem = capture_problem(engine, call);
+  if (problem.empty()) problem = early_update_problem(engine, call);
   // The guard also ends where an error of training leaves its scope, which stays for the next call.
   if (call == Call::kEndEma) return problem.empty() ? problem_of(check) : problem;
   if (engine.shards.inner_was_stepped() && problem.empty()) problem = kInnerStepProblem;
@@ -222,16 +254,21 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       protocol(domains, domain_of, *comms, device),
       pool(device, pool_bytes(plan, wires, domains, options), allocator_of(*comms, device)),
       arena(plan, table, pool),
-      reducer(
-          plan, table, comms->domains, pool,
-          {wires, options.no_sync_fp32(), options.micro_batches(), options.gradient_shard_dtype()}),
+      reducer(plan, table, comms->domains, pool,
+              {wires, options.no_sync_fp32(), options.micro_batches(),
+               options.gradient_shard_dtype(), options.update_in_backward()}),
       full_gradients(plan, table, comms->domains, pool),
       shards(make_shards(*this, inner, sent)),
       clipping(shards.segments(), domains.norm_weights, device, *comms->norm,
                options.micro_batches() > 0),
       gathers(plan, table, arena, *comms, options),
       record(options, comms->any_half, shards.deferred(), device, comms->rank(), reducer),
-      passes({table, reducer, shards, protocol, clipping, record, gathers}) {
+      passes({table, reducer, shards, protocol, clipping, record, gathers,
+              options.update_in_backward()}) {
+  if (options.update_in_backward()) {
+    reducer.update_with({[this](int64_t bucket) { before_sending(bucket); },
+                         [this](int64_t bucket) { update_early(bucket); }});
+  }
   reducer.connect();
   table.remember();
 }
@@ -334,8 +371,16 @@ void Engine::refresh_rates(const ParamGroups& groups) {
       !is_capturing(device),
       "refresh_learning_rates(): expected no capture in a CUDA graph, which would send these "
       "learning rates with each replay; call it before the capture, or before a replay");
-  shards.push_options(groups);
+  push_options(groups);
   if (shards.rates() != nullptr) shards.rates()->send(groups);
+}
+
+void Engine::push_options(const ParamGroups& groups) {
+  TORCH_CHECK(!options_are_fixed || shards.has_options(groups),
+              "param_groups(): expected the options that backward() updated with, since "
+              "update_in_backward(true) updates before step(), got others; change them between "
+              "step() and backward(), and give them back their values now");
+  if (!options_are_fixed) shards.push_options(groups);
 }
 
 void Engine::check_groups(const ParamGroups& groups) const {

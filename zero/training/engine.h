@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "zero/agreement/call_protocol.h"
@@ -105,11 +106,19 @@ struct Engine {
   // Stage 1: brings p.grad() up to the agreed rounds.
   void gather_full_gradients(const Agreement& agreement);
   void update(const Agreement& agreement);
+  // `steps` counts this one.
+  void begin_update(const std::vector<uint8_t>& used, const at::Tensor& skipped,
+                    const std::variant<int64_t, at::Tensor>& steps);
   // Collective. Whether any rank's rule leaves out the step: 0-dim double beside the gradients, not
   // 0 for yes; undefined without a rule.
   at::Tensor ask_rule(int64_t rounds);
   // Updates this rank's shard and starts the gathers of the parameters.
   void update_buckets();
+  // With ZeroOptions::update_in_backward, what the reducer calls.
+  void before_sending(int64_t bucket);
+  void update_early(int64_t bucket);
+  // Makes `groups`' options those of the update, before any of it is made.
+  void push_options(const ParamGroups& groups);
   // Runs what changes this rank's rows and sends them. If it throws here alone, shards are updated
   // on some ranks only: the communicators are closed.
   void run_update(const std::function<void()>& body);
@@ -147,6 +156,11 @@ struct Engine {
   BackwardPasses passes;
   std::vector<std::shared_ptr<BucketReader>> readers;  // of the shard as it is now
   bool captured = false;  // a CUDA graph has a step, and may be replayed
+  // With ZeroOptions::update_in_backward.
+  const ParamGroups* visible_groups = nullptr;  // those that users see
+  bool options_are_fixed = false;               // a bucket was sent since the last step
+  bool update_begun = false;                    // a bucket was updated since then
+  std::variant<int64_t, at::Tensor> early_step;
 };
 
 }  // namespace zero

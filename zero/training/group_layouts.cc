@@ -97,6 +97,21 @@ void check_micro_batches(const torch::optim::Optimizer& inner, const std::vector
   }
 }
 
+void check_update_in_backward(const ParameterTable& table, const torch::optim::Optimizer& inner,
+                              const ZeroOptions& options) {
+  if (!options.update_in_backward()) return;
+  for (const Parameter& p : table.parameters()) {
+    TORCH_CHECK(options.fused() && adapter_of(inner, p.group).fused() != nullptr,
+                "update_in_backward: expected a fused kernel for parameter ", p.name,
+                ", since a step() of its own updates all buckets at once, got none; use AdamW, "
+                "Adam, SGD or zero::Lion with fused(true), or update_in_backward(false)");
+    TORCH_CHECK(p.tensor.is_cpu(), "update_in_backward: expected parameters in host memory, got ",
+                p.name, " on ", p.tensor.device(),
+                ", where the counts of updates of all parameters are raised at once; use "
+                "update_in_backward(false)");
+  }
+}
+
 std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options) {
   std::vector<Moments> result;
   for (const Parameter& p : table.parameters()) {

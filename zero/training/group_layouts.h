@@ -35,6 +35,9 @@ void check_split_masters(const ParameterTable& table, const torch::optim::Optimi
 // ZeroOptions::micro_batches.
 void check_micro_batches(const torch::optim::Optimizer& inner, const std::vector<Layout>& layouts,
                          int world_size, const ZeroOptions& options);
+// Throws c10::Error where the options ask for update_in_backward of parameters that cannot have it.
+void check_update_in_backward(const ParameterTable& table, const torch::optim::Optimizer& inner,
+                              const ZeroOptions& options);
 // Returns how the moments of each parameter of `table` are stored.
 std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options);
 

@@ -3,6 +3,7 @@
 //
 // The collective calls of a step: what is agreed, sent and computed, in order.
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
@@ -11,6 +12,7 @@
 #include <cmath>
 #include <utility>
 
+#include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/memory/device_stream.h"
@@ -38,6 +40,8 @@ void Engine::reduce_gradients() {
 }
 
 void Engine::gather_full_gradients(const Agreement& agreement) {
+  // With update_in_backward nobody may read them.
+  if (options.update_in_backward()) return;
   if (options.stage() == 1) full_gradients.gather_rounds(agreement.rounds, reducer, agreement.used);
 }
 
@@ -87,7 +91,7 @@ void Engine::clip_value(double value) {
 void Engine::step(const ParamGroups& groups, const std::function<void()>& also) {
   const auto check = [&] {
     check_groups(groups);
-    shards.push_options(groups);
+    push_options(groups);
     check_captured_rates(groups);
     table.verify();
     table.verify_registered(module);
@@ -137,11 +141,10 @@ void Engine::update(const Agreement& agreement) {
     record.add(bad, leaves_out);
     if (bad || leaves_out) return;
   }
-  const auto steps = record.steps();
-  shards.begin_update(agreement.used, {clipping.bound(), clipping.coefficient()}, skipped, steps);
-  if (Ema* ema = shards.ema()) {
-    const auto* on_device = std::get_if<at::Tensor>(&steps);
-    on_device ? ema->begin(*on_device, skipped) : ema->begin(std::get<int64_t>(steps));
+  if (update_begun) {
+    shards.use(agreement.used);
+  } else {
+    begin_update(agreement.used, skipped, record.steps());
   }
   run_update([&] { update_buckets(); });
   readers.clear();
@@ -152,6 +155,45 @@ void Engine::update(const Agreement& agreement) {
   }
   table.remember();
   if (options.overlap_gather()) gathers.change_versions_at_end(agreement.used);
+}
+
+void Engine::begin_update(const std::vector<uint8_t>& used, const at::Tensor& skipped,
+                          const std::variant<int64_t, at::Tensor>& steps) {
+  shards.begin_update(used, {clipping.bound(), clipping.coefficient()}, skipped, steps);
+  if (Ema* ema = shards.ema()) {
+    const auto* on_device = std::get_if<at::Tensor>(&steps);
+    on_device ? ema->begin(*on_device, skipped) : ema->begin(std::get<int64_t>(steps));
+  }
+}
+
+void Engine::before_sending(int64_t bucket) {
+  if (!options_are_fixed) {
+    // They read the bucket that backward comes to first last.
+    run_or_close([this] { wait_for_readers(0); });
+    push_options(*visible_groups);
+    options_are_fixed = true;
+  }
+  if (!plan.layout_of(plan.buckets[bucket]).in_place()) return;
+  // Now, and not when the thread that reduces is done: a graph that still needs the old values must
+  // notice in every run.
+  for (const Slot& slot : plan.buckets[bucket].slots) table.bump_version(slot.parameter);
+}
+
+void Engine::update_early(int64_t bucket) {
+  const at::NoGradGuard no_grad;
+  run_update([&] {
+    if (!std::exchange(update_begun, true)) {
+      early_step = record.steps();
+      if (auto* on_device = std::get_if<at::Tensor>(&early_step)) {
+        *on_device = *on_device + 1;
+      } else {
+        ++std::get<int64_t>(early_step);
+      }
+      begin_update(std::vector<uint8_t>(table.parameters().size(), 1), {}, early_step);
+    }
+    shards.update_early(bucket);
+    if (shards.ema()) shards.follow_ema(bucket);
+  });
 }
 
 at::Tensor Engine::ask_rule(int64_t rounds) {
@@ -178,6 +220,10 @@ void Engine::update_buckets() {
   for (auto b = static_cast<int64_t>(plan.buckets.size()) - 1; b >= 0; --b) {
     if (!shards.is_fused(b)) {
       of_inner.push_back(b);
+      continue;
+    }
+    if (reducer.is_updated(b)) {
+      gathers.start(b, shards.updated_rows(b));
       continue;
     }
     wait_for_readers(b);
@@ -227,6 +273,7 @@ void Engine::forget_gradients() {
   full_gradients.forget_rounds();
   clipping.reset();
   passes.forget();
+  options_are_fixed = update_begun = false;
 }
 
 void Engine::zero_grad() {

@@ -131,8 +131,9 @@ void ShardOptimizer::make_masters(const std::vector<Moments>& moments) {
         return whole ? segment.as_strided(p.sizes, p.strides) : segment;
       };
       const Moments stored = moments.empty() ? Moments::kFloat32 : moments[s.parameter];
-      segments_.push_back(
-          {s, p.group, stored, view(masters_->row(b)).detach(), view(shards_.reducer.shard(b))});
+      const at::Tensor& shard = shards_.reducer.shard(b);
+      segments_.push_back({s, p.group, stored, view(masters_->row(b)).detach(),
+                           shard.defined() ? view(shard) : at::Tensor()});
     }
   }
   first_segment_.push_back(segments_.size());
@@ -188,6 +189,13 @@ void ShardOptimizer::push_options(const ParamGroups& groups) {
     inner_groups[g].set_options(groups[g].options().clone());
     pushed_[g] = groups[g].options().clone();
   }
+}
+
+bool ShardOptimizer::has_options(const ParamGroups& groups) const {
+  for (size_t g = 0; g < groups.size() && g < pushed_.size(); ++g) {
+    if (!equal_options(groups[g].options(), *pushed_[g])) return false;
+  }
+  return groups.size() == pushed_.size();
 }
 
 void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite) {
@@ -266,6 +274,18 @@ Rows ShardOptimizer::update(int64_t bucket) {
   return rows;
 }
 
+void ShardOptimizer::update_early(int64_t bucket) {
+  at::NoGradGuard no_grad;
+  const TraceRange range("update", bucket);
+  const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
+  update_fused(bucket, in_place ? own_row(bucket, shards_.arena.rows(bucket)) : at::Tensor());
+}
+
+Rows ShardOptimizer::updated_rows(int64_t bucket) const {
+  const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
+  return in_place ? shards_.arena.rows(bucket) : write_working(bucket);
+}
+
 void ShardOptimizer::clamp(const at::Tensor& gradients) const {
   if (clip_.bound.defined()) gradients.clamp_(-clip_.bound, clip_.bound);
 }
@@ -289,12 +309,14 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
   const bool in_place = shards_.plan.layout_of(shards_.plan.buckets[bucket]).in_place();
   // The kernel writes the working values beside the masters, if they are others.
   const bool cast = in_place && !shards_.arena.is_master(bucket);
+  const c10::ScalarType dtype = shards_.plan.arena_of(shards_.plan.buckets[bucket]).dtype;
   char* row = cast ? static_cast<char*>(own_row.mutable_data_ptr()) : nullptr;
   // Of all groups, which may be as many as parameters, those that the bucket has.
   for (const int64_t g : groups_) by_group_[g].clear();
   groups_.clear();
-  at::Tensor gradients;        // the shard, in fp32 and clamped, once a segment needs it
-  bool whole_row = !in_place;  // a bucket assembled in a buffer also needs what was not updated
+  at::Tensor gradients;  // the shard, in fp32 and clamped, once a segment needs it
+  // A bucket assembled in a buffer also needs what was not updated.
+  bool whole_row = !in_place && own_row.defined();
   for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) {
     const SegmentTensors& s = segments_[i];
     if (fused(s.group) == nullptr) whole_row = true;
@@ -310,8 +332,8 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
   // One kernel for each parameter group of the bucket, over all its segments.
   for (const int64_t g : groups_) {
     if (rates_) scalars_.lr = rates_->of(g);
-    fused(g)->update(*inner_, g, by_group_[g], scalars_, own_row.scalar_type(),
-                     current_stream(own_row.device()));
+    fused(g)->update(*inner_, g, by_group_[g], scalars_, dtype,
+                     current_stream(shards_.arena.device()));
   }
   if (gradients.defined()) give_gradients(bucket, gradients);
   if (whole_row) masters_->write_working(bucket, own_row);

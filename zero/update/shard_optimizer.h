@@ -72,6 +72,8 @@ class ShardOptimizer {
   // Makes `groups`' options the inner optimizer's. Throws c10::Error when the
   // inner options are not what the last call left.
   void push_options(const ParamGroups& groups);
+  // Returns whether `groups`' options are those that were pushed last.
+  bool has_options(const ParamGroups& groups) const;
 
   // What a gradient is multiplied by, after each element is clamped to [-bound, bound].
   struct Clip {
@@ -95,6 +97,13 @@ class ShardOptimizer {
   // Updates this rank's segments of the bucket that are fused. Returns the working rows, of which
   // its own is complete.
   Rows update(int64_t bucket);
+  // With ZeroOptions::update_in_backward the update begins before it is known which parameters are
+  // used, with all of them; buckets of which every segment is used go through update_early(), in
+  // place of update(). use() sets which are, for the others.
+  void update_early(int64_t bucket);
+  void use(const std::vector<uint8_t>& used) { used_ = used; }
+  // The rows that update() returns, of a bucket that went through update_early().
+  Rows updated_rows(int64_t bucket) const;
   bool deferred() const { return counts_.has_value(); }
   // The learning rates that the kernels read on the device; null where they are given to them.
   // Those of the groups that were pushed last are sent by begin_update(), except in a capture.
@@ -144,6 +153,7 @@ class ShardOptimizer {
   void make_ema(const EmaOptions& options);
   void replace_parameters();
   void count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite);
+  // Without `own_row`, of a layout that is not in place, it updates masters alone.
   void update_fused(int64_t bucket, const at::Tensor& own_row);
   void give_state() const;
   void check_there() const;

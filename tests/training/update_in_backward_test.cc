@@ -1,0 +1,636 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// ZeroOptions::update_in_backward beside a run without it, bit by bit, and beside plain torch; what
+// it takes, and what it refuses.
+#include <ATen/Functions.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bookkeeping/memory.h"
+#include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
+#include "tests/support/fixed_gradients.h"
+#include "tests/support/training.h"
+#include "tests/support/transports.h"
+#include "zero/checkpoint.h"
+#include "zero/inner_optimizers/classes.h"
+#include "zero/lion.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using torch::optim::Optimizer;
+
+Tensors initial_values(c10::ScalarType dtype) {
+  Tensors values{random_tensor({67, 130}, 1), random_tensor({41}, 2), random_tensor({300}, 3),
+                 random_tensor({4500}, 4)};
+  for (at::Tensor& v : values) v = v.to(dtype);
+  return values;
+}
+
+// Where `some`, the second parameter has none in each third step, and the third one has one on rank
+// 0 alone.
+Tensors gradients(bool some, int rank, int step) {
+  Tensors result;
+  for (const at::Tensor& v : initial_values(at::kFloat)) {
+    const auto seed = static_cast<uint64_t>(1000 * step + 10 * rank) + result.size();
+    result.push_back(random_tensor(v.sizes(), seed + 50));
+  }
+  if (some && step % 3 == 1) result[1] = at::Tensor();
+  if (some && rank > 0) result[2] = at::Tensor();
+  return result;
+}
+
+enum class Class { kAdamW, kAdam, kSgd, kPlainSgd, kLion };
+
+// Two groups; the second one has options of its own.
+template <typename Inner, typename Options>
+std::unique_ptr<Optimizer> in_two_groups(const Tensors& p, const Options& first, Options second) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(Tensors{p[0], p[2]}, std::make_unique<Options>(first));
+  groups.emplace_back(Tensors{p[1], p[3]}, std::make_unique<Options>(second));
+  return std::make_unique<Inner>(groups, first);
+}
+
+std::unique_ptr<Optimizer> inner_of(Class c, const Tensors& p) {
+  using namespace torch::optim;
+  switch (c) {
+    case Class::kAdamW:
+      return in_two_groups<AdamW>(p, AdamWOptions(0.01).weight_decay(0.1),
+                                  AdamWOptions(0.02).weight_decay(0));
+    case Class::kAdam:
+      return in_two_groups<Adam>(p, AdamOptions(0.01).amsgrad(true), AdamOptions(0.02));
+    case Class::kSgd:
+      return in_two_groups<SGD>(p, SGDOptions(0.1).momentum(0.9).nesterov(true),
+                                SGDOptions(0.2).momentum(0.5).weight_decay(0.1));
+    case Class::kPlainSgd:
+      return in_two_groups<SGD>(p, SGDOptions(0.1), SGDOptions(0.2));
+    case Class::kLion:
+      return in_two_groups<Lion>(p, LionOptions(0.01), LionOptions(0.02));
+  }
+  return nullptr;
+}
+
+void set_rates(Optimizer& optimizer, int step) {
+  for (auto& group : optimizer.param_groups()) {
+    group.options().set_lr(group.options().get_lr() * (step % 2 == 0 ? 0.5 : 1.5));
+  }
+}
+
+struct Case {
+  std::string name;
+  Class inner = Class::kAdamW;
+  c10::ScalarType dtype = at::kFloat;
+  ZeroOptions options = ZeroOptions();
+  bool some = true;  // parameters lack gradients
+  bool plain_backward = false;
+  bool by_hand = false;  // a gradient is put into p.grad() before the pass
+  Wire wire = Wire::kGloo;
+};
+
+// So that a failure does not print bytes.
+void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
+ZeroOptions small() { return ZeroOptions().bucket_bytes(4096); }
+
+std::vector<Case> cases() {
+  const auto int8 = small().moments(Moments::kInt8);
+  return {
+      {.name = "AdamW", .options = small()},
+      {.name = "OneBucket", .plain_backward = true},
+      {.name = "PlainBackward", .options = small(), .plain_backward = true},
+      {.name = "ByHand", .options = small(), .by_hand = true},
+      {.name = "Adam", .inner = Class::kAdam, .dtype = at::kBFloat16, .options = small()},
+      {.name = "Sgd", .inner = Class::kSgd, .options = small(), .wire = Wire::kShared},
+      {.name = "PlainSgdOfHalf", .inner = Class::kPlainSgd, .dtype = at::kHalf, .options = small()},
+      {.name = "Lion", .inner = Class::kLion, .dtype = at::kBFloat16, .options = small()},
+      {.name = "PerParameter",
+       .options = small().layout(Layout::kPerParameter),
+       .wire = Wire::kShared},
+      {.name = "PerParameterOfBFloat16",
+       .inner = Class::kSgd,
+       .dtype = at::kBFloat16,
+       .options = small().layout(Layout::kPerParameter)},
+      {.name = "WholeParameters", .options = small().layout(Layout::kWholeParameters)},
+      {.name = "StageOne", .dtype = at::kBFloat16, .options = small().stage(1)},
+      {.name = "SplitMasters",
+       .dtype = at::kBFloat16,
+       .options = small().split_masters(true).ema(EmaOptions())},
+      {.name = "MomentsInEightBits", .dtype = at::kBFloat16, .options = int8},
+      {.name = "MomentsInBFloat16",
+       .inner = Class::kLion,
+       .options = small().moments(Moments::kBFloat16)},
+      {.name = "Average", .options = small().ema(EmaOptions().decay(0.7))},
+      {.name = "StaticGraph", .options = small().static_graph(true), .some = false},
+      {.name = "StaticGraphWithAll",
+       .dtype = at::kBFloat16,
+       .options =
+           ZeroOptions(int8).static_graph(true).split_masters(true).ema(EmaOptions()).stage(1),
+       .some = false},
+      {.name = "OverlapGather", .options = small().overlap_gather(true)},
+      {.name = "OverlapGatherPlainBackward",
+       .dtype = at::kBFloat16,
+       .options = small().overlap_gather(true).layout(Layout::kPerParameter),
+       .plain_backward = true},
+      {.name = "GradientShardsInBFloat16",
+       .dtype = at::kBFloat16,
+       .options = small().gradient_shard_dtype(at::kBFloat16),
+       .wire = Wire::kMemory},
+      {.name = "SumThroughCollectives",
+       .options = small().reduction(Reduction::kSum),
+       .wire = Wire::kNative},
+  };
+}
+
+ZeroOptions without(const ZeroOptions& options) {
+  return ZeroOptions(options).skip_nonfinite(false);
+}
+ZeroOptions with(const ZeroOptions& options) { return without(options).update_in_backward(true); }
+
+struct TestRun {
+  TestRun(const Group& group, const Case& given, const ZeroOptions& options)
+      : c(given),
+        rank(group.rank()),
+        model(initial_values(c.dtype)),
+        optimizer(model, inner_of(c.inner, model.values), group, options) {}
+
+  void backward(int step) {
+    optimizer.wait_for(model);
+    Tensors given = gradients(c.some, rank, step);
+    if (c.by_hand) {
+      const auto put = [&](size_t p, const at::Tensor& g) {
+        model.values[p].mutable_grad() = g.to(c.dtype);
+      };
+      put(0, given[0] * 0.5);
+      given[0] = given[0] * 0.5;
+      if (given[1].defined()) put(1, std::exchange(given[1], at::Tensor()));
+    }
+    const at::Tensor loss = model.loss(given);
+    c.plain_backward ? loss.backward() : optimizer.backward(loss);
+  }
+  void step(int number) {
+    set_rates(optimizer, number);
+    backward(number);
+    optimizer.step();
+  }
+  // Collective. All that a step may change.
+  Tensors everything() {
+    optimizer.wait_for(model);
+    Tensors result;
+    const auto add_values = [&] {
+      for (const at::Tensor& v : model.values) result.push_back(v.detach().clone());
+    };
+    add_values();
+    for (const at::Tensor& v : model.values) result.push_back(optimizer.master(v));
+    if (optimizer.options().ema()) {
+      const auto guard = optimizer.use_ema();
+      add_values();
+    }
+    const Optimizer& inner = optimizer.inner();
+    for (const auto& group : inner.param_groups()) {
+      for (const at::Tensor& master : group.params()) {
+        const auto found = inner.state().find(master.unsafeGetTensorImpl());
+        if (found == inner.state().end()) continue;
+        visit_state_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
+          result.push_back(tensor.clone());
+        });
+        if (const auto* adam =
+                dynamic_cast<const torch::optim::AdamWParamState*>(found->second.get())) {
+          result.push_back(at::full({1}, static_cast<double>(adam->step())));
+        }
+      }
+    }
+    return result;
+  }
+
+  const Case c;
+  const int rank;
+  GivenGradients model;
+  ZeroOptimizer optimizer;
+};
+
+void expect_same_bits(const Tensors& a, const Tensors& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    ASSERT_EQ(a[i].nbytes(), b[i].nbytes());
+    if (a[i].nbytes() == 0) continue;
+    EXPECT_EQ(std::memcmp(a[i].const_data_ptr(), b[i].const_data_ptr(), a[i].nbytes()), 0) << i;
+  }
+}
+
+// One process of plain torch that gets the gradients of all ranks.
+class Plain {
+ public:
+  Plain(const Case& c, int world_size) : c_(c), world_size_(world_size) {
+    for (const at::Tensor& v : initial_values(c.dtype)) {
+      masters.push_back(v.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true));
+    }
+    inner_ = inner_of(c.inner, masters);
+  }
+  void step(int number) {
+    set_rates(*inner_, number);
+    const bool mean = c_.options.reduction() == Reduction::kMean;
+    for (size_t p = 0; p < masters.size(); ++p) {
+      at::Tensor sum;
+      for (int rank = 0; rank < world_size_; ++rank) {
+        const at::Tensor g = gradients(c_.some, rank, number)[p];
+        if (!g.defined()) continue;
+        const at::Tensor sent = g.to(c_.dtype).to(at::kFloat);
+        sum = sum.defined() ? sum + sent : sent;
+      }
+      if (sum.defined() && mean) sum = sum * (1.0F / static_cast<float>(world_size_));
+      masters[p].mutable_grad() = sum;
+    }
+    inner_->step();
+  }
+
+  Tensors masters;
+
+ private:
+  const Case c_;
+  const int world_size_;
+  std::unique_ptr<Optimizer> inner_;
+};
+
+class UpdateInBackward : public ::testing::TestWithParam<Case> {};
+INSTANTIATE_TEST_SUITE_P(Of, UpdateInBackward, ::testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_P(UpdateInBackward, HasTheBitsOfARunWithout) {
+  const Case& c = GetParam();
+  const bool rounds_more =
+      c.options.moments() != Moments::kFloat32 || c.options.gradient_shard_dtype() != at::kFloat;
+  for (const int world_size : {1, 2, 3, 4}) {
+    run_ranks(
+        world_size,
+        [&](const Group& group) {
+          Plain plain(c, world_size);
+          TestRun updated(group, c, with(c.options)), stepped(group, c, without(c.options));
+          for (int n = 0; n < 5; ++n) {
+            SCOPED_TRACE(::testing::Message() << world_size << " ranks, step " << n);
+            plain.step(n);
+            updated.step(n);
+            stepped.step(n);
+            expect_same_bits(updated.everything(), stepped.everything());
+            EXPECT_EQ(updated.optimizer.stats().steps, n + 1);
+            for (size_t p = 0; p < plain.masters.size() && !rounds_more; ++p) {
+              const at::Tensor master = updated.optimizer.master(updated.model.values[p]);
+              // Lion moves by the sign of a sum, which may be that of its rounding.
+              const double far = c.inner == Class::kLion ? 0.1 : 1e-5;
+              EXPECT_TRUE(at::allclose(master, plain.masters[p], 1e-4, far)) << p;
+            }
+          }
+        },
+        on(c.wire));
+  }
+}
+
+// Branches that ranks use or not, shared weights, frozen layers and some that are never used.
+TEST(UpdateInBackwardTest, OfAModelIsThePlainRun) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      for (const bool plain_backward : {false, true}) {
+        SCOPED_TRACE(::testing::Message() << world_size << " ranks " << plain_backward);
+        Training t;
+        t.world_size = world_size;
+        t.steps = 6;
+        t.plain_backward = plain_backward;
+        t.reference_in_fp32 = true;
+        t.options = with(ZeroOptions().bucket_bytes(700).layout(layout));
+        t.use = [](int rank, int step, int) -> unsigned {
+          if (step == 3) return OddModelImpl::kTrunk;
+          if ((rank + step) % 3 == 1) return OddModelImpl::kTrunk | OddModelImpl::kLeft;
+          return OddModelImpl::kAll | (step == 2 ? OddModelImpl::kLeftAgain : 0U);
+        };
+        const Trajectory sharded = train_on_ranks(t);
+        EXPECT_LE(largest_difference(sharded, train_reference(t)), 1e-5);
+        Training usual = t;
+        usual.options = without(ZeroOptions().bucket_bytes(700).layout(layout));
+        EXPECT_EQ(differing_elements(sharded, train_on_ranks(usual)), 0);
+      }
+    }
+  }
+}
+
+// --- Memory
+
+std::atomic<int64_t> live_bytes{0};
+
+// Counts what is allocated and not freed, of all ranks, which are threads.
+class CountingAllocator final : public c10::Allocator {
+ public:
+  explicit CountingAllocator(c10::Allocator& real) : real_(real) {}
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* block = new Block{real_.allocate(bytes), static_cast<int64_t>(bytes)};
+    live_bytes += block->bytes;
+    return {block->data.get(), block, &free_block, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    real_.copy_data(to, from, bytes);
+  }
+
+ private:
+  struct Block {
+    c10::DataPtr data;
+    int64_t bytes;
+  };
+  static void free_block(void* context) {
+    auto* block = static_cast<Block*>(context);
+    live_bytes -= block->bytes;
+    delete block;
+  }
+
+  c10::Allocator& real_;
+};
+
+void count_allocations() {
+  static CountingAllocator counting(*c10::GetCPUAllocator());
+  c10::SetCPUAllocator(&counting, /*priority=*/255);
+}
+
+constexpr int64_t kBuckets = 40;  // of a parameter each
+
+struct Held {
+  int64_t between_steps = 0;  // by the allocator
+  MemoryReport report;
+  MemoryReport expected;
+};
+
+Held held(const Group& group, bool in_backward, int64_t elements,
+          c10::ScalarType shards = at::kFloat) {
+  const int64_t before = live_bytes;
+  Held result;
+  Tensors values;
+  for (int64_t i = 0; i < kBuckets; ++i) values.push_back(at::zeros({elements}, at::kBFloat16));
+  GivenGradients model(values);
+  values.clear();
+  const ZeroOptions options = ZeroOptions().bucket_bytes(2 * elements).gradient_shard_dtype(shards);
+  ZeroOptimizer optimizer(
+      model,
+      std::make_unique<torch::optim::SGD>(model.values, torch::optim::SGDOptions(1).momentum(0.9)),
+      group, in_backward ? with(options) : without(options));
+  EXPECT_EQ(optimizer.plan().buckets.size(), kBuckets);
+  for (int n = 0; n < 3; ++n) {
+    optimizer.backward(model.loss(Tensors(kBuckets, at::full({elements}, 0.5))));
+    optimizer.step();
+  }
+  result.between_steps = live_bytes - before;
+  result.report = optimizer.memory();
+  const auto momentum = [](int64_t numel) { return moment_bytes(Moments::kFloat32, numel); };
+  result.expected = expected_memory(
+      optimizer.plan(), group.rank(),
+      {.state_bytes = momentum, .gradient_shard_dtype = shards, .update_in_backward = in_backward});
+  return result;
+}
+
+int64_t without_buckets(const MemoryReport& report) { return report.total() - report.buckets; }
+
+TEST(UpdateInBackwardTest, KeepsTheShardsOfAFewBuckets) {
+  count_allocations();
+  run_ranks(1, [](const Group& group) {
+    constexpr int64_t kElements = 24 * 1024;
+    const Held updated = held(group, true, kElements), stepped = held(group, false, kElements);
+    const Held halves = held(group, false, kElements, at::kBFloat16);
+    const double saved = 4.0 * kBuckets * kElements;
+    EXPECT_GE(static_cast<double>(stepped.between_steps - updated.between_steps), 0.9 * saved);
+    EXPECT_GE(static_cast<double>(stepped.between_steps - halves.between_steps), 0.45 * saved);
+    for (const Held& h : {updated, stepped, halves}) {
+      EXPECT_EQ(without_buckets(h.report), without_buckets(h.expected));
+      EXPECT_NEAR(static_cast<double>(h.report.total()), static_cast<double>(h.between_steps),
+                  0.01 * static_cast<double>(h.between_steps));
+    }
+    // One rank alone reduces a bucket where it sends it.
+    EXPECT_LE(updated.report.peak_buckets, stepped.report.peak_buckets + 2 * 4 * kElements);
+  });
+  for (const int world_size : {2, 3}) {
+    run_ranks(world_size, [&](const Group& group) {
+      constexpr int64_t kElements = 512 * 1024;
+      const Held updated = held(group, true, kElements), stepped = held(group, false, kElements);
+      for (const Held& h : {updated, stepped}) {
+        EXPECT_EQ(without_buckets(h.report), without_buckets(h.expected));
+      }
+      EXPECT_EQ(updated.report.gradient_shards, 0);
+      const int64_t row = 4 * kElements / world_size;
+      EXPECT_GE(stepped.report.gradient_shards, kBuckets * row);
+      // Buckets of 1 MiB: eight are under way and two wait, in both directions;
+      // and some padding.
+      EXPECT_LE(updated.report.buckets, 20 * 2 * kElements + 11 * row);
+    });
+  }
+}
+
+// --- Misuse
+
+void expect_refused(const std::function<void()>& call, const std::vector<std::string>& words) {
+  const std::string text = error_of(call);
+  for (const std::string& word : words) {
+    EXPECT_NE(text.find(word), std::string::npos) << word << " in: " << text;
+  }
+}
+
+const Case kUsual{.name = "", .options = small(), .some = false};
+
+TEST(UpdateInBackwardTest, OptionsThatNeedTheWholeGradientAreRefused) {
+  run_ranks(2, [](const Group& group) {
+    const ZeroOptions good = with(small());
+    const auto refused = [&](const ZeroOptions& options, const std::string& expected) {
+      expect_refused([&] { TestRun run(group, kUsual, options); },
+                     {"update_in_backward: expected " + expected, "or update_in_backward(false)"});
+    };
+    refused(ZeroOptions(good).skip_nonfinite(true), "skip_nonfinite(false), since");
+    refused(ZeroOptions(good).loss_scaler(LossScalerOptions()), "no loss_scaler, since");
+    refused(ZeroOptions(good).skip_if(std::make_shared<OutlierRule>()), "no skip_if, since");
+    refused(ZeroOptions(good).micro_batches(2), "micro_batches(0), since");
+    refused(ZeroOptions(good).gather_wire(GatherWire::kChanges), "gather_wire(GatherWire::kWhole)");
+    refused(ZeroOptions(good).fused(false), "a fused kernel for parameter value0, since");
+    expect_refused(
+        [&] {
+          GivenGradients model(initial_values(at::kFloat));
+          ZeroOptimizer optimizer(model, std::make_unique<torch::optim::RMSprop>(model.values, 0.1),
+                                  group, good);
+        },
+        {"a fused kernel for parameter value0"});
+    expect_refused([&] { TestRun run(group, kUsual, group.rank() == 0 ? good : without(small())); },
+                   {"update_in_backward"});
+    TestRun run(group, kUsual, good);  // the group works still
+    run.step(0);
+  });
+}
+
+TEST(UpdateInBackwardTest, CallsThatReadOrDropGradientsAreRefusedAndLoseNothing) {
+  run_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small())), other(group, kUsual, without(small()));
+    ZeroOptimizer& o = run.optimizer;
+    expect_refused([&] { const auto guard = o.no_sync(); },
+                   {"no_sync with update_in_backward(true)"});
+    expect_refused([&] { o.step(); }, {"no_sync with"});  // all ranks hear of it
+    o.zero_grad();                                        // nothing is there to drop
+    run.backward(0);
+    expect_refused([&] { o.clip_grad_norm_(1.0); }, {"no call that reads or clips gradients"});
+    expect_refused([&] { o.grad_norm(); }, {"no call that reads or clips gradients"});
+    expect_refused([&] { o.clip_grad_value_(1.0); }, {"no call that reads or clips gradients"});
+    expect_refused([&] { o.reduce_gradients(); }, {"no call that reads or clips gradients"});
+    expect_refused([&] { o.gradient(run.model.values[0]); }, {"reads or clips gradients"});
+    for (const auto& call : std::vector<std::function<void()>>{
+             [&] { o.zero_grad(); }, [&] { o.master(run.model.values[0]); },
+             [&] { o.refresh_master_parameters(); }, [&] { o.check_replicas(); },
+             [&] { o.save_checkpoint("never-written"); },
+             [&] { const auto guard = o.use_ema(); }}) {
+      expect_refused(call, {"expected step() after backward() with update_in_backward(true)"});
+    }
+    const at::Tensor loss = run.model.loss(gradients(false, group.rank(), 1));
+    expect_refused([&] { o.backward(loss); }, {"expected step() after each backward pass"});
+    expect_refused([&] { o.step(); }, {"expected step() after each backward pass"});
+    o.step();
+    other.backward(0);
+    other.optimizer.step();
+    expect_same_bits(run.everything(), other.everything());
+  });
+}
+
+TEST(UpdateInBackwardTest, OptionsThatChangeBetweenBackwardAndStepAreRefused) {
+  run_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small())), other(group, kUsual, without(small()));
+    run.backward(0);
+    auto& options = run.optimizer.param_groups()[1].options();
+    const double rate = options.get_lr();
+    options.set_lr(2 * rate);
+    for (int i = 0; i < 2; ++i) {
+      expect_refused([&] { run.optimizer.step(); }, {"expected the options that backward()"});
+    }
+    options.set_lr(rate);
+    run.optimizer.step();
+    other.backward(0);
+    other.optimizer.step();
+    expect_same_bits(run.everything(), other.everything());
+  });
+}
+
+TEST(UpdateInBackwardTest, AGradientByHandAfterThePassIsRefused) {
+  run_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small()));
+    Tensors given = gradients(false, group.rank(), 0);
+    given[1] = at::Tensor();
+    run.optimizer.backward(run.model.loss(given));
+    run.model.values[1].mutable_grad() = at::ones({41});
+    expect_refused([&] { run.optimizer.step(); }, {"gradients in p.grad() before backward()"});
+    run.model.values[1].mutable_grad().reset();
+    run.optimizer.step();
+    run.step(1);
+  });
+}
+
+// Masters of bf16 parameters are not what the graph has; those of fp32 are, and a graph that saved
+// one throws in every run, whether its bucket was updated already or not.
+TEST(UpdateInBackwardTest, AGraphThatStillNeedsAnOldValueThrows) {
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    run_ranks(1, [](const Group& group) {
+      TestRun run(group, kUsual, with(small()));
+      const at::Tensor& first = run.model.values[1];
+      const at::Tensor& last = run.model.values[3];
+      // Backward comes to what is used last first.
+      const at::Tensor saved = (first * last.detach().narrow(0, 0, 41)).sum();
+      const at::Tensor loss = saved + (last * 2).sum();
+      expect_refused([&] { run.optimizer.backward(loss); }, {"modified by an inplace operation"});
+      expect_refused([&] { run.optimizer.step(); },
+                     {"some parameters may be updated already", "modified by an inplace"});
+    });
+  }
+}
+
+TEST(UpdateInBackwardTest, ASecondGradientInAStepEndsTheOptimizer) {
+  run_ranks(1, [](const Group& group) {
+    TestRun run(group, kUsual, with(small()));
+    run.model.loss(gradients(false, 0, 0)).backward();
+    const at::Tensor again = run.model.loss(gradients(false, 0, 1));
+    expect_refused([&] { again.backward(); }, {"expected one gradient and one backward pass"});
+    expect_refused([&] { run.optimizer.step(); }, {"expected one gradient and one backward pass"});
+    expect_refused([&] { run.optimizer.zero_grad(); }, {"expected one gradient and one"});
+  });
+}
+
+TEST(UpdateInBackwardTest, AZeroGradOfTheModuleBeforeTheStepIsRefused) {
+  run_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small()));
+    run.model.zero_grad();  // before the pass it does nothing
+    run.step(0);
+    run.backward(1);
+    run.model.zero_grad();
+    expect_refused([&] { run.optimizer.step(); },
+                   {"zero_grad() of the module", "expected step() next"});
+  });
+}
+
+// --- Failures and readers of the shard
+
+TEST(UpdateInBackwardTest, AFailedPassIsAFailureOfAllRanksAndRecoverGoesOn) {
+  run_ranks(2, [](const Group& group) {
+    Training training;
+    training.options = with(ZeroOptions().bucket_bytes(900).protect(1));
+    CheckpointRun run(training, group, 1);
+    run.train(0, 3);
+    const Snapshot before = run.snapshot();
+    bool throws = group.rank() == 1;
+    // The first layer, which backward comes to last.
+    run.model->trunk->weight.register_hook([&](const at::Tensor&) {
+      if (throws) TORCH_CHECK(false, "no more sugar");
+    });
+    expect_refused([&] { run.train(3, 4); }, {group.rank() == 1 ? "no more sugar" : "rank 1"});
+    expect_refused([&] { run.optimizer->step(); }, {"expected a working optimizer"});
+    throws = false;
+    EXPECT_EQ(run.optimizer->recover().steps, 3);
+    {
+      at::NoGradGuard no_grad;
+      run.model->counter.add_(1);  // what run.train() does after step()
+    }
+    EXPECT_EQ(differing(before, run.snapshot()), 0);
+    run.train(3, 5);
+  });
+}
+
+// The copy of an asynchronous save has the shard of its step, whatever the next pass updates. It
+// comes last to the bucket that a pass comes to first.
+TEST(UpdateInBackwardTest, WaitsForTheCopiesOfASave) {
+  run_ranks(1, [](const Group& group) {
+    constexpr int64_t kLarge = 4 << 20, kOfABucket = 16 << 10;
+    const std::string folder = ::testing::TempDir() + "update_in_backward";
+    GivenGradients model({at::ones({kLarge}), at::ones({kOfABucket})});
+    ZeroOptimizer optimizer(model, std::make_unique<torch::optim::AdamW>(model.values, 0.1), group,
+                            with(ZeroOptions().bucket_bytes(4 * kOfABucket)));
+    optimizer.backward(model.loss({at::ones({kLarge}), at::ones({kOfABucket})}));
+    optimizer.step();
+    const at::Tensor saved = model.values[1].detach().clone();
+    const auto pending = optimizer.save_checkpoint_async(folder, SaveOptions().overwrite(true));
+    optimizer.backward(model.loss({at::Tensor(), at::ones({kOfABucket})}));
+    optimizer.step();
+    pending->finish();
+    const at::Tensor later = model.values[1].detach().clone();
+    EXPECT_FALSE(at::equal(saved, later));
+    optimizer.load_checkpoint(folder);
+    EXPECT_TRUE(at::equal(model.values[1], saved));
+    optimizer.backward(model.loss({at::Tensor(), at::ones({kOfABucket})}));
+    optimizer.step();
+    EXPECT_TRUE(at::equal(model.values[1], later));
+  });
+}
+
+}  // namespace
+}  // namespace zero
