@@ -329,6 +329,30 @@ TEST(UpdateInBackwardTest, OfAModelIsThePlainRun) {
   }
 }
 
+// Changes of parameters make everything anew.
+TEST(UpdateInBackwardTest, GoesOnWhereParametersAreFrozenAndTrainedAgain) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [&](const Group& group) {
+      const Case c{.name = "", .options = small()};
+      TestRun updated(group, c, with(c.options)), stepped(group, c, without(c.options));
+      for (int n = 0; n < 6; ++n) {
+        for (TestRun* run : {&updated, &stepped}) {
+          if (n == 2) run->optimizer.freeze({run->model.values[0]});
+          if (n == 4) run->optimizer.unfreeze({run->model.values[0]});
+          set_rates(run->optimizer, n);
+          run->optimizer.backward(run->model.loss(gradients(c.some, group.rank(), n)));
+          run->optimizer.step();
+          const Tensors& values = run->model.values;
+          EXPECT_EQ(values[0].requires_grad(), n < 2 || n >= 4);
+        }
+        for (size_t p = 0; p < updated.model.values.size(); ++p) {
+          EXPECT_TRUE(at::equal(updated.model.values[p], stepped.model.values[p])) << p;
+        }
+      }
+    });
+  }
+}
+
 // --- Memory
 
 std::atomic<int64_t> live_bytes{0};
