@@ -24,6 +24,7 @@
 
 #include "tests/support/device/emulated_device.h"
 #include "tests/support/device/emulated_network.h"
+#include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/base/streams.h"
@@ -304,6 +305,19 @@ TEST(DeviceTest, BuffersAndFrozenParametersInHostMemoryAreSent) {
         },
         {.over_host = over_host});
   }
+}
+
+TEST(DeviceTest, UpdatesInTheBackwardPassAreForModelsInHostMemory) {
+  run_device_ranks(1, [](const Group& group) {
+    OddModel model(1, 23, group.device());
+    const std::string text = error_of([&] {
+      ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                              ZeroOptions().update_in_backward(true).skip_nonfinite(false));
+    });
+    EXPECT_NE(text.find("update_in_backward: expected parameters in host memory"),
+              std::string::npos)
+        << text;
+  });
 }
 
 // Over Gloo ranks share host memory, which large buffers and parameters of a device must not use.
