@@ -192,6 +192,38 @@ TEST(DeviceTest, AStepDoesNotWaitForTheDevice) {
   }
 }
 
+// Matrices have shards over all ranks; vectors over two, with copies on the other two.
+TEST(DeviceTest, DomainsReplicasAndLevelsNeedRoomForOneCollective) {
+  for (const int ranks_per_machine : {0, 2}) {
+    run_device_ranks(
+        4,
+        [](const Group& group) {
+          const int rank = group.rank();
+          const std::vector<int> shared{rank / 2 * 2, rank / 2 * 2 + 1};
+          const std::vector<int> copies{rank % 2, rank % 2 + 2};
+          OddModel model(1, 23, group.device());
+          const auto vectors = GroupPlacement()
+                                   .sharded_over(group.subgroup(shared, "shared"))
+                                   .replicated_over(group.subgroup(copies, "copies"));
+          ZeroOptimizer optimizer(
+              *model, make_inner(Inner::kAdamW, *model), group,
+              ZeroOptions().bucket_bytes(512).overlap_gather(true).placement(1, vectors));
+          const at::Tensor x = random_tensor({3, 17}, rank).to(group.device());
+          const at::Tensor target = random_tensor({3, 11}, 2).to(group.device());
+          for (int step = 0; step < 4; ++step) {
+            optimizer.wait_for(*model);
+            for (int pass = 0; pass <= (rank + step) % 3; ++pass) {
+              optimizer.backward(model->loss(x, target, OddModelImpl::kAll));
+            }
+            if (step % 2 == 0) optimizer.clip_grad_norm_(0.1);
+            optimizer.step();
+          }
+          optimizer.check_replicas();
+        },
+        {.ranks_per_machine = ranks_per_machine, .room = 1});
+  }
+}
+
 // Kernels that rank 0 launches in one backward pass of the per-parameter layout, whose parameters
 // have a piece for each rank.
 int64_t launches_of_a_pass(int world_size, bool accumulated) {

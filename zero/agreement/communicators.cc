@@ -10,6 +10,7 @@
 #include "zero/agreement/construction_check.h"
 #include "zero/agreement/used_flags.h"
 #include "zero/base/error_text.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 namespace {
@@ -95,6 +96,12 @@ void OptimizerCommunicators::connect(const ShardDomains& all) {
                                d.replicas ? get(all, *d.replicas, replicas) : nullptr,
                                d.averaged_over};
   };
+  // All ranks start what they send over these in one order.
+  std::vector<Communicator*> on_device;
+  for (const auto& [key, made] : made_) {
+    if (key.second != Role::kAgreement) on_device.push_back(made.get());
+  }
+  if (on_device.size() > 1) RowCommunicator::put_in_one_order(on_device);
   norm = get(all, all.mesh, norm_role);
   home = comms(home_domain, Role::kData, Role::kReplicas);
   for (const ShardDomain& d : all.list) {

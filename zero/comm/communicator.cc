@@ -18,6 +18,7 @@
 #include "zero/base/message_probe.h"
 #include "zero/base/own_process.h"
 #include "zero/base/periodic_call.h"
+#include "zero/comm/exchange/collective_order.h"
 #include "zero/comm/exchange/operation.h"
 #include "zero/comm/exchange/row_exchange.h"
 #include "zero/comm/row_communicator.h"
@@ -333,6 +334,14 @@ std::vector<std::string> Communicator::all_gather_text(const std::string& text,
 }
 
 void Communicator::abort(const std::string& reason) noexcept { impl_->health->fail(reason); }
+
+void RowCommunicator::put_in_one_order(const std::vector<Communicator*>& communicators) {
+  const auto order = std::make_shared<CollectiveOrder>();
+  for (const Communicator* communicator : communicators) {
+    RowExchange* const exchange = communicator->impl_->exchange.get();
+    if (exchange != nullptr) exchange->follow(order);
+  }
+}
 
 void Communicator::on_failure(std::function<void(const std::string&)> action) {
   impl_->health->on_first_failure(std::move(action));

@@ -87,6 +87,12 @@ class RowCommunicator {
   void begin_reductions();
   void end_reductions();
 
+  // From now on the collectives of all of these on a GPU run there one after the other, in the
+  // order in which they are started, which must be the same on all ranks. The host does not wait.
+  // See zero/comm/exchange/collective_order.h; the two levels of one communicator have an order
+  // anyway. To be called before the first operation of each.
+  static void put_in_one_order(const std::vector<Communicator*>& communicators);
+
   // The communicator's first failure is counted there too.
   void count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures);
   // For are_newcomers(). The same on all ranks.

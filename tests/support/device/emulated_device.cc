@@ -20,6 +20,7 @@
 #include <thread>
 #include <utility>
 
+#include "tests/support/device/device_calls.h"
 #include "tests/support/device/emulated_operations.h"
 
 namespace zero {
@@ -31,6 +32,7 @@ using std::chrono::milliseconds;
 // Streams have the numbers device * kStreams + 1, +2, ...; the default stream of every device is 0,
 // as CUDA's is null.
 constexpr int kStreams = 32;
+constexpr c10::StreamId kFrees = -1;  // no stream: memory that several have used comes back here
 constexpr unsigned char kPoison = 0xFF;
 constexpr size_t kQuarantine = size_t{64} << 20;
 
@@ -158,11 +160,20 @@ class StreamThread {
   std::mt19937_64 random_;
 };
 
+struct StreamThreads {
+  std::mutex mutex;
+  std::map<std::pair<int, c10::StreamId>, StreamThread*> all;
+};
+
+StreamThreads& stream_threads() {
+  static auto* const threads = new StreamThreads;
+  return *threads;
+}
+
 StreamThread& thread_of(int device, c10::StreamId id) {
-  static std::mutex mutex;
-  static auto* const all = new std::map<std::pair<int, c10::StreamId>, StreamThread*>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  StreamThread*& found = (*all)[{device, id}];
+  StreamThreads& threads = stream_threads();
+  const std::lock_guard<std::mutex> lock(threads.mutex);
+  StreamThread*& found = threads.all[{device, id}];
   if (found == nullptr)
     found = new StreamThread(device * kStreams + static_cast<int>(id) % kStreams);
   return *found;
@@ -172,13 +183,29 @@ StreamThread& thread_of(const c10::Stream& stream) {
   return thread_of(stream.device_index(), stream.id());
 }
 
-thread_local int this_device = 0;
-thread_local std::array<c10::StreamId, kEmulatedDevices> these_streams{};
-
 c10::Stream stream_of(int device, c10::StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE,
                      c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)), id);
 }
+
+using Kind = DeviceCall::Kind;
+
+DeviceCall of_stream(Kind kind, const c10::Stream& stream) {
+  DeviceCall call;
+  call.kind = kind;
+  call.device = stream.device_index();
+  call.stream = stream.id();
+  return call;
+}
+
+void note(Kind kind, const c10::Stream& stream, const Gate* event = nullptr) {
+  DeviceCall call = of_stream(kind, stream);
+  if (event != nullptr) call.event = event->id();
+  DeviceCalls::add(std::move(call));
+}
+
+thread_local int this_device = 0;
+thread_local std::array<c10::StreamId, kEmulatedDevices> these_streams{};
 
 // ---- Memory ----
 
@@ -197,6 +224,7 @@ class Memory {
     std::memset(memory, kPoison, bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     blocks_[memory] = {this_device, bytes, these_streams[this_device]};
+    note(Kind::kAllocate, this_device, these_streams[this_device], memory, bytes);
     return memory;
   }
 
@@ -206,12 +234,18 @@ class Memory {
       const std::lock_guard<std::mutex> lock(mutex_);
       block = std::move(blocks_.at(memory));
       blocks_.erase(memory);
+      note(Kind::kFree, block.device, block.stream, memory, block.bytes);
     }
     StreamThread& owner = thread_of(block.device, block.stream);
-    for (const c10::Stream& stream : block.used_on) {
-      owner.push([gate = thread_of(stream).mark()] { gate.wait("memory of another stream"); });
+    // No stream waits for others' use of the memory: it only comes back later.
+    StreamThread& last = block.used_on.empty() ? owner : thread_of(block.device, kFrees);
+    if (&last != &owner) {
+      last.push([gate = owner.mark()] { gate.wait("memory of a stream"); });
     }
-    owner.push([this, memory, bytes = block.bytes] {
+    for (const c10::Stream& stream : block.used_on) {
+      last.push([gate = thread_of(stream).mark()] { gate.wait("memory of another stream"); });
+    }
+    last.push([this, memory, bytes = block.bytes] {
       std::memset(memory, kPoison, bytes);
       retire(memory, bytes);
     });
@@ -225,6 +259,7 @@ class Memory {
     if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
       streams.push_back(stream);
     }
+    note(Kind::kRecordStream, stream.device_index(), stream.id(), memory, 1);
   }
 
   int device_of(const void* memory) {
@@ -251,11 +286,18 @@ class Memory {
                : blocks_.end();
   }
 
-  static void check(const void* memory, size_t bytes) {
+  static void note(Kind kind, int device, c10::StreamId stream, const void* memory, size_t bytes) {
+    DeviceCall call = of_stream(kind, stream_of(device, stream));
+    call.memory = {static_cast<const char*>(memory), static_cast<int64_t>(bytes)};
+    DeviceCalls::add(std::move(call));
+  }
+
+  static void check(void* memory, size_t bytes) {
     const auto* const begin = static_cast<const unsigned char*>(memory);
     if (std::all_of(begin, begin + bytes, [](unsigned char c) { return c == kPoison; })) return;
     emulated::report("memory of " + std::to_string(bytes) +
                      " bytes was written after it was freed");
+    std::memset(memory, kPoison, bytes);  // Once is enough.
   }
 
   void retire(void* memory, size_t bytes) {
@@ -381,32 +423,52 @@ struct DeviceGuardImpl final : c10::impl::DeviceGuardImplInterface {
               const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Gate;
     *static_cast<Gate*>(*event) = thread_of(stream).mark();
+    note(Kind::kRecord, stream, static_cast<Gate*>(*event));
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
+    note(Kind::kWait, stream, static_cast<Gate*>(event));
     thread_of(stream).push([gate = *static_cast<Gate*>(event)] { gate.wait("a stream"); });
   }
   bool queryEvent(void* event) const override {
-    return event == nullptr || static_cast<Gate*>(event)->is_open();
+    if (event == nullptr) return true;
+    const bool open = static_cast<Gate*>(event)->is_open();
+    if (open) note_seen(event);
+    return open;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kEmulatedDevices; }
-  bool queryStream(const c10::Stream& stream) const override { return thread_of(stream).idle(); }
+  bool queryStream(const c10::Stream& stream) const override {
+    const bool idle = thread_of(stream).idle();
+    if (idle) note(Kind::kHostSawStream, stream);
+    return idle;
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     emulated::count_host_wait(stream.device_index());
     thread_of(stream).mark().wait("synchronizing a stream");
+    note(Kind::kHostSawStream, stream);
   }
   void synchronizeEvent(void* event) const override {
     emulated::count_host_wait(this_device);
-    if (event != nullptr) static_cast<Gate*>(event)->wait("synchronizing an event");
+    if (event == nullptr) return;
+    static_cast<Gate*>(event)->wait("synchronizing an event");
+    note_seen(event);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     emulated::count_host_wait(device);
     for (int n = 0; n < kStreams; ++n) {
-      thread_of(device, n == 0 ? 0 : device * kStreams + n).mark().wait("synchronizing a device");
+      const c10::Stream stream = stream_of(device, n == 0 ? 0 : device * kStreams + n);
+      thread_of(stream).mark().wait("synchronizing a device");
+      note(Kind::kHostSawStream, stream);
     }
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     device_memory().record(data.get(), stream);
+  }
+
+ private:
+  // An event is of one device here.
+  static void note_seen(void* event) {
+    note(Kind::kHostSawEvent, stream_of(this_device, 0), static_cast<Gate*>(event));
   }
 };
 
@@ -455,7 +517,18 @@ void enqueue(c10::Stream stream, std::function<void()> work) {
   thread_of(stream).push(std::move(work));
 }
 
-const char* launch(void* native_stream, const void* memory, std::function<void()> work) {
+void note_use(const c10::Stream& stream, const MemoryUse& use) {
+  if (use.begin == nullptr || use.bytes == 0) return;
+  DeviceCall call = of_stream(Kind::kUse, stream);
+  call.memory = {static_cast<const char*>(use.begin), use.bytes};
+  call.writes = use.writes;
+  DeviceCalls::add(std::move(call));
+}
+
+void note_host_saw(const c10::Stream& stream) { note(Kind::kHostSawStream, stream); }
+
+const char* launch(void* native_stream, const void* memory, std::function<void()> work,
+                   const std::vector<MemoryUse>& used) {
   const auto id = static_cast<c10::StreamId>(reinterpret_cast<intptr_t>(native_stream));
   const int device = id == 0 ? this_device : static_cast<int>(id) / kStreams;
   if (device != this_device) {
@@ -469,7 +542,10 @@ const char* launch(void* native_stream, const void* memory, std::function<void()
     return "an illegal memory access was encountered";
   }
   ++launched[device];
-  thread_of(device, id).push(std::move(work));
+  const c10::Stream stream = stream_of(device, id);
+  note_use(stream, {memory, 1, true});
+  for (const MemoryUse& use : used) note_use(stream, use);
+  thread_of(stream).push(std::move(work));
   return nullptr;
 }
 
@@ -496,6 +572,18 @@ std::vector<std::string> EmulatedDevice::take_violations() {
   Violations& all = violations();
   const std::lock_guard<std::mutex> lock(all.mutex);
   return std::exchange(all.list, {});
+}
+
+void EmulatedDevice::finish() {
+  std::vector<Gate> last;
+  {
+    const std::lock_guard<std::mutex> lock(stream_threads().mutex);
+    for (const auto& [stream, thread] : stream_threads().all) last.push_back(thread->mark());
+  }
+  // Each wait of a stream has a limit, so this has an end.
+  for (const Gate& gate : last) {
+    while (!gate.is_open()) std::this_thread::sleep_for(microseconds(100));
+  }
 }
 
 void EmulatedDevice::check_freed_memory() { device_memory().check_quarantine(); }

@@ -47,6 +47,9 @@ class EmulatedDevice {
   // Looks for writes to memory after it was freed, which take_violations() reports.
   static void check_freed_memory();
 
+  // Returns when all streams have done what they were given. Counts no wait of the host.
+  static void finish();
+
   // Work of a stream begins up to this much later than it could.
   static void set_delay(std::chrono::microseconds longest);
   // A copy to the host for which the host does not wait takes this long.
@@ -60,11 +63,20 @@ class EmulatedDevice {
 // For kernels and collectives of the emulated device.
 namespace emulated {
 
+struct MemoryUse {
+  const void* begin = nullptr;
+  int64_t bytes = 0;
+  bool writes = false;
+};
+
 // Appends work to a stream.
 void enqueue(c10::Stream stream, std::function<void()> work);
 // Enqueues a kernel as CUDA does: on a stream given by its number, of which 0 is the default stream
 // of the current device. `memory` is any that it touches. Returns null or an error text.
-const char* launch(void* native_stream, const void* memory, std::function<void()> work);
+//   used  bytes that it uses, for the record of calls, besides the first of `memory`, which it
+//   writes
+const char* launch(void* native_stream, const void* memory, std::function<void()> work,
+                   const std::vector<MemoryUse>& used = {});
 // What a stream waits for.
 class Gate {
  public:
@@ -73,6 +85,8 @@ class Gate {
   bool is_open() const;
   // Returns when it is open, or when patience ends, which is a violation of `what`.
   void wait(const std::string& what) const;
+  // What copies have in common.
+  const void* id() const { return state_.get(); }
 
  private:
   struct State;

@@ -13,6 +13,7 @@
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/detail/bias_correction.h"
+#include "kernels/detail/element_type.h"
 #include "kernels/detail/exact_sum.h"
 #include "tests/support/device/emulated_device.h"
 
@@ -51,20 +52,28 @@ const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType so
                             ElementType destination_type, bool with_addend, void* stream) {
   const std::vector<CopySpan> filled = copied(spans, count);
   if (filled.empty()) return nullptr;
+  std::vector<emulated::MemoryUse> used;
+  for (const CopySpan& s : filled) {
+    used.push_back({s.source, s.numel * element_size(source_type), false});
+    used.push_back({s.destination, s.numel * element_size(destination_type), true});
+  }
   return emulated::launch(
-      stream, filled[0].destination, [spans = filled, source_type, destination_type, with_addend] {
+      stream, filled[0].destination,
+      [spans = filled, source_type, destination_type, with_addend] {
         for (const CopySpan& s : spans) {
           range_kernels().cast_copy(s.source, source_type, s.destination, destination_type, s.numel,
                                     with_addend ? s.addend : nullptr);
         }
-      });
+      },
+      used);
 }
 
 const char* fill_zero(void* destination, int64_t bytes, void* stream) {
   if (bytes == 0) return nullptr;
-  return emulated::launch(stream, destination, [destination, bytes] {
-    std::fill_n(static_cast<char*>(destination), bytes, char{0});
-  });
+  return emulated::launch(
+      stream, destination,
+      [destination, bytes] { std::fill_n(static_cast<char*>(destination), bytes, char{0}); },
+      {{destination, bytes, true}});
 }
 
 const char* join_halves(const uint16_t* upper, const int16_t* lower, int64_t numel, float* master,
@@ -85,7 +94,15 @@ const char* split_halves(const float* master, int64_t numel, uint16_t* upper, in
 
 const char* sum_rows(const SumRowsRange& range, void* stream) {
   if (range.numel == 0) return nullptr;
-  return emulated::launch(stream, range.shard, [range] { range_kernels().sum_rows(range); });
+  const int64_t row = range.numel * element_size(range.type);
+  std::vector<emulated::MemoryUse> used{{range.own, row, false}, {range.shard, row, true}};
+  for (int64_t r = 0; range.received != nullptr && r < range.world_size; ++r) {
+    if (r == range.own_rank) continue;
+    const char* received = static_cast<const char*>(range.received);
+    used.push_back({received + r * range.row_stride * element_size(range.type), row, false});
+  }
+  return emulated::launch(
+      stream, range.shard, [range] { range_kernels().sum_rows(range); }, used);
 }
 
 const char* sum_of_abs_powers(const ConstSpan* spans, int64_t count, double p, double* result,

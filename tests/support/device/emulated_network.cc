@@ -24,6 +24,8 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/device/collective_rules.h"
+#include "tests/support/device/device_calls.h"
 #include "tests/support/device/emulated_device.h"
 
 namespace zero {
@@ -50,9 +52,33 @@ struct Round {
 
 }  // namespace
 
+// Of one device: places for collectives that have started there.
+class EmulatedRoom {
+ public:
+  explicit EmulatedRoom(int places) : free_(places) {}
+  // Returns whether a place was free within a short time.
+  bool enter() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!left_.wait_for(lock, milliseconds(5), [this] { return free_ > 0; })) return false;
+    --free_;
+    return true;
+  }
+  void leave() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++free_;
+    left_.notify_one();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable left_;
+  int free_;
+};
+
 // The ranks of one communicator.
 struct EmulatedChannel {
-  explicit EmulatedChannel(int size_in) : size(size_in) {}
+  EmulatedChannel(int64_t number_in, int size_in) : number(number_in), size(size_in) {}
+  const int64_t number;  // of the communicator
   const int size;
   std::mutex mutex;
   std::condition_variable changed;
@@ -66,6 +92,7 @@ struct EmulatedNetwork::State {
   std::map<int64_t, std::shared_ptr<EmulatedChannel>> channels;
   int64_t next = 0;
   bool stopped = false;
+  std::vector<std::shared_ptr<EmulatedRoom>> rooms = {};  // by device
 };
 
 namespace {
@@ -73,15 +100,41 @@ namespace {
 // Computes the output of one rank from all parts, in host memory of its own; runs on a stream.
 using Compute = std::function<std::vector<char>(const std::vector<Part>& parts, int rank)>;
 
+using Kind = CollectiveCall::Kind;
+using CallPtr = std::shared_ptr<const CollectiveCall>;
+
+struct CollectiveKind {
+  CollectiveKind(Kind kind_in, int operation_in = -1) : kind(kind_in), operation(operation_in) {}
+  Kind kind;
+  int operation;  // c10d::ReduceOp::RedOpType, where it reduces
+};
+
+void note_collective(DeviceCall::Kind kind, const c10::Stream& stream, CallPtr collective) {
+  DeviceCall call;
+  call.kind = kind;
+  call.device = stream.device_index();
+  call.stream = stream.id();
+  call.collective = std::move(collective);
+  DeviceCalls::add(std::move(call));
+}
+
+DeviceMemory memory_of(const at::Tensor& tensor) {
+  return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<int64_t>(tensor.nbytes())};
+}
+
 class EmulatedWork : public c10d::Work {
  public:
-  EmulatedWork(c10::Stream stream, std::vector<at::Tensor> tensors)
-      : event_(kEmulated), tensors_(std::move(tensors)) {
+  EmulatedWork(c10::Stream stream, std::vector<at::Tensor> tensors, std::vector<CallPtr> calls)
+      : event_(kEmulated), tensors_(std::move(tensors)), calls_(std::move(calls)) {
     event_.record(stream);
   }
   // Tensors are kept until here, as ProcessGroupNCCL does.
   bool wait(milliseconds) override {
-    event_.block(emulated::current_stream(event_.device().index()));
+    const c10::Stream current = emulated::current_stream(event_.device().index());
+    event_.block(current);
+    for (const CallPtr& call : calls_) {
+      note_collective(DeviceCall::Kind::kCollectiveWait, current, call);
+    }
     tensors_.clear();
     return true;
   }
@@ -89,6 +142,7 @@ class EmulatedWork : public c10d::Work {
  private:
   c10::Event event_;
   std::vector<at::Tensor> tensors_;
+  const std::vector<CallPtr> calls_;
 };
 
 // Of one collective of a section.
@@ -102,9 +156,11 @@ class SectionPart : public c10d::Work {
 
 class EmulatedBackend : public c10d::Backend {
  public:
-  EmulatedBackend(std::shared_ptr<EmulatedChannel> channel, int rank, int device)
+  EmulatedBackend(std::shared_ptr<EmulatedChannel> channel, std::shared_ptr<EmulatedRoom> room,
+                  int rank, int device)
       : Backend(rank, channel->size),
         channel_(std::move(channel)),
+        room_(std::move(room)),
         device_(device),
         stream_(c10::impl::getDeviceGuardImpl(kEmulated)->getStreamFromGlobalPool(
             c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)), true)) {
@@ -117,14 +173,14 @@ class EmulatedBackend : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override {
     if (section_) emulated::report("a section begins in an open one");
-    section_ = Section{std::this_thread::get_id(), {}, {}};
+    section_ = Section{std::this_thread::get_id(), {}, {}, {}};
   }
   WorkPtr endCoalescing() override {
     TORCH_CHECK(section_, "no section is open");
     check_section_thread();
     const Section section = *std::exchange(section_, std::nullopt);
     for (const auto& launch : section.launches) launch();
-    return c10::make_intrusive<EmulatedWork>(stream_, section.tensors);
+    return c10::make_intrusive<EmulatedWork>(stream_, section.tensors, section.calls);
   }
 
   const std::string getBackendName() const override { return "emulated"; }
@@ -137,55 +193,63 @@ class EmulatedBackend : public c10d::Backend {
       const auto row_begin = element * static_cast<size_t>(std::accumulate(
                                            splits.begin(), splits.begin() + getRank(), int64_t{0}));
       const auto row = element * static_cast<size_t>(splits[getRank()]);
-      return start("alltoall", input, output, [=](const std::vector<Part>& parts, int) {
-        std::vector<char> result(parts.size() * row);
-        for (size_t r = 0; r < parts.size() && row > 0; ++r) {
-          std::memcpy(result.data() + r * row, parts[r].input + row_begin, row);
-        }
-        return result;
-      });
+      return start(Kind::kAllToAll, c10::str("alltoall of ", splits), input, output,
+                   [=](const std::vector<Part>& parts, int) {
+                     std::vector<char> result(parts.size() * row);
+                     for (size_t r = 0; r < parts.size() && row > 0; ++r) {
+                       std::memcpy(result.data() + r * row, parts[r].input + row_begin, row);
+                     }
+                     return result;
+                   });
     }
-    return start("alltoall", input, output, [](const std::vector<Part>& parts, int rank) {
-      const auto row = static_cast<size_t>(parts[0].bytes) / parts.size();
-      std::vector<char> result(parts.size() * row);
-      for (size_t r = 0; r < parts.size(); ++r) {
-        std::memcpy(result.data() + r * row, parts[r].input + rank * row, row);
-      }
-      return result;
-    });
+    return start(Kind::kAllToAll, "alltoall", input, output,
+                 [](const std::vector<Part>& parts, int rank) {
+                   const auto row = static_cast<size_t>(parts[0].bytes) / parts.size();
+                   std::vector<char> result(parts.size() * row);
+                   for (size_t r = 0; r < parts.size(); ++r) {
+                     std::memcpy(result.data() + r * row, parts[r].input + rank * row, row);
+                   }
+                   return result;
+                 });
   }
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions&) override {
-    return start("reduce_scatter", input, output, [](const std::vector<Part>& parts, int rank) {
-      const auto row = static_cast<size_t>(parts[0].bytes) / parts.size();
-      TORCH_INTERNAL_ASSERT(parts[0].dtype == at::kFloat);
-      std::vector<char> result(row, 0);
-      auto* const sum = reinterpret_cast<float*>(result.data());
-      for (const Part& part : parts) {
-        const auto* const values = reinterpret_cast<const float*>(part.input + rank * row);
-        for (size_t i = 0; i < row / sizeof(float); ++i) sum[i] += values[i];
-      }
-      return result;
-    });
+                               const c10d::ReduceScatterOptions& options) override {
+    const int op = options.reduceOp.op_;
+    const CollectiveKind kind{Kind::kReduceScatter, op};
+    return start(kind, c10::str("reduce_scatter ", op), input, output,
+                 [](const std::vector<Part>& parts, int rank) {
+                   const auto row = static_cast<size_t>(parts[0].bytes) / parts.size();
+                   TORCH_INTERNAL_ASSERT(parts[0].dtype == at::kFloat);
+                   std::vector<char> result(row, 0);
+                   auto* const sum = reinterpret_cast<float*>(result.data());
+                   for (const Part& part : parts) {
+                     const auto* const values =
+                         reinterpret_cast<const float*>(part.input + rank * row);
+                     for (size_t i = 0; i < row / sizeof(float); ++i) sum[i] += values[i];
+                   }
+                   return result;
+                 });
   }
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions&) override {
-    return start("allgather", input, output, [](const std::vector<Part>& parts, int) {
-      std::vector<char> result;
-      for (const Part& part : parts) {
-        result.insert(result.end(), part.input, part.input + part.bytes);
-      }
-      return result;
-    });
+    return start(Kind::kAllGather, "allgather", input, output,
+                 [](const std::vector<Part>& parts, int) {
+                   std::vector<char> result;
+                   for (const Part& part : parts) {
+                     result.insert(result.end(), part.input, part.input + part.bytes);
+                   }
+                   return result;
+                 });
   }
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
                     const c10d::AllreduceOptions& options) override {
     at::Tensor& tensor = tensors.at(0);
     const c10d::ReduceOp::RedOpType op = options.reduceOp.op_;
-    return start(c10::str("allreduce ", static_cast<int>(op)), tensor, tensor,
+    const CollectiveKind kind{Kind::kAllReduce, op};
+    return start(kind, c10::str("allreduce ", static_cast<int>(op)), tensor, tensor,
                  [op](const std::vector<Part>& parts, int) { return all_reduced(parts, op); });
   }
 
@@ -193,7 +257,7 @@ class EmulatedBackend : public c10d::Backend {
                     const c10d::BroadcastOptions& options) override {
     at::Tensor& tensor = tensors.at(0);
     const auto root = options.rootRank;
-    return start(c10::str("broadcast from ", root), tensor, tensor,
+    return start(Kind::kBroadcast, c10::str("broadcast from ", root), tensor, tensor,
                  [root](const std::vector<Part>& parts, int) {
                    return std::vector<char>(parts[root].input,
                                             parts[root].input + parts[root].bytes);
@@ -238,8 +302,24 @@ class EmulatedBackend : public c10d::Backend {
     return result;
   }
 
-  WorkPtr start(const std::string& name, const at::Tensor& input, const at::Tensor& output,
-                Compute compute) {
+  CallPtr call_of(CollectiveKind kind, const std::string& text, const at::Tensor& input,
+                  const at::Tensor& output) const {
+    auto call = std::make_shared<CollectiveCall>();
+    call->kind = kind.kind;
+    call->text = text;
+    call->communicator = channel_->number;
+    call->number = calls_;
+    call->rank = getRank();
+    call->ranks = channel_->size;
+    call->dtype = input.scalar_type();
+    call->operation = kind.operation;
+    call->input = memory_of(input);
+    call->output = memory_of(output);
+    return call;
+  }
+
+  WorkPtr start(CollectiveKind kind, const std::string& name, const at::Tensor& input,
+                const at::Tensor& output, Compute compute) {
     if (busy_.exchange(true)) {
       emulated::report("two threads use one communicator at once: " + name);
     }
@@ -257,20 +337,28 @@ class EmulatedBackend : public c10d::Backend {
                     static_cast<char*>(output.mutable_data_ptr()),
                     static_cast<int64_t>(input.nbytes()), input.scalar_type()};
     const std::string call = c10::str(name, " of ", input.nbytes(), " bytes of ", input.dtype());
+    const CallPtr recorded = call_of(kind, call, input, output);
+    note_collective(DeviceCall::Kind::kCollective, stream_, recorded);
     const auto launch = [this, number = calls_++, part, call, compute = std::move(compute)] {
       connect(call);
-      emulated::enqueue(stream_, [channel = channel_, rank = getRank(), number, part, call,
-                                  compute] { run(*channel, rank, number, part, call, compute); });
+      emulated::enqueue(stream_, [channel = channel_, room = room_, rank = getRank(), number, part,
+                                  call, compute] {
+        if (!enter(*room, *channel, call)) return;
+        run(*channel, rank, number, part, call, compute);
+        room->leave();
+      });
     };
     WorkPtr work;
     if (section_) {
       check_section_thread();
       section_->launches.push_back(launch);
       section_->tensors.insert(section_->tensors.end(), {input, output});
+      section_->calls.push_back(recorded);
       work = c10::make_intrusive<SectionPart>();
     } else {
       launch();
-      work = c10::make_intrusive<EmulatedWork>(stream_, std::vector<at::Tensor>{input, output});
+      work = c10::make_intrusive<EmulatedWork>(stream_, std::vector<at::Tensor>{input, output},
+                                               std::vector<CallPtr>{recorded});
     }
     busy_ = false;
     return work;
@@ -306,6 +394,21 @@ class EmulatedBackend : public c10d::Backend {
     return !channel.stopped;
   }
 
+  // Waits for a place on the device; false: the communicator has ended.
+  static bool enter(EmulatedRoom& room, EmulatedChannel& channel, const std::string& call) {
+    const auto limit = std::chrono::steady_clock::now() + emulated::patience();
+    while (!room.enter()) {
+      const std::lock_guard<std::mutex> lock(channel.mutex);
+      if (!channel.stopped && std::chrono::steady_clock::now() > limit) {
+        emulated::report("deadlock: " + call + " found no room beside other collectives");
+        channel.stopped = true;
+        channel.changed.notify_all();
+      }
+      if (channel.stopped) return false;
+    }
+    return true;
+  }
+
   static void run(EmulatedChannel& channel, int rank, int64_t number, const Part& part,
                   const std::string& call, const Compute& compute) {
     std::unique_lock<std::mutex> lock(channel.mutex);
@@ -335,6 +438,7 @@ class EmulatedBackend : public c10d::Backend {
   }
 
   const std::shared_ptr<EmulatedChannel> channel_;
+  const std::shared_ptr<EmulatedRoom> room_;
   const int device_;
   const c10::Stream stream_;
   int64_t calls_ = 0;
@@ -344,13 +448,18 @@ class EmulatedBackend : public c10d::Backend {
     std::thread::id thread;
     std::vector<std::function<void()>> launches;
     std::vector<at::Tensor> tensors;
+    std::vector<CallPtr> calls;
   };
   std::optional<Section> section_;  // an open one
 };
 
 }  // namespace
 
-EmulatedNetwork::EmulatedNetwork() : state_(std::make_shared<State>()) {}
+EmulatedNetwork::EmulatedNetwork(int room) : state_(std::make_shared<State>()) {
+  for (int device = 0; device < kEmulatedDevices; ++device) {
+    state_->rooms.push_back(std::make_shared<EmulatedRoom>(room));
+  }
+}
 EmulatedNetwork::~EmulatedNetwork() = default;
 
 BackendFactory EmulatedNetwork::factory(int rank) {
@@ -361,14 +470,15 @@ BackendFactory EmulatedNetwork::factory(int rank) {
     if (rank == 0) {
       const std::lock_guard<std::mutex> lock(state->mutex);
       const int64_t number = state->next++;
-      state->channels[number] = std::make_shared<EmulatedChannel>(world_size);
+      state->channels[number] = std::make_shared<EmulatedChannel>(number, world_size);
       store->set("channel", std::to_string(number));
     }
     store->wait({"channel"}, timeout);
     const std::vector<uint8_t> text = store->get("channel");
     const std::lock_guard<std::mutex> lock(state->mutex);
     const auto channel = state->channels.at(std::stoll(std::string(text.begin(), text.end())));
-    return {c10::make_intrusive<EmulatedBackend>(channel, rank, device), RowTransport::kWhole};
+    return {c10::make_intrusive<EmulatedBackend>(channel, state->rooms[device], rank, device),
+            RowTransport::kWhole};
   };
 }
 
@@ -386,8 +496,9 @@ void run_device_ranks(int world_size, const std::function<void(const Group&)>& b
                       const DeviceRunOptions& options) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   store->setTimeout(options.timeout);
-  EmulatedNetwork network;
+  EmulatedNetwork network(options.room);
   MemoryNetwork host;
+  DeviceCalls::begin();
   std::mutex mutex;
   std::exception_ptr first;
   const auto run = [&](int rank) {
@@ -409,9 +520,16 @@ void run_device_ranks(int world_size, const std::function<void(const Group&)>& b
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world_size; ++rank) threads.emplace_back(run, rank);
   for (std::thread& thread : threads) thread.join();
+  EmulatedDevice::finish();
   EmulatedDevice::check_freed_memory();
-  for (const std::string& violation : EmulatedDevice::take_violations()) {
-    ADD_FAILURE() << violation;
+  std::vector<std::string> violations = EmulatedDevice::take_violations();
+  const CollectiveRules rules{.one_order = options.room == 1, .finished = !first};
+  const std::vector<std::string> broken = broken_rules(DeviceCalls::take(), rules);
+  violations.insert(violations.end(), broken.begin(), broken.end());
+  if (options.violations != nullptr) {
+    *options.violations = std::move(violations);
+  } else {
+    for (const std::string& violation : violations) ADD_FAILURE() << violation;
   }
   if (first) std::rethrow_exception(first);
 }

@@ -9,14 +9,19 @@
 //   Work::wait() makes the current stream wait, never the host.
 //   The first call of a kind and size connects: it holds the host until all ranks have called it.
 //   Collectives of a section (Backend::startCoalescing()) start and connect at its end.
+//   A device has room for a number of collectives at once, of all communicators. One that has
+//   started holds its place until all ranks have done it; others wait, in no order.
 //   What NCCL forbids is a violation: another call or size on another rank, calls on one
 //   communicator by two threads at once, memory of another device, a wait for one collective of a
-//   section, and a section that is left open or goes on in another thread.
+//   section, and a section that is left open or goes on in another thread. Rules that follow from
+//   the order of calls alone are in collective_rules.h.
 #pragma once
 
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "tests/support/in_memory_backend.h"
 #include "zero/process_group.h"
@@ -25,7 +30,8 @@ namespace zero {
 
 class EmulatedNetwork {
  public:
-  EmulatedNetwork();
+  // Each device has room for so many collectives at once.
+  explicit EmulatedNetwork(int room = 1);
   ~EmulatedNetwork();
   // For the Group of rank `rank`, whose data is on device `rank`; control messages use the host.
   BackendFactory factory(int rank);
@@ -43,10 +49,13 @@ struct DeviceRunOptions {
   int ranks_per_machine = 0;  // as in RunOptions
   bool over_host = false;     // data of devices is staged through the host, as with Gloo
   std::chrono::milliseconds timeout = std::chrono::seconds(30);
+  int room = 1;  // for collectives on a device; with several optimizers each needs a place
+  std::vector<std::string>* violations = nullptr;  // where expected ones go
 };
 
 // Calls body(group) on `world_size` threads, each with a device of its own, which is not made
-// current. Then expects that there was no violation. Rethrows what the first failing rank threw.
+// current. Then expects that there was no violation, or puts those that there were where the
+// options say. Rethrows what the first failing rank threw.
 void run_device_ranks(int world_size, const std::function<void(const Group&)>& body,
                       const DeviceRunOptions& options = {});
 

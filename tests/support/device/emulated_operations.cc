@@ -60,6 +60,14 @@ at::Tensor on_host(const at::Tensor& tensor) {
                        at::TensorOptions().dtype(tensor.scalar_type()));
 }
 
+void note_tensor(const at::Tensor& tensor, bool writes) {
+  if (!tensor.defined() || tensor.device().type() != kEmulated || tensor.numel() == 0) return;
+  // Of strided memory the first elements alone: what is between may be another's.
+  const bool whole = tensor.is_contiguous();
+  const auto bytes = static_cast<int64_t>(whole ? tensor.nbytes() : tensor.element_size());
+  note_use(current_stream(tensor.device().index()), {tensor.const_data_ptr(), bytes, writes});
+}
+
 // A copy as CUDA makes it: it runs on the current stream between memory of one device, and on
 // request with pinned host memory. To other host memory CUDA then copies at once, on which a
 // caller may not rely. So here such a copy runs late, too.
@@ -69,6 +77,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const int device = to_device ? to.device().index() : from.device().index();
   const at::Tensor& host = to_device ? from : to;
   if (!to_device) count_to_host(device, static_cast<int64_t>(from.nbytes()));
+  note_tensor(from, false);
+  note_tensor(to, true);
   const bool on_stream = (to_device && from_device) || (non_blocking && host.device().is_cpu() &&
                                                         (from_device || host.is_pinned()));
   TORCH_CHECK(!to_device || !from_device || from.device() == to.device(),
@@ -87,6 +97,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   count_host_wait(device);
   catch_up(device);
+  note_host_saw(current_stream(device));
   on_host(to).copy_(on_host(from));
   return to;
 }
@@ -97,8 +108,10 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+  note_tensor(tensor, false);
   count_host_wait(tensor.device().index());
   catch_up(tensor.device().index());
+  note_host_saw(current_stream(tensor.device().index()));
   return on_host(tensor).item();
 }
 
@@ -116,9 +129,10 @@ struct Argument {
 
 class HostCall {
  public:
-  at::Tensor take(const at::Tensor& tensor) {
+  at::Tensor take(const at::Tensor& tensor, bool writes) {
     if (!tensor.defined() || tensor.device().type() != kEmulated) return tensor;
     device_ = tensor.device();
+    note_tensor(tensor, writes);
     arguments_.push_back({tensor, on_host(tensor)});
     return arguments_.back().host;
   }
@@ -126,22 +140,23 @@ class HostCall {
   c10::IValue take_out(const at::Tensor& tensor) {
     if (tensor.device().type() != kEmulated) return tensor;
     device_ = tensor.device();
+    note_tensor(tensor, true);
     const at::Tensor host = at::empty({0}, at::TensorOptions().dtype(tensor.scalar_type()));
     arguments_.push_back({tensor, host, true});
     return host;
   }
 
-  c10::IValue take_value(const c10::IValue& value) {
-    if (value.isTensor()) return take(value.toTensor());
+  c10::IValue take_value(const c10::IValue& value, bool writes) {
+    if (value.isTensor()) return take(value.toTensor(), writes);
     if (value.isTensorList()) {
       std::vector<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(take(tensor));
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(take(tensor, writes));
       return c10::List<at::Tensor>(list);
     }
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-        list.push_back(tensor ? std::optional<at::Tensor>(take(*tensor)) : std::nullopt);
+        list.push_back(tensor ? std::optional<at::Tensor>(take(*tensor, writes)) : std::nullopt);
       }
       return list;
     }
@@ -203,8 +218,10 @@ void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack)
   const size_t begin = stack->size() - count;
   for (size_t i = begin; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
-    const bool out = operation.schema().arguments()[i - begin].is_out() && value.isTensor();
-    value = out ? call.take_out(value.toTensor()) : call.take_value(value);
+    const c10::Argument& argument = operation.schema().arguments()[i - begin];
+    const bool out = argument.is_out() && value.isTensor();
+    const bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    value = out ? call.take_out(value.toTensor()) : call.take_value(value, writes);
   }
   TORCH_CHECK(call.device(), "no argument of ", operation.schema().name(), " is on the device");
   catch_up(call.device()->index());

@@ -32,6 +32,8 @@
 
 namespace zero {
 
+class CollectiveOrder;
+
 // Payload that leaves this rank.
 struct SentBytes {
   int64_t all = 0;
@@ -94,6 +96,9 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
   virtual c10::Device device() const = 0;
   // Returns whether the host, and not a stream, waits for transfers of memory of this device.
   virtual bool waits_on_host(c10::Device /*device*/) const { return true; }
+  // Puts what it starts on a device for which the host does not wait into an order with what other
+  // exchanges start there. Before the first operation.
+  virtual void follow(const std::shared_ptr<CollectiveOrder>& /*order*/) {}
 
   // Returns why the transport has failed without an operation that said so, as one does that
   // streams wait for; empty while all is well. Does not wait.

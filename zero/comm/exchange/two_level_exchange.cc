@@ -64,6 +64,14 @@ TwoLevelExchange::TwoLevelExchange(std::shared_ptr<RowExchange> inside,
       packs_(in_call_order || place.machines > kFewMachines) {
   // Before anything is sent: what an operation cannot do without must not fail in one.
   if (!in_call_order_) second_levels_.start();
+  if (in_call_order_) TwoLevelExchange::follow(std::make_shared<CollectiveOrder>());
+}
+
+void TwoLevelExchange::follow(const std::shared_ptr<CollectiveOrder>& order) {
+  if (!in_call_order_) return;
+  order_ = order;
+  inside_->follow(order);
+  between_->follow(order);
 }
 
 at::Tensor TwoLevelExchange::of_machine(const at::Tensor& rows, int machine) const {
@@ -83,9 +91,9 @@ std::optional<c10::Stream> TwoLevelExchange::stream_for(c10::Device device) {
   const c10::Stream current = current_torch_stream(device);
   // The host waits for transfers, in whatever thread, so the stream of the caller need not.
   if (!in_call_order_) return current;
-  if (!stream_) stream_ = new_stream(device);
-  make_wait(*stream_, current);
-  return stream_;
+  const c10::Stream stream = order_->stream(device);
+  make_wait(stream, current);
+  return stream;
 }
 
 // The two levels of an operation are two parts of it, with tags of their own.

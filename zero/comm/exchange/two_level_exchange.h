@@ -30,6 +30,7 @@
 #include <optional>
 
 #include "zero/base/serial_thread.h"
+#include "zero/comm/exchange/collective_order.h"
 #include "zero/comm/exchange/row_exchange.h"
 
 namespace zero {
@@ -46,8 +47,8 @@ class TwoLevelExchange : public RowExchange {
 
   // `inside` connects the ranks of a machine, by their place on it; `between` those with one place
   // on all machines, by machine. With `in_call_order` the backends match operations by the order of
-  // calls, as NCCL does: then the second level starts in the call that starts the first, on a
-  // stream of this object that waits for the first (on the host the caller waits). Else a thread of
+  // calls, as NCCL does: then the second level starts in the call that starts the first, on the
+  // stream of its order, which waits for the first (on the host the caller waits). Else a thread of
   // this object starts it as soon as the first is complete, whatever the caller does.
   TwoLevelExchange(std::shared_ptr<RowExchange> inside, std::shared_ptr<RowExchange> between,
                    const Place& place, bool in_call_order);
@@ -68,6 +69,7 @@ class TwoLevelExchange : public RowExchange {
   at::Tensor allocate(int64_t bytes) const override { return inside_->allocate(bytes); }
   c10::Device device() const override { return inside_->device(); }
   bool waits_on_host(c10::Device device) const override { return inside_->waits_on_host(device); }
+  void follow(const std::shared_ptr<CollectiveOrder>& order) override;
   bool has_ended(int rank) noexcept override {
     return inside_->has_ended(rank) || between_->has_ended(rank);
   }
@@ -90,15 +92,15 @@ class TwoLevelExchange : public RowExchange {
   // Runs `first` now, and `second` when the first has received; the operation consists of both.
   using Level = std::function<void(Operation& part)>;
   void in_two_levels(c10::Device device, Operation& operation, const Level& first, Level second);
-  // Returns the stream for both levels; nothing on the host.
+  // Returns the stream for both levels, made to wait for the current one; nothing on the host.
   std::optional<c10::Stream> stream_for(c10::Device device);
 
   const std::shared_ptr<RowExchange> inside_;
   const std::shared_ptr<RowExchange> between_;
   const Place place_;
   const bool in_call_order_;
-  const bool packs_;                   // rows are copied into the order of places
-  std::optional<c10::Stream> stream_;  // with in_call_order_, on a GPU
+  const bool packs_;                        // rows are copied into the order of places
+  std::shared_ptr<CollectiveOrder> order_;  // of both levels; with in_call_order_
   // Second levels that the thread has started, or could not.
   const std::shared_ptr<std::atomic<int64_t>> started_ = std::make_shared<std::atomic<int64_t>>(0);
   SerialThread second_levels_{"levels"};

@@ -96,6 +96,12 @@ void WholeExchange::hang_up() noexcept {
 
 void WholeExchange::shutdown() { end(&c10d::Backend::shutdown); }
 
+void WholeExchange::start(const std::vector<at::Tensor>& used, Operation& operation,
+                          const Start& collective) {
+  const bool stream = !used.front().is_cpu();
+  operation.add_whole(stream && order_ ? order_->run(used, collective) : collective(), stream);
+}
+
 void WholeExchange::start_all_to_all(const Rows& rows, const at::Tensor& received,
                                      Operation& operation) {
   at::Tensor from = rows.values();
@@ -107,8 +113,8 @@ void WholeExchange::start_all_to_all(const Rows& rows, const at::Tensor& receive
     into = received.view({-1});
   }
   operation.on_success([rows, received] {});
-  operation.add_whole(backend().alltoall_base(into, from, received_sizes, sent_sizes),
-                      !from.is_cpu());
+  start({from, into}, operation,
+        [&] { return backend().alltoall_base(into, from, received_sizes, sent_sizes); });
 }
 
 SentBytes WholeExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
@@ -132,7 +138,8 @@ SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
     c10d::ReduceScatterOptions options;
     options.reduceOp = c10d::ReduceOp::SUM;
     operation.on_success([from, received] {});
-    operation.add_whole(backend()._reduce_scatter_base(received, from, options), !from.is_cpu());
+    start({from, received}, operation,
+          [&] { return backend()._reduce_scatter_base(received, from, options); });
     summands.own_row = received.const_data_ptr();
   } else {
     const at::Tensor received = received_in(buffer, rows);
@@ -159,7 +166,7 @@ SentBytes WholeExchange::gather(const Rows& rows, const at::Tensor& /*before*/,
   at::Tensor own = values.select(0, rank());
   if (!all.is_same(values)) operation.on_received([values, all] { values.copy_(all); });
   operation.on_success([values, all] {});
-  operation.add_whole(backend()._allgather_base(all, own), !values.is_cpu());
+  start({all, own}, operation, [&] { return backend()._allgather_base(all, own); });
   return sent((world_size() - 1) * own_bytes(rows));
 }
 
@@ -173,7 +180,7 @@ SentBytes WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::Re
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   operation.on_success([values] {});
-  operation.add_whole(backend().allreduce(tensors, options), !values.is_cpu());
+  start({values}, operation, [&] { return backend().allreduce(tensors, options); });
   return sent(all_reduce_bytes(values));
 }
 
@@ -186,23 +193,25 @@ c10::intrusive_ptr<c10d::Work> WholeExchange::start_broadcast(const at::Tensor& 
 }
 
 void WholeExchange::gather_by_broadcasts(const Rows& rows, Operation& operation) {
-  const bool stream = !rows.values().is_cpu();
   const std::vector<int64_t>& sources = rows.lengths().filled();
   operation.on_success([rows] {});
   if (sources.size() < 2 || !backend().supportsCoalescing()) {
     for (const int64_t r : sources) {
-      operation.add_whole(start_broadcast(rows.row(r), static_cast<int>(r)), stream);
+      start({rows.values()}, operation,
+            [&] { return start_broadcast(rows.row(r), static_cast<int>(r)); });
     }
     return;
   }
-  Section section(backend());
-  for (const int64_t r : sources) start_broadcast(rows.row(r), static_cast<int>(r));
-  operation.add_whole(section.end(), stream);
+  start({rows.values()}, operation, [&] {
+    Section section(backend());
+    for (const int64_t r : sources) start_broadcast(rows.row(r), static_cast<int>(r));
+    return section.end();
+  });
 }
 
 SentBytes WholeExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
   operation.on_success([tensor] {});
-  operation.add_whole(start_broadcast(tensor, source), !tensor.is_cpu());
+  start({tensor}, operation, [&] { return start_broadcast(tensor, source); });
   return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
 }
 

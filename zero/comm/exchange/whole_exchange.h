@@ -4,9 +4,13 @@
 // Maps each operation to one collective of the backend, which is best on NCCL.
 #pragma once
 
+#include <functional>
 #include <future>
+#include <memory>
 #include <string>
+#include <vector>
 
+#include "zero/comm/exchange/collective_order.h"
 #include "zero/comm/exchange/row_exchange.h"
 
 namespace zero {
@@ -33,6 +37,7 @@ class WholeExchange : public BackendExchange {
   int64_t all_reduce_bytes(const at::Tensor& values) const override;
   SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) override;
   bool waits_on_host(c10::Device device) const override { return device.is_cpu(); }
+  void follow(const std::shared_ptr<CollectiveOrder>& order) override { order_ = order; }
   std::string error() noexcept override;
   // The ends of NCCL wait for kernels on the device, also for those of other communicators, and for
   // as long as a CUDA graph lives that captured an operation. So they run on a thread of their own,
@@ -41,11 +46,16 @@ class WholeExchange : public BackendExchange {
   void shutdown() override;
 
  private:
+  // Starts a collective that uses this memory, as a transfer of `operation`.
+  using Start = std::function<c10::intrusive_ptr<c10d::Work>()>;
+  void start(const std::vector<at::Tensor>& used, Operation& operation, const Start& collective);
   void start_all_to_all(const Rows& rows, const at::Tensor& received, Operation& operation);
   c10::intrusive_ptr<c10d::Work> start_broadcast(const at::Tensor& tensor, int source);
   void gather_by_broadcasts(const Rows& rows, Operation& operation);
   void end(void (c10d::Backend::*how)());
 
+  // Null: the backend alone orders its collectives.
+  std::shared_ptr<CollectiveOrder> order_;
   std::future<bool> end_;  // valid from the first end on
 };
 
