@@ -60,5 +60,12 @@ TEST(NcclEnvironmentTest, TheEnvironmentOfTheProcessIsTheDefault) {
   unsetenv("TORCH_NCCL_NAN_CHECK");
 }
 
+// Else libtorch's watchdog ends an operation before anyone knows which rank is missing.
+TEST(NcclTimeoutTest, ControlMessagesEndBeforeOperationsOverNccl) {
+  for (const auto timeout : {std::chrono::milliseconds(50), std::chrono::milliseconds(1800000)}) {
+    EXPECT_GE(nccl_timeout(timeout), timeout + std::chrono::seconds(1));
+  }
+}
+
 }  // namespace
 }  // namespace zero

@@ -55,12 +55,14 @@ std::string nccl_environment_problem(const std::function<const char*(const char*
   return {};
 }
 
+std::chrono::milliseconds nccl_timeout(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::seconds kAfterControl{1};
+  return timeout + kAfterControl;
+}
+
 #ifdef USE_C10D_NCCL
 
 namespace {
-
-// Control messages, which name the ranks that are missing, have the timeout itself.
-constexpr std::chrono::seconds kAfterControl{1};
 
 void leave_errors_to_us() {
   static const bool done = [] {
@@ -112,7 +114,7 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10
   leave_errors_to_us();
   check_version();
   auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
-  options->timeout = timeout + kAfterControl;
+  options->timeout = nccl_timeout(timeout);
   auto backend =
       c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, world_size, std::move(options));
   backend->setBoundDeviceId(device);

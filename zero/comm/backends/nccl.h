@@ -25,6 +25,11 @@ int cuda_device_count();
 std::string nccl_environment_problem(const std::function<const char*(const char*)>& variable =
                                          [](const char* name) { return std::getenv(name); });
 
+// Returns the timeout of operations over NCCL in a group with this one: a second longer, since
+// control messages, which name the ranks that are missing, have that itself and must be the first
+// to end.
+std::chrono::milliseconds nccl_timeout(std::chrono::milliseconds timeout);
+
 // Collective over the ranks 0..world_size-1 that share `store`, which must hold
 // nothing of another transport, each with its own `device`. Connects at once,
 // so that a rank that is missing is an error here and not in the first step.
@@ -32,7 +37,7 @@ std::string nccl_environment_problem(const std::function<const char*(const char*
 // backward pass's kernels would overlap nothing.
 //
 // Backend::getError() says when a connection failed or an operation was not done
-// within `timeout` and a second. libtorch's watchdog would end the process for
+// within nccl_timeout(timeout). libtorch's watchdog would end the process for
 // that, before anyone could catch the error: the first call sets
 // TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_NCCL_DUMP_ON_TIMEOUT and
 // TORCH_NCCL_ENABLE_MONITORING to 0 and TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC to 10
