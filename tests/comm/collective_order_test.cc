@@ -111,6 +111,17 @@ TEST(CollectiveOrderTest, CommunicatorsWithoutAnOrderWaitForEachOthersRoom) {
   EXPECT_TRUE(found("one order:"));
 }
 
+// As where an exception leaves one behind: peers may still read and write.
+TEST(CollectiveOrderTest, MemoryOfACollectiveThatNobodyWaitsForIsKept) {
+  run_device_ranks(2, [](const Group& group) {
+    const c10::DeviceGuard here(group.device());
+    const Communicators made = communicators_of(group);
+    RowCommunicator::put_in_one_order(pointers(made));
+    const auto options = at::TensorOptions(at::kLong).device(group.device());
+    made.front()->all_reduce_max(at::full({4}, 1, options), "dropped");
+  });
+}
+
 // Ranks with different numbers of passes start those of two owners in different orders: nothing may
 // put them into one, and each owner has a place.
 TEST(CollectiveOrderTest, OwnersWithoutACommonOrderHoldUpNoOneWithRoomForBoth) {
