@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "zero/comm/exchange/row_format.h"
-#include "zero/memory/rows.h"
 #include "zero/communicator.h"
+#include "zero/memory/rows.h"
 
 namespace zero {
 
