@@ -20,12 +20,9 @@
 //   manifest.json                    the rest; written last. describe_checkpoint() reads it
 //
 // A save that dies leaves at most a hidden folder ".<name>.<random>.saving", which is
-// never taken for a checkpoint and which the next save into the same folder removes. On a file
-// system that cannot exchange folders (NFS) it may also leave the previous checkpoint
-// under the name ".<name>.replaced". Where <name> is missing, every function here and every load
-// finds it there by <name>; keep_last() and the next save to <name> give it its name back.
-// Nothing here is collective: call it on one rank, or, to
-// read, on any number. Everything throws c10::Error with the path and errno.
+// never taken for a checkpoint and which the next save into the same folder removes. Nothing here
+// is collective: call it on one rank, or, to read, on any number. Everything throws c10::Error with
+// the path and errno.
 //
 // After a save with SaveOptions::shared_folder(false) each disk has a folder with the files of its
 // ranks and a manifest, which names the files of all disks. What finds, lists and removes

@@ -79,7 +79,8 @@ struct IncludedState {
 
 // What ZeroOptimizer::save_checkpoint() writes beside the optimizer, and to which kind of folder.
 struct SaveOptions {
-  // Replace a checkpoint that is there, atomically. False refuses.
+  // Replace a checkpoint that is there, in one system call. False refuses, and so does a file
+  // system without that call, which exchanges two folders (NFS): save under new names there.
   TORCH_ARG(bool, overwrite) = false;
 
   // False: ranks need not see one folder, as when each machine writes to a disk of its own, and

@@ -23,7 +23,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -136,15 +135,12 @@ void fill(const std::string& folder, int64_t steps) {
 }
 
 void save(const std::string& target, int64_t steps) {
-  restore_replaced(target, is_complete_checkpoint);
   AtomicDirectory directory(target, /*overwrite=*/true, kManifestName);
   fill(directory.path(), steps);
   directory.publish();
 }
 
-int64_t steps_at(const std::string& folder) {
-  return read_manifest(present_path(folder, is_complete_checkpoint)).steps;
-}
+int64_t steps_at(const std::string& folder) { return read_manifest(folder).steps; }
 
 // A process that runs `body` and is then gone, and its exit status: -1 where it was killed.
 class Child {
@@ -210,50 +206,52 @@ TEST_F(AtomicDirectoryTest, OneOfSeveralProcessesMakesTheFolderOfAnId) {
   has_locks = true;
 }
 
-TEST_F(AtomicDirectoryTest, WithAndWithoutExchangeATargetIsReplaced) {
-  for (const bool exchange : {true, false}) {
-    has_exchange = exchange;
-    for (int64_t steps = 1; steps < 4; ++steps) {
-      save(target_, steps);
-      EXPECT_EQ(steps_at(target_), steps);
-      EXPECT_EQ(hidden(), 0);
-    }
-    EXPECT_NE(error_of([&] { AtomicDirectory(target_, /*overwrite=*/false, kManifestName); }), "");
-    fs::remove_all(target_);
+TEST_F(AtomicDirectoryTest, ATargetIsExchangedAndKeptWithoutOverwrite) {
+  for (int64_t steps = 1; steps < 4; ++steps) {
+    save(target_, steps);
+    EXPECT_EQ(steps_at(target_), steps);
+    EXPECT_EQ(hidden(), 0);
   }
+  EXPECT_NE(error_of([&] { AtomicDirectory(target_, /*overwrite=*/false, kManifestName); }), "");
+  EXPECT_EQ(steps_at(target_), 3);
 }
 
-// Dies before the n-th rename() of a save, where a file system cannot exchange.
+// Where two folders cannot be exchanged, a checkpoint is replaced by no save, and new ones appear.
+TEST_F(AtomicDirectoryTest, WithoutExchangeATargetIsKeptAndTheSaveRefusedBeforeAnythingIsWritten) {
+  const std::string parent = parent_ + "/no_exchange", target = parent + "/current";
+  has_exchange = false;
+  save(target, 1);
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    expect_words(error_of([&] { save(target, 2); }),
+                 {target, "exchange two folders", "overwrite(true)", "new name"});
+    EXPECT_EQ(steps_at(target), 1);
+    EXPECT_EQ(names_in(parent), std::vector<std::string>{"current"});
+  }
+  save(parent + "/next", 2);
+  EXPECT_EQ(latest(parent), parent + "/next");
+}
+
+TEST_F(AtomicDirectoryTest, ATargetThatAppearsWhereNoneCanBeExchangedIsKept) {
+  AtomicDirectory directory(target_, /*overwrite=*/true, kManifestName);
+  fill(directory.path(), 2);
+  fs::create_directories(target_);
+  fill(target_, 1);
+  has_exchange = false;
+  expect_words(error_of([&] { directory.publish(); }), {target_, "exchange two folders"});
+  EXPECT_EQ(steps_at(target_), 1);
+}
+
+// Dies before the n-th rename of a save.
 void die_at_rename(const std::string& target, int number) {
   Child child([&] {
-    has_exchange = false;
-    before_rename = [&number] {
+    const auto count = [&number] {
       if (--number == 0) _exit(9);
     };
+    before_rename = count;
+    before_flags = [&](const char*, unsigned int) { count(); };
     save(target, 2);
   });
   child.wait();
-}
-
-TEST_F(AtomicDirectoryTest, AReplacementThatWasCutShortIsUndoneBeforeAnythingIsRemoved) {
-  const std::vector<std::tuple<const char*, bool, std::function<void()>>> who = {
-      {"latest", false, [&] { EXPECT_EQ(latest(parent_), target_); }},
-      {"keep_last", true, [&] { EXPECT_TRUE(keep_last(parent_, 1).empty()); }},
-      {"verify_checkpoint", false, [&] { verify_checkpoint(target_); }},
-      {"describe_checkpoint", false, [&] { EXPECT_EQ(describe_checkpoint(target_).steps, 1); }},
-      {"the next save", true, [&] { save(target_, 7); }},
-  };
-  for (const auto& [name, writes, call] : who) {
-    save(target_, 1);
-    die_at_rename(target_, 2);
-    ASSERT_FALSE(fs::exists(target_)) << "the kill did not come between the renames";
-    call();
-    EXPECT_EQ(fs::exists(target_), writes) << name << ": a reader renames nothing";
-    EXPECT_EQ(steps_at(target_), std::string(name) == "the next save" ? 7 : 1) << name;
-    keep_last(parent_, 1);
-    EXPECT_EQ(hidden(), 0) << name;
-    fs::remove_all(target_);
-  }
 }
 
 TEST_F(AtomicDirectoryTest, AKillAtAnyRenameLosesNothing) {
@@ -261,8 +259,8 @@ TEST_F(AtomicDirectoryTest, AKillAtAnyRenameLosesNothing) {
     save(target_, 1);
     die_at_rename(target_, number);
     EXPECT_EQ(latest(parent_), target_) << number;
-    EXPECT_GE(steps_at(target_), 1);
-    // What is restored must not come back after it was removed on purpose.
+    EXPECT_EQ(steps_at(target_), number <= 2 ? 1 : 2) << number;
+    // What was replaced must not come back after the target was removed on purpose.
     save(parent_ + "/newer", 9);
     EXPECT_EQ(keep_last(parent_, 1), std::vector<std::string>{target_});
     EXPECT_EQ(latest(parent_), parent_ + "/newer") << number;
@@ -270,24 +268,6 @@ TEST_F(AtomicDirectoryTest, AKillAtAnyRenameLosesNothing) {
     EXPECT_EQ(hidden(), 0) << number;
     fs::remove_all(parent_ + "/newer");
   }
-}
-
-TEST_F(AtomicDirectoryTest, KeepLastThatUndoesALiveReplacementDoesNotStopIt) {
-  has_exchange = false;
-  save(target_, 1);
-  int renames = 0;
-  before_rename = [&] {
-    if (++renames == 2) {
-      EXPECT_FALSE(fs::exists(target_));
-      EXPECT_EQ(latest(parent_), target_) << "a reader finds it in between";
-      EXPECT_TRUE(keep_last(parent_, 1).empty());
-    }
-  };
-  save(target_, 2);
-  EXPECT_GT(renames, 3);
-  before_rename = nullptr;
-  EXPECT_EQ(steps_at(target_), 2);
-  EXPECT_EQ(hidden(), 0);
 }
 
 TEST_F(AtomicDirectoryTest, AFileThatAppearsAtTheTargetIsKept) {
@@ -306,18 +286,6 @@ TEST_F(AtomicDirectoryTest, AFileThatAppearsAtTheTargetIsKept) {
     EXPECT_EQ(hidden(), 0);
     fs::remove(target_);
   }
-}
-
-TEST_F(AtomicDirectoryTest, AHalfRemovedFolderIsNotTakenForACheckpoint) {
-  Manifest m;
-  m.id = "1";
-  m.files = {{"rank-00000.safetensors", 100, 1, {}}};
-  fs::create_directories(replaced_path(target_));
-  std::ofstream(replaced_path(target_) + "/" + kManifestName) << manifest_text(m);
-  EXPECT_EQ(latest(parent_), std::nullopt);
-  EXPECT_FALSE(fs::exists(target_));
-  save(target_, 1);
-  EXPECT_EQ(hidden(), 0);
 }
 
 TEST_F(AtomicDirectoryTest, ASecondSaveInThisProcessIsRefused) {
@@ -387,22 +355,18 @@ TEST_F(AtomicDirectoryTest, WithoutLocksTheSaveThatLostItsFolderIsRefused) {
 }
 
 TEST_F(AtomicDirectoryTest, WhatWasReplacedMayBeRemovedLaterByWhoeverHasTheTask) {
-  for (const bool exchange : {true, false}) {
-    has_exchange = exchange;
-    save(target_, 1);
-    std::vector<std::function<void()>> tasks;
-    for (int64_t steps = 2; steps <= 4; ++steps) {
-      AtomicDirectory directory(target_, true, kManifestName);
-      fill(directory.path(), steps);
-      directory.publish([&](std::function<void()> task) { tasks.push_back(std::move(task)); });
-      EXPECT_EQ(steps_at(target_), steps);
-      EXPECT_EQ(hidden(), steps - 1) << "only a task removes it, and not the next save";
-    }
-    for (const auto& task : tasks) task();
-    EXPECT_EQ(steps_at(target_), 4);
-    EXPECT_EQ(hidden(), 0);
-    fs::remove_all(target_);
+  save(target_, 1);
+  std::vector<std::function<void()>> tasks;
+  for (int64_t steps = 2; steps <= 4; ++steps) {
+    AtomicDirectory directory(target_, true, kManifestName);
+    fill(directory.path(), steps);
+    directory.publish([&](std::function<void()> task) { tasks.push_back(std::move(task)); });
+    EXPECT_EQ(steps_at(target_), steps);
+    EXPECT_EQ(hidden(), steps - 1) << "only a task removes it, and not the next save";
   }
+  for (const auto& task : tasks) task();
+  EXPECT_EQ(steps_at(target_), 4);
+  EXPECT_EQ(hidden(), 0);
 }
 
 // As after a crash before the task.

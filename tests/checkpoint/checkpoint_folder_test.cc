@@ -216,28 +216,6 @@ TEST(UnfinishedTest, ASecondSaveToTheSameFolderIsRefusedOnAllRanks) {
   }
 }
 
-// As a kill between the two renames of a replacement leaves it, without RENAME_EXCHANGE.
-TEST(UnfinishedTest, ASaveAndALoadGiveAHiddenCheckpointItsNameBack) {
-  const std::string folder = fresh_folder("hidden") + "/current";
-  run_in_memory(3, [&](const Group& group) {
-    CheckpointRun run(Training(), group, 1);
-    run.train(0, 1);
-    run.optimizer->save_checkpoint(folder);
-    run.train(1, 2);
-    const auto hide = [&] {
-      run.optimizer->check_replicas();
-      if (group.rank() == 0) fs::rename(folder, replaced_path(folder));
-      run.optimizer->check_replicas();
-    };
-    hide();
-    expect_words(error_of([&] { run.optimizer->save_checkpoint(folder); }), {"overwrite(true)"});
-    hide();
-    run.optimizer->load_checkpoint(folder);
-    EXPECT_EQ(run.optimizer->stats().steps, 1);
-  });
-  verify_checkpoint(folder);
-}
-
 // What another process does that takes the save for dead.
 TEST(UnfinishedTest, ASaveWhoseFolderWasRemovedFailsOnAllRanksAndTheOldOneStays) {
   const std::string parent = fresh_folder("removed");

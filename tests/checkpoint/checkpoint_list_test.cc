@@ -82,14 +82,6 @@ TEST_F(CheckpointListTest, OnlyFoldersWithAValidManifestCount) {
   EXPECT_EQ(names(), Names{"good"});
 }
 
-TEST_F(CheckpointListTest, OneThatACrashHasHiddenIsListedUnderItsName) {
-  write("good", 1, 1);
-  fs::rename(parent_ + "/good", replaced_path(parent_ + "/good"));
-  EXPECT_EQ(names(), Names{"good"});
-  EXPECT_EQ(latest(parent_), parent_ + "/good");
-  EXPECT_FALSE(fs::exists(parent_ + "/good"));
-}
-
 // An interrupted copy has the manifest first, since names are copied in their order.
 TEST_F(CheckpointListTest, OneWithoutAllOfItsFilesIsNeitherTheLatestNorCounted) {
   for (int64_t i = 1; i <= 5; ++i) {

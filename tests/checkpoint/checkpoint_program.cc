@@ -1,10 +1,12 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The program that checkpoint_kill_test kills: checkpoint_program <ranks> <folder>
+// The program that checkpoint_kill_test kills:
+//
+//   checkpoint_program <ranks> <folder> replaces|"new names"
 //
 // Resumes from the newest checkpoint in the folder, then trains and saves without
-// end: to a new name after every step, and over "current".
+// end: to a new name after every step, and, if it replaces, over "current".
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -18,7 +20,7 @@ namespace {
 // Later steps repeat the last state, so that the test knows all of them.
 constexpr int kSteps = 40;
 
-int train(const std::string& folder) {
+int train(const std::string& folder, bool replaces) {
   const zero::Group group = zero::init_process_group({.device = at::kCPU});
   zero::CheckpointRun run(zero::Training(), group, 1);
   if (const auto newest = zero::latest(folder)) run.optimizer->load_checkpoint(*newest);
@@ -26,8 +28,10 @@ int train(const std::string& folder) {
   for (int save = step;; ++save) {
     if (step < kSteps) run.train(step, step + 1), ++step;
     run.optimizer->save_checkpoint(folder + "/save-" + std::to_string(save),
-                                   zero::SaveOptions().overwrite(true));
-    run.optimizer->save_checkpoint(folder + "/current", zero::SaveOptions().overwrite(true));
+                                   zero::SaveOptions().overwrite(replaces));
+    if (replaces) {
+      run.optimizer->save_checkpoint(folder + "/current", zero::SaveOptions().overwrite(true));
+    }
     if (group.rank() == 0) {
       std::printf("saved %d\n", step);
       std::fflush(stdout);
@@ -40,6 +44,7 @@ int train(const std::string& folder) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 3) return 2;
-  return zero::launch_local(std::atoi(argv[1]), [&] { return train(argv[2]); });
+  if (argc != 4) return 2;
+  const bool replaces = std::string(argv[3]) == "replaces";
+  return zero::launch_local(std::atoi(argv[1]), [&] { return train(argv[2], replaces); });
 }

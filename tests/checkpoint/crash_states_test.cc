@@ -536,26 +536,33 @@ class CrashStates {
     }
   }
 
-  // A process is killed behind each change of the name `name`, another one runs `next`, and then
-  // the machine crashes.
+  // A process is killed behind each change of a name that begins with `name`, another one runs
+  // `next`, and then the machine crashes.
   void kill_and_crash(const std::vector<Event>& events, const std::string& name, const Body& next) {
     Disk disk;
     for (const Event& event : events) {
       disk.apply(event);
-      if (event.change.count(name) == 0) continue;
+      if (!std::any_of(event.change.begin(), event.change.end(),
+                       [&](const auto& change) { return change.first.starts_with(name); })) {
+        continue;
+      }
       ++counts.kills;
       crash(record(next, disk), disk);
     }
   }
 
-  // Saves step by step as training does; each save that has returned is an event.
+  // Saves step by step as training does; each save that has returned is an event. Without an
+  // exchange, which replaces a checkpoint, the number of steps makes the name a new one.
   void save(TinyRun& run, const std::string& name, bool async = false) {
     run.train();
-    const auto options = SaveOptions().overwrite(true);
+    const auto options = SaveOptions().overwrite(recorder().has_exchange);
+    const std::string number =
+        recorder().has_exchange ? "" : "-" + std::to_string(run.optimizer.stats().steps);
+    const std::string target = folder() + "/" + name + number;
     if (async) {
-      run.optimizer.save_checkpoint_async(folder() + "/" + name, options)->finish();
+      run.optimizer.save_checkpoint_async(target, options)->finish();
     } else {
-      run.optimizer.save_checkpoint(folder() + "/" + name, options);
+      run.optimizer.save_checkpoint(target, options);
     }
     const std::lock_guard<std::recursive_mutex> guard(recorder().mutex);
     recorder().add({.kind = Event::kReturn, .steps = run.optimizer.stats().steps});
@@ -583,7 +590,8 @@ class CrashStates {
   std::pair<int64_t, std::string> outcome_of(const State& state) {
     fs::remove_all(copy_);
     state.build(copy_);
-    const std::string folder = copy_ + "/run", current = folder + "/current";
+    const std::string folder = copy_ + "/run";
+    const std::string current = folder + (recorder().has_exchange ? "/current" : "/next");
     int64_t steps = -1;
     const std::string problem = error_of([&] {
       const auto newest = latest(folder);

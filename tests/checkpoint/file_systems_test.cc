@@ -69,7 +69,8 @@ void print_row(const std::string& name, const std::string& folder) {
 }
 
 // Everything that makes, replaces and removes checkpoints.
-void save_and_load(const std::string& parent) {
+void save_and_load(const std::string& parent, bool exchanges) {
+  const std::string newest = parent + (exchanges ? "/b" : "/c");
   run_in_memory(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1), other(Training(), group, 5);
     const auto overwrite = SaveOptions().overwrite(true);
@@ -77,26 +78,31 @@ void save_and_load(const std::string& parent) {
     run.train(0, 1);
     run.optimizer->save_checkpoint(parent + "/b");
     run.train(1, 2);
-    run.optimizer->save_checkpoint(parent + "/b", overwrite);
+    const auto replace = [&] { run.optimizer->save_checkpoint(parent + "/b", overwrite); };
+    if (exchanges) {
+      replace();
+    } else {
+      expect_words(error_of(replace), {parent + "/b", "exchange two folders", "new name"});
+    }
     run.train(2, 3);
-    run.optimizer->save_checkpoint_async(parent + "/b", overwrite)->finish();
+    run.optimizer->save_checkpoint_async(newest, overwrite)->finish();
     if (group.rank() == 0) {
-      EXPECT_EQ(keep_last(parent, 1), std::vector<std::string>{parent + "/a"});
+      EXPECT_EQ(keep_last(parent, 1).size(), exchanges ? 1u : 2u);
     }
     run.optimizer->check_replicas();
     other.optimizer->load_checkpoint(*other.optimizer->latest_checkpoint(parent));
     EXPECT_EQ(differing(run.snapshot(), other.snapshot()), 0);
   });
   keep_last(parent, 1);
-  verify_checkpoint(parent + "/b");
+  verify_checkpoint(newest);
   for (const auto& entry : fs::directory_iterator(parent)) {
-    EXPECT_EQ(entry.path(), parent + "/b") << "left over";
+    EXPECT_EQ(entry.path(), newest) << "left over";
   }
 }
 
-void kill_and_load(const std::string& parent) {
+void kill_and_load(const std::string& parent, bool exchanges) {
   for (const int saves : {1, 3}) {
-    SavingProcess program("tests/checkpoint/checkpoint_program", kRanks, parent);
+    SavingProcess program("tests/checkpoint/checkpoint_program", kRanks, parent, exchanges);
     int last = -1;
     for (int i = 0; i < saves; ++i) last = program.next_save();
     ASSERT_GE(last, 0) << "the program ended by itself";
@@ -224,8 +230,9 @@ TEST_P(FileSystemsTest, CheckpointsAreSavedReplacedKeptAndLoaded) {
   if (!kind.users.empty()) {
     const NewFolder folder(kind.users);
     print_row(kind.users, folder.path());
-    save_and_load(folder.path() + "/saves");
-    kill_and_load(folder.path() + "/kills");
+    const bool exchanges = tried(folder.path()).exchanges;
+    save_and_load(folder.path() + "/saves", exchanges);
+    kill_and_load(folder.path() + "/kills", exchanges);
     return;
   }
   const std::string place = fresh_folder("mount_" + kind.name);
@@ -241,8 +248,8 @@ TEST_P(FileSystemsTest, CheckpointsAreSavedReplacedKeptAndLoaded) {
   EXPECT_EQ(found.exchanges, kind.limits.rename_flags);
   EXPECT_EQ(found.locks, kind.limits.locks);
   EXPECT_EQ(found.syncs_folders, kind.limits.syncs_folders);
-  save_and_load(folder + "/saves");
-  kill_and_load(folder + "/kills");
+  save_and_load(folder + "/saves", found.exchanges);
+  kill_and_load(folder + "/kills", found.exchanges);
   umount2(place.c_str(), MNT_DETACH);
   fs::remove(place + ".image");
 }

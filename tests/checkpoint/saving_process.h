@@ -19,7 +19,8 @@ namespace zero {
 // own: see checkpoint_program.cc.
 class SavingProcess {
  public:
-  SavingProcess(const char* program, int ranks, const std::string& folder) {
+  // `replaces`: it saves to one path again and again, too.
+  SavingProcess(const char* program, int ranks, const std::string& folder, bool replaces = true) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0) std::abort();
     pid_ = fork();
@@ -27,7 +28,8 @@ class SavingProcess {
       setpgid(0, 0);
       dup2(ends[1], STDOUT_FILENO);
       close(ends[0]);
-      execl(program, program, std::to_string(ranks).c_str(), folder.c_str(), nullptr);
+      execl(program, program, std::to_string(ranks).c_str(), folder.c_str(),
+            replaces ? "replaces" : "new names", nullptr);
       _exit(127);
     }
     close(ends[1]);

@@ -22,8 +22,7 @@ std::optional<std::string> latest(const std::string& parent) {
 std::vector<std::string> keep_last(const std::string& parent, int64_t count) {
   TORCH_CHECK(count >= 1, "keep_last: expected a count of at least 1, got ", count);
   const std::vector<ListedCheckpoint> found = list_checkpoints(parent);
-  for (const ListedCheckpoint& c : found) restore_replaced(c.path, is_complete_checkpoint);
-  remove_left_overs(parent, kManifestName);
+  remove_left_overs(parent);
   size_t first = found.size();  // of the newest ones, of which `count` are whole
   for (; first > 0 && count > 0; --first) count -= is_whole(found[first - 1]) ? 1 : 0;
   std::vector<std::string> removed;

@@ -129,15 +129,14 @@ int FoundFiles::verifier(size_t file, int world_size) const {
   return ranks[file][file % ranks[file].size()];
 }
 
-FoundFiles find_files(Communicator& control, const std::string& what, const std::string& named) {
+FoundFiles find_files(Communicator& control, const std::string& what, const std::string& folder) {
   // 1. Each rank looks into its folder, and tells the others the identifier of its manifest and a
   // hash of which files it sees. If all say the same, as in a folder that all share, each reads for
   // itself.
-  std::string folder, text;
+  std::string text;
   std::optional<Manifest> own;
   const std::vector<std::string> views = run_on_all_ranks(control, what, [&]() -> std::string {
-    check_path(named);
-    folder = present_path(named, is_complete_checkpoint);
+    check_path(folder);
     text = look(folder);
     if (text.empty()) return {};
     own = parse_manifest(text, folder + "/" + kManifestName);
@@ -222,12 +221,11 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
     // 3. The ranks that have it say which of its files they see.
     const bool here = !own.empty() && order_of(own.back()) == *newest;
     const std::string path = here ? own.back().path : parent + "/" + std::get<2>(*newest);
-    const std::string folder = present_path(path, is_complete_checkpoint);
     FoundFiles found;
     auto views = run_on_all_ranks(control, what, [&]() -> std::string {
       if (!here) return {};
-      found.manifest = read_manifest(folder);
-      return std::to_string(found.manifest.files.size()) + " " + files_seen(found.manifest, folder);
+      found.manifest = read_manifest(path);
+      return std::to_string(found.manifest.files.size()) + " " + files_seen(found.manifest, path);
     });
     // 4. It is the one if together they see all files. Else it is left out, and the next one is
     // tried.
@@ -243,8 +241,7 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
       std::string names;  // of files that one of the ranks that see them finds cut short
       for (size_t f = 0; complete && f < files; ++f) {
         if (found.verifier(f, control.world_size()) != control.rank()) continue;
-        names +=
-            has_size(folder, found.manifest.files[f]) ? "" : " " + found.manifest.files[f].name;
+        names += has_size(path, found.manifest.files[f]) ? "" : " " + found.manifest.files[f].name;
       }
       return names;
     });

@@ -90,8 +90,6 @@ CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bo
 CheckpointWriter::~CheckpointWriter() = default;
 
 void CheckpointWriter::make_directory(const std::string& id) {
-  // An overwrite that was cut short has left the checkpoint that was here under another name.
-  restore_replaced(folder_, is_complete_checkpoint);
   std::error_code ignored;
   TORCH_CHECK(shared_ || overwrite_ || !std::filesystem::exists(folder_, ignored), folder_,
               ": expected a path where nothing is, got one that exists; choose another or set "

@@ -12,7 +12,6 @@
 #include "zero/agreement/all_or_none.h"
 #include "zero/checkpoint/differences.h"
 #include "zero/checkpoint/file_exchange.h"
-#include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/reader.h"
 #include "zero/checkpoint/found_files.h"
 #include "zero/optimizer/checkpoints.h"
@@ -134,9 +133,8 @@ std::unique_ptr<CheckpointReader> receive_files(Engine& engine, const std::strin
                                                 uint64_t& received) {
   const int rank = engine.comms->rank();
   auto parts = std::make_shared<std::map<std::string, FileParts>>();
-  auto open = [parts, present = present_path(folder, is_complete_checkpoint)](
-                  const ManifestFile& file) -> std::unique_ptr<StoredBytes> {
-    const std::string path = present + "/" + file.name;
+  auto open = [parts, folder](const ManifestFile& file) -> std::unique_ptr<StoredBytes> {
+    const std::string path = folder + "/" + file.name;
     const auto there = parts->find(file.name);
     if (there == parts->end()) return std::make_unique<FileReader>(path);
     return std::make_unique<MemoryReader>(path, file.bytes, there->second);

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <exception>
 #include <filesystem>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <random>
@@ -30,13 +31,16 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char kSaving[] = ".saving";
-constexpr char kReplaced[] = ".replaced";
 constexpr char kRemoved[] = ".removed";
 // A trial of the file system has this name in place of a checkpoint's. The dot keeps it apart from
 // names of users.
 constexpr char kTrial[] = ".trial";
 constexpr size_t kTagDigits = 16;
-// keep_last() may put a replaced folder back between the two renames of replace().
+constexpr char kNoExchange[] =
+    ": expected a file system that can exchange two folders, since overwrite(true) shall replace "
+    "what is there in one system call, got one that cannot (NFS, for example); save under a new "
+    "name, and remove the old checkpoint afterwards, as keep_last() does";
+// Of a removal that others take part in.
 constexpr int kAttempts = 100;
 
 // Makes a folder and the missing ones above it, each on disk under its name.
@@ -178,29 +182,30 @@ std::optional<std::string> owner_of(const std::string& path,
   return lock.l_pid > 0 ? "by process " + std::to_string(lock.l_pid) : "by another process";
 }
 
-// Throws if no save can work in `parent`. Tries each folder once, and warns of weaker promises once
-// for each device, since jobs save to a new folder each time. The caller holds own_saves().mutex:
-// another thread would close the file that the trial locks.
-void try_once(const std::string& parent) {
-  static auto* tried = new std::set<std::tuple<std::string, dev_t, ino_t>>;
+// Throws if no save can work in `parent`. Returns whether two folders can be exchanged there, or
+// true if that is not known. Tries each folder once, and warns of weaker promises once for each
+// device, since jobs save to a new folder each time. The caller holds own_saves().mutex: another
+// thread would close the file that the trial locks.
+bool try_once(const std::string& parent) {
+  static auto* tried = new std::map<std::tuple<std::string, dev_t, ino_t>, bool>;
   static auto* warned = new std::set<std::pair<dev_t, std::string>>;
   struct stat status {};
   std::error_code ignored;
-  if (stat(parent.c_str(), &status) != 0) return;
+  if (stat(parent.c_str(), &status) != 0) return true;
   const auto key =
       std::make_tuple(fs::canonical(parent, ignored).string(), status.st_dev, status.st_ino);
-  if (tried->count(key) != 0) return;
+  if (const auto known = tried->find(key); known != tried->end()) return known->second;
   const std::string trial = parent + "/" + kTrial;
   const auto found =
       try_file_system(saving_path(trial, random_id()), saving_path(trial, random_id()));
-  if (!found) return;
+  if (!found) return true;
   check_file_system(*found, parent);
   const std::string weaker = weaker_promises(*found);
   if (!weaker.empty() && warned->emplace(status.st_dev, weaker).second) {
     TORCH_WARN(parent, " is on a file system of type ", found->type,
                ", where checkpoints are less safe than on a local disk. ", weaker);
   }
-  tried->insert(key);
+  return tried->emplace(key, found->exchanges).first->second;
 }
 
 }  // namespace
@@ -231,7 +236,6 @@ std::vector<std::string> names_in(const std::string& parent) {
 std::string saving_path(const std::string& target, const std::string& id) {
   return hidden(target, c10::str(".", id.substr(0, kTagDigits), kSaving));
 }
-std::string replaced_path(const std::string& target) { return hidden(target, kReplaced); }
 
 AtomicDirectory::AtomicDirectory(std::string target, bool overwrite, const char* required,
                                  std::string id)
@@ -278,7 +282,8 @@ void AtomicDirectory::make() {
     if (!owner) remove_directory(other);
   }
   remove_what_is_renamed(parent, /*by_others_alone=*/true);
-  try_once(parent);
+  const bool exchanges = try_once(parent);
+  TORCH_CHECK(exchanges || !exists(target_), target_, kNoExchange);
   if (mkdir(path_.c_str(), 0755) != 0) {
     if (errno == EEXIST) return;
     throw_errno("cannot make the folder " + path_, errno);
@@ -328,18 +333,7 @@ void AtomicDirectory::check_present() const {
 void AtomicDirectory::publish(const RunTask& remove) {
   check_present();
   sync_folder(path_);
-  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_NOREPLACE) != 0) {
-    const int error = errno;
-    if (unsupported(error) && !exists(target_)) {
-      if (rename(path_.c_str(), target_.c_str()) != 0) {
-        throw_errno("cannot rename " + path_ + " to " + target_, errno);
-      }
-    } else if (overwrite_ && (unsupported(error) || error == EEXIST)) {
-      replace();
-    } else {
-      throw_errno("cannot rename " + path_ + " to " + target_, error);
-    }
-  }
+  give_name();
   published_ = true;
   // Only now, since others remove a hidden folder without a lock that is held.
   unlock(target_);
@@ -351,63 +345,33 @@ void AtomicDirectory::publish(const RunTask& remove) {
                 "save again to another disk");
   }
   // The save has succeeded. What cannot be renamed, the next one removes.
-  for (const std::string& replaced : {path_, replaced_path(target_)}) {
-    if (is_replaced(replaced)) rename(replaced.c_str(), removed_path(target_).c_str());
+  if (is_folder(path_) && exists(path_ + "/" + required_)) {
+    rename(path_.c_str(), removed_path(target_).c_str());
   }
   remove([parent = parent_of(target_)] { remove_what_is_renamed(parent); });
 }
 
-bool AtomicDirectory::is_replaced(const std::string& path) const {
-  return is_folder(path) && exists(path + "/" + required_);
-}
-
-void AtomicDirectory::replace() {
-  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_EXCHANGE) == 0) return;
-  if (!unsupported(errno)) throw_errno("cannot exchange " + path_ + " and " + target_, errno);
-  const std::string aside = replaced_path(target_);
-  for (int attempt = 1;; ++attempt) {
-    // The folder that waits there is older than the one at the target.
-    if (exists(target_) && is_replaced(aside)) remove_directory(aside);
-    if (rename(target_.c_str(), aside.c_str()) != 0 && errno != ENOENT) {
-      throw_errno("cannot rename " + target_ + " to " + aside, errno);
-    }
+// A target that is there is exchanged in one call, so that it is at no moment away.
+void AtomicDirectory::give_name() {
+  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_NOREPLACE) == 0) return;
+  int error = errno;
+  if (error == EEXIST && overwrite_) {
+    if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_EXCHANGE) == 0) return;
+    error = errno;
+  } else if (unsupported(error) && !exists(target_)) {
     if (rename(path_.c_str(), target_.c_str()) == 0) return;
-    const int error = errno;
-    if ((error == EEXIST || error == ENOTEMPTY) && attempt < kAttempts) continue;
-    rename(aside.c_str(), target_.c_str());
-    throw_errno("cannot rename " + path_ + " to " + target_, error);
+    error = errno;
   }
+  TORCH_CHECK(!overwrite_ || !unsupported(error) || !exists(target_), target_, kNoExchange);
+  throw_errno("cannot rename " + path_ + " to " + target_, error);
 }
 
-std::string present_path(const std::string& target, const IsComplete& is_complete) {
-  const std::string aside = replaced_path(target);
-  return !exists(target) && is_folder(aside) && is_complete(aside) ? aside : target;
-}
-
-void restore_replaced(const std::string& target, const IsComplete& is_complete) {
-  const std::string present = present_path(target, is_complete);
-  // One of several processes succeeds. A folder with something in it is never renamed over.
-  if (present != target && rename(present.c_str(), target.c_str()) == 0) {
-    sync_folder(parent_of(target));
-  }
-}
-
-std::optional<std::string> hidden_by_crash(const std::string& path) {
-  const auto target = hidden_target(name_of(path), kReplaced);
-  if (!target || exists(parent_of(path) + "/" + *target)) return std::nullopt;
-  return target;
-}
-
-void remove_left_overs(const std::string& parent, const char* required) {
+void remove_left_overs(const std::string& parent) {
   const std::lock_guard<std::mutex> guard(own_saves().mutex);
   for (const std::string& name : names_in(parent)) {
     const std::string path = parent + "/" + name;
     if (!is_folder(path)) continue;
-    const bool is_left_over = (saving_target(name) && !owner_of(path)) ||
-                              (hidden_target(name, kReplaced) && !hidden_by_crash(path) &&
-                               exists(path + "/" + required)) ||
-                              is_removed(name);
-    if (is_left_over) remove_directory(path);
+    if ((saving_target(name) && !owner_of(path)) || is_removed(name)) remove_directory(path);
   }
 }
 

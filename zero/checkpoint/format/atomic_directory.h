@@ -18,7 +18,6 @@
 #pragma once
 
 #include <functional>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,8 +28,6 @@ std::string random_id();
 
 // "/a/b/.c.<the first 16 digits of id>.saving", for the target "/a/b/c".
 std::string saving_path(const std::string& target, const std::string& id);
-// "/a/b/.c.replaced": where a replaced folder waits for its removal.
-std::string replaced_path(const std::string& target);
 // "/a/b", or "." for a target without a folder.
 std::string parent_of(const std::string& target);
 // Returns the names in a folder; none if there is no folder.
@@ -48,7 +45,7 @@ class AtomicDirectory {
   // (a checkpoint's manifest), since it may be a folder of the user's. Throws while another save to
   // `target` is under way. The first one in a parent tries what its file system can do: it throws
   // if folders cannot be renamed there or brought to disk, and warns of weaker promises, once for
-  // each device.
+  // each device. Throws where `target` exists and the file system cannot exchange two folders.
   //
   // With the `id` of a folder that another process or thread may be making, too, one of them makes
   // it. For the others made() is false, and they do nothing with it.
@@ -66,20 +63,17 @@ class AtomicDirectory {
   // Throws when another process has removed the hidden folder.
   void check_present() const;
 
-  // Waits until the folder's names are on disk, and gives it its name. An
-  // existing target is exchanged in one system call and then removed. Where a file
-  // system cannot do that (NFS), it is first renamed to replaced_path(): a crash
-  // between the two renames leaves it there, for restore_replaced(). The removal, which takes as
-  // long as a step for a large folder, is a task of its own, which needs nothing of this object and
-  // does not throw. It also removes what removals that were cut short left in the same place.
+  // Waits until the folder's names are on disk, and gives it its name. An existing target is
+  // exchanged in one system call and then removed. The removal, which takes as long as a step for a
+  // large folder, is a task of its own, which needs nothing of this object and does not throw. It
+  // also removes what removals that were cut short left in the same place.
   // The lock stays in the folder until it has its name; a crash between leaves it there.
   void publish(const RunTask& remove = run_now);
 
  private:
   void make();
   void unlock(const std::string& path);
-  bool is_replaced(const std::string& path) const;
-  void replace();
+  void give_name();
 
   const std::string target_;
   const std::string id_;
@@ -92,24 +86,9 @@ class AtomicDirectory {
   bool published_ = false;
 };
 
-using IsComplete = std::function<bool(const std::string& folder)>;
-
-// Where the folder of `target` is: at replaced_path(target) if a crash has cut a replacement short,
-// so that nothing is at `target`, and `is_complete` accepts what is there. Renames nothing.
-std::string present_path(const std::string& target, const IsComplete& is_complete);
-
-// Undoes such a replacement. What may not be renamed, on a read-only file system, stays where it
-// is.
-void restore_replaced(const std::string& target, const IsComplete& is_complete);
-
-// The name of the target whose replacement a crash has cut short, where `path` is the folder that
-// waits; nothing for other paths, and where the target is there.
-std::optional<std::string> hidden_by_crash(const std::string& path);
-
 // Removes what dead saves and removals left in `parent`. Keeps what saves that are
-// alive own, links, files, what has no tag of this library, and replaced folders whose target is
-// missing or which lack a file `required`.
-void remove_left_overs(const std::string& parent, const char* required);
+// alive own, links, files, and what has no tag of this library.
+void remove_left_overs(const std::string& parent);
 
 // Removes a folder so that it never is there by halves under its own name. Returns whether nothing
 // is left under that name; if not, warns.

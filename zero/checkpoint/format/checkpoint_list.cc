@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <optional>
 #include <system_error>
 #include <tuple>
 
@@ -19,33 +18,28 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The path under which the folder may be a checkpoint.
-std::optional<std::string> listed_path(const fs::path& path) {
+bool may_be_checkpoint(const fs::path& path) {
   std::error_code error;
-  if (fs::symlink_status(path, error).type() != fs::file_type::directory) return std::nullopt;
-  if (!fs::exists(path / kManifestName, error)) return std::nullopt;
-  if (path.filename().string()[0] != '.') return path.string();
-  const auto name = hidden_by_crash(path.string());
-  if (!name || !is_complete_checkpoint(path.string())) return std::nullopt;
-  return (path.parent_path() / *name).string();
+  return path.filename().string()[0] != '.' &&
+         fs::symlink_status(path, error).type() == fs::file_type::directory &&
+         fs::exists(path / kManifestName, error);
 }
 
 }  // namespace
 
 bool is_whole(const ListedCheckpoint& checkpoint) {
-  return is_complete_checkpoint(present_path(checkpoint.path, is_complete_checkpoint));
+  return is_complete_checkpoint(checkpoint.path);
 }
 
 std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent) {
   std::vector<ListedCheckpoint> result;
   for (const std::string& name : names_in(parent)) {
     const fs::path path = fs::path(parent) / name;
-    const auto listed = listed_path(path);
-    if (!listed) continue;
+    if (!may_be_checkpoint(path)) continue;
     try {
       const Manifest manifest = read_manifest(path.string());
       result.push_back(
-          {*listed, manifest.id, manifest.saved, manifest.steps + manifest.skipped_steps});
+          {path.string(), manifest.id, manifest.saved, manifest.steps + manifest.skipped_steps});
     } catch (const c10::Error&) {  // damaged, or a manifest of something else
     }
   }

@@ -26,8 +26,7 @@ bool is_whole(const ListedCheckpoint& checkpoint);
 // library. Equals are ordered by path.
 //
 // Links are not followed: a link is another name of a checkpoint, and no checkpoint.
-// Folders without a valid manifest are passed over, and files are not looked at. A checkpoint that
-// a crash left at replaced_path() is listed under its name, by which all readers find it.
+// Folders without a valid manifest and hidden ones are passed over, and files are not looked at.
 std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent);
 
 }  // namespace zero

@@ -213,8 +213,8 @@ std::string weaker_promises(const FileSystem& found) {
   }
   if (!found.exchanges) {
     texts.emplace_back(
-        "Two folders cannot be exchanged, so for a moment of overwrite(true) the old checkpoint "
-        "has a hidden name, under which latest() and a load find it: save under new names.");
+        "Two folders cannot be exchanged, so overwrite(true) replaces no checkpoint: save under "
+        "new names.");
   }
   if (!found.keeps_existing) {
     texts.emplace_back(

@@ -15,7 +15,6 @@
 
 #include "bookkeeping/reshard.h"
 #include "zero/base/error_text.h"
-#include "zero/checkpoint/format/atomic_directory.h"
 
 namespace zero {
 
@@ -35,20 +34,13 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-std::string find_folder(const std::string& folder) {
-  check_path(folder);
-  return present_path(folder, is_complete_checkpoint);
-}
-
 }  // namespace
 
 CheckpointReader::CheckpointReader(const std::string& folder)
-    : CheckpointReader(folder, read_manifest(find_folder(folder))) {}
+    : CheckpointReader(folder, read_manifest(folder)) {}
 
 CheckpointReader::CheckpointReader(const std::string& folder, Manifest manifest)
-    : folder_(find_folder(folder)),
-      manifest_(std::move(manifest)),
-      open_([this](const ManifestFile& file) {
+    : folder_(folder), manifest_(std::move(manifest)), open_([this](const ManifestFile& file) {
         const std::string path = folder_ + "/" + file.name;
         TORCH_CHECK(file.disk == manifest_.disk || access(path.c_str(), F_OK) == 0, path,
                     ": expected the file that rank ", writer_of(file), " wrote to disk ", file.disk,

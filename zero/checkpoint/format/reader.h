@@ -33,8 +33,7 @@ struct WantedRange {
 
 class CheckpointReader {
  public:
-  // Reads the manifest alone: of the folder, or of the one that a crash has hidden, see
-  // present_path().
+  // Reads the manifest alone.
   explicit CheckpointReader(const std::string& folder);
   // The same, of a manifest that was read from there.
   CheckpointReader(const std::string& folder, Manifest manifest);
