@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -24,6 +25,7 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "zero/checkpoint.h"
 
 namespace zero {
 namespace {
@@ -63,15 +65,21 @@ TEST(ReaderTest, SizesAreComparedWithTheFileBeforeMemoryIsTaken) {
              reader.read("master", {{"p", 0, 4}}, {into});
            }),
            "elements of Float, got 0 bytes");
-  expected(refusal([&](auto& reader) { reader.read_all(m.parameters[0], "master"); }),
+  const std::vector<WantedRange> all = {{"p", 0, numel(m.parameters[0])}};
+  expected(refusal([&](auto& reader) { reader.read_all("master", all); }),
            "elements of Float, got 0 bytes");
-  expected(refusal([&](auto& reader) { reader.read_whole(m.parameters[0], "master"); }),
+  expected(refusal([&](auto& reader) { reader.read_all("master", all, at::kByte); }),
+           "elements of Byte, got 0 bytes");
+  expected(refusal([&](auto& reader) { reader.read_uncut("p", "master"); }),
+           "elements of Float, got 0 bytes");
+  expected(refusal([&](auto& reader) { reader.read_bytes("p", "master"); }),
            "elements of Byte, got 0 bytes");
   m.tensors = tensors_by_name({none});
-  expected(refusal([&](auto& reader) { reader.read_all(m.parameters[0], "master"); }),
-           "stored elements for its shape, got 0");
+  expected(refusal([&](auto& reader) { reader.read_all("master", all); }),
+           "expected element 0 in a stored range, got none");
+  m.tensors = tensors_by_name({promised});
   m.files[0].bytes = huge;
-  expected(refusal([&](auto& reader) { reader.read_whole(m.parameters[0], "master"); }),
+  expected(refusal([&](auto& reader) { reader.read_all("master", all); }),
            "bytes as the manifest says, got");
 }
 
@@ -83,6 +91,31 @@ void write_checkpoint(const std::string& folder, Manifest m, const std::vector<F
   }
   add_files(contents, m);
   std::ofstream(folder + "/" + kManifestName, std::ios::binary) << manifest_text(m);
+}
+
+// Finding the rows of a whole takes time for each, so no more are looked for than files can have.
+TEST(ReaderTest, PartsThatAreNotThereAreRefusedBeforeTheirRowsAreLookedFor) {
+  const std::string folder = ::testing::TempDir() + "/hostile_parts";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  const int64_t rows = int64_t{1} << 50;
+  Manifest m;
+  m.id = "1";
+  m.parameters = {{"p", {rows, 1}, {1, 1}, at::kFloat, 0, {rows, 2}, 1, 0},
+                  {"p", {rows, 1}, {1, 1}, at::kFloat, 0, {rows, 2}, 1, 1}};
+  const FileToSave file{"f",
+                        {{{"p{1:0:1}", "master", 0, rows}, at::empty({0})},
+                         {{"p{1:1:2}", "master", 0, rows}, at::empty({0})}}};
+  write_checkpoint(folder, m, {file});
+  expect_words(error_of([&] { export_model(folder, folder + "/model"); }),
+               {"elements of Float, got 0 bytes"});
+  // Parts of a whole that is larger than they are together.
+  m.parameters.pop_back();
+  m.parameters[0].shape = {rows, 0};
+  std::filesystem::remove(folder + "/f");
+  write_checkpoint(folder, m, {{"f", {{{"p{1:0:0}", "master", 0, 0}, at::empty({0})}}}});
+  expect_words(error_of([&] { export_model(folder, folder + "/model"); }),
+               {"expected parts of", "elements together, got 0"});
 }
 
 // The parameter "p" of six elements in three pieces over two files, a state and a buffer.
@@ -122,8 +155,9 @@ TEST_F(PiecesReaderTest, FillsEveryRangeFromAllFiles) {
       EXPECT_TRUE(into.equal(at::arange(6.0f).narrow(0, begin, end - begin))) << begin << end;
     }
   }
-  EXPECT_TRUE(reader.read_all(reader.manifest().parameters[0], "master").equal(at::arange(6.0f)));
-  EXPECT_TRUE(reader.read_whole(reader.manifest().buffers[0], "buffer").equal(at::arange(2)));
+  EXPECT_TRUE(reader.read_all("master", {{"p", 3, 3}, {"p", 0, 2}})
+                  .equal(at::tensor({3.0f, 4.0f, 5.0f, 0.0f, 1.0f})));
+  EXPECT_TRUE(reader.read_all("buffer", {{"b", 0, 2}}, at::kLong).equal(at::arange(2)));
   EXPECT_EQ(reader.read_bytes(".note", "state"), "abc");
 }
 
@@ -149,7 +183,7 @@ TEST(ReaderTest, MoreFilesThanCanBeOpenAreRead) {
   EXPECT_EQ(error_of([&] {
               CheckpointReader reader(folder);
               for (int64_t f = 0; f < kFiles; ++f) reader.verify_file(f);
-              EXPECT_TRUE(reader.read_all(m.parameters[0], "master")
+              EXPECT_TRUE(reader.read_all("master", {{"p", 0, kFiles}})
                               .equal(at::arange(static_cast<float>(kFiles))));
               // Again the first one, whose file was closed and is another one now.
               std::filesystem::resize_file(folder + "/rank-0",
@@ -198,7 +232,7 @@ TEST_F(PiecesReaderTest, AValueStandsForAllElementsOfItsPieces) {
   expect_words(error_of([&] {
                  reader.read_values("step", {{"p", 0, 7}});
                }),
-               {"element 6", "got none", "0=p"});
+               {"element 6", "got none", "parameter 0 is p"});
 }
 
 // A save refuses them; a checkpoint that was put together by hand may have them.
@@ -234,7 +268,7 @@ TEST_F(PiecesReaderTest, ADamagedByteIsFoundWhereItIsReadAndOnlyThere) {
   CheckpointReader reader(folder_);
   // Bytes are stored last, but for the table.
   expect_words(error_of([&] { reader.read_bytes(".note", "state"); }), {path, "checksum"});
-  EXPECT_EQ(error_of([&] { reader.read_all(reader.manifest().parameters[0], "master"); }), "");
+  EXPECT_EQ(error_of([&] { reader.read_all("master", {{"p", 0, 6}}); }), "");
   EXPECT_EQ(error_of([&] { reader.verify_file(0); }), "");
   expect_words(error_of([&] { reader.verify_file(1); }), {path, "checksum"});
 }

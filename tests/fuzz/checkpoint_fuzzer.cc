@@ -16,6 +16,7 @@
 #include "tests/fuzz/seed_checkpoint.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/reader.h"
+#include "zero/checkpoint/match/part_reader.h"
 
 namespace {
 
@@ -53,7 +54,7 @@ void read_everything(const std::string& folder) {
     for (const std::string& kind : reader.kinds(p.name)) {
       refused_or_not([&] { reader.dtype(kind, {p.name, 0, numel(p)}); });
       refused_or_not([&] { reader.read_values(kind, {{p.name, 0, 1}}); });
-      refused_or_not([&] { reader.read_all(p, kind); });
+      refused_or_not([&] { reader.read_all(kind, {{p.name, 0, numel(p)}}); });
     }
   }
   for (const std::string& name : reader.state_names()) {
@@ -62,8 +63,9 @@ void read_everything(const std::string& folder) {
       refused_or_not([&] { reader.read_bytes(owner, kind); });
     }
   }
-  for (const auto& p : m.frozen) refused_or_not([&] { reader.read_whole(p, "frozen"); });
-  for (const auto& p : m.buffers) refused_or_not([&] { reader.read_whole(p, "buffer"); });
+  zero::PartReader parts(reader);
+  for (const auto& p : m.frozen) refused_or_not([&] { parts.read_all(p, "frozen"); });
+  for (const auto& p : m.buffers) refused_or_not([&] { parts.read_all(p, "buffer"); });
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -34,49 +34,46 @@ std::vector<Parts> whole_tensors(const std::vector<ManifestParameter>& list) {
   return result;
 }
 
-// All elements of a tensor with one value per element, in the parameter's shape.
-at::Tensor read_elements(CheckpointReader& reader, const ManifestParameter& about,
-                         const std::string& kind) {
-  const WantedRange all{stored_name(about), 0, numel(about)};
-  const c10::ScalarType dtype = all.numel == 0 ? at::kFloat : reader.dtype(kind, all);
-  at::Tensor flat;
-  if (dtype == at::kFloat) {
-    flat = reader.read_all(about, kind);
-  } else {
-    flat = at::empty({all.numel}, at::TensorOptions().dtype(dtype));
-    reader.read(kind, {all}, {flat});
-  }
-  return flat.as_strided(about.shape, about.strides);
-}
+// Reads tensors of the model in their shapes, whose parts are read as if they were held whole.
+class WholeReader {
+ public:
+  explicit WholeReader(CheckpointReader& reader) : reader_(reader), parts_(reader) {}
 
-at::Tensor read_part(CheckpointReader& reader, const ManifestParameter& about,
-                     const std::string& kind) {
-  const bool whole = kind == "frozen" || kind == "buffer";
-  return whole ? reader.read_whole(about, kind) : read_elements(reader, about, kind);
-}
+  CheckpointReader& reader() { return reader_; }
+  at::Tensor read(const Parts& parts, const std::string& kind);
 
-at::Tensor read(CheckpointReader& reader, const Parts& parts, const std::string& kind) {
-  const ManifestParameter& first = *parts.front();
-  if (!is_part(first)) return read_part(reader, first, kind);
-  at::Tensor whole;
-  int64_t elements = 0;
-  for (const ManifestParameter* about : parts) {
-    const at::Tensor part = read_part(reader, *about, kind);
-    if (!whole.defined()) whole = at::empty(first.whole, part.options());
-    TORCH_CHECK(about->whole == first.whole && part.scalar_type() == whole.scalar_type(),
-                "parameter ", first.name, ": expected parts of one tensor, got others");
-    for (const auto& [from, to] : part_views(*about, part, whole)) to.copy_(from);
-    elements += part.numel();
+ private:
+  CheckpointReader& reader_;
+  PartReader parts_;
+};
+
+at::Tensor WholeReader::read(const Parts& parts, const std::string& kind) {
+  const ManifestParameter& about = *parts.front();
+  const ManifestParameter whole{about.name, whole_shape(about), about.strides, about.dtype, 0};
+  // The time to find ranges grows with what is promised, so that has to be in the files.
+  if (is_part(about)) {
+    int64_t there = 0;
+    const std::optional<c10::ScalarType> dtype =
+        is_held_whole(kind) ? std::optional(about.dtype) : std::nullopt;
+    for (const ManifestParameter* part : parts) {
+      there += reader_.count_stored(stored_name(*part), kind, dtype);
+    }
+    TORCH_CHECK(there == numel(whole), "parameter ", about.name, ": expected parts of ",
+                numel(whole), " elements together, got ", there);
   }
-  TORCH_CHECK(elements == whole.numel(), "parameter ", first.name, ": expected parts of ",
-              whole.numel(), " elements together, got ", elements);
-  return whole;
+  const std::vector<size_t> order = memory_order(whole);
+  std::vector<int64_t> sizes, dimensions(order.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    sizes.push_back(whole.shape[order[i]]);
+    dimensions[order[i]] = static_cast<int64_t>(i);
+  }
+  return parts_.read_all(whole, kind).view(sizes).permute(dimensions);
 }
 
 // The tensors of a model for one call of export_model().
 class ModelTensors {
  public:
-  ModelTensors(CheckpointReader& reader, const ExportOptions& options)
+  ModelTensors(WholeReader& reader, const ExportOptions& options)
       : reader_(reader), options_(options) {}
 
   void add(const std::vector<ManifestParameter>& list, const std::string& kind) {
@@ -97,7 +94,7 @@ class ModelTensors {
         continue;
       }
       tensor.read = [&reader = reader_, parts = std::move(parts), kind, dtype] {
-        const at::Tensor whole = zero::read(reader, parts, kind).to(dtype);
+        const at::Tensor whole = reader.read(parts, kind).to(dtype);
         return whole.is_complex() ? at::view_as_real(whole) : whole;
       };
       result.push_back(std::move(tensor));
@@ -107,7 +104,7 @@ class ModelTensors {
   std::vector<TensorToWrite> result;
 
  private:
-  CheckpointReader& reader_;
+  WholeReader& reader_;
   const ExportOptions& options_;
 };
 
@@ -134,7 +131,8 @@ at::Tensor value_of(CheckpointReader& reader, const Parts& parts, const std::str
 }
 
 // The state of one parameter.
-void add_state(CheckpointReader& reader, const Parts& parts, std::vector<TensorToWrite>& tensors) {
+void add_state(WholeReader& whole, const Parts& parts, std::vector<TensorToWrite>& tensors) {
+  CheckpointReader& reader = whole.reader();
   const ManifestParameter& first = *parts.front();
   const std::string owner = stored_name(first);
   for (const ManifestParameter* about : parts) {
@@ -168,7 +166,7 @@ void add_state(CheckpointReader& reader, const Parts& parts, std::vector<TensorT
     } else {
       tensor.dtype = reader.dtype(kind, {owner, 0, numel(first)});
       tensor.shape = whole_shape(first);
-      tensor.read = [&reader, parts, kind] { return zero::read(reader, parts, kind); };
+      tensor.read = [&whole, parts, kind] { return whole.read(parts, kind); };
     }
     tensors.push_back(std::move(tensor));
   }
@@ -189,7 +187,8 @@ std::string export_model(const std::string& folder, const std::string& path,
   TORCH_CHECK(!options.ema() || has_ema(manifest), folder,
               ": expected averages of the parameters, got a checkpoint without; make the optimizer "
               "with ZeroOptions::ema before it is saved");
-  ModelTensors tensors(reader, options);
+  WholeReader whole(reader);
+  ModelTensors tensors(whole, options);
   tensors.add(manifest.parameters, options.ema() ? kEmaKind : "master");
   tensors.add(manifest.frozen, "frozen");
   tensors.add(manifest.buffers, "buffer");
@@ -202,7 +201,8 @@ std::string export_optimizer_state(const std::string& folder, const std::string&
   CheckpointReader reader(folder);
   const Manifest& manifest = reader.manifest();
   std::vector<TensorToWrite> tensors;
-  for (const Parts& parts : whole_tensors(manifest.parameters)) add_state(reader, parts, tensors);
+  WholeReader whole(reader);
+  for (const Parts& parts : whole_tensors(manifest.parameters)) add_state(whole, parts, tensors);
   return write_safetensors_files(path, tensors,
                                  {{"format", "pt"},
                                   {kPlainOptimizer, plain_class_name(manifest.optimizer)},

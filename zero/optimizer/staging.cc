@@ -71,7 +71,7 @@ void Staging::add_segments_to(NeededTensors& needed) const {
 void Staging::add_whole_to(NeededTensors& needed, const std::vector<NamedTensor>& present) const {
   for (const NamedTensor& item : present) {
     if (differences_.unusable.count(item.name) != 0) continue;
-    for (const std::string& owner : reader_.owners(held(item))) needed.add_whole(owner);
+    needed.add(reader_.find(held(item), 0, item.tensor.numel()));
   }
 }
 
@@ -120,7 +120,7 @@ void Staging::read_whole(Staged& staged, const std::vector<NamedTensor>& present
   for (const NamedTensor& item : present) {
     if (differences_.unusable.count(item.name) != 0) continue;
     check_plain(item.tensor, item.name);  // replaced since construction, perhaps
-    at::Tensor from = reader_.read_whole(held(item), kind);
+    at::Tensor from = reader_.read_all(held(item), kind).view(item.tensor.sizes());
     check_fits(item.tensor, from, item.name);
     staged.whole.emplace_back(item.tensor, std::move(from));
   }

@@ -151,6 +151,8 @@ bool is_value(const std::string& kind) {
   return kind == "step" || kind.rfind("value:", 0) == 0 || kind.rfind("scalar:", 0) == 0;
 }
 
+bool is_held_whole(const std::string& kind) { return kind == "frozen" || kind == "buffer"; }
+
 bool has_ema(const Manifest& manifest) {
   return std::any_of(manifest.tensors.begin(), manifest.tensors.end(), [](const auto& entry) {
     return std::find(entry.kinds.begin(), entry.kinds.end(), kEmaKind) != entry.kinds.end();
@@ -163,8 +165,7 @@ std::string tensor_key(const ManifestTensor& t) {
 
 std::string tensor_key(const std::string& owner, const std::string& kind, int64_t begin,
                        int64_t numel) {
-  const bool whole =
-      kind == "frozen" || kind == "buffer" || (!owner.empty() && owner[0] == kStatePrefix);
+  const bool whole = is_held_whole(kind) || (!owner.empty() && owner[0] == kStatePrefix);
   if (whole) return owner;
   const std::string from = std::to_string(begin), to = std::to_string(begin + numel);
   std::string key;
@@ -181,18 +182,15 @@ namespace {
 class TensorsByName {
  public:
   explicit TensorsByName(std::vector<ManifestTensors>& result) : result_(result) {
-    for (size_t i = 0; i < result_.size(); ++i) numbers_.emplace(hash_of(result_[i]), i);
+    for (size_t i = 0; i < result_.size(); ++i) numbers_.emplace(key_of(result_[i]), i);
   }
 
   void add(const ManifestTensors& entry, int64_t file) {
-    const size_t hash = hash_of(entry);
-    auto [at, last] = numbers_.equal_range(hash);
-    while (at != last && !same_name(result_[at->second], entry)) ++at;
-    if (at == last) {
+    const auto [at, added] = numbers_.emplace(key_of(entry), result_.size());
+    if (added) {
       TORCH_CHECK(entry.kinds.size() <= kKindsLimit, "checkpoint: ", entry.owner,
                   ": expected at most ", kKindsLimit, " kinds of tensors, got ",
                   entry.kinds.size());
-      at = numbers_.emplace(hash, result_.size());
       result_.push_back({entry.owner, entry.kinds, {}});
     }
     for (ManifestPiece piece : entry.pieces) {
@@ -202,19 +200,15 @@ class TensorsByName {
   }
 
  private:
-  static size_t hash_of(const ManifestTensors& entry) {
-    size_t hash = std::hash<std::string>()(entry.owner);
-    for (const std::string& kind : entry.kinds) {
-      hash = hash * 31 + std::hash<std::string>()(kind);
-    }
-    return hash;
-  }
-  static bool same_name(const ManifestTensors& a, const ManifestTensors& b) {
-    return a.owner == b.owner && a.kinds == b.kinds;
+  // Neither has a NUL.
+  static std::string key_of(const ManifestTensors& entry) {
+    std::string key = entry.owner;
+    for (const std::string& kind : entry.kinds) key.append(1, '\0').append(kind);
+    return key;
   }
 
   std::vector<ManifestTensors>& result_;
-  std::unordered_multimap<size_t, size_t> numbers_;  // in `result_`, by hash_of()
+  std::unordered_map<std::string, size_t> numbers_;  // in `result_`, by key_of()
 };
 
 }  // namespace

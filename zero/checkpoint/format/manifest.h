@@ -78,6 +78,8 @@ std::string tensor_key(const std::string& owner, const std::string& kind, int64_
                        int64_t numel);
 
 bool is_value(const std::string& kind);
+// Whether it is "frozen" or "buffer": what is stored as one tensor, of its own dtype.
+bool is_held_whole(const std::string& kind);
 
 // Before the kind of a tensor of a whole parameter that has a size of its own, and is never cut:
 // its range is [0, its elements).

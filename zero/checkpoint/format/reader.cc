@@ -99,12 +99,12 @@ std::vector<CheckpointReader::Place> CheckpointReader::places(const std::string&
   return result;
 }
 
-CheckpointReader::Place CheckpointReader::place_of_whole(const std::string& owner,
-                                                         const std::string& kind) const {
+WantedRange CheckpointReader::range_of_whole(const std::string& owner,
+                                             const std::string& kind) const {
   const std::vector<Place> list = places(owner, kind);
   TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", owner,
               ": expected one stored tensor, got ", list.size());
-  return list[0];
+  return {owner, list[0].piece.begin, list[0].piece.numel};
 }
 
 StoredFile& CheckpointReader::open(size_t index) {
@@ -147,68 +147,48 @@ const StoredTensor& CheckpointReader::stored(const Place& place, c10::ScalarType
   return result;
 }
 
-void CheckpointReader::read_all_of(const Place& place, c10::ScalarType dtype, int64_t numel,
-                                   void* target) {
-  const StoredTensor& tensor = stored(place, dtype, numel);
-  open(place.piece.file)
-      .read(tensor, 0, tensor.end - tensor.begin, [&](uint64_t at, const char* data, size_t bytes) {
-        std::memcpy(static_cast<char*>(target) + at, data, bytes);
-      });
+int64_t CheckpointReader::count_stored(const std::string& owner, const std::string& kind,
+                                       std::optional<c10::ScalarType> dtype) {
+  int64_t count = 0;
+  for (const Place& place : places(owner, kind)) {
+    stored(place, dtype ? *dtype : stored(place).dtype, place.piece.numel);
+    count += place.piece.numel;
+  }
+  return count;
 }
-
-namespace {
-
-// The names of ranges, and a number for each.
-class Owners {
- public:
-  explicit Owners(const std::vector<WantedRange>& wanted) {
-    for (const WantedRange& range : wanted) {
-      const auto [at, added] = numbers_.emplace(range.owner, names_.size());
-      if (added) names_.push_back(&range.owner);
-      of_.push_back(at->second);
-    }
-  }
-
-  const std::vector<const std::string*>& names() const { return names_; }
-  int64_t number(size_t range) const { return of_[range]; }
-
-  // "0=weight 1=bias", for errors that have the numbers.
-  std::string text() const {
-    std::string result;
-    for (size_t i = 0; i < names_.size() && result.size() < 1000; ++i) {
-      result += " " + std::to_string(i) + "=" + *names_[i];
-    }
-    return result;
-  }
-
- private:
-  std::unordered_map<std::string_view, int64_t> numbers_;
-  std::vector<const std::string*> names_;  // by number
-  std::vector<int64_t> of_;                // the number of each range
-};
-
-}  // namespace
 
 std::vector<RangeOverlap> CheckpointReader::overlaps(const std::string& kind,
                                                      const std::vector<WantedRange>& wanted,
                                                      std::vector<Place>& stored) const {
-  const Owners owners(wanted);
-  std::vector<ParameterRange> have, want;
-  for (size_t i = 0; i < owners.names().size(); ++i) {
-    for (const Place& place : places(*owners.names()[i], kind)) {
-      have.push_back({static_cast<int64_t>(i), place.piece.begin, place.piece.numel});
+  // The numbers in `wanted` of each owner's ranges; owners by their first ones.
+  std::vector<std::vector<int64_t>> of_owners;
+  std::unordered_map<std::string_view, size_t> known;
+  for (size_t w = 0; w < wanted.size(); ++w) {
+    const auto [at, added] = known.emplace(wanted[w].owner, of_owners.size());
+    if (added) of_owners.emplace_back();
+    of_owners[at->second].push_back(static_cast<int64_t>(w));
+  }
+  std::vector<RangeOverlap> result;
+  for (const std::vector<int64_t>& numbers : of_owners) {
+    const std::string& owner = wanted[numbers.front()].owner;
+    const auto first = static_cast<int64_t>(stored.size());
+    std::vector<ParameterRange> have, want;
+    for (const Place& place : places(owner, kind)) {
+      have.push_back({0, place.piece.begin, place.piece.numel});
       stored.push_back(place);
     }
+    for (const int64_t w : numbers) want.push_back({0, wanted[w].begin, wanted[w].numel});
+    try {
+      for (const RangeOverlap& o : reshard(have, want)) {
+        result.push_back(
+            {first + o.stored, numbers[o.wanted], o.stored_begin, o.wanted_begin, o.numel});
+      }
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, folder_, ": ", kind, ": ", error_text(error), ", where parameter 0 is ",
+                  owner);
+    }
   }
-  for (size_t w = 0; w < wanted.size(); ++w) {
-    want.push_back({owners.number(w), wanted[w].begin, wanted[w].numel});
-  }
-  try {
-    return reshard(have, want);
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, folder_, ": ", kind, ": ", error_text(error), " (numbers:", owners.text(),
-                ")");
-  }
+  return result;
 }
 
 void CheckpointReader::read(const std::string& kind, const std::vector<WantedRange>& wanted,
@@ -255,6 +235,29 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
   }
 }
 
+at::Tensor CheckpointReader::read_all(const std::string& kind,
+                                      const std::vector<WantedRange>& wanted,
+                                      std::optional<c10::ScalarType> dtype) {
+  std::vector<Place> places;
+  for (const RangeOverlap& o : overlaps(kind, wanted, places)) {
+    const Place& place = places[o.stored];
+    if (!dtype) dtype = stored(place).dtype;
+    stored(place, *dtype, place.piece.numel);
+  }
+  int64_t numel = 0;
+  for (const WantedRange& range : wanted) numel += range.numel;
+  const at::Tensor all =
+      at::empty({numel}, at::TensorOptions().dtype(dtype.value_or(c10::ScalarType::Float)));
+  std::vector<at::Tensor> into;
+  int64_t begin = 0;
+  for (const WantedRange& range : wanted) {
+    into.push_back(all.narrow(0, begin, range.numel));
+    begin += range.numel;
+  }
+  read(kind, wanted, into);
+  return all;
+}
+
 std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
                                                       const std::vector<WantedRange>& wanted) {
   std::vector<Place> places;
@@ -262,8 +265,12 @@ std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
   for (const RangeOverlap& o : overlaps(kind, wanted, places)) {
     const Place& place = places[o.stored];
     const c10::ScalarType dtype = stored(place).dtype;
+    const StoredTensor& tensor = stored(place, dtype, 1);
     const at::Tensor value = at::empty({1}, at::TensorOptions().dtype(dtype));
-    read_all_of(place, dtype, 1, value.mutable_data_ptr());
+    open(place.piece.file)
+        .read(tensor, 0, value.nbytes(), [&](uint64_t at, const char* data, size_t bytes) {
+          std::memcpy(static_cast<char*>(value.mutable_data_ptr()) + at, data, bytes);
+        });
     at::Tensor& first = values[o.wanted];
     TORCH_CHECK(!first.defined() || same_bytes(first, value), folder_, ": parameter ",
                 wanted[o.wanted].owner, ": expected one ", kind,
@@ -283,44 +290,13 @@ c10::ScalarType CheckpointReader::dtype(const std::string& kind, const WantedRan
   return stored(overlapping == list.end() ? list[0] : *overlapping).dtype;
 }
 
-at::Tensor CheckpointReader::read_all(const ManifestParameter& about, const std::string& kind) {
-  const int64_t wanted = numel(about);
-  int64_t there = 0;
-  const std::string name = stored_name(about);
-  for (const Place& place : places(name, kind)) {
-    stored(place, at::kFloat, place.piece.numel);
-    there += place.piece.numel;
-  }
-  TORCH_CHECK(there == wanted, folder_, ": ", kind, " ", name, ": expected ", wanted,
-              " stored elements for its shape, got ", there);
-  at::Tensor result = at::empty({wanted}, at::TensorOptions().dtype(at::kFloat));
-  read(kind, {{name, 0, wanted}}, {result});
-  return result;
-}
-
-at::Tensor CheckpointReader::read_whole(const ManifestParameter& about, const std::string& kind) {
-  const Place place = place_of_whole(stored_name(about), kind);
-  stored(place, about.dtype, numel(about));
-  at::Tensor result = at::empty(about.shape, at::TensorOptions().dtype(about.dtype));
-  read_all_of(place, about.dtype, result.numel(), result.mutable_data_ptr());
-  return result;
-}
-
 at::Tensor CheckpointReader::read_uncut(const std::string& owner, const std::string& kind) {
-  const Place place = place_of_whole(owner, kind);
-  const c10::ScalarType dtype = stored(place).dtype;
-  stored(place, dtype, place.piece.numel);
-  at::Tensor result = at::empty({place.piece.numel}, at::TensorOptions().dtype(dtype));
-  read_all_of(place, dtype, result.numel(), result.mutable_data_ptr());
-  return result;
+  return read_all(kind, {range_of_whole(owner, kind)});
 }
 
 std::string CheckpointReader::read_bytes(const std::string& owner, const std::string& kind) {
-  const Place place = place_of_whole(owner, kind);
-  stored(place, at::kByte, place.piece.numel);
-  std::string bytes(static_cast<size_t>(place.piece.numel), '\0');
-  read_all_of(place, at::kByte, place.piece.numel, bytes.data());
-  return bytes;
+  const at::Tensor bytes = read_all(kind, {range_of_whole(owner, kind)}, at::kByte);
+  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
 }
 
 at::Tensor CheckpointReader::blocks_read() const {

@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -51,10 +52,20 @@ class CheckpointReader {
   // The states of the objects that the save included.
   std::vector<std::string> state_names() const;
 
+  // How many elements of `kind` are stored for an owner, which are in the files, too; `dtype` as in
+  // read_all().
+  int64_t count_stored(const std::string& owner, const std::string& kind,
+                       std::optional<c10::ScalarType> dtype = std::nullopt);
+
   // Fills into[i], 1-D in host memory, with elements wanted[i] of `kind`. Reads the blocks of
   // stored tensors that overlap, each once and whole, for its checksum.
   void read(const std::string& kind, const std::vector<WantedRange>& wanted,
             const std::vector<at::Tensor>& into);
+  // All elements of `wanted`, one range behind the other, 1-D in host memory. What is stored of
+  // them has one dtype; `dtype` is that of tensors which are stored as bytes, since a file cannot
+  // have it. Sizes are compared with the files before memory is taken.
+  at::Tensor read_all(const std::string& kind, const std::vector<WantedRange>& wanted,
+                      std::optional<c10::ScalarType> dtype = std::nullopt);
   // The value of `kind` of each wanted range, shape [1]; undefined for a range without
   // elements. Throws unless what is stored stands for every wanted element.
   std::vector<at::Tensor> read_values(const std::string& kind,
@@ -63,10 +74,6 @@ class CheckpointReader {
   at::Tensor read_uncut(const std::string& owner, const std::string& kind);
   // The dtype of what read() reads of a range; `kind` must be stored for its owner.
   c10::ScalarType dtype(const std::string& kind, const WantedRange& range);
-  // All elements of a parameter or of a part of one, fp32, 1-D in memory order.
-  at::Tensor read_all(const ManifestParameter& about, const std::string& kind);
-  // A frozen parameter or buffer, contiguous, with its own dtype.
-  at::Tensor read_whole(const ManifestParameter& about, const std::string& kind);
   // The bytes of the state of an included object.
   std::string read_bytes(const std::string& owner, const std::string& kind);
 
@@ -90,8 +97,8 @@ class CheckpointReader {
   void list_tensors();
   StoredFile& open(size_t index);
   std::vector<Place> places(const std::string& owner, const std::string& kind) const;
-  // The place of what is stored once.
-  Place place_of_whole(const std::string& owner, const std::string& kind) const;
+  // All of what is stored once.
+  WantedRange range_of_whole(const std::string& owner, const std::string& kind) const;
   // How the stored pieces, which are appended to `stored`, make up `wanted`.
   std::vector<RangeOverlap> overlaps(const std::string& kind,
                                      const std::vector<WantedRange>& wanted,
@@ -100,8 +107,6 @@ class CheckpointReader {
   // Returns the place of a tensor's bytes. Throws unless they are `numel` of `dtype`; so
   // that of this size may be allocated.
   const StoredTensor& stored(const Place& place, c10::ScalarType dtype, int64_t numel);
-  // Reads `numel` elements of `dtype`, which must be all of the tensor, to `target`.
-  void read_all_of(const Place& place, c10::ScalarType dtype, int64_t numel, void* target);
 
   const std::string folder_;  // or the name
   const Manifest manifest_;

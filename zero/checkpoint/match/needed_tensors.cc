@@ -24,7 +24,7 @@ void NeededTensors::add_state(const std::string& owner, const std::string& kind)
 }
 
 bool NeededTensors::contains(const ManifestTensor& tensor) const {
-  if (whole_.count(tensor.owner) > 0 || states_.count({tensor.owner, tensor.kind}) > 0) return true;
+  if (states_.count({tensor.owner, tensor.kind}) > 0) return true;
   const auto found = ranges_.find(tensor.owner);
   if (found == ranges_.end()) return false;
   if (is_uncut(tensor.kind)) return true;

@@ -20,8 +20,6 @@ class NeededTensors {
  public:
   // The pieces of all kinds that overlap `range`.
   void add(const HeldRange& range);
-  // All that is stored under a name of ManifestTensor::owner.
-  void add_whole(const std::string& owner) { whole_.insert(owner); }
   // The state of an object that is included.
   void add_state(const std::string& owner, const std::string& kind);
 
@@ -34,7 +32,6 @@ class NeededTensors {
     std::vector<std::pair<int64_t, int64_t>> hulls;
   };
   std::map<std::string, Ranges> ranges_;  // by owner
-  std::set<std::string> whole_;
   std::set<std::pair<std::string, std::string>> states_;
 };
 

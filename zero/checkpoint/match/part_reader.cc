@@ -2,11 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/checkpoint/match/part_reader.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "bookkeeping/part_runs.h"
 #include "zero/base/error_text.h"
@@ -16,36 +16,6 @@ namespace {
 
 // Bounds the memory of a read whose parts are cut along their fastest dimension.
 constexpr size_t kRangesAtOnce = size_t{1} << 16;
-
-// Elements of two parts that are the same: in dimension d, sizes[d] from from[d] of the one and
-// from to[d] of the other.
-struct Overlap {
-  std::vector<int64_t> from, to, sizes;
-};
-
-std::vector<Overlap> overlaps(const TensorPart& from, const TensorPart& to) {
-  std::vector<Overlap> result;
-  int64_t from_before = 0;
-  for (const TensorBox& a : from.boxes) {
-    int64_t to_before = 0;
-    for (const TensorBox& b : to.boxes) {
-      Overlap both;
-      bool any = true;
-      for (size_t d = 0; d < a.sizes.size(); ++d) {
-        const int64_t begin = std::max(a.from[d], b.from[d]);
-        const int64_t end = std::min(a.from[d] + a.sizes[d], b.from[d] + b.sizes[d]);
-        any = any && begin < end;
-        both.from.push_back(begin - a.from[d] + (d == from.along ? from_before : 0));
-        both.to.push_back(begin - b.from[d] + (d == to.along ? to_before : 0));
-        both.sizes.push_back(end - begin);
-      }
-      if (any) result.push_back(std::move(both));
-      if (!b.sizes.empty()) to_before += b.sizes[to.along];
-    }
-    if (!a.sizes.empty()) from_before += a.sizes[from.along];
-  }
-  return result;
-}
 
 }  // namespace
 
@@ -179,44 +149,10 @@ at::Tensor PartReader::read_uncut(const std::string& kind, const HeldRange& rang
   return reader_.read_uncut(range.same, kind);
 }
 
-std::vector<std::string> PartReader::owners(const ManifestParameter& held) const {
-  const TensorPart wanted = part_of(held);
-  std::vector<std::string> result;
-  for (const ManifestParameter* p : parts(held.name)) {
-    const TensorPart part = part_of(*p);
-    if (part == wanted) return {stored_name(*p)};
-    if (!overlaps(part, wanted).empty()) result.push_back(stored_name(*p));
-  }
-  return result;
-}
-
-at::Tensor PartReader::read_whole(const ManifestParameter& held, const std::string& kind) {
-  const Parts& stored = parts(held.name);
-  const TensorPart wanted = part_of(held);
-  at::Tensor result;
-  int64_t filled = 0;
-  for (const ManifestParameter* p : stored) {
-    const TensorPart part = part_of(*p);
-    if (part == wanted) return reader_.read_whole(*p, kind);
-    // Boxes of a fused tensor may overlap in several places.
-    const std::vector<Overlap> both = overlaps(part, wanted);
-    if (both.empty()) continue;
-    const at::Tensor whole = reader_.read_whole(*p, kind);
-    if (!result.defined()) result = at::empty(held.shape, whole.options());
-    for (const Overlap& o : both) {
-      at::Tensor from = whole, to = result;
-      for (size_t d = 0; d < o.sizes.size(); ++d) {
-        from = from.narrow(static_cast<int64_t>(d), o.from[d], o.sizes[d]);
-        to = to.narrow(static_cast<int64_t>(d), o.to[d], o.sizes[d]);
-      }
-      to.copy_(from);
-      filled += to.numel();
-    }
-  }
-  const int64_t expected = numel(held);
-  TORCH_CHECK(filled == expected, kind, " ", held.name, ": expected ", expected,
-              " elements in the parts of the checkpoint, got ", filled);
-  return result.defined() ? result : at::empty(held.shape, at::TensorOptions().dtype(held.dtype));
+at::Tensor PartReader::read_all(const ManifestParameter& held, const std::string& kind) {
+  std::optional<c10::ScalarType> dtype;
+  if (is_held_whole(kind)) dtype = parts(held.name).front()->dtype;
+  return reader_.read_all(kind, find(held, 0, numel(held)).stored, dtype);
 }
 
 }  // namespace zero

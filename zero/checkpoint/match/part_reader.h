@@ -41,9 +41,6 @@ class PartReader {
   // with the same whole shape and memory order.
   HeldRange find(const ManifestParameter& held, int64_t begin, int64_t numel) const;
 
-  // The owners of the stored tensors that read_whole() reads.
-  std::vector<std::string> owners(const ManifestParameter& held) const;
-
   // The kinds of tensors stored for any part of a parameter.
   std::set<std::string> kinds(const std::string& name) const;
   // The dtype of what read() reads of a range.
@@ -58,8 +55,9 @@ class PartReader {
                                       const std::vector<const HeldRange*>& ranges);
   // An uncut tensor of what `range` is of. Throws unless that is stored as it is held here.
   at::Tensor read_uncut(const std::string& kind, const HeldRange& range);
-  // A frozen parameter or buffer, or the part of it that is `held`.
-  at::Tensor read_whole(const ManifestParameter& held, const std::string& kind);
+  // All elements of what is `held`, 1-D in its memory order. A frozen parameter or buffer has the
+  // dtype of the checkpoint's, and the rest that of what is stored.
+  at::Tensor read_all(const ManifestParameter& held, const std::string& kind);
 
  private:
   using Parts = std::vector<const ManifestParameter*>;
