@@ -10,7 +10,7 @@
 #include <exception>
 #include <iterator>
 #include <memory>
-#include <set>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <tuple>
 #include <utility>
@@ -22,6 +22,8 @@
 namespace zero {
 namespace {
 
+using nlohmann::json;
+
 constexpr uint64_t kPart = uint64_t{4} << 20;
 // The ranks of a connection.
 constexpr int kServer = 0;
@@ -31,86 +33,23 @@ at::Tensor host_bytes(uint64_t bytes) {
   return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
 }
 
-// Bytes [begin, end) of a file. A list of them is sent as one stream.
-struct Run {
-  size_t file = 0;
-  uint64_t begin = 0;
-  uint64_t end = 0;
-};
-
-uint64_t total(const std::vector<Run>& runs) {
-  uint64_t bytes = 0;
-  for (const Run& run : runs) bytes += run.end - run.begin;
-  return bytes;
-}
-
-std::string text_of(const std::vector<Run>& runs) {
-  std::ostringstream text;
-  for (const Run& run : runs) text << run.file << " " << run.begin << " " << run.end << "\n";
-  return text.str();
-}
-
-std::vector<Run> parse_runs(const std::string& text) {
-  std::vector<Run> runs;
-  std::istringstream in(text);
-  Run run;
-  while (in >> run.file >> run.begin >> run.end) runs.push_back(run);
-  return runs;
-}
-
-// Goes through a list of runs in the order of the stream.
-class RunCursor {
- public:
-  explicit RunCursor(const std::vector<Run>& runs) : runs_(runs) {}
-
-  // Calls use(run, offset, at, bytes) for the next `count` bytes of the stream: bytes of a run from
-  // `offset` of its file on, which are at `at` of them.
-  template <typename Use>
-  void advance(uint64_t count, const Use& use) {
-    for (uint64_t at = 0; at < count;) {
-      const Run& run = runs_[run_];
-      const uint64_t offset = run.begin + done_;
-      const uint64_t bytes = std::min(count - at, run.end - offset);
-      use(run, offset, at, bytes);
-      at += bytes;
-      done_ += bytes;
-      if (run.begin + done_ < run.end) continue;
-      ++run_;
-      done_ = 0;
-    }
-  }
-
- private:
-  const std::vector<Run>& runs_;
-  size_t run_ = 0;
-  uint64_t done_ = 0;  // of runs_[run_]
-};
-
-// The keys of the tensors that a client wants, by file.
+// By file: the keys of the tensors that a client wants, and the bytes [begin, end) that it gets.
 using Wanted = std::map<size_t, std::vector<std::string>>;
+using Range = std::pair<uint64_t, uint64_t>;
+using Ranges = std::map<size_t, std::vector<Range>>;
 
-std::string text_of(const Wanted& wanted) {
-  std::ostringstream text;
-  for (const auto& [file, tensors] : wanted) {
-    text << file << " " << tensors.size() << " ";
-    for (const std::string& key : tensors) text << key.size() << " " << key;
-  }
-  return text.str();
-}
-
-Wanted parse_wanted(const std::string& text) {
-  Wanted wanted;
-  std::istringstream in(text);
-  size_t file = 0, count = 0;
-  while (in >> file >> count) {
-    std::vector<std::string>& tensors = wanted[file];
-    for (size_t size = 0; count > 0 && in >> size; --count) {
-      TORCH_CHECK(size < text.size(), "expected the keys of tensors, got another text");
-      tensors.emplace_back(size, '\0');
-      in.ignore(1).read(tensors.back().data(), static_cast<std::streamsize>(size));
+// Sorts ranges and joins those that touch: of consecutive tensors one is left.
+void join(std::vector<Range>& ranges) {
+  std::sort(ranges.begin(), ranges.end());
+  std::vector<Range> joined;
+  for (const auto& [begin, end] : ranges) {
+    if (!joined.empty() && joined.back().second == begin) {
+      joined.back().second = end;
+    } else {
+      joined.emplace_back(begin, end);
     }
   }
-  return wanted;
+  ranges = std::move(joined);
 }
 
 // By server.
@@ -135,59 +74,57 @@ class Server {
 
   // An error of a file is sent to the client, which reports it to all ranks.
   void serve() {
-    const Wanted wanted = parse_wanted(broadcast_text(pair_, {}, kClient, "wanted tensors"));
-    std::vector<Run> runs;
+    const auto wanted =
+        json::parse(broadcast_text(pair_, {}, kClient, "wanted tensors")).get<Wanted>();
+    Ranges ranges;
     std::string problem;
     try {
-      runs = find_runs(wanted);
+      ranges = find_ranges(wanted);
     } catch (const std::exception& error) {
       problem = error_text(error);
     }
     broadcast_text(pair_, problem, kServer, "problem of a file");
     if (!problem.empty()) return;
-    broadcast_text(pair_, text_of(runs), kServer, "places of tensors");
-    stream(runs);
+    broadcast_text(pair_, json(ranges).dump(), kServer, "places of tensors");
+    send(ranges);
   }
 
  private:
-  std::vector<Run> find_runs(const Wanted& wanted) {
-    std::vector<Run> runs;
+  Ranges find_ranges(const Wanted& wanted) {
+    Ranges ranges;
     for (const auto& [f, keys] : wanted) {
       const ManifestFile& about = wishes_.manifest.files.at(f);
       auto file = std::make_unique<StoredFile>(wishes_.open(about), about, wishes_.manifest.id);
-      for (const FileBytes& part : file->index()) {
-        if (part.begin < part.end) runs.push_back({f, part.begin, part.end});
-      }
-      for (const std::string& key : keys) {
-        const StoredTensor& tensor = file->tensor(key);
-        if (tensor.begin < tensor.end) runs.push_back({f, tensor.begin, tensor.end});
-      }
+      const auto add = [&list = ranges[f]](uint64_t begin, uint64_t end) {
+        if (begin < end) list.emplace_back(begin, end);
+      };
+      for (const FileBytes& part : file->index()) add(part.begin, part.end);
+      for (const std::string& key : keys) add(file->tensor(key).begin, file->tensor(key).end);
+      join(ranges[f]);
       file->release();  // a client may want more files than can be open
       files_[f] = std::move(file);
     }
-    return runs;
+    return ranges;
   }
 
   // A file that fails in the middle is reported at the end, so that both ranks stay in step.
-  void stream(const std::vector<Run>& runs) {
-    const uint64_t bytes = total(runs);
-    const at::Tensor buffer = host_bytes(std::min(kPart, bytes));
-    RunCursor cursor(runs);
+  void send(const Ranges& ranges) {
+    const at::Tensor buffer = host_bytes(kPart);
     std::string problem;
-    size_t last = runs.empty() ? 0 : runs.front().file;  // that was read
-    for (uint64_t at = 0; at < bytes; at += kPart) {
-      const at::Tensor part = buffer.narrow(0, 0, std::min(kPart, bytes - at));
-      auto* const data = part.mutable_data_ptr<uint8_t>();
-      cursor.advance(part.nbytes(), [&](const Run& run, uint64_t offset, uint64_t to, uint64_t n) {
-        if (!problem.empty()) return;
-        try {
-          if (run.file != last) files_.at(std::exchange(last, run.file))->release();
-          files_.at(run.file)->bytes().read(offset, data + to, n);
-        } catch (const std::exception& error) {
-          problem = error_text(error);
+    for (const auto& [f, list] : ranges) {
+      StoredFile& file = *files_.at(f);
+      for (const auto& [begin, end] : list) {
+        for (uint64_t at = begin; at < end; at += kPart) {
+          const at::Tensor part = buffer.narrow(0, 0, std::min(kPart, end - at));
+          try {
+            if (problem.empty()) file.bytes().read(at, part.mutable_data_ptr(), part.nbytes());
+          } catch (const std::exception& error) {
+            problem = error_text(error);
+          }
+          pair_.broadcast(part, kServer, "tensors of a checkpoint").wait();
         }
-      });
-      pair_.broadcast(part, kServer, "tensors of a checkpoint").wait();
+      }
+      file.release();
     }
     broadcast_text(pair_, problem, kServer, "problem of a file");
   }
@@ -200,33 +137,28 @@ class Server {
 // Returns the problem of the server, if it has one. Adds to `received`.
 std::string receive(Communicator& pair, const Manifest& manifest, const Wanted& wanted,
                     ReceivedFiles& received) {
-  broadcast_text(pair, text_of(wanted), kClient, "wanted tensors");
+  broadcast_text(pair, json(wanted).dump(), kClient, "wanted tensors");
   const std::string problem = broadcast_text(pair, {}, kServer, "problem of a file");
   if (!problem.empty()) return problem;
-  const std::vector<Run> runs = parse_runs(broadcast_text(pair, {}, kServer, "places of tensors"));
-  std::vector<uint8_t*> targets;
-  for (const Run& run : runs) {
-    TORCH_CHECK(wanted.count(run.file) > 0 && run.begin < run.end &&
-                    run.end <= manifest.files[run.file].bytes,
-                "expected bytes of a file that was asked for, got ", run.begin, " to ", run.end,
-                " of file ", run.file);
-    const at::Tensor bytes = host_bytes(run.end - run.begin);
-    const bool added = received.parts[run.file].emplace(run.begin, bytes).second;
-    TORCH_CHECK(added, "expected each part of a file once, got that from ", run.begin, " of file ",
-                run.file, " twice");
-    targets.push_back(bytes.mutable_data_ptr<uint8_t>());
-  }
-  const uint64_t bytes = total(runs);
-  received.bytes += bytes;
-  const at::Tensor buffer = host_bytes(std::min(kPart, bytes));
-  RunCursor cursor(runs);
-  for (uint64_t at = 0; at < bytes; at += kPart) {
-    const at::Tensor part = buffer.narrow(0, 0, std::min(kPart, bytes - at));
-    pair.broadcast(part, kServer, "tensors of a checkpoint").wait();
-    const auto* const data = part.const_data_ptr<uint8_t>();
-    cursor.advance(part.nbytes(), [&](const Run& run, uint64_t offset, uint64_t from, uint64_t n) {
-      std::memcpy(targets[&run - runs.data()] + (offset - run.begin), data + from, n);
-    });
+  const auto ranges =
+      json::parse(broadcast_text(pair, {}, kServer, "places of tensors")).get<Ranges>();
+  for (const auto& [f, list] : ranges) {
+    for (const auto& [begin, end] : list) {
+      TORCH_CHECK(wanted.count(f) > 0 && begin < end && end <= manifest.files[f].bytes,
+                  "expected bytes of a file that was asked for, got ", begin, " to ", end,
+                  " of file ", f);
+      const at::Tensor bytes = host_bytes(end - begin);
+      const bool added = received.parts[f].emplace(begin, bytes).second;
+      TORCH_CHECK(added, "expected each part of a file once, got that from ", begin, " of file ", f,
+                  " twice");
+      received.bytes += bytes.nbytes();
+      for (uint64_t at = 0; at < bytes.nbytes(); at += kPart) {
+        const auto count = static_cast<int64_t>(std::min(kPart, bytes.nbytes() - at));
+        pair.broadcast(bytes.narrow(0, static_cast<int64_t>(at), count), kServer,
+                       "tensors of a checkpoint")
+            .wait();
+      }
+    }
   }
   return broadcast_text(pair, {}, kServer, "problem of a file");
 }

@@ -9,8 +9,8 @@
 #include <cerrno>
 #include <filesystem>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 #include <tuple>
 #include <utility>
 
@@ -23,38 +23,22 @@
 namespace zero {
 namespace {
 
-constexpr char kDigits[] = "0123456789abcdef";
-constexpr size_t kBits = 4;  // of a digit
-
-// Which files of a manifest are in a folder: a bit for each, the first one lowest in its digit.
-// One listing of the folder, since a look at each file costs every rank as many as there are ranks.
+// Which files of a manifest are in a folder: a digit for each, 1 for one that is there. One listing
+// of the folder, since a look at each file costs every rank as many as there are ranks.
 std::string files_seen(const Manifest& manifest, const std::string& folder) {
   const std::vector<std::string> list = names_in(folder);
   const std::set<std::string> names(list.begin(), list.end());
   std::string digits;
-  for (size_t f = 0; f < manifest.files.size(); f += kBits) {
-    int digit = 0;
-    for (size_t i = 0; i < kBits && f + i < manifest.files.size(); ++i) {
-      digit |= static_cast<int>(names.count(manifest.files[f + i].name)) << i;
-    }
-    digits += kDigits[digit];
-  }
+  for (const ManifestFile& file : manifest.files) digits += names.count(file.name) > 0 ? '1' : '0';
   return digits;
 }
 
-// Whether `digits`, of files_seen(), has a file.
-bool sees(const std::string& digits, size_t file) {
-  if (file / kBits >= digits.size()) return false;
-  const std::string all(kDigits);
-  return (all.find(digits[file / kBits]) >> (file % kBits) & 1) != 0;
-}
-
-// For each file the ranks that see it. `digits` are by rank.
+// For each file the ranks that see it. `digits` are by rank; none for a rank that sees nothing.
 std::vector<std::vector<int>> ranks_that_see(const std::vector<std::string>& digits, size_t files) {
   std::vector<std::vector<int>> result(files);
   for (size_t f = 0; f < files; ++f) {
     for (size_t r = 0; r < digits.size(); ++r) {
-      if (sees(digits[r], f)) result[f].push_back(static_cast<int>(r));
+      if (f < digits[r].size() && digits[r][f] == '1') result[f].push_back(static_cast<int>(r));
     }
   }
   return result;
@@ -186,19 +170,13 @@ Order order_of(const ListedCheckpoint& c) {
   return {c.saved, c.steps, std::filesystem::path(c.path).filename().string(), c.id};
 }
 
+// As bytes, since names of folders need not be UTF-8.
 std::string text_of(const Order& order) {
-  const auto& [saved, steps, name, id] = order;
-  return std::to_string(saved) + " " + std::to_string(steps) + " " + id + " " + name;
+  const auto bytes = nlohmann::json::to_cbor(order);
+  return {bytes.begin(), bytes.end()};
 }
 
-Order parse_order(const std::string& text) {
-  std::istringstream in(text);
-  int64_t saved = 0, steps = 0;
-  std::string id, name;
-  in >> saved >> steps >> id;
-  std::getline(in.ignore(1), name, '\0');
-  return {saved, steps, name, id};
-}
+Order parse_order(const std::string& text) { return nlohmann::json::from_cbor(text).get<Order>(); }
 
 }  // namespace
 
@@ -222,19 +200,15 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
     const bool here = !own.empty() && order_of(own.back()) == *newest;
     const std::string path = here ? own.back().path : parent + "/" + std::get<2>(*newest);
     FoundFiles found;
-    auto views = run_on_all_ranks(control, what, [&]() -> std::string {
+    const auto views = run_on_all_ranks(control, what, [&]() -> std::string {
       if (!here) return {};
       found.manifest = read_manifest(path);
-      return std::to_string(found.manifest.files.size()) + " " + files_seen(found.manifest, path);
+      return files_seen(found.manifest, path);
     });
     // 4. It is the one if together they see all files. Else it is left out, and the next one is
     // tried.
     size_t files = 0;
-    for (std::string& view : views) {
-      if (view.empty()) continue;
-      files = std::stoull(view);
-      view.erase(0, view.find(' ') + 1);
-    }
+    for (const std::string& view : views) files = std::max(files, view.size());
     found.ranks = ranks_that_see(views, files);
     const bool complete = unseen(found.ranks) == 0;
     const auto torn = run_on_all_ranks(control, what, [&] {
