@@ -18,6 +18,7 @@
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/file_exchange.h"
+#include "zero/checkpoint/format/file_system.h"
 #include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/memory_file.h"
 
@@ -98,21 +99,11 @@ void CheckpointWriter::make_directory(const std::string& id) {
   auto made = std::make_unique<AtomicDirectory>(folder_, overwrite_, kManifestName, id);
   if (!made->made()) return;
   directory_ = std::move(made);
-  const std::string rank = shared_ ? "" : c10::str(" ", control_.rank());
   // Others need to see it, and a machine that crashes does not need it.
   FileWriter sighting(directory_->path() + kSighting);
-  const std::string text = id + rank;
+  const std::string text = c10::str(id, " ", control_.rank());
   sighting.write(text.data(), text.size());
   sighting.close();
-}
-
-std::string CheckpointWriter::sighting() const {
-  try {
-    FileReader file(saving_ + kSighting);
-    return file.read_text(0, file.size());
-  } catch (const c10::Error& error) {
-    return error_text(error);
-  }
 }
 
 // A save, step by step:
@@ -136,50 +127,43 @@ void CheckpointWriter::begin() {
     });
     id_ = ids[0];
     saving_ = saving_path(folder_, id_);
-    if (shared_) {
-      check_all_see_it();
-    } else {
-      find_disks();
+    // Of those that do not see the folder of rank 0, one on each disk makes it.
+    if (!shared_) {
+      run_on_all_ranks(control_, what_, [&]() -> std::string {
+        if (!exists(saving_)) make_directory(id_);
+        return {};
+      });
     }
+    // Several ranks of one disk may have tried: the sighting says whose folder is there. Disks are
+    // numbered by their keepers, in the order of ranks; rank 0 keeps the one that all share.
+    const auto keepers =
+        run_on_all_ranks(control_, what_, [&] { return std::to_string(keeper()); });
+    std::set<int> disks;
+    for (const std::string& rank : keepers) disks.insert(std::stoi(rank));
+    const int own = std::stoi(keepers[static_cast<size_t>(control_.rank())]);
+    disk_ = std::distance(disks.begin(), disks.find(own));
   } catch (...) {
     directory_.reset();
     throw;
   }
 }
 
-void CheckpointWriter::check_all_see_it() {
-  run_on_all_ranks(control_, what_, [&]() -> std::string {
-    const std::string seen = sighting();
-    TORCH_CHECK(seen == id_, saving_,
-                ": expected the folder that rank 0 has just made, got another or none (", seen,
-                "); save to a folder that all ranks share, or set SaveOptions::shared_folder(false)"
-                " if each machine shall write to a disk of its own");
-    return {};
-  });
-}
-
 int CheckpointWriter::keeper() const {
-  const std::string seen = sighting();
+  std::string seen;
+  try {
+    FileReader file(saving_ + kSighting);
+    seen = file.read_text(0, file.size());
+  } catch (const c10::Error& error) {
+    seen = error_text(error);
+  }
   const std::string prefix = id_ + " ";
-  TORCH_CHECK(seen.compare(0, prefix.size(), prefix) == 0, saving_,
-              ": expected the folder that a rank has just made, got another or none (", seen, ")");
+  TORCH_CHECK(seen.starts_with(prefix), saving_, ": expected the folder that ",
+              shared_ ? "rank 0" : "a rank", " has just made, got another or none (", seen, ")",
+              shared_ ? "; save to a folder that all ranks share, or set "
+                        "SaveOptions::shared_folder(false) if each machine shall write to a disk "
+                        "of its own"
+                      : "");
   return std::stoi(seen.substr(prefix.size()));
-}
-
-void CheckpointWriter::find_disks() {
-  // One rank on each disk makes the folder, of those that do not see that of rank 0.
-  run_on_all_ranks(control_, what_, [&]() -> std::string {
-    const std::string seen = sighting();
-    if (seen.compare(0, id_.size(), id_) != 0) make_directory(id_);
-    return {};
-  });
-  // Several ranks of one disk may have tried: the sighting says whose folder is there. Disks are
-  // numbered by their keepers, in the order of ranks.
-  const auto keepers = run_on_all_ranks(control_, what_, [&] { return std::to_string(keeper()); });
-  std::set<int> disks;
-  for (const std::string& rank : keepers) disks.insert(std::stoi(rank));
-  const int own = std::stoi(keepers[static_cast<size_t>(control_.rank())]);
-  disk_ = std::distance(disks.begin(), disks.find(own));
 }
 
 void CheckpointWriter::add_file(FileContent file) {

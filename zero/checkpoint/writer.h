@@ -74,11 +74,7 @@ class CheckpointWriter {
  private:
   // Makes the hidden folder with a sighting in it, unless another rank does.
   void make_directory(const std::string& id);
-  // The content of the sighting, or why it cannot be read.
-  std::string sighting() const;
-  void check_all_see_it();
-  void find_disks();
-  // Returns the keeper of the disk that this rank sees.
+  // Returns the keeper of the disk that this rank sees, by the sighting there.
   int keeper() const;
 
   class FileFromMemory;  // that is being written
