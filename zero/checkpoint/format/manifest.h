@@ -12,11 +12,11 @@
 //
 // Versions. The field "version" is that of the format. A library of version N writes at most N and
 // reads every version from 1 to N; it refuses a later one and names the library to use.
-// manifest_fields.cc has the table of all fields, each with the version that introduced it:
+// manifest_fields.cc lists all fields, each with the version that introduced it:
 //   required   every manifest of that version or a later one has it, or is refused by the field's
 //              name. A manifest of an earlier version gets the member's initial value.
 //   optional   any manifest may lack it, and gets the member's initial value.
-//   unknown    a reader ignores a field that its table lacks, at any level, whatever it holds
+//   unknown    a reader ignores a field that its list lacks, at any level, whatever it holds
 //              within the limits of limited_json.h. So a new optional field needs no new version:
 //              earlier libraries load what has it, and this one loads what they wrote.
 // A new version is for a change that an earlier library must not ignore: a new required field, or
@@ -156,7 +156,7 @@ TensorPart part_of(const ManifestParameter& parameter);
 using OptionGroups = std::vector<std::vector<std::pair<std::string, double>>>;
 
 struct Manifest {
-  int64_t version = kCheckpointVersion;  // of the file that was read; not a field of the table
+  int64_t version = kCheckpointVersion;  // of the file that was read; not a field of the list
   std::string id;                        // random; in its files too, see ManifestFile::id
   // Optional, like `saved`; see RunIdentity.
   std::string run;

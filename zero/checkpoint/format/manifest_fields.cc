@@ -44,95 +44,54 @@ std::string text_from(const json& value, const char* name) {
   return value.get<std::string>();
 }
 
-// Values that JSON has as they are.
+// What JSON has as it is.
 template <typename Value>
-JsonForm<Value> as_is(Value (*read)(const json& value, const char* name)) {
-  return {[](const Value& value) { return ordered_json(value); },
-          [read](const json& value, const char* name, int64_t) { return read(value, name); }};
-}
-
-JsonForm<std::string> text() { return as_is(text_from); }
+struct AsItIs {
+  static ordered_json write(const Value& value) { return value; }
+};
 
 // Ranks send it in texts, where blanks end it.
-JsonForm<std::string> id() {
-  return as_is<std::string>([](const json& value, const char* name) {
+struct IdForm : AsItIs<std::string> {
+  static std::string read(const json& value, const char* name, int64_t) {
     std::string text = text_from(value, name);
     const bool valid = !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
       return std::isgraph(static_cast<unsigned char>(c));
     });
     TORCH_CHECK(valid, name, ": expected visible characters, got \"", printable(text), "\"");
     return text;
-  });
-}
-
-JsonForm<bool> flag() {
-  return as_is<bool>([](const json& value, const char* name) {
-    check_is(value.is_boolean(), value, name, "true or false");
-    return value.get<bool>();
-  });
-}
-
-JsonForm<int64_t> whole() { return as_is(whole_number); }
+  }
+};
 
 // Sums of which do not overflow.
-JsonForm<int64_t> count() {
-  return as_is<int64_t>([](const json& value, const char* name) {
+struct CountForm : AsItIs<int64_t> {
+  static int64_t read(const json& value, const char* name, int64_t) {
     const int64_t number = whole_number(value, name);
     TORCH_CHECK(number <= kCountLimit, name, ": expected at most ", kCountLimit, ", got ", number);
     return number;
-  });
-}
+  }
+};
 
-JsonForm<uint64_t> byte_count() {
-  return as_is<uint64_t>([](const json& value, const char* name) {
-    return static_cast<uint64_t>(whole_number(value, name));
-  });
-}
-
-JsonForm<std::vector<int64_t>> wholes() { return list_of(whole()); }
-
-JsonForm<uint64_t> hash() {
-  return {[](const uint64_t& value) { return ordered_json(hash_text(value)); },
-          [](const json& value, const char* name, int64_t) {
-            return parse_hash(text_from(value, name));
-          }};
-}
+struct HashForm {
+  static ordered_json write(uint64_t hash) { return hash_text(hash); }
+  static uint64_t read(const json& value, const char* name, int64_t) {
+    return parse_hash(text_from(value, name));
+  }
+};
 
 // Gradients are divided by it.
-JsonForm<double> loss_scale() {
-  return as_is<double>([](const json& value, const char* name) {
+struct LossScaleForm : AsItIs<double> {
+  static double read(const json& value, const char* name, int64_t) {
     check_is(value.is_number(), value, name, "a number");
     const auto scale = value.get<double>();
     TORCH_CHECK(std::isnormal(scale) && scale > 0,
                 "loss scale: expected a positive, finite number, got ", scale);
     return scale;
-  });
-}
-
-JsonForm<c10::ScalarType> dtype() {
-  return {[](const c10::ScalarType& value) { return ordered_json(c10::toString(value)); },
-          [](const json& value, const char* name, int64_t) {
-            const std::string text = text_from(value, name);
-            for (int i = 0; i < static_cast<int>(c10::ScalarType::NumOptions); ++i) {
-              const auto known = static_cast<c10::ScalarType>(i);
-              if (text == c10::toString(known)) return known;
-            }
-            TORCH_CHECK(false, name, ": expected a dtype of torch, got ", text);
-          }};
-}
+  }
+};
 
 using Texts = std::map<std::string, std::string>;
-
-JsonForm<Texts> texts_by_name() {
-  return as_is<Texts>([](const json& object, const char* name) {
-    check_is(object.is_object(), object, name, "texts by name");
-    Texts texts;
-    for (const auto& [key, value] : object.items()) texts.emplace(key, text_from(value, name));
-    return texts;
-  });
-}
-
-using Options = std::vector<std::pair<std::string, double>>;
+using Options = OptionGroups::value_type;
+using Pieces = std::vector<ManifestPiece>;
 
 // JSON has no infinity or NaN and would write null.
 ordered_json option_json(double value) {
@@ -149,29 +108,101 @@ double option_from(const json& value, const char* name) {
   return text == "inf" ? kInfinity : -kInfinity;
 }
 
-JsonForm<std::vector<Options>> option_groups() {
-  return {[](const std::vector<Options>& groups) {
-            ordered_json list = ordered_json::array();
-            for (const Options& options : groups) {
-              ordered_json group = ordered_json::object();
-              for (const auto& [key, value] : options) group[key] = option_json(value);
-              list.push_back(std::move(group));
-            }
-            return list;
-          },
-          [](const json& list, const char* name, int64_t) {
-            check_is(list.is_array(), list, name, "a list");
-            std::vector<Options> groups;
-            for (const json& group : list) {
-              check_is(group.is_object(), group, name, "options by name");
-              groups.emplace_back();
-              for (const auto& [key, value] : group.items()) {
-                groups.back().emplace_back(key, option_from(value, key.c_str()));
-              }
-            }
-            return groups;
-          }};
-}
+}  // namespace
+
+template <>
+struct JsonForm<std::string> : AsItIs<std::string> {
+  static std::string read(const json& value, const char* name, int64_t) {
+    return text_from(value, name);
+  }
+};
+
+template <>
+struct JsonForm<bool> : AsItIs<bool> {
+  static bool read(const json& value, const char* name, int64_t) {
+    check_is(value.is_boolean(), value, name, "true or false");
+    return value.get<bool>();
+  }
+};
+
+template <>
+struct JsonForm<int64_t> : AsItIs<int64_t> {
+  static int64_t read(const json& value, const char* name, int64_t) {
+    return whole_number(value, name);
+  }
+};
+
+template <>
+struct JsonForm<uint64_t> : AsItIs<uint64_t> {
+  static uint64_t read(const json& value, const char* name, int64_t) {
+    return static_cast<uint64_t>(whole_number(value, name));
+  }
+};
+
+template <>
+struct JsonForm<c10::ScalarType> {
+  static ordered_json write(c10::ScalarType dtype) { return c10::toString(dtype); }
+  static c10::ScalarType read(const json& value, const char* name, int64_t) {
+    const std::string text = text_from(value, name);
+    for (int i = 0; i < static_cast<int>(c10::ScalarType::NumOptions); ++i) {
+      const auto known = static_cast<c10::ScalarType>(i);
+      if (text == c10::toString(known)) return known;
+    }
+    TORCH_CHECK(false, name, ": expected a dtype of torch, got ", text);
+  }
+};
+
+template <>
+struct JsonForm<Texts> : AsItIs<Texts> {
+  static Texts read(const json& object, const char* name, int64_t) {
+    check_is(object.is_object(), object, name, "texts by name");
+    Texts texts;
+    for (const auto& [key, value] : object.items()) texts.emplace(key, text_from(value, name));
+    return texts;
+  }
+};
+
+template <>
+struct JsonForm<Options> {
+  static ordered_json write(const Options& options) {
+    ordered_json group = ordered_json::object();
+    for (const auto& [key, value] : options) group[key] = option_json(value);
+    return group;
+  }
+  static Options read(const json& group, const char* name, int64_t) {
+    check_is(group.is_object(), group, name, "options by name");
+    Options options;
+    for (const auto& [key, value] : group.items()) {
+      options.emplace_back(key, option_from(value, key.c_str()));
+    }
+    return options;
+  }
+};
+
+// [file, begin, numel, file, begin, numel, ...]
+template <>
+struct JsonForm<Pieces> {
+  static ordered_json write(const Pieces& pieces) {
+    ordered_json list = ordered_json::array();
+    for (const ManifestPiece& piece : pieces) {
+      for (const int64_t number : {piece.file, piece.begin, piece.numel}) list.push_back(number);
+    }
+    return list;
+  }
+  static Pieces read(const json& list, const char* name, int64_t) {
+    check_is(list.is_array() && list.size() % 3 == 0, list, name,
+             "a list of files, beginnings and sizes");
+    Pieces result;
+    result.reserve(list.size() / 3);
+    for (size_t i = 0; i < list.size(); i += 3) {
+      result.push_back({whole_number(list[i], name), whole_number(list[i + 1], name),
+                        whole_number(list[i + 2], name)});
+    }
+    return result;
+  }
+};
+
+namespace {
 
 // ---- Values that go together ----
 
@@ -186,12 +217,6 @@ struct ListedTensor {
   ManifestTensor about;
   uint64_t hash = 0;
 };
-
-void check_tensor(const ListedTensor& t) {
-  check_range(t.about.owner, t.about.begin, t.about.numel);
-  TORCH_CHECK(t.key == tensor_key(t.about), "tensor ", printable(t.key), ": expected the key ",
-              printable(tensor_key(t.about)), " of what it holds, got another");
-}
 
 // A name inside the folder, never a way out of it.
 void check_file(const ManifestFile& file) {
@@ -277,121 +302,169 @@ void check_geometry(const ManifestParameter& p) {
               c10::IntArrayRef(p.shape), ", got ", c10::IntArrayRef(p.strides));
 }
 
-// ---- Tables, in the order in which the fields are written ----
+}  // namespace
 
-// A member of a member, which is read alone.
-template <typename Object, typename Inner, typename Value>
-JsonField<Object> within(const char* name, Inner Object::*inner, Value Inner::*member,
-                         const JsonForm<Value>& form) {
-  JsonField<Object> field;
-  field.name = name;
-  field.read = [=](const json& value, int64_t version, Object& object) {
-    object.*inner.*member = form.read(value, name, version);
-  };
-  return field;
-}
+// ---- Fields, in the order in which they are written ----
 
-const JsonFields<ListedTensor>& listed_tensor_fields() {
-  static const JsonFields<ListedTensor> fields(
-      "a tensor",
-      {
-          {"key", &ListedTensor::key, text(), kRequired, 1},
-          within("of", &ListedTensor::about, &ManifestTensor::owner, text()),
-          within("kind", &ListedTensor::about, &ManifestTensor::kind, text()),
-          within("begin", &ListedTensor::about, &ManifestTensor::begin, whole()),
-          within("numel", &ListedTensor::about, &ManifestTensor::numel, whole()),
-          {"xxh3", &ListedTensor::hash, hash(), kRequired, 1},
-      },
-      check_tensor);
-  return fields;
-}
+template <>
+struct JsonFields<ListedTensor> {
+  static constexpr char kWhat[] = "a tensor";
+  static void list(auto& fields, auto& t) {
+    fields.required("key", t.key);
+    fields.required("of", t.about.owner);
+    fields.required("kind", t.about.kind);
+    fields.required("begin", t.about.begin);
+    fields.required("numel", t.about.numel);
+    fields.required("xxh3", t.hash, 1, HashForm());
+  }
+  static void check(const ListedTensor& t) {
+    check_range(t.about.owner, t.about.begin, t.about.numel);
+    TORCH_CHECK(t.key == tensor_key(t.about), "tensor ", printable(t.key), ": expected the key ",
+                printable(tensor_key(t.about)), " of what it holds, got another");
+  }
+};
 
-const JsonFields<ManifestFile>& file_fields() {
-  static const JsonFields<ManifestFile> fields(
-      "a file",
-      {
-          {"name", &ManifestFile::name, text(), kRequired, 1},
-          {"bytes", &ManifestFile::bytes, byte_count(), kRequired, 1},
-          {"xxh3", &ManifestFile::hash, hash(), kRequired, 1},
-          {"blocks", &ManifestFile::blocks, whole(), kRequired, kVersionOfBlocks},
-          JsonField<ManifestFile>("disk", &ManifestFile::disk, count(), kOptional, 1)
-              .where([](const ManifestFile& f) { return f.disk != 0; }),
-          JsonField<ManifestFile>("id", &ManifestFile::id, id(), kOptional, kVersionOfBlocks)
-              .where([](const ManifestFile& f) { return !f.id.empty(); }),
-      },
-      check_file);
-  return fields;
-}
+template <>
+struct JsonFields<ManifestFile> {
+  static constexpr char kWhat[] = "a file";
+  static void list(auto& fields, auto& file) {
+    fields.required("name", file.name);
+    fields.required("bytes", file.bytes);
+    fields.required("xxh3", file.hash, 1, HashForm());
+    fields.required("blocks", file.blocks, kVersionOfBlocks);
+    fields.optional("disk", file.disk, file.disk != 0, CountForm());
+    fields.optional("id", file.id, !file.id.empty(), IdForm());
+  }
+  static void check(const ManifestFile& file) { check_file(file); }
+};
 
-// [file, begin, numel, file, begin, numel, ...]
-JsonForm<std::vector<ManifestPiece>> pieces() {
-  return {[](const std::vector<ManifestPiece>& pieces) {
-            ordered_json list = ordered_json::array();
-            for (const ManifestPiece& piece : pieces) {
-              for (const int64_t number : {piece.file, piece.begin, piece.numel}) {
-                list.push_back(number);
-              }
-            }
-            return list;
-          },
-          [](const json& list, const char* name, int64_t) {
-            check_is(list.is_array() && list.size() % 3 == 0, list, name,
-                     "a list of files, beginnings and sizes");
-            std::vector<ManifestPiece> result;
-            result.reserve(list.size() / 3);
-            for (size_t i = 0; i < list.size(); i += 3) {
-              result.push_back({whole_number(list[i], name), whole_number(list[i + 1], name),
-                                whole_number(list[i + 2], name)});
-            }
-            return result;
-          }};
-}
+template <>
+struct JsonFields<ManifestTensors> {
+  static constexpr char kWhat[] = "tensors of one name";
+  static void list(auto& fields, auto& entry) {
+    fields.required("of", entry.owner);
+    fields.required("kinds", entry.kinds);
+    fields.required("pieces", entry.pieces);
+  }
+  static void check(const ManifestTensors& entry) { check_pieces(entry); }
+};
 
-const JsonFields<ManifestTensors>& tensors_fields() {
-  static const JsonFields<ManifestTensors> fields(
-      "tensors of one name",
-      {
-          {"of", &ManifestTensors::owner, text(), kRequired, 1},
-          {"kinds", &ManifestTensors::kinds, list_of(text()), kRequired, 1},
-          {"pieces", &ManifestTensors::pieces, pieces(), kRequired, 1},
-      },
-      check_pieces);
-  return fields;
-}
+template <>
+struct JsonFields<StoredValue> {
+  static constexpr char kWhat[] = "a value";
+  static void list(auto& fields, auto& value) {
+    fields.required("of", value.owner);
+    fields.required("kind", value.kind);
+    fields.required("xxh3", value.hash, 1, HashForm());
+  }
+};
 
-const JsonFields<StoredValue>& value_fields() {
-  static const JsonFields<StoredValue> fields(
-      "a value",
-      {
-          {"of", &StoredValue::owner, text(), kRequired, 1},
-          {"kind", &StoredValue::kind, text(), kRequired, 1},
-          {"xxh3", &StoredValue::hash, hash(), kRequired, 1},
-      },
-      /*check=*/nullptr);
-  return fields;
-}
+template <>
+struct JsonFields<FileContent> {
+  static constexpr char kWhat[] = "a file of a rank";
+  static void list(auto& fields, auto& file) {
+    fields.required("about", file.about);
+    fields.required("tensors", file.tensors);
+    fields.required("values", file.values);
+  }
+  static void check(const FileContent& file) {
+    for (const ManifestTensors& entry : file.tensors) {
+      for (const ManifestPiece& piece : entry.pieces)
+        TORCH_CHECK(piece.file == 0, "expected pieces of one file, got others");
+    }
+  }
+};
 
-const JsonFields<FileContent>& content_fields() {
-  static const JsonFields<FileContent> fields(
-      "a file of a rank",
-      {
-          {"about", &FileContent::about, object_of(file_fields()), kRequired, 1},
-          {"tensors", &FileContent::tensors, list_of(tensors_fields()), kRequired, 1},
-          {"values", &FileContent::values, list_of(value_fields()), kRequired, 1},
-      },
-      [](const FileContent& file) {
-        for (const ManifestTensors& entry : file.tensors) {
-          for (const ManifestPiece& piece : entry.pieces)
-            TORCH_CHECK(piece.file == 0, "expected pieces of one file, got others");
-        }
-      });
-  return fields;
-}
+template <>
+struct JsonFields<ManifestParameter> {
+  static constexpr char kWhat[] = "a parameter";
+  static void list(auto& fields, auto& p) {
+    fields.required("name", p.name);
+    fields.required("shape", p.shape);
+    fields.required("strides", p.strides);
+    fields.required("dtype", p.dtype);
+    fields.required("group", p.group);
+    // Since version 2.
+    fields.optional("whole", p.whole, is_part(p));
+    fields.optional("dimension", p.dimension, is_part(p));
+    fields.optional("from", p.from, is_part(p));
+    // Since version 3.
+    fields.optional("sections", p.sections, !p.sections.empty());
+    fields.optional("moments", p.moments, !p.moments.empty());
+    fields.optional("master", p.master, !p.master.empty());
+  }
+  static void check(const ManifestParameter& p) { check_geometry(p); }
+};
+
+template <>
+struct JsonFields<Manifest> {
+  static constexpr char kWhat[] = "the manifest";
+  static void list(auto& fields, auto& m) {
+    fields.required("id", m.id, 1, IdForm());
+    fields.optional("run", m.run);
+    fields.optional("saved", m.saved);
+    fields.required("library_version", m.library_version);
+    fields.required("torch_version", m.torch_version);
+    fields.required("metadata", m.metadata);
+    fields.required("steps", m.steps, 1, CountForm());
+    fields.required("skipped_steps", m.skipped_steps, 1, CountForm());
+    fields.required("world_size", m.world_size);
+    fields.required("stage", m.stage);
+    fields.required("layout", m.layout);
+    fields.required("bucket_bytes", m.bucket_bytes);
+    fields.required("plan", m.plan_fingerprint, 1, HashForm());
+    fields.optional("holders", m.holders, m.holders != 1);
+    fields.optional("disk", m.disk, m.disk != 0, CountForm());
+    fields.required("optimizer", m.optimizer);
+    fields.required("groups", m.groups);
+    fields.section("loss_scale", [&](auto& scale) {
+      scale.required("dynamic", m.dynamic_scale);
+      scale.required("scale", m.scale, 1, LossScaleForm());
+      scale.required("good_steps", m.good_steps, 1, CountForm());
+      scale.required("hysteresis_left", m.hysteresis_left, 1, CountForm());
+      scale.required("skipped_at_min", m.skipped_at_min, 1, CountForm());
+    });
+    fields.required("parameters", m.parameters);
+    fields.required("frozen", m.frozen);
+    fields.required("buffers", m.buffers);
+    fields.required("files", m.files);
+    fields.required("tensors", m.tensors, kVersionOfBlocks);
+  }
+  static void check(const Manifest& m) { check_files_of(m); }
+};
+
+template <>
+struct JsonFields<HeldTensor> {
+  static constexpr char kWhat[] = "a held tensor";
+  static void list(auto& fields, auto& t) {
+    fields.required("about", t.about);
+    fields.required("index", t.index);
+    fields.required("holder", t.holder);
+    fields.required("copies", t.copies);
+    fields.required("xxh3", t.hash, 1, HashForm());
+    fields.required("part", t.part);
+    fields.required("parts", t.parts);
+    fields.required("dimension", t.dimension);
+    fields.required("sections", t.sections);
+  }
+};
+
+template <>
+struct JsonFields<HeldTensors> {
+  static constexpr char kWhat[] = "held tensors";
+  static void list(auto& fields, auto& held) {
+    fields.required("parameters", held.parameters);
+    fields.required("frozen", held.frozen);
+    fields.required("buffers", held.buffers);
+    fields.required("groups", held.groups);
+  }
+};
+
+namespace {
 
 // Before version 5 each file listed its tensors, with their hashes.
 void read_listed_tensors(const json& root, int64_t version, Manifest& manifest) {
   const json& files = root.at("files");
-  const auto list = list_of(listed_tensor_fields());
   std::vector<FileContent> contents;
   for (size_t f = 0; f < manifest.files.size(); ++f) {
     const auto found = files[f].find("tensors");
@@ -403,7 +476,7 @@ void read_listed_tensors(const json& root, int64_t version, Manifest& manifest) 
     content.about.blocks = -1;  // whatever a field of that name says
     content.about.id.clear();
     std::vector<ManifestTensor> tensors;
-    for (ListedTensor& t : list.read(*found, "tensors", version)) {
+    for (ListedTensor& t : JsonForm<std::vector<ListedTensor>>::read(*found, "tensors", version)) {
       content.about.tensor_hashes[std::move(t.key)] = t.hash;
       tensors.push_back(std::move(t.about));
     }
@@ -414,136 +487,31 @@ void read_listed_tensors(const json& root, int64_t version, Manifest& manifest) 
   add_files(contents, manifest);
 }
 
-const JsonFields<ManifestParameter>& parameter_fields() {
-  using Field = JsonField<ManifestParameter>;
-  static const JsonFields<ManifestParameter> fields(
-      "a parameter",
-      {
-          {"name", &ManifestParameter::name, text(), kRequired, 1},
-          {"shape", &ManifestParameter::shape, wholes(), kRequired, 1},
-          {"strides", &ManifestParameter::strides, wholes(), kRequired, 1},
-          {"dtype", &ManifestParameter::dtype, dtype(), kRequired, 1},
-          {"group", &ManifestParameter::group, whole(), kRequired, 1},
-          Field("whole", &ManifestParameter::whole, wholes(), kOptional, 2).where(is_part),
-          Field("dimension", &ManifestParameter::dimension, whole(), kOptional, 2).where(is_part),
-          Field("from", &ManifestParameter::from, whole(), kOptional, 2).where(is_part),
-          Field("sections", &ManifestParameter::sections, wholes(), kOptional, 3)
-              .where([](const ManifestParameter& p) { return !p.sections.empty(); }),
-          Field("moments", &ManifestParameter::moments, text(), kOptional, 1)
-              .where([](const ManifestParameter& p) { return !p.moments.empty(); }),
-          Field("master", &ManifestParameter::master, text(), kOptional, 1)
-              .where([](const ManifestParameter& p) { return !p.master.empty(); }),
-      },
-      check_geometry);
-  return fields;
-}
-
-const JsonFields<Manifest>& loss_scale_fields() {
-  static const JsonFields<Manifest> fields(
-      "loss_scale",
-      {
-          {"dynamic", &Manifest::dynamic_scale, flag(), kRequired, 1},
-          {"scale", &Manifest::scale, loss_scale(), kRequired, 1},
-          {"good_steps", &Manifest::good_steps, count(), kRequired, 1},
-          {"hysteresis_left", &Manifest::hysteresis_left, count(), kRequired, 1},
-          {"skipped_at_min", &Manifest::skipped_at_min, count(), kRequired, 1},
-      },
-      /*check=*/nullptr);
-  return fields;
-}
-
-const JsonFields<Manifest>& manifest_fields() {
-  const auto parameters = list_of(parameter_fields());
-  static const JsonFields<Manifest> fields(
-      "the manifest",
-      {
-          {"id", &Manifest::id, id(), kRequired, 1},
-          {"run", &Manifest::run, text(), kOptional, 1},
-          {"saved", &Manifest::saved, whole(), kOptional, 1},
-          {"library_version", &Manifest::library_version, text(), kRequired, 1},
-          {"torch_version", &Manifest::torch_version, text(), kRequired, 1},
-          {"metadata", &Manifest::metadata, texts_by_name(), kRequired, 1},
-          {"steps", &Manifest::steps, count(), kRequired, 1},
-          {"skipped_steps", &Manifest::skipped_steps, count(), kRequired, 1},
-          {"world_size", &Manifest::world_size, whole(), kRequired, 1},
-          {"stage", &Manifest::stage, whole(), kRequired, 1},
-          {"layout", &Manifest::layout, text(), kRequired, 1},
-          {"bucket_bytes", &Manifest::bucket_bytes, whole(), kRequired, 1},
-          {"plan", &Manifest::plan_fingerprint, hash(), kRequired, 1},
-          JsonField<Manifest>("holders", &Manifest::holders, whole(), kOptional, 1)
-              .where([](const Manifest& m) { return m.holders != 1; }),
-          JsonField<Manifest>("disk", &Manifest::disk, count(), kOptional, 1)
-              .where([](const Manifest& m) { return m.disk != 0; }),
-          {"optimizer", &Manifest::optimizer, text(), kRequired, 1},
-          {"groups", &Manifest::groups, option_groups(), kRequired, 1},
-          section("loss_scale", loss_scale_fields(), kRequired, 1),
-          {"parameters", &Manifest::parameters, parameters, kRequired, 1},
-          {"frozen", &Manifest::frozen, parameters, kRequired, 1},
-          {"buffers", &Manifest::buffers, parameters, kRequired, 1},
-          {"files", &Manifest::files, list_of(file_fields()), kRequired, 1},
-          {"tensors", &Manifest::tensors, list_of(tensors_fields()), kRequired, kVersionOfBlocks},
-      },
-      check_files_of);
-  return fields;
-}
-
-const JsonFields<HeldTensor>& held_tensor_fields() {
-  static const JsonFields<HeldTensor> fields(
-      "a held tensor",
-      {
-          {"about", &HeldTensor::about, object_of(parameter_fields()), kRequired, 1},
-          {"index", &HeldTensor::index, whole(), kRequired, 1},
-          {"holder", &HeldTensor::holder, whole(), kRequired, 1},
-          {"copies", &HeldTensor::copies, whole(), kRequired, 1},
-          {"xxh3", &HeldTensor::hash, hash(), kRequired, 1},
-          {"part", &HeldTensor::part, whole(), kRequired, 1},
-          {"parts", &HeldTensor::parts, whole(), kRequired, 1},
-          {"dimension", &HeldTensor::dimension, whole(), kRequired, 1},
-          {"sections", &HeldTensor::sections, wholes(), kRequired, 1},
-      },
-      /*check=*/nullptr);
-  return fields;
-}
-
-const JsonFields<HeldTensors>& held_fields() {
-  const auto tensors = list_of(held_tensor_fields());
-  static const JsonFields<HeldTensors> fields(
-      "held tensors",
-      {
-          {"parameters", &HeldTensors::parameters, tensors, kRequired, 1},
-          {"frozen", &HeldTensors::frozen, tensors, kRequired, 1},
-          {"buffers", &HeldTensors::buffers, tensors, kRequired, 1},
-          {"groups", &HeldTensors::groups, option_groups(), kRequired, 1},
-      },
-      /*check=*/nullptr);
-  return fields;
-}
-
 }  // namespace
 
 void write_fields(const Manifest& manifest, nlohmann::ordered_json& root) {
-  manifest_fields().write(manifest, root);
+  FieldWriter fields(root);
+  JsonFields<Manifest>::list(fields, manifest);
 }
 
 Manifest read_fields(const nlohmann::json& root, int64_t version) {
-  Manifest manifest;
-  manifest_fields().read(root, version, manifest);
+  Manifest manifest = JsonForm<Manifest>::read(root, "manifest", version);
   if (version < kVersionOfBlocks) read_listed_tensors(root, version, manifest);
   return manifest;
 }
 
 nlohmann::ordered_json files_json(const std::vector<FileContent>& files) {
-  return list_of(content_fields()).write(files);
+  return JsonForm<std::vector<FileContent>>::write(files);
 }
 
 std::vector<FileContent> files_from(const nlohmann::json& list) {
-  return list_of(content_fields()).read(list, "files", kCheckpointVersion);
+  return JsonForm<std::vector<FileContent>>::read(list, "files", kCheckpointVersion);
 }
 
-ordered_json held_json(const HeldTensors& held) { return object_of(held_fields()).write(held); }
+ordered_json held_json(const HeldTensors& held) { return JsonForm<HeldTensors>::write(held); }
 
 HeldTensors held_from(const json& object) {
-  return object_of(held_fields()).read(object, "held tensors", kCheckpointVersion);
+  return JsonForm<HeldTensors>::read(object, "held tensors", kCheckpointVersion);
 }
 
 }  // namespace zero

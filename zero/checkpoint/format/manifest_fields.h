@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The fields of a manifest, in tables that write and read it. manifest_fields.cc is the one place
-// that names them; a new field is a member in manifest.h and a line in its table.
+// The fields of a manifest, in lists that write and read it. manifest_fields.cc is the one place
+// that names them; a new field is a member in manifest.h and a line in its list.
 #pragma once
 
 #include <cstdint>

@@ -241,41 +241,34 @@ void append_list(c10::IntArrayRef numbers, std::string& into) {
   into += ']';
 }
 
+std::string entry_text(const StoredTensor& tensor) {
+  std::string text = R"({"data_offsets":)";
+  append_list({static_cast<int64_t>(tensor.begin), static_cast<int64_t>(tensor.end)}, text);
+  text.append(R"(,"dtype":")").append(dtype_name(tensor.dtype)).append(R"(","shape":)");
+  append_list(tensor.shape, text);
+  return text + '}';
+}
+
 // Names are in the order of their bytes, as a JSON library with sorted objects writes them. Throws
 // for a name that several have.
 std::string header_text(const std::vector<StoredTensor>& tensors,
                         const std::map<std::string, std::string>& metadata,
                         const std::string& path) {
-  std::vector<const StoredTensor*> by_name;
-  by_name.reserve(tensors.size());
-  for (const StoredTensor& t : tensors) by_name.push_back(&t);
-  std::sort(by_name.begin(), by_name.end(),
-            [](const StoredTensor* a, const StoredTensor* b) { return a->name < b->name; });
+  std::vector<std::pair<std::string, std::string>> entries;  // of JSON, by name
+  entries.reserve(tensors.size() + 1);
+  entries.emplace_back(kMetadata, json(metadata).dump());
+  for (const StoredTensor& t : tensors) entries.emplace_back(t.name, entry_text(t));
+  std::sort(entries.begin(), entries.end());
   std::string text = "{";
-  const auto begin_entry = [&](const std::string& name) {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const auto& [name, value] = entries[i];
+    TORCH_CHECK(i == 0 || entries[i - 1].first != name, path, ": tensor ", name,
+                ": expected a name that is free, got one that is taken");
+    if (name == kMetadata && metadata.empty()) continue;
     if (text.size() > 1) text += ',';
     append_quoted(name, text);
-    text += ':';
-  };
-  bool metadata_written = metadata.empty();
-  const auto write_metadata = [&] {
-    begin_entry(kMetadata);
-    text += json(metadata).dump();
-    metadata_written = true;
-  };
-  for (size_t i = 0; i < by_name.size(); ++i) {
-    const StoredTensor& t = *by_name[i];
-    TORCH_CHECK(t.name != kMetadata && (i == 0 || by_name[i - 1]->name != t.name), path,
-                ": tensor ", t.name, ": expected a name that is free, got one that is taken");
-    if (!metadata_written && t.name > kMetadata) write_metadata();
-    begin_entry(t.name);
-    text += R"({"data_offsets":)";
-    append_list({static_cast<int64_t>(t.begin), static_cast<int64_t>(t.end)}, text);
-    text.append(R"(,"dtype":")").append(dtype_name(t.dtype)).append(R"(","shape":)");
-    append_list(t.shape, text);
-    text += '}';
+    text.append(":").append(value);
   }
-  if (!metadata_written) write_metadata();
   return text + '}';
 }
 
