@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // list_checkpoints() finds the checkpoints of a folder and orders them.
-#include "zero/checkpoint/format/checkpoint_list.h"
+#include "zero/checkpoint/folder.h"
 
 #include <gtest/gtest.h>
 

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which run a save is of, and its place in the order of saves, whatever the clock says.
-#include "zero/checkpoint/run_identity.h"
+#include "zero/checkpoint/folder.h"
 
 #include <gtest/gtest.h>
 

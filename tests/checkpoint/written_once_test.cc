@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// zero/checkpoint/written_once.h: frozen parameters are written once in a run, and each checkpoint
-// has them all the same.
+// WrittenOnce of zero/checkpoint/writer.h: frozen parameters are written once in a run, and each
+// checkpoint has them all the same.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>

@@ -1,16 +1,57 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/folder.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <limits>
+#include <system_error>
+#include <tuple>
 
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/atomic_directory.h"
-#include "zero/checkpoint/format/checkpoint_list.h"
+#include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint/format/reader.h"
 
 namespace zero {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool may_be_checkpoint(const fs::path& path) {
+  std::error_code error;
+  return path.filename().string()[0] != '.' &&
+         fs::symlink_status(path, error).type() == fs::file_type::directory &&
+         fs::exists(path / kManifestName, error);
+}
+
+}  // namespace
+
+bool is_whole(const ListedCheckpoint& checkpoint) {
+  return is_complete_checkpoint(checkpoint.path);
+}
+
+std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent) {
+  std::vector<ListedCheckpoint> result;
+  for (const std::string& name : names_in(parent)) {
+    const fs::path path = fs::path(parent) / name;
+    if (!may_be_checkpoint(path)) continue;
+    try {
+      const Manifest manifest = read_manifest(path.string());
+      result.push_back(
+          {path.string(), manifest.id, manifest.saved, manifest.steps + manifest.skipped_steps});
+    } catch (const c10::Error&) {  // damaged, or a manifest of something else
+    }
+  }
+  std::sort(result.begin(), result.end(), [](const auto& a, const auto& b) {
+    return std::tie(a.saved, a.steps, a.path) < std::tie(b.saved, b.steps, b.path);
+  });
+  return result;
+}
 
 std::optional<std::string> latest(const std::string& parent) {
   const std::vector<ListedCheckpoint> found = list_checkpoints(parent);
@@ -38,6 +79,28 @@ void verify_checkpoint(const std::string& folder, bool one_disk) {
   for (size_t f = 0; f < manifest.files.size(); ++f) {
     if (!one_disk || manifest.files[f].disk == manifest.disk) reader.verify_file(f);
   }
+}
+
+RunIdentity::RunIdentity() : id_(random_id()) {}
+
+int64_t RunIdentity::next_save(const std::string& parent) {
+  if (known_.insert(parent).second) {
+    try {
+      const auto found = list_checkpoints(parent);
+      if (!found.empty()) last_ = std::max(last_, found.back().saved);
+    } catch (const c10::Error&) {  // not listable; a save into it may still be possible
+    }
+  }
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  last_ += last_ < std::numeric_limits<int64_t>::max() ? 1 : 0;
+  last_ =
+      std::max<int64_t>(last_, std::chrono::duration_cast<std::chrono::microseconds>(now).count());
+  return last_;
+}
+
+void RunIdentity::resume(const Manifest& manifest) {
+  if (!manifest.run.empty()) id_ = manifest.run;
+  last_ = std::max(last_, manifest.saved);
 }
 
 }  // namespace zero

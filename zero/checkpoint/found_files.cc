@@ -16,8 +16,8 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/checkpoint/file_exchange.h"
+#include "zero/checkpoint/folder.h"
 #include "zero/checkpoint/format/atomic_directory.h"
-#include "zero/checkpoint/format/checkpoint_list.h"
 #include "zero/checkpoint/format/hashed_file.h"
 
 namespace zero {

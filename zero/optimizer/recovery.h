@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "zero/checkpoint/run_identity.h"
+#include "zero/checkpoint/folder.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/recovery/protection.h"
 #include "zero/recovery/roll_call.h"

@@ -18,7 +18,6 @@
 #include "zero/checkpoint/differences.h"
 #include "zero/checkpoint/format/reader.h"
 #include "zero/checkpoint/match/mesh_tensors.h"
-#include "zero/checkpoint/match/needed_tensors.h"
 #include "zero/checkpoint/match/part_reader.h"
 #include "zero/checkpoint_options.h"
 #include "zero/inner_optimizers/state.h"
