@@ -47,7 +47,7 @@ namespace zero {
 // algorithm is the backend's own is counted by the formula given beside it.
 struct Traffic {
   int64_t exchange_calls = 0;
-  int64_t exchange_bytes_sent = 0;  // exchange_rows, reduce_rows
+  int64_t exchange_bytes_sent = 0;  // exchange_rows, and sums of gradients
   int64_t gather_calls = 0;
   int64_t gather_bytes_sent = 0;  // gather_rows
   int64_t small_calls = 0;

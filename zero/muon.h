@@ -11,7 +11,7 @@
 // where each matrix has one owner that updates it as a whole. For each matrix p of shape [m, n]
 // with gradient g:
 //
-//   b = b + (1 - momentum) * (g - b)
+//   b = b + (1 - momentum) * (g - b)  // with moments(): momentum * b + (1 - momentum) * g
 //   u = nesterov ? g + momentum * (b - g) : b
 //   p = p * (1 - lr * weight_decay)
 //   p = p - lr * adjust(m, n) * orthogonal(u)

@@ -306,23 +306,27 @@ struct ZeroOptions {
   // Parameters, moments and averages have the bits of a run without, and the loop stays backward()
   // and step(), which sends the new values. What it costs:
   //
-  //   - The shards of buckets on their way, of 8 MiB or of four buckets and of more on a slow
-  //     network, are in `buckets` of MemoryReport. A shard stays until step() where this rank has
-  //     no gradient of a parameter in its row: only step() knows whether another rank has one.
+  //   - The shards of buckets on their way, of 8 MiB of packed buckets and two more, and of more on
+  //     a slow network, are in `buckets` of MemoryReport. A shard stays until step() where this
+  //     rank has no gradient of a parameter in its row: only step() knows whether another rank has
+  //     one.
   //   - From backward() to step() parameters are neither old nor new. A graph that needs the old
-  //     value of one whose gradient is complete throws, as after any in-place update.
+  //     value of one whose gradient is complete throws, as after any in-place update. Nothing sees
+  //     it where a part that is recomputed reads the weight without a gradient.
   //   - Options of param_groups() count as they are when a pass sends its first bucket. step()
   //     throws where they have changed since.
   //   - The first bucket of a step waits until a save or a protected step has copied the shard.
   //   - What is updated stays so. A backward pass that throws, on any rank, is a failure of all
   //     ranks: go on from a checkpoint with a new optimizer, or by recover() with `protect`.
   //
-  // A step has one backward pass, and one gradient of each parameter in it, so that no_sync(), a
-  // second pass, a weight that several checkpointed parts share, and zero_grad() between backward()
-  // and step() are refused. So are, since they need the whole gradient before the update:
-  // skip_nonfinite(true), the default, loss_scaler, skip_if, reduce_gradients(), clips, norms and
-  // gradient(); in stage 1 nobody gathers averages. Refused as well: micro_batches,
-  // GatherWire::kChanges, replicated_over, groups without a fused kernel, and parameters on a GPU.
+  // A step has one pass of backward(), and one gradient of each parameter in it, so that no_sync(),
+  // a second pass, other passes (loss.backward(), or that of another optimizer that reaches these
+  // parameters, as of a GAN's generator), a weight that a checkpointed part shares, and all
+  // collective calls but step() between backward() and step() are refused. So are, since they need
+  // the whole gradient before the update: skip_nonfinite(true), the default, loss_scaler, skip_if,
+  // reduce_gradients(), clips, norms and gradient(); in stage 1 nobody gathers averages. Refused as
+  // well: micro_batches, GatherWire::kChanges, replicated_over, groups without a fused kernel, and
+  // parameters on a GPU.
   TORCH_ARG(bool, update_in_backward) = false;
 
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter

@@ -6,6 +6,7 @@
 #include <ATen/Functions.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -99,8 +100,7 @@ struct Case {
   Class inner = Class::kAdamW;
   c10::ScalarType dtype = at::kFloat;
   ZeroOptions options = ZeroOptions();
-  bool some = true;  // parameters lack gradients
-  bool plain_backward = false;
+  bool some = true;      // parameters lack gradients
   bool by_hand = false;  // a gradient is put into p.grad() before the pass
   Wire wire = Wire::kGloo;
 };
@@ -114,8 +114,7 @@ std::vector<Case> cases() {
   const auto int8 = small().moments(Moments::kInt8);
   return {
       {.name = "AdamW", .options = small()},
-      {.name = "OneBucket", .plain_backward = true},
-      {.name = "PlainBackward", .options = small(), .plain_backward = true},
+      {.name = "OneBucket"},
       {.name = "ByHand", .options = small(), .by_hand = true},
       {.name = "Adam", .inner = Class::kAdam, .dtype = at::kBFloat16, .options = small()},
       {.name = "Sgd", .inner = Class::kSgd, .options = small(), .wire = Wire::kShared},
@@ -145,10 +144,9 @@ std::vector<Case> cases() {
            ZeroOptions(int8).static_graph(true).split_masters(true).ema(EmaOptions()).stage(1),
        .some = false},
       {.name = "OverlapGather", .options = small().overlap_gather(true)},
-      {.name = "OverlapGatherPlainBackward",
+      {.name = "OverlapGatherPerParameter",
        .dtype = at::kBFloat16,
-       .options = small().overlap_gather(true).layout(Layout::kPerParameter),
-       .plain_backward = true},
+       .options = small().overlap_gather(true).layout(Layout::kPerParameter)},
       {.name = "GradientShardsInBFloat16",
        .dtype = at::kBFloat16,
        .options = small().gradient_shard_dtype(at::kBFloat16),
@@ -182,8 +180,7 @@ struct TestRun {
       given[0] = given[0] * 0.5;
       if (given[1].defined()) put(1, std::exchange(given[1], at::Tensor()));
     }
-    const at::Tensor loss = model.loss(given);
-    c.plain_backward ? loss.backward() : optimizer.backward(loss);
+    optimizer.backward(model.loss(given));
   }
   void step(int number) {
     set_rates(optimizer, number);
@@ -306,25 +303,22 @@ TEST_P(UpdateInBackward, HasTheBitsOfARunWithout) {
 TEST(UpdateInBackwardTest, OfAModelIsThePlainRun) {
   for (const int world_size : {1, 2, 3, 4}) {
     for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
-      for (const bool plain_backward : {false, true}) {
-        SCOPED_TRACE(::testing::Message() << world_size << " ranks " << plain_backward);
-        Training t;
-        t.world_size = world_size;
-        t.steps = 6;
-        t.plain_backward = plain_backward;
-        t.reference_in_fp32 = true;
-        t.options = with(ZeroOptions().bucket_bytes(700).layout(layout));
-        t.use = [](int rank, int step, int) -> unsigned {
-          if (step == 3) return OddModelImpl::kTrunk;
-          if ((rank + step) % 3 == 1) return OddModelImpl::kTrunk | OddModelImpl::kLeft;
-          return OddModelImpl::kAll | (step == 2 ? OddModelImpl::kLeftAgain : 0U);
-        };
-        const Trajectory sharded = train_on_ranks(t);
-        EXPECT_LE(largest_difference(sharded, train_reference(t)), 1e-5);
-        Training usual = t;
-        usual.options = without(ZeroOptions().bucket_bytes(700).layout(layout));
-        EXPECT_EQ(differing_elements(sharded, train_on_ranks(usual)), 0);
-      }
+      SCOPED_TRACE(::testing::Message() << world_size << " ranks");
+      Training t;
+      t.world_size = world_size;
+      t.steps = 6;
+      t.reference_in_fp32 = true;
+      t.options = with(ZeroOptions().bucket_bytes(700).layout(layout));
+      t.use = [](int rank, int step, int) -> unsigned {
+        if (step == 3) return OddModelImpl::kTrunk;
+        if ((rank + step) % 3 == 1) return OddModelImpl::kTrunk | OddModelImpl::kLeft;
+        return OddModelImpl::kAll | (step == 2 ? OddModelImpl::kLeftAgain : 0U);
+      };
+      const Trajectory sharded = train_on_ranks(t);
+      EXPECT_LE(largest_difference(sharded, train_reference(t)), 1e-5);
+      Training usual = t;
+      usual.options = without(ZeroOptions().bucket_bytes(700).layout(layout));
+      EXPECT_EQ(differing_elements(sharded, train_on_ranks(usual)), 0);
     }
   }
 }
@@ -580,12 +574,94 @@ TEST(UpdateInBackwardTest, AGraphThatStillNeedsAnOldValueThrows) {
   }
 }
 
-TEST(UpdateInBackwardTest, ASecondGradientInAStepEndsTheOptimizer) {
+// Such as the generator's of a GAN, which reaches the discriminator.
+TEST(UpdateInBackwardTest, GradientsOfOtherPassesAreRefusedAndUpdateNothing) {
+  run_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small())), other(group, kUsual, without(small()));
+    const at::Tensor loss = run.model.loss(gradients(false, group.rank(), 0));
+    expect_refused([&] { loss.backward(); }, {"a gradient outside of backward()"});
+    expect_refused([&] { run.optimizer.step(); }, {"a gradient outside of backward()"});
+    run.model.zero_grad();
+    run.step(0);
+    other.step(0);
+    expect_same_bits(run.everything(), other.everything());
+  });
+}
+
+TEST(UpdateInBackwardTest, GradientsByHandAreUpdatedByNoCallButStep) {
+  run_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small())), other(group, kUsual, without(small()));
+    for (TestRun* r : {&run, &other}) {
+      for (at::Tensor& value : r->model.values) value.mutable_grad() = at::ones_like(value);
+    }
+    for (const auto& call :
+         std::vector<std::function<void()>>{[&] { run.optimizer.refresh_master_parameters(); },
+                                            [&] { run.optimizer.broadcast_buffers(); },
+                                            [&] { run.optimizer.master(run.model.values[0]); }}) {
+      expect_refused(call, {"expected step() after backward() with update_in_backward(true)"});
+    }
+    run.optimizer.step();
+    other.optimizer.step();
+    expect_same_bits(run.everything(), other.everything());
+  });
+}
+
+// Without the option step() sees them, and nothing is lost.
+TEST(UpdateInBackwardTest, ValuesThatAProgramWroteAreSeenBeforeTheFirstUpdate) {
+  run_ranks(2, [](const Group& group) {
+    const Case c{.name = "", .dtype = at::kBFloat16, .options = small()};
+    TestRun run(group, c, with(c.options));
+    run.step(0);
+    {
+      const at::NoGradGuard no_grad;
+      run.model.values[0].fill_(0.5);
+    }
+    expect_refused([&] { run.backward(1); }, {"refresh_master_parameters()"});
+    expect_refused([&] { run.optimizer.refresh_master_parameters(); }, {"refresh_master"});
+    run.optimizer.refresh_master_parameters();
+    EXPECT_TRUE(run.optimizer.master(run.model.values[0]).eq(0.5).all().item<bool>());
+    run.step(1);
+  });
+}
+
+TEST(UpdateInBackwardTest, APassWithoutGradientsMayBeDropped) {
+  run_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small()));
+    const at::Tensor none = at::ones({}, at::TensorOptions().requires_grad(true));
+    run.optimizer.backward(none * 2);
+    run.optimizer.zero_grad();
+    run.step(0);
+  });
+}
+
+TEST(UpdateInBackwardTest, UnderInferenceModeMomentsAreMadeToLast) {
   run_ranks(1, [](const Group& group) {
     TestRun run(group, kUsual, with(small()));
-    run.model.loss(gradients(false, 0, 0)).backward();
-    const at::Tensor again = run.model.loss(gradients(false, 0, 1));
-    expect_refused([&] { again.backward(); }, {"expected one gradient and one backward pass"});
+    const at::Tensor loss = run.model.loss(gradients(false, 0, 0));
+    {
+      const c10::InferenceMode mode;
+      const at::AutoGradMode grad(true);
+      run.optimizer.backward(loss);
+    }
+    run.optimizer.step();
+    for (const auto& [key, state] : run.optimizer.inner().state()) {
+      const auto& adamw = static_cast<const torch::optim::AdamWParamState&>(*state);
+      EXPECT_FALSE(adamw.exp_avg().is_inference());
+    }
+  });
+}
+
+TEST(UpdateInBackwardTest, ASecondGradientInAPassEndsTheOptimizer) {
+  run_ranks(1, [](const Group& group) {
+    TestRun run(group, kUsual, with(small()));
+    const at::Tensor loss = run.model.loss(gradients(false, 0, 0));
+    loss.register_hook([&](const at::Tensor& gradient) {
+      const at::AutoGradMode records(true);
+      run.model.loss(gradients(false, 0, 1)).backward();
+      return gradient;
+    });
+    expect_refused([&] { run.optimizer.backward(loss); },
+                   {"expected one gradient and one backward pass"});
     expect_refused([&] { run.optimizer.step(); }, {"expected one gradient and one backward pass"});
     expect_refused([&] { run.optimizer.zero_grad(); }, {"expected one gradient and one"});
   });

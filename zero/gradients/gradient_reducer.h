@@ -84,7 +84,7 @@ class GradientReducer {
   void update_with(BucketUpdates updates) { updates_ = std::move(updates); }
   // Returns whether BucketUpdates::update() was called for the bucket since consume().
   bool is_updated(int64_t bucket) const { return updated_[bucket] != 0; }
-  // Returns whether a gradient is in a bucket, or was sent, since consume().
+  // Returns whether a round was begun since consume(), perhaps of zeros.
   bool has_packed() const { return rounds_ > 0 || round_open(); }
 
   // Factor on every gradient besides the mean over ranks: 1 / loss scale.

@@ -122,10 +122,14 @@ void BackwardPasses::remove_hooks() noexcept {
   after_hooks_.clear();
 }
 
+bool BackwardPasses::takes_own_passes_only() const {
+  return parts_.reducer.micro_batches() != nullptr || parts_.update_in_backward;
+}
+
 bool BackwardPasses::takes_gradients() const {
   return !parts_.clipping.has_clips() && !parts_.protocol.ema_in_use() &&
          (running_ ||
-          (!parts_.reducer.micro_batches() && (scaled_ || parts_.record.scaler().scale() == 1.0)));
+          (!takes_own_passes_only() && (scaled_ || parts_.record.scaler().scale() == 1.0)));
 }
 
 std::string BackwardPasses::unscaled_problem() const {
@@ -145,11 +149,17 @@ std::string BackwardPasses::untimely_problem() const {
            "backward pass";
   }
   if (parts_.protocol.ema_in_use()) return std::string("a backward pass: ") + kEmaInUseProblem;
-  if (parts_.reducer.micro_batches() && !running_) {
-    return "a gradient outside of backward(): expected optimizer.backward(loss) for each number of "
-           "micro_batches(), got another pass, of which no micro-batch is known. Call "
-           "requires_grad_(false) on parameters that the pass of another optimizer reaches, as "
-           "that of a GAN's generator does";
+  if (takes_own_passes_only() && !running_) {
+    const std::string of_others =
+        ". Call requires_grad_(false) on parameters that the pass of another optimizer reaches, as "
+        "that of a GAN's generator does";
+    return "a gradient outside of backward(): expected optimizer.backward(loss) " +
+           (parts_.update_in_backward
+                ? "with update_in_backward(true), got another pass, whose gradients would update "
+                  "parameters at once"
+                : std::string("for each number of micro_batches(), got another pass, of which no "
+                              "micro-batch is known")) +
+           of_others;
   }
   return unscaled_text();
 }
@@ -258,6 +268,8 @@ void BackwardPasses::begin() {
   try {
     // Also where this pass uses none of the parameters that were reset.
     parts_.reducer.drop_resets();
+    // Nobody looks again before the first update.
+    if (parts_.update_in_backward) parts_.table.verify();
   } catch (const std::exception& error) {
     parts_.protocol.throw_misuse(error_text(error));
   }

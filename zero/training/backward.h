@@ -80,6 +80,8 @@ class BackwardPasses {
   // Returns whether gradients of this pass stay on this rank for now.
   bool keeps_gradients() const;
   // Returns whether a gradient may arrive at present, and why not. Asked for each gradient.
+  // Returns whether only passes of backward() may give gradients.
+  bool takes_own_passes_only() const;
   bool takes_gradients() const;
   std::string untimely_problem() const;
   std::string unscaled_text() const;

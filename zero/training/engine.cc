@@ -188,10 +188,15 @@ std::string early_update_problem(const Engine& engine, Call call) {
              "update_in_backward(true), since a step has one reduction, got one that was put there "
              "after it; reset it, or make the optimizer without that option";
     default:
-      if (!engine.reducer.has_packed()) return {};
+      // Any other call would send what is in p.grad(), and so update parameters.
+      if (call == Call::kZeroGrad ? !engine.reducer.any_used()
+                                  : engine.reducer.rounds_needed() == 0) {
+        return {};
+      }
       return std::string(call_name(call)) +
              ": expected step() after backward() with update_in_backward(true), since parameters "
-             "are updated before it, got gradients that are not stepped; call step() first";
+             "are updated before it, got gradients that are not stepped; call step() first, or go "
+             "on from a checkpoint with a new optimizer";
   }
 }
 
@@ -211,7 +216,8 @@ Problem problem_of(const std::function<void()>& check) {
 Problem first_problem(Engine& engine, Call call, const std::function<void()>& check) {
   Problem problem(engine.protocol.take_problem(call));
   if (problem.empty() && is_capturing(engine.device)) problem = capture_problem(engine, call);
-  if (problem.empty()) problem = early_update_problem(engine, call);
+  const bool drops = call == Call::kZeroGrad;
+  if (problem.empty() && !drops) problem = early_update_problem(engine, call);
   // The guard also ends where an error of training leaves its scope, which stays for the next call.
   if (call == Call::kEndEma) return problem.empty() ? problem_of(check) : problem;
   if (engine.shards.inner_was_stepped() && problem.empty()) problem = kInnerStepProblem;
@@ -225,6 +231,7 @@ Problem first_problem(Engine& engine, Call call, const std::function<void()>& ch
     });
   }
   engine.reducer.claim_gradients();
+  if (problem.empty() && drops) problem = early_update_problem(engine, call);
   if (problem.empty() && checked && engine.reducer.any_used()) {
     problem = engine.passes.unscaled_problem();
   }
@@ -379,7 +386,8 @@ void Engine::push_options(const ParamGroups& groups) {
   TORCH_CHECK(!options_are_fixed || shards.has_options(groups),
               "param_groups(): expected the options that backward() updated with, since "
               "update_in_backward(true) updates before step(), got others; change them between "
-              "step() and backward(), and give them back their values now");
+              "step() and backward(), and give them back their values now, or go on from a "
+              "checkpoint with a new optimizer where ranks had different ones");
   if (!options_are_fixed) shards.push_options(groups);
 }
 

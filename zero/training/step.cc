@@ -14,6 +14,7 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
+#include "zero/base/normal_tensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
@@ -169,8 +170,11 @@ void Engine::begin_update(const std::vector<uint8_t>& used, const at::Tensor& sk
 void Engine::before_sending(int64_t bucket) {
   if (!options_are_fixed) {
     // They read the bucket that backward comes to first last.
-    run_or_close([this] { wait_for_readers(0); });
-    push_options(*visible_groups);
+    run_or_close([this] {
+      wait_for_readers(0);
+      check_groups(*visible_groups);
+      push_options(*visible_groups);
+    });
     options_are_fixed = true;
   }
   if (!plan.layout_of(plan.buckets[bucket]).in_place()) return;
@@ -181,6 +185,7 @@ void Engine::before_sending(int64_t bucket) {
 
 void Engine::update_early(int64_t bucket) {
   const at::NoGradGuard no_grad;
+  const NormalTensors normal;  // moments that are made now outlive the pass
   run_update([&] {
     if (!std::exchange(update_begun, true)) {
       early_step = record.steps();
