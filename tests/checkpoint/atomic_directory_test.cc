@@ -34,6 +34,7 @@
 namespace {
 
 bool has_exchange = true;
+bool has_noreplace = true;
 bool has_locks = true;
 bool renames_folders = true;
 bool dies_at_flags = false;
@@ -50,7 +51,7 @@ extern "C" int renameat2(int from_folder, const char* from, int to_folder, const
                          unsigned int flags) noexcept {
   if (flags != 0 && dies_at_flags) _exit(9);
   if (before_flags) before_flags(to, flags);
-  if (!has_exchange && flags != 0) {
+  if ((!has_exchange && flags != 0) || (!has_noreplace && flags == RENAME_NOREPLACE)) {
     errno = EINVAL;
     return -1;
   }
@@ -105,7 +106,7 @@ class AtomicDirectoryTest : public ::testing::Test {
     fs::create_directories(parent_);
   }
   ~AtomicDirectoryTest() override {
-    has_exchange = has_locks = renames_folders = true;
+    has_exchange = has_noreplace = has_locks = renames_folders = true;
     before_rename = nullptr;
     busy.clear();
     broken.clear();
@@ -229,6 +230,14 @@ TEST_F(AtomicDirectoryTest, WithoutExchangeATargetIsKeptAndTheSaveRefusedBeforeA
   }
   save(parent + "/next", 2);
   EXPECT_EQ(latest(parent), parent + "/next");
+}
+
+TEST_F(AtomicDirectoryTest, AnExchangeNeedsNoOtherFlag) {
+  const std::string target = parent_ + "/no_noreplace/current";
+  has_noreplace = false;
+  save(target, 1);
+  save(target, 2);
+  EXPECT_EQ(steps_at(target), 2);
 }
 
 TEST_F(AtomicDirectoryTest, ATargetThatAppearsWhereNoneCanBeExchangedIsKept) {

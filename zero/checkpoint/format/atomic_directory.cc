@@ -355,7 +355,9 @@ void AtomicDirectory::publish(const RunTask& remove) {
 void AtomicDirectory::give_name() {
   if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_NOREPLACE) == 0) return;
   int error = errno;
-  if (error == EEXIST && overwrite_) {
+  // What lacks RENAME_NOREPLACE may say so before it says that a target is there.
+  const bool there = error == EEXIST || (unsupported(error) && exists(target_));
+  if (there && overwrite_) {
     if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_EXCHANGE) == 0) return;
     error = errno;
   } else if (unsupported(error) && !exists(target_)) {
