@@ -3,6 +3,7 @@
 //
 // What a checkpoint costs with many ranks and many parameters, in bytes: its manifest, and what
 // ranks read that load it on another number of them.
+#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
@@ -13,6 +14,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -24,6 +26,8 @@
 #include "tests/support/peak_memory.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/reader.h"
+#include "zero/checkpoint/match/part_reader.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -129,6 +133,34 @@ TEST(CheckpointScaleTest, RanksReadTheirShareWhoeverSaved) {
     EXPECT_LE(all, 1.2);
     EXPECT_GE(all, 1.0) << "every byte is verified";
   }
+}
+
+// Each row is a run of each part, and a run takes some 450 bytes.
+TEST(CheckpointScaleTest, PartsOfManyRowsAreReadInBoundedMemory) {
+  const std::string folder = ::testing::TempDir() + "/many_rows";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  constexpr int64_t kRows = int64_t{1} << 19;
+  Manifest m;
+  m.id = "1";
+  for (const int64_t from : {0, 1}) {
+    m.frozen.push_back({"w", {kRows, 1}, {}, at::kFloat, 0, {kRows, 2}, 1, from});
+  }
+  const at::Tensor whole = at::arange(2.0f * kRows).view({kRows, 2});
+  const auto column = [&](int64_t c) { return whole.select(1, c).contiguous(); };
+  const FileToSave file{"f",
+                        {{{"w{1:0:1}", "frozen", 0, kRows}, column(0)},
+                         {{"w{1:1:2}", "frozen", 0, kRows}, column(1)}}};
+  add_files({write_file(file, folder + "/f", m.id)}, m);
+  std::ofstream(folder + "/" + kManifestName, std::ios::binary) << manifest_text(m);
+  CheckpointReader reader(folder);
+  PartReader parts(reader);
+  at::Tensor read;
+  const double grown = peak_growth([&] {
+    read = parts.read_all({"w", {kRows, 2}, {}, at::kFloat, 0}, "frozen");
+  });
+  EXPECT_TRUE(read.equal(whole.view({-1})));
+  EXPECT_LT(grown, 100);
 }
 
 }  // namespace

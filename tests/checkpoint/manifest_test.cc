@@ -96,6 +96,26 @@ TEST(ManifestTest, HostileContentWithAMatchingChecksumIsRefused) {
   refused_parameter({2, 3}, {-1, 1});
 }
 
+// Two pieces would have one key in their file.
+TEST(ManifestTest, AFrozenParameterOrBufferIsOnePieceOfItsSize) {
+  for (const char* kind : {"frozen", "buffer"}) {
+    Manifest m;
+    m.id = "1";
+    m.files = {{"f", 10, 1, 1}};
+    (kind == std::string("frozen") ? m.frozen : m.buffers) = {{"w", {6}, {}, at::kFloat, 0}};
+    const auto error = [&](const std::vector<ManifestPiece>& pieces) {
+      m.tensors = {{"w", {kind}, pieces}};
+      return error_of([&] { parse_manifest(manifest_text(m), "m"); });
+    };
+    EXPECT_EQ(error({{0, 0, 6}}), "");
+    const std::vector<std::string> words = {kind, " w: expected one piece of all its elements"};
+    for (const auto& pieces : std::vector<std::vector<ManifestPiece>>{
+             {{0, 0, 5}}, {{0, 0, 7}}, {{0, 1, 6}}, {{0, 0, 3}, {0, 3, 3}}, {}}) {
+      expect_words(error(pieces), words);
+    }
+  }
+}
+
 TEST(ManifestTest, NumbersThatNoIntegerHoldsAreRefused) {
   EXPECT_NO_THROW(parse_manifest(forged("\"steps\":0", "\"steps\":7"), "m"));
   const std::string deep = std::string(300000, '[') + std::string(300000, ']');
@@ -321,7 +341,6 @@ TEST(ManifestTest, PartsOfTensorsSayWhereTheyAre) {
   EXPECT_EQ(part.boxes.at(0).sizes, (std::vector<int64_t>{3, 2}));
 }
 
-// What a load would refuse is not saved.
 TEST(ManifestTest, FormatsOfMomentsAndMastersAreWrittenWhereTheyAreNotFp32) {
   Manifest m = full_manifest();
   EXPECT_EQ(manifest_text(m).find("moments"), std::string::npos);
@@ -332,6 +351,7 @@ TEST(ManifestTest, FormatsOfMomentsAndMastersAreWrittenWhereTheyAreNotFp32) {
   EXPECT_EQ(back.parameters[0].master, "split");
 }
 
+// What a load would refuse is not saved.
 TEST(ManifestTest, NamesWithANulAreNotWritten) {
   Manifest m = full_manifest();
   m.parameters[0].name = "a\\u0000b";  // the characters of the escape, and no NUL

@@ -118,6 +118,48 @@ TEST(ReaderTest, PartsThatAreNotThereAreRefusedBeforeTheirRowsAreLookedFor) {
                {"expected parts of", "elements together, got 0"});
 }
 
+// A part that is listed twice is there once.
+TEST(ReaderTest, PartsAreCountedOnceHoweverOftenTheyAreListed) {
+  const std::string folder = ::testing::TempDir() + "/part_twice";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  Manifest m;
+  m.id = "1";
+  const ManifestParameter part{"p", {4, 1}, {1, 1}, at::kFloat, 0, {4, 2}, 1, 0};
+  m.parameters = {part, part};
+  write_checkpoint(folder, m, {{"f", {{{"p{1:0:1}", "master", 0, 4}, at::ones({4})}}}});
+  expect_words(error_of([&] { export_model(folder, folder + "/model"); }),
+               {"expected parts of 8 elements together, got 4"});
+}
+
+TEST(ReaderTest, AWholeTensorOfAnotherSizeThanItsShapeIsNotExported) {
+  const std::string folder = ::testing::TempDir() + "/other_size";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  Manifest m;
+  m.id = "1";
+  m.parameters = {{"p", {2}, {1}, at::kFloat, 0}};
+  write_checkpoint(folder, m, {{"f", {{{"p", "master", 0, 6}, at::ones({6})}}}});
+  expect_words(error_of([&] { export_model(folder, folder + "/model"); }),
+               {"expected parts of 2 elements together, got 6"});
+}
+
+TEST(ReaderTest, WhatIsStoredOnceIsComparedWithItsFileAlsoWithoutElements) {
+  const std::string folder = ::testing::TempDir() + "/no_elements";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  Manifest m;
+  m.id = "1";
+  write_checkpoint(folder, m,
+                   {{"f",
+                     {{{"p", "uncut:a", 0, 0}, at::empty({0}, at::kLong)},
+                      {{"q", "uncut:a", 0, 0}, at::ones({3})}}}});
+  CheckpointReader reader(folder);
+  EXPECT_EQ(reader.read_uncut("p", "uncut:a").scalar_type(), at::kLong);
+  expect_words(error_of([&] { reader.read_uncut("q", "uncut:a"); }),
+               {"expected 0 elements of Float, got 12 bytes"});
+}
+
 // The parameter "p" of six elements in three pieces over two files, a state and a buffer.
 class PiecesReaderTest : public ::testing::Test {
  protected:

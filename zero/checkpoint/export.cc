@@ -5,6 +5,7 @@
 #include <c10/util/accumulate.h>
 
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -51,16 +52,14 @@ at::Tensor WholeReader::read(const Parts& parts, const std::string& kind) {
   const ManifestParameter& about = *parts.front();
   const ManifestParameter whole{about.name, whole_shape(about), about.strides, about.dtype, 0};
   // The time to find ranges grows with what is promised, so that has to be in the files.
-  if (is_part(about)) {
-    int64_t there = 0;
-    const std::optional<c10::ScalarType> dtype =
-        is_held_whole(kind) ? std::optional(about.dtype) : std::nullopt;
-    for (const ManifestParameter* part : parts) {
-      there += reader_.count_stored(stored_name(*part), kind, dtype);
-    }
-    TORCH_CHECK(there == numel(whole), "parameter ", about.name, ": expected parts of ",
-                numel(whole), " elements together, got ", there);
-  }
+  std::set<std::string> names;  // each once, however often it is listed
+  for (const ManifestParameter* part : parts) names.insert(stored_name(*part));
+  int64_t there = 0;
+  const std::optional<c10::ScalarType> dtype =
+      is_held_whole(kind) ? std::optional(about.dtype) : std::nullopt;
+  for (const std::string& name : names) there += reader_.count_stored(name, kind, dtype);
+  TORCH_CHECK(there == numel(whole), "parameter ", about.name, ": expected parts of ", numel(whole),
+              " elements together, got ", there);
   const std::vector<size_t> order = memory_order(whole);
   std::vector<int64_t> sizes, dimensions(order.size());
   for (size_t i = 0; i < order.size(); ++i) {

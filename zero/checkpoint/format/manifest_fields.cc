@@ -239,6 +239,21 @@ void check_pieces(const ManifestTensors& entry) {
     check_range(entry.owner, piece.begin, piece.numel);
 }
 
+// A frozen parameter or a buffer is stored in one piece of its size: the key in its file is its
+// name alone.
+void check_held_whole(const Manifest& manifest, const std::vector<ManifestParameter>& list,
+                      const std::string& kind) {
+  std::map<std::string, int64_t> sizes;
+  for (const ManifestParameter& p : list) sizes.emplace(stored_name(p), numel(p));
+  for (const ManifestTensors& entry : manifest.tensors) {
+    if (std::find(entry.kinds.begin(), entry.kinds.end(), kind) == entry.kinds.end()) continue;
+    const bool whole = entry.pieces.size() == 1 && entry.pieces[0].begin == 0;
+    const auto size = sizes.find(entry.owner);
+    TORCH_CHECK(whole && (size == sizes.end() || size->second == entry.pieces[0].numel), kind, " ",
+                entry.owner, ": expected one piece of all its elements");
+  }
+}
+
 void check_files_of(const Manifest& manifest) {
   for (const ManifestTensors& entry : manifest.tensors) {
     for (const ManifestPiece& piece : entry.pieces) {
@@ -430,7 +445,11 @@ struct JsonFields<Manifest> {
     fields.required("files", m.files);
     fields.required("tensors", m.tensors, kVersionOfBlocks);
   }
-  static void check(const Manifest& m) { check_files_of(m); }
+  static void check(const Manifest& m) {
+    check_files_of(m);
+    check_held_whole(m, m.frozen, "frozen");
+    check_held_whole(m, m.buffers, "buffer");
+  }
 };
 
 template <>

@@ -99,12 +99,15 @@ std::vector<CheckpointReader::Place> CheckpointReader::places(const std::string&
   return result;
 }
 
-WantedRange CheckpointReader::range_of_whole(const std::string& owner,
-                                             const std::string& kind) const {
+at::Tensor CheckpointReader::read_stored_once(const std::string& owner, const std::string& kind,
+                                              std::optional<c10::ScalarType> dtype) {
   const std::vector<Place> list = places(owner, kind);
   TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", owner,
               ": expected one stored tensor, got ", list.size());
-  return {owner, list[0].piece.begin, list[0].piece.numel};
+  const ManifestPiece& piece = list[0].piece;
+  if (!dtype) dtype = stored(list[0]).dtype;
+  stored(list[0], *dtype, piece.numel);  // also where no element is read
+  return read_all(kind, {{owner, piece.begin, piece.numel}}, dtype);
 }
 
 StoredFile& CheckpointReader::open(size_t index) {
@@ -235,15 +238,20 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
   }
 }
 
-at::Tensor CheckpointReader::read_all(const std::string& kind,
-                                      const std::vector<WantedRange>& wanted,
-                                      std::optional<c10::ScalarType> dtype) {
+void CheckpointReader::check_sizes(const std::string& kind, const std::vector<WantedRange>& wanted,
+                                   std::optional<c10::ScalarType>& dtype) {
   std::vector<Place> places;
   for (const RangeOverlap& o : overlaps(kind, wanted, places)) {
     const Place& place = places[o.stored];
     if (!dtype) dtype = stored(place).dtype;
     stored(place, *dtype, place.piece.numel);
   }
+}
+
+at::Tensor CheckpointReader::read_all(const std::string& kind,
+                                      const std::vector<WantedRange>& wanted,
+                                      std::optional<c10::ScalarType> dtype) {
+  check_sizes(kind, wanted, dtype);
   int64_t numel = 0;
   for (const WantedRange& range : wanted) numel += range.numel;
   const at::Tensor all =
@@ -291,11 +299,11 @@ c10::ScalarType CheckpointReader::dtype(const std::string& kind, const WantedRan
 }
 
 at::Tensor CheckpointReader::read_uncut(const std::string& owner, const std::string& kind) {
-  return read_all(kind, {range_of_whole(owner, kind)});
+  return read_stored_once(owner, kind);
 }
 
 std::string CheckpointReader::read_bytes(const std::string& owner, const std::string& kind) {
-  const at::Tensor bytes = read_all(kind, {range_of_whole(owner, kind)}, at::kByte);
+  const at::Tensor bytes = read_stored_once(owner, kind, at::kByte);
   return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
 }
 

@@ -66,6 +66,10 @@ class CheckpointReader {
   // have it. Sizes are compared with the files before memory is taken.
   at::Tensor read_all(const std::string& kind, const std::vector<WantedRange>& wanted,
                       std::optional<c10::ScalarType> dtype = std::nullopt);
+  // Compares the sizes of what is stored of `wanted` with the files, as read_all() does. Sets
+  // `dtype`, if it is none, to that of what is stored.
+  void check_sizes(const std::string& kind, const std::vector<WantedRange>& wanted,
+                   std::optional<c10::ScalarType>& dtype);
   // The value of `kind` of each wanted range, shape [1]; undefined for a range without
   // elements. Throws unless what is stored stands for every wanted element.
   std::vector<at::Tensor> read_values(const std::string& kind,
@@ -97,8 +101,9 @@ class CheckpointReader {
   void list_tensors();
   StoredFile& open(size_t index);
   std::vector<Place> places(const std::string& owner, const std::string& kind) const;
-  // All of what is stored once.
-  WantedRange range_of_whole(const std::string& owner, const std::string& kind) const;
+  // As read_all(), of all of what is stored once.
+  at::Tensor read_stored_once(const std::string& owner, const std::string& kind,
+                              std::optional<c10::ScalarType> dtype = std::nullopt);
   // How the stored pieces, which are appended to `stored`, make up `wanted`.
   std::vector<RangeOverlap> overlaps(const std::string& kind,
                                      const std::vector<WantedRange>& wanted,

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/checkpoint/match/part_reader.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <c10/util/Exception.h>
 
@@ -15,7 +16,7 @@
 namespace zero {
 namespace {
 
-// Bounds the memory of a read whose parts are cut along their fastest dimension.
+// Bounds the memory of a read whose parts are cut along a fast dimension.
 constexpr size_t kRangesAtOnce = size_t{1} << 16;
 
 }  // namespace
@@ -153,7 +154,41 @@ at::Tensor PartReader::read_uncut(const std::string& kind, const HeldRange& rang
 at::Tensor PartReader::read_all(const ManifestParameter& held, const std::string& kind) {
   std::optional<c10::ScalarType> dtype;
   if (is_held_whole(kind)) dtype = parts(held.name).front()->dtype;
-  return reader_.read_all(kind, find(held, 0, numel(held)).stored, dtype);
+  const int64_t all = numel(held), at_once = elements_at_once(held);
+  if (at_once >= all) return reader_.read_all(kind, find(held, 0, all).stored, dtype);
+  const auto in_slices = [&](const auto& work) {
+    for (int64_t begin = 0; begin < all; begin += at_once) {
+      const int64_t count = std::min(at_once, all - begin);
+      work(find(held, begin, count), begin, count);
+    }
+  };
+  // All sizes first: only what the files have may be allocated.
+  in_slices([&](const HeldRange& range, int64_t, int64_t) {
+    reader_.check_sizes(kind, range.stored, dtype);
+  });
+  const at::Tensor result = at::empty({all}, at::TensorOptions().dtype(*dtype));
+  in_slices([&](const HeldRange& range, int64_t begin, int64_t count) {
+    read(kind, {&range}, {result.narrow(0, begin, count)});
+  });
+  return result;
+}
+
+// In rows of the slowest dimensions that no part cuts, to each of which a stored box gives at most
+// one run.
+int64_t PartReader::elements_at_once(const ManifestParameter& held) const {
+  const TensorPart wanted = part_of(held);
+  size_t along = wanted.along, boxes = 0;
+  for (const ManifestParameter* p : parts(held.name)) {
+    const TensorPart stored = part_of(*p);
+    if (stored == wanted) return numel(held);  // one run
+    along = std::max(along, stored.along);
+    boxes += stored.boxes.size();
+  }
+  const std::vector<size_t> order = memory_order(held);
+  int64_t row = 1, rows = 1;
+  for (size_t i = 0; i < order.size(); ++i) (i < along ? rows : row) *= held.shape[order[i]];
+  const auto at_once = static_cast<int64_t>(std::max<size_t>(kRangesAtOnce / boxes, 1));
+  return row * std::min(rows, at_once);
 }
 
 void NeededTensors::add(const HeldRange& range) {

@@ -64,6 +64,8 @@ class PartReader {
   using Parts = std::vector<const ManifestParameter*>;
 
   const Parts& parts(const std::string& name) const;
+  // How many elements of `held` read_all() finds and reads at a time.
+  int64_t elements_at_once(const ManifestParameter& held) const;
 
   CheckpointReader& reader_;
   std::map<std::string, Parts> parts_;  // by name
