@@ -14,9 +14,12 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <map>
 #include <numeric>
 #include <optional>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "examples/train_gpt/inner_optimizer.h"
@@ -206,18 +209,34 @@ double Trainer::validation_loss() {
   return sum_over_parts(losses) / static_cast<double>(total);
 }
 
+// A step that is repeated may have a checkpoint, or half of one. It is not replaced, since not all
+// file systems can do that.
+std::string Trainer::new_checkpoint(int64_t steps) {
+  const std::string name = options_.checkpoints + "/step-" + std::to_string(steps);
+  const auto path = [&](int64_t time) {
+    return time == 1 ? name : name + "-" + std::to_string(time);
+  };
+  int64_t time = 1;
+  std::error_code ignored;
+  while (std::filesystem::exists(path(time), ignored)) ++time;
+  // Ranks may have disks of their own.
+  for (const std::string& other :
+       metrics_->all_gather_text(std::to_string(time), "name of a checkpoint")) {
+    time = std::max<int64_t>(time, std::stoll(other));
+  }
+  return path(time);
+}
+
 void Trainer::save(int64_t steps) {
   // What a step draws from the text depends on these alone.
   std::map<std::string, std::string> metadata = {{"step", std::to_string(steps)},
                                                  {"batch", std::to_string(options_.batch)},
                                                  {"seed", std::to_string(options_.seed)}};
   if (options_.same_bits) metadata["micro-batches"] = std::to_string(options_.micro_batches);
-  optimizer_.save_checkpoint(options_.checkpoints + "/step-" + std::to_string(steps),
-                             SaveOptions()
-                                 .overwrite(true)
-                                 .shared_folder(!options_.own_disks)
-                                 .include("schedule", schedule_)
-                                 .metadata(metadata));
+  optimizer_.save_checkpoint(new_checkpoint(steps), SaveOptions()
+                                                        .shared_folder(!options_.own_disks)
+                                                        .include("schedule", schedule_)
+                                                        .metadata(metadata));
   if (options_.own_disks || metrics_->rank() == 0) keep_last(options_.checkpoints, options_.keep);
 }
 

@@ -92,6 +92,8 @@ class Trainer {
   void print_sample(int64_t steps);
   // The files of options.log and options.metrics, on rank 0.
   std::vector<MetricsLog> open_logs(int64_t first_step, bool append) const;
+  // Collective. A folder "step-<steps>", or "step-<steps>-2" and so on, where no rank has one.
+  std::string new_checkpoint(int64_t steps);
   // Collective. After `steps` steps.
   void save(int64_t steps);
   // The mean loss over `sequences`, and over its graph the gradient.

@@ -40,6 +40,17 @@ done
 diff <(losses "$work/whole.jsonl" 17) <(losses "$work/resumed-2.jsonl" 17) || fail "other losses on 2 ranks"
 diff <(losses "$work/whole.jsonl" 4) <(losses "$work/resumed-3.jsonl" 4) || fail "other losses on 3 ranks"
 
+# A step that is repeated is saved under a new name: half a checkpoint may have the old one.
+rm "$work/run/step-20/rank-00001.safetensors"
+before=$(ls "$work/run/step-20" | cksum)
+$program $common --steps 20 --nproc 2 --checkpoints "$work/run" --resume \
+  > "$work/out" || fail "repeating a step: $(cat "$work/out")"
+grep -q "resumed after step 10" "$work/out" || fail "did not repeat: $(cat "$work/out")"
+[ -e "$work/run/step-20-2/manifest.json" ] || fail "no checkpoint of the repeated step"
+[ "$before" = "$(ls "$work/run/step-20" | cksum)" ] || fail "half a checkpoint was replaced"
+rm -r "$work/run/step-20"
+mv "$work/run/step-20-2" "$work/run/step-20"
+
 $program $common --steps 20 --nproc 2 --checkpoints "$work/run" --resume --seed 7 \
   > "$work/out" 2>&1 && fail "another seed was accepted"
 
