@@ -95,7 +95,7 @@ void CheckpointWriter::make_directory(const std::string& id) {
   TORCH_CHECK(shared_ || overwrite_ || !std::filesystem::exists(folder_, ignored), folder_,
               ": expected a path where nothing is, got one that exists; choose another or set "
               "overwrite(true), also where it is a checkpoint that other disks lack, because a "
-              "save was cut short");
+              "save was cut short; where the file system cannot exchange folders, choose another");
   auto made = std::make_unique<AtomicDirectory>(folder_, overwrite_, kManifestName, id);
   if (!made->made()) return;
   directory_ = std::move(made);
@@ -112,11 +112,10 @@ void CheckpointWriter::make_directory(const std::string& id) {
 //                  2  shared: every rank reads that sighting; own disks: one rank makes the folder
 //                     on each disk that does not show rank 0's
 //   write_files()  3  each rank writes its files into the hidden folder it sees; sends nothing
-//   finish()       4  ranks exchange what their files hold, or why they have none: all throw or
-//   none
+//   finish()       4  ranks exchange what their files hold, or why they have none: all throw, or
+//                     none does
 //                  5  rank 0 writes the manifest, which makes the folder a checkpoint, and gives
-//                  the
-//                     folder its name; own disks: so does the keeper of each
+//                     the folder its name; own disks: so does the keeper of each
 void CheckpointWriter::begin() {
   try {
     const auto ids = run_on_all_ranks(control_, what_, [&]() -> std::string {
@@ -257,9 +256,11 @@ void CheckpointWriter::finish_disks(const Manifest& manifest, const RunTask& rem
     try {
       if (directory_) directory_->publish(remove);
     } catch (const c10::Error& error) {
-      TORCH_CHECK(false, error_text(error),
-                  "; other disks may have this checkpoint now, which lacks the files of this one: "
-                  "save again with overwrite(true)");
+      TORCH_CHECK(
+          false, error_text(error),
+          "; other disks may have this checkpoint now, which lacks the files of this one: "
+          "save again with overwrite(true), or under a new name where the file system cannot "
+          "exchange folders");
     }
     return {};
   });

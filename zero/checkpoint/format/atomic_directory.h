@@ -45,7 +45,8 @@ class AtomicDirectory {
   // (a checkpoint's manifest), since it may be a folder of the user's. Throws while another save to
   // `target` is under way. The first one in a parent tries what its file system can do: it throws
   // if folders cannot be renamed there or brought to disk, and warns of weaker promises, once for
-  // each device. Throws where `target` exists and the file system cannot exchange two folders.
+  // each device. Throws where `target` exists and the file system cannot exchange two folders;
+  // publish() does if the trial has no answer.
   //
   // With the `id` of a folder that another process or thread may be making, too, one of them makes
   // it. For the others made() is false, and they do nothing with it.

@@ -13,8 +13,8 @@
 //       fields.required("y", point.y, /*since=*/2);
 //       fields.optional("label", point.label);
 //     }
-//     static void check(const Point& point);  // throws where values do not go together; may be
-//     left out
+//     // Throws where values do not go together; may be left out.
+//     static void check(const Point& point);
 //   };
 //
 // A member that a file does not fill keeps the value that a new struct has. Fields that the list
