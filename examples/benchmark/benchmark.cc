@@ -402,8 +402,10 @@ int main(int argc, char** argv) {
   auto* every = app.add_option("--save-every", options.save_every,
                                "Begin a save in the background in every n-th step; 0: never")
                     ->check(CLI::NonNegativeNumber);
-  auto* folder = app.add_option("--save-folder", options.save_folder,
-                                "Folder of the checkpoint, which each save replaces");
+  auto* folder =
+      app.add_option("--save-folder", options.save_folder,
+                     "Folder of the checkpoint, which each save replaces; its file system has "
+                     "to exchange two folders, which NFS cannot");
   every->needs(folder);
   app.add_option("--trace", options.trace,
                  "Write a Chrome trace of three timed steps of rank 0 to this file");
