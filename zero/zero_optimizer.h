@@ -141,7 +141,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // not. Until step(), p.grad() of what was sent is NaN and may not be changed. A loss without a
   // graph has the gradient zero, as where this rank drops all layers; under a NoGradGuard or
   // InferenceMode it throws. Throws what the backward pass throws; then every step() throws until
-  // zero_grad().
+  // zero_grad(), or for ever with update_in_backward.
   void backward(const at::Tensor& loss);
   // The same from several outputs. `output_gradients` as in torch::autograd::backward, times
   // loss_scale(); empty for 0-dim outputs.
