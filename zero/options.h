@@ -324,7 +324,7 @@ struct ZeroOptions {
   // parameters, as of a GAN's generator), a weight that a checkpointed part shares, and all
   // collective calls but step() between backward() and step() are refused. So are, since they need
   // the whole gradient before the update: skip_nonfinite(true), the default, loss_scaler, skip_if,
-  // reduce_gradients(), clips, norms and gradient(); in stage 1 nobody gathers averages. Refused as
+  // reduce_gradients(), clips, norms and gradient(); stage 1 gathers no averages. Refused as
   // well: micro_batches, GatherWire::kChanges, replicated_over, groups without a fused kernel, and
   // parameters on a GPU.
   TORCH_ARG(bool, update_in_backward) = false;

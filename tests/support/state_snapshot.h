@@ -16,15 +16,11 @@
 
 namespace zero {
 
-// Every bit a step can change: working parameters, masters, moments, step counts.
-inline std::vector<at::Tensor> everything(const GivenGradients& model,
-                                          const ZeroOptimizer& optimizer) {
+// Moments and step counts.
+inline std::vector<at::Tensor> state_of(const torch::optim::Optimizer& inner) {
   std::vector<at::Tensor> result;
-  for (const at::Tensor& p : model.values) result.push_back(p.detach().clone());
-  const auto& inner = optimizer.inner();
   for (const auto& group : inner.param_groups()) {
     for (const at::Tensor& master : group.params()) {
-      result.push_back(master.detach().clone());
       const auto found = inner.state().find(master.unsafeGetTensorImpl());
       if (found == inner.state().end()) continue;
       visit_state_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
@@ -35,6 +31,17 @@ inline std::vector<at::Tensor> everything(const GivenGradients& model,
         result.push_back(at::full({1}, static_cast<double>(adam->step())));
       }
     }
+  }
+  return result;
+}
+
+// Every bit a step can change: working parameters, masters, moments, step counts.
+inline std::vector<at::Tensor> everything(const GivenGradients& model,
+                                          const ZeroOptimizer& optimizer) {
+  std::vector<at::Tensor> result = state_of(optimizer.inner());
+  for (const at::Tensor& p : model.values) result.push_back(p.detach().clone());
+  for (const auto& group : optimizer.inner().param_groups()) {
+    for (const at::Tensor& master : group.params()) result.push_back(master.detach().clone());
   }
   return result;
 }

@@ -26,10 +26,10 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "tests/support/fixed_gradients.h"
+#include "tests/support/state_snapshot.h"
 #include "tests/support/training.h"
 #include "tests/support/transports.h"
 #include "zero/checkpoint.h"
-#include "zero/inner_optimizers/classes.h"
 #include "zero/lion.h"
 #include "zero/zero_optimizer.h"
 
@@ -190,7 +190,7 @@ struct TestRun {
   // Collective. All that a step may change.
   Tensors everything() {
     optimizer.wait_for(model);
-    Tensors result;
+    Tensors result = state_of(optimizer.inner());
     const auto add_values = [&] {
       for (const at::Tensor& v : model.values) result.push_back(v.detach().clone());
     };
@@ -199,20 +199,6 @@ struct TestRun {
     if (optimizer.options().ema()) {
       const auto guard = optimizer.use_ema();
       add_values();
-    }
-    const Optimizer& inner = optimizer.inner();
-    for (const auto& group : inner.param_groups()) {
-      for (const at::Tensor& master : group.params()) {
-        const auto found = inner.state().find(master.unsafeGetTensorImpl());
-        if (found == inner.state().end()) continue;
-        visit_state_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
-          result.push_back(tensor.clone());
-        });
-        if (const auto* adam =
-                dynamic_cast<const torch::optim::AdamWParamState*>(found->second.get())) {
-          result.push_back(at::full({1}, static_cast<double>(adam->step())));
-        }
-      }
     }
     return result;
   }

@@ -41,7 +41,7 @@ void Engine::reduce_gradients() {
 }
 
 void Engine::gather_full_gradients(const Agreement& agreement) {
-  // With update_in_backward nobody may read them.
+  // With update_in_backward no call may read averaged gradients.
   if (options.update_in_backward()) return;
   if (options.stage() == 1) full_gradients.gather_rounds(agreement.rounds, reducer, agreement.used);
 }

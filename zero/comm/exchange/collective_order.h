@@ -33,8 +33,8 @@ class CollectiveOrder {
   c10::Stream stream(c10::Device device);
   // Calls start(), which starts a collective behind the stream that is current then: behind the
   // stream that is current now, and behind all collectives before it. Returns its Work.
-  //   used  memory of the collective, at least one tensor: given to nothing else before it has
-  //         ended, also where nobody waits for the Work
+  //   used  the tensors of the collective, at least one. Their memory is kept until it has ended,
+  //         even where the Work is dropped
   WorkPtr run(const std::vector<at::Tensor>& used, const std::function<WorkPtr()>& start);
 
  private:
