@@ -54,7 +54,7 @@ ZERO_KERNELS_INLINE uint32_t noise_key(uint64_t seed, int64_t element) {
 }
 
 // `index` is the number of the element in its block.
-ZERO_KERNELS_INLINE uint32_t noise_of(uint32_t key, uint32_t index) {
+ZERO_KERNELS_INLINE constexpr uint32_t noise_of(uint32_t key, uint32_t index) {
   return key + index * 0x9e379e37U;
 }
 
