@@ -20,6 +20,14 @@ at::Tensor host_buffer(int64_t numel, c10::ScalarType dtype) {
   return at::empty({numel}, at::TensorOptions().dtype(dtype));
 }
 
+// Where a segment waits for commit(): in the gradient shard, which holds nothing during a load, or
+// where that is not fp32 on the host, or is not kept, in memory of its own.
+at::Tensor master_buffer(const SegmentTensors& s) {
+  const at::Tensor& gradient = s.gradient;
+  const bool fits = gradient.defined() && gradient.is_cpu() && gradient.scalar_type() == at::kFloat;
+  return fits ? elements_of(gradient, s.master) : host_buffer(s.segment.numel, at::kFloat);
+}
+
 // The next steps add to it. Of classes that are not torch's own, nothing is known.
 void check_step(const std::string& owner, const std::string& kind, const at::Tensor& value) {
   if (kind != "step" || value.scalar_type() != at::kLong) return;
@@ -86,7 +94,7 @@ void Staging::drop_state() {
 
 void Staging::read_segments(Staged& staged) {
   for (const SegmentTensors* s : targets_) {
-    staged.segments.push_back({s, host_buffer(s->segment.numel, at::kFloat), {}, nullptr, false});
+    staged.segments.push_back({s, master_buffer(*s), {}, nullptr, false});
   }
   std::vector<at::Tensor> masters;
   for (const StagedSegment& s : staged.segments) masters.push_back(s.master);

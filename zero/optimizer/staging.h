@@ -1,9 +1,10 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A load in two parts. Staging reads what a rank needs of a checkpoint into memory of its own,
-// beside the present state, which it does not change: there everything goes wrong that can. Once
-// all ranks have staged, commit() only moves memory, into tensors that staging has checked.
+// A load in two parts. Staging reads what a rank needs of a checkpoint beside the present state,
+// which it does not change: masters into the gradient shard, which is free during a load, and the
+// rest into memory of its own. There everything goes wrong that can. Once all ranks have staged,
+// commit() only moves memory, into tensors that staging has checked.
 #pragma once
 
 #include <ATen/core/Tensor.h>
