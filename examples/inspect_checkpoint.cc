@@ -54,7 +54,10 @@ void print_tensors(const char* title, const std::vector<zero::CheckpointTensor>&
   for (const zero::CheckpointTensor& t : list) {
     std::ostringstream shape;
     shape << c10::IntArrayRef(t.shape);
-    std::printf("  %-40s %-10s %s\n", t.name.c_str(), c10::toString(t.dtype), shape.str().c_str());
+    const std::string moments = t.moments.empty() ? "" : ", moments in " + t.moments;
+    const std::string master = t.master.empty() ? "" : ", " + t.master + " master";
+    std::printf("  %-40s %-10s %s%s%s\n", t.name.c_str(), c10::toString(t.dtype),
+                shape.str().c_str(), moments.c_str(), master.c_str());
   }
 }
 

@@ -78,6 +78,10 @@ struct CheckpointTensor {
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t group = 0;  // the parameter group; 0 for frozen parameters and buffers
   int64_t parts = 1;  // of tensor parallelism, in which it is stored; `shape` is that of the whole
+  // How the run kept its moments, "bfloat16" or "int8", and its master, "split", see
+  // ZeroOptions::moments and split_masters; empty: in fp32, as the checkpoint has all masters.
+  std::string moments;
+  std::string master;
 };
 
 // A file of a checkpoint, as the manifest names it.

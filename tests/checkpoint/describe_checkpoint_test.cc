@@ -139,6 +139,26 @@ TEST(DescribeCheckpointTest, SaysWhatOfTheModelAndTheOptimizerItHolds) {
   EXPECT_EQ(option(d, 1, "lr"), 0.125);
 }
 
+TEST(DescribeCheckpointTest, SaysHowMomentsAndMastersWereKept) {
+  const std::string folder = ::testing::TempDir() + "/described-formats";
+  fs::remove_all(folder);
+  run_ranks(1, [&](const Group& group) {
+    struct Model : torch::nn::Module {
+      at::Tensor small = register_parameter("small", at::full({5}, 0.5, at::kBFloat16));
+      at::Tensor large = register_parameter("large", at::full({64, 64}, 0.5, at::kBFloat16));
+    } model;
+    ZeroOptimizer(model, std::make_unique<torch::optim::AdamW>(model.parameters()), group,
+                  ZeroOptions().moments(Moments::kInt8).split_masters(true))
+        .save_checkpoint(folder);
+  });
+  const CheckpointDescription d = describe_checkpoint(folder);
+  ASSERT_EQ(d.parameters.size(), 2u);
+  EXPECT_EQ(d.parameters[0].moments, "");
+  EXPECT_EQ(d.parameters[0].master, "split");
+  EXPECT_EQ(d.parameters[1].moments, "int8");
+  EXPECT_EQ(d.parameters[1].master, "split");
+}
+
 TEST(DescribeCheckpointTest, SaysWhatObjectsTheSaveIncluded) {
   for (const int world_size : {1, 2, 3}) {
     const CheckpointDescription d = describe_checkpoint(saved_by(world_size));

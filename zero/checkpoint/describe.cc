@@ -20,7 +20,7 @@ std::vector<CheckpointTensor> tensors_of(const std::vector<ManifestParameter>& l
   for (const ManifestParameter& p : list) {
     const auto [at, added] = known.emplace(p.name, result.size());
     if (added) {
-      result.push_back({p.name, whole_shape(p), p.dtype, p.group});
+      result.push_back({p.name, whole_shape(p), p.dtype, p.group, 1, p.moments, p.master});
     } else {
       ++result[at->second].parts;
     }
