@@ -7,8 +7,7 @@
   python3 examples/benchmark/compare_moments.py
 
 Each format stores both moments after each step, of the same gradients. "zero" is Moments::kInt8, by
-the formulas of kernels/stored_state.h with random numbers of torch; "nearest" is the same rounded to
-nearest; "bitsandbytes" are its dynamic codes in blocks of 256, by its own functions for the CPU;
+the formulas of kernels/stored_state.h and of its noise; "nearest" is the same rounded to nearest; "bitsandbytes" are its dynamic codes in blocks of 256, by its own functions for the CPU;
 "bf16" is Moments::kBFloat16. Prints relative errors: of exp_avg, of exp_avg_sq, of the update
 exp_avg / (sqrt(exp_avg_sq) + eps), each of its root mean square; and the sum of exp_avg_sq beside
 that of fp32.
@@ -19,13 +18,19 @@ import torch
 BLOCKS, BLOCK, EPS = 64, 256, 1e-8
 
 
-def rounded_codes(values, top, second_moment, nearest):
+def noise(step, second_moment):
+    """In [0, 1), spread evenly over a block and over 16 steps: kernels/detail/state_noise.h."""
+    generator = torch.Generator().manual_seed(step // 16 * 2 + second_moment)
+    multiples = (torch.arange(BLOCK) + step % 16) * (0x9e37 / 65536)
+    return (torch.rand(BLOCKS, 1, generator=generator) + multiples) % 1
+
+
+def rounded_codes(values, top, second_moment, u):
     """Averages, or roots of second moments, as kInt8 stores them."""
     squares = float(top * top)
     largest = values.abs().amax(1, keepdim=True)
     t = values.abs() * torch.where(largest > 2**-100, squares / largest, 0.0)
     q = t.sqrt().floor()
-    u = torch.full_like(values, 0.5) if nearest else torch.rand_like(values)
     q = q + ((t - q * q) > u * (2 * q + 1))
     q = torch.where(values.abs() == largest, float(top), q).clamp(max=top)
     if second_moment:
@@ -33,16 +38,14 @@ def rounded_codes(values, top, second_moment, nearest):
     return torch.sign(values) * ((q * q) / squares) * largest
 
 
-def rounded_bf16(values):
-    bits = values.view(torch.int32)
-    noise = torch.randint(0, 65536, values.shape, dtype=torch.int32)
-    return ((bits + noise) & -65536).view(torch.float32)
+def rounded_bf16(values, u):
+    return ((values.view(torch.int32) + (u * 65536).int()) & -65536).view(torch.float32)
 
 
 def in_codes(nearest):
-    def store(m, v):
-        return (rounded_codes(m, 127, False, nearest),
-                rounded_codes(v.sqrt(), 255, True, nearest)**2)
+    def store(step, m, v):
+        u = [0.5, 0.5] if nearest else [noise(step, False), noise(step, True)]
+        return (rounded_codes(m, 127, False, u[0]), rounded_codes(v.sqrt(), 255, True, u[1])**2)
     return store
 
 
@@ -50,7 +53,7 @@ def of_bitsandbytes():
     from bitsandbytes import functional
     maps = [functional.create_dynamic_map(True), functional.create_dynamic_map(False)]
 
-    def store(*moments):
+    def store(_, *moments):
         stored = []
         for values, code in zip(moments, maps):
             codes, state = functional.quantize_blockwise(values.flatten(), code=code,
@@ -64,7 +67,7 @@ def run(store, gradient, beta2, steps):
     m, v = torch.zeros(BLOCKS, BLOCK), torch.zeros(BLOCKS, BLOCK)
     for step in range(steps):
         g = gradient(step)
-        m, v = store(0.9 * m + 0.1 * g, beta2 * v + (1 - beta2) * g * g)
+        m, v = store(step, 0.9 * m + 0.1 * g, beta2 * v + (1 - beta2) * g * g)
     return m, v
 
 
@@ -88,14 +91,15 @@ def main():
     torch.manual_seed(0)
     formats = {"zero": in_codes(False), "nearest": in_codes(True),
                "bitsandbytes": of_bitsandbytes(),
-               "bf16": lambda m, v: (rounded_bf16(m), rounded_bf16(v))}
+               "bf16": lambda step, m, v: (rounded_bf16(m, noise(step, False)),
+                                           rounded_bf16(v, noise(step, True)))}
     print("gradients of a block    beta2  format          exp_avg  exp_avg_sq  update  sum")
     for name, spread, falls, steps in [("about as large", 0.3, False, 3000),
                                        ("of many sizes", 1.5, False, 3000),
                                        ("half fall to a tenth", 1.0, True, 4000)]:
         for beta2 in (0.95, 0.999):
             gradient = gradients(spread, falls)
-            m, v = run(lambda m, v: (m, v), gradient, beta2, steps)
+            m, v = run(lambda _, m, v: (m, v), gradient, beta2, steps)
             for label, store in formats.items():
                 m2, v2 = run(store, gradient, beta2, steps)
                 update = relative(m2 / (v2.sqrt() + EPS), m / (v.sqrt() + EPS))

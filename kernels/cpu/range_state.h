@@ -141,7 +141,7 @@ inline void fetch_next_block(const Segment& s, int64_t begin, int64_t end) {
 template <class Segment, class Update>
 inline void for_each_state_block(const Segment& segment, int64_t begin, int64_t end,
                                  const NoiseStep& step, const Update& update) {
-  const uint64_t seed = noise_seed(step, segment.parameter);
+  const NoiseSeed seed = noise_seed(step, segment.parameter);
   for (; begin < end; begin += kStateBlock) {
     const uint32_t key = noise_key(seed, segment.element + begin);
     update(begin, smaller(kStateBlock, end - begin), BlockNoise{key, kNoiseMultiples.of});

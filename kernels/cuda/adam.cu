@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, kAmsgrad || kType == StateType::kInt
   const float coefficient = gradient_coefficient != nullptr ? *gradient_coefficient : 1.0F;
   for_each_tile(table, [&](const StoredSegment<KeptIf<kSplit>>& s, int64_t begin, int64_t end) {
     const AdamCoefficients c = coefficients_of(s, shared, powers, rate);
-    const uint64_t seed = noise_seed(step, s.parameter);
+    const NoiseSeed seed = noise_seed(step, s.parameter);
     for_each_state_block(begin, end, [&](const StateBlock& block) {
       LaneValues p = load_master(s.master, s.working, block);
       const LaneValues g = load_lane(s.gradient, block);

@@ -503,7 +503,7 @@ constexpr Golden kGolden[] = {
     {"sgd", hash_of_sgd, 0xf6ff701c12c20f14U},
     {"lion", hash_of_lion, 0x5e8d2c2275ec4c2cU},
     {"ema", hash_of_ema, 0x3151d31e090bea5dU},
-    {"stored state", hash_of_stored, 0x8d35c79e9ed3bf58U},
+    {"stored state", hash_of_stored, 0xd73556382f67dcd9U},
     {"codes", hash_of_codes, 0xc2fdeaa94fda0151U},
     {"halves", hash_of_halves, 0x6079a505adac01f1U},
     {"split masters", hash_of_split_masters, 0x1d3a4e90439a59bfU},

@@ -104,10 +104,11 @@ int64_t step_of(const Options& options) {
 }  // namespace
 
 uint32_t state_noise(int64_t step, int64_t parameter, int64_t element) {
-  uint64_t seed = splitmix(static_cast<uint64_t>(step) + 0x9e3779b97f4a7c15U);
+  uint64_t seed = splitmix(static_cast<uint64_t>(step / 16) + 0x9e3779b97f4a7c15U);
   seed = splitmix(seed + static_cast<uint64_t>(parameter));
   const uint64_t block = splitmix(seed + static_cast<uint64_t>(element / 256));
-  return static_cast<uint32_t>((block >> 32) + static_cast<uint64_t>(element % 256) * 0x9e379e37U);
+  const auto multiple = static_cast<uint64_t>(element % 256 + step % 16);
+  return static_cast<uint32_t>((block >> 32) + multiple * 0x9e379e37U);
 }
 
 float stored_value(StateType type, bool root, const void* stored, int64_t numel, int64_t i) {
