@@ -78,7 +78,8 @@ struct Shard {
       const std::vector<uint8_t>& used = kAll, double coefficient = 1,
       const at::Tensor& nonfinite = {},
       const std::function<void(int64_t bucket)>& before = [](int64_t) {}) {
-    optimizer.begin_update(used, {{}, scalar(coefficient)}, nonfinite, int64_t{1});
+    optimizer.begin_update({{}, scalar(coefficient)}, nonfinite, int64_t{1});
+    optimizer.use(used);
     for (const bool is_fused : {true, false}) {
       bool any = false;
       for (int64_t b = flat.buckets() - 1; b >= 0; --b) {
@@ -91,6 +92,7 @@ struct Shard {
         arena.publish(b, optimizer.update(b));
       }
     }
+    optimizer.end_update();
   }
   // That masters are these parameters, and working values these rounded.
   void expect_parameters(const Tensors& expected, double tolerance = 2e-6) {
@@ -265,12 +267,12 @@ TEST(ShardOptimizerTest, PushedOptionsAreThoseOfTheNextUpdate) {
     Plain plain(make_sgd, at::kFloat);
     plain.optimizer->param_groups()[0].options().set_lr(0.5);
     plain.step(0);
-    shard.optimizer.push_options(plain.optimizer->param_groups());
+    shard.optimizer.groups().push(plain.optimizer->param_groups());
     shard.set_gradients(0);
     shard.update();
     shard.expect_parameters(plain.parameters);
     shard.optimizer.inner().param_groups()[0].options().set_lr(0.7);
-    expect_words(error_of([&] { shard.optimizer.push_options(plain.optimizer->param_groups()); }),
+    expect_words(error_of([&] { shard.optimizer.groups().push(plain.optimizer->param_groups()); }),
                  {"parameter group 0", "options as they were pushed"});
   }
 }
@@ -279,7 +281,7 @@ TEST(ShardOptimizerTest, OptionsOfAnotherClassAreRefused) {
   for (const bool fused : {true, false}) {
     Shard shard(0, 1, make_adamw, {Layout::kContiguous, 256}, at::kFloat, {fused, false});
     Plain plain(make_sgd, at::kFloat);
-    expect_words(error_of([&] { shard.optimizer.push_options(plain.optimizer->param_groups()); }),
+    expect_words(error_of([&] { shard.optimizer.groups().push(plain.optimizer->param_groups()); }),
                  {"parameter group 0", "AdamWOptions", "SGDOptions"});
     shard.set_gradients(0);
     shard.update();

@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/agreement/communicators.h"
@@ -39,9 +40,9 @@ struct AgreedArguments {
 class CallProtocol {
  public:
   // `domain_of` is per parameter; `device` is that of all parameters. References must outlive this.
-  CallProtocol(const ShardDomains& domains, const std::vector<int64_t>& domain_of,
+  CallProtocol(const ShardDomains& domains, std::vector<int64_t> domain_of,
                OptimizerCommunicators& comms, c10::Device device)
-      : domains_(domains), domain_of_(domain_of), comms_(comms), device_(device) {}
+      : domains_(domains), domain_of_(std::move(domain_of)), comms_(comms), device_(device) {}
 
   bool in_own_process() const { return process_.here(); }
   // Throws after a failure and in a forked child. Called for each gradient.
@@ -89,11 +90,12 @@ class CallProtocol {
   AgreedArguments at_home(const std::string& text) const;
   int rank() const { return comms_.rank(); }
   c10::Device device() const { return device_; }
+  int64_t domain_of(int64_t parameter) const { return domain_of_[parameter]; }
 
  private:
   const OwnProcess process_;
   const ShardDomains& domains_;
-  const std::vector<int64_t>& domain_of_;
+  const std::vector<int64_t> domain_of_;
   OptimizerCommunicators& comms_;
   const c10::Device device_;
 

@@ -213,6 +213,19 @@ bool OptimizerCommunicators::agree_domains(const std::vector<std::string>& argum
                              [](const DomainMessage& m) { return all_equal(arguments_of(m)); });
 }
 
+void OptimizerCommunicators::run_or_close(const std::function<void()>& body,
+                                          const std::string& what) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    if (!failed().empty()) throw;
+    const std::string text = (what.empty() ? "" : what + ": ") + error_text(error);
+    abort(text);
+    TORCH_CHECK(what.empty(), text);
+    throw;
+  }
+}
+
 void OptimizerCommunicators::explained(const std::function<void()>& body) {
   try {
     body();

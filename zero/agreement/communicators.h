@@ -52,6 +52,11 @@ struct OptimizerCommunicators {
   // CommunicationError if it was one.
   void explained(const std::function<void()>& body);
 
+  // Runs what must not stop half-way, since the other ranks wait for it, or have changed what this
+  // one has not. If it throws while all communicators work, they are closed. The error begins with
+  // `what` went wrong, if that is given.
+  void run_or_close(const std::function<void()>& body, const std::string& what = {});
+
   // The first failure of any communicator; empty if there is none.
   std::string failed() const;
   // Closes all connections, so that no rank waits for this one until its timeout, and lets the

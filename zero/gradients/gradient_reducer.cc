@@ -269,7 +269,7 @@ void GradientReducer::send_next() {
   }
   const UnderWay sent{b, has_whole_row(b)};
   if (options_.update_in_backward) {
-    updates_.before_sending(b);
+    updates_->before_sending(b, sent.whole);
     const int64_t numel = bucket.rows.numel(comms.data->rank());
     shards_[b] = pool_.take(numel, options_.shard_dtype);
   }
@@ -319,7 +319,7 @@ void GradientReducer::update_reduced() {
 
 void GradientReducer::finish_shard(const UnderWay& reduced) {
   if (!reduced.whole) return;
-  updates_.update(reduced.bucket);
+  updates_->update(reduced.bucket);
   updated_[reduced.bucket] = 1;
   pool_.give(std::exchange(shards_[reduced.bucket], at::Tensor()));
 }

@@ -61,10 +61,14 @@ struct ReducerOptions {
 };
 
 // What a reducer with ReducerOptions::update_in_backward calls.
-struct BucketUpdates {
-  std::function<void(int64_t bucket)> before_sending;  // for each bucket
-  // shard(bucket) is complete, and this rank has gradients of all parameters of its row.
-  std::function<void(int64_t bucket)> update;
+class BucketUpdates {
+ public:
+  virtual ~BucketUpdates() = default;
+  // For each bucket. If it is `whole`, this rank has gradients of all parameters of its row, and
+  // update() comes for it.
+  virtual void before_sending(int64_t bucket, bool whole) = 0;
+  // shard(bucket) is complete.
+  virtual void update(int64_t bucket) = 0;
 };
 
 class GradientReducer {
@@ -81,7 +85,7 @@ class GradientReducer {
   void connect();
 
   // With ReducerOptions::update_in_backward, before the first gradient.
-  void update_with(BucketUpdates updates) { updates_ = std::move(updates); }
+  void update_with(BucketUpdates& updates) { updates_ = &updates; }
   // Returns whether BucketUpdates::update() was called for the bucket since consume().
   bool is_updated(int64_t bucket) const { return updated_[bucket] != 0; }
   // Returns whether a round was begun since consume(), perhaps of zeros.
@@ -243,7 +247,7 @@ class GradientReducer {
   ReductionQueue queue_;
 
   // With update_in_backward.
-  BucketUpdates updates_;
+  BucketUpdates* updates_ = nullptr;
   std::vector<std::vector<int64_t>> own_parameters_;  // per bucket: those of this rank's row
   std::deque<UnderWay> under_way_;                    // in the order of the queue
   int64_t taken_ = 0;                                 // from it since construction

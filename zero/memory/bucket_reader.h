@@ -5,7 +5,12 @@
 // of an asynchronous save or of a protected step.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "zero/base/own_thread_wait.h"
 
@@ -18,6 +23,30 @@ class BucketReader {
   // where a stream reads and changes them. A step changes the last bucket first.
   // Throws c10::Error when `limit` says that the thread that reads stands still.
   virtual void wait(int64_t bucket, OwnThreadWait& limit) = 0;
+};
+
+// All that read the shard as it is now.
+class BucketReaders {
+ public:
+  // `rank` begins errors, as "rank 1 of 4" does. Threads that read wait for no transfer longer than
+  // `limit`.
+  BucketReaders(std::string rank, std::chrono::milliseconds limit)
+      : rank_(std::move(rank)), limit_(limit) {}
+
+  void add(std::shared_ptr<BucketReader> reader);
+  // As BucketReader::wait(), for all of them.
+  void wait(int64_t bucket);
+  // The shard has changed: all of them have been waited for.
+  void forget() { readers_.clear(); }
+  // From now on a CUDA graph may change the shard without asking, behind what the current stream
+  // has to do.
+  void expect_replays() { replays_ = true; }
+
+ private:
+  const std::string rank_;
+  const std::chrono::milliseconds limit_;
+  std::vector<std::shared_ptr<BucketReader>> readers_;
+  bool replays_ = false;
 };
 
 }  // namespace zero

@@ -47,6 +47,15 @@ WorkingArena::WorkingArena(const Plan& plan, const ParameterTable& table, Buffer
   attach();
 }
 
+void WorkingArena::verify_shapes() const {
+  table_.verify_shapes();
+  for (size_t i = 0; i < table_.parameters().size(); ++i) {
+    check_dense(*plan_.arenas[plan_.parameter_arena[i]].layout, table_.parameters()[i]);
+  }
+  // Only managed ones: attach() restores the others' place.
+  table_.check_overlaps([](const Parameter&) { return false; });
+}
+
 void WorkingArena::attach(bool keep_values) {
   struct Move {
     at::Tensor parameter;

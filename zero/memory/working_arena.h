@@ -42,6 +42,10 @@ class WorkingArena {
   // bucket; padding becomes zero.
   void read_row(int64_t bucket, int64_t rank, const at::Tensor& row) const;
 
+  // The checks of calls that read or write parameters which may have been changed: throws
+  // c10::Error for other shapes, dtypes or devices, and for memory with holes or in common.
+  void verify_shapes() const;
+
   // The device of all managed parameters.
   at::Device device() const { return table_.parameters().front().tensor.device(); }
 

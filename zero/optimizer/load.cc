@@ -178,8 +178,8 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
   Engine& engine = *engine_;
   const auto check = [&] {
     engine.check_no_gradients();
-    engine.check_groups(groups);
-    engine.verify_shapes();
+    engine.shards.groups().check(groups);
+    engine.arena.verify_shapes();
   };
   engine.agree(Call::kLoadCheckpoint, check,
                // Not the folder: ranks may see one at different paths, or folders of their own.

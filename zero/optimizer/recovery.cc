@@ -215,9 +215,9 @@ void Recovery::protect(const ParamGroups& groups) {
   std::vector<int64_t> bucket_of;
   std::optional<std::pair<FileToSave, Manifest>> shard;
   // It has the state of a rule of the user's.
-  engine_->run_or_close([&] { shard = protected_shard(groups, bucket_of); });
+  engine_->comms->run_or_close([&] { shard = protected_shard(groups, bucket_of); });
   auto copies = protection_->begin(std::move(shard->second), std::move(shard->first), bucket_of);
-  if (copies) engine_->add_reader(std::move(copies));
+  if (copies) engine_->readers.add(std::move(copies));
   protected_calls_ = engine_->record.calls();
 }
 
@@ -255,10 +255,11 @@ RollCall::Present Recovery::leave_group() {
 
 std::unique_ptr<Engine> Recovery::make_again(const Group& over) {
   Engine& engine = *engine_;
+  const auto& members = engine.shards.groups().members();
   ParamGroups groups;
-  for (size_t g = 0; g < engine.group_members.size(); ++g) {
+  for (size_t g = 0; g < members.size(); ++g) {
     // The options of the protected step are set when it is loaded.
-    groups.emplace_back(engine.group_members[g], lifeline_->first_options[g]->clone());
+    groups.emplace_back(members[g], lifeline_->first_options[g]->clone());
   }
   std::unique_ptr<torch::optim::Optimizer> inner = engine.release();
   try {

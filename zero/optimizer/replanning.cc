@@ -164,8 +164,8 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
                 "expected plain data parallelism, got a mesh or placements; save a checkpoint and "
                 "make a new optimizer, which loads it");
     engine.check_no_gradients();
-    engine.check_groups(groups);
-    engine.verify_shapes();
+    engine.shards.groups().check(groups);
+    engine.arena.verify_shapes();
     change.groups = copy_of(groups);
     change.edit(change.groups);
     const Names names = names_in(engine.module);

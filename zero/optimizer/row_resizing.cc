@@ -468,14 +468,14 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
                                "checkpoint and make a new optimizer");
                    if (problem) std::rethrow_exception(problem);
                    before.check_no_gradients();
-                   before.check_groups(groups);
+                   before.shards.groups().check(groups);
                    before.table.verify();
                    check_new(before, sources, groups);
                    check_state(before);
                  },
                  {text, {}});
     // 2
-    before.run_or_close([&] {
+    before.comms->run_or_close([&] {
       before.record.follow_loss_scale();
       held.plan = before.plan;
       held.counts = before.record.counts();
@@ -500,7 +500,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
   Engine& now = *present;
   now.protocol.fail_stop([&] {
     // 4
-    now.run_or_close([&] {
+    now.comms->run_or_close([&] {
       for (const Kind& kind : held.kinds) {
         if (kind.name == kMaster) move_masters(held, kind, sources, now);
         if (kind.name == kEmaKind) move_averages(held, kind, sources, now);

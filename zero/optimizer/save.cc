@@ -103,7 +103,7 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
   std::vector<int64_t> bucket_of;
   const auto check = [&] {
     engine.check_no_gradients();
-    engine.check_groups(groups);
+    engine.shards.groups().check(groups);
     check_names(engine.table);
     engine.table.verify();
     engine.table.verify_whole();
@@ -192,7 +192,7 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
                 "parameters; finish a save before that, or save again");
     engine->protocol.fail_stop([&] {
       engine->agree(Call::kSaveCheckpoint, nullptr, {end, {}});
-      engine->run_or_close(write_rest);
+      engine->comms->run_or_close(write_rest);
       writer->finish(manifest, [this](std::function<void()> remove) {
         removals_.push([remove = std::move(remove), here = std::this_thread::get_id()] {
           if (std::this_thread::get_id() != here) lower_thread_priority();
@@ -207,7 +207,7 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
       c10::str("rank ", engine_->comms->rank(), " of ", engine_->group().world_size(),
                " waits for its thread that writes the checkpoint ", folder),
       engine_->group().timeout());
-  if (save.copies) engine_->add_reader(save.copies);
+  if (save.copies) engine_->readers.add(save.copies);
   return pending;
 }
 

@@ -76,7 +76,7 @@ FileToSave shard_file(const Engine& engine, std::vector<int64_t>& bucket_of) {
   return rank_file(
       engine.table, engine.shards, engine.comms->rank(),
       [&](int64_t parameter) {
-        const auto& replicas = engine.domains.list[engine.domain_of[parameter]].replicas;
+        const auto& replicas = engine.domains.list[engine.protocol.domain_of(parameter)].replicas;
         return !replicas || replicas->rank() == 0;
       },
       bucket_of);
@@ -91,7 +91,7 @@ Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,
   m.stage = engine.options.stage();
   m.layout = layout_names(engine.plan);
   m.bucket_bytes = engine.options.bucket_bytes().value_or(
-      default_bucket_bytes(engine.domains.home.world_size(), !engine.device.is_cpu()));
+      default_bucket_bytes(engine.domains.home.world_size(), !engine.protocol.device().is_cpu()));
   m.plan_fingerprint = engine.plan.fingerprint();
   m.optimizer = optimizer_name(engine.shards.inner());
   const StepCounts::Values made = engine.record.counts();

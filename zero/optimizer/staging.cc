@@ -215,7 +215,7 @@ void restore_options(const Staged& staged, Engine::ParamGroups& groups) {
 }
 
 void commit(Staged& staged, Engine& engine, Engine::ParamGroups& groups) {
-  engine.run_or_close([&] {
+  engine.comms->run_or_close([&] {
     engine.arena.attach(/*keep_values=*/false);
     put(staged, engine.shards);
     const Manifest& m = *staged.manifest;

@@ -107,7 +107,7 @@ States cut_all(Engine& engine, ReadState read) {
 
 void take_over(Engine& engine, States& states) {
   ShardOptimizer& shards = engine.shards;
-  engine.run_or_close([&] {
+  engine.comms->run_or_close([&] {
     for (size_t i = 0; i < states.size(); ++i) {
       const SegmentTensors& s = shards.segments()[i];
       auto& all = shards.inner().state();
@@ -258,7 +258,7 @@ void load_plain_state(Engine& engine, const std::string& path, const Engine::Par
   engine.agree(Call::kLoadCheckpoint,
                [&] {
                  check_class(engine);
-                 engine.check_groups(groups);
+                 engine.shards.groups().check(groups);
                },
                {"load_plain_state of a file", {}});
   const auto mesh = merge_tensors(engine, what, groups);

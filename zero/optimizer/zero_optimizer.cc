@@ -48,7 +48,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     impl_->engine->protocol.fail_stop([&] { impl_->recovery.start(visible); });
   }
   param_groups_ = std::move(visible);
-  impl_->engine->visible_groups = &param_groups_;
+  impl_->engine->early.read_options_of(&param_groups_);
 }
 
 ZeroOptimizer::ZeroOptimizer(std::shared_ptr<torch::nn::Module> module,
@@ -161,7 +161,7 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
 void ZeroOptimizer::refresh_learning_rates() {
   at::NoGradGuard no_grad;
   Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { engine.refresh_rates(param_groups_); });
+  engine.protocol.fail_stop([&] { engine.shards.groups().refresh_rates(param_groups_); });
 }
 
 void ZeroOptimizer::wait_for(const torch::nn::Module& module) {

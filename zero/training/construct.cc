@@ -269,7 +269,7 @@ std::unique_ptr<Engine> Engine::make_again(std::unique_ptr<torch::optim::Optimiz
                                            Frozen sent) const {
   set_groups(*inner, groups);
   std::unique_ptr<Engine> engine = make(module, inner, over, options, sent);
-  engine->visible_groups = visible_groups;
+  engine->early.read_options_of(early.groups());
   return engine;
 }
 
@@ -281,7 +281,7 @@ std::unique_ptr<Engine> Engine::make_over_same_ranks(
     engine = std::make_unique<Engine>(module, inner, domains, options, comms,
                                       ParameterTable(module, inner->param_groups()), Frozen::kNone);
   });
-  engine->visible_groups = visible_groups;
+  engine->early.read_options_of(early.groups());
   return engine;
 }
 

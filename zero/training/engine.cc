@@ -100,12 +100,6 @@ int64_t pool_bytes(const Plan& plan, const WireFormats& wires, const ShardDomain
   return bytes + numel * static_cast<int64_t>(sizeof(float));
 }
 
-std::vector<std::vector<at::Tensor>> members_of(const torch::optim::Optimizer& inner) {
-  std::vector<std::vector<at::Tensor>> result;
-  for (const auto& group : inner.param_groups()) result.push_back(each_once(group.params()));
-  return result;
-}
-
 // Collective. Sends rank 0's values to all ranks, and then makes the masters from them. The members
 // of `engine` before its shards are there.
 ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimizer>& inner,
@@ -123,7 +117,7 @@ ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimiz
       {engine.plan, engine.table, ranks_in(engine.domains), engine.arena, engine.reducer,
        engine.pool},
       std::move(inner),
-      {engine.options.fused(), !engine.device.is_cpu() || engine.options.static_graph(),
+      {engine.options.fused(), !engine.arena.device().is_cpu() || engine.options.static_graph(),
        engine.options.static_graph(), engine.options.ema(),
        parameter_moments(engine.table, engine.options), engine.options.split_masters()});
 }
@@ -215,7 +209,8 @@ Problem problem_of(const std::function<void()>& check) {
 // The first problem of this rank that `call` must throw, or nothing.
 Problem first_problem(Engine& engine, Call call, const std::function<void()>& check) {
   Problem problem(engine.protocol.take_problem(call));
-  if (problem.empty() && is_capturing(engine.device)) problem = capture_problem(engine, call);
+  if (problem.empty() && is_capturing(engine.protocol.device()))
+    problem = capture_problem(engine, call);
   const bool drops = call == Call::kZeroGrad;
   if (problem.empty() && !drops) problem = early_update_problem(engine, call);
   // The guard also ends where an error of training leaves its scope, which stays for the next call.
@@ -251,40 +246,39 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
     : module(module),
       domains(std::move(all_domains)),
       options(asked),
-      group_members(members_of(*inner)),
       comms(std::move(connected)),
       table(std::move(parameter_table)),
-      device(table.parameters().front().tensor.device()),
-      domain_of(parameter_domains(table, domains)),
       plan(make_plan_of(table, domains, *inner, options)),
       wires(wires_of(plan, domains, options)),
-      protocol(domains, domain_of, *comms, device),
-      pool(device, pool_bytes(plan, wires, domains, options), allocator_of(*comms, device)),
+      protocol(domains, parameter_domains(table, domains), *comms,
+               table.parameters().front().tensor.device()),
+      pool(protocol.device(), pool_bytes(plan, wires, domains, options),
+           allocator_of(*comms, protocol.device())),
       arena(plan, table, pool),
       reducer(plan, table, comms->domains, pool,
               {wires, options.no_sync_fp32(), options.micro_batches(),
                options.gradient_shard_dtype(), options.update_in_backward()}),
       full_gradients(plan, table, comms->domains, pool),
       shards(make_shards(*this, inner, sent)),
-      clipping(shards.segments(), domains.norm_weights, device, *comms->norm,
+      clipping(shards.segments(), domains.norm_weights, protocol.device(), *comms->norm,
                options.micro_batches() > 0),
       gathers(plan, table, arena, *comms, options),
-      record(options, comms->any_half, shards.deferred(), device, comms->rank(), reducer),
+      record(options, comms->any_half, shards.deferred(), protocol.device(), comms->rank(),
+             reducer),
+      readers(c10::str("rank ", comms->rank(), " of ", group().world_size()), group().timeout()),
+      early({plan, table, *comms, shards, clipping, record, readers}),
       passes({table, reducer, shards, protocol, clipping, record, gathers,
               options.update_in_backward()}) {
-  if (options.update_in_backward()) {
-    reducer.update_with({[this](int64_t bucket) { before_sending(bucket); },
-                         [this](int64_t bucket) { update_early(bucket); }});
-  }
+  if (options.update_in_backward()) reducer.update_with(early);
   reducer.connect();
   table.remember();
 }
 
 Engine::~Engine() {
-  const c10::OptionalDeviceGuard guard(device);
+  const c10::OptionalDeviceGuard guard(protocol.device());
   try {
-    wait_for_readers(0);  // the module outlives this, and may change its parameters
-  } catch (...) {         // it has printed that the thread that reads stands still
+    readers.wait(0);  // the module outlives this, and may change its parameters
+  } catch (...) {     // it has printed that the thread that reads stands still
   }
   passes.remove_hooks();
   try {
@@ -307,29 +301,13 @@ std::unique_ptr<torch::optim::Optimizer> Engine::release() {
   return inner;
 }
 
-void Engine::wait_for_readers(int64_t bucket) {
-  if (readers.empty()) return;
-  OwnThreadWait limit(c10::str("rank ", comms->rank(), " of ", group().world_size(),
-                               " waits for its thread that copies the shard for a save or a "
-                               "protected step"),
-                      group().timeout());
-  for (const auto& reader : readers) reader->wait(bucket, limit);
-  if (bucket == 0) readers.clear();
-}
-
-void Engine::add_reader(std::shared_ptr<BucketReader> reader) {
-  readers.push_back(std::move(reader));
-  // A replay changes the shard without asking, behind what the current stream has to do.
-  if (captured) wait_for_readers(0);
-}
-
 Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArguments arguments) {
   gathers.finish();
   record.follow_loss_scale();
   // A failed reduction is known here; the control message would wait for its timeout.
   reducer.check();
   // A step waits bucket by bucket. Other calls may change any of them.
-  if (!is_of_a_step(call)) run_or_close([this] { wait_for_readers(0); });
+  if (!is_of_a_step(call)) comms->run_or_close([this] { readers.wait(0); });
   const Problem problem = first_problem(*this, call, check);
   if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
     // Sums are of the same passes only where all ranks dropped the same ones.
@@ -353,69 +331,6 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
   if (call == Call::kZeroGrad) reducer.discard();
   reducer.complete(agreement.rounds);
   return agreement;
-}
-
-void Engine::verify_shapes() const {
-  table.verify_shapes();
-  for (size_t i = 0; i < table.parameters().size(); ++i) {
-    check_dense(*plan.arenas[plan.parameter_arena[i]].layout, table.parameters()[i]);
-  }
-  // Only managed ones: attach() restores the others' place.
-  table.check_overlaps([](const Parameter&) { return false; });
-}
-
-void Engine::check_captured_rates(const ParamGroups& groups) {
-  if (shards.rates() == nullptr || !is_capturing(device)) return;
-  TORCH_CHECK(shards.rates()->are_sent(groups),
-              "CUDA graph capture: expected the learning rates that the last step used, or "
-              "refresh_learning_rates() sent, got others; call refresh_learning_rates() before the "
-              "capture begins");
-}
-
-void Engine::refresh_rates(const ParamGroups& groups) {
-  check_groups(groups);
-  TORCH_CHECK(
-      !is_capturing(device),
-      "refresh_learning_rates(): expected no capture in a CUDA graph, which would send these "
-      "learning rates with each replay; call it before the capture, or before a replay");
-  push_options(groups);
-  if (shards.rates() != nullptr) shards.rates()->send(groups);
-}
-
-void Engine::push_options(const ParamGroups& groups) {
-  TORCH_CHECK(!options_are_fixed || shards.has_options(groups),
-              "param_groups(): expected the options that backward() updated with, since "
-              "update_in_backward(true) updates before step(), got others; change them between "
-              "step() and backward(), and give them back their values now, or go on from a "
-              "checkpoint with a new optimizer where ranks had different ones");
-  if (!options_are_fixed) shards.push_options(groups);
-}
-
-void Engine::check_groups(const ParamGroups& groups) const {
-  const auto& expected = group_members;
-  for (size_t g = 0; g < std::max(groups.size(), expected.size()); ++g) {
-    const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
-    TORCH_CHECK(
-        g < expected.size() && g < groups.size() &&
-            std::equal(groups[g].params().begin(), groups[g].params().end(), expected[g].begin(),
-                       expected[g].end(), same),
-        "parameter group ", g, ": expected the ", expected.size(),
-        " groups as this optimizer left them, got ", groups.size(),
-        " of which this one was added, removed or changed from outside (",
-        g < groups.size() ? groups[g].params().size() : 0,
-        " parameters); use freeze(), unfreeze() and add_param_group() of the ZeroOptimizer, and "
-        "resize_rows() where a parameter gets other rows");
-  }
-  shards.check_classes(groups);
-}
-
-void Engine::run_or_close(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    comms->abort(error_text(error));
-    throw;
-  }
 }
 
 void Engine::check_no_gradients() const {

@@ -9,8 +9,8 @@
 //   step.cc        gradients, clipping, the step
 //   repair.h       calls beside a step, which read or mend whole parameters
 //
-// A call throws on all ranks or on none, and after most errors the next call works. Two helpers
-// stand for the exceptions: run_or_close(), and run_update() for the update of shards.
+// A call throws on all ranks or on none, and after most errors the next call works. The exceptions
+// go through OptimizerCommunicators::run_or_close(), as the update of shards does.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "zero/agreement/call_protocol.h"
@@ -30,6 +29,7 @@
 #include "zero/memory/working_arena.h"
 #include "zero/norm/clipping.h"
 #include "zero/training/backward.h"
+#include "zero/training/early_updates.h"
 #include "zero/update/parameter_gathers.h"
 #include "zero/update/shard_optimizer.h"
 #include "zero/update/step_record.h"
@@ -80,17 +80,8 @@ struct Engine {
   // whatever the call sends is sent after all reductions on every rank.
   Agreement agree(Call call, const std::function<void()>& check = nullptr,
                   AgreedArguments arguments = {});
-  // The checks of calls that read or write parameters which may have been changed.
-  void verify_shapes() const;
-  // Throws unless `groups` have the parameters of construction and nothing is left of a step.
-  void check_groups(const ParamGroups& groups) const;
+  // Throws unless nothing is left of a step.
   void check_no_gradients() const;
-  // Throws where a capture in a CUDA graph would read other learning rates than those of `groups`.
-  void check_captured_rates(const ParamGroups& groups);
-  // ZeroOptimizer::refresh_learning_rates().
-  void refresh_rates(const ParamGroups& groups);
-  // Runs what must not stop half-way. If it throws, the communicators are closed.
-  void run_or_close(const std::function<void()>& body);
 
   // --- The calls of a step (step.cc)
 
@@ -106,42 +97,23 @@ struct Engine {
   // Stage 1: brings p.grad() up to the agreed rounds.
   void gather_full_gradients(const Agreement& agreement);
   void update(const Agreement& agreement);
-  // `steps` counts this one.
-  void begin_update(const std::vector<uint8_t>& used, const at::Tensor& skipped,
-                    const std::variant<int64_t, at::Tensor>& steps);
   // Collective. Whether any rank's rule leaves out the step: 0-dim double beside the gradients, not
   // 0 for yes; undefined without a rule.
   at::Tensor ask_rule(int64_t rounds);
   // Updates this rank's shard and starts the gathers of the parameters.
   void update_buckets();
-  // With ZeroOptions::update_in_backward, what the reducer calls.
-  void before_sending(int64_t bucket);
-  void update_early(int64_t bucket);
-  // Makes `groups`' options those of the update, before any of it is made.
-  void push_options(const ParamGroups& groups);
-  // Runs what changes this rank's rows and sends them. If it throws here alone, shards are updated
-  // on some ranks only: the communicators are closed.
-  void run_update(const std::function<void()>& body);
   // Brings the working parameters up to date with masters that changed, or makes them the averages.
   void write_working_parameters(bool averages = false);
   void forget_gradients();
-  // Blocks, or makes the current stream wait, until all readers have read the buckets from `bucket`
-  // on. Throws c10::Error when a thread that reads stands still for the timeout of the group.
-  void wait_for_readers(int64_t bucket);
-  // Adds what reads the shard as it is now.
-  void add_reader(std::shared_ptr<BucketReader> reader);
 
   const Group& group() const { return domains.home; }
 
   torch::nn::Module& module;
   const ShardDomains domains;
   const ZeroOptions options;
-  const std::vector<std::vector<at::Tensor>> group_members;  // of construction, each once
   // Of the constructor too, while it runs, and of the next engine over the same ranks.
   const std::shared_ptr<OptimizerCommunicators> comms;
   ParameterTable table;
-  const at::Device device;
-  const std::vector<int64_t> domain_of;  // per parameter
   const Plan plan;
   const WireFormats wires;
   CallProtocol protocol;
@@ -153,14 +125,9 @@ struct Engine {
   Clipping clipping;
   ParameterGathers gathers;
   StepRecord record;
+  BucketReaders readers;
+  EarlyUpdates early;
   BackwardPasses passes;
-  std::vector<std::shared_ptr<BucketReader>> readers;  // of the shard as it is now
-  bool captured = false;  // a CUDA graph has a step, and may be replayed
-  // With ZeroOptions::update_in_backward.
-  const ParamGroups* visible_groups = nullptr;  // those that users see
-  bool options_are_fixed = false;               // a bucket was sent since the last step
-  bool update_begun = false;                    // a bucket was updated since then
-  std::variant<int64_t, at::Tensor> early_step;
 };
 
 }  // namespace zero

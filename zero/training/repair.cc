@@ -24,7 +24,8 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
   };
   std::vector<std::string> by_domain(engine.domains.list.size());
   if (index >= 0)
-    by_domain[engine.domain_of[index]] = "parameter " + engine.table.parameters()[index].name;
+    by_domain[engine.protocol.domain_of(index)] =
+        "parameter " + engine.table.parameters()[index].name;
   const Agreement agreement =
       engine.agree(gradient ? Call::kGradient : Call::kMaster, check, {{}, std::move(by_domain)});
   if (gradient) {
@@ -36,7 +37,7 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
                                         p.tensor.options().dtype(at::kFloat).requires_grad(false));
   for (int64_t b : engine.plan.parameter_buckets[index]) {
     const Bucket& bucket = engine.plan.buckets[b];
-    Communicator& ranks = *engine.comms->domains[engine.domain_of[index]].data;
+    Communicator& ranks = *engine.comms->domains[engine.protocol.domain_of(index)].data;
     const Rows rows(engine.pool.take(engine.plan.bucket_numel(bucket), at::kFloat), bucket.rows);
     rows.row(ranks.rank())
         .copy_(gradient ? engine.reducer.shard(b) : engine.shards.masters().values(b));
@@ -54,7 +55,7 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
 }
 
 void check_replicas(Engine& engine) {
-  engine.agree(Call::kCheckReplicas, [&] { engine.verify_shapes(); });
+  engine.agree(Call::kCheckReplicas, [&] { engine.arena.verify_shapes(); });
   if (engine.domains.uniform) {
     check_working_parameters(engine.table, engine.shards, engine.comms->rank(),
                              *engine.comms->control, [](int64_t) { return true; });
@@ -62,14 +63,14 @@ void check_replicas(Engine& engine) {
   }
   engine.comms->check_each_domain([&](int64_t domain, Communicator& ranks) {
     check_working_parameters(engine.table, engine.shards, ranks.rank(), ranks,
-                             [&](int64_t p) { return engine.domain_of[p] == domain; });
+                             [&](int64_t p) { return engine.protocol.domain_of(p) == domain; });
   });
 }
 
 void refresh_masters(Engine& engine) {
   const std::vector<NamedTensor> frozen = engine.table.unmanaged();
   const auto check = [&] {
-    engine.verify_shapes();
+    engine.arena.verify_shapes();
     engine.table.verify_whole();
   };
   engine.agree(Call::kRefreshMasters, check, engine.protocol.at_home(shapes_of(frozen)));
@@ -84,7 +85,7 @@ void refresh_masters(Engine& engine) {
 }
 
 void refresh_working(Engine& engine) {
-  engine.agree(Call::kRefreshWorking, [&] { engine.verify_shapes(); });
+  engine.agree(Call::kRefreshWorking, [&] { engine.arena.verify_shapes(); });
   // An fp32 arena is its masters' home: values from elsewhere must not get in.
   engine.arena.attach(/*keep_values=*/false);
   engine.write_working_parameters();
@@ -96,16 +97,16 @@ void use_ema(Engine& engine) {
                 "expected an optimizer with ZeroOptions::ema, got one without an average; give it "
                 "EmaOptions at construction");
     engine.check_no_gradients();
-    engine.verify_shapes();
+    engine.arena.verify_shapes();
   });
   engine.protocol.set_ema_in_use(true);
-  engine.run_or_close([&] { engine.write_working_parameters(/*averages=*/true); });
+  engine.comms->run_or_close([&] { engine.write_working_parameters(/*averages=*/true); });
 }
 
 void end_ema(Engine& engine) {
-  engine.agree(Call::kEndEma, [&] { engine.verify_shapes(); });
+  engine.agree(Call::kEndEma, [&] { engine.arena.verify_shapes(); });
   engine.protocol.set_ema_in_use(false);
-  engine.run_or_close([&] {
+  engine.comms->run_or_close([&] {
     // Values that were edited meanwhile do not stay, nor does another storage.
     engine.arena.attach(/*keep_values=*/false);
     engine.shards.take_masters_back();

@@ -14,7 +14,6 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
-#include "zero/base/normal_tensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
@@ -91,9 +90,9 @@ void Engine::clip_value(double value) {
 
 void Engine::step(const ParamGroups& groups, const std::function<void()>& also) {
   const auto check = [&] {
-    check_groups(groups);
-    push_options(groups);
-    check_captured_rates(groups);
+    shards.groups().check(groups);
+    shards.groups().push(groups);
+    shards.groups().check_captured_rates(groups);
     table.verify();
     table.verify_registered(module);
     if (also) also();
@@ -114,7 +113,7 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   passes.check_used(agreement, domains.uniform);
   if (options.static_graph()) protocol.expect_rounds(agreement.rounds);
   gather_full_gradients(agreement);
-  captured = captured || is_capturing(device);
+  if (is_capturing(protocol.device())) readers.expect_replays();
   update(agreement);
   forget_gradients();
   // Elsewhere ranks would not all have the same order.
@@ -142,13 +141,16 @@ void Engine::update(const Agreement& agreement) {
     record.add(bad, leaves_out);
     if (bad || leaves_out) return;
   }
-  if (update_begun) {
-    shards.use(agreement.used);
-  } else {
-    begin_update(agreement.used, skipped, record.steps());
-  }
-  run_update([&] { update_buckets(); });
-  readers.clear();
+  comms->run_or_close(
+      [&] {
+        if (!shards.is_updating()) {
+          shards.begin_update({clipping.bound(), clipping.coefficient()}, skipped, record.steps());
+        }
+        shards.use(agreement.used);
+        update_buckets();
+      },
+      kFailedUpdate);
+  readers.forget();
   if (!options.overlap_gather()) gathers.finish();
   for (size_t i = 0; i < agreement.used.size(); ++i) {
     // A graph that saved the old values must notice, as with any in-place update.
@@ -158,55 +160,12 @@ void Engine::update(const Agreement& agreement) {
   if (options.overlap_gather()) gathers.change_versions_at_end(agreement.used);
 }
 
-void Engine::begin_update(const std::vector<uint8_t>& used, const at::Tensor& skipped,
-                          const std::variant<int64_t, at::Tensor>& steps) {
-  shards.begin_update(used, {clipping.bound(), clipping.coefficient()}, skipped, steps);
-  if (Ema* ema = shards.ema()) {
-    const auto* on_device = std::get_if<at::Tensor>(&steps);
-    on_device ? ema->begin(*on_device, skipped) : ema->begin(std::get<int64_t>(steps));
-  }
-}
-
-void Engine::before_sending(int64_t bucket) {
-  if (!options_are_fixed) {
-    // They read the bucket that backward comes to first last.
-    run_or_close([this] {
-      wait_for_readers(0);
-      check_groups(*visible_groups);
-      push_options(*visible_groups);
-    });
-    options_are_fixed = true;
-  }
-  if (!plan.layout_of(plan.buckets[bucket]).in_place()) return;
-  // Now, and not when the thread that reduces is done: a graph that still needs the old values must
-  // notice in every run.
-  for (const Slot& slot : plan.buckets[bucket].slots) table.bump_version(slot.parameter);
-}
-
-void Engine::update_early(int64_t bucket) {
-  const at::NoGradGuard no_grad;
-  const NormalTensors normal;  // moments that are made now outlive the pass
-  run_update([&] {
-    if (!std::exchange(update_begun, true)) {
-      early_step = record.steps();
-      if (auto* on_device = std::get_if<at::Tensor>(&early_step)) {
-        *on_device = *on_device + 1;
-      } else {
-        ++std::get<int64_t>(early_step);
-      }
-      begin_update(std::vector<uint8_t>(table.parameters().size(), 1), {}, early_step);
-    }
-    shards.update_early(bucket);
-    if (shards.ema()) shards.follow_ema(bucket);
-  });
-}
-
 at::Tensor Engine::ask_rule(int64_t rounds) {
   if (!options.skip_if()) return {};
   const at::Tensor norm = clipping.unclipped_norm(rounds);
   at::Tensor flag;
   // The other ranks wait for this one's answer.
-  run_or_close([&] {
+  comms->run_or_close([&] {
     const at::Tensor answer = options.skip_if()->leaves_out(norm.clone());
     TORCH_CHECK(answer.defined() && answer.dim() == 0 && answer.device() == norm.device(),
                 "skip_if: expected a 0-dim answer on ", norm.device(), ", got ",
@@ -231,43 +190,32 @@ void Engine::update_buckets() {
       gathers.start(b, shards.updated_rows(b));
       continue;
     }
-    wait_for_readers(b);
+    readers.wait(b);
     gathers.keep(b);
     gathers.start(b, shards.update(b));
-    if (shards.ema()) shards.follow_ema(b);
+    shards.follow_ema(b);
   }
   if (of_inner.empty()) return;
   // The gathers of the others are under way while the inner optimizer steps.
-  wait_for_readers(0);
+  readers.wait(0);
   for (const int64_t b : of_inner) gathers.keep(b);
   shards.update_inner();
   for (const int64_t b : of_inner) {
     gathers.start(b, shards.update(b));
-    if (shards.ema()) shards.follow_ema(b);
-  }
-}
-
-void Engine::run_update(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    // The others wait for rows that are not sent, and some shards are updated while others are
-    // not: there is no way back.
-    if (!comms->failed().empty()) throw;
-    const std::string text = "the update of this rank's shard failed: " + error_text(error);
-    comms->abort(text);
-    TORCH_CHECK(false, text);
+    shards.follow_ema(b);
   }
 }
 
 void Engine::write_working_parameters(bool averages) {
-  run_update([&] {
-    gathers.begin();
-    for (size_t b = 0; b < plan.buckets.size(); ++b) {
-      const auto bucket = static_cast<int64_t>(b);
-      gathers.start(bucket, averages ? shards.write_ema(bucket) : shards.write_working(bucket));
-    }
-  });
+  comms->run_or_close(
+      [&] {
+        gathers.begin();
+        for (size_t b = 0; b < plan.buckets.size(); ++b) {
+          const auto bucket = static_cast<int64_t>(b);
+          gathers.start(bucket, averages ? shards.write_ema(bucket) : shards.write_working(bucket));
+        }
+      },
+      kFailedUpdate);
   gathers.finish();
   for (const Parameter& p : table.parameters()) torch::autograd::impl::bump_version(p.tensor);
   table.remember();
@@ -278,7 +226,7 @@ void Engine::forget_gradients() {
   full_gradients.forget_rounds();
   clipping.reset();
   passes.forget();
-  options_are_fixed = update_begun = false;
+  shards.end_update();
 }
 
 void Engine::zero_grad() {

@@ -4,10 +4,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Type.h>
 
 #include <algorithm>
-#include <typeinfo>
 
 #include "bookkeeping/layout.h"
 #include "zero/inner_optimizers/classes.h"
@@ -34,6 +32,7 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
                                Options options)
     : shards_(std::move(shards)),
       inner_(std::move(inner)),
+      group_options_(*inner_, shards_.arena.device()),
       fused_(fused_updates(*inner_, options.fused)) {
   at::NoGradGuard no_grad;
   for (const FusedUpdate* fused : fused_) (fused == nullptr ? all_fused_ : none_fused_) = false;
@@ -49,9 +48,8 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
   if (options.ema) make_ema(*options.ema);
   replace_parameters();
   if (all_fused_ && options.deferred) {
-    const at::Device device = shards_.table.parameters().front().tensor.device();
-    counts_.emplace(static_cast<int64_t>(segments_.size()), device);
-    if (options.rates_on_device) rates_.emplace(inner_->param_groups(), device);
+    counts_.emplace(static_cast<int64_t>(segments_.size()), shards_.arena.device());
+    if (options.rates_on_device) group_options_.keep_rates_on_device();
   }
 }
 
@@ -92,7 +90,6 @@ std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
   check_there();
   trap_.reset();
   counts_.reset();
-  rates_.reset();
   for (auto& group : inner_->param_groups()) group.params().clear();
   inner_->state().clear();
   segments_.clear();
@@ -160,78 +157,57 @@ void ShardOptimizer::replace_parameters() {
   }
   // A step() by the user would update masters behind the working parameters.
   trap_.emplace(*inner_);
-  for (const auto& group : groups) pushed_.push_back(group.options().clone());
   by_group_.resize(groups.size());
 }
 
-void ShardOptimizer::check_classes(const ParamGroups& groups) const {
-  TORCH_CHECK(groups.size() == pushed_.size(), "expected the ", pushed_.size(),
-              " parameter groups of the inner optimizer, got ", groups.size(),
-              "; use add_param_group() of the ZeroOptimizer");
-  for (size_t g = 0; g < groups.size(); ++g) {
-    TORCH_CHECK(typeid(groups[g].options()) == typeid(*pushed_[g]), "parameter group ", g,
-                ": expected options of class ", c10::demangle(typeid(*pushed_[g]).name()),
-                ", which its optimizer reads, got ",
-                c10::demangle(typeid(groups[g].options()).name()),
-                "; change them in place, or give set_options() the same class");
-  }
+void ShardOptimizer::prepare(size_t i) {
+  const SegmentTensors& s = segments_[i];
+  // Also a momentum that was switched on later has its first update then.
+  if (fused(s.group)->prepare_state(*inner_, s.group, s.master, s.moments)) counts_->reset(i);
 }
 
-void ShardOptimizer::push_options(const ParamGroups& groups) {
-  check_classes(groups);
-  auto& inner_groups = inner_->param_groups();
-  for (size_t g = 0; g < groups.size(); ++g) {
-    TORCH_CHECK(equal_options(inner_groups[g].options(), *pushed_[g]), "parameter group ", g,
-                ": expected the inner optimizer's options as they were pushed, got others; "
-                "change param_groups()[",
-                g, "].options() of the ZeroOptimizer instead");
-    // Copies: the caller goes on changing its own, and the next call compares with these.
-    inner_groups[g].set_options(groups[g].options().clone());
-    pushed_[g] = groups[g].options().clone();
-  }
-}
-
-bool ShardOptimizer::has_options(const ParamGroups& groups) const {
-  for (size_t g = 0; g < groups.size() && g < pushed_.size(); ++g) {
-    if (!equal_options(groups[g].options(), *pushed_[g])) return false;
-  }
-  return groups.size() == pushed_.size();
-}
-
-void ShardOptimizer::count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite) {
+void ShardOptimizer::count() {
   std::vector<uint8_t> updated(segments_.size());
   for (size_t i = 0; i < segments_.size(); ++i) {
-    const SegmentTensors& s = segments_[i];
-    updated[i] = used[s.segment.parameter];
-    // Also a momentum that was switched on later has its first update then.
-    if (updated[i] != 0 && fused(s.group)->prepare_state(*inner_, s.group, s.master, s.moments)) {
-      counts_->reset(i);
-    }
+    const Segment& s = segments_[i].segment;
+    updated[i] = used_[s.parameter] != 0 && !shards_.reducer.is_updated(s.bucket);
+    if (updated[i] != 0) prepare(i);
   }
-  counts_->add(updated, nonfinite);
+  if (std::find(updated.begin(), updated.end(), 1) != updated.end()) {
+    counts_->add(updated, nonfinite_);
+  }
 }
 
-void ShardOptimizer::begin_update(const std::vector<uint8_t>& used, const Clip& clip,
-                                  const at::Tensor& nonfinite,
+void ShardOptimizer::begin_update(const Clip& clip, const at::Tensor& nonfinite,
                                   const std::variant<int64_t, at::Tensor>& step) {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(counts_ || !nonfinite.defined());
-  used_ = used;
+  used_.assign(shards_.table.parameters().size(), 1);
   clip_ = clip;
   nonfinite_ = nonfinite;
   scalars_ = FusedScalars();
-  if (const auto* number = std::get_if<int64_t>(&step)) scalars_.step = *number;
-  if (none_fused_) return;
-  // The kernels read these beside the masters.
-  coefficient32_ = clip.coefficient.to(at::kFloat);
-  scalars_.coefficient = coefficient32_.const_data_ptr<float>();
-  if (nonfinite.defined()) scalars_.nonfinite = nonfinite.const_data_ptr<double>();
-  if (const auto* on_device = std::get_if<at::Tensor>(&step)) {
-    scalars_.device_step = on_device->const_data_ptr<double>();
+  const auto* number = std::get_if<int64_t>(&step);
+  device_step_ = number == nullptr ? std::get<at::Tensor>(step) : at::Tensor();
+  if (ema_) number != nullptr ? ema_->begin(*number) : ema_->begin(device_step_, nonfinite);
+  if (number != nullptr) scalars_.step = *number;
+  if (!none_fused_) {
+    // The kernels read these beside the masters.
+    coefficient32_ = clip.coefficient.to(at::kFloat);
+    scalars_.coefficient = coefficient32_.const_data_ptr<float>();
+    if (nonfinite.defined()) scalars_.nonfinite = nonfinite.const_data_ptr<double>();
+    if (number == nullptr) scalars_.device_step = device_step_.const_data_ptr<double>();
+    group_options_.send_rates();
   }
-  if (counts_) count(used, nonfinite);
-  if (rates_ && !is_capturing(coefficient32_.device())) rates_->send(inner_->param_groups());
+  group_options_.fix(true);
 }
+
+void ShardOptimizer::use(const std::vector<uint8_t>& used) {
+  at::NoGradGuard no_grad;
+  used_ = used;
+  if (counts_) count();
+}
+
+void ShardOptimizer::end_update() { group_options_.fix(false); }
 
 void ShardOptimizer::update_inner() {
   at::NoGradGuard no_grad;
@@ -272,6 +248,13 @@ Rows ShardOptimizer::update(int64_t bucket) {
     update_fused(bucket, own);
   }
   return rows;
+}
+
+void ShardOptimizer::prepare_early(int64_t bucket) {
+  at::NoGradGuard no_grad;
+  if (!counts_) return;
+  for (size_t i = first_segment_[bucket]; i < first_segment_[bucket + 1]; ++i) prepare(i);
+  counts_->add(first_segment_[bucket], first_segment_[bucket + 1]);
 }
 
 void ShardOptimizer::update_early(int64_t bucket) {
@@ -331,7 +314,7 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
   }
   // One kernel for each parameter group of the bucket, over all its segments.
   for (const int64_t g : groups_) {
-    if (rates_) scalars_.lr = rates_->of(g);
+    scalars_.lr = group_options_.rate_of(g);
     fused(g)->update(*inner_, g, by_group_[g], scalars_, dtype,
                      current_stream(shards_.arena.device()));
   }

@@ -30,8 +30,8 @@
 #include "zero/memory/parameter_table.h"
 #include "zero/memory/segment_tensors.h"
 #include "zero/memory/working_arena.h"
-#include "zero/update/device_rates.h"
 #include "zero/update/ema.h"
+#include "zero/update/group_options.h"
 #include "zero/update/master_rows.h"
 #include "zero/update/step_counts.h"
 
@@ -39,7 +39,6 @@ namespace zero {
 
 class ShardOptimizer {
  public:
-  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
   // The objects that the segments are views of; they outlive the optimizer. `ranks[d]` is this
   // rank's number in domain d of the plan.
   struct Shards {
@@ -67,29 +66,28 @@ class ShardOptimizer {
   // parameters by them. `inner` must have passed check_inner_optimizer().
   ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Optimizer> inner, Options options);
 
-  // Throws c10::Error for a group whose options have another class than the inner optimizer's.
-  void check_classes(const ParamGroups& groups) const;
-  // Makes `groups`' options the inner optimizer's. Throws c10::Error when the
-  // inner options are not what the last call left.
-  void push_options(const ParamGroups& groups);
-  // Returns whether `groups`' options are those that were pushed last.
-  bool has_options(const ParamGroups& groups) const;
+  GroupOptions& groups() { return group_options_; }
+  const GroupOptions& groups() const { return group_options_; }
 
   // What a gradient is multiplied by, after each element is clamped to [-bound, bound].
   struct Clip {
     at::Tensor bound;        // 0-dim fp32 beside the gradients; undefined: no bound
     at::Tensor coefficient;  // 0-dim double there
   };
-  // One update of all buckets: of the segments of parameters with used[p] != 0, from their clipped
-  // gradients, which may be changed. begin_update() comes first, then each bucket once. Those with
-  // is_fused() may come in any order; all others come behind update_inner(), which changes them.
+  // One update of all buckets, until end_update(): of the segments of parameters with used[p] != 0,
+  // from their clipped gradients, which may be changed. begin_update() and use() come first, then
+  // each bucket once. Those with is_fused() may come in any order; all others come behind
+  // update_inner(), which changes them.
   //
-  // `nonfinite` is 0-dim double beside the gradients. Where it is not 0, nothing changes, state and
-  // counts included; undefined means 0, and without deferred() that is what it must be. `step` is
-  // the number of the step, for rounding moments: a number, or 0-dim double on the device that
-  // lives as long as the update.
-  void begin_update(const std::vector<uint8_t>& used, const Clip& clip, const at::Tensor& nonfinite,
+  // `nonfinite` is 0-dim double beside the gradients. Where it is not 0, nothing changes, state,
+  // counts and averages included; undefined means 0, and without deferred() that is what it must
+  // be. `step` is the number of the step, for rounding moments: a number, or 0-dim double on the
+  // device.
+  void begin_update(const Clip& clip, const at::Tensor& nonfinite,
                     const std::variant<int64_t, at::Tensor>& step);
+  void use(const std::vector<uint8_t>& used);
+  void end_update();
+  bool is_updating() const { return group_options_.fixed(); }
   // Returns whether every parameter of the bucket has a fused kernel: the same on all ranks.
   bool is_fused(int64_t bucket) const { return bucket_fused_[bucket] != 0; }
   // Runs the inner optimizer's own step() over the segments of groups without a fused kernel.
@@ -97,17 +95,14 @@ class ShardOptimizer {
   // Updates this rank's segments of the bucket that are fused. Returns the working rows, of which
   // its own is complete.
   Rows update(int64_t bucket);
-  // With ZeroOptions::update_in_backward the update begins before it is known which parameters are
-  // used, with all of them; buckets of which every segment is used go through update_early(), in
-  // place of update(). use() sets which are, for the others.
+  // With ZeroOptions::update_in_backward, before use() and in place of update(): of a bucket of
+  // which every segment is used. prepare_early() makes their state and counts the update, and
+  // update_early() launches kernels alone, on a stream that comes behind.
+  void prepare_early(int64_t bucket);
   void update_early(int64_t bucket);
-  void use(const std::vector<uint8_t>& used) { used_ = used; }
   // The rows that update() returns, of a bucket that went through update_early().
   Rows updated_rows(int64_t bucket) const;
   bool deferred() const { return counts_.has_value(); }
-  // The learning rates that the kernels read on the device; null where they are given to them.
-  // Those of the groups that were pushed last are sent by begin_update(), except in a capture.
-  DeviceRates* rates() { return rates_ ? &*rates_ : nullptr; }
   // Returns whether the user called step() of the inner optimizer since the last call of this.
   bool inner_was_stepped() { return trap_->sprung(); }
 
@@ -118,8 +113,10 @@ class ShardOptimizer {
 
   // The average of the masters; null without one.
   Ema* ema() { return ema_ ? &*ema_ : nullptr; }
-  // Lets the average of a bucket follow its masters, behind update().
-  void follow_ema(int64_t bucket) { ema_->follow(bucket, masters_->values(bucket)); }
+  // Lets the average of a bucket follow its masters, if there is one, behind update().
+  void follow_ema(int64_t bucket) {
+    if (ema_) ema_->follow(bucket, masters_->values(bucket));
+  }
   void restart_ema();
   // As write_working(), from the average. Masters that are in working rows are set aside until
   // take_masters_back().
@@ -152,7 +149,9 @@ class ShardOptimizer {
   void make_masters(const std::vector<Moments>& moments);
   void make_ema(const EmaOptions& options);
   void replace_parameters();
-  void count(const std::vector<uint8_t>& used, const at::Tensor& nonfinite);
+  // Makes the state of a segment that is to be updated, where the device counts.
+  void prepare(size_t segment);
+  void count();
   // Without `own_row`, of a layout that is not in place, it updates masters alone.
   void update_fused(int64_t bucket, const at::Tensor& own_row);
   void give_state() const;
@@ -166,6 +165,7 @@ class ShardOptimizer {
 
   const Shards shards_;
   std::unique_ptr<torch::optim::Optimizer> inner_;
+  GroupOptions group_options_;
   std::optional<InnerStepTrap> trap_;
   // Per parameter group: null where the inner optimizer makes the update.
   const std::vector<const FusedUpdate*> fused_;
@@ -177,13 +177,11 @@ class ShardOptimizer {
   std::vector<SegmentTensors> segments_;  // by bucket, then by offset
   std::vector<size_t> first_segment_;     // bucket b has [first_segment_[b], first_segment_[b+1])
   std::optional<SegmentCounts> counts_;   // updates of each segment, with deferred()
-  std::optional<DeviceRates> rates_;
-  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> pushed_;
-  std::vector<uint8_t> bucket_fused_;  // per bucket
+  std::vector<uint8_t> bucket_fused_;     // per bucket
   // The update that is under way.
   std::vector<uint8_t> used_;
   Clip clip_;
-  at::Tensor coefficient32_, nonfinite_;
+  at::Tensor coefficient32_, nonfinite_, device_step_;  // what scalars_ points to
   FusedScalars scalars_;
   // Of update_fused(), kept for their memory: the segments of each group, and which have any.
   std::vector<std::vector<FusedSegment>> by_group_;

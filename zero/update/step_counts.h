@@ -24,8 +24,10 @@ class SegmentCounts {
   // One more for every segment with updated[i] != 0, unless `nonfinite`, 0-dim on the device, is
   // not 0. Undefined counts as 0. Moves memory to the device only where `updated` changes.
   void add(const std::vector<uint8_t>& updated, const at::Tensor& nonfinite);
+  // One more for the segments from `begin` on and before `end`.
+  void add(size_t begin, size_t end) { of_range(begin, end).add_(1); }
   // Begins again for one segment.
-  void reset(size_t segment) { counts_.select(0, static_cast<int64_t>(segment)).zero_(); }
+  void reset(size_t segment) { of_range(segment, segment + 1).zero_(); }
   // [1] fp32 on the device, valid for the lifetime of this. Exact up to 2^24 updates.
   const float* of(size_t segment) const { return counts_.const_data_ptr<float>() + segment; }
 
@@ -34,6 +36,10 @@ class SegmentCounts {
   void write(const std::vector<int64_t>& counts);
 
  private:
+  at::Tensor of_range(size_t begin, size_t end) const {
+    return counts_.slice(0, static_cast<int64_t>(begin), static_cast<int64_t>(end));
+  }
+
   at::Tensor counts_;             // [segments] fp32
   at::Tensor increment_;          // [segments] fp32: 1 where updated_ is not 0
   std::vector<uint8_t> updated_;  // what increment_ was made from

@@ -1,0 +1,50 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/training/early_updates.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+
+#include <variant>
+
+#include "bookkeeping/layout.h"
+#include "zero/base/normal_tensors.h"
+
+namespace zero {
+
+void EarlyUpdates::begin() {
+  // They read the bucket that backward comes to first last.
+  parts_.readers.wait(0);
+  parts_.shards.groups().check(*groups_);
+  parts_.shards.groups().push(*groups_);
+  std::variant<int64_t, at::Tensor> step = parts_.record.steps();
+  std::visit([](auto& number) { number = number + 1; }, step);
+  parts_.shards.begin_update({parts_.clipping.bound(), parts_.clipping.coefficient()}, {}, step);
+}
+
+void EarlyUpdates::before_sending(int64_t bucket, bool whole) {
+  const at::NoGradGuard no_grad;
+  const NormalTensors normal;  // state that is made now outlives the pass
+  parts_.comms.run_or_close([&] {
+    if (!parts_.shards.is_updating()) begin();
+    if (whole) parts_.shards.prepare_early(bucket);
+  });
+  const Bucket& sent = parts_.plan.buckets[bucket];
+  if (!parts_.plan.layout_of(sent).in_place()) return;
+  // Now, and not when the thread that reduces is done: a graph that still needs the old values must
+  // notice in every run.
+  for (const Slot& slot : sent.slots) parts_.table.bump_version(slot.parameter);
+}
+
+void EarlyUpdates::update(int64_t bucket) {
+  const at::NoGradGuard no_grad;
+  const NormalTensors normal;
+  parts_.comms.run_or_close(
+      [&] {
+        parts_.shards.update_early(bucket);
+        parts_.shards.follow_ema(bucket);
+      },
+      kFailedUpdate);
+}
+
+}  // namespace zero

@@ -1,0 +1,53 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// ZeroOptions::update_in_backward: the part of a step's update that the reducer asks for, bucket by
+// bucket, while the backward pass runs. step() makes the rest.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "zero/agreement/communicators.h"
+#include "zero/gradients/gradient_reducer.h"
+#include "zero/memory/bucket_reader.h"
+#include "zero/memory/parameter_table.h"
+#include "zero/norm/clipping.h"
+#include "zero/update/shard_optimizer.h"
+#include "zero/update/step_record.h"
+
+namespace zero {
+
+// What an error of an update says first. Some shards are updated then while others are not: there
+// is no way back.
+inline constexpr const char* kFailedUpdate = "the update of this rank's shard failed";
+
+class EarlyUpdates final : public BucketUpdates {
+ public:
+  // The objects that an update uses. All must outlive this.
+  struct Parts {
+    const Plan& plan;
+    ParameterTable& table;
+    OptimizerCommunicators& comms;
+    ShardOptimizer& shards;
+    const Clipping& clipping;
+    const StepRecord& record;
+    BucketReaders& readers;
+  };
+  explicit EarlyUpdates(Parts parts) : parts_(parts) {}
+
+  // An update has the options of `groups`, those that users see, as they are when it begins.
+  void read_options_of(const GroupOptions::ParamGroups* groups) { groups_ = groups; }
+  const GroupOptions::ParamGroups* groups() const { return groups_; }
+
+  void before_sending(int64_t bucket, bool whole) override;
+  void update(int64_t bucket) override;
+
+ private:
+  void begin();
+
+  const Parts parts_;
+  const GroupOptions::ParamGroups* groups_ = nullptr;
+};
+
+}  // namespace zero
