@@ -316,6 +316,8 @@ struct ZeroOptions {
   //   - Options of param_groups() count as they are when a pass sends its first bucket. step()
   //     throws where they have changed since.
   //   - The first bucket of a step waits until a save or a protected step has copied the shard.
+  //   - On a GPU an update is enqueued behind what the pass had to do when the bucket was packed.
+  //     What reads a weight on another stream, and has no gradient for it, must be waited for.
   //   - What is updated stays so. A backward pass that throws, on any rank, is a failure of all
   //     ranks: go on from a checkpoint with a new optimizer, or by recover() with `protect`.
   //
@@ -326,7 +328,7 @@ struct ZeroOptions {
   // the whole gradient before the update: skip_nonfinite(true), the default, loss_scaler, skip_if,
   // reduce_gradients(), clips, norms and gradient(); stage 1 gathers no averages. Refused as
   // well: micro_batches, GatherWire::kChanges, replicated_over, groups without a fused kernel, and
-  // parameters on a GPU.
+  // a capture in a CUDA graph.
   TORCH_ARG(bool, update_in_backward) = false;
 
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter

@@ -336,13 +336,12 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
         "--split-masters: expected --optimizer adamw or lion, which have fused kernels, got " +
         options.optimizer);
   }
-  const bool whole = options.same_bits || options.accumulate > 1 || options.device != "cpu" ||
-                     options.gather_wire != "whole";
+  const bool whole = options.same_bits || options.accumulate > 1 || options.gather_wire != "whole";
   if (options.update_in_backward &&
       (whole || (options.optimizer != "adamw" && options.optimizer != "lion"))) {
     return refuse(
-        "--update-in-backward: expected --optimizer adamw or lion on a cpu, one micro-batch a "
-        "rank, --gather-wire whole and no --same-bits");
+        "--update-in-backward: expected --optimizer adamw or lion, one micro-batch a rank, "
+        "--gather-wire whole and no --same-bits");
   }
   if (options.split_masters && options.dtype != c10::kBFloat16) {
     return refuse("--split-masters: expected --dtype bfloat16, got " + options.dtype_name);

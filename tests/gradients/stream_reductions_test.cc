@@ -5,16 +5,24 @@
 // may hold up the thread that pushes.
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "tests/support/device/emulated_device.h"
 #include "tests/support/device/emulated_network.h"
+#include "tests/support/flat_model.h"
+#include "tests/support/reducer_options.h"
+#include "zero/base/streams.h"
 #include "zero/gradients/elementwise_wire.h"
+#include "zero/gradients/gradient_reducer.h"
 #include "zero/gradients/reduction_queue.h"
 
 namespace zero {
@@ -64,6 +72,49 @@ TEST(StreamReductionsTest, APeerThatTakesNoPartHoldsUpAPassOnceAndNotPerBucket) 
     for (const at::Tensor& shard : shards) {
       EXPECT_TRUE(at::equal(shard.to(at::kCPU), at::full({shard.numel()}, 6.0)));
     }
+  });
+}
+
+// With ReducerOptions::update_in_backward, of a host that enqueues a whole pass before the device
+// begins.
+TEST(StreamReductionsTest, ShardsThatAreReadOnTheStreamOfTheSumsAreTheSameMemory) {
+  run_device_ranks(3, [](const Group& group) {
+    const c10::DeviceGuard here(group.device());
+    struct Updates final : BucketUpdates {
+      void before_sending(int64_t, bool whole) override { EXPECT_TRUE(whole); }
+      void update(int64_t bucket) override {
+        places.insert(reducer->shard(bucket).const_data_ptr());
+        ++count;
+      }
+      const GradientReducer* reducer = nullptr;
+      std::set<const void*> places;
+      int64_t count = 0;
+    } updates;
+    constexpr int64_t kNumel = 192;
+    const auto on_device = at::TensorOptions().device(group.device());
+    std::vector<at::Tensor> values;
+    for (int i = 0; i < 10; ++i) values.push_back(at::zeros({kNumel}, on_device));
+    FlatModel flat(values, group.world_size(), {Layout::kContiguous, 4 * kNumel});
+    ASSERT_EQ(flat.buckets(), 10);
+    BufferPool pool(group.device(), 1 << 20);
+    const auto data = group.make_communicator("data", Purpose::kData);
+    ReducerOptions options = reducer_options(flat.plan);
+    options.update_in_backward = true;
+    GradientReducer reducer(flat.plan, flat.table, {{data.get(), nullptr, 0}}, pool, options);
+    updates.reducer = &reducer;
+    reducer.connect();
+    reducer.update_with(updates);
+    for (const at::Tensor& value : flat.model.values) {
+      value.mutable_grad() = at::ones({kNumel}, on_device);
+    }
+    emulated::enqueue(current_torch_stream(group.device()),
+                      [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); });
+    for (int64_t p = 0; p < 10; ++p) reducer.gradient_ready(p);
+    EXPECT_EQ(updates.count, 10);
+    // They take turns with the row that an exchange receives.
+    EXPECT_LE(updates.places.size(), 2U);
+    reducer.complete(1);
+    reducer.consume();
   });
 }
 

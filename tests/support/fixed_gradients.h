@@ -23,7 +23,7 @@ struct GivenGradients : torch::nn::Module {
   // A loss in fp32 whose gradient for values[i] is gradients[i], rounded to the parameter's
   // dtype. An undefined tensor, or none: the parameter is not used.
   at::Tensor loss(const std::vector<at::Tensor>& gradients) const {
-    at::Tensor sum = at::zeros({});
+    at::Tensor sum = at::zeros({}, values.front().options().dtype(at::kFloat));
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (gradients[i].defined()) sum = sum + at::sum(values[i].to(at::kFloat) * gradients[i]);
     }

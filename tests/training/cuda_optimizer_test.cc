@@ -331,6 +331,17 @@ TEST_F(CudaOptimizer, CaptureWithRatesThatWereNotSentIsRefused) {
   });
 }
 
+TEST_F(CudaOptimizer, CaptureOfUpdatesInTheBackwardPassIsRefused) {
+  run_ranks(1, [&](const Group& group) {
+    Captured run(group, ZeroOptions().update_in_backward(true).skip_nonfinite(false));
+    run.backward();
+    run.optimizer.step();
+    run.graph.capture_begin();
+    EXPECT_THROW(run.backward(), c10::Error);
+    run.graph.capture_end();
+  });
+}
+
 TEST_F(CudaOptimizer, CaptureOfTheFirstStepIsRefused) {
   run_ranks(1, [&](const Group& group) {
     Captured run(group, {});

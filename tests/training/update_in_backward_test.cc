@@ -14,16 +14,20 @@
 #include <torch/optim/sgd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <ostream>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "bookkeeping/memory.h"
 #include "tests/support/checkpoint_run.h"
+#include "tests/support/device/emulated_device.h"
+#include "tests/support/device/emulated_network.h"
 #include "tests/support/error_of.h"
 #include "tests/support/fixed_gradients.h"
 #include "tests/support/state_snapshot.h"
@@ -39,10 +43,10 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using torch::optim::Optimizer;
 
-Tensors initial_values(c10::ScalarType dtype) {
+Tensors initial_values(c10::ScalarType dtype, at::Device device = at::kCPU) {
   Tensors values{random_tensor({67, 130}, 1), random_tensor({41}, 2), random_tensor({300}, 3),
                  random_tensor({4500}, 4)};
-  for (at::Tensor& v : values) v = v.to(dtype);
+  for (at::Tensor& v : values) v = v.to(device, dtype);
   return values;
 }
 
@@ -166,12 +170,15 @@ struct TestRun {
   TestRun(const Group& group, const Case& given, const ZeroOptions& options)
       : c(given),
         rank(group.rank()),
-        model(initial_values(c.dtype)),
+        model(initial_values(c.dtype, group.device())),
         optimizer(model, inner_of(c.inner, model.values), group, options) {}
 
-  void backward(int step) {
+  at::Tensor loss(int step) {
     optimizer.wait_for(model);
     Tensors given = gradients(c.some, rank, step);
+    for (at::Tensor& g : given) {
+      if (g.defined()) g = g.to(model.values[0].device());
+    }
     if (c.by_hand) {
       const auto put = [&](size_t p, const at::Tensor& g) {
         model.values[p].mutable_grad() = g.to(c.dtype);
@@ -180,8 +187,9 @@ struct TestRun {
       given[0] = given[0] * 0.5;
       if (given[1].defined()) put(1, std::exchange(given[1], at::Tensor()));
     }
-    optimizer.backward(model.loss(given));
+    return model.loss(given);
   }
+  void backward(int step) { optimizer.backward(loss(step)); }
   void step(int number) {
     set_rates(optimizer, number);
     backward(number);
@@ -200,6 +208,7 @@ struct TestRun {
       const auto guard = optimizer.use_ema();
       add_values();
     }
+    for (at::Tensor& t : result) t = t.cpu();
     return result;
   }
 
@@ -256,33 +265,48 @@ class UpdateInBackward : public ::testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(Of, UpdateInBackward, ::testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
-TEST_P(UpdateInBackward, HasTheBitsOfARunWithout) {
-  const Case& c = GetParam();
+// On each rank: beside a run without, and beside plain torch.
+void expect_the_bits_of_a_run_without(const Case& c, const Group& group) {
   const bool rounds_more =
       c.options.moments() != Moments::kFloat32 || c.options.gradient_shard_dtype() != at::kFloat;
+  Plain plain(c, group.world_size());
+  TestRun updated(group, c, with(c.options)), stepped(group, c, without(c.options));
+  for (int n = 0; n < 5; ++n) {
+    SCOPED_TRACE(::testing::Message() << group.world_size() << " ranks, step " << n);
+    plain.step(n);
+    updated.step(n);
+    stepped.step(n);
+    expect_same_bits(updated.everything(), stepped.everything());
+    EXPECT_EQ(updated.optimizer.stats().steps, n + 1);
+    for (size_t p = 0; p < plain.masters.size() && !rounds_more; ++p) {
+      const at::Tensor master = updated.optimizer.master(updated.model.values[p]).cpu();
+      // Lion moves by the sign of a sum, which may be that of its rounding.
+      const double far = c.inner == Class::kLion ? 0.1 : 1e-5;
+      EXPECT_TRUE(at::allclose(master, plain.masters[p], 1e-4, far)) << p;
+    }
+  }
+}
+
+TEST_P(UpdateInBackward, HasTheBitsOfARunWithout) {
   for (const int world_size : {1, 2, 3, 4}) {
     run_ranks(
         world_size,
-        [&](const Group& group) {
-          Plain plain(c, world_size);
-          TestRun updated(group, c, with(c.options)), stepped(group, c, without(c.options));
-          for (int n = 0; n < 5; ++n) {
-            SCOPED_TRACE(::testing::Message() << world_size << " ranks, step " << n);
-            plain.step(n);
-            updated.step(n);
-            stepped.step(n);
-            expect_same_bits(updated.everything(), stepped.everything());
-            EXPECT_EQ(updated.optimizer.stats().steps, n + 1);
-            for (size_t p = 0; p < plain.masters.size() && !rounds_more; ++p) {
-              const at::Tensor master = updated.optimizer.master(updated.model.values[p]);
-              // Lion moves by the sign of a sum, which may be that of its rounding.
-              const double far = c.inner == Class::kLion ? 0.1 : 1e-5;
-              EXPECT_TRUE(at::allclose(master, plain.masters[p], 1e-4, far)) << p;
-            }
-          }
-        },
-        on(c.wire));
+        [&](const Group& group) { expect_the_bits_of_a_run_without(GetParam(), group); },
+        on(GetParam().wire));
   }
+}
+
+TEST_P(UpdateInBackward, HasTheBitsOfARunWithoutOnADevice) {
+  const auto run = [&](int world_size, DeviceRunOptions options) {
+    SCOPED_TRACE(::testing::Message() << options.ranks_per_machine << options.over_host);
+    options.room = 2;  // of two optimizers
+    run_device_ranks(
+        world_size,
+        [&](const Group& group) { expect_the_bits_of_a_run_without(GetParam(), group); }, options);
+  };
+  for (const int world_size : {1, 2}) run(world_size, {});
+  run(3, {.over_host = true});
+  run(4, {.ranks_per_machine = 2});
 }
 
 // Branches that ranks use or not, shared weights, frozen layers and some that are never used.
@@ -383,7 +407,10 @@ Held held(const Group& group, bool in_backward, int64_t elements,
   const int64_t before = live_bytes;
   Held result;
   Tensors values;
-  for (int64_t i = 0; i < kBuckets; ++i) values.push_back(at::zeros({elements}, at::kBFloat16));
+  const auto on_device = at::TensorOptions(group.device());
+  for (int64_t i = 0; i < kBuckets; ++i) {
+    values.push_back(at::zeros({elements}, on_device.dtype(at::kBFloat16)));
+  }
   GivenGradients model(values);
   values.clear();
   const ZeroOptions options = ZeroOptions().bucket_bytes(2 * elements).gradient_shard_dtype(shards);
@@ -393,7 +420,7 @@ Held held(const Group& group, bool in_backward, int64_t elements,
       group, in_backward ? with(options) : without(options));
   EXPECT_EQ(optimizer.plan().buckets.size(), kBuckets);
   for (int n = 0; n < 3; ++n) {
-    optimizer.backward(model.loss(Tensors(kBuckets, at::full({elements}, 0.5))));
+    optimizer.backward(model.loss(Tensors(kBuckets, at::full({elements}, 0.5, on_device))));
     optimizer.step();
   }
   result.between_steps = live_bytes - before;
@@ -441,6 +468,74 @@ TEST(UpdateInBackwardTest, KeepsTheShardsOfAFewBuckets) {
   }
 }
 
+const Case kUsual{.name = "", .options = small(), .some = false};
+
+// --- On a device, which is emulated
+
+TEST(UpdateInBackwardTest, OnADeviceNoShardsAreKept) {
+  for (const int world_size : {1, 2}) {
+    run_device_ranks(world_size, [](const Group& group) {
+      const Held updated = held(group, true, 64 * 1024);
+      EXPECT_EQ(updated.report.gradient_shards, 0);
+      EXPECT_EQ(without_buckets(updated.report), without_buckets(updated.expected));
+    });
+  }
+}
+
+// Kernels of the pass are enqueued when the bucket of the weight that they read is sent, and run
+// late.
+TEST(UpdateInBackwardTest, OnADeviceALatePassReadsTheValuesFromBeforeTheUpdate) {
+  for (const int world_size : {1, 2}) {
+    for (const bool over_host : {false, true}) {
+      run_device_ranks(
+          world_size,
+          [](const Group& group) {
+            TestRun run(group, kUsual, with(small()));
+            const int device = group.rank();
+            Tensors before, seen;
+            for (const at::Tensor& value : run.model.values) {
+              before.push_back(value.detach().cpu().clone());
+              seen.push_back(at::empty_like(before.back()));
+            }
+            for (size_t p = 0; p < before.size(); ++p) {
+              run.model.values[p].register_hook([&, p](const at::Tensor&) {
+                const void* from = run.model.values[p].const_data_ptr();
+                void* to = seen[p].mutable_data_ptr();
+                emulated::enqueue(emulated::current_stream(device), [=, n = before[p].nbytes()] {
+                  std::this_thread::sleep_for(std::chrono::milliseconds(10));
+                  std::memcpy(to, from, n);
+                });
+              });
+            }
+            run.backward(0);
+            run.optimizer.step();
+            const Tensors after = run.everything();
+            EmulatedDevice::finish();
+            for (size_t p = 0; p < before.size(); ++p) {
+              EXPECT_TRUE(at::equal(seen[p], before[p])) << p;
+              EXPECT_FALSE(at::equal(run.model.values[p].detach().cpu(), before[p])) << p;
+            }
+          },
+          {.over_host = over_host});
+    }
+  }
+}
+
+TEST(UpdateInBackwardTest, OnADeviceNoPassOrStepWaitsForTheDeviceOrForARankWithoutAPass) {
+  run_device_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small()));
+    for (int n = 0; n < 4; ++n) {
+      const at::Tensor loss = run.loss(n);
+      const int64_t before = EmulatedDevice::host_waits(group.rank());
+      // Rank 1 learns of the pass in step().
+      if (group.rank() == 0 || n % 2 == 0) run.optimizer.backward(loss);
+      run.optimizer.step();
+      const int64_t waits = EmulatedDevice::host_waits(group.rank()) - before;
+      EXPECT_EQ(n == 0 ? 0 : waits, 0) << n;
+    }
+  });
+}
+
 // --- Misuse
 
 void expect_refused(const std::function<void()>& call, const std::vector<std::string>& words) {
@@ -449,8 +544,6 @@ void expect_refused(const std::function<void()>& call, const std::vector<std::st
     EXPECT_NE(text.find(word), std::string::npos) << word << " in: " << text;
   }
 }
-
-const Case kUsual{.name = "", .options = small(), .some = false};
 
 TEST(UpdateInBackwardTest, OptionsThatNeedTheWholeGradientAreRefused) {
   run_ranks(2, [](const Group& group) {

@@ -25,6 +25,8 @@ TEST(SegmentCountsTest, OneMoreWhereUpdatedUnlessTheStepIsSkipped) {
   EXPECT_EQ(counts.read(), (Counts{2, 0, 2}));
   counts.add({0, 1, 0}, nonfinite(0));
   EXPECT_EQ(counts.read(), (Counts{2, 1, 2}));
+  counts.add(1, 3);
+  EXPECT_EQ(counts.read(), (Counts{2, 2, 3}));
 }
 
 TEST(SegmentCountsTest, KernelsReadWhatIsReset) {

@@ -3,6 +3,7 @@
 #include "zero/gradients/gradient_reducer.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -267,11 +268,10 @@ void GradientReducer::send_next() {
     }
     encode(b);
   }
-  const UnderWay sent{b, has_whole_row(b)};
+  UnderWay sent{b, has_whole_row(b)};
   if (options_.update_in_backward) {
-    updates_->before_sending(b, sent.whole);
-    const int64_t numel = bucket.rows.numel(comms.data->rank());
-    shards_[b] = pool_.take(numel, options_.shard_dtype);
+    if (comms.data->world_size() > 1) sent.sums = queue_.sums(*comms.data, device_);
+    take_shard(sent);
   }
   BucketReduction reduction;
   reduction.wire = &wire_of(bucket);
@@ -287,18 +287,31 @@ void GradientReducer::send_next() {
   reduction.bucket = b;
   set_reducing(true);
   open_[b].stream.reset();
-  if (!has_peers(reduction)) {
-    reduce_alone(reduction, pool_);
-    finish_shard(sent);
-  } else {
-    TORCH_CHECK(
-        !is_capturing(device_) || !RowCommunicator(*comms.data).waits_on_host(device_),
-        "CUDA graph capture: expected NCCL between ranks, got a transport on which the host "
-        "waits; end the capture and run the step without");
+  const bool waits = has_peers(reduction) && RowCommunicator(*comms.data).waits_on_host(device_);
+  TORCH_CHECK(!is_capturing(device_) || !waits,
+              "CUDA graph capture: expected NCCL between ranks, got a transport on which the host "
+              "waits; end the capture and run the step without");
+  if (has_peers(reduction)) {
     queue_.push(std::move(reduction));
-    if (options_.update_in_backward) under_way_.push_back(sent);
+  } else {
+    reduce_alone(reduction, pool_);
+  }
+  if (!options_.update_in_backward) return;
+  if (waits) {
+    under_way_.push_back(sent);
+  } else {
+    queue_.check();  // after an error nothing is on the stream
+    finish_shard(sent);
   }
   update_reduced();
+}
+
+void GradientReducer::take_shard(const UnderWay& sent) {
+  if (updates_ != nullptr) updates_->before_sending(sent.bucket, sent.whole);
+  const c10::OptionalStreamGuard guard(sent.sums);
+  const int64_t rank = comms_[plan_.domain_of(sent.bucket)].data->rank();
+  shards_[sent.bucket] =
+      pool_.take(plan_.buckets[sent.bucket].rows.numel(rank), options_.shard_dtype);
 }
 
 // Then all ranks together have a gradient of each, whatever the others used.
@@ -318,9 +331,12 @@ void GradientReducer::update_reduced() {
 }
 
 void GradientReducer::finish_shard(const UnderWay& reduced) {
-  if (!reduced.whole) return;
-  updates_->update(reduced.bucket);
-  updated_[reduced.bucket] = 1;
+  const c10::OptionalStreamGuard guard(reduced.sums);
+  if (updates_ != nullptr) {
+    if (!reduced.whole) return;
+    updates_->update(reduced.bucket);
+    updated_[reduced.bucket] = 1;
+  }
   pool_.give(std::exchange(shards_[reduced.bucket], at::Tensor()));
 }
 
@@ -365,6 +381,7 @@ void GradientReducer::complete(int64_t rounds) {
   while (rounds_ < rounds) close_round();
   queue_.drain();
   update_reduced();
+  if (options_.update_in_backward) queue_.join();  // what was updated just now, too
   pool_.joined();
   set_reducing(false);
   if (rounds > replicated_) {

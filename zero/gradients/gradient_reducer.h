@@ -29,7 +29,8 @@
 // With ZeroOptions::update_in_backward a step has one round too, and a shard lives from when its
 // bucket is sent until it was given to BucketUpdates, on the thread that sends. Where this rank has
 // no gradient of a parameter of its row, only step() knows whether another rank has one: such a
-// shard is kept until consume().
+// shard is kept until consume(). On a GPU a shard is taken, filled, read and given back on the
+// stream of its sum, so that the next bucket's is the same memory, however far ahead the host is.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -65,9 +66,10 @@ class BucketUpdates {
  public:
   virtual ~BucketUpdates() = default;
   // For each bucket. If it is `whole`, this rank has gradients of all parameters of its row, and
-  // update() comes for it.
+  // update() comes for it. The current stream is that of the backward pass.
   virtual void before_sending(int64_t bucket, bool whole) = 0;
-  // shard(bucket) is complete.
+  // shard(bucket) is complete, or is on the current stream, which has waited for what the backward
+  // pass had to do at before_sending().
   virtual void update(int64_t bucket) = 0;
 };
 
@@ -84,7 +86,7 @@ class GradientReducer {
   // one.
   void connect();
 
-  // With ReducerOptions::update_in_backward, before the first gradient.
+  // With ReducerOptions::update_in_backward, behind connect(), which updates nothing.
   void update_with(BucketUpdates& updates) { updates_ = &updates; }
   // Returns whether BucketUpdates::update() was called for the bucket since consume().
   bool is_updated(int64_t bucket) const { return updated_[bucket] != 0; }
@@ -127,6 +129,8 @@ class GradientReducer {
   // communication failed. From the first bucket until this returns, the data communicators refuse
   // every other operation.
   void complete(int64_t rounds);
+  // Makes the current stream wait for the reductions, and updates, that are enqueued.
+  void join() { queue_.join(); }
   // Throws when a reduction has failed already. Local.
   void check() { queue_.check(); }
   // Forgets gradients, rounds and used flags. Requires complete().
@@ -188,14 +192,16 @@ class GradientReducer {
     int64_t unsent_bytes = 0;                          // of those that are
   };
 
-  struct UnderWay {  // with update_in_backward, a bucket that was pushed
+  struct UnderWay {  // with update_in_backward, a bucket that was sent
     int64_t bucket = 0;
     bool whole = false;  // all of its own row have a gradient of this rank
+    std::optional<c10::Stream> sums = std::nullopt;  // of its shard; none: the current one
   };
 
   void start_round();
   void make_shards();
   bool has_whole_row(int64_t bucket) const;
+  void take_shard(const UnderWay& sent);
   void update_reduced();
   void finish_shard(const UnderWay& reduced);
   void set_reducing(bool reducing);
@@ -249,7 +255,7 @@ class GradientReducer {
   // With update_in_backward.
   BucketUpdates* updates_ = nullptr;
   std::vector<std::vector<int64_t>> own_parameters_;  // per bucket: those of this rank's row
-  std::deque<UnderWay> under_way_;                    // in the order of the queue
+  std::deque<UnderWay> under_way_;                    // in the order of the queue's worker
   int64_t taken_ = 0;                                 // from it since construction
   std::vector<uint8_t> updated_;                      // per bucket, since consume()
 };

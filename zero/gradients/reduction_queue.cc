@@ -73,13 +73,15 @@ void ReductionQueue::start_worker() {
 
 void ReductionQueue::bound_memory(Lock& lock) {
   using Clock = std::chrono::steady_clock;
-  const auto may_go = [this] {
-    done_ += streams_.forget_done();
+  int64_t on_streams = 0;
+  const auto may_go = [this, &on_streams] {
+    on_streams = streams_.forget_done();
     return error_ || (waiting_.size() <= static_cast<size_t>(kWaiting) &&
                       has_room(streams_.count(), streams_.bytes(), kWaiting));
   };
   if (may_go()) return;
-  if (std::exchange(done_at_push_, done_) != done_) patient_ = true;
+  const int64_t done = done_ + on_streams;
+  if (std::exchange(done_at_push_, done) != done) patient_ = true;
   const Clock::time_point end = Clock::now() + kPatience;
   while (patient_ && !may_go()) {
     // The worker tells when it has done something, and streams do not.
@@ -190,6 +192,14 @@ void ReductionQueue::check() {
   if (error_) std::rethrow_exception(error_);
 }
 
+std::optional<c10::Stream> ReductionQueue::sums(Communicator& group, c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  if (!RowCommunicator(group).waits_on_host(device)) return streams_.sums(device);
+  const Lock lock(mutex_);
+  if (!stream_) stream_ = new_stream(device);
+  return stream_;
+}
+
 int64_t ReductionQueue::done() {
   const Lock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
@@ -223,9 +233,13 @@ void ReductionQueue::drain() {
     const c10::OptionalStreamGuard guard(stream_);
     while (!error_ && !(waiting_.empty() && under_way_.empty())) take_turn(lock);
   }
+  join();
+  if (error_) std::rethrow_exception(error_);
+}
+
+void ReductionQueue::join() {
   if (stream_) make_wait(current_torch_stream(stream_->device()), *stream_);
   streams_.join();
-  if (error_) std::rethrow_exception(error_);
 }
 
 }  // namespace zero

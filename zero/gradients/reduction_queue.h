@@ -54,10 +54,15 @@ class ReductionQueue {
   // Returns when everything pushed has reached its shard, or makes the current stream wait for it.
   // Throws the first error, again at every later call. A worker that stands still is one.
   void drain();
+  // Makes the current stream wait for what the streams of this have to do by now.
+  void join();
   // Throws the first error, if there is one by now.
   void check();
-  // The same, and returns how many of the buckets that were pushed since construction have reached
-  // their shards: the first ones. Not on a GPU, where streams order what follows.
+  // The stream of a GPU on which buckets of `group` reach their shards, in the order of push();
+  // nothing on a CPU.
+  std::optional<c10::Stream> sums(Communicator& group, c10::Device device);
+  // As check(), and returns how many of the buckets for which the host waits, of those that were
+  // pushed since construction, have reached their shards, or will on sums(): the first ones.
   int64_t done();
 
  private:
@@ -99,7 +104,7 @@ class ReductionQueue {
   std::exception_ptr error_;
   Communicator* group_ = nullptr;  // of the last one given to the worker
   int64_t bytes_under_way_ = 0;
-  int64_t done_ = 0;          // buckets
+  int64_t done_ = 0;          // buckets of the worker
   int64_t done_at_push_ = 0;  // at the last push() that blocked
   bool patient_ = true;       // push() may block, though no other bucket is done
   bool starting_ = false;     // a thread is in start_waiting()

@@ -41,7 +41,11 @@ class StreamReductions {
   // wait.
   void join();
 
-  // Forgets those that the device is done with, and returns how many they were. Not in a capture.
+  // The stream where they reach their shards, in the order of enqueue().
+  const c10::Stream& sums(c10::Device device);
+
+  // Forgets those that the device is done with, and returns how many they were since construction.
+  // Not in a capture.
   int64_t forget_done();
   // Of those that are not forgotten. None is counted in a capture.
   size_t count() const { return under_way_.size(); }
@@ -58,6 +62,7 @@ class StreamReductions {
   std::optional<c10::Stream> sum_stream_;
   std::deque<UnderWay> under_way_;
   int64_t bytes_under_way_ = 0;
+  int64_t done_ = 0;
 };
 
 }  // namespace zero

@@ -9,6 +9,7 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/base/normal_tensors.h"
+#include "zero/base/streams.h"
 
 namespace zero {
 
@@ -20,6 +21,8 @@ void EarlyUpdates::begin() {
   std::variant<int64_t, at::Tensor> step = parts_.record.steps();
   std::visit([](auto& number) { number = number + 1; }, step);
   parts_.shards.begin_update({parts_.clipping.bound(), parts_.clipping.coefficient()}, {}, step);
+  const at::Device device = parts_.table.parameters().front().tensor.device();
+  if (has_streams(device)) begun_on_ = current_torch_stream(device);
 }
 
 void EarlyUpdates::before_sending(int64_t bucket, bool whole) {
@@ -27,6 +30,10 @@ void EarlyUpdates::before_sending(int64_t bucket, bool whole) {
   const NormalTensors normal;  // state that is made now outlives the pass
   parts_.comms.run_or_close([&] {
     if (!parts_.shards.is_updating()) begin();
+    if (begun_on_) {  // a model may use several
+      const c10::Stream current = current_torch_stream(begun_on_->device());
+      if (current != *begun_on_) make_wait(current, *begun_on_);
+    }
     if (whole) parts_.shards.prepare_early(bucket);
   });
   const Bucket& sent = parts_.plan.buckets[bucket];

@@ -3,9 +3,23 @@
 //
 // ZeroOptions::update_in_backward: the part of a step's update that the reducer asks for, bucket by
 // bucket, while the backward pass runs. step() makes the rest.
+//
+// On a GPU the update of a bucket is enqueued behind its sum, and the host waits for neither:
+//
+//   stream of the pass   layer k ---- begin, counts, pack k ---- layer k-1 ---- ... ---- step()
+//                                                       \                               /
+//   stream of the sums                                   sum k, update k, shard k is free
+//
+// Kernels of the pass that read a weight are before the pack of its gradient on that stream, or on
+// one that it waits for, as autograd lets a gradient's stream wait for the node that made it. What
+// is enqueued behind the pack cannot read the weight from a graph: its version has changed. Memory
+// that outlives a step is made on the stream of the pass, to which it belongs.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "zero/agreement/communicators.h"
@@ -48,6 +62,7 @@ class EarlyUpdates final : public BucketUpdates {
 
   const Parts parts_;
   const GroupOptions::ParamGroups* groups_ = nullptr;
+  std::optional<c10::Stream> begun_on_;  // a GPU's stream of the update that is under way
 };
 
 }  // namespace zero

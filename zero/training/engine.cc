@@ -269,8 +269,8 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       early({plan, table, *comms, shards, clipping, record, readers}),
       passes({table, reducer, shards, protocol, clipping, record, gathers,
               options.update_in_backward()}) {
-  if (options.update_in_backward()) reducer.update_with(early);
   reducer.connect();
+  if (options.update_in_backward()) reducer.update_with(early);
   table.remember();
 }
 
@@ -282,6 +282,7 @@ Engine::~Engine() {
   }
   passes.remove_hooks();
   try {
+    reducer.join();    // updates use memory that is freed now
     gathers.finish();  // the module may outlive this
   } catch (...) {      // reported by the communicator's failure
   }

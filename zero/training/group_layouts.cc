@@ -105,10 +105,6 @@ void check_update_in_backward(const ParameterTable& table, const torch::optim::O
                 "update_in_backward: expected a fused kernel for parameter ", p.name,
                 ", since a step() of its own updates all buckets at once, got none; use AdamW, "
                 "Adam, SGD or zero::Lion with fused(true), or update_in_backward(false)");
-    TORCH_CHECK(p.tensor.is_cpu(), "update_in_backward: expected parameters in host memory, got ",
-                p.name, " on ", p.tensor.device(),
-                ", where the counts of updates of all parameters are raised at once; use "
-                "update_in_backward(false)");
   }
 }
 
