@@ -10,7 +10,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <atomic>
 #include <chrono>
+#include <functional>
 #include <set>
 #include <thread>
 #include <utility>
@@ -75,46 +78,88 @@ TEST(StreamReductionsTest, APeerThatTakesNoPartHoldsUpAPassOnceAndNotPerBucket) 
   });
 }
 
-// With ReducerOptions::update_in_backward, of a host that enqueues a whole pass before the device
-// begins.
+constexpr int64_t kBuckets = 10;
+
+// Of ReducerOptions::update_in_backward. The pass has late work for each bucket that is sent, and
+// an update takes its time too.
+struct LateUpdates final : BucketUpdates {
+  void before_sending(int64_t bucket, bool whole) override {
+    EXPECT_TRUE(whole);
+    emulated::enqueue(current_torch_stream(device), [this, bucket] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      passed[bucket] = true;
+    });
+  }
+  void update(int64_t bucket) override {
+    places.insert(reducer->shard(bucket).const_data_ptr());
+    ++enqueued;
+    emulated::enqueue(current_torch_stream(device), [this, bucket] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      ++(passed[bucket] ? updated : too_early);
+    });
+  }
+
+  explicit LateUpdates(at::Device of) : device(of) {}
+  const at::Device device;
+  const GradientReducer* reducer = nullptr;
+  std::array<std::atomic<bool>, kBuckets> passed{};
+  std::atomic<int64_t> updated = 0, too_early = 0;
+  int64_t enqueued = 0;
+  std::set<const void*> places;  // of shards
+};
+
+// A pass that the host enqueues before the device begins, and the call that completes its round.
+// `at_end` is called between.
+void run_pass(const Group& group, LateUpdates& updates, const std::function<void()>& at_end) {
+  const c10::DeviceGuard here(group.device());
+  constexpr int64_t kNumel = 192;
+  const auto on_device = at::TensorOptions().device(group.device());
+  std::vector<at::Tensor> values;
+  for (int64_t i = 0; i < kBuckets; ++i) values.push_back(at::zeros({kNumel}, on_device));
+  FlatModel flat(values, group.world_size(), {Layout::kContiguous, 4 * kNumel});
+  ASSERT_EQ(flat.buckets(), kBuckets);
+  BufferPool pool(group.device(), 1 << 20);
+  const auto data = group.make_communicator("data", Purpose::kData);
+  ReducerOptions options = reducer_options(flat.plan);
+  options.update_in_backward = true;
+  GradientReducer reducer(flat.plan, flat.table, {{data.get(), nullptr, 0}}, pool, options);
+  updates.reducer = &reducer;
+  reducer.connect();
+  reducer.update_with(updates);
+  for (const at::Tensor& value : flat.model.values) {
+    value.mutable_grad() = at::ones({kNumel}, on_device);
+  }
+  for (int64_t p = 0; p < kBuckets; ++p) reducer.gradient_ready(p);
+  at_end();
+  reducer.complete(1);
+  reducer.consume();
+  emulated::enqueue(current_torch_stream(group.device()),
+                    [&] { EXPECT_EQ(updates.updated, kBuckets) << "in a step"; });
+  EmulatedDevice::finish();
+}
+
+TEST(StreamReductionsTest, AnUpdateIsBehindWhatThePassHadToDoAndBeforeTheStep) {
+  for (const int world_size : {1, 3}) {
+    for (const bool over_host : {false, true}) {
+      run_device_ranks(world_size,
+                       [](const Group& group) {
+                         LateUpdates updates(group.device());
+                         run_pass(group, updates, [] {});
+                         EXPECT_EQ(updates.too_early, 0);
+                       },
+                       {.over_host = over_host});
+    }
+  }
+}
+
 TEST(StreamReductionsTest, ShardsThatAreReadOnTheStreamOfTheSumsAreTheSameMemory) {
   run_device_ranks(3, [](const Group& group) {
-    const c10::DeviceGuard here(group.device());
-    struct Updates final : BucketUpdates {
-      void before_sending(int64_t, bool whole) override { EXPECT_TRUE(whole); }
-      void update(int64_t bucket) override {
-        places.insert(reducer->shard(bucket).const_data_ptr());
-        ++count;
-      }
-      const GradientReducer* reducer = nullptr;
-      std::set<const void*> places;
-      int64_t count = 0;
-    } updates;
-    constexpr int64_t kNumel = 192;
-    const auto on_device = at::TensorOptions().device(group.device());
-    std::vector<at::Tensor> values;
-    for (int i = 0; i < 10; ++i) values.push_back(at::zeros({kNumel}, on_device));
-    FlatModel flat(values, group.world_size(), {Layout::kContiguous, 4 * kNumel});
-    ASSERT_EQ(flat.buckets(), 10);
-    BufferPool pool(group.device(), 1 << 20);
-    const auto data = group.make_communicator("data", Purpose::kData);
-    ReducerOptions options = reducer_options(flat.plan);
-    options.update_in_backward = true;
-    GradientReducer reducer(flat.plan, flat.table, {{data.get(), nullptr, 0}}, pool, options);
-    updates.reducer = &reducer;
-    reducer.connect();
-    reducer.update_with(updates);
-    for (const at::Tensor& value : flat.model.values) {
-      value.mutable_grad() = at::ones({kNumel}, on_device);
-    }
-    emulated::enqueue(current_torch_stream(group.device()),
-                      [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); });
-    for (int64_t p = 0; p < 10; ++p) reducer.gradient_ready(p);
-    EXPECT_EQ(updates.count, 10);
-    // They take turns with the row that an exchange receives.
-    EXPECT_LE(updates.places.size(), 2U);
-    reducer.complete(1);
-    reducer.consume();
+    LateUpdates updates(group.device());
+    run_pass(group, updates, [&] {
+      EXPECT_EQ(updates.enqueued, kBuckets);
+      // They take turns with the row that an exchange receives.
+      EXPECT_LE(updates.places.size(), 2U);
+    });
   });
 }
 

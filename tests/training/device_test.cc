@@ -416,13 +416,15 @@ std::string fresh_folder(const std::string& name) {
 TEST(DeviceTest, AnAsynchronousSaveIsOfTheMomentOfTheCallAndNoStepWaitsForIt) {
   const std::string folder = fresh_folder("device_save");
   EmulatedDevice::set_copy_time(std::chrono::milliseconds(20));
-  for (const bool fused : {true, false}) {
+  for (const int turn : {0, 1, 2}) {
+    const bool fused = turn != 1, early = turn == 2;
     run_device_ranks(2, [&](const Group& group) {
-      Copied run(group, ZeroOptions().bucket_bytes(1024).fused(fused));
+      const auto options = ZeroOptions().bucket_bytes(1024).fused(fused);
+      Copied run(group, ZeroOptions(options).skip_nonfinite(!early).update_in_backward(early));
       run.step(0);
       const auto waits = [&] { return EmulatedDevice::host_waits(group.rank()); };
       for (int save = 0; save < 2; ++save) {
-        const std::string name = folder + "/" + std::to_string(2 * save + (fused ? 1 : 0));
+        const std::string name = folder + "/" + std::to_string(3 * save + turn);
         run.optimizer->save_checkpoint(name + "-expected");
         int64_t before = waits();
         const auto pending = run.optimizer->save_checkpoint_async(name);

@@ -14,13 +14,11 @@
 #include <torch/optim/sgd.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <ostream>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -482,45 +480,6 @@ TEST(UpdateInBackwardTest, OnADeviceNoShardsAreKept) {
   }
 }
 
-// Kernels of the pass are enqueued when the bucket of the weight that they read is sent, and run
-// late.
-TEST(UpdateInBackwardTest, OnADeviceALatePassReadsTheValuesFromBeforeTheUpdate) {
-  for (const int world_size : {1, 2}) {
-    for (const bool over_host : {false, true}) {
-      run_device_ranks(
-          world_size,
-          [](const Group& group) {
-            TestRun run(group, kUsual, with(small()));
-            const int device = group.rank();
-            Tensors before, seen;
-            for (const at::Tensor& value : run.model.values) {
-              before.push_back(value.detach().cpu().clone());
-              seen.push_back(at::empty_like(before.back()));
-            }
-            for (size_t p = 0; p < before.size(); ++p) {
-              run.model.values[p].register_hook([&, p](const at::Tensor&) {
-                const void* from = run.model.values[p].const_data_ptr();
-                void* to = seen[p].mutable_data_ptr();
-                emulated::enqueue(emulated::current_stream(device), [=, n = before[p].nbytes()] {
-                  std::this_thread::sleep_for(std::chrono::milliseconds(10));
-                  std::memcpy(to, from, n);
-                });
-              });
-            }
-            run.backward(0);
-            run.optimizer.step();
-            const Tensors after = run.everything();
-            EmulatedDevice::finish();
-            for (size_t p = 0; p < before.size(); ++p) {
-              EXPECT_TRUE(at::equal(seen[p], before[p])) << p;
-              EXPECT_FALSE(at::equal(run.model.values[p].detach().cpu(), before[p])) << p;
-            }
-          },
-          {.over_host = over_host});
-    }
-  }
-}
-
 TEST(UpdateInBackwardTest, OnADeviceNoPassOrStepWaitsForTheDeviceOrForARankWithoutAPass) {
   run_device_ranks(2, [](const Group& group) {
     TestRun run(group, kUsual, with(small()));
@@ -557,6 +516,10 @@ TEST(UpdateInBackwardTest, OptionsThatNeedTheWholeGradientAreRefused) {
     refused(ZeroOptions(good).skip_if(std::make_shared<OutlierRule>()), "no skip_if, since");
     refused(ZeroOptions(good).micro_batches(2), "micro_batches(0), since");
     refused(ZeroOptions(good).gather_wire(GatherWire::kChanges), "gather_wire(GatherWire::kWhole)");
+    const auto copies = GroupPlacement()
+                            .sharded_over(group.subgroup({group.rank()}, "own"))
+                            .replicated_over(group.subgroup({0, 1}, "copies"));
+    refused(ZeroOptions(good).placement(1, copies), "no placement with replicated_over, since");
     refused(ZeroOptions(good).fused(false), "a fused kernel for parameter value0, since");
     expect_refused(
         [&] {
@@ -783,6 +746,34 @@ TEST(UpdateInBackwardTest, AFailedPassIsAFailureOfAllRanksAndRecoverGoesOn) {
     EXPECT_EQ(differing(before, run.snapshot()), 0);
     run.train(3, 5);
   });
+}
+
+// One whose gradients were reset since the pass, and one whose ranks updated with other options.
+TEST(UpdateInBackwardTest, RecoverGoesOnFromAStepThatCannotBeMade) {
+  for (const bool reset : {true, false}) {
+    run_ranks(2, [&](const Group& group) {
+      Training training;
+      training.options = with(ZeroOptions().bucket_bytes(900).protect(1));
+      CheckpointRun run(training, group, 1);
+      run.train(0, 3);
+      const Snapshot before = run.snapshot();
+      auto& options = run.optimizer->param_groups()[0].options();
+      if (!reset && group.rank() == 1) options.set_lr(2 * options.get_lr());
+      run.optimizer->backward(
+          run.model->loss(at::ones({3, 17}), at::zeros({3, 11}), OddModelImpl::kAll));
+      if (reset) run.model->zero_grad();
+      for (int i = 0; i < 2; ++i) {
+        expect_refused([&] { run.optimizer->step(); }, {reset ? "expected step() next" : "lr"});
+      }
+      EXPECT_EQ(run.optimizer->recover().steps, 3);
+      {
+        at::NoGradGuard no_grad;
+        run.model->counter.add_(1);  // what run.train() does after step()
+      }
+      EXPECT_EQ(differing(before, run.snapshot()), 0);
+      run.train(3, 5);
+    });
+  }
 }
 
 // The copy of an asynchronous save has the shard of its step, whatever the next pass updates. It
