@@ -71,6 +71,8 @@ struct Options {
   std::string moments = "float32";
   bool split_masters = false;
   bool bf16_shards = false;
+  bool update_in_backward = false;
+  bool no_clip = false;
   bool overlap_gather = false;
   std::string reduce_dtype;  // empty: the library's default
   std::string wire = "dtype";
@@ -130,6 +132,7 @@ class Run {
     if (options.ema) zero_options.ema(EmaOptions());
     zero_options.moments(kMoments.at(options.moments)).split_masters(options.split_masters);
     if (options.bf16_shards) zero_options.gradient_shard_dtype(at::kBFloat16);
+    zero_options.update_in_backward(options.update_in_backward).skip_nonfinite(clips());
     zero_options.layout(options.layout == "contiguous" ? Layout::kContiguous
                                                        : Layout::kPerParameter);
     zero_options.overlap_gather(options.overlap_gather);
@@ -189,6 +192,8 @@ class Run {
  private:
   static constexpr int kWarmUp = 3;
   static constexpr int kTraced = 3;
+
+  bool clips() const { return !options_.no_clip && !options_.update_in_backward; }
 
   void one_step(int step) {
     if (step == kWarmUp) {
@@ -255,7 +260,7 @@ class Run {
       losses.push_back(part.detach());
     }
     const double backward_end = now_ms();
-    const at::Tensor norm = optimizer_->clip_grad_norm_(1.0);
+    const at::Tensor norm = clips() ? optimizer_->clip_grad_norm_(1.0) : at::zeros({});
     const double clip_end = now_ms();
     optimizer_->step();
     if (step >= kWarmUp) {
@@ -383,6 +388,10 @@ int main(int argc, char** argv) {
   app.add_flag("--split-masters", options.split_masters,
                "Keep masters of bfloat16 parameters in 2 bytes");
   app.add_flag("--bf16-shards", options.bf16_shards, "Keep gradient shards in bfloat16");
+  app.add_flag("--update-in-backward", options.update_in_backward,
+               "Update each bucket as soon as it is reduced; implies --no-clip");
+  app.add_flag("--no-clip", options.no_clip,
+               "Steps without norm, clip and check of values; their norm is printed as 0");
   app.add_flag("--overlap-gather", options.overlap_gather,
                "Gather parameters during the next forward pass");
   app.add_flag("--flat", options.flat, "Exchange with every rank, whatever its machine");

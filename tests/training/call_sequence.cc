@@ -34,7 +34,8 @@ class Generator {
       : random_(seed * 0x9E3779B97F4A7C15u),
         of_average_(seed),
         of_formats_(~seed),
-        of_moments_(seed * 7 + 1) {
+        of_moments_(seed * 7 + 1),
+        of_early_updates_(seed * 11 + 5) {
     s_.seed = seed;
     if (of_average_() % 100 >= 40) return;
     s_.ema = EmaOptions()
@@ -44,11 +45,14 @@ class Generator {
 
   CallSequence draw() {
     draw_group();
+    draw_early_updates();
     draw_moments();
     s_.options = draw_options();
     static_graph_ = percent(8);
     s_.options.static_graph(static_graph_);
-    if (static_graph_) {
+    if (updates_early_) {
+      draw_steps_of_a_pass();
+    } else if (static_graph_) {
       draw_equal_steps();
     } else {
       const int64_t count = 5 + below(9);
@@ -118,6 +122,15 @@ class Generator {
     }
   }
 
+  // By numbers of their own. Nothing may need the whole gradient before an update.
+  void draw_early_updates() {
+    updates_early_ = of_early_updates_() % 8 == 0;
+    if (!updates_early_) return;
+    scaler_.reset();
+    s_.largest_norm.reset();
+    if (s_.mesh_kind == MeshKind::kReplicas) s_.mesh_kind = MeshKind::kFlat;
+  }
+
   // By numbers of their own, too. Every bit of such a sequence must be known, so that its gradients
   // are no thirds, and it clips by one value, whose norm has an exact sum of powers.
   void draw_moments() {
@@ -144,6 +157,10 @@ class Generator {
     if (s_.ranks_per_machine > 0 && percent(50)) options.gather_wire(GatherWire::kChanges);
     if (s_.has_moments) {
       options.fused(true).moments(kMoments[of_moments_() % std::size(kMoments)]);
+    }
+    if (updates_early_) {
+      options.fused(true).skip_nonfinite(false).gather_wire(GatherWire::kWhole);
+      options.update_in_backward(of_early_updates_() % 5 != 0);
     }
     draw_formats(options);
     return options;
@@ -359,6 +376,51 @@ class Generator {
     if (!refused_) completed_ = true;
   }
 
+  // With update_in_backward: a pass before each step on some ranks or all, and learning rates that
+  // change where there is none. Between steps come other calls.
+  void draw_steps_of_a_pass() {
+    const int64_t count = 6 + below(9);
+    for (int64_t i = 0; i < count; ++i) {
+      s_.events.push_back(event(percent(70) ? Action::kStep : draw_call_between_steps()));
+      Event& e = s_.events.back();
+      if (e.action == Action::kStep) draw_a_pass(e);
+      e.average = looks_at_average();
+    }
+  }
+
+  Action draw_call_between_steps() {
+    std::vector<Choice<Action>> choices = {
+        {Action::kMaster, 3},         {Action::kCheckReplicas, 1},    {Action::kRefreshWorking, 2},
+        {Action::kRefreshMasters, 2}, {Action::kBroadcastBuffers, 1}, {Action::kZeroGrad, 1}};
+    if (static_graph_) return Action::kMaster;
+    if (s_.mesh_kind == MeshKind::kFlat) choices.push_back({Action::kResizeRows, 3});
+    if (s_.mesh_kind != MeshKind::kExperts) {
+      choices.push_back({Action::kCheckpoint, 1});
+      choices.push_back({Action::kCheckpointAsync, 1});
+    }
+    return pick(choices);
+  }
+
+  void draw_a_pass(Event& e) {
+    const bool all = static_graph_ || percent(60);
+    bool any = false;
+    for (auto& of_rank : e.passes) {
+      if (!all && percent(40)) continue;
+      any = true;
+      if (static_graph_) {
+        of_rank.push_back({PassKind::kOwn, s_.all_units(), -1, -1, random_()});
+        continue;
+      }
+      if (percent(10)) of_rank.push_back(draw_pass(PassKind::kByHand));
+      of_rank.push_back(draw_pass(pick<PassKind>({{PassKind::kOwn, 14},
+                                                  {PassKind::kWithGrad, 2},
+                                                  {PassKind::kOnlyGrad, 1},
+                                                  {PassKind::kNoGraph, 2}})));
+      for (Pass& pass : of_rank) pass.nonfinite = -1;  // it would be stepped with
+    }
+    if (any) e.rate.reset();
+  }
+
   // As static_graph promises: every step like the first, with all parameters on all ranks.
   void draw_equal_steps() {
     std::vector<std::vector<Pass>> passes(s_.world_size);
@@ -400,11 +462,12 @@ class Generator {
     }
   }
 
-  std::mt19937_64 random_, of_average_, of_formats_, of_moments_;
+  std::mt19937_64 random_, of_average_, of_formats_, of_moments_, of_early_updates_;
   CallSequence s_;
   std::optional<LossScalerOptions> scaler_;
   bool static_graph_ = false;
-  std::vector<int64_t> rows_;  // by layer, where they were resized
+  bool updates_early_ = false;  // ZeroOptions::update_in_backward, of most of its optimizers
+  std::vector<int64_t> rows_;   // by layer, where they were resized
   // Since the last step:
   bool pending_ = false;     // some rank needs a round
   bool everywhere_ = false;  // all ranks do, as far as each of them knows
@@ -456,7 +519,8 @@ std::string text_of(const ZeroOptions& o) {
   text << "stage " << o.stage() << " layout " << static_cast<int>(o.layout()) << " bucket_bytes "
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
        << (o.overlap_gather() ? " overlap_gather" : "") << (o.static_graph() ? " static_graph" : "")
-       << (o.no_sync_fp32() ? " no_sync_fp32" : "") << (o.split_masters() ? " split_masters" : "");
+       << (o.no_sync_fp32() ? " no_sync_fp32" : "") << (o.split_masters() ? " split_masters" : "")
+       << (o.update_in_backward() ? " update_in_backward" : "");
   if (o.gradient_shard_dtype() != c10::ScalarType::Float) text << " bf16 shards";
   if (o.moments() == Moments::kBFloat16) text << " bf16 moments";
   if (o.moments() == Moments::kInt8) text << " 8-bit moments";
