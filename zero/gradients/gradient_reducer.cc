@@ -72,12 +72,15 @@ void GradientReducer::make_shards() {
   }
 }
 
+bool GradientReducer::has_other_ranks(bool host_waits) const {
+  return std::any_of(comms_.begin(), comms_.end(), [&](const DomainCommunicators& comms) {
+    return comms.data->world_size() > 1 &&
+           RowCommunicator(*comms.data).waits_on_host(device_) == host_waits;
+  });
+}
+
 void GradientReducer::connect() {
-  const bool connects_late =
-      std::any_of(comms_.begin(), comms_.end(), [&](const DomainCommunicators& comms) {
-        return comms.data->world_size() > 1 && !RowCommunicator(*comms.data).waits_on_host(device_);
-      });
-  if (!connects_late) return;
+  if (!has_other_ranks(/*host_waits=*/false)) return;
   // Replicas exchange in collective calls, where all ranks come.
   replicated_ = 1;
   send_round();
@@ -288,9 +291,6 @@ void GradientReducer::send_next() {
   set_reducing(true);
   open_[b].stream.reset();
   const bool waits = has_peers(reduction) && RowCommunicator(*comms.data).waits_on_host(device_);
-  TORCH_CHECK(!is_capturing(device_) || !waits,
-              "CUDA graph capture: expected NCCL between ranks, got a transport on which the host "
-              "waits; end the capture and run the step without");
   if (has_peers(reduction)) {
     queue_.push(std::move(reduction));
   } else {

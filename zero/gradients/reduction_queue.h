@@ -58,6 +58,7 @@ class ReductionQueue {
   void join();
   // Throws the first error, if there is one by now.
   void check();
+  void leave_capture() { streams_.leave_capture(); }
   // The stream of a GPU on which buckets of `group` reach their shards, in the order of push();
   // nothing on a CPU.
   std::optional<c10::Stream> sums(Communicator& group, c10::Device device);

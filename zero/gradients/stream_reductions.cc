@@ -61,4 +61,13 @@ void StreamReductions::join() {
   make_wait(current, *sum_stream_);
 }
 
+void StreamReductions::leave_capture() {
+  if (!sum_stream_) return;
+  const c10::Stream current = current_torch_stream(sum_stream_->device());
+  for (const c10::Stream& stream : {*exchange_stream_, *sum_stream_}) {
+    const c10::StreamGuard guard(stream);
+    if (is_capturing(stream.device())) make_wait(current, stream);
+  }
+}
+
 }  // namespace zero

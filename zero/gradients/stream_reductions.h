@@ -40,6 +40,9 @@ class StreamReductions {
   // Makes the current stream wait until all of them have reached their shards. The host does not
   // wait.
   void join();
+  // In a capture that the program will end now: makes the current stream wait for what it has of
+  // others, since CUDA ends no capture without.
+  void leave_capture();
 
   // The stream where they reach their shards, in the order of enqueue().
   const c10::Stream& sums(c10::Device device);

@@ -30,7 +30,7 @@ kernels::Stream current_stream(c10::Device device) {
   return {true, reinterpret_cast<void*>(static_cast<intptr_t>(backend.getStream(device).id()))};
 }
 
-uint64_t current_capture([[maybe_unused]] c10::Device device) {
+[[gnu::weak]] uint64_t current_capture([[maybe_unused]] c10::Device device) {
 #ifdef ZERO_CUDA
   if (device.is_cuda()) {
     cudaStreamCaptureStatus status{};
@@ -43,7 +43,7 @@ uint64_t current_capture([[maybe_unused]] c10::Device device) {
   return 0;
 }
 
-bool is_complete(const c10::Event& event) {
+[[gnu::weak]] bool is_complete(const c10::Event& event) {
 #ifdef ZERO_CUDA
   if (event.device_type() == c10::DeviceType::CUDA) {
     const c10::cuda::CUDAStreamCaptureModeGuard beside_captures(cudaStreamCaptureModeRelaxed);

@@ -217,6 +217,7 @@ std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
 void BackwardPasses::run_in_hook(const std::function<void()>& hand_over) {
   parts_.protocol.check_usable();
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
+  check_capture();
   parts_.record.follow_loss_scale();
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
   try {
@@ -248,7 +249,15 @@ void BackwardPasses::check_waited_for(int64_t parameter) const {
               "did not wait for this one");
 }
 
+// Before anything runs: a capture that is refused later has a part of a step already.
+void BackwardPasses::check_capture() const {
+  if (!is_capturing(parts_.protocol.device())) return;
+  const std::string problem = parts_.capture_problem();
+  TORCH_CHECK(problem.empty(), "rank ", parts_.protocol.rank(), ": ", problem);
+}
+
 void BackwardPasses::begin() {
+  check_capture();
   const auto count = static_cast<int64_t>(parts_.table.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
     if (!parts_.gathers.is_under_way(p)) continue;

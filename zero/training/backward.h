@@ -42,6 +42,8 @@ class BackwardPasses {
     const Clipping& clipping;
     StepRecord& record;
     ParameterGathers& gathers;
+    // Returns why a step cannot be captured in a CUDA graph, or nothing.
+    std::function<std::string()> capture_problem;
     bool update_in_backward = false;  // ZeroOptions::update_in_backward
   };
 
@@ -87,6 +89,7 @@ class BackwardPasses {
   std::string unscaled_text() const;
   // Runs `hand_over`; an error leaves the pass broken on all ranks.
   void run_in_hook(const std::function<void()>& hand_over);
+  void check_capture() const;
   void begin();
   // Gradients are incomplete for `reason`.
   void break_pass(const std::string& reason);

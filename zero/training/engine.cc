@@ -150,9 +150,8 @@ std::string static_problem(const Engine& engine) {
 // The reason why `call` cannot be captured in a CUDA graph, or nothing.
 std::string capture_problem(const Engine& engine, Call call) {
   const auto refuse = [](const std::string& got) {
-    return "CUDA graph capture: expected a training step with static_graph(true), fused kernels "
-           "and "
-           "a constant loss scale, after one that was not captured, got " +
+    return "CUDA graph capture: expected a training step with static_graph(true), fused kernels, "
+           "a constant loss scale and NCCL between ranks, after one that was not captured, got " +
            got + "; end the capture and run it without";
   };
   if (!engine.options.static_graph()) return refuse("an optimizer without that option");
@@ -160,6 +159,9 @@ std::string capture_problem(const Engine& engine, Call call) {
   if (engine.protocol.expected_rounds() == 0) return refuse("the first step");
   if (!engine.shards.deferred()) return refuse("an optimizer that runs its own step()");
   if (engine.record.scaler().dynamic()) return refuse("a dynamic loss scale");
+  if (engine.reducer.has_other_ranks(/*host_waits=*/true)) {
+    return refuse("a transport on which the host waits for other ranks");
+  }
   // Its gathers would not be joined when the capture ends.
   if (engine.options.overlap_gather()) return refuse("overlap_gather(true)");
   return {};
@@ -268,6 +270,7 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       readers(c10::str("rank ", comms->rank(), " of ", group().world_size()), group().timeout()),
       early({plan, table, *comms, shards, clipping, record, readers}),
       passes({table, reducer, shards, protocol, clipping, record, gathers,
+              [this] { return capture_problem(*this, Call::kStep); },
               options.update_in_backward()}) {
   reducer.connect();
   if (options.update_in_backward()) reducer.update_with(early);
@@ -310,6 +313,7 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
   // A step waits bucket by bucket. Other calls may change any of them.
   if (!is_of_a_step(call)) comms->run_or_close([this] { readers.wait(0); });
   const Problem problem = first_problem(*this, call, check);
+  if (!problem.empty() && is_capturing(protocol.device())) reducer.leave_capture();
   if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
     // Sums are of the same passes only where all ranks dropped the same ones.
     arguments.on_all_ranks +=

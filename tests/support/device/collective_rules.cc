@@ -13,30 +13,13 @@
 #include <set>
 #include <utility>
 
+#include "tests/support/device/past.h"
+
 namespace zero {
 namespace {
 
 using Call = CollectiveCall;
 using CallPtr = std::shared_ptr<const Call>;
-
-// What has happened before some point: for each stream how many of its calls.
-class Past {
- public:
-  void join(const Past& other) {
-    for (const auto& [stream, count] : other.counts_) {
-      int64_t& own = counts_[stream];
-      own = std::max(own, count);
-    }
-  }
-  int64_t add_call(c10::StreamId stream) { return ++counts_[stream]; }
-  bool has(c10::StreamId stream, int64_t number) const {
-    const auto found = counts_.find(stream);
-    return found != counts_.end() && found->second >= number;
-  }
-
- private:
-  std::map<c10::StreamId, int64_t> counts_;
-};
 
 // A kernel, a copy or a collective.
 struct Work {

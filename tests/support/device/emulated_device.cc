@@ -10,183 +10,44 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
-#include <random>
-#include <thread>
 #include <utility>
 
 #include "tests/support/device/device_calls.h"
 #include "tests/support/device/emulated_operations.h"
+#include "tests/support/device/emulated_streams.h"
 
 namespace zero {
 namespace {
 
 using std::chrono::microseconds;
-using std::chrono::milliseconds;
 
-// Streams have the numbers device * kStreams + 1, +2, ...; the default stream of every device is 0,
-// as CUDA's is null.
-constexpr int kStreams = 32;
-constexpr c10::StreamId kFrees = -1;  // no stream: memory that several have used comes back here
 constexpr unsigned char kPoison = 0xFF;
 constexpr size_t kQuarantine = size_t{64} << 20;
 
-std::atomic<int64_t> longest_delay_us{500};
 std::atomic<int64_t> copy_time_us{0};
-std::atomic<int64_t> patience_ms{20000};
 std::array<std::atomic<int64_t>, kEmulatedDevices> waits{};
 std::array<std::atomic<int64_t>, kEmulatedDevices> copied{};
 std::array<std::atomic<int64_t>, kEmulatedDevices> launched{};
 std::array<std::atomic<int64_t>, kEmulatedDevices> under_way{};
 
-struct Violations {
-  std::mutex mutex;
-  std::vector<std::string> list;
-};
-
-// Never destroyed: threads of streams run until the process ends.
-Violations& violations() {
-  static auto* const all = new Violations;
-  return *all;
-}
-
 }  // namespace
 
 namespace emulated {
 
-void report(const std::string& violation) {
-  Violations& all = violations();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  all.list.push_back(violation);
-}
-
-milliseconds patience() { return milliseconds(patience_ms.load()); }
 microseconds copy_time() { return microseconds(copy_time_us.load()); }
-
-struct Gate::State {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool open = false;
-};
-
-Gate::Gate() : state_(std::make_shared<State>()) {}
-
-void Gate::open() {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->open = true;
-  state_->changed.notify_all();
-}
-
-bool Gate::is_open() const {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->open;
-}
-
-void Gate::wait(const std::string& what) const {
-  std::unique_lock<std::mutex> lock(state_->mutex);
-  if (state_->changed.wait_for(lock, patience(), [this] { return state_->open; })) return;
-  lock.unlock();
-  report("deadlock: " + what + " waited for more than " + std::to_string(patience().count()) +
-         " ms");
-}
 
 }  // namespace emulated
 
 namespace {
 
-using emulated::Gate;
-
-// ---- Streams ----
-
-class StreamThread {
- public:
-  explicit StreamThread(int number) : random_(static_cast<unsigned>(number)) {
-    std::thread([this] { run(); }).detach();
-  }
-
-  void push(std::function<void()> work) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(std::move(work));
-    changed_.notify_all();
-  }
-
-  Gate mark() {
-    Gate gate;
-    push([gate]() mutable { gate.open(); });
-    return gate;
-  }
-
-  bool idle() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return queue_.empty() && !running_;
-  }
-
- private:
-  void run() {
-    while (true) {
-      std::function<void()> work;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        running_ = false;
-        changed_.wait(lock, [this] { return !queue_.empty(); });
-        work = std::move(queue_.front());
-        queue_.pop_front();
-        running_ = true;
-      }
-      delay();
-      work();
-    }
-  }
-
-  // Slow for a while, then fast again, so that any stream falls behind any other.
-  void delay() {
-    const int64_t longest = longest_delay_us;
-    if (longest == 0) return;
-    if (random_() % 16 == 0) slow_ = random_() % 4 == 0;
-    if (slow_)
-      std::this_thread::sleep_for(microseconds(random_() % static_cast<uint64_t>(longest)));
-  }
-
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
-  bool running_ = false;
-  bool slow_ = false;
-  std::mt19937_64 random_;
-};
-
-struct StreamThreads {
-  std::mutex mutex;
-  std::map<std::pair<int, c10::StreamId>, StreamThread*> all;
-};
-
-StreamThreads& stream_threads() {
-  static auto* const threads = new StreamThreads;
-  return *threads;
-}
-
-StreamThread& thread_of(int device, c10::StreamId id) {
-  StreamThreads& threads = stream_threads();
-  const std::lock_guard<std::mutex> lock(threads.mutex);
-  StreamThread*& found = threads.all[{device, id}];
-  if (found == nullptr)
-    found = new StreamThread(device * kStreams + static_cast<int>(id) % kStreams);
-  return *found;
-}
-
-StreamThread& thread_of(const c10::Stream& stream) {
-  return thread_of(stream.device_index(), stream.id());
-}
-
-c10::Stream stream_of(int device, c10::StreamId id) {
-  return c10::Stream(c10::Stream::UNSAFE,
-                     c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)), id);
-}
+using emulated::kFrees;
+using emulated::kStreams;
+using emulated::stream_of;
 
 using Kind = DeviceCall::Kind;
 
@@ -198,9 +59,9 @@ DeviceCall of_stream(Kind kind, const c10::Stream& stream) {
   return call;
 }
 
-void note(Kind kind, const c10::Stream& stream, const Gate* event = nullptr) {
+void note(Kind kind, const c10::Stream& stream, const emulated::Event* event = nullptr) {
   DeviceCall call = of_stream(kind, stream);
-  if (event != nullptr) call.event = event->id();
+  if (event != nullptr) call.event = event->gate.id();
   DeviceCalls::add(std::move(call));
 }
 
@@ -213,7 +74,8 @@ struct Block {
   int device = 0;
   size_t bytes = 0;
   c10::StreamId stream = 0;
-  std::vector<c10::Stream> used_on = {};  // besides `stream`
+  std::vector<c10::Stream> used_on = {};   // besides `stream`
+  emulated::CapturePtr capture = nullptr;  // to whose graph it belongs
 };
 
 class Memory {
@@ -222,9 +84,15 @@ class Memory {
     void* const memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
     // What it holds is not known: it may have been something else's.
     std::memset(memory, kPoison, bytes);
+    const c10::Stream stream = emulated::current_stream(this_device);
+    const emulated::CapturePtr capture = emulated::capture_of(stream);
+    if (capture) {
+      emulated::add_unseen(*capture, stream,
+                           [memory, bytes] { std::memset(memory, kPoison, bytes); });
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
-    blocks_[memory] = {this_device, bytes, these_streams[this_device]};
-    note(Kind::kAllocate, this_device, these_streams[this_device], memory, bytes);
+    blocks_[memory] = {this_device, bytes, stream.id(), {}, capture};
+    note(Kind::kAllocate, this_device, stream.id(), memory, bytes);
     return memory;
   }
 
@@ -236,19 +104,28 @@ class Memory {
       blocks_.erase(memory);
       note(Kind::kFree, block.device, block.stream, memory, block.bytes);
     }
-    StreamThread& owner = thread_of(block.device, block.stream);
+    const c10::Stream owner = stream_of(block.device, block.stream);
+    if (block.capture) {
+      // Memory that other streams have used is not used again in a capture.
+      if (block.used_on.empty() && emulated::capture_of(owner) == block.capture) {
+        emulated::add_unseen(*block.capture, owner, [memory, bytes = block.bytes] {
+          std::memset(memory, kPoison, bytes);
+        });
+      }
+      return emulated::keep_memory(*block.capture,
+                                   [this, memory, bytes = block.bytes] { retire(memory, bytes); });
+    }
     // No stream waits for others' use of the memory: it only comes back later.
-    StreamThread& last = block.used_on.empty() ? owner : thread_of(block.device, kFrees);
-    if (&last != &owner) {
-      last.push([gate = owner.mark()] { gate.wait("memory of a stream"); });
+    const c10::Stream last = block.used_on.empty() ? owner : stream_of(block.device, kFrees);
+    if (!(last == owner)) {
+      emulated::push_outside(last,
+                             [gate = emulated::mark(owner)] { gate.wait("memory of a stream"); });
     }
     for (const c10::Stream& stream : block.used_on) {
-      last.push([gate = thread_of(stream).mark()] { gate.wait("memory of another stream"); });
+      emulated::push_outside(
+          last, [gate = emulated::mark(stream)] { gate.wait("memory of another stream"); });
     }
-    last.push([this, memory, bytes = block.bytes] {
-      std::memset(memory, kPoison, bytes);
-      retire(memory, bytes);
-    });
+    emulated::push_outside(last, [this, memory, bytes = block.bytes] { retire(memory, bytes); });
   }
 
   void record(const void* memory, const c10::Stream& stream) {
@@ -301,6 +178,7 @@ class Memory {
   }
 
   void retire(void* memory, size_t bytes) {
+    std::memset(memory, kPoison, bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     quarantine_.emplace_back(memory, bytes);
     quarantined_ += bytes;
@@ -417,47 +295,50 @@ struct DeviceGuardImpl final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Gate*>(event);
+    delete static_cast<emulated::Event*>(event);
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new Gate;
-    *static_cast<Gate*>(*event) = thread_of(stream).mark();
-    note(Kind::kRecord, stream, static_cast<Gate*>(*event));
+    if (*event == nullptr) *event = new emulated::Event;
+    emulated::record(event_of(*event), stream);
+    note(Kind::kRecord, stream, &event_of(*event));
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
-    note(Kind::kWait, stream, static_cast<Gate*>(event));
-    thread_of(stream).push([gate = *static_cast<Gate*>(event)] { gate.wait("a stream"); });
+    note(Kind::kWait, stream, &event_of(event));
+    emulated::block(event_of(event), stream);
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
-    const bool open = static_cast<Gate*>(event)->is_open();
+    if (!emulated::host_may_wait(this_device, "the host asks", &event_of(event))) return true;
+    const bool open = event_of(event).gate.is_open();
     if (open) note_seen(event);
     return open;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kEmulatedDevices; }
   bool queryStream(const c10::Stream& stream) const override {
-    const bool idle = thread_of(stream).idle();
+    if (!emulated::host_may_wait(stream.device_index(), "the host asks a stream of")) return true;
+    const bool idle = emulated::is_idle(stream);
     if (idle) note(Kind::kHostSawStream, stream);
     return idle;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    emulated::count_host_wait(stream.device_index());
-    thread_of(stream).mark().wait("synchronizing a stream");
+    if (!emulated::await(stream, "the host waits for a stream of")) return;
     note(Kind::kHostSawStream, stream);
   }
   void synchronizeEvent(void* event) const override {
     emulated::count_host_wait(this_device);
     if (event == nullptr) return;
-    static_cast<Gate*>(event)->wait("synchronizing an event");
+    if (!emulated::host_may_wait(this_device, "the host waits for", &event_of(event))) return;
+    event_of(event).gate.wait("synchronizing an event");
     note_seen(event);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     emulated::count_host_wait(device);
+    if (!emulated::host_may_wait(device, "the host waits for")) return;
     for (int n = 0; n < kStreams; ++n) {
       const c10::Stream stream = stream_of(device, n == 0 ? 0 : device * kStreams + n);
-      thread_of(stream).mark().wait("synchronizing a device");
+      emulated::mark(stream).wait("synchronizing a device");
       note(Kind::kHostSawStream, stream);
     }
   }
@@ -468,8 +349,9 @@ struct DeviceGuardImpl final : c10::impl::DeviceGuardImplInterface {
  private:
   // An event is of one device here.
   static void note_seen(void* event) {
-    note(Kind::kHostSawEvent, stream_of(this_device, 0), static_cast<Gate*>(event));
+    note(Kind::kHostSawEvent, stream_of(this_device, 0), &event_of(event));
   }
+  static emulated::Event& event_of(void* event) { return *static_cast<emulated::Event*>(event); }
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -513,10 +395,6 @@ const bool registered = [] {
 
 namespace emulated {
 
-void enqueue(c10::Stream stream, std::function<void()> work) {
-  thread_of(stream).push(std::move(work));
-}
-
 void note_use(const c10::Stream& stream, const MemoryUse& use) {
   if (use.begin == nullptr || use.bytes == 0) return;
   DeviceCall call = of_stream(Kind::kUse, stream);
@@ -545,7 +423,7 @@ const char* launch(void* native_stream, const void* memory, std::function<void()
   const c10::Stream stream = stream_of(device, id);
   note_use(stream, {memory, 1, true});
   for (const MemoryUse& use : used) note_use(stream, use);
-  thread_of(stream).push(std::move(work));
+  enqueue(stream, std::move(work));
   return nullptr;
 }
 
@@ -558,8 +436,15 @@ void record_on_stream(const void* memory, const c10::Stream& stream) {
   device_memory().record(memory, stream);
 }
 
+bool await(const c10::Stream& stream, const std::string& what) {
+  count_host_wait(stream.device_index());
+  if (!host_may_wait(stream.device_index(), what)) return false;
+  mark(stream).wait("the host");
+  return true;
+}
+
 // Not counted: it stands for the host that runs ahead of what it enqueues.
-void catch_up(int device) { thread_of(current_stream(device)).mark().wait("an operation"); }
+void catch_up(int device) { mark(current_stream(device)).wait("an operation"); }
 
 }  // namespace emulated
 
@@ -568,27 +453,7 @@ int64_t EmulatedDevice::launches(int device) { return launched[device]; }
 int64_t EmulatedDevice::bytes_to_host(int device) { return copied[device]; }
 int64_t EmulatedDevice::copies_under_way(int device) { return under_way[device]; }
 
-std::vector<std::string> EmulatedDevice::take_violations() {
-  Violations& all = violations();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  return std::exchange(all.list, {});
-}
-
-void EmulatedDevice::finish() {
-  std::vector<Gate> last;
-  {
-    const std::lock_guard<std::mutex> lock(stream_threads().mutex);
-    for (const auto& [stream, thread] : stream_threads().all) last.push_back(thread->mark());
-  }
-  // Each wait of a stream has a limit, so this has an end.
-  for (const Gate& gate : last) {
-    while (!gate.is_open()) std::this_thread::sleep_for(microseconds(100));
-  }
-}
-
 void EmulatedDevice::check_freed_memory() { device_memory().check_quarantine(); }
-void EmulatedDevice::set_delay(microseconds longest) { longest_delay_us = longest.count(); }
 void EmulatedDevice::set_copy_time(microseconds time) { copy_time_us = time.count(); }
-void EmulatedDevice::set_patience(milliseconds longest) { patience_ms = longest.count(); }
 
 }  // namespace zero

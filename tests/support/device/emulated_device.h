@@ -13,6 +13,8 @@
 //   devices     The current device is per thread, 0 at first. A kernel for memory of another
 //               device, or on a stream of another, is a violation.
 //   host waits  Everything for which CUDA makes the host wait is counted.
+//   graphs      EmulatedGraph captures work of streams, runs none of it, and runs it again in each
+//               replay. What CUDA forbids meanwhile is a violation.
 //
 // It is registered when the program starts. Link :emulated_kernels too: it replaces the CUDA
 // kernels by kernels for this device.
@@ -58,6 +60,34 @@ class EmulatedDevice {
   static int64_t copies_under_way(int device);
   // A wait of a stream for longer than this is a violation, and ends.
   static void set_patience(std::chrono::milliseconds longest);
+};
+
+namespace emulated {
+class Capture;
+}
+
+// A graph of work, as a CUDA graph. It begins on the current stream of the current device, and has
+// each stream that waits for an event of it. Violations are
+//
+//   isolation    A stream of the capture waits for an event from outside, or another for one of a
+//                capture that has ended; work on a stream of the device that the capture does not
+//                have, which no replay would repeat.
+//   host         The host waits for the device or asks it, on any thread, as in CUDA's global mode.
+//                is_complete() of zero/memory/device_stream.h may ask: there it is relaxed.
+//   memory       A replay writes to memory from outside that was freed, or copies host memory that
+//                was. Memory of the capture is the graph's. Each replay fills it with NaN where it
+//                was allocated and where it was freed.
+//   ends         A stream has work that the origin does not wait for. The capture begins on the
+//                default stream.
+class EmulatedGraph {
+ public:
+  void capture_begin();
+  void capture_end();
+  // Behind what the current stream has to do, and before what it is given then.
+  void replay();
+
+ private:
+  std::shared_ptr<emulated::Capture> capture_;
 };
 
 // For kernels and collectives of the emulated device.

@@ -77,12 +77,14 @@ class EmulatedRoom {
 
 // The ranks of one communicator.
 struct EmulatedChannel {
-  EmulatedChannel(int64_t number_in, int size_in) : number(number_in), size(size_in) {}
+  EmulatedChannel(int64_t number_in, int size_in)
+      : number(number_in), size(size_in), begun(static_cast<size_t>(size_in)) {}
   const int64_t number;  // of the communicator
   const int size;
   std::mutex mutex;
   std::condition_variable changed;
   std::map<int64_t, Round> rounds;
+  std::vector<int64_t> begun;             // by rank: its collectives that have begun on the device
   std::map<std::string, int> connecting;  // by call: the ranks that have come to their first one
   bool stopped = false;
 };
@@ -339,14 +341,15 @@ class EmulatedBackend : public c10d::Backend {
     const std::string call = c10::str(name, " of ", input.nbytes(), " bytes of ", input.dtype());
     const CallPtr recorded = call_of(kind, call, input, output);
     note_collective(DeviceCall::Kind::kCollective, stream_, recorded);
-    const auto launch = [this, number = calls_++, part, call, compute = std::move(compute)] {
+    ++calls_;
+    const auto launch = [this, part, call, compute = std::move(compute)] {
       connect(call);
-      emulated::enqueue(stream_, [channel = channel_, room = room_, rank = getRank(), number, part,
-                                  call, compute] {
-        if (!enter(*room, *channel, call)) return;
-        run(*channel, rank, number, part, call, compute);
-        room->leave();
-      });
+      emulated::enqueue(stream_,
+                        [channel = channel_, room = room_, rank = getRank(), part, call, compute] {
+                          if (!enter(*room, *channel, call)) return;
+                          run(*channel, rank, part, call, compute);
+                          room->leave();
+                        });
     };
     WorkPtr work;
     if (section_) {
@@ -409,10 +412,11 @@ class EmulatedBackend : public c10d::Backend {
     return true;
   }
 
-  static void run(EmulatedChannel& channel, int rank, int64_t number, const Part& part,
-                  const std::string& call, const Compute& compute) {
+  static void run(EmulatedChannel& channel, int rank, const Part& part, const std::string& call,
+                  const Compute& compute) {
     std::unique_lock<std::mutex> lock(channel.mutex);
     if (channel.stopped) return;
+    const int64_t number = channel.begun[rank]++;  // counted here: a replay has numbers of its own
     Round& round = channel.rounds[number];
     if (round.parts.empty()) {
       round.parts.resize(static_cast<size_t>(channel.size));

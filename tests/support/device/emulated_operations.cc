@@ -6,6 +6,7 @@
 #include "tests/support/device/emulated_operations.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -19,13 +20,18 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/library.h>
 
+#include <cstddef>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "tests/support/device/emulated_streams.h"
 
 namespace zero::emulated {
 namespace {
@@ -54,10 +60,17 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
 }
 
 // Returns a tensor of the host over the same memory; keeps nothing alive.
-at::Tensor on_host(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.device().type() != kEmulated) return tensor;
+at::Tensor view_of(const at::Tensor& tensor) {
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                        at::TensorOptions().dtype(tensor.scalar_type()));
+}
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kEmulated ? view_of(tensor) : tensor;
+}
+
+bool is_captured(c10::Device device) {
+  return capture_of(current_stream(device.index())) != nullptr;
 }
 
 void note_tensor(const at::Tensor& tensor, bool writes) {
@@ -83,6 +96,18 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
                                                         (from_device || host.is_pinned()));
   TORCH_CHECK(!to_device || !from_device || from.device() == to.device(),
               "the emulated devices do not copy between each other");
+  if (on_stream && is_captured(c10::Device(kEmulated, static_cast<c10::DeviceIndex>(device)))) {
+    // Each replay copies. Nothing keeps the memory of the host alive for it.
+    using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+    std::optional<WeakStorage> used;
+    if (host.is_cpu()) used.emplace(host.storage().getWeakStorageImpl());
+    enqueue(current_stream(device), [from = view_of(from), to = view_of(to), used] {
+      const auto living = used ? used->lock() : c10::intrusive_ptr<c10::StorageImpl>();
+      if (used && !living) return report("a replay copies memory of the host that was freed");
+      to.copy_(from);
+    });
+    return to;
+  }
   if (on_stream) {
     // A host tensor is kept, as CUDA's host allocator does. Device memory is not.
     const at::Tensor kept = host.is_cpu() ? host : at::Tensor();
@@ -95,9 +120,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
             });
     return to;
   }
-  count_host_wait(device);
-  catch_up(device);
-  note_host_saw(current_stream(device));
+  if (await(current_stream(device), "the host copies and waits for")) {
+    note_host_saw(current_stream(device));
+  }
   on_host(to).copy_(on_host(from));
   return to;
 }
@@ -109,9 +134,8 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   note_tensor(tensor, false);
-  count_host_wait(tensor.device().index());
-  catch_up(tensor.device().index());
-  note_host_saw(current_stream(tensor.device().index()));
+  const c10::Stream stream = current_stream(tensor.device().index());
+  if (await(stream, "the host reads a value of")) note_host_saw(stream);
   return on_host(tensor).item();
 }
 
@@ -129,18 +153,31 @@ struct Argument {
 
 class HostCall {
  public:
+  // Of a replay: it uses memory of the device, and notes no use.
+  explicit HostCall(bool of_replay = false) : of_replay_(of_replay) {}
+
+  c10::IValue take_argument(const c10::OperatorHandle& operation, size_t number,
+                            const c10::IValue& value) {
+    const c10::Argument& argument = operation.schema().arguments()[number];
+    if (argument.is_out() && value.isTensor()) return take_out(value.toTensor());
+    return take_value(value, argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+  }
+
   at::Tensor take(const at::Tensor& tensor, bool writes) {
     if (!tensor.defined() || tensor.device().type() != kEmulated) return tensor;
     device_ = tensor.device();
-    note_tensor(tensor, writes);
-    arguments_.push_back({tensor, on_host(tensor)});
+    if (!of_replay_) note_tensor(tensor, writes);
+    // A capture changes nothing.
+    const at::Tensor host = on_host(tensor);
+    const bool kept = writes && !of_replay_ && is_captured(*device_);
+    arguments_.push_back({tensor, kept ? host.clone() : host});
     return arguments_.back().host;
   }
 
   c10::IValue take_out(const at::Tensor& tensor) {
     if (tensor.device().type() != kEmulated) return tensor;
     device_ = tensor.device();
-    note_tensor(tensor, true);
+    if (!of_replay_) note_tensor(tensor, true);
     const at::Tensor host = at::empty({0}, at::TensorOptions().dtype(tensor.scalar_type()));
     arguments_.push_back({tensor, host, true});
     return host;
@@ -184,7 +221,7 @@ class HostCall {
     }
     const at::Tensor copy = at::empty_strided(
         result.sizes(), result.strides(), result.options().device(*device_).pinned_memory(false));
-    if (result.numel() > 0) on_host(copy).copy_(result);
+    if (result.numel() > 0 && !is_captured(*device_)) on_host(copy).copy_(result);
     return copy;
   }
 
@@ -205,28 +242,66 @@ class HostCall {
     if (argument.device.sizes() != argument.host.sizes()) {
       at::native::resize_(argument.device, argument.host.sizes());
     }
-    on_host(argument.device).copy_(argument.host);
+    if (!is_captured(argument.device.device())) on_host(argument.device).copy_(argument.host);
   }
 
+  const bool of_replay_;
   std::optional<c10::Device> device_;
   std::vector<Argument> arguments_;
 };
+
+// Returns what each replay does. `given` are the arguments, over memory of the device; what goes to
+// a result that is not one of them is copied there.
+std::function<void()> captured_operation(const c10::OperatorHandle& operation,
+                                         torch::jit::Stack given,
+                                         const torch::jit::Stack& results) {
+  const auto tensors_of = [](const torch::jit::Stack& stack) {
+    std::vector<at::Tensor> tensors;
+    for (const c10::IValue& value : stack) {
+      if (value.isTensor()) tensors.push_back(value.toTensor());
+      if (!value.isTensorList()) continue;
+      for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(tensor);
+    }
+    return tensors;
+  };
+  std::vector<at::Tensor> into;
+  for (const at::Tensor& tensor : tensors_of(results)) into.push_back(on_host(tensor));
+  HostCall views(/*of_replay=*/true);
+  for (size_t i = 0; i < given.size(); ++i) given[i] = views.take_argument(operation, i, given[i]);
+  return [operation, given = std::move(given), into, tensors_of] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    torch::jit::Stack stack = given;
+    operation.callBoxed(&stack);
+    const std::vector<at::Tensor> made = tensors_of(stack);
+    for (size_t i = 0; i < into.size(); ++i) {
+      if (!into[i].defined() || into[i].const_data_ptr() == made[i].const_data_ptr()) continue;
+      into[i].copy_(made[i]);
+    }
+  };
+}
 
 void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   const size_t count = operation.schema().arguments().size();
   HostCall call;
   const size_t begin = stack->size() - count;
+  torch::jit::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(begin), stack->end());
   for (size_t i = begin; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
-    const c10::Argument& argument = operation.schema().arguments()[i - begin];
-    const bool out = argument.is_out() && value.isTensor();
-    const bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    value = out ? call.take_out(value.toTensor()) : call.take_value(value, writes);
+    value = call.take_argument(operation, i - begin, value);
   }
   TORCH_CHECK(call.device(), "no argument of ", operation.schema().name(), " is on the device");
-  catch_up(call.device()->index());
+  const c10::Stream stream = current_stream(call.device()->index());
+  const bool captured = is_captured(*call.device());
+  if (!captured) catch_up(call.device()->index());
   operation.callBoxed(stack);
-  for (c10::IValue& value : *stack) value = call.give_value(value);
+  for (size_t i = begin; i < stack->size(); ++i) (*stack)[i] = call.give_value((*stack)[i]);
+  if (captured) {
+    const torch::jit::Stack results(stack->begin() + static_cast<std::ptrdiff_t>(begin),
+                                    stack->end());
+    enqueue(stream, captured_operation(operation, std::move(given), results));
+  } else {
+    check_outside(stream);
+  }
 }
 
 }  // namespace

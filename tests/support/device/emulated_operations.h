@@ -5,11 +5,15 @@
 // emulated_device.cc. Private to these two.
 #pragma once
 
+#include <string>
+
 #include "tests/support/device/emulated_device.h"
 
 namespace zero::emulated {
 
 void count_host_wait(int device);
+// The host waits for a stream. False: a capture forbids it, which is a violation of `what`.
+bool await(const c10::Stream& stream, const std::string& what);
 // For the record of calls: that work of a stream uses memory, and that the host waited for it.
 void note_use(const c10::Stream& stream, const MemoryUse& use);
 void note_host_saw(const c10::Stream& stream);
