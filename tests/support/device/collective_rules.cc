@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <set>
@@ -35,6 +36,7 @@ struct Use : Work {
 
 struct Collective : Work {
   CallPtr call;
+  bool in_pass = false;
   // Its memory, as long as that is not another's.
   DeviceMemory input;
   DeviceMemory output;
@@ -137,13 +139,16 @@ class Device {
         events_[call.event] = past;
         break;
       case Kind::kWait:
+        if (call.in_pass && call.stream == call.model && !call.captured) {
+          check_pass("the stream of the model", past, events_[call.event], broken);
+        }
         past.join(events_[call.event]);
         break;
       case Kind::kHostSawStream:
-        host_.join(past);
+        host_saw(call, past, broken);
         break;
       case Kind::kHostSawEvent:
-        host_.join(events_[call.event]);
+        host_saw(call, events_[call.event], broken);
         break;
       case Kind::kAllocate:
         allocate(call);
@@ -159,6 +164,8 @@ class Device {
         break;
       case Kind::kCollectiveWait:
         waited_.insert(call.collective);
+        break;
+      case Kind::kEnd:
         break;
     }
   }
@@ -176,6 +183,21 @@ class Device {
   // Older ones have ended long ago.
   static constexpr size_t kUses = 512;
   static constexpr size_t kCollectives = 128;
+
+  // `who`, which knows `before`, waits in a backward pass for what is in `joined`.
+  void check_pass(const char* who, const Past& before, const Past& joined,
+                  std::vector<std::string>& broken) const {
+    for (const Collective& c : collectives_) {
+      if (!c.in_pass || c.before(before) || !c.before(joined)) continue;
+      broken.push_back(c10::str("passes: ", who, " waits in a backward pass for ", name_of(*c.call),
+                                " which a peer may begin after it"));
+    }
+  }
+
+  void host_saw(const DeviceCall& call, const Past& past, std::vector<std::string>& broken) {
+    if (call.in_pass && call.waits) check_pass("the host", host_, past, broken);
+    host_.join(past);
+  }
 
   void use(const DeviceCall& call, Past& past, std::vector<std::string>& broken) {
     Use use;
@@ -197,10 +219,14 @@ class Device {
     Collective started;
     started.stream = call.stream;
     started.call = call.collective;
+    started.in_pass = call.in_pass;
     started.input = call.collective->input;
     started.output = call.collective->output;
     const std::string name = name_of(*started.call);
     for (const std::string& problem : problems_of(*started.call)) broken.push_back(problem);
+    if (call.in_pass && started.call->connects) {
+      broken.push_back("passes: " + name + " connects in a backward pass");
+    }
     for (const Use& u : uses_) {
       if (!started.conflicts(u.memory, u.writes) || u.before(past)) continue;
       broken.push_back(c10::str("streams: ", name, " does not wait for stream ", u.stream,
@@ -268,6 +294,29 @@ class Device {
   std::set<CallPtr> waited_;
 };
 
+// Devices are ranks.
+void compare_ends(const std::vector<DeviceCall>& calls, std::vector<std::string>& broken) {
+  std::map<int, std::vector<int64_t>> ends;
+  for (const DeviceCall& call : calls) {
+    if (call.kind == DeviceCall::Kind::kEnd) {
+      ends[call.device].push_back(call.collective->communicator);
+    }
+  }
+  const auto shared = [](std::vector<int64_t> of, const std::vector<int64_t>& others) {
+    std::erase_if(
+        of, [&](int64_t number) { return std::ranges::find(others, number) == others.end(); });
+    return of;
+  };
+  for (auto a = ends.begin(); a != ends.end(); ++a) {
+    for (auto b = std::next(a); b != ends.end(); ++b) {
+      const auto first = shared(a->second, b->second), second = shared(b->second, a->second);
+      if (first == second) continue;
+      broken.push_back(c10::str("ends: device ", a->first, " ends communicators ", first,
+                                ", and device ", b->first, " ", second));
+    }
+  }
+}
+
 void compare_ranks(const std::vector<DeviceCall>& calls, const CollectiveRules& rules,
                    std::vector<std::string>& broken) {
   std::map<int64_t, std::map<int, std::vector<CallPtr>>> communicators;
@@ -306,6 +355,7 @@ std::vector<std::string> broken_rules(const std::vector<DeviceCall>& calls,
   }
   for (const auto& [number, device] : devices) device.end(broken);
   compare_ranks(calls, rules, broken);
+  if (rules.finished) compare_ends(calls, broken);
   return broken;
 }
 

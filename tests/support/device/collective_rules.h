@@ -20,6 +20,13 @@
 //                 tensors until Work::wait(), and no longer. [ProcessGroupNCCL.hpp of libtorch 2.9
 //                 to 2.15, TORCH_NCCL_AVOID_RECORD_STREAMS and TensorShelf]
 //   waits         Every Work is waited for. [ProcessGroupNCCL.hpp, WorkNCCL::wait()]
+//   passes        In a backward pass neither the stream of the model nor the host waits for a
+//                 collective that began in one: a peer may have no such pass. No collective of a
+//                 pass is the first of its kind and size, which connects and holds the host. But
+//                 in a capture, where ranks have equal passes, streams may wait. [design.md, "Hooks
+//                 that wait for a buffer or a peer"; ncclCollPreconnect() of NCCL]
+//   ends          Ranks end the communicators that they share in one order: an end waits for its
+//                 peers. [NCCL, "Finalizing a communicator"]
 //
 // NCCL is its user guide, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/.
 #pragma once

@@ -53,8 +53,8 @@ struct Rank {
   const c10::Device device;
   const c10::DeviceGuard here;
   const int number;
-  const std::unique_ptr<Communicator> first;
-  const std::unique_ptr<Communicator> second;
+  mutable std::unique_ptr<Communicator> first;
+  mutable std::unique_ptr<Communicator> second;
   const c10::Stream other;
 };
 
@@ -86,6 +86,17 @@ struct Fault {
 };
 
 std::ostream& operator<<(std::ostream& stream, const Fault& fault) { return stream << fault.name; }
+
+// Calls work() in a hook of autograd.
+void in_a_pass(const Rank& rank, const std::function<void()>& work) {
+  const at::Tensor leaf = at::ones({1}, rank.device).requires_grad_();
+  const at::Tensor loss = leaf * 2;
+  loss.register_hook([&](const at::Tensor& gradient) {
+    work();
+    return gradient;
+  });
+  loss.backward();
+}
 
 std::vector<Fault> faults() {
   return {
@@ -156,6 +167,43 @@ std::vector<Fault> faults() {
            rank.first->all_reduce_max(maxima, "m").wait();
            if (swapped) rank.first->all_reduce_sum(sums, "s").wait();
          }
+       }},
+      {"TheModelWaitsForAPeerInAPass", "passes",
+       [](const Rank& rank, bool fault) {
+         const at::Tensor maxima = rank.values();
+         rank.first->all_reduce_max(maxima, "connects").wait();
+         Pending pending;
+         in_a_pass(rank, [&] {
+           rank.there([&] { pending = rank.first->all_reduce_max(maxima, "m"); });
+           if (fault) pending.wait();
+         });
+         if (!fault) pending.wait();
+       }},
+      {"TheHostWaitsForAPeerInAPass", "passes",
+       [](const Rank& rank, bool fault) {
+         const at::Tensor maxima = rank.values();
+         rank.first->all_reduce_max(maxima, "connects").wait();
+         Pending pending;
+         in_a_pass(rank, [&] {
+           rank.there([&] {
+             pending = rank.first->all_reduce_max(maxima, "m");
+             pending.wait();
+             if (fault) rank.other.synchronize();
+           });
+         });
+         make_wait(current_torch_stream(rank.device), rank.other);
+       }},
+      {"TheHostConnectsInAPass", "passes",
+       [](const Rank& rank, bool fault) {
+         const at::Tensor maxima = rank.values();
+         if (!fault) rank.first->all_reduce_max(maxima, "connects").wait();
+         in_a_pass(rank,
+                   [&] { rank.there([&] { rank.first->all_reduce_max(maxima, "m").wait(); }); });
+         make_wait(current_torch_stream(rank.device), rank.other);
+       }},
+      {"EndsInAnotherOrder", "ends",
+       [](const Rank& rank, bool fault) {
+         (fault && rank.number == 1 ? rank.second : rank.first).reset();
        }},
       {"NoWait", "waits",
        [](const Rank& rank, bool fault) {

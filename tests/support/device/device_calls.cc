@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/device/device_calls.h"
 
+#include <torch/csrc/autograd/function.h>
+
 #include <mutex>
 #include <utility>
 
@@ -35,6 +37,10 @@ std::vector<DeviceCall> DeviceCalls::take() {
 }
 
 void DeviceCalls::add(DeviceCall call) {
+  if (const auto node = torch::autograd::get_current_node()) {
+    call.in_pass = true;
+    if (const auto stream = node->stream()) call.model = stream->id();
+  }
   const std::lock_guard<std::mutex> lock(record().mutex);
   if (record().open) record().calls.push_back(std::move(call));
 }

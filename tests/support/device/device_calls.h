@@ -35,7 +35,8 @@ struct CollectiveCall {
   int rank = 0;        // of the communicator
   int ranks = 1;
   c10::ScalarType dtype = c10::ScalarType::Byte;
-  int operation = -1;  // c10d::ReduceOp::RedOpType of kReduceScatter and kAllReduce
+  int operation = -1;     // c10d::ReduceOp::RedOpType of kReduceScatter and kAllReduce
+  bool connects = false;  // the first of its kind and size, for which the host waits
   DeviceMemory input;
   DeviceMemory output;
 };
@@ -52,13 +53,19 @@ struct DeviceCall {
     kFree,            // of `memory`
     kCollective,      // `collective` begins behind what `stream`, its communicator's, waits for
     kCollectiveWait,  // `stream` waits for the Work of `collective`
+    kEnd,             // of the communicator of `collective`, which has not failed
   };
   Kind kind = Kind::kUse;
   int device = 0;
   c10::StreamId stream = 0;
   const void* event = nullptr;
   DeviceMemory memory = {};
-  bool writes = false;  // of kUse
+  bool writes = false;    // of kUse
+  bool waits = false;     // of kHostSawStream and kHostSawEvent: the host did not only ask
+  bool captured = false;  // of kWait: in a graph
+  // By a thread that runs a backward pass, in a hook or a node. Set by DeviceCalls::add().
+  bool in_pass = false;
+  c10::StreamId model = 0;  // in a pass: the stream that computes the node
   std::shared_ptr<const CollectiveCall> collective = nullptr;
 };
 

@@ -59,9 +59,13 @@ DeviceCall of_stream(Kind kind, const c10::Stream& stream) {
   return call;
 }
 
-void note(Kind kind, const c10::Stream& stream, const emulated::Event* event = nullptr) {
+// `waits`: the host, which does not only ask.
+void note(Kind kind, const c10::Stream& stream, const emulated::Event* event = nullptr,
+          bool waits = false) {
   DeviceCall call = of_stream(kind, stream);
   if (event != nullptr) call.event = event->gate.id();
+  call.waits = waits;
+  if (kind == Kind::kWait) call.captured = emulated::capture_of(stream) != nullptr;
   DeviceCalls::add(std::move(call));
 }
 
@@ -323,15 +327,14 @@ struct DeviceGuardImpl final : c10::impl::DeviceGuardImplInterface {
     return idle;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    if (!emulated::await(stream, "the host waits for a stream of")) return;
-    note(Kind::kHostSawStream, stream);
+    emulated::await(stream, "the host waits for a stream of");
   }
   void synchronizeEvent(void* event) const override {
     emulated::count_host_wait(this_device);
     if (event == nullptr) return;
     if (!emulated::host_may_wait(this_device, "the host waits for", &event_of(event))) return;
     event_of(event).gate.wait("synchronizing an event");
-    note_seen(event);
+    note_seen(event, /*waits=*/true);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     emulated::count_host_wait(device);
@@ -339,7 +342,7 @@ struct DeviceGuardImpl final : c10::impl::DeviceGuardImplInterface {
     for (int n = 0; n < kStreams; ++n) {
       const c10::Stream stream = stream_of(device, n == 0 ? 0 : device * kStreams + n);
       emulated::mark(stream).wait("synchronizing a device");
-      note(Kind::kHostSawStream, stream);
+      note(Kind::kHostSawStream, stream, nullptr, /*waits=*/true);
     }
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -348,8 +351,8 @@ struct DeviceGuardImpl final : c10::impl::DeviceGuardImplInterface {
 
  private:
   // An event is of one device here.
-  static void note_seen(void* event) {
-    note(Kind::kHostSawEvent, stream_of(this_device, 0), &event_of(event));
+  static void note_seen(void* event, bool waits = false) {
+    note(Kind::kHostSawEvent, stream_of(this_device, 0), &event_of(event), waits);
   }
   static emulated::Event& event_of(void* event) { return *static_cast<emulated::Event*>(event); }
 };
@@ -403,8 +406,6 @@ void note_use(const c10::Stream& stream, const MemoryUse& use) {
   DeviceCalls::add(std::move(call));
 }
 
-void note_host_saw(const c10::Stream& stream) { note(Kind::kHostSawStream, stream); }
-
 const char* launch(void* native_stream, const void* memory, std::function<void()> work,
                    const std::vector<MemoryUse>& used) {
   const auto id = static_cast<c10::StreamId>(reinterpret_cast<intptr_t>(native_stream));
@@ -436,11 +437,11 @@ void record_on_stream(const void* memory, const c10::Stream& stream) {
   device_memory().record(memory, stream);
 }
 
-bool await(const c10::Stream& stream, const std::string& what) {
+void await(const c10::Stream& stream, const std::string& what) {
   count_host_wait(stream.device_index());
-  if (!host_may_wait(stream.device_index(), what)) return false;
+  if (!host_may_wait(stream.device_index(), what)) return;
   mark(stream).wait("the host");
-  return true;
+  note(Kind::kHostSawStream, stream, nullptr, /*waits=*/true);
 }
 
 // Not counted: it stands for the host that runs ahead of what it enqueues.

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -27,6 +28,8 @@
 #include "tests/support/device/collective_rules.h"
 #include "tests/support/device/device_calls.h"
 #include "tests/support/device/emulated_device.h"
+#include "zero/comm/backends/nccl.h"
+#include "zero/memory/device_stream.h"
 
 namespace zero {
 namespace {
@@ -55,7 +58,7 @@ struct Round {
 // Of one device: places for collectives that have started there.
 class EmulatedRoom {
  public:
-  explicit EmulatedRoom(int places) : free_(places) {}
+  explicit EmulatedRoom(int places) : places_(places), free_(places) {}
   // Returns whether a place was free within a short time.
   bool enter() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -66,19 +69,29 @@ class EmulatedRoom {
   void leave() {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++free_;
-    left_.notify_one();
+    left_.notify_all();
+  }
+  // Blocks until none has a place, as memory that is freed waits for the device.
+  void await_idle() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (left_.wait_for(lock, emulated::patience(), [this] { return free_ == places_; })) return;
+    emulated::report("deadlock: an abort waits for a collective of another communicator");
   }
 
  private:
   std::mutex mutex_;
   std::condition_variable left_;
+  const int places_;
   int free_;
 };
 
 // The ranks of one communicator.
 struct EmulatedChannel {
   EmulatedChannel(int64_t number_in, int size_in)
-      : number(number_in), size(size_in), begun(static_cast<size_t>(size_in)) {}
+      : number(number_in),
+        size(size_in),
+        begun(static_cast<size_t>(size_in)),
+        aborted(static_cast<size_t>(size_in)) {}
   const int64_t number;  // of the communicator
   const int size;
   std::mutex mutex;
@@ -86,7 +99,12 @@ struct EmulatedChannel {
   std::map<int64_t, Round> rounds;
   std::vector<int64_t> begun;             // by rank: its collectives that have begun on the device
   std::map<std::string, int> connecting;  // by call: the ranks that have come to their first one
-  bool stopped = false;
+  std::vector<char> aborted;              // by rank
+  int shut_down = 0;                      // ranks
+  bool stopped = false;                   // on all ranks
+
+  bool has_ended(int rank) const { return stopped || aborted[static_cast<size_t>(rank)] != 0; }
+  bool has_failed() const { return stopped || std::ranges::count(aborted, 0) < size; }
 };
 
 struct EmulatedNetwork::State {
@@ -159,8 +177,9 @@ class SectionPart : public c10d::Work {
 class EmulatedBackend : public c10d::Backend {
  public:
   EmulatedBackend(std::shared_ptr<EmulatedChannel> channel, std::shared_ptr<EmulatedRoom> room,
-                  int rank, int device)
+                  int rank, int device, milliseconds limit)
       : Backend(rank, channel->size),
+        limit_(limit),
         channel_(std::move(channel)),
         room_(std::move(room)),
         device_(device),
@@ -267,11 +286,35 @@ class EmulatedBackend : public c10d::Backend {
   }
 
   void abort() override {
-    const std::lock_guard<std::mutex> lock(channel_->mutex);
-    channel_->stopped = true;
-    channel_->changed.notify_all();
+    {
+      const std::lock_guard<std::mutex> lock(channel_->mutex);
+      channel_->aborted[static_cast<size_t>(getRank())] = 1;
+      channel_->changed.notify_all();
+    }
+    room_->await_idle();
   }
-  void shutdown() override {}
+  void shutdown() override {
+    auto call = std::make_shared<CollectiveCall>();
+    call->communicator = channel_->number;
+    note_collective(DeviceCall::Kind::kEnd, stream_, std::move(call));
+    std::unique_lock<std::mutex> lock(channel_->mutex);
+    ++channel_->shut_down;
+    channel_->changed.notify_all();
+    channel_->changed.wait_for(lock, emulated::patience(), [this] {
+      return channel_->shut_down == channel_->size || channel_->has_failed();
+    });
+  }
+  c10d::ErrorType getError() override {
+    {
+      const std::lock_guard<std::mutex> lock(channel_->mutex);
+      if (channel_->has_failed()) return c10d::ErrorType::COMM_ERROR;
+    }
+    const std::lock_guard<std::mutex> lock(watched_mutex_);
+    while (!watched_.empty() && watched_.front().done.is_open()) watched_.pop_front();
+    const bool late =
+        !watched_.empty() && std::chrono::steady_clock::now() > watched_.front().limit;
+    return late ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::SUCCESS;
+  }
 
  private:
   static std::vector<char> all_reduced(const std::vector<Part>& parts,
@@ -315,6 +358,7 @@ class EmulatedBackend : public c10d::Backend {
     call->ranks = channel_->size;
     call->dtype = input.scalar_type();
     call->operation = kind.operation;
+    call->connects = !connected_.contains(text);
     call->input = memory_of(input);
     call->output = memory_of(output);
     return call;
@@ -346,10 +390,11 @@ class EmulatedBackend : public c10d::Backend {
       connect(call);
       emulated::enqueue(stream_,
                         [channel = channel_, room = room_, rank = getRank(), part, call, compute] {
-                          if (!enter(*room, *channel, call)) return;
+                          if (!enter(*room, *channel, rank, call)) return;
                           run(*channel, rank, part, call, compute);
                           room->leave();
                         });
+      watch();
     };
     WorkPtr work;
     if (section_) {
@@ -374,6 +419,15 @@ class EmulatedBackend : public c10d::Backend {
     }
   }
 
+  // From the call on, as ProcessGroupNCCL does, and nothing in a graph.
+  void watch() {
+    if (is_capturing(stream_.device())) return;
+    emulated::Gate done;
+    emulated::enqueue(stream_, [done]() mutable { done.open(); });
+    const std::lock_guard<std::mutex> lock(watched_mutex_);
+    watched_.push_back({std::chrono::steady_clock::now() + limit_, done});
+  }
+
   // The first call of a kind and size holds the host until all ranks have come to it.
   void connect(const std::string& call) {
     std::unique_lock<std::mutex> lock(channel_->mutex);
@@ -381,24 +435,25 @@ class EmulatedBackend : public c10d::Backend {
     int& ranks = channel_->connecting[call];
     ++ranks;
     channel_->changed.notify_all();
-    wait(*channel_, lock, "the first " + call, [&] { return ranks >= channel_->size; });
+    wait(*channel_, getRank(), lock, "the first " + call, [&] { return ranks >= channel_->size; });
   }
 
   // Blocks until `ready`; false: the communicator has ended.
-  static bool wait(EmulatedChannel& channel, std::unique_lock<std::mutex>& lock,
+  static bool wait(EmulatedChannel& channel, int rank, std::unique_lock<std::mutex>& lock,
                    const std::string& call, const std::function<bool()>& ready) {
-    const bool in_time = channel.changed.wait_for(lock, emulated::patience(),
-                                                  [&] { return channel.stopped || ready(); });
+    const bool in_time = channel.changed.wait_for(
+        lock, emulated::patience(), [&] { return channel.has_ended(rank) || ready(); });
     if (!in_time) {
       emulated::report("deadlock: " + call + " was not called by all ranks");
       channel.stopped = true;
       channel.changed.notify_all();
     }
-    return !channel.stopped;
+    return !channel.has_ended(rank);
   }
 
   // Waits for a place on the device; false: the communicator has ended.
-  static bool enter(EmulatedRoom& room, EmulatedChannel& channel, const std::string& call) {
+  static bool enter(EmulatedRoom& room, EmulatedChannel& channel, int rank,
+                    const std::string& call) {
     const auto limit = std::chrono::steady_clock::now() + emulated::patience();
     while (!room.enter()) {
       const std::lock_guard<std::mutex> lock(channel.mutex);
@@ -407,7 +462,7 @@ class EmulatedBackend : public c10d::Backend {
         channel.stopped = true;
         channel.changed.notify_all();
       }
-      if (channel.stopped) return false;
+      if (channel.has_ended(rank)) return false;
     }
     return true;
   }
@@ -415,7 +470,7 @@ class EmulatedBackend : public c10d::Backend {
   static void run(EmulatedChannel& channel, int rank, const Part& part, const std::string& call,
                   const Compute& compute) {
     std::unique_lock<std::mutex> lock(channel.mutex);
-    if (channel.stopped) return;
+    if (channel.has_ended(rank)) return;
     const int64_t number = channel.begun[rank]++;  // counted here: a replay has numbers of its own
     Round& round = channel.rounds[number];
     if (round.parts.empty()) {
@@ -430,17 +485,23 @@ class EmulatedBackend : public c10d::Backend {
     round.parts[rank] = part;
     ++round.arrived;
     channel.changed.notify_all();
-    if (!wait(channel, lock, call, [&] { return round.arrived == channel.size; })) return;
+    if (!wait(channel, rank, lock, call, [&] { return round.arrived == channel.size; })) return;
     lock.unlock();
     const std::vector<char> result = compute(round.parts, rank);
     lock.lock();
     ++round.computed;
     channel.changed.notify_all();
-    if (!wait(channel, lock, call, [&] { return round.computed == channel.size; })) return;
+    if (!wait(channel, rank, lock, call, [&] { return round.computed == channel.size; })) return;
     if (!result.empty()) std::memcpy(part.output, result.data(), result.size());
     if (++round.left == channel.size) channel.rounds.erase(number);
   }
 
+  struct Watched {
+    std::chrono::steady_clock::time_point limit;
+    emulated::Gate done;
+  };
+
+  const milliseconds limit_;
   const std::shared_ptr<EmulatedChannel> channel_;
   const std::shared_ptr<EmulatedRoom> room_;
   const int device_;
@@ -455,6 +516,8 @@ class EmulatedBackend : public c10d::Backend {
     std::vector<CallPtr> calls;
   };
   std::optional<Section> section_;  // an open one
+  std::mutex watched_mutex_;
+  std::deque<Watched> watched_;
 };
 
 }  // namespace
@@ -481,7 +544,8 @@ BackendFactory EmulatedNetwork::factory(int rank) {
     const std::vector<uint8_t> text = store->get("channel");
     const std::lock_guard<std::mutex> lock(state->mutex);
     const auto channel = state->channels.at(std::stoll(std::string(text.begin(), text.end())));
-    return {c10::make_intrusive<EmulatedBackend>(channel, state->rooms[device], rank, device),
+    return {c10::make_intrusive<EmulatedBackend>(channel, state->rooms[device], rank, device,
+                                                 nccl_timeout(timeout)),
             RowTransport::kWhole};
   };
 }
@@ -527,7 +591,8 @@ void run_device_ranks(int world_size, const std::function<void(const Group&)>& b
   EmulatedDevice::finish();
   EmulatedDevice::check_freed_memory();
   std::vector<std::string> violations = EmulatedDevice::take_violations();
-  const CollectiveRules rules{.one_order = options.room == 1, .finished = !first};
+  const CollectiveRules rules{.one_order = options.room == 1,
+                              .finished = !first && options.finishes};
   const std::vector<std::string> broken = broken_rules(DeviceCalls::take(), rules);
   violations.insert(violations.end(), broken.begin(), broken.end());
   if (options.violations != nullptr) {

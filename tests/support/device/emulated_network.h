@@ -8,6 +8,10 @@
 //   waits for the stream that is current at the call, and starts when all ranks have called it.
 //   Work::wait() makes the current stream wait, never the host.
 //   The first call of a kind and size connects: it holds the host until all ranks have called it.
+//   An abort ends the collectives of one rank, and waits until no collective runs on its device, of
+//   other communicators either. Peers have an error then (Backend::getError()), and their own
+//   collectives go on waiting. So has a rank whose collective was not done within nccl_timeout().
+//   A shutdown waits for those of the peers.
 //   Collectives of a section (Backend::startCoalescing()) start and connect at its end.
 //   A device has room for a number of collectives at once, of all communicators. One that has
 //   started holds its place until all ranks have done it; others wait, in no order.
@@ -49,7 +53,8 @@ struct DeviceRunOptions {
   int ranks_per_machine = 0;  // as in RunOptions
   bool over_host = false;     // data of devices is staged through the host, as with Gloo
   std::chrono::milliseconds timeout = std::chrono::seconds(30);
-  int room = 1;  // for collectives on a device; with several optimizers each needs a place
+  int room = 1;          // for collectives on a device; with several optimizers each needs a place
+  bool finishes = true;  // false: a rank leaves out calls that others make
   std::vector<std::string>* violations = nullptr;  // where expected ones go
 };
 

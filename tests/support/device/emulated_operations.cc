@@ -120,9 +120,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
             });
     return to;
   }
-  if (await(current_stream(device), "the host copies and waits for")) {
-    note_host_saw(current_stream(device));
-  }
+  await(current_stream(device), "the host copies and waits for");
   on_host(to).copy_(on_host(from));
   return to;
 }
@@ -134,8 +132,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   note_tensor(tensor, false);
-  const c10::Stream stream = current_stream(tensor.device().index());
-  if (await(stream, "the host reads a value of")) note_host_saw(stream);
+  await(current_stream(tensor.device().index()), "the host reads a value of");
   return on_host(tensor).item();
 }
 

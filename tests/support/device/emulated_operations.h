@@ -12,11 +12,10 @@
 namespace zero::emulated {
 
 void count_host_wait(int device);
-// The host waits for a stream. False: a capture forbids it, which is a violation of `what`.
-bool await(const c10::Stream& stream, const std::string& what);
-// For the record of calls: that work of a stream uses memory, and that the host waited for it.
+// The host waits for a stream. In a capture that is a violation, and it does not.
+void await(const c10::Stream& stream, const std::string& what);
+// For the record of calls: that work of a stream uses memory.
 void note_use(const c10::Stream& stream, const MemoryUse& use);
-void note_host_saw(const c10::Stream& stream);
 void count_to_host(int device, int64_t bytes);
 // A copy to the host for which the host does not wait was enqueued, or made.
 void count_under_way(int device, int64_t copies);

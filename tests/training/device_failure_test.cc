@@ -1,0 +1,96 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A rank that does not come, on emulated devices whose collectives wait for it as NCCL's do: see
+// tests/support/device/emulated_network.h.
+#include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
+#include <gtest/gtest.h>
+#include <torch/optim/sgd.h>
+
+#include <chrono>
+#include <latch>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/support/device/emulated_network.h"
+#include "tests/support/error_of.h"
+#include "tests/support/random_tensors.h"
+#include "zero/zero_optimizer.h"
+
+namespace zero {
+namespace {
+
+using std::chrono::seconds;
+
+constexpr seconds kTimeout{2};
+
+// Of a rank that was there.
+struct Outcome {
+  std::string error;
+  double took = 0;  // seconds, from the step without the other to the error
+};
+
+// All ranks but the last take a step that the last does not take, read a parameter, and step again.
+std::vector<Outcome> without_the_last(int ranks, const ZeroOptions& options,
+                                      DeviceRunOptions run = {}) {
+  run.timeout = kTimeout;
+  run.finishes = false;
+  std::vector<Outcome> outcomes(static_cast<size_t>(ranks - 1));
+  std::latch over(ranks - 1);
+  run_device_ranks(
+      ranks,
+      [&](const Group& group) {
+        const c10::DeviceGuard on(group.device());
+        const at::Tensor weight = random_tensor({300}, 1).to(group.device()).requires_grad_();
+        torch::OrderedDict<std::string, at::Tensor> named;
+        named.insert("weight", weight);
+        ZeroOptimizer optimizer(
+            named, std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{weight}, 0.1), group,
+            options);
+        const auto step = [&] {
+          optimizer.backward(weight.sum());
+          optimizer.step();
+        };
+        step();
+        if (group.rank() == ranks - 1) return over.wait();
+        const auto begin = std::chrono::steady_clock::now();
+        Outcome& outcome = outcomes[static_cast<size_t>(group.rank())];
+        outcome.error = error_of([&] {
+          step();
+          weight.detach().cpu();
+          step();
+        });
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+        outcome.took = took.count();
+        over.count_down();
+      },
+      run);
+  return outcomes;
+}
+
+void expect_in_time(const std::vector<Outcome>& outcomes, const std::string& words) {
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_NE(outcome.error.find(words), std::string::npos) << outcome.error;
+    EXPECT_LT(outcome.took, 3.0 * kTimeout.count()) << outcome.error;
+  }
+}
+
+// Control messages name the rank before NCCL's timeout ends.
+TEST(DeviceFailureTest, ARankThatDoesNotComeIsNamed) {
+  expect_in_time(without_the_last(2, ZeroOptions()), "rank 1");
+}
+
+// Two levels are two communicators on each device. Each abort waits for all collectives there.
+TEST(DeviceFailureTest, SeveralCommunicatorsEndAtOnce) {
+  expect_in_time(without_the_last(4, ZeroOptions(), {.ranks_per_machine = 2}), "rank");
+}
+
+// Without control messages nothing but the transport knows that a rank is missing.
+TEST(DeviceFailureTest, AHostThatWaitsForTheDeviceGoesOn) {
+  expect_in_time(without_the_last(2, ZeroOptions().static_graph(true)), "timeout");
+}
+
+}  // namespace
+}  // namespace zero
