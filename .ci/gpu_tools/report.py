@@ -29,7 +29,7 @@ one stopped: `--minutes 9` bounds it, `--only trace` chooses steps.
 |---|---|
 | `test` | tests tagged `gpu`: kernels have the CPU's bits, `ZeroOptimizer` follows the CPU |
 | `graph` | a step in a CUDA graph has the bits of one without |
-| `nccl` | processes over NCCL: random programs of calls, capture, deaths, recovery |
+| `nccl` | processes over NCCL: random programs of calls, sums, capture, deaths, recovery |
 | `trace` | waits of the host for the device in three traced steps: there should be none |
 | `kernels` | each kernel beside a copy by the device, in turns; aligned, not aligned, and 1000 segments |
 | `training` | stages 1 and 2 beside PyTorch's DDP and fused AdamW: one rank, or two that share a GPU |

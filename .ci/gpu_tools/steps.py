@@ -41,6 +41,18 @@ def read_failure(survivors):
     return read
 
 
+def read_sums(output, folder):
+    """Of nccl_program: what NCCL's own sums of fp32 are. That their bits vary is a failure of the
+    program, where NVLS is off."""
+    found = re.findall(r"(\d+) of (\d+) calls have other bits; of (\d+) sums (\d+) are not exact, "
+                       r"(\d+) not in rank order; reduce-scatter ([\d.]+) ms, all-to-all ([\d.]+) ms",
+                       output)
+    names = ("calls_that_differ", "calls", "sums", "not_exact", "not_in_rank_order",
+             "reduce_scatter_ms", "all_to_all_ms")
+    figures = {name: [float(rank[i]) for rank in found] for i, name in enumerate(names)}
+    return figures, "" if found else "no rank has said what it found"
+
+
 def _nccl(pack):
     """Ranks that are processes, on one GPU or more."""
     def step(name, ranks, what, *arguments, **more):
@@ -50,6 +62,8 @@ def _nccl(pack):
     return [
         *[step("sequences", ranks, "random programs of calls equal plain torch", "1", "40")
           for ranks in (2, 3, 4)],
+        *[step(name, 4, f"sums of fp32 by NCCL, {how} NVLS", read=read_sums)
+          for name, how in (("sums", "without"), ("sums_nvls", "with"))],
         step("capture", 2, "a step in a CUDA graph has the bits of one without"),
         step("living_graph", 2, "the same, and the optimizer ends before the graph"),
         *[step(how, ranks, f"the last rank {'stands still' if how == 'stands' else 'dies'}",

@@ -201,6 +201,16 @@ class ReadTest(unittest.TestCase):
         self.assertEqual(marked("cuda", 0.5, 2.5), ["zero stage 2"])
         self.assertEqual(marked("cpu", 0.5, 1.5), ["DDP", "zero stage 2"])
 
+    def test_sums_of_nccl_are_figures_of_each_rank(self):
+        line = ("rank {}: 2 of 1000 calls have other bits; of 64 sums 3 are not exact, 5 not in "
+                "rank order; reduce-scatter 1.500 ms, all-to-all 2.000 ms of 16 MiB\n")
+        figures, problem = steps.read_sums(line.format(0) + line.format(1), None)
+        self.assertEqual(problem, "")
+        self.assertEqual(figures["calls_that_differ"], [2, 2])
+        self.assertEqual(figures["not_exact"], [3, 3])
+        self.assertEqual(figures["all_to_all_ms"], [2, 2])
+        self.assertIn("no rank", steps.read_sums("Killed", None)[1])
+
     def test_training_has_to_learn_and_to_go_on(self):
         def read(whole, part):
             with tempfile.TemporaryDirectory() as folder:

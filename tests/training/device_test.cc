@@ -70,6 +70,23 @@ TEST(DeviceTest, HasTheBitsOfTheCpu) {
   }
 }
 
+// NCCL may add fp32 gradients up itself, in an order of its own, or leaves it to us.
+TEST(DeviceTest, SumsOverNcclAreItsOwnOrInRankOrder) {
+  for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    Training training;
+    training.world_size = 4;
+    training.transport = Transport::kMemory;
+    training.options = ZeroOptions().layout(layout).bucket_bytes(2048);
+    const Trajectory in_rank_order = train_on_ranks(training);
+    for (const bool ours : {false, true}) {
+      training.options.two_level(!ours);
+      const Trajectory device = train_on_devices(training, {.ring_sums = true});
+      EXPECT_LT(largest_difference(device, train_reference(training)), 1e-5) << ours;
+      EXPECT_EQ(differing_elements(device, in_rank_order) == 0, ours);
+    }
+  }
+}
+
 std::string text_of(const DeviceRunOptions& options) {
   return (options.ranks_per_machine > 0 ? "two levels" : "one level") +
          std::string(options.over_host ? " over the host" : "");

@@ -8,6 +8,10 @@
 //     The programs of call_sequence_test that have that many ranks, compared with plain torch.
 //   nccl_program capture <ranks>
 //     An iteration in a CUDA graph has the bits of one without, for each layout and stage.
+//   nccl_program sums|sums_nvls <ranks>
+//     What NCCL makes of fp32 values whose sum depends on the order: whether bits differ from call
+//     to call, which they may with NVLS alone, and how many sums are the exact ones rounded once,
+//     or those in rank order. And the time beside an exchange of the rows.
 //   nccl_program dies|dies_unseen|stands|recovers <ranks>
 //     In the fourth step the last rank ends, or stands still. The others have an error that names
 //     it within the timeout, can end or recover, and are not ended by a watchdog of libtorch.
@@ -22,6 +26,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
@@ -38,6 +43,7 @@
 #include "tests/support/fuzz_seeds.h"
 #include "tests/support/random_tensors.h"
 #include "tests/training/run_sequence.h"
+#include "zero/comm/backends/nccl.h"
 #include "zero/errors.h"
 #include "zero/launch.h"
 #include "zero/zero_optimizer.h"
@@ -130,6 +136,72 @@ int run_sequences(int ranks, const Seeds& seeds) {
   std::filesystem::remove_all(folder, ignored);
   std::printf("rank %d: %d sequences equal plain torch\n", job.rank(), run);
   return 0;
+}
+
+// Milliseconds of one call, on the device.
+double time_of(const std::function<void()>& call) {
+  constexpr int kCalls = 20;
+  call();
+  c10::cuda::device_synchronize();
+  const auto start = steady_clock::now();
+  for (int i = 0; i < kCalls; ++i) call();
+  c10::cuda::device_synchronize();
+  return 1000 * seconds_since(start) / kCalls;
+}
+
+int sums(bool nvls) {
+  constexpr int64_t kRow = 1 << 20;
+  constexpr int kCalls = 250;
+  setenv("NCCL_NVLS_ENABLE", nvls ? "1" : "0", /*overwrite=*/1);
+  const Group group = init(seconds(60));
+  const int ranks = group.world_size();
+  const auto backend = [&](int number) {
+    return make_nccl_backend(
+        c10::make_intrusive<c10d::PrefixStore>(c10::str("sums/", number), group.store()),
+        group.rank(), ranks, group.device(), seconds(60));
+  };
+  // Multiples of 2^-20 below 2^12, so that a sum in double is exact and one in fp32 is not.
+  const auto values_of = [&](int rank) {
+    const auto seed = static_cast<uint64_t>(2 * rank + 1);
+    const at::Tensor exponent = random_tensor({ranks * kRow}, seed).mul(4).floor().clamp(-8, 8);
+    return random_tensor({ranks * kRow}, seed + 1).mul(4096).round().mul(at::exp2(exponent - 12));
+  };
+  at::Tensor exact = at::zeros({kRow}, at::kDouble), in_order = at::zeros({kRow});
+  for (int rank = 0; rank < ranks; ++rank) {
+    const at::Tensor own = values_of(rank).narrow(0, group.rank() * kRow, kRow);
+    exact += own.to(at::kDouble);
+    in_order += own;
+  }
+  at::Tensor values = values_of(group.rank()).to(group.device());
+  at::Tensor first = at::empty({kRow}, values.options()), sum = at::empty_like(first);
+  std::vector<c10::intrusive_ptr<c10d::Backend>> backends{backend(0)};
+  const auto add = [&](at::Tensor& into) {
+    backends[0]->_reduce_scatter_base(into, values)->wait();
+  };
+  add(first);
+  int differ = 0;
+  for (int more = 0; more < 4; ++more) {
+    if (more > 0) backends.push_back(backend(more));
+    for (int call = 0; call < kCalls; ++call) {
+      add(sum);
+      differ += at::equal(sum, first) ? 0 : 1;
+    }
+  }
+  const auto others = [&](const at::Tensor& expected) {
+    return static_cast<long long>(first.cpu().ne(expected).sum().item<int64_t>());
+  };
+  at::Tensor received = at::empty_like(values);
+  std::vector<int64_t> equal;
+  const double reduce = time_of([&] { add(sum); });
+  const double exchange =
+      time_of([&] { backends[0]->alltoall_base(received, values, equal, equal)->wait(); });
+  std::printf(
+      "rank %d: %d of %d calls have other bits; of %lld sums %lld are not exact, %lld not in rank "
+      "order; reduce-scatter %.3f ms, all-to-all %.3f ms of %lld MiB\n",
+      group.rank(), differ, 4 * kCalls, static_cast<long long>(kRow), others(exact.to(at::kFloat)),
+      others(in_order), reduce, exchange, static_cast<long long>(values.nbytes() >> 20));
+  for (const auto& one : backends) one->shutdown();
+  return differ > 0 && !nvls ? 1 : 0;
 }
 
 torch::nn::Sequential make_model(const Group& group, c10::ScalarType dtype) {
@@ -285,6 +357,7 @@ int run(int argc, char** argv) {
   const int ranks = std::atoi(argv[2]);
   const auto seed = [&](int i) { return std::strtoull(i < argc ? argv[i] : "", nullptr, 10); };
   if (what == "sequences") return run_sequences(ranks, {seed(3), seed(4)});
+  if (what == "sums" || what == "sums_nvls") return sums(what == "sums_nvls");
   if (what == "capture") return capture(/*graph_lives=*/false);
   if (what == "living_graph") return capture(/*graph_lives=*/true);
   return fail(what);

@@ -52,6 +52,7 @@ Communicator* OptimizerCommunicators::get(const ShardDomains& all, const Group& 
   // The result of a control message does not depend on the order in which it is combined.
   auto made = group.make_communicator(kNames[static_cast<int>(role)], purpose,
                                       purpose == Purpose::kControl || all.has_two_levels(group));
+  if (purpose == Purpose::kData && !all.two_level) RowCommunicator(*made).sum_in_rank_order();
   watch(*made);
   return made_.emplace(key, std::move(made)).first->second.get();
 }

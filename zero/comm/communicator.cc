@@ -343,6 +343,10 @@ void RowCommunicator::put_in_one_order(const std::vector<Communicator*>& communi
   }
 }
 
+void RowCommunicator::sum_in_rank_order() {
+  if (all_.impl_->exchange) all_.impl_->exchange->sum_in_rank_order();
+}
+
 void Communicator::on_failure(std::function<void(const std::string&)> action) {
   impl_->health->on_first_failure(std::move(action));
 }

@@ -49,10 +49,11 @@ class RowCommunicator {
   // up to the sum over ranks of row `rank()` of their `rows`. These rows are valid within that
   // call, and on a GPU for the work that it enqueues on the current stream. On one machine the rows
   // of all ranks arrive in rank order, without a copy if the ranks share memory; but NCCL adds fp32
-  // rows of one length itself and leaves one row. Sends (W-1)/W of `rows`. Ranks must wait in one
-  // order, as with exchange_rows(). In two levels (H machines of L ranks) the rows of a machine are
-  // added up first, in rank order, as `values` says, and the sums of the machines arrive in the
-  // order of machines. Sends (L-1)/L of `rows` within the machine and H-1 sums of a row to others.
+  // rows of one length itself and leaves one row, without sum_in_rank_order(). Sends (W-1)/W of
+  // `rows`. Ranks must wait in one order, as with exchange_rows(). In two levels (H machines of L
+  // ranks) the rows of a machine are added up first, in rank order, as `values` says, and the sums
+  // of the machines arrive in the order of machines. Sends (L-1)/L of `rows` within the machine and
+  // H-1 sums of a row to others.
   //   rows    of any dtype; unchanged. Of different lengths: not in two levels
   //   buffer  [reduction_bytes(rows)] of kByte on the device of `rows`, for this call to work in;
   //           undefined for 0 bytes
@@ -92,6 +93,10 @@ class RowCommunicator {
   // See zero/comm/exchange/collective_order.h; the two levels of one communicator have an order
   // anyway. To be called before the first operation of each.
   static void put_in_one_order(const std::vector<Communicator*>& communicators);
+
+  // From now on reduce_rows() leaves no sum to NCCL: rows arrive in rank order. To be called before
+  // the first operation, on all ranks.
+  void sum_in_rank_order();
 
   // The communicator's first failure is counted there too.
   void count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures);

@@ -113,6 +113,7 @@ struct EmulatedNetwork::State {
   int64_t next = 0;
   bool stopped = false;
   std::vector<std::shared_ptr<EmulatedRoom>> rooms = {};  // by device
+  bool ring_sums = false;
 };
 
 namespace {
@@ -177,9 +178,10 @@ class SectionPart : public c10d::Work {
 class EmulatedBackend : public c10d::Backend {
  public:
   EmulatedBackend(std::shared_ptr<EmulatedChannel> channel, std::shared_ptr<EmulatedRoom> room,
-                  int rank, int device, milliseconds limit)
+                  int rank, int device, milliseconds limit, bool ring_sums)
       : Backend(rank, channel->size),
         limit_(limit),
+        ring_sums_(ring_sums),
         channel_(std::move(channel)),
         room_(std::move(room)),
         device_(device),
@@ -239,12 +241,14 @@ class EmulatedBackend : public c10d::Backend {
     const int op = options.reduceOp.op_;
     const CollectiveKind kind{Kind::kReduceScatter, op};
     return start(kind, c10::str("reduce_scatter ", op), input, output,
-                 [](const std::vector<Part>& parts, int rank) {
+                 [ring = ring_sums_](const std::vector<Part>& parts, int rank) {
                    const auto row = static_cast<size_t>(parts[0].bytes) / parts.size();
                    TORCH_INTERNAL_ASSERT(parts[0].dtype == at::kFloat);
                    std::vector<char> result(row, 0);
                    auto* const sum = reinterpret_cast<float*>(result.data());
-                   for (const Part& part : parts) {
+                   for (size_t n = 0; n < parts.size(); ++n) {
+                     const size_t first = ring ? static_cast<size_t>(rank) + 1 : 0;
+                     const Part& part = parts[(first + n) % parts.size()];
                      const auto* const values =
                          reinterpret_cast<const float*>(part.input + rank * row);
                      for (size_t i = 0; i < row / sizeof(float); ++i) sum[i] += values[i];
@@ -502,6 +506,7 @@ class EmulatedBackend : public c10d::Backend {
   };
 
   const milliseconds limit_;
+  const bool ring_sums_;
   const std::shared_ptr<EmulatedChannel> channel_;
   const std::shared_ptr<EmulatedRoom> room_;
   const int device_;
@@ -522,7 +527,8 @@ class EmulatedBackend : public c10d::Backend {
 
 }  // namespace
 
-EmulatedNetwork::EmulatedNetwork(int room) : state_(std::make_shared<State>()) {
+EmulatedNetwork::EmulatedNetwork(int room, bool ring_sums) : state_(std::make_shared<State>()) {
+  state_->ring_sums = ring_sums;
   for (int device = 0; device < kEmulatedDevices; ++device) {
     state_->rooms.push_back(std::make_shared<EmulatedRoom>(room));
   }
@@ -545,7 +551,7 @@ BackendFactory EmulatedNetwork::factory(int rank) {
     const std::lock_guard<std::mutex> lock(state->mutex);
     const auto channel = state->channels.at(std::stoll(std::string(text.begin(), text.end())));
     return {c10::make_intrusive<EmulatedBackend>(channel, state->rooms[device], rank, device,
-                                                 nccl_timeout(timeout)),
+                                                 nccl_timeout(timeout), state->ring_sums),
             RowTransport::kWhole};
   };
 }
@@ -564,7 +570,7 @@ void run_device_ranks(int world_size, const std::function<void(const Group&)>& b
                       const DeviceRunOptions& options) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   store->setTimeout(options.timeout);
-  EmulatedNetwork network(options.room);
+  EmulatedNetwork network(options.room, options.ring_sums);
   MemoryNetwork host;
   DeviceCalls::begin();
   std::mutex mutex;

@@ -35,7 +35,9 @@ namespace zero {
 class EmulatedNetwork {
  public:
   // Each device has room for so many collectives at once.
-  explicit EmulatedNetwork(int room = 1);
+  //   ring_sums  a reduce-scatter adds up in an order that depends on the row, as a ring does, and
+  //              not in rank order
+  explicit EmulatedNetwork(int room = 1, bool ring_sums = false);
   ~EmulatedNetwork();
   // For the Group of rank `rank`, whose data is on device `rank`; control messages use the host.
   BackendFactory factory(int rank);
@@ -53,8 +55,9 @@ struct DeviceRunOptions {
   int ranks_per_machine = 0;  // as in RunOptions
   bool over_host = false;     // data of devices is staged through the host, as with Gloo
   std::chrono::milliseconds timeout = std::chrono::seconds(30);
-  int room = 1;          // for collectives on a device; with several optimizers each needs a place
-  bool finishes = true;  // false: a rank leaves out calls that others make
+  int room = 1;  // for collectives on a device; with several optimizers each needs a place
+  bool ring_sums = false;  // as in EmulatedNetwork
+  bool finishes = true;    // false: a rank leaves out calls that others make
   std::vector<std::string>* violations = nullptr;  // where expected ones go
 };
 

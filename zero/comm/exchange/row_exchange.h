@@ -99,6 +99,8 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
   // Puts what it starts on a device for which the host does not wait into an order with what other
   // exchanges start there. Before the first operation.
   virtual void follow(const std::shared_ptr<CollectiveOrder>& /*order*/) {}
+  // Lets no backend choose the order in which reduce() adds up. Before the first operation.
+  virtual void sum_in_rank_order() {}
 
   // Returns why the transport has failed without an operation that said so, as one does that
   // streams wait for; empty while all is well. Does not wait.

@@ -17,10 +17,6 @@ namespace {
 
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
-bool summed_by_backend(const Rows& rows) {
-  return rows.equal() && rows.values().scalar_type() == at::kFloat;
-}
-
 // The destructor waits so long at most for the end of a backend.
 constexpr std::chrono::milliseconds kEnd{10000};
 
@@ -121,6 +117,10 @@ SentBytes WholeExchange::exchange(const at::Tensor& rows, const at::Tensor& rece
                                   Operation& operation) {
   start_all_to_all(rows, received, operation);
   return sent(bytes_to_peers(rows));
+}
+
+bool WholeExchange::summed_by_backend(const Rows& rows) const {
+  return !in_rank_order_ && rows.equal() && rows.values().scalar_type() == at::kFloat;
 }
 
 int64_t WholeExchange::reduction_bytes(const Rows& rows, const RowValues& /*values*/) const {

@@ -24,8 +24,9 @@ class WholeExchange : public BackendExchange {
   SentBytes exchange(const at::Tensor& rows, const at::Tensor& received,
                      Operation& operation) override;
   // Passes one row to `use` for fp32 rows of one length: the result of the backend's
-  // reduce-scatter. For other dtypes, whose partial sums the backend would round, and for rows of
-  // different lengths, passes the rows of all ranks in rank order.
+  // reduce-scatter, unless sum_in_rank_order() was called. For other dtypes, whose partial sums the
+  // backend would round, and for rows of different lengths, passes the rows of all ranks in rank
+  // order.
   SentBytes reduce(const Rows& rows, const at::Tensor& buffer, const RowValues& values, UseRows use,
                    Operation& operation) override;
   int64_t reduction_bytes(const Rows& rows, const RowValues& values) const override;
@@ -38,6 +39,7 @@ class WholeExchange : public BackendExchange {
   SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) override;
   bool waits_on_host(c10::Device device) const override { return device.is_cpu(); }
   void follow(const std::shared_ptr<CollectiveOrder>& order) override { order_ = order; }
+  void sum_in_rank_order() override { in_rank_order_ = true; }
   std::string error() noexcept override;
   // The ends of NCCL wait for kernels on the device, also for those of other communicators, and for
   // as long as a CUDA graph lives that captured an operation. So they run on a thread of their own,
@@ -53,9 +55,11 @@ class WholeExchange : public BackendExchange {
   c10::intrusive_ptr<c10d::Work> start_broadcast(const at::Tensor& tensor, int source);
   void gather_by_broadcasts(const Rows& rows, Operation& operation);
   void end(void (c10d::Backend::*how)());
+  bool summed_by_backend(const Rows& rows) const;
 
   // Null: the backend alone orders its collectives.
   std::shared_ptr<CollectiveOrder> order_;
+  bool in_rank_order_ = false;
   std::future<bool> end_;  // valid from the first end on
 };
 
