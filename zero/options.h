@@ -205,7 +205,7 @@ struct ZeroOptions {
   // number of ranks, one after the other (Group::topology()): a machine adds up its own gradients
   // first, in rank order, and the sums of the machines are added up in the order of machines.
   // False: every rank exchanges with every other, sums are in rank order, and bits depend on the
-  // number of ranks alone. Over NCCL, which else adds fp32 gradients up in an order of its own, this
+  // number of ranks alone. Over NCCL, which else adds fp32 gradients up in its own order, this
   // takes an all-to-all and memory for W rows of a bucket; sums of a norm stay NCCL's.
   TORCH_ARG(bool, two_level) = true;
 
