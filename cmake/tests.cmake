@@ -14,7 +14,7 @@ find_package(Threads REQUIRED)
 # ---- Files: tests, programs with a main(), what both share, and an emulated device ----
 file(GLOB_RECURSE files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/tests/*.cc")
 list(FILTER files EXCLUDE
-  REGEX "^tests/(benchmarks|fuzz|packages|support/cuda_emulation)/|tsan_selftest|write_golden|cuda_launch_test")
+  REGEX "^tests/(benchmarks|fuzz|packages|support/cuda_emulation)/|tsan_selftest|test_main|write_golden|cuda_launch_test")
 set(device ${files})
 list(FILTER device INCLUDE REGEX "^tests/support/device/")
 list(FILTER device EXCLUDE REGEX "_test\\.cc$")

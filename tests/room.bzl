@@ -54,7 +54,7 @@ def room_test(
         room = True,
         long = None,
         **kwargs):
-    """A GoogleTest in <name>.cc.
+    """A GoogleTest in <name>.cc, which may have a main() of its own.
 
     Args:
       name: of the test, and of its source.
@@ -72,7 +72,7 @@ def room_test(
       **kwargs: as for cc_test.
     """
     kwargs["srcs"] = [(source or name) + ".cc"] + srcs
-    kwargs["deps"] = _deps(room, support, deps)
+    kwargs["deps"] = _deps(room, support + ["test_main"], deps)
     kwargs["optimized"] = _room() in _OPTIMIZED
     cpu_tags = ["cpu:%d" % cpus] if cpus > 1 else []
     zero_cc_test(name = name, size = size, tags = tags + cpu_tags + (["asan"] if asan else []), **kwargs)
@@ -87,7 +87,7 @@ def room_test(
 
 def room_program(name, support = [], deps = [], **kwargs):
     """A program in <name>.cc that tests start."""
-    zero_cc_binary(name = name, srcs = [name + ".cc"], deps = _deps(True, support, deps), **kwargs)
+    zero_cc_binary(name = name, srcs = [name + ".cc"], deps = _deps(True, support + ["end_at_once"], deps), **kwargs)
 
 def room_library(name, srcs = None, hdrs = None, support = [], deps = [], **kwargs):
     """What tests of a room share, in <name>.h and <name>.cc unless other files are named."""

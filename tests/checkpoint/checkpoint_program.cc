@@ -12,6 +12,7 @@
 #include <string>
 
 #include "tests/support/checkpoint_run.h"
+#include "tests/support/end_at_once.h"
 #include "zero/checkpoint.h"
 #include "zero/launch.h"
 
@@ -46,5 +47,6 @@ int train(const std::string& folder, bool replaces) {
 int main(int argc, char** argv) {
   if (argc != 4) return 2;
   const bool replaces = std::string(argv[3]) == "replaces";
-  return zero::launch_local(std::atoi(argv[1]), [&] { return train(argv[2], replaces); });
+  zero::end_at_once(
+      zero::launch_local(std::atoi(argv[1]), [&] { return train(argv[2], replaces); }));
 }

@@ -4,19 +4,23 @@
 // What checkpoint_resume_test starts as processes of their own:
 //   checkpoint_resume_program <ranks> <kind> <from> <to> <folder>
 //
-// Trains steps [from, to), from the checkpoint that another process left in
-// <folder> unless <from> is 0; saves one, and writes all that training depends on
-// to <folder>/state-<from>-<to>.
+// Trains steps [from, to), from the checkpoint that another process left in <folder> unless <from>
+// is 0, and saves one after step 11, where it passes it. Writes all that training depends on to
+// <folder>/state-<step>-<from> at the save and at the end.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <string>
 
 #include "tests/support/checkpoint_run.h"
+#include "tests/support/end_at_once.h"
 #include "zero/checkpoint.h"
 #include "zero/launch.h"
 
 namespace {
+
+constexpr int kSave = 11;
 
 zero::Training training(const std::string& kind) {
   using Use = zero::OddModelImpl::Use;
@@ -49,14 +53,20 @@ int train(const std::string& kind, int from, int to, const std::string& folder) 
   const auto seed = static_cast<uint64_t>(1 + from + group.rank() * from);
   zero::CheckpointRun run(training(kind), group, seed);
   if (from > 0) run.optimizer->load_checkpoint(folder + "/step-" + std::to_string(from));
-  run.train(from, to);
-  run.optimizer->save_checkpoint(folder + "/step-" + std::to_string(to));
-  const zero::Snapshot snapshot = run.snapshot();
-  if (group.rank() != 0) return 0;
-  std::printf("%s: steps %d to %d, %g of them skipped\n", kind.c_str(), from, to,
-              snapshot.at("steps/skipped").item<double>());
-  zero::write_snapshot(snapshot,
-                       folder + "/state-" + std::to_string(from) + "-" + std::to_string(to));
+  const auto train_to = [&](int begin, int end) {
+    run.train(begin, end);
+    const zero::Snapshot snapshot = run.snapshot();
+    if (group.rank() != 0) return;
+    std::printf("%s: steps %d to %d, %g of them skipped\n", kind.c_str(), from, end,
+                snapshot.at("steps/skipped").item<double>());
+    zero::write_snapshot(snapshot,
+                         folder + "/state-" + std::to_string(end) + "-" + std::to_string(from));
+  };
+  if (from < kSave) {
+    train_to(from, kSave);
+    run.optimizer->save_checkpoint(folder + "/step-" + std::to_string(kSave));
+  }
+  train_to(std::max(from, kSave), to);
   return 0;
 }
 
@@ -64,7 +74,7 @@ int train(const std::string& kind, int from, int to, const std::string& folder) 
 
 int main(int argc, char** argv) {
   if (argc != 6) return 2;
-  return zero::launch_local(std::atoi(argv[1]), [&] {
+  zero::end_at_once(zero::launch_local(std::atoi(argv[1]), [&] {
     return train(argv[2], std::atoi(argv[3]), std::atoi(argv[4]), argv[5]);
-  });
+  }));
 }

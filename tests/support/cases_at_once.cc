@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/end_at_once.h"
+
 namespace zero {
 namespace {
 
@@ -83,9 +85,7 @@ void start(Case& c, int index, int count, const sigset_t& signals) {
   sigprocmask(SIG_SETMASK, &signals, nullptr);
   if (std::freopen(c.output.c_str(), "w", stdout) == nullptr) _exit(1);
   dup2(STDOUT_FILENO, STDERR_FILENO);
-  const int status = run_case(c, index, count);
-  std::fflush(nullptr);
-  _exit(status);  // without what libtorch does at its end, which takes longer than many a case
+  end_at_once(run_case(c, index, count));
 }
 
 // Runs `at_once` of the cases at any time; ends where this process is to end.
@@ -140,7 +140,7 @@ int run_cases_at_once(int argc, char** argv, int at_once) {
     passed = passed && c.passed;
   }
   write_report(cases);
-  return passed ? 0 : 1;
+  end_at_once(passed ? 0 : 1);
 }
 
 }  // namespace zero

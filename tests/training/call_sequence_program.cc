@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <string>
 
+#include "tests/support/end_at_once.h"
 #include "tests/support/fuzz_seeds.h"
 #include "tests/support/run_ranks.h"
 #include "tests/training/run_sequence.h"
@@ -67,5 +68,5 @@ int main(int argc, char** argv) {
   const int ranks = std::atoi(argv[1]);
   const zero::Seeds seeds = {std::strtoull(argv[2], nullptr, 10),
                              std::strtoull(argv[3], nullptr, 10)};
-  return zero::launch_local(ranks, [&] { return zero::run(ranks, seeds, argv[4]); });
+  zero::end_at_once(zero::launch_local(ranks, [&] { return zero::run(ranks, seeds, argv[4]); }));
 }

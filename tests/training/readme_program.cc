@@ -39,6 +39,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/end_at_once.h"
 #include "tests/support/random_tensors.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint_options.h"
@@ -477,7 +478,7 @@ int train(int64_t last) {
 
 int main(int argc, char** argv) {
   if (argc != 4) return 2;
-  return zero::launch_local(std::atoi(argv[1]), [&] {
+  zero::end_at_once(zero::launch_local(std::atoi(argv[1]), [&] {
     if (chdir(argv[3]) != 0) std::perror(argv[3]);
     const std::string what = argv[2];
     if (what == "loop") return train_in_a_loop();
@@ -490,5 +491,5 @@ int main(int argc, char** argv) {
     if (what == "bits") return train_micro_batches();
     if (what == "tokens") return train_on_unequal_batches();
     return train(std::atoll(argv[2]));
-  });
+  }));
 }
