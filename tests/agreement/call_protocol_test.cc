@@ -44,7 +44,7 @@ void on_ranks(int world_size, const std::function<void(Rank&)>& body) {
               Rank rank(group, ZeroOptions(), 1);
               body(rank);
             },
-            {.transport = Transport::kMemory, .timeout = std::chrono::seconds(60)});
+            {.timeout = std::chrono::seconds(60)});
 }
 
 TEST(CallProtocolTest, MisuseOfOneRankIsThrownThereAndByAllInTheNextCall) {
@@ -133,21 +133,18 @@ TEST(CallProtocolTest, PromisedRoundsAreSentWithoutAMessage) {
 }
 
 TEST(CallProtocolTest, ArgumentsAreComparedOnTheRanksThatTheyConcern) {
-  run_ranks(4,
-            [](const Group& group) {
-              const int half = group.rank() / 2;
-              const Group pair = group.subgroup({2 * half, 2 * half + 1}, "half");
-              Rank r(group, ZeroOptions().placement(1, GroupPlacement().sharded_over(pair)), 2);
-              const std::string text = "half " + std::to_string(half);
-              EXPECT_EQ(r.call(Call::kMaster, {"", {"", text}}), "");
-              expect_words(r.call(Call::kMaster, {text, {}}),
-                           {"rank 0: master() with half 0", "rank 3: master() with half 1"});
-              const std::string own = text + (group.rank() == 3 ? " differs" : "");
-              expect_words(r.call(Call::kMaster, {"", {"", own}}),
-                           {"rank 3: master() with half 1 differs"});
-              EXPECT_EQ(r.protocol.at_home("x").by_domain, (std::vector<std::string>{"x", ""}));
-            },
-            {.transport = Transport::kMemory});
+  run_ranks(4, [](const Group& group) {
+    const int half = group.rank() / 2;
+    const Group pair = group.subgroup({2 * half, 2 * half + 1}, "half");
+    Rank r(group, ZeroOptions().placement(1, GroupPlacement().sharded_over(pair)), 2);
+    const std::string text = "half " + std::to_string(half);
+    EXPECT_EQ(r.call(Call::kMaster, {"", {"", text}}), "");
+    expect_words(r.call(Call::kMaster, {text, {}}),
+                 {"rank 0: master() with half 0", "rank 3: master() with half 1"});
+    const std::string own = text + (group.rank() == 3 ? " differs" : "");
+    expect_words(r.call(Call::kMaster, {"", {"", own}}), {"rank 3: master() with half 1 differs"});
+    EXPECT_EQ(r.protocol.at_home("x").by_domain, (std::vector<std::string>{"x", ""}));
+  });
 }
 
 TEST(CallProtocolTest, OnlyCallsOfAStepAreAlikeInAStaticGraph) {

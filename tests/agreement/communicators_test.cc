@@ -42,30 +42,28 @@ void on_ranks(const std::function<void(Rank&)>& body) {
               Rank rank(group);
               body(rank);
             },
-            {.transport = Transport::kMemory, .timeout = std::chrono::seconds(60)});
+            {.timeout = std::chrono::seconds(60)});
 }
 
 TEST(CommunicatorsTest, WithoutPlacementsThereAreOneOfControlAndOneOfData) {
   for (const int world_size : {1, 2, 3, 4}) {
-    run_ranks(world_size,
-              [&](const Group& group) {
-                OptimizerCommunicators comms(group);
-                comms.connect(make_domains(group, ZeroOptions(), 2));
-                ASSERT_EQ(comms.domains.size(), 1u);
-                EXPECT_EQ(comms.domains[0].data, comms.norm);
-                EXPECT_EQ(comms.home.data, comms.norm);
-                EXPECT_EQ(comms.domains[0].replicas, nullptr);
-                EXPECT_EQ(comms.domains[0].averaged_over, world_size);
-                EXPECT_NE(comms.control.get(), comms.norm);
-                // Nothing more is agreed where all ranks hold the same.
-                const int64_t before = comms.control_traffic().small_calls;
-                comms.agree_on_half(make_domains(group, ZeroOptions(), 2), group.rank() == 0);
-                EXPECT_EQ(comms.any_half, group.rank() == 0);
-                std::vector<uint8_t> used{1, 0};
-                EXPECT_TRUE(comms.agree_domains({}, {}, used));
-                EXPECT_EQ(comms.control_traffic().small_calls, before);
-              },
-              {.transport = Transport::kMemory});
+    run_ranks(world_size, [&](const Group& group) {
+      OptimizerCommunicators comms(group);
+      comms.connect(make_domains(group, ZeroOptions(), 2));
+      ASSERT_EQ(comms.domains.size(), 1u);
+      EXPECT_EQ(comms.domains[0].data, comms.norm);
+      EXPECT_EQ(comms.home.data, comms.norm);
+      EXPECT_EQ(comms.domains[0].replicas, nullptr);
+      EXPECT_EQ(comms.domains[0].averaged_over, world_size);
+      EXPECT_NE(comms.control.get(), comms.norm);
+      // Nothing more is agreed where all ranks hold the same.
+      const int64_t before = comms.control_traffic().small_calls;
+      comms.agree_on_half(make_domains(group, ZeroOptions(), 2), group.rank() == 0);
+      EXPECT_EQ(comms.any_half, group.rank() == 0);
+      std::vector<uint8_t> used{1, 0};
+      EXPECT_TRUE(comms.agree_domains({}, {}, used));
+      EXPECT_EQ(comms.control_traffic().small_calls, before);
+    });
   }
 }
 

@@ -18,10 +18,9 @@ namespace {
 using Lines = std::vector<std::string>;
 
 void on_ranks(int world_size, const std::function<void(Communicator&)>& body) {
-  run_ranks(
-      world_size,
-      [&](const Group& group) { body(*group.make_communicator("control", Purpose::kControl)); },
-      {.transport = Transport::kMemory});
+  run_ranks(world_size, [&](const Group& group) {
+    body(*group.make_communicator("control", Purpose::kControl));
+  });
 }
 
 std::string check(Communicator& group, const std::string& problem, const Lines& lines) {

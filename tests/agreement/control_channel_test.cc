@@ -46,12 +46,10 @@ CallArguments arguments(const std::string& of_all, const std::string& of_some = 
 }
 
 void on_ranks(int world_size, const std::function<void(const Group&, Link&)>& body) {
-  run_ranks(world_size,
-            [&](const Group& group) {
-              Link link(group);
-              body(group, link);
-            },
-            {.transport = Transport::kMemory});
+  run_ranks(world_size, [&](const Group& group) {
+    Link link(group);
+    body(group, link);
+  });
 }
 
 // That a call which all ranks make is still possible.

@@ -73,13 +73,15 @@ TEST_F(SlowWaitTest, EveryLongWaitHasOneLine) {
 
 TEST_F(SlowWaitTest, SaysOnceForWhom) {
   testing::internal::CaptureStderr();
-  run_ranks(3, [](const Group& group) {
-    if (group.rank() == 1) std::this_thread::sleep_for(milliseconds(1200));
-    const auto communicator = group.make_communicator("data", Purpose::kData);
-    if (group.rank() == 2) std::this_thread::sleep_for(milliseconds(1200));
-    communicator->gather_rows(at::full({3, 1}, 1.0), "rows").wait();
-    communicator->gather_rows(at::full({3, 1}, 1.0), "more rows").wait();
-  });
+  run_ranks(3,
+            [](const Group& group) {
+              if (group.rank() == 1) std::this_thread::sleep_for(milliseconds(1200));
+              const auto communicator = group.make_communicator("data", Purpose::kData);
+              if (group.rank() == 2) std::this_thread::sleep_for(milliseconds(1200));
+              communicator->gather_rows(at::full({3, 1}, 1.0), "rows").wait();
+              communicator->gather_rows(at::full({3, 1}, 1.0), "more rows").wait();
+            },
+            {.transport = kRealTransport});
   const std::string text = testing::internal::GetCapturedStderr();
   for (int rank : {0, 2}) {
     EXPECT_EQ(count(text, "zero: rank " + std::to_string(rank) +

@@ -194,7 +194,6 @@ Figures measure(int world_size, int64_t bucket_bytes, double ratio) {
   Figures slowest;
   for (bool overlap_gather : {false, true}) {
     RunOptions run;
-    run.transport = Transport::kMemory;
     run.network = std::make_shared<MemoryNetwork>();
     std::vector<Figures> all(static_cast<size_t>(world_size));
     run_ranks(

@@ -35,21 +35,12 @@ void overwrite(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
 }
 
-RunOptions in_memory() {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  return options;
-}
-
 void save(const std::string& folder, int first_step) {
-  run_ranks(
-      2,
-      [&](const Group& group) {
-        CheckpointRun run(Training(), group, 1);
-        run.train(first_step, first_step + 2);
-        run.optimizer->save_checkpoint(folder, SaveOptions().metadata({{"epoch", "1"}}));
-      },
-      in_memory());
+  run_ranks(2, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.train(first_step, first_step + 2);
+    run.optimizer->save_checkpoint(folder, SaveOptions().metadata({{"epoch", "1"}}));
+  });
 }
 
 std::vector<std::string> files_of(const std::string& folder) {
@@ -76,14 +67,11 @@ class Loader {
 };
 
 void with_loader(const std::function<void(Loader&)>& body) {
-  run_ranks(
-      1,
-      [&](const Group& group) {
-        Loader loader(group);
-        body(loader);
-        EXPECT_TRUE(loader.unchanged()) << "a load that failed changed something";
-      },
-      in_memory());
+  run_ranks(1, [&](const Group& group) {
+    Loader loader(group);
+    body(loader);
+    EXPECT_TRUE(loader.unchanged()) << "a load that failed changed something";
+  });
 }
 
 TEST(DamageTest, NoFlippedBitIsAccepted) {

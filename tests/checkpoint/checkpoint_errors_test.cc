@@ -50,7 +50,7 @@ TEST(SaveErrorTest, AnExistingTargetIsKeptUnlessOverwriteSwapsIt) {
   const std::string parent = fresh_folder("existing");
   const std::string folder = parent + "/a";
   fs::create_directories(parent + "/photos");
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     run.optimizer->save_checkpoint(folder);
@@ -77,7 +77,7 @@ TEST(SaveErrorTest, AnExistingTargetIsKeptUnlessOverwriteSwapsIt) {
 TEST(SaveErrorTest, GradientsSinceTheLastStepAreRefused) {
   const std::string parent = fresh_folder("gradients");
   for (bool no_sync : {false, true}) {
-    run_in_memory(kRanks, [&](const Group& group) {
+    run_ranks(kRanks, [&](const Group& group) {
       CheckpointRun run(Training(), group, 1);
       run.train(0, 1);
       run.optimizer->save_checkpoint(parent + "/" + std::to_string(no_sync));
@@ -105,7 +105,7 @@ TEST(SaveErrorTest, AFileSizeLimitIsAnErrorOnAllRanksAndThePreviousCheckpointSta
   const std::string parent = fresh_folder("limit");
   rlimit before{};
   getrlimit(RLIMIT_FSIZE, &before);
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -138,7 +138,7 @@ TEST(SaveErrorTest, AFullDiskIsAnErrorOnAllRanksAndThePreviousCheckpointStays) {
   const std::string size = "size=" + std::to_string(24 * sysconf(_SC_PAGESIZE));
   const std::string problem = why_not_mounted(parent, size);
   if (!problem.empty()) GTEST_SKIP() << problem;
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -173,7 +173,7 @@ TEST(SaveErrorTest, AReadOnlyFileSystemIsAnErrorOnAllRanks) {
   const std::string parent = fresh_folder("read-only");
   const std::string problem = why_not_mounted(parent, "", MS_RDONLY);
   if (!problem.empty()) GTEST_SKIP() << problem;
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }),
                  {"rank " + std::to_string(group.rank()), parent, "Read-only file system"});
@@ -192,7 +192,7 @@ TEST(SaveErrorTest, AFolderThatCannotBeMadeIsAnErrorOnAllRanks) {
     folders.push_back(parent + "/read-only/a");
   }
   for (const std::string& folder : folders) {
-    run_in_memory(kRanks, [&](const Group& group) {
+    run_ranks(kRanks, [&](const Group& group) {
       CheckpointRun run(Training(), group, 1);
       const std::string error = error_of([&] { run.optimizer->save_checkpoint(folder); });
       expect_words(error, {folder, folder.empty() ? "new folder" : "errno"});
@@ -202,7 +202,7 @@ TEST(SaveErrorTest, AFolderThatCannotBeMadeIsAnErrorOnAllRanks) {
 
 TEST(SaveErrorTest, AFolderThatNotAllRanksSeeIsAnErrorThatSaysSo) {
   const std::string parent = fresh_folder("hosts");
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     // Ranks with working folders of their own, as machines have disks of their own.
     ASSERT_EQ(unshare(CLONE_FS), 0);
     const std::string own = parent + "/" + std::to_string(group.rank() / 2);
@@ -219,29 +219,24 @@ TEST(SaveErrorTest, AFolderThatNotAllRanksSeeIsAnErrorThatSaysSo) {
 // Experts of a module that numbers its own from 0.
 TEST(SaveErrorTest, OneNameForDifferentExpertsIsRefusedOnAllRanks) {
   const std::string parent = fresh_folder("experts");
-  RunOptions memory;
-  memory.transport = Transport::kMemory;
-  run_ranks(
-      4,
-      [&](const Group& group) {
-        const Mesh mesh(group, {{"ep", 2}, {"dp", 2}});
-        Training t;
-        t.options.placement(0, GroupPlacement().sharded_over(mesh.group({"dp"})));
-        CheckpointRun run(t, group, 1);
-        run.train(0, 1);
-        const std::vector<std::string> expected = {"expected different names", "begin with 0, 2",
-                                                   "a name of its own"};
-        expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }), expected);
-        expect_words(error_of([&] { run.optimizer->load_checkpoint(parent + "/a"); }), expected);
-        run.train(1, 2);
-      },
-      memory);
+  run_ranks(4, [&](const Group& group) {
+    const Mesh mesh(group, {{"ep", 2}, {"dp", 2}});
+    Training t;
+    t.options.placement(0, GroupPlacement().sharded_over(mesh.group({"dp"})));
+    CheckpointRun run(t, group, 1);
+    run.train(0, 1);
+    const std::vector<std::string> expected = {"expected different names", "begin with 0, 2",
+                                               "a name of its own"};
+    expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a"); }), expected);
+    expect_words(error_of([&] { run.optimizer->load_checkpoint(parent + "/a"); }), expected);
+    run.train(1, 2);
+  });
   EXPECT_FALSE(fs::exists(parent + "/a"));
 }
 
 TEST(SaveErrorTest, OneNameForTensorsOfTwoKindsIsRefusedOnAllRanks) {
   const std::string parent = fresh_folder("kinds");
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     torch::nn::Linear model(3, 2);
     const auto make = [&] {
       return std::make_unique<ZeroOptimizer>(
@@ -251,7 +246,7 @@ TEST(SaveErrorTest, OneNameForTensorsOfTwoKindsIsRefusedOnAllRanks) {
     expect_words(error_of([&] { make()->save_checkpoint(parent + "/a"); }),
                  {"bias", "a parameter and a buffer", "another name"});
   });
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     torch::nn::Linear model(3, 2);
     model->register_parameter("__metadata__", at::ones({2}));
     ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::AdamW>(model->parameters(), 0.1),
@@ -263,7 +258,7 @@ TEST(SaveErrorTest, OneNameForTensorsOfTwoKindsIsRefusedOnAllRanks) {
 
 TEST(SaveErrorTest, AFolderMayEndInADot) {
   const std::string parent = fresh_folder("dot");
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     for (const std::string end : {"/a/.", "/b/", "/c/./."}) {
       run.optimizer->save_checkpoint(parent + end);
@@ -274,7 +269,7 @@ TEST(SaveErrorTest, AFolderMayEndInADot) {
 
 TEST(SaveErrorTest, MetadataThatIsNotTextIsRefused) {
   const std::string parent = fresh_folder("metadata");
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     const auto options = SaveOptions().metadata({{"random state", "\xff\xfe\x01"}});
     expect_words(error_of([&] { run.optimizer->save_checkpoint(parent + "/a", options); }),
@@ -295,7 +290,7 @@ struct OtherModelImpl : torch::nn::Module {
 
 TEST(LoadErrorTest, AnotherModelIsListedAndStrictFalseLoadsWhatMatches) {
   const std::string folder = fresh_folder("model") + "/a";
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 2);
     run.optimizer->save_checkpoint(folder);
@@ -321,7 +316,7 @@ TEST(LoadErrorTest, AnotherModelIsListedAndStrictFalseLoadsWhatMatches) {
 // Storage is seldom equally fast everywhere: the others wait, as long as the group's timeout says.
 TEST(SlowRankTest, ARankTenTimesSlowerThanTheOthersIsWaitedFor) {
   const std::string parent = fresh_folder("slow");
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     const auto start = std::chrono::steady_clock::now();
@@ -347,7 +342,6 @@ TEST(SlowRankTest, ARankSlowerThanTheTimeoutIsNamedAndThePreviousCheckpointStays
   const std::string parent = fresh_folder("too_slow");
   const std::string folder = parent + "/a";
   RunOptions options;
-  options.transport = Transport::kMemory;
   options.timeout = std::chrono::seconds(2);
   run_ranks(
       kRanks,
@@ -364,7 +358,7 @@ TEST(SlowRankTest, ARankSlowerThanTheTimeoutIsNamedAndThePreviousCheckpointStays
         if (group.rank() != 1) expect_words(text, {"rank 1"});
       },
       options);
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 3);
     run.optimizer->load_checkpoint(folder);
     EXPECT_EQ(run.optimizer->stats().steps, 1);
@@ -412,7 +406,7 @@ TEST(LoadErrorTest, ExpandedBuffersAndThoseOfInferenceModeAreSentSavedAndLoaded)
 
 TEST(LoadErrorTest, AnExpandedBufferThatCannotHoldWhatWasStoredChangesNothing) {
   const std::string folder = fresh_folder("expanded") + "/a";
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     OddBuffers model(1);
     model.expanded.set_data(at::arange(15).reshape({3, 5}));
     ZeroOptimizer optimizer(model, model.inner(), group);
@@ -482,7 +476,7 @@ TEST(TwoOptimizersTest, EachSavesAndLoadsItsOwnPartOfAModule) {
 
 TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
   const std::string folder = fresh_folder("groups") + "/a";
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 2);
     run.optimizer->save_checkpoint(folder);
@@ -512,7 +506,7 @@ TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
 
 TEST(LoadErrorTest, AnotherInnerOptimizerIsADifference) {
   const std::string folder = fresh_folder("inner") + "/a";
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 2);
     run.optimizer->save_checkpoint(folder);
@@ -532,7 +526,7 @@ TEST(FolderTest, LatestAndKeepLastCountCompleteCheckpointsOnly) {
   const std::string parent = fresh_folder("kept");
   EXPECT_EQ(latest(parent), std::nullopt);
   EXPECT_EQ(latest(parent + "/nowhere"), std::nullopt);
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     for (int step = 0; step < 5; ++step) {
       run.train(step, step + 1);

@@ -80,7 +80,7 @@ bool equal(OddModelImpl& a, OddModelImpl& b) {
 
 TEST(ExportTest, AModelGoesOutAndComesBackInEveryBit) {
   const std::string parent = fresh_folder("export");
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 3);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -117,7 +117,7 @@ std::vector<std::string> files_in(const std::string& folder) {
 TEST(ExportTest, AnExportIsOnDiskUnderItsNameAndReplacesNoOther) {
   const std::string parent = fresh_folder("exports");
   const std::string path = parent + "/model.safetensors", another = "another program's";
-  run_in_memory(1, [&](const Group& group) {
+  run_ranks(1, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.optimizer->save_checkpoint(parent + "/a");
   });
@@ -141,7 +141,7 @@ TEST(ExportTest, ALimitMakesSeveralFilesWithAnIndex) {
   const std::string parent = fresh_folder("several");
   const std::string path = parent + "/model.safetensors", index = path + ".index.json";
   OddModel trained(1);
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 2);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -244,7 +244,7 @@ struct OddDtypes : torch::nn::Module {
 TEST(ExportTest, ComplexBuffersGoOutAsPairsAndOtherDtypesAreRefusedOrSkipped) {
   const std::string parent = fresh_folder("dtypes"), path = parent + "/model.safetensors";
   const OddDtypes trained;
-  run_in_memory(1, [&](const Group& group) {
+  run_ranks(1, [&](const Group& group) {
     OddDtypes model;
     ZeroOptimizer optimizer(model, std::make_unique<torch::optim::SGD>(model.parameters(), 0.1),
                             group);
@@ -308,7 +308,7 @@ TEST(PlainStateTest, ARunOfPlainTorchGoesOnInEveryBit) {
       }
     };
     plain_steps(0, 4);
-    run_in_memory(2, [&](const Group& group) {
+    run_ranks(2, [&](const Group& group) {
       OddModel model(1);
       const auto before = make_inner(inner, *model);
       for (int i = 0; i < 4; ++i) {
@@ -352,7 +352,7 @@ TEST(PythonTest, SafetensorsAndLoadStateDictReadWhatIsWrittenAndSaveItBack) {
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
     const std::string folder = parent + "/" + c10::toString(dtype);
     double sum = 0;
-    run_in_memory(2, [&](const Group& group) {
+    run_ranks(2, [&](const Group& group) {
       Training t;
       t.dtype = dtype;
       CheckpointRun run(t, group, 1);
@@ -405,7 +405,7 @@ TEST(PythonTest, TransformersReadsAnExportAndLoadWeightsReadsItsFiles) {
   }
   const std::string folder = fresh_folder("transformers");
   NamedTensors trained;
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     const NamedTensors tensors = llama();
     ZeroOptimizer optimizer(tensors, std::make_unique<torch::optim::SGD>(tensors.values(), 0.125),
                             group);

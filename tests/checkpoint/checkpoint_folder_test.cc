@@ -39,7 +39,7 @@ void write_manifest(const std::string& folder, int64_t steps, int64_t saved) {
 TEST(LinkTest, ALinkToACheckpointNeitherCountsNorIsFollowed) {
   for (int64_t count : {1, 2, 3}) {
     const std::string parent = fresh_folder("comms");
-    run_in_memory(2, [&](const Group& group) {
+    run_ranks(2, [&](const Group& group) {
       CheckpointRun run(Training(), group, 1);
       for (int step = 1; step < 4; ++step) {
         run.train(step - 1, step);
@@ -56,7 +56,7 @@ TEST(LinkTest, ALinkToACheckpointNeitherCountsNorIsFollowed) {
     fs::remove(parent + "-link");
     fs::create_directory_symlink(parent, parent + "-link");
     EXPECT_EQ(latest(parent + "-link"), parent + "-link/ckpt-3");
-    run_in_memory(3, [&](const Group& group) {
+    run_ranks(3, [&](const Group& group) {
       CheckpointRun run(Training(), group, 9);
       run.optimizer->load_checkpoint(parent + "/latest");
       EXPECT_EQ(run.optimizer->stats().steps, 3);
@@ -80,14 +80,14 @@ void save_and_thin_out(CheckpointRun& run, const Group& group, const std::string
 TEST(RunTest, ANewRunInAnOlderRunsFolderKeepsWhatItSavesAndIsTheNewest) {
   for (int world_size : {1, 2, 3}) {
     const std::string parent = fresh_folder("runs");
-    run_in_memory(world_size, [&](const Group& group) {
+    run_ranks(world_size, [&](const Group& group) {
       CheckpointRun run(Training(), group, 1);
       for (int step = 0; step < 6; ++step) {
         run.train(step, step + 1);
         save_and_thin_out(run, group, parent, "old-" + std::to_string(step));
       }
     });
-    run_in_memory(world_size, [&](const Group& group) {
+    run_ranks(world_size, [&](const Group& group) {
       CheckpointRun run(Training(), group, 2);
       for (int step = 0; step < 3; ++step) {
         run.train(step, step + 1);
@@ -114,7 +114,7 @@ TEST(RunTest, AResumedRunKeepsItsIdentityAndAnotherHasAnother) {
   const auto run_of = [&](const std::string& name) {
     return read_manifest(parent + "/" + name).run;
   };
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -122,7 +122,7 @@ TEST(RunTest, AResumedRunKeepsItsIdentityAndAnotherHasAnother) {
   });
   EXPECT_EQ(run_of("a").size(), 32u);
   EXPECT_EQ(run_of("a"), run_of("b"));
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(Training(), group, 2);
     run.optimizer->save_checkpoint(parent + "/other");
     const LoadReport report = run.optimizer->load_checkpoint(parent + "/a");
@@ -154,7 +154,7 @@ TEST(RunTest, CheckpointsOfEarlierVersionsComeFirstAndByTheirSteps) {
   }
   write_manifest(parent + "/steps-9", 9, 0);
   EXPECT_EQ(latest(parent), parent + "/steps-9");
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.optimizer->save_checkpoint(parent + "/aaa");  // after no step at all
     run.train(0, 1);
@@ -168,7 +168,7 @@ TEST(RunTest, CheckpointsOfEarlierVersionsComeFirstAndByTheirSteps) {
 
 TEST(RunTest, ACheckpointWithAFileThatWasCutShortIsPassedOver) {
   const std::string parent = fresh_folder("torn");
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.optimizer->save_checkpoint(parent + "/a");
     run.optimizer->save_checkpoint(parent + "/b");
@@ -185,7 +185,7 @@ TEST(UnfinishedTest, ASecondSaveToTheSameFolderIsRefusedOnAllRanks) {
     const std::string parent = fresh_folder("unfinished");
     const std::string folder = parent + "/current";
     const auto overwrite = SaveOptions().overwrite(true);
-    run_in_memory(world_size, [&](const Group& group) {
+    run_ranks(world_size, [&](const Group& group) {
       CheckpointRun run(Training(), group, 1), other(Training(), group, 2);
       run.optimizer->save_checkpoint(folder);
       run.train(0, 1);
@@ -220,7 +220,7 @@ TEST(UnfinishedTest, ASecondSaveToTheSameFolderIsRefusedOnAllRanks) {
 TEST(UnfinishedTest, ASaveWhoseFolderWasRemovedFailsOnAllRanksAndTheOldOneStays) {
   const std::string parent = fresh_folder("removed");
   const std::string folder = parent + "/current";
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.optimizer->save_checkpoint(folder);
     run.train(0, 1);

@@ -56,7 +56,7 @@ class Forgery {
  public:
   explicit Forgery(const std::string& name, Inner inner = Inner::kAdamW)
       : training_(fp16(inner)), folder_(fresh_folder(name) + "/a") {
-    run_in_memory(2, [&](const Group& group) {
+    run_ranks(2, [&](const Group& group) {
       CheckpointRun run(training_, group, 1);
       run.train(0, 2);
       run.optimizer->save_checkpoint(folder_);
@@ -80,7 +80,7 @@ class Forgery {
   // Loads on `world_size` ranks and expects an error with `words`, and no change at all.
   void expect_refused(const std::vector<std::string>& words, int world_size = 2,
                       const LoadOptions& options = {}) const {
-    run_in_memory(world_size, [&](const Group& group) {
+    run_ranks(world_size, [&](const Group& group) {
       CheckpointRun run(training_, group, 7);
       run.train(0, 1);
       const Snapshot before = run.snapshot();
@@ -153,7 +153,7 @@ TEST(HostileTest, StateThatTheOptimizerCannotDoWithoutIsADifference) {
       forgery.expect_refused(
           {"parameter trunk.weight: state " + kind + " missing", "strict(false)"});
       // Without strict its state stays as it is, and everything else is loaded.
-      run_in_memory(2, [&](const Group& group) {
+      run_ranks(2, [&](const Group& group) {
         CheckpointRun run(forgery.training(), group, 7);
         run.train(0, 1);
         const Snapshot before = run.snapshot();
@@ -232,7 +232,7 @@ TEST(HostileTest, OptionsThatNoOptimizerHasAreRefused) {
     forgery.expect_refused({"a number as lr"}, 1, LoadOptions().strict(false));
   }
   // The present options are kept, so those of the checkpoint do no harm.
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(forgery.training(), group, 7);
     run.optimizer->load_checkpoint(forgery.folder(), LoadOptions().restore_options(false));
     run.train(2, 3);
@@ -280,7 +280,7 @@ TEST(LimitTest, WhatCouldNotBeLoadedIsNotSaved) {
   const std::string parent = fresh_folder("unloadable");
   SaveOptions options;
   for (int i = 0; i < 100001; ++i) options.metadata()[std::to_string(i)] = "x";
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 1);
     run.optimizer->save_checkpoint(parent + "/a");

@@ -27,43 +27,31 @@ namespace fs = std::filesystem;
 
 constexpr int kRanks = 2;
 
-RunOptions in_memory() {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  return options;
-}
-
 // The state after every number of steps, computed once.
 std::map<int64_t, Snapshot> expected_states() {
   std::map<int64_t, Snapshot> states;
-  run_ranks(
-      kRanks,
-      [&](const Group& group) {
-        CheckpointRun run(Training(), group, 1);
-        for (int step = 0; step < 40; ++step) {
-          run.train(step, step + 1);
-          Snapshot state = run.snapshot();
-          if (group.rank() == 0) states[step + 1] = std::move(state);
-        }
-      },
-      in_memory());
+  run_ranks(kRanks, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    for (int step = 0; step < 40; ++step) {
+      run.train(step, step + 1);
+      Snapshot state = run.snapshot();
+      if (group.rank() == 0) states[step + 1] = std::move(state);
+    }
+  });
   return states;
 }
 
 // The number of steps in a checkpoint whose every bit is right; -1 otherwise.
 int64_t loaded_steps(const std::string& folder, const std::map<int64_t, Snapshot>& expected) {
   int64_t steps = -1;
-  run_ranks(
-      1,
-      [&](const Group& group) {
-        CheckpointRun run(Training(), group, 5);
-        run.optimizer->load_checkpoint(folder);
-        const Snapshot state = run.snapshot();
-        const int64_t number = run.optimizer->stats().steps;
-        EXPECT_EQ(differing(state, expected.at(number)), 0) << folder << " at step " << number;
-        steps = number;
-      },
-      in_memory());
+  run_ranks(1, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 5);
+    run.optimizer->load_checkpoint(folder);
+    const Snapshot state = run.snapshot();
+    const int64_t number = run.optimizer->stats().steps;
+    EXPECT_EQ(differing(state, expected.at(number)), 0) << folder << " at step " << number;
+    steps = number;
+  });
   return steps;
 }
 

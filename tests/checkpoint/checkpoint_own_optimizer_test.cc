@@ -32,7 +32,7 @@ TEST(OwnOptimizerTest, StateAndOptionsOfEveryKindAreStored) {
   Training t;
   t.inner = Inner::kOwn;
   t.options.elementwise(true).bucket_bytes(300);
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(t, group, 1);
     auto& options = static_cast<OwnOptions&>(run.optimizer->param_groups()[1].options());
     options.warmup(7).decays(false).betas({0.8, 0.95});
@@ -150,7 +150,7 @@ class Tiring : public torch::optim::Optimizer {
 // What no rank can know before: the load has begun on all of them.
 TEST(OwnOptimizerTest, ALoadThatFailsHalfWayOnOneRankClosesTheOptimizerOnAll) {
   const std::string folder = fresh_folder("tired") + "/a";
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     OddModel model(1);
     ZeroOptimizer optimizer(*model, std::make_unique<Tiring>(model->parameters()), group,
                             ZeroOptions().elementwise(true));
@@ -176,7 +176,7 @@ TEST(OwnOptimizerTest, StateThatCannotBeCutIsRefusedOnAllRanks) {
   };
   for (const auto& [habit, expected] : cases) {
     const std::string parent = fresh_folder("own");
-    run_in_memory(3, [&, habit = habit, &expected = expected](const Group& group) {
+    run_ranks(3, [&, habit = habit, &expected = expected](const Group& group) {
       OddModel model(1);
       const auto step = [&](ZeroOptimizer& optimizer) {
         optimizer.backward(model->loss(random_tensor({3, 17}, group.rank()),

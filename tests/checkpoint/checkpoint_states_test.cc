@@ -57,7 +57,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, CheckpointStatesTest, ::testing::Values(1, 2, 3)
 TEST_P(CheckpointStatesTest, EveryRankGetsRankZerosStateAndItsOwnOfEachRank) {
   const std::string folder = fresh_folder("states" + std::to_string(GetParam())) + "/a";
   const std::string bytes("\0\xff\n", 3);  // no text
-  run_in_memory(GetParam(), [&](const Group& group) {
+  run_ranks(GetParam(), [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.train(0, 2);
     const Position shared(bytes + rank_text(group)), own("of " + rank_text(group)), empty;
@@ -88,7 +88,7 @@ TEST_P(CheckpointStatesTest, EveryRankGetsRankZerosStateAndItsOwnOfEachRank) {
 
 TEST_P(CheckpointStatesTest, AScheduleAndRandomNumbersGoOnAsIfTheyHadNotStopped) {
   const std::string folder = fresh_folder("goes-on" + std::to_string(GetParam())) + "/a";
-  run_in_memory(GetParam(), [&](const Group& group) {
+  run_ranks(GetParam(), [&](const Group& group) {
     const LrFactor factor = linear_warmup(3, cosine_decay(10));
     const auto seed = static_cast<uint64_t>(group.rank());
     CheckpointRun run(Training(), group, 1), other(Training(), group, 5);
@@ -130,13 +130,13 @@ TEST_P(OtherRanksTest, RanksWithoutAStateKeepTheirOwnAndTheReportSaysSo) {
   const auto [from, to] = GetParam();
   const std::string folder =
       fresh_folder("other" + std::to_string(from) + std::to_string(to)) + "/a";
-  run_in_memory(from, [&](const Group& group) {
+  run_ranks(from, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     const Position shared("shared"), own("saved " + rank_text(group));
     run.optimizer->save_checkpoint(
         folder, SaveOptions().include("shared", shared).include_per_rank("own", own));
   });
-  run_in_memory(to, [&, saved = from](const Group& group) {
+  run_ranks(to, [&, saved = from](const Group& group) {
     CheckpointRun run(Training(), group, 5);
     Position shared, own("present");
     const LoadReport report = run.optimizer->load_checkpoint(
@@ -155,7 +155,7 @@ TEST_P(OtherRanksTest, RanksWithoutAStateKeepTheirOwnAndTheReportSaysSo) {
 
 TEST(CheckpointStatesErrorTest, AMissingStateIsAnErrorAndWithoutStrictADifference) {
   const std::string folder = fresh_folder("missing") + "/a";
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     const Position shared("shared"), own("own");
     run.optimizer->save_checkpoint(
@@ -185,7 +185,7 @@ TEST(CheckpointStatesErrorTest, AMissingStateIsAnErrorAndWithoutStrictADifferenc
 TEST(CheckpointStatesErrorTest, AStateThatIsLeftOutIsReportedAndWarnedOf) {
   const std::string folder = fresh_folder("left-out") + "/a";
   ::testing::internal::CaptureStderr();
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     const Position shared("shared"), own("own");
     run.optimizer->save_checkpoint(
@@ -202,7 +202,7 @@ TEST(CheckpointStatesErrorTest, AStateThatIsLeftOutIsReportedAndWarnedOf) {
 
 TEST(CheckpointStatesErrorTest, AStateThatOneRankRefusesChangesNothingOnAnyRank) {
   const std::string folder = fresh_folder("refused") + "/a";
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     const LrFactor factor = linear_warmup(3, cosine_decay(10));
     CheckpointRun run(Training(), group, 1);
     LrSchedule schedule(*run.optimizer, factor);
@@ -244,7 +244,7 @@ TEST(CheckpointStatesErrorTest, AStateThatOneRankRefusesChangesNothingOnAnyRank)
 
 TEST(CheckpointStatesErrorTest, AnotherScheduleThanTheSavedOneIsAnErrorOnAllRanks) {
   const std::string folder = fresh_folder("another") + "/a";
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     LrSchedule schedule(*run.optimizer, cosine_decay(10));
     schedule.set_step(4);
@@ -265,7 +265,7 @@ TEST(CheckpointStatesErrorTest, AnotherScheduleThanTheSavedOneIsAnErrorOnAllRank
 
 TEST(CheckpointStatesErrorTest, ASaveThatCannotHaveAStateFailsOnAllRanksAndLeavesNothing) {
   const std::string parent = fresh_folder("unsaved");
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     const Position position(group.rank() == 2 ? "no state" : "a state");
     expect_words(error_of([&] {
@@ -302,7 +302,7 @@ TEST(CheckpointStatesErrorTest, ASaveThatCannotHaveAStateFailsOnAllRanksAndLeave
 // Only rank 0 has that state, so that the others cannot know.
 TEST(CheckpointStatesErrorTest, AFileThatOneRankCannotMakeIsAnErrorAtTheEndOfTheSaveOnAllRanks) {
   const std::string parent = fresh_folder("unmade");
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     const Position position("a state");
     const auto save = SaveOptions().include("no text: \xff", position);
@@ -321,7 +321,7 @@ TEST(CheckpointStatesErrorTest, AFileThatOneRankCannotMakeIsAnErrorAtTheEndOfThe
 TEST(CheckpointStatesErrorTest, AFlippedBitInAStateIsNoticedAndChangesNothing) {
   const std::string folder = fresh_folder("flipped") + "/a";
   const std::string path = folder + "/rank-00001.safetensors";
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     const Position saved("a state of rank " + rank_text(group));
     run.optimizer->save_checkpoint(folder, SaveOptions().include_per_rank("position", saved));
@@ -332,7 +332,7 @@ TEST(CheckpointStatesErrorTest, AFlippedBitInAStateIsNoticedAndChangesNothing) {
   ASSERT_NE(at, std::string::npos);
   content[at] ^= 1;
   std::ofstream(path, std::ios::binary) << content;
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     Position present("present");
     expect_words(error_of([&] {

@@ -24,22 +24,13 @@ namespace {
 
 using Use = OddModelImpl::Use;
 
-RunOptions in_memory() {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  return options;
-}
-
 // Runs on all ranks and returns rank 0's snapshot.
 Snapshot on_ranks(int world_size, const std::function<Snapshot(const Group&)>& body) {
   Snapshot result;
-  run_ranks(
-      world_size,
-      [&](const Group& group) {
-        Snapshot own = body(group);
-        if (group.rank() == 0) result = std::move(own);
-      },
-      in_memory());
+  run_ranks(world_size, [&](const Group& group) {
+    Snapshot own = body(group);
+    if (group.rank() == 0) result = std::move(own);
+  });
   return result;
 }
 
@@ -62,26 +53,22 @@ Training training(Inner inner, c10::ScalarType dtype, int world_size, int64_t st
 // Both orders of a convolution of one by one have the same bytes.
 TEST(StridesTest, AConvolutionOfOneByOneLoadsInEitherMemoryFormat) {
   const std::string folder = fresh_folder("strides") + "/a";
-  run_ranks(
-      2,
-      [&](const Group& group) {
-        const auto make = [&](at::IntArrayRef strides, torch::nn::Conv2d& conv) {
-          at::NoGradGuard no_grad;
-          conv->weight.set_data(conv->weight.detach().as_strided({8, 4, 1, 1}, strides));
-          return std::make_unique<ZeroOptimizer>(
-              *conv, std::make_unique<torch::optim::AdamW>(conv->parameters()), group,
-              ZeroOptions());
-        };
-        torch::manual_seed(1);
-        const torch::nn::Conv2dOptions options(4, 8, 1);
-        torch::nn::Conv2d saved(options), loaded(options);
-        make({4, 1, 1, 1}, saved)->save_checkpoint(folder);
-        const auto optimizer = make({4, 1, 4, 4}, loaded);
-        EXPECT_FALSE(loaded->weight.equal(saved->weight));
-        optimizer->load_checkpoint(folder);
-        EXPECT_TRUE(loaded->weight.equal(saved->weight));
-      },
-      in_memory());
+  run_ranks(2, [&](const Group& group) {
+    const auto make = [&](at::IntArrayRef strides, torch::nn::Conv2d& conv) {
+      at::NoGradGuard no_grad;
+      conv->weight.set_data(conv->weight.detach().as_strided({8, 4, 1, 1}, strides));
+      return std::make_unique<ZeroOptimizer>(
+          *conv, std::make_unique<torch::optim::AdamW>(conv->parameters()), group, ZeroOptions());
+    };
+    torch::manual_seed(1);
+    const torch::nn::Conv2dOptions options(4, 8, 1);
+    torch::nn::Conv2d saved(options), loaded(options);
+    make({4, 1, 1, 1}, saved)->save_checkpoint(folder);
+    const auto optimizer = make({4, 1, 4, 4}, loaded);
+    EXPECT_FALSE(loaded->weight.equal(saved->weight));
+    optimizer->load_checkpoint(folder);
+    EXPECT_TRUE(loaded->weight.equal(saved->weight));
+  });
 }
 
 class Reload : public ::testing::TestWithParam<int> {};

@@ -626,20 +626,15 @@ class NoWarnings : public c10::WarningHandler {
 
 void on_one_rank(const std::function<void(CrashStates&)>& body) {
   test_folder();
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  run_ranks(
-      1,
-      [&](const Group& group) {
-        NoWarnings silent;  // of a file system without an exchange
-        const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-        CrashStates states(group);
-        body(states);
-        const auto& [kills, crashes, all, different, losses] = states.counts;
-        std::printf("%d kills, %d crash points, %d states, %d of them different, %d losses\n",
-                    kills, crashes, all, different, losses);
-      },
-      options);
+  run_ranks(1, [&](const Group& group) {
+    NoWarnings silent;  // of a file system without an exchange
+    const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+    CrashStates states(group);
+    body(states);
+    const auto& [kills, crashes, all, different, losses] = states.counts;
+    std::printf("%d kills, %d crash points, %d states, %d of them different, %d losses\n", kills,
+                crashes, all, different, losses);
+  });
 }
 
 CrashStates::Body overwrites(CrashStates& states, int count, bool async = false) {

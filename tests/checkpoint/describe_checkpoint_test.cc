@@ -62,25 +62,20 @@ std::unique_ptr<torch::optim::AdamW> adamw(SmallModelImpl& model) {
 std::string saved_by(int world_size) {
   const std::string parent = ::testing::TempDir() + "/described-" + std::to_string(world_size);
   fs::remove_all(parent);
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  run_ranks(
-      world_size,
-      [&](const Group& group) {
-        SmallModel model;
-        ZeroOptimizer optimizer(*model, adamw(*model), group,
-                                ZeroOptions().loss_scaler(LossScalerOptions().initial_scale(64)));
-        for (int step = 0; step < 2; ++step) {
-          optimizer.backward(model->weight.sum() + model->bias.sum());
-          optimizer.step();
-        }
-        const Note note("abc"), own("rank " + std::to_string(group.rank()));
-        optimizer.save_checkpoint(parent + "/a", SaveOptions()
-                                                     .metadata({{"epoch", "3"}})
-                                                     .include("note", note)
-                                                     .include_per_rank("own", own));
-      },
-      options);
+  run_ranks(world_size, [&](const Group& group) {
+    SmallModel model;
+    ZeroOptimizer optimizer(*model, adamw(*model), group,
+                            ZeroOptions().loss_scaler(LossScalerOptions().initial_scale(64)));
+    for (int step = 0; step < 2; ++step) {
+      optimizer.backward(model->weight.sum() + model->bias.sum());
+      optimizer.step();
+    }
+    const Note note("abc"), own("rank " + std::to_string(group.rank()));
+    optimizer.save_checkpoint(parent + "/a", SaveOptions()
+                                                 .metadata({{"epoch", "3"}})
+                                                 .include("note", note)
+                                                 .include_per_rank("own", own));
+  });
   return parent + "/a";
 }
 

@@ -71,7 +71,7 @@ void print_row(const std::string& name, const std::string& folder) {
 // Everything that makes, replaces and removes checkpoints.
 void save_and_load(const std::string& parent, bool exchanges) {
   const std::string newest = parent + (exchanges ? "/b" : "/c");
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1), other(Training(), group, 5);
     const auto overwrite = SaveOptions().overwrite(true);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -261,7 +261,7 @@ TEST(ObjectStoreTest, ABucketThatRenamesNoFoldersIsRefusedOnAllRanksAndStaysEmpt
   limits.renames_folders = false;
   const Mounted mounted = mount_fuse(place, limits);
   if (!mounted.problem.empty()) GTEST_SKIP() << mounted.problem;
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     expect_words(error_of([&] { run.optimizer->save_checkpoint(place + "/a"); }),
                  {"rank " + std::to_string(group.rank()), place, "renames folders", "type fuse",
@@ -277,7 +277,7 @@ TEST(ObjectStoreTest, ARenameThatStopsHalfwayLeavesThePreviousCheckpointTheLates
   const Mounted mounted = mount_fuse(place, {}, "s3fs");
   if (!mounted.problem.empty()) GTEST_SKIP() << mounted.problem;
   expect_words(weaker_promises(tried(place)), {"copies one object after the other"});
-  run_in_memory(kRanks, [&](const Group& group) {
+  run_ranks(kRanks, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
     run.optimizer->save_checkpoint(place + "/a");
     run.train(0, 1);

@@ -97,7 +97,7 @@ struct Saved {
 
 Saved save(Inner inner, int ranks, const std::string& folder, int64_t max_file_bytes) {
   Saved saved;
-  run_in_memory(ranks, [&](const Group& group) {
+  run_ranks(ranks, [&](const Group& group) {
     CheckpointRun run(training(inner), group, 1);
     train(run, 0, 3);
     run.optimizer->save_checkpoint(folder + "/a");
@@ -116,7 +116,7 @@ Saved save(Inner inner, int ranks, const std::string& folder, int64_t max_file_b
 // A run on `ranks` that begins with what is in the files.
 void go_on(Inner inner, int ranks, const Exported& paths,
            const std::function<void(CheckpointRun&)>& then) {
-  run_in_memory(ranks, [&](const Group& group) {
+  run_ranks(ranks, [&](const Group& group) {
     CheckpointRun run(training(inner), group, 8);
     train(run, 0, 1);  // state that is replaced
     load_weights(*run.model, paths.model);
@@ -212,7 +212,7 @@ TEST(StateTest, AnyTensorParallelismTakesWhatAnyOtherWrote) {
   for (const int from : {1, 3}) {
     const std::string checkpoint = folder + "/" + std::to_string(from);
     WholeState saved;
-    run_in_memory(from, [&](const Group& world) {
+    run_ranks(from, [&](const Group& world) {
       MeshRun run({.parts = from}, world, 1.0);
       run.train(0, 3);
       run.optimizer->save_checkpoint(checkpoint);
@@ -229,7 +229,7 @@ TEST(StateTest, AnyTensorParallelismTakesWhatAnyOtherWrote) {
     for (const MeshShape& to : {MeshShape{}, MeshShape{.parts = 2}, MeshShape{.parts = 3},
                                 MeshShape{.stages = 2}, MeshShape{.experts = 2, .parts = 2}}) {
       WholeState loaded;
-      run_in_memory(to.ranks(), [&](const Group& world) {
+      run_ranks(to.ranks(), [&](const Group& world) {
         MeshRun run(to, world, 1.0);
         run.optimizer->load_plain_state(checkpoint + ".safetensors");
         run.add_to(loaded);
@@ -253,7 +253,7 @@ TEST(StateTest, RowsAndColumnsOfPartsAreRefused) {
   struct Matrix : torch::nn::Module {
     Matrix() { register_parameter("weight", at::zeros({4, 3})); }
   };
-  run_in_memory(2, [&](const Group& world) {
+  run_ranks(2, [&](const Group& world) {
     const Mesh mesh(world, {{"dp", 1}, {"tp", 2}});
     Matrix model;
     ZeroOptimizer optimizer(
@@ -278,7 +278,7 @@ TEST(StateTest, CountsOfPartsThatDifferAreRefused) {
       register_parameter("other", at::zeros({2}));
     }
   };
-  run_in_memory(2, [&](const Group& world) {
+  run_ranks(2, [&](const Group& world) {
     const Mesh mesh(world, {{"dp", 1}, {"tp", 2}});
     Two model;
     ZeroOptimizer optimizer(
@@ -304,7 +304,7 @@ TEST(StateTest, StateThatAnOptionNeedsIsFilledIn) {
   const std::string folder = fresh_folder("options");
   const auto run = [&](const char* name, auto before, auto after) {
     const std::string path = folder + "/" + name;
-    run_in_memory(1, [&](const Group& group) {
+    run_ranks(1, [&](const Group& group) {
       for (const bool first : {true, false}) {
         OddModel model(1);
         const auto options = ZeroOptions().fused(false);
@@ -383,7 +383,7 @@ TEST(StateErrorTest, AFileThatDoesNotFitOnOneRankChangesNothingOnAny) {
   for (const Case& test : cases) {
     const std::string path =
         changed(saved.paths.state, folder + "/bad" + std::to_string(number++), test.change);
-    run_in_memory(2, [&](const Group& group) {
+    run_ranks(2, [&](const Group& group) {
       CheckpointRun run(training(Inner::kAdamW), group, 1);
       train(run, 0, 1);
       const Snapshot before = run.snapshot();
@@ -399,7 +399,7 @@ TEST(StateErrorTest, AFileThatDoesNotFitOnOneRankChangesNothingOnAny) {
       train(run, 1, 2);
     });
   }
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(training(Inner::kAdafactor), group, 1);
     const std::string path = folder + "/rows" + std::to_string(group.rank());
     changed(factored.paths.state, path, [](auto& t, auto&) {
@@ -420,7 +420,7 @@ TEST(StateTest, AParameterWithoutStateBeginsAnew) {
         changed(saved.paths.state, folder + "/some.safetensors", [](auto& t, auto&) {
           std::erase_if(t, [](const auto& item) { return item.first.find("trunk.") == 6; });
         });
-    run_in_memory(3, [&](const Group& group) {
+    run_ranks(3, [&](const Group& group) {
       CheckpointRun fresh(training(inner), group, 1), run(training(inner), group, 1);
       const Snapshot before = state_of(fresh);
       train(run, 0, 2);
@@ -446,7 +446,7 @@ TEST(StateTest, ACountThatFp32CannotHoldIsADouble) {
         changed(saved.paths.state, folder + "/some.safetensors",
                 [&](auto& t, auto&) { t[step] = at::full({}, count, at::kDouble); });
     const std::string again = folder + "/" + std::to_string(count);
-    run_in_memory(1, [&](const Group& group) {
+    run_ranks(1, [&](const Group& group) {
       CheckpointRun run(training(Inner::kAdamW), group, 1);
       run.optimizer->load_plain_state(path);
       run.optimizer->save_checkpoint(again);
@@ -460,7 +460,7 @@ TEST(StateTest, ACountThatFp32CannotHoldIsADouble) {
 
 TEST(StateTest, MoreFilesThanCanBeOpenAreRead) {
   const std::string folder = fresh_folder("many");
-  run_in_memory(1, [&](const Group& group) {
+  run_ranks(1, [&](const Group& group) {
     NamedTensors list;
     for (int i = 0; i < 60; ++i) {
       list.insert("p" + std::to_string(i), at::zeros({1}).requires_grad_());
@@ -487,7 +487,7 @@ TEST(StateTest, MoreFilesThanCanBeOpenAreRead) {
 TEST(StateErrorTest, AllRanksMakeTheSameCallBetweenSteps) {
   const std::string folder = fresh_folder("calls");
   const Saved saved = save(Inner::kAdamW, 1, folder, 0);
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(training(Inner::kAdamW), group, 1);
     const auto load = [&] { run.optimizer->load_plain_state(saved.paths.state); };
     const auto plain = make_inner(Inner::kAdamW, *run.model);
@@ -499,7 +499,7 @@ TEST(StateErrorTest, AllRanksMakeTheSameCallBetweenSteps) {
     run.optimizer->zero_grad();
     load();
   });
-  run_in_memory(1, [&](const Group& group) {
+  run_ranks(1, [&](const Group& group) {
     CheckpointRun run(training(Inner::kOwn), group, 1);
     expect_words(error_of([&] { run.optimizer->load_plain_state(saved.paths.state); }),
                  {"expected torch's", "load_checkpoint()"});
@@ -572,7 +572,7 @@ TEST(PythonTest, ARunGoesOnInTorchAndComesBack) {
         << what;
     const Exported back{folder + "/python_model.safetensors", folder + "/python_state.safetensors"};
     Snapshot never_left;
-    run_in_memory(1, [&](const Group& group) {  // nine steps
+    run_ranks(1, [&](const Group& group) {  // nine steps
       CheckpointRun run(training(c.inner), group, 1);
       train(run, 0, 9);
       never_left = state_of(run);

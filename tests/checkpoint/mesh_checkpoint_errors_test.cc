@@ -69,15 +69,10 @@ class StageRun {
 
 void on_stages(const std::vector<Stage>& stages, double value,
                const std::function<void(StageRun&)>& body) {
-  RunOptions memory;
-  memory.transport = Transport::kMemory;
-  run_ranks(
-      static_cast<int>(stages.size()),
-      [&](const Group& world) {
-        StageRun run(stages[world.rank()], world, value);
-        body(run);
-      },
-      memory);
+  run_ranks(static_cast<int>(stages.size()), [&](const Group& world) {
+    StageRun run(stages[world.rank()], world, value);
+    body(run);
+  });
 }
 
 void expect_save_refused(const std::vector<Stage>& stages, const std::vector<std::string>& words) {
@@ -164,23 +159,18 @@ TEST(MeshErrorsTest, WholesOfOtherShapesAreADifference) {
 TEST(MeshErrorsTest, StateThatIsNeverCutLoadsWithTheSameParts) {
   const std::string folder = fresh_folder("uncut") + "/a";
   const auto on_parts = [&](int parts, const std::function<void(ZeroOptimizer&)>& body) {
-    RunOptions memory;
-    memory.transport = Transport::kMemory;
-    run_ranks(
-        parts,
-        [&](const Group& world) {
-          const Mesh mesh(world, {{"tp", parts}});
-          torch::nn::Module module;
-          const at::Tensor w = module.register_parameter("w", at::ones({8 / parts, 6}));
-          ZeroOptimizer optimizer(
-              module, std::make_unique<Adafactor>(std::vector<at::Tensor>{w}), mesh.group({}),
-              ZeroOptions().mesh_group(world).tensor_parts(
-                  {world, [](const std::string&) { return std::optional<int64_t>(0); }}));
-          optimizer.backward((w * w).sum());
-          optimizer.step();
-          body(optimizer);
-        },
-        memory);
+    run_ranks(parts, [&](const Group& world) {
+      const Mesh mesh(world, {{"tp", parts}});
+      torch::nn::Module module;
+      const at::Tensor w = module.register_parameter("w", at::ones({8 / parts, 6}));
+      ZeroOptimizer optimizer(
+          module, std::make_unique<Adafactor>(std::vector<at::Tensor>{w}), mesh.group({}),
+          ZeroOptions().mesh_group(world).tensor_parts(
+              {world, [](const std::string&) { return std::optional<int64_t>(0); }}));
+      optimizer.backward((w * w).sum());
+      optimizer.step();
+      body(optimizer);
+    });
   };
   on_parts(2, [&](ZeroOptimizer& optimizer) { optimizer.save_checkpoint(folder); });
   on_parts(2, [&](ZeroOptimizer& optimizer) { optimizer.load_checkpoint(folder); });
@@ -191,30 +181,25 @@ TEST(MeshErrorsTest, StateThatIsNeverCutLoadsWithTheSameParts) {
 }
 
 TEST(MeshErrorsTest, PartsAreOverRanksOfTheMesh) {
-  RunOptions memory;
-  memory.transport = Transport::kMemory;
-  run_ranks(
-      2,
-      [&](const Group& world) {
-        const Mesh mesh(world, {{"tp", 2}});
-        torch::nn::Module module;
-        const at::Tensor w = module.register_parameter("w", at::ones({3}));
-        const auto make = [&](const TensorParts& parts) {
-          ZeroOptimizer(module,
-                        std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{w},
-                                                            torch::optim::SGDOptions(0.1)),
-                        mesh.group({}), ZeroOptions().tensor_parts(parts));
-        };
-        expect_words(error_of([&] {
-                       make({world, [](const std::string&) { return std::optional<int64_t>(0); }});
-                     }),
-                     {"tensor_parts()", "mesh_group()"});
-        expect_words(error_of([&] {
-                       make({mesh.group({}), nullptr});
-                     }),
-                     {"tensor_parts()", "got none"});
-      },
-      memory);
+  run_ranks(2, [&](const Group& world) {
+    const Mesh mesh(world, {{"tp", 2}});
+    torch::nn::Module module;
+    const at::Tensor w = module.register_parameter("w", at::ones({3}));
+    const auto make = [&](const TensorParts& parts) {
+      ZeroOptimizer(module,
+                    std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{w},
+                                                        torch::optim::SGDOptions(0.1)),
+                    mesh.group({}), ZeroOptions().tensor_parts(parts));
+    };
+    expect_words(error_of([&] {
+                   make({world, [](const std::string&) { return std::optional<int64_t>(0); }});
+                 }),
+                 {"tensor_parts()", "mesh_group()"});
+    expect_words(error_of([&] {
+                   make({mesh.group({}), nullptr});
+                 }),
+                 {"tensor_parts()", "got none"});
+  });
 }
 
 // Parameters of two stages with other learning rates cannot share a group.

@@ -43,7 +43,7 @@ struct Unused : Stateful {
 };
 
 void save(const OwnDisks& disks, const std::string& name, int steps) {
-  run_in_memory(disks.ranks(), [&](const Group& group) {
+  run_ranks(disks.ranks(), [&](const Group& group) {
     CheckpointRun run(small(), group, 1);
     run.train(0, steps);
     Unused state;
@@ -55,7 +55,7 @@ void save(const OwnDisks& disks, const std::string& name, int steps) {
 // On ranks that see `views`, the load throws on all of them with these words, and changes nothing.
 void expect_refused(const OwnDisks& views, const std::string& name,
                     const std::vector<std::string>& words) {
-  run_in_memory(views.ranks(), [&](const Group& group) {
+  run_ranks(views.ranks(), [&](const Group& group) {
     CheckpointRun run(small(), group, 7);
     run.train(0, 1);
     const Snapshot before = run.snapshot();
@@ -92,7 +92,7 @@ TEST(OwnDisksDamageTest, ADamagedByteOnOneDiskChangesNothingOnAnyRank) {
       }
     }
   }
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(small(), group, 7);
     EXPECT_NO_THROW(run.optimizer->load_checkpoint(disks.disk(group.rank()) + "/step"));
   });
@@ -139,7 +139,6 @@ TEST(OwnDisksDamageTest, ARankThatDiesMeanwhileEndsTheLoadOfAllOthers) {
   save(disks, "step", 1);
   for (const int calls : {1, 3, 5, 8}) {
     RunOptions options;
-    options.transport = Transport::kMemory;
     options.timeout = std::chrono::seconds(3);
     options.network = std::make_shared<MemoryNetwork>();
     run_ranks(
@@ -163,7 +162,6 @@ TEST(OwnDisksDamageTest, AMessageThatIsLostIsFinalOnAllRanks) {
   const OwnDisks disks(parent, {0, 1, 2});
   save(disks, "step", 1);
   RunOptions options;
-  options.transport = Transport::kMemory;
   options.timeout = std::chrono::seconds(2);
   options.network = std::make_shared<MemoryNetwork>();
   run_ranks(
@@ -182,7 +180,7 @@ TEST(OwnDisksDamageTest, AMessageThatIsLostIsFinalOnAllRanks) {
 // A save with `options` throws these words on each rank, and leaves nothing hidden.
 void expect_save_fails(const OwnDisks& disks, const std::string& name, const SaveOptions& options,
                        const std::vector<std::string>& words) {
-  run_in_memory(disks.ranks(), [&](const Group& group) {
+  run_ranks(disks.ranks(), [&](const Group& group) {
     CheckpointRun run(small(), group, 1);
     run.train(0, 1);
     expect_words(error_of([&] {
@@ -219,7 +217,7 @@ std::vector<std::string> saving(const std::string& disk) {
 TEST(OwnDisksSaveErrorTest, AManifestThatCannotBeWrittenOnOneDiskPublishesNone) {
   const std::string parent = fresh_folder("manifest");
   const OwnDisks disks(parent, {0, 1, 1});
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(small(), group, 1);
     run.train(0, 1);
     const std::string folder = disks.of(group.rank()) + "/step";
@@ -243,7 +241,7 @@ TEST(OwnDisksSaveErrorTest, AManifestThatCannotBeWrittenOnOneDiskPublishesNone) 
 TEST(OwnDisksSaveErrorTest, ASecondSaveToADiskIsRefusedOnAllRanks) {
   const std::string parent = fresh_folder("second");
   const OwnDisks disks(parent, {0, 1});
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(small(), group, 1), other(small(), group, 2);
     const std::string folder = disks.of(group.rank()) + "/step";
     const auto pending = run.optimizer->save_checkpoint_async(folder, kOwnDisks);
@@ -275,7 +273,7 @@ void save_partly(CheckpointRun& run, const Group& group, const std::string& fold
 TEST(OwnDisksCrashTest, ACheckpointOfSomeDisksIsPassedOverAndReplaced) {
   const std::string parent = fresh_folder("crash");
   const OwnDisks disks(parent, {0, 1});
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     const std::string disk = disks.of(group.rank());
     CheckpointRun run(small(), group, 1);
     EXPECT_EQ(run.optimizer->latest_checkpoint(disk), std::nullopt);
@@ -309,7 +307,7 @@ TEST(OwnDisksCrashTest, ACheckpointOfSomeDisksIsPassedOverAndReplaced) {
 TEST(OwnDisksCrashTest, TheNewestIsFoundByRanksThatSeeNoFolderOrAnotherOne) {
   const std::string parent = fresh_folder("newest");
   const OwnDisks disks(parent, {0, 1, 1});
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(small(), group, 1);
     const std::string disk = disks.of(group.rank());
     for (const int step : {9, 10, 8}) {  // the last one saved counts, not the last by name
@@ -320,7 +318,7 @@ TEST(OwnDisksCrashTest, TheNewestIsFoundByRanksThatSeeNoFolderOrAnotherOne) {
   });
   for (const auto& of_rank : {std::vector<int>{1, OwnDisks::kNone, 0, 1}, {1, 0}}) {
     const OwnDisks views(parent, of_rank);
-    run_in_memory(views.ranks(), [&](const Group& group) {
+    run_ranks(views.ranks(), [&](const Group& group) {
       CheckpointRun run(small(), group, 1);
       const std::string disk = views.of(group.rank());
       EXPECT_EQ(run.optimizer->latest_checkpoint(disk), disk + "/8");
@@ -328,7 +326,7 @@ TEST(OwnDisksCrashTest, TheNewestIsFoundByRanksThatSeeNoFolderOrAnotherOne) {
     });
   }
   // Without the files of one disk there is no newest one that can be loaded.
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun run(small(), group, 1);
     EXPECT_EQ(run.optimizer->latest_checkpoint(disks.disk(1)), std::nullopt);
   });

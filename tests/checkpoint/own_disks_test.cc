@@ -43,7 +43,7 @@ Training training_of(Inner inner) {
 
 // Three ranks save one state to a shared folder and to `disks`.
 void save_both(const Training& training, const OwnDisks& disks, const std::string& shared) {
-  run_in_memory(disks.ranks(), [&](const Group& group) {
+  run_ranks(disks.ranks(), [&](const Group& group) {
     CheckpointRun run(training, group, 1);
     run.train(0, 3);
     Note same, own;
@@ -106,7 +106,7 @@ class OwnDisksTest : public testing::TestWithParam<Inner> {};
 void expect_assignments_load(const Training& training, const OwnDisks& disks,
                              const std::string& parent, int world_size, int* tried) {
   const std::vector<OwnDisks> views = assignments(disks, parent, world_size);
-  run_in_memory(world_size, [&](const Group& group) {
+  run_ranks(world_size, [&](const Group& group) {
     CheckpointRun run(training, group, 7);
     const Loaded expected = load(run, parent + "/shared");
     int refused = 0, loading = 0;
@@ -186,7 +186,7 @@ TEST_P(OwnDisksTest, OneDiskIsCompleteByItselfAndAMergedFolderIsTheWholeCheckpoi
   EXPECT_NO_THROW(verify_checkpoint(parent + "/all"));
   EXPECT_NO_THROW(export_model(parent + "/all", parent + "/model"));
   for (int world_size = 1; world_size <= 4; ++world_size) {
-    run_in_memory(world_size, [&](const Group& group) {
+    run_ranks(world_size, [&](const Group& group) {
       CheckpointRun run(training, group, 7);
       const Loaded expected = load(run, parent + "/shared");
       run.train(5, 6);
@@ -208,7 +208,7 @@ TEST(OwnDisksSaveTest, AnAsynchronousSaveIsOfTheMomentItWasCalled) {
   const std::string parent = fresh_folder("async");
   const OwnDisks disks(parent, {0, 1, 1});
   const Training training = training_of(Inner::kAdamW);
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(training, group, 1);
     run.train(0, 2);
     const Snapshot saved = run.snapshot();
@@ -226,7 +226,7 @@ TEST(OwnDisksSaveTest, ARunGoesOnAndKeepsItsIdentity) {
   const std::string parent = fresh_folder("resume");
   const OwnDisks disks(parent, {0, 1});
   const Training training = training_of(Inner::kAdamW);
-  run_in_memory(2, [&](const Group& group) {
+  run_ranks(2, [&](const Group& group) {
     CheckpointRun whole(training, group, 1), first(training, group, 1), second(training, group, 2);
     whole.train(0, 6);
     first.train(0, 3);
@@ -246,7 +246,7 @@ TEST(OwnDisksLoadTest, RanksMayGiveDifferentPathsOfOneFolder) {
   const std::string parent = fresh_folder("paths");
   const Training training = training_of(Inner::kAdamW);
   fs::create_directory_symlink(parent, parent + "-link");
-  run_in_memory(3, [&](const Group& group) {
+  run_ranks(3, [&](const Group& group) {
     CheckpointRun run(training, group, 1), other(training, group, 2);
     run.train(0, 2);
     run.optimizer->save_checkpoint(parent + "/a");
@@ -277,7 +277,6 @@ TEST(OwnDisksLoadTest, ARankReceivesWhatItNeedsAndNoMore) {
   training.width = 400;  // so that shards are much larger than headers
   for (const int turned : {0, 1, 2, 3}) {
     RunOptions options;
-    options.transport = Transport::kMemory;
     options.network = std::make_shared<MemoryNetwork>();
     run_ranks(
         4,
@@ -313,35 +312,27 @@ TEST(OwnDisksLoadTest, EveryMeshLoadsFromTheDisksOfAnother) {
       {.parts = 3},
       {.data = 2, .parts = 2},
   };
-  RunOptions memory;
-  memory.transport = Transport::kMemory;
   const std::string parent = fresh_folder("mesh");
   for (size_t from = 0; from < shapes.size(); ++from) {
     const auto folder = [&](int rank) {
       return parent + "/" + std::to_string(from) + "-disk-" + std::to_string(rank / 2);
     };
     WholeState saved;
-    run_ranks(
-        shapes[from].ranks(),
-        [&](const Group& world) {
-          MeshRun run(shapes[from], world, 1.0);
-          run.train(0, 3);
-          run.optimizer->save_checkpoint(folder(world.rank()) + "/step", kOwnDisks);
-          run.add_to(saved);
-        },
-        memory);
+    run_ranks(shapes[from].ranks(), [&](const Group& world) {
+      MeshRun run(shapes[from], world, 1.0);
+      run.train(0, 3);
+      run.optimizer->save_checkpoint(folder(world.rank()) + "/step", kOwnDisks);
+      run.add_to(saved);
+    });
     const int disks = (shapes[from].ranks() + 1) / 2;
     for (size_t to = 0; to < shapes.size(); ++to) {
       if (shapes[to].ranks() < disks) continue;
       WholeState loaded;
-      run_ranks(
-          shapes[to].ranks(),
-          [&](const Group& world) {
-            MeshRun run(shapes[to], world, 3.0);
-            run.optimizer->load_checkpoint(folder((world.rank() + 1) % disks * 2) + "/step");
-            run.add_to(loaded);
-          },
-          memory);
+      run_ranks(shapes[to].ranks(), [&](const Group& world) {
+        MeshRun run(shapes[to], world, 3.0);
+        run.optimizer->load_checkpoint(folder((world.rank() + 1) % disks * 2) + "/step");
+        run.add_to(loaded);
+      });
       EXPECT_EQ(WholeState::differing(saved, loaded), 0)
           << shapes[from].text() << " to " << shapes[to].text();
     }

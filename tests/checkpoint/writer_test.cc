@@ -35,16 +35,11 @@ using Body = std::function<void(Communicator& control, CheckpointWriter& writer)
 
 // Calls `body` on each rank with a writer of its own.
 void on_ranks(int world_size, const std::string& folder, bool overwrite, const Body& body) {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  run_ranks(
-      world_size,
-      [&](const Group& group) {
-        const auto control = group.make_communicator("control", Purpose::kControl);
-        CheckpointWriter writer(*control, folder, overwrite);
-        body(*control, writer);
-      },
-      options);
+  run_ranks(world_size, [&](const Group& group) {
+    const auto control = group.make_communicator("control", Purpose::kControl);
+    CheckpointWriter writer(*control, folder, overwrite);
+    body(*control, writer);
+  });
 }
 
 std::string empty_parent(const std::string& name) {

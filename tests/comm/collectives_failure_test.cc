@@ -343,7 +343,7 @@ TEST(ConnectionsTest, ADestructorWaitsForAFailureThatAnotherThreadReports) {
         other.join();
         over.arrive_and_wait();
       },
-      {.transport = Transport::kMemory, .timeout = std::chrono::milliseconds(500)});
+      {.timeout = std::chrono::milliseconds(500)});
 }
 
 }  // namespace

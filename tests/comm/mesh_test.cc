@@ -19,12 +19,6 @@ namespace {
 
 using Ranks = std::vector<int>;
 
-RunOptions in_memory() {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  return options;
-}
-
 std::string refusal(int world_size, const std::vector<Mesh::Dimension>& dimensions) {
   return error_of([&] { Mesh mesh(simulated_group(world_size), dimensions); });
 }
@@ -52,45 +46,39 @@ TEST(MeshTest, AllDimensionsAreTheGroupItselfAndNoneIsThisRank) {
 }
 
 TEST(MeshTest, OneGroupHoweverItIsAskedFor) {
-  run_ranks(
-      8,
-      [](const Group& world) {
-        const Mesh mesh(world, {{"pp", 2}, {"dp", 2}, {"one", 1}, {"tp", 2}});
-        const Mesh copy = mesh;
-        // Asked for in another order on every second rank; no communicator is made yet.
-        const std::vector<std::string> first =
-            world.rank() % 2 ? std::vector<std::string>{"pp"} : std::vector<std::string>{"tp"};
-        mesh.group(first);
-        const auto connect = [](const Group& group) {
-          return group.shared_communicator("test", Purpose::kControl);
-        };
-        const auto pair = connect(mesh.group({"dp", "tp"}));
-        EXPECT_EQ(connect(mesh.group({"tp", "dp"})), pair);
-        EXPECT_EQ(connect(copy.group({"tp", "one", "dp"})), pair);
-        EXPECT_NE(connect(mesh.group({"pp"})), pair);
-        EXPECT_EQ(pair->world_size(), 4);
-      },
-      in_memory());
+  run_ranks(8, [](const Group& world) {
+    const Mesh mesh(world, {{"pp", 2}, {"dp", 2}, {"one", 1}, {"tp", 2}});
+    const Mesh copy = mesh;
+    // Asked for in another order on every second rank; no communicator is made yet.
+    const std::vector<std::string> first =
+        world.rank() % 2 ? std::vector<std::string>{"pp"} : std::vector<std::string>{"tp"};
+    mesh.group(first);
+    const auto connect = [](const Group& group) {
+      return group.shared_communicator("test", Purpose::kControl);
+    };
+    const auto pair = connect(mesh.group({"dp", "tp"}));
+    EXPECT_EQ(connect(mesh.group({"tp", "dp"})), pair);
+    EXPECT_EQ(connect(copy.group({"tp", "one", "dp"})), pair);
+    EXPECT_NE(connect(mesh.group({"pp"})), pair);
+    EXPECT_EQ(pair->world_size(), 4);
+  });
 }
 
 // Every rank finds the same peers: the sum over each group, checked against arithmetic.
 TEST(MeshTest, GroupsMeetTheRanksTheyName) {
-  run_ranks(
-      8,
-      [](const Group& world) {
-        const Mesh mesh(world, {{"a", 2}, {"b", 2}, {"c", 2}});
-        for (const std::vector<std::string>& names : std::vector<std::vector<std::string>>{
-                 {"a"}, {"b"}, {"c"}, {"a", "b"}, {"a", "c"}, {"b", "c"}, {"a", "b", "c"}}) {
-          const Group group = mesh.group(names);
-          double expected = 0;
-          for (const int rank : group.global_ranks()) expected += rank * rank;
-          at::Tensor sum = at::empty({1}, at::kDouble);
-          sum.fill_(world.rank() * world.rank());
-          group.shared_communicator("sum", Purpose::kData)->all_reduce_sum(sum, "test").wait();
-          EXPECT_EQ(sum.item<double>(), expected);
-        }
-      },
-      in_memory());
+  run_ranks(8, [](const Group& world) {
+    const Mesh mesh(world, {{"a", 2}, {"b", 2}, {"c", 2}});
+    for (const std::vector<std::string>& names : std::vector<std::vector<std::string>>{
+             {"a"}, {"b"}, {"c"}, {"a", "b"}, {"a", "c"}, {"b", "c"}, {"a", "b", "c"}}) {
+      const Group group = mesh.group(names);
+      double expected = 0;
+      for (const int rank : group.global_ranks()) expected += rank * rank;
+      at::Tensor sum = at::empty({1}, at::kDouble);
+      sum.fill_(world.rank() * world.rank());
+      group.shared_communicator("sum", Purpose::kData)->all_reduce_sum(sum, "test").wait();
+      EXPECT_EQ(sum.item<double>(), expected);
+    }
+  });
 }
 
 TEST(MeshTest, ArgumentsThatMakeNoGridAreRefused) {

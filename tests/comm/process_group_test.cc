@@ -40,28 +40,31 @@ TEST(GroupTest, OneProcessAloneNeedsNothing) {
 
 TEST(GroupTest, MeansOverRanksKeepTheirShapeAndDtype) {
   for (const int world_size : {1, 2, 3, 4}) {
-    run_ranks(world_size, [&](const Group& group) {
-      const double mean = 0.5 * (world_size - 1) + 1;
-      const at::Tensor loss = at::full({}, group.rank() + 1.0, at::kFloat).requires_grad_();
-      const at::Tensor shown = mean_over_ranks(loss, group);
-      EXPECT_EQ(shown.item<double>(), mean);
-      EXPECT_EQ(shown.dim(), 0);
-      EXPECT_EQ(shown.scalar_type(), at::kFloat);
-      EXPECT_FALSE(shown.requires_grad());
-      EXPECT_EQ(loss.item<double>(), group.rank() + 1.0);
-      for (const auto dtype : {at::kDouble, at::kBFloat16, at::kHalf}) {
-        const at::Tensor numbers = at::arange(6, dtype).view({2, 3}).t();
-        const at::Tensor values = numbers + (group.rank() + 1.0);
-        ASSERT_FALSE(values.is_contiguous());
-        const at::Tensor means = mean_over_ranks(values, group);
-        EXPECT_EQ(means.sizes(), at::IntArrayRef({3, 2}));
-        EXPECT_EQ(means.scalar_type(), dtype);
-        EXPECT_TRUE(means.eq(numbers + mean).all().item<bool>()) << means;
-        EXPECT_TRUE(values.eq(numbers + (group.rank() + 1.0)).all().item<bool>()) << values;
-      }
-      expect_words(error_of([&] { mean_over_ranks(at::ones({2}, at::kLong), group); }),
-                   {"mean_over_ranks()", "floating-point", "Long"});
-    });
+    run_ranks(
+        world_size,
+        [&](const Group& group) {
+          const double mean = 0.5 * (world_size - 1) + 1;
+          const at::Tensor loss = at::full({}, group.rank() + 1.0, at::kFloat).requires_grad_();
+          const at::Tensor shown = mean_over_ranks(loss, group);
+          EXPECT_EQ(shown.item<double>(), mean);
+          EXPECT_EQ(shown.dim(), 0);
+          EXPECT_EQ(shown.scalar_type(), at::kFloat);
+          EXPECT_FALSE(shown.requires_grad());
+          EXPECT_EQ(loss.item<double>(), group.rank() + 1.0);
+          for (const auto dtype : {at::kDouble, at::kBFloat16, at::kHalf}) {
+            const at::Tensor numbers = at::arange(6, dtype).view({2, 3}).t();
+            const at::Tensor values = numbers + (group.rank() + 1.0);
+            ASSERT_FALSE(values.is_contiguous());
+            const at::Tensor means = mean_over_ranks(values, group);
+            EXPECT_EQ(means.sizes(), at::IntArrayRef({3, 2}));
+            EXPECT_EQ(means.scalar_type(), dtype);
+            EXPECT_TRUE(means.eq(numbers + mean).all().item<bool>()) << means;
+            EXPECT_TRUE(values.eq(numbers + (group.rank() + 1.0)).all().item<bool>()) << values;
+          }
+          expect_words(error_of([&] { mean_over_ranks(at::ones({2}, at::kLong), group); }),
+                       {"mean_over_ranks()", "floating-point", "Long"});
+        },
+        {.transport = kRealTransport});
   }
 }
 
@@ -131,26 +134,31 @@ TEST(GroupTest, SubgroupsOfAMesh) {
 }
 
 TEST(GroupTest, EqualNamesNeverShareAConnection) {
-  run_ranks(2, [](const Group& group) {
-    const auto first = group.make_communicator("data", Purpose::kData);
-    const auto second = Group(group).make_communicator("data", Purpose::kData);
-    const auto of_first = group.subgroup({0, 1}, "sub").make_communicator("data", Purpose::kData);
-    const auto of_second = group.subgroup({0, 1}, "sub").make_communicator("data", Purpose::kData);
-    // Crossed on the two ranks: with a connection in common the texts would be swapped.
-    std::vector<Communicator*> order{first.get(), second.get(), of_first.get(), of_second.get()};
-    std::vector<at::Tensor> rows;
-    std::vector<Pending> pending;
-    for (size_t i = 0; i < order.size(); ++i) rows.push_back(at::full({2, 4}, double(i)));
-    for (size_t i = 0; i < order.size(); ++i) {
-      const size_t which = group.rank() == 0 ? i : order.size() - 1 - i;
-      pending.push_back(order[which]->gather_rows(rows[which], "order"));
-    }
-    for (Pending& one : pending) one.wait();
-    for (size_t i = 0; i < order.size(); ++i) {
-      EXPECT_EQ(rows[i].min().item<double>(), double(i));
-      EXPECT_EQ(rows[i].max().item<double>(), double(i));
-    }
-  });
+  run_ranks(2,
+            [](const Group& group) {
+              const auto first = group.make_communicator("data", Purpose::kData);
+              const auto second = Group(group).make_communicator("data", Purpose::kData);
+              const auto of_first =
+                  group.subgroup({0, 1}, "sub").make_communicator("data", Purpose::kData);
+              const auto of_second =
+                  group.subgroup({0, 1}, "sub").make_communicator("data", Purpose::kData);
+              // Crossed on the two ranks: with a connection in common the texts would be swapped.
+              std::vector<Communicator*> order{first.get(), second.get(), of_first.get(),
+                                               of_second.get()};
+              std::vector<at::Tensor> rows;
+              std::vector<Pending> pending;
+              for (size_t i = 0; i < order.size(); ++i) rows.push_back(at::full({2, 4}, double(i)));
+              for (size_t i = 0; i < order.size(); ++i) {
+                const size_t which = group.rank() == 0 ? i : order.size() - 1 - i;
+                pending.push_back(order[which]->gather_rows(rows[which], "order"));
+              }
+              for (Pending& one : pending) one.wait();
+              for (size_t i = 0; i < order.size(); ++i) {
+                EXPECT_EQ(rows[i].min().item<double>(), double(i));
+                EXPECT_EQ(rows[i].max().item<double>(), double(i));
+              }
+            },
+            {.transport = kRealTransport});
 }
 
 // Returns how many connections of this process bound what a writer may leave in them unsent.
@@ -258,7 +266,7 @@ TEST(GroupTest, SeveralInterfacesAreRefusedOnEveryRank) {
 }
 
 TEST(GroupTest, ARankThatMakesNoCommunicatorIsNamed) {
-  RunOptions options;
+  RunOptions options{.transport = kRealTransport};
   options.timeout = std::chrono::milliseconds(1500);
   run_ranks(
       3,
@@ -275,7 +283,7 @@ TEST(GroupTest, ARankThatMakesNoCommunicatorIsNamed) {
 
 // The first call of rank 1, and the second one of rank 0.
 TEST(GroupTest, RanksMeetAgainAfterACallOfOneRankAlone) {
-  RunOptions options;
+  RunOptions options{.transport = kRealTransport};
   options.timeout = std::chrono::seconds(4);
   run_ranks(
       2,
@@ -298,29 +306,33 @@ TEST(GroupTest, RanksMeetAgainAfterACallOfOneRankAlone) {
 
 // As where a rank catches an error of its own between two calls, and begins again.
 TEST(GroupTest, ASubgroupThatOneRankMadeTwiceIsTheSame) {
-  run_ranks(2, [](const Group& group) {
-    if (group.rank() == 1) group.subgroup({1, 0}, "dp");
-    const Group again = group.subgroup({1, 0}, "dp");
-    EXPECT_EQ(again.make_communicator("data", Purpose::kData)->all_gather_text("me", "x"),
-              std::vector<std::string>(2, "me"));
-  });
+  run_ranks(2,
+            [](const Group& group) {
+              if (group.rank() == 1) group.subgroup({1, 0}, "dp");
+              const Group again = group.subgroup({1, 0}, "dp");
+              EXPECT_EQ(again.make_communicator("data", Purpose::kData)->all_gather_text("me", "x"),
+                        std::vector<std::string>(2, "me"));
+            },
+            {.transport = kRealTransport});
 }
 
 TEST(GroupTest, StoresThatOneRankAloneHasMadeAreCountedByAll) {
   for (const int ahead : {0, 1, 2}) {
-    run_ranks(3, [&](const Group& group) {
-      group.make_store("board");
-      if (group.rank() == ahead) {
-        group.make_store("board");
-        group.make_store("of one rank");
-      }
-      group.make_communicator("data", Purpose::kData);
-      for (const char* name : {"board", "of one rank"}) {
-        const auto store = group.make_store(name);
-        store->set(std::to_string(group.rank()), "here");
-        store->wait({"0", "1", "2"});
-      }
-    });
+    run_ranks(3,
+              [&](const Group& group) {
+                group.make_store("board");
+                if (group.rank() == ahead) {
+                  group.make_store("board");
+                  group.make_store("of one rank");
+                }
+                group.make_communicator("data", Purpose::kData);
+                for (const char* name : {"board", "of one rank"}) {
+                  const auto store = group.make_store(name);
+                  store->set(std::to_string(group.rank()), "here");
+                  store->wait({"0", "1", "2"});
+                }
+              },
+              {.transport = kRealTransport});
   }
 }
 

@@ -67,12 +67,10 @@ void on_ranks(const std::function<void(Rank&, Layout)>& body) {
   for (const int world_size : {1, 2, 3, 4}) {
     for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
       for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-        run_ranks(world_size,
-                  [&](const Group& group) {
-                    Rank rank(group, layout, dtype);
-                    body(rank, layout);
-                  },
-                  {.transport = Transport::kMemory});
+        run_ranks(world_size, [&](const Group& group) {
+          Rank rank(group, layout, dtype);
+          body(rank, layout);
+        });
       }
     }
   }
@@ -120,28 +118,25 @@ TEST(FullGradientsTest, AnUnusedParameterHasNoAverage) {
 }
 
 TEST(FullGradientsTest, AFewBucketsAtATimeHoldMemory) {
-  run_ranks(2,
-            [](const Group& group) {
-              constexpr int64_t kBuckets = 12, kBytes = 256;
-              Tensors values;
-              for (int64_t b = 0; b < kBuckets; ++b) values.push_back(at::zeros({kBytes / 4}));
-              FlatModel flat(values, 2, {Layout::kPerParameter, kBytes});
-              ASSERT_EQ(flat.buckets(), kBuckets);
-              const auto data = group.make_communicator("data", Purpose::kData);
-              const std::vector<DomainCommunicators> comms = {{data.get(), nullptr, 0}};
-              GradientReducer reducer(flat.plan, flat.table, comms, flat.pool,
-                                      reducer_options(flat.plan));
-              for (int64_t p = kBuckets - 1; p >= 0; --p) {
-                flat.model.values[p].mutable_grad() = at::ones({kBytes / 4});
-                reducer.gradient_ready(p);
-              }
-              reducer.complete(1);
-              BufferPool pool(at::kCPU, 1 << 20);
-              FullGradients full(flat.plan, flat.table, comms, pool);
-              full.gather(reducer, std::vector<uint8_t>(kBuckets, 1));
-              EXPECT_EQ(pool.peak_bytes(), 4 * kBytes);
-            },
-            {.transport = Transport::kMemory});
+  run_ranks(2, [](const Group& group) {
+    constexpr int64_t kBuckets = 12, kBytes = 256;
+    Tensors values;
+    for (int64_t b = 0; b < kBuckets; ++b) values.push_back(at::zeros({kBytes / 4}));
+    FlatModel flat(values, 2, {Layout::kPerParameter, kBytes});
+    ASSERT_EQ(flat.buckets(), kBuckets);
+    const auto data = group.make_communicator("data", Purpose::kData);
+    const std::vector<DomainCommunicators> comms = {{data.get(), nullptr, 0}};
+    GradientReducer reducer(flat.plan, flat.table, comms, flat.pool, reducer_options(flat.plan));
+    for (int64_t p = kBuckets - 1; p >= 0; --p) {
+      flat.model.values[p].mutable_grad() = at::ones({kBytes / 4});
+      reducer.gradient_ready(p);
+    }
+    reducer.complete(1);
+    BufferPool pool(at::kCPU, 1 << 20);
+    FullGradients full(flat.plan, flat.table, comms, pool);
+    full.gather(reducer, std::vector<uint8_t>(kBuckets, 1));
+    EXPECT_EQ(pool.peak_bytes(), 4 * kBytes);
+  });
 }
 
 }  // namespace

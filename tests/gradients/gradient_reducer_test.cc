@@ -108,12 +108,10 @@ struct Rank {
 };
 
 void on_ranks(int world_size, const std::function<void(Rank&)>& body, const Options& options = {}) {
-  run_ranks(world_size,
-            [&](const Group& group) {
-              Rank rank(group, options);
-              body(rank);
-            },
-            {.transport = Transport::kMemory});
+  run_ranks(world_size, [&](const Group& group) {
+    Rank rank(group, options);
+    body(rank);
+  });
 }
 
 TEST(GradientReducerTest, AShardIsTheMeanOverRanksAndGradientsAreFreedAtOnce) {
@@ -509,8 +507,7 @@ void expect_sum_over_replicas(const Group& group, int copies) {
 
 TEST(GradientReducerTest, RoundsThatAreCompletedApartAddUpOverReplicas) {
   for (const int copies : {1, 2}) {
-    run_ranks(2 * copies, [&](const Group& group) { expect_sum_over_replicas(group, copies); },
-              {.transport = Transport::kMemory});
+    run_ranks(2 * copies, [&](const Group& group) { expect_sum_over_replicas(group, copies); });
   }
 }
 

@@ -223,7 +223,6 @@ TEST(GradNormTest, NoProcessGroupIsMadePerCall) {
   const auto network = std::make_shared<MemoryNetwork>();
   std::atomic<int> made{0};
   RunOptions options;
-  options.transport = Transport::kMemory;
   options.network = network;
   run_ranks(
       4,

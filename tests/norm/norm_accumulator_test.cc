@@ -106,18 +106,16 @@ TEST(NormAccumulatorTest, PartsAreCombinedHereAndOverRanks) {
       for (int r = 0; r < world_size; ++r) {
         all.insert(all.end(), {random_tensor({5}, 2 * r), random_tensor({9}, 2 * r + 1)});
       }
-      run_ranks(world_size,
-                [&](const Group& group) {
-                  const auto communicator = group.make_communicator("norm", Purpose::kData);
-                  const at::Tensor parts = empty_norm_parts(2, norm_type, at::kCPU);
-                  for (int i : {0, 1}) {
-                    add_to_norm_part(parts.select(0, i), {all[2 * group.rank() + i]}, norm_type);
-                  }
-                  all_reduce_norm_parts(parts, *communicator, "norm").wait();
-                  EXPECT_NEAR(norm_of(combine_norm_parts(parts), norm_type).item<double>(),
-                              plain_norm(all, norm_type), 1e-7);
-                },
-                {.transport = Transport::kMemory});
+      run_ranks(world_size, [&](const Group& group) {
+        const auto communicator = group.make_communicator("norm", Purpose::kData);
+        const at::Tensor parts = empty_norm_parts(2, norm_type, at::kCPU);
+        for (int i : {0, 1}) {
+          add_to_norm_part(parts.select(0, i), {all[2 * group.rank() + i]}, norm_type);
+        }
+        all_reduce_norm_parts(parts, *communicator, "norm").wait();
+        EXPECT_NEAR(norm_of(combine_norm_parts(parts), norm_type).item<double>(),
+                    plain_norm(all, norm_type), 1e-7);
+      });
     }
   }
 }

@@ -34,7 +34,6 @@ inline void on_mesh(const Dimensions& dimensions, const std::function<void(const
   int ranks = 1;
   for (const Mesh::Dimension& d : dimensions) ranks *= d.size;
   RunOptions options;
-  options.transport = Transport::kMemory;
   options.network = std::move(network);
   run_ranks(
       ranks, [&](const Group& world) { body(Mesh(world, dimensions)); }, options);

@@ -51,8 +51,7 @@ Numbers norm_of_ranks(Communicator& group, const std::vector<SegmentTensors>& se
 
 void on_ranks(int world_size, const std::function<void(Communicator&)>& body) {
   run_ranks(world_size,
-            [&](const Group& group) { body(*group.make_communicator("norm", Purpose::kData)); },
-            {.transport = Transport::kMemory});
+            [&](const Group& group) { body(*group.make_communicator("norm", Purpose::kData)); });
 }
 
 TEST(ShardNormTest, IsTorchsNormOfAllShardsTogether) {

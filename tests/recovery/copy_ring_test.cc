@@ -65,68 +65,78 @@ TEST(CopyRingTest, CopiesAreOnAnotherMachineWhereThereIsOne) {
 
 TEST(CopyRingTest, EachRankReceivesItsSourcesFileAndSendsItsOwnOnce) {
   for (const int world_size : {2, 3, 4, 5}) {
-    run_ranks(world_size, [&](const Group& group) {
-      CopyRing ring(group);
-      EXPECT_EQ(copy_holders(group.topology())[ring.source()], group.rank());
-      const MemoryFile own = file_of(group.rank());
-      for (int i = 0; i < 2; ++i) {
-        const MemoryFile copy = ring.exchange(own, host_bytes);
-        const MemoryFile expected = file_of(ring.source());
-        EXPECT_TRUE(copy.bytes.equal(expected.bytes));
-        EXPECT_EQ(files_text({copy.content}), files_text({expected.content}));
-      }
-      const auto description = static_cast<int64_t>(files_text({own.content}).size());
-      EXPECT_EQ(ring.traffic().small_bytes_sent, 2 * (own.bytes.numel() + description + 16));
-    });
+    run_ranks(world_size,
+              [&](const Group& group) {
+                CopyRing ring(group);
+                EXPECT_EQ(copy_holders(group.topology())[ring.source()], group.rank());
+                const MemoryFile own = file_of(group.rank());
+                for (int i = 0; i < 2; ++i) {
+                  const MemoryFile copy = ring.exchange(own, host_bytes);
+                  const MemoryFile expected = file_of(ring.source());
+                  EXPECT_TRUE(copy.bytes.equal(expected.bytes));
+                  EXPECT_EQ(files_text({copy.content}), files_text({expected.content}));
+                }
+                const auto description = static_cast<int64_t>(files_text({own.content}).size());
+                EXPECT_EQ(ring.traffic().small_bytes_sent,
+                          2 * (own.bytes.numel() + description + 16));
+              },
+              {.transport = kRealTransport});
   }
 }
 
 TEST(CopyRingTest, ACopyThatWasDamagedOnTheWayIsRefused) {
-  run_ranks(2, [&](const Group& group) {
-    CopyRing ring(group);
-    MemoryFile own = file_of(group.rank());
-    if (group.rank() == 1) own.bytes.mutable_data_ptr<uint8_t>()[own.bytes.numel() / 2] ^= 1;
-    const std::string text = error_of([&] { ring.exchange(own, host_bytes); });
-    if (group.rank() == 1) {
-      EXPECT_TRUE(text.empty()) << text;
-    } else {
-      expect_words(text, {"the copy of rank 1's shard", "checksum", "damaged on the way"});
-    }
-  });
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        CopyRing ring(group);
+        MemoryFile own = file_of(group.rank());
+        if (group.rank() == 1) own.bytes.mutable_data_ptr<uint8_t>()[own.bytes.numel() / 2] ^= 1;
+        const std::string text = error_of([&] { ring.exchange(own, host_bytes); });
+        if (group.rank() == 1) {
+          EXPECT_TRUE(text.empty()) << text;
+        } else {
+          expect_words(text, {"the copy of rank 1's shard", "checksum", "damaged on the way"});
+        }
+      },
+      {.transport = kRealTransport});
 }
 
 // As at the end of a program whose last steps are protected.
 TEST(CopyRingTest, AnAbortEndsAnExchangeInItsMiddle) {
-  const std::vector<MemoryFile> files = {file_of(0, 64 << 20), file_of(1, 64 << 20)};
-  for (int life = 10; life < 90; life += 5) {
-    run_ranks(2, [&](const Group& group) {
-      CopyRing ring(group);
-      const MemoryFile& own = files[group.rank()];
-      const at::Tensor copy = at::zeros_like(own.bytes);
-      std::thread aborter([&] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(life));
-        ring.abort("the optimizer is gone");
-      });
-      const auto start = std::chrono::steady_clock::now();
-      error_of([&] {
-        while (true) ring.exchange(own, [&](int64_t) { return copy; });
-      });
-      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
-      aborter.join();
-    });
+  const std::vector<MemoryFile> files = {file_of(0, 8 << 20), file_of(1, 8 << 20)};
+  for (int life = 10; life < 90; life += 10) {
+    run_ranks(2,
+              [&](const Group& group) {
+                CopyRing ring(group);
+                const MemoryFile& own = files[group.rank()];
+                const at::Tensor copy = at::zeros_like(own.bytes);
+                std::thread aborter([&] {
+                  std::this_thread::sleep_for(std::chrono::milliseconds(life));
+                  ring.abort("the optimizer is gone");
+                });
+                const auto start = std::chrono::steady_clock::now();
+                error_of([&] {
+                  while (true) ring.exchange(own, [&](int64_t) { return copy; });
+                });
+                EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+                aborter.join();
+              },
+              {.transport = kRealTransport});
   }
 }
 
 TEST(CopyRingTest, AnAbortEndsTheExchangeOfTheNeighboursToo) {
-  run_ranks(3, [&](const Group& group) {
-    // The neighbours may still be connecting to each other.
-    const std::string text = error_of([&] {
-      CopyRing ring(group);
-      if (group.rank() == 1) return ring.abort("this rank gives up");
-      ring.exchange(file_of(group.rank()), host_bytes);
-    });
-    EXPECT_EQ(text.empty(), group.rank() == 1) << text;
-  });
+  run_ranks(3,
+            [&](const Group& group) {
+              // The neighbours may still be connecting to each other.
+              const std::string text = error_of([&] {
+                CopyRing ring(group);
+                if (group.rank() == 1) return ring.abort("this rank gives up");
+                ring.exchange(file_of(group.rank()), host_bytes);
+              });
+              EXPECT_EQ(text.empty(), group.rank() == 1) << text;
+            },
+            {.transport = kRealTransport});
 }
 
 }  // namespace

@@ -194,7 +194,7 @@ TEST(ProtectionTest, TheManifestOfAProtectedStepIsSentOnceToEachRank) {
               EXPECT_GE(times, kRanks - 1);
               EXPECT_LT(times, kRanks - 0.5);
             },
-            {.transport = Transport::kMemory, .network = network});
+            {.network = network});
 }
 
 // As after the failure of a communicator that is not the optimizer's.

@@ -93,10 +93,6 @@ void run_ranks(int world_size, const std::function<void(const Group&)>& body,
   if (first) std::rethrow_exception(first);
 }
 
-void run_in_memory(int world_size, const std::function<void(const Group&)>& body) {
-  run_ranks(world_size, body, {.transport = Transport::kMemory});
-}
-
 Group simulated_group(int world_size, int rank) {
   const BackendFactory factory = [](const c10::intrusive_ptr<c10d::Store>&, int rank,
                                     int world_size, Purpose, std::chrono::milliseconds) {

@@ -21,9 +21,9 @@ enum class Transport {
 
 // ThreadSanitizer does not see the atomics inside Gloo and libtorch that order its threads.
 #if defined(__SANITIZE_THREAD__)
-inline constexpr Transport kDefaultTransport = Transport::kMemory;
+inline constexpr Transport kRealTransport = Transport::kMemory;
 #else
-inline constexpr Transport kDefaultTransport = Transport::kGloo;
+inline constexpr Transport kRealTransport = Transport::kGloo;
 #endif
 
 // Less than any row of a test, more than what a failed group sends to itself.
@@ -34,7 +34,8 @@ inline constexpr int64_t kSharedRowBytes = 2;
 BackendFactory gloo_factory(bool shared_memory, bool willing = true);
 
 struct RunOptions {
-  Transport transport = kDefaultTransport;
+  // Gloo takes most of a small run to connect: kRealTransport is for what depends on sockets.
+  Transport transport = Transport::kMemory;
   // Rows of at least kSharedRowBytes pass through memory that the ranks share. The threshold of
   // zero::share_memory() is for large models.
   bool shared_memory = false;
@@ -52,9 +53,6 @@ struct RunOptions {
 // makes the others fail rather than wait for it; so expectations belong into the body.
 void run_ranks(int world_size, const std::function<void(const Group&)>& body,
                const RunOptions& options = {});
-
-// The same through Transport::kMemory.
-void run_in_memory(int world_size, const std::function<void(const Group&)>& body);
 
 // Rank `rank` of a job of any size, alone in this thread: see make_simulated_backend().
 Group simulated_group(int world_size, int rank = 0);

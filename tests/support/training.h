@@ -81,7 +81,7 @@ struct Training {
   c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t width = 23;
   ZeroOptions options;
-  Transport transport = kDefaultTransport;
+  Transport transport = Transport::kMemory;
   bool shared_memory = false;
   // The reference averages in fp32 as the ranks do, so that W > 2 has equal bits too.
   bool reference_in_fp32 = false;

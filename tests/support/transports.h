@@ -33,7 +33,7 @@ inline RunOptions on(Wire wire, std::chrono::milliseconds timeout = std::chrono:
   options.ranks_per_machine = ranks_per_machine;
   options.timeout = timeout;
   options.transport = wire == Wire::kGloo     ? Transport::kGloo
-                      : wire == Wire::kShared ? kDefaultTransport
+                      : wire == Wire::kShared ? kRealTransport
                                               : Transport::kMemory;
   options.shared_memory = wire == Wire::kShared;
   options.network = std::make_shared<MemoryNetwork>(

@@ -153,7 +153,7 @@ inline void on_ranks(int world_size, const std::function<void(Rank&)>& body, dou
               Rank rank(group, scale);
               body(rank);
             },
-            {.transport = Transport::kMemory, .timeout = std::chrono::seconds(60)});
+            {.timeout = std::chrono::seconds(60)});
 }
 
 }  // namespace zero

@@ -90,9 +90,7 @@ std::unique_ptr<Rank> plain(const Group& all) { return std::make_unique<Rank>(al
 void on_ranks(int world_size, const MakeRank& make, const std::function<void(Rank&)>& body,
               std::shared_ptr<MemoryNetwork> network = nullptr) {
   run_ranks(world_size, [&](const Group& group) { body(*make(group)); },
-            {.transport = Transport::kMemory,
-             .timeout = std::chrono::seconds(60),
-             .network = std::move(network)});
+            {.timeout = std::chrono::seconds(60), .network = std::move(network)});
 }
 
 Group half_of(const Group& all) {

@@ -93,13 +93,11 @@ void on_all(const std::function<void(const Group&, const ZeroOptions&)>& body) {
   for (const int world_size : {1, 2, 3, 4}) {
     for (const int64_t stage : {1, 2}) {
       for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
-        for (const bool shared : {false, true}) {
-          SCOPED_TRACE("ranks " + std::to_string(world_size) + " stage " + std::to_string(stage));
-          RunOptions run;
-          run.shared_memory = shared;
-          run_ranks(
-              world_size, [&](const Group& group) { body(group, options_of(stage, layout)); }, run);
-        }
+        SCOPED_TRACE("ranks " + std::to_string(world_size) + " stage " + std::to_string(stage));
+        RunOptions run;
+        run.shared_memory = (world_size + stage + static_cast<int>(layout)) % 2 == 0;
+        run_ranks(
+            world_size, [&](const Group& group) { body(group, options_of(stage, layout)); }, run);
       }
     }
   }

@@ -101,6 +101,9 @@ Trajectory train(const Group& group, at::Device device, const Setting& s, int st
   return result;
 }
 
+// Since ranks that share a GPU cannot use NCCL.
+const RunOptions kOverGloo{.transport = kRealTransport};
+
 class CudaOptimizer : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -108,7 +111,6 @@ class CudaOptimizer : public ::testing::Test {
   }
 };
 
-// Over Gloo, since ranks that share a GPU cannot use NCCL.
 TEST_F(CudaOptimizer, FollowsTheCpu) {
   for (const int world_size : {1, 2, 3}) {
     for (const bool adamw : {true, false}) {
@@ -119,22 +121,25 @@ TEST_F(CudaOptimizer, FollowsTheCpu) {
               Setting s{adamw, dtype,
                         ZeroOptions().stage(stage).fused(fused).layout(layout).bucket_bytes(8192)};
               if (stage == 2) s.options.ema(EmaOptions().decay(0.9));
-              run_ranks(world_size, [&](const Group& group) {
-                const Trajectory cpu = train(group, at::kCPU, s, 6);
-                const Trajectory gpu = train(group, kGpu, s, 6);
-                // What differs is the order in which the model's products are added up.
-                EXPECT_LT(largest_difference(gpu, cpu), dtype == at::kFloat ? 1e-4 : 3e-2)
-                    << "W " << world_size << " adamw " << adamw << " " << dtype << " stage "
-                    << stage << " fused " << fused;
-                if (!fused || stage == 1) return;
-                // A difference in the last bit may round a moment to the next code.
-                Setting narrow = s;
-                narrow.options.moments(adamw ? Moments::kInt8 : Moments::kBFloat16);
-                EXPECT_LT(largest_difference(train(group, kGpu, narrow, 6),
-                                             train(group, at::kCPU, narrow, 6)),
-                          dtype == at::kFloat ? 4e-3 : 3e-2)
-                    << "W " << world_size << " adamw " << adamw << " " << dtype;
-              });
+              run_ranks(
+                  world_size,
+                  [&](const Group& group) {
+                    const Trajectory cpu = train(group, at::kCPU, s, 6);
+                    const Trajectory gpu = train(group, kGpu, s, 6);
+                    // What differs is the order in which the model's products are added up.
+                    EXPECT_LT(largest_difference(gpu, cpu), dtype == at::kFloat ? 1e-4 : 3e-2)
+                        << "W " << world_size << " adamw " << adamw << " " << dtype << " stage "
+                        << stage << " fused " << fused;
+                    if (!fused || stage == 1) return;
+                    // A difference in the last bit may round a moment to the next code.
+                    Setting narrow = s;
+                    narrow.options.moments(adamw ? Moments::kInt8 : Moments::kBFloat16);
+                    EXPECT_LT(largest_difference(train(group, kGpu, narrow, 6),
+                                                 train(group, at::kCPU, narrow, 6)),
+                              dtype == at::kFloat ? 4e-3 : 3e-2)
+                        << "W " << world_size << " adamw " << adamw << " " << dtype;
+                  },
+                  kOverGloo);
             }
           }
         }
@@ -145,23 +150,26 @@ TEST_F(CudaOptimizer, FollowsTheCpu) {
 
 // A stop of the host between backward() and the end of step() is an error here.
 TEST_F(CudaOptimizer, AStepNeverWaitsForTheDevice) {
-  run_ranks(1, [&](const Group& group) {
-    Setting s{true, at::kBFloat16,
-              ZeroOptions().bucket_bytes(8192).ema(EmaOptions()).moments(Moments::kInt8)};
-    Mlp model(kGpu, s.dtype);
-    ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
-    const Batch batch = batch_of(0, 0, kGpu, s.dtype);
-    for (int step = 0; step < 5; ++step) {
-      if (step == 2) {
-        c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);
-      }
-      optimizer.backward(model->loss(batch.x, batch.target));
-      optimizer.clip_grad_norm_(0.5);
-      optimizer.step();
-    }
-    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED);
-    EXPECT_EQ(optimizer.stats().steps, 5);
-  });
+  run_ranks(
+      1,
+      [&](const Group& group) {
+        Setting s{true, at::kBFloat16,
+                  ZeroOptions().bucket_bytes(8192).ema(EmaOptions()).moments(Moments::kInt8)};
+        Mlp model(kGpu, s.dtype);
+        ZeroOptimizer optimizer(*model, make_inner(s, model), group, s.options);
+        const Batch batch = batch_of(0, 0, kGpu, s.dtype);
+        for (int step = 0; step < 5; ++step) {
+          if (step == 2) {
+            c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);
+          }
+          optimizer.backward(model->loss(batch.x, batch.target));
+          optimizer.clip_grad_norm_(0.5);
+          optimizer.step();
+        }
+        c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED);
+        EXPECT_EQ(optimizer.stats().steps, 5);
+      },
+      kOverGloo);
 }
 
 void set_rate(ZeroOptimizer& optimizer, double rate) {
@@ -214,26 +222,29 @@ std::vector<at::Tensor> after_six_steps(const Group& group, const Setting& s, bo
 }
 
 TEST_F(CudaOptimizer, AnIterationInACudaGraphHasTheBitsOfOneWithout) {
-  run_ranks(1, [&](const Group& group) {
-    for (const bool adamw : {true, false}) {
-      for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {
-        const Setting s{adamw, at::kBFloat16,
-                        ZeroOptions().static_graph(true).layout(layout).bucket_bytes(8192).ema(
-                            EmaOptions().decay(0.99).warm_up(true))};
-        for (const Moments moments : {Moments::kFloat32, Moments::kBFloat16, Moments::kInt8}) {
-          Setting stored = s;
-          stored.options.moments(moments);
-          stored.options.split_masters(layout == Layout::kContiguous);
-          if (moments == Moments::kInt8) stored.options.gradient_shard_dtype(at::kBFloat16);
-          const auto without = after_six_steps(group, stored, /*captured=*/false);
-          const auto with = after_six_steps(group, stored, /*captured=*/true);
-          for (size_t i = 0; i < with.size(); ++i) {
-            EXPECT_TRUE(at::equal(with[i], without[i])) << "tensor " << i;
+  run_ranks(
+      1,
+      [&](const Group& group) {
+        for (const bool adamw : {true, false}) {
+          for (const auto layout : {Layout::kContiguous, Layout::kPerParameter}) {
+            const Setting s{adamw, at::kBFloat16,
+                            ZeroOptions().static_graph(true).layout(layout).bucket_bytes(8192).ema(
+                                EmaOptions().decay(0.99).warm_up(true))};
+            for (const Moments moments : {Moments::kFloat32, Moments::kBFloat16, Moments::kInt8}) {
+              Setting stored = s;
+              stored.options.moments(moments);
+              stored.options.split_masters(layout == Layout::kContiguous);
+              if (moments == Moments::kInt8) stored.options.gradient_shard_dtype(at::kBFloat16);
+              const auto without = after_six_steps(group, stored, /*captured=*/false);
+              const auto with = after_six_steps(group, stored, /*captured=*/true);
+              for (size_t i = 0; i < with.size(); ++i) {
+                EXPECT_TRUE(at::equal(with[i], without[i])) << "tensor " << i;
+              }
+            }
           }
         }
-      }
-    }
-  });
+      },
+      kOverGloo);
 }
 
 // An optimizer with static_graph, on a stream that can be captured.
@@ -258,77 +269,89 @@ TEST_F(CudaOptimizer, ASaveBesideACudaGraphIsOfItsMoment) {
   const std::string folder = ::testing::TempDir() + "/graph_saves";
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
-  run_ranks(1, [&](const Group& group) {
-    Captured run(group, ZeroOptions().bucket_bytes(1024));
-    const auto values = [&] {
-      std::vector<at::Tensor> result;
-      for (const at::Tensor& p : run.model->parameters()) result.push_back(p.detach().clone());
-      return result;
-    };
-    run.backward();
-    run.optimizer.step();
-    const std::vector<at::Tensor> first = values();
-    const auto captured = run.optimizer.save_checkpoint_async(folder + "/captured");
-    run.graph.capture_begin();
-    run.backward();
-    run.optimizer.step();
-    run.graph.capture_end();
-    run.graph.replay();
-    const std::vector<at::Tensor> second = values();
-    captured->finish();
-    const auto replayed = run.optimizer.save_checkpoint_async(folder + "/replayed");
-    for (int i = 0; i < 4; ++i) run.graph.replay();
-    replayed->finish();
-    const auto expect = [&](const std::string& name, const std::vector<at::Tensor>& expected) {
-      run.optimizer.load_checkpoint(folder + "/" + name);
-      const std::vector<at::Tensor> loaded = values();
-      for (size_t i = 0; i < loaded.size(); ++i) {
-        EXPECT_TRUE(at::equal(loaded[i], expected[i])) << name << " parameter " << i;
-      }
-    };
-    expect("replayed", second);
-    expect("captured", first);
-  });
+  run_ranks(
+      1,
+      [&](const Group& group) {
+        Captured run(group, ZeroOptions().bucket_bytes(1024));
+        const auto values = [&] {
+          std::vector<at::Tensor> result;
+          for (const at::Tensor& p : run.model->parameters()) result.push_back(p.detach().clone());
+          return result;
+        };
+        run.backward();
+        run.optimizer.step();
+        const std::vector<at::Tensor> first = values();
+        const auto captured = run.optimizer.save_checkpoint_async(folder + "/captured");
+        run.graph.capture_begin();
+        run.backward();
+        run.optimizer.step();
+        run.graph.capture_end();
+        run.graph.replay();
+        const std::vector<at::Tensor> second = values();
+        captured->finish();
+        const auto replayed = run.optimizer.save_checkpoint_async(folder + "/replayed");
+        for (int i = 0; i < 4; ++i) run.graph.replay();
+        replayed->finish();
+        const auto expect = [&](const std::string& name, const std::vector<at::Tensor>& expected) {
+          run.optimizer.load_checkpoint(folder + "/" + name);
+          const std::vector<at::Tensor> loaded = values();
+          for (size_t i = 0; i < loaded.size(); ++i) {
+            EXPECT_TRUE(at::equal(loaded[i], expected[i])) << name << " parameter " << i;
+          }
+        };
+        expect("replayed", second);
+        expect("captured", first);
+      },
+      kOverGloo);
 }
 
 TEST_F(CudaOptimizer, CaptureOfAnOverlappedGatherIsRefused) {
-  run_ranks(1, [&](const Group& group) {
-    Captured run(group, ZeroOptions().overlap_gather(true));
-    run.backward();
-    run.optimizer.step();
-    run.optimizer.wait_for(*run.model);
-    run.graph.capture_begin();
-    run.backward();
-    EXPECT_THROW(run.optimizer.step(), c10::Error);
-    run.graph.capture_end();
-  });
+  run_ranks(
+      1,
+      [&](const Group& group) {
+        Captured run(group, ZeroOptions().overlap_gather(true));
+        run.backward();
+        run.optimizer.step();
+        run.optimizer.wait_for(*run.model);
+        run.graph.capture_begin();
+        run.backward();
+        EXPECT_THROW(run.optimizer.step(), c10::Error);
+        run.graph.capture_end();
+      },
+      kOverGloo);
 }
 
 // A host that waits for peers cannot be captured.
 TEST_F(CudaOptimizer, CaptureWithoutNcclIsRefused) {
-  run_ranks(2, [&](const Group& group) {
-    Captured run(group, {});
-    run.backward();
-    run.optimizer.step();
-    run.graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
-    EXPECT_THROW(run.backward(), c10::Error);
-    run.graph.capture_end();
-  });
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        Captured run(group, {});
+        run.backward();
+        run.optimizer.step();
+        run.graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+        EXPECT_THROW(run.backward(), c10::Error);
+        run.graph.capture_end();
+      },
+      kOverGloo);
 }
 
 // Replays would go on with the rates before.
 TEST_F(CudaOptimizer, CaptureWithRatesThatWereNotSentIsRefused) {
-  run_ranks(1, [&](const Group& group) {
-    Captured run(group, {});
-    run.backward();
-    run.optimizer.step();
-    set_rate(run.optimizer, 0.123);
-    run.graph.capture_begin();
-    run.backward();
-    EXPECT_THROW(run.optimizer.refresh_learning_rates(), c10::Error);
-    EXPECT_THROW(run.optimizer.step(), c10::Error);
-    run.graph.capture_end();
-  });
+  run_ranks(
+      1,
+      [&](const Group& group) {
+        Captured run(group, {});
+        run.backward();
+        run.optimizer.step();
+        set_rate(run.optimizer, 0.123);
+        run.graph.capture_begin();
+        run.backward();
+        EXPECT_THROW(run.optimizer.refresh_learning_rates(), c10::Error);
+        EXPECT_THROW(run.optimizer.step(), c10::Error);
+        run.graph.capture_end();
+      },
+      kOverGloo);
 }
 
 TEST_F(CudaOptimizer, CaptureOfUpdatesInTheBackwardPassIsRefused) {
@@ -343,13 +366,16 @@ TEST_F(CudaOptimizer, CaptureOfUpdatesInTheBackwardPassIsRefused) {
 }
 
 TEST_F(CudaOptimizer, CaptureOfTheFirstStepIsRefused) {
-  run_ranks(1, [&](const Group& group) {
-    Captured run(group, {});
-    run.backward();
-    run.graph.capture_begin();
-    EXPECT_THROW(run.optimizer.step(), c10::Error);
-    run.graph.capture_end();
-  });
+  run_ranks(
+      1,
+      [&](const Group& group) {
+        Captured run(group, {});
+        run.backward();
+        run.graph.capture_begin();
+        EXPECT_THROW(run.optimizer.step(), c10::Error);
+        run.graph.capture_end();
+      },
+      kOverGloo);
 }
 
 // One rank, because one GPU may be all there is: the calls, their streams and their results, while

@@ -62,7 +62,6 @@ TEST(DeviceTest, HasTheBitsOfTheCpu) {
         Training training;
         training.world_size = world_size;
         training.inner = inner;
-        training.transport = Transport::kMemory;
         training.options = ZeroOptions().stage(1 + turn++ % 2).layout(layout).bucket_bytes(2048);
         expect_same_training(training);
       }
@@ -114,7 +113,6 @@ TEST(DeviceTest, UnevenPassesHaveTheBitsOfTheCpu) {
       };
       training.under_no_sync = [](int rank, int, int micro) { return micro == 0 && rank < 2; };
       training.runs = [](int rank, int step, int micro) { return (rank + step + micro) % 4 != 0; };
-      training.transport = Transport::kMemory;
       training.options =
           ZeroOptions().overlap_gather(overlap).stage(overlap ? 2 : 1).bucket_bytes(1024);
       const Trajectory device = train_on_devices(training, options);
@@ -528,7 +526,6 @@ TEST(DeviceTest, APassOfOneRankWaitsForNoPeer) {
       training.micro_batches = 2;
       training.runs = [](int rank, int, int micro) { return rank == 0 || micro == 0; };
       training.reads_loss = true;
-      training.transport = Transport::kMemory;
       training.options = ZeroOptions().bucket_bytes(1 << 20);
       DeviceRunOptions options;
       options.ranks_per_machine = ranks_per_machine;

@@ -80,7 +80,7 @@ struct Rank {
 };
 
 RunOptions with_timeout(milliseconds timeout) {
-  RunOptions options;
+  RunOptions options{.transport = kRealTransport};
   options.timeout = timeout;
   return options;
 }

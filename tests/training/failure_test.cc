@@ -273,16 +273,18 @@ TEST(EndedTest, OptimizerDestroyedBetweenSteps) {
 }
 
 TEST(EndedTest, EverybodyDestroysWithGradientsOnTheirWay) {
-  run_ranks(3, [](const Group& group) {
-    for (int64_t stage : {1, 2}) {
-      Rank rank(group, ZeroOptions().stage(stage).bucket_bytes(100));
-      for (int pass = 0; pass < 3; ++pass) rank.backward();
-      error_within(kPrompt, [&] { rank.optimizer.reset(); });
-    }
-    Rank rank(group);  // nothing of it is left in the group
-    rank.train();
-    EXPECT_EQ(rank.optimizer->stats().steps, 1);
-  });
+  run_ranks(3,
+            [](const Group& group) {
+              for (int64_t stage : {1, 2}) {
+                Rank rank(group, ZeroOptions().stage(stage).bucket_bytes(100));
+                for (int pass = 0; pass < 3; ++pass) rank.backward();
+                error_within(kPrompt, [&] { rank.optimizer.reset(); });
+              }
+              Rank rank(group);  // nothing of it is left in the group
+              rank.train();
+              EXPECT_EQ(rank.optimizer->stats().steps, 1);
+            },
+            {.transport = kRealTransport});
 }
 
 // An exception in the training loop of one rank.
@@ -305,7 +307,7 @@ TEST(EndedTest, ThreadThatThrows) {
 // Writing to a peer that has ended raises SIGPIPE, which would end this process
 // without a word.
 TEST(EndedTest, BrokenPipesAreSurvived) {
-  run_ranks(2, [](const Group& group) { Rank(group).train(); });
+  run_ranks(2, [](const Group& group) { Rank(group).train(); }, {.transport = kRealTransport});
   std::raise(SIGPIPE);
 }
 

@@ -1,10 +1,10 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The program that fork_test starts: every rank forks in the middle of training, and the child ends
-// in the way that `scene` names. The parent goes on.
+// The program that fork_test starts: every rank forks in the middle of training, once in each
+// scene, and the child ends in the way that the scene names. The parent goes on.
 //
-//   fork_program <ranks> <scene> <folder for a checkpoint>
+//   fork_program <ranks> <folder for checkpoints, to which the scene is added>
 
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -38,8 +38,8 @@ void say(const std::string& text) {
 std::unique_ptr<zero::ZeroOptimizer> global_optimizer;
 
 struct Run {
-  explicit Run(const std::string& folder)
-      : group(init()), text(group.make_communicator("text", zero::Purpose::kData)) {
+  Run(const zero::Group& group_in, const std::string& folder)
+      : group(group_in), text(group.make_communicator("text", zero::Purpose::kData)) {
     optimizer =
         std::make_unique<zero::ZeroOptimizer>(*model, zero::make_inner(zero::Inner::kAdamW, *model),
                                               group, zero::ZeroOptions().bucket_bytes(600));
@@ -47,11 +47,6 @@ struct Run {
     text->all_gather_text("", "before");
     pending = optimizer->save_checkpoint_async(folder, zero::SaveOptions().overwrite(true));
     backward();  // whose reductions are under way at the fork
-  }
-  static zero::Group init() {
-    zero::InitOptions options;
-    options.timeout = std::chrono::seconds(20);
-    return zero::init_process_group(options);
   }
   void backward() {
     const auto seed = static_cast<uint64_t>(step++);
@@ -138,27 +133,31 @@ int code_of(pid_t child) {
   return -1;
 }
 
-int body(const std::string& scene, const std::string& folder) {
-  auto run = std::make_unique<Run>(folder);
-  const pid_t child = fork();
-  if (child == 0) be_child(scene, run);
-  const int code = code_of(child);
-  run->go_on();
-  say("rank " + std::to_string(run->group.rank()) + " went on; its child ended with " +
-      std::to_string(code));
+int body(const std::string& folder) {
+  zero::InitOptions options;
+  options.timeout = std::chrono::seconds(20);
+  const zero::Group group = zero::init_process_group(options);
+  for (const std::string scene : {"unwind", "exit", "step", "refuse"}) {
+    auto run = std::make_unique<Run>(group, folder + "-" + scene);
+    const pid_t child = fork();
+    if (child == 0) be_child(scene, run);
+    const int code = code_of(child);
+    run->go_on();
+    say("rank " + std::to_string(group.rank()) + " went on after " + scene +
+        "; its child ended with " + std::to_string(code));
+  }
   return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) return 2;
-  const std::string scene = argv[2];
-  const std::string folder = argv[3];
+  if (argc != 3) return 2;
+  const std::string folder = argv[2];
   return zero::launch_local(std::atoi(argv[1]), [&] {
     const pid_t before = getpid();
     try {
-      return body(scene, folder);
+      return body(folder);
     } catch (const std::exception& error) {
       if (getpid() == before) throw;
       return std::string(error.what()) == "the child unwinds" ? 11 : 12;

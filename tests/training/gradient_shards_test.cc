@@ -80,7 +80,7 @@ struct Case {
   int rounds = 1;
   std::optional<double> max_norm = std::nullopt;
   std::optional<double> max_value = std::nullopt;
-  Wire wire = Wire::kGloo;
+  Wire wire = Wire::kMemory;
 };
 
 // So that a failure does not print bytes.
@@ -89,7 +89,7 @@ void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 std::vector<Case> cases() {
   const ZeroOptions small = ZeroOptions().bucket_bytes(4096);
   return {
-      {.name = "AdamW", .inner = Class::kAdamW, .max_norm = 0.5},
+      {.name = "AdamW", .inner = Class::kAdamW, .max_norm = 0.5, .wire = Wire::kGloo},
       {.name = "Sgd", .max_norm = 0.5},
       {.name = "SgdOfFp32", .dtype = at::kFloat, .options = ZeroOptions().stage(1)},
       {.name = "PerParameter",

@@ -350,25 +350,21 @@ TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
     Largest sgd, adamw;
     for (const bool adam : {false, true}) {
       const Reference reference = train_whole(t, adam, 0.5);
-      for (const int64_t stage : {1, 2}) {
-        for (const Layout layout :
-             {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
-          std::mutex mutex;
-          run_ranks(t.ranks(),
-                    [&](const Group& world) {
-                      const Mesh mesh(world, t.dimensions);
-                      const auto options =
-                          ZeroOptions().stage(stage).layout(layout).bucket_bytes(100);
-                      const Largest mine = train_in_parts(t, mesh, adam, 0.5, options, reference);
-                      const std::lock_guard<std::mutex> lock(mutex);
-                      Largest& all = adam ? adamw : sgd;
-                      raise(all.value, mine.value);
-                      raise(all.norm, mine.norm);
-                      all.control_messages = std::max(all.control_messages, mine.control_messages);
-                      all.norm_messages = std::max(all.norm_messages, mine.norm_messages);
-                    },
-                    {Transport::kMemory});
-        }
+      for (const Layout layout :
+           {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
+        const int64_t stage = 1 + (adam + static_cast<int>(layout)) % 2;
+        std::mutex mutex;
+        run_ranks(t.ranks(), [&](const Group& world) {
+          const Mesh mesh(world, t.dimensions);
+          const auto options = ZeroOptions().stage(stage).layout(layout).bucket_bytes(100);
+          const Largest mine = train_in_parts(t, mesh, adam, 0.5, options, reference);
+          const std::lock_guard<std::mutex> lock(mutex);
+          Largest& all = adam ? adamw : sgd;
+          raise(all.value, mine.value);
+          raise(all.norm, mine.norm);
+          all.control_messages = std::max(all.control_messages, mine.control_messages);
+          all.norm_messages = std::max(all.norm_messages, mine.norm_messages);
+        });
       }
     }
     std::printf("%-40s %-10.1e %-10.1e %-10.1e %lld, %lld\n", t.name.c_str(), sgd.value,
@@ -425,7 +421,7 @@ TEST(HybridOptimizerTest, OverGloo) {
   for (const JobShape& t : {all[0], all[3]}) {
     const Reference reference = train_whole(t, false, std::nullopt);
     for (const bool shared_memory : {false, true}) {
-      RunOptions options;
+      RunOptions options{.transport = kRealTransport};
       options.shared_memory = shared_memory;
       run_ranks(
           t.ranks(),
@@ -444,28 +440,25 @@ TEST(HybridOptimizerTest, OverGloo) {
 TEST(HybridOptimizerTest, MicroBatchesAddUpOverReplicas) {
   const JobShape t = topologies()[0];
   for (const int64_t stage : {1, 2}) {
-    run_ranks(4,
-              [&](const Group& world) {
-                const Mesh mesh(world, t.dimensions);
-                Local local(t, mesh, at::kFloat);
-                ZeroOptions options = ZeroOptions().stage(stage).bucket_bytes(100);
-                t.place(mesh, options);
-                ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, false),
-                                        mesh.group(t.home), options);
-                at::Tensor expected = at::zeros(t.parameters[0].shape);
-                for (int round = 0; round < 3; ++round) {
-                  for (int batch = 0; batch < 4; ++batch) {
-                    const Coefficients k = coefficients(t.parameters[0], round, batch);
-                    expected += (k.c + k.d * local.tensors[0].detach()) / 4;
-                  }
-                  optimizer.backward(local.loss(t, mesh, round));
-                  // Reading completes the reduction, over replicas too, in the middle of the sum.
-                  EXPECT_LE(error_of(optimizer.gradient(local.tensors[0]), expected), 1e-6)
-                      << round;
-                }
-                optimizer.step();
-              },
-              {Transport::kMemory});
+    run_ranks(4, [&](const Group& world) {
+      const Mesh mesh(world, t.dimensions);
+      Local local(t, mesh, at::kFloat);
+      ZeroOptions options = ZeroOptions().stage(stage).bucket_bytes(100);
+      t.place(mesh, options);
+      ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, false), mesh.group(t.home),
+                              options);
+      at::Tensor expected = at::zeros(t.parameters[0].shape);
+      for (int round = 0; round < 3; ++round) {
+        for (int batch = 0; batch < 4; ++batch) {
+          const Coefficients k = coefficients(t.parameters[0], round, batch);
+          expected += (k.c + k.d * local.tensors[0].detach()) / 4;
+        }
+        optimizer.backward(local.loss(t, mesh, round));
+        // Reading completes the reduction, over replicas too, in the middle of the sum.
+        EXPECT_LE(error_of(optimizer.gradient(local.tensors[0]), expected), 1e-6) << round;
+      }
+      optimizer.step();
+    });
   }
 }
 
@@ -473,34 +466,31 @@ TEST(HybridOptimizerTest, MicroBatchesAddUpOverReplicas) {
 void expect_all_skip(const JobShape& t, c10::ScalarType dtype, double bad, int bad_rank) {
   std::mutex mutex;
   std::vector<double> scales(t.ranks());
-  run_ranks(
-      t.ranks(),
-      [&](const Group& world) {
-        const Mesh mesh(world, t.dimensions);
-        Local local(t, mesh, dtype);
-        ZeroOptions options;
-        t.place(mesh, options);
-        ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true),
-                                mesh.group(t.home), options);
-        const double scale = optimizer.loss_scale();
-        EXPECT_EQ(scale, dtype == at::kHalf ? 65536.0 : 1.0);
-        for (int step = 0; step < 3; ++step) {
-          std::vector<at::Tensor> before;
-          for (const at::Tensor& p : local.tensors) before.push_back(p.detach().clone());
-          const at::Tensor loss = local.loss(t, mesh, step) * (dtype == at::kHalf ? 1e-4 : 1.0);
-          optimizer.backward(step == 1 && world.rank() == bad_rank ? loss * bad : loss);
-          optimizer.step();
-          EXPECT_EQ(optimizer.step_skipped(), step == 1) << t.name << " rank " << world.rank();
-          for (size_t i = 0; i < before.size(); ++i) {
-            const bool unused = local.logical[i]->sometimes && step != 1;
-            EXPECT_EQ(at::equal(before[i], local.tensors[i].detach()), step == 1 || unused)
-                << t.name << " " << local.logical[i]->name << " step " << step;
-          }
-        }
-        EXPECT_EQ(optimizer.loss_scale(), dtype == at::kHalf ? scale / 2 : scale);
-        EXPECT_EQ(optimizer.stats().skipped_steps, 1);
-      },
-      {Transport::kMemory});
+  run_ranks(t.ranks(), [&](const Group& world) {
+    const Mesh mesh(world, t.dimensions);
+    Local local(t, mesh, dtype);
+    ZeroOptions options;
+    t.place(mesh, options);
+    ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true), mesh.group(t.home),
+                            options);
+    const double scale = optimizer.loss_scale();
+    EXPECT_EQ(scale, dtype == at::kHalf ? 65536.0 : 1.0);
+    for (int step = 0; step < 3; ++step) {
+      std::vector<at::Tensor> before;
+      for (const at::Tensor& p : local.tensors) before.push_back(p.detach().clone());
+      const at::Tensor loss = local.loss(t, mesh, step) * (dtype == at::kHalf ? 1e-4 : 1.0);
+      optimizer.backward(step == 1 && world.rank() == bad_rank ? loss * bad : loss);
+      optimizer.step();
+      EXPECT_EQ(optimizer.step_skipped(), step == 1) << t.name << " rank " << world.rank();
+      for (size_t i = 0; i < before.size(); ++i) {
+        const bool unused = local.logical[i]->sometimes && step != 1;
+        EXPECT_EQ(at::equal(before[i], local.tensors[i].detach()), step == 1 || unused)
+            << t.name << " " << local.logical[i]->name << " step " << step;
+      }
+    }
+    EXPECT_EQ(optimizer.loss_scale(), dtype == at::kHalf ? scale / 2 : scale);
+    EXPECT_EQ(optimizer.stats().skipped_steps, 1);
+  });
 }
 
 TEST(HybridOptimizerTest, OneBadRankMakesTheWholeMeshSkip) {
@@ -515,58 +505,51 @@ TEST(HybridOptimizerTest, OneBadRankMakesTheWholeMeshSkip) {
 // Stages scale alike even where only one has fp16 parameters.
 TEST(HybridOptimizerTest, OneFp16StageScalesAllStages) {
   const JobShape t = topologies()[4];
-  run_ranks(4,
-            [&](const Group& world) {
-              const Mesh mesh(world, t.dimensions);
-              Local local(t, mesh, mesh.coordinate("pp") == 1 ? at::kHalf : at::kFloat);
-              ZeroOptions options;
-              t.place(mesh, options);
-              ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true),
-                                      mesh.group(t.home), options);
-              EXPECT_EQ(optimizer.loss_scale(), 65536.0);
-            },
-            {Transport::kMemory});
+  run_ranks(4, [&](const Group& world) {
+    const Mesh mesh(world, t.dimensions);
+    Local local(t, mesh, mesh.coordinate("pp") == 1 ? at::kHalf : at::kFloat);
+    ZeroOptions options;
+    t.place(mesh, options);
+    ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true), mesh.group(t.home),
+                            options);
+    EXPECT_EQ(optimizer.loss_scale(), 65536.0);
+  });
 }
 
 TEST(HybridOptimizerTest, ADriftedExpertIsFoundByEveryRank) {
   const JobShape t = topologies()[2];
-  run_ranks(4,
-            [&](const Group& world) {
-              const Mesh mesh(world, t.dimensions);
-              Local local(t, mesh, at::kBFloat16);
-              ZeroOptions options;
-              t.place(mesh, options);
-              ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true),
-                                      mesh.group(t.home), options);
-              optimizer.check_replicas();
-              if (world.rank() == 3) local.tensors[3].detach()[0][0] += 1;
-              const std::string text = zero::error_of([&] { optimizer.check_replicas(); });
-              expect_words(text,
-                           {"rank " + std::to_string(world.rank()) + ": ", local.logical[3]->name,
-                            "expected the same values on every rank", "hold hash"});
-              EXPECT_THROW(optimizer.save_checkpoint(::testing::TempDir() + "/hybrid"), c10::Error);
-            },
-            {Transport::kMemory});
+  run_ranks(4, [&](const Group& world) {
+    const Mesh mesh(world, t.dimensions);
+    Local local(t, mesh, at::kBFloat16);
+    ZeroOptions options;
+    t.place(mesh, options);
+    ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true), mesh.group(t.home),
+                            options);
+    optimizer.check_replicas();
+    if (world.rank() == 3) local.tensors[3].detach()[0][0] += 1;
+    const std::string text = zero::error_of([&] { optimizer.check_replicas(); });
+    expect_words(text, {"rank " + std::to_string(world.rank()) + ": ", local.logical[3]->name,
+                        "expected the same values on every rank", "hold hash"});
+    EXPECT_THROW(optimizer.save_checkpoint(::testing::TempDir() + "/hybrid"), c10::Error);
+  });
 }
 
 // What `construct` throws on every rank; all must throw and none may hang.
 void expect_refused(const JobShape& t, const std::string& part) {
-  run_ranks(t.ranks(),
-            [&](const Group& world) {
-              const Mesh mesh(world, t.dimensions);
-              Local local(t, mesh, at::kFloat);
-              try {
-                ZeroOptions options;
-                t.place(mesh, options);
-                ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true),
-                                        mesh.group(t.home), options);
-                ADD_FAILURE() << "not refused on rank " << world.rank() << ": " << part;
-              } catch (const c10::Error& error) {
-                const std::string text = error.what_without_backtrace();
-                EXPECT_NE(text.find(part), std::string::npos) << text;
-              }
-            },
-            {Transport::kMemory});
+  run_ranks(t.ranks(), [&](const Group& world) {
+    const Mesh mesh(world, t.dimensions);
+    Local local(t, mesh, at::kFloat);
+    try {
+      ZeroOptions options;
+      t.place(mesh, options);
+      ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true), mesh.group(t.home),
+                              options);
+      ADD_FAILURE() << "not refused on rank " << world.rank() << ": " << part;
+    } catch (const c10::Error& error) {
+      const std::string text = error.what_without_backtrace();
+      EXPECT_NE(text.find(part), std::string::npos) << text;
+    }
+  });
 }
 
 TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
@@ -595,25 +578,22 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
 
 // One expert more on half of the ranks: dense buckets would travel in different orders.
 TEST(HybridOptimizerTest, UnequalExpertsAreRefusedOnEveryRank) {
-  run_ranks(4,
-            [&](const Group& world) {
-              const Mesh mesh(world, {{"edp", 2}, {"ep", 2}});
-              torch::nn::Module module;
-              std::vector<std::vector<at::Tensor>> groups(2);
-              groups[0].push_back(module.register_parameter("dense", at::ones({5})));
-              for (int e = 0; e <= mesh.coordinate("ep"); ++e) {
-                groups[1].push_back(
-                    module.register_parameter("expert" + std::to_string(e), at::ones({3})));
-              }
-              const std::string text = zero::error_of([&] {
-                ZeroOptimizer(module, make_optimizer(groups, true), world,
-                              ZeroOptions().placement(1, expert(mesh, {"edp"}, 4)));
-              });
-              expect_words(text, {"rank " + std::to_string(world.rank()) + ": ",
-                                  "expected the same model, options and optimizer on every rank",
-                                  "rank 0: ", "rank 1: "});
-            },
-            {Transport::kMemory});
+  run_ranks(4, [&](const Group& world) {
+    const Mesh mesh(world, {{"edp", 2}, {"ep", 2}});
+    torch::nn::Module module;
+    std::vector<std::vector<at::Tensor>> groups(2);
+    groups[0].push_back(module.register_parameter("dense", at::ones({5})));
+    for (int e = 0; e <= mesh.coordinate("ep"); ++e) {
+      groups[1].push_back(module.register_parameter("expert" + std::to_string(e), at::ones({3})));
+    }
+    const std::string text = zero::error_of([&] {
+      ZeroOptimizer(module, make_optimizer(groups, true), world,
+                    ZeroOptions().placement(1, expert(mesh, {"edp"}, 4)));
+    });
+    expect_words(text, {"rank " + std::to_string(world.rank()) + ": ",
+                        "expected the same model, options and optimizer on every rank",
+                        "rank 0: ", "rank 1: "});
+  });
 }
 
 }  // namespace

@@ -288,6 +288,8 @@ TEST_P(MomentsAt, HaveTheBitsOfOneProcess) {
   };
   run_ranks(GetParam(), [&](const Group& group) {
     for (const Case& c : cases) {
+      // All at two ranks, and in turns at the other numbers.
+      if (GetParam() != 2 && (&c - cases + GetParam()) % 3 == 0) continue;
       SCOPED_TRACE(::testing::Message() << "case " << &c - cases);
       Pair run(group, c.inner, c.moments, c.options, c.dtype);
       run.steps(0, 7);

@@ -57,7 +57,6 @@ constexpr int64_t kLayerBytes = (32 * 32 + 32) * 4;
 
 RunOptions on_memory() {
   RunOptions run;
-  run.transport = Transport::kMemory;
   run.network = std::make_shared<MemoryNetwork>();
   return run;
 }

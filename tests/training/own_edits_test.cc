@@ -57,13 +57,11 @@ void on_ranks(const std::function<void(OwnRank&)>& body, c10::ScalarType dtype =
               bool no_sync_fp32 = false) {
   for (const int64_t stage : {1, 2}) {
     for (const int world_size : {1, 2, 3}) {
-      run_ranks(world_size,
-                [&](const Group& group) {
-                  const auto options = ZeroOptions().stage(stage).no_sync_fp32(no_sync_fp32);
-                  OwnRank rank(group, options, dtype);
-                  body(rank);
-                },
-                {.transport = Transport::kMemory});
+      run_ranks(world_size, [&](const Group& group) {
+        const auto options = ZeroOptions().stage(stage).no_sync_fp32(no_sync_fp32);
+        OwnRank rank(group, options, dtype);
+        body(rank);
+      });
     }
   }
 }

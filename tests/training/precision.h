@@ -24,13 +24,6 @@ inline at::Tensor filled(double value, int64_t numel, c10::ScalarType dtype) {
   return at::full({numel}, value, at::TensorOptions().dtype(dtype));
 }
 
-// Where nothing depends on the transport: Gloo takes most of such a run to connect.
-inline RunOptions in_memory() {
-  RunOptions options;
-  options.transport = Transport::kMemory;
-  return options;
-}
-
 class PrecisionAt : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(W, PrecisionAt, ::testing::Values(1, 2, 3, 4));
 

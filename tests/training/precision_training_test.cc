@@ -110,31 +110,28 @@ MixedTrajectory mixed_reference(c10::ScalarType dtype, int world_size, bool adam
 MixedTrajectory mixed_on_ranks(c10::ScalarType dtype, int world_size, bool adamw,
                                const ZeroOptions& options) {
   MixedTrajectory result;
-  run_ranks(
-      world_size,
-      [&](const Group& group) {
-        MixedModel model(dtype);
-        ZeroOptimizer optimizer(model, mixed_inner(model.parameters(), adamw), group, options);
-        EXPECT_EQ(optimizer.plan().arenas.size(), 2u);
-        for (int step = 0; step < kSteps; ++step) {
-          for (int micro = 0; micro < kMicroBatches; ++micro) {
-            optimizer.backward(model.loss(group.rank(), step, micro));
-          }
-          optimizer.step();
-          EXPECT_FALSE(optimizer.step_skipped());
-          std::vector<at::Tensor> masters, working;
-          for (const at::Tensor& p : model.parameters()) {
-            masters.push_back(optimizer.master(p));
-            working.push_back(p.detach().clone());
-            EXPECT_TRUE(at::equal(masters.back().to(p.scalar_type()), working.back()));
-          }
-          if (group.rank() != 0) continue;
-          result.masters.push_back(masters);
-          result.working.push_back(working);
-        }
-        optimizer.check_replicas();
-      },
-      in_memory());
+  run_ranks(world_size, [&](const Group& group) {
+    MixedModel model(dtype);
+    ZeroOptimizer optimizer(model, mixed_inner(model.parameters(), adamw), group, options);
+    EXPECT_EQ(optimizer.plan().arenas.size(), 2u);
+    for (int step = 0; step < kSteps; ++step) {
+      for (int micro = 0; micro < kMicroBatches; ++micro) {
+        optimizer.backward(model.loss(group.rank(), step, micro));
+      }
+      optimizer.step();
+      EXPECT_FALSE(optimizer.step_skipped());
+      std::vector<at::Tensor> masters, working;
+      for (const at::Tensor& p : model.parameters()) {
+        masters.push_back(optimizer.master(p));
+        working.push_back(p.detach().clone());
+        EXPECT_TRUE(at::equal(masters.back().to(p.scalar_type()), working.back()));
+      }
+      if (group.rank() != 0) continue;
+      result.masters.push_back(masters);
+      result.working.push_back(working);
+    }
+    optimizer.check_replicas();
+  });
   return result;
 }
 
@@ -182,7 +179,7 @@ TEST_P(PrecisionAt, StagesLayoutsAndBucketsGiveTheSameBitsIn16Bits) {
       t.dtype = dtype;
       t.micro_batches = 2;
       t.plain_backward = plain;
-      t.transport = plain ? Transport::kMemory : kDefaultTransport;
+      t.transport = plain ? Transport::kMemory : kRealTransport;
       if (dtype == at::kHalf) t.options.loss_scaler(LossScalerOptions().initial_scale(1024));
       std::optional<Trajectory> first;
       for (int64_t stage : {1, 2}) {

@@ -190,8 +190,10 @@ TEST_P(SameBitsGpt, OnEveryNumberOfRanksAndMachines) {
   };
   const Record one = run_same_bits(c, 1);
   show("1", one);
-  const size_t count = all ? std::size(kPlaces) : 2;
-  for (size_t i = 0; i < count; ++i) {
+  // One of the first two, by dtype.
+  const size_t first = !all && training.dtype == at::kBFloat16 ? 1 : 0;
+  const size_t end = all ? std::size(kPlaces) : first + 1;
+  for (size_t i = first; i < end; ++i) {
     const Place& place = kPlaces[i];
     c.options.stage(place.stage).layout(place.layout);
     c.ranks_per_machine = place.ranks_per_machine;

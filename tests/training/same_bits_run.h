@@ -41,7 +41,7 @@ struct SameBitsCase {
   int bad_step = -1;  // one micro-batch of this step has an infinity
   int steps = 4;
   int ranks_per_machine = 0;  // 0: all
-  Wire wire = Wire::kGloo;
+  Wire wire = Wire::kMemory;
   bool looks = false;  // at gradients and the average of the parameters, in each step
   bool plain = false;  // compared with one process of plain torch, too
   // Makes another model than that of this file, with the same values on every call.

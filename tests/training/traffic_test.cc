@@ -44,38 +44,33 @@ TEST(TrafficTest, BytesPerStepAreTheFormula) {
   for (int world_size : {1, 2, 3, 4}) {
     for (int64_t stage : {1, 2}) {
       for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
-        run_ranks(
-            world_size,
-            [&](const Group& group) {
-              OddModel model(1);
-              ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
-                                      ZeroOptions().stage(stage).layout(layout).bucket_bytes(1000));
-              one_step(model, optimizer, group.rank(), 1,
-                       true);  // the first step is like the rest
-              const Stats before = optimizer.stats();
-              one_step(model, optimizer, group.rank(), 2, true);
-              const Stats after = optimizer.stats();
-              const int64_t others = world_size - 1;
-              const int64_t share = padded_bytes(optimizer.plan()) / world_size * others;
-              const auto buckets = static_cast<int64_t>(optimizer.plan().buckets.size());
-              const int64_t gathers = stage == 1 ? 2 : 1;
-              EXPECT_EQ(after.data.exchange_bytes_sent - before.data.exchange_bytes_sent,
-                        2 * share);
-              EXPECT_EQ(after.data.gather_bytes_sent - before.data.gather_bytes_sent,
-                        gathers * share);
-              EXPECT_EQ(after.data.small_bytes_sent - before.data.small_bytes_sent, 16 * others);
-              if (world_size > 1) {
-                EXPECT_EQ(after.data.exchange_calls - before.data.exchange_calls, 2 * buckets);
-                EXPECT_EQ(after.data.gather_calls - before.data.gather_calls, gathers * buckets);
-                EXPECT_EQ(after.data.small_calls - before.data.small_calls, 1);
-                // One for clip_grad_norm_ and one for step().
-                EXPECT_EQ(after.control.small_calls - before.control.small_calls, 2);
-              }
-              EXPECT_EQ(after.rounds - before.rounds, 2);
-              EXPECT_EQ(after.steps - before.steps, 1);
-              EXPECT_EQ(optimizer.memory().unsent_gradients, 0);
-            },
-            {Transport::kMemory});
+        run_ranks(world_size, [&](const Group& group) {
+          OddModel model(1);
+          ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                                  ZeroOptions().stage(stage).layout(layout).bucket_bytes(1000));
+          one_step(model, optimizer, group.rank(), 1,
+                   true);  // the first step is like the rest
+          const Stats before = optimizer.stats();
+          one_step(model, optimizer, group.rank(), 2, true);
+          const Stats after = optimizer.stats();
+          const int64_t others = world_size - 1;
+          const int64_t share = padded_bytes(optimizer.plan()) / world_size * others;
+          const auto buckets = static_cast<int64_t>(optimizer.plan().buckets.size());
+          const int64_t gathers = stage == 1 ? 2 : 1;
+          EXPECT_EQ(after.data.exchange_bytes_sent - before.data.exchange_bytes_sent, 2 * share);
+          EXPECT_EQ(after.data.gather_bytes_sent - before.data.gather_bytes_sent, gathers * share);
+          EXPECT_EQ(after.data.small_bytes_sent - before.data.small_bytes_sent, 16 * others);
+          if (world_size > 1) {
+            EXPECT_EQ(after.data.exchange_calls - before.data.exchange_calls, 2 * buckets);
+            EXPECT_EQ(after.data.gather_calls - before.data.gather_calls, gathers * buckets);
+            EXPECT_EQ(after.data.small_calls - before.data.small_calls, 1);
+            // One for clip_grad_norm_ and one for step().
+            EXPECT_EQ(after.control.small_calls - before.control.small_calls, 2);
+          }
+          EXPECT_EQ(after.rounds - before.rounds, 2);
+          EXPECT_EQ(after.steps - before.steps, 1);
+          EXPECT_EQ(optimizer.memory().unsent_gradients, 0);
+        });
       }
     }
   }
@@ -84,55 +79,49 @@ TEST(TrafficTest, BytesPerStepAreTheFormula) {
 // Flags of used parameters are sent where ranks differ only, and then as bits.
 TEST(TrafficTest, ControlMessagesDoNotGrowWithTheModelWhileRanksAgree) {
   for (const int world_size : {2, 3}) {
-    run_ranks(world_size,
-              [&](const Group& group) {
-                torch::nn::Module module;
-                constexpr int64_t kParameters = 100;
-                for (int64_t p = 0; p < kParameters; ++p) {
-                  module.register_parameter("p" + std::to_string(p), random_tensor({2}, p));
-                }
-                const auto parameters = module.parameters();
-                ZeroOptimizer optimizer(
-                    module, std::make_unique<torch::optim::SGD>(parameters, 0.1), group);
-                const auto sent_by_step = [&](int64_t used) {
-                  at::Tensor loss = parameters[0].sum();
-                  for (int64_t p = 1; p < used; ++p) loss = loss + parameters[p].sum();
-                  optimizer.backward(loss);
-                  const int64_t before = optimizer.stats().control.small_bytes_sent;
-                  optimizer.step();
-                  return optimizer.stats().control.small_bytes_sent - before;
-                };
-                const int64_t others = world_size - 1;
-                EXPECT_EQ(sent_by_step(kParameters), 14 * 4 * others);
-                EXPECT_EQ(sent_by_step(kParameters / 2), 14 * 4 * others);
-                const int64_t bits = (kParameters + 31) / 32 * 4;
-                EXPECT_EQ(sent_by_step(group.rank() == 1 ? 33 : 1), (14 * 4 + bits) * others);
-              },
-              {Transport::kMemory});
+    run_ranks(world_size, [&](const Group& group) {
+      torch::nn::Module module;
+      constexpr int64_t kParameters = 100;
+      for (int64_t p = 0; p < kParameters; ++p) {
+        module.register_parameter("p" + std::to_string(p), random_tensor({2}, p));
+      }
+      const auto parameters = module.parameters();
+      ZeroOptimizer optimizer(module, std::make_unique<torch::optim::SGD>(parameters, 0.1), group);
+      const auto sent_by_step = [&](int64_t used) {
+        at::Tensor loss = parameters[0].sum();
+        for (int64_t p = 1; p < used; ++p) loss = loss + parameters[p].sum();
+        optimizer.backward(loss);
+        const int64_t before = optimizer.stats().control.small_bytes_sent;
+        optimizer.step();
+        return optimizer.stats().control.small_bytes_sent - before;
+      };
+      const int64_t others = world_size - 1;
+      EXPECT_EQ(sent_by_step(kParameters), 14 * 4 * others);
+      EXPECT_EQ(sent_by_step(kParameters / 2), 14 * 4 * others);
+      const int64_t bits = (kParameters + 31) / 32 * 4;
+      EXPECT_EQ(sent_by_step(group.rank() == 1 ? 33 : 1), (14 * 4 + bits) * others);
+    });
   }
 }
 
 // Two halves of a mesh with different parameters each agree by themselves first.
 TEST(TrafficTest, MessagesWithinADomainOfAMeshAreCounted) {
-  run_ranks(4,
-            [](const Group& world) {
-              const int first = world.rank() / 2 * 2;
-              const Group half = world.subgroup({first, first + 1}, "half");
-              torch::nn::Module module;
-              const at::Tensor p = module.register_parameter("p", at::ones({5 + first}));
-              ZeroOptimizer optimizer(module,
-                                      std::make_unique<torch::optim::SGD>(module.parameters(), 0.1),
-                                      half, ZeroOptions().mesh_group(world));
-              for (int step = 0; step < 2; ++step) {
-                optimizer.backward(p.sum());
-                const Traffic before = optimizer.stats().control;
-                optimizer.step();
-                const Traffic after = optimizer.stats().control;
-                EXPECT_EQ(after.small_calls - before.small_calls, 2);
-                EXPECT_EQ(after.small_bytes_sent - before.small_bytes_sent, 14 * 4 * 3 + 8 * 4);
-              }
-            },
-            {Transport::kMemory});
+  run_ranks(4, [](const Group& world) {
+    const int first = world.rank() / 2 * 2;
+    const Group half = world.subgroup({first, first + 1}, "half");
+    torch::nn::Module module;
+    const at::Tensor p = module.register_parameter("p", at::ones({5 + first}));
+    ZeroOptimizer optimizer(module, std::make_unique<torch::optim::SGD>(module.parameters(), 0.1),
+                            half, ZeroOptions().mesh_group(world));
+    for (int step = 0; step < 2; ++step) {
+      optimizer.backward(p.sum());
+      const Traffic before = optimizer.stats().control;
+      optimizer.step();
+      const Traffic after = optimizer.stats().control;
+      EXPECT_EQ(after.small_calls - before.small_calls, 2);
+      EXPECT_EQ(after.small_bytes_sent - before.small_bytes_sent, 14 * 4 * 3 + 8 * 4);
+    }
+  });
 }
 
 void expect_nothing_sent_in_no_sync(int stage) {

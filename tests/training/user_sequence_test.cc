@@ -36,7 +36,7 @@ constexpr bool kOverGloo = false;
 constexpr uint64_t kPrograms = 60;
 #else
 constexpr bool kOverGloo = true;
-constexpr uint64_t kPrograms = 500;
+constexpr uint64_t kPrograms = 300;
 #endif
 
 // Where ranks meet after each call. The last to come runs `between`.

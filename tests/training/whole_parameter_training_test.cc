@@ -68,12 +68,10 @@ TEST(WholeParameterTrainingTest, TwentyStepsHaveTheBitsOfOneProcess) {
   for (const Inner inner : {Inner::kMuon, Inner::kLamb, Inner::kAdafactor, Inner::kAdamW,
                             Inner::kSgd, Inner::kSgdMomentum}) {
     for (const int world_size : {1, 2, 3, 4}) {
-      for (const int64_t stage : {1, 2}) {
-        Training t = whole(inner, world_size);
-        t.steps = 20;
-        t.options.stage(stage);
-        expect_same_bits(t);
-      }
+      Training t = whole(inner, world_size);
+      t.steps = 20;
+      t.options.stage(1 + (static_cast<int>(inner) + world_size) % 2);
+      expect_same_bits(t);
     }
   }
 }

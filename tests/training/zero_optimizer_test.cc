@@ -29,13 +29,19 @@ void expect_equals_reference(const Training& t, double tolerance) {
   EXPECT_LE(largest_difference(train_on_ranks(t), train_reference(t)), tolerance);
 }
 
-// `turn` is the sum of the places of all values of a combination. At one and two ranks every
-// combination is run, at three those with an even sum and at four the others: each number of ranks
-// has every value beside others. The long test has all.
+// `turn` is the sum of the places of all values of a combination. At two ranks every combination is
+// run, over sockets, at one and three those with an even sum and at four the others: each number of
+// ranks has every value beside others. The long test has all.
 class AtWorldSize : public ::testing::TestWithParam<int> {
  protected:
+  Training training() const {
+    Training t;
+    t.world_size = GetParam();
+    if (t.world_size == 2) t.transport = kRealTransport;
+    return t;
+  }
   bool chosen(int turn) const {
-    return GetParam() < 3 || std::getenv("ZERO_COMBINATIONS") != nullptr ||
+    return GetParam() == 2 || std::getenv("ZERO_COMBINATIONS") != nullptr ||
            (turn + GetParam()) % 2 == 1;
   }
 };
@@ -47,8 +53,7 @@ TEST_P(AtWorldSize, SgdWithMomentumEqualsPlainTorch) {
       int place = 0;
       for (int64_t bucket_bytes : {int64_t{0}, int64_t{256}, int64_t{1500}}) {
         if (!chosen(static_cast<int>(stage) + static_cast<int>(layout) + place++)) continue;
-        Training t;
-        t.world_size = GetParam();
+        Training t = training();
         t.inner = Inner::kSgdMomentum;
         t.options.stage(stage).layout(layout).bucket_bytes(bucket_bytes);
         expect_equals_reference(t, 1e-6);
@@ -61,8 +66,7 @@ TEST_P(AtWorldSize, EveryInnerOptimizerEqualsPlainTorch) {
   for (Inner inner : {Inner::kSgd, Inner::kAdamW, Inner::kAdam, Inner::kRmsprop, Inner::kAdagrad}) {
     for (bool fused : {true, false}) {
       if (!chosen(static_cast<int>(inner) + fused)) continue;
-      Training t;
-      t.world_size = GetParam();
+      Training t = training();
       t.inner = inner;
       t.options.fused(fused).bucket_bytes(1024);
       expect_equals_reference(t, inner == Inner::kSgd ? 1e-6 : 2e-5);
@@ -80,8 +84,7 @@ TEST_P(AtWorldSize, ASumOverRanksEqualsPlainTorch) {
                       max_norm.has_value())) {
             continue;
           }
-          Training t;
-          t.world_size = GetParam();
+          Training t = training();
           t.micro_batches = 2;
           t.no_sync = stage == 2;
           t.max_norm = max_norm;
@@ -101,8 +104,7 @@ TEST_P(AtWorldSize, LionHasTheBitsOfTheUnshardedLion) {
     for (bool fused : {true, false}) {
       for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
         if (!chosen(static_cast<int>(stage) + fused + static_cast<int>(layout))) continue;
-        Training t;
-        t.world_size = GetParam();
+        Training t = training();
         t.steps = 6;
         t.inner = Inner::kLion;
         t.reference_in_fp32 = true;
@@ -124,8 +126,7 @@ TEST_P(AtWorldSize, AccumulationNoSyncAndClippingInAnyMix) {
       for (bool plain : {false, true}) {
         for (std::optional<double> max_norm : {std::optional<double>(), std::optional(0.05)}) {
           if (!chosen(static_cast<int>(stage) + no_sync + plain + max_norm.has_value())) continue;
-          Training t;
-          t.world_size = GetParam();
+          Training t = training();
           t.micro_batches = 3;
           t.no_sync = no_sync;
           t.plain_backward = plain;
@@ -157,8 +158,7 @@ TEST_P(AtWorldSize, DroppedLayersInEveryWay) {
     for (bool no_sync : {false, true}) {
       for (Inner inner : {Inner::kSgdMomentum, Inner::kAdamW}) {
         if (!chosen(static_cast<int>(i) + no_sync + (inner == Inner::kAdamW))) continue;
-        Training t;
-        t.world_size = GetParam();
+        Training t = training();
         t.micro_batches = 2;
         t.no_sync = no_sync;
         t.use = patterns[i];
@@ -174,8 +174,7 @@ TEST_P(AtWorldSize, DroppedLayersInEveryWay) {
 TEST_P(AtWorldSize, DifferentNumbersOfBackwardPasses) {
   for (bool plain : {false, true}) {
     for (int64_t stage : {1, 2}) {
-      Training t;
-      t.world_size = GetParam();
+      Training t = training();
       t.micro_batches = 3;
       t.plain_backward = plain;
       t.runs = [](int rank, int step, int micro) { return micro <= (rank + step) % 3; };
@@ -187,8 +186,7 @@ TEST_P(AtWorldSize, DifferentNumbersOfBackwardPasses) {
 }
 
 TEST_P(AtWorldSize, StagesBucketSizesAndLayoutsGiveTheSameBits) {
-  Training t;
-  t.world_size = GetParam();
+  Training t = training();
   t.micro_batches = 2;
   t.steps = 6;
   const Trajectory first = train_on_ranks(t);
@@ -231,7 +229,6 @@ TEST(ZeroOptimizerTest, TransportWithItsOwnReduceScatter) {
       t.options.stage(stage).bucket_bytes(700);
       const Trajectory expected = train_reference(t);
       RunOptions run;
-      run.transport = Transport::kMemory;
       run.network = std::make_shared<MemoryNetwork>(RowTransport::kWhole);
       run_ranks(
           world_size,

@@ -70,7 +70,7 @@ void on_ranks(int world_size, Layout layout, const std::function<void(Rank&)>& b
               Rank rank(group, layout);
               body(rank);
             },
-            {.transport = Transport::kMemory, .timeout = std::chrono::seconds(60)});
+            {.timeout = std::chrono::seconds(60)});
 }
 
 TEST(ParameterGathersTest, AllParametersHaveEveryRanksRowsWhenTheyAreFinished) {
@@ -136,9 +136,7 @@ TEST(ParameterGathersTest, AFewGathersOfChangesAreUnderWayUnlessTheyAreToOverlap
                 EXPECT_LT(r.comms.domains[0].data->traffic().gather_bytes_sent,
                           r.flat.buckets() * (r.flat.row_numel(0) * 4 + 16) + 1);
               },
-              {.transport = Transport::kMemory,
-               .ranks_per_machine = 1,
-               .timeout = std::chrono::seconds(60)});
+              {.ranks_per_machine = 1, .timeout = std::chrono::seconds(60)});
   }
 }
 

@@ -54,12 +54,10 @@ struct Rank {
 };
 
 void on_ranks(int world_size, const std::function<void(Rank&)>& body) {
-  run_ranks(world_size,
-            [&](const Group& group) {
-              Rank rank(group);
-              body(rank);
-            },
-            {.transport = Transport::kMemory});
+  run_ranks(world_size, [&](const Group& group) {
+    Rank rank(group);
+    body(rank);
+  });
 }
 
 TEST(ReplicaCheckTest, EqualRanksPassWithOneMessage) {
