@@ -358,7 +358,7 @@ std::vector<std::string> without_second_deaths(const std::vector<SecondDeath>& d
 
 void expect_second_deaths(const std::vector<SecondDeath>& deaths) {
   const std::vector<std::string> outputs = without_second_deaths(deaths);
-  const bool all = std::getenv("ZERO_FUZZ_COUNT") != nullptr;
+  const bool all = std::getenv("ZERO_RECOVERIES") != nullptr;
   std::vector<Job> jobs;
   std::vector<SecondDeath> death_of_job;
   for (size_t d = 0; d < deaths.size(); ++d) {
@@ -525,10 +525,10 @@ TEST(RecoveryTest, AStoreThatEndsWithItsRankIsAnError) {
   }
 }
 
-// With --test_env=ZERO_FUZZ_COUNT or as recovery_long_test: every combination, so many times.
+// With --test_env=ZERO_RECOVERIES or as recovery_long_test: every combination, so many times.
 TEST(RecoveryTest, EveryCombination) {
-  const char* count = std::getenv("ZERO_FUZZ_COUNT");
-  if (count == nullptr) GTEST_SKIP() << "ZERO_FUZZ_COUNT is not set";
+  const char* count = std::getenv("ZERO_RECOVERIES");
+  if (count == nullptr) GTEST_SKIP() << "ZERO_RECOVERIES is not set";
   std::vector<Recovery> recoveries;
   for (int i = 0; i < std::atoi(count); ++i) {
     for (const int ranks : {2, 3, 4}) {
