@@ -149,9 +149,9 @@ Trajectory train_sharded(const Training& t, const Group& group) {
   const auto has_pass = [&](int step) {
     for (int rank = 0; rank < t.world_size; ++rank) {
       for (int micro = 0; micro < t.micro_batches; ++micro) {
-        const bool plain =
-            t.by_plain_backward ? t.by_plain_backward(rank, step, micro) : t.plain_backward;
-        if (t.runs(rank, step, micro) && (!plain || t.use(rank, step, micro) != 0)) return true;
+        if (t.runs(rank, step, micro) && (!t.plain_backward || t.use(rank, step, micro) != 0)) {
+          return true;
+        }
       }
     }
     return false;
@@ -161,12 +161,10 @@ Trajectory train_sharded(const Training& t, const Group& group) {
     for (int micro = 0; micro < t.micro_batches; ++micro) {
       if (!t.runs(group.rank(), step, micro)) continue;
       const bool last = micro + 1 == t.micro_batches;
-      const bool plain =
-          t.by_plain_backward ? t.by_plain_backward(group.rank(), step, micro) : t.plain_backward;
       auto guard = optimizer.no_sync(t.under_no_sync ? t.under_no_sync(group.rank(), step, micro)
                                                      : t.no_sync && !last);
       const at::Tensor loss = batch_loss(*model, t, group.rank(), step, micro);
-      if (!plain) {
+      if (!t.plain_backward) {
         optimizer.backward(loss);
       } else if (loss.requires_grad()) {
         optimizer.scale_loss(loss).backward();

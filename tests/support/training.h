@@ -93,9 +93,8 @@ struct Training {
   };
   // Whether the rank runs this backward pass at all.
   std::function<bool(int rank, int step, int micro)> runs = [](int, int, int) { return true; };
-  // Where given, these decide for each pass by itself and the flags above do not.
+  // Where given, it decides for each pass by itself and the flag above does not.
   std::function<bool(int rank, int step, int micro)> under_no_sync;
-  std::function<bool(int rank, int step, int micro)> by_plain_backward;
 };
 
 // Parameter values, in the model's order, after each step.

@@ -104,7 +104,7 @@ struct Case {
   ZeroOptions options = ZeroOptions();
   bool some = true;      // parameters lack gradients
   bool by_hand = false;  // a gradient is put into p.grad() before the pass
-  Wire wire = Wire::kGloo;
+  Wire wire = Wire::kMemory;
 };
 
 // So that a failure does not print bytes.
@@ -152,7 +152,7 @@ std::vector<Case> cases() {
       {.name = "GradientShardsInBFloat16",
        .dtype = at::kBFloat16,
        .options = small().gradient_shard_dtype(at::kBFloat16),
-       .wire = Wire::kMemory},
+       .wire = Wire::kGloo},
       {.name = "SumThroughCollectives",
        .options = small().reduction(Reduction::kSum),
        .wire = Wire::kNative},
