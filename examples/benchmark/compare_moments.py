@@ -7,8 +7,9 @@
   python3 examples/benchmark/compare_moments.py
 
 Each format stores both moments after each step, of the same gradients. "zero" is Moments::kInt8, by
-the formulas of kernels/stored_state.h and of its noise; "nearest" is the same rounded to nearest; "bitsandbytes" are its dynamic codes in blocks of 256, by its own functions for the CPU;
-"bf16" is Moments::kBFloat16. Prints relative errors: of exp_avg, of exp_avg_sq, of the update
+the formulas of kernels/stored_state.h and of its noise; "nearest" is the same rounded to nearest;
+"bitsandbytes" are its dynamic codes in blocks of 256, by its own functions for the CPU; "bf16" is
+Moments::kBFloat16. Prints relative errors: of exp_avg, of exp_avg_sq, of the update
 exp_avg / (sqrt(exp_avg_sq) + eps), each of its root mean square; and the sum of exp_avg_sq beside
 that of fp32.
 """

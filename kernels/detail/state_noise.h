@@ -16,13 +16,13 @@
 // mix() is the output function of splitmix64 and g its increment, the golden ratio: G. Steele,
 // D. Lea and C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the
 // constants of D. Stafford's mix 13. So u is uniform for every element, and independent in steps
-// that are 16 apart, which is what makes rounding right on average. In a block, and for an element
-// in 16 steps, the u are multiples of the golden ratio, 0x9e37 * 2^-16, behind a random shift (R.
-// Cranley and T. Patterson, SIAM J. Numer. Anal. 13, 1976): they are spread evenly, so that the
-// errors of a block, and of an average over some steps, nearly cancel. An average of 10 steps is
-// off by a fifth less than with independent u (docs/benchmarks/moments.md). With multiples of one
-// shift in all steps errors add up where batches come again in the same order: 89 * golden ratio is
-// nearly whole.
+// of different sixteens (step / 16), which is what makes rounding right on average. In a block, and
+// for an element in 16 steps, the u are multiples of the golden ratio, 0x9e37 * 2^-16, behind a
+// random shift (R. Cranley and T. Patterson, SIAM J. Numer. Anal. 13, 1976): they are spread
+// evenly, so that the errors of a block, and of an average over some steps, nearly cancel. An
+// average of 10 steps is off by a fifth less than with independent u (docs/benchmarks/moments.md).
+// With multiples of one shift in all steps errors add up where batches come again in the same
+// order: 89 * golden ratio is nearly whole.
 #pragma once
 
 #include <cstdint>

@@ -170,18 +170,18 @@ void expect_equal_bits(int ranks, const Setting& s, const DeviceRunOptions& opti
   }
 }
 
-// Stages take turns, so that each number of ranks and layout has both. So do optimizers, dtypes,
-// saves and numbers of passes.
+// Stages take turns, so that each number of ranks and layout has both. Optimizers, dtypes, saves
+// and numbers of passes change at other turns, so that each stage has both of them.
 TEST(DeviceCaptureTest, ReplaysHaveTheBitsOfStepsThatWereNotCaptured) {
   int turn = 0;
   for (const int ranks : {1, 2, 3}) {
     for (const Layout layout :
          {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
       Setting s;
-      s.saves = turn % 2 == 0;
-      s.adamw = turn % 4 != 0;
+      s.saves = turn / 2 % 2 == 0;
+      s.adamw = turn % 3 != 1;
       s.dtype = turn % 4 < 2 ? at::kFloat : at::kBFloat16;
-      s.passes = 1 + turn % 2;
+      s.passes = 1 + turn / 3 % 2;
       s.options = ZeroOptions().stage(1 + turn % 2).layout(layout).bucket_bytes(1024);
       ++turn;
       expect_equal_bits(ranks, s);
@@ -212,12 +212,14 @@ TEST(DeviceCaptureTest, WhatCannotBeCapturedIsRefused) {
     DeviceRunOptions options = {};
   };
   const auto step = [](TrainedRank& run) { run.step(); };
-  Setting overlaps, scaled, unfused;
+  Setting overlaps, scaled, unfused, early;
+  early.options.update_in_backward(true).skip_nonfinite(false);
   overlaps.options.overlap_gather(true);
   scaled.options.loss_scaler(LossScalerOptions());
   unfused.options.fused(false);
   const std::vector<Case> cases = {
       {"overlap_gather(true)", step, overlaps},
+      {"update_in_backward(true)", step, early},
       {"a dynamic loss scale", step, scaled},
       {"an optimizer that runs its own step()", step, unfused},
       {"a transport on which the host waits for other ranks", step, {}, true, {.over_host = true}},

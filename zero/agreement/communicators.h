@@ -22,6 +22,10 @@
 
 namespace zero {
 
+// What run_or_close() is given for an update of shards: after an error some are updated while
+// others are not, and there is no way back.
+inline constexpr const char* kFailedUpdate = "the update of this rank's shard failed";
+
 struct OptimizerCommunicators {
   // Collective over `mesh`. Only what is needed to agree that all is well.
   explicit OptimizerCommunicators(const Group& mesh);

@@ -40,8 +40,8 @@ class StreamReductions {
   // Makes the current stream wait until all of them have reached their shards. The host does not
   // wait.
   void join();
-  // In a capture that the program will end now: makes the current stream wait for what it has of
-  // others, since CUDA ends no capture without.
+  // Makes the current stream wait for those of this object that are in its capture in a CUDA graph.
+  // CUDA ends no capture before they are joined.
   void leave_capture();
 
   // The stream where they reach their shards, in the order of enqueue().

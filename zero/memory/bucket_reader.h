@@ -28,8 +28,8 @@ class BucketReader {
 // All that read the shard as it is now.
 class BucketReaders {
  public:
-  // `rank` begins errors, as "rank 1 of 4" does. Threads that read wait for no transfer longer than
-  // `limit`.
+  // `rank` begins errors, as "rank 1 of 4" does. A thread that has copied
+  // nothing for `limit` stands still, and wait() throws.
   BucketReaders(std::string rank, std::chrono::milliseconds limit)
       : rank_(std::move(rank)), limit_(limit) {}
 

@@ -18,7 +18,8 @@ namespace zero {
 // in a program that was built without --config=cuda.
 kernels::Stream current_stream(c10::Device device);
 
-// Both functions below are weak: tests link others, for a device that captures as CUDA does.
+// current_capture() and is_complete() are weak: tests link others, for a device that captures as
+// CUDA does.
 
 // Returns a number of the capture in a CUDA graph that has that stream, or 0 for none.
 uint64_t current_capture(c10::Device device);

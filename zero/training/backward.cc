@@ -269,12 +269,6 @@ void BackwardPasses::begin() {
   any_ = true;
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
   if (!takes_gradients()) parts_.protocol.throw_misuse(untimely_problem());
-  if (parts_.update_in_backward && is_capturing(parts_.protocol.device())) {
-    parts_.protocol.throw_misuse(
-        "CUDA graph capture: expected an optimizer without update_in_backward(true), whose updates "
-        "are on streams beside the backward pass, which was tried in no graph; end the capture, or "
-        "make the optimizer without that option");
-  }
   if (parts_.update_in_backward && parts_.reducer.has_packed()) {
     parts_.protocol.throw_misuse(
         "backward(): expected step() after each backward pass with update_in_backward(true), got "

@@ -42,8 +42,8 @@ class BackwardPasses {
     const Clipping& clipping;
     StepRecord& record;
     ParameterGathers& gathers;
-    // Returns why a step cannot be captured in a CUDA graph, or nothing.
-    std::function<std::string()> capture_problem;
+    // Returns why a step cannot be captured in a CUDA graph, or nothing. Asked in a capture alone.
+    std::function<std::string()> capture_problem = nullptr;
     bool update_in_backward = false;  // ZeroOptions::update_in_backward
   };
 

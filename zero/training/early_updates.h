@@ -32,10 +32,6 @@
 
 namespace zero {
 
-// What an error of an update says first. Some shards are updated then while others are not: there
-// is no way back.
-inline constexpr const char* kFailedUpdate = "the update of this rank's shard failed";
-
 class EarlyUpdates final : public BucketUpdates {
  public:
   // The objects that an update uses. All must outlive this.

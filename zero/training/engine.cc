@@ -154,6 +154,8 @@ std::string capture_problem(const Engine& engine, Call call) {
            "a constant loss scale and NCCL between ranks, after one that was not captured, got " +
            got + "; end the capture and run it without";
   };
+  // Updates are on streams beside the backward pass then, which was tried in no graph.
+  if (engine.options.update_in_backward()) return refuse("update_in_backward(true)");
   if (!engine.options.static_graph()) return refuse("an optimizer without that option");
   if (!is_of_a_step(call)) return refuse(call_name(call));
   if (engine.protocol.expected_rounds() == 0) return refuse("the first step");
@@ -296,6 +298,7 @@ Engine::~Engine() {
 }
 
 std::unique_ptr<torch::optim::Optimizer> Engine::release() {
+  reducer.join();  // updates use memory that is freed now
   passes.remove_hooks();
   protocol.set_ema_in_use(false);
   std::unique_ptr<torch::optim::Optimizer> inner = shards.release_inner();

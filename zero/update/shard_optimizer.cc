@@ -65,6 +65,11 @@ const torch::optim::Optimizer& ShardOptimizer::inner() const {
   return *inner_;
 }
 
+GroupOptions& ShardOptimizer::groups() {
+  check_there();
+  return group_options_;
+}
+
 void ShardOptimizer::check_there() const {
   TORCH_CHECK(inner_ != nullptr,
               "expected the inner optimizer, which was lost when memory ran out in a change of "

@@ -66,7 +66,8 @@ class ShardOptimizer {
   // parameters by them. `inner` must have passed check_inner_optimizer().
   ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Optimizer> inner, Options options);
 
-  GroupOptions& groups() { return group_options_; }
+  // They read the inner optimizer, and throw as inner() does where it was lost.
+  GroupOptions& groups();
   const GroupOptions& groups() const { return group_options_; }
 
   // What a gradient is multiplied by, after each element is clamped to [-bound, bound].
