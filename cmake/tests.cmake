@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Every GoogleTest of tests/ as <folder>/<name>, with the programs that tests start. Tests run in
-# <build>/run, which has the files that Bazel would put there. These stay with Bazel: CUDA kernels
+# <build>/run, which has the files that Bazel would put there. They end as a program does, with what
+# libtorch does at its end, which Bazel's skip (support/end_at_once.h). These stay with Bazel: CUDA kernels
 # that run on the CPU, tests/hosts, tests/launchers and tests/gpu_machine (Python), tests/examples/*.{sh,py}, tests/fuzz
 # (libFuzzer), tests/benchmarks, and tests tagged long.
 
@@ -14,7 +15,7 @@ find_package(Threads REQUIRED)
 # ---- Files: tests, programs with a main(), what both share, and an emulated device ----
 file(GLOB_RECURSE files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/tests/*.cc")
 list(FILTER files EXCLUDE
-  REGEX "^tests/(benchmarks|fuzz|packages|support/cuda_emulation)/|tsan_selftest|test_main|write_golden|cuda_launch_test")
+  REGEX "^tests/(benchmarks|fuzz|packages|support/cuda_emulation)/|tsan_selftest|support/test_main|write_golden|cuda_launch_test")
 set(device ${files})
 list(FILTER device INCLUDE REGEX "^tests/support/device/")
 list(FILTER device EXCLUDE REGEX "_test\\.cc$")

@@ -103,7 +103,7 @@ TEST(CopyRingTest, ACopyThatWasDamagedOnTheWayIsRefused) {
 
 // As at the end of a program whose last steps are protected.
 TEST(CopyRingTest, AnAbortEndsAnExchangeInItsMiddle) {
-  const std::vector<MemoryFile> files = {file_of(0, 8 << 20), file_of(1, 8 << 20)};
+  const std::vector<MemoryFile> files = {file_of(0, 16 << 20), file_of(1, 16 << 20)};
   for (int life = 10; life < 90; life += 10) {
     run_ranks(2,
               [&](const Group& group) {

@@ -200,37 +200,39 @@ TEST(ProtectionTest, TheManifestOfAProtectedStepIsSentOnceToEachRank) {
 // As after the failure of a communicator that is not the optimizer's.
 TEST(ProtectionTest, RecoverOfAllRanksGoesBackToTheProtectedStep) {
   std::latch connected(2);
-  run_ranks(2, [&](const Group& group) {
-    OddModel model(1);
-    ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
-                            ZeroOptions().protect(2));
-    const auto step = [&](uint64_t seed) {
-      optimizer.backward(
-          model->loss(random_tensor({3, 17}, seed), random_tensor({3, 11}, 2), OddModelImpl::kAll));
-      optimizer.step();
-    };
-    step(1);
-    step(2);
-    const at::Tensor then = model->trunk->weight.detach().clone();
-    step(3);
-    step(4);  // waits for the copy of the second
-    step(5);
-    const at::Tensor after = model->trunk->weight.detach().clone();
-    const auto own = optimizer.group().make_communicator("own", Purpose::kControl);
-    connected.arrive_and_wait();
-    own->abort("as in a test");
-    const RecoveryReport report = optimizer.recover();
-    EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
-    ASSERT_TRUE(report.steps == 2 || report.steps == 4) << report.steps;
-    if (report.steps == 2) {
-      EXPECT_TRUE(then.equal(model->trunk->weight));
-      step(3);
-      step(4);
-    }
-    step(5);
-    EXPECT_TRUE(after.equal(model->trunk->weight));
-    EXPECT_EQ(optimizer.stats().steps, 5);
-  });
+  run_ranks(2,
+            [&](const Group& group) {
+              OddModel model(1);
+              ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                                      ZeroOptions().protect(2));
+              const auto step = [&](uint64_t seed) {
+                optimizer.backward(model->loss(random_tensor({3, 17}, seed),
+                                               random_tensor({3, 11}, 2), OddModelImpl::kAll));
+                optimizer.step();
+              };
+              step(1);
+              step(2);
+              const at::Tensor then = model->trunk->weight.detach().clone();
+              step(3);
+              step(4);  // waits for the copy of the second
+              step(5);
+              const at::Tensor after = model->trunk->weight.detach().clone();
+              const auto own = optimizer.group().make_communicator("own", Purpose::kControl);
+              connected.arrive_and_wait();
+              own->abort("as in a test");
+              const RecoveryReport report = optimizer.recover();
+              EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
+              ASSERT_TRUE(report.steps == 2 || report.steps == 4) << report.steps;
+              if (report.steps == 2) {
+                EXPECT_TRUE(then.equal(model->trunk->weight));
+                step(3);
+                step(4);
+              }
+              step(5);
+              EXPECT_TRUE(after.equal(model->trunk->weight));
+              EXPECT_EQ(optimizer.stats().steps, 5);
+            },
+            {.transport = kRealTransport});
 }
 
 }  // namespace

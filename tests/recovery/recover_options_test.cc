@@ -30,6 +30,7 @@ void expect_the_same_again(const std::string& name, Training training, int ranks
   training.options.bucket_bytes(training.options.bucket_bytes().value_or(900)).protect(2);
   RunOptions run_options;
   run_options.ranks_per_machine = ranks_per_machine;
+  if (ranks_per_machine > 0) run_options.transport = kRealTransport;
   const int ranks = ranks_per_machine > 0 ? 4 : 3;
   std::latch connected(ranks);
   run_ranks(

@@ -8,7 +8,7 @@ namespace zero {
 
 // The main() of such a test: runs each case in a process of its own, forked from this one, and
 // `at_once` of them at any time. Prints what they have printed, case by case, when all have ended.
-// Returns 0 where all pass. Each case has a TEST_TMPDIR of its own.
+// Ends this process, with 0 where all pass. Each case has a TEST_TMPDIR of its own.
 int run_cases_at_once(int argc, char** argv, int at_once);
 
 }  // namespace zero

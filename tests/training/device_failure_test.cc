@@ -24,7 +24,7 @@ namespace {
 
 using std::chrono::seconds;
 
-constexpr seconds kTimeout{2};
+constexpr seconds kTimeout{4};
 
 // Of a rank that was there.
 struct Outcome {

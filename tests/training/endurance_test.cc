@@ -113,11 +113,13 @@ TEST(EnduranceTest, NothingGrowsWithTheSteps) {
   const int64_t steps = given == nullptr ? 400 : std::atoll(given);
   const std::string folder = fresh("soak");
   std::vector<Held> seen;
-  run_ranks(3, [&](const Group& group) {
-    run(group, steps, steps / 20, folder, [&](int64_t) {
-      if (group.rank() == 0) seen.push_back(held_now());
-    });
-  });
+  run_ranks(3,
+            [&](const Group& group) {
+              run(group, steps, steps / 20, folder, [&](int64_t) {
+                if (group.rank() == 0) seen.push_back(held_now());
+              });
+            },
+            {.transport = kRealTransport});
   ASSERT_EQ(seen.size(), 20U);
   // Buffers and arenas of the allocator are there after a quarter.
   const auto least = [&](int64_t Held::*what, size_t from, size_t to) {
@@ -166,10 +168,12 @@ TEST(EnduranceTest, SignalsThatInterruptSystemCallsChangeNoBit) {
   const auto train = [](const std::string& name) {
     const std::string folder = fresh(name);
     std::vector<at::Tensor> result;
-    run_ranks(3, [&](const Group& group) {
-      const auto parameters = run(group, 60, 10, folder, [](int64_t) {});
-      if (group.rank() == 0) result = parameters;
-    });
+    run_ranks(3,
+              [&](const Group& group) {
+                const auto parameters = run(group, 60, 10, folder, [](int64_t) {});
+                if (group.rank() == 0) result = parameters;
+              },
+              {.transport = kRealTransport});
     EXPECT_EQ(entries(folder.c_str()), 2);
     const auto newest = latest(folder);
     EXPECT_TRUE(newest.has_value());

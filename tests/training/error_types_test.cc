@@ -208,12 +208,14 @@ TEST(ErrorTypesTest, EachCallThatNoticesTheEndOfARankThrowsACommunicationError) 
       [](Rank& r) { r.optimizer->freeze({r.model->scale}); },
   };
   for (size_t i = 0; i < calls.size(); ++i) {
-    run_ranks(2, [&](const Group& group) {
-      Rank r(group);
-      r.train();
-      if (group.rank() == 1) return;
-      EXPECT_EQ(kind_of([&] { calls[i](r); }), Kind::kCommunication) << "call " << i;
-    });
+    run_ranks(2,
+              [&](const Group& group) {
+                Rank r(group);
+                r.train();
+                if (group.rank() == 1) return;
+                EXPECT_EQ(kind_of([&] { calls[i](r); }), Kind::kCommunication) << "call " << i;
+              },
+              {.transport = kRealTransport});
   }
 }
 
@@ -256,25 +258,29 @@ TEST(ErrorTypesTest, ARankThatDoesNotConnectIsACommunicationError) {
 
 TEST(ErrorTypesTest, OperationsOfACommunicatorThatFailedAreCommunicationErrors) {
   for (const int world_size : {1, 2, 3}) {
-    run_ranks(world_size, [&](const Group& group) {
-      const auto own = group.make_communicator("own", Purpose::kControl);
-      const auto other = group.make_communicator("other", Purpose::kControl);
-      const int64_t before = group.failures();
-      const auto sum = [&] { own->all_reduce_sum(at::zeros({3}, at::kDouble), "numbers").wait(); };
-      EXPECT_EQ(kind_of(sum), Kind::kNone);
-      EXPECT_EQ(group.failures(), before);
-      other->all_gather_text("", "ranks that are here");
-      if (world_size > 1) {
-        if (group.rank() == 0) own->abort("as in a test");
-        EXPECT_EQ(kind_of(sum), Kind::kCommunication);
-        EXPECT_EQ(kind_of(sum), Kind::kCommunication);
-        EXPECT_EQ(group.failures(), before + 1);
-        EXPECT_EQ(group.subgroup({group.rank()}, "own").failures(), before + 1);
-      }
-      // What is wrong with arguments is not.
-      EXPECT_EQ(kind_of([&] { other->all_reduce_sum(at::zeros({3}), "numbers").wait(); }),
-                Kind::kOwn);
-    });
+    run_ranks(world_size,
+              [&](const Group& group) {
+                const auto own = group.make_communicator("own", Purpose::kControl);
+                const auto other = group.make_communicator("other", Purpose::kControl);
+                const int64_t before = group.failures();
+                const auto sum = [&] {
+                  own->all_reduce_sum(at::zeros({3}, at::kDouble), "numbers").wait();
+                };
+                EXPECT_EQ(kind_of(sum), Kind::kNone);
+                EXPECT_EQ(group.failures(), before);
+                other->all_gather_text("", "ranks that are here");
+                if (world_size > 1) {
+                  if (group.rank() == 0) own->abort("as in a test");
+                  EXPECT_EQ(kind_of(sum), Kind::kCommunication);
+                  EXPECT_EQ(kind_of(sum), Kind::kCommunication);
+                  EXPECT_EQ(group.failures(), before + 1);
+                  EXPECT_EQ(group.subgroup({group.rank()}, "own").failures(), before + 1);
+                }
+                // What is wrong with arguments is not.
+                EXPECT_EQ(kind_of([&] { other->all_reduce_sum(at::zeros({3}), "numbers").wait(); }),
+                          Kind::kOwn);
+              },
+              {.transport = kRealTransport});
   }
 }
 
@@ -297,20 +303,23 @@ class Interrupted : public torch::optim::Optimizer {
 TEST(ErrorTypesTest, ARanksOwnFailureWithinAStepIsACommunicationErrorOnTheOthersAlone) {
   for (const int world_size : {1, 2, 3}) {
     for (int different = 0; different < world_size; ++different) {
-      run_ranks(world_size, [&](const Group& group) {
-        const bool here = group.rank() == different;
-        OddModel model(1);
-        ZeroOptimizer optimizer(*model, std::make_unique<Interrupted>(model->parameters(), here),
-                                group, ZeroOptions().elementwise(true));
-        const auto step = [&] {
-          optimizer.backward(model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2),
-                                         OddModelImpl::kAll));
-          optimizer.step();
-        };
-        for (int i = 0; i < 2; ++i) {
-          EXPECT_EQ(kind_of(step), here ? Kind::kOwn : Kind::kCommunication);
-        }
-      });
+      run_ranks(world_size,
+                [&](const Group& group) {
+                  const bool here = group.rank() == different;
+                  OddModel model(1);
+                  ZeroOptimizer optimizer(*model,
+                                          std::make_unique<Interrupted>(model->parameters(), here),
+                                          group, ZeroOptions().elementwise(true));
+                  const auto step = [&] {
+                    optimizer.backward(model->loss(random_tensor({3, 17}, 1),
+                                                   random_tensor({3, 11}, 2), OddModelImpl::kAll));
+                    optimizer.step();
+                  };
+                  for (int i = 0; i < 2; ++i) {
+                    EXPECT_EQ(kind_of(step), here ? Kind::kOwn : Kind::kCommunication);
+                  }
+                },
+                {.transport = kRealTransport});
     }
   }
 }

@@ -197,13 +197,13 @@ INSTANTIATE_TEST_SUITE_P(W, MuonMomentsAt, ::testing::Values(1, 2, 3, 4));
 
 TEST_P(MuonMomentsAt, HaveTheBitsOfOneProcess) {
   run_ranks(GetParam(), [&](const Group& group) {
-    int number = group.world_size();
     for (const Moments moments : {Moments::kInt8, Moments::kBFloat16, Moments::kFloat32}) {
+      int option = 0;
       for (const MuonOptions& muon : {muon_options(), muon_options().nesterov(false).momentum(0.5),
                                       muon_options().momentum(0)}) {
         // Formats, options and sizes of buckets in pairs.
         const int64_t bucket_bytes =
-            (static_cast<int>(moments) + number++) % 2 == 0 ? 8192 : 1 << 20;
+            (static_cast<int>(moments) + option++ + group.world_size()) % 2 == 0 ? 8192 : 1 << 20;
         Pair run(group, moments, ZeroOptions().bucket_bytes(bucket_bytes), muon);
         for (int n = 0; n < 3; ++n) run.step(n);
         run.optimizer->check_replicas();

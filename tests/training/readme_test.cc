@@ -114,7 +114,7 @@ std::string run_program(const std::string& name, int ranks, const std::string& w
 }
 
 class ReadmeRunTest : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(OneOrTwo, ReadmeRunTest, ::testing::Values(1, 2),
+INSTANTIATE_TEST_SUITE_P(OneOrThree, ReadmeRunTest, ::testing::Values(1, 3),
                          [](const auto& info) { return "W" + std::to_string(info.param); });
 
 TEST_P(ReadmeRunTest, ANewProcessGoesOnAsIfTheRunHadNotStopped) {

@@ -378,7 +378,7 @@ void expect_the_others_time_out(int world_size, bool unused) {
                 ++timed_out;
               }
             },
-            {.timeout = std::chrono::seconds(3)});
+            {.transport = kRealTransport, .timeout = std::chrono::seconds(3)});
 }
 
 // Later nobody is told, so the others' time runs out: an error that names the rank, not a hang.

@@ -24,7 +24,8 @@
 namespace zero {
 namespace {
 
-// Every shape in memory, and two on the other wires: comm/two_level_exchange_test has all of them.
+// Every shape in memory, and the smaller ones on the other wires: comm/two_level_exchange_test has
+// all of them.
 std::vector<WireCase> two_level_cases() {
   std::vector<WireCase> all = wire_cases();
   std::erase_if(all, [](const WireCase& c) {
