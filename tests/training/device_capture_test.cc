@@ -92,7 +92,7 @@ struct TrainedRank {
   }
   void step() {
     for (int pass = 0; pass < s.passes; ++pass) optimizer.backward(model->loss(x, target));
-    optimizer.clip_grad_norm_(0.5);
+    if (!optimizer.options().update_in_backward()) optimizer.clip_grad_norm_(0.5);
     optimizer.step();
   }
   std::vector<at::Tensor> values() {

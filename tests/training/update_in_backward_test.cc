@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
+#include <latch>
 #include <memory>
 #include <ostream>
 #include <string>
@@ -32,6 +33,7 @@
 #include "tests/support/training.h"
 #include "tests/support/transports.h"
 #include "zero/checkpoint.h"
+#include "zero/communicator.h"
 #include "zero/lion.h"
 #include "zero/zero_optimizer.h"
 
@@ -747,6 +749,31 @@ TEST(UpdateInBackwardTest, AFailedPassIsAFailureOfAllRanksAndRecoverGoesOn) {
     EXPECT_EQ(differing(before, run.snapshot()), 0);
     run.train(3, 5);
   });
+}
+
+// Sums and updates of the pass are on their streams still when the memory of the shard is given up.
+TEST(UpdateInBackwardTest, OnADeviceRecoverIsBehindTheUpdatesOfTheLastPass) {
+  std::latch connected(2);
+  run_device_ranks(
+      2,
+      [&](const Group& group) {
+        TestRun run(group, kUsual, with(small()).protect(1)), other(group, kUsual, with(small()));
+        for (int n = 0; n < 3; ++n) {
+          run.step(n);
+          other.step(n);
+        }
+        const auto own = run.optimizer.group().make_communicator("own", Purpose::kControl);
+        connected.arrive_and_wait();
+        run.backward(3);
+        own->abort("as in a test");
+        EXPECT_EQ(run.optimizer.recover().steps, 3);
+        for (int n = 3; n < 5; ++n) {
+          run.step(n);
+          other.step(n);
+        }
+        expect_same_bits(run.everything(), other.everything());
+      },
+      {.room = 2});
 }
 
 // One whose gradients were reset since the pass, and one whose ranks updated with other options.
