@@ -293,8 +293,9 @@ TEST(StoredNoise, TheMeanOverManyStepsIsTheValue) {
       }
     }
     for (int i = 1; i < 256; ++i) {
-      // For a distance of two neighbours that is d: the largest of these differences is d / 170, and
-      // with independent noise of each step d / 70. Of a root, code 1 takes all of what is below it.
+      // For a distance of two neighbours that is d: the largest of these differences is d / 170,
+      // and with independent noise of each step d / 70. Of a root, code 1 takes all of what is
+      // below it.
       const double size = std::fabs(x[i]);
       const double distance =
           type == StateType::kInt8 ? (2 * std::sqrt(size * 16129) + 1) / 16129 : size / 128;
