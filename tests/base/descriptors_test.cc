@@ -54,6 +54,18 @@ TEST(NewDescriptorsTest, WhatAnEpollInstanceWatchesIsClosedOnExec) {
   EXPECT_TRUE(inherited(old.descriptor));
 }
 
+// As where another thread has closed what it looked at.
+TEST(NewDescriptorsTest, ANumberThatIsGivenAgainIsNew) {
+  const Pipe watched;
+  const int closed = open("/proc/self/fd", O_RDONLY | O_DIRECTORY);
+  const NewDescriptors descriptors;
+  close(closed);
+  Epoll made;
+  ASSERT_EQ(made.descriptor, closed);
+  made.watch(watched.ends[0]);
+  EXPECT_EQ(descriptors.watched(), std::vector<int>{watched.ends[0]});
+}
+
 TEST(NewDescriptorsTest, NewPipesWithBothEndsHereAreClosedOnExec) {
   const Pipe old;
   const NewDescriptors descriptors;

@@ -49,13 +49,20 @@ std::string target_of(int descriptor) {
 
 bool is_pipe(const std::string& target) { return target.rfind("pipe:", 0) == 0; }
 
-// Returns the descriptors that are open now and were not then, with their targets.
-std::map<int, std::string> opened_since(const std::vector<int>& before) {
+std::map<int, std::string> open_targets() {
   std::map<int, std::string> result;
-  for (const int descriptor : open_descriptors()) {
-    if (std::binary_search(before.begin(), before.end(), descriptor)) continue;
-    result[descriptor] = target_of(descriptor);
-  }
+  for (const int descriptor : open_descriptors()) result[descriptor] = target_of(descriptor);
+  return result;
+}
+
+// Returns the descriptors that are open now and were not then, with their targets. Another thread
+// may have closed one of then, whose number has another target now.
+std::map<int, std::string> opened_since(const std::map<int, std::string>& before) {
+  std::map<int, std::string> result = open_targets();
+  std::erase_if(result, [&](const auto& now) {
+    const auto then = before.find(now.first);
+    return then != before.end() && then->second == now.second;
+  });
   return result;
 }
 
@@ -94,7 +101,7 @@ std::vector<int> watched_by(int epoll) {
   return result;
 }
 
-NewDescriptors::NewDescriptors() : before_(open_descriptors()) {}
+NewDescriptors::NewDescriptors() : before_(open_targets()) {}
 
 std::vector<int> NewDescriptors::epolls() const {
   std::vector<int> result;

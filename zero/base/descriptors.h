@@ -5,6 +5,7 @@
 // from inheriting them.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -41,7 +42,7 @@ class NewDescriptors {
   void close_pipes_on_exec() const;
 
  private:
-  const std::vector<int> before_;
+  const std::map<int, std::string> before_;  // with their targets
 };
 
 }  // namespace zero
