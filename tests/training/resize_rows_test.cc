@@ -380,7 +380,7 @@ TEST(ResizeRowsTest, ADeathAfterwardsGoesBackToTheNewRows) {
               for (int i = 3; i < 6; ++i) step(*optimizer, p, i);
               optimizer->check_replicas();
             },
-            {.timeout = std::chrono::seconds(3)});
+            {.timeout = std::chrono::seconds(8)});
 }
 
 // Some of its parameters have sizes that no protected step knows.
@@ -407,7 +407,7 @@ TEST(ResizeRowsTest, ADeathWithinIsFinal) {
               expect_words(error_of([&] { optimizer->recover(); }),
                            {"parameter means", "[37, 3]", "[50, 3]", "ended within resize_rows()"});
             },
-            {.timeout = std::chrono::seconds(3)});
+            {.timeout = std::chrono::seconds(8)});
   message_probe = nullptr;
 }
 

@@ -290,14 +290,13 @@ void GradientReducer::send_next() {
   reduction.bucket = b;
   set_reducing(true);
   open_[b].stream.reset();
-  const bool waits = has_peers(reduction) && RowCommunicator(*comms.data).waits_on_host(device_);
   if (has_peers(reduction)) {
     queue_.push(std::move(reduction));
   } else {
     reduce_alone(reduction, pool_);
   }
   if (!options_.update_in_backward) return;
-  if (waits) {
+  if (comms.data->world_size() > 1 && RowCommunicator(*comms.data).waits_on_host(device_)) {
     under_way_.push_back(sent);
   } else {
     queue_.check();  // after an error nothing is on the stream
