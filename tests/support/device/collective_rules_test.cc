@@ -58,15 +58,6 @@ struct Rank {
   const c10::Stream other;
 };
 
-std::vector<std::string> violations_of(const std::function<void(const Rank&)>& program) {
-  std::vector<std::string> violations;
-  EmulatedDevice::set_patience(std::chrono::milliseconds(500));
-  run_device_ranks(2, [&](const Group& group) { program(Rank(group)); },
-                   {.violations = &violations});
-  EmulatedDevice::set_patience(std::chrono::seconds(20));
-  return violations;
-}
-
 std::string text_of(const std::vector<std::string>& violations) {
   std::string text;
   for (const std::string& violation : violations) text += "\n  " + violation;
@@ -84,6 +75,16 @@ struct Fault {
   // With the fault or without it.
   std::function<void(const Rank&, bool fault)> program;
 };
+
+// A fault may be a deadlock, which is waited for.
+std::vector<std::string> violations_of(const Fault& fault, bool planted) {
+  std::vector<std::string> violations;
+  if (planted) EmulatedDevice::set_patience(std::chrono::milliseconds(500));
+  run_device_ranks(2, [&](const Group& group) { fault.program(Rank(group), planted); },
+                   {.violations = &violations});
+  EmulatedDevice::set_patience(std::chrono::seconds(20));
+  return violations;
+}
 
 std::ostream& operator<<(std::ostream& stream, const Fault& fault) { return stream << fault.name; }
 
@@ -220,9 +221,9 @@ INSTANTIATE_TEST_SUITE_P(Faults, CollectiveRulesTest, ::testing::ValuesIn(faults
 
 TEST_P(CollectiveRulesTest, AreBrokenByThisFaultAndNotWithoutIt) {
   const Fault& fault = GetParam();
-  const auto with = violations_of([&](const Rank& rank) { fault.program(rank, true); });
+  const auto with = violations_of(fault, true);
   EXPECT_TRUE(finds(with, fault.rule)) << text_of(with);
-  const auto without = violations_of([&](const Rank& rank) { fault.program(rank, false); });
+  const auto without = violations_of(fault, false);
   EXPECT_TRUE(without.empty()) << text_of(without);
 }
 
