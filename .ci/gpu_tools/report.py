@@ -32,6 +32,7 @@ one stopped: `--minutes 9` bounds it, `--only trace` chooses steps.
 | `nccl` | processes over NCCL: random programs of calls, sums, capture, deaths, recovery |
 | `trace` | waits of the host for the device in three traced steps: there should be none |
 | `kernels` | each kernel beside a copy by the device, in turns; aligned, not aligned, and 1000 segments |
+| `options` | what options that need less memory cost and save, with one rank |
 | `training` | stages 1 and 2 beside PyTorch's DDP and fused AdamW: one rank, or two that share a GPU |
 | `train_gpt` | training, checkpoints, and the same losses again on another number of ranks |
 | `memcheck`, `racecheck` | compute-sanitizer on the tests of the kernels |
@@ -97,6 +98,26 @@ def _traces(result):
                    f"that allocate: {calls}; {launches}.")
 
 
+def _sums(result):
+    for name, step in result["steps"].items():
+        figures = step["figures"]
+        if "calls_that_differ" in figures and figures["calls"]:
+            different = max(figures["calls_that_differ"])
+            yield (f"* `{name}`: on the worst rank {different:.0f} of {figures['calls'][0]:.0f} "
+                   f"calls have other bits than the first; of {figures['sums'][0]:.0f} sums "
+                   f"{max(figures['not_exact']):.0f} are not the exact ones rounded, "
+                   f"{max(figures['not_in_rank_order']):.0f} not those in rank order; "
+                   f"reduce-scatter {max(figures['reduce_scatter_ms']):.2f} ms, all-to-all "
+                   f"{max(figures['all_to_all_ms']):.2f} ms.")
+
+
+def _options(result):
+    for name, step in result["steps"].items():
+        for text, line in step["figures"].get("options", {}).items():
+            yield (f"| {name.split(':')[1]} | `{text or 'none'}` | {line['median_ms']:.1f} | "
+                   f"{line['device_mb']:.0f} | {line['loss']:.3f} |")
+
+
 def _training(result):
     for name, step in result["steps"].items():
         found = step["figures"].get("training")
@@ -120,6 +141,13 @@ def text(result):
     kernels = result["steps"].get("kernels", {}).get("figures", {}).get("kernels")
     if kernels:
         lines += ["## Kernels", "", *_kernels(kernels), ""]
+    sums = list(_sums(result))
+    if sums:
+        lines += ["## Sums of fp32 by NCCL", "", *sums, ""]
+    options = list(_options(result))
+    if options:
+        lines += ["## Options", "", "| workload | options | ms | GPU MB | last loss |",
+                  "|---|---|---:|---:|---:|", *options, ""]
     training = list(_training(result))
     if training:
         lines += ["## Training", "", *training]

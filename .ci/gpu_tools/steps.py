@@ -132,6 +132,28 @@ def _all_training(pack):
     ]
 
 
+# What an option costs and saves. An update in the backward pass does not clip.
+_OPTIONS = ["", "--no-clip", "--no-clip --update-in-backward", "--split-masters", "--moments bfloat16",
+            "--moments int8", "--bf16-shards", "--split-masters --moments int8 --bf16-shards",
+            "--split-masters --moments int8 --no-clip --update-in-backward"]
+
+
+def read_options(output, folder):
+    """Of each run of the benchmark, in the order of _OPTIONS."""
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    figures = {text: {"median_ms": line["median_ms"], "device_mb": line["device_growth_mb"],
+                      "loss": line["loss_last"]}
+               for text, line in zip(_OPTIONS, lines)}
+    return {"options": figures}, "" if len(lines) == len(_OPTIONS) else "a run has no result"
+
+
+def _options(pack):
+    common = [pack.program("benchmark"), "--device", "cuda", "--nproc", "1", "--workload",
+              "gpt350m_bf16", "--steps", "20", "--json"]
+    return [Step("options:gpt350m", "time and memory of a step with options that need less memory",
+                 [[*common, *text.split()] for text in _OPTIONS], timeout=400, read=read_options)]
+
+
 def _read_trace(output, folder):
     return host_syncs.read(json.loads((folder / "trace.json").read_text()))
 
@@ -184,5 +206,5 @@ def _train_gpt(pack):
 
 
 def all_steps(pack, out):
-    return [*_tests(pack), *_graph(pack), *_nccl(pack), *_traces(pack), *_kernels(pack), *_all_training(pack),
-            *_train_gpt(pack), *_sanitizers(pack)]
+    return [*_tests(pack), *_graph(pack), *_nccl(pack), *_traces(pack), *_kernels(pack),
+            *_options(pack), *_all_training(pack), *_train_gpt(pack), *_sanitizers(pack)]

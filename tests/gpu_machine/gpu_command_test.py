@@ -211,6 +211,15 @@ class ReadTest(unittest.TestCase):
         self.assertEqual(figures["all_to_all_ms"], [2, 2])
         self.assertIn("no rank", steps.read_sums("Killed", None)[1])
 
+    def test_each_option_has_the_figures_of_its_run(self):
+        line = '$ benchmark --json\n{{"median_ms": {0}, "device_growth_mb": {0}, "loss_last": 1}}\n'
+        output = "".join(line.format(i) for i in range(len(steps._OPTIONS)))
+        figures, problem = steps.read_options(output, None)
+        self.assertEqual(problem, "")
+        self.assertEqual(figures["options"]["--split-masters"]["device_mb"], 3)
+        self.assertIn("no result", steps.read_options(output + line.format(9), None)[1])
+        self.assertIn("no result", steps.read_options("", None)[1])
+
     def test_training_has_to_learn_and_to_go_on(self):
         def read(whole, part):
             with tempfile.TemporaryDirectory() as folder:
@@ -251,6 +260,11 @@ class ReportTest(unittest.TestCase):
                              "launches_per_step": 100},
             "kernels": {"kernels": {"adamw/numel:134217728/off:0": line(0.9),
                                     "lion/numel:134217728/off:0": line(0.8)}},
+            "nccl:sums:4": {"calls_that_differ": [2, 0], "calls": [9, 9], "sums": [64, 64],
+                            "not_exact": [3, 4], "not_in_rank_order": [5, 6],
+                            "reduce_scatter_ms": [1, 1.5], "all_to_all_ms": [2, 2]},
+            "options:gpt350m": {"options": {"--no-clip": {"median_ms": 2.5, "device_mb": 77,
+                                                          "loss": 1.25}}},
             "training:gpt350m": {"training": training}}
         made = {name: {"status": "passed", "reason": "", "seconds": 1.0, "figures": figures}
                 for name, figures in found.items()}
@@ -260,6 +274,9 @@ class ReportTest(unittest.TestCase):
         self.assertIn("| 0.90 | 0.85 |", page)
         self.assertIn("| 0.80 | 0.85 missed |", page)
         self.assertIn("| zero stage 2 | 9.8 | 0.80 |", page)
+        self.assertIn("2 of 9 calls have other bits", page)
+        self.assertIn("4 are not the exact ones rounded, 6 not those in rank order", page)
+        self.assertIn("| gpt350m | `--no-clip` | 2.5 | 77 | 1.250 |", page)
         self.assertNotIn("Nothing has been measured", page)
 
 
