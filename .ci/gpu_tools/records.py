@@ -68,7 +68,8 @@ class Record:
         return self.steps.get(name, {}).get("status") == "passed"
 
     def add(self, name, found):
-        self.steps[name] = {**found, "gpu": self.machine["gpu"], "date": self.machine["date"]}
+        self.steps[name] = {**found, "gpu": self.machine["gpu"], "date": self.machine["date"],
+                            "commit": self.pack["commit"]}
         whole = {"pack": self.pack, "machine": self.machine, "steps": self.steps}
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(whole, indent=1) + "\n")
@@ -87,12 +88,11 @@ class Record:
 
 
 def merged(paths):
-    """One result of several runs; of a step that several have, the last that was not skipped."""
+    """One result of several runs, the oldest first, with the programs of the last; of a step that
+    several have, the last that was not skipped."""
     whole = {"pack": {}, "machine": {}, "steps": {}}
     for path in paths:
         found = json.loads(Path(path).read_text())
-        if whole["pack"] and whole["pack"] != found["pack"]:
-            sys.exit(f"{path} is of other programs than the results before it: {found['pack']}")
         if not whole["machine"].get("gpu"):
             whole["machine"] = found["machine"]
         whole["pack"] = found["pack"]

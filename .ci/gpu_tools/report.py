@@ -53,7 +53,7 @@ def _about(result):
     facts, pack = result["machine"], result["pack"]
     return (f"Measured on {facts['date']}, {facts['gpus']} x {facts['gpu']}, driver "
             f"{facts['driver']}, PyTorch {facts['torch']}, NCCL {facts['nccl']}, {facts['cores']} "
-            f"cores of {facts['cpu']}; zero at {pack['commit']}.")
+            f"cores of {facts['cpu']}; zero at {pack['commit']} where a step has no other commit.")
 
 
 def _steps(result):
@@ -61,9 +61,12 @@ def _steps(result):
     for name, step in result["steps"].items():
         figures = step["figures"]
         note = step["reason"]
+        commit = step.get("commit", result["pack"]["commit"])
+        if commit != result["pack"]["commit"]:
+            note = f"at {commit}" + (f": {note}" if note else "")
         if "tests" in figures:
-            note = f"{figures['tests']} tests" + (
-                f", {figures['skipped']} skipped" if figures["skipped"] else "")
+            note = ", ".join([*([note] if note else []), f"{figures['tests']} tests",
+                              *([f"{figures['skipped']} skipped"] if figures["skipped"] else [])])
         rows.append(f"| {name} | {step['status']} | {step['seconds']:.0f} | "
                     f"{note.replace('|', '/')} |")
     return rows

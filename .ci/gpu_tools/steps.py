@@ -159,11 +159,14 @@ def _read_trace(output, folder):
 
 
 def _traces(pack):
-    return [Step(f"trace:stage{stage}", "waits of the host in three steps, by a trace",
-                 [[pack.program("benchmark"), "--device", "cuda", "--nproc", "1", "--workload",
-                   "gpt10m_bf16", "--stage", str(stage), "--steps", "4", "--trace", "trace.json"]],
-                 read=_read_trace)
-            for stage in (2, 1)]
+    def step(name, *options):
+        return Step(f"trace:{name}", "waits of the host in three steps, by a trace",
+                    [[pack.program("benchmark"), "--device", "cuda", "--nproc", "1", "--workload",
+                      "gpt10m_bf16", "--steps", "4", "--trace", "trace.json", *options]],
+                    read=_read_trace)
+    return [step("stage2", "--stage", "2"), step("stage1", "--stage", "1"),
+            step("small", "--split-masters", "--moments", "int8", "--bf16-shards"),
+            step("update_in_backward", "--update-in-backward")]
 
 
 def _losses(path):

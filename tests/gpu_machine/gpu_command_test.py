@@ -109,11 +109,15 @@ class RunTest(unittest.TestCase):
         self.run_steps([python("a", ""), python("b", "exit(1)")], WITHOUT_GPU)
         first = self.out / "first.json"
         (self.out / "gpu.json").rename(first)
-        self.run_steps([python("b", "")])
+        self.run_steps([python("b", "")], pack={**PACK, "commit": "def"})
         whole = records.merged([first, self.out / "gpu.json"])
         self.assertEqual({name: step["status"] for name, step in whole["steps"].items()},
                          {"a": "passed", "b": "passed"})
         self.assertEqual(whole["machine"], WITH_GPU)
+        page = report.text(whole)
+        self.assertIn("zero at def where", page)
+        self.assertIn("| a | passed | 0 | at abc |", page)
+        self.assertIn("| b | passed | 0 |  |", page)
 
 
 def event(name, ts, dur=1, cat="cuda_runtime"):

@@ -160,11 +160,12 @@ int sums(bool nvls) {
         c10::make_intrusive<c10d::PrefixStore>(c10::str("sums/", number), group.store()),
         group.rank(), ranks, group.device(), seconds(60));
   };
-  // Multiples of 2^-20 below 2^12, so that a sum in double is exact and one in fp32 is not.
+  // Multiples of 2^-31 below 2^8 with all bits of fp32, so that a sum in double is exact and one in
+  // fp32 is not.
   const auto values_of = [&](int rank) {
     const auto seed = static_cast<uint64_t>(2 * rank + 1);
-    const at::Tensor exponent = random_tensor({ranks * kRow}, seed).mul(4).floor().clamp(-8, 8);
-    return random_tensor({ranks * kRow}, seed + 1).mul(4096).round().mul(at::exp2(exponent - 12));
+    const at::Tensor exponent = random_tensor({ranks * kRow}, seed).mul(8).floor();
+    return random_tensor({ranks * kRow}, seed + 1).mul(at::exp2(exponent));
   };
   at::Tensor exact = at::zeros({kRow}, at::kDouble), in_order = at::zeros({kRow});
   for (int rank = 0; rank < ranks; ++rank) {
@@ -172,6 +173,7 @@ int sums(bool nvls) {
     exact += own.to(at::kDouble);
     in_order += own;
   }
+  TORCH_INTERNAL_ASSERT(!at::equal(in_order, exact.to(at::kFloat)), "values that tell nothing");
   at::Tensor values = values_of(group.rank()).to(group.device());
   at::Tensor first = at::empty({kRow}, values.options()), sum = at::empty_like(first);
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends{backend(0)};

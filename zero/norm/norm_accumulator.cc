@@ -11,15 +11,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
-#include "kernels/cast.h"
 #include "kernels/norm.h"
 #include "zero/memory/device_stream.h"
+#include "zero/norm/fp32_batches.h"
 
 namespace zero {
 namespace {
-
-constexpr int64_t kPiece = int64_t{1} << 18;  // elements
 
 // The elements in memory order, without a copy where memory is dense.
 at::Tensor flat(const at::Tensor& gradient) {
@@ -34,9 +33,9 @@ at::Tensor flat(const at::Tensor& gradient) {
 }
 
 void add_doubles(const at::Tensor& part, const at::Tensor& values, double norm_type) {
-  for (int64_t begin = 0; begin < values.numel(); begin += kPiece) {
-    const at::Tensor piece =
-        values.narrow(0, begin, std::min(kPiece, values.numel() - begin)).abs();
+  const int64_t most = fp32_batch_numel(values.device());
+  for (int64_t begin = 0; begin < values.numel(); begin += most) {
+    const at::Tensor piece = values.narrow(0, begin, std::min(most, values.numel() - begin)).abs();
     if (std::isinf(norm_type)) {
       // The maximum of values with a NaN is some NaN, with any sign.
       part.copy_(at::maximum(part, piece.max().abs().reshape({1}).view(at::kLong)));
@@ -46,39 +45,6 @@ void add_doubles(const at::Tensor& part, const at::Tensor& values, double norm_t
     }
   }
 }
-
-// 16-bit values as fp32, many small gradients in one buffer, so that kernels run on long stretches.
-class Fp32Staging {
- public:
-  Fp32Staging(const at::Tensor& part, double norm_type, int64_t numel)
-      : part_(part),
-        norm_type_(norm_type),
-        buffer_(at::empty({std::min(numel, kPiece)}, part.options().dtype(at::kFloat))) {}
-
-  void add(const at::Tensor& values) {
-    for (int64_t begin = 0; begin < values.numel();) {
-      const int64_t numel = std::min(buffer_.numel() - filled_, values.numel() - begin);
-      kernels::cast_copy(
-          static_cast<const char*>(values.const_data_ptr()) + begin * values.element_size(),
-          values.scalar_type(), buffer_.mutable_data_ptr<float>() + filled_, at::kFloat, numel,
-          /*addend=*/nullptr, current_stream(buffer_.device()));
-      begin += numel;
-      filled_ += numel;
-      if (filled_ == buffer_.numel()) flush();
-    }
-  }
-  void flush() {
-    if (filled_ == 0) return;
-    add_to_norm_part(part_, {{buffer_.const_data_ptr<float>(), filled_}}, norm_type_, 1.0);
-    filled_ = 0;
-  }
-
- private:
-  const at::Tensor part_;
-  const double norm_type_;
-  const at::Tensor buffer_;
-  int64_t filled_ = 0;
-};
 
 }  // namespace
 
@@ -117,7 +83,7 @@ void add_to_norm_part(const at::Tensor& part, const std::vector<at::Tensor>& gra
   const c10::OptionalDeviceGuard guard(part.device());
   std::vector<at::Tensor> alive;  // copies of gradients that were not dense
   std::vector<kernels::ConstSpan> spans;
-  int64_t numel16 = 0;
+  std::map<c10::ScalarType, int64_t> converted;  // how many elements, by dtype
   for (const at::Tensor& gradient : gradients) {
     const at::Tensor values = flat(gradient);
     if (values.numel() == 0) continue;
@@ -127,17 +93,21 @@ void add_to_norm_part(const at::Tensor& part, const std::vector<at::Tensor>& gra
       add_doubles(part, values, norm_type);
       continue;
     } else {
-      numel16 += values.numel();
+      converted[values.scalar_type()] += values.numel();
     }
     alive.push_back(values);
   }
   add_to_norm_part(part, spans, norm_type, 1.0);
-  if (numel16 == 0) return;
-  Fp32Staging staging(part, norm_type, numel16);
-  for (const at::Tensor& values : alive) {
-    if (values.scalar_type() != at::kFloat) staging.add(values);
+  for (const auto& [dtype, numel] : converted) {
+    const auto add_row = [&](const at::Tensor& row, const std::vector<kernels::ConstSpan>&) {
+      add_to_norm_part(part, {{row.const_data_ptr<float>(), row.numel()}}, norm_type, 1.0);
+    };
+    Fp32Batches batches(part.device(), dtype, numel, add_row);
+    for (const at::Tensor& values : alive) {
+      if (values.scalar_type() == dtype) batches.add(values.const_data_ptr(), values.numel());
+    }
+    batches.flush();
   }
-  staging.flush();
 }
 
 Pending all_reduce_norm_parts(const at::Tensor& parts, Communicator& group,

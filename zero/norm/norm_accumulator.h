@@ -29,8 +29,8 @@ void add_to_norm_part(const at::Tensor& part, const std::vector<kernels::ConstSp
                       double norm_type, double weight);
 
 // Adds gradients of any real dtype and any strides on the part's device. fp32 is read in place,
-// 16-bit values pass through a buffer of at most 1 MiB, fp64 is computed in pieces of 2 MiB. Throws
-// c10::Error for sparse and complex tensors.
+// others are copied, fp32_batch_numel() elements at a time. Throws c10::Error for sparse and
+// complex tensors.
 void add_to_norm_part(const at::Tensor& part, const std::vector<at::Tensor>& gradients,
                       double norm_type);
 

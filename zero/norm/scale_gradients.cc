@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "zero/norm/fp32_batches.h"
+
 namespace zero {
 namespace {
 
@@ -13,15 +15,15 @@ namespace {
 // wrong by up to 0.4 % in bf16. `factor` is a double or a 0-dim fp32 tensor.
 template <typename Factor>
 void scale_16_bit(const at::Tensor& gradient, const Factor& factor) {
-  constexpr int64_t kPiece = int64_t{1} << 18;
   at::Tensor target = gradient;
   if (!gradient.is_non_overlapping_and_dense()) {
     target.copy_(gradient.to(at::kFloat).mul_(factor));
     return;
   }
   target = gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset());
-  for (int64_t begin = 0; begin < target.numel(); begin += kPiece) {
-    at::Tensor piece = target.narrow(0, begin, std::min(kPiece, target.numel() - begin));
+  const int64_t most = fp32_batch_numel(target.device());
+  for (int64_t begin = 0; begin < target.numel(); begin += most) {
+    at::Tensor piece = target.narrow(0, begin, std::min(most, target.numel() - begin));
     piece.copy_(piece.to(at::kFloat).mul_(factor));
   }
 }

@@ -9,12 +9,11 @@
 #include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 
-#include <algorithm>
 #include <cmath>
 
-#include "kernels/cast.h"
 #include "kernels/exact_sum.h"
 #include "zero/memory/device_stream.h"
+#include "zero/norm/fp32_batches.h"
 #include "zero/norm/norm_accumulator.h"
 
 namespace zero {
@@ -35,41 +34,24 @@ std::vector<kernels::ConstSpan> spans_of(const std::vector<SegmentTensors>& segm
 // or not fp32, for one batch of copies at a time.
 void for_spans(const std::vector<SegmentTensors>& segments, int64_t group, const at::Tensor& bound,
                c10::function_ref<void(const std::vector<kernels::ConstSpan>& spans)> use) {
-  // A multiple of kExactBlock, so that blocks stay whole.
-  constexpr int64_t kBatch = int64_t{1} << 18;
   if (segments.empty()) return;
   const at::Tensor& any = segments.front().gradient;
   if (!bound.defined() && any.scalar_type() == at::kFloat) {
     use(spans_of(segments, group));
     return;
   }
-  at::Tensor buffer;
-  std::vector<kernels::CopySpan> copies;
-  std::vector<kernels::ConstSpan> spans;
-  int64_t filled = 0;
-  const auto flush = [&] {
-    kernels::cast_copy_spans(copies, any.scalar_type(), at::kFloat, /*with_addends=*/false,
-                             current_stream(any.device()));
-    if (bound.defined()) buffer.narrow(0, 0, filled).clamp_(-bound, bound);
-    use(spans);
-    copies.clear();
-    spans.clear();
-    filled = 0;
-  };
+  const auto of_group = [&](const SegmentTensors& s) { return group < 0 || s.group == group; };
+  int64_t numel = 0;
+  for (const SegmentTensors& s : segments) numel += of_group(s) ? s.segment.numel : 0;
+  Fp32Batches batches(any.device(), any.scalar_type(), numel,
+                      [&](const at::Tensor& values, const std::vector<kernels::ConstSpan>& spans) {
+                        if (bound.defined()) values.clamp_(-bound, bound);
+                        use(spans);
+                      });
   for (const SegmentTensors& s : segments) {
-    if (group >= 0 && s.group != group) continue;
-    if (!buffer.defined()) buffer = at::empty({kBatch}, any.options().dtype(at::kFloat));
-    const auto* from = static_cast<const char*>(s.gradient.const_data_ptr());
-    for (int64_t begin = 0; begin < s.segment.numel; begin += kBatch) {
-      const int64_t numel = std::min(kBatch, s.segment.numel - begin);
-      if (filled + numel > kBatch) flush();
-      float* const to = buffer.mutable_data_ptr<float>() + filled;
-      copies.push_back({from + begin * any.element_size(), to, numel});
-      spans.push_back({to, numel});
-      filled += numel;
-    }
+    if (of_group(s)) batches.add(s.gradient.const_data_ptr(), s.segment.numel);
   }
-  if (filled > 0) flush();
+  batches.flush();
 }
 
 void add(const std::vector<SegmentTensors>& segments, int64_t group, double norm_type,

@@ -24,7 +24,7 @@ struct ShardNorm {
 // so that every element counts once, or 0 where other ranks count it; not used for infinity nor for
 // what is not finite. Sums are made in double. NaN in, NaN out, on every rank. With `bound`, 0-dim
 // fp32 on `device`, it is that of the elements clamped to [-bound, bound]. Then, and where
-// gradients are not fp32, elements are copied, 1 MiB at a time.
+// gradients are not fp32, elements are copied, fp32_batch_numel() at a time.
 ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
                      const std::vector<double>& weights, double norm_type, at::Device device,
                      Communicator& group, const at::Tensor& bound = {});
