@@ -60,7 +60,8 @@ def _steps(result):
     rows = ["| step | result | seconds | |", "|---|---|---:|---|"]
     for name, step in result["steps"].items():
         figures = step["figures"]
-        note = step["reason"]
+        # Whoever reads a result may add what is to be known about it, as "note" of the step.
+        note = step.get("note", step["reason"])
         commit = step.get("commit", result["pack"]["commit"])
         if commit != result["pack"]["commit"]:
             note = f"at {commit}" + (f": {note}" if note else "")
