@@ -160,14 +160,15 @@ def _read_trace(output, folder):
 
 
 def _traces(pack):
-    def step(name, *options):
+    def step(name, *options, workload="gpt10m_bf16"):
         return Step(f"trace:{name}", "waits of the host in three steps, by a trace",
                     [[pack.program("benchmark"), "--device", "cuda", "--nproc", "1", "--workload",
-                      "gpt10m_bf16", "--steps", "4", "--trace", "trace.json", *options]],
+                      workload, "--steps", "4", "--trace", "trace.json", *options]],
                     read=_read_trace)
     return [step("stage2", "--stage", "2"), step("stage1", "--stage", "1"),
             step("small", "--split-masters", "--moments", "int8", "--bf16-shards"),
-            step("update_in_backward", "--update-in-backward")]
+            step("update_in_backward", "--update-in-backward"),
+            step("muon", workload="gpt10m_muon")]
 
 
 def _losses(path):
