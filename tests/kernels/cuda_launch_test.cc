@@ -4,15 +4,22 @@
 // On how many blocks kernels run, and what a GPU that cannot run them is told. Emulated: a GPU does
 // not say on how many blocks a kernel ran.
 #include <c10/util/Exception.h>
+#include <gmock/gmock.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <string>
 
 #include "kernels/adam.h"
+#include "kernels/cast.h"
 #include "kernels/cuda/cuda_tiles.cuh"
+#include "kernels/ema.h"
 #include "kernels/exact_sum.h"
+#include "kernels/lion.h"
 #include "kernels/norm.h"
+#include "kernels/sgd.h"
+#include "kernels/split_master.h"
 #include "kernels/sum_rows.h"
 #include "tests/kernels/cuda_buffers.h"
 #include "tests/support/cuda_emulation/cuda_emulation.h"
@@ -26,38 +33,60 @@ class CudaLaunch : public ::testing::Test {
   void TearDown() override { cuda_emulation::set_processors(2); }
 };
 
-// The blocks of the first launch that each kind of kernel makes for `numel` elements.
+// Calls of every kind of kernel, by name, for arrays of `numel` elements.
+class Calls {
+ public:
+  explicit Calls(int64_t numel) : arrays_(6, ordinary(numel, c10::ScalarType::Float, 1)) {
+    float* a[6];
+    std::transform(arrays_.begin(), arrays_.end(), a, [](Buffer& one) { return one.as<float>(); });
+    SumRowsArgs rows;
+    rows.own = a[0];
+    rows.world_size = 1;
+    rows.numel = numel;
+    rows.dtype = c10::ScalarType::Float;
+    rows.shard = a[1];
+    const AdamSegment adam{a[0], a[1], a[2], nullptr, a[3], nullptr, numel, 1, nullptr};
+    const SgdSegment sgd{a[0], a[1], a[3], nullptr, numel, false, nullptr};
+    const LionSegment lion{a[0], a[1], a[3], nullptr, numel};
+    const ConstSpan span{a[0], numel};
+    auto* const half = reinterpret_cast<int16_t*>(a[4]);
+    constexpr auto kFloat = c10::ScalarType::Float, kBFloat16 = c10::ScalarType::BFloat16;
+    by_name = {
+        {"adam_step", [=] { adam_step(adam, {}, nullptr, nullptr, kBFloat16, kCuda); }},
+        {"sgd_step", [=] { sgd_step(sgd, {.momentum = 0.9}, nullptr, nullptr, kFloat, kCuda); }},
+        {"lion_step", [=] { lion_step(lion, {}, nullptr, nullptr, kFloat, kCuda); }},
+        {"ema_step",
+         [=] {
+           ema_step(EmaSegment{a[1], a[0], numel}, 0.1F, nullptr, kCuda);
+         }},
+        {"cast_copy", [=] { cast_copy(a[0], kFloat, a[4], kFloat, numel, nullptr, kCuda); }},
+        {"fill_zero", [=] { fill_zero(a[4], numel * 4, kCuda); }},
+        {"join_halves", [=] { join_halves(a[0], half, numel, a[5], kCuda); }},
+        {"split_halves", [=] { split_halves(a[0], numel, a[5], half, kCuda); }},
+        {"sum_rows", [=] { sum_rows(rows, kCuda); }},
+        {"sum_of_squares", [=, this] { sum_of_squares(span, sums_, norm_.as<double>(), kCuda); }},
+        {"max_abs_bits", [=, this] { max_abs_bits(span, &bits_, kCuda); }},
+        {"add_squares_exactly", [=, this] { add_squares_exactly(span, exact_, kCuda); }},
+        {"value_of_exact_sum", [this] { value_of_exact_sum(exact_, sums_, kCuda); }},
+    };
+  }
+
+  std::map<std::string, std::function<void()>> by_name;
+
+ private:
+  std::vector<Buffer> arrays_;
+  Buffer norm_ = Buffer(kNormWorkspace * 8, 0);
+  double sums_[2] = {};
+  int64_t exact_[kExactNumel] = {};
+  int64_t bits_ = 0;
+};
+
+// Of the first launch of each kind of kernel that spreads `numel` elements.
 std::map<std::string, int64_t> blocks_of(int64_t numel) {
-  Buffer values = ordinary(numel, c10::ScalarType::Float, 1);
-  Buffer norm(kNormWorkspace * 8, 0);
-  std::vector<Buffer> arrays(5, values);
-  float* a[5];
-  std::transform(arrays.begin(), arrays.end(), a, [](Buffer& one) { return one.as<float>(); });
-  SumRowsArgs rows;
-  rows.own = a[0];
-  rows.world_size = 1;
-  rows.numel = numel;
-  rows.dtype = c10::ScalarType::Float;
-  rows.shard = a[1];
-  const AdamSegment segment{a[0], a[1], a[2], nullptr, a[3], nullptr, numel, 1, nullptr};
-  const ConstSpan span{a[0], numel};
-  double sums[2] = {};
-  int64_t exact[kExactNumel] = {};
-  int64_t bits = 0;
-  const std::map<std::string, std::function<void()>> kernels = {
-      {"adam", [&] { adam_step(segment, {}, nullptr, nullptr, c10::ScalarType::BFloat16, kCuda); }},
-      {"cast",
-       [&] {
-         cast_copy(a[0], c10::ScalarType::Float, a[4], c10::ScalarType::Float, numel, nullptr,
-                   kCuda);
-       }},
-      {"sum of rows", [&] { sum_rows(rows, kCuda); }},
-      {"sum of squares", [&] { sum_of_squares(span, sums, norm.as<double>(), kCuda); }},
-      {"exact sum", [&] { add_squares_exactly(span, exact, kCuda); }},
-      {"max abs", [&] { max_abs_bits(span, &bits, kCuda); }},
-  };
+  const Calls calls(numel);
   std::map<std::string, int64_t> blocks;
-  for (const auto& [name, run] : kernels) {
+  for (const auto& [name, run] : calls.by_name) {
+    if (name == "fill_zero" || name == "value_of_exact_sum") continue;
     cuda_emulation::take_grids();
     run();
     blocks[name] = cuda_emulation::take_grids().at(0);
@@ -127,18 +156,20 @@ TEST_F(CudaLaunch, AnErrorIsThrownOnce) {
   EXPECT_EQ(error_of_next_launch(cudaSuccess), "nothing was thrown");
 }
 
-TEST_F(CudaLaunch, AnErrorOfAnExactSumIsThrown) {
-  const float value = 1.0F;
-  int64_t sum[kExactNumel] = {};
-  double result = 0.0;
-  EXPECT_EQ(error_of(cudaErrorInvalidConfiguration,
-                     [&] {
-                       add_squares_exactly(ConstSpan{&value, 1}, sum, kCuda);
-                     }),
-            "zero::kernels::add_squares_exactly: CUDA error: invalid configuration argument");
-  EXPECT_EQ(
-      error_of(cudaErrorInvalidConfiguration, [&] { value_of_exact_sum(sum, &result, kCuda); }),
-      "zero::kernels::value_of_exact_sum: CUDA error: invalid configuration argument");
+TEST_F(CudaLaunch, OfADeviceThatIsBrokenEveryCallThrowsEachTime) {
+  const Calls calls(10);
+  cuda_emulation::break_device(cudaErrorIllegalAddress);
+  for (const auto& [name, run] : calls.by_name) {
+    for (int time = 0; time < 2; ++time) {
+      EXPECT_THAT(error_of(cudaSuccess, run),
+                  ::testing::HasSubstr("CUDA error: an illegal memory access was encountered"))
+          << name;
+    }
+  }
+  cuda_emulation::break_device(cudaSuccess);
+  for (const auto& [name, run] : calls.by_name) {
+    EXPECT_EQ(error_of(cudaSuccess, run), "nothing was thrown") << name;
+  }
 }
 
 }  // namespace

@@ -26,6 +26,11 @@ void set_processors(int processors);
 // The next launch does nothing and returns this error.
 void fail_next_launch(cudaError_t error);
 
+// Every call that gives the device work does nothing and returns this error, and
+// cudaGetLastError() does not clear it: what a kernel leaves behind that read memory which is not
+// there. cudaSuccess ends it, which on a GPU only a new process does.
+void break_device(cudaError_t error);
+
 // The number of blocks of each launch since the last call.
 std::vector<int64_t> take_grids();
 

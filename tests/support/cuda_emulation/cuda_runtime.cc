@@ -18,6 +18,7 @@ constexpr size_t kMostParameterBytes = 4096;
 int processors = 2;
 cudaError_t next_error = cudaSuccess;
 cudaError_t last_error = cudaSuccess;
+cudaError_t broken = cudaSuccess;
 std::vector<int64_t> grids;
 
 }  // namespace
@@ -25,6 +26,8 @@ std::vector<int64_t> grids;
 void set_processors(int given) { processors = given; }
 
 void fail_next_launch(cudaError_t error) { next_error = error; }
+
+void break_device(cudaError_t error) { broken = error; }
 
 std::vector<int64_t> take_grids() { return std::exchange(grids, {}); }
 
@@ -38,6 +41,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, size_t parameter_bytes,
   if (parameter_bytes > kMostParameterBytes) {
     fail("the parameters of a kernel take more than 4096 bytes");
   }
+  if (broken != cudaSuccess) error = broken;
   if (error != cudaSuccess) {
     return last_error = error;
   }
@@ -56,11 +60,16 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid configuration argument";
     case cudaErrorNoKernelImageForDevice:
       return "no kernel image is available for execution on the device";
+    case cudaErrorIllegalAddress:
+      return "an illegal memory access was encountered";
   }
   return "unrecognized error code";
 }
 
-cudaError_t cudaGetLastError() { return std::exchange(cuda_emulation::last_error, cudaSuccess); }
+cudaError_t cudaGetLastError() {
+  const cudaError_t last = std::exchange(cuda_emulation::last_error, cudaSuccess);
+  return cuda_emulation::broken != cudaSuccess ? cuda_emulation::broken : last;
+}
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
@@ -86,5 +95,6 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  if (cuda_emulation::broken != cudaSuccess) return cuda_emulation::broken;
   return std::memset(to, value, bytes), cudaSuccess;
 }

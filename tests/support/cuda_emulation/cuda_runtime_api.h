@@ -11,6 +11,7 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorIllegalAddress = 700,
 };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
