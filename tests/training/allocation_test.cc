@@ -2,15 +2,27 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Once everything has been used, clipping and stepping allocate no memory that grows with the
-// model: only the few words of messages.
+// model: only the few words of messages. And where there is none, whichever allocation fails,
+// every rank has an error at once, or the steps that it goes on to make are the right ones.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <vector>
 
+#include "tests/support/checkpoint_run.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
+#include "zero/base/error_text.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -18,12 +30,19 @@ namespace {
 
 // Of the thread that allocates, since ranks are threads.
 thread_local int64_t largest_allocation = 0;
+thread_local bool is_rank = false;
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+// How many allocations succeed before one fails: of this thread, and of all that are no ranks.
+thread_local int64_t until_failure = kNever;
+std::atomic<int64_t> until_failure_elsewhere{kNever};
 
 class WatchedAllocator final : public c10::Allocator {
  public:
   explicit WatchedAllocator(c10::Allocator& real) : real_(real) {}
   c10::DataPtr allocate(size_t bytes) override {
     largest_allocation = std::max(largest_allocation, static_cast<int64_t>(bytes));
+    const int64_t left = is_rank ? until_failure-- : until_failure_elsewhere--;
+    TORCH_CHECK_WITH(OutOfMemoryError, left != 0, "no memory for ", bytes, " bytes");
     return real_.allocate(bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override { return real_.raw_deleter(); }
@@ -74,6 +93,233 @@ TEST(AllocationTest, ClippingAndSteppingAllocateNothingThatGrows) {
     }
   }
 }
+
+// What a rank made of an allocation that failed, of itself or another.
+struct Outcome {
+  std::vector<at::Tensor> parameters;  // after the last step; none where the optimizer failed
+  std::vector<std::string> errors;
+  int64_t allocations = 0;  // of the rank
+};
+
+// Two steps of a trainer that catches errors: it drops the gradients, and makes the step again.
+Outcome train(const Group& group, const ZeroOptions& options, at::ScalarType dtype, int64_t fails) {
+  constexpr int kSteps = 2;
+  Outcome outcome;
+  is_rank = true;
+  OddModel model(1, 40);
+  model->to(dtype);
+  ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group, options);
+  const at::Tensor x = random_tensor({3, 17}, group.rank()).to(dtype);
+  const at::Tensor target = random_tensor({3, 11}, 9).to(dtype);
+  until_failure = fails;
+  int steps = 0;
+  for (int tries = 0; steps < kSteps && tries < kSteps + 3; ++tries) {
+    try {
+      const bool drops = steps == 1 && group.rank() == 0;
+      optimizer.backward(model->loss(x, target, drops ? OddModelImpl::kLeft : OddModelImpl::kAll));
+      if (!options.update_in_backward()) optimizer.clip_grad_norm_(1.0);
+      optimizer.step();
+      ++steps;
+    } catch (const c10::Error& error) {
+      outcome.errors.emplace_back(error.what_without_backtrace());
+      try {
+        optimizer.zero_grad();
+      } catch (const c10::Error& failed) {
+        outcome.errors.emplace_back(failed.what_without_backtrace());
+        break;
+      }
+    }
+  }
+  outcome.allocations = fails - until_failure;
+  until_failure = kNever;
+  if (steps < kSteps) return outcome;
+  try {
+    optimizer.wait_for(*model);
+    for (const at::Tensor& p : model->parameters())
+      outcome.parameters.push_back(p.detach().clone());
+  } catch (const c10::Error& error) {
+    outcome.errors.emplace_back(error.what_without_backtrace());
+  }
+  return outcome;
+}
+
+// No rank has waited in vain.
+void expect_at_once(const std::string& error) {
+  for (const char* words : {"timeout", "waited"}) {
+    EXPECT_EQ(error.find(words), std::string::npos) << error;
+  }
+}
+
+struct Case {
+  std::string name;
+  ZeroOptions options;
+  at::ScalarType dtype = at::kFloat;
+};
+
+class NoMemory : public ::testing::TestWithParam<Case> {
+ protected:
+  // Of both ranks.
+  std::vector<Outcome> train_both(int64_t fails, int64_t fails_elsewhere) {
+    std::vector<Outcome> outcomes(2);
+    until_failure_elsewhere = fails_elsewhere;
+    run_ranks(2, [&](const Group& group) {
+      const bool first = group.rank() == 0;
+      outcomes[group.rank()] =
+          train(group, GetParam().options, GetParam().dtype, first ? kNever : fails);
+    });
+    left_elsewhere_ = until_failure_elsewhere.exchange(kNever);
+    return outcomes;
+  }
+
+  int64_t left_elsewhere_ = 0;
+
+  void expect_error_or_steps(const std::vector<Outcome>& found, const std::vector<Outcome>& right) {
+    for (size_t rank = 0; rank < 2; ++rank) {
+      const auto& [parameters, errors, allocations] = found[rank];
+      for (const std::string& error : errors) {
+        expect_at_once(error);
+      }
+      if (parameters.empty()) {
+        EXPECT_FALSE(errors.empty()) << "rank " << rank;
+        continue;
+      }
+      for (size_t p = 0; p < parameters.size(); ++p) {
+        EXPECT_TRUE(at::equal(parameters[p], right[rank].parameters[p]))
+            << "rank " << rank << ", parameter " << p << " after "
+            << (errors.empty() ? "no error" : errors.front());
+      }
+    }
+  }
+};
+
+TEST_P(NoMemory, EveryRankHasAnErrorOrGoesOnRight) {
+  watch_allocations();
+  const std::vector<Outcome> right = train_both(kNever, kNever);
+  ASSERT_FALSE(right[0].parameters.empty());
+  // What the options have in common is seen without them.
+  const int64_t stride = GetParam().name == "stage_2" ? 1 : 3;
+  const int64_t offset = static_cast<int64_t>(GetParam().name.size()) % stride;
+  for (int64_t n = offset; n < right[1].allocations; n += stride) {
+    SCOPED_TRACE(c10::str("allocation ", n, " of rank 1 fails"));
+    expect_error_or_steps(train_both(n, kNever), right);
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(NoMemory, AThreadOfTheLibraryPassesItOn) {
+  watch_allocations();
+  const std::vector<Outcome> right = train_both(kNever, kNever);
+  for (int64_t n = 0;; ++n) {
+    SCOPED_TRACE(c10::str("allocation ", n, " of other threads fails"));
+    expect_error_or_steps(train_both(kNever, n), right);
+    if (HasFailure() || left_elsewhere_ >= 0) return;  // all of them have failed
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Options, NoMemory,
+    ::testing::Values(
+        Case{"stage_2", ZeroOptions().bucket_bytes(4000)},
+        Case{"stage_1", ZeroOptions().stage(1).bucket_bytes(4000)},
+        Case{"small_state",
+             ZeroOptions()
+                 .bucket_bytes(4000)
+                 .moments(Moments::kInt8)
+                 .split_masters(true)
+                 .gradient_shard_dtype(at::kBFloat16),
+             at::kBFloat16},
+        Case{"update_in_backward",
+             ZeroOptions().bucket_bytes(4000).update_in_backward(true).skip_nonfinite(false)},
+        Case{"overlap_gather", ZeroOptions().bucket_bytes(4000).overlap_gather(true)}),
+    [](const auto& test) { return test.param.name; });
+
+struct OtherCall {
+  std::string name;
+  bool twice;  // it is one collective call, which ranks with an error can make again
+  // `folder` has a checkpoint in "before".
+  std::function<void(ZeroOptimizer&, OddModelImpl&, const std::string& folder)> make;
+};
+
+class NoMemoryBeside : public ::testing::TestWithParam<OtherCall> {};
+
+// A call beside a step, which may leave the optimizer usable or not.
+TEST_P(NoMemoryBeside, NoRankWaitsInVain) {
+  watch_allocations();
+  const std::string folder = fresh_folder("no_memory_" + GetParam().name);
+  int64_t allocations = 1;
+  // First without a failure. Calls that make hundreds of allocations make most of them in a loop.
+  for (int64_t n = -1; n < allocations; n += allocations < 40 ? 1 : 3) {
+    SCOPED_TRACE(c10::str("allocation ", n, " of rank 1 fails"));
+    const std::string own = folder + "/" + std::to_string(n);
+    std::filesystem::create_directories(own);
+    std::barrier sync(2);
+    run_ranks(2,
+              [&](const Group& group) {
+                is_rank = true;
+                OddModel model(1, 40);
+                ZeroOptimizer optimizer(
+                    *model, make_inner(Inner::kAdamW, *model), group,
+                    ZeroOptions().bucket_bytes(4000).stage(1).ema(EmaOptions()));
+                const auto backward = [&] {
+                  optimizer.backward(model->loss(random_tensor({3, 17}, group.rank()),
+                                                 random_tensor({3, 11}, 9), OddModelImpl::kAll));
+                };
+                backward();
+                optimizer.step();
+                optimizer.save_checkpoint(own + "/before");
+                if (GetParam().name == "gradient") backward();
+                const int64_t fails = n < 0 || group.rank() == 0 ? kNever : n;
+                until_failure = fails;
+                std::string error, second;
+                try {
+                  GetParam().make(optimizer, *model, own);
+                } catch (const std::exception& thrown) {
+                  error = error_text(thrown);
+                }
+                if (n < 0 && group.rank() == 1) allocations = fails - until_failure;
+                until_failure = kNever;
+                if (!error.empty() && GetParam().twice) {
+                  try {
+                    GetParam().make(optimizer, *model, own);
+                  } catch (const std::exception& thrown) {
+                    second = error_text(thrown);
+                  }
+                }
+                if (GetParam().twice) sync.arrive_and_wait();
+                expect_at_once(error);
+                expect_at_once(second);
+                EXPECT_TRUE(n >= 0 || error.empty()) << error;
+              },
+              {.transport = GetParam().name == "freeze" ? kRealTransport : Transport::kMemory});
+    if (HasFailure()) return;
+    std::filesystem::remove_all(own);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Calls, NoMemoryBeside,
+    ::testing::Values(
+        OtherCall{"save", true,
+                  [](auto& o, auto&, const auto& f) { o.save_checkpoint(f + "/after"); }},
+        OtherCall{
+            "save_async", false,
+            [](auto& o, auto&, const auto& f) { o.save_checkpoint_async(f + "/after")->finish(); }},
+        OtherCall{"load", true,
+                  [](auto& o, auto&, const auto& f) { o.load_checkpoint(f + "/before"); }},
+        OtherCall{"use_ema", false, [](auto& o, auto&, const auto&) { o.use_ema().end(); }},
+        OtherCall{"gradient", true,
+                  [](auto& o, auto& m, const auto&) { o.gradient(m.trunk->weight); }},
+        OtherCall{"master", true, [](auto& o, auto& m, const auto&) { o.master(m.trunk->weight); }},
+        OtherCall{"freeze", true,
+                  [](auto& o, auto& m, const auto&) { o.freeze({m.trunk->weight}); }},
+        OtherCall{"refresh_masters", true,
+                  [](auto& o, auto&, const auto&) { o.refresh_master_parameters(); }},
+        OtherCall{"refresh_working", true,
+                  [](auto& o, auto&, const auto&) { o.refresh_working_parameters(); }},
+        OtherCall{"broadcast_buffers", true,
+                  [](auto& o, auto&, const auto&) { o.broadcast_buffers(); }},
+        OtherCall{"check_replicas", true, [](auto& o, auto&, const auto&) { o.check_replicas(); }}),
+    [](const auto& test) { return test.param.name; });
 
 }  // namespace
 }  // namespace zero

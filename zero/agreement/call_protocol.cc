@@ -42,6 +42,9 @@ void CallProtocol::fail_stop(const std::function<void()>& body) {
     comms_.explained(body);
   } catch (const std::exception& error) {
     asks_for_recovery_ = is_of_communication(error);
+    // Ranks agree on every other problem before this one throws it. Without memory it may have left
+    // out a message, which none of its next call may replace.
+    if (comms_.failed().empty() && is_out_of_memory(error)) comms_.abort(error_text(error));
     if (comms_.failed().empty()) throw;
     failure_ = error_text(error);
     throw_error(asks_for_recovery_, c10::str("rank ", rank(), ": ", failure_));

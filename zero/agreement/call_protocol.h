@@ -51,7 +51,7 @@ class CallProtocol {
   [[noreturn]] void throw_misuse(const std::string& problem);
   // Runs `body` with the parameters' device as the current one, as kernels ask for, and outside of
   // InferenceMode, since what is made in it outlives the call. An error that leaves a communicator
-  // broken makes it a failure. CommunicationError stays one.
+  // broken makes it a failure, and so does a lack of memory. CommunicationError stays one.
   void fail_stop(const std::function<void()>& body);
   bool has_failed() const { return !failure_.empty(); }
   // Returns whether the last error was a CommunicationError, as where a process waits to join.

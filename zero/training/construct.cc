@@ -162,13 +162,15 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
 // Runs `make`, which sends. Where it throws on this rank only, as for lack of memory, the others
 // wait for something that is not sent: this reports why, closes the connections and throws
 // c10::DistBackendError. After a failure of the communication it throws CommunicationError.
-// `agreed`: a c10::Error is the same on all ranks.
+// `agreed`: a c10::Error is the same on all ranks, unless it is for lack of memory.
 void construct(OptimizerCommunicators& comms, bool agreed, const std::function<void()>& make) {
   try {
     make();
   } catch (const std::exception& error) {
     const bool local = comms.failed().empty();
-    if (local && agreed && dynamic_cast<const c10::Error*>(&error) != nullptr) throw;
+    const bool same = dynamic_cast<const c10::Error*>(&error) != nullptr &&
+                      dynamic_cast<const c10::OutOfMemoryError*>(&error) == nullptr;
+    if (local && agreed && same) throw;
     const std::string text = "the optimizer could not be made: " + error_text(error);
     if (local) comms.abort(text);
     if (is_of_communication(error)) {

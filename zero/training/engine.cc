@@ -335,9 +335,11 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
   const int64_t rounds = call == Call::kEndEma ? 0 : reducer.rounds_needed();
   const Agreement agreement = protocol.exchange(call, problem, std::move(arguments),
                                                 {rounds, passes.any(), reducer.used()});
-  // First: a gradient that cannot be sent, a sparse one for example, must not be tried again.
-  if (call == Call::kZeroGrad) reducer.discard();
-  reducer.complete(agreement.rounds);
+  comms->run_or_close([&] {
+    // First: a gradient that cannot be sent, a sparse one for example, must not be tried again.
+    if (call == Call::kZeroGrad) reducer.discard();
+    reducer.complete(agreement.rounds);
+  });
   return agreement;
 }
 

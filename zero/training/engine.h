@@ -96,7 +96,10 @@ struct Engine {
   // Their steps.
   // Stage 1: brings p.grad() up to the agreed rounds.
   void gather_full_gradients(const Agreement& agreement);
-  void update(const Agreement& agreement);
+  // Collective. Whether the step is left out. Where the host does not wait for the answer, it is
+  // no, and `on_device` is a 0-dim double, not 0 for yes, or undefined.
+  bool leaves_out(int64_t rounds, at::Tensor& on_device);
+  void update(const Agreement& agreement, const at::Tensor& skipped);
   // Collective. Whether any rank's rule leaves out the step: 0-dim double beside the gradients, not
   // 0 for yes; undefined without a rule.
   at::Tensor ask_rule(int64_t rounds);

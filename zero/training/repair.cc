@@ -28,29 +28,32 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
         "parameter " + engine.table.parameters()[index].name;
   const Agreement agreement =
       engine.agree(gradient ? Call::kGradient : Call::kMaster, check, {{}, std::move(by_domain)});
-  if (gradient) {
-    engine.gather_full_gradients(agreement);
-    if (agreement.used[index] == 0) return {};
-  }
-  const Parameter& p = engine.table.parameters()[index];
-  at::Tensor result = at::empty_strided(p.tensor.sizes(), p.strides,
-                                        p.tensor.options().dtype(at::kFloat).requires_grad(false));
-  for (int64_t b : engine.plan.parameter_buckets[index]) {
-    const Bucket& bucket = engine.plan.buckets[b];
-    Communicator& ranks = *engine.comms->domains[engine.protocol.domain_of(index)].data;
-    const Rows rows(engine.pool.take(engine.plan.bucket_numel(bucket), at::kFloat), bucket.rows);
-    rows.row(ranks.rank())
-        .copy_(gradient ? engine.reducer.shard(b) : engine.shards.masters().values(b));
-    RowCommunicator(ranks)
-        .gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name)
-        .wait();
-    std::vector<at::Tensor> tensors(bucket.slots.size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (bucket.slots[i].parameter == index) tensors[i] = result;
+  at::Tensor result;
+  engine.comms->run_or_close([&] {
+    if (gradient) {
+      engine.gather_full_gradients(agreement);
+      if (agreement.used[index] == 0) return;
     }
-    copy_out_of_bucket(engine.plan, bucket, rows.values(), tensors);
-    engine.pool.give(rows.values());
-  }
+    const Parameter& p = engine.table.parameters()[index];
+    result = at::empty_strided(p.tensor.sizes(), p.strides,
+                               p.tensor.options().dtype(at::kFloat).requires_grad(false));
+    for (int64_t b : engine.plan.parameter_buckets[index]) {
+      const Bucket& bucket = engine.plan.buckets[b];
+      Communicator& ranks = *engine.comms->domains[engine.protocol.domain_of(index)].data;
+      const Rows rows(engine.pool.take(engine.plan.bucket_numel(bucket), at::kFloat), bucket.rows);
+      rows.row(ranks.rank())
+          .copy_(gradient ? engine.reducer.shard(b) : engine.shards.masters().values(b));
+      RowCommunicator(ranks)
+          .gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name)
+          .wait();
+      std::vector<at::Tensor> tensors(bucket.slots.size());
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        if (bucket.slots[i].parameter == index) tensors[i] = result;
+      }
+      copy_out_of_bucket(engine.plan, bucket, rows.values(), tensors);
+      engine.pool.give(rows.values());
+    }
+  });
   return result;
 }
 
@@ -75,13 +78,15 @@ void refresh_masters(Engine& engine) {
   };
   engine.agree(Call::kRefreshMasters, check, engine.protocol.at_home(shapes_of(frozen)));
   at::NoGradGuard no_grad;
-  engine.arena.attach();
-  const Broadcasts broadcasts(engine.arena, *engine.comms);
-  broadcasts.parameters();
-  broadcasts.over_home(frozen, "frozen parameters");
-  engine.shards.read_masters();
-  if (engine.shards.ema() && engine.record.counts().steps == 0) engine.shards.restart_ema();
-  engine.table.remember();
+  engine.comms->run_or_close([&] {
+    engine.arena.attach();
+    const Broadcasts broadcasts(engine.arena, *engine.comms);
+    broadcasts.parameters();
+    broadcasts.over_home(frozen, "frozen parameters");
+    engine.shards.read_masters();
+    if (engine.shards.ema() && engine.record.counts().steps == 0) engine.shards.restart_ema();
+    engine.table.remember();
+  });
 }
 
 void refresh_working(Engine& engine) {
@@ -131,7 +136,9 @@ void broadcast_buffers(Engine& engine) {
   engine.agree(
       Call::kBroadcastBuffers, [&] { engine.table.verify_whole(); },
       engine.protocol.at_home(shapes_of(engine.table.buffers())));
-  Broadcasts(engine.arena, *engine.comms).over_home(engine.table.buffers(), "buffers");
+  engine.comms->run_or_close([&] {
+    Broadcasts(engine.arena, *engine.comms).over_home(engine.table.buffers(), "buffers");
+  });
 }
 
 }  // namespace zero

@@ -36,7 +36,8 @@ bool can_clip(const Engine& engine, Call call, const Agreement& agreement, bool 
 }  // namespace
 
 void Engine::reduce_gradients() {
-  gather_full_gradients(agree(Call::kReduceGradients, [&] { table.verify(); }));
+  const Agreement agreement = agree(Call::kReduceGradients, [&] { table.verify(); });
+  comms->run_or_close([&] { gather_full_gradients(agreement); });
 }
 
 void Engine::gather_full_gradients(const Agreement& agreement) {
@@ -65,13 +66,18 @@ at::Tensor Engine::clip(std::optional<double> max_norm, double norm_type) {
             {"max_norm " + (max_norm ? exact_text(*max_norm) : std::string("nullopt")) +
                  ", norm_type " + exact_text(norm_type),
              {}});
-  gather_full_gradients(agreement);
-  if (!can_clip(*this, Call::kClipGradNorm, agreement, max_norm.has_value())) {
-    return at::zeros({}, clipping.coefficient().options());
-  }
-  clipping.renew(agreement.rounds);
-  const at::Tensor norm = clipping.norm(norm_type, agreement.rounds);
-  if (max_norm) clipping.clip(*max_norm, norm_type, norm, agreement.rounds);
+  const bool clips = can_clip(*this, Call::kClipGradNorm, agreement, max_norm.has_value());
+  at::Tensor norm;
+  comms->run_or_close([&] {
+    gather_full_gradients(agreement);
+    if (!clips) {
+      norm = at::zeros({}, clipping.coefficient().options());
+      return;
+    }
+    clipping.renew(agreement.rounds);
+    norm = clipping.norm(norm_type, agreement.rounds);
+    if (max_norm) clipping.clip(*max_norm, norm_type, norm, agreement.rounds);
+  });
   return norm;
 }
 
@@ -82,10 +88,13 @@ void Engine::clip_value(double value) {
   };
   const Agreement agreement =
       agree(Call::kClipGradValue, check, {"clip_value " + exact_text(value), {}});
-  gather_full_gradients(agreement);
-  if (!can_clip(*this, Call::kClipGradValue, agreement, /*clips=*/true)) return;
-  clipping.renew(agreement.rounds);
-  clipping.clip_value(value, agreement.rounds);
+  const bool clips = can_clip(*this, Call::kClipGradValue, agreement, /*clips=*/true);
+  comms->run_or_close([&] {
+    gather_full_gradients(agreement);
+    if (!clips) return;
+    clipping.renew(agreement.rounds);
+    clipping.clip_value(value, agreement.rounds);
+  });
 }
 
 void Engine::step(const ParamGroups& groups, const std::function<void()>& also) {
@@ -112,35 +121,43 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   }
   passes.check_used(agreement, domains.uniform);
   if (options.static_graph()) protocol.expect_rounds(agreement.rounds);
-  gather_full_gradients(agreement);
   if (is_capturing(protocol.device())) readers.expect_replays();
-  update(agreement);
+  at::Tensor skipped;
+  bool updates = false;
+  comms->run_or_close([&] {
+    gather_full_gradients(agreement);
+    updates = !leaves_out(agreement.rounds, skipped);
+  });
+  if (updates) update(agreement, skipped);
   forget_gradients();
   // Elsewhere ranks would not all have the same order.
   if (domains.uniform) reducer.expect_unused(agreement.used);
   record.finish_step();
 }
 
-void Engine::update(const Agreement& agreement) {
-  at::Tensor nonfinite, skipped;
-  clipping.renew(agreement.rounds);
-  const at::Tensor left_out = ask_rule(agreement.rounds);
-  if (options.skip_nonfinite()) nonfinite = clipping.nonfinite(agreement.rounds);
+bool Engine::leaves_out(int64_t rounds, at::Tensor& on_device) {
+  at::Tensor nonfinite;
+  clipping.renew(rounds);
+  const at::Tensor by_rule = ask_rule(rounds);
+  if (options.skip_nonfinite()) nonfinite = clipping.nonfinite(rounds);
   if (shards.deferred()) {
     // A skipped step sends rows that did not change: rarer than waiting for the device would be.
-    record.add(nonfinite, left_out);
-    skipped = nonfinite.defined() && left_out.defined() ? nonfinite + left_out
-              : nonfinite.defined()                     ? nonfinite
-                                                        : left_out;
-  } else {
-    const auto is_set = [](const at::Tensor& flag) {
-      return flag.defined() && flag.item<double>() != 0;
-    };
-    const bool bad = is_set(nonfinite);
-    const bool leaves_out = !bad && is_set(left_out);
-    record.add(bad, leaves_out);
-    if (bad || leaves_out) return;
+    record.add(nonfinite, by_rule);
+    on_device = nonfinite.defined() && by_rule.defined() ? nonfinite + by_rule
+                : nonfinite.defined()                    ? nonfinite
+                                                         : by_rule;
+    return false;
   }
+  const auto is_set = [](const at::Tensor& flag) {
+    return flag.defined() && flag.item<double>() != 0;
+  };
+  const bool bad = is_set(nonfinite);
+  const bool by_rule_alone = !bad && is_set(by_rule);
+  record.add(bad, by_rule_alone);
+  return bad || by_rule_alone;
+}
+
+void Engine::update(const Agreement& agreement, const at::Tensor& skipped) {
   comms->run_or_close(
       [&] {
         if (!shards.is_updating()) {
@@ -163,17 +180,13 @@ void Engine::update(const Agreement& agreement) {
 at::Tensor Engine::ask_rule(int64_t rounds) {
   if (!options.skip_if()) return {};
   const at::Tensor norm = clipping.unclipped_norm(rounds);
-  at::Tensor flag;
-  // The other ranks wait for this one's answer.
-  comms->run_or_close([&] {
-    const at::Tensor answer = options.skip_if()->leaves_out(norm.clone());
-    TORCH_CHECK(answer.defined() && answer.dim() == 0 && answer.device() == norm.device(),
-                "skip_if: expected a 0-dim answer on ", norm.device(), ", got ",
-                answer.defined() ? c10::str("shape ", answer.sizes(), " on ", answer.device())
-                                 : std::string("an undefined one"));
-    flag = answer.ne(0).to(at::kDouble).reshape({1});
-    comms->norm->all_reduce_sum(flag, "answers of skip_if").wait();
-  });
+  const at::Tensor answer = options.skip_if()->leaves_out(norm.clone());
+  TORCH_CHECK(answer.defined() && answer.dim() == 0 && answer.device() == norm.device(),
+              "skip_if: expected a 0-dim answer on ", norm.device(), ", got ",
+              answer.defined() ? c10::str("shape ", answer.sizes(), " on ", answer.device())
+                               : std::string("an undefined one"));
+  const at::Tensor flag = answer.ne(0).to(at::kDouble).reshape({1});
+  comms->norm->all_reduce_sum(flag, "answers of skip_if").wait();
   return flag.select(0, 0);
 }
 
