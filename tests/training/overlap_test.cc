@@ -182,37 +182,39 @@ TEST(OverlapTest, ParametersTravelDuringTheNextForwardPass) {
 
 TEST(OverlapTest, AForwardPassThatDidNotWaitIsRefused) {
   for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
-    const RunOptions run = on_memory();
-    run_ranks(
-        2,
-        [&](const Group& group) {
-          const int rank = group.global_rank();
-          Stack model(3, false);
-          ZeroOptimizer optimizer(
-              *model, sgd(*model), group,
-              ZeroOptions().layout(layout).bucket_bytes(kLayerBytes).overlap_gather(true));
-          const auto step_and = [&](const std::function<void()>& body) {
-            optimizer.wait_for(*model);
-            optimizer.backward(model->loss(rank));
-            optimizer.clip_grad_norm_(1e9);    // all gradients have been sent after this
-            run.network->hold_after(rank, 1);  // but for the control message
-            optimizer.step();
-            body();
-            run.network->release(rank);
-          };
-          at::Tensor torn;
-          step_and([&] { torn = model->loss(rank); });
-          expect_words(error_of([&] { optimizer.backward(torn); }),
-                       {"modified by an inplace operation"});
-          optimizer.zero_grad();
-          // An edit meanwhile is seen as ever.
-          step_and([&] {
-            const at::NoGradGuard no_grad;
-            model->list[0]->bias.add_(1);
-          });
-          expect_words(error_of([&] { optimizer.grad_norm(); }), {"edited in place"});
-        },
-        run);
+    for (const int world_size : {1, 2}) {
+      const RunOptions run = on_memory();
+      run_ranks(
+          world_size,
+          [&](const Group& group) {
+            const int rank = group.global_rank();
+            Stack model(3, false);
+            ZeroOptimizer optimizer(
+                *model, sgd(*model), group,
+                ZeroOptions().layout(layout).bucket_bytes(kLayerBytes).overlap_gather(true));
+            const auto step_and = [&](const std::function<void()>& body) {
+              optimizer.wait_for(*model);
+              optimizer.backward(model->loss(rank));
+              optimizer.clip_grad_norm_(1e9);    // all gradients have been sent after this
+              run.network->hold_after(rank, 1);  // but for the control message
+              optimizer.step();
+              body();
+              run.network->release(rank);
+            };
+            at::Tensor torn;
+            step_and([&] { torn = model->loss(rank); });
+            expect_words(error_of([&] { optimizer.backward(torn); }),
+                         {"modified by an inplace operation", "wait_for(module)"});
+            optimizer.zero_grad();
+            // An edit meanwhile is seen as ever.
+            step_and([&] {
+              const at::NoGradGuard no_grad;
+              model->list[0]->bias.add_(1);
+            });
+            expect_words(error_of([&] { optimizer.grad_norm(); }), {"edited in place"});
+          },
+          run);
+    }
   }
 }
 

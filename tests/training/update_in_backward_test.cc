@@ -624,7 +624,8 @@ TEST(UpdateInBackwardTest, GradientsOfOtherPassesAreRefusedAndUpdateNothing) {
   run_ranks(2, [](const Group& group) {
     TestRun run(group, kUsual, with(small())), other(group, kUsual, without(small()));
     const at::Tensor loss = run.model.loss(gradients(false, group.rank(), 0));
-    expect_refused([&] { loss.backward(); }, {"a gradient outside of backward()"});
+    expect_refused([&] { loss.backward(); }, {"a gradient outside of backward()",
+                                              "requires_grad_(false)", "one optimizer of"});
     expect_refused([&] { run.optimizer.step(); }, {"a gradient outside of backward()"});
     run.model.zero_grad();
     run.step(0);

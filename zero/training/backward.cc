@@ -153,7 +153,7 @@ std::string BackwardPasses::untimely_problem() const {
   if (takes_own_passes_only() && !running_) {
     const std::string of_others =
         ". Call requires_grad_(false) on parameters that the pass of another optimizer reaches, as "
-        "that of a GAN's generator does";
+        "that of a GAN's generator does, or make one optimizer of all that one loss trains";
     return "a gradient outside of backward(): expected optimizer.backward(loss) " +
            (parts_.update_in_backward
                 ? "with update_in_backward(true), got another pass, whose gradients would update "
@@ -346,14 +346,22 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     differentiate();
     parts_.reducer.end_pass(kept);
   } catch (const std::exception& error) {
+    std::string text = error_text(error);
+    // Torch's check of the values that a graph saved cannot say what has replaced them.
+    const bool unwaited = parts_.gathers.overlap() &&
+                          text.find("modified by an inplace operation") != std::string::npos;
+    if (unwaited) {
+      text += " With overlap_gather(true): expected wait_for(module) before the module computes";
+    }
     // Else a hook of ours has said it already, with what to do.
     if (!parts_.protocol.is_backward_broken() && !parts_.protocol.has_failed()) {
       break_pass("a backward pass ended with an exception, so gradients are incomplete; " +
-                 remedy(parts_.update_in_backward) + ". It was: " + error_text(error));
+                 remedy(parts_.update_in_backward) + ". It was: " + text);
     }
     if (is_of_communication(error) && !parts_.protocol.has_failed()) {
       parts_.protocol.fail_stop([] { throw; });
     }
+    TORCH_CHECK(!unwaited, "rank ", parts_.protocol.rank(), ": ", text);
     throw;
   }
 }

@@ -24,7 +24,7 @@ void check_update_in_backward(const ZeroOptions& options) {
   if (!options.update_in_backward()) return;
   const auto check = [](bool good, const char* expected, const char* why) {
     TORCH_CHECK(good, "update_in_backward: expected ", expected, ", since ", why,
-                "; set it, or update_in_backward(false)");
+                "; change that, or update_in_backward(false)");
   };
   constexpr const char* kWhole = "parameters are updated before the whole gradient is known";
   check(!options.loss_scaler(), "no loss_scaler", kWhole);

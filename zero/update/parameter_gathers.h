@@ -43,6 +43,8 @@ class ParameterGathers {
   // when they end. A graph that was made meanwhile from a part of the new values then notices, as
   // with any in-place update.
   void change_versions_at_end(const std::vector<uint8_t>& used) { changed_ = used; }
+  // Returns whether they may outlive a step.
+  bool overlap() const { return options_.overlap_gather(); }
   // Returns whether a parameter that a step has changed may not have its new values yet: nothing
   // has waited for it.
   bool is_under_way(int64_t parameter) const;
