@@ -14,7 +14,9 @@
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "zero/checkpoint.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
 #include "zero/mesh.h"
@@ -69,6 +71,25 @@ TEST(StridesTest, AConvolutionOfOneByOneLoadsInEitherMemoryFormat) {
     optimizer->load_checkpoint(folder);
     EXPECT_TRUE(loaded->weight.equal(saved->weight));
   });
+}
+
+TEST(StridesTest, AnotherMemoryFormatIsRefusedAndAnExportFitsIt) {
+  const std::string folder = fresh_folder("formats") + "/a";
+  const at::Tensor values = at::arange(8 * 4 * 3 * 3, at::kFloat).view({8, 4, 3, 3});
+  torch::nn::Conv2d loaded(torch::nn::Conv2dOptions(4, 8, 3));
+  run_ranks(1, [&](const Group& group) {
+    torch::nn::Conv2d saved(torch::nn::Conv2dOptions(4, 8, 3));
+    saved->weight.set_data(values.contiguous(at::MemoryFormat::ChannelsLast));
+    const auto make = [&](torch::nn::Conv2d& conv) {
+      return std::make_unique<ZeroOptimizer>(
+          *conv, std::make_unique<torch::optim::AdamW>(conv->parameters()), group, ZeroOptions());
+    };
+    make(saved)->save_checkpoint(folder);
+    expect_words(error_of([&] { make(loaded)->load_checkpoint(folder); }),
+                 {"parameter weight: memory order (strides)", "export_model()"});
+  });
+  load_weights(*loaded, export_model(folder, folder + ".safetensors"));
+  EXPECT_TRUE(loaded->weight.equal(values));
 }
 
 class Reload : public ::testing::TestWithParam<int> {};

@@ -74,6 +74,7 @@ class Comparison {
     if (memory_order(a) != memory_order(b) && numel(a) > 0) {
       usable = different("memory order (strides)", c10::IntArrayRef(a.strides),
                          c10::IntArrayRef(b.strides), false);
+      lines.back() += "; files of export_model() and export_optimizer_state() fit either";
     }
     if (a.dtype != b.dtype) different("dtype", a.dtype, b.dtype, true);
     if (numbered_groups_ && a.group != b.group) {
