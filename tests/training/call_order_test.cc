@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
@@ -486,6 +487,17 @@ TEST(CallOrderTest, AChangeOfAnAverageInStage1Throws) {
       };
       expect_refused([](const at::Tensor& p) { p.mutable_grad().mul_(0.5); });
       expect_refused([](const at::Tensor& p) { p.mutable_grad() = at::ones_like(p.detach()); });
+      // As people call it on all ranks. It raises no version.
+      r.backward(1.0);
+      r.optimizer->reduce_gradients();
+      const double norm = torch::nn::utils::clip_grad_norm_(r.model.parameters(), 0.1);
+      EXPECT_GT(norm, 0.1);
+      for (const auto& call : std::vector<std::function<void()>>{
+               [&] { r.optimizer->clip_grad_norm_(1.0); }, [&] { r.optimizer->step(); }}) {
+        expect_words(error_of(call),
+                     {"expected the averaged gradient in p.grad() to be only read"});
+      }
+      r.optimizer->zero_grad();
       r.backward(1.0);
       r.optimizer->step();
       r.expect_moved(1.0);

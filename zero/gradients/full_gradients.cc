@@ -2,15 +2,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/gradients/full_gradients.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <string>
 #include <utility>
 
 #include "bookkeeping/layout.h"
 #include "zero/comm/row_communicator.h"
+#include "zero/gradients/local_gradients.h"
 
 namespace zero {
 
@@ -51,6 +55,27 @@ void FullGradients::gather_rounds(int64_t rounds, GradientReducer& reducer,
   if (rounds <= std::max(gathered_rounds_, reducer.rounds_dropped())) return;
   gather(reducer, used);
   gathered_rounds_ = rounds;
+}
+
+void FullGradients::verify(const GradientReducer& reducer) const {
+  const at::Device device = table_.parameters().front().tensor.device();
+  if (shown_rounds_ == 0 || shown_rounds_ != reducer.rounds_needed() || !device.is_cpu()) return;
+  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
+    const auto b = static_cast<int64_t>(i);
+    for (const Segment& s : plan_.segments(b, comms_[plan_.domain_of(b)].data->rank())) {
+      const Parameter& p = table_.parameters()[s.parameter];
+      const at::Tensor& gradient = p.tensor.grad();
+      if (!gradient.defined()) continue;
+      const at::Tensor shown =
+          gradient.as_strided({s.numel}, {1}, gradient.storage_offset() + s.begin);
+      const at::Tensor right = at::empty({s.numel}, shown.options());
+      convert(reducer.shard(b).narrow(0, s.offset, s.numel), right);
+      // Bytes, since a gradient may have a NaN.
+      const bool same =
+          std::memcmp(shown.const_data_ptr(), right.const_data_ptr(), right.nbytes()) == 0;
+      TORCH_CHECK(same, "parameter ", p.name, kChangedAverage);
+    }
+  }
 }
 
 at::Tensor FullGradients::average(int64_t parameter) {

@@ -34,8 +34,14 @@ class FullGradients {
   // Collective. The same, unless p.grad() has these `rounds` since forget_rounds() already, or all
   // of them were dropped.
   void gather_rounds(int64_t rounds, GradientReducer& reducer, const std::vector<uint8_t>& used);
+  // reduce_gradients() has been called: whatever reads p.grad() may write there, too.
+  void show() { shown_rounds_ = gathered_rounds_; }
+  // Throws where this rank's part of what was shown is not as it was: step() would not see it. A
+  // write through p.grad().data() raises no version, as those of torch's clip_grad_norm_() and
+  // clip_grad_value_(). On a CPU only, since the host would wait for another device.
+  void verify(const GradientReducer& reducer) const;
   // The gradients are consumed.
-  void forget_rounds() { gathered_rounds_ = 0; }
+  void forget_rounds() { gathered_rounds_ = shown_rounds_ = 0; }
 
   int64_t bytes() const;
   // Frees what the last gather() made.
@@ -53,6 +59,7 @@ class FullGradients {
   const std::vector<DomainCommunicators> comms_;
   BucketMemory memory_;
   int64_t gathered_rounds_ = 0;     // that p.grad() contains
+  int64_t shown_rounds_ = 0;        // those of the last show()
   std::vector<at::Tensor> single_;  // per parameter, of those without a place in memory_
 };
 

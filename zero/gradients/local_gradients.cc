@@ -137,11 +137,7 @@ void LocalGradients::check_unchanged(int64_t parameter) const {
   if (state.holds == Holds::kGradient && !state.sent) return;
   const bool same =
       state.tensor == gradient.unsafeGetTensorImpl() && state.version == gradient._version();
-  TORCH_CHECK(same || state.holds != Holds::kAverage, "parameter ", p.name,
-              ": expected the averaged gradient in p.grad() to be only read, got a change, which "
-              "would have no effect: step() uses the gradient shards. Clip with "
-              "clip_grad_value_() or clip_grad_norm_() of the ZeroOptimizer, change gradients with "
-              "register_hook(), or call zero_grad() on all ranks");
+  TORCH_CHECK(same || state.holds != Holds::kAverage, "parameter ", p.name, kChangedAverage);
   TORCH_CHECK(
       same, "parameter ", p.name,
       ": expected p.grad() as the backward pass left it, since its gradient is on its way, "

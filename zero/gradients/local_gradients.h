@@ -35,6 +35,12 @@ namespace zero {
 // Returns whether the memory of `sum` is its own, and of a size that the system would map anew.
 bool is_worth_holding(const at::Tensor& sum);
 
+// Behind the name of a parameter, where an average in p.grad() has changed.
+inline constexpr const char* kChangedAverage =
+    ": expected the averaged gradient in p.grad() to be only read, got a change, which would have "
+    "no effect: step() uses the gradient shards. Clip with clip_grad_value_() or clip_grad_norm_() "
+    "of the ZeroOptimizer, change gradients with register_hook(), or call zero_grad() on all ranks";
+
 class LocalGradients {
  public:
   // `fp32`: 16-bit gradients under no_sync add up apart, in fp32. `table` must outlive this.

@@ -227,6 +227,7 @@ Problem first_problem(Engine& engine, Call call, const std::function<void()>& ch
       if (check) check();
       // Whatever the call: it completes the rounds, and so sends what is in p.grad().
       engine.reducer.verify();
+      engine.full_gradients.verify(engine.reducer);
     });
   }
   engine.reducer.claim_gradients();

@@ -38,6 +38,7 @@ bool can_clip(const Engine& engine, Call call, const Agreement& agreement, bool 
 void Engine::reduce_gradients() {
   const Agreement agreement = agree(Call::kReduceGradients, [&] { table.verify(); });
   comms->run_or_close([&] { gather_full_gradients(agreement); });
+  full_gradients.show();
 }
 
 void Engine::gather_full_gradients(const Agreement& agreement) {
