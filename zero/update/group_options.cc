@@ -80,7 +80,7 @@ void GroupOptions::push(const ParamGroups& groups) {
 void GroupOptions::keep_rates_on_device() { rates_.emplace(inner_.param_groups(), device_); }
 
 void GroupOptions::send_rates() {
-  if (rates_ && !is_capturing(device_)) rates_->send(inner_.param_groups());
+  if (rates_) rates_->send(inner_.param_groups());  // in a capture nothing: check_captured_rates()
 }
 
 void GroupOptions::check_captured_rates(const ParamGroups& groups) const {
