@@ -234,7 +234,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Completes the reduction of all gradients since the last step. In stage 1, p.grad()
   // then holds this parameter's averaged gradient in the parameter's dtype, until the next backward
   // pass, step() or zero_grad(). It may be read only: a change has no effect, and the next
-  // collective call throws. Called by clip_grad_norm_() and step().
+  // collective call throws, but on a GPU not for one through p.grad().data(), as of torch's clips.
+  // Called by clip_grad_norm_() and step().
   void reduce_gradients();
   // Collective. The averaged, unclipped gradient of a managed parameter since the last step, or its
   // master: full, fp32, in the parameter's shape, a copy. gradient() is undefined when no rank used

@@ -22,9 +22,8 @@ void CallProtocol::check_usable() const {
   if (failure_.empty()) return;
   throw_error(asks_for_recovery_,
               c10::str("rank ", rank(),
-                       ": expected a working optimizer, got one whose communication failed "
-                       "earlier; end all ranks and resume from a checkpoint. The first failure "
-                       "was: ",
+                       ": expected a working optimizer, got one that failed earlier; end all ranks "
+                       "and resume from a checkpoint. The first failure was: ",
                        failure_));
 }
 
