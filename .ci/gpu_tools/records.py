@@ -95,6 +95,10 @@ def merged(paths):
         found = json.loads(Path(path).read_text())
         if not whole["machine"].get("gpu"):
             whole["machine"] = found["machine"]
+        for fact in ("gpu", "torch"):
+            here, before = found["machine"].get(fact), whole["machine"].get(fact)
+            if here and before and here != before:
+                sys.exit(f"{path} has {fact} {here}, and the results before it {before}")
         whole["pack"] = found["pack"]
         for name, step in found["steps"].items():
             if step["status"] in ("passed", "failed") or name not in whole["steps"]:

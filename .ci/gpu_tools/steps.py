@@ -145,7 +145,8 @@ def read_options(output, folder):
     figures = {text: {"median_ms": line["median_ms"], "device_mb": line["device_growth_mb"],
                       "loss": line["loss_last"]}
                for text, line in zip(_OPTIONS, lines)}
-    return {"options": figures}, "" if len(lines) == len(_OPTIONS) else "a run has no result"
+    whole = len(lines) == len(_OPTIONS)
+    return {"options": figures if whole else {}}, "" if whole else "a run has no result"
 
 
 def _options(pack):

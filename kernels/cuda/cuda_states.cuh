@@ -134,6 +134,7 @@ __device__ void store_state(const LaneValues& lane, uint32_t key, void* array, i
     }
     const float scale = state_scale<kRoot>(__reduce_max_sync(0xffffffffU, largest));
     const float inverse = inverse_state_scale<kRoot>(scale);
+    __syncwarp();  // all lanes have read the scale of before
     if (block.lane == 0) {
       static_cast<float*>(array)[block.first / kStateBlock] = scale;
     }

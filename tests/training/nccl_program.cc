@@ -173,7 +173,8 @@ int sums(bool nvls) {
     exact += own.to(at::kDouble);
     in_order += own;
   }
-  TORCH_INTERNAL_ASSERT(!at::equal(in_order, exact.to(at::kFloat)), "values that tell nothing");
+  TORCH_CHECK(!at::equal(in_order, exact.to(at::kFloat)),
+              "expected at least 3 ranks, whose sums depend on an order, got ", ranks);
   at::Tensor values = values_of(group.rank()).to(group.device());
   at::Tensor first = at::empty({kRow}, values.options()), sum = at::empty_like(first);
   std::vector<c10::intrusive_ptr<c10d::Backend>> backends{backend(0)};

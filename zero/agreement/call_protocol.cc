@@ -46,7 +46,9 @@ void CallProtocol::fail_stop(const std::function<void()>& body) {
     if (comms_.failed().empty() && is_out_of_memory(error)) comms_.abort(error_text(error));
     if (comms_.failed().empty()) throw;
     failure_ = error_text(error);
-    throw_error(asks_for_recovery_, c10::str("rank ", rank(), ": ", failure_));
+    const std::string text = c10::str("rank ", rank(), ": ", failure_);
+    TORCH_CHECK_WITH(OutOfMemoryError, !is_out_of_memory(error), text);
+    throw_error(asks_for_recovery_, text);
   }
 }
 

@@ -351,7 +351,7 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     const bool unwaited = parts_.gathers.overlap() &&
                           text.find("modified by an inplace operation") != std::string::npos;
     if (unwaited) {
-      text += " With overlap_gather(true): expected wait_for(module) before the module computes";
+      text += " With overlap_gather(true) a forward pass before wait_for(module) ends in this, too";
     }
     // Else a hook of ours has said it already, with what to do.
     if (!parts_.protocol.is_backward_broken() && !parts_.protocol.has_failed()) {

@@ -33,6 +33,7 @@ namespace cuda_emulation {
 namespace {
 
 constexpr unsigned kWarp = 32;
+constexpr unsigned kMostThreads = 1024;  // of a block
 constexpr size_t kStack = 128 << 10;
 constexpr unsigned kNoOrder = 1;  // a switch to a fiber that orders no memory
 
@@ -277,6 +278,15 @@ void wait_for_block(const char* file, int line) {
   thread.line = line;
   release(barrier);
   scheduler().wait(State::kAtBarrier);
+  acquire(barrier);
+}
+
+void wait_for_warp() {
+  static char barriers[kMostThreads / kWarp][2] = {};
+  Scheduler& s = scheduler();
+  char* barrier = &barriers[s.current_ / kWarp][s.current().exchanges++ % 2];
+  release(barrier);
+  s.wait(State::kInWarp);
   acquire(barrier);
 }
 

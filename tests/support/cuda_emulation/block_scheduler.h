@@ -5,8 +5,8 @@
 //
 // Under ThreadSanitizer every CUDA thread is a fiber that only a barrier orders with the others of
 // its block, so that a missing barrier is reported as a data race. Warp functions pass values and
-// order no memory, as CUDA's do. The blocks of a grid run one after the other and are ordered: they
-// share the static variables that stand for __shared__ memory.
+// order no memory, as CUDA's do; __syncwarp() does. The blocks of a grid run one after the other
+// and are ordered: they share the static variables that stand for __shared__ memory.
 #pragma once
 
 #include <cstddef>
@@ -31,6 +31,9 @@ unsigned grid_size();
 // Returns when all threads of the block have called it at the same place. Ends the process where
 // that cannot happen.
 void wait_for_block(const char* file, int line);
+
+// Returns when all 32 threads of the warp have called it, and orders their memory.
+void wait_for_warp();
 
 // Returns when all 32 threads of the warp have called it, with the values of all of them.
 void exchange_in_warp(unsigned mask, uint64_t value, uint64_t (&values)[32]);

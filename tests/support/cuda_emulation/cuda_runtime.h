@@ -92,6 +92,8 @@ inline void __syncthreads(const char* file = __builtin_FILE(), int line = __buil
   cuda_emulation::wait_for_block(file, line);
 }
 
+inline void __syncwarp() { cuda_emulation::wait_for_warp(); }
+
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned distance) {
   static_assert(sizeof(T) <= 8);
