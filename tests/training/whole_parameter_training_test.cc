@@ -5,6 +5,7 @@
 // whole, beside plain torch in one process: the same bits after every step.
 #include <c10/util/accumulate.h>
 #include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
