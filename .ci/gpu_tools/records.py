@@ -106,6 +106,12 @@ def merged(paths):
     return whole
 
 
+def _without_paths(output):
+    """Programs and sources as in the folder of pack, wherever that is on this machine."""
+    folder = str(Path(__file__).absolute().parents[2])
+    return output.replace(folder + "/", "").replace(sys.executable, "python3")
+
+
 def _last_line(output):
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1][:300] if lines else ""
@@ -154,7 +160,8 @@ class Runner:
         with open(self.out / "log.txt", "a") as log:
             log.write(f"=== {step.name}: {status}\n{output}\n")
         return {"status": status, "reason": reason, "seconds": time.monotonic() - begin,
-                "figures": figures, "tail": "" if status == "passed" else output[-_TAIL:]}
+                "figures": figures,
+                "tail": "" if status == "passed" else _without_paths(output)[-_TAIL:]}
 
     def _run_commands(self, step, commands, folder):
         """(exit status, or a text that says why there is none; the output)."""

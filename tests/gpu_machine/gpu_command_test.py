@@ -58,6 +58,7 @@ class RunTest(unittest.TestCase):
                           "finds_something": "failed", "passes": "passed"})
         self.assertEqual(found["fails"]["reason"], "exit status 3: why it fails")
         self.assertEqual(found["finds_something"]["figures"], {"n": 1})
+        self.assertTrue(found["fails"]["tail"].startswith("$ python3 -c"))
 
     def test_a_step_that_hangs_ends_with_everything_that_it_started(self):
         hangs = records.Step("hangs", "", [["sh", "-c", "sleep 600 & echo $!; wait"]], timeout=2)

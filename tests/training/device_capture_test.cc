@@ -140,7 +140,7 @@ std::vector<at::Tensor> after_seven_steps(const Group& group, const Setting& s, 
   for (int i = 0; i < 5; ++i) {
     rates_and([&] { captured&& i != 2 ? run.graph.replay() : run.step(); });
     if (!s.saves || i != 2) continue;
-    // A replay follows, which asks nobody whether it may change what is copied.
+    // The next replay changes the shard. It runs no code of the library that could wait.
     EmulatedDevice::set_copy_time(std::chrono::milliseconds(30));
     between = run.optimizer.save_checkpoint_async(folder + "between");
   }

@@ -168,8 +168,8 @@ void construct(OptimizerCommunicators& comms, bool agreed, const std::function<v
     make();
   } catch (const std::exception& error) {
     const bool local = comms.failed().empty();
-    const bool same = dynamic_cast<const c10::Error*>(&error) != nullptr &&
-                      dynamic_cast<const c10::OutOfMemoryError*>(&error) == nullptr;
+    const bool same =
+        dynamic_cast<const c10::Error*>(&error) != nullptr && !is_out_of_memory(error);
     if (local && agreed && same) throw;
     const std::string text = "the optimizer could not be made: " + error_text(error);
     if (local) comms.abort(text);
