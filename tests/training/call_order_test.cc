@@ -498,6 +498,12 @@ TEST(CallOrderTest, AChangeOfAnAverageInStage1Throws) {
                      {"expected the averaged gradient in p.grad() to be only read"});
       }
       r.optimizer->zero_grad();
+      // As a measure of gradients that are not finite it writes NaN. The step is skipped as ever.
+      r.backward(kInfinity);
+      r.optimizer->reduce_gradients();
+      torch::nn::utils::clip_grad_norm_(r.model.parameters(), kInfinity);
+      r.optimizer->step();
+      EXPECT_TRUE(r.optimizer->step_skipped());
       r.backward(1.0);
       r.optimizer->step();
       r.expect_moved(1.0);
