@@ -494,6 +494,33 @@ TEST(ReplanTest, ACheckpointOfTheChangedGroupsGoesOn) {
   });
 }
 
+TEST(ReplanTest, ASaveUnderWayRefusesAChangeAndIsCompleted) {
+  const std::string folder = ::testing::TempDir() + "/replan-pending";
+  std::filesystem::remove_all(folder);
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+    auto pending = optimizer.save_checkpoint_async(folder);
+    const std::vector<std::function<void()>> changes = {
+        [&] { optimizer.freeze({v[0]}); },
+        [&] {
+          optimizer.resize_rows({{v[0], at::arange(3)}});
+        }};
+    for (const auto& change : changes) {
+      expect_words(error_of(change), {"expected no save under way", folder, "finish()"});
+    }
+    pending->finish();
+    EXPECT_EQ(describe_checkpoint(folder).steps, 0);
+    optimizer.freeze({v[0]});
+    // One that is given up is no reason.
+    pending = optimizer.save_checkpoint_async(folder, SaveOptions().overwrite(true));
+    pending.reset();
+    optimizer.resize_rows({{v[1], at::arange(3)}});
+    optimizer.check_replicas();
+  });
+}
+
 // All of a group may be frozen; its number and options stay.
 TEST(ReplanTest, AnEmptyGroupIsSavedLoadedAndFilledAgain) {
   const std::string folder = ::testing::TempDir() + "/replan-empty";

@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -40,6 +41,10 @@ class Checkpoints {
   LoadReport load(const std::string& folder, const LoadOptions& load, ParamGroups& groups);
   std::optional<std::string> latest(const std::string& parent);
 
+  // Throws while a save of this rank has begun and not ended: only the engine that began it can end
+  // it.
+  void check_none_pending() const;
+
   // Which run this rank's checkpoints are of.
   RunIdentity& run() { return run_; }
 
@@ -62,7 +67,8 @@ class Checkpoints {
   std::shared_ptr<Engine>& engine_;
   RunIdentity run_;
   WrittenOnce frozen_;
-  KeptMemory memory_;      // of the copies of asynchronous saves
+  KeptMemory memory_;  // of the copies of asynchronous saves
+  std::map<std::string, std::weak_ptr<CheckpointWriter>> pending_;  // those, by folder
   SerialThread removals_;  // of the checkpoints that asynchronous saves replaced
 };
 

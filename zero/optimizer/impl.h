@@ -19,7 +19,7 @@ struct ZeroOptimizer::Impl {
   std::shared_ptr<Engine> engine;  // recover() and changes of parameters put another one here
   Checkpoints checkpoints{engine};
   Recovery recovery{engine, checkpoints.run()};
-  Replanning replanning{engine, recovery};
+  Replanning replanning{engine, recovery, checkpoints};
 };
 
 }  // namespace zero

@@ -164,6 +164,7 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
                 "expected plain data parallelism, got a mesh or placements; save a checkpoint and "
                 "make a new optimizer, which loads it");
     engine.check_no_gradients();
+    checkpoints_.check_none_pending();
     engine.shards.groups().check(groups);
     engine.arena.verify_shapes();
     change.groups = copy_of(groups);

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/recovery.h"
 #include "zero/recovery/generations.h"
 #include "zero/training/engine.h"
@@ -25,9 +26,9 @@ class Replanning {
  public:
   using ParamGroups = Engine::ParamGroups;
 
-  // Of the optimizer whose present engine is `engine`. Both must outlive this.
-  Replanning(std::shared_ptr<Engine>& engine, Recovery& recovery)
-      : engine_(engine), recovery_(recovery) {}
+  // Of the optimizer whose present engine is `engine`. All must outlive this.
+  Replanning(std::shared_ptr<Engine>& engine, Recovery& recovery, const Checkpoints& checkpoints)
+      : engine_(engine), recovery_(recovery), checkpoints_(checkpoints) {}
 
   // Each is collective, and does what ZeroOptimizer's member of that name does to `groups`, those
   // that users see. Throws on all ranks with everything as it was.
@@ -50,6 +51,7 @@ class Replanning {
 
   std::shared_ptr<Engine>& engine_;
   Recovery& recovery_;
+  const Checkpoints& checkpoints_;
   std::map<std::string, size_t> left_groups_;  // of parameters that freeze() took out, by name
 };
 

@@ -443,7 +443,8 @@ void set_rows(const Parameter& p, const ResizedRows& change, const RowSources& s
 //   3. The parameters change, and an engine is made for them, which sends rank 0's values.
 //   4. State and masters move, kind by kind.
 void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
-                 const std::vector<ResizedRows>& changes, Engine::ParamGroups& groups) {
+                 const Checkpoints& checkpoints, const std::vector<ResizedRows>& changes,
+                 Engine::ParamGroups& groups) {
   const at::NoGradGuard no_grad;
   const std::string call = call_name(Call::kResizeRows);
   std::vector<RowSources> sources;
@@ -468,6 +469,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
                                "checkpoint and make a new optimizer");
                    if (problem) std::rethrow_exception(problem);
                    before.check_no_gradients();
+                   checkpoints.check_none_pending();
                    before.shards.groups().check(groups);
                    before.table.verify();
                    check_new(before, sources, groups);

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/recovery.h"
 #include "zero/training/engine.h"
 #include "zero/zero_optimizer.h"
@@ -18,6 +19,7 @@ namespace zero {
 // Collective. Does what ZeroOptimizer::resize_rows() does to the optimizer whose present engine is
 // `engine`.
 void resize_rows(std::shared_ptr<Engine>& engine, Recovery& recovery,
-                 const std::vector<ResizedRows>& changes, Engine::ParamGroups& groups);
+                 const Checkpoints& checkpoints, const std::vector<ResizedRows>& changes,
+                 Engine::ParamGroups& groups);
 
 }  // namespace zero

@@ -208,7 +208,16 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
                " waits for its thread that writes the checkpoint ", folder),
       engine_->group().timeout());
   if (save.copies) engine_->readers.add(save.copies);
+  std::erase_if(pending_, [](const auto& other) { return other.second.expired(); });
+  pending_[folder] = save.writer;
   return pending;
+}
+
+void Checkpoints::check_none_pending() const {
+  for (const auto& [folder, writer] : pending_) {
+    TORCH_CHECK(writer.expired(), "expected no save under way, got that of save_checkpoint_async(",
+                folder, "); call finish() of its PendingCheckpoint first, or destroy that");
+  }
 }
 
 }  // namespace zero

@@ -239,7 +239,7 @@ void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& par
 
 void ZeroOptimizer::resize_rows(const std::vector<ResizedRows>& changes) {
   const NormalTensors normal;
-  zero::resize_rows(impl_->engine, impl_->recovery, changes, param_groups_);
+  zero::resize_rows(impl_->engine, impl_->recovery, impl_->checkpoints, changes, param_groups_);
 }
 
 void ZeroOptimizer::save_checkpoint(const std::string& folder, const SaveOptions& options) {
