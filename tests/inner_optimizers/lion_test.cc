@@ -7,6 +7,7 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/optim/sgd.h>
 #include <torch/serialize/archive.h>
 
 #include <cmath>
