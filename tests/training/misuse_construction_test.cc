@@ -5,14 +5,15 @@
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/sgd.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <memory>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <utility>
 #include <vector>
 
