@@ -46,6 +46,23 @@ inline std::vector<at::Tensor> everything(const GivenGradients& model,
   return result;
 }
 
+// Collective. All of it on any device, also where masters are split, and the average.
+inline std::vector<at::Tensor> all_bits(const GivenGradients& model, ZeroOptimizer& optimizer) {
+  optimizer.wait_for(model);
+  std::vector<at::Tensor> result = state_of(optimizer.inner());
+  const auto add_values = [&] {
+    for (const at::Tensor& p : model.values) result.push_back(p.detach().clone());
+  };
+  add_values();
+  for (const at::Tensor& p : model.values) result.push_back(optimizer.master(p));
+  if (optimizer.options().ema()) {
+    const auto guard = optimizer.use_ema();
+    add_values();
+  }
+  for (at::Tensor& t : result) t = t.cpu();
+  return result;
+}
+
 inline bool same_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   if (a.size() != b.size()) return false;
   for (size_t i = 0; i < a.size(); ++i) {

@@ -184,26 +184,6 @@ TEST_P(EmaAt, IsTheAverageOfThePlainRunAndTakenBackInEveryBit) {
   }
 }
 
-TEST_P(EmaAt, ASkippedStepLeavesItAsItIs) {
-  for (const bool static_graph : {false, true}) {
-    run_ranks(GetParam(), [&](const Group& group) {
-      GivenGradients model(initial_values());
-      ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group,
-                              with_ema().static_graph(static_graph).max_skipped_in_a_row(0));
-      step(optimizer, model, group.rank(), 0);
-      const auto before = averages_of(optimizer, model);
-      auto bad = gradients(group.rank(), 2);
-      if (group.rank() == 0) bad[1][3] = std::numeric_limits<float>::quiet_NaN();
-      optimizer.backward(model.loss(bad));
-      optimizer.step();
-      EXPECT_TRUE(optimizer.step_skipped());
-      EXPECT_TRUE(same_bits(averages_of(optimizer, model), before));
-      step(optimizer, model, group.rank(), 2);
-      EXPECT_FALSE(same_bits(averages_of(optimizer, model), before));
-    });
-  }
-}
-
 TEST_P(EmaAt, TakesAFloatForEachElementOfTheShard) {
   run_ranks(GetParam(), [&](const Group& group) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
@@ -380,10 +360,6 @@ TEST(EmaTrainingTest, UnusableArgumentsThrowOnAllRanks) {
       expect_words(error_of([&] { make(ZeroOptions().ema(EmaOptions().decay(decay))); }),
                    {"ema: expected a decay from 0 on and below 1"});
     }
-    expect_words(error_of([&] {
-                   make(ZeroOptions().ema(EmaOptions().decay(group.rank() == 0 ? 0.9 : 0.99)));
-                 }),
-                 {"ema 0.9"});
     {
       ZeroOptimizer optimizer(model, inner_of(Inner::kSgd, model.parameters()), group);
       expect_words(error_of([&] { optimizer.use_ema().end(); }),
@@ -439,7 +415,7 @@ TEST(EmaTrainingTest, AnyNumberOfRanksFindsItInACheckpoint) {
     const Saved saved = save(saving, folder, with_ema());
     EXPECT_TRUE(describe_checkpoint(folder).ema);
     verify_checkpoint(folder);
-    for (const int loading : {1, 2, 3, 4}) {
+    for (const int loading : {saving, saving + 1, 5 - saving}) {
       run_ranks(loading, [&](const Group& group) {
         GivenGradients model(with_unused());
         ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group,

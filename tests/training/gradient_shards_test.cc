@@ -10,7 +10,6 @@
 #include <torch/optim/sgd.h>
 
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <ostream>
@@ -335,24 +334,6 @@ TEST(GradientShardsTest, ANormOfManyBatchesIsThatOfAllElements) {
   }
 }
 
-TEST(GradientShardsTest, AStepWithAnInfinityIsSkipped) {
-  run_ranks(2, [](const Group& group) {
-    for (const Class inner : {Class::kSgd, Class::kRmsprop}) {
-      ShardRun run(group, {.name = "", .inner = inner});
-      run.step(0);
-      const at::Tensor before = run.optimizer.master(run.model.values[0]);
-      Tensors bad = gradients(run.model.values, group.rank(), 1, 0);
-      if (group.rank() == 1) bad[0][3][5] = std::numeric_limits<float>::infinity();
-      run.optimizer.backward(run.model.loss(bad));
-      run.optimizer.step();
-      EXPECT_TRUE(run.optimizer.step_skipped());
-      EXPECT_TRUE(at::equal(run.optimizer.master(run.model.values[0]), before));
-      run.step(2);
-      EXPECT_FALSE(run.optimizer.step_skipped());
-    }
-  });
-}
-
 TEST(GradientShardsTest, TakeTwoBytesAnElement) {
   for (const int world_size : {1, 2, 3}) {
     run_ranks(world_size, [&](const Group& group) {
@@ -366,15 +347,10 @@ TEST(GradientShardsTest, TakeTwoBytesAnElement) {
   }
 }
 
-TEST(GradientShardsTest, OtherDtypesAndOtherOnesOnOtherRanksAreRefused) {
+TEST(GradientShardsTest, OtherDtypesAreRefused) {
   run_ranks(2, [](const Group& group) {
     const std::string text = error_of([&] { ShardRun run(group, {.name = ""}, at::kHalf); });
-    EXPECT_NE(text.find("gradient_shard_dtype: expected kFloat or kBFloat16, got Half"),
-              std::string::npos)
-        << text;
-    const std::string other = error_of(
-        [&] { ShardRun run(group, {.name = ""}, group.rank() == 0 ? at::kFloat : at::kBFloat16); });
-    EXPECT_NE(other.find("gradient_shard_dtype"), std::string::npos) << other;
+    expect_words(text, {"gradient_shard_dtype: expected kFloat or kBFloat16, got Half"});
   });
 }
 

@@ -378,15 +378,32 @@ TEST(ConstructionTest, ModelsAndOptionsThatDiffer) {
       "parameter trunk.weight shape [23, 17]", "parameter trunk.weight shape [24, 17]");
   expect_differs([](Ingredients& in, const Group&) { in.model->to(at::kBFloat16); }, "dtype Float",
                  "dtype BFloat16");
-  expect_differs([](Ingredients& in, const Group&) { in.options.stage(1); }, "options stage 2",
-                 "options stage 1");
-  expect_differs([](Ingredients& in, const Group&) { in.options.reduction(Reduction::kSum); },
-                 "reduction mean", "reduction sum");
-  expect_differs(
-      [](Ingredients& in, const Group&) { in.options.skip_if(std::make_shared<OutlierRule>()); },
-      "skip_if none", "skip_if given");
-  expect_differs([](Ingredients& in, const Group&) { in.options.max_skipped_in_a_row(3); },
-                 "max_skipped_in_a_row 50", "max_skipped_in_a_row 3");
+  struct OtherOptions {
+    ZeroOptions options;
+    std::string first, second;  // what ranks without and with them read
+  };
+  for (const OtherOptions& other : std::vector<OtherOptions>{
+           {ZeroOptions().stage(1), "options stage 2", "options stage 1"},
+           {ZeroOptions().reduction(Reduction::kSum), "reduction mean", "reduction sum"},
+           {ZeroOptions().skip_if(std::make_shared<OutlierRule>()), "skip_if none",
+            "skip_if given"},
+           {ZeroOptions().max_skipped_in_a_row(3), "max_skipped_in_a_row 50",
+            "max_skipped_in_a_row 3"},
+           {ZeroOptions().two_level(false), "two_level 1", "two_level 0"},
+           {ZeroOptions().static_graph(true), "static_graph 0", "static_graph 1"},
+           {ZeroOptions().gather_wire(GatherWire::kChanges), "options", "gather_wire changes"},
+           {ZeroOptions().gradient_wire(GradientWire::kBlockInt8), "options",
+            "gradient_wire block_int8"},
+           {ZeroOptions().moments(Moments::kInt8), "options", "moments"},
+           {ZeroOptions().ema(EmaOptions().decay(0.9)), "options", "ema 0.9"},
+           {ZeroOptions().gradient_shard_dtype(at::kBFloat16), "gradient_shard_dtype Float",
+            "gradient_shard_dtype BFloat16"},
+           {ZeroOptions().skip_nonfinite(false).update_in_backward(true), "update_in_backward 0",
+            "update_in_backward 1"},
+           {ZeroOptions().micro_batches(6), "options", "micro_batches 6"}}) {
+    expect_differs([&](Ingredients& in, const Group&) { in.options = other.options; }, other.first,
+                   other.second);
+  }
   expect_differs([](Ingredients& in,
                     const Group&) { in.inner->param_groups()[1].options().set_lr(0.01000000001); },
                  "group 1 lr 0.01 ", "group 1 lr 0.01000000001 ");
