@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Collective calls in every order that is allowed: between backward passes, between a clip and its
-// step, with ranks that run different numbers of passes. A model whose gradients are given numbers
-// makes every value known in advance.
+// Collective calls in orders that are refused, or have a meaning of their own; call_sequence_test
+// has every order that is allowed. A model whose gradients are given numbers makes every value
+// known in advance.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -107,49 +107,6 @@ void on_all(const std::function<void(const Group&, const ZeroOptions&)>& body) {
 // ---------------------------------------------------------------------
 // What is sent comes after the reductions
 
-// Every rank's first rounds are still queued when the call is made; rank 0 has one more.
-void expect_harmless(const std::function<void(Rank&)>& call) {
-  on_all([&](const Group& group, const ZeroOptions& options) {
-    Rank r(group, options);
-    r.backward(0.5);
-    if (group.rank() == 0) r.backward(0.5 * group.world_size());
-    call(r);
-    r.optimizer->step();
-    r.expect_moved(1.0);
-    r.optimizer->check_replicas();
-  });
-}
-
-TEST(CallOrderTest, MasterBetweenBackwardAndStep) {
-  expect_harmless([](Rank& r) {
-    for (int64_t k = 0; k < 4; ++k) {
-      const at::Tensor master = r.optimizer->master(r.model.parameters()[k]);
-      EXPECT_TRUE(at::equal(master, at::full_like(master, static_cast<double>(k))));
-    }
-  });
-}
-
-TEST(CallOrderTest, RefreshWorkingParametersBetweenBackwardAndStep) {
-  expect_harmless([](Rank& r) {
-    r.optimizer->refresh_working_parameters();
-    r.expect_moved(0.0);
-  });
-}
-
-TEST(CallOrderTest, RefreshMasterParametersBetweenBackwardAndStep) {
-  expect_harmless([](Rank& r) { r.optimizer->refresh_master_parameters(); });
-}
-
-TEST(CallOrderTest, GradientAndChecksBetweenBackwardAndStep) {
-  expect_harmless([](Rank& r) {
-    r.optimizer->broadcast_buffers();
-    r.optimizer->check_replicas();
-    const at::Tensor gradient = r.optimizer->gradient(r.model.parameters()[2]);
-    EXPECT_TRUE(at::equal(gradient, at::full_like(gradient, 3.0)));
-    r.optimizer->check_replicas();
-  });
-}
-
 TEST(CallOrderTest, ACommunicatorRefusesToOvertakeReductions) {
   run_ranks(2, [](const Group& group) {
     const auto data = group.make_communicator("data", Purpose::kData);
@@ -170,33 +127,6 @@ TEST(CallOrderTest, ACommunicatorRefusesToOvertakeReductions) {
 
 // ---------------------------------------------------------------------
 // The norm is that of the agreed gradients
-
-TEST(CallOrderTest, OneMoreBackwardOnOneRankIsInTheNextNorm) {
-  on_all([](const Group& group, const ZeroOptions& options) {
-    Rank r(group, options);
-    const double ranks = group.world_size();
-    r.backward(0.5);
-    EXPECT_NEAR(r.optimizer->grad_norm().item<double>(), norm_of(0.5), 1e-3);
-    if (group.rank() == 0) r.backward(0.25 * ranks);
-    EXPECT_NEAR(r.optimizer->grad_norm().item<double>(), norm_of(0.75), 1e-3);
-    EXPECT_NEAR(r.optimizer->grad_norm(kInfinity).item<double>(), 0.75 * kParameters, 1e-5);
-    if (group.rank() + 1 == group.world_size()) r.backward(0.25 * ranks);
-    r.optimizer->step();
-    r.expect_moved(1.0);
-  });
-}
-
-TEST(CallOrderTest, APassWithoutAGraphOnOneRankIsInTheNextNorm) {
-  on_all([](const Group& group, const ZeroOptions& options) {
-    Rank r(group, options);
-    r.backward(0.5);
-    r.optimizer->grad_norm();
-    if (group.rank() == 0) r.optimizer->backward(at::zeros({}));
-    EXPECT_NEAR(r.optimizer->grad_norm().item<double>(), norm_of(0.5), 1e-3);
-    r.optimizer->step();
-    r.expect_moved(0.5);
-  });
-}
 
 class Warnings final : public c10::WarningHandler {
  public:
@@ -396,6 +326,12 @@ TEST(CallOrderTest, PlainBackwardWithoutTheLossScaleThrows) {
         expect_words(error_of([&] { r.model.loss(1.0).backward(); }),
                      {words, "scale_loss", "65536"});
         expect_words(error_of([&] { r.optimizer->step(); }), {words});
+        r.optimizer->zero_grad();
+        // A scaled pass scales no other.
+        r.backward(1.0);
+        expect_words(error_of([&] { r.model.loss(1.0).backward(); }), {words});
+        expect_words(error_of([&] { r.optimizer->step(); }), {words});
+        r.optimizer->zero_grad();
         // Without a loss at all.
         const at::Tensor p = r.model.parameters()[0];
         p.mutable_grad() = at::ones_like(p.detach());
@@ -424,7 +360,8 @@ void expect_seen(const Options& inner_options, bool fused) {
         kept->zero_grad();
         optimizer.backward(model.loss(1.0));
         kept->step();
-        expect_words(error_of([&] { optimizer.backward(model.loss(1.0)); }),
+        const at::Tensor loss = model.loss(1.0);
+        expect_words(error_of([&] { i == 1 ? loss.backward() : optimizer.backward(loss); }),
                      {"step() of the inner optimizer", "expected step() of the ZeroOptimizer"});
         expect_words(error_of([&] { optimizer.step(); }), {"step() of the inner optimizer"});
         optimizer.step();
@@ -505,25 +442,6 @@ TEST(CallOrderTest, AChangeOfAnAverageInStage1Throws) {
       r.optimizer->step();
       EXPECT_TRUE(r.optimizer->step_skipped());
       r.backward(1.0);
-      r.optimizer->step();
-      r.expect_moved(1.0);
-    });
-  }
-}
-
-TEST(CallOrderTest, AutogradGradLeavesAveragesAlone) {
-  for (const int64_t stage : {1, 2}) {
-    run_ranks(2, [&](const Group& group) {
-      Rank r(group, options_of(stage));
-      r.backward(1.0);
-      r.optimizer->reduce_gradients();
-      const at::Tensor p = r.model.parameters()[5];
-      const auto found = torch::autograd::grad({r.model.loss(3.0)}, {p});
-      EXPECT_TRUE(at::equal(found[0], at::full_like(p.detach(), 18.0)));
-      if (stage == 1) {
-        ASSERT_TRUE(p.grad().defined());
-        EXPECT_TRUE(at::equal(p.grad(), at::full_like(p.detach(), 6.0)));
-      }
       r.optimizer->step();
       r.expect_moved(1.0);
     });

@@ -5,7 +5,6 @@
 // the same steps as plain torch's over the whole batches, or the difference that the page names.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
@@ -106,106 +105,6 @@ TEST_P(FromLibtorchTest, APartOfABatchOfAnySizeCountsByItsExamples) {
       optimizer.step();
       EXPECT_LT(difference(net, plain), kRounding) << "batch of " << sizes[i];
     }
-  });
-}
-
-TEST_P(FromLibtorchTest, ALossOfTwoOptimizersGoesThroughEither) {
-  run([](const Group& group, const ZeroOptions& options) {
-    for (int through = 0; through < 3; ++through) {
-      Net a(1), b(2), plain_a(1), plain_b(2);
-      ZeroOptimizer of_a(a, adam(a.parameters()), group, options);
-      ZeroOptimizer of_b(b, adam(b.parameters()), group, options);
-      const auto reference_a = adam(plain_a.parameters()), reference_b = adam(plain_b.parameters());
-      const auto both = [](Net& one, Net& other, const Batch& batch) {
-        return at::mse_loss(one.forward(batch.x) * other.forward(batch.x), batch.y);
-      };
-      for (int64_t step = 0; step < 4; ++step) {
-        reference_a->zero_grad();
-        reference_b->zero_grad();
-        both(plain_a, plain_b, Batch(step)).backward();
-        reference_a->step();
-        reference_b->step();
-
-        const at::Tensor value = both(a, b, Batch(step).part_of(group));
-        if (through == 0) of_a.backward(value);
-        if (through == 1) of_b.backward(value);
-        if (through == 2) value.backward();
-        of_b.step();
-        of_a.step();
-      }
-      // Parts of 12 examples are equal on 1 to 4 ranks.
-      EXPECT_LT(difference(a, plain_a), kRounding) << through;
-      EXPECT_LT(difference(b, plain_b), kRounding) << through;
-    }
-  });
-}
-
-TEST_P(FromLibtorchTest, AFunctionThatTakesTorchsOptimizerTrains) {
-  run([](const Group& group, const ZeroOptions& options) {
-    const auto train = [](Net& net, torch::optim::Optimizer& optimizer, const auto& batch) {
-      for (int64_t step = 0; step < 4; ++step) {
-        for (auto& param_group : optimizer.param_groups()) {
-          param_group.options().set_lr(kLearningRate / static_cast<double>(step + 1));
-        }
-        optimizer.zero_grad();
-        loss(net, batch(step)).backward();
-        optimizer.step();
-      }
-    };
-    Net net(1), plain(1);
-    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
-    const auto reference = adam(plain.parameters());
-    train(net, optimizer, [&](int64_t step) { return Batch(step).part_of(group); });
-    train(plain, *reference, [](int64_t step) { return Batch(step); });
-    EXPECT_LT(difference(net, plain), kRounding);
-  });
-}
-
-TEST_P(FromLibtorchTest, AClosureIsCalledOnce) {
-  run([](const Group& group, const ZeroOptions& options) {
-    Net net(1), plain(1);
-    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
-    const auto reference = adam(plain.parameters());
-    for (int64_t step = 0; step < 4; ++step) {
-      const at::Tensor returned = optimizer.step([&] {
-        optimizer.zero_grad();
-        const at::Tensor value = loss(net, Batch(step).part_of(group));
-        optimizer.backward(value);
-        return value;
-      });
-      EXPECT_TRUE(returned.defined());
-      reference->step([&] {
-        reference->zero_grad();
-        const at::Tensor value = loss(plain, Batch(step));
-        value.backward();
-        return value;
-      });
-    }
-    EXPECT_EQ(optimizer.stats().steps, 4);
-    EXPECT_LT(difference(net, plain), kRounding);
-  });
-}
-
-TEST_P(FromLibtorchTest, APenaltyOnAGradientTrains) {
-  run([](const Group& group, const ZeroOptions& options) {
-    const auto penalised = [](Net& net, const Batch& batch) {
-      const at::Tensor x = batch.x.clone().requires_grad_(true);
-      const at::Tensor y = net.forward(x).sum(1);
-      const at::Tensor gradient =
-          torch::autograd::grad({y}, {x}, {at::ones_like(y)}, true, /*create_graph=*/true)[0];
-      return y.mean() + 10 * (gradient.norm(2, 1) - 1).pow(2).mean();
-    };
-    Net net(1), plain(1);
-    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
-    const auto reference = adam(plain.parameters());
-    for (int64_t step = 0; step < 4; ++step) {
-      optimizer.backward(penalised(net, Batch(step).part_of(group)));
-      optimizer.step();
-      reference->zero_grad();
-      penalised(plain, Batch(step)).backward();
-      reference->step();
-    }
-    EXPECT_LT(difference(net, plain), kRounding);
   });
 }
 

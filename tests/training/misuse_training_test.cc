@@ -8,11 +8,9 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
-#include <torch/serialize.h>
 
 #include <functional>
 #include <limits>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -436,24 +434,18 @@ TEST(MisuseTest, GradientAndMasterOfAForeignTensor) {
   });
 }
 
-TEST(MisuseTest, TorchSaveOfTheOptimizer) {
-  expect_survives(stage(2), [](Rank& r) {
-    std::stringstream stream;
-    const std::string rank = "rank " + std::to_string(r.group.rank()) + ": ";
-    expect_words(error_soon([&] { torch::save(*r.optimizer, stream); }),
-                 {rank, "expected save_checkpoint()"});
-    torch::save(r.model, stream);
-    expect_words(error_soon([&] { torch::load(*r.optimizer, stream); }),
-                 {rank, "expected load_checkpoint(), or", "load_plain_state()"});
-    r.train(1);
-  });
-}
-
 TEST(MisuseTest, BackwardFromSomethingThatIsNoLoss) {
   expect_survives(stage(2), [](Rank& r) {
     const Words words = {"loss: expected a 0-dim tensor, got", "use backward(outputs"};
     r.backward(1);
     if (r.is(1)) {
+      const auto error_of_outputs = [&](const at::Tensor& output) {
+        return error_soon([&] { r.optimizer->backward({r.loss(1), output}, {}, false); });
+      };
+      expect_words(error_of_outputs(r.model->scale * at::ones({7})),
+                   {"backward(): output 1: expected an output gradient for shape [7]"});
+      expect_words(error_of_outputs({}), {"output 1: expected a tensor, got an undefined one"});
+      expect_words(error_of_outputs(at::ones({})), {"output 1: expected one that requires"});
       expect_words(error_soon([&] { r.optimizer->backward(r.model->last.reshape({22})); }), words);
       expect_words(error_soon([&] { r.optimizer->backward(at::Tensor()); }), words);
     }

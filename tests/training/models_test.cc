@@ -6,15 +6,18 @@
 // buffers, and models whose memory is not row-major.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
-#include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
 #include <cmath>
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
@@ -183,100 +186,6 @@ TEST(ModelsTest, TwoLossesOverOneGraphAndASharedModule) {
   }
 }
 
-TEST(ModelsTest, TwoOptimizersAtOnce) {
-  const auto run = [](torch::nn::Linear& generator, torch::nn::Linear& critic, int rank, int step,
-                      const std::function<void(const at::Tensor&)>& generator_step,
-                      const std::function<void(const at::Tensor&)>& critic_step) {
-    const at::Tensor x = random_tensor({4, 6}, 100 * step + rank);
-    critic_step(critic(generator(x).detach()).pow(2).mean() - critic(x).mean());
-    // The critic also receives gradients here; they belong to its next step.
-    generator_step(critic(generator(x)).mean());
-  };
-  torch::nn::Linear g(6, 6), d(6, 1);
-  fill(*g, 1);
-  fill(*d, 5);
-  torch::optim::SGD g_sgd(g->parameters(), 0.1), d_sgd(d->parameters(), 0.1);
-  std::vector<std::vector<at::Tensor>> expected;
-  for (int step = 0; step < 3; ++step) {
-    // The mean over two ranks, pass by pass.
-    std::vector<at::Tensor> x;
-    for (int rank = 0; rank < 2; ++rank) x.push_back(random_tensor({4, 6}, 100 * step + rank));
-    d_sgd.zero_grad();  // what the generator's pass left behind
-    for (const at::Tensor& b : x) {
-      ((d(g(b).detach()).pow(2).mean() - d(b).mean()) / 2).backward();
-    }
-    d_sgd.step();
-    for (const at::Tensor& b : x) (d(g(b)).mean() / 2).backward();
-    g_sgd.step();
-    g_sgd.zero_grad();
-    expected.push_back(values(*g));
-    for (const at::Tensor& v : values(*d)) expected.back().push_back(v);
-  }
-  const auto train = [&](const Group& group, int64_t stage, int way) {
-    const auto options = ZeroOptions().stage(stage);
-    torch::nn::Linear generator(6, 6), critic(6, 1);
-    fill(*generator, 1);
-    fill(*critic, 5);
-    ZeroOptimizer g_optimizer(*generator,
-                              std::make_unique<torch::optim::SGD>(generator->parameters(), 0.1),
-                              group, options);
-    ZeroOptimizer d_optimizer(
-        *critic, std::make_unique<torch::optim::SGD>(critic->parameters(), 0.1), group, options);
-    torch::optim::Optimizer& base = d_optimizer;
-    for (int step = 0; step < 3; ++step) {
-      run(
-          generator, critic, group.rank(), step,
-          [&](const at::Tensor& loss) {
-            g_optimizer.backward(loss);
-            g_optimizer.step();
-          },
-          [&](const at::Tensor& loss) {
-            // Drops what the generator's pass left behind, in all ways in which torch's loops do.
-            way == 0 ? d_optimizer.zero_grad() : way == 1 ? critic->zero_grad() : base.zero_grad();
-            d_optimizer.backward(loss);
-            d_optimizer.step();
-          });
-      expect_close(*generator, {expected[step].begin(), expected[step].begin() + 2});
-      expect_close(*critic, {expected[step].begin() + 2, expected[step].end()});
-    }
-  };
-  for (const int64_t stage : {1, 2}) {
-    for (const int way : {0, 1, 2}) {
-      run_ranks(2, [&](const Group& group) { train(group, stage, way); });
-    }
-  }
-}
-
-TEST(ModelsTest, SchedulersChangeTheRate) {
-  const auto train = [](torch::nn::Linear& model, torch::optim::Optimizer& optimizer,
-                        const std::function<void(const at::Tensor&)>& backward) {
-    torch::optim::StepLR schedule(optimizer, 1, 0.5);
-    for (int step = 0; step < 4; ++step) {
-      backward(model(random_tensor({4, 6}, step)).pow(2).mean());
-      optimizer.step();
-      schedule.step();
-    }
-  };
-  torch::nn::Linear reference(6, 3);
-  fill(*reference, 1);
-  torch::optim::SGD sgd(reference->parameters(), 0.2);
-  train(reference, sgd, [&](const at::Tensor& loss) {
-    sgd.zero_grad();
-    loss.backward();
-  });
-  const auto expected = values(*reference);
-  run_ranks(2, [&](const Group& group) {
-    torch::nn::Linear model(6, 3);
-    fill(*model, 1);
-    ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::SGD>(model->parameters(), 0.2),
-                            group);
-    train(model, optimizer, [&](const at::Tensor& loss) { optimizer.backward(loss); });
-    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(),
-              sgd.param_groups()[0].options().get_lr());
-    expect_close(*model, expected);
-  });
-}
-
 TEST(ModelsTest, SeveralOutputsAndAClosure) {
   torch::nn::Linear reference(6, 3);
   fill(*reference, 1);
@@ -321,6 +230,43 @@ TEST(ModelsTest, EverythingStartsFromRankZero) {
   }
 }
 
+// And a large one in pieces of at most the bytes that an operation sends.
+TEST(ModelsTest, BuffersOfEveryDtypeAndMemoryOrderAreSentBitByBit) {
+  run_ranks(2, [&](const Group& group) {
+    OddModel model(1);
+    const auto random = [](int rank) { return random_tensor({6, 4}, 1 + rank) * 100; };
+    std::vector<std::pair<at::Tensor, at::Tensor>> expected;
+    const auto add = [&](const char* name, c10::ScalarType dtype, const at::Tensor& own,
+                         const at::Tensor& of_rank_0) {
+      expected.emplace_back(model->register_buffer(c10::str(name, dtype), own), of_rank_0);
+    };
+    for (const c10::ScalarType dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt,
+                                        at::kLong, at::kByte, at::kBool, at::kComplexFloat}) {
+      const at::Tensor own = random(group.rank()).to(dtype), first = random(0).to(dtype);
+      const at::Tensor all = own.repeat({1, 2}), rest = all.narrow(1, 6, 2);
+      add("dense", dtype, own.clone(), first);
+      add("transposed", dtype, own.t().contiguous().t(), first);
+      add("scalar", dtype, own[0][0].clone(), first[0][0]);
+      add("part", dtype, all.narrow(1, 2, 4), first.repeat({1, 2}).narrow(1, 2, 4));
+      add("empty", dtype, at::empty({0, 3}, dtype), at::empty({0, 3}, dtype));
+      // The rest of the memory that it is a part of is this rank's own.
+      expected.emplace_back(rest, own.narrow(1, 2, 2));
+    }
+    constexpr int64_t kMost = int64_t{64} << 20;
+    const at::Tensor large = model->register_buffer("large", at::zeros({kMost + 1}, at::kByte));
+    for (const int64_t i : {int64_t{0}, kMost - 1, kMost}) large[i] = 7 + group.rank();
+    ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(at::equal(expected[i].first, expected[i].second)) << i;
+    }
+    for (const int64_t i : {int64_t{0}, kMost - 1, kMost}) EXPECT_EQ(large[i].item<int>(), 7) << i;
+    const int64_t before = optimizer.stats().data.small_calls;
+    optimizer.broadcast_buffers();
+    // Four of each dtype that have elements, the counter, and the large one in two pieces.
+    EXPECT_EQ(optimizer.stats().data.small_calls - before, 9 * 4 + 1 + 2);
+  });
+}
+
 TEST(ModelsTest, StepWithoutGradientsDoesNothing) {
   run_ranks(2, [&](const Group& group) {
     OddModel model(1);
@@ -342,12 +288,54 @@ TEST(ModelsTest, StepWithoutGradientsDoesNothing) {
 TEST(ModelsTest, ParametersOutliveTheOptimizer) {
   run_ranks(2, [&](const Group& group) {
     OddModel model(1);
+    const at::Tensor& weight = model->trunk->weight;
+    int calls = 0;
+    weight.register_hook([&](const at::Tensor&) { ++calls; });
+    const size_t hooks = torch::autograd::impl::hooks(weight).size();
     { ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group); }
     at::Tensor loss =
         model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll);
     loss.backward();
-    EXPECT_TRUE(model->trunk->weight.grad().defined()) << "hooks must be gone";
+    EXPECT_TRUE(weight.grad().defined()) << "hooks must be gone";
+    EXPECT_EQ(torch::autograd::impl::hooks(weight).size(), hooks);
+    EXPECT_EQ(calls, 1) << "that of the user stays";
     ZeroOptimizer again(*model, make_inner(Inner::kSgd, *model), group);
+  });
+}
+
+struct OwnHook final : torch::autograd::PostAccumulateGradHook {
+  void operator()(const torch::autograd::Variable&) override {}
+};
+
+TEST(ModelsTest, AHookThatTookThePlaceOfTheOptimizersStays) {
+  using torch::autograd::impl::post_acc_grad_hooks;
+  run_ranks(1, [&](const Group& group) {
+    OddModel model(1);
+    auto own = std::make_unique<OwnHook>();
+    const auto* const there = own.get();
+    {
+      ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group);
+      torch::autograd::impl::set_post_acc_grad_hooks(model->scale, std::move(own));
+    }
+    EXPECT_EQ(post_acc_grad_hooks(model->last), nullptr);
+    EXPECT_EQ(post_acc_grad_hooks(model->scale).get(), there);
+  });
+}
+
+// A parameter that is frozen while the plan is made can have no hook.
+TEST(ModelsTest, AnOptimizerThatCannotBeMadeLeavesNoHooks) {
+  run_ranks(1, [&](const Group& group) {
+    OddModel model(1);
+    const auto freezes = [&](c10::IntArrayRef) {
+      model->last.requires_grad_(false);
+      return int64_t{1};
+    };
+    EXPECT_THROW(ZeroOptimizer(*model, make_inner(Inner::kSgd, *model), group,
+                               ZeroOptions().layout(Layout::kWholeParameters).owner_cost(freezes)),
+                 c10::Error);
+    for (const at::Tensor& p : {model->scale, model->empty, model->last}) {
+      EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(p), nullptr);
+    }
   });
 }
 
