@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// ZeroOptions::update_in_backward beside a run without it, bit by bit, and beside plain torch; what
-// it takes, and what it refuses.
+// ZeroOptions::update_in_backward beside a run without it, bit by bit; what it takes, and what it
+// refuses.
 #include <ATen/Functions.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -13,8 +13,9 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <atomic>
-#include <cstring>
+#include <cstdlib>
 #include <functional>
 #include <latch>
 #include <memory>
@@ -196,21 +197,7 @@ struct TestRun {
     optimizer.step();
   }
   // Collective. All that a step may change.
-  Tensors everything() {
-    optimizer.wait_for(model);
-    Tensors result = state_of(optimizer.inner());
-    const auto add_values = [&] {
-      for (const at::Tensor& v : model.values) result.push_back(v.detach().clone());
-    };
-    add_values();
-    for (const at::Tensor& v : model.values) result.push_back(optimizer.master(v));
-    if (optimizer.options().ema()) {
-      const auto guard = optimizer.use_ema();
-      add_values();
-    }
-    for (at::Tensor& t : result) t = t.cpu();
-    return result;
-  }
+  Tensors everything() { return all_bits(model, optimizer); }
 
   const Case c;
   const int rank;
@@ -218,80 +205,37 @@ struct TestRun {
   ZeroOptimizer optimizer;
 };
 
-void expect_same_bits(const Tensors& a, const Tensors& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) {
-    ASSERT_EQ(a[i].nbytes(), b[i].nbytes());
-    if (a[i].nbytes() == 0) continue;
-    EXPECT_EQ(std::memcmp(a[i].const_data_ptr(), b[i].const_data_ptr(), a[i].nbytes()), 0) << i;
-  }
-}
-
-// One process of plain torch that gets the gradients of all ranks.
-class Plain {
- public:
-  Plain(const Case& c, int world_size) : c_(c), world_size_(world_size) {
-    for (const at::Tensor& v : initial_values(c.dtype)) {
-      masters.push_back(v.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true));
-    }
-    inner_ = inner_of(c.inner, masters);
-  }
-  void step(int number) {
-    set_rates(*inner_, number);
-    const bool mean = c_.options.reduction() == Reduction::kMean;
-    for (size_t p = 0; p < masters.size(); ++p) {
-      at::Tensor sum;
-      for (int rank = 0; rank < world_size_; ++rank) {
-        const at::Tensor g = gradients(c_.some, rank, number)[p];
-        if (!g.defined()) continue;
-        const at::Tensor sent = g.to(c_.dtype).to(at::kFloat);
-        sum = sum.defined() ? sum + sent : sent;
-      }
-      if (sum.defined() && mean) sum = sum * (1.0F / static_cast<float>(world_size_));
-      masters[p].mutable_grad() = sum;
-    }
-    inner_->step();
-  }
-
-  Tensors masters;
-
- private:
-  const Case c_;
-  const int world_size_;
-  std::unique_ptr<Optimizer> inner_;
-};
-
 class UpdateInBackward : public ::testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(Of, UpdateInBackward, ::testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
-// On each rank: beside a run without, and beside plain torch.
 void expect_the_bits_of_a_run_without(const Case& c, const Group& group, int steps) {
-  const bool rounds_more =
-      c.options.moments() != Moments::kFloat32 || c.options.gradient_shard_dtype() != at::kFloat;
-  Plain plain(c, group.world_size());
   TestRun updated(group, c, with(c.options)), stepped(group, c, without(c.options));
   for (int n = 0; n < steps; ++n) {
     SCOPED_TRACE(::testing::Message() << group.world_size() << " ranks, step " << n);
-    plain.step(n);
     updated.step(n);
     stepped.step(n);
-    expect_same_bits(updated.everything(), stepped.everything());
+    EXPECT_TRUE(same_bits(updated.everything(), stepped.everything()));
     EXPECT_EQ(updated.optimizer.stats().steps, n + 1);
-    for (size_t p = 0; p < plain.masters.size() && !rounds_more; ++p) {
-      const at::Tensor master = updated.optimizer.master(updated.model.values[p]).cpu();
-      // Lion moves by the sign of a sum, which may be that of its rounding.
-      const double far = c.inner == Class::kLion ? 0.1 : 1e-5;
-      EXPECT_TRUE(at::allclose(master, plain.masters[p], 1e-4, far)) << p;
-    }
   }
+}
+
+// Numbers of ranks and devices are taken in turns, by the place of a case among all. The long test
+// has all of them.
+bool is_turn(const Case& c, size_t number, size_t of) {
+  if (std::getenv("ZERO_COMBINATIONS") != nullptr) return true;
+  const auto all = cases();
+  const auto found =
+      std::find_if(all.begin(), all.end(), [&](const Case& other) { return other.name == c.name; });
+  return static_cast<size_t>(found - all.begin()) % of == number;
 }
 
 TEST_P(UpdateInBackward, HasTheBitsOfARunWithout) {
   for (const int world_size : {1, 2, 3, 4}) {
+    if (!is_turn(GetParam(), static_cast<size_t>(world_size) % 2, 2)) continue;
     run_ranks(
         world_size,
-        [&](const Group& group) { expect_the_bits_of_a_run_without(GetParam(), group, 5); },
+        [&](const Group& group) { expect_the_bits_of_a_run_without(GetParam(), group, 4); },
         on(GetParam().wire));
   }
 }
@@ -305,9 +249,10 @@ TEST_P(UpdateInBackward, HasTheBitsOfARunWithoutOnADevice) {
         [&](const Group& group) { expect_the_bits_of_a_run_without(GetParam(), group, 3); },
         options);
   };
-  for (const int world_size : {1, 2}) run(world_size, {});
-  run(3, {.over_host = true});
-  run(4, {.ranks_per_machine = 2});
+  if (is_turn(GetParam(), 0, 4)) run(1, {});
+  if (is_turn(GetParam(), 1, 4)) run(2, {});
+  if (is_turn(GetParam(), 2, 4)) run(3, {.over_host = true});
+  if (is_turn(GetParam(), 3, 4)) run(4, {.ranks_per_machine = 2});
 }
 
 // Branches that ranks use or not, shared weights, frozen layers and some that are never used.
@@ -452,21 +397,19 @@ TEST(UpdateInBackwardTest, KeepsTheShardsOfAFewBuckets) {
     // One rank alone reduces a bucket where it sends it.
     EXPECT_LE(updated.report.peak_buckets, stepped.report.peak_buckets + 2 * 4 * kElements);
   });
-  for (const int world_size : {2, 3}) {
-    run_ranks(world_size, [&](const Group& group) {
-      constexpr int64_t kElements = 512 * 1024;
-      const Held updated = held(group, true, kElements), stepped = held(group, false, kElements);
-      for (const Held& h : {updated, stepped}) {
-        EXPECT_EQ(without_buckets(h.report), without_buckets(h.expected));
-      }
-      EXPECT_EQ(updated.report.gradient_shards, 0);
-      const int64_t row = 4 * kElements / world_size;
-      EXPECT_GE(stepped.report.gradient_shards, kBuckets * row);
-      // Buckets of 1 MiB: eight are under way and two wait, in both directions;
-      // and some padding.
-      EXPECT_LE(updated.report.buckets, 20 * 2 * kElements + 11 * row);
-    });
-  }
+  run_ranks(3, [](const Group& group) {
+    constexpr int64_t kElements = 512 * 1024;
+    const Held updated = held(group, true, kElements), stepped = held(group, false, kElements);
+    for (const Held& h : {updated, stepped}) {
+      EXPECT_EQ(without_buckets(h.report), without_buckets(h.expected));
+    }
+    EXPECT_EQ(updated.report.gradient_shards, 0);
+    const int64_t row = 4 * kElements / 3;
+    EXPECT_GE(stepped.report.gradient_shards, kBuckets * row);
+    // Buckets of 1 MiB: eight are under way and two wait, in both directions;
+    // and some padding.
+    EXPECT_LE(updated.report.buckets, 20 * 2 * kElements + 11 * row);
+  });
 }
 
 const Case kUsual{.name = "", .options = small(), .some = false};
@@ -501,10 +444,7 @@ TEST(UpdateInBackwardTest, OnADeviceNoPassOrStepWaitsForTheDeviceOrForARankWitho
 // --- Misuse
 
 void expect_refused(const std::function<void()>& call, const std::vector<std::string>& words) {
-  const std::string text = error_of(call);
-  for (const std::string& word : words) {
-    EXPECT_NE(text.find(word), std::string::npos) << word << " in: " << text;
-  }
+  expect_words(error_of(call), words);
 }
 
 TEST(UpdateInBackwardTest, OptionsThatNeedTheWholeGradientAreRefused) {
@@ -531,8 +471,6 @@ TEST(UpdateInBackwardTest, OptionsThatNeedTheWholeGradientAreRefused) {
                                   group, good);
         },
         {"a fused kernel for parameter value0"});
-    expect_refused([&] { TestRun run(group, kUsual, group.rank() == 0 ? good : without(small())); },
-                   {"update_in_backward"});
     TestRun run(group, kUsual, good);  // the group works still
     run.step(0);
   });
@@ -565,7 +503,7 @@ TEST(UpdateInBackwardTest, CallsThatReadOrDropGradientsAreRefusedAndLoseNothing)
     o.step();
     other.backward(0);
     other.optimizer.step();
-    expect_same_bits(run.everything(), other.everything());
+    EXPECT_TRUE(same_bits(run.everything(), other.everything()));
   });
 }
 
@@ -583,7 +521,7 @@ TEST(UpdateInBackwardTest, OptionsThatChangeBetweenBackwardAndStepAreRefused) {
     run.optimizer.step();
     other.backward(0);
     other.optimizer.step();
-    expect_same_bits(run.everything(), other.everything());
+    EXPECT_TRUE(same_bits(run.everything(), other.everything()));
   });
 }
 
@@ -630,7 +568,7 @@ TEST(UpdateInBackwardTest, GradientsOfOtherPassesAreRefusedAndUpdateNothing) {
     run.model.zero_grad();
     run.step(0);
     other.step(0);
-    expect_same_bits(run.everything(), other.everything());
+    EXPECT_TRUE(same_bits(run.everything(), other.everything()));
   });
 }
 
@@ -648,7 +586,7 @@ TEST(UpdateInBackwardTest, GradientsByHandAreUpdatedByNoCallButStep) {
     }
     run.optimizer.step();
     other.optimizer.step();
-    expect_same_bits(run.everything(), other.everything());
+    EXPECT_TRUE(same_bits(run.everything(), other.everything()));
   });
 }
 
@@ -774,7 +712,7 @@ TEST(UpdateInBackwardTest, OnADeviceRecoverIsBehindTheUpdatesOfTheLastPass) {
           run.step(n);
           other.step(n);
         }
-        expect_same_bits(run.everything(), other.everything());
+        EXPECT_TRUE(same_bits(run.everything(), other.everything()));
       },
       {.room = 2, .violations = &violations});
   for (const std::string& violation : violations) EXPECT_EQ(violation.find("same calls:"), 0U);
