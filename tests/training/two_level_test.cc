@@ -86,14 +86,6 @@ TEST_P(TwoLevelTest, BitsAreThoseOfSumsByMachine) {
   }
 }
 
-TEST_P(TwoLevelTest, PerParameterLayoutAndAccumulation) {
-  Training t = training();
-  t.options.layout(Layout::kPerParameter);
-  t.micro_batches = 3;
-  t.no_sync = true;
-  expect_reference(t);
-}
-
 // A layer that some ranks drop, and one that all ranks of a machine drop.
 TEST_P(TwoLevelTest, DroppedLayers) {
   Training t = training();
@@ -106,66 +98,12 @@ TEST_P(TwoLevelTest, DroppedLayers) {
   expect_reference(t);
 }
 
-// Ranks wait for the layers of the next forward pass in different orders.
-TEST_P(TwoLevelTest, OverlappedGathers) {
-  if (whole()) GTEST_SKIP() << "a backend with collectives of its own asks for one order";
-  std::vector<std::vector<at::Tensor>> results;
-  for (const bool overlap : {false, true}) {
-    std::vector<std::vector<at::Tensor>> all(GetParam().world_size);
-    run_ranks(
-        GetParam().world_size,
-        [&](const Group& group) {
-          OddModel model(1);
-          ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
-                                  ZeroOptions().bucket_bytes(500).overlap_gather(overlap));
-          for (int step = 0; step < 3; ++step) {
-            const bool left_first = (group.rank() + step) % 2 == 0;
-            optimizer.wait_for(left_first ? *model->left : *model->right);
-            optimizer.wait_for(left_first ? *model->right : *model->left);
-            optimizer.wait_for(*model);
-            optimizer.backward(model->loss(random_tensor({3, 17}, 10 * step + group.rank()),
-                                           random_tensor({3, 11}, 9), OddModelImpl::kAll));
-            optimizer.step();
-          }
-          optimizer.wait_for(*model);
-          for (const at::Tensor& p : model->parameters()) {
-            all[group.rank()].push_back(p.detach().clone());
-          }
-        },
-        run_options());
-    for (const auto& values : all) EXPECT_EQ(differing_elements({values}, {all[0]}), 0);
-    results.push_back(all[0]);
-  }
-  EXPECT_EQ(differing_elements({results[0]}, {results[1]}), 0);
-}
-
-TEST_P(TwoLevelTest, ClippingAndFusedKernelsAreCloseToPlainTorch) {
-  Training t = training();
-  t.max_norm = 0.5;
-  t.options.fused(true);
-  EXPECT_LT(largest_difference(train(t), train_reference(t)), 1e-5);
-}
-
 TEST_P(TwoLevelTest, WithoutTwoLevelsBitsDependOnRanksAlone) {
   if (whole()) return;
   Training t = training();
   t.options.two_level(false);
   t.reference_ranks_per_machine = 0;
   expect_reference(t);
-}
-
-TEST_P(TwoLevelTest, RanksThatDisagreeAboutTheLevelsThrow) {
-  run_ranks(
-      GetParam().world_size,
-      [](const Group& group) {
-        OddModel model(1);
-        const std::string text = error_of([&] {
-          ZeroOptimizer(*model, make_inner(Inner::kSgd, *model), group,
-                        ZeroOptions().two_level(group.rank() != 1));
-        });
-        expect_words(text, {"two_level", "rank " + std::to_string(group.rank())});
-      },
-      run_options());
 }
 
 // Per machine G (1 - 1/H) of gradients and P (1 - 1/H) of parameters, with the padded sizes.
