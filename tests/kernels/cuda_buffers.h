@@ -22,9 +22,9 @@ namespace zero::kernels {
 inline const Stream kCuda{true, nullptr};
 inline const std::vector<c10::ScalarType> kTypes = {
     c10::ScalarType::Float, c10::ScalarType::BFloat16, c10::ScalarType::Half};
-// Around the widths of packs and the sizes of tiles.
-inline const std::vector<int64_t> kCudaSizes = {0,    1,    3,    7,    8,    9,
-                                                1023, 1024, 1025, 8191, 8193, 20003};
+// Around the widths of packs and the sizes of blocks and tiles.
+inline const std::vector<int64_t> kCudaSizes = {0,   1,   3,    7,    8,    9,   255,
+                                                256, 257, 1023, 1024, 1025, 8193};
 
 // While it exists a launch has at most so many blocks. With 3, blocks take several tiles.
 class BlockLimit {

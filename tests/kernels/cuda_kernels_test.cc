@@ -219,11 +219,11 @@ struct Spans {
 };
 
 TEST_F(CudaKernels, NormsMatchTheCpu) {
-  for (int64_t count : {1, 3, 200}) {
+  for (int64_t count : {3, 200}) {
     for (bool bad : {false, true}) {
       Spans spans;
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t numel = count == 200 ? i % 150 : 20001;
+        const int64_t numel = count == 200 ? i % 150 : 9001;
         Buffer values = ordinary(numel, ScalarType::Float, static_cast<uint32_t>(i));
         if (bad && numel > 50) {
           values.as<float>()[numel / 2] = i % 2 == 0 ? INFINITY : NAN;
@@ -278,7 +278,7 @@ TEST_F(CudaKernels, MaxAbsBitsOfZerosIsZero) {
 
 TEST_F(CudaKernels, SumsHaveTheSameBitsOnEveryNumberOfBlocks) {
   Spans spans;
-  for (int64_t numel : {30001, 5, 8193}) {
+  for (int64_t numel : {16001, 5, 8193}) {
     spans.add(ordinary(numel, ScalarType::Float, static_cast<uint32_t>(numel)), 0);
   }
   for (double p : {2.0, 3.0}) {
@@ -387,13 +387,13 @@ TEST_F(CudaKernels, ExactSumsHaveTheBitsOfTheCpu) {
 }
 
 TEST_F(CudaKernels, ExactSumsOfCutsOrdersAndCallsAreThoseOfTheWhole) {
-  constexpr int64_t kNumel = 350 * kExactBlock + 77;
+  constexpr int64_t kNumel = 240 * kExactBlock + 77;
   Spans whole;
   whole.add(wide(kNumel, 12), 4);
   const std::vector<int64_t> expected = host_sum(whole.on_host);
   ASSERT_EQ(device_sum(whole.on_device), expected);
   std::mt19937 generator(13);
-  for (int64_t longest : {1, 7, 100}) {
+  for (int64_t longest : {1, 50}) {
     std::vector<ConstSpan> spans;
     for (int64_t begin = 0; begin < kNumel;) {
       const int64_t blocks = 1 + static_cast<int64_t>(generator()) % longest;

@@ -254,20 +254,31 @@ void add_updates(Hash& hash, const Update& update) {
   }
 }
 
+AdamCoefficients adam_coefficients(bool amsgrad, bool decoupled) {
+  return {.decay = 0.999F,
+          .weight_decay = 0.01F,
+          .beta1 = 0.9F,
+          .one_minus_beta1 = 0.1F,
+          .beta2 = 0.999F,
+          .one_minus_beta2 = 0.001F,
+          .eps = 1e-8F,
+          .sqrt_bias_correction2 = 0.0836F,
+          .negative_step_size = -0.0019F,
+          .amsgrad = amsgrad,
+          .decoupled = decoupled};
+}
+
+constexpr LionCoefficients kLion{.decay = 0.999F,
+                                 .beta1 = 0.9F,
+                                 .one_minus_beta1 = 0.1F,
+                                 .beta2 = 0.99F,
+                                 .one_minus_beta2 = 0.01F,
+                                 .negative_lr = -0.003F};
+
 uint64_t hash_of_adam(const RangeKernels& kernels) {
   Hash hash;
   for (const int variant : {0, 1, 2, 3}) {
-    const AdamCoefficients c{.decay = 0.999F,
-                             .weight_decay = 0.01F,
-                             .beta1 = 0.9F,
-                             .one_minus_beta1 = 0.1F,
-                             .beta2 = 0.999F,
-                             .one_minus_beta2 = 0.001F,
-                             .eps = 1e-8F,
-                             .sqrt_bias_correction2 = 0.0836F,
-                             .negative_step_size = -0.0019F,
-                             .amsgrad = variant % 2 != 0,
-                             .decoupled = variant / 2 != 0};
+    const AdamCoefficients c = adam_coefficients(variant % 2 != 0, variant / 2 != 0);
     add_updates(hash, [&](int64_t numel, Floats& p, Floats& m, Floats& v, Floats& max_v,
                           const Floats& gradient, void* working, ElementType type) {
       AdamSegment range;
@@ -309,15 +320,9 @@ uint64_t hash_of_sgd(const RangeKernels& kernels) {
 
 uint64_t hash_of_lion(const RangeKernels& kernels) {
   Hash hash;
-  const LionCoefficients c{.decay = 0.999F,
-                           .beta1 = 0.9F,
-                           .one_minus_beta1 = 0.1F,
-                           .beta2 = 0.99F,
-                           .one_minus_beta2 = 0.01F,
-                           .negative_lr = -0.003F};
   add_updates(hash, [&](int64_t numel, Floats& p, Floats& m, Floats&, Floats&,
                         const Floats& gradient, void* working, ElementType type) {
-    kernels.lion({p.data(), m.data(), gradient.data(), working, numel}, c, 0.7F, type);
+    kernels.lion({p.data(), m.data(), gradient.data(), working, numel}, kLion, 0.7F, type);
   });
   return hash.value();
 }
@@ -356,17 +361,7 @@ uint64_t hash_of_stored(const RangeKernels& kernels) {
           s.parameter = 7;
           s.element = 512;
           if (rule == 0) {
-            const AdamCoefficients c{.decay = 0.999F,
-                                     .weight_decay = 0.01F,
-                                     .beta1 = 0.9F,
-                                     .one_minus_beta1 = 0.1F,
-                                     .beta2 = 0.999F,
-                                     .one_minus_beta2 = 0.001F,
-                                     .eps = 1e-8F,
-                                     .sqrt_bias_correction2 = 0.0836F,
-                                     .negative_step_size = -0.0019F,
-                                     .amsgrad = numel == 33,
-                                     .decoupled = numel != 3};
+            const AdamCoefficients c = adam_coefficients(numel == 33, numel != 3);
             kernels.stored_adam(s, 0, numel, noise, c, 0.7F, ElementType::kBFloat16);
           } else if (rule == 1) {
             const SgdCoefficients c{.negative_lr = -0.1F,
@@ -378,15 +373,9 @@ uint64_t hash_of_stored(const RangeKernels& kernels) {
                                 nullptr, type, s.parameter, s.element},
                                0, numel, noise, c, 0.7F, ElementType::kBFloat16);
           } else {
-            const LionCoefficients c{.decay = 0.999F,
-                                     .beta1 = 0.9F,
-                                     .one_minus_beta1 = 0.1F,
-                                     .beta2 = 0.99F,
-                                     .one_minus_beta2 = 0.01F,
-                                     .negative_lr = -0.003F};
             kernels.stored_lion(
                 {s.master, s.exp_avg, s.gradient, s.working, numel, type, s.parameter, s.element},
-                0, numel, noise, c, 0.7F, ElementType::kBFloat16);
+                0, numel, noise, kLion, 0.7F, ElementType::kBFloat16);
           }
         }
         for (const Floats* floats : {&p, &m, &v, &max_v}) hash.add(*floats);
@@ -442,19 +431,8 @@ uint64_t hash_of_split_masters(const RangeKernels& kernels) {
     s.working = upper.data();
     s.numel = numel;
     s.remainder = lower.data();
-    kernels.adam(s,
-                 {.decay = 0.999F,
-                  .weight_decay = 0.0F,
-                  .beta1 = 0.9F,
-                  .one_minus_beta1 = 0.1F,
-                  .beta2 = 0.999F,
-                  .one_minus_beta2 = 0.001F,
-                  .eps = 1e-8F,
-                  .sqrt_bias_correction2 = 0.0836F,
-                  .negative_step_size = -0.0019F,
-                  .amsgrad = false,
-                  .decoupled = true},
-                 0.7F, ElementType::kBFloat16);
+    kernels.adam(s, adam_coefficients(/*amsgrad=*/false, /*decoupled=*/true), 0.7F,
+                 ElementType::kBFloat16);
     SgdSegment sgd;
     sgd.momentum = m.data();
     sgd.gradient = gradient.data();
@@ -474,14 +452,7 @@ uint64_t hash_of_split_masters(const RangeKernels& kernels) {
     lion.working = upper.data();
     lion.numel = numel;
     lion.remainder = lower.data();
-    kernels.lion(lion,
-                 {.decay = 0.999F,
-                  .beta1 = 0.9F,
-                  .one_minus_beta1 = 0.1F,
-                  .beta2 = 0.99F,
-                  .one_minus_beta2 = 0.01F,
-                  .negative_lr = -0.003F},
-                 0.7F, ElementType::kBFloat16);
+    kernels.lion(lion, kLion, 0.7F, ElementType::kBFloat16);
     hash.add(upper);
     hash.add(lower);
     hash.add(m);

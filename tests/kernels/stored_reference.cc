@@ -144,6 +144,9 @@ void store_values(StateType type, bool root, const float* values, int64_t numel,
 
 void stored_adam_step(const AdamSegment& segment, const AdamOptions& options,
                       const float* gradient_coefficient, c10::ScalarType working_dtype) {
+  if (segment.state_type == StateType::kFloat) {
+    return adam_step(segment, options, gradient_coefficient, nullptr, working_dtype);
+  }
   Decoded first(segment.state_type, false, segment.exp_avg, segment.numel);
   Decoded second(segment.state_type, true, segment.exp_avg_sq, segment.numel);
   AdamSegment plain = segment;
@@ -156,6 +159,9 @@ void stored_adam_step(const AdamSegment& segment, const AdamOptions& options,
 
 void stored_sgd_step(const SgdSegment& segment, const SgdOptions& options,
                      const float* gradient_coefficient, c10::ScalarType working_dtype) {
+  if (segment.state_type == StateType::kFloat) {
+    return sgd_step(segment, options, gradient_coefficient, nullptr, working_dtype);
+  }
   Decoded first(segment.state_type, false, segment.momentum, segment.numel);
   SgdSegment plain = segment;
   plain.momentum = first.values();
@@ -165,6 +171,9 @@ void stored_sgd_step(const SgdSegment& segment, const SgdOptions& options,
 
 void stored_lion_step(const LionSegment& segment, const LionOptions& options,
                       const float* gradient_coefficient, c10::ScalarType working_dtype) {
+  if (segment.state_type == StateType::kFloat) {
+    return lion_step(segment, options, gradient_coefficient, nullptr, working_dtype);
+  }
   Decoded first(segment.state_type, false, segment.exp_avg, segment.numel);
   LionSegment plain = segment;
   plain.exp_avg = first.values();

@@ -27,8 +27,8 @@ float stored_value(StateType type, bool root, const void* stored, int64_t numel,
 void store_values(StateType type, bool root, const float* values, int64_t numel,
                   const uint32_t* noise, void* stored);
 
-// One step of one segment whose state is not fp32; the arguments are those of the functions without
-// `stored` in kernels/.
+// One step of one segment, whatever its type of state; the arguments are those of the functions
+// without `stored` in kernels/.
 void stored_adam_step(const AdamSegment& segment, const AdamOptions& options,
                       const float* gradient_coefficient, c10::ScalarType working_dtype);
 void stored_sgd_step(const SgdSegment& segment, const SgdOptions& options,

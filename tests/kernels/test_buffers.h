@@ -24,8 +24,9 @@
 namespace zero::kernels {
 
 // Around the widths of vectors, of unrolled loops, of chunks and of blocks.
-inline const std::vector<int64_t> kSizes = {0,  1,  7,   8,    15,   16,   17,    31,    33,    63,
-                                            64, 65, 127, 1000, 1023, 1025, 16384, 16385, 100003};
+inline const std::vector<int64_t> kSizes = {0,    1,    7,    8,     15,    16,   17,  31,
+                                            33,   63,   64,   65,    127,   255,  256, 257,
+                                            1000, 1023, 1025, 16384, 16385, 50003};
 
 // Calls f() with every instruction set of this processor, on 1, 2 and 3 threads.
 // Restores the settings.

@@ -2,106 +2,61 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // adam_step, sgd_step, lion_step and ema_step against their scalar definitions: equal bits in every
-// setting, for every working dtype, size and alignment.
+// setting, for every dtype, type of state, size and alignment, and however a parameter is cut.
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include "kernels/adam.h"
+#include <limits>
+#include <string>
+#include <vector>
+
 #include "kernels/ema.h"
-#include "kernels/lion.h"
-#include "kernels/sgd.h"
 #include "tests/kernels/reference.h"
-#include "tests/kernels/test_buffers.h"
+#include "tests/kernels/update_arrays.h"
 
 namespace zero::kernels {
 namespace {
 
 using c10::ScalarType;
 
-// The arrays of one segment; copies are independent.
-struct Arrays {
-  Arrays(int64_t numel, ScalarType working_dtype, int64_t offset)
-      : numel(numel),
-        master(4 * numel, 4 * offset),
-        first(4 * numel, 4 * offset),
-        second(4 * numel, 4 * offset),
-        largest(4 * numel, 4 * offset),
-        gradient(4 * numel, 4 * offset),
-        working(numel * size_of(working_dtype), offset * size_of(working_dtype)) {
-    fill_ordinary(master.as<float>(), numel, 1);
-    fill_ordinary(first.as<float>(), numel, 2, 1e-2F);
-    fill_ordinary(second.as<float>(), numel, 3, 1e-4F);
-    fill_ordinary(gradient.as<float>(), numel, 4, 1e-2F);
-    for (int64_t i = 0; i < numel; ++i) {
-      second.as<float>()[i] = std::fabs(second.as<float>()[i]);
-      largest.as<float>()[i] = second.as<float>()[i] * static_cast<float>(i % 3);
-    }
-  }
+constexpr StateType kStored[] = {StateType::kBFloat16, StateType::kInt8};
 
-  AdamSegment adam() {
-    AdamSegment segment;
-    segment.master = master.as<float>();
-    segment.exp_avg = first.as<float>();
-    segment.exp_avg_sq = second.as<float>();
-    segment.max_exp_avg_sq = largest.as<float>();
-    segment.gradient = gradient.as<float>();
-    segment.working = working.as<void>();
-    segment.numel = numel;
-    segment.step = 7;
-    return segment;
-  }
-  SgdSegment sgd() {
-    SgdSegment segment;
-    segment.master = master.as<float>();
-    segment.momentum = first.as<float>();
-    segment.gradient = gradient.as<float>();
-    segment.working = working.as<void>();
-    segment.numel = numel;
-    return segment;
-  }
-  LionSegment lion() {
-    return {master.as<float>(), first.as<float>(), gradient.as<float>(), working.as<void>(), numel};
-  }
+Arrays plain_arrays(int64_t numel, ScalarType working_dtype, int64_t offset) {
+  return {StateType::kFloat, numel, working_dtype, offset};
+}
 
-  EmaSegment ema() { return {first.as<float>(), master.as<float>(), numel}; }
+template <class Rule>
+class Updates : public ::testing::Test {};
+TYPED_TEST_SUITE(Updates, Rules);
 
-  bool same_bytes(const Arrays& other) const {
-    return master.same_bytes(other.master) && first.same_bytes(other.first) &&
-           second.same_bytes(other.second) && largest.same_bytes(other.largest) &&
-           gradient.same_bytes(other.gradient) && working.same_bytes(other.working);
-  }
-  bool guards_intact() const {
-    return master.guards_intact() && first.guards_intact() && second.guards_intact() &&
-           largest.guards_intact() && gradient.guards_intact() && working.guards_intact();
-  }
-
-  int64_t numel;
-  Buffer master, first, second, largest, gradient, working;
-};
-
-const std::vector<ScalarType> kWorkingTypes = {ScalarType::Float, ScalarType::BFloat16,
-                                               ScalarType::Half};
-
-TEST(AdamStep, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
+TYPED_TEST(Updates, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
+  using Rule = TypeParam;
   const float coefficient = 0.37F;
-  for (ScalarType dtype : kWorkingTypes) {
-    for (int64_t numel : kSizes) {
-      for (int variant = 0; variant < 8; ++variant) {
-        if (numel > 1100 && variant != 7) {
-          continue;  // the threads' shares are the same for every variant
-        }
-        AdamOptions options{.lr = 1e-2, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6};
-        options.amsgrad = (variant & 1) != 0;
-        options.decoupled = (variant & 2) != 0;
-        options.weight_decay = (variant & 4) != 0 ? 0.1 : 0.0;
-        const Arrays start(numel, dtype, variant % 2);
+  constexpr ScalarType kDtypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+  for (const StateType type : kStateTypes) {
+    for (const int64_t numel : kSizes) {
+      for (int variant = 0; variant < 3 * Rule::kVariants; ++variant) {
+        const int options = variant % Rule::kVariants;
+        // The threads' shares are the same for every variant.
+        if (numel > 1100 && options + 1 != Rule::kVariants) continue;
+        if (type != StateType::kFloat && variant >= Rule::kVariants) continue;
+        const ScalarType dtype = kDtypes[(variant + variant / Rule::kVariants) % 3];
+        const Arrays start(type, numel, dtype, variant % 3);
         Arrays expected = start;
-        reference::adam_step(expected.adam(), options, &coefficient, nullptr, dtype);
+        const float* scale = variant % 5 == 4 ? nullptr : &coefficient;
+        for (int64_t step = 0; step < 2; ++step) {
+          Rule::expect(Rule::segment(expected, options), Rule::options(options, step), scale,
+                       dtype);
+        }
         for_each_setting([&] {
           Arrays got = start;
-          adam_step(got.adam(), options, &coefficient, nullptr, dtype, Stream{});
+          for (int64_t step = 0; step < 2; ++step) {
+            Rule::step(Rule::segment(got, options), Rule::options(options, step), scale, nullptr,
+                       dtype);
+          }
+          ASSERT_TRUE(got.same_others(expected)) << "variant " << variant;
           ASSERT_TRUE(got.same_bytes(expected))
-              << c10::toString(dtype) << " numel " << numel << " variant " << variant;
+              << "type " << static_cast<int>(type) << " numel " << numel << " variant " << variant;
           ASSERT_TRUE(got.guards_intact());
         });
       }
@@ -109,102 +64,123 @@ TEST(AdamStep, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
   }
 }
 
-TEST(AdamStep, SegmentsWithTheirOwnStepCountsAndLengths) {
-  constexpr int64_t kCount = 70;
+// Segments of all types in one call, with their own parameters, lengths, places and step counts;
+// some have no working array, or that of the master.
+TYPED_TEST(Updates, SegmentsOfSeveralTypesAndParameters) {
+  using Rule = TypeParam;
   const float device_step = 5.0F;
   std::vector<Arrays> expected;
-  std::vector<Arrays> got;
-  for (int64_t i = 0; i < kCount; ++i) {
-    expected.emplace_back(i == 3 ? 40000 : i * 3 % 50, ScalarType::BFloat16, i % 4);
+  for (int64_t i = 0; i < 90; ++i) {
+    expected.emplace_back(kStateTypes[i % 3], i == 3 || i == 4 ? 40000 : i * 37 % 700,
+                          ScalarType::BFloat16, i % 4);
+    expected.back().parameter = i / 3;
+    expected.back().element = i % 5 * 256;
+    expected.back().step = i + 1;
   }
-  got = expected;
-  const auto segments_of = [&](std::vector<Arrays>& arrays) {
-    std::vector<AdamSegment> segments;
-    for (int64_t i = 0; i < kCount; ++i) {
-      segments.push_back(arrays[i].adam());
-      segments.back().step = i + 1;
-      segments.back().device_step = i % 5 == 0 ? &device_step : nullptr;
-    }
-    return segments;
-  };
-  reference::adam_step(segments_of(expected), {}, nullptr, nullptr, ScalarType::BFloat16);
-  adam_step(segments_of(got), {}, nullptr, nullptr, ScalarType::BFloat16, Stream{});
-  for (int64_t i = 0; i < kCount; ++i) {
+  std::vector<Arrays> got = expected;
+  std::vector<decltype(Rule::segment(got[0], 0))> segments;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const auto segment_of = [&](Arrays& arrays) {
+      auto segment = Rule::segment(arrays, 0);
+      if (i % 4 == 1) segment.working = segment.master;
+      if (i % 4 == 2) segment.working = nullptr;
+      if constexpr (requires { segment.device_step; }) {
+        if (i % 5 == 0) segment.device_step = &device_step;
+      }
+      return segment;
+    };
+    segments.push_back(segment_of(got[i]));
+    Rule::expect(segment_of(expected[i]), Rule::options(0, 5), nullptr, ScalarType::BFloat16);
+  }
+  auto options = Rule::options(0, 17);  // not looked at
+  const double step = 5.0;
+  options.device_noise_step = &step;
+  Rule::step(segments, options, nullptr, nullptr, ScalarType::BFloat16);
+  for (size_t i = 0; i < got.size(); ++i) {
     EXPECT_TRUE(got[i].same_bytes(expected[i])) << "segment " << i;
   }
 }
 
-TEST(AdamStep, WithoutAWorkingArrayOrWithTheMasterItselfOnlyTheMasterIsWritten) {
-  Arrays expected(20000, ScalarType::Float, 0);
-  Arrays without = expected;
-  Arrays itself = expected;
-  AdamSegment segment = expected.adam();
-  segment.working = nullptr;
-  reference::adam_step(segment, {}, nullptr, nullptr, ScalarType::Float);
-  segment = without.adam();
-  segment.working = nullptr;
-  adam_step(segment, {}, nullptr, nullptr, ScalarType::Half, Stream{});
-  segment = itself.adam();
-  segment.working = segment.master;
-  adam_step(segment, {}, nullptr, nullptr, ScalarType::Half, Stream{});
-  EXPECT_TRUE(without.same_bytes(expected));
-  EXPECT_TRUE(itself.same_bytes(expected));
-}
-
-TEST(Steps, ANonFiniteCountLeavesEveryBitAsItWas) {
-  const Arrays before(1000, ScalarType::Half, 1);
-  const float coefficient = NAN;
-  for (double nonfinite : {1.0, 17.0, static_cast<double>(NAN)}) {
-    Arrays arrays = before;
-    adam_step(arrays.adam(), {.amsgrad = true}, &coefficient, &nonfinite, ScalarType::Half,
-              Stream{});
-    EXPECT_TRUE(arrays.same_bytes(before));
-    sgd_step(arrays.sgd(), {.momentum = 0.9}, &coefficient, &nonfinite, ScalarType::Half, Stream{});
-    EXPECT_TRUE(arrays.same_bytes(before));
-    lion_step(arrays.lion(), {}, &coefficient, &nonfinite, ScalarType::Half, Stream{});
-    EXPECT_TRUE(arrays.same_bytes(before));
-  }
-  const double none = 0.0;
-  Arrays arrays = before;
-  adam_step(arrays.adam(), {}, nullptr, &none, ScalarType::Half, Stream{});
-  EXPECT_FALSE(arrays.same_bytes(before));
-}
-
-TEST(SgdStep, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
-  const float coefficient = 0.37F;
-  for (ScalarType dtype : kWorkingTypes) {
-    for (int64_t numel : kSizes) {
-      for (int variant = 0; variant < 16; ++variant) {
-        if (numel > 1100 && variant != 7) {
-          continue;  // the threads' shares are the same for every variant
-        }
-        SgdOptions options{.lr = 0.1};
-        options.momentum = (variant & 1) != 0 ? 0.9 : 0.0;
-        options.weight_decay = (variant & 2) != 0 ? 0.01 : 0.0;
-        options.nesterov = (variant & 4) != 0;
-        options.dampening = (variant & 4) != 0 ? 0.0 : 0.3;
-        const bool first_step = (variant & 8) != 0;
-        const Arrays start(numel, dtype, variant % 2);
-        Arrays expected = start;
-        SgdSegment segment = expected.sgd();
-        segment.first_step = first_step;
-        reference::sgd_step(segment, options, &coefficient, nullptr, dtype);
-        for_each_setting([&] {
-          Arrays got = start;
-          SgdSegment mine = got.sgd();
-          mine.first_step = first_step;
-          sgd_step(mine, options, &coefficient, nullptr, dtype, Stream{});
-          ASSERT_TRUE(got.same_bytes(expected))
-              << c10::toString(dtype) << " numel " << numel << " variant " << variant;
-          ASSERT_TRUE(got.guards_intact());
-        });
+// A parameter in three pieces, which begin at blocks, has the bits of the whole one.
+TYPED_TEST(Updates, CutsAtBlocksChangeNoBit) {
+  using Rule = TypeParam;
+  constexpr int64_t kNumel = 4096;
+  const int64_t cuts[] = {0, 256, 1792, kNumel};
+  for (const StateType type : kStored) {
+    Arrays whole(type, kNumel, ScalarType::Half, 0);
+    std::vector<Arrays> pieces;
+    std::vector<decltype(Rule::segment(whole, 0))> segments;
+    std::vector<float> values(kNumel);
+    for (int k = 0; k < 3; ++k) {
+      const int64_t begin = cuts[k], numel = cuts[k + 1] - begin;
+      pieces.emplace_back(type, numel, ScalarType::Half, 1);
+      Arrays& piece = pieces.back();
+      std::memcpy(piece.master.as<float>(), whole.master.as<float>() + begin, 4 * numel);
+      std::memcpy(piece.gradient.as<float>(), whole.gradient.as<float>() + begin, 4 * numel);
+      std::memcpy(piece.largest.as<float>(), whole.largest.as<float>() + begin, 4 * numel);
+      decode_state(type, false, whole.first.as<void>(), kNumel, values.data());
+      encode_state(type, false, values.data() + begin, numel, piece.first.as<void>());
+      decode_state(type, true, whole.second.as<void>(), kNumel, values.data());
+      encode_state(type, true, values.data() + begin, numel, piece.second.as<void>());
+      piece.element = whole.element + begin;
+    }
+    for (Arrays& piece : pieces) segments.push_back(Rule::segment(piece, 0));
+    for (int64_t step = 0; step < 3; ++step) {
+      Rule::step(Rule::segment(whole, 0), Rule::options(0, step), nullptr, nullptr,
+                 ScalarType::Half);
+      Rule::step(segments, Rule::options(0, step), nullptr, nullptr, ScalarType::Half);
+    }
+    for (int k = 0; k < 3; ++k) {
+      const int64_t begin = cuts[k], numel = cuts[k + 1] - begin;
+      EXPECT_EQ(
+          std::memcmp(pieces[k].master.as<float>(), whole.master.as<float>() + begin, 4 * numel),
+          0);
+      std::vector<float> piece(static_cast<size_t>(numel));
+      for (const bool root : {false, true}) {
+        decode_state(type, root, (root ? whole.second : whole.first).as<void>(), kNumel,
+                     values.data());
+        decode_state(type, root, (root ? pieces[k].second : pieces[k].first).as<void>(), numel,
+                     piece.data());
+        EXPECT_EQ(std::memcmp(piece.data(), values.data() + begin, 4 * numel), 0)
+            << "piece " << k << ", root " << root;
       }
     }
   }
 }
 
+TYPED_TEST(Updates, ANonFiniteCountLeavesEveryBitAsItWas) {
+  using Rule = TypeParam;
+  const float coefficient = NAN;
+  for (const StateType type : kStateTypes) {
+    for (const bool split : {false, true}) {
+      const Arrays before(type, 1000, ScalarType::BFloat16, 1, split);
+      for (const double nonfinite : {1.0, 17.0, static_cast<double>(NAN), 0.0}) {
+        Arrays arrays = before;
+        Rule::step(Rule::segment(arrays, 1), Rule::options(1, 1), &coefficient, &nonfinite,
+                   ScalarType::BFloat16);
+        EXPECT_EQ(arrays.same_bytes(before), nonfinite != 0.0) << nonfinite;
+      }
+    }
+  }
+}
+
+TYPED_TEST(Updates, RefusesElementsAtWhichNoBlockBegins) {
+  using Rule = TypeParam;
+  Arrays arrays(StateType::kInt8, 1000, ScalarType::Float, 0);
+  auto segment = Rule::segment(arrays, 0);
+  for (const int64_t element : {1, 255, -256, 257}) {
+    segment.element = element;
+    EXPECT_THROW(Rule::step(segment, Rule::options(0, 1), nullptr, nullptr, ScalarType::Float),
+                 c10::Error);
+  }
+  segment.element = 0;
+  segment.state_type = static_cast<StateType>(7);
+  EXPECT_THROW(Rule::step(segment, Rule::options(0, 1), nullptr, nullptr, ScalarType::Float),
+               c10::Error);
+}
+
 TEST(SgdStep, TheFirstStepDoesNotReadTheMomentum) {
-  Arrays arrays(100, ScalarType::Float, 0);
+  Arrays arrays = plain_arrays(100, ScalarType::Float, 0);
   std::fill_n(arrays.first.as<float>(), 100, NAN);
   SgdSegment segment = arrays.sgd();
   segment.first_step = true;
@@ -219,7 +195,7 @@ TEST(SgdStep, TheFirstStepDoesNotReadTheMomentum) {
 TEST(SgdStep, AStepCountInMemorySaysWhichStepIsTheFirst) {
   const float counts[2] = {1.0F, 2.0F};
   for (const bool first_step : {true, false}) {
-    Arrays expected(100, ScalarType::BFloat16, 1);
+    Arrays expected = plain_arrays(100, ScalarType::BFloat16, 1);
     Arrays got = expected;
     SgdSegment segment = expected.sgd();
     segment.first_step = first_step;
@@ -232,34 +208,14 @@ TEST(SgdStep, AStepCountInMemorySaysWhichStepIsTheFirst) {
   }
 }
 
-TEST(LionStep, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
-  const float coefficient = 0.37F;
-  for (ScalarType dtype : kWorkingTypes) {
-    for (int64_t numel : kSizes) {
-      for (int variant = 0; variant < 4; ++variant) {
-        if (numel > 1100 && variant != 3) {
-          continue;  // the threads' shares are the same for every variant
-        }
-        LionOptions options{.lr = 1e-2, .beta1 = 0.8, .beta2 = 0.95};
-        options.weight_decay = (variant & 1) != 0 ? 0.1 : 0.0;
-        const float* scale = (variant & 2) != 0 ? &coefficient : nullptr;
-        Arrays start(numel, dtype, variant % 2);
-        for (int64_t i = 0; i < numel; i += 5) {  // no direction
-          start.first.as<float>()[i] = 0.0F;
-          start.gradient.as<float>()[i] = i % 2 == 0 ? 0.0F : -0.0F;
-        }
-        Arrays expected = start;
-        reference::lion_step(expected.lion(), options, scale, nullptr, dtype);
-        for_each_setting([&] {
-          Arrays got = start;
-          lion_step(got.lion(), options, scale, nullptr, dtype, Stream{});
-          ASSERT_TRUE(got.same_bytes(expected))
-              << c10::toString(dtype) << " numel " << numel << " variant " << variant;
-          ASSERT_TRUE(got.guards_intact());
-        });
-      }
-    }
-  }
+TEST(SgdStep, WithoutMomentumStateIsNotTouched) {
+  Arrays expected(StateType::kInt8, 1000, ScalarType::Float, 0);
+  Arrays got = expected;
+  reference::stored_sgd_step(expected.sgd(), {.lr = 0.1}, nullptr, ScalarType::Float);
+  SgdSegment segment = got.sgd();
+  segment.momentum = nullptr;
+  sgd_step(segment, {.lr = 0.1}, nullptr, nullptr, ScalarType::Float, Stream{});
+  EXPECT_TRUE(got.same_bytes(expected));
 }
 
 // Of each update, one with the learning rate by value and one that reads it from memory.
@@ -268,7 +224,7 @@ void expect_rate_from_memory(Segment (Arrays::*segment_of)(), Options options, c
   options.lr = 0.0123;
   options.weight_decay = 0.3;
   const float count = 7.0F;
-  Arrays expected(1000, ScalarType::BFloat16, 0);
+  Arrays expected = plain_arrays(1000, ScalarType::BFloat16, 0);
   Arrays got = expected;
   const auto run = [&](Arrays& arrays) {
     Segment segment = (arrays.*segment_of)();
@@ -293,26 +249,30 @@ TEST(LearningRate, IsReadFromMemoryWhereItIsGivenThere) {
 }
 
 TEST(LearningRate, OfAdamInMemoryNeedsTheCountThere) {
-  Arrays arrays(10, ScalarType::Float, 0);
+  Arrays arrays = plain_arrays(10, ScalarType::Float, 0);
   const double rate = 0.1;
   EXPECT_THROW(
       adam_step(arrays.adam(), {.device_lr = &rate}, nullptr, nullptr, ScalarType::Float, Stream{}),
       c10::Error);
 }
 
+EmaSegment ema(Arrays& arrays) {
+  return {arrays.first.as<float>(), arrays.master.as<float>(), arrays.numel};
+}
+
 TEST(EmaStep, EverySizeAndSettingHasTheBitsOfTheReference) {
   const float weight = 0.0137F;
   for (int64_t numel : kSizes) {
-    const Arrays start(numel, ScalarType::Float, 0);
+    const Arrays start = plain_arrays(numel, ScalarType::Float, 0);
     Arrays expected = start;
-    reference::ema_step(expected.ema(), weight);
+    reference::ema_step(ema(expected), weight);
     for_each_setting([&] {
       Arrays got = start;
-      ema_step(got.ema(), weight, nullptr, Stream{});
+      ema_step(ema(got), weight, nullptr, Stream{});
       ASSERT_TRUE(got.same_bytes(expected)) << numel;
       ASSERT_TRUE(got.guards_intact());
       got = start;
-      ema_step(got.ema(), /*weight=*/1.0F, &weight, Stream{});
+      ema_step(ema(got), /*weight=*/1.0F, &weight, Stream{});
       ASSERT_TRUE(got.same_bytes(expected)) << numel << ", a weight by its address";
     });
   }
@@ -323,61 +283,40 @@ TEST(EmaStep, ManySegments) {
   const float weight = 0.25F;
   std::vector<Arrays> got, expected;
   std::vector<EmaSegment> segments;
-  for (int64_t i = 0; i < kCount; ++i) got.emplace_back(i * 7 % 50, ScalarType::Float, 0);
+  for (int64_t i = 0; i < kCount; ++i)
+    got.push_back(plain_arrays(i * 7 % 50, ScalarType::Float, 0));
   expected = got;
   for (int64_t i = 0; i < kCount; ++i) {
-    segments.push_back(got[i].ema());
-    reference::ema_step(expected[i].ema(), weight);
+    segments.push_back(ema(got[i]));
+    reference::ema_step(ema(expected[i]), weight);
   }
   ema_step(segments, weight, nullptr, Stream{});
   for (int64_t i = 0; i < kCount; ++i) EXPECT_TRUE(got[i].same_bytes(expected[i])) << i;
 }
 
 TEST(EmaStep, AWeightOfZeroWritesNothing) {
-  Arrays got(100, ScalarType::Float, 0);
+  Arrays got = plain_arrays(100, ScalarType::Float, 0);
   got.master.as<float>()[3] = std::numeric_limits<float>::quiet_NaN();
   const Arrays before = got;
   const float none = 0.0F;
-  ema_step(got.ema(), none, nullptr, Stream{});
-  ema_step(got.ema(), 0.5F, &none, Stream{});
+  ema_step(ema(got), none, nullptr, Stream{});
+  ema_step(ema(got), 0.5F, &none, Stream{});
   EXPECT_TRUE(got.same_bytes(before));
 }
 
 TEST(EmaStep, RefusesSegmentsThatHaveNoMemory) {
-  Arrays arrays(10, ScalarType::Float, 0);
-  EmaSegment segment = arrays.ema();
+  Arrays arrays = plain_arrays(10, ScalarType::Float, 0);
+  EmaSegment segment = ema(arrays);
   segment.values = nullptr;
   EXPECT_THROW(ema_step(segment, 0.5F, nullptr, Stream{}), c10::Error);
-  segment = arrays.ema();
+  segment = ema(arrays);
   segment.numel = -1;
   EXPECT_THROW(ema_step(segment, 0.5F, nullptr, Stream{}), c10::Error);
   ema_step(EmaSegment{}, 0.5F, nullptr, Stream{});
 }
 
-TEST(LionStep, ManySegmentsAndTheMasterItselfAsWorkingArray) {
-  std::vector<Arrays> expected;
-  for (int64_t i = 0; i < 70; ++i) {
-    expected.emplace_back(i == 3 ? 40000 : i * 3 % 50, ScalarType::Float, i % 4);
-  }
-  std::vector<Arrays> got = expected;
-  const auto segments_of = [&](std::vector<Arrays>& arrays) {
-    std::vector<LionSegment> segments;
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      segments.push_back(arrays[i].lion());
-      if (i % 3 == 0) segments.back().working = segments.back().master;
-      if (i % 3 == 1) segments.back().working = nullptr;
-    }
-    return segments;
-  };
-  reference::lion_step(segments_of(expected), {}, nullptr, nullptr, ScalarType::Float);
-  lion_step(segments_of(got), {}, nullptr, nullptr, ScalarType::Float, Stream{});
-  for (size_t i = 0; i < got.size(); ++i) {
-    EXPECT_TRUE(got[i].same_bytes(expected[i])) << "segment " << i;
-  }
-}
-
 TEST(Steps, RefuseWhatTheyCannotDo) {
-  Arrays arrays(10, ScalarType::Float, 0);
+  Arrays arrays = plain_arrays(10, ScalarType::Float, 0);
   AdamSegment adam = arrays.adam();
   EXPECT_THROW(adam_step(adam, {}, nullptr, nullptr, ScalarType::Double, Stream{}), c10::Error);
   adam.step = 0;
