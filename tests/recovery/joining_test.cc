@@ -74,6 +74,12 @@ struct Member {
     }
     return "none waited";
   }
+  // Makes a step, which `trained` counts, and others until process 2 waits to join.
+  void train_until_joined(std::latch& trained) {
+    step();
+    trained.count_down();
+    expect_words(train_until_one_waits(), {"process 2 waits to join"});
+  }
 
   OddModel model;
   ZeroOptimizer optimizer;
@@ -134,57 +140,56 @@ TEST(JoiningTest, TheNewRankHasWhatTheOthersHave) {
   });
 }
 
-TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
-  std::latch trained(2);
-  run_job([&](const Group& job) {
-    const auto options = ZeroOptions().bucket_bytes(900).protect(1);
-    if (job.joins()) {
-      trained.wait();
-      const std::string text = error_of([&] {
-        try {
-          Member(job, 1, options, Inner::kSgd);
-        } catch (const CommunicationError&) {
-          ADD_FAILURE() << "it is this program's own";
-        }
-      });
-      expect_words(text, {"inner optimizer", "AdamW", "SGD"});
-      return;
-    }
-    Member m(job, 1, options);
-    m.step();
-    trained.count_down();
-    expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
-    const int64_t before = m.steps();
-    // A loop that recovers from communication errors does so from this one.
-    const std::string text =
-        error_of([&] { EXPECT_THROW(m.optimizer.recover(), CommunicationError); });
-    EXPECT_EQ(text, "");
-    const RecoveryReport report = m.optimizer.recover();
-    EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
-    EXPECT_GE(report.steps, before - 1);
-    for (int i = 0; i < 3; ++i) m.step();
-    m.optimizer.check_replicas();
-  });
+// Whether call() throws a CommunicationError. Expects that it throws, and says `words`.
+bool throws_of_communication(const std::function<void()>& call,
+                             const std::vector<std::string>& words) {
+  bool of_communication = false;
+  expect_words(error_of([&] {
+                 try {
+                   call();
+                 } catch (const CommunicationError&) {
+                   of_communication = true;
+                   throw;
+                 }
+               }),
+               words);
+  return of_communication;
 }
 
-TEST(JoiningTest, ARankWithoutAMicroBatchIsRefusedAndTheOthersGoOn) {
-  std::latch trained(2);
-  run_job([&](const Group& job) {
-    const auto options = ZeroOptions().bucket_bytes(900).protect(1).micro_batches(2);
-    if (job.joins()) {
-      trained.wait();
-      expect_words(error_of([&] { Member(job, 1, options); }), {"micro_batches", "3 ranks"});
-      return;
-    }
-    Member m(job, 1, options);
-    m.step();
-    trained.count_down();
-    expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
-    expect_words(error_of([&] { m.optimizer.recover(); }), {"micro_batches", "3 ranks"});
-    EXPECT_EQ(m.optimizer.recover().members, (std::vector<int>{0, 1}));
-    for (int i = 0; i < 3; ++i) m.step();
-    m.optimizer.check_replicas();
-  });
+TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
+  const auto options = ZeroOptions().bucket_bytes(900).protect(1);
+  struct Case {
+    ZeroOptions options;    // of all
+    Inner inner;            // of the process that joins
+    bool of_communication;  // where it is an error of recover()
+    std::vector<std::string> words;
+  };
+  for (const Case& c : {Case{options, Inner::kSgd, true, {"inner optimizer", "AdamW", "SGD"}},
+                        Case{ZeroOptions(options).micro_batches(2),
+                             Inner::kAdamW,
+                             false,
+                             {"micro_batches", "3 ranks"}}}) {
+    std::latch trained(2);
+    run_job([&](const Group& job) {
+      if (job.joins()) {
+        trained.wait();
+        EXPECT_FALSE(throws_of_communication([&] { Member(job, 1, c.options, c.inner); }, c.words))
+            << "it is this program's own";
+        return;
+      }
+      Member m(job, 1, c.options);
+      m.train_until_joined(trained);
+      const int64_t before = m.steps();
+      // A loop that recovers from communication errors does so from this one.
+      EXPECT_EQ(throws_of_communication([&] { m.optimizer.recover(); }, c.words),
+                c.of_communication);
+      const RecoveryReport report = m.optimizer.recover();
+      EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
+      EXPECT_GE(report.steps, before - 1);
+      for (int i = 0; i < 3; ++i) m.step();
+      m.optimizer.check_replicas();
+    });
+  }
 }
 
 TEST(JoiningTest, WithMicroBatchesBitsDoNotDependOnWhoJoins) {
@@ -202,9 +207,7 @@ TEST(JoiningTest, WithMicroBatchesBitsDoNotDependOnWhoJoins) {
     std::optional<Member> m;
     m.emplace(job, 1, ZeroOptions(options).protect(1));
     if (!job.joins()) {
-      m->step();
-      trained.count_down();
-      expect_words(m->train_until_one_waits(), {"process 2 waits to join"});
+      m->train_until_joined(trained);
       m->optimizer.recover();
     }
     EXPECT_EQ(m->optimizer.group().world_size(), kRanks + 1);
@@ -224,27 +227,11 @@ TEST(JoiningTest, WithMicroBatchesBitsDoNotDependOnWhoJoins) {
   });
 }
 
-// Whether call() throws a CommunicationError. Expects that it throws, and says `words`.
-bool throws_of_communication(const std::function<void()>& call,
-                             const std::vector<std::string>& words) {
-  bool of_communication = false;
-  expect_words(error_of([&] {
-                 try {
-                   call();
-                 } catch (const CommunicationError&) {
-                   of_communication = true;
-                   throw;
-                 }
-               }),
-               words);
-  return of_communication;
-}
-
 // What they do at a step is refused after they have joined.
 TEST(JoiningTest, AMisuseOfTheNewRankAloneIsCommunicationErrorOnTheOthersWhoGoOn) {
   const auto set_lr = [](Member& m) { m.optimizer.param_groups()[0].options().set_lr(0.3); };
   const auto clip = [](Member& m) { m.optimizer.clip_grad_norm_(-1.0); };
-  for (int which = 0; which < 4; ++which) {
+  for (int which = 0; which < 3; ++which) {
     SCOPED_TRACE(which);
     const bool of_new_rank = which < 2;
     std::latch trained(2), ended(1);
@@ -253,9 +240,7 @@ TEST(JoiningTest, AMisuseOfTheNewRankAloneIsCommunicationErrorOnTheOthersWhoGoOn
       std::optional<Member> m;
       m.emplace(job, 1, ZeroOptions().bucket_bytes(900).protect(1));
       if (!job.joins()) {
-        m->step();
-        trained.count_down();
-        expect_words(m->train_until_one_waits(), {"process 2 waits to join"});
+        m->train_until_joined(trained);
         m->optimizer.recover();
       }
       m->step();
@@ -296,9 +281,7 @@ TEST(JoiningTest, ARankThatHasJoinedBeforeGoesOnWithoutOneThatDoesNotFit) {
         }
         Member m(job, 1, options);
         if (!job.joins()) {
-          m.step();
-          trained.count_down();
-          expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
+          m.train_until_joined(trained);
           m.optimizer.recover();
         }
         m.step();
@@ -335,9 +318,7 @@ TEST(JoiningTest, ARankThatLacksMemoryToTakeOneInIsItsOwnReason) {
       return;
     }
     Member m(job, 1, ZeroOptions().protect(1));
-    m.step();
-    trained.count_down();
-    expect_words(m.train_until_one_waits(), {"process 2 waits to join"});
+    m.train_until_joined(trained);
     EXPECT_EQ(throws_of_communication([&] { m.optimizer.recover(); }, {"out of memory"}), !lacks);
   });
 }
