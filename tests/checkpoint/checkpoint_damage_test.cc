@@ -76,7 +76,7 @@ void with_loader(const std::function<void(Loader&)>& body) {
 
 TEST(DamageTest, NoFlippedBitIsAccepted) {
   const char* count = std::getenv("ZERO_BIT_FLIPS");
-  const int flips = count != nullptr ? std::atoi(count) : 1000;
+  const int flips = count != nullptr ? std::atoi(count) : 400;
   const std::string folder = fresh_folder("flips") + "/a";
   save(folder, 0);
   std::vector<std::string> contents;

@@ -13,7 +13,6 @@
 #include <atomic>
 #include <deque>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -34,10 +33,10 @@ namespace fs = std::filesystem;
 using Body = std::function<void(Communicator& control, CheckpointWriter& writer)>;
 
 // Calls `body` on each rank with a writer of its own.
-void on_ranks(int world_size, const std::string& folder, bool overwrite, const Body& body) {
+void on_ranks(int world_size, const std::string& folder, const Body& body) {
   run_ranks(world_size, [&](const Group& group) {
     const auto control = group.make_communicator("control", Purpose::kControl);
-    CheckpointWriter writer(*control, folder, overwrite);
+    CheckpointWriter writer(*control, folder, /*overwrite=*/false);
     body(*control, writer);
   });
 }
@@ -49,10 +48,10 @@ std::string empty_parent(const std::string& name) {
 }
 
 // Two elements of the parameter "p" of each rank, and a step.
-FileToSave file_of(int rank, int64_t step = 3) {
+FileToSave file_of(int rank) {
   return {rank_file_name(rank),
           {{{"p", "master", 2 * rank, 2}, at::arange(2.0f) + 2.0f * rank},
-           {{"p", "step", 2 * rank, 2}, at::full({1}, step, at::kLong)}}};
+           {{"p", "step", 2 * rank, 2}, at::full({1}, 3, at::kLong)}}};
 }
 
 Manifest manifest_for(int world_size) {
@@ -63,8 +62,8 @@ Manifest manifest_for(int world_size) {
   return m;
 }
 
-void save(int world_size, const std::string& folder, bool overwrite = false) {
-  on_ranks(world_size, folder, overwrite, [&](Communicator& control, CheckpointWriter& writer) {
+void save(int world_size, const std::string& folder) {
+  on_ranks(world_size, folder, [&](Communicator& control, CheckpointWriter& writer) {
     writer.begin();
     writer.write_files({file_of(control.rank())});
     writer.finish(manifest_for(world_size));
@@ -100,7 +99,7 @@ TEST(CheckpointWriterTest, FilesOfAllRanksAreOneCheckpoint) {
 TEST(CheckpointWriterTest, APausedWriteGoesOnWhereItStopped) {
   const std::string folder = empty_parent("pause") + "/a";
   const at::Tensor value = at::arange(16 * 1000 * 1000, at::kFloat);
-  on_ranks(1, folder, false, [&](Communicator&, CheckpointWriter& writer) {
+  on_ranks(1, folder, [&](Communicator&, CheckpointWriter& writer) {
     writer.begin();
     std::deque<std::shared_ptr<MemoryFileWriter>> files;
     for (const FileToSave& file :
@@ -133,7 +132,7 @@ TEST(CheckpointWriterTest, APausedWriteGoesOnWhereItStopped) {
 
 TEST(CheckpointWriterTest, AnErrorBeforeTheFilesIsThrownByFinishOnAllRanks) {
   const std::string folder = empty_parent("prepare") + "/a";
-  on_ranks(2, folder, false, [&](Communicator& control, CheckpointWriter& writer) {
+  on_ranks(2, folder, [&](Communicator& control, CheckpointWriter& writer) {
     writer.begin();
     writer.prepare([&] { TORCH_CHECK(control.rank() != 1, "no copy"); });
     std::deque<std::shared_ptr<MemoryFileWriter>> files = {
@@ -147,40 +146,11 @@ TEST(CheckpointWriterTest, AnErrorBeforeTheFilesIsThrownByFinishOnAllRanks) {
   EXPECT_FALSE(fs::exists(folder));
 }
 
-TEST(CheckpointWriterTest, ADtypeThatSafetensorsLacksIsStoredAsBytes) {
-  const std::string parent = empty_parent("dtypes");
-  const at::Tensor value = at::full({3}, c10::complex<double>(1, -2), at::kComplexDouble);
-  on_ranks(1, parent + "/a", false, [&](Communicator&, CheckpointWriter& writer) {
-    writer.begin();
-    writer.write_files({{"f", {{{"b", "buffer", 0, 3}, value}}}});
-    Manifest m;
-    m.buffers = {{"b", {3}, {}, at::kComplexDouble, 0}};
-    writer.finish(m);
-  });
-  CheckpointReader reader(parent + "/a");
-  EXPECT_TRUE(
-      reader.read_all("buffer", {{"b", 0, value.numel()}}, value.scalar_type()).equal(value));
-}
-
-TEST(CheckpointWriterTest, WhatIsThereIsReplacedOnlyIfAsked) {
-  const std::string folder = empty_parent("overwrite") + "/a";
-  save(2, folder);
-  const std::string first = CheckpointReader(folder).manifest().id;
-  on_ranks(2, folder, /*overwrite=*/false, [&](Communicator& control, CheckpointWriter& writer) {
-    expect_words(error_of([&] { writer.begin(); }),
-                 {"rank " + std::to_string(control.rank()), folder, "overwrite(true)"});
-  });
-  EXPECT_EQ(CheckpointReader(folder).manifest().id, first);
-  save(3, folder, /*overwrite=*/true);
-  EXPECT_NE(CheckpointReader(folder).manifest().id, first);
-  EXPECT_EQ(CheckpointReader(folder).manifest().world_size, 3);
-}
-
 // A file that one rank cannot write: its name is taken.
 TEST(CheckpointWriterTest, AFileThatCannotBeWrittenIsAnErrorOnAllRanksAndNothingStays) {
   for (const int failing : {0, 1, 2}) {
     const std::string parent = empty_parent("failing");
-    on_ranks(3, parent + "/a", false, [&](Communicator& control, CheckpointWriter& writer) {
+    on_ranks(3, parent + "/a", [&](Communicator& control, CheckpointWriter& writer) {
       writer.begin();
       const FileToSave file = file_of(control.rank());
       if (control.rank() == failing) {
@@ -197,20 +167,9 @@ TEST(CheckpointWriterTest, AFileThatCannotBeWrittenIsAnErrorOnAllRanksAndNothing
   }
 }
 
-TEST(CheckpointWriterTest, PiecesOfOneParameterWithDifferentValuesAreRefused) {
-  const std::string parent = empty_parent("values");
-  on_ranks(2, parent + "/a", false, [&](Communicator& control, CheckpointWriter& writer) {
-    writer.begin();
-    writer.write_files({file_of(control.rank(), /*step=*/control.rank())});
-    expect_words(error_of([&] { writer.finish(manifest_for(2)); }),
-                 {"parameter p: expected one step for all its pieces"});
-  });
-  EXPECT_TRUE(fs::is_empty(parent));
-}
-
 TEST(CheckpointWriterTest, WithoutFinishNothingStays) {
   const std::string parent = empty_parent("given-up");
-  on_ranks(2, parent + "/a", false, [&](Communicator& control, CheckpointWriter& writer) {
+  on_ranks(2, parent + "/a", [&](Communicator& control, CheckpointWriter& writer) {
     writer.begin();
     writer.write_files({file_of(control.rank())});
     control.all_gather_text("", "all have written");
