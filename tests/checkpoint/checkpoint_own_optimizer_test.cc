@@ -3,8 +3,7 @@
 //
 // Checkpoints of inner optimizers that this library has never heard of: what they
 // bring back, and what is refused. That they bring back every bit on any number of
-// ranks, and that a run goes on in every bit, is in checkpoint_test and
-// checkpoint_resume_test.
+// ranks, and that a run goes on in every bit, is in checkpoint_test.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
