@@ -293,12 +293,6 @@ TEST(LimitTest, WhatCouldNotBeLoadedIsNotSaved) {
   });
 }
 
-TEST(LimitTest, FieldsThatThisLibraryDoesNotKnowAreIgnored) {
-  const std::string text =
-      forged("\"steps\":0", "\"later\":{\"deep\":[[1],{\"a\":null}]},\"steps\":7");
-  EXPECT_EQ(parse_manifest(text, "m").steps, 7);
-}
-
 TEST(LimitTest, ALargeFileThatIsNoManifestTakesNoMemory) {
   const std::string folder = fresh_folder("large");
   write(folder + "/" + kManifestName, "{");

@@ -334,7 +334,7 @@ TEST(OwnDisksCrashTest, TheNewestIsFoundByRanksThatSeeNoFolderOrAnotherOne) {
 
 TEST(OwnDisksKeepTest, CallsForOneFolderMayOverlap) {
   const std::string parent = fresh_folder("keep");
-  for (int round = 0; round < 20; ++round) {
+  for (int round = 0; round < 8; ++round) {
     for (int i = 1; i <= 10; ++i) {
       Manifest m;
       m.id = "1";
