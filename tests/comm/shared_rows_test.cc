@@ -267,21 +267,6 @@ TEST(SharedRowsTest, ARankThatHasNoThreadLeftIsToldWhatToDo) {
                {"cannot start a thread", "ulimit -u"});
 }
 
-TEST(SharedRowsTest, AbortEndsAWait) {
-  on_ranks(2, [](const Rank& r) {
-    const at::Tensor into = at::zeros({kNumel});
-    if (r.rank == 0) {
-      const WorkPtr received = r.receive(into, 1, 7);
-      std::thread other([&] {
-        std::this_thread::sleep_for(milliseconds(20));
-        r.backend->abort();
-      });
-      EXPECT_THROW(received->wait(kTimeout), std::exception);
-      other.join();
-    }
-  });
-}
-
 TEST(SharedRowsTest, ARowFollowsWhereThereIsNoRoomForIt) {
   std::vector<at::Tensor> blocks;
   on_ranks(2, [&](const Rank& r) {
