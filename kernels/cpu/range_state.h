@@ -5,11 +5,12 @@
 // by range_kernels_impl.h, for each instruction set.
 //
 // An update takes kStateBlock elements at a time: it decodes their state into buffers that stay in
-// the L1 cache, runs the loop of range_update.h over them, and encodes the buffers.
+// the L1 cache, runs a loop over them, and encodes the buffers.
 #pragma once
 
 #include <cstdint>
 
+#include "kernels/cpu/range_codes.h"
 #include "kernels/cpu/range_conversions.h"
 #include "kernels/cpu/range_kernels.h"
 #include "kernels/cpu/range_types.h"
@@ -20,68 +21,6 @@
 namespace zero::kernels {
 namespace {
 
-// Noise of the elements of a block: key + multiples[i] for element i. A table takes less time than
-// products of 32 bits, of which AVX2 makes two instructions.
-struct BlockNoise {
-  uint32_t key;
-  const uint32_t* multiples;  // [kStateBlock]
-};
-
-struct NoiseMultiples {
-  uint32_t of[kStateBlock];
-};
-
-constexpr NoiseMultiples kNoiseMultiples = [] {
-  NoiseMultiples multiples{};
-  for (uint32_t i = 0; i < kStateBlock; ++i) multiples.of[i] = noise_of(0, i);
-  return multiples;
-}();
-
-// Rounds codes to nearest, in both halves.
-constexpr NoiseMultiples kNoMultiples{};
-constexpr BlockNoise kNearest{0x80008000U, kNoMultiples.of};
-
-template <bool kRoot>
-struct CodeOf {
-  using Type = int8_t;
-};
-template <>
-struct CodeOf<true> {
-  using Type = uint8_t;
-};
-
-template <bool kRoot>
-inline void decode_codes(const typename CodeOf<kRoot>::Type* __restrict codes, float scale,
-                         int64_t numel, float* __restrict values) {
-  for (int64_t i = 0; i < numel; ++i) {
-    values[i] = decode_code<kRoot>(codes[i], scale);
-  }
-}
-
-// `values` are averages or roots.
-template <bool kRoot>
-inline void encode_codes(const float* __restrict values, const BlockNoise noise, int64_t numel,
-                         float* __restrict scale, typename CodeOf<kRoot>::Type* __restrict codes) {
-  int32_t largest = 0;
-  for (int64_t i = 0; i < numel; ++i) {
-    const int32_t bits = magnitude_bits(values[i]);
-    largest = largest < bits ? bits : largest;
-  }
-  const float s = state_scale<kRoot>(largest);
-  *scale = s;
-  // Not s == 0: the scale of a NaN is one.
-  if (!(s > 0.0F)) {
-    for (int64_t i = 0; i < numel; ++i) codes[i] = 0;
-    return;
-  }
-  const float inverse = inverse_state_scale<kRoot>(s);
-  const uint32_t* __restrict multiples = noise.multiples;
-  for (int64_t i = 0; i < numel; ++i) {
-    codes[i] = static_cast<typename CodeOf<kRoot>::Type>(
-        encode_code<kRoot>(values[i], inverse, own_noise<kRoot>(noise.key + multiples[i])));
-  }
-}
-
 template <bool kRoot>
 inline void encode_bfloat16s(const float* __restrict values, const BlockNoise noise, int64_t numel,
                              BFloat16* __restrict to) {
@@ -91,6 +30,18 @@ inline void encode_bfloat16s(const float* __restrict values, const BlockNoise no
   }
 }
 
+// The elements of a block, by index: averages or second moments.
+template <bool kRoot>
+struct CodeBlock {
+  float operator[](int64_t i) const { return decode_code<kRoot>(codes[i], scale); }
+  const typename CodeOf<kRoot>::Type* codes;
+  float scale;
+};
+struct BFloat16Block {
+  float operator[](int64_t i) const { return widen_one(values[i]); }
+  const BFloat16* values;
+};
+
 // A state array of `numel` elements, with StateType::kInt8.
 template <bool kRoot>
 struct Codes {
@@ -98,6 +49,9 @@ struct Codes {
   Codes(void* array, int64_t numel)
       : scales(static_cast<float*>(array)),
         codes(reinterpret_cast<Type*>(scales + (numel + kStateBlock - 1) / kStateBlock)) {}
+  CodeBlock<kRoot> block(int64_t begin) const {
+    return {codes + begin, scales[begin / kStateBlock]};
+  }
   float* scales;
   Type* codes;
 };
@@ -106,10 +60,10 @@ struct Codes {
 // which encode_block() takes as their roots with kInt8.
 template <bool kRoot>
 inline void decode_block(StateType type, void* array, int64_t numel, int64_t begin, int64_t count,
-                         float* values) {
+                         float* __restrict values) {
   if (type == StateType::kInt8) {
-    const Codes<kRoot> from(array, numel);
-    decode_codes<kRoot>(from.codes + begin, from.scales[begin / kStateBlock], count, values);
+    const CodeBlock<kRoot> from = Codes<kRoot>(array, numel).block(begin);
+    for (int64_t i = 0; i < count; ++i) values[i] = from[i];
   } else {
     widen(static_cast<const BFloat16*>(array) + begin, values, count);
   }
@@ -153,23 +107,80 @@ inline W* working_at(W* working, int64_t begin) {
   return __is_same(W, NoWorking) ? nullptr : working + begin;
 }
 
+// The new moments m, v, and the roots of v, of a block whose moments are stored.
+template <bool kDecoupled, class M, class V, class P, class W>
+void adam_moments_loop(const AdamCoefficients c, float gradient_coefficient, int64_t numel,
+                       const M stored_m, const V stored_v, const P* __restrict p,
+                       const W* __restrict working, const float* __restrict gradient,
+                       float* __restrict m, float* __restrict v, float* __restrict roots) {
+  for (int64_t i = 0; i < numel; ++i) {
+    const float p_i = kDecoupled ? 0.0F : load_master(p, working, i);
+    float m_i = stored_m[i];
+    float v_i = stored_v[i];
+    adam_moments<kDecoupled>(c, gradient[i] * gradient_coefficient, p_i, m_i, v_i);
+    m[i] = m_i;
+    v[i] = v_i;
+    roots[i] = square_root(v_i);
+  }
+}
+
+// The parameters of a block, from the new moments.
+template <bool kAmsgrad, bool kDecoupled, class P, class W>
+void adam_parameter_loop(const AdamCoefficients c, int64_t numel, const float* __restrict m,
+                         const float* __restrict v, const float* __restrict roots,
+                         float* __restrict max_v, P* __restrict p, W* __restrict working) {
+  for (int64_t i = 0; i < numel; ++i) {
+    float p_i = load_master(p, working, i);
+    float root = roots[i];
+    if constexpr (kAmsgrad) {
+      const float max_v_i = larger_moment(v[i], max_v[i]);
+      max_v[i] = max_v_i;
+      root = square_root(max_v_i);
+    }
+    adam_parameter<kDecoupled>(c, m[i], root, p_i);
+    store_master(p_i, p, working, i);
+  }
+}
+
+template <class P, class W>
+inline auto adam_parameter_loop_of(const AdamCoefficients& c) {
+  return c.amsgrad ? (c.decoupled ? adam_parameter_loop<true, true, P, W>
+                                  : adam_parameter_loop<true, false, P, W>)
+                   : (c.decoupled ? adam_parameter_loop<false, true, P, W>
+                                  : adam_parameter_loop<false, false, P, W>);
+}
+
+// Two loops in place of adam_loop(): a processor runs more elements of a short loop at the same
+// time, and roots that are made with the moments do not wait for the divisions.
 void stored_adam_range(const AdamSegment& s, int64_t begin, int64_t end, const NoiseStep& step,
                        const AdamCoefficients& c, float gradient_coefficient,
                        ElementType working_type) {
+  const bool int8 = s.state_type == StateType::kInt8;
   with_master(s, working_type, [&]<class P, class W>(P* p, W* working) {
-    const auto loop = s.state_type == StateType::kInt8 ? adam_loop_of<true, P, W>(c)
-                                                       : adam_loop_of<false, P, W>(c);
+    const auto parameter_loop = adam_parameter_loop_of<P, W>(c);
     alignas(64) float m[kStateBlock];
     alignas(64) float v[kStateBlock];
+    alignas(64) float roots[kStateBlock];
     for_each_state_block(
         s, begin, end, step, [&](int64_t i, int64_t count, const BlockNoise& noise) {
-          decode_block<false>(s.state_type, s.exp_avg, s.numel, i, count, m);
-          decode_block<true>(s.state_type, s.exp_avg_sq, s.numel, i, count, v);
-          loop(c, gradient_coefficient, count, p + i, m, v,
-               c.amsgrad ? s.max_exp_avg_sq + i : nullptr, s.gradient + i, working_at(working, i));
+          const auto moments_loop = [&](const auto& stored_m, const auto& stored_v) {
+            const auto loop = [&]<bool kDecoupled>() {
+              adam_moments_loop<kDecoupled>(c, gradient_coefficient, count, stored_m, stored_v,
+                                            p + i, working_at(working, i), s.gradient + i, m, v,
+                                            roots);
+            };
+            c.decoupled ? loop.template operator()<true>() : loop.template operator()<false>();
+          };
+          int8 ? moments_loop(Codes<false>(s.exp_avg, s.numel).block(i),
+                              Codes<true>(s.exp_avg_sq, s.numel).block(i))
+               : moments_loop(BFloat16Block{static_cast<const BFloat16*>(s.exp_avg) + i},
+                              BFloat16Block{static_cast<const BFloat16*>(s.exp_avg_sq) + i});
           fetch_next_block(s, i, end);
           encode_block<false>(s.state_type, m, noise, count, s.exp_avg, s.numel, i);
-          encode_block<true>(s.state_type, v, noise, count, s.exp_avg_sq, s.numel, i);
+          parameter_loop(c, count, m, v, roots, c.amsgrad ? s.max_exp_avg_sq + i : nullptr, p + i,
+                         working_at(working, i));
+          encode_block<true>(s.state_type, int8 ? roots : v, noise, count, s.exp_avg_sq, s.numel,
+                             i);
         });
   });
 }

@@ -67,8 +67,7 @@ inline void with_master(const Segment& s, ElementType working_type, const F& f) 
 
 // The cast is made in the loop of the update, for fp16 too, where F16C cannot be
 // used then: a second loop over chunks, though in the cache, is 15 % slower.
-// kRoots: `v` receives the roots of the new second moments.
-template <bool kAmsgrad, bool kDecoupled, bool kRoots, class P, class W>
+template <bool kAmsgrad, bool kDecoupled, class P, class W>
 void adam_loop(const AdamCoefficients c, float gradient_coefficient, int64_t numel, P* __restrict p,
                float* __restrict m, float* __restrict v, float* __restrict max_v,
                const float* __restrict gradient, W* __restrict working) {
@@ -82,25 +81,23 @@ void adam_loop(const AdamCoefficients c, float gradient_coefficient, int64_t num
                                        max_v_i);
     store_master(p_i, p, working, i);
     m[i] = m_i;
-    v[i] = kRoots ? square_root(v_i) : v_i;
+    v[i] = v_i;
     if constexpr (kAmsgrad) {
       max_v[i] = max_v_i;
     }
   }
 }
 
-template <bool kRoots, class P, class W>
+template <class P, class W>
 inline auto adam_loop_of(const AdamCoefficients& c) {
-  return c.amsgrad ? (c.decoupled ? adam_loop<true, true, kRoots, P, W>
-                                  : adam_loop<true, false, kRoots, P, W>)
-                   : (c.decoupled ? adam_loop<false, true, kRoots, P, W>
-                                  : adam_loop<false, false, kRoots, P, W>);
+  return c.amsgrad ? (c.decoupled ? adam_loop<true, true, P, W> : adam_loop<true, false, P, W>)
+                   : (c.decoupled ? adam_loop<false, true, P, W> : adam_loop<false, false, P, W>);
 }
 
 void adam_range(const AdamSegment& range, const AdamCoefficients& c, float gradient_coefficient,
                 ElementType working_type) {
   with_master(range, working_type, [&]<class P, class W>(P* p, W* working) {
-    const auto loop = adam_loop_of<false, P, W>(c);
+    const auto loop = adam_loop_of<P, W>(c);
     loop(c, gradient_coefficient, range.numel, p, static_cast<float*>(range.exp_avg),
          static_cast<float*>(range.exp_avg_sq), range.max_exp_avg_sq, range.gradient, working);
   });

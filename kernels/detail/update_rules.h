@@ -83,25 +83,40 @@ ZERO_KERNELS_INLINE float square_root(float x) {
 #endif
 }
 
-// `g` is the gradient times the clip coefficient. `max_v` is touched with kAmsgrad alone.
-template <bool kAmsgrad, bool kDecoupled>
-ZERO_KERNELS_INLINE void adam_element(const AdamCoefficients& c, float g, float& p, float& m,
-                                      float& v, float& max_v) {
-  if constexpr (kDecoupled) {
-    p = p * c.decay;
-  } else if (c.weight_decay != 0.0F) {
+// The moments of the element whose parameter is `p`; `g` is the gradient times the clip
+// coefficient.
+template <bool kDecoupled>
+ZERO_KERNELS_INLINE void adam_moments(const AdamCoefficients& c, float g, float p, float& m,
+                                      float& v) {
+  if (!kDecoupled && c.weight_decay != 0.0F) {
     g = g + c.weight_decay * p;
   }
   m = c.beta1 * m + c.one_minus_beta1 * g;
   v = c.beta2 * v + (c.one_minus_beta2 * g) * g;
-  float u = v;
-  if constexpr (kAmsgrad) {
-    // Written so that a NaN in v wins, as in torch::maximum.
-    u = v <= max_v ? max_v : v;
-    max_v = u;
+}
+
+// Written so that a NaN in v wins, as in torch::maximum.
+ZERO_KERNELS_INLINE float larger_moment(float v, float max_v) { return v <= max_v ? max_v : v; }
+
+// The parameter, from its new first moment and the root of its new second one.
+template <bool kDecoupled>
+ZERO_KERNELS_INLINE void adam_parameter(const AdamCoefficients& c, float m, float root, float& p) {
+  if constexpr (kDecoupled) {
+    p = p * c.decay;
   }
-  const float denominator = square_root(u) / c.sqrt_bias_correction2 + c.eps;
+  const float denominator = root / c.sqrt_bias_correction2 + c.eps;
   p = p + (c.negative_step_size * m) / denominator;
+}
+
+// `max_v` is touched with kAmsgrad alone.
+template <bool kAmsgrad, bool kDecoupled>
+ZERO_KERNELS_INLINE void adam_element(const AdamCoefficients& c, float g, float& p, float& m,
+                                      float& v, float& max_v) {
+  adam_moments<kDecoupled>(c, g, p, m, v);
+  if constexpr (kAmsgrad) {
+    max_v = larger_moment(v, max_v);
+  }
+  adam_parameter<kDecoupled>(c, m, square_root(kAmsgrad ? max_v : v), p);
 }
 
 // `b` is touched with kMomentum alone, and not read on the first step.
