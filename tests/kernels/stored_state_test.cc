@@ -208,7 +208,10 @@ TEST(StoredState, ValuesThatAreNotFiniteConcernTheirBlockAlone) {
   }
   // A second moment that overflows becomes the largest one.
   for_each_setting([&] {
-    const Floats got = round_trip(StateType::kInt8, true, {kInfinity, 1e38F, 0.0F});
+    Floats v(40, 1e38F);
+    v[0] = kInfinity;
+    v[2] = 0.0F;
+    const Floats got = round_trip(StateType::kInt8, true, v);
     EXPECT_GT(got[0], 0.9999F * kLargest);
     EXPECT_TRUE(std::isfinite(got[0]));
     EXPECT_NEAR(got[1] / 1e38F, 1.0F, 0.02F);
@@ -308,6 +311,22 @@ TEST(StoredNoise, TheMeanOverManyStepsIsTheValue) {
       }
     }
   }
+}
+
+// Rounding up by a noise of 0, which one of 65,536 elements has, goes no further than the last
+// code.
+TEST(StoredNoise, TheLargestMagnitudesAreExactWithAnyNoise) {
+  Floats x(256);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = i % 2 == 0 ? 1.0F : -1.0F;
+  for_each_setting([&] {
+    for (int step = 0; step < 2000; ++step) {
+      Training run(StateType::kInt8, 256);
+      run.gradient = x;
+      run.adam({.lr = 0.0, .beta1 = 0.0, .beta2 = 0.0, .noise_step = step});
+      ASSERT_EQ(run.averages(), x) << "step " << step;
+      ASSERT_EQ(run.moments(), Floats(256, 1.0F)) << "step " << step;
+    }
+  });
 }
 
 // With beta2 = 0.999 a step changes v by less than half a code, so that nearest rounding would keep
