@@ -39,8 +39,7 @@ inline uint32_t nearest_bfloat16(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = bits + 0x7fffU + ((bits >> 16) & 1U);
   const uint32_t quiet = bits | 0x00400000U;
-  // Signed, since SSE2 and AVX2 compare no unsigned integers.
-  return static_cast<int32_t>(bits & 0x7fffffffU) > 0x7f800000 ? quiet : rounded;
+  return x != x ? quiet : rounded;
 }
 
 inline BFloat16 narrow_one_bfloat16(float x) {
