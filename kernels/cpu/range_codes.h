@@ -66,7 +66,8 @@ inline __m256i encode_eight(__m256i x, __m256 inverse, __m256i noise) {
   const __m256 t = _mm256_mul_ps(_mm256_castsi256_ps(magnitude), inverse);
   __m256 u = _mm256_cvtepi32_ps(kRoot ? _mm256_srli_epi32(noise, 16)
                                       : _mm256_and_si256(noise, _mm256_set1_epi32(0xffff)));
-  // An average may be 0, which has a sign, or subnormal.
+  // rsqrtps takes a subnormal number for 0. The t of an average may be one, or 0, which has a sign;
+  // that of a root is above 2^-124, or 0 and gives code 0: roots are 2^-75 to 2^64.
   const __m256i normal = _mm256_max_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(0x00800000));
   const __m256 above_0 = kRoot ? t : _mm256_castsi256_ps(normal);
   const __m256 root = _mm256_fmadd_ps(above_0, _mm256_rsqrt_ps(above_0), _mm256_set1_ps(0.25F));
