@@ -26,33 +26,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-TEST(ConstructionCheck, TheFirstDifferenceIsNamed) {
-  for (const int world_size : {2, 3}) {
-    run_ranks(world_size, [&](const Group& group) {
-      const auto ranks = group.make_communicator("check", Purpose::kControl);
-      const bool last = group.rank() == world_size - 1;
-      const std::string of_last = "rank " + std::to_string(world_size - 1) + ": ";
-      check_construction(*ranks, "", {"a", "b"});
-      expect_words(error_of([&] {
-                     check_construction(*ranks, "", {"a", last ? "c" : "b", "d"});
-                   }),
-                   {"rank 0: b", of_last + "c"});
-      expect_words(error_of([&] {
-                     check_construction(
-                         *ranks, "",
-                         last ? std::vector<std::string>{"a"} : std::vector<std::string>{"a", "b"});
-                   }),
-                   {"rank 0: b", of_last + "(nothing more)"});
-      expect_words(error_of([&] {
-                     check_construction(
-                         *ranks, "",
-                         last ? std::vector<std::string>{"a", "b"} : std::vector<std::string>{"a"});
-                   }),
-                   {"rank 0: (nothing more)", of_last + "b"});
-    });
-  }
-}
-
 // In quadratic time this would be 10 minutes.
 TEST(ConstructionCheck, AHundredThousandLinesAreReadOnce) {
   const auto start = std::chrono::steady_clock::now();

@@ -110,6 +110,8 @@ TEST_P(NonfiniteAt, EveryRankSkipsAndNothingChanges) {
   int cases = 0;
   const auto all = settings();
   for (const Setting& s : all) {
+    // All at two ranks, and in turns at one and three.
+    if (world_size != 2 && (&s - all.data() + world_size / 2) % 2 == 1) continue;
     run_ranks(world_size, [&](const Group& group) {
       GivenGradients model(initial_values(s.first, s.second)),
           twin_model(initial_values(s.first, s.second));
@@ -137,12 +139,12 @@ TEST_P(NonfiniteAt, EveryRankSkipsAndNothingChanges) {
       int skipped = 0;
       good_step(step++);
       for (int bad_rank = 0; bad_rank < world_size; ++bad_rank) {
+        const auto before = all_bits(model, optimizer);
         for (int place = 0; place < 4; ++place) {  // first and last element of both parameters
           const double bad = kBadValues[(place + bad_rank) % 3];
           const double norm_type = kNormTypes[skipped % 5];
           SCOPED_TRACE(c10::str("setting ", &s - all.data(), " bad ", bad, " on rank ", bad_rank,
                                 " place ", place, " norm ", norm_type));
-          const auto before = all_bits(model, optimizer);
           std::vector<at::Tensor> g = gradients(group.rank(), step);
           if (group.rank() == bad_rank) g[place / 2].view({-1})[-(place % 2)].fill_(bad);
           optimizer.backward(model.loss(g));

@@ -66,37 +66,6 @@ void on_ranks(const std::function<void(OwnRank&)>& body, c10::ScalarType dtype =
   }
 }
 
-TEST(OwnEditsTest, AParameterFrozenSinceTheForwardPassGetsNoGradient) {
-  for (const bool own : {true, false}) {
-    on_ranks([&](OwnRank& r) {
-      {
-        const auto guard = r.optimizer.no_sync();
-        r.own(2, 0);
-      }
-      const at::Tensor loss = r.model.loss(8, 16);
-      r.model.a.requires_grad_(false);
-      own ? r.optimizer.backward(loss) : loss.backward();
-      r.model.a.requires_grad_(true);
-      EXPECT_EQ(r.model.a.grad().isnan().all().item<bool>(), own) << "sent with this pass's";
-      r.optimizer.step();
-      r.expect(-2, -16);
-    });
-  }
-}
-
-TEST(OwnEditsTest, ADroppedBatchMayBeFollowedByAPassOfOtherParameters) {
-  for (const bool own : {true, false}) {
-    on_ranks([&](OwnRank& r) {
-      own ? r.own(2, 0) : r.plain(2, 0);
-      r.model.zero_grad();
-      r.plain(0, 4);
-      r.plain(8, 16);
-      r.optimizer.step();
-      r.expect(-8, -20);
-    });
-  }
-}
-
 TEST(OwnEditsTest, AGradientThatWasKeptApartIsDroppedBeforeARoundCloses) {
   on_ranks(
       [](OwnRank& r) {
