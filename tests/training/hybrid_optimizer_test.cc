@@ -346,24 +346,28 @@ std::vector<JobShape> topologies() {
 TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
   std::printf("%-40s %-10s %-10s %-10s %s\n", "topology", "SGD", "AdamW", "norm",
               "messages per step: control, norm");
-  for (const JobShape& t : topologies()) {
+  const auto all = topologies();
+  for (size_t i = 0; i < all.size(); ++i) {
+    const JobShape& t = all[i];
     Largest sgd, adamw;
     for (const bool adam : {false, true}) {
       const Reference reference = train_whole(t, adam, 0.5);
       for (const Layout layout :
            {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
-        const int64_t stage = 1 + (adam + static_cast<int>(layout)) % 2;
+        // Optimizers and layouts in turns, so that each two of all are together somewhere.
+        if ((i + adam + static_cast<size_t>(layout)) % 2 == 1) continue;
+        const auto stage = 1 + static_cast<int64_t>(i / 2 + static_cast<size_t>(layout)) % 2;
         std::mutex mutex;
         run_ranks(t.ranks(), [&](const Group& world) {
           const Mesh mesh(world, t.dimensions);
           const auto options = ZeroOptions().stage(stage).layout(layout).bucket_bytes(100);
           const Largest mine = train_in_parts(t, mesh, adam, 0.5, options, reference);
           const std::lock_guard<std::mutex> lock(mutex);
-          Largest& all = adam ? adamw : sgd;
-          raise(all.value, mine.value);
-          raise(all.norm, mine.norm);
-          all.control_messages = std::max(all.control_messages, mine.control_messages);
-          all.norm_messages = std::max(all.norm_messages, mine.norm_messages);
+          Largest& of_all = adam ? adamw : sgd;
+          raise(of_all.value, mine.value);
+          raise(of_all.norm, mine.norm);
+          of_all.control_messages = std::max(of_all.control_messages, mine.control_messages);
+          of_all.norm_messages = std::max(of_all.norm_messages, mine.norm_messages);
         });
       }
     }
@@ -414,54 +418,6 @@ TEST(HybridOptimizerTest, UpdatesInTheBackwardPassHaveTheBitsOfUpdatesInTheStep)
   }
 }
 
-// The real transport once, for the two topologies with all kinds of groups, through sockets and
-// through shared memory.
-TEST(HybridOptimizerTest, OverGloo) {
-  const auto all = topologies();
-  for (const JobShape& t : {all[0], all[3]}) {
-    const Reference reference = train_whole(t, false, std::nullopt);
-    for (const bool shared_memory : {false, true}) {
-      RunOptions options{.transport = kRealTransport};
-      options.shared_memory = shared_memory;
-      run_ranks(
-          t.ranks(),
-          [&](const Group& world) {
-            const Mesh mesh(world, t.dimensions);
-            const Largest mine = train_in_parts(t, mesh, false, std::nullopt, {}, reference);
-            EXPECT_LE(mine.value, 1e-6) << t.name;
-            EXPECT_LE(mine.norm, 1e-6) << t.name;
-          },
-          options);
-    }
-  }
-}
-
-// Many rounds, in which the mean over replicas of one round must not be averaged again.
-TEST(HybridOptimizerTest, MicroBatchesAddUpOverReplicas) {
-  const JobShape t = topologies()[0];
-  for (const int64_t stage : {1, 2}) {
-    run_ranks(4, [&](const Group& world) {
-      const Mesh mesh(world, t.dimensions);
-      Local local(t, mesh, at::kFloat);
-      ZeroOptions options = ZeroOptions().stage(stage).bucket_bytes(100);
-      t.place(mesh, options);
-      ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, false), mesh.group(t.home),
-                              options);
-      at::Tensor expected = at::zeros(t.parameters[0].shape);
-      for (int round = 0; round < 3; ++round) {
-        for (int batch = 0; batch < 4; ++batch) {
-          const Coefficients k = coefficients(t.parameters[0], round, batch);
-          expected += (k.c + k.d * local.tensors[0].detach()) / 4;
-        }
-        optimizer.backward(local.loss(t, mesh, round));
-        // Reading completes the reduction, over replicas too, in the middle of the sum.
-        EXPECT_LE(error_of(optimizer.gradient(local.tensors[0]), expected), 1e-6) << round;
-      }
-      optimizer.step();
-    });
-  }
-}
-
 // `bad` multiplies the loss of one rank in step 1.
 void expect_all_skip(const JobShape& t, c10::ScalarType dtype, double bad, int bad_rank) {
   std::mutex mutex;
@@ -495,10 +451,8 @@ void expect_all_skip(const JobShape& t, c10::ScalarType dtype, double bad, int b
 
 TEST(HybridOptimizerTest, OneBadRankMakesTheWholeMeshSkip) {
   for (const JobShape& t : topologies()) {
-    for (const int rank : {0, t.ranks() - 1}) {
-      expect_all_skip(t, at::kHalf, 1e9, rank);
-      expect_all_skip(t, at::kFloat, std::nan(""), rank);
-    }
+    expect_all_skip(t, at::kHalf, 1e9, 0);
+    expect_all_skip(t, at::kFloat, std::nan(""), t.ranks() - 1);
   }
 }
 
