@@ -90,7 +90,7 @@ void kill_saves(const std::string& folder, int kills, unsigned seed,
 // Two programs at once, since much of it is waiting.
 TEST(KillTest, EveryKilledSaveLeavesALoadableCheckpoint) {
   const char* count = std::getenv("ZERO_KILLS");
-  const int kills = count != nullptr ? std::atoi(count) : 20;
+  const int kills = count != nullptr ? std::atoi(count) : 12;
   const std::string parent = fresh_folder("kills");
   const auto expected = expected_states();
   Kills first, second;

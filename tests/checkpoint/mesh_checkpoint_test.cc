@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <string>
@@ -52,11 +53,13 @@ std::vector<MeshShape> shapes() {
   };
 }
 
-// All pairs that only change the degree of tensor parallelism, and some of all others.
-bool is_tested(const std::vector<MeshShape>& all, size_t from, size_t to, bool adam) {
-  if (from == to) return false;
+// Every pair is for the long test.
+bool all_pairs() { return std::getenv("ZERO_MESH_PAIRS") != nullptr; }
+
+// All pairs that only change the degree of tensor parallelism; else each mesh saves for one other.
+bool is_tested(const std::vector<MeshShape>& all, size_t from, size_t to) {
   const bool tensor_only = all[from].ranks() == all[from].parts && all[to].ranks() == all[to].parts;
-  return tensor_only || (from + to) % 24 == (adam ? 1 : 6);
+  return from != to && (all_pairs() || tensor_only || to == (from + 7) % all.size());
 }
 
 struct Saved {
@@ -132,19 +135,20 @@ TEST(MeshCheckpointTest, EveryMeshLoadsWhatEveryOtherSavedInEveryBit) {
     std::vector<MeshShape> all = shapes();
     for (MeshShape& s : all) s.adam = adam;
     for (size_t from = 0; from < all.size(); ++from) {
+      if (adam != (from % 2 == 0) && !all_pairs()) continue;
       const std::string folder = parent + "/" + std::to_string(from) + (adam ? "a" : "s");
       Saved saved;
-      save(all[from], folder, /*async=*/from % 2 == 1, saved);
+      save(all[from], folder, /*async=*/from % 4 < 2, saved);
       expect_stored_once(folder, saved.before);
       for (size_t to = 0; to < all.size(); ++to) {
-        if (!is_tested(all, from, to, adam)) continue;
+        if (!is_tested(all, from, to)) continue;
         expect_loads(all[to], folder, saved, all[from].text() + " -> " + all[to].text());
         ++pairs;
       }
     }
   }
   std::printf("%d pairs of meshes\n", pairs);
-  EXPECT_GE(pairs, 60);
+  EXPECT_GE(pairs, 30);
 }
 
 TEST(MeshCheckpointTest, EveryMeshLoadsMomentsInFewerBytesInEveryBit) {
@@ -157,25 +161,24 @@ TEST(MeshCheckpointTest, EveryMeshLoadsMomentsInFewerBytesInEveryBit) {
                                       {.data = 2, .experts = 2, .layout = Layout::kPerParameter},
                                       {.stages = 2, .data = 2}};
   for (const Moments moments : {Moments::kInt8, Moments::kBFloat16}) {
+    const bool adam = moments == Moments::kInt8;
     const auto with = [&](MeshShape shape, Moments own) {
-      shape.adam = moments == Moments::kInt8;
+      shape.adam = adam;
       shape.has_large = true;
       shape.bucket_bytes = 4000;
       shape.moments = own;
       return shape;
     };
-    const std::string name = moments == Moments::kInt8 ? "int8" : "bfloat16";
+    const std::string name = adam ? "int8" : "bfloat16";
     for (size_t from = 0; from < all.size(); ++from) {
       const std::string folder = parent + "/" + std::to_string(from) + name;
       Saved saved;
       save(with(all[from], moments), folder, /*async=*/from % 2 == 1, saved);
-      for (const size_t next : {size_t{1}, size_t{3}}) {
-        const MeshShape& to = all[(from + next) % all.size()];
-        const std::string pair = all[from].text() + " -> " + to.text() + " " + name;
-        expect_loads(with(to, moments), folder, saved, pair);
-        expect_loads(with(to, Moments::kFloat32), folder, saved, pair + " to fp32",
-                     {"moments of 1 parameter: " + name + " in the checkpoint, float32 here"});
-      }
+      const MeshShape& to = all[(from + (adam ? 1 : 3)) % all.size()];
+      const std::string pair = all[from].text() + " -> " + to.text() + " " + name;
+      expect_loads(with(to, moments), folder, saved, pair);
+      expect_loads(with(to, Moments::kFloat32), folder, saved, pair + " to fp32",
+                   {"moments of 1 parameter: " + name + " in the checkpoint, float32 here"});
     }
   }
 }
