@@ -80,6 +80,10 @@ TEST_F(CheckpointListTest, OnlyFoldersWithAValidManifestCount) {
   write(".hidden", 3, 1);
   fs::create_directory_symlink("good", parent_ + "/link");
   EXPECT_EQ(names(), Names{"good"});
+  write("better", 2, 1);
+  EXPECT_EQ(keep_last(parent_, 1), Names{parent_ + "/good"});
+  EXPECT_EQ(names(), Names{"better"});
+  EXPECT_TRUE(fs::exists(parent_ + "/damaged") && fs::exists(parent_ + "/empty"));
 }
 
 // An interrupted copy has the manifest first, since names are copied in their order.
@@ -102,6 +106,9 @@ TEST_F(CheckpointListTest, OneWithoutAllOfItsFilesIsNeitherTheLatestNorCounted) 
 
 TEST_F(CheckpointListTest, AFolderThatIsNotThereHasNone) {
   EXPECT_TRUE(list_checkpoints(parent_ + "/none").empty());
+  EXPECT_EQ(latest(parent_ + "/none"), std::nullopt);
+  EXPECT_EQ(latest(parent_), std::nullopt);
+  EXPECT_ANY_THROW(keep_last(parent_, 0));
 }
 
 }  // namespace
