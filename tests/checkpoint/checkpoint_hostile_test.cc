@@ -342,5 +342,10 @@ TEST(TextTest, ANulIsShownAndEndsNoErrorText) {
   EXPECT_EQ(parse_manifest(text, "m").metadata.at("a"), std::string("b\0c", 3));
 }
 
+TEST(TextTest, AnObjectWithANameTwiceIsRefused) {
+  expect_words(refusal(forged("\"steps\":0", "\"steps\":0,\"steps\":7")),
+               {"once in an object", "\"steps\" twice"});
+}
+
 }  // namespace
 }  // namespace zero

@@ -8,78 +8,14 @@
 #include <cctype>
 #include <exception>
 #include <filesystem>
-#include <functional>
-#include <nlohmann/json.hpp>
 #include <numeric>
 #include <system_error>
 #include <unordered_map>
 #include <utility>
 
-#include "zero/base/error_text.h"
 #include "zero/checkpoint/format/hashed_file.h"
-#include "zero/checkpoint/format/limited_json.h"
-#include "zero/checkpoint/format/manifest_fields.h"
 
 namespace zero {
-namespace {
-
-using nlohmann::json;
-using nlohmann::ordered_json;
-
-constexpr char kFormat[] = "zero checkpoint";
-constexpr char kChecksumField[] = "\"xxh3\": \"";
-
-std::string checksum_line(uint64_t hash) { return kChecksumField + hash_text(hash) + "\"}\n"; }
-
-std::string dump(const ordered_json& value) {
-  try {
-    return value.dump();
-  } catch (const json::exception& error) {
-    TORCH_CHECK(false, "checkpoint: expected names and metadata in UTF-8, got other bytes (",
-                error.what(), "); encode binary data as text, for example as hexadecimal digits");
-  }
-}
-
-// Runs `read` on what `text` says; whatever goes wrong names `origin`.
-template <typename Read>
-auto read_json(const std::string& text, const std::string& origin, const Read& read) {
-  try {
-    return read(parse_limited_json(text));
-  } catch (const json::exception& error) {
-    TORCH_CHECK(false, origin,
-                ": expected what this library writes, got something else: ", error.what());
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, origin, ": ", error_text(error));
-  }
-}
-
-// Returns the version of the manifest. Throws for one that this library cannot read.
-int64_t version_of(const json& root) {
-  const json& version = root.at("version");
-  TORCH_CHECK(version.is_number_unsigned(), "version: expected a whole number, got another ",
-              version.type_name());
-  const auto number = version.get<uint64_t>();
-  TORCH_CHECK(number >= kOldestCheckpointVersion && number <= kCheckpointVersion,
-              "expected format version ", kOldestCheckpointVersion, " to ", kCheckpointVersion,
-              ", got ", number, " of library ", root.value("library_version", "(unknown)"),
-              "; load it with that version of this library or a later one");
-  return static_cast<int64_t>(number);
-}
-
-void check_length(uint64_t bytes, const std::string& path) {
-  TORCH_CHECK(bytes > checksum_line(0).size(), path, ": expected a checkpoint's manifest, got ",
-              bytes, " bytes; the file was truncated");
-  TORCH_CHECK(bytes <= kManifestLimit + checksum_line(0).size(), path,
-              ": expected a manifest of at most ", kManifestLimit, " bytes, got ", bytes);
-}
-
-void check_last_line(const std::string& line, uint64_t hash, const std::string& path) {
-  TORCH_CHECK(line == checksum_line(hash), path,
-              ": expected content that matches its checksum, got other bytes; the file is damaged, "
-              "use another checkpoint");
-}
-
-}  // namespace
 
 int64_t numel(const ManifestParameter& parameter) {
   int64_t result = 1;
@@ -249,68 +185,8 @@ void add_files(const std::vector<FileContent>& files, Manifest& manifest) {
   }
 }
 
-namespace {
-
-// A load refuses text with a NUL, which `text`, as dump() writes it, has as an escape.
-void check_no_nul(const std::string& text) {
-  const std::string escape = "\\u0000";
-  for (size_t at = text.find(escape); at != std::string::npos; at = text.find(escape, at + 1)) {
-    size_t backslashes = 1;
-    while (backslashes <= at && text[at - backslashes] == '\\') ++backslashes;
-    TORCH_CHECK(backslashes % 2 == 0,
-                "checkpoint: expected names and metadata without a NUL, got one near ",
-                text.substr(at - std::min<size_t>(at, 60), 80), "; rename what has it");
-  }
-}
-
-}  // namespace
-
-std::string manifest_text(const Manifest& manifest) {
-  TORCH_CHECK(manifest.metadata.size() <= kEntriesLimit, "checkpoint: expected at most ",
-              kEntriesLimit, " entries of metadata, got ", manifest.metadata.size(),
-              "; put many values into one text");
-  TORCH_CHECK(manifest.groups.size() <= kEntriesLimit, "checkpoint: expected at most ",
-              kEntriesLimit, " parameter groups, got ", manifest.groups.size());
-  ordered_json root = {{"format", kFormat}, {"version", kCheckpointVersion}};
-  write_fields(manifest, root);
-  std::string text = dump(root);
-  check_no_nul(text);
-  TORCH_CHECK(text.size() < kManifestLimit, "checkpoint: expected a manifest of less than ",
-              kManifestLimit, " bytes, got ", text.size(),
-              "; larger buckets have fewer pieces of parameters, and metadata counts too");
-  text.back() = ',';  // in place of the closing brace
-  text += '\n';
-  return text + checksum_line(content_hash(text.data(), text.size()));
-}
-
-Manifest parse_manifest(const std::string& text, const std::string& path) {
-  check_length(text.size(), path);
-  const size_t body = text.size() - checksum_line(0).size();
-  // First of all, so that nothing else sees a damaged one.
-  check_last_line(text.substr(body), content_hash(text.data(), body), path);
-  return read_json(text, path, [](const json& root) {
-    TORCH_CHECK(root.at("format").get<std::string>() == kFormat, "expected \"", kFormat,
-                "\", got another format");
-    const int64_t version = version_of(root);
-    Manifest manifest = read_fields(root, version);
-    manifest.version = version;
-    return manifest;
-  });
-}
-
 Manifest read_manifest(const std::string& folder) {
   return parse_manifest(read_manifest_text(folder), folder + "/" + kManifestName);
-}
-
-std::string read_manifest_text(const std::string& folder) {
-  const std::string path = folder + "/" + kManifestName;
-  FileReader file(path);
-  check_length(file.size(), path);
-  const size_t tail = checksum_line(0).size();
-  const uint64_t body = file.size() - tail;
-  const uint64_t hash = file.scan(0, body);
-  check_last_line(file.read_text(body, tail), hash, path);
-  return file.read_text(0, file.size());
 }
 
 bool has_size(const std::string& folder, const ManifestFile& file) {
@@ -329,18 +205,6 @@ bool is_complete_checkpoint(const std::string& folder) {
   } catch (const std::exception&) {
     return false;
   }
-}
-
-std::string files_text(const std::vector<FileContent>& files) { return dump(files_json(files)); }
-
-std::string held_text(const HeldTensors& held) { return dump(held_json(held)); }
-
-HeldTensors parse_held(const std::string& text, const std::string& origin) {
-  return read_json(text, origin, [](const json& root) { return held_from(root); });
-}
-
-std::vector<FileContent> parse_files(const std::string& text, const std::string& origin) {
-  return read_json(text, origin, [](const json& root) { return files_from(root); });
 }
 
 }  // namespace zero

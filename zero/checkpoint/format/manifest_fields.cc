@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/checkpoint/format/manifest_fields.h"
-
+// The fields of a manifest, in lists that write and read it, and its text. A new field is a member
+// in manifest.h and a line in its list.
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
@@ -14,8 +14,12 @@
 #include <string>
 #include <utility>
 
+#include "zero/base/error_text.h"
 #include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/held_tensor.h"
 #include "zero/checkpoint/format/json_fields.h"
+#include "zero/checkpoint/format/limited_json.h"
+#include "zero/checkpoint/format/manifest.h"
 
 namespace zero {
 namespace {
@@ -42,6 +46,14 @@ int64_t whole_number(const json& value, const char* name) {
 std::string text_from(const json& value, const char* name) {
   check_is(value.is_string(), value, name, "text");
   return value.get<std::string>();
+}
+
+// Some readers take a NUL for the end of a text.
+const std::string& without_nul(const std::string& text) {
+  TORCH_CHECK(text.find('\0') == std::string::npos,
+              "checkpoint: expected names and metadata without a NUL, got \"", printable(text),
+              "\"; rename what has it");
+  return text;
 }
 
 // What JSON has as it is.
@@ -103,7 +115,7 @@ double option_from(const json& value, const char* name) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   const std::string text = text_from(value, name);
   TORCH_CHECK(text == "inf" || text == "-inf" || text == "nan" || text == "-nan",
-              "expected an option that is a number, got ", text);
+              "expected an option that is a number, got ", printable(text));
   if (text.find("nan") != std::string::npos) return std::numeric_limits<double>::quiet_NaN();
   return text == "inf" ? kInfinity : -kInfinity;
 }
@@ -111,9 +123,10 @@ double option_from(const json& value, const char* name) {
 }  // namespace
 
 template <>
-struct JsonForm<std::string> : AsItIs<std::string> {
+struct JsonForm<std::string> {
+  static ordered_json write(const std::string& text) { return without_nul(text); }
   static std::string read(const json& value, const char* name, int64_t) {
-    return text_from(value, name);
+    return without_nul(text_from(value, name));
   }
 };
 
@@ -148,12 +161,16 @@ struct JsonForm<c10::ScalarType> {
       const auto known = static_cast<c10::ScalarType>(i);
       if (text == c10::toString(known)) return known;
     }
-    TORCH_CHECK(false, name, ": expected a dtype of torch, got ", text);
+    TORCH_CHECK(false, name, ": expected a dtype of torch, got ", printable(text));
   }
 };
 
 template <>
-struct JsonForm<Texts> : AsItIs<Texts> {
+struct JsonForm<Texts> {
+  static ordered_json write(const Texts& texts) {
+    for (const auto& [key, value] : texts) without_nul(key + value);
+    return texts;
+  }
   static Texts read(const json& object, const char* name, int64_t) {
     check_is(object.is_object(), object, name, "texts by name");
     Texts texts;
@@ -166,14 +183,14 @@ template <>
 struct JsonForm<Options> {
   static ordered_json write(const Options& options) {
     ordered_json group = ordered_json::object();
-    for (const auto& [key, value] : options) group[key] = option_json(value);
+    for (const auto& [key, value] : options) group[without_nul(key)] = option_json(value);
     return group;
   }
   static Options read(const json& group, const char* name, int64_t) {
     check_is(group.is_object(), group, name, "options by name");
     Options options;
     for (const auto& [key, value] : group.items()) {
-      options.emplace_back(key, option_from(value, key.c_str()));
+      options.emplace_back(without_nul(key), option_from(value, key.c_str()));
     }
     return options;
   }
@@ -252,6 +269,15 @@ void check_held_whole(const Manifest& manifest, const std::vector<ManifestParame
     TORCH_CHECK(whole && (size == sizes.end() || size->second == entry.pieces[0].numel), kind, " ",
                 entry.owner, ": expected one piece of all its elements");
   }
+}
+
+// Holds for writing too, so that what is saved can be loaded.
+void check_entries(const Manifest& manifest) {
+  TORCH_CHECK(manifest.metadata.size() <= kEntriesLimit, "checkpoint: expected at most ",
+              kEntriesLimit, " entries of metadata, got ", manifest.metadata.size(),
+              "; put many values into one text");
+  TORCH_CHECK(manifest.groups.size() <= kEntriesLimit, "checkpoint: expected at most ",
+              kEntriesLimit, " parameter groups, got ", manifest.groups.size());
 }
 
 void check_files_of(const Manifest& manifest) {
@@ -446,6 +472,7 @@ struct JsonFields<Manifest> {
     fields.required("tensors", m.tensors, kVersionOfBlocks);
   }
   static void check(const Manifest& m) {
+    check_entries(m);
     check_files_of(m);
     check_held_whole(m, m.frozen, "frozen");
     check_held_whole(m, m.buffers, "buffer");
@@ -486,16 +513,13 @@ void read_listed_tensors(const json& root, int64_t version, Manifest& manifest) 
   const json& files = root.at("files");
   std::vector<FileContent> contents;
   for (size_t f = 0; f < manifest.files.size(); ++f) {
-    const auto found = files[f].find("tensors");
-    TORCH_CHECK(found != files[f].end(),
-                "expected the field \"tensors\" of a file, which every file of version ", version,
-                " has, got none");
+    const json& listed = files[f].at("tensors");
     FileContent& content = contents.emplace_back();
     content.about = std::move(manifest.files[f]);
     content.about.blocks = -1;  // whatever a field of that name says
     content.about.id.clear();
     std::vector<ManifestTensor> tensors;
-    for (ListedTensor& t : JsonForm<std::vector<ListedTensor>>::read(*found, "tensors", version)) {
+    for (ListedTensor& t : JsonForm<std::vector<ListedTensor>>::read(listed, "tensors", version)) {
       content.about.tensor_hashes[std::move(t.key)] = t.hash;
       tensors.push_back(std::move(t.about));
     }
@@ -506,31 +530,123 @@ void read_listed_tensors(const json& root, int64_t version, Manifest& manifest) 
   add_files(contents, manifest);
 }
 
+// ---- Texts ----
+
+// {"files": [{"tensors": [{...}]}]} has six levels with the values in it.
+constexpr int kDeepest = 6;
+constexpr char kFormat[] = "zero checkpoint";
+constexpr char kChecksumField[] = "\"xxh3\": \"";
+
+std::string checksum_line(uint64_t hash) { return kChecksumField + hash_text(hash) + "\"}\n"; }
+
+std::string dump(const ordered_json& value) {
+  try {
+    return value.dump();
+  } catch (const json::exception& error) {
+    TORCH_CHECK(false, "checkpoint: expected names and metadata in UTF-8, got other bytes (",
+                error.what(), "); encode binary data as text, for example as hexadecimal digits");
+  }
+}
+
+// Runs `read` on what `text` says; whatever goes wrong names `origin`.
+template <typename Read>
+auto read_json(const std::string& text, const std::string& origin, const Read& read) {
+  try {
+    return read(parse_limited_json(text, kDeepest));
+  } catch (const json::exception& error) {
+    TORCH_CHECK(false, origin,
+                ": expected what this library writes, got something else: ", error.what());
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, origin, ": ", error_text(error));
+  }
+}
+
+// Returns the version of the manifest. Throws for one that this library cannot read.
+int64_t version_of(const json& root) {
+  const json& version = root.at("version");
+  TORCH_CHECK(version.is_number_unsigned(), "version: expected a whole number, got another ",
+              version.type_name());
+  const auto number = version.get<uint64_t>();
+  TORCH_CHECK(number >= kOldestCheckpointVersion && number <= kCheckpointVersion,
+              "expected format version ", kOldestCheckpointVersion, " to ", kCheckpointVersion,
+              ", got ", number, " of library ",
+              printable(root.value("library_version", "(unknown)")),
+              "; load it with that version of this library or a later one");
+  return static_cast<int64_t>(number);
+}
+
+void check_length(uint64_t bytes, const std::string& path) {
+  TORCH_CHECK(bytes > checksum_line(0).size(), path, ": expected a checkpoint's manifest, got ",
+              bytes, " bytes; the file was truncated");
+  TORCH_CHECK(bytes <= kManifestLimit + checksum_line(0).size(), path,
+              ": expected a manifest of at most ", kManifestLimit, " bytes, got ", bytes);
+}
+
+void check_last_line(const std::string& line, uint64_t hash, const std::string& path) {
+  TORCH_CHECK(line == checksum_line(hash), path,
+              ": expected content that matches its checksum, got other bytes; the file is damaged, "
+              "use another checkpoint");
+}
+
 }  // namespace
 
-void write_fields(const Manifest& manifest, nlohmann::ordered_json& root) {
+std::string manifest_text(const Manifest& manifest) {
+  check_entries(manifest);
+  ordered_json root = {{"format", kFormat}, {"version", kCheckpointVersion}};
   FieldWriter fields(root);
   JsonFields<Manifest>::list(fields, manifest);
+  std::string text = dump(root);
+  TORCH_CHECK(text.size() < kManifestLimit, "checkpoint: expected a manifest of less than ",
+              kManifestLimit, " bytes, got ", text.size(),
+              "; larger buckets have fewer pieces of parameters, and metadata counts too");
+  text.back() = ',';  // in place of the closing brace
+  text += '\n';
+  return text + checksum_line(content_hash(text.data(), text.size()));
 }
 
-Manifest read_fields(const nlohmann::json& root, int64_t version) {
-  Manifest manifest = JsonForm<Manifest>::read(root, "manifest", version);
-  if (version < kVersionOfBlocks) read_listed_tensors(root, version, manifest);
-  return manifest;
+Manifest parse_manifest(const std::string& text, const std::string& path) {
+  check_length(text.size(), path);
+  const size_t body = text.size() - checksum_line(0).size();
+  // First of all, so that nothing else sees a damaged one.
+  check_last_line(text.substr(body), content_hash(text.data(), body), path);
+  return read_json(text, path, [](const json& root) {
+    TORCH_CHECK(root.at("format").get<std::string>() == kFormat, "expected \"", kFormat,
+                "\", got another format");
+    const int64_t version = version_of(root);
+    Manifest manifest = JsonForm<Manifest>::read(root, "manifest", version);
+    if (version < kVersionOfBlocks) read_listed_tensors(root, version, manifest);
+    manifest.version = version;
+    return manifest;
+  });
 }
 
-nlohmann::ordered_json files_json(const std::vector<FileContent>& files) {
-  return JsonForm<std::vector<FileContent>>::write(files);
+std::string read_manifest_text(const std::string& folder) {
+  const std::string path = folder + "/" + kManifestName;
+  FileReader file(path);
+  check_length(file.size(), path);
+  const size_t tail = checksum_line(0).size();
+  const uint64_t body = file.size() - tail;
+  const uint64_t hash = file.scan(0, body);
+  check_last_line(file.read_text(body, tail), hash, path);
+  return file.read_text(0, file.size());
 }
 
-std::vector<FileContent> files_from(const nlohmann::json& list) {
-  return JsonForm<std::vector<FileContent>>::read(list, "files", kCheckpointVersion);
+std::string files_text(const std::vector<FileContent>& files) {
+  return dump(JsonForm<std::vector<FileContent>>::write(files));
 }
 
-ordered_json held_json(const HeldTensors& held) { return JsonForm<HeldTensors>::write(held); }
+std::vector<FileContent> parse_files(const std::string& text, const std::string& origin) {
+  return read_json(text, origin, [](const json& root) {
+    return JsonForm<std::vector<FileContent>>::read(root, "files", kCheckpointVersion);
+  });
+}
 
-HeldTensors held_from(const json& object) {
-  return JsonForm<HeldTensors>::read(object, "held tensors", kCheckpointVersion);
+std::string held_text(const HeldTensors& held) { return dump(JsonForm<HeldTensors>::write(held)); }
+
+HeldTensors parse_held(const std::string& text, const std::string& origin) {
+  return read_json(text, origin, [](const json& root) {
+    return JsonForm<HeldTensors>::read(root, "held tensors", kCheckpointVersion);
+  });
 }
 
 }  // namespace zero

@@ -66,11 +66,11 @@ uint64_t tensor_bytes(const std::vector<int64_t>& shape, c10::ScalarType dtype,
 
 // Fills a SafetensorsHeader while the text is read, without values in between: a file has four
 // tensors for each parameter. Its errors do not name the path.
-class HeaderReader final : public UniqueNames {
+class HeaderReader final : public LimitedJson {
  public:
   // `file_bytes` is at least header.data_begin.
   HeaderReader(SafetensorsHeader& header, uint64_t file_bytes)
-      : UniqueNames(kDeepest), header_(header), data_bytes_(file_bytes - header.data_begin) {}
+      : LimitedJson(kDeepest), header_(header), data_bytes_(file_bytes - header.data_begin) {}
 
   // Whether the text is an object.
   bool is_object() const { return is_object_; }
@@ -111,7 +111,7 @@ class HeaderReader final : public UniqueNames {
       field_ = name == "dtype" ? kDtype : name == "shape" ? kShape : kNone;
       if (name == "data_offsets") field_ = kOffsets;
     }
-    return UniqueNames::key(name);
+    return LimitedJson::key(name);
   }
 
   bool start_object(std::size_t size) override {
@@ -122,10 +122,10 @@ class HeaderReader final : public UniqueNames {
       found_ = kNone;
       offsets_ = 0;
     }
-    return UniqueNames::start_object(size);
+    return LimitedJson::start_object(size);
   }
   bool end_object() override {
-    UniqueNames::end_object();
+    LimitedJson::end_object();
     if (depth() == kInRoot && !in_metadata_) add_tensor();
     return true;
   }
@@ -136,7 +136,7 @@ class HeaderReader final : public UniqueNames {
     } else {
       other("array");
     }
-    return UniqueNames::start_array(size);
+    return LimitedJson::start_array(size);
   }
 
  private:
@@ -197,18 +197,6 @@ class HeaderReader final : public UniqueNames {
   int offsets_ = 0;
 };
 
-// By place. Moves each tensor once.
-void sort_by_place(std::vector<StoredTensor>& tensors) {
-  std::vector<std::tuple<uint64_t, uint64_t, size_t>> places;
-  places.reserve(tensors.size());
-  for (const StoredTensor& t : tensors) places.emplace_back(t.begin, t.end, places.size());
-  std::sort(places.begin(), places.end());
-  std::vector<StoredTensor> sorted;
-  sorted.reserve(tensors.size());
-  for (const auto& [begin, end, i] : places) sorted.push_back(std::move(tensors[i]));
-  tensors = std::move(sorted);
-}
-
 void check_covers(const SafetensorsHeader& header, uint64_t file_bytes, const std::string& path) {
   uint64_t at = header.data_begin;
   for (const StoredTensor& tensor : header.tensors) {
@@ -219,17 +207,6 @@ void check_covers(const SafetensorsHeader& header, uint64_t file_bytes, const st
   }
   TORCH_CHECK(at == file_bytes, path, ": expected tensors up to the end of the file at ",
               file_bytes, ", got ", at);
-}
-
-void append_quoted(const std::string& text, std::string& into) {
-  const bool plain = std::all_of(text.begin(), text.end(), [](char c) {
-    return c >= ' ' && c <= '~' && c != '"' && c != '\\';
-  });
-  if (plain) {
-    into.append("\"").append(text).append("\"");
-  } else {
-    into += json(text).dump();
-  }
 }
 
 void append_list(c10::IntArrayRef numbers, std::string& into) {
@@ -266,21 +243,9 @@ std::string header_text(const std::vector<StoredTensor>& tensors,
                 ": expected a name that is free, got one that is taken");
     if (name == kMetadata && metadata.empty()) continue;
     if (text.size() > 1) text += ',';
-    append_quoted(name, text);
-    text.append(":").append(value);
+    text.append(json(name).dump()).append(":").append(value);
   }
   return text + '}';
-}
-
-json parse_json(std::string_view text, const std::string& path) {
-  json value;
-  try {
-    value = parse_json_of_depth(text, kDeepest);
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, path, ": ", error_text(error));
-  }
-  TORCH_CHECK(value.is_object(), path, ": expected a JSON object, got something else");
-  return value;
 }
 
 }  // namespace
@@ -310,7 +275,10 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t file_
     TORCH_CHECK(false, path, ": ", error_text(error));
   }
   TORCH_CHECK(is_json && reader.is_object(), path, ": expected a JSON object, got something else");
-  sort_by_place(header.tensors);
+  std::stable_sort(header.tensors.begin(), header.tensors.end(),
+                   [](const StoredTensor& a, const StoredTensor& b) {
+                     return std::tie(a.begin, a.end) < std::tie(b.begin, b.end);
+                   });
   check_covers(header, file_bytes, path);
   return header;
 }
@@ -318,7 +286,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t file_
 std::string read_safetensors_beginning(StoredBytes& file) {
   const std::string length_bytes = file.read_text(0, kSafetensorsLengthBytes);
   uint64_t length = 0;
-  for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<uint8_t>(length_bytes[i]);
+  std::memcpy(&length, length_bytes.data(), kSafetensorsLengthBytes);
   TORCH_CHECK(length <= kSafetensorsHeaderLimit && length <= file.size() - kSafetensorsLengthBytes,
               file.path(), ": expected a header of at most ", kSafetensorsHeaderLimit,
               " bytes within the file of ", file.size(), ", got a length of ", length);
@@ -335,10 +303,16 @@ std::map<std::string, std::string> read_safetensors_index(StoredBytes& file) {
   TORCH_CHECK(file.size() <= kSafetensorsHeaderLimit, file.path(),
               ": expected an index of at most ", kSafetensorsHeaderLimit, " bytes, got ",
               file.size());
-  const json root = parse_json(file.read_text(0, file.size()), file.path());
+  json root;
+  try {
+    root = parse_limited_json(file.read_text(0, file.size()), kDeepest);
+  } catch (const json::exception&) {  // no index, as below
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, file.path(), ": ", error_text(error));
+  }
   const auto weight_map = root.find("weight_map");
   TORCH_CHECK(weight_map != root.end() && weight_map->is_object(), file.path(),
-              ": expected a weight_map with the file of each tensor, got none");
+              ": expected a weight_map with the file of each tensor in a JSON object, got none");
   std::map<std::string, std::string> paths;
   for (const auto& [name, value] : weight_map->items()) {
     TORCH_CHECK(value.is_string(), file.path(), ": tensor ", printable(name),
@@ -372,10 +346,8 @@ std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
   text.resize((text.size() + 7) / 8 * 8, ' ');
   TORCH_CHECK(text.size() <= kSafetensorsHeaderLimit, path, ": expected a header of at most ",
               kSafetensorsHeaderLimit, " bytes, got ", text.size());
-  std::string beginning(kSafetensorsLengthBytes, '\0');
-  for (size_t i = 0; i < kSafetensorsLengthBytes; ++i) {
-    beginning[i] = static_cast<char>(text.size() >> (8 * i));
-  }
+  const uint64_t length = text.size();
+  std::string beginning(reinterpret_cast<const char*>(&length), kSafetensorsLengthBytes);
   beginning += text;
   for (StoredTensor& tensor : tensors) {
     tensor.begin += beginning.size();

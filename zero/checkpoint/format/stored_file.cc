@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
 #include <utility>
 
@@ -15,20 +16,16 @@ constexpr uint64_t kHashBytes = 8;
 
 uint64_t blocks_in(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
 
+// As tensors, which are in the byte order of the machine, too.
+static_assert(std::endian::native == std::endian::little);
+
 std::string table_of(const std::vector<uint64_t>& hashes) {
-  std::string table;
-  table.reserve(hashes.size() * kHashBytes);
-  for (const uint64_t hash : hashes) {
-    for (uint64_t i = 0; i < kHashBytes; ++i) table += static_cast<char>(hash >> (8 * i));
-  }
-  return table;
+  return {reinterpret_cast<const char*>(hashes.data()), hashes.size() * kHashBytes};
 }
 
 std::vector<uint64_t> hashes_of(const std::string& table) {
   std::vector<uint64_t> hashes(table.size() / kHashBytes);
-  for (size_t i = 0; i < hashes.size() * kHashBytes; ++i) {
-    hashes[i / kHashBytes] |= uint64_t{static_cast<uint8_t>(table[i])} << (8 * (i % kHashBytes));
-  }
+  std::copy_n(table.data(), hashes.size() * kHashBytes, reinterpret_cast<char*>(hashes.data()));
   return hashes;
 }
 
