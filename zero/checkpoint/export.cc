@@ -5,9 +5,7 @@
 #include <c10/util/accumulate.h>
 
 #include <optional>
-#include <set>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -20,64 +18,15 @@
 namespace zero {
 namespace {
 
-// A tensor of the model: one entry of the manifest, or one for each part.
-using Parts = std::vector<const ManifestParameter*>;
-
-// In the order of the manifest.
-std::vector<Parts> whole_tensors(const std::vector<ManifestParameter>& list) {
-  std::vector<Parts> result;
-  std::unordered_map<std::string, size_t> number;
-  for (const ManifestParameter& p : list) {
-    const auto [place, is_new] = number.emplace(p.name, result.size());
-    if (is_new) result.emplace_back();
-    result[place->second].push_back(&p);
-  }
-  return result;
-}
-
-// Reads tensors of the model in their shapes, whose parts are read as if they were held whole.
-class WholeReader {
- public:
-  explicit WholeReader(CheckpointReader& reader) : reader_(reader), parts_(reader) {}
-
-  CheckpointReader& reader() { return reader_; }
-  at::Tensor read(const Parts& parts, const std::string& kind);
-
- private:
-  CheckpointReader& reader_;
-  PartReader parts_;
-};
-
-at::Tensor WholeReader::read(const Parts& parts, const std::string& kind) {
-  const ManifestParameter& about = *parts.front();
-  const ManifestParameter whole{about.name, whole_shape(about), about.strides, about.dtype, 0};
-  // The time to find ranges grows with what is promised, so that has to be in the files.
-  std::set<std::string> names;  // each once, however often it is listed
-  for (const ManifestParameter* part : parts) names.insert(stored_name(*part));
-  int64_t there = 0;
-  const std::optional<c10::ScalarType> dtype =
-      is_held_whole(kind) ? std::optional(about.dtype) : std::nullopt;
-  for (const std::string& name : names) there += reader_.count_stored(name, kind, dtype);
-  TORCH_CHECK(there == numel(whole), "parameter ", about.name, ": expected parts of ", numel(whole),
-              " elements together, got ", there);
-  const std::vector<size_t> order = memory_order(whole);
-  std::vector<int64_t> sizes, dimensions(order.size());
-  for (size_t i = 0; i < order.size(); ++i) {
-    sizes.push_back(whole.shape[order[i]]);
-    dimensions[order[i]] = static_cast<int64_t>(i);
-  }
-  return parts_.read_all(whole, kind).view(sizes).permute(dimensions);
-}
-
 // The tensors of a model for one call of export_model().
 class ModelTensors {
  public:
-  ModelTensors(WholeReader& reader, const ExportOptions& options)
+  ModelTensors(PartReader& reader, const ExportOptions& options)
       : reader_(reader), options_(options) {}
 
   void add(const std::vector<ManifestParameter>& list, const std::string& kind) {
-    for (Parts& parts : whole_tensors(list)) {
-      const ManifestParameter& about = *parts.front();
+    for (const ManifestParameter& about : list) {
+      if (reader_.parts(about.name).front() != &about) continue;  // a part of one that is there
       const bool converts = kind != "buffer" && c10::isFloatingType(about.dtype);
       const auto dtype = converts ? options_.dtype().value_or(about.dtype) : about.dtype;
       TensorToWrite tensor{about.name, dtype, whole_shape(about), nullptr};
@@ -92,8 +41,8 @@ class ModelTensors {
                     "such tensors out");
         continue;
       }
-      tensor.read = [&reader = reader_, parts = std::move(parts), kind, dtype] {
-        const at::Tensor whole = reader.read(parts, kind).to(dtype);
+      tensor.read = [&reader = reader_, name = about.name, kind, dtype] {
+        const at::Tensor whole = reader.read_whole(name, kind).to(dtype);
         return whole.is_complex() ? at::view_as_real(whole) : whole;
       };
       result.push_back(std::move(tensor));
@@ -103,7 +52,7 @@ class ModelTensors {
   std::vector<TensorToWrite> result;
 
  private:
-  WholeReader& reader_;
+  PartReader& reader_;
   const ExportOptions& options_;
 };
 
@@ -113,38 +62,24 @@ at::Tensor python_step(const at::Tensor& step) {
   return step.to(step.item<int64_t>() <= kExact ? at::kFloat : at::kDouble);
 }
 
-// The value of all parts; undefined for a parameter without elements.
-at::Tensor value_of(CheckpointReader& reader, const Parts& parts, const std::string& kind,
-                    const std::string& name) {
-  at::Tensor value;
-  for (const ManifestParameter* about : parts) {
-    const at::Tensor own =
-        reader.read_values(kind, {{stored_name(*about), 0, numel(*about)}}).front();
-    if (about == parts.front()) value = own;
-    const bool same = own.defined() == value.defined() && (!own.defined() || own.equal(value));
-    TORCH_CHECK(same, "parameter ", about->name, ": expected one ", name,
-                " of the whole parameter, got tensor-parallel parts that differ, which cannot be "
-                "put together; export the state of a run without tensor parallelism");
-  }
-  return value;
-}
-
-// The state of one parameter.
-void add_state(WholeReader& whole, const Parts& parts, std::vector<TensorToWrite>& tensors) {
-  CheckpointReader& reader = whole.reader();
-  const ManifestParameter& first = *parts.front();
+// The state of one parameter, of which `first` is the first part.
+void add_state(CheckpointReader& reader, PartReader& whole, const ManifestParameter& first,
+               std::vector<TensorToWrite>& tensors) {
   const std::string owner = stored_name(first);
+  const PartReader::Parts& parts = whole.parts(first.name);
+  HeldRange all{first.name, {}, {}};
   for (const ManifestParameter* about : parts) {
     TORCH_CHECK(reader.kinds(stored_name(*about)) == reader.kinds(owner), "parameter ", first.name,
                 ": expected the same state of all tensor-parallel parts, got parts that differ, "
                 "which cannot be put together");
+    all.stored.push_back({stored_name(*about), 0, numel(*about)});
   }
   for (const std::string& kind : reader.kinds(owner)) {
     if (kind == "master" || kind == kEmaKind) continue;
     const std::string name = kind.substr(kind.find(':') + 1);  // npos + 1 is 0
     TensorToWrite tensor{plain_state_key(first.name, name), at::kFloat, {}, nullptr};
     if (is_value(kind)) {
-      const at::Tensor value = value_of(reader, parts, kind, name);
+      const at::Tensor value = whole.read_values(kind, {&all}).front();
       if (!value.defined()) continue;
       const at::Tensor number = (kind == "step" ? python_step(value) : value).reshape({});
       tensor.dtype = number.scalar_type();
@@ -165,7 +100,7 @@ void add_state(WholeReader& whole, const Parts& parts, std::vector<TensorToWrite
     } else {
       tensor.dtype = reader.dtype(kind, {owner, 0, numel(first)});
       tensor.shape = whole_shape(first);
-      tensor.read = [&whole, parts, kind] { return whole.read(parts, kind); };
+      tensor.read = [&whole, &first, kind] { return whole.read_whole(first.name, kind); };
     }
     tensors.push_back(std::move(tensor));
   }
@@ -186,7 +121,7 @@ std::string export_model(const std::string& folder, const std::string& path,
   TORCH_CHECK(!options.ema() || has_ema(manifest), folder,
               ": expected averages of the parameters, got a checkpoint without; make the optimizer "
               "with ZeroOptions::ema before it is saved");
-  WholeReader whole(reader);
+  PartReader whole(reader);
   ModelTensors tensors(whole, options);
   tensors.add(manifest.parameters, options.ema() ? kEmaKind : "master");
   tensors.add(manifest.frozen, "frozen");
@@ -200,8 +135,10 @@ std::string export_optimizer_state(const std::string& folder, const std::string&
   CheckpointReader reader(folder);
   const Manifest& manifest = reader.manifest();
   std::vector<TensorToWrite> tensors;
-  WholeReader whole(reader);
-  for (const Parts& parts : whole_tensors(manifest.parameters)) add_state(whole, parts, tensors);
+  PartReader whole(reader);
+  for (const ManifestParameter& p : manifest.parameters) {
+    if (whole.parts(p.name).front() == &p) add_state(reader, whole, p, tensors);
+  }
   return write_safetensors_files(path, tensors,
                                  {{"format", "pt"},
                                   {kPlainOptimizer, plain_class_name(manifest.optimizer)},

@@ -36,6 +36,19 @@ std::vector<std::pair<at::Tensor, at::Tensor>> part_views(const ManifestParamete
   return views;
 }
 
+std::vector<WantedRange> hulls(const HeldRange& range) {
+  std::map<std::string, WantedRange> by_owner;
+  for (const WantedRange& r : range.stored) {
+    WantedRange& hull = by_owner.try_emplace(r.owner, r).first->second;
+    const int64_t end = std::max(hull.begin + hull.numel, r.begin + r.numel);
+    hull.begin = std::min(hull.begin, r.begin);
+    hull.numel = end - hull.begin;
+  }
+  std::vector<WantedRange> result;
+  for (auto& item : by_owner) result.push_back(std::move(item.second));
+  return result;
+}
+
 PartReader::PartReader(CheckpointReader& reader) : reader_(reader) {
   const Manifest& m = reader.manifest();
   for (const auto* list : {&m.parameters, &m.frozen, &m.buffers}) {
@@ -118,15 +131,8 @@ std::vector<at::Tensor> PartReader::read_values(const std::string& kind,
   std::vector<WantedRange> wanted;
   std::vector<size_t> of;
   for (size_t i = 0; i < ranges.size(); ++i) {
-    // A value stands for all elements, so one range for each stored tensor is enough.
-    std::map<std::string, std::pair<int64_t, int64_t>> hulls;
-    for (const WantedRange& r : ranges[i]->stored) {
-      auto& [begin, end] = hulls.try_emplace(r.owner, r.begin, r.begin + r.numel).first->second;
-      begin = std::min(begin, r.begin);
-      end = std::max(end, r.begin + r.numel);
-    }
-    for (const auto& [owner, hull] : hulls) {
-      wanted.push_back({owner, hull.first, hull.second - hull.first});
+    for (WantedRange& hull : hulls(*ranges[i])) {
+      wanted.push_back(std::move(hull));
       of.push_back(i);
     }
   }
@@ -137,7 +143,7 @@ std::vector<at::Tensor> PartReader::read_values(const std::string& kind,
     if (!value.defined()) value = values[w];
     TORCH_CHECK(!values[w].defined() || at::equal(value, values[w]), "parameter ",
                 ranges[of[w]]->name, ": expected one ", kind,
-                " for all its parts in the checkpoint, got different ones");
+                " for all its parts in the checkpoint, got parts that differ");
   }
   return result;
 }
@@ -173,6 +179,26 @@ at::Tensor PartReader::read_all(const ManifestParameter& held, const std::string
   return result;
 }
 
+at::Tensor PartReader::read_whole(const std::string& name, const std::string& kind) {
+  const ManifestParameter& about = *parts(name).front();
+  const ManifestParameter whole{name, whole_shape(about), about.strides, about.dtype, 0};
+  // The time to find ranges grows with what is promised, so that has to be in the files.
+  std::set<std::string> names;  // each once, however often it is listed
+  for (const ManifestParameter* part : parts(name)) names.insert(stored_name(*part));
+  const auto dtype = is_held_whole(kind) ? std::optional(about.dtype) : std::nullopt;
+  int64_t there = 0;
+  for (const std::string& stored : names) there += reader_.count_stored(stored, kind, dtype);
+  TORCH_CHECK(there == numel(whole), "parameter ", name, ": expected parts of ", numel(whole),
+              " elements together, got ", there);
+  const std::vector<size_t> order = memory_order(whole);
+  std::vector<int64_t> sizes, dimensions(order.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    sizes.push_back(whole.shape[order[i]]);
+    dimensions[order[i]] = static_cast<int64_t>(i);
+  }
+  return read_all(whole, kind).view(sizes).permute(dimensions);
+}
+
 // In rows of the slowest dimensions that no part cuts, to each of which a stored box gives at most
 // one run.
 int64_t PartReader::elements_at_once(const ManifestParameter& held) const {
@@ -192,15 +218,7 @@ int64_t PartReader::elements_at_once(const ManifestParameter& held) const {
 }
 
 void NeededTensors::add(const HeldRange& range) {
-  std::map<std::string, std::pair<int64_t, int64_t>> hulls;
-  for (const WantedRange& stored : range.stored) {
-    const int64_t end = stored.begin + stored.numel;
-    int64_t& last = ranges_[stored.owner].by_begin[stored.begin];
-    last = std::max(last, end);
-    auto& hull = hulls.try_emplace(stored.owner, stored.begin, end).first->second;
-    hull = {std::min(hull.first, stored.begin), std::max(hull.second, end)};
-  }
-  for (const auto& [owner, hull] : hulls) ranges_[owner].hulls.push_back(hull);
+  for (WantedRange& hull : hulls(range)) hulls_[hull.owner].push_back(std::move(hull));
 }
 
 void NeededTensors::add_state(const std::string& owner, const std::string& kind) {
@@ -209,17 +227,13 @@ void NeededTensors::add_state(const std::string& owner, const std::string& kind)
 
 bool NeededTensors::contains(const ManifestTensor& tensor) const {
   if (states_.count({tensor.owner, tensor.kind}) > 0) return true;
-  const auto found = ranges_.find(tensor.owner);
-  if (found == ranges_.end()) return false;
+  const auto found = hulls_.find(tensor.owner);
+  if (found == hulls_.end()) return false;
   if (is_uncut(tensor.kind)) return true;
-  const Ranges& ranges = found->second;
   const int64_t begin = tensor.begin, end = tensor.begin + tensor.numel;
-  if (is_value(tensor.kind)) {
-    return std::any_of(ranges.hulls.begin(), ranges.hulls.end(),
-                       [&](const auto& hull) { return begin < hull.second && hull.first < end; });
-  }
-  const auto after = ranges.by_begin.lower_bound(end);
-  return after != ranges.by_begin.begin() && std::prev(after)->second > begin;
+  return std::any_of(found->second.begin(), found->second.end(), [&](const WantedRange& hull) {
+    return begin < hull.begin + hull.numel && hull.begin < end;
+  });
 }
 
 }  // namespace zero

@@ -32,6 +32,10 @@ std::vector<std::pair<at::Tensor, at::Tensor>> part_views(const ManifestParamete
                                                           const at::Tensor& part,
                                                           const at::Tensor& whole);
 
+// For each stored tensor of a range, the range from its first element to its last: what one value
+// that stands for all elements is of.
+std::vector<WantedRange> hulls(const HeldRange& range);
+
 class PartReader {
  public:
   // `reader` must outlive this.
@@ -41,6 +45,10 @@ class PartReader {
   // the checkpoint has each of them once. This and the rest: `held` is a tensor of the checkpoint,
   // with the same whole shape and memory order.
   HeldRange find(const ManifestParameter& held, int64_t begin, int64_t numel) const;
+
+  // The entries of a tensor in the manifest: one, or one for each part.
+  using Parts = std::vector<const ManifestParameter*>;
+  const Parts& parts(const std::string& name) const;
 
   // The kinds of tensors stored for any part of a parameter.
   std::set<std::string> kinds(const std::string& name) const;
@@ -59,11 +67,10 @@ class PartReader {
   // All elements of what is `held`, 1-D in its memory order. A frozen parameter or buffer has the
   // dtype of the checkpoint's, and the rest that of what is stored.
   at::Tensor read_all(const ManifestParameter& held, const std::string& kind);
+  // The same of a tensor as if it were held whole, in its shape.
+  at::Tensor read_whole(const std::string& name, const std::string& kind);
 
  private:
-  using Parts = std::vector<const ManifestParameter*>;
-
-  const Parts& parts(const std::string& name) const;
   // How many elements of `held` read_all() finds and reads at a time.
   int64_t elements_at_once(const ManifestParameter& held) const;
 
@@ -74,7 +81,8 @@ class PartReader {
 // Which stored tensors of a checkpoint a rank reads.
 class NeededTensors {
  public:
-  // The pieces of all kinds that overlap `range`.
+  // The pieces of all kinds that overlap a hull of `range`. Between runs of a tensor-parallel part
+  // there is less than a row.
   void add(const HeldRange& range);
   // The state of an object that is included.
   void add_state(const std::string& owner, const std::string& kind);
@@ -82,12 +90,7 @@ class NeededTensors {
   bool contains(const ManifestTensor& tensor) const;
 
  private:
-  struct Ranges {
-    std::map<int64_t, int64_t> by_begin;  // to where they end; they do not overlap
-    // One value stands for all elements of a range, also between runs of a tensor-parallel part.
-    std::vector<std::pair<int64_t, int64_t>> hulls;
-  };
-  std::map<std::string, Ranges> ranges_;  // by owner
+  std::map<std::string, std::vector<WantedRange>> hulls_;  // by owner
   std::set<std::pair<std::string, std::string>> states_;
 };
 
