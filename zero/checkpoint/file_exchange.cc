@@ -38,18 +38,17 @@ using Wanted = std::map<size_t, std::vector<std::string>>;
 using Range = std::pair<uint64_t, uint64_t>;
 using Ranges = std::map<size_t, std::vector<Range>>;
 
-// Sorts ranges and joins those that touch: of consecutive tensors one is left.
-void join(std::vector<Range>& ranges) {
+// Sorted, and joined where they touch: of consecutive tensors one is left.
+std::vector<Range> joined(std::vector<Range> ranges) {
   std::sort(ranges.begin(), ranges.end());
-  std::vector<Range> joined;
+  std::vector<Range> result;
   for (const auto& [begin, end] : ranges) {
-    if (!joined.empty() && joined.back().second == begin) {
-      joined.back().second = end;
-    } else {
-      joined.emplace_back(begin, end);
-    }
+    if (begin == end) continue;
+    const bool touches = !result.empty() && result.back().second == begin;
+    if (!touches) result.emplace_back(begin, end);
+    result.back().second = end;
   }
-  ranges = std::move(joined);
+  return result;
 }
 
 // By server.
@@ -68,71 +67,53 @@ std::map<int, Wanted> list_wanted(const FileWishes& wishes, int rank) {
   return result;
 }
 
-class Server {
- public:
-  Server(Communicator& pair, const FileWishes& wishes) : pair_(pair), wishes_(wishes) {}
-
-  // An error of a file is sent to the client, which reports it to all ranks.
-  void serve() {
-    const auto wanted =
-        json::parse(broadcast_text(pair_, {}, kClient, "wanted tensors")).get<Wanted>();
-    Ranges ranges;
-    std::string problem;
-    try {
-      ranges = find_ranges(wanted);
-    } catch (const std::exception& error) {
-      problem = error_text(error);
-    }
-    broadcast_text(pair_, problem, kServer, "problem of a file");
-    if (!problem.empty()) return;
-    broadcast_text(pair_, json(ranges).dump(), kServer, "places of tensors");
-    send(ranges);
-  }
-
- private:
-  Ranges find_ranges(const Wanted& wanted) {
-    Ranges ranges;
+// An error of a file is sent to the client, which reports it to all ranks.
+void serve(Communicator& pair, const FileWishes& wishes) {
+  const auto wanted =
+      json::parse(broadcast_text(pair, {}, kClient, "wanted tensors")).get<Wanted>();
+  std::map<size_t, std::unique_ptr<StoredFile>> files;
+  Ranges ranges;
+  std::string problem;
+  try {
     for (const auto& [f, keys] : wanted) {
-      const ManifestFile& about = wishes_.manifest.files.at(f);
-      auto file = std::make_unique<StoredFile>(wishes_.open(about), about, wishes_.manifest.id);
-      const auto add = [&list = ranges[f]](uint64_t begin, uint64_t end) {
-        if (begin < end) list.emplace_back(begin, end);
-      };
-      for (const FileBytes& part : file->index()) add(part.begin, part.end);
-      for (const std::string& key : keys) add(file->tensor(key).begin, file->tensor(key).end);
-      join(ranges[f]);
-      file->release();  // a client may want more files than can be open
-      files_[f] = std::move(file);
-    }
-    return ranges;
-  }
-
-  // A file that fails in the middle is reported at the end, so that both ranks stay in step.
-  void send(const Ranges& ranges) {
-    const at::Tensor buffer = host_bytes(kPart);
-    std::string problem;
-    for (const auto& [f, list] : ranges) {
-      StoredFile& file = *files_.at(f);
-      for (const auto& [begin, end] : list) {
-        for (uint64_t at = begin; at < end; at += kPart) {
-          const at::Tensor part = buffer.narrow(0, 0, std::min(kPart, end - at));
-          try {
-            if (problem.empty()) file.bytes().read(at, part.mutable_data_ptr(), part.nbytes());
-          } catch (const std::exception& error) {
-            problem = error_text(error);
-          }
-          pair_.broadcast(part, kServer, "tensors of a checkpoint").wait();
-        }
+      const ManifestFile& about = wishes.manifest.files.at(f);
+      StoredFile& file = *files
+                              .emplace(f, std::make_unique<StoredFile>(wishes.open(about), about,
+                                                                       wishes.manifest.id))
+                              .first->second;
+      std::vector<Range> parts;
+      for (const FileBytes& part : file.index()) parts.emplace_back(part.begin, part.end);
+      for (const std::string& key : keys) {
+        parts.emplace_back(file.tensor(key).begin, file.tensor(key).end);
       }
-      file.release();
+      ranges[f] = joined(std::move(parts));
+      file.release();  // a client may want more files than can be open
     }
-    broadcast_text(pair_, problem, kServer, "problem of a file");
+  } catch (const std::exception& error) {
+    problem = error_text(error);
   }
-
-  Communicator& pair_;
-  const FileWishes& wishes_;
-  std::map<size_t, std::unique_ptr<StoredFile>> files_;
-};
+  broadcast_text(pair, problem, kServer, "problem of a file");
+  if (!problem.empty()) return;
+  broadcast_text(pair, json(ranges).dump(), kServer, "places of tensors");
+  // A file that fails in the middle is reported at the end, so that both ranks stay in step.
+  const at::Tensor buffer = host_bytes(kPart);
+  for (const auto& [f, list] : ranges) {
+    StoredFile& file = *files.at(f);
+    for (const auto& [begin, end] : list) {
+      for (uint64_t at = begin; at < end; at += kPart) {
+        const at::Tensor part = buffer.narrow(0, 0, std::min(kPart, end - at));
+        try {
+          if (problem.empty()) file.bytes().read(at, part.mutable_data_ptr(), part.nbytes());
+        } catch (const std::exception& error) {
+          problem = error_text(error);
+        }
+        pair.broadcast(part, kServer, "tensors of a checkpoint").wait();
+      }
+    }
+    file.release();
+  }
+  broadcast_text(pair, problem, kServer, "problem of a file");
+}
 
 // Returns the problem of the server, if it has one. Adds to `received`.
 std::string receive(Communicator& pair, const Manifest& manifest, const Wanted& wanted,
@@ -237,7 +218,7 @@ ReceivedFiles exchange_files(Communicator& control, const Group& group, const st
       const auto pair = group.subgroup({server, client}, c10::str("files of ", server))
                             .make_communicator("files", Purpose::kControl, /*two_level=*/false);
       if (server == rank) {
-        Server(*pair, wishes).serve();
+        serve(*pair, wishes);
         continue;
       }
       const std::string of_server = receive(*pair, wishes.manifest, wanted.at(server), received);

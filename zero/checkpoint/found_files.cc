@@ -3,6 +3,7 @@
 #include "zero/checkpoint/found_files.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -56,27 +57,19 @@ std::string look(const std::string& folder) {
   return read_manifest_text(folder);
 }
 
-// "id 12ab on ranks 0, 1 and id 34cd on rank 2".
-std::string list_ids(const std::map<std::string, std::vector<int>>& ranks_by_id) {
-  std::string text;
-  for (const auto& [id, ranks] : ranks_by_id) {
-    text +=
-        (text.empty() ? "id " : " and id ") + id + (ranks.size() == 1 ? " on rank " : " on ranks ");
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-    }
-  }
-  return text;
-}
-
 // Throws on all ranks alike unless those with a manifest have that of one checkpoint.
 void check_one_checkpoint(const std::vector<std::string>& ids, const std::string& what) {
-  std::map<std::string, std::vector<int>> ranks_by_id;
+  std::map<std::string, std::vector<size_t>> ranks;  // by id
   for (size_t r = 0; r < ids.size(); ++r) {
-    if (!ids[r].empty()) ranks_by_id[ids[r]].push_back(static_cast<int>(r));
+    if (!ids[r].empty()) ranks[ids[r]].push_back(r);
   }
-  TORCH_CHECK(ranks_by_id.size() == 1, what, ": expected the same checkpoint on all ranks, got ",
-              list_ids(ranks_by_id),
+  std::vector<std::string> texts;  // "id 12ab on ranks 0, 1"
+  for (const auto& [id, list] : ranks) {
+    texts.push_back(
+        c10::str("id ", id, list.size() == 1 ? " on rank " : " on ranks ", c10::Join(", ", list)));
+  }
+  TORCH_CHECK(ranks.size() == 1, what, ": expected the same checkpoint on all ranks, got ",
+              c10::Join(" and ", texts),
               "; give each rank the folder of the same save, as latest_checkpoint() finds it, and "
               "remove what is left of others");
 }

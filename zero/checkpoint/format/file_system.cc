@@ -3,7 +3,6 @@
 #include "zero/checkpoint/format/file_system.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/stat.h>
@@ -16,7 +15,7 @@
 #include <fstream>
 #include <sstream>
 #include <system_error>
-#include <vector>
+#include <utility>
 
 namespace zero {
 namespace {
@@ -200,32 +199,26 @@ void check_file_system(const FileSystem& found, const std::string& parent) {
 }
 
 std::string weaker_promises(const FileSystem& found) {
-  std::vector<std::string> texts;
-  if (found.copies) {
-    texts.emplace_back(
-        "A rename copies one object after the other, so a checkpoint can appear by halves, which "
-        "latest() passes over: keep_last(2) or more.");
+  const std::pair<bool, const char*> promises[] = {
+      {!found.copies,
+       "A rename copies one object after the other, so a checkpoint can appear by halves, which "
+       "latest() passes over: keep_last(2) or more."},
+      {found.locks,
+       "There are no record locks, so a save or keep_last() of another process can remove what a "
+       "save is writing, and that save fails: let one job at a time use the folder."},
+      {found.exchanges,
+       "Two folders cannot be exchanged, so overwrite(true) replaces no checkpoint: save under new "
+       "names."},
+      {found.keeps_existing,
+       "A rename replaces what is there, so two saves to one path at once leave one of the two."},
+      {found.syncs_folders,
+       "Names cannot be brought to disk, so a crash of the machine may lose the newest "
+       "checkpoints."}};
+  std::string text;
+  for (const auto& [holds, otherwise] : promises) {
+    if (!holds) text.append(text.empty() ? "" : " ").append(otherwise);
   }
-  if (!found.locks) {
-    texts.emplace_back(
-        "There are no record locks, so a save or keep_last() of another process can remove what a "
-        "save is writing, and that save fails: let one job at a time use the folder.");
-  }
-  if (!found.exchanges) {
-    texts.emplace_back(
-        "Two folders cannot be exchanged, so overwrite(true) replaces no checkpoint: save under "
-        "new names.");
-  }
-  if (!found.keeps_existing) {
-    texts.emplace_back(
-        "A rename replaces what is there, so two saves to one path at once leave one of the two.");
-  }
-  if (!found.syncs_folders) {
-    texts.emplace_back(
-        "Names cannot be brought to disk, so a crash of the machine may lose the newest "
-        "checkpoints.");
-  }
-  return c10::Join(" ", texts);
+  return text;
 }
 
 }  // namespace zero

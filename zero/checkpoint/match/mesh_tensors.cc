@@ -6,85 +6,63 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <set>
-#include <sstream>
+#include <string>
 #include <tuple>
 
 namespace zero {
 namespace {
 
-// Orders options as a file holds them: there NaN equals NaN.
-struct OptionsOrder {
-  using Options = OptionGroups::value_type;
-  bool operator()(const Options& a, const Options& b) const {
-    return std::lexicographical_compare(
-        a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
-          if (x.first != y.first) return x.first < y.first;
-          const bool nan = std::isnan(x.second), other_nan = std::isnan(y.second);
-          return nan || other_nan ? !nan && other_nan : x.second < y.second;
-        });
+// Equal for options that a file holds alike: there NaN equals NaN.
+std::string text_of(const OptionGroups::value_type& options) {
+  std::string text;
+  for (const auto& [name, value] : options) {
+    const bool nan = std::isnan(value);
+    text += name + '\0' + (nan ? "nan" : std::to_string(std::bit_cast<int64_t>(value + 0.0))) + ' ';
   }
-};
-
-bool same_options(const OptionGroups::value_type& a, const OptionGroups::value_type& b) {
-  return !OptionsOrder()(a, b) && !OptionsOrder()(b, a);
+  return text;
 }
 
-// The tensors of one name or one part of it, of the lowest holder first.
-class Namesakes {
- public:
-  Namesakes(std::string kind, std::vector<const HeldTensor*> sets)
-      : kind_(std::move(kind)), sets_(std::move(sets)) {}
+template <typename Value>
+void check_same(const std::string& name, const char* what, const Value& a, const Value& b,
+                const HeldTensor& first, const HeldTensor& other) {
+  TORCH_CHECK(a == b, name, ": expected one ", what, " on all ranks that hold it, got ", a,
+              " on rank ", first.holder, " and ", b, " on rank ", other.holder,
+              "; give different parameters different names");
+}
 
-  void check() const {
-    const HeldTensor& first = *sets_.front();
-    for (const HeldTensor* other : sets_) {
-      same("shape", c10::IntArrayRef(first.about.shape), c10::IntArrayRef(other->about.shape),
-           *other);
-      if (memory_order(first.about) != memory_order(other->about)) {
-        same("memory order (strides)", c10::IntArrayRef(first.about.strides),
-             c10::IntArrayRef(other->about.strides), *other);
-      }
-      same("dtype", first.about.dtype, other->about.dtype, *other);
-      TORCH_CHECK(first.hash == other->hash, name(),
-                  ": expected the same values on all ranks that hold it, got others on rank ",
-                  other->holder, " than on rank ", first.holder,
-                  "; give different tensors different names");
+// Throws unless the tensors of one name or one part of it, of the lowest holder first, are copies.
+void check_copies(const std::string& kind, const std::vector<const HeldTensor*>& sets) {
+  const HeldTensor& first = *sets.front();
+  const std::string name = "checkpoint: " + kind + " " + first.about.name;
+  double counted = 0;
+  std::string ranks;
+  for (const HeldTensor* other : sets) {
+    check_same(name, "shape", c10::IntArrayRef(first.about.shape),
+               c10::IntArrayRef(other->about.shape), first, *other);
+    if (memory_order(first.about) != memory_order(other->about)) {
+      check_same(name, "memory order (strides)", c10::IntArrayRef(first.about.strides),
+                 c10::IntArrayRef(other->about.strides), first, *other);
     }
-    check_counted_once();
+    check_same(name, "dtype", first.about.dtype, other->about.dtype, first, *other);
+    TORCH_CHECK(first.hash == other->hash, name,
+                ": expected the same values on all ranks that hold it, got others on rank ",
+                other->holder, " than on rank ", first.holder,
+                "; give different tensors different names");
+    counted += other->copies == 0 ? 0.0 : 1.0 / static_cast<double>(other->copies);
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(other->holder);
   }
-
- private:
-  std::string name() const { return "checkpoint: " + kind_ + " " + sets_.front()->about.name; }
-
-  template <typename Value>
-  void same(const char* what, const Value& a, const Value& b, const HeldTensor& other) const {
-    TORCH_CHECK(a == b, name(), ": expected one ", what, " on all ranks that hold it, got ", a,
-                " on rank ", sets_.front()->holder, " and ", b, " on rank ", other.holder,
-                "; give different parameters different names");
-  }
-
   // A name that counts more than once in the norm stands for several parameters.
-  void check_counted_once() const {
-    double counted = 0;
-    std::ostringstream ranks;
-    for (const HeldTensor* set : sets_) {
-      counted += set->copies == 0 ? 0.0 : 1.0 / static_cast<double>(set->copies);
-      ranks << (set == sets_.front() ? "" : ", ") << set->holder;
-    }
-    TORCH_CHECK(counted < 1 + 1e-6, name(),
-                ": expected different names for different parameters, got one name on the sets of "
-                "ranks that begin with ",
-                ranks.str(), ", where the norm counts it ", counted,
-                " times; give each expert or layer a name of its own, for example by its number in "
-                "the whole model, or say with copies() or owner(false) of its placement that these "
-                "are one parameter");
-  }
-
-  const std::string kind_;
-  const std::vector<const HeldTensor*> sets_;
-};
+  TORCH_CHECK(counted < 1 + 1e-6, name,
+              ": expected different names for different parameters, got one name on the sets of "
+              "ranks that begin with ",
+              ranks, ", where the norm counts it ", counted,
+              " times; give each expert or layer a name of its own, for example by its number in "
+              "the whole model, or say with copies() or owner(false) of its placement that these "
+              "are one parameter");
+}
 
 constexpr char kPartsRemedy[] = "; tensor_parts() says on each rank how a tensor is cut";
 
@@ -173,21 +151,21 @@ MeshTensors::MeshTensors(std::vector<HeldTensors> held, std::map<std::string, in
 // The first holder's groups keep their numbers. A later one's get those of equal options, its own
 // number where it is among them.
 void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
-  std::map<OptionGroups::value_type, size_t, OptionsOrder> numbers;  // the lowest of each options
+  std::map<std::string, size_t> numbers;  // the lowest of each options
   for (size_t rank = 0; rank < held.size(); ++rank) {
     const bool first = groups_.empty();
     for (size_t g = 0; g < held[rank].groups.size(); ++g) {
       const auto& options = held[rank].groups[g];
+      const std::string text = text_of(options);
       size_t number = groups_.size();
       if (!first) {
-        const auto equal = numbers.find(options);
-        const bool own = g < groups_.size() && same_options(groups_[g], options);
-        if (own) number = g;
-        if (!own && equal != numbers.end()) number = equal->second;
+        const auto equal = numbers.find(text);
+        const bool own = g < groups_.size() && text_of(groups_[g]) == text;
+        if (equal != numbers.end()) number = own ? g : equal->second;
       }
       if (number == groups_.size()) {
         groups_.push_back(options);
-        numbers.try_emplace(options, number);
+        numbers.try_emplace(text, number);
       }
       group_numbers_[{static_cast<int64_t>(rank), static_cast<int64_t>(g)}] =
           static_cast<int64_t>(number);
@@ -216,7 +194,7 @@ void MeshTensors::add(const Held& all, const char* kind, std::vector<ManifestPar
                 " on some and a ", kind, " on rank ", t->holder,
                 "; give different tensors different names");
     const std::vector<Sets> parts = by_part(kind, sets);
-    for (const Sets& part : parts) Namesakes(kind, part).check();
+    for (const Sets& part : parts) check_copies(kind, part);
     add_parts(parts, into);
   }
 }
