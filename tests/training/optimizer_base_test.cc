@@ -106,15 +106,6 @@ TEST(OptimizerBaseTest, StepAlsoWithAClosure) {
   });
 }
 
-TEST(OptimizerBaseTest, ZeroGradBeforeAPassDoesNothing) {
-  run([](Both& both) {
-    for (int i = 0; i < 2; ++i) {
-      both.base.zero_grad();
-      train(both);
-    }
-  });
-}
-
 TEST(OptimizerBaseTest, ParamGroupsAndDefaultsAreThoseOfTheWrappedOne) {
   run([](Both& both) {
     ASSERT_EQ(both.base.param_groups().size(), 2u);
@@ -159,23 +150,6 @@ TEST(OptimizerBaseTest, StateIsThatOfTheInnerOptimizer) {
     EXPECT_TRUE(both.base.state().empty());
     EXPECT_FALSE(both.zero_optimizer.inner().state().empty());
   });
-}
-
-TEST(OptimizerBaseTest, WhatAddsParametersIsRefusedByTheNextCall) {
-  for (const bool as_group : {false, true}) {
-    run([&](Both& both) {
-      train(both);
-      const at::Tensor other = at::ones({3}).requires_grad_();
-      if (as_group) {
-        both.base.add_param_group(torch::optim::OptimizerParamGroup({other}));
-      } else {
-        both.base.add_parameters({other});
-      }
-      Both::loss(both.net).backward();
-      expect_words(error_of([&] { both.base.step(); }),
-                   {"parameter group", "unfreeze() and add_param_group() of the ZeroOptimizer"});
-    });
-  }
 }
 
 TEST(OptimizerBaseTest, SaveAndLoadNameTheCallsToUse) {

@@ -253,27 +253,6 @@ TEST(OverlapTest, ALayerWhoseWeightNoGraphSavesIsRefusedToo) {
   }
 }
 
-// Not while the rows of the step itself are being received.
-TEST(OverlapTest, ReplicasAreComparedWhenParametersHaveArrived) {
-  for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
-    run_ranks(
-        2,
-        [&](const Group& group) {
-          Stack model(3, false);
-          ZeroOptimizer optimizer(
-              *model, sgd(*model), group,
-              ZeroOptions().layout(layout).bucket_bytes(kLayerBytes).overlap_gather(true));
-          for (int step = 0; step < 2; ++step) {
-            optimizer.wait_for(*model);
-            optimizer.backward(model->loss(group.rank()));
-            optimizer.step();
-            optimizer.check_replicas();
-          }
-        },
-        on_memory());
-  }
-}
-
 // Of each rank's rows only the first arrive: enough for the layer that computes first.
 TEST(OverlapTest, WhatTheNextForwardPassNeedsFirstTravelsFirst) {
   for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {

@@ -113,19 +113,17 @@ std::string run_program(const std::string& name, int ranks, const std::string& w
   return folder;
 }
 
-class ReadmeRunTest : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(OneOrThree, ReadmeRunTest, ::testing::Values(1, 3),
-                         [](const auto& info) { return "W" + std::to_string(info.param); });
+constexpr int kRanks = 3;
 
-TEST_P(ReadmeRunTest, ANewProcessGoesOnAsIfTheRunHadNotStopped) {
-  const auto run = [&](const std::string& name, int batches) {
-    return run_program(name, GetParam(), std::to_string(batches));
+TEST(ReadmeRunTest, ANewProcessGoesOnAsIfTheRunHadNotStopped) {
+  const auto run = [](const std::string& name, int batches) {
+    return run_program(name, kRanks, std::to_string(batches));
   };
   const std::string whole = run("whole", 12);
   run("stopped", 8);  // saved after 6: what follows is lost
   const std::string resumed = run("stopped", 12);
   std::string former;
-  for (int rank = 0; rank < GetParam(); ++rank) {
+  for (int rank = 0; rank < kRanks; ++rank) {
     const std::string last = "/state-" + std::to_string(rank) + "-12";
     const std::string expected = content(whole + last);
     ASSERT_GT(expected.size(), 2000u);
@@ -136,29 +134,29 @@ TEST_P(ReadmeRunTest, ANewProcessGoesOnAsIfTheRunHadNotStopped) {
   EXPECT_FALSE(content(whole + "/state-0-12") == content(resumed + "/state-0-8"));
 }
 
-TEST_P(ReadmeRunTest, TheLoopOfTheReadmeLeavesEqualParametersOnAllRanks) {
-  const std::string folder = run_program("loop", GetParam(), "loop");
+TEST(ReadmeRunTest, TheLoopOfTheReadmeLeavesEqualParametersOnAllRanks) {
+  const std::string folder = run_program("loop", kRanks, "loop");
   const std::string expected = content(folder + "/loop-0");
   ASSERT_GT(expected.size(), 2000u);
-  for (int rank = 1; rank < GetParam(); ++rank) {
+  for (int rank = 1; rank < kRanks; ++rank) {
     EXPECT_TRUE(expected == content(folder + "/loop-" + std::to_string(rank))) << "rank " << rank;
   }
 }
 
-TEST_P(ReadmeRunTest, TheOptimizerOfMuonLeavesEqualParametersOnAllRanks) {
-  const std::string folder = run_program("muon", GetParam(), "muon");
+TEST(ReadmeRunTest, TheOptimizerOfMuonLeavesEqualParametersOnAllRanks) {
+  const std::string folder = run_program("muon", kRanks, "muon");
   const std::string expected = content(folder + "/loop-0");
   ASSERT_GT(expected.size(), 2000u);
-  for (int rank = 1; rank < GetParam(); ++rank) {
+  for (int rank = 1; rank < kRanks; ++rank) {
     EXPECT_TRUE(expected == content(folder + "/loop-" + std::to_string(rank))) << "rank " << rank;
   }
 }
 
-TEST_P(ReadmeRunTest, EveryExampleIsSeenAndTheShownLossIsTheMean) {
-  const std::string folder = run_program("data", GetParam(), "data");
+TEST(ReadmeRunTest, EveryExampleIsSeenAndTheShownLossIsTheMean) {
+  const std::string folder = run_program("data", kRanks, "data");
   std::map<std::pair<int, int>, int> seen;  // epoch and example
   std::vector<double> means, shown;
-  for (int rank = 0; rank < GetParam(); ++rank) {
+  for (int rank = 0; rank < kRanks; ++rank) {
     std::istringstream examples(content(folder + "/seen-" + std::to_string(rank)));
     for (int epoch = 0, example = 0; examples >> epoch >> example;) ++seen[{epoch, example}];
     std::istringstream losses(content(folder + "/shown-" + std::to_string(rank)));
@@ -166,7 +164,7 @@ TEST_P(ReadmeRunTest, EveryExampleIsSeenAndTheShownLossIsTheMean) {
     size_t step = 0;
     for (double own = 0, mean = 0; losses >> own >> mean; ++step) {
       means.resize(std::max(means.size(), step + 1));
-      means[step] += own / GetParam();
+      means[step] += own / kRanks;
       of_this_rank.push_back(mean);
     }
     if (rank == 0) shown = of_this_rank;
@@ -185,9 +183,9 @@ std::vector<float> floats(const std::string& path) {
   return result;
 }
 
-TEST_P(ReadmeRunTest, UnequalBatchesTrainAsOneProcessWithAllTokens) {
+TEST(ReadmeRunTest, UnequalBatchesTrainAsOneProcessWithAllTokens) {
   const std::string alone = run_program("tokens_alone", 1, "tokens");
-  const std::string folder = run_program("tokens", GetParam(), "tokens");
+  const std::string folder = run_program("tokens", kRanks, "tokens");
   const std::vector<float> begin = floats(alone + "/begin-0"), expected = floats(alone + "/loop-0");
   ASSERT_GT(expected.size(), 500u);
   double most = 0;
@@ -195,18 +193,18 @@ TEST_P(ReadmeRunTest, UnequalBatchesTrainAsOneProcessWithAllTokens) {
     most = std::max(most, std::abs(static_cast<double>(expected[i]) - begin[i]));
   }
   EXPECT_GT(most, 0.02);  // it trains
-  for (int rank = 0; rank < GetParam(); ++rank) {
+  for (int rank = 0; rank < kRanks; ++rank) {
     const std::vector<float> got = floats(folder + "/loop-" + std::to_string(rank));
     ASSERT_EQ(got.size(), expected.size());
     for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-6) << i;
   }
 }
 
-TEST_P(ReadmeRunTest, MicroBatchesTrainTheBitsOfOneRank) {
+TEST(ReadmeRunTest, MicroBatchesTrainTheBitsOfOneRank) {
   const std::string expected = content(run_program("bits_alone", 1, "bits") + "/loop-0");
   ASSERT_GT(expected.size(), 2000u);
-  const std::string folder = run_program("bits", GetParam(), "bits");
-  for (int rank = 0; rank < GetParam(); ++rank) {
+  const std::string folder = run_program("bits", kRanks, "bits");
+  for (int rank = 0; rank < kRanks; ++rank) {
     EXPECT_TRUE(expected == content(folder + "/loop-" + std::to_string(rank))) << "rank " << rank;
   }
 }

@@ -389,15 +389,6 @@ TEST_P(BrokenPromiseAt, LaterThatRankThrowsAndTheOthersTimeOut) {
   other.get();
 }
 
-TEST(StaticGraph, IsComparedBetweenRanks) {
-  run_ranks(2, [](const Group& group) {
-    GivenGradients model(initial_values(at::kFloat, at::kFloat));
-    EXPECT_THROW(ZeroOptimizer(model, make_inner(Kind::kSgd, model.parameters()), group,
-                               ZeroOptions().static_graph(group.rank() == 0)),
-                 c10::Error);
-  });
-}
-
 }  // namespace
 }  // namespace zero
 
