@@ -37,8 +37,8 @@ TYPED_TEST(Updates, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
     for (const int64_t numel : kSizes) {
       for (int variant = 0; variant < 3 * Rule::kVariants; ++variant) {
         const int options = variant % Rule::kVariants;
-        // The threads' shares are the same for every variant.
-        if (numel > 1100 && options + 1 != Rule::kVariants) continue;
+        // The threads' shares are the same for every variant; the last one of SGD has no momentum.
+        if (numel > 1100 && options + 1 != Rule::kVariants && options != 2) continue;
         if (type != StateType::kFloat && variant >= Rule::kVariants) continue;
         const ScalarType dtype = kDtypes[(variant + variant / Rule::kVariants) % 3];
         const Arrays start(type, numel, dtype, variant % 3);
