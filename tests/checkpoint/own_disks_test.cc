@@ -213,7 +213,10 @@ TEST(OwnDisksSaveTest, ARunGoesOnAndKeepsItsIdentity) {
     whole.train(0, 6);
     first.train(0, 3);
     const std::string folder = disks.of(group.rank()) + "/step";
-    first.optimizer->save_checkpoint(folder, kOwnDisks);
+    // What it saves is what was there at the call.
+    const auto pending = first.optimizer->save_checkpoint_async(folder, kOwnDisks);
+    first.train(3, 4);
+    pending->finish();
     const LoadReport report = second.optimizer->load_checkpoint(folder);
     EXPECT_EQ(report.run, describe_checkpoint(folder).run);
     // Each rank sees its shard, and rank 0 alone the frozen parameters and the buffers.
