@@ -92,6 +92,21 @@ TEST(SameBitsCallsTest, ReadingsAtTheEndOfAStepLeaveItAsItIs) {
   }
 }
 
+TEST(SameBitsCallsTest, TheModulesZeroGradBehindAMicroBatchBeginsTheStepAnew) {
+  const SameBitsCase c = small_case(6);
+  const Record one = steps_of_one_rank(c, 3);
+  for (const int world_size : {1, 2, 3}) {
+    const Record run = record_of(world_size, c, [](SameBitsRun& r) {
+      for (int n = 0; n < 3; ++n) {
+        r.pass(7, *r.optimizer->micro_batches().begin());
+        r.model.zero_grad();
+        r.step(n);
+      }
+    });
+    EXPECT_EQ(first_difference(one, run), "") << world_size << " ranks";
+  }
+}
+
 // A rank dies between two steps, or between two micro-batches.
 TEST(SameBitsCallsTest, ARunThatLostARankHasTheBitsOfOneThatLostNone) {
   struct Death {

@@ -26,8 +26,8 @@ namespace {
 
 ZeroOptions small_buckets() { return ZeroOptions().bucket_bytes(8192); }
 
-// What the random programs of same_bits_program_test do not draw, and what is compared with plain
-// torch.
+// What the random programs of same_bits_program_test do not draw or seldom draw together, and what
+// is compared with plain torch.
 std::vector<SameBitsCase> cases() {
   const auto whole = small_buckets().layout(Layout::kWholeParameters);
   const auto each = small_buckets().layout(Layout::kPerParameter);
@@ -143,6 +143,26 @@ std::vector<SameBitsCase> cases() {
        .ranks_per_machine = 2,
        .wire = Wire::kMemory,
        .plain = true},
+      {.name = "MuonAndAdamWInBFloat16",
+       .micro_batches = 8,
+       .world_sizes = {4},
+       .inner = Inner::kMuon,
+       .dtype = at::kBFloat16,
+       .options = small_buckets().stage(1),
+       .ranks_per_machine = 2},
+      {.name = "MomentsInInt8",
+       .micro_batches = 8,
+       .world_sizes = {3, 4},
+       .max_norm = 0.5,
+       .options = small_buckets().moments(Moments::kInt8)},
+      {.name = "SplitMasters",
+       .micro_batches = 12,
+       .world_sizes = {3, 5},
+       .dtype = at::kBFloat16,
+       .max_norm = 0.5,
+       .options = small_buckets().split_masters(true).moments(Moments::kInt8).ema(EmaOptions()),
+       .bad_step = 1,
+       .looks = true},
       {.name = "GradientShardsInBFloat16",
        .micro_batches = 6,
        .world_sizes = {2, 3, 4},
