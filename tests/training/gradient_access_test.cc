@@ -1,13 +1,15 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gradients and masters that are read are copies, a graph notices what refreshes change, and checks
-// of replicas name what differs. Their values are compared in call_sequence_test.
+// Gradients and masters that are read are copies, refreshes take values in any memory order, a
+// graph notices what they change, and checks of replicas name what differs. Their values are
+// compared in call_sequence_test.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
@@ -82,6 +84,29 @@ TEST(GradientAccessTest, StaleGraphIsAnErrorAfterRefreshAndStep) {
     }
     r.train(3);
   });
+}
+
+TEST_P(InLayout, RefreshTakesValuesInAnotherMemoryOrder) {
+  for (c10::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    run_ranks(2, [&](const Group& group) {
+      Rank r(group, options_of(2, GetParam()), dtype);
+      r.train(1);
+      at::Tensor &rows = r.model->trunk->weight, &channels_last = r.model->last;
+      const at::Tensor new_rows = random_tensor(rows.sizes(), 5).to(dtype);
+      const at::Tensor new_last = random_tensor(channels_last.sizes(), 6).to(dtype);
+      ASSERT_NE(channels_last.strides(), new_last.strides());
+      if (group.rank() == 0) {
+        rows.set_data(new_rows.t().contiguous().t());
+        channels_last.set_data(new_last.clone());
+      }
+      r.optimizer->refresh_master_parameters();
+      for (const auto& [parameter, expected] :
+           {std::pair{rows, new_rows}, std::pair{channels_last, new_last}}) {
+        EXPECT_TRUE(at::equal(parameter, expected));
+        EXPECT_TRUE(at::equal(r.optimizer->master(parameter), expected.to(at::kFloat)));
+      }
+    });
+  }
 }
 
 TEST_P(InLayout, CheckReplicasNamesTheFirstParameterThatDiffersAndTheRanks) {

@@ -15,13 +15,17 @@
 
 #include <cmath>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "tests/support/error_of.h"
+#include "tests/support/in_memory_backend.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/checkpoint/format/manifest.h"
+#include "zero/mesh.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -230,6 +234,23 @@ TEST(ModelsTest, EverythingStartsFromRankZero) {
   }
 }
 
+TEST(ModelsTest, FrozenParametersAndBuffersAreThoseOfRankZeroInReplicasToo) {
+  run_ranks(4, [](const Group& world) {
+    const Mesh mesh(world, {{"rep", 2}, {"shard", 2}});
+    const auto copies = GroupPlacement().replicated_over(mesh.group({"rep"}));
+    OddModel model(40 + world.rank());
+    model->counter.fill_(7 + world.rank());
+    ZeroOptimizer optimizer(
+        *model, make_inner(Inner::kSgd, *model), mesh.group({"shard"}),
+        ZeroOptions().mesh_group(world).placement(0, copies).placement(1, copies));
+    EXPECT_TRUE(at::equal(model->frozen, OddModel(40)->frozen));
+    EXPECT_EQ(model->counter.item<int64_t>(), 7);
+    model->counter.fill_(20 + world.rank());
+    optimizer.broadcast_buffers();
+    EXPECT_EQ(model->counter.item<int64_t>(), 20);
+  });
+}
+
 // And a large one in pieces of at most the bytes that an operation sends.
 TEST(ModelsTest, BuffersOfEveryDtypeAndMemoryOrderAreSentBitByBit) {
   run_ranks(2, [&](const Group& group) {
@@ -265,6 +286,29 @@ TEST(ModelsTest, BuffersOfEveryDtypeAndMemoryOrderAreSentBitByBit) {
     // Four of each dtype that have elements, the counter, and the large one in two pieces.
     EXPECT_EQ(optimizer.stats().data.small_calls - before, 9 * 4 + 1 + 2);
   });
+}
+
+TEST(ModelsTest, ABroadcastThatFailsNamesWhatItSends) {
+  for (const bool buffers : {false, true}) {
+    const RunOptions options{.network = std::make_shared<MemoryNetwork>(RowTransport::kWhole)};
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          OddModel model(1);
+          std::unique_ptr<ZeroOptimizer> optimizer;
+          const auto make = [&] {
+            optimizer =
+                std::make_unique<ZeroOptimizer>(*model, make_inner(Inner::kSgd, *model), group);
+          };
+          if (buffers) make();
+          if (group.rank() == 1) options.network->kill_at(1, MemoryOp::kBroadcast, 1);
+          const std::string text =
+              error_of([&] { buffers ? optimizer->broadcast_buffers() : make(); });
+          if (group.rank() != 1) return;  // the sender may be done
+          expect_words(text, {buffers ? "broadcast of buffers" : "broadcast of parameters"});
+        },
+        options);
+  }
 }
 
 TEST(ModelsTest, StepWithoutGradientsDoesNothing) {
@@ -335,6 +379,8 @@ TEST(ModelsTest, AnOptimizerThatCannotBeMadeLeavesNoHooks) {
                  c10::Error);
     for (const at::Tensor& p : {model->scale, model->empty, model->last}) {
       EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(p), nullptr);
+      // One entry holds the hooks of the user.
+      EXPECT_LE(torch::autograd::impl::hooks(p).size(), 1U);
     }
   });
 }
