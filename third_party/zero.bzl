@@ -40,8 +40,8 @@ _OPENMP = ["-fopenmp"]
 # A fifth of a test's compilation would go into optimising code that runs once.
 _UNOPTIMIZED = ["-O0", "-U_FORTIFY_SOURCE"]
 
-# No step runs them: a fifth of the time to compile them is what -O2 does beyond -O1. CMake has the
-# same list.
+# No loop of a step is in them, and a fifth of the time to compile them is what -O2 does beyond -O1.
+# CMake has those of zero/ too.
 _NOT_HOT = [
     "examples",
     "zero/checkpoint",

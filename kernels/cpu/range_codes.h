@@ -57,8 +57,8 @@ struct CodeOf<true> {
 // Such a c is floor(sqrt(t) + 1/4 - u), even if the root is off by 0.1; by rsqrtps, within
 // 1.5 * 2^-12 of it, it is off by less. So the bits do not depend on the processor's rsqrtps.
 //
-// What is fused is exact, or only approximate anyway. Codes may be one above kTop, and without a
-// bound for a root of 0, of which rsqrtps is infinite: store_codes() saturates them.
+// What is fused is exact, or only approximate anyway. Codes may be one above kTop: store_codes()
+// saturates them.
 template <bool kRoot>
 inline __m256i encode_eight(__m256i x, __m256 inverse, __m256i noise) {
   const __m256i magnitude = kRoot ? _mm256_min_epi32(x, _mm256_set1_epi32(kLargestRootBits))
@@ -66,10 +66,10 @@ inline __m256i encode_eight(__m256i x, __m256 inverse, __m256i noise) {
   const __m256 t = _mm256_mul_ps(_mm256_castsi256_ps(magnitude), inverse);
   __m256 u = _mm256_cvtepi32_ps(kRoot ? _mm256_srli_epi32(noise, 16)
                                       : _mm256_and_si256(noise, _mm256_set1_epi32(0xffff)));
-  // rsqrtps takes a subnormal number for 0. The t of an average may be one, or 0, which has a sign;
-  // that of a root is above 2^-124, or 0 and gives code 0: roots are 2^-75 to 2^64.
-  const __m256i normal = _mm256_max_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(0x00800000));
-  const __m256 above_0 = kRoot ? t : _mm256_castsi256_ps(normal);
+  // rsqrtps takes a subnormal number for 0, of which it makes infinity. The approximation may be of
+  // 2^-126 then.
+  const __m256 above_0 =
+      _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(0x00800000)));
   const __m256 root = _mm256_fmadd_ps(above_0, _mm256_rsqrt_ps(above_0), _mm256_set1_ps(0.25F));
   const __m256 unit = _mm256_set1_ps(0x1p-16F);
   const __m256i c = _mm256_cvttps_epi32(_mm256_fnmadd_ps(u, unit, root));
@@ -79,7 +79,7 @@ inline __m256i encode_eight(__m256i x, __m256 inverse, __m256i noise) {
   const __m256 width = _mm256_fmadd_ps(q, _mm256_set1_ps(0x1p-15F), unit);
   const __m256 up = _mm256_cmp_ps(_mm256_fnmadd_ps(q, q, t), _mm256_mul_ps(u, width), _CMP_GT_OQ);
   const __m256i code = _mm256_sub_epi32(c, _mm256_castps_si256(up));
-  return kRoot ? code : _mm256_sign_epi32(code, x);
+  return kRoot ? code : _mm256_sign_epi32(code, x);  // 0 where x is 0; code 0 where it is -0
 }
 
 // Writes the codes of four calls, at most kTop and, with a sign, at least -kTop.

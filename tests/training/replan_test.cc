@@ -571,6 +571,8 @@ TEST(ReplanTest, AScheduleOfBeforeRefusesMoreGroups) {
 
 // The protected step of now has the parameters of now, also for the ranks that are left.
 TEST(ReplanTest, ProtectionGoesOnWithTheNewParameters) {
+  const std::string folder = ::testing::TempDir() + "/replan-protected";
+  std::filesystem::remove_all(folder);
   Values left;
   run_ranks(2, [&](const Group& group) {
     GivenGradients model(initial(at::kFloat));
@@ -585,12 +587,16 @@ TEST(ReplanTest, ProtectionGoesOnWithTheNewParameters) {
     for (int number = 0; number < kFreeze; ++number) step(number, group.rank(), 2);
     optimizer->freeze({v[1], v[2]});
     EXPECT_GT(optimizer->memory().protected_steps, 0);
+    const auto pending = optimizer->save_checkpoint_async(folder);
     if (group.rank() == 1) return;
     optimizer->backward(model.loss(gradients(v, kFreeze, 0, 2)));
     EXPECT_NE(error_of([&] { optimizer->step(); }), "");
     EXPECT_EQ(optimizer->recover().steps, kFreeze);
     for (int number = kFreeze; number < kUnfreeze; ++number) step(number, 0, 1);
     left = copies(v);
+    // The save cannot be ended any more, so it refuses nothing.
+    optimizer->freeze({v[0]});
+    expect_words(error_of([&] { pending->finish(); }), {"gone through recover()"});
   });
   const Trajectory expected = train({1, Inner::kAdamW, at::kFloat, {}});
   ASSERT_FALSE(left.empty());

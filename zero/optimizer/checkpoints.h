@@ -41,8 +41,7 @@ class Checkpoints {
   LoadReport load(const std::string& folder, const LoadOptions& load, ParamGroups& groups);
   std::optional<std::string> latest(const std::string& parent);
 
-  // Throws while a save of this rank has begun and not ended: only the engine that began it can end
-  // it.
+  // Throws while an asynchronous save can be ended, which only the engine that began it can do.
   void check_none_pending() const;
 
   // Which run this rank's checkpoints are of.
@@ -68,7 +67,8 @@ class Checkpoints {
   RunIdentity run_;
   WrittenOnce frozen_;
   KeptMemory memory_;  // of the copies of asynchronous saves
-  std::map<std::string, std::weak_ptr<CheckpointWriter>> pending_;  // those, by folder
+  // The engines of asynchronous saves, by folder: there as long as a save can be ended.
+  std::map<std::string, std::weak_ptr<const std::weak_ptr<Engine>>> pending_;
   SerialThread removals_;  // of the checkpoints that asynchronous saves replaced
 };
 

@@ -183,9 +183,10 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
                    const std::atomic<bool>& pause) mutable { writer->write_files(files, pause); };
   // Equal on all ranks, as folders of own disks need not be.
   const std::string end = "the end of " + (options.shared_folder() ? folder : save.writer->id());
-  auto finish = [this, of = std::weak_ptr<Engine>(engine_), writer = save.writer, folder, end,
+  const auto of = std::make_shared<const std::weak_ptr<Engine>>(engine_);
+  auto finish = [this, of, writer = save.writer, folder, end,
                  manifest = std::move(save.manifest)](const std::function<void()>& write_rest) {
-    const std::shared_ptr<Engine> engine = of.lock();
+    const std::shared_ptr<Engine> engine = of->lock();
     TORCH_CHECK(engine != nullptr, "save_checkpoint_async(", folder,
                 "): expected the optimizer and the ranks that began it, got none or others: the "
                 "optimizer has been destroyed, or has gone through recover() or a change of "
@@ -209,14 +210,16 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
       engine_->group().timeout());
   if (save.copies) engine_->readers.add(save.copies);
   std::erase_if(pending_, [](const auto& other) { return other.second.expired(); });
-  pending_[folder] = save.writer;
+  pending_[folder] = of;
   return pending;
 }
 
 void Checkpoints::check_none_pending() const {
-  for (const auto& [folder, writer] : pending_) {
-    TORCH_CHECK(writer.expired(), "expected no save under way, got that of save_checkpoint_async(",
-                folder, "); call finish() of its PendingCheckpoint first, or destroy that");
+  for (const auto& [folder, pending] : pending_) {
+    const auto of = pending.lock();
+    TORCH_CHECK(!of || of->expired(),
+                "expected no save under way, got that of save_checkpoint_async(", folder,
+                "); call finish() of its PendingCheckpoint first, or destroy that");
   }
 }
 
