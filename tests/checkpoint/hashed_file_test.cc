@@ -34,14 +34,14 @@ class HashedFileTest : public ::testing::Test {
   }
 
   // From an address that is `shift` bytes behind a multiple of 4096.
-  void write_directly(const std::string& content, size_t part, size_t shift) const {
+  void write_from(const std::string& content, size_t part, size_t shift) const {
     const std::unique_ptr<char, void (*)(void*)> memory(
         static_cast<char*>(std::aligned_alloc(4096, (content.size() + shift + 4095) / 4096 * 4096)),
         std::free);
     content.copy(memory.get() + shift, content.size());
     FileWriter writer(path_);
     for (size_t at = 0; at < content.size(); at += part) {
-      writer.write_directly(memory.get() + shift + at, std::min(part, content.size() - at));
+      writer.write(memory.get() + shift + at, std::min(part, content.size() - at));
       EXPECT_EQ(writer.bytes(), std::min(at + part, content.size()));
     }
     writer.finish();
@@ -153,19 +153,19 @@ TEST_F(HashedFileTest, ALargeFileIsWrittenPastThePageCacheWhereThatIsPossible) {
   write(letters((size_t{8} << 20) + 5));
   EXPECT_LE(cached_bytes(path_), 256 << 10) << "the last page, and what the system reads ahead";
   fs::remove(path_);
-  write_directly(letters((size_t{8} << 20) + 5), size_t{4} << 20, /*shift=*/0);
+  write_from(letters((size_t{8} << 20) + 5), FileWriter::kPart, /*shift=*/0);
   EXPECT_LE(cached_bytes(path_), 256 << 10);
 }
 
-// From any address and in any parts, though only some of them can pass by the page cache.
-TEST_F(HashedFileTest, AFileHasTheBytesThatWereWrittenDirectly) {
-  constexpr size_t kLarge = size_t{4} << 20;
+// From any address and in any parts, though only some of them are written without a copy.
+TEST_F(HashedFileTest, AFileHasTheBytesOfAnyParts) {
+  constexpr size_t kLarge = FileWriter::kPart;
   for (const size_t bytes : {size_t{0}, size_t{5}, kLarge - 1, kLarge, 2 * kLarge + 4096 + 5}) {
     for (const size_t part : {kLarge, kLarge + 512, size_t{1000003}}) {
       for (const size_t shift : {0, 8, 512}) {
         fs::remove(path_);
         const std::string content = letters(bytes);
-        write_directly(content, part, shift);
+        write_from(content, part, shift);
         FileReader reader(path_);
         ASSERT_EQ(reader.size(), bytes) << part << " " << shift;
         EXPECT_TRUE(reader.read_text(0, bytes) == content) << bytes << " " << part << " " << shift;

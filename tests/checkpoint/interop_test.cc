@@ -33,7 +33,7 @@
 #include "tests/support/run_ranks.h"
 #include "zero/adafactor.h"
 #include "zero/checkpoint.h"
-#include "zero/checkpoint/format/safetensors_files.h"
+#include "zero/checkpoint/format/safetensors.h"
 #include "zero/mesh.h"
 
 namespace zero {

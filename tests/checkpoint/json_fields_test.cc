@@ -3,7 +3,7 @@
 //
 // One list of fields for both directions, over versions: files of version 1 and 2 are read by a
 // list of version 2.
-#include "zero/checkpoint/format/json_fields.h"
+#include "zero/checkpoint/format/json.h"
 
 #include <gtest/gtest.h>
 

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // JSON that is made to exhaust the stack or has a name twice is refused while it is parsed.
-#include "zero/checkpoint/format/limited_json.h"
+#include "zero/checkpoint/format/json.h"
 
 #include <gtest/gtest.h>
 

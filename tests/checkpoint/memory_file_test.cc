@@ -46,11 +46,12 @@ std::string content(const at::Tensor& bytes) {
 TEST(MemoryFileTest, ItHasTheBytesAndHashesOfTheFile) {
   const std::string path = ::testing::TempDir() + "/memory_file";
   std::filesystem::remove(path);
-  const FileToSave file = file_of_all_kinds();
+  FileToSave file = file_of_all_kinds();
   const FileContent disk = write_file(file, path, "an id");
 
+  for (size_t i = 0; i < file.tensors.size(); i += 2) file.tensors[i].bucket = i % 3;
   MemoryFileWriter writer(file, "an id", fresh_memory);
-  writer.copy({0, 1, kOfNoBucket, 0, 1, 0})->copy_all();
+  writer.copy()->copy_all();
   const MemoryFile made = writer.finish();
   EXPECT_EQ(files_text({made.content}), files_text({disk}));
   EXPECT_EQ(made.content.about.name, "rank");
@@ -65,8 +66,10 @@ TEST(MemoryFileTest, WhatHasNoBucketIsCopiedAtOnceAndTheRestIsNot) {
     live.push_back(at::full({3}, static_cast<double>(i), at::kFloat));
     file.tensors.push_back({{"t" + std::to_string(i), "buffer", 0, 3}, live.back()});
   }
+  file.tensors[0].bucket = 0;
+  file.tensors[2].bucket = 1;
   MemoryFileWriter writer(file, "an id", fresh_memory);
-  const auto copies = writer.copy({0, kOfNoBucket, 1});
+  const auto copies = writer.copy();
   live[1].fill_(-1);
   live[2].fill_(5);
   copies->copy_all();

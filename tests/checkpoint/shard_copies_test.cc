@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// zero/checkpoint/shard_copies.h: what is copied, in which order, by whom, and who waits for it.
-#include "zero/checkpoint/shard_copies.h"
+// ShardCopies of zero/checkpoint/memory_file.h: what is copied, in which order, by whom, and who
+// waits for it.
+#include "zero/checkpoint/memory_file.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
@@ -325,12 +326,13 @@ TEST_F(ShardCopiesOfADevice, WhatHasNoBucketIsCopiedBeforeWhatTheCurrentStreamDo
     live.push_back(on_device(1));
     file.tensors.push_back({{"t" + std::to_string(i), "buffer", 0, 1000}, live.back()});
   }
+  file.tensors[0].bucket = 0;
   const at::Tensor later = on_device(-1);
   MemoryFileWriter writer(file, "an id", fresh_memory);
   file = {};
   const int64_t waits = EmulatedDevice::host_waits(0);
   emulated::Gate gate = hold();
-  const auto copies = writer.copy({0, kOfNoBucket});
+  const auto copies = writer.copy();
   live[1].copy_(later);
   EXPECT_EQ(EmulatedDevice::host_waits(0), waits);
   gate.open();

@@ -8,6 +8,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -129,24 +130,21 @@ TEST_F(StoredFileTest, ARangeReadsItsBlocksAndNoOthers) {
 
 // The last tensor is not the table, and the hash of the index matches all the same.
 TEST_F(StoredFileTest, ATableElsewhereIsRefused) {
-  const auto refusal = [&](std::vector<StoredTensor> tensors) {
+  const auto refusal = [&](const char* first, const char* second) {
     fs::remove(path_);
-    SafetensorsWriter writer(path_, std::move(tensors), {{"checkpoint", "an id"}});
-    const std::string zeros(64, '\0');
-    for (const StoredTensor& t : writer.tensors()) writer.write(zeros.data(), t.end - t.begin);
-    writer.finish();
+    const auto zeros = [](const char* name) {
+      return TensorToWrite{name, at::kByte, {8}, [] { return at::zeros({8}, at::kByte); }};
+    };
+    write_safetensors_files(path_, {zeros(first), zeros(second)}, {{"checkpoint", "an id"}}, 0);
     const std::string bytes = content(path_);
     const size_t data = bytes.size() - 16;
     const std::string index = bytes.substr(0, data) + bytes.substr(bytes.size() - 8);
     content_.about = {"f", bytes.size(), content_hash(index.data(), index.size()), 1};
     return error_of([&] { open(); });
   };
-  const std::vector<int64_t> eight = {8};
-  expect_words(refusal({{"a", at::kByte, eight, 0, 0}, {"b", at::kByte, eight, 0, 0}}),
-               {path_, "as the last tensor"});
-  expect_words(refusal({{kTableKey, at::kByte, eight, 0, 0}, {"a", at::kByte, eight, 0, 0}}),
-               {path_, "as the last tensor"});
-  EXPECT_EQ(refusal({{"a", at::kByte, eight, 0, 0}, {kTableKey, at::kByte, eight, 0, 0}}), "");
+  expect_words(refusal("a", "b"), {path_, "as the last tensor"});
+  expect_words(refusal(kTableKey, "a"), {path_, "as the last tensor"});
+  EXPECT_EQ(refusal("a", kTableKey), "");
 }
 
 // What the reader of a checkpoint makes of it: ranges that meet in a block read it once.

@@ -60,17 +60,13 @@ Tensors weights_of_tied_model() {
 
 std::string write(const std::string& path, const Tensors& tensors) {
   std::filesystem::remove(path);
-  std::vector<StoredTensor> stored;
-  for (const auto& [name, tensor] : tensors) {
-    stored.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), 0, 0});
+  std::vector<TensorToWrite> to_write;
+  for (const auto& item : tensors) {
+    const at::Tensor& tensor = item.second;
+    to_write.push_back(
+        {item.first, tensor.scalar_type(), tensor.sizes().vec(), [tensor] { return tensor; }});
   }
-  SafetensorsWriter writer(path, std::move(stored), {{"format", "pt"}});
-  for (const StoredTensor& place : writer.tensors()) {
-    const at::Tensor tensor = tensors.at(place.name).contiguous();
-    writer.write(tensor.const_data_ptr(), tensor.nbytes());
-  }
-  writer.finish();
-  return path;
+  return write_safetensors_files(path, to_write, {{"format", "pt"}}, /*max_file_bytes=*/0);
 }
 
 std::string write_text(const std::string& path, const std::string& text) {

@@ -106,7 +106,7 @@ TEST(CheckpointWriterTest, APausedWriteGoesOnWhereItStopped) {
          {FileToSave{"f", {{{"b", "buffer", 0, value.numel()}, value}}},
           FileToSave{"g", {{{"c", "buffer", 0, 2}, value.narrow(0, 0, 2)}}}}) {
       files.push_back(std::make_shared<MemoryFileWriter>(file, writer.id(), fresh_memory));
-      files.back()->copy_all();
+      files.back()->copy()->copy_all();
     }
     std::atomic<bool> pause = true, done = false;
     EXPECT_FALSE(writer.write_files(files, pause));
@@ -137,7 +137,7 @@ TEST(CheckpointWriterTest, AnErrorBeforeTheFilesIsThrownByFinishOnAllRanks) {
     writer.prepare([&] { TORCH_CHECK(control.rank() != 1, "no copy"); });
     std::deque<std::shared_ptr<MemoryFileWriter>> files = {
         std::make_shared<MemoryFileWriter>(file_of(control.rank()), writer.id(), fresh_memory)};
-    files[0]->copy_all();
+    files[0]->copy()->copy_all();
     const std::weak_ptr<MemoryFileWriter> memory = files[0];
     EXPECT_TRUE(writer.write_files(files, /*pause=*/false));
     EXPECT_TRUE(memory.expired());

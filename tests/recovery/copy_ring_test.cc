@@ -32,7 +32,7 @@ MemoryFile file_of(int rank, int64_t bytes) {
   for (int64_t i = 0; i < bytes; ++i) data[i] = static_cast<uint8_t>(i * 7 + rank);
   MemoryFileWriter writer({"rank " + std::to_string(rank), {{{"w", "buffer", 0, bytes}, values}}},
                           "an id", fresh_memory);
-  writer.copy_all();
+  writer.copy()->copy_all();
   return writer.finish();
 }
 

@@ -30,7 +30,7 @@ at::Tensor values(double value) { return at::full({1000}, value, at::kFloat); }
 
 FileToSave file_of(int rank, const at::Tensor& master) {
   const std::string owner = "w" + std::to_string(rank);
-  return {owner, {{{owner, "master", 0, 1000}, master}}};
+  return {owner, {{{owner, "master", 0, 1000}, master, /*bucket=*/0}}};
 }
 
 TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
@@ -39,7 +39,7 @@ TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
     Protection protection(group, generations, 0);
     const at::Tensor master = values(group.rank());
     OwnThreadWait limit("the test waits for its thread", group.timeout());
-    protection.begin({}, file_of(group.rank(), master), {0})->wait(0, limit);
+    protection.begin({}, file_of(group.rank(), master))->wait(0, limit);
     master.fill_(-1);  // as the next step does
     EXPECT_EQ(protection.finish(), "");
     ASSERT_EQ(generations->all().size(), 1U);
@@ -66,11 +66,11 @@ TEST(ProtectionTest, AnUnfinishedGenerationNeverReplacesAFinishedOne) {
   run_ranks(2, [](const Group& group) {
     const auto generations = std::make_shared<Generations>();
     Protection protection(group, generations, 0);
-    protection.begin({}, file_of(group.rank(), values(1)), {0});
+    protection.begin({}, file_of(group.rank(), values(1)));
     ASSERT_EQ(protection.finish(), "");
     // Rank 1 ends in the middle of the second one.
     if (group.rank() == 0) {
-      protection.begin({}, file_of(group.rank(), values(2)), {0});
+      protection.begin({}, file_of(group.rank(), values(2)));
     } else {
       protection.abort("this rank gives up");
     }
@@ -173,7 +173,7 @@ TEST(ProtectionTest, TheManifestOfAProtectedStepIsSentOnceToEachRank) {
               Protection protection(group, generations, 0);
               Manifest manifest;
               manifest.metadata["long"] = std::string(kBytes, 'x');
-              protection.begin(manifest, file_of(group.rank(), values(1)), {0});
+              protection.begin(manifest, file_of(group.rank(), values(1)));
               EXPECT_EQ(protection.finish(), "");
               const auto control = group.make_communicator("control", Purpose::kControl);
               const auto sent_by_all = [&] {

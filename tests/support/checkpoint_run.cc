@@ -146,16 +146,13 @@ Snapshot CheckpointRun::snapshot() {
 }
 
 void write_snapshot(const Snapshot& snapshot, const std::string& path) {
-  std::vector<StoredTensor> tensors;
-  for (const auto& [name, tensor] : snapshot) {
-    tensors.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), 0, 0});
+  std::vector<TensorToWrite> tensors;
+  for (const auto& item : snapshot) {
+    const at::Tensor& tensor = item.second;
+    tensors.push_back(
+        {item.first, tensor.scalar_type(), tensor.sizes().vec(), [tensor] { return tensor; }});
   }
-  SafetensorsWriter writer(path, std::move(tensors), {});
-  for (const StoredTensor& place : writer.tensors()) {
-    const at::Tensor tensor = snapshot.at(place.name).contiguous();
-    writer.write(tensor.const_data_ptr(), tensor.nbytes());
-  }
-  writer.finish();
+  write_safetensors_files(path, tensors, {}, /*max_file_bytes=*/0);
 }
 
 int64_t differing(const Snapshot& a, const Snapshot& b) {

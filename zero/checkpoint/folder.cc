@@ -33,10 +33,6 @@ bool may_be_checkpoint(const fs::path& path) {
 
 }  // namespace
 
-bool is_whole(const ListedCheckpoint& checkpoint) {
-  return is_complete_checkpoint(checkpoint.path);
-}
-
 std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent) {
   std::vector<ListedCheckpoint> result;
   for (const std::string& name : names_in(parent)) {
@@ -57,7 +53,9 @@ std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent) {
 
 std::optional<std::string> latest(const std::string& parent) {
   const std::vector<ListedCheckpoint> found = list_checkpoints(parent);
-  const auto newest = std::find_if(found.rbegin(), found.rend(), is_whole);
+  const auto newest = std::find_if(found.rbegin(), found.rend(), [](const ListedCheckpoint& c) {
+    return is_complete_checkpoint(c.path);  // looks at each file, so the newest is the first
+  });
   if (newest == found.rend()) return std::nullopt;
   return newest->path;
 }
@@ -67,7 +65,7 @@ std::vector<std::string> keep_last(const std::string& parent, int64_t count) {
   const std::vector<ListedCheckpoint> found = list_checkpoints(parent);
   remove_left_overs(parent);
   size_t first = found.size();  // of the newest ones, of which `count` are whole
-  for (; first > 0 && count > 0; --first) count -= is_whole(found[first - 1]) ? 1 : 0;
+  for (; first > 0 && count > 0; --first) count -= is_complete_checkpoint(found[first - 1].path);
   std::vector<std::string> removed;
   for (size_t i = 0; i < first; ++i) {
     if (remove_directory(found[i].path)) removed.push_back(found[i].path);

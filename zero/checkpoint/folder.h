@@ -20,10 +20,6 @@ struct ListedCheckpoint {
   int64_t steps = 0;  // skipped ones included
 };
 
-// Whether the files of its disk are there, with the sizes that the manifest says. Looks at each
-// file, so callers ask from the newest on. Never throws.
-bool is_whole(const ListedCheckpoint& checkpoint);
-
 // The checkpoints in `parent`, the newest last: in the order in which they were saved. Before them,
 // by steps, those whose manifest does not say when it was saved: of earlier versions of this
 // library. Equals are ordered by path.

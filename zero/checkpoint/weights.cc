@@ -17,7 +17,7 @@
 #include <utility>
 
 #include "zero/checkpoint/format/hashed_file.h"
-#include "zero/checkpoint/format/safetensors_files.h"
+#include "zero/checkpoint/format/safetensors.h"
 
 namespace zero {
 namespace {

@@ -19,8 +19,6 @@
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/file_exchange.h"
 #include "zero/checkpoint/format/file_system.h"
-#include "zero/checkpoint/format/hashed_file.h"
-#include "zero/checkpoint/memory_file.h"
 
 namespace zero {
 namespace {
@@ -34,40 +32,6 @@ void write_text(const std::string& path, const std::string& text) {
 }
 
 }  // namespace
-
-// A file that is written from memory in parts, so that its thread can stop between two of them:
-// first all of it is hashed, because the manifest needs the hashes, then its bytes go to the disk.
-class CheckpointWriter::FileFromMemory {
- public:
-  FileFromMemory(std::shared_ptr<MemoryFileWriter> source, const std::string& path)
-      : source_(std::move(source)), writer_(path) {}
-
-  // Hashes or writes the next part. Returns whether there was one.
-  bool go_on() {
-    if (source_) {
-      if (source_->hash_part()) return true;
-      file_ = source_->finish();
-      source_.reset();
-    }
-    const uint64_t left = file_.content.about.bytes - writer_.bytes();
-    if (left == 0) return false;
-    writer_.write_directly(static_cast<const char*>(file_.bytes.const_data_ptr()) + writer_.bytes(),
-                           std::min(left, kDirectPart));
-    return true;
-  }
-
-  FileContent finish() {
-    writer_.finish();
-    return std::move(file_.content);
-  }
-
- private:
-  static constexpr uint64_t kDirectPart = uint64_t{4} << 20;
-
-  std::shared_ptr<MemoryFileWriter> source_;  // null once all of it is hashed
-  MemoryFile file_;
-  FileWriter writer_;
-};
 
 std::string rank_file_name(int rank) {
   char name[64];
@@ -198,11 +162,12 @@ const FileContent* CheckpointWriter::written(const std::string& name) const {
   return found == files_.end() ? nullptr : &*found;
 }
 
-void CheckpointWriter::write_files(const std::vector<FileToSave>& files) noexcept {
+void CheckpointWriter::write_files(std::vector<FileToSave> files) noexcept {
   if (!problem_.empty()) return;
   prepare([&] {
-    for (const FileToSave& file : files) {
-      add_file(write_file(file, saving_ + "/" + file.name, id_));
+    for (FileToSave& file : files) {
+      const std::string path = saving_ + "/" + file.name;
+      add_file(write_file(std::move(file), path, id_));
     }
   });
 }
@@ -212,13 +177,19 @@ bool CheckpointWriter::write_files(std::deque<std::shared_ptr<MemoryFileWriter>>
   if (problem_.empty()) {
     prepare([&] {
       while (!files.empty() && !pause) {
-        if (!file_) {
-          file_ = std::make_unique<FileFromMemory>(files.front(),
-                                                   saving_ + "/" + files.front()->name());
-        }
-        if (file_->go_on()) continue;
-        add_file(file_->finish());
+        MemoryFileWriter& source = *files.front();
+        if (!file_) file_ = std::make_unique<FileWriter>(saving_ + "/" + source.name());
+        // First all of it is hashed, because the manifest needs the hashes.
+        if (source.hash_part()) continue;
+        if (!memory_.bytes.defined()) memory_ = source.finish();
+        const uint64_t left = memory_.bytes.nbytes() - file_->bytes();
+        file_->write(static_cast<const char*>(memory_.bytes.const_data_ptr()) + file_->bytes(),
+                     std::min<uint64_t>(left, FileWriter::kPart));
+        if (left > FileWriter::kPart) continue;
+        file_->finish();
+        add_file(std::move(memory_.content));
         file_.reset();
+        memory_ = {};
         files.pop_front();
       }
     });

@@ -30,13 +30,13 @@
 #include <vector>
 
 #include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint/format/stored_file.h"
+#include "zero/checkpoint/memory_file.h"
 #include "zero/communicator.h"
 
 namespace zero {
-
-class MemoryFileWriter;
 
 // "rank-00003.safetensors".
 std::string rank_file_name(int rank);
@@ -59,10 +59,10 @@ class CheckpointWriter {
   // `content`.
   bool link_file(const std::string& path, const FileContent& content);
   // Writes `files`. Never throws, too.
-  void write_files(const std::vector<FileToSave>& files) noexcept;
-  // Writes `files`, whose copies are made, and removes those that are written: straight from their
-  // memory, each byte once. Never throws, too. Returns whether nothing is left to do. If not,
-  // `pause` has become true, and another call, on any thread, goes on where this one stopped.
+  void write_files(std::vector<FileToSave> files) noexcept;
+  // Writes `files`, whose copies are made, straight from their memory, and removes those that are
+  // written. Never throws, too. Returns whether nothing is left to do. If not, `pause` has become
+  // true, and another call, on any thread, goes on where this one stopped.
   bool write_files(std::deque<std::shared_ptr<MemoryFileWriter>>& files,
                    const std::atomic<bool>& pause) noexcept;
   // Returns the file that was written or linked under this name; null if none was.
@@ -77,7 +77,6 @@ class CheckpointWriter {
   // Returns the keeper of the disk that this rank sees, by the sighting there.
   int keeper() const;
 
-  class FileFromMemory;  // that is being written
   void add_file(FileContent file);
   void write_manifest(const Manifest& manifest);
   void finish_disks(const Manifest& manifest, const RunTask& remove);
@@ -91,8 +90,9 @@ class CheckpointWriter {
   std::string saving_;                          // the hidden folder
   std::string id_;
   int64_t disk_ = 0;
-  std::vector<FileContent> files_;        // that are written
-  std::unique_ptr<FileFromMemory> file_;  // the next one
+  std::vector<FileContent> files_;    // that are written
+  std::unique_ptr<FileWriter> file_;  // the next one
+  MemoryFile memory_;                 // its bytes
   std::string problem_;
 };
 

@@ -191,10 +191,9 @@ void Recovery::finish() {
   throw_error(protection_->connection_failed(), problem);
 }
 
-std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& groups,
-                                                          std::vector<int64_t>& bucket_of) const {
+std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& groups) const {
   const Engine& engine = *engine_;
-  FileToSave file = shard_file(engine, bucket_of);
+  FileToSave file = shard_file(engine);
   if (engine.comms->rank() == 0) {
     for (const NamedTensor& b : engine.table.buffers()) {
       file.tensors.push_back({{b.name, "buffer", 0, b.tensor.numel()}, b.tensor});
@@ -203,7 +202,6 @@ std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& gro
       file.tensors.push_back(state_to_save(kSkipRule, kSharedState, *engine.options.skip_if()));
     }
   }
-  bucket_of.resize(file.tensors.size(), kOfNoBucket);
   Manifest manifest = make_manifest(engine, groups, /*mesh=*/nullptr);
   manifest.frozen.clear();  // what no step changes is on every rank
   manifest.run = run_.id();
@@ -212,11 +210,10 @@ std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& gro
 
 void Recovery::protect(const ParamGroups& groups) {
   engine_->record.follow_loss_scale();
-  std::vector<int64_t> bucket_of;
   std::optional<std::pair<FileToSave, Manifest>> shard;
   // It has the state of a rule of the user's.
-  engine_->comms->run_or_close([&] { shard = protected_shard(groups, bucket_of); });
-  auto copies = protection_->begin(std::move(shard->second), std::move(shard->first), bucket_of);
+  engine_->comms->run_or_close([&] { shard = protected_shard(groups); });
+  auto copies = protection_->begin(std::move(shard->second), std::move(shard->first));
   if (copies) engine_->readers.add(std::move(copies));
   protected_calls_ = engine_->record.calls();
 }

@@ -61,8 +61,7 @@ class Recovery {
   // For changes of parameters: ends the copies to another rank.
   void stop_protection() { protection_.reset(); }
   // The content of a protected step: this rank's file, and the manifest without files.
-  std::pair<FileToSave, Manifest> protected_shard(const ParamGroups& groups,
-                                                  std::vector<int64_t>& bucket_of) const;
+  std::pair<FileToSave, Manifest> protected_shard(const ParamGroups& groups) const;
   // Collective. Everything as at the protected step, which is protected here, if steps are. Returns
   // its step() calls. `call` is for errors. If it throws, the communicators are closed.
   int64_t restore(const Generations& from, const Restorable& step, ParamGroups& groups,

@@ -189,15 +189,14 @@ std::shared_ptr<Generations> Replanning::copy_shard(const ParamGroups& groups,
   engine.record.follow_loss_scale();
   auto result = std::make_shared<Generations>();
   run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
-    std::vector<int64_t> bucket_of;
-    auto [file, manifest] = recovery_.protected_shard(groups, bucket_of);
+    auto [file, manifest] = recovery_.protected_shard(groups);
     Generation copy;
     copy.world_size = engine.comms->control->world_size();
     copy.manifest = std::move(manifest);
     copy.manifest.id = copy.id();
     MemoryFileWriter writer(std::move(file), copy.id(),
                             [](int64_t bytes, c10::Device) { return fresh_memory(bytes); });
-    writer.copy_all();
+    writer.copy()->copy_all();
     copy.files.emplace(engine.comms->rank(), writer.finish());
     result->add(std::move(copy));
     return {};

@@ -65,25 +65,18 @@ void check_names(const ParameterTable& table) {
   for (const NamedTensor& b : table.buffers()) add(b.name, "buffer");
 }
 
-// Leaves to this rank's files what it stores, under the names of its parts. `bucket_of` is that of
-// `own`.
+// Leaves to this rank's files what it stores, under the names of its parts.
 void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileToSave& own,
-                            std::vector<FileToSave>& whole, std::vector<int64_t>& bucket_of) {
+                            std::vector<FileToSave>& whole) {
   const auto by_name = domains_by_name(engine.table, engine.domains);
-  size_t kept = 0;
-  for (size_t i = 0; i < own.tensors.size(); ++i) {
-    const auto domain = by_name.find(own.tensors[i].about.owner);  // none: an included state
-    if (domain != by_name.end()) {
-      const std::string& name = domain->first;
-      if (!mesh.stores(name, holder_of(domain->second->group, engine.domains.mesh))) continue;
-      own.tensors[i].about.owner = stored_name(mesh.own(name));
-    }
-    bucket_of[kept] = bucket_of[i];
-    if (kept != i) own.tensors[kept] = std::move(own.tensors[i]);
-    ++kept;
+  std::erase_if(own.tensors, [&](const TensorToSave& t) {
+    const auto domain = by_name.find(t.about.owner);  // none: an included state
+    return domain != by_name.end() &&
+           !mesh.stores(domain->first, holder_of(domain->second->group, engine.domains.mesh));
+  });
+  for (TensorToSave& t : own.tensors) {
+    if (by_name.count(t.about.owner) > 0) t.about.owner = stored_name(mesh.own(t.about.owner));
   }
-  own.tensors.resize(kept);
-  bucket_of.resize(kept);
   const int64_t home = holder_of(engine.domains.home, engine.domains.mesh);
   for (FileToSave& file : whole) {
     std::erase_if(file.tensors, [&](const TensorToSave& t) {
@@ -100,18 +93,16 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
   Engine& engine = *engine_;
   // The inner optimizer's state is looked at here, where all ranks learn of an error.
   FileToSave own;
-  std::vector<int64_t> bucket_of;
   const auto check = [&] {
     engine.check_no_gradients();
     engine.shards.groups().check(groups);
     check_names(engine.table);
     engine.table.verify();
     engine.table.verify_whole();
-    own = shard_file(engine, bucket_of);
+    own = shard_file(engine);
     for (TensorToSave& state : states_to_save(save, engine.comms->control->rank())) {
       own.tensors.push_back(std::move(state));
     }
-    bucket_of.resize(own.tensors.size(), kOfNoBucket);
   };
   engine.agree(Call::kSaveCheckpoint, check,
                {(save.shared_folder() ? folder : "folders of own disks") +
@@ -121,7 +112,7 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
   const auto mesh = merge_tensors(engine, "save_checkpoint(" + folder + ")", groups);
   std::vector<FileToSave> whole;
   if (mesh || engine.comms->rank() == 0) whole = whole_files(engine.table, engine.comms->rank());
-  if (mesh) drop_what_others_store(engine, *mesh, own, whole, bucket_of);
+  if (mesh) drop_what_others_store(engine, *mesh, own, whole);
   Save result{std::make_shared<CheckpointWriter>(*engine.comms->control, folder, save.overwrite(),
                                                  save.shared_folder()),
               make_manifest(engine, groups, mesh.get())};
@@ -147,13 +138,13 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
       const auto others = std::make_shared<MemoryFileWriter>(
           std::move(file), id, [](int64_t bytes, c10::Device) { return fresh_memory(bytes); });
       result.copied_files.push_back(others);
-      others->copy_all();
+      others->copy()->copy_all();
     }
     const auto shard = std::make_shared<MemoryFileWriter>(
         std::move(own), id,
         [&](int64_t bytes, c10::Device device) { return memory_.allocate(bytes, device); });
     result.copied_files.push_front(shard);
-    result.copies = shard->copy(bucket_of);
+    result.copies = shard->copy();
   });
   return result;
 }
@@ -161,7 +152,7 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
 void Checkpoints::save(const std::string& folder, const SaveOptions& options,
                        const ParamGroups& groups) {
   Save save = begin_save(folder, options, /*copy=*/false, groups);
-  save.writer->write_files(save.files);
+  save.writer->write_files(std::move(save.files));
   save.writer->finish(std::move(save.manifest));
   end_save(folder, *save.writer);
 }

@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bookkeeping/layout.h"
 #include "zero/checkpoint/format/safetensors.h"
@@ -21,14 +22,13 @@ namespace {
 
 TensorToSave piece(const std::string& owner, const std::string& kind, const Segment& segment,
                    at::Tensor tensor) {
-  return {{owner, kind, segment.begin, segment.numel}, std::move(tensor)};
+  return {{owner, kind, segment.begin, segment.numel}, std::move(tensor), segment.bucket};
 }
 
-// The file of one rank, with views of its shard. `bucket_of` receives the bucket of each tensor. If
-// several ranks hold copies of a shard, the first one saves it.
+// The file of one rank, with views of its shard. If several ranks hold copies of a shard, the first
+// one saves it.
 FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, int rank,
-                     const std::function<bool(int64_t parameter)>& saves,
-                     std::vector<int64_t>& bucket_of) {
+                     const std::function<bool(int64_t parameter)>& saves) {
   FileToSave file{rank_file_name(rank), {}};
   const torch::optim::Optimizer& inner = shards.inner();
   for (const SegmentTensors& s : shards.segments()) {
@@ -39,7 +39,6 @@ FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, 
     if (s.ema.defined()) {
       file.tensors.push_back(piece(owner, kEmaKind, s.segment, elements_of(s.ema, s.master)));
     }
-    bucket_of.resize(file.tensors.size(), s.segment.bucket);
     const auto state = read_inner_state(inner, s.group, s.master);
     if (!state) continue;
     const auto add = [&](const std::string& kind, const Segment& range, const at::Tensor& tensor) {
@@ -57,7 +56,6 @@ FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, 
       add(kUncutPrefix + kind, range, tensor);
     }
     for (const auto& [kind, tensor] : state->values) add(kind, s.segment, tensor);
-    bucket_of.resize(file.tensors.size(), s.segment.bucket);
   }
   return file;
 }
@@ -72,14 +70,11 @@ std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
 
 }  // namespace
 
-FileToSave shard_file(const Engine& engine, std::vector<int64_t>& bucket_of) {
-  return rank_file(
-      engine.table, engine.shards, engine.comms->rank(),
-      [&](int64_t parameter) {
-        const auto& replicas = engine.domains.list[engine.protocol.domain_of(parameter)].replicas;
-        return !replicas || replicas->rank() == 0;
-      },
-      bucket_of);
+FileToSave shard_file(const Engine& engine) {
+  return rank_file(engine.table, engine.shards, engine.comms->rank(), [&](int64_t parameter) {
+    const auto& replicas = engine.domains.list[engine.protocol.domain_of(parameter)].replicas;
+    return !replicas || replicas->rank() == 0;
+  });
 }
 
 Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,

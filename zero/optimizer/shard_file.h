@@ -4,9 +4,6 @@
 // This rank's shard as a file of a checkpoint, and what is stored beside the files. Sends nothing.
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint/match/mesh_tensors.h"
 #include "zero/checkpoint/writer.h"
@@ -15,8 +12,8 @@
 namespace zero {
 
 // Returns this rank's file, with views of the shard; of several ranks that hold copies of a shard,
-// the first one's has it. bucket_of[i] becomes the bucket of tensor i.
-FileToSave shard_file(const Engine& engine, std::vector<int64_t>& bucket_of);
+// the first one's has it.
+FileToSave shard_file(const Engine& engine);
 
 // Returns the manifest without run, metadata and files. `groups` have the present options; `mesh`
 // is what all ranks hold, and null where each holds the same.

@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "zero/agreement/all_or_none.h"
-#include "zero/checkpoint/format/plain_state.h"
-#include "zero/checkpoint/format/safetensors_files.h"
+#include "zero/checkpoint/export.h"
+#include "zero/checkpoint/format/safetensors.h"
 #include "zero/checkpoint/match/part_reader.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/state.h"

@@ -57,8 +57,7 @@ void Protection::make_whole(Generation& generation, MemoryFileWriter& writer) {
   generations_->add(std::move(generation));
 }
 
-std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave file,
-                                               const std::vector<int64_t>& bucket_of) {
+std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave file) {
   if (!ring_ && !others_may_join_) return nullptr;
   TORCH_INTERNAL_ASSERT(!made_.valid() && problem_.empty());
   // The first one replaces those of a group before this one only when it is agreed on.
@@ -72,7 +71,7 @@ std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave fil
   auto writer = std::make_shared<MemoryFileWriter>(
       std::move(file), generation->id(),
       [this](int64_t bytes, c10::Device device) { return generations_->allocate(bytes, device); });
-  const std::shared_ptr<ShardCopies> copies = writer->copy(bucket_of);
+  const std::shared_ptr<ShardCopies> copies = writer->copy();
   auto promise = std::make_shared<std::promise<std::string>>();
   made_ = promise->get_future();
   thread_.push([this, promise, generation, writer, copies] {

@@ -15,10 +15,9 @@
 #include <future>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "zero/base/serial_thread.h"
-#include "zero/checkpoint/shard_copies.h"
+#include "zero/checkpoint/memory_file.h"
 #include "zero/recovery/copy_ring.h"
 #include "zero/recovery/generations.h"
 
@@ -36,11 +35,9 @@ class Protection {
   // Returns whether that problem is of the connection to another rank.
   bool connection_failed() const { return connection_failed_; }
   // Collective, after all ranks agreed that finish() had no problem. Starts the next generation.
-  // `file` has views of the shard; bucket_of[i] is the bucket of tensor i, or kOfNoBucket.
-  // Returns the copies, which must be waited for before a bucket is changed. Null if nothing
-  // protects.
-  std::shared_ptr<ShardCopies> begin(Manifest manifest, FileToSave file,
-                                     const std::vector<int64_t>& bucket_of);
+  // `file` has views of the shard. Returns the copies, which must be waited for before a bucket is
+  // changed. Null if nothing protects.
+  std::shared_ptr<ShardCopies> begin(Manifest manifest, FileToSave file);
   // Frees all but the newest generation. After an agreement as for begin().
   void keep_newest() { generations_->keep_newest(); }
 

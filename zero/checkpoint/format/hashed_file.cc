@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <system_error>
+#include <utility>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -23,7 +24,6 @@ namespace {
 
 // What passes by the page cache must have multiples of a disk's blocks as address, place and size.
 constexpr size_t kBlock = 4096;
-constexpr size_t kCollected = size_t{4} << 20;
 
 // When a file exceeds its size limit, the kernel sends SIGXFSZ, which ends the
 // process. Held back on this thread, write() returns EFBIG instead.
@@ -76,7 +76,7 @@ std::string hash_text(uint64_t hash) {
 uint64_t parse_hash(const std::string& text) {
   const bool valid =
       text.size() == 16 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
-  TORCH_CHECK(valid, "checksum: expected 16 hexadecimal digits, got ", text);
+  TORCH_CHECK(valid, "checksum: expected 16 hexadecimal digits, got ", printable(text));
   return std::stoull(text, nullptr, 16);
 }
 
@@ -103,7 +103,7 @@ FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
   check_path(path_);
   descriptor_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (descriptor_ < 0) throw_errno("cannot create " + path_, errno);
-  collected_.reset(static_cast<char*>(std::aligned_alloc(kBlock, kCollected)));
+  collected_.reset(static_cast<char*>(std::aligned_alloc(kBlock, kPart)));
   if (!collected_) throw_errno("cannot write " + path_, ENOMEM);
 }
 
@@ -120,26 +120,18 @@ void FileWriter::set_direct(bool direct) {
 void FileWriter::write(const void* data, size_t bytes) {
   const char* next = static_cast<const char*>(data);
   while (bytes > 0) {
-    const size_t part = std::min(bytes, kCollected - collected_bytes_);
-    std::memcpy(collected_.get() + collected_bytes_, next, part);
+    const size_t part = std::min(bytes, kPart - collected_bytes_);
+    if (part == kPart && reinterpret_cast<uintptr_t>(next) % kBlock == 0) {
+      write_out(next, part);
+    } else {
+      std::memcpy(collected_.get() + collected_bytes_, next, part);
+      collected_bytes_ += part;
+      if (collected_bytes_ == kPart) flush();
+    }
     next += part;
     bytes -= part;
     bytes_ += part;
-    collected_bytes_ += part;
-    if (collected_bytes_ < kCollected) continue;
-    if (bytes_ == kCollected) set_direct(true);
-    flush();
   }
-}
-
-void FileWriter::write_directly(const void* data, size_t bytes) {
-  TORCH_INTERNAL_ASSERT(collected_bytes_ == 0);
-  const bool aligned = (reinterpret_cast<uintptr_t>(data) | bytes_) % kBlock == 0;
-  if (!aligned && direct_) set_direct(false);
-  // As with write(), not for small files.
-  if (aligned && bytes_ < kCollected && bytes_ + bytes >= kCollected) set_direct(true);
-  write_out(static_cast<const char*>(data), bytes);
-  bytes_ += bytes;
 }
 
 void FileWriter::flush() {
@@ -149,6 +141,8 @@ void FileWriter::flush() {
 
 void FileWriter::write_out(const char* next, size_t bytes) {
   const WithoutSizeSignal guard;
+  // Small files gain nothing.
+  if (bytes == kPart && std::exchange(small_, false)) set_direct(true);
   for (size_t left = bytes; left > 0;) {
     if (direct_ && left % kBlock != 0) set_direct(false);
     const ssize_t done = ::write(descriptor_, next, left);

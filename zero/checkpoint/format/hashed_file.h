@@ -40,9 +40,9 @@ void check_path(const std::string& path);
 
 // A new file. Nothing is in it for sure before close(), and nothing on disk before finish().
 //
-// Bytes are collected, unless written directly, and go to the disk past the page cache where the
-// file system can do that (O_DIRECT): what is written once and hardly ever read again costs the
-// processor a tenth then, and pushes nothing out of the cache.
+// Bytes are collected, unless they are many at an address that is a multiple of 4096, and go to the
+// disk past the page cache where the file system can do that (O_DIRECT): what is written once and
+// hardly ever read again costs the processor a tenth then, and pushes nothing out of the cache.
 class FileWriter {
  public:
   // Throws when `path` exists.
@@ -53,9 +53,8 @@ class FileWriter {
 
   // A file-size limit is an error, here or later, and not a signal.
   void write(const void* data, size_t bytes);
-  // Writes without a copy: not beside write(). It can pass by the page cache where the address is a
-  // multiple of 4096 and all calls but the last one have multiples of it.
-  void write_directly(const void* data, size_t bytes);
+  // Of so many bytes nothing is collected.
+  static constexpr size_t kPart = size_t{4} << 20;
   // Waits until the content is on disk, and closes.
   void finish();
   // Only closes: others see the content, which a crash of the machine may lose.
@@ -76,6 +75,7 @@ class FileWriter {
   const std::string path_;
   int descriptor_ = -1;
   bool direct_ = false;
+  bool small_ = true;  // no whole part has been written
   uint64_t bytes_ = 0;
   std::unique_ptr<char, Free> collected_;
   size_t collected_bytes_ = 0;

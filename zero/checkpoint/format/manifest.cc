@@ -96,18 +96,10 @@ bool has_ema(const Manifest& manifest) {
 }
 
 std::string tensor_key(const ManifestTensor& t) {
-  return tensor_key(t.owner, t.kind, t.begin, t.numel);
-}
-
-std::string tensor_key(const std::string& owner, const std::string& kind, int64_t begin,
-                       int64_t numel) {
-  const bool whole = is_held_whole(kind) || (!owner.empty() && owner[0] == kStatePrefix);
-  if (whole) return owner;
-  const std::string from = std::to_string(begin), to = std::to_string(begin + numel);
-  std::string key;
-  key.reserve(owner.size() + from.size() + to.size() + kind.size() + 4);
-  return key.append(owner).append("[").append(from).append(":").append(to).append("].").append(
-      kind);
+  const bool whole = is_held_whole(t.kind) || (!t.owner.empty() && t.owner[0] == kStatePrefix);
+  if (whole) return t.owner;
+  const std::string from = std::to_string(t.begin), to = std::to_string(t.begin + t.numel);
+  return t.owner + "[" + from + ":" + to + "]." + t.kind;
 }
 
 bool is_uncut(const std::string& kind) { return kind.rfind(kUncutPrefix, 0) == 0; }
@@ -117,9 +109,7 @@ namespace {
 // Puts what has one name and the same kinds together.
 class TensorsByName {
  public:
-  explicit TensorsByName(std::vector<ManifestTensors>& result) : result_(result) {
-    for (size_t i = 0; i < result_.size(); ++i) numbers_.emplace(key_of(result_[i]), i);
-  }
+  explicit TensorsByName(std::vector<ManifestTensors>& result) : result_(result) {}
 
   void add(const ManifestTensors& entry, int64_t file) {
     const auto [at, added] = numbers_.emplace(key_of(entry), result_.size());

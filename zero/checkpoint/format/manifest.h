@@ -17,7 +17,7 @@
 //              name. A manifest of an earlier version gets the member's initial value.
 //   optional   any manifest may lack it, and gets the member's initial value.
 //   unknown    a reader ignores a field that its list lacks, at any level, whatever it holds
-//              within the limits of limited_json.h. So a new optional field needs no new version:
+//              within the limits of json.h. So a new optional field needs no new version:
 //              earlier libraries load what has it, and this one loads what they wrote.
 // A new version is for a change that an earlier library must not ignore: a new required field, or
 // another meaning of an old one. What is saved today can be loaded for ever.
@@ -74,8 +74,6 @@ struct ManifestTensor {
 // Its name in the file: "<owner>[<begin>:<end>].<kind>" of a piece, and "<owner>" of what is whole:
 // frozen parameters, buffers and states of objects.
 std::string tensor_key(const ManifestTensor& tensor);
-std::string tensor_key(const std::string& owner, const std::string& kind, int64_t begin,
-                       int64_t numel);
 
 bool is_value(const std::string& kind);
 // Whether it is "frozen" or "buffer": what is stored as one tensor, of its own dtype.
@@ -239,5 +237,32 @@ bool is_complete_checkpoint(const std::string& folder);
 // A rank's files as text, for rank 0 to put into the manifest.
 std::string files_text(const std::vector<FileContent>& files);
 std::vector<FileContent> parse_files(const std::string& text, const std::string& origin);
+
+// What ranks tell each other about the tensors that they hold, before a checkpoint is written:
+// never in a file. The ranks of a set share the work; each tensor of each set is described once.
+struct HeldTensor {
+  ManifestParameter about;  // `group` is the number in the set
+  int64_t index = 0;        // in the set's order
+  int64_t holder = 0;
+  int64_t copies = 1;  // sets that hold a parameter; 0: another set counts it
+  uint64_t hash = 0;   // of a frozen parameter's bytes
+  // For a tensor-parallel part: its number, of how many, and the dimension along which they are
+  // cut.
+  int64_t part = 0;
+  int64_t parts = 1;
+  int64_t dimension = 0;
+  std::vector<int64_t> sections = {};  // as in ManifestParameter
+};
+
+struct HeldTensors {
+  std::vector<HeldTensor> parameters;
+  std::vector<HeldTensor> frozen;
+  std::vector<HeldTensor> buffers;
+  OptionGroups groups;  // of a holder; empty on other ranks
+};
+
+// For sending. The first throws c10::Error for names that are not UTF-8.
+std::string held_text(const HeldTensors& held);
+HeldTensors parse_held(const std::string& text, const std::string& origin);
 
 }  // namespace zero

@@ -16,9 +16,7 @@
 
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/format/hashed_file.h"
-#include "zero/checkpoint/format/held_tensor.h"
-#include "zero/checkpoint/format/json_fields.h"
-#include "zero/checkpoint/format/limited_json.h"
+#include "zero/checkpoint/format/json.h"
 #include "zero/checkpoint/format/manifest.h"
 
 namespace zero {

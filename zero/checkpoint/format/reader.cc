@@ -99,8 +99,8 @@ std::vector<CheckpointReader::Place> CheckpointReader::places(const std::string&
   return result;
 }
 
-at::Tensor CheckpointReader::read_stored_once(const std::string& owner, const std::string& kind,
-                                              std::optional<c10::ScalarType> dtype) {
+at::Tensor CheckpointReader::read_uncut(const std::string& owner, const std::string& kind,
+                                        std::optional<c10::ScalarType> dtype) {
   const std::vector<Place> list = places(owner, kind);
   TORCH_CHECK(list.size() == 1, folder_, ": ", kind, " ", owner,
               ": expected one stored tensor, got ", list.size());
@@ -129,8 +129,9 @@ StoredFile& CheckpointReader::open(size_t index) {
 
 const StoredTensor& CheckpointReader::stored(const Place& place) {
   const StoredFile& file = open(place.piece.file);
-  const StoredTensor& result = file.tensor(
-      tensor_key(place.entry->owner, *place.kind, place.piece.begin, place.piece.numel));
+  const auto& [index, begin, numel] = place.piece;
+  const StoredTensor& result =
+      file.tensor(tensor_key({place.entry->owner, *place.kind, begin, numel}));
   TORCH_CHECK(result.dtype != c10::ScalarType::Undefined, file.path(), ": tensor ",
               printable(result.name), ": expected a dtype that this library knows, got another");
   return result;
@@ -298,12 +299,8 @@ c10::ScalarType CheckpointReader::dtype(const std::string& kind, const WantedRan
   return stored(overlapping == list.end() ? list[0] : *overlapping).dtype;
 }
 
-at::Tensor CheckpointReader::read_uncut(const std::string& owner, const std::string& kind) {
-  return read_stored_once(owner, kind);
-}
-
 std::string CheckpointReader::read_bytes(const std::string& owner, const std::string& kind) {
-  const at::Tensor bytes = read_stored_once(owner, kind, at::kByte);
+  const at::Tensor bytes = read_uncut(owner, kind, at::kByte);
   return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
 }
 

@@ -74,8 +74,9 @@ class CheckpointReader {
   // elements. Throws unless what is stored stands for every wanted element.
   std::vector<at::Tensor> read_values(const std::string& kind,
                                       const std::vector<WantedRange>& wanted);
-  // All elements of an uncut tensor of a parameter, 1-D in host memory, with its own dtype.
-  at::Tensor read_uncut(const std::string& owner, const std::string& kind);
+  // As read_all(), of all of what is stored once: an uncut tensor of a parameter, or a state.
+  at::Tensor read_uncut(const std::string& owner, const std::string& kind,
+                        std::optional<c10::ScalarType> dtype = std::nullopt);
   // The dtype of what read() reads of a range; `kind` must be stored for its owner.
   c10::ScalarType dtype(const std::string& kind, const WantedRange& range);
   // The bytes of the state of an included object.
@@ -101,9 +102,6 @@ class CheckpointReader {
   void list_tensors();
   StoredFile& open(size_t index);
   std::vector<Place> places(const std::string& owner, const std::string& kind) const;
-  // As read_all(), of all of what is stored once.
-  at::Tensor read_stored_once(const std::string& owner, const std::string& kind,
-                              std::optional<c10::ScalarType> dtype = std::nullopt);
   // How the stored pieces, which are appended to `stored`, make up `wanted`.
   std::vector<RangeOverlap> overlaps(const std::string& kind,
                                      const std::vector<WantedRange>& wanted,

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
-#include "zero/checkpoint/format/limited_json.h"
+#include "zero/checkpoint/format/json.h"
 
 namespace zero {
 namespace {
@@ -354,25 +354,6 @@ std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
     tensor.end += beginning.size();
   }
   return beginning;
-}
-
-SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<StoredTensor> tensors,
-                                     const std::map<std::string, std::string>& metadata)
-    : file_(path), tensors_(std::move(tensors)) {
-  const std::string beginning = lay_out_safetensors(tensors_, metadata, path);
-  file_.write(beginning.data(), beginning.size());
-}
-
-void SafetensorsWriter::write(const void* data, uint64_t bytes) {
-  TORCH_INTERNAL_ASSERT(next_ < tensors_.size());
-  const StoredTensor& tensor = tensors_[next_++];
-  TORCH_INTERNAL_ASSERT(bytes == tensor.end - tensor.begin);
-  file_.write(data, bytes);
-}
-
-void SafetensorsWriter::finish() {
-  TORCH_INTERNAL_ASSERT(next_ == tensors_.size());
-  file_.finish();
 }
 
 }  // namespace zero

@@ -1,7 +1,5 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/checkpoint/format/safetensors_files.h"
-
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
@@ -15,6 +13,7 @@
 
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/file_system.h"
+#include "zero/checkpoint/format/safetensors.h"
 
 namespace zero {
 
@@ -141,8 +140,10 @@ void write_file(const std::string& path, const Tensors& tensors,
     by_name[t->name] = t;
     stored.push_back({t->name, t->dtype, t->shape, 0, 0});
   }
-  SafetensorsWriter writer(path, std::move(stored), metadata);
-  for (const StoredTensor& place : writer.tensors()) {
+  const std::string beginning = lay_out_safetensors(stored, metadata, path);
+  FileWriter writer(path);
+  writer.write(beginning.data(), beginning.size());
+  for (const StoredTensor& place : stored) {
     const at::Tensor tensor = by_name.at(place.name)->read().contiguous();
     TORCH_INTERNAL_ASSERT(tensor.scalar_type() == place.dtype && tensor.sizes() == place.shape);
     writer.write(tensor.const_data_ptr(), tensor.nbytes());

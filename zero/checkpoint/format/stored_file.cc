@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <numeric>
+#include <functional>
+#include <iterator>
+#include <map>
 #include <utility>
 
 namespace zero {
@@ -36,51 +38,46 @@ uint64_t index_hash(const std::string& beginning, const std::string& table) {
   return hash.value();
 }
 
-// The entry of a tensor in a file without its place there. A dtype that safetensors has no name for
-// becomes bytes.
-StoredTensor stored_as(const TensorToSave& t) {
-  const bool known = safetensors_knows(t.tensor.scalar_type());
-  const auto bytes = static_cast<int64_t>(t.tensor.nbytes());
-  return {tensor_key(t.about), known ? t.tensor.scalar_type() : at::kByte,
-          known ? t.tensor.sizes().vec() : std::vector<int64_t>{bytes}, 0, 0};
+// A dtype that safetensors has no name for becomes bytes.
+c10::ScalarType stored_dtype(const at::Tensor& tensor) {
+  return safetensors_knows(tensor.scalar_type()) ? tensor.scalar_type() : at::kByte;
 }
 
 }  // namespace
 
-BlockHashes::BlockHashes(const FileToSave& file, const std::string& id) : name_(file.name) {
-  const size_t count = file.tensors.size();
-  std::vector<StoredTensor> stored;
-  stored.reserve(count);
-  for (const TensorToSave& t : file.tensors) {
-    about_.push_back(t.about);
-    stored.push_back(stored_as(t));
-  }
+BlockHashes::BlockHashes(FileToSave& file, const std::string& id) {
   // The order of lay_out_safetensors(), which then changes nothing.
-  order_.resize(count);
-  std::iota(order_.begin(), order_.end(), size_t{0});
-  std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) {
-    return c10::elementSize(stored[a].dtype) > c10::elementSize(stored[b].dtype);
-  });
-  place_of_.resize(count);
-  tensors_.reserve(count + 1);
+  std::map<size_t, std::vector<TensorToSave>, std::greater<>> by_element_size;
+  about_.reserve(file.tensors.size());
+  for (TensorToSave& t : file.tensors) {
+    about_.push_back(t.about);
+    by_element_size[c10::elementSize(stored_dtype(t.tensor))].push_back(std::move(t));
+  }
+  file.tensors.clear();
+  for (auto& [size, tensors] : by_element_size) {
+    std::move(tensors.begin(), tensors.end(), std::back_inserter(file.tensors));
+  }
+  tensors_.reserve(file.tensors.size() + 1);
   uint64_t blocks = 0;
-  for (const size_t i : order_) {
-    place_of_[i] = tensors_.size();
-    first_block_.push_back(blocks);
-    blocks += blocks_in(file.tensors[i].tensor.nbytes());
-    tensors_.push_back(std::move(stored[i]));
+  for (const auto& [of, tensor, bucket] : file.tensors) {
+    const auto bytes = static_cast<int64_t>(tensor.nbytes());
+    const bool known = stored_dtype(tensor) == tensor.scalar_type();
+    tensors_.push_back({tensor_key(of), stored_dtype(tensor),
+                        known ? tensor.sizes().vec() : std::vector<int64_t>{bytes}, 0, 0});
+    if (is_value(of.kind)) {
+      content_.values.push_back({of.owner, of.kind});
+      value_blocks_.push_back(blocks);
+    }
+    blocks += blocks_in(tensor.nbytes());
   }
   tensors_.push_back({kTableKey, at::kByte, {static_cast<int64_t>(blocks * kHashBytes)}, 0, 0});
-  beginning_ = lay_out_safetensors(tensors_, {{"checkpoint", id}}, name_);
+  beginning_ = lay_out_safetensors(tensors_, {{"checkpoint", id}}, file.name);
   TORCH_INTERNAL_ASSERT(tensors_.back().name == kTableKey, "the table is the last tensor");
-  file_bytes_ = tensors_.back().end;
+  content_.about.name = file.name;
+  content_.about.bytes = tensors_.back().end;
+  content_.about.blocks = static_cast<int64_t>(blocks);
   tensors_.pop_back();
   hashes_.reserve(blocks);
-}
-
-FileBytes BlockHashes::place(size_t i) const {
-  const StoredTensor& t = tensors_[place_of_.at(i)];
-  return {t.begin, t.end};
 }
 
 FileBytes BlockHashes::next() const {
@@ -105,16 +102,11 @@ std::string BlockHashes::table() const {
 }
 
 FileContent BlockHashes::content() const {
-  FileContent result;
-  result.about.name = name_;
-  result.about.bytes = file_bytes_;
-  result.about.hash = index_hash(beginning_, table());
-  result.about.blocks = static_cast<int64_t>(hashes_.size());
+  FileContent result = content_;
   result.tensors = tensors_by_name(about_);
-  for (size_t i = 0; i < about_.size(); ++i) {
-    if (!is_value(about_[i].kind)) continue;
-    result.values.push_back(
-        {about_[i].owner, about_[i].kind, hashes_.at(first_block_[place_of_[i]])});
+  result.about.hash = index_hash(beginning_, table());
+  for (size_t v = 0; v < value_blocks_.size(); ++v) {
+    result.values[v].hash = hashes_.at(value_blocks_[v]);
   }
   // Pieces of one parameter mostly have one.
   std::sort(result.values.begin(), result.values.end());
@@ -125,13 +117,13 @@ FileContent BlockHashes::content() const {
 namespace {
 
 // Hashes a file, and writes it if there is a writer.
-FileContent hash_and_write(const FileToSave& file, const std::string& id, FileWriter* writer) {
+FileContent hash_and_write(FileToSave file, const std::string& id, FileWriter* writer) {
   BlockHashes hashes(file, id);
   const auto write = [&](const char* data, size_t bytes) {
     if (writer != nullptr) writer->write(data, bytes);
   };
   write(hashes.beginning().data(), hashes.beginning().size());
-  for (const size_t i : hashes.order()) {
+  for (size_t i = 0; i < file.tensors.size(); ++i) {
     const at::Tensor host = file.tensors[i].tensor.detach().cpu().contiguous();
     const auto* const data = static_cast<const char*>(host.const_data_ptr());
     const FileBytes place = hashes.place(i);
@@ -151,15 +143,15 @@ FileContent hash_and_write(const FileToSave& file, const std::string& id, FileWr
 
 }  // namespace
 
-FileContent write_file(const FileToSave& file, const std::string& path, const std::string& id) {
+FileContent write_file(FileToSave file, const std::string& path, const std::string& id) {
   FileWriter writer(path);
-  FileContent content = hash_and_write(file, id, &writer);
+  FileContent content = hash_and_write(std::move(file), id, &writer);
   writer.finish();
   return content;
 }
 
-FileContent hash_file(const FileToSave& file, const std::string& id) {
-  return hash_and_write(file, id, nullptr);
+FileContent hash_file(FileToSave file, const std::string& id) {
+  return hash_and_write(std::move(file), id, nullptr);
 }
 
 StoredFile::StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& about,

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -40,9 +41,13 @@ struct FileBytes {
   uint64_t end = 0;
 };
 
+// In place of a bucket: that of tensors which may change before any bucket does.
+inline constexpr int64_t kOfNoBucket = std::numeric_limits<int64_t>::max();
+
 struct TensorToSave {
   ManifestTensor about;
-  at::Tensor tensor;  // any device and strides
+  at::Tensor tensor;             // any device and strides
+  int64_t bucket = kOfNoBucket;  // with which step() changes it
 };
 
 struct FileToSave {
@@ -53,16 +58,15 @@ struct FileToSave {
 // Lays a file out, and hashes what is written to it.
 class BlockHashes {
  public:
-  // Needs no values of the tensors. `id` is that of the checkpoint.
-  BlockHashes(const FileToSave& file, const std::string& id);
+  // Needs no values of the tensors, and puts them into the order of the file. `id` is that of the
+  // checkpoint.
+  BlockHashes(FileToSave& file, const std::string& id);
 
   // What comes before the first tensor.
   const std::string& beginning() const { return beginning_; }
-  uint64_t file_bytes() const { return file_bytes_; }
-  // The place in the file of tensor i of the constructor's.
-  FileBytes place(size_t i) const;
-  // The numbers of these tensors in the order of the file.
-  const std::vector<size_t>& order() const { return order_; }
+  uint64_t file_bytes() const { return content_.about.bytes; }
+  // The place in the file of tensor i.
+  FileBytes place(size_t i) const { return {tensors_.at(i).begin, tensors_.at(i).end}; }
 
   // The place of the next block that has no hash; empty once all have one.
   FileBytes next() const;
@@ -74,23 +78,20 @@ class BlockHashes {
   FileContent content() const;
 
  private:
-  const std::string name_;
-  std::vector<ManifestTensor> about_;
-  std::vector<size_t> order_;
-  std::vector<size_t> place_of_;       // of each of them, in tensors_
+  FileContent content_;                // without tensors and hashes
+  std::vector<size_t> value_blocks_;   // of content_.values
+  std::vector<ManifestTensor> about_;  // in the order of the constructor's
   std::vector<StoredTensor> tensors_;  // in the order of the file, without the table
   std::string beginning_;
-  uint64_t file_bytes_ = 0;
-  std::vector<size_t> first_block_;  // of tensors_
   std::vector<uint64_t> hashes_;
   size_t tensor_ = 0;  // in which the next block is
   uint64_t done_ = 0;  // bytes of that tensor that have a hash
 };
 
 // Writes a file, and waits until it is on disk. Throws where `path` exists.
-FileContent write_file(const FileToSave& file, const std::string& path, const std::string& id);
+FileContent write_file(FileToSave file, const std::string& path, const std::string& id);
 // Returns the same without writing.
-FileContent hash_file(const FileToSave& file, const std::string& id);
+FileContent hash_file(FileToSave file, const std::string& id);
 
 // A file that is read. Its functions throw c10::Error, with the path.
 class StoredFile {

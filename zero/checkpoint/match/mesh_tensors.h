@@ -17,7 +17,6 @@
 #include <utility>
 #include <vector>
 
-#include "zero/checkpoint/format/held_tensor.h"
 #include "zero/checkpoint/format/manifest.h"
 
 namespace zero {

@@ -1,6 +1,69 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
+// JSON that others may have written, within limits, and structs as objects of JSON.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace zero {
+
+// A reader of JSON as events that keeps no value. Throws c10::Error beyond `deepest` levels, and at
+// the end of an object that has a name twice. Not the callback of json::parse(), which searches all
+// that was read of a list or an object whenever an entry of it ends.
+class LimitedJson : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  explicit LimitedJson(int deepest) : deepest_(deepest) {}
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool key(string_t& name) override;
+  bool start_object(std::size_t) override;
+  bool start_array(std::size_t) override { return descend(); }
+  bool end_object() override;
+  bool end_array() override { return ascend(); }
+  // json::sax_parse() returns false then.
+  bool parse_error(std::size_t, const std::string&, const nlohmann::json::exception&) override {
+    return false;
+  }
+
+ protected:
+  int depth() const { return depth_; }  // objects and lists that are open
+
+ private:
+  struct Names {
+    std::string text;          // of all names, one after the other
+    std::vector<size_t> ends;  // of each of them
+  };
+
+  bool descend();
+  bool ascend() {
+    --depth_;
+    return true;
+  }
+
+  const int deepest_;
+  int depth_ = 0;
+  std::vector<Names> names_;  // by level of the object; kept for the next object of that level
+  size_t open_ = 0;           // objects
+};
+
+// Returns the values of `text`. Throws nlohmann::json::exception for what is not JSON, and
+// c10::Error as LimitedJson does.
+nlohmann::json parse_limited_json(std::string_view text, int deepest);
+
 // A struct as an object of JSON: one function lists its fields, to write them and to read them, so
 // that the two directions cannot differ. A line says a field's name, its member, and which version
 // of the format introduced it:
@@ -20,16 +83,6 @@
 // A member that a file does not fill keeps the value that a new struct has. Fields that the list
 // does not have are ignored. What is read throws c10::Error for JSON that was not written so, and
 // names the field.
-#pragma once
-
-#include <c10/util/Exception.h>
-
-#include <cstdint>
-#include <nlohmann/json.hpp>
-#include <vector>
-
-namespace zero {
-
 template <typename Object>
 struct JsonFields;
 

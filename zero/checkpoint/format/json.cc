@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/checkpoint/format/limited_json.h"
+#include "zero/checkpoint/format/json.h"
 
 #include <c10/util/Exception.h>
 
