@@ -276,6 +276,20 @@ TEST(LimitTest, ManyEntriesTakeTimeInProportionAndMoreAreRefused) {
       {"groups", "at most 100000"});
 }
 
+TEST(LimitTest, ManyPartsOfOneNameTakeTimeInProportion) {
+  const std::string folder = fresh_folder("many_parts");
+  const auto entry = [](int) {
+    return std::string(R"({"name":"p","shape":[1],"strides":[1],"dtype":"Float","group":0})");
+  };
+  write(folder + "/" + kManifestName,
+        forged("\"parameters\":[]", "\"parameters\":[" + many(50000, entry) + "]"));
+  EXPECT_LT(cpu_seconds([&] {
+              expect_words(error_of([&] { export_model(folder, folder + "/model"); }),
+                           {"expected parts of 1 elements together, got 0"});
+            }),
+            5);
+}
+
 TEST(LimitTest, WhatCouldNotBeLoadedIsNotSaved) {
   const std::string parent = fresh_folder("unloadable");
   SaveOptions options;

@@ -296,7 +296,8 @@ TEST(StateTest, CountsOfPartsThatDifferAreRefused) {
     optimizer.save_checkpoint(folder + "/a");
   });
   expect_words(error_of([&] { export_optimizer_state(folder + "/a", folder + "/state"); }),
-               {"weight", "expected one step", "parts that differ"});
+               {"weight", "expected one step", "parts that differ, which cannot be put together",
+                "export the state of a run without tensor parallelism"});
 }
 
 // Zeros, as in a new state, where the file is of a run without the option.

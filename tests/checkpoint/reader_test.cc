@@ -26,6 +26,7 @@
 
 #include "tests/support/error_of.h"
 #include "zero/checkpoint.h"
+#include "zero/checkpoint/match/part_reader.h"
 
 namespace zero {
 namespace {
@@ -121,6 +122,73 @@ TEST(ReaderTest, PartsAreCountedOnceHoweverOftenTheyAreListed) {
   write_checkpoint(folder, m, {{"f", {{{"p{1:0:1}", "master", 0, 4}, at::ones({4})}}}});
   expect_words(error_of([&] { export_model(folder, folder + "/model"); }),
                {"expected parts of 8 elements together, got 4"});
+}
+
+TEST(ReaderTest, StateThatAPartLacksIsNotExported) {
+  Manifest m;
+  m.id = "1";
+  m.parameters = {{"p", {4, 1}, {1, 1}, at::kFloat, 0, {4, 2}, 1, 0},
+                  {"p", {4, 1}, {1, 1}, at::kFloat, 0, {4, 2}, 1, 1}};
+  const at::Tensor step = at::ones({1}, at::kLong);
+  FileToSave file{"f",
+                  {{{"p{1:0:1}", "master", 0, 4}, at::ones({4})},
+                   {{"p{1:0:1}", "step", 0, 4}, step},
+                   {{"p{1:1:2}", "master", 0, 2}, at::ones({2})},
+                   {{"p{1:1:2}", "master", 2, 2}, at::ones({2})}}};
+  const auto refusal = [&](const std::string& name) {
+    const std::string folder = fresh_folder(name);
+    write_checkpoint(folder, m, {file});
+    return error_of([&] { export_optimizer_state(folder, folder + "/state"); });
+  };
+  expect_words(refusal("no_step"), {"parameter p", "got parts that differ",
+                                    "export the state of a run without tensor parallelism"});
+  file.tensors.push_back({{"p{1:1:2}", "step", 0, 2}, step});  // of half a part
+  expect_words(refusal("half_a_step"), {"expected element 2 in a stored range, got none"});
+}
+
+// What is taken of a checkpoint in pieces of 8 elements by a rank that needs `held`.
+struct Taken {
+  int64_t masters = 0;  // elements
+  int64_t steps = 0;    // one of each piece
+};
+
+Taken taken(const std::vector<ManifestParameter>& stored, const ManifestParameter& held) {
+  Manifest m;
+  m.parameters = stored;
+  CheckpointReader reader("memory", m, [](const ManifestFile&) { return nullptr; });
+  NeededTensors needed;
+  needed.add(PartReader(reader).find(held, 0, numel(held)));
+  Taken result;
+  for (const ManifestParameter& p : stored) {
+    for (int64_t begin = 0; begin < numel(p); begin += 8) {
+      if (needed.contains({stored_name(p), "master", begin, 8})) result.masters += 8;
+      if (needed.contains({stored_name(p), "step", begin, 8})) ++result.steps;
+    }
+  }
+  return result;
+}
+
+// A value stands for all elements from the first to the last, and is small.
+TEST(NeededTensorsTest, ARankTakesTheTensorsOfItsPartAndTheValuesBetweenThem) {
+  // The rows of q, k and v in one matrix.
+  const auto rows = [](int64_t size, int64_t from) {
+    return ManifestParameter{"w", {size, 8}, {8, 1}, at::kFloat, 0, {12, 8}, 0, from, {4, 4, 4}};
+  };
+  for (const int64_t from : {0, 3, 6, 9}) {
+    const Taken of_halves = taken({rows(6, 0), rows(6, 6)}, rows(3, from));
+    EXPECT_EQ(of_halves.masters, 3 * 8);
+    EXPECT_EQ(of_halves.steps, 5);
+    const Taken of_whole = taken({{"w", {12, 8}, {8, 1}, at::kFloat, 0}}, rows(3, from));
+    EXPECT_EQ(of_whole.masters, 3 * 8);
+    EXPECT_EQ(of_whole.steps, 9);
+  }
+  // Experts, each cut along its rows.
+  for (const int64_t from : {0, 3}) {
+    const Taken experts = taken({{"w", {4, 6, 8}, {48, 8, 1}, at::kFloat, 0}},
+                                {"w", {4, 3, 8}, {24, 8, 1}, at::kFloat, 0, {4, 6, 8}, 1, from});
+    EXPECT_EQ(experts.masters, 4 * 3 * 8);
+    EXPECT_EQ(experts.steps, 21);
+  }
 }
 
 TEST(ReaderTest, AWholeTensorOfAnotherSizeThanItsShapeIsNotExported) {

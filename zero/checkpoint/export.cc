@@ -9,8 +9,10 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -168,15 +170,18 @@ at::Tensor python_step(const at::Tensor& step) {
 void add_state(CheckpointReader& reader, PartReader& whole, const ManifestParameter& first,
                std::vector<TensorToWrite>& tensors) {
   const std::string owner = stored_name(first);
-  const PartReader::Parts& parts = whole.parts(first.name);
+  const std::set<std::string> kinds = reader.kinds(owner);
+  std::map<std::string, int64_t> parts;  // each once, however often it is listed
+  for (const ManifestParameter* p : whole.parts(first.name)) parts[stored_name(*p)] = numel(*p);
   HeldRange all{first.name, {}, {}};
-  for (const ManifestParameter* about : parts) {
-    TORCH_CHECK(reader.kinds(stored_name(*about)) == reader.kinds(owner), "parameter ", first.name,
+  for (const auto& [part, elements] : parts) {
+    TORCH_CHECK(reader.kinds(part) == kinds, "parameter ", first.name,
                 ": expected the same state of all tensor-parallel parts, got parts that differ, "
-                "which cannot be put together");
-    all.stored.push_back({stored_name(*about), 0, numel(*about)});
+                "which cannot be put together; export the state of a run without tensor "
+                "parallelism");
+    all.stored.push_back({part, 0, elements});
   }
-  for (const std::string& kind : reader.kinds(owner)) {
+  for (const std::string& kind : kinds) {
     if (kind == "master" || kind == kEmaKind) continue;
     const std::string name = kind.substr(kind.find(':') + 1);  // npos + 1 is 0
     TensorToWrite tensor{plain_state_key(first.name, name), at::kFloat, {}, nullptr};

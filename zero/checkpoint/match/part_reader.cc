@@ -19,6 +19,18 @@ namespace {
 // Bounds the memory of a read whose parts are cut along a fast dimension.
 constexpr size_t kRangesAtOnce = size_t{1} << 16;
 
+// Adds the elements of `range` to those up to `ends`.
+void join(std::map<int64_t, int64_t>& ends, const WantedRange& range) {
+  int64_t begin = range.begin, end = range.begin + range.numel;
+  auto at = ends.upper_bound(begin);
+  if (at != ends.begin() && std::prev(at)->second >= begin) begin = (--at)->first;
+  while (at != ends.end() && at->first <= end) {
+    end = std::max(end, at->second);
+    at = ends.erase(at);
+  }
+  ends.emplace(begin, end);
+}
+
 }  // namespace
 
 std::vector<std::pair<at::Tensor, at::Tensor>> part_views(const ManifestParameter& about,
@@ -52,19 +64,20 @@ std::vector<WantedRange> hulls(const HeldRange& range) {
 PartReader::PartReader(CheckpointReader& reader) : reader_(reader) {
   const Manifest& m = reader.manifest();
   for (const auto* list : {&m.parameters, &m.frozen, &m.buffers}) {
-    for (const ManifestParameter& p : *list) parts_[p.name].push_back(&p);
+    for (const ManifestParameter& p : *list) {
+      Parts& parts = parts_[p.name];
+      parts.push_back(&p);
+      TORCH_CHECK(whole_shape(p) == whole_shape(*parts.front()), "parameter ", p.name,
+                  ": expected parts of one tensor in the checkpoint, got parts of shapes ",
+                  c10::IntArrayRef(whole_shape(*parts.front())), " and ",
+                  c10::IntArrayRef(whole_shape(p)));
+    }
   }
 }
 
 const PartReader::Parts& PartReader::parts(const std::string& name) const {
   const auto found = parts_.find(name);
   TORCH_INTERNAL_ASSERT(found != parts_.end(), "a tensor of the checkpoint");
-  for (const ManifestParameter* p : found->second) {
-    TORCH_CHECK(whole_shape(*p) == whole_shape(*found->second.front()), "parameter ", name,
-                ": expected parts of one tensor in the checkpoint, got parts of shapes ",
-                c10::IntArrayRef(whole_shape(*found->second.front())), " and ",
-                c10::IntArrayRef(whole_shape(*p)));
-  }
   return found->second;
 }
 
@@ -142,8 +155,10 @@ std::vector<at::Tensor> PartReader::read_values(const std::string& kind,
     at::Tensor& value = result[of[w]];
     if (!value.defined()) value = values[w];
     TORCH_CHECK(!values[w].defined() || at::equal(value, values[w]), "parameter ",
-                ranges[of[w]]->name, ": expected one ", kind,
-                " for all its parts in the checkpoint, got parts that differ");
+                ranges[of[w]]->name, ": expected one ", kind.substr(kind.find(':') + 1),
+                " for all its parts in the checkpoint, got parts that differ, which cannot be put "
+                "together; load with the tensor parallelism of the save, or export the state of a "
+                "run without tensor parallelism");
   }
   return result;
 }
@@ -218,7 +233,8 @@ int64_t PartReader::elements_at_once(const ManifestParameter& held) const {
 }
 
 void NeededTensors::add(const HeldRange& range) {
-  for (WantedRange& hull : hulls(range)) hulls_[hull.owner].push_back(std::move(hull));
+  for (const WantedRange& run : range.stored) join(ranges_[run.owner], run);
+  for (const WantedRange& hull : hulls(range)) join(hulls_[hull.owner], hull);
 }
 
 void NeededTensors::add_state(const std::string& owner, const std::string& kind) {
@@ -227,13 +243,12 @@ void NeededTensors::add_state(const std::string& owner, const std::string& kind)
 
 bool NeededTensors::contains(const ManifestTensor& tensor) const {
   if (states_.count({tensor.owner, tensor.kind}) > 0) return true;
-  const auto found = hulls_.find(tensor.owner);
-  if (found == hulls_.end()) return false;
+  const auto& by_owner = is_value(tensor.kind) ? hulls_ : ranges_;
+  const auto found = by_owner.find(tensor.owner);
+  if (found == by_owner.end()) return false;
   if (is_uncut(tensor.kind)) return true;
-  const int64_t begin = tensor.begin, end = tensor.begin + tensor.numel;
-  return std::any_of(found->second.begin(), found->second.end(), [&](const WantedRange& hull) {
-    return begin < hull.begin + hull.numel && hull.begin < end;
-  });
+  const auto after = found->second.lower_bound(tensor.begin + tensor.numel);
+  return after != found->second.begin() && std::prev(after)->second > tensor.begin;
 }
 
 }  // namespace zero

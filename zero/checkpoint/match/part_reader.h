@@ -81,8 +81,8 @@ class PartReader {
 // Which stored tensors of a checkpoint a rank reads.
 class NeededTensors {
  public:
-  // The pieces of all kinds that overlap a hull of `range`. Between runs of a tensor-parallel part
-  // there is less than a row.
+  // The pieces of values that overlap a hull of `range`, and of tensors those that overlap the
+  // range itself: between its runs lie the other parts.
   void add(const HeldRange& range);
   // The state of an object that is included.
   void add_state(const std::string& owner, const std::string& kind);
@@ -90,7 +90,10 @@ class NeededTensors {
   bool contains(const ManifestTensor& tensor) const;
 
  private:
-  std::map<std::string, std::vector<WantedRange>> hulls_;  // by owner
+  using Ends = std::map<int64_t, int64_t>;  // by begin, of ranges that neither overlap nor touch
+
+  std::map<std::string, Ends> ranges_;  // by owner
+  std::map<std::string, Ends> hulls_;
   std::set<std::pair<std::string, std::string>> states_;
 };
 
