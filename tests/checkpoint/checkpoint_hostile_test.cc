@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
@@ -26,6 +27,7 @@
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/hashed_file.h"
+#include "zero/checkpoint/format/limited_json.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint/format/reader.h"
 
@@ -276,6 +278,19 @@ TEST(LimitTest, ManyEntriesTakeTimeInProportionAndMoreAreRefused) {
       {"groups", "at most 100000"});
 }
 
+// 200 MB of text, which take minutes of an unoptimized build: in the long test alone.
+TEST(LimitTest, ManySmallValuesAreRefusedBeforeTheyTakeMemory) {
+  if (std::getenv("ZERO_MANY_VALUES") == nullptr) GTEST_SKIP() << "set ZERO_MANY_VALUES";
+  std::string groups;
+  for (int64_t i = 0; i < kValuesLimit; ++i) groups += "[],";
+  const std::string text = forged("\"groups\":[]", "\"groups\":[" + groups + "[]]");
+  // In memory they take 3 GB.
+  EXPECT_LT(peak_growth([&] { expect_words(refusal(text), {"at most 67108864 values"}); }), 64);
+  Manifest m;
+  m.tensors = {{"p", {"master"}, std::vector<ManifestPiece>(kValuesLimit / 3)}};
+  expect_words(error_of([&] { manifest_text(m); }), {"and 67108864 values", "larger buckets"});
+}
+
 TEST(LimitTest, ManyPartsOfOneNameTakeTimeInProportion) {
   const std::string folder = fresh_folder("many_parts");
   const auto entry = [](int) {
@@ -349,7 +364,8 @@ TEST(TextTest, ANulIsShownAndEndsNoErrorText) {
                                       "\",\"bytes\":1,\"xxh3\":\"0000000000000000\","
                                       "\"blocks\":0}]");
   };
-  expect_words(refusal(with_name("rank\\u0000zero")), {"without a NUL", "rank\\x00zero\""});
+  expect_words(refusal(with_name("rank\\u0000zero")),
+               {"m: name: expected text without a NUL", "rank\\x00zero\""});
   expect_words(refusal(with_name("../a\\u0007")), {"plain file name", "../a\\x07\""});
   // A user's own text may hold anything that is UTF-8.
   const std::string text = forged("\"metadata\":{}", "\"metadata\":{\"a\":\"b\\u0000c\"}");

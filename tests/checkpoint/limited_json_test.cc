@@ -1,7 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// JSON that is made to exhaust the stack or has a name twice is refused while it is parsed.
+// JSON that is made to exhaust the stack or memory or has a name twice is refused while it is
+// parsed.
 #include "zero/checkpoint/format/json.h"
 
 #include <gtest/gtest.h>
@@ -31,6 +32,15 @@ TEST(LimitedJsonTest, SixLevelsAreReadAndSevenAreNot) {
   expect_words(error_of([&] { parse_limited_json(objects, 6); }), {"at most 6 levels"});
   // Levels beside each other are not levels above each other.
   EXPECT_EQ(error_of([] { parse_limited_json("[" + nested(5) + "," + nested(5) + "]", 6); }), "");
+}
+
+TEST(LimitedJsonTest, ValuesAreCountedWithTheirListsAndBounded) {
+  LimitedJson limit(6);
+  limit.start_array(0);
+  for (int64_t values = 2; values <= kValuesLimit; ++values) limit.number_unsigned(0);
+  limit.end_array();
+  expect_words(error_of([&] { limit.null(); }), {"at most 67108864 values"});
+  expect_words(error_of([&] { limit.start_object(0); }), {"at most 67108864 values"});
 }
 
 TEST(LimitedJsonTest, AnObjectWithANameTwiceIsRefusedAtAnyLevel) {

@@ -252,6 +252,11 @@ TEST(ManifestTest, ThatOfVersionOneHasTheSameContent) {
                                 "m");
                }),
                {"p[3:8].master", "p[3:7].master"});
+  expect_words(error_of([&] {
+                 parse_manifest(text_of_version(1, replaced(kVersionOne, "\"tensors\"", "\"t\"")),
+                                "m");
+               }),
+               {"the field \"tensors\" of a file, which every file since version 1 has"});
 }
 
 TEST(ManifestTest, AFieldThatIsMissingNamesItself) {
@@ -358,6 +363,11 @@ TEST(ManifestTest, NamesWithANulAreNotWritten) {
   EXPECT_EQ(parse_manifest(manifest_text(m), "m").parameters[0].name, m.parameters[0].name);
   m.parameters[0].name = std::string("a\0b", 3);
   expect_words(error_of([&] { manifest_text(m); }), {"without a NUL", "rename what has it"});
+  m = full_manifest();
+  m.metadata = {{"key", std::string(1000, 'x') + std::string("a\0b", 3) + std::string(1000, 'y')}};
+  const std::string error = error_of([&] { manifest_text(m); });
+  expect_words(error, {"without a NUL, got \"xx", "xa\\x00by"});
+  EXPECT_LT(error.size(), 250u);
 }
 
 TEST(ManifestTest, AveragesOfParametersAreAKindOfTheirOwn) {

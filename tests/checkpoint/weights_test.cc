@@ -456,8 +456,9 @@ TEST(WeightsTest, HostileIndexesAreRefused) {
       {R"({"weight_map":{"weight":"inside","weight":"inside"}})", "each name once"},
       {R"({"weight_map":["inside"]})", "expected a weight_map"},
       {R"({"weights":{}})", "expected a weight_map"},
-      {"[]", "JSON object"},
-      {"", "JSON object"},
+      {"[]", "in a JSON object, got none"},
+      {"", "not JSON: [json.exception.parse_error"},
+      {R"({"weight_map":)", "not JSON: [json.exception.parse_error"},
       {index(std::string(100000, '[')), "levels"},
   };
   for (const auto& [text, words] : texts) {

@@ -10,12 +10,17 @@
 
 namespace zero {
 
+bool LimitedJson::count() {
+  TORCH_CHECK(++values_ <= kValuesLimit, "expected at most ", kValuesLimit, " values, got more");
+  return true;
+}
+
 // The library's own conversions and destructors recurse, so that what is nested a hundred thousand
 // deep would overflow the stack.
 bool LimitedJson::descend() {
   TORCH_CHECK(++depth_ <= deepest_, "expected at most ", deepest_,
               " levels, got one nested deeper");
-  return true;
+  return count();
 }
 
 bool LimitedJson::start_object(std::size_t) {

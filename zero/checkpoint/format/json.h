@@ -1,7 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// JSON that others may have written, within limits, and structs as objects of JSON.
+// JSON that others may have written, and structs as objects of JSON. JSON is refused while it is
+// parsed where it is made to exhaust the stack or memory, or to say different things to different
+// readers: a checksum that matches makes nothing safe.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -15,20 +17,25 @@
 
 namespace zero {
 
-// A reader of JSON as events that keeps no value. Throws c10::Error beyond `deepest` levels, and at
-// the end of an object that has a name twice. Not the callback of json::parse(), which searches all
+// Bounds memory: an empty object in a list has three bytes of text and a hundred of memory. Before
+// it is reached a manifest has 20 million pieces, or, before version 5, as many bytes as it may.
+inline constexpr int64_t kValuesLimit = int64_t{1} << 26;
+
+// A reader of JSON as events that keeps no value. Throws c10::Error beyond `deepest` levels, beyond
+// kValuesLimit of the values that it counts, each in the function that it calls for it, and at the
+// end of an object that has a name twice. Not the callback of json::parse(), which searches all
 // that was read of a list or an object whenever an entry of it ends.
 class LimitedJson : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit LimitedJson(int deepest) : deepest_(deepest) {}
 
-  bool null() override { return true; }
-  bool boolean(bool) override { return true; }
-  bool number_integer(number_integer_t) override { return true; }
-  bool number_unsigned(number_unsigned_t) override { return true; }
-  bool number_float(number_float_t, const string_t&) override { return true; }
-  bool binary(binary_t&) override { return true; }
-  bool string(string_t&) override { return true; }
+  bool null() override { return count(); }
+  bool boolean(bool) override { return count(); }
+  bool number_integer(number_integer_t) override { return count(); }
+  bool number_unsigned(number_unsigned_t) override { return count(); }
+  bool number_float(number_float_t, const string_t&) override { return count(); }
+  bool binary(binary_t&) override { return count(); }
+  bool string(string_t&) override { return count(); }
   bool key(string_t& name) override;
   bool start_object(std::size_t) override;
   bool start_array(std::size_t) override { return descend(); }
@@ -48,6 +55,7 @@ class LimitedJson : public nlohmann::json_sax<nlohmann::json> {
     std::vector<size_t> ends;  // of each of them
   };
 
+  bool count();
   bool descend();
   bool ascend() {
     --depth_;
@@ -56,6 +64,7 @@ class LimitedJson : public nlohmann::json_sax<nlohmann::json> {
 
   const int deepest_;
   int depth_ = 0;
+  int64_t values_ = 0;
   std::vector<Names> names_;  // by level of the object; kept for the next object of that level
   size_t open_ = 0;           // objects
 };

@@ -1,5 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
+//
 // The fields of a manifest, in lists that write and read it, and its text. A new field is a member
 // in manifest.h and a line in its list.
 #include <c10/util/ArrayRef.h>
@@ -47,11 +48,16 @@ std::string text_from(const json& value, const char* name) {
 }
 
 // Some readers take a NUL for the end of a text.
-const std::string& without_nul(const std::string& text) {
-  TORCH_CHECK(text.find('\0') == std::string::npos,
-              "checkpoint: expected names and metadata without a NUL, got \"", printable(text),
-              "\"; rename what has it");
+const std::string& without_nul(const std::string& text, const char* name, const char* to_do = "") {
+  const size_t at = text.find('\0');
+  TORCH_CHECK(at == std::string::npos, name, ": expected text without a NUL, got \"",
+              printable(text.substr(at - std::min<size_t>(at, 60), 80)), "\"", to_do);
   return text;
+}
+
+// A text that a user chose.
+const std::string& to_write(const std::string& text) {
+  return without_nul(text, "names and metadata of a checkpoint", "; rename what has it");
 }
 
 // What JSON has as it is.
@@ -122,9 +128,9 @@ double option_from(const json& value, const char* name) {
 
 template <>
 struct JsonForm<std::string> {
-  static ordered_json write(const std::string& text) { return without_nul(text); }
+  static ordered_json write(const std::string& text) { return to_write(text); }
   static std::string read(const json& value, const char* name, int64_t) {
-    return without_nul(text_from(value, name));
+    return without_nul(text_from(value, name), name);
   }
 };
 
@@ -166,7 +172,10 @@ struct JsonForm<c10::ScalarType> {
 template <>
 struct JsonForm<Texts> {
   static ordered_json write(const Texts& texts) {
-    for (const auto& [key, value] : texts) without_nul(key + value);
+    for (const auto& [key, value] : texts) {
+      to_write(key);
+      to_write(value);
+    }
     return texts;
   }
   static Texts read(const json& object, const char* name, int64_t) {
@@ -181,14 +190,14 @@ template <>
 struct JsonForm<Options> {
   static ordered_json write(const Options& options) {
     ordered_json group = ordered_json::object();
-    for (const auto& [key, value] : options) group[without_nul(key)] = option_json(value);
+    for (const auto& [key, value] : options) group[to_write(key)] = option_json(value);
     return group;
   }
   static Options read(const json& group, const char* name, int64_t) {
     check_is(group.is_object(), group, name, "options by name");
     Options options;
     for (const auto& [key, value] : group.items()) {
-      options.emplace_back(without_nul(key), option_from(value, key.c_str()));
+      options.emplace_back(without_nul(key, name), option_from(value, key.c_str()));
     }
     return options;
   }
@@ -511,13 +520,14 @@ void read_listed_tensors(const json& root, int64_t version, Manifest& manifest) 
   const json& files = root.at("files");
   std::vector<FileContent> contents;
   for (size_t f = 0; f < manifest.files.size(); ++f) {
-    const json& listed = files[f].at("tensors");
+    std::vector<ListedTensor> listed;
+    FieldReader(JsonFields<ManifestFile>::kWhat, files[f], version).required("tensors", listed);
     FileContent& content = contents.emplace_back();
     content.about = std::move(manifest.files[f]);
     content.about.blocks = -1;  // whatever a field of that name says
     content.about.id.clear();
     std::vector<ManifestTensor> tensors;
-    for (ListedTensor& t : JsonForm<std::vector<ListedTensor>>::read(listed, "tensors", version)) {
+    for (ListedTensor& t : listed) {
       content.about.tensor_hashes[std::move(t.key)] = t.hash;
       tensors.push_back(std::move(t.about));
     }
@@ -536,6 +546,14 @@ constexpr char kFormat[] = "zero checkpoint";
 constexpr char kChecksumField[] = "\"xxh3\": \"";
 
 std::string checksum_line(uint64_t hash) { return kChecksumField + hash_text(hash) + "\"}\n"; }
+
+int64_t values_in(const ordered_json& value) {
+  int64_t count = 1;
+  if (value.is_structured()) {
+    for (const ordered_json& item : value) count += values_in(item);
+  }
+  return count;
+}
 
 std::string dump(const ordered_json& value) {
   try {
@@ -594,8 +612,10 @@ std::string manifest_text(const Manifest& manifest) {
   FieldWriter fields(root);
   JsonFields<Manifest>::list(fields, manifest);
   std::string text = dump(root);
-  TORCH_CHECK(text.size() < kManifestLimit, "checkpoint: expected a manifest of less than ",
-              kManifestLimit, " bytes, got ", text.size(),
+  const int64_t values = values_in(root);  // the checksum is one more
+  TORCH_CHECK(text.size() < kManifestLimit && values < kValuesLimit,
+              "checkpoint: expected a manifest of less than ", kManifestLimit, " bytes and ",
+              kValuesLimit, " values, got ", text.size(), " and ", values,
               "; larger buckets have fewer pieces of parameters, and metadata counts too");
   text.back() = ',';  // in place of the closing brace
   text += '\n';

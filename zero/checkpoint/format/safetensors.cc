@@ -306,7 +306,10 @@ std::map<std::string, std::string> read_safetensors_index(StoredBytes& file) {
   json root;
   try {
     root = parse_limited_json(file.read_text(0, file.size()), kDeepest);
-  } catch (const json::exception&) {  // no index, as below
+  } catch (const json::exception& error) {
+    // The library's text may have a long word of the file in it.
+    TORCH_CHECK(false, file.path(), ": expected an index as a JSON object, got what is not JSON: ",
+                printable(std::string(error.what()).substr(0, 200)));
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, file.path(), ": ", error_text(error));
   }
