@@ -27,7 +27,7 @@
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/hashed_file.h"
-#include "zero/checkpoint/format/limited_json.h"
+#include "zero/checkpoint/format/json.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint/format/reader.h"
 
