@@ -284,7 +284,7 @@ TEST(LimitTest, ManySmallValuesAreRefusedBeforeTheyTakeMemory) {
   std::string groups;
   for (int64_t i = 0; i < kValuesLimit; ++i) groups += "[],";
   const std::string text = forged("\"groups\":[]", "\"groups\":[" + groups + "[]]");
-  // They take 3 GB, and what the parser keeps of the text up to twice its size.
+  // They would take 4 GB, and what the parser keeps of the text up to twice its size.
   EXPECT_LT(peak_growth([&] { expect_words(refusal(text), {"at most 67108864 values"}); }), 500);
   Manifest m;
   m.tensors = {{"p", {"master"}, std::vector<ManifestPiece>(kValuesLimit / 3)}};

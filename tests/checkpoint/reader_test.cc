@@ -124,6 +124,17 @@ TEST(ReaderTest, PartsAreCountedOnceHoweverOftenTheyAreListed) {
                {"expected parts of 8 elements together, got 4"});
 }
 
+TEST(ReaderTest, PartsOfDifferentWholesAreRefused) {
+  const std::string folder = fresh_folder("other_wholes");
+  Manifest m;
+  m.id = "1";
+  m.parameters = {{"p", {4, 1}, {1, 1}, at::kFloat, 0, {4, 2}, 1, 0},
+                  {"p", {4, 1}, {1, 1}, at::kFloat, 0, {4, 3}, 1, 1}};
+  write_checkpoint(folder, m, {{"f", {{{"p{1:0:1}", "master", 0, 4}, at::ones({4})}}}});
+  expect_words(error_of([&] { export_model(folder, folder + "/model"); }),
+               {"parameter p: expected parts of one tensor", "[4, 2] and [4, 3]"});
+}
+
 TEST(ReaderTest, StateThatAPartLacksIsNotExported) {
   Manifest m;
   m.id = "1";

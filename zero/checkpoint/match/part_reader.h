@@ -38,7 +38,8 @@ std::vector<WantedRange> hulls(const HeldRange& range);
 
 class PartReader {
  public:
-  // `reader` must outlive this.
+  // `reader` must outlive this. Throws c10::Error where entries of one name are parts of wholes of
+  // different shapes.
   explicit PartReader(CheckpointReader& reader);
 
   // The elements [begin, begin + numel) of `held`, in its memory order. Throws c10::Error unless
