@@ -237,16 +237,20 @@ TEST_F(ShardCopiesOfADevice, HaveTheBitsOfWhatIsCopied) {
   }
 }
 
-// The device stands still while the host makes the copies and enqueues a change of all buckets.
+// The device stands still while the host makes the copies and enqueues a change of all buckets. The
+// first tensor, of no bucket, is on another device.
 TEST_F(ShardCopiesOfADevice, AreOfTheMomentOfTheCallAndTheHostGoesOn) {
   for (int turn = 0; turn < 10; ++turn) {
     Shard shard;
     const at::Tensor now = on_device(-1), later = on_device(-2);
     for (int64_t b = 0; b < 20; ++b) shard.add(on_device(-3), b);
+    Shard all;
+    all.add(at::full({5}, 4, at::kLong).to(at::Device(kEmulated, 1)), kOfNoBucket);
+    all.copies.insert(all.copies.end(), shard.copies.begin(), shard.copies.end());
     const int64_t waits = EmulatedDevice::host_waits(0);
     emulated::Gate gate = hold();
     for (int64_t b = 0; b < 20; ++b) shard.live(b).copy_(now);
-    ShardCopies copies(shard.copies);
+    ShardCopies copies(all.copies);
     for (int64_t b = 19; b >= 0; --b) {
       wait(copies, b);
       shard.live(b).copy_(later);
@@ -258,6 +262,7 @@ TEST_F(ShardCopiesOfADevice, AreOfTheMomentOfTheCallAndTheHostGoesOn) {
     for (int64_t b = 0; b < 20; ++b) {
       EXPECT_TRUE(shard.copied(b).eq(-1).all().item<bool>()) << "turn " << turn << " bucket " << b;
     }
+    EXPECT_TRUE(all.copied(0).eq(4).all().item<bool>());
     current_torch_stream(kDevice).synchronize();
   }
 }

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -171,15 +170,13 @@ void add_state(CheckpointReader& reader, PartReader& whole, const ManifestParame
                std::vector<TensorToWrite>& tensors) {
   const std::string owner = stored_name(first);
   const std::set<std::string> kinds = reader.kinds(owner);
-  std::map<std::string, int64_t> parts;  // each once, however often it is listed
-  for (const ManifestParameter* p : whole.parts(first.name)) parts[stored_name(*p)] = numel(*p);
   HeldRange all{first.name, {}, {}};
-  for (const auto& [part, elements] : parts) {
-    TORCH_CHECK(reader.kinds(part) == kinds, "parameter ", first.name,
+  for (const ManifestParameter* part : whole.parts(first.name)) {
+    TORCH_CHECK(reader.kinds(stored_name(*part)) == kinds, "parameter ", first.name,
                 ": expected the same state of all tensor-parallel parts, got parts that differ, "
                 "which cannot be put together; export the state of a run without tensor "
                 "parallelism");
-    all.stored.push_back({part, 0, elements});
+    all.stored.push_back({stored_name(*part), 0, numel(*part)});
   }
   for (const std::string& kind : kinds) {
     if (kind == "master" || kind == kEmaKind) continue;

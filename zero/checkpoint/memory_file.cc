@@ -146,16 +146,30 @@ void copy_past_caches(char* to, const char* from, size_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
+// The device from which a stream copies: that of the shard, if it has one. Whole tensors beside it
+// may be on others.
+template <typename Item>
+c10::Device device_of(const std::vector<Item>& items, at::Tensor Item::*tensor) {
+  c10::Device device = at::kCPU;
+  for (const Item& item : items) {
+    const c10::Device own = (item.*tensor).device();
+    if (!has_streams(own)) continue;
+    if (item.bucket != kOfNoBucket) return own;
+    if (device.is_cpu()) device = own;
+  }
+  return device;
+}
+
 }  // namespace
 
 ShardCopies::ShardCopies(const std::vector<ShardCopy>& copies) {
+  const c10::Device device = device_of(copies, &ShardCopy::from);
   std::vector<ShardCopy> of_device;
   for (const ShardCopy& c : copies) {
     const auto bytes = static_cast<int64_t>(c.from.nbytes());
     TORCH_INTERNAL_ASSERT(is_plain(c.to) && c.to.scalar_type() == at::kByte &&
                           c.to.numel() == bytes);
-    const c10::Device device = c.from.device();
-    if (has_streams(device) && (of_device.empty() || of_device[0].from.device() == device)) {
+    if (has_streams(device) && c.from.device() == device) {
       of_device.push_back(c);
       continue;
     }
@@ -227,13 +241,6 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
-c10::Device device_of(const FileToSave& file) {
-  for (const TensorToSave& t : file.tensors) {
-    if (has_streams(t.tensor.device())) return t.tensor.device();
-  }
-  return at::kCPU;
-}
-
 }  // namespace
 
 at::Tensor fresh_memory(int64_t bytes, c10::Device device) {
@@ -263,7 +270,9 @@ at::Tensor KeptMemory::allocate(int64_t bytes, c10::Device device) {
 MemoryFileWriter::MemoryFileWriter(
     FileToSave file, const std::string& id,
     const std::function<at::Tensor(int64_t bytes, c10::Device device)>& allocate)
-    : file_(std::move(file)), hashes_(file_, id), device_(device_of(file_)) {
+    : file_(std::move(file)),
+      hashes_(file_, id),
+      device_(device_of(file_.tensors, &TensorToSave::tensor)) {
   bytes_ = allocate(static_cast<int64_t>(hashes_.file_bytes()), device_);
   const std::string& beginning = hashes_.beginning();
   std::memcpy(bytes_.mutable_data_ptr(), beginning.data(), beginning.size());

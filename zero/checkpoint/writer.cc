@@ -180,8 +180,10 @@ bool CheckpointWriter::write_files(std::deque<std::shared_ptr<MemoryFileWriter>>
         MemoryFileWriter& source = *files.front();
         if (!file_) file_ = std::make_unique<FileWriter>(saving_ + "/" + source.name());
         // First all of it is hashed, because the manifest needs the hashes.
-        if (source.hash_part()) continue;
-        if (!memory_.bytes.defined()) memory_ = source.finish();
+        if (!memory_.bytes.defined()) {
+          if (source.hash_part()) continue;
+          memory_ = source.finish();
+        }
         const uint64_t left = memory_.bytes.nbytes() - file_->bytes();
         file_->write(static_cast<const char*>(memory_.bytes.const_data_ptr()) + file_->bytes(),
                      std::min<uint64_t>(left, FileWriter::kPart));
@@ -194,7 +196,11 @@ bool CheckpointWriter::write_files(std::deque<std::shared_ptr<MemoryFileWriter>>
       }
     });
   }
-  if (!problem_.empty()) files.clear();
+  if (!problem_.empty()) {
+    files.clear();
+    file_.reset();
+    memory_ = {};
+  }
   return files.empty();
 }
 

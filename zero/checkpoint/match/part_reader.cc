@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <iterator>
 #include <optional>
+#include <unordered_set>
 
 #include "bookkeeping/part_runs.h"
 #include "zero/base/error_text.h"
@@ -63,10 +64,12 @@ std::vector<WantedRange> hulls(const HeldRange& range) {
 
 PartReader::PartReader(CheckpointReader& reader) : reader_(reader) {
   const Manifest& m = reader.manifest();
+  std::unordered_set<std::string> listed;
   for (const auto* list : {&m.parameters, &m.frozen, &m.buffers}) {
     for (const ManifestParameter& p : *list) {
       Parts& parts = parts_[p.name];
-      parts.push_back(&p);
+      const bool is_new = listed.insert(stored_name(p)).second;
+      if (is_new || parts.empty()) parts.push_back(&p);
       TORCH_CHECK(whole_shape(p) == whole_shape(*parts.front()), "parameter ", p.name,
                   ": expected parts of one tensor in the checkpoint, got parts of shapes ",
                   c10::IntArrayRef(whole_shape(*parts.front())), " and ",
@@ -198,11 +201,11 @@ at::Tensor PartReader::read_whole(const std::string& name, const std::string& ki
   const ManifestParameter& about = *parts(name).front();
   const ManifestParameter whole{name, whole_shape(about), about.strides, about.dtype, 0};
   // The time to find ranges grows with what is promised, so that has to be in the files.
-  std::set<std::string> names;  // each once, however often it is listed
-  for (const ManifestParameter* part : parts(name)) names.insert(stored_name(*part));
   const auto dtype = is_held_whole(kind) ? std::optional(about.dtype) : std::nullopt;
   int64_t there = 0;
-  for (const std::string& stored : names) there += reader_.count_stored(stored, kind, dtype);
+  for (const ManifestParameter* part : parts(name)) {
+    there += reader_.count_stored(stored_name(*part), kind, dtype);
+  }
   TORCH_CHECK(there == numel(whole), "parameter ", name, ": expected parts of ", numel(whole),
               " elements together, got ", there);
   const std::vector<size_t> order = memory_order(whole);

@@ -47,7 +47,7 @@ class PartReader {
   // with the same whole shape and memory order.
   HeldRange find(const ManifestParameter& held, int64_t begin, int64_t numel) const;
 
-  // The entries of a tensor in the manifest: one, or one for each part.
+  // The entries of a tensor in the manifest: one, or one for each part, however often it is listed.
   using Parts = std::vector<const ManifestParameter*>;
   const Parts& parts(const std::string& name) const;
 
