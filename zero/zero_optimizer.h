@@ -284,8 +284,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // since the last step, ranks that name different parameters, one of another optimizer or given
   // twice, none that stays, a mesh. A death meanwhile is final, also with protect(). Needs host
   // memory for a copy of the shard and one of its masters, or for a copy and a second arena, where
-  // that is more than the masters, state and gradient shards, which are freed first. Finish a
-  // PendingCheckpoint first.
+  // that is more than the masters, state and gradient shards, which are freed first. Throws too
+  // while a PendingCheckpoint can be finished.
   void freeze(const std::vector<at::Tensor>& parameters);
   // Collective. The reverse: `parameters` of the module, old or new, join a group without state.
   // Default: the group that freeze() took each from, or in which it was frozen at construction;
@@ -307,8 +307,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // last step, ranks whose `rows` differ, one parameter twice, no row at all, state that is not
   // elementwise (Adafactor's factors), what the class of the group refuses, a mesh. A death
   // meanwhile is final, also with protect(): recover() throws then if shapes have changed. Needs
-  // memory for the shard twice, and for two more copies of the working parameters. Finish a
-  // PendingCheckpoint first.
+  // memory for the shard twice, and for two more copies of the working parameters. Throws too while
+  // a PendingCheckpoint can be finished.
   void resize_rows(const std::vector<ResizedRows>& changes);
 
   // ---- Checkpoints ----
