@@ -218,8 +218,9 @@ void ShardOptimizer::update_inner() {
   at::NoGradGuard no_grad;
   const TraceRange range("update");
   // The inner optimizer reads grad(), so that the clip coefficient is multiplied in before: one
-  // pass more, and the wait for the device that a step of one's own kernels saves.
-  const auto coefficient = clip_.coefficient.item<double>();
+  // pass more. A host that can read it without waiting saves the pass where nothing is clipped.
+  const at::Tensor& coefficient = clip_.coefficient;
+  const bool clips = !coefficient.is_cpu() || coefficient.item<double>() != 1.0;
   for (SegmentTensors& s : segments_) {
     if (used_[s.segment.parameter] == 0 || fused(s.group) != nullptr) {
       s.master.mutable_grad().reset();
@@ -227,7 +228,7 @@ void ShardOptimizer::update_inner() {
     }
     const at::Tensor gradient = s.gradient.to(at::kFloat);  // fp32: the shard itself
     clamp(gradient);
-    if (coefficient != 1.0) gradient.mul_(coefficient);
+    if (clips) gradient.mul_(coefficient);
     s.master.mutable_grad() = gradient;
     if (s.moments == Moments::kFloat32) continue;
     // Only where all groups are fused the host does not know the number of a step.
