@@ -13,8 +13,9 @@ _PAGEABLE = re.compile(r"Memcpy \w+ \((Device -> Pageable|Pageable -> Device)\)"
 _STALLS = re.compile(r"cuda(Malloc|Free|HostAlloc|MallocHost|FreeHost|Memcpy|Memset)")
 
 
-def read(trace):
-    """(figures, problem): counts by name inside the steps. No steps or no calls is a problem."""
+def read(trace, waits_a_step=0):
+    """(figures, problem): counts by name inside the steps. No steps or no calls is a problem, and
+    more than `waits_a_step`."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     # The profiler may show the same range again among those of the device.
     steps = [(event["ts"], event["ts"] + event["dur"]) for event in events
@@ -42,6 +43,6 @@ def read(trace):
             waits[event["name"]] = waits.get(event["name"], 0) + 1
     figures = {"steps": len(steps), "launches_per_step": launches / len(steps), "waits": waits,
                "allocations": stalls}
-    if waits:
+    if sum(waits.values()) > waits_a_step * len(steps):
         return figures, "the host waits: " + ", ".join(f"{n} {name}" for name, n in waits.items())
     return figures, ""

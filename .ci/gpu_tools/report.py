@@ -30,7 +30,7 @@ one stopped: `--minutes 9` bounds it, `--only trace` chooses steps.
 | `test` | tests tagged `gpu`: kernels have the CPU's bits, `ZeroOptimizer` follows the CPU |
 | `graph` | a step in a CUDA graph has the bits of one without |
 | `nccl` | processes over NCCL: random programs of calls, sums, capture, deaths, recovery |
-| `trace` | waits of the host for the device in three traced steps: there should be none |
+| `trace` | waits of the host for the device in three traced steps: there should be none, but one a step for a class without kernels (Muon) that may leave a step out |
 | `kernels` | each kernel beside a copy by the device, in turns; aligned, not aligned, and 1000 segments |
 | `options` | what options that need less memory cost and save, with one rank |
 | `training` | stages 1 and 2 beside PyTorch's DDP and fused AdamW: one rank, or two that share a GPU |

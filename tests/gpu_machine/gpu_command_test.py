@@ -141,6 +141,8 @@ class ReadTest(unittest.TestCase):
         self.assertEqual(figures["allocations"], {"cudaMalloc": 1})
         self.assertEqual(figures["launches_per_step"], 1)
         self.assertIn("1 cudaStreamSynchronize", problem)
+        self.assertIn("1 cudaStreamSynchronize", host_syncs.read(trace, waits_a_step=0.5)[1])
+        self.assertEqual(host_syncs.read(trace, waits_a_step=1)[1], "")
 
     def test_copies_to_memory_that_is_not_pinned_count(self):
         copies = [event("Memcpy DtoH (Device -> Pageable)", 260, cat="gpu_memcpy"),
