@@ -405,7 +405,8 @@ TEST(RecoveryTest, APauseAtAMessageOfARecoveryEndsNoJob) {
 }
 
 TEST(RecoveryTest, APauseAtAMessageOfJoining) {
-  const Job job{.ranks = 3, .deaths = {"1@5k"}, .replacements = 1};
+  // One for the rank that dies, and one for rank 0 where the others go on without it.
+  const Job job{.ranks = 3, .deaths = {"1@5k"}, .replacements = 2};
   expect_second_deaths(
       {{.job = job, .rank = 3, .pauses = true}, {.job = job, .rank = 0, .pauses = true}});
 }
