@@ -45,6 +45,7 @@ _UNOPTIMIZED = ["-O0", "-U_FORTIFY_SOURCE"]
 _NOT_HOT = [
     "examples",
     "zero/checkpoint",
+    "zero/inner_optimizers",
     "zero/optimizer",
     "zero/recovery",
     "zero/rendezvous",
@@ -65,7 +66,7 @@ def _precompiled(deps, unoptimized):
         return None
     return "torch_unoptimized" if unoptimized else "torch"
 
-def _options(kwargs, openmp, unoptimized = False):
+def _options(kwargs, openmp, unoptimized = False, cuda_deps = []):
     copts = _warnings() + (_OPENMP if openmp else []) + (
         _UNOPTIMIZED if unoptimized else _optimization()
     )
@@ -81,6 +82,11 @@ def _options(kwargs, openmp, unoptimized = False):
             str(Label("//third_party/pch:off")): [],
             "//conditions:default": [str(Label("//third_party/pch:" + header))],
         })
+    if cuda_deps:
+        kwargs["deps"] = kwargs["deps"] + select({
+            str(Label("//:cuda")): cuda_deps,
+            "//conditions:default": [],
+        })
     kwargs["copts"] = copts + kwargs.get("copts", [])
     kwargs["linkopts"] = (_OPENMP if openmp else []) + kwargs.get("linkopts", [])
 
@@ -89,8 +95,9 @@ def _options(kwargs, openmp, unoptimized = False):
     kwargs["linkstatic"] = True
     return kwargs
 
-def zero_cc_library(openmp = False, **kwargs):
-    zero_cc.library(**_options(kwargs, openmp))
+def zero_cc_library(openmp = False, cuda_deps = [], **kwargs):
+    """`cuda_deps` come with --config=cuda. Behind a select() in `deps` nothing would be precompiled."""
+    zero_cc.library(**_options(kwargs, openmp, cuda_deps = cuda_deps))
 
 def zero_cc_binary(openmp = False, **kwargs):
     zero_cc.binary(**_options(kwargs, openmp))
