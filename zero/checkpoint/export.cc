@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/base/json_text.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/format/reader.h"
@@ -108,7 +109,7 @@ std::string plain_groups_text(const Manifest& manifest) {
     // Parts of one tensor are one parameter; they stand one behind the other or far apart.
     if (!is_part(p) || p.from == 0) names.push_back(p.name);
   }
-  return groups.dump();
+  return json_text(groups);
 }
 
 std::optional<std::vector<int64_t>> factor_shape(const std::string& kind, c10::IntArrayRef shape) {

@@ -17,6 +17,7 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
+#include "zero/base/json_text.h"
 #include "zero/checkpoint/format/stored_file.h"
 
 namespace zero {
@@ -69,8 +70,7 @@ std::map<int, Wanted> list_wanted(const FileWishes& wishes, int rank) {
 
 // An error of a file is sent to the client, which reports it to all ranks.
 void serve(Communicator& pair, const FileWishes& wishes) {
-  const auto wanted =
-      json::parse(broadcast_text(pair, {}, kClient, "wanted tensors")).get<Wanted>();
+  const auto wanted = parse_json(broadcast_text(pair, {}, kClient, "wanted tensors")).get<Wanted>();
   std::map<size_t, std::unique_ptr<StoredFile>> files;
   Ranges ranges;
   std::string problem;
@@ -94,7 +94,7 @@ void serve(Communicator& pair, const FileWishes& wishes) {
   }
   broadcast_text(pair, problem, kServer, "problem of a file");
   if (!problem.empty()) return;
-  broadcast_text(pair, json(ranges).dump(), kServer, "places of tensors");
+  broadcast_text(pair, json_text(json(ranges)), kServer, "places of tensors");
   // A file that fails in the middle is reported at the end, so that both ranks stay in step.
   const at::Tensor buffer = host_bytes(kPart);
   for (const auto& [f, list] : ranges) {
@@ -118,11 +118,11 @@ void serve(Communicator& pair, const FileWishes& wishes) {
 // Returns the problem of the server, if it has one. Adds to `received`.
 std::string receive(Communicator& pair, const Manifest& manifest, const Wanted& wanted,
                     ReceivedFiles& received) {
-  broadcast_text(pair, json(wanted).dump(), kClient, "wanted tensors");
+  broadcast_text(pair, json_text(json(wanted)), kClient, "wanted tensors");
   const std::string problem = broadcast_text(pair, {}, kServer, "problem of a file");
   if (!problem.empty()) return problem;
   const auto ranges =
-      json::parse(broadcast_text(pair, {}, kServer, "places of tensors")).get<Ranges>();
+      parse_json(broadcast_text(pair, {}, kServer, "places of tensors")).get<Ranges>();
   for (const auto& [f, list] : ranges) {
     for (const auto& [begin, end] : list) {
       TORCH_CHECK(wanted.count(f) > 0 && begin < end && end <= manifest.files[f].bytes,

@@ -10,6 +10,8 @@
 #include <numbers>
 #include <utility>
 
+#include "zero/base/json_text.h"
+
 namespace zero {
 namespace {
 
@@ -37,7 +39,7 @@ struct SavedStep {
 
 SavedStep parse(const std::string& state) {
   try {
-    const nlohmann::json saved = nlohmann::json::parse(state);
+    const nlohmann::json saved = parse_json(state);
     TORCH_CHECK(saved.at("step").is_number_unsigned(), "a step below 0");
     return {saved.at("step").get<int64_t>(), saved.at("learning_rates").get<std::vector<double>>()};
   } catch (const std::exception&) {
@@ -124,7 +126,7 @@ void LrSchedule::set_step(int64_t step) {
 }
 
 std::string LrSchedule::state() const {
-  return nlohmann::ordered_json{{"step", step_}, {"learning_rates", rates(step_)}}.dump();
+  return json_text(nlohmann::ordered_json{{"step", step_}, {"learning_rates", rates(step_)}});
 }
 
 void LrSchedule::set_state(const std::string& state) {

@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "zero/base/json_text.h"
+
 namespace zero {
 namespace {
 
@@ -27,13 +29,17 @@ std::vector<double> known_values(const at::Tensor& values, const at::Tensor& kno
 }
 
 std::vector<double> parse(const std::string& state, const char* key) {
-  const auto json = nlohmann::json::parse(state, nullptr, /*allow_exceptions=*/false);
+  nlohmann::json json;
+  try {
+    json = parse_json(state);
+  } catch (const nlohmann::json::exception&) {  // it stays null
+  }
   const bool good = json.is_object() && json.contains(key) && json[key].is_array() &&
                     std::all_of(json[key].begin(), json[key].end(),
                                 [](const auto& value) { return value.is_number(); });
   TORCH_CHECK(good, "OutlierRule: expected the state of an OutlierRule with a list of numbers \"",
               key, "\", got ", state.substr(0, 100), "; leave the rule out of the load");
-  return json[key].template get<std::vector<double>>();
+  return json[key].get<std::vector<double>>();
 }
 
 }  // namespace
@@ -79,9 +85,8 @@ at::Tensor OutlierRule::leaves_out(const at::Tensor& norm) {
 }
 
 std::string OutlierRule::state() const {
-  return nlohmann::ordered_json{{"norms", known_values(norms_.values, norms_.known)},
-                                {"losses", known_values(losses_.values, losses_.known)}}
-      .dump();
+  return json_text(nlohmann::ordered_json{{"norms", known_values(norms_.values, norms_.known)},
+                                          {"losses", known_values(losses_.values, losses_.known)}});
 }
 
 void OutlierRule::set_state(const std::string& state) {

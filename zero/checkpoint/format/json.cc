@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "zero/base/json_text.h"
 #include "zero/checkpoint/format/hashed_file.h"
 
 namespace zero {
@@ -57,7 +58,7 @@ bool LimitedJson::end_object() {
 nlohmann::json parse_limited_json(std::string_view text, int deepest) {
   LimitedJson limit(deepest);
   nlohmann::json::sax_parse(text.begin(), text.end(), &limit);
-  return nlohmann::json::parse(text.begin(), text.end());
+  return parse_json(text);
 }
 
 }  // namespace zero

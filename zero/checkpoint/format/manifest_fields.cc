@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/base/json_text.h"
 #include "zero/checkpoint/format/hashed_file.h"
 #include "zero/checkpoint/format/json.h"
 #include "zero/checkpoint/format/manifest.h"
@@ -557,7 +558,7 @@ int64_t values_in(const ordered_json& value) {
 
 std::string dump(const ordered_json& value) {
   try {
-    return value.dump();
+    return json_text(value);
   } catch (const json::exception& error) {
     TORCH_CHECK(false, "checkpoint: expected names and metadata in UTF-8, got other bytes (",
                 error.what(), "); encode binary data as text, for example as hexadecimal digits");

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/base/json_text.h"
 #include "zero/checkpoint/format/json.h"
 
 namespace zero {
@@ -233,7 +234,7 @@ std::string header_text(const std::vector<StoredTensor>& tensors,
                         const std::string& path) {
   std::vector<std::pair<std::string, std::string>> entries;  // of JSON, by name
   entries.reserve(tensors.size() + 1);
-  entries.emplace_back(kMetadata, json(metadata).dump());
+  entries.emplace_back(kMetadata, json_text(json(metadata)));
   for (const StoredTensor& t : tensors) entries.emplace_back(t.name, entry_text(t));
   std::sort(entries.begin(), entries.end());
   std::string text = "{";
@@ -243,7 +244,7 @@ std::string header_text(const std::vector<StoredTensor>& tensors,
                 ": expected a name that is free, got one that is taken");
     if (name == kMetadata && metadata.empty()) continue;
     if (text.size() > 1) text += ',';
-    text.append(json(name).dump()).append(":").append(value);
+    text.append(json_text(json(name))).append(":").append(value);
   }
   return text + '}';
 }

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "zero/base/json_text.h"
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/file_system.h"
 #include "zero/checkpoint/format/safetensors.h"
@@ -173,7 +174,7 @@ std::string index_text(const std::string& path, const std::vector<Tensors>& file
   const nlohmann::json root = {{"metadata", {{"total_size", bytes}}}, {"weight_map", weight_map}};
   std::string text;
   try {
-    text = root.dump(2) + "\n";
+    text = json_text(root, 2) + "\n";
   } catch (const nlohmann::json::exception&) {
     TORCH_CHECK(false, printable(path),
                 ": expected names of files and tensors in UTF-8, which an index has, got others; "
