@@ -45,6 +45,7 @@ _UNOPTIMIZED = ["-O0", "-U_FORTIFY_SOURCE"]
 _NOT_HOT = [
     "examples",
     "zero/checkpoint",
+    "zero/comm",
     "zero/inner_optimizers",
     "zero/optimizer",
     "zero/recovery",
