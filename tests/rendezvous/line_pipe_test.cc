@@ -98,6 +98,14 @@ TEST_F(LinePipeTest, AFullTerminalThatDoesNotBlockLosesNoLine) {
   EXPECT_EQ(seen, expected);
 }
 
+// What is passed on comes back, as from a child that prints all the time.
+TEST_F(LinePipeTest, AStreamThatIsNeverEmptyKeepsNobodyElseWaiting) {
+  LinePipe lines(child[0], child[1], "");
+  print("more\n");
+  lines.drain();
+  EXPECT_TRUE(lines.open());
+}
+
 // As where the child cannot be started.
 TEST_F(LinePipeTest, ItsEndClosesTheStreamOnce) {
   {

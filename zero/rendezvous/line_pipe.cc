@@ -14,6 +14,9 @@ namespace zero {
 namespace {
 
 constexpr size_t kLineBytes = 64 << 10;
+// So often a call of drain() reads at most, which takes more than a pipe holds. A child that prints
+// all the time must not keep the other ranks, and signals, from having their turn.
+constexpr int kReads = 16;
 
 }  // namespace
 
@@ -30,7 +33,7 @@ LinePipe::~LinePipe() {
 
 void LinePipe::drain() {
   std::array<char, 65536> buffer;
-  while (open()) {
+  for (int reads = 0; open() && reads < kReads; ++reads) {
     const ssize_t count = read(from_, buffer.data(), buffer.size());
     if (count > 0) {
       text_.append(buffer.data(), static_cast<size_t>(count));
