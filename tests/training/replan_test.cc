@@ -9,7 +9,9 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
 #include <filesystem>
+#include <latch>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,6 +19,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/fixed_gradients.h"
 #include "tests/support/run_ranks.h"
+#include "zero/base/message_probe.h"
 #include "zero/checkpoint.h"
 #include "zero/combined_optimizer.h"
 #include "zero/lr_schedule.h"
@@ -602,6 +605,75 @@ TEST(ReplanTest, ProtectionGoesOnWithTheNewParameters) {
   ASSERT_FALSE(left.empty());
   for (size_t i = 0; i < left.size(); ++i)
     EXPECT_TRUE(left[i].equal(expected[kUnfreeze - 1][i])) << i;
+}
+
+// A group that the constructor did not know has its own options again.
+TEST(ReplanTest, RecoverKnowsAGroupThatWasAdded) {
+  std::latch connected(2);
+  run_ranks(2, [&](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    v[4].requires_grad_(false);
+    ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group, ZeroOptions().protect(1));
+    const auto step = [&](int number) {
+      optimizer.backward(model.loss(gradients(v, number, group.rank(), 2)));
+      optimizer.step();
+    };
+    step(0);
+    optimizer.add_param_group(third_group(Inner::kAdamW, {v[4]}));
+    step(1);
+    step(2);
+    const Values before = copies(v);
+    const auto own = optimizer.group().make_communicator("own", Purpose::kControl);
+    connected.arrive_and_wait();
+    own->abort("as in a test");
+    const auto steps = static_cast<int>(optimizer.recover().steps);
+    for (int number = steps; number < 3; ++number) step(number);
+    for (size_t i = 0; i < v.size(); ++i) EXPECT_TRUE(v[i].equal(before[i])) << i;
+    const auto& added = optimizer.param_groups().at(2).options();
+    EXPECT_EQ(static_cast<const AdamWOptions&>(added).lr(), 0.01);
+  });
+}
+
+// A rank dies within freeze(), before the state of now is protected or after that. The step before
+// has other values of what is frozen now.
+TEST(ReplanTest, AfterAChangeTheStepsOfBeforeAreOlder) {
+  static thread_local int left = -1;  // gathers of this rank to its death; -1: it does not die
+  message_probe = [](const std::string& what) {
+    if (left >= 0 && what.find("all_gather_text of freeze()") != std::string::npos) {
+      TORCH_CHECK(left-- > 0, "a death");
+    }
+  };
+  // A text is two gathers: those of the copies, of the loaded state, and of the protected one.
+  for (const bool is_protected : {false, true}) {
+    run_ranks(3,
+              [&](const Group& group) {
+                GivenGradients model(initial(at::kFloat));
+                const auto& v = model.values;
+                v[4].requires_grad_(false);
+                auto optimizer = std::make_unique<ZeroOptimizer>(model, make(Inner::kAdamW, v),
+                                                                 group, ZeroOptions().protect(2));
+                for (int number = 0; number < 3; ++number) {
+                  optimizer->backward(model.loss(gradients(v, number, group.rank(), 3)));
+                  optimizer->step();
+                }
+                if (group.rank() == 2) {
+                  left = is_protected ? 4 : 2;
+                  EXPECT_NE(error_of([&] { optimizer->freeze({v[1]}); }), "");
+                  left = -1;
+                  return;
+                }
+                EXPECT_THROW(optimizer->freeze({v[1]}), CommunicationError);
+                if (is_protected) {
+                  EXPECT_EQ(optimizer->recover().steps, 3);
+                } else {
+                  expect_words(error_of([&] { optimizer->recover(); }),
+                               {"value1", "ended within freeze()", "checkpoint"});
+                }
+              },
+              {.timeout = std::chrono::seconds(8)});
+  }
+  message_probe = nullptr;
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <map>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
@@ -40,9 +41,15 @@ struct Recovery::Lifeline {
   }
   // It is part of the errors of its communicators, which number their ranks from 0.
   std::string name_of(const RollCall::Present& present) const;
+  // add_param_group() has given some that construction did not know.
+  void learn_groups(const ParamGroups& groups) {
+    for (size_t g = first_options.size(); g < groups.size(); ++g) {
+      first_options.push_back(groups[g].options().clone());
+    }
+  }
 
   const Group first_group;
-  // The options of construction: equal on all ranks, as those of survivors need not be.
+  // The options that groups began with: equal on all ranks, as those of survivors need not be.
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> first_options;
   const std::shared_ptr<Generations> generations = std::make_shared<Generations>();
   RollCall roll;
@@ -118,13 +125,26 @@ void check_sizes(const Manifest& manifest, const ParameterTable& table, const st
   }
 }
 
+// A rank that died within freeze() leaves frozen parameters with values of after the protected
+// step.
+void check_frozen(const Manifest& manifest, const ParameterTable& table, const std::string& call) {
+  std::unordered_set<std::string> managed;
+  for (const Parameter& p : table.parameters()) managed.insert(p.name);
+  for (const ManifestParameter& p : manifest.parameters) {
+    TORCH_CHECK(managed.count(p.name) != 0, call, ": parameter ", p.name,
+                ": expected a managed one, as in the last protected step, got a frozen one: a rank "
+                "ended within freeze(), which is final; start again from a checkpoint");
+  }
+}
+
 // Collective. Sets everything from a protected step of the same model; parameters that were not
-// managed then keep their values and have no state.
+// managed then keep their values and have no state. `is_earlier`: not the present step.
 void load_protected(Engine& engine, CheckpointReader& reader, Engine::ParamGroups& groups,
-                    const std::string& call) {
+                    const std::string& call, bool is_earlier) {
   Staged staged;
   run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
     check_sizes(reader.manifest(), engine.table, call);
+    if (is_earlier) check_frozen(reader.manifest(), engine.table, call);
     const CheckpointDifferences differences =
         find_differences(reader.manifest(), engine.table, engine.shards.inner());
     Staging staging(reader, engine.table, engine.shards, differences, /*mesh=*/nullptr);
@@ -272,10 +292,13 @@ int64_t Recovery::restore(const Generations& from, const Restorable& step, Param
   Engine& engine = *engine_;
   failures_before_ = engine.group().failures();
   try {
+    if (lifeline_) lifeline_->learn_groups(groups);
     connect();
     const auto reader = gather_generation(*engine.comms->control, engine.group(), from, step,
                                           needed_by(engine.shards, engine.table));
-    load_protected(engine, *reader, groups, call);
+    // Else it is the present step, of before a change of parameters.
+    const bool is_earlier = lifeline_ && &from == lifeline_->generations.get();
+    load_protected(engine, *reader, groups, call, is_earlier);
     run_.resume(reader->manifest());
     protect_at_once(groups, call);
     return reader->manifest().steps + reader->manifest().skipped_steps;

@@ -244,6 +244,7 @@ void Replanning::make(ParamGroups& groups, Change change) {
   std::unique_ptr<Engine> made;
   std::exception_ptr refusal;
   engine_->protocol.fail_stop([&] {
+    recovery_.finish();
     agree_on(change, groups);
     shard = copy_shard(groups, call);
     made = make_changed(change, groups, refusal);

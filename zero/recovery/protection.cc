@@ -20,6 +20,10 @@ Protection::Protection(const Group& group, std::shared_ptr<Generations> generati
       world_size_(group.world_size()),
       timeout_(group.timeout()),
       others_may_join_(recovery > 0) {
+  // After one of the same ranks, as where parameters change: no two generations have one number.
+  // All ranks have agreed that its last one is whole.
+  const auto before = generations_->all();
+  if (!before.empty() && before.back()->recovery == recovery) begun_ = before.back()->number + 1;
   if (world_size_ > 1) ring_ = std::make_unique<CopyRing>(group);
   // Here a failure is one of the construction: begin() is too late for it.
   if (ring_ || others_may_join_) thread_.start();
