@@ -17,6 +17,8 @@
 #include "tests/support/device/emulated_network.h"
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
+#include "zero/base/error_text.h"
+#include "zero/base/message_probe.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -90,6 +92,44 @@ TEST(DeviceFailureTest, SeveralCommunicatorsEndAtOnce) {
 // Without control messages nothing but the transport knows that a rank is missing.
 TEST(DeviceFailureTest, AHostThatWaitsForTheDeviceGoesOn) {
   expect_in_time(without_the_last(2, ZeroOptions().static_graph(true)), "timeout");
+}
+
+// The first sum of gradients connects, and so may fail where another rank dies in a recovery.
+TEST(DeviceFailureTest, ARecoveryThatCannotConnectIsTriedAgain) {
+  static thread_local bool fails = false;
+  message_probe = [](const std::string& what) {
+    if (fails && what.find("gradient bucket") != std::string::npos) {
+      throw_communication_error("a connection failed");
+    }
+  };
+  std::latch connected(2);
+  std::vector<std::string> of_the_aborted;  // nothing waits for the sum that was given up
+  run_device_ranks(
+      2,
+      [&](const Group& group) {
+        const c10::DeviceGuard on(group.device());
+        const at::Tensor weight = random_tensor({300}, 1).to(group.device()).requires_grad_();
+        torch::OrderedDict<std::string, at::Tensor> named;
+        named.insert("weight", weight);
+        ZeroOptimizer optimizer(
+            named, std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{weight}, 0.1), group,
+            ZeroOptions().protect(1));
+        const auto step = [&] {
+          optimizer.backward(weight.sum());
+          optimizer.step();
+        };
+        step();
+        const auto own = optimizer.group().make_communicator("own", Purpose::kControl);
+        connected.arrive_and_wait();
+        own->abort("as in a test");
+        fails = group.rank() == 1;
+        EXPECT_THROW(optimizer.recover(), CommunicationError);
+        fails = false;
+        EXPECT_LE(optimizer.recover().steps, 1);
+        step();
+      },
+      {.finishes = false, .violations = &of_the_aborted});
+  message_probe = nullptr;
 }
 
 }  // namespace

@@ -101,11 +101,12 @@ int64_t pool_bytes(const Plan& plan, const WireFormats& wires, const ShardDomain
 }
 
 // Collective. Sends rank 0's values to all ranks, and then makes the masters from them. The members
-// of `engine` before its shards are there.
+// of `engine` before its shards are there. Takes `inner` when everything is sent.
 ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimizer>& inner,
                            Engine::Frozen sent) {
   const ParameterTable& table = engine.table;
   engine.comms->explained([&] {
+    engine.reducer.connect();
     const Broadcasts broadcasts(engine.arena, *engine.comms);
     broadcasts.parameters();
     if (sent == Engine::Frozen::kNone) return;
@@ -275,7 +276,6 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       passes({table, reducer, shards, protocol, clipping, record, gathers,
               [this] { return capture_problem(*this, Call::kStep); },
               options.update_in_backward()}) {
-  reducer.connect();
   if (options.update_in_backward()) reducer.update_with(early);
   table.remember();
 }
