@@ -15,17 +15,23 @@
 #include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
+#include "tests/support/free_port.h"
+#include "tests/support/frozen_store.h"
 #include "tests/support/run_ranks.h"
 #include "zero/comm/backends/gloo.h"
+#include "zero/rendezvous/tcp_store.h"
 
 namespace zero {
 namespace {
@@ -80,6 +86,37 @@ TEST(GroupTest, TheTimeoutIsTheOptionsThenTheEnvironments) {
   unsetenv("ZERO_TIMEOUT");
   options.timeout = std::chrono::seconds(0);
   EXPECT_THROW(init_process_group(options), c10::Error);
+}
+
+// Rank 0 serves the store late, and says nothing about its job: it was stopped then.
+TEST(GroupTest, ARank0ThatIsLateAndThenSilentIsAnErrorInTime) {
+  using Clock = std::chrono::steady_clock;
+  const uint16_t port = free_port();
+  for (const auto& [name, value] :
+       std::vector<std::pair<const char*, std::string>>{{"RANK", "1"},
+                                                        {"WORLD_SIZE", "2"},
+                                                        {"MASTER_ADDR", "127.0.0.1"},
+                                                        {"MASTER_PORT", std::to_string(port)}}) {
+    setenv(name, value.c_str(), 1);
+  }
+  InitOptions options;
+  options.timeout = std::chrono::milliseconds(2500);
+  std::atomic<bool> over = false;
+  const auto begin = Clock::now();
+  std::thread rank0([&] {
+    std::this_thread::sleep_until(begin + std::chrono::seconds(1));
+    c10d::TCPStoreOptions served;
+    served.port = port;
+    served.isServer = true;
+    served.waitWorkers = false;
+    const auto store = open_tcp_store("127.0.0.1", served);
+    over.wait(false);
+  });
+  EXPECT_THROW(init_process_group(options), c10::Error);
+  EXPECT_LT(Clock::now() - begin, *options.timeout + std::chrono::seconds(1));
+  over = true;
+  over.notify_all();
+  rank0.join();
 }
 
 TEST(GroupTest, RefusesWhatCannotBe) {
@@ -279,6 +316,25 @@ TEST(GroupTest, ARankThatMakesNoCommunicatorIsNamed) {
                      {"missing: rank 1", "test/data"});
       },
       options);
+}
+
+// The store is silent for most of the time, and then a rank does not come.
+TEST(GroupTest, TheTimeToConnectBeginsWithTheCall) {
+  using Clock = std::chrono::steady_clock;
+  const auto store = c10::make_intrusive<FrozenStore>();
+  const std::chrono::milliseconds timeout(2000);
+  const Group group(store, 0, 2, "g", default_backend_factory(at::kCPU, "127.0.0.1"), at::kCPU,
+                    timeout);
+  store->freeze(true);
+  const auto begin = Clock::now();
+  std::thread thaws([&] {
+    std::this_thread::sleep_until(begin + timeout * 3 / 4);
+    store->freeze(false);
+  });
+  expect_words(error_of([&] { group.make_communicator("data", Purpose::kData); }),
+               {"missing: rank 1"});
+  EXPECT_LT(Clock::now() - begin, timeout + std::chrono::seconds(1));
+  thaws.join();
 }
 
 // The first call of rank 1, and the second one of rank 0.

@@ -85,6 +85,15 @@ std::vector<int> all_ranks(const Environment& env) {
   return ranks;
 }
 
+// `store` for calls that end with the timeout, which counts from `since`.
+c10::intrusive_ptr<BoundedStore> in_time(const BoundedStore& store, milliseconds timeout,
+                                         std::chrono::steady_clock::time_point since) {
+  constexpr milliseconds kAtLeast{100};
+  const auto left =
+      std::chrono::ceil<milliseconds>(since + timeout - std::chrono::steady_clock::now());
+  return store.within(std::max(left, kAtLeast));
+}
+
 constexpr const char* kComplete = "complete";
 
 // The name of this process, and a line that no other process has: containers may have one name, and
@@ -153,7 +162,7 @@ std::string meet_other_job(const Environment& env, milliseconds timeout) {
   const milliseconds limit = std::min(timeout, kAtMost);
   const auto start = std::chrono::steady_clock::now();
   try {
-    const auto store = open_store(env, limit, /*serves=*/false);
+    const auto store = in_time(*open_store(env, limit, /*serves=*/false), limit, start);
     check_job(*store, env, store_name(env));
     constexpr int kOtherThan0 = 1;  // it begins no try
     Tries tries(store->under(prefix_of(env, 0)));
@@ -218,7 +227,7 @@ Group init(const InitOptions& options) {
   } else {
     const auto start = std::chrono::steady_clock::now();
     // Of groups, not of calls: one that failed on this rank alone must not count.
-    const auto whole = find_store(env, timeout);
+    const auto whole = in_time(*find_store(env, timeout), timeout, start);
     check_job(*whole, env, store_name(env));
     // The others may have made a group, or tried to, without this rank.
     while (Tries::begun(*whole->under(prefix_of(env, groups + 1)))) ++groups;
@@ -243,7 +252,7 @@ Group init(const InitOptions& options) {
     const std::string text = topology ? advice(*topology) : std::string();
     if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
     ++groups;
-    store = bounded;
+    store = bounded->each_within(timeout);
   }
   return Group(store, env.rank, env.world_size, "world",
                default_backend_factory(device, hostname, options.nccl, options.shared_memory),

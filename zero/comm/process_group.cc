@@ -369,10 +369,11 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
   }
   const std::string key = c10::str("communicator/", this->name(), "/", name);
   const std::shared_ptr<Place> place = state_->place;
-  const auto store =
-      state_->bounded->under(c10::str(key, "/", number_of(*state_->bounded, *place, key)));
+  const auto start = std::chrono::steady_clock::now();
+  const int number = number_of(*state_->bounded->within(timeout()), *place, key);
+  const auto store = state_->bounded->under(c10::str(key, "/", number));
   Rendezvous rendezvous(
-      store, rank(), world_size(), timeout(), std::chrono::steady_clock::now(),
+      store, rank(), world_size(), timeout(), start,
       c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
       c10::str("to connect communicator \"", full_name, "\""),
       state_->watched.empty() ? global_ranks() : state_->watched);
