@@ -9,8 +9,11 @@
 
 #include <cstdio>
 #include <functional>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
@@ -20,6 +23,8 @@
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
 #include "zero/mesh.h"
+#include "zero/optimizer/shard_file.h"
+#include "zero/training/engine.h"
 
 namespace zero {
 namespace {
@@ -200,6 +205,38 @@ TEST(ResumeTest, TwentyStepsEqualTenSaveLoadTenInEveryBit) {
       }
     }
   }
+}
+
+// A step waits only for the copies of the bucket that it changes next.
+TEST(ResumeTest, ATensorOfAShardIsSavedWithTheBucketInWhichAStepChangesIt) {
+  run_ranks(2, [](const Group& group) {
+    OddModel model(1);
+    auto inner = make_inner(Inner::kAdamW, *model);
+    const Engine::ParamGroups groups = inner->param_groups();
+    const auto engine =
+        Engine::make(*model, inner, group, ZeroOptions().bucket_bytes(900), Engine::Frozen::kAll);
+    engine->passes.run(
+        model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), Use::kAll));
+    engine->step(groups);
+    std::map<std::pair<std::string, int64_t>, int64_t> buckets;
+    std::set<int64_t> all;
+    for (const SegmentTensors& s : engine->shards.segments()) {
+      const std::string& name = engine->table.parameters()[s.segment.parameter].name;
+      buckets[{name, s.segment.begin}] = s.segment.bucket;
+      all.insert(s.segment.bucket);
+    }
+    EXPECT_GE(all.size(), 3U);
+    std::map<std::string, std::set<int64_t>> of_kinds;
+    for (const TensorToSave& t : shard_file(*engine).tensors) {
+      EXPECT_EQ(t.bucket, buckets.at({t.about.owner, t.about.begin}))
+          << t.about.kind << " of " << t.about.owner;
+      of_kinds[t.about.kind].insert(t.bucket);
+    }
+    EXPECT_EQ(of_kinds["master"], all);
+    for (const char* kind : {"exp_avg", "exp_avg_sq", "step"}) {
+      EXPECT_GE(of_kinds[kind].size(), 2U) << kind;
+    }
+  });
 }
 
 // Steps go on while the shard is copied.
