@@ -54,6 +54,11 @@ TEST(MemoryTest, ASaveNeeds64MiBAndALoadTheStateAnd32) {
     const double save =
         peak_growth([&] { sync = seconds([&] { optimizer.save_checkpoint(parent + "/a"); }); });
     const double load = peak_growth([&] { optimizer.load_checkpoint(parent + "/a"); });
+    LayersImpl new_model;
+    ZeroOptimizer new_optimizer(
+        new_model, std::make_unique<torch::optim::AdamW>(new_model.parameters(), 1e-3), group);
+    const double first_load = peak_growth([&] { new_optimizer.load_checkpoint(parent + "/a"); });
+    EXPECT_LE(first_load, state + 32) << "the state, which it keeps";
     double blocked = 0;
     std::unique_ptr<PendingCheckpoint> pending;
     blocked = seconds([&] { pending = optimizer.save_checkpoint_async(parent + "/b"); });
