@@ -185,6 +185,24 @@ TEST_P(SkipIfAt, ARuleSeesTheNormBeforeClipsOnceAStep) {
   });
 }
 
+// As where the two of a GAN are made with one ZeroOptions.
+TEST(SkipIfTest, EachOptimizerNeedsARuleOfItsOwn) {
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial_values()), other(initial_values());
+    const auto options = ZeroOptions().skip_if(std::make_shared<OutlierRule>());
+    auto first =
+        std::make_unique<ZeroOptimizer>(model, inner_of(model, Inner::kSgd), group, options);
+    const auto make = [&] {
+      return std::make_unique<ZeroOptimizer>(other, inner_of(other, Inner::kSgd), group, options);
+    };
+    expect_words(error_of(make),
+                 {"rank " + std::to_string(group.rank()),
+                  "skip_if: expected a rule of its own for each optimizer", "make one for each"});
+    first.reset();
+    EXPECT_EQ(make()->stats().steps, 0);  // nobody else asks it now
+  });
+}
+
 TEST(SkipIfTest, LeftOutStepsAreNotSkippedForNonfiniteGradients) {
   run_ranks(2, [](const Group& group) {
     GivenGradients model(initial_values());

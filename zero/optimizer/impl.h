@@ -16,6 +16,7 @@ namespace zero {
 
 struct ZeroOptimizer::Impl {
   std::shared_ptr<torch::nn::Module> listed;  // null where the module is the caller's
+  std::shared_ptr<const void> rule_use;       // of ZeroOptions::skip_if()
   std::shared_ptr<Engine> engine;  // recover() and changes of parameters put another one here
   Checkpoints checkpoints{engine};
   Recovery recovery{engine, checkpoints.run()};

@@ -5,6 +5,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "bookkeeping/layout.h"
@@ -29,6 +31,22 @@ std::vector<torch::optim::OptimizerParamGroup> visible_groups(
   return groups;
 }
 
+// Returns what lives as long as an optimizer asks `rule`. Throws for one that another asks: it
+// would judge the norms of either by those of both.
+std::shared_ptr<const void> used_alone(const std::shared_ptr<SkipRule>& rule, int rank) {
+  static std::mutex mutex;
+  static std::set<const SkipRule*> used;
+  if (rule == nullptr) return nullptr;
+  const std::lock_guard lock(mutex);
+  TORCH_CHECK(used.insert(rule.get()).second, "rank ", rank,
+              ": skip_if: expected a rule of its own for each optimizer, got one that another "
+              "ZeroOptimizer asks; make one for each");
+  return {rule.get(), [rule](const void*) {
+            const std::lock_guard lock(mutex);
+            used.erase(rule.get());
+          }};
+}
+
 }  // namespace
 
 ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
@@ -39,6 +57,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
           inner ? inner->defaults().clone() : std::make_unique<torch::optim::OptimizerOptions>()),
       impl_(std::make_unique<Impl>()) {
   const NormalTensors normal;
+  impl_->rule_use = used_alone(options.skip_if(), group.rank());
   // Before the inner optimizer gets masters instead.
   auto visible = visible_groups(inner.get());
   if (group.joins()) {
