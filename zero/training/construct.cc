@@ -89,7 +89,8 @@ void check_parameters(const ParameterTable& table, const Group& group,
   for (const Parameter& p : table.parameters()) {
     TORCH_CHECK(!is_managed(p.tensor), "parameter ", p.name,
                 ": expected no post-accumulate hook, got one; a parameter can belong to "
-                "one ZeroOptimizer at a time");
+                "one ZeroOptimizer at a time. End the other one first: where a new one is assigned "
+                "to its std::unique_ptr, call reset() before");
     check_dense(layout_of(layouts[p.group]), p);
     check_parameter(inner, p.group, inner.param_groups()[p.group].options(), p.tensor, p.name);
   }
