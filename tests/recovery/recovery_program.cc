@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
+#include "tests/support/end_at_once.h"
 #include "zero/base/message_probe.h"
 #include "zero/launch.h"
 
@@ -262,7 +263,7 @@ int main(int argc, char** argv) {
   zero::LaunchOptions launch;
   launch.survivors_go_on = true;
   launch.replacements = job.replacements;
-  return zero::launch_local(
+  zero::end_at_once(zero::launch_local(
       job.ranks,
       [&] {
         try {
@@ -273,5 +274,5 @@ int main(int argc, char** argv) {
           return 1;
         }
       },
-      launch);
+      launch));
 }
