@@ -40,6 +40,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "tests/support/own_mounts.h"
@@ -703,3 +704,5 @@ TEST_P(CrashStatesTest, WithoutEitherKindOfSyncCheckpointsAreLost) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 2); }

@@ -19,6 +19,7 @@
 #include <string>
 #include <thread>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/free_port.h"
 #include "zero/rendezvous/tcp_store.h"
@@ -187,3 +188,5 @@ TEST_F(TwoJobsTest, ARankThatIsBehindTheOthersMeetsThemAtTheirNextGroup) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }

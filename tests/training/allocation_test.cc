@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
@@ -354,3 +355,5 @@ INSTANTIATE_TEST_SUITE_P(
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 2); }

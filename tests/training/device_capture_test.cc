@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/device/emulated_device.h"
 #include "tests/support/device/emulated_network.h"
 #include "tests/support/error_of.h"
@@ -272,3 +273,5 @@ TEST(DeviceCaptureTest, AveragesAndNarrowStatesAreCaptured) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/device/emulated_network.h"
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
@@ -134,3 +135,5 @@ TEST(DeviceFailureTest, ARecoveryThatCannotConnectIsTriedAgain) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }

@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/device/emulated_device.h"
 #include "tests/support/device/emulated_network.h"
@@ -546,3 +547,5 @@ TEST(DeviceTest, APassOfOneRankWaitsForNoPeer) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 4); }

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "bookkeeping/memory.h"
+#include "tests/support/cases_at_once.h"
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/device/emulated_device.h"
 #include "tests/support/device/emulated_network.h"
@@ -774,3 +775,5 @@ TEST(UpdateInBackwardTest, WaitsForTheCopiesOfASave) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 3); }
