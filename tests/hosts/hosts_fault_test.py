@@ -233,4 +233,4 @@ class HostsFaultTest(unittest.TestCase):
 
 if __name__ == "__main__":
     training_job.skip_unless_available()
-    unittest.main(verbosity=2)
+    unittest.main(testRunner=training_job.TwoAtOnce)

@@ -38,8 +38,9 @@ class Run:
 
 class HostsTest(unittest.TestCase):
     def check_shape(self, hosts, ranks_per_host):
+        """Returns a run of six steps."""
         short, long = (Run(hosts, ranks_per_host, steps) for steps in (2, 6))
-        alone = training_job.train_on_one_host(hosts * ranks_per_host, 6)
+        alone = training_job.train_on_one_rank(6)
         self.assertEqual(len(long.log), 6)
         for ours, theirs in zip(long.log, alone, strict=True):
             # Another exchange may add in another order.
@@ -56,38 +57,33 @@ class HostsTest(unittest.TestCase):
             self.assertGreaterEqual(measured, 0.98 * host_traffic.two_level_bytes(*shape), about)
             self.assertLessEqual(measured, OVERHEAD * host_traffic.flat_bytes(*shape), about)
             self.assertAlmostEqual(measured / expected, 1, delta=OVERHEAD - 1, msg=about)
+        return long
 
-    def test_two_hosts_of_one_rank(self):
-        self.check_shape(2, 1)
-
-    def test_two_hosts_of_two_ranks(self):
-        self.check_shape(2, 2)
-
-    def test_three_hosts_of_one_rank(self):
-        self.check_shape(3, 1)
-
-    def check_changes(self, hosts, ranks_per_host):
-        """Without loss, and with less on the link."""
-        whole = Run(hosts, ranks_per_host, 6)
-        changes = Run(hosts, ranks_per_host, 6, "--gather-wire", "changes")
+    def check_two_hosts(self, ranks_per_host):
+        """Also changes of rows alone: without loss, and with less on the link."""
+        whole = self.check_shape(2, ranks_per_host)
+        changes = Run(2, ranks_per_host, 6, "--gather-wire", "changes")
         self.assertEqual([step["loss"] for step in whole.log],
                          [step["loss"] for step in changes.log])
-        for host in range(hosts):
+        for host in range(2):
             ratio = changes.sent[host] / whole.sent[host]
-            about = f"{hosts} hosts of {ranks_per_host}: host {host} sends {ratio:.3f} of the bytes"
+            about = f"2 hosts of {ranks_per_host}: host {host} sends {ratio:.3f} of the bytes"
             print(about, flush=True)
             # Half of the bytes are gradients.
             self.assertLess(ratio, 0.92, about)
 
-    def test_two_hosts_of_one_rank_send_changes(self):
-        self.check_changes(2, 1)
+    def test_two_hosts_of_one_rank(self):
+        self.check_two_hosts(1)
 
-    def test_two_hosts_of_two_ranks_send_changes(self):
-        self.check_changes(2, 2)
+    def test_two_hosts_of_two_ranks(self):
+        self.check_two_hosts(2)
+
+    def test_three_hosts_of_one_rank(self):
+        self.check_shape(3, 1)
 
     def test_any_number_of_hosts_trains_the_bits_of_one_rank(self):
         options = ("--same-bits", "--dropout", "0.1")
-        alone = training_job.train_on_one_host(1, 6, *options)
+        alone = training_job.train_on_one_rank(6, *options)
         self.assertIn("masters_hash", alone[-1])
         bits = [(step["loss"], step["gradient_norm"], step.get("masters_hash")) for step in alone]
         for hosts, ranks_per_host in ((2, 2), (3, 1)):
@@ -170,4 +166,4 @@ def within(seconds, condition):
 
 if __name__ == "__main__":
     training_job.skip_unless_available()
-    unittest.main(verbosity=2)
+    unittest.main(testRunner=training_job.TwoAtOnce)
