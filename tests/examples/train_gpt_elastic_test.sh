@@ -13,7 +13,7 @@ kills=${KILLS:-3}
 RANDOM=${SEED:-$$}
 export ZERO_TIMEOUT=60s
 common="--data examples --validate-every 1000 --validation-sequences 4 --sample-bytes 0
-        --layers 2 --width 64 --context 64 --batch 10 --steps 250 --nproc 4"
+        --layers 2 --width 64 --context 64 --batch 10 --steps 250 --elastic"
 
 fail() {
   echo "FAILED after $done_kills kills, SEED=${SEED:-$$}: $1"
@@ -24,6 +24,7 @@ fail() {
 # The loss of every step, the last entry of a repeated one. A rank 0 that is killed may have made
 # the step from which the others go on, and not have written its line.
 check_losses() {
+  wait $whole || return 1
   python3 -c '
 import json, re, sys
 def losses(path):
@@ -51,11 +52,13 @@ wait_for_lines() {
 done_kills=0
 late=0
 touch "$work/out"
-$program $common --elastic --log "$work/whole.jsonl" > "$work/out" 2>&1 || fail "the run without deaths"
+# The run without deaths, beside the others.
+$program $common --nproc 1 --log "$work/whole.jsonl" > "$work/whole.out" 2>&1 &
+whole=$!
 jobs=0
 while [ $done_kills -lt "$kills" ]; do
   : > "$work/out"  # of the job before
-  $program $common --elastic --protect-every $((RANDOM % 4 + 1)) --log "$work/elastic.jsonl" \
+  $program $common --nproc 4 --protect-every $((RANDOM % 4 + 1)) --log "$work/elastic.jsonl" \
     > "$work/out" 2>&1 &
   launcher=$!
   wait_for_lines 1 "validation loss before" || fail "did not begin"
@@ -84,7 +87,7 @@ echo "$done_kills kills in $jobs jobs"
 
 for attempt in 1 2 3 4 5; do
   : > "$work/out"
-  $program $common --elastic --protect-every 2 --replacements 1 --log "$work/elastic.jsonl" \
+  $program $common --nproc 4 --protect-every 2 --replacements 1 --log "$work/elastic.jsonl" \
     > "$work/out" 2>&1 &
   launcher=$!
   wait_for_lines 1 "validation loss before" || fail "did not begin"
