@@ -71,6 +71,34 @@ TEST(RecoverOptionsTest, TheWindowOfASkipRule) {
   });
 }
 
+// As those of a GAN, which a failure between their steps leaves at different ones.
+TEST(RecoverOptionsTest, EachOfTwoOptimizersGoesBackToAStepOfItsOwn) {
+  std::latch first(3), second(3);
+  run_ranks(3, [&](const Group& group) {
+    Training training;
+    training.options.bucket_bytes(900).protect(2);
+    CheckpointRun ahead(training, group, 1), behind(training, group, 2);
+    ahead.train(0, 5);
+    behind.train(0, 3);
+    for (std::latch* connected : {&first, &second}) {
+      const Snapshot of_ahead = ahead.snapshot(), of_behind = behind.snapshot();
+      fail_a_connection(*ahead.optimizer, *connected);
+      const auto go_back = [](CheckpointRun& run, int last) {
+        const auto step = static_cast<int>(run.optimizer->recover().steps);
+        EXPECT_LT(step, last);
+        at::NoGradGuard no_grad;
+        if (step > 0) run.model->counter.add_(1);  // what run.train() does after step()
+        return step;
+      };
+      const int first_of_ahead = go_back(ahead, 5), first_of_behind = go_back(behind, 3);
+      ahead.train(first_of_ahead, 5);
+      behind.train(first_of_behind, 3);
+      EXPECT_EQ(differing(of_ahead, ahead.snapshot()), 0);
+      EXPECT_EQ(differing(of_behind, behind.snapshot()), 0);
+    }
+  });
+}
+
 TEST(RecoverOptionsTest, TheAverageOfTheParameters) {
   std::latch connected(3);
   run_ranks(3, [&](const Group& group) {
