@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 
 namespace zero {
@@ -127,3 +128,5 @@ TEST(Descriptors, ARankThatServesTheStoreWithTooFewFailsAtOnce) {
 
 }  // namespace
 }  // namespace zero
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 2); }

@@ -19,6 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/cases_at_once.h"
+
 namespace {
 
 std::string content(const std::string& path) {
@@ -231,3 +233,5 @@ TEST(ReadmeAutocastTest, EachPassComputesWithTheParametersOfTheLastStep) {
 }
 
 }  // namespace
+
+int main(int argc, char** argv) { return zero::run_cases_at_once(argc, argv, 2); }
