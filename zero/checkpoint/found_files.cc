@@ -8,9 +8,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <filesystem>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -163,13 +163,21 @@ Order order_of(const ListedCheckpoint& c) {
   return {c.saved, c.steps, std::filesystem::path(c.path).filename().string(), c.id};
 }
 
-// As bytes, since names of folders need not be UTF-8.
+// Not JSON, since names of folders need not be UTF-8. What is behind the numbers has any bytes.
 std::string text_of(const Order& order) {
-  const auto bytes = nlohmann::json::to_cbor(order);
-  return {bytes.begin(), bytes.end()};
+  const auto& [saved, steps, name, id] = order;
+  const std::string bytes = std::to_string(name.size());
+  return std::to_string(saved) + ' ' + std::to_string(steps) + ' ' + bytes + ' ' + name + id;
 }
 
-Order parse_order(const std::string& text) { return nlohmann::json::from_cbor(text).get<Order>(); }
+Order parse_order(const std::string& text) {
+  char* end = nullptr;
+  const int64_t saved = std::strtoll(text.c_str(), &end, 10);
+  const int64_t steps = std::strtoll(end, &end, 10);
+  const size_t bytes = std::strtoull(end, &end, 10);
+  const std::string rest = text.substr(static_cast<size_t>(end + 1 - text.c_str()));
+  return {saved, steps, rest.substr(0, bytes), rest.substr(bytes)};
+}
 
 }  // namespace
 
