@@ -69,7 +69,7 @@ endif()
 # another macro for its optimisation, it would fit none of them.
 foreach(source IN LISTS zero_sources)
   cmake_path(RELATIVE_PATH source BASE_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE path)
-  if(path MATCHES "^zero/(checkpoint|comm|inner_optimizers|optimizer|recovery|rendezvous)/")
+  if(path MATCHES "^zero/(agreement|base|checkpoint|comm|inner_optimizers|optimizer|recovery|rendezvous)/")
     set_source_files_properties("${source}" PROPERTIES
       COMPILE_OPTIONS "$<$<CONFIG:Release,RelWithDebInfo>:-O1>")
   endif()

@@ -44,6 +44,8 @@ _UNOPTIMIZED = ["-O0", "-U_FORTIFY_SOURCE"]
 # CMake has those of zero/ too.
 _NOT_HOT = [
     "examples",
+    "zero/agreement",
+    "zero/base",
     "zero/checkpoint",
     "zero/comm",
     "zero/inner_optimizers",
