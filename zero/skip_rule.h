@@ -33,9 +33,9 @@ class SkipRule : public Stateful {
   // gradient is.
   //
   // step() calls it once on every rank, if any rank made a backward pass since the last one. On a
-  // GPU step() does not wait for the answer, so a rule that computes with tensors beside `norm`
-  // costs no wait, and one that reads `norm` on the host waits for the device. If it throws, the
-  // optimizer ends.
+  // GPU step() waits for the answer only where the inner optimizer has no kernels, as Muon, so a
+  // rule that computes with tensors beside `norm` costs no other wait, and one that reads `norm` on
+  // the host waits for the device. If it throws, the optimizer ends.
   virtual at::Tensor leaves_out(const at::Tensor& norm) = 0;
 };
 
@@ -46,7 +46,7 @@ class SkipRule : public Stateful {
 // with the mean and the standard deviation (n - 1 in the divisor) of the last `window` values, in
 // double. Values of steps that were left out are among them, so that a new level is accepted after
 // some steps; values that are not finite are not. It starts when half a window is known, and not
-// before 20 values unless the window is smaller. On a GPU nothing waits.
+// before 20 values unless the window is smaller. On a GPU it waits for nothing.
 // Source: Team OLMo, "2 OLMo 2 Furious", 2024, and SkipStepOptimizer of OLMo-core, where values far
 // below the mean are left out too.
 class OutlierRule final : public SkipRule {

@@ -35,41 +35,47 @@ struct Outcome {
   double took = 0;  // seconds, from the step without the other to the error
 };
 
+struct OneWeight {
+  OneWeight(const Group& group, const ZeroOptions& options)
+      : weight(random_tensor({300}, 1).to(group.device()).requires_grad_()),
+        optimizer({{"weight", weight}},
+                  std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{weight}, 0.1), group,
+                  options) {}
+  void step() {
+    optimizer.backward(weight.sum());
+    optimizer.step();
+  }
+
+  const at::Tensor weight;
+  ZeroOptimizer optimizer;
+};
+
 // All ranks but the last take a step that the last does not take, read a parameter, and step again.
 std::vector<Outcome> without_the_last(int ranks, const ZeroOptions& options,
-                                      DeviceRunOptions run = {}) {
-  run.timeout = kTimeout;
-  run.finishes = false;
+                                      DeviceRunOptions device = {}) {
+  device.timeout = kTimeout;
+  device.finishes = false;
   std::vector<Outcome> outcomes(static_cast<size_t>(ranks - 1));
   std::latch over(ranks - 1);
   run_device_ranks(
       ranks,
       [&](const Group& group) {
         const c10::DeviceGuard on(group.device());
-        const at::Tensor weight = random_tensor({300}, 1).to(group.device()).requires_grad_();
-        torch::OrderedDict<std::string, at::Tensor> named;
-        named.insert("weight", weight);
-        ZeroOptimizer optimizer(
-            named, std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{weight}, 0.1), group,
-            options);
-        const auto step = [&] {
-          optimizer.backward(weight.sum());
-          optimizer.step();
-        };
-        step();
+        OneWeight run(group, options);
+        run.step();
         if (group.rank() == ranks - 1) return over.wait();
         const auto begin = std::chrono::steady_clock::now();
         Outcome& outcome = outcomes[static_cast<size_t>(group.rank())];
         outcome.error = error_of([&] {
-          step();
-          weight.detach().cpu();
-          step();
+          run.step();
+          run.weight.detach().cpu();
+          run.step();
         });
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
         outcome.took = took.count();
         over.count_down();
       },
-      run);
+      device);
   return outcomes;
 }
 
@@ -105,31 +111,22 @@ TEST(DeviceFailureTest, ARecoveryThatCannotConnectIsTriedAgain) {
   };
   std::latch connected(2);
   std::vector<std::string> of_the_aborted;  // nothing waits for the sum that was given up
-  run_device_ranks(
-      2,
-      [&](const Group& group) {
-        const c10::DeviceGuard on(group.device());
-        const at::Tensor weight = random_tensor({300}, 1).to(group.device()).requires_grad_();
-        torch::OrderedDict<std::string, at::Tensor> named;
-        named.insert("weight", weight);
-        ZeroOptimizer optimizer(
-            named, std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{weight}, 0.1), group,
-            ZeroOptions().protect(1));
-        const auto step = [&] {
-          optimizer.backward(weight.sum());
-          optimizer.step();
-        };
-        step();
-        const auto own = optimizer.group().make_communicator("own", Purpose::kControl);
-        connected.arrive_and_wait();
-        own->abort("as in a test");
-        fails = group.rank() == 1;
-        EXPECT_THROW(optimizer.recover(), CommunicationError);
-        fails = false;
-        EXPECT_LE(optimizer.recover().steps, 1);
-        step();
-      },
-      {.finishes = false, .violations = &of_the_aborted});
+  run_device_ranks(2,
+                   [&](const Group& group) {
+                     const c10::DeviceGuard on(group.device());
+                     OneWeight run(group, ZeroOptions().protect(1));
+                     run.step();
+                     const auto own =
+                         run.optimizer.group().make_communicator("own", Purpose::kControl);
+                     connected.arrive_and_wait();
+                     own->abort("as in a test");
+                     fails = group.rank() == 1;
+                     EXPECT_THROW(run.optimizer.recover(), CommunicationError);
+                     fails = false;
+                     EXPECT_LE(run.optimizer.recover().steps, 1);
+                     run.step();
+                   },
+                   {.finishes = false, .violations = &of_the_aborted});
   message_probe = nullptr;
 }
 

@@ -198,8 +198,8 @@ TEST(SkipIfTest, EachOptimizerNeedsARuleOfItsOwn) {
     expect_words(error_of(make),
                  {"rank " + std::to_string(group.rank()),
                   "skip_if: expected a rule of its own for each optimizer", "make one for each"});
-    first.reset();
-    EXPECT_EQ(make()->stats().steps, 0);  // nobody else asks it now
+    first.reset();  // the rule is free
+    EXPECT_EQ(make()->stats().steps, 0);
   });
 }
 
