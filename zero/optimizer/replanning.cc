@@ -140,6 +140,7 @@ struct Replanning::Change {
   std::function<void(ParamGroups& groups)> edit;   // throws where a rank's arguments are unusable
   ParamGroups groups = {};                         // edited
   std::map<std::string, size_t> left_groups = {};  // of `leaving`, by name
+  std::vector<at::Tensor> left_values = {};  // of `leaving`; undefined where no arena has them
 };
 
 namespace {
@@ -179,6 +180,13 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
       check_parameter(engine.shards.inner(), static_cast<int64_t>(g), change.groups[g].options(), p,
                       name_of(p, names));
     }
+    // Before anything changes: where memory is short, all ranks can go on.
+    for (const at::Tensor& p : change.leaving) {
+      const int64_t arena = engine.plan.parameter_arena[engine.table.index_of(p)];
+      const bool in_arena = engine.plan.arenas[arena].layout->in_place();
+      change.left_values.push_back(in_arena ? p.detach().clone(at::MemoryFormat::Preserve)
+                                            : at::Tensor());
+    }
   };
   engine.agree(change.call, check, {change.arguments, {}});
 }
@@ -208,11 +216,9 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
                                                  std::exception_ptr& refusal) {
   Engine& engine = *engine_;
   // An arena stays in memory as long as a parameter is in it.
-  for (at::Tensor p : change.leaving) {
-    if (!engine.plan.arenas[engine.plan.parameter_arena[engine.table.index_of(p)]]
-             .layout->in_place())
-      continue;
-    p.set_data(p.detach().clone(at::MemoryFormat::Preserve));
+  for (size_t i = 0; i < change.leaving.size(); ++i) {
+    at::Tensor p = change.leaving[i];
+    if (change.left_values[i].defined()) p.set_data(change.left_values[i]);
   }
   GradientFlags flags;
   recovery_.stop_protection();
