@@ -18,7 +18,7 @@ PROGRAM = os.path.abspath(os.environ.get("TRAIN_GPT", "examples/train_gpt/train_
 TEXT = os.path.abspath("examples/train_gpt")
 RANKS = 2
 MARK = "ZERO_LAUNCHED_JOB"
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 LONG = 1_000_000  # steps of a job that ends by a signal
 
 

@@ -132,6 +132,35 @@ Variables srun() {
           {"SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1"}};
 }
 
+Variables hydra() {  // mpirun of MPICH and Intel MPI
+  return {{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "4"}};
+}
+
+TEST(EnvironmentTest, Hydra) {
+  const Environment env = read(with(hydra(), "MASTER_ADDR", "host"));
+  EXPECT_EQ(env.source, Environment::Source::kHydra);
+  EXPECT_EQ(env.rank, 5);
+  EXPECT_EQ(env.world_size, 8);
+  EXPECT_EQ(env.local_rank, 1);
+  EXPECT_EQ(env.local_world_size, 4);
+  EXPECT_EQ(env.master_addr, "host");
+  EXPECT_NE(refusal(hydra()).find("MASTER_ADDR is not set, although PMI_RANK=5 of 8"),
+            std::string::npos);
+  EXPECT_EQ(read(with(hydra(), "MPI_LOCALNRANKS", "8")).master_addr, "127.0.0.1");
+  // Those of the srun that has started Hydra's helpers.
+  Variables in_slurm = srun();
+  in_slurm.merge(with(hydra(), "MASTER_ADDR", "host"));
+  EXPECT_EQ(read(in_slurm).source, Environment::Source::kHydra);
+}
+
+TEST(EnvironmentTest, ALauncherThatIsNotKnownIsRefused) {
+  EXPECT_NE(refusal(without(hydra(), "MPI_LOCALRANKID")).find("PMI_SIZE=8"), std::string::npos);
+  EXPECT_EQ(read({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}}).source, Environment::Source::kAlone);
+  Variables in_slurm = srun();  // srun --mpi=pmi2
+  in_slurm.merge(without(hydra(), "MPI_LOCALRANKID"));
+  EXPECT_EQ(read(in_slurm).source, Environment::Source::kSlurm);
+}
+
 TEST(EnvironmentTest, Slurm) {
   const Environment env = read(srun());
   EXPECT_EQ(env.source, Environment::Source::kSlurm);

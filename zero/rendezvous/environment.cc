@@ -115,6 +115,14 @@ void read_open_mpi(const Variables& variables, Environment& env) {
   env.local_world_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE", 1).value_or(0);
 }
 
+void read_hydra(const Variables& variables, Environment& env) {
+  env.source = Environment::Source::kHydra;
+  env.rank = variables.required("PMI_RANK", 0, "MPI_LOCALRANKID");
+  env.world_size = variables.required("PMI_SIZE", 1, "PMI_RANK");
+  env.local_rank = variables.required("MPI_LOCALRANKID", 0, "PMI_RANK");
+  env.local_world_size = variables.number("MPI_LOCALNRANKS", 1).value_or(0);
+}
+
 void read_slurm(const Variables& variables, Environment& env) {
   env.source = Environment::Source::kSlurm;
   env.rank = variables.required("SLURM_PROCID", 0, "SLURM_STEP_NUM_TASKS");
@@ -146,6 +154,7 @@ std::string job_identity(const Variables& variables, Environment::Source source)
 
 const char* rank_variable(Environment::Source source) {
   if (source == Environment::Source::kOpenMpi) return "OMPI_COMM_WORLD_RANK";
+  if (source == Environment::Source::kHydra) return "PMI_RANK";
   return source == Environment::Source::kSlurm ? "SLURM_PROCID" : "RANK";
 }
 
@@ -206,10 +215,19 @@ Environment read_environment(const Getenv& getenv) {
     read_torchrun(variables, env);
   } else if (variables.has("OMPI_COMM_WORLD_RANK") || variables.has("OMPI_COMM_WORLD_SIZE")) {
     read_open_mpi(variables, env);
+  } else if (variables.has("PMI_RANK") && variables.has("MPI_LOCALRANKID")) {
+    read_hydra(variables, env);
   } else if (variables.has("SLURM_PROCID") && variables.has("SLURM_STEP_NUM_TASKS")) {
     read_slurm(variables, env);
   } else if (variables.has("WORLD_SIZE")) {
     read_torchrun(variables, env);  // Throws: RANK is missing.
+  } else {
+    // Each rank would else be a job of its own, in silence.
+    const int ranks = variables.number("PMI_SIZE", 1).value_or(1);
+    TORCH_CHECK(ranks == 1, "environment variable PMI_SIZE=", ranks,
+                ": a launcher that is not known has started ", ranks,
+                " ranks; expected torchrun, mpirun of OpenMPI, MPICH or Intel MPI, srun, or RANK, "
+                "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment of each");
   }
   check_consistent(variables, env);
   env.timeout = read_timeout(variables);

@@ -8,10 +8,14 @@
 //   torchrun, zero/launch.h   RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 //                             MASTER_ADDR MASTER_PORT TORCHELASTIC_*
 //   mpirun of OpenMPI         OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}
+//   Hydra, which is mpirun    PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
+//     of MPICH and Intel MPI
 //   srun                      SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID
-//                             SLURM_STEP_TASKS_PER_NODE SLURM_STEP_NODELIST
+//                             SLURM_STEP_NUM_NODES SLURM_STEP_NODELIST
 //   none                      one process alone
 //
+// An mpirun within a job of SLURM may start one helper a machine by srun, whose variables its ranks
+// inherit, so srun comes last.
 // A batch script of SLURM that does not use srun is one process alone, although
 // SLURM_PROCID and SLURM_NTASKS are set in it: its tasks do not exist.
 #pragma once
@@ -24,7 +28,7 @@
 namespace zero {
 
 struct Environment {
-  enum class Source { kAlone, kTorchrun, kOpenMpi, kSlurm };
+  enum class Source { kAlone, kTorchrun, kOpenMpi, kHydra, kSlurm };
 
   Source source = Source::kAlone;
   int rank = 0;
@@ -35,7 +39,8 @@ struct Environment {
   // The address of the job's key-value store: MASTER_ADDR and MASTER_PORT if set. Otherwise:
   //   address  loopback when all ranks are on this machine; with srun the first host of the
   //            step, which is where rank 0 runs, or SLURM_LAUNCH_NODE_IPADDR without a host list
-  //   port     10000..29999, derived from the number of the SLURM step or the OpenMPI job
+  //   port     10000..29999, derived from the number of the SLURM step or the OpenMPI job; Hydra
+  //            names no job, so that all its jobs have the same
   // Unused (empty and 0) with one rank.
   std::string master_addr;
   int master_port = 0;
