@@ -13,8 +13,13 @@
 namespace zero::examples {
 namespace {
 
-// Buffers that the library keeps between steps; docs/training.md has the sentence.
-constexpr size_t kKeptBuckets = 8;
+// Buffers of the largest bucket that the library keeps between steps: for 8 MiB under way and as much
+// that is filled meanwhile, and four more; docs/training.md has the sentence.
+size_t kept_buckets(int64_t bucket_bytes) {
+  constexpr int64_t kUnderWay = int64_t{8} << 20;
+  const int64_t bytes = std::max<int64_t>(bucket_bytes, 1);
+  return static_cast<size_t>(2 * std::max<int64_t>(2, (kUnderWay + bytes - 1) / bytes) + 4);
+}
 
 // The elements that each rank owns, built from ranges of ranks that all own the same more.
 class Owned {
@@ -226,7 +231,7 @@ PlanFigures plan_figures(const Plan& plan, MemoryOptions options) {
   }
   std::sort(sizes.rbegin(), sizes.rend());
   figures.largest_bucket_bytes = sizes.empty() ? 0 : sizes[0];
-  sizes.resize(std::min<size_t>(sizes.size(), kKeptBuckets));
+  sizes.resize(std::min(sizes.size(), kept_buckets(figures.largest_bucket_bytes)));
   figures.kept_bucket_bytes = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   const std::vector<int64_t> owned = owned_elements(plan);
   const auto [least, most] = std::minmax_element(owned.begin(), owned.end());

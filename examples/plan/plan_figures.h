@@ -37,7 +37,8 @@ struct PlanFigures {
   double padding_share = 0;  // of the parameters
   int64_t buckets = 0;
   int64_t largest_bucket_bytes = 0;
-  // Bytes of the eight largest buckets, whose buffers stay allocated between steps.
+  // Of the largest buckets, eight or more where they are below 4 MiB: their buffers stay allocated
+  // between steps.
   int64_t kept_bucket_bytes = 0;
   int64_t least_owned = 0, most_owned = 0;  // elements of a rank
   double imbalance = 0;                     // (most - mean) / mean

@@ -38,8 +38,9 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
       const auto near = [](int64_t bytes, double expected) {
         EXPECT_NEAR(static_cast<double>(bytes), expected, 0.002 * expected);
       };
-      // bf16, stage 2: 2P + 4P/W + (4 + 8)P/W.
-      const PlanFigures two = plan_figures(plan_job(model, job(world_size)), {.stage = 2});
+      const Plan bf16 = plan_job(model, job(world_size));
+      // Stage 2: 2P + 4P/W + (4 + 8)P/W.
+      const PlanFigures two = plan_figures(bf16, {.stage = 2});
       near(two.memory.working_parameters, 2 * p);
       near(two.memory.gradient_shards, 4 * p / w);
       near(two.memory.master_parameters, 4 * p / w);
@@ -47,14 +48,13 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
       EXPECT_EQ(two.memory.full_gradients, 0);
       near(two.memory.total(), 2 * p + 16 * p / w);
       EXPECT_EQ(two.memory.ema, 0);
-      near(plan_figures(plan_job(model, job(world_size)), {.stage = 2, .ema = true}).memory.total(),
-           2 * p + 20 * p / w);
+      near(plan_figures(bf16, {.stage = 2, .ema = true}).memory.total(), 2 * p + 20 * p / w);
       // 8-bit moments have a scale of 4 bytes for each 256 elements.
-      const PlanFigures small = plan_figures(plan_job(model, job(world_size)),
-                                             {.stage = 2,
-                                              .state_bytes = adam_state_bytes(Moments::kInt8),
-                                              .split_masters = true,
-                                              .gradient_shard_dtype = c10::ScalarType::BFloat16});
+      const PlanFigures small =
+          plan_figures(bf16, {.stage = 2,
+                              .state_bytes = adam_state_bytes(Moments::kInt8),
+                              .split_masters = true,
+                              .gradient_shard_dtype = c10::ScalarType::BFloat16});
       // Where a rank has few elements, its last blocks are not full.
       EXPECT_NEAR(static_cast<double>(small.memory.optimizer_state), (2 + 8.0 / 256) * p / w,
                   0.003 * 2 * p / w + 200);
@@ -63,14 +63,11 @@ TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
       near(small.memory.total(), 2 * p + (6 + 8.0 / 256) * p / w);
       // Without gradient shards, nor in stage 1 their averages.
       for (const int64_t stage : {1, 2}) {
-        near(plan_figures(plan_job(model, job(world_size)),
-                          {.stage = stage, .update_in_backward = true})
-                 .memory.total(),
+        near(plan_figures(bf16, {.stage = stage, .update_in_backward = true}).memory.total(),
              2 * p + 12 * p / w);
       }
       // Stage 1 keeps averaged gradients in full.
-      near(plan_figures(plan_job(model, job(world_size)), {.stage = 1}).memory.total(),
-           4 * p + 16 * p / w);
+      near(plan_figures(bf16, {.stage = 1}).memory.total(), 4 * p + 16 * p / w);
       // fp32, stage 2: the master is the working row. 4P + 4P/W + 8P/W.
       const Plan fp32 = plan_job(model, job(world_size, c10::ScalarType::Float));
       near(plan_figures(fp32, {.stage = 2}).memory.total(), 4 * p + 12 * p / w);
@@ -82,6 +79,10 @@ TEST(PlanFiguresTest, KeptBuffersAreThoseOfTheEightLargestBuckets) {
   const PlanFigures many = plan_figures(plan_job(model_shape("gpt2"), job(8)), {.stage = 2});
   EXPECT_GT(many.buckets, 8);
   EXPECT_EQ(many.kept_bucket_bytes, 8 * many.largest_bucket_bytes);
+  JobOptions small = job(8);
+  small.plan.bucket_bytes = 1 << 20;
+  const PlanFigures twenty = plan_figures(plan_job(model_shape("gpt2"), small), {.stage = 2});
+  EXPECT_NEAR(static_cast<double>(twenty.kept_bucket_bytes), 20 << 20, 1 << 20);
   JobOptions one_bucket = job(8);
   one_bucket.plan.bucket_bytes = 0;
   const PlanFigures one = plan_figures(plan_job(model_shape("gpt2"), one_bucket), {.stage = 2});
