@@ -13,7 +13,7 @@ namespace {
 [[noreturn]] void fail(const char* function) {
   TORCH_CHECK(false, "zero::kernels::", function,
               " was called for CUDA memory, but this program was built without CUDA kernels. "
-              "Build it with --config=cuda.");
+              "Build it with --config=cuda (Bazel) or -DZERO_CUDA=ON (CMake).");
 }
 
 }  // namespace

@@ -23,7 +23,8 @@ kernels::Stream current_stream(c10::Device device) {
   if (device.is_cuda()) return {true, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
 #endif
   TORCH_CHECK(!device.is_cuda(), "got parameters on ", device,
-              ", but this program was built without CUDA; build it with --config=cuda");
+              ", but this program was built without CUDA; build it with --config=cuda (Bazel) or "
+              "-DZERO_CUDA=ON (CMake)");
   TORCH_CHECK(device.is_privateuseone(), "expected parameters on cpu or cuda, got ", device);
   // Kernels for a device of another backend are linked in the place of those for CUDA, and know
   // streams by their numbers.

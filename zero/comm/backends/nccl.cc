@@ -131,8 +131,10 @@ std::string gpu_name(c10::Device device) { return c10::str(device); }
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>&,
                                                     int rank, int world_size, c10::Device device,
                                                     std::chrono::milliseconds) {
-  TORCH_CHECK(false, "NCCL: this program was built without it, so rank ", rank, " of ", world_size,
-              " cannot use ", device, ": build with --config=cuda, or keep the model on the CPU");
+  TORCH_CHECK(
+      false, "NCCL: this program was built without it, so rank ", rank, " of ", world_size,
+      " cannot use ", device,
+      ": build with --config=cuda (Bazel) or -DZERO_CUDA=ON (CMake), or keep the model on the CPU");
 }
 
 #endif
