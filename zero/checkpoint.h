@@ -117,7 +117,7 @@ struct CheckpointDescription {
 
   int64_t world_size = 0;  // that saved it
   int64_t stage = 0;
-  std::string layout;  // "contiguous" or "per parameter"
+  std::string layout;  // "contiguous", "per parameter", "whole parameters", or some joined by " + "
   int64_t bucket_bytes = 0;
 
   int64_t steps = 0;  // without the skipped ones

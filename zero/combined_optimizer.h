@@ -6,9 +6,8 @@
 //
 //   std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
 //   parts.push_back(std::make_unique<zero::Muon>(matrices, zero::MuonOptions(0.02)));
-//   parts.push_back(std::make_unique<torch::optim::AdamW>(others,
-//   torch::optim::AdamWOptions(3e-4))); auto inner =
-//   std::make_unique<zero::CombinedOptimizer>(std::move(parts));
+//   parts.push_back(std::make_unique<torch::optim::AdamW>(others, 3e-4));
+//   auto inner = std::make_unique<zero::CombinedOptimizer>(std::move(parts));
 //
 // A ZeroOptimizer takes it as its inner optimizer, and it also works by itself. Its parameter
 // groups are those of the parts, one part after the other, and its state is theirs: schedules and

@@ -20,8 +20,6 @@
 
 namespace {
 
-constexpr size_t examples = 130;
-
 struct NetImpl : torch::nn::Module {
   NetImpl() : linear(register_module("linear", torch::nn::Linear(13, 5))) {}
   at::Tensor forward(const at::Tensor& x) { return linear(x).log_softmax(1); }
@@ -35,7 +33,7 @@ struct Examples : torch::data::datasets::Dataset<Examples> {
     return {zero::random_tensor({13}, index),
             at::scalar_tensor(static_cast<int64_t>(index % 5), at::kLong)};
   }
-  std::optional<size_t> size() const override { return examples; }
+  std::optional<size_t> size() const override { return 130; }
 };
 
 auto data() { return Examples().map(torch::data::transforms::Stack<>()); }
@@ -47,6 +45,7 @@ int train() {
   model->to(group.device());
   auto adam = std::make_unique<torch::optim::Adam>(model->parameters(), 1e-3);
   zero::ZeroOptimizer optimizer(*model, std::move(adam), group);
+  const size_t examples = data().size().value();
   const int64_t batch = 64 / group.world_size();
 
   for (int epoch = 0; epoch < 10; ++epoch) {
@@ -55,7 +54,8 @@ int train() {
     sampler.set_epoch(epoch);
     auto loader = torch::data::make_data_loader(data(), sampler, batch);
     for (auto& example : *loader) {
-      at::Tensor loss = torch::nll_loss(model->forward(example.data), example.target);
+      at::Tensor x = example.data.to(group.device()), y = example.target.to(group.device());
+      at::Tensor loss = torch::nll_loss(model->forward(x), y);
       optimizer.backward(loss);
       optimizer.clip_grad_norm_(1.0);
       optimizer.step();
@@ -67,8 +67,8 @@ int train() {
 
 [[maybe_unused]] void step_on_a_part(const zero::Group& group, zero::ZeroOptimizer& optimizer,
                                      Net& model, const torch::data::Example<>& batch) {
-  at::Tensor x = batch.data.tensor_split(group.world_size())[group.rank()];
-  at::Tensor y = batch.target.tensor_split(group.world_size())[group.rank()];
+  at::Tensor x = batch.data.tensor_split(group.world_size())[group.rank()].to(group.device());
+  at::Tensor y = batch.target.tensor_split(group.world_size())[group.rank()].to(group.device());
   double share = static_cast<double>(x.size(0)) / batch.data.size(0);
   if (share > 0) {
     at::Tensor loss = torch::nll_loss(model->forward(x), y);

@@ -9,6 +9,7 @@
 //   readme_program <ranks> data <folder>        the loop over examples of docs/training.md
 //   readme_program <ranks> tokens <folder>      the loop over unequal batches of docs/training.md
 //   readme_program <ranks> bits <folder>        the loop over micro-batches of docs/training.md
+//   readme_program <ranks> groups <folder>      the parameter groups of docs/training.md
 //
 // The second trains up to batch <batches> and saves after every third one in <folder>/run. Where
 // there are checkpoints, it goes on from the newest. Every rank writes its parameters and its next
@@ -22,6 +23,7 @@
 #include <ATen/ops/mse_loss.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/data/samplers/distributed.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -31,6 +33,7 @@
 #include <torch/utils.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -186,6 +189,38 @@ int train_by_muon() {
   return 0;
 }
 
+int64_t batches() { return 7; }
+
+void add_batch(int64_t number, Gpt& model, at::Tensor& sums) {
+  const std::vector<size_t> indices(static_cast<size_t>(number % 3 + 1),
+                                    static_cast<size_t>(number));
+  const auto count = static_cast<double>(indices.size());
+  sums += at::tensor({loss(model, indices).item<double>() * count, count}, at::kDouble);
+}
+
+using Net = Gpt;
+
+double validate(Net& model, const zero::Group& group, zero::Communicator& ranks) {
+  const torch::NoGradGuard no_grad;
+  model->eval();
+  at::Tensor sums = at::zeros({2}, at::kDouble);
+  for (int64_t i = group.rank(); i < batches(); i += group.world_size()) add_batch(i, model, sums);
+  model->train();
+  ranks.all_reduce_sum(sums, "validation").wait();
+  return sums[0].item<double>() / sums[1].item<double>();
+}
+
+// Whether validate() is the mean over all examples.
+bool validates(Gpt& model, const zero::Group& group) {
+  auto ranks = group.make_communicator("validation", zero::Purpose::kControl);
+  double mean = validate(model, group, *ranks);
+  const at::NoGradGuard no_grad;
+  model->eval();
+  at::Tensor sums = at::zeros({2}, at::kDouble);
+  for (int64_t i = 0; i < batches(); ++i) add_batch(i, model, sums);
+  return std::abs(mean - (sums[0] / sums[1]).item<double>()) < 1e-9;
+}
+
 int train_over_examples() {
   zero::Group group = zero::init_process_group();
   Gpt model(GptConfig{});
@@ -209,7 +244,27 @@ int train_over_examples() {
       losses << batch_loss.item<double>() << " " << shown.item<double>() << "\n";
     }
   }
-  return 0;
+  return validates(model, group) ? 0 : 1;
+}
+
+int decay_matrices() {
+  zero::Group group = zero::init_process_group();
+  Gpt model(GptConfig{});
+
+  std::vector<at::Tensor> matrices, vectors;
+  for (const at::Tensor& p : model->parameters()) (p.dim() < 2 ? vectors : matrices).push_back(p);
+  std::vector<torch::optim::OptimizerParamGroup> groups{matrices, vectors};
+  auto adamw = std::make_unique<torch::optim::AdamW>(
+      groups, torch::optim::AdamWOptions(3e-4).weight_decay(0.1));
+  static_cast<torch::optim::AdamWOptions&>(adamw->param_groups()[1].options()).weight_decay(0.0);
+
+  zero::ZeroOptimizer optimizer(*model, std::move(adamw), group);
+  const auto before = [](const at::Tensor& p) { return p.detach().clone(); };
+  const at::Tensor weight = before(model->first->weight), bias = before(model->first->bias);
+  optimizer.backward(0 * (model->first->weight.sum() + model->first->bias.sum()));
+  optimizer.step();
+  const at::NoGradGuard no_grad;
+  return !model->first->weight.equal(weight) && model->first->bias.equal(bias) ? 0 : 1;
 }
 
 // A rank's part of a batch of 24 tokens, which is another part of it for each rank and batch.
@@ -368,13 +423,14 @@ int freeze_and_add() {
   return frozen && !model.head->bias.equal(before[1]) ? 0 : 1;
 }
 
+constexpr auto kDevice = at::kCPU;
 struct Autocast {
   Autocast() {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(kDevice, true);
+    at::autocast::set_autocast_dtype(kDevice, at::kBFloat16);
   }
   ~Autocast() {
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_enabled(kDevice, false);
     at::autocast::clear_cache();
   }
 };
@@ -484,6 +540,7 @@ int main(int argc, char** argv) {
     if (what == "loop") return train_in_a_loop();
     if (what == "muon") return train_by_muon();
     if (what == "mesh") return step_over_a_mesh();
+    if (what == "groups") return decay_matrices();
     if (what == "freeze") return freeze_and_add();
     if (what == "autocast") return train_under_autocast();
     if (what == "rows") return prune_and_grow();

@@ -74,22 +74,23 @@ std::vector<std::string> statements(const std::string& code) {
 class ReadmeTest : public ::testing::TestWithParam<Section> {};
 INSTANTIATE_TEST_SUITE_P(
     Sections, ReadmeTest,
-    ::testing::Values(Section{"Loop", "README.md", "How"},
-                      Section{"WholeLoop", "docs/training.md", "The loop"},
-                      Section{"Whole", "docs/training.md", "Optimizers of whole parameters"},
-                      Section{"Data", "docs/training.md", "Data, losses, buffers and seeds"},
-                      Section{"SameBits", "docs/training.md",
-                              "The same bits on any number of ranks"},
-                      Section{"Unequal", "docs/training.md", "Unequal batches"},
-                      Section{"Autocast", "docs/training.md", "Autocast"},
-                      Section{"Freezing", "docs/training.md", "Freezing and adding parameters"},
-                      Section{"Rows", "docs/training.md", "Rows that come and go"},
-                      Section{"Mesh", "docs/parallelism.md", "A mesh and placements"},
-                      Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"},
-                      Section{"FromLibtorch", "docs/from_libtorch.md", "The program",
-                              "tests/training/from_libtorch_program.cc"},
-                      Section{"PartOfABatch", "docs/from_libtorch.md", "A part of each batch",
-                              "tests/training/from_libtorch_program.cc"}),
+    ::testing::Values(
+        Section{"Loop", "README.md", "How"}, Section{"WholeLoop", "docs/training.md", "The loop"},
+        Section{"Groups", "docs/training.md", "Inner optimizers and parameter groups"},
+        Section{"Validation", "docs/training.md", "Validation"},
+        Section{"Whole", "docs/training.md", "Optimizers of whole parameters"},
+        Section{"Data", "docs/training.md", "Data, losses, buffers and seeds"},
+        Section{"SameBits", "docs/training.md", "The same bits on any number of ranks"},
+        Section{"Unequal", "docs/training.md", "Unequal batches"},
+        Section{"Autocast", "docs/training.md", "Autocast"},
+        Section{"Freezing", "docs/training.md", "Freezing and adding parameters"},
+        Section{"Rows", "docs/training.md", "Rows that come and go"},
+        Section{"Mesh", "docs/parallelism.md", "A mesh and placements"},
+        Section{"Checkpoints", "docs/checkpoints.md", "Saving and resuming"},
+        Section{"FromLibtorch", "docs/from_libtorch.md", "The program",
+                "tests/training/from_libtorch_program.cc"},
+        Section{"PartOfABatch", "docs/from_libtorch.md", "A part of each batch",
+                "tests/training/from_libtorch_program.cc"}),
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST_P(ReadmeTest, EveryStatementIsOneOfTheProgramInTheSameOrder) {
@@ -210,6 +211,8 @@ TEST(ReadmeRunTest, MicroBatchesTrainTheBitsOfOneRank) {
     EXPECT_TRUE(expected == content(folder + "/loop-" + std::to_string(rank))) << "rank " << rank;
   }
 }
+
+TEST(ReadmeRunTest, OnlyMatricesDecay) { run_program("groups", 2, "groups"); }
 
 TEST(ReadmeFromLibtorchTest, TheProgramTrainsAndSavesItsModel) {
   const std::string folder = ::testing::TempDir() + "/from_libtorch";
