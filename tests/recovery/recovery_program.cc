@@ -155,12 +155,14 @@ int train(const Job& job) {
     init.topology = zero::Topology::of_equal_machines(job.ranks, job.ranks_per_machine);
   }
   const zero::Group group = zero::init_process_group(init);
+  // As a program with two optimizers may have it.
+  const zero::Group second = zero::init_process_group(init);
   const int rank = group.rank();
   const Death death(job, rank);
   // As a program may have one, which does not learn of the deaths.
   std::unique_ptr<zero::Communicator> idle;
   if (!group.joins() && group.world_size() > 1) {
-    idle = group.make_communicator("idle", zero::Purpose::kData);
+    idle = second.make_communicator("idle", zero::Purpose::kData);
   }
   if (group.joins()) {
     std::this_thread::sleep_for(job.late);

@@ -229,8 +229,9 @@ Group init(const InitOptions& options) {
     // Of groups, not of calls: one that failed on this rank alone must not count.
     const auto whole = in_time(*find_store(env, timeout), timeout, start);
     check_job(*whole, env, store_name(env));
-    // The others may have made a group, or tried to, without this rank.
-    while (Tries::begun(*whole->under(prefix_of(env, groups + 1)))) ++groups;
+    // The others may have made a group, or tried to, without this rank. One that joins makes the
+    // groups of the job again, one with each call, and waits for no rank here: those have met.
+    while (!env.joins && Tries::begun(*whole->under(prefix_of(env, groups + 1)))) ++groups;
     Tries tries(whole->under(prefix_of(env, groups)));
     const auto bounded = tries.enter(env.rank, start + timeout);
     // A rank that joins knows no topology that was stated: each is then on a machine of its own.
