@@ -8,6 +8,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -132,6 +133,7 @@ TEST(MemoryFileTest, ALargeBlockOfFreshMemoryAsksForHugePagesAndIsFreed) {
   }
   EXPECT_EQ(fresh_memory(100).numel(), 100);
   EXPECT_EQ(fresh_memory(0).numel(), 0);
+  EXPECT_THROW(fresh_memory(int64_t{1} << 60), c10::OutOfMemoryError);
   // Pages that are locked have nothing else. Where none is, as without a GPU, it is memory even so.
   const at::Tensor of_device = fresh_memory(100, c10::Device(c10::DeviceType::CUDA, 0));
   const auto begin = reinterpret_cast<uintptr_t>(of_device.const_data_ptr());

@@ -5,6 +5,7 @@
 // says.
 #include "zero/comm/exchange/operation.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
@@ -292,6 +293,8 @@ TEST(ConnectionWatchTest, FullMemoryIsNoEndOfAConnection) {
   std::mutex calls;
   RefusingBackend full([] { throw std::bad_alloc(); });
   EXPECT_FALSE(ConnectionWatch(full, calls, 1, milliseconds(100)).has_ended(1));
+  RefusingBackend full_of_tensors([] { at::empty({int64_t{1} << 60}, at::kByte); });
+  EXPECT_FALSE(ConnectionWatch(full_of_tensors, calls, 1, milliseconds(100)).has_ended(1));
   RefusingBackend closed([] { throw std::runtime_error("Socket closed"); });
   EXPECT_TRUE(ConnectionWatch(closed, calls, 1, milliseconds(100)).has_ended(1));
 }

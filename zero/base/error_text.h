@@ -33,10 +33,15 @@ inline bool is_of_communication(const std::exception& error) {
   return dynamic_cast<const CommunicationError*>(&error) != nullptr;
 }
 
-// Returns whether memory was full here.
+// Returns whether memory was full here. libtorch's allocator of a CPU throws a c10::Error like any
+// other: its text begins as no text of ours does that says it of another rank.
 inline bool is_out_of_memory(const std::exception& error) {
-  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
-         dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr;
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return true;
+  const auto* ours = dynamic_cast<const c10::Error*>(&error);
+  if (ours == nullptr) return false;
+  if (dynamic_cast<const c10::OutOfMemoryError*>(ours) != nullptr) return true;
+  return ours->msg().starts_with("[enforce fail at ") &&
+         ours->msg().find("DefaultCPUAllocator: can't allocate memory") != std::string::npos;
 }
 
 [[noreturn]] inline void throw_communication_error(const std::string& text) {

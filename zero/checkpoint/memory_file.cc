@@ -249,7 +249,8 @@ at::Tensor fresh_memory(int64_t bytes, c10::Device device) {
   if (bytes == 0 || (bytes < kHugePage && device.is_cpu())) return at::empty({bytes}, options);
   void* const memory =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(memory != MAP_FAILED, "not enough memory: expected ", bytes, " bytes for a copy");
+  TORCH_CHECK_WITH(OutOfMemoryError, memory != MAP_FAILED, "not enough memory: expected ", bytes,
+                   " bytes for a copy");
   madvise(memory, bytes, MADV_HUGEPAGE);  // refused by systems without them
   const bool locked = lock_pages(memory, bytes, device);
   const auto free = [=](void* begin) {

@@ -230,10 +230,12 @@ std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& gro
 
 void Recovery::protect(const ParamGroups& groups) {
   engine_->record.follow_loss_scale();
-  std::optional<std::pair<FileToSave, Manifest>> shard;
-  // It has the state of a rule of the user's.
-  engine_->comms->run_or_close([&] { shard = protected_shard(groups); });
-  auto copies = protection_->begin(std::move(shard->second), std::move(shard->first));
+  std::shared_ptr<ShardCopies> copies;
+  // The shard has the state of a rule of the user's, and its copy needs memory.
+  engine_->comms->run_or_close([&] {
+    auto [file, manifest] = protected_shard(groups);
+    copies = protection_->begin(std::move(manifest), std::move(file));
+  });
   if (copies) engine_->readers.add(std::move(copies));
   protected_calls_ = engine_->record.calls();
 }

@@ -5,8 +5,10 @@
 
 #include <ATen/ops/empty.h>
 
-#include <new>
+#include <exception>
 #include <vector>
+
+#include "zero/base/error_text.h"
 
 namespace zero {
 
@@ -25,8 +27,8 @@ bool ConnectionWatch::has_ended(int peer) noexcept {
       return false;
     }
     receive->wait(timeout_);
-  } catch (const std::bad_alloc&) {  // which says nothing about the peer
-    return false;
+  } catch (const std::exception& error) {
+    return !is_out_of_memory(error);  // which says nothing about the peer
   } catch (...) {
     return true;
   }

@@ -1,0 +1,51 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/base/error_text.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <new>
+#include <string>
+
+namespace zero {
+namespace {
+
+bool lacks_memory(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    return is_out_of_memory(error);
+  }
+  ADD_FAILURE() << "expected an error";
+  return false;
+}
+
+constexpr int64_t kMoreThanThereIs = int64_t{1} << 60;
+
+void allocate_too_much() { at::empty({kMoreThanThereIs}, at::kByte); }
+
+TEST(ErrorTextTest, EachErrorOfAFullMemoryIsKnown) {
+  EXPECT_TRUE(lacks_memory([] { throw std::bad_alloc(); }));
+  EXPECT_TRUE(lacks_memory([] { TORCH_CHECK_WITH(OutOfMemoryError, false, "of a GPU"); }));
+  EXPECT_TRUE(lacks_memory(allocate_too_much)) << "of libtorch's allocator of a CPU";
+}
+
+TEST(ErrorTextTest, WhatAnotherRankSaysOfItsMemoryIsNoLackOfMemoryHere) {
+  std::string text;
+  try {
+    allocate_too_much();
+  } catch (const std::exception& error) {
+    text = error_line(error);
+  }
+  ASSERT_NE(text.find("can't allocate memory"), std::string::npos) << text;
+  EXPECT_FALSE(lacks_memory([&] { TORCH_CHECK(false, "Rank 1 gave up: ", text); }));
+  EXPECT_FALSE(lacks_memory([&] { throw_communication_error("lost rank 1: " + text); }));
+}
+
+}  // namespace
+}  // namespace zero
