@@ -113,6 +113,23 @@ TEST(RollCallTest, OneThatComputesIsWaitedFor) {
   EXPECT_EQ(b.get().ranks, (std::vector<int>{0, 1}));
 }
 
+// What the caller saw before its pause is old then, and all others may have paused with it.
+TEST(RollCallTest, OneThatAnswersIsNotLeftBehindSinceTheCallerHasPaused) {
+  for (const milliseconds late : {milliseconds(0), milliseconds(1300)}) {
+    const auto store = c10::make_intrusive<FrozenStore>();
+    const auto first = member(store, 0, 2);
+    store->pause_after("0/alive", milliseconds(1200));
+    auto a = call(*first, "a");
+    while (!store->paused()) std::this_thread::sleep_for(milliseconds(5));
+    std::this_thread::sleep_for(late);
+    const auto second = member(store, 1, 2);
+    EXPECT_EQ(a.wait_for(milliseconds(2000)), std::future_status::timeout) << "rank 1 answers";
+    auto b = call(*second, "b");
+    EXPECT_EQ(a.get().ranks, (std::vector<int>{0, 1}));
+    EXPECT_EQ(b.get().ranks, (std::vector<int>{0, 1}));
+  }
+}
+
 TEST(RollCallTest, OneWhoseStoreWasLateOnceAnswersLater) {
   const auto store = c10::make_intrusive<FrozenStore>();
   const std::chrono::seconds timeout(1);

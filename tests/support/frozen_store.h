@@ -4,10 +4,12 @@
 // A store whose calls hang for as long as a test wants, as those of a stopped process do.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
@@ -33,9 +35,27 @@ class FrozenStore : public c10d::HashStore {
     gate();
     return HashStore::compareSet(key, expected, desired);
   }
+  // The first get() of `key` returns so much later what the key held.
+  void pause_after(const std::string& key, std::chrono::milliseconds pause) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pause_key_ = key;
+    pause_ = pause;
+  }
+  // Whether it was called.
+  bool paused() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return pause_key_.empty();
+  }
   std::vector<uint8_t> get(const std::string& key) override {
     gate();
-    return HashStore::get(key);
+    std::vector<uint8_t> value = HashStore::get(key);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (key == pause_key_) {
+      pause_key_.clear();
+      lock.unlock();
+      std::this_thread::sleep_for(pause_);
+    }
+    return value;
   }
   int64_t add(const std::string& key, int64_t value) override {
     gate();
@@ -75,6 +95,8 @@ class FrozenStore : public c10d::HashStore {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool frozen_ = false;
+  std::string pause_key_;
+  std::chrono::milliseconds pause_{};
 };
 
 }  // namespace zero

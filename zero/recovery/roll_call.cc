@@ -241,19 +241,24 @@ bool RollCall::lost_one_of(const std::vector<int>& numbers) const noexcept {
 //   2. Read who has called (arrived), who has answered (alive), who joins (joining), and which
 //      processes their launcher has seen end (gone).
 //   3. Present are the ranks that have called and the processes that join and have answered,
-//   without
-//      those that have ended. A process that joins answers itself, when it sees the call.
+//      without those that have ended. A process that joins answers itself, when it sees the call.
 //   4. The list is complete
 //        a. when every rank has called or ended, and every process that joins has answered or
-//        ended; b. after kAnswerTime, when all that have answered are present and `enough` says
-//        that these
-//           can go on without the silent ones;
+//           ended;
+//        b. after kAnswerTime, when all ranks that have answered are present and `enough` says
+//           that these can go on without the silent ones;
 //        c. after the timeout and kArrivalSlack in any case.
 //   5. Write the list by compare and set: one that another rank wrote meanwhile counts.
 std::string RollCall::close(const std::string& prefix, const Enough& enough) {
   const auto start = Clock::now();
+  auto looked = start;
+  Clock::duration waited{};  // for answers that these looks can see
   std::set<int> refused;  // present, and not enough: `enough` reads a text of each from the store
   while (true) {
+    // A pause of this rank or of the store, which the others may have with it, counts as one look.
+    const auto now = Clock::now();
+    waited += std::min<Clock::duration>(now - looked, kAskInterval);
+    looked = now;
     // 1
     if (std::string list = held_by(*store_, prefix + kList); !list.empty()) return list;
     // 2
@@ -261,7 +266,6 @@ std::string RollCall::close(const std::string& prefix, const Enough& enough) {
     const std::set<int> alive = numbers_in(held_by(*store_, prefix + kAlive));
     const std::set<int> joining = numbers_in(held_by(*store_, prefix + kJoining));
     const std::set<int> gone = ended(*store_);
-    const auto waited = Clock::now() - start;
     const auto is_gone = [&](int number) { return gone.contains(number); };
     // 3
     std::set<int> present = arrived;
@@ -279,7 +283,7 @@ std::string RollCall::close(const std::string& prefix, const Enough& enough) {
     // 4
     const bool all = std::ranges::all_of(
         ranks_, [&](int rank) { return arrived.count(rank) != 0 || is_gone(rank); });
-    bool closes = (all && all_who_join) || waited >= timeout_ + kArrivalSlack;
+    bool closes = (all && all_who_join) || now - start >= timeout_ + kArrivalSlack;
     if (!closes && waited >= kAnswerTime && all_who_answer && present != refused) {
       closes = !enough || enough(texts_at(prefix, present));
       if (!closes) refused = present;
