@@ -130,6 +130,21 @@ TEST(RollCallTest, OneThatAnswersIsNotLeftBehindSinceTheCallerHasPaused) {
   }
 }
 
+TEST(RollCallTest, OneThatWasLeftBehindAndWakesUpIsNotWaitedFor) {
+  const StorePtr store = new_store();
+  const auto first = member(store, 0, 3);
+  auto third = member(store, 2, 3);
+  auto a = call(*first, "a");
+  EXPECT_EQ(call(*third, "c").get().ranks, (std::vector<int>{0, 2}));
+  EXPECT_EQ(a.get().ranks, (std::vector<int>{0, 2}));
+  third.reset();
+  const auto second = member(store, 1, 3);
+  auto again = call(*first, "a");
+  EXPECT_EQ(again.wait_for(std::chrono::seconds(5)), std::future_status::ready);
+  EXPECT_NE(store->get_to_str("1/alive").find('1'), std::string::npos) << "it answers";
+  EXPECT_EQ(again.get().ranks, (std::vector<int>{0}));
+}
+
 TEST(RollCallTest, OneWhoseStoreWasLateOnceAnswersLater) {
   const auto store = c10::make_intrusive<FrozenStore>();
   const std::chrono::seconds timeout(1);

@@ -245,7 +245,7 @@ bool RollCall::lost_one_of(const std::vector<int>& numbers) const noexcept {
 //   4. The list is complete
 //        a. when every rank has called or ended, and every process that joins has answered or
 //           ended;
-//        b. after kAnswerTime, when all ranks that have answered are present and `enough` says
+//        b. after kAnswerTime, when all of these that have answered are present and `enough` says
 //           that these can go on without the silent ones;
 //        c. after the timeout and kArrivalSlack in any case.
 //   5. Write the list by compare and set: one that another rank wrote meanwhile counts.
@@ -273,6 +273,8 @@ std::string RollCall::close(const std::string& prefix, const Enough& enough) {
     bool all_who_join = true;
     for (const int number : alive) {
       const bool joins = joining.count(number) != 0;
+      // One that was left behind earlier may have woken up.
+      if (!joins && !std::ranges::binary_search(ranks_, number)) continue;
       if (joins) present.insert(number);
       all_who_answer = all_who_answer && (joins || arrived.count(number) != 0 || is_gone(number));
     }
