@@ -33,10 +33,12 @@ FileToSave file_of(int rank, const at::Tensor& master) {
   return {owner, {{{owner, "master", 0, 1000}, master, /*bucket=*/0}}};
 }
 
+std::string no_failure() { return {}; }
+
 TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
   run_ranks(3, [](const Group& group) {
     const auto generations = std::make_shared<Generations>();
-    Protection protection(group, generations, 0);
+    Protection protection(group, generations, 0, no_failure);
     const at::Tensor master = values(group.rank());
     OwnThreadWait limit("the test waits for its thread", group.timeout());
     protection.begin({}, file_of(group.rank(), master))->wait(0, limit);
@@ -65,7 +67,7 @@ TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
 TEST(ProtectionTest, AnUnfinishedGenerationNeverReplacesAFinishedOne) {
   run_ranks(2, [](const Group& group) {
     const auto generations = std::make_shared<Generations>();
-    Protection protection(group, generations, 0);
+    Protection protection(group, generations, 0, no_failure);
     protection.begin({}, file_of(group.rank(), values(1)));
     ASSERT_EQ(protection.finish(), "");
     // Rank 1 ends in the middle of the second one.
@@ -170,7 +172,7 @@ TEST(ProtectionTest, TheManifestOfAProtectedStepIsSentOnceToEachRank) {
   run_ranks(kRanks,
             [&](const Group& group) {
               const auto generations = std::make_shared<Generations>();
-              Protection protection(group, generations, 0);
+              Protection protection(group, generations, 0, no_failure);
               Manifest manifest;
               manifest.metadata["long"] = std::string(kBytes, 'x');
               protection.begin(manifest, file_of(group.rank(), values(1)));

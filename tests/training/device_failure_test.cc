@@ -8,10 +8,12 @@
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
 
+#include <atomic>
 #include <chrono>
 #include <latch>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/support/cases_at_once.h"
@@ -127,6 +129,40 @@ TEST(DeviceFailureTest, ARecoveryThatCannotConnectIsTriedAgain) {
                      run.step();
                    },
                    {.finishes = false, .violations = &of_the_aborted});
+  message_probe = nullptr;
+}
+
+// An abort lets a step run on with what has arrived by then, and its protected copy too. Of the
+// collectives of a step, the emulated device has the host ahead of the last one alone.
+TEST(DeviceFailureTest, NoStepIsProtectedBehindAnAbort) {
+  static EmulatedNetwork network;
+  static std::atomic<bool> breaks = false;
+  message_probe = [](const std::string& what) {
+    if (breaks && what.find("gather_rows") != std::string::npos) network.break_links();
+  };
+  std::latch stepped(2);
+  std::vector<std::string> of_the_aborted;
+  run_device_ranks(2,
+                   [&](const Group& group) {
+                     const c10::DeviceGuard on(group.device());
+                     OneWeight run(group, ZeroOptions().protect(1));
+                     run.step();
+                     const at::Tensor before = run.weight.detach().cpu();
+                     stepped.arrive_and_wait();
+                     breaks = true;
+                     const std::string error = error_of([&] {
+                       run.step();
+                       run.step();
+                     });
+                     EXPECT_NE(error.find("a connection failed"), std::string::npos) << error;
+                     // Else recover() might end the copies before they are whole.
+                     std::this_thread::sleep_for(std::chrono::milliseconds(500));
+                     breaks = false;
+                     EXPECT_EQ(run.optimizer.recover().steps, 1);
+                     EXPECT_TRUE(at::equal(run.weight.detach().cpu(), before));
+                     run.step();
+                   },
+                   {.finishes = false, .violations = &of_the_aborted, .network = &network});
   message_probe = nullptr;
 }
 

@@ -179,7 +179,8 @@ void Recovery::start(const ParamGroups& groups) {
 void Recovery::connect() {
   if (engine_->options.protect() == 0) return;
   protection_ = std::make_unique<Protection>(engine_->group(), lifeline_->generations,
-                                             lifeline_->roll.calls());
+                                             lifeline_->roll.calls(),
+                                             [comms = engine_->comms] { return comms->failed(); });
 }
 
 void Recovery::before_step() {

@@ -13,12 +13,13 @@
 namespace zero {
 
 Protection::Protection(const Group& group, std::shared_ptr<Generations> generations,
-                       int64_t recovery)
+                       int64_t recovery, std::function<std::string()> failed)
     : generations_(std::move(generations)),
       recovery_(recovery),
       rank_(group.rank()),
       world_size_(group.world_size()),
       timeout_(group.timeout()),
+      failed_(std::move(failed)),
       others_may_join_(recovery > 0) {
   // After one of the same ranks, as where parameters change: no two generations have one number.
   // All ranks have agreed that its last one is whole.
@@ -82,6 +83,10 @@ std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave fil
     std::string problem;
     try {
       copies->copy_all();
+      // A group remembers its failure before it ends its collectives on the device, so the copies,
+      // which are behind them there, are not made before it does.
+      const std::string failure = failed_();
+      if (!failure.empty()) throw_communication_error(failure);
       make_whole(*generation, *writer);
     } catch (const std::exception& error) {
       problem = "the copy of a protected step failed: " + error_text(error);

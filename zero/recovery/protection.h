@@ -4,9 +4,11 @@
 // Keeps this rank's shard of every protected step also in another rank's memory, in the background.
 //
 // A generation is whole on a rank when its own file is copied, sent, and the source's file has
-// arrived with the right checksum; only then is it added. The one before is freed when all ranks
-// have agreed on a call that each of them began with a finish() without a problem. So at any time
-// all ranks have one generation in common.
+// arrived with the right checksum; only then is it added. A failure of the communication before the
+// copies are made leaves it out: where streams wait for collectives and not the host, their end may
+// have been an abort, and the state that was copied is no step's. The one before is freed when all
+// ranks have agreed on a call that each of them began with a finish() without a problem. So at any
+// time all ranks have one generation in common.
 #pragma once
 
 #include <atomic>
@@ -25,8 +27,10 @@ namespace zero {
 
 class Protection {
  public:
-  // Collective over `group`. `recovery` is the number of recoveries before it.
-  Protection(const Group& group, std::shared_ptr<Generations> generations, int64_t recovery);
+  // Collective over `group`. `recovery` is the number of recoveries before it. `failed()`, which
+  // any thread may call, returns how the communication of the steps failed; empty if it did not.
+  Protection(const Group& group, std::shared_ptr<Generations> generations, int64_t recovery,
+             std::function<std::string()> failed);
   // Aborts what is under way.
   ~Protection();
 
@@ -54,6 +58,7 @@ class Protection {
   const int rank_;
   const int world_size_;
   const std::chrono::milliseconds timeout_;
+  const std::function<std::string()> failed_;
   const bool others_may_join_;      // and need what one rank alone keeps for them
   std::unique_ptr<CopyRing> ring_;  // null for one rank alone, which nothing protects
   int64_t begun_ = 0;

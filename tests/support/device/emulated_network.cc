@@ -78,6 +78,8 @@ class EmulatedRoom {
     emulated::report("deadlock: an abort waits for a collective of another communicator");
   }
 
+  std::atomic<bool> dead = false;  // the rank of the device
+
  private:
   std::mutex mutex_;
   std::condition_variable left_;
@@ -87,11 +89,12 @@ class EmulatedRoom {
 
 // The ranks of one communicator.
 struct EmulatedChannel {
+  enum class End : char { kNone, kSeenByAll, kUnseen };
   EmulatedChannel(int64_t number_in, int size_in)
       : number(number_in),
         size(size_in),
         begun(static_cast<size_t>(size_in)),
-        aborted(static_cast<size_t>(size_in)) {}
+        ends(static_cast<size_t>(size_in)) {}
   const int64_t number;  // of the communicator
   const int size;
   std::mutex mutex;
@@ -99,12 +102,17 @@ struct EmulatedChannel {
   std::map<int64_t, Round> rounds;
   std::vector<int64_t> begun;             // by rank: its collectives that have begun on the device
   std::map<std::string, int> connecting;  // by call: the ranks that have come to their first one
-  std::vector<char> aborted;              // by rank
+  std::vector<End> ends;                  // by rank
   int shut_down = 0;                      // ranks
+  bool broken = false;                    // nothing gets through
   bool stopped = false;                   // on all ranks
 
-  bool has_ended(int rank) const { return stopped || aborted[static_cast<size_t>(rank)] != 0; }
-  bool has_failed() const { return stopped || std::ranges::count(aborted, 0) < size; }
+  bool has_ended(int rank) const {
+    return stopped || ends[static_cast<size_t>(rank)] != End::kNone;
+  }
+  bool has_failed() const {
+    return broken || stopped || std::ranges::count(ends, End::kSeenByAll) > 0;
+  }
 };
 
 struct EmulatedNetwork::State {
@@ -114,6 +122,15 @@ struct EmulatedNetwork::State {
   bool stopped = false;
   std::vector<std::shared_ptr<EmulatedRoom>> rooms = {};  // by device
   bool ring_sums = false;
+
+  void set_in_all(bool EmulatedChannel::*flag) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const auto& [number, channel] : channels) {
+      const std::lock_guard<std::mutex> channel_lock(channel->mutex);
+      (*channel).*flag = true;
+      channel->changed.notify_all();
+    }
+  }
 };
 
 namespace {
@@ -292,7 +309,8 @@ class EmulatedBackend : public c10d::Backend {
   void abort() override {
     {
       const std::lock_guard<std::mutex> lock(channel_->mutex);
-      channel_->aborted[static_cast<size_t>(getRank())] = 1;
+      channel_->ends[static_cast<size_t>(getRank())] =
+          room_->dead ? EmulatedChannel::End::kUnseen : EmulatedChannel::End::kSeenByAll;
       channel_->changed.notify_all();
     }
     room_->await_idle();
@@ -445,8 +463,9 @@ class EmulatedBackend : public c10d::Backend {
   // Blocks until `ready`; false: the communicator has ended.
   static bool wait(EmulatedChannel& channel, int rank, std::unique_lock<std::mutex>& lock,
                    const std::string& call, const std::function<bool()>& ready) {
-    const bool in_time = channel.changed.wait_for(
-        lock, emulated::patience(), [&] { return channel.has_ended(rank) || ready(); });
+    const bool in_time = channel.changed.wait_for(lock, emulated::patience(), [&] {
+      return channel.has_ended(rank) || (ready() && !channel.broken);
+    });
     if (!in_time) {
       emulated::report("deadlock: " + call + " was not called by all ranks");
       channel.stopped = true;
@@ -556,21 +575,25 @@ BackendFactory EmulatedNetwork::factory(int rank) {
   };
 }
 
+void EmulatedNetwork::kill(int rank) {
+  state_->rooms[static_cast<size_t>(rank)]->dead = true;
+  host_.kill(rank);
+}
+
+void EmulatedNetwork::break_links() { state_->set_in_all(&EmulatedChannel::broken); }
+
 void EmulatedNetwork::stop() {
   host_.stop();
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  for (const auto& [number, channel] : state_->channels) {
-    const std::lock_guard<std::mutex> channel_lock(channel->mutex);
-    channel->stopped = true;
-    channel->changed.notify_all();
-  }
+  state_->set_in_all(&EmulatedChannel::stopped);
 }
 
 void run_device_ranks(int world_size, const std::function<void(const Group&)>& body,
                       const DeviceRunOptions& options) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   store->setTimeout(options.timeout);
-  EmulatedNetwork network(options.room, options.ring_sums);
+  std::optional<EmulatedNetwork> own;
+  if (options.network == nullptr) own.emplace(options.room, options.ring_sums);
+  EmulatedNetwork& network = options.network != nullptr ? *options.network : *own;
   MemoryNetwork host;
   DeviceCalls::begin();
   std::mutex mutex;

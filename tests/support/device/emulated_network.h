@@ -41,6 +41,12 @@ class EmulatedNetwork {
   ~EmulatedNetwork();
   // For the Group of rank `rank`, whose data is on device `rank`; control messages use the host.
   BackendFactory factory(int rank);
+  // From now on nothing gets through the communicators that there are, while all ranks live: each
+  // of them has an error, and its collectives wait until it is aborted.
+  void break_links();
+  // The rank is dead: its control messages throw on every rank, and the others see nothing of its
+  // device any more, not even an error.
+  void kill(int rank);
   // Ends all collectives.
   void stop();
 
@@ -59,6 +65,7 @@ struct DeviceRunOptions {
   bool ring_sums = false;  // as in EmulatedNetwork
   bool finishes = true;    // false: a rank leaves out calls that others make
   std::vector<std::string>* violations = nullptr;  // where expected ones go
+  EmulatedNetwork* network = nullptr;              // in place of one with `room` and `ring_sums`
 };
 
 // Calls body(group) on `world_size` threads, each with a device of its own, which is not made
