@@ -14,6 +14,7 @@
 #include <chrono>
 #include <filesystem>
 #include <functional>
+#include <latch>
 #include <memory>
 #include <optional>
 #include <string>
@@ -265,6 +266,36 @@ TEST(DeviceCaptureTest, AveragesAndNarrowStatesAreCaptured) {
   s.options = ZeroOptions()
                   .bucket_bytes(1024)
                   .ema(EmaOptions().decay(0.9))
+// Replays run no code of the library, and NCCL reports no error of what a graph has.
+TEST(DeviceCaptureTest, AReplayEndsWhenARankHasEnded) {
+  EmulatedNetwork network;
+  std::latch over(1);
+  std::vector<std::string> of_the_dead;
+  run_device_ranks(2,
+                   [&](const Group& group) {
+                     TrainedRank run(group, Setting());
+                     run.step();
+                     run.graph.capture_begin();
+                     run.step();
+                     run.graph.capture_end();
+                     run.graph.replay();
+                     run.values();
+                     if (group.rank() == 1) {
+                       network.kill(1);
+                       return over.wait();
+                     }
+                     const auto begin = std::chrono::steady_clock::now();
+                     run.graph.replay();
+                     run.values();
+                     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+                     const std::string error =
+                         error_of([&] { run.optimizer.refresh_learning_rates(); });
+                     EXPECT_NE(error.find("lost rank 1"), std::string::npos) << error;
+                     over.count_down();
+                   },
+                   {.finishes = false, .violations = &of_the_dead, .network = &network});
+}
+
                   .moments(Moments::kInt8)
                   .split_masters(true)
                   .gradient_shard_dtype(at::kBFloat16);

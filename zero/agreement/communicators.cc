@@ -245,6 +245,11 @@ std::string OptimizerCommunicators::failed() const {
   return text;
 }
 
+void OptimizerCommunicators::check() const {
+  const std::string failure = failed();
+  if (!failure.empty()) throw_communication_error(failure);
+}
+
 void OptimizerCommunicators::abort(const std::string& reason) noexcept {
   if (aborted_.exchange(true)) return;
   // Before any connection is closed, so that the peers find it when they notice.

@@ -63,6 +63,9 @@ struct OptimizerCommunicators {
 
   // The first failure of any communicator; empty if there is none.
   std::string failed() const;
+  // Throws CommunicationError for that. An operation that a stream waits for ends without an error
+  // when it is aborted.
+  void check() const;
   // Closes all connections, so that no rank waits for this one until its timeout, and lets the
   // others find `reason`. The failure of any communicator does the same.
   void abort(const std::string& reason) noexcept;

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <set>
 
 #include "zero/base/message_probe.h"
 #include "zero/base/own_process.h"
@@ -89,6 +90,8 @@ struct Communicator::Impl {
 
   // Where streams wait and not the host, an error may come while no operation is waited for.
   void watch_for_errors();
+  // See RowCommunicator.
+  void watch_peers();
 
   // Between begin_reductions() and end_reductions().
   std::atomic<bool> reducing = false;
@@ -96,8 +99,11 @@ struct Communicator::Impl {
   std::mutex traffic_mutex;
   Traffic traffic;
 
-  std::string seen_error;             // of the watch's last look
-  std::optional<PeriodicCall> watch;  // last: it uses the others
+  // The last members: they use the others.
+  std::string seen_error;  // of the watch's last look
+  std::optional<PeriodicCall> watch;
+  std::set<int> seen_ended;  // of the last look at peers
+  std::optional<PeriodicCall> peer_watch;
 };
 
 void Communicator::Impl::watch_for_errors() {
@@ -114,6 +120,27 @@ void Communicator::Impl::watch_for_errors() {
         seen_error = error;
       },
       "errors");
+}
+
+// As in GroupHealth::look_at_waits(), one look is not enough: a message may still be read.
+void Communicator::Impl::watch_peers() {
+  constexpr milliseconds kPeriod{1000};
+  if (peer_watch) return;
+  peer_watch.emplace(
+      kPeriod,
+      [this] {
+        const std::set<int> ended = health->ended_peers();
+        std::string lost;
+        for (const int peer : ended) {
+          if (seen_ended.contains(peer)) lost += c10::str(lost.empty() ? "" : ", ", "rank ", peer);
+        }
+        if (!lost.empty()) {
+          health->fail(c10::str("lost ", lost, health->where(),
+                                ". The rank that failed first has the reason in its output"));
+        }
+        seen_ended = ended;
+      },
+      "peers");
 }
 
 void Communicator::Impl::check_no_reductions(const std::string& what) const {
@@ -202,6 +229,7 @@ Communicator::~Communicator() {
   }
   // 2. A failure that another thread reports uses the exchange until it has been dealt with.
   impl_->watch.reset();
+  impl_->peer_watch.reset();
   impl_->health->forget_actions();
   // 3. After a failure the connections are closed already.
   if (!impl_->exchange || !failed().empty()) return;
@@ -420,6 +448,10 @@ Pending RowCommunicator::gather_rows(const Rows& rows, const std::string& label,
 
 bool RowCommunicator::sends_changes(c10::ScalarType dtype, c10::Device device) const {
   return all_.impl_->exchange && all_.impl_->exchange->sends_changes(dtype, device);
+}
+
+void RowCommunicator::watch_peers() {
+  if (all_.impl_->exchange) all_.impl_->watch_peers();
 }
 
 void RowCommunicator::count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures) {

@@ -98,6 +98,11 @@ class RowCommunicator {
   // the first operation, on all ranks.
   void sum_in_rank_order();
 
+  // From now on the communicator also fails when a connection ends while no operation waits for
+  // that rank, within about two seconds: a replay of a CUDA graph waits on the device alone, and
+  // NCCL reports no error of it. Sees no rank that stands still.
+  void watch_peers();
+
   // The communicator's first failure is counted there too.
   void count_failure_in(std::shared_ptr<std::atomic<int64_t>> failures);
   // For are_newcomers(). The same on all ranks.

@@ -180,7 +180,11 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
 void ZeroOptimizer::refresh_learning_rates() {
   at::NoGradGuard no_grad;
   Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { engine.shards.groups().refresh_rates(param_groups_); });
+  engine.protocol.fail_stop([&] {
+    // A replay runs on without an error when its collectives are aborted.
+    engine.comms->check();
+    engine.shards.groups().refresh_rates(param_groups_);
+  });
 }
 
 void ZeroOptimizer::wait_for(const torch::nn::Module& module) {

@@ -14,6 +14,7 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
+#include "zero/comm/row_communicator.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
@@ -122,7 +123,10 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   }
   passes.check_used(agreement, domains.uniform);
   if (options.static_graph()) protocol.expect_rounds(agreement.rounds);
-  if (is_capturing(protocol.device())) readers.expect_replays();
+  if (is_capturing(protocol.device())) {
+    readers.expect_replays();
+    RowCommunicator(*comms->control).watch_peers();
+  }
   at::Tensor skipped;
   bool updates = false;
   comms->run_or_close([&] {
