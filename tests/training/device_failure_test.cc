@@ -166,6 +166,26 @@ TEST(DeviceFailureTest, NoStepIsProtectedBehindAnAbort) {
   message_probe = nullptr;
 }
 
+// As of a rank that is stopped between the meeting and the first round.
+TEST(DeviceFailureTest, AFirstCollectiveHoldsTheHostNoLongerThanTheTimeout) {
+  std::latch over(1);
+  std::vector<std::string> of_the_late;
+  run_device_ranks(
+      2,
+      [&](const Group& group) {
+        const c10::DeviceGuard on(group.device());
+        const auto first = group.make_communicator("first", Purpose::kData);
+        if (group.rank() == 1) return over.wait();
+        const auto begin = std::chrono::steady_clock::now();
+        const at::Tensor values = at::zeros({4}, at::device(group.device()).dtype(at::kLong));
+        const std::string error = error_of([&] { first->all_reduce_max(values, "values").wait(); });
+        EXPECT_NE(error.find("holds the host"), std::string::npos) << error;
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, 3 * kTimeout);
+        over.count_down();
+      },
+      {.timeout = kTimeout, .finishes = false, .violations = &of_the_late});
+}
+
 }  // namespace
 }  // namespace zero
 

@@ -19,6 +19,7 @@
 #include "zero/base/message_probe.h"
 #include "zero/base/own_process.h"
 #include "zero/base/periodic_call.h"
+#include "zero/comm/backends/nccl.h"
 #include "zero/comm/exchange/collective_order.h"
 #include "zero/comm/exchange/operation.h"
 #include "zero/comm/exchange/row_exchange.h"
@@ -28,6 +29,7 @@ namespace zero {
 namespace {
 
 using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 void check_rows(const at::Tensor& rows, int world_size, const std::string& what) {
@@ -85,11 +87,15 @@ struct Communicator::Impl {
   const std::shared_ptr<RowExchange> exchange;  // Null for one rank alone.
   int64_t operations = 0;                       // started; guarded by the exchange's mutex
   const std::shared_ptr<GroupHealth> health;
+  // When the call of start() that is in issue() came to it; 0 for none.
+  std::atomic<Clock::rep> issuing_since = 0;
 
   std::vector<int> newcomers;
 
-  // Where streams wait and not the host, an error may come while no operation is waited for.
+  // Where streams wait and not the host, an error may come while no operation is waited for. What
+  // connects holds the host, in a call that has no timeout.
   void watch_for_errors();
+  void look_at_first_call();
   // See RowCommunicator.
   void watch_peers();
 
@@ -118,8 +124,19 @@ void Communicator::Impl::watch_for_errors() {
                                 ". The rank that failed first has the reason in its output"));
         }
         seen_error = error;
+        look_at_first_call();
       },
       "errors");
+}
+
+void Communicator::Impl::look_at_first_call() {
+  const Clock::rep since = issuing_since;
+  const milliseconds limit = nccl_timeout(health->timeout());
+  if (since == 0 || Clock::now() - Clock::time_point(Clock::duration(since)) < limit) return;
+  health->fail(c10::str("a first collective of its kind holds the host for more than ",
+                        limit.count(), " ms: another rank does not come to it", health->where(),
+                        ". It may be stuck, have ended, or have skipped this call: see its output. "
+                        "If it is only slow, raise the group's timeout"));
 }
 
 // As in GroupHealth::look_at_waits(), one look is not enough: a message may still be read.
@@ -165,11 +182,13 @@ Pending Communicator::Impl::start(const std::string& what, bool elements, int64_
   {
     const std::lock_guard<std::mutex> lock(exchange->mutex());
     operation = make_owned<Operation>(health, what, operations++);
+    issuing_since = Clock::now().time_since_epoch().count();
     try {
       if (elements) sent = issue(*operation);
     } catch (...) {
       thrown = std::current_exception();
     }
+    issuing_since = 0;
   }
   // 3. An operation of which a part may have started is a failure of the group. Without the lock,
   //    which the end of the group takes.
