@@ -186,6 +186,29 @@ TEST(DeviceFailureTest, AFirstCollectiveHoldsTheHostNoLongerThanTheTimeout) {
       {.timeout = kTimeout, .finishes = false, .violations = &of_the_late});
 }
 
+// What they return may be the last that a program asks for.
+TEST(DeviceFailureTest, WhatAnAbortLeavesIsNotReturned) {
+  for (const bool gradient : {false, true}) {
+    EmulatedNetwork network;
+    std::latch stepped(2);
+    std::vector<std::string> of_the_aborted;
+    run_device_ranks(2,
+                     [&](const Group& group) {
+                       const c10::DeviceGuard on(group.device());
+                       OneWeight run(group, ZeroOptions());
+                       run.step();
+                       if (gradient) run.optimizer.backward(run.weight.sum());
+                       run.weight.detach().cpu();
+                       stepped.arrive_and_wait();
+                       network.break_links();
+                       EXPECT_THROW(gradient ? run.optimizer.gradient(run.weight)
+                                             : run.optimizer.master(run.weight),
+                                    CommunicationError);
+                     },
+                     {.finishes = false, .violations = &of_the_aborted, .network = &network});
+  }
+}
+
 }  // namespace
 }  // namespace zero
 

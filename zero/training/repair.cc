@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "zero/base/error_text.h"
+#include "zero/base/streams.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/memory/bucket_memory.h"
 #include "zero/training/broadcasts.h"
@@ -53,6 +54,10 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
       copy_out_of_bucket(engine.plan, bucket, rows.values(), tensors);
       engine.pool.give(rows.values());
     }
+    // Nothing need follow that would say that an abort has left this.
+    const c10::Device device = engine.protocol.device();
+    if (has_streams(device)) current_torch_stream(device).synchronize();
+    engine.comms->check();
   });
   return result;
 }
