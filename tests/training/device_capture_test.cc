@@ -16,6 +16,7 @@
 #include <functional>
 #include <latch>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -53,16 +54,19 @@ struct Setting {
   c10::ScalarType dtype = at::kFloat;
   int passes = 1;  // of a step
   bool saves = false;
-  bool replicas = false;  // two ranks share shards, two hold copies
+  bool replicas = false;  // two halves of the ranks hold copies
   ZeroOptions options;
 };
 
-// Of a rank of four.
+// Of two or four ranks.
 ZeroOptions with_replicas(const Group& group, ZeroOptions options) {
-  const int first = group.rank() / 2 * 2, place = group.rank() % 2;
-  return options.placement(0, GroupPlacement()
-                                  .sharded_over(group.subgroup({first, first + 1}, "shards"))
-                                  .replicated_over(group.subgroup({place, place + 2}, "copies")));
+  const int half = group.world_size() / 2, place = group.rank() % half;
+  std::vector<int> own_half(half);
+  std::iota(own_half.begin(), own_half.end(), group.rank() - place);
+  return options.placement(0,
+                           GroupPlacement()
+                               .sharded_over(group.subgroup(own_half, "shards"))
+                               .replicated_over(group.subgroup({place, place + half}, "copies")));
 }
 
 std::string text_of(int ranks, const Setting& s) {
@@ -219,7 +223,8 @@ TEST(DeviceCaptureTest, WhatCannotBeCapturedIsRefused) {
     DeviceRunOptions options = {};
   };
   const auto step = [](TrainedRank& run) { run.step(); };
-  Setting overlaps, scaled, unfused, early;
+  Setting overlaps, scaled, unfused, early, replicas;
+  replicas.replicas = true;  // each rank is alone with its shards
   early.options.update_in_backward(true).skip_nonfinite(false);
   overlaps.options.overlap_gather(true);
   scaled.options.loss_scaler(LossScalerOptions());
@@ -230,6 +235,7 @@ TEST(DeviceCaptureTest, WhatCannotBeCapturedIsRefused) {
       {"a dynamic loss scale", step, scaled},
       {"an optimizer that runs its own step()", step, unfused},
       {"a transport on which the host waits for other ranks", step, {}, true, {.over_host = true}},
+      {"a transport on which the host waits", step, replicas, true, {.over_host = true}},
       {"the first step", step, {}, false},
       {"expected the learning rates that the last step used",
        [](TrainedRank& run) {
@@ -260,12 +266,6 @@ TEST(DeviceCaptureTest, WhatCannotBeCapturedIsRefused) {
   }
 }
 
-TEST(DeviceCaptureTest, AveragesAndNarrowStatesAreCaptured) {
-  Setting s;
-  s.dtype = at::kBFloat16;
-  s.options = ZeroOptions()
-                  .bucket_bytes(1024)
-                  .ema(EmaOptions().decay(0.9))
 // Replays run no code of the library, and NCCL reports no error of what a graph has.
 TEST(DeviceCaptureTest, AReplayEndsWhenARankHasEnded) {
   EmulatedNetwork network;
@@ -296,6 +296,12 @@ TEST(DeviceCaptureTest, AReplayEndsWhenARankHasEnded) {
                    {.finishes = false, .violations = &of_the_dead, .network = &network});
 }
 
+TEST(DeviceCaptureTest, AveragesAndNarrowStatesAreCaptured) {
+  Setting s;
+  s.dtype = at::kBFloat16;
+  s.options = ZeroOptions()
+                  .bucket_bytes(1024)
+                  .ema(EmaOptions().decay(0.9))
                   .moments(Moments::kInt8)
                   .split_masters(true)
                   .gradient_shard_dtype(at::kBFloat16);

@@ -259,6 +259,13 @@ void OptimizerCommunicators::abort(const std::string& reason) noexcept {
   for (const auto& item : made_) item.second->abort(reason);
 }
 
+bool OptimizerCommunicators::waits_on_host(c10::Device device) const {
+  return std::ranges::any_of(made_, [&](const auto& made) {
+    return made.first.second != Role::kAgreement && made.second->world_size() > 1 &&
+           RowCommunicator(*made.second).waits_on_host(device);
+  });
+}
+
 Traffic OptimizerCommunicators::data_traffic() const {
   Traffic sum;
   for (const auto& [key, communicator] : made_) {

@@ -69,6 +69,9 @@ struct OptimizerCommunicators {
   // Closes all connections, so that no rank waits for this one until its timeout, and lets the
   // others find `reason`. The failure of any communicator does the same.
   void abort(const std::string& reason) noexcept;
+  // Returns whether the host waits where data in memory of `device` is sent to other ranks: shards,
+  // sums over replicas, or norms.
+  bool waits_on_host(c10::Device device) const;
   Traffic data_traffic() const;
   Traffic control_traffic() const;
 

@@ -72,15 +72,11 @@ void GradientReducer::make_shards() {
   }
 }
 
-bool GradientReducer::has_other_ranks(bool host_waits) const {
-  return std::any_of(comms_.begin(), comms_.end(), [&](const DomainCommunicators& comms) {
-    return comms.data->world_size() > 1 &&
-           RowCommunicator(*comms.data).waits_on_host(device_) == host_waits;
-  });
-}
-
 void GradientReducer::connect() {
-  if (!has_other_ranks(/*host_waits=*/false)) return;
+  const bool on_streams = std::ranges::any_of(comms_, [&](const DomainCommunicators& comms) {
+    return comms.data->world_size() > 1 && !RowCommunicator(*comms.data).waits_on_host(device_);
+  });
+  if (!on_streams) return;
   // Replicas exchange in collective calls, where all ranks come.
   replicated_ = 1;
   send_round();

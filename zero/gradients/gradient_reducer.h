@@ -133,8 +133,6 @@ class GradientReducer {
   void join() { queue_.join(); }
   // Throws when a reduction has failed already. Local.
   void check() { queue_.check(); }
-  // Returns whether there are other ranks, for whose gradients the host waits, or does not.
-  bool has_other_ranks(bool host_waits) const;
   void leave_capture() { queue_.leave_capture(); }
   // Forgets gradients, rounds and used flags. Requires complete().
   void consume();

@@ -162,7 +162,7 @@ std::string capture_problem(const Engine& engine, Call call) {
   if (engine.protocol.expected_rounds() == 0) return refuse("the first step");
   if (!engine.shards.deferred()) return refuse("an optimizer that runs its own step()");
   if (engine.record.scaler().dynamic()) return refuse("a dynamic loss scale");
-  if (engine.reducer.has_other_ranks(/*host_waits=*/true)) {
+  if (engine.comms->waits_on_host(engine.protocol.device())) {
     return refuse("a transport on which the host waits for other ranks");
   }
   // Its gathers would not be joined when the capture ends.
