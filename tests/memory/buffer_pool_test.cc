@@ -3,11 +3,16 @@
 #include "zero/memory/buffer_pool.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
 #include <new>
+#include <string>
 #include <vector>
+
+#include "tests/support/device/emulated_device.h"
+#include "zero/base/streams.h"
 
 namespace zero {
 namespace {
@@ -91,6 +96,23 @@ TEST(BufferPoolTest, BuffersOfSeveralPagesAreWholeAndAligned) {
     buffer.fill_(1);
     EXPECT_EQ(buffer.sum().item<int64_t>(), bytes);
   }
+}
+
+// A plain query would end a capture that is under way in another thread.
+TEST(BufferPoolTest, IsAskedForBuffersBesideACapture) {
+  const c10::Device device(kEmulated, 0);
+  BufferPool pool(device, 1 << 20);
+  EmulatedGraph graph;
+  const c10::StreamGuard here(new_stream(device));
+  pool.give(pool.take(100, at::kByte, BufferPool::Order::kWait));
+  graph.capture_begin();
+  {
+    const c10::StreamGuard beside(new_stream(device));
+    pool.take(100, at::kByte);
+  }
+  graph.capture_end();
+  EmulatedDevice::finish();
+  EXPECT_EQ(EmulatedDevice::take_violations(), std::vector<std::string>());
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ at::Tensor BufferPool::allocate(int64_t bytes) const {
 }
 
 bool BufferPool::is_free(const Free& free) const {
-  return !free.given || *free.stream == current_torch_stream(device_) || free.given->query();
+  return !free.given || *free.stream == current_torch_stream(device_) || is_complete(*free.given);
 }
 
 at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype, Order order) {
