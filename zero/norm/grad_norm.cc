@@ -118,8 +118,13 @@ void measure_locally(ReductionSet& set, double norm_type) {
   }
 }
 
-Pending start_reduction(const ReductionSet& set, size_t group) {
-  return all_reduce_norm_parts(set.parts, norm_communicator(set.groups[group]), "gradient norm");
+void start_reduction(ReductionSet& set, size_t group) {
+  set.pending =
+      all_reduce_norm_parts(set.parts, norm_communicator(set.groups[group]), "gradient norm");
+  // NCCL needs one order of the collectives of several communicators on the devices of all ranks:
+  // each begins behind what the current stream waits for. See
+  // zero/comm/exchange/collective_order.h.
+  if (!set.parts.is_cpu()) set.pending.wait();
 }
 
 // [kKinds, width] over all sets, on `device`.
@@ -127,7 +132,7 @@ at::Tensor reduce_sets(std::vector<ReductionSet>& sets, double norm_type, at::De
   size_t most = 0;
   for (ReductionSet& set : sets) {
     measure_locally(set, norm_type);
-    if (!set.groups.empty()) set.pending = start_reduction(set, 0);
+    if (!set.groups.empty()) start_reduction(set, 0);
     most = std::max(most, set.groups.size());
   }
   for (size_t g = 0; g < most; ++g) {
@@ -135,7 +140,7 @@ at::Tensor reduce_sets(std::vector<ReductionSet>& sets, double norm_type, at::De
       if (g < set.groups.size()) set.pending.wait();
     }
     for (ReductionSet& set : sets) {
-      if (g + 1 < set.groups.size()) set.pending = start_reduction(set, g + 1);
+      if (g + 1 < set.groups.size()) start_reduction(set, g + 1);
     }
   }
   if (sets.size() == 1) return sets.front().parts.to(device);  // one mesh: nothing to add up
