@@ -60,6 +60,8 @@ double norm_of(double factor) {
   return std::sqrt(sum);
 }
 
+using Words = std::vector<std::string>;
+
 struct Rank {
   Rank(const Group& group, const ZeroOptions& options, c10::ScalarType dtype = at::kFloat)
       : group(group), model(dtype) {
@@ -344,6 +346,48 @@ TEST(CallOrderTest, PlainBackwardWithoutTheLossScaleThrows) {
         r.expect_moved(1.0 - factor);
       }
     });
+  }
+}
+
+TEST(CallOrderTest, ARefusedPassLeavesWhatNoSyncKept) {
+  for (const int64_t stage : {1, 2}) {
+    for (const int world_size : {1, 2, 3}) {
+      run_ranks(world_size, [&](const Group& group) {
+        Rank r(group, options_of(stage).loss_scaler(LossScalerOptions()));
+        {
+          const auto guard = r.optimizer->no_sync();
+          r.backward(0.5);
+        }
+        const Words words{"a loss that was not scaled", "65536"};
+        expect_words(error_of([&] { r.model.loss(1.0).backward(); }), words);
+        expect_words(error_of([&] { r.optimizer->step(); }), words);
+        r.optimizer->step();
+        r.expect_moved(0.5);
+      });
+    }
+  }
+}
+
+TEST(CallOrderTest, APassThatIsRefusedAfterAClipLeavesWhatIsInAGradient) {
+  for (const int64_t stage : {1, 2}) {
+    for (const int world_size : {1, 2, 3}) {
+      run_ranks(world_size, [&](const Group& group) {
+        Rank r(group, options_of(stage));
+        const at::Tensor by_hand = r.model.parameters()[3], sent = r.model.parameters()[4];
+        r.optimizer->backward(r.model.loss(1.0, /*without=*/3));
+        r.optimizer->clip_grad_norm_(1e9);
+        by_hand.mutable_grad() = at::full_like(by_hand.detach(), 4.0);
+        const at::Tensor shown = sent.grad().clone();
+        for (const at::Tensor& p : {by_hand, sent}) {
+          const std::string words = "backward() between a clip and step()";
+          expect_words(error_of([&] { p.sum().backward(); }), {words});
+          expect_words(error_of([&] { r.optimizer->step(); }), {words});
+        }
+        EXPECT_TRUE(at::allclose(sent.grad(), shown, 0, 0, /*equal_nan=*/true));
+        r.optimizer->step();
+        r.expect_moved(1.0);
+      });
+    }
   }
 }
 

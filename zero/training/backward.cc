@@ -127,12 +127,6 @@ bool BackwardPasses::takes_own_passes_only() const {
   return parts_.reducer.micro_batches() != nullptr || parts_.update_in_backward;
 }
 
-bool BackwardPasses::takes_gradients() const {
-  return !parts_.clipping.has_clips() && !parts_.protocol.ema_in_use() &&
-         (running_ ||
-          (!takes_own_passes_only() && (scaled_ || parts_.record.scaler().scale() == 1.0)));
-}
-
 std::string BackwardPasses::unscaled_problem() const {
   return any_ || parts_.record.scaler().scale() == 1.0 ? std::string() : unscaled_text();
 }
@@ -150,6 +144,12 @@ std::string BackwardPasses::untimely_problem() const {
            "backward pass";
   }
   if (parts_.protocol.ema_in_use()) return std::string("a backward pass: ") + kEmaInUseProblem;
+  return {};
+}
+
+std::string BackwardPasses::gradient_problem() const {
+  std::string problem = untimely_problem();
+  if (!problem.empty()) return problem;
   if (takes_own_passes_only() && !running_) {
     const std::string of_others =
         ". Call requires_grad_(false) on parameters that the pass of another optimizer reaches, as "
@@ -162,19 +162,20 @@ std::string BackwardPasses::untimely_problem() const {
                               "micro-batch is known")) +
            of_others;
   }
-  return unscaled_text();
+  const double scale = parts_.record.scaler().scale();
+  return running_ || scaled_ || scale == 1.0 ? std::string() : unscaled_text();
 }
 
 bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
   const at::Tensor& tensor = parts_.table.parameters()[parameter].tensor;
   // Of one that was frozen since the forward pass, autograd accumulates no gradient.
   if (!tensor.requires_grad() || !accumulates_into(tensor)) return false;
-  const bool takes = !keeps_gradients() && wants_all_gradients() && takes_gradients();
   bool taken = false;
-  run_in_hook([&] {
+  run_in_hook(parameter, [&] {
     check_waited_for(parameter);
     parts_.reducer.before_gradient(parameter);
-    taken = takes && parts_.reducer.take_gradient(parameter, gradient);
+    taken = !keeps_gradients() && wants_all_gradients() &&
+            parts_.reducer.take_gradient(parameter, gradient);
   });
   return taken;
 }
@@ -185,13 +186,7 @@ void BackwardPasses::after_accumulation(int64_t parameter) {
   // parameter that was frozen since the forward pass.
   if (!p.tensor.grad().defined() || !p.tensor.requires_grad()) return;
   if (parts_.reducer.is_marked(parameter)) return;
-  parts_.protocol.check_usable();
-  if (!takes_gradients()) {
-    // It must not be sent with other gradients after the error.
-    p.tensor.mutable_grad().reset();
-    parts_.protocol.throw_misuse("gradient of " + p.name + ": " + untimely_problem());
-  }
-  run_in_hook([&] {
+  run_in_hook(parameter, [&] {
     if (keeps_gradients()) {
       parts_.reducer.gradient_kept(parameter);
     } else {
@@ -214,12 +209,17 @@ std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
                   "micro_batches(), or call zero_grad() on all ranks");
 }
 
-void BackwardPasses::run_in_hook(const std::function<void()>& hand_over) {
+void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>& hand_over) {
   parts_.protocol.check_usable();
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
   check_capture();
   parts_.record.follow_loss_scale();
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
+  // Before anything is accumulated, so that what is in p.grad() stays.
+  if (const std::string problem = gradient_problem(); !problem.empty()) {
+    parts_.protocol.throw_misuse("gradient of " + parts_.table.parameters()[parameter].name + ": " +
+                                 problem);
+  }
   try {
     hand_over();
   } catch (const std::exception& error) {
@@ -268,7 +268,9 @@ void BackwardPasses::begin() {
   parts_.record.follow_loss_scale();
   any_ = true;
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
-  if (!takes_gradients()) parts_.protocol.throw_misuse(untimely_problem());
+  if (const std::string problem = untimely_problem(); !problem.empty()) {
+    parts_.protocol.throw_misuse(problem);
+  }
   if (parts_.update_in_backward && parts_.reducer.has_packed()) {
     parts_.protocol.throw_misuse(
         "backward(): expected step() after each backward pass with update_in_backward(true), got "

@@ -81,14 +81,16 @@ class BackwardPasses {
   void after_accumulation(int64_t parameter);
   // Returns whether gradients of this pass stay on this rank for now.
   bool keeps_gradients() const;
-  // Returns whether a gradient may arrive at present, and why not. Asked for each gradient.
   // Returns whether only passes of backward() may give gradients.
   bool takes_own_passes_only() const;
-  bool takes_gradients() const;
+  // Why no pass may run at present, or nothing.
   std::string untimely_problem() const;
+  // Why the pass under way may not give gradients, or nothing. Asked for each gradient.
+  std::string gradient_problem() const;
   std::string unscaled_text() const;
-  // Runs `hand_over`; an error leaves the pass broken on all ranks.
-  void run_in_hook(const std::function<void()>& hand_over);
+  // Runs `hand_over` for a gradient of `parameter`, unless the gradient is refused; an error leaves
+  // the pass broken on all ranks.
+  void run_in_hook(int64_t parameter, const std::function<void()>& hand_over);
   void check_capture() const;
   void begin();
   // Gradients are incomplete for `reason`.
