@@ -14,10 +14,13 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/inner_optimizers/classes.h"
 #include "zero/memory/device_stream.h"
+#include "zero/training/pass_under_way.h"
 
 namespace zero {
 namespace {
@@ -134,8 +137,9 @@ std::string BackwardPasses::unscaled_problem() const {
 std::string BackwardPasses::unscaled_text() const {
   return "gradients of a loss that was not scaled: expected optimizer.backward(loss), or "
          "optimizer.scale_loss(loss).backward(), with a loss scale of " +
-         std::to_string(parts_.record.scaler().scale()) +
-         ", got gradients of neither; they would be divided by that scale";
+         exact_text(parts_.record.scaler().scale()) +
+         ", got gradients of neither; they would be divided by that scale. Call "
+         "requires_grad_(false) on parameters whose gradients of the pass are not wanted";
 }
 
 std::string BackwardPasses::untimely_problem() const {
@@ -163,6 +167,16 @@ std::string BackwardPasses::gradient_problem() const {
            of_others;
   }
   const double scale = parts_.record.scaler().scale();
+  if (const PassUnderWay* const pass = PassUnderWay::current()) {
+    if (pass->scale() == scale) return {};
+    return "gradients of backward() of another optimizer: expected this optimizer's loss scale "
+           "of " +
+           exact_text(scale) + ", by which they would be divided, got a loss multiplied by " +
+           exact_text(pass->scale()) +
+           ". Give both optimizers one constant loss scale with ZeroOptions::loss_scaler, make one "
+           "optimizer of all that the loss trains, or call requires_grad_(false) on parameters "
+           "whose gradients of that pass are not wanted, as on a GAN's discriminator";
+  }
   return running_ || scaled_ || scale == 1.0 ? std::string() : unscaled_text();
 }
 
@@ -220,6 +234,7 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
     parts_.protocol.throw_misuse("gradient of " + parts_.table.parameters()[parameter].name + ": " +
                                  problem);
   }
+  if (PassUnderWay::current() != nullptr) any_ = true;
   try {
     hand_over();
   } catch (const std::exception& error) {
@@ -343,9 +358,13 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
         "got a second one in a hook of the first; add up the losses before one backward()");
   }
   const bool kept = keeps_gradients();
+  const auto pass = std::make_shared<PassUnderWay>(parts_.record.scaler().scale());
   try {
     if (!kept) parts_.reducer.begin_pass();
-    differentiate();
+    {
+      const PassUnderWay::Guard under_way(pass);
+      differentiate();
+    }
     parts_.reducer.end_pass(kept);
   } catch (const std::exception& error) {
     std::string text = error_text(error);

@@ -64,7 +64,8 @@ class BackwardPasses {
   // all of them. torch refuses such a loss at once, but with dropped layers it may be meant.
   void check_used(const Agreement& agreement, bool all_ranks);
   static constexpr int kUnusedSteps = 10;
-  // Returns whether a pass began or a loss was scaled since the last step.
+  // Returns whether a pass began, or that of another optimizer arrived, or a loss was scaled since
+  // the last step.
   bool any() const { return any_; }
   void forget() { any_ = scaled_ = false; }
   // The problem of gradients whose loss was not multiplied by the loss scale, or nothing.

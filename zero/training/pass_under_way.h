@@ -1,0 +1,38 @@
+// SPDX-FileCopyrightText: The zero authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A pass of ZeroOptimizer::backward() while it is under way, as the hooks of every parameter see it
+// that it reaches, also those of other optimizers. Autograd takes it along to all threads on which
+// it runs the pass, and to passes inside of it, such as those of checkpointed parts.
+#pragma once
+
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <memory>
+
+namespace zero {
+
+class PassUnderWay final : public c10::DebugInfoBase {
+ public:
+  // The loss is multiplied by `scale`.
+  explicit PassUnderWay(double scale) : scale_(scale) {}
+
+  double scale() const { return scale_; }
+
+  // The innermost one that is under way in this thread, or null.
+  static PassUnderWay* current();
+
+  // While it lives, `pass` is under way in this thread and where autograd goes from here.
+  class Guard {
+   public:
+    explicit Guard(std::shared_ptr<PassUnderWay> pass);
+
+   private:
+    const c10::DebugInfoGuard guard_;
+  };
+
+ private:
+  const double scale_;
+};
+
+}  // namespace zero
