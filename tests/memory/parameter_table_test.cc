@@ -255,6 +255,25 @@ TEST(ParameterTableTest, EveryChangeFromOutsideIsNamed) {
   }
 }
 
+TEST(ParameterTableTest, AnotherOrderOfTheSameElementsIsNamed) {
+  Layer square(at::ones({3, 3}));
+  ParameterTable table(square, {torch::optim::OptimizerParamGroup(square.parameters())});
+  table.remember();
+  square.weight.set_data(square.weight.data().t());
+  expect_words(error_of([&] { table.verify(); }), {"weight", "expected strides [3, 1] as",
+                                                   "got [1, 3]", "refresh_master_parameters()"});
+  square.weight.set_data(square.weight.data().t());
+  table.verify();
+}
+
+TEST(ParameterTableTest, StridesOfOneElementMayDiffer) {
+  Layer row(at::ones({1, 5}));
+  ParameterTable table(row, {torch::optim::OptimizerParamGroup(row.parameters())});
+  table.remember();
+  row.weight.set_data(row.weight.data().as_strided({1, 5}, {77, 1}));
+  table.verify();
+}
+
 TEST(ParameterTableTest, AnotherTensorInAParametersPlaceIsNamed) {
   Model model;
   const ParameterTable table(model, model.groups());

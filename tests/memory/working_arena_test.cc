@@ -133,6 +133,20 @@ TEST(WorkingArenaTest, AttachTakesBackAParameterThatWasGivenOtherMemory) {
   }
 }
 
+TEST(WorkingArenaTest, AttachTakesBackATransposedViewOfTheParametersOwnMemory) {
+  for (const Layout layout : kLayouts) {
+    for (const bool keep_values : {true, false}) {
+      const at::Tensor initial = random_tensor({4, 4}, 1);
+      Arena a({initial.clone()}, layout);
+      a.parameter(0).set_data(a.parameter(0).data().t());
+      a.arena.attach(keep_values);
+      EXPECT_EQ(a.parameter(0).strides(), at::IntArrayRef({4, 1}));
+      const bool kept = keep_values || layout == Layout::kPerParameter;
+      EXPECT_TRUE(at::equal(a.parameter(0).detach(), kept ? initial.t() : initial));
+    }
+  }
+}
+
 TEST(WorkingArenaTest, ParametersThatWereExchangedKeepTheirValues) {
   const Tensors initial = {random_tensor({7}, 1), random_tensor({7}, 2), random_tensor({7}, 3)};
   Arena a(initial, Layout::kContiguous);

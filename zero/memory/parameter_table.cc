@@ -68,6 +68,15 @@ struct MemoryRange {
 
 }  // namespace
 
+bool is_in_order(const Parameter& parameter) {
+  const at::Tensor& t = parameter.tensor;
+  for (int64_t d = 0; d < t.dim() && t.numel() > 0; ++d) {
+    // That of a single element addresses nothing.
+    if (t.size(d) > 1 && t.stride(d) != parameter.strides[d]) return false;
+  }
+  return true;
+}
+
 void check_trainable(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK(tensor.layout() == at::kStrided, "parameter ", name,
               ": expected a dense (strided) tensor, got layout ", tensor.layout(),
@@ -316,6 +325,9 @@ void ParameterTable::verify() const {
                 ": it was loaded over or edited in place, or is a detached view that shares its "
                 "version with another tensor: give each its clone()",
                 kRefresh);
+    TORCH_CHECK(is_in_order(p), "parameter ", p.name, ": expected strides ",
+                at::IntArrayRef(p.strides), " as the last step left them, got ", t.strides(),
+                ", as a transposed view of its own memory has", kRefresh);
     TORCH_CHECK(t.requires_grad(), "parameter ", p.name,
                 ": expected requires_grad as at construction, got a frozen one; set it "
                 "back and call freeze() of the optimizer instead");

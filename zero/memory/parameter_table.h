@@ -40,6 +40,9 @@ struct NamedTensor {
   bool trainable = false;  // required gradients at construction: another optimizer's
 };
 
+// Returns whether the elements of the parameter are in its memory order.
+bool is_in_order(const Parameter& parameter);
+
 // Throws c10::Error unless `tensor` can be optimized.
 void check_trainable(const at::Tensor& tensor, const std::string& name);
 

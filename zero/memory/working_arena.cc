@@ -17,7 +17,7 @@ namespace {
 
 // Gives a parameter whose memory was replaced the order that its elements had at construction.
 void restore_order(const Parameter& p) {
-  if (p.tensor.numel() <= 1 || p.tensor.strides() == at::IntArrayRef(p.strides)) return;
+  if (is_in_order(p)) return;
   at::Tensor ordered = at::empty_strided(p.sizes, p.strides, p.tensor.detach().options());
   ordered.copy_(p.tensor.detach());
   at::Tensor(p.tensor).set_data(ordered);
@@ -71,8 +71,9 @@ void WorkingArena::attach(bool keep_values) {
       restore_order(p);
       continue;
     }
-    if (p.tensor.numel() > 0 && p.tensor.const_data_ptr() == place.const_data_ptr()) continue;
-    // Two that were exchanged are in each other's place.
+    const bool in_place = p.tensor.const_data_ptr() == place.const_data_ptr() && is_in_order(p);
+    if (p.tensor.numel() > 0 && in_place) continue;
+    // Two that were exchanged are in each other's place, and one may be transposed in its own.
     at::Tensor values = p.tensor.detach();
     if (keep_values && is_inside(values, memory_.flat())) values = values.clone();
     moves.push_back({p.tensor, place, values});
