@@ -218,6 +218,110 @@ TEST(OverlapTest, AForwardPassThatDidNotWaitIsRefused) {
   }
 }
 
+// Rows that arrive later would take back a part of the change, or be written behind the end of
+// other memory.
+TEST(OverlapTest, AChangeOfAParameterThatIsUnderWayIsRefusedOnAllRanks) {
+  struct Change {
+    const char* name;
+    std::function<void(const at::Tensor&)> make;
+    bool shape = false;
+  };
+  const std::vector<Change> changes{
+      {"loaded", [](const at::Tensor& p) { at::Tensor(p).set_data(at::full_like(p, 3)); }},
+      {"edited", [](const at::Tensor& p) { p.detach().fill_(3); }},
+      {"smaller", [](const at::Tensor& p) { at::Tensor(p).set_data(at::full({2}, 3.0)); }, true},
+  };
+  for (const Change& change : changes) {
+    for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      for (const int world_size : {1, 2}) {
+        // One rank alone has all rows, in place.
+        if (world_size == 1 && layout == Layout::kContiguous) continue;
+        SCOPED_TRACE(change.name);
+        const RunOptions run = on_memory();
+        run_ranks(
+            world_size,
+            [&](const Group& group) {
+              const int rank = group.global_rank();
+              Stack model(3, false);
+              ZeroOptimizer optimizer(
+                  *model, sgd(*model), group,
+                  ZeroOptions().layout(layout).bucket_bytes(kLayerBytes).overlap_gather(true));
+              at::Tensor weight = model->list[1]->weight;
+              const at::Tensor place = weight.detach();
+              for (const bool waited_since : {false, true}) {
+                optimizer.backward(model->loss(rank));
+                optimizer.clip_grad_norm_(1e9);    // all gradients have been sent after this
+                run.network->hold_after(rank, 1);  // but for the control message
+                optimizer.step();
+                const at::NoGradGuard no_grad;
+                if (rank == 0) change.make(weight);
+                run.network->release(rank);
+                if (waited_since) optimizer.wait_for(*model);
+                const std::string text = error_of([&] { optimizer.refresh_master_parameters(); });
+                expect_words(text, {"layer1.weight", "wait_for(module)", "edited in place"});
+                if (rank == 0 && layout == Layout::kPerParameter) {
+                  EXPECT_TRUE(weight.eq(3).all().item<bool>()) << "rows were published there";
+                }
+                if (change.shape && rank == 0) weight.set_data(place);
+                // Rightly, as the text says.
+                weight.fill_(5);
+                optimizer.refresh_master_parameters();
+                EXPECT_TRUE(weight.eq(5).all().item<bool>());
+                EXPECT_TRUE(optimizer.master(weight).eq(5).all().item<bool>());
+                optimizer.check_replicas();
+                const at::AutoGradMode grad(true);
+                optimizer.backward(model->loss(rank));
+                optimizer.step();
+                optimizer.wait_for(*model);
+              }
+            },
+            run);
+      }
+    }
+  }
+}
+
+TEST(OverlapTest, ABackwardPassAfterAChangeOfWhatIsUnderWayIsRefusedToo) {
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        Stack model(3, false);
+        ZeroOptimizer optimizer(*model, sgd(*model), group, ZeroOptions().overlap_gather(true));
+        optimizer.backward(model->loss(group.rank()));
+        optimizer.step();
+        model->list[1]->weight.detach().fill_(3);
+        optimizer.wait_for(*model);
+        expect_words(error_of([&] { optimizer.backward(model->loss(group.rank())); }),
+                     {"layer1.weight", "wait_for(module)"});
+        expect_words(error_of([&] { optimizer.step(); }), {"layer1.weight", "wait_for(module)"});
+      },
+      on_memory());
+}
+
+// As a program does that goes back to what it had.
+TEST(OverlapTest, ADestructorLeavesMemoryThatReplacedAParametersAsItIs) {
+  for (const int world_size : {1, 2}) {
+    run_ranks(
+        world_size,
+        [&](const Group& group) {
+          Stack model(3, false);
+          auto optimizer = std::make_unique<ZeroOptimizer>(
+              *model, sgd(*model), group,
+              ZeroOptions().layout(Layout::kPerParameter).overlap_gather(true));
+          optimizer->backward(model->loss(group.rank()));
+          optimizer->step();
+          const at::NoGradGuard no_grad;
+          for (at::Tensor& p : model->parameters()) p.set_data(at::full_like(p, 3));
+          model->list[0]->bias.set_data(at::full({2}, 3.0));
+          optimizer.reset();
+          for (const at::Tensor& p : model->parameters()) {
+            EXPECT_TRUE(p.eq(3).all().item<bool>());
+          }
+        },
+        on_memory());
+  }
+}
+
 // The graph of a first layer saves its input and not its weight, so that autograd sees nothing.
 TEST(OverlapTest, ALayerWhoseWeightNoGraphSavesIsRefusedToo) {
   const auto test = [](const Group& group, Layout layout, bool own) {

@@ -32,8 +32,9 @@ class BucketMemory {
   // The rows of a bucket in the arena's dtype, to be ended with publish(). In place: a view of the
   // flat tensor. Else: unspecified contents.
   Rows rows(int64_t bucket);
-  // Copies `rows` to the tensors of the bucket's parameters, as copy_out_of_bucket() does, and
-  // gives their buffer back. In place: does nothing, since the places hold them already.
+  // Copies `rows` to the tensors of the bucket's parameters, as copy_out_of_bucket() does, those
+  // that are undefined left out, and gives their buffer back. In place: does nothing, since the
+  // places hold them already.
   void publish(int64_t bucket, const Rows& rows,
                c10::function_ref<at::Tensor(int64_t parameter)> tensor_of);
 

@@ -285,6 +285,15 @@ void ParameterTable::bump_version(int64_t parameter) {
   ++memory_[parameter].version;
 }
 
+bool ParameterTable::is_as_remembered(int64_t parameter) const {
+  const Parameter& p = parameters_[parameter];
+  const Memory& memory = memory_[parameter];
+  const at::Tensor& t = p.tensor;
+  return t.sizes() == p.sizes && t.scalar_type() == memory.dtype && t.device() == memory.device &&
+         t.const_data_ptr() == memory.data &&
+         static_cast<uint32_t>(t._version()) == memory.version && is_in_order(p);
+}
+
 void ParameterTable::verify_shapes() const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& p = parameters_[i];

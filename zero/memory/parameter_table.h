@@ -89,6 +89,8 @@ class ParameterTable {
   void remember();
   // Raises the version of a parameter, also that which is remembered.
   void bump_version(int64_t parameter);
+  // Returns whether a parameter has the memory, version, dtype, device, shape and order still.
+  bool is_as_remembered(int64_t parameter) const;
   // Throws c10::Error naming the first parameter that was moved, cast, given other storage,
   // edited in place, frozen or unfrozen since remember(), and saying what to do.
   void verify() const;

@@ -90,8 +90,11 @@ bool WorkingArena::is_master(int64_t bucket) const {
   return arena.layout->is_master(arena);
 }
 
-void WorkingArena::publish(int64_t bucket, const Rows& rows) {
-  memory_.publish(bucket, rows, [&](int64_t p) { return table_.parameters()[p].tensor; });
+void WorkingArena::publish(int64_t bucket, const Rows& rows, bool only_remembered) {
+  memory_.publish(bucket, rows, [&](int64_t p) {
+    const bool left_out = only_remembered && !table_.is_as_remembered(p);
+    return left_out ? at::Tensor() : table_.parameters()[p].tensor;
+  });
 }
 
 void WorkingArena::read_row(int64_t bucket, int64_t rank, const at::Tensor& row) const {

@@ -35,9 +35,9 @@ class WorkingArena {
   // The rows of a bucket in the arena's dtype, to be ended with publish(). In place: the memory of
   // the parameters. Else: a pool buffer with unspecified contents.
   Rows rows(int64_t bucket) { return memory_.rows(bucket); }
-  // Makes gathered rows visible in the working parameters. In place: they
-  // already are.
-  void publish(int64_t bucket, const Rows& rows);
+  // Makes gathered rows visible in the working parameters. In place: they already are.
+  // `only_remembered`: leaves out parameters that are not as the table remembers them.
+  void publish(int64_t bucket, const Rows& rows, bool only_remembered = false);
   // Copies what `rank` owns of the working parameters into `row`: fp32, as long as that row of the
   // bucket; padding becomes zero.
   void read_row(int64_t bucket, int64_t rank, const at::Tensor& row) const;

@@ -283,6 +283,9 @@ void BackwardPasses::begin() {
   parts_.record.follow_loss_scale();
   any_ = true;
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
+  if (const std::string problem = parts_.gathers.take_problem(); !problem.empty()) {
+    parts_.protocol.throw_misuse(problem);
+  }
   if (const std::string problem = untimely_problem(); !problem.empty()) {
     parts_.protocol.throw_misuse(problem);
   }

@@ -220,6 +220,7 @@ Problem first_problem(Engine& engine, Call call, const std::function<void()>& ch
   if (problem.empty() && !drops) problem = early_update_problem(engine, call);
   // The guard also ends where an error of training leaves its scope, which stays for the next call.
   if (call == Call::kEndEma) return problem.empty() ? problem_of(check) : problem;
+  if (problem.empty()) problem = engine.gathers.take_problem();
   if (engine.shards.inner_was_stepped() && problem.empty()) problem = kInnerStepProblem;
   const bool checked = is_checked(call);
   if (problem.empty() && checked) {

@@ -76,18 +76,27 @@ void ParameterGathers::start(int64_t bucket, const Rows& rows) {
 bool ParameterGathers::is_under_way(int64_t parameter) const {
   if (changed_.empty() || changed_[parameter] == 0) return false;
   const std::vector<int64_t>& buckets = plan_.parameter_buckets[parameter];
-  return std::any_of(buckets.begin(), buckets.end(), [&](int64_t b) {
-    if (!gathers_[b].valid()) return false;
-    // One rank alone has all rows; they are in the parameters already, or published at the end.
-    return comms_.domains[plan_.domain_of(b)].data->world_size() > 1 ||
-           !plan_.layout_of(plan_.buckets[b]).in_place();
-  });
+  return std::any_of(buckets.begin(), buckets.end(),
+                     [&](int64_t b) { return gathers_[b].valid() && may_be_late(b); });
+}
+
+bool ParameterGathers::may_be_late(int64_t bucket) const {
+  return comms_.domains[plan_.domain_of(bucket)].data->world_size() > 1 ||
+         !plan_.layout_of(plan_.buckets[bucket]).in_place();
 }
 
 void ParameterGathers::publish(int64_t bucket, const Rows& rows) {
-  arena_.publish(bucket, rows);
-  if (changed_.empty()) return;
+  const bool step_is_over = !changed_.empty();
+  arena_.publish(bucket, rows, /*only_remembered=*/step_is_over);
+  if (!step_is_over) return;
   for (const Slot& slot : plan_.buckets[bucket].slots) {
+    if (may_be_late(bucket) && !table_.is_as_remembered(slot.parameter)) {
+      problem_ = "parameter " + table_.parameters()[slot.parameter].name +
+                 ": expected wait_for(module) before it is loaded, edited in place or given other "
+                 "memory, since overlap_gather lets step() return while new values are received, "
+                 "got a change before they were there; make the change again, and call "
+                 "refresh_master_parameters()";
+    }
     if (changed_[slot.parameter] != 0) table_.bump_version(slot.parameter);
   }
 }

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 #include <deque>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "bookkeeping/plan.h"
@@ -48,6 +50,9 @@ class ParameterGathers {
   // Returns whether a parameter that a step has changed may not have its new values yet: nothing
   // has waited for it.
   bool is_under_way(int64_t parameter) const;
+  // The problem of a parameter that was changed from outside while it could get rows of the last
+  // step, or nothing. Its rows were left out where they are copied. Forgets it.
+  std::string take_problem() { return std::exchange(problem_, {}); }
   // These wait for gathers of this rank and make their rows visible. Not collective.
   void finish();
   void finish_those_of(const torch::nn::Module& module);
@@ -58,6 +63,9 @@ class ParameterGathers {
   // Makes the gathered rows of a bucket visible.
   void publish(int64_t bucket, const Rows& rows);
   bool sends_changes(int64_t bucket);
+  // Returns whether parameters of the bucket may get rows after the step. One rank alone has all
+  // rows; they are in the parameters already, or published at the end.
+  bool may_be_late(int64_t bucket) const;
   Communicator& ranks_of(int64_t bucket) { return *comms_.domains[plan_.domain_of(bucket)].data; }
 
   const Plan& plan_;
@@ -70,6 +78,7 @@ class ParameterGathers {
   std::deque<int64_t> under_way_;   // in the order in which they began
   size_t most_;                     // under way at a time
   std::vector<uint8_t> changed_;    // per parameter, or empty
+  std::string problem_;
 };
 
 }  // namespace zero
