@@ -609,6 +609,34 @@ TEST(UpdateInBackwardTest, ValuesThatAProgramWroteAreSeenBeforeTheFirstUpdate) {
   });
 }
 
+// Without the option step() sees them, and nothing is lost.
+TEST(UpdateInBackwardTest, WrongGroupsAreSeenBeforeTheFirstUpdate) {
+  run_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small())), other(group, kUsual, without(small()));
+    auto& groups = run.optimizer.param_groups();
+    auto& inner = const_cast<torch::optim::Optimizer&>(run.optimizer.inner()).param_groups();
+    const auto refused = [&](const std::string& words) {
+      const at::Tensor loss = run.loss(0);
+      expect_refused([&] { run.optimizer.backward(loss); }, {words});
+      expect_refused([&] { run.optimizer.step(); }, {words});
+    };
+    static_cast<torch::optim::Optimizer&>(run.optimizer).add_parameters({at::ones({2})});
+    refused("parameter group 0: expected the");
+    groups[0].params().pop_back();
+    const auto options = groups[0].options().clone();
+    groups[0].set_options(std::make_unique<torch::optim::RMSpropOptions>(0.1));
+    refused("expected options of class");
+    groups[0].set_options(options->clone());
+    const double rate = inner[0].options().get_lr();
+    inner[0].options().set_lr(2 * rate);  // as a scheduler of it does
+    refused("expected the inner optimizer's options as they were pushed");
+    inner[0].options().set_lr(rate);
+    run.step(0);
+    other.step(0);
+    EXPECT_TRUE(same_bits(run.everything(), other.everything()));
+  });
+}
+
 TEST(UpdateInBackwardTest, APassWithoutGradientsMayBeDropped) {
   run_ranks(2, [](const Group& group) {
     TestRun run(group, kUsual, with(small()));

@@ -299,7 +299,10 @@ void BackwardPasses::begin() {
     // Also where this pass uses none of the parameters that were reset.
     parts_.reducer.drop_resets();
     // Nobody looks again before the first update.
-    if (parts_.update_in_backward) parts_.table.verify();
+    if (parts_.update_in_backward) {
+      parts_.table.verify();
+      parts_.take_options();
+    }
   } catch (const std::exception& error) {
     parts_.protocol.throw_misuse(error_text(error));
   }

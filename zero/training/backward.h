@@ -45,6 +45,8 @@ class BackwardPasses {
     // Returns why a step cannot be captured in a CUDA graph, or nothing. Asked in a capture alone.
     std::function<std::string()> capture_problem = nullptr;
     bool update_in_backward = false;  // ZeroOptions::update_in_backward
+    // With it: throws where the options of parameter groups cannot be used for an update.
+    std::function<void()> take_options = nullptr;
   };
 
   // Adds hooks to every managed parameter; the destructor removes them.

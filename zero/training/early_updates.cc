@@ -13,11 +13,15 @@
 
 namespace zero {
 
+void EarlyUpdates::take_options() {
+  parts_.shards.groups().check(*groups_);
+  parts_.shards.groups().push(*groups_);
+}
+
 void EarlyUpdates::begin() {
   // They read the bucket that backward comes to first last.
   parts_.readers.wait(0);
-  parts_.shards.groups().check(*groups_);
-  parts_.shards.groups().push(*groups_);
+  take_options();
   std::variant<int64_t, at::Tensor> step = parts_.record.steps();
   std::visit([](auto& number) { number = number + 1; }, step);
   parts_.shards.begin_update({parts_.clipping.bound(), parts_.clipping.coefficient()}, {}, step);

@@ -49,6 +49,8 @@ class EarlyUpdates final : public BucketUpdates {
   // An update has the options of `groups`, those that users see, as they are when it begins.
   void read_options_of(const GroupOptions::ParamGroups* groups) { groups_ = groups; }
   const GroupOptions::ParamGroups* groups() const { return groups_; }
+  // Makes them the inner optimizer's. Throws c10::Error where that cannot be done.
+  void take_options();
 
   void before_sending(int64_t bucket, bool whole) override;
   void update(int64_t bucket) override;

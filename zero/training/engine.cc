@@ -275,8 +275,8 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       readers(c10::str("rank ", comms->rank(), " of ", group().world_size()), group().timeout()),
       early({plan, table, *comms, shards, clipping, record, readers}),
       passes({table, reducer, shards, protocol, clipping, record, gathers,
-              [this] { return capture_problem(*this, Call::kStep); },
-              options.update_in_backward()}) {
+              [this] { return capture_problem(*this, Call::kStep); }, options.update_in_backward(),
+              [this] { early.take_options(); }}) {
   if (options.update_in_backward()) reducer.update_with(early);
   table.remember();
 }
