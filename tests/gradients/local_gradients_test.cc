@@ -258,6 +258,22 @@ TEST(LocalGradientsTest, TheMemoryOfASumIsFreedBeforeTheGradientThatTakesIt) {
   EXPECT_EQ(m.local.bytes(), 3 * (64 << 10));
 }
 
+// As that of create_graph, which leads to all that its pass has saved.
+TEST(LocalGradientsTest, NoGraphIsHeld) {
+  ThreeSums m;
+  for (const int64_t p : {2, 0, 1}) {
+    m.make(p);
+    const at::Tensor saved = at::ones({1}).set_requires_grad(true);
+    m.memory[p] = c10::weak_intrusive_ptr<c10::StorageImpl>(saved.storage().getWeakStorageImpl());
+    at::Tensor& gradient = m.flat.model.values[p].mutable_grad();
+    gradient = gradient * saved;
+    m.local.keep(p);
+  }
+  m.release_all();
+  for (const int64_t p : {2, 0, 1}) EXPECT_TRUE(m.is_free(p)) << p;
+  EXPECT_GT(m.local.bytes(), 0);
+}
+
 TEST(LocalGradientsTest, AStepWithoutNoSyncHoldsNoMemory) {
   ThreeSums m;
   for (const int64_t p : {2, 0, 1}) m.keep(p);

@@ -203,7 +203,7 @@ at::Tensor LocalGradients::release(int64_t parameter) {
   }
   const bool kept = std::exchange(state.kept, false);
   if (kept && !first && gradient.defined() && is_worth_holding(gradient)) {
-    held_.push_back(gradient);
+    held_.push_back(gradient.detach());  // without the graph of create_graph
   }
   p.tensor.mutable_grad().reset();
   state.holds = Holds::kUnknown;
