@@ -10,6 +10,7 @@
 
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -147,6 +148,37 @@ TEST(SharedLossTest, APassThatReachesAScaledOptimizerNamesTheRemedyOfAGan) {
         net->optimizer->zero_grad();
       }
     }
+  });
+}
+
+TEST(SharedLossTest, APassThatThrowsLeavesNoOptimizerAPartOfItsGradient) {
+  on_ranks([](const Group& group) {
+    Net a(group, at::kFloat), b(group, at::kFloat);
+    const auto pass = [&](bool fails) {
+      at::Tensor loss = a.loss(0.25) * 1;
+      if (fails) {
+        loss.register_hook(
+            [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("of the model"); });
+      }
+      // What was computed last comes first.
+      a.optimizer->backward(loss + b.loss(0.5));
+    };
+    if (group.rank() == 0) {
+      EXPECT_THROW(pass(true), std::runtime_error);
+    } else {
+      pass(false);
+    }
+    for (Net* net : {&a, &b}) {
+      for (int i = 0; i < 2; ++i) {
+        expect_words(error_of([&] { net->optimizer->step(); }),
+                     {"of the model", "zero_grad()", "every optimizer that the loss reaches"});
+      }
+    }
+    for (Net* net : {&a, &b}) net->optimizer->zero_grad();
+    pass(false);
+    for (Net* net : {&a, &b}) net->optimizer->step();
+    a.expect_all(0.75);
+    b.expect_all(0.5);
   });
 }
 

@@ -70,7 +70,8 @@ std::string remedy(bool update_in_backward) {
   return update_in_backward
              ? "with update_in_backward(true) some parameters may be updated already; go on from a "
                "checkpoint with a new optimizer, or by recover() with protect()"
-             : "call zero_grad() on all ranks and repeat the batch";
+             : "call zero_grad() on all ranks, of every optimizer that the loss reaches, and "
+               "repeat the batch";
 }
 
 }  // namespace
@@ -234,7 +235,10 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
     parts_.protocol.throw_misuse("gradient of " + parts_.table.parameters()[parameter].name + ": " +
                                  problem);
   }
-  if (PassUnderWay::current() != nullptr) any_ = true;
+  if (PassUnderWay* const pass = PassUnderWay::current()) {
+    any_ = true;
+    pass->reach(*this);
+  }
   try {
     hand_over();
   } catch (const std::exception& error) {
@@ -253,6 +257,13 @@ void BackwardPasses::break_pass(const std::string& reason) {
   } else {
     parts_.protocol.break_backward(reason);
   }
+}
+
+void BackwardPasses::break_by(const std::string& pass, const std::string& error) {
+  // Else a hook of ours has said it already, with what to do.
+  if (parts_.protocol.is_backward_broken() || parts_.protocol.has_failed()) return;
+  break_pass(pass + " ended with an exception, so gradients are incomplete; " +
+             remedy(parts_.update_in_backward) + ". It was: " + error);
 }
 
 void BackwardPasses::check_waited_for(int64_t parameter) const {
@@ -364,7 +375,7 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
         "got a second one in a hook of the first; add up the losses before one backward()");
   }
   const bool kept = keeps_gradients();
-  const auto pass = std::make_shared<PassUnderWay>(parts_.record.scaler().scale());
+  const auto pass = std::make_shared<PassUnderWay>(*this, parts_.record.scaler().scale());
   try {
     if (!kept) parts_.reducer.begin_pass();
     {
@@ -380,10 +391,9 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     if (unwaited) {
       text += " With overlap_gather(true) a forward pass before wait_for(module) ends in this, too";
     }
-    // Else a hook of ours has said it already, with what to do.
-    if (!parts_.protocol.is_backward_broken() && !parts_.protocol.has_failed()) {
-      break_pass("a backward pass ended with an exception, so gradients are incomplete; " +
-                 remedy(parts_.update_in_backward) + ". It was: " + text);
+    break_by("a backward pass", text);
+    for (BackwardPasses* const other : pass->reached()) {
+      other->break_by("a backward pass of another optimizer", text);
     }
     if (is_of_communication(error) && !parts_.protocol.has_failed()) {
       parts_.protocol.fail_stop([] { throw; });

@@ -98,6 +98,8 @@ class BackwardPasses {
   void begin();
   // Gradients are incomplete for `reason`.
   void break_pass(const std::string& reason);
+  // The same, unless they are already, for a `pass` that ended with `error`.
+  void break_by(const std::string& pass, const std::string& error);
   // Throws c10::Error for a gradient of a graph that was made of values which a step with
   // overlap_gather was still replacing. Torch's own check sees those alone that the graph saved.
   void check_waited_for(int64_t parameter) const;

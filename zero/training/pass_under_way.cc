@@ -13,6 +13,12 @@ constexpr auto kKind = static_cast<c10::DebugInfoKind>(uint8_t{0xB5});
 
 }  // namespace
 
+void PassUnderWay::reach(BackwardPasses& passes) {
+  if (&passes == &owner_) return;
+  const std::lock_guard lock(mutex_);
+  reached_.insert(&passes);
+}
+
 PassUnderWay* PassUnderWay::current() {
   // Another library may have the same idea.
   return dynamic_cast<PassUnderWay*>(c10::ThreadLocalDebugInfo::get(kKind));

@@ -9,15 +9,23 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
+#include <mutex>
+#include <set>
 
 namespace zero {
 
+class BackwardPasses;
+
 class PassUnderWay final : public c10::DebugInfoBase {
  public:
-  // The loss is multiplied by `scale`.
-  explicit PassUnderWay(double scale) : scale_(scale) {}
+  // `owner` runs it, and multiplies the loss by `scale`.
+  PassUnderWay(const BackwardPasses& owner, double scale) : owner_(owner), scale_(scale) {}
 
   double scale() const { return scale_; }
+  // Notes that the pass has a gradient for a parameter of `passes`.
+  void reach(BackwardPasses& passes);
+  // Those of which it has reached parameters, without its owner. To be called when it is over.
+  const std::set<BackwardPasses*>& reached() const { return reached_; }
 
   // The innermost one that is under way in this thread, or null.
   static PassUnderWay* current();
@@ -32,7 +40,10 @@ class PassUnderWay final : public c10::DebugInfoBase {
   };
 
  private:
+  const BackwardPasses& owner_;
   const double scale_;
+  std::mutex mutex_;
+  std::set<BackwardPasses*> reached_;
 };
 
 }  // namespace zero
