@@ -145,8 +145,8 @@ std::string BackwardPasses::unscaled_text() const {
 
 std::string BackwardPasses::untimely_problem() const {
   if (parts_.clipping.has_clips()) {
-    return "backward() between a clip and step(): expected step() next; clip after the last "
-           "backward pass";
+    return "backward() between a clip and step(): expected step() next, or zero_grad() of the "
+           "ZeroOptimizer to begin the step anew; clip after the last backward pass";
   }
   if (parts_.protocol.ema_in_use()) return std::string("a backward pass: ") + kEmaInUseProblem;
   return {};
