@@ -375,8 +375,9 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
         "got a second one in a hook of the first; add up the losses before one backward()");
   }
   const bool kept = keeps_gradients();
-  const auto pass = std::make_shared<PassUnderWay>(*this, parts_.record.scaler().scale());
+  std::shared_ptr<PassUnderWay> pass;
   try {
+    pass = std::make_shared<PassUnderWay>(*this, parts_.record.scaler().scale());
     if (!kept) parts_.reducer.begin_pass();
     {
       const PassUnderWay::Guard under_way(pass);
@@ -392,8 +393,10 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
       text += " With overlap_gather(true) a forward pass before wait_for(module) ends in this, too";
     }
     break_by("a backward pass", text);
-    for (BackwardPasses* const other : pass->reached()) {
-      other->break_by("a backward pass of another optimizer", text);
+    if (pass) {
+      for (BackwardPasses* const other : pass->reached()) {
+        other->break_by("a backward pass of another optimizer", text);
+      }
     }
     if (is_of_communication(error) && !parts_.protocol.has_failed()) {
       parts_.protocol.fail_stop([] { throw; });
