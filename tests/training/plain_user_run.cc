@@ -238,9 +238,8 @@ Expectation PlainUserRun::expect_pass(const UserEvent& event, int rank) const {
     const Net& net = nets_[n];
     const bool own = event.driver == n;
     if (!here && !own) continue;
-    if (!net.clips.empty() || net.broken || net.unknown || net.reshaped) {
-      return Expectation::kNotCalled;
-    }
+    if (net.broken || net.unknown || net.reshaped) return Expectation::kNotCalled;
+    if (!net.clips.empty()) return Expectation::kRefused;
     if (own && is_partial(n, rank)) return Expectation::kRefused;
     if (here && is_partial(n, rank)) either = true;
     const bool no_sync = (event.no_sync >> n & 1) != 0;

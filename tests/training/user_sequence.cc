@@ -71,7 +71,8 @@ class Generator {
     p_.inner = pick<Inner>(
         {{Inner::kSgd, 30}, {Inner::kSgdMomentum, 25}, {Inner::kAdam, 15}, {Inner::kAdamW, 30}});
     p_.frozen_in_groups = percent(50);
-    if (p_.nets == Nets::kOne && percent(15)) p_.loss_scale = 8.0;
+    // An optimizer of torch would take scaled gradients for gradients.
+    if (p_.nets != Nets::kForeign && percent(15)) p_.loss_scale = 8.0;
     p_.options.stage(1 + below(2))
         .layout(kLayouts[below(3)])
         .bucket_bytes(percent(50) ? 16 + below(120) : 1 << 20)

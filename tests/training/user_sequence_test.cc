@@ -156,7 +156,11 @@ class UserRank {
       if (event.driver < 0) {
         if (!loss.requires_grad()) return;
         const bool scaled = p_.loss_scale != 1.0 || event.seed % 2 == 0;
-        const at::Tensor own = scaled ? optimizers_[0]->scale_loss(loss) : loss;
+        at::Tensor own = loss;
+        // All have one scale, and each must know that the loss has it.
+        for (auto& o : optimizers_) {
+          if (scaled) own = o->scale_loss(loss);
+        }
         return own.backward({}, retain, create);
       }
       ZeroOptimizer& o = *optimizers_[event.driver];
