@@ -164,8 +164,8 @@ struct ZeroOptions {
   TORCH_ARG(bool, fused) = true;
 
   // step() returns while updated parameters are still being sent, which goes on during the next
-  // forward pass. Call wait_for(module) before a module computes; everything else of
-  // ZeroOptimizer waits by itself.
+  // forward pass. Call wait_for(module) before a module computes, and before you read or change its
+  // parameters; everything else of ZeroOptimizer waits by itself.
   TORCH_ARG(bool, overlap_gather) = false;
 
   // How updated parameters are sent to other machines. kChanges pays where a rank's share of the

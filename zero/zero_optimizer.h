@@ -140,8 +140,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Calls add up. What a parameter's hooks return is sent; gradients of torch::autograd::grad() are
   // not. Until step(), p.grad() of what was sent is NaN and may not be changed. A loss without a
   // graph has the gradient zero, as where this rank drops all layers; under a NoGradGuard or
-  // InferenceMode it throws. Throws what the backward pass throws; then every step() throws until
-  // zero_grad(), or for ever with update_in_backward.
+  // InferenceMode it throws. The loss may reach parameters of other optimizers with the same loss
+  // scale; those with another one throw, on all ranks. Throws what the backward pass throws; then
+  // every step() of each optimizer that it has reached throws until zero_grad(), or for ever with
+  // update_in_backward.
   void backward(const at::Tensor& loss);
   // The same from several outputs. `output_gradients` as in torch::autograd::backward, times
   // loss_scale(); empty for 0-dim outputs.
@@ -161,7 +163,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Returns loss * loss_scale(), for callers of loss.backward(). A round then stays open until a
   // parameter gets its next gradient or until step(). With a loss scale other than 1, gradients
-  // that arrive outside of backward() throw unless this was called since the last step.
+  // that arrive outside of backward() throw unless this was called since the last step. Other
+  // optimizers that the loss reaches cannot tell such a pass from any of torch: with a loss scale
+  // of 1 they take its scaled gradients as they are, in silence.
   at::Tensor scale_loss(const at::Tensor& loss) const;
 
   // While the guard lives, backward passes accumulate into p.grad() and send nothing; the next pass
@@ -207,8 +211,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // With ZeroOptions::overlap_gather, else it does nothing: blocks until the last step has brought
-  // the parameters of `module` and its children up to date. Call it before a module computes, in
-  // any order, any number of times; backward() throws for a graph that was made without. Not
+  // the parameters of `module` and its children up to date. Call it before a module computes, and
+  // before you read or change its parameters, in any order, any number of times. backward() throws
+  // for a graph that was made without, and the next call after a load or an edit that was. Not
   // collective. Throws CommunicationError when communication failed.
   void wait_for(const torch::nn::Module& module);
   // The same for one parameter.
@@ -226,7 +231,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // a call that threw, otherwise local and free; when only some ranks have any, the next collective
   // call throws on all ranks and nothing is lost. Needed for gradients that must not count, since
   // step() consumes the others. The module's own, on all ranks, does the same if it resets all
-  // parameters that have gradients; else the next collective call or pass throws.
+  // parameters that have gradients; else the next collective call or pass throws. A clip is undone
+  // by this one alone.
   void zero_grad(bool set_to_none = true);
 
   // ---- Reading ----
