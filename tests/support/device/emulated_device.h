@@ -77,8 +77,9 @@ class Capture;
 //   memory       A replay writes to memory from outside that was freed, or copies host memory that
 //                was. Memory of the capture is the graph's. Each replay fills it with NaN where it
 //                was allocated and where it was freed.
-//   ends         A stream has work that the origin does not wait for. The capture begins on the
-//                default stream.
+//   ends         A stream has work, or a wait, that the origin does not wait for. The capture
+//   begins
+//                on the default stream.
 class EmulatedGraph {
  public:
   void capture_begin();

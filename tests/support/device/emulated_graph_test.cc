@@ -164,6 +164,12 @@ std::vector<Fault> faults() {
          run.there([&] { run.values.add_(1); });
          if (!fault) run.join();
        }},
+      {"AnUnjoinedStreamThatOnlyWaits", "was not joined",
+       [](Program& run, bool fault) {
+         run.values.add_(1);
+         run.there([] {});
+         if (!fault) run.join();
+       }},
       {"AnAllocationFromOutsideThatIsFreedMeanwhile", "written after it was freed",
        [](Program& run, bool fault) {
          run.kept.fill_(2);

@@ -215,7 +215,9 @@ class Capture {
     return events_.size() - 1;
   }
   void wait(const c10::Stream& stream, size_t event) {
-    streams_[stream.id()].join(events_[event]);
+    Past& past = streams_[stream.id()];
+    past.join(events_[event]);
+    past.add_call(stream.id());  // a stream that only waits is to be joined, too
     nodes_.push_back({stream.id(), Node::kWait, nullptr, event});
   }
 

@@ -32,7 +32,8 @@ class CollectiveOrder {
   // Returns the stream that waits for each collective in turn; of one device.
   c10::Stream stream(c10::Device device);
   // Calls start(), which starts a collective behind the stream that is current then: behind the
-  // stream that is current now, and behind all collectives before it. Returns its Work.
+  // stream that is current now, and behind all collectives before it. Returns its Work, whose
+  // wait() makes the current stream wait for the one of the order.
   //   used  the tensors of the collective, at least one. Their memory is kept until it has ended,
   //         even where the Work is dropped
   WorkPtr run(const std::vector<at::Tensor>& used, const std::function<WorkPtr()>& start);
