@@ -53,8 +53,10 @@ namespace zero {
 // there is none, or no such folder. Checkpoints that do not say when they were
 // saved, because an earlier version of this library wrote them, are older than all
 // others; of them, the one with the most steps, skipped ones included, and then the last
-// by name. What has no valid manifest does not count, nor does a checkpoint that lacks one of its
-// files or has one of another size; verify_checkpoint() looks at what is in them.
+// by name. What has no valid manifest does not count, with a warning where there is a damaged one,
+// nor does a checkpoint that lacks one of its files or has one of another size; verify_checkpoint()
+// looks at what is in them. Throws where a manifest or the size of a file cannot be read, and for a
+// manifest of a later version of this library: it may be the newest.
 // Links to checkpoints do not count either: they may be given to load_checkpoint(), but are
 // neither found nor removed.
 std::optional<std::string> latest(const std::string& parent);

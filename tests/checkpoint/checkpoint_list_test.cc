@@ -4,14 +4,19 @@
 // list_checkpoints() finds the checkpoints of a folder and orders them.
 #include "zero/checkpoint/folder.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <csignal>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <string>
 #include <vector>
 
+#include "tests/support/error_of.h"
+#include "tests/support/forged_manifest.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/manifest.h"
@@ -102,6 +107,51 @@ TEST_F(CheckpointListTest, OneWithoutAllOfItsFilesIsNeitherTheLatestNorCounted) 
   EXPECT_TRUE(keep_last(parent_, 3).empty());
   EXPECT_EQ(keep_last(parent_, 1), (Names{parent_ + "/1", parent_ + "/2"}));
   EXPECT_EQ(names(), (Names{"3", "4", "5"}));
+}
+
+// An older one in its place would be loaded in silence.
+TEST_F(CheckpointListTest, OneThatCannotBeReadIsAnErrorOfTheLatestAlone) {
+  write("1", 1, 1);
+  write("2", 2, 2);
+  const std::string newest = parent_ + "/2/" + kManifestName;
+  const auto expect_error = [&](const std::vector<std::string>& words) {
+    expect_words(error_of([&] { latest(parent_); }), words);
+    EXPECT_EQ(names(), Names{"1"}) << "as keep_last() counts";
+  };
+  {
+    fs::rename(newest, newest + "-");
+    fs::create_symlink(newest, newest);
+    expect_error({"cannot look at " + newest, "errno 40"});
+    fs::remove(newest);
+    fs::rename(newest + "-", newest);
+  }
+  std::signal(SIGIO, SIG_IGN);
+  const int leased = open(newest.c_str(), O_RDWR | O_CLOEXEC);
+  if (fcntl(leased, F_SETLEASE, F_WRLCK) == 0) {  // not every file system has them
+    expect_error({"cannot open " + newest, "errno 11"});
+  }
+  close(leased);
+  EXPECT_EQ(latest(parent_), parent_ + "/2");
+}
+
+TEST_F(CheckpointListTest, OneOfALaterVersionIsAnErrorOfTheLatestAlone) {
+  write("1", 1, 1);
+  fs::create_directories(parent_ + "/2");
+  const std::string version = "\"version\":";
+  std::ofstream(parent_ + "/2/" + kManifestName)
+      << forged(version + std::to_string(kCheckpointVersion), version + "99");
+  expect_words(error_of([&] { latest(parent_); }), {parent_ + "/2/", "got 99"});
+  EXPECT_EQ(names(), Names{"1"});
+}
+
+TEST_F(CheckpointListTest, ADamagedOneIsAWarningThatNamesIt) {
+  write("1", 1, 1);
+  write("2", 2, 2);
+  std::ofstream(parent_ + "/2/" + kManifestName, std::ios::app) << "x";
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(latest(parent_), parent_ + "/1");
+  expect_words(::testing::internal::GetCapturedStderr(),
+               {"passed over", parent_ + "/2/" + kManifestName, "checksum"});
 }
 
 TEST_F(CheckpointListTest, AFolderThatIsNotThereHasNone) {

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "zero/base/error_text.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/hashed_file.h"
@@ -24,25 +25,37 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// Throws where that cannot be seen.
 bool may_be_checkpoint(const fs::path& path) {
+  const std::string name = path.filename().string();
+  // Hidden, or what a file system has for itself: only root may look into it.
+  if (name[0] == '.' || name == "lost+found") return false;
   std::error_code error;
-  return path.filename().string()[0] != '.' &&
-         fs::symlink_status(path, error).type() == fs::file_type::directory &&
-         fs::exists(path / kManifestName, error);
+  const auto is_a = [&](fs::file_type type, const fs::path& of, const fs::file_status& status) {
+    if (error && !is_not_there(error)) throw_errno("cannot look at " + of.string(), error.value());
+    return status.type() == type;
+  };
+  const fs::path manifest = path / kManifestName;
+  return is_a(fs::file_type::directory, path, fs::symlink_status(path, error)) &&
+         is_a(fs::file_type::regular, manifest, fs::status(manifest, error));
 }
 
 }  // namespace
 
-std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent) {
+std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent, bool to_load) {
   std::vector<ListedCheckpoint> result;
   for (const std::string& name : names_in(parent)) {
     const fs::path path = fs::path(parent) / name;
-    if (!may_be_checkpoint(path)) continue;
     try {
+      if (!may_be_checkpoint(path)) continue;
       const Manifest manifest = read_manifest(path.string());
       result.push_back(
           {path.string(), manifest.id, manifest.saved, manifest.steps + manifest.skipped_steps});
-    } catch (const c10::Error&) {  // damaged, or a manifest of something else
+    } catch (const DamagedManifest& error) {  // or one of something else
+      if (to_load) TORCH_WARN("passed over a checkpoint: ", error_text(error));
+    } catch (const c10::Error&) {
+      // Unless it was removed meanwhile.
+      if (to_load && may_be_checkpoint(path)) throw;
     }
   }
   std::sort(result.begin(), result.end(), [](const auto& a, const auto& b) {
@@ -52,12 +65,16 @@ std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent) {
 }
 
 std::optional<std::string> latest(const std::string& parent) {
-  const std::vector<ListedCheckpoint> found = list_checkpoints(parent);
-  const auto newest = std::find_if(found.rbegin(), found.rend(), [](const ListedCheckpoint& c) {
-    return is_complete_checkpoint(c.path);  // looks at each file, so the newest is the first
-  });
-  if (newest == found.rend()) return std::nullopt;
-  return newest->path;
+  const std::vector<ListedCheckpoint> found = list_checkpoints(parent, /*to_load=*/true);
+  // This looks at each file, so the newest is the first.
+  for (auto c = found.rbegin(); c != found.rend(); ++c) {
+    try {
+      if (has_files(c->path, read_manifest(c->path))) return c->path;
+    } catch (const c10::Error&) {
+      if (may_be_checkpoint(c->path)) throw;
+    }
+  }
+  return std::nullopt;
 }
 
 std::vector<std::string> keep_last(const std::string& parent, int64_t count) {

@@ -26,7 +26,9 @@ struct ListedCheckpoint {
 //
 // Links are not followed: a link is another name of a checkpoint, and no checkpoint.
 // Folders without a valid manifest and hidden ones are passed over, and files are not looked at.
-std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent);
+// `to_load`: a manifest that was read and is not valid is a warning, and one that cannot be read,
+// or is of a later version, an error: it may be the newest.
+std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent, bool to_load = false);
 
 // Which run a checkpoint is of, and its place in the order of saves.
 // One for each optimizer; rank 0's is stored.

@@ -188,7 +188,7 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
   while (true) {
     // 1. Each rank names the newest that it has left; the first time it lists its folder.
     const auto texts = run_on_all_ranks(control, what, [&] {
-      if (!std::exchange(listed, true)) own = list_checkpoints(parent);
+      if (!std::exchange(listed, true)) own = list_checkpoints(parent, /*to_load=*/true);
       return own.empty() ? std::string() : text_of(order_of(own.back()));
     });
     // 2. The newest of these is the candidate.

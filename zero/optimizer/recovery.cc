@@ -97,16 +97,22 @@ std::function<bool(const ManifestTensor&)> needed_by(const ShardOptimizer& shard
   };
 }
 
+std::string newest_text(const std::string& checkpoints) {
+  if (checkpoints.empty()) return {};
+  try {
+    const std::optional<std::string> newest = latest(checkpoints);
+    return newest ? ": the newest is " + *newest : "; there is none in " + checkpoints;
+  } catch (const c10::Error& error) {
+    return "; which is the newest is not known: " + error_text(error);
+  }
+}
+
 Restorable choose(const std::vector<std::string>& holdings, const std::string& checkpoints) {
   try {
     return newest_restorable(holdings);
   } catch (const c10::Error& error) {
-    std::string advice = "; start again from a checkpoint";
-    if (!checkpoints.empty()) {
-      const std::optional<std::string> newest = latest(checkpoints);
-      advice += newest ? ": the newest is " + *newest : "; there is none in " + checkpoints;
-    }
-    TORCH_CHECK(false, "recover(): ", error_text(error), advice);
+    TORCH_CHECK(false, "recover(): ", error_text(error), "; start again from a checkpoint",
+                newest_text(checkpoints));
   }
 }
 

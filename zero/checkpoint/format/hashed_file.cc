@@ -52,6 +52,10 @@ void throw_errno(const std::string& text, int error) {
   TORCH_CHECK(false, text, ": ", std::generic_category().message(error), " (errno ", error, ")");
 }
 
+bool is_not_there(const std::error_code& error) {
+  return error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory;
+}
+
 struct ContentHash::State {
   XXH3_state_t xxh;
 };

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace zero {
@@ -139,5 +140,7 @@ void sync_folder(const std::string& path);
 
 // "text: No space left on device (errno 28)".
 [[noreturn]] void throw_errno(const std::string& text, int error);
+// Returns whether `error` says that there is no such file.
+bool is_not_there(const std::error_code& error);
 
 }  // namespace zero

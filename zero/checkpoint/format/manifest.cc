@@ -180,18 +180,24 @@ Manifest read_manifest(const std::string& folder) {
 }
 
 bool has_size(const std::string& folder, const ManifestFile& file) {
+  namespace fs = std::filesystem;
+  const fs::path path = folder + "/" + file.name;
   std::error_code error;
-  const std::filesystem::path path = folder + "/" + file.name;
-  return std::filesystem::is_regular_file(path, error) &&
-         std::filesystem::file_size(path, error) == file.bytes && !error;
+  const bool regular = fs::is_regular_file(path, error);
+  const uintmax_t bytes = regular ? fs::file_size(path, error) : 0;
+  if (error && !is_not_there(error)) throw_errno("cannot look at " + path.string(), error.value());
+  return !error && regular && bytes == file.bytes;
+}
+
+bool has_files(const std::string& folder, const Manifest& manifest) {
+  return std::all_of(manifest.files.begin(), manifest.files.end(), [&](const auto& file) {
+    return file.disk != manifest.disk || has_size(folder, file);
+  });
 }
 
 bool is_complete_checkpoint(const std::string& folder) {
   try {
-    const Manifest manifest = read_manifest(folder);
-    return std::all_of(manifest.files.begin(), manifest.files.end(), [&](const auto& file) {
-      return file.disk != manifest.disk || has_size(folder, file);
-    });
+    return has_files(folder, read_manifest(folder));
   } catch (const std::exception&) {
     return false;
   }

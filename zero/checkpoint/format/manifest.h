@@ -26,6 +26,7 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <compare>
 #include <cstdint>
@@ -220,17 +221,25 @@ void add_files(const std::vector<FileContent>& files, Manifest& manifest);
 // Returns the text of the file, checksum included. Throws c10::Error for text that is
 // not UTF-8, and beyond the limits.
 std::string manifest_text(const Manifest& manifest);
-// `path` is for errors. Throws c10::Error for anything that manifest_text()
+// What was read is no manifest, or a damaged one.
+class DamagedManifest : public c10::Error {
+  using c10::Error::Error;
+};
+// `path` is for errors. Throws DamagedManifest for anything that manifest_text()
 // cannot have written: numbers, shapes, strides and file names of the result are
-// safe to calculate with, although a file need not hold what they say.
+// safe to calculate with, although a file need not hold what they say. Throws another c10::Error
+// for a manifest of a later version.
 Manifest parse_manifest(const std::string& text, const std::string& path);
-// From a checkpoint's folder. Throws when it is none. Nothing of a file's size is
-// allocated before its checksum was found right.
+// From a checkpoint's folder. Throws when it is none, and what is no DamagedManifest where the file
+// cannot be read. Nothing of a file's size is allocated before its checksum was found right.
 Manifest read_manifest(const std::string& folder);
 // The text of that, as it was written.
 std::string read_manifest_text(const std::string& folder);
-// Returns whether the file is in `folder`, with its size. Never throws.
+// Returns whether the file is in `folder`, with its size. Throws where that cannot be seen.
 bool has_size(const std::string& folder, const ManifestFile& file);
+// Returns whether `folder` has its disk's files of the sizes that its manifest says. Throws like
+// has_size().
+bool has_files(const std::string& folder, const Manifest& manifest);
 // Returns whether `folder` has a manifest, and its disk's files of the sizes it says. Never throws.
 bool is_complete_checkpoint(const std::string& folder);
 

@@ -592,17 +592,31 @@ int64_t version_of(const json& root) {
   return static_cast<int64_t>(number);
 }
 
+bool is_of_later_version(const json& root) {
+  const json& version = root.at("version");
+  return version.is_number_unsigned() && version.get<uint64_t>() > kCheckpointVersion;
+}
+
+[[noreturn]] void throw_damaged(const std::string& text) {
+  throw DamagedManifest({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
+}
+
 void check_length(uint64_t bytes, const std::string& path) {
-  TORCH_CHECK(bytes > checksum_line(0).size(), path, ": expected a checkpoint's manifest, got ",
-              bytes, " bytes; the file was truncated");
-  TORCH_CHECK(bytes <= kManifestLimit + checksum_line(0).size(), path,
-              ": expected a manifest of at most ", kManifestLimit, " bytes, got ", bytes);
+  if (bytes <= checksum_line(0).size()) {
+    throw_damaged(c10::str(path, ": expected a checkpoint's manifest, got ", bytes,
+                           " bytes; the file was truncated"));
+  }
+  if (bytes > kManifestLimit + checksum_line(0).size()) {
+    throw_damaged(
+        c10::str(path, ": expected a manifest of at most ", kManifestLimit, " bytes, got ", bytes));
+  }
 }
 
 void check_last_line(const std::string& line, uint64_t hash, const std::string& path) {
-  TORCH_CHECK(line == checksum_line(hash), path,
-              ": expected content that matches its checksum, got other bytes; the file is damaged, "
-              "use another checkpoint");
+  if (line == checksum_line(hash)) return;
+  throw_damaged(c10::str(path,
+                         ": expected content that matches its checksum, got other bytes; the file "
+                         "is damaged, use another checkpoint"));
 }
 
 }  // namespace
@@ -628,15 +642,22 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
   const size_t body = text.size() - checksum_line(0).size();
   // First of all, so that nothing else sees a damaged one.
   check_last_line(text.substr(body), content_hash(text.data(), body), path);
-  return read_json(text, path, [](const json& root) {
-    TORCH_CHECK(root.at("format").get<std::string>() == kFormat, "expected \"", kFormat,
-                "\", got another format");
-    const int64_t version = version_of(root);
-    Manifest manifest = JsonForm<Manifest>::read(root, "manifest", version);
-    if (version < kVersionOfBlocks) read_listed_tensors(root, version, manifest);
-    manifest.version = version;
-    return manifest;
-  });
+  bool is_later = false;
+  try {
+    return read_json(text, path, [&](const json& root) {
+      TORCH_CHECK(root.at("format").get<std::string>() == kFormat, "expected \"", kFormat,
+                  "\", got another format");
+      is_later = is_of_later_version(root);
+      const int64_t version = version_of(root);
+      Manifest manifest = JsonForm<Manifest>::read(root, "manifest", version);
+      if (version < kVersionOfBlocks) read_listed_tensors(root, version, manifest);
+      manifest.version = version;
+      return manifest;
+    });
+  } catch (const c10::Error& error) {
+    if (is_later) throw;
+    throw_damaged(error_text(error));
+  }
 }
 
 std::string read_manifest_text(const std::string& folder) {
