@@ -55,20 +55,23 @@ def read_sums(output, folder):
 
 def _nccl(pack):
     """Ranks that are processes, on one GPU or more."""
-    def step(name, ranks, what, *arguments, **more):
+    def step(name, ranks, what, *arguments, call=None, **more):
         return Step(f"nccl:{name}:{ranks}", f"{what}, {ranks} ranks over NCCL",
-                    [[pack.program("nccl_program"), name, str(ranks), *arguments]], timeout=120,
-                    **more)
+                    [[pack.program("nccl_program"), call or name, str(ranks), *arguments]],
+                    timeout=120, **more)
     return [
         *[step("sequences", ranks, "random programs of calls equal plain torch", "1", "40")
           for ranks in (2, 3, 4)],
         *[step(name, 4, f"sums of fp32 by NCCL, {how} NVLS", read=read_sums)
           for name, how in (("sums", "without"), ("sums_nvls", "with"))],
         step("capture", 2, "a step in a CUDA graph has the bits of one without"),
+        step("capture_levels", 4, "the same in two levels", "2", call="capture"),
         step("living_graph", 2, "the same, and the optimizer ends before the graph"),
         *[step(how, ranks, f"the last rank {'stands still' if how == 'stands' else 'dies'}",
                read=read_failure(ranks - 1))
-          for how in ("dies", "dies_unseen", "stands", "recovers") for ranks in (2, 3)],
+          for how in ("dies", "dies_unseen", "dies_replayed", "stands", "recovers")
+          for ranks in (2, 3)],
+        step("breaks", 2, "connections end while all ranks live", read=read_failure(2)),
     ]
 
 

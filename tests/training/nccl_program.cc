@@ -6,21 +6,26 @@
 //
 //   nccl_program sequences <ranks> <first seed> <number of seeds>
 //     The programs of call_sequence_test that have that many ranks, compared with plain torch.
-//   nccl_program capture <ranks>
+//   nccl_program capture <ranks> [<ranks of a machine>]
 //     An iteration in a CUDA graph has the bits of one without, for each layout and stage.
 //   nccl_program sums|sums_nvls <ranks>
 //     What NCCL makes of fp32 values whose sum depends on the order: whether bits differ from call
 //     to call, which they may with NVLS alone, and how many sums are the exact ones rounded once,
 //     or those in rank order. And the time beside an exchange of the rows.
-//   nccl_program dies|dies_unseen|stands|recovers <ranks>
+//   nccl_program dies|dies_unseen|dies_replayed|stands|recovers <ranks>
 //     In the fourth step the last rank ends, or stands still. The others have an error that names
 //     it within the timeout, can end or recover, and are not ended by a watchdog of libtorch.
-//     Unseen: with static_graph no rank sends control messages.
+//     Unseen: with static_graph no rank sends control messages. Replayed: from the third step on a
+//     CUDA graph has them.
+//   nccl_program breaks <ranks>
+//     In the fourth step NCCL's connections of the last rank end, and all ranks live. Each has an
+//     error within the timeout, and goes back to the third step.
 #include <ATen/Functions.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <sys/socket.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
@@ -29,13 +34,18 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <iterator>
 #include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -43,6 +53,7 @@
 #include "tests/support/fuzz_seeds.h"
 #include "tests/support/random_tensors.h"
 #include "tests/training/run_sequence.h"
+#include "zero/base/message_probe.h"
 #include "zero/comm/backends/nccl.h"
 #include "zero/errors.h"
 #include "zero/launch.h"
@@ -76,7 +87,7 @@ void load_cublas(c10::Device device) {
 }
 
 // Before NCCL is used first.
-Group init(seconds timeout) {
+Group init(seconds timeout, std::optional<int> ranks_per_machine = std::nullopt) {
   const auto number = [](const char* name) {
     const char* text = std::getenv(name);
     return text == nullptr ? 0 : std::atoi(text);
@@ -97,6 +108,9 @@ Group init(seconds timeout) {
   options.timeout = kLoaded;
   const Group loaded = init_process_group(options);
   options.timeout = timeout;
+  if (ranks_per_machine) {
+    options.topology = Topology::of_equal_machines(loaded.world_size(), *ranks_per_machine);
+  }
   return init_process_group(options);
 }
 
@@ -283,8 +297,8 @@ std::vector<at::Tensor> after_six_steps(const Group& group, const ZeroOptions& o
   return result;
 }
 
-int capture(bool graph_lives) {
-  const Group group = init(seconds(20));
+int capture(bool graph_lives, std::optional<int> ranks_per_machine = std::nullopt) {
+  const Group group = init(seconds(20), ranks_per_machine);
   int different = 0;
   for (const int64_t stage : {2, 1}) {
     for (const auto layout :
@@ -303,27 +317,77 @@ int capture(bool graph_lives) {
   return different == 0 ? 0 : 1;
 }
 
+// What of this process is a socket.
+std::set<int> sockets() {
+  std::set<int> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    if (target.starts_with("socket:")) found.insert(std::stoi(entry.path().filename().string()));
+  }
+  return found;
+}
+
+// Connections of NCCL, which makes those of a collective in the first one. All others are made
+// before the optimizer sends gradients, or after.
+struct NcclSockets {
+  static inline std::mutex mutex;
+  static inline std::set<int> before, made;
+  static inline bool is_first = true;
+
+  static void look(const std::string& what) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const bool of_bucket = what.find("gradient bucket") != std::string::npos;
+    if (of_bucket && is_first) before = sockets();
+    if (!of_bucket && !is_first && made.empty()) {
+      std::ranges::set_difference(sockets(), before, std::inserter(made, made.end()));
+    }
+    is_first = is_first && !of_bucket;
+  }
+  static void shut_down() {
+    for (const int socket : made) shutdown(socket, SHUT_RDWR);
+    std::printf("%zu connections end\n", made.size());
+  }
+};
+
 int fail(const std::string& how) {
+  const bool breaks = how == "breaks", replays = how == "dies_replayed";
+  if (breaks) message_probe = &NcclSockets::look;
   const Group group = init(kTimeout);
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
   auto model = make_model(group, at::kFloat);
-  const bool recovers = how == "recovers";
+  const bool recovers = how == "recovers" || breaks;
   auto options = ZeroOptions().bucket_bytes(8192);
   if (recovers) options.protect(1);
-  if (how == "dies_unseen") options.static_graph(true);
+  if (how == "dies_unseen" || replays) options.static_graph(true);
   auto optimizer = std::make_unique<ZeroOptimizer>(*model, make_adamw(model), group, options);
   const at::Tensor x = batch_of(group, at::kFloat);
   const bool last = group.rank() == group.world_size() - 1;
+  auto graph = std::make_unique<at::cuda::CUDAGraph>();
+  at::Tensor before;
   auto start = steady_clock::now();
   bool failed = false;
   try {
     for (int step = 0; step < 8; ++step) {
       start = steady_clock::now();
-      if (step == 3 && last) {
-        optimizer->backward(model->forward(x).pow(2).mean());
+      if (step == 3 && breaks) before = model->parameters()[0].detach().cpu();
+      if (step == 3 && last && breaks) NcclSockets::shut_down();
+      if (step == 3 && last && !breaks) {
+        if (!replays) optimizer->backward(model->forward(x).pow(2).mean());
         if (how != "stands") std::raise(SIGKILL);
         std::this_thread::sleep_for(2 * kTimeout);
       }
-      iterate(*optimizer, model, x);
+      if (replays && step == 2) {
+        graph->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+        iterate(*optimizer, model, x);
+        graph->capture_end();
+      }
+      if (replays && step >= 2) {
+        optimizer->refresh_learning_rates();
+        graph->replay();
+      } else {
+        iterate(*optimizer, model, x);
+      }
       model->parameters()[0].sum().item();  // which waits for the device
     }
   } catch (const CommunicationError& error) {
@@ -336,12 +400,18 @@ int fail(const std::string& how) {
     std::printf("rank %d: FAILED: expected an error, got none\n", group.rank());
     return 1;
   }
+  graph.reset();
   start = steady_clock::now();
   if (recovers) {
     const auto report = optimizer->recover("run");
     std::printf("rank %d: recovered step %lld in %.2f s\n", group.rank(),
                 static_cast<long long>(report.steps), seconds_since(start));
     std::fflush(stdout);
+    if (breaks && (report.steps != 3 || !at::equal(model->parameters()[0].cpu(), before))) {
+      std::printf("rank %d: FAILED: expected the third step and its parameters, got others\n",
+                  group.rank());
+      return 1;
+    }
     for (int step = 0; step < 3; ++step) iterate(*optimizer, model, x);
     c10::cuda::device_synchronize();
     start = steady_clock::now();
@@ -361,7 +431,10 @@ int run(int argc, char** argv) {
   const auto seed = [&](int i) { return std::strtoull(i < argc ? argv[i] : "", nullptr, 10); };
   if (what == "sequences") return run_sequences(ranks, {seed(3), seed(4)});
   if (what == "sums" || what == "sums_nvls") return sums(what == "sums_nvls");
-  if (what == "capture") return capture(/*graph_lives=*/false);
+  if (what == "capture") {
+    const auto ranks_per_machine = argc > 3 ? std::optional(std::atoi(argv[3])) : std::nullopt;
+    return capture(/*graph_lives=*/false, ranks_per_machine);
+  }
   if (what == "living_graph") return capture(/*graph_lives=*/true);
   return fail(what);
 }
