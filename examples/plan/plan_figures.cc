@@ -13,8 +13,8 @@
 namespace zero::examples {
 namespace {
 
-// Buffers of the largest bucket that the library keeps between steps: for 8 MiB under way and as much
-// that is filled meanwhile, and four more; docs/training.md has the sentence.
+// Buffers of the largest bucket that the library keeps between steps: for 8 MiB under way and as
+// much that is filled meanwhile, and four more; docs/training.md has the sentence.
 size_t kept_buckets(int64_t bucket_bytes) {
   constexpr int64_t kUnderWay = int64_t{8} << 20;
   const int64_t bytes = std::max<int64_t>(bucket_bytes, 1);
