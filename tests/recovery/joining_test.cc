@@ -17,6 +17,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/support/cases_at_once.h"
@@ -25,6 +26,7 @@
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/lr_schedule.h"
+#include "zero/rendezvous/bounded_store.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -33,16 +35,18 @@ namespace {
 constexpr int kRanks = 2;
 constexpr int kNewcomer = 2;
 
-// Of a job of two ranks, and of the processes that join it.
+// Of a job of two ranks, and of the processes that join it. `name` keeps its keys from others'.
 Group group_in_job(const Group& threads, std::chrono::milliseconds timeout,
-                   BackendFactory factory = gloo_factory(/*shared_memory=*/false)) {
+                   BackendFactory factory = gloo_factory(/*shared_memory=*/false),
+                   const std::string& name = "job") {
   const bool joins = threads.rank() >= kNewcomer;
   Joining joining{joins};
   joining.find_topology = [](const auto&, int, int world_size) {
     return Topology::of_equal_machines(world_size, 1);
   };
-  return Group(threads.store(), threads.rank(), joins ? threads.rank() + 1 : kRanks, "job",
-               std::move(factory), at::kCPU, timeout, std::nullopt, joining);
+  return Group(BoundedStore::of(threads.store(), timeout)->under(name), threads.rank(),
+               joins ? threads.rank() + 1 : kRanks, name, std::move(factory), at::kCPU, timeout,
+               std::nullopt, joining);
 }
 
 struct Member {
@@ -322,6 +326,36 @@ TEST(JoiningTest, ARankThatLacksMemoryToTakeOneInIsItsOwnReason) {
     m.train_until_joined(trained);
     EXPECT_EQ(throws_of_communication([&] { m.optimizer.recover(); }, {"out of memory"}), !lacks);
   });
+}
+
+// As of a GAN. The others come to the second recover() while the new process is yet on its way to
+// the second constructor.
+TEST(JoiningTest, OneThatHasJoinedTheFirstOptimizerIsWaitedForByTheSecond) {
+  for (const bool one_group : {true, false}) {
+    SCOPED_TRACE(one_group);
+    std::latch trained(2);
+    run_job([&](const Group& job) {
+      const auto options = ZeroOptions().bucket_bytes(900).protect(1);
+      // As the group of a second init_process_group().
+      const Group second =
+          one_group ? job : group_in_job(job, job.timeout(), gloo_factory(false), "second");
+      if (job.joins()) trained.wait();
+      Member generator(job, 1, options);
+      if (job.joins()) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      Member discriminator(second, 2, options);
+      if (!job.joins()) {
+        discriminator.step();
+        generator.train_until_joined(trained);
+        EXPECT_EQ(generator.optimizer.recover().members, (std::vector<int>{0, 1, 2}));
+        EXPECT_EQ(discriminator.optimizer.recover().members, (std::vector<int>{0, 1, 2}));
+      }
+      for (int i = 0; i < 2; ++i) {
+        discriminator.step();
+        generator.step();
+      }
+      discriminator.optimizer.check_replicas();
+    });
+  }
 }
 
 // In bytes per parameter, of which masters and the state of AdamW take 12.

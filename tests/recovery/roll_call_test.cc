@@ -282,6 +282,38 @@ TEST(RollCallTest, OneThatJoinsAfterTheListWasClosedIsOnTheNext) {
   EXPECT_EQ(third->calls(), 2);
 }
 
+// Of a second optimizer, which the process makes after the first.
+TEST(RollCallTest, OneThatHasJoinedAnotherRollIsWaitedForOnce) {
+  const auto store = BoundedStore::of(new_store(), std::chrono::seconds(30));
+  const auto first = member(store->under("g"), 0, 1);
+  const auto second = std::make_unique<RollCall>(store->under("d"), 0, 1, milliseconds(500));
+  const auto other = std::make_unique<RollCall>(store->under("e"), 0, 1, milliseconds(500));
+  const auto late = member(store->under("f"), 0, 1);
+  EXPECT_FALSE(second->expects_newcomers());
+  const auto third = newcomer(store->under("g"), 1);
+  auto joined = join(*third, "c");
+  wait_until_seen(*first, {1});
+  EXPECT_EQ(first->call("a").ranks, (std::vector<int>{0, 1}));
+  joined.get();
+  EXPECT_FALSE(first->expects_newcomers());
+  EXPECT_TRUE(second->expects_newcomers());
+  auto a = call(*second, "a");
+  EXPECT_EQ(a.wait_for(milliseconds(1500)), std::future_status::timeout);
+  const auto fourth = newcomer(store->under("d"), 1);
+  auto c = join(*fourth, "c");
+  EXPECT_EQ(a.get().ranks, (std::vector<int>{0, 1}));
+  EXPECT_EQ(c.get().ranks, (std::vector<int>{0, 1}));
+  EXPECT_FALSE(second->expects_newcomers());
+
+  // One that never comes is given up, and one that has ended is not waited for.
+  EXPECT_EQ(call(*other, "a").get().ranks, std::vector<int>{0});
+  EXPECT_FALSE(other->expects_newcomers());
+  add_ended_rank(*store, 1);
+  auto alone = call(*late, "a");
+  EXPECT_EQ(alone.wait_for(std::chrono::seconds(5)), std::future_status::ready);
+  EXPECT_FALSE(member(store->under("g"), 0, 1)->expects_newcomers()) << "it was made later";
+}
+
 // A process that is killed while it waits leaves its number in the store.
 TEST(RollCallTest, OneThatIsKilledWhileItWaitsIsOnNoList) {
   const StorePtr store = new_store();

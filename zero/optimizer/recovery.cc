@@ -343,7 +343,7 @@ RecoveryReport Recovery::recover(const std::string& checkpoints, ParamGroups& gr
               "what a dead one held");
   TORCH_CHECK(
       engine_->group().failures() > failures_before_ || engine_->protocol.asks_for_recovery() ||
-          !lifeline->roll.waiting().empty() ||
+          !lifeline->roll.waiting().empty() || lifeline->roll.expects_newcomers() ||
           (engine_->options.update_in_backward() && engine_->reducer.has_packed()),
       "rank ", lifeline->first_group.global_rank(),
       ": recover(): expected a rank that ended or does not answer, a connection that failed, or a "

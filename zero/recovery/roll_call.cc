@@ -52,6 +52,8 @@ constexpr const char* kBeat = "/beat/";       // and a number: a counter that gr
 constexpr const char* kRanks = "ranks";   // the number of ranks at its beginning
 constexpr const char* kTaken = "taken/";  // and a number: how many processes join with it
 constexpr const char* kEnded = "ended";   // set at the end of the lowest rank
+// Of the store without a prefix: the numbers of processes that have joined some roll.
+constexpr const char* kJoined = "zero/recovery/joined";
 
 std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
@@ -115,6 +117,7 @@ RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int w
           std::make_shared<Answers>(store_->each_within(std::min(timeout, kStoreLimit)), rank)) {
   std::iota(ranks_.begin(), ranks_.end(), 0);
   if (joins) return;
+  called_ = newcomers();  // of before this roll
   if (rank == 0) store_->set(kRanks, bytes_of(std::to_string(world_size)));
   start();
 }
@@ -236,6 +239,20 @@ bool RollCall::lost_one_of(const std::vector<int>& numbers) const noexcept {
   return false;
 }
 
+std::set<int> RollCall::newcomers() const {
+  std::set<int> numbers = numbers_in(held_by(*store_->without_prefix(), kJoined));
+  std::erase_if(numbers, [this](int number) { return called_.contains(number); });
+  return numbers;
+}
+
+bool RollCall::expects_newcomers() const noexcept {
+  try {
+    return !newcomers().empty();
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
 // Every rank that has called runs this loop, and the first that finds the list complete writes it:
 //   1. A list that another rank has written counts.
 //   2. Read who has called (arrived), who has answered (alive), who joins (joining), and which
@@ -244,12 +261,13 @@ bool RollCall::lost_one_of(const std::vector<int>& numbers) const noexcept {
 //      without those that have ended. A process that joins answers itself, when it sees the call.
 //   4. The list is complete
 //        a. when every rank has called or ended, and every process that joins has answered or
-//           ended;
+//           ended; one that has joined another roll is expected to join this one;
 //        b. after kAnswerTime, when all of these that have answered are present and `enough` says
-//           that these can go on without the silent ones;
+//           that these can go on without the silent ones, and none is expected;
 //        c. after the timeout and kArrivalSlack in any case.
 //   5. Write the list by compare and set: one that another rank wrote meanwhile counts.
-std::string RollCall::close(const std::string& prefix, const Enough& enough) {
+std::string RollCall::close(const std::string& prefix, const std::set<int>& expected,
+                            const Enough& enough) {
   const auto start = Clock::now();
   auto looked = start;
   Clock::duration waited{};  // for answers that these looks can see
@@ -282,11 +300,14 @@ std::string RollCall::close(const std::string& prefix, const Enough& enough) {
       all_who_join = all_who_join && (alive.count(number) != 0 || is_gone(number));
     }
     std::erase_if(present, is_gone);
+    const bool all_expected = std::ranges::all_of(expected, [&](int number) {
+      return joining.contains(number) || arrived.contains(number) || is_gone(number);
+    });
     // 4
     const bool all = std::ranges::all_of(
         ranks_, [&](int rank) { return arrived.count(rank) != 0 || is_gone(rank); });
-    bool closes = (all && all_who_join) || now - start >= timeout_ + kArrivalSlack;
-    if (!closes && waited >= kAnswerTime && all_who_answer && present != refused) {
+    bool closes = (all && all_who_join && all_expected) || now - start >= timeout_ + kArrivalSlack;
+    if (!closes && waited >= kAnswerTime && all_who_answer && all_expected && present != refused) {
       closes = !enough || enough(texts_at(prefix, present));
       if (!closes) refused = present;
     }
@@ -309,7 +330,9 @@ RollCall::Present RollCall::call(const std::string& text, const Enough& enough) 
   store_->append(prefix + kArrived, bytes_of(std::to_string(rank_) + " "));
   store_->set(prefix + kOpen, bytes_of("1"));
   store_->set(prefix + kBell, bytes_of("1"));
-  const std::set<int> present = numbers_in(close(prefix, enough));
+  const std::set<int> expected = newcomers();
+  const std::set<int> present = numbers_in(close(prefix, expected, enough));
+  called_.insert(expected.begin(), expected.end());
   if (present.count(rank_) == 0) {
     left_behind_ = c10::str(
         "the other ranks went on without rank ", rank_, " as ", present.size(),
@@ -331,6 +354,7 @@ RollCall::Present RollCall::present_at(const std::string& prefix, const std::set
   result.ranks.assign(numbers.begin(), numbers.end());
   result.texts = texts_at(prefix, numbers);
   ranks_ = result.ranks;
+  called_.insert(numbers.begin(), numbers.end());
   return result;
 }
 
@@ -401,6 +425,8 @@ RollCall::Present RollCall::join(const std::string& text) {
     // 5. From here on this process is a rank like the others. Its thread is yet to start.
     answers_->calls = call + 1;
     start();
+    // Before the others can call the roll of another optimizer, which takes a message of this rank.
+    store_->without_prefix()->append(kJoined, bytes_of(number + " "));
     return present_at(prefix, present);
   }
 }

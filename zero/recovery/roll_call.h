@@ -14,6 +14,9 @@
 // A process that joins is called as well. It writes its number down and counts up a beat while it
 // waits, so that the threads of the others see it: waiting() says so, and the roll is called at a
 // time that suits them. One that is killed while it waits is on no list.
+//
+// A program may have several rolls, one for each optimizer. A process that has joined one of them
+// is on its way to the others: the next call of each waits for it, up to the timeout.
 #pragma once
 
 #include <chrono>
@@ -64,6 +67,9 @@ class RollCall {
   Present join(const std::string& text);
   // The numbers of the processes that wait to join, in ascending order.
   std::vector<int> waiting() const;
+  // Whether a process has joined another roll that this one has not called yet. Never throws: a
+  // store that is late knows of none.
+  bool expects_newcomers() const noexcept;
 
   // Calls that this rank has completed.
   int64_t calls() const;
@@ -76,16 +82,19 @@ class RollCall {
   void start();
   Present present_at(const std::string& prefix, const std::set<int>& numbers);
   // The list, written down by this rank or another one.
-  std::string close(const std::string& prefix, const Enough& enough);
+  std::string close(const std::string& prefix, const std::set<int>& expected, const Enough& enough);
   std::vector<std::string> texts_at(const std::string& prefix, const std::set<int>& numbers);
   // Of any that take part.
   std::set<int> ended(const BoundedStore& store) const;
+  // The processes that have joined another roll, without those that this one has waited for.
+  std::set<int> newcomers() const;
 
   const c10::intrusive_ptr<BoundedStore> store_;
   const int rank_;
   const std::chrono::milliseconds timeout_;
   const std::vector<int> job_ranks_;
   std::vector<int> ranks_;  // the present ones of the last call
+  std::set<int> called_;    // not to be waited for: on earlier lists, given up, or older than this
   std::string left_behind_;
   const int exceptions_;  // under way at construction
   const std::shared_ptr<Answers> answers_;
