@@ -13,6 +13,7 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
 
 namespace zero {
@@ -97,6 +98,24 @@ TEST(RecoverOptionsTest, EachOfTwoOptimizersGoesBackToAStepOfItsOwn) {
       EXPECT_EQ(differing(of_behind, behind.snapshot()), 0);
     }
   });
+}
+
+TEST(RecoverOptionsTest, TheRunIsTheSameOneWhenRank0IsGone) {
+  const std::string parent = fresh_folder("run");
+  run_ranks(3,
+            [&](const Group& group) {
+              Training training;
+              training.options.bucket_bytes(900).protect(2);
+              CheckpointRun run(training, group, 1);
+              run.train(0, 3);
+              run.optimizer->save_checkpoint(parent + "/before");
+              if (group.rank() == 0) return;
+              expect_words(error_of([&] { run.train(3, 9); }), {"rank 0"});
+              EXPECT_EQ(run.optimizer->recover().members, (std::vector<int>{1, 2}));
+              run.optimizer->save_checkpoint(parent + "/after");
+            },
+            {.transport = Transport::kGloo});
+  EXPECT_EQ(read_manifest(parent + "/after").run, read_manifest(parent + "/before").run);
 }
 
 TEST(RecoverOptionsTest, TheAverageOfTheParameters) {

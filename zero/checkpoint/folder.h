@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/checkpoint/format/manifest.h"
@@ -31,7 +32,7 @@ struct ListedCheckpoint {
 std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent, bool to_load = false);
 
 // Which run a checkpoint is of, and its place in the order of saves.
-// One for each optimizer; rank 0's is stored.
+// One for each optimizer; rank 0's is stored. Where another may become rank 0, all adopt its id.
 class RunIdentity {
  public:
   // A new run.
@@ -46,6 +47,8 @@ class RunIdentity {
   // clock that was set back, or that differs between machines, changes no order.
   int64_t next_save(const std::string& parent);
 
+  // The id of rank 0.
+  void adopt(std::string id) { id_ = std::move(id); }
   // This run goes on from a checkpoint.
   void resume(const Manifest& manifest);
 

@@ -15,6 +15,7 @@
 #include "zero/base/error_text.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/differences.h"
+#include "zero/checkpoint/file_exchange.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/optimizer/shard_file.h"
 #include "zero/optimizer/staging.h"
@@ -178,6 +179,7 @@ void Recovery::start(const ParamGroups& groups) {
   failures_before_ = engine.group().failures();
   if (engine.options.protect() == 0) return;
   lifeline_ = std::make_shared<Lifeline>(engine.group(), engine.shards.inner());
+  run_.adopt(broadcast_text(*engine.comms->control, run_.id(), 0, "the run"));
   connect();
   protect_at_once(groups, "the constructor");
 }
