@@ -116,6 +116,14 @@ int scene_long() {
   return 0;
 }
 
+// More than its reader has room for.
+int scene_flood() {
+  say("pid " + std::to_string(getpid()));
+  for (int line = 0; line < 20000; ++line) say(std::string(100, 'x'));
+  std::this_thread::sleep_for(std::chrono::minutes(1));
+  return 0;
+}
+
 int scene_sleep() {
   say("pid " + std::to_string(getpid()));
   std::this_thread::sleep_for(std::chrono::minutes(1));
@@ -161,6 +169,7 @@ int main(int argc, char** argv) {
         if (scene == "hold") return scene_hold();
         if (scene == "bar") return scene_bar();
         if (scene == "long") return scene_long();
+        if (scene == "flood") return scene_flood();
         if (scene == "sleep") return scene_sleep();
         if (scene == "replace") return scene_replace();
         return scene_fail(scene);

@@ -11,6 +11,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -134,15 +135,16 @@ TEST(LaunchTest, ARankThatComesTwiceIsRefused) {
 }
 
 // Starts a job of two sleeping ranks and returns the pids that they print; `parent` gets its own.
-std::set<int> start_sleepers(FILE*& pipe, int& parent) {
-  pipe = popen(("echo $$; exec " + program() + " 2 sleep 2>&1").c_str(), "r");
+std::set<int> start_sleepers(FILE*& pipe, int& parent, const std::string& scene = "sleep") {
+  pipe = popen(("echo $$; exec " + program() + " 2 " + scene + " 2>&1").c_str(), "r");
   std::set<int> pids;
   char line[256];
   if (pipe == nullptr || std::fgets(line, sizeof(line), pipe) == nullptr) return pids;
   parent = std::atoi(line);
   while (pids.size() < 2 && std::fgets(line, sizeof(line), pipe) != nullptr) {
     int pid = 0;
-    if (std::sscanf(line, "pid %d", &pid) == 1) pids.insert(pid);
+    const char* text = std::strstr(line, "pid ");
+    if (text != nullptr && std::sscanf(text, "pid %d", &pid) == 1) pids.insert(pid);
   }
   return pids;
 }
@@ -252,6 +254,22 @@ TEST(LaunchTest, SigtermAndSighupReachTheRanks) {
     EXPECT_EQ(output.find("stopping the others"), std::string::npos) << "all were told: " << output;
     EXPECT_TRUE(all_gone(pids));
   }
+}
+
+// As a pager that nobody looks at, or the end of a connection.
+TEST(LaunchTest, AReaderThatStallsKeepsNoSignalFromTheRanks) {
+  FILE* pipe = nullptr;
+  int parent = 0;
+  const std::set<int> pids = start_sleepers(pipe, parent, "flood prefix");
+  ASSERT_EQ(pids.size(), 2u);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));  // the pipe is full then
+  kill(parent, SIGTERM);
+  EXPECT_TRUE(all_gone(pids));
+  std::string output;
+  char line[256];
+  while (std::fgets(line, sizeof(line), pipe) != nullptr) output += line;
+  EXPECT_EQ(WEXITSTATUS(pclose(pipe)), 128 + SIGTERM);
+  EXPECT_NE(output.find("ended by signal 15"), std::string::npos) << "it is kept for the reader";
 }
 
 // As under nohup.

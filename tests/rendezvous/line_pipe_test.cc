@@ -8,9 +8,8 @@
 
 #include <array>
 #include <cerrno>
-#include <chrono>
+#include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -43,7 +42,7 @@ class LinePipeTest : public ::testing::Test {
 };
 
 TEST_F(LinePipeTest, LinesPassWithTheirPrefixOnceTheyAreWhole) {
-  LinePipe lines(child[0], terminal[1], "[1] ");
+  LinePipe lines(child[0], std::make_shared<LineTarget>(terminal[1]), "[1] ");
   lines.drain();
   EXPECT_EQ(shown(), "");
   print("loss 3\nlo");
@@ -58,7 +57,7 @@ TEST_F(LinePipeTest, LinesPassWithTheirPrefixOnceTheyAreWhole) {
 }
 
 TEST_F(LinePipeTest, AProgressBarBecomesLines) {
-  LinePipe lines(child[0], terminal[1], "");
+  LinePipe lines(child[0], std::make_shared<LineTarget>(terminal[1]), "");
   print("\r 10 %\r 20 %\r\ndone\r\n");
   lines.drain();
   EXPECT_EQ(shown(), " 10 %\n 20 %\ndone\n");
@@ -69,7 +68,7 @@ TEST_F(LinePipeTest, ALineWithoutEndIsPassedOnInParts) {
   constexpr size_t kPart = 64 << 10;
   ASSERT_GT(fcntl(child[1], F_SETPIPE_SZ, 4 * kPart), 0);
   ASSERT_GT(fcntl(terminal[1], F_SETPIPE_SZ, 4 * kPart), 0);
-  LinePipe lines(child[0], terminal[1], "> ");
+  LinePipe lines(child[0], std::make_shared<LineTarget>(terminal[1]), "> ");
   print(std::string(kPart + 10, 'x'));
   lines.drain();
   EXPECT_EQ(shown(), "> " + std::string(kPart, 'x') + "\n");
@@ -80,27 +79,51 @@ TEST_F(LinePipeTest, ALineWithoutEndIsPassedOnInParts) {
 // As another program may leave a terminal.
 TEST_F(LinePipeTest, AFullTerminalThatDoesNotBlockLosesNoLine) {
   ASSERT_GT(fcntl(terminal[1], F_SETPIPE_SZ, 4096), 0);
-  LinePipe lines(child[0], terminal[1], "> ");
+  LinePipe lines(child[0], std::make_shared<LineTarget>(terminal[1]), "> ");
   std::string printed, expected, seen;
   for (int line = 0; line < 2000; ++line) {
     printed += std::to_string(line) + "\n";
     expected += "> " + std::to_string(line) + "\n";
   }
   print(printed);
-  std::thread reader([&] {
-    for (int tries = 0; seen.size() < expected.size() && tries < 5000; ++tries) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      seen += shown();
-    }
-  });
-  lines.drain();
-  reader.join();
+  for (int tries = 0; seen.size() < expected.size() && tries < 5000; ++tries) {
+    lines.drain();
+    seen += shown();
+  }
   EXPECT_EQ(seen, expected);
+}
+
+// The launcher has other ranks, and signals to pass on.
+TEST_F(LinePipeTest, AReaderThatStallsIsNotWaitedFor) {
+  ASSERT_EQ(fcntl(terminal[1], F_SETFL, 0), 0);  // it blocks, as most do
+  ASSERT_GT(fcntl(terminal[1], F_SETPIPE_SZ, 4096), 0);
+  const auto target = std::make_shared<LineTarget>(terminal[1]);
+  LinePipe lines(child[0], target, "> ");
+  const std::string line(3000, 'x');
+  for (int i = 0; i < 5; ++i) print(line + "\n");
+  lines.drain();
+  EXPECT_TRUE(target->full());
+  print("more\n");
+  lines.drain();
+  std::array<char, 8> left;
+  EXPECT_EQ(read(child[0], left.data(), left.size()), 5) << "the child waits, too";
+  print("last");
+  lines.close_now();
+  target->add("of another\n");
+  std::string seen;
+  for (int tries = 0; target->full() && tries < 5000; ++tries) {
+    seen += shown();
+    target->write_out();
+  }
+  seen += shown();
+  std::string expected;
+  for (int i = 0; i < 5; ++i) expected += "> " + line + "\n";
+  EXPECT_EQ(seen, expected + "> last\nof another\n");
 }
 
 // What is passed on comes back, as from a child that prints all the time.
 TEST_F(LinePipeTest, AStreamThatIsNeverEmptyKeepsNobodyElseWaiting) {
-  LinePipe lines(child[0], child[1], "");
+  LinePipe lines(child[0], std::make_shared<LineTarget>(child[1]), "");
   print("more\n");
   lines.drain();
   EXPECT_TRUE(lines.open());
@@ -110,7 +133,7 @@ TEST_F(LinePipeTest, AStreamThatIsNeverEmptyKeepsNobodyElseWaiting) {
 TEST_F(LinePipeTest, ItsEndClosesTheStreamOnce) {
   {
     std::vector<LinePipe> pipes;
-    pipes.emplace_back(child[0], terminal[1], "");
+    pipes.emplace_back(child[0], std::make_shared<LineTarget>(terminal[1]), "");
     std::vector<LinePipe> moved = std::move(pipes);
     moved.reserve(100);
     EXPECT_NE(fcntl(child[0], F_GETFD), -1);
@@ -121,7 +144,7 @@ TEST_F(LinePipeTest, ItsEndClosesTheStreamOnce) {
 }
 
 TEST_F(LinePipeTest, TheEndOfTheStreamClosesIt) {
-  LinePipe lines(child[0], terminal[1], "");
+  LinePipe lines(child[0], std::make_shared<LineTarget>(terminal[1]), "");
   print("last");
   close(child[1]);
   lines.drain();

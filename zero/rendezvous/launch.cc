@@ -11,6 +11,7 @@
 #include <sched.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,6 +19,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -26,6 +28,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <random>
 #include <sstream>
 #include <string>
@@ -47,6 +50,8 @@ using Clock = std::chrono::steady_clock;
 
 // How late the end of a rank may be noticed.
 constexpr int kPollMilliseconds = 20;
+// How long the last lines of a job that a signal has ended wait for a reader.
+constexpr std::chrono::milliseconds kLastOutput{1000};
 // The store is served and asked by this process.
 constexpr std::chrono::seconds kServeTimeout{10};
 // The parent must not wait longer than this for its own store.
@@ -60,6 +65,20 @@ struct Child {
 
 // The signal to pass on, 0 for none.
 std::atomic<int> received_signal{0};
+
+// stdout and stderr.
+using LineTargets = std::array<std::shared_ptr<LineTarget>, 2>;
+
+// Those of this process: one target where both are one file, so that lines stay whole.
+LineTargets own_streams() {
+  LineTargets targets{std::make_shared<LineTarget>(STDOUT_FILENO),
+                      std::make_shared<LineTarget>(STDERR_FILENO)};
+  struct stat out = {};
+  struct stat error = {};
+  const bool known = fstat(STDOUT_FILENO, &out) == 0 && fstat(STDERR_FILENO, &error) == 0;
+  if (known && out.st_dev == error.st_dev && out.st_ino == error.st_ino) targets[1] = targets[0];
+  return targets;
+}
 
 extern "C" void remember_signal(int number, siginfo_t* info, void*) {
   // A terminal has sent its Ctrl-C to the children as well, and a second one may end them at once.
@@ -174,7 +193,8 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
   _exit(127);
 }
 
-Child start_child(const Place& place, const Address& address, const LaunchOptions& options) {
+Child start_child(const Place& place, const Address& address, const LaunchOptions& options,
+                  const LineTargets& targets) {
   const int rank = place.rank;
   std::vector<std::string> arguments = own_arguments();
   std::vector<std::string> environment = child_environment(place, address);
@@ -189,14 +209,13 @@ Child start_child(const Place& place, const Address& address, const LaunchOption
       if (writer >= 0) close(writer);
     }
   });
-  for (const int to : {STDOUT_FILENO, STDERR_FILENO}) {
-    if (!options.prefix_lines) continue;
+  for (int stream = 0; stream < 2 && options.prefix_lines; ++stream) {
     std::array<int, 2> ends;
     TORCH_CHECK(pipe2(ends.data(), O_CLOEXEC) == 0, "launch_local: cannot make a pipe for rank ",
                 rank, ": ", std::strerror(errno));
     fcntl(ends[0], F_SETFL, O_NONBLOCK);
     writers[child.pipes.size()] = ends[1];
-    child.pipes.emplace_back(ends[0], to, c10::str("[", rank, "] "));
+    child.pipes.emplace_back(ends[0], targets[child.pipes.size()], c10::str("[", rank, "] "));
   }
   const pid_t parent = getpid();
   child.pid = fork();
@@ -228,27 +247,36 @@ class Parent {
   void start_all(Address address) {
     address_ = std::move(address);
     for (int rank = 0; rank < ranks_; ++rank) {
-      children_.push_back(start_child({rank, ranks_, rank}, address_, options_));
+      start({rank, ranks_, rank});
     }
   }
 
   int run() {
-    while (alive() > 0) {
+    while (alive() > 0 || has_output()) {
       wait_for_output();
       reap();
       if (const int signal = received_signal.exchange(0)) {
         send_all(signal);
         begin_ending();
+        signalled_ = true;
       }
       if (Clock::now() >= kill_at_) {
+        if (alive() == 0 && signalled_) break;  // nobody reads what is left
         send_all(SIGKILL);
-        kill_at_ = Clock::time_point::max();
+        kill_at_ = Clock::now() + kLastOutput;
       }
     }
     return succeeded_ && options_.survivors_go_on && !ending_ ? 0 : exit_code_;
   }
 
  private:
+  void start(const Place& place) {
+    children_.push_back(start_child(place, address_, options_, targets_));
+  }
+
+  // Like the lines of ranks it waits for no reader.
+  void say(const std::string& line) { targets_[1]->add(line + "\n"); }
+
   int alive() const {
     return static_cast<int>(std::count_if(children_.begin(), children_.end(),
                                           [](const Child& child) { return child.pid > 0; }));
@@ -267,19 +295,23 @@ class Parent {
 
   void wait_for_output() {
     std::vector<pollfd> polled;
+    for (const auto& target : targets_) {
+      if (target->full()) polled.push_back({target->descriptor(), POLLOUT, 0});
+    }
     for (Child& child : children_) {
       for (LinePipe& pipe : child.pipes) {
-        if (pipe.open()) polled.push_back({pipe.descriptor(), POLLIN, 0});
+        if (pipe.open() && !pipe.target().full()) polled.push_back({pipe.descriptor(), POLLIN, 0});
       }
     }
     poll(polled.data(), polled.size(), kPollMilliseconds);
-    drain();
-  }
-
-  void drain() {
+    for (const auto& target : targets_) target->write_out();
     for (Child& child : children_) {
       for (LinePipe& pipe : child.pipes) pipe.drain();
     }
+  }
+
+  bool has_output() const {
+    return std::ranges::any_of(targets_, [](const auto& target) { return target->full(); });
   }
 
   void reap() {
@@ -289,10 +321,8 @@ class Parent {
       int status = 0;
       if (child.pid <= 0 || waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
       child.pid = -1;
-      for (LinePipe& pipe : child.pipes) {
-        pipe.drain();
-        pipe.close_now();  // A process that the rank has left behind may hold the other end.
-      }
+      // A process that the rank has left behind may hold the other ends.
+      for (LinePipe& pipe : child.pipes) pipe.close_now();
       if (status != 0) failed.push_back(child.local_rank);
       if (options_.survivors_go_on) add_ended_rank(*store_, static_cast<int>(rank));
       report(static_cast<int>(rank), status);
@@ -306,11 +336,11 @@ class Parent {
     // A job of which a rank has ended takes in no other.
     if (!wanted || ending_ || succeeded_ || alive() == 0) return;
     const int rank = ranks_ + replaced;
-    std::fprintf(stderr, "launch_local: starting rank %d, which joins the others\n", rank);
+    say(c10::str("launch_local: starting rank ", rank, ", which joins the others"));
     try {
-      children_.push_back(start_child({rank, ranks_, local_rank}, address_, options_));
+      start({rank, ranks_, local_rank});
     } catch (const c10::Error& error) {  // the others do not need it
-      std::fprintf(stderr, "%s\n", error.what_without_backtrace());
+      say(error.what_without_backtrace());
     }
   }
 
@@ -323,30 +353,27 @@ class Parent {
     if (exit_code_ == 0) exit_code_ = code;
     const std::string who =
         rank < ranks_ ? c10::str("rank ", rank, " of ", ranks_) : c10::str("rank ", rank);
-    if (by_signal) {
-      std::fprintf(stderr, "launch_local: %s ended by signal %d (%s)", who.c_str(),
-                   WTERMSIG(status), strsignal(WTERMSIG(status)));
-    } else {
-      std::fprintf(stderr, "launch_local: %s failed with exit code %d", who.c_str(), code);
-    }
+    const std::string how = by_signal ? c10::str("ended by signal ", WTERMSIG(status), " (",
+                                                 strsignal(WTERMSIG(status)), ")")
+                                      : c10::str("failed with exit code ", code);
     const bool others = alive() > 0 && !ending_;
-    if (options_.survivors_go_on) {
-      std::fprintf(stderr, "%s\n", others ? "; the others go on" : "");
-      return;
-    }
-    std::fprintf(stderr, "%s\n", others ? "; stopping the others" : "");
+    const char* then = options_.survivors_go_on ? "; the others go on" : "; stopping the others";
+    say(c10::str("launch_local: ", who, " ", how, others ? then : ""));
+    if (options_.survivors_go_on) return;
     if (!ending_) send_all(SIGTERM);
     begin_ending();
   }
 
   const int ranks_;
   const LaunchOptions options_;
+  const LineTargets targets_ = own_streams();
   const c10::intrusive_ptr<BoundedStore> store_;
   Address address_;              // of the store
   std::vector<Child> children_;  // by rank
   int exit_code_ = 0;            // Of the first failure.
   bool succeeded_ = false;       // any rank
   bool ending_ = false;
+  bool signalled_ = false;  // this process
   Clock::time_point kill_at_ = Clock::time_point::max();
 };
 

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/rendezvous/line_pipe.h"
 
+#include <limits.h>
 #include <poll.h>
 #include <unistd.h>
 
@@ -20,6 +21,26 @@ constexpr int kReads = 16;
 
 }  // namespace
 
+void LineTarget::add(const std::string& text) {
+  waiting_ += text;
+  write_out();
+}
+
+void LineTarget::write_out() {
+  size_t done = 0;
+  while (done < waiting_.size()) {
+    pollfd writable{to_, POLLOUT, 0};
+    if (poll(&writable, 1, 0) == 0) break;
+    // A pipe that is writable takes so much without blocking.
+    const ssize_t count =
+        write(to_, waiting_.data() + done, std::min<size_t>(waiting_.size() - done, PIPE_BUF));
+    if (count < 0 && errno == EAGAIN) break;  // Another program has made it non-blocking.
+    if (count < 0 && errno != EINTR) done = waiting_.size();  // The reader has closed its end.
+    done += static_cast<size_t>(std::max<ssize_t>(count, 0));
+  }
+  waiting_.erase(0, done);
+}
+
 LinePipe::LinePipe(LinePipe&& other) noexcept
     : from_(std::exchange(other.from_, -1)),
       to_(other.to_),
@@ -32,14 +53,19 @@ LinePipe::~LinePipe() {
 }
 
 void LinePipe::drain() {
+  to_->write_out();
+  read_on(/*while_full=*/false);
+}
+
+void LinePipe::read_on(bool while_full) {
   std::array<char, 65536> buffer;
-  for (int reads = 0; open() && reads < kReads; ++reads) {
+  for (int reads = 0; open() && (while_full || !to_->full()) && reads < kReads; ++reads) {
     const ssize_t count = read(from_, buffer.data(), buffer.size());
     if (count > 0) {
       text_.append(buffer.data(), static_cast<size_t>(count));
       pass_on_lines();
     } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
-      close_now();
+      end();
     } else if (errno == EAGAIN) {
       return;
     }
@@ -47,7 +73,11 @@ void LinePipe::drain() {
 }
 
 void LinePipe::close_now() {
-  if (!open()) return;
+  read_on(/*while_full=*/true);
+  if (open()) end();
+}
+
+void LinePipe::end() {
   if (!text_.empty()) {
     text_ += '\n';
     pass_on_lines();
@@ -71,16 +101,7 @@ void LinePipe::pass_on_lines() {
     begin = ended ? end + 1 : end;
   }
   text_.erase(0, begin);
-  for (size_t done = 0; done < out.size();) {
-    const ssize_t count = write(to_, out.data() + done, out.size() - done);
-    if (count < 0 && errno == EAGAIN) {  // Another program has made the terminal non-blocking.
-      pollfd writable{to_, POLLOUT, 0};
-      poll(&writable, 1, -1);
-      continue;
-    }
-    if (count < 0 && errno != EINTR) return;  // The reader has closed its end.
-    done += static_cast<size_t>(std::max<ssize_t>(count, 0));
-  }
+  to_->add(out);
 }
 
 }  // namespace zero
