@@ -21,6 +21,7 @@
 #include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/transports.h"
+#include "zero/comm/row_communicator.h"
 
 namespace zero {
 namespace {
@@ -112,6 +113,30 @@ TEST_P(FailureTest, TwoMissingRanksAreBothNamed) {
         absent.done();
       },
       on(GetParam(), kMissed));
+}
+
+// As in replays of a CUDA graph, while which no operation waits.
+TEST_P(FailureTest, AConnectionThatEndsIsNoticedWithoutAWait) {
+  Bystander ends(2);
+  run_ranks(
+      3,
+      [&](const Group& group) {
+        const auto data = data_of(group);
+        at::Tensor rows = at::zeros({3, 10});
+        data->gather_rows(rows, "warm-up").wait();
+        if (group.rank() == 2) {
+          data->abort("this rank gives up");
+          return ends.stand_by();
+        }
+        RowCommunicator(*data).watch_peers();
+        const auto limit = Clock::now() + std::chrono::seconds(10);
+        while (data->failed().empty() && Clock::now() < limit) {
+          std::this_thread::sleep_for(milliseconds(5));
+        }
+        expect_words(data->failed(), {"lost rank", "rank 2", " of 3"});
+        ends.done();
+      },
+      on(GetParam()));
 }
 
 // The rank's communicator goes away with an operation under way, as when its body throws.
