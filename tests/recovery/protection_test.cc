@@ -8,6 +8,7 @@
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <latch>
 #include <memory>
@@ -81,6 +82,22 @@ TEST(ProtectionTest, AnUnfinishedGenerationNeverReplacesAFinishedOne) {
     ASSERT_EQ(generations->all().size(), 1U);
     EXPECT_EQ(generations->all()[0]->number, 0);
     EXPECT_EQ(generations->all()[0]->files.size(), 2U);
+  });
+}
+
+TEST(ProtectionTest, WhatIsCopiedBehindAFailureIsLeftOut) {
+  run_ranks(2, [](const Group& group) {
+    const auto generations = std::make_shared<Generations>();
+    std::atomic<bool> fails = false;
+    Protection protection(group, generations, 0,
+                          [&] { return std::string(fails ? "a link went down" : ""); });
+    protection.begin({}, file_of(group.rank(), values(1)));
+    ASSERT_EQ(protection.finish(), "");
+    fails = true;
+    protection.begin({}, file_of(group.rank(), values(2)));
+    EXPECT_EQ(protection.finish(), "the copy of a protected step failed: a link went down");
+    EXPECT_TRUE(protection.connection_failed());
+    EXPECT_EQ(generations->all().size(), 1U);
   });
 }
 
