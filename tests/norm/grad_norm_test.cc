@@ -15,7 +15,6 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -26,7 +25,6 @@
 #include <vector>
 
 #include "tests/norm/norm_on_mesh.h"
-#include "tests/support/device/emulated_network.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "zero/mesh.h"
@@ -300,21 +298,6 @@ TEST(GradNormTest, MisuseIsRefused) {
   at::Tensor sparse = at::zeros({2, 2});
   sparse.mutable_grad() = at::ones({2, 2}).to_sparse();
   EXPECT_THROW(clip_grad_norm_(group_parameters_for_norm({{sparse, {}}}), 1.0), c10::Error);
-}
-
-// Each device has room for one collective at a time.
-TEST(GradNormTest, CollectivesOfSeveralGroupsHaveOneOrderOnADevice) {
-  run_device_ranks(4, [](const Group& world) {
-    const c10::DeviceGuard here(world.device());
-    const Mesh mesh(world, {{"tp", 2}, {"ep", 2}});
-    const auto ones_there = [&] { return parameter(at::ones({8}, world.device())); };
-    const auto groups = group_parameters_for_norm(
-        {{ones_there(), Placement().sharded_over({mesh.group({"tp"})})},
-         {ones_there(), Placement().sharded_over({mesh.group({"ep"})}).expert(true)}});
-    for (int i = 0; i < 3; ++i) {
-      EXPECT_DOUBLE_EQ(clip_grad_norm_(groups, std::nullopt).item<double>(), std::sqrt(32.0));
-    }
-  });
 }
 
 }  // namespace
