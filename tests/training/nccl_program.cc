@@ -12,6 +12,8 @@
 //     What NCCL makes of fp32 values whose sum depends on the order: whether bits differ from call
 //     to call, which they may with NVLS alone, and how many sums are the exact ones rounded once,
 //     or those in rank order. And the time beside an exchange of the rows.
+//   nccl_program stands_first <ranks>
+//     The last rank stands still before the first round, in which NCCL connects.
 //   nccl_program dies|dies_unseen|dies_replayed|stands|recovers <ranks>
 //     In the fourth step the last rank ends, or stands still. The others have an error that names
 //     it within the timeout, can end or recover, and are not ended by a watchdog of libtorch.
@@ -350,6 +352,12 @@ struct NcclSockets {
   }
 };
 
+void stand_before_gradients(const std::string& what) {
+  if (what.find("gradient bucket") == std::string::npos) return;
+  message_probe = nullptr;
+  std::this_thread::sleep_for(3 * kTimeout);
+}
+
 int fail(const std::string& how) {
   const bool breaks = how == "breaks", replays = how == "dies_replayed";
   if (breaks) message_probe = &NcclSockets::look;
@@ -360,14 +368,16 @@ int fail(const std::string& how) {
   auto options = ZeroOptions().bucket_bytes(8192);
   if (recovers) options.protect(1);
   if (how == "dies_unseen" || replays) options.static_graph(true);
-  auto optimizer = std::make_unique<ZeroOptimizer>(*model, make_adamw(model), group, options);
+  std::unique_ptr<ZeroOptimizer> optimizer;
   const at::Tensor x = batch_of(group, at::kFloat);
   const bool last = group.rank() == group.world_size() - 1;
+  if (last && how == "stands_first") message_probe = &stand_before_gradients;
   auto graph = std::make_unique<at::cuda::CUDAGraph>();
   at::Tensor before;
   auto start = steady_clock::now();
   bool failed = false;
   try {
+    optimizer = std::make_unique<ZeroOptimizer>(*model, make_adamw(model), group, options);
     for (int step = 0; step < 8; ++step) {
       start = steady_clock::now();
       if (step == 3 && breaks) before = model->parameters()[0].detach().cpu();
