@@ -112,11 +112,31 @@ TEST(GroupTest, ARank0ThatIsLateAndThenSilentIsAnErrorInTime) {
     const auto store = open_tcp_store("127.0.0.1", served);
     over.wait(false);
   });
-  EXPECT_THROW(init_process_group(options), c10::Error);
+  EXPECT_THROW(
+      {
+        try {
+          init_process_group(options);
+        } catch (const c10::Error& error) {
+          expect_words(error.what_without_backtrace(),
+                       {"init_process_group: rank 1 of 2", "the store of rank 0", "start the job"});
+          throw;
+        }
+      },
+      CommunicationError);
   EXPECT_LT(Clock::now() - begin, *options.timeout + std::chrono::seconds(1));
   over = true;
   over.notify_all();
   rank0.join();
+}
+
+TEST(GroupTest, AStoreThatIsSilentIsAnErrorOfACommunicatorThatNamesTheRank) {
+  const auto store = c10::make_intrusive<FrozenStore>();
+  const Group group(store, 1, 4, "g", default_backend_factory(at::kCPU, ""), at::kCPU,
+                    std::chrono::milliseconds(300));
+  store->freeze(true);
+  expect_words(error_of([&] { group.make_communicator("data", Purpose::kData); }),
+               {"communicator \"g/data\": rank 1 of 4: the store did not answer", "start the job"});
+  store->freeze(false);
 }
 
 TEST(GroupTest, RefusesWhatCannotBe) {

@@ -338,6 +338,15 @@ TEST(RollCallTest, OneThatJoinsAJobOfWhichNobodyIsLeftLearnsIt) {
   expect_words(error_of([&] { c.get(); }), {"process 2 cannot join", "all its ranks have ended"});
 }
 
+TEST(RollCallTest, AStoreThatIsSilentIsAnErrorThatNamesTheProcessThatJoins) {
+  const auto store = c10::make_intrusive<FrozenStore>();
+  const auto late = newcomer(store, 2, milliseconds(300));
+  store->freeze(true);
+  expect_words(error_of([&] { late->join(""); }),
+               {"process 2 cannot join the job: the store did not answer", "start the job again"});
+  store->freeze(false);
+}
+
 TEST(RollCallTest, WhoCannotJoinLearnsWhy) {
   const StorePtr store = new_store();
   expect_words(error_of([&] { newcomer(store, 2, milliseconds(300))->join(""); }),

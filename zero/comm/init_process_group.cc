@@ -228,12 +228,17 @@ Group init(const InitOptions& options) {
     const auto start = std::chrono::steady_clock::now();
     // Of groups, not of calls: one that failed on this rank alone must not count.
     const auto whole = in_time(*find_store(env, timeout), timeout, start);
-    check_job(*whole, env, store_name(env));
-    // The others may have made a group, or tried to, without this rank. One that joins makes the
-    // groups of the job again, one with each call, and waits for no rank here: those have met.
-    while (!env.joins && Tries::begun(*whole->under(prefix_of(env, groups + 1)))) ++groups;
-    Tries tries(whole->under(prefix_of(env, groups)));
-    const auto bounded = tries.enter(env.rank, start + timeout);
+    std::optional<Tries> tries;
+    const auto bounded =
+        asking_as(c10::str("init_process_group: rank ", env.rank, " of ", env.world_size), [&] {
+          check_job(*whole, env, store_name(env));
+          // The others may have made a group, or tried to, without this rank. One that joins makes
+          // the groups of the job again, one with each call, and waits for no rank here: those have
+          // met.
+          while (!env.joins && Tries::begun(*whole->under(prefix_of(env, groups + 1)))) ++groups;
+          return tries.emplace(whole->under(prefix_of(env, groups)))
+              .enter(env.rank, start + timeout);
+        });
     // A rank that joins knows no topology that was stated: each is then on a machine of its own.
     joining.find_topology = [timeout, willing = options.shared_memory && !options.topology](
                                 const StorePtr& own, int rank, int world_size) {
@@ -247,7 +252,7 @@ Group init(const InitOptions& options) {
                                      start, topology, options.shared_memory, all_ranks(env));
       }
     } catch (...) {
-      tries.give_up();
+      tries->give_up();
       throw;
     }
     const std::string text = topology ? advice(*topology) : std::string();

@@ -370,7 +370,9 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
   const std::string key = c10::str("communicator/", this->name(), "/", name);
   const std::shared_ptr<Place> place = state_->place;
   const auto start = std::chrono::steady_clock::now();
-  const int number = number_of(*state_->bounded->within(timeout()), *place, key);
+  const int number =
+      asking_as(c10::str("communicator \"", full_name, "\": rank ", rank(), " of ", world_size()),
+                [&] { return number_of(*state_->bounded->within(timeout()), *place, key); });
   const auto store = state_->bounded->under(c10::str(key, "/", number));
   Rendezvous rendezvous(
       store, rank(), world_size(), timeout(), start,

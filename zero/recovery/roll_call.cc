@@ -18,6 +18,7 @@
 #include "zero/base/slow_wait.h"
 #include "zero/base/threads.h"
 #include "zero/rendezvous/ended_ranks.h"
+#include "zero/rendezvous/meeting.h"
 
 namespace zero {
 namespace {
@@ -366,6 +367,11 @@ std::vector<std::string> RollCall::texts_at(const std::string& prefix,
 }
 
 RollCall::Present RollCall::join(const std::string& text) {
+  return asking_as(c10::str("process ", rank_, " cannot join the job"),
+                   [&] { return wait_to_join(text); });
+}
+
+RollCall::Present RollCall::wait_to_join(const std::string& text) {
   const auto deadline = Clock::now() + timeout_;
   const std::string number = std::to_string(rank_);
   const SlowWait notice([&] {

@@ -80,6 +80,7 @@ class RollCall {
   struct Answers;  // The thread's, which may outlive this object in a call of the store.
 
   void start();
+  Present wait_to_join(const std::string& text);
   Present present_at(const std::string& prefix, const std::set<int>& numbers);
   // The list, written down by this rank or another one.
   std::string close(const std::string& prefix, const std::set<int>& expected, const Enough& enough);

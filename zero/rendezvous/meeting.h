@@ -8,6 +8,7 @@
 // that has arrived and marks nothing more has ended, is stopped or cannot be reached.
 #pragma once
 
+#include <c10/util/StringUtil.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/base/error_text.h"
 #include "zero/rendezvous/bounded_store.h"
 
 namespace zero {
@@ -25,6 +27,19 @@ namespace zero {
 // Sets `key` to `text` if the store has no such key. Returns what the key holds then, on all ranks
 // the same.
 std::string claim(c10d::Store& store, const std::string& key, const std::string& text);
+
+// Returns call(), which asks a store before any meeting. Its CommunicationError begins with `who`
+// then, and says what to do.
+template <typename Call>
+auto asking_as(const std::string& who, Call call) {
+  try {
+    return call();
+  } catch (const CommunicationError& error) {
+    throw_communication_error(
+        c10::str(who, ": ", error_line(error),
+                 ". See the output of the process that serves the store, and start the job again"));
+  }
+}
 
 // "rank 3", "ranks 0, 2", of more than 8 "ranks 0, 1, ... and 5 more".
 std::string ranks_text(const std::vector<int>& ranks);
