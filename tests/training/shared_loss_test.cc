@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "tests/support/device/emulated_network.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/zero_optimizer.h"
@@ -25,7 +26,8 @@ using Words = std::vector<std::string>;
 // Six weights that are 1 at the start, and SGD with a learning rate of 1.
 struct Net final : torch::nn::Module {
   Net(const Group& group, c10::ScalarType dtype, const ZeroOptions& options = {})
-      : weight(register_parameter("weight", at::ones({6}, dtype))) {
+      : weight(register_parameter("weight",
+                                  at::ones({6}, at::TensorOptions(dtype).device(group.device())))) {
     optimizer = std::make_unique<ZeroOptimizer>(
         *this, std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{weight}, 1.0), group,
         options);
@@ -45,8 +47,10 @@ ZeroOptions constant_scale(double scale) {
       LossScalerOptions().initial_scale(scale).min_scale(scale).max_scale(scale));
 }
 
+// On a device autograd calls hooks in threads of its own.
 void on_ranks(const std::function<void(const Group&)>& body) {
   for (const int world_size : {1, 2, 3}) run_ranks(world_size, body);
+  run_device_ranks(2, body, {.room = 5});
 }
 
 const Words kOtherScale{"loss scale of 1,", "65536", "ZeroOptions::loss_scaler",
@@ -106,6 +110,8 @@ TEST(SharedLossTest, EqualLossScalesAreTaken) {
     Net a(group, at::kHalf), b(group, at::kHalf), c(group, at::kFloat, constant_scale(65536));
     Net d(group, at::kFloat, constant_scale(8)), e(group, at::kBFloat16, constant_scale(8));
     for (int step = 1; step <= 2; ++step) {
+      // On a device it waits for the last step. Else the hooks of all but `a` and `d` would.
+      for (Net* net : {&a, &b, &c, &d, &e}) net->optimizer->loss_scale();
       a.optimizer->backward(a.loss(0.25) + b.loss(0.125) + c.loss(0.5));
       d.optimizer->backward(d.loss(0.25) + e.loss(0.125));
       for (Net* net : {&a, &b, &c, &d, &e}) net->optimizer->step();
