@@ -124,6 +124,25 @@ TEST(SharedLossTest, EqualLossScalesAreTaken) {
   });
 }
 
+TEST(SharedLossTest, ALossIsScaledOnceByBackwardOrByScaleLoss) {
+  on_ranks([](const Group& group) {
+    Net a(group, at::kHalf), b(group, at::kHalf), c(group, at::kFloat);
+    const auto loss = [&] { return a.loss(0.25) + b.loss(0.5); };
+    for (Net* net : {&a, &b, &c}) {
+      const at::Tensor scaled = b.optimizer->scale_loss(loss());
+      const Words words{"scale_loss() has not multiplied", "call backward(loss), or"};
+      expect_words(error_of([&] { net->optimizer->backward(scaled); }), words);
+      expect_words(error_of([&] { net->optimizer->step(); }), words);
+      net->optimizer->zero_grad();
+    }
+    a.optimizer->scale_loss(loss());  // so that both know of it
+    b.optimizer->scale_loss(loss()).backward();
+    for (Net* net : {&a, &b}) net->optimizer->step();
+    a.expect_all(0.75);
+    b.expect_all(0.5);
+  });
+}
+
 // Dynamic scales come apart where one of two optimizers skips a step.
 TEST(SharedLossTest, AScaleThatHasShrunkIsRefused) {
   on_ranks([](const Group& group) {

@@ -464,7 +464,17 @@ at::Tensor BackwardPasses::scale_loss(const at::Tensor& loss) {
   parts_.record.follow_loss_scale();
   any_ = scaled_ = true;
   const double scale = parts_.record.scaler().scale();
-  return scale == 1.0 ? loss : loss * scale;
+  if (scale == 1.0) return loss;
+  const at::Tensor scaled = loss * scale;
+  if (!scaled.requires_grad()) return scaled;
+  // A graph may outlive this.
+  scaled.register_hook([rank = parts_.protocol.rank()](const at::Tensor&) {
+    TORCH_CHECK(PassUnderWay::current() == nullptr, "rank ", rank,
+                ": backward(loss): expected a loss that scale_loss() has not multiplied, since "
+                "backward() of any ZeroOptimizer multiplies it by a loss scale, got one that it "
+                "has; call backward(loss), or scale_loss(loss).backward()");
+  });
+  return scaled;
 }
 
 }  // namespace zero
