@@ -47,7 +47,7 @@ class RestartTest(unittest.TestCase):
         print(f"killed after step {len(launched_job.steps_of(killed))}, resumed after {resumed}; "
               f"last loss {actual[-1][1]!r}, uninterrupted {expected[-1][1]!r}", flush=True)
 
-    def agents(self, folder, nodes, restarts):
+    def agents(self, folder, nodes, restarts, save_every=LONG):
         """Two torchruns of one rank each, of which the first serves the rendezvous."""
         endpoint = f"127.0.0.1:{slurm_node.free_port()}"
 
@@ -57,7 +57,8 @@ class RestartTest(unittest.TestCase):
                                 "--max-restarts", str(restarts), "--rdzv-backend", "c10d",
                                 "--rdzv-endpoint", endpoint,
                                 "--rdzv-conf", f"last_call_timeout=5,is_host={is_host}"),
-                *launched_job.trainer(folder, LONG, "--resume")], folder, name=name))
+                *launched_job.trainer(folder, LONG, "--resume", save_every=save_every)],
+                folder, name=name))
 
         return start("first", is_host=1), start("second", is_host=0)
 
@@ -89,6 +90,21 @@ class RestartTest(unittest.TestCase):
         first.wait_until(lambda: launched_job.steps_of(folder, saved), "a step of one rank")
         self.assertIn("1 ranks, stage 2", first.text())
         self.assertEqual(launched_job.steps_of(folder, saved)[0]["step"], saved + 1)
+
+    def test_all_ranks_of_two_agents_meet_again_after_a_kill(self):
+        """The agents count their restarts by themselves, and serve one store for all of them."""
+        folder = launched_job.new_folder()
+        first, second = self.agents(folder, nodes="2", restarts=3, save_every=SAVE_EVERY)
+        for killed in (first, second):
+            self.wait_for_two_ranks(first, second, folder)
+            before = launched_job.saved_in(folder)
+            first.wait_until(lambda: launched_job.saved_in(folder) > before, "a checkpoint")
+            output = lambda: first.text() + second.text()
+            resumed = output().count("resumed after step")
+            os.kill(*killed.processes().values(), signal.SIGKILL)
+            # Sooner than at the timeout of a meeting.
+            first.wait_until(lambda: output().count("resumed after step") > resumed, "a restart",
+                             seconds=60)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Two jobs that were given one MASTER_PORT: ranks of both never train together, and each is told.
+// And one job that is started again over one store.
 #include <arpa/inet.h>
+#include <c10/util/StringUtil.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <stdlib.h>
@@ -22,6 +24,9 @@
 #include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/free_port.h"
+#include "zero/rendezvous/bounded_store.h"
+#include "zero/rendezvous/job.h"
+#include "zero/rendezvous/rounds.h"
 #include "zero/rendezvous/tcp_store.h"
 
 namespace zero {
@@ -151,6 +156,8 @@ TEST_F(TwoJobsTest, TheSecondRank0TellsTheFirstThatHasNotComeYet) {
   options.port = port_;
   options.waitWorkers = false;
   const auto store = open_tcp_store("127.0.0.1", options);
+  claim_for_job(*BoundedStore::of(store, std::chrono::seconds(5))->under(prefix_of_round(0)), "",
+                2);
   expect_words(start("RANK=0 WORLD_SIZE=2").rest(), {"cannot serve the store", kTwoProcesses});
   // The first one uses the same store.
   expect_words(start("TORCHELASTIC_USE_AGENT_STORE=True RANK=0 WORLD_SIZE=2").rest(),
@@ -184,6 +191,52 @@ TEST_F(TwoJobsTest, ARankThatIsBehindTheOthersMeetsThemAtTheirNextGroup) {
   } while (text.find("had met before") != std::string::npos);
   EXPECT_EQ(text, kMet1);
   EXPECT_EQ(first.rest(), kMet0);
+}
+
+// The rounds of one job whose launcher starts it again over one store.
+class RoundsTest : public TwoJobsTest {
+ protected:
+  RoundsTest() {
+    c10d::TCPStoreOptions options;
+    options.isServer = true;
+    options.port = port_;
+    options.waitWorkers = false;
+    store_ = open_tcp_store("127.0.0.1", options);
+  }
+  // `restarts`: as the agent of this rank counts them.
+  Process start_rank(int rank, int restarts) {
+    return start(c10::str("TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RUN_ID=one MEETINGS=1 ",
+                          "TORCHELASTIC_RESTART_COUNT=", restarts, " WORLD_SIZE=2 RANK=", rank));
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+TEST_F(RoundsTest, RanksWhoseAgentsCountOtherRestartsMeet) {
+  for (const int restarts : {0, 1, 1}) {
+    // The one that was not killed may come before or after the other.
+    Process second = start_rank(1, restarts);
+    Process first = start_rank(0, 0);
+    EXPECT_EQ(first.line(), kMet0);
+    EXPECT_EQ(second.line(), kMet1);
+    kill(first.pid(), SIGKILL);
+    kill(second.pid(), SIGKILL);
+  }
+}
+
+TEST_F(RoundsTest, ARankThatWaitsInARoundWhoseRank0WasKilledMeetsTheNext) {
+  Process killed = start_rank(0, 0);
+  const auto bounded = BoundedStore::of(store_, std::chrono::seconds(30));
+  bounded->wait({"zero/1/0/1/meeting/arrivals"});
+  kill(killed.pid(), SIGKILL);
+  killed.rest();
+  Process second = start_rank(1, 1);
+  bounded->wait({"zero/1/0/1/meeting/complete"});  // they seem to be two
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  Process first = start_rank(0, 1);
+  EXPECT_EQ(first.line(), kMet0);
+  EXPECT_EQ(second.line(), kMet1);
+  release();
 }
 
 }  // namespace

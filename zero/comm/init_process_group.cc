@@ -28,6 +28,7 @@
 #include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/job.h"
 #include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rounds.h"
 #include "zero/rendezvous/tcp_store.h"
 
 namespace zero {
@@ -146,9 +147,9 @@ void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
   });
 }
 
-// Where the groups of a job begin, one after the other.
-std::string prefix_of(const Environment& env, int groups) {
-  return c10::str("zero/", env.restart_count, "/", groups);
+// Where the groups of a round begin, one after the other.
+std::string prefix_of(int64_t round, int groups) {
+  return c10::str(prefix_of_round(round), "/", groups);
 }
 
 // Rank 0 comes to the store that has its port as any other process would. If another job of that
@@ -163,10 +164,10 @@ std::string meet_other_job(const Environment& env, milliseconds timeout) {
   const auto start = std::chrono::steady_clock::now();
   try {
     const auto store = in_time(*open_store(env, limit, /*serves=*/false), limit, start);
-    check_job(*store, env, store_name(env));
+    check_job(*store->under(prefix_of_round(0)), env, store_name(env));
     constexpr int kOtherThan0 = 1;  // it begins no try
-    Tries tries(store->under(prefix_of(env, 0)));
-    meet(tries.enter(kOtherThan0, start)->under("meeting"), env, limit, start,
+    Tries tries(store->under(prefix_of(0, 0)));
+    meet(tries.enter(kOtherThan0, start)->under(Tries::kMeeting), env, limit, start,
          c10::str("that of ", store_name(env)));
   } catch (const c10::DistError&) {  // Another program has the port, or the job is silent.
   } catch (const std::exception& error) {
@@ -201,8 +202,47 @@ c10::intrusive_ptr<BoundedStore> find_store(const Environment& env, milliseconds
   }
 }
 
-Group init(const InitOptions& options) {
+// Returns the store of the next group, after all ranks have met there and found their `topology`,
+// of which each may state one. A process that joins makes the groups of the job again, one with
+// each call, and waits for no rank here: those have met.
+c10::intrusive_ptr<BoundedStore> meet_all(const c10::intrusive_ptr<BoundedStore>& whole,
+                                          const Environment& env, const InitOptions& options,
+                                          milliseconds timeout,
+                                          std::chrono::steady_clock::time_point since,
+                                          std::optional<Topology>& topology) {
+  // Of groups, not of calls: one that failed on this rank alone must not count.
   static std::atomic<int> groups{0};
+  static std::atomic<int64_t> round{0};  // that this process takes part in
+  const std::string who = c10::str("init_process_group: rank ", env.rank, " of ", env.world_size);
+  const bool rounds = asking_as(who, [&] { return has_rounds(*whole, env); });
+  while (true) {
+    std::optional<Tries> tries;
+    const auto store = asking_as(who, [&] {
+      if (rounds && groups == 0 && (round == 0 || is_over(*whole, round))) {
+        round = enter_round(*whole, env, own_process(), round, since + timeout);
+      }
+      check_job(*whole->under(prefix_of_round(round)), env, store_name(env));
+      // The others may have made a group, or tried to, without this rank.
+      while (!env.joins && Tries::begun(*whole->under(prefix_of(round, groups + 1)))) ++groups;
+      return tries.emplace(whole->under(prefix_of(round, groups))).enter(env.rank, since + timeout);
+    });
+    try {
+      if (!env.joins) {
+        meet(store->under(Tries::kMeeting), env, timeout, since);
+        topology = agree_on_topology(store->under("topology"), env.rank, env.world_size, timeout,
+                                     since, topology, options.shared_memory, all_ranks(env));
+      }
+      ++groups;
+      return store;
+    } catch (...) {
+      tries->give_up();
+      // This process may have come before rank 0 has begun its round, and waited in an earlier one.
+      if (!rounds || env.rank == 0 || groups > 0 || !is_over(*whole, round)) throw;
+    }
+  }
+}
+
+Group init(const InitOptions& options) {
   const Environment env = read_environment();
   const c10::Device device = options.device ? *options.device : default_device(env);
   TORCH_CHECK(!device.is_cuda() || cuda_device_count() > 0, "InitOptions::device: got ", device,
@@ -226,39 +266,17 @@ Group init(const InitOptions& options) {
     store = c10::make_intrusive<c10d::HashStore>();
   } else {
     const auto start = std::chrono::steady_clock::now();
-    // Of groups, not of calls: one that failed on this rank alone must not count.
     const auto whole = in_time(*find_store(env, timeout), timeout, start);
-    std::optional<Tries> tries;
-    const auto bounded =
-        asking_as(c10::str("init_process_group: rank ", env.rank, " of ", env.world_size), [&] {
-          check_job(*whole, env, store_name(env));
-          // The others may have made a group, or tried to, without this rank. One that joins makes
-          // the groups of the job again, one with each call, and waits for no rank here: those have
-          // met.
-          while (!env.joins && Tries::begun(*whole->under(prefix_of(env, groups + 1)))) ++groups;
-          return tries.emplace(whole->under(prefix_of(env, groups)))
-              .enter(env.rank, start + timeout);
-        });
+    const auto place = meet_all(whole, env, options, timeout, start, topology);
     // A rank that joins knows no topology that was stated: each is then on a machine of its own.
     joining.find_topology = [timeout, willing = options.shared_memory && !options.topology](
                                 const StorePtr& own, int rank, int world_size) {
       return agree_on_topology(BoundedStore::of(own, timeout), rank, world_size, timeout,
                                std::chrono::steady_clock::now(), std::nullopt, willing);
     };
-    try {
-      if (!env.joins) {
-        meet(bounded->under("meeting"), env, timeout, start);
-        topology = agree_on_topology(bounded->under("topology"), env.rank, env.world_size, timeout,
-                                     start, topology, options.shared_memory, all_ranks(env));
-      }
-    } catch (...) {
-      tries->give_up();
-      throw;
-    }
     const std::string text = topology ? advice(*topology) : std::string();
     if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
-    ++groups;
-    store = bounded->each_within(timeout);
+    store = place->each_within(timeout);
   }
   return Group(store, env.rank, env.world_size, "world",
                default_backend_factory(device, hostname, options.nccl, options.shared_memory),

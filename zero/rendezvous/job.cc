@@ -23,20 +23,22 @@ std::string of_job(const std::string& job) {
   return job.empty() ? std::string() : c10::str(" of job \"", job, "\"");
 }
 
-// A launcher that restarts a job may change its size.
-std::string key_of(int restart_count) { return c10::str("zero/", restart_count, "/job"); }
+constexpr const char* kJob = "job";
 
 }  // namespace
 
 void claim_for_job(BoundedStore& store, const std::string& job, int world_size) {
-  claim(store, key_of(0), text_of(job, world_size));
+  claim(store, kJob, text_of(job, world_size));
+}
+
+int ranks_of_job(BoundedStore& store) {
+  return store.check({kJob}) ? std::atoi(store.get_to_str(kJob).c_str()) : 0;
 }
 
 void check_job(BoundedStore& store, const Environment& env, const std::string& name_of_store) {
   const std::string own = text_of(env.job, env.world_size);
-  const std::string key = key_of(env.restart_count);
-  const bool claims = !env.joins && (env.rank == 0 || env.agent_serves_store);
-  const std::string held = claims ? claim(store, key, own) : store.get_to_str(key);
+  const bool claims = !env.joins && env.rank == 0;
+  const std::string held = claims ? claim(store, kJob, own) : store.get_to_str(kJob);
   if (held == own) return;
   const std::string job = identifier_in(held);
   if (env.joins && (env.job.empty() || env.job == job)) return;

@@ -12,13 +12,16 @@
 
 namespace zero {
 
-// For who serves the store, before any rank comes: makes the store that of a job.
+// For who serves the store, before any rank comes, and for rank 0 where it begins a round: makes
+// the store that of a job. `store` is that of a round.
 void claim_for_job(BoundedStore& store, const std::string& job, int world_size);
+// How many ranks that job has; 0 if nobody has claimed the store of the round.
+int ranks_of_job(BoundedStore& store);
 
 // Throws c10::ValueError when `store` serves a job with another identifier or another number of
 // ranks than `env` says. Of a process that joins a job only the identifier counts, if it has one.
-// Rank 0 claims a store that it serves, and the first rank that comes one that torchrun's agent
-// serves: the others are compared with it, and leave the store as it is.
+// Rank 0 claims a store that it serves: the others are compared with it, and leave the store as it
+// is.
 void check_job(BoundedStore& store, const Environment& env, const std::string& name_of_store);
 
 }  // namespace zero

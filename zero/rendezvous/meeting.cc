@@ -152,6 +152,18 @@ void Tries::give_up() noexcept {
   }
 }
 
+void Tries::call_off() {
+  const int64_t next = std::max<int64_t>(store_->add(kTries, 0), 1) + 1;
+  for (const int64_t number : {next - 1, next}) {
+    for (const char* meeting : {kMeeting, kTopology}) {
+      store_->set(c10::str(number, "/", meeting, "/", kGivenUp),
+                  c10::str(kNoMisuse, "Rank 0 has been started again"));
+    }
+  }
+  while (store_->add(kTries, 1) < next) {
+  }
+}
+
 Rendezvous::Rendezvous(c10::intrusive_ptr<BoundedStore> store, int rank, int world_size,
                        milliseconds timeout, Clock::time_point since, std::string failed,
                        std::string purpose, std::vector<int> watched)

@@ -101,6 +101,12 @@ class Tries {
   static bool begun(BoundedStore& store);
   // The try that this rank entered is over. Never throws.
   void give_up() noexcept;
+  // For a rank of a later round: those that wait in the try under way, or come to it yet, give up.
+  void call_off();
+
+  // The stores of a try's meetings: of all ranks, and of those that find their machines.
+  static constexpr const char* kMeeting = "meeting";
+  static constexpr const char* kTopology = "topology/meeting";
 
  private:
   const c10::intrusive_ptr<BoundedStore> store_;
