@@ -6,6 +6,7 @@
 #include "zero/comm/exchange/operation.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
@@ -24,6 +25,9 @@
 
 #include "tests/support/error_of.h"
 #include "zero/comm/backends/connection_watch.h"
+#include "zero/comm/exchange/row_exchange.h"
+#include "zero/comm/row_communicator.h"
+#include "zero/errors.h"
 
 namespace zero {
 namespace {
@@ -275,7 +279,7 @@ TEST(GroupHealthTest, NothingMayWaitWithoutALimit) {
                {"expected a timeout above 0 ms", "rank 0 of 2"});
 }
 
-// A transport whose receives throw when they are to start.
+// A transport whose transfers throw when they are to start.
 class RefusingBackend : public c10d::Backend {
  public:
   explicit RefusingBackend(std::function<void()> refuse)
@@ -284,10 +288,38 @@ class RefusingBackend : public c10d::Backend {
     refuse_();
     return nullptr;
   }
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>&, int, int) override {
+    refuse_();
+    return nullptr;
+  }
 
  private:
   const std::function<void()> refuse_;
 };
+
+TEST(GroupHealthTest, ARankThatLacksMemoryForATransferBlamesNoOther) {
+  for (const bool full : {true, false}) {
+    const auto backend = c10::make_intrusive<RefusingBackend>([=] {
+      if (full) at::empty({int64_t{1} << 60}, at::kByte);
+      throw std::runtime_error("Socket closed");
+    });
+    const auto communicator = RowCommunicator::over(
+        make_row_exchange(backend, RowTransport::kPairwise, milliseconds(1000)), 0, 2, "test",
+        milliseconds(1000));
+    try {
+      communicator->all_reduce_max(at::zeros({1}, at::kLong), "a maximum").wait();
+      ADD_FAILURE() << "expected an error";
+    } catch (const c10::OutOfMemoryError& error) {
+      EXPECT_TRUE(full);
+      EXPECT_EQ(std::string(error.what_without_backtrace()).find("lost rank"), std::string::npos)
+          << error.what_without_backtrace();
+    } catch (const c10::Error& error) {
+      EXPECT_FALSE(full) << error.what_without_backtrace();
+      EXPECT_NE(dynamic_cast<const CommunicationError*>(&error), nullptr);
+      expect_words(error.what_without_backtrace(), {"lost rank 1", "Socket closed"});
+    }
+  }
+}
 
 TEST(ConnectionWatchTest, FullMemoryIsNoEndOfAConnection) {
   std::mutex calls;

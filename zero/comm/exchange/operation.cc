@@ -130,7 +130,8 @@ void Operation::fail_to_start(const std::exception_ptr& reason) {
   if (ended.size() > 1) message += "; " + also_lost(ended);
   message += health_->where();
   health_->fail(message);
-  throw_error(!out_of_memory(reason), message);
+  TORCH_CHECK_WITH(OutOfMemoryError, !out_of_memory(reason), message);
+  throw_communication_error(message);
 }
 
 Operation::~Operation() {

@@ -63,8 +63,8 @@ void PairwiseExchange::naming(int peer, c10::function_ref<void()> start) const {
   try {
     start();
   } catch (const std::exception& error) {
-    throw_error(!is_out_of_memory(error),
-                c10::str("lost rank ", name_of(peer), ": ", error_line(error)));
+    if (is_out_of_memory(error)) throw;  // which says nothing about the peer
+    throw_communication_error(c10::str("lost rank ", name_of(peer), ": ", error_line(error)));
   }
 }
 
