@@ -1,16 +1,16 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The answers of bookkeeping/layout.h, and plans whose rows differ in length. Here they are made by
-// hand; whole_parameters_test has those that make_plan() makes.
+// The answers of bookkeeping/layout.h, and rows that differ in length. plan_test and
+// whole_parameters_test have the plans with such rows.
 #include "bookkeeping/layout.h"
 
 #include <gtest/gtest.h>
 
-#include <numeric>
-#include <utility>
+#include <cstdint>
+#include <string>
+#include <vector>
 
-#include "bookkeeping/memory.h"
 #include "bookkeeping/reshard.h"
 
 namespace zero {
@@ -20,140 +20,11 @@ using c10::ScalarType;
 
 constexpr int64_t kUnit = kAlignmentBytes / 4;  // floats in an alignment unit
 
-// The plan of `layout` over one fp32 arena of `numels`, with one bucket, whose rows then end at
-// `ends`. The bucket is as long as the last row says.
-Plan with_rows(Layout layout, const std::vector<int64_t>& numels, std::vector<int64_t> ends) {
-  std::vector<ParameterInfo> parameters;
-  for (const int64_t numel : numels) parameters.push_back({numel, ScalarType::Float, 0});
-  Plan plan = make_plan(parameters, {static_cast<int64_t>(ends.size())}, {layout, 0});
-  plan.arenas[0].numel = ends.back();
-  plan.buckets[0].rows = BucketRows(std::move(ends));
-  return plan;
-}
-
-// Five parameters in reverse order at 0, 16, 64, 112 and 128, of 144 elements.
-const std::vector<int64_t> kNumels = {5, 16, 40, 33, 7};
-
-// Rows that cut through parameters, are empty in front, between and behind, and hold whole ones.
-std::vector<std::vector<int64_t>> unequal_rows() {
-  return {{kUnit, 9 * kUnit},
-          {0, 4 * kUnit, 9 * kUnit},
-          {kUnit, 4 * kUnit, 7 * kUnit, 9 * kUnit},
-          {3 * kUnit, 3 * kUnit, 8 * kUnit, 8 * kUnit, 9 * kUnit, 9 * kUnit}};
-}
-
-// As make_plan() cuts this model for four ranks, but without the padding behind the last span: a
-// parameter has spans of a fourth, and the last row is as long as what it has of them.
-Plan trimmed_per_parameter() {
-  // Chunks of 2, 9, 10, 4 and 2 elements, each in a unit: rows of five units.
-  const int64_t row = 5 * kUnit;
-  return with_rows(Layout::kPerParameter, kNumels, {row, 2 * row, 3 * row, 3 * row + 4 * kUnit});
-}
-
-std::vector<Plan> unequal_plans() {
-  std::vector<Plan> plans;
-  for (const std::vector<int64_t>& ends : unequal_rows()) {
-    plans.push_back(with_rows(Layout::kContiguous, kNumels, ends));
-  }
-  plans.push_back(trimmed_per_parameter());
-  return plans;
-}
-
-using Places = std::vector<std::pair<int64_t, int64_t>>;  // parameter and its element, or -1
-
-Places by_spans(const Plan& plan) {
-  const Bucket& bucket = plan.buckets[0];
-  Places places(plan.bucket_numel(bucket), {-1, -1});
-  for (const Slot& slot : bucket.slots) {
-    for (const Span& span : plan.spans(bucket, slot)) {
-      for (int64_t i = 0; i < span.numel; ++i) {
-        auto& place = places.at(span.bucket_begin + i);
-        EXPECT_EQ(place.first, -1) << "two parameters at " << span.bucket_begin + i;
-        place = {slot.parameter, span.parameter_begin + i};
-      }
-    }
-  }
-  return places;
-}
-
-TEST(UnequalRowsTest, RowsFollowEachOtherAndBeginOnTheAlignment) {
-  for (const Plan& plan : unequal_plans()) {
-    const BucketRows& rows = plan.buckets[0].rows;
-    EXPECT_FALSE(rows.equal());
-    EXPECT_EQ(rows.count(), plan.arenas[0].world_size);
-    EXPECT_EQ(rows.begin(0), 0);
-    for (int64_t r = 0; r < rows.count(); ++r) {
-      EXPECT_EQ(rows.begin(r) % kUnit, 0);
-      EXPECT_EQ(rows.end(r) - rows.begin(r), rows.numel(r));
-      EXPECT_EQ(rows.end(r), r + 1 < rows.count() ? rows.begin(r + 1) : rows.total());
-    }
-    EXPECT_EQ(plan.bucket_numel(plan.buckets[0]), rows.total());
-  }
-}
-
-TEST(UnequalRowsTest, EveryElementIsInExactlyOneRow) {
-  for (const Plan& plan : unequal_plans()) {
-    std::vector<std::vector<int>> owners;
-    for (const int64_t numel : kNumels) owners.emplace_back(numel, 0);
-    for (int64_t rank = 0; rank < plan.arenas[0].world_size; ++rank) {
-      for (const Segment& s : plan.segments(0, rank)) {
-        EXPECT_GE(s.offset, 0);
-        EXPECT_LE(s.offset + s.numel, plan.buckets[0].rows.numel(rank));
-        for (int64_t i = 0; i < s.numel; ++i) ++owners[s.parameter].at(s.begin + i);
-      }
-    }
-    for (const std::vector<int>& of_parameter : owners) {
-      for (const int count : of_parameter) EXPECT_EQ(count, 1);
-    }
-  }
-}
-
-TEST(UnequalRowsTest, SegmentsAndPiecesDescribeTheSamePlaces) {
-  for (const Plan& plan : unequal_plans()) {
-    Places by_segments(plan.bucket_numel(plan.buckets[0]), {-1, -1});
-    for (int64_t rank = 0; rank < plan.arenas[0].world_size; ++rank) {
-      const int64_t row = plan.buckets[0].rows.begin(rank);
-      for (const Segment& s : plan.segments(0, rank)) {
-        for (int64_t i = 0; i < s.numel; ++i) {
-          by_segments.at(row + s.offset + i) = {s.parameter, s.begin + i};
-        }
-      }
-    }
-    EXPECT_EQ(by_spans(plan), by_segments);
-  }
-}
-
-// A layout of whole parameters is such a plan: every row holds whole ones, and each has one owner.
-TEST(UnequalRowsTest, ARowCanHoldWholeParameters) {
-  const Plan plan = with_rows(Layout::kContiguous, kNumels, {kUnit, 7 * kUnit, 7 * kUnit, 144});
-  const std::vector<std::vector<int64_t>> owned = {{4}, {3, 2}, {}, {1, 0}};
-  for (int64_t rank = 0; rank < 4; ++rank) {
-    std::vector<int64_t> parameters;
-    for (const Segment& s : plan.segments(0, rank)) {
-      EXPECT_EQ(s.begin, 0);
-      EXPECT_EQ(s.numel, kNumels[s.parameter]);
-      EXPECT_EQ(s.offset, plan.parameter_offset[s.parameter] - plan.buckets[0].rows.begin(rank));
-      parameters.push_back(s.parameter);
-    }
-    EXPECT_EQ(parameters, owned[rank]) << "rank " << rank;
-  }
-}
-
-TEST(UnequalRowsTest, MemoryIsThatOfTheOwnRow) {
-  const Plan plan = with_rows(Layout::kContiguous, kNumels, {0, 4 * kUnit, 9 * kUnit});
-  MemoryOptions adam;
-  adam.state_bytes = [](int64_t numel) { return 8 * numel; };
-  MemoryReport sum;
-  for (int64_t rank = 0; rank < 3; ++rank) {
-    const MemoryReport report = expected_memory(plan, rank, adam);
-    EXPECT_EQ(report.gradient_shards, 4 * plan.buckets[0].rows.numel(rank));
-    EXPECT_EQ(report.working_parameters, 4 * 144);
-    sum.gradient_shards += report.gradient_shards;
-    sum.optimizer_state += report.optimizer_state;
-  }
-  EXPECT_EQ(sum.gradient_shards, 4 * 144);
-  EXPECT_EQ(sum.optimizer_state,
-            4 * 2 * std::accumulate(kNumels.begin(), kNumels.end(), int64_t{0}));
+// In an arena they are in reverse order at 0, 16, 64, 112 and 128, of 144 elements.
+std::vector<ParameterInfo> parameters() {
+  std::vector<ParameterInfo> result;
+  for (const int64_t numel : {5, 16, 40, 33, 7}) result.push_back({numel, ScalarType::Float, 0});
+  return result;
 }
 
 std::vector<ParameterRange> ranges(const Plan& plan) {
@@ -166,15 +37,14 @@ std::vector<ParameterRange> ranges(const Plan& plan) {
   return result;
 }
 
-// A checkpoint of any of these plans, and of plans with equal rows, loads into any other.
+// A checkpoint of a plan with equal or unequal rows loads into any other.
 TEST(UnequalRowsTest, SegmentsOfAnyPlanReshardToThoseOfAnyOther) {
-  std::vector<Plan> plans = unequal_plans();
+  std::vector<Plan> plans;
   for (const int64_t world_size : {1, 2, 3, 4}) {
-    std::vector<ParameterInfo> parameters;
-    for (const int64_t numel : kNumels) parameters.push_back({numel, ScalarType::Float, 0});
-    plans.push_back(make_plan(parameters, {world_size}, {Layout::kContiguous, 0}));
-    plans.push_back(make_plan(parameters, {world_size}, {Layout::kPerParameter, 0}));
-    plans.push_back(make_plan(parameters, {world_size}, {Layout::kWholeParameters, 0}));
+    for (const Layout layout :
+         {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
+      plans.push_back(make_plan(parameters(), {world_size}, {layout, 0}));
+    }
   }
   for (const Plan& from : plans) {
     for (const Plan& to : plans) {
@@ -200,7 +70,9 @@ TEST(UnequalRowsTest, SegmentsOfAnyPlanReshardToThoseOfAnyOther) {
 
 TEST(UnequalRowsTest, TheFingerprintDependsOnWhereEachRowEnds) {
   const auto fingerprint = [](const std::vector<int64_t>& ends) {
-    return with_rows(Layout::kContiguous, kNumels, ends).fingerprint();
+    Plan plan = make_plan(parameters(), {3}, {Layout::kContiguous, 0});
+    plan.buckets[0].rows = BucketRows(ends);
+    return plan.fingerprint();
   };
   const uint64_t expected = fingerprint({kUnit, 4 * kUnit, 9 * kUnit});
   EXPECT_EQ(fingerprint({kUnit, 4 * kUnit, 9 * kUnit}), expected);
