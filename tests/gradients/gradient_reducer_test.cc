@@ -227,29 +227,6 @@ TEST(GradientReducerTest, AResetOfAKeptGradientDropsItAlone) {
   });
 }
 
-TEST(GradientReducerTest, AResetOfAllThatWasSentDropsTheirRounds) {
-  for (const bool open : {false, true}) {
-    on_ranks(3, [&](Rank& r) {
-      if (!open) r.reducer.begin_pass();
-      r.backward(0);
-      if (!open) r.reducer.close_round();
-      for (int64_t p = 0; p < r.parameters(); ++p) r.grad(p).reset();
-      // The next gradient notices it.
-      r.ready(3, 1);
-      EXPECT_EQ(r.reducer.rounds_dropped(), 1);
-      EXPECT_EQ(r.reducer.used(), (std::vector<uint8_t>{0, 0, 0, 1}));
-      r.ready(1, 2);
-      EXPECT_EQ(r.reducer.rounds_needed(), 2);
-      r.reducer.complete(2);
-      r.expect_shards([&](int64_t p) {
-        return p == 3 ? r.mean(p, {1}) : p == 1 ? r.mean(p, {2}) : at::zeros({33});
-      });
-      r.reducer.consume();
-      EXPECT_EQ(r.reducer.rounds_dropped(), 0);
-    });
-  }
-}
-
 TEST(GradientReducerTest, AResetOfSomeThatWereSentIsRefused) {
   on_ranks(1, [](Rank& r) {
     r.backward(0);
@@ -275,24 +252,6 @@ TEST(GradientReducerTest, AGradientOfAnotherShapeThatWasPutThereIsNotSent) {
     r.reducer.complete(1);
     r.expect_shards([&](int64_t) { return at::zeros({33}); });
   });
-}
-
-TEST(GradientReducerTest, KeptSumsAreFp32WhereAskedFor) {
-  for (const bool fp32 : {false, true}) {
-    on_ranks(2,
-             [&](Rank& r) {
-               // 256 + 1 is no bfloat16 number.
-               for (const double value : {256.0, 1.0}) {
-                 r.accumulate(1, at::full({7}, value));
-                 r.reducer.gradient_kept(1);
-               }
-               r.reducer.complete(1);
-               r.expect_shards([&](int64_t p) {
-                 return p == 1 ? at::full({7}, fp32 ? 257.0 : 256.0) : at::zeros({33});
-               });
-             },
-             {.dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .no_sync_fp32 = fp32});
-  }
 }
 
 TEST(GradientReducerTest, ARankThatIsBehindSendsZeros) {
@@ -458,20 +417,6 @@ TEST(GradientReducerTest, AGradientTakenOnTheWayHasTheBitsOfOneThatWasAccumulate
              for (size_t i = 0; i < half; ++i) EXPECT_TRUE(at::equal(shards[i], shards[half + i]));
            },
            {.dtype = at::kBFloat16});
-}
-
-TEST(GradientReducerTest, WhatCannotBeSentIsRefusedByName) {
-  on_ranks(1, [](Rank& r) {
-    const auto refused = [&](const at::Tensor& gradient) {
-      r.grad(3) = gradient;
-      return error_of([&] { r.reducer.gradient_ready(3); });
-    };
-    expect_words(refused(at::zeros({33}).to_sparse()), {"gradient of value3", "dense"});
-    expect_words(refused(at::zeros({32})), {"gradient of value3", "expected shape [33]"});
-    expect_words(refused(at::zeros({33}, at::kComplexFloat)), {"gradient of value3", "real"});
-    r.grad(3).reset();
-    EXPECT_EQ(r.reducer.rounds_needed(), 0);
-  });
 }
 
 // Data groups of two ranks, `copies` of them, and two groups of replicas across them.

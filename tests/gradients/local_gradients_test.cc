@@ -63,27 +63,6 @@ TEST(LocalGradientsTest, SixteenBitGradientsAddUpInFp32WhenAsked) {
   }
 }
 
-TEST(LocalGradientsTest, AnAverageIsNoGradientAndMayOnlyBeRead) {
-  Model m(at::kFloat);
-  m.accumulate(0, 2);
-  m.local.mark_average(0);
-  EXPECT_FALSE(m.local.has(0));
-  EXPECT_EQ(m.local.bytes(), 0);
-  m.local.verify();
-  m.grad(0).mul_(0.5);
-  expect_words(error_of([&] { m.local.verify(); }), {"to be only read, got a change"});
-  m.grad(0) = at::zeros({2, 3});
-  expect_words(error_of([&] { m.local.verify(); }), {"to be only read, got a change"});
-  expect_words(error_of([&] { m.local.set_aside(0); }), {"to be only read, got a change"});
-  m.local.mark_average(0);
-  m.local.set_aside(0);
-  EXPECT_FALSE(m.grad(0).defined());
-  m.local.verify();
-  m.accumulate(0, 1);
-  m.local.set_aside(0);  // It is none any more.
-  EXPECT_TRUE(m.local.has(0));
-}
-
 TEST(LocalGradientsTest, AKeptGradientThatWasResetIsForgotten) {
   for (const bool fp32 : {false, true}) {
     Model m(at::kBFloat16, fp32);
@@ -181,6 +160,8 @@ TEST(LocalGradientsTest, AGradientThatCannotBeSentIsRefused) {
   expect_words(error_of([&] { m.local.keep(0); }), {"expected a dense tensor"});
   expect_words(error_of([&] { m.local.verify(); }), {"expected a dense tensor"});
   expect_words(error_of([&] { m.local.release(0); }), {"expected a dense tensor"});
+  m.flat.model.values[0].mutable_grad() = at::zeros({2, 3}, at::kComplexFloat);
+  expect_words(error_of([&] { m.local.keep(0); }), {"gradient of value0", "expected a real dtype"});
 }
 
 // The sum of an addend and a gradient is rounded once: to the dtype of the bucket.

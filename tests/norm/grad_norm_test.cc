@@ -8,13 +8,11 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -54,32 +52,6 @@ TEST(GradNormTest, ReplicatedStageShardedStageAndEmptyStages) {
       EXPECT_FLOAT_EQ(p.tensor.grad().max().item<float>(), 0.0721688F);
       EXPECT_FLOAT_EQ(p.tensor.grad().min().item<float>(), 0.0721688F);
     }
-  });
-}
-
-// 40 dense and twice 40 expert elements: summed over experts, not averaged.
-TEST(GradNormTest, ExpertsAreSummedAndDenseIsCountedOnce) {
-  on_mesh({{"ep", 2}}, [](const Mesh& mesh) {
-    const Group ep = mesh.group({"ep"});
-    const auto groups =
-        group_parameters_for_norm({{ones({40}), Placement().replicated_over({ep})},
-                                   {ones({4, 10}), Placement().sharded_over({ep}).expert(true)}});
-    ASSERT_EQ(groups.size(), 2u);
-    EXPECT_TRUE(groups[0].expert);
-    EXPECT_NEAR(clip_grad_norm_(groups, std::nullopt).item<double>(), 10.954451150103322, 1e-14);
-    EXPECT_EQ(messages(ep), 1);
-  });
-}
-
-TEST(GradNormTest, TwoGroupsWithNorms3And4Give5) {
-  on_mesh({{"tp", 2}, {"ep", 2}}, [](const Mesh& mesh) {
-    // Two dense ranks with 3/sqrt(2) each; two expert ranks with 4/sqrt(2) each.
-    const at::Tensor dense = parameter(at::full({1}, 3 / std::sqrt(2.0), at::kDouble));
-    const at::Tensor expert = parameter(at::full({1}, 4 / std::sqrt(2.0), at::kDouble));
-    const auto groups = group_parameters_for_norm(
-        {{dense, Placement().sharded_over({mesh.group({"tp"})})},
-         {expert, Placement().sharded_over({mesh.group({"ep"})}).expert(true)}});
-    EXPECT_NEAR(clip_grad_norm_(groups, std::nullopt).item<double>(), 5.0, 1e-14);
   });
 }
 
@@ -184,37 +156,6 @@ TEST(GradNormTest, LargeAndTinyGradientsHaveTheirNorms) {
   EXPECT_NEAR(norm(300, at::kHalf), 1, 1e-14);
   EXPECT_NEAR(norm(1e-4, at::kHalf), 1, 1e-14);
   EXPECT_NEAR(norm(3e38, at::kBFloat16), 1, 1e-14);
-}
-
-TEST(GradNormTest, ThePartitionDoesNotChangeABfloat16Norm) {
-  const at::Tensor whole = random_tensor({4096, 300}, 9).to(at::kBFloat16);
-  const double expected = plain_norm({whole}, 2.0);
-  for (const int ranks : {1, 2, 4}) {
-    on_mesh({{"tp", ranks}}, [&](const Mesh& mesh) {
-      const Group tp = mesh.group({"tp"});
-      const at::Tensor part = whole.tensor_split(ranks)[tp.rank()].contiguous();
-      const auto groups =
-          group_parameters_for_norm({{parameter(part), Placement().sharded_over({tp})}});
-      EXPECT_NEAR(clip_grad_norm_(groups, std::nullopt).item<double>() / expected, 1, 1e-6);
-    });
-  }
-}
-
-TEST(GradNormTest, AnyStrides) {
-  const at::Tensor whole = random_tensor({6, 5, 4, 3}, 4);
-  for (const at::Tensor& g : {whole, whole.contiguous(at::MemoryFormat::ChannelsLast),
-                              whole.transpose(0, 3), whole.slice(1, 1, 4)}) {
-    for (const auto dtype : {at::kFloat, at::kHalf, at::kDouble}) {
-      at::Tensor strided = at::empty_strided(g.sizes(), g.strides(), g.options().dtype(dtype));
-      strided.copy_(g);
-      at::Tensor p = at::zeros_like(strided);
-      p.mutable_grad() = strided;
-      const double expected = plain_norm({strided}, 3.0);
-      const auto groups = group_parameters_for_norm({{p, {}}});
-      EXPECT_NEAR(clip_grad_norm_(groups, expected / 2, 3.0).item<double>(), expected, 1e-6);
-      EXPECT_NEAR(plain_norm({p.grad()}, 3.0) / expected, 0.5, 1e-3);
-    }
-  }
 }
 
 // The factory counts: two calls make no more process groups than one, and new groups of parameters
