@@ -358,35 +358,5 @@ TEST_F(PiecesReaderTest, PiecesWithDifferentValuesAreRefused) {
                {"parameter p: expected one step for all its pieces"});
 }
 
-TEST_F(PiecesReaderTest, ADamagedByteIsFoundWhereItIsReadAndOnlyThere) {
-  const std::string path = folder_ + "/b";
-  std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
-  constexpr int kBehind = 4 * 8;  // the hashes of four blocks
-  file.seekg(-1 - kBehind, std::ios::end);
-  const auto last = static_cast<char>(file.get());
-  file.seekp(-1 - kBehind, std::ios::end);
-  file.put(static_cast<char>(last ^ 1));
-  file.close();
-  CheckpointReader reader(folder_);
-  // Bytes are stored last, but for the table.
-  expect_words(error_of([&] { reader.read_bytes(".note", "state"); }), {path, "checksum"});
-  EXPECT_EQ(error_of([&] { reader.read_all("master", {{"p", 0, 6}}); }), "");
-  EXPECT_EQ(error_of([&] { reader.verify_file(0); }), "");
-  expect_words(error_of([&] { reader.verify_file(1); }), {path, "checksum"});
-}
-
-TEST_F(PiecesReaderTest, AFileOfAnotherCheckpointIsRefused) {
-  const std::string path = folder_ + "/a";
-  const auto bytes = std::filesystem::file_size(path);
-  std::filesystem::remove(path);
-  write_file({"a", tensors_of_a()}, path, "2");
-  CheckpointReader reader(folder_);
-  expect_words(error_of([&] { reader.verify_file(0); }),
-               {path, "expected a file of checkpoint 1, got one of checkpoint 2"});
-  std::filesystem::resize_file(path, bytes - 1);
-  CheckpointReader again(folder_);
-  expect_words(error_of([&] { again.verify_file(0); }), {path, "bytes as the manifest says, got"});
-}
-
 }  // namespace
 }  // namespace zero
