@@ -6,29 +6,17 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
-#include <torch/serialize/archive.h>
 
 #include <cmath>
-#include <memory>
-#include <sstream>
 #include <utility>
 #include <vector>
 
+#include "tests/inner_optimizers/own_class.h"
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 
 namespace zero {
 namespace {
-
-using Params = std::vector<at::Tensor>;
-
-at::Tensor parameter(at::IntArrayRef shape, uint64_t seed = 1) {
-  return random_tensor(shape, seed).requires_grad_();
-}
-
-at::Tensor gradient(const at::Tensor& p, int step) {
-  return random_tensor(p.sizes(), 100 + static_cast<uint64_t>(step)).to(p.scalar_type());
-}
 
 const AdafactorParamState& state_of(Adafactor& adafactor, const at::Tensor& p) {
   return static_cast<const AdafactorParamState&>(*adafactor.state().at(p.unsafeGetTensorImpl()));
@@ -149,45 +137,19 @@ TEST(AdafactorTest, SavedAndLoadedItGoesOnInEveryBit) {
                                          .d(1.5)
                                          .weight_decay(0.25)
                                          .maximize(true);
-    const Params params = {parameter({6, 5}), parameter({7})};
-    Adafactor adafactor(params, options);
-    const auto steps = [](Adafactor& of, const Params& over, int first, int last) {
-      for (int step = first; step < last; ++step) {
-        for (const at::Tensor& p : over) p.mutable_grad() = gradient(p, step);
-        of.step();
-      }
-    };
-    steps(adafactor, params, 0, 3);
-    std::stringstream stream;
-    torch::serialize::OutputArchive written;
-    adafactor.save(written);
-    written.save_to(stream);
-    Params others;
-    for (const at::Tensor& p : params) others.push_back(p.detach().clone().requires_grad_());
-    Adafactor loaded(others, AdafactorOptions(7).eps({0.5, 0.5}));
-    torch::serialize::InputArchive archive;
-    archive.load_from(stream);
-    loaded.load(archive);
-    EXPECT_EQ(static_cast<const AdafactorOptions&>(loaded.param_groups()[0].options()), options);
-    steps(adafactor, params, 3, 6);
-    steps(loaded, others, 3, 6);
-    for (size_t i = 0; i < params.size(); ++i) EXPECT_TRUE(at::equal(params[i], others[i]));
+    expect_goes_on_from_its_archive<Adafactor>({parameter({6, 5}), parameter({7})}, options,
+                                               AdafactorOptions(7).eps({0.5, 0.5}));
   }
 }
 
 TEST(AdafactorTest, OptionsThatCannotTrainAreRefusedInEveryGroup) {
-  const auto refused = [](const AdafactorOptions& o) {
-    std::vector<torch::optim::OptimizerParamGroup> groups;
-    groups.emplace_back(Params{parameter({2})}, std::make_unique<AdafactorOptions>(o));
-    const std::string text = error_of([&] { Adafactor adafactor(Params{parameter({2})}, o); });
-    EXPECT_EQ(error_of([&] { Adafactor adafactor(groups); }), text);
-    return text;
-  };
-  expect_words(refused(AdafactorOptions(-1)), {"learning rate of 0 or more", "-1"});
-  expect_words(refused(AdafactorOptions().beta2_decay(0.5)), {"beta2_decay of 0 or less", "0.5"});
-  expect_words(refused(AdafactorOptions().eps({-1.0, 0.1})), {"eps of 0 or more", "-1"});
-  expect_words(refused(AdafactorOptions().d(0.5)), {"d of 1 or more", "0.5"});
-  expect_words(refused(AdafactorOptions().weight_decay(-2)), {"weight decay of 0 or more", "-2"});
+  expect_words(refused<Adafactor>(AdafactorOptions(-1)), {"learning rate of 0 or more", "-1"});
+  expect_words(refused<Adafactor>(AdafactorOptions().beta2_decay(0.5)),
+               {"beta2_decay of 0 or less", "0.5"});
+  expect_words(refused<Adafactor>(AdafactorOptions().eps({-1.0, 0.1})), {"eps of 0 or more", "-1"});
+  expect_words(refused<Adafactor>(AdafactorOptions().d(0.5)), {"d of 1 or more", "0.5"});
+  expect_words(refused<Adafactor>(AdafactorOptions().weight_decay(-2)),
+               {"weight decay of 0 or more", "-2"});
 }
 
 }  // namespace

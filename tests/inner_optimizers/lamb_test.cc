@@ -6,30 +6,18 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
-#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
-#include <sstream>
 #include <utility>
 #include <vector>
 
+#include "tests/inner_optimizers/own_class.h"
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 
 namespace zero {
 namespace {
-
-using Params = std::vector<at::Tensor>;
-
-at::Tensor parameter(at::IntArrayRef shape, uint64_t seed = 1) {
-  return random_tensor(shape, seed).requires_grad_();
-}
-
-at::Tensor gradient(const at::Tensor& p, int step) {
-  return random_tensor(p.sizes(), 100 + static_cast<uint64_t>(step)).to(p.scalar_type());
-}
 
 double distance(const at::Tensor& a, const at::Tensor& b) {
   return (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
@@ -167,7 +155,6 @@ TEST(LambTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
 TEST(LambTest, SavedAndLoadedItGoesOnInEveryBit) {
   for (const auto& bounds :
        {std::optional<std::tuple<double, double>>(), std::optional(std::make_tuple(0.5, 2.0))}) {
-    const at::Tensor p = parameter({6, 5});
     const LambOptions options = LambOptions(0.1)
                                     .betas({0.8, 0.95})
                                     .eps(1e-5)
@@ -175,44 +162,16 @@ TEST(LambTest, SavedAndLoadedItGoesOnInEveryBit) {
                                     .bias_correction(false)
                                     .norm_bounds(bounds)
                                     .adapt(bounds.has_value());
-    Lamb lamb(Params{p}, options);
-    for (int step = 0; step < 3; ++step) {
-      p.mutable_grad() = gradient(p, step);
-      lamb.step();
-    }
-    std::stringstream stream;
-    torch::serialize::OutputArchive written;
-    lamb.save(written);
-    written.save_to(stream);
-    const at::Tensor other = p.detach().clone().requires_grad_();
-    Lamb loaded(Params{other}, LambOptions(7));
-    torch::serialize::InputArchive archive;
-    archive.load_from(stream);
-    loaded.load(archive);
-    EXPECT_EQ(static_cast<const LambOptions&>(loaded.param_groups()[0].options()), options);
-    for (int step = 3; step < 6; ++step) {
-      p.mutable_grad() = gradient(p, step);
-      other.mutable_grad() = gradient(p, step);
-      lamb.step();
-      loaded.step();
-    }
-    EXPECT_TRUE(at::equal(p, other));
+    expect_goes_on_from_its_archive<Lamb>({parameter({6, 5})}, options, LambOptions(7));
   }
 }
 
 TEST(LambTest, OptionsThatCannotTrainAreRefusedInEveryGroup) {
-  const auto refused = [](const LambOptions& o) {
-    std::vector<torch::optim::OptimizerParamGroup> groups;
-    groups.emplace_back(Params{parameter({2})}, std::make_unique<LambOptions>(o));
-    const std::string text = error_of([&] { Lamb lamb(Params{parameter({2})}, o); });
-    EXPECT_EQ(error_of([&] { Lamb lamb(groups); }), text);
-    return text;
-  };
-  expect_words(refused(LambOptions(-1)), {"learning rate of 0 or more", "-1"});
-  expect_words(refused(LambOptions().betas({1.0, 0.9})), {"betas", "got 1 and 0.9"});
-  expect_words(refused(LambOptions().eps(-2)), {"eps of 0 or more", "-2"});
-  expect_words(refused(LambOptions().weight_decay(-2)), {"weight decay of 0 or more", "-2"});
-  expect_words(refused(LambOptions().norm_bounds(std::make_tuple(3.0, 2.0))),
+  expect_words(refused<Lamb>(LambOptions(-1)), {"learning rate of 0 or more", "-1"});
+  expect_words(refused<Lamb>(LambOptions().betas({1.0, 0.9})), {"betas", "got 1 and 0.9"});
+  expect_words(refused<Lamb>(LambOptions().eps(-2)), {"eps of 0 or more", "-2"});
+  expect_words(refused<Lamb>(LambOptions().weight_decay(-2)), {"weight decay of 0 or more", "-2"});
+  expect_words(refused<Lamb>(LambOptions().norm_bounds(std::make_tuple(3.0, 2.0))),
                {"norm_bounds", "got 3 and 2"});
 }
 

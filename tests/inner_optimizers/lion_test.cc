@@ -8,14 +8,13 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
-#include <torch/serialize/archive.h>
 
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <sstream>
 #include <vector>
 
+#include "tests/inner_optimizers/own_class.h"
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 #include "zero/inner_optimizers/registry.h"
@@ -103,22 +102,7 @@ TEST(LionTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
 }
 
 TEST(LionTest, SavedAndLoadedItGoesOnInEveryBit) {
-  const at::Tensor p = initial();
-  Lion lion = over(p);
-  steps(lion, p, 0, 3);
-  std::stringstream stream;
-  torch::serialize::OutputArchive written;
-  lion.save(written);
-  written.save_to(stream);
-  const at::Tensor other = p.detach().clone().requires_grad_();
-  Lion loaded(std::vector<at::Tensor>{other}, LionOptions(7));
-  torch::serialize::InputArchive archive;
-  archive.load_from(stream);
-  loaded.load(archive);
-  EXPECT_EQ(static_cast<const LionOptions&>(loaded.param_groups()[0].options()), options());
-  steps(lion, p, 3, 6);
-  steps(loaded, other, 3, 6);
-  EXPECT_TRUE(same_bits(p, other));
+  expect_goes_on_from_its_archive<Lion>({initial()}, options(), LionOptions(7));
 }
 
 // Two roundings, of the factor and of the product, would give other bits.
@@ -151,17 +135,10 @@ TEST(LionTest, OptionsOfAnotherClassAreRefused) {
 }
 
 TEST(LionTest, OptionsThatCannotTrainAreRefused) {
-  const auto refused = [](const LionOptions& o) {
-    std::vector<torch::optim::OptimizerParamGroup> groups;
-    groups.emplace_back(std::vector<at::Tensor>{initial()}, std::make_unique<LionOptions>(o));
-    const std::string text = error_of([&] { Lion(std::vector<at::Tensor>{initial()}, o); });
-    EXPECT_EQ(error_of([&] { Lion lion(groups); }), text);
-    return text;
-  };
-  expect_words(refused(LionOptions(-1)), {"learning rate of 0 or more", "-1"});
-  expect_words(refused(LionOptions().betas({1.0, 0.9})), {"betas", "got 1 and 0.9"});
-  expect_words(refused(LionOptions().betas({0.9, -0.5})), {"betas", "-0.5"});
-  expect_words(refused(LionOptions().weight_decay(-2)), {"weight decay of 0 or more", "-2"});
+  expect_words(refused<Lion>(LionOptions(-1)), {"learning rate of 0 or more", "-1"});
+  expect_words(refused<Lion>(LionOptions().betas({1.0, 0.9})), {"betas", "got 1 and 0.9"});
+  expect_words(refused<Lion>(LionOptions().betas({0.9, -0.5})), {"betas", "-0.5"});
+  expect_words(refused<Lion>(LionOptions().weight_decay(-2)), {"weight decay of 0 or more", "-2"});
 }
 
 }  // namespace

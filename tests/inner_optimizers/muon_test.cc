@@ -6,31 +6,24 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
-#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cmath>
 #include <map>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "tests/inner_optimizers/own_class.h"
 #include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 #include "zero/inner_optimizers/newton_schulz.h"
 
 namespace zero {
 namespace {
-
-using Params = std::vector<at::Tensor>;
-
-at::Tensor parameter(at::IntArrayRef shape, uint64_t seed = 1) {
-  return random_tensor(shape, seed).requires_grad_();
-}
 
 void give_gradients(const Params& params, int step) {
   for (size_t i = 0; i < params.size(); ++i) {
@@ -527,7 +520,6 @@ TEST(MuonTest, WeightDecayIsNotRoundedToTheDtypeOfAParameter) {
 }
 
 TEST(MuonTest, SavedAndLoadedItGoesOnInEveryBitAndKeepsItsSplit) {
-  const at::Tensor p = parameter({12, 6});
   const auto split = [] { return split_rows({4, 8}); };
   const MuonOptions options = MuonOptions(0.1)
                                   .weight_decay(0.25)
@@ -538,45 +530,20 @@ TEST(MuonTest, SavedAndLoadedItGoesOnInEveryBitAndKeepsItsSplit) {
                                   .ns_steps(4)
                                   .adjust_lr_fn("match_rms_adamw")
                                   .ns_dtype(at::kFloat)
-                                  .batched(false);
-  Muon muon(Params{p}, MuonOptions(options).split(split()));
-  for (int step = 0; step < 3; ++step) {
-    give_gradients({p}, step);
-    muon.step();
-  }
-  std::stringstream stream;
-  torch::serialize::OutputArchive written;
-  muon.save(written);
-  written.save_to(stream);
-  const at::Tensor other = p.detach().clone().requires_grad_();
-  Muon loaded(Params{other}, MuonOptions(7).split(split()));
-  torch::serialize::InputArchive archive;
-  archive.load_from(stream);
-  loaded.load(archive);
-  EXPECT_EQ(static_cast<const MuonOptions&>(loaded.param_groups()[0].options()), options);
-  for (int step = 3; step < 6; ++step) {
-    give_gradients({p, other}, step);
-    other.mutable_grad() = p.grad().clone();
-    muon.step();
-    loaded.step();
-  }
-  EXPECT_TRUE(at::equal(p, other));
+                                  .batched(false)
+                                  .split(split());
+  expect_goes_on_from_its_archive<Muon>({parameter({12, 6})}, options,
+                                        MuonOptions(7).split(split()));
 }
 
 TEST(MuonTest, OptionsThatCannotTrainAreRefusedInEveryGroup) {
-  const auto refused = [](const MuonOptions& o) {
-    std::vector<torch::optim::OptimizerParamGroup> groups;
-    groups.emplace_back(Params{parameter({2, 2})}, std::make_unique<MuonOptions>(o));
-    const std::string text = error_of([&] { Muon muon(Params{parameter({2, 2})}, o); });
-    EXPECT_EQ(error_of([&] { Muon muon(groups); }), text);
-    return text;
-  };
-  expect_words(refused(MuonOptions(-1)), {"learning rate of 0 or more", "-1"});
-  expect_words(refused(MuonOptions().weight_decay(-2)), {"weight decay of 0 or more", "-2"});
-  expect_words(refused(MuonOptions().momentum(-3)), {"momentum of 0 or more", "-3"});
-  expect_words(refused(MuonOptions().ns_steps(100)), {"ns_steps from 0 to 99", "100"});
-  expect_words(refused(MuonOptions().adjust_lr_fn("none")), {"\"match_rms_adamw\"", "\"none\""});
-  expect_words(refused(MuonOptions().ns_dtype(at::kHalf)), {"kBFloat16 or kFloat", "Half"});
+  expect_words(refused<Muon>(MuonOptions(-1)), {"learning rate of 0 or more", "-1"});
+  expect_words(refused<Muon>(MuonOptions().weight_decay(-2)), {"weight decay of 0 or more", "-2"});
+  expect_words(refused<Muon>(MuonOptions().momentum(-3)), {"momentum of 0 or more", "-3"});
+  expect_words(refused<Muon>(MuonOptions().ns_steps(100)), {"ns_steps from 0 to 99", "100"});
+  expect_words(refused<Muon>(MuonOptions().adjust_lr_fn("none")),
+               {"\"match_rms_adamw\"", "\"none\""});
+  expect_words(refused<Muon>(MuonOptions().ns_dtype(at::kHalf)), {"kBFloat16 or kFloat", "Half"});
 }
 
 }  // namespace
