@@ -1,13 +1,11 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which checkpoints of a folder are found and kept: links, several runs, checkpoints
-// of earlier versions, and saves that overlap.
+// Which checkpoints of a folder are found and kept: links, several runs, and saves that overlap.
 #include <gtest/gtest.h>
 
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -25,16 +23,6 @@ namespace {
 namespace fs = std::filesystem;
 
 using Paths = std::vector<std::string>;
-
-// A checkpoint without tensors.
-void write_manifest(const std::string& folder, int64_t steps, int64_t saved) {
-  Manifest m;
-  m.id = "1";
-  m.steps = steps;
-  m.saved = saved;
-  fs::create_directories(folder);
-  std::ofstream(folder + "/" + kManifestName) << manifest_text(m);
-}
 
 TEST(LinkTest, ALinkToACheckpointNeitherCountsNorIsFollowed) {
   for (int64_t count : {1, 2, 3}) {
@@ -145,25 +133,6 @@ TEST(RunTest, AResumedRunKeepsItsIdentityAndAnotherHasAnother) {
   EXPECT_NE(run_of("other"), run_of("a"));
   EXPECT_NE(run_of("partial"), run_of("a")) << "a partial load begins a run of its own";
   EXPECT_EQ(latest(parent), parent + "/partial");
-}
-
-TEST(RunTest, CheckpointsOfEarlierVersionsComeFirstAndByTheirSteps) {
-  const std::string parent = fresh_folder("versions");
-  for (const char* name : {"golden", "zzz"}) {
-    fs::copy("tests/checkpoint/golden_checkpoint/version-1", parent + "/" + name);
-  }
-  write_manifest(parent + "/steps-9", 9, 0);
-  EXPECT_EQ(latest(parent), parent + "/steps-9");
-  run_ranks(2, [&](const Group& group) {
-    CheckpointRun run(Training(), group, 1);
-    run.optimizer->save_checkpoint(parent + "/aaa");  // after no step at all
-    run.train(0, 1);
-    run.optimizer->save_checkpoint(parent + "/bbb");
-  });
-  EXPECT_EQ(latest(parent), parent + "/bbb");
-  EXPECT_EQ(keep_last(parent, 3), (Paths{parent + "/golden", parent + "/zzz"}));
-  EXPECT_EQ(keep_last(parent, 2), (Paths{parent + "/steps-9"}));
-  EXPECT_EQ(keep_last(parent, 1), (Paths{parent + "/aaa"}));
 }
 
 TEST(RunTest, ACheckpointWithAFileThatWasCutShortIsPassedOver) {

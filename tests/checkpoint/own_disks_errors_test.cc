@@ -151,30 +151,10 @@ TEST(OwnDisksDamageTest, ARankThatDiesMeanwhileEndsTheLoadOfAllOthers) {
             run.optimizer->load_checkpoint(disks.disk((group.rank() + 1) % 3) + "/step");
           });
           EXPECT_NE(error, "") << "rank " << group.rank();
-          EXPECT_NE(error_of([&] { run.optimizer->check_replicas(); }), "");
+          expect_words(error_of([&] { run.optimizer->check_replicas(); }), {"failed earlier"});
         },
         options);
   }
-}
-
-TEST(OwnDisksDamageTest, AMessageThatIsLostIsFinalOnAllRanks) {
-  const std::string parent = fresh_folder("lost");
-  const OwnDisks disks(parent, {0, 1, 2});
-  save(disks, "step", 1);
-  RunOptions options;
-  options.timeout = std::chrono::seconds(2);
-  options.network = std::make_shared<MemoryNetwork>();
-  run_ranks(
-      3,
-      [&](const Group& group) {
-        CheckpointRun run(small(), group, 7);
-        run.optimizer->check_replicas();
-        if (group.rank() == 1) options.network->drop_next(1, MemoryOp::kSend);
-        const std::string folder = disks.disk((group.rank() + 1) % 3) + "/step";
-        EXPECT_NE(error_of([&] { run.optimizer->load_checkpoint(folder); }), "");
-        expect_words(error_of([&] { run.optimizer->check_replicas(); }), {"failed earlier"});
-      },
-      options);
 }
 
 // A save with `options` throws these words on each rank, and leaves nothing hidden.

@@ -42,14 +42,13 @@ inline std::string why_no_file(const std::string& folder) {
 
 // Mounts a file system in memory at `path` for this thread and those it starts. Returns why it
 // cannot, or "".
-inline std::string why_not_mounted(const std::string& path, const std::string& options = "",
-                                   unsigned long flags = 0) {
+inline std::string why_not_mounted(const std::string& path, const std::string& options = "") {
   static const bool own = own_mounts();
   if (!own) return "no mount namespace of its own";
-  if (mount("memory", path.c_str(), "tmpfs", flags, options.c_str()) != 0) {
+  if (mount("memory", path.c_str(), "tmpfs", 0, options.c_str()) != 0) {
     return "cannot mount tmpfs: " + std::generic_category().message(errno);
   }
-  const std::string problem = (flags & MS_RDONLY) != 0 ? "" : why_no_file(path);
+  const std::string problem = why_no_file(path);
   if (!problem.empty()) umount2(path.c_str(), MNT_DETACH);
   return problem;
 }
