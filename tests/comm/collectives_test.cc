@@ -7,7 +7,6 @@
 #include "zero/comm/row_communicator.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -15,8 +14,6 @@
 
 #include <chrono>
 #include <functional>
-#include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -151,20 +148,6 @@ TEST(CommunicatorTest, OneRankMaySendWhereOthersShare) {
       options);
 }
 
-TEST(CommunicatorTest, RowsFollowWhereSharedMemoryIsUsedUpLater) {
-  std::once_flag once;
-  std::vector<at::Tensor> all;
-  run_ranks(
-      3,
-      [&](const Group& group) {
-        const auto data = data_of(group);
-        std::call_once(once, [&] { all = all_shared_memory(); });
-        EXPECT_EQ(RowCommunicator(*data).reduction_bytes(at::empty({3, 70000})), 0);
-        expect_rows_arrive(*data);
-      },
-      on(Wire::kShared));
-}
-
 TEST(CommunicatorTest, RowsAreSentWhereSharedMemoryIsUsedUpBefore) {
   const std::vector<at::Tensor> all = all_shared_memory();
   run_ranks(
@@ -186,23 +169,6 @@ TEST(CommunicatorTest, OneRankNeedsNoBackend) {
   pending.wait();
   EXPECT_FALSE(pending.valid());
   EXPECT_THROW(Communicator(nullptr, "no limit", milliseconds(0)), c10::Error);
-}
-
-TEST(SimulatedTest, ThousandsOfRanksInOneThread) {
-  const Group group = simulated_group(4096, 17);
-  const auto data = data_of(group);
-  at::Tensor rows = at::full({4096, 3}, 2.0F, at::kFloat);
-  at::Tensor received = at::full({4096, 3}, 5.0F, at::kFloat);
-  data->exchange_rows(rows, received, "b").wait();
-  data->gather_rows(rows, "b").wait();
-  EXPECT_EQ(data->traffic().exchange_bytes_sent, 4095 * 12);
-  EXPECT_EQ(data->traffic().gather_bytes_sent, 4095 * 12);
-  EXPECT_EQ(received.min().item<float>(), 5.0F);
-  rows.select(0, 17).fill_(9.0F);
-  const std::vector<at::Tensor> sum = reduced_rows(*data, rows, "b");
-  ASSERT_EQ(sum.size(), 1U);
-  EXPECT_EQ(sum[0].min().item<float>(), 9.0F);
-  EXPECT_EQ(data->all_gather_text("plan", "b"), std::vector<std::string>(4096, "plan"));
 }
 
 }  // namespace

@@ -219,20 +219,6 @@ TEST(WholeExchangeTest, RowsOfDifferentLengthsAreGatheredInOneSection) {
   }
 }
 
-TEST(WholeExchangeTest, RowsAreReducedByTheTransportsOwnCollective) {
-  const RunOptions options = on(Wire::kNative);
-  run_ranks(
-      3,
-      [](const Group& group) {
-        const auto data = data_of(group);
-        reduced_rows(*data, at::ones({3, 4}), "bucket");
-      },
-      options);
-  for (int r = 0; r < 3; ++r) {
-    EXPECT_GT(options.network->counts(r).calls_of(MemoryOp::kReduceScatter), 0);
-  }
-}
-
 TEST(WholeExchangeTest, AnErrorWithinASectionEndsIt) {
   const RunOptions options = on(Wire::kNative, std::chrono::seconds(20));
   options.network->kill_at(1, MemoryOp::kBroadcast, 2);
