@@ -5,12 +5,9 @@
 // an error that says so.
 
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <array>
 #include <chrono>
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
 #include <sstream>
 #include <string>
@@ -18,14 +15,15 @@
 
 #include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
+#include "tests/support/run_program.h"
 
 namespace zero {
 namespace {
 
 struct Outcome {
-  int code = -1;  // As a shell would show it.
+  int code = -1;
   std::string output;
-  std::chrono::milliseconds duration{};
+  std::chrono::steady_clock::duration duration{};
   // What follows `start` in its line; fails where there is no such line.
   std::string after(const std::string& start) const {
     std::istringstream lines(output);
@@ -39,19 +37,9 @@ struct Outcome {
 
 Outcome run(const std::string& arguments, const std::string& before = "") {
   const auto start = std::chrono::steady_clock::now();
-  Outcome outcome;
-  FILE* pipe = popen(
-      (before + "exec tests/rendezvous/descriptor_program " + arguments + " 2>&1").c_str(), "r");
-  if (pipe == nullptr) return outcome;
-  std::array<char, 4096> buffer;
-  while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
-    outcome.output.append(buffer.data(), count);
-  }
-  const int status = pclose(pipe);
-  outcome.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-  outcome.duration = std::chrono::duration_cast<std::chrono::milliseconds>(
-      std::chrono::steady_clock::now() - start);
-  return outcome;
+  const auto [code, output] =
+      run_program(before + "exec tests/rendezvous/descriptor_program " + arguments);
+  return {code, output, std::chrono::steady_clock::now() - start};
 }
 
 std::string rank_text(int rank) { return "rank " + std::to_string(rank) + " "; }
@@ -99,12 +87,6 @@ TEST(Descriptors, TooFewAreAnErrorOnAllRanks) {
       if (rank < ranks - 1) expect_words(waited, {"rank " + std::to_string(ranks - 1) + ": too"});
     }
   }
-}
-
-TEST(Descriptors, ASoftLimitThatIsTooLowIsRaised) {
-  const Outcome outcome = run("2 raise");
-  EXPECT_EQ(outcome.code, 0) << outcome.output;
-  EXPECT_EQ(outcome.after(rank_text(1) + "has "), "all it may have");
 }
 
 TEST(Descriptors, ALaunchWithTooFewFailsAtOnce) {

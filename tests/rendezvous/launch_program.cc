@@ -110,12 +110,6 @@ int scene_bar() {
   return 0;
 }
 
-// 300,000 bytes without the end of a line.
-int scene_long() {
-  say(std::string(300000, static_cast<char>('a' + std::atoi(std::getenv("RANK")))) + "e");
-  return 0;
-}
-
 // More than its reader has room for.
 int scene_flood() {
   say("pid " + std::to_string(getpid()));
@@ -168,7 +162,6 @@ int main(int argc, char** argv) {
         if (scene == "twice") return scene_twice();
         if (scene == "hold") return scene_hold();
         if (scene == "bar") return scene_bar();
-        if (scene == "long") return scene_long();
         if (scene == "flood") return scene_flood();
         if (scene == "sleep") return scene_sleep();
         if (scene == "replace") return scene_replace();

@@ -5,8 +5,6 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
-#include <algorithm>
-#include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -22,14 +20,15 @@
 #include <thread>
 
 #include "tests/support/cases_at_once.h"
+#include "tests/support/run_program.h"
 
 namespace zero {
 namespace {
 
 struct Outcome {
-  int code = -1;  // As a shell would show it.
+  int code = -1;
   std::string output;
-  std::chrono::milliseconds duration{};
+  std::chrono::steady_clock::duration duration{};
   bool has(const std::string& text) const { return output.find(text) != std::string::npos; }
 };
 
@@ -40,18 +39,8 @@ std::string program() {
 
 Outcome launch(const std::string& arguments) {
   const auto start = std::chrono::steady_clock::now();
-  Outcome outcome;
-  FILE* pipe = popen(("exec " + program() + " " + arguments + " 2>&1").c_str(), "r");
-  if (pipe == nullptr) return outcome;
-  std::array<char, 4096> buffer;
-  while (const size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
-    outcome.output.append(buffer.data(), count);
-  }
-  const int status = pclose(pipe);
-  outcome.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-  outcome.duration = std::chrono::duration_cast<std::chrono::milliseconds>(
-      std::chrono::steady_clock::now() - start);
-  return outcome;
+  const auto [code, output] = run_program("exec " + program() + " " + arguments);
+  return {code, output, std::chrono::steady_clock::now() - start};
 }
 
 TEST(LaunchTest, RanksMeetAndTalk) {
@@ -217,25 +206,6 @@ TEST(LaunchTest, AProgressBarIsSeenWhileItRuns) {
   pclose(pipe);
   const std::string expected = "10%\n20%\ndone\nnext\n\nlast\nhalf\n";
   EXPECT_EQ(seen, (std::map<std::string, std::string>{{"[0] ", expected}, {"[1] ", expected}}));
-}
-
-TEST(LaunchTest, ALineWithoutEndIsPassedOnInParts) {
-  const Outcome outcome = launch("2 long prefix");
-  EXPECT_EQ(outcome.code, 0);
-  std::map<char, size_t> bytes;
-  size_t longest = 0;
-  std::istringstream lines(outcome.output);
-  for (std::string line; std::getline(lines, line);) {
-    ASSERT_GT(line.size(), 4u);
-    const char rank = line[1];
-    const char letter = rank == '0' ? 'a' : 'b';
-    EXPECT_EQ(line.substr(4).find_first_not_of(std::string{letter, 'e'}), std::string::npos)
-        << "two ranks share a line";
-    bytes[rank] += line.size() - 4;
-    longest = std::max(longest, line.size() - 4);
-  }
-  EXPECT_EQ(bytes, (std::map<char, size_t>{{'0', 300001}, {'1', 300001}}));
-  EXPECT_EQ(longest, size_t{64 << 10});
 }
 
 TEST(LaunchTest, SigtermAndSighupReachTheRanks) {
