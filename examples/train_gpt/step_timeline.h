@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // One step of a trace that StepTrace recorded, as an SVG: a row for each thread and depth of its
-// named ranges. examples/train_gpt/draw_trace.py draws the picture of the documents.
+// named ranges.
 #pragma once
 
 #include <string>
