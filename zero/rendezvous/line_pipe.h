@@ -4,7 +4,6 @@
 // Passes on the output of a child process line by line.
 #pragma once
 
-#include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
