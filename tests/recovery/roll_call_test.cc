@@ -63,6 +63,23 @@ TEST(RollCallTest, OneThatIsGoneIsLeftBehindAndNotExpectedAgain) {
   EXPECT_EQ(first->calls(), 2);
 }
 
+// It has written its number down and sees the call late.
+TEST(RollCallTest, OneThatHasJoinedAnotherRollIsWaitedForUntilItAnswers) {
+  const StorePtr store = new_store();
+  const auto first = member(store, 0, 2);
+  const auto second = member(store, 1, 2);
+  const std::vector<uint8_t> number{'2', ' '};
+  store->append("zero/recovery/joined", number);
+  auto a = call(*first, "a");
+  auto b = call(*second, "b");
+  store->append("0/joining", number);
+  EXPECT_EQ(a.wait_for(milliseconds(2000)), std::future_status::timeout);
+  store->set("0/text/2", std::vector<uint8_t>{'c'});
+  store->append("0/alive", number);
+  EXPECT_EQ(a.get().texts, (std::vector<std::string>{"a", "b", "c"}));
+  EXPECT_EQ(b.get().ranks, (std::vector<int>{0, 1, 2}));
+}
+
 TEST(RollCallTest, OneThatHasEndedIsNotWaitedForThoughItAnswered) {
   const StorePtr store = new_store();
   const auto bounded = BoundedStore::of(store, std::chrono::seconds(30));

@@ -262,9 +262,9 @@ bool RollCall::expects_newcomers() const noexcept {
 //      without those that have ended. A process that joins answers itself, when it sees the call.
 //   4. The list is complete
 //        a. when every rank has called or ended, and every process that joins has answered or
-//           ended; one that has joined another roll is expected to join this one;
-//        b. after kAnswerTime, when all of these that have answered are present and `enough` says
-//           that these can go on without the silent ones, and none is expected;
+//           ended, also one that has joined another roll and is expected;
+//        b. after kAnswerTime, when all of these that have answered are present, each that is
+//           expected among them, and `enough` says that these can go on without the silent ones;
 //        c. after the timeout and kArrivalSlack in any case.
 //   5. Write the list by compare and set: one that another rank wrote meanwhile counts.
 std::string RollCall::close(const std::string& prefix, const std::set<int>& expected,
@@ -302,7 +302,7 @@ std::string RollCall::close(const std::string& prefix, const std::set<int>& expe
     }
     std::erase_if(present, is_gone);
     const bool all_expected = std::ranges::all_of(expected, [&](int number) {
-      return joining.contains(number) || arrived.contains(number) || is_gone(number);
+      return alive.contains(number) || arrived.contains(number) || is_gone(number);
     });
     // 4
     const bool all = std::ranges::all_of(
