@@ -34,8 +34,8 @@ at::Tensor map_buffer(int64_t bytes) {
   const int64_t length = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   void* const mapped = mmap(nullptr, length + kHugePage, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  TORCH_CHECK(mapped != MAP_FAILED, "bucket buffer: expected ", length,
-              " bytes of memory, got none; choose smaller buckets or a smaller model");
+  TORCH_CHECK_WITH(OutOfMemoryError, mapped != MAP_FAILED, "bucket buffer: expected ", length,
+                   " bytes of memory, got none; choose smaller buckets or a smaller model");
   void* const aligned = reinterpret_cast<void*>(
       (reinterpret_cast<uintptr_t>(mapped) + kHugePage - 1) / kHugePage * kHugePage);
   madvise(aligned, length, MADV_HUGEPAGE);  // without it the buffer works all the same
