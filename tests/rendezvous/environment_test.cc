@@ -70,7 +70,6 @@ TEST(EnvironmentTest, Torchrun) {
   EXPECT_EQ(env.master_addr, "host");
   EXPECT_EQ(env.master_port, 1234);
   EXPECT_TRUE(env.agent_serves_store);
-  EXPECT_EQ(env.restart_count, 2);
 }
 
 TEST(EnvironmentTest, OnlyTrueMeansThatTheAgentServes) {

@@ -104,7 +104,6 @@ void read_torchrun(const Variables& variables, Environment& env) {
   // Hand-made launchers often leave it out, which can only mean one rank per machine.
   env.local_rank = variables.number("LOCAL_RANK", 0).value_or(0);
   env.agent_serves_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  env.restart_count = variables.number("TORCHELASTIC_RESTART_COUNT", 0).value_or(0);
 }
 
 void read_open_mpi(const Variables& variables, Environment& env) {

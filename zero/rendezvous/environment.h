@@ -50,8 +50,6 @@ struct Environment {
   std::string job;
   // True when the launcher serves the store itself (torchrun's agent): then no rank may.
   bool agent_serves_store = false;
-  // How often one agent of the launcher has restarted the job: others may count otherwise.
-  int restart_count = 0;
 
   // ZERO_JOIN=1: the job runs already, and this process joins it. Its rank is a number that no rank
   // of the job has had, and WORLD_SIZE is more.
