@@ -73,27 +73,6 @@ TEST_P(PrecisionAt, SumOverRanksIsFp32WhateverTravels) {
   }
 }
 
-// fp32 gradients on a 16-bit wire: each is rounded once, the sum is not.
-TEST_P(PrecisionAt, ReduceDtypeRoundsEachRanksGradientOnce) {
-  const int world_size = GetParam();
-  for (auto wire : {at::kBFloat16, at::kHalf, at::kFloat}) {
-    run_ranks(world_size, [&](const Group& group) {
-      GivenGradients model({at::zeros({100})});
-      ZeroOptimizer optimizer(model, sgd(model, 0.1), group, ZeroOptions().reduce_dtype(wire));
-      at::Tensor sum = at::zeros({100});
-      for (int rank = 0; rank < world_size; ++rank) {
-        const at::Tensor gradient = random_tensor({100}, 40u + static_cast<unsigned>(rank));
-        sum.add_(gradient.to(wire).to(at::kFloat));
-        if (rank == group.rank()) optimizer.backward(model.loss({gradient}));
-      }
-      EXPECT_TRUE(at::equal(optimizer.gradient(model.values[0]),
-                            sum * static_cast<float>(1.0 / world_size)))
-          << wire;
-      optimizer.zero_grad();
-    });
-  }
-}
-
 // --- Accumulation over micro-batches
 
 struct Accumulation {
