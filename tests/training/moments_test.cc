@@ -11,19 +11,19 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "bookkeeping/memory.h"
-#include "tests/kernels/reference.h"
 #include "tests/kernels/stored_reference.h"
 #include "tests/support/error_of.h"
 #include "tests/support/fixed_gradients.h"
 #include "tests/support/training.h"
+#include "tests/training/plain_moments.h"
 #include "zero/checkpoint.h"
 #include "zero/lion.h"
 #include "zero/zero_optimizer.h"
@@ -54,46 +54,32 @@ std::vector<at::Tensor> gradients(int rank, int step) {
   return result;
 }
 
-enum class Class { kAdamW, kAdam, kSgd, kLion };
-
-std::unique_ptr<torch::optim::Optimizer> inner_of(Class c, const std::vector<at::Tensor>& p) {
+std::unique_ptr<torch::optim::Optimizer> inner_of(Inner inner, const std::vector<at::Tensor>& p) {
   using namespace torch::optim;
-  switch (c) {
-    case Class::kAdamW:
+  switch (inner) {
+    case Inner::kAdamW:
       return std::make_unique<AdamW>(p, AdamWOptions(kRate).weight_decay(0.1));
-    case Class::kAdam:
+    case Inner::kAdam:
       return std::make_unique<Adam>(p, AdamOptions(kRate).amsgrad(true));
-    case Class::kSgd:
+    case Inner::kSgdMomentum:
       return std::make_unique<SGD>(p, SGDOptions(kRate).momentum(0.9).nesterov(true));
-    case Class::kLion:
+    case Inner::kLion:
       return std::make_unique<Lion>(p, LionOptions(kRate));
+    default:
+      return nullptr;
   }
-  return nullptr;
-}
-
-kernels::StateType type_of(Moments moments) {
-  return moments == Moments::kInt8       ? kernels::StateType::kInt8
-         : moments == Moments::kBFloat16 ? kernels::StateType::kBFloat16
-                                         : kernels::StateType::kFloat;
 }
 
 // One process that holds everything, and gets the gradients of `world_size` ranks.
 class PlainRun {
  public:
-  PlainRun(Class c, Moments moments, int world_size, c10::ScalarType dtype)
-      : class_(c), world_size_(world_size), dtype_(dtype) {
+  PlainRun(Inner inner, Moments moments, int world_size, c10::ScalarType dtype)
+      : world_size_(world_size),
+        dtype_(dtype),
+        options_(inner_of(inner, initial_values(at::kFloat))->param_groups()[0].options().clone()),
+        moments_(inner, {0, 1, 2, 3}, {41, 67 * 130, 5000, 4095}, moments) {
     for (const at::Tensor& value : initial_values(dtype)) {
       masters.push_back(value.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true));
-      stored_.push_back(moments_of_parameter(moments, value.numel()));
-      const auto state = [&] {
-        const int64_t bytes = moment_bytes(stored_.back(), value.numel());
-        return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte));
-      };
-      first_.push_back(state());
-      second_.push_back(state());
-      largest_.push_back(at::zeros({value.numel()}));
-      counts_.push_back(0);
-      frozen_.push_back(false);
     }
   }
 
@@ -102,134 +88,52 @@ class PlainRun {
     std::vector<std::vector<at::Tensor>> of_rank;
     for (int r = 0; r < world_size_; ++r) of_rank.push_back(gradients(r, number));
     for (size_t p = 0; p < masters.size(); ++p) {
-      if (!of_rank[0][p].defined() || frozen_[p]) continue;
+      if (!of_rank[0][p].defined() || p == frozen_) continue;
       at::Tensor sum;
       for (const auto& given : of_rank) {
         const at::Tensor sent = given[p].to(dtype_).to(at::kFloat);
         sum = sum.defined() ? sum + sent : sent;
       }
-      update(p, sum * (1.0F / static_cast<float>(world_size_)));
+      moments_.step(p, masters[p], sum * (1.0F / static_cast<float>(world_size_)), kNoClip,
+                    *options_, steps_);
     }
   }
 
   // A parameter that leaves, without a gradient from then on; it comes back without state.
   void freeze(size_t p) {
-    frozen_[p] = true;
-    first_[p].zero_();
-    second_[p].zero_();
-    counts_[p] = 0;
+    frozen_ = p;
+    moments_.freeze(p);
   }
-  void unfreeze(size_t p) { frozen_[p] = false; }
+  void unfreeze(size_t p) {
+    frozen_.reset();
+    moments_.unfreeze(p);
+  }
 
   // Rounds all moments to nearest, as a load does.
-  void convert(Moments to) {
-    for (size_t p = 0; p < masters.size(); ++p) {
-      const Moments format = moments_of_parameter(to, masters[p].numel());
-      if (format == stored_[p]) continue;
-      first_[p] = converted(first_[p], /*root=*/false, stored_[p], format, masters[p].numel());
-      second_[p] = converted(second_[p], /*root=*/true, stored_[p], format, masters[p].numel());
-      stored_[p] = format;
-    }
-  }
+  void convert(Moments to) { moments_.convert(to); }
 
   std::vector<at::Tensor> masters;
 
  private:
-  static at::Tensor converted(const at::Tensor& bytes, bool root, Moments from, Moments to,
-                              int64_t numel) {
-    at::Tensor values;
-    if (from == Moments::kFloat32) {
-      values = bytes.view(at::kFloat);
-    } else {
-      values = at::empty({numel}, at::kFloat);
-      for (int64_t i = 0; i < numel; ++i) {
-        values.mutable_data_ptr<float>()[i] =
-            kernels::reference::stored_value(type_of(from), root, bytes.const_data_ptr(), numel, i);
-      }
-    }
-    if (to == Moments::kFloat32) return values.view(at::kByte);
-    if (to == Moments::kBFloat16) return values.to(at::kBFloat16).view(at::kByte);
-    at::Tensor result = at::empty({moment_bytes(to, numel)}, at::kByte);
-    const std::vector<uint32_t> halves(static_cast<size_t>(numel), 0x80008000U);
-    kernels::reference::store_values(type_of(to), root, values.const_data_ptr<float>(), numel,
-                                     halves.data(), result.mutable_data_ptr());
-    return result;
-  }
+  static constexpr PlainMoments::Clip kNoClip{std::numeric_limits<double>::infinity(), 1.0};
 
-  void update(size_t p, const at::Tensor& gradient) {
-    ++counts_[p];
-    if (class_ == Class::kSgd) {
-      kernels::SgdSegment s = segment<kernels::SgdSegment>(p, gradient);
-      s.momentum = first_[p].mutable_data_ptr();
-      s.first_step = counts_[p] == 1;
-      kernels::SgdOptions o = options<kernels::SgdOptions>();
-      o.momentum = 0.9;
-      o.nesterov = true;
-      is_plain(p) ? kernels::reference::sgd_step({s}, o, nullptr, nullptr, at::kFloat)
-                  : kernels::reference::stored_sgd_step(s, o, nullptr, at::kFloat);
-    } else if (class_ == Class::kLion) {
-      kernels::LionSegment s = segment<kernels::LionSegment>(p, gradient);
-      s.exp_avg = first_[p].mutable_data_ptr();
-      kernels::LionOptions o = options<kernels::LionOptions>();
-      const LionOptions defaults;
-      std::tie(o.beta1, o.beta2) = defaults.betas();
-      o.weight_decay = defaults.weight_decay();
-      is_plain(p) ? kernels::reference::lion_step({s}, o, nullptr, nullptr, at::kFloat)
-                  : kernels::reference::stored_lion_step(s, o, nullptr, at::kFloat);
-    } else {
-      kernels::AdamSegment s = segment<kernels::AdamSegment>(p, gradient);
-      s.exp_avg = first_[p].mutable_data_ptr();
-      s.exp_avg_sq = second_[p].mutable_data_ptr();
-      s.max_exp_avg_sq = largest_[p].mutable_data_ptr<float>();
-      s.step = counts_[p];
-      kernels::AdamOptions o = options<kernels::AdamOptions>();
-      o.decoupled = class_ == Class::kAdamW;
-      o.weight_decay = o.decoupled ? 0.1 : 0.0;
-      o.amsgrad = !o.decoupled;
-      is_plain(p) ? kernels::reference::adam_step({s}, o, nullptr, nullptr, at::kFloat)
-                  : kernels::reference::stored_adam_step(s, o, nullptr, at::kFloat);
-    }
-  }
-
-  bool is_plain(size_t p) const { return stored_[p] == Moments::kFloat32; }
-
-  template <class Segment>
-  Segment segment(size_t p, const at::Tensor& gradient) {
-    Segment s;
-    s.master = masters[p].mutable_data_ptr<float>();
-    s.gradient = gradient.const_data_ptr<float>();
-    s.numel = masters[p].numel();
-    s.state_type = type_of(stored_[p]);
-    s.parameter = std::count(frozen_.begin(), frozen_.begin() + static_cast<int64_t>(p), false);
-    return s;
-  }
-  template <class Options>
-  Options options() const {
-    Options o;
-    o.lr = kRate;
-    o.noise_step = steps_;
-    return o;
-  }
-
-  const Class class_;
   const int world_size_;
   const c10::ScalarType dtype_;
-  std::vector<Moments> stored_;
-  std::vector<at::Tensor> first_, second_, largest_;
-  std::vector<int64_t> counts_;
-  std::vector<bool> frozen_;
+  const std::unique_ptr<torch::optim::OptimizerOptions> options_;
+  PlainMoments moments_;
+  std::optional<size_t> frozen_;
   int64_t steps_ = 0;
 };
 
 // A sharded run and on rank 0 the plain one beside it.
 struct Pair {
-  Pair(const Group& group, Class c, Moments moments, ZeroOptions options,
+  Pair(const Group& group, Inner inner, Moments moments, ZeroOptions options,
        c10::ScalarType dtype = at::kFloat)
       : group(group),
         model(initial_values(dtype)),
-        optimizer(std::make_unique<ZeroOptimizer>(model, inner_of(c, model.parameters()), group,
+        optimizer(std::make_unique<ZeroOptimizer>(model, inner_of(inner, model.parameters()), group,
                                                   options.moments(moments))),
-        plain(c, moments, group.world_size(), dtype) {}
+        plain(inner, moments, group.world_size(), dtype) {}
 
   // Parameter `without` has no gradient.
   void step(int number, std::optional<size_t> without = std::nullopt) {
@@ -271,21 +175,22 @@ INSTANTIATE_TEST_SUITE_P(W, MomentsAt, ::testing::Values(1, 2, 3, 4));
 
 TEST_P(MomentsAt, HaveTheBitsOfOneProcess) {
   struct Case {
-    Class inner;
+    Inner inner;
     Moments moments;
     c10::ScalarType dtype;
     ZeroOptions options;
   };
   const Case cases[] = {
-      {Class::kAdamW, Moments::kInt8, at::kFloat, small_buckets()},
-      {Class::kAdamW, Moments::kInt8, at::kBFloat16, ZeroOptions().stage(1)},
-      {Class::kAdam, Moments::kInt8, at::kFloat, small_buckets().layout(Layout::kPerParameter)},
-      {Class::kSgd, Moments::kInt8, at::kFloat, small_buckets().layout(Layout::kWholeParameters)},
-      {Class::kLion, Moments::kInt8, at::kBFloat16, small_buckets().overlap_gather(true)},
-      {Class::kAdamW, Moments::kBFloat16, at::kFloat, small_buckets()},
-      {Class::kSgd, Moments::kBFloat16, at::kBFloat16, small_buckets()},
-      {Class::kLion, Moments::kBFloat16, at::kFloat, ZeroOptions()},
-      {Class::kAdam, Moments::kFloat32, at::kFloat, small_buckets()},
+      {Inner::kAdamW, Moments::kInt8, at::kFloat, small_buckets()},
+      {Inner::kAdamW, Moments::kInt8, at::kBFloat16, ZeroOptions().stage(1)},
+      {Inner::kAdam, Moments::kInt8, at::kFloat, small_buckets().layout(Layout::kPerParameter)},
+      {Inner::kSgdMomentum, Moments::kInt8, at::kFloat,
+       small_buckets().layout(Layout::kWholeParameters)},
+      {Inner::kLion, Moments::kInt8, at::kBFloat16, small_buckets().overlap_gather(true)},
+      {Inner::kAdamW, Moments::kBFloat16, at::kFloat, small_buckets()},
+      {Inner::kSgdMomentum, Moments::kBFloat16, at::kBFloat16, small_buckets()},
+      {Inner::kLion, Moments::kBFloat16, at::kFloat, ZeroOptions()},
+      {Inner::kAdam, Moments::kFloat32, at::kFloat, small_buckets()},
   };
   run_ranks(GetParam(), [&](const Group& group) {
     for (const Case& c : cases) {
@@ -302,7 +207,7 @@ TEST_P(MomentsAt, HaveTheBitsOfOneProcess) {
 // Where the device knows the step alone, kernels read its number there.
 TEST_P(MomentsAt, HaveTheSameBitsWithAStaticGraph) {
   run_ranks(GetParam(), [&](const Group& group) {
-    Pair run(group, Class::kAdamW, Moments::kInt8, small_buckets().static_graph(true));
+    Pair run(group, Inner::kAdamW, Moments::kInt8, small_buckets().static_graph(true));
     // Steps with all gradients.
     for (const int n : {0, 2, 3, 5}) {
       run.step(n);
@@ -314,7 +219,7 @@ TEST_P(MomentsAt, HaveTheSameBitsWithAStaticGraph) {
 TEST_P(MomentsAt, TakeTheBytesOfTheirFormat) {
   run_ranks(GetParam(), [&](const Group& group) {
     for (const Moments moments : {Moments::kFloat32, Moments::kBFloat16, Moments::kInt8}) {
-      Pair run(group, Class::kAdamW, moments, small_buckets());
+      Pair run(group, Inner::kAdamW, moments, small_buckets());
       run.step(0);
       const Plan& plan = run.optimizer->plan();
       int64_t expected = 0, elements = 0;
@@ -360,15 +265,15 @@ TEST(MomentsTest, GoOnFromACheckpointOfAnotherNumberOfRanks) {
           run.optimizer->step();
         }
       };
-      PlainRun plain(Class::kAdamW, moments, 1, at::kFloat);
+      PlainRun plain(Inner::kAdamW, moments, 1, at::kFloat);
       for (int n = 0; n < 8; ++n) plain.step(n);
       run_ranks(saved_by, [&](const Group& group) {
-        Pair run(group, Class::kAdamW, moments, small_buckets().reduction(Reduction::kSum));
+        Pair run(group, Inner::kAdamW, moments, small_buckets().reduction(Reduction::kSum));
         train(run, 0, 4);
         run.optimizer->save_checkpoint(folder);
       });
       run_ranks(loaded_by, [&](const Group& group) {
-        Pair run(group, Class::kAdamW, moments,
+        Pair run(group, Inner::kAdamW, moments,
                  ZeroOptions()
                      .bucket_bytes(20000)
                      .layout(Layout::kPerParameter)
@@ -414,13 +319,13 @@ TEST(MomentsTest, ALoadReportsFromWhichToWhichFormat) {
   };
   const std::string folder = ::testing::TempDir() + "moments_chain";
   std::filesystem::remove_all(folder);
-  PlainRun plain(Class::kAdamW, Moments::kFloat32, 1, at::kBFloat16);
+  PlainRun plain(Inner::kAdamW, Moments::kFloat32, 1, at::kBFloat16);
   int step = 0;
   for (const Part& part : parts) {
     plain.convert(part.moments);
     for (int n = step; n < step + 3; ++n) plain.step(n);
     run_ranks(part.world_size, [&](const Group& group) {
-      Pair run(group, Class::kAdamW, part.moments,
+      Pair run(group, Inner::kAdamW, part.moments,
                small_buckets().reduction(Reduction::kSum).split_masters(part.split), at::kBFloat16);
       if (step > 0) {
         const LoadReport report = run.optimizer->load_checkpoint(folder);
@@ -447,14 +352,14 @@ TEST(MomentsTest, ALoadReportsFromWhichToWhichFormat) {
   // Before the first step there are no moments.
   run_ranks(2, [&](const Group& group) {
     const std::string before = folder + "_before";
-    Pair saved(group, Class::kAdamW, Moments::kInt8, small_buckets());
+    Pair saved(group, Inner::kAdamW, Moments::kInt8, small_buckets());
     saved.optimizer->save_checkpoint(before, SaveOptions().overwrite(true));
-    Pair loaded(group, Class::kAdamW, Moments::kBFloat16, small_buckets());
+    Pair loaded(group, Inner::kAdamW, Moments::kBFloat16, small_buckets());
     EXPECT_TRUE(loaded.optimizer->load_checkpoint(before).conversions.empty());
   });
   // Of another class of optimizer the masters alone are loaded.
   run_ranks(1, [&](const Group& group) {
-    Pair other(group, Class::kLion, Moments::kBFloat16, small_buckets().split_masters(true),
+    Pair other(group, Inner::kLion, Moments::kBFloat16, small_buckets().split_masters(true),
                at::kBFloat16);
     const LoadReport report = other.optimizer->load_checkpoint(
         folder, LoadOptions().strict(false).restore_options(false));
@@ -476,7 +381,7 @@ TEST(MomentsTest, OfThePartsOfATensorLoadIntoAWhole) {
     GivenGradients model({own(whole)});
     const TensorParts parts{group, [](const std::string&) { return std::optional<int64_t>(0); }};
     ZeroOptimizer optimizer(
-        model, inner_of(Class::kAdamW, model.parameters()), group.subgroup({group.rank()}, "own"),
+        model, inner_of(Inner::kAdamW, model.parameters()), group.subgroup({group.rank()}, "own"),
         ZeroOptions().moments(Moments::kInt8).mesh_group(group).tensor_parts(parts));
     optimizer.backward(model.loss({own(gradient)}));
     optimizer.step();
@@ -500,7 +405,7 @@ TEST(MomentsTest, OfThePartsOfATensorLoadIntoAWhole) {
   }
   run_ranks(1, [&](const Group& group) {
     GivenGradients model({whole});
-    ZeroOptimizer optimizer(model, inner_of(Class::kAdamW, model.parameters()), group,
+    ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group,
                             ZeroOptions().moments(Moments::kBFloat16));
     EXPECT_EQ(
         optimizer.load_checkpoint(folder).conversions,
@@ -517,7 +422,7 @@ TEST(MomentsTest, OfThePartsOfATensorLoadIntoAWhole) {
 TEST(MomentsTest, StayWhereLargeParametersLeaveAndComeBack) {
   for (const Moments moments : {Moments::kInt8, Moments::kBFloat16}) {
     run_ranks(3, [&](const Group& group) {
-      Pair run(group, Class::kAdamW, moments, small_buckets());
+      Pair run(group, Inner::kAdamW, moments, small_buckets());
       for (int n = 0; n < 9; ++n) {
         if (n == 3) {
           run.optimizer->freeze({run.model.values[1]});
@@ -538,9 +443,9 @@ TEST(MomentsTest, StayWhereLargeParametersLeaveAndComeBack) {
 TEST(MomentsTest, TrainAsWellAsInFp32) {
   run_ranks(1, [&](const Group& group) {
     const at::Tensor target = random_tensor({64, 128}, 7);
-    const auto distance = [&](Class c, Moments moments) {
+    const auto distance = [&](Inner inner, Moments moments) {
       GivenGradients model({at::zeros({64, 128})});
-      ZeroOptimizer optimizer(model, inner_of(c, model.parameters()), group,
+      ZeroOptimizer optimizer(model, inner_of(inner, model.parameters()), group,
                               ZeroOptions().moments(moments));
       for (int n = 0; n < 250; ++n) {
         for (auto& g : optimizer.param_groups()) g.options().set_lr(kRate * (250.0 - n) / 250.0);
@@ -550,7 +455,7 @@ TEST(MomentsTest, TrainAsWellAsInFp32) {
       }
       return (model.values[0].detach() - target).square().mean().item<double>();
     };
-    for (const Class c : {Class::kAdamW, Class::kSgd, Class::kLion}) {
+    for (const Inner c : {Inner::kAdamW, Inner::kSgdMomentum, Inner::kLion}) {
       const double in_fp32 = distance(c, Moments::kFloat32);
       EXPECT_LT(in_fp32, 0.1);
       EXPECT_NEAR(distance(c, Moments::kBFloat16), in_fp32, 0.02 * in_fp32);
@@ -571,12 +476,12 @@ TEST(MomentsTest, AreRefusedWithoutAFusedKernel) {
     expect_words(refusal(std::make_unique<torch::optim::RMSprop>(model.parameters(), 0.1), int8),
                  words);
     expect_words(
-        refusal(inner_of(Class::kAdamW, model.parameters()), ZeroOptions(int8).fused(false)),
+        refusal(inner_of(Inner::kAdamW, model.parameters()), ZeroOptions(int8).fused(false)),
         words);
-    expect_words(refusal(inner_of(Class::kAdamW, model.parameters()),
+    expect_words(refusal(inner_of(Inner::kAdamW, model.parameters()),
                          ZeroOptions().moments(0, Moments::kBFloat16).fused(false)),
                  words);
-    expect_words(refusal(inner_of(Class::kAdamW, model.parameters()),
+    expect_words(refusal(inner_of(Inner::kAdamW, model.parameters()),
                          ZeroOptions().moments(1, Moments::kInt8)),
                  {"moments of parameter group 1", "expected one of the 1 groups"});
   });
@@ -587,7 +492,7 @@ TEST(MomentsTest, TakeThePlainStateOfAnyDtype) {
   run_ranks(2, [&](const Group& group) {
     for (const auto dtype : {at::kHalf, at::kBFloat16, at::kDouble}) {
       GivenGradients model(initial_values(at::kFloat)), other(initial_values(at::kFloat));
-      const auto plain = inner_of(Class::kAdamW, model.parameters());
+      const auto plain = inner_of(Inner::kAdamW, model.parameters());
       model.loss(gradients(0, 0)).backward();
       plain->step();
       model.zero_grad();
@@ -596,7 +501,7 @@ TEST(MomentsTest, TakeThePlainStateOfAnyDtype) {
         state.exp_avg(state.exp_avg().to(dtype));
         state.exp_avg_sq(state.exp_avg_sq().to(dtype));
       }
-      ZeroOptimizer optimizer(model, inner_of(Class::kAdamW, model.parameters()), group,
+      ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group,
                               ZeroOptions().moments(Moments::kInt8));
       optimizer.load_plain_state(*plain);
       optimizer.backward(model.loss(gradients(0, 2)));

@@ -12,6 +12,7 @@
 
 #include "tests/kernels/reference.h"
 #include "tests/kernels/stored_reference.h"
+#include "zero/lion.h"
 
 namespace zero {
 namespace {
@@ -105,9 +106,21 @@ void PlainMoments::step(size_t i, const at::Tensor& master, const at::Tensor& gr
     k.lr = o.lr();
     k.momentum = o.momentum();
     k.weight_decay = o.weight_decay();
+    k.nesterov = o.nesterov();
     k.noise_step = step;
     plain ? reference::sgd_step({s}, k, &coefficient, nullptr, at::kFloat)
           : reference::stored_sgd_step(s, k, &coefficient, at::kFloat);
+  } else if (inner_ == Inner::kLion) {
+    auto s = segment_of<kernels::LionSegment>(values, g, state.format, numbers_[i]);
+    s.exp_avg = state.first.mutable_data_ptr();
+    const auto& o = static_cast<const LionOptions&>(options);
+    kernels::LionOptions k;
+    k.lr = o.lr();
+    std::tie(k.beta1, k.beta2) = o.betas();
+    k.weight_decay = o.weight_decay();
+    k.noise_step = step;
+    plain ? reference::lion_step({s}, k, &coefficient, nullptr, at::kFloat)
+          : reference::stored_lion_step(s, k, &coefficient, at::kFloat);
   } else {
     auto s = segment_of<kernels::AdamSegment>(values, g, state.format, numbers_[i]);
     s.exp_avg = state.first.mutable_data_ptr();
@@ -157,6 +170,17 @@ void PlainMoments::select(size_t i, const at::Tensor& rows, int64_t row) {
   s.largest = selected(s.largest);
   s.numel = numel;
   s.format = format;
+}
+
+void PlainMoments::freeze(size_t i) {
+  states_[i].first.zero_();
+  states_[i].second.zero_();
+  states_[i].count = 0;
+  for (size_t behind = i + 1; behind < numbers_.size(); ++behind) --numbers_[behind];
+}
+
+void PlainMoments::unfreeze(size_t i) {
+  for (size_t behind = i + 1; behind < numbers_.size(); ++behind) ++numbers_[behind];
 }
 
 }  // namespace zero

@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a CallSequence with ZeroOptions::moments must compute: fused updates of whole parameters in
-// one process, with averages in fewer bytes, by the loops of tests/kernels. Its gradients are exact
-// in fp32, so that every bit is known, and rounding leaves no difference.
+// What a run with ZeroOptions::moments must compute: fused updates of whole parameters in one
+// process, with averages in fewer bytes, by the loops of tests/kernels. Gradients that are exact in
+// fp32 make every bit known, and rounding leaves no difference.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,6 +36,9 @@ class PlainMoments {
   void convert(Moments to);
   // Rows of parameter i go and come, with zeros where `rows` is -1; it had `row` elements each.
   void select(size_t i, const at::Tensor& rows, int64_t row);
+  // Parameter i leaves, so that those behind it have other numbers, and comes back without state.
+  void freeze(size_t i);
+  void unfreeze(size_t i);
 
  private:
   struct State {
@@ -47,7 +50,7 @@ class PlainMoments {
   };
 
   const Inner inner_;
-  const std::vector<int64_t> numbers_;
+  std::vector<int64_t> numbers_;
   Moments moments_;
   std::vector<State> states_;
 };
