@@ -12,6 +12,7 @@
 #include <array>
 #include <chrono>
 #include <csignal>
+#include <functional>
 #include <latch>
 #include <string>
 #include <thread>
@@ -32,17 +33,9 @@ using Words = std::vector<std::string>;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kTimeout{2000};
-constexpr milliseconds kLimit{3000};  // the promise: timeout + 1 s
-constexpr milliseconds kPrompt{1000};
-
-// What `action` throws, without a backtrace; empty if nothing.
-std::string error_within(milliseconds limit, const std::function<void()>& action) {
-  const auto start = Clock::now();
-  const std::string text = error_of(action);
-  const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - start);
-  EXPECT_LE(took.count(), limit.count()) << text;
-  return text;
-}
+// The promise is the timeout and a second, half of which error_within() adds.
+constexpr milliseconds kLimit = kTimeout + milliseconds(500);
+constexpr milliseconds kPrompt{500};
 
 struct Rank {
   explicit Rank(const Group& group, const ZeroOptions& options = ZeroOptions().bucket_bytes(600))
@@ -216,23 +209,6 @@ TEST(StuckTest, RankWhoseUpdateThrows) {
                      expect_words(error_within(kPrompt, [&] { optimizer.step(); }),
                                   {"expected a working optimizer", "no more sugar"});
                    });
-}
-
-TEST(StuckTest, RankThatNeverMakesItsOptimizer) {
-  std::latch done(1);
-  run_ranks(
-      2,
-      [&](const Group& group) {
-        if (group.rank() == 1) {
-          done.wait();
-          return;
-        }
-        expect_words(error_within(kLimit, [&] { Rank rank(group); }),
-                     {"communicator \"test/control\"", "cannot connect its 2 ranks within 2000 ms",
-                      "this is rank 0", "missing: rank 1"});
-        done.count_down();
-      },
-      with_timeout());
 }
 
 // ---------------------------------------------------------------------
