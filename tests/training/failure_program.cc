@@ -22,7 +22,7 @@ int train(int64_t width, int64_t bucket_bytes) {
   // The launcher tells the others to end at once; they shall speak first.
   std::signal(SIGTERM, SIG_IGN);
   zero::InitOptions init;
-  init.timeout = std::chrono::seconds(20);
+  init.timeout = std::chrono::minutes(2);
   const zero::Group group = zero::init_process_group(init);
   zero::OddModel model(1, width);
   zero::ZeroOptimizer optimizer(*model, zero::make_inner(zero::Inner::kAdamW, *model), group,

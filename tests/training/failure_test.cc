@@ -352,8 +352,8 @@ void expect_death_noticed(const std::string& arguments) {
   const auto start = Clock::now();
   const auto [exit_status, output] = run_program("exec " + program + " " + arguments);
   EXPECT_EQ(exit_status, 128 + SIGKILL) << output;
-  // Far below the group's timeout of 20 s.
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(15)) << output;
+  // Far below the group's timeout of 2 minutes.
+  EXPECT_LT(Clock::now() - start, std::chrono::minutes(1)) << output;
   for (int survivor : {0, 2}) {
     expect_words(output, {"survivor " + std::to_string(survivor) + " at step 3: rank " +
                           std::to_string(survivor) + ": "});
