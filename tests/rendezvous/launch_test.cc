@@ -226,7 +226,7 @@ TEST(LaunchTest, SigtermAndSighupReachTheRanks) {
   }
 }
 
-// As a pager that nobody looks at, or the end of a connection.
+// As a pager does at the end of its page, or a terminal over a connection that was lost.
 TEST(LaunchTest, AReaderThatStallsKeepsNoSignalFromTheRanks) {
   FILE* pipe = nullptr;
   int parent = 0;

@@ -106,20 +106,22 @@ void read_torchrun(const Variables& variables, Environment& env) {
   env.agent_serves_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
 }
 
-void read_open_mpi(const Variables& variables, Environment& env) {
-  env.source = Environment::Source::kOpenMpi;
-  env.rank = variables.required("OMPI_COMM_WORLD_RANK", 0, "OMPI_COMM_WORLD_SIZE");
-  env.world_size = variables.required("OMPI_COMM_WORLD_SIZE", 1, "OMPI_COMM_WORLD_RANK");
-  env.local_rank = variables.required("OMPI_COMM_WORLD_LOCAL_RANK", 0, "OMPI_COMM_WORLD_RANK");
-  env.local_world_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE", 1).value_or(0);
-}
+// The names of an mpirun's variables.
+struct MpiNames {
+  const char* rank;
+  const char* size;
+  const char* local_rank;
+  const char* local_size;
+};
+constexpr MpiNames kOpenMpi{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                            "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"};
+constexpr MpiNames kHydra{"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
 
-void read_hydra(const Variables& variables, Environment& env) {
-  env.source = Environment::Source::kHydra;
-  env.rank = variables.required("PMI_RANK", 0, "MPI_LOCALRANKID");
-  env.world_size = variables.required("PMI_SIZE", 1, "PMI_RANK");
-  env.local_rank = variables.required("MPI_LOCALRANKID", 0, "PMI_RANK");
-  env.local_world_size = variables.number("MPI_LOCALNRANKS", 1).value_or(0);
+void read_mpi(const Variables& variables, const MpiNames& names, Environment& env) {
+  env.rank = variables.required(names.rank, 0, names.size);
+  env.world_size = variables.required(names.size, 1, names.rank);
+  env.local_rank = variables.required(names.local_rank, 0, names.rank);
+  env.local_world_size = variables.number(names.local_size, 1).value_or(0);
 }
 
 void read_slurm(const Variables& variables, Environment& env) {
@@ -152,8 +154,8 @@ std::string job_identity(const Variables& variables, Environment::Source source)
 }
 
 const char* rank_variable(Environment::Source source) {
-  if (source == Environment::Source::kOpenMpi) return "OMPI_COMM_WORLD_RANK";
-  if (source == Environment::Source::kHydra) return "PMI_RANK";
+  if (source == Environment::Source::kOpenMpi) return kOpenMpi.rank;
+  if (source == Environment::Source::kHydra) return kHydra.rank;
   return source == Environment::Source::kSlurm ? "SLURM_PROCID" : "RANK";
 }
 
@@ -212,10 +214,12 @@ Environment read_environment(const Getenv& getenv) {
   Environment env;
   if (variables.has("RANK")) {
     read_torchrun(variables, env);
-  } else if (variables.has("OMPI_COMM_WORLD_RANK") || variables.has("OMPI_COMM_WORLD_SIZE")) {
-    read_open_mpi(variables, env);
-  } else if (variables.has("PMI_RANK") && variables.has("MPI_LOCALRANKID")) {
-    read_hydra(variables, env);
+  } else if (variables.has(kOpenMpi.rank) || variables.has(kOpenMpi.size)) {
+    env.source = Environment::Source::kOpenMpi;
+    read_mpi(variables, kOpenMpi, env);
+  } else if (variables.has(kHydra.rank) && variables.has(kHydra.local_rank)) {
+    env.source = Environment::Source::kHydra;
+    read_mpi(variables, kHydra, env);
   } else if (variables.has("SLURM_PROCID") && variables.has("SLURM_STEP_NUM_TASKS")) {
     read_slurm(variables, env);
   } else if (variables.has("WORLD_SIZE")) {

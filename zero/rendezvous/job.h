@@ -15,7 +15,7 @@ namespace zero {
 // For who serves the store, before any rank comes, and for rank 0 where it begins a round: makes
 // the store that of a job. `store` is that of a round.
 void claim_for_job(BoundedStore& store, const std::string& job, int world_size);
-// How many ranks that job has; 0 if nobody has claimed the store of the round.
+// Returns the number of ranks of the job that has claimed the store; 0 where none has.
 int ranks_of_job(BoundedStore& store);
 
 // Throws c10::ValueError when `store` serves a job with another identifier or another number of

@@ -262,7 +262,7 @@ class Parent {
         signalled_ = true;
       }
       if (Clock::now() >= kill_at_) {
-        if (alive() == 0 && signalled_) break;  // nobody reads what is left
+        if (alive() == 0 && signalled_) break;  // the reader has stalled
         send_all(SIGKILL);
         kill_at_ = Clock::now() + kLastOutput;
       }
