@@ -180,6 +180,15 @@ TEST(OverlapTest, ParametersTravelDuringTheNextForwardPass) {
   }
 }
 
+// A step of which the control message arrives, and no parameters until the network releases them.
+void step_and_hold(ZeroOptimizer& optimizer, const at::Tensor& loss, MemoryNetwork& network,
+                   int rank) {
+  optimizer.backward(loss);
+  optimizer.clip_grad_norm_(1e9);  // all gradients have been sent after this
+  network.hold_after(rank, 1);
+  optimizer.step();
+}
+
 TEST(OverlapTest, AForwardPassThatDidNotWaitIsRefused) {
   for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
     for (const int world_size : {1, 2}) {
@@ -194,10 +203,7 @@ TEST(OverlapTest, AForwardPassThatDidNotWaitIsRefused) {
                 ZeroOptions().layout(layout).bucket_bytes(kLayerBytes).overlap_gather(true));
             const auto step_and = [&](const std::function<void()>& body) {
               optimizer.wait_for(*model);
-              optimizer.backward(model->loss(rank));
-              optimizer.clip_grad_norm_(1e9);    // all gradients have been sent after this
-              run.network->hold_after(rank, 1);  // but for the control message
-              optimizer.step();
+              step_and_hold(optimizer, model->loss(rank), *run.network, rank);
               body();
               run.network->release(rank);
             };
@@ -249,10 +255,7 @@ TEST(OverlapTest, AChangeOfAParameterThatIsUnderWayIsRefusedOnAllRanks) {
               at::Tensor weight = model->list[1]->weight;
               const at::Tensor place = weight.detach();
               for (const bool waited_since : {false, true}) {
-                optimizer.backward(model->loss(rank));
-                optimizer.clip_grad_norm_(1e9);    // all gradients have been sent after this
-                run.network->hold_after(rank, 1);  // but for the control message
-                optimizer.step();
+                step_and_hold(optimizer, model->loss(rank), *run.network, rank);
                 const at::NoGradGuard no_grad;
                 if (rank == 0) change.make(weight);
                 run.network->release(rank);
