@@ -36,7 +36,7 @@ def main():
     with open(os.path.join(REPOSITORY, DATA)) as file:
         data = json.load(file)
     picture = Picture(1000, 412)
-    picture.text(20, 32, "Training loss with moments in four formats, mean of five seeds", 16,
+    picture.text(20, 32, "Training loss with moments in four formats, mean of eleven seeds", 16,
                  bold=True)
     curves = [data[name] for name in CURVES]
     panel(picture, 60, "all of it", data["step"], curves, 1, 4, (1, 2, 3, 4))
