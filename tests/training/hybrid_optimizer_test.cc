@@ -50,6 +50,7 @@ struct JobShape {
   Names home;  // of the optimizer's group
   std::vector<Logical> parameters;
   std::function<void(const Mesh&, ZeroOptions&)> place;
+  int ranks_per_machine = 0;  // 0: all
 
   int ranks() const {
     int product = 1;
@@ -340,6 +341,17 @@ std::vector<JobShape> topologies() {
          const bool first = mesh.coordinate("pp") == 0;
          options.mesh_group(mesh.all()).placement(1, GroupPlacement().copies(2).owner(first));
        }});
+  // The middle copy is on two machines, and the others are on one each.
+  list.push_back({"replicate 3 x shard 4, 6 ranks a machine",
+                  {{"rep", 3}, {"shard", 4}},
+                  {"rep", "shard"},
+                  {"shard"},
+                  {{"a", {8}}, {"b", {8}}, {"c", {8}}, {"d", {8}}},
+                  [](const Mesh& mesh, ZeroOptions& options) {
+                    const auto copies = GroupPlacement().replicated_over(mesh.group({"rep"}));
+                    options.mesh_group(mesh.all()).placement(0, copies);
+                  },
+                  6});
   return list;
 }
 
@@ -358,7 +370,7 @@ TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
         if ((i + adam + static_cast<size_t>(layout)) % 2 == 1) continue;
         const auto stage = 1 + static_cast<int64_t>(i / 2 + static_cast<size_t>(layout)) % 2;
         std::mutex mutex;
-        run_ranks(t.ranks(), [&](const Group& world) {
+        const auto train = [&](const Group& world) {
           const Mesh mesh(world, t.dimensions);
           const auto options = ZeroOptions().stage(stage).layout(layout).bucket_bytes(100);
           const Largest mine = train_in_parts(t, mesh, adam, 0.5, options, reference);
@@ -368,7 +380,8 @@ TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
           raise(of_all.norm, mine.norm);
           of_all.control_messages = std::max(of_all.control_messages, mine.control_messages);
           of_all.norm_messages = std::max(of_all.norm_messages, mine.norm_messages);
-        });
+        };
+        run_ranks(t.ranks(), train, {.ranks_per_machine = t.ranks_per_machine});
       }
     }
     std::printf("%-40s %-10.1e %-10.1e %-10.1e %lld, %lld\n", t.name.c_str(), sgd.value,
