@@ -541,6 +541,18 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
     o.placement(0, GroupPlacement().replicated_over(mesh.group({"ep"})));
   };
   expect_refused(t, "mesh_group()");
+  // Copies of groups {0, 1} and {2, 3}: of all parameters, or of some.
+  t = topologies()[0];
+  for (const bool all : {true, false}) {
+    t.place = [all](const Mesh& mesh, ZeroOptions& o) {
+      const bool outer = mesh.all().rank() % 3 == 0;
+      const auto ranks = outer ? std::vector<int>{0, 3} : std::vector<int>{1, 2};
+      const auto copies = GroupPlacement().replicated_over(mesh.all().subgroup(ranks, "crossed"));
+      o.mesh_group(mesh.all()).placement(0, copies);
+      if (all) o.placement(1, copies);
+    };
+    expect_refused(t, "expected ranks that have one place in their sharded_over()");
+  }
 }
 
 // One expert more on half of the ranks: dense buckets would travel in different orders.

@@ -136,6 +136,30 @@ void OptimizerCommunicators::check_domains(
       [&](int64_t domain, Communicator& group) { check_construction(group, "", lines(domain)); });
 }
 
+void OptimizerCommunicators::check_places(const ShardDomains& all) {
+  const auto has_replicas = [](const ShardDomain& d) { return d.replicas.has_value(); };
+  // Where it is uniform, all ranks have agreed on which domains have replicas.
+  if (all.uniform && std::ranges::none_of(all.list, has_replicas)) return;
+  std::string problem;
+  for (size_t d = 0; d < domains.size(); ++d) {
+    if (domains[d].replicas == nullptr) continue;
+    const auto places = domains[d].replicas->all_gather_text(
+        std::to_string(all.list[d].group.rank()), "places of replicas");
+    const auto other = std::ranges::find_if(places, [&](auto& p) { return p != places[0]; });
+    if (other == places.end() || !problem.empty()) continue;
+    const std::vector<int>& ranks = all.list[d].replicas->global_ranks();
+    problem =
+        c10::str("replicated_over(\"", all.list[d].replicas->name(),
+                 "\"): expected ranks that have one place in their sharded_over(), since they "
+                 "hold copies of one shard, got place ",
+                 places[0], " on rank ", ranks[0], " and place ", *other, " on rank ",
+                 ranks[other - places.begin()],
+                 "; take both groups from dimensions of one Mesh, or list the ranks of all "
+                 "groups in one order");
+  }
+  check_construction(*control, problem, {});
+}
+
 void OptimizerCommunicators::agree_on_half(const ShardDomains& all, bool half_here) {
   any_half = half_here;
   if (all.uniform) return;

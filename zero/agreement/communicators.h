@@ -38,6 +38,9 @@ struct OptimizerCommunicators {
   // describes what the ranks of domain d must have in common. Throws on every rank of the mesh.
   void check_domains(const ShardDomains& all,
                      const std::function<std::vector<std::string>(int64_t)>& lines);
+  // Collective over the mesh. Throws on every rank of it where replicas of some domain have
+  // different places in their groups: they would hold different shards.
+  void check_places(const ShardDomains& all);
   // Collective over the mesh, where it is not uniform: sets any_half, so that all ranks scale
   // alike.
   void agree_on_half(const ShardDomains& all, bool half_here);

@@ -237,6 +237,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     check_construction(*comms->control, problem, lines);
     comms->connect(*domains);
     comms->check_domains(*domains, described);
+    comms->check_places(*domains);
     comms->agree_on_half(*domains, std::any_of(table->parameters().begin(),
                                                table->parameters().end(), [](const Parameter& p) {
                                                  return p.tensor.scalar_type() == at::kHalf;
