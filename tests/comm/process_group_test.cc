@@ -8,6 +8,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -72,6 +73,20 @@ TEST(GroupTest, MeansOverRanksKeepTheirShapeAndDtype) {
         },
         {.transport = kRealTransport});
   }
+}
+
+TEST(GroupTest, MeansOfDifferentShapesAreAnErrorOnEveryRank) {
+  run_ranks(3, [](const Group& group) {
+    const bool other = group.rank() == 2;
+    const auto mean_of = [&](const std::vector<int64_t>& shape) {
+      return error_of([&] { mean_over_ranks(at::ones(shape), group); });
+    };
+    expect_words(mean_of({other ? 4 : 3}), {"mean_over_ranks()", "the same shape on every rank",
+                                            "[3] on rank 0 and [4] on rank 2"});
+    expect_words(mean_of(other ? std::vector<int64_t>{3, 2} : std::vector<int64_t>{2, 3}),
+                 {"[2, 3] on rank 0 and [3, 2] on rank 2"});
+    EXPECT_EQ(mean_of({3}), "");
+  });
 }
 
 TEST(GroupTest, TheTimeoutIsTheOptionsThenTheEnvironments) {

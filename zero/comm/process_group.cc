@@ -4,6 +4,7 @@
 #include "zero/process_group.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -35,12 +36,18 @@ namespace {
 using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// A number for a list of ranks that is the same on all of them; a mesh has thousands of long ones.
-std::string fingerprint(const std::vector<int>& ranks) {
+// The same for equal numbers on all ranks.
+template <typename Numbers>
+uint64_t hash_of(const Numbers& numbers) {
   uint64_t hash = 14695981039346656037u;
-  for (const int rank : ranks) hash = (hash ^ static_cast<uint64_t>(rank)) * 1099511628211u;
+  for (const auto n : numbers) hash = (hash ^ static_cast<uint64_t>(n)) * 1099511628211u;
+  return hash;
+}
+
+// A text for a list of ranks; a mesh has thousands of long ones.
+std::string fingerprint(const std::vector<int>& ranks) {
   std::ostringstream text;
-  text << ranks.size() << "-" << std::hex << hash;
+  text << ranks.size() << "-" << std::hex << hash_of(ranks);
   return text.str();
 }
 
@@ -427,6 +434,24 @@ std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name
   return shared;
 }
 
+namespace {
+
+// Collective. Throws on all ranks where shapes differ: Gloo ends the process where sizes do.
+void check_same_shape(const at::Tensor& value, Communicator& means) {
+  const auto hash = static_cast<int64_t>(hash_of(value.sizes()) / 2);
+  const at::Tensor words = at::tensor({hash, -hash}, at::kLong);
+  means.all_reduce_max(words, "the shape of a mean").wait();
+  if (words[0].item<int64_t>() == -words[1].item<int64_t>()) return;
+  const auto shapes = means.all_gather_text(c10::str(value.sizes()), "shapes of a mean");
+  const auto other = std::ranges::find_if(shapes, [&](auto& shape) { return shape != shapes[0]; });
+  TORCH_CHECK(false, "mean_over_ranks(): expected the same shape on every rank, got ", shapes[0],
+              " on rank 0 and ", *other, " on rank ", other - shapes.begin(),
+              "; pass numbers that every rank has, such as a sum and a count (this is rank ",
+              means.rank(), " of ", means.world_size(), ")");
+}
+
+}  // namespace
+
 at::Tensor mean_over_ranks(const at::Tensor& value, const Group& group) {
   TORCH_CHECK(value.defined() && at::isFloatingType(value.scalar_type()),
               "mean_over_ranks(): expected a floating-point tensor, got ",
@@ -434,7 +459,9 @@ at::Tensor mean_over_ranks(const at::Tensor& value, const Group& group) {
               " (this is rank ", group.rank(), " of ", group.world_size(), ")");
   const at::NoGradGuard no_grad;
   const at::Tensor sum = value.detach().to(at::kCPU, at::kDouble, false, true).reshape({-1});
-  group.shared_communicator("means", Purpose::kControl)->all_reduce_sum(sum, "a mean").wait();
+  const auto means = group.shared_communicator("means", Purpose::kControl);
+  check_same_shape(value, *means);
+  means->all_reduce_sum(sum, "a mean").wait();
   return sum.div_(group.world_size()).view(value.sizes()).to(value.options());
 }
 
