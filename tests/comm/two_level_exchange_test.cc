@@ -242,6 +242,10 @@ TEST(TwoLevelTopologyTest, ASubgroupHasTheMachinesOfItsRanks) {
         flat->gather_rows(all, "rows").wait();
         EXPECT_EQ(all[3][3].item<float>(), 3);
         EXPECT_EQ(flat->traffic().gather_bytes_sent, 3 * 16);
+        EXPECT_EQ(flat->traffic().link_bytes_sent, 2 * 16);
+        reduced_rows(*flat, Rows(at::zeros({10}), BucketRows({1, 3, 6, 10})), "unequal rows");
+        const int64_t sent = group.rank() < 2 ? 3 + 4 : 1 + 2;
+        EXPECT_EQ(flat->traffic().link_bytes_sent, 2 * 16 + sent * 4);
       },
       on(Wire::kMemory, std::chrono::seconds(30), 2));
 }

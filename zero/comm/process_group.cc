@@ -407,6 +407,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
   } else {
     BackendRanks ranks;
     ranks.over_links = machines.machines() > 1;
+    for (int r = 0; r < world_size(); ++r) ranks.machines.push_back(machines.machine_of(r));
     work = [connect, place, exchange, ranks, rank = rank(), size = world_size(),
             limit = timeout()](const StorePtr& own) {
       agree_on_levels(*own, rank, "one level");

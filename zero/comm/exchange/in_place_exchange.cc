@@ -62,7 +62,7 @@ SentBytes InPlaceExchange::reduce(const Rows& rows, const at::Tensor& buffer,
         for_each_sender([&](int peer) { naming(peer, [&] { (*received)[peer]->release(); }); });
       });
   operation.on_success([rows] {});
-  return sent(bytes_to_peers(rows));
+  return sent_rows(rows);
 }
 
 bool InPlaceExchange::may_be_shorter(int peer) const {

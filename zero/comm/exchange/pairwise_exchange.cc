@@ -134,7 +134,7 @@ SentBytes PairwiseExchange::exchange(const at::Tensor& rows, const at::Tensor& r
   // Not after the sends: a second level begins with what was received.
   operation.on_received([received, into] { copy_back(received, into); });
   operation.on_success([rows] {});
-  return sent(bytes_to_peers(rows));
+  return sent_rows(rows);
 }
 
 int64_t PairwiseExchange::reduction_bytes(const Rows& rows, const RowValues& /*values*/) const {
@@ -158,7 +158,7 @@ SentBytes PairwiseExchange::reduce(const Rows& rows, const at::Tensor& buffer,
         use(summands);
       });
   operation.on_success([rows, received] {});
-  return sent(bytes_to_peers(rows));
+  return sent_rows(rows);
 }
 
 bool PairwiseExchange::sends_changes(c10::ScalarType dtype, c10::Device device) const {
@@ -177,12 +177,12 @@ SentBytes PairwiseExchange::gather_changes(const Rows& rows, const at::Tensor& b
   });
   const at::Tensor own = rows.row(rank());
   const ChangedRow message = own.numel() > 0 ? encode_changed_row(before, own) : ChangedRow{own};
-  int64_t bytes_sent = 0;
+  SentBytes sent;
   send(
       tag,
       [&](int peer) {
         const int64_t bytes = may_be_shorter(peer) ? message.bytes : bytes_of(message.memory);
-        bytes_sent += bytes;
+        add_sent(peer, bytes, sent);
         return message.memory.narrow(0, 0, bytes);
       },
       operation);
@@ -193,7 +193,7 @@ SentBytes PairwiseExchange::gather_changes(const Rows& rows, const at::Tensor& b
     }
   });
   operation.on_success([message] {});
-  return sent(bytes_sent);
+  return sent;
 }
 
 SentBytes PairwiseExchange::gather(const Rows& rows, const at::Tensor& before,
@@ -209,7 +209,7 @@ SentBytes PairwiseExchange::gather(const Rows& rows, const at::Tensor& before,
   send(
       tag, [&](int) { return own; }, operation);
   if (!over_links()) receive(tag, carrier, operation);
-  return sent((world_size() - 1) * own_bytes(rows));
+  return sent_to_each(own_bytes(rows));
 }
 
 int64_t PairwiseExchange::all_reduce_bytes(const at::Tensor& values) const {
@@ -237,7 +237,7 @@ SentBytes PairwiseExchange::all_with_all(const at::Tensor& values, c10d::ReduceO
   receive(tag, all, operation);
   operation.on_received([values, all, op] { values.copy_(reduced(all, op)); });
   operation.on_success([all] {});
-  return sent(all_reduce_bytes(values));
+  return sent_to_each(bytes_of(values));
 }
 
 struct PairwiseExchange::Doubling {
@@ -265,7 +265,11 @@ SentBytes PairwiseExchange::recursive_doubling(const at::Tensor& values,
     start_doubling_step(0, doubling, operation);
   });
   operation.on_success([doubling] {});
-  return sent(all_reduce_bytes(values));
+  SentBytes sent;
+  for (const DoublingStep& step : doubling->steps) {
+    if (step.sends) add_sent(step.peer, bytes_of(values), sent);
+  }
+  return sent;
 }
 
 void PairwiseExchange::start_doubling_step(size_t i, const std::shared_ptr<Doubling>& doubling,
@@ -318,7 +322,7 @@ SentBytes PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Oper
   }
   operation.on_received([tensor, carrier] { copy_back(tensor, carrier); });
   operation.on_success([carrier] {});
-  return sent(place == 0 ? (world - 1) * bytes_of(tensor) : 0);
+  return place == 0 ? sent_to_each(bytes_of(tensor)) : SentBytes();
 }
 
 bool PairwiseExchange::has_ended(int rank_name) noexcept {

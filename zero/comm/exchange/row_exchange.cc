@@ -21,8 +21,29 @@ int64_t BackendExchange::own_bytes(const Rows& rows) const {
   return static_cast<int64_t>(rows.row(rank()).nbytes());
 }
 
-int64_t BackendExchange::bytes_to_peers(const Rows& rows) const {
-  return static_cast<int64_t>(rows.values().nbytes()) - own_bytes(rows);
+void BackendExchange::add_sent(int peer, int64_t bytes, SentBytes& sent) const {
+  const std::vector<int>& machines = ranks_.machines;
+  const bool link = over_links() && (machines.empty() || machines[peer] != machines[rank()]);
+  sent.all += bytes;
+  if (link) sent.links += bytes;
+}
+
+SentBytes BackendExchange::sent_to_each(int64_t bytes) const {
+  SentBytes sent;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer != rank()) add_sent(peer, bytes, sent);
+  }
+  return sent;
+}
+
+SentBytes BackendExchange::sent_rows(const Rows& rows) const {
+  if (rows.equal()) return sent_to_each(own_bytes(rows));
+  SentBytes sent;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    const int64_t bytes = rows.lengths().numel(peer) * rows.values().element_size();
+    if (peer != rank()) add_sent(peer, bytes, sent);
+  }
+  return sent;
 }
 
 at::Tensor BackendExchange::received_in(const at::Tensor& buffer, const Rows& rows) const {

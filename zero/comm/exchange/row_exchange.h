@@ -119,8 +119,9 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
 
 // The ranks that one backend connects, as its communicator sees them.
 struct BackendRanks {
-  std::vector<int> names = {};  // the rank in the communicator of each rank; empty: the same
-  bool over_links = false;      // ranks of different machines
+  std::vector<int> names = {};     // the rank in the communicator of each rank; empty: the same
+  bool over_links = false;         // ranks of different machines
+  std::vector<int> machines = {};  // with over_links, that of each rank; empty: one for each
 };
 
 // An exchange over one backend.
@@ -143,11 +144,14 @@ class BackendExchange : public RowExchange {
   std::chrono::milliseconds timeout() const { return timeout_; }
   bool over_links() const { return ranks_.over_links; }
   int name_of(int peer) const { return ranks_.names.empty() ? peer : ranks_.names.at(peer); }
-  SentBytes sent(int64_t bytes) const { return {bytes, ranks_.over_links ? bytes : 0}; }
+  // Counts what goes to `peer`.
+  void add_sent(int peer, int64_t bytes, SentBytes& sent) const;
+  // Returns the same number of bytes for each peer.
+  SentBytes sent_to_each(int64_t bytes) const;
+  // Returns the size of the rows for peers.
+  SentBytes sent_rows(const Rows& rows) const;
   // Returns the size of the own row, which every peer sends in reduce() and receives in gather().
   int64_t own_bytes(const Rows& rows) const;
-  // Returns the size of the rows for peers.
-  int64_t bytes_to_peers(const Rows& rows) const;
   // Returns the part of reduce()'s buffer for the rows of all ranks: [world_size, n].
   at::Tensor received_in(const at::Tensor& buffer, const Rows& rows) const;
 

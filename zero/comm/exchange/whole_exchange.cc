@@ -116,7 +116,7 @@ void WholeExchange::start_all_to_all(const Rows& rows, const at::Tensor& receive
 SentBytes WholeExchange::exchange(const at::Tensor& rows, const at::Tensor& received,
                                   Operation& operation) {
   start_all_to_all(rows, received, operation);
-  return sent(bytes_to_peers(rows));
+  return sent_rows(rows);
 }
 
 bool WholeExchange::summed_by_backend(const Rows& rows) const {
@@ -152,14 +152,14 @@ SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
   if (own.numel() > 0) {
     operation.on_received([summands, use = std::move(use)] { use(summands); });
   }
-  return sent(bytes_to_peers(rows));
+  return sent_rows(rows);
 }
 
 SentBytes WholeExchange::gather(const Rows& rows, const at::Tensor& /*before*/,
                                 Operation& operation) {
   if (!rows.equal()) {
     gather_by_broadcasts(rows, operation);
-    return sent((world_size() - 1) * own_bytes(rows));
+    return sent_to_each(own_bytes(rows));
   }
   const at::Tensor& values = rows.values();
   at::Tensor all = values.contiguous();
@@ -167,7 +167,7 @@ SentBytes WholeExchange::gather(const Rows& rows, const at::Tensor& /*before*/,
   if (!all.is_same(values)) operation.on_received([values, all] { values.copy_(all); });
   operation.on_success([values, all] {});
   start({all, own}, operation, [&] { return backend()._allgather_base(all, own); });
-  return sent((world_size() - 1) * own_bytes(rows));
+  return sent_to_each(own_bytes(rows));
 }
 
 int64_t WholeExchange::all_reduce_bytes(const at::Tensor& values) const {
@@ -181,7 +181,9 @@ SentBytes WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::Re
   options.reduceOp = op;
   operation.on_success([values] {});
   start({values}, operation, [&] { return backend().allreduce(tensors, options); });
-  return sent(all_reduce_bytes(values));
+  const SentBytes one = sent_to_each(1);
+  const int64_t bytes = all_reduce_bytes(values);
+  return {bytes, bytes * one.links / one.all};
 }
 
 c10::intrusive_ptr<c10d::Work> WholeExchange::start_broadcast(const at::Tensor& tensor,
@@ -212,7 +214,7 @@ void WholeExchange::gather_by_broadcasts(const Rows& rows, Operation& operation)
 SentBytes WholeExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
   operation.on_success([tensor] {});
   start({tensor}, operation, [&] { return start_broadcast(tensor, source); });
-  return sent(rank() == source ? (world_size() - 1) * bytes_of(tensor) : 0);
+  return rank() == source ? sent_to_each(bytes_of(tensor)) : SentBytes();
 }
 
 }  // namespace zero
