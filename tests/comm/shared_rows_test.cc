@@ -118,13 +118,21 @@ class WithoutAbort : public c10d::Backend {
       std::condition_variable aborted;
       bool is_aborted = false;
     };
+    struct EndsLate : c10d::Work {
+      bool wait(milliseconds) override {
+        std::this_thread::sleep_for(milliseconds(300));
+        return false;
+      }
+    };
     if (tag == kNeverSent) return c10::make_intrusive<UntilAborted>();
+    if (tag == kEndsLate) return c10::make_intrusive<EndsLate>();
     if (tag == kWatched) return c10::make_intrusive<c10d::Work>();
     return under_->recv(tensors, from, tag);
   }
   void abort() override {}
 
   static constexpr int kNeverSent = 9;
+  static constexpr int kEndsLate = 10;
   static constexpr int kWatched = 1 << 30;
 
  private:
@@ -316,6 +324,36 @@ TEST(SharedRowsTest, AbortEndsAWaitThatTheTransportsOwnDoesNot) {
       /*unwilling=*/-1,
       [](const BackendPtr& under) { return c10::make_intrusive<WithoutAbort>(under); });
   EXPECT_LT(std::chrono::steady_clock::now() - began, kTimeout / 2);
+}
+
+// The copier has not come back yet when the wait for what it copies ends.
+TEST(SharedRowsTest, AWaitThatIsAbortedBlamesNoRank) {
+  std::vector<at::Tensor> blocks;
+  on_ranks(
+      2,
+      [&](const Rank& r) {
+        const at::Tensor row = at::zeros({kNumel}), done = at::zeros({1});
+        if (r.rank == 1) {
+          blocks = all_shared_memory();  // so that the row is received from the transport
+          const WorkPtr sent = r.send(row, 0, WithoutAbort::kEndsLate);
+          r.receive(done, 0, 8)->wait(kTimeout);
+          blocks.clear();
+          return;
+        }
+        const WorkPtr received = r.receive(row, 1, WithoutAbort::kEndsLate);
+        std::this_thread::sleep_for(milliseconds(50));  // until the copier has it
+        std::thread other([&] {
+          std::this_thread::sleep_for(milliseconds(50));
+          r.backend->abort();
+        });
+        const std::string text = error_of([&] { received->wait(kTimeout); });
+        EXPECT_NE(text.find("aborted"), std::string::npos) << text;
+        EXPECT_EQ(text.find("sent nothing"), std::string::npos) << text;
+        other.join();
+        r.send(done, 1, 8)->wait(kTimeout);
+      },
+      /*unwilling=*/-1,
+      [](const BackendPtr& under) { return c10::make_intrusive<WithoutAbort>(under); });
 }
 
 // First at the rank that aborts, and then at the other, while both are there.
