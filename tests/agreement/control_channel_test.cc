@@ -220,6 +220,20 @@ TEST(ControlChannelTest, ZeroGradAgainstAnotherCallSaysWhenItIsCollective) {
   });
 }
 
+// More ranks than an error lists.
+TEST(ControlChannelTest, ACallThatDiffersIsNamedAmongManyRanks) {
+  for (const int other : {0, 65}) {
+    on_ranks(66, [&](const Group& group, Link& link) {
+      const Call call = group.rank() == other ? Call::kZeroGrad : Call::kStep;
+      const std::string text = error_of([&] { link.channel.agree(call, {}, "", {}); });
+      expect_words(text,
+                   {"\n  rank 1: step()", "\n  rank " + std::to_string(other) + ": zero_grad()\n",
+                    "local on one that has none"});
+      expect_agrees(link);
+    });
+  }
+}
+
 TEST(ControlChannelTest, AFailureIsReportedWithWhatOthersAnnouncedBefore) {
   on_ranks(3, [](const Group& group, Link& link) {
     if (group.rank() == 1) link.channel.announce("rank 1: no more sugar");

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <set>
 
 #include "zero/agreement/used_flags.h"
 #include "zero/base/error_text.h"
@@ -34,7 +35,8 @@ constexpr const char* kGoOnWithout =
     ". Only ranks that have joined the job are the reason: the others go on without them after "
     "recover()";
 
-std::string call_topic(int64_t sequence) { return "call/" + std::to_string(sequence); }
+// An error lists the calls of so many ranks, however many there are.
+constexpr size_t kRanksListed = 64;
 
 }  // namespace
 
@@ -94,7 +96,7 @@ ControlChannel::~ControlChannel() = default;
 //      from the message that there is one.
 //   2. All ranks exchange one message, and get the same maxima.
 //   3. A problem of any rank is thrown by all: the highest number, so that all throw the same.
-//   4. So are different calls or arguments. Each rank then leaves its own in the store.
+//   4. So are different calls or arguments. All ranks then send each other their own.
 //   5. All are well. Only where ranks used different parameters a second message carries the flags.
 // All ranks take the same way through 3 to 5, since they compare the same words.
 Agreement ControlChannel::agree(Call call, const CallArguments& arguments, const Problem& problem,
@@ -158,11 +160,13 @@ void ControlChannel::throw_different_calls(Call call, const CallArguments& argum
   const std::string text_of_arguments = arguments.of_all + (both ? ", " : "") + arguments.of_some;
   const std::string own =
       call_name(call) + (text_of_arguments.empty() ? "" : " with " + text_of_arguments);
-  board_.leave(call_topic(sequence_), own);
-  const std::vector<std::string> calls = board_.texts_of(call_topic(sequence_));
+  const auto calls = communicator_.all_gather_text(own, "calls that differ");
+  std::set<std::string> listed;
   std::string text;
   for (size_t r = 0; r < calls.size(); ++r) {
-    text += "\n  rank " + std::to_string(r) + ": " + calls[r];
+    // Of the others those that call what is not listed yet, so that the difference always is.
+    const bool is_new = listed.insert(calls[r]).second;
+    if (is_new || r < kRanksListed) text += "\n  rank " + std::to_string(r) + ": " + calls[r];
   }
   const bool zero_grad = text.find(call_name(Call::kZeroGrad)) != std::string::npos;
   const bool of_newcomers = is_of_newcomers(own, std::nullopt);

@@ -60,19 +60,6 @@ std::string ProblemBoard::text_of(const std::string& topic, int rank) noexcept {
   }
 }
 
-std::vector<std::string> ProblemBoard::texts_of(const std::string& topic) noexcept {
-  const auto store = store_->within(timeout_);
-  std::vector<std::string> result;
-  for (int rank = 0; rank < texts(); ++rank) {
-    try {
-      result.push_back(to_text(store->get(key_of(topic, rank))));
-    } catch (const std::exception& error) {
-      result.push_back("(its text is not here: " + error_line(error) + ")");
-    }
-  }
-  return result;
-}
-
 void ProblemBoard::announce(const std::string& problem) noexcept {
   try {
     store_->within(kAnnounceLimit)->set(announcement_key(rank_), problem);

@@ -1,9 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Exchanges texts between ranks through their store: why a rank refuses a call, which call it
-// makes, and how it failed. If the store does not answer, no function blocks for longer than its
-// comment says.
+// Exchanges texts between ranks through their store: why a rank refuses a call, and how it failed.
+// If the store does not answer, no function blocks for longer than its comment says.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -20,7 +19,7 @@ namespace zero {
 
 class ProblemBoard {
  public:
-  // `store` is this board's alone; `timeout` bounds texts_of().
+  // `store` is this board's alone; `timeout` bounds text_of().
   ProblemBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
                std::chrono::milliseconds timeout);
 
@@ -30,8 +29,6 @@ class ProblemBoard {
   // Returns the text that `rank` has left under `topic`. Waits for it up to the timeout, and then
   // returns a text that says so.
   std::string text_of(const std::string& topic, int rank) noexcept;
-  // Those of all ranks, of the first 64 where there are more.
-  std::vector<std::string> texts_of(const std::string& topic) noexcept;
 
   // Replaces what this rank announces to all; empty: nothing. Takes at most 200 ms.
   void announce(const std::string& problem) noexcept;
