@@ -128,6 +128,17 @@ TEST_P(TwoLevelExchangeTest, BytesOnLinks) {
   });
 }
 
+TEST_P(TwoLevelExchangeTest, TakesNoMemoryForRowsThatAreReadInPlace) {
+  if (GetParam().wire != Wire::kShared) GTEST_SKIP() << "all rows are received";
+  run([&](const Group& group) {
+    const at::Tensor rows = at::zeros({group.world_size(), 1024});
+    // Copied rows, sums, and what comes from other machines.
+    const int64_t copied = machines() > 4 ? group.world_size() : 0;
+    EXPECT_EQ(RowCommunicator(*data_of(group)).reduction_bytes(rows),
+              (copied + 2 * machines()) * 4096);
+  });
+}
+
 TEST_P(TwoLevelExchangeTest, FromEverySource) {
   run([](const Group& group) {
     const auto data = data_of(group);

@@ -183,7 +183,11 @@ TwoLevelExchange::Buffers TwoLevelExchange::split(const at::Tensor& rows, const 
     result.packed =
         take({place_.ranks_per_machine, place_.machines * rows.size(1)}, rows.scalar_type());
   }
-  const int64_t inside = inside_->reduction_bytes(packs_ ? result.packed : of_machine(rows, 0), {});
+  // As large as `packed`, and on the device of the rows, which decides what is read in place.
+  const at::Tensor block =
+      packs_ ? rows.view({place_.ranks_per_machine, place_.machines * rows.size(1)})
+             : of_machine(rows, 0);
+  const int64_t inside = inside_->reduction_bytes(block, {});
   for (int i = 0; i < (packs_ ? 1 : place_.machines); ++i) {
     result.inside.push_back(inside > 0 ? take({inside}, at::kByte) : at::Tensor());
   }
