@@ -197,6 +197,16 @@ TEST(LrScheduleTest, WhatMakesNoScheduleIsRefused) {
   EXPECT_NE(error_of([] { linear_warmup(1, nullptr); }), "");
   LrSchedule schedule(optimizer, constant_lr());
   EXPECT_NE(error_of([&] { schedule.set_step(-1); }), "");
+  const auto root = [](int64_t step) { return 1 / std::sqrt(static_cast<double>(step)); };
+  expect_words(error_of([&] {
+                 LrSchedule(optimizer, std::vector<LrFactor>{constant_lr(), root});
+               }),
+               {"finite learning rate of group 1 in step 0, got inf"});
+  LrSchedule ends(optimizer, [](int64_t step) { return std::sqrt(1 - static_cast<double>(step)); });
+  ends.step();
+  expect_words(error_of([&] { ends.step(); }), {"learning rate of group 0 in step 2", "nan"});
+  EXPECT_EQ(ends.steps(), 1);
+  EXPECT_EQ(rate(optimizer), 0.0);
   optimizer.param_groups()[0].options().set_lr(std::numeric_limits<double>::infinity());
   EXPECT_NE(error_of([&] { LrSchedule(optimizer, constant_lr()); }), "");
 }

@@ -121,6 +121,10 @@ void LrSchedule::set_step(int64_t step) {
   TORCH_CHECK(groups.size() == base_.size(), "LrSchedule: expected the ", base_.size(),
               " parameter groups of construction, got ", groups.size());
   const std::vector<double> now = rates(step);
+  for (size_t g = 0; g < now.size(); ++g) {
+    TORCH_CHECK(std::isfinite(now[g]), "LrSchedule: expected a finite learning rate of group ", g,
+                " in step ", step, ", got ", now[g], "; return a finite factor for that step");
+  }
   for (size_t g = 0; g < groups.size(); ++g) groups[g].options().set_lr(now[g]);
   step_ = step;
 }
