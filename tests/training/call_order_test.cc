@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
@@ -404,7 +405,9 @@ void expect_seen(const Options& inner_options, bool fused) {
         // The loop of a trainer for plain torch.
         kept->zero_grad();
         optimizer.backward(model.loss(1.0));
+        const int64_t state = optimizer.memory().optimizer_state;
         kept->step();
+        EXPECT_EQ(optimizer.memory().optimizer_state, state);
         const at::Tensor loss = model.loss(1.0);
         expect_words(error_of([&] { i == 1 ? loss.backward() : optimizer.backward(loss); }),
                      {"step() of the inner optimizer", "expected step() of the ZeroOptimizer"});
@@ -427,6 +430,7 @@ TEST(CallOrderTest, AStepOfTheInnerOptimizerIsSeenAtTheNextCall) {
     expect_seen<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1), fused);
   }
   expect_seen<torch::optim::RMSprop>(torch::optim::RMSpropOptions(0.1), false);
+  expect_seen<torch::optim::Adagrad>(torch::optim::AdagradOptions(0.1), false);
 }
 
 TEST(CallOrderTest, TooManySkippedStepsInARowThrow) {

@@ -5,6 +5,8 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include "zero/inner_optimizers/classes.h"
+
 namespace zero {
 
 InnerStepTrap::InnerStepTrap(torch::optim::Optimizer& inner)
@@ -15,6 +17,7 @@ InnerStepTrap::InnerStepTrap(torch::optim::Optimizer& inner)
       value_(parameter_.mutable_data_ptr<float>()),
       gradient_value_(gradient_.mutable_data_ptr<float>()) {
   inner_.param_groups()[0].params().push_back(parameter_);
+  make_initial_state(inner_, 0, parameter_);  // which a step() of the class expects
   arm();
 }
 
@@ -31,6 +34,7 @@ bool InnerStepTrap::sprung() {
     *value_ = 0.0F;
     // The state that the call made belongs to no parameter of the model.
     inner_.state().erase(parameter_.unsafeGetTensorImpl());
+    make_initial_state(inner_, 0, parameter_);
   }
   arm();
   return stepped;

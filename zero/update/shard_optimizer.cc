@@ -354,8 +354,10 @@ int64_t ShardOptimizer::ema_bytes() const {
 int64_t ShardOptimizer::state_bytes() const {
   int64_t bytes = 0;
   if (!inner_) return bytes;
-  for (const auto& item : inner_->state()) {
-    visit_state_tensors(*item.second, [&](const char*, const at::Tensor& tensor) {
+  for (const SegmentTensors& s : segments_) {  // not the trap, whose state is no parameter's
+    const auto found = inner_->state().find(s.master.unsafeGetTensorImpl());
+    if (found == inner_->state().end()) continue;
+    visit_state_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
       bytes += static_cast<int64_t>(tensor.nbytes());
     });
   }
