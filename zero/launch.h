@@ -64,7 +64,8 @@ struct LaunchOptions {
 //
 // Throws c10::Error when ranks < 1 or processes cannot be started, also for too few file
 // descriptors (`ulimit -n`) or memory. Call it once per process, before
-// threads exist, and not from two threads: it handles the signals above while it waits.
+// threads exist, and not from two threads: it handles the signals above, and SIGCHLD, while it
+// waits.
 int launch_local(int ranks, const std::function<int()>& body, const LaunchOptions& options = {});
 
 }  // namespace zero

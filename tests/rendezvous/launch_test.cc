@@ -260,6 +260,15 @@ TEST(LaunchTest, ASighupThatIsIgnoredStaysSo) {
   EXPECT_TRUE(all_gone(pids));
 }
 
+// As below a supervisor that ignores SIGCHLD, for which Linux reaps children by itself.
+TEST(LaunchTest, ExitCodesAreReadWhereSigchldIsIgnored) {
+  // bash, since dash does not pass on what it ignores, and below timeout, which sets it back.
+  const std::string ignoring = "exec timeout -k 1 60 bash -c \"trap '' CHLD; exec " + program();
+  EXPECT_EQ(run_program(ignoring + " 2 ok prefix\"").exit_status, 0);
+  const auto [code, output] = run_program(ignoring + " 3 code\"");
+  EXPECT_EQ(code, 7) << output;
+}
+
 TEST(LaunchTest, RanksDieWithTheirParent) {
   FILE* pipe = nullptr;
   int parent = 0;

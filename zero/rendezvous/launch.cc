@@ -88,7 +88,8 @@ extern "C" void remember_signal(int number, siginfo_t* info, void*) {
 }
 
 // While it lives, SIGINT, SIGTERM and SIGHUP are remembered instead of ending this process. A
-// SIGHUP that was ignored, as under nohup, stays so.
+// SIGHUP that was ignored, as under nohup, stays so. A SIGCHLD that was ignored, which supervisors
+// pass on to what they start, or that had a handler would take the exit codes of children.
 class SignalCatcher {
  public:
   SignalCatcher() {
@@ -101,11 +102,15 @@ class SignalCatcher {
     sigaction(SIGTERM, &action, &old_terminate_);
     sigaction(SIGHUP, nullptr, &old_hang_up_);
     if (old_hang_up_.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
+    struct sigaction usual = {};
+    usual.sa_handler = SIG_DFL;
+    sigaction(SIGCHLD, &usual, &old_child_);
   }
   ~SignalCatcher() {
     sigaction(SIGINT, &old_interrupt_, nullptr);
     sigaction(SIGTERM, &old_terminate_, nullptr);
     sigaction(SIGHUP, &old_hang_up_, nullptr);
+    sigaction(SIGCHLD, &old_child_, nullptr);
   }
   SignalCatcher(const SignalCatcher&) = delete;
   SignalCatcher& operator=(const SignalCatcher&) = delete;
@@ -114,6 +119,7 @@ class SignalCatcher {
   struct sigaction old_interrupt_ = {};
   struct sigaction old_terminate_ = {};
   struct sigaction old_hang_up_ = {};
+  struct sigaction old_child_ = {};
 };
 
 int usable_cores() {
