@@ -212,6 +212,8 @@ int run(int argc, char** argv) {
   zero::LaunchOptions launch;
   launch.survivors_go_on = options.elastic;
   launch.replacements = options.replacements;
+  // A step, a validation and a save come first.
+  if (!options.checkpoints.empty()) launch.signal_grace = std::chrono::minutes(10);
   return zero::launch_local(
       options.nproc, [&] { return train(options, data); }, launch);
 }

@@ -120,8 +120,8 @@ grep -q "model.safetensors: expected the tensors of the model" "$work/out" ||
   fail "weights of another model: $(cat "$work/out")"
 
 # To one rank, whose others must stop with it, or to the whole job, as a launcher or a terminal
-# sends it.
-for signal in ONE TERM INT; do
+# sends it, also in a step that takes long (SLOW: for a rank that is stopped).
+for signal in ONE TERM SLOW INT; do
   rm -rf "$work/stopped"
   : > "$work/out"  # or the steps of the run before would be seen
   # In a process group of its own, and with SIGINT, which the shell ignores for what runs behind it.
@@ -135,9 +135,11 @@ os.setsid(); signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1]
     sleep 0.1
   done
   expected=0
+  rank=$(cat /proc/$launcher/task/*/children | cut -d" " -f1)
   case $signal in
-    ONE) kill -TERM "$(cat /proc/$launcher/task/*/children | cut -d" " -f1)"; expected=75 ;;
+    ONE) kill -TERM "$rank"; expected=75 ;;
     TERM) kill -TERM $launcher ;;
+    SLOW) kill -STOP "$rank"; kill -TERM $launcher; sleep 12; kill -CONT "$rank" ;;
     INT) kill -INT -- -$launcher ;;
   esac
   wait $launcher

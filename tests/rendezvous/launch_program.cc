@@ -124,6 +124,18 @@ int scene_sleep() {
   return 0;
 }
 
+// Saves for a second after SIGTERM and ends with 0; with `fails` rank 1 ends with 7 instead, and
+// the other does not end by itself.
+int scene_save(bool fails) {
+  static volatile std::sig_atomic_t signalled = 0;
+  std::signal(SIGTERM, [](int) { signalled = 1; });
+  say("pid " + std::to_string(getpid()));
+  while (signalled == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  if (fails && std::string(std::getenv("RANK")) == "1") return 7;
+  std::this_thread::sleep_for(fails ? std::chrono::minutes(1) : std::chrono::seconds(1));
+  return 0;
+}
+
 // Rank 1 fails, and so does what replaces it; the others wait for the second replacement.
 int scene_replace() {
   const zero::Group group = init(std::chrono::seconds(20));
@@ -151,7 +163,9 @@ int main(int argc, char** argv) {
   const std::string scene = argv[2];
   zero::LaunchOptions options;
   options.prefix_lines = argc > 3;
-  options.grace = std::chrono::milliseconds(scene == "stubborn" ? 300 : 10000);
+  const bool short_grace = scene == "stubborn" || scene.starts_with("save");
+  options.grace = std::chrono::milliseconds(short_grace ? 300 : 10000);
+  if (scene.starts_with("save")) options.signal_grace = std::chrono::minutes(1);
   options.survivors_go_on = scene == "replace";
   options.replacements = scene == "replace" ? 2 : 0;
   return zero::launch_local(
@@ -165,6 +179,7 @@ int main(int argc, char** argv) {
         if (scene == "flood") return scene_flood();
         if (scene == "sleep") return scene_sleep();
         if (scene == "replace") return scene_replace();
+        if (scene.starts_with("save")) return scene_save(scene == "save_fail");
         return scene_fail(scene);
       },
       options);

@@ -18,6 +18,7 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "tests/support/cases_at_once.h"
 #include "tests/support/run_program.h"
@@ -222,6 +223,23 @@ TEST(LaunchTest, SigtermAndSighupReachTheRanks) {
     EXPECT_NE(output.find("ended by signal " + std::to_string(signal)), std::string::npos)
         << output;
     EXPECT_EQ(output.find("stopping the others"), std::string::npos) << "all were told: " << output;
+    EXPECT_TRUE(all_gone(pids));
+  }
+}
+
+// The grace of the scenes is 0.3 s, that after a signal a minute.
+TEST(LaunchTest, RanksHaveTimeToSaveAfterASignal) {
+  for (const auto& [scene, expected] : {std::pair{"save", 0}, std::pair{"save_fail", 7}}) {
+    FILE* pipe = nullptr;
+    int parent = 0;
+    const std::set<int> pids = start_sleepers(pipe, parent, scene);
+    ASSERT_EQ(pids.size(), 2u);
+    const auto start = std::chrono::steady_clock::now();
+    kill(parent, SIGTERM);
+    std::string output;
+    for (int c = std::fgetc(pipe); c != EOF; c = std::fgetc(pipe)) output += static_cast<char>(c);
+    EXPECT_EQ(WEXITSTATUS(pclose(pipe)), expected) << output;
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30)) << scene;
     EXPECT_TRUE(all_gone(pids));
   }
 }

@@ -264,9 +264,10 @@ class Parent {
       reap();
       if (const int signal = received_signal.exchange(0)) {
         send_all(signal);
-        begin_ending();
-        signalled_ = true;
+        kill_within(options_.signal_grace);
+        ending_ = signalled_ = true;
       }
+      if (signalled_ && alive() == 0) kill_within(options_.grace);  // output may be left
       if (Clock::now() >= kill_at_) {
         if (alive() == 0 && signalled_) break;  // the reader has stalled
         send_all(SIGKILL);
@@ -295,9 +296,8 @@ class Parent {
     }
   }
 
-  void begin_ending() {
-    if (!ending_) kill_at_ = Clock::now() + options_.grace;
-    ending_ = true;
+  void kill_within(std::chrono::milliseconds grace) {
+    kill_at_ = std::min(kill_at_, Clock::now() + grace);
   }
 
   void wait_for_output() {
@@ -368,7 +368,8 @@ class Parent {
     say(c10::str("launch_local: ", who, " ", how, others ? then : ""));
     if (options_.survivors_go_on) return;
     if (!ending_) send_all(SIGTERM);
-    begin_ending();
+    kill_within(options_.grace);
+    ending_ = true;
   }
 
   const int ranks_;
