@@ -127,9 +127,10 @@ class Muon : public torch::optim::Optimizer {
                 MuonOptions defaults = {});
   explicit Muon(std::vector<at::Tensor> params, MuonOptions defaults = {});
 
-  // Leaves out parameters without a gradient. Throws c10::Error for sparse gradients and for a
-  // split that does not cover a parameter. With 16-bit parameters and without nesterov, Python 2.11
-  // overwrites b with the normalised u; here b keeps its value.
+  // Leaves out parameters without a gradient. Throws c10::Error for sparse gradients, for options
+  // that the constructor refuses and for a split that does not cover a parameter. With 16-bit
+  // parameters and without nesterov, Python 2.11 overwrites b with the normalised u; here b keeps
+  // its value.
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;

@@ -544,6 +544,14 @@ TEST(MuonTest, OptionsThatCannotTrainAreRefusedInEveryGroup) {
   expect_words(refused<Muon>(MuonOptions().adjust_lr_fn("none")),
                {"\"match_rms_adamw\"", "\"none\""});
   expect_words(refused<Muon>(MuonOptions().ns_dtype(at::kHalf)), {"kBFloat16 or kFloat", "Half"});
+  // A step would take any other text for "match_rms_adamw".
+  const Params params{parameter({2, 3})};
+  Muon muon(params);
+  static_cast<MuonOptions&>(muon.param_groups()[0].options()).adjust_lr_fn("none");
+  give_gradients(params, 0);
+  const at::Tensor before = params[0].detach().clone();
+  expect_words(error_of([&] { muon.step(); }), {"\"match_rms_adamw\"", "\"none\""});
+  EXPECT_TRUE(at::equal(params[0], before));
 }
 
 }  // namespace

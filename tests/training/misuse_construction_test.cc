@@ -11,6 +11,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@
 #include "zero/combined_optimizer.h"
 #include "zero/inner_optimizers/newton_schulz.h"
 #include "zero/lamb.h"
+#include "zero/lion.h"
 #include "zero/muon.h"
 
 namespace zero {
@@ -129,6 +131,20 @@ TEST(ConstructionTest, OptionsOfAnotherClassThanTheInnerOptimizers) {
       },
       {"parameter group 0: expected options of the class that AdamW reads",
        "got torch::optim::SGDOptions", "set_options()"});
+}
+
+TEST(ConstructionTest, OptionsThatCannotTrain) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.inner->param_groups()[0].options().set_lr(std::numeric_limits<double>::quiet_NaN());
+      },
+      {"parameter group 0: expected a number as lr, got nan"});
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.inner = std::make_unique<Lion>(in.model->parameters());
+        in.inner->param_groups()[0].options().set_lr(-1);
+      },
+      {"parameter group 0: Lion: expected a learning rate of 0 or more, got -1"});
 }
 
 TEST(ConstructionTest, AGroupThatNoPartOfACombinedOptimizerSteps) {

@@ -419,6 +419,23 @@ TEST(MisuseTest, LearningRateThatDiffersBetweenRanks) {
   });
 }
 
+TEST(MisuseTest, OptionsThatAreNoNumbers) {
+  for (const double rate : {kNaN, std::numeric_limits<double>::infinity()}) {
+    expect_survives(stage(2), [=](Rank& r) {
+      auto& options =
+          static_cast<torch::optim::SGDOptions&>(r.optimizer->param_groups()[1].options());
+      const double lr = options.lr(), decay = options.weight_decay();
+      r.backward(1);
+      if (r.is(1)) options.lr(rate);
+      r.refuses_step(1, {"parameter group 1: expected a number as lr, got", "param_groups()"});
+      options.lr(lr).weight_decay(r.is(0) ? kNaN : decay);
+      r.refuses_step(0, {"parameter group 1: expected a number as weight_decay, got nan"});
+      options.weight_decay(decay);
+      r.clip_and_step();
+    });
+  }
+}
+
 TEST(MisuseTest, GradientAndMasterOfAForeignTensor) {
   expect_survives(stage(2), [](Rank& r) {
     r.backward(1);

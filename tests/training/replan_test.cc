@@ -12,6 +12,7 @@
 #include <chrono>
 #include <filesystem>
 #include <latch>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -288,6 +289,19 @@ TEST(ReplanTest, RefusedChangesThrowOnAllRanksAndChangeNothing) {
       refused([&] { optimizer.freeze({v[0]}); },
               {"parameter group 0", "got torch::optim::SGDOptions"});
       optimizer.param_groups()[0].set_options(before->clone());
+    }
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    refused(
+        [&] {
+          optimizer.add_param_group({Values{v[4]}, std::make_unique<AdamWOptions>(nan)});
+        },
+        {"parameter group 2: expected a number as lr, got nan"});
+    {
+      auto& options = optimizer.param_groups()[1].options();
+      const double rate = options.get_lr();
+      options.set_lr(nan);
+      refused([&] { optimizer.freeze({v[0]}); }, {"parameter group 1: expected a number as lr"});
+      options.set_lr(rate);
     }
     {
       const auto guard = optimizer.no_sync();

@@ -13,6 +13,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -450,6 +451,11 @@ TEST(ResizeRowsTest, MisuseChangesNothing) {
     members.pop_back();
     refused({{p[0], rows}}, {"parameter group 0"});
     members.push_back(p[3]);
+    auto& options = optimizer.param_groups()[0].options();
+    const double rate = options.get_lr();
+    options.set_lr(std::numeric_limits<double>::quiet_NaN());
+    refused({{p[0], rows}}, {"parameter group 0: expected a number as lr, got nan"});
+    options.set_lr(rate);
     for (const at::Tensor& t : p) EXPECT_EQ(t.size(0), t.dim() == 1 && t.numel() == 7 ? 7 : 37);
     step(optimizer, p, 1);
     optimizer.resize_rows({{p[0], rows}});

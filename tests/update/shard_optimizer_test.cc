@@ -15,6 +15,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -23,8 +24,12 @@
 #include "tests/support/flat_model.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/reducer_options.h"
+#include "zero/adafactor.h"
 #include "zero/communicator.h"
 #include "zero/inner_optimizers/classes.h"
+#include "zero/lamb.h"
+#include "zero/lion.h"
+#include "zero/muon.h"
 
 namespace zero {
 namespace {
@@ -285,6 +290,51 @@ TEST(ShardOptimizerTest, OptionsOfAnotherClassAreRefused) {
                  {"parameter group 0", "AdamWOptions", "SGDOptions"});
     shard.set_gradients(0);
     shard.update();
+  }
+}
+
+TEST(ShardOptimizerTest, OptionsThatCannotTrainAreRefusedAndAreNotTaken) {
+  struct Case {
+    Make make;
+    std::function<void(torch::optim::OptimizerOptions&)> change;
+    std::string words;
+  };
+  const auto rate = [](double value) {
+    return [value](torch::optim::OptimizerOptions& o) { o.set_lr(value); };
+  };
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
+  const Make make_lion = [](const Tensors& all) { return std::make_unique<Lion>(all); };
+  const Make make_lamb = [](const Tensors& all) { return std::make_unique<Lamb>(all); };
+  const Make make_adafactor = [](const Tensors& all) { return std::make_unique<Adafactor>(all); };
+  const Make make_muon = [](const Tensors& all) {
+    const auto row = [](const at::Tensor& t) { return std::vector{t.view({1, -1})}; };
+    return std::make_unique<Muon>(all, MuonOptions(0.1).split(row));
+  };
+  const auto misspelt = [](torch::optim::OptimizerOptions& o) {
+    static_cast<MuonOptions&>(o).adjust_lr_fn("match_rms_adam");
+  };
+  for (const Case& c : std::vector<Case>{
+           {make_sgd, rate(nan), "parameter group 0: expected a number as lr, got nan"},
+           {make_adamw, rate(infinity), "parameter group 0: expected a number as lr, got inf"},
+           {make_lion, rate(-1), "parameter group 0: Lion: expected a learning rate"},
+           {make_lamb, rate(-1), "parameter group 0: Lamb: expected a learning rate"},
+           {make_adafactor, rate(-1), "parameter group 0: Adafactor: expected a learning rate"},
+           {make_muon, misspelt, "parameter group 0: Muon: expected adjust_lr_fn"}}) {
+    Shard shard(0, 1, c.make, {Layout::kWholeParameters, 256}, at::kFloat, {true, false});
+    const auto plain = c.make(initial(at::kFloat));
+    auto& groups = plain->param_groups();
+    const auto good = groups[0].options().clone();
+    c.change(groups[0].options());
+    expect_words(error_of([&] { shard.optimizer.groups().push(groups); }), {c.words});
+    groups[0].set_options(good->clone());
+    shard.optimizer.groups().push(groups);
+    shard.optimizer.groups().push(groups);
+    // Infinity has a meaning in other options.
+    if (auto* sgd = dynamic_cast<torch::optim::SGDOptions*>(&groups[0].options())) {
+      sgd->weight_decay(infinity);
+      shard.optimizer.groups().push(groups);
+    }
   }
 }
 

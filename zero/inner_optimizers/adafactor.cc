@@ -216,6 +216,9 @@ class AdafactorAdapter : public ClassAdapter<Adafactor, AdafactorOptions, Adafac
             [](AdafactorParamState& s) -> int64_t& { return s.step(); }) {}
 
   bool needs_whole_parameters() const override { return true; }
+  void check_options(const Options& options) const override {
+    zero::check_options(static_cast<const AdafactorOptions&>(options));
+  }
 
   void visit_tensors(const State& state, const VisitTensor& visit) const override {
     ClassAdapter::visit_tensors(state, visit);

@@ -69,6 +69,8 @@ class OptimizerAdapter {
 
   // ---- Options ----
 
+  // Throws c10::Error for options that the constructor refuses, of this library's own classes.
+  virtual void check_options(const Options& /*options*/) const {}
   // The options by the names of their accessors, for checkpoints.
   virtual OptionValues option_values(const Options& options) const = 0;
   // Sets those. Names that the class does not have are ignored.

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <typeinfo>
 #include <utility>
 
@@ -115,6 +116,7 @@ void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elemen
                 "Adagrad does for every class that is derived from it. Make a new one, or make "
                 "the state in step()");
   }
+  check_options(optimizer.param_groups());
   for (const auto& item : optimizer.state()) {
     TORCH_CHECK(item.second && adapter_of(*item.second).is_unused(*item.second),
                 "inner optimizer: expected no state yet, got ", optimizer.state().size(),
@@ -130,6 +132,24 @@ void check_parameter(const torch::optim::Optimizer& optimizer, int64_t group,
     adapter_of(optimizer, group).check_parameter(options, parameter);
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "parameter ", name, ": ", error_text(error));
+  }
+}
+
+void check_options(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const torch::optim::OptimizerOptions& options = groups[g].options();
+    const OptimizerAdapter& adapter = adapter_of(options);
+    if (!adapter.ranks_compare_options()) continue;  // it would serialize them at every step
+    for (const auto& [name, value] : adapter.option_values(options)) {
+      TORCH_CHECK(!std::isnan(value) && (name != "lr" || std::isfinite(value)), "parameter group ",
+                  g, ": expected a number as ", name, ", got ", value,
+                  "; set it in param_groups()[", g, "].options()");
+    }
+    try {
+      adapter.check_options(options);
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, "parameter group ", g, ": ", error_text(error));
+    }
   }
 }
 

@@ -39,6 +39,11 @@ void check_parameter(const torch::optim::Optimizer& optimizer, int64_t group,
                      const torch::optim::OptimizerOptions& options, const at::Tensor& parameter,
                      const std::string& name);
 
+// Throws c10::Error, with the number of the group, for options with which no step can go on: a NaN,
+// a learning rate that is not finite, and what a constructor of this library's classes refuses.
+// Those of a class without an adapter of its own are not looked at.
+void check_options(const std::vector<torch::optim::OptimizerParamGroup>& groups);
+
 // Gives `segment` the state that the optimizer's constructor makes for a parameter of group
 // `group`, if it makes any.
 void make_initial_state(torch::optim::Optimizer& optimizer, int64_t group,

@@ -206,6 +206,9 @@ class LambAdapter : public ClassAdapter<Lamb, LambOptions, LambParamState> {
                      [](LambParamState& s) -> int64_t& { return s.step(); }) {}
 
   bool needs_whole_parameters() const override { return true; }
+  void check_options(const Options& options) const override {
+    zero::check_options(static_cast<const LambOptions&>(options));
+  }
 };
 
 }  // namespace

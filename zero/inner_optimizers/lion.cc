@@ -122,6 +122,9 @@ class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, publ
                          "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); },
                          StateRole::kAverage, Needed::kAlways)}) {}
 
+  void check_options(const Options& options) const override {
+    zero::check_options(static_cast<const LionOptions&>(options));
+  }
   const FusedUpdate* fused() const override { return this; }
 
   bool prepare_state(Optimizer& optimizer, int64_t, const at::Tensor& master,

@@ -262,6 +262,10 @@ Muon::Muon(std::vector<at::Tensor> params, MuonOptions defaults)
 at::Tensor Muon::step(LossClosure closure) {
   at::NoGradGuard no_grad;
   const at::Tensor loss = loss_of(closure);
+  // A wrong adjust_lr_fn would be taken for the other one.
+  for (auto& group : param_groups_) {
+    check_options(static_cast<const MuonOptions&>(group.options()));
+  }
   for (auto& group : param_groups_) {
     const auto& options = static_cast<const MuonOptions&>(group.options());
     Updates updates(options);
@@ -351,6 +355,9 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
                 StateRole::kAverage, Needed::kAlways)}) {}
 
   bool needs_whole_parameters() const override { return true; }
+  void check_options(const Options& options) const override {
+    zero::check_options(static_cast<const MuonOptions&>(options));
+  }
   void check_parameter(const Options& options, const at::Tensor& parameter) const override {
     zero::check_parameter(parameter, static_cast<const MuonOptions&>(options));
   }

@@ -170,6 +170,7 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
     engine.arena.verify_shapes();
     change.groups = copy_of(groups);
     change.edit(change.groups);
+    check_options(change.groups);
     const Names names = names_in(engine.module);
     const GroupNumbers before = numbers_of(groups), after = numbers_of(change.groups);
     for (const at::Tensor& p : change.leaving) {

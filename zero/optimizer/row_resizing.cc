@@ -471,6 +471,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
                    before.check_no_gradients();
                    checkpoints.check_none_pending();
                    before.shards.groups().check(groups);
+                   check_options(groups);
                    before.table.verify();
                    check_new(before, sources, groups);
                    check_state(before);

@@ -60,6 +60,7 @@ void GroupOptions::check_classes(const ParamGroups& groups) const {
 
 void GroupOptions::push(const ParamGroups& groups) {
   check_classes(groups);
+  check_options(groups);  // NaN equals nothing, and would be taken for a change from outside below
   auto& inner_groups = inner_.param_groups();
   for (size_t g = 0; g < groups.size(); ++g) {
     TORCH_CHECK(!fixed_ || equal_options(groups[g].options(), *pushed_[g]),
