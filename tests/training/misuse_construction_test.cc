@@ -405,6 +405,8 @@ TEST(ConstructionTest, ModelsAndOptionsThatDiffer) {
             "skip_if given"},
            {ZeroOptions().max_skipped_in_a_row(3), "max_skipped_in_a_row 50",
             "max_skipped_in_a_row 3"},
+           {ZeroOptions().loss_scaler(LossScalerOptions().initial_scale(1048577)), "options",
+            "loss scaler 1048577 2"},
            {ZeroOptions().two_level(false), "two_level 1", "two_level 0"},
            {ZeroOptions().static_graph(true), "static_graph 0", "static_graph 1"},
            {ZeroOptions().gather_wire(GatherWire::kChanges), "options", "gather_wire changes"},

@@ -113,9 +113,10 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
        << options.max_skipped_in_a_row() << " protect " << options.protect()
        << describe_wire_options(options);
   if (const auto& s = options.loss_scaler()) {
-    line << " loss scaler " << s->initial_scale() << " " << s->growth_factor() << " "
-         << s->backoff_factor() << " " << s->growth_interval() << " " << s->hysteresis() << " "
-         << s->min_scale() << " " << s->max_scale();
+    line << " loss scaler " << exact_text(s->initial_scale()) << " "
+         << exact_text(s->growth_factor()) << " " << exact_text(s->backoff_factor()) << " "
+         << s->growth_interval() << " " << s->hysteresis() << " " << exact_text(s->min_scale())
+         << " " << exact_text(s->max_scale());
   }
   if (const auto& ema = options.ema()) {
     line << " ema " << exact_text(ema->decay()) << " warm-up " << ema->warm_up();
