@@ -125,7 +125,7 @@ std::map<std::string, at::Tensor> by_kind(const InnerState& state) {
   return result;
 }
 
-// Lists and pairs of numbers as numbers with a position.
+// Numbers of pairs and other tuples, as numbers with a position. Lists are left out.
 void visit_numbers(const std::string& name, c10::IValue& value,
                    const std::function<void(const std::string&, c10::IValue&)>& visit) {
   if (value.isDouble() || value.isInt() || value.isBool()) visit(name, value);
