@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bookkeeping/memory.h"
 
+#include <vector>
+
 #include "bookkeeping/layout.h"
 
 namespace zero {
@@ -26,6 +28,10 @@ int64_t moment_bytes(Moments moments, int64_t numel) {
 MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions& options) {
   constexpr int64_t kFloatBytes = 4;
   MemoryReport report;
+  std::vector<int64_t> numels(plan.parameter_arena.size());
+  for (const Bucket& bucket : plan.buckets) {
+    for (const Slot& slot : bucket.slots) numels[slot.parameter] += slot.numel;
+  }
   for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
     const Bucket& bucket = plan.buckets[b];
     const Arena& arena = plan.arena_of(bucket);
@@ -41,7 +47,8 @@ MemoryReport expected_memory(const Plan& plan, int64_t rank, const MemoryOptions
       report.master_parameters += options.split_masters ? row_bytes / 2 : row_bytes;
     }
     for (const Segment& segment : plan.segments(b, row)) {
-      if (options.state_bytes) report.optimizer_state += options.state_bytes(segment.numel);
+      if (!options.state_bytes) break;
+      report.optimizer_state += options.state_bytes(segment.numel, numels[segment.parameter]);
     }
   }
   for (const Arena& arena : plan.arenas) {

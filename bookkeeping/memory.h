@@ -36,8 +36,11 @@ Moments moments_of_parameter(Moments asked, int64_t numel);
 int64_t moment_bytes(Moments moments, int64_t numel);
 
 // For MemoryOptions::state_bytes: two moments, as Adam has.
-inline std::function<int64_t(int64_t numel)> adam_state_bytes(Moments moments) {
-  return [moments](int64_t numel) { return 2 * moment_bytes(moments, numel); };
+inline std::function<int64_t(int64_t numel, int64_t of_parameter)> adam_state_bytes(
+    Moments moments) {
+  return [moments](int64_t numel, int64_t of_parameter) {
+    return 2 * moment_bytes(moments_of_parameter(moments, of_parameter), numel);
+  };
 }
 
 // Bytes that one rank holds, by kind.
@@ -69,9 +72,10 @@ struct MemoryReport {
 // What expected_memory() must know beside the plan.
 struct MemoryOptions {
   int64_t stage = 2;  // ZeroOptions::stage()
-  // Bytes that the inner optimizer keeps for a segment of `numel` elements: adam_state_bytes(), or
-  // one moment_bytes() for SGD with momentum. None if not given.
-  std::function<int64_t(int64_t numel)> state_bytes = nullptr;
+  // Bytes that the inner optimizer keeps for a segment of `numel` elements, of a parameter of
+  // `of_parameter`: adam_state_bytes(), or one moment_bytes() for SGD with momentum. None if not
+  // given.
+  std::function<int64_t(int64_t numel, int64_t of_parameter)> state_bytes = nullptr;
   bool ema = false;                                               // ZeroOptions::ema
   bool split_masters = false;                                     // ZeroOptions::split_masters
   c10::ScalarType gradient_shard_dtype = c10::ScalarType::Float;  // that of ZeroOptions

@@ -86,7 +86,8 @@ void write_report(const TrainOptions& options, zero::examples::Trainer& trainer,
   report.memory_options.split_masters = options.split_masters;
   report.memory_options.gradient_shard_dtype = options.gradient_shard_dtype;
   report.memory_options.update_in_backward = options.update_in_backward;
-  report.memory_options.state_bytes = [parameters, all = trainer.state_bytes()](int64_t numel) {
+  report.memory_options.state_bytes = [parameters, all = trainer.state_bytes()](int64_t numel,
+                                                                                int64_t) {
     return all * numel / parameters;  // on average, where not all groups have the same
   };
   report.memory = trainer.memory();

@@ -326,7 +326,7 @@ TEST(WholeParametersTest, LoadsOfGpt2AndLlamaAreWithinFivePerCentOnEightRanks) {
       EXPECT_LE(i.numel, 1.05) << name;
       EXPECT_LE(i.cost, 1.05) << name;
       MemoryOptions adam;
-      adam.state_bytes = [](int64_t numel) { return 8 * numel; };
+      adam.state_bytes = [](int64_t numel, int64_t) { return 8 * numel; };
       std::vector<int64_t> bytes;
       int64_t sum = 0;
       for (int64_t rank = 0; rank < 8; ++rank) {

@@ -84,7 +84,7 @@ TEST(StateStoreTest, MemoryOfARankIsThatOfItsSegments) {
         }
       }
       MemoryOptions options;
-      options.state_bytes = [&](int64_t numel) { return moment_bytes(moments, numel); };
+      options.state_bytes = [&](int64_t numel, int64_t) { return moment_bytes(moments, numel); };
       EXPECT_GT(expected, 0);
       EXPECT_EQ(expected_memory(plan, rank, options).optimizer_state, expected);
     }

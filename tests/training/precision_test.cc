@@ -251,9 +251,9 @@ std::vector<MemoryReport> memory_of(const MemoryCase& c, int world_size) {
       optimizer.step();
     }
     const MemoryReport got = optimizer.memory();
-    const MemoryReport expected =
-        expected_memory(optimizer.plan(), group.rank(),
-                        {c.stage, [&](int64_t numel) { return 4 * c.state_per_element * numel; }});
+    const MemoryReport expected = expected_memory(
+        optimizer.plan(), group.rank(),
+        {c.stage, [&](int64_t numel, int64_t) { return 4 * c.state_per_element * numel; }});
     EXPECT_EQ(got.working_parameters, expected.working_parameters);
     EXPECT_EQ(got.master_parameters, expected.master_parameters);
     EXPECT_EQ(got.optimizer_state, expected.optimizer_state);

@@ -372,7 +372,9 @@ Held held(const Group& group, bool in_backward, int64_t elements,
   }
   result.between_steps = live_bytes - before;
   result.report = optimizer.memory();
-  const auto momentum = [](int64_t numel) { return moment_bytes(Moments::kFloat32, numel); };
+  const auto momentum = [](int64_t numel, int64_t) {
+    return moment_bytes(Moments::kFloat32, numel);
+  };
   result.expected = expected_memory(
       optimizer.plan(), group.rank(),
       {.state_bytes = momentum, .gradient_shard_dtype = shards, .update_in_backward = in_backward});
