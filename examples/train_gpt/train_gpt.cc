@@ -186,7 +186,7 @@ int train(TrainOptions options, const ByteDataset& data) {
 
 // Whether a launcher decides the number of ranks, and not --nproc.
 bool is_launched() {
-  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}) {
+  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID"}) {
     if (std::getenv(name) != nullptr) return true;
   }
   return false;

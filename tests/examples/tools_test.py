@@ -15,9 +15,9 @@ from pathlib import Path
 EXAMPLES = Path(os.environ.get("EXAMPLES", "examples")).absolute()
 
 
-def run(program, *arguments):
-    return subprocess.run([EXAMPLES / program, *map(str, arguments)], capture_output=True,
-                          text=True, timeout=150, env=dict(os.environ, OMP_NUM_THREADS="1"))
+def run(program, *arguments, **variables):
+    return subprocess.run([EXAMPLES / program, *map(str, arguments)], capture_output=True, text=True,
+                          timeout=150, env=dict(os.environ, OMP_NUM_THREADS="1", **variables))
 
 
 class PlanTest(unittest.TestCase):
@@ -125,6 +125,22 @@ class SplatsTest(unittest.TestCase):
             done = run("splats", *arguments)
             self.assertEqual(done.returncode, 1)
             self.assertIn(error, done.stderr)
+
+
+class TrainGptTest(unittest.TestCase):
+    def test_a_launcher_decides_the_number_of_ranks_that_share_the_batch(self):
+        for variables in ({"RANK": "0", "WORLD_SIZE": "3"},
+                          {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3",
+                           "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+                          {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0",
+                           "MPI_LOCALNRANKS": "3"},
+                          {"SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+                           "SLURM_STEP_NUM_TASKS": "3"}):
+            with self.subTest(variables):
+                # 9 sequences suit 3 ranks, and not the 2 of --nproc. The port is refused after that.
+                done = run("train_gpt/train_gpt", "--batch", 9, MASTER_ADDR="127.0.0.1",
+                           MASTER_PORT="0", **variables)
+                self.assertIn('MASTER_PORT="0": expected', done.stderr)
 
 
 class ErrorsTest(unittest.TestCase):
