@@ -15,6 +15,7 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/adam.h>
 #include <torch/utils.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
@@ -211,6 +212,10 @@ Arguments parse(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // `bazel run` starts programs elsewhere; paths mean what they meant to the user.
+  if (const char* folder = std::getenv("BUILD_WORKING_DIRECTORY")) {
+    if (chdir(folder) != 0) std::perror(folder);
+  }
   try {
     const Arguments arguments = parse(argc, argv);
     if (arguments.help) {

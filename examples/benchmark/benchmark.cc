@@ -30,12 +30,14 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adamw.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -359,6 +361,10 @@ int run(const Options& options) {
 }  // namespace zero::examples
 
 int main(int argc, char** argv) {
+  // `bazel run` starts programs elsewhere; paths mean what they meant to the user.
+  if (const char* folder = std::getenv("BUILD_WORKING_DIRECTORY")) {
+    if (chdir(folder) != 0) std::perror(folder);
+  }
   using zero::examples::Options;
   Options options;
   CLI::App app("Times training steps of a fixed workload on local ranks.");

@@ -143,6 +143,19 @@ class TrainGptTest(unittest.TestCase):
                 self.assertIn('MASTER_PORT="0": expected', done.stderr)
 
 
+class CallersFolderTest(unittest.TestCase):
+    """`bazel run` starts programs in another folder than the caller's."""
+
+    def test_files_are_written_to_it(self):
+        for program, ranks, option in (("splats", "--ranks", "--picture"),
+                                       ("benchmark/benchmark", "--nproc", "--trace")):
+            with tempfile.TemporaryDirectory() as folder:
+                done = run(program, ranks, 1, "--steps", 3, option, "file",
+                           BUILD_WORKING_DIRECTORY=folder)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertEqual(os.listdir(folder), ["file"], program)
+
+
 class ErrorsTest(unittest.TestCase):
     PROGRAMS = ("minimal", "hybrid_moe", "zero_by_hand", "splats", "train_gpt/train_gpt",
                 "benchmark/benchmark")
