@@ -17,6 +17,7 @@
 #include <torch/utils.h>
 #include <unistd.h>
 
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -24,6 +25,7 @@
 #include <fstream>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -186,6 +188,14 @@ int train(const Arguments& arguments) {
   return 0;
 }
 
+int number(const std::string& name, const std::string& text) {
+  int result = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, result);
+  TORCH_CHECK(error == std::errc() && rest == end, name, ": expected a whole number, got ", text);
+  return result;
+}
+
 Arguments parse(int argc, char** argv) {
   Arguments arguments;
   for (int i = 1; i < argc; i += 2) {
@@ -194,9 +204,9 @@ Arguments parse(int argc, char** argv) {
     if (arguments.help) break;
     TORCH_CHECK(i + 1 < argc, "expected a value after ", name);
     if (name == "--ranks") {
-      arguments.ranks = std::atoi(argv[i + 1]);
+      arguments.ranks = number(name, argv[i + 1]);
     } else if (name == "--steps") {
-      arguments.steps = std::atoi(argv[i + 1]);
+      arguments.steps = number(name, argv[i + 1]);
     } else if (name == "--picture") {
       arguments.picture = argv[i + 1];
     } else {

@@ -121,7 +121,11 @@ class SplatsTest(unittest.TestCase):
     def test_bad_arguments_are_one_line(self):
         for arguments, error in ((("--ranks", 5), "a divisor of the 2304 pixels, got 5"),
                                  (("--size", 5), "expected --ranks, --steps or --picture"),
-                                 (("--ranks",), "expected a value after --ranks")):
+                                 (("--ranks",), "expected a value after --ranks"),
+                                 (("--ranks", "2x"), "--ranks: expected a whole number, got 2x"),
+                                 (("--steps", "4oo"), "--steps: expected a whole number, got 4oo"),
+                                 (("--steps", ""), "--steps: expected a whole number, got"),
+                                 (("--steps", 2**40), "--steps: expected a whole number, got")):
             done = run("splats", *arguments)
             self.assertEqual(done.returncode, 1)
             self.assertIn(error, done.stderr)
