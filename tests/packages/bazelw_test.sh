@@ -102,6 +102,29 @@ done
 [[ $(ends 0 "Killed signal terminated program cc1plus") != *"$said"* ]] || fail "said of success"
 ends 8 "" > /dev/null
 
+# A package may be installed for several architectures, and that of the machine counts.
+mkdir "$work/debian"
+printf '#!/bin/sh\nexit 1\n' | tee "$work/debian/apt-get" > "$work/debian/sudo"
+printf '#!/bin/sh\necho native\n' > "$work/debian/dpkg"
+cat > "$work/debian/dpkg-query" << 'END'
+#!/bin/sh
+[ "$1 $2" = "-W -f" ] || exit 1
+for architecture in $ARCHITECTURES; do
+  printf "$(printf %s "$3" | sed "s/\${Architecture}/$architecture/; s/\${db:Status-Status}/installed/")"
+done
+END
+chmod +x "$work/debian"/*
+sed -i 's/APT_PACKAGES=""/APT_PACKAGES="library"/' "$work/tree/third_party/versions.env"
+# installed <architectures of every package>: what bazelw prints or says
+installed() { (export ARCHITECTURES=$1 PATH=$work/debian:$PATH; bazelw build //...) || true; }
+for architectures in native all "native foreign" "foreign native"; do
+  expect "$architectures" "build --jobs=5 //..." "$(installed "$architectures")"
+done
+for architectures in "" foreign; do
+  [[ $(installed "$architectures") == *"apt-get install library"* ]] || fail "taken for installed: $architectures"
+done
+sed -i 's/APT_PACKAGES=.*/APT_PACKAGES=""/' "$work/tree/third_party/versions.env"
+
 # A script that is killed leaves no Bazel behind.
 if command -v setpriv > /dev/null; then
   BAZEL_PID=$work/pid PATH=$work/bin:$PATH "$work/tree/bazelw" build //... &
