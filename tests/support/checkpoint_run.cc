@@ -108,7 +108,7 @@ Snapshot CheckpointRun::snapshot() {
   for (size_t g = 0; g < groups.size(); ++g) {
     for (const at::Tensor& master : groups[g].params()) {
       const auto state = read_inner_state(optimizer->inner(), static_cast<int64_t>(g), master);
-      if (!state) continue;
+      if (!state || segments.count(master.unsafeGetTensorImpl()) == 0) continue;  // or the trap's
       const Segment& s = segments.at(master.unsafeGetTensorImpl());
       const auto part = [&](const std::string& kind) {
         return full[kind + "/" + names[s.parameter]].narrow(0, s.begin, s.numel);
