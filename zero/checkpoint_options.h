@@ -155,8 +155,9 @@ struct LoadOptions {
   TORCH_ARG(bool, strict) = true;
 
   // Set param_groups()' options to the saved ones, learning rate included, as
-  // torch does in Python. False keeps the present ones, and so does a load whose groups
-  // hold other parameters than the saved ones (with strict false).
+  // torch does in Python. False keeps the present ones. With strict false, so does a load whose
+  // parameters were saved in other groups or with another class of optimizer, and a group of which
+  // no parameter can be loaded.
   TORCH_ARG(bool, restore_options) = true;
 
  public:

@@ -19,6 +19,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/cases_at_once.h"
@@ -463,6 +464,34 @@ TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
   });
 }
 
+// A head that was replaced: by another name, or by one of another shape.
+TEST(LoadErrorTest, AGroupOfNewParametersKeepsItsOptions) {
+  const std::string folder = fresh_folder("head") + "/a";
+  run_ranks(2, [&](const Group& group) {
+    const auto make = [&](torch::nn::Module& model, const char* head, int64_t size, double rate) {
+      using torch::optim::AdamWOptions, torch::optim::OptimizerParamGroup;
+      std::vector<OptimizerParamGroup> groups;
+      for (const at::Tensor& p : {model.register_parameter("body", at::ones({6})),
+                                  model.register_parameter(head, at::ones({size}))}) {
+        groups.emplace_back(std::vector<at::Tensor>{p}, std::make_unique<AdamWOptions>(rate));
+        rate *= 2;
+      }
+      return std::make_unique<ZeroOptimizer>(model, std::make_unique<torch::optim::AdamW>(groups),
+                                             group);
+    };
+    torch::nn::Module model;
+    make(model, "head", 4, 0.25)->save_checkpoint(folder);
+    for (const auto& [head, size] : {std::pair("new_head", 4), std::pair("head", 5)}) {
+      torch::nn::Module other;
+      const auto optimizer = make(other, head, size, 1);
+      const LoadReport report = optimizer->load_checkpoint(folder, LoadOptions().strict(false));
+      EXPECT_EQ(optimizer->param_groups()[0].options().get_lr(), 0.25);
+      EXPECT_EQ(optimizer->param_groups()[1].options().get_lr(), 2);
+      expect_words(report.differences.back(), {"parameter group 1", "options stay as they are"});
+    }
+  });
+}
+
 TEST(LoadErrorTest, AnotherInnerOptimizerIsADifference) {
   const std::string folder = fresh_folder("inner") + "/a";
   run_ranks(kRanks, [&](const Group& group) {
@@ -473,9 +502,11 @@ TEST(LoadErrorTest, AnotherInnerOptimizerIsADifference) {
     t.inner = Inner::kSgdMomentum;
     CheckpointRun other(t, group, 3);
     expect_words(error_of([&] { other.optimizer->load_checkpoint(folder); }),
-                 {"inner optimizer: AdamW in the checkpoint, SGD here"});
+                 {"inner optimizer: AdamW in the checkpoint, SGD here", "nor its options"});
+    other.optimizer->param_groups()[0].options().set_lr(0.125);
     const auto report = other.optimizer->load_checkpoint(folder, LoadOptions().strict(false));
     EXPECT_EQ(report.differences.size(), 1u);
+    EXPECT_EQ(other.optimizer->param_groups()[0].options().get_lr(), 0.125);
     EXPECT_TRUE(other.model->trunk->weight.equal(run.model->trunk->weight));
     other.train(2, 3);
   });

@@ -125,13 +125,28 @@ void find_groups(const Manifest& manifest, const ParameterTable& table,
   }
 }
 
+// Options are meant for the parameters that were saved with them.
+void leave_groups_without_any(const ParameterTable& table, CheckpointDifferences& result) {
+  std::set<int64_t> present, filled;
+  for (const Parameter& p : table.parameters()) {
+    present.insert(p.group);
+    if (result.unusable.count(p.name) == 0) filled.insert(p.group);
+  }
+  for (const int64_t g : present) {
+    if (filled.count(g) != 0 || result.groups_from[g] < 0) continue;
+    result.groups_from[g] = -1;
+    result.lines.push_back("parameter group " + std::to_string(g) +
+                           ": none of its parameters can be loaded; its options stay as they are");
+  }
+}
+
 void compare_optimizers(const Manifest& manifest, const torch::optim::Optimizer& inner,
                         bool numbered_groups, CheckpointDifferences& result) {
   const std::string name = optimizer_name(inner);
   result.same_optimizer = manifest.optimizer == name;
   if (!result.same_optimizer) {
     result.lines.push_back("inner optimizer: " + manifest.optimizer + " in the checkpoint, " +
-                           name + " here; masters load, its state does not");
+                           name + " here; masters load, but not its state, nor its options");
   }
   if (!numbered_groups) return;
   for (size_t g = 0; g < std::min(manifest.groups.size(), result.groups_from.size()); ++g) {
@@ -197,6 +212,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
   result.groups_from.assign(inner.param_groups().size(), -1);
   if (!numbered_groups) find_groups(manifest, table, result);
   compare_optimizers(manifest, inner, numbered_groups, result);
+  if (result.same_groups) leave_groups_without_any(table, result);
   return result;
 }
 

@@ -51,9 +51,9 @@ Comparison compare(const CheckpointReader& reader, const std::string& folder,
     find_missing_state(reader.manifest(), table, shards.inner(), differences);
     if (load.restore_options()) {
       find_unknown_options(reader.manifest(), shards.inner(), differences);
+      check_options(reader.manifest(), folder);
     }
   }
-  if (load.restore_options()) check_options(reader.manifest(), folder);
   result.notes = compare_states(reader, load, engine.comms->control->world_size(), differences);
   result.notes.insert(result.notes.end(), differences.notes.begin(), differences.notes.end());
   result.conversions =
@@ -85,8 +85,10 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   CheckpointDifferences& differences = compared.differences;
   Staged staged;
   staged.same_run = differences.lines.empty();
-  // Those of a group that holds other parameters here are not meant for them.
-  staged.restores_options = load.restore_options() && differences.same_groups;
+  // Those of a group that holds other parameters here are not meant for them, and numbers of
+  // another class mean something else.
+  staged.restores_options =
+      load.restore_options() && differences.same_groups && differences.same_optimizer;
   staged.groups_from = differences.groups_from;
   differences.lines.insert(differences.lines.end(), compared.notes.begin(), compared.notes.end());
   Staging staging(reader, table, engine.shards, differences, mesh);
