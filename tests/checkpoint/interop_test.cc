@@ -34,6 +34,7 @@
 #include "zero/adafactor.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/safetensors.h"
+#include "zero/checkpoint_options.h"
 #include "zero/mesh.h"
 
 namespace zero {
@@ -300,21 +301,26 @@ TEST(StateTest, CountsOfPartsThatDifferAreRefused) {
                 "export the state of a run without tensor parallelism"});
 }
 
-// Zeros, as in a new state, where the file is of a run without the option.
+// Zeros, as in a new state, where the file or checkpoint is of a run without the option.
 TEST(StateTest, StateThatAnOptionNeedsIsFilledIn) {
   const std::string folder = fresh_folder("options");
   const auto run = [&](const char* name, auto before, auto after) {
     const std::string path = folder + "/" + name;
     run_ranks(1, [&](const Group& group) {
-      for (const bool first : {true, false}) {
+      at::Tensor loaded;
+      for (const int pass : {0, 1, 2}) {
+        const bool first = pass == 0;
         OddModel model(1);
         const auto options = ZeroOptions().fused(false);
         ZeroOptimizer optimizer(*model, first ? before(*model) : after(*model), group, options);
-        if (!first) optimizer.load_plain_state(path + ".state");
+        if (pass > 0) optimizer.load_checkpoint(path, LoadOptions().restore_options(false));
+        if (pass > 1) optimizer.load_plain_state(path + ".state");
         optimizer.backward(model->trunk->weight.sum());
         optimizer.step();
         if (first) optimizer.save_checkpoint(path);
         if (first) export_optimizer_state(path, path + ".state");
+        if (pass == 1) loaded = model->trunk->weight.detach().clone();
+        EXPECT_TRUE(pass < 2 || model->trunk->weight.equal(loaded));
       }
     });
   };

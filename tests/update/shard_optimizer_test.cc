@@ -282,6 +282,28 @@ TEST(ShardOptimizerTest, PushedOptionsAreThoseOfTheNextUpdate) {
   }
 }
 
+// As if its state were as old as that of the other averages.
+TEST(ShardOptimizerTest, AnOptionThatIsSwitchedOnBeginsWithZeros) {
+  for (const bool fused : {true, false}) {
+    Shard shard(0, 1, make_adamw, {Layout::kContiguous, 256}, at::kFloat, {fused, false});
+    Plain plain(make_adamw, at::kFloat);
+    plain.step(0);
+    shard.set_gradients(0);
+    shard.update();
+    auto& groups = plain.optimizer->param_groups();
+    static_cast<torch::optim::AdamWOptions&>(groups[0].options()).amsgrad(true);
+    for (const at::Tensor& p : plain.parameters) {
+      auto& state = *plain.optimizer->state().at(p.unsafeGetTensorImpl());
+      static_cast<torch::optim::AdamWParamState&>(state).max_exp_avg_sq(at::zeros_like(p));
+    }
+    plain.step(1);
+    shard.optimizer.groups().push(groups);
+    shard.set_gradients(1);
+    shard.update();
+    shard.expect_parameters(plain.parameters);
+  }
+}
+
 TEST(ShardOptimizerTest, OptionsOfAnotherClassAreRefused) {
   for (const bool fused : {true, false}) {
     Shard shard(0, 1, make_adamw, {Layout::kContiguous, 256}, at::kFloat, {fused, false});

@@ -108,6 +108,9 @@ class OptimizerAdapter {
   virtual std::vector<std::string> required_state() const = 0;
   // The names of the tensors that a step reads with these options only, zeros in a new state.
   virtual std::vector<std::string> optional_state(const Options&) const { return {}; }
+  // Makes those of them that `state` of `parameter` lacks.
+  virtual void complete_state(State& /*state*/, const Options& /*options*/,
+                              const at::Tensor& /*parameter*/) const {}
 
   // ---- Step ----
 

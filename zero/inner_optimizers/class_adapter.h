@@ -10,6 +10,7 @@
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <map>
 #include <type_traits>
 #include <typeinfo>
@@ -137,6 +138,17 @@ class ClassAdapter : public OptimizerAdapter {
     }
     if (step_ != nullptr) names.emplace_back("step");
     return names;
+  }
+  void complete_state(State& state, const Options& options,
+                      const at::Tensor& parameter) const override {
+    const std::vector<std::string> names = this->optional_state(options);
+    auto& own = static_cast<ClassState&>(state);
+    for (const auto& field : tensors_) {
+      const bool wanted = std::find(names.begin(), names.end(), field.name) != names.end();
+      if (wanted && !field.get(own).defined()) {
+        field.set(own, zero_state(parameter, Moments::kFloat32));
+      }
+    }
   }
 
  protected:

@@ -230,12 +230,19 @@ void ShardOptimizer::update_inner() {
     clamp(gradient);
     if (clips) gradient.mul_(coefficient);
     s.master.mutable_grad() = gradient;
+    // torch makes state where there is none, and no part of it that a load left out, or that an
+    // option needs which is set later.
+    const OptimizerAdapter& adapter = adapter_of(*inner_, s.group);
+    const auto state = inner_->state().find(s.master.unsafeGetTensorImpl());
+    if (state != inner_->state().end() && state->second) {
+      adapter.complete_state(*state->second, inner_->param_groups()[s.group].options(), s.master);
+    }
     if (s.moments == Moments::kFloat32) continue;
     // Only where all groups are fused the host does not know the number of a step.
     TORCH_INTERNAL_ASSERT(scalars_.device_step == nullptr);
-    adapter_of(*inner_, s.group)
-        .prepare_moments(*inner_, s.master, s.moments,
-                         {scalars_.step, s.segment.parameter, current_stream(s.master.device())});
+    adapter.prepare_moments(
+        *inner_, s.master, s.moments,
+        {scalars_.step, s.segment.parameter, current_stream(s.master.device())});
   }
   trap_->disarm();
   inner_->step();
