@@ -106,6 +106,8 @@ class Awkward : public torch::optim::Optimizer {
         habit_(habit) {}
   at::Tensor step(LossClosure) override {
     at::NoGradGuard no_grad;
+  kNameOfBuffer,
+  kNameOfFrozen,
     for (at::Tensor& p : param_groups_[0].params()) {
       if (!p.grad().defined()) continue;
       auto state = std::make_unique<AwkwardState>();
@@ -122,6 +124,8 @@ class Awkward : public torch::optim::Optimizer {
   const Habit habit_;
 };
 
+    if (habit == Habit::kNameOfBuffer) archive.write("buffer", c10::IValue(sum));
+    if (habit == Habit::kNameOfFrozen) archive.write("frozen", c10::IValue(sum));
 // Options that can be set `sets` times.
 thread_local int sets = 1 << 20;
 struct TiringOptions : torch::optim::OptimizerCloneableOptions<TiringOptions> {
@@ -199,3 +203,5 @@ TEST(OwnOptimizerTest, StateThatCannotBeCutIsRefusedOnAllRanks) {
 
 }  // namespace
 }  // namespace zero
+      {Habit::kNameOfBuffer, {"state buffer of", "another name"}},
+      {Habit::kNameOfFrozen, {"state frozen of", "another name"}},

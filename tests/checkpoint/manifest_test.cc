@@ -80,7 +80,8 @@ TEST(ManifestTest, AFrozenParameterOrBufferIsOnePieceOfItsSize) {
     (kind == std::string("frozen") ? m.frozen : m.buffers) = {{"w", {6}, {}, at::kFloat, 0}};
     const auto error = [&](const std::vector<ManifestPiece>& pieces) {
       m.tensors = {{"w", {kind}, pieces}};
-      return error_of([&] { parse_manifest(manifest_text(m), "m"); });
+      // What no load takes is not written.
+      return error_of([&] { manifest_text(m); });
     };
     EXPECT_EQ(error({{0, 0, 6}}), "");
     const std::vector<std::string> words = {kind, " w: expected one piece of all its elements"};

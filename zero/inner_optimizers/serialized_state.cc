@@ -201,7 +201,8 @@ InnerState SerializedAdapter::read_state(const Optimizer& optimizer, const State
                 ": expected one value for each element, shape ", parameter.sizes(),
                 ", or a 0-dim tensor, got shape ", tensor.sizes(),
                 ", which cannot be cut for other numbers of ranks");
-    const bool reserved = name == "master" || name == "step" || name.rfind("zero.", 0) == 0 ||
+    const bool reserved = name == "master" || name == "step" || name == "frozen" ||
+                          name == "buffer" || name.rfind("zero.", 0) == 0 ||
                           name.find(':') != std::string::npos;
     TORCH_CHECK(!reserved, where,
                 ": expected a tensor of another name; checkpoints use this one themselves");
