@@ -11,6 +11,7 @@
 #include <c10/util/Type.h>
 #include <torch/serialize/archive.h>
 
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -27,6 +28,7 @@ using torch::serialize::OutputArchive;
 
 constexpr char kValue[] = "value:";
 constexpr char kScalar[] = "scalar:";
+constexpr double kExactWhole = 9007199254740992.0;  // 2^53
 
 InputArchive reopened(OutputArchive& archive) {
   std::string bytes;
@@ -298,7 +300,17 @@ void SerializedAdapter::set_option_values(Options& options, const OptionValues& 
     visit_numbers(name, value, [&](const std::string& number, c10::IValue& v) {
       const auto found = wanted.find(number);
       if (found == wanted.end()) return;
-      if (v.isInt()) v = static_cast<int64_t>(found->second);
+      // A double of this size stands for several whole numbers, of which the present one may be the
+      // one that was saved.
+      if (v.isInt() && static_cast<double>(v.toInt()) != found->second) {
+        TORCH_CHECK(std::abs(found->second) < kExactWhole, "option ", number,
+                    ": expected a whole number of less than 2^53, which a checkpoint has exactly, "
+                    "got about ",
+                    found->second,
+                    "; set it to what was saved before the load, or "
+                    "keep the present one with restore_options(false)");
+        v = static_cast<int64_t>(found->second);
+      }
       if (v.isBool()) v = found->second != 0.0;
       if (v.isDouble()) v = found->second;
     });
