@@ -217,6 +217,16 @@ TEST_F(AtomicDirectoryTest, ATargetIsExchangedAndKeptWithoutOverwrite) {
   EXPECT_EQ(steps_at(target_), 3);
 }
 
+TEST_F(AtomicDirectoryTest, ALinkThatIsReplacedLeavesNothing) {
+  const std::string linked = parent_ + "/linked";
+  save(linked, 1);
+  fs::create_symlink("linked", target_);
+  save(target_, 2);
+  EXPECT_EQ(steps_at(target_), 2);
+  EXPECT_EQ(steps_at(linked), 1);
+  EXPECT_EQ(names_in(parent_).size(), 2U);
+}
+
 // Where two folders cannot be exchanged, a checkpoint is replaced by no save, and new ones appear.
 TEST_F(AtomicDirectoryTest, WithoutExchangeATargetIsKeptAndTheSaveRefusedBeforeAnythingIsWritten) {
   const std::string parent = parent_ + "/no_exchange", target = parent + "/current";

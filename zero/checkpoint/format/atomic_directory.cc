@@ -347,6 +347,8 @@ void AtomicDirectory::publish(const RunTask& remove) {
   // The save has succeeded. What cannot be renamed, the next one removes.
   if (is_folder(path_) && exists(path_ + "/" + required_)) {
     rename(path_.c_str(), removed_path(target_).c_str());
+  } else if (std::error_code ignored; fs::is_symlink(path_, ignored)) {
+    unlink(path_.c_str());  // the target was one, to a checkpoint that stays
   }
   remove([parent = parent_of(target_)] { remove_what_is_renamed(parent); });
 }
