@@ -90,6 +90,23 @@ project "$build/project" "s|find_package(zero .*|add_subdirectory(\"$root\" zero
 common=(-S "$build/project" -B "$build/tree" -DZERO_INSTALL=ON -DZERO_TESTS=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON)
 configure "${common[@]}" -DBUILD_SHARED_LIBS=OFF
 if $compare; then compare_builds; exit; fi
+
+say "without the variables of the first shell"
+libtorch() { sed -n 's/^-- zero .*: libtorch .* in //p' "$work/log"; }
+# without_variables <libtorch> <arguments of cmake>: finds this libtorch, where Python has none.
+mkdir -p "$work/no-torch"
+ln -s "$(command -v false)" "$work/no-torch/python3"
+without_variables() {
+  env -u TORCH_PATH -u LIBTORCH -u Torch_DIR PATH="$work/no-torch:$PATH" cmake "${@:2}" > "$work/log" || { cat "$work/log"; return 1; }
+  [[ $(libtorch) == "$1" ]] || die "expected the libtorch in $1, got that in $(libtorch)"
+}
+torch=$(libtorch)
+without_variables "$torch" "$build/tree"
+mkdir -p "$work/clone/.deps/libtorch-cpu"
+cp -r "$root"/{CMakeLists.txt,bookkeeping,cmake,kernels,zero} "$work/clone"
+ln -s "$torch" "$work/clone/.deps/libtorch-cpu/torch"
+without_variables "$work/clone/.deps/libtorch-cpu/torch" -G Ninja -S "$work/clone" -B "$work/clone/build"
+
 compile "$build/tree" --target trainer
 must_not_match "warning:" "the library compiles with warnings"
 run "$build/tree/trainer"
