@@ -107,6 +107,8 @@ def _check_toolkit(rctx, root, version, cudart_folders):
 def _libtorch_impl(rctx):
     cuda = rctx.os.environ.get("ZERO_CUDA", "") == "1"
     root = _torch_root(rctx, cuda)
+    if " " in str(root):
+        fail("zero: expected a libtorch in a folder whose path has no space, since Bazel and the linker cut options there, got '%s'; set TORCH_PATH or LIBTORCH to another" % root)
     _check_version(rctx, root)
     version = _version(rctx, root)
     rctx.symlink("%s/include" % root, "include")

@@ -58,14 +58,17 @@ mkdir -p "$work/old/include/torch/headeronly" "$work/old/include/torch/csrc/api/
 touch "$work/old/include/torch/csrc/api/include/torch/torch.h"
 printf '#define TORCH_VERSION_%s %s\n' MAJOR 2 MINOR 8 PATCH 0 > "$work/old/include/torch/headeronly/version.h"
 # refuses <message> [option of Bazel...]
+old=$work/old
 refuses() {
-  if TORCH_PATH=$work/old run_bazel build --nobuild --color=no "${@:2}" :trainer > "$work/log" 2>&1 || ! grep -F "$1" "$work/log"; then
+  if TORCH_PATH=$old run_bazel build --nobuild --color=no "${@:2}" :trainer > "$work/log" 2>&1 || ! grep -F "$1" "$work/log"; then
     cat "$work/log"
     echo "bazel_test: expected the message: $1" >&2
     exit 1
   fi
 }
 refuses "expected libtorch 2.9 or later, got 2.8"
+cp -r "$work/old" "$work/a torch"
+old="$work/a torch" refuses "expected a libtorch in a folder whose path has no space"
 
 nvcc=${CUDA_HOME:-/usr/local/cuda}/bin/nvcc
 if [[ -x $nvcc ]]; then
