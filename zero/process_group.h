@@ -9,8 +9,8 @@
 //
 // init_process_group() understands the variables of torchrun (RANK, WORLD_SIZE,
 // LOCAL_RANK, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*), of mpirun (OpenMPI's
-// OMPI_COMM_WORLD_*), of srun (SLURM_*), and of the local launcher
-// (zero/launch.h), which speaks torchrun's. With none of them it is one process
+// OMPI_COMM_WORLD_*, PMI_* and MPI_LOCAL* of MPICH and Intel MPI), of srun (SLURM_*), and of the
+// local launcher (zero/launch.h), which speaks torchrun's. With none of them it is one process
 // alone, and needs no network. With ZERO_JOIN=1 the process joins a job that runs: Group::joins().
 #pragma once
 
