@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/syscall.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
@@ -33,6 +34,8 @@
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/safetensors.h"
+#include "zero/combined_optimizer.h"
+#include "zero/muon.h"
 
 namespace {
 
@@ -343,6 +346,42 @@ bool python_has(const std::string& modules) {
 }
 
 // Python's own package reads every file, and a model takes the exported weights.
+// Options and groups are the ZeroOptimizer's: the class of its state says whose a parameter is.
+TEST(PlainStateTest, TheGroupsOfAClassMayBeOthers) {
+  run_ranks(1, [&](const Group& group) {
+    torch::nn::Module model;
+    const at::Tensor a = model.register_parameter("a", random_tensor({4, 6}, 1));
+    const at::Tensor b = model.register_parameter("b", random_tensor({6, 4}, 2));
+    const at::Tensor c = model.register_parameter("c", random_tensor({5}, 3));
+    using Tensors = std::vector<at::Tensor>;
+    const auto make = [](const std::vector<Tensors>& of_muon, const Tensors& others) {
+      std::vector<torch::optim::OptimizerParamGroup> groups(of_muon.begin(), of_muon.end());
+      std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
+      parts.push_back(std::make_unique<Muon>(groups));
+      parts.push_back(std::make_unique<torch::optim::AdamW>(others));
+      return std::make_unique<CombinedOptimizer>(std::move(parts));
+    };
+    const auto plain = make({{a, b}}, {c});
+    (a.pow(2).sum() + b.pow(2).sum() + c.pow(2).sum()).backward();
+    plain->step();
+    plain->zero_grad();
+    {
+      ZeroOptimizer sharded(model, make({{a}, {b}}, {c}), group);
+      sharded.load_plain_state(*plain);
+      const auto momentum = [](const torch::optim::Optimizer& of, const at::Tensor& p) {
+        const auto& state = *of.state().at(p.unsafeGetTensorImpl());
+        return static_cast<const MuonParamState&>(state).momentum_buffer();
+      };
+      const torch::optim::Optimizer& inner = sharded.inner();
+      const at::Tensor& master = inner.param_groups()[1].params().at(0);
+      EXPECT_TRUE(momentum(inner, master).equal(momentum(*plain, b)));
+    }
+    ZeroOptimizer sharded(model, make({{a}}, {b, c}), group);
+    expect_words(error_of([&] { sharded.load_plain_state(*plain); }),
+                 {"parameter b", "expected state of AdamW", "got that of zero::Muon"});
+  });
+}
+
 TEST(PythonTest, SafetensorsAndLoadStateDictReadWhatIsWrittenAndSaveItBack) {
   const std::string command = python();
   if (!python_has("safetensors.torch, torch")) {

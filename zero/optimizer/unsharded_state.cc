@@ -24,6 +24,7 @@
 #include "zero/checkpoint/format/safetensors.h"
 #include "zero/checkpoint/match/part_reader.h"
 #include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/optimizer/held_tensors.h"
 
@@ -143,6 +144,20 @@ void check_class(Engine& engine) {
               optimizer_name(inner), "; for other classes use load_checkpoint()");
 }
 
+// The state that `plain` has of `p`, in whichever of its groups that is.
+std::optional<InnerState> read_plain_state(const torch::optim::Optimizer& plain,
+                                           const torch::optim::Optimizer& inner, const Parameter& p,
+                                           int64_t group) {
+  const auto found = plain.state().find(p.tensor.unsafeGetTensorImpl());
+  if (found == plain.state().end() || !found->second) return std::nullopt;
+  const OptimizerAdapter& stored = adapter_of(*found->second);
+  const OptimizerAdapter& here = adapter_of(inner, group);
+  TORCH_CHECK(here.is_class_of(*found->second), "load_plain_state: parameter ", p.name,
+              ": expected state of ", here.name(), ", which updates it here, got that of ",
+              stored.name(), "; let the same class update it in both");
+  return here.read_state(plain, *found->second, p.tensor);
+}
+
 // The state in a file of export_optimizer_state().
 class StateFile {
  public:
@@ -246,7 +261,7 @@ void load_plain_state(Engine& engine, const torch::optim::Optimizer& plain) {
                 optimizer_name(plain));
     check_known(plain, engine.table);
     states = cut_all(engine, [&](const Parameter& p, int64_t group) {
-      return read_inner_state(plain, group, p.tensor);
+      return read_plain_state(plain, inner, p, group);
     });
   };
   engine.agree(Call::kLoadCheckpoint, check, {"load_plain_state", {}});
