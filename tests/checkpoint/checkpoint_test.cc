@@ -4,6 +4,7 @@
 // Checkpoints bring back every bit, on any number of ranks and in any layout.
 #include <gtest/gtest.h>
 #include <torch/nn/modules/conv.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
 #include <torch/version.h>
 
@@ -22,6 +23,7 @@
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
+#include "zero/combined_optimizer.h"
 #include "zero/mesh.h"
 #include "zero/optimizer/shard_file.h"
 #include "zero/training/engine.h"
@@ -288,6 +290,30 @@ TEST(ResumeTest, OptionsAreRestoredOrKeptAsAsked) {
       run.train(2, 3);
     }
     return Snapshot();
+  });
+}
+
+// Adagrad makes state in its constructor, and none in step().
+TEST(ResumeTest, AParameterWithoutSavedStateStepsInAClassThatBeginsWithSome) {
+  const std::string folder = fresh_folder("unused") + "/a";
+  run_ranks(2, [&](const Group& group) {
+    for (const bool first : {true, false}) {
+      torch::nn::Module model;
+      std::vector<at::Tensor> of_adamw = {model.register_parameter("a", at::ones({6}))};
+      std::vector<at::Tensor> of_adagrad = {model.register_parameter("c", at::ones({6}))};
+      const at::Tensor unused = model.register_parameter("unused", at::ones({6}));
+      (first ? of_adamw : of_adagrad).push_back(unused);
+      std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
+      parts.push_back(std::make_unique<torch::optim::AdamW>(of_adamw, 0.1));
+      parts.push_back(std::make_unique<torch::optim::Adagrad>(of_adagrad, 0.1));
+      ZeroOptimizer optimizer(model, std::make_unique<CombinedOptimizer>(std::move(parts)), group);
+      if (!first) optimizer.load_checkpoint(folder, LoadOptions().strict(false));
+      const at::Tensor used = of_adamw[0].sum() + of_adagrad[0].sum();
+      optimizer.backward(first ? used : used + unused.sum());
+      optimizer.step();
+      if (first) optimizer.save_checkpoint(folder);
+      EXPECT_EQ(unused.eq(1).all().item<bool>(), first);
+    }
   });
 }
 

@@ -46,10 +46,11 @@ void put(Staged& staged, ShardOptimizer& shards) {
       s.target->ema.copy_(in_shape_of(average, s.target->master));
     }
     if (!s.has_state) continue;
+    inner.state().erase(s.target->master.unsafeGetTensorImpl());
     if (s.state) {
       inner.state()[s.target->master.unsafeGetTensorImpl()] = std::move(s.state);
     } else {
-      inner.state().erase(s.target->master.unsafeGetTensorImpl());
+      make_initial_state(inner, s.target->group, s.target->master);
     }
   }
   shards.take_state();
