@@ -144,7 +144,7 @@ class BackendExchange : public RowExchange {
   std::chrono::milliseconds timeout() const { return timeout_; }
   bool over_links() const { return ranks_.over_links; }
   int name_of(int peer) const { return ranks_.names.empty() ? peer : ranks_.names.at(peer); }
-  // Counts what goes to `peer`.
+  // Counts what goes to `peer`, another rank.
   void add_sent(int peer, int64_t bytes, SentBytes& sent) const;
   // Returns the same number of bytes for each peer.
   SentBytes sent_to_each(int64_t bytes) const;
@@ -159,6 +159,7 @@ class BackendExchange : public RowExchange {
   const BackendPtr backend_;
   const std::chrono::milliseconds timeout_;
   const BackendRanks ranks_;
+  int64_t peers_on_links_ = 0;
 };
 
 // Returns the exchange for a backend that moves rows as `rows` says; null for one rank alone, which
