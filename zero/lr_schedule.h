@@ -61,7 +61,8 @@ class LrSchedule final : public Stateful {
   // Sets the learning rates of the next step. Call it after every optimizer.step().
   void step() { set_step(step_ + 1); }
   // Sets the learning rates of step `step`, as after `step` calls of step(). One that is not finite
-  // is set as well: a factor may have none behind the last step. ZeroOptimizer::step() refuses it.
+  // is set as well: a factor may have none behind the last step. ZeroOptimizer::step() refuses it,
+  // and a checkpoint with it loads with LoadOptions::restore_options(false) alone.
   void set_step(int64_t step);
   // The number of step() calls so far, those before a checkpoint included.
   int64_t steps() const { return step_; }
