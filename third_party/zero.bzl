@@ -80,6 +80,10 @@ def _options(kwargs, openmp, unoptimized = False, cuda_deps = []):
 
     # -fopenmp defines a macro that libtorch's headers ask for.
     header = _precompiled(kwargs.get("deps", []), unoptimized) if not openmp else None
+
+    # In a sanitizer's build, whose header is precompiled with -O1, g++ 12 crashes with -O3.
+    if "copts" in kwargs and type(kwargs["copts"]) == "list" and "-O3" in kwargs["copts"]:
+        header = None
     if header:
         copts = copts + select({
             str(Label("//third_party/pch:off")): [],
