@@ -124,14 +124,17 @@ int scene_sleep() {
   return 0;
 }
 
-// Saves for a second after SIGTERM and ends with 0; with `fails` rank 1 ends with 7 instead, and
-// the other does not end by itself.
-int scene_save(bool fails) {
+// Saves for a second after SIGTERM and ends with 0. With "save_fail" rank 1 ends with 7 instead,
+// and the other does not end by itself; with "save_without" rank 1 has died before.
+int scene_save(const std::string& how) {
+  const bool fails = how == "save_fail";
+  const bool is_rank1 = std::string(std::getenv("RANK")) == "1";
   static volatile std::sig_atomic_t signalled = 0;
   std::signal(SIGTERM, [](int) { signalled = 1; });
   say("pid " + std::to_string(getpid()));
+  if (how == "save_without" && is_rank1) raise(SIGKILL);
   while (signalled == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  if (fails && std::string(std::getenv("RANK")) == "1") return 7;
+  if (fails && is_rank1) return 7;
   std::this_thread::sleep_for(fails ? std::chrono::minutes(1) : std::chrono::seconds(1));
   return 0;
 }
@@ -166,7 +169,7 @@ int main(int argc, char** argv) {
   const bool short_grace = scene == "stubborn" || scene.starts_with("save");
   options.grace = std::chrono::milliseconds(short_grace ? 300 : 10000);
   if (scene.starts_with("save")) options.signal_grace = std::chrono::minutes(1);
-  options.survivors_go_on = scene == "replace";
+  options.survivors_go_on = scene == "replace" || scene == "save_without";
   options.replacements = scene == "replace" ? 2 : 0;
   return zero::launch_local(
       std::atoi(argv[1]),
@@ -179,7 +182,7 @@ int main(int argc, char** argv) {
         if (scene == "flood") return scene_flood();
         if (scene == "sleep") return scene_sleep();
         if (scene == "replace") return scene_replace();
-        if (scene.starts_with("save")) return scene_save(scene == "save_fail");
+        if (scene.starts_with("save")) return scene_save(scene);
         return scene_fail(scene);
       },
       options);

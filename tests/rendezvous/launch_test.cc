@@ -229,7 +229,8 @@ TEST(LaunchTest, SigtermAndSighupReachTheRanks) {
 
 // The grace of the scenes is 0.3 s, that after a signal a minute.
 TEST(LaunchTest, RanksHaveTimeToSaveAfterASignal) {
-  for (const auto& [scene, expected] : {std::pair{"save", 0}, std::pair{"save_fail", 7}}) {
+  for (const auto& [scene, expected] :
+       {std::pair{"save", 0}, std::pair{"save_fail", 7}, std::pair{"save_without", 0}}) {
     FILE* pipe = nullptr;
     int parent = 0;
     const std::set<int> pids = start_sleepers(pipe, parent, scene);

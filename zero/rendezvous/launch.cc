@@ -274,7 +274,7 @@ class Parent {
         kill_at_ = Clock::now() + kLastOutput;
       }
     }
-    return succeeded_ && options_.survivors_go_on && !ending_ ? 0 : exit_code_;
+    return succeeded_ && options_.survivors_go_on ? 0 : exit_code_;
   }
 
  private:
