@@ -143,7 +143,7 @@ Imbalance imbalance(const Plan& plan, c10::ArrayRef<ParameterInfo> parameters, i
   ParameterLoad sum, most;
   int64_t longest_rows = 0;
   for (const Bucket& bucket : plan.buckets) {
-    if (plan.arena_of(bucket).domain != domain || bucket.rows.equal()) continue;
+    if (plan.arena_of(bucket).domain != domain || !plan.layout_of(bucket).is_whole()) continue;
     loads.resize(plan.arena_of(bucket).world_size);
     int64_t longest = 0, row = -1, row_numel = 0;  // slots are in the order of rows
     for (const Slot& slot : bucket.slots) {

@@ -417,6 +417,16 @@ TEST(WholeParametersTest, ParametersOfOtherLayoutsHaveNoOwner) {
   EXPECT_EQ(imbalance(plan, parameters, 0).numel, 1);
 }
 
+// One bucket has a matrix for each of the two ranks, the other one a bias for one of them.
+TEST(WholeParametersTest, BucketsOfEqualRowsCount) {
+  std::vector<ParameterInfo> parameters(3, {1008, ScalarType::Float, 0});
+  parameters[0].numel = 16;
+  const Imbalance i = imbalance(make_plan(parameters, {2}, whole(8064)), parameters, 0);
+  EXPECT_NEAR(i.numel, 1024 * 2 / 2032.0, 1e-9);
+  EXPECT_NEAR(i.cost, 1024 * 2 / 2032.0, 1e-9);
+  EXPECT_NEAR(i.rows, 1024 * 2 / 2032.0, 1e-9);
+}
+
 TEST(WholeParametersTest, OtherPlansHaveNoOwners) {
   const std::vector<ParameterInfo> parameters = {{10, ScalarType::Float, 0}};
   const Plan plan = make_plan(parameters, {2}, {Layout::kContiguous});
