@@ -99,8 +99,17 @@ TEST(GroupTest, TheTimeoutIsTheOptionsThenTheEnvironments) {
   setenv("ZERO_TIMEOUT", "soon", 1);
   EXPECT_THROW(init_process_group(options), c10::Error);
   unsetenv("ZERO_TIMEOUT");
-  options.timeout = std::chrono::seconds(0);
-  EXPECT_THROW(init_process_group(options), c10::Error);
+  for (const std::chrono::milliseconds wrong :
+       {std::chrono::milliseconds(0), std::chrono::milliseconds::max()}) {
+    options.timeout = wrong;
+    expect_words(error_of([&] { init_process_group(options); }),
+                 {"InitOptions::timeout", "more than 0 ms and at most a year"});
+    expect_words(error_of([&] {
+                   const auto store = c10::make_intrusive<c10d::HashStore>();
+                   Group(store, 0, 1, "g", nullptr, at::kCPU, wrong);
+                 }),
+                 {"Group \"g\"", "more than 0 ms and at most a year"});
+  }
 }
 
 // Rank 0 serves the store late, and says nothing about its job: it was stopped then.

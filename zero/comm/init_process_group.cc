@@ -251,7 +251,8 @@ Group init(const InitOptions& options) {
   const std::string hostname = options.hostname.empty() ? default_hostname(env) : options.hostname;
   const milliseconds timeout =
       options.timeout.value_or(env.timeout.value_or(InitOptions::kDefaultTimeout));
-  TORCH_CHECK(timeout.count() > 0, "InitOptions::timeout: expected more than 0 ms, got ",
+  TORCH_CHECK(timeout.count() > 0 && timeout <= kLongestTimeout,
+              "InitOptions::timeout: expected more than 0 ms and at most a year, got ",
               timeout.count(), " ms on rank ", env.rank);
   std::optional<Topology> topology = options.topology;
   TORCH_CHECK(!env.joins || !topology,

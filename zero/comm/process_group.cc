@@ -28,6 +28,7 @@
 #include "zero/comm/exchange/two_level_exchange.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/rendezvous/bounded_store.h"
+#include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/meeting.h"
 
 namespace zero {
@@ -160,8 +161,9 @@ Group::Group(StorePtr store, int rank, int world_size, std::string name, Backend
   TORCH_CHECK(store, "Group \"", name, "\": expected a store, got a null pointer");
   TORCH_CHECK(0 <= rank && rank < world_size, "Group \"", name, "\": expected a rank in [0, ",
               world_size, "), got ", rank);
-  TORCH_CHECK(timeout.count() > 0, "Group \"", name, "\": expected a timeout above 0 ms, got ",
-              timeout.count(), " ms on rank ", rank);
+  TORCH_CHECK(timeout.count() > 0 && timeout <= kLongestTimeout, "Group \"", name,
+              "\": expected a timeout of more than 0 ms and at most a year, got ", timeout.count(),
+              " ms on rank ", rank);
   TORCH_CHECK(factory || world_size == 1, "Group \"", name, "\": expected a backend factory for ",
               world_size, " ranks, got none");
   if (!topology) topology = Topology::of_one_machine(world_size);

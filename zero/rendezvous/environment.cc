@@ -68,12 +68,11 @@ std::optional<std::chrono::milliseconds> read_timeout(const Variables& variables
   if (unit.empty() || unit == "s") factor = 1000;
   if (unit == "min") factor = 60 * 1000;
   if (unit == "h") factor = 60 * 60 * 1000;
-  // Longer ones would overflow somewhere below.
-  constexpr int64_t kYear = int64_t{365} * 24 * 60 * 60 * 1000;
-  TORCH_CHECK(error == std::errc() && factor > 0 && count > 0 && count <= kYear / factor,
-              "environment variable ZERO_TIMEOUT=\"", *text,
-              "\": expected a whole number above 0 of seconds or with a unit, of at most a year: "
-              "90, 90s, 500ms, 10min or 2h");
+  TORCH_CHECK(
+      error == std::errc() && factor > 0 && count > 0 && count <= kLongestTimeout.count() / factor,
+      "environment variable ZERO_TIMEOUT=\"", *text,
+      "\": expected a whole number above 0 of seconds or with a unit, of at most a year: "
+      "90, 90s, 500ms, 10min or 2h");
   return std::chrono::milliseconds(count * factor);
 }
 

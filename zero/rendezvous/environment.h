@@ -27,6 +27,9 @@
 
 namespace zero {
 
+// Of a job: longer ones would overflow somewhere.
+inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(365 * 24);
+
 struct Environment {
   enum class Source { kAlone, kTorchrun, kOpenMpi, kHydra, kSlurm };
 
