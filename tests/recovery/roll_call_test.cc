@@ -345,14 +345,17 @@ TEST(RollCallTest, OneThatIsKilledWhileItWaitsIsOnNoList) {
 }
 
 TEST(RollCallTest, OneThatJoinsAJobOfWhichNobodyIsLeftLearnsIt) {
-  const StorePtr store = new_store();
-  const auto bounded = BoundedStore::of(store, milliseconds(5000));
-  store->set("ranks", std::vector<uint8_t>{'2'});
-  add_ended_rank(*bounded, 0);
-  const auto late = newcomer(store, 2, std::chrono::minutes(10));
-  auto c = join(*late, "c");
-  add_ended_rank(*bounded, 1);
-  expect_words(error_of([&] { c.get(); }), {"process 2 cannot join", "all its ranks have ended"});
+  for (const bool has_begun : {true, false}) {
+    const StorePtr store = new_store();
+    const auto bounded = BoundedStore::of(store, milliseconds(5000));
+    if (has_begun) store->set("ranks", std::vector<uint8_t>{'2'});
+    add_ended_rank(*bounded, 0);
+    const auto late = newcomer(store, 2, std::chrono::seconds(20));
+    auto c = join(*late, "c");
+    EXPECT_EQ(c.wait_for(milliseconds(500)), std::future_status::timeout) << "rank 1 runs";
+    add_ended_rank(*bounded, 1);
+    expect_words(error_of([&] { c.get(); }), {"process 2 cannot join", "all its ranks have ended"});
+  }
 }
 
 TEST(RollCallTest, AStoreThatIsSilentIsAnErrorThatNamesTheProcessThatJoins) {

@@ -124,6 +124,15 @@ int scene_sleep() {
   return 0;
 }
 
+// Rank 1 fails before it has met rank 0, and what replaces it comes when rank 0 has ended, too.
+int scene_early() {
+  const std::string rank = std::getenv("RANK");
+  if (rank == "1") return 7;
+  if (rank == "2") std::this_thread::sleep_for(std::chrono::seconds(3));
+  init(std::chrono::seconds(60));
+  return 0;
+}
+
 // Saves for a second after SIGTERM and ends with 0. With "save_fail" rank 1 ends with 7 instead,
 // and the other does not end by itself; with "save_without" rank 1 has died before.
 int scene_save(const std::string& how) {
@@ -169,8 +178,8 @@ int main(int argc, char** argv) {
   const bool short_grace = scene == "stubborn" || scene.starts_with("save");
   options.grace = std::chrono::milliseconds(short_grace ? 300 : 10000);
   if (scene.starts_with("save")) options.signal_grace = std::chrono::minutes(1);
-  options.survivors_go_on = scene == "replace" || scene == "save_without";
-  options.replacements = scene == "replace" ? 2 : 0;
+  options.replacements = scene == "replace" ? 2 : scene == "early" ? 1 : 0;
+  options.survivors_go_on = options.replacements > 0 || scene == "save_without";
   return zero::launch_local(
       std::atoi(argv[1]),
       [&] {
@@ -181,6 +190,7 @@ int main(int argc, char** argv) {
         if (scene == "bar") return scene_bar();
         if (scene == "flood") return scene_flood();
         if (scene == "sleep") return scene_sleep();
+        if (scene == "early") return scene_early();
         if (scene == "replace") return scene_replace();
         if (scene.starts_with("save")) return scene_save(scene);
         return scene_fail(scene);

@@ -111,6 +111,14 @@ TEST(LaunchTest, RanksThatFailAreReplacedByProcessesThatJoin) {
   EXPECT_FALSE(outcome.has("starting rank 5")) << outcome.output;
 }
 
+TEST(LaunchTest, AReplacementOfAJobThatHasNotMetEndsWithIt) {
+  const Outcome outcome = launch("2 early prefix");
+  EXPECT_EQ(outcome.code, 7) << outcome.output;
+  EXPECT_TRUE(outcome.has("rank 2 cannot join the job: all its ranks have ended\n"))
+      << outcome.output;
+  EXPECT_LT(outcome.duration, std::chrono::seconds(30));
+}
+
 TEST(LaunchTest, ALateRankIsNamed) {
   const Outcome outcome = launch("3 late prefix");
   EXPECT_EQ(outcome.code, 1);

@@ -224,7 +224,8 @@ c10::intrusive_ptr<BoundedStore> meet_all(const c10::intrusive_ptr<BoundedStore>
       check_job(*whole->under(prefix_of_round(round)), env, store_name(env));
       // The others may have made a group, or tried to, without this rank.
       while (!env.joins && Tries::begun(*whole->under(prefix_of(round, groups + 1)))) ++groups;
-      return tries.emplace(whole->under(prefix_of(round, groups))).enter(env.rank, since + timeout);
+      return tries.emplace(whole->under(prefix_of(round, groups)))
+          .enter(env.rank, since + timeout, env.joins);
     });
     try {
       if (!env.joins) {

@@ -381,8 +381,9 @@ RollCall::Present RollCall::wait_to_join(const std::string& text) {
   });
   std::set<int> members;  // of the job, as far as it is known
   const auto wait = [&](const std::string& for_what) {
-    TORCH_CHECK(members.empty() || !std::ranges::includes(ended_ranks(*store_), members),
-                "process ", rank_, " cannot join the job: all its ranks have ended");
+    const bool all_ended = members.empty() ? all_below_have_ended(*store_, rank_)
+                                           : std::ranges::includes(ended_ranks(*store_), members);
+    TORCH_CHECK(!all_ended, "process ", rank_, " cannot join the job: all its ranks have ended");
     TORCH_CHECK(!store_->check({kEnded}), "process ", rank_,
                 " cannot join the job: a rank of it has ended, as after its last step");
     TORCH_CHECK(Clock::now() < deadline, "process ", rank_, " cannot join the job: waited ",

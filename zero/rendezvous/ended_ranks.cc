@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <iterator>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -32,6 +33,11 @@ std::set<int> ended_ranks(const BoundedStore& store) {
   std::istringstream text(std::string(bytes.begin(), bytes.end()));
   for (int rank = 0; text >> rank;) ranks.insert(rank);
   return ranks;
+}
+
+bool all_below_have_ended(const BoundedStore& store, int rank) {
+  const std::set<int> ended = ended_ranks(store);
+  return rank > 0 && std::distance(ended.begin(), ended.lower_bound(rank)) == rank;
 }
 
 }  // namespace zero

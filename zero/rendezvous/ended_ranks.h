@@ -15,5 +15,8 @@ namespace zero {
 void add_ended_rank(BoundedStore& store, int rank) noexcept;
 // `store` may have any prefix.
 std::set<int> ended_ranks(const BoundedStore& store);
+// Returns whether all have ended that have a number below `rank`: a launcher numbers processes that
+// join on from its ranks. False for 0.
+bool all_below_have_ended(const BoundedStore& store, int rank);
 
 }  // namespace zero

@@ -133,11 +133,13 @@ std::string claim(c10d::Store& store, const std::string& key, const std::string&
   return store.compareSet(key, std::string(), text);
 }
 
-c10::intrusive_ptr<BoundedStore> Tries::enter(int rank, Clock::time_point deadline) {
+c10::intrusive_ptr<BoundedStore> Tries::enter(int rank, Clock::time_point deadline, bool joins) {
   const auto given_up = [&] { return store_->check({c10::str(number_, "/", kGivenUp)}); };
   while (true) {
     number_ = std::max<int64_t>(store_->add(kTries, rank == 0 ? 1 : 0), 1);
     if (!given_up() || (rank != 0 && Clock::now() >= deadline)) break;
+    TORCH_CHECK(!joins || !all_below_have_ended(*store_, rank), "init_process_group: rank ", rank,
+                " cannot join the job: all its ranks have ended");
     std::this_thread::sleep_for(rank == 0 ? milliseconds(0) : kPollInterval);
   }
   return store_->under(std::to_string(number_));

@@ -95,8 +95,10 @@ class Tries {
   // `store` is that of all tries.
   explicit Tries(c10::intrusive_ptr<BoundedStore> store) : store_(std::move(store)) {}
   // Returns the store of the try that is under way, or the first one. Another rank than 0 waits for
-  // rank 0 to begin the next where the last was given up, until `deadline`.
-  c10::intrusive_ptr<BoundedStore> enter(int rank, std::chrono::steady_clock::time_point deadline);
+  // rank 0 to begin the next where the last was given up, until `deadline`. One that `joins` throws
+  // c10::Error where the launcher has seen all before it end.
+  c10::intrusive_ptr<BoundedStore> enter(int rank, std::chrono::steady_clock::time_point deadline,
+                                         bool joins = false);
   // Returns whether a rank has come to `store`, which is that of tries.
   static bool begun(BoundedStore& store);
   // The try that this rank entered is over. Never throws.
