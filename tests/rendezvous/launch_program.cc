@@ -11,10 +11,10 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "zero/launch.h"
 #include "zero/process_group.h"
@@ -83,21 +83,21 @@ int scene_twice() {
 }
 
 // Meets the others, trains as long as the file HOLD is there, a minute at most, and meets them once
-// more if there are to be two MEETINGS.
+// more, when it has left that group, if there are to be two MEETINGS.
 int scene_hold() {
-  std::vector<zero::Group> groups;  // the store ends with the last one
-  const auto meet = [&] {
-    groups.push_back(init(std::chrono::seconds(30)));
-    const zero::Group& group = groups.back();
+  const auto meet = [] {
+    zero::Group group = init(std::chrono::seconds(30));
     group.make_communicator("data", zero::Purpose::kControl)->all_gather_text("", "start");
     say("rank " + std::to_string(group.rank()) + " of " + std::to_string(group.world_size()) +
         " has met the others");
+    return group;
   };
-  meet();
+  std::optional<zero::Group> group = meet();
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (access(std::getenv("HOLD"), F_OK) == 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
+  group.reset();
   if (std::string(std::getenv("MEETINGS")) == "2") meet();
   return 0;
 }

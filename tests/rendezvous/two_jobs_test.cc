@@ -38,9 +38,8 @@ class Process {
   // `variables` for example "RANK=1 WORLD_SIZE=2".
   Process(const std::string& variables, uint16_t port, const std::string& hold) {
     const std::string command =
-        "echo $$; MEETINGS=2 " + variables +
+        "echo $$; MEETINGS=2 HOLD=" + hold + " " + variables +
         " LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(port) +
-        " HOLD=" + hold +
         " GLOO_SOCKET_IFNAME=lo exec tests/rendezvous/launch_program 9 "
         "hold 2>&1";
     pipe_ = popen(command.c_str(), "r");
@@ -190,6 +189,17 @@ TEST_F(TwoJobsTest, ARankThatIsBehindTheOthersMeetsThemAtTheirNextGroup) {
     text = start("MEETINGS=1 RANK=1 WORLD_SIZE=2").rest();
   } while (text.find("had met before") != std::string::npos);
   EXPECT_EQ(text, kMet1);
+  EXPECT_EQ(first.rest(), kMet0);
+}
+
+TEST_F(TwoJobsTest, ARankMayComeToTheNextGroupBeforeRank0HasLeftTheLast) {
+  Process first = start("RANK=0 WORLD_SIZE=2");
+  Process second = start("HOLD= RANK=1 WORLD_SIZE=2");
+  EXPECT_EQ(first.line(), kMet0);
+  EXPECT_EQ(second.line(), kMet1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));  // it waits for rank 0 then
+  release();
+  EXPECT_EQ(second.rest(), kMet1);
   EXPECT_EQ(first.rest(), kMet0);
 }
 

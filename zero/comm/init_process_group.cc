@@ -12,6 +12,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <map>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -67,6 +69,15 @@ std::string store_name(const Environment& env) {
   return c10::str("the store of ", server_of(env), " at ", address_of(env));
 }
 
+// The server of `store` ends with this process: other ranks may have come to it for the next group
+// when the last of this rank ends.
+void keep_server(const c10::intrusive_ptr<c10d::TCPStore>& store) {
+  static std::mutex mutex;
+  static std::map<uint16_t, StorePtr> servers;  // by port
+  const std::lock_guard<std::mutex> lock(mutex);
+  servers.emplace(store->getPort(), store);
+}
+
 c10::intrusive_ptr<BoundedStore> open_store(const Environment& env, milliseconds timeout,
                                             bool serves) {
   c10d::TCPStoreOptions options;
@@ -76,8 +87,9 @@ c10::intrusive_ptr<BoundedStore> open_store(const Environment& env, milliseconds
   options.waitWorkers = false;  // meet() waits, and can say who is missing.
   options.timeout = timeout;
   options.multiTenant = true;  // A second init_process_group() shares the server.
-  return c10::make_intrusive<BoundedStore>(open_tcp_store(env.master_addr, options), timeout,
-                                           store_name(env), serves);
+  const auto store = open_tcp_store(env.master_addr, options);
+  if (serves) keep_server(store);
+  return c10::make_intrusive<BoundedStore>(store, timeout, store_name(env), serves);
 }
 
 std::vector<int> all_ranks(const Environment& env) {
