@@ -35,8 +35,8 @@ struct LaunchOptions {
   // How long ranks may take to end by themselves after SIGTERM, before SIGKILL, once one of them
   // has failed.
   std::chrono::milliseconds grace = std::chrono::seconds(10);
-  // The same after a signal to the parent: long enough for a step and a save, where ranks save
-  // then.
+  // The same after a signal to the parent, or a Ctrl-C at its terminal: long enough for a step and
+  // a save, where ranks save then.
   std::chrono::milliseconds signal_grace = std::chrono::seconds(10);
 };
 
@@ -57,10 +57,11 @@ struct LaunchOptions {
 //     TORCHELASTIC_USE_AGENT_STORE=True.
 //   - OMP_NUM_THREADS is the number of usable cores divided by `ranks`, unless it is set: ranks
 //     with a thread for every core each would only wait for each other.
-//   - SIGINT, SIGTERM and SIGHUP are passed on, unless SIGHUP is ignored as under nohup, and ranks
-//     that still run after options.signal_grace are killed. When a rank fails, the others get
-//     SIGTERM, and SIGKILL after options.grace: they would wait for it in vain. If the parent dies,
-//     the children are killed.
+//   - SIGINT, SIGTERM and SIGHUP are passed on, unless SIGHUP is ignored as under nohup. Ctrl-C at
+//     a terminal is not, since the ranks get it from there. After each of them, ranks that still
+//     run after options.signal_grace are killed, and none is replaced. When a rank fails, the
+//     others get SIGTERM, and SIGKILL after options.grace: they would wait for it in vain. If the
+//     parent dies, the children are killed.
 //     With options.survivors_go_on they get no signal, and the store is served until the last ends.
 //     A replacement has ZERO_JOIN=1, a RANK of its own, a WORLD_SIZE one above it, and the
 //     LOCAL_RANK, so the GPU, of the rank that it replaces.

@@ -133,6 +133,14 @@ int scene_early() {
   return 0;
 }
 
+// A Ctrl-C ends rank 0 alone.
+int scene_interrupt() {
+  if (std::string(std::getenv("RANK")) == "1") {
+    std::signal(SIGINT, [](int) { (void)!write(STDOUT_FILENO, "interrupted\n", 12); });
+  }
+  return scene_sleep();
+}
+
 // Saves for a second after SIGTERM and ends with 0. With "save_fail" rank 1 ends with 7 instead,
 // and the other does not end by itself; with "save_without" rank 1 has died before.
 int scene_save(const std::string& how) {
@@ -178,7 +186,8 @@ int main(int argc, char** argv) {
   const bool short_grace = scene == "stubborn" || scene.starts_with("save");
   options.grace = std::chrono::milliseconds(short_grace ? 300 : 10000);
   if (scene.starts_with("save")) options.signal_grace = std::chrono::minutes(1);
-  options.replacements = scene == "replace" ? 2 : scene == "early" ? 1 : 0;
+  if (scene == "interrupt") options.signal_grace = std::chrono::milliseconds(300);
+  options.replacements = scene == "replace" ? 2 : scene == "early" || scene == "interrupt" ? 1 : 0;
   options.survivors_go_on = options.replacements > 0 || scene == "save_without";
   return zero::launch_local(
       std::atoi(argv[1]),
@@ -191,6 +200,7 @@ int main(int argc, char** argv) {
         if (scene == "flood") return scene_flood();
         if (scene == "sleep") return scene_sleep();
         if (scene == "early") return scene_early();
+        if (scene == "interrupt") return scene_interrupt();
         if (scene == "replace") return scene_replace();
         if (scene.starts_with("save")) return scene_save(scene);
         return scene_fail(scene);

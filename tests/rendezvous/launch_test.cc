@@ -3,7 +3,10 @@
 //
 // launch_local() with real processes.
 #include <gtest/gtest.h>
+#include <pty.h>
+#include <sys/types.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <csignal>
@@ -251,6 +254,35 @@ TEST(LaunchTest, RanksHaveTimeToSaveAfterASignal) {
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30)) << scene;
     EXPECT_TRUE(all_gone(pids));
   }
+}
+
+TEST(LaunchTest, ACtrlCAtATerminalHasALimitAndIsNotSentOn) {
+  int terminal = -1;
+  const pid_t parent = forkpty(&terminal, nullptr, nullptr, nullptr);
+  if (parent == 0) {
+    execl(program().c_str(), program().c_str(), "2", "interrupt", nullptr);
+    _exit(127);
+  }
+  ASSERT_GT(parent, 0);
+  std::string output;
+  size_t pids = 0;
+  bool interrupted = false;
+  char next = 0;
+  while (read(terminal, &next, 1) == 1) {  // it fails when the last process has ended
+    output += next;
+    pids += output.ends_with("pid ");
+    if (pids < 2 || next != '\n' || interrupted) continue;
+    interrupted = true;
+    EXPECT_EQ(write(terminal, "\x03", 1), 1);
+  }
+  close(terminal);
+  int status = 0;
+  EXPECT_EQ(waitpid(parent, &status, 0), parent);
+  EXPECT_EQ(WEXITSTATUS(status), 128 + SIGINT) << output;
+  EXPECT_NE(output.find("rank 1 of 2 ended by signal 9"), std::string::npos) << output;
+  EXPECT_EQ(output.find("starting rank 2"), std::string::npos) << output;
+  EXPECT_NE(output.find("interrupted"), std::string::npos) << output;
+  EXPECT_EQ(output.find("interrupted"), output.rfind("interrupted")) << output;
 }
 
 // As a pager does at the end of its page, or a terminal over a connection that was lost.

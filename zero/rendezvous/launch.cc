@@ -66,6 +66,8 @@ struct Child {
 
 // The signal to pass on, 0 for none.
 std::atomic<int> received_signal{0};
+// Whether one has come, also where it is not passed on.
+std::atomic<bool> signal_has_come{false};
 
 // stdout and stderr.
 using LineTargets = std::array<std::shared_ptr<LineTarget>, 2>;
@@ -85,6 +87,7 @@ extern "C" void remember_signal(int number, siginfo_t* info, void*) {
   // A terminal has sent its Ctrl-C to the children as well, and a second one may end them at once.
   // The SIGHUP of one that closes may have come to this process alone.
   if (number == SIGHUP || info->si_code != SI_KERNEL) received_signal = number;
+  signal_has_come = true;
 }
 
 // While it lives, SIGINT, SIGTERM and SIGHUP are remembered instead of ending this process. A
@@ -98,6 +101,7 @@ class SignalCatcher {
     action.sa_flags = SA_SIGINFO | SA_RESTART;
     sigemptyset(&action.sa_mask);
     received_signal = 0;
+    signal_has_come = false;
     sigaction(SIGINT, &action, &old_interrupt_);
     sigaction(SIGTERM, &action, &old_terminate_);
     sigaction(SIGHUP, nullptr, &old_hang_up_);
@@ -262,8 +266,8 @@ class Parent {
     while (alive() > 0 || has_output()) {
       wait_for_output();
       reap();
-      if (const int signal = received_signal.exchange(0)) {
-        send_all(signal);
+      if (const int signal = received_signal.exchange(0)) send_all(signal);
+      if (signal_has_come.exchange(false)) {
         kill_within(options_.signal_grace);
         ending_ = signalled_ = true;
       }
@@ -340,8 +344,8 @@ class Parent {
   void replace(int local_rank) {
     const int replaced = static_cast<int>(children_.size()) - ranks_;
     const bool wanted = options_.survivors_go_on && replaced < options_.replacements;
-    // A job of which a rank has ended takes in no other.
-    if (!wanted || ending_ || succeeded_ || alive() == 0) return;
+    // A job of which a rank has ended takes in no other, nor does one that is to end.
+    if (!wanted || ending_ || signal_has_come || succeeded_ || alive() == 0) return;
     const int rank = ranks_ + replaced;
     say(c10::str("launch_local: starting rank ", rank, ", which joins the others"));
     try {
