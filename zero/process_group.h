@@ -229,8 +229,8 @@ Group init_process_group(const InitOptions& options = {});
 // Collective. Returns the mean over the ranks of `group`, in the dtype, the shape and on the device
 // of `value`, which has a floating-point dtype and the same shape on all ranks: for losses and
 // other numbers to look at or to decide by, equal on every rank. Throws on every rank where shapes
-// differ, which costs a small message more. Sums doubles; no gradient flows.
-// Waits for the value where it is on a GPU. Copies of a Group share its communicator; pass
+// differ or a rank has no such value, which costs a small message more. Sums doubles; no gradient
+// flows. Waits for the value where it is on a GPU. Copies of a Group share its communicator; pass
 // ZeroOptimizer::group() where ranks may be recovered.
 at::Tensor mean_over_ranks(const at::Tensor& value, const Group& group);
 

@@ -89,6 +89,23 @@ TEST(GroupTest, MeansOfDifferentShapesAreAnErrorOnEveryRank) {
   });
 }
 
+TEST(GroupTest, AMeanOfWhatOneRankCannotGiveIsAnErrorOnEveryRank) {
+  const std::vector<std::pair<at::Tensor, std::string>> cases{
+      {at::ones({3}, at::kLong), "got Long"}, {at::Tensor(), "an undefined one"}};
+  run_ranks(3,
+            [&](const Group& group) {
+              const at::Tensor good = at::full({3}, group.rank() + 1.0);
+              for (const auto& [bad, word] : cases) {
+                const bool here = group.rank() == 2;
+                expect_words(
+                    error_of([&] { mean_over_ranks(here ? bad : good, group); }),
+                    {"mean_over_ranks(): ", "rank 2", "expected a floating-point tensor", word});
+                EXPECT_TRUE(mean_over_ranks(good, group).eq(2.0).all().item<bool>());
+              }
+            },
+            {.timeout = std::chrono::seconds(10)});
+}
+
 TEST(GroupTest, TheTimeoutIsTheOptionsThenTheEnvironments) {
   EXPECT_EQ(init_process_group().timeout(), std::chrono::minutes(10));
   setenv("ZERO_TIMEOUT", "7s", 1);

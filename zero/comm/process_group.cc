@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -439,12 +440,20 @@ std::shared_ptr<Communicator> Group::shared_communicator(const std::string& name
 
 namespace {
 
-// Collective. Throws on all ranks where shapes differ: Gloo ends the process where sizes do.
-void check_same_shape(const at::Tensor& value, Communicator& means) {
-  const auto hash = static_cast<int64_t>(hash_of(value.sizes()) / 2);
-  const at::Tensor words = at::tensor({hash, -hash}, at::kLong);
+// Collective. Throws on all ranks where one has no value, because of `problem`, and where shapes
+// differ: Gloo ends the process where sizes do.
+void check_values(const at::Tensor& value, const std::exception_ptr& problem,
+                  const std::string& text_of_problem, Communicator& means) {
+  const auto hash = problem ? 0 : static_cast<int64_t>(hash_of(value.sizes()) / 2);
+  const at::Tensor words = at::tensor({int64_t{problem ? 1 : 0}, hash, -hash}, at::kLong);
   means.all_reduce_max(words, "the shape of a mean").wait();
-  if (words[0].item<int64_t>() == -words[1].item<int64_t>()) return;
+  if (words[0].item<int64_t>() != 0) {
+    const auto all = means.all_gather_text(text_of_problem, "problems of a mean");
+    if (problem) std::rethrow_exception(problem);
+    const auto other = std::ranges::find_if(all, [](auto& text) { return !text.empty(); });
+    TORCH_CHECK(false, "mean_over_ranks() was given up by all ranks because of ", *other);
+  }
+  if (words[1].item<int64_t>() == -words[2].item<int64_t>()) return;
   const auto shapes = means.all_gather_text(c10::str(value.sizes()), "shapes of a mean");
   const auto other = std::ranges::find_if(shapes, [&](auto& shape) { return shape != shapes[0]; });
   TORCH_CHECK(false, "mean_over_ranks(): expected the same shape on every rank, got ", shapes[0],
@@ -456,14 +465,22 @@ void check_same_shape(const at::Tensor& value, Communicator& means) {
 }  // namespace
 
 at::Tensor mean_over_ranks(const at::Tensor& value, const Group& group) {
-  TORCH_CHECK(value.defined() && at::isFloatingType(value.scalar_type()),
-              "mean_over_ranks(): expected a floating-point tensor, got ",
-              value.defined() ? c10::toString(value.scalar_type()) : "an undefined one",
-              " (this is rank ", group.rank(), " of ", group.world_size(), ")");
   const at::NoGradGuard no_grad;
-  const at::Tensor sum = value.detach().to(at::kCPU, at::kDouble, false, true).reshape({-1});
+  at::Tensor sum;
+  std::exception_ptr problem;  // which the others wait for
+  std::string text;
+  try {
+    TORCH_CHECK(value.defined() && at::isFloatingType(value.scalar_type()),
+                "mean_over_ranks(): expected a floating-point tensor, got ",
+                value.defined() ? c10::toString(value.scalar_type()) : "an undefined one",
+                " (this is rank ", group.rank(), " of ", group.world_size(), ")");
+    sum = value.detach().to(at::kCPU, at::kDouble, false, true).reshape({-1});
+  } catch (const std::exception& error) {
+    problem = std::current_exception();
+    text = c10::str("rank ", group.rank(), ": ", error_text(error));
+  }
   const auto means = group.shared_communicator("means", Purpose::kControl);
-  check_same_shape(value, *means);
+  check_values(value, problem, text, *means);
   means->all_reduce_sum(sum, "a mean").wait();
   return sum.div_(group.world_size()).view(value.sizes()).to(value.options());
 }
