@@ -19,13 +19,16 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "zero/combined_optimizer.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/mesh.h"
+#include "zero/muon.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -392,15 +395,17 @@ TEST(CallOrderTest, APassThatIsRefusedAfterAClipLeavesWhatIsInAGradient) {
   }
 }
 
-template <typename Inner, typename Options>
-void expect_seen(const Options& inner_options, bool fused) {
+using MakeInner =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
+
+void expect_seen(const MakeInner& make, bool fused) {
   for (const int world_size : {1, 2, 3}) {
     run_ranks(world_size, [&](const Group& group) {
       Linear model, plain;
-      auto given = std::make_unique<Inner>(model.parameters(), inner_options);
+      auto given = make(model.parameters());
       torch::optim::Optimizer* const kept = given.get();
       ZeroOptimizer optimizer(model, std::move(given), group, ZeroOptions().fused(fused));
-      Inner reference(plain.parameters(), inner_options);
+      const auto reference = make(plain.parameters());
       for (int i = 0; i < 3; ++i) {
         // The loop of a trainer for plain torch.
         kept->zero_grad();
@@ -415,13 +420,30 @@ void expect_seen(const Options& inner_options, bool fused) {
         optimizer.step();
         plain.zero_grad();
         plain.loss(1.0).backward();
-        reference.step();
+        reference->step();
         for (size_t p = 0; p < plain.parameters().size(); ++p) {
           EXPECT_TRUE(at::allclose(model.parameters()[p], plain.parameters()[p], 1e-5, 1e-6));
         }
       }
     });
   }
+}
+
+template <typename Inner, typename Options>
+void expect_seen(const Options& options, bool fused) {
+  expect_seen([&](const auto& parameters) { return std::make_unique<Inner>(parameters, options); },
+              fused);
+}
+
+// Its first group takes parameters of 100 elements only.
+std::unique_ptr<torch::optim::Optimizer> make_muon_with_split(std::vector<at::Tensor> parameters) {
+  const auto split = [](const at::Tensor& t) { return std::vector<at::Tensor>{t.view({4, 25})}; };
+  std::vector<std::unique_ptr<torch::optim::Optimizer>> parts;
+  parts.push_back(std::make_unique<Muon>(std::vector<at::Tensor>{parameters.front()},
+                                         MuonOptions(0.02).split(split)));
+  parameters.erase(parameters.begin());
+  parts.push_back(std::make_unique<torch::optim::AdamW>(parameters, 0.1));
+  return std::make_unique<CombinedOptimizer>(std::move(parts));
 }
 
 TEST(CallOrderTest, AStepOfTheInnerOptimizerIsSeenAtTheNextCall) {
@@ -431,6 +453,7 @@ TEST(CallOrderTest, AStepOfTheInnerOptimizerIsSeenAtTheNextCall) {
   }
   expect_seen<torch::optim::RMSprop>(torch::optim::RMSpropOptions(0.1), false);
   expect_seen<torch::optim::Adagrad>(torch::optim::AdagradOptions(0.1), false);
+  expect_seen(make_muon_with_split, true);
 }
 
 TEST(CallOrderTest, TooManySkippedStepsInARowThrow) {

@@ -64,6 +64,8 @@ class OptimizerAdapter {
   virtual bool needs_whole_parameters() const { return false; }
   // Throws c10::Error for a parameter that the constructor refuses in a group with these options.
   virtual void check_parameter(const Options& /*options*/, const at::Tensor& /*parameter*/) const {}
+  // True if step() takes a matrix of any shape in a group with these options.
+  virtual bool takes_any_matrix(const Options& /*options*/) const { return true; }
   // The cost of a step of this parameter, in a unit of the class.
   virtual int64_t step_cost(const at::Tensor& parameter) const { return parameter.numel(); }
 

@@ -361,6 +361,9 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
   void check_parameter(const Options& options, const at::Tensor& parameter) const override {
     zero::check_parameter(parameter, static_cast<const MuonOptions&>(options));
   }
+  bool takes_any_matrix(const Options& options) const override {
+    return !static_cast<const MuonOptions&>(options).split();
+  }
   std::string arithmetic(const Options& options, at::Device device) const override {
     if (static_cast<const MuonOptions&>(options).ns_dtype()) return {};
     return has_bf16_products(device)

@@ -6,18 +6,32 @@
 #include <ATen/ops/zeros.h>
 
 #include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 
 namespace zero {
+namespace {
+
+int64_t group_for_matrix(const torch::optim::Optimizer& inner) {
+  const auto& groups = inner.param_groups();
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const auto number = static_cast<int64_t>(g);
+    if (adapter_of(inner, number).takes_any_matrix(groups[g].options())) return number;
+  }
+  return 0;
+}
+
+}  // namespace
 
 InnerStepTrap::InnerStepTrap(torch::optim::Optimizer& inner)
     : inner_(inner),
+      group_(group_for_matrix(inner)),
       // A matrix, since some classes take nothing else.
       parameter_(at::zeros({1, 1}, at::TensorOptions().dtype(at::kFloat))),
       gradient_(at::ones({1, 1}, parameter_.options())),
       value_(parameter_.mutable_data_ptr<float>()),
       gradient_value_(gradient_.mutable_data_ptr<float>()) {
-  inner_.param_groups()[0].params().push_back(parameter_);
-  make_initial_state(inner_, 0, parameter_);  // which a step() of the class expects
+  inner_.param_groups()[group_].params().push_back(parameter_);
+  make_initial_state(inner_, group_, parameter_);  // which a step() of the class expects
   arm();
 }
 
@@ -34,7 +48,7 @@ bool InnerStepTrap::sprung() {
     *value_ = 0.0F;
     // The state that the call made belongs to no parameter of the model.
     inner_.state().erase(parameter_.unsafeGetTensorImpl());
-    make_initial_state(inner_, 0, parameter_);
+    make_initial_state(inner_, group_, parameter_);
   }
   arm();
   return stepped;

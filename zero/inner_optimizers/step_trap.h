@@ -12,11 +12,14 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstdint>
+
 namespace zero {
 
 class InnerStepTrap {
  public:
-  // Adds the trap to the first parameter group of `inner`, which must outlive this.
+  // Adds the trap to the first parameter group of `inner` whose class takes it, or to the first of
+  // all if none does. `inner` must outlive this.
   explicit InnerStepTrap(torch::optim::Optimizer& inner);
 
   // Before the ZeroOptimizer itself calls inner.step().
@@ -28,6 +31,7 @@ class InnerStepTrap {
 
  private:
   torch::optim::Optimizer& inner_;
+  const int64_t group_;
   const at::Tensor parameter_;
   const at::Tensor gradient_;
   // The only elements of the two. Each gradient of the model asks for them.
