@@ -65,6 +65,28 @@ TEST(ProblemBoardTest, AskedForNoMoreThan64TextsHoweverManyRanksThereAre) {
   EXPECT_EQ(all.find("has reported nothing"), std::string::npos) << all;
 }
 
+TEST(ProblemBoardTest, OfTheRanksBehindTheFirst64TheOneThatAnnouncesFirstIsRead) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  ProblemBoard first(store, 0, 100, milliseconds(5000));
+  ProblemBoard one(store, 65, 100, milliseconds(5000)), two(store, 99, 100, milliseconds(5000));
+  for (int i = 0; i < 2; ++i) {
+    one.announce("rank 65: no more sugar");
+    two.announce("rank 65 has closed its connections");
+    EXPECT_EQ(first.announced(), "\nrank 65 had reported: no more sugar");
+    const std::string all = first.announced_after_failure();
+    expect_words(all, {"\nrank 1 has reported nothing", "\nrank 65 had reported: no more sugar"});
+    EXPECT_EQ(all.find("rank 64"), std::string::npos) << all;
+    EXPECT_EQ(one.announced(), "");
+    // The next time it is another.
+    one.announce("");
+    two.announce("");
+    EXPECT_EQ(first.announced(), "");
+    two.announce("no more salt");
+    EXPECT_EQ(first.announced(), "\nrank 99 had reported: no more salt");
+    two.announce("");
+  }
+}
+
 TEST(ProblemBoardTest, OfItsOwnAnnouncementsARankReadsNone) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   ProblemBoard board(store, 1, 2, milliseconds(5000));

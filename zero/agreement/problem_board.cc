@@ -32,6 +32,10 @@ std::string key_of(const std::string& topic, int rank) {
 
 std::string announcement_key(int rank) { return key_of("announced", rank); }
 
+// The first rank behind those texts that announces something. What others announce then comes of
+// it, as a rule.
+constexpr const char* kFirstBehind = "announced/behind";
+
 std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 }  // namespace
@@ -62,22 +66,31 @@ std::string ProblemBoard::text_of(const std::string& topic, int rank) noexcept {
 
 void ProblemBoard::announce(const std::string& problem) noexcept {
   try {
-    store_->within(kAnnounceLimit)->set(announcement_key(rank_), problem);
+    const auto store = store_->within(kAnnounceLimit);
+    store->set(announcement_key(rank_), problem);
+    if (rank_ < kTextsAtMost) return;
+    const std::string own = std::to_string(rank_), none;
+    store->compareSet(kFirstBehind, problem.empty() ? own : none, problem.empty() ? none : own);
   } catch (const std::exception&) {  // The store may be gone with its host; nothing depends on it.
   }
 }
 
 std::vector<std::string> ProblemBoard::announcements(BoundedStore& store) const {
-  std::vector<std::string> lines(texts());
-  for (int rank = 0; rank < texts(); ++rank) {
-    if (rank == rank_ || !store.check({announcement_key(rank)})) continue;
-    std::string problem = to_text(store.get(announcement_key(rank)));
-    if (problem.empty()) continue;
+  const auto text_at = [&](const std::string& key) {
+    return store.check({key}) ? to_text(store.get(key)) : std::string();
+  };
+  const auto line_of = [&](int rank) -> std::string {
+    std::string problem = rank == rank_ ? std::string() : text_at(announcement_key(rank));
+    if (problem.empty()) return {};
     const std::string name = "rank " + std::to_string(rank);
     // Some begin with it, as errors do.
     if (problem.compare(0, name.size() + 2, name + ": ") == 0) problem.erase(0, name.size() + 2);
-    lines[rank] = "\n" + name + " had reported: " + problem;
-  }
+    return "\n" + name + " had reported: " + problem;
+  };
+  std::vector<std::string> lines;
+  for (int rank = 0; rank < texts(); ++rank) lines.push_back(line_of(rank));
+  const std::string behind = texts() < world_size_ ? text_at(kFirstBehind) : std::string();
+  lines.push_back(behind.empty() ? behind : line_of(std::stoi(behind)));
   return lines;
 }
 
@@ -92,12 +105,13 @@ std::string ProblemBoard::announced() noexcept {
 
 std::string ProblemBoard::announced_after_failure() noexcept {
   const auto deadline = Clock::now() + kReadLimit;
-  std::vector<std::string> lines(texts());
+  std::vector<std::string> lines(texts() + 1);
   try {
     const auto store = store_->within(kReadLimit);
     while (true) {
       lines = announcements(*store);
-      const auto silent = std::count(lines.begin(), lines.end(), "") - (rank_ < texts() ? 1 : 0);
+      const auto silent =
+          std::count(lines.begin(), lines.end() - 1, "") - (rank_ < texts() ? 1 : 0);
       const bool all = silent == 0 && !store_->served_here();
       if (all || Clock::now() + kPollInterval >= deadline) break;
       std::this_thread::sleep_for(kPollInterval);
@@ -115,7 +129,7 @@ std::string ProblemBoard::announced_after_failure() noexcept {
     text += lines[rank].empty() ? "\nrank " + std::to_string(rank) + " has reported nothing"
                                 : lines[rank];
   }
-  return text;
+  return text + lines.back();
 }
 
 }  // namespace zero

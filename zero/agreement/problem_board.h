@@ -32,14 +32,16 @@ class ProblemBoard {
 
   // Replaces what this rank announces to all; empty: nothing. Takes at most 200 ms.
   void announce(const std::string& problem) noexcept;
-  // Returns what other ranks announce, one line each; empty if nothing. Takes at most 300 ms.
+  // Returns what other ranks announce, one line each; empty if nothing. Of those behind the first
+  // 64 only the one that announced first. Takes at most 300 ms.
   std::string announced() noexcept;
   // The same after a failure that all ranks notice: gives them 300 ms to announce it, and names
   // those that do not. A rank that serves the store stays that long for the others to read it.
   std::string announced_after_failure() noexcept;
 
  private:
-  // One line for each of the first 64 other ranks; empty where it announces nothing.
+  // One line for each of the first 64 ranks, and one for the first of all others that announced
+  // something; empty for this rank, and where there is nothing.
   std::vector<std::string> announcements(BoundedStore& store) const;
   int texts() const;
 
