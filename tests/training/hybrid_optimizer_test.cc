@@ -11,6 +11,7 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <map>
@@ -553,6 +554,26 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
     };
     expect_refused(t, "expected ranks that have one place in their sharded_over()");
   }
+  // Copies of one place each, of groups {0, 1}, {2, 3}, {4, 5} and {6, 7}: the first row of {0, 1}
+  // has one in {2, 3}, and the second in {4, 5}.
+  t = {"", {{"g", 4}, {"s", 2}}, {"g", "s"}, {"s"}, {{"a", {7, 5}}}, {}};
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    for (const auto& ranks : std::vector<std::vector<int>>{{0, 2}, {4, 6}, {1, 5}, {3, 7}}) {
+      if (std::ranges::count(ranks, mesh.all().rank()) == 0) continue;
+      const Group copies = mesh.all().subgroup(ranks, "copies");
+      o.mesh_group(mesh.all()).placement(0, GroupPlacement().replicated_over(copies));
+    }
+  };
+  expect_refused(t, "to have copies in the same groups");
+  // Ranks 2 and 3, which hold the copies, do not say so.
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    const int rank = mesh.all().rank();
+    o.mesh_group(mesh.all());
+    if (rank >= 2) return;
+    const Group copies = mesh.all().subgroup({rank, rank + 2}, "copies");
+    o.placement(0, GroupPlacement().replicated_over(copies));
+  };
+  expect_refused(t, "expected the same on all its ranks, got another or none");
 }
 
 // One expert more on half of the ranks: dense buckets would travel in different orders.
@@ -573,6 +594,26 @@ TEST(HybridOptimizerTest, UnequalExpertsAreRefusedOnEveryRank) {
                         "expected the same model, options and optimizer on every rank",
                         "rank 0: ", "rank 1: "});
   });
+}
+
+// Its dense group is the other one's second: both would wait in the first.
+TEST(HybridOptimizerTest, ParameterGroupsInAnotherOrderAreRefusedOnEveryRank) {
+  run_ranks(4,
+            [](const Group& world) {
+              const Mesh mesh(world, {{"edp", 2}, {"ep", 2}});
+              const int64_t experts = world.rank() == 1 ? 0 : 1;
+              torch::nn::Module module;
+              std::vector<std::vector<at::Tensor>> groups(2);
+              groups[1 - experts].push_back(module.register_parameter("dense", at::ones({5})));
+              groups[experts].push_back(module.register_parameter("expert", at::ones({3})));
+              const std::string text = zero::error_of([&] {
+                ZeroOptimizer(module, make_optimizer(groups, true), world,
+                              ZeroOptions().placement(experts, expert(mesh, {"edp"}, 4)));
+              });
+              expect_words(text, {"rank " + std::to_string(world.rank()) + ": ",
+                                  "placement of parameter group 0: shared by"});
+            },
+            {.timeout = std::chrono::seconds(10)});
 }
 
 }  // namespace

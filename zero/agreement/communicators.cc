@@ -6,6 +6,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <set>
+#include <sstream>
 
 #include "zero/agreement/construction_check.h"
 #include "zero/agreement/used_flags.h"
@@ -136,28 +138,95 @@ void OptimizerCommunicators::check_domains(
       [&](int64_t domain, Communicator& group) { check_construction(group, "", lines(domain)); });
 }
 
-void OptimizerCommunicators::check_places(const ShardDomains& all) {
+namespace {
+
+// What a rank has as one of its domains.
+struct Membership {
+  std::string place;     // in the group
+  std::string group;     // an equal word for equal groups
+  std::string replicas;  // the same; without replicas that of the group
+};
+
+std::string word_of(const Group& group) {
+  std::string text = group.name();
+  for (const int rank : group.global_ranks()) text += "/" + std::to_string(rank);
+  return std::to_string(std::hash<std::string>()(text));
+}
+
+// `table[r]` has the domains of rank r of the mesh. Returns what is wrong with those of this rank;
+// empty if nothing is.
+std::string problem_of_groups(const ShardDomains& all,
+                              const std::vector<std::vector<Membership>>& table) {
+  constexpr const char* kAdvice =
+      "; take both groups from dimensions of one Mesh, or list the ranks of all groups in one "
+      "order";
+  const std::vector<int>& mesh = all.mesh.global_ranks();
+  for (size_t d = 0; d < all.list.size(); ++d) {
+    const auto of = [&](int rank) {
+      const auto& row = table[std::ranges::find(mesh, rank) - mesh.begin()];
+      return d < row.size() ? row[d] : Membership();
+    };
+    const Group& group = all.list[d].group;
+    const auto& replicas = all.list[d].replicas;
+    const int here = group.global_rank();
+    const Membership own = of(here);
+    std::map<std::string, std::set<std::string>> joined;  // the groups that each has copies of
+    for (const auto& row : table) {
+      if (d < row.size()) joined[row[d].replicas].insert(row[d].group);
+    }
+    for (const int rank : group.global_ranks()) {
+      const Membership other = of(rank);
+      if (other.group != own.group) {
+        const auto first = std::ranges::find(all.of_group, static_cast<int64_t>(d));
+        return c10::str(all.describe()[first - all.of_group.begin()],
+                        "; expected the same on all ranks of sharded_over(\"", group.name(),
+                        "\"), got another group on rank ", rank,
+                        "; give parameter groups and placements in one order on all ranks");
+      }
+      if (joined[other.replicas] != joined[own.replicas]) {
+        return c10::str("replicated_over(): expected all ranks of sharded_over(\"", group.name(),
+                        "\") to have copies in the same groups, got others of rank ", here,
+                        " than of rank ", rank, kAdvice);
+      }
+    }
+    if (!replicas) continue;
+    const std::string name = c10::str("replicated_over(\"", replicas->name(), "\"): expected ");
+    for (const int rank : replicas->global_ranks()) {
+      const Membership other = of(rank);
+      if (other.replicas != own.replicas) {
+        return c10::str(name, "the same on all its ranks, got another or none on rank ", rank,
+                        "; give all of them the placement");
+      }
+      if (other.place != own.place) {
+        return c10::str(name,
+                        "ranks that have one place in their sharded_over(), since they hold "
+                        "copies of one shard, got place ",
+                        own.place, " on rank ", here, " and place ", other.place, " on rank ", rank,
+                        kAdvice);
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+void OptimizerCommunicators::check_groups(const ShardDomains& all) {
   const auto has_replicas = [](const ShardDomain& d) { return d.replicas.has_value(); };
   // Where it is uniform, all ranks have agreed on which domains have replicas.
   if (all.uniform && std::ranges::none_of(all.list, has_replicas)) return;
-  std::string problem;
-  for (size_t d = 0; d < domains.size(); ++d) {
-    if (domains[d].replicas == nullptr) continue;
-    const auto places = domains[d].replicas->all_gather_text(
-        std::to_string(all.list[d].group.rank()), "places of replicas");
-    const auto other = std::ranges::find_if(places, [&](auto& p) { return p != places[0]; });
-    if (other == places.end() || !problem.empty()) continue;
-    const std::vector<int>& ranks = all.list[d].replicas->global_ranks();
-    problem =
-        c10::str("replicated_over(\"", all.list[d].replicas->name(),
-                 "\"): expected ranks that have one place in their sharded_over(), since they "
-                 "hold copies of one shard, got place ",
-                 places[0], " on rank ", ranks[0], " and place ", *other, " on rank ",
-                 ranks[other - places.begin()],
-                 "; take both groups from dimensions of one Mesh, or list the ranks of all "
-                 "groups in one order");
+  std::string own;
+  for (const ShardDomain& d : all.list) {
+    own += c10::str(d.group.rank(), " ", word_of(d.group), " ",
+                    word_of(d.replicas.value_or(d.group)), "\n");
   }
-  check_construction(*control, problem, {});
+  std::vector<std::vector<Membership>> table;
+  for (const std::string& text : control->all_gather_text(own, "groups of domains")) {
+    std::istringstream words(text);
+    auto& row = table.emplace_back();
+    for (Membership m; words >> m.place >> m.group >> m.replicas;) row.push_back(m);
+  }
+  check_construction(*control, problem_of_groups(all, table), {});
 }
 
 void OptimizerCommunicators::agree_on_half(const ShardDomains& all, bool half_here) {

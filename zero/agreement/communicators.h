@@ -31,6 +31,11 @@ struct OptimizerCommunicators {
   explicit OptimizerCommunicators(const Group& mesh);
   ~OptimizerCommunicators();
 
+  // Collective over the mesh. Throws on every rank of it where the ranks of a group have not that
+  // group as the same domain, for which others would wait; where replicas have different places in
+  // their groups, and hold different shards; and where ranks of one group have copies in different
+  // ones, and average over different ranks.
+  void check_groups(const ShardDomains& all);
   // Collective over the mesh. Makes the rest and sends nothing else.
   void connect(const ShardDomains& all);
 
@@ -38,9 +43,6 @@ struct OptimizerCommunicators {
   // describes what the ranks of domain d must have in common. Throws on every rank of the mesh.
   void check_domains(const ShardDomains& all,
                      const std::function<std::vector<std::string>(int64_t)>& lines);
-  // Collective over the mesh. Throws on every rank of it where replicas of some domain have
-  // different places in their groups: they would hold different shards.
-  void check_places(const ShardDomains& all);
   // Collective over the mesh, where it is not uniform: sets any_half, so that all ranks scale
   // alike.
   void agree_on_half(const ShardDomains& all, bool half_here);

@@ -236,9 +236,9 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
   }
   const auto agree = [&] {
     check_construction(*comms->control, problem, lines);
+    comms->check_groups(*domains);
     comms->connect(*domains);
     comms->check_domains(*domains, described);
-    comms->check_places(*domains);
     comms->agree_on_half(*domains, std::any_of(table->parameters().begin(),
                                                table->parameters().end(), [](const Parameter& p) {
                                                  return p.tensor.scalar_type() == at::kHalf;
