@@ -247,6 +247,32 @@ TEST(EmaTrainingTest, WhileTheGuardLivesNothingTrains) {
   });
 }
 
+// Else the guard's end would take them for edits under it.
+TEST(EmaTrainingTest, WhatWasLoadedBeforeTheGuardIsNotLost) {
+  for (const int world_size : {1, 2}) {
+    for (const c10::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      run_ranks(world_size, [&](const Group& group) {
+        GivenGradients model(initial_values(dtype));
+        ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group,
+                                with_ema());
+        step(optimizer, model, group.rank(), 0);
+        const at::Tensor& loaded = model.values[1];
+        if (group.rank() == 0) loaded.set_data(at::full_like(loaded, 3));
+        expect_words(error_of([&] { optimizer.use_ema().end(); }),
+                     {"expected the storage the last step left", "refresh_master_parameters()"});
+        optimizer.refresh_master_parameters();
+        optimizer.use_ema().end();
+        EXPECT_TRUE(loaded.eq(3).all().item<bool>());
+        // For a validation without graphs.
+        loaded.requires_grad_(false);
+        optimizer.use_ema().end();
+        loaded.requires_grad_(true);
+        step(optimizer, model, group.rank(), 2);
+      });
+    }
+  }
+}
+
 TEST(EmaTrainingTest, AnExceptionTakesItBack) {
   run_ranks(3, [&](const Group& group) {
     GivenGradients model(initial_values(at::kBFloat16));

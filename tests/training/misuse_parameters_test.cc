@@ -225,7 +225,11 @@ TEST(MisuseTest, EveryCallThatReadsParametersSeesAnEdit) {
       set(old);
       r.optimizer->refresh_master_parameters();
     };
-    refuses_all({[&] { r.optimizer->save_checkpoint(::testing::TempDir() + "/never"); }});
+    refuses_all(
+        {[&] { r.optimizer->save_checkpoint(::testing::TempDir() + "/never"); },
+         [&] { r.optimizer->freeze({r.model->scale}); },
+         [&] { r.optimizer->unfreeze({r.model->frozen}); },
+         [&] { r.optimizer->add_param_group({std::vector<at::Tensor>{r.model->frozen}}); }});
     r.backward(1);
     refuses_all({[&] { r.optimizer->master(r.model->scale); },
                  [&] { r.optimizer->gradient(r.model->scale); },

@@ -573,6 +573,51 @@ TEST(ReplanTest, AnEmptyGroupIsSavedLoadedAndFilledAgain) {
   });
 }
 
+// Else all that stays would go back to the masters of before.
+TEST(ReplanTest, LoadedParametersAreRefusedUntilTheMastersAreReadAgain) {
+  for (const int world_size : {1, 2}) {
+    for (const c10::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      run_ranks(world_size, [&](const Group& group) {
+        GivenGradients model(initial(dtype));
+        const auto& v = model.values;
+        v[4].requires_grad_(false);
+        ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+        for (const at::Tensor& p : v) p.set_data(at::full_like(p, 3));
+        const std::vector<std::function<void()>> changes = {
+            [&] {
+              optimizer.freeze({v[1], v[2]});
+            },
+            [&] { optimizer.unfreeze({v[4]}, 1); },
+            [&] { optimizer.add_param_group(third_group(Inner::kAdamW, {v[5]})); }};
+        for (const auto& change : changes) {
+          expect_words(error_of(change), {"value0", "expected the storage the last step left",
+                                          "call refresh_master_parameters()"});
+          optimizer.refresh_master_parameters();
+          change();
+          for (size_t i = 0; i < v.size(); ++i) EXPECT_TRUE(v[i].eq(3).all().item<bool>()) << i;
+          v[0].set_data(at::full_like(v[0], 3));
+        }
+      });
+    }
+  }
+}
+
+// requires_grad may be set before the call that says so.
+TEST(ReplanTest, GradientsMayBeSwitchedBeforeTheCall) {
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+    v[1].requires_grad_(false);
+    optimizer.freeze({v[1]});
+    v[1].requires_grad_(true);
+    optimizer.unfreeze({v[1]});
+    optimizer.backward(model.loss(gradients(v, 0, group.rank(), 2)));
+    optimizer.step();
+    EXPECT_EQ(optimizer.stats().steps, 1);
+  });
+}
+
 TEST(ReplanTest, AScheduleOfBeforeRefusesMoreGroups) {
   run_ranks(2, [](const Group& group) {
     GivenGradients model(initial(at::kFloat));

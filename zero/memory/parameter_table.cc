@@ -317,7 +317,7 @@ void ParameterTable::verify_whole() const {
   for (const NamedTensor& b : buffers_) check_plain(b.tensor, "buffer " + b.name);
 }
 
-void ParameterTable::verify() const {
+void ParameterTable::verify_values() const {
   verify_shapes();
   constexpr const char* kRefresh =
       "; call refresh_master_parameters() after changing parameters from outside";
@@ -337,7 +337,13 @@ void ParameterTable::verify() const {
     TORCH_CHECK(is_in_order(p), "parameter ", p.name, ": expected strides ",
                 at::IntArrayRef(p.strides), " as the last step left them, got ", t.strides(),
                 ", as a transposed view of its own memory has", kRefresh);
-    TORCH_CHECK(t.requires_grad(), "parameter ", p.name,
+  }
+}
+
+void ParameterTable::verify() const {
+  verify_values();
+  for (const Parameter& p : parameters_) {
+    TORCH_CHECK(p.tensor.requires_grad(), "parameter ", p.name,
                 ": expected requires_grad as at construction, got a frozen one; set it "
                 "back and call freeze() of the optimizer instead");
   }

@@ -96,7 +96,9 @@ class ParameterTable {
   void verify() const;
   // Throws in the same way when `module` now holds another tensor in the place of one.
   void verify_registered(const torch::nn::Module& module) const;
-  // The part of it without which no element may be read: shapes, dtypes, devices.
+  // The part of it that says whether values are those of remember(): not of frozen and unfrozen.
+  void verify_values() const;
+  // The part of that without which no element may be read: shapes, dtypes, devices.
   void verify_shapes() const;
   // Throws c10::Error naming a frozen parameter or a buffer without plain memory.
   void verify_whole() const;

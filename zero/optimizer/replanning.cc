@@ -168,6 +168,7 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
     checkpoints_.check_none_pending();
     engine.shards.groups().check(groups);
     engine.arena.verify_shapes();
+    engine.table.verify_values();  // requires_grad may be set before these calls
     change.groups = copy_of(groups);
     change.edit(change.groups);
     check_options(change.groups);

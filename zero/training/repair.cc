@@ -108,6 +108,7 @@ void use_ema(Engine& engine) {
                 "EmaOptions at construction");
     engine.check_no_gradients();
     engine.arena.verify_shapes();
+    engine.table.verify_values();  // requires_grad may be off for a validation
   });
   engine.protocol.set_ema_in_use(true);
   engine.comms->run_or_close([&] { engine.write_working_parameters(/*averages=*/true); });
