@@ -353,6 +353,24 @@ TEST(CallOrderTest, PlainBackwardWithoutTheLossScaleThrows) {
   }
 }
 
+// The scale changes in step() alone.
+TEST(CallOrderTest, AScaledLossStaysScaledThroughZeroGrad) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [](const Group& group) {
+      Rank r(group, options_of(2).loss_scaler(LossScalerOptions()));
+      r.backward(1.0);
+      const at::Tensor loss = r.optimizer->scale_loss(r.model.loss(0.5));
+      r.optimizer->zero_grad();
+      r.optimizer->zero_grad();
+      loss.backward();
+      r.optimizer->step();
+      r.expect_moved(0.5);
+      expect_words(error_of([&] { r.model.loss(1.0).backward(); }), {"that was not scaled"});
+      expect_words(error_of([&] { r.optimizer->step(); }), {"that was not scaled"});
+    });
+  }
+}
+
 TEST(CallOrderTest, ARefusedPassLeavesWhatNoSyncKept) {
   for (const int64_t stage : {1, 2}) {
     for (const int world_size : {1, 2, 3}) {

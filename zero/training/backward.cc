@@ -235,6 +235,7 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
     parts_.protocol.throw_misuse("gradient of " + parts_.table.parameters()[parameter].name + ": " +
                                  problem);
   }
+  if (scaled_) any_ = true;  // zero_grad() has forgotten it
   if (PassUnderWay* const pass = PassUnderWay::current()) {
     any_ = true;
     pass->reach(*this);

@@ -69,7 +69,11 @@ class BackwardPasses {
   // Returns whether a pass began, or that of another optimizer arrived, or a loss was scaled since
   // the last step.
   bool any() const { return any_; }
-  void forget() { any_ = scaled_ = false; }
+  // Forgets passes, and at the end of a step, which may change the loss scale, scaled losses too.
+  void forget(bool end_of_step) {
+    any_ = false;
+    if (end_of_step) scaled_ = false;
+  }
   // The problem of gradients whose loss was not multiplied by the loss scale, or nothing.
   std::string unscaled_problem() const;
   // With ZeroOptions::micro_batches: the problem of a `call` between the passes of a step, or

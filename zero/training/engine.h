@@ -107,7 +107,8 @@ struct Engine {
   void update_buckets();
   // Brings the working parameters up to date with masters that changed, or makes them the averages.
   void write_working_parameters(bool averages = false);
-  void forget_gradients();
+  // `end_of_step`: what scale_loss() has multiplied before may not run backward any more.
+  void forget_gradients(bool end_of_step = true);
 
   const Group& group() const { return domains.home; }
 

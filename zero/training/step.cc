@@ -239,11 +239,11 @@ void Engine::write_working_parameters(bool averages) {
   table.remember();
 }
 
-void Engine::forget_gradients() {
+void Engine::forget_gradients(bool end_of_step) {
   reducer.consume();
   full_gradients.forget_rounds();
   clipping.reset();
-  passes.forget();
+  passes.forget(end_of_step);
   shards.end_update();
 }
 
@@ -256,7 +256,7 @@ void Engine::zero_grad() {
     agree(Call::kZeroGrad);
     protocol.repaired();
   }
-  forget_gradients();
+  forget_gradients(/*end_of_step=*/false);
   for (const Parameter& p : table.parameters()) p.tensor.mutable_grad().reset();
 }
 
