@@ -5,6 +5,8 @@
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -271,6 +273,22 @@ TEST(ParameterTableTest, StridesOfOneElementMayDiffer) {
   ParameterTable table(row, {torch::optim::OptimizerParamGroup(row.parameters())});
   table.remember();
   row.weight.set_data(row.weight.data().as_strided({1, 5}, {77, 1}));
+  table.verify();
+}
+
+TEST(ParameterTableTest, AFrozenParameterThatAnotherOptimizerTookIsNotOurs) {
+  struct Hook final : torch::autograd::PostAccumulateGradHook {
+    void operator()(const torch::autograd::Variable&) override {}
+  };
+  const Model model;
+  ParameterTable table(model, model.groups());
+  table.remember();
+  ASSERT_EQ(table.unmanaged().size(), 1u);
+  EXPECT_EQ(table.unmanaged()[0].name, "frozen");
+  model.frozen.requires_grad_(true);
+  torch::autograd::impl::set_post_acc_grad_hooks(model.frozen, std::make_unique<Hook>());
+  model.frozen.mutable_grad() = at::ones({4});
+  EXPECT_TRUE(table.unmanaged().empty());
   table.verify();
 }
 

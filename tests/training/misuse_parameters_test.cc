@@ -82,6 +82,33 @@ TEST(MisuseTest, AnotherOptimizersParametersMayHaveGradients) {
   });
 }
 
+TEST(MisuseTest, AParameterThatWentToAnotherOptimizerMayHaveGradients) {
+  run_ranks(2, [](const Group& group) {
+    OddModel model{1};
+    const auto sgd = [](const std::vector<at::Tensor>& of) {
+      return std::make_unique<torch::optim::SGD>(of, 0.1);
+    };
+    std::vector<at::Tensor> trained;
+    for (const at::Tensor& p : model->parameters()) {
+      if (p.requires_grad()) trained.push_back(p);
+    }
+    const std::vector<at::Tensor> head = model->left->parameters();
+    ZeroOptimizer first(*model, sgd(trained), group);
+    first.freeze(head);
+    for (const at::Tensor& p : head) p.requires_grad_(true);
+    ZeroOptimizer second(*model, sgd(head), group);
+    const at::Tensor before = model->left->weight.detach().clone();
+    first.backward(
+        model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+    first.clip_grad_norm_(1.0);
+    first.step();
+    second.step();
+    EXPECT_EQ(first.stats().steps, 1);
+    EXPECT_EQ(second.stats().steps, 1);
+    EXPECT_FALSE(model->left->weight.equal(before));
+  });
+}
+
 TEST(MisuseTest, ParameterReassigned) {
   expect_survives(stage(2), [](Rank& r) {
     r.backward(1);

@@ -211,7 +211,7 @@ std::vector<int64_t> ParameterTable::managed_by(const torch::nn::Module& module)
 std::vector<NamedTensor> ParameterTable::unmanaged() const {
   std::vector<NamedTensor> result;
   for (const NamedTensor& item : frozen_) {
-    if (!item.trainable || !is_managed(item.tensor)) result.push_back(item);
+    if (!is_managed(item.tensor)) result.push_back(item);
   }
   return result;
 }
@@ -348,7 +348,7 @@ void ParameterTable::verify() const {
                 "back and call freeze() of the optimizer instead");
   }
   for (const NamedTensor& f : frozen_) {
-    if (f.trainable) continue;
+    if (f.trainable || is_managed(f.tensor)) continue;  // another optimizer's, maybe since then
     TORCH_CHECK(!f.tensor.requires_grad() || !f.tensor.grad().defined(), "parameter ", f.name,
                 ": expected it to stay without gradients as at construction, got "
                 "requires_grad and a gradient; drop the gradient and call unfreeze() of the "
