@@ -464,6 +464,12 @@ TEST(MisuseTest, BackwardFromSomethingThatIsNoLoss) {
                    {"backward(): output 1: expected an output gradient for shape [7]"});
       expect_words(error_of_outputs({}), {"output 1: expected a tensor, got an undefined one"});
       expect_words(error_of_outputs(at::ones({})), {"output 1: expected one that requires"});
+      const std::vector<at::Tensor> two(2, at::ones({}));
+      for (const std::vector<at::Tensor>& outputs : {{}, std::vector<at::Tensor>{r.loss(1)}}) {
+        expect_words(error_soon([&] { r.optimizer->backward(outputs, two, false); }),
+                     {"backward(): expected at most one output gradient for each output, got 2 for",
+                      "outputs and gradients in one order"});
+      }
       expect_words(error_soon([&] { r.optimizer->backward(r.model->last.reshape({22})); }), words);
       expect_words(error_soon([&] { r.optimizer->backward(at::Tensor()); }), words);
     }

@@ -330,6 +330,13 @@ void BackwardPasses::begin() {
 
 void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
                                    const std::vector<at::Tensor>& output_gradients) {
+  if (output_gradients.size() > outputs.size()) {
+    parts_.protocol.check_usable();
+    parts_.protocol.throw_misuse(
+        c10::str("backward(): expected at most one output gradient for each output, got ",
+                 output_gradients.size(), " for ", outputs.size(),
+                 "; give outputs and gradients in one order"));
+  }
   const auto check = [&](size_t i, bool good, const std::string& expected, const auto& got) {
     if (good) return;
     parts_.protocol.check_usable();
