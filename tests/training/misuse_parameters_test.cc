@@ -23,7 +23,12 @@ TEST(MisuseTest, ParameterGroupAddedOrChangedAfterConstruction) {
     const Words words = {"groups as this optimizer left them",
                          "added, removed or changed from outside", "add_param_group()"};
     r.backward(1);
-    if (r.is(1)) base.add_param_group(torch::optim::OptimizerParamGroup({at::ones({3})}));
+    if (r.is(1)) {
+      base.add_param_group(torch::optim::OptimizerParamGroup({at::ones({3})}));
+      const std::string text = error_soon([&] { r.optimizer->refresh_learning_rates(); });
+      expect_words(text, words);
+      EXPECT_EQ(text.find("rank 1: refresh_learning_rates(): parameter group 2"), 0) << text;
+    }
     r.refuses_step(1, words);
     r.refuses_step(1, {"parameter group 2", "expected the 2 groups", "got 3", "(1 parameters)"});
     if (r.is(1)) base.param_groups().pop_back();

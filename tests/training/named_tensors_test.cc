@@ -178,7 +178,8 @@ TEST(NamedTensorsTest, UnusableListsAreRefused) {
                    ZeroOptimizer optimizer(named, make(false, {a}), group);
                    optimizer.wait_for(random_tensor({3}, 9));
                  }),
-                 {"expected a parameter of this optimizer"});
+                 {"rank " + std::to_string(group.rank()) +
+                  ": wait_for(): expected a parameter of this optimizer"});
   });
 }
 

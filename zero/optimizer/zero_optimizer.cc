@@ -5,11 +5,13 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <functional>
 #include <mutex>
 #include <set>
 #include <utility>
 
 #include "bookkeeping/layout.h"
+#include "zero/base/error_text.h"
 #include "zero/base/normal_tensors.h"
 #include "zero/optimizer/impl.h"
 #include "zero/optimizer/listed_module.h"
@@ -45,6 +47,17 @@ std::shared_ptr<const void> used_alone(const std::shared_ptr<SkipRule>& rule, in
             const std::lock_guard lock(mutex);
             used.erase(rule.get());
           }};
+}
+
+// Runs a part of a `call` that each rank makes alone. Its errors say which, as those of calls on
+// which ranks agree do.
+void run_alone(const Engine& engine, const char* call, const std::function<void()>& part) {
+  try {
+    part();
+  } catch (const c10::Error& error) {
+    if (is_out_of_memory(error)) throw;
+    TORCH_CHECK(false, "rank ", engine.protocol.rank(), ": ", call, "(): ", error_text(error));
+  }
 }
 
 }  // namespace
@@ -183,7 +196,8 @@ void ZeroOptimizer::refresh_learning_rates() {
   engine.protocol.fail_stop([&] {
     // A replay runs on without an error when its collectives are aborted.
     engine.comms->check();
-    engine.shards.groups().refresh_rates(param_groups_);
+    run_alone(engine, "refresh_learning_rates",
+              [&] { engine.shards.groups().refresh_rates(param_groups_); });
   });
 }
 
@@ -196,7 +210,10 @@ void ZeroOptimizer::wait_for(const torch::nn::Module& module) {
 void ZeroOptimizer::wait_for(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { engine.gathers.finish_that_of(parameter); });
+  engine.protocol.fail_stop([&] {
+    run_alone(engine, "wait_for", [&] { engine.table.index_of(parameter); });
+    engine.gathers.finish_that_of(parameter);
+  });
 }
 
 void ZeroOptimizer::zero_grad(bool) {

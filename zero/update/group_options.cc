@@ -94,10 +94,9 @@ void GroupOptions::check_captured_rates(const ParamGroups& groups) const {
 
 void GroupOptions::refresh_rates(const ParamGroups& groups) {
   check(groups);
-  TORCH_CHECK(
-      !is_capturing(device_),
-      "refresh_learning_rates(): expected no capture in a CUDA graph, which would send these "
-      "learning rates with each replay; call it before the capture, or before a replay");
+  TORCH_CHECK(!is_capturing(device_),
+              "expected no capture in a CUDA graph, which would send these "
+              "learning rates with each replay; call it before the capture, or before a replay");
   push(groups);
   send_rates();
 }

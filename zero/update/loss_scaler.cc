@@ -9,9 +9,10 @@
 
 namespace zero {
 
-LossScaler::LossScaler(const LossScalerOptions& options, int64_t max_skipped)
+LossScaler::LossScaler(const LossScalerOptions& options, int64_t max_skipped, int rank)
     : options_(options),
       max_skipped_(max_skipped),
+      rank_(rank),
       dynamic_(true),
       scale_(options.initial_scale()),
       hysteresis_left_(options.hysteresis()) {
@@ -49,8 +50,8 @@ void LossScaler::update(bool skipped) {
   good_steps_ = 0;
   if (scale_ <= options_.min_scale()) {
     ++skipped_at_min_;
-    TORCH_CHECK(max_skipped_ == 0 || skipped_at_min_ <= max_skipped_,
-                "loss scaler: ", skipped_at_min_,
+    TORCH_CHECK(max_skipped_ == 0 || skipped_at_min_ <= max_skipped_, "rank ", rank_,
+                ": loss scaler: ", skipped_at_min_,
                 " steps in a row were skipped for non-finite gradients at the minimum scale ",
                 options_.min_scale(), "; expected at most ", max_skipped_,
                 ", ZeroOptions::max_skipped_in_a_row. The model has diverged or its inputs "

@@ -22,7 +22,7 @@ class LossScaler {
   // `max_skipped` is ZeroOptions::max_skipped_in_a_row. Throws c10::Error for a scale that is not
   // positive and finite, a growth factor below 1, a backoff factor outside (0, 1), an interval or
   // hysteresis below 1, or min_scale > initial_scale or initial_scale > max_scale.
-  explicit LossScaler(const LossScalerOptions& options, int64_t max_skipped = 0);
+  explicit LossScaler(const LossScalerOptions& options, int64_t max_skipped = 0, int rank = 0);
 
   bool dynamic() const { return dynamic_; }
   double scale() const { return scale_; }
@@ -45,6 +45,7 @@ class LossScaler {
  private:
   LossScalerOptions options_;
   int64_t max_skipped_ = 0;
+  int rank_ = 0;
   bool dynamic_ = false;
   double scale_ = 1.0;
   int64_t good_steps_ = 0;

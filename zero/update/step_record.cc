@@ -10,12 +10,11 @@
 namespace zero {
 namespace {
 
-LossScaler make_scaler(bool any_half, const ZeroOptions& options) {
-  if (options.loss_scaler())
-    return LossScaler(*options.loss_scaler(), options.max_skipped_in_a_row());
+LossScaler make_scaler(bool any_half, const ZeroOptions& options, int rank) {
   // A scale that never learns of an overflow would only grow.
-  if (!options.skip_nonfinite()) return {};
-  return any_half ? LossScaler(LossScalerOptions(), options.max_skipped_in_a_row()) : LossScaler();
+  if (!options.loss_scaler() && (!options.skip_nonfinite() || !any_half)) return {};
+  return LossScaler(options.loss_scaler().value_or(LossScalerOptions()),
+                    options.max_skipped_in_a_row(), rank);
 }
 
 }  // namespace
@@ -26,7 +25,7 @@ StepRecord::StepRecord(const ZeroOptions& options, bool any_half, bool deferred,
       deferred_(deferred),
       device_(device),
       reducer_(reducer),
-      scaler_(make_scaler(any_half, options)),
+      scaler_(make_scaler(any_half, options, rank)),
       counts_(deferred ? std::optional<at::Device>(device) : std::nullopt),
       skip_watch_(options.max_skipped_in_a_row(), rank) {
   reducer_.set_scale(1.0 / scaler_.scale());
