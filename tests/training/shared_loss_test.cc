@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
 
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -158,6 +159,34 @@ TEST(SharedLossTest, AScaleThatHasShrunkIsRefused) {
       net->optimizer->zero_grad();
     }
     b.expect_all(1);
+  });
+}
+
+// As the error says: two runs that are resumed with one constant scale.
+TEST(SharedLossTest, AConstantScaleIsThatOfALoadedOptimizerToo) {
+  const std::string parent = ::testing::TempDir() + "/shared_loss";
+  std::filesystem::remove_all(parent);
+  on_ranks([&](const Group& group) {
+    {
+      Net a(group, at::kHalf), b(group, at::kHalf);
+      a.optimizer->backward(a.loss(0.25) + b.loss(1e6));
+      int number = 0;
+      for (Net* net : {&a, &b}) {
+        net->optimizer->step();
+        net->optimizer->save_checkpoint(parent + "/" + std::to_string(number++),
+                                        SaveOptions().overwrite(true));
+      }
+    }
+    Net a(group, at::kHalf, constant_scale(1024)), b(group, at::kHalf, constant_scale(1024));
+    int number = 0;
+    for (Net* net : {&a, &b}) {
+      net->optimizer->load_checkpoint(parent + "/" + std::to_string(number++));
+      EXPECT_EQ(net->optimizer->loss_scale(), 1024);
+    }
+    a.optimizer->backward(a.loss(0.25) + b.loss(0.5));
+    for (Net* net : {&a, &b}) net->optimizer->step();
+    a.expect_all(0.5);
+    b.expect_all(0.5);
   });
 }
 

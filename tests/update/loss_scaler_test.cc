@@ -100,6 +100,23 @@ TEST(LossScalerTest, StateKeepsTheCountAtTheMinimum) {
   EXPECT_THROW(after.update(true), c10::Error);
 }
 
+// The options of a resumed run may be others.
+TEST(LossScalerTest, ALoadedScaleIsMovedBetweenItsBounds) {
+  const auto options = LossScalerOptions().initial_scale(8).min_scale(4).growth_interval(1);
+  LossScaler scaler(LossScalerOptions(options).max_scale(16)),
+      constant(LossScalerOptions(options).min_scale(8).max_scale(8));
+  for (const auto& [loaded, expected] :
+       std::vector<std::pair<double, double>>{{65536, 16}, {16, 16}, {5, 5}, {1, 4}}) {
+    LossScaler::State state;
+    state.scale = loaded;
+    scaler.set_state(state);
+    constant.set_state(state);
+    EXPECT_EQ(scaler.scale(), expected);
+    EXPECT_EQ(constant.scale(), 8);
+  }
+  EXPECT_EQ(scales(constant, ".x.x"), Scales(4, 8.0));
+}
+
 TEST(LossScalerTest, RefusesStatesAndOptionsThatMakeNoScale) {
   LossScaler scaler{LossScalerOptions()};
   const double nan = std::numeric_limits<double>::quiet_NaN();

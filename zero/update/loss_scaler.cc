@@ -68,7 +68,7 @@ void LossScaler::set_state(const State& state) {
   TORCH_CHECK(std::isfinite(state.scale) && state.scale > 0,
               "loss scaler: expected a positive, finite scale, got ", state.scale);
   if (!dynamic_) return;
-  scale_ = state.scale;
+  scale_ = std::clamp(state.scale, options_.min_scale(), options_.max_scale());
   good_steps_ = state.good_steps;
   hysteresis_left_ = state.hysteresis_left;
   skipped_at_min_ = state.skipped_at_min;

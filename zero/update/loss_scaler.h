@@ -39,7 +39,8 @@ class LossScaler {
     int64_t skipped_at_min = 0;   // in a row
   };
   State state() const { return {scale_, good_steps_, hysteresis_left_, skipped_at_min_}; }
-  // Throws c10::Error when the scale in `state` is not positive and finite.
+  // Moves the scale in `state` between min_scale and max_scale, which need not be those that it was
+  // saved with. Throws c10::Error when it is not positive and finite.
   void set_state(const State& state);
 
  private:
