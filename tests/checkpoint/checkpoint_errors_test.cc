@@ -434,6 +434,30 @@ TEST(TwoOptimizersTest, EachSavesAndLoadsItsOwnPartOfAModule) {
   }
 }
 
+TEST(TwoOptimizersTest, WhatWentFromOneToTheOtherIsLeftToTheOther) {
+  const std::string parent = fresh_folder("transfer");
+  run_ranks(2, [&](const Group& group) {
+    TwoParts model(1);
+    ZeroOptimizer of_a(
+        model,
+        std::make_unique<torch::optim::AdamW>(std::vector<at::Tensor>{model.a, model.b}, 0.1),
+        group);
+    of_a.freeze({model.b});
+    model.b.requires_grad_(true);
+    ZeroOptimizer of_b(model, adam_of(model.b), group);
+    model.train(of_a, of_b, 1);
+    of_a.save_checkpoint(parent + "/a");
+    of_a.refresh_master_parameters();
+    model.train(of_a, of_b, 1);
+    const at::Tensor b = model.b.detach().clone();
+    of_a.load_checkpoint(parent + "/a");
+    EXPECT_TRUE(model.b.equal(b));
+    model.train(of_a, of_b, 1);
+    EXPECT_EQ(of_a.stats().steps, 2);
+    EXPECT_EQ(of_b.stats().steps, 3);
+  });
+}
+
 TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
   const std::string folder = fresh_folder("groups") + "/a";
   run_ranks(kRanks, [&](const Group& group) {
