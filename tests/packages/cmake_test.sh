@@ -35,6 +35,8 @@ unset CMAKE_PREFIX_PATH
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
+# What grep -q reads here comes from <(): in a pipe its early end is the end of the writer, by SIGPIPE,
+# and with pipefail a failure.
 say() { echo "--- $*"; }
 die() { echo "cmake_test: $*" >&2; exit 1; }
 configure() { cmake -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG= "$@" > "$work/log" || { cat "$work/log"; return 1; }; }
@@ -67,7 +69,7 @@ if [[ $flavour == cuda ]]; then
     cmake --install "$build/cuda" --prefix "$work/$shared" > /dev/null
     train_with "$work/$shared" "$work/$shared-project"
     if compgen -G "$(realpath "${TORCH_PATH:-.}")/../nvidia/*/lib/libcudart.so.*" > /dev/null; then
-      ldd "$work/$shared-project/build/trainer" | grep -q 'libcudart.* => .*/nvidia/' || die "the program does not load the CUDA runtime of the wheel"
+      grep -q 'libcudart.* => .*/nvidia/' <(ldd "$work/$shared-project/build/trainer") || die "the program does not load the CUDA runtime of the wheel"
     fi
   done
   exit
@@ -137,7 +139,7 @@ for kind in static shared; do
   diff <(cd "$prefix/include/zero-0" && find . -name '*.h' -printf '%P\n' | sort) <(public_headers) || die "other headers are installed than the public ones"
   train_with "$prefix" "$work/$kind-project"
   if [[ $kind == shared ]]; then
-    readelf -d "$work/shared-project/build/trainer" | grep -q 'libzero\.so\.0\.' || die "the program does not load libzero.so"
+    grep -q 'libzero\.so\.0\.' <(readelf -d "$work/shared-project/build/trainer") || die "the program does not load libzero.so"
   fi
 done
 
@@ -154,7 +156,7 @@ fi
 say "another version"
 refuses() {
   ! cmake "${@:2}" > "$work/log" 2>&1 || die "expected to be refused: $1"
-  tr -s '\n ' ' ' < "$work/log" | grep -qF "$1" || { cat "$work/log"; die "expected the message: $1"; }
+  grep -qF "$1" <(tr -s '\n ' ' ' < "$work/log") || { cat "$work/log"; die "expected the message: $1"; }
   echo "$1"
 }
 project "$work/newer" "s|zero 0.1|zero 0.2|"
