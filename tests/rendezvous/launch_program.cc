@@ -186,6 +186,7 @@ int main(int argc, char** argv) {
   const bool short_grace = scene == "stubborn" || scene.starts_with("save");
   options.grace = std::chrono::milliseconds(short_grace ? 300 : 10000);
   if (scene.starts_with("save")) options.signal_grace = std::chrono::minutes(1);
+  if (scene == "save") options.signal_grace = std::chrono::milliseconds::max();
   if (scene == "interrupt") options.signal_grace = std::chrono::milliseconds(300);
   options.replacements = scene == "replace" ? 2 : scene == "early" || scene == "interrupt" ? 1 : 0;
   options.survivors_go_on = options.replacements > 0 || scene == "save_without";

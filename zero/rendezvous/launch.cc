@@ -301,7 +301,7 @@ class Parent {
   }
 
   void kill_within(std::chrono::milliseconds grace) {
-    kill_at_ = std::min(kill_at_, Clock::now() + grace);
+    kill_at_ = std::min(kill_at_, Clock::now() + std::min(grace, kLongestTimeout));
   }
 
   void wait_for_output() {
