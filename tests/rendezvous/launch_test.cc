@@ -238,7 +238,7 @@ TEST(LaunchTest, SigtermAndSighupReachTheRanks) {
   }
 }
 
-// The grace of the scenes is 0.3 s, that after a signal a minute.
+// The grace of the scenes is 0.3 s, that after a signal a minute and more.
 TEST(LaunchTest, RanksHaveTimeToSaveAfterASignal) {
   for (const auto& [scene, expected] :
        {std::pair{"save", 0}, std::pair{"save_fail", 7}, std::pair{"save_without", 0}}) {
