@@ -122,10 +122,19 @@ if(ZERO_CUDA)
   target_sources(zero PRIVATE $<TARGET_OBJECTS:zero_cuda_objects>)
   target_link_libraries(zero PRIVATE zero::torch_cuda)
 endif()
-# Before version 1 every minor version may change interfaces. libtorch is named although the link
-# path has it: CMake leaves out folders within the sources, where bazelw puts it.
+# libtorch and the CUDA runtime beside it are named although the link path has them: CMake leaves out
+# folders within the sources, where bazelw puts them.
+set(run_path "${ZERO_TORCH_ROOT}/lib")
+if(ZERO_CUDA)
+  zero_find_cudart(cudart "${ZERO_TORCH_ROOT}")
+  if(cudart)
+    cmake_path(GET cudart PARENT_PATH folder_of_cudart)
+    list(APPEND run_path "${folder_of_cudart}")
+  endif()
+endif()
+# Before version 1 every minor version may change interfaces.
 set_target_properties(zero PROPERTIES LINKER_LANGUAGE CXX
-  INSTALL_RPATH "${ZERO_TORCH_ROOT}/lib" INSTALL_RPATH_USE_LINK_PATH ON
+  INSTALL_RPATH "${run_path}" INSTALL_RPATH_USE_LINK_PATH ON
   VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 
 # The public headers, in a folder of links: a project with add_subdirectory sees what is installed,
