@@ -542,6 +542,15 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
     o.placement(0, GroupPlacement().replicated_over(mesh.group({"ep"})));
   };
   expect_refused(t, "mesh_group()");
+  // All ranks share everything, in another order on rank 1: it would wait for a place that is
+  // taken.
+  t = {"", {{"s", 4}}, {"s"}, {"s"}, {{"a", {7, 5}}}, {}};
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    std::vector<int> order{0, 1, 2, 3};
+    if (mesh.all().rank() == 1) std::swap(order[0], order[1]);
+    o.placement(0, GroupPlacement().sharded_over(mesh.all().subgroup(order, "every")));
+  };
+  expect_refused(t, "in the order of ranks");
   // Copies of groups {0, 1} and {2, 3}: of all parameters, or of some.
   t = topologies()[0];
   for (const bool all : {true, false}) {

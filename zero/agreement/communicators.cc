@@ -148,9 +148,9 @@ struct Membership {
 };
 
 std::string word_of(const Group& group) {
-  std::string text = group.name();
-  for (const int rank : group.global_ranks()) text += "/" + std::to_string(rank);
-  return std::to_string(std::hash<std::string>()(text));
+  const auto [name, ranks] = key_of(group);
+  const Fingerprint words = fingerprint_of(c10::str(name, "/", ranks));
+  return c10::str(words[0], "/", words[2]);
 }
 
 // `table[r]` has the domains of rank r of the mesh. Returns what is wrong with those of this rank;
@@ -160,10 +160,11 @@ std::string problem_of_groups(const ShardDomains& all,
   constexpr const char* kAdvice =
       "; take both groups from dimensions of one Mesh, or list the ranks of all groups in one "
       "order";
-  const std::vector<int>& mesh = all.mesh.global_ranks();
+  std::map<int, size_t> row_of;
+  for (const int rank : all.mesh.global_ranks()) row_of.emplace(rank, row_of.size());
   for (size_t d = 0; d < all.list.size(); ++d) {
     const auto of = [&](int rank) {
-      const auto& row = table[std::ranges::find(mesh, rank) - mesh.begin()];
+      const auto& row = table[row_of.at(rank)];
       return d < row.size() ? row[d] : Membership();
     };
     const Group& group = all.list[d].group;
@@ -183,7 +184,7 @@ std::string problem_of_groups(const ShardDomains& all,
                         "\"), got another group on rank ", rank,
                         "; give parameter groups and placements in one order on all ranks");
       }
-      if (joined[other.replicas] != joined[own.replicas]) {
+      if (other.replicas != own.replicas && joined[other.replicas] != joined[own.replicas]) {
         return c10::str("replicated_over(): expected all ranks of sharded_over(\"", group.name(),
                         "\") to have copies in the same groups, got others of rank ", here,
                         " than of rank ", rank, kAdvice);

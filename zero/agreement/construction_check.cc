@@ -6,10 +6,11 @@
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
-#include <functional>
+#include <algorithm>
 #include <string>
 #include <vector>
 
+#include "zero/agreement/used_flags.h"
 #include "zero/base/error_text.h"
 #include "zero/comm/row_communicator.h"
 
@@ -24,24 +25,22 @@ std::string join(const std::vector<std::string>& lines) {
 
 constexpr char kEnd[] = "(nothing more)";
 
-// Returns whether `value` is the same on all ranks. Collective.
-bool same_everywhere(Communicator& communicator, int64_t value) {
-  at::Tensor message = at::empty({2}, at::TensorOptions().dtype(at::kLong));
-  auto* words = message.mutable_data_ptr<int64_t>();
-  words[0] = value;
-  words[1] = -value;
+// Returns whether `own` is the same on all ranks. Collective.
+bool same_everywhere(Communicator& communicator, const Fingerprint& own) {
+  at::Tensor message = at::empty({kFingerprintWords}, at::TensorOptions().dtype(at::kInt));
+  std::ranges::copy(own, message.mutable_data_ptr<int32_t>());
   communicator.all_reduce_max(message, "search for different arguments").wait();
-  return words[0] == -words[1];
+  return all_equal(message.const_data_ptr<int32_t>());
 }
 
-// Hashes of the first 0, 1, ... lines.
-std::vector<int64_t> hashes_of_prefixes(const std::vector<std::string>& lines) {
-  std::vector<int64_t> hashes{0};
+// Of the first 0, 1, ... lines.
+std::vector<Fingerprint> fingerprints_of_prefixes(const std::vector<std::string>& lines) {
+  std::vector<Fingerprint> prefixes{{}};
   for (const std::string& line : lines) {
-    const std::string chained = std::to_string(hashes.back()) + "/" + line;
-    hashes.push_back(static_cast<int64_t>(std::hash<std::string>()(chained) >> 2));
+    const Fingerprint& before = prefixes.back();
+    prefixes.push_back(fingerprint_of(c10::str(before[0], "/", before[2], "/", line)));
   }
-  return hashes;
+  return prefixes;
 }
 
 [[noreturn]] void throw_problem(Communicator& communicator, const std::string& problem) {
@@ -64,12 +63,12 @@ std::vector<int64_t> hashes_of_prefixes(const std::vector<std::string>& lines) {
   at::Tensor longest = at::full({1}, static_cast<int64_t>(lines.size()), at::kLong);
   communicator.all_reduce_max(longest, "number of arguments at construction").wait();
   lines.resize(static_cast<size_t>(longest.item<int64_t>()), kEnd);
-  const std::vector<int64_t> hashes = hashes_of_prefixes(lines);
+  const std::vector<Fingerprint> prefixes = fingerprints_of_prefixes(lines);
   // The first `same` lines are equal on all ranks, and of the first `different` some is not.
   size_t same = 0, different = lines.size();
   while (different - same > 1) {
     const size_t middle = same + (different - same) / 2;
-    (same_everywhere(communicator, hashes[middle]) ? same : different) = middle;
+    (same_everywhere(communicator, prefixes[middle]) ? same : different) = middle;
   }
   const auto all = communicator.all_gather_text(lines[same], "arguments at construction");
   std::string got;
@@ -97,15 +96,13 @@ void check_construction(Communicator& communicator, const std::string& problem,
     TORCH_CHECK(problem.empty(), "rank 0: ", problem);
     return;
   }
-  const auto hash = static_cast<int64_t>(std::hash<std::string>()(join(lines)) >> 2);
-  at::Tensor message = at::empty({3}, at::TensorOptions().dtype(at::kLong));
-  auto* words = message.mutable_data_ptr<int64_t>();
+  at::Tensor message = at::empty({1 + kFingerprintWords}, at::TensorOptions().dtype(at::kInt));
+  auto* words = message.mutable_data_ptr<int32_t>();
   words[0] = problem.empty() ? 0 : 1;
-  words[1] = hash;
-  words[2] = -hash;
+  std::ranges::copy(fingerprint_of(join(lines)), words + 1);
   communicator.all_reduce_max(message, "check of arguments at construction").wait();
   if (words[0] != 0) throw_problem(communicator, problem);
-  if (words[1] != -words[2]) throw_difference(communicator, lines);
+  if (!all_equal(words + 1)) throw_difference(communicator, lines);
 }
 
 }  // namespace zero

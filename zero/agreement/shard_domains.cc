@@ -105,10 +105,14 @@ std::vector<std::string> ShardDomains::describe() const {
   std::vector<std::string> lines;
   for (size_t g = 0; g < of_group.size(); ++g) {
     const ShardDomain& d = list[of_group[g]];
+    // A group of the whole mesh is the same on all ranks, and so is the order of its ranks.
+    const bool ordered =
+        d.group.world_size() == mesh.world_size() && key_of(d.group) != key_of(mesh);
     lines.push_back("placement of parameter group " + std::to_string(g) + ": shared by " +
                     std::to_string(d.group.world_size()) + " ranks, copies on " +
                     std::to_string(ranks_of(d.replicas)) + ", averaged over " +
-                    std::to_string(d.averaged_over) + ", domain " + std::to_string(of_group[g]));
+                    std::to_string(d.averaged_over) + ", domain " + std::to_string(of_group[g]) +
+                    (ordered ? c10::str(", in the order of ranks ", d.group.global_ranks()) : ""));
   }
   return lines;
 }
