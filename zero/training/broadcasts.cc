@@ -2,7 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/training/broadcasts.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <sstream>
@@ -11,11 +13,24 @@
 #include "zero/memory/whole_tensor.h"
 
 namespace zero {
+namespace {
+
+// A message takes as long as copying this much.
+constexpr int64_t kSmallBytes = int64_t{256} << 10;
+constexpr int64_t kTogetherBytes = int64_t{4} << 20;
+
+// Where every dtype may begin.
+int64_t aligned(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+bool is_alone(const DomainCommunicators& comms) {
+  return comms.data->world_size() == 1 && comms.replicas == nullptr;
+}
+
+}  // namespace
 
 void Broadcasts::send(const at::Tensor& tensor, const DomainCommunicators& comms,
                       const char* what) const {
-  const bool alone = comms.data->world_size() == 1 && comms.replicas == nullptr;
-  if (tensor.numel() == 0 || alone) return;
+  if (tensor.numel() == 0 || is_alone(comms)) return;
   at::NoGradGuard no_grad;
   // A transport between devices takes no host memory, such as a counter in a buffer.
   const c10::Device device = arena_.device();
@@ -42,7 +57,51 @@ void Broadcasts::parameters() const {
 }
 
 void Broadcasts::over_home(const std::vector<NamedTensor>& tensors, const char* what) const {
-  for (const NamedTensor& item : tensors) send(item.tensor, comms_.home, what);
+  if (is_alone(comms_.home)) return;
+  std::vector<at::Tensor> small;
+  int64_t bytes = 0;
+  const auto send_small = [&] {
+    send_together(small, bytes, what);
+    small.clear();
+    bytes = 0;
+  };
+  for (const NamedTensor& item : tensors) {
+    const auto needed = static_cast<int64_t>(item.tensor.nbytes());
+    if (needed > kSmallBytes) {
+      send(item.tensor, comms_.home, what);
+      continue;
+    }
+    if (needed == 0) continue;
+    if (bytes + aligned(needed) > kTogetherBytes) send_small();
+    small.push_back(item.tensor);
+    bytes += aligned(needed);
+  }
+  send_small();
+}
+
+void Broadcasts::send_together(const std::vector<at::Tensor>& tensors, int64_t bytes,
+                               const char* what) const {
+  if (bytes == 0) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor all = at::empty({bytes}, at::TensorOptions(arena_.device()).dtype(at::kByte));
+  std::vector<at::Tensor> parts;  // of `all`, each with the dtype and shape of its tensor
+  int64_t begin = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const auto needed = static_cast<int64_t>(tensor.nbytes());
+    parts.push_back(all.narrow(0, begin, needed).view(tensor.scalar_type()).view(tensor.sizes()));
+    parts.back().copy_(tensor.detach());
+    begin += aligned(needed);
+  }
+  send(all, comms_.home, what);
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    if (!tensors[t].is_contiguous()) {
+      overwrite(tensors[t], parts[t]);
+      continue;
+    }
+    // Versions stay, as when a tensor of its own is received: a graph may have saved it.
+    const at::AutoDispatchBelowADInplaceOrView same_version;
+    tensors[t].detach().copy_(parts[t]);
+  }
 }
 
 std::string shapes_of(const std::vector<NamedTensor>& tensors) {

@@ -28,11 +28,14 @@ class Broadcasts {
 
   // Collective. All managed parameters, each within its domain.
   void parameters() const;
-  // Collective over the home group. `what` is named in errors.
+  // Collective over the home group. `what` is named in errors. Small tensors, of which a model has
+  // many, travel together.
   void over_home(const std::vector<NamedTensor>& tensors, const char* what) const;
 
  private:
   void send(const at::Tensor& tensor, const DomainCommunicators& comms, const char* what) const;
+  // Over the home group, in one message of `bytes`: tensors, each padded to what aligns the next.
+  void send_together(const std::vector<at::Tensor>& tensors, int64_t bytes, const char* what) const;
 
   const WorkingArena& arena_;
   OptimizerCommunicators& comms_;
