@@ -201,10 +201,12 @@ int64_t ParameterTable::index_of(const at::Tensor& tensor) const {
 
 std::vector<int64_t> ParameterTable::managed_by(const torch::nn::Module& module) const {
   std::vector<int64_t> result;
-  for (const at::Tensor& tensor : module.parameters()) {
-    const int64_t index = find(tensor);
-    if (index >= 0) result.push_back(index);
-  }
+  module.apply([&](const torch::nn::Module& part) {
+    for (const auto& item : OwnParameters::of(part)) {
+      const int64_t index = find(item.value());
+      if (index >= 0) result.push_back(index);
+    }
+  });
   return result;
 }
 

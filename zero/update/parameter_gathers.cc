@@ -110,6 +110,8 @@ void ParameterGathers::finish_that_of(const at::Tensor& parameter) {
 }
 
 void ParameterGathers::finish_those_of(const torch::nn::Module& module) {
+  // Each layer of a forward pass asks, and most of them when all is there.
+  if (std::ranges::none_of(gathers_, [](const Pending& gather) { return gather.valid(); })) return;
   for (const int64_t parameter : table_.managed_by(module)) {
     for (const int64_t b : plan_.parameter_buckets[parameter]) gathers_[b].wait();
   }
