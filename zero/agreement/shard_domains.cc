@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 
 #include "zero/comm/group_order.h"
@@ -16,15 +18,28 @@ namespace {
 
 int64_t ranks_of(const std::optional<Group>& group) { return group ? group->world_size() : 1; }
 
-void check_within_mesh(const Group& group, const Group& mesh, const std::string& where) {
-  const std::vector<int>& all = mesh.global_ranks();
-  for (const int rank : group.global_ranks()) {
-    TORCH_CHECK(std::find(all.begin(), all.end(), rank) != all.end(), where,
-                ": expected groups of ranks of the mesh, got group \"", group.name(),
-                "\" with rank ", rank, ", which is not in group \"", mesh.name(),
-                "\"; give mesh_group() all ranks that train the model together");
+class MeshRanks {
+ public:
+  explicit MeshRanks(const Group& mesh)
+      : mesh_(mesh), ranks_(mesh.global_ranks().begin(), mesh.global_ranks().end()) {}
+
+  // Parameter groups, of which there may be thousands, share groups of ranks: each is looked at
+  // once.
+  void check_has(const Group& group, const std::string& where) {
+    if (!known_.insert(key_of(group)).second) return;
+    for (const int rank : group.global_ranks()) {
+      TORCH_CHECK(ranks_.contains(rank), where,
+                  ": expected groups of ranks of the mesh, got group \"", group.name(),
+                  "\" with rank ", rank, ", which is not in group \"", mesh_.name(),
+                  "\"; give mesh_group() all ranks that train the model together");
+    }
   }
-}
+
+ private:
+  const Group& mesh_;
+  std::unordered_set<int> ranks_;
+  std::set<GroupKey> known_;
+};
 
 // An element that two ranks own and hold copies of would be averaged twice.
 void check_disjoint(const Group& group, const Group& replicas, const std::string& where) {
@@ -44,9 +59,10 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
                           int64_t parameter_groups) {
   ShardDomains domains{
       group, options.mesh_group().value_or(group), {}, {}, {}, true, options.two_level()};
-  check_within_mesh(group, domains.mesh, "optimizer");
+  MeshRanks mesh(domains.mesh);
+  mesh.check_has(group, "optimizer");
   if (const auto& parts = options.tensor_parts()) {
-    check_within_mesh(parts->group, domains.mesh, "tensor_parts()");
+    mesh.check_has(parts->group, "tensor_parts()");
     TORCH_CHECK(parts->dimension != nullptr,
                 "tensor_parts(): expected a function that returns dimensions, got none");
   }
@@ -63,9 +79,9 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
     const std::string where = "placement of parameter group " + std::to_string(g);
     ShardDomain domain{placement.sharded_over().value_or(group), placement.replicated_over(), 0};
     if (ranks_of(domain.replicas) == 1) domain.replicas.reset();
-    check_within_mesh(domain.group, domains.mesh, where);
+    mesh.check_has(domain.group, where);
     if (domain.replicas) {
-      check_within_mesh(*domain.replicas, domains.mesh, where);
+      mesh.check_has(*domain.replicas, where);
       check_disjoint(domain.group, *domain.replicas, where);
     }
     TORCH_CHECK(placement.averaged_over() >= 0, where,
