@@ -91,6 +91,10 @@ struct Pair {
       const ScalarType dtype = array == kWorking ? working_dtype : ScalarType::Float;
       Buffer values = ordinary(numel, dtype, static_cast<uint32_t>(array));
       float* floats = values.as<float>();
+      // In every other block the scale of a stored average is above 1.
+      for (int64_t i = 0; array != 0 && array != kWorking && i < numel; ++i) {
+        if (i / kStateBlock % 2 == 1) floats[i] *= 1024.0F;
+      }
       for (int64_t i = 0; (array == 2 || array == 3) && i < numel; ++i) {
         floats[i] = i % 11 == 0 ? 0.0F : floats[i] * floats[i];
       }
