@@ -323,6 +323,32 @@ TEST(CallOrderTest, ClippingWithoutGradientsThrows) {
   });
 }
 
+TEST(CallOrderTest, WrongClipsByValueAreRefusedOnAllRanks) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    run_ranks(world_size, [](const Group& group) {
+      Rank r(group, options_of(2));
+      const bool bad = group.rank() == group.world_size() - 1;
+      const auto clip = [&](double value) {
+        return error_of([&] { r.optimizer->clip_grad_value_(value); });
+      };
+      expect_words(clip(1.0), {"clip_grad_value_()", "no backward pass", "before step()"});
+      r.backward(1.0);
+      for (const double value : {0.0, -1.0, std::nan("")}) {
+        expect_words(clip(bad ? value : 1.0), {"clip_value: expected a number above 0"});
+      }
+      if (group.world_size() > 1) {
+        expect_words(clip(bad ? 2.0 : 1.0), {"clip_grad_value_() with clip_value 1",
+                                             "clip_grad_value_() with clip_value 2"});
+      }
+      EXPECT_EQ(clip(0.25), "");
+      expect_words(error_of([&] { r.backward(1.0); }), {"backward() between a clip and step()"});
+      EXPECT_NE(error_of([&] { r.optimizer->step(); }), "");
+      r.optimizer->step();
+      EXPECT_EQ(r.model.parameters()[4][0].item<double>(), 3.75);
+    });
+  }
+}
+
 TEST(CallOrderTest, PlainBackwardWithoutTheLossScaleThrows) {
   for (const int world_size : {1, 2, 3}) {
     run_ranks(world_size, [](const Group& group) {
