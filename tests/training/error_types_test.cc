@@ -3,12 +3,10 @@
 //
 // Which errors are a CommunicationError, as zero/errors.h promises, on the rank that has one and on
 // the others; and loops that catch nothing else.
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Allocator.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
-#include <torch/optim/sgd.h>
 
 #include <array>
 #include <atomic>
@@ -166,35 +164,6 @@ TEST(ErrorTypesTest, AFileThatOneRankCannotWriteIsNoCommunicationErrorOnAnyRank)
   });
 }
 
-TEST(ErrorTypesTest, ARankThatEndedIsACommunicationErrorInEveryCallOfTheOthers) {
-  on_each([](Rank& r, bool different) {
-    if (r.group.world_size() == 1) return;
-    if (different) {
-      r.optimizer.reset();
-      return;
-    }
-    EXPECT_EQ(kind_of([&] { r.train(); }), Kind::kCommunication);
-    ZeroOptimizer& o = *r.optimizer;
-    const std::vector<std::function<void()>> calls = {
-        [&] { r.backward(); },
-        [&] { r.loss().backward(); },
-        [&] { o.step(); },
-        [&] { o.zero_grad(); },
-        [&] { o.clip_grad_norm_(1.0); },
-        [&] { o.clip_grad_value_(1.0); },
-        [&] { o.master(r.model->scale); },
-        [&] { o.broadcast_buffers(); },
-        [&] { o.save_checkpoint("nowhere"); },
-        [&] { o.load_checkpoint("nowhere"); },
-        [&] { o.freeze({r.model->scale}); },
-        [&] { auto guard = o.no_sync(); },
-    };
-    for (size_t i = 0; i < calls.size(); ++i) {
-      EXPECT_EQ(kind_of(calls[i]), Kind::kCommunication) << "call " << i;
-    }
-  });
-}
-
 // Whichever call it is that notices the end of another rank.
 TEST(ErrorTypesTest, EachCallThatNoticesTheEndOfARankThrowsACommunicationError) {
   const std::vector<std::function<void(Rank&)>> calls = {
@@ -217,26 +186,6 @@ TEST(ErrorTypesTest, EachCallThatNoticesTheEndOfARankThrowsACommunicationError) 
               },
               {.transport = kRealTransport});
   }
-}
-
-TEST(ErrorTypesTest, ARankThatDoesNotAnswerIsACommunicationError) {
-  at_2_and_3_ranks([](int world_size) {
-    std::latch done(world_size - 1);
-    run_ranks(
-        world_size,
-        [&](const Group& group) {
-          Rank r(group);
-          r.train();
-          r.backward();
-          if (group.rank() == world_size - 1) {
-            done.wait();
-            return;
-          }
-          EXPECT_EQ(kind_of([&] { r.optimizer->step(); }), Kind::kCommunication);
-          done.count_down();
-        },
-        with_timeout(milliseconds(2000)));
-  });
 }
 
 TEST(ErrorTypesTest, ARankThatDoesNotConnectIsACommunicationError) {
@@ -281,46 +230,6 @@ TEST(ErrorTypesTest, OperationsOfACommunicatorThatFailedAreCommunicationErrors) 
                           Kind::kOwn);
               },
               {.transport = kRealTransport});
-  }
-}
-
-// p -= grad / 10, unless it is to throw.
-class Interrupted : public torch::optim::Optimizer {
- public:
-  Interrupted(std::vector<at::Tensor> parameters, bool throws)
-      : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
-                  std::make_unique<torch::optim::SGDOptions>(0.1)),
-        throws_(throws) {}
-  at::Tensor step(LossClosure) override {
-    TORCH_CHECK(!throws_, "no more sugar");
-    return {};
-  }
-
- private:
-  const bool throws_;
-};
-
-TEST(ErrorTypesTest, ARanksOwnFailureWithinAStepIsACommunicationErrorOnTheOthersAlone) {
-  for (const int world_size : {1, 2, 3}) {
-    for (int different = 0; different < world_size; ++different) {
-      run_ranks(world_size,
-                [&](const Group& group) {
-                  const bool here = group.rank() == different;
-                  OddModel model(1);
-                  ZeroOptimizer optimizer(*model,
-                                          std::make_unique<Interrupted>(model->parameters(), here),
-                                          group, ZeroOptions().elementwise(true));
-                  const auto step = [&] {
-                    optimizer.backward(model->loss(random_tensor({3, 17}, 1),
-                                                   random_tensor({3, 11}, 2), OddModelImpl::kAll));
-                    optimizer.step();
-                  };
-                  for (int i = 0; i < 2; ++i) {
-                    EXPECT_EQ(kind_of(step), here ? Kind::kOwn : Kind::kCommunication);
-                  }
-                },
-                {.transport = kRealTransport});
-    }
   }
 }
 

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// No rank waits for ever: a rank that is stuck, ends or is killed becomes an
-// error on the others within the timeout and a second, which names what was
+// No rank waits for ever: a rank that is stuck, ends or is killed becomes a
+// CommunicationError on the others within the timeout and a second, which names what was
 // waited for and who is missing. Afterwards the optimizer refuses further use.
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
@@ -23,6 +23,7 @@
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/checkpoint_options.h"
+#include "zero/errors.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -36,6 +37,22 @@ constexpr milliseconds kTimeout{2000};
 // The promise is the timeout and a second, half of which error_within() adds.
 constexpr milliseconds kLimit = kTimeout + milliseconds(500);
 constexpr milliseconds kPrompt{500};
+
+// The text of an error that another rank has caused, or this one.
+std::string typed_error_within(milliseconds limit, const std::function<void()>& call,
+                               bool of_another = true) {
+  bool is_others = false;
+  const std::string text = error_within(limit, [&] {
+    try {
+      call();
+    } catch (const CommunicationError&) {
+      is_others = true;
+      throw;
+    }
+  });
+  EXPECT_EQ(is_others, of_another) << text;
+  return text;
+}
 
 struct Rank {
   explicit Rank(const Group& group, const ZeroOptions& options = ZeroOptions().bucket_bytes(600))
@@ -63,6 +80,7 @@ struct Rank {
         [&] { o.step(); },
         [&] { o.zero_grad(); },
         [&] { o.clip_grad_norm_(1.0); },
+        [&] { o.clip_grad_value_(1.0); },
         [&] { o.reduce_gradients(); },
         [&] { o.gradient(p); },
         [&] { o.master(p); },
@@ -82,7 +100,7 @@ struct Rank {
     };
     for (size_t i = 0; i < calls.size(); ++i) {
       SCOPED_TRACE("call " + std::to_string(i));
-      const std::string text = error_within(milliseconds(200), calls[i]);
+      const std::string text = typed_error_within(milliseconds(200), calls[i]);
       expect_words(text, {"rank " + std::to_string(group.rank()) + ": ",
                           "expected a working optimizer, got one that failed earlier",
                           "resume from a checkpoint"});
@@ -119,7 +137,7 @@ void expect_timeout_without_rank_2(const std::function<void(Rank&)>& instead,
           return;
         }
         rank.backward();
-        const std::string text = error_within(kLimit, [&] { call(rank); });
+        const std::string text = typed_error_within(kLimit, [&] { call(rank); });
         expect_words(text, words);
         // The other survivor may have hung up first; then this rank says who was
         // late as well as who was lost.
@@ -199,14 +217,16 @@ TEST(StuckTest, RankThatNeverFinishesItsUpdate) {
 TEST(StuckTest, RankWhoseUpdateThrows) {
   interrupt_update([] { TORCH_CHECK(false, "no more sugar"); },
                    [](const Group& group, ZeroOptimizer& optimizer, OddModel&) {
-                     const std::string text = error_within(kPrompt, [&] { optimizer.step(); });
+                     const auto step = [&] { optimizer.step(); };
+                     const bool of_another = group.rank() == 0;
+                     const std::string text = typed_error_within(kPrompt, step, of_another);
                      expect_words(text, {"no more sugar"});
-                     if (group.rank() == 0) {
+                     if (of_another) {
                        expect_words(
                            text, {"parameter bucket 0", "lost rank 1",
                                   "rank 1 had reported: the update of this rank's shard failed"});
                      }
-                     expect_words(error_within(kPrompt, [&] { optimizer.step(); }),
+                     expect_words(typed_error_within(kPrompt, step, of_another),
                                   {"expected a working optimizer", "no more sugar"});
                    });
 }
