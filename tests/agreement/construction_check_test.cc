@@ -79,6 +79,16 @@ TEST(ConstructionCheckTest, OnlyTheLineThatDiffersIsSent) {
   }
 }
 
+// In quadratic time this would be 10 minutes.
+TEST(ConstructionCheckTest, AHundredThousandLinesAreReadOnce) {
+  on_ranks(2, [](Communicator& group) {
+    Lines lines(100000, "parameter with a name and a shape");
+    lines.push_back("the last one of rank " + std::to_string(group.rank()));
+    expect_words(check(group, "", lines),
+                 {"rank 0: the last one of rank 0", "rank 1: the last one of rank 1"});
+  });
+}
+
 TEST(ConstructionCheckTest, ARankWithFewerLinesHasNothingMore) {
   on_ranks(2, [](Communicator& group) {
     const Lines lines = group.rank() == 0 ? Lines{"a", "b"} : Lines{"a"};

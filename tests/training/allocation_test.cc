@@ -12,17 +12,22 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <future>
 #include <limits>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "tests/support/cases_at_once.h"
 #include "tests/support/checkpoint_run.h"
+#include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/base/error_text.h"
@@ -34,6 +39,7 @@ namespace {
 // Of the thread that allocates, since ranks are threads.
 thread_local int64_t largest_allocation = 0;
 thread_local bool is_rank = false;
+thread_local bool throws_bad_alloc = false;  // as other allocators do
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 // How many allocations succeed before one fails: of this thread, and of all that are no ranks.
 thread_local int64_t until_failure = kNever;
@@ -45,6 +51,7 @@ class WatchedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     largest_allocation = std::max(largest_allocation, static_cast<int64_t>(bytes));
     const int64_t left = is_rank ? until_failure-- : until_failure_elsewhere--;
+    if (left == 0 && throws_bad_alloc) throw std::bad_alloc();
     // The error is libtorch's own, which is no c10::OutOfMemoryError.
     constexpr size_t kMoreThanThereIs = size_t{1} << 60;
     return real_.allocate(left != 0 ? bytes : kMoreThanThereIs);
@@ -223,6 +230,60 @@ TEST_P(NoMemoryElsewhere, AThreadOfTheLibraryPassesItOn) {
     expect_error_or_steps(train_both(kNever, failed), right);
   } while (!HasFailure() && left_elsewhere_ < 0 && ++failed > 0);
   EXPECT_GT(failed, 0);
+}
+
+// Every allocation of the last rank's constructor fails once. Nothing but c10::Error is thrown, on
+// any rank.
+void fail_each_allocation(int world_size) {
+  constexpr std::chrono::seconds kTimeout{5};
+  int failing = 0, told = 0, waited = 0;
+  for (bool failed = true; failed; ++failing) {
+    failed = false;
+    std::vector<std::string> errors(world_size);  // by rank
+    const auto start = std::chrono::steady_clock::now();
+    run_ranks(world_size,
+              [&](const Group& group) {
+                const bool last = group.rank() == world_size - 1;
+                is_rank = throws_bad_alloc = true;
+                OddModel model(1);
+                auto inner = make_inner(Inner::kAdamW, *model);
+                std::unique_ptr<ZeroOptimizer> optimizer;
+                if (last) until_failure = failing;
+                const auto end = [&] {
+                  if (last) failed = failed || std::exchange(until_failure, kNever) < 0;
+                };
+                errors[group.rank()] = error_of([&] {
+                  optimizer = std::make_unique<ZeroOptimizer>(*model, std::move(inner), group);
+                  end();
+                  // The last rank may fail after the others have made theirs.
+                  optimizer->check_replicas();
+                });
+                end();
+              },
+              {.transport = Transport::kGloo, .timeout = kTimeout});
+    SCOPED_TRACE(c10::str("allocation ", failing, " of ", world_size, " ranks"));
+    bool all_know = failed;
+    for (int rank = 0; rank < world_size; ++rank) {
+      EXPECT_EQ(errors[rank].empty(), !failed);
+      if (failed) expect_words(errors[rank], {"rank " + std::to_string(rank)});
+      all_know = all_know && errors[rank].find("out of memory") != std::string::npos;
+    }
+    told += all_know;
+    waited += std::chrono::steady_clock::now() - start >= kTimeout;
+  }
+  EXPECT_GE(failing, 4) << "the constructor allocates more";
+  EXPECT_GE(told, failing / 3) << "many errors give the reason on all ranks";
+  EXPECT_LE(waited, 1) << "between the check and the next communicator nothing is connected";
+}
+
+// All at once: one allocation of each is a timeout.
+TEST(NoMemoryToConstruct, AFailedAllocationIsAnErrorOnAllRanks) {
+  watch_allocations();
+  std::vector<std::future<void>> all;
+  for (const int world_size : {1, 2, 3}) {
+    all.push_back(std::async(std::launch::async, fail_each_allocation, world_size));
+  }
+  for (std::future<void>& one : all) one.get();
 }
 
 // Its sums are converted, on a thread of the library.
