@@ -170,23 +170,6 @@ TEST(AutogradTest, Autocast) {
   expect_trains_as_plain_torch(user);
 }
 
-TEST(AutogradTest, GradientsWithAGraphOfTheirOwn) {
-  run_ranks(2, [&](const Group& group) {
-    Net net, reference;
-    ZeroOptimizer optimizer(net, std::make_unique<torch::optim::SGD>(net.parameters(), 0.1), group);
-    torch::optim::SGD sgd(reference.parameters(), 0.1);
-    for (int step = 0; step < kSteps; ++step) {
-      const at::Tensor x = batch(0, step, 0);
-      net.loss(x).backward({}, /*retain_graph=*/true, /*create_graph=*/true);
-      optimizer.step();
-      sgd.zero_grad();
-      reference.loss(x).backward();
-      sgd.step();
-      EXPECT_TRUE(at::allclose(net.linear->weight, reference.linear->weight, 1e-5, 1e-6));
-    }
-  });
-}
-
 // What no_sync kept is added to the last gradient on its way into a bucket, with the bits of adding
 // it before.
 void expect_sum_of_two(at::ScalarType dtype, bool no_sync_fp32, bool reduce_fp32) {

@@ -71,22 +71,6 @@ TEST(MisuseTest, FrozenAfterConstruction) {
   });
 }
 
-// What another optimizer trains is none of our business.
-TEST(MisuseTest, AnotherOptimizersParametersMayHaveGradients) {
-  run_ranks(2, [](const Group& group) {
-    OddModel model{1};
-    const std::vector<at::Tensor> ours = model->trunk->parameters();
-    ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::SGD>(ours, 0.1), group);
-    torch::optim::SGD theirs(model->left->parameters(), 0.1);
-    optimizer.backward(
-        model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
-    EXPECT_TRUE(model->left->weight.grad().defined());
-    optimizer.step();
-    theirs.step();
-    EXPECT_EQ(optimizer.stats().steps, 1);
-  });
-}
-
 TEST(MisuseTest, AParameterThatWentToAnotherOptimizerMayHaveGradients) {
   run_ranks(2, [](const Group& group) {
     OddModel model{1};

@@ -125,33 +125,6 @@ TEST(WholeParameterTrainingTest, LayersThatARankOrAllRanksDrop) {
   }
 }
 
-TEST(WholeParameterTrainingTest, ClippingTheWholeNorm) {
-  for (const Inner inner : kAndMuonInFp32) {
-    for (const int world_size : {1, 2, 3, 4}) {
-      Training t = whole(inner, world_size);
-      t.max_norm = 0.05;
-      // The norm is added up in another order.
-      EXPECT_LT(largest_difference(train_on_ranks(t), train_reference(t)), limit_of(t, 1e-5))
-          << static_cast<int>(inner) << " " << world_size;
-    }
-  }
-}
-
-TEST(WholeParameterTrainingTest, SixteenBitParameters) {
-  for (const Inner inner : kOfWholeParameters) {
-    for (const bool shared_memory : {false, true}) {
-      Training t = whole(inner, 3);
-      t.dtype = at::kBFloat16;
-      t.shared_memory = shared_memory;
-      // Masters are fp32 here and bf16 in plain torch: bits are compared between sizes of buckets.
-      Training cut = t;
-      cut.options.bucket_bytes(0);
-      EXPECT_EQ(differing_elements(train_on_ranks(t), train_on_ranks(cut)), 0);
-      EXPECT_LT(largest_difference(train_on_ranks(t), train_reference(t)), 0.1);
-    }
-  }
-}
-
 // The fused kernel of AdamW's groups beside the own step() of Muon's. The two differ by rounding.
 TEST(WholeParameterTrainingTest, FusedGroupsBesideOthers) {
   for (const Inner inner : {Inner::kMuon, Inner::kMuonFp32}) {
