@@ -19,6 +19,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <set>
 #include <string>
 #include <utility>
@@ -296,6 +297,63 @@ TEST(ReaderTest, MoreFilesThanCanBeOpenAreRead) {
             }).find("changed") == std::string::npos,
             false);
   setrlimit(RLIMIT_NOFILE, &before);
+}
+
+// A file that counts how often it is opened.
+class CountedFile final : public StoredBytes {
+ public:
+  CountedFile(const std::string& path, int& opened)
+      : StoredBytes(path, std::filesystem::file_size(path)), opened_(opened) {}
+
+  void read(uint64_t offset, void* data, size_t bytes) override {
+    if (!file_) {
+      file_ = std::make_unique<FileReader>(path());
+      ++opened_;
+    }
+    file_->read(offset, data, bytes);
+  }
+  void release() override { file_.reset(); }
+
+ private:
+  int& opened_;
+  std::unique_ptr<FileReader> file_;
+};
+
+// Ranks cut each of many parameters, so that all of their files have pieces of all parameters.
+TEST(ReaderTest, EachFileIsOpenedOnceForAllParameters) {
+  constexpr int64_t kFiles = 64, kParameters = 10;
+  const std::string folder = fresh_folder("opened_once");
+  Manifest m;
+  m.id = "1";
+  std::vector<FileToSave> files(kFiles);
+  std::vector<WantedRange> wanted;
+  std::vector<at::Tensor> into;
+  for (int64_t p = 0; p < kParameters; ++p) {
+    const std::string name = "p" + std::to_string(p);
+    m.parameters.push_back({name, {kFiles}, {1}, at::kFloat, 0});
+    for (int64_t f = 0; f < kFiles; ++f) {
+      files[f].name = "rank-" + std::to_string(f);
+      const at::Tensor value = at::full({1}, static_cast<double>(p * kFiles + f), at::kFloat);
+      files[f].tensors.push_back({{name, "master", f, 1}, value});
+      files[f].tensors.push_back({{name, "step", f, 1}, at::full({1}, p, at::kLong)});
+    }
+    wanted.push_back({name, 0, kFiles});
+    into.push_back(at::empty({kFiles}));
+  }
+  write_checkpoint(folder, m, files);
+  int opened = 0;
+  CheckpointReader reader(folder, read_manifest(folder), [&](const ManifestFile& file) {
+    return std::make_unique<CountedFile>(folder + "/" + file.name, opened);
+  });
+  reader.read("master", wanted, into);
+  EXPECT_EQ(std::exchange(opened, 0), kFiles);
+  for (int64_t p = 0; p < kParameters; ++p) {
+    const at::Tensor expected = at::arange(kFiles) + p * kFiles;
+    EXPECT_TRUE(into[p].equal(expected.to(at::kFloat))) << p;
+  }
+  const std::vector<at::Tensor> steps = reader.read_values("step", wanted);
+  EXPECT_EQ(opened, kFiles);
+  for (int64_t p = 0; p < kParameters; ++p) EXPECT_EQ(steps[p].item<int64_t>(), p);
 }
 
 // Bytes are stored for dtypes that safetensors lacks, and fit elements of several sizes.

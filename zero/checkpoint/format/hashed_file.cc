@@ -231,7 +231,7 @@ std::string StoredBytes::read_text(uint64_t offset, size_t bytes) {
 }
 
 uint64_t StoredBytes::scan(uint64_t begin, uint64_t end, const Take& take) {
-  if (!buffer_) buffer_ = std::make_unique<char[]>(kPart);
+  if (!buffer_) buffer_ = std::make_unique_for_overwrite<char[]>(kPart);
   ContentHash hash;
   for (uint64_t at = begin; at < end;) {
     const auto part = static_cast<size_t>(std::min<uint64_t>(end - at, kPart));

@@ -29,6 +29,15 @@ bool overlap(const ManifestPiece& stored, const WantedRange& wanted) {
   return stored.begin < wanted.begin + wanted.numel && wanted.begin < stored.begin + stored.numel;
 }
 
+// File by file, since a parameter has pieces in those of all ranks, which cannot all stay open; and
+// those of one piece from its beginning on.
+void sort_by_file(std::vector<RangeOverlap>& overlaps, const auto& places) {
+  std::sort(overlaps.begin(), overlaps.end(), [&](const RangeOverlap& a, const RangeOverlap& b) {
+    return std::tie(places[a.stored].piece.file, a.stored, a.stored_begin) <
+           std::tie(places[b.stored].piece.file, b.stored, b.stored_begin);
+  });
+}
+
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   return a.nbytes() == b.nbytes() &&
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
@@ -200,9 +209,7 @@ void CheckpointReader::read(const std::string& kind, const std::vector<WantedRan
   // 1. Which stored pieces have the ranges, in the order in which they are read.
   std::vector<Place> places;
   std::vector<RangeOverlap> overlaps = this->overlaps(kind, wanted, places);
-  std::sort(overlaps.begin(), overlaps.end(), [](const RangeOverlap& a, const RangeOverlap& b) {
-    return std::tie(a.stored, a.stored_begin) < std::tie(b.stored, b.stored_begin);
-  });
+  sort_by_file(overlaps, places);
   for (size_t first = 0; first < overlaps.size();) {
     const Place& place = places[overlaps[first].stored];
     const at::Tensor& like = into[overlaps[first].wanted];
@@ -270,8 +277,10 @@ at::Tensor CheckpointReader::read_all(const std::string& kind,
 std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
                                                       const std::vector<WantedRange>& wanted) {
   std::vector<Place> places;
+  std::vector<RangeOverlap> overlaps = this->overlaps(kind, wanted, places);
+  sort_by_file(overlaps, places);
   std::vector<at::Tensor> values(wanted.size());
-  for (const RangeOverlap& o : overlaps(kind, wanted, places)) {
+  for (const RangeOverlap& o : overlaps) {
     const Place& place = places[o.stored];
     const c10::ScalarType dtype = stored(place).dtype;
     const StoredTensor& tensor = stored(place, dtype, 1);

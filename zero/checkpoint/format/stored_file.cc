@@ -241,7 +241,7 @@ void StoredFile::read_blocks(const StoredTensor& t, uint64_t first, uint64_t las
     return;
   }
   constexpr uint64_t kAtOnce = StoredBytes::kPart / kBlockBytes;
-  if (!buffer_) buffer_ = std::make_unique<char[]>(StoredBytes::kPart);
+  if (!buffer_) buffer_ = std::make_unique_for_overwrite<char[]>(StoredBytes::kPart);
   for (uint64_t b = first; b < last; b += kAtOnce) {
     const uint64_t begin = b * kBlockBytes;
     const uint64_t end = std::min(std::min(last, b + kAtOnce) * kBlockBytes, t.end - t.begin);
