@@ -53,9 +53,11 @@ class LrSchedule final : public Stateful {
  public:
   // The learning rates that `optimizer`'s groups have now are the base; those of step 0 are set at
   // once. Make the schedule before a checkpoint is loaded: a load sets other learning rates.
-  // `optimizer`, a ZeroOptimizer or any of torch's, must outlive the schedule.
+  // `optimizer`, a ZeroOptimizer or any of torch's, must outlive the schedule. Groups that are
+  // added later have the same factor, and as base the learning rates that they have in the next
+  // step() or set_step(), which they keep until then.
   LrSchedule(torch::optim::Optimizer& optimizer, LrFactor factor);
-  // One factor for each parameter group.
+  // One factor for each parameter group. step() throws once a group is added.
   LrSchedule(torch::optim::Optimizer& optimizer, std::vector<LrFactor> factors);
 
   // Sets the learning rates of the next step. Call it after every optimizer.step().
@@ -74,11 +76,13 @@ class LrSchedule final : public Stateful {
   void set_state(const std::string& state) override;
 
  private:
+  std::vector<double> bases() const;
   std::vector<double> rates(int64_t step) const;
 
   torch::optim::Optimizer& optimizer_;
-  std::vector<LrFactor> factors_;  // by group
-  std::vector<double> base_;       // by group
+  LrFactor of_all_;                // empty with one factor for each group
+  std::vector<LrFactor> factors_;  // by group, of those of construction
+  std::vector<double> base_;       // by group, of those of the last set_step()
   int64_t step_ = 0;
 };
 

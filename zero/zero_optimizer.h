@@ -300,7 +300,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   void unfreeze(const std::vector<at::Tensor>& parameters,
                 std::optional<size_t> param_group = std::nullopt);
   // Collective. The same, with a new parameter group. Without options it has the inner optimizer's
-  // defaults; a CombinedOptimizer is refused. An LrSchedule of before does not know the group.
+  // defaults; a CombinedOptimizer is refused. An LrSchedule of one factor goes on with the group.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // Collective. Rows of parameters go and others come, where a row is what one index of the first

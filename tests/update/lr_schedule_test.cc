@@ -143,6 +143,29 @@ TEST(LrScheduleTest, EveryGroupHasItsOwnBaseAndFactor) {
   EXPECT_EQ(schedule.steps(), 4);
 }
 
+TEST(LrScheduleTest, OneFactorGoesOnWithGroupsThatAreAdded) {
+  const std::vector<double> base = {1.0, 10.0, 100.0};
+  const LrFactor factor = linear_decay(8);
+  torch::optim::SGD optimizer = optimizer_with({1.0, 10.0});
+  LrSchedule by_group(optimizer, {factor, factor}), schedule(optimizer, factor);
+  schedule.set_step(3);
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup(std::vector{at::ones({1})}));
+  optimizer.param_groups()[2].options().set_lr(base[2]);
+  const std::string before = schedule.state();
+  schedule.step();
+  for (size_t g = 0; g < 3; ++g) EXPECT_EQ(rate(optimizer, g), base[g] * 0.5) << g;
+  // As a process that goes on from a checkpoint makes them.
+  for (const std::string& state : {before, schedule.state()}) {
+    torch::optim::SGD resumed = optimizer_with(base);
+    LrSchedule next(resumed, factor);
+    next.set_state(state);
+    next.set_step(4);
+    for (size_t g = 0; g < 3; ++g) EXPECT_EQ(rate(resumed, g), rate(optimizer, g)) << g;
+  }
+  expect_words(error_of([&] { by_group.step(); }),
+               {"2 parameter groups", "got 3", "one factor for all groups"});
+}
+
 TEST(LrScheduleTest, AnotherScheduleGoesOnFromTheStateWithTheSameBits) {
   const std::vector<double> base = {3e-4, 1.1e-3};
   for (const Reference& reference : references()) {

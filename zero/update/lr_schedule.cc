@@ -100,7 +100,9 @@ LrFactor linear_warmup(int64_t warmup_steps, LrFactor after) {
 }
 
 LrSchedule::LrSchedule(torch::optim::Optimizer& optimizer, LrFactor factor)
-    : LrSchedule(optimizer, std::vector<LrFactor>(optimizer.param_groups().size(), factor)) {}
+    : LrSchedule(optimizer, std::vector<LrFactor>(optimizer.param_groups().size(), factor)) {
+  of_all_ = std::move(factor);
+}
 
 LrSchedule::LrSchedule(torch::optim::Optimizer& optimizer, std::vector<LrFactor> factors)
     : optimizer_(optimizer), factors_(std::move(factors)) {
@@ -117,18 +119,30 @@ LrSchedule::LrSchedule(torch::optim::Optimizer& optimizer, std::vector<LrFactor>
   set_step(0);
 }
 
+std::vector<double> LrSchedule::bases() const {
+  const auto& groups = optimizer_.param_groups();
+  std::vector<double> result = base_;
+  while (of_all_ && result.size() < groups.size()) {
+    result.push_back(groups[result.size()].options().get_lr());
+  }
+  return result;
+}
+
 std::vector<double> LrSchedule::rates(int64_t step) const {
-  std::vector<double> result;
-  for (size_t g = 0; g < base_.size(); ++g) result.push_back(base_[g] * factors_[g](step));
+  std::vector<double> result = bases();
+  for (size_t g = 0; g < result.size(); ++g) result[g] *= (of_all_ ? of_all_ : factors_[g])(step);
   return result;
 }
 
 void LrSchedule::set_step(int64_t step) {
   TORCH_CHECK(step >= 0, "LrSchedule: expected a step of at least 0, got ", step);
   auto& groups = optimizer_.param_groups();
-  TORCH_CHECK(groups.size() == base_.size(), "LrSchedule: expected the ", base_.size(),
-              " parameter groups of construction, got ", groups.size());
+  std::vector<double> base = bases();
+  TORCH_CHECK(groups.size() == base.size(), "LrSchedule: expected the ", base.size(),
+              " parameter groups of construction, got ", groups.size(),
+              "; a schedule made with one factor for all groups goes on with those that are added");
   const std::vector<double> now = rates(step);
+  base_ = std::move(base);
   for (size_t g = 0; g < groups.size(); ++g) groups[g].options().set_lr(now[g]);
   step_ = step;
 }
