@@ -289,10 +289,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // bit. As at construction, rank 0's parameters and buffers are sent; plan(), group() and
   // references to them are new. Throws c10::Error on all ranks, with all as it was: gradients
   // since the last step, ranks that name different parameters, one of another optimizer or given
-  // twice, none that stays, a mesh. A death meanwhile is final, also with protect(). Needs host
-  // memory for a copy of the shard and one of its masters, or for a copy and a second arena, where
-  // that is more than the masters, state and gradient shards, which are freed first. Throws too
-  // while a PendingCheckpoint can be finished.
+  // more often than it has names, none that stays, a mesh. A death meanwhile is final, also with
+  // protect(). Needs host memory for a copy of the shard and one of its masters, or for a copy and a
+  // second arena, where that is more than the masters, state and gradient shards, which are freed
+  // first. Throws too while a PendingCheckpoint can be finished.
   void freeze(const std::vector<at::Tensor>& parameters);
   // Collective. The reverse: `parameters` of the module, old or new, join a group without state.
   // Default: the group that freeze() took each from, or in which it was frozen at construction;

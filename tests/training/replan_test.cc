@@ -271,7 +271,7 @@ TEST(ReplanTest, RefusedChangesThrowOnAllRanksAndChangeNothing) {
     };
     train_to(0, 1);
     refused([&] { optimizer.freeze({}); }, {"rank", "expected parameters, got none"});
-    refused([&] { optimizer.freeze({v[1], v[1]}); }, {"value1", "got it twice"});
+    refused([&] { optimizer.freeze({v[1], v[1]}); }, {"value1", "got it more often"});
     refused([&] { optimizer.freeze({v[4]}); }, {"value4", "managed by this optimizer"});
     refused([&] { optimizer.freeze({at::zeros({3})}); }, {"registered under no name"});
     refused([&] { optimizer.freeze({v[0], v[1], v[2], v[3]}); }, {"expected a parameter to stay"});
@@ -320,6 +320,37 @@ TEST(ReplanTest, RefusedChangesThrowOnAllRanksAndChangeNothing) {
     refused([&] { optimizer.unfreeze({unsuitable}); }, {"unsuitable", "Double"});
     refused([&] { optimizer.add_param_group({Values{unsuitable}}); }, {"unsuitable", "Double"});
     train_to(2, 3);
+  });
+}
+
+// parameters() of a module lists a tensor once for each of its names.
+TEST(ReplanTest, ATiedParameterMayBeGivenAsOftenAsItHasNames) {
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    model.register_parameter("tied", v[1]);
+    ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+    const auto& groups = optimizer.param_groups();
+    const Values twice = {v[1], v[1]};
+    const auto step = [&](int number) {
+      optimizer.backward(model.loss(gradients(v, number, group.rank(), 2)));
+      optimizer.step();
+    };
+    optimizer.freeze(twice);
+    EXPECT_FALSE(v[1].requires_grad());
+    step(0);
+    optimizer.unfreeze(twice);
+    EXPECT_EQ(groups[0].params().size(), 2U);
+    step(1);
+    optimizer.freeze(twice);
+    optimizer.add_param_group(third_group(Inner::kAdamW, twice));
+    EXPECT_EQ(groups.at(2).params().size(), 1U);
+    step(2);
+    EXPECT_FALSE(v[1].equal(initial(at::kFloat)[1]));
+    expect_words(error_of([&] {
+                   optimizer.freeze({v[1], v[1], v[1]});
+                 }),
+                 {"value1", "got it more often"});
   });
 }
 

@@ -35,19 +35,21 @@ ParamGroups copy_of(const ParamGroups& groups) {
   return result;
 }
 
-using Names = std::unordered_map<const void*, std::string>;
+// By TensorImpl: the first name, and how many a tensor has.
+using Names = std::unordered_map<const void*, std::pair<std::string, size_t>>;
 
 Names names_in(const torch::nn::Module& module) {
   Names names;
   for (const auto& item : module.named_parameters()) {
-    if (item.value().defined()) names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+    if (!item.value().defined()) continue;
+    ++names.try_emplace(item.value().unsafeGetTensorImpl(), item.key(), 0).first->second.second;
   }
   return names;
 }
 
 std::string name_of(const at::Tensor& parameter, const Names& names) {
   const auto found = names.find(parameter.unsafeGetTensorImpl());
-  return found == names.end() ? std::string() : found->second;
+  return found == names.end() ? std::string() : found->second.first;
 }
 
 // For the comparison of ranks; check_known() refuses what has no name.
@@ -58,20 +60,21 @@ std::string text_of(const std::vector<at::Tensor>& parameters, const torch::nn::
   return text;
 }
 
-// Throws unless `parameters` are different ones of the module, which the optimizer manages or, if
-// not, could manage.
+// Throws unless `parameters` are different ones of the module, each given at most once for each of
+// its names, which the optimizer manages or, if not, could manage.
 void check_known(const torch::nn::Module& module, const ParameterTable& table,
                  const std::vector<at::Tensor>& parameters, bool managed) {
   TORCH_CHECK(!parameters.empty(), "expected parameters, got none");
   const Names names = names_in(module);
-  std::unordered_set<const void*> seen;
+  std::unordered_map<const void*, size_t> times;
   for (const at::Tensor& p : parameters) {
     TORCH_CHECK(p.defined(), "expected parameters, got an undefined tensor");
     const std::string name = name_of(p, names);
     TORCH_CHECK(!name.empty(), "expected parameters of the module, got a tensor of shape ",
                 p.sizes(), " that is registered under no name");
-    TORCH_CHECK(seen.insert(p.unsafeGetTensorImpl()).second, "parameter ", name,
-                ": expected it once, got it twice");
+    const void* const impl = p.unsafeGetTensorImpl();
+    TORCH_CHECK(++times[impl] <= names.at(impl).second, "parameter ", name,
+                ": expected it once, or once for each of its names, got it more often");
     TORCH_CHECK((table.find(p) >= 0) == managed, "parameter ", name, ": expected one that is ",
                 managed ? "" : "not ", "managed by this optimizer, got one that is",
                 managed ? " not" : "");
@@ -108,7 +111,7 @@ void add_group(const torch::optim::OptimizerParamGroup& added, const torch::opti
   TORCH_CHECK(typeid(*options) == typeid(inner.defaults()),
               "expected options of the inner optimizer's class, got those of another one");
   remove(added.params(), groups);
-  groups.emplace_back(added.params(), std::move(options));
+  groups.emplace_back(each_once(added.params()), std::move(options));
 }
 
 // Changes requires_grad of parameters, and back if nothing came of it.
@@ -280,12 +283,14 @@ void Replanning::freeze(const std::vector<at::Tensor>& parameters, ParamGroups& 
                 "expected a parameter to stay, got all of them; there would be nothing to "
                 "optimize");
   };
-  make(groups, {Call::kFreeze, text_of(parameters, engine.module), parameters, {}, edit});
+  const std::vector<at::Tensor> once = each_once(parameters);
+  make(groups, {Call::kFreeze, text_of(once, engine.module), once, {}, edit});
 }
 
 void Replanning::unfreeze(const std::vector<at::Tensor>& parameters,
                           std::optional<size_t> param_group, ParamGroups& groups) {
   const Engine& engine = *engine_;
+  const std::vector<at::Tensor> once = each_once(parameters);
   const auto edit = [&](ParamGroups& edited) {
     check_known(engine.module, engine.table, parameters, /*managed=*/false);
     const Names names = names_in(engine.module);
@@ -298,34 +303,31 @@ void Replanning::unfreeze(const std::vector<at::Tensor>& parameters,
       return left == left_groups_.end() ? 0 : left->second;
     };
     std::vector<size_t> into;
-    for (const at::Tensor& p : parameters) {
+    for (const at::Tensor& p : once) {
       into.push_back(param_group ? *param_group : former_group(p));
       TORCH_CHECK(into.back() < edited.size(), "expected one of the ", edited.size(),
                   " parameter groups, got number ", into.back());
     }
-    remove(parameters, edited);
-    for (size_t i = 0; i < into.size(); ++i) edited[into[i]].params().push_back(parameters[i]);
+    remove(once, edited);
+    for (size_t i = 0; i < into.size(); ++i) edited[into[i]].params().push_back(once[i]);
   };
   make(groups, {Call::kUnfreeze,
-                text_of(parameters, engine.module) + " " +
+                text_of(once, engine.module) + " " +
                     (param_group ? std::to_string(*param_group) : "its former group"),
                 {},
-                parameters,
+                once,
                 edit});
 }
 
 void Replanning::add_param_group(const torch::optim::OptimizerParamGroup& param_group,
                                  ParamGroups& groups) {
   const Engine& engine = *engine_;
+  const std::vector<at::Tensor> once = each_once(param_group.params());
   const auto edit = [&](ParamGroups& edited) {
     check_known(engine.module, engine.table, param_group.params(), /*managed=*/false);
     add_group(param_group, engine.shards.inner(), edited);
   };
-  make(groups, {Call::kAddParamGroup,
-                text_of(param_group.params(), engine.module),
-                {},
-                param_group.params(),
-                edit});
+  make(groups, {Call::kAddParamGroup, text_of(once, engine.module), {}, once, edit});
 }
 
 }  // namespace zero
