@@ -151,6 +151,8 @@ TEST(NamedTensorsTest, TheyAreFrozenAndAddedLikeThoseOfAModule) {
     optimizer.backward(points.loss(targets(group.rank(), 1)));
     optimizer.step();
     EXPECT_FALSE(at::equal(points.scales, before));
+    expect_words(error_of([&] { optimizer.add_param_group({{at::full({3}, 1.0)}}); }),
+                 {"registered under no name", "tensors of its list"});
   });
 }
 

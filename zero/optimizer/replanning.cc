@@ -71,7 +71,9 @@ void check_known(const torch::nn::Module& module, const ParameterTable& table,
     TORCH_CHECK(p.defined(), "expected parameters, got an undefined tensor");
     const std::string name = name_of(p, names);
     TORCH_CHECK(!name.empty(), "expected parameters of the module, got a tensor of shape ",
-                p.sizes(), " that is registered under no name");
+                p.sizes(),
+                " that is registered under no name; an optimizer over NamedTensors has the tensors "
+                "of its list alone");
     const void* const impl = p.unsafeGetTensorImpl();
     TORCH_CHECK(++times[impl] <= names.at(impl).second, "parameter ", name,
                 ": expected it once, or once for each of its names, got it more often");
