@@ -125,7 +125,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // all, and `buffers`, which rank 0 sends and saves as those of a module. A dot in a name
   // separates modules, so that a module with the same names can load what this optimizer saves. The
   // tensors are kept. Throws c10::Error, on this rank alone, for a name that is empty or given
-  // twice and for an undefined tensor.
+  // twice, be it to a parameter and a buffer, and for an undefined tensor.
   ZeroOptimizer(const NamedTensors& parameters, std::unique_ptr<torch::optim::Optimizer> inner,
                 Group group, ZeroOptions options = {},
                 const NamedTensors& buffers = NamedTensors());

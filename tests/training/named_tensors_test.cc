@@ -174,8 +174,12 @@ TEST(NamedTensorsTest, UnusableListsAreRefused) {
     refused({{"x", at::Tensor()}}, {"parameter \"x\"", "undefined"});
     refused({{"y", random_tensor({3}, 2)}}, {"parameter 0 of group 0", "not registered"});
     refused({{"x", a}, {"y", a.detach().set_requires_grad(true)}}, {"memory of its own"});
-    NamedTensors named;
+    NamedTensors named, buffers;
     named.insert("x", a);
+    buffers.insert("x", random_tensor({3}, 2));
+    expect_words(
+        error_of([&] { ZeroOptimizer(named, make(false, {a}), group, ZeroOptions(), buffers); }),
+        {"buffer \"x\"", "expected another name than that of a parameter"});
     expect_words(error_of([&] {
                    ZeroOptimizer optimizer(named, make(false, {a}), group);
                    optimizer.wait_for(random_tensor({3}, 9));

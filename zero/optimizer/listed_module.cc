@@ -54,6 +54,9 @@ std::shared_ptr<torch::nn::Module> listed_module(const NamedTensors& parameters,
     part.register_parameter(name, tensor, tensor.requires_grad());
   });
   add(buffers, "buffer", [](Part& part, const std::string& name, const at::Tensor& tensor) {
+    // libtorch takes both, and no checkpoint could hold them.
+    TORCH_CHECK(!part.named_parameters(/*recurse=*/false).contains(name),
+                "expected another name than that of a parameter");
     part.register_buffer(name, tensor);
   });
   return module;
