@@ -389,8 +389,9 @@ struct ZeroOptions {
   // ---- Safety ----
 
   // Promises that an inner optimizer of a class that this library does not know treats every
-  // element by itself, so that it may be given flat pieces of parameters. For checkpoints its
-  // state's class must override serialize(): docs/checkpoints.md says how its tensors are cut.
+  // element by itself, so that it may be given flat pieces of parameters, and that its step() finds
+  // them in param_groups() each time, which one around another optimizer does not. For checkpoints
+  // its state's class must override serialize(): docs/checkpoints.md says how its tensors are cut.
   TORCH_ARG(bool, elementwise) = false;
 
   // Keeps this rank's shard of every n-th step (masters, optimizer state, counters, options; rank

@@ -479,5 +479,42 @@ TEST(MisuseTest, BackwardFromSomethingThatIsNoLoss) {
   });
 }
 
+// As Lookahead is, with the parameters in an optimizer of its own.
+class Around : public torch::optim::Optimizer {
+ public:
+  Around(const std::vector<at::Tensor>& parameters, Inner inner, OddModelImpl& model)
+      : Optimizer({torch::optim::OptimizerParamGroup(parameters)},
+                  std::make_unique<torch::optim::SGDOptions>(0.1)),
+        within_(make_inner(inner, model)) {}
+  at::Tensor step(LossClosure) override { return within_->step(); }
+
+ private:
+  const std::unique_ptr<torch::optim::Optimizer> within_;
+};
+
+// Its parameters would be stepped with the markers of sent gradients, which are NaN.
+TEST(MisuseTest, AnOptimizerAroundAnotherOne) {
+  for (const Inner inner : {Inner::kSgd, Inner::kSgdMomentum, Inner::kAdamW, Inner::kAdam,
+                            Inner::kRmsprop, Inner::kAdagrad, Inner::kLion, Inner::kOwn}) {
+    for (const int64_t stage : {1, 2}) {
+      run_ranks(2, [&](const Group& group) {
+        OddModel model(1);
+        ZeroOptimizer optimizer(*model,
+                                std::make_unique<Around>(model->parameters(), inner, *model), group,
+                                ZeroOptions().elementwise(true).stage(stage));
+        optimizer.backward(
+            model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+        expect_words(error_soon([&] { optimizer.step(); }),
+                     {"inner optimizer: expected step() to read the gradients of its "
+                      "param_groups() alone, got zero::",
+                      "Around", "a class around another optimizer cannot be wrapped"});
+        for (const at::Tensor& p : model->parameters()) {
+          EXPECT_TRUE(p.isfinite().all().item<bool>());
+        }
+      });
+    }
+  }
+}
+
 }  // namespace
 }  // namespace zero

@@ -4,13 +4,16 @@
 // The collective calls of a step: what is agreed, sent and computed, in order.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
@@ -32,6 +35,46 @@ bool can_clip(const Engine& engine, Call call, const Agreement& agreement, bool 
               ": expected gradients since the last step, got no backward pass on any rank, so "
               "nothing would be clipped; call it after the last backward() and before step()");
   return false;
+}
+
+// Gives all working parameters a gradient that nothing computes with, until the end. A class around
+// another optimizer has them in that one still, and would make NaN of the markers that they have.
+class NoGradients {
+ public:
+  explicit NoGradients(const ParameterTable& table)
+      : table_(table), gradients_(table.parameters().size(), at::empty({1}, at::kMeta)) {
+    swap();
+  }
+  ~NoGradients() { swap(); }
+  NoGradients(const NoGradients&) = delete;
+  NoGradients& operator=(const NoGradients&) = delete;
+
+ private:
+  void swap() {
+    for (size_t i = 0; i < gradients_.size(); ++i) {
+      std::swap(table_.parameters()[i].tensor.mutable_grad(), gradients_[i]);
+    }
+  }
+
+  const ParameterTable& table_;
+  std::vector<at::Tensor> gradients_;
+};
+
+void step_inner(const ParameterTable& table, ShardOptimizer& shards) {
+  try {
+    const NoGradients hidden(table);
+    shards.update_inner();
+  } catch (const c10::Error& error) {
+    const std::string text = error_text(error);
+    TORCH_CHECK(text.find("meta") == std::string::npos,
+                "inner optimizer: expected step() to read the gradients of its param_groups() "
+                "alone, got ",
+                optimizer_name(shards.inner()),
+                ", which has other parameters too; a class around another optimizer cannot be "
+                "wrapped: ",
+                text);
+    throw;
+  }
 }
 
 }  // namespace
@@ -217,7 +260,7 @@ void Engine::update_buckets() {
   // The gathers of the others are under way while the inner optimizer steps.
   readers.wait(0);
   for (const int64_t b : of_inner) gathers.keep(b);
-  shards.update_inner();
+  step_inner(table, shards);
   for (const int64_t b : of_inner) {
     gathers.start(b, shards.update(b));
     shards.follow_ema(b);
