@@ -270,6 +270,47 @@ TEST(LoadErrorTest, AnotherModelIsListedAndStrictFalseLoadsWhatMatches) {
   });
 }
 
+// As a head that was read from a file, on every rank or on one, into other memory or in place.
+TEST(LoadErrorTest, WhatStrictFalseLeavesAsItIsHasNoChangesThatMastersLack) {
+  const std::string folder = fresh_folder("changed") + "/a";
+  run_ranks(kRanks, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.optimizer->save_checkpoint(folder);
+  });
+  for (const c10::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const bool in_place : {false, true}) {
+      run_ranks(kRanks, [&](const Group& group) {
+        OtherModelImpl other;
+        other.to(dtype);
+        ZeroOptimizer optimizer(
+            other, std::make_unique<torch::optim::AdamW>(other.parameters(), 0.01), group);
+        const at::Tensor left = other.left->weight.detach().clone();
+        const at::Tensor ones = at::ones({2, 3}, dtype);
+        const at::Tensor& head = other.extra->weight;
+        if (!in_place) {
+          head.set_data(ones.clone());
+        } else if (group.rank() == 1) {
+          const at::NoGradGuard no_grad;
+          head.copy_(ones);
+        }
+        const auto load = [&] { optimizer.load_checkpoint(folder, LoadOptions().strict(false)); };
+        expect_words(error_of(load), {in_place ? "rank 1" : "rank 0", "parameter extra.weight",
+                                      "call refresh_master_parameters()"});
+        EXPECT_TRUE(other.left->weight.equal(left));
+        if (in_place) other.extra->weight.data().copy_(ones);
+        EXPECT_TRUE(head.equal(ones));
+        optimizer.refresh_master_parameters();
+        // What the load sets may have any values.
+        other.left->weight.set_data(left.clone());
+        load();
+        EXPECT_FALSE(other.left->weight.equal(left));
+        EXPECT_TRUE(head.equal(ones));
+        optimizer.check_replicas();
+      });
+    }
+  }
+}
+
 // Storage is seldom equally fast everywhere: the others wait, as long as the group's timeout says.
 TEST(SlowRankTest, ARankTenTimesSlowerThanTheOthersIsWaitedFor) {
   const std::string parent = fresh_folder("slow");

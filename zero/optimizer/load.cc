@@ -66,6 +66,13 @@ Comparison compare(const CheckpointReader& reader, const std::string& folder,
                      "masters are");
   }
   if (load.strict()) throw_differences(differences, folder);
+  for (size_t i = 0; i < table.parameters().size(); ++i) {
+    const std::string& name = table.parameters()[i].name;
+    TORCH_CHECK(
+        differences.unusable.count(name) == 0 || table.is_as_remembered(static_cast<int64_t>(i)),
+        "parameter ", name, ": expected the values the last step left, since the load leaves them ",
+        "as they are, got others; call refresh_master_parameters() before the load");
+  }
   return result;
 }
 
