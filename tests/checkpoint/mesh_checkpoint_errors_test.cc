@@ -90,8 +90,22 @@ TEST(MeshErrorsTest, OneNameForDifferentTensorsIsRefusedOnAllRanks) {
   expect_save_refused({stage, stage}, {"parameter w", "counts it 2 times", "a name of its own"});
   expect_save_refused({stage, {{{"w", {5, 3}}}, {}, 2}},
                       {"parameter w", "[2, 3] on rank 0 and [5, 3] on rank 1"});
-  expect_save_refused({{{{"a", {1}}}, {{"f", 1.0}}}, {{{"b", {1}}}, {{"f", 2.0}}}},
-                      {"frozen parameter f", "others on rank 1 than on rank 0"});
+}
+
+TEST(MeshErrorsTest, FrozenParametersOfOneNameAreEqualWhenTheyAreSavedAndAfterALoad) {
+  const auto stages = [](double first, double second) -> std::vector<Stage> {
+    return {{{{"a", {1}}}, {{"f", first}}}, {{{"b", {1}}}, {{"f", second}}}};
+  };
+  const std::string folder = fresh_folder("frozen") + "/a";
+  on_stages(stages(1, 1), 1, [&](StageRun& run) { run.optimizer->save_checkpoint(folder); });
+  on_stages(stages(2, 3), 2, [&](StageRun& run) {
+    expect_words(error_of([&] { run.optimizer->save_checkpoint(folder + "-later"); }),
+                 {"frozen parameter f", "others on rank 1 than on rank 0"});
+    run.optimizer->load_checkpoint(folder);
+    EXPECT_TRUE(run.is(1));
+    EXPECT_TRUE(run.module.named_parameters()["f"].eq(1).all().item<bool>());
+  });
+  EXPECT_FALSE(fs::exists(folder + "-later"));
 }
 
 TEST(MeshErrorsTest, NamesThatAreMissingOrLeftOverAreListedOnAllRanks) {

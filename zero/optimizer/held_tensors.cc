@@ -121,7 +121,8 @@ std::vector<ManifestParameter> managed_parameters(const ParameterTable& table,
 
 HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domains,
                           const ZeroOptions& options,
-                          const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+                          const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                          bool hashes) {
   HeldTensors held;
   std::vector<ManifestParameter> managed = managed_parameters(table, options);
   bool is_holder = false;
@@ -135,7 +136,7 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
                                holder_of(domain.group, domains.mesh), copies_of(options, p.group)});
     set_part(held.parameters.back(), options);
   }
-  held.frozen = describe_whole(table.unmanaged(), domains, options, /*hashed=*/true);
+  held.frozen = describe_whole(table.unmanaged(), domains, options, hashes);
   held.buffers = describe_whole(table.buffers(), domains, options, /*hashed=*/false);
   if (is_holder) {
     for (const auto& g : groups) held.groups.push_back(stored_option_values(g.options()));
@@ -144,13 +145,13 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
 }
 
 std::unique_ptr<MeshTensors> merge_tensors(Engine& engine, const std::string& what,
-                                           const Engine::ParamGroups& groups) {
+                                           const Engine::ParamGroups& groups, bool values) {
   const auto& parts = engine.options.tensor_parts();
   if (engine.domains.uniform && (!parts || parts->group.world_size() == 1)) return nullptr;
   std::map<std::string, int64_t> own;
   const auto texts = run_on_all_ranks(*engine.comms->control, what, [&] {
     own = own_parts(engine.table, engine.options);
-    return held_text(describe_held(engine.table, engine.domains, engine.options, groups));
+    return held_text(describe_held(engine.table, engine.domains, engine.options, groups, values));
   });
   std::vector<HeldTensors> held;
   for (size_t r = 0; r < texts.size(); ++r) {

@@ -42,14 +42,17 @@ std::vector<ManifestParameter> managed_parameters(const ParameterTable& table,
                                                   const ZeroOptions& options);
 
 // This rank's share of what its sets of ranks describe: of n ranks that share a parameter group,
-// rank r describes every n-th parameter. `groups` have the present options.
+// rank r describes every n-th parameter. `groups` have the present options. `hashes`: those of
+// frozen parameters too.
 HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domains,
                           const ZeroOptions& options,
-                          const std::vector<torch::optim::OptimizerParamGroup>& groups);
+                          const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                          bool hashes);
 
 // Collective, where ranks hold different parameters. Returns what all of them hold, and null where
-// every rank holds the same. `what` is for errors.
+// every rank holds the same. `what` is for errors. Throws where frozen parameters of one name have
+// different values, if `values` are to be saved: a load sets them.
 std::unique_ptr<MeshTensors> merge_tensors(Engine& engine, const std::string& what,
-                                           const Engine::ParamGroups& groups);
+                                           const Engine::ParamGroups& groups, bool values = false);
 
 }  // namespace zero

@@ -109,7 +109,8 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
                     (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
                     included_text(save),
                 {}});
-  const auto mesh = merge_tensors(engine, "save_checkpoint(" + folder + ")", groups);
+  const auto mesh =
+      merge_tensors(engine, "save_checkpoint(" + folder + ")", groups, /*values=*/true);
   std::vector<FileToSave> whole;
   if (mesh || engine.comms->rank() == 0) whole = whole_files(engine.table, engine.comms->rank());
   if (mesh) drop_what_others_store(engine, *mesh, own, whole);
