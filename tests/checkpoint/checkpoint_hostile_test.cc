@@ -70,10 +70,12 @@ class Forgery {
   const std::string& folder() const { return folder_; }
   const Training& training() const { return training_; }
 
-  void change(const std::function<void(Manifest&)>& edit) {
+  // And puts `by` in place of `what`, where no manifest is written so.
+  void change(const std::function<void(Manifest&)>& edit, const std::string& what = {},
+              const std::string& by = {}) {
     Manifest m = parse_manifest(text_, "m");
     edit(m);
-    write(manifest(), manifest_text(m));
+    write(manifest(), signed_again(replaced(manifest_text(m), what, by)));
   }
   void change_text(const std::string& what, const std::string& by) {
     write(manifest(), signed_again(replaced(text_, what, by)));
@@ -115,14 +117,14 @@ TEST(HostileTest, ALossScaleThatCannotBeOneIsRefusedBeforeAnythingChanges) {
 TEST(HostileTest, CountersThatWouldOverflowAreRefused) {
   Forgery forgery("counters");
   const std::vector<Edit> edits = {
-      [](Manifest& m) { m.steps = INT64_MAX; },
-      [](Manifest& m) { m.skipped_steps = INT64_MAX - 1; },
-      [](Manifest& m) { m.good_steps = INT64_MAX; },
-      [](Manifest& m) { m.hysteresis_left = INT64_MAX; },
-      [](Manifest& m) { m.skipped_at_min = INT64_MAX; },
+      [](Manifest& m) { m.steps = kCountLimit; },
+      [](Manifest& m) { m.skipped_steps = kCountLimit; },
+      [](Manifest& m) { m.good_steps = kCountLimit; },
+      [](Manifest& m) { m.hysteresis_left = kCountLimit; },
+      [](Manifest& m) { m.skipped_at_min = kCountLimit; },
   };
   for (const Edit& edit : edits) {
-    forgery.change(edit);
+    forgery.change(edit, std::to_string(kCountLimit), std::to_string(INT64_MAX));
     forgery.expect_refused({kManifestName, "expected at most 9007199254740992"});
   }
 }

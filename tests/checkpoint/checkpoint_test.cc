@@ -10,6 +10,7 @@
 
 #include <cstdio>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <set>
@@ -344,6 +345,25 @@ TEST(ResumeTest, TheManifestSaysWhatWasSavedAndByWhat) {
     EXPECT_EQ(m.frozen.size(), 1U);
     EXPECT_EQ(m.buffers.size(), 1U);
     EXPECT_EQ(m.metadata.at("epoch"), "3");
+    return Snapshot();
+  });
+}
+
+// As by those who want a scale that never shrinks.
+TEST(ResumeTest, AHysteresisThatNeverEndsIsSavedAndLoadedAndOutlivesFreezing) {
+  const std::string folder = fresh_folder("hysteresis") + "/a";
+  Training t = training(Inner::kAdamW, at::kHalf, 2, 2, Layout::kContiguous, 900);
+  t.options.loss_scaler(
+      LossScalerOptions().initial_scale(64).hysteresis(std::numeric_limits<int64_t>::max()));
+  on_ranks(2, [&](const Group& group) {
+    CheckpointRun run(t, group, 1);
+    run.train(0, 1);
+    run.optimizer->save_checkpoint(folder);
+    CheckpointRun other(t, group, 9);
+    other.optimizer->load_checkpoint(folder);
+    other.train(1, 2);
+    run.optimizer->freeze({run.model->left->weight});
+    run.train(1, 2);
     return Snapshot();
   });
 }

@@ -265,6 +265,18 @@ TEST(ManifestTest, AFieldOfAnotherTypeNamesItself) {
   });
 }
 
+TEST(ManifestTest, ACountThatNoLoadTakesIsNotWritten) {
+  for (int64_t Manifest::*const count :
+       {&Manifest::steps, &Manifest::skipped_steps, &Manifest::good_steps,
+        &Manifest::hysteresis_left, &Manifest::skipped_at_min}) {
+    Manifest m = full_manifest();
+    m.*count = kCountLimit;
+    EXPECT_EQ(parse_manifest(manifest_text(m), "m").*count, kCountLimit);
+    ++(m.*count);
+    expect_words(error_of([&] { manifest_text(m); }), {"expected at most 9007199254740992"});
+  }
+}
+
 TEST(ManifestTest, AnIdHasNoBlanks) {
   for (const char* id : {"", " ", "a b", "a\nb", "\u00e4"}) {
     Manifest m = full_manifest();

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <utility>
@@ -96,7 +97,7 @@ Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,
   m.dynamic_scale = engine.record.scaler().dynamic();
   m.scale = state.scale;
   m.good_steps = state.good_steps;
-  m.hysteresis_left = state.hysteresis_left;
+  m.hysteresis_left = std::min(state.hysteresis_left, kCountLimit);  // no run uses that many up
   m.skipped_at_min = state.skipped_at_min;
   if (mesh != nullptr) {
     m.holders = mesh->holders();

@@ -81,6 +81,11 @@ struct IdForm : AsItIs<std::string> {
 
 // Sums of which do not overflow.
 struct CountForm : AsItIs<int64_t> {
+  static ordered_json write(int64_t number) {
+    TORCH_CHECK(number <= kCountLimit, "checkpoint: expected at most ", kCountLimit,
+                " of what it counts, got ", number);
+    return number;
+  }
   static int64_t read(const json& value, const char* name, int64_t) {
     const int64_t number = whole_number(value, name);
     TORCH_CHECK(number <= kCountLimit, name, ": expected at most ", kCountLimit, ", got ", number);
