@@ -226,6 +226,26 @@ TEST(MeshErrorsTest, GroupsThatJoinParametersOfOtherOptionsAreADifference) {
                  {"parameter b: in group 1 of the checkpoint", "group 0"});
     EXPECT_TRUE(run.is(2));
   });
+  // A rank that restores its own leaves them too where another one does.
+  const std::string of_three = folder + "-of-three";
+  on_stages({{{{"a", {3}}}}, {{{"b", {4}}}, {}, 1, 0.5}, {{{"c", {2}}}}}, 1,
+            [&](StageRun& run) { run.optimizer->save_checkpoint(of_three); });
+  on_stages(
+      {{{{"c", {2}}}, {}, 1, 0.3}, {{{"a", {3}}, {"b", {4}}}, {}, 1, 0.3}}, 2, [&](StageRun& run) {
+        const auto load = [&](bool restore) {
+          const auto options = LoadOptions().strict(false).restore_options(restore);
+          return run.optimizer->load_checkpoint(of_three, options).differences;
+        };
+        const bool restores = run.module.named_parameters().contains("c");
+        EXPECT_EQ(load(false).size(), restores ? 0u : 1u);
+        const std::vector<std::string> differences = load(true);
+        ASSERT_EQ(differences.size(), 1u);
+        expect_words(differences[0],
+                     restores ? std::vector<std::string>{"options", "stay as they are", "rank 1"}
+                              : std::vector<std::string>{"parameter b: in group 1"});
+        EXPECT_EQ(run.optimizer->param_groups()[0].options().get_lr(), 0.3);
+        EXPECT_TRUE(run.is(1));
+      });
   // Stages that change places take their options with them.
   on_stages({{{{"b", {4}}}}, {{{"a", {3}}}}}, 2, [&](StageRun& run) {
     run.optimizer->load_checkpoint(folder);

@@ -129,7 +129,11 @@ void take_agreement(const std::vector<std::string>& texts, const std::string& wh
                 texts[0].substr(0, texts[0].size() - 2), " on rank 0 and ", id, " on rank ", r,
                 "; load from a folder that all ranks share");
     staged.same_run = staged.same_run && texts[r][end] == '=';
-    staged.restores_options = staged.restores_options && texts[r][end + 1] == '=';
+    if (staged.restores_options && texts[r][end + 1] != '=') {
+      staged.restores_options = false;
+      staged.report.differences.push_back(
+          c10::str("options of all groups: stay as they are, since those on rank ", r, " do"));
+    }
   }
 }
 
