@@ -128,6 +128,30 @@ TEST(WrittenOnceTest, FrozenParametersAreWrittenOnceAndEachCheckpointHasThem) {
   });
 }
 
+TEST(WrittenOnceTest, ARunThatGoesOnFromACheckpointHasItsFile) {
+  on_ranks([](const Group& group, const std::string& parent, bool async) {
+    {
+      AdapterRun run(group);
+      run.save(parent + "/0", async);
+      run.save(parent + "/1", async);  // the file is of checkpoint 0
+    }
+    for (int i = 1; i < 3; ++i) {
+      AdapterRun run(group, 7);
+      run.optimizer.load_checkpoint(parent + "/" + std::to_string(i));
+      run.step();
+      run.save(parent + "/" + std::to_string(i + 1), async);
+      expect_loads(parent + "/" + std::to_string(i + 1), group, run);
+    }
+    EXPECT_EQ(inode(parent + "/0"), inode(parent + "/3"));
+    AdapterRun run(group, 7);
+    run.optimizer.load_checkpoint(parent + "/3");
+    run.model.frozen.data().narrow(0, 999, 1).fill_(3);
+    run.save(parent + "/4", async);
+    EXPECT_NE(inode(parent + "/4"), inode(parent + "/3"));
+    expect_loads(parent + "/4", group, run);
+  });
+}
+
 TEST(WrittenOnceTest, WhatHasChangedIsWritten) {
   on_ranks([](const Group& group, const std::string& parent, bool async) {
     AdapterRun run(group);

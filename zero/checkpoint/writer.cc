@@ -278,24 +278,21 @@ void CheckpointWriter::finish(Manifest manifest, const RunTask& remove) {
 }
 
 bool WrittenOnce::link(const FileToSave& file, CheckpointWriter& writer) noexcept {
-  if (path_.empty() || file.name != content_.about.name) return false;
+  if (file.name != last_.name) return false;
   try {
-    const ManifestFile now = hash_file(file, content_.about.id).about;
-    if (now.hash != content_.about.hash || now.bytes != content_.about.bytes) return false;
-    return writer.link_file(path_, content_);
+    FileContent now = hash_file(file, last_.id);
+    if (now.about.hash != last_.hash || now.about.bytes != last_.bytes) return false;
+    now.about.id = last_.id;
+    return writer.link_file(folder_ + "/" + file.name, now);
   } catch (const std::exception&) {  // memory, or a device: writing it will say so
     return false;
   }
 }
 
-void WrittenOnce::keep(const std::string& folder, const std::string& name,
-                       const CheckpointWriter& writer) {
-  const FileContent* const content = writer.written(name);
-  path_.clear();
-  if (content == nullptr) return;
-  path_ = folder + "/" + name;
-  content_ = *content;
-  if (content_.about.id.empty()) content_.about.id = writer.id();
+void WrittenOnce::keep(const std::string& folder, const ManifestFile& file, const std::string& id) {
+  folder_ = folder;
+  last_ = file;
+  if (last_.id.empty()) last_.id = id;
 }
 
 }  // namespace zero

@@ -106,12 +106,13 @@ class WrittenOnce {
   // throws: a file that cannot be linked is written.
   bool link(const FileToSave& file, CheckpointWriter& writer) noexcept;
 
-  // The checkpoint of `writer` is at `folder`, with a file `name` that can be linked, or without.
-  void keep(const std::string& folder, const std::string& name, const CheckpointWriter& writer);
+  // The last checkpoint, with this `id`, is at `folder` and has `file`, of which no name says that
+  // it has none that can be linked.
+  void keep(const std::string& folder, const ManifestFile& file, const std::string& id);
 
  private:
-  std::string path_;  // empty: there is none
-  FileContent content_;
+  std::string folder_;
+  ManifestFile last_;
 };
 
 }  // namespace zero

@@ -25,6 +25,9 @@
 
 namespace zero {
 
+// The file of frozen parameters, which is written once; see whole_file_name().
+inline constexpr char kFrozenFile[] = "frozen";
+
 class Checkpoints {
  public:
   using ParamGroups = Engine::ParamGroups;

@@ -241,6 +241,10 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
   states.keep();
   commit(staged, engine, groups);
   if (staged.same_run) run_.resume(*staged.manifest);
+  for (const ManifestFile& file : staged.manifest->files) {
+    if (file.name != whole_file_name(kFrozenFile, engine.comms->rank())) continue;
+    frozen_.keep(folder, file, staged.manifest->id);
+  }
   if (load.strict() && engine.comms->control->rank() == 0)
     warn_of(staged.report.differences, folder);
   return std::move(staged.report);

@@ -23,12 +23,10 @@
 namespace zero {
 namespace {
 
-constexpr char kFrozen[] = "frozen";
-
 // The files of tensors that a rank holds whole: frozen parameters, which do not change, and buffers
 // with the parameters that an optimizer of another class trains, which do.
 std::vector<FileToSave> whole_files(const ParameterTable& table, int rank) {
-  FileToSave frozen{whole_file_name(kFrozen, rank), {}};
+  FileToSave frozen{whole_file_name(kFrozenFile, rank), {}};
   FileToSave others{whole_file_name("buffers", rank), {}};
   const auto add = [](const NamedTensor& item, const char* kind, FileToSave& file) {
     file.tensors.push_back({{item.name, kind, 0, item.tensor.numel()}, item.tensor.detach()});
@@ -159,7 +157,9 @@ void Checkpoints::save(const std::string& folder, const SaveOptions& options,
 }
 
 void Checkpoints::end_save(const std::string& folder, const CheckpointWriter& writer) {
-  frozen_.keep(folder, whole_file_name(kFrozen, engine_->comms->rank()), writer);
+  const FileContent* const file =
+      writer.written(whole_file_name(kFrozenFile, engine_->comms->rank()));
+  frozen_.keep(folder, file == nullptr ? ManifestFile() : file->about, writer.id());
 }
 
 std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& folder,
