@@ -227,6 +227,27 @@ TEST_F(AtomicDirectoryTest, ALinkThatIsReplacedLeavesNothing) {
   EXPECT_EQ(names_in(parent_).size(), 2U);
 }
 
+// "..": of the folder to which a link leads, as for every call of the system.
+TEST_F(AtomicDirectoryTest, APathBehindALinkIsTheOneThatTheSystemFinds) {
+  fs::create_directories(parent_ + "/other/deep");
+  fs::create_directory_symlink("other/deep", parent_ + "/link");
+  const std::string target = parent_ + "/link/../current";
+  {
+    AtomicDirectory directory(target, /*overwrite=*/false, kManifestName);
+    EXPECT_EQ(hidden(), 0);
+    fill(directory.path(), 1);
+    on_disk.clear();
+    directory.publish();
+  }
+  EXPECT_EQ(steps_at(parent_ + "/other/current"), 1);
+  const std::string other = fs::canonical(parent_ + "/other").string();
+  EXPECT_NE(std::find(on_disk.begin(), on_disk.end(), other), on_disk.end());
+  EXPECT_EQ(names_in(parent_ + "/other").size(), 2U);
+  save(parent_ + "/new/../next", 2);  // missing parents are made
+  EXPECT_EQ(steps_at(parent_ + "/next"), 2);
+  EXPECT_EQ(hidden(), 0);
+}
+
 // Where two folders cannot be exchanged, a checkpoint is replaced by no save, and new ones appear.
 TEST_F(AtomicDirectoryTest, WithoutExchangeATargetIsKeptAndTheSaveRefusedBeforeAnythingIsWritten) {
   const std::string parent = parent_ + "/no_exchange", target = parent + "/current";
@@ -313,8 +334,9 @@ TEST_F(AtomicDirectoryTest, ASecondSaveInThisProcessIsRefused) {
     AtomicDirectory first(target_, true, kManifestName);
     for (const std::string& same :
          {target_, parent_ + "/./current/", parent_ + "/../atomic/current"}) {
-      expect_words(error_of([&] { AtomicDirectory(same, true, kManifestName); }),
-                   {"under way", "by this process", first.path(), "finish()"});
+      expect_words(
+          error_of([&] { AtomicDirectory(same, true, kManifestName); }),
+          {"under way", "by this process", fs::path(first.path()).filename().string(), "finish()"});
     }
     AtomicDirectory other(parent_ + "/other", true, kManifestName);
     EXPECT_TRUE(keep_last(parent_, 1).empty());

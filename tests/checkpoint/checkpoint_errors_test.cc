@@ -173,6 +173,22 @@ TEST(SaveErrorTest, AFolderThatNotAllRanksSeeIsAnErrorThatSaysSo) {
   EXPECT_EQ(left_over(parent + "/0"), 0);
 }
 
+TEST(SaveErrorTest, ARelativePathIsOfTheWorkingFolderInWhichTheSaveBegan) {
+  const std::string parent = fresh_folder("relative");
+  fs::create_directories(parent + "/elsewhere");
+  run_ranks(2, [&](const Group& group) {
+    ASSERT_EQ(unshare(CLONE_FS), 0);
+    ASSERT_EQ(chdir(parent.c_str()), 0);
+    CheckpointRun run(Training(), group, 1);
+    const auto pending = run.optimizer->save_checkpoint_async("run/a");
+    ASSERT_EQ(chdir("elsewhere"), 0);
+    pending->finish();
+    run.optimizer->load_checkpoint(parent + "/run/a");
+  });
+  EXPECT_TRUE(fs::is_empty(parent + "/elsewhere"));
+  EXPECT_EQ(left_over(parent + "/run"), 0);
+}
+
 // Experts of a module that numbers its own from 0.
 TEST(SaveErrorTest, OneNameForDifferentExpertsIsRefusedOnAllRanks) {
   const std::string parent = fresh_folder("experts");

@@ -31,6 +31,13 @@ void write_text(const std::string& path, const std::string& text) {
   file.finish();
 }
 
+// The working folder may be another one when the save ends.
+std::string absolute(const std::string& folder) {
+  std::error_code ignored;
+  const std::filesystem::path path = std::filesystem::absolute(folder, ignored);
+  return path.empty() ? folder : path.string();
+}
+
 }  // namespace
 
 std::string rank_file_name(int rank) {
@@ -47,8 +54,8 @@ std::string whole_file_name(const std::string& name, int rank) {
 CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bool overwrite,
                                    bool shared)
     : control_(control),
-      folder_(std::move(folder)),
-      what_("save_checkpoint(" + folder_ + ")"),
+      folder_(absolute(folder)),
+      what_("save_checkpoint(" + folder + ")"),
       overwrite_(overwrite),
       shared_(shared) {}
 

@@ -50,6 +50,8 @@ class CheckpointWriter {
   ~CheckpointWriter();
 
   void begin();
+  // As an absolute path.
+  const std::string& folder() const { return folder_; }
   // After begin(): equal on all ranks.
   const std::string& id() const { return id_; }
   // Runs what comes before write_files(). Never throws: what goes wrong is thrown by finish().

@@ -63,7 +63,7 @@ class Checkpoints {
   Save begin_save(const std::string& folder, const SaveOptions& save, bool copy,
                   const ParamGroups& groups);
   // The save has ended on all ranks.
-  void end_save(const std::string& folder, const CheckpointWriter& writer);
+  void end_save(const CheckpointWriter& writer);
 
   std::shared_ptr<Engine>& engine_;
   RunIdentity run_;

@@ -119,7 +119,7 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
   result.writer->begin();
   if (engine.comms->rank() == 0) {
     result.manifest.run = run_.id();
-    result.manifest.saved = run_.next_save(parent_of(folder));
+    result.manifest.saved = run_.next_save(parent_of(result.writer->folder()));
   }
   std::erase_if(whole, [&](const FileToSave& file) {
     return file.tensors.empty() || frozen_.link(file, *result.writer);
@@ -153,13 +153,13 @@ void Checkpoints::save(const std::string& folder, const SaveOptions& options,
   Save save = begin_save(folder, options, /*copy=*/false, groups);
   save.writer->write_files(std::move(save.files));
   save.writer->finish(std::move(save.manifest));
-  end_save(folder, *save.writer);
+  end_save(*save.writer);
 }
 
-void Checkpoints::end_save(const std::string& folder, const CheckpointWriter& writer) {
+void Checkpoints::end_save(const CheckpointWriter& writer) {
   const FileContent* const file =
       writer.written(whole_file_name(kFrozenFile, engine_->comms->rank()));
-  frozen_.keep(folder, file == nullptr ? ManifestFile() : file->about, writer.id());
+  frozen_.keep(writer.folder(), file == nullptr ? ManifestFile() : file->about, writer.id());
 }
 
 std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& folder,
@@ -192,7 +192,7 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
           remove();
         });
       });
-      end_save(folder, *writer);
+      end_save(*writer);
     });
   };
   auto pending = std::make_unique<PendingCheckpoint>(
@@ -202,7 +202,7 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
       engine_->group().timeout());
   if (save.copies) engine_->readers.add(save.copies);
   std::erase_if(pending_, [](const auto& other) { return other.second.expired(); });
-  pending_[folder] = of;
+  pending_[save.writer->folder()] = of;
   return pending;
 }
 

@@ -54,13 +54,8 @@ void make_folders(const std::string& path) {
   sync_folder(parent_of(path));
 }
 
-// Without a slash at the end, which would hide the last name.
-fs::path plain(const std::string& path) {
-  fs::path result = fs::path(path).lexically_normal();
-  return result.has_filename() ? result : result.parent_path();
-}
-
-// Without "/" and "/." at the end, to which nothing can be renamed.
+// Without "/" and "/." at the end, to which nothing can be renamed. The rest stays as it is, since
+// ".." behind a link leads to another place than its text says.
 std::string without_end(const std::string& path) {
   fs::path result(path);
   while (result.has_parent_path() && result.has_relative_path() &&
@@ -70,7 +65,9 @@ std::string without_end(const std::string& path) {
   return result.string();
 }
 
-std::string name_of(const std::string& path) { return plain(path).filename().string(); }
+std::string name_of(const std::string& path) {
+  return fs::path(without_end(path)).filename().string();
+}
 
 std::string hidden(const std::string& target, const std::string& suffix) {
   return parent_of(target) + "/." + name_of(target) + suffix;
@@ -217,7 +214,7 @@ std::string random_id() {
 }
 
 std::string parent_of(const std::string& target) {
-  const std::string parent = plain(target).parent_path().string();
+  const std::string parent = fs::path(without_end(target)).parent_path().string();
   return parent.empty() ? "." : parent;
 }
 
