@@ -148,10 +148,10 @@ class PendingCheckpoint {
 // not see are read by one that does, which sends the tensors that overlap the shard. A rank that
 // sees no manifest takes that of another. A rank needs memory for what it receives.
 struct LoadOptions {
-  // False loads the parameters whose name, shape and memory order match and
-  // leaves the others as they are; LoadReport says which. State is loaded where
-  // the optimizer's class matches and nothing that it needs is missing. What is saved
-  // afterwards is of a run of its own.
+  // False loads the parameters whose name, kind (trained or frozen), shape and memory order match
+  // and leaves the others as they are; LoadReport says which. State is loaded where the
+  // optimizer's class matches and nothing that it needs is missing. What is saved afterwards is of
+  // a run of its own.
   TORCH_ARG(bool, strict) = true;
 
   // Set param_groups()' options to the saved ones, learning rate included, as

@@ -515,6 +515,33 @@ TEST(TwoOptimizersTest, WhatWentFromOneToTheOtherIsLeftToTheOther) {
   });
 }
 
+TEST(LoadErrorTest, AParameterThatWasFrozenSinceOrThenIsADifferenceThatSaysWhatToDo) {
+  const std::string parent = fresh_folder("kinds");
+  run_ranks(2, [&](const Group& group) {
+    const auto make = [&](TwoParts& model, bool frozen) {
+      model.b.requires_grad_(!frozen);
+      std::vector<at::Tensor> trained = {model.a};
+      if (!frozen) trained.push_back(model.b);
+      return std::make_unique<ZeroOptimizer>(
+          model, std::make_unique<torch::optim::AdamW>(trained, 0.1), group);
+    };
+    for (const bool frozen : {false, true}) {
+      const std::string folder = parent + "/" + std::to_string(frozen);
+      TwoParts saved(1), other(7);
+      make(saved, frozen)->save_checkpoint(folder);
+      const auto optimizer = make(other, !frozen);
+      const at::Tensor b = other.b.detach().clone();
+      const std::vector<std::string> words = {"parameter b: kind ", "frozen parameter in the ",
+                                              "freeze()", "unfreeze()", "export_model()"};
+      expect_words(error_of([&] { optimizer->load_checkpoint(folder); }), words);
+      const LoadReport report = optimizer->load_checkpoint(folder, LoadOptions().strict(false));
+      expect_words(report.differences.at(0), words);
+      EXPECT_TRUE(other.a.equal(saved.a));
+      EXPECT_TRUE(other.b.equal(b));
+    }
+  });
+}
+
 TEST(LoadErrorTest, GroupsInAnotherOrderAreADifference) {
   const std::string folder = fresh_folder("groups") + "/a";
   run_ranks(kRanks, [&](const Group& group) {

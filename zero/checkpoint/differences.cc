@@ -58,7 +58,13 @@ class Comparison {
   // False where the checkpoint's entry cannot fill the model's.
   bool compare(const Entry& model, const Entry& stored) {
     name_ = model.kind + " " + model.about.name;
-    if (model.kind != stored.kind) return different("kind", stored.kind, model.kind, false);
+    if (model.kind != stored.kind) {
+      different("kind", stored.kind, model.kind, false);
+      lines.back() +=
+          "; it stays as it is: load with the parameters frozen that were frozen in the save, and "
+          "freeze() or unfreeze() afterwards, or load_weights() from files of export_model()";
+      return false;
+    }
     const ManifestParameter& a = stored.about;
     const ManifestParameter& b = model.about;
     if (whole_shape(a) != whole_shape(b)) {
