@@ -243,60 +243,15 @@ TEST_P(MomentsAt, TakeTheBytesOfTheirFormat) {
   });
 }
 
-// A run that is saved and goes on with other ranks, buckets and layouts has the bits of one that
-// never stopped.
-TEST(MomentsTest, GoOnFromACheckpointOfAnotherNumberOfRanks) {
-  const std::string folder = ::testing::TempDir() + "moments";
-  for (const Moments moments : {Moments::kInt8, Moments::kBFloat16}) {
-    const bool bytes = moments == Moments::kInt8;
-    for (const auto& [saved_by, loaded_by] :
-         {bytes ? std::pair(2, 3) : std::pair(1, 4), bytes ? std::pair(3, 1) : std::pair(4, 2)}) {
-      std::filesystem::remove_all(folder);
-      // The first rank alone has gradients, so that their sum does not depend on the others.
-      const auto train = [&](Pair& run, int first, int last) {
-        for (int n = first; n < last; ++n) {
-          auto given = gradients(0, n);
-          if (run.group.rank() != 0) {
-            for (at::Tensor& g : given) {
-              if (g.defined()) g = at::zeros_like(g);
-            }
-          }
-          run.optimizer->backward(run.model.loss(given));
-          run.optimizer->step();
-        }
-      };
-      PlainRun plain(Inner::kAdamW, moments, 1, at::kFloat);
-      for (int n = 0; n < 8; ++n) plain.step(n);
-      run_ranks(saved_by, [&](const Group& group) {
-        Pair run(group, Inner::kAdamW, moments, small_buckets().reduction(Reduction::kSum));
-        train(run, 0, 4);
-        run.optimizer->save_checkpoint(folder);
-      });
-      run_ranks(loaded_by, [&](const Group& group) {
-        Pair run(group, Inner::kAdamW, moments,
-                 ZeroOptions()
-                     .bucket_bytes(20000)
-                     .layout(Layout::kPerParameter)
-                     .reduction(Reduction::kSum));
-        run.optimizer->load_checkpoint(folder);
-        train(run, 4, 8);
-        for (size_t p = 0; p < run.model.values.size(); ++p) {
-          EXPECT_TRUE(at::equal(run.optimizer->master(run.model.values[p]), plain.masters[p]))
-              << saved_by << " to " << loaded_by << " parameter " << p;
-        }
-      });
-    }
-  }
-}
-
-// A run that goes from one format to the next, on other ranks each time, beside one process that
-// rounds its moments where the run is loaded.
-TEST(MomentsTest, ALoadReportsFromWhichToWhichFormat) {
+// A run that goes from one format to the next, or on in the same, on other ranks and layouts each
+// time, beside one process that rounds its moments where the run is loaded.
+TEST(MomentsTest, GoOnFromACheckpointOfOtherRanksAndFormats) {
   struct Part {
     int world_size;
     Moments moments;
     bool split;
     std::vector<std::string> conversions;
+    Layout layout = Layout::kContiguous;
   };
   const Part parts[] = {
       {2, Moments::kFloat32, false, {}},
@@ -305,6 +260,7 @@ TEST(MomentsTest, ALoadReportsFromWhichToWhichFormat) {
        true,
        {"masters of 4 parameters: float32 in the checkpoint, split here",
         "moments of 2 parameters: float32 in the checkpoint, int8 here"}},
+      {2, Moments::kInt8, true, {}, Layout::kWholeParameters},
       {1,
        Moments::kBFloat16,
        true,
@@ -316,6 +272,7 @@ TEST(MomentsTest, ALoadReportsFromWhichToWhichFormat) {
        {"masters of 4 parameters: split in the checkpoint, float32 here",
         "moments of 2 parameters: bfloat16 in the checkpoint, float32 here"}},
       {2, Moments::kInt8, false, {"moments of 2 parameters: float32 in the checkpoint, int8 here"}},
+      {3, Moments::kInt8, false, {}, Layout::kPerParameter},
   };
   const std::string folder = ::testing::TempDir() + "moments_chain";
   std::filesystem::remove_all(folder);
@@ -325,8 +282,10 @@ TEST(MomentsTest, ALoadReportsFromWhichToWhichFormat) {
     plain.convert(part.moments);
     for (int n = step; n < step + 3; ++n) plain.step(n);
     run_ranks(part.world_size, [&](const Group& group) {
-      Pair run(group, Inner::kAdamW, part.moments,
-               small_buckets().reduction(Reduction::kSum).split_masters(part.split), at::kBFloat16);
+      Pair run(
+          group, Inner::kAdamW, part.moments,
+          small_buckets().reduction(Reduction::kSum).split_masters(part.split).layout(part.layout),
+          at::kBFloat16);
       if (step > 0) {
         const LoadReport report = run.optimizer->load_checkpoint(folder);
         EXPECT_EQ(report.conversions, part.conversions) << "step " << step;
