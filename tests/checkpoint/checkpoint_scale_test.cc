@@ -104,7 +104,7 @@ TEST(CheckpointScaleTest, RanksReadTheirShareWhoeverSaved) {
         model, std::make_unique<torch::optim::AdamW>(model.parameters(), 1e-3), group);
   };
   for (const auto& [saved, loaded] :
-       std::vector<std::pair<int, int>>{{1, 1}, {1, 4}, {4, 1}, {4, 4}, {2, 3}, {3, 2}, {4, 8}}) {
+       std::vector<std::pair<int, int>>{{1, 4}, {4, 1}, {4, 4}, {2, 3}, {4, 8}}) {
     const std::string folder = parent + "/" + std::to_string(saved) + "-" + std::to_string(loaded);
     run_ranks(saved, [&](const Group& group) {
       NetImpl model(0.5);
