@@ -115,6 +115,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // every rank when any rank finds its arguments unusable (other parameters, one given twice, two
   // over one memory, a tensor over memory that is left, buffers that are not strided, state in
   // `inner`, a class that does not suit its layout) or when ranks differ, naming what differs.
+  // `module` may register more later: saves, loads, refresh_master_parameters() and
+  // broadcast_buffers() find it there, but throw for a tensor in the place of another.
   //
   // With group.joins(), waits until the ranks of a job call recover() and takes over their state:
   // see docs/recovery.md. param_groups() alone has the options of `inner`; call
@@ -328,7 +330,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // slowest rank must be done within the group's timeout. Throws c10::Error on all ranks, leaving
   // what was at `folder`: gradients since the last step, an existing `folder` without
   // overwrite(true), an unfinished save to `folder`, a folder that not all ranks see, errors of a
-  // disk, state that cannot be cut for other numbers of ranks, one name for several tensors.
+  // disk, state that cannot be cut for other numbers of ranks, one name for several tensors, a
+  // tensor that was put in the place of another.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step that is ahead copies the

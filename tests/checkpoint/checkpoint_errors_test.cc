@@ -437,6 +437,80 @@ TEST(LoadErrorTest, AnExpandedBufferThatCannotHoldWhatWasStoredChangesNothing) {
   });
 }
 
+std::unique_ptr<torch::optim::Optimizer> adam_of(const at::Tensor& p) {
+  return std::make_unique<torch::optim::AdamW>(std::vector<at::Tensor>{p}, 0.1);
+}
+
+// As a model that makes what it needs in its first forward pass.
+struct LateBuffer : torch::nn::Module {
+  LateBuffer() { weight = register_parameter("weight", at::ones({7, 5})); }
+  void make_late(double value) {
+    queue = register_buffer("queue", at::full({3}, value));
+    adapter = register_parameter("adapter", at::full({2}, value), /*requires_grad=*/false);
+  }
+  bool has(double value) const {
+    return queue.eq(value).all().item<bool>() && adapter.eq(value).all().item<bool>();
+  }
+  at::Tensor weight, queue, adapter;
+};
+
+TEST(LateTensorsTest, WhatIsRegisteredSinceConstructionIsSavedLoadedAndSent) {
+  for (const int world_size : {1, 2, 3}) {
+    const std::string folder = fresh_folder("late");
+    run_ranks(world_size, [&](const Group& group) {
+      const auto optimizer_of = [&](LateBuffer& model) {
+        return std::make_unique<ZeroOptimizer>(model, adam_of(model.weight), group);
+      };
+      LateBuffer model;
+      const auto optimizer = optimizer_of(model);
+      optimizer->save_checkpoint(folder + "/early");
+      model.make_late(1 + group.rank());
+      optimizer->save_checkpoint(folder + "/late");
+      optimizer->broadcast_buffers();
+      EXPECT_TRUE(model.queue.eq(1).all().item<bool>());
+      optimizer->refresh_master_parameters();
+      EXPECT_TRUE(model.has(1));
+      // Here, and not in the checkpoint.
+      const LoadReport report = optimizer->load_checkpoint(folder + "/early");
+      ASSERT_EQ(report.differences.size(), 2u);
+      expect_words(report.differences[0], {"adapter", "stays as it is"});
+      expect_words(report.differences[1], {"queue", "stays as it is"});
+      // In the checkpoint, and here from the beginning, since then, or not.
+      for (const bool since : {false, true}) {
+        LateBuffer other;
+        if (!since) other.make_late(5);
+        const auto loads = optimizer_of(other);
+        if (since) other.make_late(5);
+        EXPECT_TRUE(other.has(5));
+        loads->load_checkpoint(folder + "/late");
+        EXPECT_TRUE(other.has(1)) << since;
+      }
+      LateBuffer without;
+      expect_words(error_of([&] { optimizer_of(without)->load_checkpoint(folder + "/late"); }),
+                   {"buffer queue", "frozen parameter adapter", "missing in the model"});
+    });
+  }
+}
+
+TEST(LateTensorsTest, WhatOneRankAloneHasRegisteredIsSentByNone) {
+  const std::string folder = fresh_folder("late_on_one") + "/a";
+  for (const int late : {0, 1}) {
+    run_ranks(2, [&](const Group& group) {
+      LateBuffer model;
+      ZeroOptimizer optimizer(model, adam_of(model.weight), group);
+      if (group.rank() == late) model.make_late(1);
+      expect_words(error_of([&] { optimizer.broadcast_buffers(); }), {"queue [3] Float"});
+      expect_words(error_of([&] { optimizer.refresh_master_parameters(); }), {"adapter [2] Float"});
+      // Rank 0 saves what it has.
+      optimizer.save_checkpoint(folder, SaveOptions().overwrite(true));
+      LateBuffer other;
+      if (late == 0) other.make_late(5);
+      ZeroOptimizer(other, adam_of(other.weight), group).load_checkpoint(folder);
+      EXPECT_TRUE(late != 0 || other.has(1));
+    });
+  }
+}
+
 struct TwoParts : torch::nn::Module {
   explicit TwoParts(int64_t seed) {
     a = register_parameter("a", random_tensor({4, 3}, seed).t());
@@ -451,10 +525,6 @@ struct TwoParts : torch::nn::Module {
   }
   at::Tensor a, b;
 };
-
-std::unique_ptr<torch::optim::Optimizer> adam_of(const at::Tensor& p) {
-  return std::make_unique<torch::optim::AdamW>(std::vector<at::Tensor>{p}, 0.1);
-}
 
 TEST(TwoOptimizersTest, EachSavesAndLoadsItsOwnPartOfAModule) {
   for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {

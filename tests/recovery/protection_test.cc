@@ -224,7 +224,10 @@ TEST(ProtectionTest, RecoverOfAllRanksGoesBackToTheProtectedStep) {
               OddModel model(1);
               ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
                                       ZeroOptions().protect(2));
+              // One that a first forward pass makes.
+              at::Tensor steps = model->register_buffer("steps", at::zeros({}));
               const auto step = [&](uint64_t seed) {
+                steps.add_(1);
                 optimizer.backward(model->loss(random_tensor({3, 17}, seed),
                                                random_tensor({3, 11}, 2), OddModelImpl::kAll));
                 optimizer.step();
@@ -242,6 +245,7 @@ TEST(ProtectionTest, RecoverOfAllRanksGoesBackToTheProtectedStep) {
               const RecoveryReport report = optimizer.recover();
               EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
               ASSERT_TRUE(report.steps == 2 || report.steps == 4) << report.steps;
+              EXPECT_EQ(steps.item<int64_t>(), report.steps);
               if (report.steps == 2) {
                 EXPECT_TRUE(then.equal(model->trunk->weight));
                 step(3);

@@ -4,11 +4,16 @@
 // Parameters and buffers that change behind the optimizer's back. See tests/training/misuse.h.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
+#include <functional>
+#include <memory>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "tests/training/misuse.h"
 
@@ -108,6 +113,53 @@ TEST(MisuseTest, ParameterReassigned) {
     if (r.is(1)) r.model->replace_module("never", old);
     r.clip_and_step();
   });
+}
+
+// Of which tests replace modules: a frozen parameter, buffers, and what is trained.
+struct ThreeParts : torch::nn::Module {
+  ThreeParts() {
+    encoder->weight.requires_grad_(false);
+    register_module("encoder", encoder);
+    register_module("norm", norm);
+    register_module("head", head);
+  }
+  torch::nn::Linear encoder{torch::nn::LinearOptions(3, 5).bias(false)};
+  torch::nn::BatchNorm1d norm{torch::nn::BatchNormOptions(5).affine(false)};
+  torch::nn::Linear head{torch::nn::LinearOptions(5, 2).bias(false)};
+};
+
+TEST(MisuseTest, ATensorThatWasReplacedIsRefusedByAllThatSendSaveOrLoadIt) {
+  const std::string folder = ::testing::TempDir() + "/before_replaced_";
+  for (const std::string part : {"encoder", "norm", "head"}) {
+    run_ranks(2, [&](const Group& group) {
+      ThreeParts model;
+      ZeroOptimizer optimizer(model,
+                              std::make_unique<torch::optim::SGD>(model.head->parameters(), 0.1),
+                              group, ZeroOptions().protect(1));
+      optimizer.save_checkpoint(folder + part, SaveOptions().overwrite(true));
+      ThreeParts other;
+      other.encoder->weight.requires_grad_(false);
+      const auto of = [&](ThreeParts& all) { return all.named_children()[part]; };
+      const std::shared_ptr<torch::nn::Module> old = of(model);
+      if (group.rank() == 1) model.replace_module(part, of(other));
+      const std::vector<std::function<void()>> calls = {
+          [&] { optimizer.save_checkpoint(folder + "never"); },
+          [&] { optimizer.load_checkpoint(folder + part); },
+          [&] { optimizer.refresh_master_parameters(); }, [&] { optimizer.broadcast_buffers(); },
+          [&] { optimizer.step(); }};  // it would be protected
+      for (size_t i = 0; i < calls.size(); ++i) {
+        const std::string text = error_soon(calls[i]);
+        expect_words(text, {part == "encoder" ? "frozen parameter encoder.weight"
+                            : part == "norm"  ? "buffer norm.running_mean"
+                                              : "parameter head.weight",
+                            "expected the tensor that was registered", "another in its place",
+                            "make a new optimizer"});
+        if (group.rank() == 0) expect_words(text, {"because of rank 1"});
+      }
+      if (group.rank() == 1) model.replace_module(part, old);
+      for (size_t i = 1; i < calls.size(); ++i) EXPECT_EQ(error_soon(calls[i]), "") << i;
+    });
+  }
 }
 
 TEST_P(AtStage, MovedToAnotherDtype) {

@@ -24,6 +24,7 @@ struct Entry {
   std::string kind;
   ManifestParameter about;
   bool trainable = false;  // by another optimizer, which may save it too
+  bool late = false;       // registered since the optimizer was made, so maybe since the save
 };
 
 std::vector<Entry> entries(const Manifest& manifest) {
@@ -43,7 +44,8 @@ std::vector<Entry> entries(const ParameterTable& table) {
     for (const NamedTensor& item : list) {
       result.push_back({kind,
                         {item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0},
-                        item.trainable});
+                        item.trainable,
+                        item.late});
     }
   };
   add(table.unmanaged(), "frozen parameter");
@@ -188,10 +190,12 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
     const auto found = stored.find(model.about.name);
     if (found == stored.end()) {
       result.unusable.insert(model.about.name);
-      if (model.trainable) {
-        result.notes.push_back("parameter " + model.about.name +
-                               ": stays as it is, as one of another optimizer, since it is not in "
-                               "the checkpoint");
+      if (model.trainable || model.late) {
+        result.notes.push_back(
+            (model.trainable ? "parameter" : model.kind) + " " + model.about.name +
+            ": stays as it is, as one " +
+            (model.trainable ? "of another optimizer" : "that was registered after construction") +
+            ", since it is not in the checkpoint");
         continue;
       }
       comparison.lines.push_back(model.kind + " " + model.about.name +

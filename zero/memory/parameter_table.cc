@@ -218,6 +218,44 @@ std::vector<NamedTensor> ParameterTable::unmanaged() const {
   return result;
 }
 
+std::string ParameterTable::follow(const torch::nn::Module& module) {
+  if (std::string problem = registered_problem(module); !problem.empty()) return problem;
+  const auto parameters = module.named_parameters(), buffers = module.named_buffers();
+  for (const auto* list : {&frozen_, &buffers_}) {
+    const bool frozen = list == &frozen_;
+    for (const NamedTensor& item : *list) {
+      const at::Tensor* const now = (frozen ? parameters : buffers).find(item.name);
+      if (now == nullptr || key(*now) == key(item.tensor)) continue;
+      if (is_managed(*now)) continue;  // another optimizer's, which saves and sends it
+      return c10::str(frozen ? "frozen parameter " : "buffer ", item.name,
+                      ": expected the tensor that was registered ",
+                      item.late ? "before" : "at construction",
+                      ", but the module now holds another in its place; copy_() the values into "
+                      "that one, or make a new optimizer");
+    }
+  }
+  // In the order of the module, which is the same on ranks that have registered the same.
+  std::unordered_map<const void*, NamedTensor> before;
+  for (const auto* list : {&frozen_, &buffers_}) {
+    for (const NamedTensor& item : *list) before.emplace(key(item.tensor), item);
+  }
+  const auto entry = [&](const std::string& name, const at::Tensor& tensor) {
+    const auto found = before.find(key(tensor));
+    const bool late = found == before.end();
+    return NamedTensor{name, tensor, late ? tensor.requires_grad() : found->second.trainable,
+                       late || found->second.late};
+  };
+  frozen_.clear();
+  std::unordered_set<const void*> known;
+  for (const auto& item : parameters) {
+    if (find(item.value()) >= 0 || !known.insert(key(item.value())).second) continue;
+    frozen_.push_back(entry(item.key(), item.value()));
+  }
+  buffers_.clear();
+  for (const auto& item : buffers) buffers_.push_back(entry(item.key(), item.value()));
+  return {};
+}
+
 void ParameterTable::check_overlaps(const std::function<bool(const Parameter&)>& moves) const {
   std::vector<MemoryRange> ranges;
   const auto add = [&](MemoryRange::Kind kind, const char* what, const std::string& name,
@@ -359,6 +397,11 @@ void ParameterTable::verify() const {
 }
 
 void ParameterTable::verify_registered(const torch::nn::Module& module) const {
+  const std::string problem = registered_problem(module);
+  TORCH_CHECK(problem.empty(), problem);
+}
+
+std::string ParameterTable::registered_problem(const torch::nn::Module& module) const {
   // Those of the table are in the order of the module, with others between them.
   auto next = parameters_.begin();
   module.apply([&](const torch::nn::Module& part) {
@@ -366,14 +409,16 @@ void ParameterTable::verify_registered(const torch::nn::Module& module) const {
       if (next != parameters_.end() && key(item.value()) == key(next->tensor)) ++next;
     }
   });
-  if (next == parameters_.end()) return;
+  if (next == parameters_.end()) return {};
   std::unordered_set<const void*> registered;
   for (const at::Tensor& t : module.parameters()) registered.insert(key(t));
   for (const Parameter& p : parameters_) {
-    TORCH_CHECK(registered.count(key(p.tensor)) == 1, "parameter ", p.name,
-                ": expected the tensor that was registered at construction, but the module now "
-                "holds another in its place; make a new optimizer");
+    if (registered.count(key(p.tensor)) == 1) continue;
+    return "parameter " + p.name +
+           ": expected the tensor that was registered at construction, but the module now holds "
+           "another in its place; make a new optimizer";
   }
+  return {};
 }
 
 }  // namespace zero

@@ -37,7 +37,8 @@ struct Parameter {
 struct NamedTensor {
   std::string name;
   at::Tensor tensor;
-  bool trainable = false;  // required gradients at construction: another optimizer's
+  bool trainable = false;  // required gradients when it was found: another optimizer's
+  bool late = false;       // registered since construction
 };
 
 // Returns whether the elements of the parameter are in its memory order.
@@ -68,6 +69,11 @@ class ParameterTable {
   // Those of frozen() that no other ZeroOptimizer manages now.
   std::vector<NamedTensor> unmanaged() const;
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
+
+  // Takes into those lists what `module` has registered since, and out what it has not any more.
+  // Returns the problem where `module` holds another tensor in the place of a managed one or of one
+  // of the lists, which then stay as they are, or nothing.
+  std::string follow(const torch::nn::Module& module);
 
   // -1 when `tensor` is not managed.
   int64_t find(const at::Tensor& tensor) const;
@@ -114,6 +120,8 @@ class ParameterTable {
   void collect_group(const torch::optim::OptimizerParamGroup& group, int64_t group_index,
                      const std::unordered_map<const void*, std::vector<std::string>>& names,
                      std::unordered_map<const void*, int64_t>& groups_seen);
+  // What verify_registered() throws, or nothing.
+  std::string registered_problem(const torch::nn::Module& module) const;
 
   std::vector<Parameter> parameters_;
   std::vector<NamedTensor> frozen_;

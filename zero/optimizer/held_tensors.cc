@@ -11,6 +11,7 @@
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/format/hashed_file.h"
 #include "zero/inner_optimizers/state.h"
+#include "zero/training/broadcasts.h"
 #include "zero/training/group_layouts.h"
 
 namespace zero {
@@ -50,6 +51,12 @@ void set_part(HeldTensor& held, const ZeroOptions& options) {
   held.parts = own.parts;
   held.dimension = own.dimension;
   held.sections = own.sections;
+}
+
+// Whether ranks hold different tensors, or parts of them.
+bool needs_merge(const Engine& engine) {
+  const auto& parts = engine.options.tensor_parts();
+  return !engine.domains.uniform || (parts && parts->group.world_size() > 1);
 }
 
 // Describes tensors that are not optimized, which all ranks of the home group hold.
@@ -144,10 +151,16 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
   return held;
 }
 
+std::vector<std::string> whole_arguments(const Engine& engine) {
+  if (!needs_merge(engine)) return {};
+  const ParameterTable& table = engine.table;
+  return engine.protocol.at_home(shapes_of(table.unmanaged()) + ", " + shapes_of(table.buffers()))
+      .by_domain;
+}
+
 std::unique_ptr<MeshTensors> merge_tensors(Engine& engine, const std::string& what,
                                            const Engine::ParamGroups& groups, bool values) {
-  const auto& parts = engine.options.tensor_parts();
-  if (engine.domains.uniform && (!parts || parts->group.world_size() == 1)) return nullptr;
+  if (!needs_merge(engine)) return nullptr;
   std::map<std::string, int64_t> own;
   const auto texts = run_on_all_ranks(*engine.comms->control, what, [&] {
     own = own_parts(engine.table, engine.options);

@@ -49,6 +49,10 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
                           const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           bool hashes);
 
+// What a save or a load of ranks that merge_tensors() asks must have alike: the whole tensors that
+// ranks of one set describe together.
+std::vector<std::string> whole_arguments(const Engine& engine);
+
 // Collective, where ranks hold different parameters. Returns what all of them hold, and null where
 // every rank holds the same. `what` is for errors. Throws where frozen parameters of one name have
 // different values, if `values` are to be saved: a load sets them.

@@ -189,16 +189,19 @@ void warn_of(const std::vector<std::string>& differences, const std::string& fol
 LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
                              ParamGroups& groups) {
   Engine& engine = *engine_;
+  const std::string replaced = engine.table.follow(engine.module);
   const auto check = [&] {
+    TORCH_CHECK(replaced.empty(), replaced);
     engine.check_no_gradients();
     engine.shards.groups().check(groups);
     engine.arena.verify_shapes();
+    engine.table.verify_whole();
   };
   engine.agree(Call::kLoadCheckpoint, check,
                // Not the folder: ranks may see one at different paths, or folders of their own.
                {std::string(load.strict() ? "strict" : "not strict") +
                     (load.restore_options() ? ", restore options" : "") + included_text(load),
-                {}});
+                whole_arguments(engine)});
   const std::string what = "load_checkpoint(" + folder + ")";
   const auto mesh = merge_tensors(engine, what, groups);
   Communicator& control = *engine.comms->control;

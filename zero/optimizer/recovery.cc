@@ -191,11 +191,20 @@ void Recovery::connect() {
                                              [comms = engine_->comms] { return comms->failed(); });
 }
 
-void Recovery::before_step() {
-  if (protection_ && (engine_->record.calls() + 1) % engine_->options.protect() == 0) finish();
+bool Recovery::protects_next() const {
+  return protection_ && (engine_->record.calls() + 1) % engine_->options.protect() == 0;
 }
 
-void Recovery::check_joins() const {
+void Recovery::before_step() {
+  if (protects_next()) finish();
+}
+
+void Recovery::check_step() const {
+  if (protects_next()) {
+    const std::string replaced = engine_->table.follow(engine_->module);
+    TORCH_CHECK(replaced.empty(), replaced);
+    engine_->table.verify_whole();
+  }
   if (!protection_ || engine_->record.calls() % engine_->options.protect() != 0) return;
   const std::vector<int> waiting = lifeline_->roll.waiting();
   if (waiting.empty()) return;

@@ -5,7 +5,7 @@
 // with processes that join, go on from the newest step of which all shards are left. Internal.
 //
 //   construction   start(), or join() of a process that joins
-//   a step         before_step(), the step with check_joins(), after_step()
+//   a step         before_step(), the step with check_step(), after_step()
 //   a failure      recover(): leave_group(), make_again(), restore()
 #pragma once
 
@@ -43,9 +43,10 @@ class Recovery {
 
   // Waits for the copies of the last protected step if the next step is one.
   void before_step();
-  // Throws CommunicationError if a process waits to join, right after a protected step, so that the
-  // fewest are repeated. To be called within the agreement of a step.
-  void check_joins() const;
+  // To be called within the agreement of a step. Throws where the step is to be protected and the
+  // module holds another tensor in the place of one; and CommunicationError if a process waits to
+  // join, right after a protected step, so that the fewest are repeated.
+  void check_step() const;
   // Begins the copies of a protected step.
   void after_step(const ParamGroups& groups);
   // Collective, after finish(). Protects the present state, and returns when all ranks have it
@@ -76,6 +77,7 @@ class Recovery {
   // Collective, if steps are protected: connects to the ranks that copies go to and come from.
   void connect();
   void protect(const ParamGroups& groups);
+  bool protects_next() const;
   // Ends this group here. The survivors, with what each of them holds. Collective over them.
   RollCall::Present leave_group();
   // Collective. The same optimizer over another group. If it throws, the present engine has the

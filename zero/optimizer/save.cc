@@ -89,11 +89,13 @@ void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileT
 Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveOptions& save,
                                           bool copy, const ParamGroups& groups) {
   Engine& engine = *engine_;
+  const std::string replaced = engine.table.follow(engine.module);
   // The inner optimizer's state is looked at here, where all ranks learn of an error.
   FileToSave own;
   const auto check = [&] {
     engine.check_no_gradients();
     engine.shards.groups().check(groups);
+    TORCH_CHECK(replaced.empty(), replaced);
     check_names(engine.table);
     engine.table.verify();
     engine.table.verify_whole();
@@ -106,7 +108,7 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
                {(save.shared_folder() ? folder : "folders of own disks") +
                     (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
                     included_text(save),
-                {}});
+                whole_arguments(engine)});
   const auto mesh =
       merge_tensors(engine, "save_checkpoint(" + folder + ")", groups, /*values=*/true);
   std::vector<FileToSave> whole;

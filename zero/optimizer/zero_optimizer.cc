@@ -184,7 +184,7 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   Recovery& recovery = impl_->recovery;
   engine.protocol.fail_stop([&] {
     recovery.before_step();
-    engine.step(param_groups_, [&] { recovery.check_joins(); });
+    engine.step(param_groups_, [&] { recovery.check_step(); });
     recovery.after_step(param_groups_);
   });
   return loss;

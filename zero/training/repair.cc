@@ -76,8 +76,10 @@ void check_replicas(Engine& engine) {
 }
 
 void refresh_masters(Engine& engine) {
+  const std::string replaced = engine.table.follow(engine.module);
   const std::vector<NamedTensor> frozen = engine.table.unmanaged();
   const auto check = [&] {
+    TORCH_CHECK(replaced.empty(), replaced);
     engine.arena.verify_shapes();
     engine.table.verify_whole();
   };
@@ -139,9 +141,13 @@ void end_ema_or_close(Engine& engine) noexcept {
 }
 
 void broadcast_buffers(Engine& engine) {
-  engine.agree(
-      Call::kBroadcastBuffers, [&] { engine.table.verify_whole(); },
-      engine.protocol.at_home(shapes_of(engine.table.buffers())));
+  const std::string replaced = engine.table.follow(engine.module);
+  const auto check = [&] {
+    TORCH_CHECK(replaced.empty(), replaced);
+    engine.table.verify_whole();
+  };
+  engine.agree(Call::kBroadcastBuffers, check,
+               engine.protocol.at_home(shapes_of(engine.table.buffers())));
   engine.comms->run_or_close([&] {
     Broadcasts(engine.arena, *engine.comms).over_home(engine.table.buffers(), "buffers");
   });
