@@ -12,6 +12,7 @@
 #include <chrono>
 #include <latch>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -99,6 +100,31 @@ TEST(ProtectionTest, WhatIsCopiedBehindAFailureIsLeftOut) {
     EXPECT_TRUE(protection.connection_failed());
     EXPECT_EQ(generations->all().size(), 1U);
   });
+}
+
+TEST(ProtectionTest, ARankThatCannotCopyEndsTheWaitsOfTheOthersAtOnce) {
+  for (const int world_size : {2, 3}) {
+    RunOptions options;
+    options.timeout = std::chrono::seconds(20);
+    std::latch done(world_size);
+    run_ranks(
+        world_size,
+        [&](const Group& group) {
+          const bool fails = group.rank() == 1;
+          Protection protection(group, std::make_shared<Generations>(), 0, [&]() -> std::string {
+            if (fails) throw std::bad_alloc();
+            return {};
+          });
+          const auto start = std::chrono::steady_clock::now();
+          protection.begin({}, file_of(group.rank(), values(1)));
+          const std::string problem = protection.finish();
+          EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5)) << problem;
+          expect_words(problem, {"the copy of a protected step failed", fails ? "memory" : ""});
+          EXPECT_EQ(protection.connection_failed(), !fails);
+          done.arrive_and_wait();  // the destructor of a Protection ends them, too
+        },
+        options);
+  }
 }
 
 // What was sent for copies, once nothing is under way any more.

@@ -51,6 +51,9 @@ std::string Protection::finish() {
   } catch (const std::exception& error) {
     problem_ = error_text(error);
   }
+  // The two others would wait for this rank until their timeout. Not on the thread: they close the
+  // communicators then, and this rank would throw that before its own reason.
+  if (!problem_.empty()) abort(problem_);
   return problem_;
 }
 

@@ -34,7 +34,8 @@ class Protection {
   // Aborts what is under way.
   ~Protection();
 
-  // Waits until the last generation is whole here. Returns why it is not, or nothing.
+  // Waits until the last generation is whole here. Returns why it is not, or nothing. Then it has
+  // ended the waits of the two ranks that exchange copies with this one.
   std::string finish();
   // Returns whether that problem is of the connection to another rank.
   bool connection_failed() const { return connection_failed_; }
