@@ -30,6 +30,7 @@ class Position : public Stateful {
   explicit Position(std::string now = {}) : now_(std::move(now)) {}
   std::string state() const override {
     if (now_ == "no state") throw std::runtime_error("a position without a state");
+    if (now_ == "nothing known") throw 1;
     return now_;
   }
   void set_state(const std::string& state) override {
@@ -244,12 +245,17 @@ TEST(CheckpointStatesErrorTest, ASaveThatCannotHaveAStateFailsOnAllRanksAndLeave
   const std::string parent = fresh_folder("unsaved");
   run_ranks(3, [&](const Group& group) {
     CheckpointRun run(Training(), group, 1);
-    const Position position(group.rank() == 2 ? "no state" : "a state");
-    expect_words(error_of([&] {
-                   run.optimizer->save_checkpoint(
-                       parent + "/a", SaveOptions().include_per_rank("position", position));
-                 }),
-                 {"rank 2", "a position without a state"});
+    const auto refuses = [&](const char* state, const char* words) {
+      const Position position(group.rank() == 2 ? state : "a state");
+      expect_words(error_of([&] {
+                     run.optimizer->save_checkpoint(
+                         parent + "/a", SaveOptions().include_per_rank("position", position));
+                   }),
+                   {"rank 2", words});
+    };
+    refuses("no state", "a position without a state");
+    refuses("nothing known", "an exception that is no std::exception");
+    const Position position("a state");
     // Names are compared before anything is written or read.
     const std::string name = group.rank() == 1 ? "sampler" : "batches";
     expect_words(error_of([&] {

@@ -282,6 +282,23 @@ TEST_P(AtStage, ExceptionInAUsersHook) {
   });
 }
 
+TEST_P(AtStage, WhatIsNoExceptionInAUsersHook) {
+  expect_survives(stage(GetParam()), [](Rank& r) {
+    if (r.is(1)) {
+      const unsigned hook =
+          r.model->trunk->bias.register_hook([](const at::Tensor&) -> void { throw 1; });
+      EXPECT_THROW(r.backward(7), int);
+      r.model->trunk->bias.remove_hook(hook);
+    } else {
+      r.backward(7);
+    }
+    r.refuses_step(1, {"a backward pass ended with an exception", "gradients are incomplete",
+                       "no std::exception"});
+    r.optimizer->zero_grad();
+    r.train(1);
+  });
+}
+
 TEST(MisuseTest, WrongMaxNormAndNormType) {
   const double infinity = std::numeric_limits<double>::infinity();
   expect_survives(stage(2), [&](Rank& r) {

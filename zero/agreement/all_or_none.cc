@@ -20,7 +20,7 @@ std::vector<std::string> run_on_all_ranks(Communicator& control, const std::stri
   } catch (const std::exception& error) {
     text = (is_of_communication(error) ? "?" : "-") + error_text(error);
   } catch (...) {  // The others wait for this text, whatever an object of the user throws.
-    text = "-an exception that is no std::exception";
+    text = c10::str("-", kNoStdException);
   }
   std::vector<std::string> texts = control.all_gather_text(text, what);
   std::vector<int> failed;  // for a reason of their own

@@ -9,6 +9,7 @@
 #include <set>
 #include <sstream>
 
+#include "zero/agreement/all_or_none.h"
 #include "zero/agreement/construction_check.h"
 #include "zero/agreement/used_flags.h"
 #include "zero/base/error_text.h"
@@ -317,6 +318,9 @@ void OptimizerCommunicators::run_or_close(const std::function<void()>& body,
     const std::string text = (what.empty() ? "" : what + ": ") + error_text(error);
     abort(text);
     TORCH_CHECK(what.empty(), text);
+    throw;
+  } catch (...) {
+    abort((what.empty() ? "" : what + ": ") + kNoStdException);
     throw;
   }
 }

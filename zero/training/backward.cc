@@ -17,6 +17,7 @@
 #include <memory>
 #include <utility>
 
+#include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/memory/device_stream.h"
@@ -384,6 +385,13 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
   }
   const bool kept = keeps_gradients();
   std::shared_ptr<PassUnderWay> pass;
+  const auto break_all = [&](const std::string& text) {
+    break_by("a backward pass", text);
+    if (!pass) return;
+    for (BackwardPasses* const other : pass->reached()) {
+      other->break_by("a backward pass of another optimizer", text);
+    }
+  };
   try {
     pass = std::make_shared<PassUnderWay>(*this, parts_.record.scaler().scale());
     if (!kept) parts_.reducer.begin_pass();
@@ -400,16 +408,14 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     if (unwaited) {
       text += " With overlap_gather(true) a forward pass before wait_for(module) ends in this, too";
     }
-    break_by("a backward pass", text);
-    if (pass) {
-      for (BackwardPasses* const other : pass->reached()) {
-        other->break_by("a backward pass of another optimizer", text);
-      }
-    }
+    break_all(text);
     if (is_of_communication(error) && !parts_.protocol.has_failed()) {
       parts_.protocol.fail_stop([] { throw; });
     }
     TORCH_CHECK(!unwaited, "rank ", parts_.protocol.rank(), ": ", text);
+    throw;
+  } catch (...) {
+    break_all(kNoStdException);
     throw;
   }
 }

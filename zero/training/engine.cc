@@ -11,6 +11,7 @@
 #include <numeric>
 #include <utility>
 
+#include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/memory/device_stream.h"
@@ -208,6 +209,8 @@ Problem problem_of(const std::function<void()>& check) {
     if (check) check();
   } catch (const std::exception& error) {
     return {error_text(error), is_of_communication(error)};
+  } catch (...) {  // whatever an object of the user throws
+    return kNoStdException;
   }
   return {};
 }
