@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include "tests/support/error_of.h"
 
@@ -67,6 +68,26 @@ TEST_F(HashedFileTest, AHashIsSixteenDigits) {
   for (const char* text : {"", "0123456789abcde", "0123456789abcdef0", "0123456789ABCDEF"}) {
     expect_words(error_of([&] { parse_hash(text); }), {"16 hexadecimal digits", text});
   }
+}
+
+// Else its descriptor would stay open, and a file system of a network would keep a file that is
+// removed.
+TEST_F(HashedFileTest, AFileIsNotOpenedWithoutMemoryToWriteIt) {
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &limit), 0);
+  const rlimit none{0, limit.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &none), 0);
+  std::vector<void*> taken;  // what the heap has still
+  do {
+    taken.push_back(std::aligned_alloc(4096, StoredBytes::kPart));
+  } while (taken.back() != nullptr);
+  std::string error;
+  error.reserve(4096);
+  error = error_of([&] { FileWriter writer(path_); });
+  for (void* const memory : taken) std::free(memory);
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
+  expect_words(error, {"cannot write", "hashed_file"});
+  EXPECT_FALSE(fs::exists(path_));
 }
 
 TEST_F(HashedFileTest, WhatWasWrittenIsReadAndHashedInParts) {

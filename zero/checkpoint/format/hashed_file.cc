@@ -105,10 +105,11 @@ void check_path(const std::string& path) {
 
 FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
   check_path(path_);
-  descriptor_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-  if (descriptor_ < 0) throw_errno("cannot create " + path_, errno);
+  // First, since no destructor closes what a constructor that throws has opened.
   collected_.reset(static_cast<char*>(std::aligned_alloc(kBlock, kPart)));
   if (!collected_) throw_errno("cannot write " + path_, ENOMEM);
+  descriptor_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  if (descriptor_ < 0) throw_errno("cannot create " + path_, errno);
 }
 
 FileWriter::~FileWriter() {
