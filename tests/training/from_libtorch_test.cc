@@ -190,5 +190,66 @@ TEST_P(FromLibtorchTest, WeightsTiedByTheMemberTrainAsOne) {
   });
 }
 
+struct Words : torch::nn::Module {
+  explicit Words(const torch::nn::EmbeddingOptions& options)
+      : embedding(register_module("embedding", torch::nn::Embedding(options))) {
+    at::NoGradGuard no_grad;
+    embedding->weight.copy_(random_tensor({19, 5}, 1));
+  }
+  torch::nn::Embedding embedding;
+};
+
+// libtorch's layer writes into its weight in each forward pass. The two ways of the page in its
+// place: no row is ever longer, or none that is looked up.
+TEST_P(FromLibtorchTest, AnEmbeddingWithMaxNormIsRefusedAndTheTwoOthersTrain) {
+  constexpr double kMaxNorm = 0.5;
+  const at::Tensor words = at::arange(12);
+  run([&](const Group& group, const ZeroOptions& options) {
+    const at::Tensor own = words.tensor_split(group.world_size())[group.rank()];
+    Words refused(torch::nn::EmbeddingOptions(19, 5).max_norm(kMaxNorm));
+    ZeroOptimizer refuses(refused, adam(refused.parameters()), group, options);
+    refuses.backward(refused.embedding(own).square().mean());
+    try {
+      refuses.step();
+      ADD_FAILURE() << "no error";
+    } catch (const c10::Error& error) {
+      const std::string text = error.what_without_backtrace();
+      EXPECT_NE(text.find("embedding.weight"), std::string::npos) << text;
+      EXPECT_NE(text.find("max_norm"), std::string::npos) << text;
+    }
+    for (const bool after_steps : {true, false}) {
+      const torch::nn::EmbeddingOptions plain_rows(19, 5);
+      Words net(plain_rows), plain(plain_rows);
+      const auto loss_of = [&](Words& of, const at::Tensor& looked_up) {
+        const at::Tensor& weight = of.embedding->weight;
+        const at::Tensor rows =
+            at::embedding(after_steps ? weight : at::renorm(weight, 2, 0, kMaxNorm), looked_up);
+        return (rows - 0.4).square().mean();
+      };
+      const auto shorten = [&](Words& of) {
+        at::NoGradGuard no_grad;
+        at::Tensor weight = of.embedding->weight;
+        at::embedding_renorm_(weight, at::arange(weight.size(0)), kMaxNorm, 2.0);
+      };
+      ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+      const auto reference = adam(plain.parameters());
+      for (int step = 0; step < 4; ++step) {
+        optimizer.backward(loss_of(net, own));
+        optimizer.step();
+        reference->zero_grad();
+        loss_of(plain, words).backward();
+        reference->step();
+        if (after_steps) {
+          shorten(net);
+          optimizer.refresh_master_parameters();
+          shorten(plain);
+          EXPECT_LT(net.embedding->weight.norm(2, 1).max().item<double>(), kMaxNorm + 1e-4);
+        }
+        EXPECT_LT(difference(net, plain), kRounding) << "step " << step;
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace zero

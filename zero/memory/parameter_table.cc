@@ -371,8 +371,9 @@ void ParameterTable::verify_values() const {
     TORCH_CHECK(static_cast<uint32_t>(t._version()) == memory_[i].version, "parameter ", p.name,
                 ": expected the values the last step left (version ", memory_[i].version,
                 "), got version ", t._version(),
-                ": it was loaded over or edited in place, or is a detached view that shares its "
-                "version with another tensor: give each its clone()",
+                ": it was loaded over or edited in place, as by an Embedding with max_norm in each "
+                "forward pass, or is a detached view that shares its version with another tensor: "
+                "give each its clone()",
                 kRefresh);
     TORCH_CHECK(is_in_order(p), "parameter ", p.name, ": expected strides ",
                 at::IntArrayRef(p.strides), " as the last step left them, got ", t.strides(),
