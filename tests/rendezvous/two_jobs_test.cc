@@ -20,6 +20,7 @@
 #include <fstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
@@ -50,11 +51,16 @@ class Process {
   Process& operator=(const Process&) = delete;
 
   pid_t pid() const { return pid_; }
-  // Returns the next line; empty at the end.
+  // Returns the next line, but for what a slow machine has a rank say of its waits; empty at the
+  // end.
   std::string line() {
     std::array<char, 4096> buffer{};
-    if (pipe_ == nullptr || std::fgets(buffer.data(), buffer.size(), pipe_) == nullptr) return {};
-    return buffer.data();
+    std::string text;
+    do {
+      if (pipe_ == nullptr || std::fgets(buffer.data(), buffer.size(), pipe_) == nullptr) return {};
+      text = buffer.data();
+    } while (text.starts_with("zero: rank ") && text.find(" waits for ") != std::string::npos);
+    return text;
   }
   // Returns what is left when the process has ended.
   std::string rest() {
@@ -76,6 +82,9 @@ class TwoJobsTest : public testing::Test {
   ~TwoJobsTest() override { release(); }
   void release() { std::filesystem::remove(hold_); }
   Process start(const std::string& variables) { return Process(variables, port_, hold_); }
+  // The two ranks of a job meet, and one of another job that came between them is told `words`.
+  void expect_told(const std::string& job, const std::string& other,
+                   const std::vector<std::string>& words);
 
   const uint16_t port_ = free_port();
   const std::string hold_ = testing::TempDir() + "/hold." + std::to_string(getpid());
@@ -101,27 +110,25 @@ constexpr const char* kTwoProcesses = "expected one process with RANK 0, got two
 constexpr const char* kMet0 = "rank 0 of 2 has met the others\n";
 constexpr const char* kMet1 = "rank 1 of 2 has met the others\n";
 
-TEST_F(TwoJobsTest, ARankOfAnotherJobIsToldSoAndDisturbsNothing) {
-  Process first = start("TORCHELASTIC_RUN_ID=one RANK=0 WORLD_SIZE=2");
-  Process other = start("TORCHELASTIC_RUN_ID=two RANK=1 WORLD_SIZE=2");
-  expect_words(other.rest(), {"rank 1 of 2 of job \"two\"", "rank 0 at 127.0.0.1",
-                              "serves 2 ranks of job \"one\"", "MASTER_PORT of its own"});
-  Process second = start("TORCHELASTIC_RUN_ID=one RANK=1 WORLD_SIZE=2");
+void TwoJobsTest::expect_told(const std::string& job, const std::string& other,
+                              const std::vector<std::string>& words) {
+  Process first = start(job + "RANK=0 WORLD_SIZE=2");
+  expect_words(start(other).rest(), words);
+  Process second = start(job + "RANK=1 WORLD_SIZE=2");
   EXPECT_EQ(first.line(), kMet0);
   release();
   EXPECT_EQ(first.rest(), kMet0);
   EXPECT_EQ(second.rest(), std::string(kMet1) + kMet1);
 }
 
+TEST_F(TwoJobsTest, ARankOfAnotherJobIsToldSoAndDisturbsNothing) {
+  expect_told("TORCHELASTIC_RUN_ID=one ", "TORCHELASTIC_RUN_ID=two RANK=1 WORLD_SIZE=2",
+              {"rank 1 of 2 of job \"two\"", "rank 0 at 127.0.0.1", "serves 2 ranks of job \"one\"",
+               "MASTER_PORT of its own"});
+}
+
 TEST_F(TwoJobsTest, ARankOfAJobOfAnotherSizeIsToldSoAndDisturbsNothing) {
-  Process first = start("RANK=0 WORLD_SIZE=2");
-  Process other = start("RANK=2 WORLD_SIZE=3");
-  expect_words(other.rest(), {"rank 2 of 3", "rank 0 at 127.0.0.1", "serves 2 ranks"});
-  Process second = start("RANK=1 WORLD_SIZE=2");
-  EXPECT_EQ(first.line(), kMet0);
-  release();
-  EXPECT_EQ(first.rest(), kMet0);
-  EXPECT_EQ(second.rest(), std::string(kMet1) + kMet1);
+  expect_told("", "RANK=2 WORLD_SIZE=3", {"rank 2 of 3", "rank 0 at 127.0.0.1", "serves 2 ranks"});
 }
 
 // Without an identifier nobody knows whose rank 1 will come: that of this job, or of the other.
@@ -223,7 +230,7 @@ class RoundsTest : public TwoJobsTest {
 };
 
 TEST_F(RoundsTest, RanksWhoseAgentsCountOtherRestartsMeet) {
-  for (const int restarts : {0, 1, 1}) {
+  for (const int restarts : {0, 1}) {
     // The one that was not killed may come before or after the other.
     Process second = start_rank(1, restarts);
     Process first = start_rank(0, 0);
