@@ -30,7 +30,7 @@ constexpr uint64_t kOnThreads = 60;
 constexpr bool kOverGloo = true;
 constexpr uint64_t kOnThreads = 200;
 #endif
-constexpr uint64_t kOnProcesses = 60;
+constexpr uint64_t kOnProcesses = 40;
 
 // Empty, or what went wrong.
 std::string run_on_threads(const CallSequence& sequence, const std::string& folder) {

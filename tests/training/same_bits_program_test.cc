@@ -26,7 +26,7 @@
 namespace zero {
 namespace {
 
-constexpr uint64_t kPrograms = 30;
+constexpr uint64_t kPrograms = 20;
 
 enum class Action {
   kStep,
