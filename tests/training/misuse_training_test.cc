@@ -425,6 +425,17 @@ TEST(MisuseTest, OptionsOfAnotherClass) {
   });
 }
 
+TEST(MisuseTest, AGroupWithoutOptions) {
+  expect_survives(stage(2), [](Rank& r) {
+    r.backward(1);
+    auto before = r.optimizer->param_groups()[0].options().clone();
+    if (r.is(1)) r.optimizer->param_groups()[0].set_options(nullptr);
+    r.refuses_step(1, {"parameter group 0: expected options", "got none", "set_options()"});
+    r.optimizer->param_groups()[0].set_options(std::move(before));
+    r.clip_and_step();
+  });
+}
+
 TEST(MisuseTest, LearningRateThatDiffersBetweenRanks) {
   expect_survives(stage(2), [](Rank& r) {
     auto& options = r.optimizer->param_groups()[0].options();

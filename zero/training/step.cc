@@ -143,8 +143,10 @@ void Engine::clip_value(double value) {
 }
 
 void Engine::step(const ParamGroups& groups, const std::function<void()>& also) {
+  std::string no_text;  // why options have none, unless check() says it better
   const auto check = [&] {
     shards.groups().check(groups);
+    TORCH_CHECK(no_text.empty(), no_text);
     shards.groups().push(groups);
     shards.groups().check_captured_rates(groups);
     table.verify();
@@ -153,9 +155,13 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   };
   // A schedule that differs between ranks would give each shard a different learning rate.
   std::vector<std::string> by_domain(domains.list.size());
-  for (size_t g = 0; g < groups.size() && g < domains.of_group.size(); ++g) {
-    std::string& text = by_domain[domains.of_group[g]];
-    text += (text.empty() ? "options " : "; ") + options_text(groups[g].options());
+  try {
+    for (size_t g = 0; g < groups.size() && g < domains.of_group.size(); ++g) {
+      std::string& text = by_domain[domains.of_group[g]];
+      text += (text.empty() ? "options " : "; ") + options_text(groups[g].options());
+    }
+  } catch (const std::exception& error) {
+    no_text = error_text(error);
   }
   const Agreement agreement = agree(Call::kStep, check, {{}, std::move(by_domain)});
   const TraceRange range("step");

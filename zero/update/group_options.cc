@@ -50,6 +50,9 @@ void GroupOptions::check_classes(const ParamGroups& groups) const {
               " parameter groups of the inner optimizer, got ", groups.size(),
               "; use add_param_group() of the ZeroOptimizer");
   for (size_t g = 0; g < groups.size(); ++g) {
+    TORCH_CHECK(groups[g].has_options(), "parameter group ", g, ": expected options of class ",
+                c10::demangle(typeid(*pushed_[g]).name()),
+                ", got none; give them back with set_options()");
     TORCH_CHECK(typeid(groups[g].options()) == typeid(*pushed_[g]), "parameter group ", g,
                 ": expected options of class ", c10::demangle(typeid(*pushed_[g]).name()),
                 ", which its optimizer reads, got ",
