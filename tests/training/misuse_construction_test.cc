@@ -325,10 +325,16 @@ TEST(ConstructionTest, UnderInferenceModeItTrainsAsWithout) {
                                                       ZeroOptions().fused(fused));
         }
         const auto step = [&](uint64_t seed) {
-          optimizer->backward(model->loss(random_tensor({3, 17}, seed),
-                                          random_tensor({3, 11}, seed + 1), OddModelImpl::kAll));
+          const at::Tensor loss = model->loss(random_tensor({3, 17}, seed),
+                                              random_tensor({3, 11}, seed + 1), OddModelImpl::kAll);
+          {
+            const c10::InferenceMode mode(inference);
+            optimizer->backward(loss);
+          }
           optimizer->clip_grad_norm_(1.0);
           optimizer->step();
+          // In a buffer of the pass.
+          EXPECT_TRUE(at::equal(optimizer->master(model->last), model->last));
         };
         step(1);
         {

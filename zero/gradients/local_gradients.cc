@@ -55,6 +55,11 @@ at::Tensor in_parameter_order(const at::Tensor& gradient, const Parameter& p) {
   return copy.copy_(gradient);
 }
 
+// One that autograd made under InferenceMode has none.
+int64_t version_of(const at::Tensor& gradient) {
+  return gradient.is_inference() ? 0 : static_cast<int64_t>(gradient._version());
+}
+
 // sum = gradient, or sum += gradient.
 void add(const at::Tensor& gradient, bool first, const at::Tensor& sum) {
   kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(), sum.mutable_data_ptr(),
@@ -110,7 +115,7 @@ void LocalGradients::expect(int64_t parameter, Holds holds) {
   const at::Tensor& gradient = grad(parameter);
   state.holds = holds;
   state.tensor = gradient.unsafeGetTensorImpl();
-  state.version = gradient._version();
+  state.version = version_of(gradient);
 }
 
 void LocalGradients::put_marker(int64_t parameter) {
@@ -136,7 +141,7 @@ void LocalGradients::check_unchanged(int64_t parameter) const {
   if (state.holds == Holds::kUnknown || !gradient.defined()) return;
   if (state.holds == Holds::kGradient && !state.sent) return;
   const bool same =
-      state.tensor == gradient.unsafeGetTensorImpl() && state.version == gradient._version();
+      state.tensor == gradient.unsafeGetTensorImpl() && state.version == version_of(gradient);
   TORCH_CHECK(same || state.holds != Holds::kAverage, "parameter ", p.name, kChangedAverage);
   TORCH_CHECK(
       same, "parameter ", p.name,

@@ -19,6 +19,7 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
+#include "zero/base/normal_tensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/memory/device_stream.h"
 #include "zero/training/pass_under_way.h"
@@ -228,6 +229,7 @@ std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
 void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>& hand_over) {
   parts_.protocol.check_usable();
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
+  const NormalTensors normal;  // buckets outlive the pass
   check_capture();
   parts_.record.follow_loss_scale();
   if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
@@ -285,6 +287,7 @@ void BackwardPasses::check_capture() const {
 }
 
 void BackwardPasses::begin() {
+  const NormalTensors normal;
   check_capture();
   const auto count = static_cast<int64_t>(parts_.table.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
@@ -394,11 +397,15 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
   };
   try {
     pass = std::make_shared<PassUnderWay>(*this, parts_.record.scaler().scale());
-    if (!kept) parts_.reducer.begin_pass();
+    if (!kept) {
+      const NormalTensors normal;
+      parts_.reducer.begin_pass();
+    }
     {
       const PassUnderWay::Guard under_way(pass);
       differentiate();
     }
+    const NormalTensors normal;
     parts_.reducer.end_pass(kept);
   } catch (const std::exception& error) {
     std::string text = error_text(error);
