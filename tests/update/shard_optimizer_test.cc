@@ -245,6 +245,39 @@ TEST(ShardOptimizerTest, AStepThatIsSkippedOnTheDeviceChangesNothing) {
   shard.expect_parameters(plain.parameters);
 }
 
+// The step without momentum must not count as its first one.
+TEST(ShardOptimizerTest, AMomentumWhoseFirstStepWasSkippedHasNoState) {
+  const Make make = [](const Tensors& parameters) {
+    return std::make_unique<torch::optim::SGD>(
+        parameters, torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.5));
+  };
+  for (const bool looks : {false, true}) {
+    Shard shard(0, 1, make, {Layout::kContiguous, 256}, at::kFloat, {true, true});
+    Plain plain(make, at::kFloat);
+    auto& groups = plain.optimizer->param_groups();
+    const auto set_momentum = [&](double momentum) {
+      static_cast<torch::optim::SGDOptions&>(groups[0].options()).momentum(momentum);
+      shard.optimizer.groups().push(groups);
+    };
+    const auto step = [&](int number) {
+      plain.step(number);
+      shard.set_gradients(number);
+      shard.update(kAll, 1, scalar(0));
+    };
+    shard.set_gradients(0);
+    shard.update(kAll, 1, scalar(1));  // skipped
+    set_momentum(0);
+    step(1);
+    if (looks) {
+      EXPECT_TRUE(shard.optimizer.inner().state().empty());
+    }
+    set_momentum(0.9);
+    step(2);
+    step(3);
+    shard.expect_parameters(plain.parameters);
+  }
+}
+
 TEST(ShardOptimizerTest, CountsOfALoadedStateAreTakenOver) {
   Shard shard(0, 1, make_adamw, {Layout::kContiguous, 256}, at::kFloat, {true, true});
   Plain plain(make_adamw, at::kFloat);

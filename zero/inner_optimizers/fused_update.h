@@ -78,6 +78,10 @@ class FusedUpdate {
   virtual bool prepare_state(torch::optim::Optimizer& optimizer, int64_t group,
                              const at::Tensor& master, Moments moments) const = 0;
 
+  // Returns whether an update with the options of `group` reads and writes the state. One that does
+  // not is not counted.
+  virtual bool uses_state(const torch::optim::Optimizer&, int64_t /*group*/) const { return true; }
+
   // Updates `segments`, at least one, all of parameter group `group` and on the device of
   // `stream`. Makes their state.
   virtual void update(torch::optim::Optimizer& optimizer, int64_t group,

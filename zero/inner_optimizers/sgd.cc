@@ -41,6 +41,10 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
     return prepare(optimizer, options_of(optimizer, group), master, moments).made;
   }
 
+  bool uses_state(const Optimizer& optimizer, int64_t group) const override {
+    return options_of(optimizer, group).momentum() != 0;
+  }
+
   void update(Optimizer& optimizer, int64_t group, const std::vector<FusedSegment>& segments,
               const FusedScalars& scalars, c10::ScalarType working_dtype,
               kernels::Stream stream) const override {

@@ -174,9 +174,10 @@ void ShardOptimizer::prepare(size_t i) {
 void ShardOptimizer::count() {
   std::vector<uint8_t> updated(segments_.size());
   for (size_t i = 0; i < segments_.size(); ++i) {
-    const Segment& s = segments_[i].segment;
-    updated[i] = used_[s.parameter] != 0 && !shards_.reducer.is_updated(s.bucket);
-    if (updated[i] != 0) prepare(i);
+    const auto& [s, group, moments, master, gradient, ema] = segments_[i];
+    if (used_[s.parameter] == 0 || shards_.reducer.is_updated(s.bucket)) continue;
+    prepare(i);
+    updated[i] = fused(group)->uses_state(*inner_, group);
   }
   if (std::find(updated.begin(), updated.end(), 1) != updated.end()) {
     counts_->add(updated, nonfinite_);
