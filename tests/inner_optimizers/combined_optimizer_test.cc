@@ -4,6 +4,9 @@
 // zero/combined_optimizer.h without a ZeroOptimizer, beside its parts on their own.
 #include "zero/combined_optimizer.h"
 
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
@@ -17,6 +20,7 @@
 #include "tests/support/random_tensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
+#include "zero/inner_optimizers/state.h"
 #include "zero/muon.h"
 
 namespace zero {
@@ -116,6 +120,19 @@ TEST(CombinedOptimizerTest, EachGroupHasTheClassOfItsPart) {
   const std::vector<std::string> names = {"zero::Muon", "AdamW", "AdamW", "Adagrad"};
   for (int64_t g = 0; g < 4; ++g) EXPECT_EQ(adapter_of(combined, g).name(), names[g]);
   EXPECT_EQ(needs_whole_parameters(combined), (std::vector<bool>{true, false, false, false}));
+}
+
+// As its constructor's, whatever a group has.
+TEST(CombinedOptimizerTest, StateOfAdagradBeginsWithTheDefaultsOfItsPart) {
+  const Model model;
+  CombinedOptimizer combined(model.parts());
+  static_cast<AdagradOptions&>(combined.param_groups()[3].options())
+      .initial_accumulator_value(0.75);
+  const at::Tensor segment = at::zeros({3});
+  make_initial_state(combined, 3, segment);
+  const auto state = read_inner_state(combined, 3, segment);
+  ASSERT_TRUE(state.has_value());
+  EXPECT_TRUE(at::equal(state->tensors.at(0).second, at::full({3}, 0.5)));
 }
 
 TEST(CombinedOptimizerTest, APartThatThrowsLosesNoState) {

@@ -116,9 +116,14 @@ std::unique_ptr<torch::optim::Optimizer> make_inner(Inner inner, OddModelImpl& m
       return make.operator()<Adam, AdamOptions>(AdamOptions(0.01), 0.05);
     case Inner::kRmsprop:
       return make.operator()<RMSprop, RMSpropOptions>(RMSpropOptions(0.01).momentum(0.5), 0.05);
-    case Inner::kAdagrad:
-      return make.operator()<Adagrad, AdagradOptions>(
+    case Inner::kAdagrad: {
+      auto made = make.operator()<Adagrad, AdagradOptions>(
           AdagradOptions(0.05).initial_accumulator_value(0.1), 0.05);
+      // That of a group is not read.
+      static_cast<AdagradOptions&>(made->param_groups()[1].options())
+          .initial_accumulator_value(0.7);
+      return made;
+    }
     case Inner::kLion:
       return make.operator()<Lion, LionOptions>(LionOptions(0.01), 0.05);
     case Inner::kMuon:
