@@ -53,6 +53,11 @@ TEST(SharedMemoryEndingsTest, NoRankWaitsForATimeout) {
   expect_end("all return in a save", 2, "plain");
 }
 
+// With a rule that it asks, of which the library keeps a list.
+TEST(EndingsOfTheProcessTest, AnOptimizerAtNamespaceScopeMayEndWithIt) {
+  expect_end("all leave it to the process", 1, "plain");
+}
+
 }  // namespace
 }  // namespace zero
 

@@ -36,8 +36,9 @@ std::vector<torch::optim::OptimizerParamGroup> visible_groups(
 // Returns what lives as long as an optimizer asks `rule`. Throws for one that another asks: it
 // would judge the norms of either by those of both.
 std::shared_ptr<const void> used_alone(const std::shared_ptr<SkipRule>& rule, int rank) {
-  static std::mutex mutex;
-  static std::set<const SkipRule*> used;
+  // Never destroyed: an optimizer may end with the process.
+  static auto& mutex = *new std::mutex;
+  static auto& used = *new std::set<const SkipRule*>;
   if (rule == nullptr) return nullptr;
   const std::lock_guard lock(mutex);
   TORCH_CHECK(used.insert(rule.get()).second, "rank ", rank,
