@@ -309,6 +309,71 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"protect", ZeroOptions().bucket_bytes(4000).protect(1)}),
     [](const auto& test) { return test.param.name; });
 
+// A backward pass of which this rank leaves layers out, so that their buckets are opened at its
+// end, and in which an allocation fails; then what the error asks for, and the batch again.
+Outcome repeat_batch(const Group& group, int64_t fails) {
+  Outcome outcome;
+  is_rank = true;
+  OddModel model(1, 40);
+  ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                          ZeroOptions().bucket_bytes(4000));
+  const auto loss = [&](unsigned parts) {
+    return model->loss(random_tensor({3, 17}, group.rank()), random_tensor({3, 11}, 9), parts);
+  };
+  const auto run = [&](const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const c10::Error& error) {
+      outcome.errors.emplace_back(error.what_without_backtrace());
+    }
+  };
+  const at::Tensor dropping = loss(OddModelImpl::kLeft);
+  until_failure = fails;
+  run([&] { optimizer.backward(dropping); });
+  outcome.allocations = fails - until_failure;
+  until_failure = kNever;
+  if (fails != kNever) run([&] { optimizer.step(); });
+  if (fails != kNever && outcome.errors.empty()) return outcome;  // no rank's pass has failed
+  run([&] { optimizer.zero_grad(); });
+  run([&] { optimizer.backward(loss(OddModelImpl::kAll)); });
+  run([&] { optimizer.step(); });
+  for (const at::Tensor& p : model->parameters()) outcome.parameters.push_back(p.detach().clone());
+  return outcome;
+}
+
+// Where other ranks have sent a bucket, this one still has to.
+TEST(AllocationTest, AfterAPassWithoutMemoryTheBatchCanBeRepeated) {
+  watch_allocations();
+  int64_t allocations = 1, repeated = 0;
+  std::vector<at::Tensor> right;
+  for (int64_t n = -1; n < allocations && !HasFailure(); ++n) {
+    SCOPED_TRACE(c10::str("allocation ", n, " of rank 1 fails"));
+    std::vector<Outcome> found(2);
+    run_ranks(2, [&](const Group& group) {
+      // The other rank has none that fails.
+      const int64_t fails = n < 0 ? kNever : group.rank() == 1 ? n : kNever - 1;
+      found[group.rank()] = repeat_batch(group, fails);
+    });
+    if (n < 0) allocations = found[1].allocations;
+    if (n < 0) right = found[1].parameters;
+    if (n >= 0 && found[1].errors.empty()) continue;  // it made fewer this time
+    // An exchange that was begun cannot be taken back.
+    const bool can_repeat =
+        n < 0 || found[0].errors.at(0).find("call zero_grad() on all ranks") != std::string::npos;
+    for (const Outcome& outcome : found) {
+      for (const std::string& error : outcome.errors) expect_at_once(error);
+      if (!can_repeat) continue;
+      // Of the pass and of step(), and none after zero_grad().
+      EXPECT_LE(outcome.errors.size(), 2U) << outcome.errors.back();
+      for (size_t p = 0; p < right.size(); ++p) {
+        EXPECT_TRUE(at::equal(outcome.parameters.at(p), right[p])) << "parameter " << p;
+      }
+    }
+    repeated += can_repeat;
+  }
+  EXPECT_GT(repeated, 4);
+}
+
 struct OtherCall {
   std::string name;
   bool twice;  // it is one collective call, which ranks with an error can make again

@@ -247,7 +247,7 @@ void GradientReducer::send_complete() {
 }
 
 void GradientReducer::send_next() {
-  const int64_t b = order_[next_++];
+  const int64_t b = order_[next_];
   const Bucket& bucket = plan_.buckets[b];
   const Arena& arena = plan_.arena_of(bucket);
   const DomainCommunicators& comms = comms_[arena.domain];
@@ -286,6 +286,7 @@ void GradientReducer::send_next() {
   reduction.bucket = b;
   set_reducing(true);
   open_[b].stream.reset();
+  ++next_;  // not before: if memory has run out above, the next call sends the bucket
   if (has_peers(reduction)) {
     queue_.push(std::move(reduction));
   } else {
