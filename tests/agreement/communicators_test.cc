@@ -146,6 +146,15 @@ TEST(CommunicatorsTest, AFailureOfOneClosesAllAndIsExplained) {
   });
 }
 
+TEST(CommunicatorsTest, OneThatIsMadeAfterAFailureIsClosed) {
+  run_ranks(2, [](const Group& group) {
+    OptimizerCommunicators comms(group);
+    comms.abort("the disk is on fire");
+    comms.connect(make_domains(group, ZeroOptions(), 2));
+    expect_words(comms.norm->failed(), {"is on fire"});
+  });
+}
+
 TEST(CommunicatorsTest, AnErrorThatIsNoFailureOfTheTransportStaysWhatItIs) {
   on_ranks([](Rank& r) {
     EXPECT_THROW(r.comms.explained([] { throw std::invalid_argument("no more sugar"); }),

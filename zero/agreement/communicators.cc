@@ -57,7 +57,23 @@ Communicator* OptimizerCommunicators::get(const ShardDomains& all, const Group& 
                                       purpose == Purpose::kControl || all.has_two_levels(group));
   if (purpose == Purpose::kData && !all.two_level) RowCommunicator(*made).sum_in_rank_order();
   watch(*made);
-  return made_.emplace(key, std::move(made)).first->second.get();
+  Communicator* const added = made.get();
+  std::unique_lock lock(mutex_);
+  made_.emplace(key, std::move(made));
+  const std::optional<std::string> reason = closed_by_;
+  lock.unlock();
+  if (reason) added->abort(*reason);  // which has not met it
+  return added;
+}
+
+void OptimizerCommunicators::for_each_made(const std::function<void(Communicator&)>& visit) const {
+  std::unique_lock lock(mutex_);
+  // An insertion leaves the others where they are.
+  for (const auto& item : made_) {
+    lock.unlock();
+    visit(*item.second);
+    lock.lock();
+  }
 }
 
 void OptimizerCommunicators::connect(const ShardDomains& all) {
@@ -337,9 +353,9 @@ void OptimizerCommunicators::explained(const std::function<void()>& body) {
 
 std::string OptimizerCommunicators::failed() const {
   std::string text = control->failed();
-  for (const auto& item : made_) {
-    if (text.empty()) text = item.second->failed();
-  }
+  for_each_made([&](const Communicator& made) {
+    if (text.empty()) text = made.failed();
+  });
   return text;
 }
 
@@ -349,12 +365,16 @@ void OptimizerCommunicators::check() const {
 }
 
 void OptimizerCommunicators::abort(const std::string& reason) noexcept {
-  if (aborted_.exchange(true)) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_by_) return;
+    closed_by_ = reason;
+  }
   // Before any connection is closed, so that the peers find it when they notice.
   channel.announce(reason);
   // First what peers wait for on the host.
   control->abort(reason);
-  for (const auto& item : made_) item.second->abort(reason);
+  for_each_made([&](Communicator& made) { made.abort(reason); });
 }
 
 bool OptimizerCommunicators::waits_on_host(c10::Device device) const {

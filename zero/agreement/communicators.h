@@ -6,11 +6,12 @@
 // has one control and one data communicator.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -96,10 +97,13 @@ struct OptimizerCommunicators {
   // Makes it the first time.
   Communicator* get(const ShardDomains& all, const Group& group, Role role);
   void watch(Communicator& communicator);
+  // Calls visit() for each of made_, also while another thread makes one, and may wait in it.
+  void for_each_made(const std::function<void(Communicator&)>& visit) const;
 
+  mutable std::mutex mutex_;  // of made_ and closed_by_: any thread may report a failure
   std::map<std::pair<GroupKey, Role>, std::unique_ptr<Communicator>> made_;
   std::vector<DomainCommunicators> agreements_;  // host communicators, by domain; empty if uniform
-  std::atomic<bool> aborted_ = false;
+  std::optional<std::string> closed_by_;         // the reason of abort()
 };
 
 }  // namespace zero
