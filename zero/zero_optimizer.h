@@ -207,9 +207,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Updates this rank's masters, then brings every working parameter up to date on
   // every rank. Gradients are consumed. Without a gradient on any rank since the last step it does
   // nothing, and after backward passes it warns of that once. Throws when ranks have different
-  // options, a learning rate for example, for a NaN among them and for what the constructor of the
-  // inner optimizer, if it is one of this library, refuses; after max_skipped_in_a_row() skipped
-  // steps, and after ten steps in a row whose passes gave no parameter a gradient on any rank.
+  // options, a learning rate for example (of a class of your own, see ZeroOptions::elementwise), for
+  // a NaN among them and for what the constructor of the inner optimizer, if it is one of this
+  // library, refuses; after max_skipped_in_a_row() skipped steps, and after ten steps in a row whose
+  // passes gave no parameter a gradient on any rank.
   // Returns the closure's loss, else an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
 

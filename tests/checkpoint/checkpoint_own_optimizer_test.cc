@@ -97,6 +97,47 @@ TEST(OwnOptimizerTest, AnOptionThatNoDoubleHoldsIsNeverChanged) {
   }
 }
 
+// A learning rate that one rank alone changes would give each shard its own.
+TEST(OwnOptimizerTest, RanksAgreeOnTheLearningRateInEachStepAndOnAllOptionsAtConstruction) {
+  Training t;
+  t.inner = Inner::kOwn;
+  t.options.elementwise(true);
+  run_ranks(2, [&](const Group& group) {
+    CheckpointRun run(t, group, 1);
+    run.train(0, 1);
+    const auto step = [&] { run.optimizer->step(); };
+    auto& options = run.optimizer->param_groups()[0].options();
+    const double rate = options.get_lr();
+    options.set_lr(group.rank() == 1 ? 2 * rate : rate);
+    expect_words(error_of([&] { run.train(1, 2); }),
+                 {"expected the same call with the same arguments",
+                  "rank 0: step() with options lr ", "rank 1: step() with options lr "});
+    options.set_lr(std::numeric_limits<double>::quiet_NaN());
+    expect_words(error_of(step), {"parameter group 0: expected a number as lr, got nan"});
+    options.set_lr(rate);
+    step();
+    EXPECT_EQ(run.optimizer->stats().steps, 2);
+    run.optimizer->check_replicas();
+  });
+  run_ranks(2, [&](const Group& group) {
+    OddModel model(1);
+    auto own = make_inner(Inner::kOwn, *model);
+    auto& inner = *own;
+    ZeroOptimizer optimizer(*model, std::move(own), group, t.options);
+    inner.param_groups()[0].options().set_lr(7);
+    expect_words(error_of([&] { optimizer.step(); }),
+                 {"the inner optimizer's options as they were pushed"});
+  });
+  run_ranks(2, [&](const Group& group) {
+    OddModel model(1);
+    auto own = make_inner(Inner::kOwn, *model);
+    static_cast<OwnOptions&>(own->param_groups()[0].options()).warmup(3 + group.rank());
+    expect_words(
+        error_of([&] { ZeroOptimizer optimizer(*model, std::move(own), group, t.options); }),
+        {"options of parameter group 0", "warmup 3", "warmup 4"});
+  });
+}
+
 // What a class of the user's own may keep that no checkpoint can hold.
 enum class Habit {
   kNoSerialize,

@@ -338,11 +338,27 @@ TEST(SerializedAdapterTest, AClassOfTheUsersOwnHasItsTypeAsNameAndNeedsPermissio
   EXPECT_EQ(optimizer_name(*optimizer), "zero::OwnOptimizer");
   EXPECT_EQ(adapter_of(*optimizer).fused(), nullptr);
   EXPECT_EQ(required_state(*optimizer, 0), Names{});
-  EXPECT_EQ(options_text(optimizer->param_groups()[0].options()), "");
   check_inner_optimizer(*optimizer, true, {false});
   expect_words(error_of([&] { check_inner_optimizer(*optimizer, false, {false}); }),
                {"expected AdamW, Adam, SGD, RMSprop or Adagrad of torch::optim, or zero::Lion,",
                 "got zero::OwnOptimizer", "elementwise(true)"});
+}
+
+// No learning rate, and nothing that serialize() writes.
+struct NoOptions : torch::optim::OptimizerCloneableOptions<NoOptions> {};
+
+TEST(SerializedAdapterTest, AStepLooksAtTheLearningRateAlone) {
+  const OwnOptions options(0.25), other = OwnOptions(0.25).warmup(7), faster(0.5);
+  EXPECT_EQ(options_text(options),
+            "betas.0 0.9 betas.1 0.99 decays 1 lr 0.25 warmup 3 weight_decay 0");
+  EXPECT_EQ(step_options_text(options), "lr 0.25");
+  EXPECT_TRUE(equal_options(options, other));
+  EXPECT_FALSE(equal_options(options, faster));
+  for (int again = 0; again < 2; ++again) {
+    EXPECT_EQ(step_options_text(NoOptions()), "");
+    EXPECT_EQ(options_text(NoOptions()), "");
+    EXPECT_TRUE(equal_options(NoOptions(), NoOptions()));
+  }
 }
 
 TEST(SerializedAdapterTest, StateOfAClassOfTheUsersOwnIsUsedState) {

@@ -77,10 +77,10 @@ class OptimizerAdapter {
   virtual OptionValues option_values(const Options& options) const = 0;
   // Sets those. Names that the class does not have are ignored.
   virtual void set_option_values(Options& options, const OptionValues& values) const = 0;
-  // True when both have equal values, or cannot be compared.
+  // Those of them that each step checks, and ranks compare before it.
+  virtual OptionValues step_values(const Options& options) const { return option_values(options); }
+  // True when both have equal values, as far as they can be compared at each step.
   virtual bool equal_options(const Options& a, const Options& b) const = 0;
-  // True when ranks compare the options before each step.
-  virtual bool ranks_compare_options() const = 0;
 
   // What a step computes with on `device`, where ranks must agree on it and the options leave it
   // open. Empty for nothing.

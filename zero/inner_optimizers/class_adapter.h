@@ -98,7 +98,6 @@ class ClassAdapter : public OptimizerAdapter {
     return !is_class_of(b) ||
            static_cast<const ClassOptions&>(a) == static_cast<const ClassOptions&>(b);
   }
-  bool ranks_compare_options() const override { return true; }
 
   std::unique_ptr<State> initial_state(const Optimizer&, int64_t,
                                        const at::Tensor&) const override {

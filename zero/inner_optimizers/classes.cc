@@ -139,8 +139,7 @@ void check_options(const std::vector<torch::optim::OptimizerParamGroup>& groups)
   for (size_t g = 0; g < groups.size(); ++g) {
     const torch::optim::OptimizerOptions& options = groups[g].options();
     const OptimizerAdapter& adapter = adapter_of(options);
-    if (!adapter.ranks_compare_options()) continue;  // it would serialize them at every step
-    for (const auto& [name, value] : adapter.option_values(options)) {
+    for (const auto& [name, value] : adapter.step_values(options)) {
       TORCH_CHECK(!std::isnan(value) && (name != "lr" || std::isfinite(value)), "parameter group ",
                   g, ": expected a number as ", name, ", got ", value,
                   "; set it in param_groups()[", g, "].options()");
@@ -169,14 +168,24 @@ std::string exact_text(double value) {
   return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
 }
 
-std::string options_text(const torch::optim::OptimizerOptions& options) {
-  const OptimizerAdapter& adapter = adapter_of(options);
+namespace {
+
+std::string text_of(const OptimizerAdapter::OptionValues& values) {
   std::string text;
-  if (!adapter.ranks_compare_options()) return text;
-  for (const auto& [name, value] : adapter.option_values(options)) {
+  for (const auto& [name, value] : values) {
     text += (text.empty() ? "" : " ") + name + " " + exact_text(value);
   }
   return text;
+}
+
+}  // namespace
+
+std::string options_text(const torch::optim::OptimizerOptions& options) {
+  return text_of(adapter_of(options).option_values(options));
+}
+
+std::string step_options_text(const torch::optim::OptimizerOptions& options) {
+  return text_of(adapter_of(options).step_values(options));
 }
 
 std::string arithmetic_text(const torch::optim::OptimizerOptions& options, at::Device device) {

@@ -41,7 +41,7 @@ void check_parameter(const torch::optim::Optimizer& optimizer, int64_t group,
 
 // Throws c10::Error, with the number of the group, for options with which no step can go on: a NaN,
 // a learning rate that is not finite, and what a constructor of this library's classes refuses.
-// Those of a class without an adapter of its own are not looked at.
+// Of a class without an adapter of its own the learning rate alone is looked at.
 void check_options(const std::vector<torch::optim::OptimizerParamGroup>& groups);
 
 // Gives `segment` the state that the optimizer's constructor makes for a parameter of group
@@ -49,16 +49,19 @@ void check_options(const std::vector<torch::optim::OptimizerParamGroup>& groups)
 void make_initial_state(torch::optim::Optimizer& optimizer, int64_t group,
                         const at::Tensor& segment);
 
-// True when both have equal values, or are of a class we cannot compare.
+// True when both have equal values; of a class without an adapter of its own, equal learning rates.
 bool equal_options(const torch::optim::OptimizerOptions& a,
                    const torch::optim::OptimizerOptions& b);
 
 // The fewest digits that read back as the same double.
 std::string exact_text(double value);
 
-// The options that ranks compare, by the names of their accessors: "lr 0.1 weight_decay 0.01".
-// Empty for a class without an adapter of its own.
+// The options by the names of their accessors: "lr 0.1 weight_decay 0.01". Ranks compare them at
+// construction.
 std::string options_text(const torch::optim::OptimizerOptions& options);
+// Those that ranks compare before each step: all, but the learning rate alone of a class without an
+// adapter of its own.
+std::string step_options_text(const torch::optim::OptimizerOptions& options);
 
 // What a step with these options computes with on `device`, where ranks must agree on it and the
 // options leave it open: see OptimizerAdapter::arithmetic().

@@ -14,7 +14,10 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <optional>
+#include <set>
+#include <typeindex>
 #include <typeinfo>
 #include <utility>
 
@@ -148,9 +151,11 @@ class SerializedAdapter : public OptimizerAdapter {
 
   OptionValues option_values(const Options& options) const override;
   void set_option_values(Options& options, const OptionValues& values) const override;
-  // Both would serialize options at every step.
-  bool equal_options(const Options&, const Options&) const override { return true; }
-  bool ranks_compare_options() const override { return false; }
+  // All would be serialized at every step.
+  OptionValues step_values(const Options& options) const override;
+  bool equal_options(const Options& a, const Options& b) const override {
+    return step_values(a) == step_values(b);
+  }
 
   std::unique_ptr<State> initial_state(const Optimizer&, int64_t,
                                        const at::Tensor&) const override {
@@ -280,9 +285,24 @@ OptimizerAdapter::OptionValues SerializedAdapter::option_values(const Options& o
     return result;
   } catch (const c10::Error&) {  // torch's own serialize(), which is to be overridden
   }
+  return step_values(options);
+}
+
+// The learning rate, if the class has one. An error of torch's own get_lr() costs more than many a
+// step, so that each class throws it once.
+OptimizerAdapter::OptionValues SerializedAdapter::step_values(const Options& options) const {
+  static std::mutex mutex;
+  static std::set<std::type_index> without_rate;
+  const std::type_index type(typeid(options));
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (without_rate.count(type) != 0) return {};
+  }
   try {
     return {{"lr", options.get_lr()}};
   } catch (const c10::Error&) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    without_rate.insert(type);
     return {};
   }
 }

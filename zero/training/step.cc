@@ -158,7 +158,7 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   try {
     for (size_t g = 0; g < groups.size() && g < domains.of_group.size(); ++g) {
       std::string& text = by_domain[domains.of_group[g]];
-      text += (text.empty() ? "options " : "; ") + options_text(groups[g].options());
+      text += (text.empty() ? "options " : "; ") + step_options_text(groups[g].options());
     }
   } catch (const std::exception& error) {
     no_text = error_text(error);
