@@ -521,7 +521,7 @@ class Around : public torch::optim::Optimizer {
 };
 
 // Its parameters would be stepped with the markers of sent gradients, which are NaN.
-TEST(MisuseTest, AnOptimizerAroundAnotherOne) {
+TEST(OwnOptimizerTest, OneAroundAnotherOneIsRefused) {
   for (const Inner inner : {Inner::kSgd, Inner::kSgdMomentum, Inner::kAdamW, Inner::kAdam,
                             Inner::kRmsprop, Inner::kAdagrad, Inner::kLion, Inner::kOwn}) {
     for (const int64_t stage : {1, 2}) {
