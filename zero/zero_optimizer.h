@@ -207,9 +207,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Updates this rank's masters, then brings every working parameter up to date on
   // every rank. Gradients are consumed. Without a gradient on any rank since the last step it does
   // nothing, and after backward passes it warns of that once. Throws when ranks have different
-  // options, a learning rate for example (of a class of your own, see ZeroOptions::elementwise), for
-  // a NaN among them and for what the constructor of the inner optimizer, if it is one of this
-  // library, refuses; after max_skipped_in_a_row() skipped steps, and after ten steps in a row whose
+  // options, a learning rate for example, for a NaN among them and for what the constructor of the
+  // inner optimizer, if it is one of this library, refuses (of a class of your own for the learning
+  // rate alone); after max_skipped_in_a_row() skipped steps, and after ten steps in a row whose
   // passes gave no parameter a gradient on any rank.
   // Returns the closure's loss, else an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -293,8 +293,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // references to them are new. Throws c10::Error on all ranks, with all as it was: gradients
   // since the last step, ranks that name different parameters, one of another optimizer or given
   // more often than it has names, none that stays, a mesh. A death meanwhile is final, also with
-  // protect(). Needs host memory for a copy of the shard and one of its masters, or for a copy and a
-  // second arena, where that is more than the masters, state and gradient shards, which are freed
+  // protect(). Needs host memory for a copy of the shard and one of its masters, or for a copy and
+  // a second arena, where that is more than the masters, state and gradient shards, which are freed
   // first. Throws too while a PendingCheckpoint can be finished.
   void freeze(const std::vector<at::Tensor>& parameters);
   // Collective. The reverse: `parameters` of the module, old or new, join a group without state.
