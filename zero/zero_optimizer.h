@@ -316,9 +316,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // masters and state once. Throws c10::Error on all ranks, with all as it was: gradients since the
   // last step, ranks whose `rows` differ, one parameter twice, no row at all, state that is not
   // elementwise (Adafactor's factors), what the class of the group refuses, a mesh. A death
-  // meanwhile is final, also with protect(): recover() throws then if shapes have changed. Needs
-  // memory for the shard twice, and for two more copies of the working parameters. Throws too while
-  // a PendingCheckpoint can be finished.
+  // meanwhile is final, also with protect(): recover() throws then if shapes have changed. So is a
+  // rank without memory for the copy of the new state that protect() makes. Needs memory for the
+  // shard twice, and for two more copies of the working parameters. Throws too while a
+  // PendingCheckpoint can be finished.
   void resize_rows(const std::vector<ResizedRows>& changes);
 
   // ---- Checkpoints ----
@@ -351,7 +352,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // its id. Throws c10::Error on all ranks, and then nothing has changed: gradients since the last
   // step, damage, another model (see LoadOptions::strict), numbers that no optimizer can go on
   // with, an included object that refuses its state, a file that no rank sees, manifests of
-  // different checkpoints.
+  // different checkpoints. With protect() a rank without memory for the copy of the new state is a
+  // failure of all.
   LoadReport load_checkpoint(const std::string& folder, const LoadOptions& options = {});
   // Collective. The newest checkpoint, in the order of zero::latest(), in the folders `parent` of
   // all ranks, which may differ, of which each file is seen by some rank. Returns its path for this

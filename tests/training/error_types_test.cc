@@ -3,6 +3,8 @@
 //
 // Which errors are a CommunicationError, as zero/errors.h promises, on the rank that has one and on
 // the others; and loops that catch nothing else.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Allocator.h>
 #include <gtest/gtest.h>
@@ -278,6 +280,34 @@ TEST(ErrorTypesTest, ACopyThatOneRankHasNoMemoryForIsACommunicationErrorOnTheOth
         with_timeout(std::chrono::seconds(10)));
     EXPECT_EQ(own, 1);
     EXPECT_EQ(of_communication, world_size - 1);
+  }
+}
+
+// What it has changed cannot be taken back, and no step after it could be protected.
+TEST(ErrorTypesTest, ACallThatCannotProtectWhatItHasChangedClosesTheOptimizer) {
+  const std::string folder = ::testing::TempDir() + "/unprotected";
+  const std::vector<std::function<void(Rank&)>> calls = {
+      [&](Rank& r) { r.optimizer->load_checkpoint(folder); },
+      [](Rank& r) {
+        r.optimizer->resize_rows({{r.model->trunk->weight, at::arange(20), {}}});
+      },
+      [](Rank& r) { r.optimizer->freeze({r.model->scale}); },
+  };
+  for (size_t i = 0; i < calls.size(); ++i) {
+    FailingCopies copies;
+    std::latch done(2);
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          Rank r(group, ZeroOptions().protect(100));
+          if (i == 0) r.optimizer->save_checkpoint(folder, SaveOptions().overwrite(true));
+          if (group.rank() == 1) copies.fails = true;
+          EXPECT_EQ(kind_of([&] { calls[i](r); }), Kind::kOwn) << "call " << i;
+          const std::string text = error_of([&] { r.optimizer->step(); });
+          expect_words(text, {"expected a working optimizer", "out of memory"});
+          done.arrive_and_wait();
+        },
+        with_timeout(std::chrono::seconds(10)));
   }
 }
 

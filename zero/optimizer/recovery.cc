@@ -261,10 +261,13 @@ void Recovery::protect(const ParamGroups& groups) {
 void Recovery::protect_at_once(const ParamGroups& groups, const std::string& call) {
   if (!protection_) return;
   protect(groups);
-  run_on_all_ranks(*engine_->comms->control, call, [&]() -> std::string {
-    const std::string problem = protection_->finish();
-    if (!problem.empty()) throw_error(protection_->connection_failed(), problem);
-    return {};
+  // What the call has changed cannot be taken back, and no step after it could be protected.
+  engine_->comms->run_or_close([&] {
+    run_on_all_ranks(*engine_->comms->control, call, [&]() -> std::string {
+      const std::string problem = protection_->finish();
+      if (!problem.empty()) throw_error(protection_->connection_failed(), problem);
+      return {};
+    });
   });
   protection_->keep_newest();
 }

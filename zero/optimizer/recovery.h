@@ -50,7 +50,8 @@ class Recovery {
   // Begins the copies of a protected step.
   void after_step(const ParamGroups& groups);
   // Collective, after finish(). Protects the present state, and returns when all ranks have it
-  // whole. `call` is for errors. Does nothing if steps are not protected.
+  // whole. `call` is for errors: if it throws, the communicators are closed. Does nothing if steps
+  // are not protected.
   void protect_at_once(const ParamGroups& groups, const std::string& call);
   // Waits for the copies of the last protected step: before an agreement after which another
   // begins. Closes the communicators if they failed.
