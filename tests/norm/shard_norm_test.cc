@@ -9,12 +9,15 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels/exact_sum.h"
@@ -88,6 +91,36 @@ TEST(ShardNormTest, WeightsCountWhatSeveralRanksHoldOnce) {
     EXPECT_NEAR(got.norm, 9, 1e-12);
     EXPECT_NEAR(norm_of_ranks(group, segments, {0.5, 0, 1}, 1).norm, 15, 1e-12);
     EXPECT_EQ(norm_of_ranks(group, segments, {0.5, 0, 1}, kInfinity).norm, 6);
+  });
+}
+
+// Each operation of libtorch takes a microsecond, and on a GPU a launch.
+TEST(ShardNormTest, ManyGroupsOfOneWeightTakeNoMoreOperationsThanOne) {
+  on_ranks(1, [](Communicator& group) {
+    constexpr int64_t kGroups = 100;
+    static int operations;
+    const auto count = [&](const std::vector<SegmentTensors>& segments,
+                           const std::vector<double>& weights, const at::Tensor& bound) {
+      operations = 0;
+      const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(
+          [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> {
+            ++operations;
+            return nullptr;
+          }));
+      const ShardNorm result = shard_norm(segments, weights, 2.0, at::kCPU, group, bound);
+      at::removeCallback(handle);
+      return std::pair{operations, result.norm.item<double>()};
+    };
+    for (const at::Tensor& bound : {at::Tensor(), at::full({}, 0.75)}) {
+      std::vector<SegmentTensors> one, many;
+      for (int64_t g = 0; g < kGroups; ++g) {
+        one.push_back(segment(random_tensor({5}, static_cast<int>(g))));
+        many.push_back(segment(one.back().gradient, g));
+      }
+      const auto expected = count(one, {0.5}, bound);
+      EXPECT_GT(expected.first, 0);
+      EXPECT_EQ(count(many, std::vector<double>(kGroups, 0.5), bound), expected);
+    }
   });
 }
 

@@ -10,6 +10,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <cmath>
+#include <set>
 
 #include "kernels/exact_sum.h"
 #include "zero/memory/device_stream.h"
@@ -19,47 +20,36 @@
 namespace zero {
 namespace {
 
-std::vector<kernels::ConstSpan> spans_of(const std::vector<SegmentTensors>& segments,
-                                         int64_t group) {
-  std::vector<kernels::ConstSpan> spans;
-  for (const SegmentTensors& s : segments) {
-    if (group < 0 || s.group == group) {
-      spans.push_back({s.gradient.const_data_ptr<float>(), s.segment.numel});
-    }
-  }
-  return spans;
-}
+using Take = c10::function_ref<bool(const SegmentTensors& segment)>;
 
-// Calls use(spans) for the segments of `group`, or all for -1: once, or where gradients are clamped
-// or not fp32, for one batch of copies at a time.
-void for_spans(const std::vector<SegmentTensors>& segments, int64_t group, const at::Tensor& bound,
+// Calls use(spans) for the segments to `take`: once, or where gradients are clamped or not fp32,
+// for one batch of copies at a time.
+void for_spans(const std::vector<SegmentTensors>& segments, Take take, const at::Tensor& bound,
                c10::function_ref<void(const std::vector<kernels::ConstSpan>& spans)> use) {
   if (segments.empty()) return;
   const at::Tensor& any = segments.front().gradient;
   if (!bound.defined() && any.scalar_type() == at::kFloat) {
-    use(spans_of(segments, group));
+    std::vector<kernels::ConstSpan> spans;
+    for (const SegmentTensors& s : segments) {
+      if (take(s)) spans.push_back({s.gradient.const_data_ptr<float>(), s.segment.numel});
+    }
+    use(spans);
     return;
   }
-  const auto of_group = [&](const SegmentTensors& s) { return group < 0 || s.group == group; };
   int64_t numel = 0;
-  for (const SegmentTensors& s : segments) numel += of_group(s) ? s.segment.numel : 0;
+  for (const SegmentTensors& s : segments) numel += take(s) ? s.segment.numel : 0;
   Fp32Batches batches(any.device(), any.scalar_type(), numel,
                       [&](const at::Tensor& values, const std::vector<kernels::ConstSpan>& spans) {
                         if (bound.defined()) values.clamp_(-bound, bound);
                         use(spans);
                       });
   for (const SegmentTensors& s : segments) {
-    if (of_group(s)) batches.add(s.gradient.const_data_ptr(), s.segment.numel);
+    if (take(s)) batches.add(s.gradient.const_data_ptr(), s.segment.numel);
   }
   batches.flush();
 }
 
-void add(const std::vector<SegmentTensors>& segments, int64_t group, double norm_type,
-         double weight, const at::Tensor& bound, const at::Tensor& part) {
-  for_spans(segments, group, bound, [&](const std::vector<kernels::ConstSpan>& spans) {
-    add_to_norm_part(part, spans, norm_type, weight);
-  });
-}
+bool take_all(const SegmentTensors&) { return true; }
 
 }  // namespace
 
@@ -67,9 +57,18 @@ ShardNorm shard_norm(const std::vector<SegmentTensors>& segments,
                      const std::vector<double>& weights, double norm_type, at::Device device,
                      Communicator& group, const at::Tensor& bound) {
   const at::Tensor parts = empty_norm_parts(1, norm_type, device);
-  if (std::isinf(norm_type)) add(segments, -1, norm_type, 1.0, bound, parts.select(0, 0));
-  for (size_t g = 0; g < weights.size() && !std::isinf(norm_type); ++g) {
-    add(segments, static_cast<int64_t>(g), norm_type, weights[g], bound, parts.select(0, 0));
+  const auto add = [&](Take take, double weight) {
+    for_spans(segments, take, bound, [&](const std::vector<kernels::ConstSpan>& spans) {
+      add_to_norm_part(parts.select(0, 0), spans, norm_type, weight);
+    });
+  };
+  if (std::isinf(norm_type)) {
+    add(take_all, 1.0);
+  } else {
+    // All groups of one weight at once: of thousands of groups, most have the same.
+    for (const double weight : std::set<double>(weights.begin(), weights.end())) {
+      add([&](const SegmentTensors& s) { return weights[s.group] == weight; }, weight);
+    }
   }
   all_reduce_norm_parts(parts, group, "gradient norm").wait();
   const at::Tensor part = parts.select(0, 0);
@@ -90,7 +89,7 @@ ShardNorm exact_shard_norm(const std::vector<SegmentTensors>& segments, double n
   const kernels::Stream stream = current_stream(device);
   at::Tensor sum =
       at::zeros({kernels::kExactNumel}, at::TensorOptions().dtype(at::kLong).device(device));
-  for_spans(segments, -1, bound, [&](const std::vector<kernels::ConstSpan>& spans) {
+  for_spans(segments, take_all, bound, [&](const std::vector<kernels::ConstSpan>& spans) {
     kernels::add_squares_exactly(spans, sum.mutable_data_ptr<int64_t>(), stream);
   });
   const at::Tensor limbs = sum.to(at::kDouble);
