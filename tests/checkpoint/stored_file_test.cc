@@ -5,13 +5,16 @@
 // and no changed byte goes unnoticed.
 #include "zero/checkpoint/format/stored_file.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -22,7 +25,18 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "zero/base/threads.h"
 #include "zero/checkpoint/format/reader.h"
+
+namespace {
+std::atomic<int> threads_that_hash{0};
+}  // namespace
+
+// In place of the C library's in the whole program.
+extern "C" int pthread_setname_np(pthread_t, const char* name) noexcept {
+  threads_that_hash += std::string(name) == "zero hash" ? 1 : 0;
+  return 0;
+}
 
 namespace zero {
 namespace {
@@ -82,6 +96,22 @@ TEST_F(StoredFileTest, TheTableHasOneHashForEachBlockAndIsTheEndOfTheFile) {
   ASSERT_EQ(content_.values.size(), 1u);
   EXPECT_EQ(content_.values[0].owner, "d");
   EXPECT_EQ(content_.values[0].hash, expected);
+}
+
+// Of frozen parameters, while the training waits.
+TEST_F(StoredFileTest, AFileIsHashedOnSeveralThreadsAsItIsWritten) {
+  std::vector<TensorToSave> tensors = tensors_of_all_sizes();
+  tensors.push_back({{"f", "frozen", 0, 200 * kBlock + 1}, at::arange(200.0f * kBlock + 1)});
+  write(tensors);
+  const int before = at::get_num_threads();
+  at::set_num_threads(3);
+  EXPECT_EQ(hash_file({"f", tensors}, "an id").about.hash, content_.about.hash);
+  EXPECT_EQ(threads_that_hash, 2);
+  threads_refused = true;
+  EXPECT_EQ(hash_file({"f", tensors}, "an id").about.hash, content_.about.hash);
+  threads_refused = false;
+  EXPECT_EQ(threads_that_hash, 2);
+  at::set_num_threads(before);
 }
 
 TEST_F(StoredFileTest, AChangedByteAnywhereIsNoticed) {

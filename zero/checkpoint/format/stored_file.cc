@@ -2,14 +2,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/checkpoint/format/stored_file.h"
 
+#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <functional>
 #include <iterator>
 #include <map>
+#include <thread>
 #include <utility>
+
+#include "zero/base/threads.h"
 
 namespace zero {
 namespace {
@@ -91,7 +96,12 @@ FileBytes BlockHashes::next() const {
 
 void BlockHashes::add(const void* data) {
   const FileBytes block = next();
-  hashes_.push_back(content_hash(data, block.end - block.begin));
+  add_hash(content_hash(data, block.end - block.begin));
+}
+
+void BlockHashes::add_hash(uint64_t hash) {
+  const FileBytes block = next();
+  hashes_.push_back(hash);
   while (block.begin >= tensors_[tensor_].end) ++tensor_;
   done_ = block.end - tensors_[tensor_].begin;
 }
@@ -116,15 +126,38 @@ FileContent BlockHashes::content() const {
 
 namespace {
 
-// Hashes a file, and writes it if there is a writer.
-FileContent hash_and_write(FileToSave file, const std::string& id, FileWriter* writer) {
-  BlockHashes hashes(file, id);
-  const auto write = [&](const char* data, size_t bytes) {
-    if (writer != nullptr) writer->write(data, bytes);
+at::Tensor in_host_memory(const at::Tensor& tensor) { return tensor.detach().cpu().contiguous(); }
+
+std::vector<uint64_t> hashes_of_blocks(const char* data, uint64_t bytes) {
+  std::vector<uint64_t> hashes(blocks_in(bytes));
+  std::atomic<uint64_t> next{0};
+  const auto work = [&] {
+    for (uint64_t b = next++; b < hashes.size(); b = next++) {
+      const uint64_t begin = b * kBlockBytes;
+      hashes[b] = content_hash(data + begin, std::min(kBlockBytes, bytes - begin));
+    }
   };
-  write(hashes.beginning().data(), hashes.beginning().size());
+  // A thread takes as long to start as a few blocks to hash.
+  constexpr uint64_t kBlocksOfThread = 64;
+  const auto count = std::min<uint64_t>(at::get_num_threads(), hashes.size() / kBlocksOfThread);
+  std::vector<std::thread> threads;
+  try {
+    while (threads.size() + 1 < count) threads.push_back(start_thread(work, "hash"));
+  } catch (const c10::Error&) {  // fewer hash all of it, too
+  }
+  work();
+  for (std::thread& thread : threads) thread.join();
+  return hashes;
+}
+
+}  // namespace
+
+FileContent write_file(FileToSave file, const std::string& path, const std::string& id) {
+  FileWriter writer(path);
+  BlockHashes hashes(file, id);
+  writer.write(hashes.beginning().data(), hashes.beginning().size());
   for (size_t i = 0; i < file.tensors.size(); ++i) {
-    const at::Tensor host = file.tensors[i].tensor.detach().cpu().contiguous();
+    const at::Tensor host = in_host_memory(file.tensors[i].tensor);
     const auto* const data = static_cast<const char*>(host.const_data_ptr());
     const FileBytes place = hashes.place(i);
     TORCH_INTERNAL_ASSERT(host.nbytes() == place.end - place.begin);
@@ -132,26 +165,24 @@ FileContent hash_and_write(FileToSave file, const std::string& id, FileWriter* w
     for (uint64_t at = place.begin; at < place.end;) {
       const FileBytes block = hashes.next();
       hashes.add(data + (at - place.begin));
-      write(data + (at - place.begin), block.end - block.begin);
+      writer.write(data + (at - place.begin), block.end - block.begin);
       at = block.end;
     }
   }
   const std::string table = hashes.table();
-  write(table.data(), table.size());
+  writer.write(table.data(), table.size());
+  writer.finish();
   return hashes.content();
 }
 
-}  // namespace
-
-FileContent write_file(FileToSave file, const std::string& path, const std::string& id) {
-  FileWriter writer(path);
-  FileContent content = hash_and_write(std::move(file), id, &writer);
-  writer.finish();
-  return content;
-}
-
 FileContent hash_file(FileToSave file, const std::string& id) {
-  return hash_and_write(std::move(file), id, nullptr);
+  BlockHashes hashes(file, id);
+  for (const TensorToSave& t : file.tensors) {
+    const at::Tensor host = in_host_memory(t.tensor);
+    const auto* const data = static_cast<const char*>(host.const_data_ptr());
+    for (const uint64_t hash : hashes_of_blocks(data, host.nbytes())) hashes.add_hash(hash);
+  }
+  return hashes.content();
 }
 
 StoredFile::StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& about,

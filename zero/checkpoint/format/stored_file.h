@@ -72,6 +72,8 @@ class BlockHashes {
   FileBytes next() const;
   // Hashes that block, whose bytes are at `data` in host memory.
   void add(const void* data);
+  // The same for content_hash() of its bytes.
+  void add_hash(uint64_t hash);
 
   // Once all blocks have a hash: the table, and what the manifest says of the file.
   std::string table() const;
@@ -90,7 +92,7 @@ class BlockHashes {
 
 // Writes a file, and waits until it is on disk. Throws where `path` exists.
 FileContent write_file(FileToSave file, const std::string& path, const std::string& id);
-// Returns the same without writing.
+// Returns the same without writing, and hashes on as many threads as libtorch computes on.
 FileContent hash_file(FileToSave file, const std::string& id);
 
 // A file that is read. Its functions throw c10::Error, with the path.
