@@ -9,9 +9,12 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -20,6 +23,19 @@
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/manifest.h"
+
+namespace {
+thread_local int64_t allocations = 0;
+}  // namespace
+
+void* operator new(size_t bytes) {
+  ++allocations;
+  void* const memory = std::malloc(bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace zero {
 namespace {
@@ -89,6 +105,27 @@ TEST_F(CheckpointListTest, OnlyFoldersWithAValidManifestCount) {
   EXPECT_EQ(keep_last(parent_, 1), Names{parent_ + "/good"});
   EXPECT_EQ(names(), Names{"better"});
   EXPECT_TRUE(fs::exists(parent_ + "/damaged") && fs::exists(parent_ + "/empty"));
+}
+
+// A large model on many ranks has millions of pieces, and a folder has many checkpoints.
+TEST_F(CheckpointListTest, WhatIsInTheirFilesIsNotParsed) {
+  const auto allocations_for = [&](int64_t tensors) {
+    Manifest m;
+    m.id = "1";
+    m.saved = 1;
+    m.files = {{"f", 3, 1, 0}};
+    for (int64_t t = 0; t < tensors; ++t) {
+      m.tensors.push_back({"p" + std::to_string(t), {"master", "exp_avg"}, {{0, 0, 1}}});
+    }
+    fs::create_directories(parent_ + "/1");
+    std::ofstream(parent_ + "/1/" + kManifestName) << manifest_text(m);
+    std::ofstream(parent_ + "/1/f") << "xxx";
+    const int64_t before = allocations;
+    EXPECT_EQ(latest(parent_), parent_ + "/1");
+    EXPECT_TRUE(keep_last(parent_, 1).empty());
+    return allocations - before;
+  };
+  EXPECT_LT(allocations_for(1000), allocations_for(1) + 100);
 }
 
 // An interrupted copy has the manifest first, since names are copied in their order.

@@ -48,7 +48,7 @@ std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent, bool t
     const fs::path path = fs::path(parent) / name;
     try {
       if (!may_be_checkpoint(path)) continue;
-      const Manifest manifest = read_manifest(path.string());
+      const Manifest manifest = read_manifest_without_tensors(path.string());
       result.push_back(
           {path.string(), manifest.id, manifest.saved, manifest.steps + manifest.skipped_steps});
     } catch (const DamagedManifest& error) {  // or one of something else
@@ -69,7 +69,7 @@ std::optional<std::string> latest(const std::string& parent) {
   // This looks at each file, so the newest is the first.
   for (auto c = found.rbegin(); c != found.rend(); ++c) {
     try {
-      if (has_files(c->path, read_manifest(c->path))) return c->path;
+      if (has_files(c->path, read_manifest_without_tensors(c->path))) return c->path;
     } catch (const c10::Error&) {
       if (may_be_checkpoint(c->path)) throw;
     }

@@ -203,7 +203,7 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
     FoundFiles found;
     const auto views = run_on_all_ranks(control, what, [&]() -> std::string {
       if (!here) return {};
-      found.manifest = read_manifest(path);
+      found.manifest = read_manifest_without_tensors(path);
       return files_seen(found.manifest, path);
     });
     // 4. It is the one if together they see all files. Else it is left out, and the next one is

@@ -197,7 +197,7 @@ bool has_files(const std::string& folder, const Manifest& manifest) {
 
 bool is_complete_checkpoint(const std::string& folder) {
   try {
-    return has_files(folder, read_manifest(folder));
+    return has_files(folder, read_manifest_without_tensors(folder));
   } catch (const std::exception&) {
     return false;
   }

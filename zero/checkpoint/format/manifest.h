@@ -233,7 +233,10 @@ Manifest parse_manifest(const std::string& text, const std::string& path);
 // From a checkpoint's folder. Throws when it is none, and what is no DamagedManifest where the file
 // cannot be read. Nothing of a file's size is allocated before its checksum was found right.
 Manifest read_manifest(const std::string& folder);
-// The text of that, as it was written.
+// The same without `tensors`, which are most of the text and are not looked at: for what compares
+// checkpoints or asks for their files.
+Manifest read_manifest_without_tensors(const std::string& folder);
+// The text of the whole, as it was written.
 std::string read_manifest_text(const std::string& folder);
 // Returns whether the file is in `folder`, with its size. Throws where that cannot be seen.
 bool has_size(const std::string& folder, const ManifestFile& file);

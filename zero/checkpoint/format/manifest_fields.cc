@@ -642,11 +642,10 @@ std::string manifest_text(const Manifest& manifest) {
   return text + checksum_line(content_hash(text.data(), text.size()));
 }
 
-Manifest parse_manifest(const std::string& text, const std::string& path) {
-  check_length(text.size(), path);
-  const size_t body = text.size() - checksum_line(0).size();
-  // First of all, so that nothing else sees a damaged one.
-  check_last_line(text.substr(body), content_hash(text.data(), body), path);
+namespace {
+
+// Of text whose checksum was found right.
+Manifest manifest_from(const std::string& text, const std::string& path) {
   bool is_later = false;
   try {
     return read_json(text, path, [&](const json& root) {
@@ -663,6 +662,30 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
     if (is_later) throw;
     throw_damaged(error_text(error));
   }
+}
+
+}  // namespace
+
+Manifest parse_manifest(const std::string& text, const std::string& path) {
+  check_length(text.size(), path);
+  const size_t body = text.size() - checksum_line(0).size();
+  // First of all, so that nothing else sees a damaged one.
+  check_last_line(text.substr(body), content_hash(text.data(), body), path);
+  return manifest_from(text, path);
+}
+
+Manifest read_manifest_without_tensors(const std::string& folder) {
+  const std::string text = read_manifest_text(folder);
+  const std::string path = folder + "/" + kManifestName;
+  // The last field. Within a text its quotation marks would have backslashes before them.
+  const std::string tensors = "\"tensors\":[";
+  if (const size_t at = text.find(tensors); at != std::string::npos) {
+    try {
+      return manifest_from(text.substr(0, at) + tensors + "]}", path);
+    } catch (const c10::Error&) {  // before version 5 each file has some
+    }
+  }
+  return manifest_from(text, path);
 }
 
 std::string read_manifest_text(const std::string& folder) {
