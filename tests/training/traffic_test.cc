@@ -104,6 +104,31 @@ TEST(TrafficTest, ControlMessagesDoNotGrowWithTheModelWhileRanksAgree) {
   }
 }
 
+// Ranks that have the values of rank 0 are sent a hash; see also ModelsTest.
+TEST(TrafficTest, ParametersAreSentOnlyToRanksThatHaveOthers) {
+  for (const bool equal : {true, false}) {
+    for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+      run_ranks(3, [&](const Group& group) {
+        torch::nn::Module module;
+        const int seed = equal ? 0 : group.rank() / 2;  // rank 2 alone differs
+        const at::Tensor p = module.register_parameter("p", random_tensor({1000}, seed));
+        const at::Tensor q = module.register_parameter("q", random_tensor({500}, 7));
+        const ZeroOptimizer optimizer(module,
+                                      std::make_unique<torch::optim::SGD>(module.parameters(), 0.1),
+                                      group, ZeroOptions().layout(layout));
+        EXPECT_TRUE(at::equal(p, random_tensor({1000}, 0)));
+        EXPECT_TRUE(at::equal(q, random_tensor({500}, 7)));
+        const int64_t sent = optimizer.stats().data.small_bytes_sent;
+        if (equal) {
+          EXPECT_LT(sent, 100);
+        } else if (group.rank() == 0) {
+          EXPECT_GT(sent, 1500 * 4);
+        }
+      });
+    }
+  }
+}
+
 // Two halves of a mesh with different parameters each agree by themselves first.
 TEST(TrafficTest, MessagesWithinADomainOfAMeshAreCounted) {
   run_ranks(4, [](const Group& world) {

@@ -13,7 +13,9 @@ namespace {
 
 constexpr size_t kBits = 32;
 
-Fingerprint fingerprint(const void* bytes, size_t size) {
+}  // namespace
+
+Fingerprint fingerprint_of(const void* bytes, size_t size) {
   const uint64_t hash = XXH3_64bits(bytes, size);
   // 31 bits each, so that a negative exists.
   const auto low = static_cast<int32_t>(hash & 0x7fffffff);
@@ -21,14 +23,12 @@ Fingerprint fingerprint(const void* bytes, size_t size) {
   return {low, -low, high, -high};
 }
 
-}  // namespace
-
 Fingerprint fingerprint_of(const std::vector<uint8_t>& flags) {
-  return fingerprint(flags.data(), flags.size());
+  return fingerprint_of(flags.data(), flags.size());
 }
 
 Fingerprint fingerprint_of(const std::string& text) {
-  return fingerprint(text.data(), text.size());
+  return fingerprint_of(text.data(), text.size());
 }
 
 bool all_equal(const int32_t* maxima) { return maxima[0] == -maxima[1] && maxima[2] == -maxima[3]; }

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -20,6 +21,7 @@ namespace zero {
 inline constexpr int64_t kFingerprintWords = 4;
 using Fingerprint = std::array<int32_t, kFingerprintWords>;
 
+Fingerprint fingerprint_of(const void* bytes, size_t size);
 Fingerprint fingerprint_of(const std::vector<uint8_t>& flags);
 Fingerprint fingerprint_of(const std::string& text);
 // Returns whether all ranks had the same, from the maxima over ranks. XXH3 cut to 62 bits.

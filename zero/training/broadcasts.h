@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -26,13 +27,16 @@ class Broadcasts {
   Broadcasts(const WorkingArena& arena, OptimizerCommunicators& comms)
       : arena_(arena), comms_(comms) {}
 
-  // Collective. All managed parameters, each within its domain.
+  // Collective. All managed parameters, each within its domain; those of a domain whose ranks have
+  // equal values already are not sent, on a CPU.
   void parameters() const;
   // Collective over the home group. `what` is named in errors. Small tensors, of which a model has
   // many, travel together.
   void over_home(const std::vector<NamedTensor>& tensors, const char* what) const;
 
  private:
+  // The domains in which all ranks have the same bits.
+  std::set<int64_t> equal_domains(const std::vector<WorkingArena::Broadcast>& items) const;
   void send(const at::Tensor& tensor, const DomainCommunicators& comms, const char* what) const;
   // Over the home group, in one message of `bytes`: tensors, each padded to what aligns the next.
   void send_together(const std::vector<at::Tensor>& tensors, int64_t bytes, const char* what) const;
