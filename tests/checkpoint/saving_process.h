@@ -11,6 +11,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <string>
 
 namespace zero {
@@ -47,6 +48,16 @@ class SavingProcess {
       if (std::sscanf(line, "saved %d", &step) == 1) return step;
     }
     return -1;
+  }
+
+  // Stops it where `met`, which may be true for a moment at a time.
+  void stop_when(const std::function<bool()>& met) {
+    for (;; usleep(100)) {
+      if (!met()) continue;
+      kill(-pid_, SIGSTOP);
+      if (met()) return;
+      kill(-pid_, SIGCONT);
+    }
   }
 
   // Returns the last save it reported before it died.
