@@ -155,23 +155,15 @@ ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
 }
 
 void ZeroOptimizer::reduce_gradients() {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { engine.reduce_gradients(); });
+  impl_->run([](Engine& engine) { engine.reduce_gradients(); });
 }
 
 at::Tensor ZeroOptimizer::clip_grad_norm_(std::optional<double> max_norm, double norm_type) {
-  at::NoGradGuard no_grad;
-  at::Tensor norm;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { norm = engine.clip(max_norm, norm_type); });
-  return norm;
+  return impl_->run([&](Engine& engine) { return engine.clip(max_norm, norm_type); });
 }
 
 void ZeroOptimizer::clip_grad_value_(double clip_value) {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { engine.clip_value(clip_value); });
+  impl_->run([&](Engine& engine) { engine.clip_value(clip_value); });
 }
 
 at::Tensor ZeroOptimizer::step(LossClosure closure) {
@@ -180,10 +172,8 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
     at::AutoGradMode enable(true);
     loss = closure();
   }
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  Recovery& recovery = impl_->recovery;
-  engine.protocol.fail_stop([&] {
+  impl_->run([&](Engine& engine) {
+    Recovery& recovery = impl_->recovery;
     recovery.before_step();
     engine.step(param_groups_, [&] { recovery.check_step(); });
     recovery.after_step(param_groups_);
@@ -192,9 +182,7 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
 }
 
 void ZeroOptimizer::refresh_learning_rates() {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] {
+  impl_->run([&](Engine& engine) {
     // A replay runs on without an error when its collectives are aborted.
     engine.comms->check();
     run_alone(engine, "refresh_learning_rates",
@@ -203,24 +191,18 @@ void ZeroOptimizer::refresh_learning_rates() {
 }
 
 void ZeroOptimizer::wait_for(const torch::nn::Module& module) {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { engine.gathers.finish_those_of(module); });
+  impl_->run([&](Engine& engine) { engine.gathers.finish_those_of(module); });
 }
 
 void ZeroOptimizer::wait_for(const at::Tensor& parameter) {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] {
+  impl_->run([&](Engine& engine) {
     run_alone(engine, "wait_for", [&] { engine.table.index_of(parameter); });
     engine.gathers.finish_that_of(parameter);
   });
 }
 
 void ZeroOptimizer::zero_grad(bool) {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { engine.zero_grad(); });
+  impl_->run([](Engine& engine) { engine.zero_grad(); });
 }
 
 bool ZeroOptimizer::step_skipped() const { return impl_->engine->record.counts().skipped; }
@@ -231,25 +213,15 @@ double ZeroOptimizer::loss_scale() const {
 }
 
 at::Tensor ZeroOptimizer::gradient(const at::Tensor& parameter) {
-  at::NoGradGuard no_grad;
-  at::Tensor result;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { result = gather_parameter(engine, parameter, true); });
-  return result;
+  return impl_->run([&](Engine& engine) { return gather_parameter(engine, parameter, true); });
 }
 
 at::Tensor ZeroOptimizer::master(const at::Tensor& parameter) {
-  at::NoGradGuard no_grad;
-  at::Tensor result;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { result = gather_parameter(engine, parameter, false); });
-  return result;
+  return impl_->run([&](Engine& engine) { return gather_parameter(engine, parameter, false); });
 }
 
 ZeroOptimizer::EmaGuard ZeroOptimizer::use_ema() {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { zero::use_ema(engine); });
+  impl_->run([](Engine& engine) { zero::use_ema(engine); });
   return EmaGuard(impl_->engine);
 }
 
@@ -284,48 +256,34 @@ void ZeroOptimizer::resize_rows(const std::vector<ResizedRows>& changes) {
 }
 
 void ZeroOptimizer::save_checkpoint(const std::string& folder, const SaveOptions& options) {
-  at::NoGradGuard no_grad;
-  impl_->engine->protocol.fail_stop(
-      [&] { impl_->checkpoints.save(folder, options, param_groups_); });
+  impl_->run([&](Engine&) { impl_->checkpoints.save(folder, options, param_groups_); });
 }
 
 std::unique_ptr<PendingCheckpoint> ZeroOptimizer::save_checkpoint_async(
     const std::string& folder, const SaveOptions& options) {
-  at::NoGradGuard no_grad;
-  std::unique_ptr<PendingCheckpoint> pending;
-  impl_->engine->protocol.fail_stop(
-      [&] { pending = impl_->checkpoints.save_async(folder, options, param_groups_); });
-  return pending;
+  return impl_->run(
+      [&](Engine&) { return impl_->checkpoints.save_async(folder, options, param_groups_); });
 }
 
 LoadReport ZeroOptimizer::load_checkpoint(const std::string& folder, const LoadOptions& options) {
-  at::NoGradGuard no_grad;
-  LoadReport report;
-  impl_->engine->protocol.fail_stop([&] {
+  return impl_->run([&](Engine&) {
     impl_->recovery.finish();
-    report = impl_->checkpoints.load(folder, options, param_groups_);
+    LoadReport report = impl_->checkpoints.load(folder, options, param_groups_);
     impl_->recovery.protect_at_once(param_groups_, "load_checkpoint(" + folder + ")");
+    return report;
   });
-  return report;
 }
 
 std::optional<std::string> ZeroOptimizer::latest_checkpoint(const std::string& parent) {
-  at::NoGradGuard no_grad;
-  std::optional<std::string> newest;
-  impl_->engine->protocol.fail_stop([&] { newest = impl_->checkpoints.latest(parent); });
-  return newest;
+  return impl_->run([&](Engine&) { return impl_->checkpoints.latest(parent); });
 }
 
 void ZeroOptimizer::load_plain_state(const torch::optim::Optimizer& plain) {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { zero::load_plain_state(engine, plain); });
+  impl_->run([&](Engine& engine) { zero::load_plain_state(engine, plain); });
 }
 
 void ZeroOptimizer::load_plain_state(const std::string& path) {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { zero::load_plain_state(engine, path, param_groups_); });
+  impl_->run([&](Engine& engine) { zero::load_plain_state(engine, path, param_groups_); });
 }
 
 RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
@@ -334,27 +292,10 @@ RecoveryReport ZeroOptimizer::recover(const std::string& checkpoints) {
   return impl_->recovery.recover(checkpoints, param_groups_);
 }
 
-void ZeroOptimizer::refresh_master_parameters() {
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { refresh_masters(engine); });
-}
-
-void ZeroOptimizer::refresh_working_parameters() {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { refresh_working(engine); });
-}
-
-void ZeroOptimizer::broadcast_buffers() {
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { zero::broadcast_buffers(engine); });
-}
-
-void ZeroOptimizer::check_replicas() {
-  at::NoGradGuard no_grad;
-  Engine& engine = *impl_->engine;
-  engine.protocol.fail_stop([&] { zero::check_replicas(engine); });
-}
+void ZeroOptimizer::refresh_master_parameters() { impl_->run(refresh_masters); }
+void ZeroOptimizer::refresh_working_parameters() { impl_->run(refresh_working); }
+void ZeroOptimizer::broadcast_buffers() { impl_->run(zero::broadcast_buffers); }
+void ZeroOptimizer::check_replicas() { impl_->run(zero::check_replicas); }
 
 MemoryReport ZeroOptimizer::memory() const {
   MemoryReport report;
