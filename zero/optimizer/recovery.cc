@@ -4,18 +4,19 @@
 
 #include <c10/util/Exception.h>
 
-#include <functional>
-#include <map>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/differences.h"
 #include "zero/checkpoint/file_exchange.h"
+#include "zero/checkpoint/match/part_reader.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/optimizer/shard_file.h"
 #include "zero/optimizer/staging.h"
@@ -79,23 +80,14 @@ namespace {
 // The state of the rule of ZeroOptions::skip_if() in a protected step.
 const std::string kSkipRule = kStatePrefix + std::string("skip_if");
 
-// Which tensors of a protected step a rank needs: those that overlap its shard, and buffers.
-std::function<bool(const ManifestTensor&)> needed_by(const ShardOptimizer& shards,
-                                                     const ParameterTable& table) {
-  std::map<std::string, std::vector<std::pair<int64_t, int64_t>>> ranges;
+// The tensors of a protected step that overlap this rank's shard.
+NeededTensors needed_by(const ShardOptimizer& shards, const ParameterTable& table) {
+  NeededTensors needed;
   for (const SegmentTensors& s : shards.segments()) {
-    ranges[table.parameters()[s.segment.parameter].name].emplace_back(
-        s.segment.begin, s.segment.begin + s.segment.numel);
+    const std::string& name = table.parameters()[s.segment.parameter].name;
+    needed.add({name, {{name, s.segment.begin, s.segment.numel}}, name});
   }
-  return [ranges = std::move(ranges)](const ManifestTensor& t) {
-    if (t.kind == "buffer" || t.kind == kSharedState) return true;
-    const auto found = ranges.find(t.owner);
-    if (found == ranges.end()) return false;
-    for (const auto& [begin, end] : found->second) {
-      if (is_uncut(t.kind) || (t.begin < end && begin < t.begin + t.numel)) return true;
-    }
-    return false;
-  };
+  return needed;
 }
 
 std::string newest_text(const std::string& checkpoints) {
@@ -317,8 +309,11 @@ int64_t Recovery::restore(const Generations& from, const Restorable& step, Param
   try {
     if (lifeline_) lifeline_->learn_groups(groups);
     connect();
-    const auto reader = gather_generation(*engine.comms->control, engine.group(), from, step,
-                                          needed_by(engine.shards, engine.table));
+    const NeededTensors needed = needed_by(engine.shards, engine.table);
+    const auto reader = gather_generation(
+        *engine.comms->control, engine.group(), from, step, [&](const ManifestTensor& t) {
+          return t.kind == "buffer" || t.kind == kSharedState || needed.contains(t);
+        });
     // Else it is the present step, of before a change of parameters.
     const bool is_earlier = lifeline_ && &from == lifeline_->generations.get();
     load_protected(engine, *reader, groups, call, is_earlier);
