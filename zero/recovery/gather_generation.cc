@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/recovery/gather_generation.h"
 
-#include <ATen/ops/from_blob.h>
-
 #include <map>
 #include <string>
 #include <utility>
@@ -21,31 +19,21 @@ constexpr char kName[] = "the last protected step";
 // Collective. The manifest of the generation; `own` is this rank's copy of it, or null.
 Manifest gather_manifest(Communicator& control, const Generation* own, const Restorable& which) {
   // A rank whose own copy of this generation is not whole has no manifest either.
-  const auto count = which.servers.size();
-  const auto texts = run_on_all_ranks(control, "recover()", [&]() -> std::string {
-    std::vector<FileContent> served;
-    for (size_t f = 0; f < count; ++f) {
-      if (which.servers[f] == control.rank()) {
-        served.push_back(own->files.at(static_cast<int>(f)).content);
-      }
-    }
-    return served.empty() ? std::string() : files_text(served);
-  });
   const int source = which.servers[0];
   std::string text;
-  const auto sizes = run_on_all_ranks(control, "recover()", [&]() -> std::string {
+  const auto texts = run_on_all_ranks(control, "recover()", [&] {
+    std::vector<FileContent> served;
+    for (size_t f = 0; f < which.servers.size(); ++f) {
+      if (which.servers[f] != control.rank()) continue;
+      served.push_back(own->files.at(static_cast<int>(f)).content);
+    }
     if (source == control.rank()) text = manifest_text(own->manifest);
-    return std::to_string(text.size());
+    return files_text(served);
   });
-  text.resize(std::stoull(sizes.at(source)));
-  const at::Tensor bytes =
-      at::from_blob(text.data(), {static_cast<int64_t>(text.size())}, at::kByte);
-  control.broadcast(bytes, source, "the manifest of a protected step").wait();
-  Manifest manifest = parse_manifest(text, kName);
+  Manifest manifest = parse_manifest(
+      broadcast_text(control, text, source, "the manifest of a protected step"), kName);
   std::vector<std::vector<FileContent>> served;
-  for (const std::string& files : texts) {
-    served.push_back(files.empty() ? std::vector<FileContent>() : parse_files(files, kName));
-  }
+  for (const std::string& files : texts) served.push_back(parse_files(files, kName));
   std::vector<size_t> next(served.size(), 0);
   std::vector<FileContent> files;
   for (const int server : which.servers) files.push_back(served.at(server).at(next[server]++));
