@@ -42,66 +42,48 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const Parameter& p) {
 // Reads the whole state of a parameter. None where it has none.
 using ReadState = std::function<std::optional<InnerState>(const Parameter& p, int64_t group)>;
 
-// Cuts the state of one parameter after the other. A parameter has a segment in each of its
-// buckets, one after the other: its state is read, and brought into memory order, once for all.
-class StateCutter {
- public:
-  StateCutter(ReadState read, torch::optim::Optimizer& inner)
-      : read_(std::move(read)), inner_(inner) {}
+// That state in the memory order of `p`.
+std::optional<InnerState> read_in_order(const ReadState& read, const Parameter& p, int64_t group,
+                                        const torch::optim::Optimizer& inner) {
+  std::optional<InnerState> state = read(p, group);
+  if (!state) return state;
+  auto& tensors = state->tensors;
+  // State of a run without an option such as amsgrad lacks what a step reads with it.
+  for (const std::string& name : optional_state(inner, group)) {
+    const bool present = std::any_of(tensors.begin(), tensors.end(),
+                                     [&](const auto& item) { return item.first == name; });
+    if (!present) tensors.emplace_back(name, at::zeros(p.sizes, at::kFloat));
+  }
+  for (auto& [name, tensor] : tensors) {
+    TORCH_CHECK(tensor.sizes() == p.tensor.sizes(), "parameter ", p.name, ": expected ", name,
+                " of shape ", p.tensor.sizes(), ", got ", tensor.sizes());
+    tensor = in_memory_order(tensor, p);
+  }
+  return state;
+}
 
-  std::unique_ptr<torch::optim::OptimizerParamState> cut(const Parameter& p,
-                                                         const SegmentTensors& s) {
-    if (std::exchange(last_, &p) != &p) {
-      in_order_ = read_(p, s.group);
-      if (in_order_) {
-        add_missing(p, s.group);
-        bring_into_order(p);
-      }
-    }
-    if (!in_order_) return nullptr;
-    InnerState state = *in_order_;
+using States = std::vector<std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+// The state of each segment. A parameter has a segment in each of its buckets, one after the other:
+// its state is read, and brought into memory order, once for all.
+States cut_all(Engine& engine, const ReadState& read) {
+  torch::optim::Optimizer& inner = engine.shards.inner();
+  States states;
+  const Parameter* last = nullptr;
+  std::optional<InnerState> whole;  // of `last`
+  for (const SegmentTensors& s : engine.shards.segments()) {
+    const Parameter& p = engine.table.parameters()[s.segment.parameter];
+    if (std::exchange(last, &p) != &p) whole = read_in_order(read, p, s.group, inner);
+    states.emplace_back();
+    if (!whole) continue;
+    InnerState state = *whole;
     for (auto& [name, tensor] : state.tensors) {
       tensor = in_shape_of(tensor.narrow(0, s.segment.begin, s.segment.numel).clone(), s.master);
     }
     for (auto& [name, tensor] : state.uncut) {
       tensor = tensor.to(p.tensor.device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true);
     }
-    return make_inner_state(inner_, s.group, s.master, state, s.moments);
-  }
-
- private:
-  // State of a run without an option such as amsgrad lacks what a step reads with it.
-  void add_missing(const Parameter& p, int64_t group) {
-    auto& tensors = in_order_->tensors;
-    for (const std::string& name : optional_state(inner_, group)) {
-      const bool present = std::any_of(tensors.begin(), tensors.end(),
-                                       [&](const auto& item) { return item.first == name; });
-      if (!present) tensors.emplace_back(name, at::zeros(p.sizes, at::kFloat));
-    }
-  }
-
-  void bring_into_order(const Parameter& p) {
-    for (auto& [name, tensor] : in_order_->tensors) {
-      TORCH_CHECK(tensor.sizes() == p.tensor.sizes(), "parameter ", p.name, ": expected ", name,
-                  " of shape ", p.tensor.sizes(), ", got ", tensor.sizes());
-      tensor = in_memory_order(tensor, p);
-    }
-  }
-
-  const ReadState read_;
-  torch::optim::Optimizer& inner_;
-  const Parameter* last_ = nullptr;
-  std::optional<InnerState> in_order_;  // of last_
-};
-
-using States = std::vector<std::unique_ptr<torch::optim::OptimizerParamState>>;
-
-// The state of each segment.
-States cut_all(Engine& engine, ReadState read) {
-  States states;
-  StateCutter cutter(std::move(read), engine.shards.inner());
-  for (const SegmentTensors& s : engine.shards.segments()) {
-    states.push_back(cutter.cut(engine.table.parameters()[s.segment.parameter], s));
+    states.back() = make_inner_state(inner, s.group, s.master, state, s.moments);
   }
   return states;
 }
