@@ -122,43 +122,33 @@ std::optional<std::vector<int64_t>> factor_shape(const std::string& kind, c10::I
 
 namespace {
 
-// The tensors of a model for one call of export_model().
-class ModelTensors {
- public:
-  ModelTensors(PartReader& reader, const ExportOptions& options)
-      : reader_(reader), options_(options) {}
-
-  void add(const std::vector<ManifestParameter>& list, const std::string& kind) {
-    for (const ManifestParameter& about : list) {
-      if (reader_.parts(about.name).front() != &about) continue;  // a part of one that is there
-      const bool converts = kind != "buffer" && c10::isFloatingType(about.dtype);
-      const auto dtype = converts ? options_.dtype().value_or(about.dtype) : about.dtype;
-      TensorToWrite tensor{about.name, dtype, whole_shape(about), nullptr};
-      if (c10::isComplexType(dtype)) {
-        tensor.dtype = c10::toRealValueType(dtype);
-        tensor.shape.push_back(2);
-      }
-      if (!safetensors_knows(tensor.dtype)) {
-        TORCH_CHECK(options_.skip_unsupported(), kind, " ", about.name,
-                    ": expected a dtype that safetensors has, got ", dtype,
-                    "; ExportOptions::dtype() converts parameters, skip_unsupported(true) leaves "
-                    "such tensors out");
-        continue;
-      }
-      tensor.read = [&reader = reader_, name = about.name, kind, dtype] {
-        const at::Tensor whole = reader.read_whole(name, kind).to(dtype);
-        return whole.is_complex() ? at::view_as_real(whole) : whole;
-      };
-      result.push_back(std::move(tensor));
+// The tensors of a model that are stored as `kind`.
+void add_tensors(PartReader& reader, const std::vector<ManifestParameter>& list,
+                 const std::string& kind, const ExportOptions& options,
+                 std::vector<TensorToWrite>& tensors) {
+  for (const ManifestParameter& about : list) {
+    if (reader.parts(about.name).front() != &about) continue;  // a part of one that is there
+    const bool converts = kind != "buffer" && c10::isFloatingType(about.dtype);
+    const auto dtype = converts ? options.dtype().value_or(about.dtype) : about.dtype;
+    TensorToWrite tensor{about.name, dtype, whole_shape(about), nullptr};
+    if (c10::isComplexType(dtype)) {
+      tensor.dtype = c10::toRealValueType(dtype);
+      tensor.shape.push_back(2);
     }
+    if (!safetensors_knows(tensor.dtype)) {
+      TORCH_CHECK(options.skip_unsupported(), kind, " ", about.name,
+                  ": expected a dtype that safetensors has, got ", dtype,
+                  "; ExportOptions::dtype() converts parameters, skip_unsupported(true) leaves "
+                  "such tensors out");
+      continue;
+    }
+    tensor.read = [&reader, name = about.name, kind, dtype] {
+      const at::Tensor whole = reader.read_whole(name, kind).to(dtype);
+      return whole.is_complex() ? at::view_as_real(whole) : whole;
+    };
+    tensors.push_back(std::move(tensor));
   }
-
-  std::vector<TensorToWrite> result;
-
- private:
-  PartReader& reader_;
-  const ExportOptions& options_;
-};
+}
 
 // torch's count of updates is a number in fp32, as long as that is exact.
 at::Tensor python_step(const at::Tensor& step) {
@@ -227,12 +217,11 @@ std::string export_model(const std::string& folder, const std::string& path,
               ": expected averages of the parameters, got a checkpoint without; make the optimizer "
               "with ZeroOptions::ema before it is saved");
   PartReader whole(reader);
-  ModelTensors tensors(whole, options);
-  tensors.add(manifest.parameters, options.ema() ? kEmaKind : "master");
-  tensors.add(manifest.frozen, "frozen");
-  tensors.add(manifest.buffers, "buffer");
-  return write_safetensors_files(path, tensors.result, {{"format", "pt"}},
-                                 options.max_file_bytes());
+  std::vector<TensorToWrite> tensors;
+  add_tensors(whole, manifest.parameters, options.ema() ? kEmaKind : "master", options, tensors);
+  add_tensors(whole, manifest.frozen, "frozen", options, tensors);
+  add_tensors(whole, manifest.buffers, "buffer", options, tensors);
+  return write_safetensors_files(path, tensors, {{"format", "pt"}}, options.max_file_bytes());
 }
 
 std::string export_optimizer_state(const std::string& folder, const std::string& path,
