@@ -14,6 +14,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
 
+#include "bookkeeping/layout.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
@@ -147,6 +148,28 @@ TEST(TrafficTest, MessagesWithinADomainOfAMeshAreCounted) {
       EXPECT_EQ(after.small_bytes_sent - before.small_bytes_sent, 14 * 4 * 3 + 8 * 4);
     }
   });
+}
+
+// To log the norms of many small parameters.
+TEST(TrafficTest, OneParameterIsGatheredWithoutTheRestOfItsBucket) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    for (const Layout layout :
+         {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
+      run_ranks(world_size, [&](const Group& group) {
+        OddModel model(1);
+        ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                                ZeroOptions().layout(layout));
+        for (const at::Tensor& p : model->parameters()) {
+          if (!p.requires_grad()) continue;
+          const int64_t before = optimizer.stats().data.gather_bytes_sent;
+          EXPECT_TRUE(at::equal(optimizer.master(p), p));
+          const int64_t sent = optimizer.stats().data.gather_bytes_sent - before;
+          if (p.numel() > 30) continue;  // others may be most of the bucket
+          EXPECT_LE(sent, (world_size - 1) * round_up(p.numel(), alignment_of(at::kFloat)) * 4);
+        }
+      });
+    }
+  }
 }
 
 void expect_nothing_sent_in_no_sync(int stage) {

@@ -5,17 +5,55 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
+#include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
 #include "zero/base/streams.h"
 #include "zero/comm/row_communicator.h"
-#include "zero/memory/bucket_memory.h"
 #include "zero/training/broadcasts.h"
 #include "zero/update/replica_check.h"
 
 namespace zero {
+namespace {
+
+// Fills `result` with what the rows of a bucket have of a parameter; `own` is that of this rank. Of
+// each row only the parameter's part is sent, in rows as long as the longest of these parts, unless
+// those are more than the bucket.
+void gather_part(Engine& engine, const Bucket& bucket, int64_t parameter, const at::Tensor& own,
+                 Communicator& ranks, const std::string& label, const at::Tensor& result) {
+  const Slot& slot = *std::ranges::find(bucket.slots, parameter, &Slot::parameter);
+  std::vector<Span> spans;
+  int64_t longest = 0;
+  for (int64_t r = 0; r < bucket.rows.count(); ++r) {
+    spans.push_back(engine.plan.layout_of(bucket).span_in_row(bucket, slot, r));
+    longest = std::max(longest, spans.back().numel);
+  }
+  const BucketRows parts(bucket.rows.count(), round_up(longest, alignment_of(at::kFloat)));
+  const bool apart = parts.total() < bucket.rows.total();
+  const BucketRows& lengths = apart ? parts : bucket.rows;
+  const Rows rows(engine.pool.take(lengths.total(), at::kFloat), lengths);
+  const auto place = [&](size_t r) { return spans[r].bucket_begin - bucket.rows.begin(r); };
+  const auto me = static_cast<size_t>(ranks.rank());
+  const at::Tensor row = rows.row(ranks.rank());
+  if (!apart) row.copy_(own);
+  if (apart && spans[me].numel > 0)
+    row.narrow(0, 0, spans[me].numel).copy_(own.narrow(0, place(me), spans[me].numel));
+  RowCommunicator(ranks).gather_rows(rows, label).wait();
+  const at::Tensor elements = result.as_strided({result.numel()}, {1});
+  for (size_t r = 0; r < spans.size(); ++r) {
+    const auto [begin, in_bucket, numel] = spans[r];
+    if (numel == 0) continue;
+    const at::Tensor part =
+        rows.row(static_cast<int64_t>(r)).narrow(0, apart ? 0 : place(r), numel);
+    elements.narrow(0, begin, numel).copy_(part);
+  }
+  engine.pool.give(rows.values());
+}
+
+}  // namespace
 
 at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gradient) {
   const int64_t index = engine.table.find(parameter);
@@ -39,20 +77,10 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
     result = at::empty_strided(p.tensor.sizes(), p.strides,
                                p.tensor.options().dtype(at::kFloat).requires_grad(false));
     for (int64_t b : engine.plan.parameter_buckets[index]) {
-      const Bucket& bucket = engine.plan.buckets[b];
       Communicator& ranks = *engine.comms->domains[engine.protocol.domain_of(index)].data;
-      const Rows rows(engine.pool.take(engine.plan.bucket_numel(bucket), at::kFloat), bucket.rows);
-      rows.row(ranks.rank())
-          .copy_(gradient ? engine.reducer.shard(b) : engine.shards.masters().values(b));
-      RowCommunicator(ranks)
-          .gather_rows(rows, std::string(gradient ? "gradient" : "master") + " of " + p.name)
-          .wait();
-      std::vector<at::Tensor> tensors(bucket.slots.size());
-      for (size_t i = 0; i < tensors.size(); ++i) {
-        if (bucket.slots[i].parameter == index) tensors[i] = result;
-      }
-      copy_out_of_bucket(engine.plan, bucket, rows.values(), tensors);
-      engine.pool.give(rows.values());
+      gather_part(engine, engine.plan.buckets[b], index,
+                  gradient ? engine.reducer.shard(b) : engine.shards.masters().values(b), ranks,
+                  std::string(gradient ? "gradient" : "master") + " of " + p.name, result);
     }
     // Nothing need follow that would say that an abort has left this.
     const c10::Device device = engine.protocol.device();
