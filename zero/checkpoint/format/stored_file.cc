@@ -141,9 +141,10 @@ std::vector<uint64_t> hashes_of_blocks(const char* data, uint64_t bytes) {
   constexpr uint64_t kBlocksOfThread = 64;
   const auto count = std::min<uint64_t>(at::get_num_threads(), hashes.size() / kBlocksOfThread);
   std::vector<std::thread> threads;
+  threads.reserve(count);
   try {
     while (threads.size() + 1 < count) threads.push_back(start_thread(work, "hash"));
-  } catch (const c10::Error&) {  // fewer hash all of it, too
+  } catch (const std::exception&) {  // fewer hash all of it, too
   }
   work();
   for (std::thread& thread : threads) thread.join();
