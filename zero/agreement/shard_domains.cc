@@ -18,6 +18,7 @@ namespace {
 
 int64_t ranks_of(const std::optional<Group>& group) { return group ? group->world_size() : 1; }
 
+// Which groups are of ranks of the mesh.
 class MeshRanks {
  public:
   explicit MeshRanks(const Group& mesh)
