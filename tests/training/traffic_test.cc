@@ -32,7 +32,7 @@ int64_t padded_bytes(const Plan& plan) {
   return bytes;
 }
 
-void one_step(OddModel& model, ZeroOptimizer& optimizer, int rank, int rounds, bool clip) {
+void one_step(OddModel& model, ZeroOptimizer& optimizer, int rank, int rounds, bool clip = true) {
   for (int i = 0; i < rounds; ++i) {
     optimizer.backward(
         model->loss(random_tensor({3, 17}, rank), random_tensor({3, 11}, 9), OddModelImpl::kAll));
@@ -49,10 +49,9 @@ TEST(TrafficTest, BytesPerStepAreTheFormula) {
           OddModel model(1);
           ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
                                   ZeroOptions().stage(stage).layout(layout).bucket_bytes(1000));
-          one_step(model, optimizer, group.rank(), 1,
-                   true);  // the first step is like the rest
+          one_step(model, optimizer, group.rank(), 1);  // the first step is like the rest
           const Stats before = optimizer.stats();
-          one_step(model, optimizer, group.rank(), 2, true);
+          one_step(model, optimizer, group.rank(), 2);
           const Stats after = optimizer.stats();
           const int64_t others = world_size - 1;
           const int64_t share = padded_bytes(optimizer.plan()) / world_size * others;
@@ -71,6 +70,9 @@ TEST(TrafficTest, BytesPerStepAreTheFormula) {
           EXPECT_EQ(after.rounds - before.rounds, 2);
           EXPECT_EQ(after.steps - before.steps, 1);
           EXPECT_EQ(optimizer.memory().unsent_gradients, 0);
+          // Averages that nobody can read are not gathered.
+          one_step(model, optimizer, group.rank(), 1, /*clip=*/false);
+          EXPECT_EQ(optimizer.stats().data.gather_bytes_sent - after.data.gather_bytes_sent, share);
         });
       }
     }

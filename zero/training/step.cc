@@ -178,10 +178,8 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   }
   at::Tensor skipped;
   bool updates = false;
-  comms->run_or_close([&] {
-    gather_full_gradients(agreement);
-    updates = !leaves_out(agreement.rounds, skipped);
-  });
+  // Nobody can read p.grad() behind this call: stage 1 gathers no averages for it.
+  comms->run_or_close([&] { updates = !leaves_out(agreement.rounds, skipped); });
   if (updates) update(agreement, skipped);
   forget_gradients();
   // Elsewhere ranks would not all have the same order.
