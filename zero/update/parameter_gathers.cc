@@ -10,7 +10,9 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
+#include "zero/base/streams.h"
 #include "zero/comm/row_communicator.h"
+#include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
 
 namespace zero {
@@ -36,6 +38,7 @@ ParameterGathers::ParameterGathers(const Plan& plan, ParameterTable& table, Work
       options_(options),
       before_(plan.buckets.size()),
       gathers_(plan.buckets.size()),
+      waited_(plan.buckets.size()),
       most_(most_under_way(plan, options)) {}
 
 bool ParameterGathers::sends_changes(int64_t bucket) {
@@ -50,6 +53,7 @@ bool ParameterGathers::sends_changes(int64_t bucket) {
 void ParameterGathers::begin() {
   under_way_.clear();
   changed_.clear();
+  for (std::optional<Waited>& waited : waited_) waited.reset();
 }
 
 void ParameterGathers::keep(int64_t bucket) {
@@ -59,7 +63,7 @@ void ParameterGathers::keep(int64_t bucket) {
 
 void ParameterGathers::start(int64_t bucket, const Rows& rows) {
   if (under_way_.size() == most_) {
-    gathers_[under_way_.front()].wait();
+    wait(under_way_.front());
     under_way_.pop_front();
   }
   under_way_.push_back(bucket);
@@ -101,19 +105,39 @@ void ParameterGathers::publish(int64_t bucket, const Rows& rows) {
   }
 }
 
+void ParameterGathers::wait(int64_t bucket) {
+  // On a device the current stream waits. With overlap_gather another one may come later.
+  const c10::Device device = arena_.device();
+  const bool streams = overlap() && has_streams(device);
+  std::optional<Waited>& waited = waited_[bucket];
+  if (gathers_[bucket].valid()) {
+    gathers_[bucket].wait();
+    if (!streams) return;
+    const c10::Stream here = current_torch_stream(device);
+    waited.emplace(Waited{here, c10::Event(here.device_type())});
+    waited->done.record(here);
+  } else if (waited && !is_capturing(device)) {
+    const c10::Stream here = current_torch_stream(device);
+    if (here != waited->by) waited->done.block(here);
+  }
+}
+
 void ParameterGathers::finish() {
-  for (Pending& gather : gathers_) gather.wait();
+  for (size_t b = 0; b < gathers_.size(); ++b) wait(static_cast<int64_t>(b));
 }
 
 void ParameterGathers::finish_that_of(const at::Tensor& parameter) {
-  for (const int64_t b : plan_.parameter_buckets[table_.index_of(parameter)]) gathers_[b].wait();
+  for (const int64_t b : plan_.parameter_buckets[table_.index_of(parameter)]) wait(b);
 }
 
 void ParameterGathers::finish_those_of(const torch::nn::Module& module) {
   // Each layer of a forward pass asks, and most of them when all is there.
-  if (std::ranges::none_of(gathers_, [](const Pending& gather) { return gather.valid(); })) return;
+  const bool is_there =
+      std::ranges::none_of(gathers_, &Pending::valid) &&
+      std::ranges::none_of(waited_, [](const auto& waited) { return waited.has_value(); });
+  if (is_there) return;
   for (const int64_t parameter : table_.managed_by(module)) {
-    for (const int64_t b : plan_.parameter_buckets[parameter]) gathers_[b].wait();
+    for (const int64_t b : plan_.parameter_buckets[parameter]) wait(b);
   }
 }
 

@@ -6,9 +6,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,13 +56,21 @@ class ParameterGathers {
   // The problem of a parameter that was changed from outside while it could get rows of the last
   // step, or nothing. Its rows were left out where they are copied. Forgets it.
   std::string take_problem() { return std::exchange(problem_, {}); }
-  // These wait for gathers of this rank and make their rows visible. Not collective.
+  // These wait for gathers of this rank and make their rows visible, on a device to the current
+  // stream. Not collective.
   void finish();
   void finish_those_of(const torch::nn::Module& module);
   // Of one managed parameter; throws c10::Error for another tensor.
   void finish_that_of(const at::Tensor& parameter);
 
  private:
+  // The first stream that waited for a bucket, and when it had its parameters.
+  struct Waited {
+    c10::Stream by;
+    c10::Event done;
+  };
+
+  void wait(int64_t bucket);
   // Makes the gathered rows of a bucket visible.
   void publish(int64_t bucket, const Rows& rows);
   bool sends_changes(int64_t bucket);
@@ -73,11 +84,12 @@ class ParameterGathers {
   WorkingArena& arena_;
   OptimizerCommunicators& comms_;
   const ZeroOptions& options_;
-  std::vector<at::Tensor> before_;  // per bucket; undefined: sent whole
-  std::vector<Pending> gathers_;    // per bucket; valid: not published yet
-  std::deque<int64_t> under_way_;   // in the order in which they began
-  size_t most_;                     // under way at a time
-  std::vector<uint8_t> changed_;    // per parameter, or empty
+  std::vector<at::Tensor> before_;             // per bucket; undefined: sent whole
+  std::vector<Pending> gathers_;               // per bucket; valid: not published yet
+  std::vector<std::optional<Waited>> waited_;  // per bucket; with streams, of the last step
+  std::deque<int64_t> under_way_;              // in the order in which they began
+  size_t most_;                                // under way at a time
+  std::vector<uint8_t> changed_;               // per parameter, or empty
   std::string problem_;
 };
 
