@@ -60,4 +60,11 @@ int64_t BucketRows::equal_numel() const {
   return numel_;
 }
 
+BucketRows BucketRows::times(int64_t factor) const {
+  BucketRows result = *this;
+  result.numel_ *= factor;
+  for (int64_t& end : result.ends_) end *= factor;
+  return result;
+}
+
 }  // namespace zero

@@ -36,6 +36,8 @@ class BucketRows {
   int64_t equal_numel() const;
   // The rows that are not empty, ascending. Empty with equal().
   const std::vector<int64_t>& filled() const { return filled_; }
+  // Rows that are `factor` times as long.
+  BucketRows times(int64_t factor) const;
 
  private:
   int64_t end_of_filled_below(int64_t row) const;

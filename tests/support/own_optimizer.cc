@@ -59,7 +59,7 @@ at::Tensor OwnOptimizer::step(LossClosure) {
       if (!slot) {
         auto fresh = std::make_unique<OwnState>();
         fresh->momentum(at::zeros_like(p));
-        fresh->sign(at::zeros(p.sizes(), p.options().dtype(at::kChar)));
+        fresh->sign(at::zeros(p.sizes(), p.options().dtype(at::kShort)));
         fresh->power(at::ones({}, at::TensorOptions().dtype(at::kDouble)));
         slot = std::move(fresh);
       }
@@ -72,7 +72,7 @@ at::Tensor OwnOptimizer::step(LossClosure) {
       const double rate = o.lr() * ramp * (1 - s.product()) * s.power().item<double>();
       if (o.decays() && s.moved()) p.mul_(1 - o.lr() * o.weight_decay());
       p.sub_(update * rate + s.sign().to(p.scalar_type()) * (0.1 * rate));
-      s.sign(update.to(at::kChar));
+      s.sign(update.to(at::kShort));
       s.momentum().mul_(beta2).add_(p.grad(), 1 - beta2);
       s.moved(true);
     }

@@ -34,7 +34,7 @@ struct OwnOptions : torch::optim::OptimizerCloneableOptions<OwnOptions> {
 
 struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {
   TORCH_ARG(at::Tensor, momentum);
-  TORCH_ARG(at::Tensor, sign);   // of the last update, int8
+  TORCH_ARG(at::Tensor, sign);   // of the last update, int16, which NCCL does not know
   TORCH_ARG(at::Tensor, power);  // 0-dim
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(double, product) = 1;

@@ -7,6 +7,7 @@
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -25,6 +26,7 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/device/emulated_device.h"
 #include "tests/support/device/emulated_network.h"
+#include "tests/support/own_optimizer.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/base/streams.h"
@@ -519,6 +521,57 @@ TEST(DeviceTest, AModelMayUseSeveralStreams) {
       for (const Trajectory& t : device) EXPECT_EQ(differing_elements(t, cpu[0]), 0);
     }
   }
+}
+
+// A stream that asks second has them as well as the first.
+TEST(DeviceTest, EveryStreamThatWaitsForParametersHasThem) {
+  for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
+    run_device_ranks(2, [&](const Group& group) {
+      const c10::DeviceGuard on(group.device());
+      const at::Tensor weight = random_tensor({300}, 1).to(group.device()).requires_grad_();
+      ZeroOptimizer optimizer(
+          {{"weight", weight}},
+          std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{weight}, 0.1), group,
+          ZeroOptions().overlap_gather(true).layout(layout));
+      optimizer.backward(weight.sum());
+      const c10::Stream main = current_torch_stream(group.device());
+      if (group.rank() == 1) {
+        emulated::enqueue(main,
+                          [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); });
+      }
+      optimizer.step();
+      {
+        const c10::Stream side = new_stream(group.device());
+        const c10::StreamGuard guard(side);
+        optimizer.wait_for(weight);
+      }
+      optimizer.wait_for(weight);
+      const at::Tensor seen = weight.detach().cpu();
+      EXPECT_TRUE(at::equal(seen, optimizer.master(weight).cpu()));
+    });
+  }
+}
+
+TEST(DeviceTest, RowsOfStateOfAnyDtypeMoveWithTheirParameter) {
+  run_device_ranks(2, [](const Group& group) {
+    const c10::DeviceGuard on(group.device());
+    std::vector<at::Tensor> results;
+    for (const bool moves : {false, true}) {
+      const at::Tensor weight = random_tensor({6, 4}, 1).to(group.device()).requires_grad_();
+      ZeroOptimizer optimizer(
+          {{"weight", weight}},
+          std::make_unique<OwnOptimizer>(std::vector<torch::optim::OptimizerParamGroup>{{{weight}}},
+                                         OwnOptions(0.01)),
+          group, ZeroOptions().elementwise(true));
+      for (int step = 0; step < 3; ++step) {
+        optimizer.backward(weight.square().sum());
+        optimizer.step();
+        if (moves) optimizer.resize_rows({{weight, at::arange(5, -1, -1).to(at::kLong)}});
+      }
+      results.push_back(weight.detach().cpu());
+    }
+    EXPECT_TRUE(at::equal(results[0].flip(0), results[1]));
+  });
 }
 
 // A gradient of more bytes than a queue keeps in flight, and a pass that only rank 0 runs. Rank 1

@@ -13,17 +13,6 @@
 #include "zero/memory/device_stream.h"
 
 namespace zero {
-namespace {
-
-// Rows that are `factor` times as long.
-BucketRows longer(const BucketRows& lengths, int64_t factor) {
-  if (lengths.equal()) return {lengths.count(), lengths.equal_numel() * factor};
-  std::vector<int64_t> ends;
-  for (const int64_t r : lengths.filled()) ends.push_back(lengths.end(r) * factor);
-  return {lengths.count(), lengths.filled(), std::move(ends)};
-}
-
-}  // namespace
 
 TreeWire::Sum TreeWire::sum_of(const SumTree& tree, const std::vector<TreeNode>& nodes) {
   Sum sum;
@@ -84,7 +73,7 @@ Rows TreeWire::encode(Rows packed, BufferPool& pool) const {
   const auto size = static_cast<int64_t>(c10::elementSize(dtype_));
   const BucketRows lengths =
       packed.equal() ? BucketRows(values.size(1), values.size(2)) : packed.lengths();
-  const BucketRows bytes = longer(lengths, nodes_ * size);
+  const BucketRows bytes = lengths.times(nodes_ * size);
   if (nodes_ == 1) return {values.view({-1}).view(at::kByte), bytes};
   Rows encoded(pool.take(bytes.total(), at::kByte), bytes);
   std::vector<kernels::CopySpan> copies;

@@ -320,8 +320,11 @@ void move(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sou
       rows.row(ranks.rank()).narrow(0, h->segment.offset, h->segment.numel).copy_(tensor->second);
     }
     if (ranks.world_size() > 1) {
+      // As bytes, since not every transport knows every dtype.
+      const at::Tensor bytes = rows.values().view({-1}).view(at::kByte);
       RowCommunicator(ranks)
-          .gather_rows(rows, c10::str(kind.name, " of bucket ", b, " before resize_rows()"))
+          .gather_rows(Rows(bytes, bucket.rows.times(rows.values().element_size())),
+                       c10::str(kind.name, " of bucket ", b, " before resize_rows()"))
           .wait();
     }
     // 2. Each takes what its segments continue.
