@@ -202,7 +202,8 @@ struct InitOptions {
   // (such as 90, 90s, 500ms, 10min or 2h) if set, else kDefaultTimeout.
   std::optional<std::chrono::milliseconds> timeout = std::nullopt;
   static constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
-  // Default: cuda:LOCAL_RANK when built with CUDA and a GPU is there, else cpu.
+  // Default: cuda:LOCAL_RANK when built with CUDA and a GPU is there, else cpu. at::kCUDA without
+  // a number is cuda:LOCAL_RANK too.
   std::optional<c10::Device> device = std::nullopt;
   // False: the data of GPUs is sent over Gloo too, through host memory. Much slower, and the only
   // way for ranks that share a GPU, which NCCL refuses.

@@ -85,9 +85,13 @@ TEST(BackendEndTest, AnErrorThatNoOperationReportsIsAFailure) {
     auto report = reported.get_future();
     ASSERT_EQ(report.wait_for(kLong), std::future_status::ready);
     const std::string reason = report.get();
-    EXPECT_NE(reason.find(error == c10d::ErrorType::TIMEOUT ? "timeout" : "connection"),
-              std::string::npos)
-        << reason;
+    const bool late = error == c10d::ErrorType::TIMEOUT;
+    for (const char* text : {"not done in time", "raise the group's timeout of "}) {
+      EXPECT_EQ(reason.find(text) != std::string::npos, late) << reason;
+    }
+    for (const char* text : {"connection", "failed first"}) {
+      EXPECT_EQ(reason.find(text) != std::string::npos, !late) << reason;
+    }
     EXPECT_NE(reason.find("rank 0 of 2 in group \"test\""), std::string::npos) << reason;
     EXPECT_EQ(ranks->failed(), reason);
   }

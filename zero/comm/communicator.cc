@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <numeric>
 #include <optional>
@@ -31,6 +32,15 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+constexpr const char* kFailedAdvice = ". The rank that failed first has the reason in its output";
+
+std::string late_advice(milliseconds timeout) {
+  return c10::str(
+      ". It may be stuck, have ended, or have skipped this call: see its output. If it is only "
+      "slow, raise the group's timeout of ",
+      timeout.count(), " ms");
+}
 
 void check_rows(const at::Tensor& rows, int world_size, const std::string& what) {
   TORCH_CHECK(
@@ -117,13 +127,13 @@ void Communicator::Impl::watch_for_errors() {
   watch.emplace(
       kPeriod,
       [this] {
-        const std::string error = exchange->error();
+        const RowExchange::Error error = exchange->error();
         // An operation that waits for the rank itself knows more: it has a period's time.
-        if (!error.empty() && !seen_error.empty() && health->first_failure().empty()) {
-          health->fail(c10::str(error, health->where(),
-                                ". The rank that failed first has the reason in its output"));
+        if (!error.text.empty() && !seen_error.empty() && health->first_failure().empty()) {
+          health->fail(c10::str(error.text, health->where(),
+                                error.timed_out ? late_advice(health->timeout()) : kFailedAdvice));
         }
-        seen_error = error;
+        seen_error = error.text;
         look_at_first_call();
       },
       "errors");
@@ -133,10 +143,13 @@ void Communicator::Impl::look_at_first_call() {
   const Clock::rep since = issuing_since;
   const milliseconds limit = nccl_timeout(health->timeout());
   if (since == 0 || Clock::now() - Clock::time_point(Clock::duration(since)) < limit) return;
-  health->fail(c10::str("a first collective of its kind holds the host for more than ",
-                        limit.count(), " ms: another rank does not come to it", health->where(),
-                        ". It may be stuck, have ended, or have skipped this call: see its output. "
-                        "If it is only slow, raise the group's timeout"));
+  const char* blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
+  health->fail(c10::str(
+      "a collective, as the first of its kind does",
+      blocking == nullptr ? ""
+                          : ", and each one under CUDA_LAUNCH_BLOCKING=" + std::string(blocking),
+      ", holds the host for more than ", limit.count(), " ms: another rank does not come to it",
+      health->where(), late_advice(health->timeout())));
 }
 
 // As in GroupHealth::look_at_waits(), one look is not enough: a message may still be read.
@@ -152,8 +165,7 @@ void Communicator::Impl::watch_peers() {
           if (seen_ended.contains(peer)) lost += c10::str(lost.empty() ? "" : ", ", "rank ", peer);
         }
         if (!lost.empty()) {
-          health->fail(c10::str("lost ", lost, health->where(),
-                                ". The rank that failed first has the reason in its output"));
+          health->fail(c10::str("lost ", lost, health->where(), kFailedAdvice));
         }
         seen_ended = ended;
       },

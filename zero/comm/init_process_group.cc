@@ -257,10 +257,14 @@ c10::intrusive_ptr<BoundedStore> meet_all(const c10::intrusive_ptr<BoundedStore>
 
 Group init(const InitOptions& options) {
   const Environment env = read_environment();
-  const c10::Device device = options.device ? *options.device : default_device(env);
+  c10::Device device = options.device ? *options.device : default_device(env);
   TORCH_CHECK(!device.is_cuda() || cuda_device_count() > 0, "InitOptions::device: got ", device,
               " on rank ", env.rank, ", but this program sees no GPU. A program for GPUs is built ",
               "with --config=cuda (Bazel) or -DZERO_CUDA=ON (CMake)");
+  if (device.is_cuda() && !device.has_index()) device = default_device(env);
+  TORCH_CHECK(!device.is_cuda() || device.index() < cuda_device_count(),
+              "InitOptions::device: expected one of the ", cuda_device_count(),
+              " GPUs that this program sees, got ", device, " on rank ", env.rank);
   const std::string hostname = options.hostname.empty() ? default_hostname(env) : options.hostname;
   const milliseconds timeout =
       options.timeout.value_or(env.timeout.value_or(InitOptions::kDefaultTimeout));

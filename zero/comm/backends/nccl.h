@@ -26,8 +26,8 @@ std::string nccl_environment_problem(const std::function<const char*(const char*
                                          [](const char* name) { return std::getenv(name); });
 
 // Returns the timeout of operations over NCCL in a group with this one: a second longer, since
-// control messages, which name the ranks that are missing, have that itself and must be the first
-// to end.
+// control messages, which name the ranks that are missing, have that itself and should be the first
+// to end. They are not where a rank comes to its next call later than that after a collective.
 std::chrono::milliseconds nccl_timeout(std::chrono::milliseconds timeout);
 
 // Collective over the ranks 0..world_size-1 that share `store`, which must hold

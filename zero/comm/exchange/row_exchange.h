@@ -103,8 +103,12 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
   virtual void sum_in_rank_order() {}
 
   // Returns why the transport has failed without an operation that said so, as one does that
-  // streams wait for; empty while all is well. Does not wait.
-  virtual std::string error() noexcept { return {}; }
+  // streams wait for; an empty text while all is well. Does not wait.
+  struct Error {
+    std::string text;
+    bool timed_out = false;
+  };
+  virtual Error error() noexcept { return {}; }
   // Returns whether the connection to `rank`, of the communicator, is known to have ended. Does not
   // wait; called while an operation waits for that rank. Locks mutex() itself.
   virtual bool has_ended(int /*rank*/) noexcept { return false; }

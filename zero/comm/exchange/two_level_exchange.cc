@@ -447,9 +447,9 @@ SentBytes TwoLevelExchange::broadcast(const at::Tensor& tensor, int source, Oper
   return sent;
 }
 
-std::string TwoLevelExchange::error() noexcept {
-  std::string text = inside_->error();
-  return text.empty() ? between_->error() : text;
+RowExchange::Error TwoLevelExchange::error() noexcept {
+  Error error = inside_->error();
+  return error.text.empty() ? between_->error() : error;
 }
 
 void TwoLevelExchange::hang_up() noexcept {

@@ -73,7 +73,7 @@ class TwoLevelExchange : public RowExchange {
   bool has_ended(int rank) noexcept override {
     return inside_->has_ended(rank) || between_->has_ended(rank);
   }
-  std::string error() noexcept override;
+  Error error() noexcept override;
   void hang_up() noexcept override;
   void shutdown() override;
 

@@ -59,15 +59,15 @@ WholeExchange::~WholeExchange() {
              "operations? Let graphs end before their optimizer");
 }
 
-std::string WholeExchange::error() noexcept {
+RowExchange::Error WholeExchange::error() noexcept {
   try {
     switch (backend().getError()) {
       case c10d::ErrorType::SUCCESS:
         return {};
       case c10d::ErrorType::TIMEOUT:
-        return "an operation was not done within the timeout";
+        return {"a collective was not done in time: another rank does not come to it", true};
       default:
-        return "a connection failed, or a rank has ended";
+        return {"a connection failed, or a rank has ended"};
     }
   } catch (...) {  // a backend that cannot say
     return {};

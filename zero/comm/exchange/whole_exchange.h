@@ -40,7 +40,7 @@ class WholeExchange : public BackendExchange {
   bool waits_on_host(c10::Device device) const override { return device.is_cpu(); }
   void follow(const std::shared_ptr<CollectiveOrder>& order) override { order_ = order; }
   void sum_in_rank_order() override { in_rank_order_ = true; }
-  std::string error() noexcept override;
+  Error error() noexcept override;
   // The ends of NCCL wait for kernels on the device, also for those of other communicators, and for
   // as long as a CUDA graph lives that captured an operation. So they run on a thread of their own,
   // which the destructor leaves behind in the end.
