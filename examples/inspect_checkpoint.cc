@@ -146,13 +146,13 @@ int inspect(std::string folder, const char* model, bool ema) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string first = argc > 1 ? argv[1] : "";
+  const std::string first = argc > 1 ? argv[1] : "", last = argv[argc - 1];
   if (first == "--help" || first == "-h") {
     std::printf("%s%s", kUsage, kHelp);
     return 0;
   }
   const bool ema = argc == 4 && std::string(argv[3]) == "ema";
-  if (argc < 2 || (argc > 3 && !ema) || first.starts_with("-")) {
+  if (argc < 2 || (argc > 3 && !ema) || first.starts_with("-") || last.starts_with("-")) {
     std::fprintf(stderr, "%s", kUsage);
     return 2;
   }

@@ -27,6 +27,7 @@
 namespace {
 
 constexpr int kSteps = 50;
+constexpr int kBatch = 48;
 constexpr int kMicroBatches = 2;  // of every rank
 constexpr double kLearningRate = 1e-2;
 
@@ -40,7 +41,7 @@ torch::nn::Sequential make_model() {
 // they must be equally large: 48 sequences suit 1, 2, 3, 4, 6, 8, 12 and 24 ranks.
 at::Tensor loss(torch::nn::Sequential& model, int step, int64_t piece, int64_t pieces) {
   torch::manual_seed(step);  // every rank draws the same batch and takes its part
-  const at::Tensor x = torch::randn({48, 13});
+  const at::Tensor x = torch::randn({kBatch, 13});
   const at::Tensor y = x.narrow(1, 0, 5) * x.narrow(1, 5, 5);
   return torch::mse_loss(model->forward(x.chunk(pieces)[piece]), y.chunk(pieces)[piece]);
 }
@@ -68,6 +69,8 @@ int train() {
   zero::LrSchedule schedule(optimizer, zero::step_decay(/*step_size=*/20, /*gamma=*/0.5));
 
   const int64_t pieces = group.world_size() * kMicroBatches;
+  TORCH_CHECK(kBatch % pieces == 0, "minimal: expected a divisor of ", kBatch / kMicroBatches,
+              " ranks, got ", group.world_size());
   for (int step = 0; step < kSteps; ++step) {
     for (int micro = 0; micro < kMicroBatches; ++micro) {
       const auto guard = optimizer.no_sync(micro + 1 < kMicroBatches);  // send with the last one

@@ -161,6 +161,8 @@ int train(const Arguments& arguments) {
 
   // A rank looks at its part of the pixels: every n-th.
   const at::Tensor all = pixels();
+  TORCH_CHECK(all.size(0) % group.world_size() == 0, "expected a divisor of the ", all.size(0),
+              " pixels, got ", group.world_size(), " ranks");
   const at::Tensor mine = all.slice(0, group.rank(), c10::nullopt, group.world_size());
   const at::Tensor wanted = target(mine);
   at::Tensor pull = at::zeros({splats.means.size(0)});

@@ -54,8 +54,7 @@ struct Options {
   std::string gradient_shards = "float32";
   bool update_in_backward = false;
   std::optional<double> bucket_mb;
-  // Less than the default where there are fewer ranks.
-  int64_t ranks_per_machine = Machines{}.ranks_per_machine;
+  std::optional<int64_t> ranks_per_machine;
   double link_gbit = Machines{}.link_bytes_per_second * 8e-9;
   double local_gbit = Machines{}.local_bytes_per_second * 8e-9;
   double latency_us = Machines{}.link_latency_seconds * 1e6;
@@ -81,9 +80,22 @@ const std::vector<std::pair<std::string, ExchangeAlgorithm>> kAlgorithms = {
     {"two levels, log2 steps *", ExchangeAlgorithm::kTwoLevelsLog2Steps}};
 constexpr double kLatencyShare = 0.2;  // that the last column of the table allows
 
+int64_t ranks_per_machine(const Options& options) {
+  const int64_t world_size = options.job.world_size;
+  if (options.ranks_per_machine) {
+    const int64_t asked = std::min(*options.ranks_per_machine, world_size);
+    TORCH_CHECK(world_size % asked == 0, "--ranks-per-machine: expected a divisor of ", world_size,
+                " ranks, got ", asked);
+    return asked;
+  }
+  int64_t chosen = std::min(Machines{}.ranks_per_machine, world_size);
+  while (world_size % chosen != 0) --chosen;
+  return chosen;
+}
+
 Machines machines(const Options& options) {
-  return {std::min(options.ranks_per_machine, options.job.world_size), options.link_gbit / 8e-9,
-          options.local_gbit / 8e-9, options.latency_us * 1e-6, options.local_latency_us * 1e-6};
+  return {ranks_per_machine(options), options.link_gbit / 8e-9, options.local_gbit / 8e-9,
+          options.latency_us * 1e-6, options.local_latency_us * 1e-6};
 }
 
 nlohmann::ordered_json exchange_json(const Communication& sent, const Options& options) {
@@ -130,8 +142,9 @@ nlohmann::ordered_json report(const Options& options) {
   getrusage(RUSAGE_SELF, &usage);
   nlohmann::ordered_json exchanges;
   for (const auto& [name, algorithm] : kAlgorithms) {
-    exchanges[name] = exchange_json(
-        communication(plan, options.job.stage, machines(options), algorithm), options);
+    exchanges[name] = exchange_json(communication(plan, options.job.stage, machines(options),
+                                                  algorithm, options.update_in_backward),
+                                    options);
   }
   return {{"model", options.model},
           {"world", options.job.world_size},
@@ -306,7 +319,9 @@ void add_options(CLI::App& app, Options& options) {
                  "Ranks over which the experts of a layer are dealt out")
       ->check(CLI::PositiveNumber);
   app.add_option("--ranks-per-machine", options.ranks_per_machine,
-                 "Ranks that share a machine and its link; at most all")
+                 "Ranks that share a machine and its link (default: the largest divisor of all "
+                 "ranks up to 8)")
+      ->default_str("")
       ->check(CLI::PositiveNumber);
   app.add_option("--link-gbit", options.link_gbit, "Gbit/s that a machine can send to others")
       ->check(CLI::PositiveNumber);

@@ -74,8 +74,10 @@ int64_t row_bytes(const Plan& plan, const Bucket& bucket) {
   return row_numel(bucket) * element_bytes(plan.arena_of(bucket));
 }
 
-// Parameters go back to all ranks; stage 1 also returns averaged gradients.
-int64_t gathers_of(int64_t stage) { return stage == 1 ? 2 : 1; }
+// Parameters go back to all ranks; stage 1 also returns averaged gradients, in a step that clips.
+int64_t gathers_of(int64_t stage, bool update_in_backward) {
+  return stage == 1 && !update_in_backward ? 2 : 1;
+}
 
 // Adds what `calls` collectives over a bucket send in one level.
 void add_traffic(const Plan& plan, const Bucket& bucket, int64_t calls, PlanFigures& figures) {
@@ -223,7 +225,7 @@ PlanFigures plan_figures(const Plan& plan, MemoryOptions options) {
   figures.padding_share =
       static_cast<double>(figures.padding) / static_cast<double>(figures.parameters);
   figures.buckets = static_cast<int64_t>(plan.buckets.size());
-  const int64_t calls = 1 + gathers_of(options.stage);
+  const int64_t calls = 1 + gathers_of(options.stage, options.update_in_backward);
   std::vector<int64_t> sizes;
   for (const Bucket& bucket : plan.buckets) {
     sizes.push_back(plan.bucket_numel(bucket) * element_bytes(plan.arena_of(bucket)));
@@ -255,7 +257,7 @@ ExchangeCost Communication::total() const {
 }
 
 Communication communication(const Plan& plan, int64_t stage, const Machines& machines,
-                            ExchangeAlgorithm algorithm) {
+                            ExchangeAlgorithm algorithm, bool update_in_backward) {
   constexpr int64_t kSumBytes = 4;  // fp32_machine_sums
   int64_t world_size = 1, bytes = 0;
   for (const Arena& arena : plan.arenas) world_size = std::max(world_size, arena.world_size);
@@ -267,8 +269,8 @@ Communication communication(const Plan& plan, int64_t stage, const Machines& mac
     const int64_t sum = shape.has_two_levels() ? row_numel(bucket) * kSumBytes : row;
     add(sent_by(algorithm, shape, row, sum), 1, shape.groups_per_machine, machines,
         result.reductions);
-    add(sent_by(algorithm, shape, row, row), gathers_of(stage), shape.groups_per_machine, machines,
-        result.gathers);
+    add(sent_by(algorithm, shape, row, row), gathers_of(stage, update_in_backward),
+        shape.groups_per_machine, machines, result.gathers);
     bytes += shape.ranks() * row;
     ++result.buckets;
   }

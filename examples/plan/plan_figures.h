@@ -86,7 +86,7 @@ struct Communication {
   int64_t buckets = 0;
   int64_t mean_bucket_bytes = 0;
   ExchangeCost reductions;
-  ExchangeCost gathers;  // of parameters; in stage 1 of averaged gradients too
+  ExchangeCost gathers;  // of parameters; in stage 1 of averaged gradients too, with a clip
   ExchangeCost total() const;
 };
 
@@ -106,7 +106,7 @@ struct Communication {
 // same experts are spread over machines: neighbours have different experts. Throws c10::Error when
 // machines do not fit.
 Communication communication(const Plan& plan, int64_t stage, const Machines& machines,
-                            ExchangeAlgorithm algorithm);
+                            ExchangeAlgorithm algorithm, bool update_in_backward = false);
 
 // The size of buckets at which latency adds `share` to the time of bytes; 0 without bytes.
 double bucket_bytes_for_latency(const Communication& communication, double share);

@@ -84,6 +84,13 @@ class PlanTest(unittest.TestCase):
                 self.assertIn(error, done.stderr)
         self.assertIn("cannot read", run("plan/plan", "--shapes", "/no/such/file").stderr)
 
+    def test_any_number_of_ranks_has_machines_of_up_to_8(self):
+        planned = run("plan/plan", "--model", "gpt2", "--world", 12).stdout
+        self.assertIn("machines x ranks: 2 x 6\n", planned)
+        refused = run("plan/plan", "--model", "gpt2", "--world", 12, "--ranks-per-machine", 8)
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("--ranks-per-machine: expected a divisor of 12 ranks, got 8", refused.stderr)
+
     def test_both_numbers_of_ranks_are_refused(self):
         self.assertNotEqual(run("plan/plan", "--world", 8, "--worlds", "8,16").returncode, 0)
 
@@ -180,7 +187,7 @@ class InspectCheckpointTest(unittest.TestCase):
         shown = run("inspect_checkpoint", "--help")
         self.assertEqual(shown.returncode, 0)
         self.assertIn("verifies every byte", shown.stdout)
-        for arguments in ([], ["--all"], ["a", "b", "c"]):
+        for arguments in ([], ["--all"], ["a", "b", "c"], ["a", "--help"]):
             refused = run("inspect_checkpoint", *arguments)
             self.assertEqual((refused.returncode, refused.stdout), (2, ""))
             self.assertIn("usage:", refused.stderr)
