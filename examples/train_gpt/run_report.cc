@@ -186,7 +186,8 @@ std::string timeline_section(const RunReport& report) {
       "are its named ranges, by depth. The pointer on a box shows its name and time.</p>\n";
   if (report.trace.empty()) {
     return section("One step",
-                   "<p class=\"note\">No trace was recorded; --trace records one.</p>\n");
+                   "<p class=\"note\">No trace was recorded; --trace records steps from "
+                   "the third on.</p>\n");
   }
   const std::string picture = draw_step(report.trace);
   return section("One step", picture.empty() ? "<p class=\"note\">The trace has no step.</p>\n"

@@ -50,7 +50,7 @@ void StepTrace::before_step(int64_t step) {
   if (device_ == Device::kCuda) activities.insert(ActivityType::CUDA);
   torch::autograd::profiler::prepareProfiler(config, activities);
   torch::autograd::profiler::enableProfiler(config, activities);
-  recording_ = true;
+  recording_ = has_begun_ = true;
 }
 
 void StepTrace::finish() {

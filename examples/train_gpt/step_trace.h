@@ -26,6 +26,8 @@ class StepTrace {
   // Before every step, and once after the last one. Throws c10::Error when the file cannot be
   // written.
   void before_step(int64_t step);
+  // Whether a step was recorded.
+  bool has_begun() const { return has_begun_; }
 
  private:
   void finish();
@@ -35,6 +37,7 @@ class StepTrace {
   const int64_t end_;
   const Device device_;
   bool recording_ = false;
+  bool has_begun_ = false;
 };
 
 }  // namespace zero::examples

@@ -93,7 +93,7 @@ void write_report(const TrainOptions& options, zero::examples::Trainer& trainer,
   report.memory = trainer.memory();
   report.unsharded = zero::examples::unsharded_memory(parameters, options.dtype,
                                                       trainer.state_bytes(), options.ema > 0);
-  report.trace = options.trace;
+  if (trainer.traced()) report.trace = options.trace;
   zero::examples::write_report(report, options.report);
   std::printf("report: %s\n", options.report.c_str());
 }
@@ -166,13 +166,6 @@ int train(TrainOptions options, const ByteDataset& data) {
   const int64_t first_step = group.joins() ? trainer.join() : trainer.begin();
   if (reports && first_step > 0) {
     std::printf("resumed after step %lld\n", static_cast<long long>(first_step));
-  }
-  if (!group.joins()) {
-    const double before = trainer.validation_loss();
-    if (reports) {
-      std::printf("validation loss before %s: %.4f nats per byte\n",
-                  first_step > 0 ? "going on" : "training", before);
-    }
   }
   const bool finished = trainer.train(first_step);
   // Rank 0 may have died.

@@ -10,6 +10,8 @@
 #include <map>
 #include <utility>
 
+#include "zero/checkpoint.h"
+
 namespace zero::examples {
 
 namespace {
@@ -96,8 +98,9 @@ void add_optimisation_options(CLI::App& app, TrainOptions& options) {
       ->type_name("N")
       ->group(group);
   app.add_option("--batch", options.batch,
-                 "Sequences in a step, over all ranks and micro-batches together (default: 16, or "
-                 "the next multiple of ranks times --accumulate, or of --micro-batches)")
+                 "Sequences in a step, over all ranks and micro-batches together (default: with "
+                 "--resume that of the run, else 16, or the next multiple of ranks times "
+                 "--accumulate, or of --micro-batches)")
       ->default_str("")
       ->check(whole_number(1))
       ->type_name("N")
@@ -253,7 +256,8 @@ void add_recovery_options(CLI::App& app, TrainOptions& options) {
 
 void add_report_options(CLI::App& app, TrainOptions& options) {
   const std::string group = "Reports";
-  app.add_option("--log", options.log, "Write one JSON object a step to this file")
+  app.add_option("--log", options.log,
+                 "Write one JSON object a step to this file; a run that goes on adds to it")
       ->type_name("FILE")
       ->group(group);
   app.add_option("--metrics", options.metrics,
@@ -296,6 +300,15 @@ void add_report_options(CLI::App& app, TrainOptions& options) {
       ->check(positive())
       ->type_name("X")
       ->group(group);
+}
+
+// That of the newest checkpoint, or 0 without one: on other ranks a run goes on with its batch.
+int64_t saved_batch(const std::string& checkpoints) {
+  const auto newest = latest(checkpoints);
+  if (!newest) return 0;
+  const auto metadata = describe_checkpoint(*newest).metadata;
+  const auto batch = metadata.find("batch");
+  return batch == metadata.end() ? 0 : std::stoll(batch->second);
 }
 
 int refuse(const std::string& reason) {
@@ -376,6 +389,7 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
 }
 
 void choose_batch(TrainOptions& options, int world_size) {
+  if (options.batch == 0 && options.resume) options.batch = saved_batch(options.checkpoints);
   constexpr int64_t kBatch = 16;
   constexpr int64_t kMicroBatches = 12;  // suits 1, 2, 3, 4, 6 and 12 ranks
   if (options.same_bits && options.micro_batches == 0) {

@@ -91,9 +91,10 @@ struct TrainOptions {
 // program should end now: after --help, or after one line about what is wrong.
 std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& options);
 
-// If no batch was asked for, chooses 16, or the next multiple of ranks times micro-batches. With
-// same_bits both numbers are of `options` alone: 12 micro-batches, or the largest divisor of a
-// given batch that is at most 12, and 16 sequences or the next multiple of the micro-batches.
+// If no batch was asked for, takes that of the newest checkpoint with `resume`, and else chooses
+// 16, or the next multiple of ranks times micro-batches. With same_bits both numbers are of
+// `options` alone: 12 micro-batches, or the largest divisor of a given batch that is at most 12,
+// and 16 sequences or the next multiple of the micro-batches.
 void choose_batch(TrainOptions& options, int world_size);
 
 // Why the global batch cannot be cut evenly into `world_size` ranks times

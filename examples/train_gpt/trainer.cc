@@ -263,6 +263,8 @@ int64_t Trainer::join() {
   const Stats stats = optimizer_.stats();
   const int64_t steps = stats.steps + stats.skipped_steps;
   schedule_.set_step(steps);
+  measured_ = true;  // the others may be beyond it
+  goes_back_ = true;
   return steps;
 }
 
@@ -298,8 +300,8 @@ void Trainer::print_sample(int64_t steps) {
 std::vector<MetricsLog> Trainer::open_logs(int64_t first_step, bool append) const {
   std::vector<MetricsLog> logs;
   if (metrics_->rank() != 0) return logs;
-  if (!options_.log.empty()) logs.emplace_back(options_.log, append);
   // A run that goes on leaves what its beginning wrote.
+  if (!options_.log.empty()) logs.emplace_back(options_.log, append || first_step > 0);
   if (!options_.metrics.empty()) {
     logs.emplace_back(options_.metrics + "/steps-" + std::to_string(first_step) + ".jsonl", append);
   }
@@ -330,6 +332,9 @@ int64_t Trainer::recover(const c10::Error& error) {
     }
   }
   schedule_.set_step(report.steps);
+  measured_ = true;
+  goes_back_ = true;
+  stop_ = false;  // a signal is seen again in the next step
   if (metrics_->rank() == 0) {
     std::printf("went on with %d ranks after step %lld\n", metrics_->world_size(),
                 static_cast<long long>(report.steps));
@@ -352,13 +357,27 @@ void Trainer::report_step(StepMetrics metrics) {
   if (options_.same_bits && (last || metrics.step % kHashEvery == 0)) {
     metrics.masters = hash_masters();
   }
-  if (progress_) progress_->show(metrics);
+  // Rank 0 may have died in this step before others, or have joined: all it knows is the number.
+  const bool is_known = metrics.tokens > 0;
+  if (progress_ && is_known) progress_->show(metrics);
   const bool half_way = metrics.step == options_.steps / 10 || metrics.step == options_.steps / 2;
   if (reports && half_way && options_.sample_bytes > 0) print_sample(metrics.step);
-  if (reports && !options_.report.empty()) history_.push_back(metrics);
-  for (MetricsLog& log : logs_) log.write(metrics);
+  if (reports && is_known && !options_.report.empty()) history_.push_back(metrics);
+  for (MetricsLog& log : logs_) {
+    if (is_known) log.write(metrics);
+  }
   const bool save_now = last || metrics.step % options_.save_every == 0;
   if (!options_.checkpoints.empty() && save_now) save(metrics.step);
+}
+
+void Trainer::measure_beginning(int64_t steps) {
+  const double loss = validation_loss();
+  measured_ = true;
+  if (metrics_->rank() == 0) {
+    std::printf("validation loss before %s: %.4f nats per byte\n",
+                steps > 0 ? "going on" : "training", loss);
+    std::fflush(stdout);
+  }
 }
 
 bool Trainer::train(int64_t first_step) {
@@ -367,23 +386,37 @@ bool Trainer::train(int64_t first_step) {
   const int64_t settled = std::min(first_step + 2, options_.steps - 1);
   StepTrace trace(progress_ ? options_.trace : "", settled, options_.trace_steps,
                   device_.is_cpu() ? StepTrace::Device::kCpu : StepTrace::Device::kCuda);
-  if (options_.same_bits && first_step >= options_.steps) hash_masters();
-  for (int64_t step = first_step; step < options_.steps;) {
+  bool ended = false;
+  for (int64_t step = first_step; !ended;) {
     try {
-      trace.before_step(step);
-      report_step(train_step(step));
-      if (++step > furthest_) {
-        furthest_ = step;
-        recoveries_ = 0;
+      if (!measured_) measure_beginning(step);
+      if (std::exchange(goes_back_, false)) {
+        // The protected step itself is not made again. Its validation or save may have failed.
+        if (latest_.step != step) latest_ = {};
+        latest_.step = step;
+        if (step > 0) report_step(latest_);
+      } else if (step < options_.steps) {
+        trace.before_step(step);
+        latest_ = train_step(step);
+        report_step(latest_);
+        if (++step > furthest_) {
+          furthest_ = step;
+          recoveries_ = 0;
+        }
+      } else if (options_.same_bits && masters_hash_.empty()) {
+        hash_masters();
       }
-      if (stop_) return false;
-      if (step < options_.steps) continue;
-      state_bytes_ = std::llround(mean_over_ranks(static_cast<double>(memory_.optimizer_state)) *
-                                  metrics_->world_size());
+      ended = stop_ || step >= options_.steps;
+      if (!ended) continue;
+      const auto own = static_cast<double>(optimizer_.memory().optimizer_state);
+      state_bytes_ = std::llround(mean_over_ranks(own) * metrics_->world_size());
     } catch (const CommunicationError& error) {
       step = recover(error);
+      ended = false;
     }
   }
+  traced_ = trace.has_begun();
+  if (stop_) return false;
   if (progress_ && progress_->skipped_steps() > 0) {
     std::printf("%lld of %lld steps were skipped, since gradients were not finite\n",
                 static_cast<long long>(progress_->skipped_steps()),

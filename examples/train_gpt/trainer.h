@@ -49,7 +49,8 @@ class Trainer {
   // options.save_every of them. Rank 0 reports each on standard output and in
   // options.log and options.metrics, writes options.trace, and prints samples on the way. False
   // when SIGTERM or SIGINT reached any rank: then all have saved and stopped after the same step.
-  // With options.elastic the survivors go on when a rank dies, from the last protected step.
+  // With options.elastic the survivors go on when a rank dies, from the last protected step, whose
+  // validation and save they repeat. Prints the validation loss of the model that it begins with.
   bool train(int64_t first_step);
 
   // Collective. Nats per byte over the held-out text, the same on every rank and on any number of
@@ -74,16 +75,20 @@ class Trainer {
   // Bytes this rank held in the last step, when gradients were complete and
   // not yet used: the most it holds at any time outside the backward pass.
   const MemoryReport& memory() const { return memory_; }
-  // Bytes of the optimizer's state on all ranks together, then.
+  // Bytes of the optimizer's state on all ranks together, at the end.
   int64_t state_bytes() const { return state_bytes_; }
+  // Whether this rank wrote options.trace.
+  bool traced() const { return traced_; }
 
  private:
   // Collective. The step to go on with.
   int64_t resume(const std::string& checkpoint);
   // Collective. Step `step`, counted from 0. The result lacks the validation loss.
   StepMetrics train_step(int64_t step);
-  // Collective. The rest of step `step`: what is reported and saved.
+  // Collective. The rest of step `metrics.step`: what is reported and saved.
   void report_step(StepMetrics metrics);
+  // Collective. Prints the validation loss after `steps` steps.
+  void measure_beginning(int64_t steps);
   // Rank 0, unless it has: opens what it reports to, `recovered` after another rank 0 that died.
   void begin_reports(int64_t first_step, bool recovered);
   // Collective over the survivors, where `error` is being handled. The step to go on with.
@@ -120,9 +125,13 @@ class Trainer {
   std::vector<std::pair<int64_t, std::string>> samples_;
   std::optional<Progress> progress_;  // on rank 0, like the logs
   std::vector<MetricsLog> logs_;
-  int64_t furthest_ = 0;  // the most steps that were done before a recovery
-  int recoveries_ = 0;    // since then
-  bool stop_ = false;     // some rank got a signal; the same on all
+  int64_t furthest_ = 0;    // the most steps that were done before a recovery
+  int recoveries_ = 0;      // since then
+  bool stop_ = false;       // some rank got a signal; the same on all
+  bool measured_ = false;   // the model that train() begins with
+  bool goes_back_ = false;  // the next step is the first after a recovery, or after joining
+  bool traced_ = false;
+  StepMetrics latest_;
 };
 
 }  // namespace zero::examples

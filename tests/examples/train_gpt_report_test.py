@@ -81,11 +81,18 @@ class ReportTest(unittest.TestCase):
         self.check_curve("validation", [entry["step"] for entry in measured],
                          [entry["validation_loss"] for entry in measured])
 
+    def bar_widths(self):
+        return {(box.get("data-bar"), box.get("data-part")): float(box.get("width"))
+                for box in self.page.iter(SVG + "rect") if box.get("data-bar")}
+
+    def check_bar_of_a_process_alone(self):
+        # Two moments in fp32 for parameters in fp32.
+        widths, alone = self.bar_widths(), "one process alone"
+        self.assertAlmostEqual(widths[alone, "optimizer state"] / widths[alone, "parameters"], 2,
+                               delta=1e-3)
+
     def test_the_bars_are_the_memory_beside_that_of_a_process_alone(self):
-        widths = {}
-        for box in self.page.iter(SVG + "rect"):
-            if box.get("data-bar"):
-                widths[box.get("data-bar"), box.get("data-part")] = float(box.get("width"))
+        widths = self.bar_widths()
         memory = self.steps[-1]["memory"]
         scale = widths["rank 0", "parameters"] / memory["working_parameters"]
         for part, sizes in (("optimizer state", ["optimizer_state"]), ("buckets", ["buckets"]),
@@ -93,10 +100,7 @@ class ReportTest(unittest.TestCase):
             expected = sum(memory[size] for size in sizes)
             self.assertGreater(expected, 0)
             self.assertAlmostEqual(widths["rank 0", part] / scale / expected, 1, delta=1e-3)
-        # Two moments in fp32 for parameters in fp32.
-        alone = "one process alone"
-        self.assertAlmostEqual(widths[alone, "optimizer state"] / widths[alone, "parameters"], 2,
-                               delta=1e-3)
+        self.check_bar_of_a_process_alone()
 
     def test_the_owners_share_all_parameters(self):
         table = next(t for t in self.page.iter(XHTML + "table") if t.get("id") == "owners")
@@ -151,8 +155,14 @@ class ReportTest(unittest.TestCase):
                          done.stderr[-2000:])
 
     def test_a_short_run_without_trace_and_samples_has_a_page(self):
-        page, steps = train(new_folder(), "--steps", "1", "--sample-bytes", "0")
+        folder = new_folder()
+        short = ("--steps", "1", "--sample-bytes", "0", "--checkpoints", str(folder / "saved"))
+        page, steps = train(folder, *short)
         self.assertEqual(len(steps), 1)
+        self.assertIn("No trace was recorded", text_of(page))
+        # Nothing is left to be trained or traced, and the log stays.
+        page, again = train(folder, *short, "--resume", "--trace", str(folder / "trace"))
+        self.assertEqual(again, steps)
         self.assertIn("No trace was recorded", text_of(page))
 
     def test_a_run_that_is_stopped_has_a_page(self):
@@ -171,6 +181,7 @@ class ReportTest(unittest.TestCase):
             job.kill()
         self.page = ElementTree.parse(folder / "run.html")
         self.assertGreaterEqual(len(self.curve("training")), 3)
+        self.check_bar_of_a_process_alone()
 
     def test_a_page_that_cannot_be_written_is_refused_at_the_start(self):
         done = subprocess.run([PROGRAM, *SMALL, "--report", "/no/such/folder/run.html"],
