@@ -353,6 +353,22 @@ std::vector<JobShape> topologies() {
                     options.mesh_group(mesh.all()).placement(0, copies);
                   },
                   6});
+  // Ranks with one copy of "a" and "z" have different places in "m", of which one row is empty.
+  list.push_back({"replicate 4, and shard 2 x replicate 2",
+                  {{"shard", 2}, {"rep", 2}},
+                  {"shard", "rep"},
+                  {"shard", "rep"},
+                  {{"a", {16, 4}, 0}, {"m", {4, 4}, 1}, {"z", {16, 4}, 0}},
+                  [](const Mesh& mesh, ZeroOptions& options) {
+                    const auto copies = [&](const Names& reduce, const Names& replicate) {
+                      return GroupPlacement()
+                          .sharded_over(mesh.group(reduce))
+                          .replicated_over(mesh.group(replicate));
+                    };
+                    options.placement(0, copies({}, {"shard", "rep"}))
+                        .placement(1, copies({"shard"}, {"rep"}))
+                        .layout(1, Layout::kWholeParameters);
+                  }});
   return list;
 }
 

@@ -390,7 +390,8 @@ void GradientReducer::reduce_over_replicas() {
   std::vector<ReplicaShard> items;
   for (size_t b = 0; b < shards_.size(); ++b) {
     Communicator* replicas = comms_[plan_.domain_of(static_cast<int64_t>(b))].replicas;
-    if (replicas == nullptr || replicas->world_size() == 1 || shards_[b].numel() == 0) continue;
+    // Also with an empty row, since other ranks that share these or other replicas have a full one.
+    if (replicas == nullptr || replicas->world_size() == 1) continue;
     items.push_back({shards_[b], replicas, "gradient shard " + std::to_string(b)});
   }
   sum_over_replicas(items, pool_);

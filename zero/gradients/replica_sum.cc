@@ -21,6 +21,7 @@ struct UnderWay {
 UnderWay start(const ReplicaShard& item, BufferPool& pool) {
   const int64_t ranks = item.replicas->world_size();
   const int64_t numel = item.shard.numel();
+  if (numel == 0) return {&item, {}, {}, {}};
   const int64_t chunk = (numel + ranks - 1) / ranks;
   const at::Tensor flat = pool.take(ranks * chunk, at::kFloat);
   flat.narrow(0, 0, numel).copy_(item.shard);
@@ -34,6 +35,7 @@ UnderWay start(const ReplicaShard& item, BufferPool& pool) {
 }
 
 void finish(UnderWay& exchange, BufferPool& pool) {
+  if (!exchange.rows.defined()) return;
   exchange.pending.wait();
   const at::Tensor& rows = exchange.rows;
   Communicator& replicas = *exchange.item->replicas;
