@@ -9,12 +9,16 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
 #include <string>
 #include <vector>
 
 #include "tests/checkpoint/golden_model.h"
+#include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
+#include "zero/checkpoint/format/manifest.h"
+#include "zero/checkpoint/format/reader.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -227,6 +231,40 @@ TEST(GoldenTest, VersionsOneAndFiveAreVerifiedFoundDescribedAndExported) {
     GoldenModel filled(7);
     load_weights(*filled, model);
     expect_near(filled->weight.detach(), trained(kGoldenSteps)->weight.detach());
+  }
+}
+
+void flip(const std::filesystem::path& path, std::streamoff at) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekg(at);
+  const int byte = file.get();
+  file.seekp(at);
+  file.put(static_cast<char>(byte ^ 4));
+}
+
+// The last version whose files have one hash, and one of each tensor.
+TEST(GoldenTest, NoFlippedByteOfVersionFourIsAccepted) {
+  namespace fs = std::filesystem;
+  const std::string folder = ::testing::TempDir() + "/flipped";
+  fs::copy(kGoldenAverage, folder);
+  const auto masters = [&] {
+    CheckpointReader reader(folder);
+    const ManifestParameter& weight = reader.manifest().parameters[0];
+    return reader.read_all("master", {{stored_name(weight), 0, numel(weight)}});
+  };
+  const at::Tensor expected = masters();
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.path().filename() == kManifestName) continue;
+    fs::permissions(entry.path(), fs::perms::owner_write, fs::perm_options::add);
+    const auto size = static_cast<std::streamoff>(entry.file_size());
+    for (std::streamoff at = 0; at < size; at += 3) {
+      flip(entry.path(), at);
+      EXPECT_NE(error_of([&] { verify_checkpoint(folder); }), "") << entry.path() << " " << at;
+      at::Tensor read = expected;  // unless it throws
+      error_of([&] { read = masters(); });
+      EXPECT_TRUE(read.equal(expected)) << entry.path() << " " << at;
+      flip(entry.path(), at);
+    }
   }
 }
 
