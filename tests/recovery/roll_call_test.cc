@@ -4,6 +4,7 @@
 // zero/recovery/roll_call.h: who is on the list, who is waited for, and who was left behind.
 #include "zero/recovery/roll_call.h"
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -228,14 +229,29 @@ TEST(RollCallTest, AStoreThatIsLateKnowsOfNoneThatIsLost) {
 
 TEST(RollCallTest, OneThatWakesUpLaterIsRefusedForGood) {
   const StorePtr store = new_store();
-  const auto first = member(store, 0, 2);
-  EXPECT_EQ(first->call("a").ranks, (std::vector<int>{0}));
-  const auto second = member(store, 1, 2);
+  const auto first = member(store, 1, 2);
+  EXPECT_EQ(first->call("a").ranks, (std::vector<int>{1}));
+  auto second = member(store, 0, 2);
   for (int i = 0; i < 3; ++i) {
     expect_words(error_of([&] { second->call("b"); }),
-                 {"the other ranks went on without rank 1", "as 1 rank", "end this process"});
+                 {"the other ranks went on without rank 0", "as 1 rank", "end this process"});
   }
   EXPECT_FALSE(store->check({"1/bell"})) << "it writes nothing for a later call";
+  second.reset();
+  EXPECT_FALSE(store->check({"ended"})) << "the other goes on";
+}
+
+TEST(RollCallTest, OnlyAnOrderlyEndOfTheLowestRankEndsTheJob) {
+  const StorePtr store = new_store();
+  error_of([&] {
+    const auto first = member(store, 0, 2);
+    TORCH_CHECK(false, "no more sugar");
+  });
+  EXPECT_FALSE(store->check({"ended"})) << "an error ended it";
+  member(store, 1, 2).reset();
+  EXPECT_FALSE(store->check({"ended"})) << "rank 0 may go on";
+  member(store, 0, 2).reset();
+  EXPECT_TRUE(store->check({"ended"}));
 }
 
 std::unique_ptr<RollCall> newcomer(const StorePtr& store, int number,
