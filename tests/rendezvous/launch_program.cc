@@ -4,13 +4,18 @@
 // The program that launch_test starts: launch_program <ranks> <scene> [prefix]
 
 #include <c10/util/Exception.h>
+#include <dlfcn.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <array>
+#include <cerrno>
 #include <chrono>
+#include <climits>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -18,6 +23,19 @@
 
 #include "zero/launch.h"
 #include "zero/process_group.h"
+
+namespace {
+
+int forks_left = INT_MAX;
+
+}  // namespace
+
+// In place of the C library's, for a process that can start no more.
+extern "C" pid_t fork() noexcept {
+  if (forks_left-- > 0) return reinterpret_cast<pid_t (*)()>(dlsym(RTLD_NEXT, "fork"))();
+  errno = EAGAIN;
+  return -1;
+}
 
 namespace {
 
@@ -176,6 +194,46 @@ int scene_replace() {
   return 0;
 }
 
+// Rank 1 fails when rank 0 has ended well, and rank 2 ends behind both.
+int scene_after() {
+  const zero::Group group = init(std::chrono::seconds(20));
+  const auto store = group.store();
+  const int rank = group.rank();
+  store->set("pid of " + std::to_string(rank), std::to_string(getpid()));
+  store->wait({"pid of 0", "pid of 1", "pid of 2"});
+  if (rank == 0) return 0;
+  const int before = std::stoi(store->get_to_str("pid of " + std::to_string(rank - 1)));
+  while (kill(before, 0) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  return rank == 1 ? 7 : 0;
+}
+
+constexpr std::array<int, 4> kSignals{SIGINT, SIGTERM, SIGHUP, SIGCHLD};
+
+std::array<void (*)(int), kSignals.size()> handlers() {
+  std::array<void (*)(int), kSignals.size()> result{};
+  for (size_t i = 0; i < kSignals.size(); ++i) {
+    struct sigaction action = {};
+    sigaction(kSignals[i], nullptr, &action);
+    result[i] = action.sa_handler;
+  }
+  return result;
+}
+
+// As launch_local(), in the way of a program that goes on behind it.
+int launch(int ranks, const std::function<int()>& body, const zero::LaunchOptions& options) {
+  const bool is_rank = std::getenv("RANK") != nullptr;  // its scene may have handlers of its own
+  const auto before = handlers();
+  try {
+    const int code = zero::launch_local(ranks, body, options);
+    if (is_rank || handlers() == before) return code;
+    say("the handlers of signals are not those of before");
+    return 99;
+  } catch (const c10::Error& error) {
+    say(error.what_without_backtrace());
+    return 4;
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -188,9 +246,11 @@ int main(int argc, char** argv) {
   if (scene.starts_with("save")) options.signal_grace = std::chrono::minutes(1);
   if (scene == "save") options.signal_grace = std::chrono::milliseconds::max();
   if (scene == "interrupt") options.signal_grace = std::chrono::milliseconds(300);
-  options.replacements = scene == "replace" ? 2 : scene == "early" || scene == "interrupt" ? 1 : 0;
+  if (scene == "no_third") forks_left = 2;
+  const bool replaces_one = scene == "early" || scene == "interrupt" || scene == "after";
+  options.replacements = scene == "replace" ? 2 : replaces_one ? 1 : 0;
   options.survivors_go_on = options.replacements > 0 || scene == "save_without";
-  return zero::launch_local(
+  return launch(
       std::atoi(argv[1]),
       [&] {
         if (scene == "ok") return scene_ok();
@@ -199,7 +259,8 @@ int main(int argc, char** argv) {
         if (scene == "hold") return scene_hold();
         if (scene == "bar") return scene_bar();
         if (scene == "flood") return scene_flood();
-        if (scene == "sleep") return scene_sleep();
+        if (scene == "sleep" || scene == "no_third") return scene_sleep();
+        if (scene == "after") return scene_after();
         if (scene == "early") return scene_early();
         if (scene == "interrupt") return scene_interrupt();
         if (scene == "replace") return scene_replace();

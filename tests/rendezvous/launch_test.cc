@@ -4,10 +4,12 @@
 // launch_local() with real processes.
 #include <gtest/gtest.h>
 #include <pty.h>
+#include <sched.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -48,6 +50,7 @@ Outcome launch(const std::string& arguments) {
 }
 
 TEST(LaunchTest, RanksMeetAndTalk) {
+  unsetenv("OMP_NUM_THREADS");
   const Outcome outcome = launch("3 ok prefix");
   EXPECT_EQ(outcome.code, 0) << outcome.output;
   for (const char* line : {"[0] round 0 of rank 0: 0 1 4 \n", "[2] round 1 of rank 2: 0 1 4 \n"}) {
@@ -57,14 +60,19 @@ TEST(LaunchTest, RanksMeetAndTalk) {
   for (std::string line; std::getline(lines, line);) {
     EXPECT_EQ(line.substr(0, 1), "[") << "a line without its rank: " << line;
   }
-  EXPECT_FALSE(outcome.has("threads unset"));
+  cpu_set_t cores;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(cores), &cores), 0);
+  const int threads = std::max(1, CPU_COUNT(&cores) / 3);
+  EXPECT_TRUE(outcome.has("[2] threads " + std::to_string(threads) + "\n")) << outcome.output;
 }
 
-TEST(LaunchTest, WithoutLibuv) {
+TEST(LaunchTest, WithoutLibuvAndWithTheUsersNumberOfThreads) {
   setenv("USE_LIBUV", "0", 1);
+  setenv("OMP_NUM_THREADS", "5", 1);
   const Outcome outcome = launch("2 ok prefix");
   unsetenv("USE_LIBUV");
   EXPECT_EQ(outcome.code, 0) << outcome.output;
+  EXPECT_TRUE(outcome.has("[1] threads 5\n")) << outcome.output;
 }
 
 TEST(LaunchTest, OneRankIsThisProcess) {
@@ -119,6 +127,20 @@ TEST(LaunchTest, AReplacementOfAJobThatHasNotMetEndsWithIt) {
   EXPECT_EQ(outcome.code, 7) << outcome.output;
   EXPECT_TRUE(outcome.has("rank 2 cannot join the job: all its ranks have ended\n"))
       << outcome.output;
+  EXPECT_LT(outcome.duration, std::chrono::seconds(30));
+}
+
+TEST(LaunchTest, AJobOfWhichARankHasEndedWellStartsNoReplacement) {
+  const Outcome outcome = launch("3 after");
+  EXPECT_EQ(outcome.code, 0) << outcome.output;
+  EXPECT_TRUE(outcome.has("rank 1 of 3 failed with exit code 7")) << outcome.output;
+  EXPECT_FALSE(outcome.has("starting rank 3")) << outcome.output;
+}
+
+TEST(LaunchTest, ARankThatCannotBeStartedEndsThoseBeforeIt) {
+  const Outcome outcome = launch("3 no_third");
+  EXPECT_EQ(outcome.code, 4) << outcome.output;
+  EXPECT_TRUE(outcome.has("cannot start rank 2 of 3")) << outcome.output;
   EXPECT_LT(outcome.duration, std::chrono::seconds(30));
 }
 
