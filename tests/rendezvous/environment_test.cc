@@ -172,6 +172,9 @@ TEST(EnvironmentTest, Slurm) {
   EXPECT_EQ(read(with(srun(), "SLURM_PROCID", "0")).master_port, env.master_port);
   EXPECT_NE(read(with(srun(), "SLURM_STEP_ID", "1")).master_port, env.master_port);
   EXPECT_EQ(read(without(srun(), "SLURM_STEP_NODELIST")).master_addr, "10.0.0.1");
+  const Variables of_job = with(srun(), "SLURM_JOB_NODELIST", "gpu[07-08]");
+  EXPECT_EQ(read(of_job).master_addr, "gpu03") << "the step's come first";
+  EXPECT_EQ(read(without(of_job, "SLURM_STEP_NODELIST")).master_addr, "gpu07");
   EXPECT_EQ(read(with(srun(), "SLURM_STEP_NUM_NODES", "1")).master_addr, "127.0.0.1");
   EXPECT_EQ(read(with(srun(), "MASTER_ADDR", "other")).master_addr, "other");
 }
