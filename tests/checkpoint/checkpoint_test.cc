@@ -3,6 +3,7 @@
 //
 // Checkpoints bring back every bit, on any number of ranks and in any layout.
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
@@ -21,6 +22,7 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "zero/base/threads.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
@@ -274,6 +276,21 @@ TEST(ResumeTest, AsynchronousSaveIsOfTheMomentItWasCalled) {
     expect_moment_of_save(Inner::kSgdMomentum, true, Layout::kWholeParameters, width);
     expect_moment_of_save(Inner::kMuon, true, Layout::kContiguous, width);
   }
+}
+
+// As at the limit of processes: the thread that trains removes the replaced one.
+TEST(ResumeTest, WithoutAThreadAnAsynchronousSaveLeavesItsCallersPriority) {
+  const std::string parent = fresh_folder("no-thread");
+  run_ranks(1, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.optimizer->save_checkpoint(parent + "/a");
+    const int before = sched_getscheduler(0);
+    threads_refused = true;
+    run.optimizer->save_checkpoint_async(parent + "/a", SaveOptions().overwrite(true))->finish();
+    threads_refused = false;
+    EXPECT_EQ(sched_getscheduler(0), before);
+    EXPECT_EQ(names_in(parent).size(), 1U);
+  });
 }
 
 TEST(ResumeTest, OptionsAreRestoredOrKeptAsAsked) {
