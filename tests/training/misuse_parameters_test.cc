@@ -145,7 +145,12 @@ TEST(MisuseTest, ATensorThatWasReplacedIsRefusedByAllThatSendSaveOrLoadIt) {
       const std::vector<std::function<void()>> calls = {
           [&] { optimizer.save_checkpoint(folder + "never"); },
           [&] { optimizer.load_checkpoint(folder + part); },
-          [&] { optimizer.refresh_master_parameters(); }, [&] { optimizer.broadcast_buffers(); },
+          [&] { optimizer.refresh_master_parameters(); },
+          [&] { optimizer.broadcast_buffers(); },
+          [&] { optimizer.unfreeze({model.encoder->weight}); },
+          [&] {
+            optimizer.resize_rows({{model.head->weight, at::arange(2)}});
+          },
           [&] { optimizer.step(); }};  // it would be protected
       for (size_t i = 0; i < calls.size(); ++i) {
         const std::string text = error_soon(calls[i]);

@@ -165,10 +165,12 @@ GroupNumbers numbers_of(const ParamGroups& groups) {
 
 void Replanning::agree_on(Change& change, const ParamGroups& groups) {
   Engine& engine = *engine_;
+  const std::string replaced = engine.table.follow(engine.module);
   const auto check = [&] {
     TORCH_CHECK(!engine.options.mesh_group() && engine.options.placements().empty(),
                 "expected plain data parallelism, got a mesh or placements; save a checkpoint and "
                 "make a new optimizer, which loads it");
+    TORCH_CHECK(replaced.empty(), replaced);
     engine.check_no_gradients();
     checkpoints_.check_none_pending();
     engine.shards.groups().check(groups);

@@ -457,6 +457,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
   before.protocol.fail_stop([&] {
     // 1
     recovery.finish();
+    const std::string replaced = before.table.follow(before.module);
     std::string text;
     std::exception_ptr problem;
     try {
@@ -470,6 +471,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
                    TORCH_CHECK(!before.options.mesh_group() && before.options.placements().empty(),
                                "expected plain data parallelism, got a mesh or placements; save a "
                                "checkpoint and make a new optimizer");
+                   TORCH_CHECK(replaced.empty(), replaced);
                    if (problem) std::rethrow_exception(problem);
                    before.check_no_gradients();
                    checkpoints.check_none_pending();
