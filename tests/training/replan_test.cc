@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <latch>
 #include <limits>
 #include <memory>
@@ -482,6 +483,74 @@ TEST(ReplanTest, MemoryThatIsSharedIsRefusedAndChangesNothing) {
     optimizer.step();
     EXPECT_EQ(optimizer.param_groups().size(), 2U);
   });
+}
+
+// Construction would find it when nothing can be taken back any more.
+TEST(ReplanTest, WhatTheProgramHasChangedBeforeIsRefusedAndChangesNothing) {
+  struct Job {
+    GivenGradients model{initial(at::kFloat)};
+    std::unique_ptr<ZeroOptimizer> optimizer;
+    bool differs = false;
+    void require(const std::vector<size_t>& of, bool required) {
+      for (const size_t i : of) model.values[i].requires_grad_(required);
+    }
+    void set_rate(double rate) { optimizer->param_groups()[1].options().set_lr(rate); }
+  };
+  using Change = std::function<void(Job&)>;
+  const auto refuses = [](const std::vector<std::string>& words, const Change& change,
+                          const Change& repair) {
+    run_ranks(2, [&](const Group& group) {
+      Job job;
+      job.differs = group.rank() == 1;
+      const auto& v = job.model.values;
+      job.optimizer = std::make_unique<ZeroOptimizer>(job.model, make(Inner::kAdamW, v), group);
+      change(job);
+      expect_words(error_of([&] { job.optimizer->freeze({v[0]}); }), words);
+      repair(job);
+      EXPECT_TRUE(v[0].requires_grad());
+      EXPECT_EQ(error_of([&] {
+                  job.optimizer->backward(job.model.loss(gradients(v, 0, group.rank(), 2)));
+                  job.optimizer->step();
+                  job.optimizer->freeze({v[0]});
+                }),
+                "");
+    });
+  };
+  refuses(
+      {"rank 0: options of parameter group 1", "lr 0.02", "lr 0.04"},
+      [](Job& job) { job.set_rate(job.differs ? 0.04 : 0.02); },
+      [](Job& job) { job.set_rate(0.02); });
+  const auto register_late = [](Job& job) { job.model.register_buffer("late", at::ones({2})); };
+  refuses(
+      {"rank 0: buffer late", "rank 1: "},
+      [&](Job& job) {
+        if (!job.differs) register_late(job);
+      },
+      [&](Job& job) {
+        if (job.differs) register_late(job);
+      });
+  refuses(
+      {"rank 0: parameter value3", "rank 1: "}, [](Job& job) { job.require({3}, !job.differs); },
+      [](Job& job) { job.require({3}, true); });
+  // Which no optimizer trains.
+  refuses(
+      {"value5 of no ZeroOptimizer"}, [](Job& job) { job.require({5}, !job.differs); },
+      [](Job& job) { job.require({5}, true); });
+  refuses(
+      {"nothing to optimize"},
+      [](Job& job) {
+        job.require({0, 1, 2, 3}, false);
+      },
+      [](Job& job) {
+        job.require({0, 1, 2, 3}, true);
+      });
+  at::Tensor views[2];
+  refuses(
+      {"value3", "buffer view", "expected memory of its own"},
+      [&](Job& job) {
+        views[job.differs] = job.model.register_buffer("view", job.model.values[3].detach());
+      },
+      [&](Job& job) { views[job.differs].set_data(views[job.differs].clone()); });
 }
 
 TEST(ReplanTest, AfterAChangeThatFailedTheOptimizerCanBeReadStill) {

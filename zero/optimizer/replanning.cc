@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/agreement/all_or_none.h"
+#include "zero/agreement/construction_check.h"
 #include "zero/base/error_text.h"
 #include "zero/combined_optimizer.h"
 #include "zero/inner_optimizers/classes.h"
@@ -166,6 +168,28 @@ GroupNumbers numbers_of(const ParamGroups& groups) {
 void Replanning::agree_on(Change& change, const ParamGroups& groups) {
   Engine& engine = *engine_;
   const std::string replaced = engine.table.follow(engine.module);
+  std::vector<std::string> lines;
+  // What construction would find, of these groups or of those of before, when nothing can be taken
+  // back any more.
+  const auto try_construction = [&] {
+    engine.table.check_overlaps([&](const Parameter& p) {
+      const int64_t arena = engine.plan.parameter_arena[engine.table.index_of(p.tensor)];
+      return engine.plan.arenas[arena].layout->in_place();
+    });
+    GradientFlags flags;
+    const auto undo = c10::make_scope_exit([&] { flags.undo(); });
+    flags.set(change.leaving, false);
+    flags.set(change.entering, true);
+    const ParameterTable table(engine.module, change.groups);
+    for (size_t g = 0; g < change.groups.size(); ++g) {
+      lines.push_back(c10::str("options of parameter group ", g, " ",
+                               options_text(change.groups[g].options())));
+    }
+    for (std::string& line : table.describe()) lines.push_back(std::move(line));
+    for (const NamedTensor& item : table.unmanaged()) {
+      if (item.trainable) lines.push_back("parameter " + item.name + " of no ZeroOptimizer");
+    }
+  };
   const auto check = [&] {
     TORCH_CHECK(!engine.options.mesh_group() && engine.options.placements().empty(),
                 "expected plain data parallelism, got a mesh or placements; save a checkpoint and "
@@ -189,6 +213,7 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
       check_parameter(engine.shards.inner(), static_cast<int64_t>(g), change.groups[g].options(), p,
                       name_of(p, names));
     }
+    try_construction();
     // Before anything changes: where memory is short, all ranks can go on.
     for (const at::Tensor& p : change.leaving) {
       const int64_t arena = engine.plan.parameter_arena[engine.table.index_of(p)];
@@ -198,6 +223,7 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
     }
   };
   engine.agree(change.call, check, {change.arguments, {}});
+  check_construction(*engine.comms->control, /*problem=*/{}, lines);
 }
 
 std::shared_ptr<Generations> Replanning::copy_shard(const ParamGroups& groups,
