@@ -10,6 +10,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <filesystem>
+#include <functional>
 #include <latch>
 #include <memory>
 #include <new>
@@ -306,6 +308,52 @@ TEST(ProtectionTest, RecoverOfAllRanksGoesBackToTheProtectedStep) {
               EXPECT_EQ(optimizer.stats().steps, 5);
             },
             {.transport = kRealTransport});
+}
+
+// Else recover() could not make the optimizer again.
+TEST(ProtectionTest, WhatIsToBeProtectedHasTheSameBuffersOnAllRanks) {
+  const std::string folder = ::testing::TempDir() + "/protected-buffers";
+  std::filesystem::remove_all(folder);
+  std::latch connected(2);
+  run_ranks(2, [&](const Group& group) {
+    OddModel model(1);
+    ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                            ZeroOptions().protect(2));
+    optimizer.save_checkpoint(folder);
+    const auto backward = [&] {
+      optimizer.backward(
+          model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+    };
+    const auto add_on = [&](int rank, const std::string& name) {
+      if (group.rank() == rank) model->register_buffer(name, at::ones({2}));
+    };
+    add_on(0, "late");
+    backward();
+    optimizer.step();  // it is not protected
+    backward();
+    for (const auto& call : std::vector<std::function<void()>>{
+             [&] { optimizer.step(); }, [&] { optimizer.load_checkpoint(folder); },
+             [&] {
+               optimizer.resize_rows({{model->scale, at::arange(1)}});
+             }}) {
+      expect_words(error_of(call), {"same call with the same arguments", "late [2] Float"});
+      if (optimizer.stats().steps == 1) optimizer.zero_grad();
+    }
+    add_on(1, "late");
+    backward();
+    optimizer.step();
+    EXPECT_EQ(optimizer.stats().steps, 2);
+    // After the protected step recover() finds it, and again where that is repaired.
+    add_on(1, "later");
+    const auto own = optimizer.group().make_communicator("own", Purpose::kControl);
+    connected.arrive_and_wait();
+    own->abort("as in a test");
+    expect_words(error_of([&] { optimizer.recover(); }), {"buffer later"});
+    add_on(0, "later");
+    EXPECT_NE(optimizer.recover().steps, 1);
+    backward();
+    optimizer.step();
+  });
 }
 
 }  // namespace

@@ -151,11 +151,13 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
   return held;
 }
 
-std::vector<std::string> whole_arguments(const Engine& engine) {
-  if (!needs_merge(engine)) return {};
-  const ParameterTable& table = engine.table;
-  return engine.protocol.at_home(shapes_of(table.unmanaged()) + ", " + shapes_of(table.buffers()))
-      .by_domain;
+std::string whole_text(const ParameterTable& table) {
+  return shapes_of(table.unmanaged()) + ", " + shapes_of(table.buffers());
+}
+
+std::vector<std::string> whole_arguments(const Engine& engine, bool protects) {
+  if (!needs_merge(engine) && !protects) return {};
+  return engine.protocol.at_home(whole_text(engine.table)).by_domain;
 }
 
 std::unique_ptr<MeshTensors> merge_tensors(Engine& engine, const std::string& what,

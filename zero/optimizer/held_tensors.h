@@ -49,9 +49,11 @@ HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domai
                           const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           bool hashes);
 
-// What a save or a load of ranks that merge_tensors() asks must have alike: the whole tensors that
-// ranks of one set describe together.
-std::vector<std::string> whole_arguments(const Engine& engine);
+// The frozen parameters and buffers, for comparing ranks.
+std::string whole_text(const ParameterTable& table);
+// Those that ranks must have alike: in a save or a load of ranks that merge_tensors() asks, where
+// ranks of one set describe them together, and where a call `protects` its state, for recover().
+std::vector<std::string> whole_arguments(const Engine& engine, bool protects = false);
 
 // Collective, where ranks hold different parameters. Returns what all of them hold, and null where
 // every rank holds the same. `what` is for errors. Throws where frozen parameters of one name have

@@ -201,7 +201,7 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
                // Not the folder: ranks may see one at different paths, or folders of their own.
                {std::string(load.strict() ? "strict" : "not strict") +
                     (load.restore_options() ? ", restore options" : "") + included_text(load),
-                whole_arguments(engine)});
+                whole_arguments(engine, engine.options.protect() > 0)});
   const std::string what = "load_checkpoint(" + folder + ")";
   const auto mesh = merge_tensors(engine, what, groups);
   Communicator& control = *engine.comms->control;

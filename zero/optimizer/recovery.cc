@@ -17,6 +17,7 @@
 #include "zero/checkpoint/differences.h"
 #include "zero/checkpoint/file_exchange.h"
 #include "zero/checkpoint/match/part_reader.h"
+#include "zero/optimizer/held_tensors.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/optimizer/shard_file.h"
 #include "zero/optimizer/staging.h"
@@ -187,14 +188,16 @@ bool Recovery::protects_next() const {
   return protection_ && (engine_->record.calls() + 1) % engine_->options.protect() == 0;
 }
 
-void Recovery::before_step() {
-  if (protects_next()) finish();
+std::string Recovery::before_step() {
+  if (!protects_next()) return {};
+  finish();
+  replaced_ = engine_->table.follow(engine_->module);
+  return whole_text(engine_->table);
 }
 
 void Recovery::check_step() const {
   if (protects_next()) {
-    const std::string replaced = engine_->table.follow(engine_->module);
-    TORCH_CHECK(replaced.empty(), replaced);
+    TORCH_CHECK(replaced_.empty(), replaced_);
     engine_->table.verify_whole();
   }
   if (!protection_ || engine_->record.calls() % engine_->options.protect() != 0) return;

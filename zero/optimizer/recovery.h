@@ -41,8 +41,10 @@ class Recovery {
   void join(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner,
             const Group& group, const ZeroOptions& options, const ParamGroups& groups);
 
-  // Waits for the copies of the last protected step if the next step is one.
-  void before_step();
+  // If the next step is to be protected, waits for the copies of the last one that was, and looks
+  // at the module. Returns what ranks must then have alike for recover() to make the optimizer
+  // again.
+  std::string before_step();
   // To be called within the agreement of a step. Throws where the step is to be protected and the
   // module holds another tensor in the place of one; and CommunicationError if a process waits to
   // join, right after a protected step, so that the fewest are repeated.
@@ -88,6 +90,7 @@ class Recovery {
   std::shared_ptr<Engine>& engine_;
   RunIdentity& run_;
   std::shared_ptr<Lifeline> lifeline_;  // null unless steps are protected
+  std::string replaced_;                // the problem that before_step() has found, or nothing
   int64_t failures_before_ = 0;         // of the present group
   int64_t protected_calls_ = 0;         // step() calls before the last protected state
   std::unique_ptr<Protection> protection_;

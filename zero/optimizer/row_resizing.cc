@@ -25,6 +25,7 @@
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/memory/row_copies.h"
+#include "zero/optimizer/held_tensors.h"
 #include "zero/training/group_layouts.h"
 
 namespace zero {
@@ -481,7 +482,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
                    check_new(before, sources, groups);
                    check_state(before);
                  },
-                 {text, {}});
+                 {text, whole_arguments(before, before.options.protect() > 0)});
     // 2
     before.comms->run_or_close([&] {
       before.record.follow_loss_scale();

@@ -174,8 +174,9 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   }
   impl_->run([&](Engine& engine) {
     Recovery& recovery = impl_->recovery;
-    recovery.before_step();
-    engine.step(param_groups_, [&] { recovery.check_step(); });
+    const std::string whole = recovery.before_step();
+    engine.step(
+        param_groups_, [&] { recovery.check_step(); }, whole);
     recovery.after_step(param_groups_);
   });
   return loss;

@@ -89,8 +89,10 @@ struct Engine {
   void reduce_gradients();
   at::Tensor clip(std::optional<double> max_norm, double norm_type);
   void clip_value(double value);
-  // `also` is one more check, which may throw this rank's problem.
-  void step(const ParamGroups& groups, const std::function<void()>& also = nullptr);
+  // `also` is one more check, which may throw this rank's problem, `argument` what ranks must have
+  // alike too.
+  void step(const ParamGroups& groups, const std::function<void()>& also = nullptr,
+            const std::string& argument = {});
   void zero_grad();
 
   // Their steps.

@@ -142,7 +142,8 @@ void Engine::clip_value(double value) {
   });
 }
 
-void Engine::step(const ParamGroups& groups, const std::function<void()>& also) {
+void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
+                  const std::string& argument) {
   std::string no_text;  // why options have none, unless check() says it better
   const auto check = [&] {
     shards.groups().check(groups);
@@ -163,7 +164,7 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also) 
   } catch (const std::exception& error) {
     no_text = error_text(error);
   }
-  const Agreement agreement = agree(Call::kStep, check, {{}, std::move(by_domain)});
+  const Agreement agreement = agree(Call::kStep, check, {argument, std::move(by_domain)});
   const TraceRange range("step");
   if (agreement.rounds == reducer.rounds_dropped()) {
     record.add_nothing();
