@@ -735,6 +735,47 @@ TEST(ReplanTest, AScheduleGoesOnWithTheGroupThatIsAdded) {
   });
 }
 
+// A load sets the rates of another step, and what the group was added with is gone.
+TEST(ReplanTest, AScheduleTakesNoLoadedRateForTheBaseOfTheGroupThatIsAdded) {
+  const std::string folder = ::testing::TempDir() + "/replan-schedule";
+  std::filesystem::remove_all(folder);
+  const std::vector<double> base = {0.05, 0.02, 0.01};
+  for (const int way : {0, 1, 2}) {  // 0 saves
+    run_ranks(2, [&](const Group& group) {
+      GivenGradients model(initial(at::kFloat));
+      const auto& v = model.values;
+      ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+      LrSchedule schedule(optimizer, linear_decay(8));
+      optimizer.add_param_group(third_group(Inner::kAdamW, {v[4]}));
+      const auto expect_rates = [&](double factor) {
+        for (size_t g = 0; g < base.size(); ++g) {
+          EXPECT_EQ(optimizer.param_groups()[g].options().get_lr(), base[g] * factor) << g;
+        }
+      };
+      if (way == 0) {
+        schedule.set_step(4);
+        optimizer.save_checkpoint(folder);
+        return;
+      }
+      if (way == 1) schedule.set_step(0);
+      optimizer.load_checkpoint(folder);
+      expect_rates(0.5);
+      if (way == 1) {
+        schedule.set_step(6);
+        expect_rates(0.25);
+        return;
+      }
+      for (const auto& call : std::vector<std::function<void()>>{[&] { schedule.set_step(6); },
+                                                                 [&] { schedule.step(); },
+                                                                 [&] { schedule.state(); }}) {
+        expect_words(error_of(call), {"parameter group 2", "0.025", "set_step()"});
+      }
+      expect_rates(0.5);
+      EXPECT_EQ(schedule.steps(), 0);
+    });
+  }
+}
+
 // The protected step of now has the parameters of now, also for the ranks that are left.
 TEST(ReplanTest, ProtectionGoesOnWithTheNewParameters) {
   const std::string folder = ::testing::TempDir() + "/replan-protected";

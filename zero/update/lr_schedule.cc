@@ -122,6 +122,17 @@ LrSchedule::LrSchedule(torch::optim::Optimizer& optimizer, std::vector<LrFactor>
 std::vector<double> LrSchedule::bases() const {
   const auto& groups = optimizer_.param_groups();
   std::vector<double> result = base_;
+  if (of_all_ && result.size() < groups.size()) {
+    // What has set other rates may have set those of the groups that are new.
+    for (size_t g = 0; g < base_.size(); ++g) {
+      const double set = base_[g] * of_all_(step_), now = groups[g].options().get_lr();
+      TORCH_CHECK(close({set}, {now}), "LrSchedule: expected learning rate ", set,
+                  " in parameter group ", g, ", as this schedule has set it, got ", now,
+                  ": a load or the program has set rates since parameter group ", base_.size(),
+                  " was added, whose base is not known then; call set_step() between "
+                  "add_param_group() and that");
+    }
+  }
   while (of_all_ && result.size() < groups.size()) {
     result.push_back(groups[result.size()].options().get_lr());
   }
