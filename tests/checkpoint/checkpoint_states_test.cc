@@ -36,6 +36,7 @@ class Position : public Stateful {
   void set_state(const std::string& state) override {
     ++calls;
     now_ = state.substr(0, 1);  // halfway
+    if (refuses == "everything") throw 1;
     if (state == refuses) throw std::out_of_range("no such position");
     now_ = state;
   }
@@ -233,6 +234,13 @@ TEST(CheckpointStatesErrorTest, AStateThatOneRankRefusesChangesNothingOnAnyRank)
       EXPECT_EQ(present.steps(), 1);
       EXPECT_EQ(differing(before, other.snapshot()), 0);
     }
+    // It refuses its own former state too.
+    if (group.rank() == 1) b.refuses = "everything";
+    expect_words(error_of([&] { other.optimizer->load_checkpoint(folder, load); }),
+                 {"rank " + rank_text(group), "rank 1", "an exception that is no std::exception"});
+    EXPECT_EQ(a.state(), "former a");
+    EXPECT_EQ(present.steps(), 1);
+    EXPECT_EQ(differing(before, other.snapshot()), 0);
     b.refuses = "(nothing)";
     other.optimizer->load_checkpoint(folder, load);
     EXPECT_EQ(b.state(), "saved of " + rank_text(group));

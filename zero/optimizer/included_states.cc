@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <functional>
 
+#include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/inner_optimizers/state.h"
 
@@ -153,16 +155,22 @@ void StateChange::set(const StatesToSet& states) {
 
 StateChange::~StateChange() {
   if (former_.empty()) return;
-  for (auto former = former_.rbegin(); former != former_.rend(); ++former) {
+  const auto take_back = [](const char* what, const std::function<void()>& back) {
+    std::string problem = kNoStdException;
     try {
-      former->first->set_state(former->second);
+      return back();
     } catch (const std::exception& error) {
-      TORCH_WARN("load_checkpoint: an object did not take back its own former state: ",
-                 error_text(error));
+      problem = error_text(error);
+    } catch (...) {  // whatever an object of the user throws
     }
+    TORCH_WARN("load_checkpoint: ", what, " did not take back its own former state: ", problem);
+  };
+  for (auto former = former_.rbegin(); former != former_.rend(); ++former) {
+    take_back("an object", [&] { former->first->set_state(former->second); });
   }
   for (size_t g = 0; g < groups_.size(); ++g) {
-    set_option_values(groups_[g].options(), former_options_[g]);
+    take_back("a parameter group",
+              [&] { set_option_values(groups_[g].options(), former_options_[g]); });
   }
 }
 
