@@ -152,6 +152,25 @@ TEST(WrittenOnceTest, ARunThatGoesOnFromACheckpointHasItsFile) {
   });
 }
 
+TEST(WrittenOnceTest, TheFileOfALoadedCheckpointIsFoundFromAnotherWorkingFolder) {
+  on_ranks([](const Group& group, const std::string& parent, bool async) {
+    AdapterRun(group).save(parent + "/0", async);
+    AdapterRun run(group, 7);
+    const fs::path before = fs::current_path();
+    // All ranks have one working folder, as threads of this process.
+    const auto change = [&](const fs::path& folder) {
+      run.optimizer.latest_checkpoint(parent);
+      if (group.rank() == 0) fs::current_path(folder);
+      run.optimizer.latest_checkpoint(parent);
+    };
+    change(parent);
+    run.optimizer.load_checkpoint("0");
+    change(before);
+    run.save(parent + "/1", async);
+    EXPECT_EQ(inode(parent + "/0"), inode(parent + "/1"));
+  });
+}
+
 TEST(WrittenOnceTest, WhatHasChangedIsWritten) {
   on_ranks([](const Group& group, const std::string& parent, bool async) {
     AdapterRun run(group);

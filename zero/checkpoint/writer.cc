@@ -31,14 +31,13 @@ void write_text(const std::string& path, const std::string& text) {
   file.finish();
 }
 
-// The working folder may be another one when the save ends.
+}  // namespace
+
 std::string absolute(const std::string& folder) {
   std::error_code ignored;
   const std::filesystem::path path = std::filesystem::absolute(folder, ignored);
   return path.empty() ? folder : path.string();
 }
-
-}  // namespace
 
 std::string rank_file_name(int rank) {
   char name[64];

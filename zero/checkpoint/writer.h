@@ -38,6 +38,8 @@
 
 namespace zero {
 
+// The same folder where the working folder is another one.
+std::string absolute(const std::string& folder);
 // "rank-00003.safetensors".
 std::string rank_file_name(int rank);
 // "frozen.safetensors" of rank 0, "frozen-00003.safetensors" of rank 3.

@@ -14,6 +14,7 @@
 #include "zero/checkpoint/file_exchange.h"
 #include "zero/checkpoint/format/reader.h"
 #include "zero/checkpoint/found_files.h"
+#include "zero/checkpoint/writer.h"
 #include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/held_tensors.h"
 #include "zero/optimizer/included_states.h"
@@ -246,7 +247,7 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
   if (staged.same_run) run_.resume(*staged.manifest);
   for (const ManifestFile& file : staged.manifest->files) {
     if (file.name != whole_file_name(kFrozenFile, engine.comms->rank())) continue;
-    frozen_.keep(folder, file, staged.manifest->id);
+    frozen_.keep(absolute(folder), file, staged.manifest->id);
   }
   if (load.strict() && engine.comms->control->rank() == 0)
     warn_of(staged.report.differences, folder);
