@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -49,6 +50,16 @@ TEST(ScaleGradientsTest, BothWaysMultiplyByTheFactorOfTheClip) {
         for (size_t i = 0; i < device.size(); ++i) EXPECT_TRUE(device[i].equal(make()[i]));
       }
     }
+  }
+}
+
+// More than are widened at a time.
+TEST(ScaleGradientsTest, ManyValuesOf16BitsAreEachScaledOnce) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const at::Tensor host = at::ones({(1 << 18) + 8}, dtype), device = host.clone();
+    scale_by_host_norm({host}, 1.0, 2.0);  // 0.49999975 rounds to 0.5
+    scale_by_device_norm({device}, 1.0, at::full({}, 2.0, at::kDouble));
+    for (const at::Tensor& t : {host, device}) EXPECT_TRUE(t.eq(0.5).all().item<bool>()) << dtype;
   }
 }
 
