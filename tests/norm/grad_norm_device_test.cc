@@ -32,5 +32,21 @@ TEST(GradNormDeviceTest, CollectivesOfSeveralGroupsHaveOneOrder) {
   });
 }
 
+// As with an embedding in host memory.
+TEST(GradNormDeviceTest, GradientsOfSeveralDevicesAreInOneNorm) {
+  run_device_ranks(1, [](const Group& world) {
+    const c10::DeviceGuard here(world.device());
+    const at::Tensor host = parameter(at::ones({8}));
+    const at::Tensor device = parameter(at::ones({8}, world.device()));
+    const auto groups = group_parameters_for_norm({{host, {}}, {device, {}}});
+    EXPECT_DOUBLE_EQ(clip_grad_norm_(groups, std::nullopt, 1.0).item<double>(), 16);
+    EXPECT_EQ(clip_grad_norm_(groups, std::nullopt, kInfinity).item<double>(), 1);
+    EXPECT_DOUBLE_EQ(clip_grad_norm_(groups, 1.0).item<double>(), 4);
+    for (const at::Tensor& p : {host, device}) {
+      EXPECT_NEAR(p.grad().cpu()[7].item<double>(), 0.25, 1e-6);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace zero
