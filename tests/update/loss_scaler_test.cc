@@ -222,7 +222,13 @@ TEST(LossScalerTest, TheScaleThatMultipliedTheLossIsDividedOut) {
                 if (rank != group.rank()) continue;
                 const auto guard = optimizer.no_sync(step % 3 == 1 && micro == 0);
                 const at::Tensor loss = model.loss({factor});
-                plain ? optimizer.scale_loss(loss).backward() : optimizer.backward(loss);
+                if (plain) {
+                  optimizer.scale_loss(loss).backward();
+                } else if (micro == 0) {
+                  optimizer.backward(loss);
+                } else {
+                  optimizer.backward({loss}, {at::ones({})});
+                }
               }
             }
             const at::Tensor mean = sum / group.world_size();
