@@ -405,26 +405,48 @@ TEST(ConstructionTest, ModelsAndOptionsThatDiffer) {
     std::string first, second;  // what ranks without and with them read
   };
   for (const OtherOptions& other : std::vector<OtherOptions>{
-           {ZeroOptions().stage(1), "options stage 2", "options stage 1"},
-           {ZeroOptions().reduction(Reduction::kSum), "reduction mean", "reduction sum"},
-           {ZeroOptions().skip_if(std::make_shared<OutlierRule>()), "skip_if none",
-            "skip_if given"},
-           {ZeroOptions().max_skipped_in_a_row(3), "max_skipped_in_a_row 50",
-            "max_skipped_in_a_row 3"},
-           {ZeroOptions().loss_scaler(LossScalerOptions().initial_scale(1048577)), "options",
-            "loss scaler 1048577 2"},
-           {ZeroOptions().two_level(false), "two_level 1", "two_level 0"},
-           {ZeroOptions().static_graph(true), "static_graph 0", "static_graph 1"},
-           {ZeroOptions().gather_wire(GatherWire::kChanges), "options", "gather_wire changes"},
+           {ZeroOptions().stage(1).bucket_bytes(700), "stage 2 bucket_bytes by default",
+            "stage 1 bucket_bytes 700"},
+           {ZeroOptions().fused(false).reduction(Reduction::kSum), "fused 1 reduction mean",
+            "fused 0 reduction sum"},
+           {ZeroOptions().skip_nonfinite(false).skip_if(std::make_shared<OutlierRule>()),
+            "skip_nonfinite 1 skip_if none", "skip_nonfinite 0 skip_if given"},
+           {ZeroOptions().no_sync_fp32(true).overlap_gather(true).two_level(false),
+            "no_sync_fp32 0 overlap_gather 0 two_level 1",
+            "no_sync_fp32 1 overlap_gather 1 two_level 0"},
+           {ZeroOptions().static_graph(true).max_skipped_in_a_row(3),
+            "static_graph 0 max_skipped_in_a_row 50", "static_graph 1 max_skipped_in_a_row 3"},
+           {ZeroOptions()
+                .fp32_machine_sums(false)
+                .gather_wire(GatherWire::kChanges)
+                .reduce_dtype(at::kFloat),
+            "options", "fp32_machine_sums 0 gather_wire changes reduce_dtype Float"},
            {ZeroOptions().gradient_wire(GradientWire::kBlockInt8), "options",
             "gradient_wire block_int8"},
-           {ZeroOptions().moments(Moments::kInt8), "options", "moments"},
-           {ZeroOptions().ema(EmaOptions().decay(0.9)), "options", "ema 0.9"},
-           {ZeroOptions().gradient_shard_dtype(at::kBFloat16), "gradient_shard_dtype Float",
-            "gradient_shard_dtype BFloat16"},
-           {ZeroOptions().skip_nonfinite(false).update_in_backward(true), "update_in_backward 0",
-            "update_in_backward 1"},
-           {ZeroOptions().micro_batches(6), "options", "micro_batches 6"}}) {
+           {ZeroOptions().micro_batches(6), "options", "micro_batches 6"},
+           {ZeroOptions().loss_scaler(LossScalerOptions()
+                                          .initial_scale(1048577)
+                                          .growth_factor(3)
+                                          .backoff_factor(0.25)
+                                          .growth_interval(7)
+                                          .hysteresis(2)
+                                          .min_scale(4)
+                                          .max_scale(2097152)),
+            "options", "loss scaler 1048577 3 0.25 7 2 4 2097152"},
+           {ZeroOptions().ema(EmaOptions().decay(0.9).warm_up(false)), "options",
+            "ema 0.9 warm-up 0"},
+           {ZeroOptions()
+                .split_masters(true)
+                .moments(Moments::kInt8)
+                .moments(1, Moments::kBFloat16)
+                .gradient_shard_dtype(at::kBFloat16)
+                .skip_nonfinite(false)
+                .update_in_backward(true),
+            "split_masters 0 moments 0 gradient_shard_dtype Float update_in_backward 0 ranks 3",
+            "split_masters 1 moments 2 gradient_shard_dtype BFloat16 update_in_backward 1 of group "
+            "1 1 ranks 3"},
+           {ZeroOptions().layout(1, Layout::kPerParameter), "layout of parameter group 1 0",
+            "layout of parameter group 1 1"}}) {
     expect_differs([&](Ingredients& in, const Group&) { in.options = other.options; }, other.first,
                    other.second);
   }
