@@ -11,6 +11,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -47,6 +48,8 @@ struct Kind {
   Names required;  // by a step
   bool counts = true;
   bool fused = false;
+  bool whole = false;                // it looks at whole parameters
+  std::vector<int64_t> sizes = {7};  // of a parameter
 };
 
 template <typename Class, typename Options>
@@ -134,15 +137,69 @@ std::vector<Kind> kinds() {
   lion.counts = false;
   lion.fused = true;
   result.push_back(std::move(lion));
+  // TheDtypeOfProductsIsStoredAndAnExplicitOneIsKept has Muon's ns_dtype.
+  Kind muon = kind<Muon>("Muon", muon_adapter, MuonOptions(),
+                         MuonOptions(0.25)
+                             .weight_decay(0.125)
+                             .momentum(0.5)
+                             .nesterov(false)
+                             .ns_coefficients({2.0, -1.5, 0.5})
+                             .eps(1e-5)
+                             .ns_steps(4)
+                             .adjust_lr_fn("match_rms_adamw")
+                             .batched(false));
+  muon.name = "zero::Muon";
+  muon.values = {{"lr", 0.25},    {"weight_decay", 0.125}, {"momentum", 0.5}, {"nesterov", 0},
+                 {"ns_a", 2},     {"ns_b", -1.5},          {"ns_c", 0.5},     {"eps", 1e-5},
+                 {"ns_steps", 4}, {"match_rms_adamw", 1},  {"ns_fp32", 0},    {"ns_bf16", 0},
+                 {"batched", 0}};
+  muon.tensors = {"momentum_buffer"};
+  muon.required = {"momentum_buffer"};
+  muon.counts = false;
+  muon.whole = true;
+  muon.sizes = {7, 1};
+  result.push_back(std::move(muon));
+  Kind lamb = kind<Lamb>("Lamb", lamb_adapter, LambOptions(),
+                         LambOptions(0.25)
+                             .betas({0.8, 0.95})
+                             .eps(1e-5)
+                             .weight_decay(0.125)
+                             .bias_correction(false)
+                             .norm_bounds(std::make_tuple(0.5, 2.0))
+                             .adapt(false));
+  lamb.name = "zero::Lamb";
+  lamb.values = {{"lr", 0.25},        {"beta1", 0.8},          {"beta2", 0.95},
+                 {"eps", 1e-5},       {"weight_decay", 0.125}, {"bias_correction", 0},
+                 {"least_norm", 0.5}, {"largest_norm", 2},     {"adapt", 0}};
+  lamb.tensors = {"exp_avg", "exp_avg_sq"};
+  lamb.required = {"exp_avg", "exp_avg_sq", "step"};
+  lamb.whole = true;
+  result.push_back(std::move(lamb));
+  Kind adafactor = kind<Adafactor>("Adafactor", adafactor_adapter, AdafactorOptions(),
+                                   AdafactorOptions(0.25)
+                                       .beta2_decay(-0.5)
+                                       .eps({1e-4, 0.01})
+                                       .d(1.5)
+                                       .weight_decay(0.125)
+                                       .maximize(true));
+  adafactor.name = "zero::Adafactor";
+  adafactor.values = {{"lr", 0.25}, {"beta2_decay", -0.5},   {"eps1", 1e-4}, {"eps2", 0.01},
+                      {"d", 1.5},   {"weight_decay", 0.125}, {"maximize", 1}};
+  adafactor.tensors = {"variance"};
+  adafactor.required = {"step"};
+  adafactor.whole = true;
+  result.push_back(std::move(adafactor));
   return result;
 }
 
-at::Tensor parameter() { return random_tensor({7}, 3).requires_grad_(); }
+at::Tensor parameter(const std::vector<int64_t>& sizes = {7}) {
+  return random_tensor(sizes, 3).requires_grad_();
+}
 at::Tensor gradient(int step) { return random_tensor({7}, 100 + static_cast<uint64_t>(step)); }
 
 void steps(Optimizer& optimizer, at::Tensor p, int first, int last) {
   for (int step = first; step < last; ++step) {
-    p.mutable_grad() = gradient(step);
+    p.mutable_grad() = gradient(step).view(p.sizes());
     optimizer.step();
   }
 }
@@ -157,9 +214,18 @@ class AdapterTest : public ::testing::TestWithParam<Kind> {};
 INSTANTIATE_TEST_SUITE_P(Of, AdapterTest, ::testing::ValuesIn(kinds()),
                          [](const auto& info) { return info.param.test_name; });
 
+TEST(AdaptersTest, EachIsTestedHere) {
+  for (const OptimizerAdapter* adapter : registered_adapters()) {
+    const auto all = kinds();
+    EXPECT_TRUE(std::any_of(all.begin(), all.end(), [&](const Kind& k) {
+      return &k.adapter() == adapter;
+    })) << adapter->name();
+  }
+}
+
 TEST_P(AdapterTest, IsFoundForItsClassAlone) {
   const Kind& k = GetParam();
-  const auto optimizer = k.make(parameter());
+  const auto optimizer = k.make(parameter(k.sizes));
   const OptimizerAdapter& adapter = k.adapter();
   EXPECT_EQ(adapter.name(), k.name);
   EXPECT_EQ(optimizer_name(*optimizer), k.name);
@@ -200,7 +266,7 @@ TEST_P(AdapterTest, EachOptionIsSetByItsOwnNameAndTheOthersStay) {
 
 TEST_P(AdapterTest, StateHasTheNamesOfItsAccessorsAndGoesOnInEveryBit) {
   const Kind& k = GetParam();
-  const at::Tensor p = parameter();
+  const at::Tensor p = parameter(k.sizes);
   const auto optimizer = k.make(p);
   steps(*optimizer, p, 0, 3);
   const auto state = read_inner_state(*optimizer, 0, p);
@@ -238,7 +304,7 @@ TEST_P(AdapterTest, StateHasTheNamesOfItsAccessorsAndGoesOnInEveryBit) {
 
 TEST_P(AdapterTest, StateThatTheClassDoesNotHaveIsRefused) {
   const Kind& k = GetParam();
-  const at::Tensor p = parameter();
+  const at::Tensor p = parameter(k.sizes);
   const auto optimizer = k.make(p);
   const auto refused = [&](const InnerState& state) {
     return error_of([&] { make_inner_state(*optimizer, 0, p, state); });
@@ -257,9 +323,9 @@ TEST_P(AdapterTest, StateThatTheClassDoesNotHaveIsRefused) {
 
 TEST_P(AdapterTest, OnlyAdagradBeginsWithStateAndUsedStateIsRefused) {
   const Kind& k = GetParam();
-  const at::Tensor p = parameter(), segment = at::zeros({3});
+  const at::Tensor p = parameter(k.sizes), segment = at::zeros({3});
   const auto optimizer = k.make(p);
-  check_inner_optimizer(*optimizer, false, {false});
+  check_inner_optimizer(*optimizer, false, {k.whole});
   make_initial_state(*optimizer, 0, segment);
   const auto state = read_inner_state(*optimizer, 0, segment);
   EXPECT_EQ(state.has_value(), k.name == "Adagrad");
@@ -268,13 +334,13 @@ TEST_P(AdapterTest, OnlyAdagradBeginsWithStateAndUsedStateIsRefused) {
     EXPECT_EQ(state->values.at(0).second.item<int64_t>(), 0);
   }
   steps(*optimizer, p, 0, 1);
-  expect_words(error_of([&] { check_inner_optimizer(*optimizer, false, {false}); }),
+  expect_words(error_of([&] { check_inner_optimizer(*optimizer, false, {k.whole}); }),
                {"expected no state yet"});
 }
 
 TEST_P(AdapterTest, TheFusedUpdateFollowsTheStepOfTheClassAndKeepsItsState) {
   const Kind& k = GetParam();
-  const at::Tensor p = parameter(), master = p.detach().clone();
+  const at::Tensor p = parameter(k.sizes), master = p.detach().clone();
   const auto optimizer = k.make(p), other = k.make(master);
   const FusedUpdate* fused = adapter_of(*other).fused();
   ASSERT_EQ(fused != nullptr, k.fused);
