@@ -227,7 +227,7 @@ TEST_P(StaticGraphAt, TheLossScaleFollowsSkippedSteps) {
   });
 }
 
-// Counts on the device reach a checkpoint, and come back from one.
+// Counts on the device, and the loss scale that follows them, reach a checkpoint and come back.
 TEST_P(StaticGraphAt, CheckpointsPassBetweenBothKinds) {
   const auto folder =
       std::filesystem::path(::testing::TempDir()) / ("static_graph_" + std::to_string(GetParam()));
@@ -241,17 +241,18 @@ TEST_P(StaticGraphAt, CheckpointsPassBetweenBothKinds) {
       const auto train = [&](GivenGradients& m, ZeroOptimizer& o, int begin, int end) {
         for (int step = begin; step < end; ++step) {
           std::vector<at::Tensor> g = gradients(group.rank(), step);
-          if (step == 1) g[0][0].fill_(kInfinity);
+          if (step == 2) g[0][0].fill_(kInfinity);
           o.backward(m.loss(g));
           o.step();
         }
       };
+      const auto options = ZeroOptions().loss_scaler(LossScalerOptions().initial_scale(1024));
       std::vector<at::Tensor> expected;
       for (const bool saved_static : {false, true}) {
         GivenGradients model(initial_values(at::kFloat, at::kFloat));
         ZeroOptimizer optimizer(model, make_inner(kind, model.parameters()), group,
-                                ZeroOptions().static_graph(saved_static));
-        train(model, optimizer, 0, 3);
+                                ZeroOptions(options).static_graph(saved_static));
+        train(model, optimizer, 0, 3);  // the host has not heard of the last step
         optimizer.save_checkpoint(path(saved_static ? "static" : "ordinary"));
         train(model, optimizer, 3, 6);
         if (expected.empty()) expected = everything(model, optimizer);
@@ -259,11 +260,12 @@ TEST_P(StaticGraphAt, CheckpointsPassBetweenBothKinds) {
         for (const bool loaded_static : {false, true}) {
           GivenGradients other(initial_values(at::kFloat, at::kFloat));
           ZeroOptimizer resumed(other, make_inner(kind, other.parameters()), group,
-                                ZeroOptions().static_graph(loaded_static));
-          if (loaded_static) train(other, resumed, 0, 1);  // counts that must not stay
+                                ZeroOptions(options).static_graph(loaded_static));
+          if (loaded_static) train(other, resumed, 1, 3);  // what must not stay
           resumed.load_checkpoint(path(saved_static ? "static" : "ordinary"));
           EXPECT_EQ(resumed.stats().steps, 2);
           EXPECT_EQ(resumed.stats().skipped_steps, 1);
+          EXPECT_EQ(resumed.loss_scale(), 512);
           train(other, resumed, 3, 6);
           EXPECT_TRUE(same_bits(everything(other, resumed), expected))
               << "saved static " << saved_static << ", loaded static " << loaded_static;
