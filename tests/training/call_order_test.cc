@@ -14,6 +14,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -293,6 +294,19 @@ TEST(CallOrderTest, DifferentCallsOnAMeshOfDifferentParametersAreNamed) {
   });
 }
 
+// As an expert that no token reaches.
+TEST(CallOrderTest, ARankOfAMeshMayHaveNoGradientForManySteps) {
+  run_ranks(2,
+            [](const Group& group) {
+              Apart r(group);
+              for (int step = 0; step < 12; ++step) {
+                r.optimizer->backward(group.rank() == 0 ? at::zeros({}) : r.model.loss(1.0));
+                EXPECT_EQ(error_of([&] { r.optimizer->step(); }), "") << step;
+              }
+            },
+            {.timeout = std::chrono::seconds(10)});
+}
+
 // ---------------------------------------------------------------------
 // Calls that would do nothing
 
@@ -560,6 +574,29 @@ TEST(CallOrderTest, AChangeOfAnAverageInStage1Throws) {
       r.backward(1.0);
       r.optimizer->step();
       r.expect_moved(1.0);
+    });
+  }
+}
+
+// Behind the elements that are compared first.
+TEST(CallOrderTest, AChangeOfTheEndOfALargeAverageThrows) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    run_ranks(2, [&](const Group& group) {
+      torch::nn::Module module;
+      const at::Tensor p = module.register_parameter("p", at::zeros({(1 << 18) + 5}, dtype));
+      const at::Tensor slope = at::arange(p.numel(), at::kFloat).remainder(97);
+      ZeroOptimizer optimizer(module, std::make_unique<torch::optim::SGD>(module.parameters(), 1.0),
+                              group, ZeroOptions().stage(1));
+      const auto reduce = [&] {
+        optimizer.backward((p.to(at::kFloat) * slope).sum());
+        optimizer.reduce_gradients();
+      };
+      reduce();
+      optimizer.step();
+      reduce();
+      if (group.rank() == 1) p.grad().data()[p.numel() - 1] += 1;
+      expect_words(error_of([&] { optimizer.step(); }),
+                   {"expected the averaged gradient in p.grad() to be only read"});
     });
   }
 }
