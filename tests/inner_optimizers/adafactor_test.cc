@@ -121,7 +121,10 @@ TEST(AdafactorTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
   Adafactor adafactor(groups, AdafactorOptions(0.25));
   a.mutable_grad() = gradient(a, 1);
   b.mutable_grad() = gradient(a, 1);
-  const at::Tensor loss = adafactor.step([] { return at::full({}, 3.0); });
+  const at::Tensor loss = adafactor.step([] {
+    EXPECT_TRUE(at::GradMode::is_enabled());
+    return at::full({}, 3.0);
+  });
   EXPECT_EQ(loss.item<double>(), 3.0);
   EXPECT_TRUE(at::allclose(a.detach() - start, -2 * (b.detach() - start), 1e-4, 1e-6));
   EXPECT_GT((a.detach() - start).abs().max().item<double>(), 0.1);

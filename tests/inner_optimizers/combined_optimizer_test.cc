@@ -81,9 +81,13 @@ TEST(CombinedOptimizerTest, StepsAsItsPartsDo) {
       combined.param_groups()[2].options().set_lr(0.5);
       parts[1]->param_groups()[1].options().set_lr(0.5);
     }
-    model.set_gradients(step);
     plain.set_gradients(step);
-    combined.step();
+    const at::Tensor loss = combined.step([&] {
+      EXPECT_TRUE(at::GradMode::is_enabled());
+      model.set_gradients(step);
+      return at::full({}, step);
+    });
+    EXPECT_EQ(loss.item<int>(), step);
     for (const auto& part : parts) part->step();
     expect_equal(model, plain);
   }

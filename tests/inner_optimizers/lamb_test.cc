@@ -144,7 +144,10 @@ TEST(LambTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
   Lamb lamb(groups, LambOptions(0.25));
   a.mutable_grad() = gradient(a, 1);
   b.mutable_grad() = gradient(a, 1);
-  const at::Tensor loss = lamb.step([] { return at::full({}, 3.0); });
+  const at::Tensor loss = lamb.step([] {
+    EXPECT_TRUE(at::GradMode::is_enabled());
+    return at::full({}, 3.0);
+  });
   EXPECT_EQ(loss.item<double>(), 3.0);
   EXPECT_LE(distance(a.detach() - start, 2 * (b.detach() - start)), 1e-6);
   EXPECT_GT(distance(a, start), 0.1);

@@ -93,7 +93,10 @@ TEST(LionTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
   Lion lion(groups, LionOptions(0.25));
   a.mutable_grad() = at::ones({2});
   b.mutable_grad() = -at::ones({2});
-  const at::Tensor loss = lion.step([] { return at::full({}, 3.0); });
+  const at::Tensor loss = lion.step([] {
+    EXPECT_TRUE(at::GradMode::is_enabled());
+    return at::full({}, 3.0);
+  });
   EXPECT_EQ(loss.item<double>(), 3.0);
   EXPECT_TRUE(at::equal(a, at::full({2}, 0.5)));
   EXPECT_TRUE(at::equal(b, at::full({2}, 1.25)));

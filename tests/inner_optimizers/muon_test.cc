@@ -491,7 +491,10 @@ TEST(MuonTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
   give_gradients({a, b, c, empty}, 1);
   b.mutable_grad() = a.grad().clone();
   c.mutable_grad() = at::Tensor();
-  const at::Tensor loss = muon.step([] { return at::full({}, 3.0); });
+  const at::Tensor loss = muon.step([] {
+    EXPECT_TRUE(at::GradMode::is_enabled());
+    return at::full({}, 3.0);
+  });
   EXPECT_EQ(loss.item<double>(), 3.0);
   EXPECT_LE(distance(a.detach() - start, 2 * (b.detach() - start)), 1e-6);
   EXPECT_GT(distance(a, start), 0.01);
