@@ -55,6 +55,7 @@ struct Setting {
   int passes = 1;  // of a step
   bool saves = false;
   bool replicas = false;  // two halves of the ranks hold copies
+  bool outlier = false;   // the last step is left out
   ZeroOptions options;
 };
 
@@ -82,9 +83,11 @@ struct TrainedRank {
         on(group.device()),
         stream(new_stream(group.device())),
         model(group.device(), s.dtype),
-        optimizer(*model, inner(), group,
-                  (s.replicas ? with_replicas(group, s.options) : ZeroOptions(s.options))
-                      .static_graph(true)),
+        optimizer(
+            *model, inner(), group,
+            (s.replicas ? with_replicas(group, s.options) : ZeroOptions(s.options))
+                .static_graph(true)
+                .skip_if(s.outlier ? std::make_shared<OutlierRule>(6, /*window=*/4) : nullptr)),
         x(random_tensor({8, 17}, 50 + group.rank()).to(group.device(), s.dtype)),
         target(random_tensor({8, 11}, 60 + group.rank()).to(group.device(), s.dtype)) {}
   ~TrainedRank() { EmulatedDevice::finish(); }
@@ -144,6 +147,11 @@ std::vector<at::Tensor> after_seven_steps(const Group& group, const Setting& s, 
     run.graph.capture_end();
   }
   for (int i = 0; i < 5; ++i) {
+    if (s.outlier && i == 4) {
+      run.target.mul_(2);
+      SkipRule& rule = *run.optimizer.options().skip_if();
+      if (!captured) rule.set_state(rule.state());  // as after a load
+    }
     rates_and([&] { captured&& i != 2 ? run.graph.replay() : run.step(); });
     if (!s.saves || i != 2) continue;
     // The next replay changes the shard. It runs no code of the library that could wait.
@@ -152,7 +160,7 @@ std::vector<at::Tensor> after_seven_steps(const Group& group, const Setting& s, 
   }
   EmulatedDevice::set_copy_time({});
   std::vector<at::Tensor> result = run.values();
-  EXPECT_EQ(run.optimizer.stats().steps, 7);
+  EXPECT_EQ(run.optimizer.stats().steps, s.outlier ? 6 : 7);
   for (const auto& [save, name] : {std::pair{before, "before"}, {between, "between"}}) {
     if (!save) continue;
     save->finish();
@@ -211,6 +219,13 @@ TEST(DeviceCaptureTest, ReplicasAreCaptured) {
   s.replicas = true;
   s.options = ZeroOptions().bucket_bytes(1024);
   expect_equal_bits(4, s);
+}
+
+TEST(DeviceCaptureTest, ARuleForOutliersIsCaptured) {
+  Setting s;
+  s.outlier = true;
+  s.options = ZeroOptions().bucket_bytes(1024);
+  expect_equal_bits(2, s);
 }
 
 // Before anything spoils the capture: it ends in order, and training goes on.
