@@ -26,6 +26,7 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/device/emulated_device.h"
 #include "tests/support/device/emulated_network.h"
+#include "tests/support/error_of.h"
 #include "tests/support/own_optimizer.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
@@ -359,7 +360,11 @@ TEST(DeviceTest, BuffersAndFrozenParametersInHostMemoryAreSent) {
               "host_counter", at::full({3}, group.rank() + 5, at::kLong).expand({2, 3}));
           const at::Tensor frozen = model->register_parameter(
               "host_frozen", at::full({2, 3}, group.rank() + 7.0).t(), /*requires_grad=*/false);
+          // By itself, since it is large.
+          const at::Tensor large =
+              model->register_buffer("host_large", at::full({300, 300}, group.rank() + 3.0));
           ZeroOptimizer optimizer(*model, make_inner(Inner::kSgd, *model), group);
+          EXPECT_TRUE(large.eq(3).all().item<bool>());
           EXPECT_TRUE(counter.eq(5).all().item<bool>());
           EXPECT_TRUE(frozen.eq(7).all().item<bool>());
           counter[0].fill_(group.rank() + 9);
@@ -368,6 +373,17 @@ TEST(DeviceTest, BuffersAndFrozenParametersInHostMemoryAreSent) {
         },
         {.over_host = over_host});
   }
+}
+
+TEST(DeviceTest, RowsOfEightBitsAreRefused) {
+  run_device_ranks(2, [](const Group& group) {
+    OddModel model(1, 23, group.device());
+    expect_words(error_of([&] {
+                   ZeroOptimizer(*model, make_inner(Inner::kSgd, *model), group,
+                                 ZeroOptions().gradient_wire(GradientWire::kBlockInt8));
+                 }),
+                 {"gradient_wire: expected parameters on cpu with kBlockInt8", "reduce_dtype"});
+  });
 }
 
 // Over Gloo ranks share host memory, which large buffers and parameters of a device must not use.
