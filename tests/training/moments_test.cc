@@ -449,23 +449,30 @@ TEST(MomentsTest, AreRefusedWithoutAFusedKernel) {
 // torch keeps the state of a half model in half.
 TEST(MomentsTest, TakeThePlainStateOfAnyDtype) {
   run_ranks(2, [&](const Group& group) {
-    for (const auto dtype : {at::kHalf, at::kBFloat16, at::kDouble}) {
-      GivenGradients model(initial_values(at::kFloat)), other(initial_values(at::kFloat));
+    // With moments rounded to `rounded`, in dtype `dtype`.
+    const auto after_a_step = [&](c10::ScalarType rounded, c10::ScalarType dtype) {
+      GivenGradients model(initial_values(at::kFloat));
       const auto plain = inner_of(Inner::kAdamW, model.parameters());
       model.loss(gradients(0, 0)).backward();
       plain->step();
       model.zero_grad();
       for (const auto& item : plain->state()) {
         auto& state = static_cast<torch::optim::AdamWParamState&>(*item.second);
-        state.exp_avg(state.exp_avg().to(dtype));
-        state.exp_avg_sq(state.exp_avg_sq().to(dtype));
+        state.exp_avg(state.exp_avg().to(rounded).to(dtype));
+        state.exp_avg_sq(state.exp_avg_sq().to(rounded).to(dtype));
       }
       ZeroOptimizer optimizer(model, inner_of(Inner::kAdamW, model.parameters()), group,
                               ZeroOptions().moments(Moments::kInt8));
       optimizer.load_plain_state(*plain);
       optimizer.backward(model.loss(gradients(0, 2)));
       optimizer.step();
-      EXPECT_EQ(optimizer.stats().steps, 1);
+      return model.values;
+    };
+    for (const auto dtype : {at::kHalf, at::kBFloat16, at::kDouble}) {
+      const auto values = after_a_step(dtype, dtype), expected = after_a_step(dtype, at::kFloat);
+      for (size_t p = 0; p < values.size(); ++p) {
+        EXPECT_TRUE(at::equal(values[p], expected[p])) << dtype << " parameter " << p;
+      }
     }
   });
 }
