@@ -601,6 +601,64 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
   expect_refused(t, "expected the same on all its ranks, got another or none");
 }
 
+// Rank 0's would be sent to all ranks of the optimizer's group, by their places in the list.
+TEST(HybridOptimizerTest, FrozenTensorsThatDifferInTheOptimizersGroupAreRefusedOnEveryRank) {
+  run_ranks(4, [](const Group& world) {
+    const Mesh mesh(world, {{"edp", 2}, {"ep", 2}});
+    const int e = mesh.coordinate("ep");
+    const std::string name = "expert" + std::to_string(e);
+    const Group same = mesh.group({"edp"});
+    for (const bool buffer : {false, true}) {
+      for (const bool dense : {true, false}) {  // else no parameter group is of the whole mesh
+        torch::nn::Module module;
+        const at::Tensor value = at::full({8, 8}, 1.0 + e);
+        const at::Tensor base = buffer ? module.register_buffer(name + "_base", value)
+                                       : module.register_parameter(name + "_base", value, false);
+        std::vector<std::vector<at::Tensor>> groups{{module.register_parameter(name, at::ones(8))}};
+        if (dense) groups.push_back({module.register_parameter("dense", at::ones(5))});
+        const auto options = ZeroOptions().mesh_group(world).placement(0, expert(mesh, {"edp"}, 4));
+        const auto make = [&](const Group& group) {
+          return ZeroOptimizer(module, make_optimizer(groups, true), group,
+                               ZeroOptions(options).placement(
+                                   groups.size() - 1, dense ? GroupPlacement().sharded_over(world)
+                                                            : options.placements().at(0)));
+        };
+        expect_words(zero::error_of([&] { make(world); }),
+                     {"rank " + std::to_string(world.rank()) + ": ", "rank 0: ", "rank 1: ",
+                      "expert0_base", "expert1_base", "give the constructor the group"});
+        EXPECT_TRUE(base.eq(1.0 + e).all().item<bool>());
+        ZeroOptimizer optimizer = make(same);
+        EXPECT_TRUE(base.eq(1.0 + e).all().item<bool>());
+        // What is registered later is compared in the calls that send it.
+        module.register_buffer(name + "_late", at::full({2}, 1.0 + e));
+        optimizer.broadcast_buffers();
+      }
+    }
+  });
+}
+
+TEST(HybridOptimizerTest, OptimizersGroupsThatDifferAreRefusedOnEveryRank) {
+  run_ranks(4,
+            [](const Group& world) {
+              const Mesh mesh(world, {{"a", 2}, {"b", 2}});
+              for (const bool whole : {true, false}) {  // the mesh is uniform
+                torch::nn::Module module;
+                const std::vector<std::vector<at::Tensor>> groups{
+                    {module.register_parameter("p", at::ones(5))}};
+                const auto placed =
+                    GroupPlacement().sharded_over(whole ? world : mesh.group({"a"}));
+                const Group home = mesh.group(world.rank() == 3 ? Names{"b"} : Names{"a"});
+                expect_words(
+                    zero::error_of([&] {
+                      ZeroOptimizer(module, make_optimizer(groups, true), home,
+                                    ZeroOptions().mesh_group(world).placement(0, placed));
+                    }),
+                    {"rank " + std::to_string(world.rank()) + ": ", "expected one group on all"});
+              }
+            },
+            {.timeout = std::chrono::seconds(10)});
+}
+
 // One expert more on half of the ranks: dense buckets would travel in different orders.
 TEST(HybridOptimizerTest, UnequalExpertsAreRefusedOnEveryRank) {
   run_ranks(4, [&](const Group& world) {

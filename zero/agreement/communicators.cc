@@ -164,6 +164,11 @@ struct Membership {
   std::string replicas;  // the same; without replicas that of the group
 };
 
+struct Memberships {
+  std::string home;  // a word, too
+  std::vector<Membership> domains;
+};
+
 std::string word_of(const Group& group) {
   const auto [name, ranks] = key_of(group);
   const Fingerprint words = fingerprint_of(c10::str(name, "/", ranks));
@@ -172,16 +177,21 @@ std::string word_of(const Group& group) {
 
 // `table[r]` has the domains of rank r of the mesh. Returns what is wrong with those of this rank;
 // empty if nothing is.
-std::string problem_of_groups(const ShardDomains& all,
-                              const std::vector<std::vector<Membership>>& table) {
+std::string problem_of_groups(const ShardDomains& all, const std::vector<Memberships>& table) {
   constexpr const char* kAdvice =
       "; take both groups from dimensions of one Mesh, or list the ranks of all groups in one "
       "order";
   std::map<int, size_t> row_of;
   for (const int rank : all.mesh.global_ranks()) row_of.emplace(rank, row_of.size());
+  for (const int rank : all.home.global_ranks()) {
+    if (table[row_of.at(rank)].home == word_of(all.home)) continue;
+    return c10::str("optimizer: expected one group on all ranks of \"", all.home.name(),
+                    "\", got another on rank ", rank, "; give the constructor one on all of them");
+  }
   for (size_t d = 0; d < all.list.size(); ++d) {
+    if (!all.has_parameter_groups(static_cast<int64_t>(d))) continue;  // home, as above
     const auto of = [&](int rank) {
-      const auto& row = table[row_of.at(rank)];
+      const auto& row = table[row_of.at(rank)].domains;
       return d < row.size() ? row[d] : Membership();
     };
     const Group& group = all.list[d].group;
@@ -189,7 +199,7 @@ std::string problem_of_groups(const ShardDomains& all,
     const int here = group.global_rank();
     const Membership own = of(here);
     std::map<std::string, std::set<std::string>> joined;  // the groups that each has copies of
-    for (const auto& row : table) {
+    for (const auto& [home, row] : table) {
       if (d < row.size()) joined[row[d].replicas].insert(row[d].group);
     }
     for (const int rank : group.global_ranks()) {
@@ -231,18 +241,23 @@ std::string problem_of_groups(const ShardDomains& all,
 
 void OptimizerCommunicators::check_groups(const ShardDomains& all) {
   const auto has_replicas = [](const ShardDomain& d) { return d.replicas.has_value(); };
-  // Where it is uniform, all ranks have agreed on which domains have replicas.
-  if (all.uniform && std::ranges::none_of(all.list, has_replicas)) return;
-  std::string own;
+  // Where it is uniform, all ranks have agreed on which domains have replicas, and on whether home
+  // is the mesh.
+  const bool home_is_mesh = key_of(all.home) == key_of(all.mesh);
+  if (all.uniform && home_is_mesh && std::ranges::none_of(all.list, has_replicas)) return;
+  std::string own = word_of(all.home);
   for (const ShardDomain& d : all.list) {
-    own += c10::str(d.group.rank(), " ", word_of(d.group), " ",
-                    word_of(d.replicas.value_or(d.group)), "\n");
+    own += c10::str("\n", d.group.rank(), " ", word_of(d.group), " ",
+                    word_of(d.replicas.value_or(d.group)));
   }
-  std::vector<std::vector<Membership>> table;
+  std::vector<Memberships> table;
   for (const std::string& text : control->all_gather_text(own, "groups of domains")) {
     std::istringstream words(text);
     auto& row = table.emplace_back();
-    for (Membership m; words >> m.place >> m.group >> m.replicas;) row.push_back(m);
+    words >> row.home;
+    for (Membership m; words >> m.place >> m.group >> m.replicas;) {
+      row.domains.push_back(m);
+    }
   }
   check_construction(*control, problem_of_groups(all, table), {});
 }

@@ -108,7 +108,15 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
     if (added) domains.list.push_back(std::move(domain));
     domains.of_group.push_back(entry->second);
   }
+  const auto is_home = [&](const ShardDomain& d) { return key_of(d.group) == key_of(group); };
+  if (!domains.uniform && std::ranges::none_of(domains.list, is_home)) {
+    domains.list.push_back({group, std::nullopt});
+  }
   return domains;
+}
+
+bool ShardDomains::has_parameter_groups(int64_t domain) const {
+  return std::ranges::find(of_group, domain) != of_group.end();
 }
 
 bool ShardDomains::has_two_levels(const Group& group) const {

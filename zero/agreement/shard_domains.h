@@ -25,6 +25,8 @@ struct ShardDomain {
 struct ShardDomains {
   Group home;  // as given to the constructor; sends frozen parameters and buffers
   Group mesh;  // all ranks that agree on calls, problems, rounds, skipped steps and norms
+  // Those with parameter groups and, where it is none of them and the mesh is not uniform, `home`
+  // behind them, for agreements about what it sends.
   std::vector<ShardDomain> list;
   std::vector<int64_t> of_group;     // per parameter group: its domain
   std::vector<double> norm_weights;  // per parameter group, see zero/norm/shard_norm.h
@@ -33,6 +35,7 @@ struct ShardDomains {
   bool uniform = true;
   bool two_level = true;  // ZeroOptions::two_level
 
+  bool has_parameter_groups(int64_t domain) const;
   // Returns whether the ranks of `group` exchange data in two levels.
   bool has_two_levels(const Group& group) const;
   // Per parameter group with a placement: what ranks must agree on.

@@ -13,6 +13,7 @@
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/inner_optimizers/classes.h"
+#include "zero/training/broadcasts.h"
 #include "zero/training/engine.h"
 #include "zero/training/group_layouts.h"
 
@@ -127,7 +128,8 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
   for (const auto& [group, moments] : options.group_moments()) {
     line << " of group " << group << " " << static_cast<int>(moments);
   }
-  line << " ranks " << domains.mesh.world_size() << (domains.uniform ? "" : " in domains");
+  line << " ranks " << domains.mesh.world_size() << (domains.uniform ? "" : " in domains")
+       << (key_of(domains.home) == key_of(domains.mesh) ? "" : ", optimizers of parts of them");
   lines.push_back(line.str());
   lines.push_back("inner optimizer " + optimizer_name(inner));
   return lines;
@@ -158,6 +160,23 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
       lines.push_back("parameter of another domain" + texts[i].substr(texts[i].find(" shape ")));
     }
   }
+  return lines;
+}
+
+// Where parameters are compared by domain: what that of the home group receives from its rank 0.
+std::vector<std::string> describe_home(const ParameterTable& table, const ShardDomains& domains,
+                                       int64_t domain) {
+  if (domain < 0 || key_of(domains.list[domain].group) != key_of(domains.home)) return {};
+  std::vector<std::string> lines;
+  const auto add = [&](const char* kind, const std::vector<NamedTensor>& list) {
+    for (const NamedTensor& item : list) {
+      lines.push_back(kind + shapes_of({item}) +
+                      " (give the constructor the group of the ranks that hold the same frozen "
+                      "parameters and buffers, and dense parameter groups sharded_over())");
+    }
+  };
+  add("frozen parameter ", table.unmanaged());
+  add("buffer ", table.buffers());
   return lines;
 }
 
@@ -197,8 +216,14 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     const auto here = [&](const Parameter& p) {
       return domain < 0 || domains->of_group[p.group] == domain;
     };
-    std::vector<std::string> all = describe_layouts(layouts, *table, *inner, options, here);
-    for (std::string& line : describe_parameters(*inner, *table, *domains, domain)) {
+    std::vector<std::string> all;
+    if (domain < 0 || domains->has_parameter_groups(domain)) {
+      all = describe_layouts(layouts, *table, *inner, options, here);
+      for (std::string& line : describe_parameters(*inner, *table, *domains, domain)) {
+        all.push_back(std::move(line));
+      }
+    }
+    for (std::string& line : describe_home(*table, *domains, domain)) {
       all.push_back(std::move(line));
     }
     if (domain < 0 && sent == Frozen::kUnmanaged) {

@@ -50,7 +50,7 @@ Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
   const bool on_gpu = !table.parameters().front().tensor.is_cpu();
   PlanOptions plan{options.layout(), options.bucket_bytes(), on_gpu};
   // Not with replicas: they need the same plan, and may be on machines with other numbers of ranks.
-  if (domains.list.size() == 1 && !domains.list.front().replicas) {
+  if (!domains.has_parameter_groups(1) && !domains.list.front().replicas) {
     const int local = domains.list.front().group.topology().ranks_per_machine();
     plan.ranks_per_machine = std::max(local, 1);
   }
