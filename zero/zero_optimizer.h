@@ -148,8 +148,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // every step() of each optimizer that it has reached throws until zero_grad(), or for ever with
   // update_in_backward.
   void backward(const at::Tensor& loss);
-  // The same from several outputs. `output_gradients` as in torch::autograd::backward, times
-  // loss_scale(); empty for 0-dim outputs.
+  // The same from several outputs. `output_gradients` as in torch::autograd::backward, which this
+  // multiplies by loss_scale(); empty for 0-dim outputs. Those that have the scale in them already,
+  // as what the next pipeline stage sends, must be divided by it before, in fp32.
   void backward(const std::vector<at::Tensor>& outputs,
                 const std::vector<at::Tensor>& output_gradients, bool retain_graph = false);
   // With ZeroOptions::micro_batches(M): the numbers of this rank, about M/W that follow each other.

@@ -659,6 +659,48 @@ TEST(HybridOptimizerTest, OptimizersGroupsThatDifferAreRefusedOnEveryRank) {
             {.timeout = std::chrono::seconds(10)});
 }
 
+// A stage before the last one gets gradients that are scaled already, and says so by a division.
+TEST(HybridOptimizerTest, StagesThatSendScaledGradientsEqualOneProcess) {
+  constexpr double kScale = 65536;  // of fp16 parameters
+  const auto linear = [](uint64_t seed) {
+    torch::nn::Linear layer(torch::nn::LinearOptions(4, 4).bias(false));
+    const at::NoGradGuard no_grad;
+    layer->weight.copy_(random_tensor({4, 4}, seed) * 0.5);
+    return layer;
+  };
+  const at::Tensor x = random_tensor({6, 4}, 3);
+  torch::nn::Linear first = linear(1), last = linear(2);
+  // Small enough to be 0 in fp16 without the scale.
+  const auto loss_of = [](const at::Tensor& y) { return (y * y).to(at::kFloat).sum() * 1e-9; };
+  loss_of(last->forward(first->forward(x))).backward();
+  run_ranks(2, [&](const Group& world) {
+    const Mesh mesh(world, {{"pp", 2}});
+    const int stage = world.rank();
+    torch::nn::Linear own = linear(stage + 1);
+    own->to(at::kHalf);
+    ZeroOptimizer optimizer(
+        *own, std::make_unique<torch::optim::SGD>(own->parameters(), torch::optim::SGDOptions(0.1)),
+        mesh.group({}), ZeroOptions().mesh_group(world));
+    const auto activations = world.make_communicator("activations", Purpose::kData);
+    at::Tensor sent = at::empty({6, 4}, at::kHalf);
+    if (stage == 0) {
+      const at::Tensor out = own->forward(x.to(at::kHalf));
+      activations->broadcast(out.detach(), 0, "output").wait();
+      activations->broadcast(sent, 1, "gradient").wait();
+      EXPECT_EQ(optimizer.loss_scale(), kScale);
+      optimizer.backward({out}, {sent.to(at::kFloat) / optimizer.loss_scale()});
+    } else {
+      activations->broadcast(sent, 0, "output").wait();
+      const at::Tensor received = sent.detach().requires_grad_();
+      optimizer.backward(loss_of(own->forward(received)));
+      activations->broadcast(received.grad(), 1, "gradient").wait();
+    }
+    const at::Tensor expected = (stage == 0 ? first : last)->weight.grad();
+    const at::Tensor got = optimizer.gradient(own->weight);
+    EXPECT_LE(error_of(got / expected.abs().max(), expected / expected.abs().max()), 5e-3);
+  });
+}
+
 // One expert more on half of the ranks: dense buckets would travel in different orders.
 TEST(HybridOptimizerTest, UnequalExpertsAreRefusedOnEveryRank) {
   run_ranks(4, [&](const Group& world) {
