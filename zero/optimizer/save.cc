@@ -38,16 +38,6 @@ std::vector<FileToSave> whole_files(const ParameterTable& table, int rank) {
   return {std::move(frozen), std::move(others)};
 }
 
-// The domain of the parameter that a tensor of a rank's file is a piece of; null for others.
-std::map<std::string, const ShardDomain*> domains_by_name(const ParameterTable& table,
-                                                          const ShardDomains& domains) {
-  std::map<std::string, const ShardDomain*> result;
-  for (const Parameter& p : table.parameters()) {
-    result[p.name] = &domains.list[domains.of_group[p.group]];
-  }
-  return result;
-}
-
 // In the files of a checkpoint, and in those that are exported from it, tensors are found by name.
 void check_names(const ParameterTable& table) {
   std::unordered_map<std::string, const char*> kinds;
@@ -66,14 +56,17 @@ void check_names(const ParameterTable& table) {
 // Leaves to this rank's files what it stores, under the names of its parts.
 void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileToSave& own,
                             std::vector<FileToSave>& whole) {
-  const auto by_name = domains_by_name(engine.table, engine.domains);
+  std::map<std::string, int64_t> holders;  // of parameters, by name
+  for (const Parameter& p : engine.table.parameters()) {
+    const ShardDomain& domain = engine.domains.list[engine.domains.of_group[p.group]];
+    holders[p.name] = holder_of(domain.group, engine.domains.mesh);
+  }
   std::erase_if(own.tensors, [&](const TensorToSave& t) {
-    const auto domain = by_name.find(t.about.owner);  // none: an included state
-    return domain != by_name.end() &&
-           !mesh.stores(domain->first, holder_of(domain->second->group, engine.domains.mesh));
+    const auto holder = holders.find(t.about.owner);  // none: an included state
+    return holder != holders.end() && !mesh.stores(t.about.owner, holder->second);
   });
   for (TensorToSave& t : own.tensors) {
-    if (by_name.count(t.about.owner) > 0) t.about.owner = stored_name(mesh.own(t.about.owner));
+    if (holders.count(t.about.owner) > 0) t.about.owner = stored_name(mesh.own(t.about.owner));
   }
   const int64_t home = holder_of(engine.domains.home, engine.domains.mesh);
   for (FileToSave& file : whole) {

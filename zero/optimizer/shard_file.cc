@@ -6,7 +6,6 @@
 #include <torch/version.h>
 
 #include <algorithm>
-#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,46 +20,6 @@
 namespace zero {
 namespace {
 
-TensorToSave piece(const std::string& owner, const std::string& kind, const Segment& segment,
-                   at::Tensor tensor) {
-  return {{owner, kind, segment.begin, segment.numel}, std::move(tensor), segment.bucket};
-}
-
-// The file of one rank, with views of its shard. If several ranks hold copies of a shard, the first
-// one saves it.
-FileToSave rank_file(const ParameterTable& table, const ShardOptimizer& shards, int rank,
-                     const std::function<bool(int64_t parameter)>& saves) {
-  FileToSave file{rank_file_name(rank), {}};
-  const torch::optim::Optimizer& inner = shards.inner();
-  for (const SegmentTensors& s : shards.segments()) {
-    if (!saves(s.segment.parameter)) continue;
-    const std::string& owner = table.parameters()[s.segment.parameter].name;
-    const at::Tensor master = shards.masters().values(s);
-    file.tensors.push_back(piece(owner, "master", s.segment, elements_of(master, s.master)));
-    if (s.ema.defined()) {
-      file.tensors.push_back(piece(owner, kEmaKind, s.segment, elements_of(s.ema, s.master)));
-    }
-    const auto state = read_inner_state(inner, s.group, s.master);
-    if (!state) continue;
-    const auto add = [&](const std::string& kind, const Segment& range, const at::Tensor& tensor) {
-      TORCH_CHECK(safetensors_knows(tensor.scalar_type()), "checkpoint: parameter ", owner,
-                  ": expected state ", kind, " of a dtype that safetensors has, got ",
-                  tensor.scalar_type());
-      file.tensors.push_back(piece(owner, kind, range, tensor));
-    };
-    for (const auto& [kind, tensor] : state->tensors) {
-      add(kind, s.segment, elements_of(tensor, s.master));
-    }
-    for (const auto& [kind, tensor] : state->uncut) {
-      Segment range = s.segment;
-      range.numel = tensor.numel();
-      add(kUncutPrefix + kind, range, tensor);
-    }
-    for (const auto& [kind, tensor] : state->values) add(kind, s.segment, tensor);
-  }
-  return file;
-}
-
 std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
   std::vector<ManifestParameter> result;
   for (const NamedTensor& item : list) {
@@ -72,10 +31,35 @@ std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
 }  // namespace
 
 FileToSave shard_file(const Engine& engine) {
-  return rank_file(engine.table, engine.shards, engine.comms->rank(), [&](int64_t parameter) {
-    const auto& replicas = engine.domains.list[engine.protocol.domain_of(parameter)].replicas;
-    return !replicas || replicas->rank() == 0;
-  });
+  FileToSave file{rank_file_name(engine.comms->rank()), {}};
+  for (const SegmentTensors& s : engine.shards.segments()) {
+    const auto& replicas =
+        engine.domains.list[engine.protocol.domain_of(s.segment.parameter)].replicas;
+    if (replicas && replicas->rank() != 0) continue;
+    const std::string& owner = engine.table.parameters()[s.segment.parameter].name;
+    const auto put = [&](const std::string& kind, int64_t numel, at::Tensor tensor) {
+      file.tensors.push_back(
+          {{owner, kind, s.segment.begin, numel}, std::move(tensor), s.segment.bucket});
+    };
+    put("master", s.segment.numel, elements_of(engine.shards.masters().values(s), s.master));
+    if (s.ema.defined()) put(kEmaKind, s.segment.numel, elements_of(s.ema, s.master));
+    const auto state = read_inner_state(engine.shards.inner(), s.group, s.master);
+    if (!state) continue;
+    const auto put_state = [&](const std::string& kind, int64_t numel, const at::Tensor& tensor) {
+      TORCH_CHECK(safetensors_knows(tensor.scalar_type()), "checkpoint: parameter ", owner,
+                  ": expected state ", kind, " of a dtype that safetensors has, got ",
+                  tensor.scalar_type());
+      put(kind, numel, tensor);
+    };
+    for (const auto& [kind, tensor] : state->tensors) {
+      put_state(kind, s.segment.numel, elements_of(tensor, s.master));
+    }
+    for (const auto& [kind, tensor] : state->uncut) {
+      put_state(kUncutPrefix + kind, tensor.numel(), tensor);
+    }
+    for (const auto& [kind, tensor] : state->values) put_state(kind, s.segment.numel, tensor);
+  }
+  return file;
 }
 
 Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,
