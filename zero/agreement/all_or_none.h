@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "zero/communicator.h"
@@ -21,5 +22,14 @@ inline constexpr const char* kNoStdException = "an exception that is no std::exc
 // something else. What only ranks that join the job threw is CommunicationError on the others.
 std::vector<std::string> run_on_all_ranks(Communicator& control, const std::string& what,
                                           const std::function<std::string()>& body);
+// The same where `body` returns nothing.
+template <typename Body>
+requires std::is_void_v<std::invoke_result_t<const Body&>>
+void run_on_all_ranks(Communicator& control, const std::string& what, const Body& body) {
+  run_on_all_ranks(control, what, [&] {
+    body();
+    return std::string();
+  });
+}
 
 }  // namespace zero

@@ -231,10 +231,7 @@ ReceivedFiles exchange_files(Communicator& control, const Group& group, const st
     control.abort(error_text(error));
     throw;
   }
-  run_on_all_ranks(control, what, [&]() -> std::string {
-    TORCH_CHECK(problem.empty(), problem);
-    return {};
-  });
+  run_on_all_ranks(control, what, [&] { TORCH_CHECK(problem.empty(), problem); });
   return received;
 }
 

@@ -86,9 +86,8 @@ Manifest share_manifest(Communicator& control, const std::string& what,
     return std::move(*own);
   }
   const std::string sent = broadcast_text(control, text, source, "manifest");
-  run_on_all_ranks(control, what, [&]() -> std::string {
+  run_on_all_ranks(control, what, [&] {
     if (!own) own = parse_manifest(sent, "the manifest of rank " + std::to_string(source));
-    return {};
   });
   return std::move(*own);
 }
@@ -123,10 +122,7 @@ FoundFiles find_files(Communicator& control, const std::string& what, const std:
   const auto same = [&](const std::string& view) { return view == views[0]; };
   if (std::all_of(views.begin(), views.end(), same)) {
     if (!own) {  // on no rank: all throw
-      run_on_all_ranks(control, what, [&]() -> std::string {
-        own = read_manifest(folder);
-        return {};
-      });
+      run_on_all_ranks(control, what, [&] { own = read_manifest(folder); });
     }
     return {std::move(*own), {}};
   }

@@ -98,9 +98,8 @@ void CheckpointWriter::begin() {
     saving_ = saving_path(folder_, id_);
     // Of those that do not see the folder of rank 0, one on each disk makes it.
     if (!shared_) {
-      run_on_all_ranks(control_, what_, [&]() -> std::string {
+      run_on_all_ranks(control_, what_, [&] {
         if (!exists(saving_)) make_directory(id_);
-        return {};
       });
     }
     // Several ranks of one disk may have tried: the sighting says whose folder is there. Disks are
@@ -221,21 +220,19 @@ void CheckpointWriter::write_manifest(const Manifest& manifest) {
 
 void CheckpointWriter::finish_disks(const Manifest& manifest, const RunTask& remove) {
   std::string text;
-  run_on_all_ranks(control_, what_, [&]() -> std::string {
+  run_on_all_ranks(control_, what_, [&] {
     if (control_.rank() == 0) text = manifest_text(manifest);
-    return {};
   });
   text = broadcast_text(control_, text, /*source=*/0, "manifest");
   // All disks have the manifest, synced, before the first folder gets its name.
-  run_on_all_ranks(control_, what_, [&]() -> std::string {
-    if (!directory_) return {};
+  run_on_all_ranks(control_, what_, [&] {
+    if (!directory_) return;
     Manifest own = parse_manifest(text, folder_ + "/" + kManifestName);
     own.disk = disk_;
     write_manifest(own);
     sync_folder(saving_);
-    return {};
   });
-  run_on_all_ranks(control_, what_, [&]() -> std::string {
+  run_on_all_ranks(control_, what_, [&] {
     try {
       if (directory_) directory_->publish(remove);
     } catch (const c10::Error& error) {
@@ -245,7 +242,6 @@ void CheckpointWriter::finish_disks(const Manifest& manifest, const RunTask& rem
           "save again with overwrite(true), or under a new name where the file system cannot "
           "exchange folders");
     }
-    return {};
   });
 }
 
@@ -260,8 +256,8 @@ void CheckpointWriter::finish(Manifest manifest, const RunTask& remove) {
               : "; another save to the same folder, or keep_last(), has removed " + saving_);
       return control_.rank() == 0 ? std::string() : files_text(files_);
     });
-    run_on_all_ranks(control_, what_, [&]() -> std::string {
-      if (control_.rank() != 0) return {};
+    run_on_all_ranks(control_, what_, [&] {
+      if (control_.rank() != 0) return;
       manifest.id = id_;
       std::vector<FileContent> contents = files_;
       for (size_t r = 1; r < files.size(); ++r) {
@@ -274,7 +270,6 @@ void CheckpointWriter::finish(Manifest manifest, const RunTask& remove) {
         write_manifest(manifest);
         directory_->publish(remove);
       }
-      return {};
     });
     if (!shared_) finish_disks(manifest, remove);
   } catch (...) {

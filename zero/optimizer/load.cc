@@ -155,14 +155,13 @@ std::unique_ptr<CheckpointReader> receive_files(Engine& engine, const std::strin
   };
   auto reader = std::make_unique<CheckpointReader>(folder, found.manifest, open);
   NeededTensors needed;
-  run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
+  run_on_all_ranks(*engine.comms->control, call, [&] {
     const Comparison compared = compare(*reader, folder, load, engine, mesh);
     const Staging staging(*reader, engine.table, engine.shards, compared.differences, mesh);
     staging.add_segments_to(needed);
     staging.add_whole_to(needed, engine.table.unmanaged());
     staging.add_whole_to(needed, engine.table.buffers());
     for (const auto& [owner, kind] : included_tensors(load, rank)) needed.add_state(owner, kind);
-    return {};
   });
   std::vector<int> sources;
   for (size_t f = 0; f < found.ranks.size(); ++f) sources.push_back(found.reader(f, rank));

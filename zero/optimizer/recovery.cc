@@ -142,7 +142,7 @@ void check_frozen(const Manifest& manifest, const ParameterTable& table, const s
 void load_protected(Engine& engine, CheckpointReader& reader, Engine::ParamGroups& groups,
                     const std::string& call, bool is_earlier) {
   Staged staged;
-  run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
+  run_on_all_ranks(*engine.comms->control, call, [&] {
     check_sizes(reader.manifest(), engine.table, call);
     if (is_earlier) check_frozen(reader.manifest(), engine.table, call);
     const CheckpointDifferences differences =
@@ -160,7 +160,6 @@ void load_protected(Engine& engine, CheckpointReader& reader, Engine::ParamGroup
     for (int64_t g = 0; g < static_cast<int64_t>(groups.size()); ++g) {
       staged.groups_from.push_back(g < stored ? g : -1);
     }
-    return {};
   });
   commit(staged, engine, groups);
 }
@@ -258,10 +257,9 @@ void Recovery::protect_at_once(const ParamGroups& groups, const std::string& cal
   protect(groups);
   // What the call has changed cannot be taken back, and no step after it could be protected.
   engine_->comms->run_or_close([&] {
-    run_on_all_ranks(*engine_->comms->control, call, [&]() -> std::string {
+    run_on_all_ranks(*engine_->comms->control, call, [&] {
       const std::string problem = protection_->finish();
       if (!problem.empty()) throw_error(protection_->connection_failed(), problem);
-      return {};
     });
   });
   protection_->keep_newest();

@@ -231,7 +231,7 @@ std::shared_ptr<Generations> Replanning::copy_shard(const ParamGroups& groups,
   Engine& engine = *engine_;
   engine.record.follow_loss_scale();
   auto result = std::make_shared<Generations>();
-  run_on_all_ranks(*engine.comms->control, call, [&]() -> std::string {
+  run_on_all_ranks(*engine.comms->control, call, [&] {
     auto [file, manifest] = recovery_.protected_shard(groups);
     Generation copy;
     copy.world_size = engine.comms->control->world_size();
@@ -242,7 +242,6 @@ std::shared_ptr<Generations> Replanning::copy_shard(const ParamGroups& groups,
     writer.copy()->copy_all();
     copy.files.emplace(engine.comms->rank(), writer.finish());
     result->add(std::move(copy));
-    return {};
   });
   return result;
 }

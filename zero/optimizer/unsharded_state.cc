@@ -264,7 +264,6 @@ void load_plain_state(Engine& engine, const std::string& path, const Engine::Par
     StateFile file(path, engine, mesh.get());
     states =
         cut_all(engine, [&](const Parameter& p, int64_t group) { return file.read(p, group); });
-    return std::string();
   });
   take_over(engine, states);
 }
