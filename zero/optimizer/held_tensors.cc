@@ -5,6 +5,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <map>
+#include <optional>
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
@@ -16,10 +18,6 @@
 
 namespace zero {
 namespace {
-
-bool is_first_replica(const ShardDomain& domain) {
-  return !domain.replicas || domain.replicas->rank() == 0;
-}
 
 int64_t copies_of(const ZeroOptions& options, int64_t group) {
   const auto found = options.placements().find(group);
@@ -45,12 +43,36 @@ std::string format_name(Moments moments) {
   TORCH_INTERNAL_ASSERT(false, "no moments have the number ", static_cast<int>(moments));
 }
 
+// Sets which part of its tensor this rank holds. Throws for a dimension that the tensor does not
+// have.
 void set_part(HeldTensor& held, const ZeroOptions& options) {
-  const OwnPart own = own_part(options, held.about.name, held.about.shape);
-  held.part = own.part;
-  held.parts = own.parts;
-  held.dimension = own.dimension;
-  held.sections = own.sections;
+  const auto& cut = options.tensor_parts();
+  if (!cut || cut->group.world_size() == 1) return;
+  const std::string& name = held.about.name;
+  const std::optional<int64_t> dimension = cut->dimension(name);
+  if (!dimension) return;
+  const auto dimensions = static_cast<int64_t>(held.about.shape.size());
+  TORCH_CHECK(0 <= *dimension && *dimension < dimensions, "tensor_parts(): tensor ", name,
+              ": expected one of its ", dimensions, " dimensions, got ", *dimension);
+  held.part = cut->group.rank();
+  held.parts = cut->group.world_size();
+  held.dimension = *dimension;
+  if (cut->sections) held.sections = cut->sections(name);
+  if (held.sections.size() == 1) held.sections.clear();
+}
+
+// The numbers of this rank's parts, by name.
+std::map<std::string, int64_t> own_parts(const ParameterTable& table, const ZeroOptions& options) {
+  std::map<std::string, int64_t> result;
+  const auto add = [&](const std::string& name, const std::vector<int64_t>& shape) {
+    HeldTensor held{{name, shape, {}}};
+    set_part(held, options);
+    if (held.part != 0) result[name] = held.part;
+  };
+  for (const Parameter& p : table.parameters()) add(p.name, p.sizes);
+  for (const NamedTensor& item : table.unmanaged()) add(item.name, item.tensor.sizes().vec());
+  for (const NamedTensor& item : table.buffers()) add(item.name, item.tensor.sizes().vec());
+  return result;
 }
 
 // Whether ranks hold different tensors, or parts of them.
@@ -60,22 +82,50 @@ bool needs_merge(const Engine& engine) {
 }
 
 // Describes tensors that are not optimized, which all ranks of the home group hold.
-std::vector<HeldTensor> describe_whole(const std::vector<NamedTensor>& list,
-                                       const ShardDomains& domains, const ZeroOptions& options,
+std::vector<HeldTensor> describe_whole(const Engine& engine, const std::vector<NamedTensor>& list,
                                        bool hashed) {
+  const Group& home = engine.domains.home;
   std::vector<HeldTensor> result;
   for (size_t i = 0; i < list.size(); ++i) {
-    if (static_cast<int>(i % domains.home.world_size()) != domains.home.rank()) continue;
+    if (static_cast<int>(i % home.world_size()) != home.rank()) continue;
     const NamedTensor& item = list[i];
     HeldTensor held{{item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0},
                     static_cast<int64_t>(i),
-                    holder_of(domains.home, domains.mesh),
+                    holder_of(home, engine.domains.mesh),
                     /*copies=*/0};
     if (hashed) held.hash = bytes_hash(item.tensor);
-    set_part(held, options);
+    set_part(held, engine.options);
     result.push_back(std::move(held));
   }
   return result;
+}
+
+// This rank's share of what its sets of ranks describe: of n ranks that share a parameter group,
+// rank r describes every n-th parameter. `groups` have the present options. `hashes`: those of
+// frozen parameters too.
+HeldTensors describe_held(const Engine& engine, const Engine::ParamGroups& groups, bool hashes) {
+  const ShardDomains& domains = engine.domains;
+  const std::vector<Parameter>& parameters = engine.table.parameters();
+  HeldTensors held;
+  std::vector<ManifestParameter> managed = managed_parameters(engine.table, engine.options);
+  bool is_holder = false;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const int64_t group = parameters[i].group;
+    const ShardDomain& domain = domains.list[domains.of_group[group]];
+    if (domain.replicas && domain.replicas->rank() != 0) continue;
+    is_holder = is_holder || domain.group.rank() == 0;
+    if (static_cast<int>(i % domain.group.world_size()) != domain.group.rank()) continue;
+    held.parameters.push_back({std::move(managed[i]), static_cast<int64_t>(i),
+                               holder_of(domain.group, domains.mesh),
+                               copies_of(engine.options, group)});
+    set_part(held.parameters.back(), engine.options);
+  }
+  held.frozen = describe_whole(engine, engine.table.unmanaged(), hashes);
+  held.buffers = describe_whole(engine, engine.table.buffers(), /*hashed=*/false);
+  if (is_holder) {
+    for (const auto& g : groups) held.groups.push_back(stored_option_values(g.options()));
+  }
+  return held;
 }
 
 }  // namespace
@@ -85,31 +135,6 @@ int64_t holder_of(const Group& group, const Group& mesh) {
   const auto first = std::find(ranks.begin(), ranks.end(), group.global_ranks().front());
   TORCH_INTERNAL_ASSERT(first != ranks.end(), "a group of the mesh");
   return first - ranks.begin();
-}
-
-OwnPart own_part(const ZeroOptions& options, const std::string& name, c10::IntArrayRef shape) {
-  const auto& cut = options.tensor_parts();
-  if (!cut || cut->group.world_size() == 1) return {};
-  const std::optional<int64_t> dimension = cut->dimension(name);
-  if (!dimension) return {};
-  const auto dimensions = static_cast<int64_t>(shape.size());
-  TORCH_CHECK(0 <= *dimension && *dimension < dimensions, "tensor_parts(): tensor ", name,
-              ": expected one of its ", dimensions, " dimensions, got ", *dimension);
-  OwnPart part{cut->group.rank(), cut->group.world_size(), *dimension, {}};
-  if (cut->sections) part.sections = cut->sections(name);
-  if (part.sections.size() == 1) part.sections.clear();
-  return part;
-}
-
-std::map<std::string, int64_t> own_parts(const ParameterTable& table, const ZeroOptions& options) {
-  std::map<std::string, int64_t> result;
-  const auto add = [&](const std::string& name, c10::IntArrayRef shape) {
-    if (const int64_t part = own_part(options, name, shape).part; part != 0) result[name] = part;
-  };
-  for (const Parameter& p : table.parameters()) add(p.name, p.sizes);
-  for (const NamedTensor& item : table.unmanaged()) add(item.name, item.tensor.sizes());
-  for (const NamedTensor& item : table.buffers()) add(item.name, item.tensor.sizes());
-  return result;
 }
 
 std::vector<ManifestParameter> managed_parameters(const ParameterTable& table,
@@ -124,31 +149,6 @@ std::vector<ManifestParameter> managed_parameters(const ParameterTable& table,
     if (options.split_masters() && dtype == at::kBFloat16) about.master = "split";
   }
   return result;
-}
-
-HeldTensors describe_held(const ParameterTable& table, const ShardDomains& domains,
-                          const ZeroOptions& options,
-                          const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                          bool hashes) {
-  HeldTensors held;
-  std::vector<ManifestParameter> managed = managed_parameters(table, options);
-  bool is_holder = false;
-  for (size_t i = 0; i < table.parameters().size(); ++i) {
-    const Parameter& p = table.parameters()[i];
-    const ShardDomain& domain = domains.list[domains.of_group[p.group]];
-    if (!is_first_replica(domain)) continue;
-    is_holder = is_holder || domain.group.rank() == 0;
-    if (static_cast<int>(i % domain.group.world_size()) != domain.group.rank()) continue;
-    held.parameters.push_back({std::move(managed[i]), static_cast<int64_t>(i),
-                               holder_of(domain.group, domains.mesh), copies_of(options, p.group)});
-    set_part(held.parameters.back(), options);
-  }
-  held.frozen = describe_whole(table.unmanaged(), domains, options, hashes);
-  held.buffers = describe_whole(table.buffers(), domains, options, /*hashed=*/false);
-  if (is_holder) {
-    for (const auto& g : groups) held.groups.push_back(stored_option_values(g.options()));
-  }
-  return held;
 }
 
 std::string whole_text(const ParameterTable& table) {
@@ -166,7 +166,7 @@ std::unique_ptr<MeshTensors> merge_tensors(Engine& engine, const std::string& wh
   std::map<std::string, int64_t> own;
   const auto texts = run_on_all_ranks(*engine.comms->control, what, [&] {
     own = own_parts(engine.table, engine.options);
-    return held_text(describe_held(engine.table, engine.domains, engine.options, groups, values));
+    return held_text(describe_held(engine, groups, values));
   });
   std::vector<HeldTensors> held;
   for (size_t r = 0; r < texts.size(); ++r) {
