@@ -141,13 +141,14 @@ class GradientFlags {
 // One change, the same on all ranks.
 struct Replanning::Change {
   Call call;
-  std::string arguments;
-  std::vector<at::Tensor> leaving;  // parameters
-  std::vector<at::Tensor> entering;
-  std::function<void(ParamGroups& groups)> edit;   // throws where a rank's arguments are unusable
-  ParamGroups groups = {};                         // edited
-  std::map<std::string, size_t> left_groups = {};  // of `leaving`, by name
-  std::vector<at::Tensor> left_values = {};  // of `leaving`; undefined where no arena has them
+  std::vector<at::Tensor> parameters;             // as given; from agree_on() on each once
+  bool leaves;                                    // the parameters; else they come
+  std::function<void(ParamGroups& groups)> edit;  // throws where a rank's arguments are unusable
+  std::string arguments = {};                     // beside the parameters
+  ParamGroups groups = {};                        // edited
+  // Of parameters that leave: their groups by name, and values; undefined where no arena has them.
+  std::map<std::string, size_t> left_groups = {};
+  std::vector<at::Tensor> left_values = {};
 };
 
 namespace {
@@ -167,6 +168,8 @@ GroupNumbers numbers_of(const ParamGroups& groups) {
 
 void Replanning::agree_on(Change& change, const ParamGroups& groups) {
   Engine& engine = *engine_;
+  const std::vector<at::Tensor> given =
+      std::exchange(change.parameters, each_once(change.parameters));
   const std::string replaced = engine.table.follow(engine.module);
   std::vector<std::string> lines;
   // What construction would find, of these groups or of those of before, when nothing can be taken
@@ -178,8 +181,7 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
     });
     GradientFlags flags;
     const auto undo = c10::make_scope_exit([&] { flags.undo(); });
-    flags.set(change.leaving, false);
-    flags.set(change.entering, true);
+    flags.set(change.parameters, !change.leaves);
     const ParameterTable table(engine.module, change.groups);
     for (size_t g = 0; g < change.groups.size(); ++g) {
       lines.push_back(c10::str("options of parameter group ", g, " ",
@@ -201,28 +203,30 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
     engine.arena.verify_shapes();
     engine.table.verify_values();  // requires_grad may be set before these calls
     change.groups = copy_of(groups);
+    check_known(engine.module, engine.table, given, /*managed=*/change.leaves);
     change.edit(change.groups);
     check_options(change.groups);
     const Names names = names_in(engine.module);
-    const GroupNumbers before = numbers_of(groups), after = numbers_of(change.groups);
-    for (const at::Tensor& p : change.leaving) {
-      change.left_groups[name_of(p, names)] = before.at(p.unsafeGetTensorImpl());
-    }
-    for (const at::Tensor& p : change.entering) {
-      const size_t g = after.at(p.unsafeGetTensorImpl());
-      check_parameter(engine.shards.inner(), static_cast<int64_t>(g), change.groups[g].options(), p,
-                      name_of(p, names));
-    }
-    try_construction();
-    // Before anything changes: where memory is short, all ranks can go on.
-    for (const at::Tensor& p : change.leaving) {
+    const GroupNumbers numbers = numbers_of(change.leaves ? groups : change.groups);
+    for (const at::Tensor& p : change.parameters) {
+      const std::string name = name_of(p, names);
+      const size_t g = numbers.at(p.unsafeGetTensorImpl());
+      if (!change.leaves) {
+        check_parameter(engine.shards.inner(), static_cast<int64_t>(g), change.groups[g].options(),
+                        p, name);
+        continue;
+      }
+      change.left_groups[name] = g;
+      // Before anything changes: where memory is short, all ranks can go on.
       const int64_t arena = engine.plan.parameter_arena[engine.table.index_of(p)];
       const bool in_arena = engine.plan.arenas[arena].layout->in_place();
       change.left_values.push_back(in_arena ? p.detach().clone(at::MemoryFormat::Preserve)
                                             : at::Tensor());
     }
+    try_construction();
   };
-  engine.agree(change.call, check, {change.arguments, {}});
+  engine.agree(change.call, check,
+               {text_of(change.parameters, engine.module) + change.arguments, {}});
   check_construction(*engine.comms->control, /*problem=*/{}, lines);
 }
 
@@ -250,8 +254,8 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
                                                  std::exception_ptr& refusal) {
   Engine& engine = *engine_;
   // An arena stays in memory as long as a parameter is in it.
-  for (size_t i = 0; i < change.leaving.size(); ++i) {
-    at::Tensor p = change.leaving[i];
+  for (size_t i = 0; i < change.left_values.size(); ++i) {
+    at::Tensor p = change.parameters[i];
     if (change.left_values[i].defined()) p.set_data(change.left_values[i]);
   }
   GradientFlags flags;
@@ -259,8 +263,7 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
   std::unique_ptr<torch::optim::Optimizer> inner = engine.release();
   try {
     try {
-      flags.set(change.leaving, false);
-      flags.set(change.entering, true);
+      flags.set(change.parameters, !change.leaves);
       return engine.make_again(inner, engine.group(), change.groups, Engine::Frozen::kUnmanaged);
     } catch (const c10::DistBackendError&) {
       throw;
@@ -305,24 +308,19 @@ void Replanning::make(ParamGroups& groups, Change change) {
 }
 
 void Replanning::freeze(const std::vector<at::Tensor>& parameters, ParamGroups& groups) {
-  const Engine& engine = *engine_;
   const auto edit = [&](ParamGroups& edited) {
-    check_known(engine.module, engine.table, parameters, /*managed=*/true);
     TORCH_CHECK(remove(parameters, edited) > 0,
                 "expected a parameter to stay, got all of them; there would be nothing to "
                 "optimize");
   };
-  const std::vector<at::Tensor> once = each_once(parameters);
-  make(groups, {Call::kFreeze, text_of(once, engine.module), once, {}, edit});
+  make(groups, {Call::kFreeze, parameters, /*leaves=*/true, edit});
 }
 
 void Replanning::unfreeze(const std::vector<at::Tensor>& parameters,
                           std::optional<size_t> param_group, ParamGroups& groups) {
-  const Engine& engine = *engine_;
   const std::vector<at::Tensor> once = each_once(parameters);
   const auto edit = [&](ParamGroups& edited) {
-    check_known(engine.module, engine.table, parameters, /*managed=*/false);
-    const Names names = names_in(engine.module);
+    const Names names = names_in(engine_->module);
     const GroupNumbers present = numbers_of(edited);
     // Parameters that were frozen at construction may be in a group; freeze() took out others.
     const auto former_group = [&](const at::Tensor& p) -> size_t {
@@ -340,23 +338,17 @@ void Replanning::unfreeze(const std::vector<at::Tensor>& parameters,
     remove(once, edited);
     for (size_t i = 0; i < into.size(); ++i) edited[into[i]].params().push_back(once[i]);
   };
-  make(groups, {Call::kUnfreeze,
-                text_of(once, engine.module) + " " +
-                    (param_group ? std::to_string(*param_group) : "its former group"),
-                {},
-                once,
-                edit});
+  make(groups, {Call::kUnfreeze, parameters, /*leaves=*/false, edit,
+                " " + (param_group ? std::to_string(*param_group) : "its former group")});
 }
 
 void Replanning::add_param_group(const torch::optim::OptimizerParamGroup& param_group,
                                  ParamGroups& groups) {
   const Engine& engine = *engine_;
-  const std::vector<at::Tensor> once = each_once(param_group.params());
   const auto edit = [&](ParamGroups& edited) {
-    check_known(engine.module, engine.table, param_group.params(), /*managed=*/false);
     add_group(param_group, engine.shards.inner(), edited);
   };
-  make(groups, {Call::kAddParamGroup, text_of(once, engine.module), {}, once, edit});
+  make(groups, {Call::kAddParamGroup, param_group.params(), /*leaves=*/false, edit});
 }
 
 }  // namespace zero
