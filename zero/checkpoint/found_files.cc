@@ -8,11 +8,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <filesystem>
 #include <map>
 #include <set>
-#include <tuple>
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
@@ -152,27 +150,22 @@ FoundFiles find_files(Communicator& control, const std::string& what, const std:
 
 namespace {
 
-// The order of zero::latest(), but by name, since ranks have folders of their own.
-using Order = std::tuple<int64_t, int64_t, std::string, std::string>;  // saved, steps, name, id
+// Behind the numbers of an order, each of which has this many digits.
+constexpr size_t kDigits = 19;
 
-Order order_of(const ListedCheckpoint& c) {
-  return {c.saved, c.steps, std::filesystem::path(c.path).filename().string(), c.id};
+// The order of zero::latest(), but by name, since ranks have folders of their own: texts compare as
+// saved, steps, name and id do. Not JSON, since names of folders need not be UTF-8; none has a NUL.
+std::string order_of(const ListedCheckpoint& c) {
+  std::string text;
+  for (const int64_t number : {c.saved, c.steps}) {
+    const std::string digits = std::to_string(number);
+    text.append(kDigits - digits.size(), '0').append(digits);
+  }
+  return text + std::filesystem::path(c.path).filename().string() + '\0' + c.id;
 }
 
-// Not JSON, since names of folders need not be UTF-8. What is behind the numbers has any bytes.
-std::string text_of(const Order& order) {
-  const auto& [saved, steps, name, id] = order;
-  const std::string bytes = std::to_string(name.size());
-  return std::to_string(saved) + ' ' + std::to_string(steps) + ' ' + bytes + ' ' + name + id;
-}
-
-Order parse_order(const std::string& text) {
-  char* end = nullptr;
-  const int64_t saved = std::strtoll(text.c_str(), &end, 10);
-  const int64_t steps = std::strtoll(end, &end, 10);
-  const size_t bytes = std::strtoull(end, &end, 10);
-  const std::string rest = text.substr(static_cast<size_t>(end + 1 - text.c_str()));
-  return {saved, steps, rest.substr(0, bytes), rest.substr(bytes)};
+std::string name_in(const std::string& order) {
+  return order.substr(2 * kDigits, order.find('\0') - 2 * kDigits);
 }
 
 }  // namespace
@@ -185,17 +178,14 @@ std::optional<std::string> newest_whole(Communicator& control, const std::string
     // 1. Each rank names the newest that it has left; the first time it lists its folder.
     const auto texts = run_on_all_ranks(control, what, [&] {
       if (!std::exchange(listed, true)) own = list_checkpoints(parent, /*to_load=*/true);
-      return own.empty() ? std::string() : text_of(order_of(own.back()));
+      return own.empty() ? std::string() : order_of(own.back());
     });
     // 2. The newest of these is the candidate.
-    std::optional<Order> newest;
-    for (const std::string& text : texts) {
-      if (!text.empty()) newest = std::max(newest, std::optional(parse_order(text)));
-    }
-    if (!newest) return std::nullopt;
+    const std::string newest = *std::max_element(texts.begin(), texts.end());
+    if (newest.empty()) return std::nullopt;
     // 3. The ranks that have it say which of its files they see.
-    const bool here = !own.empty() && order_of(own.back()) == *newest;
-    const std::string path = here ? own.back().path : parent + "/" + std::get<2>(*newest);
+    const bool here = !own.empty() && order_of(own.back()) == newest;
+    const std::string path = here ? own.back().path : parent + "/" + name_in(newest);
     FoundFiles found;
     const auto views = run_on_all_ranks(control, what, [&]() -> std::string {
       if (!here) return {};
