@@ -17,11 +17,12 @@
 namespace zero {
 
 struct CheckpointDifferences {
-  std::vector<std::string> lines;  // for people, in the order of the model
-  std::set<std::string> unusable;  // names in the model that the checkpoint cannot fill
-  bool same_optimizer = true;      // by class
-  bool same_groups = true;         // by number, and by the parameters of each
-  std::vector<std::string> notes;  // for people too, and no differences
+  std::vector<std::string> lines;        // for people, in the order of the model
+  std::set<std::string> unusable;        // names in the model that the checkpoint cannot fill
+  bool same_optimizer = true;            // by class
+  bool same_groups = true;               // by number, and by the parameters of each
+  std::vector<std::string> notes;        // for people too, and no differences
+  std::vector<std::string> conversions;  // see LoadReport
   // Names of the model whose state stays as it is, because the checkpoint lacks a part of it.
   std::set<std::string> without_state;
   // Per parameter group of the model: the checkpoint's group that has its options, or -1.

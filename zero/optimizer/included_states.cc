@@ -96,8 +96,8 @@ std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank) {
 std::string included_text(const SaveOptions& save) { return text_of(save.states()); }
 std::string included_text(const LoadOptions& load) { return text_of(load.states()); }
 
-std::vector<std::string> compare_states(const CheckpointReader& reader, const LoadOptions& load,
-                                        int world_size, CheckpointDifferences& differences) {
+void compare_states(const CheckpointReader& reader, const LoadOptions& load, int world_size,
+                    CheckpointDifferences& differences) {
   std::vector<std::string> notes;
   const int64_t saved = reader.manifest().world_size;
   for (const auto& wanted : load.states()) {
@@ -121,7 +121,7 @@ std::vector<std::string> compare_states(const CheckpointReader& reader, const Lo
       notes.push_back("state " + name + ": in the checkpoint, not included in this load");
     }
   }
-  return notes;
+  differences.notes.insert(differences.notes.begin(), notes.begin(), notes.end());
 }
 
 std::vector<std::pair<std::string, std::string>> included_tensors(const LoadOptions& load,

@@ -30,11 +30,11 @@ std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank);
 std::string included_text(const SaveOptions& save);
 std::string included_text(const LoadOptions& load);
 
-// Adds to `differences` the states that `load` includes and the checkpoint does not hold. Returns
-// what is no hindrance: states that `load` leaves out, and states per rank of another number of
-// ranks than `world_size`.
-std::vector<std::string> compare_states(const CheckpointReader& reader, const LoadOptions& load,
-                                        int world_size, CheckpointDifferences& differences);
+// Adds to `differences` the states that `load` includes and the checkpoint does not hold, and to
+// its notes, before the others, what is no hindrance: states that `load` leaves out, and states per
+// rank of another number of ranks than `world_size`.
+void compare_states(const CheckpointReader& reader, const LoadOptions& load, int world_size,
+                    CheckpointDifferences& differences);
 
 // The owner and kind of the tensors that read_states() reads, if they are stored.
 std::vector<std::pair<std::string, std::string>> included_tensors(const LoadOptions& load,

@@ -35,42 +35,33 @@ void check_options(const Manifest& manifest, const std::string& folder) {
 }
 
 // All that a load finds before it reads anything but the manifest.
-struct Comparison {
-  CheckpointDifferences differences;
-  std::vector<std::string> notes;  // no differences
-  std::vector<std::string> conversions;
-};
-
-Comparison compare(const CheckpointReader& reader, const std::string& folder,
-                   const LoadOptions& load, Engine& engine, const MeshTensors* mesh) {
-  const ParameterTable& table = engine.table;
-  ShardOptimizer& shards = engine.shards;
-  Comparison result;
-  CheckpointDifferences& differences = result.differences;
-  differences = find_differences(reader.manifest(), table, shards.inner(), mesh);
-  if (differences.same_optimizer) {
-    find_missing_state(reader.manifest(), table, shards.inner(), differences);
+CheckpointDifferences compare(const CheckpointReader& reader, const std::string& folder,
+                              const LoadOptions& load, Engine& engine, const MeshTensors* mesh) {
+  const Manifest& manifest = reader.manifest();
+  const torch::optim::Optimizer& inner = engine.shards.inner();
+  CheckpointDifferences result = find_differences(manifest, engine.table, inner, mesh);
+  if (result.same_optimizer) {
+    find_missing_state(manifest, engine.table, inner, result);
     if (load.restore_options()) {
-      find_unknown_options(reader.manifest(), shards.inner(), differences);
-      check_options(reader.manifest(), folder);
+      find_unknown_options(manifest, inner, result);
+      check_options(manifest, folder);
     }
   }
-  result.notes = compare_states(reader, load, engine.comms->control->world_size(), differences);
-  result.notes.insert(result.notes.end(), differences.notes.begin(), differences.notes.end());
+  compare_states(reader, load, engine.comms->control->world_size(), result);
   result.conversions =
-      find_conversions(reader.manifest(), managed_parameters(table, engine.options), differences);
-  const bool stored_ema = has_ema(reader.manifest());
-  if (stored_ema != (shards.ema() != nullptr)) {
+      find_conversions(manifest, managed_parameters(engine.table, engine.options), result);
+  const bool stored_ema = has_ema(manifest);
+  if (stored_ema != (engine.shards.ema() != nullptr)) {
     result.notes.push_back(
         stored_ema ? "average of parameters: in the checkpoint, none here; it is left out"
                    : "average of parameters: none in the checkpoint; it begins as the "
                      "masters are");
   }
-  if (load.strict()) throw_differences(differences, folder);
-  for (size_t i = 0; i < table.parameters().size(); ++i) {
-    const std::string& name = table.parameters()[i].name;
+  if (load.strict()) throw_differences(result, folder);
+  for (size_t i = 0; i < engine.table.parameters().size(); ++i) {
+    const std::string& name = engine.table.parameters()[i].name;
     TORCH_CHECK(
-        differences.unusable.count(name) == 0 || table.is_as_remembered(static_cast<int64_t>(i)),
+        result.unusable.count(name) == 0 || engine.table.is_as_remembered(static_cast<int64_t>(i)),
         "parameter ", name, ": expected the values the last step left, since the load leaves them ",
         "as they are, got others; call refresh_master_parameters() before the load");
   }
@@ -89,8 +80,7 @@ std::vector<size_t> files_to_verify(const FoundFiles& found, const Communicator&
 Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOptions& load,
              Engine& engine, const MeshTensors* mesh) {
   const ParameterTable& table = engine.table;
-  Comparison compared = compare(reader, folder, load, engine, mesh);
-  CheckpointDifferences& differences = compared.differences;
+  CheckpointDifferences differences = compare(reader, folder, load, engine, mesh);
   Staged staged;
   staged.same_run = differences.lines.empty();
   // Those of a group that holds other parameters here are not meant for them, and numbers of
@@ -98,7 +88,6 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   staged.restores_options =
       load.restore_options() && differences.same_groups && differences.same_optimizer;
   staged.groups_from = differences.groups_from;
-  differences.lines.insert(differences.lines.end(), compared.notes.begin(), compared.notes.end());
   Staging staging(reader, table, engine.shards, differences, mesh);
   staging.read_segments(staged);
   staging.read_whole(staged, table.unmanaged(), "frozen");
@@ -109,7 +98,9 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   staged.report.world_size = staged.manifest->world_size;
   staged.report.run = staged.manifest->run;
   staged.report.differences = std::move(differences.lines);
-  staged.report.conversions = std::move(compared.conversions);
+  staged.report.differences.insert(staged.report.differences.end(), differences.notes.begin(),
+                                   differences.notes.end());
+  staged.report.conversions = std::move(differences.conversions);
   return staged;
 }
 
@@ -156,8 +147,8 @@ std::unique_ptr<CheckpointReader> receive_files(Engine& engine, const std::strin
   auto reader = std::make_unique<CheckpointReader>(folder, found.manifest, open);
   NeededTensors needed;
   run_on_all_ranks(*engine.comms->control, call, [&] {
-    const Comparison compared = compare(*reader, folder, load, engine, mesh);
-    const Staging staging(*reader, engine.table, engine.shards, compared.differences, mesh);
+    const CheckpointDifferences differences = compare(*reader, folder, load, engine, mesh);
+    const Staging staging(*reader, engine.table, engine.shards, differences, mesh);
     staging.add_segments_to(needed);
     staging.add_whole_to(needed, engine.table.unmanaged());
     staging.add_whole_to(needed, engine.table.buffers());
