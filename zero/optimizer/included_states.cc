@@ -33,15 +33,6 @@ void add(std::vector<IncludedState<Object>>& states, IncludedState<Object> state
   states.push_back(std::move(state));
 }
 
-template <typename Object>
-std::string text_of(const std::vector<IncludedState<Object>>& states) {
-  std::string text;
-  for (const auto& state : states) {
-    text += (state.per_rank ? ", state per rank " : ", state ") + state.name;
-  }
-  return text;
-}
-
 // "state X: included for all ranks, in the checkpoint per rank", or empty where it is there.
 std::string missing(const CheckpointReader& reader, const IncludedState<Stateful>& wanted) {
   const auto& kinds = reader.kinds(kStatePrefix + wanted.name);
@@ -92,9 +83,6 @@ std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank) {
   }
   return result;
 }
-
-std::string included_text(const SaveOptions& save) { return text_of(save.states()); }
-std::string included_text(const LoadOptions& load) { return text_of(load.states()); }
 
 void compare_states(const CheckpointReader& reader, const LoadOptions& load, int world_size,
                     CheckpointDifferences& differences) {

@@ -27,8 +27,14 @@ TensorToSave state_to_save(const std::string& owner, const std::string& kind,
 std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank);
 
 // The included names, for comparing ranks.
-std::string included_text(const SaveOptions& save);
-std::string included_text(const LoadOptions& load);
+template <typename Options>
+std::string included_text(const Options& options) {
+  std::string text;
+  for (const auto& state : options.states()) {
+    text += (state.per_rank ? ", state per rank " : ", state ") + state.name;
+  }
+  return text;
+}
 
 // Adds to `differences` the states that `load` includes and the checkpoint does not hold, and to
 // its notes, before the others, what is no hindrance: states that `load` leaves out, and states per

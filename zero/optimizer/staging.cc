@@ -38,26 +38,29 @@ void check_step(const std::string& owner, const std::string& kind, const at::Ten
 
 // Moves what was read to where it belongs.
 void put(Staged& staged, ShardOptimizer& shards) {
-  torch::optim::Optimizer& inner = shards.inner();
   for (StagedSegment& s : staged.segments) {
     shards.masters().set(*s.target, s.master);
     if (s.target->ema.defined()) {
       const at::Tensor& average = s.ema.defined() ? s.ema : s.master;
       s.target->ema.copy_(in_shape_of(average, s.target->master));
     }
-    if (!s.has_state) continue;
-    inner.state().erase(s.target->master.unsafeGetTensorImpl());
-    if (s.state) {
-      inner.state()[s.target->master.unsafeGetTensorImpl()] = std::move(s.state);
-    } else {
-      make_initial_state(inner, s.target->group, s.target->master);
-    }
+    if (s.has_state) set_state(shards.inner(), *s.target, std::move(s.state));
   }
   shards.take_state();
   for (const auto& [to, from] : staged.whole) overwrite(to, from);
 }
 
 }  // namespace
+
+void set_state(torch::optim::Optimizer& inner, const SegmentTensors& segment,
+               std::unique_ptr<torch::optim::OptimizerParamState> state) {
+  inner.state().erase(segment.master.unsafeGetTensorImpl());
+  if (state) {
+    inner.state()[segment.master.unsafeGetTensorImpl()] = std::move(state);
+  } else {
+    make_initial_state(inner, segment.group, segment.master);
+  }
+}
 
 Staging::Staging(CheckpointReader& reader, const ParameterTable& table, ShardOptimizer& shards,
                  const CheckpointDifferences& differences, const MeshTensors* mesh)
@@ -94,11 +97,11 @@ void Staging::drop_state() {
 }
 
 void Staging::read_segments(Staged& staged) {
-  for (const SegmentTensors* s : targets_) {
-    staged.segments.push_back({s, master_buffer(*s), {}, nullptr, false});
-  }
   std::vector<at::Tensor> masters;
-  for (const StagedSegment& s : staged.segments) masters.push_back(s.master);
+  for (const SegmentTensors* s : targets_) {
+    masters.push_back(master_buffer(*s));
+    staged.segments.push_back({s, masters.back(), {}, nullptr, false});
+  }
   std::vector<size_t> all(wanted_.size());
   std::iota(all.begin(), all.end(), size_t{0});
   reader_.read("master", wanted_of(all), masters);
@@ -113,7 +116,7 @@ void Staging::read_ema(Staged& staged) {
   for (size_t i = 0; i < wanted_.size(); ++i) {
     if (reader_.kinds(wanted_[i].name).count(kEmaKind) == 0) continue;
     having.push_back(i);
-    into.push_back(host_buffer(staged.segments[i].target->segment.numel, at::kFloat));
+    into.push_back(host_buffer(targets_[i]->segment.numel, at::kFloat));
     staged.segments[i].ema = into.back();
   }
   reader_.read(kEmaKind, wanted_of(having), into);
@@ -155,9 +158,9 @@ void Staging::read_states(Staged& staged) {
     if (is_value(kind)) {
       read_values(kind, segments, states);
     } else if (is_uncut(kind)) {
-      read_uncut(staged, kind, segments, states);
+      read_uncut(kind, segments, states);
     } else {
-      read_tensors(staged, kind, segments, states);
+      read_tensors(kind, segments, states);
     }
   }
   for (size_t i = 0; i < wanted_.size(); ++i) {
@@ -172,16 +175,15 @@ void Staging::read_states(Staged& staged) {
   }
 }
 
-void Staging::read_tensors(const Staged& staged, const std::string& kind,
-                           const std::vector<size_t>& segments, std::vector<InnerState>& states) {
+void Staging::read_tensors(const std::string& kind, const std::vector<size_t>& segments,
+                           std::vector<InnerState>& states) {
   std::vector<at::Tensor> into;
   for (size_t i : segments) {
-    into.push_back(
-        host_buffer(staged.segments[i].target->segment.numel, reader_.dtype(kind, wanted_[i])));
+    into.push_back(host_buffer(targets_[i]->segment.numel, reader_.dtype(kind, wanted_[i])));
   }
   reader_.read(kind, wanted_of(segments), into);
   for (size_t n = 0; n < segments.size(); ++n) {
-    const SegmentTensors& target = *staged.segments[segments[n]].target;
+    const SegmentTensors& target = *targets_[segments[n]];
     // What is stored in fewer bytes waits for that in host memory.
     const bool narrow = target.moments != Moments::kFloat32;
     const at::Tensor read = narrow ? into[n] : into[n].to(target.master.device());
@@ -189,10 +191,10 @@ void Staging::read_tensors(const Staged& staged, const std::string& kind,
   }
 }
 
-void Staging::read_uncut(const Staged& staged, const std::string& kind,
-                         const std::vector<size_t>& segments, std::vector<InnerState>& states) {
+void Staging::read_uncut(const std::string& kind, const std::vector<size_t>& segments,
+                         std::vector<InnerState>& states) {
   for (const size_t i : segments) {
-    const at::Device device = staged.segments[i].target->master.device();
+    const at::Device device = targets_[i]->master.device();
     const at::Tensor tensor = reader_.read_uncut(kind, wanted_[i]);
     states[i].uncut.emplace_back(kind.substr(std::string(kUncutPrefix).size()), tensor.to(device));
   }

@@ -71,10 +71,10 @@ class Staging {
   std::vector<const HeldRange*> wanted_of(const std::vector<size_t>& segments) const;
   void read_ema(Staged& staged);
   void read_states(Staged& staged);
-  void read_tensors(const Staged& staged, const std::string& kind,
-                    const std::vector<size_t>& segments, std::vector<InnerState>& states);
-  void read_uncut(const Staged& staged, const std::string& kind,
-                  const std::vector<size_t>& segments, std::vector<InnerState>& states);
+  void read_tensors(const std::string& kind, const std::vector<size_t>& segments,
+                    std::vector<InnerState>& states);
+  void read_uncut(const std::string& kind, const std::vector<size_t>& segments,
+                  std::vector<InnerState>& states);
   void read_values(const std::string& kind, const std::vector<size_t>& segments,
                    std::vector<InnerState>& states);
 
@@ -87,6 +87,9 @@ class Staging {
   std::vector<HeldRange> wanted_;  // per target
 };
 
+// Replaces the inner optimizer's state of a segment; null: by that of one that no step has used.
+void set_state(torch::optim::Optimizer& inner, const SegmentTensors& segment,
+               std::unique_ptr<torch::optim::OptimizerParamState> state);
 // Sets the options of `groups` to those that were read.
 void restore_options(const Staged& staged, Engine::ParamGroups& groups);
 // Makes what was read the present state. Collective. Only lack of memory and failed communication

@@ -27,6 +27,7 @@
 #include "zero/inner_optimizers/registry.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/optimizer/held_tensors.h"
+#include "zero/optimizer/staging.h"
 
 namespace zero {
 namespace {
@@ -92,14 +93,7 @@ void take_over(Engine& engine, States& states) {
   ShardOptimizer& shards = engine.shards;
   engine.comms->run_or_close([&] {
     for (size_t i = 0; i < states.size(); ++i) {
-      const SegmentTensors& s = shards.segments()[i];
-      auto& all = shards.inner().state();
-      all.erase(s.master.unsafeGetTensorImpl());
-      if (states[i]) {
-        all[s.master.unsafeGetTensorImpl()] = std::move(states[i]);
-      } else {
-        make_initial_state(shards.inner(), s.group, s.master);
-      }
+      set_state(shards.inner(), shards.segments()[i], std::move(states[i]));
     }
     shards.take_state();
   });
