@@ -112,22 +112,19 @@ void compare_states(const CheckpointReader& reader, const LoadOptions& load, int
   differences.notes.insert(differences.notes.begin(), notes.begin(), notes.end());
 }
 
-std::vector<std::pair<std::string, std::string>> included_tensors(const LoadOptions& load,
-                                                                  int rank) {
-  std::vector<std::pair<std::string, std::string>> result;
+void add_states_to(NeededTensors& needed, const LoadOptions& load, int rank) {
   for (const auto& wanted : load.states()) {
-    result.emplace_back(kStatePrefix + wanted.name, kind_of(wanted.per_rank, rank));
+    needed.add_state(kStatePrefix + wanted.name, kind_of(wanted.per_rank, rank));
   }
-  return result;
 }
 
 StatesToSet read_states(CheckpointReader& reader, const LoadOptions& load, int rank) {
-  const auto tensors = included_tensors(load, rank);
   StatesToSet result;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto& [owner, kind] = tensors[i];
+  for (const auto& wanted : load.states()) {
+    const std::string owner = kStatePrefix + wanted.name;
+    const std::string kind = kind_of(wanted.per_rank, rank);
     if (reader.kinds(owner).count(kind) == 0) continue;
-    result.emplace_back(load.states()[i].object, reader.read_bytes(owner, kind));
+    result.emplace_back(wanted.object, reader.read_bytes(owner, kind));
   }
   return result;
 }

@@ -14,6 +14,7 @@
 
 #include "zero/checkpoint/differences.h"
 #include "zero/checkpoint/format/reader.h"
+#include "zero/checkpoint/match/part_reader.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/checkpoint_options.h"
 
@@ -42,9 +43,8 @@ std::string included_text(const Options& options) {
 void compare_states(const CheckpointReader& reader, const LoadOptions& load, int world_size,
                     CheckpointDifferences& differences);
 
-// The owner and kind of the tensors that read_states() reads, if they are stored.
-std::vector<std::pair<std::string, std::string>> included_tensors(const LoadOptions& load,
-                                                                  int rank);
+// Adds the tensors that read_states() reads, if they are stored.
+void add_states_to(NeededTensors& needed, const LoadOptions& load, int rank);
 
 // Objects with the state that rank `rank` gives them.
 using StatesToSet = std::vector<std::pair<Stateful*, std::string>>;

@@ -152,7 +152,7 @@ std::unique_ptr<CheckpointReader> receive_files(Engine& engine, const std::strin
     staging.add_segments_to(needed);
     staging.add_whole_to(needed, engine.table.unmanaged());
     staging.add_whole_to(needed, engine.table.buffers());
-    for (const auto& [owner, kind] : included_tensors(load, rank)) needed.add_state(owner, kind);
+    add_states_to(needed, load, rank);
   });
   std::vector<int> sources;
   for (size_t f = 0; f < found.ranks.size(); ++f) sources.push_back(found.reader(f, rank));
