@@ -89,7 +89,7 @@ TEST(ParameterGathersTest, AllParametersHaveEveryRanksRowsWhenTheyAreFinished) {
 
 TEST(ParameterGathersTest, AModuleWaitsForTheBucketsOfItsParametersAlone) {
   for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
-    on_ranks(2, layout, [](Rank& r) {
+    on_ranks(2, layout, [&](Rank& r) {
       r.start();
       // The buckets of the first parameters are the last ones.
       torch::nn::Module part;
@@ -100,6 +100,10 @@ TEST(ParameterGathersTest, AModuleWaitsForTheBucketsOfItsParametersAlone) {
       r.gathers.finish_those_of(part);
       EXPECT_TRUE(r.is_updated(0));
       EXPECT_FALSE(r.is_updated(2));
+      // Of one parameter too, which has several.
+      ASSERT_TRUE(layout == Layout::kPerParameter || r.flat.plan.parameter_buckets[2].size() > 1);
+      r.gathers.finish_that_of(r.flat.model.values[2]);
+      EXPECT_TRUE(r.is_updated(2));
       r.gathers.finish();
       for (int p = 0; p < kParameters; ++p) EXPECT_TRUE(r.is_updated(p)) << p;
     });
