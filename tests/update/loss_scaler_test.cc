@@ -121,28 +121,29 @@ TEST(LossScalerTest, RefusesStatesAndOptionsThatMakeNoScale) {
   LossScaler scaler{LossScalerOptions()};
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double infinity = std::numeric_limits<double>::infinity();
+  const LossScalerOptions o;
+  const auto refused = [](const LossScalerOptions& bad, const std::string& expected) {
+    expect_words(error_of([&] { LossScaler{bad}; }), {"loss scaler: expected " + expected});
+  };
+  const std::string ordered = "min_scale <= initial_scale <= max_scale";
   for (double scale : {0.0, -2.0, nan, infinity}) {
     LossScaler::State state;
     state.scale = scale;
-    EXPECT_THROW(scaler.set_state(state), c10::Error) << scale;
-    EXPECT_THROW(LossScaler(LossScalerOptions().initial_scale(scale)), c10::Error) << scale;
-    EXPECT_THROW(LossScaler(LossScalerOptions().min_scale(scale)), c10::Error) << scale;
+    expect_words(error_of([&] { scaler.set_state(state); }),
+                 {"loss scaler: expected a positive, finite scale, got"});
+    refused(LossScalerOptions(o).initial_scale(scale), ordered);
+    refused(LossScalerOptions(o).min_scale(scale), "a positive, finite min_scale, got");
   }
   EXPECT_EQ(scaler.scale(), 65536.0);
-  const LossScalerOptions o;
-  for (const auto& bad : {
-           LossScalerOptions(o).growth_factor(0.5),
-           LossScalerOptions(o).growth_factor(nan),
-           LossScalerOptions(o).backoff_factor(0),
-           LossScalerOptions(o).backoff_factor(1),
-           LossScalerOptions(o).growth_interval(0),
-           LossScalerOptions(o).hysteresis(0),
-           LossScalerOptions(o).max_scale(100),
-           LossScalerOptions(o).max_scale(infinity),
-           LossScalerOptions(o).min_scale(100000),
-       }) {
-    EXPECT_THROW(LossScaler{bad}, c10::Error);
-  }
+  refused(LossScalerOptions(o).growth_factor(0.5), "a growth_factor of at least 1, got 0.5");
+  refused(LossScalerOptions(o).growth_factor(nan), "a growth_factor of at least 1, got nan");
+  refused(LossScalerOptions(o).backoff_factor(0), "a backoff_factor between 0 and 1, got 0");
+  refused(LossScalerOptions(o).backoff_factor(1), "a backoff_factor between 0 and 1, got 1");
+  refused(LossScalerOptions(o).growth_interval(0), "a growth_interval of at least 1, got 0");
+  refused(LossScalerOptions(o).hysteresis(0), "a hysteresis of at least 1, got 0");
+  refused(LossScalerOptions(o).max_scale(100), ordered + ", got 1, 65536, 100");
+  refused(LossScalerOptions(o).max_scale(infinity), "a finite max_scale, got inf");
+  refused(LossScalerOptions(o).min_scale(100000), ordered + ", got 100000, 65536");
 }
 
 // torch.amp.GradScaler._amp_update_scale_, written down from its documentation.
