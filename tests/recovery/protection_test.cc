@@ -132,7 +132,7 @@ TEST(ProtectionTest, ARankThatCannotCopyEndsTheWaitsOfTheOthersAtOnce) {
     RunOptions options;
     options.transport = transport;
     options.timeout = std::chrono::seconds(20);
-    std::latch done(world_size);
+    std::latch connected(world_size), done(world_size);
     run_ranks(
         world_size,
         [&](const Group& group) {
@@ -141,6 +141,7 @@ TEST(ProtectionTest, ARankThatCannotCopyEndsTheWaitsOfTheOthersAtOnce) {
             if (fails) throw std::bad_alloc();
             return {};
           });
+          connected.arrive_and_wait();  // or it would end what others still connect
           const auto start = std::chrono::steady_clock::now();
           protection.begin({}, file_of(group.rank(), values(1)));
           const std::string problem = protection.finish();
