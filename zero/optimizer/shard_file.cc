@@ -32,6 +32,7 @@ std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
 
 FileToSave shard_file(const Engine& engine) {
   FileToSave file{rank_file_name(engine.comms->rank()), {}};
+  const torch::optim::Optimizer& inner = engine.shards.inner();  // asks a device for its counts
   for (const SegmentTensors& s : engine.shards.segments()) {
     const auto& replicas =
         engine.domains.list[engine.protocol.domain_of(s.segment.parameter)].replicas;
@@ -43,7 +44,7 @@ FileToSave shard_file(const Engine& engine) {
     };
     put("master", s.segment.numel, elements_of(engine.shards.masters().values(s), s.master));
     if (s.ema.defined()) put(kEmaKind, s.segment.numel, elements_of(s.ema, s.master));
-    const auto state = read_inner_state(engine.shards.inner(), s.group, s.master);
+    const auto state = read_inner_state(inner, s.group, s.master);
     if (!state) continue;
     const auto put_state = [&](const std::string& kind, int64_t numel, const at::Tensor& tensor) {
       TORCH_CHECK(safetensors_knows(tensor.scalar_type()), "checkpoint: parameter ", owner,

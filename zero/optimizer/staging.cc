@@ -38,13 +38,14 @@ void check_step(const std::string& owner, const std::string& kind, const at::Ten
 
 // Moves what was read to where it belongs.
 void put(Staged& staged, ShardOptimizer& shards) {
+  torch::optim::Optimizer& inner = shards.inner();
   for (StagedSegment& s : staged.segments) {
     shards.masters().set(*s.target, s.master);
     if (s.target->ema.defined()) {
       const at::Tensor& average = s.ema.defined() ? s.ema : s.master;
       s.target->ema.copy_(in_shape_of(average, s.target->master));
     }
-    if (s.has_state) set_state(shards.inner(), *s.target, std::move(s.state));
+    if (s.has_state) set_state(inner, *s.target, std::move(s.state));
   }
   shards.take_state();
   for (const auto& [to, from] : staged.whole) overwrite(to, from);

@@ -88,6 +88,7 @@ class Staging {
 };
 
 // Replaces the inner optimizer's state of a segment; null: by that of one that no step has used.
+// `inner`: as ShardOptimizer::inner() has given it once, since each call brings back the device's.
 void set_state(torch::optim::Optimizer& inner, const SegmentTensors& segment,
                std::unique_ptr<torch::optim::OptimizerParamState> state);
 // Sets the options of `groups` to those that were read.

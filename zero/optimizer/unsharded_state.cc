@@ -92,8 +92,9 @@ States cut_all(Engine& engine, const ReadState& read) {
 void take_over(Engine& engine, States& states) {
   ShardOptimizer& shards = engine.shards;
   engine.comms->run_or_close([&] {
+    torch::optim::Optimizer& inner = shards.inner();
     for (size_t i = 0; i < states.size(); ++i) {
-      set_state(shards.inner(), shards.segments()[i], std::move(states[i]));
+      set_state(inner, shards.segments()[i], std::move(states[i]));
     }
     shards.take_state();
   });
