@@ -116,8 +116,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // over one memory, a tensor over memory that is left, buffers that are not strided, state in
   // `inner`, a class that does not suit its layout) or when ranks differ, naming what differs.
   // `module` may register more later: saves, loads, refresh_master_parameters(),
-  // broadcast_buffers() and changes of parameters find it there, but throw for a tensor in the place
-  // of another.
+  // broadcast_buffers() and changes of parameters find it there, but throw for a tensor in the
+  // place of another.
   //
   // With group.joins(), waits until the ranks of a job call recover() and takes over their state:
   // see docs/recovery.md. param_groups() alone has the options of `inner`; call
