@@ -599,6 +599,15 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
     o.placement(0, GroupPlacement().replicated_over(copies));
   };
   expect_refused(t, "expected the same on all its ranks, got another or none");
+  // The copies of rank 1's shards begin with rank 3, and those of rank 0's with rank 0.
+  t = topologies()[0];
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    const bool first = mesh.coordinate("shard") == 0;
+    const auto ranks = first ? std::vector<int>{0, 2} : std::vector<int>{3, 1};
+    const auto copies = GroupPlacement().replicated_over(mesh.all().subgroup(ranks, "copies"));
+    o.mesh_group(mesh.all()).placement(0, copies).placement(1, copies);
+  };
+  expect_refused(t, "to have one place among the copies");
 }
 
 // Rank 0's would be sent to all ranks of the optimizer's group, by their places in the list.

@@ -162,6 +162,7 @@ struct Membership {
   std::string place;     // in the group
   std::string group;     // an equal word for equal groups
   std::string replicas;  // the same; without replicas that of the group
+  std::string copy;      // the place in the replicas
 };
 
 struct Memberships {
@@ -216,6 +217,11 @@ std::string problem_of_groups(const ShardDomains& all, const std::vector<Members
                         "\") to have copies in the same groups, got others of rank ", here,
                         " than of rank ", rank, kAdvice);
       }
+      if (other.copy != own.copy) {
+        return c10::str("replicated_over(): expected all ranks of sharded_over(\"", group.name(),
+                        "\") to have one place among the copies, got place ", own.copy, " on rank ",
+                        here, " and place ", other.copy, " on rank ", rank, kAdvice);
+      }
     }
     if (!replicas) continue;
     const std::string name = c10::str("replicated_over(\"", replicas->name(), "\"): expected ");
@@ -247,15 +253,16 @@ void OptimizerCommunicators::check_groups(const ShardDomains& all) {
   if (all.uniform && home_is_mesh && std::ranges::none_of(all.list, has_replicas)) return;
   std::string own = word_of(all.home);
   for (const ShardDomain& d : all.list) {
-    own += c10::str("\n", d.group.rank(), " ", word_of(d.group), " ",
-                    word_of(d.replicas.value_or(d.group)));
+    own +=
+        c10::str("\n", d.group.rank(), " ", word_of(d.group), " ",
+                 word_of(d.replicas.value_or(d.group)), " ", d.replicas ? d.replicas->rank() : 0);
   }
   std::vector<Memberships> table;
   for (const std::string& text : control->all_gather_text(own, "groups of domains")) {
     std::istringstream words(text);
     auto& row = table.emplace_back();
     words >> row.home;
-    for (Membership m; words >> m.place >> m.group >> m.replicas;) {
+    for (Membership m; words >> m.place >> m.group >> m.replicas >> m.copy;) {
       row.domains.push_back(m);
     }
   }
