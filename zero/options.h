@@ -266,8 +266,8 @@ struct ZeroOptions {
   // with one fp32 scale for each 256 elements of a parameter. Parameters with fewer than 4096
   // elements keep fp32. Sums are made in fp32, and what a step stores is rounded up or down at
   // random, so that slow averages move as fast as in fp32. The random numbers depend on the step,
-  // the element, and the parameter's number among those that this optimizer trains: bits do not
-  // depend on the number of ranks, buckets or layouts.
+  // the element, and the parameter's name: bits do not depend on the number of ranks, buckets or
+  // layouts, nor on what else a pipeline stage holds.
   //
   //   kInt8    a code q stands for (q / 127)^2 of the largest magnitude in its block, so that a
   //            value near the largest is off by at most 1.6 % and one of a hundredth of it by 16 %;

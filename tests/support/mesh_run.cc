@@ -115,6 +115,7 @@ MeshRun::MeshRun(const MeshShape& shape, const Group& world, double factor)
   if (stage == 0 && shape.has_large) hold("large", {65, 79}, kShared);
   if (stage == 0 || stage == shape.stages - 1) hold("embedding", {5, 7}, kShared);
   for (int layer = cuts[stage]; layer < cuts[stage + 1]; ++layer) hold_layer(layer);
+  if (stage > 0 && stage == shape.stages - 1 && shape.has_large) hold("large", {65, 79}, kShared);
   hold_others("common", 0);
   make_optimizer();
 }

@@ -34,8 +34,8 @@ struct MeshShape {
   bool adam = true;
   bool says_sections = true;  // of fused tensors
   Moments moments = Moments::kFloat32;
-  // The first stage has a parameter of more than 4096 elements, whose number, 0, is the same in
-  // every mesh.
+  // The first and the last stage have a parameter of more than 4096 elements, as their first one
+  // and as their last.
   bool has_large = false;
 
   int ranks() const { return stages * copies * data * experts * parts; }

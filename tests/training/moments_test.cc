@@ -26,6 +26,7 @@
 #include "tests/training/plain_moments.h"
 #include "zero/checkpoint.h"
 #include "zero/lion.h"
+#include "zero/update/shard_optimizer.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -77,7 +78,8 @@ class PlainRun {
       : world_size_(world_size),
         dtype_(dtype),
         options_(inner_of(inner, initial_values(at::kFloat))->param_groups()[0].options().clone()),
-        moments_(inner, {0, 1, 2, 3}, {41, 67 * 130, 5000, 4095}, moments) {
+        moments_(inner, {"value0", "value1", "value2", "value3"}, {41, 67 * 130, 5000, 4095},
+                 moments) {
     for (const at::Tensor& value : initial_values(dtype)) {
       masters.push_back(value.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true));
     }
@@ -104,10 +106,7 @@ class PlainRun {
     frozen_ = p;
     moments_.freeze(p);
   }
-  void unfreeze(size_t p) {
-    frozen_.reset();
-    moments_.unfreeze(p);
-  }
+  void unfreeze() { frozen_.reset(); }
 
   // Rounds all moments to nearest, as a load does.
   void convert(Moments to) { moments_.convert(to); }
@@ -352,7 +351,9 @@ TEST(MomentsTest, OfThePartsOfATensorLoadIntoAWhole) {
     const at::Tensor average = part.reshape({-1}) * (1.0 - 0.9);
     at::Tensor stored = at::empty({moment_bytes(Moments::kInt8, 4096)}, at::kByte);
     std::vector<uint32_t> noise;
-    for (int64_t i = 0; i < 4096; ++i) noise.push_back(kernels::reference::state_noise(1, 0, i));
+    const int64_t number = noise_number("value0");
+    for (int64_t i = 0; i < 4096; ++i)
+      noise.push_back(kernels::reference::state_noise(1, number, i));
     kernels::reference::store_values(kernels::StateType::kInt8, /*root=*/false,
                                      average.const_data_ptr<float>(), 4096, noise.data(),
                                      stored.mutable_data_ptr());
@@ -389,7 +390,7 @@ TEST(MomentsTest, StayWhereLargeParametersLeaveAndComeBack) {
         }
         if (n == 6) {
           run.optimizer->unfreeze({run.model.values[1]});
-          run.plain.unfreeze(1);
+          run.plain.unfreeze();
         }
         run.step(n, n >= 3 && n < 6 ? std::optional<size_t>(1) : std::nullopt);
         run.compare(n);

@@ -25,6 +25,7 @@
 #include "zero/checkpoint.h"
 #include "zero/combined_optimizer.h"
 #include "zero/muon.h"
+#include "zero/update/shard_optimizer.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -67,10 +68,11 @@ at::Tensor in_memory_order(const at::Tensor& t) { return t.as_strided({t.numel()
 // A matrix in one process: its momentum as it is stored, and its value in double.
 class PlainMatrix {
  public:
-  PlainMatrix(const at::Tensor& value, int64_t parameter, Moments moments, MuonOptions options)
+  PlainMatrix(const at::Tensor& value, const std::string& name, Moments moments,
+              MuonOptions options)
       : value_(value.to(at::kDouble)),
         options_(std::move(options)),
-        parameter_(parameter),
+        noise_number_(noise_number(name)),
         moments_(moments_of_parameter(moments, value.numel())),
         stored_(at::zeros({moment_bytes(moments_, value.numel())}, at::kByte)) {}
 
@@ -115,7 +117,7 @@ class PlainMatrix {
       b = b * options_.momentum() + flat * (1.0 - options_.momentum());
       std::vector<uint32_t> noise;
       for (int64_t i = 0; i < numel; ++i) {
-        noise.push_back(kernels::reference::state_noise(number, parameter_, i));
+        noise.push_back(kernels::reference::state_noise(number, noise_number_, i));
       }
       kernels::reference::store_values(type(), /*root=*/false, b.const_data_ptr<float>(), numel,
                                        noise.data(), stored_.mutable_data_ptr());
@@ -128,7 +130,7 @@ class PlainMatrix {
 
   at::Tensor value_;
   const MuonOptions options_;
-  const int64_t parameter_;
+  const int64_t noise_number_;
   const Moments moments_;
   at::Tensor stored_;
 };
@@ -141,7 +143,7 @@ struct Pair {
                                                   options.moments(moments))) {
     const auto values = initial_values();
     for (size_t p = 0; p < values.size(); ++p) {
-      plain.emplace_back(values[p], static_cast<int64_t>(p), moments, muon);
+      plain.emplace_back(values[p], "value" + std::to_string(p), moments, muon);
     }
   }
 

@@ -13,6 +13,7 @@
 #include "tests/kernels/reference.h"
 #include "tests/kernels/stored_reference.h"
 #include "zero/lion.h"
+#include "zero/update/shard_optimizer.h"
 
 namespace zero {
 namespace {
@@ -69,9 +70,10 @@ void set_adam_options(const torch::optim::OptimizerOptions& from, kernels::AdamO
 
 }  // namespace
 
-PlainMoments::PlainMoments(Inner inner, std::vector<int64_t> numbers,
+PlainMoments::PlainMoments(Inner inner, const std::vector<std::string>& names,
                            const std::vector<int64_t>& numels, Moments moments)
-    : inner_(inner), numbers_(std::move(numbers)), moments_(moments) {
+    : inner_(inner), moments_(moments) {
+  for (const std::string& name : names) noise_numbers_.push_back(noise_number(name));
   for (const int64_t numel : numels) {
     State s;
     s.numel = numel;
@@ -98,7 +100,7 @@ void PlainMoments::step(size_t i, const at::Tensor& master, const at::Tensor& gr
   const bool plain = state.format == Moments::kFloat32;
   namespace reference = kernels::reference;
   if (inner_ == Inner::kSgdMomentum) {
-    auto s = segment_of<kernels::SgdSegment>(values, g, state.format, numbers_[i]);
+    auto s = segment_of<kernels::SgdSegment>(values, g, state.format, noise_numbers_[i]);
     s.momentum = state.first.mutable_data_ptr();
     s.first_step = state.count == 1;
     const auto& o = static_cast<const torch::optim::SGDOptions&>(options);
@@ -111,7 +113,7 @@ void PlainMoments::step(size_t i, const at::Tensor& master, const at::Tensor& gr
     plain ? reference::sgd_step({s}, k, &coefficient, nullptr, at::kFloat)
           : reference::stored_sgd_step(s, k, &coefficient, at::kFloat);
   } else if (inner_ == Inner::kLion) {
-    auto s = segment_of<kernels::LionSegment>(values, g, state.format, numbers_[i]);
+    auto s = segment_of<kernels::LionSegment>(values, g, state.format, noise_numbers_[i]);
     s.exp_avg = state.first.mutable_data_ptr();
     const auto& o = static_cast<const LionOptions&>(options);
     kernels::LionOptions k;
@@ -122,7 +124,7 @@ void PlainMoments::step(size_t i, const at::Tensor& master, const at::Tensor& gr
     plain ? reference::lion_step({s}, k, &coefficient, nullptr, at::kFloat)
           : reference::stored_lion_step(s, k, &coefficient, at::kFloat);
   } else {
-    auto s = segment_of<kernels::AdamSegment>(values, g, state.format, numbers_[i]);
+    auto s = segment_of<kernels::AdamSegment>(values, g, state.format, noise_numbers_[i]);
     s.exp_avg = state.first.mutable_data_ptr();
     s.exp_avg_sq = state.second.mutable_data_ptr();
     s.max_exp_avg_sq = state.largest.mutable_data_ptr<float>();
@@ -176,11 +178,6 @@ void PlainMoments::freeze(size_t i) {
   states_[i].first.zero_();
   states_[i].second.zero_();
   states_[i].count = 0;
-  for (size_t behind = i + 1; behind < numbers_.size(); ++behind) --numbers_[behind];
-}
-
-void PlainMoments::unfreeze(size_t i) {
-  for (size_t behind = i + 1; behind < numbers_.size(); ++behind) ++numbers_[behind];
 }
 
 }  // namespace zero

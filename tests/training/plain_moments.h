@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "bookkeeping/memory.h"
@@ -19,10 +20,9 @@ namespace zero {
 
 class PlainMoments {
  public:
-  // `numbers[i]` is the number of parameter i among those that the optimizer trains, which has
-  // numels[i] elements.
-  PlainMoments(Inner inner, std::vector<int64_t> numbers, const std::vector<int64_t>& numels,
-               Moments moments);
+  // Parameter i has numels[i] elements.
+  PlainMoments(Inner inner, const std::vector<std::string>& names,
+               const std::vector<int64_t>& numels, Moments moments);
 
   // What a clip makes of a gradient g: clamp(g, -bound, bound) * coefficient.
   struct Clip {
@@ -36,9 +36,8 @@ class PlainMoments {
   void convert(Moments to);
   // Rows of parameter i go and come, with zeros where `rows` is -1; it had `row` elements each.
   void select(size_t i, const at::Tensor& rows, int64_t row);
-  // Parameter i leaves, so that those behind it have other numbers, and comes back without state.
+  // Parameter i leaves, and comes back without state.
   void freeze(size_t i);
-  void unfreeze(size_t i);
 
  private:
   struct State {
@@ -50,7 +49,7 @@ class PlainMoments {
   };
 
   const Inner inner_;
-  std::vector<int64_t> numbers_;
+  std::vector<int64_t> noise_numbers_;
   Moments moments_;
   std::vector<State> states_;
 };

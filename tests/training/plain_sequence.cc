@@ -203,19 +203,14 @@ class PlainRun {
   }
 
  private:
-  // Parameters have the numbers of their order in the module.
   void make_moments() {
-    std::vector<int64_t> numbers, numels;
-    for (const at::Tensor& p : model_->tensors()) {
-      int64_t number = 0;
-      for (const at::Tensor& other : model_->parameters()) {
-        if (other.is_same(p)) break;
-        number += other.requires_grad() ? 1 : 0;
-      }
-      numbers.push_back(number);
-      numels.push_back(p.numel());
+    std::vector<std::string> names;
+    std::vector<int64_t> numels;
+    for (const SequenceModelImpl::Managed& p : model_->managed()) {
+      names.push_back(p.name);
+      numels.push_back(p.tensor.numel());
     }
-    moments_.emplace(s_.inner, std::move(numbers), numels, s_.options.moments());
+    moments_.emplace(s_.inner, names, numels, s_.options.moments());
   }
 
   bool is_expert(size_t parameter) const { return model_->managed()[parameter].expert; }

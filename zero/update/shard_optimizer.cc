@@ -14,6 +14,9 @@
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 namespace zero {
 
 namespace {
@@ -28,6 +31,10 @@ std::vector<const FusedUpdate*> fused_updates(const torch::optim::Optimizer& inn
 
 }  // namespace
 
+int64_t noise_number(const std::string& name) {
+  return static_cast<int64_t>(XXH3_64bits(name.data(), name.size()));
+}
+
 ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Optimizer> inner,
                                Options options)
     : shards_(std::move(shards)),
@@ -36,6 +43,9 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
       fused_(fused_updates(*inner_, options.fused)) {
   at::NoGradGuard no_grad;
   for (const FusedUpdate* fused : fused_) (fused == nullptr ? all_fused_ : none_fused_) = false;
+  for (const Parameter& p : shards_.table.parameters()) {
+    noise_numbers_.push_back(noise_number(p.name));
+  }
   for (const Bucket& bucket : shards_.plan.buckets) {
     // By all slots, not by those of this rank: ranks gather buckets in one order.
     bucket_fused_.push_back(
@@ -243,7 +253,7 @@ void ShardOptimizer::update_inner() {
     TORCH_INTERNAL_ASSERT(scalars_.device_step == nullptr);
     adapter.prepare_moments(
         *inner_, s.master, s.moments,
-        {scalars_.step, s.segment.parameter, current_stream(s.master.device())});
+        {scalars_.step, noise_numbers_[s.segment.parameter], current_stream(s.master.device())});
   }
   trap_->disarm();
   inner_->step();
@@ -323,7 +333,7 @@ void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
     by_group_[s.group].push_back({&s.master, gradients.const_data_ptr<float>() + s.segment.offset,
                                   cast ? row + s.segment.offset * own_row.element_size() : nullptr,
                                   counts_ ? counts_->of(i) : nullptr, s.moments,
-                                  s.segment.parameter, s.segment.begin,
+                                  noise_numbers_[s.segment.parameter], s.segment.begin,
                                   masters_->lower(s.segment)});
   }
   // One kernel for each parameter group of the bucket, over all its segments.

@@ -18,6 +18,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -36,6 +37,10 @@
 #include "zero/update/step_counts.h"
 
 namespace zero {
+
+// What rounds moments at random where a kernel asks for the number of the parameter. Made of its
+// name, so that it is the same on ranks that hold other parameters beside it.
+int64_t noise_number(const std::string& name);
 
 class ShardOptimizer {
  public:
@@ -172,6 +177,7 @@ class ShardOptimizer {
   const std::vector<const FusedUpdate*> fused_;
   bool all_fused_ = true;
   bool none_fused_ = true;
+  std::vector<int64_t> noise_numbers_;  // per parameter
 
   std::optional<MasterRows> masters_;
   std::optional<Ema> ema_;
