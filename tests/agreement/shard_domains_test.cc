@@ -48,7 +48,7 @@ TEST(ShardDomainsTest, AGradientIsAveragedOverShardsAndReplicas) {
   EXPECT_TRUE(domains.uniform);
   EXPECT_EQ(domains.describe()[1],
             "placement of parameter group 1: shared by 4 ranks, copies on 2, averaged over 8, "
-            "domain 1");
+            "weight in the norm 0.5, domain 1");
 }
 
 TEST(ShardDomainsTest, ASumIsDividedByNothing) {

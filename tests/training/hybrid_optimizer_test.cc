@@ -553,6 +553,14 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
     o.placement(2, expert(mesh, {"edp"}, mesh.all().rank() == 1 ? 2 : 4));
   };
   expect_refused(t, "averaged over");
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    o.placement(2, expert(mesh, {"edp"}, 4).owner(mesh.coordinate("edp") == 0));
+  };
+  expect_refused(t, "weight in the norm");
+  t.place = [](const Mesh& mesh, ZeroOptions& o) {
+    o.placement(1, GroupPlacement().copies(mesh.all().rank() == 3 ? 2 : 1));
+  };
+  expect_refused(t, "weight in the norm");
   t.home = {"edp"};
   t.place = [](const Mesh& mesh, ZeroOptions& o) {
     o.placement(0, GroupPlacement().replicated_over(mesh.group({"ep"})));

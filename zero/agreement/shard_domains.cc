@@ -136,7 +136,9 @@ std::vector<std::string> ShardDomains::describe() const {
     lines.push_back("placement of parameter group " + std::to_string(g) + ": shared by " +
                     std::to_string(d.group.world_size()) + " ranks, copies on " +
                     std::to_string(ranks_of(d.replicas)) + ", averaged over " +
-                    std::to_string(d.averaged_over) + ", domain " + std::to_string(of_group[g]) +
+                    std::to_string(d.averaged_over) +
+                    c10::str(", weight in the norm ", norm_weights[g]) + ", domain " +
+                    std::to_string(of_group[g]) +
                     (ordered ? c10::str(", in the order of ranks ", d.group.global_ranks()) : ""));
   }
   return lines;
