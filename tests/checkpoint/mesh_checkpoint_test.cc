@@ -199,6 +199,18 @@ TEST(MeshCheckpointTest, PartsThatDoNotSayThatTheyAreFusedLoadAsTheyWereSaved) {
   });
 }
 
+// Only one of the two is cut through what is fused.
+TEST(MeshCheckpointTest, FusedPartsLoadAsPartsAlongTheOtherDimension) {
+  const std::string parent = fresh_folder("swapped");
+  const MeshShape fused{.parts = 2}, swapped{.parts = 2, .swaps_cuts = true};
+  for (const MeshShape& from : {fused, swapped}) {
+    const std::string folder = parent + "/" + (from.swaps_cuts ? "swapped" : "fused");
+    Saved saved;
+    save(from, folder, /*async=*/false, saved);
+    expect_loads(from.swaps_cuts ? fused : swapped, folder, saved, folder);
+  }
+}
+
 TEST(MeshCheckpointTest, AnExportPutsPartsTogether) {
   const std::string parent = fresh_folder("export");
   const MeshShape parts{.parts = 3};

@@ -136,9 +136,11 @@ void MeshRun::hold(const std::string& name, std::vector<int64_t> whole, int64_t 
 
 void MeshRun::hold_layer(int layer) {
   const std::string prefix = "layer" + std::to_string(layer) + ".";
-  hold(prefix + "weight", {8, 12}, kMatrices, layer % 2, layer >= 2);
-  hold(prefix + "fused", layer % 2 == 0 ? std::vector<int64_t>{48, 2} : std::vector<int64_t>{2, 48},
-       kMatrices, layer % 2, layer >= 2, {24, 12, 12});
+  const int64_t cut = (layer + (shape_.swaps_cuts ? 1 : 0)) % 2;
+  hold(prefix + "weight", {8, 12}, kMatrices, cut, layer >= 2);
+  hold(prefix + "fused", layer % 2 == 0 ? std::vector<int64_t>{48, 4} : std::vector<int64_t>{4, 48},
+       kMatrices, cut, layer >= 2,
+       shape_.swaps_cuts ? std::vector<int64_t>() : std::vector<int64_t>{24, 12, 12});
   hold(prefix + "bias", {13}, kBiases);
   hold(prefix + "unused", {6}, kBiases);
   const int each = kExperts / shape_.experts;

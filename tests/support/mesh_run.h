@@ -37,6 +37,7 @@ struct MeshShape {
   // The first and the last stage have a parameter of more than 4096 elements, as their first one
   // and as their last.
   bool has_large = false;
+  bool swaps_cuts = false;  // what is cut into rows elsewhere is cut into columns, and vice versa
 
   int ranks() const { return stages * copies * data * experts * parts; }
   std::string text() const;

@@ -73,8 +73,9 @@ class Comparison {
       return different("shape", c10::IntArrayRef(whole_shape(a)), c10::IntArrayRef(whole_shape(b)),
                        false);
     }
-    // Parts of a fused tensor that do not say so are those of one that is not.
-    if (is_part(a) && is_part(b) && a.sections != b.sections) {
+    // Parts of a fused tensor that do not say so are those of one that is not. Along another
+    // dimension they may be those of a tensor in which that one is not fused.
+    if (is_part(a) && is_part(b) && a.dimension == b.dimension && a.sections != b.sections) {
       return different("sections", c10::IntArrayRef(a.sections), c10::IntArrayRef(b.sections),
                        false);
     }
