@@ -7,7 +7,8 @@
 //   zero::Adafactor adafactor(model->parameters(), zero::AdafactorOptions(1e-2));
 //
 // It works by itself and in a ZeroOptimizer, where each parameter has one owner that updates it as
-// a whole. For a parameter p of shape [..., n, m] with gradient g, in its step t, with k =
+// a whole; under tensor parallelism the part that a rank holds is such a parameter.
+// For a parameter p of shape [..., n, m] with gradient g, in its step t, with k =
 // t^beta2_decay:
 //
 //   alpha = max(eps2, rms(p)) * min(lr, 1 / sqrt(t))

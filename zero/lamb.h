@@ -7,7 +7,8 @@
 //   zero::Lamb lamb(model->parameters(), zero::LambOptions(2e-3).weight_decay(0.01));
 //
 // It works by itself and in a ZeroOptimizer, where each parameter has one owner that updates it as
-// a whole. For a parameter p with gradient g, in its step t:
+// a whole; under tensor parallelism the part that a rank holds is such a parameter.
+// For a parameter p with gradient g, in its step t:
 //
 //   m = beta1 * m + (1 - beta1) * g
 //   v = beta2 * v + (1 - beta2) * g^2

@@ -8,8 +8,8 @@
 //   torch::optim::AdamW adamw(the_others, 3e-4);  // embeddings, head, norms, biases
 //
 // CombinedOptimizer makes one optimizer of the two. It works by itself and in a ZeroOptimizer,
-// where each matrix has one owner that updates it as a whole. For each matrix p of shape [m, n]
-// with gradient g:
+// where each matrix has one owner that updates it as a whole; under tensor parallelism the part
+// that a rank holds is such a matrix. For each matrix p of shape [m, n] with gradient g:
 //
 //   b = b + (1 - momentum) * (g - b)  // with moments(): momentum * b + (1 - momentum) * g
 //   u = nesterov ? g + momentum * (b - g) : b

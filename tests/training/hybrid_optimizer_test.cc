@@ -23,6 +23,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
+#include "zero/lamb.h"
 #include "zero/mesh.h"
 #include "zero/zero_optimizer.h"
 
@@ -715,6 +716,24 @@ TEST(HybridOptimizerTest, StagesThatSendScaledGradientsEqualOneProcess) {
     const at::Tensor expected = (stage == 0 ? first : last)->weight.grad();
     const at::Tensor got = optimizer.gradient(own->weight);
     EXPECT_LE(error_of(got / expected.abs().max(), expected / expected.abs().max()), 5e-3);
+  });
+}
+
+// As documented: the whole matrix has the norm 5, and its parts 3 and 4.
+TEST(HybridOptimizerTest, LambTakesTheTrustRatioOfEachTensorParallelPart) {
+  run_ranks(2, [](const Group& world) {
+    const Mesh mesh(world, {{"tp", 2}});
+    const float norm = world.rank() == 0 ? 3 : 4;
+    torch::nn::Module module;
+    const at::Tensor part =
+        module.register_parameter("part", at::tensor({norm, 0.0F}).view({1, 2}));
+    ZeroOptimizer optimizer(module, std::make_unique<Lamb>(module.parameters(), LambOptions(0.1)),
+                            mesh.group({}), ZeroOptions().mesh_group(world));
+    optimizer.backward(part.sum());  // the update is 1 for each element, of norm sqrt(2)
+    optimizer.step();
+    const double moved = 0.1 * norm / std::sqrt(2.0);
+    EXPECT_NEAR(part[0][0].item<double>(), norm - moved, 1e-5);
+    EXPECT_NEAR(part[0][1].item<double>(), -moved, 1e-5);
   });
 }
 
