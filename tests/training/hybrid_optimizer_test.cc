@@ -719,6 +719,36 @@ TEST(HybridOptimizerTest, StagesThatSendScaledGradientsEqualOneProcess) {
   });
 }
 
+TEST(HybridOptimizerTest, ASharedParameterOfTwoStagesHasTheSumOfTheirGradients) {
+  run_ranks(2, [](const Group& world) {
+    const Mesh mesh(world, {{"pp", 2}});
+    const int stage = world.rank();
+    torch::nn::Module module;
+    if (stage == 0) module.register_parameter("first", at::ones({3}));  // another number of it
+    const at::Tensor shared = module.register_parameter("shared", at::ones({2, 4}));
+    ZeroOptimizer optimizer(
+        module, make_optimizer({module.parameters()}, false), mesh.group({}),
+        ZeroOptions().mesh_group(world).placement(0, GroupPlacement().owner(stage == 0)));
+    const auto stages = world.make_communicator("stages", Purpose::kData);
+    const auto gradient_of = [](int s) { return random_tensor({2, 4}, 7 + s); };
+    {
+      const auto guard = optimizer.no_sync();
+      for (int pass = 0; pass < 2; ++pass) {
+        optimizer.backward((shared * gradient_of(stage)).sum() * 0.5);
+      }
+    }
+    at::Tensor rows = at::empty({2, shared.numel()});
+    rows[stage].copy_(shared.grad().view({-1}));
+    stages->gather_rows(rows, "gradients").wait();
+    shared.mutable_grad().copy_(rows.sum(0).view_as(shared));
+    const at::Tensor sum = gradient_of(0) + gradient_of(1);
+    EXPECT_NEAR(optimizer.grad_norm().item<double>(), sum.norm().item<double>(), 1e-6);
+    optimizer.step();
+    const at::Tensor expected = 1.0 - 0.1 * (sum + 0.05);  // of SGD with this decay
+    EXPECT_LE(error_of(shared.detach(), expected), 1e-6);
+  });
+}
+
 // As documented: the whole matrix has the norm 5, and its parts 3 and 4.
 TEST(HybridOptimizerTest, LambTakesTheTrustRatioOfEachTensorParallelPart) {
   run_ranks(2, [](const Group& world) {
