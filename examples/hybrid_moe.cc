@@ -12,6 +12,8 @@
 // Usage:
 //   ./bazelw run //examples:hybrid_moe
 //
+// With an argument, a folder that does not exist yet, it saves a checkpoint there.
+//
 // Expected output (the last digits differ between machines):
 //   step  0  gradient norm 0.412405  in one process 0.412405
 //   step 25  gradient norm 0.369456  in one process 0.369456
@@ -79,9 +81,8 @@ struct Moe : torch::nn::Module {
       const torch::nn::Sequential expert(torch::nn::Linear(kWidth, 2 * kWidth), torch::nn::GELU(),
                                          torch::nn::Linear(2 * kWidth, kWidth));
       if (expert_ranks != nullptr && expert_ranks->rank() != e) continue;
-      // One name on all ranks: it is the part of this rank's domain.
-      const std::string number = expert_ranks == nullptr ? std::to_string(e) : "";
-      experts.push_back(register_module("expert" + number, expert));
+      // The name in the whole model, by which a checkpoint finds it.
+      experts.push_back(register_module("expert" + std::to_string(e), expert));
     }
   }
 
@@ -151,7 +152,7 @@ double largest_gap(const std::vector<at::Tensor>& a, const std::vector<at::Tenso
   return gap;
 }
 
-int train() {
+int train(const std::string& folder) {
   const zero::Group world = zero::init_process_group({.device = at::kCPU});
   const zero::Mesh mesh(world, {{"edp", kRanks / kExperts}, {"ep", kExperts}});
   const auto expert_ranks = mesh.group({"ep"}).make_communicator("tokens", zero::Purpose::kData);
@@ -174,6 +175,7 @@ int train() {
     norms.push_back(optimizer.clip_grad_norm_(kMaxNorm).item<double>());
     optimizer.step();
   }
+  if (!folder.empty()) optimizer.save_checkpoint(folder);
 
   Moe reference(nullptr);
   const std::vector<double> expected = train_plainly(reference);
@@ -198,9 +200,10 @@ int train() {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
   try {
-    return zero::launch_local(kRanks, train);
+    const std::string folder = argc > 1 ? argv[1] : "";
+    return zero::launch_local(kRanks, [&] { return train(folder); });
   } catch (const c10::Error& error) {
     // Not what(), which adds a C++ backtrace.
     std::fprintf(stderr, "hybrid_moe: %s\n", error.what_without_backtrace());

@@ -167,6 +167,16 @@ class CallersFolderTest(unittest.TestCase):
                 self.assertEqual(os.listdir(folder), ["file"], program)
 
 
+class HybridMoeTest(unittest.TestCase):
+    def test_every_expert_has_a_name_of_its_own_in_a_checkpoint(self):
+        with tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR")) as parent:
+            done = run("hybrid_moe", parent + "/saved")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            shown = run("inspect_checkpoint", parent + "/saved").stdout
+        # 246 elements in dense layers, and 1072 in each of two experts.
+        self.assertRegex(shown, r"(?m)^parameters: \d+ with 2390 elements$")
+
+
 class ErrorsTest(unittest.TestCase):
     PROGRAMS = ("minimal", "hybrid_moe", "zero_by_hand", "splats", "train_gpt/train_gpt",
                 "benchmark/benchmark")
