@@ -9,6 +9,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -72,6 +73,22 @@ TEST(GroupTest, MeansOverRanksKeepTheirShapeAndDtype) {
                        {"mean_over_ranks()", "floating-point", "Long"});
         },
         {.transport = kRealTransport});
+  }
+}
+
+// On several machines a thread of the library adds up, and it is in no mode.
+TEST(GroupTest, AMeanUnderInferenceModeCanBeUsedOutsideOfIt) {
+  for (const int ranks_per_machine : {2, 4}) {
+    run_ranks(4,
+              [](const Group& group) {
+                at::Tensor mean;
+                {
+                  const c10::InferenceMode mode;
+                  mean = mean_over_ranks(at::full({2}, group.rank(), at::kDouble), group);
+                }
+                EXPECT_EQ(mean.add_(1)[0].item<double>(), 2.5);
+              },
+              {.ranks_per_machine = ranks_per_machine});
   }
 }
 

@@ -10,6 +10,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -286,6 +287,36 @@ TEST_P(RowExchangeTest, FewValuesAndBroadcasts) {
     EXPECT_EQ(longs[1].item<int64_t>(), (int64_t{1} << 40) + world - 1);
     EXPECT_EQ(ints[0].item<int>(), 10);
     EXPECT_EQ(sent[1][2].item<float>(), world - 1);
+  });
+}
+
+// A thread of the library takes the first level, and the wait may be outside of the mode.
+TEST_P(RowExchangeTest, TensorsOfInferenceModeAreWrittenTo) {
+  run([](const Group& group) {
+    const auto data = data_of(group);
+    const int64_t world = group.world_size();
+    at::Tensor values, rows, sent, received, last;
+    std::vector<Pending> pending;
+    {
+      const c10::InferenceMode mode;
+      values = at::full({2}, group.rank(), at::kDouble);
+      rows = at::full({world, 3}, group.rank(), at::kFloat);
+      sent = at::full({world, 3}, group.rank(), at::kFloat);
+      received = at::zeros({world, 3});
+      last = at::full({3}, group.rank(), at::kFloat);
+      pending.push_back(data->all_reduce_sum(values, "values"));
+      pending.push_back(data->gather_rows(rows, "rows"));
+      pending.push_back(data->exchange_rows(sent, received, "exchange"));
+      pending.push_back(data->broadcast(last, static_cast<int>(world) - 1, "last"));
+    }
+    for (Pending& each : pending) each.wait();
+    EXPECT_EQ(values[1].item<double>(), world * (world - 1) / 2);
+    received = received.clone();
+    received.select(0, group.rank()).fill_(group.rank());  // the own one is unspecified
+    for (const at::Tensor& each : {rows, received}) {
+      EXPECT_TRUE(each.select(1, 2).eq(at::arange(world)).all().item<bool>()) << each;
+    }
+    EXPECT_TRUE(last.eq(world - 1).all().item<bool>()) << last;
   });
 }
 

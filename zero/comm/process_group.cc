@@ -21,6 +21,7 @@
 
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"
+#include "zero/base/normal_tensors.h"
 #include "zero/base/own_process.h"
 #include "zero/comm/backends/gloo.h"
 #include "zero/comm/backends/nccl.h"
@@ -465,6 +466,7 @@ void check_values(const at::Tensor& value, const std::exception_ptr& problem,
 }  // namespace
 
 at::Tensor mean_over_ranks(const at::Tensor& value, const Group& group) {
+  const NormalTensors normal;
   const at::NoGradGuard no_grad;
   at::Tensor sum;
   std::exception_ptr problem;  // which the others wait for

@@ -166,6 +166,8 @@ void Operation::wait(Clock::time_point start) {
   // 2. What sends nothing succeeds in a failed group, too.
   if (steps_.empty() && on_received_.empty() && on_success_.empty()) return;
   health_->check(what_);
+  const c10::InferenceMode mode(inference_mode_);
+  const at::NoGradGuard no_grad;
   const SlowWait notice([this] { return slow_text(); },
                         [health = health_] { health->look_at_waits(); });
   // 3. Receive. A missing receive says more than a send that was not taken: then no send is waited
@@ -181,12 +183,13 @@ void Operation::wait(Clock::time_point start) {
   check(failures, start);
   // 6. Kept to the end: actions keep alive what was sent.
   Actions actions = std::exchange(on_success_, {});
-  const at::NoGradGuard no_grad;
   for (const auto& action : actions) action();
 }
 
 void Operation::receive(Clock::time_point start) {
   health_->check(what_);
+  const c10::InferenceMode mode(inference_mode_);
+  const at::NoGradGuard no_grad;
   const SlowWait notice([this] { return slow_text(); },
                         [health = health_] { health->look_at_waits(); });
   Failures failures;
@@ -215,7 +218,6 @@ std::set<int> Operation::ended_peers() const {
 }
 
 void Operation::run(Actions& actions, Failures& failures) {
-  const at::NoGradGuard no_grad;
   for (const auto& action : std::exchange(actions, {})) {
     if (failures.any()) return;
     try {

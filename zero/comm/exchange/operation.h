@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
@@ -108,6 +109,8 @@ class Operation {
   const std::shared_ptr<GroupHealth> health_;
   const std::string what_;
   const int64_t number_;
+  // Of the thread that began it: a tensor that was made in that mode can be written to only in it.
+  const bool inference_mode_ = c10::InferenceMode::is_enabled();
   std::vector<Step> steps_;
   Actions on_wait_;
   Actions on_received_;
